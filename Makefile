@@ -1,0 +1,38 @@
+# Every command of this project, one line each: `make help`. The first one that needs it builds .venv.
+.DEFAULT_GOAL := help
+.PHONY: help demo test unit setup lint lock clean
+MAKEFLAGS += --no-print-directory
+
+RECIPES := $(sort $(filter-out reference,$(basename $(notdir $(wildcard recipes/*.yaml)))))
+ARGS ?=
+
+demo: setup ## set up, then train the tiny model with INT8 rollouts, on any CPU
+	@.venv/bin/appliance train arithmetic-tiny-int8 $(ARGS)
+
+test: setup ## set up, then all tests: ARGS="-k sync" picks some
+	@.venv/bin/python -m pytest $(ARGS)
+
+unit: setup ## the quick tests only: no engine, no training
+	@.venv/bin/python -m pytest -m "not slow and not engine and not e2e" $(ARGS)
+
+setup: ## build .venv from the locks; changes nothing when it is up to date
+	@requirements/setup.sh
+
+lint: setup ## style and formatting
+	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --check .
+
+lock: setup ## renew the locks in requirements/: ARGS=--upgrade takes newer versions
+	@requirements/lock.sh $(ARGS)
+
+clean: ## remove .venv and what tools left behind; runs/ stays
+	@rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@find appliance tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: $(RECIPES)
+$(RECIPES): setup
+	@.venv/bin/appliance train $@ $(ARGS)
+
+help:
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-32s %s\n", $$1, $$2 }'
+	@for recipe in $(RECIPES); do printf '%-32s %s\n' "  make $$recipe" "$$(sed -n '1s/^# *//p' recipes/$$recipe.yaml)"; done

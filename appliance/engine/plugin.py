@@ -1,0 +1,16 @@
+"""vLLM's entry point `vllm.general_plugins`: a function run in every vLLM process, several times.
+
+vLLM logs and skips an error while *importing* this module, so the import is trivial; an error inside `register`
+propagates and stops the engine.
+"""
+
+
+def register() -> None:
+    from vllm.platforms import current_platform
+
+    import appliance.engine.int8  # noqa: F401  registers the quantisation method by its name
+
+    if current_platform.is_cpu():
+        from appliance.engine.cpu_patches import apply_cpu_patches
+
+        apply_cpu_patches()

@@ -1,0 +1,122 @@
+"""How a weight update reaches a vLLM worker from verl's trainer, and never leaves the trainer waiting for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import (
+    BucketedWeightReceiver,
+    rebuild_ipc,
+    rebuild_shared_memory,
+)
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+from vllm.config import set_current_vllm_config
+
+from appliance.engine.attest import attest_rollout_worker
+from appliance.engine.update import Bucket, WeightUpdate
+from appliance.errors import SyncError
+
+
+class DrainingReceiver(BucketedWeightReceiver):
+    """verl's receiver, with two differences: what it delivers is the receiver's own memory, and it always answers.
+
+    verl's sender waits for each answer without a time limit. When a bucket cannot be used, this receiver answers it
+    and all that follow, and then lets the error go on.
+    """
+
+    def receive_weights(self, on_bucket_received: Callable[[Bucket, bool], None]) -> None:
+        self._last_seen = False
+        self._owed = False
+        self._init_socket()
+        try:
+            self._init_buffer()
+            while not self._last_seen:
+                metadata = self._receive()
+                on_bucket_received(self._bucket(metadata), self._last_seen)
+                if not self._last_seen:
+                    self._answer()
+        finally:
+            self._drain()
+            self._ack_pending = self._owed  # verl's _cleanup gives the last answer, after the buffer is released
+            self._cleanup()
+
+    def _init_buffer(self) -> None:
+        metadata = self.socket.recv_pyobj()
+        self._owed = True
+        if self.use_shm:
+            self.buffer, self.shm = rebuild_shared_memory(metadata["name"], metadata["size"], dtype=torch.uint8)
+        else:
+            self.buffer = rebuild_ipc(metadata, self.device.index)
+        self._answer()
+
+    def _receive(self) -> dict:
+        metadata = self.socket.recv_pyobj()
+        self._last_seen = metadata["is_last"]
+        self._owed = True
+        return metadata
+
+    def _answer(self) -> None:
+        self.socket.send(b"")
+        self._owed = False
+
+    def _drain(self) -> None:
+        """Answer what is still to come: nothing after a complete update."""
+        while not self._last_seen:
+            if self._owed:
+                self._answer()
+            self._receive()
+
+    def _bucket(self, metadata: dict) -> Bucket:
+        return [(name, self._tensor(meta)) for name, meta in metadata["bucket_meta"].items()]
+
+    def _tensor(self, meta: dict) -> Tensor:
+        """A copy: the sender reuses the bucket, and on a CPU a view would also keep the shared segment open."""
+        if meta["handle"] is not None:  # a tensor larger than a bucket comes by a handle of its own (CUDA only)
+            return rebuild_ipc(meta["handle"], self.device.index).clone()
+        shape, dtype, offset = meta["shape"], meta["dtype"], meta["offset"]
+        size = dtype.itemsize * shape.numel()
+        return self.buffer[offset : offset + size].view(dtype=dtype).view(shape).to(self.device, copy=True)
+
+
+class SyncWorkerExtension(vLLMColocateWorkerExtension):
+    """Mixed into vLLM's worker by name (`worker_extension_cls`), in place of verl's own, whose methods it keeps."""
+
+    def monkey_patch_model(self, vocab_size: int, banned_token_ids: list[int] | None = None) -> None:
+        """verl's first call after the model stands, before any generation: the place to say what runs here."""
+        super().monkey_patch_model(vocab_size, banned_token_ids)
+        attest_rollout_worker(self.model_runner.model, vllm_config=self.model_runner.vllm_config, rank=self.rank)
+
+    def update_weights_from_ipc(
+        self, peft_config: dict | None = None, base_sync_done: bool = False, use_shm: bool = False
+    ) -> None:
+        """verl's entry for one weight update. Raises SyncError; the engine then refuses further updates."""
+        device = self.device or torch.device("cpu")
+        update = self._weight_update()
+        begun = False
+
+        def take(bucket: Bucket, is_last: bool) -> None:
+            nonlocal begun
+            if not begun:
+                _refuse_adapters(peft_config)
+                update.begin()
+                begun = True
+            update.load(bucket)
+            if is_last:
+                update.finish()
+
+        receiver = DrainingReceiver(zmq_handle=self._get_zmq_handle(), device=device, use_shm=use_shm)
+        with set_current_vllm_config(self.model_runner.vllm_config), device, torch.no_grad():
+            receiver.receive_weights(take)
+
+    def _weight_update(self) -> WeightUpdate:
+        if not hasattr(self, "_appliance_update"):
+            runner = self.model_runner
+            self._appliance_update = WeightUpdate(runner.model, model_config=runner.vllm_config.model_config)
+        return self._appliance_update
+
+
+def _refuse_adapters(peft_config: dict | None) -> None:
+    if peft_config:
+        raise SyncError("weight update: LoRA adapters are not supported with quantised rollouts")

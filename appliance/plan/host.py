@@ -1,0 +1,34 @@
+"""Facts about a host, as values: `preflight.probes` reads them, planning and judging use them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class HostGpu:
+    """product: the name that nvidia-smi gives."""
+
+    product: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """cpu_flags: as in /proc/cpuinfo.  missing_libraries: shared libraries vLLM needs and the loader does not find.
+
+    disk_free_bytes: where the run root is or will be.  run_root_problem: why nothing can be written there, or empty.
+    packages: distributions of the chosen log backends that are installed.
+    """
+
+    cores: int
+    memory_bytes: int
+    memory_free_bytes: int
+    cpu_flags: frozenset[str]
+    gpus: tuple[HostGpu, ...]
+    python: tuple[int, int]
+    missing_libraries: tuple[str, ...]
+    disk_free_bytes: int
+    shm_free_bytes: int
+    run_root_problem: str
+    packages: frozenset[str]

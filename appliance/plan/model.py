@@ -1,0 +1,164 @@
+"""What will happen: RunPlan, a value that is written to `plan.json` and read by every process of a run.
+
+Nothing here imports torch, verl or vLLM. Paths are absolute strings. A plan never changes after it is written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from appliance.quant.scheme import Scheme
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A number we derived, with its reason."""
+
+    key: str
+    value: str
+    why: str
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """Where the weights come from. Exactly one of `source` (folder or hub name) and `builtin` is not empty.
+
+    path: the folder that the trainer and the engine read (for a builtin, a folder in the cache, made on first use).
+    """
+
+    path: str
+    source: str
+    builtin: str
+    revision: str
+    trust_remote_code: bool
+
+
+@dataclass(frozen=True)
+class TaskPlan:
+    """What to learn. train_parquet / val_parquet are what verl reads, made by `tasks.prepare`.
+
+    train_file / val_file: the user's own JSON-lines files, or empty.
+    difficulty: digits of the operands for `arithmetic`; ignored elsewhere.  sizes are numbers of problems.
+    """
+
+    kind: str
+    difficulty: int
+    seed: int
+    train_file: str
+    val_file: str
+    train_size: int
+    val_size: int
+    train_parquet: str
+    val_parquet: str
+    max_prompt_tokens: int
+    max_response_tokens: int
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """replicas: one scheme per rollout replica (an engine each), in rank order.  ignore: layers kept in BF16."""
+
+    scheme: Scheme
+    emulated: bool
+    replicas: tuple[Scheme, ...]
+    tensor_parallel: int
+    samples_per_prompt: int
+    temperature: float
+    top_p: float
+    ignore: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CorrectionPlan:
+    """method as in the contract; cap: truncation of the importance weights, > 0, None where the method has none."""
+
+    method: str
+    cap: float | None
+
+
+@dataclass(frozen=True)
+class ExpectedAttestation:
+    """One process that must say what it runs before the first step. role: `rollout` or `trainer`."""
+
+    role: str
+    rank: int
+    scheme: Scheme
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Everything a run needs to know.
+
+    argv: the exact child.  env: what the child gets on top of the launcher's own environment (names from plan.env).
+    pins: distribution -> version that the patches were made for.
+    """
+
+    name: str
+    run_dir: str
+    cache_dir: str
+    seed: int
+    device: str  # "cpu" or a GPU name as in the recipe
+    nodes: int
+    gpus_per_node: int
+    model: ModelPlan
+    task: TaskPlan
+    rollout: RolloutPlan
+    correction: CorrectionPlan
+    steps: int
+    validate_every: int
+    prompts_per_step: int
+    checkpoint_every_steps: int
+    logging_backends: tuple[str, ...]
+    argv: tuple[str, ...]
+    env: tuple[tuple[str, str], ...]
+    pins: tuple[tuple[str, str], ...]
+    choices: tuple[Choice, ...]
+    attestations: tuple[ExpectedAttestation, ...]
+    schema_version: int = SCHEMA_VERSION
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    def write(self, path: Path) -> None:
+        path.write_text(self.to_json() + "\n")
+
+
+def read_plan(path: Path) -> RunPlan:
+    """Read `plan.json`. Raises ValueError on another schema_version, OSError when the file cannot be read."""
+    return plan_from_dict(json.loads(path.read_text()))
+
+
+def plan_from_dict(raw: dict[str, Any]) -> RunPlan:
+    if raw.get("schema_version") != SCHEMA_VERSION:
+        raise ValueError(f"plan has schema_version {raw.get('schema_version')!r}, this program reads {SCHEMA_VERSION}")
+    rollout = raw["rollout"]
+    return RunPlan(
+        **{
+            **raw,
+            "model": ModelPlan(**raw["model"]),
+            "task": TaskPlan(**raw["task"]),
+            "rollout": RolloutPlan(
+                **{
+                    **rollout,
+                    "scheme": Scheme(rollout["scheme"]),
+                    "replicas": tuple(Scheme(s) for s in rollout["replicas"]),
+                    "ignore": tuple(rollout["ignore"]),
+                }
+            ),
+            "correction": CorrectionPlan(**raw["correction"]),
+            "logging_backends": tuple(raw["logging_backends"]),
+            "argv": tuple(raw["argv"]),
+            "env": tuple((k, v) for k, v in raw["env"]),
+            "pins": tuple((k, v) for k, v in raw["pins"]),
+            "choices": tuple(Choice(**c) for c in raw["choices"]),
+            "attestations": tuple(
+                ExpectedAttestation(**{**a, "scheme": Scheme(a["scheme"])}) for a in raw["attestations"]
+            ),
+        }
+    )

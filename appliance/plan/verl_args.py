@@ -1,0 +1,228 @@
+"""verl's configuration for a run, as Hydra overrides. The only file that knows verl's key names (verl 0.9.1).
+
+A test composes verl's own configuration with these and compares every value and its type.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from appliance.quant.scheme import Scheme
+from appliance.recipe.schema import CorrectionMethod, Recipe
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+MODEL = "actor_rollout_ref.model"
+VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
+REWARDS_FILE = Path(__file__).resolve().parents[1] / "trainer" / "rewards.py"
+WORKER_EXTENSION = "appliance.engine.sync.SyncWorkerExtension"
+INT8_METHOD = "appliance_int8"  # engine.int8.METHOD_NAME; not imported, because that file imports torch
+
+# vLLM's own online methods, for the schemes that are not ours.
+QUANTISATION: dict[Scheme, str | None] = {
+    Scheme.BF16: None,
+    Scheme.INT8: INT8_METHOD,
+    Scheme.FP8: "fp8_per_tensor",
+    Scheme.FP8_CHANNEL: "fp8_per_channel",
+    Scheme.FP8_BLOCK: "fp8_per_block",
+}
+
+_BARE = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
+_NOT_BARE = frozenset({"null", "true", "false", "nan", "inf"})
+
+Value = None | bool | int | float | str | list[str]
+
+
+@dataclass(frozen=True)
+class Override:
+    """One Hydra override. added: the key is not in verl's configuration and is appended with `+`."""
+
+    key: str
+    value: Value
+    added: bool = False
+
+    @property
+    def text(self) -> str:
+        return f"{'+' if self.added else ''}{self.key}={hydra_value(self.value)}"
+
+
+@dataclass(frozen=True)
+class Derived:
+    """What `plan.build` decided and verl must be told. Sizes in sequences, tokens, MiB."""
+
+    run_dir: Path
+    model_path: str
+    train_parquet: str
+    val_parquet: str
+    scheme: Scheme
+    is_cpu: bool
+    attention: str
+    steps: int
+    mini_batch_prompts: int
+    micro_batch_sequences: int
+    max_model_tokens: int
+    max_concurrent_sequences: int
+    max_batched_tokens: int
+    save_every: int
+    validate_every: int
+    bucket_mib: int
+    gradient_checkpointing: bool
+    num_agent_workers: int
+
+
+def hydra_value(value: Value) -> str:
+    """In Hydra's override grammar. Text is quoted unless it can only read as text."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float):
+        return json.dumps(value)
+    if isinstance(value, list):
+        return "[" + ",".join(hydra_value(each) for each in value) + "]"
+    if _BARE.fullmatch(value) and value.lower() not in _NOT_BARE:
+        return value
+    return "'" + value.replace("\\", "\\\\").replace("'", "\\'").replace("${", "\\${") + "'"
+
+
+def overrides(recipe: Recipe, derived: Derived) -> list[Override]:
+    """Everything verl is told, in the order of its configuration."""
+    parts = (_algorithm, _data, _model, _actor, _rollout, _engine, _reward, _trainer)
+    return [each for part in parts for each in part(recipe, derived)]
+
+
+def _algorithm(recipe: Recipe, derived: Derived) -> list[Override]:
+    """All of rollout_correction is set: a default of verl's must never decide what corrects the loss."""
+    truncates = recipe.correction.method is CorrectionMethod.TIS
+    correction = "algorithm.rollout_correction"
+    return [
+        Override("algorithm.adv_estimator", "grpo"),
+        Override("algorithm.use_kl_in_reward", False),
+        Override(f"{correction}.rollout_is", "token" if truncates else None),
+        Override(f"{correction}.rollout_is_threshold", recipe.correction.cap if truncates else None),
+        Override(f"{correction}.rollout_is_batch_normalize", False),
+        Override(f"{correction}.rollout_rs", None),
+        Override(f"{correction}.rollout_rs_threshold", None),
+        Override(f"{correction}.bypass_mode", False),
+    ]
+
+
+def _data(recipe: Recipe, derived: Derived) -> list[Override]:
+    return [
+        Override("data.train_files", derived.train_parquet),
+        Override("data.val_files", derived.val_parquet),
+        Override("data.train_batch_size", recipe.batch.prompts_per_step),
+        Override("data.max_prompt_length", recipe.task.max_prompt_tokens),
+        Override("data.max_response_length", recipe.task.max_response_tokens),
+        Override("data.seed", recipe.seed),
+        Override("data.shuffle", True),
+        Override("data.validation_shuffle", False),
+        Override("data.dataloader_num_workers", 0),  # a process each, for a file of kilobytes
+        Override("data.trust_remote_code", recipe.model.trust_remote_code),
+    ]
+
+
+def _model(recipe: Recipe, derived: Derived) -> list[Override]:
+    return [
+        Override(f"{MODEL}.path", derived.model_path),
+        Override(f"{MODEL}.trust_remote_code", recipe.model.trust_remote_code),
+        Override(f"{MODEL}.use_remove_padding", derived.attention == "flash_attention_2"),
+        Override(f"{MODEL}.enable_gradient_checkpointing", derived.gradient_checkpointing),
+        Override(f"{MODEL}.override_config.attn_implementation", derived.attention, added=True),
+    ]
+
+
+def _actor(recipe: Recipe, derived: Derived) -> list[Override]:
+    batch, optimizer = recipe.batch, recipe.optimizer
+    return [
+        Override(f"{ACTOR}.strategy", "fsdp2"),
+        Override("actor_rollout_ref.ref.strategy", "fsdp2"),
+        Override(f"{ACTOR}.use_kl_loss", False),
+        Override(f"{ACTOR}.use_torch_compile", not derived.is_cpu),
+        Override(f"{ACTOR}.fsdp_config.use_torch_compile", not derived.is_cpu),
+        Override(f"{ACTOR}.fsdp_config.seed", recipe.seed),
+        Override(f"{ACTOR}.data_loader_seed", recipe.seed),
+        Override(f"{ACTOR}.clip_ratio_low", recipe.algorithm.clip_low),
+        Override(f"{ACTOR}.clip_ratio_high", recipe.algorithm.clip_high),
+        Override(f"{ACTOR}.ppo_mini_batch_size", derived.mini_batch_prompts),
+        Override(f"{ACTOR}.ppo_micro_batch_size_per_gpu", derived.micro_batch_sequences),
+        Override(f"{ACTOR}.use_dynamic_bsz", batch.max_tokens_per_gpu is not None),
+        Override(f"{ACTOR}.ppo_max_token_len_per_gpu", batch.max_tokens_per_gpu or derived.max_batched_tokens),
+        Override(f"{ACTOR}.ulysses_sequence_parallel_size", recipe.trainer.sequence_parallel),
+        Override(f"{ACTOR}.optim.lr", optimizer.learning_rate),
+        Override(f"{ACTOR}.optim.weight_decay", optimizer.weight_decay),
+        Override(f"{ACTOR}.optim.lr_warmup_steps", optimizer.warmup_steps),
+        Override(f"{ACTOR}.optim.lr_warmup_steps_ratio", 0.0),
+        Override(f"{ACTOR}.optim.clip_grad", optimizer.max_grad_norm),
+        Override(f"{ACTOR}.checkpoint.save_contents", ["model", "optimizer", "extra", "hf_model"]),
+    ]
+
+
+def _rollout(recipe: Recipe, derived: Derived) -> list[Override]:
+    rollout = recipe.rollout
+    return [
+        Override(f"{ROLLOUT}.name", "vllm"),
+        Override(f"{ROLLOUT}.n", rollout.samples_per_prompt),
+        Override(f"{ROLLOUT}.temperature", rollout.temperature),
+        Override(f"{ROLLOUT}.top_p", rollout.top_p),
+        Override(f"{ROLLOUT}.seed", recipe.seed),
+        Override(f"{ROLLOUT}.calculate_log_probs", True),
+        Override(f"{ROLLOUT}.logprobs_mode", "processed_logprobs"),  # after temperature, as the trainer's
+        Override(f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", derived.micro_batch_sequences),
+        Override(f"{ROLLOUT}.agent.num_workers", derived.num_agent_workers),
+        Override(f"{ROLLOUT}.val_kwargs.do_sample", False),
+        Override(f"{ROLLOUT}.val_kwargs.temperature", 0.0),
+        Override(f"{ROLLOUT}.val_kwargs.top_p", 1.0),
+        Override(f"{ROLLOUT}.val_kwargs.n", 1),
+    ]
+
+
+def _engine(recipe: Recipe, derived: Derived) -> list[Override]:
+    sleeps = not derived.is_cpu  # vLLM's sleep mode frees GPU memory
+    return [
+        Override(f"{ROLLOUT}.tensor_model_parallel_size", recipe.rollout.tensor_parallel),
+        Override(f"{ROLLOUT}.gpu_memory_utilization", recipe.rollout.gpu_memory_utilization),
+        Override(f"{ROLLOUT}.enforce_eager", derived.is_cpu),
+        Override(f"{ROLLOUT}.free_cache_engine", sleeps),
+        Override(f"{ROLLOUT}.enable_sleep_mode", sleeps, added=True),
+        Override(f"{ROLLOUT}.load_format", "auto"),
+        Override(f"{ROLLOUT}.max_model_len", derived.max_model_tokens),
+        Override(f"{ROLLOUT}.max_num_seqs", derived.max_concurrent_sequences),
+        Override(f"{ROLLOUT}.max_num_batched_tokens", derived.max_batched_tokens),
+        Override(f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes", derived.bucket_mib),
+        Override(f"{VLLM}.quantization", QUANTISATION[derived.scheme], added=True),
+        Override(f"{VLLM}.worker_extension_cls", WORKER_EXTENSION, added=True),
+    ]
+
+
+def _reward(recipe: Recipe, derived: Derived) -> list[Override]:
+    return [
+        Override("reward.num_workers", derived.num_agent_workers),
+        Override("reward.custom_reward_function.path", str(REWARDS_FILE)),
+        Override("reward.custom_reward_function.name", "compute_score"),
+    ]
+
+
+def _trainer(recipe: Recipe, derived: Derived) -> list[Override]:
+    backends: list[str] = [str(backend) for backend in recipe.logging.backends]
+    return [
+        Override("trainer.device", "cpu" if derived.is_cpu else "cuda"),
+        Override("trainer.nnodes", recipe.cluster.nodes),
+        Override("trainer.n_gpus_per_node", recipe.cluster.gpus_per_node),
+        Override("trainer.logger", backends),
+        Override("trainer.project_name", "appliance"),
+        Override("trainer.experiment_name", derived.run_dir.name),
+        Override("trainer.total_training_steps", derived.steps),
+        Override("trainer.total_epochs", derived.steps),  # an epoch is a step at least: `steps` decides
+        Override("trainer.val_before_train", recipe.trainer.validate_before),
+        Override("trainer.test_freq", derived.validate_every),
+        Override("trainer.save_freq", derived.save_every),
+        Override("trainer.resume_mode", "disable"),
+        Override("trainer.default_local_dir", str(derived.run_dir / "checkpoints")),
+        Override("transfer_queue.backend.SimpleStorage.num_data_storage_units", 1 if derived.is_cpu else 8),
+    ]

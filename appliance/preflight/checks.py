@@ -1,0 +1,183 @@
+"""Judges a plan against the facts: pure functions, facts in, findings out. All findings at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from appliance.plan.host import HostFacts
+from appliance.plan.model import RunPlan
+from appliance.preflight.finding import Finding, Severity
+from appliance.preflight.probes import InputFacts
+from appliance.quant.device import CPU, gpu_of_product, why_not
+from appliance.quant.scheme import Scheme
+
+PYTHON = (3, 11)
+PACKAGE_OF = {"libnuma.so.1": "libnuma1"}
+_GIB = 1 << 30
+_DISK_FOR_LOGS = _GIB // 4
+_TINY_CHECKPOINT = _GIB // 8
+_BYTES_SAVED_PER_WEIGHT = 14 + 2 + 2  # FP32 weights, two Adam moments, the exported model twice in BF16
+_MEMORY_OF_THE_PROCESSES = 7 * _GIB  # trainer, engine, Ray and their imports, measured on the tiny model
+_SHM_NEEDED = _GIB // 4
+
+
+def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding]:
+    """What stands against running the plan on this host, and what the user should know."""
+    checks = (
+        _python(host),
+        _libraries(plan, host),
+        _device(plan, host),
+        _scheme(plan, host),
+        _model(plan, inputs),
+        _data(plan, inputs),
+        _folder(host),
+        _disk(plan, host, inputs),
+        _memory(plan, host),
+        _logging(plan, host),
+        _sampling(plan),
+    )
+    return [finding for check in checks for finding in check]
+
+
+def _error(code: str, place: str, message: str, remedy: str = "") -> Finding:
+    return Finding(Severity.ERROR, code, place, message, remedy)
+
+
+def _warning(code: str, place: str, message: str, remedy: str = "") -> Finding:
+    return Finding(Severity.WARNING, code, place, message, remedy)
+
+
+def _python(host: HostFacts) -> Iterator[Finding]:
+    if host.python != PYTHON:
+        found = ".".join(map(str, host.python))
+        yield _error("python-version", "python", f"version {found} is untested", "use CPython 3.11")
+
+
+def _libraries(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
+    for library in host.missing_libraries if plan.device == CPU else ():
+        package = PACKAGE_OF[library]
+        remedy = f"apt-get install {package} (or your distribution's package with it)"
+        yield _error("missing-library", library, "the shared library is missing, vLLM needs it", remedy)
+
+
+def _device(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
+    if plan.device == CPU:
+        return
+    fitting = [gpu for gpu in host.gpus if (known := gpu_of_product(gpu.product)) and known.name == plan.device]
+    remedy = "run it there, or try `--set cluster.device=cpu`"
+    if not host.gpus:
+        yield _error("no-gpu", "cluster.device", f"`{plan.device}` is wanted, this host has no GPU", remedy)
+    elif len(fitting) < plan.gpus_per_node:
+        have = ", ".join(gpu.product for gpu in host.gpus)
+        message = f"{plan.gpus_per_node} x `{plan.device}` wanted, this host has {have}"
+        yield _error("wrong-gpu", "cluster.device", message, remedy)
+
+
+def _scheme(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
+    reason = why_not(plan.rollout.scheme, device=plan.device, cpu_flags=host.cpu_flags)
+    if reason:
+        yield _error("scheme", "rollout.scheme", reason, "use `int8` or `bf16`, or `auto`")
+    elif plan.rollout.scheme is Scheme.INT8 and plan.device == CPU:
+        chosen = {"amx_int8", "avx512_vnni", "avx_vnni"} & host.cpu_flags
+        if not chosen:
+            message = "this processor has no VNNI and no AMX: INT8 runs, but slower than BF16"
+            yield _warning("scheme-slow", "rollout.scheme", message, "use `auto` or `bf16`")
+
+
+def _model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
+    model = plan.model
+    if model.trust_remote_code:
+        message = f"Python code that comes with {model.source or model.builtin} will run"
+        yield _warning("remote-code", "model.trust_remote_code", message, "read it first")
+    if model.builtin:
+        return
+    if model.path.startswith("/"):
+        if not inputs.model_folder_exists:
+            yield _error("model-missing", "model.path", f"{model.path}: no such folder", "correct the path")
+        elif inputs.model_missing:
+            message = f"{model.path}: the folder has no {' and no '.join(inputs.model_missing).replace('no a ', 'no ')}"
+            yield _error("model-incomplete", "model.path", message, "point to a complete transformers model")
+    elif not inputs.model_is_cached and (inputs.is_offline or inputs.hub_problem):
+        why = "HF_HUB_OFFLINE is set" if inputs.is_offline else inputs.hub_problem
+        message = f"`{model.source}` is not a folder and not in the hub's cache, and {why}"
+        yield _error(
+            "model-unreachable", "model.path", message, "give a folder, or download it where there is a network"
+        )
+
+
+def _data(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
+    for message, hint in inputs.data_problems:
+        place, _, fact = message.partition(": ")
+        yield _error("data", place, fact, hint)
+    from_hub = plan.task.kind == "gsm8k" and not plan.task.train_file
+    if from_hub and not inputs.is_prepared and (inputs.is_offline or inputs.hub_problem):
+        why = "HF_HUB_OFFLINE is set" if inputs.is_offline else inputs.hub_problem
+        message = f"none is given, so the data comes from the hub, and {why}"
+        yield _error("data-unreachable", "task.train_file", message, "give a JSON-lines file")
+
+
+def _folder(host: HostFacts) -> Iterator[Finding]:
+    if host.run_root_problem:
+        remedy = "set cluster.run_dir to a folder that you can write to"
+        yield _error("run-folder", "cluster.run_dir", host.run_root_problem, remedy)
+
+
+def _disk(plan: RunPlan, host: HostFacts, inputs: InputFacts) -> Iterator[Finding]:
+    needed = disk_bytes(plan, model_bytes=inputs.model_bytes)
+    if host.disk_free_bytes < needed:
+        message = f"{_gib(host.disk_free_bytes)} free at {plan.run_dir}, the run needs about {_gib(needed)}"
+        remedy = "free some space, or set cluster.run_dir to a roomier place"
+        yield _error("disk", "cluster.run_dir", message, remedy)
+
+
+def disk_bytes(plan: RunPlan, *, model_bytes: int) -> int:
+    """About what the run writes. model_bytes: size of the weights on disk (BF16), 0 when unknown."""
+    checkpoints = 1 + (plan.steps - 1) // plan.checkpoint_every_steps if plan.checkpoint_every_steps else 1
+    each = model_bytes // 2 * _BYTES_SAVED_PER_WEIGHT if model_bytes else _TINY_CHECKPOINT
+    return _DISK_FOR_LOGS + checkpoints * each
+
+
+def estimates(plan: RunPlan, *, model_bytes: int = 0) -> list[tuple[str, str]]:
+    """(what, how much), for people."""
+    known = plan.model.builtin or model_bytes
+    found = [
+        ("disk", f"about {_gib(disk_bytes(plan, model_bytes=model_bytes))}" if known else "unknown until downloaded")
+    ]
+    if plan.device == CPU and known:
+        found.append(("memory", f"about {_gib(memory_bytes(plan))}"))
+    return found
+
+
+def _memory(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
+    if plan.device != CPU:
+        return
+    needed = memory_bytes(plan)
+    if host.memory_free_bytes < needed:
+        message = f"{_gib(host.memory_free_bytes)} free, the run takes about {_gib(needed)}"
+        yield _warning("memory", "memory", message, "close other programs, or lower rollout.kv_cache_gb")
+    if host.shm_free_bytes < _SHM_NEEDED:
+        message = f"{_gib(host.shm_free_bytes)} free, Ray and the weight updates need about {_gib(_SHM_NEEDED)}"
+        yield _error("shared-memory", "/dev/shm", message, "in a container: --shm-size=2g")
+
+
+def memory_bytes(plan: RunPlan) -> int:
+    """About what all processes of a CPU run hold with a tiny model, KV cache included (touched as it fills)."""
+    ranks = plan.nodes * plan.gpus_per_node
+    return _MEMORY_OF_THE_PROCESSES + (ranks - 1) * 2 * _GIB
+
+
+def _logging(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
+    for backend in plan.logging_backends:
+        if backend not in host.packages:
+            message = f"the package `{backend}` is not installed"
+            yield _error("log-backend", "logging.backends", message, f"pip install {backend}, or leave it out")
+
+
+def _sampling(plan: RunPlan) -> Iterator[Finding]:
+    if plan.rollout.top_p < 1.0:
+        message = f"{plan.rollout.top_p}: the engine's log-probs are of the cut distribution, the trainer's are not"
+        yield _warning("top-p", "rollout.top_p", message, "use 1.0, or read the mismatch with that in mind")
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:.1f} GiB"

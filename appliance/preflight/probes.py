@@ -1,0 +1,179 @@
+"""Reads the world once: this host, and what a plan wants to read and write. Judges nothing."""
+
+from __future__ import annotations
+
+import csv
+import ctypes
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from appliance.plan.host import HostFacts, HostGpu
+from appliance.plan.model import RunPlan
+
+LIBRARIES = ("libnuma.so.1",)
+PACKAGES = ("tensorboard", "trackio", "wandb")
+_NVIDIA_SMI_TIMEOUT_S = 10
+_WEIGHTS = ("*.safetensors", "*.bin")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+@dataclass(frozen=True)
+class InputFacts:
+    """What the plan's inputs look like from here.
+
+    model_missing: parts that the model folder lacks (`config.json`, `weights`, `a tokenizer`), empty when complete or
+    when the model is not a folder.  model_bytes: size of its weights, 0 when unknown.
+    model_is_cached: a hub name whose files are in the local hub cache.  is_offline: HF_HUB_OFFLINE is set here.
+    hub_problem: why the hub cannot be reached, empty when it can or was not asked.
+    data_problems: (message, hint) with `file:line`.  is_prepared: data and built-in model are in the cache.
+    """
+
+    model_folder_exists: bool
+    model_missing: tuple[str, ...]
+    model_bytes: int
+    model_is_cached: bool
+    is_offline: bool
+    hub_problem: str
+    data_problems: tuple[tuple[str, str], ...]
+    is_prepared: bool
+
+
+def read_host(run_root: Path) -> HostFacts:
+    """run_root: the folder that will hold the run folders; it need not exist."""
+    memory = psutil.virtual_memory()
+    existing = _nearest_existing(run_root)
+    return HostFacts(
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=memory.total,
+        memory_free_bytes=memory.available,
+        cpu_flags=_cpu_flags(),
+        gpus=_gpus(),
+        python=sys.version_info[:2],
+        missing_libraries=tuple(name for name in LIBRARIES if not _loads(name)),
+        disk_free_bytes=shutil.disk_usage(existing).free,
+        shm_free_bytes=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0,
+        run_root_problem=_write_problem(existing),
+        packages=frozenset(name for name in PACKAGES if importlib.util.find_spec(name)),
+    )
+
+
+def _nearest_existing(path: Path) -> Path:
+    return next(each for each in (path, *path.parents) if each.exists())
+
+
+def _write_problem(folder: Path) -> str:
+    """Why nothing can be made in the folder, or an empty text. Nothing is written: a probe leaves no trace."""
+    if not folder.is_dir():
+        return f"{folder} is not a folder"
+    if os.statvfs(folder).f_flag & os.ST_RDONLY:
+        return f"{folder} is on a read-only file system"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"{folder} cannot be written"
+    return ""
+
+
+def _cpu_flags() -> frozenset[str]:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("flags"):
+            return frozenset(line.partition(":")[2].split())
+    return frozenset()
+
+
+def _gpus() -> tuple[HostGpu, ...]:
+    """By nvidia-smi; none where there is no such program, or where it fails (no driver)."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ()
+    query = [program, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    rows = csv.reader(done.stdout.splitlines(), skipinitialspace=True)
+    return tuple(HostGpu(product=name, memory_bytes=int(mib) << 20) for name, mib in rows)
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def read_inputs(plan: RunPlan, *, ask_hub: bool) -> InputFacts:
+    """Reads data files in full, and asks the hub where it may and the plan needs it."""
+    from appliance.tasks.prepare import is_prepared
+
+    prepared = is_prepared(plan)
+    folder = Path(plan.model.path)
+    is_folder = not plan.model.builtin and folder.is_absolute()
+    cached = not plan.model.builtin and not is_folder and _is_cached(plan.model.source)
+    offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+    needs_hub = (bool(plan.model.source) and not is_folder and not cached) or (_data_from_hub(plan) and not prepared)
+    return InputFacts(
+        model_folder_exists=folder.is_dir(),
+        model_missing=_missing_parts(folder) if is_folder and folder.is_dir() else (),
+        model_bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")) if is_folder else 0,
+        model_is_cached=cached,
+        is_offline=offline,
+        hub_problem=_hub_problem() if ask_hub and needs_hub and not offline else "",
+        data_problems=_data_problems(plan),
+        is_prepared=prepared,
+    )
+
+
+def _data_from_hub(plan: RunPlan) -> bool:
+    return plan.task.kind == "gsm8k" and not plan.task.train_file
+
+
+def _missing_parts(folder: Path) -> tuple[str, ...]:
+    missing = [] if (folder / "config.json").is_file() else ["config.json"]
+    if not any(file.stat().st_size for pattern in _WEIGHTS for file in folder.glob(pattern)):
+        missing.append("weights")
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        missing.append("a tokenizer")
+    return tuple(missing)
+
+
+def _is_cached(name: str) -> bool:
+    """Whether the hub's cache on this host has a snapshot with weights."""
+    cache = Path(
+        os.environ.get("HF_HUB_CACHE")
+        or Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface") / "hub"
+    )
+    snapshots = cache / f"models--{name.replace('/', '--')}" / "snapshots"
+    return any(not _missing_parts(folder) for folder in snapshots.glob("*") if folder.is_dir())
+
+
+def _hub_problem() -> str:
+    """Why the hub does not answer, or an empty text. Any answer of the host counts."""
+    import http.client
+    import urllib.error
+    import urllib.request
+
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    request = urllib.request.Request(endpoint, method="HEAD")
+    try:
+        with urllib.request.urlopen(request, timeout=5):
+            return ""
+    except urllib.error.HTTPError as error:
+        return f"{endpoint} answers {error.code}" if error.code in (403, 407) or error.code >= 500 else ""
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        return f"{endpoint} cannot be reached ({getattr(error, 'reason', None) or error})"
+
+
+def _data_problems(plan: RunPlan) -> tuple[tuple[str, str], ...]:
+    from appliance.tasks import gsm8k
+
+    if plan.task.kind != "gsm8k":
+        return ()
+    files = [file for file in (plan.task.train_file, plan.task.val_file) if file]
+    return tuple(problem for file in dict.fromkeys(files) for problem in gsm8k.check_rows(file))

@@ -1,0 +1,34 @@
+"""Preflight from end to end: read, judge. And findings as text and as JSON values."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from appliance.plan.build import build_plan
+from appliance.plan.host import HostFacts
+from appliance.plan.model import RunPlan
+from appliance.preflight.checks import judge
+from appliance.preflight.finding import Finding
+from appliance.preflight.probes import read_host, read_inputs
+from appliance.recipe.schema import Recipe
+
+
+def examine(recipe: Recipe, *, run_dir: Path, ask_hub: bool) -> tuple[RunPlan, HostFacts, list[Finding]]:
+    """The plan of a run and everything that this host has against it.
+
+    run_dir: absolute.  ask_hub: whether the network may be tried, which can take seconds.
+    Raises RecipeError where the plan cannot be made.
+    """
+    host = read_host(run_dir.parent)
+    plan = build_plan(recipe, run_dir=run_dir, host=host)
+    return plan, host, judge(plan, host=host, inputs=read_inputs(plan, ask_hub=ask_hub))
+
+
+def lines(findings: list[Finding]) -> list[str]:
+    """`severity: place: message`, each followed by its `hint:` line where there is a remedy."""
+    return [line for each in findings for line in (each.text, f"hint: {each.remedy}" if each.remedy else "") if line]
+
+
+def as_json(findings: list[Finding]) -> list[dict[str, str]]:
+    return [dataclasses.asdict(finding) for finding in findings]

@@ -1,0 +1,67 @@
+"""The shipped recipes by name: where they lie, their list, their text, a copy to start from."""
+
+from __future__ import annotations
+
+import difflib
+import sysconfig
+from pathlib import Path
+
+from appliance.errors import RecipeError
+
+_SUFFIX = ".yaml"
+
+
+def folder() -> Path:
+    """`recipes/` beside the package in a source checkout, else where an installed wheel has put it."""
+    checkout = Path(__file__).resolve().parents[2] / "recipes"
+    if checkout.is_dir():
+        return checkout
+    return Path(sysconfig.get_path("data")) / "share" / "flashrl-appliance" / "recipes"
+
+
+def names() -> list[str]:
+    """The names of the shipped recipes, sorted."""
+    return sorted(path.stem for path in folder().glob(f"*{_SUFFIX}"))
+
+
+def find(name_or_path: str, *, beside: Path | None = None) -> Path:
+    """The file of a shipped recipe's name, or of a path. Raises RecipeError when there is none.
+
+    beside: the folder that relative paths start from; the current one when None.
+    """
+    shipped = folder() / f"{name_or_path}{_SUFFIX}"
+    if "/" not in name_or_path and shipped.is_file():
+        return shipped
+    path = (beside or Path()) / name_or_path
+    if path.is_file():
+        return path
+    if "/" in name_or_path or name_or_path.endswith((_SUFFIX, ".yml")):
+        raise RecipeError([(f"{path}: no such file", "`appliance recipes ls` lists the shipped recipes")])
+    near = difflib.get_close_matches(name_or_path, names(), n=1)
+    hint = f"did you mean `{near[0]}`?" if near else "`appliance recipes ls` lists them"
+    raise RecipeError([(f"{name_or_path}: no shipped recipe has this name, and no file", hint)])
+
+
+def summary(name: str) -> str:
+    """The first comment line of a shipped recipe."""
+    with find(name).open() as file:
+        return file.readline().strip().removeprefix("#").strip()
+
+
+def text(name: str) -> str:
+    """The text of a recipe. Raises RecipeError when there is none."""
+    return find(name).read_text()
+
+
+def copy(name: str, *, target: Path) -> Path:
+    """Copy a recipe to a file or into a folder; returns the new file. Never overwrites: raises RecipeError."""
+    source = find(name)
+    destination = target / source.name if target.is_dir() else target
+    try:
+        with destination.open("x") as file:
+            file.write(source.read_text())
+    except FileExistsError:
+        raise RecipeError([(f"{destination}: the file exists", "give another name")]) from None
+    except OSError as error:
+        raise RecipeError([(f"{destination}: cannot be written: {error.strerror}", "")]) from error
+    return destination

@@ -1,0 +1,90 @@
+"""pydantic's errors in our words: the fact and the remedy."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from pydantic_core import ErrorDetails
+
+from appliance.recipe.schema import Recipe
+
+_KINDS = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "model_type": "a mapping of keys",
+    "model_attributes_type": "a mapping of keys",
+    "dict_type": "a mapping of keys",
+    "tuple_type": "a list",
+}
+_BOUNDS = {
+    "greater_than": ("must be greater than {gt}", "gt"),
+    "greater_than_equal": ("must be at least {ge}", "ge"),
+    "less_than": ("must be less than {lt}", "lt"),
+    "less_than_equal": ("must be at most {le}", "le"),
+}
+
+
+def explain(error: ErrorDetails) -> tuple[str, str]:
+    """(message, hint) of one error of a value; unknown keys are the loader's."""
+    kind, value, context = error["type"], error["input"], error.get("ctx", {})
+    if kind in _KINDS:
+        return f"expected {_KINDS[kind]}, got {shown(value)}", _quoting_hint(kind, value)
+    if kind in _BOUNDS:
+        text, _ = _BOUNDS[kind]
+        return f"{text.format(**context)}, got {shown(value)}", ""
+    if kind == "enum":
+        return _unknown_value(value, path=error["loc"])
+    if kind == "string_too_short":
+        return "expected text, got nothing", "null leaves it out"
+    if kind == "string_pattern_mismatch":
+        return f"{shown(value)} is not a name", "use letters, digits, `.`, `_` and `-`, at most 80, no space or slash"
+    return f"{error['msg']}, got {shown(value)}", ""
+
+
+def shown(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    if isinstance(value, str):
+        return f"the text `{value[:60]}`"
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _quoting_hint(kind: str, value: Any) -> str:
+    if kind == "bool_type" and isinstance(value, str) and value.lower() in ("yes", "on", "no", "off"):
+        return f"write {'true' if value.lower() in ('yes', 'on') else 'false'}"
+    if kind == "string_type" and isinstance(value, int | float):
+        return f'put it in quotes: "{str(value).lower() if isinstance(value, bool) else value}"'
+    return ""
+
+
+def _unknown_value(value: Any, *, path: tuple[int | str, ...]) -> tuple[str, str]:
+    legal = legal_values(path)
+    if not isinstance(value, str):
+        return f"expected text, got {shown(value)}", "use one of " + ", ".join(f"`{each}`" for each in legal)
+    near = difflib.get_close_matches(value, legal, n=1)
+    use = "use one of " + ", ".join(f"`{each}`" for each in legal)
+    return f"unknown value `{value[:60]}`", f"did you mean `{near[0]}`? {use}" if near else use
+
+
+def legal_values(path: tuple[int | str, ...]) -> list[str]:
+    """The words that an enum key takes, in the order of the schema."""
+    schema = Recipe.model_json_schema()
+    node: Any = schema
+    for part in path:
+        node = _resolved(node, schema)
+        node = node["items"] if isinstance(part, int) else node["properties"][part]
+    return [str(each) for each in _resolved(node, schema)["enum"]]
+
+
+def _resolved(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    if "$ref" in node:
+        return schema["$defs"][node["$ref"].rsplit("/", 1)[-1]]
+    return node

@@ -1,0 +1,174 @@
+"""What one key cannot say of another: rules over a whole recipe. Pure; each broken rule names the keys it concerns."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from appliance.quant.device import AUTO, CPU, DEVICES, GPUS
+from appliance.recipe.schema import AlgorithmKind, Attention, CorrectionMethod, Recipe, SchemeChoice, TaskKind
+from appliance.tasks import arithmetic
+from appliance.tasks.library import BUILTIN_MODELS
+
+AVAILABLE_TASKS = (TaskKind.ARITHMETIC, TaskKind.GSM8K)
+AVAILABLE_METHODS = (CorrectionMethod.NONE, CorrectionMethod.TIS)
+AVAILABLE_ALGORITHMS = (AlgorithmKind.GRPO,)
+
+
+@dataclass(frozen=True)
+class Broken:
+    """keys: the dotted keys concerned; the message stands at the first that the user wrote."""
+
+    keys: tuple[str, ...]
+    message: str
+    hint: str = ""
+
+
+def broken_rules(recipe: Recipe) -> list[Broken]:
+    """Every rule the recipe breaks, in the order of the file's sections."""
+    rules = (_availability, _model, _task, _rollout, _correction, _batch, _length, _cluster)
+    return [broken for rule in rules for broken in rule(recipe)]
+
+
+def _availability(recipe: Recipe) -> Iterator[Broken]:
+    asked = (
+        ("task.kind", recipe.task.kind, AVAILABLE_TASKS),
+        ("correction.method", recipe.correction.method, AVAILABLE_METHODS),
+        ("algorithm.kind", recipe.algorithm.kind, AVAILABLE_ALGORITHMS),
+    )
+    for key, value, available in asked:
+        if value not in available:
+            use = ", ".join(f"`{each}`" for each in available)
+            yield Broken((key,), f"`{value}` is not available in this version", f"use {_one_of(available)}{use}")
+
+
+def _one_of(values: tuple[object, ...]) -> str:
+    return "one of " if len(values) > 1 else ""
+
+
+def _model(recipe: Recipe) -> Iterator[Broken]:
+    model, keys = recipe.model, ("model.path", "model.builtin")
+    if model.path and model.builtin:
+        yield Broken(keys, "`path` and `builtin` exclude each other", "set one of them to null")
+    if not model.path and not model.builtin:
+        yield Broken(keys, "no model is named", f"give `path`, or `builtin: {BUILTIN_MODELS[0]}`")
+    if model.builtin and model.builtin not in BUILTIN_MODELS:
+        names = ", ".join(f"`{name}`" for name in BUILTIN_MODELS)
+        yield Broken(("model.builtin",), f"unknown value `{model.builtin}`", f"use {names}")
+
+
+def _task(recipe: Recipe) -> Iterator[Broken]:
+    task = recipe.task
+    if task.kind is TaskKind.ARITHMETIC:
+        for key, value in (("task.train_file", task.train_file), ("task.val_file", task.val_file)):
+            if value:
+                yield Broken((key, "task.kind"), "`arithmetic` makes its own problems", "remove it")
+        yield from _pool_sizes(recipe)
+    elif task.val_file and not task.train_file:
+        yield Broken(("task.val_file",), "there is no `train_file` beside it", "give task.train_file too")
+
+
+def _pool_sizes(recipe: Recipe) -> Iterator[Broken]:
+    task = recipe.task
+    found = arithmetic.check(difficulty=task.difficulty, train_size=task.train_size, val_size=task.val_size)
+    for text, hint in found:
+        key, _, message = text.partition(": ")
+        yield Broken((key, "task.difficulty"), message, hint)
+
+
+def _rollout(recipe: Recipe) -> Iterator[Broken]:
+    rollout, gpus = recipe.rollout, recipe.cluster.gpus_per_node
+    if gpus % rollout.tensor_parallel:
+        message = f"{rollout.tensor_parallel} does not divide the {gpus} GPUs of a node"
+        yield Broken(("rollout.tensor_parallel", "cluster.gpus_per_node"), message, "an engine lives on one node")
+
+
+def _correction(recipe: Recipe) -> Iterator[Broken]:
+    correction = recipe.correction
+    if correction.method is CorrectionMethod.TIS and correction.cap is None:
+        yield Broken(("correction.cap",), "`tis` needs a cap", "give a number above 0, such as 2.0")
+    given = "cap" in correction.model_fields_set and correction.cap is not None
+    if correction.method is CorrectionMethod.NONE and given:
+        yield Broken(("correction.cap",), "`none` has no cap", "remove it, or set it to null")
+
+
+def _batch(recipe: Recipe) -> Iterator[Broken]:
+    batch, samples = recipe.batch, recipe.rollout.samples_per_prompt
+    gpus = recipe.cluster.nodes * recipe.cluster.gpus_per_node
+    ranks, prompts = max(1, gpus // recipe.trainer.sequence_parallel), batch.prompts_per_step
+    mini = batch.mini_batch_prompts or prompts
+    if prompts * samples % gpus:
+        message = (
+            f"{prompts} prompts x {samples} samples = {prompts * samples} sequences do not divide over {gpus} GPUs"
+        )
+        yield Broken(("batch.prompts_per_step", "rollout.samples_per_prompt", "cluster.gpus_per_node"), message)
+    if mini > prompts:
+        yield Broken(("batch.mini_batch_prompts",), f"{mini} is more than the {prompts} prompts of a step", "lower it")
+    elif prompts % mini:
+        yield Broken(("batch.mini_batch_prompts",), f"{mini} does not divide the {prompts} prompts of a step")
+    if mini * samples % ranks:
+        message = f"{mini} prompts x {samples} samples do not divide over {ranks} data-parallel ranks"
+        yield Broken(("batch.mini_batch_prompts", "rollout.samples_per_prompt", "cluster.gpus_per_node"), message)
+    elif batch.micro_batch_sequences and (mini * samples // ranks) % batch.micro_batch_sequences:
+        message = f"{batch.micro_batch_sequences} does not divide the {mini * samples // ranks} sequences of a rank"
+        yield Broken(("batch.micro_batch_sequences",), message, "it is the sequences of one forward on one GPU")
+    yield from _packing(recipe)
+    if 0 < recipe.task.train_size < prompts:
+        message = f"{recipe.task.train_size} problems do not fill one step of {prompts} prompts"
+        yield Broken(("task.train_size", "batch.prompts_per_step"), message, "raise it")
+
+
+def _packing(recipe: Recipe) -> Iterator[Broken]:
+    batch, longest = recipe.batch, recipe.task.max_prompt_tokens + recipe.task.max_response_tokens
+    if batch.max_tokens_per_gpu and batch.micro_batch_sequences:
+        keys = ("batch.max_tokens_per_gpu", "batch.micro_batch_sequences")
+        yield Broken(keys, "`max_tokens_per_gpu` and `micro_batch_sequences` exclude each other", "remove one of them")
+    room = (batch.max_tokens_per_gpu or longest) * recipe.trainer.sequence_parallel
+    if room < longest:
+        message = f"{batch.max_tokens_per_gpu} tokens do not hold one sequence of {longest} (prompt and response)"
+        yield Broken(("batch.max_tokens_per_gpu", "task.max_response_tokens"), message, "raise it")
+
+
+def _length(recipe: Recipe) -> Iterator[Broken]:
+    trainer, keys = recipe.trainer, ("trainer.steps", "trainer.epochs")
+    if trainer.steps and trainer.epochs:
+        yield Broken(keys, "`steps` and `epochs` exclude each other", "set one of them to null")
+    if not trainer.steps and not trainer.epochs:
+        yield Broken(keys, "the length of the training is not given", "give `steps` or `epochs`")
+    if trainer.epochs and not recipe.task.train_size:
+        yield Broken(("trainer.epochs", "task.train_size"), "`epochs` needs task.train_size", "give it, or `steps`")
+    if trainer.sequence_parallel > 1 and trainer.attention in (Attention.SDPA, Attention.EAGER):
+        message = f"`{trainer.attention}` cannot share a sequence over {trainer.sequence_parallel} GPUs"
+        yield Broken(("trainer.attention", "trainer.sequence_parallel"), message, "use `flash_attention_2`")
+    if recipe.cluster.nodes * recipe.cluster.gpus_per_node % trainer.sequence_parallel:
+        message = f"{trainer.sequence_parallel} does not divide the GPUs of the cluster"
+        yield Broken(("trainer.sequence_parallel",), message)
+
+
+def _cluster(recipe: Recipe) -> Iterator[Broken]:
+    yield from _device(recipe)
+    if recipe.cluster.nodes > 1:
+        yield Broken(("cluster.nodes",), "more than one node is not available in this version", "use 1")
+    if ".." in PurePath(recipe.cluster.run_dir).parts:
+        hint = "give an absolute path, or one below the folder where the program is started"
+        yield Broken(("cluster.run_dir",), "`..` is not allowed here", hint)
+
+
+def _device(recipe: Recipe) -> Iterator[Broken]:
+    device, trainer = recipe.cluster.device, recipe.trainer
+    if device not in (AUTO, *DEVICES):
+        near = difflib.get_close_matches(device.lower(), DEVICES, n=1)
+        use = "use one of " + ", ".join(f"`{each}`" for each in (AUTO, *DEVICES))
+        yield Broken(
+            ("cluster.device",), f"unknown value `{device}`", f"did you mean `{near[0]}`? {use}" if near else use
+        )
+        return
+    if recipe.rollout.scheme is SchemeChoice.INT8 and device in GPUS and GPUS[device].is_blackwell:
+        message = f"vLLM has no INT8 kernels for `{device}` (Blackwell)"
+        yield Broken(("rollout.scheme", "cluster.device"), message, "use `bf16`")
+    if device == CPU and trainer.attention is Attention.FLASH_ATTENTION_2:
+        yield Broken(("trainer.attention", "cluster.device"), "`flash_attention_2` needs a GPU", "use `sdpa`")
+    if device == CPU and trainer.sequence_parallel > 1:
+        yield Broken(("trainer.sequence_parallel", "cluster.device"), "sharing a sequence needs GPUs", "use 1")

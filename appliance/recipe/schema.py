@@ -1,0 +1,224 @@
+"""What a user types: the Recipe. Typed, nothing extra allowed, every key with its default and what it means.
+
+`recipes/reference.yaml` is this file as YAML, and a test holds the two together. Rules that concern several keys at
+once are in `recipe.rules`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
+
+
+class SchemeChoice(StrEnum):
+    """`auto` and the schemes of `quant.scheme.Scheme`."""
+
+    AUTO = "auto"
+    BF16 = "bf16"
+    INT8 = "int8"
+    FP8 = "fp8"
+    FP8_CHANNEL = "fp8-channel"
+    FP8_BLOCK = "fp8-block"
+
+
+class TaskKind(StrEnum):
+    ARITHMETIC = "arithmetic"
+    GSM8K = "gsm8k"
+    DAPO_MATH = "dapo-math"
+
+
+class CorrectionMethod(StrEnum):
+    NONE = "none"
+    TIS = "tis"
+    TIS_SEQUENCE = "tis-sequence"
+    ICEPOP = "icepop"
+    SEQUENCE_MASK = "sequence-mask"
+    GEOMETRIC_MASK = "geometric-mask"
+    K3_REJECT = "k3-reject"
+    ACR = "acr"
+
+
+class AlgorithmKind(StrEnum):
+    GRPO = "grpo"
+    DAPO = "dapo"
+    PPO = "ppo"
+
+
+class Attention(StrEnum):
+    AUTO = "auto"
+    SDPA = "sdpa"
+    FLASH_ATTENTION_2 = "flash_attention_2"
+    EAGER = "eager"
+
+
+class LogBackend(StrEnum):
+    TENSORBOARD = "tensorboard"
+    TRACKIO = "trackio"
+    WANDB = "wandb"
+
+
+Scheme_ = Annotated[SchemeChoice, Field(strict=False)]
+Kind_ = Annotated[TaskKind, Field(strict=False)]
+Method_ = Annotated[CorrectionMethod, Field(strict=False)]
+Algorithm_ = Annotated[AlgorithmKind, Field(strict=False)]
+Attention_ = Annotated[Attention, Field(strict=False)]
+Backends_ = Annotated[tuple[Annotated[LogBackend, Field(strict=False)], ...], Field(strict=False)]
+
+
+class Section(BaseModel):
+    """A mapping of the recipe: frozen, nothing extra, no coercion (the text `3` is not the number 3)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Model(Section):
+    """The model to train. Give exactly one of `path` and `builtin`."""
+
+    path: str | None = Field(None, min_length=1, description="folder or hub name of the model")
+    builtin: str | None = Field(None, min_length=1, description="a model made on the spot: `tiny-arithmetic`")
+    trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
+
+
+class Task(Section):
+    """What to learn. Paths are relative to the folder in which the program is started."""
+
+    kind: Kind_ = Field(TaskKind.ARITHMETIC, description="`arithmetic` or `gsm8k`")
+    difficulty: int = Field(2, ge=2, le=6, description="digits of the operands of `arithmetic`")
+    train_file: str | None = Field(None, min_length=1, description="JSON lines; null: from the hub (`gsm8k`)")
+    val_file: str | None = Field(None, min_length=1, description="JSON lines; null: held out of train_file")
+    train_size: int = Field(0, ge=0, description="problems to train on; 0: all there are")
+    val_size: int = Field(512, ge=1, description="problems to validate on, seen nowhere else")
+    seed: int = Field(0, ge=0, lt=2**31, description="draws the problems and their split")
+    max_prompt_tokens: int = Field(512, ge=1, description="longer prompts are left out")
+    max_response_tokens: int = Field(512, ge=1, description="a response is cut here")
+
+
+class Rollout(Section):
+    """How responses are generated."""
+
+    scheme: Scheme_ = Field(SchemeChoice.AUTO, description="number format of the linear layers while generating")
+    samples_per_prompt: int = Field(8, ge=2, description="responses to each prompt: the group of GRPO")
+    temperature: float = Field(1.0, gt=0, le=10, description="of sampling; validation is greedy")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling; below 1 the mismatch grows")
+    tensor_parallel: int = Field(1, ge=1, description="GPUs that share one engine")
+    gpu_memory_utilization: float = Field(0.5, gt=0, lt=1, description="part of GPU memory for the engine")
+    kv_cache_gb: int = Field(1, ge=1, description="KV cache of an engine on a CPU, GiB")
+
+
+class Correction(Section):
+    """What corrects the loss for the difference between the rollout policy and the trainer's."""
+
+    method: Method_ = Field(CorrectionMethod.TIS, description="`tis` (truncated importance sampling) or `none`")
+    cap: float | None = Field(2.0, gt=0, description="`tis`: importance weights are cut here; null with `none`")
+
+
+class Algorithm(Section):
+    """The policy gradient."""
+
+    kind: Algorithm_ = Field(AlgorithmKind.GRPO, description="`grpo`")
+    clip_low: float = Field(0.2, gt=0, lt=1, description="the probability ratio is clipped at 1 - clip_low")
+    clip_high: float = Field(0.2, gt=0, description="and at 1 + clip_high")
+
+
+class Optimizer(Section):
+    """AdamW with a constant learning rate after the warm-up."""
+
+    learning_rate: float = Field(1e-6, ge=0, le=1)
+    weight_decay: float = Field(0.01, ge=0, le=1)
+    warmup_steps: int = Field(0, ge=0, description="linear from 0, in optimizer steps")
+    max_grad_norm: float = Field(1.0, gt=0, description="longer gradients are scaled down to this norm")
+
+
+class Batch(Section):
+    """Sizes. A sequence is one prompt with one response."""
+
+    prompts_per_step: int = Field(32, ge=1, description="prompts of one step")
+    mini_batch_prompts: int | None = Field(None, ge=1, description="prompts of one update; null: the whole step")
+    micro_batch_sequences: int | None = Field(None, ge=1, description="sequences of one forward; null: chosen")
+    max_tokens_per_gpu: int | None = Field(None, ge=1, description="pack forwards by tokens instead; null: off")
+
+
+class Trainer(Section):
+    """How long, how often, how. Give exactly one of `steps` and `epochs`."""
+
+    steps: int | None = Field(None, ge=1, description="training steps")
+    epochs: int | None = Field(None, ge=1, description="times that every problem is seen; needs task.train_size")
+    validate_before: bool = Field(True, description="validate before the first step")
+    validate_every: int = Field(10, ge=0, description="steps; 0: only at the end; the end is always validated")
+    attention: Attention_ = Field(Attention.AUTO, description="`auto`: sdpa on a CPU, flash_attention_2 on a GPU")
+    sequence_parallel: int = Field(1, ge=1, description="GPUs that share one sequence (Ulysses)")
+
+
+class Cluster(Section):
+    """Where it happens."""
+
+    device: str = Field("auto", min_length=1, description="`auto` (this host's), `cpu`, or a GPU name such as `h100`")
+    nodes: int = Field(1, ge=1)
+    gpus_per_node: int = Field(1, ge=1, description="without a GPU, one CPU rank stands for one GPU")
+    run_dir: str = Field("runs", min_length=1, description="folder of the run folders and of the cache")
+
+
+class Checkpoint(Section):
+    """What is saved on the way. The end is always saved."""
+
+    every_steps: int = Field(0, ge=0, description="0: only at the end")
+
+
+class Logging(Section):
+    """Where metrics go besides metrics.jsonl."""
+
+    backends: Backends_ = Field((), description="of `tensorboard`, `trackio`, `wandb`")
+
+
+class Recipe(Section):
+    """One training, as a user describes it."""
+
+    name: str = Field(
+        "recipe",
+        pattern=f"^{NAME_PATTERN.pattern}$",
+        description="names the run; left out, it is the file's name",
+    )
+    extends: str | None = Field(None, description="a shipped recipe or a file; its keys hold where this has none")
+    seed: int = Field(0, ge=0, lt=2**31, description="of sampling, shuffling and dropout")
+    model: Model = Model()
+    task: Task = Task()
+    rollout: Rollout = Rollout()
+    correction: Correction = Correction()
+    algorithm: Algorithm = Algorithm()
+    optimizer: Optimizer = Optimizer()
+    batch: Batch = Batch()
+    trainer: Trainer = Trainer()
+    cluster: Cluster = Cluster()
+    checkpoint: Checkpoint = Checkpoint()
+    logging: Logging = Logging()
+
+
+SECTIONS: dict[str, type[Section]] = {
+    name: field.annotation
+    for name, field in Recipe.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+}
+
+# Keys that are promised and do nothing yet. A recipe that has one is refused with these words.
+NOT_YET: frozenset[str] = frozenset(
+    {
+        "quantization",
+        "guard",
+        "model.revision",
+        "rollout.replicas",
+        "rollout.lm_head_fp32",
+        "correction.bounds",
+        "correction.uaq_scale",
+        "trainer.max_restarts",
+        "cluster.address",
+        "checkpoint.every_minutes",
+        "checkpoint.keep",
+        "checkpoint.keep_best",
+    }
+)

@@ -1,0 +1,160 @@
+"""YAML text to a tree in which every value knows its line. Built on PyYAML's parser; none of its tags or guesses.
+
+Refused: duplicate keys, anchors and aliases, tags, several documents, more than 64 KiB, more than 8 levels, numbers
+that are not finite. Plain scalars follow YAML 1.2: `1e-6` is a number, `on`, `yes` and `22:22` are text.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+import yaml
+
+MAX_BYTES = 64 * 1024
+MAX_DEPTH = 8
+_MAX_DIGITS = 18  # fits an int64; a longer row of digits is a slip or an attack
+
+_NULL = frozenset({"", "~", "null", "Null", "NULL"})
+_BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+_INT = re.compile(r"[-+]?[0-9]+")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+
+Scalar = None | bool | int | float | str
+Problem = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Node:
+    """value: a scalar, a list of nodes, or a mapping of nodes.  place: `file:line`, or the option it came from."""
+
+    value: Scalar | list[Node] | dict[str, Node]
+    place: str
+
+
+class TooDeep(Exception):
+    """Stops the reading of a document that nests too deep."""
+
+
+def scalar(text: str) -> Scalar:
+    """A plain scalar by YAML 1.2's core rules. Raises ValueError with the reason for a number that is none."""
+    if text in _NULL:
+        return None
+    if text in _BOOL:
+        return _BOOL[text]
+    if _INT.fullmatch(text):
+        if len(text.lstrip("+-")) > _MAX_DIGITS:
+            raise ValueError("a number of more than 18 digits")
+        return int(text)
+    if _NOT_FINITE.fullmatch(text) or (_FLOAT.fullmatch(text) and not math.isfinite(float(text))):
+        raise ValueError("not a finite number")
+    return float(text) if _FLOAT.fullmatch(text) else text
+
+
+def parse(raw: bytes, *, file: str) -> tuple[Node, list[Problem]]:
+    """The tree and every problem on the way. A document that cannot be read at all gives an empty mapping.
+
+    file: how messages call the text.
+    """
+    nothing = Node({}, file)
+    if len(raw) > MAX_BYTES:
+        return nothing, [(f"{file}: {len(raw)} bytes, a recipe has at most {MAX_BYTES}", "is this a recipe?")]
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        return nothing, [(f"{file}:{line}: not UTF-8 text", "save the file as UTF-8")]
+    reader = _Reader(file=file)
+    try:
+        tree = reader.document(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{file}:{mark.line + 1}" if mark else file
+        return nothing, [*reader.problems, (f"{where}: not YAML: {error.problem or error.context}", "")]
+    except yaml.YAMLError as error:
+        return nothing, [*reader.problems, (f"{file}: not YAML: {str(error).splitlines()[0]}", "")]
+    except TooDeep:
+        return nothing, reader.problems
+    return tree, reader.problems
+
+
+class _Reader:
+    """Folds PyYAML's events into nodes and collects what is refused."""
+
+    def __init__(self, *, file: str) -> None:
+        self.file = file
+        self.problems: list[Problem] = []
+
+    def document(self, text: str) -> Node:
+        self._events = yaml.parse(text, Loader=yaml.SafeLoader)
+        root = Node({}, self.file)
+        documents = 0
+        for event in self._events:
+            if isinstance(event, yaml.DocumentStartEvent):
+                documents += 1
+                if documents > 1:
+                    self._refuse(event, "a second document", "a file holds one recipe")
+                node = self._node(next(self._events), path=())
+                root = node if documents == 1 else root
+        return root
+
+    def _place(self, event: yaml.Event) -> str:
+        return f"{self.file}:{event.start_mark.line + 1}"
+
+    def _refuse(self, event: yaml.Event, message: str, hint: str, *, path: tuple[str, ...] = ()) -> None:
+        key = f"{'.'.join(path)}: " if path else ""
+        self.problems.append((f"{self._place(event)}: {key}{message}", hint))
+
+    def _node(self, event: yaml.Event, *, path: tuple[str, ...]) -> Node:
+        if len(path) > MAX_DEPTH:
+            self._refuse(event, f"more than {MAX_DEPTH} levels deep", "a recipe has three levels")
+            raise TooDeep
+        if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
+            self._refuse(event, "anchors and aliases are not allowed", "write the value out", path=path)
+        if isinstance(event, yaml.AliasEvent):
+            return Node(None, self._place(event))
+        if event.tag is not None:
+            self._refuse(event, f"the tag `{event.tag}` is not allowed", "write the plain value", path=path)
+        if isinstance(event, yaml.MappingStartEvent):
+            return Node(self._mapping(path), self._place(event))
+        if isinstance(event, yaml.SequenceStartEvent):
+            return Node(self._sequence(path), self._place(event))
+        return Node(self._scalar(event, path=path), self._place(event))
+
+    def _scalar(self, event: yaml.ScalarEvent, *, path: tuple[str, ...]) -> Scalar:
+        if event.style is not None:  # quoted or block: always text
+            return event.value
+        try:
+            return scalar(event.value)
+        except ValueError as error:
+            self._refuse(event, f"{error}: `{event.value[:40]}`", "", path=path)
+            return None
+
+    def _sequence(self, path: tuple[str, ...]) -> list[Node]:
+        items: list[Node] = []
+        while not isinstance(event := next(self._events), yaml.SequenceEndEvent):
+            items.append(self._node(event, path=(*path, str(len(items)))))
+        return items
+
+    def _mapping(self, path: tuple[str, ...]) -> dict[str, Node]:
+        entries: dict[str, Node] = {}
+        while not isinstance(event := next(self._events), yaml.MappingEndEvent):
+            key = self._key(event, path=path)
+            value = self._node(next(self._events), path=(*path, key))
+            if key in entries:
+                first = entries[key].place.rsplit(":", 1)[-1]
+                self._refuse(event, f"the key is already in line {first}", "keep one of them", path=(*path, key))
+            else:
+                entries[key] = Node(value.value, self._place(event))
+        return entries
+
+    def _key(self, event: yaml.Event, *, path: tuple[str, ...]) -> str:
+        if isinstance(event, yaml.ScalarEvent):
+            if event.anchor is not None:
+                self._refuse(event, "anchors and aliases are not allowed", "write the value out", path=path)
+            return event.value
+        self._refuse(event, "a key must be text", "", path=path)
+        self._node(event, path=(*path, "?"))
+        return "?"

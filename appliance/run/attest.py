@@ -1,0 +1,133 @@
+"""What every worker of a run says of itself, and whether it is what the plan says. Standard library only."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from appliance.plan.model import ExpectedAttestation
+
+ATTEST_FOLDER = "attest"
+SCHEMA_VERSION = 1
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+@functools.cache
+def fingerprint() -> str:
+    """sha256 over the sources of this package, the patch records among them, and the locks where they lie beside it.
+
+    Two processes with one fingerprint run the same program.
+    """
+    digest = hashlib.sha256()
+    for path in _fingerprinted():
+        digest.update(str(path.relative_to(_PACKAGE.parent)).encode() + b"\0")
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _fingerprinted() -> Iterator[Path]:
+    yield from sorted(_PACKAGE.rglob("*.py"))
+    yield from sorted((_PACKAGE.parent / "requirements").glob("*.txt"))
+
+
+def write_attestation(
+    run_dir: Path,
+    *,
+    process: str,
+    role: str,
+    rank: int,
+    scheme: str,
+    emulated: bool,
+    patches: Sequence[str],
+    versions: Mapping[str, str],
+    fingerprint: str,
+    detail: Mapping[str, Any],
+) -> None:
+    """Write `attest/<process>.json`, whole or not at all.
+
+    role: `rollout` or `trainer`.  rank: counted within the role.  detail: JSON values.  Raises OSError.
+    """
+    said = {
+        "schema_version": SCHEMA_VERSION,
+        "process": process,
+        "role": role,
+        "rank": rank,
+        "scheme": str(scheme),
+        "emulated": emulated,
+        "patches": list(patches),
+        "versions": dict(versions),
+        "fingerprint": fingerprint,
+        "detail": dict(detail),
+    }
+    target = run_dir / ATTEST_FOLDER / f"{process}.json"
+    target.parent.mkdir(exist_ok=True)
+    partial = target.with_name(f".{process}.{os.getpid()}")
+    partial.write_text(json.dumps(said, indent=2) + "\n")
+    partial.replace(target)
+
+
+def check_attestations(
+    run_dir: Path,
+    expected: tuple[ExpectedAttestation, ...],
+    *,
+    pins: tuple[tuple[str, str], ...],
+    fingerprint: str,
+) -> list[str]:
+    """What is missing or otherwise than planned, one sentence each; empty when every process said what it should.
+
+    pins: (distribution, version).  fingerprint: of the process that asks.
+    """
+    said, problems = _read(run_dir / ATTEST_FOLDER)
+    wanted = {(one.role, one.rank): one for one in expected}
+    heard = {(one.get("role"), one.get("rank")) for one in said}
+    for (role, rank), _ in sorted(wanted.items()):
+        if (role, rank) not in heard:
+            problems.append(f"{role} rank {rank} did not say what it runs")
+    for one in said:
+        match = wanted.get((one.get("role"), one.get("rank")))
+        problems += _differences(one, match, pins=pins, fingerprint=fingerprint)
+    return problems
+
+
+def _read(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    said, problems = [], []
+    for path in sorted(folder.glob("[!.]*.json")):
+        try:
+            raw = json.loads(path.read_text())
+        except (ValueError, OSError) as error:
+            problems.append(f"{path.name} cannot be read: {error}")
+            continue
+        if not isinstance(raw, dict) or raw.get("schema_version") != SCHEMA_VERSION:
+            problems.append(f"{path.name} is not an attestation of schema_version {SCHEMA_VERSION}")
+            continue
+        said.append(raw)
+    return said, problems
+
+
+def _differences(
+    said: dict[str, Any],
+    wanted: ExpectedAttestation | None,
+    *,
+    pins: tuple[tuple[str, str], ...],
+    fingerprint: str,
+) -> Iterator[str]:
+    process = said.get("process")
+    if wanted is None:
+        yield f"{process} ({said.get('role')} rank {said.get('rank')}) is not in the plan"
+        return
+    if said.get("scheme") != str(wanted.scheme):
+        yield f"{process} runs {said.get('scheme')}, the plan says {wanted.scheme}"
+    versions = said.get("versions") or {}
+    for name, version in pins:
+        if name not in versions:
+            yield f"{process} does not say its version of {name}, the plan says {version}"
+        elif versions[name] != version:
+            yield f"{process} has {name} {versions[name]}, the plan says {version}"
+    if said.get("fingerprint") != fingerprint:
+        yield f"{process} runs other sources of this program than the process that asks"

@@ -1,0 +1,73 @@
+"""Strings that draw: durations, sparklines, bars. Pure; `ascii_only` for terminals that have no block characters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+_SPARKS = "▁▂▃▄▅▆▇█"
+_SPARKS_ASCII = "_.-=+*#@"
+_FILLS = "█▓▒░·"
+_FILLS_ASCII = "#=+-."
+
+
+def duration(seconds: float) -> str:
+    """`42 s`, `2 min 5 s`, `3 h 12 min`."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def number(value: float | None, *, digits: int = 3) -> str:
+    """A fixed number of digits after the point, `-` for what is not known."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def tokens_per_s(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f} tokens/s"
+
+
+def sparkline(values: Sequence[float], *, width: int, ascii_only: bool = False) -> str:
+    """The values from left to right in at most `width` characters; more values than that are averaged in groups."""
+    levels = _SPARKS_ASCII if ascii_only else _SPARKS
+    shown = _grouped(values, width)
+    if not shown:
+        return ""
+    low, high = min(shown), max(shown)
+    if high == low:
+        return levels[0] * len(shown)
+    return "".join(levels[round((value - low) / (high - low) * (len(levels) - 1))] for value in shown)
+
+
+def _grouped(values: Sequence[float], width: int) -> list[float]:
+    size = math.ceil(len(values) / width) if width > 0 else 0
+    if size == 0:
+        return []
+    groups = [values[start : start + size] for start in range(0, len(values), size)]
+    return [sum(group) / len(group) for group in groups]
+
+
+def bar(done: float, *, total: float, width: int, ascii_only: bool = False) -> str:
+    """A bar of `width` characters between brackets; full only when all is done."""
+    share = min(1.0, max(0.0, done / total)) if total > 0 else 0.0
+    filled = math.floor(share * width)
+    full, empty = ("#", "-") if ascii_only else ("█", "░")
+    return f"[{full * filled}{empty * (width - filled)}]"
+
+
+def split_bar(parts: Sequence[float], *, width: int, ascii_only: bool = False) -> str:
+    """The parts of a whole, each in a pattern of its own (see `split_fill`), `width` characters together."""
+    whole = sum(parts)
+    if whole <= 0:
+        return ""
+    edges = [round(sum(parts[: index + 1]) / whole * width) for index in range(len(parts))]
+    lengths = [b - a for a, b in zip([0, *edges], edges, strict=False)]
+    return "".join(split_fill(index, ascii_only=ascii_only) * length for index, length in enumerate(lengths))
+
+
+def split_fill(index: int, *, ascii_only: bool = False) -> str:
+    """The pattern of part `index`, 0..4."""
+    return (_FILLS_ASCII if ascii_only else _FILLS)[index]

@@ -1,0 +1,169 @@
+"""What a run writes down while it runs: `events.jsonl` and `metrics.jsonl`, one JSON object a line.
+
+Children append, the launcher reads. Standard library only: worker processes import this too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+EVENTS_FILE = "events.jsonl"
+METRICS_FILE = "metrics.jsonl"
+
+
+def append_event(run_dir: Path, *, kind: str, what: str, why: str = "", **extra: Any) -> None:
+    """Append one event in a single write, so that lines of several processes never mix.
+
+    kind: phase, progress, attest, failure or note.  extra: JSON values.  Raises OSError (a full disk, no such folder).
+    """
+    line = json.dumps({"time": time.time(), "kind": kind, "what": what, "why": why, **extra})
+    descriptor = os.open(run_dir / EVENTS_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(descriptor, (line + "\n").encode())
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class Event:
+    """A line of `events.jsonl`. time: unix s.  done, total, note: of a `progress`.  hint, exit_code: of a `failure`."""
+
+    time: float
+    kind: str
+    what: str
+    why: str = ""
+    done: float | None = None
+    total: float | None = None
+    note: str = ""
+    hint: str = ""
+    exit_code: int | None = None
+    line: str = field(default="", compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """The part of a line of `metrics.jsonl` that is shown. Units as in the contract; None where a line has no value.
+
+    A validation before training has step 0 and no `reward_mean`.
+    """
+
+    step: int
+    time_s: float
+    scheme: str = ""
+    emulated: bool = False
+    reward_mean: float | None = None
+    response_tokens_mean: float | None = None
+    rollout_tokens_per_s: float | None = None
+    rollout_s: float | None = None
+    logprob_s: float | None = None
+    update_s: float | None = None
+    sync_s: float | None = None
+    step_s: float | None = None
+    mismatch_k3_kl: float | None = None
+    is_weight_mean: float | None = None
+    is_weight_std: float | None = None
+    is_ess: float | None = None
+    is_truncated_fraction: float | None = None
+    val_reward_mean: float | None = None
+    val_reward_bf16_mean: float | None = None
+    val_samples: float | None = None
+    line: str = field(default="", compare=False, repr=False)
+
+
+_NUMBERS = tuple(f.name for f in dataclasses.fields(StepMetrics) if f.type == "float | None")
+
+
+def parse_event(line: str) -> Event | None:
+    """The event of one line, None when the line is not one."""
+    raw = _object(line)
+    time_s = _number(raw.get("time"))
+    if time_s is None or not isinstance(raw.get("kind"), str) or not isinstance(raw.get("what"), str):
+        return None
+    code = _number(raw.get("exit_code"))
+    return Event(
+        time=time_s,
+        kind=raw["kind"],
+        what=raw["what"],
+        why=_text(raw.get("why")),
+        done=_number(raw.get("done")),
+        total=_number(raw.get("total")),
+        note=_text(raw.get("note")),
+        hint=_text(raw.get("hint")),
+        exit_code=None if code is None else int(code),
+        line=line,
+    )
+
+
+def parse_metrics(line: str) -> StepMetrics | None:
+    """The metrics of one line, None when the line is none."""
+    raw = _object(line)
+    step, time_s = _number(raw.get("step")), _number(raw.get("time_s"))
+    if step is None or time_s is None:
+        return None
+    return StepMetrics(
+        step=int(step),
+        time_s=time_s,
+        scheme=_text(raw.get("scheme")),
+        emulated=raw.get("emulated") is True,
+        line=line,
+        **{name: _number(raw.get(name)) for name in _NUMBERS},
+    )
+
+
+class Tail:
+    """The lines of a growing file, each once and only when it is whole. The file need not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._half = b""
+
+    def read(self) -> list[str]:
+        """The lines that were completed since the last call, without their line ends. Raises OSError."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                new = file.read()
+        except FileNotFoundError:
+            return []
+        self._offset += len(new)
+        *whole, self._half = (self._half + new).split(b"\n")
+        return [line.decode(errors="replace") for line in whole]
+
+
+class RunTail:
+    """Events and metrics of a run as they come, in the order of each file; a line that cannot be read is left out."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._events = Tail(run_dir / EVENTS_FILE)
+        self._metrics = Tail(run_dir / METRICS_FILE)
+
+    def read(self) -> list[Event | StepMetrics]:
+        news = [parse_event(line) for line in self._events.read()]
+        news += [parse_metrics(line) for line in self._metrics.read()]
+        return [item for item in news if item is not None]
+
+
+def _object(line: str) -> dict[str, Any]:
+    try:
+        raw = json.loads(line)
+    except ValueError:
+        return {}
+    return raw if isinstance(raw, dict) else {}
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""

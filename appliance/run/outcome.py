@@ -1,0 +1,67 @@
+"""How a run ended: a state, an exit code, a reason and lines for the person. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from appliance.run import failure
+from appliance.run.session import RunStatus
+from appliance.run.state import RunState
+
+_INTERRUPTED = 130  # also for SIGTERM: 75 means saved, and this version saves nothing on a signal
+_CODES_OF_CHILDREN = frozenset({2, 3, 4, 5, 6})
+_NO_RESULT = "TrainingError: it ended without writing its result"
+
+
+@dataclass(frozen=True)
+class Child:
+    """One of the two programs of a run. name: of its log file.  default_code: when it failed without a code of ours."""
+
+    name: str
+    title: str
+    argv: tuple[str, ...]
+    default_code: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended. reason: one line, empty when done.  advice: lines for the person, empty when done."""
+
+    state: RunStatus
+    exit_code: int
+    reason: str = ""
+    advice: tuple[str, ...] = ()
+
+
+DONE = Outcome(RunStatus.DONE, exit_code=0)
+
+
+def interrupted(names: Sequence[str]) -> Outcome:
+    """names: the signals that came, in their order."""
+    reason = f"stopped by {names[0]}, nothing was saved"
+    return Outcome(RunStatus.STOPPED, exit_code=_INTERRUPTED, reason=reason, advice=(reason,))
+
+
+def failed(child: Child, *, returncode: int, state: RunState, log_tail: str, log: str, run: str) -> Outcome:
+    """The outcome of a child that failed: its own word first, then what its exit and its log tell.
+
+    returncode: negative for a signal, 0 for a child that ended well without its result.  log, run: paths to show.
+    """
+    log_tail = log_tail if returncode else _NO_RESULT
+    said = state.failure.exit_code if state.failure else None
+    code = next((code for code in (said, returncode) if code in _CODES_OF_CHILDREN), child.default_code)
+    return Outcome(
+        RunStatus.FAILED,
+        exit_code=code,
+        reason=failure.reason(returncode=returncode, failure=state.failure, log_tail=log_tail),
+        advice=failure.explain(
+            child=child.title,
+            phase=state.phase,
+            returncode=returncode,
+            failure=state.failure,
+            log_tail=log_tail,
+            log=log,
+            next_command=f"appliance logs {run}",
+        ),
+    )

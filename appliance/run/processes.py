@@ -1,0 +1,135 @@
+"""The processes of a run: found by descent and by a mark in their environment, and ended so that none is left.
+
+Linux only, standard library only. A mark is an environment entry `NAME=value` that every process of a run inherits: it
+finds what has left its parents and its session. (A process that rewrites its title, as Ray's do, may lose the mark:
+those are found by descent.) A process is signalled through a pidfd after its start time was compared, so that a process
+id that was given away again is never hit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROC = Path("/proc")
+_KILL_FOR_S = 5.0
+_TRACKERS_FOR_S = 1.0
+
+
+@dataclass(frozen=True)
+class Process:
+    """start: clock ticks since boot.  tracker: one of Python's resource trackers: it removes shared memory once the
+    processes that used it are gone."""
+
+    pid: int
+    parent: int
+    start: int
+    name: str
+    tracker: bool
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.pid})"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """ended: what had to be told to end.  left: what would not."""
+
+    ended: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+
+
+def find_processes(mark: str, *, below: int | None = None) -> list[Process]:
+    """All living processes that carry the mark or descend from `below`, without this one.
+
+    mark: `NAME=value`.  below: a process id, or None for the mark alone.
+    """
+    table = {one.pid: one for one in map(_read, _pids()) if one is not None}
+    found = {pid for pid in table if _carries(pid, mark)}
+    found |= _descendants(table, below) if below is not None else set()
+    return [table[pid] for pid in sorted(found - {os.getpid(), below})]
+
+
+def end_processes(find: Callable[[], list[Process]], *, patience_s: float, pause: Callable[[float], bool]) -> Sweep:
+    """Wait for what `find` finds to go, then SIGTERM, then SIGKILL.
+
+    patience_s: how long to wait before SIGTERM and again before SIGKILL.  pause(seconds): waits, and returns True when
+    there is no more time to be patient.
+    """
+    found = _wait(find, patience_s, pause)
+    ended = dict.fromkeys(map(str, found))
+    for process in found:
+        _send(process, signal.SIGTERM)
+    found = _wait(find, patience_s, pause)
+    ended |= dict.fromkeys(map(str, found))
+    return Sweep(ended=tuple(ended), left=tuple(map(str, _kill(find, pause))))
+
+
+def _wait(find: Callable[[], list[Process]], seconds: float, pause: Callable[[float], bool]) -> list[Process]:
+    deadline = time.monotonic() + seconds
+    while (found := find()) and time.monotonic() < deadline:
+        if pause(0.05):
+            break
+    return found
+
+
+def _kill(find: Callable[[], list[Process]], pause: Callable[[float], bool]) -> list[Process]:
+    """SIGKILL until nothing is found; resource trackers get a moment to tidy up after the others."""
+    start = time.monotonic()
+    while (found := find()) and time.monotonic() < start + _KILL_FOR_S:
+        spare_trackers = time.monotonic() < start + _TRACKERS_FOR_S
+        for process in found:
+            if not (process.tracker and spare_trackers):
+                _send(process, signal.SIGKILL)
+        pause(0.02)
+    return found
+
+
+def _send(process: Process, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        descriptor = os.pidfd_open(process.pid)
+        try:
+            again = _read(process.pid)
+            if again is not None and again.start == process.start:
+                signal.pidfd_send_signal(descriptor, number)
+        finally:
+            os.close(descriptor)
+
+
+def _pids() -> list[int]:
+    return [int(entry) for entry in os.listdir(_PROC) if entry.isdigit()]
+
+
+def _read(pid: int) -> Process | None:
+    """One process, None when it is gone or only waits to be reaped. Fields: proc(5), /proc/PID/stat."""
+    try:
+        name, _, rest = (_PROC / str(pid) / "stat").read_text(errors="replace").partition(" (")[2].rpartition(") ")
+        command = (_PROC / str(pid) / "cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    fields = rest.split()
+    if fields[0] in "ZX":
+        return None
+    return Process(pid, parent=int(fields[1]), start=int(fields[19]), name=name, tracker=b"resource_tracker" in command)
+
+
+def _carries(pid: int, mark: str) -> bool:
+    try:
+        environment = (_PROC / str(pid) / "environ").read_bytes()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return False
+    return os.fsencode(mark) in environment.split(b"\0")
+
+
+def _descendants(table: dict[int, Process], root: int) -> set[int]:
+    found: set[int] = set()
+    edge = {root}
+    while edge:
+        edge = {pid for pid, one in table.items() if one.parent in edge} - found
+        found |= edge
+    return found

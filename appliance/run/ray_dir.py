@@ -1,0 +1,48 @@
+"""Where Ray of one run keeps its sockets and files: made before the child, removed after it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from appliance.errors import PreflightError
+from appliance.run.session import cannot_write
+
+_LONGEST = 45  # a Unix socket's path has at most 107 bytes, and Ray puts up to 62 below its folder
+
+
+def make_ray_dir(wanted: str) -> Path:
+    """Make the folder, private to this user. What a run that was killed left there is removed first.
+
+    Raises PreflightError when it cannot be made, is too long for a socket, or belongs to somebody else.
+    """
+    folder = Path(wanted)
+    if len(os.fsencode(folder)) > _LONGEST:
+        problem = f"{folder}: too long for Ray's sockets, which have {_LONGEST} bytes for it"
+        raise PreflightError(problem, hint="set TMPDIR to a short path such as /tmp")
+    try:
+        _remove_leftover(folder)
+        folder.mkdir(mode=0o700)
+    except OSError as error:
+        raise cannot_write(folder, error, setting="TMPDIR") from error
+    return folder
+
+
+def _remove_leftover(folder: Path) -> None:
+    if not os.path.lexists(folder):
+        return
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise PreflightError(f"{folder}: belongs to somebody else", hint="have it removed, or set TMPDIR")
+    shutil.rmtree(folder)
+
+
+def keep_ray_logs(ray_dir: Path, *, target: Path) -> bool:
+    """Copy Ray's own logs beside the child's, for a run that failed. Returns whether there were any.
+
+    Raises OSError.
+    """
+    sessions = sorted(path for path in ray_dir.glob("session_*/logs") if not path.parent.is_symlink())
+    for logs in sessions:
+        shutil.copytree(logs, target, symlinks=True, dirs_exist_ok=True)
+    return bool(sessions)

@@ -1,0 +1,209 @@
+"""The folder of one run: claimed by its name, written once, and `run.json`, which always says where the run is."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from types import TracebackType
+
+from appliance.errors import PreflightError, RecipeError
+from appliance.plan.model import RunPlan
+from appliance.run.attest import fingerprint
+
+SCHEMA_VERSION = 1
+RUN_FILE = "run.json"
+_LOCK_FILE = ".lock"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+class RunStatus(StrEnum):
+    STARTING = "starting"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What `run.json` holds. exit_code: None until the end.  reason: one line, empty unless failed or stopped."""
+
+    state: RunStatus = RunStatus.STARTING
+    phase: str = "starting"
+    attempt: int = 1
+    exit_code: int | None = None
+    reason: str = ""
+    schema_version: int = SCHEMA_VERSION
+
+
+class Session:
+    """A run while its launcher lives. Leaving it by an error marks the run as failed.
+
+    The launcher holds a lock on the folder: a run that says `running` and whose lock is free has lost its launcher.
+    """
+
+    def __init__(self, run_dir: Path, *, record: RunRecord) -> None:
+        self.run_dir = run_dir
+        self.record = record
+        self._lock = os.open(run_dir / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        with contextlib.suppress(
+            OSError
+        ):  # a network file system may have no locks; has_launcher then believes run.json
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    @property
+    def log_dir(self) -> Path:
+        return log_dir(self.run_dir, attempt=self.record.attempt)
+
+    def update(self, *, state: RunStatus, phase: str) -> None:
+        """Write where the run is, if it moved. A disk that is full now does not end the run: its children say so."""
+        moved = replace(self.record, state=state, phase=phase)
+        if moved != self.record:
+            self.record = moved
+            with contextlib.suppress(OSError):
+                write_record(self.run_dir, moved)
+
+    def finish(self, *, state: RunStatus, exit_code: int, reason: str) -> None:
+        """Write how the run ended. Raises OSError."""
+        self.record = replace(self.record, state=state, exit_code=exit_code, reason=reason)
+        write_record(self.run_dir, self.record)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            if kind is not None and self.record.exit_code is None:
+                code = getattr(error, "exit_code", 1)
+                self.finish(state=RunStatus.FAILED, exit_code=code, reason=f"{kind.__name__}: {error}")
+        finally:
+            os.close(self._lock)
+
+
+def create_session(plan: RunPlan, *, recipe_yaml: str, is_chosen: bool) -> Session:
+    """Claim the run's name and write its folder, whole or not at all.
+
+    is_chosen: the name is one that we chose, so that losing it to another launcher is no mistake of the user.
+    Raises RecipeError when the name cannot be used or is in use, PreflightError when the folder cannot be written.
+    """
+    run_dir = Path(plan.run_dir)
+    _check_name(run_dir.name)
+    try:
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir()  # the claim: of two launchers one succeeds
+    except FileExistsError:
+        raise _in_use(run_dir, is_chosen=is_chosen) from None
+    except OSError as error:
+        raise cannot_write(run_dir, error) from error
+    try:
+        return _fill(run_dir, plan=plan, recipe_yaml=recipe_yaml)
+    except OSError as error:
+        shutil.rmtree(run_dir, ignore_errors=True)
+        raise cannot_write(run_dir, error) from error
+
+
+def _fill(run_dir: Path, *, plan: RunPlan, recipe_yaml: str) -> Session:
+    record = RunRecord()
+    log_dir(run_dir, attempt=record.attempt).mkdir(parents=True)
+    (run_dir / "recipe.yaml").write_text(recipe_yaml)
+    plan.write(run_dir / "plan.json")
+    (run_dir / "versions.json").write_text(json.dumps(_versions(plan), indent=2) + "\n")
+    write_record(run_dir, record)
+    return Session(run_dir, record=record)
+
+
+def free_run_dir(root: Path, *, name: str) -> Path:
+    """`<root>/<name>-<n>` with the number after the highest in use, from 1."""
+    pattern = re.compile(re.escape(name) + r"-(\d+)")
+    names = [entry.name for entry in root.iterdir()] if root.is_dir() else []
+    used = [int(match[1]) for match in map(pattern.fullmatch, names) if match]
+    return root / f"{name}-{max(used, default=0) + 1}"
+
+
+def log_dir(run_dir: Path, *, attempt: int) -> Path:
+    return run_dir / "logs" / str(attempt)
+
+
+def write_record(run_dir: Path, record: RunRecord) -> None:
+    """Replace `run.json` as a whole. Raises OSError."""
+    partial = run_dir / f".{RUN_FILE}.{os.getpid()}"
+    partial.write_text(json.dumps(asdict(record), indent=2) + "\n")
+    partial.replace(run_dir / RUN_FILE)
+
+
+def read_record(run_dir: Path) -> RunRecord:
+    """Raises OSError when there is no `run.json`, ValueError when it is not one that this program writes."""
+    raw = json.loads((run_dir / RUN_FILE).read_text())
+    if not isinstance(raw, dict) or raw.get("schema_version") != SCHEMA_VERSION:
+        raise ValueError(f"{run_dir / RUN_FILE}: not a run of schema_version {SCHEMA_VERSION}")
+    known = {name: raw[name] for name in ("phase", "attempt", "exit_code", "reason") if name in raw}
+    return RunRecord(state=RunStatus(raw.get("state")), **known)
+
+
+def has_launcher(run_dir: Path) -> bool:
+    """Whether a launcher holds the run's lock. True where that cannot be told: no locks, or not our folder."""
+    try:
+        descriptor = os.open(run_dir / _LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def cannot_write(path: Path, error: OSError, *, setting: str = "cluster.run_dir") -> PreflightError:
+    """The finding for an OSError met while a run's files were written. setting: what chooses the path."""
+    if error.errno in _OUT_OF_SPACE:
+        return PreflightError(f"{path}: no space left", hint=f"free some space, or set {setting} to a roomier place")
+    if error.errno in _NOT_WRITABLE:
+        return PreflightError(f"{path}: cannot be written", hint=f"set {setting} to a folder that you can write to")
+    return PreflightError(f"{path}: {error.strerror or error}", hint=f"set {setting} to another folder")
+
+
+def _check_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        hint = "use letters, digits, `.`, `_` and `-`, and start with a letter or a digit"
+        raise RecipeError([(f"run name `{name}` cannot be a folder's name", hint)])
+
+
+def _in_use(run_dir: Path, *, is_chosen: bool) -> RecipeError:
+    if not run_dir.is_dir():
+        return RecipeError([(f"{run_dir}: a file is in the way", "choose another --name, or another cluster.run_dir")])
+    hint = "another run has just taken it: start again" if is_chosen else "choose another --name, or leave it out"
+    return RecipeError([(f"run name `{run_dir.name}` is in use: {run_dir}", hint)])
+
+
+def _versions(plan: RunPlan) -> dict[str, object]:
+    names = sorted({"flashrl-appliance", *(name for name, _ in plan.pins)})
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "distributions": {name: _version(name) for name in names},
+        "fingerprint": fingerprint(),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,105 @@
+"""`appliance status` and `appliance logs`: where a run is and what it wrote, from its folder alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from appliance import console
+from appliance.errors import RecipeError
+from appliance.plan.model import RunPlan, read_plan
+from appliance.run import display, draw, summary
+from appliance.run.events import RunTail
+from appliance.run.session import RUN_FILE, RunRecord, RunStatus, has_launcher, log_dir, read_record
+from appliance.run.state import RunState, fold, median_tokens_per_s, remaining_s
+
+_UNFINISHED = (RunStatus.STARTING, RunStatus.RUNNING)
+_LOST = "its launcher is gone"
+_MOST_NAMES = 10
+
+
+def find_run(run: str, *, run_root: Path) -> Path:
+    """The folder of a run, given by its path or its name under the run root. Raises RecipeError when there is none."""
+    for folder in (Path(run), run_root / run):
+        if (folder / RUN_FILE).is_file():
+            return folder.absolute()
+    names = sorted(path.parent.name for path in run_root.glob(f"*/{RUN_FILE}"))
+    hint = f"runs in {run_root}: {', '.join(names[-_MOST_NAMES:])}" if names else f"there are no runs in {run_root}"
+    raise RecipeError([(f"run `{run}`: no folder of that path or name with a {RUN_FILE}", hint)])
+
+
+def print_status(run: str, *, run_root: Path, json_mode: bool = False) -> None:
+    """Raises RecipeError when there is no such run or its files cannot be read."""
+    run_dir = find_run(run, run_root=run_root)
+    plan, record = _read(run_dir)
+    state = RunState(steps=plan.steps)
+    for news in RunTail(run_dir).read():
+        state = fold(state, news)
+    if json_mode:
+        console.out(json.dumps({**asdict(record), "run_dir": str(run_dir), **_numbers(state)}))
+        return
+    for label, text in status_rows(plan, record, state, folder=summary.typed_path(run_dir)):
+        console.out(f"{label:<12}{text}")
+
+
+def print_logs(run: str, *, run_root: Path) -> None:
+    """The logs of the newest attempt on stdout, in the order of the work. Raises RecipeError when there are none."""
+    run_dir = find_run(run, run_root=run_root)
+    _, record = _read(run_dir)
+    folder = log_dir(run_dir, attempt=record.attempt)
+    logs = [path for path in (folder / "prepare.log", folder / "train.log") if path.is_file()]
+    if not logs:
+        raise RecipeError([(f"run `{run}`: no logs in {folder} yet", "")])
+    for path in logs:
+        console.say(f"== {summary.typed_path(path)}")
+        with path.open(errors="replace") as file:
+            for line in file:
+                console.out(line.rstrip("\n"))
+
+
+def status_rows(plan: RunPlan, record: RunRecord, state: RunState, *, folder: str) -> tuple[tuple[str, str], ...]:
+    """(label, text) pairs; what is not known yet is left out."""
+    rows = [("run", display.title(plan)), ("state", _state_text(record))]
+    if record.state in _UNFINISHED:
+        rows.append(("phase", display.phase_text(record.phase)))
+    left = remaining_s(state, now=0.0) if state.work is None and record.state in _UNFINISHED else None
+    rows.append(("step", f"{state.step} of {state.steps}" + (f", about {draw.duration(left)} left" if left else "")))
+    if state.rewards:
+        rows.append(("reward", f"{state.rewards[-1]:.3f} in step {state.step}, {state.rewards[0]:.3f} in the first"))
+    if state.val_last is not None:
+        rows.append(("validation", display.validation_text(state)))
+    if state.last is not None:
+        rows.append(("speed", f"{draw.tokens_per_s(median_tokens_per_s(state))} of rollout (median)"))
+        rows.append(("mismatch", f"fine in {len(state.rewards) - state.unhealthy_steps} of {len(state.rewards)} steps"))
+    if state.failure is not None and record.state is RunStatus.FAILED:
+        rows.append(("hint", state.failure.hint))
+    rows.append(("folder", folder))
+    return tuple((label, text) for label, text in rows if text)
+
+
+def _state_text(record: RunRecord) -> str:
+    code = "" if record.exit_code is None else f" (exit code {record.exit_code})"
+    reason = f": {record.reason}" if record.reason else ""
+    return f"{record.state}{code}{reason}"
+
+
+def _read(run_dir: Path) -> tuple[RunPlan, RunRecord]:
+    try:
+        plan, record = read_plan(run_dir / "plan.json"), read_record(run_dir)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RecipeError([(f"{run_dir}: cannot be read as a run: {error}", "")]) from error
+    if record.state in _UNFINISHED and not has_launcher(run_dir):
+        return plan, RunRecord(RunStatus.STOPPED, phase=record.phase, attempt=record.attempt, reason=_LOST)
+    return plan, record
+
+
+def _numbers(state: RunState) -> dict[str, float | int | None]:
+    return {
+        "step": state.step,
+        "steps": state.steps,
+        "reward_mean": state.rewards[-1] if state.rewards else None,
+        "val_reward_before": state.val_first,
+        "val_reward_mean": state.val_last,
+        "rollout_tokens_per_s": median_tokens_per_s(state),
+    }

@@ -1,0 +1,101 @@
+"""What a finished run has to say: reward before and after, speed, where everything lies, what to try next. Pure."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from appliance.plan.model import RunPlan
+from appliance.quant.scheme import Scheme
+from appliance.run import draw
+from appliance.run.state import RunState, median_tokens_per_s, step_seconds
+
+_CLIMB = 0.02  # a difference of greedy validation that is more than noise at 500 problems
+_FEW = 5
+
+
+@dataclass(frozen=True)
+class Result:
+    """Means before and after, 0..1 for exact-answer rewards. greedy: from validation, else from sampled rollouts."""
+
+    before: float | None
+    after: float | None
+    greedy: bool
+
+
+def result(state: RunState) -> Result:
+    """By validation where there is one before and one after, else by the sampled rewards at both ends."""
+    if state.val_first is not None and state.val_last_step > 0:
+        return Result(state.val_first, state.val_last, greedy=True)
+    if not state.rewards:
+        return Result(state.val_first, None, greedy=True)
+    first, last = state.rewards[:_FEW], state.rewards[-_FEW:]
+    return Result(sum(first) / len(first), sum(last) / len(last), greedy=False)
+
+
+def summary_rows(plan: RunPlan, state: RunState, *, seconds: float, folder: str) -> tuple[tuple[str, str], ...]:
+    """(label, text) pairs. seconds: of the whole run.  folder: the run's folder as a person would type it."""
+    per_step = step_seconds(state)
+    speed = f"{draw.tokens_per_s(median_tokens_per_s(state))} of rollout, {draw.number(per_step, digits=1)} s a step"
+    fine = len(state.rewards) - state.unhealthy_steps
+    return (
+        ("done", f"{state.step} steps in {draw.duration(seconds)}"),
+        ("reward", _reward(state)),
+        ("speed", f"{speed} (medians)"),
+        ("mismatch", f"fine in {fine} of {len(state.rewards)} steps"),
+        ("model", f"{folder}/model"),
+        ("run folder", f"{folder}  (metrics.jsonl, events.jsonl, logs/)"),
+        *(("try next", line) for line in try_next(plan, state, folder=folder)),
+    )
+
+
+def _reward(state: RunState) -> str:
+    found = result(state)
+    how = f"greedy, {state.val_samples} problems of the validation set" if found.greedy else "sampled, while training"
+    return f"{draw.number(found.before)} before, {draw.number(found.after)} after ({how})"
+
+
+def try_next(plan: RunPlan, state: RunState, *, folder: str) -> tuple[str, ...]:
+    """One or two things that this run's outcome suggests."""
+    found = result(state)
+    climbed = found.before is not None and found.after is not None and found.after > found.before + _CLIMB
+    lines = []
+    if state.unhealthy_steps:
+        lines.append("the mismatch left its bounds: compare with --set rollout.scheme=bf16")
+    if not climbed:
+        lines.append(
+            f"the reward did not climb: more steps (--set trainer.steps={2 * plan.steps}) or a higher learning rate"
+        )
+    if not lines:
+        lines.append(f"train longer: --set trainer.steps={2 * plan.steps}")
+        other = Scheme.BF16 if plan.rollout.scheme.quantised else Scheme.INT8
+        lines.append(f"compare: --set rollout.scheme={other}")
+    return (*lines, f"appliance status {folder}")
+
+
+def summary_object(
+    plan: RunPlan, state: RunState, *, state_name: str, exit_code: int, reason: str, seconds: float
+) -> dict[str, Any]:
+    """The same for machines; also what a run that failed or was stopped says of itself."""
+    found = result(state)
+    return {
+        "state": state_name,
+        "exit_code": exit_code,
+        "reason": reason,
+        "run_dir": plan.run_dir,
+        "steps": state.step,
+        "seconds": round(seconds, 1),
+        "reward_before": found.before,
+        "reward_after": found.after,
+        "greedy": found.greedy,
+        "rollout_tokens_per_s": median_tokens_per_s(state),
+        "step_s": step_seconds(state),
+    }
+
+
+def typed_path(path: Path) -> str:
+    """The path as one would type it from here: relative when it lies below the working folder."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative

@@ -1,0 +1,139 @@
+"""One child: started, watched, told of signals, and gone with everything below it when this returns or dies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from appliance.run.keeper import KeeperOrder, KeeperReport, become_subreaper
+from appliance.run.processes import Process, end_processes, find_processes
+
+RUN_VARIABLE = "APPLIANCE_RUN"  # the mark of a run's processes; its value is the run's folder
+GRACE_S = 20.0  # Ray and vLLM need a few seconds to end politely
+PATIENCE_S = 3.0  # what daemons get to follow the child by themselves
+_TICK_S = 0.1
+
+
+class Interrupts:
+    """Collects SIGINT, SIGTERM and SIGHUP while it is entered. A SIGHUP that is ignored (nohup) stays ignored."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> Interrupts:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
+            self._before[number] = signal.signal(number, self._take)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        self.names.append(signal.Signals(number).name)
+
+
+def supervise(
+    argv: Sequence[str],
+    *,
+    run_dir: Path,
+    env: Mapping[str, str],
+    log: Path,
+    interrupts: Interrupts,
+    on_tick: Callable[[], None],
+    remove: str = "",
+    grace_s: float = GRACE_S,
+    patience_s: float = PATIENCE_S,
+) -> KeeperReport:
+    """Run one child in a session of its own until it and everything below it is gone.
+
+    The first signal becomes a SIGTERM to the child; SIGKILL follows after grace_s or at the second signal. on_tick is
+    called about ten times a second; an error in it ends the child and goes on.
+    env: the child's whole environment.  log: gets its stdout and stderr, appended.  remove: a folder that is removed if
+    this process is killed.  Raises OSError when the log cannot be written.
+    Call it from the main thread: the kernel ends the child when the thread that started it ends.
+    """
+    become_subreaper()
+    mark = f"{RUN_VARIABLE}={run_dir}"
+    before = {process.pid for process in find_processes(mark, below=os.getpid())}
+    receive, report = os.pipe()
+    order = KeeperOrder(tuple(argv), report, os.getpid(), mark, grace_s=grace_s, patience_s=patience_s, remove=remove)
+    with log.open("ab") as file, os.fdopen(receive, "rb") as answer:
+        try:
+            keeper = _start_keeper(order, env={**env, RUN_VARIABLE: str(run_dir)}, log=file.fileno())
+        finally:
+            os.close(report)
+        try:
+            _watch(keeper, interrupts=interrupts, on_tick=on_tick)
+        finally:
+            _end_at_once(keeper)
+        said = answer.read()
+    return KeeperReport.from_json(said) if said else _without_keeper(mark, before=before)
+
+
+def _start_keeper(order: KeeperOrder, *, env: Mapping[str, str], log: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "appliance.run.keeper", json.dumps(asdict(order))],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        env=dict(env),
+        pass_fds=(order.report,),
+        start_new_session=True,
+    )
+
+
+def _watch(keeper: subprocess.Popen[bytes], *, interrupts: Interrupts, on_tick: Callable[[], None]) -> None:
+    told = 0
+    while True:
+        heard = len(interrupts.names)
+        if heard > told:
+            keeper.send_signal(signal.SIGTERM if heard == 1 else signal.SIGUSR1)
+            told = heard
+        on_tick()
+        try:
+            keeper.wait(timeout=_TICK_S)
+        except subprocess.TimeoutExpired:
+            continue
+        on_tick()
+        return
+
+
+def _end_at_once(keeper: subprocess.Popen[bytes]) -> None:
+    """Nothing to do unless the watch was left by an error."""
+    if keeper.poll() is None:
+        keeper.send_signal(signal.SIGUSR1)
+        keeper.wait()
+
+
+def _without_keeper(mark: str, *, before: set[int]) -> KeeperReport:
+    """The keeper itself was killed, and the child with it. What they left behind is ours now: end it and bury it."""
+    adopted: set[int] = set()
+
+    def orphans() -> list[Process]:
+        found = [process for process in find_processes(mark, below=os.getpid()) if process.pid not in before]
+        adopted.update(process.pid for process in found)
+        for pid in adopted:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        return found
+
+    sweep = end_processes(orphans, patience_s=0.0, pause=_sleep)
+    return KeeperReport(-signal.SIGKILL, ended=sweep.ended, left=sweep.left)
+
+
+def _sleep(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False

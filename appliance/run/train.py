@@ -1,0 +1,186 @@
+"""One run from its folder to its summary: prepare what the cache lacks, train, say how it went.
+
+`run.json` is right at every moment: it is there from the start, follows the phases, and gets its end in every path,
+Ctrl-C and errors of our own included. Only a SIGKILL of this process leaves it at `running`; then the folder's lock is
+free, which `status` sees, and the keeper has ended the children.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from appliance import console
+from appliance.plan.env import PLAN_VARIABLE, RAY_DIR_VARIABLE
+from appliance.plan.model import RunPlan
+from appliance.preflight.finding import Finding, Severity
+from appliance.run import summary
+from appliance.run.events import RunTail, append_event
+from appliance.run.keeper import KeeperReport
+from appliance.run.outcome import DONE, Child, Outcome, failed, interrupted
+from appliance.run.progress import Progress, choose_progress, json_line
+from appliance.run.ray_dir import keep_ray_logs, make_ray_dir
+from appliance.run.session import RunStatus, Session, create_session
+from appliance.run.state import RunState, fold
+from appliance.run.supervise import Interrupts, supervise
+from appliance.tasks.prepare import is_prepared
+
+_LOG_TAIL_BYTES = 65536
+_TRAIN = "train"
+
+
+def run_training(
+    plan: RunPlan, *, recipe_yaml: str, findings: Sequence[Finding], name: str | None, json_mode: bool
+) -> int:
+    """Run the plan and return the exit code; everything that is to be said was said.
+
+    recipe_yaml: the resolved recipe, kept in the folder.  findings: what preflight let pass; warnings become notes.
+    name: as the user gave it, None when the run's name was chosen.
+    Raises RecipeError (the name is in use) and PreflightError (a folder cannot be written).
+    """
+    started = time.monotonic()
+    with Interrupts() as interrupts, create_session(plan, recipe_yaml=recipe_yaml, is_chosen=name is None) as session:
+        for finding in findings:
+            if finding.severity is Severity.WARNING:
+                append_event(session.run_dir, kind="note", what=f"{finding.place}: {finding.message}", why="preflight")
+        training = _Training(plan, session, interrupts, choose_progress(plan, json_mode=json_mode))
+        outcome = training.run()
+        session.finish(state=outcome.state, exit_code=outcome.exit_code, reason=outcome.reason)
+    _tell(plan, training.state, outcome=outcome, seconds=time.monotonic() - started, json_mode=json_mode)
+    return outcome.exit_code
+
+
+class _Training:
+    """The children of one run in their order, and the state that their events add up to."""
+
+    def __init__(self, plan: RunPlan, session: Session, interrupts: Interrupts, progress: Progress) -> None:
+        self._plan = plan
+        self._session = session
+        self._interrupts = interrupts
+        self._progress = progress
+        self._tail = RunTail(session.run_dir)
+        self.state = RunState(steps=plan.steps)
+
+    def run(self) -> Outcome:
+        with self._progress:
+            outcome = DONE if is_prepared(self._plan) else self._run_child(_prepare_child(self._plan))
+            return self._train() if outcome == DONE else outcome
+
+    def _train(self) -> Outcome:
+        with _ray_dir(self._plan) as ray_dir:
+            outcome = self._run_child(_train_child(self._plan), remove=str(ray_dir or ""))
+            if ray_dir is not None and outcome.state is RunStatus.FAILED:
+                self._keep_ray_logs(ray_dir)
+        return outcome
+
+    def _run_child(self, child: Child, *, remove: str = "") -> Outcome:
+        if self._interrupts.names:
+            return interrupted(self._interrupts.names)
+        log = self._session.log_dir / f"{child.name}.log"
+        report = supervise(
+            child.argv,
+            run_dir=self._session.run_dir,
+            env=_child_environment(self._plan),
+            log=log,
+            interrupts=self._interrupts,
+            on_tick=self._tick,
+            remove=remove,
+        )
+        self._note_processes(report)
+        return self._judge(child, returncode=report.returncode, log=log)
+
+    def _tick(self) -> None:
+        news = self._tail.read()
+        for item in news:
+            self.state = fold(self.state, item)
+        self._progress.show(self.state, news, now=time.time())
+        self._session.update(state=RunStatus.RUNNING, phase=self.state.phase)
+
+    def _judge(self, child: Child, *, returncode: int, log: Path) -> Outcome:
+        """A signal that came when the work was done already changes nothing."""
+        if returncode == 0 and _has_result(self._plan, child):
+            return DONE
+        if self._interrupts.names:
+            return interrupted(self._interrupts.names)
+        return failed(
+            child,
+            returncode=returncode,
+            state=self.state,
+            log_tail=_tail_of(log),
+            log=summary.typed_path(log),
+            run=summary.typed_path(self._session.run_dir),
+        )
+
+    def _note_processes(self, report: KeeperReport) -> None:
+        for verb, names in (("ended", report.ended), ("could not end", report.left)):
+            if names:
+                with contextlib.suppress(OSError):  # a note is not worth a run
+                    append_event(self._session.run_dir, kind="sweep", what=f"{verb} {', '.join(names)}")
+        if report.left:
+            console.say(f"warning: processes of this run could not be ended: {', '.join(report.left)}")
+
+    def _keep_ray_logs(self, ray_dir: Path) -> None:
+        try:
+            keep_ray_logs(ray_dir, target=self._session.log_dir / "ray")
+        except OSError as error:
+            console.say(f"warning: Ray's own logs could not be kept: {error}")
+
+
+def _prepare_child(plan: RunPlan) -> Child:
+    argv = (sys.executable, "-m", "appliance.tasks.prepare", str(Path(plan.run_dir) / "plan.json"))
+    return Child("prepare", "preparation", argv, default_code=1)
+
+
+def _train_child(plan: RunPlan) -> Child:
+    return Child(_TRAIN, "training", plan.argv, default_code=5)
+
+
+def _child_environment(plan: RunPlan) -> dict[str, str]:
+    return {**os.environ, **dict(plan.env), PLAN_VARIABLE: str(Path(plan.run_dir) / "plan.json")}
+
+
+def _has_result(plan: RunPlan, child: Child) -> bool:
+    return (Path(plan.run_dir) / "model" / "config.json").is_file() if child.name == _TRAIN else is_prepared(plan)
+
+
+@contextlib.contextmanager
+def _ray_dir(plan: RunPlan) -> Iterator[Path | None]:
+    """Ray's folder while it is needed; None for a plan that names none."""
+    wanted = dict(plan.env).get(RAY_DIR_VARIABLE)
+    folder = make_ray_dir(wanted) if wanted else None
+    try:
+        yield folder
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _tail_of(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _LOG_TAIL_BYTES))
+        return file.read().decode(errors="replace")
+
+
+def _tell(plan: RunPlan, state: RunState, *, outcome: Outcome, seconds: float, json_mode: bool) -> None:
+    """The end, for people on stderr and with --json for machines on stdout."""
+    if json_mode:
+        values = summary.summary_object(
+            plan,
+            state,
+            state_name=outcome.state,
+            exit_code=outcome.exit_code,
+            reason=outcome.reason,
+            seconds=seconds,
+        )
+        console.out(json_line("summary", values))
+    if outcome.state is RunStatus.DONE and not json_mode:
+        folder = summary.typed_path(Path(plan.run_dir))
+        for label, text in summary.summary_rows(plan, state, seconds=seconds, folder=folder):
+            console.say(f"{label:<12}{text}")
+    for line in outcome.advice:
+        console.say(line)

@@ -1,0 +1,43 @@
+"""A plain word for how far the rollout policy is from the trainer's.
+
+Bounds and where they come from: k3-KL per step below 0.015 (prime-rl's merge gate); effective sample size above 0.3 and
+mean importance weight within 0.5..2 (verl's documentation of rollout correction). All before truncation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from appliance.run.events import StepMetrics
+
+K3_BELOW = 0.015
+ESS_ABOVE = 0.3
+WEIGHT_WITHIN = (0.5, 2.0)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """word: `fine`, `bad` or `unknown`.  reasons: what is outside its bounds."""
+
+    word: str
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def healthy(self) -> bool:
+        return self.word != "bad"
+
+
+def judge(step: StepMetrics) -> Verdict:
+    """The verdict on one step; `unknown` when none of its signals is there."""
+    k3, ess, weight = step.mismatch_k3_kl, step.is_ess, step.is_weight_mean
+    if k3 is None and ess is None and weight is None:
+        return Verdict("unknown")
+    low, high = WEIGHT_WITHIN
+    reasons = []
+    if k3 is not None and k3 >= K3_BELOW:
+        reasons.append(f"k3 {k3:.2g} is not below {K3_BELOW}")
+    if ess is not None and ess <= ESS_ABOVE:
+        reasons.append(f"ESS {ess:.2f} is not above {ESS_ABOVE}")
+    if weight is not None and not low <= weight <= high:
+        reasons.append(f"mean weight {weight:.2f} is not within {low:g} to {high:g}")
+    return Verdict("bad" if reasons else "fine", tuple(reasons))

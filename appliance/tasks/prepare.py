@@ -1,0 +1,151 @@
+"""Makes what a run needs and the cache lacks: the built-in model, the data. `python -m appliance.tasks.prepare PLAN`.
+
+An entry is made in a temporary sibling folder and renamed in: half an entry is never seen. Progress and failures are
+events of the run; the exit code is that of the error.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from appliance.errors import ApplianceError, RecipeError
+from appliance.plan.model import RunPlan, TaskPlan, read_plan
+from appliance.run.events import append_event
+from appliance.tasks import arithmetic, gsm8k
+from appliance.tasks.problem import Problem, Splits
+from appliance.tasks.tiny_spec import TINY_MODELS
+
+_PROGRESS_EVERY_S = 0.5
+
+
+def is_prepared(plan: RunPlan) -> bool:
+    """Whether the cache has all that the plan names. Imports no torch."""
+    data = Path(plan.task.train_parquet).is_file() and Path(plan.task.val_parquet).is_file()
+    return data and (not plan.model.builtin or (Path(plan.model.path) / "config.json").is_file())
+
+
+def prepare(plan: RunPlan) -> None:
+    """Make what is missing. Raises RecipeError for data that cannot be used, OSError when the cache is not writable."""
+    run_dir = Path(plan.run_dir)
+    append_event(run_dir, kind="phase", what="prepare")
+    if plan.model.builtin and not (Path(plan.model.path) / "config.json").is_file():
+        _make_model(plan)
+    if not (Path(plan.task.train_parquet).is_file() and Path(plan.task.val_parquet).is_file()):
+        _make_data(plan)
+
+
+def _make_model(plan: RunPlan) -> None:
+    from appliance.tasks.tiny_model import make_tiny_model  # loads torch
+
+    spec = TINY_MODELS[plan.model.builtin]
+    report = _reporter(Path(plan.run_dir), label="warm start", total=spec.steps)
+    with _cache_entry(Path(plan.model.path)) as folder:
+        make_tiny_model(spec, difficulty=plan.task.difficulty, folder=folder, on_step=report)
+
+
+def _reporter(run_dir: Path, *, label: str, total: int) -> Callable[[int, float], None]:
+    """A progress event at most twice a second, and for the first and the last step."""
+    last_s = 0.0
+
+    def report(done: int, loss: float) -> None:
+        nonlocal last_s
+        now_s = time.monotonic()
+        if done < total and now_s - last_s < _PROGRESS_EVERY_S:
+            return
+        last_s = now_s
+        append_event(run_dir, kind="progress", what=label, done=done, total=total, note=f"loss {loss:.3f}")
+
+    return report
+
+
+def _make_data(plan: RunPlan) -> None:
+    task = plan.task
+    made = _short_enough(_splits(task), plan=plan) if task.kind == "gsm8k" else _splits(task)
+    from appliance.tasks.parquet import write_parquet
+
+    with _cache_entry(Path(task.train_parquet).parent) as folder:
+        write_parquet(made.train, path=folder / Path(task.train_parquet).name, kind=task.kind, split="train")
+        write_parquet(made.val, path=folder / Path(task.val_parquet).name, kind=task.kind, split="val")
+    sizes = f"{len(made.train)} problems to train on, {len(made.val)} to validate"
+    append_event(Path(plan.run_dir), kind="progress", what="data", done=1, total=1, note=sizes)
+
+
+def _splits(task: TaskPlan) -> Splits:
+    sizes = {"seed": task.seed, "train_size": task.train_size, "val_size": task.val_size}
+    if task.kind == "arithmetic":
+        return arithmetic.splits(difficulty=task.difficulty, **sizes)
+    return gsm8k.splits(train_file=task.train_file, val_file=task.val_file, **sizes)
+
+
+def _short_enough(made: Splits, *, plan: RunPlan) -> Splits:
+    """Leave out prompts of more than max_prompt_tokens, and say how many. Raises RecipeError when none is left."""
+    from transformers import AutoTokenizer
+
+    source = plan.model.path or plan.model.source
+    tokenizer = AutoTokenizer.from_pretrained(
+        source, revision=plan.model.revision or None, trust_remote_code=plan.model.trust_remote_code
+    )
+    limit = plan.task.max_prompt_tokens
+
+    def fits(problem: Problem) -> bool:
+        message = [{"role": "user", "content": problem.prompt}]
+        return len(tokenizer.apply_chat_template(message, add_generation_prompt=True)["input_ids"]) <= limit
+
+    kept = replace(made, train=[p for p in made.train if fits(p)], val=[p for p in made.val if fits(p)])
+    before, after = len(made.train) + len(made.val), len(kept.train) + len(kept.val)
+    if not kept.train or not kept.val:
+        message = f"task.max_prompt_tokens: {limit} leaves {len(kept.train)} training and {len(kept.val)} validation"
+        raise RecipeError([(f"{message} problems", "raise it")])
+    if after < before:
+        what = f"{before - after} of {before} problems have prompts of more than {limit} tokens and are left out"
+        append_event(Path(plan.run_dir), kind="note", what=what, why="task.max_prompt_tokens")
+    return replace(kept, dropped=before - after)
+
+
+@contextmanager
+def _cache_entry(target: Path) -> Iterator[Path]:
+    """A temporary folder that becomes `target` when the block ends well. Another process may have been first."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        yield folder
+        folder.chmod(0o755)  # mkdtemp makes it private; a cache may be shared
+        if not target.exists():
+            folder.rename(target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def main(arguments: list[str]) -> int:
+    plan = read_plan(Path(arguments[0]))
+    try:
+        prepare(plan)
+    except ApplianceError as error:
+        return _fail(plan, error)
+    except Exception as error:  # the boundary of this process: every failure becomes an event and an exit code
+        _fail(plan, ApplianceError(f"{type(error).__name__}: {error}", hint="the log has the whole story"))
+        raise
+    return 0
+
+
+def _fail(plan: RunPlan, error: ApplianceError) -> int:
+    append_event(
+        Path(plan.run_dir),
+        kind="failure",
+        what=error.message,
+        why=type(error).__name__,
+        hint=error.hint,
+        exit_code=error.exit_code,
+    )
+    return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

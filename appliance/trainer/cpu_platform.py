@@ -1,0 +1,130 @@
+"""A CPU as one of verl's platforms: torch.cpu with the calls that verl makes on torch.cuda, and gloo."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from verl.plugin.platform.platform_base import PlatformBase
+from verl.plugin.platform.platform_manager import PlatformRegistry
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """What a call means where there is no device memory to free and no stream to wait for."""
+
+
+def _device_namespace() -> SimpleNamespace:
+    """`torch.cpu` plus the members of `torch.cuda` that verl calls without asking; memory counters read 0."""
+    members = {name: getattr(torch.cpu, name) for name in dir(torch.cpu) if not name.startswith("__")}
+    members |= {
+        name: _nothing
+        for name in (
+            "empty_cache",
+            "ipc_collect",
+            "set_device",
+            "manual_seed",
+            "manual_seed_all",
+            "reset_peak_memory_stats",
+            "set_rng_state",
+        )
+    }
+    members |= {
+        name: lambda *args, **kwargs: 0
+        for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+    }
+    members["mem_get_info"] = lambda *args: (0, 0)
+    members["get_rng_state"] = torch.get_rng_state
+    members["set_rng_state"] = torch.set_rng_state
+    members["is_available"] = lambda: False
+    members["get_device_name"] = lambda *args: "cpu"
+    members["current_device"] = lambda: "cpu"
+    return SimpleNamespace(**members)
+
+
+@PlatformRegistry.register(platform="cpu")
+class CpuPlatform(PlatformBase):
+    """One "GPU" of verl's plan is one CPU rank. Chosen by VERL_PLATFORM=cpu.
+
+    Ray's resource stays `GPU`, because verl's resource check counts only GPU and NPU; the run's Ray is started with
+    as many of them as the plan has ranks.
+    """
+
+    _namespace = _device_namespace()
+
+    device_name = "cpu"
+    vendor_name = "cpu"
+
+    @property
+    def device_module(self) -> ModuleType:
+        return self._namespace  # type: ignore[return-value]
+
+    def is_available(self) -> bool:
+        return True
+
+    def current_device(self) -> str:  # type: ignore[override]
+        """`cpu`: an index would become `cuda:0`."""
+        return "cpu"
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, device_index: int) -> None:
+        pass
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        pass
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def set_allocator_settings(self, settings: str) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
+        return None, None
+
+    def communication_backend_name(self) -> str:
+        return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        return "CUDA_VISIBLE_DEVICES"
+
+    @contextmanager
+    def nvtx_range(self, msg: str) -> Iterator[None]:
+        yield
+
+    def profiler_start(self) -> None:
+        pass
+
+    def profiler_stop(self) -> None:
+        pass
+
+    def ray_resource_name(self) -> str:
+        return "GPU"
+
+    def ray_noset_envvars(self) -> list[str]:
+        return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
+
+    def is_ipc_supported(self) -> bool:
+        return False
+
+    def rollout_env_vars(self) -> dict[str, str]:
+        return {}
+
+    def cudart(self) -> Any:
+        return None
+
+
+def is_cpu_run() -> bool:
+    """Whether this process belongs to a run on the CPU flavour."""
+    return os.environ.get("VERL_PLATFORM", "") == "cpu"

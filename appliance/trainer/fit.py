@@ -1,0 +1,82 @@
+"""verl's trainer, configured by the overrides of the plan, with our rollouts and our eyes on it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import transfer_queue
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig, OmegaConf
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.utils.config import validate_config
+
+from appliance.patch import Patch, apply_patch
+from appliance.plan.model import RunPlan
+from appliance.tasks.library import score
+from appliance.trainer.rollouts import Rollouts, Sampling
+from appliance.trainer.watched import WatchedTrainer
+
+NO_LOAD_BALANCER = Patch(
+    name="no-load-balancer",
+    target="verl.workers.rollout.llm_server:LLMServerManager._init_global_load_balancer",
+    why=(
+        "verl starts an actor that hands out servers, two calls to it per sample and a process that imports half of "
+        "vLLM; our rollouts come from one place, which knows what each server has to do"
+    ),
+    upstream="https://github.com/verl-project/verl/blob/v0.9.1/verl/workers/rollout/llm_server.py",
+    distribution="verl",
+    version="0.9.1",
+    source_sha256="cc3dcac74089a597cad8dff877587f18108aa2ef880036a34bf4e84663018f4d",
+    remove_when="verl lets a trainer of ours leave the load balancer out",
+)
+
+
+def _without_balancer(original: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    async def _init_global_load_balancer(self: Any) -> None:
+        self.global_load_balancer = None
+
+    return _init_global_load_balancer
+
+
+def compose_config(overrides: list[str]) -> DictConfig:
+    """verl's configuration with our overrides, validated by verl."""
+    with initialize_config_module(config_module="verl.trainer.config", version_base=None):
+        config = compose(config_name="ppo_trainer", overrides=overrides)
+    validate_config(
+        config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
+    )
+    config.transfer_queue.enable = True
+    OmegaConf.resolve(config)
+    return config
+
+
+def fit(plan: RunPlan, *, overrides: list[str]) -> None:
+    """The order of verl's own task runner (verl/trainer/main_ppo.py, TaskRunnerV1.run)."""
+    config = compose_config(overrides)
+    apply_patch(NO_LOAD_BALANCER, _without_balancer)
+    transfer_queue.init(config.transfer_queue)
+    try:
+        trainer = WatchedTrainer(config=config, plan=plan)
+        trainer.init()
+        trainer.fit(_rollouts(trainer, plan=plan))
+        trainer.export_model()
+    finally:
+        transfer_queue.close()
+
+
+def _rollouts(trainer: WatchedTrainer, *, plan: RunPlan) -> Rollouts:
+    rollouts = Rollouts(
+        trainer.llm_server_manager.server_handles,
+        tokenizer=trainer.tokenizer,
+        score=lambda source, response, truth: score(source, response=response, truth=truth),
+        training=Sampling(
+            temperature=plan.rollout.temperature,
+            top_p=plan.rollout.top_p,
+            num_samples=plan.rollout.samples_per_prompt,
+        ),
+        validation=Sampling(temperature=0.0, top_p=1.0, num_samples=1),
+        max_prompt_tokens=plan.task.max_prompt_tokens,
+    )
+    trainer.watch_rollouts(rollouts)
+    return rollouts

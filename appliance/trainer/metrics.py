@@ -1,0 +1,81 @@
+"""One line of `metrics.jsonl` per step, by the contract's names, from verl's metrics and timings."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from appliance.errors import TrainingError
+from appliance.plan.model import RunPlan
+from appliance.quant.mismatch import Mismatch
+
+_FROM_VERL = {
+    "reward_mean": "critic/rewards/mean",
+    "response_tokens_mean": "response_length/mean",
+    "clip_fraction": "actor/pg_clipfrac",
+    "grad_norm": "actor/grad_norm",
+    "entropy": "actor/entropy",
+    "learning_rate": "actor/lr",
+}
+_TIMINGS_S = {
+    "rollout_s": "gen",
+    "logprob_s": "old_log_prob",
+    "update_s": "update_actor",
+    "sync_s": "update_weights",
+    "save_s": "save_checkpoint",
+    "validate_s": "testing",
+    "step_s": "step",
+}
+
+
+def step_metrics(
+    verl: dict[str, Any], *, timing_s: dict[str, float], mismatch: Mismatch, plan: RunPlan, step: int
+) -> dict[str, Any]:
+    """The contract's keys for one step. Raises TrainingError when verl no longer reports one that we promise.
+
+    `proof_s` and the keys of a quantised sync are null: no proof is run in this version.
+    """
+    missing = [name for name in _FROM_VERL.values() if name not in verl]
+    if missing:
+        raise TrainingError(f"verl did not report {', '.join(missing)} in step {step}")
+    tokens = float(verl["response_length/mean"]) * plan.prompts_per_step * plan.rollout.samples_per_prompt
+    timings = {key: round(timing_s[name], 4) for key, name in _TIMINGS_S.items() if name in timing_s}
+    return {
+        "step": step,
+        **{key: float(verl[name]) for key, name in _FROM_VERL.items()},
+        **timings,
+        "rollout_tokens_per_s": tokens / timing_s["gen"],
+        "proof_s": None,
+        "scheme": str(plan.rollout.scheme),
+        "emulated": plan.rollout.emulated,
+        "mismatch_k3_kl": mismatch.k3_kl,
+        "mismatch_kl": mismatch.kl,
+        "probs_diff_mean": mismatch.probs_diff_mean,
+        "probs_diff_max": mismatch.probs_diff_max,
+        "is_weight_mean": mismatch.weight_mean,
+        "is_weight_std": mismatch.weight_std,
+        "is_weight_max": mismatch.weight_max,
+        "is_ess": mismatch.ess,
+        "is_truncated_fraction": mismatch.truncated_fraction,
+    }
+
+
+def validation_metrics(verl: dict[str, float], *, samples: int) -> dict[str, float]:
+    """val_reward_mean and val_samples from verl's validation metrics. Raises TrainingError when there is no mean."""
+    means = [value for name, value in verl.items() if name.startswith("val-core/") and "/mean@" in name]
+    if len(means) != 1:
+        raise TrainingError(f"expected one validation mean from verl, got {len(means)} in {sorted(verl)}")
+    return {"val_reward_mean": float(means[0]), "val_samples": samples}
+
+
+def append_metrics(run_dir: Path, line: dict[str, Any]) -> None:
+    """One write of one line, so that a reader never sees two lines mixed. A value that is not finite becomes null."""
+    clean = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()}
+    descriptor = os.open(run_dir / "metrics.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(descriptor, (json.dumps(clean) + "\n").encode())
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,214 @@
+"""Rollouts: prompts go to the engines, scored samples go into the TransferQueue, and the trainer is told.
+
+This is an agent loop manager of our own (verl's only demand: `generate_sequences`, results in the TransferQueue). It
+lives in the trainer's process, on a thread with an event loop: the trainer only waits while rollouts are made. One call
+per prompt brings all its samples, one put brings up to PROMPTS_PER_PUT prompts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transfer_queue
+from ray.actor import ActorHandle
+from tensordict import TensorDict
+from tensordict.tensorclass import NonTensorData, NonTensorStack
+from torch import Tensor
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+
+from appliance.errors import TrainingError
+
+PROMPTS_PER_PUT = 64
+MAX_PROMPTS_IN_FLIGHT = 1024  # per engine; vLLM queues what does not fit
+
+Score = Callable[[str, str, str], float]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one kind of rollout is sampled. temperature 0 is greedy."""
+
+    temperature: float
+    top_p: float
+    num_samples: int
+
+    def as_params(self) -> dict[str, float]:
+        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": -1}
+
+
+class Rollouts:
+    """servers: one handle per rollout replica.  score: (data_source, response text, ground truth) -> reward."""
+
+    def __init__(
+        self,
+        servers: list[ActorHandle],
+        *,
+        tokenizer: Any,
+        score: Score,
+        training: Sampling,
+        validation: Sampling,
+        max_prompt_tokens: int,
+    ) -> None:
+        self._servers = servers
+        self._in_flight = [0] * len(servers)
+        self._tokenizer = tokenizer
+        self._score = score
+        self._training = training
+        self._validation = validation
+        self._max_prompt_tokens = max_prompt_tokens
+        self._progress = threading.Event()
+        self._failure: BaseException | None = None
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True).start()
+
+    def generate_sequences(self, prompts: TensorDict) -> None:
+        """verl's entry: returns at once, the results arrive in the TransferQueue."""
+        validate = "validate" in prompts and bool(prompts["validate"])
+        prompts.pop("validate", None)
+        future = asyncio.run_coroutine_threadsafe(self._generate(_rows(prompts), validate=validate), self._loop)
+        future.add_done_callback(self._note_failure)
+
+    def wait(self, timeout_s: float) -> None:
+        """Until new results were put, or the time is over. Raises TrainingError when generating failed."""
+        self._progress.wait(timeout_s)
+        self._progress.clear()
+        if self._failure is not None:
+            raise TrainingError(
+                f"rollouts failed: {type(self._failure).__name__}: {_first_line(self._failure)}",
+                hint="the log has the engine's own words",
+            ) from self._failure
+
+    def _note_failure(self, future: Future[None]) -> None:
+        self._failure = self._failure or future.exception()
+        self._progress.set()
+
+    async def _generate(self, rows: list[dict[str, Any]], *, validate: bool) -> None:
+        sampling = self._validation if validate else self._training
+        partition = "val" if validate else "train"
+        limit = asyncio.Semaphore(MAX_PROMPTS_IN_FLIGHT * len(self._servers))
+        tasks = [asyncio.create_task(self._prompt(row, sampling=sampling, limit=limit)) for row in rows]
+        ready: list[tuple[str, list[dict[str, Any]]]] = []
+        try:
+            for finished, next_one in enumerate(asyncio.as_completed(tasks), start=1):
+                ready.append(await next_one)
+                if len(ready) == PROMPTS_PER_PUT or finished == len(tasks):
+                    await _put(ready, partition=partition)
+                    self._progress.set()
+                    ready = []
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _prompt(
+        self, row: dict[str, Any], *, sampling: Sampling, limit: asyncio.Semaphore
+    ) -> tuple[str, list[dict[str, Any]]]:
+        """(uid, one field dictionary per sample)."""
+        prompt_ids = self._tokenise(row["raw_prompt"])
+        async with limit:
+            index = min(range(len(self._servers)), key=self._in_flight.__getitem__)
+            self._in_flight[index] += 1
+            try:
+                group = await self._servers[index].generate_group.remote(
+                    prompt_ids=prompt_ids,
+                    sampling=sampling.as_params(),
+                    num_samples=sampling.num_samples,
+                    request_id=uuid.uuid4().hex,
+                )
+            finally:
+                self._in_flight[index] -= 1
+        return row["uid"], [
+            self._fields(row, prompt_ids=prompt_ids, sample=sample, version=group.weights_version, session=session)
+            for session, sample in enumerate(group.samples)
+        ]
+
+    def _tokenise(self, messages: Any) -> list[int]:
+        ids = self._tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        return list(ids)[-self._max_prompt_tokens :]
+
+    def _fields(
+        self, row: dict[str, Any], *, prompt_ids: list[int], sample: Any, version: int, session: int
+    ) -> dict[str, Any]:
+        """What verl's trainer reads of one sample (verl/trainer/ppo/v1/agent_loop_tq.py)."""
+        text = self._tokenizer.decode(sample.token_ids, skip_special_tokens=True)
+        reward = self._score(row["data_source"], text, row["reward_model"]["ground_truth"])
+        response_mask = torch.ones(len(sample.token_ids), dtype=torch.int64)
+        rewards = torch.zeros(len(sample.token_ids), dtype=torch.float32)
+        rewards[-1] = reward
+        input_ids = _ints(prompt_ids + sample.token_ids)
+        return row | {
+            "session_id": session,
+            "prompts": _ints(prompt_ids),
+            "responses": _ints(sample.token_ids),
+            "response_mask": response_mask,
+            "loss_mask": response_mask,
+            "rollout_log_probs": torch.tensor(sample.log_probs, dtype=torch.float32),
+            "rm_scores": rewards,
+            "input_ids": input_ids,
+            "position_ids": torch.arange(len(input_ids)),
+            "multi_modal_inputs": {},
+            "num_turns": 2,
+            "extra_fields": {
+                "min_global_steps": version,
+                "max_global_steps": version,
+                "reward_extra_info": {},
+                "finished": sample.finished,
+            },
+        }
+
+
+async def _put(ready: list[tuple[str, list[dict[str, Any]]]], *, partition: str) -> None:
+    keys, fields, tags = [], [], []
+    for uid, samples in ready:
+        for sample in samples:
+            keys.append(f"{uid}_{sample['session_id']}_0")
+            fields.append(sample)
+            tags.append(_tag(sample))
+    await transfer_queue.async_kv_batch_put(
+        keys=keys, fields=list_of_dict_to_tensordict(fields), tags=tags, partition_id=partition
+    )
+    uids = [uid for uid, _ in ready]
+    await transfer_queue.async_kv_batch_put(keys=uids, tags=[{"status": "finished"} for _ in uids], partition_id=partition)
+
+
+def _tag(sample: dict[str, Any]) -> dict[str, Any]:
+    prompt_len, response_len = len(sample["prompts"]), len(sample["responses"])
+    return {
+        "status": "success",
+        "prompt_len": prompt_len,
+        "response_len": response_len,
+        "seq_len": prompt_len + response_len,
+        "global_steps": sample["global_steps"],
+        "min_global_steps": sample["extra_fields"]["min_global_steps"],
+        "max_global_steps": sample["extra_fields"]["max_global_steps"],
+    }
+
+
+def _ints(ids: list[int]) -> Tensor:
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def _rows(batch: TensorDict) -> list[dict[str, Any]]:
+    """A batch of verl's data set, row by row."""
+    return [{key: _cell(value, index) for key, value in batch.items()} for index in range(len(batch))]
+
+
+def _cell(value: Any, index: int) -> Any:
+    if isinstance(value, NonTensorStack):
+        return value[index].data
+    if isinstance(value, NonTensorData):
+        return value.data
+    return value[index]
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "no message"

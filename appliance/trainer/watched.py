@@ -1,0 +1,142 @@
+"""verl's synchronous trainer with our eyes on it. Nothing of the algorithm is changed here."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import transfer_queue
+from omegaconf import DictConfig
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+
+from appliance.errors import AttestationError, TrainingError
+from appliance.plan.model import RunPlan
+from appliance.quant.mismatch import Mismatch, measure_mismatch
+from appliance.run.attest import check_attestations, fingerprint
+from appliance.run.events import append_event
+from appliance.trainer.attest import attest_trainer
+from appliance.trainer.rollouts import Rollouts
+from appliance.trainer.metrics import append_metrics, step_metrics, validation_metrics
+
+LOOK_AGAIN_S = 1.0  # how long a wait for rollouts lasts at most before the buffer is looked at again
+
+
+class WatchedTrainer(PPOTrainerSync):
+    """Adds: phases as events, attestations before the first step, one metrics line per step, the final `model/`."""
+
+    def __init__(self, *, config: DictConfig, plan: RunPlan) -> None:
+        super().__init__(config)
+        self.plan = plan
+        self.run_dir = Path(plan.run_dir)
+        self._started = time.time()
+        self._mismatch: Mismatch | None = None
+        self._validation: dict[str, float] = {}
+
+    def _phase(self, what: str) -> None:
+        append_event(self.run_dir, kind="phase", what=what)
+
+    def watch_rollouts(self, rollouts: Rollouts) -> None:
+        """Wait for rollouts by their signal and fail when they fail. verl's buffer sleeps 2 s between two looks, which
+        is longer than a step of a small model, and for ever when generating failed; it offers no hook for either."""
+
+        def wait(partition_id: str, last_debug_time: float) -> float:
+            rollouts.wait(LOOK_AGAIN_S)
+            return last_debug_time
+
+        self.replay_buffer._wait_for_next_poll = wait
+
+    # start-up
+
+    def _setup(self) -> None:
+        self._phase("load-model")
+        super()._setup()
+
+    def on_init_end(self) -> None:
+        self._phase("attest")
+        attest_trainer(self.plan)
+        self._check_attestations()
+        self._phase("sync")
+        super().on_init_end()
+
+    def _check_attestations(self) -> None:
+        problems = check_attestations(
+            self.run_dir, self.plan.attestations, pins=self.plan.pins, fingerprint=fingerprint()
+        )
+        if problems:
+            raise AttestationError("; ".join(problems), hint="see attest/ in the run folder")
+
+    # a step
+
+    def on_sample_begin(self) -> None:
+        self._phase("rollout")
+        super().on_sample_begin()
+
+    def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        self._phase("log-probs")
+        batch = super()._compute_old_log_prob(batch, metrics=metrics)
+        self._mismatch = self._measure(batch)
+        return batch
+
+    def _measure(self, batch: KVBatchMeta) -> Mismatch:
+        data = transfer_queue.kv_batch_get(
+            keys=batch.keys,
+            partition_id=batch.partition_id,
+            select_fields=["old_log_probs", "rollout_log_probs", "response_mask"],
+        )
+        real = data["response_mask"].values().bool()
+        return measure_mismatch(
+            data["old_log_probs"].values()[real],
+            rollout_T=data["rollout_log_probs"].values()[real],
+            cap=self.plan.correction.cap,
+        )
+
+    def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        self._phase("update")
+        return super()._update_actor(batch, metrics=metrics)
+
+    def on_step_end(self) -> None:
+        self._phase("sync")
+        super().on_step_end()
+
+    def _save_checkpoint(self) -> None:
+        self._phase("save")
+        super()._save_checkpoint()
+
+    def _validate(self) -> dict[str, float]:
+        self._phase("validate")
+        values = super()._validate()
+        self._validation = validation_metrics(values, samples=len(self.val_dataset))
+        if self.global_steps == 0:
+            self._write({"step": 0, "scheme": str(self.plan.rollout.scheme), **self._validation})
+            self._validation = {}
+        return values
+
+    def _compute_metrics(
+        self, batch: KVBatchMeta, metrics: dict[str, Any], timing_raw: dict[str, float], global_steps: int, epoch: int
+    ) -> None:
+        super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
+        if self._mismatch is None:
+            raise TrainingError(f"step {global_steps} ended without log-probabilities to compare")
+        line = step_metrics(metrics, timing_s=timing_raw, mismatch=self._mismatch, plan=self.plan, step=global_steps)
+        self._write({**line, **self._validation})
+        self._validation = {}
+
+    def _write(self, line: dict[str, Any]) -> None:
+        append_metrics(self.run_dir, {**line, "time_s": round(time.time() - self._started, 3)})
+
+    # the end
+
+    def export_model(self) -> None:
+        """`model/`: what the last checkpoint holds in the original class. Raises TrainingError when there is none."""
+        self._phase("export")
+        source = self.run_dir / "checkpoints" / f"global_step_{self.plan.steps}" / "actor" / "huggingface"
+        if not (source / "config.json").is_file():
+            raise TrainingError(f"the last checkpoint has no model in {source}")
+        target = self.run_dir / "model"
+        partial = target.with_name(f"model.partial-{os.getpid()}")
+        shutil.copytree(source, partial)
+        partial.rename(target)

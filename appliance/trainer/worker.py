@@ -1,0 +1,40 @@
+"""Imported by verl itself in every process of a run (`VERL_USE_EXTERNAL_MODULES`); an error here stops the process.
+
+On the CPU flavour it registers the CPU as a platform and repairs the one call that cannot work there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from appliance.patch import Patch, apply_patch
+from appliance.trainer.cpu_platform import is_cpu_run
+
+PROCESS_GROUP = Patch(
+    name="cpu-process-group",
+    target="verl.utils.distributed:initialize_global_process_group_ray",
+    why="verl asks torch for `cpu:gloo,<device>:<backend>`; with the device `cpu` that names cpu twice, torch refuses",
+    upstream="https://github.com/verl-project/verl/blob/v0.9.1/verl/utils/distributed.py",
+    distribution="verl",
+    version="0.9.1",
+    source_sha256="761a94d1a2e058d31a0ac231c89a142abf5daf822e333bac75e84cafcf7507ac",
+    remove_when="verl builds the backend string from a set of devices",
+)
+
+
+def _gloo_only(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def initialise(timeout_second: int | None = None, backend: str | None = None) -> None:
+        return original(timeout_second=timeout_second, backend=backend or "cpu:gloo")
+
+    return initialise
+
+
+def _patches() -> tuple[tuple[Patch, Callable[[Callable[..., Any]], Callable[..., Any]]], ...]:
+    return ((PROCESS_GROUP, _gloo_only),) if is_cpu_run() else ()
+
+
+for _patch, _replacement in _patches():
+    apply_patch(_patch, _replacement)

@@ -1,0 +1,52 @@
+"""Counts what ran, and turns a skip that nobody listed into a failure.
+
+A skip is allowed by a line of `tests/skips.txt`, which names the test and the whole reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+SKIPS = Path(__file__).parent / "skips.txt"
+OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
+
+Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
+
+
+def read_skips(text: str) -> list[tuple[str, str]]:
+    """(pattern of test ids, reason) per line `pattern: reason`. Empty lines and lines with `#` are left out."""
+    lines = [line.strip() for line in text.splitlines()]
+    return [tuple(line.split(": ", maxsplit=1)) for line in lines if line and not line.startswith("#")]
+
+
+def refuse_unlisted(report: Report, *, skips: list[tuple[str, str]]) -> Report:
+    """The report as it is, or a failed one when it is a skip that no line allows."""
+    if not report.skipped or hasattr(report, "wasxfail"):
+        return report
+    reason = str(report.longrepr[2]).removeprefix("Skipped: ")
+    if not any(fnmatchcase(report.nodeid, pattern) and reason == allowed for pattern, allowed in skips):
+        report.outcome = "failed"
+        report.longrepr = f"this skip is not listed in tests/{SKIPS.name}:\n{report.nodeid}: {reason}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    return refuse_unlisted((yield), skips=read_skips(SKIPS.read_text()))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    return refuse_unlisted((yield), skips=read_skips(SKIPS.read_text()))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line before pytest's own: a run that quietly left tests out does not look like a whole one."""
+    counts = {name: len(terminalreporter.stats.get(name, [])) for name in ("deselected", *OUTCOMES)}
+    shown = ", ".join(f"{count} {name}" for name, count in counts.items() if count or name in ("deselected", "skipped"))
+    terminalreporter.write_line(f"counts: {terminalreporter._session.testscollected} to run, {shown}")

@@ -1,0 +1,124 @@
+"""Real vLLM engines in this process, on tiny random Qwen2 models."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
+os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+os.environ["VERL_PLATFORM"] = "cpu"
+os.environ["VERL_USE_EXTERNAL_MODULES"] = "appliance.trainer.worker"
+
+PROMPTS = ([1, 2, 3, 4], [9, 2, 3, 4, 7], [5, 5, 6], [100, 200, 300, 400, 17, 23])
+
+
+def make_checkpoint(folder: Path, *, seed: int, tied: bool = True) -> Path:
+    """A Qwen2 of the real class with random BF16 weights, whose biases are not zero."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+    )
+    model = Qwen2ForCausalLM(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.08) if parameter.ndim > 1 else parameter.data.add_(
+            0.05 * torch.randn_like(parameter)
+        )
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def read_checkpoint(folder: Path) -> list[tuple[str, object]]:
+    from safetensors.torch import load_file
+
+    return sorted(load_file(folder / "model.safetensors").items())
+
+
+@dataclass
+class Engine:
+    """A vLLM engine of one scheme, with what the tests ask of it."""
+
+    llm: object
+    scheme: str
+    updates: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def runner(self):
+        worker = self.llm.llm_engine.model_executor.driver_worker
+        return getattr(worker, "worker", worker).model_runner
+
+    @property
+    def model(self):
+        return self.runner.model
+
+    def generate(self, *, max_tokens: int = 16) -> list[tuple[list[int], list[float]]]:
+        """Greedy tokens and their log-probs, per prompt."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=0, detokenize=False)
+        self.llm.reset_prefix_cache()
+        outputs = self.llm.generate([{"prompt_token_ids": list(p)} for p in PROMPTS], params, use_tqdm=False)
+        return [
+            (list(o.outputs[0].token_ids), [next(iter(p.values())).logprob for p in o.outputs[0].logprobs])
+            for o in outputs
+        ]
+
+    def update(self):
+        """A WeightUpdate on this engine's model."""
+        from appliance.engine.update import WeightUpdate
+
+        return WeightUpdate(self.model, model_config=self.runner.vllm_config.model_config)
+
+    def load(self, tensors: list[tuple[str, object]], *, bucket: int = 1000):
+        """One whole weight update in buckets of `bucket` tensors."""
+        import torch
+        from vllm.config import set_current_vllm_config
+
+        update = self.update()
+        with set_current_vllm_config(self.runner.vllm_config), torch.no_grad():
+            update.begin()
+            for start in range(0, len(tensors), bucket):
+                update.load([(name, tensor.clone()) for name, tensor in tensors[start : start + bucket]])
+            return update.finish()
+
+
+def start_engine(folder: Path, *, scheme: str) -> Engine:
+    from vllm import LLM
+
+    llm = LLM(
+        str(folder),
+        skip_tokenizer_init=True,
+        quantization="appliance_int8" if scheme == "int8" else None,
+        enforce_eager=True,
+        max_model_len=128,
+        kv_cache_memory_bytes=64 << 20,
+        logprobs_mode="processed_logprobs",
+    )
+    return Engine(llm=llm, scheme=scheme)
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two checkpoints of the same shapes and different weights."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    return make_checkpoint(root / "a", seed=1), make_checkpoint(root / "b", seed=2)
+
+
+@pytest.fixture(scope="session", params=["bf16", "int8"])
+def engine(request: pytest.FixtureRequest, checkpoints: tuple[Path, Path]) -> Iterator[Engine]:
+    yield start_engine(checkpoints[0], scheme=request.param)

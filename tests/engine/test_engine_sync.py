@@ -1,0 +1,71 @@
+"""A weight update in a real vLLM engine: the same weights change nothing, other weights are those of a fresh engine."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import PROMPTS, Engine, read_checkpoint, start_engine
+
+pytestmark = pytest.mark.engine
+
+
+def test_reloading_the_same_weights_is_identical(engine: Engine, checkpoints) -> None:
+    tensors = read_checkpoint(checkpoints[0])
+    engine.load(tensors)
+    before = engine.generate()
+    for bucket in (1000, 3, 1):
+        engine.load(tensors, bucket=bucket)
+        assert engine.generate() == before
+    engine.load(tensors[::-1], bucket=2)
+    assert engine.generate() == before
+
+
+def test_other_weights_equal_a_fresh_engine(engine: Engine, checkpoints) -> None:
+    engine.load(read_checkpoint(checkpoints[0]))
+    first = engine.generate()
+    report = engine.load(read_checkpoint(checkpoints[1]), bucket=5)
+    second = engine.generate()
+    fresh = start_engine(checkpoints[1], scheme=engine.scheme).generate()
+    assert second == fresh
+    assert second != first
+    assert report.tensors == len(read_checkpoint(checkpoints[1]))
+    engine.load(read_checkpoint(checkpoints[0]))
+    assert engine.generate() == first
+    assert len(first) == len(PROMPTS)
+
+
+def test_a_missing_tensor_is_named_and_final(engine: Engine, checkpoints) -> None:
+    from appliance.errors import SyncError
+
+    tensors = read_checkpoint(checkpoints[0])
+    without = [(name, t) for name, t in tensors if name != "model.layers.1.mlp.up_proj.weight"]
+    update = engine.update()
+    update.begin()
+    update.load(without)
+    with pytest.raises(SyncError) as raised:
+        update.finish()
+    assert raised.value.message == (
+        "weight update: 1 layers did not receive all their weights: model.layers.1.mlp.gate_up_proj "
+        "(45056 of 90112 elements)"
+    )
+    with pytest.raises(SyncError) as raised:
+        update.begin()
+    assert raised.value.message == (
+        "weight update: the engine's weights are half-updated, an earlier update left 1 layers incomplete"
+    )
+    update.load([(name, t) for name, t in tensors if name == "model.layers.1.mlp.up_proj.weight"])
+    update.finish()
+
+
+def test_a_value_that_is_not_finite_is_refused(engine: Engine, checkpoints) -> None:
+    from appliance.errors import SyncError
+
+    tensors = read_checkpoint(checkpoints[0])
+    name, bad = tensors[4][0], tensors[4][1].clone()
+    bad.view(-1)[7] = float("nan")
+    update = engine.update()
+    update.begin()
+    with pytest.raises(SyncError) as raised:
+        update.load([(name, bad)])
+    assert raised.value.message == f"weight update: {name} has a value that is not finite"
+    update.load(tensors)
+    update.finish()

