@@ -15,7 +15,10 @@ from appliance.errors import ApplianceError, PreflightError, RecipeError
 
 if TYPE_CHECKING:
     from appliance.preflight.finding import Finding
+    from appliance.quant.scheme import Scheme
     from appliance.recipe.schema import Recipe
+
+DEFAULT_RUN_ROOT = Path("runs")
 
 app = typer.Typer(
     name="appliance",
@@ -96,11 +99,10 @@ def bench(
     json_mode: JsonOption = False,
 ) -> None:
     """The same rollouts by several schemes, interleaved: does quantising pay here?"""
+    chosen, loaded = _schemes(schemes), _load(recipe, sets)
     from appliance.bench.command import run_bench
 
-    loaded = _load(recipe, sets)
-    code = run_bench(loaded, schemes=_schemes(schemes), pairs=pairs, shapes=shapes, json_mode=json_mode)
-    raise typer.Exit(code)
+    raise typer.Exit(run_bench(loaded, schemes=chosen, pairs=pairs, shapes=shapes, json_mode=json_mode))
 
 
 @app.command()
@@ -108,17 +110,15 @@ def status(run: RunArgument, json_mode: JsonOption = False) -> None:
     """Where a run is."""
     from appliance.run.status import print_status
 
-    print_status(_run_folder(run), json_mode=json_mode)
+    print_status(run, run_root=DEFAULT_RUN_ROOT, json_mode=json_mode)
 
 
 @app.command()
-def logs(
-    run: RunArgument, attempt: Annotated[int | None, typer.Option(min=1, help="Else the last one.")] = None
-) -> None:
-    """A run's logs."""
+def logs(run: RunArgument) -> None:
+    """The logs of a run's last attempt."""
     from appliance.run.status import print_logs
 
-    print_logs(_run_folder(run), attempt=attempt)
+    print_logs(run, run_root=DEFAULT_RUN_ROOT)
 
 
 @recipes.command("ls")
@@ -186,11 +186,14 @@ def _load(recipe: str, sets: list[str] | None) -> Recipe:
 def _run_dir(recipe: Recipe, *, name: str | None) -> Path:
     """Absolute. A name from the command line is one path component, or refused."""
     from appliance.recipe.schema import NAME_PATTERN
-    from appliance.run.session import free_run_dir
+    from appliance.run.session import cannot_write, free_run_dir
 
     root = Path(recipe.cluster.run_dir).expanduser().absolute()
     if name is None:
-        return free_run_dir(root, name=recipe.name)
+        try:
+            return free_run_dir(root, name=recipe.name)
+        except OSError as error:
+            raise cannot_write(root, error) from error
     if not NAME_PATTERN.fullmatch(name):
         hint = "use letters, digits, `.`, `_` and `-`, at most 80, no space or slash"
         raise RecipeError([(f"--name: the text `{name}` is not a name", hint)])
@@ -199,14 +202,7 @@ def _run_dir(recipe: Recipe, *, name: str | None) -> Path:
     return root / name
 
 
-def _run_folder(run: str) -> Path:
-    for folder in (Path(run), Path("runs") / run):
-        if (folder / "run.json").is_file():
-            return folder.absolute()
-    raise RecipeError([(f"{run}: no run folder", "give the folder, or the name of a run in ./runs")])
-
-
-def _schemes(text: str) -> tuple[str, ...]:
+def _schemes(text: str) -> tuple[Scheme, ...]:
     from appliance.quant.scheme import Scheme
 
     names, legal = [each.strip() for each in text.split(",")], [str(scheme) for scheme in Scheme]
@@ -214,7 +210,7 @@ def _schemes(text: str) -> tuple[str, ...]:
     if unknown:
         hint = "use " + ", ".join(f"`{each}`" for each in legal)
         raise RecipeError([(f"--schemes: unknown value `{name}`", hint) for name in unknown])
-    return tuple(names)
+    return tuple(Scheme(name) for name in names)
 
 
 def _check(recipe: str, *, sets: list[str] | None, name: str | None, json_mode: bool, show_plan: bool) -> None:
@@ -290,9 +286,9 @@ def main() -> None:
 def _report(error: ApplianceError) -> int:
     from appliance import console
 
-    problems = error.problems if isinstance(error, RecipeError) else [(error.message, error.hint)]
     if _wants_traceback():
-        raise error
+        _say_traceback(error)
+    problems = error.problems if isinstance(error, RecipeError) else [(error.message, error.hint)]
     for message, hint in problems:
         console.say(f"error: {message}")
         if hint:
@@ -307,12 +303,20 @@ def _report_own_fault(error: Exception) -> int:
     from appliance import console
 
     if _wants_traceback():
-        raise error
+        _say_traceback(error)
     with tempfile.NamedTemporaryFile("w", prefix="appliance-error-", suffix=".txt", delete=False) as file:
         traceback.print_exception(error, file=file)
     console.say(f"error: {type(error).__name__}: {error}")
     console.say(f"hint: this is our own fault, please report it with {file.name}")
     return ApplianceError.exit_code
+
+
+def _say_traceback(error: Exception) -> None:
+    import traceback
+
+    from appliance import console
+
+    console.say("".join(traceback.format_exception(error)).rstrip())
 
 
 def _wants_traceback() -> bool:

@@ -85,7 +85,7 @@ def _resolve(patch: Patch) -> tuple[Any, str]:
     *path, attribute = qualified.split(".")
     owner: Any = importlib.import_module(module_name)
     for part in path:
-        owner = getattr(owner, part)
+        owner = getattr(owner, part, None)
     if not hasattr(owner, attribute):
         raise PatchError(f"patch {patch.name}: {patch.target} does not exist")
     return owner, attribute

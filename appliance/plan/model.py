@@ -84,11 +84,16 @@ class CorrectionPlan:
 
 @dataclass(frozen=True)
 class ExpectedAttestation:
-    """One process that must say what it runs before the first step. role: `rollout` or `trainer`."""
+    """One process that must say what it runs before the first step. role: `rollout` or `trainer`.
+
+    patches: names of the patches that must be live in it, sorted, and no others.
+    """
 
     role: str
     rank: int
     scheme: Scheme
+    patches: tuple[str, ...] = ()
+    emulated: bool = False
 
 
 @dataclass(frozen=True)
@@ -158,7 +163,8 @@ def plan_from_dict(raw: dict[str, Any]) -> RunPlan:
             "pins": tuple((k, v) for k, v in raw["pins"]),
             "choices": tuple(Choice(**c) for c in raw["choices"]),
             "attestations": tuple(
-                ExpectedAttestation(**{**a, "scheme": Scheme(a["scheme"])}) for a in raw["attestations"]
+                ExpectedAttestation(**{**a, "scheme": Scheme(a["scheme"]), "patches": tuple(a["patches"])})
+                for a in raw["attestations"]
             ),
         }
     )

@@ -29,6 +29,7 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
         _device(plan, host),
         _scheme(plan, host),
         _model(plan, inputs),
+        _shape(plan, inputs),
         _data(plan, inputs),
         _folder(host),
         _disk(plan, host, inputs),
@@ -95,7 +96,7 @@ def _model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
         if not inputs.model_folder_exists:
             yield _error("model-missing", "model.path", f"{model.path}: no such folder", "correct the path")
         elif inputs.model_missing:
-            message = f"{model.path}: the folder has no {' and no '.join(inputs.model_missing).replace('no a ', 'no ')}"
+            message = f"{model.path}: the folder has no {' and no '.join(inputs.model_missing)}"
             yield _error("model-incomplete", "model.path", message, "point to a complete transformers model")
     elif not inputs.model_is_cached and (inputs.is_offline or inputs.hub_problem):
         why = "HF_HUB_OFFLINE is set" if inputs.is_offline else inputs.hub_problem
@@ -103,6 +104,20 @@ def _model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
         yield _error(
             "model-unreachable", "model.path", message, "give a folder, or download it where there is a network"
         )
+
+
+def _shape(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
+    """What the weights must fit: verl and vLLM would say it after a minute of start-up, or not at all."""
+    shape, tensor_parallel = inputs.model_shape, plan.rollout.tensor_parallel
+    if shape is None:
+        return
+    if shape.heads % tensor_parallel:
+        message = f"{tensor_parallel} does not divide the {shape.heads} attention heads of {plan.model.source}"
+        yield _error("heads", "rollout.tensor_parallel", message, "use a divisor")
+    longest = plan.task.max_prompt_tokens + plan.task.max_response_tokens
+    if 0 < shape.max_positions < longest:
+        message = f"prompt and response are up to {longest} tokens, {plan.model.source} takes {shape.max_positions}"
+        yield _error("context", "task.max_response_tokens", message, "lower it, or task.max_prompt_tokens")
 
 
 def _data(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:

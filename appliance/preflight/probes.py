@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import ctypes
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -25,11 +26,20 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 @dataclass(frozen=True)
+class ModelShape:
+    """heads: attention heads.  max_positions: tokens of the longest sequence.  0 where config.json says nothing."""
+
+    heads: int
+    max_positions: int
+
+
+@dataclass(frozen=True)
 class InputFacts:
     """What the plan's inputs look like from here.
 
-    model_missing: parts that the model folder lacks (`config.json`, `weights`, `a tokenizer`), empty when complete or
+    model_missing: parts that the model folder lacks (`config.json`, `weights`, `tokenizer`), empty when complete or
     when the model is not a folder.  model_bytes: size of its weights, 0 when unknown.
+    model_shape: by its config.json, None when unknown.
     model_is_cached: a hub name whose files are in the local hub cache.  is_offline: HF_HUB_OFFLINE is set here.
     hub_problem: why the hub cannot be reached, empty when it can or was not asked.
     data_problems: (message, hint) with `file:line`.  is_prepared: data and built-in model are in the cache.
@@ -38,6 +48,7 @@ class InputFacts:
     model_folder_exists: bool
     model_missing: tuple[str, ...]
     model_bytes: int
+    model_shape: ModelShape | None
     model_is_cached: bool
     is_offline: bool
     hub_problem: str
@@ -122,6 +133,7 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool) -> InputFacts:
         model_folder_exists=folder.is_dir(),
         model_missing=_missing_parts(folder) if is_folder and folder.is_dir() else (),
         model_bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")) if is_folder else 0,
+        model_shape=_model_shape(folder / "config.json") if is_folder else None,
         model_is_cached=cached,
         is_offline=offline,
         hub_problem=_hub_problem() if ask_hub and needs_hub and not offline else "",
@@ -139,8 +151,21 @@ def _missing_parts(folder: Path) -> tuple[str, ...]:
     if not any(file.stat().st_size for pattern in _WEIGHTS for file in folder.glob(pattern)):
         missing.append("weights")
     if not any((folder / name).is_file() for name in _TOKENIZERS):
-        missing.append("a tokenizer")
+        missing.append("tokenizer")
     return tuple(missing)
+
+
+def _model_shape(config: Path) -> ModelShape | None:
+    try:
+        raw = json.loads(config.read_text())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(raw, dict):
+        return None
+    heads, positions = (raw.get(key) for key in ("num_attention_heads", "max_position_embeddings"))
+    return ModelShape(
+        heads=heads if isinstance(heads, int) else 0, max_positions=positions if isinstance(positions, int) else 0
+    )
 
 
 def _is_cached(name: str) -> bool:

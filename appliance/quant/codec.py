@@ -13,7 +13,8 @@ overflows (|w| below about 4e-37), the clamp makes the largest codes +-127; bflo
 in any use. Multiplying by the reciprocal is what vLLM's own row quantisers do (CPU), so codec and kernel agree bit for
 bit; against the exact quotient a code moves by at most one, and only where w/s lies within 127 * 2^-23 of a half.
 
-Bound: |w - w'| <= s * (1/2 + 127 * 2^-22), for s a normal float32 number.
+Bound: |w - w'| <= s * (1/2 + 127 * 2^-22), for s a normal float32 number and 127 s not above the largest one (only a
+float32 weight an ulp or two below that can have w' infinite).
 """
 
 from __future__ import annotations

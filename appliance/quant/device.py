@@ -67,7 +67,7 @@ def automatic_scheme(device: str, *, cpu_flags: frozenset[str]) -> tuple[Scheme,
     if GPUS[device].is_blackwell:
         return (
             Scheme.BF16,
-            f"{device} has no INT8 kernels and FP8 is not available in this version; a rule, not measured",
+            f"vLLM has no INT8 kernels for {device}; a rule, not measured",
         )
     return Scheme.INT8, f"{device} has INT8 tensor cores; a rule, not measured"
 

@@ -45,7 +45,7 @@ def measure_mismatch(trainer_T: Tensor, *, rollout_T: Tensor, cap: float | None)
     trainer, rollout = trainer_T.double(), rollout_T.double()
     x_T = trainer - rollout
     w_T = x_T.exp()
-    if not bool(torch.isfinite(w_T).all()):
+    if not bool((torch.isfinite(x_T) & torch.isfinite(w_T)).all()):  # exp(-inf) is a finite weight, and exp(800) is not
         raise NumericsError("a log-probability of this step's rollouts is not finite")
     diff_T = (trainer.exp() - rollout.exp()).abs()
     return Mismatch(
@@ -56,6 +56,6 @@ def measure_mismatch(trainer_T: Tensor, *, rollout_T: Tensor, cap: float | None)
         weight_mean=float(w_T.mean()),
         weight_std=float(w_T.std(correction=0)),
         weight_max=float(w_T.max()),
-        ess=float(w_T.sum() ** 2 / (w_T.numel() * (w_T**2).sum())),
+        ess=min(1.0, float(w_T.sum() ** 2 / (w_T.numel() * (w_T**2).sum()))),  # rounding can reach 1 + 2^-52
         truncated_fraction=0.0 if cap is None else float((w_T > cap).double().mean()),
     )

@@ -14,7 +14,7 @@ _SUFFIX = ".yaml"
 def folder() -> Path:
     """`recipes/` beside the package in a source checkout, else where an installed wheel has put it."""
     checkout = Path(__file__).resolve().parents[2] / "recipes"
-    if checkout.is_dir():
+    if (checkout / "reference.yaml").is_file():
         return checkout
     return Path(sysconfig.get_path("data")) / "share" / "flashrl-appliance" / "recipes"
 

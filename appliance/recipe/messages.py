@@ -8,6 +8,7 @@ from typing import Any
 from pydantic_core import ErrorDetails
 
 from appliance.recipe.schema import Recipe
+from appliance.recipe.tree import scalar
 
 _KINDS = {
     "int_type": "a whole number",
@@ -21,10 +22,10 @@ _KINDS = {
     "tuple_type": "a list",
 }
 _BOUNDS = {
-    "greater_than": ("must be greater than {gt}", "gt"),
-    "greater_than_equal": ("must be at least {ge}", "ge"),
-    "less_than": ("must be less than {lt}", "lt"),
-    "less_than_equal": ("must be at most {le}", "le"),
+    "greater_than": ("must be greater than", "gt"),
+    "greater_than_equal": ("must be at least", "ge"),
+    "less_than": ("must be less than", "lt"),
+    "less_than_equal": ("must be at most", "le"),
 }
 
 
@@ -34,8 +35,9 @@ def explain(error: ErrorDetails) -> tuple[str, str]:
     if kind in _KINDS:
         return f"expected {_KINDS[kind]}, got {shown(value)}", _quoting_hint(kind, value)
     if kind in _BOUNDS:
-        text, _ = _BOUNDS[kind]
-        return f"{text.format(**context)}, got {shown(value)}", ""
+        text, name = _BOUNDS[kind]
+        bound = context[name]
+        return f"{text} {int(bound) if bound == int(bound) else bound}, got {shown(value)}", ""
     if kind == "enum":
         return _unknown_value(value, path=error["loc"])
     if kind == "string_too_short":
@@ -58,11 +60,20 @@ def shown(value: Any) -> str:
 
 
 def _quoting_hint(kind: str, value: Any) -> str:
+    if kind in ("int_type", "float_type") and isinstance(value, str) and _reads_as_number(value):
+        return "remove the quotes"
     if kind == "bool_type" and isinstance(value, str) and value.lower() in ("yes", "on", "no", "off"):
         return f"write {'true' if value.lower() in ('yes', 'on') else 'false'}"
     if kind == "string_type" and isinstance(value, int | float):
         return f'put it in quotes: "{str(value).lower() if isinstance(value, bool) else value}"'
     return ""
+
+
+def _reads_as_number(text: str) -> bool:
+    try:
+        return isinstance(scalar(text), int | float)
+    except ValueError:
+        return False
 
 
 def _unknown_value(value: Any, *, path: tuple[int | str, ...]) -> tuple[str, str]:

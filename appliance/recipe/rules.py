@@ -11,6 +11,7 @@ from appliance.quant.device import AUTO, CPU, DEVICES, GPUS
 from appliance.recipe.schema import AlgorithmKind, Attention, CorrectionMethod, Recipe, SchemeChoice, TaskKind
 from appliance.tasks import arithmetic
 from appliance.tasks.library import BUILTIN_MODELS
+from appliance.tasks.tiny_spec import TINY_MODELS
 
 AVAILABLE_TASKS = (TaskKind.ARITHMETIC, TaskKind.GSM8K)
 AVAILABLE_METHODS = (CorrectionMethod.NONE, CorrectionMethod.TIS)
@@ -57,6 +58,12 @@ def _model(recipe: Recipe) -> Iterator[Broken]:
     if model.builtin and model.builtin not in BUILTIN_MODELS:
         names = ", ".join(f"`{name}`" for name in BUILTIN_MODELS)
         yield Broken(("model.builtin",), f"unknown value `{model.builtin}`", f"use {names}")
+    elif model.builtin:
+        longest = recipe.task.max_prompt_tokens + recipe.task.max_response_tokens
+        if longest > (most := TINY_MODELS[model.builtin].max_positions):
+            message = f"prompt and response are up to {longest} tokens, `{model.builtin}` takes {most}"
+            task_keys = ("task.max_response_tokens", "task.max_prompt_tokens")
+            yield Broken(task_keys, message, "lower one of them")
 
 
 def _task(recipe: Recipe) -> Iterator[Broken]:
@@ -96,24 +103,25 @@ def _correction(recipe: Recipe) -> Iterator[Broken]:
 
 def _batch(recipe: Recipe) -> Iterator[Broken]:
     batch, samples = recipe.batch, recipe.rollout.samples_per_prompt
-    gpus = recipe.cluster.nodes * recipe.cluster.gpus_per_node
+    gpus, sizes = recipe.cluster.gpus_per_node, ("rollout.samples_per_prompt", "cluster.gpus_per_node")
     ranks, prompts = max(1, gpus // recipe.trainer.sequence_parallel), batch.prompts_per_step
     mini = batch.mini_batch_prompts or prompts
+    mini_keys = ("batch.mini_batch_prompts", "batch.prompts_per_step")
     if prompts * samples % gpus:
-        message = (
-            f"{prompts} prompts x {samples} samples = {prompts * samples} sequences do not divide over {gpus} GPUs"
-        )
-        yield Broken(("batch.prompts_per_step", "rollout.samples_per_prompt", "cluster.gpus_per_node"), message)
+        message = f"{prompts} prompts x {samples} samples do not divide over {gpus} GPUs"
+        yield Broken(("batch.prompts_per_step", *sizes), message, "each GPU takes the same number of sequences")
     if mini > prompts:
-        yield Broken(("batch.mini_batch_prompts",), f"{mini} is more than the {prompts} prompts of a step", "lower it")
+        yield Broken(mini_keys, f"{mini} is more than the {prompts} prompts of a step", "lower it")
     elif prompts % mini:
-        yield Broken(("batch.mini_batch_prompts",), f"{mini} does not divide the {prompts} prompts of a step")
+        yield Broken(mini_keys, f"{mini} does not divide the {prompts} prompts of a step", "use a divisor")
     if mini * samples % ranks:
-        message = f"{mini} prompts x {samples} samples do not divide over {ranks} data-parallel ranks"
-        yield Broken(("batch.mini_batch_prompts", "rollout.samples_per_prompt", "cluster.gpus_per_node"), message)
+        if mini != prompts:
+            message = f"{mini} prompts x {samples} samples do not divide over {ranks} data-parallel ranks"
+            yield Broken((*mini_keys, *sizes), message, "each rank takes the same number of sequences")
     elif batch.micro_batch_sequences and (mini * samples // ranks) % batch.micro_batch_sequences:
         message = f"{batch.micro_batch_sequences} does not divide the {mini * samples // ranks} sequences of a rank"
-        yield Broken(("batch.micro_batch_sequences",), message, "it is the sequences of one forward on one GPU")
+        keys = ("batch.micro_batch_sequences", *mini_keys, *sizes)
+        yield Broken(keys, message, "it is the sequences of one forward on one GPU")
     yield from _packing(recipe)
     if 0 < recipe.task.train_size < prompts:
         message = f"{recipe.task.train_size} problems do not fill one step of {prompts} prompts"
@@ -157,7 +165,7 @@ def _cluster(recipe: Recipe) -> Iterator[Broken]:
 
 
 def _device(recipe: Recipe) -> Iterator[Broken]:
-    device, trainer = recipe.cluster.device, recipe.trainer
+    device = recipe.cluster.device
     if device not in (AUTO, *DEVICES):
         near = difflib.get_close_matches(device.lower(), DEVICES, n=1)
         use = "use one of " + ", ".join(f"`{each}`" for each in (AUTO, *DEVICES))
@@ -168,7 +176,13 @@ def _device(recipe: Recipe) -> Iterator[Broken]:
     if recipe.rollout.scheme is SchemeChoice.INT8 and device in GPUS and GPUS[device].is_blackwell:
         message = f"vLLM has no INT8 kernels for `{device}` (Blackwell)"
         yield Broken(("rollout.scheme", "cluster.device"), message, "use `bf16`")
-    if device == CPU and trainer.attention is Attention.FLASH_ATTENTION_2:
+    if device == CPU:
+        yield from broken_on_cpu(recipe)
+
+
+def broken_on_cpu(recipe: Recipe) -> Iterator[Broken]:
+    """What a CPU cannot do; `plan.build` asks again when `auto` finds one."""
+    if recipe.trainer.attention is Attention.FLASH_ATTENTION_2:
         yield Broken(("trainer.attention", "cluster.device"), "`flash_attention_2` needs a GPU", "use `sdpa`")
-    if device == CPU and trainer.sequence_parallel > 1:
+    if recipe.trainer.sequence_parallel > 1:
         yield Broken(("trainer.sequence_parallel", "cluster.device"), "sharing a sequence needs GPUs", "use 1")

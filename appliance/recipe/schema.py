@@ -12,7 +12,6 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 
 
@@ -102,7 +101,7 @@ class Task(Section):
 class Rollout(Section):
     """How responses are generated."""
 
-    scheme: Scheme_ = Field(SchemeChoice.AUTO, description="number format of the linear layers while generating")
+    scheme: Scheme_ = Field(SchemeChoice.AUTO, description="`auto`, `bf16`, `int8`; the `fp8` ones can be planned only")
     samples_per_prompt: int = Field(8, ge=2, description="responses to each prompt: the group of GRPO")
     temperature: float = Field(1.0, gt=0, le=10, description="of sampling; validation is greedy")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling; below 1 the mismatch grows")
@@ -127,10 +126,10 @@ class Algorithm(Section):
 
 
 class Optimizer(Section):
-    """AdamW with a constant learning rate after the warm-up."""
+    """AdamW."""
 
-    learning_rate: float = Field(1e-6, ge=0, le=1)
-    weight_decay: float = Field(0.01, ge=0, le=1)
+    learning_rate: float = Field(1e-6, ge=0, le=1, description="constant after the warm-up")
+    weight_decay: float = Field(0.01, ge=0, le=1, description="decoupled from the gradient")
     warmup_steps: int = Field(0, ge=0, description="linear from 0, in optimizer steps")
     max_grad_norm: float = Field(1.0, gt=0, description="longer gradients are scaled down to this norm")
 
@@ -159,7 +158,7 @@ class Cluster(Section):
     """Where it happens."""
 
     device: str = Field("auto", min_length=1, description="`auto` (this host's), `cpu`, or a GPU name such as `h100`")
-    nodes: int = Field(1, ge=1)
+    nodes: int = Field(1, ge=1, description="hosts; more than one is not available in this version")
     gpus_per_node: int = Field(1, ge=1, description="without a GPU, one CPU rank stands for one GPU")
     run_dir: str = Field("runs", min_length=1, description="folder of the run folders and of the cache")
 
@@ -185,7 +184,7 @@ class Recipe(Section):
         description="names the run; left out, it is the file's name",
     )
     extends: str | None = Field(None, description="a shipped recipe or a file; its keys hold where this has none")
-    seed: int = Field(0, ge=0, lt=2**31, description="of sampling, shuffling and dropout")
+    seed: int = Field(0, ge=0, lt=2**31, description="of sampling and shuffling")
     model: Model = Model()
     task: Task = Task()
     rollout: Rollout = Rollout()

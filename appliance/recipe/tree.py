@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from enum import Enum
 
 import yaml
 
@@ -26,11 +27,17 @@ Scalar = None | bool | int | float | str
 Problem = tuple[str, str]
 
 
+class Refused(Enum):
+    """Stands for a value that was refused, so that nobody complains about it twice."""
+
+    VALUE = "refused"
+
+
 @dataclass(frozen=True)
 class Node:
     """value: a scalar, a list of nodes, or a mapping of nodes.  place: `file:line`, or the option it came from."""
 
-    value: Scalar | list[Node] | dict[str, Node]
+    value: Scalar | list[Node] | dict[str, Node] | Refused
     place: str
 
 
@@ -53,30 +60,29 @@ def scalar(text: str) -> Scalar:
     return float(text) if _FLOAT.fullmatch(text) else text
 
 
-def parse(raw: bytes, *, file: str) -> tuple[Node, list[Problem]]:
-    """The tree and every problem on the way. A document that cannot be read at all gives an empty mapping.
+def parse(raw: bytes, *, file: str) -> tuple[Node | None, list[Problem]]:
+    """The tree and every problem on the way; no tree when the document cannot be read at all.
 
     file: how messages call the text.
     """
-    nothing = Node({}, file)
     if len(raw) > MAX_BYTES:
-        return nothing, [(f"{file}: {len(raw)} bytes, a recipe has at most {MAX_BYTES}", "is this a recipe?")]
+        return None, [(f"{file}: {len(raw)} bytes, a recipe has at most {MAX_BYTES}", "is this a recipe?")]
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        return nothing, [(f"{file}:{line}: not UTF-8 text", "save the file as UTF-8")]
+        return None, [(f"{file}:{line}: not UTF-8 text", "save the file as UTF-8")]
     reader = _Reader(file=file)
     try:
         tree = reader.document(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{file}:{mark.line + 1}" if mark else file
-        return nothing, [*reader.problems, (f"{where}: not YAML: {error.problem or error.context}", "")]
+        return None, [*reader.problems, (f"{where}: not YAML: {error.problem or error.context}", "")]
     except yaml.YAMLError as error:
-        return nothing, [*reader.problems, (f"{file}: not YAML: {str(error).splitlines()[0]}", "")]
+        return None, [*reader.problems, (f"{file}: not YAML: {str(error).splitlines()[0]}", "")]
     except TooDeep:
-        return nothing, reader.problems
+        return None, reader.problems
     return tree, reader.problems
 
 
@@ -114,7 +120,7 @@ class _Reader:
         if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
             self._refuse(event, "anchors and aliases are not allowed", "write the value out", path=path)
         if isinstance(event, yaml.AliasEvent):
-            return Node(None, self._place(event))
+            return Node(Refused.VALUE, self._place(event))
         if event.tag is not None:
             self._refuse(event, f"the tag `{event.tag}` is not allowed", "write the plain value", path=path)
         if isinstance(event, yaml.MappingStartEvent):
@@ -123,14 +129,14 @@ class _Reader:
             return Node(self._sequence(path), self._place(event))
         return Node(self._scalar(event, path=path), self._place(event))
 
-    def _scalar(self, event: yaml.ScalarEvent, *, path: tuple[str, ...]) -> Scalar:
+    def _scalar(self, event: yaml.ScalarEvent, *, path: tuple[str, ...]) -> Scalar | Refused:
         if event.style is not None:  # quoted or block: always text
             return event.value
         try:
             return scalar(event.value)
         except ValueError as error:
             self._refuse(event, f"{error}: `{event.value[:40]}`", "", path=path)
-            return None
+            return Refused.VALUE
 
     def _sequence(self, path: tuple[str, ...]) -> list[Node]:
         items: list[Node] = []

@@ -123,6 +123,11 @@ def _differences(
         return
     if said.get("scheme") != str(wanted.scheme):
         yield f"{process} runs {said.get('scheme')}, the plan says {wanted.scheme}"
+    if said.get("emulated") is not wanted.emulated:
+        yield f"{process} says emulated is {said.get('emulated')}, the plan says {wanted.emulated}"
+    if said.get("patches") != list(wanted.patches):
+        live, planned = (", ".join(names or ()) or "none" for names in (said.get("patches"), wanted.patches))
+        yield f"{process} has the patches {live}; the plan says {planned}"
     versions = said.get("versions") or {}
     for name, version in pins:
         if name not in versions:

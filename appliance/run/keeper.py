@@ -87,6 +87,7 @@ class _Keeper:
             patience_s=0.0 if self._hurried else self._order.patience_s,
             pause=self._pause,
         )
+        self._bury()
         return KeeperReport(self._status, ended=sweep.ended, left=sweep.left)
 
     def _start(self) -> int:
@@ -151,6 +152,7 @@ def _die_with(parent: int, *, by: signal.Signals) -> None:
 
 def main(argument: str) -> int:
     order = KeeperOrder(**json.loads(argument))
+    os.set_inheritable(order.report, False)  # held by a daemon it would keep the launcher waiting
     report = _Keeper(order).keep()
     if order.remove and os.getppid() != order.launcher:
         shutil.rmtree(Path(order.remove), ignore_errors=True)

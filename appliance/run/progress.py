@@ -89,9 +89,9 @@ class PlainProgress:
 
     def _line(self, state: RunState, item: Event | StepMetrics, *, now: float) -> str:
         if isinstance(item, StepMetrics):
-            self._steps_begun = True
             if item.reward_mean is None:
                 return display.plain_validation(item)
+            self._steps_begun = True
             return display.plain_step(state, item, now=now)
         if item.kind == "phase":
             quiet = self._steps_begun and item.what in _IN_A_STEP

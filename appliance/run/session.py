@@ -23,7 +23,6 @@ from appliance.run.attest import fingerprint
 SCHEMA_VERSION = 1
 RUN_FILE = "run.json"
 _LOCK_FILE = ".lock"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
@@ -96,10 +95,9 @@ def create_session(plan: RunPlan, *, recipe_yaml: str, is_chosen: bool) -> Sessi
     """Claim the run's name and write its folder, whole or not at all.
 
     is_chosen: the name is one that we chose, so that losing it to another launcher is no mistake of the user.
-    Raises RecipeError when the name cannot be used or is in use, PreflightError when the folder cannot be written.
+    Raises RecipeError when the name is in use, PreflightError when the folder cannot be written.
     """
     run_dir = Path(plan.run_dir)
-    _check_name(run_dir.name)
     try:
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         run_dir.mkdir()  # the claim: of two launchers one succeeds
@@ -176,12 +174,6 @@ def cannot_write(path: Path, error: OSError, *, setting: str = "cluster.run_dir"
     if error.errno in _NOT_WRITABLE:
         return PreflightError(f"{path}: cannot be written", hint=f"set {setting} to a folder that you can write to")
     return PreflightError(f"{path}: {error.strerror or error}", hint=f"set {setting} to another folder")
-
-
-def _check_name(name: str) -> None:
-    if not _NAME.fullmatch(name):
-        hint = "use letters, digits, `.`, `_` and `-`, and start with a letter or a digit"
-        raise RecipeError([(f"run name `{name}` cannot be a folder's name", hint)])
 
 
 def _in_use(run_dir: Path, *, is_chosen: bool) -> RecipeError:

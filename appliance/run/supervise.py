@@ -14,10 +14,10 @@ from dataclasses import asdict
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from appliance.plan.env import RUN_VARIABLE
 from appliance.run.keeper import KeeperOrder, KeeperReport, become_subreaper
 from appliance.run.processes import Process, end_processes, find_processes
 
-RUN_VARIABLE = "APPLIANCE_RUN"  # the mark of a run's processes; its value is the run's folder
 GRACE_S = 20.0  # Ray and vLLM need a few seconds to end politely
 PATIENCE_S = 3.0  # what daemons get to follow the child by themselves
 _TICK_S = 0.1

@@ -14,11 +14,11 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from appliance import console
 from appliance.plan.env import PLAN_VARIABLE, RAY_DIR_VARIABLE
 from appliance.plan.model import RunPlan
-from appliance.preflight.finding import Finding, Severity
 from appliance.run import summary
 from appliance.run.events import RunTail, append_event
 from appliance.run.keeper import KeeperReport
@@ -34,6 +34,19 @@ _LOG_TAIL_BYTES = 65536
 _TRAIN = "train"
 
 
+class Finding(Protocol):
+    """What a run needs of preflight's findings. (Preflight reads runs, so runs do not import preflight.)"""
+
+    @property
+    def severity(self) -> str: ...
+
+    @property
+    def place(self) -> str: ...
+
+    @property
+    def message(self) -> str: ...
+
+
 def run_training(
     plan: RunPlan, *, recipe_yaml: str, findings: Sequence[Finding], name: str | None, json_mode: bool
 ) -> int:
@@ -46,7 +59,7 @@ def run_training(
     started = time.monotonic()
     with Interrupts() as interrupts, create_session(plan, recipe_yaml=recipe_yaml, is_chosen=name is None) as session:
         for finding in findings:
-            if finding.severity is Severity.WARNING:
+            if str(finding.severity) == "warning":
                 append_event(session.run_dir, kind="note", what=f"{finding.place}: {finding.message}", why="preflight")
         training = _Training(plan, session, interrupts, choose_progress(plan, json_mode=json_mode))
         outcome = training.run()

@@ -6,16 +6,20 @@ which saves a process, and a failure keeps its type until it becomes an exit cod
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
+import threading
 from pathlib import Path
 
 from appliance.errors import ApplianceError, SyncError, TrainingError
+from appliance.plan.env import PLAN_VARIABLE, RAY_DIR_VARIABLE
 from appliance.plan.model import RunPlan, read_plan
 from appliance.run.events import append_event
 
-PLAN_VARIABLE = "APPLIANCE_PLAN"
-RAY_DIR_VARIABLE = "APPLIANCE_RAY_DIR"
+MIN_RAY_CPUS = 8  # verl asks for a CPU per actor; on a small host they share the cores
+CPU_OBJECT_STORE_BYTES = 256 << 20  # batches travel through the TransferQueue, Ray carries only references and settings
+SERVER_ENV = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}  # what verl gives a rollout server on this platform
 
 
 def main() -> int:
@@ -61,14 +65,20 @@ def _subclasses(kind: type[ApplianceError]) -> list[type[ApplianceError]]:
 
 
 def train(plan: RunPlan, *, overrides: list[str]) -> None:
-    """Start Ray, build verl's trainer, fit, stop Ray. Raises what went wrong, after Ray is stopped."""
+    """Start Ray, build verl's trainer, fit, stop Ray. Raises what went wrong, after Ray is stopped.
+
+    Importing verl takes seconds of one core, and so does starting Ray, mostly in other processes: they overlap.
+    """
     run_dir = Path(plan.run_dir)
     append_event(run_dir, kind="phase", what="start")
+    importing = threading.Thread(target=importlib.import_module, args=("appliance.trainer.fit",))
+    importing.start()
     import ray
 
     _start_ray(plan)
     try:
-        from appliance.trainer.fit import fit
+        importing.join()
+        from appliance.trainer.fit import fit  # raises here what it raised on the thread
 
         fit(plan, overrides=overrides)
     finally:
@@ -77,17 +87,29 @@ def train(plan: RunPlan, *, overrides: list[str]) -> None:
 
 
 def _start_ray(plan: RunPlan) -> None:
-    """A Ray of this run's own, on this host. Its GPUs are the plan's ranks; workers inherit this process's variables."""
+    """A Ray of this run's own, on this host. Its GPUs are the plan's ranks; workers inherit this process's variables.
+
+    On a CPU the first worker begins at once to import what the rollout server will need, while the trainer is built;
+    Ray gives that process to the server, because both name the same environment.
+    """
     import ray
 
+    on_cpu = plan.device == "cpu"
     ray.init(
-        num_cpus=max(8, os.cpu_count() or 1),  # verl asks for a CPU per actor; they share the cores
-        num_gpus=plan.gpus_per_node if plan.device == "cpu" else None,
+        num_cpus=max(MIN_RAY_CPUS, os.cpu_count() or 1),
+        num_gpus=plan.gpus_per_node if on_cpu else None,
         include_dashboard=False,
-        object_store_memory=256 << 20 if plan.device == "cpu" else None,
+        object_store_memory=CPU_OBJECT_STORE_BYTES if on_cpu else None,
         _temp_dir=os.environ.get(RAY_DIR_VARIABLE),
         log_to_driver=True,
     )
+    if on_cpu:
+        for _ in plan.rollout.replicas:
+            ray.remote(_import_server).options(runtime_env={"env_vars": SERVER_ENV}).remote()
+
+
+def _import_server() -> None:
+    importlib.import_module("verl.workers.rollout.vllm_rollout.vllm_async_server")
 
 
 if __name__ == "__main__":

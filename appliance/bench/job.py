@@ -1,0 +1,161 @@
+"""What one benchmark measures, as a value that goes to its child process, and what comes back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from appliance.errors import RecipeError
+from appliance.quant.scheme import Scheme
+
+PROMPT_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """A Qwen2 of these dimensions with random weights. The vocabulary is small: the layers are what is measured, and
+    embedding, head and sampling of a full vocabulary would weigh on few layers as they do not on all of them."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    layers: int
+    vocabulary: int = 1024
+    batch: int = 64
+    new_tokens: int = 128
+
+
+NAMED_SHAPES = {
+    "qwen2.5-0.5b": Shapes(hidden=896, intermediate=4864, heads=14, kv_heads=2, layers=4),
+    "qwen2.5-1.5b": Shapes(hidden=1536, intermediate=8960, heads=12, kv_heads=2, layers=4),
+    "qwen2.5-7b": Shapes(hidden=3584, intermediate=18944, heads=28, kv_heads=4, layers=2),
+    "qwen2.5-32b": Shapes(hidden=5120, intermediate=27648, heads=40, kv_heads=8, layers=1),
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The rollouts that both sides make. model_path: a checkpoint, empty for `shapes`.
+
+    prompts_parquet: where the prompts come from, empty for `shapes`.  temperature > 0 samples, 0 is greedy.
+    """
+
+    model_path: str
+    prompts_parquet: str
+    num_prompts: int
+    samples_per_prompt: int
+    max_prompt_tokens: int
+    new_tokens: int
+    temperature: float
+    top_p: float
+    shapes: Shapes | None
+
+
+@dataclass(frozen=True)
+class Job:
+    """schemes[0] is the base of every ratio.  pairs: interleaved repetitions, after one warm-up of each."""
+
+    workload: Workload
+    schemes: tuple[Scheme, ...]
+    pairs: int
+    kv_cache_gb: int
+    seed: int
+    results: str
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One repetition of one scheme: generated tokens, and the seconds they took."""
+
+    pair: int
+    scheme: Scheme
+    tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Medians over the pairs. ratio: of the pairwise ratios to the base scheme."""
+
+    scheme: Scheme
+    tokens_per_s: float
+    ratio: float
+    ratio_min: float
+    ratio_max: float
+
+
+def read_job(text: str) -> Job:
+    raw = json.loads(text)
+    workload = raw["workload"]
+    shapes = workload["shapes"]
+    return Job(
+        **{
+            **raw,
+            "schemes": tuple(Scheme(scheme) for scheme in raw["schemes"]),
+            "workload": Workload(**{**workload, "shapes": Shapes(**shapes) if shapes else None}),
+        }
+    )
+
+
+def read_measurements(path: Path) -> list[Measurement]:
+    """Whole lines only: the child may be writing the last one."""
+    text = path.read_text() if path.exists() else ""
+    whole = text[: text.rfind("\n") + 1]
+    return [Measurement(**{**raw, "scheme": Scheme(raw["scheme"])}) for raw in map(json.loads, whole.splitlines())]
+
+
+def judge(measured: list[Measurement], *, schemes: tuple[Scheme, ...]) -> list[Verdict]:
+    """One verdict per scheme, in order. Only complete pairs count; there must be one."""
+    speed = {(m.pair, m.scheme): m.tokens_per_s for m in measured}
+    pairs = [p for p in sorted({m.pair for m in measured}) if all((p, scheme) in speed for scheme in schemes)]
+    verdicts = []
+    for scheme in schemes:
+        ratios = [speed[p, scheme] / speed[p, schemes[0]] for p in pairs]
+        verdicts.append(
+            Verdict(
+                scheme=scheme,
+                tokens_per_s=median(speed[p, scheme] for p in pairs),
+                ratio=median(ratios),
+                ratio_min=min(ratios),
+                ratio_max=max(ratios),
+            )
+        )
+    return verdicts
+
+
+def parse_shapes(text: str) -> Shapes:
+    """`qwen2.5-7b`, or `hidden=...,intermediate=...,heads=...,kv_heads=...,layers=...`, or a name and changes:
+    `qwen2.5-7b,layers=1,batch=16`. Raises RecipeError with every problem."""
+    first, *rest = text.split(",")
+    base = NAMED_SHAPES.get(first)
+    changes = rest if base else [first, *rest]
+    names = [field.name for field in dataclasses.fields(Shapes)]
+    given: dict[str, int] = {}
+    problems: list[tuple[str, str]] = []
+    for change in changes:
+        name, _, value = change.partition("=")
+        if name not in names or not value.isdecimal() or int(value) < 1:
+            known = ", ".join([*NAMED_SHAPES, *(f"{each}=N" for each in names)])
+            problems.append((f"--shapes {text}: `{change}` is not a size", f"use {known}"))
+        else:
+            given[name] = int(value)
+    values = (dataclasses.asdict(base) if base else {}) | given
+    missing = [f.name for f in dataclasses.fields(Shapes) if f.default is dataclasses.MISSING and f.name not in values]
+    if missing and not problems:
+        problems.append((f"--shapes {text}: {', '.join(missing)} missing", "or begin with a name such as qwen2.5-7b"))
+    if not problems and values["hidden"] % values["heads"]:
+        problems.append((f"--shapes {text}: heads must divide hidden", "use the model's own numbers"))
+    if problems:
+        raise RecipeError(problems)
+    return Shapes(**values)

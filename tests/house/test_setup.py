@@ -1,0 +1,84 @@
+"""The set-up script on hosts where it cannot work: it says what is missing, and leaves nothing half-made."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def clone(root: Path, tmp_path: Path) -> Path:
+    """What the script reads, without .venv."""
+    shutil.copytree(root / "requirements", tmp_path / "clone/requirements")
+    shutil.copy(root / "pyproject.toml", tmp_path / "clone")
+    return tmp_path / "clone"
+
+
+def set_up(clone: Path, *arguments: str, python: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+    """Run the script. `python` is what a `python3.11` of its own does before it becomes the real one."""
+    program = clone.parent / "bin/python3.11"
+    program.parent.mkdir(exist_ok=True)
+    program.write_text(f'#!/bin/sh\n{python}\nexec {sys.base_prefix}/bin/python3.11 "$@"\n')
+    program.chmod(0o755)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "APPLIANCE_"))}
+    return subprocess.run(
+        [clone / "requirements/setup.sh", *arguments],
+        env={**inherited, "PATH": f"{program.parent}:/usr/bin:/bin", **env},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_setup_refuses_another_python(clone: Path) -> None:
+    result = set_up(clone, python="echo CPython 3.12.1 Linux x86_64; exit")
+    assert result.returncode == 1
+    assert result.stderr == (
+        "error: python3.11 is CPython 3.12.1 Linux x86_64: untested\n"
+        "hint: this project is locked and tested for CPython 3.11 on x86-64 Linux; put a python3.11 on the PATH\n"
+    )
+
+
+def test_setup_names_the_missing_package_and_its_command(clone: Path) -> None:
+    result = set_up(clone, python='case "$*" in *libnuma.so.1*) exit 1;; esac')
+    assert result.returncode == 1
+    assert result.stderr == (
+        "error: system packages are missing: libnuma1\nhint: as root: apt-get update && apt-get install -y libnuma1\n"
+    )
+    assert not (clone / ".venv").exists()
+
+
+def test_setup_prints_missing_packages_for_a_script(clone: Path) -> None:
+    result = set_up(clone, "missing", python='case "$*" in *libnuma.so.1*|*ensurepip*) exit 1;; esac')
+    assert (result.returncode, result.stdout, result.stderr) == (0, "python3.11-venv\nlibnuma1\n", "")
+
+
+def test_setup_refuses_a_wheel_of_another_version(clone: Path, tmp_path: Path) -> None:
+    wheel = tmp_path / "vllm-0.27.0+cpu-cp38-abi3-manylinux_2_35_x86_64.whl"
+    wheel.touch()
+    result = set_up(clone, APPLIANCE_VLLM_WHEEL=str(wheel))
+    assert result.returncode == 1
+    assert result.stderr == (
+        f"error: APPLIANCE_VLLM_WHEEL={wheel} is not a wheel of vllm 0.28.0+cpu\n"
+        "hint: name a file such as vllm-0.28.0+cpu-cp38-abi3-manylinux_2_35_x86_64.whl, or unset it\n"
+    )
+
+
+@pytest.mark.slow
+def test_setup_never_takes_another_torch_and_can_be_repeated(clone: Path) -> None:
+    """Sources without the +cpu build, and no network: both runs end with the remedy, and without any torch."""
+    nothing = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1"}
+    for _ in range(2):
+        result = set_up(clone, **nothing)
+        assert result.returncode == 1
+        assert result.stderr.splitlines()[-2:] == [
+            f"error: torch==2.13.0+cpu: did not work, {clone}/.venv/setup.log has everything",
+            "hint: torch's CPU build is not in pip's sources, and not in reach at "
+            "https://download.pytorch.org/whl/cpu; where you have its wheel, set PIP_FIND_LINKS to the wheel's folder",
+        ]
+        assert list(clone.glob(".venv/lib/*/site-packages/torch*")) == []

@@ -1,0 +1,178 @@
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from appliance.errors import RecipeError
+from appliance.plan.build import build_plan
+from appliance.plan.host import HostFacts, HostGpu
+from appliance.plan.model import ExpectedAttestation, RunPlan, plan_from_dict
+from appliance.plan.show import plan_text
+from appliance.quant.scheme import Scheme
+from appliance.recipe.load import load_recipe
+
+HOST = HostFacts(
+    cores=2,
+    memory_bytes=24 << 30,
+    memory_free_bytes=20 << 30,
+    cpu_flags=frozenset({"avx512_vnni"}),
+    gpus=(),
+    python=(3, 11),
+    missing_libraries=(),
+    disk_free_bytes=1 << 40,
+    shm_free_bytes=8 << 30,
+    run_root_problem="",
+    packages=frozenset(),
+)
+RUN_DIR = Path("/runs/arithmetic-1")
+AUTO = ("cluster.device=auto", "rollout.scheme=auto")
+
+
+def planned(*sets: str, recipe: str = "arithmetic-tiny-int8", host: HostFacts = HOST) -> RunPlan:
+    return build_plan(load_recipe(recipe, sets=sets), run_dir=RUN_DIR, host=host)
+
+
+def with_gpu(product: str) -> HostFacts:
+    return dataclasses.replace(HOST, gpus=(HostGpu(product, 80 << 30),))
+
+
+def choice(plan: RunPlan, key: str) -> tuple[str, str]:
+    return next((each.value, each.why) for each in plan.choices if each.key == key)
+
+
+def test_the_plan_reads_back_the_same():
+    plan = planned()
+    assert plan_from_dict(json.loads(plan.to_json())) == plan
+
+
+def test_the_child_is_our_entry_under_this_python():
+    assert planned().argv[:3] == (sys.executable, "-m", "appliance.trainer.entry")
+
+
+def test_caches_lie_beside_the_runs():
+    plan = planned()
+    assert plan.cache_dir == "/runs/.cache"
+    assert plan.model.path.startswith("/runs/.cache/models/tiny-arithmetic-")
+    assert plan.task.train_parquet.startswith("/runs/.cache/data/arithmetic-")
+    assert Path(plan.task.val_parquet).parent == Path(plan.task.train_parquet).parent
+
+
+def test_the_seed_of_the_run_leaves_model_and_data_alone():
+    one, other = planned("seed=1"), planned("seed=2")
+    assert (one.model, one.task) == (other.model, other.task)
+    assert {f"data.seed={seed}" for seed in (1, 2)} == set(one.argv + other.argv) & {"data.seed=1", "data.seed=2"}
+
+
+@pytest.mark.parametrize("flag", ["amx_int8", "avx512_vnni", "avx_vnni"])
+def test_auto_on_a_cpu_with_int8_instructions(flag):
+    plan = planned(*AUTO, host=dataclasses.replace(HOST, cpu_flags=frozenset({"avx2", flag})))
+    assert (plan.device, plan.rollout.scheme) == ("cpu", Scheme.INT8)
+    assert choice(plan, "rollout.scheme") == ("int8", f"the processor has {flag}")
+    assert choice(plan, "cluster.device") == ("cpu", "this host has no GPU")
+
+
+def test_auto_on_a_cpu_without():
+    plan = planned(*AUTO, host=dataclasses.replace(HOST, cpu_flags=frozenset({"avx2"})))
+    why = "the processor has none of amx_int8, avx512_vnni, avx_vnni"
+    assert choice(plan, "rollout.scheme") == ("bf16", why)
+
+
+@pytest.mark.parametrize(
+    ("product", "device", "scheme", "why"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100", "int8", "a100 has INT8 tensor cores; a rule, not measured"),
+        ("NVIDIA H200", "h200", "int8", "h200 has INT8 tensor cores; a rule, not measured"),
+        ("NVIDIA L40S", "l40s", "int8", "l40s has INT8 tensor cores; a rule, not measured"),
+        ("NVIDIA L4", "l4", "int8", "l4 has INT8 tensor cores; a rule, not measured"),
+        ("NVIDIA B200", "b200", "bf16", "vLLM has no INT8 kernels for b200; a rule, not measured"),
+    ],
+)
+def test_auto_on_a_gpu(product, device, scheme, why):
+    plan = planned(*AUTO, host=with_gpu(product))
+    assert choice(plan, "cluster.device") == (device, f"this host has 1 x {product}")
+    assert choice(plan, "rollout.scheme") == (scheme, why)
+
+
+def test_auto_on_an_unknown_gpu():
+    with pytest.raises(RecipeError) as raised:
+        planned(*AUTO, host=with_gpu("Tesla K80"))
+    message = "cluster.device: `auto` found `Tesla K80`, which this version does not know"
+    assert raised.value.problems == [(message, "name the most similar GPU in cluster.device, or `cpu`")]
+
+
+def test_auto_that_finds_a_cpu_judges_as_for_a_cpu():
+    with pytest.raises(RecipeError) as raised:
+        planned("cluster.device=auto", "trainer.attention=flash_attention_2")
+    assert raised.value.problems == [("trainer.attention: `flash_attention_2` needs a GPU", "use `sdpa`")]
+
+
+def test_the_recipe_decides_and_not_this_host():
+    plan = planned(recipe="gsm8k-0.5b-int8")
+    assert (plan.device, plan.rollout.scheme) == ("a100", Scheme.INT8)
+    assert "trainer.device=cuda" in plan.argv
+    assert "VERL_PLATFORM" not in dict(plan.env)
+
+
+def test_every_worker_and_the_trainer_must_attest():
+    plan = planned("cluster.gpus_per_node=4", "rollout.tensor_parallel=2")
+    patches = ("cpu-no-amx-tiles", "cpu-process-group")
+    rollout = tuple(ExpectedAttestation("rollout", rank, Scheme.INT8, patches) for rank in range(4))
+    trainer = ExpectedAttestation("trainer", 0, Scheme.BF16, ("cpu-process-group", "no-load-balancer"))
+    assert plan.attestations == (*rollout, trainer)
+    assert plan.rollout.replicas == (Scheme.INT8, Scheme.INT8)
+
+
+def test_epochs_become_steps():
+    plan = planned("trainer.steps=null", "trainer.epochs=3", "task.train_size=100")
+    assert plan.steps == 9
+    assert choice(plan, "trainer.steps") == ("9", "3 epochs x 100 problems // 32 prompts")
+
+
+def test_validation_and_saving_only_at_the_end():
+    plan = planned("trainer.validate_every=0", "trainer.steps=7")
+    assert {"trainer.test_freq=7", "trainer.save_freq=7"} <= set(plan.argv)
+
+
+def test_micro_batch_divides_a_rank_and_fits_the_tokens():
+    plan = planned("task.max_response_tokens=480", "rollout.samples_per_prompt=9", "task.max_prompt_tokens=32")
+    why = "largest divisor of a rank's 288 sequences with at most 32 x 512 tokens"
+    assert choice(plan, "batch.micro_batch_sequences") == ("32", why)
+
+
+def test_a_sequence_longer_than_a_forward_goes_alone():
+    plan = planned("task.max_response_tokens=20000", "model.builtin=null", "model.path=/m")
+    assert choice(plan, "batch.micro_batch_sequences")[0] == "1"
+    assert choice(plan, "engine.max_batched_tokens")[0] == "20032"
+
+
+def test_no_correction_says_so_to_verl():
+    plan = planned("correction.method=none", "correction.cap=null")
+    assert (plan.correction.method, plan.correction.cap) == ("none", None)
+    assert "algorithm.rollout_correction.rollout_is=null" in plan.argv
+
+
+@pytest.mark.parametrize(
+    ("source", "path"),
+    [
+        ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"),
+        ("./here", "{cwd}/here"),
+        ("/abs/model", "/abs/model"),
+        ("owner/name", "{cwd}/owner/name"),
+    ],
+)
+def test_a_model_is_a_folder_or_a_hub_name(source, path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    plan = planned("model.builtin=null", f"model.path={source}")
+    assert plan.model.path == path.format(cwd=tmp_path)
+    assert ("HF_HUB_OFFLINE" in dict(plan.env)) == path.startswith(("/", "{"))
+
+
+def test_the_text_of_a_plan_ends_with_a_command_a_shell_reads():
+    plan = planned()
+    text = plan_text(plan, recipe_yaml="name: x\n", needs=[("disk", "about 1 GiB")])
+    command = text.partition("# child\n")[2]
+    assert command.splitlines()[0] == "APPLIANCE_PLAN=/runs/arithmetic-1/plan.json \\"
+    assert command.splitlines()[-1].strip() == plan.argv[-1]

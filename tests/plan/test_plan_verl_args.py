@@ -1,0 +1,134 @@
+"""Every override against verl's own configuration files, composed by Hydra; verl itself is not imported."""
+
+import ast
+import importlib.util
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import ConfigCompositionException
+from omegaconf import DictConfig, OmegaConf
+
+from appliance.plan.build import decide
+from appliance.plan.host import HostFacts, HostGpu
+from appliance.plan.verl_args import Override, hydra_value, overrides
+from appliance.recipe.load import load_recipe
+
+VERL = Path(importlib.util.find_spec("verl").submodule_search_locations[0])
+HOST = HostFacts(
+    cores=2,
+    memory_bytes=24 << 30,
+    memory_free_bytes=20 << 30,
+    cpu_flags=frozenset({"avx512_vnni"}),
+    gpus=(HostGpu("NVIDIA A100-SXM4-80GB", 80 << 30),),
+    python=(3, 11),
+    missing_libraries=(),
+    disk_free_bytes=1 << 40,
+    shm_free_bytes=8 << 30,
+    run_root_problem="",
+    packages=frozenset(),
+)
+CASES = {
+    "cpu-int8": ("arithmetic-tiny-int8", ()),
+    "cpu-bf16": ("arithmetic-tiny-bf16", ()),
+    "no-correction": ("arithmetic-tiny-int8", ("correction.method=none", "correction.cap=null")),
+    "logging": ("arithmetic-tiny-int8", ("logging.backends=[tensorboard, wandb]", "checkpoint.every_steps=5")),
+    "odd-paths": ("arithmetic-tiny-int8", ("cluster.run_dir=/tmp/with space,=[${a}]'\\x/1e5",)),
+    "gpu-packed": ("gsm8k-0.5b-int8", ()),
+    "gpu-fp8": ("gsm8k-0.5b-int8", ("rollout.scheme=fp8-block", "cluster.device=h100")),
+}
+
+
+def verl_config(texts: list[str]) -> DictConfig:
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(VERL / "trainer" / "config"), version_base=None):
+        return compose(config_name="ppo_trainer", overrides=texts)
+
+
+def planned(case: str) -> list[Override]:
+    name, sets = CASES[case]
+    recipe = load_recipe(name, sets=sets)
+    run_dir = Path(recipe.cluster.run_dir).absolute() / "run-1"
+    return overrides(recipe, decide(recipe, run_dir=run_dir, host=HOST).derived)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_verl_reads_every_override_as_the_value_and_type_meant(case):
+    wanted = planned(case)
+    config = verl_config([each.text for each in wanted])
+    for each in wanted:
+        found = OmegaConf.select(config, each.key, throw_on_missing=True)
+        found = OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
+        assert (each.key, type(found), found) == (each.key, type(each.value), each.value)
+
+
+def test_no_key_is_given_twice():
+    keys = [each.key for each in planned("cpu-int8")]
+    assert sorted(keys) == sorted(set(keys))
+
+
+def test_a_renamed_key_fails_here():
+    with pytest.raises(ConfigCompositionException):
+        verl_config([Override("actor_rollout_ref.rollout.max_num_sequences", 8).text])
+
+
+def test_kinds_agree_with_verl_defaults():
+    """A text where verl's default is a number, or a number where it is a truth value, is a slip of ours."""
+    defaults = verl_config([])
+    for each in planned("gpu-packed"):
+        default = None if each.added else OmegaConf.to_container(defaults, resolve=False)
+        for part in each.key.split(".") if default else ():
+            default = default[part]
+        if default is None or each.value is None or (isinstance(default, str) and default.startswith(("${", "???"))):
+            continue
+        assert (each.key, kind(each.value)) == (each.key, kind(default))
+
+
+def kind(value: object) -> str:
+    return "number" if isinstance(value, int | float) and not isinstance(value, bool) else type(value).__name__
+
+
+def test_added_keys_are_new_to_the_files_and_known_to_the_code():
+    """`+` would hide that verl renamed a key: hold these to verl's code."""
+    added = {each.key for each in planned("cpu-int8") if each.added}
+    assert added == {
+        "actor_rollout_ref.model.override_config.attn_implementation",
+        "actor_rollout_ref.rollout.enable_sleep_mode",
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend",
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.quantization",
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls",
+    }
+    assert "enable_sleep_mode" in fields_of(VERL / "workers" / "config" / "rollout.py", "RolloutConfig")
+    server = (VERL / "workers" / "rollout" / "vllm_rollout" / "vllm_async_server.py").read_text()
+    assert '"worker_extension_cls": self._get_worker_extension_cls()' in server
+    assert '"quantization": quantization' in server
+    assert '"distributed_executor_backend": "mp"' in server
+    assert "**engine_kwargs," in server
+    assert 'override_config.get("attn_implementation"' in (VERL / "workers" / "config" / "model.py").read_text()
+
+
+def fields_of(file: Path, class_name: str) -> set[str]:
+    classes = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
+    body = next(node for node in classes if node.name == class_name).body
+    return {node.target.id for node in body if isinstance(node, ast.AnnAssign)}
+
+
+TEXTS = [
+    *("1e5", "null", "True", "inf", "", "a b", "it's", "a\\'b", "back\\slash\\", "${x}", "\\${x}", "\\\\${x}", "$x"),
+    *("0.5_5.0", "{a:1}", "x,y", "[1]", " padded ", "tab\t", "ümlaut", "=", "a=b", "-1", "~", "on", "''", "\\\\'"),
+]
+
+
+def test_text_stays_text():
+    assert (
+        OmegaConf.to_container(verl_config([f"trainer.logger={hydra_value(TEXTS)}"]).trainer.logger, resolve=True)
+        == TEXTS
+    )
+
+
+def test_numbers_stay_numbers():
+    values = [0.0, 1e-30, 3e-4, 2.0, -1.5, 1e22, 1e300]
+    text = ",".join(hydra_value(value) for value in values)
+    found = OmegaConf.to_container(verl_config([f"trainer.logger=[{text}]"]).trainer.logger)
+    assert [(type(each), each) for each in found] == [(float, value) for value in values]

@@ -1,0 +1,262 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from appliance.plan.build import build_plan
+from appliance.plan.host import HostFacts, HostGpu
+from appliance.plan.model import RunPlan
+from appliance.preflight.checks import estimates, judge
+from appliance.preflight.finding import Finding, Severity
+from appliance.preflight.probes import InputFacts, ModelShape
+from appliance.preflight.report import as_json, lines
+from appliance.recipe.load import load_recipe
+
+HOST = HostFacts(
+    cores=2,
+    memory_bytes=24 << 30,
+    memory_free_bytes=20 << 30,
+    cpu_flags=frozenset({"avx512_vnni"}),
+    gpus=(),
+    python=(3, 11),
+    missing_libraries=(),
+    disk_free_bytes=1 << 40,
+    shm_free_bytes=8 << 30,
+    run_root_problem="",
+    packages=frozenset(),
+)
+INPUTS = InputFacts(
+    model_folder_exists=True,
+    model_missing=(),
+    model_bytes=0,
+    model_shape=None,
+    model_is_cached=False,
+    is_offline=False,
+    hub_problem="",
+    data_problems=(),
+    is_prepared=False,
+)
+GPU_HOST = dataclasses.replace(HOST, gpus=(HostGpu("NVIDIA A100-SXM4-80GB", 80 << 30),))
+
+
+def planned(*sets: str, recipe: str = "arithmetic-tiny-int8") -> RunPlan:
+    return build_plan(load_recipe(recipe, sets=sets), run_dir=Path("/runs/a-1"), host=HOST)
+
+
+def findings(
+    *sets: str,
+    recipe: str = "arithmetic-tiny-int8",
+    host: HostFacts = HOST,
+    inputs: InputFacts = INPUTS,
+    **facts: object,
+) -> list[tuple[str, str]]:
+    """(text, remedy); facts: changes of HOST."""
+    plan = planned(*sets, recipe=recipe)
+    found = judge(plan, host=dataclasses.replace(host, **facts), inputs=inputs)
+    return [(each.text, each.remedy) for each in found]
+
+
+def with_inputs(**facts: object) -> InputFacts:
+    return dataclasses.replace(INPUTS, **facts)
+
+
+def test_nothing_to_say():
+    assert findings() == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "finding"),
+    [
+        ({"python": (3, 12)}, ("error: python: version 3.12 is untested", "use CPython 3.11")),
+        (
+            {"missing_libraries": ("libnuma.so.1",)},
+            (
+                "error: libnuma.so.1: the shared library is missing, vLLM needs it",
+                "apt-get install libnuma1 (or your distribution's package with it)",
+            ),
+        ),
+        (
+            {"run_root_problem": "/runs is on a read-only file system"},
+            (
+                "error: cluster.run_dir: /runs is on a read-only file system",
+                "set cluster.run_dir to a folder that you can write to",
+            ),
+        ),
+        (
+            {"disk_free_bytes": 1 << 27},
+            (
+                "error: cluster.run_dir: 0.1 GiB free at /runs/a-1, the run needs about 0.4 GiB",
+                "free some space, or set cluster.run_dir to a roomier place",
+            ),
+        ),
+        (
+            {"memory_free_bytes": 2 << 30},
+            (
+                "warning: memory: 2.0 GiB free, the run takes about 7.0 GiB",
+                "close other programs, or lower rollout.kv_cache_gb",
+            ),
+        ),
+        (
+            {"shm_free_bytes": 64 << 20},
+            (
+                "error: /dev/shm: 0.1 GiB free, Ray and the weight updates need about 0.2 GiB",
+                "in a container: --shm-size=2g",
+            ),
+        ),
+        (
+            {"cpu_flags": frozenset({"avx2"})},
+            (
+                "warning: rollout.scheme: this processor has no VNNI and no AMX: INT8 runs, but slower than BF16",
+                "use `auto` or `bf16`",
+            ),
+        ),
+    ],
+)
+def test_host(facts, finding):
+    assert findings(**facts) == [finding]
+
+
+@pytest.mark.parametrize(
+    ("flags", "scheme", "reason"),
+    [
+        (
+            {"avx512_vnni"},
+            "fp8",
+            "vLLM's FP8 kernels on a CPU need AMX, which this processor does not have, so `fp8` cannot run",
+        ),
+        (
+            {"amx_bf16"},
+            "fp8-block",
+            "on a CPU vLLM widens FP8 weights and multiplies in BF16, which is not `fp8-block`",
+        ),
+    ],
+)
+def test_fp8_on_a_cpu(flags, scheme, reason):
+    found = findings(f"rollout.scheme={scheme}", cpu_flags=frozenset(flags))
+    assert found == [(f"error: rollout.scheme: {reason}", "use `int8` or `bf16`, or `auto`")]
+
+
+@pytest.mark.parametrize(
+    ("device", "reason"),
+    [
+        ("a100", "FP8 needs compute capability 8.9, a100 has 8.0"),
+        ("h100", "`fp8` is not available in this version"),
+    ],
+)
+def test_fp8_on_a_gpu(device, reason):
+    host = dataclasses.replace(HOST, gpus=(HostGpu(f"NVIDIA {device.upper()}", 80 << 30),))
+    found = findings("rollout.scheme=fp8", f"cluster.device={device}", host=host)
+    assert found == [(f"error: rollout.scheme: {reason}", "use `int8` or `bf16`, or `auto`")]
+
+
+def test_a_gpu_is_wanted_and_there_is_none():
+    found = findings(recipe="gsm8k-0.5b-int8")
+    remedy = "run it there, or try `--set cluster.device=cpu`"
+    assert found == [("error: cluster.device: `a100` is wanted, this host has no GPU", remedy)]
+
+
+def test_too_few_or_other_gpus():
+    found = findings("cluster.gpus_per_node=2", recipe="gsm8k-0.5b-int8", host=GPU_HOST)
+    text = "error: cluster.device: 2 x `a100` wanted, this host has NVIDIA A100-SXM4-80GB"
+    assert found == [(text, "run it there, or try `--set cluster.device=cpu`")]
+
+
+def test_the_right_gpu():
+    assert findings(recipe="gsm8k-0.5b-int8", host=GPU_HOST) == []
+
+
+def test_a_model_folder_that_is_not_there():
+    sets = ("model.builtin=null", "model.path=/no/model")
+    found = findings(*sets, inputs=with_inputs(model_folder_exists=False))
+    assert found == [("error: model.path: /no/model: no such folder", "correct the path")]
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        (("weights",), "no weights"),
+        (("tokenizer",), "no tokenizer"),
+        (("config.json", "weights", "tokenizer"), "no config.json and no weights and no tokenizer"),
+    ],
+)
+def test_a_model_folder_that_is_incomplete(missing, words):
+    found = findings("model.builtin=null", "model.path=/m", inputs=with_inputs(model_missing=missing))
+    text = f"error: model.path: /m: the folder has {words}"
+    assert found == [(text, "point to a complete transformers model")]
+
+
+def test_a_model_that_does_not_fit_the_recipe():
+    inputs = with_inputs(model_shape=ModelShape(heads=14, max_positions=32))
+    sets = ("model.builtin=null", "model.path=/m", "rollout.tensor_parallel=4", "cluster.gpus_per_node=4")
+    assert findings(*sets, inputs=inputs) == [
+        ("error: rollout.tensor_parallel: 4 does not divide the 14 attention heads of /m", "use a divisor"),
+        (
+            "error: task.max_response_tokens: prompt and response are up to 40 tokens, /m takes 32",
+            "lower it, or task.max_prompt_tokens",
+        ),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("facts", "why"),
+    [
+        ({"hub_problem": "https://hub cannot be reached (no route)"}, "https://hub cannot be reached (no route)"),
+        ({"is_offline": True}, "HF_HUB_OFFLINE is set"),
+    ],
+)
+def test_hub_names_without_a_hub(facts, why):
+    found = findings(recipe="gsm8k-0.5b-int8", host=GPU_HOST, inputs=with_inputs(**facts))
+    assert found == [
+        (
+            f"error: model.path: `Qwen/Qwen2.5-0.5B-Instruct` is not a folder and not in the hub's cache, and {why}",
+            "give a folder, or download it where there is a network",
+        ),
+        (
+            f"error: task.train_file: none is given, so the data comes from the hub, and {why}",
+            "give a JSON-lines file",
+        ),
+    ]
+
+
+def test_what_is_cached_needs_no_hub():
+    inputs = with_inputs(is_offline=True, model_is_cached=True, is_prepared=True)
+    assert findings(recipe="gsm8k-0.5b-int8", host=GPU_HOST, inputs=inputs) == []
+
+
+def test_data_problems_keep_their_place():
+    inputs = with_inputs(data_problems=(("d.jsonl:3: the field `answer` is missing", "each line is …"),))
+    found = findings("task.train_file=d.jsonl", recipe="gsm8k-tiny-int8", inputs=inputs)
+    assert found == [("error: d.jsonl:3: the field `answer` is missing", "each line is …")]
+
+
+def test_log_backend_that_is_not_installed():
+    sets = ("logging.backends=[wandb, trackio]",)
+    found = findings(*sets, packages=frozenset({"wandb"}))
+    text = "error: logging.backends: the package `trackio` is not installed"
+    assert found == [(text, "pip install trackio, or leave it out")]
+
+
+def test_remote_code_and_top_p_are_said():
+    sets = ("model.builtin=null", "model.path=/m", "model.trust_remote_code=true", "rollout.top_p=0.9")
+    assert [text for text, _ in findings(*sets)] == [
+        "warning: model.trust_remote_code: Python code that comes with /m will run",
+        "warning: rollout.top_p: 0.9: the engine's log-probs are of the cut distribution, the trainer's are not",
+    ]
+
+
+def test_checkpoints_of_a_large_model_need_disk():
+    plan = planned("checkpoint.every_steps=10", "model.builtin=null", "model.path=/m")
+    assert estimates(plan, model_bytes=1 << 30)[0] == ("disk", "about 36.2 GiB")
+    assert estimates(planned(recipe="gsm8k-0.5b-int8")) == [("disk", "unknown until downloaded")]
+
+
+def test_findings_as_lines_and_as_json():
+    found = [Finding(Severity.ERROR, "a", "x", "bad", "mend it"), Finding(Severity.INFO, "b", "y", "so")]
+    assert lines(found) == ["error: x: bad", "hint: mend it", "info: y: so"]
+    assert as_json(found)[0] == {
+        "severity": "error",
+        "code": "a",
+        "place": "x",
+        "message": "bad",
+        "remedy": "mend it",
+    }

@@ -1,0 +1,135 @@
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from appliance.plan.build import build_plan
+from appliance.plan.host import HostGpu
+from appliance.plan.model import RunPlan
+from appliance.preflight import probes
+from appliance.recipe.load import load_recipe
+
+
+def planned(tmp_path: Path, *sets: str, recipe: str = "gsm8k-tiny-int8") -> RunPlan:
+    host = probes.read_host(tmp_path)
+    return build_plan(load_recipe(recipe, sets=sets), run_dir=tmp_path / "runs" / "a-1", host=host)
+
+
+def test_this_host(tmp_path):
+    host = probes.read_host(tmp_path / "not" / "there" / "yet")
+    assert host.cores == len(os.sched_getaffinity(0))
+    assert host.memory_bytes >= host.memory_free_bytes > 0
+    assert host.run_root_problem == ""
+    assert host.disk_free_bytes > 0
+    assert not (tmp_path / "not").exists()
+
+
+def test_a_file_where_the_run_root_should_be(tmp_path):
+    file = tmp_path / "runs"
+    file.write_text("")
+    assert probes.read_host(file).run_root_problem == f"{file} is not a folder"
+
+
+def test_a_read_only_file_system():
+    assert probes.read_host(Path("/proc/sys")).run_root_problem.startswith("/proc/sys ")
+
+
+def test_gpus_by_nvidia_smi(tmp_path, monkeypatch):
+    """A program of that name stands in for one that only a GPU host has."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA A100-SXM4-80GB, 81920'\necho 'NVIDIA L4, 23034'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert probes.read_host(tmp_path).gpus == (
+        HostGpu("NVIDIA A100-SXM4-80GB", 81920 << 20),
+        HostGpu("NVIDIA L4", 23034 << 20),
+    )
+
+
+def test_nvidia_smi_without_a_driver(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert probes.read_host(tmp_path).gpus == ()
+
+
+def test_rows_are_read_and_told_with_their_line(tmp_path):
+    data = tmp_path / "d.jsonl"
+    data.write_text(json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n" + json.dumps({"question": "x"}) + "\n")
+    inputs = probes.read_inputs(planned(tmp_path, f"task.train_file={data}"), ask_hub=False)
+    assert [message for message, _ in inputs.data_problems] == [f"{data}:2: the field `answer` is missing"]
+
+
+def test_missing_and_empty_data_files(tmp_path):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    sets = (f"task.train_file={tmp_path}/no.jsonl", f"task.val_file={empty}")
+    inputs = probes.read_inputs(planned(tmp_path, *sets), ask_hub=False)
+    assert [message for message, _ in inputs.data_problems] == [
+        f"{tmp_path}/no.jsonl: no such file",
+        f"{empty}: the file has no rows",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("files", "missing"),
+    [
+        ({}, ("config.json", "weights", "tokenizer")),
+        ({"config.json": "{}", "tokenizer.json": "{}"}, ("weights",)),
+        ({"config.json": "{}", "tokenizer.json": "{}", "model.safetensors": ""}, ("weights",)),
+        ({"config.json": "{}", "model.safetensors": "x"}, ("tokenizer",)),
+        ({"config.json": "{}", "model.safetensors": "x", "tokenizer.json": "{}"}, ()),
+    ],
+)
+def test_parts_of_a_model_folder(tmp_path, files, missing):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    plan = planned(tmp_path, "model.builtin=null", f"model.path={folder}")
+    assert probes.read_inputs(plan, ask_hub=False).model_missing == missing
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        ('{"num_attention_heads": 14, "max_position_embeddings": 64}', (14, 64)),
+        ("{}", (0, 0)),
+        ("not JSON", None),
+        ("[]", None),
+    ],
+)
+def test_shape_of_a_model(tmp_path, text, shape):
+    (tmp_path / "config.json").write_text(text)
+    plan = planned(tmp_path, "model.builtin=null", f"model.path={tmp_path}")
+    found = probes.read_inputs(plan, ask_hub=False).model_shape
+    assert found == (probes.ModelShape(*shape) if shape else None)
+
+
+def test_a_snapshot_in_the_hub_cache_counts(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    plan = planned(tmp_path, "model.builtin=null", "model.path=owner/name")
+    assert not probes.read_inputs(plan, ask_hub=False).model_is_cached
+    snapshot = tmp_path / "hub" / "models--owner--name" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (snapshot / name).write_text("x")
+    assert probes.read_inputs(plan, ask_hub=False).model_is_cached
+
+
+def test_the_hub_is_asked_only_when_it_is_needed(tmp_path, monkeypatch):
+    with socket.socket() as closed:  # bound and not listening: a connection is refused at once
+        closed.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        needs, local = planned(tmp_path), planned(tmp_path, recipe="arithmetic-tiny-int8")
+        refused = f"{endpoint} cannot be reached ([Errno 111] Connection refused)"
+        assert probes.read_inputs(needs, ask_hub=True).hub_problem == refused
+        assert probes.read_inputs(needs, ask_hub=False).hub_problem == ""
+        assert probes.read_inputs(local, ask_hub=True).hub_problem == ""

@@ -1,0 +1,57 @@
+import sysconfig
+
+import pytest
+
+from appliance.errors import RecipeError
+from appliance.recipe import library
+from appliance.recipe.load import load_recipe
+
+SHIPPED = ["arithmetic-tiny-bf16", "arithmetic-tiny-int8", "gsm8k-0.5b-int8", "gsm8k-tiny-int8", "reference"]
+
+
+def test_the_shipped_recipes():
+    assert library.names() == SHIPPED
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_recipe_loads_is_named_as_its_file_and_says_what_it_does(name):
+    assert load_recipe(name).name == name
+    assert len(library.summary(name)) > 20
+
+
+def test_copy_into_a_folder_and_to_a_file(tmp_path):
+    text = library.text("arithmetic-tiny-int8")
+    assert library.copy("arithmetic-tiny-int8", target=tmp_path).read_text() == text
+    assert library.copy("arithmetic-tiny-int8", target=tmp_path / "mine.yaml").name == "mine.yaml"
+
+
+def test_copy_overwrites_nothing(tmp_path):
+    target = tmp_path / "mine.yaml"
+    target.write_text("precious")
+    with pytest.raises(RecipeError) as raised:
+        library.copy("arithmetic-tiny-int8", target=target)
+    assert raised.value.problems == [(f"{target}: the file exists", "give another name")]
+    assert target.read_text() == "precious"
+
+
+def test_copy_to_nowhere(tmp_path):
+    with pytest.raises(RecipeError) as raised:
+        library.copy("arithmetic-tiny-int8", target=tmp_path / "no" / "mine.yaml")
+    message = f"{tmp_path}/no/mine.yaml: cannot be written: No such file or directory"
+    assert raised.value.problems == [(message, "")]
+
+
+def test_a_file_wins_over_nothing_and_a_name_over_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").write_text("x")
+    assert library.find("mine").read_text() == "x"
+    (tmp_path / "arithmetic-tiny-int8").write_text("x")
+    assert library.find("arithmetic-tiny-int8").parent == library.folder()
+    assert library.find("./arithmetic-tiny-int8").read_text() == "x"
+
+
+def test_an_installed_wheel_finds_its_recipes(tmp_path, monkeypatch):
+    package = tmp_path / "site-packages" / "appliance" / "recipe"
+    monkeypatch.setattr(library, "__file__", str(package / "library.py"))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / name))
+    assert library.folder() == tmp_path / "data" / "share" / "flashrl-appliance" / "recipes"

@@ -1,0 +1,225 @@
+import json
+
+import pytest
+
+from appliance.errors import RecipeError
+from appliance.recipe.dump import to_yaml
+from appliance.recipe.load import load_recipe
+from appliance.recipe.schema import CorrectionMethod, SchemeChoice
+
+MINIMAL = "model:\n  builtin: tiny-arithmetic\ntrainer:\n  steps: 3\n"
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Writes `r.yaml` in a folder of its own, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+
+    def write_recipe(text: str, name: str = "r.yaml") -> str:
+        (tmp_path / name).write_text(text)
+        return name
+
+    return write_recipe
+
+
+def problems_of(name: str, *sets: str) -> list[tuple[str, str]]:
+    with pytest.raises(RecipeError) as raised:
+        load_recipe(name, sets=sets)
+    assert raised.value.exit_code == 2
+    return raised.value.problems
+
+
+def test_minimal_recipe_takes_defaults_and_the_name_of_its_file(write):
+    recipe = load_recipe(write(MINIMAL))
+    assert (recipe.name, recipe.rollout.scheme, recipe.correction.cap) == ("r", SchemeChoice.AUTO, 2.0)
+
+
+def test_everything_wrong_is_told_at_once_with_its_line(write):
+    text = """\
+name: my recipe
+modle:
+  builtin: tiny-arithmetic
+model:
+  builtin: tiny-arithmetic
+rollout:
+  scheme: fp8_fast
+  samples_per_prompt: eight
+  temperature: 0
+  tensor_paralel: 2
+  replicas: [int8, bf16]
+optimizer:
+  learning_rate: "1e-6"
+correction:
+  cap: -1
+batch:
+  prompts_per_step: 32
+  mini_batch_prompts: 64
+  learning_rate: 3
+trainer:
+  steps: 1.5
+  validate_before: yes
+guard:
+  stall_s: 5
+logging:
+  backends: [tensorboard, wanbd]
+"""
+    use = "use one of `auto`, `bf16`, `int8`, `fp8`, `fp8-channel`, `fp8-block`"
+    assert problems_of(write(text)) == [
+        (
+            "r.yaml:1: name: the text `my recipe` is not a name",
+            "use letters, digits, `.`, `_` and `-`, at most 80, no space or slash",
+        ),
+        ("r.yaml:2: modle: unknown key", "did you mean `model`?"),
+        ("r.yaml:7: rollout.scheme: unknown value `fp8_fast`", use),
+        ("r.yaml:8: rollout.samples_per_prompt: expected a whole number, got the text `eight`", ""),
+        ("r.yaml:9: rollout.temperature: must be greater than 0, got `0`", ""),
+        ("r.yaml:10: rollout.tensor_paralel: unknown key", "did you mean `rollout.tensor_parallel`?"),
+        ("r.yaml:11: rollout.replicas: not available in this version", "remove it"),
+        ("r.yaml:13: optimizer.learning_rate: expected a number, got the text `1e-6`", "remove the quotes"),
+        ("r.yaml:15: correction.cap: must be greater than 0, got `-1`", ""),
+        ("r.yaml:18: batch.mini_batch_prompts: 64 is more than the 32 prompts of a step", "lower it"),
+        ("r.yaml:19: batch.learning_rate: unknown key", "did you mean `optimizer.learning_rate`?"),
+        ("r.yaml:21: trainer.steps: expected a whole number, got `1.5`", ""),
+        ("r.yaml:22: trainer.validate_before: expected true or false, got the text `yes`", "write true"),
+        ("r.yaml:23: guard: not available in this version", "remove it"),
+        (
+            "r.yaml:26: logging.backends.1: unknown value `wanbd`",
+            "did you mean `wandb`? use one of `tensorboard`, `trackio`, `wandb`",
+        ),
+    ]
+
+
+def test_sections_that_are_no_mappings(write):
+    text = MINIMAL + "task: 5\nrollout: [1]\nseed: '0'\nbatch:\n"
+    assert problems_of(write(text)) == [
+        ("r.yaml:5: task: expected a mapping of keys, got `5`", ""),
+        ("r.yaml:6: rollout: expected a mapping of keys, got a list", ""),
+        ("r.yaml:7: seed: expected a whole number, got the text `0`", "remove the quotes"),
+    ]
+
+
+@pytest.mark.parametrize("text", ["- 1\n", "word\n", "5\n"])
+def test_a_recipe_is_a_mapping(write, text):
+    problem = ("r.yaml:1: a recipe is a mapping of keys", "see `appliance recipes show reference`")
+    assert problem in problems_of(write(text))
+
+
+def test_a_broken_file_is_told_alone(write):
+    assert problems_of(write("a: [1\n")) == [
+        ("r.yaml:2: not YAML: expected ',' or ']', but got '<stream end>'", ""),
+    ]
+
+
+def test_an_empty_file_lacks_what_has_no_default(write):
+    assert problems_of(write("")) == [
+        ("r.yaml: model.path: no model is named", "give `path`, or `builtin: tiny-arithmetic`"),
+        ("r.yaml: trainer.steps: the length of the training is not given", "give `steps` or `epochs`"),
+    ]
+
+
+def test_set_changes_one_key_by_the_rules_of_the_file(write):
+    recipe = load_recipe(write(MINIMAL), sets=["optimizer.learning_rate=1e-6", "rollout.scheme=int8", "name=other"])
+    assert (recipe.optimizer.learning_rate, recipe.rollout.scheme, recipe.name) == (1e-6, "int8", "other")
+
+
+def test_set_takes_lists_null_and_text_with_an_equals_sign(write):
+    sets = ["logging.backends=[wandb]", "correction.method=none", "correction.cap=null", "cluster.run_dir=a=b"]
+    recipe = load_recipe(write(MINIMAL + "correction:\n  cap: 3\n"), sets=sets)
+    assert (recipe.logging.backends, recipe.correction.cap, recipe.cluster.run_dir) == (("wandb",), None, "a=b")
+
+
+def test_the_last_set_holds(write):
+    assert load_recipe(write(MINIMAL), sets=["seed=1", "seed=2"]).seed == 2
+
+
+def test_set_problems_name_the_option(write):
+    name = write(MINIMAL)
+    sets = ["correction.cap=abc", "rollout.top_p", "=5", "a..b=1", "extends=x", "task.seed=.nan", "seed=[1", "nme=x"]
+    usage = "such as --set optimizer.learning_rate=1e-6"
+    assert sorted(problems_of(name, *sets)) == sorted(
+        [
+            ("--set correction.cap=abc: correction.cap: expected a number, got the text `abc`", ""),
+            ("--set rollout.top_p: expected KEY=VALUE", usage),
+            ("--set =5: expected KEY=VALUE", usage),
+            ("--set a..b=1: expected KEY=VALUE", usage),
+            ("--set extends=x: `extends` cannot be set here", "write it into a recipe file"),
+            ("--set task.seed=.nan: not a finite number: `.nan`", ""),
+            ("--set seed=[1: not YAML: expected ',' or ']', but got '<stream end>'", ""),
+            ("--set nme=x: nme: unknown key", "did you mean `name`?"),
+        ]
+    )
+
+
+def test_extends_merges_key_by_key_and_names_the_child(write):
+    write(MINIMAL + "name: parent\nrollout:\n  temperature: 0.5\n  top_p: 0.9\n", name="parent.yaml")
+    recipe = load_recipe(write("extends: parent.yaml\nrollout:\n  top_p: 1.0\nbatch:\n"))
+    assert (recipe.name, recipe.rollout.temperature, recipe.rollout.top_p) == ("r", 0.5, 1.0)
+    assert recipe.extends is None
+
+
+def test_extends_a_shipped_recipe(write):
+    recipe = load_recipe(write("extends: arithmetic-tiny-int8\nrollout:\n  scheme: bf16\n"))
+    assert (recipe.model.builtin, recipe.rollout.scheme) == ("tiny-arithmetic", "bf16")
+
+
+def test_extends_is_relative_to_the_file(write, tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "parent.yaml").write_text(MINIMAL)
+    (tmp_path / "sub" / "child.yaml").write_text("extends: parent.yaml\n")
+    assert load_recipe("sub/child.yaml").trainer.steps == 3
+
+
+def test_a_problem_in_the_parent_names_the_parent(write):
+    write(MINIMAL + "seed: x\n", name="parent.yaml")
+    assert problems_of(write("extends: parent.yaml\nbatch: 3\n")) == [
+        ("r.yaml:2: batch: expected a mapping of keys, got `3`", ""),
+        ("parent.yaml:5: seed: expected a whole number, got the text `x`", ""),
+    ]
+
+
+def test_extends_has_one_level(write):
+    write("extends: other.yaml\n" + MINIMAL, name="parent.yaml")
+    assert problems_of(write("extends: parent.yaml\n")) == [
+        ("parent.yaml:1: extends: r.yaml extends this file: one level only", "merge the two"),
+    ]
+
+
+def test_extends_nothing_that_exists(write):
+    assert problems_of(write(MINIMAL + "extends: arithmetic-tiny-int9\n")) == [
+        (
+            "r.yaml:5: extends: arithmetic-tiny-int9: no shipped recipe has this name, and no file",
+            "did you mean `arithmetic-tiny-int8`?",
+        )
+    ]
+
+
+def test_a_refused_value_is_told_once(write):
+    assert problems_of(write("model:\n  builtin: tiny-arithmetic\ntrainer:\n  steps: .nan\n")) == [
+        ("r.yaml:4: trainer.steps: not a finite number: `.nan`", ""),
+    ]
+
+
+def test_no_such_file():
+    assert problems_of("nowhere/r.yaml") == [
+        ("nowhere/r.yaml: no such file", "`appliance recipes ls` lists the shipped recipes")
+    ]
+
+
+def test_no_such_name():
+    assert problems_of("arithmetic-tiny") == [
+        ("arithmetic-tiny: no shipped recipe has this name, and no file", "did you mean `arithmetic-tiny-int8`?")
+    ]
+
+
+@pytest.mark.parametrize("sets", [(), ("correction.method=none", "correction.cap=null")])
+def test_the_resolved_recipe_reads_back_the_same(write, sets):
+    recipe = load_recipe("arithmetic-tiny-int8", sets=["optimizer.learning_rate=1e-6", *sets])
+    again = load_recipe(write(to_yaml(recipe)))
+    assert again.model_dump(exclude={"correction"}) == recipe.model_dump(exclude={"correction"})
+    assert again.correction.method == recipe.correction.method
+    assert recipe.correction.method is CorrectionMethod.NONE or again.correction == recipe.correction
+
+
+def test_messages_do_not_carry_a_whole_value(write):
+    problems = problems_of(write(MINIMAL + f"seed: {'x' * 5000}\n"))
+    assert all(len(message) < 200 for message, _ in problems), json.dumps(problems)

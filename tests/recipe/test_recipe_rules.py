@@ -1,0 +1,182 @@
+import re
+
+import pytest
+
+from appliance.errors import RecipeError
+from appliance.recipe.load import load_recipe
+
+GPU = ("cluster.device=h100", "cluster.gpus_per_node=8")
+
+
+def problems_of(*sets: str) -> list[tuple[str, str]]:
+    with pytest.raises(RecipeError) as raised:
+        load_recipe("arithmetic-tiny-int8", sets=sets)
+    return raised.value.problems
+
+
+def without_place(message: str) -> str:
+    """From the dotted key on."""
+    return re.search(r"(?:^|: )([a-z]+\.[a-z_]+: .*)", message)[1]
+
+
+def only(*sets: str) -> tuple[str, str]:
+    """The one problem, without its place."""
+    (message, hint), *more = problems_of(*sets)
+    assert more == []
+    return without_place(message), hint
+
+
+@pytest.mark.parametrize(
+    ("sets", "problem"),
+    [
+        (
+            ("model.path=x",),
+            ("model.path: `path` and `builtin` exclude each other", "set one of them to null"),
+        ),
+        (
+            ("task.max_response_tokens=2048",),
+            (
+                "task.max_response_tokens: prompt and response are up to 2080 tokens, `tiny-arithmetic` takes 2048",
+                "lower one of them",
+            ),
+        ),
+        (("model.builtin=tiny",), ("model.builtin: unknown value `tiny`", "use `tiny-arithmetic`")),
+        (
+            ("correction.method=icepop",),
+            ("correction.method: `icepop` is not available in this version", "use one of `none`, `tis`"),
+        ),
+        (("algorithm.kind=ppo",), ("algorithm.kind: `ppo` is not available in this version", "use `grpo`")),
+        (
+            ("task.kind=dapo-math",),
+            ("task.kind: `dapo-math` is not available in this version", "use one of `arithmetic`, `gsm8k`"),
+        ),
+        (("correction.cap=null",), ("correction.cap: `tis` needs a cap", "give a number above 0, such as 2.0")),
+        (
+            ("correction.method=none", "correction.cap=2.5"),
+            ("correction.cap: `none` has no cap", "remove it, or set it to null"),
+        ),
+        (
+            ("task.train_file=x.jsonl",),
+            ("task.train_file: `arithmetic` makes its own problems", "remove it"),
+        ),
+        (
+            ("task.kind=gsm8k", "task.val_file=x.jsonl"),
+            ("task.val_file: there is no `train_file` beside it", "give task.train_file too"),
+        ),
+        (
+            ("task.train_size=16",),
+            ("task.train_size: 16 problems do not fill one step of 32 prompts", "raise it"),
+        ),
+        (
+            ("batch.mini_batch_prompts=5",),
+            ("batch.mini_batch_prompts: 5 does not divide the 32 prompts of a step", "use a divisor"),
+        ),
+        (
+            ("batch.mini_batch_prompts=64",),
+            ("batch.mini_batch_prompts: 64 is more than the 32 prompts of a step", "lower it"),
+        ),
+        (
+            ("cluster.gpus_per_node=3",),
+            (
+                "batch.prompts_per_step: 32 prompts x 8 samples do not divide over 3 GPUs",
+                "each GPU takes the same number of sequences",
+            ),
+        ),
+        (
+            ("batch.micro_batch_sequences=7",),
+            (
+                "batch.micro_batch_sequences: 7 does not divide the 256 sequences of a rank",
+                "it is the sequences of one forward on one GPU",
+            ),
+        ),
+        (
+            ("batch.max_tokens_per_gpu=16",),
+            ("batch.max_tokens_per_gpu: 16 tokens do not hold one sequence of 40 (prompt and response)", "raise it"),
+        ),
+        (
+            ("batch.max_tokens_per_gpu=400", "batch.micro_batch_sequences=8"),
+            (
+                "batch.max_tokens_per_gpu: `max_tokens_per_gpu` and `micro_batch_sequences` exclude each other",
+                "remove one of them",
+            ),
+        ),
+        (
+            ("trainer.epochs=2", "task.train_size=640"),
+            ("trainer.steps: `steps` and `epochs` exclude each other", "set one of them to null"),
+        ),
+        (
+            ("trainer.steps=null",),
+            ("trainer.steps: the length of the training is not given", "give `steps` or `epochs`"),
+        ),
+        (
+            ("trainer.steps=null", "trainer.epochs=2"),
+            ("trainer.epochs: `epochs` needs task.train_size", "give it, or `steps`"),
+        ),
+        (("cluster.nodes=2",), ("cluster.nodes: more than one node is not available in this version", "use 1")),
+        (
+            ("cluster.run_dir=a/../../b",),
+            (
+                "cluster.run_dir: `..` is not allowed here",
+                "give an absolute path, or one below the folder where the program is started",
+            ),
+        ),
+        (
+            ("cluster.device=b200",),
+            ("rollout.scheme: vLLM has no INT8 kernels for `b200` (Blackwell)", "use `bf16`"),
+        ),
+        (
+            ("trainer.attention=flash_attention_2",),
+            ("trainer.attention: `flash_attention_2` needs a GPU", "use `sdpa`"),
+        ),
+        (
+            (*GPU, "trainer.sequence_parallel=8", "trainer.attention=sdpa"),
+            ("trainer.attention: `sdpa` cannot share a sequence over 8 GPUs", "use `flash_attention_2`"),
+        ),
+        (
+            (*GPU, "rollout.tensor_parallel=3"),
+            ("rollout.tensor_parallel: 3 does not divide the 8 GPUs of a node", "an engine lives on one node"),
+        ),
+        (
+            (*GPU, "trainer.sequence_parallel=3"),
+            ("trainer.sequence_parallel: 3 does not divide the GPUs of the cluster", ""),
+        ),
+    ],
+)
+def test_rule(sets, problem):
+    assert only(*sets) == problem
+
+
+def test_unknown_device_lists_the_known():
+    message, hint = only("cluster.device=H100-80GB")
+    assert message == "cluster.device: unknown value `H100-80GB`"
+    assert hint.startswith("did you mean `h100`? use one of `auto`, `cpu`, `a100`")
+
+
+def test_batch_arithmetic_is_told_all_at_once():
+    sets = ("cluster.gpus_per_node=3", "batch.mini_batch_prompts=5", "batch.max_tokens_per_gpu=8", "task.train_size=9")
+    assert sorted(without_place(message) for message, _ in problems_of(*sets)) == [
+        "batch.max_tokens_per_gpu: 8 tokens do not hold one sequence of 40 (prompt and response)",
+        "batch.mini_batch_prompts: 5 does not divide the 32 prompts of a step",
+        "batch.mini_batch_prompts: 5 prompts x 8 samples do not divide over 3 data-parallel ranks",
+        "batch.prompts_per_step: 32 prompts x 8 samples do not divide over 3 GPUs",
+        "task.train_size: 9 problems do not fill one step of 32 prompts",
+    ]
+
+
+def test_a_rule_stands_where_the_user_wrote_the_key():
+    message, _ = problems_of("batch.mini_batch_prompts=5")[0]
+    assert message.startswith("--set batch.mini_batch_prompts=5: batch.mini_batch_prompts: ")
+    message, _ = problems_of("trainer.epochs=1", "task.train_size=64")[0]
+    assert re.search(r"arithmetic-tiny-int8\.yaml:\d+: trainer\.steps: ", message)
+
+
+def test_pool_sizes_of_arithmetic():
+    message, hint = only("task.val_size=5000")
+    assert message.startswith("task.val_size: 5000 is more than the ")
+    assert hint == "lower it, or raise task.difficulty"
+
+
+def test_rules_wait_for_keys_that_are_wrong_themselves():
+    assert [message for message, _ in problems_of("batch.prompts_per_step=x", "batch.mini_batch_prompts=5")] == [
+        "--set batch.prompts_per_step=x: batch.prompts_per_step: expected a whole number, got the text `x`",
+    ]

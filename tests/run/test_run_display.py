@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import functools
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from appliance.run import display, draw, summary
+from appliance.run.events import Event, StepMetrics, parse_metrics
+from appliance.run.progress import JsonProgress, LiveProgress, PlainProgress
+from appliance.run.state import RunState, fold
+
+FIRST = parse_metrics('{"step": 0, "time_s": 50, "val_reward_mean": 0.2109, "val_samples": 512, "scheme": "int8"}')
+
+
+def folded(*news: Event | StepMetrics, steps: int = 60) -> RunState:
+    return functools.reduce(fold, news, RunState(steps=steps))
+
+
+def drawn(plan: object, state: RunState, *, columns: int = 100, ascii_only: bool = False) -> str:
+    console = Console(file=io.StringIO(), width=columns, record=True, force_terminal=True, color_system=None)
+    console.print(display.panel(plan, state, now=130.0, columns=columns, ascii_only=ascii_only))
+    return console.export_text()
+
+
+def training(step_line: Callable) -> RunState:
+    steps = [step_line(n, reward_mean=0.2 + 0.01 * n) for n in range(1, 13)]
+    return folded(Event(100.0, "phase", "rollout"), FIRST, *steps, step_line(13, reward_mean=0.4, val_reward_mean=0.5))
+
+
+def test_panel_shows_a_training_whole(tmp_path: Path, small_plan: Callable, step_line: Callable) -> None:
+    assert drawn(small_plan(tmp_path, steps=60), training(step_line)) == (
+        "╭─ small-1: int8 rollouts, tis with cap 2 ─────────────────────────────────────────────────────────╮\n"
+        "│ phase       generating rollouts  30 s                                                            │\n"
+        "│ step        [██████░░░░░░░░░░░░░░░░░░░░░░░░]  13 of 60  about 3 min 8 s left                     │\n"
+        "│ reward      0.400  ▁▁▂▂▂▃▃▄▄▄▅▅█                                                                 │\n"
+        "│ validation  0.211 before, 0.500 after step 13  (512 problems, greedy)                            │\n"
+        "│ speed       413 tokens/s of rollout in int8                                                      │\n"
+        "│ step time   4.0 s  ████████████████████▓▓▓▒▒▒▒▒▒░                                                │\n"
+        "│             █ rollout 2.6  ▓ log-probs 0.4  ▒ update 0.8  ░ sync 0.1  · rest 0.1                 │\n"
+        "│ mismatch    fine  k3 1.2e-04 (below 0.015)  ESS 1.000 (above 0.3)  mean weight 1.000 (0.5 to 2)  │\n"
+        "╰──────────────────────────────────────────────────────────────────────────────────────────────────╯\n"
+    )
+
+
+def test_panel_shows_the_warm_start(tmp_path: Path, small_plan: Callable) -> None:
+    state = folded(
+        Event(100.0, "phase", "prepare"),
+        Event(100.0, "progress", "warm start", done=0.0, total=300.0),
+        Event(120.0, "progress", "warm start", done=100.0, total=300.0, note="loss 1.210"),
+    )
+    assert drawn(small_plan(tmp_path, steps=60), state, columns=80) == (
+        "╭─ small-1: int8 rollouts, tis with cap 2 ─────────────────────────────────────╮\n"
+        "│ phase       making what the cache lacks  30 s                                │\n"
+        "│ warm start  [██████████░░░░░░░░░░░░░░░░░░░░]  100 of 300  loss 1.210  about  │\n"
+        "│             30 s left                                                        │\n"
+        "│ step        [░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░]  0 of 60                        │\n"
+        "╰──────────────────────────────────────────────────────────────────────────────╯\n"
+    )
+
+
+def test_narrow_terminals_get_no_bars(tmp_path: Path, small_plan: Callable, step_line: Callable) -> None:
+    text = drawn(small_plan(tmp_path, steps=60), training(step_line), columns=50)
+    assert all(len(line) == 50 for line in text.splitlines())
+    assert not set("█▓▒▁") & set(text)
+    assert "13 of 60" in text
+
+
+def test_ascii_terminals_get_ascii(tmp_path: Path, small_plan: Callable, step_line: Callable) -> None:
+    console = Console(file=io.TextIOWrapper(io.BytesIO(), encoding="ascii"), width=100)
+    assert console.options.ascii_only
+    console.print(
+        display.panel(small_plan(tmp_path), training(step_line), now=130.0, columns=100, ascii_only=True)
+    )  # a character outside ASCII would raise
+
+
+def test_bad_verdict_is_a_word_and_not_only_a_colour(tmp_path: Path, small_plan: Callable, step_line: Callable) -> None:
+    text = drawn(small_plan(tmp_path, steps=60), folded(step_line(1, mismatch_k3_kl=0.02)))
+    assert "mismatch   bad  k3 2.0e-02 (below 0.015)" in text
+
+
+def test_plain_lines_of_a_run(capsys: pytest.CaptureFixture[str], step_line: Callable) -> None:
+    news: list[Event | StepMetrics] = [
+        Event(100.0, "phase", "prepare"),
+        *(Event(100.0 + n, "progress", "warm start", done=float(n), total=8.0, note="loss 1.2") for n in range(9)),
+        Event(110.0, "phase", "start"),
+        Event(120.0, "phase", "validate"),
+        FIRST,
+        Event(121.0, "phase", "rollout"),
+        step_line(1),
+        Event(122.0, "phase", "rollout"),
+        Event(122.5, "note", "3 problems left out"),
+        step_line(2, val_reward_mean=0.25, is_ess=0.2, emulated=True),
+        Event(123.0, "phase", "export"),
+    ]
+    progress, state = PlainProgress(), RunState(steps=2)
+    with progress:
+        for item in news:
+            state = fold(state, item)
+            progress.show(state, [item], now=item.time if isinstance(item, Event) else 121.0)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.splitlines() == [
+        "phase prepare: making what the cache lacks",
+        "warm start 0/8  loss 1.2",
+        "warm start 2/8  loss 1.2",
+        "warm start 4/8  loss 1.2",
+        "warm start 6/8  loss 1.2",
+        "warm start 8/8  loss 1.2",
+        "phase start: starting Ray",
+        "phase validate: validating, greedy",
+        "validation before training 0.211 (512 problems, greedy)",
+        "phase rollout: generating rollouts",
+        "step 1/2  reward 0.215  413 tokens/s  took 4.0 s (rollout 2.6, log-probs 0.4, update 0.8, sync 0.1, rest 0.1)"
+        "  int8  mismatch fine (k3 1.2e-04, ESS 1.000)  about 4 s left",
+        "note: 3 problems left out",
+        "step 2/2  reward 0.215  validation 0.250  413 tokens/s  took 4.0 s (rollout 2.6, log-probs 0.4, update 0.8,"
+        " sync 0.1, rest 0.1)  int8 (emulated)  mismatch bad: ESS 0.20 is not above 0.3",
+        "phase export: writing model/",
+    ]
+
+
+def test_json_lines_are_the_files_lines_with_a_type(capsys: pytest.CaptureFixture[str], step_line: Callable) -> None:
+    event = Event(1.0, "note", "hello", line='{"time": 1.0, "kind": "note", "what": "hello", "more": [1]}')
+    with JsonProgress() as progress:
+        progress.show(RunState(steps=1), [event, step_line(1)], now=1.0)
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    first, second = map(json.loads, printed.out.splitlines())
+    assert first == {"type": "event", "time": 1.0, "kind": "note", "what": "hello", "more": [1]}
+    assert (second["type"], second["step"], second["grad_norm"]) == ("metrics", 1, 0.61)
+
+
+def test_live_display_leaves_the_screen_clean(tmp_path: Path, small_plan: Callable, step_line: Callable) -> None:
+    file = io.StringIO()
+    terminal = Console(file=file, width=100, force_terminal=True, no_color=True)
+    with LiveProgress(small_plan(tmp_path), terminal) as progress:
+        progress.show(training(step_line), [step_line(1)], now=130.0)
+        once = file.getvalue().count("generating rollouts")
+        progress.show(training(step_line), [], now=130.0)  # nothing new, too soon to draw again
+        again = file.getvalue().count("generating rollouts")
+    last_frame, _, after = file.getvalue().rpartition("╯")
+    assert (once, again) == (1, 1)
+    assert after.count("\x1b[2K") == 10  # every line of the panel is erased
+    assert "\x1b[?25h" in after  # the cursor is back
+    assert "\x1b[32m" not in last_frame  # without colour the verdict is a word alone
+
+
+def test_summary_of_a_run_that_climbed(tmp_path: Path, small_plan: Callable, step_line: Callable) -> None:
+    plan = small_plan(tmp_path, steps=13)
+    state = folded(FIRST, *(step_line(n) for n in range(1, 13)), step_line(13, val_reward_mean=0.8), steps=13)
+    assert summary.summary_rows(plan, state, seconds=272, folder="runs/small-1") == (
+        ("done", "13 steps in 4 min 32 s"),
+        ("reward", "0.211 before, 0.800 after (greedy, 512 problems of the validation set)"),
+        ("speed", "413 tokens/s of rollout, 4.0 s a step (medians)"),
+        ("mismatch", "fine in 13 of 13 steps"),
+        ("model", "runs/small-1/model"),
+        ("run folder", "runs/small-1  (metrics.jsonl, events.jsonl, logs/)"),
+        ("try next", "train longer: --set trainer.steps=26"),
+        ("try next", "compare: --set rollout.scheme=bf16"),
+        ("try next", "appliance status runs/small-1"),
+    )
+
+
+def test_summary_of_a_run_that_did_not(tmp_path: Path, small_plan: Callable, step_line: Callable) -> None:
+    state = folded(step_line(1), step_line(2, is_weight_mean=3.0))
+    assert summary.try_next(small_plan(tmp_path, steps=2), state, folder="runs/a") == (
+        "the mismatch left its bounds: compare with --set rollout.scheme=bf16",
+        "the reward did not climb: more steps (--set trainer.steps=4) or a higher learning rate",
+        "appliance status runs/a",
+    )
+    assert summary.result(state) == summary.Result(0.2148, 0.2148, greedy=False)
+
+
+def test_durations() -> None:
+    assert [draw.duration(s) for s in (0.4, 59.4, 59.6, 125, 11520)] == [
+        "0 s",
+        "59 s",
+        "1 min 0 s",
+        "2 min 5 s",
+        "3 h 12 min",
+    ]
+
+
+def test_sparkline_averages_what_does_not_fit() -> None:
+    assert draw.sparkline([0, 1, 2, 3, 4, 5, 6, 7], width=8) == "▁▂▃▄▅▆▇█"
+    assert draw.sparkline([0, 0, 7, 7], width=2) == "▁█"
+    assert draw.sparkline([0.5, 0.5], width=8, ascii_only=True) == "__"
+    assert draw.sparkline([], width=8) == ""
+
+
+def test_bar_is_full_only_at_the_end() -> None:
+    assert draw.bar(99, total=100, width=4) == "[███░]"
+    assert draw.bar(100, total=100, width=4, ascii_only=True) == "[####]"
+    assert draw.bar(0, total=0, width=4) == "[░░░░]"
+
+
+def test_split_bar_fills_its_width() -> None:
+    assert draw.split_bar([1, 1, 1], width=10) == "███▓▓▓▓▒▒▒"
+    assert draw.split_bar([0, 0], width=10) == ""

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import pytest
+
+from appliance.run.events import Event
+from appliance.run.failure import explain, last_error, reason
+
+TRACEBACK = """\
+\x1b[36m(TaskRunner pid=4711)\x1b[0m Traceback (most recent call last):
+\x1b[36m(TaskRunner pid=4711)\x1b[0m   File "x.py", line 1, in <module>
+\x1b[36m(TaskRunner pid=4711)\x1b[0m ValueError: the shapes 3 and 4 do not fit
+(raylet) some noise after it
+"""
+
+
+def explained(*, returncode: int = 1, failure: Event | None = None, log_tail: str = "") -> tuple[str, ...]:
+    return explain(
+        child="training",
+        phase="load-engine",
+        returncode=returncode,
+        failure=failure,
+        log_tail=log_tail,
+        log="runs/a/logs/1/train.log",
+        next_command="appliance logs runs/a",
+    )
+
+
+def failure(what: str, *, why: str = "TrainingError", hint: str = "") -> Event:
+    return Event(1.0, "failure", what, why=why, hint=hint, exit_code=5)
+
+
+def test_precise_failure_is_told_as_it_is() -> None:
+    said = failure("rollout-0-0 runs bf16, the plan says int8", why="AttestationError", hint="see attest/")
+    assert explained(returncode=4, failure=said, log_tail="No space left on device") == (
+        "error: training failed in phase load-engine: rollout-0-0 runs bf16, the plan says int8",
+        "hint: see attest/",
+        "log: runs/a/logs/1/train.log",
+        "next: appliance logs runs/a",
+    )
+
+
+def test_known_symptom_comes_before_a_vague_failure() -> None:
+    said = failure("OSError: [Errno 28] No space left on device: 'x'")
+    assert explained(failure=said) == (
+        "error: training failed in phase load-engine: the disk is full",
+        "OSError: [Errno 28] No space left on device: 'x'",
+        "hint: free some space: df -h",
+        "log: runs/a/logs/1/train.log",
+        "next: appliance logs runs/a",
+    )
+
+
+def test_child_without_a_word_is_explained_by_the_end_of_its_log() -> None:
+    assert explained(log_tail=TRACEBACK) == (
+        "error: training failed in phase load-engine: ValueError: the shapes 3 and 4 do not fit (exit code 1)",
+        "log: runs/a/logs/1/train.log",
+        "next: appliance logs runs/a",
+    )
+
+
+def test_silent_child_is_explained_by_its_exit_code() -> None:
+    assert explained(returncode=3)[0] == (
+        "error: training failed in phase load-engine: exit code 3, and no word in the log"
+    )
+
+
+def test_kill_is_explained_by_memory() -> None:
+    assert explained(returncode=-9)[:2] == (
+        "error: training failed in phase load-engine: ended by signal 9 (SIGKILL), "
+        "most likely by the kernel, for want of memory",
+        "hint: sudo dmesg | tail shows it; use a smaller batch",
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "the GPU ran out of memory"),
+        (
+            "ValueError: No available memory for the cache blocks. Try increasing",
+            "the rollout engine has no memory for its KV cache",
+        ),
+        ("OSError: AF_UNIX path length cannot exceed 107 bytes: /x", "a socket's path is too long"),
+        ("OSError: [Errno 28] No space left on device: '/dev/shm/psm_1'", "shared memory (/dev/shm) is full"),
+        ("RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried", "this host ran out of memory"),
+        (
+            "ImportError: libnuma.so.1: cannot open shared object file: No such file or directory",
+            "vLLM's kernels did not load: the system library libnuma1 is missing",
+        ),
+        (
+            "AttributeError: '_OpNamespace' '_C' object has no attribute 'init_cpu_threads_env'",
+            "vLLM's kernels did not load: the system library libnuma1 is missing",
+        ),
+        ("torch._inductor.exc.InvalidCxxCompiler: No working C++ compiler found", "a C++ compiler is missing"),
+        ("OSError: [Errno 98] Address already in use", "a port is in use"),
+        (
+            "socket.gaierror: [Errno -3] Temporary failure in name resolution",
+            "the model hub cannot be reached",
+        ),
+        ("huggingface_hub.errors.GatedRepoError: 403 Client Error.", "the model hub refuses access"),
+        ("OSError: [Errno 30] Read-only file system: '/x'", "a folder is read-only"),
+        ("OSError: [Errno 24] Too many open files", "this user may not open more files"),
+        ("ModuleNotFoundError: No module named 'verl'", "a Python package is missing"),
+    ],
+)
+def test_symptoms_are_known_by_what_the_libraries_print(line: str, what: str) -> None:
+    assert reason(returncode=1, failure=None, log_tail=f"noise\n{line}\nmore noise") == what
+
+
+def test_never_more_than_eight_lines() -> None:
+    said = failure("\n".join(f"recipe.yaml:{n}: a problem" for n in range(40)), why="RecipeError", hint="see above")
+    lines = explained(returncode=2, failure=said)
+    assert len(lines) == 8
+    assert lines[-3:] == ("hint: see above", "log: runs/a/logs/1/train.log", "next: appliance logs runs/a")
+
+
+def test_long_lines_are_cut() -> None:
+    assert len(reason(returncode=1, failure=failure("x" * 5000), log_tail="")) == 300
+
+
+def test_last_error_ignores_lines_that_only_mention_one() -> None:
+    assert last_error("KeyError: 'a'\nINFO retrying after TimeoutError happened") == "KeyError: 'a'"
+    assert last_error("all is well") == ""

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from appliance.errors import PreflightError, RecipeError
+from appliance.plan.model import RunPlan, read_plan
+from appliance.run.ray_dir import keep_ray_logs, make_ray_dir
+from appliance.run.session import (
+    RunRecord,
+    RunStatus,
+    Session,
+    cannot_write,
+    create_session,
+    free_run_dir,
+    has_launcher,
+    read_record,
+)
+
+
+def create(plan: RunPlan, *, is_chosen: bool = False) -> Session:
+    return create_session(plan, recipe_yaml="name: small\n", is_chosen=is_chosen)
+
+
+def test_new_run_has_the_files_of_the_contract(tmp_path: Path, small_plan: Callable) -> None:
+    plan = small_plan(tmp_path)
+    with create(plan) as session:
+        run_dir = session.run_dir
+        assert (run_dir / "recipe.yaml").read_text() == "name: small\n"
+        assert read_plan(run_dir / "plan.json") == plan
+        assert json.loads((run_dir / "run.json").read_text()) == {
+            "state": "starting",
+            "phase": "starting",
+            "attempt": 1,
+            "exit_code": None,
+            "reason": "",
+            "schema_version": 1,
+        }
+        versions = json.loads((run_dir / "versions.json").read_text())
+        assert sorted(versions) == ["distributions", "fingerprint", "platform", "python", "schema_version"]
+        assert sorted(versions["distributions"]) == ["flashrl-appliance", "rich"]
+        assert session.log_dir == run_dir / "logs" / "1"
+        assert session.log_dir.is_dir()
+
+
+def test_name_in_use_is_refused_and_the_run_left_alone(tmp_path: Path, small_plan: Callable) -> None:
+    plan = small_plan(tmp_path)
+    with create(plan) as session:
+        session.finish(state=RunStatus.DONE, exit_code=0, reason="")
+    with pytest.raises(RecipeError) as caught:
+        create(replace(plan, steps=99))
+    assert caught.value.problems == [
+        (f"run name `small-1` is in use: {plan.run_dir}", "choose another --name, or leave it out")
+    ]
+    assert read_plan(Path(plan.run_dir) / "plan.json").steps == plan.steps
+
+
+def test_losing_a_chosen_name_is_not_the_users_mistake(tmp_path: Path, small_plan: Callable) -> None:
+    plan = small_plan(tmp_path)
+    Path(plan.run_dir).mkdir()
+    with pytest.raises(RecipeError) as caught:
+        create(plan, is_chosen=True)
+    assert caught.value.problems[0][1] == "another run has just taken it: start again"
+
+
+def test_file_in_the_way_is_refused(tmp_path: Path, small_plan: Callable) -> None:
+    plan = small_plan(tmp_path)
+    Path(plan.run_dir).touch()
+    with pytest.raises(RecipeError) as caught:
+        create(plan)
+    assert caught.value.message == f"{plan.run_dir}: a file is in the way"
+
+
+def test_folder_that_cannot_be_written_is_a_preflight_error(tmp_path: Path, small_plan: Callable) -> None:
+    plan = replace(small_plan(tmp_path), run_dir="/sys/small-1")  # nobody can make a folder there, root included
+    with pytest.raises(PreflightError) as caught:
+        create(plan)
+    assert (caught.value.message, caught.value.hint) == (
+        "/sys/small-1: cannot be written",
+        "set cluster.run_dir to a folder that you can write to",
+    )
+
+
+def test_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_plan: Callable) -> None:
+    def full(self: RunPlan, path: Path) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    plan = small_plan(tmp_path)
+    monkeypatch.setattr(RunPlan, "write", full)
+    with pytest.raises(PreflightError) as caught:
+        create(plan)
+    assert caught.value.message == f"{plan.run_dir}: no space left"
+    assert caught.value.hint == "free some space, or set cluster.run_dir to a roomier place"
+    assert not Path(plan.run_dir).exists()
+
+
+def test_other_os_errors_are_told_in_the_systems_words() -> None:
+    error = cannot_write(Path("/x"), OSError(errno.ENAMETOOLONG, "File name too long"))
+    assert error.message == "/x: File name too long"
+
+
+def test_record_survives_the_round_trip(tmp_path: Path, small_plan: Callable) -> None:
+    with create(small_plan(tmp_path)) as session:
+        session.update(state=RunStatus.RUNNING, phase="rollout")
+        assert read_record(session.run_dir) == RunRecord(RunStatus.RUNNING, phase="rollout")
+        session.finish(state=RunStatus.STOPPED, exit_code=130, reason="stopped by SIGINT")
+    expected = RunRecord(RunStatus.STOPPED, phase="rollout", exit_code=130, reason="stopped by SIGINT")
+    assert read_record(session.run_dir) == expected
+
+
+def test_error_inside_a_session_marks_the_run_as_failed(tmp_path: Path, small_plan: Callable) -> None:
+    with pytest.raises(PreflightError), create(small_plan(tmp_path)) as session:
+        raise PreflightError("/tmp/x: no space left")
+    record = read_record(session.run_dir)
+    assert (record.state, record.exit_code) == (RunStatus.FAILED, 3)
+    assert record.reason == "PreflightError: /tmp/x: no space left"
+
+
+def test_lock_tells_whether_the_launcher_lives(tmp_path: Path, small_plan: Callable) -> None:
+    with create(small_plan(tmp_path)) as session:
+        assert has_launcher(session.run_dir)
+    assert not has_launcher(session.run_dir)
+
+
+def test_free_name_is_after_the_highest(tmp_path: Path) -> None:
+    assert free_run_dir(tmp_path / "none", name="a") == tmp_path / "none" / "a-1"
+    for name in ("a-2", "a-10", "a-b-77", "a-11.old", "b-40"):
+        (tmp_path / name).mkdir()
+    assert free_run_dir(tmp_path, name="a") == tmp_path / "a-11"
+
+
+def test_ray_dir_is_private_and_replaces_a_leftover(tmp_path: Path) -> None:
+    folder = Path("/tmp") / f"ray-dir-test-{os.getpid()}"
+    try:
+        make_ray_dir(str(folder))
+        (folder / "old").touch()
+        made = make_ray_dir(str(folder))
+        assert list(made.iterdir()) == []
+        assert made.stat().st_mode & 0o777 == 0o700
+    finally:
+        folder.rmdir()
+
+
+def test_ray_dir_too_long_for_a_socket_is_refused() -> None:
+    wanted = "/tmp/" + "x" * 60
+    with pytest.raises(PreflightError) as caught:
+        make_ray_dir(wanted)
+    assert caught.value.message == f"{wanted}: too long for Ray's sockets, which have 45 bytes for it"
+    assert caught.value.hint == "set TMPDIR to a short path such as /tmp"
+
+
+def test_ray_dir_that_is_a_link_is_refused() -> None:
+    link = Path("/tmp") / f"ray-link-test-{os.getpid()}"
+    link.symlink_to("/nowhere")
+    try:
+        with pytest.raises(PreflightError) as caught:
+            make_ray_dir(str(link))
+        assert caught.value.message == f"{link}: belongs to somebody else"
+    finally:
+        link.unlink()
+
+
+def test_ray_logs_are_kept_once(tmp_path: Path) -> None:
+    logs = tmp_path / "ray" / "session_1" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "raylet.err").write_text("bad")
+    (tmp_path / "ray" / "session_latest").symlink_to(logs.parent)
+    assert keep_ray_logs(tmp_path / "ray", target=tmp_path / "kept")
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["raylet.err"]

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from appliance.errors import RecipeError
+from appliance.run.events import append_event
+from appliance.run.session import RunStatus, Session, create_session
+from appliance.run.status import find_run, print_logs, print_status
+
+METRICS = (
+    '{"step": 0, "time_s": 50, "val_reward_mean": 0.2, "val_samples": 512}\n'
+    '{"step": 1, "time_s": 54, "reward_mean": 0.25, "rollout_tokens_per_s": 400, "step_s": 4, "is_ess": 0.9}\n'
+    '{"step": 2, "time_s": 58, "reward_mean": 0.35, "rollout_tokens_per_s": 500, "step_s": 4, "is_ess": 0.1}\n'
+    '{"step": 3, "ti'
+)
+
+
+def create(plan: object) -> Session:
+    session = create_session(plan, recipe_yaml="name: small\n", is_chosen=True)
+    (session.run_dir / "metrics.jsonl").write_text(METRICS)
+    return session
+
+
+def test_status_of_a_running_run(tmp_path: Path, small_plan: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    with create(small_plan(tmp_path, steps=10)) as session:
+        session.update(state=RunStatus.RUNNING, phase="rollout")
+        print_status("small-1", run_root=tmp_path)
+        session.finish(state=RunStatus.DONE, exit_code=0, reason="")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:-1] == [
+        "run         small-1: int8 rollouts, tis with cap 2",
+        "state       running",
+        "phase       generating rollouts",
+        "step        2 of 10, about 32 s left",
+        "reward      0.350 in step 2, 0.250 in the first",
+        "validation  0.200 before  (512 problems, greedy)",
+        "speed       450 tokens/s of rollout (median)",
+        "mismatch    fine in 1 of 2 steps",
+    ]
+    assert lines[-1] == f"folder      {tmp_path / 'small-1'}"
+
+
+def test_status_of_a_failed_run_repeats_the_hint(
+    tmp_path: Path, small_plan: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with create(small_plan(tmp_path)) as session:
+        append_event(session.run_dir, kind="failure", what="bad", why="SyncError", hint="see the log", exit_code=4)
+        session.finish(state=RunStatus.FAILED, exit_code=4, reason="bad")
+    print_status(str(session.run_dir), run_root=Path("elsewhere"))
+    lines = capsys.readouterr().out.splitlines()
+    assert "state       failed (exit code 4): bad" in lines
+    assert "hint        see the log" in lines
+
+
+def test_status_for_machines(tmp_path: Path, small_plan: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    with create(small_plan(tmp_path)) as session:
+        session.finish(state=RunStatus.STOPPED, exit_code=130, reason="stopped by SIGINT, nothing was saved")
+    print_status("small-1", run_root=tmp_path, json_mode=True)
+    assert json.loads(capsys.readouterr().out) == {
+        "schema_version": 1,
+        "state": "stopped",
+        "phase": "starting",
+        "attempt": 1,
+        "exit_code": 130,
+        "reason": "stopped by SIGINT, nothing was saved",
+        "run_dir": str(tmp_path / "small-1"),
+        "step": 2,
+        "steps": 3,
+        "reward_mean": 0.35,
+        "val_reward_before": 0.2,
+        "val_reward_mean": 0.2,
+        "rollout_tokens_per_s": 450.0,
+    }
+
+
+def test_logs_in_the_order_of_the_work(
+    tmp_path: Path, small_plan: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with create(small_plan(tmp_path)) as session:
+        session.finish(state=RunStatus.DONE, exit_code=0, reason="")
+    (session.log_dir / "train.log").write_bytes(b"trained \xff\n")
+    (session.log_dir / "prepare.log").write_text("prepared")
+    print_logs("small-1", run_root=tmp_path)
+    printed = capsys.readouterr()
+    assert printed.out == "prepared\ntrained \ufffd\n"
+    assert printed.err.splitlines() == [f"== {session.log_dir}/prepare.log", f"== {session.log_dir}/train.log"]
+
+
+def test_run_without_logs(tmp_path: Path, small_plan: Callable) -> None:
+    with create(small_plan(tmp_path)) as session:
+        session.finish(state=RunStatus.DONE, exit_code=0, reason="")
+    with pytest.raises(RecipeError) as caught:
+        print_logs("small-1", run_root=tmp_path)
+    assert caught.value.message == f"run `small-1`: no logs in {session.log_dir} yet"
+
+
+def test_unknown_run_names_those_there_are(tmp_path: Path, small_plan: Callable) -> None:
+    create(small_plan(tmp_path))
+    with pytest.raises(RecipeError) as caught:
+        find_run("smal", run_root=tmp_path)
+    assert caught.value.problems == [
+        ("run `smal`: no folder of that path or name with a run.json", f"runs in {tmp_path}: small-1")
+    ]
+
+
+def test_no_runs_at_all(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as caught:
+        find_run("a", run_root=tmp_path / "runs")
+    assert caught.value.problems[0][1] == f"there are no runs in {tmp_path / 'runs'}"
+
+
+def test_broken_run_folder_is_told(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(RecipeError) as caught:
+        print_status(str(tmp_path), run_root=tmp_path)
+    assert caught.value.message == (
+        f"{tmp_path}: cannot be read as a run: [Errno 2] No such file or directory: '{tmp_path}/plan.json'"
+    )

@@ -1,0 +1,220 @@
+"""Real children: what they print, how they end, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from appliance.run.keeper import KeeperReport
+from appliance.run.supervise import Interrupts, supervise
+
+# A daemon without parent, session or mark that tie it to the run. It says its process id, and ignores SIGTERM.
+DAEMON = """
+import os, signal, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        code = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(100)"
+        os.execve(sys.executable, [sys.executable, "-S", "-c", code, sys.argv[1] + ".daemon"], {})
+    os._exit(0)
+os.wait()
+while not os.path.exists(sys.argv[1] + ".daemon") or not open(sys.argv[1] + ".daemon").read():
+    time.sleep(0.01)
+open(sys.argv[1], "w").write(str(os.getpid()))
+"""
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+POLITE = "import signal, sys; signal.signal(signal.SIGTERM, lambda *a: sys.exit(7))\n"
+READY = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid()))\n"
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    return folder
+
+
+def child(
+    run_dir: Path,
+    code: str,
+    *arguments: str,
+    interrupts: Interrupts | None = None,
+    on_tick: Callable[[], None] = lambda: None,
+    grace_s: float = 5.0,
+) -> KeeperReport:
+    return supervise(
+        [sys.executable, "-c", code, *arguments],
+        run_dir=run_dir,
+        env={**os.environ, "HELLO": "from the launcher"},
+        log=run_dir / "log",
+        interrupts=interrupts or Interrupts(),
+        on_tick=on_tick,
+        grace_s=grace_s,
+        patience_s=0.3,
+    )
+
+
+def when_written(path: Path, *actions: Callable[[], None]) -> Callable[[], None]:
+    """A tick that does one action per tick once the file has content."""
+    rest = list(actions)
+
+    def tick() -> None:
+        if rest and path.exists() and path.read_text():
+            rest.pop(0)()
+
+    return tick
+
+
+def pids(*paths: Path) -> Sequence[int]:
+    return [int(path.read_text()) for path in paths]
+
+
+def test_output_and_environment_of_the_child(run_dir: Path) -> None:
+    code = "import os, sys; print(os.environ['HELLO'], os.environ['APPLIANCE_RUN']); print('bad', file=sys.stderr)"
+    assert child(run_dir, code) == KeeperReport(0, ended=(), left=())
+    assert (run_dir / "log").read_text().splitlines() == [f"from the launcher {run_dir}", "bad"]
+
+
+def test_log_is_appended(run_dir: Path) -> None:
+    (run_dir / "log").write_text("before\n")
+    child(run_dir, "print('after')")
+    assert (run_dir / "log").read_text() == "before\nafter\n"
+
+
+@pytest.mark.parametrize(("code", "returncode"), [("raise SystemExit(4)", 4), ("import os; os.abort()", -6)])
+def test_how_the_child_ended(run_dir: Path, code: str, returncode: int) -> None:
+    assert child(run_dir, code).returncode == returncode
+
+
+def test_program_that_does_not_exist(run_dir: Path) -> None:
+    report = supervise(
+        ["/nowhere/python"],
+        run_dir=run_dir,
+        env=os.environ,
+        log=run_dir / "log",
+        interrupts=Interrupts(),
+        on_tick=lambda: None,
+    )
+    assert report == KeeperReport(127, ended=(), left=())
+    assert (run_dir / "log").read_text() == "/nowhere/python: No such file or directory\n"
+
+
+def test_child_has_no_terminal_input_and_a_session_of_its_own(run_dir: Path) -> None:
+    child(run_dir, "import os, sys; print(repr(sys.stdin.read()), os.getsid(0))")
+    text, session = (run_dir / "log").read_text().split()
+    assert text == "''"
+    assert int(session) != os.getsid(0)
+
+
+def test_daemon_of_a_child_that_ended_well_is_ended(run_dir: Path, is_alive: Callable) -> None:
+    report = child(run_dir, DAEMON, str(run_dir / "pid"))
+    (pid,) = pids(run_dir / "pid.daemon")
+    assert report.returncode == 0
+    assert len(report.ended) == 1
+    assert report.ended[0].endswith(f"({pid})")
+    assert not is_alive(pid)
+
+
+def test_first_signal_asks_the_child_to_end(run_dir: Path) -> None:
+    with Interrupts() as interrupts:
+        report = child(
+            run_dir,
+            POLITE + READY + "time.sleep(100)",
+            str(run_dir / "pid"),
+            interrupts=interrupts,
+            on_tick=when_written(run_dir / "pid", lambda: os.kill(os.getpid(), signal.SIGINT)),
+        )
+    assert interrupts.names == ["SIGINT"]
+    assert report == KeeperReport(7, ended=(), left=())
+
+
+def test_child_that_ignores_the_signal_is_killed_after_the_grace(run_dir: Path) -> None:
+    start = time.monotonic()
+    with Interrupts() as interrupts:
+        report = child(
+            run_dir,
+            STUBBORN + READY + "time.sleep(100)",
+            str(run_dir / "pid"),
+            interrupts=interrupts,
+            on_tick=when_written(run_dir / "pid", lambda: os.kill(os.getpid(), signal.SIGTERM)),
+            grace_s=0.5,
+        )
+    assert interrupts.names == ["SIGTERM"]
+    assert report == KeeperReport(-9, ended=(), left=())
+    assert 0.5 < time.monotonic() - start < 5
+
+
+def test_second_signal_ends_everything_at_once(run_dir: Path, is_alive: Callable) -> None:
+    code = STUBBORN + DAEMON + "time.sleep(100)"
+    start = time.monotonic()
+    with Interrupts() as interrupts:
+        report = child(
+            run_dir,
+            code,
+            str(run_dir / "pid"),
+            interrupts=interrupts,
+            on_tick=when_written(run_dir / "pid", *[lambda: os.kill(os.getpid(), signal.SIGINT)] * 2),
+            grace_s=60.0,
+        )
+    assert report.returncode == -9
+    assert time.monotonic() - start < 10
+    assert not any(map(is_alive, pids(run_dir / "pid", run_dir / "pid.daemon")))
+
+
+def test_error_of_the_watcher_ends_the_child(run_dir: Path, is_alive: Callable) -> None:
+    def broken() -> None:
+        raise BrokenPipeError("nobody reads")
+
+    tick = when_written(run_dir / "pid", broken)
+    with pytest.raises(BrokenPipeError, match="nobody reads"):
+        child(run_dir, STUBBORN + READY + "time.sleep(100)", str(run_dir / "pid"), on_tick=tick)
+    assert not is_alive(*pids(run_dir / "pid"))
+
+
+def test_killed_keeper_takes_the_child_with_it(run_dir: Path, is_alive: Callable) -> None:
+    def kill_keeper() -> None:
+        (pid,) = pids(run_dir / "pid")
+        os.kill(int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1]), signal.SIGKILL)
+
+    report = child(
+        run_dir,
+        DAEMON + "time.sleep(100)",
+        str(run_dir / "pid"),
+        on_tick=when_written(run_dir / "pid", kill_keeper),
+    )
+    (daemon,) = pids(run_dir / "pid.daemon")
+    assert report.returncode == -9
+    assert [name for name in report.ended if name.endswith(f"({daemon})")]
+    assert not any(map(is_alive, pids(run_dir / "pid", run_dir / "pid.daemon")))
+
+
+def test_processes_of_others_are_left_alone(run_dir: Path, is_alive: Callable) -> None:
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    try:
+        child(run_dir, DAEMON, str(run_dir / "pid"))
+        assert is_alive(other.pid)
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_interrupts_restore_the_handlers_and_leave_nohup_alone() -> None:
+    assert threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        handler = signal.getsignal(signal.SIGINT)
+        with Interrupts():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGINT) != handler
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGHUP, before)
