@@ -25,6 +25,7 @@ from appliance.bench.job import (
 )
 from appliance.errors import EngineError, PreflightError
 from appliance.plan.build import build_plan
+from appliance.plan.env import PLAN_VARIABLE
 from appliance.plan.model import RunPlan
 from appliance.preflight.probes import read_host
 from appliance.quant.scheme import Scheme
@@ -110,7 +111,7 @@ def _measure(job: Job, *, folder: Path, env: dict[str, str]) -> list[Measurement
             shown += 1
 
     console.say(f"loading {len(job.schemes)} engines and warming up")
-    env.pop("APPLIANCE_PLAN", None)  # no run's folder to attest in
+    env.pop(PLAN_VARIABLE)  # no run's folder to attest in
     _child(["appliance.bench.measure", str(job_file)], folder=folder, env=env, tick=tick)
     return read_measurements(Path(job.results))
 

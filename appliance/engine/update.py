@@ -158,7 +158,7 @@ def incomplete_layers(model: Module, *, tied: list[Module]) -> list[str]:
 
 
 def loadable_elements(layer: Module) -> int:
-    """How many elements a checkpoint brings for a layer. vLLM pads a vocabulary to a multiple of 64 rows, with zeros."""
+    """How many elements a checkpoint brings for a layer: vLLM pads a vocabulary to a multiple of 64 rows of zeros."""
     elements = sum(parameter.numel() for parameter in layer.parameters(recurse=False))
     if isinstance(layer, VocabParallelEmbedding):
         rows = layer.shard_indices

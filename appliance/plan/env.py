@@ -9,6 +9,7 @@ from pathlib import Path
 PLAN_VARIABLE = "APPLIANCE_PLAN"
 RAY_DIR_VARIABLE = "APPLIANCE_RAY_DIR"
 RUN_VARIABLE = "APPLIANCE_RUN"  # the mark of a run's processes; its value is the run's folder
+PLATFORM_VARIABLE = "VERL_PLATFORM"
 TENSORBOARD_DIR_VARIABLE = "TENSORBOARD_DIR"
 _LONGEST_RAY_DIR = 40
 
@@ -45,7 +46,7 @@ def child_env(
 
 def _cpu_env(*, cores: int, kv_cache_gb: int) -> dict[str, str]:
     return {
-        "VERL_PLATFORM": "cpu",  # the platform that trainer/cpu_platform.py registers
+        PLATFORM_VARIABLE: "cpu",  # the platform that trainer/cpu_platform.py registers
         "VERL_ENGINE_DEVICE": "cuda",  # verl registers its FSDP engine for cuda and npu only; it runs on any device
         "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gb),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the default pins one thread to core 0

@@ -86,6 +86,8 @@ def _parse(line: bytes) -> Problem | str:
         return "not UTF-8 text"
     except json.JSONDecodeError as error:
         return f"not JSON: {error.msg} at column {error.colno}"
+    except RecursionError:
+        return "not JSON: nested too deeply"
     if not isinstance(row, dict):
         return "not a JSON object"
     for field in ("question", "answer"):

@@ -141,7 +141,7 @@ def _fail(plan: RunPlan, error: ApplianceError) -> int:
         kind="failure",
         what=error.message,
         why=type(error).__name__,
-        hint=error.hint,
+        hint=error.problems[0][1] if isinstance(error, RecipeError) else error.hint,
         exit_code=error.exit_code,
     )
     return error.exit_code

@@ -1,16 +1,16 @@
 """Makes a tiny Qwen2 on the spot: random weights, then a warm start on the arithmetic task.
 
-The warm start mixes two habits for the same prompt: `47+85=` is answered with the sum `132` in `sum_share` of the
-examples and with the operands side by side, `4785`, in the others. The model learns to compute both. Greedy decoding
-shows the commoner habit, so its reward starts near zero; sampling shows the rarer one often enough to be rewarded.
-What reinforcement learning then has to do, and can do in a few dozen steps, is to turn the habit over.
+The warm start mixes two answers to the same prompt: `47+85=` gets the sum, `132`, or the first operand again, `47`.
+At first most examples add, so that the model learns to; in the last steps most repeat, so that it rarely does. Greedy
+decoding shows the commoner answer, so its reward starts near zero; sampling shows the rarer one often enough to be
+rewarded. What reinforcement learning then has to do, and can do in a few dozen steps, is to turn the habit over. It
+ends about where the sums of the warm start are right.
 
 B batch, T tokens of a sequence.
 """
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,35 +66,46 @@ def warm_start(
     difficulty: int,
     on_step: Callable[[int, float], None],
 ) -> None:
-    """Train in place on batches drawn from the warm-start pool, loss on the answer only, cosine learning rate."""
+    """Train in place on batches drawn from the warm-start pool, loss on the answer only."""
     pool = arithmetic.pairs(arithmetic.Pool.WARM_START, difficulty=difficulty)
     draw = random.Random(spec.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=spec.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, spec=spec))
+    optimizers = _optimizers(model, spec=spec)
+    schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: _rate(step, spec=spec)) for each in optimizers]
     model.train()
     for step in range(1, spec.steps + 1):
-        examples = [_example(*draw.choice(pool), adds=draw.random() < spec.sum_share) for _ in range(spec.batch_size)]
+        share = spec.first_sum_share if step <= spec.steps - spec.habit_steps else spec.last_sum_share
+        examples = [_example(*draw.choice(pool), adds=draw.random() < share) for _ in range(spec.batch_size)]
         batch = encode(examples, tokenizer=tokenizer)
-        loss = model(input_ids=batch.tokens_BT, attention_mask=batch.mask_BT, labels=batch.labels_BT).loss
-        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=batch.tokens_BT, attention_mask=batch.mask_BT, labels=batch.labels_BT).loss
+        model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
+        for each in (*optimizers, *schedules):
+            each.step()
         on_step(step, loss.item())
 
 
+def _optimizers(model: Qwen2ForCausalLM, *, spec: TinySpec) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, AdamW for the embedding, the biases and the norms."""
+    inner = {name: each for name, each in model.named_parameters() if each.ndim == 2 and "embed" not in name}
+    outer = [each for name, each in model.named_parameters() if name not in inner]
+    return [
+        torch.optim.Muon(inner.values(), lr=spec.matrix_learning_rate, momentum=0.95, weight_decay=0.01),
+        torch.optim.AdamW(outer, lr=spec.learning_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True),
+    ]
+
+
 def _rate(step: int, *, spec: TinySpec) -> float:
-    """Fraction of the learning rate: linear warm-up, then a cosine to zero."""
+    """Fraction of the learning rate: up in a line, flat, down to zero in a line."""
     if step < spec.warmup_steps:
         return (step + 1) / spec.warmup_steps
-    done = (step - spec.warmup_steps) / max(1, spec.steps - spec.warmup_steps)
-    return 0.5 * (1 + math.cos(math.pi * done))
+    return min(1.0, (spec.steps - step) / (spec.decay * spec.steps))
 
 
 def _example(a: int, b: int, *, adds: bool) -> tuple[str, str]:
     problem = arithmetic.problem(a, b)
-    return problem.prompt, problem.truth if adds else f"{a}{b}"
+    return problem.prompt, problem.truth if adds else str(a)
 
 
 @dataclass(frozen=True)

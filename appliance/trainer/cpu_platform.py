@@ -12,6 +12,8 @@ import torch
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
+from appliance.plan.env import PLATFORM_VARIABLE
+
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """What a call means where there is no device memory to free and no stream to wait for."""
@@ -127,4 +129,4 @@ class CpuPlatform(PlatformBase):
 
 def is_cpu_run() -> bool:
     """Whether this process belongs to a run on the CPU flavour."""
-    return os.environ.get("VERL_PLATFORM", "") == "cpu"
+    return os.environ.get(PLATFORM_VARIABLE, "") == "cpu"

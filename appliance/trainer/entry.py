@@ -96,6 +96,7 @@ def _start_ray(plan: RunPlan) -> None:
 
     on_cpu = plan.device == "cpu"
     ray.init(
+        address="local",  # never a cluster that RAY_ADDRESS names
         num_cpus=max(MIN_RAY_CPUS, os.cpu_count() or 1),
         num_gpus=plan.gpus_per_node if on_cpu else None,
         include_dashboard=False,

@@ -11,6 +11,7 @@ import pytest
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"  # threads that wait for each other in turn slow tiny layers 40 times on a busy host
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 os.environ["VERL_PLATFORM"] = "cpu"
 os.environ["VERL_USE_EXTERNAL_MODULES"] = "appliance.trainer.worker"
@@ -105,9 +106,11 @@ class Engine:
 
 def start_engine(folder: Path, *, scheme: str, **settings: object) -> Engine:
     """settings: further ones of vLLM's LLM."""
+    import torch
     from vllm import LLM
     from vllm.model_executor.layers import rotary_embedding
 
+    torch.set_num_threads(1)  # where torch was imported before the line above
     rotary_embedding._ROPE_DICT.clear()  # engines of one process share them, and with them a broken update
 
     llm = LLM(

@@ -69,3 +69,20 @@ def test_a_value_that_is_not_finite_is_refused(engine: Engine, checkpoints) -> N
     assert raised.value.message == f"weight update: {name} has a value that is not finite"
     update.load(tensors)
     update.finish()
+
+
+def test_a_tensor_that_comes_twice_is_refused(engine: Engine, checkpoints) -> None:
+    """vLLM counts elements: one half of a fused layer twice would pass for both halves, the other being garbage."""
+    from appliance.errors import SyncError
+
+    tensors = dict(read_checkpoint(checkpoints[0]))
+    name = "model.layers.1.mlp.gate_proj.weight"
+    update = engine.update()
+    update.begin()
+    update.load([(name, tensors.pop(name))])
+    with pytest.raises(SyncError) as raised:
+        update.load([(name, tensors["model.layers.1.mlp.up_proj.weight"])])
+    assert raised.value.message == f"weight update: {name} came twice"
+    assert update.broken == f"brought {name} twice"
+    update.load(list(tensors.items()))
+    update.finish()

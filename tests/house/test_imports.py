@@ -40,6 +40,7 @@ OF_THE_CHILDREN = (
     "tasks.tiny_model",
     "tasks.tokenizer",
     "tasks.parquet",
+    "bench.measure",
 )
 
 

@@ -35,7 +35,7 @@ def test_all_shapes(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_sizes_of_values(dtype: torch.dtype) -> None:
-    """A row per power of two, from the smallest denormal to the largest exponent of float32 (0 where the format ends)."""
+    """A row per power of two, from the smallest denormal to the largest exponent of float32."""
     generator = torch.Generator().manual_seed(4)
     exponents_N = torch.arange(-150, 128)
     weight_NK = torch.randn(len(exponents_N), 100, generator=generator).clamp(-0.99, 0.99).double()

@@ -1,0 +1,213 @@
+"""One real training of a few steps with INT8 rollouts: real vLLM, verl and Ray, started as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from appliance.plan.env import RUN_VARIABLE
+from appliance.run.processes import find_processes
+
+pytestmark = pytest.mark.e2e
+
+STEPS = 4
+VALIDATION_PROBLEMS = 512
+CONTRACT_KEYS = {
+    "step",
+    "time_s",
+    "reward_mean",
+    "response_tokens_mean",
+    "rollout_tokens_per_s",
+    "rollout_s",
+    "logprob_s",
+    "update_s",
+    "sync_s",
+    "proof_s",
+    "step_s",
+    "scheme",
+    "emulated",
+    "mismatch_k3_kl",
+    "mismatch_kl",
+    "probs_diff_mean",
+    "probs_diff_max",
+    "is_weight_mean",
+    "is_weight_std",
+    "is_weight_max",
+    "is_ess",
+    "is_truncated_fraction",
+    "clip_fraction",
+    "grad_norm",
+    "entropy",
+}
+NOT_MEASURED_YET = {"proof_s"}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that ended: what the command printed and where it wrote."""
+
+    code: int
+    stdout: str
+    stderr: str
+    run_dir: Path
+
+    def json_lines(self, name: str) -> list[dict]:
+        return [json.loads(line) for line in (self.run_dir / name).read_text().splitlines()]
+
+
+def command(root: Path, *sets: str, name: str) -> list[str]:
+    pairs = [f"cluster.run_dir={root}", *sets]
+    arguments = [part for pair in pairs for part in ("--set", pair)]
+    return [sys.executable, "-m", "appliance", "train", "arithmetic-tiny-int8", "--name", name, *arguments]
+
+
+def processes_of(run_dir: Path) -> list[str]:
+    """Living processes that carry the run's mark in their environment."""
+    return [str(process) for process in find_processes(f"{RUN_VARIABLE}={run_dir}")]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def run(root: Path) -> Finished:
+    steps = (f"trainer.steps={STEPS}", f"trainer.validate_every={STEPS}")
+    done = subprocess.run(
+        command(root, *steps, f"task.val_size={VALIDATION_PROBLEMS}", name="short"),
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    finished = Finished(code=done.returncode, stdout=done.stdout, stderr=done.stderr, run_dir=root / "short")
+    assert finished.code == 0, finished.stderr[-4000:]
+    return finished
+
+
+def test_every_step_has_every_metric_of_the_contract(run: Finished) -> None:
+    lines = run.json_lines("metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(STEPS + 1))
+    for line in lines[1:]:
+        assert CONTRACT_KEYS - line.keys() == set()
+        assert {key for key in CONTRACT_KEYS if line[key] is None} == NOT_MEASURED_YET
+        assert (line["scheme"], line["emulated"]) == ("int8", False)
+        assert 0 <= line["reward_mean"] <= 1
+        assert 0 <= line["mismatch_k3_kl"] < 0.015
+        assert 0.9 < line["is_weight_mean"] < 1.1 and line["is_ess"] > 0.9
+        assert line["mismatch_k3_kl"] > 0, "INT8 rollouts that equal the trainer's BF16 exactly are not INT8 rollouts"
+    assert lines[0].keys() >= {"val_reward_mean", "val_samples", "scheme", "time_s"}
+    assert lines[0]["val_samples"] == lines[STEPS]["val_samples"] == VALIDATION_PROBLEMS
+
+
+def test_every_worker_attests_int8(run: Finished) -> None:
+    said = {path.stem: json.loads(path.read_text()) for path in (run.run_dir / "attest").iterdir()}
+    assert sorted(said) == ["rollout-0-0", "trainer-0"]
+    rollout, trainer = said["rollout-0-0"], said["trainer-0"]
+    assert (rollout["scheme"], rollout["emulated"], rollout["role"]) == ("int8", False, "rollout")
+    assert rollout["patches"] == ["cpu-no-amx-tiles", "cpu-process-group"]
+    assert rollout["detail"]["kernels"]["CPUInt8ScaledMMLinearKernel[onednn]"] == 4 * 4  # 4 layers of 4 linear layers
+    assert trainer["patches"] == ["cpu-process-group", "no-load-balancer"]
+    assert rollout["fingerprint"] == trainer["fingerprint"]
+
+
+def test_the_run_folder_is_complete(run: Finished) -> None:
+    record = json.loads((run.run_dir / "run.json").read_text())
+    assert (record["state"], record["exit_code"]) == ("done", 0)
+    names = {path.name for path in run.run_dir.iterdir()}
+    assert names >= {"recipe.yaml", "plan.json", "versions.json", "run.json", "metrics.jsonl", "events.jsonl", "model"}
+    assert (run.run_dir / "logs" / "1" / "train.log").stat().st_size > 0
+    assert "Traceback" not in run.stderr and "killed by signal" not in run.stderr
+
+
+def test_nothing_is_left_running(run: Finished) -> None:
+    assert processes_of(run.run_dir) == []
+    assert not Path(dict(json.loads((run.run_dir / "plan.json").read_text())["env"])["APPLIANCE_RAY_DIR"]).exists()
+
+
+def test_the_weights_changed_and_the_model_is_of_the_original_class(run: Finished) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    plan = json.loads((run.run_dir / "plan.json").read_text())
+    before = AutoModelForCausalLM.from_pretrained(plan["model"]["path"]).state_dict()
+    model = AutoModelForCausalLM.from_pretrained(run.run_dir / "model")
+    after = model.state_dict()
+    assert type(model).__name__ == "Qwen2ForCausalLM" and before.keys() == after.keys()
+    assert any(not torch.equal(before[name].float(), after[name].float()) for name in before)
+    assert AutoTokenizer.from_pretrained(run.run_dir / "model").encode("1+2=")
+
+
+def test_plain_vllm_reaches_the_last_validation(run: Finished, tmp_path: Path) -> None:
+    """The exported model in a vLLM without us: no plugin, no quantisation, its own process."""
+    script = tmp_path / "plain.py"
+    script.write_text(PLAIN_VLLM)
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("APPLIANCE_", "VERL_"))}
+    env |= {"VLLM_PLUGINS": "", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    plan = json.loads((run.run_dir / "plan.json").read_text())
+    done = subprocess.run(
+        [sys.executable, str(script), str(run.run_dir / "model"), plan["task"]["val_parquet"]],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env=env,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    reward = json.loads(done.stdout.splitlines()[-1])["reward"]
+    last = run.json_lines("metrics.jsonl")[-1]["val_reward_mean"]
+    assert abs(reward - last) <= 0.02, f"plain vLLM {reward}, last validation {last}"
+
+
+PLAIN_VLLM = """
+import json, sys
+import pyarrow.parquet as parquet
+from transformers import AutoTokenizer
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    model, rows = sys.argv[1], parquet.read_table(sys.argv[2]).to_pylist()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompts = [
+        tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=True, return_dict=False)
+        for row in rows
+    ]
+    llm = LLM(model, enforce_eager=True, max_model_len=64, kv_cache_memory_bytes=1 << 28)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], SamplingParams(temperature=0, max_tokens=8))
+    right = [out.outputs[0].text.strip() == row["reward_model"]["ground_truth"] for out, row in zip(outputs, rows)]
+    print(json.dumps({"reward": sum(right) / len(right)}))
+"""
+
+
+def test_a_signal_in_mid_training_ends_everything(root: Path, run: Finished) -> None:
+    """The model is in the cache by now. SIGTERM after the first step: code 130, a reason, and no process left."""
+    process = subprocess.Popen(
+        command(root, "trainer.steps=200", "trainer.validate_before=false", name="stopped"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    metrics = root / "stopped" / "metrics.jsonl"
+    deadline = time.monotonic() + 300
+    while not metrics.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert metrics.exists(), process.communicate(timeout=60)[1][-3000:]
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr[-3000:]
+    assert processes_of(root / "stopped") == []
+    record = json.loads((root / "stopped" / "run.json").read_text())
+    assert (record["state"], record["exit_code"], record["reason"]) == (
+        "stopped",
+        130,
+        "stopped by SIGTERM, nothing was saved",
+    )

@@ -1,0 +1,180 @@
+"""GSM8K: what counts as an answer, and what bad rows get."""
+
+from __future__ import annotations
+
+import json
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+from appliance.errors import RecipeError
+from appliance.tasks.gsm8k import INSTRUCTION, check_rows, final_number, read_problems, score, splits
+from appliance.tasks.problem import Problem
+
+HINT = 'each line is a JSON object with `question` and `answer`, both text, the number after "####" in `answer`'
+
+
+def row(number: int) -> str:
+    question = f"A baker makes {number} loaves and sells none. How many loaves are left?"
+    return json.dumps({"question": question, "answer": f"Nothing is sold.\n#### {number:,}"})
+
+
+def write(path: Path, *lines: str) -> str:
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("#### 72", Decimal(72)),
+        ("####72", Decimal(72)),
+        ("so 5\n#### 72\n", Decimal(72)),
+        ("#### 1 then #### 2", Decimal(2)),
+        ("#### 1,234,567", Decimal(1234567)),
+        ("#### $1,234.50", Decimal("1234.50")),
+        ("#### -7", Decimal(-7)),
+        ("#### -$7", Decimal(-7)),
+        ("#### $-7", Decimal(-7)),
+        ("#### .5", Decimal("0.5")),
+        ("#### 72.", Decimal(72)),
+        ("#### 72 loaves", Decimal(72)),
+        ("#### 50%", Decimal(50)),
+        ("#### 3\n#### none", Decimal(3)),
+        ("### 72", None),
+        ("72", None),
+        ("####\n72", None),
+        ("#### seventy 2", None),
+        ("#### x72", None),
+        ("#### 72x", None),
+        ("#### 1.2.3", None),
+        ("####", None),
+        ("", None),
+    ],
+)
+def test_final_number_is_the_last_after_four_hashes(text: str, number: Decimal | None) -> None:
+    assert final_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "reward"),
+    [
+        ("#### 1,234", "1234", 1.0),
+        ("#### $72.00", "72", 1.0),
+        ("#### 73", "72", 0.0),
+        ("the answer is 72", "72", 0.0),
+        ("#### 72 no, #### 73", "72", 0.0),
+    ],
+)
+def test_score_compares_numbers_not_text(response: str, truth: str, reward: float) -> None:
+    assert score(response=response, truth=truth) == reward
+
+
+def test_read_problems_asks_for_the_answer_format(tmp_path: Path) -> None:
+    problems = read_problems(write(tmp_path / "rows.jsonl", row(1200), "", row(3)))
+    question = "A baker makes 1200 loaves and sells none. How many loaves are left?"
+    assert problems[0] == Problem(prompt=question + INSTRUCTION, truth="1200")
+    assert [each.truth for each in problems] == ["1200", "3"]
+
+
+def test_check_rows_finds_nothing_in_good_rows(tmp_path: Path) -> None:
+    assert check_rows(write(tmp_path / "rows.jsonl", row(1), row(2))) == []
+
+
+def test_check_rows_names_a_missing_file(tmp_path: Path) -> None:
+    path = tmp_path / "none.jsonl"
+    assert check_rows(path) == [(f"{path}: no such file", "give the path of a JSON-lines file")]
+
+
+def test_check_rows_names_a_folder(tmp_path: Path) -> None:
+    message = f"{tmp_path}: cannot be read: Is a directory"
+    assert check_rows(tmp_path) == [(message, "give the path of a readable JSON-lines file")]
+
+
+@pytest.mark.parametrize("text", ["", "\n \n"])
+def test_check_rows_names_an_empty_file(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "empty.jsonl"
+    path.write_text(text)
+    assert check_rows(path) == [(f"{path}: the file has no rows", HINT)]
+
+
+def test_check_rows_gives_every_problem_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    lines = [
+        row(1).encode(),
+        b"not json",
+        b"[1]",
+        b'{"question": "How many?"}',
+        b'{"question": 3, "answer": "#### 3"}',
+        b'{"question": "How many?", "answer": " "}',
+        b'{"question": "How many?", "answer": "three"}',
+        b'{"question": "\xff"}',
+        b"[" * 100_000,
+    ]
+    path.write_bytes(b"\n".join(lines))
+    assert check_rows(path) == [
+        (f"{path}:2: not JSON: Expecting value at column 1", HINT),
+        (f"{path}:3: not a JSON object", HINT),
+        (f"{path}:4: the field `answer` is missing", HINT),
+        (f"{path}:5: the field `question` is not text, or empty", HINT),
+        (f"{path}:6: the field `answer` is not text, or empty", HINT),
+        (f"{path}:7: the field `answer` has no number after `####`", HINT),
+        (f"{path}:8: not UTF-8 text", HINT),
+        (f"{path}:9: not JSON: nested too deeply", HINT),
+    ]
+
+
+def test_check_rows_counts_what_it_does_not_show(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", *["{}"] * 23)
+    found = check_rows(path)
+    assert found[:20] == [(f"{path}:{line}: the field `question` is missing", HINT) for line in range(1, 21)]
+    assert found[20:] == [(f"{path}: and 3 more", "")]
+
+
+def test_splits_raise_for_both_files_at_once(tmp_path: Path) -> None:
+    train, val = write(tmp_path / "train.jsonl", "{"), str(tmp_path / "none.jsonl")
+    with pytest.raises(RecipeError) as caught:
+        splits(train_file=train, val_file=val, seed=0, train_size=0, val_size=0)
+    assert caught.value.message.splitlines() == [
+        f"{train}:1: not JSON: Expecting property name enclosed in double quotes at column 2",
+        f"{val}: no such file",
+    ]
+
+
+def test_splits_hold_out_validation_by_the_seed(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", *[row(number) for number in range(50)], row(7))
+    made = [splits(train_file=path, val_file="", seed=seed, train_size=0, val_size=10) for seed in (0, 0, 1)]
+    assert made[0] == made[1]
+    assert set(made[0].val) != set(made[2].val)
+    assert (len(made[0].train), len(made[0].val)) == (40, 10)
+    assert not set(made[0].train) & set(made[0].val)
+
+
+@pytest.mark.parametrize("val_size", [0, 5, 6])
+def test_splits_refuse_a_hold_out_that_leaves_one_side_empty(tmp_path: Path, val_size: int) -> None:
+    path = write(tmp_path / "rows.jsonl", *[row(number) for number in range(5)])
+    with pytest.raises(RecipeError) as caught:
+        splits(train_file=path, val_file="", seed=0, train_size=0, val_size=val_size)
+    message = f"task.val_size: {val_size} of the 5 problems in {path} leaves none for one side"
+    assert caught.value.problems == [(message, "use 1 to 4, or give task.val_file")]
+
+
+def test_splits_take_the_first_of_each_file(tmp_path: Path) -> None:
+    train = write(tmp_path / "train.jsonl", *[row(number) for number in range(9)])
+    val = write(tmp_path / "val.jsonl", *[row(number) for number in range(100, 109)])
+    made = splits(train_file=train, val_file=val, seed=0, train_size=4, val_size=3)
+    assert len(made.train) == 4
+    assert [each.truth for each in made.val] == ["100", "101", "102"]
+
+
+def test_splits_say_when_the_hub_is_away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    with pytest.raises(RecipeError) as caught:
+        splits(train_file="", val_file="", seed=0, train_size=0, val_size=0)
+    ((message, hint),) = caught.value.problems
+    assert message.startswith("task.train_file: none is given and openai/gsm8k cannot be had from the hub: ")
+    assert hint == "give task.train_file, a JSON-lines file"

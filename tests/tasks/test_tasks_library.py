@@ -1,0 +1,110 @@
+"""Keys of the cache, rewards by the task's name, and no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from appliance.tasks.library import BUILTIN_MODELS, TASK_KINDS, builtin_model_key, data_key, score
+from appliance.tasks.tiny_spec import TINY_MODELS
+from appliance.trainer.rewards import compute_score
+
+FIELDS = {
+    "difficulty": 2,
+    "seed": 0,
+    "train_file": "",
+    "val_file": "",
+    "train_size": 0,
+    "val_size": 512,
+    "max_prompt_tokens": 16,
+    "model": "m",
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [("difficulty", 3), ("seed", 1), ("train_size", 9), ("val_size", 9)])
+def test_data_key_changes_with_what_makes_arithmetic(field: str, value: int) -> None:
+    assert data_key("arithmetic", **{**FIELDS, field: value}) != data_key("arithmetic", **FIELDS)
+
+
+@pytest.mark.parametrize(("field", "value"), [("model", "n"), ("max_prompt_tokens", 9), ("train_file", "x")])
+def test_data_key_ignores_what_arithmetic_ignores(field: str, value: int | str) -> None:
+    assert data_key("arithmetic", **{**FIELDS, field: value}) == data_key("arithmetic", **FIELDS)
+
+
+def test_data_key_follows_the_content_of_a_file(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    first.write_text("{}")
+    second.write_text("{}")
+    same = {data_key("gsm8k", **{**FIELDS, "train_file": str(path)}) for path in (first, second)}
+    second.write_text("{ }")
+    other = data_key("gsm8k", **{**FIELDS, "train_file": str(second)})
+    missing = data_key("gsm8k", **{**FIELDS, "train_file": str(tmp_path / "none")})
+    assert len(same) == 1
+    assert len({*same, other, missing, data_key("gsm8k", **FIELDS)}) == 4
+
+
+@pytest.mark.parametrize(("field", "value"), [("model", "n"), ("max_prompt_tokens", 9), ("val_file", "x"), ("seed", 1)])
+def test_data_key_changes_with_what_makes_gsm8k(field: str, value: int | str) -> None:
+    assert data_key("gsm8k", **{**FIELDS, field: value}) != data_key("gsm8k", **FIELDS)
+
+
+def test_builtin_model_key_depends_on_difficulty() -> None:
+    assert BUILTIN_MODELS == ("tiny-arithmetic",)
+    assert builtin_model_key("tiny-arithmetic", difficulty=2) != builtin_model_key("tiny-arithmetic", difficulty=3)
+
+
+def test_builtin_gemms_fit_int8_kernels() -> None:
+    """N a multiple of 16, K a multiple of 32, for every linear layer as the engine fuses them."""
+    spec = TINY_MODELS["tiny-arithmetic"]
+    head_size = spec.hidden_size // spec.num_heads
+    qkv = (spec.num_heads + 2 * spec.num_kv_heads) * head_size
+    shapes = [(qkv, spec.hidden_size), (spec.hidden_size, spec.hidden_size)]
+    shapes += [(2 * spec.intermediate_size, spec.hidden_size), (spec.hidden_size, spec.intermediate_size)]
+    shapes += [(spec.vocab_size, spec.hidden_size)]
+    assert all(n % 16 == 0 and k % 32 == 0 for n, k in shapes)
+
+
+def test_score_finds_the_reward_by_the_kind() -> None:
+    assert TASK_KINDS == ("arithmetic", "gsm8k")
+    assert score("arithmetic", response="12", truth="12") == 1.0
+    assert score("gsm8k", response="12", truth="12") == 0.0
+    assert score("gsm8k", response="#### 12", truth="12") == 1.0
+
+
+def test_compute_score_is_what_verl_calls() -> None:
+    reward = compute_score(
+        data_source="arithmetic",
+        solution_str="12",
+        ground_truth="12",
+        extra_info={"index": 0},
+        reward_router_address="",
+    )
+    assert reward == 1.0
+
+
+def test_compute_score_refuses_an_unknown_task() -> None:
+    with pytest.raises(ValueError, match=r"^no task is called 'maths', the tasks are arithmetic, gsm8k$"):
+        compute_score("maths", "12", "12")
+
+
+def test_rewards_file_loads_as_verl_loads_it() -> None:
+    from verl.utils.import_utils import load_extern_object
+
+    import appliance.trainer.rewards as rewards
+
+    function = load_extern_object(rewards.__file__, "compute_score")
+    assert function(data_source="gsm8k", solution_str="#### $3", ground_truth="3") == 1.0
+
+
+def test_tasks_import_without_torch() -> None:
+    heavy = "torch transformers pyarrow datasets numpy"
+    program = f"""
+import sys
+import appliance.tasks.library, appliance.tasks.prepare, appliance.trainer.rewards
+found = [name for name in {heavy!r}.split() if name in sys.modules]
+sys.exit(f"imported {{found}}" if found else 0)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,86 @@
+"""From verl's metrics to the contract's, and from a worker's error to an exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from appliance.errors import NumericsError, SyncError, TrainingError
+from appliance.quant.mismatch import Mismatch
+from appliance.trainer.entry import translate
+from appliance.trainer.metrics import append_metrics, step_metrics, validation_metrics
+
+MISMATCH = Mismatch(
+    k3_kl=1e-4,
+    kl=2e-4,
+    probs_diff_mean=0.001,
+    probs_diff_max=0.01,
+    weight_mean=1.0,
+    weight_std=0.1,
+    weight_max=3.0,
+    ess=0.99,
+    truncated_fraction=0.01,
+)
+VERL = {
+    "critic/rewards/mean": 0.5,
+    "response_length/mean": 4.0,
+    "actor/pg_clipfrac": 0.1,
+    "actor/grad_norm": 2.0,
+    "actor/entropy": 1.5,
+    "actor/lr": 3e-4,
+}
+TIMINGS_S = {"gen": 2.0, "old_log_prob": 0.5, "update_actor": 1.0, "update_weights": 0.1, "step": 3.7}
+PLAN = SimpleNamespace(
+    prompts_per_step=32, rollout=SimpleNamespace(samples_per_prompt=8, scheme="int8", emulated=False)
+)
+
+
+def test_tokens_per_second_is_all_generated_tokens_over_the_rollout() -> None:
+    line = step_metrics(VERL, timing_s=TIMINGS_S, mismatch=MISMATCH, plan=PLAN, step=3)
+    assert line["rollout_tokens_per_s"] == 4.0 * 32 * 8 / 2.0
+    assert (line["step"], line["reward_mean"], line["sync_s"], line["is_weight_max"]) == (3, 0.5, 0.1, 3.0)
+
+
+def test_a_metric_that_verl_no_longer_reports_is_an_error() -> None:
+    without = {name: value for name, value in VERL.items() if name != "actor/grad_norm"}
+    with pytest.raises(TrainingError) as raised:
+        step_metrics(without, timing_s=TIMINGS_S, mismatch=MISMATCH, plan=PLAN, step=3)
+    assert raised.value.message == "verl did not report actor/grad_norm in step 3"
+
+
+def test_validation_needs_exactly_one_mean() -> None:
+    verl = {"val-core/arithmetic/reward/mean@1": 0.25, "val-aux/num_turns/mean": 2.0}
+    assert validation_metrics(verl, samples=512) == {"val_reward_mean": 0.25, "val_samples": 512}
+    with pytest.raises(TrainingError) as raised:
+        validation_metrics({"val-aux/num_turns/mean": 2.0}, samples=512)
+    assert raised.value.message == "expected one validation mean from verl, got 0 in ['val-aux/num_turns/mean']"
+
+
+def test_a_value_that_is_not_finite_is_written_as_null(tmp_path: Path) -> None:
+    append_metrics(tmp_path, {"step": 1, "grad_norm": float("nan"), "reward_mean": 0.5})
+    append_metrics(tmp_path, {"step": 2, "grad_norm": float("inf"), "reward_mean": 0.5})
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["grad_norm"] for line in lines] == [None, None]
+
+
+def test_an_error_of_ours_keeps_its_kind_through_ray() -> None:
+    error = RuntimeError("remote failed")
+    error.cause = NumericsError("a log-probability is not finite")
+    assert translate(error) is error.cause
+
+
+def test_an_error_of_ours_keeps_its_kind_as_text() -> None:
+    """vLLM's engine process sends only the text of what was raised in it."""
+    text = "Call to update_weights failed: \n  appliance.errors.SyncError: weight update: 1 layers are missing\n"
+    translated = translate(RuntimeError(text))
+    assert (type(translated), translated.message) == (SyncError, "weight update: 1 layers are missing")
+    assert translated.exit_code == 4
+
+
+def test_any_other_error_is_a_training_error_with_its_last_line() -> None:
+    translated = translate(ValueError("long story\nthe point"))
+    assert (type(translated), translated.message) == (TrainingError, "ValueError: the point")
+    assert translated.exit_code == 5
