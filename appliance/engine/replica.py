@@ -64,6 +64,10 @@ def load_replica() -> type[RolloutReplica]:
                 weights_version=self.global_steps or 0,
             )
 
+        async def engine_problem(self) -> str:
+            """Why this server's engine can no longer answer, or nothing."""
+            return "died: its core process is gone" if self.engine.errored else ""
+
     class GroupReplica(vLLMReplica):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)

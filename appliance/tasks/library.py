@@ -29,15 +29,15 @@ def data_key(
 ) -> str:
     """Hash of everything that determines the parquet files: 12 hex digits. Reads the files it names, never fails.
 
-    model: path or name of the model, whose tokenizer decides which prompts are too long; ignored for `arithmetic`.
+    model: path or name of the model, whose tokenizer decides which prompts are too long.
     """
     fields: dict[str, str | int] = {"version": _DATA_VERSION, "kind": kind, "seed": seed}
     fields |= {"train_size": train_size, "val_size": val_size}
+    fields |= {"max_prompt_tokens": max_prompt_tokens, "model": model}
     if kind == "arithmetic":
         fields["difficulty"] = difficulty
     else:
         fields |= {"train": _fingerprint(train_file), "val": _fingerprint(val_file)}
-        fields |= {"max_prompt_tokens": max_prompt_tokens, "model": model}
     return _short_hash(fields)
 
 

@@ -66,9 +66,10 @@ def _reporter(run_dir: Path, *, label: str, total: int) -> Callable[[int, float]
 
 
 def _make_data(plan: RunPlan) -> None:
+    from appliance.tasks.parquet import write_parquet  # loads pyarrow
+
     task = plan.task
-    made = _short_enough(_splits(task), plan=plan) if task.kind == "gsm8k" else _splits(task)
-    from appliance.tasks.parquet import write_parquet
+    made = _short_enough(_splits(task), plan=plan)
 
     with _cache_entry(Path(task.train_parquet).parent) as folder:
         write_parquet(made.train, path=folder / Path(task.train_parquet).name, kind=task.kind, split="train")

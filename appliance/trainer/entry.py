@@ -6,13 +6,14 @@ which saves a process, and a failure keeps its type until it becomes an exit cod
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
 import threading
 from pathlib import Path
 
-from appliance.errors import ApplianceError, SyncError, TrainingError
+from appliance.errors import ApplianceError, EngineError, SyncError, TrainingError
 from appliance.plan.env import PLAN_VARIABLE, RAY_DIR_VARIABLE
 from appliance.plan.model import RunPlan, read_plan
 from appliance.run.events import append_event
@@ -44,6 +45,11 @@ def _report(run_dir: Path, error: ApplianceError) -> int:
         exit_code=error.exit_code,
     )
     return error.exit_code
+
+
+def _end(run_dir: Path, problem: str) -> None:
+    """End this process at once: its main thread waits for something that cannot come. The keeper ends the rest."""
+    os._exit(_report(run_dir, EngineError(problem, hint="the log has the engine's own words")))
 
 
 def translate(error: Exception) -> ApplianceError:
@@ -80,7 +86,7 @@ def train(plan: RunPlan, *, overrides: list[str]) -> None:
         importing.join()
         from appliance.trainer.fit import fit  # raises here what it raised on the thread
 
-        fit(plan, overrides=overrides)
+        fit(plan, overrides=overrides, on_engine_death=functools.partial(_end, run_dir))
     finally:
         ray.shutdown()
     append_event(run_dir, kind="phase", what="done")

@@ -14,6 +14,7 @@ from verl.utils.config import validate_config
 from appliance.patch import Patch, apply_patch
 from appliance.plan.model import RunPlan
 from appliance.tasks.library import score
+from appliance.trainer.engine_watch import EngineWatch
 from appliance.trainer.rollouts import Rollouts, Sampling
 from appliance.trainer.watched import WatchedTrainer
 
@@ -49,16 +50,21 @@ def compose_config(overrides: list[str]) -> DictConfig:
     return config
 
 
-def fit(plan: RunPlan, *, overrides: list[str]) -> None:
-    """The order of verl's own task runner (verl/trainer/main_ppo.py, TaskRunnerV1.run)."""
+def fit(plan: RunPlan, *, overrides: list[str], on_engine_death: Callable[[str], None]) -> None:
+    """The order of verl's own task runner (verl/trainer/main_ppo.py, TaskRunnerV1.run).
+
+    on_engine_death: called on another thread when a rollout engine died while the trainer may be waiting for it.
+    """
     config = compose_config(overrides)
     apply_patch(NO_LOAD_BALANCER, _without_balancer)
     transfer_queue.init(config.transfer_queue)
     try:
         trainer = WatchedTrainer(config=config, plan=plan)
         trainer.init()
+        watch = EngineWatch(trainer.llm_server_manager.server_handles, on_death=on_engine_death)
         trainer.fit(_rollouts(trainer, plan=plan))
         trainer.export_model()
+        watch.stop()
     finally:
         transfer_queue.close()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Engine, make_checkpoint, read_checkpoint, start_engine
+from engines import Engine, make_checkpoint, read_checkpoint, start_engine
 from torch import Tensor
 
 from appliance.patch import applied

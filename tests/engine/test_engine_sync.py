@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import PROMPTS, Engine, read_checkpoint, start_engine
+from engines import PROMPTS, Engine, read_checkpoint, start_engine
 
 pytestmark = pytest.mark.engine
 

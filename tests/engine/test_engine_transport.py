@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Engine, make_checkpoint, read_checkpoint, start_engine
+from engines import Engine, make_checkpoint, read_checkpoint, start_engine
 from torch import Tensor
 
 from appliance.errors import SyncError

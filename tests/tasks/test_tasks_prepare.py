@@ -244,6 +244,14 @@ def test_prepare_refuses_a_limit_that_leaves_no_problem(small: RunPlan, tmp_path
     assert not is_prepared(plan)
 
 
+def test_prepare_refuses_operands_that_do_not_fit(small: RunPlan, tmp_path: Path) -> None:
+    plan = replace(plan_of(tmp_path, difficulty=4, max_prompt_tokens=9), model=small.model)
+    with pytest.raises(RecipeError) as caught:
+        prepare(plan)
+    message = "task.max_prompt_tokens: 9 leaves 0 training and 0 validation problems"
+    assert caught.value.problems == [(message, "raise it")]
+
+
 def test_main_reports_a_failure_with_its_exit_code(small: RunPlan, tmp_path: Path) -> None:
     missing = tmp_path / "none.jsonl"
     plan = replace(plan_of(tmp_path, kind="gsm8k", train_file=str(missing)), model=small.model)

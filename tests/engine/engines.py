@@ -1,0 +1,123 @@
+"""Real vLLM engines in this process, on tiny random Qwen2 models."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"  # threads that wait for each other in turn slow tiny layers 40 times on a busy host
+os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+os.environ["VERL_PLATFORM"] = "cpu"
+os.environ["VERL_USE_EXTERNAL_MODULES"] = "appliance.trainer.worker"
+
+PROMPTS = ([1, 2, 3, 4], [9, 2, 3, 4, 7], [5, 5, 6], [100, 200, 300, 400, 17, 23])
+
+
+def make_checkpoint(folder: Path, *, seed: int, tied: bool = True, **shape: int) -> Path:
+    """A Qwen2 of the real class with random BF16 weights, whose biases are not zero.
+
+    shape: fields of Qwen2Config in place of the ones below.
+    """
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 352,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+    }
+    config = Qwen2Config(**(sizes | shape), tie_word_embeddings=tied)
+    model = Qwen2ForCausalLM(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.08) if parameter.ndim > 1 else parameter.data.add_(
+            0.05 * torch.randn_like(parameter)
+        )
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def read_checkpoint(folder: Path) -> list[tuple[str, object]]:
+    from safetensors.torch import load_file
+
+    return sorted(load_file(folder / "model.safetensors").items())
+
+
+@dataclass
+class Engine:
+    """A vLLM engine of one scheme, with what the tests ask of it."""
+
+    llm: object
+    scheme: str
+
+    @property
+    def worker(self):
+        worker = self.llm.llm_engine.model_executor.driver_worker
+        return getattr(worker, "worker", worker)
+
+    @property
+    def runner(self):
+        return self.worker.model_runner
+
+    @property
+    def model(self):
+        return self.runner.model
+
+    def generate(self, *, max_tokens: int = 16) -> list[tuple[list[int], list[float]]]:
+        """Greedy tokens and their log-probs, per prompt."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=0, detokenize=False)
+        self.llm.reset_prefix_cache()
+        outputs = self.llm.generate([{"prompt_token_ids": list(p)} for p in PROMPTS], params, use_tqdm=False)
+        return [
+            (list(o.outputs[0].token_ids), [next(iter(p.values())).logprob for p in o.outputs[0].logprobs])
+            for o in outputs
+        ]
+
+    def update(self):
+        """A WeightUpdate on this engine's model."""
+        from appliance.engine.update import WeightUpdate
+
+        return WeightUpdate(self.model, model_config=self.runner.vllm_config.model_config)
+
+    def load(self, tensors: list[tuple[str, object]], *, bucket: int = 1000):
+        """One whole weight update in buckets of `bucket` tensors."""
+        import torch
+        from vllm.config import set_current_vllm_config
+
+        update = self.update()
+        with set_current_vllm_config(self.runner.vllm_config), torch.no_grad():
+            update.begin()
+            for start in range(0, len(tensors), bucket):
+                update.load([(name, tensor.clone()) for name, tensor in tensors[start : start + bucket]])
+            return update.finish()
+
+
+def start_engine(folder: Path, *, scheme: str, **settings: object) -> Engine:
+    """settings: further ones of vLLM's LLM."""
+    import torch
+    from vllm import LLM
+    from vllm.model_executor.layers import rotary_embedding
+
+    torch.set_num_threads(1)  # where torch was imported before the line above
+    rotary_embedding._ROPE_DICT.clear()  # engines of one process share them, and with them a broken update
+
+    llm = LLM(
+        str(folder),
+        skip_tokenizer_init=True,
+        quantization="appliance_int8" if scheme == "int8" else None,
+        enforce_eager=True,
+        max_model_len=128,
+        kv_cache_memory_bytes=64 << 20,
+        logprobs_mode="processed_logprobs",
+        **settings,
+    )
+    return Engine(llm=llm, scheme=scheme)
