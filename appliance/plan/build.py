@@ -64,6 +64,7 @@ class Decided:
     model: ModelPlan
     task: TaskPlan
     derived: Derived
+    threads: int
     choices: tuple[Choice, ...]
 
 
@@ -78,7 +79,16 @@ def decide(recipe: Recipe, *, run_dir: Path, host: HostFacts) -> Decided:
     derived, choices = derive(
         recipe, run_dir=run_dir, scheme=hardware.scheme, is_cpu=hardware.is_cpu, model=model, task=task
     )
-    return Decided(hardware.device, hardware.scheme, model, task, derived, (*hardware.choices, *choices))
+    threads, why = _threads(model, cores=host.cores)
+    if hardware.is_cpu:
+        choices = (*choices, Choice("threads_per_process", str(threads), why))
+    return Decided(hardware.device, hardware.scheme, model, task, derived, threads, (*hardware.choices, *choices))
+
+
+def _threads(model: ModelPlan, *, cores: int) -> tuple[int, str]:
+    if model.builtin:
+        return 1, "layers this small gain nothing from a second thread, and on a busy host lose much by waiting for it"
+    return cores, "trainer and engine take turns, so each has all cores of this host"
 
 
 def build_plan(recipe: Recipe, *, run_dir: Path, host: HostFacts) -> RunPlan:
@@ -110,7 +120,7 @@ def build_plan(recipe: Recipe, *, run_dir: Path, host: HostFacts) -> RunPlan:
         env=child_env(
             run_dir,
             is_cpu=derived.is_cpu,
-            cores=host.cores,
+            threads=decided.threads,
             kv_cache_gb=recipe.rollout.kv_cache_gb,
             offline=_is_offline(model, task=task),
             backends=backends,

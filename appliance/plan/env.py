@@ -15,11 +15,11 @@ _LONGEST_RAY_DIR = 40
 
 
 def child_env(
-    run_dir: Path, *, is_cpu: bool, cores: int, kv_cache_gb: int, offline: bool, backends: tuple[str, ...]
+    run_dir: Path, *, is_cpu: bool, threads: int, kv_cache_gb: int, offline: bool, backends: tuple[str, ...]
 ) -> tuple[tuple[str, str], ...]:
     """(name, value) pairs that the child gets on top of the launcher's own environment.
 
-    offline: model and data are on this host, so nothing asks the hub.  kv_cache_gb: GiB, per engine, CPU only.
+    offline: model and data are on this host, so nothing asks the hub.  threads, kv_cache_gb (GiB): per process, CPU only.
     """
     env = {
         PLAN_VARIABLE: str(run_dir / "plan.json"),
@@ -40,11 +40,11 @@ def child_env(
     if "tensorboard" in backends:
         env[TENSORBOARD_DIR_VARIABLE] = str(run_dir / "tensorboard")
     if is_cpu:
-        env |= _cpu_env(cores=cores, kv_cache_gb=kv_cache_gb)
+        env |= _cpu_env(threads=threads, kv_cache_gb=kv_cache_gb)
     return tuple(sorted(env.items()))
 
 
-def _cpu_env(*, cores: int, kv_cache_gb: int) -> dict[str, str]:
+def _cpu_env(*, threads: int, kv_cache_gb: int) -> dict[str, str]:
     return {
         PLATFORM_VARIABLE: "cpu",  # the platform that trainer/cpu_platform.py registers
         "VERL_ENGINE_DEVICE": "cuda",  # verl registers its FSDP engine for cuda and npu only; it runs on any device
@@ -52,7 +52,8 @@ def _cpu_env(*, cores: int, kv_cache_gb: int) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the default pins one thread to core 0
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets one engine process hold its only worker, see verl_args._engine
         "TORCHDYNAMO_DISABLE": "1",  # needs a C++ compiler and start-up time, gains nothing at these sizes
-        "OMP_NUM_THREADS": str(cores),  # Ray would set 1
+        "OMP_NUM_THREADS": str(threads),  # Ray would set 1
+        "OMP_WAIT_POLICY": "PASSIVE",  # trainer and engine take turns: threads that spin take the other's core
     }
 
 

@@ -144,7 +144,7 @@ def test_micro_batch_divides_a_rank_and_fits_the_tokens():
 def test_a_sequence_longer_than_a_forward_goes_alone():
     plan = planned("task.max_response_tokens=20000", "model.builtin=null", "model.path=/m")
     assert choice(plan, "batch.micro_batch_sequences")[0] == "1"
-    assert choice(plan, "engine.max_batched_tokens")[0] == "20032"
+    assert choice(plan, "engine.max_batched_tokens")[0] == "20008"
 
 
 def test_no_correction_says_so_to_verl():

@@ -4,7 +4,7 @@ from appliance.plan.env import child_env, ray_dir
 
 
 def env(**changes: object) -> dict[str, str]:
-    arguments = {"is_cpu": True, "cores": 2, "kv_cache_gb": 1, "offline": True, "backends": ()} | changes
+    arguments = {"is_cpu": True, "threads": 2, "kv_cache_gb": 1, "offline": True, "backends": ()} | changes
     return dict(child_env(Path("/runs/a"), **arguments))
 
 

@@ -36,7 +36,7 @@ def only(*sets: str) -> tuple[str, str]:
         (
             ("task.max_response_tokens=2048",),
             (
-                "task.max_response_tokens: prompt and response are up to 2080 tokens, `tiny-arithmetic` takes 2048",
+                "task.max_response_tokens: prompt and response are up to 2056 tokens, `tiny-arithmetic` takes 2048",
                 "lower one of them",
             ),
         ),
@@ -90,8 +90,8 @@ def only(*sets: str) -> tuple[str, str]:
             ),
         ),
         (
-            ("batch.max_tokens_per_gpu=16",),
-            ("batch.max_tokens_per_gpu: 16 tokens do not hold one sequence of 40 (prompt and response)", "raise it"),
+            ("batch.max_tokens_per_gpu=13",),
+            ("batch.max_tokens_per_gpu: 13 tokens do not hold one sequence of 14 (prompt and response)", "raise it"),
         ),
         (
             ("batch.max_tokens_per_gpu=400", "batch.micro_batch_sequences=8"),
@@ -155,7 +155,7 @@ def test_unknown_device_lists_the_known():
 def test_batch_arithmetic_is_told_all_at_once():
     sets = ("cluster.gpus_per_node=3", "batch.mini_batch_prompts=5", "batch.max_tokens_per_gpu=8", "task.train_size=9")
     assert sorted(without_place(message) for message, _ in problems_of(*sets)) == [
-        "batch.max_tokens_per_gpu: 8 tokens do not hold one sequence of 40 (prompt and response)",
+        "batch.max_tokens_per_gpu: 8 tokens do not hold one sequence of 14 (prompt and response)",
         "batch.mini_batch_prompts: 5 does not divide the 32 prompts of a step",
         "batch.mini_batch_prompts: 5 prompts x 8 samples do not divide over 3 data-parallel ranks",
         "batch.prompts_per_step: 32 prompts x 8 samples do not divide over 3 GPUs",
