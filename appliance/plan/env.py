@@ -19,7 +19,7 @@ def child_env(
 ) -> tuple[tuple[str, str], ...]:
     """(name, value) pairs that the child gets on top of the launcher's own environment.
 
-    offline: model and data are on this host, so nothing asks the hub.  threads, kv_cache_gb (GiB): per process, CPU only.
+    offline: model and data are on this host, so nothing asks the hub.  threads, kv_cache_gb (GiB): per process, CPU.
     """
     env = {
         PLAN_VARIABLE: str(run_dir / "plan.json"),

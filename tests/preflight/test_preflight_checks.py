@@ -186,12 +186,12 @@ def test_a_model_folder_that_is_incomplete(missing, words):
 
 
 def test_a_model_that_does_not_fit_the_recipe():
-    inputs = with_inputs(model_shape=ModelShape(heads=14, max_positions=32))
+    inputs = with_inputs(model_shape=ModelShape(heads=14, max_positions=12))
     sets = ("model.builtin=null", "model.path=/m", "rollout.tensor_parallel=4", "cluster.gpus_per_node=4")
     assert findings(*sets, inputs=inputs) == [
         ("error: rollout.tensor_parallel: 4 does not divide the 14 attention heads of /m", "use a divisor"),
         (
-            "error: task.max_response_tokens: prompt and response are up to 40 tokens, /m takes 32",
+            "error: task.max_response_tokens: prompt and response are up to 14 tokens, /m takes 12",
             "lower it, or task.max_prompt_tokens",
         ),
     ]
