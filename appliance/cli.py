@@ -92,7 +92,7 @@ def bench(
     recipe: RecipeArgument,
     sets: SetOption = None,
     schemes: Annotated[str, typer.Option(help="Compared with the first, comma-separated.")] = "bf16,int8",
-    pairs: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 5,
+    pairs: Annotated[int, typer.Option(min=5, help="Interleaved repetitions.")] = 5,
     shapes: Annotated[
         str | None, typer.Option(help="Random weights of these layer shapes, such as qwen2.5-7b.")
     ] = None,

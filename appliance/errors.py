@@ -38,7 +38,8 @@ class RecipeError(ApplianceError):
     exit_code = 2
 
     def __init__(self, problems: list[tuple[str, str]]) -> None:
-        super().__init__("\n".join(message for message, _ in problems))
+        hint = problems[0][1] if problems else ""
+        super().__init__("\n".join(message for message, _ in problems), hint=hint)
         self.problems = problems
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 from appliance import console
 from appliance.bench.job import (
@@ -23,9 +27,9 @@ from appliance.bench.job import (
     parse_shapes,
     read_measurements,
 )
-from appliance.errors import EngineError, PreflightError
+from appliance.errors import EngineError, Interrupted, PreflightError
 from appliance.plan.build import build_plan
-from appliance.plan.env import PLAN_VARIABLE
+from appliance.plan.env import PLAN_VARIABLE, THREADS_VARIABLE
 from appliance.plan.model import RunPlan
 from appliance.preflight.probes import read_host
 from appliance.quant.scheme import Scheme
@@ -44,9 +48,13 @@ def run_bench(recipe: Recipe, *, schemes: tuple[Scheme, ...], pairs: int, shapes
     root = Path(recipe.cluster.run_dir).absolute()
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root, prefix=".bench-") as folder:
-        plan = build_plan(recipe, run_dir=Path(folder), host=read_host(root))
+        host = read_host(root)
+        plan = build_plan(recipe, run_dir=Path(folder), host=host)
+        env = dict(plan.env)
         if parsed is None:
             _prepare(plan)
+        else:
+            env |= {THREADS_VARIABLE: str(host.cores)}  # the plan's threads are for the recipe's own model
         workload = _shapes_workload(parsed) if parsed else _recipe_workload(plan)
         job = Job(
             workload=workload,
@@ -56,7 +64,7 @@ def run_bench(recipe: Recipe, *, schemes: tuple[Scheme, ...], pairs: int, shapes
             seed=recipe.seed,
             results=str(Path(folder) / "results.jsonl"),
         )
-        measured = _measure(job, folder=Path(folder), env=dict(plan.env))
+        measured = _measure(job, folder=Path(folder), env=env)
     _show(job, judge(measured, schemes=schemes), measured=measured, json_mode=json_mode)
     return 0
 
@@ -119,22 +127,41 @@ def _measure(job: Job, *, folder: Path, env: dict[str, str]) -> list[Measurement
 def _child(module: list[str], *, folder: Path, env: dict[str, str], tick=lambda: None) -> None:
     """Run a module of ours; on failure keep its log beside the caches and raise EngineError that names it."""
     log = folder / "child.log"
-    with log.open("wb") as out:
+    with log.open("wb") as out, _signals_end_us():
         process = subprocess.Popen(
-            [sys.executable, "-m", *module], stdout=out, stderr=subprocess.STDOUT, env=os.environ | env
+            [sys.executable, "-m", *module],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=os.environ | env,
+            start_new_session=True,  # a group of its own: an engine may have processes of its own
         )
         try:
             while process.poll() is None:
                 time.sleep(0.2)
                 tick()
         finally:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     tick()
     if process.returncode:
         kept = folder.parent / "bench-failed.log"
         log.replace(kept)
         raise EngineError(f"bench: {module[0]} ended with code {process.returncode}", hint=f"its log: {kept}")
+
+
+@contextlib.contextmanager
+def _signals_end_us() -> Iterator[None]:
+    """SIGTERM inside the block raises Interrupted, so that what was begun is cleaned up, as it is after Ctrl-C."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise Interrupted("stopped by SIGTERM")
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _show(job: Job, verdicts: list[Verdict], *, measured: list[Measurement], json_mode: bool) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 
 from appliance import console
+from appliance.errors import TrainingError
 from appliance.plan.env import RUN_VARIABLE
 from appliance.run.processes import find_processes
 
@@ -67,7 +68,7 @@ def main() -> int:
             last = trained[-1]
             console.say(f"{setting}, seed {seed}: {last.validation[0][1]:.3f} -> {last.validation[-1][1]:.3f}")
             write(arguments.output, trained)
-    return max(one.code for one in trained)
+    return int(any(one.code for one in trained))
 
 
 def train(setting: str, *, seed: int, root: Path) -> Trained:
@@ -84,6 +85,8 @@ def train(setting: str, *, seed: int, root: Path) -> Trained:
         peak = max(peak, sum(map(pss_bytes, {process.pid, *below})))
         time.sleep(SAMPLE_MEMORY_EVERY_S)
     total_s = time.monotonic() - started
+    if process.returncode:
+        raise TrainingError(f"{setting}, seed {seed}: ended with code {process.returncode}", hint=f"see {run_dir}")
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["step"] > 0]
     return Trained(

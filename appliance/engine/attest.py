@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from torch.nn import Module
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from appliance import patch
-from appliance.engine.int8 import Int8LinearMethod
+from appliance.engine.int8 import Int8LinearMethod, KeptLinearMethod
+from appliance.errors import EngineError
 from appliance.plan.env import PLAN_VARIABLE
 from appliance.plan.model import RunPlan, read_plan
 from appliance.quant.scheme import Scheme
@@ -21,16 +23,25 @@ REPLICA_VARIABLE = "VERL_REPLICA_RANK"  # set by verl for each rollout server
 
 
 def live_scheme(model: Module) -> tuple[Scheme, dict[str, int]]:
-    """The scheme the linear layers really have, and how many layers run on which kernel."""
-    kernels: Counter[str] = Counter()
-    for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if isinstance(method, Int8LinearMethod):
-            kernels[method.kernel_name] += 1
-        elif method is not None:
-            kernels[type(method).__name__] += 1
-    quantised = any(isinstance(getattr(m, "quant_method", None), Int8LinearMethod) for m in model.modules())
-    return (Scheme.INT8 if quantised else Scheme.BF16), dict(kernels)
+    """The scheme the linear layers really have, and how many layers run on which kernel.
+
+    Raises EngineError when only a part of the layers that should be INT8 is.
+    """
+    methods = {name: layer.quant_method for name, layer in model.named_modules() if hasattr(layer, "quant_method")}
+    kernels = Counter(_kernel(method) for method in methods.values())
+    int8 = [name for name, method in methods.items() if isinstance(method, Int8LinearMethod)]
+    fallen = [name for name, method in methods.items() if _is_plain_linear(method)]
+    if int8 and fallen:
+        raise EngineError(f"{len(fallen)} linear layers are not INT8 and were not to be left out, first {fallen[0]}")
+    return (Scheme.INT8 if int8 else Scheme.BF16), dict(kernels)
+
+
+def _kernel(method: object) -> str:
+    return method.kernel_name if isinstance(method, Int8LinearMethod) else type(method).__name__
+
+
+def _is_plain_linear(method: object) -> bool:
+    return isinstance(method, UnquantizedLinearMethod) and not isinstance(method, KeptLinearMethod)
 
 
 def attest_rollout_worker(model: Module, *, vllm_config: Any, rank: int) -> None:

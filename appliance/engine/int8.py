@@ -60,8 +60,12 @@ class Int8Config(QuantizationConfig):
         if not isinstance(layer, LinearBase):
             return None
         if should_ignore_layer(prefix, ignore=self.ignore, fused_mapping=self.packed_modules_mapping):
-            return UnquantizedLinearMethod()
+            return KeptLinearMethod()
         return Int8LinearMethod()
+
+
+class KeptLinearMethod(UnquantizedLinearMethod):
+    """A layer that `ignore` keeps in BF16 on purpose."""
 
 
 class Int8LinearMethod(LinearMethodBase):

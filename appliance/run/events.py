@@ -1,6 +1,6 @@
 """What a run writes down while it runs: `events.jsonl` and `metrics.jsonl`, one JSON object a line.
 
-Children append, the launcher reads. Standard library only: worker processes import this too.
+Children append, the launcher reads. Nothing but the standard library: worker processes import this too.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from appliance.errors import ApplianceError
 
 EVENTS_FILE = "events.jsonl"
 METRICS_FILE = "metrics.jsonl"
@@ -29,6 +31,34 @@ def append_event(run_dir: Path, *, kind: str, what: str, why: str = "", **extra:
         os.write(descriptor, (line + "\n").encode())
     finally:
         os.close(descriptor)
+
+
+def append_failure(run_dir: Path, error: ApplianceError) -> None:
+    """Append a `failure` event: the one line, the kind, the hint and the exit code of an error of ours."""
+    append_event(
+        run_dir,
+        kind="failure",
+        what=error.message,
+        why=type(error).__name__,
+        hint=error.hint,
+        exit_code=error.exit_code,
+    )
+
+
+def first_failure(run_dir: Path) -> Event | None:
+    """The first `failure` event of a run, or None: what failed later failed because of it."""
+    path = run_dir / EVENTS_FILE
+    lines = path.read_text().splitlines() if path.exists() else []
+    events = (parse_event(line) for line in lines)
+    return next((event for event in events if event is not None and event.kind == "failure"), None)
+
+
+def run_started(run_dir: Path) -> float:
+    """Unix time of a run's first event, s; now when it has none yet."""
+    path = run_dir / EVENTS_FILE
+    lines = path.read_text().splitlines() if path.exists() else []
+    first = next((event for event in map(parse_event, lines) if event is not None), None)
+    return time.time() if first is None else first.time
 
 
 @dataclass(frozen=True)

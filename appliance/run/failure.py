@@ -15,7 +15,10 @@ _VAGUE = frozenset({"", "TrainingError", "ApplianceError"})  # kinds that may hi
 
 @dataclass(frozen=True)
 class Symptom:
-    """pattern: searched in the failure's text, then in the end of the log.  what: the fact.  advice: the remedy."""
+    """pattern: searched in the failure's text, or, where the child said nothing, in the end of the log.
+
+    what: the fact.  advice: the remedy.
+    """
 
     pattern: re.Pattern[str]
     what: str
@@ -129,8 +132,7 @@ def _what_and_hint(*, returncode: int, failure: Event | None, log_tail: str) -> 
     said = [] if failure is None else [_short(line) for line in failure.what.splitlines() if line.strip()]
     if failure is not None and said and failure.why not in _VAGUE:
         return said, failure.hint
-    text = "" if failure is None else failure.what
-    known = _find(text) or _find(log_tail)
+    known = _find("\n".join(said)) if said else _find(_without_warnings(log_tail))
     if known is not None:
         return [known.what, *said], known.advice
     if said:
@@ -155,7 +157,13 @@ def _find(text: str) -> Symptom | None:
 
 
 _NOISE = re.compile(r"\x1b\[[0-9;]*m|^\s*\((?:[\w:.]+ )?pid=\d+(?:, ip=[\d.]+)?\)\s*|^\s*\(\w+ pid=\d+\)\s*")
+_WARNING = re.compile(r"\bWARN|[Ww]arn(?:ing)?\b|not available:|is not installed")
 _ERROR_LINE = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit)(?::\s|$)")
+
+
+def _without_warnings(log_tail: str) -> str:
+    """A log that ended well is full of texts that name what a failure would: optional parts that are not installed."""
+    return "\n".join(line for line in log_tail.splitlines() if not _WARNING.search(line))
 
 
 def last_error(log_tail: str) -> str:

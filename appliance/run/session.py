@@ -76,8 +76,9 @@ class Session:
 
     def finish(self, *, state: RunStatus, exit_code: int, reason: str) -> None:
         """Write how the run ended. Raises OSError."""
-        self.record = replace(self.record, state=state, exit_code=exit_code, reason=reason)
-        write_record(self.run_dir, self.record)
+        ended = replace(self.record, state=state, exit_code=exit_code, reason=reason)
+        write_record(self.run_dir, ended)
+        self.record = ended
 
     def __enter__(self) -> Session:
         return self

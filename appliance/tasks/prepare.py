@@ -17,7 +17,7 @@ from pathlib import Path
 
 from appliance.errors import ApplianceError, RecipeError
 from appliance.plan.model import RunPlan, TaskPlan, read_plan
-from appliance.run.events import append_event
+from appliance.run.events import append_event, append_failure
 from appliance.tasks import arithmetic, gsm8k
 from appliance.tasks.problem import Problem, Splits
 from appliance.tasks.tiny_spec import TINY_MODELS
@@ -137,14 +137,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _fail(plan: RunPlan, error: ApplianceError) -> int:
-    append_event(
-        Path(plan.run_dir),
-        kind="failure",
-        what=error.message,
-        why=type(error).__name__,
-        hint=error.problems[0][1] if isinstance(error, RecipeError) else error.hint,
-        exit_code=error.exit_code,
-    )
+    append_failure(Path(plan.run_dir), error)
     return error.exit_code
 
 

@@ -1,27 +1,65 @@
-"""What the trainer's process says of itself."""
+"""What the processes that train say of themselves: the driver, and every worker that holds a part of the model."""
 
 from __future__ import annotations
 
 import importlib.metadata
 from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray.actor import ActorHandle
+from torch.nn import Module
 
 from appliance import patch
+from appliance.errors import AttestationError
 from appliance.plan.model import RunPlan
 from appliance.quant.scheme import Scheme
 from appliance.run.attest import fingerprint, write_attestation
 
 
-def attest_trainer(plan: RunPlan) -> None:
-    """Write `attest/trainer-0.json`. The trainer computes in BF16 with FP32 weights whatever the rollouts do."""
+def attest_driver(plan: RunPlan) -> None:
+    """Write `attest/driver-0.json`: this process computes advantages and corrections, in float, and no model."""
+    detail = {"correction": plan.correction.method, "cap": plan.correction.cap}
+    _write(plan, process="driver-0", role="driver", rank=0, scheme=Scheme.BF16, detail=detail)
+
+
+def attest_trainers(plan: RunPlan, *, workers: list[ActorHandle]) -> None:
+    """Have every training worker write `attest/trainer-<rank>.json`, from the model that it holds."""
+    ray.get([worker.__ray_call__.remote(_attest_worker, plan) for worker in workers])
+
+
+def _attest_worker(worker: Any, plan: RunPlan) -> None:
+    """Runs inside verl's worker. `worker_dict` holds the one role that has the actor."""
+    actor = next(role.actor for role in worker.worker_dict.values() if role.actor is not None)
+    module: Module = actor.engine.module
+    compute = compute_dtype(module)
+    if compute is not torch.bfloat16:
+        raise AttestationError(f"trainer rank {worker.rank} computes in {compute}, the plan says bf16")
+    detail = {
+        "parameters": str(next(module.parameters()).dtype),
+        "compute": str(compute),
+        "class": type(module).__name__,
+    }
+    _write(plan, process=f"trainer-{worker.rank}", role="trainer", rank=worker.rank, scheme=Scheme.BF16, detail=detail)
+
+
+def compute_dtype(module: Module) -> torch.dtype:
+    """What an FSDP2 module computes in: its mixed-precision policy's, else its parameters'."""
+    policy = module._get_fsdp_state()._mp_policy
+    return policy.param_dtype or next(module.parameters()).dtype
+
+
+def _write(plan: RunPlan, *, process: str, role: str, rank: int, scheme: Scheme, detail: dict[str, Any]) -> None:
     write_attestation(
         Path(plan.run_dir),
-        process="trainer-0",
-        role="trainer",
-        rank=0,
-        scheme=Scheme.BF16,
+        process=process,
+        role=role,
+        rank=rank,
+        scheme=scheme,
         emulated=False,
         patches=patch.applied(),
         versions={name: importlib.metadata.version(name) for name, _ in plan.pins},
         fingerprint=fingerprint(),
-        detail={"correction": plan.correction.method, "cap": plan.correction.cap},
+        detail=detail,
     )

@@ -47,3 +47,5 @@ def _problem(server: ActorHandle) -> str:
         return f"did not answer for {ANSWER_WITHIN_S:.0f} s"
     except ray.exceptions.RayActorError:
         return "died: its server's process is gone"
+    except ray.exceptions.RayError as error:
+        return f"cannot be asked: {type(error).__name__}"

@@ -11,12 +11,13 @@ import importlib
 import os
 import sys
 import threading
+import traceback
 from pathlib import Path
 
-from appliance.errors import ApplianceError, EngineError, SyncError, TrainingError
+from appliance.errors import ApplianceError, EngineError, TrainingError
 from appliance.plan.env import PLAN_VARIABLE, RAY_DIR_VARIABLE
 from appliance.plan.model import RunPlan, read_plan
-from appliance.run.events import append_event
+from appliance.run.events import append_event, append_failure, first_failure
 
 MIN_RAY_CPUS = 8  # verl asks for a CPU per actor; on a small host they share the cores
 CPU_OBJECT_STORE_BYTES = 256 << 20  # batches travel through the TransferQueue, Ray carries only references and settings
@@ -25,49 +26,39 @@ SERVER_ENV = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}  # what verl g
 
 def main() -> int:
     plan = read_plan(Path(os.environ[PLAN_VARIABLE]))
-    run_dir = Path(plan.run_dir)
     try:
         train(plan, overrides=sys.argv[1:])
-    except ApplianceError as error:
-        return _report(run_dir, error)
     except Exception as error:  # the boundary of this process: every failure becomes an event and an exit code
-        raise SystemExit(_report(run_dir, translate(error))) from error
+        traceback.print_exception(error)
+        return report(Path(plan.run_dir), error if isinstance(error, ApplianceError) else translate(error))
     return 0
 
 
-def _report(run_dir: Path, error: ApplianceError) -> int:
-    append_event(
-        run_dir,
-        kind="failure",
-        what=error.message,
-        why=type(error).__name__,
-        hint=error.hint,
-        exit_code=error.exit_code,
-    )
+def report(run_dir: Path, error: ApplianceError) -> int:
+    """Say why this process ends, unless a worker already did: what it raised arrives here as somebody else's error.
+
+    Returns the exit code.
+    """
+    said = first_failure(run_dir)
+    if said is not None and said.exit_code is not None:
+        return said.exit_code
+    append_failure(run_dir, error)
     return error.exit_code
 
 
 def _end(run_dir: Path, problem: str) -> None:
     """End this process at once: its main thread waits for something that cannot come. The keeper ends the rest."""
-    os._exit(_report(run_dir, EngineError(problem, hint="the log has the engine's own words")))
+    os._exit(report(run_dir, EngineError(problem, hint="the log has the engine's own words")))
 
 
 def translate(error: Exception) -> ApplianceError:
-    """The error of ours that fits. An error of ours raised inside a Ray worker arrives as a RayTaskError whose cause
-    or text still names it; through vLLM's engine process only the text survives."""
+    """The error of ours that fits. One that was raised inside a Ray worker arrives as the cause of a RayTaskError."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, ApplianceError):
         return cause
     text = str(error).strip()
-    last = text.splitlines()[-1] if text else type(error).__name__
-    for kind in (SyncError, *_subclasses(ApplianceError)):
-        if f"{kind.__name__}: " in text:
-            return kind(text.rsplit(f"{kind.__name__}: ", 1)[1].splitlines()[0].strip("'\")"))
+    last = text.splitlines()[-1] if text else "no message"
     return TrainingError(f"{type(error).__name__}: {last}", hint="the log has the whole story")
-
-
-def _subclasses(kind: type[ApplianceError]) -> list[type[ApplianceError]]:
-    return [leaf for child in kind.__subclasses__() for leaf in (child, *_subclasses(child))]
 
 
 def train(plan: RunPlan, *, overrides: list[str]) -> None:

@@ -14,7 +14,6 @@ from verl.utils.config import validate_config
 from appliance.patch import Patch, apply_patch
 from appliance.plan.model import RunPlan
 from appliance.tasks.library import score
-from appliance.trainer.engine_watch import EngineWatch
 from appliance.trainer.rollouts import Rollouts, Sampling
 from appliance.trainer.watched import WatchedTrainer
 
@@ -59,12 +58,13 @@ def fit(plan: RunPlan, *, overrides: list[str], on_engine_death: Callable[[str],
     apply_patch(NO_LOAD_BALANCER, _without_balancer)
     transfer_queue.init(config.transfer_queue)
     try:
-        trainer = WatchedTrainer(config=config, plan=plan)
-        trainer.init()
-        watch = EngineWatch(trainer.llm_server_manager.server_handles, on_death=on_engine_death)
-        trainer.fit(_rollouts(trainer, plan=plan))
-        trainer.export_model()
-        watch.stop()
+        trainer = WatchedTrainer(config=config, plan=plan, on_engine_death=on_engine_death)
+        try:
+            trainer.init()
+            trainer.fit(_rollouts(trainer, plan=plan))
+            trainer.export_model()
+        finally:
+            trainer.stop_watching()
     finally:
         transfer_queue.close()
 

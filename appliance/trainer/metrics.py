@@ -11,6 +11,7 @@ from typing import Any
 from appliance.errors import TrainingError
 from appliance.plan.model import RunPlan
 from appliance.quant.mismatch import Mismatch
+from appliance.quant.scheme import Scheme
 from appliance.run.events import METRICS_FILE
 
 _FROM_VERL = {
@@ -21,6 +22,9 @@ _FROM_VERL = {
     "entropy": "actor/entropy",
     "learning_rate": "actor/lr",
 }
+_OF_A_PROOF = ("proof_s", "codes_changed_fraction", "saturated_fraction", "scale_drift", "layer_error_max")
+_VERL_WEIGHT = "rollout_corr/rollout_is_mean"
+_WEIGHTS_AGREE_WITHIN = 1e-3  # verl's mean is in float32 over up to millions of tokens
 _TIMINGS_S = {
     "rollout_s": "gen",
     "logprob_s": "old_log_prob",
@@ -37,11 +41,15 @@ def step_metrics(
 ) -> dict[str, Any]:
     """The contract's keys for one step. Raises TrainingError when verl no longer reports one that we promise.
 
-    `proof_s` and the keys of a quantised sync are null: no proof is run in this version.
+    The keys of a sync's proof and telemetry are null: this version has none.
+    With a correction that weighs, verl's own mean weight must be there and equal ours, truncated: both come from the
+    same log-probs, and a batch that reaches the loss without weights must not pass for a corrected one.
     """
     missing = [name for name in _FROM_VERL.values() if name not in verl]
     if missing:
         raise TrainingError(f"verl did not report {', '.join(missing)} in step {step}")
+    if plan.correction.cap is not None:
+        _check_weights(verl, mismatch=mismatch, step=step)
     tokens = float(verl["response_length/mean"]) * plan.prompts_per_step * plan.rollout.samples_per_prompt
     timings = {key: round(timing_s[name], 4) for key, name in _TIMINGS_S.items() if name in timing_s}
     return {
@@ -49,7 +57,7 @@ def step_metrics(
         **{key: float(verl[name]) for key, name in _FROM_VERL.items()},
         **timings,
         "rollout_tokens_per_s": tokens / timing_s["gen"],
-        "proof_s": None,
+        **dict.fromkeys(_OF_A_PROOF),
         "scheme": str(plan.rollout.scheme),
         "emulated": plan.rollout.emulated,
         "mismatch_k3_kl": mismatch.k3_kl,
@@ -64,12 +72,29 @@ def step_metrics(
     }
 
 
-def validation_metrics(verl: dict[str, float], *, samples: int) -> dict[str, float]:
-    """val_reward_mean and val_samples from verl's validation metrics. Raises TrainingError when there is no mean."""
+def _check_weights(verl: dict[str, Any], *, mismatch: Mismatch, step: int) -> None:
+    theirs, ours = verl.get(_VERL_WEIGHT), mismatch.truncated_weight_mean
+    if theirs is None or abs(float(theirs) - ours) > _WEIGHTS_AGREE_WITHIN:
+        raise TrainingError(
+            f"step {step}: verl's mean importance weight is {theirs}, from the same log-probs it should be {ours:.6f}",
+            hint="the correction did not reach the loss; report it with the log",
+        )
+
+
+def validation_metrics(verl: dict[str, float], *, samples: int, scheme: Scheme) -> dict[str, float | None]:
+    """The contract's validation keys from verl's validation metrics; in BF16 where the run's scheme is BF16.
+
+    samples: problems that were scored.  Raises TrainingError when there is no mean.
+    """
     means = [value for name, value in verl.items() if name.startswith("val-core/") and "/mean@" in name]
     if len(means) != 1:
         raise TrainingError(f"expected one validation mean from verl, got {len(means)} in {sorted(verl)}")
-    return {"val_reward_mean": float(means[0]), "val_samples": samples}
+    reward = float(means[0])
+    return {
+        "val_reward_mean": reward,
+        "val_reward_bf16_mean": reward if scheme is Scheme.BF16 else None,
+        "val_samples": samples,
+    }
 
 
 def append_metrics(run_dir: Path, line: dict[str, Any]) -> None:

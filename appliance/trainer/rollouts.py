@@ -18,12 +18,13 @@ from typing import Any
 import torch
 import transfer_queue
 from ray.actor import ActorHandle
+from ray.exceptions import RayError
 from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorData, NonTensorStack
 from torch import Tensor
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from appliance.errors import TrainingError
+from appliance.errors import EngineError, TrainingError
 
 PROMPTS_PER_PUT = 64
 MAX_PROMPTS_IN_FLIGHT = 1024  # per engine; vLLM queues what does not fit
@@ -44,7 +45,9 @@ class Sampling:
 
 
 class Rollouts:
-    """servers: one handle per rollout replica.  score: (data_source, response text, ground truth) -> reward."""
+    """validated: how many validation problems were generated and scored so far.
+
+    servers: one handle per rollout replica.  score: (data_source, response text, ground truth) -> reward."""
 
     def __init__(
         self,
@@ -63,6 +66,7 @@ class Rollouts:
         self._training = training
         self._validation = validation
         self._max_prompt_tokens = max_prompt_tokens
+        self.validated = 0
         self._progress = threading.Event()
         self._failure: BaseException | None = None
         self._loop = asyncio.new_event_loop()
@@ -76,13 +80,15 @@ class Rollouts:
         future.add_done_callback(self._note_failure)
 
     def wait(self, timeout_s: float) -> None:
-        """Until new results were put, or the time is over. Raises TrainingError when generating failed."""
+        """Until new results were put, or the time is over. Raises EngineError when an engine
+        failed and TrainingError when anything else did."""
         self._progress.wait(timeout_s)
         self._progress.clear()
         if self._failure is not None:
-            raise TrainingError(
-                f"rollouts failed: {type(self._failure).__name__}: {_first_line(self._failure)}",
-                hint="the log has the engine's own words",
+            kind = EngineError if isinstance(self._failure, RayError) else TrainingError
+            raise kind(
+                f"rollouts failed: {type(self._failure).__name__}: {_last_line(self._failure)}",
+                hint="the log has the whole story",
             ) from self._failure
 
     def _note_failure(self, future: Future[None]) -> None:
@@ -100,6 +106,7 @@ class Rollouts:
                 ready.append(await next_one)
                 if len(ready) == PROMPTS_PER_PUT or finished == len(tasks):
                     await _put(ready, partition=partition)
+                    self.validated += len(ready) if validate else 0
                     self._progress.set()
                     ready = []
         finally:
@@ -211,6 +218,6 @@ def _cell(value: Any, index: int) -> Any:
     return value[index]
 
 
-def _first_line(error: BaseException) -> str:
+def _last_line(error: BaseException) -> str:
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     return lines[-1].strip() if lines else "no message"

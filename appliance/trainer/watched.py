@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from appliance.errors import AttestationError, TrainingError
 from appliance.plan.model import RunPlan
 from appliance.quant.mismatch import Mismatch, measure_mismatch
 from appliance.run.attest import check_attestations, fingerprint
-from appliance.run.events import append_event
-from appliance.trainer.attest import attest_trainer
+from appliance.run.events import append_event, run_started
+from appliance.trainer.attest import attest_driver, attest_trainers
+from appliance.trainer.engine_watch import EngineWatch
 from appliance.trainer.metrics import append_metrics, step_metrics, validation_metrics
 from appliance.trainer.rollouts import Rollouts
 
@@ -28,11 +30,15 @@ LOOK_AGAIN_S = 1.0  # how long a wait for rollouts lasts at most before the buff
 class WatchedTrainer(PPOTrainerSync):
     """Adds: phases as events, attestations before the first step, one metrics line per step, the final `model/`."""
 
-    def __init__(self, *, config: DictConfig, plan: RunPlan) -> None:
+    def __init__(self, *, config: DictConfig, plan: RunPlan, on_engine_death: Callable[[str], None]) -> None:
+        """on_engine_death: called on another thread, with what happened; see EngineWatch."""
         super().__init__(config)
+        self._on_engine_death = on_engine_death
+        self._engine_watch: EngineWatch | None = None
+        self._rollouts: Rollouts | None = None
         self.plan = plan
         self.run_dir = Path(plan.run_dir)
-        self._started = time.time()
+        self._started = run_started(self.run_dir)
         self._mismatch: Mismatch | None = None
         self._validation: dict[str, float] = {}
 
@@ -48,6 +54,7 @@ class WatchedTrainer(PPOTrainerSync):
             return last_debug_time
 
         self.replay_buffer._wait_for_next_poll = wait
+        self._rollouts = rollouts
 
     # start-up
 
@@ -56,11 +63,18 @@ class WatchedTrainer(PPOTrainerSync):
         super()._setup()
 
     def on_init_end(self) -> None:
+        self._engine_watch = EngineWatch(self.llm_server_manager.server_handles, on_death=self._on_engine_death)
         self._phase("attest")
-        attest_trainer(self.plan)
+        attest_driver(self.plan)
+        attest_trainers(self.plan, workers=self.actor_rollout_wg.workers)
         self._check_attestations()
         self._phase("sync")
         super().on_init_end()
+
+    def stop_watching(self) -> None:
+        """Before the engines are ended on purpose."""
+        if self._engine_watch is not None:
+            self._engine_watch.stop()
 
     def _check_attestations(self) -> None:
         problems = check_attestations(
@@ -108,8 +122,10 @@ class WatchedTrainer(PPOTrainerSync):
 
     def _validate(self) -> dict[str, float]:
         self._phase("validate")
+        before = self._rollouts.validated
         values = super()._validate()
-        self._validation = validation_metrics(values, samples=len(self.val_dataset))
+        scheme, scored = self.plan.rollout.scheme, self._rollouts.validated - before
+        self._validation = validation_metrics(values, samples=scored, scheme=scheme)
         if self.global_steps == 0:
             self._write({"step": 0, "scheme": str(self.plan.rollout.scheme), **self._validation})
             self._validation = {}

@@ -66,7 +66,7 @@ def test_shapes_report_every_problem() -> None:
 def test_bench_runs_both_schemes_and_prints_both_sides(tmp_path: Path) -> None:
     shapes = "hidden=128,intermediate=352,heads=4,kv_heads=2,layers=2,vocabulary=512,batch=4,new_tokens=8"
     done = subprocess.run(
-        [*BENCH, "--pairs", "2", "--json", "--shapes", shapes, "--set", f"cluster.run_dir={tmp_path}"],
+        [*BENCH, "--pairs", "5", "--json", "--shapes", shapes, "--set", f"cluster.run_dir={tmp_path}"],
         capture_output=True,
         text=True,
         timeout=300,
@@ -75,7 +75,7 @@ def test_bench_runs_both_schemes_and_prints_both_sides(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout)
     assert [(m["pair"], m["scheme"], m["tokens"]) for m in report["measurements"]] == [
-        (pair, scheme, 32) for pair in (0, 1) for scheme in ("bf16", "int8")
+        (pair, scheme, 32) for pair in range(5) for scheme in ("bf16", "int8")
     ]
     assert report["schemes"][0]["ratio"] == 1.0 and report["schemes"][1]["ratio"] > 0
     assert list(tmp_path.iterdir()) == [], "a benchmark leaves nothing behind"

@@ -31,6 +31,10 @@ CONTRACT_KEYS = {
     "update_s",
     "sync_s",
     "proof_s",
+    "codes_changed_fraction",
+    "saturated_fraction",
+    "scale_drift",
+    "layer_error_max",
     "step_s",
     "scheme",
     "emulated",
@@ -47,7 +51,7 @@ CONTRACT_KEYS = {
     "grad_norm",
     "entropy",
 }
-NOT_MEASURED_YET = {"proof_s"}
+NOT_MEASURED_YET = {"proof_s", "codes_changed_fraction", "saturated_fraction", "scale_drift", "layer_error_max"}
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(root: Path) -> Finished:
-    steps = (f"trainer.steps={STEPS}", f"trainer.validate_every={STEPS}")
+    # A temperature that is not 1: log-probs before it would differ from the trainer's by far more than the bound.
+    steps = (f"trainer.steps={STEPS}", f"trainer.validate_every={STEPS}", "rollout.temperature=0.8")
     done = subprocess.run(
         command(root, *steps, f"task.val_size={VALIDATION_PROBLEMS}", name="short"),
         capture_output=True,
@@ -104,20 +109,21 @@ def test_every_step_has_every_metric_of_the_contract(run: Finished) -> None:
         assert 0 <= line["reward_mean"] <= 1
         assert 0 <= line["mismatch_k3_kl"] < 0.015
         assert 0.9 < line["is_weight_mean"] < 1.1 and line["is_ess"] > 0.9
-        assert line["mismatch_k3_kl"] > 0, "INT8 rollouts that equal the trainer's BF16 exactly are not INT8 rollouts"
     assert lines[0].keys() >= {"val_reward_mean", "val_samples", "scheme", "time_s"}
     assert lines[0]["val_samples"] == lines[STEPS]["val_samples"] == VALIDATION_PROBLEMS
 
 
 def test_every_worker_attests_int8(run: Finished) -> None:
     said = {path.stem: json.loads(path.read_text()) for path in (run.run_dir / "attest").iterdir()}
-    assert sorted(said) == ["rollout-0-0", "trainer-0"]
+    assert sorted(said) == ["driver-0", "rollout-0-0", "trainer-0"]
     rollout, trainer = said["rollout-0-0"], said["trainer-0"]
     assert (rollout["scheme"], rollout["emulated"], rollout["role"]) == ("int8", False, "rollout")
     assert rollout["patches"] == ["cpu-no-amx-tiles", "cpu-process-group"]
     assert rollout["detail"]["kernels"]["CPUInt8ScaledMMLinearKernel[onednn]"] == 4 * 4  # 4 layers of 4 linear layers
-    assert trainer["patches"] == ["cpu-process-group", "no-load-balancer"]
-    assert rollout["fingerprint"] == trainer["fingerprint"]
+    assert (trainer["scheme"], trainer["detail"]["parameters"]) == ("bf16", "torch.float32")
+    assert trainer["patches"] == ["cpu-process-group"]
+    assert said["driver-0"]["patches"] == ["cpu-process-group", "no-load-balancer"]
+    assert len({one["fingerprint"] for one in said.values()}) == 1
 
 
 def test_the_run_folder_is_complete(run: Finished) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from test_engine_int8 import ONEDNN, write_plan
 
+from appliance.plan.env import PLAN_VARIABLE
+
 pytestmark = pytest.mark.engine
 
 # The worker writes an attestation from within, on verl's first call. Nothing of ours is imported here: vLLM's entry
@@ -59,3 +61,19 @@ def test_the_amx_patch_is_live_before_the_model(checkpoints: tuple[Path, Path], 
     assert said["detail"]["kernels"] == {ONEDNN: 12, "UnquantizedEmbeddingMethod": 2}
     tokens = next(line for line in child.stdout.splitlines() if line.startswith("tokens "))
     assert len(json.loads(tokens.removeprefix("tokens "))) == 16
+
+
+def test_an_error_of_ours_is_said_by_the_process_it_was_raised_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM passes on only an error's text; kind and exit code reach the launcher as an event."""
+    from appliance.engine.failures import said_failures
+    from appliance.errors import SyncError
+    from appliance.run.events import first_failure
+
+    monkeypatch.setenv(PLAN_VARIABLE, str(tmp_path / "plan.json"))
+    with pytest.raises(SyncError), said_failures():
+        raise SyncError("weight update: embed.weight came twice")
+    said = first_failure(tmp_path)
+    assert said is not None
+    assert (said.what, said.why, said.exit_code) == ("weight update: embed.weight came twice", "SyncError", 4)

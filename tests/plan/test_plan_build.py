@@ -119,8 +119,9 @@ def test_every_worker_and_the_trainer_must_attest():
     plan = planned("cluster.gpus_per_node=4", "rollout.tensor_parallel=2")
     patches = ("cpu-no-amx-tiles", "cpu-process-group")
     rollout = tuple(ExpectedAttestation("rollout", rank, Scheme.INT8, patches) for rank in range(4))
-    trainer = ExpectedAttestation("trainer", 0, Scheme.BF16, ("cpu-process-group", "no-load-balancer"))
-    assert plan.attestations == (*rollout, trainer)
+    trainers = tuple(ExpectedAttestation("trainer", rank, Scheme.BF16, patches[1:]) for rank in range(4))
+    driver = ExpectedAttestation("driver", 0, Scheme.BF16, ("cpu-process-group", "no-load-balancer"))
+    assert plan.attestations == (*rollout, *trainers, driver)
     assert plan.rollout.replicas == (Scheme.INT8, Scheme.INT8)
 
 

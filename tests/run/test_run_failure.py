@@ -121,3 +121,19 @@ def test_long_lines_are_cut() -> None:
 def test_last_error_ignores_lines_that_only_mention_one() -> None:
     assert last_error("KeyError: 'a'\nINFO retrying after TimeoutError happened") == "KeyError: 'a'"
     assert last_error("all is well") == ""
+
+
+NOISE = """\
+/site-packages/verl/workers/engine/__init__.py:32: UserWarning: torchtitan engine is not available: \
+ModuleNotFoundError("No module named 'torchtitan'")
+  warnings.warn(f"torchtitan engine is not available: {e!r}", stacklevel=1)
+WARNING 11-21 cpu.py:1] cannot load libnuma.so.1: Address already in use
+"""
+
+
+def test_start_up_noise_explains_nothing() -> None:
+    """Texts of a run that ended well. They name what a failure would."""
+    assert explained(failure=failure("ValueError: cap must be finite"), log_tail=NOISE)[0] == (
+        "error: training failed in phase load-engine: ValueError: cap must be finite"
+    )
+    assert reason(returncode=1, failure=None, log_tail=NOISE) == "exit code 1, and no word in the log"

@@ -10,7 +10,9 @@ import pytest
 
 from appliance.errors import NumericsError, SyncError, TrainingError
 from appliance.quant.mismatch import Mismatch
-from appliance.trainer.entry import translate
+from appliance.quant.scheme import Scheme
+from appliance.run.events import append_failure
+from appliance.trainer.entry import report, translate
 from appliance.trainer.metrics import append_metrics, step_metrics, validation_metrics
 
 MISMATCH = Mismatch(
@@ -23,6 +25,7 @@ MISMATCH = Mismatch(
     weight_max=3.0,
     ess=0.99,
     truncated_fraction=0.01,
+    truncated_weight_mean=0.98,
 )
 VERL = {
     "critic/rewards/mean": 0.5,
@@ -31,10 +34,13 @@ VERL = {
     "actor/grad_norm": 2.0,
     "actor/entropy": 1.5,
     "actor/lr": 3e-4,
+    "rollout_corr/rollout_is_mean": 0.98,
 }
 TIMINGS_S = {"gen": 2.0, "old_log_prob": 0.5, "update_actor": 1.0, "update_weights": 0.1, "step": 3.7}
 PLAN = SimpleNamespace(
-    prompts_per_step=32, rollout=SimpleNamespace(samples_per_prompt=8, scheme="int8", emulated=False)
+    correction=SimpleNamespace(cap=2.0),
+    prompts_per_step=32,
+    rollout=SimpleNamespace(samples_per_prompt=8, scheme="int8", emulated=False),
 )
 
 
@@ -53,9 +59,11 @@ def test_a_metric_that_verl_no_longer_reports_is_an_error() -> None:
 
 def test_validation_needs_exactly_one_mean() -> None:
     verl = {"val-core/arithmetic/reward/mean@1": 0.25, "val-aux/num_turns/mean": 2.0}
-    assert validation_metrics(verl, samples=512) == {"val_reward_mean": 0.25, "val_samples": 512}
+    expected = {"val_reward_mean": 0.25, "val_reward_bf16_mean": None, "val_samples": 512}
+    assert validation_metrics(verl, samples=512, scheme=Scheme.INT8) == expected
+    assert validation_metrics(verl, samples=512, scheme=Scheme.BF16) == expected | {"val_reward_bf16_mean": 0.25}
     with pytest.raises(TrainingError) as raised:
-        validation_metrics({"val-aux/num_turns/mean": 2.0}, samples=512)
+        validation_metrics({"val-aux/num_turns/mean": 2.0}, samples=512, scheme=Scheme.INT8)
     assert raised.value.message == "expected one validation mean from verl, got 0 in ['val-aux/num_turns/mean']"
 
 
@@ -72,12 +80,34 @@ def test_an_error_of_ours_keeps_its_kind_through_ray() -> None:
     assert translate(error) is error.cause
 
 
-def test_an_error_of_ours_keeps_its_kind_as_text() -> None:
-    """vLLM's engine process sends only the text of what was raised in it."""
-    text = "Call to update_weights failed: \n  appliance.errors.SyncError: weight update: 1 layers are missing\n"
-    translated = translate(RuntimeError(text))
-    assert (type(translated), translated.message) == (SyncError, "weight update: 1 layers are missing")
-    assert translated.exit_code == 4
+def test_a_failure_that_a_worker_told_is_not_told_over(tmp_path: Path) -> None:
+    """vLLM sends only the text of what was raised in its engine process; the worker itself wrote kind and code."""
+    append_failure(tmp_path, SyncError("weight update: 1 layers are missing"))
+    told = (tmp_path / "events.jsonl").read_text()
+    assert report(tmp_path, TrainingError("RuntimeError: Call to collective_rpc method failed: 1 layers are")) == 4
+    assert (tmp_path / "events.jsonl").read_text() == told
+
+
+def test_a_failure_that_nobody_told_is_told(tmp_path: Path) -> None:
+    assert report(tmp_path, TrainingError("ValueError: the point", hint="read the log")) == 5
+    told = json.loads((tmp_path / "events.jsonl").read_text())
+    assert {key: told[key] for key in ("kind", "what", "why", "hint", "exit_code")} == {
+        "kind": "failure",
+        "what": "ValueError: the point",
+        "why": "TrainingError",
+        "hint": "read the log",
+        "exit_code": 5,
+    }
+
+
+def test_weights_that_verl_did_not_apply_are_an_error() -> None:
+    for theirs in (None, 1.0):
+        verl = VERL | {"rollout_corr/rollout_is_mean": theirs}
+        with pytest.raises(TrainingError) as raised:
+            step_metrics(verl, timing_s=TIMINGS_S, mismatch=MISMATCH, plan=PLAN, step=3)
+        assert raised.value.message == (
+            f"step 3: verl's mean importance weight is {theirs}, from the same log-probs it should be 0.980000"
+        )
 
 
 def test_any_other_error_is_a_training_error_with_its_last_line() -> None:
