@@ -21,14 +21,18 @@ METRICS_FILE = "metrics.jsonl"
 
 
 def append_event(run_dir: Path, *, kind: str, what: str, why: str = "", **extra: Any) -> None:
-    """Append one event in a single write, so that lines of several processes never mix.
+    """Append one event.
 
     kind: phase, progress, attest, failure or note.  extra: JSON values.  Raises OSError (a full disk, no such folder).
     """
-    line = json.dumps({"time": time.time(), "kind": kind, "what": what, "why": why, **extra})
-    descriptor = os.open(run_dir / EVENTS_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    append_line(run_dir / EVENTS_FILE, {"time": time.time(), "kind": kind, "what": what, "why": why, **extra})
+
+
+def append_line(path: Path, value: dict[str, Any]) -> None:
+    """Append one JSON line in a single write, so that lines of several processes never mix. Raises OSError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
-        os.write(descriptor, (line + "\n").encode())
+        os.write(descriptor, (json.dumps(value) + "\n").encode())
     finally:
         os.close(descriptor)
 

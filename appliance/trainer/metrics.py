@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ from appliance.errors import TrainingError
 from appliance.plan.model import RunPlan
 from appliance.quant.mismatch import Mismatch
 from appliance.quant.scheme import Scheme
-from appliance.run.events import METRICS_FILE
+from appliance.run.events import METRICS_FILE, append_line
 
 _FROM_VERL = {
     "reward_mean": "critic/rewards/mean",
@@ -98,13 +96,8 @@ def validation_metrics(verl: dict[str, float], *, samples: int, scheme: Scheme) 
 
 
 def append_metrics(run_dir: Path, line: dict[str, Any]) -> None:
-    """One write of one line, so that a reader never sees two lines mixed. A value that is not finite becomes null."""
-    clean = {key: None if _is_not_finite(value) else value for key, value in line.items()}
-    descriptor = os.open(run_dir / METRICS_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        os.write(descriptor, (json.dumps(clean) + "\n").encode())
-    finally:
-        os.close(descriptor)
+    """Append one line. A value that is not finite becomes null."""
+    append_line(run_dir / METRICS_FILE, {key: None if _is_not_finite(value) else value for key, value in line.items()})
 
 
 def _is_not_finite(value: object) -> bool:
