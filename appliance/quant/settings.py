@@ -1,0 +1,52 @@
+"""What one rollout engine is told: its scheme and everything that goes with it. Imports no torch.
+
+The value travels to vLLM as `hf_overrides.quantization_config`, together with `quantization=appliance`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from appliance.quant.scheme import Scheme
+
+METHOD_NAME = "appliance"  # the name of our quantisation method in vLLM
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """emulated: an FP8 scheme by quantise-dequantise in float, where there are no kernels; for numerics only.
+
+    ignore: layers kept in BF16, each an exact name or `re:` and a pattern, as compressed-tensors has them.
+    profile: folder of a profile whose smoothing is folded in, or empty.  lm_head_fp32: the last projection in FP32.
+    """
+
+    scheme: Scheme
+    emulated: bool = False
+    ignore: tuple[str, ...] = ()
+    profile: str = ""
+    lm_head_fp32: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether vLLM's own BF16 engine is meant, with nothing of ours in it."""
+        return self.scheme is Scheme.BF16 and not self.lm_head_fp32
+
+    def to_config(self) -> dict[str, Any]:
+        """The value of `hf_overrides.quantization_config`: JSON types only."""
+        return {"quant_method": METHOD_NAME, **dataclasses.asdict(self), "ignore": list(self.ignore)}
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """What vLLM's `LLM` or `EngineArgs` get: nothing for a plain engine."""
+        if self.is_plain:
+            return {}
+        return {"quantization": METHOD_NAME, "hf_overrides": {"quantization_config": self.to_config()}}
+
+
+def quantisation_from_config(config: dict[str, Any]) -> Quantisation:
+    """The inverse of `Quantisation.to_config`. Raises ValueError for an unknown scheme, TypeError for another key."""
+    values = {key: value for key, value in config.items() if key != "quant_method"}
+    return Quantisation(
+        **{**values, "scheme": Scheme(values["scheme"]), "ignore": tuple(values.get("ignore", ()))}
+    )
