@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-NUMBERS = {"quant.scheme", "quant.device"}  # the part of quant that needs no torch
+NUMBERS = {"quant.scheme", "quant.device", "quant.settings"}  # the part of quant that needs no torch
 CHILDREN = {"errors", "patch", "quant", "plan.model", "plan.env", "run.attest", "run.events"}
 
 # A room or module -> what it may import besides its own room. A name stands for everything below it.
@@ -37,6 +37,7 @@ OF_THE_CHILDREN = (
     "trainer",
     "quant.codec",
     "quant.mismatch",
+    "quant.smoothing",
     "tasks.tiny_model",
     "tasks.tokenizer",
     "tasks.parquet",
