@@ -5,14 +5,19 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch.nn import Module
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from appliance import patch
-from appliance.engine.int8 import Int8LinearMethod, KeptLinearMethod
+from appliance.engine.config import KeptExpertsMethod, KeptLinearMethod, is_router
+from appliance.engine.head import Fp32HeadMethod
+from appliance.engine.native import native_kernel_name, native_scheme
+from appliance.engine.quantised import Quantising
 from appliance.errors import EngineError
 from appliance.plan.env import PLAN_VARIABLE
 from appliance.plan.model import RunPlan, read_plan
@@ -22,26 +27,55 @@ from appliance.run.attest import fingerprint, write_attestation
 REPLICA_VARIABLE = "VERL_REPLICA_RANK"  # set by verl for each rollout server
 
 
-def live_scheme(model: Module) -> tuple[Scheme, dict[str, int]]:
-    """The scheme the linear layers really have, and how many layers run on which kernel.
+@dataclass(frozen=True)
+class LiveScheme:
+    """What a model's layers really do. kernels: how many layers run on which kernel, by its name."""
 
-    Raises EngineError when only a part of the layers that should be INT8 is.
+    scheme: Scheme
+    emulated: bool
+    lm_head_fp32: bool
+    kernels: dict[str, int]
+
+
+def live_scheme(model: Module) -> LiveScheme:
+    """Read off the layers. Those that are in BF16 on purpose (`ignore`, routers, embeddings, lm_head) count as kernels.
+
+    Raises EngineError when only a part of the layers that should be quantised is, or layers differ in their scheme.
     """
     methods = {name: layer.quant_method for name, layer in model.named_modules() if hasattr(layer, "quant_method")}
-    kernels = Counter(_kernel(method) for method in methods.values())
-    int8 = [name for name, method in methods.items() if isinstance(method, Int8LinearMethod)]
-    fallen = [name for name, method in methods.items() if _is_plain_linear(method)]
-    if int8 and fallen:
-        raise EngineError(f"{len(fallen)} linear layers are not INT8 and were not to be left out, first {fallen[0]}")
-    return (Scheme.INT8 if int8 else Scheme.BF16), dict(kernels)
+    schemes = {name: scheme for name, method in methods.items() if (scheme := _scheme(method)) is not None}
+    fallen = [name for name, method in methods.items() if _is_plain(method) and not _is_router(model, name=name)]
+    if len(set(schemes.values())) > 1:
+        raise EngineError(f"layers of one engine run {', '.join(sorted(set(schemes.values())))}")
+    scheme = next(iter(schemes.values()), Scheme.BF16)
+    if schemes and fallen:
+        raise EngineError(f"{len(fallen)} layers are not {scheme} and were not to be left out, first {fallen[0]}")
+    return LiveScheme(
+        scheme=scheme,
+        emulated=any(method.emulated for method in methods.values() if isinstance(method, Quantising)),
+        lm_head_fp32=any(isinstance(method, Fp32HeadMethod) for method in methods.values()),
+        kernels=dict(Counter(_kernel(method) for method in methods.values())),
+    )
+
+
+def _scheme(method: object) -> Scheme | None:
+    return method.scheme if isinstance(method, Quantising) else native_scheme(method)
 
 
 def _kernel(method: object) -> str:
-    return method.kernel_name if isinstance(method, Int8LinearMethod) else type(method).__name__
+    if isinstance(method, Quantising):
+        return method.kernel_name
+    return type(method).__name__ if native_scheme(method) is None else native_kernel_name(method)
 
 
-def _is_plain_linear(method: object) -> bool:
-    return isinstance(method, UnquantizedLinearMethod) and not isinstance(method, KeptLinearMethod)
+def _is_plain(method: object) -> bool:
+    kinds, kept = (UnquantizedLinearMethod, UnquantizedFusedMoEMethod), (KeptLinearMethod, KeptExpertsMethod)
+    return isinstance(method, kinds) and not isinstance(method, kept)
+
+
+def _is_router(model: Module, *, name: str) -> bool:
+    """Some models make their routers without a quantisation config, so the method does not say it."""
+    return is_router(model.get_submodule(name), prefix=name)
 
 
 def attest_rollout_worker(model: Module, *, vllm_config: Any, rank: int) -> None:
@@ -53,20 +87,21 @@ def attest_rollout_worker(model: Module, *, vllm_config: Any, rank: int) -> None
     if not plan_path:
         return
     plan = read_plan(Path(plan_path))
-    scheme, kernels = live_scheme(model)
+    live = live_scheme(model)
     replica = int(os.environ.get(REPLICA_VARIABLE, "0"))
     write_attestation(
         Path(plan.run_dir),
         process=f"rollout-{replica}-{rank}",
         role="rollout",
         rank=replica * vllm_config.parallel_config.tensor_parallel_size + rank,
-        scheme=scheme,
-        emulated=False,
+        scheme=live.scheme,
+        emulated=live.emulated,
         patches=patch.applied(),
         versions=_versions(plan),
         fingerprint=fingerprint(),
         detail={
-            "kernels": kernels,
+            "kernels": live.kernels,
+            "lm_head_fp32": live.lm_head_fp32,
             "dtype": str(vllm_config.model_config.dtype),
             "model": vllm_config.model_config.model,
         },

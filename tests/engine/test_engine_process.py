@@ -15,17 +15,19 @@ from appliance.plan.env import PLAN_VARIABLE
 
 pytestmark = pytest.mark.engine
 
-# The worker writes an attestation from within, on verl's first call. Nothing of ours is imported here: vLLM's entry
-# point for plugins and the two names in the settings must do.
+# The worker writes an attestation from within, on verl's first call. Nothing of the engine is imported here: vLLM's
+# entry point for plugins and the names in the settings must do.
 START = """
 import sys
 from vllm import LLM, SamplingParams
+from appliance.quant.scheme import Scheme
+from appliance.quant.settings import Quantisation
 
 if __name__ == "__main__":
     llm = LLM(
         sys.argv[1],
         skip_tokenizer_init=True,
-        quantization="appliance_int8",
+        **Quantisation(scheme=Scheme.INT8).engine_arguments(),
         worker_extension_cls="appliance.engine.sync.SyncWorkerExtension",
         enforce_eager=True,
         max_model_len=128,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.errors import NumericsError
-from appliance.quant import codec
+from appliance.quant import codec_int8
 from appliance.quant.codec import Int8Weight, dequantise_int8, int8_scale, quantise_int8
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -171,7 +171,7 @@ def test_chunks_do_not_change_the_result(chunk_elements: int, monkeypatch: pytes
     """7 rows of 100: chunks smaller than a row, of exactly one, with a rest, and larger than everything."""
     weight_NK = random_weight((7, 100), dtype=torch.bfloat16)
     codes_NK, scale_N1 = reference_float32(weight_NK)
-    monkeypatch.setattr(codec, "_CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(codec_int8, "_CHUNK_ELEMENTS", chunk_elements)
     quantised = quantise_int8(weight_NK)
     assert np.array_equal(quantised.codes_NK.numpy(), codes_NK)
     assert np.array_equal(quantised.scale_N1.numpy(), scale_N1)

@@ -1,0 +1,121 @@
+"""How vLLM builds each layer under our quantisation method: the settings of one engine, dispatched by kind of layer.
+
+Embeddings, `lm_head`, norms and routers stay as the checkpoint has them, whatever the scheme.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import Module
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
+from vllm.model_executor.layers.utils import MOE_LAYER_ROUTER_GATE_SUFFIXES
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.platforms import current_platform
+
+from appliance.engine.emulated import EmulatedLinearMethod
+from appliance.engine.head import Fp32HeadMethod
+from appliance.engine.int8 import Int8LinearMethod
+from appliance.engine.native import native_fp8_method
+from appliance.errors import EngineError
+from appliance.quant.scheme import Scheme
+from appliance.quant.settings import METHOD_NAME, Quantisation, quantisation_from_config
+
+
+class KeptLinearMethod(UnquantizedLinearMethod):
+    """A linear layer that stays in BF16 on purpose: `ignore` names it, or it is a router."""
+
+
+class KeptExpertsMethod(UnquantizedFusedMoEMethod):
+    """Experts that `ignore` keeps in BF16 on purpose."""
+
+
+@register_quantization_config(METHOD_NAME)
+class ApplianceConfig(QuantizationConfig):
+    """One per engine. Made by vLLM from `hf_overrides.quantization_config`, see `quant/settings.py`."""
+
+    def __init__(self, quantisation: Quantisation | None = None) -> None:
+        super().__init__()
+        if quantisation is None:
+            raise EngineError(
+                f"quantization={METHOD_NAME} says no scheme",
+                hint="start the engine with everything that Quantisation(...).engine_arguments() gives",
+            )
+        if quantisation.emulated and not quantisation.scheme.is_fp8:
+            raise EngineError(f"`{quantisation.scheme}` is never emulated: only FP8 schemes are")
+        if quantisation.scheme.is_fp8 and not quantisation.emulated and current_platform.is_cpu():
+            raise EngineError(
+                f"a CPU has no kernels for `{quantisation.scheme}`",
+                hint="use int8, or ask for the scheme as emulated: for numerics only, it is slow",
+            )
+        self.quantisation = quantisation
+
+    def get_name(self) -> str:
+        return METHOD_NAME
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 75  # INT8 tensor cores; vLLM's FP8 kernels check for themselves
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> ApplianceConfig:
+        return cls(quantisation_from_config(config))
+
+    def get_quant_method(self, layer: Module, prefix: str) -> QuantizeMethodBase | None:
+        """None: vLLM's own choice for that kind of layer. Raises EngineError, or ValueError where `ignore` splits a
+        fused layer."""
+        if isinstance(layer, VocabParallelEmbedding):  # ParallelLMHead is one
+            return Fp32HeadMethod() if self.quantisation.lm_head_fp32 else None
+        if isinstance(layer, LinearBase):
+            return self._linear(layer, prefix=prefix)
+        if isinstance(layer, RoutedExperts):
+            return self._experts(layer, prefix=prefix)
+        return None
+
+    def _linear(self, layer: LinearBase, *, prefix: str) -> QuantizeMethodBase:
+        scheme = self.quantisation.scheme
+        if not scheme.quantised:
+            return UnquantizedLinearMethod()
+        if is_router(layer, prefix=prefix) or self._is_ignored(prefix):
+            return KeptLinearMethod()
+        if scheme is Scheme.INT8:
+            return Int8LinearMethod()
+        return EmulatedLinearMethod(scheme) if self.quantisation.emulated else native_fp8_method(scheme)
+
+    def _experts(self, layer: RoutedExperts, *, prefix: str) -> QuantizeMethodBase:
+        scheme = self.quantisation.scheme
+        if not scheme.quantised:
+            return UnquantizedFusedMoEMethod(layer.moe_config)
+        if self._is_ignored(prefix):
+            return KeptExpertsMethod(layer.moe_config)
+        try:
+            from appliance.engine.experts import EmulatedExpertsMethod, Int8ExpertsMethod
+        except ImportError as error:
+            raise EngineError(f"{prefix}: experts in `{scheme}` are not supported") from error
+        if scheme is Scheme.INT8:
+            return Int8ExpertsMethod(layer=layer)
+        if self.quantisation.emulated:
+            return EmulatedExpertsMethod(scheme, layer=layer)
+        raise EngineError(f"{prefix}: experts in `{scheme}` run emulated only", hint="use int8")
+
+    def _is_ignored(self, prefix: str) -> bool:
+        ignore = list(self.quantisation.ignore)
+        return should_ignore_layer(prefix, ignore=ignore, fused_mapping=self.packed_modules_mapping)
+
+
+def is_router(layer: Module, *, prefix: str) -> bool:
+    """Whether a linear layer decides which experts a token goes to (or how much of the shared one)."""
+    return isinstance(layer, ReplicatedLinear) and prefix.rsplit(".", 1)[-1] in MOE_LAYER_ROUTER_GATE_SUFFIXES

@@ -1,0 +1,157 @@
+"""What every quantising method of ours offers, and the part that linear layers share: online, one layer at a time.
+
+BF16 weights come in; when a layer is complete they are quantised, and codes and scales stay. It follows vLLM's online
+FP8 methods (`vllm/model_executor/layers/quantization/online/fp8.py`): a weight on the meta device, materialised layer
+by layer, at the first load and at every sync.
+
+Legend: N output channels, K input channels of this rank's part of the layer.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from vllm.model_executor.layers.linear import LinearMethodBase
+from vllm.model_executor.layers.quantization.utils.quant_utils import amax_for_tp_weight_quant
+from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+from vllm.model_executor.parameter import ModelWeightParameter
+
+from appliance.quant.codec import QuantisedWeight, weight_absmax
+from appliance.quant.scheme import Scheme
+
+QuantisedHook = Callable[[Module, Tensor, QuantisedWeight], None]
+
+
+class Quantising:
+    """A method object that quantises its layer's weights; linear layers and experts have it as a base.
+
+    scheme, emulated: what it does to weights and activations.
+    on_quantised: called with (layer, weight as assembled, its codes and scales) after each quantisation, before the
+        weight is dropped. Set it on an object, or with `staticmethod` on a class.
+    """
+
+    scheme: Scheme
+    emulated: bool = False
+    on_quantised: QuantisedHook | None = None
+
+    @property
+    @abstractmethod
+    def kernel_name(self) -> str:
+        """What multiplies, for the attestation."""
+
+    @abstractmethod
+    def held_scale(self, layer: Module) -> Tensor | None:
+        """float32: the very memory that the kernel reads the weight's scales from, or None before the first load."""
+
+
+class OnlineLinearMethod(Quantising, LinearMethodBase):
+    """One object per layer."""
+
+    uses_meta_device = True
+
+    def __init__(self) -> None:
+        self._whole = WholeAbsmax()
+
+    def create_weights(
+        self,
+        layer: Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        layer.logical_widths = output_partition_sizes
+        rows_are_cut = input_size_per_partition != input_size
+        loader = extra_weight_attrs["weight_loader"]
+        self._needs_whole = is_cut(self.scheme, rows_are_cut=rows_are_cut, num_ranks=layer.tp_size)
+        weight_NK = ModelWeightParameter(
+            data=torch.empty(sum(output_partition_sizes), input_size_per_partition, device="meta", dtype=params_dtype),
+            input_dim=1,
+            output_dim=0,
+            weight_loader=self._whole.recording(loader, scheme=self.scheme) if self._needs_whole else loader,
+        )
+        layer.register_parameter("weight", weight_NK)
+        initialize_online_processing(layer)
+
+    def process_weights_after_loading(self, layer: Module) -> None:
+        """Quantise the layer's BF16 weight and hand it to what multiplies. Raises NumericsError."""
+        if getattr(layer, "_already_called_process_weights_after_loading", False):
+            return
+        weight_NK = layer.weight.data
+        quantised = self.quantise(weight_NK, absmax=self._absmax(weight_NK))
+        self.install(layer, quantised)
+        if self.on_quantised is not None:
+            self.on_quantised(layer, weight_NK, quantised)
+        layer._already_called_process_weights_after_loading = True
+
+    def _absmax(self, weight_NK: Tensor) -> Tensor | None:
+        """Of the whole tensor, where this rank's part does not show it."""
+        if not self._needs_whole:
+            return None
+        whole = self._whole.take()
+        if whole is None:  # dummy weights, which no loader brings: the ranks ask each other, as vLLM's own methods do
+            return amax_for_tp_weight_quant(weight_absmax(weight_NK, scheme=self.scheme), True)
+        return whole.to(weight_NK.device)
+
+    @abstractmethod
+    def quantise(self, weight_NK: Tensor, *, absmax: Tensor | None) -> QuantisedWeight:
+        """The codec's result, bit for bit."""
+
+    @abstractmethod
+    def install(self, layer: Module, quantised: QuantisedWeight) -> None:
+        """Replace the layer's weight by codes and scales, in the layout that the kernel wants."""
+
+
+def is_cut(scheme: Scheme, *, rows_are_cut: bool, num_ranks: int) -> bool:
+    """Whether a rank's part of a weight can have another absmax than the whole weight where they share a scale.
+
+    Rows are cut when a layer is row-parallel. Blocks of 128 are never cut: a layer where they would be is refused.
+    """
+    if scheme is Scheme.FP8:
+        return num_ranks > 1
+    return rows_are_cut and scheme in (Scheme.INT8, Scheme.FP8_CHANNEL)
+
+
+class WholeAbsmax:
+    """The absmax of a layer's whole tensors, taken when a loader cuts this rank's part out of them.
+
+    Every rank receives every tensor of the checkpoint, so no communication is needed: one rank that fails does not
+    leave another one waiting in the middle of a sync.
+    """
+
+    def __init__(self) -> None:
+        self._by_part: dict[object, Tensor] = {}
+
+    def recording(self, loader: Callable[..., Any], *, scheme: Scheme) -> Callable[..., Any]:
+        """loader: a bound method of the layer. vLLM's reload copies a parameter's attributes for later: no reference to
+        the layer may hide in them, or the layer would never be freed."""
+        bound = weakref.WeakMethod(loader)
+        signature = inspect.signature(loader)
+
+        def recording_loader(*args: Any, **kwargs: Any) -> Any:
+            values = signature.bind(*args, **kwargs).arguments
+            # Layerwise loading calls twice: first on the meta device, to count elements.
+            if not values["param"].is_meta:
+                part = values.get("loaded_shard_id")
+                self._by_part[part] = weight_absmax(values["loaded_weight"], scheme=scheme)
+            return bound()(*args, **kwargs)
+
+        recording_loader.__signature__ = signature
+        return recording_loader
+
+    def take(self) -> Tensor | None:
+        """In the shape of the scale, and forgotten: the next load brings its own. None when no loader ran."""
+        parts = list(self._by_part.values())
+        self._by_part.clear()
+        if not parts:
+            return None
+        return parts[0] if len(parts) == 1 else torch.stack(parts).amax(dim=0)

@@ -1,0 +1,159 @@
+"""The reference codec of FP8: E4M3 without infinities (largest value 448), symmetric, in three granularities.
+
+Legend: N rows (output channels of a weight; tokens of an activation), K input channels; a block shares one scale.
+
+    scheme        block of a weight   its floor       block of an activation   its floor
+    fp8           the whole weight    none            1 x K                    s >= 1 / (448 * 512)
+    fp8-channel   1 x K               s >= 1/(448*512) 1 x K                   s >= 1 / (448 * 512)
+    fp8-block     128 x 128           a >= 1e-4       1 x 128                  a >= 1e-10
+
+    a = max |w| over the block              in float32, exact
+    s = a / 448                             float32, one true division, then the floor
+    x = w / s                               float32: a true division, or the product with r = 1 / s (float32)
+    q = E4M3(clamp(x, -448, 448))           round to nearest, ties to even: torch's cast
+    w' = q * s                              float32
+
+These are vLLM's numbers: its online weight quantisers multiply by the reciprocal for `fp8` and for the blocks and
+divide for `fp8-channel`; its activation quantisers divide. `fp8` has per-token activations because that is what vLLM's
+per-tensor method uses where CUTLASS has FP8 kernels (compute capability 8.9 on); elsewhere it takes one scale for all
+tokens of a batch, which would make a token's result depend on its neighbours. Blocks start at element 0, 0 of the
+tensor and the last ones are ragged where a dimension is not a multiple of 128. Sources: vLLM 0.28
+`quantization/online/fp8.py`, `utils/deep_gemm.py:per_block_cast_to_fp8`, `csrc/quantization/fp8/common.cu`,
+`fp8_utils.py:per_token_group_quant_fp8`.
+
+E4M3: values m * 2^e with 4 significant bits, e >= -6; below 2^-6 steps of 2^-9; the bits 0x7f are NaN and never made.
+A block of zeros has codes 0, and s = 0 (`fp8`) or its floor. Where r overflows (`fp8`, |w| below about 1e-36) the codes
+are +-448. Saturation: |x| is above 448 by rounding only (at most 448 * 2^-22), or where a given a is too small.
+
+Bound: |w - w'| <= max(|w| / 16, s / 1024) * (1 + 2^-22) + |w| * 2^-22, for s >= 2^-117. Rounding to E4M3 costs half a
+step: 2^-4 of |x| for a normal result, 2^-10 for one below 2^-6. r, x and q * s are rounded to float32: less than
+4 * 2^-24 of |w| together; below s = 2^-117 (`fp8` only) q * s may be a denormal.
+
+Tensor parallel: `absmax` of the whole tensor makes the codes of a shard the shard of the codes; for `fp8-block` a
+shard must start at a multiple of 128.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from appliance.quant.codec_range import (
+    CHUNK_ELEMENTS,
+    block_absmax,
+    chunk_rows,
+    divided,
+    require_finite,
+    row_absmax,
+)
+from appliance.quant.scheme import Scheme
+
+FP8_MAX = 448.0
+FP8_DTYPE = torch.float8_e4m3fn
+BLOCK = 128
+_ROW_FLOOR = 512.0  # s >= 1 / (448 * 512)
+_BLOCK_FLOOR = 1e-4
+_GROUP_FLOOR = 1e-10
+_CHUNK_ELEMENTS = CHUNK_ELEMENTS
+
+
+@dataclass(frozen=True)
+class Fp8Weight:
+    """A weight, or the tokens of an activation.
+
+    codes_NK: float8_e4m3fn.  scale: float32, >= 0, one for each block: [1, 1], [N, 1] or [ceil(N/rows), ceil(K/128)].
+    block: (rows, columns) that share a scale.
+    """
+
+    codes_NK: Tensor
+    scale: Tensor
+    block: tuple[int, int]
+    scheme: Scheme
+
+
+def fp8_absmax(weight_NK: Tensor, *, scheme: Scheme) -> Tensor:
+    """float32, in the shape of the weight's scale. Raises NumericsError when a value is not finite."""
+    in_blocks = scheme is Scheme.FP8_BLOCK
+    absmax = block_absmax(weight_NK, block=(BLOCK, BLOCK)) if in_blocks else row_absmax(weight_NK)
+    absmax = require_finite(absmax, what="a weight")
+    return absmax.amax(dim=0, keepdim=True) if scheme is Scheme.FP8 else absmax
+
+
+def fp8_scale(absmax: Tensor, *, scheme: Scheme) -> Tensor:
+    """The scale of a weight from the largest magnitudes of its blocks."""
+    if scheme is Scheme.FP8_BLOCK:
+        return divided(absmax.clamp_min(_BLOCK_FLOOR), steps=FP8_MAX)
+    scale = divided(absmax, steps=FP8_MAX)
+    return scale if scheme is Scheme.FP8 else _with_row_floor(scale)
+
+
+def _with_row_floor(scale: Tensor) -> Tensor:
+    return scale.clamp_min(1.0 / torch.tensor(FP8_MAX * _ROW_FLOOR, dtype=torch.float32, device=scale.device))
+
+
+def quantise_fp8(weight_NK: Tensor, *, scheme: Scheme, absmax: Tensor | None = None) -> Fp8Weight:
+    """weight_NK: [N, K] bfloat16, float16 or float32.  absmax: in the scale's shape, where the weight is a shard.
+
+    Raises NumericsError when a value is not finite.
+    """
+    own = fp8_absmax(weight_NK, scheme=scheme)
+    scale = fp8_scale(own if absmax is None else absmax, scheme=scheme)
+    rows, columns = weight_NK.shape
+    block = {Scheme.FP8: (rows, columns), Scheme.FP8_CHANNEL: (1, columns), Scheme.FP8_BLOCK: (BLOCK, BLOCK)}[scheme]
+    codes_NK = _codes(weight_NK, scale=scale, block=block, divide=scheme is Scheme.FP8_CHANNEL)
+    return Fp8Weight(codes_NK=codes_NK, scale=scale, block=block, scheme=scheme)
+
+
+def quantise_fp8_tokens(tokens_MK: Tensor, *, scheme: Scheme, finite: bool = True) -> Fp8Weight:
+    """The activations of M tokens, each by itself.
+
+    finite: raise NumericsError when a value is not finite; otherwise that token (block) becomes NaN, as in a kernel.
+    """
+    block = (1, BLOCK) if scheme is Scheme.FP8_BLOCK else (1, tokens_MK.shape[1])
+    absmax = block_absmax(tokens_MK, block=block) if scheme is Scheme.FP8_BLOCK else row_absmax(tokens_MK)
+    if finite:
+        require_finite(absmax, what="an activation")
+    if scheme is Scheme.FP8_BLOCK:
+        scale = divided(absmax.clamp_min(_GROUP_FLOOR), steps=FP8_MAX)
+    else:
+        scale = _with_row_floor(divided(absmax, steps=FP8_MAX))
+    codes_MK = _codes(tokens_MK, scale=scale, block=block, divide=True)
+    return Fp8Weight(codes_NK=codes_MK, scale=scale, block=block, scheme=scheme)
+
+
+def dequantise_fp8(quantised: Fp8Weight) -> Tensor:
+    """[N, K] float32."""
+    shape = tuple(quantised.codes_NK.shape)
+    return quantised.codes_NK.float() * spread(quantised.scale, block=quantised.block, shape=shape)
+
+
+def spread(scale: Tensor, *, block: tuple[int, int], shape: tuple[int, int]) -> Tensor:
+    """The scale of each element, as far as broadcasting does not do it: rows and columns of 1 stay 1."""
+    for dim in (0, 1):
+        if scale.shape[dim] > 1 and block[dim] > 1:
+            scale = scale.repeat_interleave(block[dim], dim=dim).narrow(dim, 0, shape[dim])
+    return scale
+
+
+def _codes(values_NK: Tensor, *, scale: Tensor, block: tuple[int, int], divide: bool) -> Tensor:
+    factor = scale if divide else torch.where(scale > 0, scale.reciprocal(), torch.zeros_like(scale))
+    factor = spread(factor, block=(1, block[1]), shape=tuple(values_NK.shape))  # columns only
+    codes_NK = torch.empty(values_NK.shape, dtype=FP8_DTYPE, device=values_NK.device)
+    rows = _rows_at_once(block, length=values_NK.shape[1])
+    for start in range(0, len(values_NK), rows):
+        part = slice(start, start + rows)
+        own = factor[part] if block[0] == 1 else factor[start // block[0]]
+        scaled_NK = values_NK[part].float()
+        scaled_NK = scaled_NK.div_(own) if divide else scaled_NK.mul_(own).nan_to_num_(nan=0.0)  # 0 * inf
+        codes_NK[part] = scaled_NK.clamp_(-FP8_MAX, FP8_MAX)
+    return codes_NK
+
+
+def _rows_at_once(block: tuple[int, int], *, length: int) -> int:
+    """As many as the cache takes, and never rows of two blocks."""
+    rows = chunk_rows(length, chunk_elements=_CHUNK_ELEMENTS)
+    if block[0] == 1:
+        return rows
+    return min(block[0], 1 << (rows.bit_length() - 1)) if block == (BLOCK, BLOCK) else rows

@@ -1,0 +1,83 @@
+"""The reference codec of INT8: symmetric, one scale per row (an output channel of a weight, a token of an activation).
+
+Legend: N rows (output channels; tokens), K input channels.
+
+    a_n = max_k |w_nk|                      in float32, exact
+    s_n = a_n / 127                         float32, one true division
+    r_n = 1 / s_n                           float32
+    q_nk = clamp(round_half_even(w_nk * r_n), -127, 127)
+    w'_nk = q_nk * s_n
+
+The code -128 is never used, so the grid is symmetric. A zero row has s = 0 and codes 0. Where s is so small that r
+overflows (|w| below about 4e-37), the clamp makes the largest codes +-127; bfloat16 weights of that size round to 0
+in any use. Multiplying by the reciprocal is what vLLM's own row quantisers do (CPU), so codec and kernel agree bit for
+bit; against the exact quotient a code moves by at most one, and only where w/s lies within 127 * 2^-23 of a half.
+
+Bound: |w - w'| <= s * (1/2 + 127 * 2^-22), for s a normal float32 number and 127 s not above the largest one (only a
+float32 weight an ulp or two below that can have w' infinite).
+
+Tensor parallel: a rank that has some of the columns gets the a_n of the whole row, and its codes are the shard of the
+whole row's codes. Values above a given a_n saturate at +-127.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from appliance.quant.codec_range import CHUNK_ELEMENTS, chunk_rows, divided, require_finite, row_absmax
+from appliance.quant.scheme import Scheme
+
+INT8_MAX = 127
+_CHUNK_ELEMENTS = CHUNK_ELEMENTS
+
+
+@dataclass(frozen=True)
+class Int8Weight:
+    """codes_NK: int8 in [-127, 127].  scale_N1: float32, >= 0."""
+
+    codes_NK: Tensor
+    scale_N1: Tensor
+
+    @property
+    def scheme(self) -> Scheme:
+        return Scheme.INT8
+
+    @property
+    def scale(self) -> Tensor:
+        """[N, 1]: under the name that every scheme has."""
+        return self.scale_N1
+
+
+def quantise_int8(weight_NK: Tensor, *, absmax_N1: Tensor | None = None) -> Int8Weight:
+    """Symmetric INT8 per row.
+
+    weight_NK: [N, K] bfloat16, float16 or float32.  absmax_N1: [N, 1] float32, of the whole rows of a shard.
+    Raises NumericsError when a value is not finite.
+    """
+    scale_N1 = int8_scale(weight_NK, absmax_N1=absmax_N1)
+    codes_NK = torch.empty(weight_NK.shape, dtype=torch.int8, device=weight_NK.device)
+    rows = chunk_rows(weight_NK.shape[1], chunk_elements=_CHUNK_ELEMENTS)
+    for start in range(0, weight_NK.shape[0], rows):
+        part = slice(start, start + rows)
+        codes_NK[part] = _codes(weight_NK[part], scale_N1=scale_N1[part])
+    return Int8Weight(codes_NK=codes_NK, scale_N1=scale_N1)
+
+
+def int8_scale(weight_NK: Tensor, *, absmax_N1: Tensor | None = None) -> Tensor:
+    """[N, 1] float32, absmax / 127. Raises NumericsError when a value is not finite."""
+    own_N1 = require_finite(row_absmax(weight_NK), what="a weight")
+    return divided(own_N1 if absmax_N1 is None else absmax_N1, steps=float(INT8_MAX))
+
+
+def _codes(weight_NK: Tensor, *, scale_N1: Tensor) -> Tensor:
+    reciprocal_N1 = torch.where(scale_N1 > 0, scale_N1.reciprocal(), torch.zeros_like(scale_N1))
+    scaled_NK = (weight_NK.float() * reciprocal_N1).nan_to_num_(nan=0.0)  # 0 * inf in a row of denormals
+    return scaled_NK.round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
+
+
+def dequantise_int8(quantised: Int8Weight) -> Tensor:
+    """[N, K] float32."""
+    return quantised.codes_NK.float() * quantised.scale_N1

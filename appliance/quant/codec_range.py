@@ -1,0 +1,63 @@
+"""The largest magnitude of each row, block or tensor: exact, in one pass through the cache.
+
+The bits of a float without its sign, read as an integer, have the order of its magnitude, and those of infinity and NaN
+come last. Integers are reduced several times faster than floats on a CPU, and no value that is not finite is lost.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from appliance.errors import NumericsError
+
+CHUNK_ELEMENTS = 1 << 18  # 1 MiB in float32: intermediates stay in a core's cache; measured flat from 2^17 to 2^20
+_BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+
+
+def chunk_rows(length: int, *, chunk_elements: int) -> int:
+    """How many rows of `length` elements are worked on at once."""
+    return max(1, chunk_elements // max(1, length))
+
+
+def row_absmax(values_MK: Tensor) -> Tensor:
+    """[M, 1] float32, not checked. values_MK: [M, K] bfloat16, float16 or float32, K > 0."""
+    bits_MK = values_MK.view(_BITS[values_MK.dtype])
+    most_M1 = torch.empty((len(bits_MK), 1), dtype=bits_MK.dtype, device=bits_MK.device)
+    rows = chunk_rows(bits_MK.shape[1], chunk_elements=CHUNK_ELEMENTS)
+    for start in range(0, len(bits_MK), rows):
+        part = slice(start, start + rows)
+        most_M1[part] = (bits_MK[part] & torch.iinfo(bits_MK.dtype).max).amax(dim=1, keepdim=True)
+    return most_M1.view(values_MK.dtype).float()
+
+
+def block_absmax(values_MK: Tensor, *, block: tuple[int, int]) -> Tensor:
+    """[ceil(M / rows), ceil(K / columns)] float32, not checked; blocks start at 0, 0 and the last are ragged."""
+    rows, columns = block
+    if rows == 1:
+        return _group_absmax(values_MK, columns=columns)
+    bits_MK = values_MK.view(_BITS[values_MK.dtype])
+    most = [
+        (bits_MK[start : start + rows] & torch.iinfo(bits_MK.dtype).max).amax(dim=0, keepdim=True)
+        for start in range(0, len(bits_MK), rows)
+    ]
+    return _group_absmax(torch.cat(most).view(values_MK.dtype), columns=columns)
+
+
+def _group_absmax(values_MK: Tensor, *, columns: int) -> Tensor:
+    length = values_MK.shape[1]
+    padded_MK = torch.nn.functional.pad(values_MK, (0, -length % columns))
+    groups_GC = padded_MK.reshape(-1, columns)
+    return row_absmax(groups_GC).view(len(values_MK), -1)
+
+
+def require_finite(absmax: Tensor, *, what: str) -> Tensor:
+    """The same tensor. Raises NumericsError when a value is not finite; `what`: such as `a weight`."""
+    if not bool(torch.isfinite(absmax).all()):
+        raise NumericsError(f"{what} to quantise has a value that is not finite")
+    return absmax
+
+
+def divided(absmax: Tensor, *, steps: float) -> Tensor:
+    """float32, one true division: dividing by a Python number may be lowered to multiplying by its reciprocal."""
+    return absmax / torch.tensor(steps, dtype=torch.float32, device=absmax.device)
