@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import json
-import os
-import signal
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 from appliance import console
 from appliance.bench.job import (
+    GIB,
     PROMPT_TOKENS,
+    EngineFacts,
     Job,
     Measurement,
     Shapes,
@@ -25,48 +17,90 @@ from appliance.bench.job import (
     Workload,
     judge,
     parse_shapes,
+    read_facts,
     read_measurements,
 )
-from appliance.errors import EngineError, Interrupted, PreflightError
-from appliance.plan.build import build_plan
+from appliance.bench.show import as_json, table
+from appliance.errors import PreflightError, RecipeError
+from appliance.plan.build import build_plan, installed_versions
 from appliance.plan.env import PLAN_VARIABLE, THREADS_VARIABLE
+from appliance.plan.host import HostFacts
 from appliance.plan.model import RunPlan
+from appliance.plan.stored import Kept, LayerShapes, ResultKey, result_key, write_result
 from appliance.preflight.probes import read_host
+from appliance.quant.device import why_not
 from appliance.quant.scheme import Scheme
+from appliance.quant.settings import Quantisation
 from appliance.recipe.schema import Recipe
-from appliance.tasks.prepare import is_prepared
-
-PAYS_FROM = 1.05  # below this a median ratio is within what these measurements scatter
+from appliance.run.child import make_inputs, run_child
 
 
-def run_bench(recipe: Recipe, *, schemes: tuple[Scheme, ...], pairs: int, shapes: str | None, json_mode: bool) -> int:
-    """Measure and print. Raises PreflightError for a scheme without kernels here, EngineError when the child fails."""
-    not_here = [str(scheme) for scheme in schemes if scheme.is_fp8]
-    if not_here:
-        raise PreflightError(f"bench: this host has no kernels for {', '.join(not_here)}", hint="use bf16 and int8")
+def run_bench(
+    recipe: Recipe,
+    *,
+    schemes: tuple[Scheme, ...],
+    pairs: int,
+    shapes: str | None,
+    kv_memory_gb: float | None,
+    json_mode: bool,
+) -> int:
+    """Measure, print, and keep what `auto` may read.
+
+    kv_memory_gb: GiB for weights and KV cache together, per worker; None: the recipe's KV cache beside the weights.
+    Raises PreflightError for a scheme without kernels here, RecipeError for what cannot be compared, EngineError when
+    the child fails.
+    """
+    if len(set(schemes)) < len(schemes):
+        raise RecipeError([("--schemes: a scheme is named twice", "name each once; the first is the base")])
     parsed = parse_shapes(shapes) if shapes else None
-    root = Path(recipe.cluster.run_dir).absolute()
+    root = Path(recipe.cluster.run_dir).expanduser().absolute()
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root, prefix=".bench-") as folder:
         host = read_host(root)
         plan = build_plan(recipe, run_dir=Path(folder), host=host)
+        _refuse_without_kernels(schemes, plan=plan, host=host)
         env = dict(plan.env)
         if parsed is None:
-            _prepare(plan)
+            make_inputs(plan, command="bench")
         else:
             env |= {THREADS_VARIABLE: str(host.cores)}  # the plan's threads are for the recipe's own model
-        workload = _shapes_workload(parsed) if parsed else _recipe_workload(plan)
         job = Job(
-            workload=workload,
-            schemes=schemes,
+            workload=_shapes_workload(parsed) if parsed else _recipe_workload(plan),
+            engines=tuple(_engine(recipe, scheme=scheme) for scheme in schemes),
+            tensor_parallel=1 if parsed else plan.rollout.tensor_parallel,
             pairs=pairs,
-            kv_cache_gb=recipe.rollout.kv_cache_gb,
+            kv_bytes=recipe.rollout.kv_cache_gb * GIB,
+            memory_bytes=int(kv_memory_gb * GIB) if kv_memory_gb else None,
             seed=recipe.seed,
             results=str(Path(folder) / "results.jsonl"),
+            facts=str(Path(folder) / "facts.jsonl"),
         )
         measured = _measure(job, folder=Path(folder), env=env)
-    _show(job, judge(measured, schemes=schemes), measured=measured, json_mode=json_mode)
+        facts = read_facts(Path(job.facts))
+    verdicts = judge(measured, schemes=schemes)
+    key = result_key(device=plan.device, host=host, model=plan.model, pins=plan.pins)
+    kept = _keep(_with_shapes(key, shapes=parsed), plan=plan, job=job, verdicts=verdicts, what=_what(job))
+    show = as_json if json_mode else table
+    console.out(show(job, verdicts=verdicts, facts=facts, measured=measured, kept=kept))
     return 0
+
+
+def _refuse_without_kernels(schemes: tuple[Scheme, ...], *, plan: RunPlan, host: HostFacts) -> None:
+    reasons = [why_not(scheme, device=plan.device, cpu_flags=host.cpu_flags) for scheme in schemes]
+    if any(reasons):
+        able = [s for s in Scheme if not why_not(s, device=plan.device, cpu_flags=host.cpu_flags)]
+        message = "bench: " + "; ".join(filter(None, reasons))
+        hint = f"use {', '.join(map(str, able))}; an emulated scheme has no speed to compare"
+        raise PreflightError(message, hint=hint)
+
+
+def _engine(recipe: Recipe, *, scheme: Scheme) -> Quantisation:
+    """As the plan's, but for the profile: folded scales are weights like others to a kernel."""
+    return Quantisation(
+        scheme=scheme,
+        ignore=recipe.quantization.ignore if scheme.quantised else (),
+        lm_head_fp32=recipe.rollout.lm_head_fp32,
+    )
 
 
 def _shapes_workload(shapes: Shapes) -> Workload:
@@ -97,92 +131,58 @@ def _recipe_workload(plan: RunPlan) -> Workload:
     )
 
 
-def _prepare(plan: RunPlan) -> None:
-    """Model and data of the recipe, made as `train` makes them when the cache has them not."""
-    if is_prepared(plan):
-        return
-    console.say("making the recipe's model and data (kept for later)")
-    plan_file = Path(plan.run_dir) / "plan.json"
-    plan.write(plan_file)
-    _child(["appliance.tasks.prepare", str(plan_file)], folder=Path(plan.run_dir), env=dict(plan.env))
-
-
 def _measure(job: Job, *, folder: Path, env: dict[str, str]) -> list[Measurement]:
     job_file = folder / "job.json"
     job_file.write_text(job.to_json())
-    shown = 0
+    loaded, shown = 0, 0
 
     def tick() -> None:
-        nonlocal shown
+        nonlocal loaded, shown
+        for each in read_facts(Path(job.facts))[loaded:]:
+            console.say(_said(each))
+            loaded += 1
         for each in read_measurements(Path(job.results))[shown:]:
-            console.say(f"pair {each.pair + 1}/{job.pairs}  {each.scheme:<6} {each.tokens_per_s:9.0f} tokens/s")
+            console.say(f"pair {each.pair + 1}/{job.pairs}  {each.scheme:<11} {each.tokens_per_s:9.0f} tokens/s")
             shown += 1
 
-    console.say(f"loading {len(job.schemes)} engines and warming up")
+    console.say(f"loading {len(job.engines)} engines and warming up")
     env.pop(PLAN_VARIABLE)  # no run's folder to attest in
-    _child(["appliance.bench.measure", str(job_file)], folder=folder, env=env, tick=tick)
+    run_child(["appliance.bench.measure", str(job_file)], command="bench", folder=folder, env=env, tick=tick)
     return read_measurements(Path(job.results))
 
 
-def _child(module: list[str], *, folder: Path, env: dict[str, str], tick=lambda: None) -> None:
-    """Run a module of ours; on failure keep its log beside the caches and raise EngineError that names it."""
-    log = folder / "child.log"
-    with log.open("wb") as out, _signals_end_us():
-        process = subprocess.Popen(
-            [sys.executable, "-m", *module],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=os.environ | env,
-            start_new_session=True,  # a group of its own: an engine may have processes of its own
-        )
-        try:
-            while process.poll() is None:
-                time.sleep(0.2)
-                tick()
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    tick()
-    if process.returncode:
-        kept = folder.parent / "bench-failed.log"
-        log.replace(kept)
-        raise EngineError(f"bench: {module[0]} ended with code {process.returncode}", hint=f"its log: {kept}")
+def _said(facts: EngineFacts) -> str:
+    return f"{facts.scheme}: " + ", ".join(f"{count} x {kernel}" for kernel, count in facts.kernels)
 
 
-@contextlib.contextmanager
-def _signals_end_us() -> Iterator[None]:
-    """SIGTERM inside the block raises Interrupted, so that what was begun is cleaned up, as it is after Ctrl-C."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise Interrupted("stopped by SIGTERM")
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _with_shapes(key: ResultKey, *, shapes: Shapes | None) -> ResultKey:
+    if shapes is None:
+        return key
+    slug = LayerShapes(shapes.hidden, shapes.intermediate, shapes.heads, shapes.kv_heads).slug
+    return ResultKey(key.device, key.processor, slug, key.versions)
 
 
-def _show(job: Job, verdicts: list[Verdict], *, measured: list[Measurement], json_mode: bool) -> None:
-    if json_mode:
-        console.out(
-            json.dumps(
-                {
-                    "schema_version": 1,
-                    "workload": dataclasses.asdict(job.workload),
-                    "pairs": job.pairs,
-                    "base": str(job.schemes[0]),
-                    "schemes": [dataclasses.asdict(verdict) for verdict in verdicts],
-                    "measurements": [dataclasses.asdict(each) for each in measured],
-                }
-            )
-        )
-        return
-    base = job.schemes[0]
-    console.out(f"{'scheme':<8} {'tokens/s':>10}   ratio to {base} (median of {job.pairs} interleaved pairs, min-max)")
-    for v in verdicts:
-        console.out(f"{v.scheme:<8} {v.tokens_per_s:>10.0f}   {v.ratio:.2f} ({v.ratio_min:.2f}-{v.ratio_max:.2f})")
-    for v in verdicts[1:]:
-        pays = "pays" if v.ratio >= PAYS_FROM else "does not pay"
-        console.out(f"{v.scheme} {pays} here for these rollouts: {v.ratio:.2f} times {base}")
+def _what(job: Job) -> str:
+    workload, shapes = job.workload, job.workload.shapes
+    model = f"random weights, {shapes.layers} layers" if shapes else "the recipe's model"
+    return f"bench of {model}, batch {workload.sequences}, {workload.new_tokens} new tokens"
+
+
+def _keep(key: ResultKey, *, plan: RunPlan, job: Job, verdicts: list[Verdict], what: str) -> Path | None:
+    """Keep the result where it may count: against BF16, made with what the plan pins. Says so where it does not."""
+    installed = installed_versions()
+    other = [name for name, version in key.versions if installed.get(name) != version]
+    if job.schemes[0] is not Scheme.BF16 or len(job.schemes) < 2:
+        console.say("not kept for `auto`: the base of the comparison is not bf16")
+        return None
+    if other:
+        console.say(f"not kept for `auto`: {', '.join(other)} installed in another version than runs use")
+        return None
+    kept = tuple(
+        Kept(v.scheme, tokens_per_s=v.tokens_per_s, ratio=v.ratio, ratio_min=v.ratio_min, ratio_max=v.ratio_max)
+        for v in verdicts[1:]
+    )
+    cache_dir = Path(plan.cache_dir)
+    return write_result(
+        key, cache_dir=cache_dir, kept=kept, what=what, pairs=job.pairs, kv_memory_bytes=job.memory_bytes
+    )

@@ -7,10 +7,13 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from appliance.errors import RecipeError
 from appliance.quant.scheme import Scheme
+from appliance.quant.settings import Quantisation, quantisation_from_config
 
+GIB = 1 << 30
 PROMPT_TOKENS = 16
 
 
@@ -39,7 +42,7 @@ NAMED_SHAPES = {
 
 @dataclass(frozen=True)
 class Workload:
-    """The rollouts that both sides make. model_path: a checkpoint, empty for `shapes`.
+    """The rollouts that every engine makes. model_path: a checkpoint, empty for `shapes`.
 
     prompts_parquet: where the prompts come from, empty for `shapes`.  temperature > 0 samples, 0 is greedy.
     """
@@ -54,20 +57,56 @@ class Workload:
     top_p: float
     shapes: Shapes | None
 
+    @property
+    def sequences(self) -> int:
+        """How many are generated at once when there is room."""
+        return self.num_prompts * self.samples_per_prompt
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.max_prompt_tokens + self.new_tokens
+
 
 @dataclass(frozen=True)
 class Job:
-    """schemes[0] is the base of every ratio.  pairs: interleaved repetitions, after one warm-up of each."""
+    """engines[0] is the base of every ratio.  pairs: interleaved repetitions, after one warm-up of each.
+
+    kv_bytes: KV cache of each engine; with `memory_bytes` it is what the weights leave of that. Both per worker.
+    results: where measurements go.  facts: where each engine says what it holds.
+    """
 
     workload: Workload
-    schemes: tuple[Scheme, ...]
+    engines: tuple[Quantisation, ...]
+    tensor_parallel: int
     pairs: int
-    kv_cache_gb: int
+    kv_bytes: int
+    memory_bytes: int | None
     seed: int
     results: str
+    facts: str
+
+    @property
+    def schemes(self) -> tuple[Scheme, ...]:
+        return tuple(engine.scheme for engine in self.engines)
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
+        return json.dumps({**dataclasses.asdict(self), "engines": [each.to_config() for each in self.engines]})
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What the workers of an engine hold, summed. kernels: name and number of layers, of one worker.
+
+    weight_bytes: each weight once, in the form that is multiplied.  kv_bytes: of the KV cache.
+    sequences: how many of the longest fit into the KV cache at once.
+    """
+
+    scheme: Scheme
+    weight_bytes: int
+    kv_bytes: int
+    sequences: int
+    kernels: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
@@ -102,7 +141,7 @@ def read_job(text: str) -> Job:
     return Job(
         **{
             **raw,
-            "schemes": tuple(Scheme(scheme) for scheme in raw["schemes"]),
+            "engines": tuple(quantisation_from_config(each) for each in raw["engines"]),
             "workload": Workload(**{**workload, "shapes": Shapes(**shapes) if shapes else None}),
         }
     )
@@ -110,9 +149,25 @@ def read_job(text: str) -> Job:
 
 def read_measurements(path: Path) -> list[Measurement]:
     """Whole lines only: the child may be writing the last one."""
+    return [Measurement(**{**raw, "scheme": Scheme(raw["scheme"])}) for raw in _read_lines(path)]
+
+
+def read_facts(path: Path) -> list[EngineFacts]:
+    return [
+        EngineFacts(
+            **{
+                **raw,
+                "scheme": Scheme(raw["scheme"]),
+                "kernels": tuple((name, count) for name, count in raw["kernels"]),
+            }
+        )
+        for raw in _read_lines(path)
+    ]
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
     text = path.read_text() if path.exists() else ""
-    whole = text[: text.rfind("\n") + 1]
-    return [Measurement(**{**raw, "scheme": Scheme(raw["scheme"])}) for raw in map(json.loads, whole.splitlines())]
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def judge(measured: list[Measurement], *, schemes: tuple[Scheme, ...]) -> list[Verdict]:

@@ -15,13 +15,12 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 
-from appliance.bench.job import PROMPT_TOKENS, Job, Measurement, Shapes, Workload, read_job
-from appliance.engine.attest import live_scheme
-from appliance.engine.int8 import METHOD_NAME
+from appliance.bench.job import PROMPT_TOKENS, EngineFacts, Job, Measurement, Shapes, Workload, read_job
+from appliance.bench.worker import MEMORY_KEY, WORKER, WorkerFacts
 from appliance.errors import ApplianceError, EngineError
 from appliance.quant.scheme import Scheme
+from appliance.quant.settings import Quantisation
 
-QUANTISATION = {Scheme.BF16: None, Scheme.INT8: METHOD_NAME}
 Prompts = list[list[int]]
 
 
@@ -38,34 +37,46 @@ def main() -> int:
 def run(job: Job) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model_path = job.workload.model_path or _random_model(job.workload.shapes, folder=folder)
-        engines = {scheme: _engine(job, scheme=scheme, model_path=model_path) for scheme in job.schemes}
+        engines = {each.scheme: _engine(job, quantisation=each, model_path=model_path) for each in job.engines}
         prompts = _prompts(job.workload, model_path=model_path)
         for pair in range(-1, job.pairs):  # -1 warms up and is not written
             for scheme, engine in engines.items():
                 measured = _measure(engine, prompts=prompts, workload=job.workload, pair=pair, scheme=scheme)
                 if pair >= 0:
-                    _write(job, measured)
+                    _write(measured, path=job.results)
 
 
-def _engine(job: Job, *, scheme: Scheme, model_path: str) -> LLM:
-    """Raises EngineError when the engine does not run the scheme it was asked for."""
-    workload = job.workload
+def _engine(job: Job, *, quantisation: Quantisation, model_path: str) -> LLM:
+    """Raises EngineError when the engine does not run the scheme it was asked for, or its weights leave no room."""
+    workload, scheme = job.workload, quantisation.scheme
     llm = LLM(
         model_path,
         skip_tokenizer_init=True,
         load_format="dummy" if workload.shapes else "auto",
-        quantization=QUANTISATION[scheme],
+        tensor_parallel_size=job.tensor_parallel,
         enforce_eager=True,
-        max_model_len=workload.max_prompt_tokens + workload.new_tokens,
-        max_num_seqs=workload.num_prompts * workload.samples_per_prompt,
-        kv_cache_memory_bytes=job.kv_cache_gb << 30,
+        max_model_len=workload.longest,
+        max_num_seqs=workload.sequences,
+        kv_cache_memory_bytes=job.memory_bytes or job.kv_bytes,
+        worker_cls=WORKER,
+        additional_config={MEMORY_KEY: job.memory_bytes},
         logprobs_mode="processed_logprobs",
         enable_prefix_caching=False,
         seed=job.seed,
+        **quantisation.engine_arguments(),
     )
-    live = llm.apply_model(lambda model: live_scheme(model)[0])
-    if set(live) != {scheme}:
-        raise EngineError(f"bench: asked for {scheme}, the engine runs {live[0]}")
+    workers: list[WorkerFacts] = llm.collective_rpc("bench_facts")
+    other = [each.scheme for each in workers if each.scheme != scheme]
+    if other:
+        raise EngineError(f"bench: asked for {scheme}, the engine runs {other[0]}")
+    facts = EngineFacts(
+        scheme=scheme,
+        weight_bytes=sum(each.weight_bytes for each in workers),
+        kv_bytes=sum(each.kv_bytes for each in workers),
+        sequences=min(each.sequences for each in workers),
+        kernels=workers[0].kernels,
+    )
+    _write(facts, path=job.facts)
     return llm
 
 
@@ -105,9 +116,9 @@ def _measure(engine: LLM, *, prompts: Prompts, workload: Workload, pair: int, sc
     return Measurement(pair=pair, scheme=scheme, tokens=tokens, seconds=seconds)
 
 
-def _write(job: Job, measured: Measurement) -> None:
-    with Path(job.results).open("a") as file:
-        file.write(json.dumps(dataclasses.asdict(measured)) + "\n")
+def _write(line: Measurement | EngineFacts, *, path: str) -> None:
+    with Path(path).open("a") as file:
+        file.write(json.dumps(dataclasses.asdict(line)) + "\n")
 
 
 def _random_model(shapes: Shapes | None, *, folder: str) -> str:

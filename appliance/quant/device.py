@@ -1,4 +1,7 @@
-"""Which device runs which scheme. The rules were read in vendors' and vLLM's documents, not measured here."""
+"""Which device runs which scheme, and which one `auto` takes: by rule, or by what `bench` measured.
+
+The rules were read in vendors' and vLLM's documents. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,11 @@ AUTO = "auto"
 # CPU features that multiply int8 four at a time; without one of them INT8 is slower than BF16 on a CPU.
 INT8_CPU_FLAGS = ("amx_int8", "avx512_vnni", "avx_vnni")
 
+PAYS_FROM = 1.05  # times BF16; below this a median ratio is within what such measurements scatter
+
+_FP8_FROM = (8, 9)  # the first compute capability with FP8 tensor cores: Ada
+_NOT_MEASURED = "by rule, not measured"
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -22,8 +30,27 @@ class Gpu:
     product: str
 
     @property
+    def has_fp8(self) -> bool:
+        return self.capability >= _FP8_FROM
+
+    @property
     def is_blackwell(self) -> bool:
         return self.capability >= (10, 0)
+
+
+@dataclass(frozen=True)
+class StoredResult:
+    """What `bench` measured on a device, with the layer shapes and versions in question.
+
+    ratios: (scheme, its tokens/s in times BF16's) of the quantised schemes.  what: the measurement, in words.
+    """
+
+    ratios: tuple[tuple[Scheme, float], ...]
+    what: str
+
+    def __str__(self) -> str:
+        found = ", ".join(f"{scheme} {ratio:.2f} times bf16" for scheme, ratio in self.ratios)
+        return f"measured: {found} ({self.what})"
 
 
 # In the order of matching: `l40s` before `l40` before `l4`.
@@ -57,23 +84,49 @@ def gpu_of_product(product: str) -> Gpu | None:
     return next((gpu for gpu in GPUS.values() if gpu.product in text), None)
 
 
-def automatic_scheme(device: str, *, cpu_flags: frozenset[str]) -> tuple[Scheme, str]:
-    """(scheme, why) for `rollout.scheme: auto`. device: one of DEVICES."""
+def automatic_scheme(
+    device: str, *, cpu_flags: frozenset[str], stored: StoredResult | None = None
+) -> tuple[Scheme, str]:
+    """(scheme, why) for `rollout.scheme: auto`. device: one of DEVICES.
+
+    stored: decides on Ada and Hopper, which run INT8 and FP8 alike; elsewhere the rule does, and it is told.
+    """
+    if device != CPU and GPUS[device].has_fp8 and not GPUS[device].is_blackwell:
+        return _by_measurement(device, cpu_flags=cpu_flags, stored=stored)
+    scheme, why = _by_rule(device, cpu_flags=cpu_flags)
+    if stored:
+        return scheme, f"{why}; by rule, {stored}"
+    return scheme, why if device == CPU else f"{why}; {_NOT_MEASURED}"
+
+
+def _by_rule(device: str, *, cpu_flags: frozenset[str]) -> tuple[Scheme, str]:
     if device == CPU:
         found = [flag for flag in INT8_CPU_FLAGS if flag in cpu_flags]
         if found:
             return Scheme.INT8, f"the processor has {found[0]}"
         return Scheme.BF16, f"the processor has none of {', '.join(INT8_CPU_FLAGS)}"
     if GPUS[device].is_blackwell:
-        return (
-            Scheme.BF16,
-            f"vLLM has no INT8 kernels for {device}; a rule, not measured",
-        )
-    return Scheme.INT8, f"{device} has INT8 tensor cores; a rule, not measured"
+        return Scheme.FP8, f"{device} has FP8 tensor cores, and vLLM has no INT8 kernels for it"
+    return Scheme.INT8, f"{device} has INT8 tensor cores" + ("" if GPUS[device].has_fp8 else " and none for FP8")
+
+
+def _by_measurement(device: str, *, cpu_flags: frozenset[str], stored: StoredResult | None) -> tuple[Scheme, str]:
+    able = [
+        (ratio, scheme)
+        for scheme, ratio in (stored.ratios if stored else ())
+        if not why_not(scheme, device=device, cpu_flags=cpu_flags)
+    ]
+    if not able:
+        scheme, why = _by_rule(device, cpu_flags=cpu_flags)
+        return scheme, f"{why}; {_NOT_MEASURED}: `appliance bench` measures it"
+    ratio, scheme = max(able, key=lambda each: each[0])
+    if ratio < PAYS_FROM:
+        return Scheme.BF16, f"quantising does not pay: {stored}"
+    return scheme, f"the fastest, {stored}"
 
 
 def why_not(scheme: Scheme, *, device: str, cpu_flags: frozenset[str]) -> str:
-    """Why the device cannot run the scheme, or an empty text. device: one of DEVICES."""
+    """Why the device has no kernels for the scheme, or an empty text. device: one of DEVICES."""
     if scheme.is_fp8:
         return _why_not_fp8(scheme, device=device, cpu_flags=cpu_flags)
     if scheme is Scheme.INT8 and device != CPU and GPUS[device].is_blackwell:
@@ -86,6 +139,6 @@ def _why_not_fp8(scheme: Scheme, *, device: str, cpu_flags: frozenset[str]) -> s
         return f"vLLM's FP8 kernels on a CPU need AMX, which this processor does not have, so `{scheme}` cannot run"
     if device == CPU:
         return f"on a CPU vLLM widens FP8 weights and multiplies in BF16, which is not `{scheme}`"
-    if GPUS[device].capability < (8, 9):
+    if not GPUS[device].has_fp8:
         return f"FP8 needs compute capability 8.9, {device} has {'.'.join(map(str, GPUS[device].capability))}"
-    return f"`{scheme}` is not available in this version"
+    return ""

