@@ -6,10 +6,15 @@ one request per sample and reads every intermediate token of it; for short answe
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
+
+from appliance.plan.env import PLAN_VARIABLE
+from appliance.plan.model import read_plan
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,12 @@ def load_replica() -> type[RolloutReplica]:
     from vllm.sampling_params import RequestOutputKind
 
     class GroupServer(vLLMHttpServer):
+        def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
+            """Each replica has a scheme of its own; verl's configuration has one place for all of them."""
+            super()._preprocess_engine_kwargs(engine_kwargs)
+            plan = read_plan(Path(os.environ[PLAN_VARIABLE]))
+            engine_kwargs.update(plan.rollout.replicas[self.replica_rank].engine_arguments())
+
         async def generate_group(
             self, *, prompt_ids: list[int], sampling: dict[str, Any], num_samples: int, request_id: str
         ) -> Group:

@@ -1,6 +1,7 @@
 """Recipe to RunPlan, for the hardware that the recipe names. Every derived number becomes a Choice with its reason.
 
-Pure but for two looks at files: the fingerprint of data files, and whether `model.path` is a folder.
+Pure but for looks at files: the fingerprint of data files, whether `model.path` is a folder and which shapes its
+config.json has, and what `bench` kept.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from appliance.errors import RecipeError
 from appliance.plan.derive import Derived, derive
+from appliance.plan.engines import plan_profile, plan_rollout, rollout_attestations
 from appliance.plan.env import child_env
 from appliance.plan.host import HostFacts
 from appliance.plan.model import (
@@ -23,6 +25,7 @@ from appliance.plan.model import (
     RunPlan,
     TaskPlan,
 )
+from appliance.plan.stored import read_result, result_key
 from appliance.plan.verl_args import overrides
 from appliance.quant.device import AUTO, CPU, automatic_scheme, gpu_of_product
 from appliance.quant.scheme import Scheme
@@ -47,7 +50,7 @@ CPU_ROLLOUT_PATCHES = ("cpu-no-amx-tiles", "cpu-process-group")
 @dataclass(frozen=True)
 class _Hardware:
     device: str
-    scheme: Scheme
+    automatic: Scheme
     choices: tuple[Choice, ...]
 
     @property
@@ -60,7 +63,7 @@ class Decided:
     """All decisions of a plan, before they are written down as argv and environment."""
 
     device: str
-    scheme: Scheme
+    rollout: RolloutPlan
     model: ModelPlan
     task: TaskPlan
     derived: Derived
@@ -70,19 +73,19 @@ class Decided:
 
 def decide(recipe: Recipe, *, run_dir: Path, host: HostFacts) -> Decided:
     """Every decision. Raises RecipeError when `auto` finds a device that cannot do it or that we do not know."""
-    hardware = _hardware(recipe, host=host)
-    if hardware.is_cpu and (broken := list(broken_on_cpu(recipe))):
-        raise RecipeError([(f"{each.keys[0]}: {each.message}", each.hint) for each in broken])
     cache_dir = run_dir.parent / CACHE_NAME
     model = _model(recipe, cache_dir=cache_dir)
+    hardware = _hardware(recipe, host=host, model=model, cache_dir=cache_dir)
+    if hardware.is_cpu and (broken := list(broken_on_cpu(recipe))):
+        raise RecipeError([(f"{each.keys[0]}: {each.message}", each.hint) for each in broken])
     task = _task(recipe, cache_dir=cache_dir, model=model)
-    derived, choices = derive(
-        recipe, run_dir=run_dir, scheme=hardware.scheme, is_cpu=hardware.is_cpu, model=model, task=task
-    )
+    rollout, engine_choices = plan_rollout(recipe, automatic=hardware.automatic, run_dir=run_dir)
+    derived, choices = derive(recipe, run_dir=run_dir, is_cpu=hardware.is_cpu, model=model, task=task)
     threads, why = _threads(model, cores=host.cores)
     if hardware.is_cpu:
         choices = (*choices, Choice("threads_per_process", str(threads), why))
-    return Decided(hardware.device, hardware.scheme, model, task, derived, threads, (*hardware.choices, *choices))
+    all_choices = (*hardware.choices, *engine_choices, *choices)
+    return Decided(hardware.device, rollout, model, task, derived, threads, all_choices)
 
 
 def _threads(model: ModelPlan, *, cores: int) -> tuple[int, str]:
@@ -109,7 +112,8 @@ def build_plan(recipe: Recipe, *, run_dir: Path, host: HostFacts) -> RunPlan:
         gpus_per_node=recipe.cluster.gpus_per_node,
         model=model,
         task=task,
-        rollout=_rollout(recipe, scheme=decided.scheme),
+        rollout=decided.rollout,
+        profile=plan_profile(recipe, rollout=decided.rollout),
         correction=_correction(recipe),
         steps=derived.steps,
         validate_every=derived.validate_every,
@@ -125,10 +129,15 @@ def build_plan(recipe: Recipe, *, run_dir: Path, host: HostFacts) -> RunPlan:
             offline=_is_offline(model, task=task),
             backends=backends,
         ),
-        pins=tuple(sorted((PINS | (CPU_PINS if derived.is_cpu else GPU_PINS)).items())),
+        pins=pins_for(decided.device),
         choices=decided.choices,
-        attestations=_attestations(recipe, scheme=decided.scheme, is_cpu=decided.device == CPU),
+        attestations=_attestations(recipe, rollout=decided.rollout, is_cpu=decided.device == CPU),
     )
+
+
+def pins_for(device: str) -> tuple[tuple[str, str], ...]:
+    """distribution -> version that the patches were made for, sorted."""
+    return tuple(sorted((PINS | (CPU_PINS if device == CPU else GPU_PINS)).items()))
 
 
 def installed_versions() -> dict[str, str | None]:
@@ -144,17 +153,18 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def _hardware(recipe: Recipe, *, host: HostFacts) -> _Hardware:
+def _hardware(recipe: Recipe, *, host: HostFacts, model: ModelPlan, cache_dir: Path) -> _Hardware:
     device, choices = recipe.cluster.device, []
     if device == AUTO:
         device, why = _automatic_device(host)
         choices.append(Choice("cluster.device", device, why))
-    if recipe.rollout.scheme is SchemeChoice.AUTO:
-        scheme, why = automatic_scheme(device, cpu_flags=host.cpu_flags)
-        choices.append(Choice("rollout.scheme", str(scheme), why))
-    else:
-        scheme = Scheme(recipe.rollout.scheme.value)
-    return _Hardware(device=device, scheme=scheme, choices=tuple(choices))
+    key = result_key(device=device, host=host, model=model, pins=pins_for(device))
+    stored, note = read_result(key, cache_dir=cache_dir)
+    automatic, why = automatic_scheme(device, cpu_flags=host.cpu_flags, stored=stored)
+    why = f"{why}; {note}" if note else why
+    if SchemeChoice.AUTO in (recipe.rollout.replicas or (recipe.rollout.scheme,)):
+        choices.append(Choice("rollout.scheme", str(automatic), why))
+    return _Hardware(device=device, automatic=automatic, choices=tuple(choices))
 
 
 def _automatic_device(host: HostFacts) -> tuple[str, str]:
@@ -229,32 +239,16 @@ def _is_offline(model: ModelPlan, *, task: TaskPlan) -> bool:
     return not needs_hub_data and (bool(model.builtin) or is_folder(model.source))
 
 
-def _rollout(recipe: Recipe, *, scheme: Scheme) -> RolloutPlan:
-    rollout = recipe.rollout
-    replicas = recipe.cluster.nodes * recipe.cluster.gpus_per_node // rollout.tensor_parallel
-    return RolloutPlan(
-        scheme=scheme,
-        emulated=False,
-        replicas=(scheme,) * replicas,
-        tensor_parallel=rollout.tensor_parallel,
-        samples_per_prompt=rollout.samples_per_prompt,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        ignore=(),
-    )
-
-
 def _correction(recipe: Recipe) -> CorrectionPlan:
     has_cap = recipe.correction.method is CorrectionMethod.TIS
     return CorrectionPlan(method=str(recipe.correction.method), cap=recipe.correction.cap if has_cap else None)
 
 
-def _attestations(recipe: Recipe, *, scheme: Scheme, is_cpu: bool) -> tuple[ExpectedAttestation, ...]:
+def _attestations(recipe: Recipe, *, rollout: RolloutPlan, is_cpu: bool) -> tuple[ExpectedAttestation, ...]:
     """Every vLLM worker, every worker that trains, and the driver, which corrects the loss."""
     workers = recipe.cluster.nodes * recipe.cluster.gpus_per_node
-    in_rollout = CPU_ROLLOUT_PATCHES if is_cpu else ()
     in_trainer = CPU_TRAINER_PATCHES if is_cpu else ()
     in_driver = tuple(sorted((*DRIVER_PATCHES, *in_trainer)))
-    rollout = tuple(ExpectedAttestation("rollout", rank, scheme, in_rollout) for rank in range(workers))
+    engines = rollout_attestations(rollout, patches=CPU_ROLLOUT_PATCHES if is_cpu else ())
     trainers = tuple(ExpectedAttestation("trainer", rank, Scheme.BF16, in_trainer) for rank in range(workers))
-    return (*rollout, *trainers, ExpectedAttestation("driver", 0, Scheme.BF16, in_driver))
+    return (*engines, *trainers, ExpectedAttestation("driver", 0, Scheme.BF16, in_driver))

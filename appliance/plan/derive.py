@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from appliance.plan.model import Choice, ModelPlan, TaskPlan
-from appliance.quant.scheme import Scheme
 from appliance.recipe.schema import Attention, Recipe
 
 Value = TypeVar("Value", int, str, bool)
@@ -28,7 +27,6 @@ class Derived:
     model_path: str
     train_parquet: str
     val_parquet: str
-    scheme: Scheme
     is_cpu: bool
     attention: str
     steps: int
@@ -57,7 +55,7 @@ class _Book:
 
 
 def derive(
-    recipe: Recipe, *, run_dir: Path, scheme: Scheme, is_cpu: bool, model: ModelPlan, task: TaskPlan
+    recipe: Recipe, *, run_dir: Path, is_cpu: bool, model: ModelPlan, task: TaskPlan
 ) -> tuple[Derived, tuple[Choice, ...]]:
     """Every number, and why. model, task: as planned."""
     book, builtin = _Book(), bool(model.builtin)
@@ -69,7 +67,6 @@ def derive(
         model_path=model.path,
         train_parquet=task.train_parquet,
         val_parquet=task.val_parquet,
-        scheme=scheme,
         is_cpu=is_cpu,
         steps=steps,
         save_every=book.note("checkpoint.every_steps", *_every(recipe.checkpoint.every_steps, steps=steps)),

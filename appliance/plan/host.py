@@ -19,6 +19,7 @@ class HostFacts:
 
     disk_free_bytes: where the run root is or will be.  run_root_problem: why nothing can be written there, or empty.
     packages: distributions of the chosen log backends that are installed.
+    processor: the processor's name and generation, empty when unknown.
     """
 
     cores: int
@@ -32,3 +33,4 @@ class HostFacts:
     shm_free_bytes: int
     run_root_problem: str
     packages: frozenset[str]
+    processor: str = ""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.quant.scheme import Scheme
+from appliance.quant.settings import Quantisation, quantisation_from_config
 
 SCHEMA_VERSION = 1
 
@@ -62,15 +63,43 @@ class TaskPlan:
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """replicas: one scheme per rollout replica (an engine each), in rank order.  ignore: layers kept in BF16."""
+    """scheme: of the replicas; where they differ, of the first quantised one.
+
+    replicas: one per engine, in rank order.  prove_every: weight updates until each quantised layer was proven, >= 1.
+    """
 
     scheme: Scheme
-    emulated: bool
-    replicas: tuple[Scheme, ...]
+    replicas: tuple[Quantisation, ...]
     tensor_parallel: int
     samples_per_prompt: int
     temperature: float
     top_p: float
+    prove_every: int
+
+    @property
+    def emulated(self) -> bool:
+        """Whether any replica emulates its scheme."""
+        return any(replica.emulated for replica in self.replicas)
+
+    @property
+    def label(self) -> str:
+        """The scheme for people and metrics; `bf16+int8` where the replicas differ."""
+        return "+".join(dict.fromkeys(str(replica.scheme) for replica in self.replicas))
+
+
+@dataclass(frozen=True)
+class ProfilePlan:
+    """The profile that the rollouts use. folder: in the run's folder, filled before training.
+
+    source: a profile to copy, or empty to make one (or find it in the cache).  smoothing: strength 0..1.
+    error_budget: largest relative output error of a quantised layer, None: no layer is kept for its error.
+    """
+
+    folder: str
+    source: str
+    scheme: Scheme
+    smoothing: float
+    error_budget: float | None
     ignore: tuple[str, ...]
 
 
@@ -114,6 +143,7 @@ class RunPlan:
     model: ModelPlan
     task: TaskPlan
     rollout: RolloutPlan
+    profile: ProfilePlan | None
     correction: CorrectionPlan
     steps: int
     validate_every: int
@@ -142,7 +172,7 @@ def read_plan(path: Path) -> RunPlan:
 def plan_from_dict(raw: dict[str, Any]) -> RunPlan:
     if raw.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"plan has schema_version {raw.get('schema_version')!r}, this program reads {SCHEMA_VERSION}")
-    rollout = raw["rollout"]
+    rollout, profile = raw["rollout"], raw["profile"]
     return RunPlan(
         **{
             **raw,
@@ -152,10 +182,10 @@ def plan_from_dict(raw: dict[str, Any]) -> RunPlan:
                 **{
                     **rollout,
                     "scheme": Scheme(rollout["scheme"]),
-                    "replicas": tuple(Scheme(s) for s in rollout["replicas"]),
-                    "ignore": tuple(rollout["ignore"]),
+                    "replicas": tuple(quantisation_from_config(each) for each in rollout["replicas"]),
                 }
             ),
+            "profile": _profile(profile) if profile else None,
             "correction": CorrectionPlan(**raw["correction"]),
             "logging_backends": tuple(raw["logging_backends"]),
             "argv": tuple(raw["argv"]),
@@ -168,3 +198,7 @@ def plan_from_dict(raw: dict[str, Any]) -> RunPlan:
             ),
         }
     )
+
+
+def _profile(raw: dict[str, Any]) -> ProfilePlan:
+    return ProfilePlan(**{**raw, "scheme": Scheme(raw["scheme"]), "ignore": tuple(raw["ignore"])})

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.plan.derive import Derived
-from appliance.quant.scheme import Scheme
 from appliance.recipe.schema import CorrectionMethod, Recipe
 
 ACTOR = "actor_rollout_ref.actor"
@@ -20,16 +19,6 @@ MODEL = "actor_rollout_ref.model"
 VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
 REWARDS_FILE = Path(__file__).resolve().parents[1] / "trainer" / "rewards.py"
 WORKER_EXTENSION = "appliance.engine.sync.SyncWorkerExtension"
-INT8_METHOD = "appliance_int8"  # engine.int8.METHOD_NAME; not imported, because that file imports torch
-
-# vLLM's own online methods, for the schemes that are not ours.
-QUANTISATION: dict[Scheme, str | None] = {
-    Scheme.BF16: None,
-    Scheme.INT8: INT8_METHOD,
-    Scheme.FP8: "fp8_per_tensor",
-    Scheme.FP8_CHANNEL: "fp8_per_channel",
-    Scheme.FP8_BLOCK: "fp8_per_block",
-}
 
 _BARE = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
 _NOT_BARE = frozenset({"null", "true", "false", "nan", "inf"})
@@ -166,6 +155,7 @@ def _rollout(recipe: Recipe, derived: Derived) -> list[Override]:
 
 def _engine(recipe: Recipe, derived: Derived) -> list[Override]:
     sleeps = not derived.is_cpu  # vLLM's sleep mode frees GPU memory
+    # What each engine quantises is not here: verl has one place for all replicas, see engine/replica.py.
     one_process = derived.is_cpu and recipe.rollout.tensor_parallel == 1  # a worker of its own costs 6 s and 0.6 GB
     return [
         Override(f"{ROLLOUT}.tensor_model_parallel_size", recipe.rollout.tensor_parallel),
@@ -178,7 +168,6 @@ def _engine(recipe: Recipe, derived: Derived) -> list[Override]:
         Override(f"{ROLLOUT}.max_num_seqs", derived.max_concurrent_sequences),
         Override(f"{ROLLOUT}.max_num_batched_tokens", derived.max_batched_tokens),
         Override(f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes", derived.bucket_mib),
-        Override(f"{VLLM}.quantization", QUANTISATION[derived.scheme], added=True),
         Override(f"{VLLM}.worker_extension_cls", WORKER_EXTENSION, added=True),
         Override(f"{VLLM}.distributed_executor_backend", "uni" if one_process else "mp", added=True),
     ]

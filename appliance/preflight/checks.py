@@ -28,6 +28,7 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
         _libraries(plan, host),
         _device(plan, host),
         _scheme(plan, host),
+        _profile(plan, inputs),
         _model(plan, inputs),
         _shape(plan, inputs),
         _data(plan, inputs),
@@ -75,14 +76,26 @@ def _device(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
 
 
 def _scheme(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
-    reason = why_not(plan.rollout.scheme, device=plan.device, cpu_flags=host.cpu_flags)
-    if reason:
-        yield _error("scheme", "rollout.scheme", reason, "use `int8` or `bf16`, or `auto`")
-    elif plan.rollout.scheme is Scheme.INT8 and plan.device == CPU:
-        chosen = {"amx_int8", "avx512_vnni", "avx_vnni"} & host.cpu_flags
-        if not chosen:
-            message = "this processor has no VNNI and no AMX: INT8 runs, but slower than BF16"
-            yield _warning("scheme-slow", "rollout.scheme", message, "use `auto` or `bf16`")
+    mixed = len({replica.scheme for replica in plan.rollout.replicas}) > 1
+    place = "rollout.replicas" if mixed else "rollout.scheme"
+    for replica in dict.fromkeys(plan.rollout.replicas):
+        reason = why_not(replica.scheme, device=plan.device, cpu_flags=host.cpu_flags)
+        if replica.emulated:
+            message = f"`{replica.scheme}` is emulated by rounding in float: its numbers are meant, its speed is not"
+            yield _warning("scheme-emulated", "quantization.emulate", message, "use `int8` where speed matters")
+        elif reason:
+            emulate = ", or quantization.emulate for its numbers alone" if replica.scheme.is_fp8 else ""
+            yield _error("scheme", place, reason, f"use `int8` or `bf16`, or `auto`{emulate}")
+        elif replica.scheme is Scheme.INT8 and plan.device == CPU:
+            if not {"amx_int8", "avx512_vnni", "avx_vnni"} & host.cpu_flags:
+                message = "this processor has no VNNI and no AMX: INT8 runs, but slower than BF16"
+                yield _warning("scheme-slow", place, message, "use `auto` or `bf16`")
+
+
+def _profile(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
+    if inputs.profile_problem:
+        remedy = "point to a folder made by `appliance profile`, or use `auto`"
+        yield _error("profile", "quantization.profile", inputs.profile_problem, remedy)
 
 
 def _model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:

@@ -22,6 +22,7 @@ LIBRARIES = ("libnuma.so.1",)
 PACKAGES = ("tensorboard", "trackio", "wandb")
 _NVIDIA_SMI_TIMEOUT_S = 10
 _WEIGHTS = ("*.safetensors", "*.bin")
+PROFILE_FILES = ("profile.safetensors", "quantization.yaml")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -42,6 +43,7 @@ class InputFacts:
     model_shape: by its config.json, None when unknown.
     model_is_cached: a hub name whose files are in the local hub cache.  is_offline: HF_HUB_OFFLINE is set here.
     hub_problem: why the hub cannot be reached, empty when it can or was not asked.
+    profile_problem: why the folder of `quantization.profile` is none, empty when it is or none is given.
     data_problems: (message, hint) with `file:line`.  is_prepared: data and built-in model are in the cache.
     """
 
@@ -54,6 +56,7 @@ class InputFacts:
     hub_problem: str
     data_problems: tuple[tuple[str, str], ...]
     is_prepared: bool
+    profile_problem: str = ""
 
 
 def read_host(run_root: Path) -> HostFacts:
@@ -72,6 +75,7 @@ def read_host(run_root: Path) -> HostFacts:
         shm_free_bytes=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0,
         run_root_problem=_write_problem(existing),
         packages=frozenset(name for name in PACKAGES if importlib.util.find_spec(name)),
+        processor=_processor(),
     )
 
 
@@ -95,6 +99,16 @@ def _cpu_flags() -> frozenset[str]:
         if line.startswith("flags"):
             return frozenset(line.partition(":")[2].split())
     return frozenset()
+
+
+def _processor() -> str:
+    """Such as `AMD EPYC, family 25, model 1`: the name alone is the same for several generations under a hypervisor."""
+    first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
+    generation = [
+        f"{word} {fields[key]}" for word, key in (("family", "cpu family"), ("model", "model")) if key in fields
+    ]
+    return ", ".join(filter(None, (fields.get("model name", ""), *generation)))
 
 
 def _gpus() -> tuple[HostGpu, ...]:
@@ -139,7 +153,15 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool) -> InputFacts:
         hub_problem=_hub_problem() if ask_hub and needs_hub and not offline else "",
         data_problems=_data_problems(plan),
         is_prepared=prepared,
+        profile_problem=_profile_problem(plan),
     )
+
+
+def _profile_problem(plan: RunPlan) -> str:
+    if plan.profile is None or not plan.profile.source:
+        return ""
+    missing = [name for name in PROFILE_FILES if not (Path(plan.profile.source) / name).is_file()]
+    return f"{plan.profile.source}: the folder has no {' and no '.join(missing)}" if missing else ""
 
 
 def _data_from_hub(plan: RunPlan) -> bool:

@@ -91,11 +91,13 @@ def legal_values(path: tuple[int | str, ...]) -> list[str]:
     node: Any = schema
     for part in path:
         node = _resolved(node, schema)
-        node = node["items"] if isinstance(part, int) else node["properties"][part]
+        node = _resolved(node["items"] if isinstance(part, int) else node["properties"][part], schema)
     return [str(each) for each in _resolved(node, schema)["enum"]]
 
 
 def _resolved(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    """Behind a reference, and where null is allowed the other kind."""
+    node = next((each for each in node.get("anyOf", ()) if each.get("type") != "null"), node)
     if "$ref" in node:
         return schema["$defs"][node["$ref"].rsplit("/", 1)[-1]]
     return node

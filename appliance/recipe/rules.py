@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -15,6 +16,7 @@ from appliance.tasks.tiny_spec import TINY_MODELS
 
 AVAILABLE_TASKS = (TaskKind.ARITHMETIC, TaskKind.GSM8K)
 AVAILABLE_METHODS = (CorrectionMethod.NONE, CorrectionMethod.TIS)
+FP8_CHOICES = (SchemeChoice.FP8, SchemeChoice.FP8_CHANNEL, SchemeChoice.FP8_BLOCK)
 AVAILABLE_ALGORITHMS = (AlgorithmKind.GRPO,)
 
 
@@ -29,7 +31,7 @@ class Broken:
 
 def broken_rules(recipe: Recipe) -> list[Broken]:
     """Every rule the recipe breaks, in the order of the file's sections."""
-    rules = (_availability, _model, _task, _rollout, _correction, _batch, _length, _cluster)
+    rules = (_availability, _model, _task, _rollout, _quantization, _correction, _batch, _length, _cluster)
     return [broken for rule in rules for broken in rule(recipe)]
 
 
@@ -90,6 +92,43 @@ def _rollout(recipe: Recipe) -> Iterator[Broken]:
     if gpus % rollout.tensor_parallel:
         message = f"{rollout.tensor_parallel} does not divide the {gpus} GPUs of a node"
         yield Broken(("rollout.tensor_parallel", "cluster.gpus_per_node"), message, "an engine lives on one node")
+
+    engines = recipe.cluster.nodes * gpus // rollout.tensor_parallel
+    if rollout.replicas and rollout.scheme is not SchemeChoice.AUTO:
+        keys = ("rollout.replicas", "rollout.scheme")
+        yield Broken(keys, "`scheme` and `replicas` exclude each other", "remove `scheme`, or set it to `auto`")
+    if rollout.replicas and len(rollout.replicas) > max(1, engines):
+        message = f"{len(rollout.replicas)} schemes for {_count(engines, 'engine')}"
+        keys = ("rollout.replicas", "cluster.gpus_per_node", "rollout.tensor_parallel")
+        yield Broken(keys, message, "an engine takes tensor_parallel GPUs; raise cluster.gpus_per_node, or list fewer")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _quantization(recipe: Recipe) -> Iterator[Broken]:
+    quantization, asked = recipe.quantization, recipe.rollout.replicas or (recipe.rollout.scheme,)
+    if quantization.emulate and not any(scheme in FP8_CHOICES for scheme in asked):
+        message = "only an FP8 scheme can be emulated"
+        yield Broken(("quantization.emulate", "rollout.scheme"), message, "remove it, or set rollout.scheme")
+    for index, rule in enumerate(quantization.ignore):
+        if rule.startswith("re:") and (problem := _pattern_problem(rule[3:])):
+            keys = (f"quantization.ignore.{index}", "quantization.ignore")
+            yield Broken(keys, f"`{rule}` is not a regular expression: {problem}", "correct it")
+    if quantization.profile == "none":
+        for key in ("smoothing", "error_budget"):
+            if key in quantization.model_fields_set and getattr(quantization, key):
+                message = "it comes from the profile, and `profile` is `none`"
+                yield Broken((f"quantization.{key}", "quantization.profile"), message, "remove one of them")
+
+
+def _pattern_problem(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        return str(error)
+    return ""
 
 
 def _correction(recipe: Recipe) -> Iterator[Broken]:
@@ -173,9 +212,11 @@ def _device(recipe: Recipe) -> Iterator[Broken]:
             ("cluster.device",), f"unknown value `{device}`", f"did you mean `{near[0]}`? {use}" if near else use
         )
         return
-    if recipe.rollout.scheme is SchemeChoice.INT8 and device in GPUS and GPUS[device].is_blackwell:
+    asked = recipe.rollout.replicas or (recipe.rollout.scheme,)
+    if SchemeChoice.INT8 in asked and device in GPUS and GPUS[device].is_blackwell:
         message = f"vLLM has no INT8 kernels for `{device}` (Blackwell)"
-        yield Broken(("rollout.scheme", "cluster.device"), message, "use `bf16`")
+        keys = ("rollout.replicas" if recipe.rollout.replicas else "rollout.scheme", "cluster.device")
+        yield Broken(keys, message, "use `fp8`, or `bf16`")
     if device == CPU:
         yield from broken_on_cpu(recipe)
 

@@ -63,6 +63,8 @@ class LogBackend(StrEnum):
 
 
 Scheme_ = Annotated[SchemeChoice, Field(strict=False)]
+Schemes_ = Annotated[tuple[Scheme_, ...], Field(strict=False, min_length=1)]
+Names_ = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)]
 Kind_ = Annotated[TaskKind, Field(strict=False)]
 Method_ = Annotated[CorrectionMethod, Field(strict=False)]
 Algorithm_ = Annotated[AlgorithmKind, Field(strict=False)]
@@ -101,13 +103,30 @@ class Task(Section):
 class Rollout(Section):
     """How responses are generated."""
 
-    scheme: Scheme_ = Field(SchemeChoice.AUTO, description="`auto`, `bf16`, `int8`; the `fp8` ones can be planned only")
+    scheme: Scheme_ = Field(SchemeChoice.AUTO, description="`auto`, `bf16`, `int8`, `fp8`, `fp8-channel`, `fp8-block`")
+    replicas: Schemes_ | None = Field(None, description="one scheme per engine, repeated in order; null: all `scheme`")
     samples_per_prompt: int = Field(8, ge=2, description="responses to each prompt: the group of GRPO")
     temperature: float = Field(1.0, gt=0, le=10, description="of sampling; validation is greedy")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling; below 1 the mismatch grows")
     tensor_parallel: int = Field(1, ge=1, description="GPUs that share one engine")
     gpu_memory_utilization: float = Field(0.5, gt=0, lt=1, description="part of GPU memory for the engine")
     kv_cache_gb: int = Field(1, ge=1, description="KV cache of an engine on a CPU, GiB")
+    lm_head_fp32: bool = Field(False, description="the engine's last projection in FP32 instead of BF16")
+
+
+class Quantization(Section):
+    """How the linear layers of the rollout engine are quantised."""
+
+    profile: str = Field(
+        "auto", min_length=1, description="`auto`: made for `int8`, `fp8-channel`; `none`; or a folder"
+    )
+    smoothing: float = Field(0.5, ge=0, le=1, description="how much of an activation's range moves to weights; 0: off")
+    error_budget: float | None = Field(
+        None, gt=0, description="layers with a larger output error stay BF16; null: none"
+    )
+    ignore: Names_ = Field((), description="layers that stay BF16: names, or `re:` and a pattern")
+    emulate: bool = Field(False, description="FP8 without kernels, by rounding in float: for numerics, slow")
+    prove_every: int | None = Field(None, ge=1, description="syncs until each layer was proven; 1: all; null: chosen")
 
 
 class Correction(Section):
@@ -188,6 +207,7 @@ class Recipe(Section):
     model: Model = Model()
     task: Task = Task()
     rollout: Rollout = Rollout()
+    quantization: Quantization = Quantization()
     correction: Correction = Correction()
     algorithm: Algorithm = Algorithm()
     optimizer: Optimizer = Optimizer()
@@ -207,11 +227,8 @@ SECTIONS: dict[str, type[Section]] = {
 # Keys that are promised and do nothing yet. A recipe that has one is refused with these words.
 NOT_YET: frozenset[str] = frozenset(
     {
-        "quantization",
         "guard",
         "model.revision",
-        "rollout.replicas",
-        "rollout.lm_head_fp32",
         "correction.bounds",
         "correction.uaq_scale",
         "trainer.max_restarts",

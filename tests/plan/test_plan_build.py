@@ -27,6 +27,8 @@ HOST = HostFacts(
     packages=frozenset(),
 )
 RUN_DIR = Path("/runs/arithmetic-1")
+BY_RULE = "by rule, not measured: `appliance bench` measures it"
+NO_INT8 = "b200 has FP8 tensor cores, and vLLM has no INT8 kernels for it; by rule, not measured"
 AUTO = ("cluster.device=auto", "rollout.scheme=auto")
 
 
@@ -82,11 +84,11 @@ def test_auto_on_a_cpu_without():
 @pytest.mark.parametrize(
     ("product", "device", "scheme", "why"),
     [
-        ("NVIDIA A100-SXM4-80GB", "a100", "int8", "a100 has INT8 tensor cores; a rule, not measured"),
-        ("NVIDIA H200", "h200", "int8", "h200 has INT8 tensor cores; a rule, not measured"),
-        ("NVIDIA L40S", "l40s", "int8", "l40s has INT8 tensor cores; a rule, not measured"),
-        ("NVIDIA L4", "l4", "int8", "l4 has INT8 tensor cores; a rule, not measured"),
-        ("NVIDIA B200", "b200", "bf16", "vLLM has no INT8 kernels for b200; a rule, not measured"),
+        ("NVIDIA A100-SXM4-80GB", "a100", "int8", "a100 has INT8 tensor cores and none for FP8; by rule, not measured"),
+        ("NVIDIA H200", "h200", "int8", f"h200 has INT8 tensor cores; {BY_RULE}"),
+        ("NVIDIA L40S", "l40s", "int8", f"l40s has INT8 tensor cores; {BY_RULE}"),
+        ("NVIDIA L4", "l4", "int8", f"l4 has INT8 tensor cores; {BY_RULE}"),
+        ("NVIDIA B200", "b200", "fp8", NO_INT8),
     ],
 )
 def test_auto_on_a_gpu(product, device, scheme, why):
@@ -122,7 +124,7 @@ def test_every_worker_and_the_trainer_must_attest():
     trainers = tuple(ExpectedAttestation("trainer", rank, Scheme.BF16, patches[1:]) for rank in range(4))
     driver = ExpectedAttestation("driver", 0, Scheme.BF16, ("cpu-process-group", "no-load-balancer"))
     assert plan.attestations == (*rollout, *trainers, driver)
-    assert plan.rollout.replicas == (Scheme.INT8, Scheme.INT8)
+    assert [replica.scheme for replica in plan.rollout.replicas] == [Scheme.INT8, Scheme.INT8]
 
 
 def test_epochs_become_steps():

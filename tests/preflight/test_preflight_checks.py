@@ -140,7 +140,7 @@ def test_fp8_on_a_cpu(flags, scheme, reason):
     ("device", "reason"),
     [
         ("a100", "FP8 needs compute capability 8.9, a100 has 8.0"),
-        ("h100", "`fp8` is not available in this version"),
+        ("a10", "FP8 needs compute capability 8.9, a10 has 8.6"),
     ],
 )
 def test_fp8_on_a_gpu(device, reason):

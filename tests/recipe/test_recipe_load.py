@@ -46,7 +46,7 @@ rollout:
   samples_per_prompt: eight
   temperature: 0
   tensor_paralel: 2
-  replicas: [int8, bf16]
+  replicas: [int8, fp9]
 optimizer:
   learning_rate: "1e-6"
 correction:
@@ -74,7 +74,7 @@ logging:
         ("r.yaml:8: rollout.samples_per_prompt: expected a whole number, got the text `eight`", ""),
         ("r.yaml:9: rollout.temperature: must be greater than 0, got `0`", ""),
         ("r.yaml:10: rollout.tensor_paralel: unknown key", "did you mean `rollout.tensor_parallel`?"),
-        ("r.yaml:11: rollout.replicas: not available in this version", "remove it"),
+        ("r.yaml:11: rollout.replicas.1: unknown value `fp9`", f"did you mean `fp8`? {use}"),
         ("r.yaml:13: optimizer.learning_rate: expected a number, got the text `1e-6`", "remove the quotes"),
         ("r.yaml:15: correction.cap: must be greater than 0, got `-1`", ""),
         ("r.yaml:18: batch.mini_batch_prompts: 64 is more than the 32 prompts of a step", "lower it"),

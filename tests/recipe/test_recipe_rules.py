@@ -122,7 +122,7 @@ def only(*sets: str) -> tuple[str, str]:
         ),
         (
             ("cluster.device=b200",),
-            ("rollout.scheme: vLLM has no INT8 kernels for `b200` (Blackwell)", "use `bf16`"),
+            ("rollout.scheme: vLLM has no INT8 kernels for `b200` (Blackwell)", "use `fp8`, or `bf16`"),
         ),
         (
             ("trainer.attention=flash_attention_2",),

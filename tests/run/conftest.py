@@ -12,9 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from plans import make_plan
 
 from appliance.plan.env import PLAN_VARIABLE, RAY_DIR_VARIABLE, RUN_VARIABLE
-from appliance.plan.model import CorrectionPlan, ExpectedAttestation, ModelPlan, RolloutPlan, RunPlan, TaskPlan
+from appliance.plan.model import ExpectedAttestation, RunPlan
 from appliance.quant.scheme import Scheme
 from appliance.run.events import StepMetrics, parse_metrics
 from appliance.run.processes import Process, find_processes
@@ -58,53 +59,22 @@ def _step_line(step: int, **changes: object) -> StepMetrics:
 
 def _small_plan(root: Path, *, argv: tuple[str, ...] = (), name: str = "small-1", steps: int = 3) -> RunPlan:
     """A plan whose model and data are in the cache already."""
+    run_dir = root / name
+    plan = make_plan(run_dir, cache_dir=str(root / ".cache"))
     data = root / ".cache" / "data"
     data.mkdir(parents=True, exist_ok=True)
     for split in ("train", "val"):
         (data / f"{split}.parquet").touch()
-    run_dir = root / name
-    return RunPlan(
-        name=name,
-        run_dir=str(run_dir),
-        cache_dir=str(root / ".cache"),
-        seed=0,
-        device="cpu",
-        nodes=1,
-        gpus_per_node=1,
-        model=ModelPlan(path="/nowhere", source="/nowhere", builtin="", revision="", trust_remote_code=False),
-        task=TaskPlan(
-            kind="arithmetic",
-            difficulty=1,
-            seed=0,
-            train_file="",
-            val_file="",
-            train_size=64,
-            val_size=512,
-            train_parquet=str(data / "train.parquet"),
-            val_parquet=str(data / "val.parquet"),
-            max_prompt_tokens=16,
-            max_response_tokens=8,
-        ),
-        rollout=RolloutPlan(
-            scheme=Scheme.INT8,
-            emulated=False,
-            replicas=(Scheme.INT8,),
-            tensor_parallel=1,
-            samples_per_prompt=8,
-            temperature=1.0,
-            top_p=1.0,
-            ignore=(),
-        ),
-        correction=CorrectionPlan(method="tis", cap=2.0),
+    parquets = {"train_parquet": str(data / "train.parquet"), "val_parquet": str(data / "val.parquet")}
+    return replace(
+        plan,
+        task=replace(plan.task, **parquets),
         steps=steps,
         validate_every=steps,
-        prompts_per_step=32,
         checkpoint_every_steps=steps,
-        logging_backends=(),
         argv=argv,
         env=((PLAN_VARIABLE, str(run_dir / "plan.json")), ("PYTHONUNBUFFERED", "1")),
         pins=(("rich", "1.0"),),
-        choices=(),
         attestations=(
             ExpectedAttestation(role="rollout", rank=0, scheme=Scheme.INT8),
             ExpectedAttestation(role="trainer", rank=0, scheme=Scheme.BF16),

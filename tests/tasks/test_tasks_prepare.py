@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from plans import make_plan, make_rollout
 
 from appliance.errors import RecipeError
-from appliance.plan.model import CorrectionPlan, ModelPlan, RolloutPlan, RunPlan, TaskPlan
+from appliance.plan.model import RunPlan
 from appliance.quant.scheme import Scheme
 from appliance.tasks import prepare as preparation
 from appliance.tasks.prepare import is_prepared, main, prepare
@@ -31,58 +32,18 @@ def plan_of(root: Path, **task: object) -> RunPlan:
     run_dir = root / "run"
     run_dir.mkdir(exist_ok=True)
     data = root / "cache" / "data" / "made"
-    return RunPlan(
-        name="run",
-        run_dir=str(run_dir),
-        cache_dir=str(root / "cache"),
-        seed=0,
-        device="cpu",
-        nodes=1,
-        gpus_per_node=1,
-        model=ModelPlan(
-            path=str(root / "cache" / "models" / "made"),
-            source="",
-            builtin=BUILTIN,
-            revision="",
-            trust_remote_code=False,
-        ),
-        task=replace(
-            TaskPlan(
-                kind="arithmetic",
-                difficulty=2,
-                seed=0,
-                train_file="",
-                val_file="",
-                train_size=20,
-                val_size=10,
-                train_parquet=str(data / "train.parquet"),
-                val_parquet=str(data / "val.parquet"),
-                max_prompt_tokens=16,
-                max_response_tokens=8,
-            ),
-            **task,
-        ),
-        rollout=RolloutPlan(
-            scheme=Scheme.BF16,
-            emulated=False,
-            replicas=(Scheme.BF16,),
-            tensor_parallel=1,
-            samples_per_prompt=8,
-            temperature=1.0,
-            top_p=1.0,
-            ignore=(),
-        ),
-        correction=CorrectionPlan(method="none", cap=None),
-        steps=1,
-        validate_every=1,
-        prompts_per_step=4,
-        checkpoint_every_steps=1,
-        logging_backends=(),
-        argv=(),
-        env=(),
-        pins=(),
-        choices=(),
-        attestations=(),
+    plan = make_plan(run_dir, cache_dir=str(root / "cache"), prompts_per_step=4)
+    made = {
+        "train_size": 20,
+        "val_size": 10,
+        "train_parquet": str(data / "train.parquet"),
+        "val_parquet": str(data / "val.parquet"),
+    }
+    return replace(
+        plan,
+        model=replace(plan.model, path=str(root / "cache" / "models" / "made"), source="", builtin=BUILTIN),
+        task=replace(plan.task, **(made | task)),
+        rollout=make_rollout(Scheme.BF16),
     )
 
 

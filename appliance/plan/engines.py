@@ -1,0 +1,88 @@
+"""What each rollout engine is told, and the profile that they share. Pure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from appliance.plan.model import Choice, ExpectedAttestation, ProfilePlan, RolloutPlan
+from appliance.quant.scheme import Scheme
+from appliance.quant.settings import Quantisation
+from appliance.recipe.schema import Recipe, SchemeChoice
+
+PROFILE_FOLDER = "profile"
+PROFILED = (Scheme.INT8, Scheme.FP8_CHANNEL)  # schemes with a scale per channel: what a profile is for
+_AUTO, _NONE = "auto", "none"
+_PROVE_EVERY = 8
+
+
+def num_engines(recipe: Recipe) -> int:
+    return recipe.cluster.nodes * recipe.cluster.gpus_per_node // recipe.rollout.tensor_parallel
+
+
+def plan_rollout(recipe: Recipe, *, automatic: Scheme, run_dir: Path) -> tuple[RolloutPlan, tuple[Choice, ...]]:
+    """automatic: the scheme that `auto` means on this device."""
+    rollout = recipe.rollout
+    asked = rollout.replicas or (rollout.scheme,)
+    schemes = [automatic if each is SchemeChoice.AUTO else Scheme(each.value) for each in asked]
+    engines = [schemes[rank % len(schemes)] for rank in range(num_engines(recipe))]
+    profile = str(run_dir / PROFILE_FOLDER) if recipe.quantization.profile != _NONE else ""
+    prove_every, why = _prove_every(recipe)
+    planned = RolloutPlan(
+        scheme=next((each for each in engines if each.quantised), engines[0]),
+        replicas=tuple(_quantisation(recipe, scheme=each, profile=profile) for each in engines),
+        tensor_parallel=rollout.tensor_parallel,
+        samples_per_prompt=rollout.samples_per_prompt,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        prove_every=prove_every,
+    )
+    choices = [Choice("quantization.prove_every", str(prove_every), why)] if planned.scheme.quantised else []
+    if rollout.replicas:
+        listed = ", ".join(str(each) for each in engines)
+        choices.append(Choice("rollout.replicas", listed, "one scheme per engine, the list repeated in order"))
+    return planned, tuple(choices)
+
+
+def _prove_every(recipe: Recipe) -> tuple[int, str]:
+    if recipe.quantization.prove_every:
+        return recipe.quantization.prove_every, "as given"
+    if recipe.model.builtin:
+        return 1, "every quantised layer is proven at every sync: the model is tiny"
+    return _PROVE_EVERY, f"1/{_PROVE_EVERY} of the quantised layers is proven at each sync, all of them at the first"
+
+
+def _quantisation(recipe: Recipe, *, scheme: Scheme, profile: str) -> Quantisation:
+    quantization = recipe.quantization
+    return Quantisation(
+        scheme=scheme,
+        emulated=quantization.emulate and scheme.is_fp8,
+        ignore=quantization.ignore if scheme.quantised else (),
+        profile=profile if scheme in PROFILED else "",
+        lm_head_fp32=recipe.rollout.lm_head_fp32,
+    )
+
+
+def plan_profile(recipe: Recipe, *, rollout: RolloutPlan) -> ProfilePlan | None:
+    """None where no engine uses one."""
+    users = [replica for replica in rollout.replicas if replica.profile]
+    if not users:
+        return None
+    quantization = recipe.quantization
+    given = "" if quantization.profile == _AUTO else str(Path(quantization.profile).expanduser().absolute())
+    return ProfilePlan(
+        folder=users[0].profile,
+        source=given,
+        scheme=users[0].scheme,
+        smoothing=quantization.smoothing,
+        error_budget=quantization.error_budget,
+        ignore=quantization.ignore,
+    )
+
+
+def rollout_attestations(rollout: RolloutPlan, *, patches: tuple[str, ...]) -> tuple[ExpectedAttestation, ...]:
+    """One per worker of each engine; ranks count over the engines."""
+    return tuple(
+        ExpectedAttestation("rollout", index * rollout.tensor_parallel + rank, each.scheme, patches, each.emulated)
+        for index, each in enumerate(rollout.replicas)
+        for rank in range(rollout.tensor_parallel)
+    )

@@ -1,0 +1,66 @@
+"""A RunPlan for tests, without a recipe: every part has a plain value, and what a test is about is given by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from appliance.plan.model import CorrectionPlan, ModelPlan, RolloutPlan, RunPlan, TaskPlan
+from appliance.quant.scheme import Scheme
+from appliance.quant.settings import Quantisation
+
+
+def make_plan(run_dir: Path, **changes: object) -> RunPlan:
+    """changes: fields of RunPlan in place of the ones below."""
+    data = run_dir.parent / "data"
+    plan = RunPlan(
+        name=run_dir.name,
+        run_dir=str(run_dir),
+        cache_dir=str(run_dir.parent / "cache"),
+        seed=0,
+        device="cpu",
+        nodes=1,
+        gpus_per_node=1,
+        model=ModelPlan(path="/nowhere", source="/nowhere", builtin="", revision="", trust_remote_code=False),
+        task=TaskPlan(
+            kind="arithmetic",
+            difficulty=2,
+            seed=0,
+            train_file="",
+            val_file="",
+            train_size=64,
+            val_size=512,
+            train_parquet=str(data / "train.parquet"),
+            val_parquet=str(data / "val.parquet"),
+            max_prompt_tokens=16,
+            max_response_tokens=8,
+        ),
+        rollout=make_rollout(Scheme.INT8),
+        profile=None,
+        correction=CorrectionPlan(method="tis", cap=2.0),
+        steps=1,
+        validate_every=1,
+        prompts_per_step=32,
+        checkpoint_every_steps=1,
+        logging_backends=(),
+        argv=(),
+        env=(),
+        pins=(),
+        choices=(),
+        attestations=(),
+    )
+    return replace(plan, **changes)
+
+
+def make_rollout(*schemes: Scheme, **changes: object) -> RolloutPlan:
+    """One engine per scheme. changes: fields of RolloutPlan in place of the ones below."""
+    plan = RolloutPlan(
+        scheme=schemes[0],
+        replicas=tuple(Quantisation(scheme) for scheme in schemes),
+        tensor_parallel=1,
+        samples_per_prompt=8,
+        temperature=1.0,
+        top_p=1.0,
+        prove_every=1,
+    )
+    return replace(plan, **changes)
