@@ -96,13 +96,19 @@ def bench(
     shapes: Annotated[
         str | None, typer.Option(help="Random weights of these layer shapes, such as qwen2.5-7b.")
     ] = None,
+    kv_memory: Annotated[
+        float | None,
+        typer.Option("--kv-memory", metavar="GB", min=0.001, help="Memory for weights and KV cache together, GiB."),
+    ] = None,
     json_mode: JsonOption = False,
 ) -> None:
     """The same rollouts by several schemes, interleaved: does quantising pay here?"""
     chosen, loaded = _schemes(schemes), _load(recipe, sets)
     from appliance.bench.command import run_bench
 
-    raise typer.Exit(run_bench(loaded, schemes=chosen, pairs=pairs, shapes=shapes, json_mode=json_mode))
+    raise typer.Exit(
+        run_bench(loaded, schemes=chosen, pairs=pairs, shapes=shapes, kv_memory_gb=kv_memory, json_mode=json_mode)
+    )
 
 
 @app.command()
@@ -241,6 +247,7 @@ def _show_plan(loaded: Recipe, *, run_dir: Path, json_mode: bool, ask_hub: bool)
     from appliance import console
     from appliance.plan.show import plan_text
     from appliance.preflight.checks import estimates
+    from appliance.preflight.probes import model_bytes
     from appliance.preflight.report import as_json, examine, lines
     from appliance.recipe.dump import to_plain, to_yaml
 
@@ -249,7 +256,8 @@ def _show_plan(loaded: Recipe, *, run_dir: Path, json_mode: bool, ask_hub: bool)
         document = {"schema_version": 1, "recipe": to_plain(loaded), "plan": dataclasses.asdict(made)}
         console.out(json.dumps({**document, "findings": as_json(findings)}, indent=2))
         return findings
-    console.out(plan_text(made, recipe_yaml=to_yaml(loaded), needs=estimates(made)))
+    needs = estimates(made, model_bytes=model_bytes(made))
+    console.out(plan_text(made, recipe_yaml=to_yaml(loaded), needs=needs))
     if findings:
         console.out("\n".join(["", "# findings on this host", *lines(findings)]))
     return findings

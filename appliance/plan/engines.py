@@ -37,6 +37,8 @@ def plan_rollout(recipe: Recipe, *, automatic: Scheme, run_dir: Path) -> tuple[R
         prove_every=prove_every,
     )
     choices = [Choice("quantization.prove_every", str(prove_every), why)] if planned.scheme.quantised else []
+    if any(replica.profile for replica in planned.replicas):
+        choices.append(Choice("quantization.profile", *_profile_choice(recipe)))
     if rollout.replicas:
         listed = ", ".join(str(each) for each in engines)
         choices.append(Choice("rollout.replicas", listed, "one scheme per engine, the list repeated in order"))
@@ -49,6 +51,12 @@ def _prove_every(recipe: Recipe) -> tuple[int, str]:
     if recipe.model.builtin:
         return 1, "every quantised layer is proven at every sync: the model is tiny"
     return _PROVE_EVERY, f"1/{_PROVE_EVERY} of the quantised layers is proven at each sync, all of them at the first"
+
+
+def _profile_choice(recipe: Recipe) -> tuple[str, str]:
+    if recipe.quantization.profile == _AUTO:
+        return "auto", "made from the model and prompts of the task, or found in the cache from an earlier run"
+    return recipe.quantization.profile, "as given"
 
 
 def _quantisation(recipe: Recipe, *, scheme: Scheme, profile: str) -> Quantisation:

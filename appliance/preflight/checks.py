@@ -8,7 +8,7 @@ from appliance.plan.host import HostFacts
 from appliance.plan.model import RunPlan
 from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.probes import InputFacts
-from appliance.quant.device import CPU, gpu_of_product, why_not
+from appliance.quant.device import CPU, INT8_CPU_FLAGS, gpu_of_product, why_not
 from appliance.quant.scheme import Scheme
 
 PYTHON = (3, 11)
@@ -18,6 +18,7 @@ _DISK_FOR_LOGS = _GIB // 4
 _TINY_CHECKPOINT = _GIB // 8
 _BYTES_SAVED_PER_WEIGHT = 14 + 2 + 2  # FP32 weights, two Adam moments, the exported model twice in BF16
 _MEMORY_OF_THE_PROCESSES = 7 * _GIB  # trainer, engine, Ray and their imports, measured on the tiny model
+_TINY_START_S, _TINY_STEP_S, _TINY_STEP_SEQUENCES, _TINY_VALIDATION_S = 45, 2.2, 256, 2  # docs/results/demo.md
 _SHM_NEEDED = _GIB // 4
 
 
@@ -86,10 +87,9 @@ def _scheme(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
         elif reason:
             emulate = ", or quantization.emulate for its numbers alone" if replica.scheme.is_fp8 else ""
             yield _error("scheme", place, reason, f"use `int8` or `bf16`, or `auto`{emulate}")
-        elif replica.scheme is Scheme.INT8 and plan.device == CPU:
-            if not {"amx_int8", "avx512_vnni", "avx_vnni"} & host.cpu_flags:
-                message = "this processor has no VNNI and no AMX: INT8 runs, but slower than BF16"
-                yield _warning("scheme-slow", place, message, "use `auto` or `bf16`")
+        elif replica.scheme is Scheme.INT8 and plan.device == CPU and not host.cpu_flags & set(INT8_CPU_FLAGS):
+            message = "this processor has no VNNI and no AMX: INT8 runs, but slower than BF16"
+            yield _warning("scheme-slow", place, message, "use `auto` or `bf16`")
 
 
 def _profile(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
@@ -173,7 +173,24 @@ def estimates(plan: RunPlan, *, model_bytes: int = 0) -> list[tuple[str, str]]:
     ]
     if plan.device == CPU and known:
         found.append(("memory", f"about {_gib(memory_bytes(plan))}"))
+    found.append(("time", _time(plan)))
     return found
+
+
+def _time(plan: RunPlan) -> str:
+    """Only the built-in model was measured; of another one nothing is known before its first step."""
+    sequences = plan.prompts_per_step * plan.rollout.samples_per_prompt
+    if plan.model.builtin and plan.device == CPU:
+        step_s = _TINY_STEP_S * max(1.0, sequences / _TINY_STEP_SEQUENCES)
+        validations = 2 + (plan.steps - 1) // plan.validate_every
+        seconds = _TINY_START_S + plan.steps * step_s + validations * _TINY_VALIDATION_S * plan.task.val_size / 512
+        return f"about {_duration(seconds)}: a start of {_TINY_START_S} s and {plan.steps} steps of {step_s:.1f} s"
+    tokens = sequences * plan.task.max_response_tokens
+    return f"known after the first step; each of {plan.steps} steps generates up to {tokens:,} tokens"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 def _memory(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:

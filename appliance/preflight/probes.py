@@ -146,7 +146,7 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool) -> InputFacts:
     return InputFacts(
         model_folder_exists=folder.is_dir(),
         model_missing=_missing_parts(folder) if is_folder and folder.is_dir() else (),
-        model_bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")) if is_folder else 0,
+        model_bytes=model_bytes(plan),
         model_shape=_model_shape(folder / "config.json") if is_folder else None,
         model_is_cached=cached,
         is_offline=offline,
@@ -155,6 +155,12 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool) -> InputFacts:
         is_prepared=prepared,
         profile_problem=_profile_problem(plan),
     )
+
+
+def model_bytes(plan: RunPlan) -> int:
+    """Size of the weights in the model's folder, 0 when it is not on this host yet."""
+    folder = Path(plan.model.path)
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_absolute() else 0
 
 
 def _profile_problem(plan: RunPlan) -> str:

@@ -112,10 +112,9 @@ def _quantization(recipe: Recipe) -> Iterator[Broken]:
     if quantization.emulate and not any(scheme in FP8_CHOICES for scheme in asked):
         message = "only an FP8 scheme can be emulated"
         yield Broken(("quantization.emulate", "rollout.scheme"), message, "remove it, or set rollout.scheme")
-    for index, rule in enumerate(quantization.ignore):
+    for rule in quantization.ignore:
         if rule.startswith("re:") and (problem := _pattern_problem(rule[3:])):
-            keys = (f"quantization.ignore.{index}", "quantization.ignore")
-            yield Broken(keys, f"`{rule}` is not a regular expression: {problem}", "correct it")
+            yield Broken(("quantization.ignore",), f"`{rule}` is not a regular expression: {problem}", "correct it")
     if quantization.profile == "none":
         for key in ("smoothing", "error_budget"):
             if key in quantization.model_fields_set and getattr(quantization, key):

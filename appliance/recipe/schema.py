@@ -117,13 +117,9 @@ class Rollout(Section):
 class Quantization(Section):
     """How the linear layers of the rollout engine are quantised."""
 
-    profile: str = Field(
-        "auto", min_length=1, description="`auto`: made for `int8`, `fp8-channel`; `none`; or a folder"
-    )
+    profile: str = Field("auto", min_length=1, description="`auto`: made for `int8`, `fp8-channel`; `none`; a folder")
     smoothing: float = Field(0.5, ge=0, le=1, description="how much of an activation's range moves to weights; 0: off")
-    error_budget: float | None = Field(
-        None, gt=0, description="layers with a larger output error stay BF16; null: none"
-    )
+    error_budget: float | None = Field(None, gt=0, description="layers with a larger output error stay BF16; null: no")
     ignore: Names_ = Field((), description="layers that stay BF16: names, or `re:` and a pattern")
     emulate: bool = Field(False, description="FP8 without kernels, by rounding in float: for numerics, slow")
     prove_every: int | None = Field(None, ge=1, description="syncs until each layer was proven; 1: all; null: chosen")

@@ -164,6 +164,7 @@ print("applied", json.dumps(applied()))
 """
 
 
+@pytest.mark.slow
 def test_every_patch_fits_what_is_installed() -> None:
     """In a process of its own, as verl's workers start: the platform is chosen before verl is imported."""
     records = patch_records()

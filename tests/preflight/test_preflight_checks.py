@@ -8,7 +8,7 @@ from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.model import RunPlan
 from appliance.preflight.checks import estimates, judge
 from appliance.preflight.finding import Finding, Severity
-from appliance.preflight.probes import InputFacts, ModelShape
+from appliance.preflight.probes import InputFacts, ModelShape, read_inputs
 from appliance.preflight.report import as_json, lines
 from appliance.recipe.load import load_recipe
 
@@ -41,6 +41,9 @@ GPU_HOST = dataclasses.replace(HOST, gpus=(HostGpu("NVIDIA A100-SXM4-80GB", 80 <
 
 def planned(*sets: str, recipe: str = "arithmetic-tiny-int8") -> RunPlan:
     return build_plan(load_recipe(recipe, sets=sets), run_dir=Path("/runs/a-1"), host=HOST)
+
+
+FP8_REMEDY = "use `int8` or `bf16`, or `auto`, or quantization.emulate for its numbers alone"
 
 
 def findings(
@@ -133,7 +136,7 @@ def test_host(facts, finding):
 )
 def test_fp8_on_a_cpu(flags, scheme, reason):
     found = findings(f"rollout.scheme={scheme}", cpu_flags=frozenset(flags))
-    assert found == [(f"error: rollout.scheme: {reason}", "use `int8` or `bf16`, or `auto`")]
+    assert found == [(f"error: rollout.scheme: {reason}", FP8_REMEDY)]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +149,7 @@ def test_fp8_on_a_cpu(flags, scheme, reason):
 def test_fp8_on_a_gpu(device, reason):
     host = dataclasses.replace(HOST, gpus=(HostGpu(f"NVIDIA {device.upper()}", 80 << 30),))
     found = findings("rollout.scheme=fp8", f"cluster.device={device}", host=host)
-    assert found == [(f"error: rollout.scheme: {reason}", "use `int8` or `bf16`, or `auto`")]
+    assert found == [(f"error: rollout.scheme: {reason}", FP8_REMEDY)]
 
 
 def test_a_gpu_is_wanted_and_there_is_none():
@@ -247,7 +250,38 @@ def test_remote_code_and_top_p_are_said():
 def test_checkpoints_of_a_large_model_need_disk():
     plan = planned("checkpoint.every_steps=10", "model.builtin=null", "model.path=/m")
     assert estimates(plan, model_bytes=1 << 30)[0] == ("disk", "about 27.2 GiB")
-    assert estimates(planned(recipe="gsm8k-0.5b-int8")) == [("disk", "unknown until downloaded")]
+    assert estimates(planned(recipe="gsm8k-0.5b-int8"))[0] == ("disk", "unknown until downloaded")
+
+
+def test_time_is_estimated_where_it_was_measured():
+    assert estimates(planned())[-1] == ("time", "about 2 min: a start of 45 s and 30 steps of 2.2 s")
+    many = planned("batch.prompts_per_step=128", "trainer.steps=10")
+    assert estimates(many)[-1] == ("time", "about 2 min: a start of 45 s and 10 steps of 8.8 s")
+    other = "known after the first step; each of 100 steps generates up to 524,288 tokens"
+    assert estimates(planned(recipe="gsm8k-0.5b-int8"))[-1] == ("time", other)
+
+
+def test_an_emulated_scheme_is_said_and_runs():
+    assert findings("rollout.scheme=fp8", "quantization.emulate=true") == [
+        (
+            "warning: quantization.emulate: `fp8` is emulated by rounding in float: its numbers are meant, its speed is"
+            " not",
+            "use `int8` where speed matters",
+        )
+    ]
+
+
+def test_mixed_replicas_are_judged_one_by_one():
+    found = findings("rollout.scheme=auto", "rollout.replicas=[int8, fp8]", "cluster.gpus_per_node=2")
+    assert [text.split(":")[1].strip() for text, _ in found] == ["rollout.replicas"]
+
+
+def test_a_profile_folder_without_a_profile(tmp_path):
+    plan = planned(f"quantization.profile={tmp_path}")
+    problem = f"{tmp_path}: the folder has no profile.safetensors and no quantization.yaml"
+    assert read_inputs(plan, ask_hub=False).profile_problem == problem
+    found = judge(plan, host=HOST, inputs=dataclasses.replace(INPUTS, profile_problem=problem))
+    assert [each.text for each in found] == [f"error: quantization.profile: {problem}"]
 
 
 def test_findings_as_lines_and_as_json():

@@ -121,6 +121,35 @@ def only(*sets: str) -> tuple[str, str]:
             ),
         ),
         (
+            ("rollout.replicas=[int8, bf16]", "cluster.gpus_per_node=2"),
+            (
+                "rollout.replicas: `scheme` and `replicas` exclude each other",
+                "remove `scheme`, or set it to `auto`",
+            ),
+        ),
+        (
+            ("rollout.replicas=[int8, bf16]", "rollout.scheme=auto"),
+            (
+                "rollout.replicas: 2 schemes for 1 engine",
+                "an engine takes tensor_parallel GPUs; raise cluster.gpus_per_node, or list fewer",
+            ),
+        ),
+        (
+            ("quantization.emulate=true",),
+            ("quantization.emulate: only an FP8 scheme can be emulated", "remove it, or set rollout.scheme"),
+        ),
+        (
+            ("quantization.ignore=['re:*']",),
+            (
+                "quantization.ignore: `re:*` is not a regular expression: nothing to repeat at position 0",
+                "correct it",
+            ),
+        ),
+        (
+            ("quantization.profile=none", "quantization.smoothing=0.5"),
+            ("quantization.smoothing: it comes from the profile, and `profile` is `none`", "remove one of them"),
+        ),
+        (
             ("cluster.device=b200",),
             ("rollout.scheme: vLLM has no INT8 kernels for `b200` (Blackwell)", "use `fp8`, or `bf16`"),
         ),
