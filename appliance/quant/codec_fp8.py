@@ -145,8 +145,8 @@ def _codes(values_NK: Tensor, *, scale: Tensor, block: tuple[int, int], divide: 
     for start in range(0, len(values_NK), rows):
         part = slice(start, start + rows)
         own = factor[part] if block[0] == 1 else factor[start // block[0]]
-        scaled_NK = values_NK[part].float()
-        scaled_NK = scaled_NK.div_(own) if divide else scaled_NK.mul_(own).nan_to_num_(nan=0.0)  # 0 * inf
+        part_NK = values_NK[part].float()  # not a copy of a float32 tensor: never change it in place
+        scaled_NK = part_NK / own if divide else (part_NK * own).nan_to_num_(nan=0.0)  # 0 * inf
         codes_NK[part] = scaled_NK.clamp_(-FP8_MAX, FP8_MAX)
     return codes_NK
 

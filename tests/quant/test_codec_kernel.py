@@ -94,3 +94,24 @@ def test_a_value_that_is_not_finite_raises(bad: float) -> None:
     with pytest.raises(NumericsError) as raised:
         quantise_for_kernel(weight_NK)
     assert raised.value.message == "a weight to quantise has a value that is not finite"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_shard_of_columns_with_the_absmax_of_whole_rows(dtype: torch.dtype) -> None:
+    """What a rank of a row-parallel layer holds is the shard of what one rank would hold."""
+    from appliance.engine.int8 import quantise_for_kernel
+
+    generator = torch.Generator().manual_seed(7)
+    weight_NK = torch.randn(33, 4 * 31, generator=generator).to(dtype)
+    weight_NK[:, 0] *= 5  # the largest value is in the first shard of most rows
+    weight_NK[3] = 0
+    weight_NK[4] = 0
+    weight_NK[4, -1] = 1  # zero in all shards but the last
+    weight_NK[5] = 2.0**-133 if dtype is not torch.float16 else 2.0**-24
+    whole = quantise_int8(weight_NK)
+    absmax_N1 = weight_NK.abs().amax(dim=1, keepdim=True).float()
+    for rank, shard_NK in enumerate(weight_NK.chunk(4, dim=1)):
+        found = quantise_for_kernel(shard_NK, absmax_N1=absmax_N1)
+        assert torch.equal(found.scale_N1, whole.scale_N1)
+        assert torch.equal(found.codes_NK, whole.codes_NK.chunk(4, dim=1)[rank])
+        assert found.codes_NK.is_contiguous()
