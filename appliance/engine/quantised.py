@@ -141,12 +141,15 @@ class WholeAbsmax:
             values = signature.bind(*args, **kwargs).arguments
             # Layerwise loading calls twice: first on the meta device, to count elements.
             if not values["param"].is_meta:
-                part = values.get("loaded_shard_id")
-                self._by_part[part] = weight_absmax(values["loaded_weight"], scheme=scheme)
+                self._by_part[self._part(values)] = weight_absmax(values["loaded_weight"], scheme=scheme)
             return bound()(*args, **kwargs)
 
         recording_loader.__signature__ = signature
         return recording_loader
+
+    def _part(self, values: dict[str, Any]) -> object:
+        """Which part of the layer a loader's arguments bring."""
+        return values.get("loaded_shard_id")
 
     def take(self) -> Tensor | None:
         """In the shape of the scale, and forgotten: the next load brings its own. None when no loader ran."""

@@ -21,6 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from appliance.engine.experts import pack_experts_anew
 from appliance.errors import SyncError
 
 Bucket = list[tuple[str, Tensor]]
@@ -57,6 +58,7 @@ class WeightUpdate:
         self._names.clear()
         self._bytes = 0
         self._started = time.perf_counter()
+        pack_experts_anew(self.model)
         initialize_layerwise_reload(self.model)
 
     def load(self, bucket: Bucket) -> None:
