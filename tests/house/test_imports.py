@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "preflight": {"errors", "tasks", "recipe", "plan", *NUMBERS},
     "run": {"errors", "tasks", "plan", "preflight", "console", *NUMBERS},
     "engine": {*CHILDREN, "flashrl"},
-    "flashrl": {"errors", "patch", "quant", "plan.env", "engine"},
+    "flashrl": {"errors", "patch", "quant", "plan.env", "engine", "recipe.tree"},
     "trainer": {*CHILDREN, "tasks"},
     "bench": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "engine", "quant"},
     "profile": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "quant", "flashrl.config_file"},
@@ -37,6 +37,9 @@ HEAVY = {"torch", "vllm", "verl", "ray", "transformers", "tensordict", "datasets
 # Only children load these. Everything else is the launcher's, and keeps heavy imports inside functions.
 OF_THE_CHILDREN = (
     "engine",
+    "flashrl.arguments",
+    "flashrl.loader",
+    "flashrl.reload",
     "trainer",
     "quant",
     "quant.smoothing",

@@ -1,0 +1,202 @@
+"""The patch of vLLM's engine arguments: FlashRL's variables choose the scheme of every engine of this process.
+
+vLLM resolves `quantization` in `EngineArgs.__post_init__`, before it loads plugins, and its plugins get no arguments;
+`create_engine_config` is where every way in (LLM, `vllm serve`, verl) makes the engine's settings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm.platforms import current_platform
+
+from appliance.engine.attest import REPLICA_VARIABLE
+from appliance.errors import ApplianceError, RecipeError
+from appliance.flashrl.loader import LOAD_FORMAT
+from appliance.flashrl.log import LOGGER
+from appliance.flashrl.plugin import told
+from appliance.flashrl.reload import RELOAD_KEY, WORKER_CLASS
+from appliance.flashrl.settings import EngineSettings, engine_settings
+from appliance.flashrl.variables import CONFIG_VARIABLE, RELOAD_VARIABLE, Variables, read_variables
+from appliance.patch import Patch, apply_patch
+from appliance.quant.device import CPU, gpu_of_product, why_not
+from appliance.quant.settings import METHOD_NAME, Quantisation
+
+ENGINE_ARGUMENTS = Patch(
+    name="flashrl-engine-arguments",
+    target="vllm.engine.arg_utils:EngineArgs.create_engine_config",
+    why=(
+        "FLASHRL_CONFIG chooses the scheme of an engine that somebody else starts; vLLM's plugins get no arguments, "
+        "and quantization is resolved before they are loaded"
+    ),
+    upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/engine/arg_utils.py",
+    distribution="vllm",
+    version="0.28.0+cpu",
+    source_sha256="8d7f29b97d577e5dffe6c45a5e851260290e52afe9b16c5ef3b18b0f60bf7572",
+    remove_when="a vLLM plugin can set engine arguments, or nobody comes from FlashRL any more",
+)
+# The function's source is the same in the GPU wheel (vllm-0.28.0-cp38-abi3-manylinux_2_28_x86_64.whl, the one of
+# requirements/gpu.txt): read there, not run.
+ENGINE_ARGUMENTS_GPU = dataclasses.replace(ENGINE_ARGUMENTS, version="0.28.0")
+
+RANK_VARIABLE = "RANK"  # torchrun's, which FlashRL reads
+LOGPROBS_MODE = "processed_logprobs"  # of the distribution that was sampled from: what FlashRL patches the sampler for
+
+Problem = tuple[str, str]
+
+
+def patch_engine_arguments() -> None:
+    """Raises PatchError."""
+    apply_patch(ENGINE_ARGUMENTS if current_platform.is_cpu() else ENGINE_ARGUMENTS_GPU, _with_flashrl)
+
+
+def _with_flashrl(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            variables = read_variables(os.environ)
+            if variables.config is not None:
+                _apply(self, variables)
+        except ApplianceError as error:
+            raise told(error) from None
+        return original(self, *args, **kwargs)
+
+    return create_engine_config
+
+
+def _apply(arguments: Any, variables: Variables) -> None:
+    rank = replica_rank(arguments, os.environ)
+    settings = engine_settings(variables, rank=rank)
+    applied = set_arguments(arguments, settings)
+    LOGGER.info("%s: replica %d gets the scheme %s: %s", variables.shown, rank, settings.quantisation.scheme, applied)
+    for note in settings.notes:
+        LOGGER.info(note)
+
+
+def replica_rank(arguments: Any, environ: Mapping[str, str]) -> int:
+    """Which engine of several this is: verl's replica, vLLM's data-parallel rank, or FlashRL's `RANK // workers`."""
+    if REPLICA_VARIABLE in environ:
+        return int(environ[REPLICA_VARIABLE])
+    if arguments.data_parallel_rank is not None:
+        return arguments.data_parallel_rank
+    workers = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
+    return int(environ.get(RANK_VARIABLE, "0")) // workers
+
+
+def set_arguments(arguments: Any, settings: EngineSettings) -> str:
+    """Change vLLM's `EngineArgs` to what the settings say; a second time changes nothing.
+
+    Returns what was set, as text.  Raises RecipeError with everything that contradicts what the engine was given.
+    """
+    wanted = _wanted(arguments, settings)
+    problems = [problem for name, value in wanted.items() if (problem := _conflict(arguments, name, value))]
+    problems += _unfit(arguments, settings)
+    if problems:
+        raise RecipeError(problems)
+    for name, value in wanted.items():
+        given = getattr(arguments, name)
+        setattr(arguments, name, {**given, **value} if isinstance(value, dict) else value)
+    return ", ".join(f"{name}={value}" for name, value in wanted.items())
+
+
+def _wanted(arguments: Any, settings: EngineSettings) -> dict[str, Any]:
+    """Names of `EngineArgs` and their values; of a dictionary only the keys that are ours."""
+    wanted: dict[str, Any] = {**settings.quantisation.engine_arguments(), "logprobs_mode": LOGPROBS_MODE}
+    if settings.load_format:
+        wanted["load_format"] = settings.load_format
+    elif settings.quantisation.profile or arguments.load_format == "auto":
+        wanted["load_format"] = LOAD_FORMAT
+    if settings.backend:
+        wanted["distributed_executor_backend"] = settings.backend
+    if settings.reload:
+        wanted["worker_cls"] = WORKER_CLASS
+        wanted["additional_config"] = {RELOAD_KEY: list(settings.reload)}
+    return wanted
+
+
+# What an argument is when nobody gave it.
+_UNSET: dict[str, Any] = {
+    "quantization": None,
+    "logprobs_mode": "raw_logprobs",
+    "load_format": "auto",
+    "distributed_executor_backend": None,
+    "worker_cls": "auto",
+}
+
+
+def _conflict(arguments: Any, name: str, value: Any) -> Problem | None:
+    given = getattr(arguments, name)
+    hint = f"leave --{name.replace('_', '-')} out, or unset {_asked_by(name)}"
+    if isinstance(value, dict):
+        if not isinstance(given, dict):
+            return f"--{name.replace('_', '-')}: {given!r} cannot be joined with {_asked_by(name)}", hint
+        taken = [key for key, each in value.items() if given.get(key, each) != each]
+        return (
+            (f"--{name.replace('_', '-')}: `{taken[0]}` is given, and {_asked_by(name)} sets it", hint)
+            if taken
+            else None
+        )
+    if given in (_UNSET[name], value):
+        return None
+    return f"--{name.replace('_', '-')}: `{given}` is given, and {_asked_by(name)} wants `{value}`", hint
+
+
+def _asked_by(name: str) -> str:
+    return RELOAD_VARIABLE if name in ("worker_cls", "additional_config") else CONFIG_VARIABLE
+
+
+def _unfit(arguments: Any, settings: EngineSettings) -> list[Problem]:
+    quantisation = settings.quantisation
+    problems: list[Problem] = []
+    if arguments.quantization_config is not None and arguments.quantization in (None, METHOD_NAME):
+        problems.append(
+            ("--quantization-config: vLLM's own method is given, and FLASHRL_CONFIG sets one", "leave one out")
+        )
+    if arguments.data_parallel_size > 1 and arguments.data_parallel_rank is None and not settings.same_for_all:
+        fact = f"--data-parallel-size {arguments.data_parallel_size}: the engines of one command get one scheme"
+        problems.append((f"{fact}, and {CONFIG_VARIABLE} lists several", "start each engine by a command of its own"))
+    if reason := _no_kernels(quantisation):
+        hint = "FP8 is emulated, for numerics and not for speed, with `emulated: true` in a YAML file"
+        problems.append((f"{CONFIG_VARIABLE}: {reason}", hint if quantisation.scheme.is_fp8 else ""))
+    if not quantisation.is_plain and (method := _method_of_checkpoint(arguments)):
+        fact = f"--model: {arguments.model} is quantised already ({method})"
+        problems.append((fact, "serve the BF16 checkpoint: it is quantised when it is loaded"))
+    return problems
+
+
+def _no_kernels(quantisation: Quantisation) -> str:
+    """Why this host cannot run the scheme, or nothing; of a GPU that we do not know nothing."""
+    if quantisation.emulated:
+        return ""
+    if current_platform.is_cpu():
+        return why_not(quantisation.scheme, device=CPU, cpu_flags=_cpu_flags())
+    gpu = gpu_of_product(current_platform.get_device_name())
+    return why_not(quantisation.scheme, device=gpu.name, cpu_flags=frozenset()) if gpu else ""
+
+
+def _cpu_flags() -> frozenset[str]:
+    """Of the first processor, as Linux names them."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    return frozenset(flags.partition(":")[2].split())
+
+
+def _method_of_checkpoint(arguments: Any) -> str:
+    """The quantisation method that the checkpoint itself names, or nothing: ours would take its place silently."""
+    from vllm.transformers_utils.config import get_config
+
+    config = get_config(
+        arguments.hf_config_path or arguments.model,
+        arguments.trust_remote_code,
+        arguments.revision,
+        arguments.code_revision,
+        arguments.config_format,
+        token=arguments.hf_token,
+    )
+    found = getattr(config, "quantization_config", None) or {}
+    return found.get("quant_method", "unknown method") if found else ""

@@ -1,0 +1,230 @@
+"""FlashRL's YAML file: a list of engines' settings, one of them for each replica. Read strictly, and written.
+
+Every key of FlashRL's is known, ours come after them. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from appliance.errors import RecipeError
+from appliance.flashrl.names import NAMES, OWN_NAMES, Name, file_name, find_file_name, listed
+from appliance.quant.scheme import Scheme
+from appliance.quant.settings import METHOD_NAME, Quantisation
+from appliance.recipe.tree import MAX_BYTES, Node, Problem, Refused, parse
+
+THEIR_KEYS = (
+    "fn",
+    "load_format",
+    "model",
+    "profile",
+    "distributed_executor_backend",
+    "module_attribute_to_preserve",
+    "quantization",
+)
+OUR_KEYS = ("emulated", "ignore", "lm_head_fp32")
+LOAD_FORMATS = ("auto", "dummy")
+EXTERNAL_LAUNCHER = "external_launcher"
+BACKENDS = ("mp", "ray", "uni", EXTERNAL_LAUNCHER)
+PROFILE_FILE = "profile.safetensors"
+PROFILED = (Scheme.INT8, Scheme.FP8_CHANNEL)  # schemes with a scale per channel
+
+_PICKLES = (".pt", ".pth", ".pkl", ".bin")
+_KEYS_HINT = "the keys are " + ", ".join(f"`{key}`" for key in (*THEIR_KEYS, *OUR_KEYS))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One engine's settings. model, backend: as the file has them, or empty.  load_format: one of LOAD_FORMATS."""
+
+    name: Name
+    quantisation: Quantisation
+    load_format: str
+    model: str
+    backend: str
+
+
+def read_config(path: Path, *, shown: str = "") -> tuple[Entry, ...]:
+    """The entries, in order; at least one. `profile:` is a folder relative to the file.
+
+    shown: how messages call the file.  Raises RecipeError with all problems.
+    """
+    file = shown or str(path)
+    try:
+        with path.open("rb") as opened:
+            raw = opened.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise RecipeError([(f"{file}: cannot be read: {error.strerror}", "")]) from error
+    root, problems = parse(raw, file=file)
+    nodes = _entries(root, file=file, problems=problems) if root else []
+    entries = [_Reader(node, index=i, folder=path.parent, problems=problems).entry() for i, node in enumerate(nodes)]
+    if problems:
+        raise RecipeError(problems)
+    return tuple(entry for entry in entries if entry)
+
+
+def entry_of_rank(entries: tuple[Entry, ...], *, rank: int) -> Entry:
+    """FlashRL's rule: rank r takes entry r mod n. rank: data-parallel, in verl the replica's."""
+    return entries[rank % len(entries)]
+
+
+def write_config(path: Path, quantisations: Iterable[Quantisation], *, model: str) -> None:
+    """Write a file that `FLASHRL_CONFIG` takes, one entry per replica.
+
+    A profile is written relative to the file where it lies beside or below it.  model: folder or name on the hub.
+    """
+    entries = [_written(each, model=model, folder=path.parent.absolute()) for each in quantisations]
+    text = yaml.safe_dump({"configs": entries}, sort_keys=False, allow_unicode=True)
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def _written(quantisation: Quantisation, *, model: str, folder: Path) -> dict[str, Any]:
+    entry: dict[str, Any] = {"fn": file_name(quantisation.scheme), "load_format": "auto", "model": model}
+    if quantisation.profile:
+        profile = Path(quantisation.profile).absolute()
+        entry["profile"] = str(profile.relative_to(folder) if profile.is_relative_to(folder) else profile)
+    if quantisation.emulated:
+        entry["emulated"] = True
+    if quantisation.ignore:
+        entry["ignore"] = list(quantisation.ignore)
+    if quantisation.lm_head_fp32:
+        entry["lm_head_fp32"] = True
+    return entry
+
+
+def _entries(root: Node, *, file: str, problems: list[Problem]) -> list[Node]:
+    top = root.value
+    if not isinstance(top, dict) or "configs" not in top:
+        problems.append((f"{file}: `configs` is missing", "FlashRL's files are a mapping with a list under `configs`"))
+        return []
+    for key, node in top.items():
+        if key != "configs":
+            problems.append((f"{node.place}: {key}: unknown key", "the only key outside the list is `configs`"))
+    configs = top["configs"]
+    if not isinstance(configs.value, list) or not configs.value:
+        problems.append((f"{configs.place}: configs: expected a list of engines' settings", ""))
+        return []
+    return configs.value
+
+
+class _Reader:
+    """Reads one entry and adds its problems to the list."""
+
+    def __init__(self, node: Node, *, index: int, folder: Path, problems: list[Problem]) -> None:
+        self.node = node
+        self.path = f"configs.{index}"
+        self.folder = folder
+        self.problems = problems
+        self.values: dict[str, Node] = {}
+
+    def entry(self) -> Entry | None:
+        if not isinstance(self.node.value, dict):
+            self.problems.append((f"{self.node.place}: {self.path}: expected a mapping of keys", _KEYS_HINT))
+            return None
+        self.values = {key: node for key, node in self.node.value.items() if node.value is not None}
+        for key in self.values:
+            if key not in (*THEIR_KEYS, *OUR_KEYS):
+                self._refuse(key, "unknown key", _KEYS_HINT)
+        name = self._name()
+        load_format = self._choice("load_format", LOAD_FORMATS) or LOAD_FORMATS[0]
+        backend = self._choice("distributed_executor_backend", BACKENDS)
+        model = self._text("model")
+        self._texts("module_attribute_to_preserve")
+        emulated, lm_head_fp32 = self._flag("emulated"), self._flag("lm_head_fp32")
+        ignore = self._texts("ignore")
+        if name is None:
+            return None
+        self._check_quantization(name)
+        if emulated and not name.scheme.is_fp8:
+            self._refuse("emulated", f"`{name.theirs}` is never emulated", "only FP8 schemes are: leave it out")
+        quantisation = Quantisation(
+            scheme=name.scheme,
+            emulated=emulated,
+            ignore=ignore,
+            profile=self._profile(name),
+            lm_head_fp32=lm_head_fp32,
+        )
+        return Entry(name=name, quantisation=quantisation, load_format=load_format, model=model, backend=backend)
+
+    def _refuse(self, key: str, fact: str, hint: str) -> None:
+        place = self.values[key].place if key in self.values else self.node.place
+        self.problems.append((f"{place}: {self.path}.{key}: {fact}", hint))
+
+    def _name(self) -> Name | None:
+        use = f"use one of {listed((*NAMES, *OWN_NAMES))}"
+        if "fn" not in self.values:
+            self._refuse("fn", "is missing", use)
+            return None
+        word = self._text("fn")
+        name = find_file_name(word)
+        if name is None and word:
+            self._refuse("fn", f"unknown value `{word[:60]}`", use)
+        return name
+
+    def _text(self, key: str) -> str:
+        value = self.values[key].value if key in self.values else ""
+        if isinstance(value, str):
+            return value.strip()
+        if not isinstance(value, Refused):
+            self._refuse(key, "expected text", "")
+        return ""
+
+    def _choice(self, key: str, legal: tuple[str, ...]) -> str:
+        value = self._text(key)
+        if value and value not in legal:
+            self._refuse(key, f"unknown value `{value[:60]}`", "use one of " + ", ".join(f"`{each}`" for each in legal))
+            return ""
+        return value
+
+    def _flag(self, key: str) -> bool:
+        value = self.values[key].value if key in self.values else False
+        if not isinstance(value, bool | Refused):
+            self._refuse(key, "expected true or false", "")
+        return value is True
+
+    def _texts(self, key: str) -> tuple[str, ...]:
+        value = self.values[key].value if key in self.values else []
+        if isinstance(value, Refused):
+            return ()
+        if not isinstance(value, list) or not all(isinstance(item.value, str) for item in value):
+            self._refuse(key, "expected a list of texts", "")
+            return ()
+        return tuple(item.value for item in value)
+
+    def _check_quantization(self, name: Name) -> None:
+        """FlashRL hands this to vLLM; here the scheme follows from `fn`, and the two may not contradict each other."""
+        legal = (METHOD_NAME, "fp8") if name.scheme.is_fp8 else (METHOD_NAME,)
+        value = self._text("quantization")
+        if value and value not in legal:
+            hint = f"leave it out: `fn: {name.theirs}` says it all"
+            self._refuse("quantization", f"`{value[:60]}` is not what `{name.theirs}` means", hint)
+
+    def _profile(self, name: Name) -> str:
+        value = self._text("profile")
+        if not value:
+            return ""
+        if name.scheme not in PROFILED:
+            self._refuse("profile", f"`{name.theirs}` takes no profile", "leave it out")
+            return ""
+        path = Path(value).expanduser()
+        if path.suffix in _PICKLES:
+            self._refuse("profile", f"{path.name} is a pickle of FlashRL's, which can run any code", _remedy(name))
+            return ""
+        folder = (self.folder / path).absolute()
+        if not (folder / PROFILE_FILE).is_file():
+            self._refuse("profile", f"{folder} has no {PROFILE_FILE}", "name the folder of a profile, or leave it out")
+        return str(folder)
+
+
+def _remedy(name: Name) -> str:
+    if name.scheme is not Scheme.INT8:
+        return f"leave it out: `{name.theirs}` needs none here"
+    return "`appliance convert-profile` makes a profile of ours of it; name its folder here"

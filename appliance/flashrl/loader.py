@@ -1,0 +1,59 @@
+"""vLLM's loader for checkpoints on disk, with the profile's smoothing folded in and a line about what stands there.
+
+Selected by `load_format=appliance`. It reads what vLLM's own `auto` reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+from vllm.config.load import LoadConfig
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+from appliance.engine.attest import live_scheme
+from appliance.flashrl.log import LOGGER
+from appliance.quant.settings import Quantisation, quantisation_from_config
+from appliance.quant.smoothing import fold, load_smoothing
+
+LOAD_FORMAT = "appliance"
+
+
+def quantisation_of(model_config: Any) -> Quantisation | None:
+    """What vLLM's model was configured with, or None for a plain engine. model_config: vLLM's."""
+    config = getattr(model_config.hf_config, "quantization_config", None)
+    return quantisation_from_config(config) if config else None
+
+
+@register_model_loader(LOAD_FORMAT)
+class SmoothingLoader(DefaultModelLoader):
+    def __init__(self, load_config: LoadConfig) -> None:
+        super().__init__(dataclasses.replace(load_config, load_format="auto"))
+
+    def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Module:
+        model = super().load_model(vllm_config, model_config, prefix)
+        LOGGER.info("this worker's model: %s", _described(model))
+        return model
+
+    def get_all_weights(self, model_config: Any, model: Module) -> Generator[tuple[str, Tensor], None, None]:
+        """(name, tensor) of the checkpoint, after smoothing."""
+        weights = super().get_all_weights(model_config, model)
+        quantisation = quantisation_of(model_config)
+        if quantisation is None or not quantisation.profile:
+            yield from weights
+            return
+        smoothing = load_smoothing(Path(quantisation.profile))
+        for name, tensor in weights:
+            yield name, fold(name, tensor, smoothing=smoothing)
+
+
+def _described(model: Module) -> str:
+    live = live_scheme(model)
+    parts = [f"scheme {live.scheme}", *["emulated"] * live.emulated, *["lm_head in FP32"] * live.lm_head_fp32]
+    kernels = ", ".join(f"{live.kernels[name]} {name}" for name in sorted(live.kernels))
+    return f"{', '.join(parts)}; layers by kernel: {kernels}"

@@ -1,0 +1,86 @@
+"""FlashRL's names for its quantisers, and what each of them is here: a closed table, shown in docs/flashrl.md too.
+
+Source: `flash_quantization.py`, `vllm_patch.py` and `configs/` of flash-llm-rl 1.0.3. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from appliance.quant.scheme import Scheme
+
+
+@dataclass(frozen=True)
+class Name:
+    """theirs: the word in `FLASHRL_CONFIG` or `fn:`.  meant: what FlashRL does for it.  differs: what is else here."""
+
+    theirs: str
+    scheme: Scheme
+    meant: str
+    differs: str
+
+
+_PROCESSED = "nothing is quantised; log-probs after temperature, top-k and top-p"
+_VLLM_FP8 = "vLLM's own online FP8, one scale per weight"
+_NO_FAST = "there is one path for every sync, so it is the same as `{same}`"
+_INT8 = (
+    "scales are taken anew from the weights at every sync; a profile is optional and only smooths; "
+    "codes end at ±127, not -128"
+)
+
+NAMES: tuple[Name, ...] = (
+    Name("bf16", Scheme.BF16, _PROCESSED, "nothing"),
+    Name("fp8", Scheme.FP8, _VLLM_FP8, "layers reload one by one; `lm_head` stays BF16"),
+    Name("fp8_vllm", Scheme.FP8, _VLLM_FP8, "the same as `fp8`, as in FlashRL"),
+    Name("fp8_fast", Scheme.FP8, "`fp8`, quantised straight into the old tensors", _NO_FAST.format(same="fp8")),
+    Name("fp8_vllm_fast", Scheme.FP8, "`fp8_fast`", _NO_FAST.format(same="fp8")),
+    Name(
+        "fp8_tensor",
+        Scheme.FP8,
+        "one scale per weight, in the layout of a quantised donor checkpoint",
+        "no donor and no profile: a BF16 checkpoint is served",
+    ),
+    Name(
+        "fp8_channel",
+        Scheme.FP8_CHANNEL,
+        "one scale per output channel, in the layout of a quantised donor checkpoint",
+        "no donor; a profile is optional and only smooths",
+    ),
+    Name("int8", Scheme.INT8, "W8A8 with the channel scales and the smoothing of a donor, fixed for the run", _INT8),
+    Name("int8_fast", Scheme.INT8, "`int8`, copied straight into the old tensors", _NO_FAST.format(same="int8")),
+    Name(
+        "int8_prune",
+        Scheme.INT8,
+        "`int8`, and a norm's channel is zeroed where every code that it feeds is 0",
+        "nothing is pruned: the same as `int8`",
+    ),
+    Name("int8_wo_prune", Scheme.INT8, "`int8`", "the same as `int8`, as in FlashRL"),
+)
+
+# A scheme of ours that FlashRL has no name for; a file may use it, FLASHRL_CONFIG takes FlashRL's names only.
+OWN_NAMES: tuple[Name, ...] = (
+    Name("fp8_block", Scheme.FP8_BLOCK, "not in FlashRL", "128×128 weights, 1×128 activations; in a file only"),
+)
+
+_BY_NAME = {name.theirs: name for name in NAMES}
+_IN_FILES = {name.theirs: name for name in (*NAMES, *OWN_NAMES)}
+
+
+def find_name(word: str) -> Name | None:
+    """What a word in `FLASHRL_CONFIG` stands for."""
+    return _BY_NAME.get(word)
+
+
+def find_file_name(word: str) -> Name | None:
+    """What a word in `fn:` of a file stands for."""
+    return _IN_FILES.get(word)
+
+
+def file_name(scheme: Scheme) -> str:
+    """The word that a file of ours has for a scheme: the first of the table."""
+    return next(name.theirs for name in (*NAMES, *OWN_NAMES) if name.scheme is scheme)
+
+
+def listed(names: tuple[Name, ...]) -> str:
+    """For messages: each name in back quotes."""
+    return ", ".join(f"`{name.theirs}`" for name in names)

@@ -1,0 +1,138 @@
+"""The one place that reads FlashRL's environment variables. Imports no torch.
+
+Every problem is told at once. Outside `FLASHRL_CONFIG` nothing of FlashRL's is on, as in FlashRL itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from appliance.errors import RecipeError
+from appliance.flashrl.names import NAMES, Name, find_name, listed
+
+CONFIG_VARIABLE = "FLASHRL_CONFIG"
+LM_HEAD_VARIABLE = "FLASHRL_LMHEAD_FP32"
+LEVEL_VARIABLE = "FLASHRL_LOGGING_LEVEL"
+FILE_VARIABLE = "FLASHRL_LOGGING_FILE"
+RELOAD_VARIABLE = "FLASHRL_TEST_RELOAD"
+VARIABLES = (CONFIG_VARIABLE, LM_HEAD_VARIABLE, LEVEL_VARIABLE, FILE_VARIABLE, RELOAD_VARIABLE)
+
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+_HUB_FILE = re.compile(r"([\w.-]+/[\w.-]+)/((?:[\w.-]+/)*[\w.-]+\.ya?ml)")
+_HUB_MODEL = re.compile(r"[\w.-]+/[\w.-]+")
+
+Problem = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file on the Hugging Face hub. repo: `user/repo`.  path: inside the repository."""
+
+    repo: str
+    path: str
+
+
+@dataclass(frozen=True)
+class Variables:
+    """config: a name of the table, a file, or a file on the hub; None: FlashRL is off.
+
+    lm_head_fp32: None where the variable says nothing.  log_level: of `logging`.  log_file: or None.
+    reload: checkpoints, each a folder or a model on the hub, in order.
+    """
+
+    config: Name | Path | HubFile | None
+    lm_head_fp32: bool | None = None
+    log_level: int = logging.INFO
+    log_file: Path | None = None
+    reload: tuple[str, ...] = ()
+
+    @property
+    def shown(self) -> str:
+        """`FLASHRL_CONFIG=...` as the user wrote it, for messages."""
+        config = self.config
+        text = config.theirs if isinstance(config, Name) else str(config)
+        return f"{CONFIG_VARIABLE}={f'{config.repo}/{config.path}' if isinstance(config, HubFile) else text}"
+
+
+def read_variables(environ: Mapping[str, str]) -> Variables:
+    """The settings in `environ`; an empty value is none. Raises RecipeError with all problems.
+
+    Without FLASHRL_CONFIG the others are not judged: nothing asks for them.
+    """
+    given = {name: value.strip() for name, value in environ.items() if name.startswith("FLASHRL_") and value.strip()}
+    if CONFIG_VARIABLE not in given:
+        return Variables(config=None)
+    problems = _unknown_variables(given)
+    variables = Variables(
+        config=_config(given[CONFIG_VARIABLE], problems),
+        lm_head_fp32=_switch(given.get(LM_HEAD_VARIABLE), problems),
+        log_level=_level(given.get(LEVEL_VARIABLE, "INFO"), problems),
+        log_file=_log_file(given.get(FILE_VARIABLE), problems),
+        reload=_checkpoints(given.get(RELOAD_VARIABLE), problems),
+    )
+    if problems:
+        raise RecipeError(problems)
+    return variables
+
+
+def idle_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Variables of FlashRL's that are set and do nothing, because FLASHRL_CONFIG is not."""
+    return () if environ.get(CONFIG_VARIABLE) else tuple(name for name in VARIABLES if environ.get(name))
+
+
+def _unknown_variables(given: Mapping[str, str]) -> list[Problem]:
+    hint = "FlashRL's variables are " + ", ".join(f"`{name}`" for name in VARIABLES)
+    return [(f"{name}: unknown variable", hint) for name in sorted(given) if name not in VARIABLES]
+
+
+def _config(value: str, problems: list[Problem]) -> Name | Path | HubFile | None:
+    if name := find_name(value):
+        return name
+    path = Path(value).expanduser()
+    if path.is_file():
+        return path.absolute()
+    if found := _HUB_FILE.fullmatch(value):
+        return HubFile(repo=found[1], path=found[2])
+    hint = f"use one of {listed(NAMES)}, a YAML file in FlashRL's format, or `user/repo/file.yaml` on the hub"
+    fact = f"there is no file {value}" if value.endswith((".yaml", ".yml")) else f"unknown value `{value[:60]}`"
+    problems.append((f"{CONFIG_VARIABLE}: {fact}", hint))
+    return None
+
+
+def _switch(value: str | None, problems: list[Problem]) -> bool | None:
+    if value not in (None, "0", "1"):
+        problems.append((f"{LM_HEAD_VARIABLE}: unknown value `{value[:60]}`", "use one of `0`, `1`"))
+    return None if value is None else value == "1"
+
+
+def _level(value: str, problems: list[Problem]) -> int:
+    if value.upper() not in LEVELS:
+        hint = "use one of " + ", ".join(f"`{level}`" for level in LEVELS)
+        problems.append((f"{LEVEL_VARIABLE}: unknown value `{value[:60]}`", hint))
+        return logging.INFO
+    return logging.getLevelNamesMapping()[value.upper()]
+
+
+def _log_file(value: str | None, problems: list[Problem]) -> Path | None:
+    if value is None:
+        return None
+    path = Path(value).expanduser().absolute()
+    if path.is_dir() or not path.parent.is_dir():
+        problems.append((f"{FILE_VARIABLE}: {path} cannot be written", "name a file in a folder that exists"))
+    return path
+
+
+def _checkpoints(value: str | None, problems: list[Problem]) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    checkpoints = tuple(part.strip() for part in value.split(","))
+    hint = "name folders or models on the hub (`user/repo`), with commas between them"
+    for checkpoint in checkpoints:
+        if not Path(checkpoint).is_dir() and not _HUB_MODEL.fullmatch(checkpoint):
+            problems.append((f"{RELOAD_VARIABLE}: `{checkpoint[:80]}` is no checkpoint", hint))
+    return checkpoints
