@@ -76,13 +76,16 @@ class Int8LinearMethod(OnlineLinearMethod):
 
 
 def quantise_for_kernel(weight_NK: Tensor, *, absmax_N1: Tensor | None = None) -> Int8Weight:
-    """The codec's result bit for bit, by vLLM's row quantiser where that is faster (CPU), else by the codec.
+    """The codec's result bit for bit, by vLLM's row quantiser on a CPU, by a Triton kernel on a GPU.
 
     weight_NK: [N, K].  absmax_N1: [N, 1] float32, of the whole rows where these are a part.
     Raises NumericsError when a value is not finite (vLLM's quantiser would not notice).
     """
     if not current_platform.is_cpu():
-        return quantise_int8(weight_NK, absmax_N1=absmax_N1)
+        from appliance.quant.triton_int8 import WIDEST_ROW, quantise_int8_triton  # Triton has no build for a CPU
+
+        quantise = quantise_int8_triton if weight_NK.shape[1] <= WIDEST_ROW else quantise_int8
+        return quantise(weight_NK.contiguous(), absmax_N1=absmax_N1)
     int8_scale(weight_NK)  # raises on what is not finite
     if absmax_N1 is None:
         codes_NK, scale_N1, _ = ops.onednn_scaled_int8_quant(weight_NK.contiguous(), None, None, True)

@@ -47,9 +47,11 @@ OF_THE_CHILDREN = (
     "tasks.tokenizer",
     "tasks.parquet",
     "bench.measure",
+    "bench.kernel",
     "bench.sync",
     "bench.worker",
     "verify.child",
+    "verify.worker",
     "profile.child",
 )
 
