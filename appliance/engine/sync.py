@@ -1,8 +1,13 @@
-"""How a weight update reaches a vLLM worker from verl's trainer, and never leaves the trainer waiting for ever."""
+"""How a weight update reaches a vLLM worker from verl's trainer, and never leaves the trainer waiting for ever.
+
+Inside a run every update is acknowledged in the run's folder once it is proven; the trainer waits for that.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,10 +19,15 @@ from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import (
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from vllm.config import set_current_vllm_config
 
-from appliance.engine.attest import attest_rollout_worker
+from appliance.engine.attest import REPLICA_VARIABLE, attest_rollout_worker
+from appliance.engine.config import ApplianceConfig
 from appliance.engine.failures import said_failures
-from appliance.engine.update import Bucket, WeightUpdate
+from appliance.engine.update import Bucket, SyncReport, WeightUpdate
 from appliance.errors import SyncError
+from appliance.plan.env import PLAN_VARIABLE
+from appliance.plan.model import RunPlan, read_plan
+from appliance.quant.smoothing import Smoothing, load_smoothing
+from appliance.run.acknowledge import Acknowledgement, append_acknowledgement
 
 
 class DrainingReceiver(BucketedWeightReceiver):
@@ -106,7 +116,7 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
                 begun = True
             update.load(bucket)
             if is_last:
-                update.finish()
+                self._acknowledge(update.finish())
 
         receiver = DrainingReceiver(zmq_handle=self._get_zmq_handle(), device=device, use_shm=use_shm)
         with said_failures(), set_current_vllm_config(self.model_runner.vllm_config), device, torch.no_grad():
@@ -114,9 +124,51 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
 
     def _weight_update(self) -> WeightUpdate:
         if not hasattr(self, "_appliance_update"):
-            runner = self.model_runner
-            self._appliance_update = WeightUpdate(runner.model, model_config=runner.vllm_config.model_config)
+            runner, plan = self.model_runner, _plan()
+            self._appliance_update = WeightUpdate(
+                runner.model,
+                model_config=runner.vllm_config.model_config,
+                rank=self.rank,
+                prove_every=1 if plan is None else plan.rollout.prove_every,
+                needs_manifest=plan is not None,
+                smoothing=_smoothing(runner.vllm_config.quant_config),
+            )
         return self._appliance_update
+
+    def _acknowledge(self, report: SyncReport) -> None:
+        plan = _plan()
+        if plan is None:
+            return
+        acknowledgement = Acknowledgement(
+            sync=report.sync,
+            replica=int(os.environ.get(REPLICA_VARIABLE, "0")),
+            rank=self.rank,
+            manifest=report.manifest,
+            tensors=report.tensors,
+            bytes=report.bytes,
+            layers=report.proven.layers,
+            layers_proven=report.proven.layers_proven,
+            parameters_proven=report.proven.parameters,
+            waiting_bytes=report.waiting_bytes,
+            digest_s=report.digest_s,
+            proof_s=report.proof_s,
+            seconds=report.seconds,
+            telemetry=report.telemetry,
+        )
+        append_acknowledgement(Path(plan.run_dir), acknowledgement)
+
+
+def _plan() -> RunPlan | None:
+    """Of the run this process belongs to; None outside one, where nobody sends a list and nobody asks."""
+    path = os.environ.get(PLAN_VARIABLE)
+    return read_plan(Path(path)) if path else None
+
+
+def _smoothing(quant_config: object) -> Smoothing | None:
+    """What the engine's own settings name: the same that its first load folded in."""
+    if not isinstance(quant_config, ApplianceConfig) or not quant_config.quantisation.profile:
+        return None
+    return load_smoothing(Path(quant_config.quantisation.profile))
 
 
 def _refuse_adapters(peft_config: dict | None) -> None:

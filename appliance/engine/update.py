@@ -1,11 +1,13 @@
-"""One weight update of a vLLM model: every tensor, or an error.
+"""One weight update of a vLLM model: every tensor, as it was sent, or an error.
 
 vLLM's layerwise reload is entered once per update and left once. In between, `load_weights` collects a layer's
 tensors; when a layer is complete it is materialised, quantised and copied into the tensors that the kernels hold.
+Before the model is finalised the list of what was sent is held against what came; after it the proof asks the kernels.
 """
 
 from __future__ import annotations
 
+import math
 import textwrap
 import time
 from collections.abc import Iterable
@@ -22,18 +24,45 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from appliance.engine.experts import pack_experts_anew
+from appliance.engine.proof import Proven, SyncProof
+from appliance.engine.telemetry import TelemetryTap
 from appliance.errors import SyncError
+from appliance.quant.manifest import MANIFEST_NAME, Manifest, TensorRecord, check_arrival, read_manifest, record
+from appliance.quant.smoothing import Smoothing, fold
+from appliance.run.acknowledge import Telemetry
 
 Bucket = list[tuple[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one update brought: numbers of tensors and bytes, and the seconds from first bucket to last layer."""
+    """What one update brought: numbers of tensors and bytes, and the seconds from first bucket to last proof.
 
+    sync: by this worker's count.  manifest: its digest, empty where none was asked for.  waiting_bytes: most that
+    waited at once for the rest of a layer.  digest_s, proof_s: parts of `seconds`; telemetry counts as proof.
+    """
+
+    sync: int
     tensors: int
     bytes: int
     seconds: float
+    manifest: str
+    proven: Proven
+    waiting_bytes: int
+    digest_s: float
+    proof_s: float
+    telemetry: Telemetry | None
+
+
+@dataclass
+class _Tally:
+    """Of the running update."""
+
+    started: float
+    bytes: int = 0
+    digest_s: float = 0.0
+    proof_s: float = 0.0
+    waiting_most: int = 0
 
 
 class WeightUpdate:
@@ -42,38 +71,102 @@ class WeightUpdate:
     After an error the model is half-updated and must not generate: `broken` says why, and a later `begin` raises.
     """
 
-    def __init__(self, model: Module, *, model_config: Any) -> None:
-        """model_config: vLLM's."""
+    def __init__(
+        self,
+        model: Module,
+        *,
+        model_config: Any,
+        rank: int = 0,
+        prove_every: int = 1,
+        needs_manifest: bool = False,
+        smoothing: Smoothing | None = None,
+    ) -> None:
+        """model_config: vLLM's.  rank: within the engine.  prove_every: see SyncProof.
+
+        needs_manifest: a stream that does not end with the list of its tensors is an error; without it none may come,
+        and nothing is digested.  smoothing: folded into the tensors when their digests are known.
+        """
         self.model = model
         self.model_config = model_config
         self.broken = ""
+        self._needs_manifest = needs_manifest
+        self._smoothing = smoothing or Smoothing()
+        self._proof = SyncProof(
+            model, tied_head=model_config.hf_text_config.tie_word_embeddings, rank=rank, every=prove_every
+        )
+        self._telemetry = TelemetryTap(model)
+        self._sync = 0
         self._names: set[str] = set()
-        self._bytes = 0
-        self._started = 0.0
+        self._arrived: dict[str, TensorRecord] = {}
+        self._manifest: Manifest | None = None
+        self._waiting: dict[Module, int] = {}
+        self._tally = _Tally(started=0.0)
 
     def begin(self) -> None:
         if self.broken:
             raise SyncError(f"weight update: the engine's weights are half-updated, an earlier update {self.broken}")
         self.broken = "did not finish"
+        self._sync += 1
         self._names.clear()
-        self._bytes = 0
-        self._started = time.perf_counter()
+        self._arrived.clear()
+        self._waiting.clear()
+        self._manifest = None
+        self._tally = _Tally(started=time.perf_counter())
         pack_experts_anew(self.model)
         initialize_layerwise_reload(self.model)
+        self._proof.begin(self._sync)
+        self._telemetry.begin()
 
     def load(self, bucket: Bucket) -> None:
         """bucket: (name, tensor) with the checkpoint's names. The tensors are kept until their layer is complete, so
         they must not share memory that the sender reuses. Raises SyncError for a tensor that the model does not have,
-        has in another shape or has already got, and for a value that is not finite."""
+        has in another shape or has already got, for a value that is not finite, and for what comes after the list."""
         for name, tensor in bucket:
-            if name in self._names:  # vLLM counts elements: twice the one half of a layer would pass for both halves
-                self._fail(f"{name} came twice", f"brought {name} twice")
-            if not bool(torch.isfinite(tensor).all()):
-                self._fail(f"{name} has a value that is not finite", f"brought values that are not finite in {name}")
-            if not self._give(name, tensor) and not self._is_tied_head(name):
-                self._fail(f"{name} is not a weight of this model", f"brought {name}, which this model does not have")
-            self._names.add(name)
-            self._bytes += tensor.nbytes
+            if name == MANIFEST_NAME and self._needs_manifest:
+                self._take_manifest(tensor)
+            else:
+                self._load_one(name, tensor)
+
+    def _load_one(self, name: str, tensor: Tensor) -> None:
+        if name in self._names:  # vLLM counts elements: twice the one half of a layer would pass for both halves
+            self._fail(f"{name} came twice", f"brought {name} twice")
+        if self._manifest is not None:
+            self._fail(f"{name} came after the list of what was sent", f"brought {name} after its end")
+        if self._needs_manifest:
+            started = time.perf_counter()
+            self._arrived[name] = record(name, tensor)
+            self._tally.digest_s += time.perf_counter() - started
+        if not _is_finite(tensor):
+            self._fail(f"{name} has a value that is not finite", f"brought values that are not finite in {name}")
+        folded = fold(name, tensor, smoothing=self._smoothing)
+        self._expect(name, folded)
+        if not self._give(name, folded) and not self._is_tied_head(name):
+            self._fail(f"{name} is not a weight of this model", f"brought {name}, which this model does not have")
+        self._names.add(name)
+        self._tally.bytes += tensor.nbytes
+        self._count_waiting(name, folded)
+
+    def _expect(self, name: str, tensor: Tensor) -> None:
+        """What the model must hold and answer, before vLLM gets the tensor. Shapes are vLLM's to refuse."""
+        started = time.perf_counter()
+        if self._proof.fits(name, tensor):
+            self._proof.take(name, tensor)
+        self._tally.proof_s += time.perf_counter() - started
+
+    def _take_manifest(self, tensor: Tensor) -> None:
+        if self._manifest is not None:
+            self._fail("the list of what was sent came twice", "brought two lists")
+        self.broken = "brought a list of tensors that cannot be read"
+        self._manifest = read_manifest(tensor)
+        self.broken = "did not finish"
+
+    def _count_waiting(self, name: str, tensor: Tensor) -> None:
+        for layer in self._proof.layers_of(name):
+            if get_layerwise_info(layer).can_load():
+                self._waiting[layer] = self._waiting.get(layer, 0) + tensor.nbytes
+            else:
+                self._waiting.pop(layer, None)
+        self._tally.waiting_most = max(self._tally.waiting_most, sum(self._waiting.values()))
 
     def _give(self, name: str, tensor: Tensor) -> set[str]:
         """One at a time: only what `load_weights` returns shows that vLLM did not skip a name (any `*.bias`)."""
@@ -93,10 +186,11 @@ class WeightUpdate:
         raise SyncError(f"weight update: {message}")
 
     def finish(self) -> SyncReport:
-        """Complete what waits for the end (attention, tied weights), after checking that nothing is missing.
+        """Hold what came against what was sent, complete what waits for the end (attention, tied weights), and prove.
 
-        Raises SyncError.
+        Raises SyncError; until then nothing of the update may generate.
         """
+        self._check_arrival()
         tied = tied_layers(self.model)
         missing = incomplete_layers(self.model, tied=tied)
         if missing:
@@ -106,8 +200,44 @@ class WeightUpdate:
         finalize_layerwise_reload(self.model, self.model_config)
         for layer in tied:
             _process_again(layer)
+        return self._prove()
+
+    def _check_arrival(self) -> None:
+        if not self._needs_manifest:
+            return
+        self.broken = "brought something else than was sent"
+        if self._manifest is None:
+            raise SyncError(f"weight update {self._sync}: the list of what was sent is missing")
+        if self._manifest.sync != self._sync:
+            raise SyncError(
+                f"weight update {self._sync}: the trainer sent number {self._manifest.sync}, "
+                f"this worker has taken {self._sync - 1} before"
+            )
+        check_arrival(self._manifest, self._arrived)
+
+    def _prove(self) -> SyncReport:
+        self.broken = "could not be proven"
+        started = time.perf_counter()
+        proven = self._proof.check()
+        now = time.perf_counter()
         self.broken = ""
-        return SyncReport(tensors=len(self._names), bytes=self._bytes, seconds=time.perf_counter() - self._started)
+        return SyncReport(
+            sync=self._sync,
+            tensors=len(self._names),
+            bytes=self._tally.bytes,
+            seconds=now - self._tally.started,
+            manifest="" if self._manifest is None else self._manifest.digest,
+            proven=proven,
+            waiting_bytes=self._tally.waiting_most,
+            digest_s=self._tally.digest_s,
+            proof_s=self._tally.proof_s + now - started + self._telemetry.seconds,
+            telemetry=self._telemetry.read(),
+        )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """One pass without intermediates: NaN and infinities show in the extremes."""
+    return tensor.numel() == 0 or all(math.isfinite(float(extreme)) for extreme in torch.aminmax(tensor))
 
 
 def tied_layers(model: Module) -> list[Module]:

@@ -10,6 +10,7 @@ from appliance.errors import TrainingError
 from appliance.plan.model import RunPlan
 from appliance.quant.mismatch import Mismatch
 from appliance.quant.scheme import Scheme
+from appliance.run.acknowledge import SyncRecord
 from appliance.run.events import METRICS_FILE, append_line
 
 _FROM_VERL = {
@@ -20,7 +21,6 @@ _FROM_VERL = {
     "entropy": "actor/entropy",
     "learning_rate": "actor/lr",
 }
-_OF_A_PROOF = ("proof_s", "codes_changed_fraction", "saturated_fraction", "scale_drift", "layer_error_max")
 _VERL_WEIGHT = "rollout_corr/rollout_is_mean"
 _WEIGHTS_AGREE_WITHIN = 1e-3  # verl's mean is in float32 over up to millions of tokens
 _TIMINGS_S = {
@@ -35,11 +35,17 @@ _TIMINGS_S = {
 
 
 def step_metrics(
-    verl: dict[str, Any], *, timing_s: dict[str, float], mismatch: Mismatch, plan: RunPlan, step: int
+    verl: dict[str, Any],
+    *,
+    timing_s: dict[str, float],
+    mismatch: Mismatch,
+    sync: SyncRecord,
+    plan: RunPlan,
+    step: int,
 ) -> dict[str, Any]:
     """The contract's keys for one step. Raises TrainingError when verl no longer reports one that we promise.
 
-    The keys of a sync's proof and telemetry are null: this version has none.
+    sync: the weight update that ended the step. Its telemetry is null where no rollout is quantised.
     With a correction that weighs, verl's own mean weight must be there and equal ours, truncated: both come from the
     same log-probs, and a batch that reaches the loss without weights must not pass for a corrected one.
     """
@@ -55,7 +61,7 @@ def step_metrics(
         **{key: float(verl[name]) for key, name in _FROM_VERL.items()},
         **timings,
         "rollout_tokens_per_s": tokens / timing_s["gen"],
-        **dict.fromkeys(_OF_A_PROOF),
+        **sync.metrics(),
         "scheme": str(plan.rollout.scheme),
         "emulated": plan.rollout.emulated,
         "mismatch_k3_kl": mismatch.k3_kl,

@@ -17,6 +17,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from appliance.errors import AttestationError, TrainingError
 from appliance.plan.model import RunPlan
 from appliance.quant.mismatch import Mismatch, measure_mismatch
+from appliance.run.acknowledge import SyncRecord, check_sync
 from appliance.run.attest import check_attestations, fingerprint
 from appliance.run.events import append_event, run_started
 from appliance.trainer.attest import attest_driver, attest_trainers
@@ -28,7 +29,8 @@ LOOK_AGAIN_S = 1.0  # how long a wait for rollouts lasts at most before the buff
 
 
 class WatchedTrainer(PPOTrainerSync):
-    """Adds: phases as events, attestations before the first step, one metrics line per step, the final `model/`."""
+    """Adds: phases as events, attestations before the first step, the proof of each sync before any rollout, one metrics
+    line per step, the final `model/`."""
 
     def __init__(self, *, config: DictConfig, plan: RunPlan, on_engine_death: Callable[[str], None]) -> None:
         """on_engine_death: called on another thread, with what happened; see EngineWatch."""
@@ -41,6 +43,8 @@ class WatchedTrainer(PPOTrainerSync):
         self._started = run_started(self.run_dir)
         self._mismatch: Mismatch | None = None
         self._validation: dict[str, float] = {}
+        self._syncs = 0
+        self._last_sync: SyncRecord | None = None
 
     def _phase(self, what: str) -> None:
         append_event(self.run_dir, kind="phase", what=what)
@@ -69,6 +73,7 @@ class WatchedTrainer(PPOTrainerSync):
         attest_trainers(self.plan, workers=self.actor_rollout_wg.workers)
         self._check_attestations()
         self._phase("sync")
+        self._check_every_sync()
         super().on_init_end()
 
     def stop_watching(self) -> None:
@@ -82,6 +87,28 @@ class WatchedTrainer(PPOTrainerSync):
         )
         if problems:
             raise AttestationError("; ".join(problems), hint="see attest/ in the run folder")
+
+    def _check_every_sync(self) -> None:
+        """No rollout before each rank has proven the very update that was sent. verl syncs at the start, after each step
+        and, with a colocated reward model, during validation: all by this one call."""
+        update_weights = self.checkpoint_manager.update_weights
+
+        def update_and_check(*args: Any, **kwargs: Any) -> Any:
+            result = update_weights(*args, **kwargs)
+            self._check_sync()
+            return result
+
+        self.checkpoint_manager.update_weights = update_and_check
+
+    def _check_sync(self) -> None:
+        """Raises SyncError."""
+        self._syncs += 1
+        self._last_sync = check_sync(
+            self.run_dir,
+            sync=self._syncs,
+            replicas=len(self.plan.rollout.replicas),
+            ranks=self.plan.rollout.tensor_parallel,
+        )
 
     # a step
 
@@ -137,7 +164,16 @@ class WatchedTrainer(PPOTrainerSync):
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
         if self._mismatch is None:
             raise TrainingError(f"step {global_steps} ended without log-probabilities to compare")
-        line = step_metrics(metrics, timing_s=timing_raw, mismatch=self._mismatch, plan=self.plan, step=global_steps)
+        if self._last_sync is None:
+            raise TrainingError(f"step {global_steps} ended without a weight update")
+        line = step_metrics(
+            metrics,
+            timing_s=timing_raw,
+            mismatch=self._mismatch,
+            sync=self._last_sync,
+            plan=self.plan,
+            step=global_steps,
+        )
         self._write({**line, **self._validation})
         self._validation = {}
 

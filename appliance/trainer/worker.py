@@ -1,6 +1,7 @@
 """Imported by verl itself in every process of a run (`VERL_USE_EXTERNAL_MODULES`); an error here stops the process.
 
-On the CPU flavour it registers the CPU as a platform and repairs the one call that cannot work there.
+It gives verl our sender of weights, by verl's own registry. On the CPU flavour it registers the CPU as a platform and
+repairs the one call that cannot work there.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
+
+from verl.workers.rollout import base
 
 from appliance.patch import Patch, apply_patch
 from appliance.trainer.cpu_platform import is_cpu_run
@@ -38,3 +41,6 @@ def _patches() -> tuple[tuple[Patch, Callable[[Callable[..., Any]], Callable[...
 
 for _patch, _replacement in _patches():
     apply_patch(_patch, _replacement)
+
+# By name: the module imports vLLM's side of verl, which only workers that send weights need.
+base._ROLLOUT_REGISTRY[("vllm", "async")] = "appliance.trainer.sender.DigestingAdapter"

@@ -11,6 +11,7 @@ import pytest
 from appliance.errors import NumericsError, SyncError, TrainingError
 from appliance.quant.mismatch import Mismatch
 from appliance.quant.scheme import Scheme
+from appliance.run.acknowledge import Acknowledgement, Sent, SyncRecord, Telemetry
 from appliance.run.events import append_failure
 from appliance.trainer.entry import report, translate
 from appliance.trainer.metrics import append_metrics, step_metrics, validation_metrics
@@ -37,6 +38,24 @@ VERL = {
     "rollout_corr/rollout_is_mean": 0.98,
 }
 TIMINGS_S = {"gen": 2.0, "old_log_prob": 0.5, "update_actor": 1.0, "update_weights": 0.1, "step": 3.7}
+TELEMETRY = Telemetry(codes_changed_fraction=0.25, saturated_fraction=0.01, scale_drift=0.001, layer_error_max=0.02)
+TAKEN = Acknowledgement(
+    sync=4,
+    replica=0,
+    rank=0,
+    manifest="ab",
+    tensors=38,
+    bytes=1000,
+    layers=13,
+    layers_proven=13,
+    parameters_proven=17,
+    waiting_bytes=100,
+    digest_s=0.5,
+    proof_s=0.25,
+    seconds=2.0,
+    telemetry=TELEMETRY,
+)
+SYNC = SyncRecord(sent=(Sent(sync=4, replica=0, rank=0, manifest="ab", digest_s=0.125),), acknowledgements=(TAKEN,))
 PLAN = SimpleNamespace(
     correction=SimpleNamespace(cap=2.0),
     prompts_per_step=32,
@@ -45,7 +64,7 @@ PLAN = SimpleNamespace(
 
 
 def test_tokens_per_second_is_all_generated_tokens_over_the_rollout() -> None:
-    line = step_metrics(VERL, timing_s=TIMINGS_S, mismatch=MISMATCH, plan=PLAN, step=3)
+    line = step_metrics(VERL, timing_s=TIMINGS_S, mismatch=MISMATCH, sync=SYNC, plan=PLAN, step=3)
     assert line["rollout_tokens_per_s"] == 4.0 * 32 * 8 / 2.0
     assert (line["step"], line["reward_mean"], line["sync_s"], line["is_weight_max"]) == (3, 0.5, 0.1, 3.0)
 
@@ -53,7 +72,7 @@ def test_tokens_per_second_is_all_generated_tokens_over_the_rollout() -> None:
 def test_a_metric_that_verl_no_longer_reports_is_an_error() -> None:
     without = {name: value for name, value in VERL.items() if name != "actor/grad_norm"}
     with pytest.raises(TrainingError) as raised:
-        step_metrics(without, timing_s=TIMINGS_S, mismatch=MISMATCH, plan=PLAN, step=3)
+        step_metrics(without, timing_s=TIMINGS_S, mismatch=MISMATCH, sync=SYNC, plan=PLAN, step=3)
     assert raised.value.message == "verl did not report actor/grad_norm in step 3"
 
 
@@ -104,7 +123,7 @@ def test_weights_that_verl_did_not_apply_are_an_error() -> None:
     for theirs in (None, 1.0):
         verl = VERL | {"rollout_corr/rollout_is_mean": theirs}
         with pytest.raises(TrainingError) as raised:
-            step_metrics(verl, timing_s=TIMINGS_S, mismatch=MISMATCH, plan=PLAN, step=3)
+            step_metrics(verl, timing_s=TIMINGS_S, mismatch=MISMATCH, sync=SYNC, plan=PLAN, step=3)
         assert raised.value.message == (
             f"step 3: verl's mean importance weight is {theirs}, from the same log-probs it should be 0.980000"
         )

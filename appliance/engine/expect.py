@@ -1,0 +1,155 @@
+"""Which part of a checkpoint's tensor a rank's layer must hold, and where: a mapping of our own.
+
+vLLM's weight loaders decide the same on their way, and a proof that asked them would believe what it has to prove. What
+is used here of vLLM: the classes and sizes of its layers, and `packed_modules_mapping`, which names the parts of a
+fused layer.
+
+Legend: N output channels, K input channels.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+from appliance.errors import EngineError
+
+ALL = slice(None)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor's place: `tensor[rows, columns]` are the rows of the layer's parameter from `start` on.
+
+    layer: name of the module.  parameter: `weight`, `bias` or another.  part: number within a fused layer.
+    shape: of the whole tensor, where the layer tells.
+    """
+
+    layer: str
+    parameter: str
+    part: int = 0
+    start: int = 0
+    rows: slice = field(default_factory=lambda: ALL)
+    columns: slice = field(default_factory=lambda: ALL)
+    shape: tuple[int, ...] = ()
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether it is the tensor that is meant, by its shape."""
+        return not self.shape or tuple(tensor.shape) == self.shape
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """This rank's part of a tensor."""
+        return tensor[self.rows] if tensor.ndim < 2 else tensor[self.rows, self.columns]
+
+    def within(self, parameter: Tensor) -> Tensor:
+        """Where that part lies in the layer's parameter."""
+        if self.rows == ALL:
+            return parameter
+        return parameter[self.start : self.start + self.rows.stop - self.rows.start]
+
+
+def slots(model: Module, *, tied_head: bool) -> dict[str, tuple[Slot, ...]]:
+    """Name of a checkpoint's tensor -> its places in this rank's layers.
+
+    tied_head: lm_head is the embedding, and no tensor of its own is used.  Raises EngineError for a linear layer whose
+    class is unknown here.
+    """
+    found: dict[str, list[Slot]] = defaultdict(list)
+    packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
+    embedding = next((name for name, layer in model.named_modules() if _is_embedding(layer)), "")
+    for name, layer in model.named_modules():
+        if isinstance(layer, LinearBase):
+            for source, slot in _linear(name, layer, packed=packed):
+                found[source].append(slot)
+        elif isinstance(layer, VocabParallelEmbedding):
+            source = embedding if tied_head and isinstance(layer, ParallelLMHead) else name
+            shape = (layer.org_vocab_size, layer.embedding_dim)
+            found[f"{source}.weight"].append(Slot(name, "weight", rows=_vocabulary(layer), shape=shape))
+        elif not hasattr(layer, "quant_method"):  # experts and attention have one, and parameters of another kind
+            for parameter, held in layer.named_parameters(recurse=False):
+                found[f"{name}.{parameter}"].append(Slot(name, parameter, shape=tuple(held.shape)))
+    return {source: tuple(places) for source, places in found.items()}
+
+
+def _is_embedding(layer: Module) -> bool:
+    return isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
+
+
+def _vocabulary(layer: VocabParallelEmbedding) -> slice:
+    """Rows of the checkpoint; vLLM pads the vocabulary after them."""
+    held = layer.shard_indices
+    return slice(held.org_vocab_start_index, held.org_vocab_end_index)
+
+
+def _linear(name: str, layer: LinearBase, *, packed: Mapping[str, list[str]]) -> Iterator[tuple[str, Slot]]:
+    parent, _, leaf = name.rpartition(".")
+    sources = [f"{parent}.{part}" for part in packed[leaf]] if leaf in packed else [name]
+    widths = _widths(name, layer)
+    if len(sources) != len(widths):
+        raise EngineError(f"{name} has {len(widths)} parts, the model names {len(sources)} for it: {sources}")
+    columns = ALL
+    if isinstance(layer, RowParallelLinear):
+        width = layer.input_size_per_partition
+        columns = slice(layer.tp_rank * width, (layer.tp_rank + 1) * width)
+    start = 0
+    for part, (source, (width, index)) in enumerate(zip(sources, widths, strict=True)):
+        rows = slice(index * width, (index + 1) * width)
+        shape = (_whole_rows(layer, part), layer.input_size)
+        yield f"{source}.weight", Slot(name, "weight", part, start=start, rows=rows, columns=columns, shape=shape)
+        yield f"{source}.bias", Slot(name, "bias", part, start=start, rows=rows, shape=shape[:1])
+        start += width
+
+
+def _widths(name: str, layer: LinearBase) -> list[tuple[int, int]]:
+    """For each part of a layer: its rows on this rank, and the number of this rank's portion of them."""
+    rank, ranks = layer.tp_rank, layer.tp_size
+    if isinstance(layer, QKVParallelLinear):
+        kv_rank = rank // layer.num_kv_head_replicas  # ranks beyond the key-value heads hold copies
+        return [
+            (layer.num_heads * layer.head_size, rank),
+            (layer.num_kv_heads * layer.head_size, kv_rank),
+            (layer.num_kv_heads * layer.v_head_size, kv_rank),
+        ]
+    if isinstance(layer, MergedColumnParallelLinear):
+        return [(size // ranks, rank) for size in layer.output_sizes]
+    if isinstance(layer, ColumnParallelLinear):
+        return [(layer.output_size // ranks, rank)]
+    if isinstance(layer, RowParallelLinear | ReplicatedLinear):
+        return [(layer.output_size, 0)]
+    raise EngineError(f"{name} is a {type(layer).__name__}: no proof knows how it is cut over ranks")
+
+
+def _whole_rows(layer: LinearBase, part: int) -> int:
+    """Rows of a part's tensor in the checkpoint."""
+    if isinstance(layer, QKVParallelLinear):
+        sizes = (layer.head_size, layer.head_size, layer.v_head_size)
+        return (layer.total_num_heads if part == 0 else layer.total_num_kv_heads) * sizes[part]
+    return layer.output_sizes[part] if isinstance(layer, MergedColumnParallelLinear) else layer.output_size
+
+
+def local_shape(layer: Module) -> tuple[int, int]:
+    """(N, K) of a rank's weight, padding of a vocabulary included."""
+    if isinstance(layer, VocabParallelEmbedding):
+        return layer.num_embeddings_per_partition, layer.embedding_dim
+    if isinstance(layer, RowParallelLinear | ColumnParallelLinear):
+        return layer.output_size_per_partition, layer.input_size_per_partition
+    return layer.output_size, layer.input_size
+
+
+def rounded(tensor: Tensor) -> Tensor:
+    """As an engine in BF16 holds it, whatever the trainer's type."""
+    return tensor.to(torch.bfloat16)

@@ -1,0 +1,265 @@
+"""Whether a layer's kernel computes with the tensors that were received: one probe input, two answers.
+
+Each proof takes the checkpoint's tensors as they arrive and keeps only what the layer must answer (N numbers); after
+the update the layer's own method is asked the same. What vLLM did in between (loaders, quantisation, packing, copies
+into old memory, handles with addresses) has no part in the expected answer.
+
+Legend: N output channels, K input channels of this rank's part of the layer; M probe tokens.
+
+INT8, exact. The probe is one token of integers x_k, 64 <= |x_k| <= 127 with pseudo-random signs, one of them +-127:
+its scale is 127/127 = 1, its codes are the x_k, and the kernel's answer is s_n * T_n with T_n = sum_k x_k q_nk, an
+integer. The answer comes in BF16, so the bias -bf16(s_n T_n) goes in with it, which the kernels add in float32: what
+comes out is the small rest. Bound of the rest, u = 2^-24: T_n to float32, the product with s_n and the sum are rounded
+to u each, the result to BF16 (2^-9 of it); twice that is allowed:
+
+    |rest - exact rest| <= 4 u |s_n T_n| + 2^-8 |exact rest|,      |exact rest| <= 2^-9 |s_n T_n|
+
+One code that is off by one moves the rest by at least 64 s_n: it is seen with certainty as long as |T_n| < 2^23 (a row
+of 27648 codes of typical size has |T_n| near 5e5). Several wrong codes of one row cancel for one in about 128 probes at
+most, and each sync has another probe. The scale is compared bit for bit where the kernel reads it.
+
+FP8, emulated. Codes and scales lie in the layer and are compared exactly; the probe of signs x_k = +-1 is compared
+within float32's bound for a sum of K terms, twice K u sum_k |w'_nk|, and BF16's rounding.
+
+BF16. Two tokens: signs on all K (bound: as above plus two roundings to BF16 of the answer; sees a wrong tensor), and
+signs on 64 neighbouring columns that move on from sync to sync, with the bias trick (bound 2 * 64 u sum |w_nk| plus
+2^-8 of the rest; sees a single weight of ordinary size off by one unit of BF16, so a packed copy that stayed behind).
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.functional import linear
+from vllm import _custom_ops as ops
+
+from appliance.engine.expect import Slot, local_shape, rounded
+from appliance.quant.codec import Fp8Weight, Int8Weight, dequantise, quantise, quantise_int8, weight_absmax
+from appliance.quant.digest import digest
+from appliance.quant.scheme import Scheme
+
+U = 2.0**-24  # half a unit of float32, relative
+BF16_U = 2.0**-8  # a unit of BF16 (twice its rounding error), relative
+TINY = 1e-35  # products of denormals may be flushed
+COLUMNS = 64
+_CHUNK_ELEMENTS = 1 << 20  # 2 MiB of BF16: codes are still in the core's cache when they are multiplied
+_SAMPLED_ROWS = 4  # quantised by the codec itself where a faster quantiser does the rest
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """What a kernel has or gives and what the tensor received gives, for one output channel. bound: on the difference."""
+
+    what: str
+    kernel: float | str
+    expected: float | str
+    bound: float = 0.0
+
+    def __str__(self) -> str:
+        allowed = f" (allowed difference {self.bound:.3g})" if self.bound else ""
+        return f"{self.what}: the kernel has {_shown(self.kernel)}, the tensor received gives {_shown(self.expected)}{allowed}"
+
+
+def _shown(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.9g}"
+
+
+class KernelProof(ABC):
+    """Of one layer in one sync: `take` every tensor of its weight, then `check`."""
+
+    def __init__(self, name: str, layer: Module, *, sync: int) -> None:
+        self.name = name
+        self.num_channels, self.length = local_shape(layer)
+        self._generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {sync}".encode()))
+        self._sync = sync
+
+    @abstractmethod
+    def take(self, slot: Slot, tensor: Tensor) -> None:
+        """tensor: whole, as received.  Raises NumericsError."""
+
+    @abstractmethod
+    def check(self, layer: Module) -> Mismatch | None:
+        """What differs first, or None."""
+
+    def _signs(self, count: int) -> Tensor:
+        return torch.randint(0, 2, (count,), generator=self._generator) * 2 - 1
+
+
+class Int8Proof(KernelProof):
+    def __init__(self, name: str, layer: Module, *, sync: int) -> None:
+        super().__init__(name, layer, sync=sync)
+        self.probe_K = torch.randint(COLUMNS, 128, (self.length,), generator=self._generator) * self._signs(self.length)
+        self.probe_K[sync % self.length] = 127
+        self._sums_N = torch.zeros(self.num_channels, dtype=torch.float64)
+        self._scale_N = torch.zeros(self.num_channels, dtype=torch.float32)
+
+    def take(self, slot: Slot, tensor: Tensor) -> None:
+        whole_NK = rounded(tensor[slot.rows])
+        probe_K = self.probe_K.to(whole_NK.device, torch.int8)
+        rows = max(1, _CHUNK_ELEMENTS // whole_NK.shape[1])
+        for start in range(0, len(whole_NK), rows):
+            quantised = quantise_rows(whole_NK[start : start + rows])
+            part = slice(slot.start + start, slot.start + start + len(quantised.codes_NK))
+            self._sums_N[part] = exact_product(quantised.codes_NK[:, slot.columns], probe_K)
+            self._scale_N[part] = quantised.scale_N1.squeeze(1).cpu()
+
+    def check(self, layer: Module) -> Mismatch | None:
+        held_N = layer.quant_method.held_scale(layer).reshape(-1).cpu()
+        return _first_scale(held_N, self._scale_N) or self._first_answer(layer)
+
+    def _first_answer(self, layer: Module) -> Mismatch | None:
+        exact_N = self._sums_N * self._scale_N.double()
+        bias_N = -exact_N.to(torch.bfloat16)
+        rest_N = answer(layer, self.probe_K[None], bias_N=bias_N)[0]
+        wanted_N = exact_N + bias_N.double()
+        return _first(rest_N, wanted_N, bound_N=4 * U * exact_N.abs() + BF16_U * wanted_N.abs() + TINY)
+
+
+class EmulatedProof(KernelProof):
+    """Keeps the parts of a fused layer until they are complete: scales may span them."""
+
+    def __init__(self, name: str, layer: Module, *, sync: int) -> None:
+        super().__init__(name, layer, sync=sync)
+        self._scheme: Scheme = layer.quant_method.scheme
+        self._is_cut = layer.tp_size > 1
+        self._signs_K = self._signs(self.length)
+        self._parts: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._codes = ""
+        self._scale = torch.empty(0)
+
+    def take(self, slot: Slot, tensor: Tensor) -> None:
+        whole_NK = rounded(tensor)
+        self._parts[slot.start] = (slot.cut(whole_NK), self._absmax(slot, whole_NK))
+        if sum(len(part) for part, _ in self._parts.values()) == self.num_channels:
+            self._expect([self._parts[start] for start in sorted(self._parts)])
+            self._parts.clear()
+
+    def _absmax(self, slot: Slot, whole_NK: Tensor) -> Tensor | None:
+        """Of the whole tensor, where a scale covers more of it than this rank has."""
+        if not self._is_cut or self._scheme is Scheme.FP8_BLOCK:
+            return None
+        absmax = weight_absmax(whole_NK, scheme=self._scheme)
+        return absmax if self._scheme is Scheme.FP8 else absmax[slot.rows]
+
+    def _expect(self, parts: list[tuple[Tensor, Tensor | None]]) -> None:
+        weight_NK = torch.cat([part for part, _ in parts]) if len(parts) > 1 else parts[0][0]
+        given = [absmax for _, absmax in parts if absmax is not None]
+        absmax = torch.cat(given) if given else None
+        if absmax is not None and self._scheme is Scheme.FP8:
+            absmax = absmax.amax(dim=0, keepdim=True)
+        quantised = quantise(weight_NK, scheme=self._scheme, absmax=absmax)
+        assert isinstance(quantised, Fp8Weight)
+        held_NK = dequantise(quantised)
+        self._answer_N = linear(self._signs_K.float(), held_NK).double()
+        self._bound_N = 2 * self.length * U * held_NK.abs_().sum(dim=1).double()
+        self._codes, self._scale = digest(quantised.codes_NK), quantised.scale
+
+    def check(self, layer: Module) -> Mismatch | None:
+        held = layer.quant_method.held_scale(layer)
+        different = _first_scale(held.reshape(-1).cpu(), self._scale.reshape(-1).cpu())
+        codes = digest(layer.weight.data)
+        if different is None and codes != self._codes:
+            different = Mismatch("digest of the codes", codes, self._codes)
+        return different or self._first_answer(layer)
+
+    def _first_answer(self, layer: Module) -> Mismatch | None:
+        bias_N = -self._answer_N.to(torch.bfloat16)
+        rest_N = answer(layer, self._signs_K[None], bias_N=bias_N)[0]
+        wanted_N = self._answer_N + bias_N.double()
+        return _first(rest_N, wanted_N, bound_N=self._bound_N + BF16_U * wanted_N.abs() + TINY)
+
+
+class Bf16Proof(KernelProof):
+    """A layer that is not quantised: its kernel may multiply by a packed copy."""
+
+    def __init__(self, name: str, layer: Module, *, sync: int) -> None:
+        super().__init__(name, layer, sync=sync)
+        blocks = max(1, self.length // COLUMNS)
+        first = min(sync % blocks * COLUMNS, max(0, self.length - COLUMNS))
+        self._block = slice(first, first + COLUMNS)
+        signs_K = self._signs(self.length)
+        self._probe_MK = torch.zeros(2, self.length, dtype=torch.bfloat16)
+        self._probe_MK[0] = signs_K
+        self._probe_MK[1, self._block] = signs_K[self._block].to(torch.bfloat16)
+        self._answer_MN = torch.zeros(2, self.num_channels, dtype=torch.float64)
+        self._bound_MN = torch.zeros(2, self.num_channels, dtype=torch.float64)
+
+    def take(self, slot: Slot, tensor: Tensor) -> None:
+        weight_NK = rounded(slot.cut(tensor))
+        part = slice(slot.start, slot.start + len(weight_NK))
+        few_NB = weight_NK[:, self._block].float()
+        probe_MK = self._probe_MK.to(weight_NK.device)
+        self._answer_MN[0, part] = linear(probe_MK[0], weight_NK).double().cpu()
+        self._answer_MN[1, part] = linear(probe_MK[1, self._block].float(), few_NB).double().cpu()
+        low, high = torch.aminmax(weight_NK)
+        self._bound_MN[0, part] = 2 * self.length**2 * U * max(-float(low), float(high))
+        self._bound_MN[1, part] = 2 * COLUMNS * U * few_NB.abs_().sum(dim=1).double().cpu()
+
+    def check(self, layer: Module) -> Mismatch | None:
+        bias_N = -self._answer_MN[1].to(torch.bfloat16)
+        rest_MN = answer(layer, self._probe_MK, bias_N=bias_N)
+        wanted_MN = self._answer_MN + bias_N.double()
+        bound_MN = self._bound_MN + BF16_U * wanted_MN.abs() + TINY
+        bound_MN[0] += BF16_U * self._answer_MN[0].abs()
+        return _first(rest_MN[1], wanted_MN[1], bound_N=bound_MN[1]) or _first(
+            rest_MN[0], wanted_MN[0], bound_N=bound_MN[0]
+        )
+
+
+def answer(layer: Module, probe_MK: Tensor, *, bias_N: Tensor) -> Tensor:
+    """[M, N] float64 on the CPU: what the layer's method makes of a probe, with a bias of ours in place of its own."""
+    device = torch.get_default_device()
+    out_MN = layer.quant_method.apply(layer, probe_MK.to(device, torch.bfloat16), bias_N.to(device))
+    return out_MN.double().cpu()
+
+
+def quantise_rows(weight_NK: Tensor) -> Int8Weight:
+    """The codec's result, by vLLM's row quantiser on a CPU; some rows of it are held against the codec itself.
+
+    weight_NK: [N, K] BF16, finite, rows whole.  Raises NumericsError when a value is not finite, AssertionError when
+    the quantiser is not the codec's.
+    """
+    if weight_NK.device.type != "cpu":
+        return quantise_int8(weight_NK)
+    codes_NK, scale_N1, _ = ops.onednn_scaled_int8_quant(weight_NK.contiguous(), None, None, True)
+    sampled = torch.linspace(0, len(weight_NK) - 1, _SAMPLED_ROWS).long()
+    no_reciprocal = scale_N1.reciprocal().isinf().squeeze(1)  # zero rows and rows of denormals
+    if bool(no_reciprocal.any()):
+        codes_NK[no_reciprocal] = quantise_int8(weight_NK[no_reciprocal]).codes_NK
+    codec = quantise_int8(weight_NK[sampled])
+    assert torch.equal(codes_NK[sampled], codec.codes_NK) and torch.equal(scale_N1[sampled], codec.scale_N1)
+    return Int8Weight(codes_NK=codes_NK, scale_N1=scale_N1)
+
+
+def exact_product(codes_NK: Tensor, probe_K: Tensor) -> Tensor:
+    """[N] float64 on the CPU, exact: |sum| <= K * 127^2 < 2^31 for K < 133000."""
+    if codes_NK.device.type == "cpu":
+        return torch._int_mm(codes_NK.contiguous(), probe_K[:, None].contiguous())[:, 0].double()
+    return (codes_NK.double() @ probe_K.double()).cpu()
+
+
+def _first(kernel_N: Tensor, expected_N: Tensor, *, bound_N: Tensor) -> Mismatch | None:
+    """The channel that is furthest beyond its bound. What is not finite is beyond any."""
+    excess_N = torch.nan_to_num((kernel_N - expected_N).abs() / bound_N, nan=torch.inf)
+    worst = int(excess_N.argmax())
+    if float(excess_N[worst]) <= 1:
+        return None
+    return Mismatch(
+        f"probe, output channel {worst}", float(kernel_N[worst]), float(expected_N[worst]), float(bound_N[worst])
+    )
+
+
+def _first_scale(held: Tensor, expected: Tensor) -> Mismatch | None:
+    """Bit for bit: freed memory may hold anything, NaN too."""
+    if held.shape != expected.shape:
+        return Mismatch("number of scales", float(held.numel()), float(expected.numel()))
+    differs = held.view(torch.int32) != expected.view(torch.int32)
+    if not bool(differs.any()):
+        return None
+    index = int(differs.nonzero()[0])
+    return Mismatch(f"scale {index}", float(held[index]), float(expected[index]))

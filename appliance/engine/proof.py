@@ -1,0 +1,119 @@
+"""The proof of one weight update on one rank: every tensor taken is one that the model now computes with.
+
+It does not trust vLLM's loaders, reload or kernels: what a layer must hold and answer comes from the tensors received,
+by a mapping (expect.py) and by the codec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import Module
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+from appliance.engine.expect import Slot, slots
+from appliance.engine.kernel_proof import Bf16Proof, EmulatedProof, Int8Proof, KernelProof, Mismatch
+from appliance.engine.quantised import Quantising
+from appliance.errors import SyncError
+from appliance.quant.digest import digest
+from appliance.quant.scheme import Scheme
+
+
+@dataclass(frozen=True)
+class Proven:
+    """layers: how many have a kernel to prove.  layers_proven: in this sync.  parameters: held as received, and seen."""
+
+    layers: int
+    layers_proven: int
+    parameters: int
+
+
+class SyncProof:
+    """`begin`, `take` every tensor, and when vLLM has finished `check`."""
+
+    def __init__(self, model: Module, *, tied_head: bool, rank: int, every: int) -> None:
+        """rank: within the engine.  every: 1 proves all layers at each sync; n a rotating n-th of them, and all at sync
+        1 and at each n-th."""
+        self._model = model
+        self._rank = rank
+        self._every = every
+        self._slots = slots(model, tied_head=tied_head)
+        self._layers = dict(model.named_modules())
+        self._proofs_of = {name: kind for name, layer in self._layers.items() if (kind := _proof_of(layer)) is not None}
+        self._turns = {name: turn for turn, name in enumerate(self._layers)}
+        self._sync = 0
+        self._kernels: dict[str, KernelProof] = {}
+        self._missing: set[tuple[str, int]] = set()
+        self._held: list[tuple[Slot, str]] = []
+
+    def begin(self, sync: int) -> None:
+        """sync: number of the update, from 1."""
+        self._sync = sync
+        self._held.clear()
+        self._kernels = {
+            name: make(name, self._layers[name], sync=sync)
+            for name, make in self._proofs_of.items()
+            if self._is_due(name)
+        }
+        places = (slot for found in self._slots.values() for slot in found if slot.parameter == "weight")
+        self._missing = {(slot.layer, slot.part) for slot in places if slot.layer in self._kernels}
+
+    def _is_due(self, layer: str) -> bool:
+        return self._sync == 1 or (self._turns[layer] - self._sync) % self._every == 0 or self._sync % self._every == 0
+
+    def layers_of(self, name: str) -> list[Module]:
+        """The layers that a checkpoint's tensor has a part in."""
+        return [self._layers[slot.layer] for slot in self._slots.get(name, ())]
+
+    def fits(self, name: str, tensor: Tensor) -> bool:
+        """Whether a tensor is large enough for the parts that its layers want of it."""
+        return all(slot.fits(tensor) for slot in self._slots.get(name, ()))
+
+    def take(self, name: str, tensor: Tensor) -> None:
+        """Expect this tensor. Raises NumericsError where it cannot be quantised."""
+        for slot in self._slots.get(name, ()):
+            if slot.layer in self._kernels and slot.parameter == "weight":
+                self._kernels[slot.layer].take(slot, tensor)
+                self._missing.discard((slot.layer, slot.part))
+            elif slot.layer not in self._proofs_of or slot.parameter != "weight":
+                self._expect_held(slot, tensor)
+
+    def _expect_held(self, slot: Slot, tensor: Tensor) -> None:
+        parameter = getattr(self._layers[slot.layer], slot.parameter, None)
+        if self._is_due(slot.layer) and parameter is not None:
+            self._held.append((slot, digest(slot.cut(tensor).to(parameter.dtype))))
+
+    def check(self) -> Proven:
+        """Raises SyncError with the layer, the rank and both numbers for the first layer that is not as received."""
+        for layer, part in sorted(self._missing):
+            raise SyncError(f"weight update {self._sync}: nothing to prove {layer} with (part {part} never came)")
+        for slot, received in self._held:
+            self._fail_on(slot.layer, self._held_mismatch(slot, received))
+        for name, proof in self._kernels.items():
+            self._fail_on(name, proof.check(self._layers[name]))
+        return Proven(layers=len(self._proofs_of), layers_proven=len(self._kernels), parameters=len(self._held))
+
+    def _held_mismatch(self, slot: Slot, received: str) -> Mismatch | None:
+        parameter = getattr(self._layers[slot.layer], slot.parameter)
+        held = digest(slot.within(parameter.data))
+        return None if held == received else Mismatch(f"digest of {slot.parameter}", held, received)
+
+    def _fail_on(self, layer: str, mismatch: Mismatch | None) -> None:
+        if mismatch is not None:
+            raise SyncError(
+                f"weight update {self._sync}: {layer} on rank {self._rank} is not as received: {mismatch}",
+                hint="no rollouts were made with these weights",
+            )
+
+
+def _proof_of(layer: Module) -> Callable[..., KernelProof] | None:
+    """How a layer's kernel is proven; None for a layer without one."""
+    method = getattr(layer, "quant_method", None)
+    if isinstance(method, Quantising) and isinstance(layer, LinearBase):
+        return Int8Proof if method.scheme is Scheme.INT8 else EmulatedProof
+    if isinstance(layer, ParallelLMHead) or isinstance(method, UnquantizedLinearMethod):
+        return Bf16Proof
+    return None

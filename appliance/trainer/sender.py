@@ -1,0 +1,78 @@
+"""verl's sender of weights, with a digest of every tensor: what arrives can be held against what was meant.
+
+verl looks its rollout class up by name; this one takes that place (trainer/worker.py).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from verl.workers.rollout.utils import ensure_async_iterator
+from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
+
+from appliance.errors import SyncError
+from appliance.plan.env import PLAN_VARIABLE
+from appliance.quant.manifest import MANIFEST_NAME, Manifest, TensorRecord, record
+from appliance.run.acknowledge import Sent, append_sent
+
+Weights = AsyncIterator[tuple[str, Tensor]] | Iterable[tuple[str, Tensor]]
+
+
+class DigestedWeights:
+    """A stream of weights, each digested just before it goes out, with the manifest as its last tensor.
+
+    manifest: None until the stream has ended.  digest_s: seconds spent on digests.
+    """
+
+    def __init__(self, weights: Weights, *, sync: int) -> None:
+        self._weights = weights
+        self._sync = sync
+        self.manifest: Manifest | None = None
+        self.digest_s = 0.0
+
+    async def __aiter__(self) -> AsyncIterator[tuple[str, Tensor]]:
+        records: list[TensorRecord] = []
+        device = torch.device("cpu")
+        async for name, tensor in ensure_async_iterator(self._weights):
+            started = time.perf_counter()
+            records.append(record(name, tensor))
+            self.digest_s += time.perf_counter() - started
+            device = tensor.device
+            yield name, tensor
+        self.manifest = Manifest(sync=self._sync, records=tuple(records))
+        yield MANIFEST_NAME, self.manifest.to_tensor().to(device)
+
+
+class DigestingAdapter(ServerAdapter):
+    """One per trainer rank; each sends whole tensors to the rollout worker beside it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._syncs = 0
+
+    async def update_weights(
+        self, weights: Weights, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs: Any
+    ) -> None:
+        """Raises SyncError for a wire format without named tensors, which no digest covers."""
+        if wire_format != "named_tensors":
+            raise SyncError(f"weight update: the wire format {wire_format} has no digests", hint="use the full update")
+        self._syncs += 1
+        digested = DigestedWeights(weights, sync=self._syncs)
+        await super().update_weights(digested, global_steps=global_steps, **kwargs)
+        if digested.manifest is not None and PLAN_VARIABLE in os.environ:
+            append_sent(Path(os.environ[PLAN_VARIABLE]).parent, self._sent(digested.manifest, digested.digest_s))
+
+    def _sent(self, manifest: Manifest, digest_s: float) -> Sent:
+        return Sent(
+            sync=manifest.sync,
+            replica=self.replica_rank,
+            rank=self.rollout_rank,
+            manifest=manifest.digest,
+            digest_s=digest_s,
+        )
