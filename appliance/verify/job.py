@@ -1,0 +1,130 @@
+"""What one check of an engine is told and what it saw, as values that go through files. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from appliance.quant.scheme import Scheme
+from appliance.quant.settings import Quantisation, quantisation_from_config
+
+
+@dataclass(frozen=True)
+class Job:
+    """model: folder or hub name.  prompt_tokens, new_tokens: of each of the few sequences.  seen: where to write."""
+
+    model: str
+    trust_remote_code: bool
+    quantisation: Quantisation
+    tensor_parallel: int
+    enforce_eager: bool
+    prompt_tokens: int
+    new_tokens: int
+    seed: int
+    seen: str
+
+    def to_json(self) -> str:
+        return json.dumps({**dataclasses.asdict(self), "quantisation": self.quantisation.to_config()})
+
+
+def read_job(text: str) -> Job:
+    raw = json.loads(text)
+    return Job(**{**raw, "quantisation": quantisation_from_config(raw["quantisation"])})
+
+
+@dataclass(frozen=True)
+class LayerProbe:
+    """One worker at one moment: what is live, and what each of its layers gives for a fixed input.
+
+    kernels: name and number of layers.  layers: name and digest of the output, for every layer that holds weights.
+    """
+
+    scheme: Scheme
+    emulated: bool
+    lm_head_fp32: bool
+    kernels: tuple[tuple[str, int], ...]
+    layers: tuple[tuple[str, str], ...]
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+
+def read_probe(text: str) -> LayerProbe:
+    raw = json.loads(text)
+    pairs = {name: tuple((key, value) for key, value in raw[name]) for name in ("kernels", "layers")}
+    return LayerProbe(**{**raw, **pairs, "scheme": Scheme(raw["scheme"])})
+
+
+@dataclass(frozen=True)
+class Said:
+    """What an engine generated, greedily. tokens: per prompt.  log_probs: nats, of those tokens.
+
+    prompt_log_probs: nats, of the prompts' own tokens but the first: the same tokens whatever the weights are.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    log_probs: tuple[tuple[float, ...], ...]
+    prompt_log_probs: tuple[tuple[float, ...], ...]
+
+    def distance(self, other: Said) -> float:
+        """Mean absolute difference of the prompts' log-probs, nats."""
+        pairs = [
+            (mine, theirs)
+            for row, other_row in zip(self.prompt_log_probs, other.prompt_log_probs, strict=True)
+            for mine, theirs in zip(row, other_row, strict=True)
+        ]
+        return sum(abs(mine - theirs) for mine, theirs in pairs) / len(pairs)
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One rank of an engine. unmoved: layers that gave the same with other weights.  unreturned: layers that did not
+    give the same again with the old ones."""
+
+    rank: int
+    scheme: Scheme
+    emulated: bool
+    lm_head_fp32: bool
+    kernels: tuple[tuple[str, int], ...]
+    layers: int
+    unmoved: tuple[str, ...]
+    unreturned: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One engine through three weight updates: the checkpoint's weights, perturbed ones, the checkpoint's again.
+
+    failed: the error that ended the check, or empty.  first: what it said after the first update.
+    same_as_loaded: whether that was what it said before any update.  moved: nats, from the first to the second update.
+    returned: whether it said the same again after the third, to the last bit.
+    """
+
+    failed: str
+    first: Said | None = None
+    same_as_loaded: bool = False
+    moved: float = 0.0
+    returned: bool = False
+    workers: tuple[Worker, ...] = ()
+
+    def write(self, path: str) -> None:
+        Path(path).write_text(json.dumps(dataclasses.asdict(self)))
+
+
+def read_seen(path: Path) -> Seen:
+    raw = json.loads(path.read_text())
+    first = raw["first"] and Said(**{name: _rows(raw["first"][name]) for name in raw["first"]})
+    return Seen(**{**raw, "first": first, "workers": tuple(_worker(each) for each in raw["workers"])})
+
+
+def _rows(rows: list[list[Any]]) -> tuple[tuple[Any, ...], ...]:
+    return tuple(tuple(row) for row in rows)
+
+
+def _worker(raw: dict[str, Any]) -> Worker:
+    names = {key: tuple(raw[key]) for key in ("unmoved", "unreturned")}
+    kernels = tuple((name, count) for name, count in raw["kernels"])
+    return Worker(**{**raw, **names, "kernels": kernels, "scheme": Scheme(raw["scheme"])})

@@ -1,0 +1,97 @@
+"""What speaks against an engine, judged on given sights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from appliance.quant.scheme import Scheme
+from appliance.quant.settings import Quantisation
+from appliance.verify.job import Said, Seen, Worker, read_seen
+from appliance.verify.judge import judge
+from appliance.verify.show import table
+
+INT8 = Quantisation(Scheme.INT8)
+SAID = Said(tokens=((3, 4),), log_probs=((-1.0, -2.0),), prompt_log_probs=((-0.5, -1.5),))
+BF16_SAID = replace(SAID, prompt_log_probs=((-0.75, -1.25),))
+WORKER = Worker(
+    rank=0,
+    scheme=Scheme.INT8,
+    emulated=False,
+    lm_head_fp32=False,
+    kernels=(("Kernel", 8),),
+    layers=12,
+    unmoved=(),
+    unreturned=(),
+)
+SEEN = Seen(failed="", first=SAID, same_as_loaded=True, moved=0.5, returned=True, workers=(WORKER,))
+
+
+def problems(seen: Seen, *, asked: Quantisation = INT8, reference: Said | None = BF16_SAID) -> tuple[str, ...]:
+    return tuple(problem for row in judge(asked, seen=seen, reference=reference) for problem in row.problems)
+
+
+def test_a_live_engine_has_no_problem() -> None:
+    (row,) = judge(INT8, seen=SEEN, reference=BF16_SAID)
+    assert (row.problems, row.moved, row.returned, row.from_bf16) == ((), 0.5, True, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("seen", "problem"),
+    [
+        (replace(SEEN, moved=0.0), "the logits did not move with other weights"),
+        (replace(SEEN, moved=float("nan")), "the logits did not move with other weights"),
+        (replace(SEEN, returned=False), "tokens or log-probs did not return with the old weights"),
+        (
+            replace(SEEN, same_as_loaded=False),
+            "the checkpoint's own weights, sent as an update, changed what it says",
+        ),
+        (replace(SEEN, first=BF16_SAID), "it says to the last bit what bf16 says: nothing is quantised"),
+        (replace(SEEN, failed="weight update: a came twice"), "weight update: a came twice"),
+    ],
+)
+def test_what_an_engine_does_wrong_is_said(seen: Seen, problem: str) -> None:
+    assert problems(seen) == (problem,)
+
+
+@pytest.mark.parametrize(
+    ("worker", "problem"),
+    [
+        (replace(WORKER, scheme=Scheme.BF16), "it runs bf16, asked for int8"),
+        (replace(WORKER, scheme=Scheme.FP8, emulated=True), "it runs fp8 (emulated), asked for int8"),
+        (replace(WORKER, lm_head_fp32=True), "lm_head is in FP32 and was not to be"),
+        (replace(WORKER, unmoved=("a",)), "a gives the same with other weights"),
+        (
+            replace(WORKER, unreturned=("a", "b", "c")),
+            "a and 2 other layers give something else with the old weights back",
+        ),
+    ],
+)
+def test_what_a_worker_does_wrong_is_said(worker: Worker, problem: str) -> None:
+    assert problems(replace(SEEN, workers=(WORKER, replace(worker, rank=1)))) == (problem,)
+
+
+def test_a_folded_profile_may_change_what_it_says() -> None:
+    assert problems(replace(SEEN, same_as_loaded=False), asked=replace(INT8, profile="/profile")) == ()
+
+
+def test_bf16_is_its_own_reference() -> None:
+    seen = replace(SEEN, workers=(replace(WORKER, scheme=Scheme.BF16),))
+    (row,) = judge(Quantisation(Scheme.BF16), seen=seen, reference=None)
+    assert (row.problems, row.from_bf16) == ((), None)
+
+
+def test_what_was_seen_reads_back_the_same(tmp_path) -> None:
+    SEEN.write(str(tmp_path / "seen.json"))
+    assert read_seen(tmp_path / "seen.json") == SEEN
+
+
+def test_the_table_has_a_line_per_worker_and_per_problem() -> None:
+    bad = replace(SEEN, workers=(WORKER, replace(WORKER, rank=1, unmoved=("a",))))
+    assert table(judge(INT8, seen=bad, reference=BF16_SAID)).splitlines() == [
+        "scheme  worker  moved by  layers moved  returned     from bf16  verdict  kernels",
+        "int8    0       0.5 nats  12 of 12      bit for bit  0.25 nats  live     8 x Kernel",
+        "int8    1       0.5 nats  11 of 12      bit for bit  0.25 nats  FAILED   8 x Kernel",
+        "int8 worker 1: a gives the same with other weights",
+    ]
