@@ -53,7 +53,7 @@ _SAMPLED_ROWS = 4  # quantised by the codec itself where a faster quantiser does
 
 @dataclass(frozen=True)
 class Mismatch:
-    """What a kernel has or gives and what the tensor received gives, for one output channel. bound: on the difference."""
+    """What a kernel has or gives, and what the tensor received gives. bound: on their difference."""
 
     what: str
     kernel: float | str
@@ -62,7 +62,8 @@ class Mismatch:
 
     def __str__(self) -> str:
         allowed = f" (allowed difference {self.bound:.3g})" if self.bound else ""
-        return f"{self.what}: the kernel has {_shown(self.kernel)}, the tensor received gives {_shown(self.expected)}{allowed}"
+        numbers = f"the kernel has {_shown(self.kernel)}, the tensor received gives {_shown(self.expected)}"
+        return f"{self.what}: {numbers}{allowed}"
 
 
 def _shown(value: float | str) -> str:

@@ -24,7 +24,7 @@ from appliance.quant.scheme import Scheme
 
 @dataclass(frozen=True)
 class Proven:
-    """layers: how many have a kernel to prove.  layers_proven: in this sync.  parameters: held as received, and seen."""
+    """layers: how many have a kernel.  layers_proven: in this sync.  parameters: used as they are, and as received."""
 
     layers: int
     layers_proven: int

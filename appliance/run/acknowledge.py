@@ -1,4 +1,4 @@
-"""What both ends of a weight update write down: `sync/trainer-<replica>-<rank>.jsonl` and `sync/rollout-<replica>-<rank>.jsonl`.
+"""What both ends of a weight update write down, in `sync/trainer-<replica>-<rank>.jsonl` and `sync/rollout-...`.
 
 A line a sync. The trainer holds them against each other before it lets anything generate. Standard library only.
 """

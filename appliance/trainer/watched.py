@@ -29,8 +29,8 @@ LOOK_AGAIN_S = 1.0  # how long a wait for rollouts lasts at most before the buff
 
 
 class WatchedTrainer(PPOTrainerSync):
-    """Adds: phases as events, attestations before the first step, the proof of each sync before any rollout, one metrics
-    line per step, the final `model/`."""
+    """Adds: phases as events, attestations before the first step, the proof of each sync before any rollout, one
+    metrics line per step, the final `model/`."""
 
     def __init__(self, *, config: DictConfig, plan: RunPlan, on_engine_death: Callable[[str], None]) -> None:
         """on_engine_death: called on another thread, with what happened; see EngineWatch."""
@@ -89,8 +89,8 @@ class WatchedTrainer(PPOTrainerSync):
             raise AttestationError("; ".join(problems), hint="see attest/ in the run folder")
 
     def _check_every_sync(self) -> None:
-        """No rollout before each rank has proven the very update that was sent. verl syncs at the start, after each step
-        and, with a colocated reward model, during validation: all by this one call."""
+        """No rollout before each rank has proven the very update that was sent. verl syncs at the start, after each
+        step and, with a colocated reward model, during validation: all by this one call."""
         update_weights = self.checkpoint_manager.update_weights
 
         def update_and_check(*args: Any, **kwargs: Any) -> Any:
