@@ -35,7 +35,7 @@ from appliance.engine.emulated import EmulatedLinearMethod
 from appliance.engine.int8 import Int8LinearMethod
 from appliance.engine.quantised import OnlineLinearMethod, Quantising, WholeAbsmax, is_cut
 from appliance.errors import EngineError
-from appliance.quant.codec import weight_absmax
+from appliance.quant.codec import QuantisedWeight, weight_absmax
 from appliance.quant.codec_fp8 import BLOCK
 from appliance.quant.scheme import Scheme
 
@@ -47,24 +47,25 @@ class ExpertGemm(Module):
     """One of an expert's two GEMMs: what a method for linear layers sees in place of a linear layer.
 
     Not a submodule of the layer: nothing is ever loaded into it by name.
-    prefix: such as `model.layers.3.mlp.experts.7.w13`.
+    prefix: of the experts' layer.  expert: number on this rank.  part: GATE_UP or DOWN.
     """
 
-    def __init__(self, method: OnlineLinearMethod, *, prefix: str) -> None:
+    def __init__(self, method: OnlineLinearMethod, *, prefix: str, expert: int, part: str) -> None:
         super().__init__()
+        self.prefix = f"{prefix}.{expert}.{part}"
+        self.expert = expert
+        self.part = part
         self.quant_method = method
-        self.prefix = prefix
         for name in ("bias", "input_scale", "input_zero_point", "azp_adj"):  # kernels look for them
             self.register_parameter(name, None)
 
-    def quantise(self, weight_NK: Tensor, *, absmax: Tensor | None) -> None:
+    def quantise(self, weight_NK: Tensor, *, absmax: Tensor | None) -> QuantisedWeight:
         """absmax: of the whole weight, where this one is a part that does not show it. Raises NumericsError."""
         self.logical_widths = [len(weight_NK)]
         self.weight = Parameter(weight_NK, requires_grad=False)
         quantised = self.quant_method.quantise(weight_NK, absmax=absmax)
         self.quant_method.install(self, quantised)
-        if self.quant_method.on_quantised is not None:
-            self.quant_method.on_quantised(self, weight_NK, quantised)
+        return quantised
 
     def forward(self, x_MK: Tensor) -> Tensor:
         return self.quant_method.apply(self, x_MK)
@@ -102,7 +103,7 @@ class OnlineExpertsMethod(Quantising, OnlineMoEMethodBase):
         if any(self._cut.values()):
             kwargs["weight_loader"] = self._whole.recording(kwargs["weight_loader"], scheme=self.scheme)
         self.gemms = tuple(
-            ExpertGemm(self.linear_method(), prefix=f"{layer.layer_name}.{expert}.{part}")
+            ExpertGemm(self.linear_method(), prefix=layer.layer_name, expert=expert, part=part)
             for expert in range(num_experts)
             for part in (GATE_UP, DOWN)
         )
@@ -112,21 +113,20 @@ class OnlineExpertsMethod(Quantising, OnlineMoEMethodBase):
         """Quantise every expert and drop the BF16 weights. Raises NumericsError."""
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             return
-        self._process(GATE_UP, layer.w13_weight.data, gemms=self.gemms[::2])
-        self._process(DOWN, layer.w2_weight.data, gemms=self.gemms[1::2])
+        weights = {GATE_UP: layer.w13_weight.data, DOWN: layer.w2_weight.data}
+        for gemm in self.gemms:
+            weight_NK = weights[gemm.part][gemm.expert]
+            quantised = gemm.quantise(weight_NK, absmax=self._absmax(gemm, weight_NK))
+            if self.on_quantised is not None:
+                self.on_quantised(layer, weight_NK, quantised)
         replace_parameter(layer, "w13_weight", None)
         replace_parameter(layer, "w2_weight", None)
         layer._already_called_process_weights_after_loading = True
 
-    def _process(self, part: str, weights_ENK: Tensor, *, gemms: tuple[ExpertGemm, ...]) -> None:
-        for expert, (gemm, weight_NK) in enumerate(zip(gemms, weights_ENK, strict=True)):
-            gemm.quant_method.on_quantised = self.on_quantised
-            gemm.quantise(weight_NK, absmax=self._absmax(part, weight_NK, expert=expert))
-
-    def _absmax(self, part: str, weight_NK: Tensor, *, expert: int) -> Tensor | None:
-        if not self._cut[part]:
+    def _absmax(self, gemm: ExpertGemm, weight_NK: Tensor) -> Tensor | None:
+        if not self._cut[gemm.part]:
             return None
-        whole = self._whole.take_expert(_SHARDS[part], expert=expert)
+        whole = self._whole.take_expert(_SHARDS[gemm.part], expert=gemm.expert)
         if whole is None:  # dummy weights, which no loader brings: the ranks ask each other, as vLLM's own methods do
             own = weight_absmax(weight_NK, scheme=self.scheme)
             return amax_for_moe_weight_quant(own, self.moe.moe_parallel_config.tp_size)

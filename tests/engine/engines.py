@@ -134,3 +134,15 @@ def start_engine(
         **(quantisation.engine_arguments() | settings),
     )
     return Engine(llm=llm, scheme=scheme)
+
+
+def free_engine(engine: Engine) -> None:
+    """Let go of a whole engine: weights, KV cache and handles. `engine` is of no use afterwards."""
+    import gc
+
+    from vllm.config import get_cached_compilation_config
+
+    engine.llm.llm_engine.engine_core.shutdown()
+    engine.llm = None
+    get_cached_compilation_config.cache_clear()
+    gc.collect()
