@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import tiny, tokens
 
 from appliance.errors import EngineError, NumericsError
 from appliance.quant.smoothing import Smoothing, SmoothingGroup, fold, load_smoothing, power_of_two
-from tiny_models import tiny, tokens
 
 
 def random_groups(model: torch.nn.Module, *, seed: int) -> Smoothing:

@@ -1,0 +1,218 @@
+"""Calibration: what quantising a model's layers costs on given text, and the smoothing that makes it cost less.
+
+One decoder layer is in memory at a time. Two streams of activations go through it: the exact one, and the one that a
+quantised engine would have. For each layer:
+
+1. The exact stream gives the largest |x| of every input channel, and the error that quantising each GEMM alone makes.
+2. s_k = a_k^alpha / w_k^(1 - alpha), with a the activations' range and w that of all quantised weights that read the
+   norm; centred, so that its median is 1; rounded to a power of two. (Xiao et al. 2023, SmoothQuant.)
+3. The same measurement with the scales folded in. A group that does not lower its layer's error is dropped.
+4. Layers above the error budget stay in BF16, and the quantised stream goes on through the rest.
+
+Legend: B sequences of T tokens, M positions, H width, K input channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from appliance.errors import EngineError
+from appliance.quant.layer_view import Errors, LayerView, Unit
+from appliance.quant.predict import predict_mismatch
+from appliance.quant.profile import LayerError, Memory, Origin, Predicted, Profile, Settings
+from appliance.quant.scheme import Scheme
+from appliance.quant.smoothing import Smoothing, SmoothingGroup, power_of_two
+from appliance.quant.streamed import Checkpoint, LayerCall, Ledger, StreamedModel
+
+_BATCH_TOKENS = 2048  # of one forward: bounds the activations inside a layer
+
+
+@dataclass
+class _Streams:
+    """Activations of all batches between two layers; the same tensors until a layer is quantised."""
+
+    exact: list[Tensor]
+    quantised: list[Tensor]
+
+
+def calibrate(
+    folder: Path,
+    *,
+    sequences: Sequence[Sequence[int]],
+    scheme: Scheme,
+    settings: Settings,
+    origin: Origin,
+    on_layer: Callable[[int, int], None] = lambda done, total: None,
+    ledger: Ledger | None = None,
+) -> Profile:
+    """Profile the model in `folder` on tokenised text, on the CPU.
+
+    sequences: token ids, each of at least one token.  on_layer: called with the layers done and their number.
+    Raises EngineError for a model of an unknown family or a checkpoint that is not whole, NumericsError when a weight
+    or an activation is not finite, ValueError for a scheme that does not quantise.
+    """
+    if not scheme.quantised:
+        raise ValueError(f"`{scheme}` does not quantise")
+    ledger = ledger or Ledger()
+    with Checkpoint(folder, ledger=ledger) as checkpoint:
+        model = StreamedModel(checkpoint)
+        batches = batches_of(sequences)
+        embedded = [model.embed(batch) for batch in batches]
+        streams = _Streams(embedded, list(embedded))
+        calls = [model.layer_calls(batch) for batch in embedded]
+        layers: list[LayerError] = []
+        groups: list[SmoothingGroup] = []
+        activations: dict[str, Tensor] = {}
+        for index in range(model.num_layers):
+            with model.layer(index) as layer:
+                view = LayerView(
+                    layer, prefix=f"model.layers.{index}.", scheme=scheme, ignore=settings.ignore, ledger=ledger
+                )
+                done = _one_layer(view, streams, calls=[each[index] for each in calls], settings=settings)
+                del view, layer
+            layers += done.layers
+            groups += done.groups
+            activations |= done.activations
+            on_layer(index + 1, model.num_layers)
+        predicted = _predicted(model, streams, batches=batches)
+        return Profile(
+            origin=origin,
+            scheme=scheme,
+            settings=settings,
+            smoothing=Smoothing(tuple(groups)),
+            layers=tuple(layers),
+            predicted=predicted,
+            memory=Memory(
+                peak_bytes=ledger.peak_bytes,
+                largest_layer_bytes=max(model.layer_bytes(each) for each in range(model.num_layers)),
+                model_bytes=sum(_bytes(checkpoint, name) for name in checkpoint.names),
+            ),
+            activations=activations,
+        )
+
+
+def batches_of(sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+    """[B, T] int64 each, sequences of one length together, so that there is no padding."""
+    if not any(sequences):
+        raise EngineError("there is no text to calibrate with", hint="the task's training data has no prompts")
+    batches = []
+    for length, equal in groupby(sorted((each for each in sequences if each), key=len), key=len):
+        together = list(equal)
+        size = max(1, _BATCH_TOKENS // length)
+        batches += [torch.tensor(together[first : first + size]) for first in range(0, len(together), size)]
+    return batches
+
+
+def scales(activation_K: Tensor, *, weight_K: Tensor, strength: float) -> Tensor:
+    """[K] float32, powers of two with median 1 (of those channels that have both); 1 where a channel has no range.
+
+    activation_K, weight_K: >= 0, the largest |x| and |w| of each channel.  strength: alpha, in (0, 1].
+    """
+    has_both_K = (activation_K > 0) & (weight_K > 0)
+    ones_K = torch.ones_like(activation_K, dtype=torch.float64)
+    if not bool(has_both_K.any()):
+        return ones_K.float()
+    log_K = strength * activation_K.double().log2() - (1 - strength) * weight_K.double().log2()
+    log_K = torch.where(has_both_K, log_K - log_K[has_both_K].median(), torch.zeros_like(log_K))
+    return power_of_two(torch.exp2(log_K))
+
+
+@dataclass(frozen=True)
+class _Done:
+    layers: list[LayerError]
+    groups: list[SmoothingGroup]
+    activations: dict[str, Tensor]
+
+
+def _one_layer(view: LayerView, streams: _Streams, *, calls: list[LayerCall], settings: Settings) -> _Done:
+    plain, ranges = Errors(), dict[str, Tensor]()
+    outputs = view.exact(streams.exact, calls=calls, errors=plain, ranges=ranges)
+    groups = _groups(view, ranges=ranges, strength=settings.strength)
+    errors = {unit.members[0]: plain.relative(unit) for unit in view.units if unit.members[0] not in view.ignored}
+    kept_groups = []
+    if groups:
+        for group in groups.values():
+            view.fold(group)
+        smoothed = Errors()
+        view.exact(streams.exact, calls=calls, errors=smoothed, ranges={})
+        for unit, group in groups.items():
+            if smoothed.relative(unit) < plain.relative(unit):
+                errors[unit.members[0]] = smoothed.relative(unit)
+                kept_groups.append(group)
+            else:
+                view.fold(SmoothingGroup(group.norm, group.linears, group.scale_K.reciprocal()))  # exactly back
+    kept = _kept(view, errors=errors, budget=settings.error_budget)
+    streams.quantised = view.quantised(streams.quantised, calls=calls, kept=kept)
+    streams.exact = outputs
+    layers = [
+        LayerError(
+            layer=tuple(view.prefix + name for name in unit.layer),
+            linears=tuple(view.prefix + member for member in unit.members),
+            weight_error=view.weight_error(unit),
+            output_error=errors[unit.members[0]],
+            output_error_plain=plain.relative(unit),
+            kept=unit.members[0] in kept,
+        )
+        for unit in view.units
+        if unit.members[0] in errors
+    ]
+    names = {unit.members[0]: unit.members for unit in view.units}
+    activations = {view.prefix + member: value for key, value in ranges.items() for member in names[key]}
+    return _Done(layers, kept_groups, activations)
+
+
+def _groups(view: LayerView, *, ranges: dict[str, Tensor], strength: float) -> dict[Unit, SmoothingGroup]:
+    """A group for each norm that feeds a quantised unit, where its scales are not all 1."""
+    groups = {}
+    for unit in view.units:
+        key = unit.members[0]
+        if not unit.norm or key in view.ignored or key not in ranges or not strength:
+            continue
+        weight_K = torch.stack([weight.abs().amax(dim=0) for weight in view.weights(unit)]).amax(dim=0).float()
+        scale_K = scales(ranges[key], weight_K=weight_K, strength=strength)
+        if bool((scale_K != 1).any()):
+            groups[unit] = view.group(unit, scale_K=scale_K)
+    return groups
+
+
+def _kept(view: LayerView, *, errors: dict[str, float], budget: float | None) -> frozenset[str]:
+    """First members of the units to keep in BF16: those above the budget, and their other half where one layer of the
+    engine (experts) is two units."""
+    over = {name for unit in view.units if _is_over(errors.get(unit.members[0]), budget) for name in unit.layer}
+    return frozenset(unit.members[0] for unit in view.units if over & set(unit.layer))
+
+
+def _is_over(error: float | None, budget: float | None) -> bool:
+    return error is not None and budget is not None and error > budget
+
+
+def _predicted(model: StreamedModel, streams: _Streams, *, batches: list[Tensor]) -> Predicted | None:
+    """None where no sequence has a next token."""
+    target_M = torch.cat([batch[:, 1:].flatten() for batch in batches])
+    if not len(target_M):
+        return None
+    exact_MH, quantised_MH = (
+        torch.cat([model.final_norm(batch)[:, :-1].flatten(0, 1) for batch in stream])
+        for stream in (streams.exact, streams.quantised)
+    )
+    return predict_mismatch(
+        exact_MH,
+        quantised_MH=quantised_MH,
+        target_M=target_M,
+        checkpoint=model.checkpoint,
+        head_name=model.head_name,
+    )
+
+
+def _bytes(checkpoint: Checkpoint, name: str) -> int:
+    """In BF16."""
+    size = 2
+    for each in checkpoint.shape(name):
+        size *= each
+    return size

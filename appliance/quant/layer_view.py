@@ -1,0 +1,237 @@
+"""A decoder layer as the engine's layers: which linears are fused, which norm feeds them, what quantising costs.
+
+Every GEMM of the layer goes through one function of this module, which multiplies exactly, exactly with measuring, or
+quantised by the codec. Experts, which transformers holds as two fused tensors, are multiplied one by one.
+
+Legend: M tokens, N output and K input channels, E experts, I width of an expert.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from appliance.quant.codec import QuantisedWeight, dequantise, quantise, quantise_tokens, weight_absmax
+from appliance.quant.scheme import Scheme
+from appliance.quant.smoothing import Smoothing, SmoothingGroup, fold
+from appliance.quant.streamed import LayerCall, Ledger
+
+_INPUT_NORM, _MLP_NORM = "input_layernorm", "post_attention_layernorm"
+_GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+_ROUTER = "mlp.gate"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One quantised layer of the engine. members: the linears that it fuses, below the decoder layer.
+
+    norm: whose output they read, or empty.  layer: its names in an `ignore` list, below the decoder layer.
+    followers: what else reads the norm and stays in BF16.
+    """
+
+    members: tuple[str, ...]
+    layer: tuple[str, ...]
+    norm: str = ""
+    followers: tuple[str, ...] = ()
+
+
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_DENSE_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+_ATTENTION = (
+    Unit(_QKV, _QKV, _INPUT_NORM),
+    Unit(("self_attn.o_proj",), ("self_attn.o_proj",)),
+)
+_DENSE = (
+    Unit(_DENSE_GATE_UP, _DENSE_GATE_UP, _MLP_NORM),
+    Unit(("mlp.down_proj",), ("mlp.down_proj",)),
+)
+_EXPERTS = (
+    Unit((_GATE_UP,), ("mlp.experts",), _MLP_NORM, (_ROUTER,)),
+    Unit((_DOWN,), ("mlp.experts",)),
+)
+
+
+@dataclass
+class Errors:
+    """Sums of squares over tokens and channels, float64, by a unit's first member."""
+
+    of_output: dict[str, float] = field(default_factory=dict)
+    output: dict[str, float] = field(default_factory=dict)
+
+    def add(self, unit: Unit, *, exact_MN: Tensor, quantised_MN: Tensor) -> None:
+        key = unit.members[0]
+        difference = (quantised_MN - exact_MN).double().square().sum()
+        self.of_output[key] = self.of_output.get(key, 0.0) + float(difference)
+        self.output[key] = self.output.get(key, 0.0) + float(exact_MN.double().square().sum())
+
+    def relative(self, unit: Unit) -> float:
+        """|y' - y| / |y|; 0 where there was no token, or only zeros."""
+        norm = self.output.get(unit.members[0], 0.0)
+        return (self.of_output[unit.members[0]] / norm) ** 0.5 if norm else 0.0
+
+
+class LayerView:
+    """A decoder layer with its weights in place. prefix: of its parameters' names, such as `model.layers.3.`."""
+
+    def __init__(
+        self, layer: nn.Module, *, prefix: str, scheme: Scheme, ignore: tuple[str, ...], ledger: Ledger
+    ) -> None:
+        self.layer = layer
+        self.prefix = prefix
+        self.scheme = scheme
+        self._ledger = ledger
+        self._has_experts = any(name == _GATE_UP for name, _ in layer.named_parameters())
+        self.units = _ATTENTION + (_EXPERTS if self._has_experts else _DENSE)
+        self._unit_of = {member: unit for unit in self.units for member in unit.members}
+        self.ignored = frozenset(
+            unit.members[0] for unit in self.units if all(is_ignored(prefix + name, ignore) for name in unit.layer)
+        )
+
+    def weights(self, unit: Unit) -> list[Tensor]:
+        """The unit's matrices [N, K], of an expert each where it has experts."""
+        found = [self._weight(member) for member in unit.members]
+        return list(found[0].unbind()) if found[0].ndim == 3 else found
+
+    def _weight(self, member: str) -> Tensor:
+        if member in (_GATE_UP, _DOWN):
+            return self.layer.get_parameter(member)
+        return self.layer.get_submodule(member).weight
+
+    def fold(self, group: SmoothingGroup) -> None:
+        """Fold a group of this layer into its weights, one tensor at a time."""
+        smoothing = Smoothing((group,))
+        for name, parameter in list(self.layer.named_parameters()):
+            folded = fold(self.prefix + name, parameter, smoothing=smoothing)
+            if folded is not parameter:
+                path, _, last = name.rpartition(".")
+                placed = self._ledger.enter(nn.Parameter(folded, requires_grad=False))
+                self.layer.get_submodule(path)._parameters[last] = placed
+
+    def group(self, unit: Unit, *, scale_K: Tensor) -> SmoothingGroup:
+        names = [*(member if member == _GATE_UP else f"{member}.weight" for member in unit.members)]
+        names += [f"{follower}.weight" for follower in unit.followers]
+        linears = tuple(self.prefix + name for name in names)
+        return SmoothingGroup(f"{self.prefix}{unit.norm}.weight", linears, scale_K)
+
+    def weight_error(self, unit: Unit) -> float:
+        """|W' - W| / |W|, Frobenius, over all matrices of the unit."""
+        codes = self._codes(unit)
+        difference = norm = 0.0
+        for weight_NK, quantised in zip(self.weights(unit), codes, strict=True):
+            difference += float((dequantise(quantised) - weight_NK.float()).double().square().sum())
+            norm += float(weight_NK.double().square().sum())
+        return (difference / norm) ** 0.5 if norm else 0.0
+
+    def _codes(self, unit: Unit) -> list[QuantisedWeight]:
+        """Quantised as the engine does: with one scale per tensor, that of the fused tensor."""
+        weights = self.weights(unit)
+        absmax = None
+        if self.scheme is Scheme.FP8 and weights and len(unit.members) > 1:
+            absmax = torch.stack([weight_absmax(weight, scheme=self.scheme) for weight in weights]).amax(dim=0)
+        codes = [quantise(weight, scheme=self.scheme, absmax=absmax) for weight in weights]
+        for each in codes:
+            self._ledger.enter(each.codes_NK)
+        return codes
+
+    def exact(
+        self, batches: list[Tensor], *, calls: list[LayerCall], errors: Errors, ranges: dict[str, Tensor]
+    ) -> list[Tensor]:
+        """The layer's outputs, exactly, for batches [B, T, H]; measures what quantising each unit alone would cost.
+
+        errors: gets the sums.  ranges: gets [K] float32, the largest |x| at each unit's input, by its first member.
+        """
+        codes = {unit.members[0]: self._codes(unit) for unit in self.units if unit.members[0] not in self.ignored}
+
+        def multiply(member: str, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, index: int) -> Tensor:
+            unit = self._unit_of[member]
+            x_MK = x.reshape(-1, x.shape[-1])
+            if x_MK.shape[0]:
+                key = unit.members[0]
+                absmax_K = x_MK.abs().amax(dim=0).float()
+                ranges[key] = torch.maximum(ranges[key], absmax_K) if key in ranges else absmax_K
+                if key in codes:
+                    quantised_MN = self._product(x_MK, codes[key][index])
+                    exact_MN = functional.linear(x_MK.float(), weight_NK.float())
+                    errors.add(unit, exact_MN=exact_MN, quantised_MN=quantised_MN)
+            return functional.linear(x, weight_NK, bias_N)
+
+        return self._run(batches, calls=calls, multiply=multiply)
+
+    def quantised(self, batches: list[Tensor], *, calls: list[LayerCall], kept: frozenset[str]) -> list[Tensor]:
+        """The layer's outputs with all units quantised but those in `kept` (first members) and the ignored."""
+        codes = {u.members[0]: self._codes(u) for u in self.units if u.members[0] not in self.ignored | kept}
+
+        def multiply(member: str, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, index: int) -> Tensor:
+            key = self._unit_of[member].members[0]
+            if key not in codes or not x.numel():
+                return functional.linear(x, weight_NK, bias_N)
+            product = self._product(x.reshape(-1, x.shape[-1]), codes[key][index])
+            product = product if bias_N is None else product + bias_N.float()
+            return product.to(x.dtype).view(*x.shape[:-1], -1)
+
+        return self._run(batches, calls=calls, multiply=multiply)
+
+    def _product(self, x_MK: Tensor, quantised: QuantisedWeight) -> Tensor:
+        """[M, N] float32, of weights and activations by the codec."""
+        return functional.linear(dequantise(quantise_tokens(x_MK, scheme=self.scheme)), dequantise(quantised))
+
+    def _run(self, batches: list[Tensor], *, calls: list[LayerCall], multiply: Multiply) -> list[Tensor]:
+        with self._multiplied_by(multiply), torch.no_grad():
+            return [self.layer(batch, **call.kwargs) for batch, call in zip(batches, calls, strict=True)]
+
+    @contextmanager
+    def _multiplied_by(self, multiply: Multiply) -> Iterator[None]:
+        """Inside the block every GEMM of a unit is done by `multiply`."""
+        changed = []
+        for unit in self.units:
+            for index, member in enumerate(unit.members):
+                if member in (_GATE_UP, _DOWN):
+                    continue
+                linear = self.layer.get_submodule(member)
+                linear.forward = _linear_forward(linear, member=member, index=index, multiply=multiply)
+                changed.append(linear)
+        if self._has_experts:
+            experts = self.layer.get_submodule("mlp.experts")
+            experts.forward = _experts_forward(experts, multiply=multiply)
+            changed.append(experts)
+        try:
+            yield
+        finally:
+            for module in changed:
+                del module.forward
+
+
+Multiply = Callable[[str, Tensor, Tensor, Tensor | None, int], Tensor]
+
+
+def is_ignored(name: str, ignore: tuple[str, ...]) -> bool:
+    """compressed-tensors' rule: an exact name, or `re:` and a pattern that matches from the start."""
+    return any(re.match(each[3:], name) if each.startswith("re:") else each == name for each in ignore)
+
+
+def _linear_forward(linear: nn.Module, *, member: str, index: int, multiply: Multiply) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        return multiply(member, x, linear.weight, linear.bias, index)
+
+    return forward
+
+
+def _experts_forward(experts: nn.Module, *, multiply: Multiply) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def forward(hidden_MK: Tensor, chosen_MS: Tensor, weights_MS: Tensor) -> Tensor:
+        """chosen_MS: int64, the S experts of each token.  weights_MS: their shares."""
+        total_MK = torch.zeros_like(hidden_MK)
+        for expert in chosen_MS.unique().tolist():
+            token, slot = torch.where(chosen_MS == expert)
+            gate_up = multiply(_GATE_UP, hidden_MK[token], experts.gate_up_proj[expert], None, expert)
+            gate, up = gate_up.chunk(2, dim=-1)
+            down = multiply(_DOWN, experts.act_fn(gate) * up, experts.down_proj[expert], None, expert)
+            total_MK.index_add_(0, token, (down * weights_MS[token, slot, None]).to(total_MK.dtype))
+        return total_MK
+
+    return forward

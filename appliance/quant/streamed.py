@@ -1,0 +1,220 @@
+"""One decoder layer at a time: real transformers modules whose weights come from safetensors when they are needed.
+
+The model is built without memory (torch's meta device). What its layers are called with (masks, rotary embeddings) is
+what the model's own forward calls them with; only the weights come and go. A ledger counts the bytes of every tensor
+that was handed out until it is really gone.
+
+Legend: B sequences of T tokens each, H the width of the residual stream, V words.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from appliance.errors import EngineError
+
+FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe")  # config.model_type: read, and tried in tests
+_INDEX = "model.safetensors.index.json"
+_ROWS = 4096  # of embedding and head at a time
+
+
+@dataclass
+class Ledger:
+    """Bytes of tensors that are alive now, and the most that were."""
+
+    alive_bytes: int = 0
+    peak_bytes: int = 0
+
+    def enter(self, tensor: Tensor) -> Tensor:
+        """Count a tensor until its Python object is gone. Returns it."""
+        size = tensor.numel() * tensor.element_size()
+        self.alive_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
+        weakref.finalize(tensor, self._leave, size)
+        return tensor
+
+    def _leave(self, size: int) -> None:
+        self.alive_bytes -= size
+
+
+class Checkpoint:
+    """The safetensors of a model's folder, read by name, a tensor or some of its rows at a time.
+
+    Raises EngineError when the folder has no safetensors, or lacks a tensor that is asked for.
+    """
+
+    def __init__(self, folder: Path, *, ledger: Ledger | None = None) -> None:
+        self.folder = folder
+        self.ledger = ledger or Ledger()
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise EngineError(f"{folder}: no safetensors", hint="name a folder with config.json and *.safetensors")
+        index = folder / _INDEX
+        if index.is_file():
+            files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        try:
+            self._opened = [safe_open(file, framework="pt") for file in files]
+        except (SafetensorError, OSError) as error:
+            raise EngineError(f"{folder}: safetensors that cannot be read: {error}") from error
+        self._place = {name: opened for opened in self._opened for name in opened.keys()}  # noqa: SIM118
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._place.clear()
+        self._opened.clear()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._place
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(sorted(self._place))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file(name).get_slice(name).get_shape())
+
+    def read(self, name: str) -> Tensor:
+        """The tensor as stored."""
+        return self._file(name).get_tensor(name)
+
+    def rows(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """(first row, some rows in BF16) over the whole matrix, each counted while it is alive."""
+        stored = self._file(name).get_slice(name)
+        for start in range(0, stored.get_shape()[0], _ROWS):
+            yield start, self.ledger.enter(stored[start : start + _ROWS].to(torch.bfloat16))
+
+    def _file(self, name: str) -> Any:
+        if name not in self._place:
+            raise EngineError(f"{self.folder}: the checkpoint has no {name}")
+        return self._place[name]
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """How the model's own forward calls one decoder layer for a batch."""
+
+    kwargs: dict[str, Any] = field(repr=False)
+
+
+class _Recorder(nn.Module):
+    """Stands where a decoder layer stood and notes how it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[LayerCall] = []
+
+    def forward(self, hidden_BTH: Tensor, **kwargs: Any) -> Tensor:
+        self.calls.append(LayerCall(kwargs))
+        return hidden_BTH
+
+
+class StreamedModel:
+    """A causal language model of a known family, without its weights.
+
+    Raises EngineError for a family that this program does not know.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.config = _config(checkpoint.folder)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self.config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        self._model = model.model.eval()
+        self._layers = list(self._model.layers)
+        self._norm = self._model.norm
+        self._model.rotary_emb = type(self._model.rotary_emb)(config=self._model.config)  # has buffers, no weights
+        self.head_name = "lm_head.weight" if "lm_head.weight" in checkpoint else "model.embed_tokens.weight"
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    def embed(self, tokens_BT: Tensor) -> Tensor:
+        """[B, T, H] BF16: the embeddings, read in bands of rows."""
+        flat = tokens_BT.flatten()
+        hidden = torch.empty(flat.shape[0], self.config.hidden_size, dtype=torch.bfloat16)
+        for start, rows in self.checkpoint.rows("model.embed_tokens.weight"):
+            inside = (flat >= start) & (flat < start + rows.shape[0])
+            hidden[inside] = rows[flat[inside] - start]
+        return hidden.view(*tokens_BT.shape, -1)
+
+    def layer_calls(self, hidden_BTH: Tensor) -> list[LayerCall]:
+        """One per decoder layer: what the model's own forward gives it for a batch of this shape."""
+        recorders = [_Recorder() for _ in self._layers]
+        self._model.layers = nn.ModuleList(recorders)
+        self._model.norm = nn.Identity()
+        with torch.no_grad():
+            self._model(inputs_embeds=hidden_BTH, use_cache=False)
+        return [recorder.calls[0] for recorder in recorders]
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[nn.Module]:
+        """A decoder layer with its weights, in BF16, while the block lasts."""
+        layer, prefix = self._layers[index], f"model.layers.{index}."
+        for name, parameter in list(layer.named_parameters()):
+            value = self._parameter(prefix + name, shape=tuple(parameter.shape))
+            _place(layer, name, self.checkpoint.ledger.enter(nn.Parameter(value, requires_grad=False)))
+            del value
+        try:
+            yield layer
+        finally:
+            for name, parameter in list(layer.named_parameters()):
+                _place(layer, name, nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False))
+
+    def final_norm(self, hidden_BTH: Tensor) -> Tensor:
+        weight = self._parameter("model.norm.weight", shape=tuple(self._norm.weight.shape))
+        _place(self._norm, "weight", self.checkpoint.ledger.enter(nn.Parameter(weight, requires_grad=False)))
+        with torch.no_grad():
+            return self._norm(hidden_BTH)
+
+    def layer_bytes(self, index: int) -> int:
+        return sum(parameter.numel() * 2 for parameter in self._layers[index].parameters())
+
+    def _parameter(self, name: str, *, shape: tuple[int, ...]) -> Tensor:
+        """A parameter of the module tree in BF16, out of the checkpoint's own names: experts are stored one by one."""
+        if name not in self.checkpoint and ".experts." in name:
+            value = self._experts(name, shape=shape)
+        else:
+            value = self.checkpoint.read(name).to(torch.bfloat16)
+        if tuple(value.shape) != shape:
+            raise EngineError(f"{self.checkpoint.folder}: {name} is {list(value.shape)}, the config says {list(shape)}")
+        return value.contiguous()
+
+    def _experts(self, name: str, *, shape: tuple[int, ...]) -> Tensor:
+        prefix, _, kind = name.rpartition(".")
+        parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+        fused = torch.empty(shape, dtype=torch.bfloat16)
+        for expert in range(shape[0]):
+            read = [self.checkpoint.read(f"{prefix}.{expert}.{part}.weight") for part in parts]
+            fused[expert] = torch.cat(read) if len(read) > 1 else read[0]
+        return fused
+
+
+def _config(folder: Path) -> PreTrainedConfig:
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise EngineError(f"{folder}: config.json cannot be read: {error}") from error
+    if config.model_type not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise EngineError(f"{folder}: a profile of `{config.model_type}` cannot be made", hint=f"known are {known}")
+    return config
+
+
+def _place(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    path, _, last = name.rpartition(".")
+    module.get_submodule(path)._parameters[last] = parameter
