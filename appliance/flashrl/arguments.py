@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,7 +26,7 @@ from appliance.flashrl.settings import EngineSettings, engine_settings
 from appliance.flashrl.variables import CONFIG_VARIABLE, RELOAD_VARIABLE, Variables, read_variables
 from appliance.patch import Patch, apply_patch
 from appliance.quant.device import CPU, gpu_of_product, why_not
-from appliance.quant.settings import METHOD_NAME, Quantisation
+from appliance.quant.settings import Quantisation
 
 ENGINE_ARGUMENTS = Patch(
     name="flashrl-engine-arguments",
@@ -101,7 +102,7 @@ def set_arguments(arguments: Any, settings: EngineSettings) -> str:
     for name, value in wanted.items():
         given = getattr(arguments, name)
         setattr(arguments, name, {**given, **value} if isinstance(value, dict) else value)
-    return ", ".join(f"{name}={value}" for name, value in wanted.items())
+    return ", ".join(f"{name}={_shown(value)}" for name, value in wanted.items())
 
 
 def _wanted(arguments: Any, settings: EngineSettings) -> dict[str, Any]:
@@ -109,14 +110,18 @@ def _wanted(arguments: Any, settings: EngineSettings) -> dict[str, Any]:
     wanted: dict[str, Any] = {**settings.quantisation.engine_arguments(), "logprobs_mode": LOGPROBS_MODE}
     if settings.load_format:
         wanted["load_format"] = settings.load_format
-    elif settings.quantisation.profile or arguments.load_format == "auto":
-        wanted["load_format"] = LOAD_FORMAT
+    elif arguments.load_format == "auto" or (settings.quantisation.profile and arguments.load_format != "dummy"):
+        wanted["load_format"] = LOAD_FORMAT  # `dummy` needs no smoothing: the first sync brings it
     if settings.backend:
         wanted["distributed_executor_backend"] = settings.backend
     if settings.reload:
         wanted["worker_cls"] = WORKER_CLASS
         wanted["additional_config"] = {RELOAD_KEY: list(settings.reload)}
     return wanted
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
 # What an argument is when nobody gave it.
@@ -130,20 +135,15 @@ _UNSET: dict[str, Any] = {
 
 
 def _conflict(arguments: Any, name: str, value: Any) -> Problem | None:
-    given = getattr(arguments, name)
-    hint = f"leave --{name.replace('_', '-')} out, or unset {_asked_by(name)}"
-    if isinstance(value, dict):
-        if not isinstance(given, dict):
-            return f"--{name.replace('_', '-')}: {given!r} cannot be joined with {_asked_by(name)}", hint
-        taken = [key for key, each in value.items() if given.get(key, each) != each]
-        return (
-            (f"--{name.replace('_', '-')}: `{taken[0]}` is given, and {_asked_by(name)} sets it", hint)
-            if taken
-            else None
-        )
-    if given in (_UNSET[name], value):
-        return None
-    return f"--{name.replace('_', '-')}: `{given}` is given, and {_asked_by(name)} wants `{value}`", hint
+    given, option = getattr(arguments, name), f"--{name.replace('_', '-')}"
+    hint = f"leave {option} out, or unset {_asked_by(name)}"
+    if not isinstance(value, dict):
+        fact = f"`{given}` is given, and {_asked_by(name)} wants `{value}`"
+        return None if given in (_UNSET[name], value) else (f"{option}: {fact}", hint)
+    if not isinstance(given, dict):
+        return f"{option}: a function is given, and {_asked_by(name)} wants a mapping", hint
+    taken = [key for key, each in value.items() if given.get(key, each) != each]
+    return (f"{option}: `{taken[0]}` is given, and {_asked_by(name)} sets it", hint) if taken else None
 
 
 def _asked_by(name: str) -> str:
@@ -153,10 +153,15 @@ def _asked_by(name: str) -> str:
 def _unfit(arguments: Any, settings: EngineSettings) -> list[Problem]:
     quantisation = settings.quantisation
     problems: list[Problem] = []
-    if arguments.quantization_config is not None and arguments.quantization in (None, METHOD_NAME):
-        problems.append(
-            ("--quantization-config: vLLM's own method is given, and FLASHRL_CONFIG sets one", "leave one out")
+    hint = f"out, or unset {CONFIG_VARIABLE}"
+    if quantisation.is_plain and arguments.quantization is not None:
+        fact = (
+            f"--quantization: `{arguments.quantization}` is given, and {CONFIG_VARIABLE} wants `{quantisation.scheme}`"
         )
+        problems.append((fact, f"leave --quantization {hint}"))
+    if arguments.quantization is None and arguments.quantization_config is not None:
+        fact = f"--quantization-config: vLLM's own method is given, and {CONFIG_VARIABLE} wants its own"
+        problems.append((fact, f"leave --quantization-config {hint}"))
     if arguments.data_parallel_size > 1 and arguments.data_parallel_rank is None and not settings.same_for_all:
         fact = f"--data-parallel-size {arguments.data_parallel_size}: the engines of one command get one scheme"
         problems.append((f"{fact}, and {CONFIG_VARIABLE} lists several", "start each engine by a command of its own"))

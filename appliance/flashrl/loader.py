@@ -18,16 +18,22 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from appliance.engine.attest import live_scheme
 from appliance.flashrl.log import LOGGER
-from appliance.quant.settings import Quantisation, quantisation_from_config
-from appliance.quant.smoothing import fold, load_smoothing
+from appliance.quant.settings import METHOD_NAME, quantisation_from_config
+from appliance.quant.smoothing import Smoothing, fold, load_smoothing
 
 LOAD_FORMAT = "appliance"
 
 
-def quantisation_of(model_config: Any) -> Quantisation | None:
-    """What vLLM's model was configured with, or None for a plain engine. model_config: vLLM's."""
+def smoothing_of(model_config: Any) -> Smoothing:
+    """Of the profile that an engine was configured with; none changes nothing. model_config: vLLM's.
+
+    Raises EngineError when the profile cannot be read.
+    """
     config = getattr(model_config.hf_config, "quantization_config", None)
-    return quantisation_from_config(config) if config else None
+    if not config or config["quant_method"] != METHOD_NAME:
+        return Smoothing()
+    profile = quantisation_from_config(config).profile
+    return load_smoothing(Path(profile)) if profile else Smoothing()
 
 
 @register_model_loader(LOAD_FORMAT)
@@ -37,18 +43,13 @@ class SmoothingLoader(DefaultModelLoader):
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Module:
         model = super().load_model(vllm_config, model_config, prefix)
-        LOGGER.info("this worker's model: %s", _described(model))
+        LOGGER.info("rank %d has the %s", vllm_config.parallel_config.rank, _described(model))
         return model
 
     def get_all_weights(self, model_config: Any, model: Module) -> Generator[tuple[str, Tensor], None, None]:
         """(name, tensor) of the checkpoint, after smoothing."""
-        weights = super().get_all_weights(model_config, model)
-        quantisation = quantisation_of(model_config)
-        if quantisation is None or not quantisation.profile:
-            yield from weights
-            return
-        smoothing = load_smoothing(Path(quantisation.profile))
-        for name, tensor in weights:
+        smoothing = smoothing_of(model_config)
+        for name, tensor in super().get_all_weights(model_config, model):
             yield name, fold(name, tensor, smoothing=smoothing)
 
 

@@ -133,6 +133,6 @@ def _checkpoints(value: str | None, problems: list[Problem]) -> tuple[str, ...]:
     checkpoints = tuple(part.strip() for part in value.split(","))
     hint = "name folders or models on the hub (`user/repo`), with commas between them"
     for checkpoint in checkpoints:
-        if not Path(checkpoint).is_dir() and not _HUB_MODEL.fullmatch(checkpoint):
+        if not checkpoint or not (Path(checkpoint).is_dir() or _HUB_MODEL.fullmatch(checkpoint)):
             problems.append((f"{RELOAD_VARIABLE}: `{checkpoint[:80]}` is no checkpoint", hint))
     return checkpoints

@@ -1,0 +1,210 @@
+"""What FlashRL's variables do to vLLM's engine arguments, and what they refuse. Settings only: no model is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.errors import RecipeError
+from appliance.quant.device import CPU, why_not
+from appliance.quant.scheme import Scheme
+from appliance.quant.settings import Quantisation
+
+pytestmark = pytest.mark.engine
+
+
+def engine_config(model: Path, **arguments: Any):
+    """vLLM's settings, as `vllm serve` and `LLM` make them."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(str(model), max_model_len=64, enforce_eager=True, **arguments).create_engine_config()
+
+
+def problems_of(model: Path, **arguments: Any) -> list[tuple[str, str]]:
+    with pytest.raises(RecipeError) as raised:
+        engine_config(model, **arguments)
+    return raised.value.problems
+
+
+@pytest.fixture
+def model(two_checkpoints: tuple[Path, Path]) -> Path:
+    return two_checkpoints[0]
+
+
+def test_without_the_variable_nothing_changes(model: Path, flashrl: pytest.MonkeyPatch) -> None:
+    config = engine_config(model)
+    assert (config.model_config.quantization, config.load_config.load_format) == (None, "auto")
+    assert config.model_config.logprobs_mode == "raw_logprobs"
+
+
+def test_int8_reaches_the_settings_of_the_model(model: Path, flashrl: pytest.MonkeyPatch) -> None:
+    flashrl.setenv("FLASHRL_CONFIG", "int8")
+    flashrl.setenv("FLASHRL_LMHEAD_FP32", "1")
+    config = engine_config(model, hf_overrides={"rope_theta": 5000.0})
+    assert config.quant_config.quantisation == Quantisation(Scheme.INT8, lm_head_fp32=True)
+    assert config.model_config.quantization == "appliance"
+    assert config.model_config.hf_config.rope_theta == 5000.0
+    assert config.model_config.logprobs_mode == "processed_logprobs"
+    assert config.load_config.load_format == "appliance"
+    assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+
+
+def test_bf16_is_vllms_own_engine_with_exact_log_probs(model: Path, flashrl: pytest.MonkeyPatch) -> None:
+    flashrl.setenv("FLASHRL_CONFIG", "bf16")
+    config = engine_config(model)
+    assert (config.quant_config, config.model_config.logprobs_mode) == (None, "processed_logprobs")
+
+
+def test_the_same_arguments_twice(model: Path, flashrl: pytest.MonkeyPatch) -> None:
+    """`vllm serve` with several API servers makes the engine's settings more than once."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    flashrl.setenv("FLASHRL_CONFIG", "int8")
+    flashrl.setenv("FLASHRL_TEST_RELOAD", str(model))
+    arguments = EngineArgs(str(model), max_model_len=64, enforce_eager=True)
+    first, second = arguments.create_engine_config(), arguments.create_engine_config()
+    assert first.quant_config.quantisation == second.quant_config.quantisation == Quantisation(Scheme.INT8)
+    assert first.additional_config == second.additional_config == {"flashrl_test_reload": [str(model)]}
+
+
+def test_each_replica_gets_its_entry_of_the_list(model: Path, tmp_path: Path, flashrl: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mixed.yaml").write_text("configs: [{fn: bf16, lm_head_fp32: true}, {fn: int8}]")
+    flashrl.setenv("FLASHRL_CONFIG", str(tmp_path / "mixed.yaml"))
+    found = []
+    for replica in range(3):
+        flashrl.setenv("VERL_REPLICA_RANK", str(replica))
+        found.append(engine_config(model).quant_config.quantisation.scheme)
+    assert found == [Scheme.BF16, Scheme.INT8, Scheme.BF16]
+
+
+@pytest.mark.parametrize(
+    ("environ", "arguments", "rank"),
+    [
+        ({}, {}, 0),
+        ({"RANK": "5"}, {}, 5),
+        ({"RANK": "5"}, {"tensor_parallel_size": 2}, 2),
+        ({"RANK": "5"}, {"data_parallel_rank": 1}, 1),
+        ({"RANK": "5", "VERL_REPLICA_RANK": "3"}, {"data_parallel_rank": 1}, 3),
+    ],
+)
+def test_which_replica_this_is(model: Path, environ: dict[str, str], arguments: dict[str, int], rank: int) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    from appliance.flashrl.arguments import replica_rank
+
+    assert replica_rank(EngineArgs(str(model), **arguments), environ) == rank
+
+
+def test_engines_of_one_command_cannot_differ(model: Path, tmp_path: Path, flashrl: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mixed.yaml").write_text("configs: [{fn: bf16}, {fn: int8}]")
+    flashrl.setenv("FLASHRL_CONFIG", str(tmp_path / "mixed.yaml"))
+    assert problems_of(model, data_parallel_size=2) == [
+        (
+            "--data-parallel-size 2: the engines of one command get one scheme, and FLASHRL_CONFIG lists several",
+            "start each engine by a command of its own",
+        )
+    ]
+
+
+def test_what_contradicts_the_variables_is_refused_at_once(model: Path, flashrl: pytest.MonkeyPatch) -> None:
+    flashrl.setenv("FLASHRL_CONFIG", "int8")
+    flashrl.setenv("FLASHRL_TEST_RELOAD", str(model))
+    found = problems_of(
+        model,
+        quantization="fp8",
+        hf_overrides={"quantization_config": {"quant_method": "fp8"}},
+        logprobs_mode="processed_logits",
+        worker_cls="my.Worker",
+    )
+    assert found == [
+        (
+            "--quantization: `fp8` is given, and FLASHRL_CONFIG wants `appliance`",
+            "leave --quantization out, or unset FLASHRL_CONFIG",
+        ),
+        (
+            "--hf-overrides: `quantization_config` is given, and FLASHRL_CONFIG sets it",
+            "leave --hf-overrides out, or unset FLASHRL_CONFIG",
+        ),
+        (
+            "--logprobs-mode: `processed_logits` is given, and FLASHRL_CONFIG wants `processed_logprobs`",
+            "leave --logprobs-mode out, or unset FLASHRL_CONFIG",
+        ),
+        (
+            "--worker-cls: `my.Worker` is given, and FLASHRL_TEST_RELOAD wants "
+            "`appliance.flashrl.reload.ReloadingWorker`",
+            "leave --worker-cls out, or unset FLASHRL_TEST_RELOAD",
+        ),
+    ]
+
+
+def test_bf16_and_a_quantisation_of_vllms_contradict(model: Path, flashrl: pytest.MonkeyPatch) -> None:
+    flashrl.setenv("FLASHRL_CONFIG", "bf16")
+    assert problems_of(model, quantization="fp8") == [
+        (
+            "--quantization: `fp8` is given, and FLASHRL_CONFIG wants `bf16`",
+            "leave --quantization out, or unset FLASHRL_CONFIG",
+        )
+    ]
+
+
+def test_overrides_that_are_a_function_are_refused(model: Path, flashrl: pytest.MonkeyPatch) -> None:
+    flashrl.setenv("FLASHRL_CONFIG", "int8")
+    assert problems_of(model, hf_overrides=lambda config: config) == [
+        (
+            "--hf-overrides: a function is given, and FLASHRL_CONFIG wants a mapping",
+            "leave --hf-overrides out, or unset FLASHRL_CONFIG",
+        )
+    ]
+
+
+def test_vllms_own_online_method_is_refused(model: Path, flashrl: pytest.MonkeyPatch) -> None:
+    flashrl.setenv("FLASHRL_CONFIG", "int8")
+    assert problems_of(model, quantization_config={"linear": "fp8_per_channel"}) == [
+        (
+            "--quantization-config: vLLM's own method is given, and FLASHRL_CONFIG wants its own",
+            "leave --quantization-config out, or unset FLASHRL_CONFIG",
+        )
+    ]
+
+
+def test_a_quantised_checkpoint_is_refused(model: Path, tmp_path: Path, flashrl: pytest.MonkeyPatch) -> None:
+    """FlashRL serves a quantised donor; here the settings would silently take the place of the checkpoint's own."""
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flashrl.setenv("FLASHRL_CONFIG", "int8")
+    assert problems_of(tmp_path, skip_tokenizer_init=True) == [
+        (
+            f"--model: {tmp_path} is quantised already (compressed-tensors)",
+            "serve the BF16 checkpoint: it is quantised when it is loaded",
+        )
+    ]
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_vllm", "fp8_fast", "fp8_vllm_fast", "fp8_tensor", "fp8_channel"])
+def test_fp8_on_a_cpu_stops_with_the_reason(model: Path, flashrl: pytest.MonkeyPatch, name: str) -> None:
+    from appliance.flashrl.arguments import _cpu_flags
+
+    flashrl.setenv("FLASHRL_CONFIG", name)
+    scheme = Scheme.FP8_CHANNEL if name == "fp8_channel" else Scheme.FP8
+    reason = why_not(scheme, device=CPU, cpu_flags=_cpu_flags())
+    assert reason
+    assert problems_of(model) == [
+        (
+            f"FLASHRL_CONFIG: {reason}",
+            "FP8 is emulated, for numerics and not for speed, with `emulated: true` in a YAML file",
+        )
+    ]
+
+
+def test_an_error_of_ours_shows_its_hints_below_it(model: Path, flashrl: pytest.MonkeyPatch) -> None:
+    """No command of ours is there to print them; Python prints notes below a traceback."""
+    flashrl.setenv("FLASHRL_CONFIG", "int3")
+    with pytest.raises(RecipeError) as raised:
+        engine_config(model)
+    assert str(raised.value) == "FLASHRL_CONFIG: unknown value `int3`"
+    assert raised.value.__notes__ == [f"hint: {raised.value.hint}"]
+    assert raised.value.hint.startswith("use one of `bf16`, `fp8`, ")

@@ -1,0 +1,157 @@
+"""Engines that only FlashRL's variables tell what to do, against engines that are told by our own settings."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from engines import Engine, start_engine
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+FILE = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def told(two_checkpoints: tuple[Path, Path]) -> dict[str, list]:
+    """What engines say that are told by `Quantisation.engine_arguments()`, by scheme and checkpoint."""
+    first, second = two_checkpoints
+    engines = {
+        "bf16 b": lambda: start_engine(second, scheme="bf16"),
+        "int8 a": lambda: start_engine(first, scheme="int8"),
+        "int8 b": lambda: start_engine(second, scheme="int8"),
+        "head b": lambda: start_engine(second, scheme="bf16", lm_head_fp32=True),
+        "fp8 b": lambda: start_engine(second, scheme="fp8-channel", emulated=True),
+    }
+    return {name: start().generate() for name, start in engines.items()}
+
+
+def start(folder: Path) -> Engine:
+    """A plain engine, as far as its arguments say."""
+    return start_engine(folder, scheme="bf16")
+
+
+def test_engines_differ_by_scheme_and_checkpoint(told: dict[str, list]) -> None:
+    """Without this the tests below could not fail."""
+    assert all(one == other or told[one] != told[other] for one in told for other in told)
+
+
+def test_the_variable_alone_makes_an_int8_engine(two_checkpoints, told, flashrl: pytest.MonkeyPatch) -> None:
+    flashrl.setenv("FLASHRL_CONFIG", "int8")
+    assert start(two_checkpoints[1]).generate() == told["int8 b"]
+
+
+def test_bf16_is_the_plain_engine(two_checkpoints, told, flashrl: pytest.MonkeyPatch) -> None:
+    flashrl.setenv("FLASHRL_CONFIG", "bf16")
+    assert start(two_checkpoints[1]).generate() == told["bf16 b"]
+
+
+def test_the_head_in_fp32(two_checkpoints, told, flashrl: pytest.MonkeyPatch) -> None:
+    flashrl.setenv("FLASHRL_CONFIG", "bf16")
+    flashrl.setenv("FLASHRL_LMHEAD_FP32", "1")
+    assert start(two_checkpoints[1]).generate() == told["head b"]
+
+
+def test_emulated_fp8_by_a_file(two_checkpoints, told, tmp_path: Path, flashrl: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fp8.yaml").write_text("configs: [{fn: fp8_channel, emulated: true}]")
+    flashrl.setenv("FLASHRL_CONFIG", str(tmp_path / "fp8.yaml"))
+    assert start(two_checkpoints[1]).generate() == told["fp8 b"]
+
+
+@pytest.mark.parametrize("config", ["int8", "bf16"])
+def test_the_last_reloaded_checkpoint_speaks(two_checkpoints, told, flashrl: pytest.MonkeyPatch, config: str) -> None:
+    first, second = two_checkpoints
+    flashrl.setenv("FLASHRL_CONFIG", config)
+    flashrl.setenv("FLASHRL_TEST_RELOAD", f"{second},{first},{second}")
+    assert start(first).generate() == told[f"{config} b"]
+
+
+def test_reloads_are_in_order(two_checkpoints, told, flashrl: pytest.MonkeyPatch) -> None:
+    first, second = two_checkpoints
+    flashrl.setenv("FLASHRL_CONFIG", "int8")
+    flashrl.setenv("FLASHRL_TEST_RELOAD", f"{second},{first}")
+    assert start(second).generate() == told["int8 a"]
+
+
+def test_dummy_weights_wait_for_a_reload(two_checkpoints, told, tmp_path: Path, flashrl: pytest.MonkeyPatch) -> None:
+    (tmp_path / "theirs.yaml").write_text("configs: [{fn: int8, load_format: dummy}]")
+    flashrl.setenv("FLASHRL_CONFIG", str(tmp_path / "theirs.yaml"))
+    flashrl.setenv("FLASHRL_TEST_RELOAD", str(two_checkpoints[1]))
+    assert start(two_checkpoints[0]).generate() == told["int8 b"]
+
+
+def folded_checkpoint(folder: Path, *, profile: Path, to: Path) -> Path:
+    """The checkpoint that a profile's smoothing makes of another one."""
+    from safetensors.torch import load_file, save_file
+
+    from appliance.quant.smoothing import fold, load_smoothing
+
+    smoothing = load_smoothing(profile)
+    shutil.copytree(folder, to)
+    tensors = load_file(to / FILE)
+    save_file({name: fold(name, tensor, smoothing=smoothing) for name, tensor in tensors.items()}, to / FILE)
+    return to
+
+
+def write_smoothing(folder: Path, *, hidden: int) -> Path:
+    """A profile with nothing but the smoothing of the first layer's two norms, by 1/2, 1 and 4 in turn."""
+    import torch
+    from safetensors.torch import save_file
+
+    layer = "model.layers.0"
+    groups = [
+        {
+            "norm": f"{layer}.input_layernorm.weight",
+            "linears": [f"{layer}.self_attn.{part}_proj.weight" for part in "qkv"],
+        },
+        {
+            "norm": f"{layer}.post_attention_layernorm.weight",
+            "linears": [f"{layer}.mlp.{part}_proj.weight" for part in ("gate", "up")],
+        },
+    ]
+    scale_K = torch.tensor([0.5, 1.0, 4.0]).repeat(hidden)[:hidden].contiguous()
+    scales = {f"smoothing.{group['norm']}": scale_K.clone() for group in groups}
+    folder.mkdir()
+    header = json.dumps({"schema_version": 1, "smoothing": groups})
+    save_file(scales, folder / "profile.safetensors", metadata={"appliance": header})
+    return folder
+
+
+@pytest.mark.parametrize("reloaded", [False, True])
+def test_smoothing_is_folded_in_when_weights_are_read(
+    two_checkpoints, told, tmp_path: Path, flashrl: pytest.MonkeyPatch, reloaded: bool
+) -> None:
+    """On the first load from disk and on every later one: the engine is that of the folded checkpoint, bit for bit."""
+    first, second = two_checkpoints
+    profile = write_smoothing(tmp_path / "profile", hidden=64)
+    wanted = start_engine(folded_checkpoint(second, profile=profile, to=tmp_path / "folded"), scheme="int8").generate()
+    assert wanted != told["int8 b"]
+    (tmp_path / "q.yaml").write_text("configs: [{fn: int8, profile: profile}]")
+    flashrl.setenv("FLASHRL_CONFIG", str(tmp_path / "q.yaml"))
+    if reloaded:
+        flashrl.setenv("FLASHRL_TEST_RELOAD", str(second))
+    assert start(first if reloaded else second).generate() == wanted
+
+
+def test_a_reload_that_misses_a_tensor_stops_the_engine(
+    two_checkpoints, tmp_path: Path, flashrl: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from appliance.errors import SyncError
+
+    first, second = two_checkpoints
+    shutil.copytree(second, tmp_path / "short")
+    tensors = load_file(second / FILE)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "short" / FILE)
+    flashrl.setenv("FLASHRL_CONFIG", "int8")
+    flashrl.setenv("FLASHRL_TEST_RELOAD", str(tmp_path / "short"))
+    with pytest.raises(SyncError) as raised:
+        start(first)
+    assert str(raised.value) == (
+        "weight update: 1 layers did not receive all their weights: "
+        "model.layers.1.mlp.gate_up_proj (11264 of 22528 elements)"
+    )

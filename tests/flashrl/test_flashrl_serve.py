@@ -1,0 +1,187 @@
+"""`FLASHRL_CONFIG=... vllm serve MODEL`: a real server in processes of its own, with nothing of verl."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from engines import start_engine
+
+from appliance.flashrl.config_file import write_config
+from appliance.quant.scheme import Scheme
+from appliance.quant.settings import Quantisation
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+PROMPT = [9, 2, 3, 4, 7]
+NUM_TOKENS = 8
+START_S = 240  # two cores that others may use as well; 30 s on an idle machine
+
+
+@dataclass(frozen=True)
+class Answer:
+    tokens: list[int]
+    log_probs: list[float]
+
+
+@dataclass(frozen=True)
+class Server:
+    port: int
+    log: Path
+
+    def answer(self) -> Answer:
+        body = {
+            "model": "served",
+            "prompt": PROMPT,
+            "max_tokens": NUM_TOKENS,
+            "temperature": 0,
+            "logprobs": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/completions",
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            choice = json.load(response)["choices"][0]
+        return Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"])
+
+
+def command(model: Path, *, port: int, more: tuple[str, ...] = ()) -> list[str]:
+    vllm = str(Path(sys.executable).parent / "vllm")
+    options = ["--enforce-eager", "--max-model-len", "128", "--kv-cache-memory-bytes", str(64 << 20), *more]
+    return [vllm, "serve", str(model), "--served-model-name", "served", "--port", str(port), *options]
+
+
+@contextlib.contextmanager
+def served(model: Path, *, folder: Path, more: tuple[str, ...] = (), **environ: str) -> Iterator[Server]:
+    """A server that answers; it and its engine processes are gone afterwards."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = folder / "flashrl.log"
+    output = folder / "server.txt"
+    variables = environ | {"FLASHRL_LOGGING_FILE": str(log), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with output.open("wb") as file:
+        child = subprocess.Popen(
+            command(model, port=port, more=more),
+            env=os.environ | variables,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        wait_until_it_answers(child, port=port, output=output)
+        yield Server(port=port, log=log)
+    finally:
+        child.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=30)
+        with contextlib.suppress(ProcessLookupError):  # what the server left behind, by the session that it leads
+            os.killpg(child.pid, signal.SIGKILL)
+
+
+def wait_until_it_answers(child: subprocess.Popen, *, port: int, output: Path) -> None:
+    end = time.monotonic() + START_S
+    while time.monotonic() < end and child.poll() is None:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                return
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            time.sleep(0.5)
+    raise AssertionError(f"the server did not start: {output.read_text()[-4000:]}")
+
+
+def told(model: Path, **settings: object) -> Answer:
+    """What an engine says in this process that our own settings tell what to do."""
+    from vllm import SamplingParams
+
+    engine = start_engine(model, **settings)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0, detokenize=False)
+    (output,) = engine.llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+    answer = output.outputs[0]
+    return Answer(list(answer.token_ids), [next(iter(each.values())).logprob for each in answer.logprobs])
+
+
+def lines_of(log: Path) -> list[str]:
+    """Without time, name and level."""
+    return [line.split(" - ", 3)[3] for line in log.read_text().splitlines()]
+
+
+def test_serve_is_int8_by_the_variable_alone(two_checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
+    model = two_checkpoints[0]
+    with served(model, folder=tmp_path, FLASHRL_CONFIG="int8") as server:
+        answer = server.answer()
+    assert answer == told(model, scheme="int8")
+    assert answer != told(model, scheme="bf16")
+    lines = lines_of(server.log)
+    assert sum(line.startswith("FLASHRL_CONFIG=int8: replica 0 gets the scheme int8: ") for line in lines) == 1
+    kernels = [line for line in lines if line.startswith("rank 0 has the scheme int8; layers by kernel: 8 CPUInt8")]
+    assert len(kernels) == 1
+
+
+def test_serve_by_a_file_on_two_ranks_reloads_on_both(two_checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
+    """The file that a run writes, tensor parallel 2, and a checkpoint taken after the start in both workers."""
+    first, second = two_checkpoints
+    write_config(tmp_path / "q.yaml", [Quantisation(Scheme.INT8, lm_head_fp32=True)], model=str(first))
+    environ = {
+        "FLASHRL_CONFIG": str(tmp_path / "q.yaml"),
+        "FLASHRL_TEST_RELOAD": f"{first},{second}",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    with served(first, folder=tmp_path, more=("--tensor-parallel-size", "2"), **environ) as server:
+        answer = server.answer()
+    lines = lines_of(server.log)
+    for rank in (0, 1):
+        assert sum(f"rank {rank} has the scheme int8, lm_head in FP32;" in line for line in lines) == 1
+        taken = [
+            re.search(r"took (\S+): 26 tensors in .* of \d+ layers", line)
+            for line in lines
+            if f"rank {rank} took" in line
+        ]
+        assert [found[1] for found in taken] == [str(first), str(second)]
+    # Two ranks round each half of a row-parallel sum to BF16 (2^-9 of it) before adding: log-probs near 5 nats move by
+    # some hundredths, those of another checkpoint by whole nats.
+    alone, other = (told(model, scheme="int8", lm_head_fp32=True).log_probs[0] for model in (second, first))
+    assert abs(answer.log_probs[0] - alone) < 0.1 < abs(answer.log_probs[0] - other)
+
+
+def test_a_value_that_means_nothing_stops_serve(two_checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
+    child = subprocess.run(
+        command(two_checkpoints[0], port=1),
+        env=os.environ | {"FLASHRL_CONFIG": "fp8-block"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert child.returncode != 0
+    said = child.stderr.splitlines()
+    assert "appliance.errors.RecipeError: FLASHRL_CONFIG: unknown value `fp8-block`" in said
+    assert any(line.startswith("hint: use one of `bf16`, `fp8`, `fp8_vllm`") for line in said)
+
+
+def test_fp8_without_kernels_stops_serve(two_checkpoints: tuple[Path, Path]) -> None:
+    child = subprocess.run(
+        command(two_checkpoints[0], port=1),
+        env=os.environ | {"FLASHRL_CONFIG": "fp8_vllm"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert child.returncode != 0
+    assert re.search(r"^appliance\.errors\.RecipeError: FLASHRL_CONFIG: .*`fp8`", child.stderr, flags=re.MULTILINE)
