@@ -141,7 +141,10 @@ def free_engine(engine: Engine) -> None:
     import gc
 
     from vllm.config import get_cached_compilation_config
+    from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
+    for layer in engine.model.modules():  # online quantisation hides a reference to the layer in the value
+        LAYERWISE_INFO.pop(layer, None)
     engine.llm.llm_engine.engine_core.shutdown()
     engine.llm = None
     get_cached_compilation_config.cache_clear()
