@@ -15,12 +15,16 @@ from torch import Tensor
 from torch.nn import Module
 from vllm import _custom_ops as ops
 from vllm.model_executor.kernels.linear import init_int8_linear_kernel
+from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
+from vllm.model_executor.layers.utils import check_cpu_sgl_kernel
 from vllm.model_executor.utils import replace_parameter
-from vllm.platforms import current_platform
+from vllm.platforms import CpuArchEnum, current_platform
 
 from appliance.engine.quantised import OnlineLinearMethod
 from appliance.quant.codec import Int8Weight, int8_scale, quantise_int8
 from appliance.quant.scheme import Scheme
+
+_ONEDNN_CACHED_PRIMITIVES = 32  # as vLLM's kernel has it
 
 
 class Int8LinearMethod(OnlineLinearMethod):
@@ -55,8 +59,22 @@ class Int8LinearMethod(OnlineLinearMethod):
         """
         replace_parameter(layer, "weight", quantised.codes_NK)
         replace_parameter(layer, "weight_scale", quantised.scale_N1)
-        self.kernel.process_weights_after_loading(layer)
+        if isinstance(self.kernel, CPUInt8ScaledMMLinearKernel) and not _takes_sgl(quantised.codes_NK):
+            self._install_onednn(layer)
+        else:
+            self.kernel.process_weights_after_loading(layer)
         self._held = layer.weight_scale.data
+
+    def _install_onednn(self, layer: Module) -> None:
+        """As `process_weights_for_onednn` of vLLM's kernel, without the sum of each row of codes. Only asymmetric
+        activations need that; it makes a float32 copy of the codes and takes as long as all the rest of a sync's work
+        on a large layer. Remove when: vLLM computes `azp_adj` for asymmetric activations only."""
+        codes_KN, scale_N1 = layer.weight.data.t(), layer.weight_scale.data
+        self.kernel.dnnl_handler = ops.create_onednn_scaled_mm(
+            codes_KN, scale_N1, torch.get_default_dtype(), True, False, _ONEDNN_CACHED_PRIMITIVES
+        )
+        self.kernel.linear_method = self.kernel._apply_weights_onednn
+        layer.weight = None  # the handle has a packed copy
 
     def apply(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.kernel.apply_weights(layer, x, bias)
@@ -73,6 +91,13 @@ class Int8LinearMethod(OnlineLinearMethod):
         chosen = getattr(self.kernel, "linear_method", None)
         suffix = f"[{chosen.__name__.rsplit('_', 1)[-1]}]" if chosen is not None else ""
         return type(self.kernel).__name__ + suffix
+
+
+def _takes_sgl(codes_NK: Tensor) -> bool:
+    """What vLLM's CPU kernel asks before it packs a weight."""
+    return current_platform.get_cpu_architecture() == CpuArchEnum.X86 and check_cpu_sgl_kernel(
+        *codes_NK.shape, codes_NK.dtype
+    )
 
 
 def quantise_for_kernel(weight_NK: Tensor, *, absmax_N1: Tensor | None = None) -> Int8Weight:

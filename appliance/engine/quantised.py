@@ -9,8 +9,8 @@ Legend: N output channels, K input channels of this rank's part of the layer.
 
 from __future__ import annotations
 
+import functools
 import inspect
-import weakref
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -132,19 +132,17 @@ class WholeAbsmax:
         self._by_part: dict[object, Tensor] = {}
 
     def recording(self, loader: Callable[..., Any], *, scheme: Scheme) -> Callable[..., Any]:
-        """loader: a bound method of the layer. vLLM's reload copies a parameter's attributes for later: no reference to
-        the layer may hide in them, or the layer would never be freed."""
-        bound = weakref.WeakMethod(loader)
+        """loader: a bound method of the layer."""
         signature = inspect.signature(loader)
 
+        @functools.wraps(loader)
         def recording_loader(*args: Any, **kwargs: Any) -> Any:
             values = signature.bind(*args, **kwargs).arguments
             # Layerwise loading calls twice: first on the meta device, to count elements.
             if not values["param"].is_meta:
                 self._by_part[self._part(values)] = weight_absmax(values["loaded_weight"], scheme=scheme)
-            return bound()(*args, **kwargs)
+            return loader(*args, **kwargs)
 
-        recording_loader.__signature__ = signature
         return recording_loader
 
     def _part(self, values: dict[str, Any]) -> object:
