@@ -105,15 +105,15 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
     ) -> None:
         """verl's entry for one weight update. Raises SyncError; the engine then refuses further updates."""
         device = self.device or torch.device("cpu")
-        update = self._weight_update()
-        begun = False
+        update: WeightUpdate | None = None
 
         def take(bucket: Bucket, is_last: bool) -> None:
-            nonlocal begun
-            if not begun:
+            """Everything that can fail happens in here: outside the receiver nobody would answer the sender."""
+            nonlocal update
+            if update is None:
                 _refuse_adapters(peft_config)
+                update = self._weight_update()
                 update.begin()
-                begun = True
             update.load(bucket)
             if is_last:
                 self._acknowledge(update.finish())
