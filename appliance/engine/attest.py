@@ -15,6 +15,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from appliance import patch
 from appliance.engine.config import KeptExpertsMethod, KeptLinearMethod, is_router
+from appliance.engine.families import require_known_layers
 from appliance.engine.head import Fp32HeadMethod
 from appliance.engine.native import native_kernel_name, native_scheme
 from appliance.engine.quantised import Quantising
@@ -48,6 +49,8 @@ def live_scheme(model: Module) -> LiveScheme:
     if len(set(schemes.values())) > 1:
         raise EngineError(f"layers of one engine run {', '.join(sorted(set(schemes.values())))}")
     scheme = next(iter(schemes.values()), Scheme.BF16)
+    if schemes:
+        require_known_layers(model)
     if schemes and fallen:
         raise EngineError(f"{len(fallen)} layers are not {scheme} and were not to be left out, first {fallen[0]}")
     return LiveScheme(

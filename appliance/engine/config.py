@@ -20,6 +20,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.platforms import current_platform
 
 from appliance.engine.emulated import EmulatedLinearMethod
+from appliance.engine.families import require_known_architecture, require_known_layer
 from appliance.engine.head import Fp32HeadMethod
 from appliance.engine.int8 import Int8LinearMethod
 from appliance.engine.native import native_fp8_method
@@ -74,9 +75,14 @@ class ApplianceConfig(QuantizationConfig):
     def from_config(cls, config: dict[str, Any]) -> ApplianceConfig:
         return cls(quantisation_from_config(config))
 
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """vLLM calls it with the model's configuration, in the process that starts the engine. Raises EngineError."""
+        require_known_architecture(hf_config, model=model_name)
+
     def get_quant_method(self, layer: Module, prefix: str) -> QuantizeMethodBase | None:
         """None: vLLM's own choice for that kind of layer. Raises EngineError, or ValueError where `ignore` splits a
         fused layer."""
+        require_known_layer(layer, name=prefix)
         if isinstance(layer, VocabParallelEmbedding):  # ParallelLMHead is one
             return Fp32HeadMethod() if self.quantisation.lm_head_fp32 else None
         if isinstance(layer, LinearBase):

@@ -1,0 +1,129 @@
+"""Which models the quantised engine serves, and what it says to the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from engines import Engine, free_engine, read_checkpoint, start_engine
+from families import FAMILIES, make_family, make_model
+
+from appliance.errors import EngineError
+from appliance.quant.architectures import Architecture, why_unknown
+
+pytestmark = pytest.mark.engine
+
+KNOWN = "Qwen2ForCausalLM, Qwen3ForCausalLM, LlamaForCausalLM, MistralForCausalLM, Qwen3MoeForCausalLM"
+
+
+def test_every_known_architecture_has_a_family_and_no_other() -> None:
+    assert {family.architecture for family in FAMILIES.values()} == set(Architecture)
+
+
+def test_families_differ_where_a_loader_can_go_wrong() -> None:
+    """Biases, tied embeddings, group sizes, norms of queries, and dimensions that are no multiples of 64 or 128."""
+    models = {name: make_model(name, seed=0) for name in FAMILIES}
+    names = {name: dict(model.named_parameters()) for name, model in models.items()}
+    configs = {name: model.config for name, model in models.items()}
+    assert {name for name, found in names.items() if any("proj.bias" in one for one in found)} == {"qwen2", "qwen2.5"}
+    assert {name for name, found in names.items() if any("q_norm" in one for one in found)} == {"qwen3", "qwen3-moe"}
+    assert {name for name, config in configs.items() if config.tie_word_embeddings} == {"qwen2", "qwen3"}
+    groups = {config.num_attention_heads // config.num_key_value_heads for config in configs.values()}
+    assert groups == {2, 3, 4}
+    assert sum(config.hidden_size % 128 != 0 for config in configs.values()) == 4
+    assert all(config.intermediate_size % 64 != 0 for config in configs.values())
+    for found in names.values():
+        assert all(bool((tensor != tensor.flatten()[0]).any()) for tensor in found.values())  # nothing is all the same
+
+
+def test_a_checkpoint_has_the_names_that_verl_sends(tmp_path: Path) -> None:
+    """transformers 5 holds experts fused, in 3-D tensors; its checkpoints and verl's sender have one tensor each."""
+    from verl.utils.model import convert_weight_keys
+    from verl.workers.engine.fsdp.utils import unfuse_moe_params
+
+    model = make_model("qwen3-moe", seed=1)
+    assert any(tensor.ndim == 3 for tensor in model.state_dict().values())
+    state = convert_weight_keys(model.state_dict(), model)
+    sent = dict(unfuse_moe_params(state.items(), model.config.model_type))
+    stored = dict(read_checkpoint(make_family(tmp_path, name="qwen3-moe", seed=1)))
+    assert sent.keys() == stored.keys()
+    assert all(bool((sent[name] == tensor).all()) for name, tensor in stored.items())
+
+
+def make_gpt2(folder: Path) -> Path:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(vocab_size=128, n_positions=256, n_embd=64, n_layer=1, n_head=2)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "settings", [{"scheme": "int8"}, {"scheme": "fp8", "emulated": True}], ids=lambda s: s["scheme"]
+)
+def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path, settings: dict) -> None:
+    folder = make_gpt2(tmp_path)
+    with pytest.raises(EngineError) as raised:
+        start_engine(folder, **settings)
+    assert raised.value.message == (
+        f"{folder}: GPT2LMHeadModel is not known to the quantised engine (known are {KNOWN}); missing for it are the "
+        "list of its layers to quantise, the order of the tensors in its fused layers and its row in the engine's "
+        "matrix test"
+    )
+    assert raised.value.hint == "use rollout.scheme=bf16, or a model of a known family"
+
+
+def test_a_configuration_without_an_architecture_is_refused() -> None:
+    assert why_unknown(None) == f"the model's configuration names no architecture; known are {KNOWN}"
+    assert why_unknown(["Qwen2ForCausalLM"]) == ""
+    assert why_unknown(["Qwen2ForCausalLM", "Other"]).startswith("Other is not known")
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory):
+    engine = start_engine(make_family(tmp_path_factory.mktemp("moe"), name="qwen3-moe", seed=1), scheme="int8")
+    yield engine
+    free_engine(engine)
+
+
+def test_a_layer_of_another_class_is_refused(moe: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the name of a known architecture: when vLLM asks for its method, and when the model stands."""
+    from torch.nn import Linear
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    from appliance.engine.attest import live_scheme
+    from appliance.quant.scheme import Scheme
+
+    class OtherLinear(RowParallelLinear):
+        pass
+
+    layer = moe.model.model.layers[0].mlp
+    monkeypatch.setattr(layer.down_proj, "__class__", OtherLinear)
+    with pytest.raises(EngineError) as raised:
+        moe.runner.vllm_config.quant_config.get_quant_method(layer.down_proj, "model.layers.0.mlp.down_proj")
+    assert raised.value.message == (
+        "model.layers.0.mlp.down_proj is a OtherLinear: the quantised engine does not know how it holds its weights"
+    )
+    monkeypatch.undo()
+    assert live_scheme(moe.model).scheme == Scheme.INT8
+    layer.extra = Linear(4, 4)
+    try:
+        with pytest.raises(EngineError) as raised:
+            live_scheme(moe.model)
+    finally:
+        del layer.extra
+    assert raised.value.message == (
+        "model.layers.0.mlp.extra is a Linear: the quantised engine does not know how it holds its weights"
+    )
+
+
+def test_layers_of_a_mixture_run_as_the_scheme_says(moe: Engine) -> None:
+    """Dense and expert layers in INT8, routers and head in BF16, and the attestation counts them."""
+    from appliance.engine.attest import live_scheme
+
+    onednn = "CPUInt8ScaledMMLinearKernel[onednn]"
+    assert live_scheme(moe.model).kernels == {
+        onednn: 2 + 2 * 3,  # layer 0's MLP, attention of 3 layers
+        f"{onednn}, expert by expert": 2,
+        "KeptLinearMethod": 2,
+        "UnquantizedEmbeddingMethod": 2,
+    }
