@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.nn import Module
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -26,6 +27,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
+from appliance.engine.experts import DOWN, GATE_UP, ExpertGemm, OnlineExpertsMethod
 from appliance.errors import EngineError
 
 ALL = slice(None)
@@ -62,6 +64,18 @@ class Slot:
         return parameter[self.start : self.start + self.rows.stop - self.rows.start]
 
 
+@dataclass(frozen=True)
+class LocalShape:
+    """Of a rank's weight: N output channels, padding of a vocabulary included, K input channels.
+
+    is_cut: other ranks have other parts of the checkpoint's tensors.
+    """
+
+    channels: int
+    length: int
+    is_cut: bool
+
+
 def slots(model: Module, *, tied_head: bool) -> dict[str, tuple[Slot, ...]]:
     """Name of a checkpoint's tensor -> its places in this rank's layers.
 
@@ -74,6 +88,9 @@ def slots(model: Module, *, tied_head: bool) -> dict[str, tuple[Slot, ...]]:
     for name, layer in model.named_modules():
         if isinstance(layer, LinearBase):
             for source, slot in _linear(name, layer, packed=packed):
+                found[source].append(slot)
+        elif isinstance(getattr(layer, "quant_method", None), OnlineExpertsMethod):
+            for source, slot in _experts(layer):
                 found[source].append(slot)
         elif isinstance(layer, VocabParallelEmbedding):
             source = embedding if tied_head and isinstance(layer, ParallelLMHead) else name
@@ -141,13 +158,47 @@ def _whole_rows(layer: LinearBase, part: int) -> int:
     return layer.output_sizes[part] if isinstance(layer, MergedColumnParallelLinear) else layer.output_size
 
 
-def local_shape(layer: Module) -> tuple[int, int]:
-    """(N, K) of a rank's weight, padding of a vocabulary included."""
+def _experts(layer: RoutedExperts) -> Iterator[tuple[str, Slot]]:
+    """Expert for expert: gate and up lie in one GEMM, down in another."""
+    hidden, width = layer.hidden_size, layer.intermediate_size_per_partition
+    parallel = layer.moe_config.moe_parallel_config
+    own, whole = slice(parallel.tp_rank * width, (parallel.tp_rank + 1) * width), parallel.tp_size * width
+    for gemm in layer.quant_method.gemms:
+        source = f"{layer.layer_name}.{gemm.expert}"
+        if gemm.part == GATE_UP:
+            for part, name in enumerate(("gate_proj", "up_proj")):
+                yield (
+                    f"{source}.{name}.weight",
+                    Slot(gemm.prefix, "weight", part, start=part * width, rows=own, shape=(whole, hidden)),
+                )
+        else:
+            assert gemm.part == DOWN
+            yield f"{source}.down_proj.weight", Slot(gemm.prefix, "weight", columns=own, shape=(hidden, whole))
+
+
+def expert_gemms(model: Module) -> dict[str, tuple[RoutedExperts, ExpertGemm]]:
+    """The GEMMs of quantised experts, by names of ours: they are no modules of the model."""
+    layers = [
+        layer for layer in model.modules() if isinstance(getattr(layer, "quant_method", None), OnlineExpertsMethod)
+    ]
+    return {gemm.prefix: (layer, gemm) for layer in layers for gemm in layer.quant_method.gemms}
+
+
+def expert_shape(layer: RoutedExperts, gemm: ExpertGemm) -> LocalShape:
+    width, is_cut = layer.intermediate_size_per_partition, layer.moe_config.moe_parallel_config.tp_size > 1
+    if gemm.part == GATE_UP:
+        return LocalShape(channels=2 * width, length=layer.hidden_size, is_cut=is_cut)
+    return LocalShape(channels=layer.hidden_size, length=width, is_cut=is_cut)
+
+
+def local_shape(layer: Module) -> LocalShape:
+    """layer: linear, or lm_head."""
     if isinstance(layer, VocabParallelEmbedding):
-        return layer.num_embeddings_per_partition, layer.embedding_dim
+        return LocalShape(layer.num_embeddings_per_partition, layer.embedding_dim, is_cut=layer.tp_size > 1)
     if isinstance(layer, RowParallelLinear | ColumnParallelLinear):
-        return layer.output_size_per_partition, layer.input_size_per_partition
-    return layer.output_size, layer.input_size
+        sizes = layer.output_size_per_partition, layer.input_size_per_partition
+        return LocalShape(*sizes, is_cut=layer.tp_size > 1)
+    return LocalShape(layer.output_size, layer.input_size, is_cut=False)
 
 
 def rounded(tensor: Tensor) -> Tensor:

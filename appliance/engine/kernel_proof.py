@@ -38,7 +38,7 @@ from torch.nn import Module
 from torch.nn.functional import linear
 from vllm import _custom_ops as ops
 
-from appliance.engine.expect import Slot, local_shape, rounded
+from appliance.engine.expect import LocalShape, Slot, rounded
 from appliance.quant.codec import Fp8Weight, Int8Weight, dequantise, quantise, quantise_int8, weight_absmax
 from appliance.quant.digest import digest
 from appliance.quant.scheme import Scheme
@@ -73,9 +73,9 @@ def _shown(value: float | str) -> str:
 class KernelProof(ABC):
     """Of one layer in one sync: `take` every tensor of its weight, then `check`."""
 
-    def __init__(self, name: str, layer: Module, *, sync: int) -> None:
+    def __init__(self, name: str, *, shape: LocalShape, scheme: Scheme, sync: int) -> None:
         self.name = name
-        self.num_channels, self.length = local_shape(layer)
+        self.num_channels, self.length = shape.channels, shape.length
         self._generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {sync}".encode()))
         self._sync = sync
 
@@ -92,8 +92,8 @@ class KernelProof(ABC):
 
 
 class Int8Proof(KernelProof):
-    def __init__(self, name: str, layer: Module, *, sync: int) -> None:
-        super().__init__(name, layer, sync=sync)
+    def __init__(self, name: str, *, shape: LocalShape, scheme: Scheme, sync: int) -> None:
+        super().__init__(name, shape=shape, scheme=scheme, sync=sync)
         self.probe_K = torch.randint(COLUMNS, 128, (self.length,), generator=self._generator) * self._signs(self.length)
         self.probe_K[sync % self.length] = 127
         self._sums_N = torch.zeros(self.num_channels, dtype=torch.float64)
@@ -124,10 +124,10 @@ class Int8Proof(KernelProof):
 class EmulatedProof(KernelProof):
     """Keeps the parts of a fused layer until they are complete: scales may span them."""
 
-    def __init__(self, name: str, layer: Module, *, sync: int) -> None:
-        super().__init__(name, layer, sync=sync)
-        self._scheme: Scheme = layer.quant_method.scheme
-        self._is_cut = layer.tp_size > 1
+    def __init__(self, name: str, *, shape: LocalShape, scheme: Scheme, sync: int) -> None:
+        super().__init__(name, shape=shape, scheme=scheme, sync=sync)
+        self._scheme = scheme
+        self._is_cut = shape.is_cut
         self._signs_K = self._signs(self.length)
         self._parts: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._codes = ""
@@ -178,8 +178,8 @@ class EmulatedProof(KernelProof):
 class Bf16Proof(KernelProof):
     """A layer that is not quantised: its kernel may multiply by a packed copy."""
 
-    def __init__(self, name: str, layer: Module, *, sync: int) -> None:
-        super().__init__(name, layer, sync=sync)
+    def __init__(self, name: str, *, shape: LocalShape, scheme: Scheme, sync: int) -> None:
+        super().__init__(name, shape=shape, scheme=scheme, sync=sync)
         blocks = max(1, self.length // COLUMNS)
         first = min(sync % blocks * COLUMNS, max(0, self.length - COLUMNS))
         self._block = slice(first, first + COLUMNS)

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 from torch.nn import Module
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from appliance.engine.expect import Slot, slots
+from appliance.engine.expect import LocalShape, Slot, expert_gemms, expert_shape, local_shape, slots
 from appliance.engine.kernel_proof import Bf16Proof, EmulatedProof, Int8Proof, KernelProof, Mismatch
-from appliance.engine.quantised import Quantising
+from appliance.engine.quantised import OnlineLinearMethod
 from appliance.errors import SyncError
 from appliance.quant.digest import digest
 from appliance.quant.scheme import Scheme
@@ -24,11 +24,15 @@ from appliance.quant.scheme import Scheme
 
 @dataclass(frozen=True)
 class Proven:
-    """layers: how many have a kernel.  layers_proven: in this sync.  parameters: used as they are, and as received."""
+    """layers: how many have a kernel.  layers_proven: in this sync.  parameters: used as they are, and as received.
+
+    unproven: tensors whose digest was right and of which nothing more is known (experts in BF16).
+    """
 
     layers: int
     layers_proven: int
     parameters: int
+    unproven: int
 
 
 class SyncProof:
@@ -41,10 +45,12 @@ class SyncProof:
         self._rank = rank
         self._every = every
         self._slots = slots(model, tied_head=tied_head)
-        self._layers = dict(model.named_modules())
-        self._proofs_of = {name: kind for name, layer in self._layers.items() if (kind := _proof_of(layer)) is not None}
+        self._layers: dict[str, Module] = dict(model.named_modules())
+        self._provable = _provable(model)
+        self._layers |= {name: gemm for name, (_, gemm) in expert_gemms(model).items()}
         self._turns = {name: turn for turn, name in enumerate(self._layers)}
         self._sync = 0
+        self._unproven = 0
         self._kernels: dict[str, KernelProof] = {}
         self._missing: set[tuple[str, int]] = set()
         self._held: list[tuple[Slot, str]] = []
@@ -53,9 +59,10 @@ class SyncProof:
         """sync: number of the update, from 1."""
         self._sync = sync
         self._held.clear()
+        self._unproven = 0
         self._kernels = {
-            name: make(name, self._layers[name], sync=sync)
-            for name, make in self._proofs_of.items()
+            name: how.make(name, shape=how.shape, scheme=how.scheme, sync=sync)
+            for name, how in self._provable.items()
             if self._is_due(name)
         }
         places = (slot for found in self._slots.values() for slot in found if slot.parameter == "weight")
@@ -74,11 +81,12 @@ class SyncProof:
 
     def take(self, name: str, tensor: Tensor) -> None:
         """Expect this tensor. Raises NumericsError where it cannot be quantised."""
+        self._unproven += name not in self._slots
         for slot in self._slots.get(name, ()):
             if slot.layer in self._kernels and slot.parameter == "weight":
                 self._kernels[slot.layer].take(slot, tensor)
                 self._missing.discard((slot.layer, slot.part))
-            elif slot.layer not in self._proofs_of or slot.parameter != "weight":
+            elif slot.layer not in self._provable or slot.parameter != "weight":
                 self._expect_held(slot, tensor)
 
     def _expect_held(self, slot: Slot, tensor: Tensor) -> None:
@@ -94,7 +102,12 @@ class SyncProof:
             self._fail_on(slot.layer, self._held_mismatch(slot, received))
         for name, proof in self._kernels.items():
             self._fail_on(name, proof.check(self._layers[name]))
-        return Proven(layers=len(self._proofs_of), layers_proven=len(self._kernels), parameters=len(self._held))
+        return Proven(
+            layers=len(self._provable),
+            layers_proven=len(self._kernels),
+            parameters=len(self._held),
+            unproven=self._unproven,
+        )
 
     def _held_mismatch(self, slot: Slot, received: str) -> Mismatch | None:
         parameter = getattr(self._layers[slot.layer], slot.parameter)
@@ -109,11 +122,32 @@ class SyncProof:
             )
 
 
-def _proof_of(layer: Module) -> Callable[..., KernelProof] | None:
-    """How a layer's kernel is proven; None for a layer without one."""
+@dataclass(frozen=True)
+class _Provable:
+    """How one layer's kernel is proven."""
+
+    make: Callable[..., KernelProof]
+    shape: LocalShape
+    scheme: Scheme
+
+
+def _provable(model: Module) -> dict[str, _Provable]:
+    found = {name: how for name, layer in model.named_modules() if (how := _how(layer)) is not None}
+    for name, (layer, gemm) in expert_gemms(model).items():
+        scheme = gemm.quant_method.scheme
+        found[name] = _Provable(_of_scheme(scheme), shape=expert_shape(layer, gemm), scheme=scheme)
+    return found
+
+
+def _how(layer: Module) -> _Provable | None:
+    """None: a layer without a kernel, experts (each GEMM is a layer of its own), or a method that is not ours."""
     method = getattr(layer, "quant_method", None)
-    if isinstance(method, Quantising) and isinstance(layer, LinearBase):
-        return Int8Proof if method.scheme is Scheme.INT8 else EmulatedProof
+    if isinstance(method, OnlineLinearMethod):
+        return _Provable(_of_scheme(method.scheme), shape=local_shape(layer), scheme=method.scheme)
     if isinstance(layer, ParallelLMHead) or isinstance(method, UnquantizedLinearMethod):
-        return Bf16Proof
+        return _Provable(Bf16Proof, shape=local_shape(layer), scheme=Scheme.BF16)
     return None
+
+
+def _of_scheme(scheme: Scheme) -> Callable[..., KernelProof]:
+    return Int8Proof if scheme is Scheme.INT8 else EmulatedProof
