@@ -7,7 +7,6 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from appliance.errors import RecipeError
 from appliance.quant.scheme import Scheme
@@ -149,25 +148,22 @@ def read_job(text: str) -> Job:
 
 def read_measurements(path: Path) -> list[Measurement]:
     """Whole lines only: the child may be writing the last one."""
-    return [Measurement(**{**raw, "scheme": Scheme(raw["scheme"])}) for raw in _read_lines(path)]
+    return [Measurement(**{**raw, "scheme": Scheme(raw["scheme"])}) for raw in map(json.loads, _whole_lines(path))]
 
 
 def read_facts(path: Path) -> list[EngineFacts]:
-    return [
-        EngineFacts(
-            **{
-                **raw,
-                "scheme": Scheme(raw["scheme"]),
-                "kernels": tuple((name, count) for name, count in raw["kernels"]),
-            }
-        )
-        for raw in _read_lines(path)
-    ]
+    return [facts_from_json(line) for line in _whole_lines(path)]
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
+def facts_from_json(text: str) -> EngineFacts:
+    raw = json.loads(text)
+    kernels = tuple((name, count) for name, count in raw["kernels"])
+    return EngineFacts(**{**raw, "scheme": Scheme(raw["scheme"]), "kernels": kernels})
+
+
+def _whole_lines(path: Path) -> list[str]:
     text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    return text[: text.rfind("\n") + 1].splitlines()
 
 
 def judge(measured: list[Measurement], *, schemes: tuple[Scheme, ...]) -> list[Verdict]:

@@ -15,11 +15,21 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 
-from appliance.bench.job import PROMPT_TOKENS, EngineFacts, Job, Measurement, Shapes, Workload, read_job
-from appliance.bench.worker import MEMORY_KEY, WORKER, WorkerFacts
+from appliance.bench.job import (
+    PROMPT_TOKENS,
+    EngineFacts,
+    Job,
+    Measurement,
+    Shapes,
+    Workload,
+    facts_from_json,
+    read_job,
+)
+from appliance.bench.worker import MEMORY_KEY, WORKER
 from appliance.errors import ApplianceError, EngineError
 from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
+from appliance.run.child import ERROR_MARK
 
 Prompts = list[list[int]]
 
@@ -29,7 +39,7 @@ def main() -> int:
     try:
         run(job)
     except ApplianceError as error:
-        sys.stderr.write(f"error: {error.message}\n")
+        sys.stderr.write(f"\n{ERROR_MARK}{error.message}\n")
         return error.exit_code
     return 0
 
@@ -65,7 +75,7 @@ def _engine(job: Job, *, quantisation: Quantisation, model_path: str) -> LLM:
         seed=job.seed,
         **quantisation.engine_arguments(),
     )
-    workers: list[WorkerFacts] = llm.collective_rpc("bench_facts")
+    workers = [facts_from_json(text) for text in llm.collective_rpc("bench_facts")]
     other = [each.scheme for each in workers if each.scheme != scheme]
     if other:
         raise EngineError(f"bench: asked for {scheme}, the engine runs {other[0]}")

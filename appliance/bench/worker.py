@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+import json
 
 import torch
 from torch import Tensor
@@ -11,11 +12,10 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 
-from appliance.bench.job import GIB
+from appliance.bench.job import GIB, EngineFacts
 from appliance.engine.attest import live_scheme
 from appliance.engine.quantised import Quantising
 from appliance.errors import EngineError
-from appliance.quant.scheme import Scheme
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as DeviceWorker
@@ -24,17 +24,6 @@ else:
 
 WORKER = f"{__name__}.BudgetWorker"
 MEMORY_KEY = "appliance_memory_bytes"  # in vLLM's additional_config
-
-
-@dataclass(frozen=True)
-class WorkerFacts:
-    """Of one worker, as job.EngineFacts has them of an engine."""
-
-    scheme: Scheme
-    weight_bytes: int
-    kv_bytes: int
-    sequences: int
-    kernels: tuple[tuple[str, int], ...]
 
 
 class BudgetWorker(DeviceWorker):
@@ -47,23 +36,25 @@ class BudgetWorker(DeviceWorker):
             weights = weight_bytes(self.model_runner.model)
             if weights >= budget:
                 raise EngineError(
-                    f"bench: the weights take {weights / GIB:.2f} GiB, --kv-memory gives {budget / GIB:.2f} GiB",
+                    f"bench: the weights take {weights / GIB:.4f} GiB, --kv-memory gives {budget / GIB:.4f} GiB",
                     hint="give more: it is the memory for weights and KV cache together",
                 )
             self.cache_config.kv_cache_memory_bytes = budget - weights
         return super().determine_available_memory()
 
-    def bench_facts(self) -> WorkerFacts:
+    def bench_facts(self) -> str:
+        """EngineFacts of this worker as JSON, which every way to reach a worker can carry."""
         runner = self.model_runner
         live = live_scheme(runner.model)
         cache = runner.kv_cache_config
-        return WorkerFacts(
+        facts = EngineFacts(
             scheme=live.scheme,
             weight_bytes=weight_bytes(runner.model),
             kv_bytes=sum(tensor.size for tensor in cache.kv_cache_tensors),
             sequences=int(get_max_concurrency_for_kv_cache_config(self.vllm_config, cache)),
             kernels=tuple(sorted(live.kernels.items())),
         )
+        return json.dumps(dataclasses.asdict(facts))
 
 
 def weight_bytes(model: Module) -> int:

@@ -17,6 +17,7 @@ from appliance.errors import EngineError, Interrupted
 from appliance.plan.model import RunPlan
 from appliance.tasks.prepare import is_prepared
 
+ERROR_MARK = "error: "  # before the message of an error of ours, in the output of a child
 _LOOK_EVERY_S = 0.2
 
 
@@ -45,7 +46,14 @@ def run_child(
     if code:
         kept = folder.parent / f"{command}-failed.log"
         log.replace(kept)
-        raise EngineError(f"{command}: {module[0]} ended with code {code}", hint=f"its log: {kept}")
+        message = _last_error(kept) or f"{command}: {module[0]} ended with code {code}"
+        raise EngineError(message, hint=f"its log: {kept}")
+
+
+def _last_error(log: Path) -> str:
+    """What a child of ours said last after ERROR_MARK, or an empty text."""
+    lines = log.read_text(errors="replace").splitlines()
+    return next((line.removeprefix(ERROR_MARK) for line in reversed(lines) if line.startswith(ERROR_MARK)), "")
 
 
 def _run(module: list[str], *, log: Path, env: dict[str, str], tick: Callable[[], None]) -> int:

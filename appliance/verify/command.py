@@ -12,7 +12,7 @@ from pathlib import Path
 from appliance import console
 from appliance.errors import EngineError, PreflightError
 from appliance.plan.build import build_plan
-from appliance.plan.env import PLAN_VARIABLE
+from appliance.plan.env import PLAN_VARIABLE, THREADS_VARIABLE
 from appliance.plan.host import HostFacts
 from appliance.plan.model import RunPlan
 from appliance.preflight.probes import read_host
@@ -47,7 +47,7 @@ def run_verify(recipe: Recipe, *, schemes: tuple[Scheme, ...] | None, emulate: b
             make_inputs(plan, command="verify")
         rows, reference = [], None
         for each in asked:
-            seen = _look(each, plan=plan, folder=Path(folder))
+            seen = _look(each, plan=plan, host=host, folder=Path(folder))
             rows += judge(each, seen=seen, reference=reference)
             reference = _reference(each, seen=seen, before=reference)
     console.out((as_json if json_mode else table)(rows))
@@ -80,7 +80,7 @@ def _refuse_without_kernels(asked: tuple[Quantisation, ...], *, plan: RunPlan, h
         raise PreflightError(message, hint="leave it out, or check the numbers of an FP8 scheme with --emulate")
 
 
-def _look(asked: Quantisation, *, plan: RunPlan, folder: Path) -> Seen:
+def _look(asked: Quantisation, *, plan: RunPlan, host: HostFacts, folder: Path) -> Seen:
     job_file, seen_file = folder / "job.json", folder / "seen.json"
     job = Job(
         model=plan.model.path,
@@ -96,6 +96,8 @@ def _look(asked: Quantisation, *, plan: RunPlan, folder: Path) -> Seen:
     job_file.write_text(job.to_json())
     console.say(f"{label(asked.scheme, emulated=asked.emulated)}: an engine, and three weight updates")
     env = {name: value for name, value in plan.env if name != PLAN_VARIABLE}  # no run's folder to attest in
+    if plan.device == CPU and job.tensor_parallel > 1:  # here nothing takes turns with the workers but themselves
+        env[THREADS_VARIABLE] = str(max(1, host.cores // job.tensor_parallel))
     run_child([CHILD, str(job_file)], command="verify", folder=folder, env=env)
     return read_seen(seen_file)
 

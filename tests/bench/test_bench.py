@@ -1,4 +1,4 @@
-"""The benchmark's judgement on given numbers, its shapes, and one real run of two real engines."""
+"""The benchmark's judgement on given numbers, its table, its shapes, and real runs of real engines."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from appliance.bench.job import Measurement, Shapes, judge, parse_shapes, read_measurements
+from appliance.bench.command import _shapes_workload
+from appliance.bench.job import EngineFacts, Job, Measurement, Shapes, judge, parse_shapes, read_job, read_measurements
+from appliance.bench.show import table
 from appliance.errors import RecipeError
+from appliance.preflight.probes import read_host
+from appliance.quant.device import why_not
 from appliance.quant.scheme import Scheme
+from appliance.quant.settings import Quantisation
 
 BENCH = [sys.executable, "-m", "appliance", "bench", "arithmetic-tiny-int8"]
 
@@ -35,6 +40,50 @@ def test_verdict_is_the_median_of_pairwise_ratios() -> None:
 def test_a_pair_without_its_other_half_does_not_count() -> None:
     given = [measured(0, Scheme.BF16, 100), measured(0, Scheme.INT8, 150), measured(1, Scheme.BF16, 10)]
     assert judge(given, schemes=(Scheme.BF16, Scheme.INT8))[0].tokens_per_s == 100
+
+
+def test_every_scheme_is_compared_with_the_first() -> None:
+    given = [measured(0, Scheme.INT8, 200), measured(0, Scheme.BF16, 100), measured(0, Scheme.FP8, 300)]
+    verdicts = judge(given, schemes=(Scheme.INT8, Scheme.BF16, Scheme.FP8))
+    assert [(v.scheme, v.ratio) for v in verdicts] == [(Scheme.INT8, 1.0), (Scheme.BF16, 0.5), (Scheme.FP8, 1.5)]
+
+
+def make_job(*, memory_bytes: int | None) -> Job:
+    return Job(
+        workload=_shapes_workload(Shapes(hidden=64, intermediate=128, heads=2, kv_heads=2, layers=1, batch=64)),
+        engines=(Quantisation(Scheme.BF16), Quantisation(Scheme.INT8, ignore=("re:.*o_proj",))),
+        tensor_parallel=1,
+        pairs=5,
+        kv_bytes=1 << 30,
+        memory_bytes=memory_bytes,
+        seed=0,
+        results="results",
+        facts="facts",
+    )
+
+
+def test_a_job_reads_back_the_same() -> None:
+    job = make_job(memory_bytes=7)
+    assert read_job(job.to_json()) == job
+
+
+@pytest.mark.parametrize(("int8", "pays"), [(105, "pays"), (104, "does not pay")])
+def test_the_table_says_whether_it_pays(int8: int, pays: str) -> None:
+    job = make_job(memory_bytes=3 << 30)
+    verdicts = judge([measured(0, Scheme.BF16, 100), measured(0, Scheme.INT8, int8)], schemes=job.schemes)
+    facts = [
+        EngineFacts(Scheme.BF16, weight_bytes=2 << 30, kv_bytes=1 << 30, sequences=10, kernels=()),
+        EngineFacts(Scheme.INT8, weight_bytes=1 << 20, kv_bytes=2 << 30, sequences=200, kernels=()),
+    ]
+    assert table(job, verdicts=verdicts, facts=facts, measured=[], kept=None).splitlines() == [
+        "scheme        tokens/s    weights   KV cache     at once   ratio to bf16 (median of 5 interleaved pairs, "
+        "min-max)",
+        "bf16               100   2.00 GiB   1.00 GiB    10 of 64   1.00 (1.00-1.00)",
+        f"int8               {int8}    1.0 MiB   2.00 GiB    64 of 64   1.0{int8 % 10} (1.0{int8 % 10}-1.0{int8 % 10})",
+        f"int8 {pays} here for these rollouts: 1.0{int8 % 10} times bf16 ({int8} against 100 tokens/s; from 1.05 on "
+        "it does)",
+        "each engine had 3.00 GiB a worker for weights and KV cache together",
+    ]
 
 
 def test_half_a_line_is_not_read(tmp_path: Path) -> None:
@@ -62,32 +111,85 @@ def test_shapes_report_every_problem() -> None:
     ]
 
 
+SHAPES = "hidden=128,intermediate=352,heads=4,kv_heads=2,layers=2,vocabulary=512,batch=8,new_tokens=8"
+# qkv 128 x 256, o 128 x 128, gate and up 128 x 704, down 352 x 128: elements of two layers, and their output channels.
+MATRICES = 2 * (128 * 256 + 128 * 128 + 128 * 704 + 352 * 128)
+CHANNELS = 2 * (256 + 128 + 704 + 128)
+# Embedding and head, five norms, the bias of each qkv: BF16 under every scheme.
+OTHERS = 2 * 512 * 128 + 5 * 128 + 2 * 256
+BF16_BYTES = 2 * (MATRICES + OTHERS)
+INT8_BYTES = MATRICES + 4 * CHANNELS + 2 * OTHERS
+SEQUENCE_BYTES = 128 * 2 * 2 * 2 * 32 * 2  # one block of 128 tokens: 2 layers, K and V, 2 heads of 32, BF16
+
+
+def bench(tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    argv = [*BENCH, *options, "--set", f"cluster.run_dir={tmp_path}"]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
+
+
 @pytest.mark.engine
-def test_bench_runs_both_schemes_and_prints_both_sides(tmp_path: Path) -> None:
-    shapes = "hidden=128,intermediate=352,heads=4,kv_heads=2,layers=2,vocabulary=512,batch=4,new_tokens=8"
-    done = subprocess.run(
-        [*BENCH, "--pairs", "5", "--json", "--shapes", shapes, "--set", f"cluster.run_dir={tmp_path}"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def test_bench_measures_both_schemes_and_keeps_the_result(tmp_path: Path) -> None:
+    done = bench(tmp_path, "--pairs", "5", "--json", "--shapes", SHAPES)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout)
     assert [(m["pair"], m["scheme"], m["tokens"]) for m in report["measurements"]] == [
-        (pair, scheme, 32) for pair in range(5) for scheme in ("bf16", "int8")
+        (pair, scheme, 64) for pair in range(5) for scheme in ("bf16", "int8")
     ]
     assert report["schemes"][0]["ratio"] == 1.0 and report["schemes"][1]["ratio"] > 0
-    assert list(tmp_path.iterdir()) == [], "a benchmark leaves nothing behind"
+    assert [(e["weight_bytes"], e["sequences"] >= 8) for e in report["engines"]] == [
+        (BF16_BYTES, True),
+        (INT8_BYTES, True),
+    ]
+    kept = Path(report["kept"])
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [kept], "nothing else is left behind"
+    assert kept.parent == tmp_path / ".cache" / "bench"
+    stored = json.loads(kept.read_text())
+    assert (stored["device"], stored["shapes"], stored["pairs"]) == ("cpu", "h128-i352-a4-kv2", 5)
+    assert [each["ratio"] for each in stored["schemes"]] == [report["schemes"][1]["ratio"]]
 
 
-def test_bench_refuses_a_scheme_without_kernels(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [*BENCH, "--schemes", "bf16,fp8", "--set", f"cluster.run_dir={tmp_path}"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+@pytest.mark.engine
+def test_little_memory_leaves_room_for_more_sequences_beside_int8_weights(tmp_path: Path) -> None:
+    budget = BF16_BYTES + 3 * SEQUENCE_BYTES + SEQUENCE_BYTES // 2
+    done = bench(tmp_path, "--kv-memory", str(budget / (1 << 30)), "--shapes", SHAPES, "--json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout)
+    assert report["memory_bytes"] == budget
+    found = [(e["scheme"], e["weight_bytes"], e["kv_bytes"], e["sequences"]) for e in report["engines"]]
+    fits = (budget - INT8_BYTES) // SEQUENCE_BYTES
+    assert fits > 3
+    assert found == [
+        ("bf16", BF16_BYTES, 3 * SEQUENCE_BYTES, 3),
+        ("int8", INT8_BYTES, fits * SEQUENCE_BYTES, fits),
+    ]
+    assert {m["tokens"] for m in report["measurements"]} == {64}, "all sequences, whatever is made at once"
+    assert "-kvmem-" in report["kept"]
+
+
+@pytest.mark.engine
+def test_weights_that_leave_no_room_are_said(tmp_path: Path) -> None:
+    done = bench(tmp_path, "--kv-memory", "0.001", "--shapes", SHAPES.replace("layers=2", "layers=3"))
+    assert (done.returncode, done.stdout) == (4, "")
+    held = (BF16_BYTES + 2 * (MATRICES // 2 + 2 * 128 + 256)) / (1 << 30)
+    assert done.stderr.splitlines()[-2:] == [
+        f"error: bench: the weights take {held:.4f} GiB, --kv-memory gives 0.0010 GiB",
+        f"hint: its log: {tmp_path}/bench-failed.log",
+    ]
+
+
+def test_bench_refuses_schemes_without_kernels_with_the_reasons(tmp_path: Path) -> None:
+    done = bench(tmp_path, "--schemes", "bf16,fp8,fp8-block")
     assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr.splitlines()[0] == "error: bench: this host has no kernels for fp8"
+    flags = read_host(tmp_path).cpu_flags
+    reasons = [why_not(scheme, device="cpu", cpu_flags=flags) for scheme in (Scheme.FP8, Scheme.FP8_BLOCK)]
+    assert all(reasons)
+    assert done.stderr.splitlines() == [
+        f"error: bench: {reasons[0]}; {reasons[1]}",
+        "hint: use bf16, int8; an emulated scheme has no speed to compare",
+    ]
+
+
+def test_a_scheme_named_twice_is_refused(tmp_path: Path) -> None:
+    done = bench(tmp_path, "--schemes", "bf16,int8,bf16")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[0] == "error: --schemes: a scheme is named twice"

