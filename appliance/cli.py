@@ -112,6 +112,26 @@ def bench(
 
 
 @app.command()
+def verify(
+    recipe: RecipeArgument,
+    sets: SetOption = None,
+    schemes: Annotated[
+        str | None, typer.Option(help="Instead of the recipe's, comma-separated; bf16 is always there.")
+    ] = None,
+    emulate: Annotated[
+        bool, typer.Option("--emulate", help="FP8 by rounding in float, where it has no kernels.")
+    ] = False,
+    json_mode: JsonOption = False,
+) -> None:
+    """Is the patch live: change an engine's weights, see its logits move, put them back, see them return."""
+    loaded = _load(recipe, sets)
+    chosen = _schemes(schemes) if schemes else None
+    from appliance.verify.command import run_verify
+
+    raise typer.Exit(run_verify(loaded, schemes=chosen, emulate=emulate, json_mode=json_mode))
+
+
+@app.command()
 def status(run: RunArgument, json_mode: JsonOption = False) -> None:
     """Where a run is."""
     from appliance.run.status import print_status
