@@ -29,7 +29,7 @@ _INT8 = (
 )
 
 NAMES: tuple[Name, ...] = (
-    Name("bf16", Scheme.BF16, _PROCESSED, "nothing"),
+    Name("bf16", Scheme.BF16, _PROCESSED, "the same, by vLLM's own `processed_logprobs`, so penalties count too"),
     Name("fp8", Scheme.FP8, _VLLM_FP8, "layers reload one by one; `lm_head` stays BF16"),
     Name("fp8_vllm", Scheme.FP8, _VLLM_FP8, "the same as `fp8`, as in FlashRL"),
     Name("fp8_fast", Scheme.FP8, "`fp8`, quantised straight into the old tensors", _NO_FAST.format(same="fp8")),

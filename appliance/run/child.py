@@ -14,6 +14,7 @@ from types import FrameType
 
 from appliance import console
 from appliance.errors import EngineError, Interrupted
+from appliance.flashrl.variables import without_flashrl
 from appliance.plan.model import RunPlan
 from appliance.tasks.prepare import is_prepared
 
@@ -62,7 +63,7 @@ def _run(module: list[str], *, log: Path, env: dict[str, str], tick: Callable[[]
             [sys.executable, "-m", *module],
             stdout=out,
             stderr=subprocess.STDOUT,
-            env=os.environ | env,
+            env=without_flashrl(os.environ) | env,
             start_new_session=True,  # a group of its own: an engine may have processes of its own
         )
         try:

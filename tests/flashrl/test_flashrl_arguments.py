@@ -58,6 +58,22 @@ def test_bf16_is_vllms_own_engine_with_exact_log_probs(model: Path, flashrl: pyt
     assert (config.quant_config, config.model_config.logprobs_mode) == (None, "processed_logprobs")
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "wanted"),
+    [
+        ("int8", "VERL_EXTENSION", "SYNC_EXTENSION"),
+        ("bf16", "VERL_EXTENSION", "VERL_EXTENSION"),  # vLLM's own engine: verl's way of loading is right
+        ("int8", "", ""),
+    ],
+)
+def test_verls_worker_extension(model: Path, flashrl: pytest.MonkeyPatch, name: str, given: str, wanted: str) -> None:
+    from appliance.flashrl import arguments
+
+    flashrl.setenv("FLASHRL_CONFIG", name)
+    config = engine_config(model, worker_extension_cls=getattr(arguments, given, ""))
+    assert config.parallel_config.worker_extension_cls == getattr(arguments, wanted, "")
+
+
 def test_the_same_arguments_twice(model: Path, flashrl: pytest.MonkeyPatch) -> None:
     """`vllm serve` with several API servers makes the engine's settings more than once."""
     from vllm.engine.arg_utils import EngineArgs

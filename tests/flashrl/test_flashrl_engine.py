@@ -82,6 +82,27 @@ def test_dummy_weights_wait_for_a_reload(two_checkpoints, told, tmp_path: Path, 
     assert start(two_checkpoints[0]).generate() == told["int8 b"]
 
 
+def test_verls_server_takes_its_weights_by_our_sync(two_checkpoints, told, flashrl: pytest.MonkeyPatch) -> None:
+    """verl names its own worker extension, which would load into quantised layers as they are."""
+    import torch
+    from safetensors.torch import load_file
+    from vllm.config import set_current_vllm_config
+
+    from appliance.engine.sync import SyncWorkerExtension
+    from appliance.flashrl.arguments import VERL_EXTENSION
+
+    first, second = two_checkpoints
+    flashrl.setenv("FLASHRL_CONFIG", "int8")
+    engine = start_engine(first, scheme="bf16", worker_extension_cls=VERL_EXTENSION)
+    assert isinstance(engine.worker, SyncWorkerExtension)
+    update = engine.worker._weight_update()
+    with set_current_vllm_config(engine.runner.vllm_config), torch.no_grad():
+        update.begin()
+        update.load(list(load_file(second / FILE).items()))
+        update.finish()
+    assert engine.generate() == told["int8 b"]
+
+
 def folded_checkpoint(folder: Path, *, profile: Path, to: Path) -> Path:
     """The checkpoint that a profile's smoothing makes of another one."""
     from safetensors.torch import load_file, save_file

@@ -161,27 +161,16 @@ def test_serve_by_a_file_on_two_ranks_reloads_on_both(two_checkpoints: tuple[Pat
     assert abs(answer.log_probs[0] - alone) < 0.1 < abs(answer.log_probs[0] - other)
 
 
-def test_a_value_that_means_nothing_stops_serve(two_checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_value_that_means_nothing_stops_serve(two_checkpoints: tuple[Path, Path]) -> None:
+    """The hint too is there to be read: Python prints it below the traceback."""
     child = subprocess.run(
         command(two_checkpoints[0], port=1),
         env=os.environ | {"FLASHRL_CONFIG": "fp8-block"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=START_S,
     )
     assert child.returncode != 0
     said = child.stderr.splitlines()
     assert "appliance.errors.RecipeError: FLASHRL_CONFIG: unknown value `fp8-block`" in said
     assert any(line.startswith("hint: use one of `bf16`, `fp8`, `fp8_vllm`") for line in said)
-
-
-def test_fp8_without_kernels_stops_serve(two_checkpoints: tuple[Path, Path]) -> None:
-    child = subprocess.run(
-        command(two_checkpoints[0], port=1),
-        env=os.environ | {"FLASHRL_CONFIG": "fp8_vllm"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert child.returncode != 0
-    assert re.search(r"^appliance\.errors\.RecipeError: FLASHRL_CONFIG: .*`fp8`", child.stderr, flags=re.MULTILINE)

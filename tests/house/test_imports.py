@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-NUMBERS = {"quant.scheme", "quant.device", "quant.settings"}  # the part of quant that needs no torch
+NUMBERS = {"quant.scheme", "quant.device", "quant.settings", "quant.files"}  # the part of quant that needs no torch
 CHILDREN = {"errors", "patch", "quant", "plan.model", "plan.env", "run.attest", "run.events", "run.acknowledge"}
 
 # A room or module -> what it may import besides its own room. A name stands for everything below it.
@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "recipe": {"errors", "tasks", *NUMBERS},
     "plan": {"errors", "tasks", "recipe", *NUMBERS},
     "preflight": {"errors", "tasks", "recipe", "plan", *NUMBERS},
-    "run": {"errors", "tasks", "plan", "preflight", "console", *NUMBERS},
+    "run": {"errors", "tasks", "plan", "preflight", "console", "flashrl.variables", *NUMBERS},
     "engine": {*CHILDREN, "flashrl"},
     "flashrl": {"errors", "patch", "quant", "plan.env", "engine", "recipe.tree"},
     "trainer": {*CHILDREN, "tasks"},
@@ -42,7 +42,6 @@ OF_THE_CHILDREN = (
     "flashrl.reload",
     "trainer",
     "quant",
-    "quant.smoothing",
     "tasks.tiny_model",
     "tasks.tokenizer",
     "tasks.parquet",
@@ -53,6 +52,7 @@ OF_THE_CHILDREN = (
     "verify.child",
     "verify.worker",
     "profile.child",
+    "profile.unpickle",
 )
 
 
