@@ -139,21 +139,24 @@ def spread(scale: Tensor, *, block: tuple[int, int], shape: tuple[int, int]) -> 
 
 def _codes(values_NK: Tensor, *, scale: Tensor, block: tuple[int, int], divide: bool) -> Tensor:
     factor = scale if divide else torch.where(scale > 0, scale.reciprocal(), torch.zeros_like(scale))
+    overflows = not divide and bool(factor.isinf().any())
     factor = spread(factor, block=(1, block[1]), shape=tuple(values_NK.shape))  # columns only
     codes_NK = torch.empty(values_NK.shape, dtype=FP8_DTYPE, device=values_NK.device)
-    rows = _rows_at_once(block, length=values_NK.shape[1])
+    rows = _rows_at_once(values_NK, block=block)
     for start in range(0, len(values_NK), rows):
         part = slice(start, start + rows)
         own = factor[part] if block[0] == 1 else factor[start // block[0]]
         part_NK = values_NK[part].float()  # not a copy of a float32 tensor: never change it in place
-        scaled_NK = part_NK / own if divide else (part_NK * own).nan_to_num_(nan=0.0)  # 0 * inf
-        codes_NK[part] = scaled_NK.clamp_(-FP8_MAX, FP8_MAX)
+        scaled_NK = part_NK / own if divide else part_NK * own
+        if overflows:
+            scaled_NK.nan_to_num_(nan=0.0)  # 0 * inf
+        codes_NK[part] = scaled_NK.clamp_(-FP8_MAX, FP8_MAX)  # whether a cast saturates is not ours to rely on
     return codes_NK
 
 
-def _rows_at_once(block: tuple[int, int], *, length: int) -> int:
+def _rows_at_once(values_NK: Tensor, *, block: tuple[int, int]) -> int:
     """As many as the cache takes, and never rows of two blocks."""
-    rows = chunk_rows(length, chunk_elements=_CHUNK_ELEMENTS)
-    if block[0] == 1:
+    rows = chunk_rows(values_NK, chunk_elements=_CHUNK_ELEMENTS)
+    if block[0] in (1, len(values_NK)):
         return rows
-    return min(block[0], 1 << (rows.bit_length() - 1)) if block == (BLOCK, BLOCK) else rows
+    return min(block[0], 1 << (rows.bit_length() - 1))  # a power of two divides a block of 128 rows

@@ -59,7 +59,7 @@ def quantise_int8(weight_NK: Tensor, *, absmax_N1: Tensor | None = None) -> Int8
     """
     scale_N1 = int8_scale(weight_NK, absmax_N1=absmax_N1)
     codes_NK = torch.empty(weight_NK.shape, dtype=torch.int8, device=weight_NK.device)
-    rows = chunk_rows(weight_NK.shape[1], chunk_elements=_CHUNK_ELEMENTS)
+    rows = chunk_rows(weight_NK, chunk_elements=_CHUNK_ELEMENTS)
     for start in range(0, weight_NK.shape[0], rows):
         part = slice(start, start + rows)
         codes_NK[part] = _codes(weight_NK[part], scale_N1=scale_N1[part])

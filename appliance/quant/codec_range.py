@@ -12,19 +12,21 @@ from torch import Tensor
 from appliance.errors import NumericsError
 
 CHUNK_ELEMENTS = 1 << 18  # 1 MiB in float32: intermediates stay in a core's cache; measured flat from 2^17 to 2^20
+_GPU_CHUNK_ELEMENTS = 1 << 24  # there it is the number of launches that counts; bounds the intermediate to 64 MiB
 _BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
 
-def chunk_rows(length: int, *, chunk_elements: int) -> int:
-    """How many rows of `length` elements are worked on at once."""
-    return max(1, chunk_elements // max(1, length))
+def chunk_rows(values_MK: Tensor, *, chunk_elements: int) -> int:
+    """How many rows are worked on at once. chunk_elements: on a CPU."""
+    elements = chunk_elements if values_MK.device.type == "cpu" else _GPU_CHUNK_ELEMENTS
+    return max(1, elements // max(1, values_MK.shape[1]))
 
 
 def row_absmax(values_MK: Tensor) -> Tensor:
     """[M, 1] float32, not checked. values_MK: [M, K] bfloat16, float16 or float32, K > 0."""
     bits_MK = values_MK.view(_BITS[values_MK.dtype])
     most_M1 = torch.empty((len(bits_MK), 1), dtype=bits_MK.dtype, device=bits_MK.device)
-    rows = chunk_rows(bits_MK.shape[1], chunk_elements=CHUNK_ELEMENTS)
+    rows = chunk_rows(bits_MK, chunk_elements=CHUNK_ELEMENTS)
     for start in range(0, len(bits_MK), rows):
         part = slice(start, start + rows)
         most_M1[part] = (bits_MK[part] & torch.iinfo(bits_MK.dtype).max).amax(dim=1, keepdim=True)

@@ -181,7 +181,6 @@ def test_the_largest_values_saturate(scheme: Scheme, dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("scheme", FP8)
 def test_a_given_absmax_that_is_too_small_saturates(scheme: Scheme) -> None:
-    """Never NaN, which is what a cast that does not clamp makes of 480 and more."""
     weight_NK = torch.tensor([[4.0, -4.0, 1.0]])
     quantised = quantise(weight_NK, scheme=scheme, absmax=torch.tensor([[2.0]]))
     assert quantised.codes_NK.float().tolist() == [[448.0, -448.0, 224.0]]
