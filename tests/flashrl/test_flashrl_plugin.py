@@ -1,0 +1,108 @@
+"""What our entry point does in a vLLM process because of FlashRL's variables, and where its lines go."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from appliance import patch
+from appliance.errors import RecipeError
+from appliance.flashrl.log import LOGGER, start_logging
+from appliance.flashrl.plugin import register
+from appliance.flashrl.variables import VARIABLES, Variables
+
+PATCH = "flashrl-engine-arguments"
+
+
+@pytest.fixture(autouse=True)
+def silent_logger() -> Iterator[None]:
+    """FlashRL's logger as a new process has it."""
+    handlers, level, propagate = list(LOGGER.handlers), LOGGER.level, LOGGER.propagate
+    LOGGER.handlers.clear()
+    LOGGER.propagate = True
+    yield
+    for handler in set(LOGGER.handlers) - set(handlers):
+        handler.close()
+    LOGGER.handlers[:] = handlers
+    LOGGER.setLevel(level)
+    LOGGER.propagate = propagate
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A vLLM process in which nothing is patched yet and no variable is set."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    for name in [*VARIABLES, "APPLIANCE_PLAN"]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(patch, "_APPLIED", {})
+    monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)
+    return monkeypatch
+
+
+@pytest.mark.engine
+def test_the_patch_is_on_where_the_variable_is(process: pytest.MonkeyPatch) -> None:
+    register()
+    assert patch.applied() == ()
+    process.setenv("FLASHRL_CONFIG", "bf16")
+    register()
+    assert patch.applied() == (PATCH,)
+
+
+@pytest.mark.engine
+def test_a_run_of_ours_is_left_to_its_plan(
+    process: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    process.setenv("APPLIANCE_PLAN", str(tmp_path / "plan.json"))
+    process.setenv("FLASHRL_CONFIG", "nonsense")
+    register()
+    assert patch.applied() == ()
+    assert caplog.messages == ["FLASHRL_CONFIG does nothing in a run of `appliance train`: its plan says the scheme"]
+
+
+@pytest.mark.engine
+def test_a_variable_that_does_nothing_is_named(process: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    process.setenv("FLASHRL_LMHEAD_FP32", "1")
+    register()
+    assert patch.applied() == ()
+    assert caplog.messages == ["FLASHRL_LMHEAD_FP32 does nothing without FLASHRL_CONFIG; FLASHRL_CONFIG=bf16 is enough"]
+
+
+@pytest.mark.engine
+def test_an_unknown_value_stops_the_process_with_its_hint(process: pytest.MonkeyPatch) -> None:
+    process.setenv("FLASHRL_CONFIG", "w4a16")
+    with pytest.raises(RecipeError) as raised:
+        register()
+    assert str(raised.value) == "FLASHRL_CONFIG: unknown value `w4a16`"
+    assert raised.value.__notes__ == [f"hint: {raised.value.hint}"]
+
+
+@pytest.mark.engine
+def test_the_record_is_the_same_for_both_flavours(process: pytest.MonkeyPatch) -> None:
+    from appliance.flashrl.arguments import ENGINE_ARGUMENTS, ENGINE_ARGUMENTS_GPU
+
+    assert ENGINE_ARGUMENTS.version == f"{ENGINE_ARGUMENTS_GPU.version}+cpu"
+    assert ENGINE_ARGUMENTS.source_sha256 == ENGINE_ARGUMENTS_GPU.source_sha256
+
+
+def test_lines_have_flashrls_format_and_go_into_the_file(tmp_path: Path) -> None:
+    log = tmp_path / "flashrl.log"
+    log.write_text("before\n")
+    start_logging(Variables(config=None, log_level=logging.WARNING, log_file=log))
+    start_logging(Variables(config=None, log_level=logging.WARNING, log_file=log))
+    LOGGER.info("too quiet")
+    LOGGER.warning("heard")
+    before, line = log.read_text().splitlines()
+    assert before == "before"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - flashrl - WARNING - heard", line)
+
+
+def test_info_is_the_level_that_nobody_asked_for(tmp_path: Path) -> None:
+    start_logging(Variables(config=None, log_file=tmp_path / "log"))
+    LOGGER.debug("too quiet")
+    LOGGER.info("heard")
+    assert len((tmp_path / "log").read_text().splitlines()) == 1
