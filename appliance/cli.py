@@ -62,13 +62,16 @@ def train(
         _check(recipe, sets=sets, name=name, json_mode=json_mode, show_plan=True)
         return
     from appliance.preflight.report import examine
+    from appliance.profile.command import PROFILING
     from appliance.recipe.dump import to_yaml
     from appliance.run.train import run_training
 
     loaded = _load(recipe, sets)
     plan, _, findings = examine(loaded, run_dir=_run_dir(loaded, name=name), ask_hub=True)
     _stop_on_errors(findings)
-    code = run_training(plan, recipe_yaml=to_yaml(loaded), findings=findings, name=name, json_mode=json_mode)
+    code = run_training(
+        plan, recipe_yaml=to_yaml(loaded), findings=findings, name=name, json_mode=json_mode, steps=(PROFILING,)
+    )
     raise typer.Exit(code)
 
 

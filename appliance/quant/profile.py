@@ -17,16 +17,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from appliance.quant.files import HEADER_KEY, PROFILE_FILE, SCHEMA_VERSION, parse_header, read_file_header
 from appliance.quant.scheme import Scheme
-from appliance.quant.smoothing import (
-    HEADER_KEY,
-    PROFILE_FILE,
-    SCHEMA_VERSION,
-    Smoothing,
-    load_smoothing,
-    read_header,
-    scale_key,
-)
+from appliance.quant.smoothing import Smoothing, load_smoothing, scale_key
 
 ACTIVATION = "activation."
 INPUT_SCALE = "input_scale."
@@ -162,7 +155,7 @@ def read_profile(folder: Path) -> Profile:
     smoothing = load_smoothing(folder)
     file = folder / PROFILE_FILE if folder.is_dir() else folder
     with safe_open(file, framework="pt") as tensors:
-        header = read_header(tensors.metadata(), file=file)
+        header = parse_header(tensors.metadata(), file=file)
         parts: dict[str, dict[str, Tensor]] = {ACTIVATION: {}, INPUT_SCALE: {}, OUTPUT_SCALE: {}}
         for name in tensors.keys():  # noqa: SIM118 - the handle is no mapping
             prefix = f"{name.partition('.')[0]}."
@@ -193,3 +186,8 @@ def _parts(profile: Profile) -> dict[str, Mapping[str, Tensor]]:
         INPUT_SCALE: profile.input_scales,
         OUTPUT_SCALE: profile.output_scales,
     }
+
+
+def kept_layers(folder: Path) -> tuple[str, ...]:
+    """The layers that a profile keeps in BF16, as an `ignore` list. Raises EngineError when there is no profile."""
+    return tuple(read_file_header(folder)["suggested_ignore"])

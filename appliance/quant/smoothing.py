@@ -14,7 +14,6 @@ Legend: N output channels, K input channels, E experts.
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,10 +24,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from appliance.errors import EngineError, NumericsError
+from appliance.quant.files import PROFILE_FILE, parse_header
 
-PROFILE_FILE = "profile.safetensors"
-HEADER_KEY = "appliance"  # of the safetensors metadata; its value is the JSON header of a profile
-SCHEMA_VERSION = 1
 MAX_EXPONENT = 12  # of a scale: 2^-12..2^12 is exact in BF16, float16 and float32
 
 _EXPERT = re.compile(r"\.experts\.\d+\.(?:gate|up)_proj\.weight$")
@@ -112,7 +109,7 @@ def load_smoothing(profile_dir: Path) -> Smoothing:
         raise EngineError(f"{file}: no such profile", hint=hint)
     try:
         with safe_open(file, framework="pt") as profile:
-            header = read_header(profile.metadata(), file=file)
+            header = parse_header(profile.metadata(), file=file)
             return Smoothing(
                 tuple(
                     SmoothingGroup(
@@ -125,16 +122,6 @@ def load_smoothing(profile_dir: Path) -> Smoothing:
             )
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise EngineError(f"{file}: not a profile that can be read: {error}", hint=hint) from error
-
-
-def read_header(metadata: Mapping[str, str] | None, *, file: Path) -> dict:
-    """The JSON header out of the safetensors metadata. Raises EngineError when it is not one of this version."""
-    text = (metadata or {}).get(HEADER_KEY)
-    header = json.loads(text) if text else {}
-    if header.get("schema_version") != SCHEMA_VERSION:
-        found = header.get("schema_version", "no schema_version")
-        raise EngineError(f"{file}: has {found}, this program reads {SCHEMA_VERSION}", hint="make the profile again")
-    return header
 
 
 def scale_key(norm: str) -> str:

@@ -17,6 +17,7 @@ PHASES = {
     "starting": "starting",
     "preflight": "looking at this host",
     "prepare": "making what the cache lacks",
+    "profile": "profiling the model",
     "start": "starting Ray",
     "load-model": "loading the trainer's model",
     "load-engine": "starting the rollout engine",
@@ -42,9 +43,7 @@ def phase_text(phase: str) -> str:
 def title(plan: RunPlan) -> str:
     """`name: int8 rollouts, tis with cap 2`."""
     rollout = f"{plan.rollout.scheme}{', emulated,' if plan.rollout.emulated else ''} rollouts"
-    method = plan.correction.method
-    cap = "" if plan.correction.cap is None else f" with cap {plan.correction.cap:g}"
-    return f"{plan.name}: {rollout}, {'no correction' if method == 'none' else method + cap}"
+    return f"{plan.name}: {rollout}, {plan.correction.text}"
 
 
 def plain_step(state: RunState, step: StepMetrics, *, now: float) -> str:

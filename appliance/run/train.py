@@ -12,7 +12,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -31,7 +32,19 @@ from appliance.run.supervise import Interrupts, supervise
 from appliance.tasks.prepare import is_prepared
 
 _LOG_TAIL_BYTES = 65536
-_TRAIN = "train"
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a run does between its preparation and its training. (The rooms that do it read runs; runs do not import them.)
+
+    child: makes the program to run, or None where there is nothing to do.  is_done: whether its result is there.
+    finish: called when it is.  Each may raise an ApplianceError.
+    """
+
+    child: Callable[[RunPlan], Child | None]
+    is_done: Callable[[RunPlan], bool]
+    finish: Callable[[RunPlan], None]
 
 
 class Finding(Protocol):
@@ -48,12 +61,18 @@ class Finding(Protocol):
 
 
 def run_training(
-    plan: RunPlan, *, recipe_yaml: str, findings: Sequence[Finding], name: str | None, json_mode: bool
+    plan: RunPlan,
+    *,
+    recipe_yaml: str,
+    findings: Sequence[Finding],
+    name: str | None,
+    json_mode: bool,
+    steps: Sequence[Step] = (),
 ) -> int:
     """Run the plan and return the exit code; everything that is to be said was said.
 
     recipe_yaml: the resolved recipe, kept in the folder.  findings: what preflight let pass; warnings become notes.
-    name: as the user gave it, None when the run's name was chosen.
+    name: as the user gave it, None when the run's name was chosen.  steps: between preparation and training, in order.
     Raises RecipeError (the name is in use) and PreflightError (a folder cannot be written).
     """
     started = time.monotonic()
@@ -62,7 +81,7 @@ def run_training(
             if str(finding.severity) == "warning":
                 append_event(session.run_dir, kind="note", what=f"{finding.place}: {finding.message}", why="preflight")
         training = _Training(plan, session, interrupts, choose_progress(plan, json_mode=json_mode))
-        outcome = training.run()
+        outcome = training.run(steps)
         session.finish(state=outcome.state, exit_code=outcome.exit_code, reason=outcome.reason)
     _tell(plan, training.state, outcome=outcome, seconds=time.monotonic() - started, json_mode=json_mode)
     return outcome.exit_code
@@ -79,19 +98,31 @@ class _Training:
         self._tail = RunTail(session.run_dir)
         self.state = RunState(steps=plan.steps)
 
-    def run(self) -> Outcome:
+    def run(self, steps: Sequence[Step]) -> Outcome:
         with self._progress:
-            outcome = DONE if is_prepared(self._plan) else self._run_child(_prepare_child(self._plan))
+            outcome = DONE
+            if not is_prepared(self._plan):
+                outcome = self._run_child(_prepare_child(self._plan), is_done=is_prepared)
+            for step in steps:
+                if outcome == DONE:
+                    outcome = self._step(step)
             return self._train() if outcome == DONE else outcome
+
+    def _step(self, step: Step) -> Outcome:
+        child = step.child(self._plan)
+        outcome = DONE if child is None else self._run_child(child, is_done=step.is_done)
+        if outcome == DONE:
+            step.finish(self._plan)
+        return outcome
 
     def _train(self) -> Outcome:
         with _ray_dir(self._plan) as ray_dir:
-            outcome = self._run_child(_train_child(self._plan), remove=str(ray_dir or ""))
+            outcome = self._run_child(_train_child(self._plan), is_done=_has_model, remove=str(ray_dir or ""))
             if ray_dir is not None and outcome.state is RunStatus.FAILED:
                 self._keep_ray_logs(ray_dir)
         return outcome
 
-    def _run_child(self, child: Child, *, remove: str = "") -> Outcome:
+    def _run_child(self, child: Child, *, is_done: Callable[[RunPlan], bool], remove: str = "") -> Outcome:
         if self._interrupts.names:
             return interrupted(self._interrupts.names)
         log = self._session.log_dir / f"{child.name}.log"
@@ -105,7 +136,7 @@ class _Training:
             remove=remove,
         )
         self._note_processes(report)
-        return self._judge(child, returncode=report.returncode, log=log)
+        return self._judge(child, returncode=report.returncode, is_done=is_done(self._plan), log=log)
 
     def _tick(self) -> None:
         news = self._tail.read()
@@ -114,9 +145,9 @@ class _Training:
         self._progress.show(self.state, news, now=time.time())
         self._session.update(state=RunStatus.RUNNING, phase=self.state.phase)
 
-    def _judge(self, child: Child, *, returncode: int, log: Path) -> Outcome:
+    def _judge(self, child: Child, *, returncode: int, is_done: bool, log: Path) -> Outcome:
         """A signal that came when the work was done already changes nothing."""
-        if returncode == 0 and _has_result(self._plan, child):
+        if returncode == 0 and is_done:
             return DONE
         if self._interrupts.names:
             return interrupted(self._interrupts.names)
@@ -150,15 +181,15 @@ def _prepare_child(plan: RunPlan) -> Child:
 
 
 def _train_child(plan: RunPlan) -> Child:
-    return Child(_TRAIN, "training", plan.argv, default_code=5)
+    return Child("train", "training", plan.argv, default_code=5)
 
 
 def _child_environment(plan: RunPlan) -> dict[str, str]:
     return {**os.environ, **dict(plan.env), PLAN_VARIABLE: str(Path(plan.run_dir) / "plan.json")}
 
 
-def _has_result(plan: RunPlan, child: Child) -> bool:
-    return (Path(plan.run_dir) / "model" / "config.json").is_file() if child.name == _TRAIN else is_prepared(plan)
+def _has_model(plan: RunPlan) -> bool:
+    return (Path(plan.run_dir) / "model" / "config.json").is_file()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,175 @@
+"""Makes a profile, in a process of its own: `python -m appliance.profile.child (--plan PLAN | --job JOB)`.
+
+`--scales SCALES SOURCE FOLDER` instead writes the profile of what was in FlashRL's file SOURCE.
+Progress and failures are events, in the run's folder or in the command's; the exit code is that of the error.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import pyarrow.parquet as pq
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from appliance.errors import ApplianceError, EngineError
+from appliance.plan.model import read_plan
+from appliance.profile.found import find_profile, key_of, place_profile
+from appliance.profile.job import ProfileJob, cache_folder, job_of_plan, read_job
+from appliance.quant.calibrate import calibrate
+from appliance.quant.donor import recover
+from appliance.quant.files import PROFILE_FILE
+from appliance.quant.flashrl_profile import from_flashrl
+from appliance.quant.profile import Origin, Settings, write_profile
+from appliance.run.events import append_event, append_failure
+
+PHASE = "profile"
+_VERSIONS = ("flashrl-appliance", "torch", "transformers", "safetensors")
+_MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+
+
+def make_profile(job: ProfileJob) -> Path:
+    """The folder with the job's profile: found in the cache, or made. Raises what `calibrate` and `recover` raise."""
+    append_event(Path(job.report_dir), kind="phase", what=PHASE)
+    found = find_profile(job) or _make(job)
+    folder = Path(job.target or found)
+    if job.target:
+        place_profile(found, target=folder)
+    append_event(Path(job.report_dir), kind=PHASE, what=str(folder))
+    return folder
+
+
+def _make(job: ProfileJob) -> Path:
+    folder = _model_folder(job)
+    key, model_hash, data_hash = key_of(job, folder=folder)
+    target = cache_folder(job, key=key)
+    if (target / PROFILE_FILE).is_file():  # a model of the hub: found only now
+        return target
+    origin = Origin(
+        kind="donor" if job.donor else "calibrated",
+        model=job.model,
+        revision=job.revision,
+        model_hash=model_hash,
+        data_hash=data_hash,
+        donor=job.donor,
+        versions={name: importlib.metadata.version(name) for name in _VERSIONS},
+    )
+    if job.donor:
+        profile = recover(folder, donor=Path(job.donor), scheme=job.scheme, origin=origin)
+    else:
+        profile = calibrate(
+            folder,
+            sequences=read_sequences(job, folder=folder),
+            scheme=job.scheme,
+            settings=_settings(job),
+            origin=origin,
+            on_layer=functools.partial(_report, Path(job.report_dir)),
+        )
+    _into_cache(target, write=functools.partial(write_profile, profile))
+    return target
+
+
+def _settings(job: ProfileJob) -> Settings:
+    return Settings(
+        strength=job.strength,
+        error_budget=job.error_budget,
+        ignore=job.ignore,
+        prompts=job.prompts,
+        max_tokens=job.max_tokens,
+    )
+
+
+def _into_cache(target: Path, *, write: functools.partial) -> None:
+    """Half a profile is never seen. Another process may have been first."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        write(folder=folder)
+        folder.chmod(0o755)  # mkdtemp makes it private; a cache may be shared
+        if not target.exists():
+            folder.rename(target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _report(report_dir: Path, done: int, total: int) -> None:
+    append_event(report_dir, kind="progress", what=PHASE, done=done, total=total, note=f"layer {done} of {total}")
+
+
+def _model_folder(job: ProfileJob) -> Path:
+    """The model's folder, from the hub where it is not one. Raises EngineError when the hub cannot be asked."""
+    if (Path(job.model) / "config.json").is_file():
+        return Path(job.model)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return Path(snapshot_download(job.model, revision=job.revision or None, allow_patterns=_MODEL_FILES))
+    except (OSError, HfHubHTTPError, HFValidationError) as error:
+        raise EngineError(
+            f"{job.model}: neither a folder with config.json nor to be had from the hub: {error}",
+            hint="give a folder, or a name on the hub",
+        ) from error
+
+
+def read_sequences(job: ProfileJob, *, folder: Path) -> list[list[int]]:
+    """Token ids of prompts of the task with their answers, spread evenly over the data, as the chat template has them.
+
+    At most job.prompts of at most job.longest tokens each, and job.max_tokens together. folder: of the tokenizer.
+    """
+    rows = pq.read_table(job.parquet, columns=["prompt", "reward_model"]).to_pylist()
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=job.trust_remote_code)
+    step = max(1, len(rows) // job.prompts)
+    sequences, left = [], job.max_tokens
+    for row in rows[::step][: job.prompts]:
+        tokens = _tokens(row, tokenizer=tokenizer)[: min(job.longest, left)]
+        left -= len(tokens)
+        sequences += [tokens] if tokens else []
+    return sequences
+
+
+def _tokens(row: dict, *, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    answer = (row["reward_model"] or {}).get("ground_truth") or ""
+    messages = list(row["prompt"])
+    if answer:
+        messages.append({"role": "assistant", "content": answer})
+    made = tokenizer.apply_chat_template(messages, add_generation_prompt=not answer, tokenize=True, return_dict=True)
+    return list(made["input_ids"])
+
+
+def main(arguments: list[str]) -> int:
+    kind, path = arguments[0], Path(arguments[1])
+    if kind == "--scales":
+        return _take_over(path, source=arguments[2], folder=Path(arguments[3]))
+    job = job_of_plan(read_plan(path)) if kind == "--plan" else read_job(path.read_text())
+    try:
+        make_profile(job)
+    except ApplianceError as error:
+        return _fail(job, error)
+    except Exception as error:  # the boundary of this process: every failure becomes an event and an exit code
+        _fail(job, ApplianceError(f"{type(error).__name__}: {error}", hint="the log has the whole story"))
+        raise
+    return 0
+
+
+def _take_over(scales: Path, *, source: str, folder: Path) -> int:
+    """Problems are lines on stderr: there is no folder for events."""
+    try:
+        write_profile(from_flashrl(scales, source=source), folder=folder)
+    except ApplianceError as error:
+        sys.stderr.write(f"{error.message}\n")
+        return error.exit_code
+    return 0
+
+
+def _fail(job: ProfileJob, error: ApplianceError) -> int:
+    append_failure(Path(job.report_dir), error)
+    return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

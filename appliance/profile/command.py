@@ -1,0 +1,240 @@
+"""The commands around a profile: make one, write the configuration of an engine, take over one of FlashRL's.
+
+The launcher's side: it imports no torch, finds what the cache has, and leaves the rest to a child.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.progress import Progress, TaskID
+
+from appliance import console, errors
+from appliance.errors import ApplianceError, EngineError, RecipeError
+from appliance.flashrl.config_file import write_config
+from appliance.plan.build import build_plan
+from appliance.plan.model import RunPlan
+from appliance.preflight.probes import read_host
+from appliance.profile.found import find_profile, place_profile
+from appliance.profile.job import ProfileJob, job_of_plan
+from appliance.profile.table import table
+from appliance.quant.files import PROFILE_FILE, read_file_header
+from appliance.quant.scheme import Scheme
+from appliance.quant.settings import Quantisation
+from appliance.recipe.schema import Recipe
+from appliance.run.child import make_inputs, run_child
+from appliance.run.events import EVENTS_FILE, Event, Tail, append_event, first_failure, parse_event
+from appliance.run.outcome import Child
+from appliance.run.train import Step
+
+CONFIG_FILE = "quantization.yaml"
+CHILD_MODULE = "appliance.profile.child"
+_COMMAND = "profile"
+_CACHE = ".cache"
+
+
+def run_profile(recipe: Recipe, *, output: Path | None) -> int:
+    """Make the recipe's profile, or find it, and show it. output: a folder; None leaves it in the cache.
+
+    Raises RecipeError for a scheme without a profile, EngineError and NumericsError as the child does.
+    """
+    with _work_folder(recipe) as folder:
+        plan = build_plan(recipe, run_dir=folder, host=read_host(folder))
+        if plan.profile is None:
+            message = f"rollout.scheme: `{plan.rollout.scheme}` has no profile"
+            hint = "use `int8` or `fp8-channel`, and quantization.profile `auto`"
+            raise RecipeError([(message, hint)])
+        target = _make(plan, output=output)
+        _write_config(plan, profile=target, path=target / CONFIG_FILE)
+        _show(target)
+    return 0
+
+
+def run_setup(recipe: Recipe, *, output: Path) -> int:
+    """Write the YAML file that `FLASHRL_CONFIG` takes, with a profile beside it where the scheme has one."""
+    with _work_folder(recipe) as folder:
+        plan = build_plan(recipe, run_dir=folder, host=read_host(folder))
+        output.parent.mkdir(parents=True, exist_ok=True)
+        profile = None
+        if plan.profile is not None:
+            profile = _make(plan, output=output.with_name(f"{output.stem}-profile"))
+        else:
+            make_inputs(plan, command="setup")
+        _write_config(plan, profile=profile, path=output)
+    console.say(f"FLASHRL_CONFIG={output} serves `{plan.model.path}` as the recipe's rollouts are served")
+    console.out(str(output))
+    return 0
+
+
+def run_donor(*, model: str, quantized: Path, scheme: Scheme, output: Path) -> int:
+    """FlashRL's form: the scales of a W8A8 checkpoint of the same model. Raises RecipeError when they are no pair."""
+    problems = [
+        (f"{option} {folder}: not a folder with config.json", "give a checkpoint's folder")
+        for option, folder in (("--model", Path(model)), ("--quantized", quantized))
+        if not (folder / "config.json").is_file()
+    ]
+    if problems:
+        raise RecipeError(problems)
+    output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output, prefix=".profile-") as folder:
+        job = ProfileJob(
+            model=str(Path(model).absolute()),
+            revision="",
+            trust_remote_code=False,
+            parquet="",
+            scheme=scheme,
+            strength=0.0,
+            error_budget=None,
+            ignore=(),
+            longest=0,
+            cache_dir=str(Path(folder) / _CACHE),
+            target=str(output.absolute()),
+            report_dir=folder,
+            donor=str(quantized.absolute()),
+        )
+        _run(job, env={})
+    settings = Quantisation(scheme, profile=str(output.absolute()))
+    write_config(output / CONFIG_FILE, [settings], model=job.model)
+    _show(output)
+    return 0
+
+
+def profile_child(plan: RunPlan) -> Child | None:
+    """The child of `train` that makes the plan's profile, None where none is needed or it lies in the run's folder.
+
+    Call it when model and data are made, and `finish_profile` after the child. Raises EngineError for a folder named
+    in the recipe that has no profile.
+    """
+    if plan.profile is None or is_profiled(plan):
+        return None
+    if plan.profile.source:
+        _take(Path(plan.profile.source), plan=plan)
+        return None
+    found = find_profile(job_of_plan(plan))
+    if found is not None:
+        place_profile(found, target=Path(plan.profile.folder))
+        append_event(Path(plan.run_dir), kind="note", what="the model's profile was found in the cache", why=str(found))
+        return None
+    argv = (sys.executable, "-m", CHILD_MODULE, "--plan", str(Path(plan.run_dir) / "plan.json"))
+    return Child(_COMMAND, "profiling", argv, default_code=4)
+
+
+def finish_profile(plan: RunPlan) -> None:
+    """Write `quantization.yaml` beside the profile in the run's folder. Raises EngineError without a profile."""
+    if plan.profile is not None:
+        folder = Path(plan.profile.folder)
+        _write_config(plan, profile=folder, path=folder / CONFIG_FILE)
+
+
+def is_profiled(plan: RunPlan) -> bool:
+    """Whether the run's folder has its profile, or needs none."""
+    return plan.profile is None or (Path(plan.profile.folder) / PROFILE_FILE).is_file()
+
+
+PROFILING = Step(child=profile_child, is_done=is_profiled, finish=finish_profile)  # of a training run
+
+
+def _take(source: Path, *, plan: RunPlan) -> None:
+    """Copy the profile that the recipe names. Its smoothing leaves any model's function as it is, so that one of
+    another checkpoint of the same shapes is taken, with a note."""
+    assert plan.profile is not None
+    header = read_file_header(source)
+    place_profile(source if source.is_dir() else source.parent, target=Path(plan.profile.folder))
+    if header["model"] != plan.model.path:
+        what = f"the profile {source} was made of {header['model'] or 'an unnamed model'}"
+        append_event(Path(plan.run_dir), kind="note", what=what, why="quantization.profile")
+
+
+def _make(plan: RunPlan, *, output: Path | None) -> Path:
+    """The folder with the plan's profile; output None: the cache's."""
+    assert plan.profile is not None
+    if plan.profile.source:
+        source = Path(plan.profile.source)
+        read_file_header(source)
+        if output is not None:
+            place_profile(source, target=output)
+        return output or source
+    make_inputs(plan, command=_COMMAND)
+    job = job_of_plan(plan, target=str(output.absolute()) if output else "")
+    found = find_profile(job)
+    if found is None:
+        _run(job, env=dict(plan.env))
+        found = find_profile(job)
+    else:
+        console.say("found in the cache: nothing to do")
+        if output is not None:
+            place_profile(found, target=output)
+    if output is None and found is None:
+        raise EngineError(
+            f"{job.model}: its profile is in the cache, by a name that only the hub can tell", hint="use -o"
+        )
+    return output or found
+
+
+def _write_config(plan: RunPlan, *, profile: Path | None, path: Path) -> None:
+    """One entry for each replica; the layers that the profile keeps in BF16 are in `ignore`."""
+    kept = tuple(read_file_header(profile)["suggested_ignore"]) if profile else ()
+    replicas = []
+    for each in plan.rollout.replicas:
+        uses = bool(each.profile and profile)
+        ignore = tuple(dict.fromkeys((*each.ignore, *(kept if uses else ()))))
+        replicas.append(dataclasses.replace(each, ignore=ignore, profile=str(profile.absolute()) if uses else ""))
+    write_config(path, replicas, model=plan.model.path)
+
+
+def _run(job: ProfileJob, *, env: dict[str, str]) -> Path:
+    """The child, with a bar; the folder where it left the profile. Raises the error that it reported."""
+    folder = Path(job.report_dir)
+    left: list[Path] = []
+    (folder / "job.json").write_text(job.to_json())
+    tail = Tail(folder / EVENTS_FILE)
+    with Progress(console=console.err_console(), disable=not console.is_live(console.err_console())) as bar:
+        task = bar.add_task("profiling", total=None)
+
+        def tick() -> None:
+            for line in tail.read():
+                event = parse_event(line)
+                if event is not None and event.kind == "progress" and event.what == _COMMAND:
+                    _draw(bar, task, event)
+                elif event is not None and event.kind == _COMMAND:
+                    left.append(Path(event.what))
+
+        try:
+            module = [CHILD_MODULE, "--job", str(folder / "job.json")]
+            run_child(module, command=_COMMAND, folder=folder, env=env, tick=tick)
+        except EngineError as error:
+            raise _told(first_failure(folder), otherwise=error) from error
+    return left[-1]
+
+
+def _draw(bar: Progress, task: TaskID, event: Event) -> None:
+    bar.update(task, completed=event.done, total=event.total)
+    if bar.disable:
+        console.say(f"profiling: {event.note}")
+
+
+def _told(failure: Event | None, *, otherwise: ApplianceError) -> ApplianceError:
+    """The error that a child reported, as the kind it was there."""
+    if failure is None or failure.exit_code in (None, 1):
+        return otherwise
+    kind = getattr(errors, failure.why, EngineError)
+    return RecipeError([(failure.what, failure.hint)]) if kind is RecipeError else kind(failure.what, hint=failure.hint)
+
+
+def _show(folder: Path) -> None:
+    for line in table(read_file_header(folder), folder=str(folder)):
+        console.out(line)
+
+
+@contextmanager
+def _work_folder(recipe: Recipe) -> Iterator[Path]:
+    """A folder beside the caches, gone at the end."""
+    root = Path(recipe.cluster.run_dir).expanduser().absolute()
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=root, prefix=".profile-") as folder:
+        yield Path(folder)

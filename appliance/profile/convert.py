@@ -1,0 +1,66 @@
+"""`convert-profile`: FlashRL's `profile.pt` becomes a profile of ours. The launcher's side: it reads no pickle."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from appliance import console
+from appliance.errors import RecipeError
+from appliance.plan.env import THREADS_VARIABLE
+from appliance.profile.table import table
+from appliance.quant.files import read_file_header
+
+REFUSED = 2  # the exit code of a child that did not like the file
+_CHILD = "appliance.profile.unpickle"
+_TIMEOUT_S = 300.0
+_HINT = "nothing in the file was run; give the profile.pt that `flashrl profile --fn int8` wrote"
+
+
+def run_convert(file: Path, *, output: Path) -> int:
+    """Write `output/profile.safetensors`. Raises RecipeError for a file that is not FlashRL's, or that wants to run."""
+    if not file.is_file():
+        raise RecipeError([(f"{file}: no such file", "give FlashRL's profile.pt")])
+    with tempfile.TemporaryDirectory(prefix="appliance-convert-") as folder:
+        scales = Path(folder) / "scales.safetensors"
+        _read_apart(file, scales=scales, room=Path(folder) / "room")
+        _write(scales, source=file, output=output)
+    for line in table(read_file_header(output), folder=str(output)):
+        console.out(line)
+    return 0
+
+
+def _read_apart(file: Path, *, scales: Path, room: Path) -> None:
+    """The pickle as safetensors, read by a process without rights."""
+    room.mkdir()
+    environment = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+    command = [sys.executable, "-m", _CHILD, str(file), str(scales), str(room)]
+    try:
+        done = subprocess.run(
+            command,
+            env={**environment, "TMPDIR": str(room), "HOME": str(room), THREADS_VARIABLE: "1"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RecipeError([(f"{file}: not read within {_TIMEOUT_S:.0f} s", _HINT)]) from error
+    if done.returncode == REFUSED and scales.is_file():
+        raise RecipeError([(f"{file}: refused: {scales.read_text(errors='replace')[:400]}", _HINT)])
+    if done.returncode:
+        why = (done.stderr.decode(errors="replace").strip().splitlines() or [f"code {done.returncode}"])[-1]
+        raise RecipeError([(f"{file}: refused: its reader ended: {why[:400]}", _HINT)])
+
+
+def _write(scales: Path, *, source: Path, output: Path) -> None:
+    """In a child too: the launcher imports no torch."""
+    command = [sys.executable, "-m", "appliance.profile.child", "--scales", str(scales), str(source), str(output)]
+    done = subprocess.run(command, capture_output=True, check=False)
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").strip().splitlines() or [f"code {done.returncode}"]
+        problems = lines if done.returncode == REFUSED else lines[-1:]
+        raise RecipeError([(line, "") for line in problems])

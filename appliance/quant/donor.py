@@ -1,0 +1,177 @@
+"""FlashRL's way to a profile: a BF16 checkpoint and a W8A8 checkpoint of the same model tell what smoothed the donor.
+
+Legend: N output and K input channels of a linear, q its int8 codes, c_n its channel scale, w the BF16 weight.
+
+    norms       r_k = q_norm_k / norm_k                          input scale of the norm; 1 / r is the smoothing
+    q, k, v, gate   codes = w * (1 / c_n) * (1 / r_k)            output and input scale
+    o           codes = w * (1 / c_n)
+    up          f = w / r_k / c_n;  b_n = sum_k(q f) / sum_k(f^2)    least squares: how up was scaled for down
+                codes = w * (b_n / c_n) * (1 / r_k)
+    down        codes = w * (1 / c_n) * (1 / b_k)
+
+rounded to integers and clamped to [-128, 127]. Source: Liu et al. 2025, FlashRL 1.0.3. The numbers are kept as FlashRL
+has them. What our engine uses of them is the smoothing of the norms, rounded to powers of two; its channel scales are
+taken anew from the weights at every sync, as those of a donor no longer fit when training has moved the weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from appliance.errors import RecipeError
+from appliance.quant.profile import Origin, Profile, Settings
+from appliance.quant.scheme import Scheme
+from appliance.quant.smoothing import Smoothing, SmoothingGroup, power_of_two
+from appliance.quant.streamed import Checkpoint
+
+READERS = {
+    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+}
+_LAYER = re.compile(r"(model\.layers\.\d+\.)input_layernorm\.weight")
+_LARGEST_RESIDUAL = 0.1  # |codes - predicted| / |codes|; rounding alone gives below 0.02, GPTQ below 0.05
+_MOST_PROBLEMS = 10
+
+
+@dataclass
+class _Scales:
+    """input_: what a parameter's last dimension is multiplied by.  output: what its rows are. By parameter name."""
+
+    input_: dict[str, Tensor] = field(default_factory=dict)
+    output: dict[str, Tensor] = field(default_factory=dict)
+
+
+def recover(model: Path, *, donor: Path, scheme: Scheme, origin: Origin) -> Profile:
+    """The scales that made a donor out of a model, both as folders with safetensors.
+
+    donor: W8A8 of compressed-tensors: int8 `weight`, `weight_scale` per channel, symmetric.
+    Raises RecipeError with what is different when the two are not a pair, or the scheme is not int8.
+    """
+    if scheme is not Scheme.INT8:
+        raise RecipeError([(f"--scheme {scheme}: a donor's scales are those of `int8`", "use --scheme int8")])
+    with Checkpoint(model) as ours, Checkpoint(donor) as theirs:
+        prefixes = [match.group(1) for name in ours.names if (match := _LAYER.fullmatch(name))]
+        problems = _differences(ours, theirs, prefixes=prefixes)
+        _refuse(problems, model=model, donor=donor)
+        scales = _Scales()
+        for prefix in prefixes:
+            _recover_layer(ours, theirs, prefix=prefix, scales=scales)
+            problems += _unexplained(ours, theirs, prefix=prefix, scales=scales)
+        _refuse(problems, model=model, donor=donor)
+    return Profile(
+        origin=origin,
+        scheme=scheme,
+        settings=Settings(strength=0.0),
+        smoothing=smoothing_of_norms(scales.input_),
+        input_scales=scales.input_,
+        output_scales=scales.output,
+    )
+
+
+def smoothing_of_norms(input_scales: Mapping[str, Tensor]) -> Smoothing:
+    """The groups of the norms among FlashRL's input scales, r = q_norm / norm: 1 / r as powers of two."""
+    groups = []
+    for norm, ratio_K in input_scales.items():
+        path = norm.removesuffix(".weight")
+        prefix, _, kind = path.rpartition(".")
+        if kind not in READERS:
+            continue
+        usable_K = (ratio_K > 0) & torch.isfinite(ratio_K)
+        scale_K = power_of_two(torch.where(usable_K, ratio_K, torch.ones_like(ratio_K)).float().reciprocal())
+        if bool((scale_K != 1).any()):
+            linears = tuple(f"{prefix}.{reader}.weight" for reader in READERS[kind])
+            groups.append(SmoothingGroup(norm, linears, scale_K))
+    return Smoothing(tuple(groups))
+
+
+def _recover_layer(ours: Checkpoint, theirs: Checkpoint, *, prefix: str, scales: _Scales) -> None:
+    for norm, readers in READERS.items():
+        name = f"{prefix}{norm}.weight"
+        ratio_K = theirs.read(name) / ours.read(name).float()
+        scales.input_[name] = ratio_K
+        for reader in readers:
+            weight = f"{prefix}{reader}.weight"
+            scale_N1 = theirs.read(f"{weight}_scale").view(-1, 1)
+            if reader == "mlp.up_proj":
+                fitted_NK = ours.read(weight).float() / ratio_K.view(1, -1) / scale_N1
+                codes_NK = theirs.read(weight).float()
+                b_N1 = (codes_NK * fitted_NK).sum(dim=-1, keepdim=True) / (fitted_NK**2).sum(dim=-1, keepdim=True)
+                scale_N1 = scale_N1.float() / b_N1
+                down = f"{prefix}mlp.down_proj.weight"
+                scales.input_[down] = (1.0 / b_N1.view(1, -1)).view(-1)
+            scales.input_[weight] = 1.0 / ratio_K
+            scales.output[weight] = (1.0 / scale_N1.float()).view(-1)
+    for last in ("self_attn.o_proj", "mlp.down_proj"):
+        weight = f"{prefix}{last}.weight"
+        scales.output[weight] = (1.0 / theirs.read(f"{weight}_scale").view(-1, 1).float()).view(-1)
+
+
+def predicted_codes(weight_NK: Tensor, *, output_scale_N: Tensor, input_scale_K: Tensor | None) -> Tensor:
+    """[N, K] float32, integers in [-128, 127]: what FlashRL's sync makes of a weight."""
+    scaled_NK = weight_NK.float() * output_scale_N.view(-1, 1)
+    if input_scale_K is not None:
+        scaled_NK = scaled_NK * input_scale_K.view(1, -1)
+    return scaled_NK.round().clamp(-128, 127)
+
+
+def _unexplained(ours: Checkpoint, theirs: Checkpoint, *, prefix: str, scales: _Scales) -> list[str]:
+    """Linears whose codes do not follow from the scales."""
+    problems = []
+    for name in (each for each in scales.output if each.startswith(prefix)):
+        codes_NK = theirs.read(name).float()
+        input_K = scales.input_.get(name)
+        made_NK = predicted_codes(ours.read(name), output_scale_N=scales.output[name], input_scale_K=input_K)
+        residual = float((codes_NK - made_NK).norm() / codes_NK.norm().clamp(min=1))
+        if not residual <= _LARGEST_RESIDUAL:  # NaN too
+            problems.append(f"{name}: the scales leave {residual:.2f} of the donor's codes unexplained")
+    return problems
+
+
+def _differences(ours: Checkpoint, theirs: Checkpoint, *, prefixes: list[str]) -> list[str]:
+    """What keeps the two from being a pair, before any number is looked at."""
+    if not prefixes:
+        return ["the model has no model.layers.<i>.input_layernorm.weight"]
+    layers = sum(_LAYER.fullmatch(name) is not None for name in theirs.names)
+    problems = [f"the model has {len(prefixes)} layers, the donor {layers}"] if layers != len(prefixes) else []
+    linears = (*(reader for readers in READERS.values() for reader in readers), "self_attn.o_proj", "mlp.down_proj")
+    for prefix in prefixes:
+        for name in (f"{prefix}{norm}.weight" for norm in READERS):
+            problems += _different(ours, theirs, name=name)
+        for name in (f"{prefix}{linear}.weight" for linear in linears):
+            found = _different(ours, theirs, name=name)
+            problems += found or _not_int8(theirs, name=name)
+    return problems
+
+
+def _different(ours: Checkpoint, theirs: Checkpoint, *, name: str) -> list[str]:
+    missing = [side for side, checkpoint in (("model", ours), ("donor", theirs)) if name not in checkpoint]
+    if missing:
+        return [f"{name} is missing in the {side}" for side in missing]
+    if ours.shape(name) != theirs.shape(name):
+        return [f"{name} is {list(ours.shape(name))} in the model and {list(theirs.shape(name))} in the donor"]
+    return []
+
+
+def _not_int8(theirs: Checkpoint, *, name: str) -> list[str]:
+    scale = f"{name}_scale"
+    if scale not in theirs:
+        return [f"{scale} is missing in the donor"]
+    rows = theirs.shape(name)[0]
+    if theirs.shape(scale) not in ((rows, 1), (rows,)):
+        return [f"{scale} is {list(theirs.shape(scale))}: one for each of {rows} channels is needed"]
+    kind = theirs.read(name).dtype
+    return [] if kind is torch.int8 else [f"{name} is {str(kind).removeprefix('torch.')} in the donor, not int8"]
+
+
+def _refuse(problems: list[str], *, model: Path, donor: Path) -> None:
+    if not problems:
+        return
+    more = [f"and {len(problems) - _MOST_PROBLEMS} more"] if len(problems) > _MOST_PROBLEMS else []
+    hint = f"{donor} must be a W8A8 checkpoint (compressed-tensors, int8, per channel, symmetric) of {model}"
+    raise RecipeError([(f"--quantized: {each}", hint) for each in (*problems[:_MOST_PROBLEMS], *more)])

@@ -1,0 +1,44 @@
+"""The file of a profile as far as it can be read without torch: its name and its header."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from appliance.errors import EngineError
+
+PROFILE_FILE = "profile.safetensors"
+HEADER_KEY = "appliance"  # of the safetensors metadata; its value is the JSON header of a profile
+SCHEMA_VERSION = 1
+_LENGTH_BYTES = 8
+_LONGEST_HEADER = 64 << 20
+_HINT = "make it again with `appliance profile`"
+
+
+def read_file_header(folder: Path) -> dict[str, Any]:
+    """The JSON header of the profile in a folder (or of that file). Raises EngineError when there is none of ours."""
+    file = folder / PROFILE_FILE if folder.is_dir() else folder
+    try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
+            raw = opened.read(length) if length <= _LONGEST_HEADER else b""
+    except OSError as error:
+        raise EngineError(f"{file}: no profile: {error.strerror}", hint="make one with `appliance profile`") from error
+    try:
+        metadata = json.loads(raw).get("__metadata__", {})
+    except (ValueError, AttributeError) as error:
+        raise EngineError(f"{file}: not a safetensors file", hint=_HINT) from error
+    return parse_header(metadata, file=file)
+
+
+def parse_header(metadata: dict[str, str] | None, *, file: Path) -> dict[str, Any]:
+    """The JSON header out of the safetensors metadata. Raises EngineError when it is not one of this version."""
+    text = (metadata or {}).get(HEADER_KEY)
+    try:
+        header = json.loads(text) if text else {}
+    except ValueError as error:
+        raise EngineError(f"{file}: its header is not JSON", hint=_HINT) from error
+    if not isinstance(header, dict) or header.get("schema_version") != SCHEMA_VERSION:
+        raise EngineError(f"{file}: not a profile of schema version {SCHEMA_VERSION}", hint=_HINT)
+    return header
