@@ -38,7 +38,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         "bit for bit" if row.returned and not worker.unreturned else "no",
         _nats(row.from_bf16),
         verdict,
-        ", ".join(f"{count} x {name}" for name, count in worker.kernels),
+        "; ".join(f"{count} x {name}" for name, count in worker.kernels),
     )
 
 

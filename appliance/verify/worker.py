@@ -96,7 +96,8 @@ def layer_outputs(model: Module) -> Iterator[tuple[str, Tensor]]:
     """For every layer with weights: what its kernel gives for a fixed input; of other layers, the weights."""
     for name, layer in model.named_modules():
         if isinstance(layer, LinearBase):
-            x_MK = _input(_PROBE_TOKENS, layer.input_size_per_partition, name=name)
+            channels = getattr(layer, "input_size_per_partition", layer.input_size)  # a replicated layer is not cut
+            x_MK = _input(_PROBE_TOKENS, channels, name=name)
             yield name, layer.quant_method.apply(layer, x_MK, bias=layer.bias)
         elif isinstance(layer, ParallelLMHead):
             x_MK = _input(_PROBE_TOKENS, layer.embedding_dim, name=name)
