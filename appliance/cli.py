@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from appliance.errors import ApplianceError, PreflightError, RecipeError
+from appliance.profile.cli import add_commands
 
 if TYPE_CHECKING:
     from appliance.preflight.finding import Finding
@@ -132,6 +133,9 @@ def verify(
     from appliance.verify.command import run_verify
 
     raise typer.Exit(run_verify(loaded, schemes=chosen, emulate=emulate, json_mode=json_mode))
+
+
+add_commands(app)  # profile, setup, convert-profile
 
 
 @app.command()

@@ -12,6 +12,7 @@ import ctypes
 import io
 import os
 import pickle
+import re
 import resource
 import sys
 from pathlib import Path
@@ -136,12 +137,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _asked(error: pickle.UnpicklingError) -> str:
-    """The name that the pickle wanted, out of torch's long message."""
-    text = str(error)
-    for mark in ("Unsupported global: GLOBAL ", "Unsupported class ", "Unsupported operand "):
-        if mark in text:
-            return text.partition(mark)[2].split()[0]
-    return _first_line(error)
+    """What the pickle wanted, out of torch's long message: a name, or an instruction."""
+    found = re.search(r"GLOBAL [\w.]+|Unsupported (?:class|operand) [\w.]+", str(error))
+    return found.group(0) if found else _first_line(error)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-NUMBERS = {"quant.scheme", "quant.device", "quant.settings", "quant.files"}  # the part of quant that needs no torch
+NUMBERS = {"quant.correction", "quant.scheme", "quant.device", "quant.settings", "quant.files"}  # the part of quant that needs no torch
 CHILDREN = {"errors", "patch", "quant", "plan.model", "plan.env", "run.attest", "run.events", "run.acknowledge"}
 
 # A room or module -> what it may import besides its own room. A name stands for everything below it.
