@@ -13,13 +13,13 @@ from appliance.errors import RecipeError
 from appliance.flashrl.config_file import (
     EXTERNAL_LAUNCHER,
     LOAD_FORMATS,
-    PROFILE_FILE,
     Entry,
     entry_of_rank,
     read_config,
 )
 from appliance.flashrl.names import Name
 from appliance.flashrl.variables import CONFIG_VARIABLE, LM_HEAD_VARIABLE, HubFile, Variables
+from appliance.quant.files import PROFILE_FILE
 from appliance.quant.settings import Quantisation
 
 

@@ -196,6 +196,12 @@ def test_a_run_folder_can_be_moved(tmp_path: Path) -> None:
     assert read_config(tmp_path / "moved" / "q.yaml")[0].quantisation.profile == str(tmp_path / "moved" / "profile")
 
 
+def test_a_file_may_lie_in_the_profile_itself(tmp_path: Path) -> None:
+    profile = make_profile(tmp_path / "profile")
+    write_config(profile / "quantization.yaml", [Quantisation(Scheme.INT8, profile=str(profile))], model="m")
+    assert read_config(profile / "quantization.yaml")[0].quantisation.profile == str(profile)
+
+
 def test_the_text_that_is_written(tmp_path: Path) -> None:
     write_config(tmp_path / "q.yaml", [Quantisation(Scheme.INT8), Quantisation(Scheme.BF16)], model="m")
     assert (tmp_path / "q.yaml").read_text() == (
