@@ -62,7 +62,7 @@ class Mismatch:
 
     def __str__(self) -> str:
         allowed = f" (allowed difference {self.bound:.3g})" if self.bound else ""
-        numbers = f"the kernel has {_shown(self.kernel)}, the tensor received gives {_shown(self.expected)}"
+        numbers = f"there is {_shown(self.kernel)}, the tensor received gives {_shown(self.expected)}"
         return f"{self.what}: {numbers}{allowed}"
 
 

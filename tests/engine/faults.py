@@ -1,0 +1,201 @@
+"""Faults put into a weight update: before transport, inside it, and after it in what the kernels hold.
+
+Each case is one update of a real engine with one fault. It counts as injected when something really changed, and as
+caught when the update ended with SyncError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from engines import Engine
+from torch import Tensor
+
+from appliance.errors import SyncError
+
+Tensors = list[tuple[str, Tensor]]
+Change = Callable[[Tensors], Tensors]
+
+
+@dataclass
+class Tally:
+    """One row of the table in docs/reliability.md."""
+
+    fault: str
+    injected: int = 0
+    caught: int = 0
+    missed: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return f"{self.fault}: injected {self.injected}, caught {self.caught}"
+
+
+def flip_bit(tensor: Tensor, *, at: float, bit: int) -> Tensor:
+    """A copy with one bit of one element flipped. at: position in the tensor, 0 is the first element, 1 the last."""
+    flipped = tensor.clone()
+    width = tensor.element_size()
+    index = round(at * (tensor.numel() - 1)) * width + bit // 8
+    flipped.view(-1).view(torch.uint8)[index] ^= 1 << bit % 8
+    return flipped
+
+
+def recover(engine: Engine, tensors: Tensors) -> None:
+    """Out of an update that broke off, and whole again. No engine of a run ever does this: it refuses."""
+    from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+
+    for layer in engine.model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load() and info.kernel_tensors is not None:
+            _place_kernel_tensors(layer, info)
+        info.reset()
+    engine.load(tensors)
+
+
+def new_update(engine: Engine, **settings: object):
+    """A worker's WeightUpdate as in a run, expecting update number 1. settings: in place of a run's."""
+    from appliance.engine.update import WeightUpdate
+
+    return WeightUpdate(
+        engine.model, model_config=engine.runner.vllm_config.model_config, **({"needs_manifest": True} | settings)
+    )
+
+
+def sent(tensors: Tensors, *, after: Change = lambda stream: stream, number: int = 1) -> Tensors:
+    """What the trainer's side makes of a state: every tensor digested, the list at the end.
+
+    after: what happens to the stream when all digests are known.
+    """
+    from appliance.trainer.sender import DigestedWeights
+
+    async def collect() -> Tensors:
+        return [pair async for pair in DigestedWeights(tensors, sync=number)]
+
+    return after(asyncio.run(collect()))
+
+
+def take(engine: Engine, stream: Tensors, *, update: object = None) -> object:
+    """One update in this process. Raises SyncError."""
+    from vllm.config import set_current_vllm_config
+
+    update = update or new_update(engine)
+    with set_current_vllm_config(engine.runner.vllm_config), torch.no_grad():
+        update.begin()
+        update.load([(name, tensor.clone()) for name, tensor in stream])
+        return update.finish()
+
+
+def transfer(engine: Engine, stream: Iterable[tuple[str, Tensor]], *, socket: str, bucket_bytes: int) -> None:
+    """The same through verl's sender, shared memory and our receiver."""
+    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+
+    def send() -> None:
+        sender = BucketedWeightSender(zmq_handle=f"ipc://{socket}", bucket_size_mb=1, use_shm=True)
+        sender.bucket_size = bucket_bytes
+        asyncio.run(sender.async_send_weights(iter(stream)))
+
+    engine.worker._appliance_update = new_update(engine)
+    thread = threading.Thread(target=send, name="sender", daemon=True)
+    thread.start()
+    try:
+        engine.llm.collective_rpc("update_weights_from_ipc", kwargs={"use_shm": True})
+    finally:
+        thread.join(20)
+        assert not thread.is_alive(), "the sender still waits"
+
+
+@dataclass
+class Bench:
+    """An engine that has the weights `old`, and is updated to `new` with one fault after another."""
+
+    engine: Engine
+    old: Tensors
+    new: Tensors
+
+    def attempt(
+        self,
+        tally: Tally,
+        case: str,
+        stream: Tensors | None = None,
+        *,
+        run: Callable[[], object] | None = None,
+        around: AbstractContextManager[None] | None = None,
+        layer: str = "",
+    ) -> None:
+        """One update: of `stream` (the new weights, sent well) or as `run` does it, inside `around`.
+
+        layer: must be named in the error.
+        """
+        tally.injected += 1
+        try:
+            with around or nullcontext():
+                run() if run else take(self.engine, stream or sent(self.new))
+        except SyncError as error:
+            if layer in error.message:
+                tally.caught += 1
+            else:
+                tally.missed.append(f"{case}: {error.message}")
+        else:
+            tally.missed.append(case)
+        recover(self.engine, self.old)
+
+
+@contextmanager
+def before_proof(inject: Callable[[], None]):
+    """`inject` runs when vLLM has finished an update, just before the proof asks the kernels."""
+    from appliance.engine.proof import SyncProof
+
+    original = SyncProof.check
+
+    def check(self: SyncProof):
+        inject()
+        return original(self)
+
+    SyncProof.check = check
+    try:
+        yield
+    finally:
+        SyncProof.check = original
+
+
+@contextmanager
+def given_to_vllm(name: str, change: Callable[[Tensor], Tensor]):
+    """The tensor `name` changes after its digest was checked and after the proof has looked at it."""
+    from appliance.engine.update import WeightUpdate
+
+    original = WeightUpdate._give
+
+    def give(self: WeightUpdate, given: str, tensor: Tensor):
+        return original(self, given, change(tensor) if given == name else tensor)
+
+    WeightUpdate._give = give
+    try:
+        yield
+    finally:
+        WeightUpdate._give = original
+
+
+def rebuild_handle(layer: torch.nn.Module, codes_NK: Tensor, scale_N1: Tensor) -> None:
+    """The kernel of an INT8 layer made again from these codes and scales, as process_weights_after_loading does."""
+    from vllm import _custom_ops as ops
+
+    layer.quant_method.kernel.dnnl_handler = ops.create_onednn_scaled_mm(
+        codes_NK.t(), scale_N1, torch.bfloat16, True, False, 32
+    )
+
+
+def free_scale(layer: torch.nn.Module, codes_NK: Tensor) -> bool:
+    """A handle whose scales nobody holds: other tensors take their memory. Returns whether the memory changed."""
+    scale_N1 = layer.quant_method.held_scale(layer).clone()
+    rebuild_handle(layer, codes_NK, scale_N1)
+    address, size, before = scale_N1.data_ptr(), scale_N1.nbytes, bytes(scale_N1.view(-1).view(torch.uint8).numpy())
+    del scale_N1
+    gc.collect()
+    layer.junk = [torch.full((size // 4, 1), float("nan")) for _ in range(400)]
+    return ctypes.string_at(address, size) != before
