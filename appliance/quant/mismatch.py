@@ -17,6 +17,8 @@ from torch import Tensor
 
 from appliance.errors import NumericsError
 
+NOT_FINITE = "a log-probability of this step's rollouts is not finite"
+
 
 @dataclass(frozen=True)
 class Mismatch:
@@ -47,7 +49,7 @@ def measure_mismatch(trainer_T: Tensor, *, rollout_T: Tensor, cap: float | None)
     x_T = trainer - rollout
     w_T = x_T.exp()
     if not bool((torch.isfinite(x_T) & torch.isfinite(w_T)).all()):  # exp(-inf) is a finite weight, and exp(800) is not
-        raise NumericsError("a log-probability of this step's rollouts is not finite")
+        raise NumericsError(NOT_FINITE)
     diff_T = (trainer.exp() - rollout.exp()).abs()
     return Mismatch(
         k3_kl=float((torch.expm1(x_T) - x_T).mean()),
