@@ -160,7 +160,8 @@ def test_lengths_that_do_not_fit_raise(trainer: int, rollout: int, lengths: list
             torch.zeros(trainer), rollout_T=torch.zeros(rollout), length_S=torch.tensor(lengths), cap=None
         )
     assert str(raised.value) == (
-        f"{trainer} and {rollout} log-probabilities for {sum(lengths)} tokens: equally many are needed, and at least one"
+        f"{trainer} and {rollout} log-probabilities for {sum(lengths)} tokens: "
+        "equally many are needed, and at least one"
     )
 
 
