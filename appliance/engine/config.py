@@ -5,6 +5,7 @@ Embeddings, `lm_head`, norms and routers stay as the checkpoint has them, whatev
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from appliance.engine.head import Fp32HeadMethod
 from appliance.engine.int8 import Int8LinearMethod
 from appliance.engine.native import native_fp8_method
 from appliance.errors import EngineError
+from appliance.quant.profile import kept_layers
 from appliance.quant.scheme import Scheme
 from appliance.quant.settings import METHOD_NAME, Quantisation, quantisation_from_config
 
@@ -56,6 +58,7 @@ class ApplianceConfig(QuantizationConfig):
                 hint="use int8, or ask for the scheme as emulated: for numerics only, it is slow",
             )
         self.quantisation = quantisation
+        self._kept = kept_layers(Path(quantisation.profile)) if quantisation.profile else ()  # by the error budget
 
     def get_name(self) -> str:
         return METHOD_NAME
@@ -118,7 +121,7 @@ class ApplianceConfig(QuantizationConfig):
         raise EngineError(f"{prefix}: experts in `{scheme}` run emulated only", hint="use int8")
 
     def _is_ignored(self, prefix: str) -> bool:
-        ignore = list(self.quantisation.ignore)
+        ignore = [*self.quantisation.ignore, *self._kept]
         return should_ignore_layer(prefix, ignore=ignore, fused_mapping=self.packed_modules_mapping)
 
 

@@ -32,23 +32,24 @@ class Unit:
     """One quantised layer of the engine. members: the linears that it fuses, below the decoder layer.
 
     norm: whose output they read, or empty.  layer: its names in an `ignore` list, below the decoder layer.
-    followers: what else reads the norm and stays in BF16.
+    followers: what else reads the norm and stays in BF16.  fused: the engine's own name of several members, or empty.
     """
 
     members: tuple[str, ...]
     layer: tuple[str, ...]
     norm: str = ""
     followers: tuple[str, ...] = ()
+    fused: str = ""
 
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _DENSE_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 _ATTENTION = (
-    Unit(_QKV, _QKV, _INPUT_NORM),
+    Unit(_QKV, _QKV, _INPUT_NORM, fused="self_attn.qkv_proj"),
     Unit(("self_attn.o_proj",), ("self_attn.o_proj",)),
 )
 _DENSE = (
-    Unit(_DENSE_GATE_UP, _DENSE_GATE_UP, _MLP_NORM),
+    Unit(_DENSE_GATE_UP, _DENSE_GATE_UP, _MLP_NORM, fused="mlp.gate_up_proj"),
     Unit(("mlp.down_proj",), ("mlp.down_proj",)),
 )
 _EXPERTS = (
@@ -90,7 +91,10 @@ class LayerView:
         self.units = _ATTENTION + (_EXPERTS if self._has_experts else _DENSE)
         self._unit_of = {member: unit for unit in self.units for member in unit.members}
         self.ignored = frozenset(
-            unit.members[0] for unit in self.units if all(is_ignored(prefix + name, ignore) for name in unit.layer)
+            unit.members[0]
+            for unit in self.units
+            if all(is_ignored(prefix + name, ignore) for name in unit.layer)
+            or (unit.fused and is_ignored(prefix + unit.fused, ignore))
         )
 
     def weights(self, unit: Unit) -> list[Tensor]:

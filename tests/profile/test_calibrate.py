@@ -1,0 +1,281 @@
+"""Calibration against real models held whole: the streams, the errors, the scales, the prediction, the memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import FAMILIES, tiny, tokens
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from appliance.errors import EngineError
+from appliance.quant.calibrate import batches_of, calibrate, scales
+from appliance.quant.codec import dequantise, quantise, quantise_tokens
+from appliance.quant.layer_view import Errors, LayerView
+from appliance.quant.profile import Origin, Profile, Settings, read_profile, write_profile
+from appliance.quant.scheme import Scheme
+from appliance.quant.smoothing import fold
+from appliance.quant.streamed import Checkpoint, Ledger, StreamedModel
+
+ORIGIN = Origin(kind="calibrated", model="tiny")
+
+
+def profile_of(folder: Path, *, scheme: Scheme = Scheme.INT8, **settings: object) -> Profile:
+    return calibrate(folder, sequences=tokens().tolist(), scheme=scheme, settings=Settings(**settings), origin=ORIGIN)
+
+
+def loaded(folder: Path) -> nn.Module:
+    """The model as users load it. Casting a made one to BF16 would also cast the buffers of its rotary embedding."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    if hasattr(model.config, "num_experts"):
+        model.model.config._experts_implementation = "eager"  # a grouped GEMM rounds elsewhere
+    return model
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
+    """A tiny model of each family and the folder of its checkpoint."""
+    folder = tmp_path_factory.mktemp(request.param)
+    tiny(request.param).save_pretrained(folder)
+    return loaded(folder), folder
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
+    folder = tmp_path_factory.mktemp("qwen2-alone")
+    tiny("qwen2").save_pretrained(folder)
+    return loaded(folder), folder
+
+
+def test_the_exact_stream_is_the_models_own_forward(saved: tuple[nn.Module, Path]) -> None:
+    model, folder = saved
+    batch = tokens()
+    with torch.no_grad():
+        expected = model.model(input_ids=batch, use_cache=False).last_hidden_state
+    with Checkpoint(folder) as checkpoint:
+        streamed = StreamedModel(checkpoint)
+        hidden = streamed.embed(batch)
+        calls = streamed.layer_calls(hidden)
+        for index in range(streamed.num_layers):
+            with streamed.layer(index) as layer:
+                view = LayerView(
+                    layer, prefix=f"model.layers.{index}.", scheme=Scheme.INT8, ignore=(), ledger=checkpoint.ledger
+                )
+                (hidden,) = view.exact([hidden], calls=[calls[index]], errors=Errors(), ranges={})
+        assert torch.equal(streamed.final_norm(hidden), expected)
+
+
+@pytest.mark.parametrize("scheme", [Scheme.INT8, Scheme.FP8, Scheme.FP8_CHANNEL, Scheme.FP8_BLOCK])
+def test_the_errors_are_those_of_the_codec_on_the_models_own_inputs(
+    qwen2: tuple[nn.Module, Path], scheme: Scheme
+) -> None:
+    model, folder = qwen2
+    profile = profile_of(folder, scheme=scheme, strength=0.0)
+    seen: dict[str, Tensor] = {}
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args, name=name: seen.__setitem__(name, args[0]))
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    ]
+    with torch.no_grad():
+        model(tokens())
+    for hook in hooks:
+        hook.remove()
+    for layer in (each for each in profile.layers if len(each.linears) == 1):
+        name = layer.linears[0]
+        x_MK, weight_NK = seen[name].flatten(0, 1), model.get_submodule(name).weight.detach()
+        made_NK = dequantise(quantise(weight_NK, scheme=scheme)).double()
+        exact_MN = x_MK.double() @ weight_NK.double().t()
+        made_MN = dequantise(quantise_tokens(x_MK, scheme=scheme)).double() @ made_NK.t()
+        # float32 GEMMs over K <= 96: each element off by 96 * 2^-24 of sum |x w|, and so is the difference; the error
+        # is about 1e-2 of the output and sum |x w| about 10 of it, so the error is off by 6e-3 of itself at the most.
+        assert layer.output_error == pytest.approx(float((made_MN - exact_MN).norm() / exact_MN.norm()), rel=6e-3)
+        assert layer.weight_error == pytest.approx(
+            float((made_NK - weight_NK.double()).norm() / weight_NK.double().norm()), rel=1e-5
+        )
+        assert torch.equal(profile.activations[name], x_MK.abs().amax(dim=0).float())
+
+
+def test_the_predicted_mismatch_is_that_of_a_model_quantised_whole(qwen2: tuple[nn.Module, Path]) -> None:
+    _, folder = qwen2
+    profile = profile_of(folder)
+    exact, quantised = loaded(folder), loaded(folder)
+    with torch.no_grad():
+        for name, parameter in quantised.named_parameters():
+            parameter.copy_(fold(name, parameter, smoothing=profile.smoothing))
+    for module in quantised.model.modules():
+        if isinstance(module, nn.Linear):
+            module.forward = by_codec(module)
+    with torch.no_grad():
+        hidden = [model.model(input_ids=tokens(), use_cache=False).last_hidden_state for model in (exact, quantised)]
+    head_NK = exact.lm_head.weight.detach().double()
+    exact_lp, made_lp = (torch.log_softmax(each[:, :-1].double() @ head_NK.t(), dim=-1) for each in hidden)
+    kl = (made_lp.exp() * (made_lp - exact_lp)).sum(dim=-1).mean()
+    ratio = (exact_lp - made_lp).gather(-1, tokens()[:, 1:, None])
+    assert profile.predicted is not None
+    # Logits by a float32 GEMM are off by 64 * 2^-24 of sum |h w|, about 4e-6; the two streams differ by about 3e-3, and
+    # both the KL and k3 are half the square of such differences: off by 2 * 4e-6 / 3e-3 of themselves, 3e-3.
+    assert profile.predicted.kl == pytest.approx(float(kl), rel=1e-2)
+    assert profile.predicted.k3_kl == pytest.approx(float((ratio.exp() - 1 - ratio).mean()), rel=1e-2)
+    assert profile.predicted.tokens == 3 * 23
+
+
+def by_codec(linear: nn.Linear):
+    weight_NK = dequantise(quantise(linear.weight.detach(), scheme=Scheme.INT8))
+
+    def forward(x: Tensor) -> Tensor:
+        made = functional.linear(dequantise(quantise_tokens(x.flatten(0, -2), scheme=Scheme.INT8)), weight_NK)
+        made = made if linear.bias is None else made + linear.bias.float()
+        return made.to(x.dtype).view(*x.shape[:-1], -1)
+
+    return forward
+
+
+def test_every_norm_is_smoothed_with_all_that_it_feeds(saved: tuple[nn.Module, Path]) -> None:
+    model, folder = saved
+    groups = profile_of(folder).smoothing.groups
+    names = {name for name, _ in model.named_parameters()}
+    prefix = "model.layers.0."
+    inner = ("mlp.gate.weight", "mlp.experts.gate_up_proj")
+    dense = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
+    experts = inner if f"{prefix}mlp.gate.weight" in names else dense
+    found = {group.norm: set(group.linears) for group in groups if group.norm.startswith(prefix)}
+    assert found == {
+        f"{prefix}input_layernorm.weight": {f"{prefix}self_attn.{each}_proj.weight" for each in "qkv"},
+        f"{prefix}post_attention_layernorm.weight": {prefix + each for each in experts},
+    }
+
+
+def test_smoothing_lowers_the_error_of_a_model_with_large_channels(saved: tuple[nn.Module, Path]) -> None:
+    layers = [each for each in profile_of(saved[1]).layers if len(each.linears) > 1 or "gate_up" in each.linears[0]]
+    assert len(layers) == 4
+    assert all(each.output_error < 0.7 * each.output_error_plain for each in layers)
+
+
+def test_smoothing_that_does_not_help_is_dropped(tmp_path: Path) -> None:
+    model = tiny("qwen2")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "layernorm" in name:
+                parameter.fill_(1.0)  # nothing to smooth: scales only spread the weights
+    model.save_pretrained(tmp_path)
+    profile = profile_of(tmp_path, strength=1.0)
+    smoothed = {name for group in profile.smoothing.groups for name in group.linears}
+    for layer in profile.layers:
+        assert layer.output_error <= layer.output_error_plain
+        assert (layer.output_error < layer.output_error_plain) == (f"{layer.linears[0]}.weight" in smoothed)
+
+
+def test_strength_0_smooths_nothing(qwen2: tuple[nn.Module, Path]) -> None:
+    assert profile_of(qwen2[1], strength=0.0).smoothing.groups == ()
+
+
+def test_scales_follow_the_formula_to_the_nearest_power_of_two() -> None:
+    generator = torch.Generator().manual_seed(3)
+    a_K, w_K = torch.rand(50, generator=generator) + 0.1, torch.rand(50, generator=generator) + 0.1
+    a_K[7], w_K[8] = 0.0, 0.0
+    alive = [k for k in range(50) if k not in (7, 8)]
+    exact = a_K.double() ** 0.3 / w_K.double() ** 0.7
+    centred = exact / exact[alive].median()
+    made = scales(a_K, weight_K=w_K, strength=0.3)
+    assert (made[7], made[8]) == (1.0, 1.0)
+    ratio = made.double()[alive] / centred[alive]
+    assert float(ratio.log2().abs().max()) <= 0.5 + 1e-9
+    assert len(set(made.tolist())) > 2
+
+
+def test_a_budget_keeps_the_layers_above_it(qwen2: tuple[nn.Module, Path]) -> None:
+    free = profile_of(qwen2[1])
+    errors = sorted(each.output_error for each in free.layers)
+    budget = (errors[-2] + errors[-1]) / 2
+    kept = profile_of(qwen2[1], error_budget=budget)
+    worst = max(free.layers, key=lambda each: each.output_error)
+    assert kept.suggested_ignore == worst.layer
+    assert [each.linears for each in kept.layers if each.kept] == [worst.linears]
+    assert free.predicted and kept.predicted and kept.predicted.kl < free.predicted.kl
+
+
+def test_experts_are_kept_both_gemms_or_none(tmp_path: Path) -> None:
+    tiny("qwen3-moe").save_pretrained(tmp_path)
+    errors = {each.linears[0]: each.output_error for each in profile_of(tmp_path).layers}
+    down = "model.layers.0.mlp.experts.down_proj"
+    others = [error for name, error in errors.items() if name != down and error < errors[down]]
+    profile = profile_of(tmp_path, error_budget=(errors[down] + max(others)) / 2)
+    halves = [each.kept for each in profile.layers if each.layer == ("model.layers.0.mlp.experts",)]
+    assert halves == [True, True]
+    assert profile.suggested_ignore.count("model.layers.0.mlp.experts") == 1
+
+
+@pytest.mark.parametrize("ignore", ["model.layers.1.self_attn.qkv_proj", r"re:model\.layers\.1\.self_attn\.[qkv]_proj"])
+def test_ignored_layers_are_neither_quantised_nor_smoothed(qwen2: tuple[nn.Module, Path], ignore: str) -> None:
+    profile = profile_of(qwen2[1], ignore=(ignore,))
+    assert "model.layers.1.self_attn.q_proj" not in {name for each in profile.layers for name in each.linears}
+    assert "model.layers.1.input_layernorm.weight" not in {group.norm for group in profile.smoothing.groups}
+    assert profile.suggested_ignore == (ignore,)
+
+
+def test_one_layer_at_a_time_is_in_memory(tmp_path: Path) -> None:
+    tiny("qwen2", num_hidden_layers=24).save_pretrained(tmp_path)
+    ledger, alive = Ledger(), []
+
+    def look(done: int, total: int) -> None:
+        alive.append(ledger.alive_bytes)
+
+    profile = calibrate(
+        tmp_path,
+        sequences=tokens().tolist(),
+        scheme=Scheme.INT8,
+        settings=Settings(),
+        origin=ORIGIN,
+        on_layer=look,
+        ledger=ledger,
+    )
+    memory = profile.memory
+    assert memory is not None
+    assert alive == [0] * 24  # between layers nothing is held
+    # One layer in BF16, its codes in INT8 (half of that), and one tensor twice while smoothing is folded into it.
+    largest_tensor = 96 * 64 * 2
+    assert memory.largest_layer_bytes < memory.peak_bytes <= 1.5 * memory.largest_layer_bytes + largest_tensor
+    assert memory.model_bytes > 24 * memory.largest_layer_bytes
+    assert profile.layers[-1].linears == ("model.layers.23.mlp.down_proj",)
+
+
+def test_a_profile_is_read_as_it_was_written(qwen2: tuple[nn.Module, Path], tmp_path: Path) -> None:
+    made = profile_of(qwen2[1], error_budget=0.01, ignore=("model.layers.0.mlp.down_proj",))
+    write_profile(made, folder=tmp_path)
+    read = read_profile(tmp_path)
+    assert read.header() == made.header()
+    assert [each.scale_K.tolist() for each in read.smoothing.groups] == [
+        each.scale_K.tolist() for each in made.smoothing.groups
+    ]
+    assert {name: each.tolist() for name, each in read.activations.items()} == {
+        name: each.tolist() for name, each in made.activations.items()
+    }
+
+
+def test_sequences_of_one_length_go_together_and_nothing_is_padded() -> None:
+    made = batches_of([[1, 2], [3], [4, 5], [], [6] * 2000, [7] * 2000])
+    assert [tuple(each.shape) for each in made] == [(1, 1), (2, 2), (1, 2000), (1, 2000)]
+
+
+def test_an_unknown_family_is_refused_by_name(tmp_path: Path) -> None:
+    tiny("qwen2").save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"qwen2"', '"gpt2"'))
+    with pytest.raises(EngineError, match="a profile of `gpt2` cannot be made"):
+        profile_of(tmp_path)
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused_by_name(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tiny("qwen2").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, file)
+    with pytest.raises(EngineError, match=r"the checkpoint has no model\.layers\.1\.mlp\.up_proj\.weight"):
+        profile_of(tmp_path)
