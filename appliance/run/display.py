@@ -133,7 +133,21 @@ def _rows(state: RunState, *, now: float, bars: bool, ascii_only: bool) -> list[
 def _step_rows(last: StepMetrics, *, bars: bool, ascii_only: bool) -> list[tuple[str, Text]]:
     rollout = f"{draw.tokens_per_s(last.rollout_tokens_per_s)} of rollout in {_scheme(last)}"
     times = _times_text(last, bars=bars, ascii_only=ascii_only)
-    return [("speed", Text(rollout)), ("step time", times), ("mismatch", _mismatch_text(last))]
+    rows = [("speed", Text(rollout)), ("step time", times), ("mismatch", _mismatch_text(last))]
+    return [*rows, ("sync", Text(sync_text(last)))] if last.proof_s is not None else rows
+
+
+def sync_text(step: StepMetrics) -> str:
+    """The last weight update: proven, and what it did to the codes where the scheme has codes."""
+    parts = [f"proven in {step.proof_s:.2f} s"]
+    for words, fraction in (
+        ("codes changed", step.codes_changed_fraction),
+        ("saturated", step.saturated_fraction),
+        ("largest error of a layer", step.layer_error_max),
+    ):
+        if fraction is not None:
+            parts.append(f"{words} {fraction:.2%}")
+    return "  ".join(parts)
 
 
 def _work_text(state: RunState, *, now: float, bars: bool, ascii_only: bool) -> Text:

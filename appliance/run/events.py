@@ -100,6 +100,10 @@ class StepMetrics:
     update_s: float | None = None
     sync_s: float | None = None
     step_s: float | None = None
+    proof_s: float | None = None
+    codes_changed_fraction: float | None = None
+    saturated_fraction: float | None = None
+    layer_error_max: float | None = None
     mismatch_k3_kl: float | None = None
     is_weight_mean: float | None = None
     is_weight_std: float | None = None

@@ -36,7 +36,7 @@ _LOG_TAIL_BYTES = 65536
 
 @dataclass(frozen=True)
 class Step:
-    """What a run does between its preparation and its training. (The rooms that do it read runs; runs do not import them.)
+    """What a run does between its preparation and its training. (The rooms that do it read runs; none imports them.)
 
     child: makes the program to run, or None where there is nothing to do.  is_done: whether its result is there.
     finish: called when it is.  Each may raise an ApplianceError.

@@ -202,3 +202,17 @@ def test_bar_is_full_only_at_the_end() -> None:
 def test_split_bar_fills_its_width() -> None:
     assert draw.split_bar([1, 1, 1], width=10) == "███▓▓▓▓▒▒▒"
     assert draw.split_bar([0, 0], width=10) == ""
+
+
+def test_panel_shows_the_proof_of_the_last_update(tmp_path: Path, small_plan: Callable, step_line: Callable) -> None:
+    proven = step_line(1, proof_s=0.081, codes_changed_fraction=0.1086, saturated_fraction=0.0028, layer_error_max=0.01)
+    line = "proven in 0.08 s  codes changed 10.86%  saturated 0.28%  largest error of a layer 1.00%"
+    assert f"│ sync       {line}" in drawn(small_plan(tmp_path, steps=60), folded(proven))
+
+
+def test_panel_shows_the_proof_of_an_engine_without_codes(
+    tmp_path: Path, small_plan: Callable, step_line: Callable
+) -> None:
+    assert "sync       proven in 0.08 s " in drawn(
+        small_plan(tmp_path, steps=60), folded(step_line(1, proof_s=0.08, scheme="bf16"))
+    )
