@@ -143,7 +143,7 @@ def sync_text(step: StepMetrics) -> str:
     for words, fraction in (
         ("codes changed", step.codes_changed_fraction),
         ("saturated", step.saturated_fraction),
-        ("largest error of a layer", step.layer_error_max),
+        ("layer error up to", step.layer_error_max),
     ):
         if fraction is not None:
             parts.append(f"{words} {fraction:.2%}")
