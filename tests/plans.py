@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from appliance.plan.model import CorrectionPlan, ModelPlan, RolloutPlan, RunPlan, TaskPlan
+from appliance.quant.correction import CorrectionMethod
 from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
 
@@ -37,7 +38,7 @@ def make_plan(run_dir: Path, **changes: object) -> RunPlan:
         ),
         rollout=make_rollout(Scheme.INT8),
         profile=None,
-        correction=CorrectionPlan(method="tis", cap=2.0),
+        correction=CorrectionPlan(method=CorrectionMethod.TIS, cap=2.0),
         steps=1,
         validate_every=1,
         prompts_per_step=32,

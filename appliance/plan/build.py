@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.errors import RecipeError
+from appliance.plan.correction import plan_correction
 from appliance.plan.derive import Derived, derive
 from appliance.plan.engines import plan_profile, plan_rollout, rollout_attestations
 from appliance.plan.env import child_env
 from appliance.plan.host import HostFacts
 from appliance.plan.model import (
     Choice,
-    CorrectionPlan,
     ExpectedAttestation,
     ModelPlan,
     RolloutPlan,
@@ -30,7 +30,7 @@ from appliance.plan.verl_args import overrides
 from appliance.quant.device import AUTO, CPU, automatic_scheme, gpu_of_product
 from appliance.quant.scheme import Scheme
 from appliance.recipe.rules import broken_on_cpu
-from appliance.recipe.schema import CorrectionMethod, Recipe, SchemeChoice, TaskKind
+from appliance.recipe.schema import Recipe, SchemeChoice, TaskKind
 from appliance.tasks.library import builtin_model_key, data_key
 
 CACHE_NAME = ".cache"
@@ -101,6 +101,7 @@ def build_plan(recipe: Recipe, *, run_dir: Path, host: HostFacts) -> RunPlan:
     """
     decided = decide(recipe, run_dir=run_dir, host=host)
     derived, model, task = decided.derived, decided.model, decided.task
+    correction, correction_choices = plan_correction(recipe)
     backends = tuple(str(backend) for backend in recipe.logging.backends)
     return RunPlan(
         name=run_dir.name,
@@ -114,7 +115,7 @@ def build_plan(recipe: Recipe, *, run_dir: Path, host: HostFacts) -> RunPlan:
         task=task,
         rollout=decided.rollout,
         profile=plan_profile(recipe, rollout=decided.rollout),
-        correction=_correction(recipe),
+        correction=correction,
         steps=derived.steps,
         validate_every=derived.validate_every,
         prompts_per_step=recipe.batch.prompts_per_step,
@@ -130,7 +131,7 @@ def build_plan(recipe: Recipe, *, run_dir: Path, host: HostFacts) -> RunPlan:
             backends=backends,
         ),
         pins=pins_for(decided.device),
-        choices=decided.choices,
+        choices=(*decided.choices, *correction_choices),
         attestations=_attestations(recipe, rollout=decided.rollout, is_cpu=decided.device == CPU),
     )
 
@@ -237,11 +238,6 @@ def _absolute(file: str | None) -> str:
 def _is_offline(model: ModelPlan, *, task: TaskPlan) -> bool:
     needs_hub_data = task.kind == TaskKind.GSM8K and not task.train_file
     return not needs_hub_data and (bool(model.builtin) or is_folder(model.source))
-
-
-def _correction(recipe: Recipe) -> CorrectionPlan:
-    has_cap = recipe.correction.method is CorrectionMethod.TIS
-    return CorrectionPlan(method=str(recipe.correction.method), cap=recipe.correction.cap if has_cap else None)
 
 
 def _attestations(recipe: Recipe, *, rollout: RolloutPlan, is_cpu: bool) -> tuple[ExpectedAttestation, ...]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from appliance.quant.correction import CorrectionMethod
 from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation, quantisation_from_config
 
@@ -105,10 +106,22 @@ class ProfilePlan:
 
 @dataclass(frozen=True)
 class CorrectionPlan:
-    """method as in the contract; cap: truncation of the importance weights, > 0, None where the method has none."""
+    """What corrects the loss. cap and bounds as in quant/correction.py, None where the method has none.
 
-    method: str
-    cap: float | None
+    clip_high: the probability ratio is clipped at 1 + clip_high, which `acr` widens.
+    """
+
+    method: CorrectionMethod
+    cap: float | None = None
+    bounds: tuple[float, float] | None = None
+    clip_high: float = 0.2
+
+    @property
+    def text(self) -> str:
+        """For people: `tis with cap 2`, `icepop within 0.5..5`."""
+        cap = "" if self.cap is None else f" with cap {self.cap:g}"
+        within = "" if self.bounds is None else f" within {self.bounds[0]:g}..{self.bounds[1]:g}"
+        return "no correction" if self.method is CorrectionMethod.NONE else f"{self.method}{cap}{within}"
 
 
 @dataclass(frozen=True)
@@ -186,7 +199,7 @@ def plan_from_dict(raw: dict[str, Any]) -> RunPlan:
                 }
             ),
             "profile": _profile(profile) if profile else None,
-            "correction": CorrectionPlan(**raw["correction"]),
+            "correction": _correction(raw["correction"]),
             "logging_backends": tuple(raw["logging_backends"]),
             "argv": tuple(raw["argv"]),
             "env": tuple((k, v) for k, v in raw["env"]),
@@ -198,6 +211,12 @@ def plan_from_dict(raw: dict[str, Any]) -> RunPlan:
             ),
         }
     )
+
+
+def _correction(raw: dict[str, Any]) -> CorrectionPlan:
+    bounds = raw["bounds"]
+    changed = {"method": CorrectionMethod(raw["method"]), "bounds": tuple(bounds) if bounds else None}
+    return CorrectionPlan(**{**raw, **changed})
 
 
 def _profile(raw: dict[str, Any]) -> ProfilePlan:

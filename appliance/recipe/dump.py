@@ -6,14 +6,16 @@ from typing import Any
 
 import yaml
 
-from appliance.recipe.schema import CorrectionMethod, Recipe
+from appliance.quant.correction import limits
+from appliance.recipe.schema import Recipe
 
 
 def to_plain(recipe: Recipe) -> dict[str, Any]:
-    """JSON values, every key written out, in the order of the schema."""
+    """JSON values, every key written out, in the order of the schema. The correction's usual limits become values."""
     plain = recipe.model_dump(mode="json", exclude={"extends"})
-    if recipe.correction.method is CorrectionMethod.NONE:
-        plain["correction"]["cap"] = None  # the default belongs to `tis`; written out beside `none` it is refused
+    correction = recipe.correction
+    hold = limits(correction.method, cap=correction.cap, bounds=correction.bounds)
+    plain["correction"] |= {"cap": hold.cap, "bounds": list(hold.bounds) if hold.bounds else None}
     return plain
 
 

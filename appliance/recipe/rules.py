@@ -8,14 +8,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from appliance.quant.correction import USUAL, CorrectionMethod
 from appliance.quant.device import AUTO, CPU, DEVICES, GPUS
-from appliance.recipe.schema import AlgorithmKind, Attention, CorrectionMethod, Recipe, SchemeChoice, TaskKind
+from appliance.recipe.schema import AlgorithmKind, Attention, Recipe, SchemeChoice, TaskKind
 from appliance.tasks import arithmetic
 from appliance.tasks.library import BUILTIN_MODELS
 from appliance.tasks.tiny_spec import TINY_MODELS
 
 AVAILABLE_TASKS = (TaskKind.ARITHMETIC, TaskKind.GSM8K)
-AVAILABLE_METHODS = (CorrectionMethod.NONE, CorrectionMethod.TIS)
+AVAILABLE_METHODS = tuple(CorrectionMethod)
+MAX_K3 = 1.0  # nats per token; a sequence this far away is another policy's
 FP8_CHOICES = (SchemeChoice.FP8, SchemeChoice.FP8_CHANNEL, SchemeChoice.FP8_BLOCK)
 AVAILABLE_ALGORITHMS = (AlgorithmKind.GRPO,)
 
@@ -131,12 +133,31 @@ def _pattern_problem(pattern: str) -> str:
 
 
 def _correction(recipe: Recipe) -> Iterator[Broken]:
-    correction = recipe.correction
-    if correction.method is CorrectionMethod.TIS and correction.cap is None:
-        yield Broken(("correction.cap",), "`tis` needs a cap", "give a number above 0, such as 2.0")
-    given = "cap" in correction.model_fields_set and correction.cap is not None
-    if correction.method is CorrectionMethod.NONE and given:
-        yield Broken(("correction.cap",), "`none` has no cap", "remove it, or set it to null")
+    correction, usual = recipe.correction, USUAL[recipe.correction.method]
+    for key, given, has in (("cap", correction.cap, usual.cap), ("bounds", correction.bounds, usual.bounds)):
+        if given is not None and has is None:
+            name = "no cap" if key == "cap" else "no bounds"
+            yield Broken((f"correction.{key}",), f"`{correction.method}` has {name}", "remove it, or set it to null")
+    if correction.method is CorrectionMethod.K3_REJECT and (correction.cap or 0) > MAX_K3:
+        message = (
+            f"the cap of `k3-reject` is a sequence's k3-KL in nats, and {correction.cap:g} rejects next to nothing"
+        )
+        yield Broken(("correction.cap",), message, f"give one such as {usual.cap:g}, or null")
+    if correction.bounds is not None and usual.bounds is not None:
+        yield from _bounds(correction.bounds, usual=usual.bounds)
+
+
+def _bounds(bounds: tuple[float, ...], *, usual: tuple[float, float]) -> Iterator[Broken]:
+    hint = f"give [low, high] such as [{usual[0]:g}, {usual[1]:g}], or null"
+    if len(bounds) != 2:
+        yield Broken(("correction.bounds",), f"expected [low, high], got {_count(len(bounds), 'value')}", hint)
+        return
+    low, high = bounds
+    if low >= high:
+        yield Broken(("correction.bounds",), f"the lower bound {low:g} is not below the upper bound {high:g}", hint)
+    elif not low <= 1 <= high:
+        message = f"[{low:g}, {high:g}] leaves out 1, the weight where rollout and trainer agree"
+        yield Broken(("correction.bounds",), message, hint)
 
 
 def _batch(recipe: Recipe) -> Iterator[Broken]:

@@ -12,6 +12,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from appliance.quant.correction import CorrectionMethod
+
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 
 
@@ -30,17 +32,6 @@ class TaskKind(StrEnum):
     ARITHMETIC = "arithmetic"
     GSM8K = "gsm8k"
     DAPO_MATH = "dapo-math"
-
-
-class CorrectionMethod(StrEnum):
-    NONE = "none"
-    TIS = "tis"
-    TIS_SEQUENCE = "tis-sequence"
-    ICEPOP = "icepop"
-    SEQUENCE_MASK = "sequence-mask"
-    GEOMETRIC_MASK = "geometric-mask"
-    K3_REJECT = "k3-reject"
-    ACR = "acr"
 
 
 class AlgorithmKind(StrEnum):
@@ -67,6 +58,7 @@ Schemes_ = Annotated[tuple[Scheme_, ...], Field(strict=False, min_length=1)]
 Names_ = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)]
 Kind_ = Annotated[TaskKind, Field(strict=False)]
 Method_ = Annotated[CorrectionMethod, Field(strict=False)]
+Bounds_ = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(strict=False)]
 Algorithm_ = Annotated[AlgorithmKind, Field(strict=False)]
 Attention_ = Annotated[Attention, Field(strict=False)]
 Backends_ = Annotated[tuple[Annotated[LogBackend, Field(strict=False)], ...], Field(strict=False)]
@@ -128,8 +120,9 @@ class Quantization(Section):
 class Correction(Section):
     """What corrects the loss for the difference between the rollout policy and the trainer's."""
 
-    method: Method_ = Field(CorrectionMethod.TIS, description="`tis` (truncated importance sampling) or `none`")
-    cap: float | None = Field(2.0, gt=0, description="`tis`: importance weights are cut here; null with `none`")
+    method: Method_ = Field(CorrectionMethod.TIS, description="`none`, or a method of docs/corrections.md")
+    cap: float | None = Field(None, gt=0, description="of `tis`, `tis-sequence`, `acr`, `k3-reject`; null: the usual")
+    bounds: Bounds_ | None = Field(None, description="[low, high] of `icepop`, the masks; null: the usual")
 
 
 class Algorithm(Section):
@@ -225,7 +218,6 @@ NOT_YET: frozenset[str] = frozenset(
     {
         "guard",
         "model.revision",
-        "correction.bounds",
         "correction.uaq_scale",
         "trainer.max_restarts",
         "cluster.address",

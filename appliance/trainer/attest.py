@@ -20,7 +20,8 @@ from appliance.run.attest import fingerprint, write_attestation
 
 def attest_driver(plan: RunPlan) -> None:
     """Write `attest/driver-0.json`: this process computes advantages and corrections, in float, and no model."""
-    detail = {"correction": plan.correction.method, "cap": plan.correction.cap}
+    correction = plan.correction
+    detail = {"correction": str(correction.method), "cap": correction.cap, "bounds": correction.bounds}
     _write(plan, process="driver-0", role="driver", rank=0, scheme=Scheme.BF16, detail=detail)
 
 

@@ -8,10 +8,12 @@ from typing import Any
 
 from appliance.errors import TrainingError
 from appliance.plan.model import RunPlan
+from appliance.quant.correction import CorrectionMethod
 from appliance.quant.mismatch import Mismatch
 from appliance.quant.scheme import Scheme
 from appliance.run.acknowledge import SyncRecord
 from appliance.run.events import METRICS_FILE, append_line
+from appliance.trainer.corrected import CorrectionStep
 
 _FROM_VERL = {
     "reward_mean": "critic/rewards/mean",
@@ -21,8 +23,18 @@ _FROM_VERL = {
     "entropy": "actor/entropy",
     "learning_rate": "actor/lr",
 }
-_VERL_WEIGHT = "rollout_corr/rollout_is_mean"
-_WEIGHTS_AGREE_WITHIN = 1e-3  # verl's mean is in float32 over up to millions of tokens
+_WEIGHED, _REJECTED = "rollout_corr/rollout_is_mean", "rollout_corr/rollout_rs_masked_fraction"
+# What verl reports only when it corrected; `acr` is corrected by our loss alone, and only that loss reports its own.
+_SIGNS = {
+    CorrectionMethod.NONE: (),
+    CorrectionMethod.TIS: (_WEIGHED,),
+    CorrectionMethod.TIS_SEQUENCE: (_WEIGHED,),
+    CorrectionMethod.ICEPOP: (_WEIGHED,),
+    CorrectionMethod.SEQUENCE_MASK: (_REJECTED,),
+    CorrectionMethod.GEOMETRIC_MASK: (_REJECTED,),
+    CorrectionMethod.K3_REJECT: (_REJECTED,),
+    CorrectionMethod.ACR: (_WEIGHED, "actor/acr_widened_fraction"),
+}
 _TIMINGS_S = {
     "rollout_s": "gen",
     "logprob_s": "old_log_prob",
@@ -39,6 +51,7 @@ def step_metrics(
     *,
     timing_s: dict[str, float],
     mismatch: Mismatch,
+    correction: CorrectionStep,
     sync: SyncRecord,
     plan: RunPlan,
     step: int,
@@ -46,14 +59,13 @@ def step_metrics(
     """The contract's keys for one step. Raises TrainingError when verl no longer reports one that we promise.
 
     sync: the weight update that ended the step. Its telemetry is null where no rollout is quantised.
-    With a correction that weighs, verl's own mean weight must be there and equal ours, truncated: both come from the
-    same log-probs, and a batch that reaches the loss without weights must not pass for a corrected one.
+    correction: from the batch that went to the loss, see trainer/corrected.py.  With a mask that dropped nothing that
+    batch looks like an uncorrected one, so what verl reports only when it corrects must be there as well.
     """
-    missing = [name for name in _FROM_VERL.values() if name not in verl]
+    signs = _SIGNS[plan.correction.method]
+    missing = [name for name in (*_FROM_VERL.values(), *signs) if name not in verl]
     if missing:
         raise TrainingError(f"verl did not report {', '.join(missing)} in step {step}")
-    if plan.correction.cap is not None:
-        _check_weights(verl, mismatch=mismatch, step=step)
     tokens = float(verl["response_length/mean"]) * plan.prompts_per_step * plan.rollout.samples_per_prompt
     timings = {key: round(timing_s[name], 4) for key, name in _TIMINGS_S.items() if name in timing_s}
     return {
@@ -72,17 +84,8 @@ def step_metrics(
         "is_weight_std": mismatch.weight_std,
         "is_weight_max": mismatch.weight_max,
         "is_ess": mismatch.ess,
-        "is_truncated_fraction": mismatch.truncated_fraction,
+        **correction.metrics(),
     }
-
-
-def _check_weights(verl: dict[str, Any], *, mismatch: Mismatch, step: int) -> None:
-    theirs, ours = verl.get(_VERL_WEIGHT), mismatch.truncated_weight_mean
-    if theirs is None or abs(float(theirs) - ours) > _WEIGHTS_AGREE_WITHIN:
-        raise TrainingError(
-            f"step {step}: verl's mean importance weight is {theirs}, from the same log-probs it should be {ours:.6f}",
-            hint="the correction did not reach the loss; report it with the log",
-        )
 
 
 def validation_metrics(verl: dict[str, float], *, samples: int, scheme: Scheme) -> dict[str, float | None]:

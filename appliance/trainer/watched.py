@@ -21,6 +21,7 @@ from appliance.run.acknowledge import SyncRecord, check_sync
 from appliance.run.attest import check_attestations, fingerprint
 from appliance.run.events import append_event, run_started
 from appliance.trainer.attest import attest_driver, attest_trainers
+from appliance.trainer.corrected import CorrectionStep, LossBatch, check_correction
 from appliance.trainer.engine_watch import EngineWatch
 from appliance.trainer.metrics import append_metrics, step_metrics, validation_metrics
 from appliance.trainer.rollouts import Rollouts
@@ -42,6 +43,7 @@ class WatchedTrainer(PPOTrainerSync):
         self.run_dir = Path(plan.run_dir)
         self._started = run_started(self.run_dir)
         self._mismatch: Mismatch | None = None
+        self._correction: CorrectionStep | None = None
         self._validation: dict[str, float] = {}
         self._syncs = 0
         self._last_sync: SyncRecord | None = None
@@ -135,6 +137,21 @@ class WatchedTrainer(PPOTrainerSync):
             cap=self.plan.correction.cap,
         )
 
+    def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        batch = super()._compute_advantage(batch, metrics=metrics)
+        self._correction = check_correction(self._loss_batch(batch), plan=self.plan.correction)
+        return batch
+
+    def _loss_batch(self, batch: KVBatchMeta) -> LossBatch:
+        """What verl has just written for the loss. `loss_mask` is the mask before anything was dropped."""
+        fields = ["old_log_probs", "rollout_log_probs", "loss_mask", "response_mask"]
+        weighed = "rollout_is_weights" in (batch.fields or ())
+        select = [*fields, "rollout_is_weights"] if weighed else fields
+        data = transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=select)
+        trainer, rollout, real, kept = (data[name].unbind() for name in fields)
+        weights = data["rollout_is_weights"].unbind() if weighed else None
+        return LossBatch(trainer=trainer, rollout=rollout, real=real, kept=kept, weights=weights)
+
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         self._phase("update")
         return super()._update_actor(batch, metrics=metrics)
@@ -162,7 +179,7 @@ class WatchedTrainer(PPOTrainerSync):
         self, batch: KVBatchMeta, metrics: dict[str, Any], timing_raw: dict[str, float], global_steps: int, epoch: int
     ) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
-        if self._mismatch is None:
+        if self._mismatch is None or self._correction is None:
             raise TrainingError(f"step {global_steps} ended without log-probabilities to compare")
         if self._last_sync is None:
             raise TrainingError(f"step {global_steps} ended without a weight update")
@@ -170,6 +187,7 @@ class WatchedTrainer(PPOTrainerSync):
             metrics,
             timing_s=timing_raw,
             mismatch=self._mismatch,
+            correction=self._correction,
             sync=self._last_sync,
             plan=self.plan,
             step=global_steps,

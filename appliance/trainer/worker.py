@@ -1,18 +1,24 @@
 """Imported by verl itself in every process of a run (`VERL_USE_EXTERNAL_MODULES`); an error here stops the process.
 
-It gives verl our sender of weights, by verl's own registry. On the CPU flavour it registers the CPU as a platform and
-repairs the one call that cannot work there.
+It gives verl our sender of weights and, where the plan asks for it, our policy loss, by verl's own registries. On the
+CPU flavour it registers the CPU as a platform and repairs the one call that cannot work there.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from verl.workers.rollout import base
 
 from appliance.patch import Patch, apply_patch
+from appliance.plan.env import PLAN_VARIABLE
+from appliance.plan.model import read_plan
+from appliance.quant.correction import CorrectionMethod
 from appliance.trainer.cpu_platform import is_cpu_run
 
 PROCESS_GROUP = Patch(
@@ -39,8 +45,17 @@ def _patches() -> tuple[tuple[Patch, Callable[[Callable[..., Any]], Callable[...
     return ((PROCESS_GROUP, _gloo_only),) if is_cpu_run() else ()
 
 
+def _needs_our_loss() -> bool:
+    """Read from the plan: the loss imports verl's algorithms, which no other process of a run needs."""
+    file = os.environ.get(PLAN_VARIABLE)
+    return file is not None and read_plan(Path(file)).correction.method is CorrectionMethod.ACR
+
+
 for _patch, _replacement in _patches():
     apply_patch(_patch, _replacement)
 
 # By name: the module imports vLLM's side of verl, which only workers that send weights need.
 base._ROLLOUT_REGISTRY[("vllm", "async")] = "appliance.trainer.sender.DigestingAdapter"
+
+if _needs_our_loss():
+    importlib.import_module("appliance.trainer.policy_loss")  # registers itself

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "trainer": {*CHILDREN, "tasks"},
     "bench": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "engine", "quant"},
     "profile": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "quant", "flashrl.config_file"},
-    "verify": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "engine", "quant"},
+    "verify": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "engine", "quant", "profile"},
     "cli": {"errors", "tasks", "recipe", "plan", "preflight", "run", "bench", "profile", "verify", "console", *NUMBERS},
 }
 

@@ -8,8 +8,9 @@ import pytest
 from appliance.errors import RecipeError
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostFacts, HostGpu
-from appliance.plan.model import ExpectedAttestation, RunPlan, plan_from_dict
+from appliance.plan.model import CorrectionPlan, ExpectedAttestation, RunPlan, plan_from_dict, read_plan
 from appliance.plan.show import plan_text
+from appliance.quant.correction import CorrectionMethod
 from appliance.quant.scheme import Scheme
 from appliance.recipe.load import load_recipe
 
@@ -154,6 +155,28 @@ def test_no_correction_says_so_to_verl():
     plan = planned("correction.method=none", "correction.cap=null")
     assert (plan.correction.method, plan.correction.cap) == ("none", None)
     assert "algorithm.rollout_correction.rollout_is=null" in plan.argv
+
+
+def test_the_usual_limits_of_a_correction_are_choices_with_a_reason():
+    plan = planned("correction.method=icepop", "correction.cap=null", "algorithm.clip_high=0.28")
+    assert plan.correction == CorrectionPlan(CorrectionMethod.ICEPOP, bounds=(0.5, 5.0), clip_high=0.28)
+    assert choice(plan, "correction.bounds") == ("[0.5, 5]", "the bounds of IcePop")
+    assert "correction.cap" not in {each.key for each in plan.choices}
+    plan = planned("correction.method=k3-reject", "correction.cap=null")
+    assert (plan.correction.cap, choice(plan, "correction.cap")[0]) == (0.01, "0.01")
+
+
+def test_a_limit_that_was_given_is_no_choice():
+    plan = planned("correction.method=icepop", "correction.cap=null", "correction.bounds=[0.25, 4]")
+    assert plan.correction.bounds == (0.25, 4.0)
+    assert "correction.bounds" not in {each.key for each in plan.choices}
+
+
+@pytest.mark.parametrize("method", CorrectionMethod)
+def test_a_plan_with_any_correction_reads_back_the_same(method, tmp_path):
+    plan = planned(f"correction.method={method}", "correction.cap=null")
+    plan.write(tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json") == plan
 
 
 @pytest.mark.parametrize(

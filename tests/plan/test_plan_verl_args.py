@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from appliance.plan.build import decide
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.verl_args import Override, hydra_value, overrides
+from appliance.quant.correction import CorrectionMethod
 from appliance.recipe.load import load_recipe
 
 VERL = Path(importlib.util.find_spec("verl").submodule_search_locations[0])
@@ -33,6 +34,15 @@ CASES = {
     "cpu-int8": ("arithmetic-tiny-int8", ()),
     "cpu-bf16": ("arithmetic-tiny-bf16", ()),
     "no-correction": ("arithmetic-tiny-int8", ("correction.method=none", "correction.cap=null")),
+    **{
+        f"{method}": ("arithmetic-tiny-int8", (f"correction.method={method}", "correction.cap=null"))
+        for method in CorrectionMethod
+        if method is not CorrectionMethod.NONE
+    },
+    "whole-bounds": (
+        "arithmetic-tiny-int8",
+        ("correction.method=icepop", "correction.cap=null", "correction.bounds=[1, 5]"),
+    ),
     "logging": ("arithmetic-tiny-int8", ("logging.backends=[tensorboard, wandb]", "checkpoint.every_steps=5")),
     "odd-paths": ("arithmetic-tiny-int8", ("cluster.run_dir=/tmp/with space,=[${a}]'\\x/1e5",)),
     "gpu-packed": ("gsm8k-0.5b-int8", ()),
@@ -61,6 +71,30 @@ def test_verl_reads_every_override_as_the_value_and_type_meant(case):
         found = OmegaConf.select(config, each.key, throw_on_missing=True)
         found = OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
         assert (each.key, type(found), found) == (each.key, type(each.value), each.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "weigh", "reject"),
+    [
+        ("no-correction", (None, None), (None, None)),
+        ("tis", ("token", 2.0), (None, None)),
+        ("tis-sequence", ("sequence", 2.0), (None, None)),
+        ("icepop", ("token", "0.5_5.0"), (None, None)),
+        ("whole-bounds", ("token", "1.0_5.0"), (None, None)),  # `1_5` would be the number 15
+        ("sequence-mask", (None, None), ("seq_sum_k1", "0.5_2.0")),
+        ("geometric-mask", (None, None), ("seq_mean_k1", f"{1 / 1.001!r}_{1 / 0.999!r}")),
+        ("k3-reject", (None, None), ("seq_mean_k3", 0.01)),
+        ("acr", ("token", 1e9), (None, None)),
+    ],
+)
+def test_what_each_correction_is_for_verl(case, weigh, reject):
+    config = verl_config([each.text for each in planned(case)])
+    found = config.algorithm.rollout_correction
+    values = (found.rollout_is, found.rollout_is_threshold, found.rollout_rs, found.rollout_rs_threshold)
+    assert [(type(value), value) for value in values] == [(type(value), value) for value in (*weigh, *reject)]
+    assert (found.bypass_mode, found.rollout_is_batch_normalize) == (False, False)
+    loss = "appliance-acr" if case == "acr" else "vanilla"
+    assert config.actor_rollout_ref.actor.policy_loss.loss_mode == loss
 
 
 def test_no_key_is_given_twice():

@@ -3,9 +3,10 @@ import json
 import pytest
 
 from appliance.errors import RecipeError
+from appliance.quant.correction import USUAL, CorrectionMethod
 from appliance.recipe.dump import to_yaml
 from appliance.recipe.load import load_recipe
-from appliance.recipe.schema import CorrectionMethod, SchemeChoice
+from appliance.recipe.schema import SchemeChoice
 
 MINIMAL = "model:\n  builtin: tiny-arithmetic\ntrainer:\n  steps: 3\n"
 
@@ -31,7 +32,7 @@ def problems_of(name: str, *sets: str) -> list[tuple[str, str]]:
 
 def test_minimal_recipe_takes_defaults_and_the_name_of_its_file(write):
     recipe = load_recipe(write(MINIMAL))
-    assert (recipe.name, recipe.rollout.scheme, recipe.correction.cap) == ("r", SchemeChoice.AUTO, 2.0)
+    assert (recipe.name, recipe.rollout.scheme, recipe.correction.method) == ("r", SchemeChoice.AUTO, "tis")
 
 
 def test_everything_wrong_is_told_at_once_with_its_line(write):
@@ -211,13 +212,18 @@ def test_no_such_name():
     ]
 
 
-@pytest.mark.parametrize("sets", [(), ("correction.method=none", "correction.cap=null")])
-def test_the_resolved_recipe_reads_back_the_same(write, sets):
-    recipe = load_recipe("arithmetic-tiny-int8", sets=["optimizer.learning_rate=1e-6", *sets])
+@pytest.mark.parametrize("method", CorrectionMethod)
+def test_the_resolved_recipe_reads_back_the_same_with_its_limits(write, method):
+    sets = ["optimizer.learning_rate=1e-6", f"correction.method={method}", "correction.cap=null"]
+    recipe = load_recipe("arithmetic-tiny-int8", sets=sets)
     again = load_recipe(write(to_yaml(recipe)))
     assert again.model_dump(exclude={"correction"}) == recipe.model_dump(exclude={"correction"})
-    assert again.correction.method == recipe.correction.method
-    assert recipe.correction.method is CorrectionMethod.NONE or again.correction == recipe.correction
+    usual = USUAL[method]
+    assert (again.correction.method, again.correction.cap, again.correction.bounds) == (
+        method,
+        usual.cap,
+        usual.bounds,
+    )
 
 
 def test_messages_do_not_carry_a_whole_value(write):

@@ -3,8 +3,10 @@ import re
 import pytest
 
 from appliance.errors import RecipeError
+from appliance.quant.correction import CorrectionMethod
 from appliance.recipe.load import load_recipe
 
+ICEPOP = ("correction.method=icepop", "correction.cap=null")
 GPU = ("cluster.device=h100", "cluster.gpus_per_node=8")
 
 
@@ -16,7 +18,7 @@ def problems_of(*sets: str) -> list[tuple[str, str]]:
 
 def without_place(message: str) -> str:
     """From the dotted key on."""
-    return re.search(r"(?:^|: )([a-z]+\.[a-z_]+: .*)", message)[1]
+    return re.search(r"(?:^|: )([a-z]+\.[a-z_]+(?:\.[0-9]+)?: .*)", message)[1]
 
 
 def only(*sets: str) -> tuple[str, str]:
@@ -41,20 +43,64 @@ def only(*sets: str) -> tuple[str, str]:
             ),
         ),
         (("model.builtin=tiny",), ("model.builtin: unknown value `tiny`", "use `tiny-arithmetic`")),
-        (
-            ("correction.method=icepop",),
-            ("correction.method: `icepop` is not available in this version", "use one of `none`, `tis`"),
-        ),
         (("algorithm.kind=ppo",), ("algorithm.kind: `ppo` is not available in this version", "use `grpo`")),
         (
             ("task.kind=dapo-math",),
             ("task.kind: `dapo-math` is not available in this version", "use one of `arithmetic`, `gsm8k`"),
         ),
-        (("correction.cap=null",), ("correction.cap: `tis` needs a cap", "give a number above 0, such as 2.0")),
         (
             ("correction.method=none", "correction.cap=2.5"),
             ("correction.cap: `none` has no cap", "remove it, or set it to null"),
         ),
+        (
+            ("correction.method=icepop",),  # the recipe has the cap of `tis`
+            ("correction.cap: `icepop` has no cap", "remove it, or set it to null"),
+        ),
+        (
+            ("correction.method=geometric-mask", "correction.cap=2"),
+            ("correction.cap: `geometric-mask` has no cap", "remove it, or set it to null"),
+        ),
+        (
+            ("correction.bounds=[0.5, 5.0]",),
+            ("correction.bounds: `tis` has no bounds", "remove it, or set it to null"),
+        ),
+        (
+            ("correction.method=k3-reject",),  # 2.0 again, as nats
+            (
+                "correction.cap: the cap of `k3-reject` is a sequence's k3-KL in nats, and 2 rejects next to nothing",
+                "give one such as 0.01, or null",
+            ),
+        ),
+        (
+            (*ICEPOP, "correction.bounds=[5.0, 0.5]"),
+            (
+                "correction.bounds: the lower bound 5 is not below the upper bound 0.5",
+                "give [low, high] such as [0.5, 5], or null",
+            ),
+        ),
+        (
+            (*ICEPOP, "correction.bounds=[2, 2]"),
+            (
+                "correction.bounds: the lower bound 2 is not below the upper bound 2",
+                "give [low, high] such as [0.5, 5], or null",
+            ),
+        ),
+        (
+            (*ICEPOP, "correction.bounds=[1.5, 2]"),
+            (
+                "correction.bounds: [1.5, 2] leaves out 1, the weight where rollout and trainer agree",
+                "give [low, high] such as [0.5, 5], or null",
+            ),
+        ),
+        (
+            (*ICEPOP, "correction.bounds=[0.5]"),
+            (
+                "correction.bounds: expected [low, high], got 1 value",
+                "give [low, high] such as [0.5, 5], or null",
+            ),
+        ),
+        ((*ICEPOP, "correction.bounds=[0, 5]"), ("correction.bounds.0: must be greater than 0, got `0`", "")),
+        ((*ICEPOP, "correction.bounds=0.5"), ("correction.bounds: expected a list, got `0.5`", "")),
         (
             ("task.train_file=x.jsonl",),
             ("task.train_file: `arithmetic` makes its own problems", "remove it"),
@@ -173,6 +219,21 @@ def only(*sets: str) -> tuple[str, str]:
 )
 def test_rule(sets, problem):
     assert only(*sets) == problem
+
+
+@pytest.mark.parametrize("method", CorrectionMethod)
+def test_every_method_is_available_with_its_usual_limits(method):
+    correction = load_recipe(
+        "arithmetic-tiny-int8", sets=[f"correction.method={method}", "correction.cap=null"]
+    ).correction
+    assert (correction.method, correction.cap, correction.bounds) == (method, None, None)
+
+
+def test_limits_of_a_method_are_read_as_numbers():
+    sets = ["correction.method=icepop", "correction.cap=null", "correction.bounds=[1, 5]"]
+    assert load_recipe("arithmetic-tiny-int8", sets=sets).correction.bounds == (1.0, 5.0)
+    sets = ["correction.method=k3-reject", "correction.cap=1e-3"]
+    assert load_recipe("arithmetic-tiny-int8", sets=sets).correction.cap == 1e-3
 
 
 def test_unknown_device_lists_the_known():

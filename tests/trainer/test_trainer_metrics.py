@@ -9,10 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 from appliance.errors import NumericsError, SyncError, TrainingError
+from appliance.plan.model import CorrectionPlan
+from appliance.quant.correction import CorrectionMethod
 from appliance.quant.mismatch import Mismatch
 from appliance.quant.scheme import Scheme
 from appliance.run.acknowledge import Acknowledgement, Sent, SyncRecord, Telemetry
 from appliance.run.events import append_failure
+from appliance.trainer.corrected import CorrectionStep
 from appliance.trainer.entry import report, translate
 from appliance.trainer.metrics import append_metrics, step_metrics, validation_metrics
 
@@ -36,6 +39,8 @@ VERL = {
     "actor/entropy": 1.5,
     "actor/lr": 3e-4,
     "rollout_corr/rollout_is_mean": 0.98,
+    "rollout_corr/rollout_rs_masked_fraction": 0.0,
+    "actor/acr_widened_fraction": 0.01,
 }
 TIMINGS_S = {"gen": 2.0, "old_log_prob": 0.5, "update_actor": 1.0, "update_weights": 0.1, "step": 3.7}
 TELEMETRY = Telemetry(codes_changed_fraction=0.25, saturated_fraction=0.01, scale_drift=0.001, layer_error_max=0.02)
@@ -56,15 +61,25 @@ TAKEN = Acknowledgement(
     telemetry=TELEMETRY,
 )
 SYNC = SyncRecord(sent=(Sent(sync=4, replica=0, rank=0, manifest="ab", digest_s=0.125),), acknowledgements=(TAKEN,))
+CORRECTED = CorrectionStep(acted_fraction=0.01)
 PLAN = SimpleNamespace(
-    correction=SimpleNamespace(cap=2.0),
+    correction=CorrectionPlan(CorrectionMethod.TIS, cap=2.0),
     prompts_per_step=32,
     rollout=SimpleNamespace(samples_per_prompt=8, scheme="int8", emulated=False),
 )
 
 
+def written(
+    verl: dict[str, float], *, plan: object = PLAN, correction: CorrectionStep = CORRECTED
+) -> dict[str, object]:
+    """The line of step 3."""
+    return step_metrics(
+        verl, timing_s=TIMINGS_S, mismatch=MISMATCH, correction=correction, sync=SYNC, plan=plan, step=3
+    )
+
+
 def test_tokens_per_second_is_all_generated_tokens_over_the_rollout() -> None:
-    line = step_metrics(VERL, timing_s=TIMINGS_S, mismatch=MISMATCH, sync=SYNC, plan=PLAN, step=3)
+    line = written(VERL)
     assert line["rollout_tokens_per_s"] == 4.0 * 32 * 8 / 2.0
     assert (line["step"], line["reward_mean"], line["sync_s"], line["is_weight_max"]) == (3, 0.5, 0.1, 3.0)
 
@@ -72,7 +87,7 @@ def test_tokens_per_second_is_all_generated_tokens_over_the_rollout() -> None:
 def test_a_metric_that_verl_no_longer_reports_is_an_error() -> None:
     without = {name: value for name, value in VERL.items() if name != "actor/grad_norm"}
     with pytest.raises(TrainingError) as raised:
-        step_metrics(without, timing_s=TIMINGS_S, mismatch=MISMATCH, sync=SYNC, plan=PLAN, step=3)
+        written(without)
     assert raised.value.message == "verl did not report actor/grad_norm in step 3"
 
 
@@ -119,14 +134,31 @@ def test_a_failure_that_nobody_told_is_told(tmp_path: Path) -> None:
     }
 
 
-def test_weights_that_verl_did_not_apply_are_an_error() -> None:
-    for theirs in (None, 1.0):
-        verl = VERL | {"rollout_corr/rollout_is_mean": theirs}
-        with pytest.raises(TrainingError) as raised:
-            step_metrics(verl, timing_s=TIMINGS_S, mismatch=MISMATCH, sync=SYNC, plan=PLAN, step=3)
-        assert raised.value.message == (
-            f"step 3: verl's mean importance weight is {theirs}, from the same log-probs it should be 0.980000"
-        )
+@pytest.mark.parametrize(
+    ("method", "sign"),
+    [
+        (CorrectionMethod.TIS, "rollout_corr/rollout_is_mean"),
+        (CorrectionMethod.TIS_SEQUENCE, "rollout_corr/rollout_is_mean"),
+        (CorrectionMethod.ICEPOP, "rollout_corr/rollout_is_mean"),
+        (CorrectionMethod.SEQUENCE_MASK, "rollout_corr/rollout_rs_masked_fraction"),
+        (CorrectionMethod.GEOMETRIC_MASK, "rollout_corr/rollout_rs_masked_fraction"),
+        (CorrectionMethod.K3_REJECT, "rollout_corr/rollout_rs_masked_fraction"),
+        (CorrectionMethod.ACR, "rollout_corr/rollout_is_mean"),
+        (CorrectionMethod.ACR, "actor/acr_widened_fraction"),
+    ],
+)
+def test_a_correction_that_verl_does_not_report_is_an_error(method: CorrectionMethod, sign: str) -> None:
+    plan = SimpleNamespace(**{**vars(PLAN), "correction": CorrectionPlan(method)})
+    assert written(VERL, plan=plan)["step"] == 3
+    with pytest.raises(TrainingError) as raised:
+        written({name: value for name, value in VERL.items() if name != sign}, plan=plan)
+    assert raised.value.message == f"verl did not report {sign} in step 3"
+
+
+def test_only_acr_has_metrics_of_its_own() -> None:
+    assert "acr_bound_mean" not in written(VERL)
+    line = written(VERL, correction=CorrectionStep(0.25, acr_widened_fraction=0.25, acr_bound_mean=1.5))
+    assert (line["is_truncated_fraction"], line["acr_widened_fraction"], line["acr_bound_mean"]) == (0.25, 0.25, 1.5)
 
 
 def test_any_other_error_is_a_training_error_with_its_last_line() -> None:

@@ -1,0 +1,99 @@
+"""Whether the correction reached the loss: the batch that goes there, held against what its log-probs ask for.
+
+verl corrects on the driver and writes weights and masks into the batch. Its own metrics are computed before that, so
+they show what was meant; here every weight and every dropped token of the batch itself is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from appliance.errors import TrainingError
+from appliance.plan.model import CorrectionPlan
+from appliance.quant.correction import CorrectionMethod
+from appliance.trainer.corrections import Corrected, correct, log_ratio, token_weights, upper_clip
+
+SEQUENCES_AT_ONCE = 64  # float64 copies of a batch of long sequences would not fit beside it
+WEIGHTS_AGREE_WITHIN = 1e-4  # exp makes a relative error of x's rounding: below 2^-18 (1 + sum |x|), and x reaches 20
+
+
+@dataclass(frozen=True)
+class LossBatch:
+    """What goes to the loss, one row of tokens per sequence. real: before anything was dropped, kept: after.
+
+    weights: None when the batch has none.
+    """
+
+    trainer: tuple[Tensor, ...]
+    rollout: tuple[Tensor, ...]
+    real: tuple[Tensor, ...]
+    kept: tuple[Tensor, ...]
+    weights: tuple[Tensor, ...] | None
+
+
+@dataclass(frozen=True)
+class CorrectionStep:
+    """What the correction did in one step.
+
+    acted_fraction: share of tokens that were cut, weighed 0 or dropped.  acr_bound_mean: mean upper clip bound of the
+    tokens that `acr` widened, None where there are none.  The two acr fields are None with another method.
+    """
+
+    acted_fraction: float
+    acr_widened_fraction: float | None = None
+    acr_bound_mean: float | None = None
+
+    def metrics(self) -> dict[str, float | None]:
+        line: dict[str, float | None] = {"is_truncated_fraction": self.acted_fraction}
+        if self.acr_widened_fraction is not None:
+            line |= {"acr_widened_fraction": self.acr_widened_fraction, "acr_bound_mean": self.acr_bound_mean}
+        return line
+
+
+def check_correction(batch: LossBatch, *, plan: CorrectionPlan) -> CorrectionStep:
+    """Raises TrainingError when the batch does not carry the plan's correction, NumericsError when a log-prob is not
+    finite. A decision within float32's rounding of a limit may fall either way."""
+    tokens, acted, bound_sum = 0, 0, 0.0
+    for part in _parts(batch):
+        real_BT = _padded(part.real)
+        x_BT = log_ratio(_padded(part.trainer), rollout_BT=_padded(part.rollout), mask_BT=real_BT)
+        expected = correct(x_BT, mask_BT=real_BT, plan=plan)
+        found_BT = None if part.weights is None else _padded(part.weights)
+        if not _is_corrected(expected, weights_BT=found_BT, kept_BT=_padded(part.kept)):
+            raise TrainingError(
+                f"the batch of this step does not carry what `{plan.method}` makes of its log-probs",
+                hint="the correction did not reach the loss; report it with the log",
+            )
+        tokens, acted = tokens + int(real_BT.sum()), acted + int(expected.acted_BT.sum())
+        if plan.method is CorrectionMethod.ACR and plan.cap is not None:
+            upper_BT = upper_clip(token_weights(x_BT, mask_BT=real_BT), cap=plan.cap, clip_high=plan.clip_high)
+            bound_sum += float(upper_BT[expected.acted_BT].sum())
+    fraction = acted / tokens if tokens else 0.0
+    if plan.method is not CorrectionMethod.ACR:
+        return CorrectionStep(fraction)
+    return CorrectionStep(fraction, acr_widened_fraction=fraction, acr_bound_mean=bound_sum / acted if acted else None)
+
+
+def _parts(batch: LossBatch) -> Iterator[LossBatch]:
+    for start in range(0, len(batch.real), SEQUENCES_AT_ONCE):
+        rows = slice(start, start + SEQUENCES_AT_ONCE)
+        weights = None if batch.weights is None else batch.weights[rows]
+        yield LossBatch(batch.trainer[rows], batch.rollout[rows], batch.real[rows], batch.kept[rows], weights)
+
+
+def _padded(rows: tuple[Tensor, ...]) -> Tensor:
+    return pad_sequence(list(rows), batch_first=True)
+
+
+def _is_corrected(expected: Corrected, *, weights_BT: Tensor | None, kept_BT: Tensor) -> bool:
+    clear_BT = expected.margin_BT > 1
+    if bool(((kept_BT.bool() != expected.kept_BT) & clear_BT).any()):
+        return False
+    if weights_BT is None or expected.weights_BT is None:
+        return weights_BT is None and expected.weights_BT is None
+    off_BT = (weights_BT.double() - expected.weights_BT).abs() > WEIGHTS_AGREE_WITHIN * expected.weights_BT
+    return not bool((off_BT & clear_BT).any())
