@@ -20,7 +20,7 @@ from appliance.engine.attest import REPLICA_VARIABLE
 from appliance.errors import ApplianceError, RecipeError
 from appliance.flashrl.loader import LOAD_FORMAT
 from appliance.flashrl.log import LOGGER
-from appliance.flashrl.plugin import told
+from appliance.flashrl.plugin import tell_hints
 from appliance.flashrl.reload import RELOAD_KEY, WORKER_CLASS
 from appliance.flashrl.settings import EngineSettings, engine_settings
 from appliance.flashrl.variables import CONFIG_VARIABLE, RELOAD_VARIABLE, Variables, read_variables
@@ -66,9 +66,10 @@ def _with_flashrl(original: Callable[..., Any]) -> Callable[..., Any]:
             variables = read_variables(os.environ)
             if variables.config is not None:
                 _apply(self, variables)
+            return original(self, *args, **kwargs)
         except ApplianceError as error:
-            raise told(error) from None
-        return original(self, *args, **kwargs)
+            tell_hints(error)
+            raise
 
     return create_engine_config
 

@@ -24,8 +24,8 @@ _PROCESSED = "nothing is quantised; log-probs after temperature, top-k and top-p
 _VLLM_FP8 = "vLLM's own online FP8, one scale per weight"
 _NO_FAST = "there is one path for every sync, so it is the same as `{same}`"
 _INT8 = (
-    "scales are taken anew from the weights at every sync; a profile is optional and only smooths; "
-    "codes end at ±127, not -128"
+    "scales are taken anew from the weights at every sync; a profile is optional: it smooths, and keeps the layers of "
+    "its error budget in BF16; codes end at ±127, not -128"
 )
 
 NAMES: tuple[Name, ...] = (
@@ -44,7 +44,7 @@ NAMES: tuple[Name, ...] = (
         "fp8_channel",
         Scheme.FP8_CHANNEL,
         "one scale per output channel, in the layout of a quantised donor checkpoint",
-        "no donor; a profile is optional and only smooths",
+        "no donor; a profile is optional, as for `int8`",
     ),
     Name("int8", Scheme.INT8, "W8A8 with the channel scales and the smoothing of a donor, fixed for the run", _INT8),
     Name("int8_fast", Scheme.INT8, "`int8`, copied straight into the old tensors", _NO_FAST.format(same="int8")),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from appliance.errors import ApplianceError
+from appliance.errors import ApplianceError, RecipeError
 from appliance.flashrl.log import LOGGER, start_logging
 from appliance.flashrl.variables import CONFIG_VARIABLE, idle_variables, read_variables
 from appliance.plan.env import PLAN_VARIABLE
@@ -21,7 +21,8 @@ def register() -> None:
     try:
         variables = read_variables(os.environ)
     except ApplianceError as error:
-        raise told(error) from None
+        tell_hints(error)
+        raise
     if variables.config is None:
         for name in idle_variables(os.environ):
             LOGGER.warning("%s does nothing without %s; FLASHRL_CONFIG=bf16 is enough", name, CONFIG_VARIABLE)
@@ -32,8 +33,8 @@ def register() -> None:
     patch_engine_arguments()
 
 
-def told(error: ApplianceError) -> ApplianceError:
-    """The same error, whose hints stand below it in a traceback: no command of ours is there to print them."""
-    for hint in dict.fromkeys(hint for _, hint in getattr(error, "problems", [("", error.hint)]) if hint):
+def tell_hints(error: ApplianceError) -> None:
+    """Let the hints stand below the error in a traceback: no command of ours is there to print them."""
+    hints = [hint for _, hint in error.problems] if isinstance(error, RecipeError) else [error.hint]
+    for hint in dict.fromkeys(filter(None, hints)):
         error.add_note(f"hint: {hint}")
-    return error

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 from engines import Engine, start_engine
+
+from appliance.quant.scheme import Scheme
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -119,24 +120,23 @@ def folded_checkpoint(folder: Path, *, profile: Path, to: Path) -> Path:
 def write_smoothing(folder: Path, *, hidden: int) -> Path:
     """A profile with nothing but the smoothing of the first layer's two norms, by 1/2, 1 and 4 in turn."""
     import torch
-    from safetensors.torch import save_file
 
-    layer = "model.layers.0"
-    groups = [
-        {
-            "norm": f"{layer}.input_layernorm.weight",
-            "linears": [f"{layer}.self_attn.{part}_proj.weight" for part in "qkv"],
-        },
-        {
-            "norm": f"{layer}.post_attention_layernorm.weight",
-            "linears": [f"{layer}.mlp.{part}_proj.weight" for part in ("gate", "up")],
-        },
-    ]
+    from appliance.quant.profile import Origin, Profile, Settings, write_profile
+    from appliance.quant.smoothing import Smoothing, SmoothingGroup
+
     scale_K = torch.tensor([0.5, 1.0, 4.0]).repeat(hidden)[:hidden].contiguous()
-    scales = {f"smoothing.{group['norm']}": scale_K.clone() for group in groups}
-    folder.mkdir()
-    header = json.dumps({"schema_version": 1, "smoothing": groups})
-    save_file(scales, folder / "profile.safetensors", metadata={"appliance": header})
+    readers = {"input_layernorm": ("self_attn", "qkv"), "post_attention_layernorm": ("mlp", ("gate", "up"))}
+    groups = tuple(
+        SmoothingGroup(
+            norm=f"model.layers.0.{norm}.weight",
+            linears=tuple(f"model.layers.0.{block}.{part}_proj.weight" for part in parts),
+            scale_K=scale_K,
+        )
+        for norm, (block, parts) in readers.items()
+    )
+    origin = Origin(kind="calibrated", model="none")
+    profile = Profile(origin=origin, scheme=Scheme.INT8, settings=Settings(), smoothing=Smoothing(groups))
+    write_profile(profile, folder=folder)
     return folder
 
 
