@@ -16,7 +16,10 @@ from appliance.plan.env import PLAN_VARIABLE, THREADS_VARIABLE
 from appliance.plan.host import HostFacts
 from appliance.plan.model import RunPlan
 from appliance.preflight.probes import read_host
+from appliance.profile.found import find_profile
+from appliance.profile.job import job_of_plan
 from appliance.quant.device import CPU, why_not
+from appliance.quant.files import read_file_header
 from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
 from appliance.recipe.schema import Recipe
@@ -46,7 +49,7 @@ def run_verify(recipe: Recipe, *, schemes: tuple[Scheme, ...] | None, emulate: b
         if plan.model.builtin:
             make_inputs(plan, command="verify")
         rows, reference = [], None
-        for each in asked:
+        for each in _with_profile(asked, profile=_profile(plan, asked=asked)):
             seen = _look(each, plan=plan, host=host, folder=Path(folder))
             rows += judge(each, seen=seen, reference=reference)
             reference = _reference(each, seen=seen, before=reference)
@@ -59,8 +62,7 @@ def _asked(
     recipe: Recipe, *, plan: RunPlan, schemes: tuple[Scheme, ...] | None, emulate: bool
 ) -> tuple[Quantisation, ...]:
     """BF16 first: the others are compared with it. Each once."""
-    profile = plan.profile.source if plan.profile else ""  # the run's own is made when it starts
-    planned = [replace(each, profile=profile if each.profile else "") for each in plan.rollout.replicas]
+    planned = list(plan.rollout.replicas)
     if schemes is not None:
         emulated = emulate or recipe.quantization.emulate
         like = {each.scheme: each for each in planned}
@@ -71,6 +73,27 @@ def _asked(
     reference = Quantisation(Scheme.BF16, lm_head_fp32=recipe.rollout.lm_head_fp32)
     quantised = (each for each in planned if each.scheme.quantised)
     return tuple(dict.fromkeys((reference, *quantised)))
+
+
+def _profile(plan: RunPlan, *, asked: tuple[Quantisation, ...]) -> Path | None:
+    """The profile that a run would use: the recipe's, else the one in the cache, where one has been made."""
+    if plan.profile is None or not any(each.profile for each in asked):
+        return None
+    found = Path(plan.profile.source) if plan.profile.source else find_profile(job_of_plan(plan))
+    if found is None:
+        console.say("the run's profile is not made yet (`appliance profile` makes it): engines are checked without one")
+    return found
+
+
+def _with_profile(asked: tuple[Quantisation, ...], *, profile: Path | None) -> tuple[Quantisation, ...]:
+    """What was planned, with the profile that is there in place of the one that a run would have in its folder."""
+    kept = tuple(read_file_header(profile)["suggested_ignore"]) if profile else ()
+    return tuple(
+        replace(each, profile=str(profile or ""), ignore=tuple(dict.fromkeys((*each.ignore, *kept))))
+        if each.profile
+        else each
+        for each in asked
+    )
 
 
 def _refuse_without_kernels(asked: tuple[Quantisation, ...], *, plan: RunPlan, host: HostFacts) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from appliance.errors import EngineError
 from appliance.quant.scheme import Scheme
+from appliance.quant.settings import Quantisation
 from appliance.recipe.load import load_recipe
 from appliance.verify import command
 from appliance.verify.command import run_verify
@@ -150,4 +151,18 @@ def test_bf16_comes_first_and_each_scheme_once(settings: tuple[str, ...], tmp_pa
     plan = build_plan(recipe, run_dir=tmp_path / "run", host=read_host(tmp_path))
     asked = command._asked(recipe, plan=plan, schemes=None, emulate=False)
     assert [each.scheme for each in asked] == [Scheme.BF16, Scheme.INT8]
-    assert [each.profile for each in asked] == ["", ""]
+    assert [bool(each.profile) for each in asked] == [False, True]
+    assert [each.profile for each in command._with_profile(asked, profile=None)] == ["", ""]
+
+
+def test_the_runs_profile_is_used_where_it_is_made(settings: tuple[str, ...], tmp_path: Path) -> None:
+    """With the layers that it keeps in BF16; an engine for which none was planned has none."""
+    header = {"schema_version": 1, "suggested_ignore": ["model.layers.1.mlp.down_proj"]}
+    text = json.dumps({"__metadata__": {"appliance": json.dumps(header)}}).encode()
+    (tmp_path / "profile.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    planned = Quantisation(Scheme.INT8, ignore=("a",), profile="/run/profile")
+    bare = Quantisation(Scheme.FP8, emulated=True)
+    assert command._with_profile((planned, bare), profile=tmp_path) == (
+        Quantisation(Scheme.INT8, ignore=("a", "model.layers.1.mlp.down_proj"), profile=str(tmp_path)),
+        bare,
+    )
