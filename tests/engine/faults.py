@@ -9,16 +9,23 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
-from engines import Engine
+from engines import Engine, free_engine, read_checkpoint, start_engine
 from torch import Tensor
 
 from appliance.errors import SyncError
+
+TABLE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
+PLACES = (0.0, 0.5, 1.0)  # first, middle and last element
+NORM, BIAS, EMBEDDING = "model.norm.weight", "model.layers.1.self_attn.k_proj.bias", "model.embed_tokens.weight"
+WEIGHT = "model.layers.1.mlp.up_proj.weight"
 
 Tensors = list[tuple[str, Tensor]]
 Change = Callable[[Tensors], Tensors]
@@ -199,3 +206,26 @@ def free_scale(layer: torch.nn.Module, codes_NK: Tensor) -> bool:
     gc.collect()
     layer.junk = [torch.full((size // 4, 1), float("nan")) for _ in range(400)]
     return ctypes.string_at(address, size) != before
+
+
+def start_bench(checkpoints: tuple[Path, Path], **settings: object) -> Iterator[Bench]:
+    engine = start_engine(checkpoints[0], worker_extension_cls="appliance.engine.sync.SyncWorkerExtension", **settings)
+    yield Bench(engine, old=read_checkpoint(checkpoints[0]), new=read_checkpoint(checkpoints[1]))
+    free_engine(engine)
+
+
+def settle(tally: Tally, *, cases: int) -> None:
+    """Everything was caught, and the table says so."""
+    sys.stdout.write(f"{tally}\n")
+    assert tally.missed == []
+    assert tally.caught == tally.injected == cases
+    rows = [line for line in TABLE.read_text().splitlines() if line.startswith(f"| {tally.fault} |")]
+    assert [row.split("|")[-3:-1] for row in rows] == [[f" {cases} ", f" {cases} "]], tally.fault
+
+
+def spread(names: list[str]) -> list[str]:
+    """Of a stream sorted by name: the first, the last, and of each kind of tensor one in between."""
+    chosen = [names[0], "model.layers.0.self_attn.q_proj.weight", BIAS, WEIGHT, "model.layers.2.mlp.down_proj.weight"]
+    chosen += ["model.layers.2.input_layernorm.weight", names[-1]]
+    assert chosen[0] == EMBEDDING and chosen[-1] == NORM and len(set(chosen)) == 7
+    return chosen

@@ -1,0 +1,207 @@
+"""Faults after transport: in what vLLM is given, and in what its kernels hold. None slips through.
+
+The numbers that are asserted here are those of the table in docs/reliability.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from faults import (
+    EMBEDDING,
+    NORM,
+    PLACES,
+    Bench,
+    Tally,
+    before_proof,
+    flip_bit,
+    free_scale,
+    given_to_vllm,
+    rebuild_handle,
+    recover,
+    sent,
+    settle,
+    spread,
+    start_bench,
+    take,
+)
+from test_engine_int8 import checkpoint_layer, linear_layers
+from torch.nn import Module
+
+from appliance.quant.codec import quantise_int8
+
+pytestmark = pytest.mark.engine
+
+LAYERS = ("model.layers.0.self_attn.qkv_proj", "model.layers.1.mlp.gate_up_proj", "model.layers.2.mlp.down_proj")
+
+
+@pytest.fixture(scope="module")
+def int8(checkpoints: tuple[Path, Path]) -> Iterator[Bench]:
+    yield from start_bench(checkpoints, scheme="int8")
+
+
+@pytest.fixture(scope="module")
+def bf16(checkpoints: tuple[Path, Path]) -> Iterator[Bench]:
+    yield from start_bench(checkpoints, scheme="bf16")
+
+
+def test_a_bit_flipped_in_what_vllm_is_given(int8: Bench) -> None:
+    """Bits that change a code or a scale (sign, exponent) in quantised weights, any bit elsewhere."""
+    tally = Tally("bit of a tensor given to vLLM (int8)")
+    for name in spread([name for name, _ in int8.new]):
+        bits = (13, 15) if name.endswith("proj.weight") else (0, 6, 13, 15)
+        for place in PLACES:
+            for bit in bits:
+                if name.endswith("proj.weight"):
+                    weight = dict(int8.new)[name]
+                    flipped = flip_bit(weight, at=place, bit=bit)
+                    assert not torch.equal(quantise_int8(weight).codes_NK, quantise_int8(flipped).codes_NK)
+                around = given_to_vllm(name, lambda tensor, place=place, bit=bit: flip_bit(tensor, at=place, bit=bit))
+                int8.attempt(tally, f"{name} {place} {bit}", around=around)
+    settle(tally, cases=7 * 3 * 4 - 3 * 3 * 2)
+
+
+def test_a_bit_flipped_in_codes(int8: Bench, checkpoints: tuple[Path, Path]) -> None:
+    """The kernel's handle rebuilt from codes of which one has one bit flipped: each bit, at several places."""
+    tally = Tally("bit of a code in the kernel (int8)")
+    layers = linear_layers(int8.engine)
+    for name in LAYERS:
+        weight = quantise_int8(checkpoint_layer(checkpoints[1], name)[0])
+        for place in (0.0, 0.31, 0.5, 0.77, 1.0):
+            for bit in range(8):
+                codes = flip_bit(weight.codes_NK, at=place, bit=bit)
+                held = layers[name].quant_method.held_scale(layers[name])
+                around = before_proof(lambda c=codes, h=held, n=name: rebuild_handle(layers[n], c, h))
+                int8.attempt(tally, f"{name} {place} {bit}", around=around, layer=name)
+    settle(tally, cases=3 * 5 * 8)
+
+
+def test_a_handle_rebuilt_from_the_right_codes_is_proven(int8: Bench, checkpoints: tuple[Path, Path]) -> None:
+    """What the test above does, without its fault."""
+    layers = linear_layers(int8.engine)
+    for name in LAYERS:
+        codes = quantise_int8(checkpoint_layer(checkpoints[1], name)[0]).codes_NK
+        with before_proof(lambda c=codes, n=name: rebuild_handle(layers[n], c, layers[n].quant_method._held)):
+            take(int8.engine, sent(int8.new))
+    recover(int8.engine, int8.old)
+
+
+def test_a_bit_flipped_in_a_scale(int8: Bench) -> None:
+    """In the memory that the kernel reads."""
+    tally = Tally("bit of a scale in the kernel's memory (int8)")
+    layers = linear_layers(int8.engine)
+    for name in LAYERS:
+        for place in PLACES:
+            for bit in (0, 7, 15, 22, 23, 30, 31):
+
+                def inject(name: str = name, place: float = place, bit: int = bit) -> None:
+                    held = layers[name].quant_method.held_scale(layers[name])
+                    held.copy_(flip_bit(held, at=place, bit=bit))
+
+                int8.attempt(tally, f"{name} {place} {bit}", around=before_proof(inject), layer=name)
+    settle(tally, cases=3 * 3 * 7)
+
+
+def test_a_freed_scale(int8: Bench, checkpoints: tuple[Path, Path]) -> None:
+    """The handle keeps only the address; somebody else's values lie there now."""
+    tally = Tally("scale freed while the kernel reads it (int8)")
+    layers = linear_layers(int8.engine)
+    for name in layers:
+        codes = quantise_int8(checkpoint_layer(checkpoints[1], name)[0]).codes_NK
+        changed = []
+        around = before_proof(lambda n=name, c=codes, found=changed: found.append(free_scale(layers[n], c)))
+        int8.attempt(tally, name, around=around, layer=name)
+        assert changed == [True]
+        layers[name].junk = None
+    settle(tally, cases=12)
+
+
+def test_a_layer_that_kept_its_old_weights(int8: Bench) -> None:
+    tally = Tally("stale weights in one layer's kernel (int8)")
+    for name, layer in linear_layers(int8.engine).items():
+        kernel = layer.quant_method.kernel
+        before = kernel.dnnl_handler
+
+        def inject(kernel: object = kernel, before: object = before) -> None:
+            kernel.dnnl_handler = before
+
+        int8.attempt(tally, name, around=before_proof(inject), layer=name)
+    settle(tally, cases=12)
+
+
+def test_kernels_of_two_layers_swapped(int8: Bench) -> None:
+    tally = Tally("kernels of two layers swapped (int8)")
+    layers = linear_layers(int8.engine)
+    for part in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
+        for one, other in ((0, 1), (0, 2), (1, 2)):
+            first, second = (layers[f"model.layers.{n}.{part}"].quant_method.kernel for n in (one, other))
+
+            def inject(first: object = first, second: object = second) -> None:
+                first.dnnl_handler, second.dnnl_handler = second.dnnl_handler, first.dnnl_handler
+
+            name = f"model.layers.{one}.{part}"
+            int8.attempt(tally, name, around=before_proof(inject), layer=name)
+    settle(tally, cases=12)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "bf16"])
+def test_a_parameter_that_changed_after_the_update(scheme: str, request: pytest.FixtureRequest) -> None:
+    """What is used as it came: norms, biases, the embedding."""
+    bench: Bench = request.getfixturevalue(scheme)
+    tally = Tally(f"bit of a norm, bias or embedding in the model ({scheme})")
+    held = dict(bench.engine.model.named_parameters())
+    for name in (NORM, "model.layers.0.input_layernorm.weight", "model.layers.2.self_attn.qkv_proj.bias", EMBEDDING):
+        for place in PLACES:
+            for bit in (0, 7, 15):
+
+                def inject(name: str = name, place: float = place, bit: int = bit) -> None:
+                    parameter = held[name].data
+                    parameter.copy_(flip_bit(parameter, at=place, bit=bit))
+
+                bench.attempt(tally, f"{name} {place} {bit}", around=before_proof(inject))
+    settle(tally, cases=4 * 3 * 3)
+
+
+def test_a_packed_copy_that_stayed_behind(bf16: Bench) -> None:
+    """BF16 kernels on a CPU multiply by a packed copy: all linear layers and the tied head."""
+    tally = Tally("packed BF16 copy that stayed behind (bf16)")
+    layers = linear_layers(bf16.engine) | {"lm_head": bf16.engine.model.lm_head}
+    for name, layer in layers.items():
+
+        def inject(layer: Module = layer, before: object = layer.cpu_linear) -> None:
+            layer.cpu_linear = before
+
+        bf16.attempt(tally, name, around=before_proof(inject), layer=name)
+    settle(tally, cases=13)
+
+
+def flipping(held: Callable[[], torch.Tensor], *, place: float, bit: int) -> Callable[[], None]:
+    """A function that flips a bit in the tensor that `held` gives by then."""
+
+    def inject() -> None:
+        tensor = held()
+        tensor.copy_(flip_bit(tensor, at=place, bit=bit))
+
+    return inject
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "fp8-channel", "fp8-block"])
+def test_faults_in_emulated_layers(scheme: str, checkpoints: tuple[Path, Path]) -> None:
+    tally = Tally(f"bit of a code or a scale ({scheme}, emulated)")
+    for bench in start_bench(checkpoints, scheme=scheme, emulated=True):
+        assert take(bench.engine, sent(bench.new)).proven.layers_proven == 13
+        recover(bench.engine, bench.old)
+        for name in LAYERS:
+            layer = linear_layers(bench.engine)[name]
+            for place in PLACES:
+                for what, bits in (("weight", (0, 3, 7)), ("weight_scale", (0, 22, 30))):
+                    for bit in bits:
+                        inject = flipping(
+                            lambda layer=layer, what=what: getattr(layer, what).data, place=place, bit=bit
+                        )
+                        around = before_proof(inject)
+                        bench.attempt(tally, f"{name} {what} {place} {bit}", around=around, layer=name)
+    settle(tally, cases=3 * 3 * 6)
