@@ -61,6 +61,7 @@ class ExpertGemm(Module):
 
     def quantise(self, weight_NK: Tensor, *, absmax: Tensor | None) -> QuantisedWeight:
         """absmax: of the whole weight, where this one is a part that does not show it. Raises NumericsError."""
+        self.length = weight_NK.shape[1]
         self.logical_widths = [len(weight_NK)]
         self.weight = Parameter(weight_NK, requires_grad=False)
         quantised = self.quant_method.quantise(weight_NK, absmax=absmax)

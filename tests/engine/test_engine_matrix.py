@@ -123,8 +123,6 @@ def test_cell(pair: Pair, way: Callable[[Pair], None], request: pytest.FixtureRe
 
 def test_the_matrix_is_whole() -> None:
     """Runs after the cells. A cell that is not there would not be missed otherwise."""
-    wanted = {
-        f"test_cell[{scheme}-{family}-{way.__name__}]" for scheme, family, way in product(Scheme, FAMILIES, WAYS)
-    }
+    wanted = {f"test_cell[{scheme}-{family}-{way.__name__}]" for scheme, family, way in product(Scheme, FAMILIES, WAYS)}
     assert wanted - _PASSED == set()
     assert len(_PASSED) == len(wanted) == NUM_CELLS

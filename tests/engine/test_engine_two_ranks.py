@@ -1,0 +1,108 @@
+"""Tensor parallel over two ranks on one host, real processes: each holds its part of what one rank holds.
+
+Legend: N output channels, K input channels.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from engines import free_engine, start_engine
+from families import make_family
+from ranks_worker import held_int8, prompt_log_probs
+from torch import Tensor
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+RANKS = 2
+# Key-value heads: one that both ranks hold a copy of, one for each rank and experts.
+FAMILIES = ("llama", "qwen3-moe")
+CUT_IN_ROWS = ("o_proj", "down_proj", "w2")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """What one rank and two ranks hold and answer, for the same two checkpoints."""
+    root = tmp_path_factory.mktemp("ranks")
+    old, new = (make_family(root / str(seed), name=request.param, seed=seed) for seed in (1, 2))
+    out = root / "two.pt"
+    child = subprocess.run(
+        [sys.executable, Path(__file__).parent / "ranks_worker.py", str(RANKS), "int8", out, old, new],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert child.returncode == 0, child.stderr[-3000:]
+    answers = {"family": request.param, "two": torch.load(out)}
+    for name, scheme, folder in (("bf16", "bf16", old), ("old", "int8", old), ("new", "int8", new)):
+        engine = start_engine(folder, scheme=scheme)
+        answers[name] = prompt_log_probs(engine)
+        answers[f"held_{name}"] = {
+            gemm: (held[0].clone(), held[1].clone()) for gemm, held in held_int8(engine.model).items()
+        }
+        free_engine(engine)
+    return answers
+
+
+def shards(name: str, whole: Tensor, *, rank: int, dim: int, family: str) -> Tensor:
+    """A rank's part of an output dimension: of queries, keys and values, of gate and up, or all of it."""
+    if "qkv" in name:
+        heads, kv_heads = {"llama": (4, 1), "qwen3-moe": (4, 2)}[family]
+        queries, keys, values = whole.split([heads * 32, kv_heads * 32, kv_heads * 32], dim=dim)
+        kv_parts = min(kv_heads, RANKS)
+        parts = [
+            queries.chunk(RANKS, dim)[rank],
+            *(one.chunk(kv_parts, dim)[rank % kv_parts] for one in (keys, values)),
+        ]
+        return torch.cat(parts, dim=dim)
+    if "gate_up" in name or "w13" in name:
+        return torch.cat([half.chunk(RANKS, dim)[rank] for half in whole.chunk(2, dim)], dim=dim)
+    return whole
+
+
+def codes(answers_KN: Tensor, scale_N: Tensor) -> Tensor:
+    """[K, N] from the answers to one-hot tokens, see `held_codes` in test_engine_int8."""
+    return (answers_KN.double() / scale_N.double()).round()
+
+
+@pytest.mark.parametrize("when", ["old", "new"], ids=["as-loaded", "after-an-update"])
+def test_codes_and_scales_are_parts_of_one_ranks(found: dict, when: str) -> None:
+    """Exactly, where rows are cut too: their scales are those of the whole rows."""
+    whole = found[f"held_{when}"]
+    assert {name.rsplit(".", 1)[-1] for name in whole} >= {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+    for rank, held in enumerate(found["two"][f"held_{when}"]):
+        assert held.keys() == whole.keys()
+        for name, (answers_KN, scale_N) in held.items():
+            wanted_KN, wanted_N = codes(*whole[name]), whole[name][1]
+            if name.endswith(CUT_IN_ROWS):
+                wanted_KN = wanted_KN.chunk(RANKS)[rank]
+            else:
+                wanted_KN = shards(name, wanted_KN, rank=rank, dim=1, family=found["family"])
+                wanted_N = shards(name, wanted_N, rank=rank, dim=0, family=found["family"])
+            assert torch.equal(scale_N, wanted_N), (name, rank)
+            assert torch.equal(codes(answers_KN, scale_N), wanted_KN), (name, rank)
+
+
+def test_log_probs_of_two_ranks_are_those_of_one_to_int8s_noise(found: dict) -> None:
+    """Each rank quantises its part of a token with a scale of its own where rows are cut, as vLLM's kernels do, so two
+    ranks are another sample of INT8's activation noise and not the same numbers. Two independent samples of the whole
+    noise would differ by sqrt(2) of it, and here most of it is common."""
+    one, two, bf16 = (torch.tensor(answer) for answer in (found["old"], found["two"]["old"], found["bf16"]))
+    noise = float((one - bf16).abs().mean())
+    assert 0 < noise < 0.1
+    assert float((two - one).abs().mean()) < 2**0.5 * noise
+
+
+def test_an_update_over_two_ranks_comes_and_goes(found: dict) -> None:
+    two = found["two"]
+    assert two["old_again"] == two["old"]
+    assert two["new"] != two["old"]
+    one, moved = torch.tensor(found["new"]), torch.tensor(two["new"])
+    noise = float((torch.tensor(found["old"]) - torch.tensor(found["bf16"])).abs().mean())
+    assert float((moved - one).abs().mean()) < 2**0.5 * 2 * noise  # other weights, so another noise of the same size
