@@ -1,6 +1,5 @@
 """Makes a profile, in a process of its own: `python -m appliance.profile.child (--plan PLAN | --job JOB)`.
 
-`--scales SCALES SOURCE FOLDER` instead writes the profile of what was in FlashRL's file SOURCE.
 Progress and failures are events, in the run's folder or in the command's; the exit code is that of the error.
 """
 
@@ -23,7 +22,6 @@ from appliance.profile.job import ProfileJob, cache_folder, job_of_plan, read_jo
 from appliance.quant.calibrate import calibrate
 from appliance.quant.donor import recover
 from appliance.quant.files import PROFILE_FILE
-from appliance.quant.flashrl_profile import from_flashrl
 from appliance.quant.profile import Origin, Settings, write_profile
 from appliance.run.events import append_event, append_failure
 
@@ -143,8 +141,6 @@ def _tokens(row: dict, *, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def main(arguments: list[str]) -> int:
     kind, path = arguments[0], Path(arguments[1])
-    if kind == "--scales":
-        return _take_over(path, source=arguments[2], folder=Path(arguments[3]))
     job = job_of_plan(read_plan(path)) if kind == "--plan" else read_job(path.read_text())
     try:
         make_profile(job)
@@ -153,16 +149,6 @@ def main(arguments: list[str]) -> int:
     except Exception as error:  # the boundary of this process: every failure becomes an event and an exit code
         _fail(job, ApplianceError(f"{type(error).__name__}: {error}", hint="the log has the whole story"))
         raise
-    return 0
-
-
-def _take_over(scales: Path, *, source: str, folder: Path) -> int:
-    """Problems are lines on stderr: there is no folder for events."""
-    try:
-        write_profile(from_flashrl(scales, source=source), folder=folder)
-    except ApplianceError as error:
-        sys.stderr.write(f"{error.message}\n")
-        return error.exit_code
     return 0
 
 

@@ -15,7 +15,8 @@ from appliance.profile.table import table
 from appliance.quant.files import read_file_header
 
 REFUSED = 2  # the exit code of a child that did not like the file
-_CHILD = "appliance.profile.unpickle"
+_READER = "appliance.profile.unpickle"
+_WRITER = "appliance.profile.take_over"
 _TIMEOUT_S = 300.0
 _HINT = "nothing in the file was run; give the profile.pt that `flashrl profile --fn int8` wrote"
 
@@ -37,7 +38,7 @@ def _read_apart(file: Path, *, scales: Path, room: Path) -> None:
     """The pickle as safetensors, read by a process without rights."""
     room.mkdir()
     environment = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
-    command = [sys.executable, "-m", _CHILD, str(file), str(scales), str(room)]
+    command = [sys.executable, "-m", _READER, str(file), str(scales), str(room)]
     try:
         done = subprocess.run(
             command,
@@ -58,7 +59,7 @@ def _read_apart(file: Path, *, scales: Path, room: Path) -> None:
 
 def _write(scales: Path, *, source: Path, output: Path) -> None:
     """In a child too: the launcher imports no torch."""
-    command = [sys.executable, "-m", "appliance.profile.child", "--scales", str(scales), str(source), str(output)]
+    command = [sys.executable, "-m", _WRITER, str(scales), str(source), str(output)]
     done = subprocess.run(command, capture_output=True, check=False)
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines() or [f"code {done.returncode}"]

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from appliance.errors import RecipeError
+from appliance.quant.checkpoint import Checkpoint
 from appliance.quant.profile import Origin, Profile, Settings
 from appliance.quant.scheme import Scheme
 from appliance.quant.smoothing import Smoothing, SmoothingGroup, power_of_two
-from appliance.quant.streamed import Checkpoint
 
 READERS = {
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

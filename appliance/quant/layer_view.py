@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from appliance.quant.checkpoint import Ledger
 from appliance.quant.codec import QuantisedWeight, dequantise, quantise, quantise_tokens, weight_absmax
 from appliance.quant.scheme import Scheme
 from appliance.quant.smoothing import Smoothing, SmoothingGroup, fold
-from appliance.quant.streamed import LayerCall, Ledger
+from appliance.quant.streamed import LayerCall
 
 _INPUT_NORM, _MLP_NORM = "input_layernorm", "post_attention_layernorm"
 _GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from appliance.quant.checkpoint import Checkpoint
 from appliance.quant.mismatch import measure_mismatch
 from appliance.quant.profile import Predicted
-from appliance.quant.streamed import Checkpoint
 
 _POSITIONS = 1024  # at a time
 

@@ -8,7 +8,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-NUMBERS = {"quant.correction", "quant.scheme", "quant.device", "quant.settings", "quant.files"}  # the part of quant that needs no torch
+# The part of quant that needs no torch.
+NUMBERS = {"quant.correction", "quant.scheme", "quant.device", "quant.settings", "quant.files"}
 CHILDREN = {"errors", "patch", "quant", "plan.model", "plan.env", "run.attest", "run.events", "run.acknowledge"}
 
 # A room or module -> what it may import besides its own room. A name stands for everything below it.
@@ -19,6 +20,7 @@ MAY_IMPORT = {
     "console": {"errors"},
     "patch": {"errors"},
     "quant": {"errors"},
+    "guard": {"errors", "quant.scheme"},
     "tasks": {"errors", "plan.model", "run.events"},
     "recipe": {"errors", "tasks", *NUMBERS},
     "plan": {"errors", "tasks", "recipe", *NUMBERS},
@@ -26,7 +28,7 @@ MAY_IMPORT = {
     "run": {"errors", "tasks", "plan", "preflight", "console", "flashrl.variables", *NUMBERS},
     "engine": {*CHILDREN, "flashrl"},
     "flashrl": {"errors", "patch", "quant", "plan.env", "engine", "recipe.tree"},
-    "trainer": {*CHILDREN, "tasks"},
+    "trainer": {*CHILDREN, "tasks", "guard"},
     "bench": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "engine", "quant"},
     "profile": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "quant", "flashrl.config_file"},
     "verify": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "engine", "quant", "profile"},
@@ -53,6 +55,7 @@ OF_THE_CHILDREN = (
     "verify.worker",
     "profile.child",
     "profile.unpickle",
+    "profile.take_over",
 )
 
 

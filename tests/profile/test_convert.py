@@ -1,0 +1,159 @@
+"""`convert-profile`: FlashRL's pickle is read where it can do no harm, and turned into a profile."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load, save_file
+
+from appliance.errors import RecipeError
+from appliance.profile import unpickle
+from appliance.quant.flashrl_profile import from_flashrl
+from appliance.quant.profile import read_profile
+from appliance.quant.smoothing import fold, load_smoothing
+
+NORM, QUERY = "model.layers.0.input_layernorm.weight", "model.layers.0.self_attn.q_proj.weight"
+
+
+class Payload:
+    """Runs a command when it is unpickled by anyone who trusts it."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple:
+        return os.system, (f"touch {self.marker}",)
+
+
+def convert(file: Path, output: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "appliance", "convert-profile", str(file), "-o", str(output)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def profile_pt(ratio: torch.Tensor, output_scale: torch.Tensor) -> dict:
+    """As `flashrl profile` saves it: products of parameters, numbers and types."""
+    grown = torch.nn.Parameter(ratio) * 1.0
+    return {
+        NORM: {"input_scale": grown, "output_scale": 1.0, "type": torch.bfloat16},
+        QUERY: {"input_scale": 1 / grown.view(1, -1), "output_scale": output_scale, "type": torch.int8},
+        "model.layers.0.self_attn.o_proj.weight": {
+            "input_scale": 1.0,
+            "output_scale": output_scale,
+            "type": torch.int8,
+        },
+    }
+
+
+@pytest.mark.slow
+def test_flashrls_profile_becomes_one_of_ours(tmp_path: Path) -> None:
+    ratio, output_scale = torch.tensor([0.25, 1.0, 1.9, 3.1]), torch.rand(6, 1) * 100
+    made = profile_pt(ratio, output_scale)
+    torch.save(made, tmp_path / "profile.pt")
+    done = convert(tmp_path / "profile.pt", tmp_path / "ours")
+    assert done.returncode == 0, done.stderr
+    profile = read_profile(tmp_path / "ours")
+    assert (profile.origin.kind, str(profile.scheme)) == ("flashrl", "int8")
+    assert profile.input_scales[NORM].tolist() == ratio.tolist()
+    assert profile.output_scales[QUERY].tolist() == output_scale.flatten().tolist()
+    folded = fold(NORM, torch.ones(4), smoothing=load_smoothing(tmp_path / "ours"))
+    assert folded.tolist() == [0.25, 1.0, 2.0, 4.0]  # the nearest powers of two of the ratio
+
+
+def test_the_old_format_is_read_too(tmp_path: Path) -> None:
+    made = profile_pt(torch.tensor([0.5, 2.0]), torch.rand(3, 1))
+    torch.save(made, file := tmp_path / "profile.pt", _use_new_zipfile_serialization=False)
+    with file.open("rb") as opened:
+        assert load(unpickle.read(opened))[f"input_scale.{NORM}"].tolist() == [0.5, 2.0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["zip", "legacy", "plain"])
+def test_a_pickle_that_wants_to_run_is_refused_and_nothing_runs(tmp_path: Path, how: str) -> None:
+    marker, file = tmp_path / "marker", tmp_path / "profile.pt"
+    entry = {NORM: {"input_scale": Payload(marker), "output_scale": 1.0, "type": torch.bfloat16}}
+    if how == "plain":
+        file.write_bytes(pickle.dumps(entry))
+    else:
+        torch.save(entry, file, _use_new_zipfile_serialization=how == "zip")
+    done = convert(file, tmp_path / "ours")
+    assert done.returncode == 2
+    assert f"error: {file}: refused: it asks for more than tensors and plain containers: " in done.stderr
+    assert how == "plain" or "GLOBAL posix.system" in done.stderr
+    assert "hint: nothing in the file was run" in done.stderr
+    assert not marker.exists()
+    assert not (tmp_path / "ours").exists()
+
+
+def test_the_payload_of_these_tests_runs_where_a_pickle_is_trusted(tmp_path: Path) -> None:
+    pickle.loads(pickle.dumps(Payload(tmp_path / "marker")))
+    assert (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (["model.layers.0.mlp.up_proj.weight"], "FP8 needs no profile"),
+        (torch.ones(3), "a mapping of layers is expected, found Tensor"),
+        ({"a": {"input_scale": 1.0}}, "'a': input_scale, output_scale, type are expected"),
+        ({"a": {"input_scale": 2.0, "output_scale": 1.0, "type": torch.int8}}, "neither a tensor nor 1.0"),
+        ({"a": {"input_scale": torch.tensor([torch.nan]), "output_scale": 1.0, "type": torch.int8}}, "not finite"),
+    ],
+)
+def test_a_file_that_is_no_int8_profile_is_refused(tmp_path: Path, value: object, why: str) -> None:
+    torch.save(value, file := tmp_path / "profile.pt")
+    with file.open("rb") as opened, pytest.raises(unpickle.NotAProfile, match=why):
+        unpickle.read(opened)
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04 half of an archive"])
+def test_a_file_that_is_no_pickle_is_refused(tmp_path: Path, content: bytes) -> None:
+    (file := tmp_path / "profile.pt").write_bytes(content)
+    with file.open("rb") as opened, pytest.raises(unpickle.NotAProfile, match="torch cannot read it"):
+        unpickle.read(opened)
+
+
+def test_a_profile_without_a_norm_is_refused(tmp_path: Path) -> None:
+    save_file({"input_scale.a": torch.ones(1)}, tmp_path / "scales.safetensors")
+    with pytest.raises(RecipeError, match=r"profile\.pt: has no scale of a norm"):
+        from_flashrl(tmp_path / "scales.safetensors", source="profile.pt")
+
+
+@pytest.mark.slow
+def test_the_reader_has_no_rights_left(tmp_path: Path) -> None:
+    """What the process may still do once it has given up its rights, tried one after the other."""
+    room = tmp_path / "room"
+    room.mkdir()
+    own = tmp_path / "secret"
+    own.write_text("mine")
+    own.chmod(0o600)
+    code = f"""
+import os, socket, torch
+from pathlib import Path
+from appliance.profile import unpickle
+unpickle._warm_up()
+server = socket.create_server(("127.0.0.1", 0))
+unpickle.give_up_rights(room=Path({str(room)!r}), file_bytes=1000)
+def tried(action):
+    try:
+        action()
+    except (OSError, MemoryError, RuntimeError):
+        return "refused"
+    return "done"
+print(os.getcwd() == {str(room)!r}, Path("/proc/self/status").read_text().count("NoNewPrivs:\\t1"))
+print(tried(os.fork), tried(lambda: torch.empty(1 << 36, dtype=torch.int8).fill_(1)))
+print(os.getuid() or "root", tried(lambda: Path({str(own)!r}).read_text()), tried(lambda: os.setuid(0)))
+print(tried(lambda: socket.socket().connect(server.getsockname())))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    lines = done.stdout.splitlines()
+    assert lines[0] == "True 1"
+    assert lines[1] == "refused refused"
+    if os.geteuid() == 0:  # else the user stays the same, and a container may keep the network
+        assert lines[2] == "65534 refused refused"
+        assert lines[3] == "refused"
