@@ -1,0 +1,154 @@
+"""What the governor may do and what it takes for good and bad: every threshold with its unit, default and source.
+
+Sources: [verl] its documentation of rollout correction; [prime-rl] its merge gate; [ours] chosen here, no source gives
+one. A signal whose best value is 0 counts as recovered below half of its bound: both pairs of bounds that others
+publish have that ratio (mean probability difference 0.005 and 0.01, verl's FAQ; token error 1.05 and 1.1, NeMo-RL).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from appliance.quant.scheme import Scheme
+
+
+class Action(StrEnum):
+    """What may be done about steps that are not well, the mild ones first."""
+
+    WARN = "warn"
+    TIGHTEN = "tighten"  # cap down, rejection on
+    RAISE_PRECISION = "raise-precision"  # more layers in BF16, then the next scheme up
+    BF16 = "bf16"  # rollouts without any quantised layer
+    STOP = "stop"  # save and stop
+
+
+# What rollouts can be raised to and still be quantised. INT8 has nothing above it: E4M3 has 3 bits of mantissa and
+# rounds most weights more coarsely than 8 bits of their row's range.
+FINER: dict[Scheme, tuple[Scheme, ...]] = {
+    Scheme.BF16: (),
+    Scheme.INT8: (),
+    Scheme.FP8: (Scheme.FP8_CHANNEL, Scheme.FP8_BLOCK),
+    Scheme.FP8_CHANNEL: (Scheme.FP8_BLOCK,),
+    Scheme.FP8_BLOCK: (),
+}
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """A signal is bad outside `bad` and fine within `fine`, which lies inside it; between them it is neither.
+
+    Each is (lowest, highest); a value on a bound is on its better side.  Raises ValueError when fine is not inside.
+    """
+
+    bad: tuple[float, float]
+    fine: tuple[float, float]
+
+    def __post_init__(self) -> None:
+        if not self.bad[0] <= self.fine[0] <= self.fine[1] <= self.bad[1]:
+            raise ValueError(f"what is fine, {self.fine}, does not lie inside what is not bad, {self.bad}")
+
+
+_NONE = math.inf
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How many steps in a row a guard's condition holds before it warns, and before it stops the run; at least 1."""
+
+    warn_after: int
+    stop_after: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.warn_after <= self.stop_after:
+            raise ValueError(f"a guard cannot warn after {self.warn_after} steps and stop after {self.stop_after}")
+
+
+@dataclass(frozen=True)
+class MismatchBounds:
+    """When a step's mismatch is bad; a field per signal of that name."""
+
+    k3_kl: Bounds = Bounds(bad=(-_NONE, 0.015), fine=(-_NONE, 0.0075))  # nats per token [prime-rl]
+    weight_mean: Bounds = Bounds(bad=(0.5, 2.0), fine=(0.75, 1.5))  # [verl]
+    weight_std: Bounds = Bounds(bad=(-_NONE, 1.0), fine=(-_NONE, 0.5))  # [verl]
+    weight_max: Bounds = Bounds(bad=(-_NONE, _NONE), fine=(-_NONE, _NONE))  # one token is no reason; k3 and std have it
+    ess: Bounds = Bounds(bad=(0.3, _NONE), fine=(0.6, _NONE))  # fraction [verl]
+    truncated_fraction: Bounds = Bounds(bad=(-_NONE, 0.05), fine=(-_NONE, 0.025))  # of tokens [ours]
+
+
+@dataclass(frozen=True)
+class Collapse:
+    """When training itself goes wrong, whatever the mismatch. All [ours]; windows in steps, rewards in the task's unit.
+
+    gradient: a gradient norm that is not finite; verl leaves out such an update.
+    reward: the mean of the last reward_window steps has lost reward_lost_fraction of what the best such mean had above
+      the floor. A best mean within reward_least_gain of the range cannot collapse.
+    The others can also mean that the task is solved, so they hold only while the mean reward of the last steps is below
+    solved_fraction of the range from reward_floor to reward_ceiling:
+    entropy: below entropy_left_fraction of its mean over the first entropy_window steps.
+    equal_samples: more than equal_above of the prompts got samples that are all the same: nothing to learn from.
+    runaway_length: the mean response is longer than runaway_above of max_response_tokens (0: unknown, not judged).
+    """
+
+    gradient: Patience = Patience(warn_after=1, stop_after=3)
+    reward: Patience = Patience(warn_after=1, stop_after=20)
+    entropy: Patience = Patience(warn_after=5, stop_after=40)
+    equal_samples: Patience = Patience(warn_after=5, stop_after=20)
+    runaway_length: Patience = Patience(warn_after=5, stop_after=20)
+    reward_window: int = 10
+    reward_lost_fraction: float = 0.5
+    reward_least_gain: float = 0.1
+    reward_floor: float = 0.0
+    reward_ceiling: float = 1.0
+    solved_fraction: float = 0.9
+    entropy_window: int = 5
+    entropy_left_fraction: float = 0.02
+    equal_above: float = 0.95
+    max_response_tokens: int = 0
+    runaway_above: float = 0.95
+
+    def __post_init__(self) -> None:
+        if min(self.reward_window, self.entropy_window) < 1:
+            raise ValueError("a window has at least 1 step")
+        if not self.reward_floor < self.reward_ceiling:
+            raise ValueError(f"the reward's floor {self.reward_floor} is not below its ceiling {self.reward_ceiling}")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the governor of one run may do. Steps are counted, never timed.
+
+    scheme: of the run's rollouts, the foot of the ladder.  actions: no other one is ever taken.
+    climb_bad of the last climb_window judged steps must be bad to climb; descend_fine fine ones in a row lead down,
+      twice as many after each relapse.
+    cooling_steps: steps after a transition that are not judged. A change takes effect at the next sync, so the next
+      step's rollouts were made before it.
+    cap: of the importance weights, None without one; tightened, what it has above 1 is halved, and tight_cap_if_none
+      is put on where there was none.  reject_k3_above: tightened, sequences with a larger mean k3 are dropped, nats.
+    bf16_layer_fractions: growing shares of the quantised layers that stay BF16, the worst layers first, rung by rung.
+    Raises ValueError when they contradict each other.
+    """
+
+    scheme: Scheme
+    actions: frozenset[Action] = frozenset({Action.WARN, Action.TIGHTEN, Action.BF16, Action.STOP})
+    climb_bad: int = 3  # [ours]
+    climb_window: int = 5  # [ours]
+    descend_fine: int = 20  # [ours]
+    cooling_steps: int = 5  # [ours] 1 is the delay of a change, the rest lets the optimizer follow
+    cap: float | None = None
+    tight_cap_if_none: float = 2.0  # the cap of truncated importance sampling nearly everywhere
+    reject_k3_above: float = 0.01  # K3 rejection's own threshold
+    bf16_layer_fractions: tuple[float, ...] = (0.25, 0.5)  # [ours]
+    mismatch: MismatchBounds = MismatchBounds()
+    collapse: Collapse = Collapse()
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.climb_bad <= self.climb_window:
+            raise ValueError(f"climbing after {self.climb_bad} bad steps of {self.climb_window} is not possible")
+        if self.descend_fine < 1 or self.cooling_steps < 0:
+            raise ValueError("descend_fine is at least 1 step, cooling_steps at least 0")
+        growing = (0.0, *self.bf16_layer_fractions, 1.0)
+        if any(low >= high for low, high in itertools.pairwise(growing)):
+            raise ValueError(f"the shares of BF16 layers {self.bf16_layer_fractions} do not grow between 0 and 1")

@@ -1,0 +1,169 @@
+"""Guards beside the mismatch: gradients, reward, entropy, degenerate output."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from appliance.guard.collapse import Guard
+from appliance.guard.governor import Decision, GovernorState, Move, observe
+from appliance.guard.policy import Action, Collapse, Patience, Policy
+from appliance.guard.signals import Signals
+from appliance.quant.scheme import Scheme
+
+POLICY = Policy(Scheme.INT8, cooling_steps=3)
+HEALTHY = Signals(
+    0,
+    k3_kl=0.001,
+    grad_norm=1.0,
+    reward_mean=0.4,
+    entropy=0.5,
+    equal_group_fraction=0.2,
+    response_tokens_mean=100.0,
+)
+
+
+def run(changes: Iterable[dict[str, float | None]], *, policy: Policy = POLICY) -> tuple[GovernorState, list[Decision]]:
+    """HEALTHY with the changes of each step."""
+    state, made = GovernorState(), []
+    for step, change in enumerate(changes, 1):
+        state, decisions = observe(state, replace(HEALTHY, step=step, **change), policy=policy)
+        made += decisions
+    return state, made
+
+
+def told(made: list[Decision]) -> list[tuple[int, str, str]]:
+    return [(each.step, str(each.guard), str(each.action or each.move)) for each in made]
+
+
+def collapse(**changes: object) -> Policy:
+    return replace(POLICY, collapse=Collapse(**changes))
+
+
+def test_a_healthy_run_is_left_alone() -> None:
+    state, made = run([{}] * 300)
+    assert made == []
+    assert not state.stopped
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
+def test_three_gradients_in_a_row_that_are_not_finite_stop_the_run(norm: float) -> None:
+    state, made = run([{}] * 4 + [{"grad_norm": norm}] * 3)
+    assert told(made) == [(5, "gradient", "warn"), (7, "gradient", "stop")]
+    assert made[1].text == f"step 7: gradient: stop: grad_norm {norm} not finite (3 steps in a row)"
+    assert state.stopped
+
+
+def test_single_gradients_that_are_not_finite_warn_and_pass() -> None:
+    """The warning is taken back only after three calm steps, so a gradient every third step warns once."""
+    state, made = run([{"grad_norm": math.nan}, {}, {}] * 5 + [{}] * 5)
+    assert told(made) == [(1, "gradient", "warn"), (16, "gradient", "clear")]
+    assert made[1].text == "step 16: gradient: clear (3 steps in a row)"
+    assert not state.stopped
+
+
+def test_a_gradient_that_was_not_measured_does_not_count() -> None:
+    state, _ = run([{"grad_norm": math.nan}, {"grad_norm": None}] * 2 + [{"grad_norm": math.nan}])
+    assert state.stopped
+    state, _ = run([{"grad_norm": math.nan}, {}] * 20)
+    assert not state.stopped
+
+
+def test_a_reward_that_lost_half_of_its_best_stops_the_run() -> None:
+    """0.4, then 0: the mean of ten falls below 0.2 with the sixth 0, and stays there for twenty steps."""
+    state, made = run([{}] * 30 + [{"reward_mean": 0.0}] * 40)
+    assert told(made) == [(36, "reward", "warn"), (55, "reward", "stop")]
+    assert made[0].causes[0].text == "reward_mean of 10 steps 0.16 below 0.2"
+    assert state.stopped
+
+
+def test_a_reward_that_comes_back_is_taken_as_well_again() -> None:
+    state, made = run([{}] * 30 + [{"reward_mean": 0.0}] * 10 + [{}] * 30)
+    assert [action for _, _, action in told(made)] == ["warn", "clear"]
+    assert not state.stopped
+
+
+def test_noise_is_no_collapse() -> None:
+    """After the best, every other step nearly nothing: the mean of ten is 0.225 of 0.4, still more than half."""
+    _, made = run([{}] * 20 + [{"reward_mean": 0.4 if step % 2 else 0.05} for step in range(200)])
+    assert made == []
+
+
+def test_a_reward_that_never_rose_cannot_collapse() -> None:
+    _, made = run([{"reward_mean": 0.05}] * 20 + [{"reward_mean": 0.0}] * 100)
+    assert made == []
+
+
+def test_a_reward_range_below_zero() -> None:
+    """Rewards of -1 and 1: from 0.2 down to -0.9 is a loss of 1.1 of the 1.2 above the floor."""
+    policy = collapse(reward_floor=-1.0)
+    _, made = run([{"reward_mean": 0.2}] * 20 + [{"reward_mean": -0.9}] * 40, policy=policy)
+    assert told(made)[-1][1:] == ("reward", "stop")
+    _, made = run([{"reward_mean": 0.2}] * 20 + [{"reward_mean": -0.3}] * 40, policy=policy)
+    assert made == []
+
+
+def test_a_reward_that_is_not_finite_is_bad_and_not_kept() -> None:
+    state, made = run([{"reward_mean": math.nan}] * 20)
+    assert told(made) == [(1, "reward", "warn"), (20, "reward", "stop")]
+    assert state.watches.rewards == ()
+
+
+def test_entropy_that_collapses_early_stops_the_run() -> None:
+    state, made = run([{}] * 10 + [{"entropy": 0.009}] * 50)
+    assert told(made) == [(15, "entropy", "warn"), (50, "entropy", "stop")]
+    assert made[0].causes[0].text == "entropy 0.009 below 0.01"
+    assert state.stopped
+
+
+@pytest.mark.parametrize("change", [{"entropy": 0.001}, {"equal_group_fraction": 1.0}])
+def test_a_solved_task_may_be_certain(change: dict[str, float]) -> None:
+    """Small entropy and equal samples at a reward of 0.95 are success."""
+    _, made = run([{}] * 10 + [{"reward_mean": 0.95}] * 10 + [{"reward_mean": 0.95, **change}] * 100)
+    assert made == []
+
+
+def test_equal_samples_stop_a_run_that_is_not_solved() -> None:
+    state, made = run([{}] * 10 + [{"equal_group_fraction": 0.96}] * 20)
+    assert told(made) == [(15, "equal_samples", "warn"), (30, "equal_samples", "stop")]
+    assert made[0].causes[0].text == "equal_group_fraction 0.96 above 0.95"
+    assert state.stopped
+
+
+def test_runaway_length_stops_a_run() -> None:
+    policy = collapse(max_response_tokens=1000)
+    state, made = run([{}] * 10 + [{"response_tokens_mean": 951.0}] * 20, policy=policy)
+    assert told(made) == [(15, "runaway_length", "warn"), (30, "runaway_length", "stop")]
+    assert made[0].causes[0].text == "response_tokens_mean 951 above 950"
+    assert state.stopped
+
+
+def test_length_without_a_limit_is_not_judged() -> None:
+    _, made = run([{"response_tokens_mean": 1e6}] * 100)
+    assert made == []
+
+
+def test_guards_that_may_not_stop_only_warn() -> None:
+    state, made = run([{"grad_norm": math.nan}] * 50, policy=replace(POLICY, actions=frozenset({Action.WARN})))
+    assert told(made) == [(1, "gradient", "warn")]
+    assert not state.stopped
+
+
+def test_guards_that_may_do_nothing_say_nothing() -> None:
+    state, made = run([{"grad_norm": math.nan}] * 50, policy=replace(POLICY, actions=frozenset()))
+    assert made == []
+    assert not state.stopped
+
+
+def test_a_guard_that_warns_and_stops_at_once_says_both() -> None:
+    policy = collapse(gradient=Patience(warn_after=1, stop_after=1))
+    _, made = run([{"grad_norm": math.nan}], policy=policy)
+    assert told(made) == [(1, "gradient", "warn"), (1, "gradient", "stop")]
+    assert [each.move for each in made] == [Move.ALARM, Move.UP]
+
+
+def test_every_guard_has_a_patience_of_its_name() -> None:
+    assert [type(getattr(Collapse(), guard.value)) for guard in Guard] == [Patience] * len(Guard)
