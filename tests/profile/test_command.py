@@ -1,0 +1,212 @@
+"""The commands on a recipe: a profile is made once and found again, and goes where it is wanted."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+from tiny_models import tiny
+from typer.testing import CliRunner
+
+from appliance.cli import app
+from appliance.errors import EngineError, RecipeError
+from appliance.plan.build import build_plan
+from appliance.plan.model import RunPlan
+from appliance.preflight.probes import read_host
+from appliance.profile import command
+from appliance.profile.child import make_profile, read_sequences
+from appliance.profile.found import file_hash, find_profile
+from appliance.profile.job import ProfileJob, job_of_plan, read_job
+from appliance.profile.table import table
+from appliance.quant.files import read_file_header
+from appliance.quant.scheme import Scheme
+from appliance.quant.smoothing import load_smoothing
+from appliance.recipe.load import load_recipe
+from appliance.recipe.schema import Recipe
+from appliance.run.events import EVENTS_FILE, parse_event
+from appliance.tasks.prepare import prepare
+from appliance.tasks.tokenizer import save_tokenizer
+
+RECIPE = """
+name: tiny
+model: {{path: {model}}}
+task: {{kind: arithmetic, difficulty: 2, val_size: 16, max_prompt_tokens: 8, max_response_tokens: 6}}
+rollout: {{scheme: int8}}
+trainer: {{steps: 1}}
+cluster: {{device: cpu, run_dir: {runs}}}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    model = tmp_path / "model"
+    tiny("qwen2").save_pretrained(model)
+    save_tokenizer(model, max_positions=128)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(RECIPE.format(model=model, runs=tmp_path / "runs"))
+    return load_recipe(str(file), sets=())
+
+
+def planned(recipe: Recipe, *, run: str = "one") -> RunPlan:
+    """The plan of a run whose folder and data are there."""
+    run_dir = Path(recipe.cluster.run_dir) / run
+    run_dir.mkdir(parents=True)
+    plan = build_plan(recipe, run_dir=run_dir, host=read_host(run_dir))
+    prepare(plan)
+    plan.write(run_dir / "plan.json")
+    return plan
+
+
+@pytest.mark.slow
+def test_the_command_makes_a_profile_once_and_finds_it_again(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.run_profile(recipe, output=tmp_path / "out") == 0
+    shown = capsys.readouterr()
+    assert "layer 2 of 2" in shown.err
+    assert "layers with the largest error" in shown.out and "mismatch" in shown.out
+    (config,) = yaml.safe_load((tmp_path / "out" / "quantization.yaml").read_text())["configs"]
+    assert (config["fn"], config["profile"], config["model"]) == ("int8", ".", recipe.model.path)
+    monkeypatch.setattr(command, "run_child", lambda *args, **kwargs: pytest.fail("a child was started"))
+    assert command.run_profile(recipe, output=None) == 0
+    assert command.run_setup(recipe, output=tmp_path / "q.yaml") == 0
+    (config,) = yaml.safe_load((tmp_path / "q.yaml").read_text())["configs"]
+    assert load_smoothing(tmp_path / config["profile"]).groups
+
+
+def test_a_run_gets_its_profile_by_a_child_and_the_next_run_from_the_cache(recipe: Recipe) -> None:
+    plan = planned(recipe)
+    child = command.profile_child(plan)
+    assert child is not None and child.argv[-2:] == ("--plan", str(Path(plan.run_dir) / "plan.json"))
+    assert not command.is_profiled(plan)
+    make_profile(job_of_plan(plan))  # what the child does
+    command.finish_profile(plan)
+    assert command.is_profiled(plan) and command.profile_child(plan) is None
+    assert (Path(plan.run_dir) / "profile" / "quantization.yaml").is_file()
+    events = [parse_event(line) for line in (Path(plan.run_dir) / EVENTS_FILE).read_text().splitlines()]
+    assert [(each.done, each.total) for each in events if each.kind == "progress" and each.what == "profile"] == [
+        (1.0, 2.0),
+        (2.0, 2.0),
+    ]
+    second = planned(recipe, run="two")
+    assert command.profile_child(second) is None
+    assert command.is_profiled(second)
+
+
+def test_a_profile_that_the_recipe_names_is_taken_and_another_model_is_noted(recipe: Recipe, tmp_path: Path) -> None:
+    plan = planned(recipe)
+    make_profile(dataclasses.replace(job_of_plan(plan), target=str(tmp_path / "given")))
+    assert plan.profile is not None
+    named = dataclasses.replace(
+        plan,
+        profile=dataclasses.replace(plan.profile, source=str(tmp_path / "given")),
+        model=dataclasses.replace(plan.model, path="other/model"),
+    )
+    assert command.profile_child(named) is None
+    assert command.is_profiled(named)
+    lines = (Path(plan.run_dir) / EVENTS_FILE).read_text().splitlines()
+    assert parse_event(lines[-1]).what == f"the profile {tmp_path / 'given'} was made of {recipe.model.path}"
+
+
+def test_a_named_folder_without_a_profile_is_an_error(recipe: Recipe, tmp_path: Path) -> None:
+    plan = planned(recipe)
+    assert plan.profile is not None
+    named = dataclasses.replace(plan, profile=dataclasses.replace(plan.profile, source=str(tmp_path)))
+    with pytest.raises(EngineError, match="no profile"):
+        command.profile_child(named)
+
+
+def test_the_budgets_layers_are_in_the_configuration(recipe: Recipe, tmp_path: Path) -> None:
+    plan = planned(recipe)
+    make_profile(dataclasses.replace(job_of_plan(plan), error_budget=1e-6))
+    command.finish_profile(plan)
+    (config,) = yaml.safe_load((Path(plan.run_dir) / "profile" / "quantization.yaml").read_text())["configs"]
+    assert len(config["ignore"]) == 2 * 7
+    assert "model.layers.1.mlp.down_proj" in config["ignore"]
+
+
+@pytest.mark.parametrize("change", ["weights", "settings", "data", "scheme"])
+def test_another_input_is_another_profile(recipe: Recipe, change: str) -> None:
+    plan = planned(recipe)
+    job = job_of_plan(plan)
+    make_profile(job)
+    assert find_profile(job) is not None
+    if change == "weights":
+        file = Path(job.model) / "model.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    elif change == "data":
+        Path(job.parquet).write_bytes(Path(plan.task.val_parquet).read_bytes())
+    else:
+        changes = {"settings": {"strength": 0.25}, "scheme": {"scheme": Scheme.FP8_CHANNEL}}[change]
+        job = dataclasses.replace(job, **changes)
+    assert find_profile(job) is None
+
+
+def test_a_files_hash_is_remembered_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (file := tmp_path / "a").write_bytes(b"one")
+    first = file_hash(file, cache_dir=tmp_path / "cache")
+    with monkeypatch.context() as patched:
+        patched.setattr("hashlib.file_digest", lambda *args: pytest.fail("the file was read again"))
+        assert file_hash(file, cache_dir=tmp_path / "cache") == first
+    file.write_bytes(b"other")
+    assert file_hash(file, cache_dir=tmp_path / "cache") != first
+
+
+def test_the_text_is_prompts_of_the_task_with_their_answers(recipe: Recipe) -> None:
+    from transformers import AutoTokenizer
+
+    job = dataclasses.replace(job_of_plan(planned(recipe)), prompts=5, max_tokens=40)
+    sequences = read_sequences(job, folder=Path(job.model))
+    texts = [AutoTokenizer.from_pretrained(job.model).decode(each) for each in sequences]
+    assert sum(map(len, sequences)) <= 40
+    for text in texts[:-1]:  # the last one may be cut
+        a, b, total = text.removesuffix("<|im_end|>").replace("=", "+").split("+")
+        assert int(a) + int(b) == int(total)
+
+
+def test_a_scheme_without_a_profile_is_refused(recipe: Recipe, tmp_path: Path) -> None:
+    plain = load_recipe(str(tmp_path / "recipe.yaml"), sets=("rollout.scheme=bf16",))
+    with pytest.raises(RecipeError, match=r"rollout\.scheme: `bf16` has no profile"):
+        command.run_profile(plain, output=None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "profile: give a recipe, or --model, --quantized and -o"),
+        (["--model", "m", "-o", "o"], "profile: give a recipe, or --model, --quantized and -o"),
+        (["r.yaml", "--model", "m", "--quantized", "q", "-o", "o"], "profile: give a recipe, or --model"),
+        (["--model", "m", "--quantized", "q", "--scheme", "int4", "-o", "o"], "--scheme: unknown value `int4`"),
+        (["--model", "m", "--quantized", "q", "-o", "o"], "--model m: not a folder with config.json"),
+    ],
+)
+def test_a_wrong_use_of_the_command_is_refused(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["profile", *arguments])
+    assert isinstance(result.exception, RecipeError)
+    assert result.exception.message.startswith(message)
+
+
+def test_a_job_is_read_as_it_was_written(recipe: Recipe) -> None:
+    job = dataclasses.replace(job_of_plan(planned(recipe)), ignore=("a", "re:b"), error_budget=0.02)
+    assert read_job(job.to_json()) == job
+    assert isinstance(job, ProfileJob)
+
+
+def test_the_table_names_worst_layers_kept_layers_smoothing_mismatch_and_place(recipe: Recipe) -> None:
+    plan = planned(recipe)
+    job = dataclasses.replace(job_of_plan(plan), error_budget=0.01)
+    lines = table(read_file_header(make_profile(job)), folder="runs/x/profile")
+    text = "\n".join(lines)
+    worst = next(line for line in lines if line.startswith("model.layers"))
+    assert "mlp.down_proj" in worst and worst.endswith("kept in BF16")
+    assert "model.layers.0.self_attn.{q,k,v}_proj" in text
+    assert "smoothing     strength 0.5: 4 norms" in text
+    assert (
+        "kept in BF16  model.layers.0.mlp.down_proj, model.layers.1.mlp.down_proj (an output error above 1.00%" in text
+    )
+    assert "predicted against BF16" in text
+    assert lines[-1] == "files         runs/x/profile"
