@@ -60,8 +60,9 @@ def test_the_launcher_imports_no_torch(arguments, tmp_path):
 
 def test_the_commands(appliance):
     text = appliance("--help").stdout
-    names = re.findall(r"^│ ([a-z]+)  ", text, flags=re.MULTILINE)
-    assert names == ["train", "plan", "check", "bench", "status", "logs", "schema", "version", "recipes"]
+    names = re.findall(r"^│ ([a-z][a-z-]+)  ", text, flags=re.MULTILINE)
+    launched = ["train", "plan", "check", "bench", "verify", "profile", "setup", "convert-profile"]
+    assert names == [*launched, "status", "logs", "schema", "version", "recipes"]
 
 
 @pytest.mark.parametrize("arguments", [("trian",), ("plan",), ("plan", "arithmetic-tiny-int8", "--sett", "x=1")])

@@ -23,6 +23,7 @@ def test_this_host(tmp_path):
     assert host.memory_bytes >= host.memory_free_bytes > 0
     assert host.run_root_problem == ""
     assert host.disk_free_bytes > 0
+    assert ", family " in host.processor and ", model " in host.processor
     assert not (tmp_path / "not").exists()
 
 
