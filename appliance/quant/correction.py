@@ -9,9 +9,10 @@ w = p_trainer / p_rollout per token, x = log w. What a method compares with its 
     geometric-mask  geometric mean of a sequence   sequence dropped outside bounds
     k3-reject       mean of exp(x) - 1 - x, nats   sequence dropped above cap
     acr             w of a token                   cut at cap; where cut, the upper clip bound times w / cap
+    adaptive        w of a token                   cut at cap, and only a share of it applied, chosen for each step
 
 Sources: Yao et al. 2025 (truncated importance sampling), verl 0.9.1's presets (masks and rejection),
-arXiv 2602.13953 (ACR).
+arXiv 2602.13953 (ACR), arXiv 2605.13907 (AIS, `adaptive`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class CorrectionMethod(StrEnum):
     GEOMETRIC_MASK = "geometric-mask"
     K3_REJECT = "k3-reject"
     ACR = "acr"
+    ADAPTIVE = "adaptive"
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ USUAL: dict[CorrectionMethod, Limits] = {
     CorrectionMethod.GEOMETRIC_MASK: Limits(bounds=(0.999, 1.001), source="verl's bounds for a geometric mean"),
     CorrectionMethod.K3_REJECT: Limits(cap=0.01, source="verl's limit for a sequence's k3-KL, nats"),
     CorrectionMethod.ACR: Limits(cap=2.0, source="the cap of tis"),
+    CorrectionMethod.ADAPTIVE: Limits(cap=2.0, source="the cap of tis"),
 }
 
 

@@ -82,8 +82,14 @@ def mean_k3(x_BT: Tensor, *, mask_BT: Tensor) -> Tensor:
     return (torch.expm1(x_BT) - x_BT).sum(dim=-1) / mask_BT.sum(dim=-1).clamp(min=1)
 
 
-def correct(x_BT: Tensor, *, mask_BT: Tensor, plan: CorrectionPlan) -> Corrected:
-    """What the plan's method makes of a batch. x_BT: from `log_ratio`."""
+def mixed_weights(x_BT: Tensor, *, mask_BT: Tensor, cap: float, share: float) -> Tensor:
+    """1 + share * (min(w, cap) - 1), 0 at padding, elsewhere in (0, max(1, cap)]. share: 0..1, trainer/adaptive.py."""
+    cut_BT = token_weights(x_BT, mask_BT=mask_BT, cap=cap)
+    return (1 + share * (cut_BT - 1)).masked_fill(~mask_BT.bool(), 0.0)
+
+
+def correct(x_BT: Tensor, *, mask_BT: Tensor, plan: CorrectionPlan, share: float | None = None) -> Corrected:
+    """What the plan's method makes of a batch. x_BT: from `log_ratio`.  share: of `adaptive` only."""
     real_BT = mask_BT.bool()
     match plan.method:
         case CorrectionMethod.NONE:
@@ -91,6 +97,12 @@ def correct(x_BT: Tensor, *, mask_BT: Tensor, plan: CorrectionPlan) -> Corrected
         case CorrectionMethod.TIS | CorrectionMethod.ACR:
             raw_BT = token_weights(x_BT, mask_BT=real_BT)
             used_BT = raw_BT if plan.method is CorrectionMethod.ACR else raw_BT.clamp(max=plan.cap)
+            return _weighed(used_BT, raw_BT=raw_BT, real_BT=real_BT, cap=plan.cap)
+        case CorrectionMethod.ADAPTIVE:
+            if share is None or plan.cap is None:
+                raise ValueError("`adaptive` needs a cap and a share")
+            raw_BT = token_weights(x_BT, mask_BT=real_BT)
+            used_BT = mixed_weights(x_BT, mask_BT=real_BT, cap=plan.cap, share=share)
             return _weighed(used_BT, raw_BT=raw_BT, real_BT=real_BT, cap=plan.cap)
         case CorrectionMethod.TIS_SEQUENCE:
             raw_BT = sequence_weights(x_BT, mask_BT=real_BT)

@@ -34,6 +34,7 @@ _SIGNS = {
     CorrectionMethod.GEOMETRIC_MASK: (_REJECTED,),
     CorrectionMethod.K3_REJECT: (_REJECTED,),
     CorrectionMethod.ACR: (_WEIGHED, "actor/acr_widened_fraction"),
+    CorrectionMethod.ADAPTIVE: (),  # verl corrects nothing: its weights are written by trainer/correction_step.py
 }
 _TIMINGS_S = {
     "rollout_s": "gen",

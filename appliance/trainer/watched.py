@@ -21,7 +21,8 @@ from appliance.run.acknowledge import SyncRecord, check_sync
 from appliance.run.attest import check_attestations, fingerprint
 from appliance.run.events import append_event, run_started
 from appliance.trainer.attest import attest_driver, attest_trainers
-from appliance.trainer.corrected import CorrectionStep, LossBatch, check_correction
+from appliance.trainer.corrected import CorrectionStep
+from appliance.trainer.correction_step import correct_step
 from appliance.trainer.engine_watch import EngineWatch
 from appliance.trainer.metrics import append_metrics, step_metrics, validation_metrics
 from appliance.trainer.rollouts import Rollouts
@@ -139,18 +140,8 @@ class WatchedTrainer(PPOTrainerSync):
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         batch = super()._compute_advantage(batch, metrics=metrics)
-        self._correction = check_correction(self._loss_batch(batch), plan=self.plan.correction)
+        batch, self._correction = correct_step(batch, plan=self.plan.correction)
         return batch
-
-    def _loss_batch(self, batch: KVBatchMeta) -> LossBatch:
-        """What verl has just written for the loss. `loss_mask` is the mask before anything was dropped."""
-        fields = ["old_log_probs", "rollout_log_probs", "loss_mask", "response_mask"]
-        weighed = "rollout_is_weights" in (batch.fields or ())
-        select = [*fields, "rollout_is_weights"] if weighed else fields
-        data = transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=select)
-        trainer, rollout, real, kept = (data[name].unbind() for name in fields)
-        weights = data["rollout_is_weights"].unbind() if weighed else None
-        return LossBatch(trainer=trainer, rollout=rollout, real=real, kept=kept, weights=weights)
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         self._phase("update")

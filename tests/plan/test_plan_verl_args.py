@@ -85,6 +85,7 @@ def test_verl_reads_every_override_as_the_value_and_type_meant(case):
         ("geometric-mask", (None, None), ("seq_mean_k1", f"{1 / 1.001!r}_{1 / 0.999!r}")),
         ("k3-reject", (None, None), ("seq_mean_k3", 0.01)),
         ("acr", ("token", 1e9), (None, None)),
+        ("adaptive", (None, None), (None, None)),  # weights are written into the batch by us
     ],
 )
 def test_what_each_correction_is_for_verl(case, weigh, reject):

@@ -20,7 +20,9 @@ PLANS = {
     Method.GEOMETRIC_MASK: CorrectionPlan(Method.GEOMETRIC_MASK, bounds=(0.97, 1.15)),
     Method.K3_REJECT: CorrectionPlan(Method.K3_REJECT, cap=0.04),
     Method.ACR: CorrectionPlan(Method.ACR, cap=1.5),
+    Method.ADAPTIVE: CorrectionPlan(Method.ADAPTIVE, cap=1.5),
 }
+SHARE = 0.4  # of the correction that `adaptive` applies
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ def reference(case: Case, *, plan: CorrectionPlan) -> tuple[list[list[float]] | 
         match plan.method:
             case Method.TIS:
                 w = np.minimum(w, plan.cap)
+            case Method.ADAPTIVE:
+                w = 1 + SHARE * (np.minimum(w, plan.cap) - 1)
             case Method.TIS_SEQUENCE:
                 w = np.full(len(x), min(np.prod(w), plan.cap))
             case Method.ICEPOP:
@@ -69,5 +73,5 @@ def reference(case: Case, *, plan: CorrectionPlan) -> tuple[list[list[float]] | 
                 keeps = np.mean(w - 1 - x) <= plan.cap
         weights.append([float(each) for each in w])
         stay.append([bool(keeps)] * len(x))
-    weighs = plan.method in (Method.TIS, Method.TIS_SEQUENCE, Method.ICEPOP, Method.ACR)
+    weighs = plan.method in (Method.TIS, Method.TIS_SEQUENCE, Method.ICEPOP, Method.ACR, Method.ADAPTIVE)
     return (weights if weighs else None), stay

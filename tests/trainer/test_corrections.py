@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from corrections_reference import PLANS, make_case, reference
+from corrections_reference import PLANS, SHARE, make_case, reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -45,7 +45,7 @@ def padded(rows: list[list[float]], *, extra: int = 0, junk: float = 7.0) -> tup
 def test_every_correction_equals_its_definition(method: Method, seed: int) -> None:
     case, plan = make_case(seed), PLANS[method]
     x_BT = log_ratio(case.trainer_BT, rollout_BT=case.rollout_BT, mask_BT=case.mask_BT)
-    found = correct(x_BT, mask_BT=case.mask_BT, plan=plan)
+    found = correct(x_BT, mask_BT=case.mask_BT, plan=plan, share=SHARE)
     weights, stay = reference(case, plan=plan)
     assert [row.tolist() for row in case.rows(found.kept_BT)] == stay
     assert (found.weights_BT is None) == (weights is None)
@@ -74,7 +74,10 @@ def test_padding_changes_nothing(rows: list[list[float]], extra: int, junk: floa
     x_BT, mask_BT = padded(rows)
     wide_BT, wide_mask_BT = padded(rows, extra=extra, junk=junk)
     for plan in PLANS.values():
-        one, other = correct(x_BT, mask_BT=mask_BT, plan=plan), correct(wide_BT, mask_BT=wide_mask_BT, plan=plan)
+        one, other = (
+            correct(x_BT, mask_BT=mask_BT, plan=plan, share=SHARE),
+            correct(wide_BT, mask_BT=wide_mask_BT, plan=plan, share=SHARE),
+        )
         assert_same(one, other, mask_BT=mask_BT, other_mask_BT=wide_mask_BT)
 
 
@@ -83,8 +86,10 @@ def test_padding_changes_nothing(rows: list[list[float]], extra: int, junk: floa
 def test_a_split_into_micro_batches_changes_nothing(rows: list[list[float]], at: int) -> None:
     x_BT, mask_BT = padded(rows)
     for plan in PLANS.values():
-        whole = correct(x_BT, mask_BT=mask_BT, plan=plan)
-        halves = [correct(x_BT[part], mask_BT=mask_BT[part], plan=plan) for part in (slice(at), slice(at, None))]
+        whole = correct(x_BT, mask_BT=mask_BT, plan=plan, share=SHARE)
+        halves = [
+            correct(x_BT[part], mask_BT=mask_BT[part], plan=plan, share=SHARE) for part in (slice(at), slice(at, None))
+        ]
         together = Corrected(
             None if whole.weights_BT is None else torch.cat([each.weights_BT for each in halves]),
             torch.cat([each.kept_BT for each in halves]),
@@ -108,7 +113,7 @@ def assert_same(one: Corrected, other: Corrected, *, mask_BT: Tensor, other_mask
 def test_every_real_token_is_kept_or_acted_on(rows: list[list[float]]) -> None:
     x_BT, mask_BT = padded(rows)
     for plan in PLANS.values():
-        found = correct(x_BT, mask_BT=mask_BT, plan=plan)
+        found = correct(x_BT, mask_BT=mask_BT, plan=plan, share=SHARE)
         assert torch.equal(found.kept_BT | found.acted_BT, mask_BT)
         if found.weights_BT is None:
             assert not bool((found.kept_BT & found.acted_BT).any())
@@ -121,7 +126,7 @@ def test_no_gradient_flows_through_a_weight(method: Method) -> None:
     case = make_case(0)
     trainer_BT = case.trainer_BT.clone().requires_grad_()
     x_BT = log_ratio(trainer_BT, rollout_BT=case.rollout_BT, mask_BT=case.mask_BT)
-    found = correct(x_BT, mask_BT=case.mask_BT, plan=PLANS[method])
+    found = correct(x_BT, mask_BT=case.mask_BT, plan=PLANS[method], share=SHARE)
     assert not x_BT.requires_grad
     assert found.weights_BT is None or not found.weights_BT.requires_grad
     leaf_BT = torch.zeros(2, 3, requires_grad=True)
@@ -161,6 +166,6 @@ def test_the_upper_bound_rises_only_where_a_weight_was_cut(weights: list[float],
 def test_identical_policies_are_left_alone() -> None:
     x_BT, mask_BT = padded([[0.0] * 5, [0.0]])
     for plan in PLANS.values():
-        found = correct(x_BT, mask_BT=mask_BT, plan=plan)
+        found = correct(x_BT, mask_BT=mask_BT, plan=plan, share=SHARE)
         assert torch.equal(found.kept_BT, mask_BT) and not bool(found.acted_BT.any())
         assert found.weights_BT is None or torch.equal(found.weights_BT, mask_BT.double())

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from corrections_reference import PLANS, Case, make_case, reference
+from corrections_reference import PLANS as ALL_PLANS
+from corrections_reference import Case, make_case, reference
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
@@ -22,7 +24,7 @@ from appliance.plan.model import CorrectionPlan
 from appliance.plan.verl_args import overrides
 from appliance.quant.correction import CorrectionMethod as Method
 from appliance.recipe.load import load_recipe
-from appliance.trainer.corrected import LossBatch, check_correction
+from appliance.trainer.corrected import LossBatch, adaptive_share, adaptive_weights, check_correction
 
 VERL = Path(importlib.util.find_spec("verl").submodule_search_locations[0])
 HOST = HostFacts(
@@ -38,6 +40,9 @@ HOST = HostFacts(
     run_root_problem="",
     packages=frozenset(),
 )
+PLANS = {
+    method: plan for method, plan in ALL_PLANS.items() if method is not Method.ADAPTIVE
+}  # of which verl knows nothing
 # float32: x is a difference of numbers below 10 (2^-21), a sum of 24 of them 24 times that, and exp makes it relative.
 RTOL = 24 * 2.0**-20
 
@@ -65,7 +70,8 @@ def corrected_by_verl(case: Case, *, setting: DictConfig) -> tuple[LossBatch, di
 
 def loss_batch(case: Case, *, kept: tuple, weights: tuple | None) -> LossBatch:
     real = case.rows(case.mask_BT.long())
-    return LossBatch(case.rows(case.trainer_BT), case.rows(case.rollout_BT), real, kept, weights)
+    advantages = tuple(row * 0.0 + index - 3.5 for index, row in enumerate(case.rows(case.mask_BT.float())))
+    return LossBatch(case.rows(case.trainer_BT), case.rows(case.rollout_BT), real, kept, advantages, weights)
 
 
 @pytest.mark.parametrize("method", PLANS)
@@ -159,6 +165,23 @@ def test_the_share_that_was_acted_on_is_the_share_of_tokens() -> None:
     assert acr.acted_fraction == acr.acr_widened_fraction == shares[Method.TIS].acted_fraction
     wide_T = x_T.exp()[x_T.exp() > 1.5]
     assert acr.acr_bound_mean == pytest.approx(float((1.2 * wide_T / 1.5).mean()), rel=1e-12)
+
+
+def test_adaptive_weights_pass_the_check_and_no_others_do() -> None:
+    case, plan = make_case(8, sequences=130), ALL_PLANS[Method.ADAPTIVE]
+    untouched = corrected_by_verl(case, setting=verl_setting(plan))[0]
+    assert untouched.weights is None
+    share = adaptive_share(untouched, plan=plan)
+    assert 0 < share < 1
+    weighed = replace(untouched, weights=adaptive_weights(untouched, plan=plan, share=share))
+    step = check_correction(weighed, plan=plan, share=share)
+    assert (step.adaptive_share, step.metrics()["adaptive_share"]) == (share, share)
+    ones = tuple(row.float() for row in untouched.real)
+    for wrong in (untouched, replace(untouched, weights=ones)):
+        with pytest.raises(TrainingError):
+            check_correction(wrong, plan=plan, share=share)
+    with pytest.raises(TrainingError):
+        check_correction(weighed, plan=plan, share=share / 2)
 
 
 def test_acr_that_widened_nothing_has_no_bound() -> None:
