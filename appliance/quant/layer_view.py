@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from appliance.quant.checkpoint import Ledger
-from appliance.quant.codec import QuantisedWeight, dequantise, quantise, quantise_tokens, weight_absmax
+from appliance.quant.codec import QuantisedWeight, dequantise, quantise, quantise_tokens
 from appliance.quant.scheme import Scheme
 from appliance.quant.smoothing import Smoothing, SmoothingGroup, fold
 from appliance.quant.streamed import LayerCall
@@ -57,6 +57,19 @@ _EXPERTS = (
     Unit((_GATE_UP,), ("mlp.experts",), _MLP_NORM, (_ROUTER,)),
     Unit((_DOWN,), ("mlp.experts",)),
 )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some rows of a quantised weight."""
+
+    quantised: QuantisedWeight
+    start: int
+    num_rows: int
+
+    def dequantised(self) -> Tensor:
+        """[num_rows, K] float32."""
+        return dequantise(self.quantised)[self.start : self.start + self.num_rows]
 
 
 @dataclass
@@ -126,23 +139,28 @@ class LayerView:
 
     def weight_error(self, unit: Unit) -> float:
         """|W' - W| / |W|, Frobenius, over all matrices of the unit."""
-        codes = self._codes(unit)
         difference = norm = 0.0
-        for weight_NK, quantised in zip(self.weights(unit), codes, strict=True):
-            difference += float((dequantise(quantised) - weight_NK.float()).double().square().sum())
+        for weight_NK, part in zip(self.weights(unit), self._codes(unit), strict=True):
+            difference += float((part.dequantised() - weight_NK.float()).double().square().sum())
             norm += float(weight_NK.double().square().sum())
         return (difference / norm) ** 0.5 if norm else 0.0
 
-    def _codes(self, unit: Unit) -> list[QuantisedWeight]:
-        """Quantised as the engine does: with one scale per tensor, that of the fused tensor."""
+    def _codes(self, unit: Unit) -> list[_Part]:
+        """Quantised as the engine does: members whose rows share scales are quantised as one fused weight."""
         weights = self.weights(unit)
-        absmax = None
-        if self.scheme is Scheme.FP8 and weights and len(unit.members) > 1:
-            absmax = torch.stack([weight_absmax(weight, scheme=self.scheme) for weight in weights]).amax(dim=0)
-        codes = [quantise(weight, scheme=self.scheme, absmax=absmax) for weight in weights]
-        for each in codes:
-            self._ledger.enter(each.codes_NK)
-        return codes
+        rows_share_scales = self.scheme in (Scheme.FP8, Scheme.FP8_BLOCK)
+        if len(unit.members) == 1 or not rows_share_scales:
+            return [_Part(self._quantised(weight), 0, weight.shape[0]) for weight in weights]
+        fused, parts, start = self._quantised(torch.cat(weights)), [], 0
+        for weight in weights:
+            parts.append(_Part(fused, start, weight.shape[0]))
+            start += weight.shape[0]
+        return parts
+
+    def _quantised(self, weight_NK: Tensor) -> QuantisedWeight:
+        made = quantise(weight_NK, scheme=self.scheme)
+        self._ledger.enter(made.codes_NK)
+        return made
 
     def exact(
         self, batches: list[Tensor], *, calls: list[LayerCall], errors: Errors, ranges: dict[str, Tensor]
@@ -182,9 +200,9 @@ class LayerView:
 
         return self._run(batches, calls=calls, multiply=multiply)
 
-    def _product(self, x_MK: Tensor, quantised: QuantisedWeight) -> Tensor:
+    def _product(self, x_MK: Tensor, part: _Part) -> Tensor:
         """[M, N] float32, of weights and activations by the codec."""
-        return functional.linear(dequantise(quantise_tokens(x_MK, scheme=self.scheme)), dequantise(quantised))
+        return functional.linear(dequantise(quantise_tokens(x_MK, scheme=self.scheme)), part.dequantised())
 
     def _run(self, batches: list[Tensor], *, calls: list[LayerCall], multiply: Multiply) -> list[Tensor]:
         with self._multiplied_by(multiply), torch.no_grad():
