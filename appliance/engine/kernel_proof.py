@@ -18,12 +18,13 @@ One code that is off by one moves the rest by at least 64 s_n: it is seen with c
 of 27648 codes of typical size has |T_n| near 5e5). Several wrong codes of one row cancel for one in about 128 probes at
 most, and each sync has another probe. The scale is compared bit for bit where the kernel reads it.
 
-FP8, emulated. Codes and scales lie in the layer and are compared exactly; the probe of signs x_k = +-1 is compared
-within float32's bound for a sum of K terms, twice K u sum_k |w'_nk|, and BF16's rounding.
+FP8, emulated. Codes and scales lie in the layer. All scales and the codes of a rotating eighth of the rows (in blocks
+of 128) are compared exactly; at the first sync and at each eighth after it all rows are, and the method answers a probe
+of signs x_k = +-1 within float32's bound for a sum of K terms, twice K u sum_k |w'_nk|, and BF16's rounding.
 
-BF16. Two tokens: signs on all K (bound: as above plus two roundings to BF16 of the answer; sees a wrong tensor), and
-signs on 64 neighbouring columns that move on from sync to sync, with the bias trick (bound 2 * 64 u sum |w_nk| plus
-2^-8 of the rest; sees a single weight of ordinary size off by one unit of BF16, so a packed copy that stayed behind).
+BF16. Signs on 64 neighbouring columns that move on from sync to sync, zeros elsewhere, with the bias trick: bound
+2 * 64 u sum |w_nk| plus 2^-8 of the rest. It sees a weight of ordinary size in these columns that is off by one unit of
+BF16, so a packed copy that stayed behind, is another layer's or another part of the tensor.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from torch.nn.functional import linear
 from vllm import _custom_ops as ops
 
 from appliance.engine.expect import LocalShape, Slot, rounded
-from appliance.quant.codec import Fp8Weight, Int8Weight, dequantise, quantise, quantise_int8, weight_absmax
+from appliance.quant.codec import Int8Weight, dequantise, quantise_int8, weight_absmax
+from appliance.quant.codec_fp8 import BLOCK, fp8_scale, quantise_fp8
 from appliance.quant.digest import digest
 from appliance.quant.scheme import Scheme
 
@@ -48,6 +50,7 @@ BF16_U = 2.0**-8  # a unit of BF16 (twice its rounding error), relative
 TINY = 1e-35  # products of denormals may be flushed
 COLUMNS = 64
 _CHUNK_ELEMENTS = 1 << 20  # 2 MiB of BF16: codes are still in the core's cache when they are multiplied
+_ROTATION = 8  # syncs until all codes of an emulated layer were compared
 _SAMPLED_ROWS = 4  # quantised by the codec itself where a faster quantiser does the rest
 
 
@@ -104,7 +107,7 @@ class Int8Proof(KernelProof):
         probe_K = self.probe_K.to(whole_NK.device, torch.int8)
         rows = max(1, _CHUNK_ELEMENTS // whole_NK.shape[1])
         for start in range(0, len(whole_NK), rows):
-            quantised = quantise_rows(whole_NK[start : start + rows])
+            quantised = quantise_rows(whole_NK[start : start + rows], check=start == 0)
             part = slice(slot.start + start, slot.start + start + len(quantised.codes_NK))
             self._sums_N[part] = exact_product(quantised.codes_NK[:, slot.columns], probe_K)
             self._scale_N[part] = quantised.scale_N1.squeeze(1).cpu()
@@ -130,7 +133,8 @@ class EmulatedProof(KernelProof):
         self._is_cut = shape.is_cut
         self._signs_K = self._signs(self.length)
         self._parts: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self._codes = ""
+        self._full = sync % _ROTATION == 1
+        self._codes: list[tuple[slice, str]] = []
         self._scale = torch.empty(0)
 
     def take(self, slot: Slot, tensor: Tensor) -> None:
@@ -150,23 +154,37 @@ class EmulatedProof(KernelProof):
     def _expect(self, parts: list[tuple[Tensor, Tensor | None]]) -> None:
         weight_NK = torch.cat([part for part, _ in parts]) if len(parts) > 1 else parts[0][0]
         given = [absmax for _, absmax in parts if absmax is not None]
-        absmax = torch.cat(given) if given else None
-        if absmax is not None and self._scheme is Scheme.FP8:
+        absmax = torch.cat(given) if given else weight_absmax(weight_NK, scheme=self._scheme)
+        if self._scheme is Scheme.FP8:
             absmax = absmax.amax(dim=0, keepdim=True)
-        quantised = quantise(weight_NK, scheme=self._scheme, absmax=absmax)
-        assert isinstance(quantised, Fp8Weight)
-        held_NK = dequantise(quantised)
-        self._answer_N = linear(self._signs_K.float(), held_NK).double()
-        self._bound_N = 2 * self.length * U * held_NK.abs_().sum(dim=1).double()
-        self._codes, self._scale = digest(quantised.codes_NK), quantised.scale
+        self._scale = fp8_scale(absmax, scheme=self._scheme)
+        for rows in self._due_rows():
+            codes_NK = quantise_fp8(weight_NK[rows], scheme=self._scheme, absmax=self._of_rows(absmax, rows)).codes_NK
+            self._codes.append((rows, digest(codes_NK)))
+        if self._full:
+            held_NK = dequantise(quantise_fp8(weight_NK, scheme=self._scheme, absmax=absmax))
+            self._answer_N = linear(self._signs_K.float(), held_NK).double()
+            self._bound_N = 2 * self.length * U * held_NK.abs_().sum(dim=1).double()
+
+    def _due_rows(self) -> list[slice]:
+        """Blocks of 128: scales of blocks are never cut."""
+        blocks = range(0, self.num_channels, BLOCK)
+        due = [start for start in blocks if self._full or (start // BLOCK + self._sync) % _ROTATION == 0]
+        return [slice(start, min(start + BLOCK, self.num_channels)) for start in due]
+
+    def _of_rows(self, absmax: Tensor, rows: slice) -> Tensor:
+        if self._scheme is Scheme.FP8:
+            return absmax
+        return absmax[rows.start // BLOCK][None] if self._scheme is Scheme.FP8_BLOCK else absmax[rows]
 
     def check(self, layer: Module) -> Mismatch | None:
         held = layer.quant_method.held_scale(layer)
         different = _first_scale(held.reshape(-1).cpu(), self._scale.reshape(-1).cpu())
-        codes = digest(layer.weight.data)
-        if different is None and codes != self._codes:
-            different = Mismatch("digest of the codes", codes, self._codes)
-        return different or self._first_answer(layer)
+        for rows, expected in self._codes:
+            codes = digest(layer.weight.data[rows])
+            if different is None and codes != expected:
+                different = Mismatch(f"digest of the codes of rows {rows.start} to {rows.stop - 1}", codes, expected)
+        return different or (self._first_answer(layer) if self._full else None)
 
     def _first_answer(self, layer: Module) -> Mismatch | None:
         bias_N = -self._answer_N.to(torch.bfloat16)
@@ -183,33 +201,22 @@ class Bf16Proof(KernelProof):
         blocks = max(1, self.length // COLUMNS)
         first = min(sync % blocks * COLUMNS, max(0, self.length - COLUMNS))
         self._block = slice(first, first + COLUMNS)
-        signs_K = self._signs(self.length)
-        self._probe_MK = torch.zeros(2, self.length, dtype=torch.bfloat16)
-        self._probe_MK[0] = signs_K
-        self._probe_MK[1, self._block] = signs_K[self._block].to(torch.bfloat16)
-        self._answer_MN = torch.zeros(2, self.num_channels, dtype=torch.float64)
-        self._bound_MN = torch.zeros(2, self.num_channels, dtype=torch.float64)
+        self._probe_K = torch.zeros(self.length)
+        self._probe_K[self._block] = self._signs(len(self._probe_K[self._block])).float()
+        self._answer_N = torch.zeros(self.num_channels, dtype=torch.float64)
+        self._bound_N = torch.zeros(self.num_channels, dtype=torch.float64)
 
     def take(self, slot: Slot, tensor: Tensor) -> None:
-        weight_NK = rounded(slot.cut(tensor))
-        part = slice(slot.start, slot.start + len(weight_NK))
-        few_NB = weight_NK[:, self._block].float()
-        probe_MK = self._probe_MK.to(weight_NK.device)
-        self._answer_MN[0, part] = linear(probe_MK[0], weight_NK).double().cpu()
-        self._answer_MN[1, part] = linear(probe_MK[1, self._block].float(), few_NB).double().cpu()
-        low, high = torch.aminmax(weight_NK)
-        self._bound_MN[0, part] = 2 * self.length**2 * U * max(-float(low), float(high))
-        self._bound_MN[1, part] = 2 * COLUMNS * U * few_NB.abs_().sum(dim=1).double().cpu()
+        few_NB = rounded(slot.cut(tensor)[:, self._block]).float()
+        part = slice(slot.start, slot.start + len(few_NB))
+        self._answer_N[part] = linear(self._probe_K[self._block].to(few_NB.device), few_NB).double().cpu()
+        self._bound_N[part] = 2 * COLUMNS * U * few_NB.abs_().sum(dim=1).double().cpu()
 
     def check(self, layer: Module) -> Mismatch | None:
-        bias_N = -self._answer_MN[1].to(torch.bfloat16)
-        rest_MN = answer(layer, self._probe_MK, bias_N=bias_N)
-        wanted_MN = self._answer_MN + bias_N.double()
-        bound_MN = self._bound_MN + BF16_U * wanted_MN.abs() + TINY
-        bound_MN[0] += BF16_U * self._answer_MN[0].abs()
-        return _first(rest_MN[1], wanted_MN[1], bound_N=bound_MN[1]) or _first(
-            rest_MN[0], wanted_MN[0], bound_N=bound_MN[0]
-        )
+        bias_N = -self._answer_N.to(torch.bfloat16)
+        rest_N = answer(layer, self._probe_K[None], bias_N=bias_N)[0]
+        wanted_N = self._answer_N + bias_N.double()
+        return _first(rest_N, wanted_N, bound_N=self._bound_N + BF16_U * wanted_N.abs() + TINY)
 
 
 def answer(layer: Module, probe_MK: Tensor, *, bias_N: Tensor) -> Tensor:
@@ -219,21 +226,22 @@ def answer(layer: Module, probe_MK: Tensor, *, bias_N: Tensor) -> Tensor:
     return out_MN.double().cpu()
 
 
-def quantise_rows(weight_NK: Tensor) -> Int8Weight:
-    """The codec's result, by vLLM's row quantiser on a CPU; some rows of it are held against the codec itself.
+def quantise_rows(weight_NK: Tensor, *, check: bool) -> Int8Weight:
+    """The codec's result, by vLLM's row quantiser on a CPU.
 
-    weight_NK: [N, K] BF16, finite, rows whole.  Raises NumericsError when a value is not finite, AssertionError when
-    the quantiser is not the codec's.
+    weight_NK: [N, K] BF16, finite, rows whole.  check: hold some rows of it against the codec itself.
+    Raises AssertionError when the quantiser's are others.
     """
     if weight_NK.device.type != "cpu":
         return quantise_int8(weight_NK)
     codes_NK, scale_N1, _ = ops.onednn_scaled_int8_quant(weight_NK.contiguous(), None, None, True)
-    sampled = torch.linspace(0, len(weight_NK) - 1, _SAMPLED_ROWS).long()
     no_reciprocal = scale_N1.reciprocal().isinf().squeeze(1)  # zero rows and rows of denormals
     if bool(no_reciprocal.any()):
         codes_NK[no_reciprocal] = quantise_int8(weight_NK[no_reciprocal]).codes_NK
-    codec = quantise_int8(weight_NK[sampled])
-    assert torch.equal(codes_NK[sampled], codec.codes_NK) and torch.equal(scale_N1[sampled], codec.scale_N1)
+    if check:
+        some = slice(0, len(weight_NK), max(1, len(weight_NK) // _SAMPLED_ROWS))
+        codec = quantise_int8(weight_NK[some])
+        assert torch.equal(codes_NK[some], codec.codes_NK) and torch.equal(scale_N1[some], codec.scale_N1)
     return Int8Weight(codes_NK=codes_NK, scale_N1=scale_N1)
 
 

@@ -6,7 +6,8 @@ the same at every sync; their codes are kept from one update to the next.
     codes_changed   fraction of the sampled codes that differ from those of the update before; None at the first
     saturated       fraction of the sampled codes that are the largest (+-127, +-448). Symmetric scales make at least
                     one per scale: a row of K INT8 codes has 1/K at rest
-    scale_drift     mean over all scales of |log(s / s_first)|, s_first from the first update; a scale of 0 counts as 0
+    scale_drift     mean over the scales of these rows of |log(s / s_first)|, s_first from the first update; a scale of
+                    0 counts as 0
     layer_error     largest over the layers of ||W - W'|| / ||W|| (Frobenius) over the sampled rows
 """
 
@@ -24,12 +25,12 @@ from appliance.quant.codec import INT8_MAX, Fp8Weight, Int8Weight, QuantisedWeig
 from appliance.quant.codec_fp8 import FP8_MAX, spread
 from appliance.run.acknowledge import Telemetry
 
-SAMPLED_ROWS = 16
+SAMPLED_ROWS = 8
 
 
 @dataclass
 class _Layer:
-    """codes: of the sampled rows, as bytes, at the last update.  first_scale: of all rows, at the first."""
+    """codes: of the sampled rows, at the last update.  first_scale: of the same rows, at the first."""
 
     codes: Tensor
     first_scale: Tensor
@@ -92,10 +93,10 @@ class TelemetryTap:
         self._weights_of[name] = number = self._weights_of.get(name, -1) + 1  # experts have several, in a fixed order
         rows = torch.linspace(0, len(weight_NK) - 1, min(SAMPLED_ROWS, len(weight_NK)), device=weight_NK.device).long()
         sample = _rows(quantised, rows)
-        codes, scale = sample.codes_NK, quantised.scale.float()
+        codes, scale = sample.codes_NK, sample.scale
         before = self._layers.get((name, number))
         if before is None:
-            before = self._layers[name, number] = _Layer(codes=codes, first_scale=scale.clone())
+            before = self._layers[name, number] = _Layer(codes=codes, first_scale=scale)
         else:
             self._sums.changed += int((codes.view(torch.uint8) != before.codes.view(torch.uint8)).sum())
             self._sums.compared += codes.numel()

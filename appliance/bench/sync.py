@@ -1,0 +1,276 @@
+"""What a weight update costs, scheme for scheme: `python -m appliance.bench.sync [--layers 12] [-o docs/results]`.
+
+One engine per scheme in this process takes the same tensors in turn, again and again, as a worker of a run does: each
+is copied out of the trainer's memory, digested, loaded, and everything is proven. Random weights of a Qwen2's shapes.
+The times are of the worker's side from the first tensor to the last proof; the trainer's side (its own digests, one
+copy into shared memory) is the same for every scheme and is printed beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from appliance import console
+from appliance.bench.job import NAMED_SHAPES, Shapes
+from appliance.plan.env import PLAN_VARIABLE, child_env
+from appliance.quant.scheme import Scheme
+from appliance.quant.settings import Quantisation
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SCHEMES = (Scheme.BF16, Scheme.INT8, Scheme.FP8, Scheme.FP8_CHANNEL, Scheme.FP8_BLOCK)
+MAX_RATIO = 1.3  # of a quantised update to BF16's
+MAX_PROOF_SHARE = 0.05
+LEGEND = """update: seconds of the worker, from the first tensor to the last proof. Proof's share: of the update without
+digests, mean over all updates. Extra memory: peak of the process above what it held before. Waiting: most that was
+kept for layers that were not complete. FP8 is emulated, and proven in full at every eighth update only."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """One measured update. extra_bytes: peak of this process's memory above what it had before.
+
+    waiting_bytes: most that waited for the rest of a layer.  layers_proven: of all with a kernel.
+    """
+
+    pair: int
+    scheme: Scheme
+    seconds: float
+    digest_s: float
+    proof_s: float
+    layers_proven: int
+    extra_bytes: int
+    waiting_bytes: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """Medians of one scheme. ratio: to BF16, over interleaved pairs.  proof_share: of the update without digests."""
+
+    scheme: Scheme
+    seconds: float
+    ratio: float
+    digest_s: float
+    proof_s: float
+    proof_share: float
+    extra_mib: float
+    waiting_mib: float
+
+
+class Engine:
+    """A vLLM engine of one scheme, updated in this process."""
+
+    def __init__(self, folder: Path, *, scheme: Scheme, prove_every: int) -> None:
+        from vllm import LLM
+
+        from appliance.engine.update import WeightUpdate
+
+        quantisation = Quantisation(scheme=scheme, emulated=scheme.is_fp8)
+        llm = LLM(
+            str(folder),
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            enforce_eager=True,
+            max_model_len=128,
+            kv_cache_memory_bytes=64 << 20,
+            **quantisation.engine_arguments(),
+        )
+        worker = llm.llm_engine.model_executor.driver_worker
+        self._runner = getattr(worker, "worker", worker).model_runner
+        self._llm = llm
+        self.scheme = scheme
+        config = self._runner.vllm_config
+        self._update = WeightUpdate(
+            self._runner.model, model_config=config.model_config, prove_every=prove_every, needs_manifest=True
+        )
+        self._syncs = 0
+
+    def update(self, tensors: dict[str, Tensor], *, records: tuple[Any, ...], pair: int) -> Update:
+        import torch
+        from vllm.config import set_current_vllm_config
+
+        from appliance.quant.manifest import MANIFEST_NAME, Manifest
+
+        self._syncs += 1
+        manifest = Manifest(sync=self._syncs, records=records).to_tensor()
+        before = _reset_peak()
+        with set_current_vllm_config(self._runner.vllm_config), torch.no_grad():
+            started = time.perf_counter()
+            self._update.begin()
+            for name, tensor in tensors.items():
+                self._update.load([(name, tensor.clone())])  # as the receiver copies it out of shared memory
+            self._update.load([(MANIFEST_NAME, manifest)])
+            report = self._update.finish()
+            seconds = time.perf_counter() - started
+        return Update(
+            pair=pair,
+            scheme=self.scheme,
+            seconds=seconds,
+            digest_s=report.digest_s,
+            proof_s=report.proof_s,
+            layers_proven=report.proven.layers_proven,
+            extra_bytes=_peak() - before,
+            waiting_bytes=report.waiting_bytes,
+        )
+
+
+def _reset_peak() -> int:
+    """Forget the peak of this process's memory. Returns its resident bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _peak() -> int:
+    return _status("VmHWM")
+
+
+def _status(key: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{key}:"))
+    return int(line.split()[1]) << 10
+
+
+def measure(shapes: Shapes, *, schemes: tuple[Scheme, ...], pairs: int, prove_every: int) -> list[Update]:
+    """`pairs` updates of each engine, in turns, after one that warms up."""
+    from appliance.quant.manifest import record
+
+    with tempfile.TemporaryDirectory() as folder:
+        tensors = random_state(shapes, folder=Path(folder))
+        records = tuple(record(name, tensor) for name, tensor in tensors.items())
+        engines = [Engine(Path(folder), scheme=scheme, prove_every=prove_every) for scheme in schemes]
+        found = []
+        for pair in range(-1, pairs):
+            for engine in engines:
+                update = engine.update(tensors, records=records, pair=pair)
+                found += [update] if pair >= 0 else []
+        return found
+
+
+def random_state(shapes: Shapes, *, folder: Path) -> dict[str, Tensor]:
+    """BF16 tensors of a Qwen2 by their names, in the order of its layers; its configuration into `folder`."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        architectures=["Qwen2ForCausalLM"],
+        vocab_size=shapes.vocabulary,
+        hidden_size=shapes.hidden,
+        intermediate_size=shapes.intermediate,
+        num_hidden_layers=shapes.layers,
+        num_attention_heads=shapes.heads,
+        num_key_value_heads=shapes.kv_heads,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    config.save_pretrained(folder)
+    generator = torch.Generator().manual_seed(0)
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(config)
+    return {
+        name: (torch.randn(tensor.shape, generator=generator) * 0.02).to(torch.bfloat16)
+        for name, tensor in model.state_dict().items()
+    }
+
+
+def rows(updates: list[Update]) -> list[Row]:
+    """Updates of every scheme and pair; the first scheme is what the others are compared with."""
+    by_place = {(one.scheme, one.pair): one for one in updates}
+    schemes = list(dict.fromkeys(one.scheme for one in updates))
+    pairs = sorted({one.pair for one in updates})
+    found = []
+    for scheme in schemes:
+        own = [by_place[scheme, pair] for pair in pairs]
+        found.append(
+            Row(
+                scheme=scheme,
+                seconds=median(one.seconds for one in own),
+                ratio=median(by_place[scheme, pair].seconds / by_place[schemes[0], pair].seconds for pair in pairs),
+                digest_s=median(one.digest_s for one in own),
+                proof_s=median(one.proof_s for one in own),
+                proof_share=sum(one.proof_s for one in own) / sum(one.seconds - one.digest_s for one in own),
+                extra_mib=max(one.extra_bytes for one in own) / 2**20,
+                waiting_mib=max(one.waiting_bytes for one in own) / 2**20,
+            )
+        )
+    return found
+
+
+def table(found: list[Row]) -> str:
+    lines = [
+        "| scheme | update | to BF16 | digests | proof | proof's share | extra memory | waiting |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in found:
+        emulated = " (emulated)" if row.scheme.is_fp8 else ""
+        lines.append(
+            f"| {row.scheme}{emulated} | {row.seconds:.3f} s | {row.ratio:.2f} | {row.digest_s:.3f} s "
+            f"| {row.proof_s:.3f} s | {row.proof_share:.1%} | {row.extra_mib:.0f} MiB | {row.waiting_mib:.1f} MiB |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m appliance.bench.sync", description=__doc__)
+    parser.add_argument("--shapes", choices=sorted(NAMED_SHAPES), default="qwen2.5-0.5b")
+    parser.add_argument("--layers", type=int, default=12)  # 178 million parameters
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--prove-every", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--schemes", default=",".join(SCHEMES))
+    parser.add_argument("-o", "--output", type=Path)
+    given = parser.parse_args()
+    _set_environment(given.threads)
+    shapes = dataclasses.replace(NAMED_SHAPES[given.shapes], layers=given.layers)
+    schemes = tuple(Scheme(name) for name in given.schemes.split(","))
+    updates = measure(shapes, schemes=schemes, pairs=given.pairs, prove_every=given.prove_every)
+    found = rows(updates)
+    text = f"{_heading(shapes, given)}\n\n{table(found)}\n\n{LEGEND}\n"
+    console.out(text)
+    if given.output is not None:
+        facts = {"shapes": dataclasses.asdict(shapes), "threads": given.threads, "prove_every": given.prove_every}
+        value = {"schema_version": 1, **facts, "updates": [dataclasses.asdict(one) for one in updates]}
+        (given.output / "sync.json").write_text(json.dumps(value, indent=2) + "\n")
+        (given.output / "sync.md").write_text(text)
+    slow = [row.scheme for row in found if row.ratio > MAX_RATIO or row.proof_share > MAX_PROOF_SHARE]
+    if slow:
+        console.say(f"above {MAX_RATIO} times BF16, or a proof of more than {MAX_PROOF_SHARE:.0%}: {', '.join(slow)}")
+    return 0
+
+
+def _set_environment(threads: int) -> None:
+    """Before torch and vLLM are imported."""
+    env = dict(
+        child_env(Path(tempfile.gettempdir()), is_cpu=True, threads=threads, kv_cache_gb=1, offline=True, backends=())
+    )
+    env.pop(PLAN_VARIABLE)
+    os.environ.update(env)
+
+
+def _heading(shapes: Shapes, given: argparse.Namespace) -> str:
+    import torch
+    import vllm
+
+    per_layer = 3 * shapes.hidden * shapes.intermediate + 2 * shapes.hidden**2 * (1 + shapes.kv_heads / shapes.heads)
+    millions = (per_layer * shapes.layers + 2 * shapes.vocabulary * shapes.hidden) / 1e6
+    return (
+        f"# A weight update, scheme for scheme\n\n{given.shapes}, {shapes.layers} layers, {millions:.0f} million "
+        f"parameters; {given.pairs} updates of each in turns, medians; layers proven at each update: "
+        f"{'all' if given.prove_every == 1 else f'1 of {given.prove_every}'}; {given.threads} threads on "
+        f"{platform.machine()}, torch {torch.__version__}, vLLM {vllm.__version__}."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
