@@ -64,7 +64,7 @@ class ApplianceConfig(QuantizationConfig):
         return METHOD_NAME
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
+        return [torch.bfloat16]  # what codec, proof and trainer round to
 
     @classmethod
     def get_min_capability(cls) -> int:

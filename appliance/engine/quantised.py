@@ -140,7 +140,8 @@ class WholeAbsmax:
             values = signature.bind(*args, **kwargs).arguments
             # Layerwise loading calls twice: first on the meta device, to count elements.
             if not values["param"].is_meta:
-                self._by_part[self._part(values)] = weight_absmax(values["loaded_weight"], scheme=scheme)
+                held = values["loaded_weight"].to(values["param"].dtype)  # a trainer's float32 is rounded first
+                self._by_part[self._part(values)] = weight_absmax(held, scheme=scheme)
             return loader(*args, **kwargs)
 
         return recording_loader

@@ -1,0 +1,112 @@
+"""The trainer's last look at a weight update: every rank's own word, about this very update."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from appliance.errors import SyncError
+from appliance.run.acknowledge import (
+    Acknowledgement,
+    Sent,
+    Telemetry,
+    append_acknowledgement,
+    append_sent,
+    check_sync,
+)
+
+SENT = Sent(sync=1, replica=0, rank=0, manifest="abc", digest_s=0.1)
+TAKEN = Acknowledgement(
+    sync=1,
+    replica=0,
+    rank=0,
+    manifest="abc",
+    tensors=3,
+    bytes=12,
+    layers=2,
+    layers_proven=2,
+    parameters_proven=1,
+    waiting_bytes=4,
+    digest_s=0.2,
+    proof_s=0.3,
+    seconds=1.0,
+    telemetry=Telemetry(codes_changed_fraction=0.5, saturated_fraction=0.01, scale_drift=0.1, layer_error_max=0.02),
+)
+PLACES = [(replica, rank) for replica in range(2) for rank in range(2)]
+
+
+def write(run_dir: Path, *, sent: dict | None = None, taken: dict | None = None, sync: int = 1) -> None:
+    """Update number `sync` of two replicas with two ranks each. sent, taken: {place: changes, or None for no line}."""
+    for place in PLACES:
+        for append, line, changes in (
+            (append_sent, SENT, (sent or {}).get(place, {})),
+            (append_acknowledgement, TAKEN, (taken or {}).get(place, {})),
+        ):
+            if changes is not None:
+                append(run_dir, replace(line, sync=sync, replica=place[0], rank=place[1], **changes))
+
+
+def check(run_dir: Path, *, sync: int = 1):
+    return check_sync(run_dir, sync=sync, replicas=2, ranks=2)
+
+
+def test_all_ranks_that_took_this_update_pass(tmp_path: Path) -> None:
+    write(tmp_path, taken={(1, 1): {"proof_s": 0.5}})
+    metrics = check(tmp_path).metrics()
+    assert metrics == {
+        "proof_s": 0.5,
+        "digest_s": 0.3,
+        "codes_changed_fraction": 0.5,
+        "saturated_fraction": pytest.approx(0.01),
+        "scale_drift": pytest.approx(0.1),
+        "layer_error_max": 0.02,
+    }
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_rank_that_said_nothing_is_named(tmp_path: Path, place: tuple[int, int]) -> None:
+    write(tmp_path, taken={place: None})
+    with pytest.raises(SyncError) as raised:
+        check(tmp_path)
+    assert raised.value.message == (
+        f"weight update 1: rollout rank {place[1]} of replica {place[0]} has proven nothing yet"
+    )
+
+
+def test_a_rank_that_stayed_at_the_update_before_is_named(tmp_path: Path) -> None:
+    """Stale weights on one rank of two."""
+    write(tmp_path)
+    write(tmp_path, sync=2, taken={(0, 1): None})
+    with pytest.raises(SyncError) as raised:
+        check(tmp_path, sync=2)
+    assert raised.value.message == "weight update 2: rollout rank 1 of replica 0 has proven number 1 as the last one"
+
+
+def test_a_trainer_rank_that_did_not_send_is_named(tmp_path: Path) -> None:
+    write(tmp_path, sent={(1, 0): None})
+    with pytest.raises(SyncError) as raised:
+        check(tmp_path)
+    assert raised.value.message == "weight update 1: the trainer sent rollout rank 0 of replica 1 nothing yet"
+
+
+@pytest.mark.parametrize("who", ["sent", "taken"])
+def test_other_weights_on_one_rank_are_named(tmp_path: Path, who: str) -> None:
+    write(tmp_path, **{who: {(1, 1): {"manifest": "xyz"}}})
+    with pytest.raises(SyncError, match="rollout rank 1 of replica 1 took the weights"):
+        check(tmp_path)
+
+
+def test_replicas_that_were_sent_different_weights_are_found(tmp_path: Path) -> None:
+    other = {(1, 0): {"manifest": "xyz"}, (1, 1): {"manifest": "xyz"}}
+    write(tmp_path, sent=other, taken=other)
+    with pytest.raises(SyncError) as raised:
+        check(tmp_path)
+    assert raised.value.message.count("took the weights xyz, it was sent xyz, the first rank abc") == 2
+
+
+def test_bf16_engines_have_no_telemetry(tmp_path: Path) -> None:
+    write(tmp_path, taken=dict.fromkeys(PLACES, {"telemetry": None}))
+    metrics = check(tmp_path).metrics()
+    assert metrics["codes_changed_fraction"] is None and metrics["layer_error_max"] is None

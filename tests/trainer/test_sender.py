@@ -1,0 +1,38 @@
+"""What the trainer's weights become on their way out."""
+
+from __future__ import annotations
+
+import asyncio
+
+import torch
+
+from appliance.quant.manifest import MANIFEST_NAME, read_manifest, record
+from appliance.trainer.sender import DigestedWeights
+
+
+def sent(weights: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    async def collect() -> list[tuple[str, torch.Tensor]]:
+        return [item async for item in DigestedWeights(weights, sync=3)]
+
+    return asyncio.run(collect())
+
+
+def test_masters_go_out_as_the_values_that_the_trainer_computes_with() -> None:
+    masters = torch.randn(8, 4)
+    (name, tensor), *_ = sent([("a.weight", masters)])
+    assert name == "a.weight" and tensor.dtype is torch.bfloat16
+    assert torch.equal(tensor, masters.to(torch.bfloat16))
+
+
+def test_other_types_go_out_as_they_are() -> None:
+    weights = [("a", torch.randn(4).to(torch.bfloat16)), ("b", torch.arange(4))]
+    assert [(name, tensor.dtype) for name, tensor in sent(weights)[:2]] == [("a", torch.bfloat16), ("b", torch.int64)]
+
+
+def test_the_list_at_the_end_is_of_what_went_out() -> None:
+    weights = [("a", torch.randn(4, 3)), ("b", torch.randn(5))]
+    *tensors, (name, listed) = sent(weights)
+    assert name == MANIFEST_NAME
+    manifest = read_manifest(listed)
+    assert manifest.sync == 3
+    assert list(manifest.records) == [record(name, tensor) for name, tensor in tensors]
