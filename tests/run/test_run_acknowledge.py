@@ -107,6 +107,6 @@ def test_replicas_that_were_sent_different_weights_are_found(tmp_path: Path) -> 
 
 
 def test_bf16_engines_have_no_telemetry(tmp_path: Path) -> None:
-    write(tmp_path, taken=dict.fromkeys(PLACES, {"telemetry": None}))
+    write(tmp_path, taken={place: {"telemetry": None} for place in PLACES})
     metrics = check(tmp_path).metrics()
     assert metrics["codes_changed_fraction"] is None and metrics["layer_error_max"] is None
