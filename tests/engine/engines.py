@@ -113,6 +113,7 @@ def start_engine(
     """settings: further ones of vLLM's LLM."""
     import torch
     from vllm import LLM
+    from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
     from vllm.model_executor.layers import rotary_embedding
 
     from appliance.quant.scheme import Scheme
@@ -122,6 +123,8 @@ def start_engine(
         scheme=Scheme(scheme), emulated=emulated, ignore=tuple(ignore), lm_head_fp32=lm_head_fp32
     )
     torch.set_num_threads(1)  # where torch was imported before the line above
+    destroy_model_parallel()  # a dense model made no group of experts; engines that live on use the new groups
+    destroy_distributed_environment()
     rotary_embedding._ROPE_DICT.clear()  # engines of one process share them, and with them a broken update
 
     llm = LLM(
@@ -145,7 +148,8 @@ def free_engine(engine: Engine) -> None:
 
     for layer in engine.model.modules():  # online quantisation hides a reference to the layer in the value
         LAYERWISE_INFO.pop(layer, None)
-    engine.llm.llm_engine.engine_core.shutdown()
+    engine.llm.llm_engine.engine_core.engine_core.model_executor.shutdown()
+    gc.unfreeze()  # as the engine's own shutdown does, which also ends the process groups of the engines that live on
     engine.llm = None
     get_cached_compilation_config.cache_clear()
     gc.collect()
