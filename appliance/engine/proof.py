@@ -79,20 +79,22 @@ class SyncProof:
         """Whether a tensor is large enough for the parts that its layers want of it."""
         return all(slot.fits(tensor) for slot in self._slots.get(name, ()))
 
-    def take(self, name: str, tensor: Tensor) -> None:
-        """Expect this tensor. Raises NumericsError where it cannot be quantised."""
+    def take(self, name: str, tensor: Tensor, *, known: str = "") -> None:
+        """Expect this tensor. known: its digest, or empty. Raises NumericsError where it cannot be quantised."""
         self._unproven += name not in self._slots
         for slot in self._slots.get(name, ()):
             if slot.layer in self._kernels and slot.parameter == "weight":
                 self._kernels[slot.layer].take(slot, tensor)
                 self._missing.discard((slot.layer, slot.part))
             elif slot.layer not in self._provable or slot.parameter != "weight":
-                self._expect_held(slot, tensor)
+                self._expect_held(slot, tensor, known=known)
 
-    def _expect_held(self, slot: Slot, tensor: Tensor) -> None:
+    def _expect_held(self, slot: Slot, tensor: Tensor, *, known: str) -> None:
         parameter = getattr(self._layers[slot.layer], slot.parameter, None)
         if self._is_due(slot.layer) and parameter is not None:
-            self._held.append((slot, digest(slot.cut(tensor).to(parameter.dtype))))
+            own = slot.cut(tensor).to(parameter.dtype)
+            same = bool(known) and (own.shape, own.dtype) == (tensor.shape, tensor.dtype)
+            self._held.append((slot, known if same else digest(own)))
 
     def check(self) -> Proven:
         """Raises SyncError with the layer, the rank and both numbers for the first layer that is not as received."""

@@ -139,18 +139,20 @@ class WeightUpdate:
         if not _is_finite(tensor):
             self._fail(f"{name} has a value that is not finite", f"brought values that are not finite in {name}")
         folded = fold(name, tensor, smoothing=self._smoothing)
-        self._expect(name, folded)
+        self._expect(
+            name, folded, known=self._arrived[name].digest if name in self._arrived and folded is tensor else ""
+        )
         if not self._give(name, folded) and not self._is_tied_head(name):
             self._fail(f"{name} is not a weight of this model", f"brought {name}, which this model does not have")
         self._names.add(name)
         self._tally.bytes += tensor.nbytes
         self._count_waiting(name, folded)
 
-    def _expect(self, name: str, tensor: Tensor) -> None:
+    def _expect(self, name: str, tensor: Tensor, *, known: str) -> None:
         """What the model must hold and answer, before vLLM gets the tensor. Shapes are vLLM's to refuse."""
         started = time.perf_counter()
         if self._proof.fits(name, tensor):
-            self._proof.take(name, tensor)
+            self._proof.take(name, tensor, known=known)
         self._tally.proof_s += time.perf_counter() - started
 
     def _take_manifest(self, tensor: Tensor) -> None:

@@ -197,6 +197,17 @@ def rebuild_handle(layer: torch.nn.Module, codes_NK: Tensor, scale_N1: Tensor) -
     )
 
 
+def swap_in(method: object) -> Callable[[], None]:
+    """A function that gives an INT8 layer the kernel back that it has now."""
+    kernel = method.kernel
+    before = kernel.dnnl_handler
+
+    def inject() -> None:
+        kernel.dnnl_handler = before
+
+    return inject
+
+
 def free_scale(layer: torch.nn.Module, codes_NK: Tensor) -> bool:
     """A handle whose scales nobody holds: other tensors take their memory. Returns whether the memory changed."""
     scale_N1 = layer.quant_method.held_scale(layer).clone()
