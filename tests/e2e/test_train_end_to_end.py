@@ -51,8 +51,6 @@ CONTRACT_KEYS = {
     "grad_norm",
     "entropy",
 }
-NOT_MEASURED_YET = {"proof_s", "codes_changed_fraction", "saturated_fraction", "scale_drift", "layer_error_max"}
-
 
 @dataclass(frozen=True)
 class Finished:
@@ -104,13 +102,24 @@ def test_every_step_has_every_metric_of_the_contract(run: Finished) -> None:
     assert [line["step"] for line in lines] == list(range(STEPS + 1))
     for line in lines[1:]:
         assert CONTRACT_KEYS - line.keys() == set()
-        assert {key for key in CONTRACT_KEYS if line[key] is None} == NOT_MEASURED_YET
+        assert {key for key in CONTRACT_KEYS if line[key] is None} == set()
+        assert 0 < line["proof_s"] < line["sync_s"] and 0 < line["layer_error_max"] < 0.02
         assert (line["scheme"], line["emulated"]) == ("int8", False)
         assert 0 <= line["reward_mean"] <= 1
         assert 0 <= line["mismatch_k3_kl"] < 0.015
         assert 0.9 < line["is_weight_mean"] < 1.1 and line["is_ess"] > 0.9
     assert lines[0].keys() >= {"val_reward_mean", "val_samples", "scheme", "time_s"}
     assert lines[0]["val_samples"] == lines[STEPS]["val_samples"] == VALIDATION_PROBLEMS
+
+
+def test_every_sync_is_proven_and_acknowledged(run: Finished) -> None:
+    """One before training and one after each step, all layers each time, with what the trainer sent."""
+    sent = run.json_lines("sync/trainer-0-0.jsonl")
+    taken = run.json_lines("sync/rollout-0-0.jsonl")
+    assert [line["sync"] for line in sent] == [line["sync"] for line in taken] == list(range(1, STEPS + 2))
+    assert [line["manifest"] for line in sent] == [line["manifest"] for line in taken]
+    assert len({line["manifest"] for line in sent}) == STEPS + 1
+    assert all(line["layers"] == 17 and line["parameters_proven"] == 22 for line in taken)
 
 
 def test_every_worker_attests_int8(run: Finished) -> None:
@@ -219,3 +228,29 @@ def test_a_signal_in_mid_training_ends_everything(root: Path, run: Finished) -> 
         130,
         "stopped by SIGTERM, nothing was saved",
     )
+
+
+def test_the_guard_saves_and_stops_a_run_with_code_6(root: Path, run: Finished) -> None:
+    """A bound that every step breaks: a warning, a stop one step later, the state of that step on disk."""
+    sets = ("trainer.steps=50", "trainer.validate_before=false", "guard.k3_kl=1e-12", "guard.bad_steps=1")
+    done = subprocess.run(
+        command(root, *sets, "guard.cooling_steps=0", name="guarded"),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 6, done.stderr[-3000:]
+    finished = Finished(code=done.returncode, stdout=done.stdout, stderr=done.stderr, run_dir=root / "guarded")
+    told = [event for event in finished.json_lines("events.jsonl") if event["kind"] == "guard"]
+    assert [(event["step"], event["action"]) for event in told] == [(1, "warn"), (2, "stop")]
+    lines = finished.json_lines("metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2]
+    assert [event["numbers"][0]["value"] for event in told] == [line["mismatch_k3_kl"] for line in lines]
+    assert lines[1]["mismatch_by_length"][0]["num_tokens"] > 0
+    saved = finished.run_dir / "checkpoints" / "global_step_2" / "actor" / "huggingface"
+    assert (saved / "config.json").is_file()
+    record = json.loads((finished.run_dir / "run.json").read_text())
+    assert record["exit_code"] == 6
+    assert record["reason"].startswith("stopped by the guard: step 2: warn -> stop: k3_kl ")
+    assert processes_of(finished.run_dir) == []
