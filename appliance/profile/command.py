@@ -80,8 +80,8 @@ def run_donor(*, model: str, quantized: Path, scheme: Scheme, output: Path) -> i
     ]
     if problems:
         raise RecipeError(problems)
-    output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output, prefix=".profile-") as folder:
+    output.absolute().parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output.absolute().parent, prefix=".profile-") as folder:
         job = ProfileJob(
             model=str(Path(model).absolute()),
             revision="",
@@ -208,7 +208,10 @@ def _run(job: ProfileJob, *, env: dict[str, str]) -> Path:
             module = [CHILD_MODULE, "--job", str(folder / "job.json")]
             run_child(module, command=_COMMAND, folder=folder, env=env, tick=tick)
         except EngineError as error:
-            raise _told(first_failure(folder), otherwise=error) from error
+            told = _told(first_failure(folder), otherwise=error)
+            if told is not error:
+                (folder.parent / f"{_COMMAND}-failed.log").unlink(missing_ok=True)  # all of it is in the error
+            raise told from error
     return left[-1]
 
 
@@ -223,7 +226,10 @@ def _told(failure: Event | None, *, otherwise: ApplianceError) -> ApplianceError
     if failure is None or failure.exit_code in (None, 1):
         return otherwise
     kind = getattr(errors, failure.why, EngineError)
-    return RecipeError([(failure.what, failure.hint)]) if kind is RecipeError else kind(failure.what, hint=failure.hint)
+    if kind is RecipeError:
+        *first, last = failure.what.splitlines()
+        return RecipeError([*((line, "") for line in first), (last, failure.hint)])
+    return kind(failure.what, hint=failure.hint)
 
 
 def _show(folder: Path) -> None:

@@ -3,10 +3,12 @@
 One decoder layer is in memory at a time. Two streams of activations go through it: the exact one, and the one that a
 quantised engine would have. For each layer:
 
-1. The exact stream gives the largest |x| of every input channel, and the error that quantising each GEMM alone makes.
+1. The exact stream gives the largest |x| of every input channel, and, on a sample of tokens, the error that quantising
+   each GEMM alone makes.
 2. s_k = a_k^alpha / w_k^(1 - alpha), with a the activations' range and w that of all quantised weights that read the
    norm; centred, so that its median is 1; rounded to a power of two. (Xiao et al. 2023, SmoothQuant.)
-3. The same measurement with the scales folded in. A group that does not lower its layer's error is dropped.
+3. The same measurement on the same tokens with the scales folded in. A group that does not lower the error of the layer
+   that reads it is dropped.
 4. Layers above the error budget stay in BF16, and the quantised stream goes on through the rest.
 
 Legend: B sequences of T tokens, M positions, H width, K input channels.
@@ -16,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ from appliance.quant.predict import predict_mismatch
 from appliance.quant.profile import LayerError, Memory, Origin, Predicted, Profile, Settings
 from appliance.quant.scheme import Scheme
 from appliance.quant.smoothing import Smoothing, SmoothingGroup, power_of_two
-from appliance.quant.streamed import LayerCall, StreamedModel
+from appliance.quant.streamed import StreamedModel
 
 _BATCH_TOKENS = 2048  # of one forward: bounds the activations inside a layer
 
@@ -64,7 +65,7 @@ def calibrate(
     with Checkpoint(folder, ledger=ledger) as checkpoint:
         model = StreamedModel(checkpoint)
         batches = batches_of(sequences)
-        embedded = [model.embed(batch) for batch in batches]
+        embedded = [model.embed(batch.tokens_BT) for batch in batches]
         streams = _Streams(embedded, list(embedded))
         calls = [model.layer_calls(batch) for batch in embedded]
         layers: list[LayerError] = []
@@ -73,9 +74,15 @@ def calibrate(
         for index in range(model.num_layers):
             with model.layer(index) as layer:
                 view = LayerView(
-                    layer, prefix=f"model.layers.{index}.", scheme=scheme, ignore=settings.ignore, ledger=ledger
+                    layer,
+                    prefix=f"model.layers.{index}.",
+                    scheme=scheme,
+                    ignore=settings.ignore,
+                    ledger=ledger,
+                    calls=[each[index] for each in calls],
+                    valid=[batch.valid_BT for batch in batches],
                 )
-                done = _one_layer(view, streams, calls=[each[index] for each in calls], settings=settings)
+                done = _one_layer(view, streams, settings=settings)
                 del view, layer
             layers += done.layers
             groups += done.groups
@@ -98,15 +105,29 @@ def calibrate(
         )
 
 
-def batches_of(sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-    """[B, T] int64 each, sequences of one length together, so that there is no padding."""
+@dataclass(frozen=True)
+class Batch:
+    """tokens_BT: [B, T] int64, 0 on padding.  valid_BT: [B, T] bool, false on padding, which is at the end only."""
+
+    tokens_BT: Tensor
+    valid_BT: Tensor
+
+
+def batches_of(sequences: Sequence[Sequence[int]]) -> list[Batch]:
+    """Sequences of like lengths together. What comes after a token does not change it, so padding does no harm."""
     if not any(sequences):
         raise EngineError("there is no text to calibrate with", hint="the task's training data has no prompts")
+    ordered = sorted((each for each in sequences if each), key=len)
     batches = []
-    for length, equal in groupby(sorted((each for each in sequences if each), key=len), key=len):
-        together = list(equal)
-        size = max(1, _BATCH_TOKENS // length)
-        batches += [torch.tensor(together[first : first + size]) for first in range(0, len(together), size)]
+    while ordered:
+        size = max(1, _BATCH_TOKENS // len(ordered[-1]))
+        together, ordered = ordered[-size:], ordered[:-size]
+        tokens_BT = torch.zeros(len(together), len(together[-1]), dtype=torch.int64)
+        valid_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
+        for row, sequence in enumerate(together):
+            tokens_BT[row, : len(sequence)] = torch.tensor(sequence)
+            valid_BT[row, : len(sequence)] = True
+        batches.append(Batch(tokens_BT, valid_BT))
     return batches
 
 
@@ -131,25 +152,22 @@ class _Done:
     activations: dict[str, Tensor]
 
 
-def _one_layer(view: LayerView, streams: _Streams, *, calls: list[LayerCall], settings: Settings) -> _Done:
+def _one_layer(view: LayerView, streams: _Streams, *, settings: Settings) -> _Done:
     plain, ranges = Errors(), dict[str, Tensor]()
-    outputs = view.exact(streams.exact, calls=calls, errors=plain, ranges=ranges)
+    outputs, samples = view.exact(streams.exact, errors=plain, ranges=ranges)
     groups = _groups(view, ranges=ranges, strength=settings.strength)
     errors = {unit.members[0]: plain.relative(unit) for unit in view.units if unit.members[0] not in view.ignored}
     kept_groups = []
-    if groups:
-        for group in groups.values():
-            view.fold(group)
-        smoothed = Errors()
-        view.exact(streams.exact, calls=calls, errors=smoothed, ranges={})
-        for unit, group in groups.items():
-            if smoothed.relative(unit) < plain.relative(unit):
-                errors[unit.members[0]] = smoothed.relative(unit)
-                kept_groups.append(group)
-            else:
-                view.fold(SmoothingGroup(group.norm, group.linears, group.scale_K.reciprocal()))  # exactly back
+    for unit, group in groups.items():
+        view.fold(group)
+        error = view.smoothed(unit, group=group, samples=samples).relative(unit)
+        if error < plain.relative(unit):
+            errors[unit.members[0]] = error
+            kept_groups.append(group)
+        else:
+            view.fold(SmoothingGroup(group.norm, group.linears, group.scale_K.reciprocal()))  # exactly back
     kept = _kept(view, errors=errors, budget=settings.error_budget)
-    streams.quantised = view.quantised(streams.quantised, calls=calls, kept=kept)
+    streams.quantised = view.quantised(streams.quantised, kept=kept)
     streams.exact = outputs
     layers = [
         LayerError(
@@ -193,13 +211,18 @@ def _is_over(error: float | None, budget: float | None) -> bool:
     return error is not None and budget is not None and error > budget
 
 
-def _predicted(model: StreamedModel, streams: _Streams, *, batches: list[Tensor]) -> Predicted | None:
+def _predicted(model: StreamedModel, streams: _Streams, *, batches: list[Batch]) -> Predicted | None:
     """None where no sequence has a next token."""
-    target_M = torch.cat([batch[:, 1:].flatten() for batch in batches])
+    target_M = torch.cat([batch.tokens_BT[:, 1:][batch.valid_BT[:, 1:]] for batch in batches])
     if not len(target_M):
         return None
     exact_MH, quantised_MH = (
-        torch.cat([model.final_norm(batch)[:, :-1].flatten(0, 1) for batch in stream])
+        torch.cat(
+            [
+                model.final_norm(hidden_BTH[:, :-1][batch.valid_BT[:, 1:]])
+                for hidden_BTH, batch in zip(stream, batches, strict=True)
+            ]
+        )
         for stream in (streams.exact, streams.quantised)
     )
     return predict_mismatch(

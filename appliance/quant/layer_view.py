@@ -26,6 +26,7 @@ from appliance.quant.streamed import LayerCall
 _INPUT_NORM, _MLP_NORM = "input_layernorm", "post_attention_layernorm"
 _GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 _ROUTER = "mlp.gate"
+_MEASURED_TOKENS = 256  # of a GEMM's input in a batch: a mean over tokens and channels needs no more
 
 
 @dataclass(frozen=True)
@@ -92,15 +93,30 @@ class Errors:
 
 
 class LayerView:
-    """A decoder layer with its weights in place. prefix: of its parameters' names, such as `model.layers.3.`."""
+    """A decoder layer with its weights in place.
+
+    prefix: of its parameters' names, such as `model.layers.3.`.  calls, valid: of each batch, how the layer is called
+    and [B, T] bool, false on padding.
+    """
 
     def __init__(
-        self, layer: nn.Module, *, prefix: str, scheme: Scheme, ignore: tuple[str, ...], ledger: Ledger
+        self,
+        layer: nn.Module,
+        *,
+        prefix: str,
+        scheme: Scheme,
+        ignore: tuple[str, ...],
+        ledger: Ledger,
+        calls: list[LayerCall],
+        valid: list[Tensor],
     ) -> None:
         self.layer = layer
         self.prefix = prefix
         self.scheme = scheme
         self._ledger = ledger
+        self._calls = calls
+        self._valid = valid
+        self._valid_BT = valid[0]  # of the batch that runs now
         self._has_experts = any(name == _GATE_UP for name, _ in layer.named_parameters())
         self.units = _ATTENTION + (_EXPERTS if self._has_experts else _DENSE)
         self._unit_of = {member: unit for unit in self.units for member in unit.members}
@@ -110,6 +126,11 @@ class LayerView:
             if all(is_ignored(prefix + name, ignore) for name in unit.layer)
             or (unit.fused and is_ignored(prefix + unit.fused, ignore))
         )
+
+    @property
+    def valid_M(self) -> Tensor:
+        """[M] bool, false on padding, of the batch that runs now."""
+        return self._valid_BT.flatten()
 
     def weights(self, unit: Unit) -> list[Tensor]:
         """The unit's matrices [N, K], of an expert each where it has experts."""
@@ -163,30 +184,50 @@ class LayerView:
         return made
 
     def exact(
-        self, batches: list[Tensor], *, calls: list[LayerCall], errors: Errors, ranges: dict[str, Tensor]
-    ) -> list[Tensor]:
-        """The layer's outputs, exactly, for batches [B, T, H]; measures what quantising each unit alone would cost.
+        self, batches: list[Tensor], *, errors: Errors, ranges: dict[str, Tensor]
+    ) -> tuple[list[Tensor], Samples]:
+        """The layer's outputs, exactly, for batches [B, T, H], and tokens at the inputs of units that a norm feeds.
 
-        errors: gets the sums.  ranges: gets [K] float32, the largest |x| at each unit's input, by its first member.
+        errors: gets what quantising each unit alone costs, on some tokens of each batch.  ranges: gets [K] float32, the
+        largest |x| of all tokens at each unit's input, by its first member.
         """
         codes = {unit.members[0]: self._codes(unit) for unit in self.units if unit.members[0] not in self.ignored}
+        samples: Samples = []
 
         def multiply(member: str, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, index: int) -> Tensor:
             unit = self._unit_of[member]
-            x_MK = x.reshape(-1, x.shape[-1])
+            key = unit.members[0]
+            x_MK = self._real_tokens(x)
             if x_MK.shape[0]:
-                key = unit.members[0]
                 absmax_K = x_MK.abs().amax(dim=0).float()
                 ranges[key] = torch.maximum(ranges[key], absmax_K) if key in ranges else absmax_K
-                if key in codes:
-                    quantised_MN = self._product(x_MK, codes[key][index])
-                    exact_MN = functional.linear(x_MK.float(), weight_NK.float())
-                    errors.add(unit, exact_MN=exact_MN, quantised_MN=quantised_MN)
+            if x_MK.shape[0] and key in codes:
+                some_MK = x_MK[:: -(-x_MK.shape[0] // _MEASURED_TOKENS)].clone()
+                self._measure(unit, some_MK, weight_NK, codes[key][index], errors=errors)
+                if unit.norm:
+                    samples.append((member, index, some_MK))
             return functional.linear(x, weight_NK, bias_N)
 
-        return self._run(batches, calls=calls, multiply=multiply)
+        return self._run(batches, multiply=multiply), samples
 
-    def quantised(self, batches: list[Tensor], *, calls: list[LayerCall], kept: frozenset[str]) -> list[Tensor]:
+    def smoothed(self, unit: Unit, *, group: SmoothingGroup, samples: Samples) -> Errors:
+        """The unit's error on the samples when its group has been folded into the weights."""
+        errors, codes, weights = Errors(), self._codes(unit), self.weights(unit)
+        for member, index, some_MK in samples:
+            if self._unit_of[member] == unit:
+                reached_MK = some_MK * group.scale_K.reciprocal().to(some_MK.dtype)  # as the folded norm gives it
+                self._measure(unit, reached_MK, weights[index], codes[index], errors=errors)
+        return errors
+
+    def _measure(self, unit: Unit, x_MK: Tensor, weight_NK: Tensor, part: _Part, *, errors: Errors) -> None:
+        exact_MN = functional.linear(x_MK.float(), weight_NK.float())
+        errors.add(unit, exact_MN=exact_MN, quantised_MN=self._product(x_MK, part))
+
+    def _real_tokens(self, x: Tensor) -> Tensor:
+        """[M, K]: without padding. The experts' inputs [M, K] have none."""
+        return x[self._valid_BT] if x.ndim == 3 else x
+
+    def quantised(self, batches: list[Tensor], *, kept: frozenset[str]) -> list[Tensor]:
         """The layer's outputs with all units quantised but those in `kept` (first members) and the ignored."""
         codes = {u.members[0]: self._codes(u) for u in self.units if u.members[0] not in self.ignored | kept}
 
@@ -198,15 +239,19 @@ class LayerView:
             product = product if bias_N is None else product + bias_N.float()
             return product.to(x.dtype).view(*x.shape[:-1], -1)
 
-        return self._run(batches, calls=calls, multiply=multiply)
+        return self._run(batches, multiply=multiply)
 
     def _product(self, x_MK: Tensor, part: _Part) -> Tensor:
         """[M, N] float32, of weights and activations by the codec."""
         return functional.linear(dequantise(quantise_tokens(x_MK, scheme=self.scheme)), part.dequantised())
 
-    def _run(self, batches: list[Tensor], *, calls: list[LayerCall], multiply: Multiply) -> list[Tensor]:
+    def _run(self, batches: list[Tensor], *, multiply: Multiply) -> list[Tensor]:
+        outputs = []
         with self._multiplied_by(multiply), torch.no_grad():
-            return [self.layer(batch, **call.kwargs) for batch, call in zip(batches, calls, strict=True)]
+            for hidden_BTH, call, valid_BT in zip(batches, self._calls, self._valid, strict=True):
+                self._valid_BT = valid_BT
+                outputs.append(self.layer(hidden_BTH, **call.kwargs))
+        return outputs
 
     @contextmanager
     def _multiplied_by(self, multiply: Multiply) -> Iterator[None]:
@@ -221,7 +266,7 @@ class LayerView:
                 changed.append(linear)
         if self._has_experts:
             experts = self.layer.get_submodule("mlp.experts")
-            experts.forward = _experts_forward(experts, multiply=multiply)
+            experts.forward = _experts_forward(experts, view=self, multiply=multiply)
             changed.append(experts)
         try:
             yield
@@ -231,6 +276,7 @@ class LayerView:
 
 
 Multiply = Callable[[str, Tensor, Tensor, Tensor | None, int], Tensor]
+Samples = list[tuple[str, int, Tensor]]  # member, number of its matrix, [M, K] inputs
 
 
 def is_ignored(name: str, ignore: tuple[str, ...]) -> bool:
@@ -245,12 +291,14 @@ def _linear_forward(linear: nn.Module, *, member: str, index: int, multiply: Mul
     return forward
 
 
-def _experts_forward(experts: nn.Module, *, multiply: Multiply) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _experts_forward(
+    experts: nn.Module, *, view: LayerView, multiply: Multiply
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     def forward(hidden_MK: Tensor, chosen_MS: Tensor, weights_MS: Tensor) -> Tensor:
         """chosen_MS: int64, the S experts of each token.  weights_MS: their shares."""
         total_MK = torch.zeros_like(hidden_MK)
         for expert in chosen_MS.unique().tolist():
-            token, slot = torch.where(chosen_MS == expert)
+            token, slot = torch.where((chosen_MS == expert) & view.valid_M[:, None])
             gate_up = multiply(_GATE_UP, hidden_MK[token], experts.gate_up_proj[expert], None, expert)
             gate, up = gate_up.chunk(2, dim=-1)
             down = multiply(_DOWN, experts.act_fn(gate) * up, experts.down_proj[expert], None, expert)
