@@ -57,7 +57,8 @@ class Decision:
         if self.guard is not None:
             change = f"{self.guard.value.replace('_', ' ')}: {self.move if self.action is None else self.action}"
         numbers = f": {', '.join(cause.text for cause in self.causes)}" if self.causes else ""
-        count = f"{self.steps} steps in a row" if self.steps == self.of else f"{self.steps} of {self.of} steps"
+        steps = "1 step" if self.of == 1 else f"{self.of} steps"
+        count = f"{steps} in a row" if self.steps == self.of else f"{self.steps} of {steps}"
         return f"step {self.step}: {change}{numbers} ({count})"
 
 
@@ -122,6 +123,19 @@ def observe(state: GovernorState, signals: Signals, *, policy: Policy) -> tuple[
         return stopped, (*said, stop)
     state, moves = _move(state, judge(signals, bounds=policy.mismatch), step=signals.step, policy=policy)
     return state, (*said, *moves)
+
+
+def resume(state: GovernorState, *, policy: Policy) -> GovernorState:
+    """The state that another attempt of the run begins with: as it was, but one that had stopped the run stands one
+    level lower and counts anew. Who resumes a stopped run wants it to go on, and still guarded."""
+    if not state.stopped:
+        return state
+    levels = ladder(policy)
+    below = levels[max(0, place(state.level, levels=levels) - (levels[-1].rung is Rung.STOP))]
+    watches = replace(state.watches, watches=Watches().watches)
+    return replace(
+        state, level=below, recent_bad=(), fine_steps=0, cooling=policy.cooling_steps, descended=False, watches=watches
+    )
 
 
 def _alarms(state: GovernorState, reports: tuple[Report, ...], *, step: int, policy: Policy) -> tuple[Decision, ...]:

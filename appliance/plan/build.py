@@ -20,6 +20,7 @@ from appliance.plan.host import HostFacts
 from appliance.plan.model import (
     Choice,
     ExpectedAttestation,
+    GuardPlan,
     ModelPlan,
     RolloutPlan,
     RunPlan,
@@ -116,6 +117,7 @@ def build_plan(recipe: Recipe, *, run_dir: Path, host: HostFacts) -> RunPlan:
         rollout=decided.rollout,
         profile=plan_profile(recipe, rollout=decided.rollout),
         correction=correction,
+        guard=GuardPlan(**recipe.guard.model_dump()),
         steps=derived.steps,
         validate_every=derived.validate_every,
         prompts_per_step=recipe.batch.prompts_per_step,

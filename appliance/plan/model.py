@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from appliance.guard.policy import Action
 from appliance.quant.correction import CorrectionMethod
 from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation, quantisation_from_config
@@ -125,6 +126,25 @@ class CorrectionPlan:
 
 
 @dataclass(frozen=True)
+class GuardPlan:
+    """What the governor may do, and when a step counts as bad. Steps are counts, bounds in the units of the metrics.
+
+    bad_steps: of the last 2 * bad_steps - 1, lead up.  fine_steps: in a row, lead down.  cooling_steps: between moves.
+    gradient_steps: gradients in a row that are not finite and stop the run.
+    """
+
+    actions: tuple[Action, ...] = ()
+    k3_kl: float = 0.015
+    weight_std: float = 1.0
+    ess: float = 0.3
+    truncated_fraction: float = 0.05
+    bad_steps: int = 3
+    fine_steps: int = 20
+    cooling_steps: int = 5
+    gradient_steps: int = 3
+
+
+@dataclass(frozen=True)
 class ExpectedAttestation:
     """One process that must say what it runs before the first step. role: `rollout`, `trainer` or `driver`.
 
@@ -168,6 +188,7 @@ class RunPlan:
     pins: tuple[tuple[str, str], ...]
     choices: tuple[Choice, ...]
     attestations: tuple[ExpectedAttestation, ...]
+    guard: GuardPlan = GuardPlan()
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> str:
@@ -200,6 +221,7 @@ def plan_from_dict(raw: dict[str, Any]) -> RunPlan:
             ),
             "profile": _profile(profile) if profile else None,
             "correction": _correction(raw["correction"]),
+            "guard": _guard(raw["guard"]),
             "logging_backends": tuple(raw["logging_backends"]),
             "argv": tuple(raw["argv"]),
             "env": tuple((k, v) for k, v in raw["env"]),
@@ -217,6 +239,10 @@ def _correction(raw: dict[str, Any]) -> CorrectionPlan:
     bounds = raw["bounds"]
     changed = {"method": CorrectionMethod(raw["method"]), "bounds": tuple(bounds) if bounds else None}
     return CorrectionPlan(**{**raw, **changed})
+
+
+def _guard(raw: dict[str, Any]) -> GuardPlan:
+    return GuardPlan(**{**raw, "actions": tuple(Action(each) for each in raw["actions"])})
 
 
 def _profile(raw: dict[str, Any]) -> ProfilePlan:

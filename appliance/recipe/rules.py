@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from appliance.guard.policy import Action
 from appliance.quant.correction import USUAL, CorrectionMethod
 from appliance.quant.device import AUTO, CPU, DEVICES, GPUS
 from appliance.recipe.schema import AlgorithmKind, Attention, Recipe, SchemeChoice, TaskKind
@@ -17,6 +18,7 @@ from appliance.tasks.tiny_spec import TINY_MODELS
 
 AVAILABLE_TASKS = (TaskKind.ARITHMETIC, TaskKind.GSM8K)
 AVAILABLE_METHODS = tuple(CorrectionMethod)
+AVAILABLE_ACTIONS = (Action.WARN, Action.STOP)
 MAX_K3 = 1.0  # nats per token; a sequence this far away is another policy's
 FP8_CHOICES = (SchemeChoice.FP8, SchemeChoice.FP8_CHANNEL, SchemeChoice.FP8_BLOCK)
 AVAILABLE_ALGORITHMS = (AlgorithmKind.GRPO,)
@@ -42,6 +44,7 @@ def _availability(recipe: Recipe) -> Iterator[Broken]:
         ("task.kind", recipe.task.kind, AVAILABLE_TASKS),
         ("correction.method", recipe.correction.method, AVAILABLE_METHODS),
         ("algorithm.kind", recipe.algorithm.kind, AVAILABLE_ALGORITHMS),
+        *(("guard.actions", each, AVAILABLE_ACTIONS) for each in recipe.guard.actions),
     )
     for key, value, available in asked:
         if value not in available:

@@ -12,6 +12,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from appliance.guard.policy import Action
 from appliance.quant.correction import CorrectionMethod
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
@@ -59,6 +60,7 @@ Names_ = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict
 Kind_ = Annotated[TaskKind, Field(strict=False)]
 Method_ = Annotated[CorrectionMethod, Field(strict=False)]
 Bounds_ = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(strict=False)]
+Actions_ = Annotated[tuple[Annotated[Action, Field(strict=False)], ...], Field(strict=False)]
 Algorithm_ = Annotated[AlgorithmKind, Field(strict=False)]
 Attention_ = Annotated[Attention, Field(strict=False)]
 Backends_ = Annotated[tuple[Annotated[LogBackend, Field(strict=False)], ...], Field(strict=False)]
@@ -171,6 +173,20 @@ class Cluster(Section):
     run_dir: str = Field("runs", min_length=1, description="folder of the run folders and of the cache")
 
 
+class Guard(Section):
+    """What watches the run, and what it may do. Steps that stay bad lead from one action to the next."""
+
+    actions: Actions_ = Field((Action.WARN, Action.STOP), description="of `warn`, `stop`; []: only the metrics")
+    k3_kl: float = Field(0.015, gt=0, description="a step is bad with a mean k3 mismatch above, nats per token")
+    weight_std: float = Field(1.0, gt=0, description="or a spread of the importance weights above")
+    ess: float = Field(0.3, ge=0, lt=1, description="or an effective sample size below, as a share of the tokens")
+    truncated_fraction: float = Field(0.05, gt=0, le=1, description="or a larger share of tokens whose weight is cut")
+    bad_steps: int = Field(3, ge=1, description="so many bad steps of the last 2 * bad_steps - 1 lead on")
+    fine_steps: int = Field(20, ge=1, description="so many fine steps in a row lead back")
+    cooling_steps: int = Field(5, ge=0, description="steps after a change that are not judged")
+    gradient_steps: int = Field(3, ge=1, description="gradients in a row that are not finite, then it stops")
+
+
 class Checkpoint(Section):
     """What is saved on the way. The end is always saved."""
 
@@ -203,6 +219,7 @@ class Recipe(Section):
     batch: Batch = Batch()
     trainer: Trainer = Trainer()
     cluster: Cluster = Cluster()
+    guard: Guard = Guard()
     checkpoint: Checkpoint = Checkpoint()
     logging: Logging = Logging()
 
@@ -216,7 +233,8 @@ SECTIONS: dict[str, type[Section]] = {
 # Keys that are promised and do nothing yet. A recipe that has one is refused with these words.
 NOT_YET: frozenset[str] = frozenset(
     {
-        "guard",
+        "guard.save_budget_s",
+        "guard.stall_s",
         "model.revision",
         "correction.uaq_scale",
         "trainer.max_restarts",

@@ -23,7 +23,8 @@ METRICS_FILE = "metrics.jsonl"
 def append_event(run_dir: Path, *, kind: str, what: str, why: str = "", **extra: Any) -> None:
     """Append one event.
 
-    kind: phase, progress, attest, failure or note.  extra: JSON values.  Raises OSError (a full disk, no such folder).
+    kind: phase, progress, attest, failure, guard or note.  extra: JSON values.  Raises OSError (a full disk, no such
+    folder).
     """
     append_line(run_dir / EVENTS_FILE, {"time": time.time(), "kind": kind, "what": what, "why": why, **extra})
 

@@ -16,7 +16,6 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from appliance.errors import AttestationError, TrainingError
 from appliance.plan.model import RunPlan
-from appliance.quant.mismatch import Mismatch, measure_mismatch
 from appliance.run.acknowledge import SyncRecord, check_sync
 from appliance.run.attest import check_attestations, fingerprint
 from appliance.run.events import append_event, run_started
@@ -24,8 +23,10 @@ from appliance.trainer.attest import attest_driver, attest_trainers
 from appliance.trainer.corrected import CorrectionStep
 from appliance.trainer.correction_step import correct_step
 from appliance.trainer.engine_watch import EngineWatch
+from appliance.trainer.governed import Governed, signals_of, stop, weight_cap
 from appliance.trainer.metrics import append_metrics, step_metrics, validation_metrics
 from appliance.trainer.rollouts import Rollouts
+from appliance.trainer.telemetry import StepTelemetry, measure_batch
 
 LOOK_AGAIN_S = 1.0  # how long a wait for rollouts lasts at most before the buffer is looked at again
 
@@ -43,7 +44,9 @@ class WatchedTrainer(PPOTrainerSync):
         self.plan = plan
         self.run_dir = Path(plan.run_dir)
         self._started = run_started(self.run_dir)
-        self._mismatch: Mismatch | None = None
+        self._telemetry: StepTelemetry | None = None
+        self._governed = Governed(plan)
+        self._saved_step = 0
         self._correction: CorrectionStep | None = None
         self._validation: dict[str, float] = {}
         self._syncs = 0
@@ -122,20 +125,22 @@ class WatchedTrainer(PPOTrainerSync):
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         self._phase("log-probs")
         batch = super()._compute_old_log_prob(batch, metrics=metrics)
-        self._mismatch = self._measure(batch)
+        self._telemetry = self._measure(batch)
         return batch
 
-    def _measure(self, batch: KVBatchMeta) -> Mismatch:
+    def _measure(self, batch: KVBatchMeta) -> StepTelemetry:
+        fields = ["old_log_probs", "rollout_log_probs", "response_mask", "responses"]
         data = transfer_queue.kv_batch_get(
-            keys=batch.keys,
-            partition_id=batch.partition_id,
-            select_fields=["old_log_probs", "rollout_log_probs", "response_mask"],
+            keys=batch.keys, partition_id=batch.partition_id, select_fields=[*fields, "uid"]
         )
-        real = data["response_mask"].values().bool()
-        return measure_mismatch(
-            data["old_log_probs"].values()[real],
-            rollout_T=data["rollout_log_probs"].values()[real],
-            cap=self.plan.correction.cap,
+        trainer, rollout, real, responses = (data[name].unbind() for name in fields)
+        return measure_batch(
+            trainer,
+            rollout=rollout,
+            real=real,
+            responses=responses,
+            prompts=list(data["uid"]),
+            cap=weight_cap(self.plan),
         )
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
@@ -154,6 +159,7 @@ class WatchedTrainer(PPOTrainerSync):
     def _save_checkpoint(self) -> None:
         self._phase("save")
         super()._save_checkpoint()
+        self._saved_step = self.global_steps
 
     def _validate(self) -> dict[str, float]:
         self._phase("validate")
@@ -162,7 +168,7 @@ class WatchedTrainer(PPOTrainerSync):
         scheme, scored = self.plan.rollout.scheme, self._rollouts.validated - before
         self._validation = validation_metrics(values, samples=scored, scheme=scheme)
         if self.global_steps == 0:
-            self._write({"step": 0, "scheme": str(self.plan.rollout.scheme), **self._validation})
+            self._write({"step": 0, "scheme": self.plan.rollout.label, **self._validation})
             self._validation = {}
         return values
 
@@ -170,21 +176,32 @@ class WatchedTrainer(PPOTrainerSync):
         self, batch: KVBatchMeta, metrics: dict[str, Any], timing_raw: dict[str, float], global_steps: int, epoch: int
     ) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
-        if self._mismatch is None or self._correction is None:
+        if self._telemetry is None or self._correction is None:
             raise TrainingError(f"step {global_steps} ended without log-probabilities to compare")
         if self._last_sync is None:
             raise TrainingError(f"step {global_steps} ended without a weight update")
         line = step_metrics(
             metrics,
             timing_s=timing_raw,
-            mismatch=self._mismatch,
+            mismatch=self._telemetry.mismatch,
             correction=self._correction,
             sync=self._last_sync,
             plan=self.plan,
             step=global_steps,
         )
-        self._write({**line, **self._validation})
+        self._write({**line, **self._telemetry.metrics(), **self._validation})
         self._validation = {}
+        self._govern(line, telemetry=self._telemetry)
+
+    def _govern(self, line: dict[str, Any], *, telemetry: StepTelemetry) -> None:
+        """Raises GuardStop, after the step is written down and saved."""
+        equal = telemetry.equal_group_fraction
+        decision = self._governed.after_step(signals_of(line, mismatch=telemetry.mismatch, equal_group_fraction=equal))
+        if decision is None:
+            return
+        if self._saved_step != self.global_steps:
+            self._save_checkpoint()
+        raise stop(decision, saved=self.run_dir / "checkpoints" / f"global_step_{self.global_steps}")
 
     def _write(self, line: dict[str, Any]) -> None:
         append_metrics(self.run_dir, {**line, "time_s": round(time.time() - self._started, 3)})

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.guard.governor import Decision, GovernorState, Move, observe
-from appliance.guard.ladder import Rung
+from appliance.guard.governor import Decision, GovernorState, Move, observe, resume
+from appliance.guard.ladder import Rung, ladder
 from appliance.guard.policy import Action, Policy
 from appliance.guard.signals import Signals
 from appliance.quant.scheme import Scheme
@@ -211,6 +211,32 @@ def test_a_resumed_governor_goes_on_as_if_nothing_had_happened() -> None:
         assert (second, before + after) == (whole, made)
 
 
+def test_a_run_that_was_stopped_is_resumed_below_the_stop_and_guarded() -> None:
+    stopped, _ = run([K3_BAD] * 30, policy=QUICK)
+    again = resume(stopped, policy=QUICK)
+    assert again.level is not None and again.level.rung is Rung.BF16
+    _, made = run([K3_BAD] * 4, policy=QUICK, state=again, start=31)
+    assert moves(made) == [(34, "bf16", "stop")]  # two steps of cooling, two bad ones
+    fatal, _ = observe(GovernorState(), Signals(1, grad_norm=math.nan), policy=QUICK)
+    for step in (2, 3):
+        fatal, _ = observe(fatal, Signals(step, grad_norm=math.nan), policy=QUICK)
+    assert fatal.stopped
+    after, made = observe(resume(fatal, policy=QUICK), Signals(4, grad_norm=math.nan), policy=QUICK)
+    assert [each.action for each in made] == [Action.WARN] and not after.stopped
+    without_stop = replace(QUICK, actions=frozenset({Action.WARN}))
+    assert resume(stopped, policy=without_stop).level == ladder(without_stop)[-1]
+
+
+@given(policy=st.deferred(lambda: POLICIES), length=st.integers(0, 150))
+@settings(deadline=None, max_examples=50, derandomize=True)
+def test_resuming_changes_nothing_but_a_stop(policy: Policy, length: int) -> None:
+    state, _ = run([K3_BAD] * length, policy=policy)
+    again = resume(state, policy=policy)
+    assert not again.stopped or Action.STOP not in policy.actions
+    if not state.stopped:
+        assert again == state
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -301,9 +327,9 @@ def test_what_stays_bad_only_climbs(policy: Policy, values: list[float]) -> None
     assert all(each.move is Move.UP for each in made)
     climbed = [each.after.rung for each in made]
     assert climbed == sorted(climbed, key=list(Rung).index)
-    if policy.actions:  # 9 levels at most, 3 bad steps and 8 of cooling for each
-        assert states[-1].level is not None
-        assert states[-1].stopped == (Action.STOP in policy.actions)
+    levels = ladder(policy)  # 9 at most, 3 bad steps and 8 of cooling for each
+    assert states[-1].level == (levels[-1] if len(levels) > 1 else None)
+    assert states[-1].stopped == (Action.STOP in policy.actions)
 
 
 @given(policy=POLICIES)

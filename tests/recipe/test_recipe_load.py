@@ -82,7 +82,7 @@ logging:
         ("r.yaml:19: batch.learning_rate: unknown key", "did you mean `optimizer.learning_rate`?"),
         ("r.yaml:21: trainer.steps: expected a whole number, got `1.5`", ""),
         ("r.yaml:22: trainer.validate_before: expected true or false, got the text `yes`", "write true"),
-        ("r.yaml:23: guard: not available in this version", "remove it"),
+        ("r.yaml:24: guard.stall_s: not available in this version", "remove it"),
         (
             "r.yaml:26: logging.backends.1: unknown value `wanbd`",
             "did you mean `wandb`? use one of `tensorboard`, `trackio`, `wandb`",

@@ -22,10 +22,14 @@ def reference() -> dict[str, object]:
     flat = {}
     for key, node in root.value.items():
         if isinstance(node.value, dict):
-            flat |= {f"{key}.{inner}": each.value for inner, each in node.value.items()}
+            flat |= {f"{key}.{inner}": plain(each.value) for inner, each in node.value.items()}
         else:
-            flat[key] = node.value
+            flat[key] = plain(node.value)
     return flat
+
+
+def plain(value: object) -> object:
+    return [each.value for each in value] if isinstance(value, list) else value
 
 
 def schema() -> dict[str, object]:

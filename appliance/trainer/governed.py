@@ -1,0 +1,116 @@
+"""The governor in a run: a step's numbers in, its decisions carried out and written down.
+
+Of its actions this version carries out `warn` and `stop`; the recipe takes no others (recipe/rules.py).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from appliance.errors import GuardStop
+from appliance.guard.governor import Decision, GovernorState, observe, resume
+from appliance.guard.policy import Action, Bounds, Collapse, MismatchBounds, Patience, Policy
+from appliance.guard.signals import Signals
+from appliance.plan.model import RunPlan
+from appliance.quant.correction import CorrectionMethod
+from appliance.quant.mismatch import Mismatch
+from appliance.run.events import append_event
+
+STATE_FILE = "guard.json"
+_NONE = float("inf")
+
+
+def weight_cap(plan: RunPlan) -> float | None:
+    """Where a token's importance weight is cut, None where no method cuts it: other methods' caps are of other things
+    (a sequence's product, a sequence's k3)."""
+    per_token = plan.correction.method in (CorrectionMethod.TIS, CorrectionMethod.ACR, CorrectionMethod.ADAPTIVE)
+    return plan.correction.cap if per_token else None
+
+
+def policy_of(plan: RunPlan) -> Policy:
+    """The recipe's thresholds, and the rest of the policy by its defaults. A signal is fine again at half of its bound
+    (ESS: twice), and the bad steps may be spread over twice as many, less one."""
+    guard = plan.guard
+    default = MismatchBounds()
+    return Policy(
+        scheme=plan.rollout.scheme,
+        actions=frozenset(guard.actions),
+        climb_bad=guard.bad_steps,
+        climb_window=2 * guard.bad_steps - 1,
+        descend_fine=guard.fine_steps,
+        cooling_steps=guard.cooling_steps,
+        cap=weight_cap(plan),
+        mismatch=MismatchBounds(
+            k3_kl=_below(guard.k3_kl),
+            weight_mean=default.weight_mean,
+            weight_std=_below(guard.weight_std),
+            weight_max=default.weight_max,
+            ess=Bounds(bad=(guard.ess, _NONE), fine=(min(1.0, 2 * guard.ess), _NONE)),
+            truncated_fraction=_below(guard.truncated_fraction),
+        ),
+        collapse=Collapse(
+            gradient=Patience(warn_after=1, stop_after=guard.gradient_steps),
+            max_response_tokens=plan.task.max_response_tokens,
+        ),
+    )
+
+
+def _below(bound: float) -> Bounds:
+    return Bounds(bad=(-_NONE, bound), fine=(-_NONE, bound / 2))
+
+
+def signals_of(line: dict[str, object], *, mismatch: Mismatch, equal_group_fraction: float) -> Signals:
+    """line: the step's metrics by the contract's names, before what is not finite became null."""
+    return Signals(
+        step=int(line["step"]),
+        k3_kl=mismatch.k3_kl,
+        weight_mean=mismatch.weight_mean,
+        weight_std=mismatch.weight_std,
+        weight_max=mismatch.weight_max,
+        ess=mismatch.ess,
+        truncated_fraction=mismatch.truncated_fraction,
+        equal_group_fraction=equal_group_fraction,
+        **{name: float(line[name]) for name in ("grad_norm", "reward_mean", "entropy", "response_tokens_mean")},
+    )
+
+
+class Governed:
+    """One run's governor: its memory lies in `guard.json`, so that another attempt goes on from it."""
+
+    def __init__(self, plan: RunPlan) -> None:
+        """Raises ValueError when guard.json is there and cannot be read."""
+        self._run_dir = Path(plan.run_dir)
+        self._policy = policy_of(plan)
+        kept = self._run_dir / STATE_FILE
+        state = GovernorState.from_json(kept.read_text()) if kept.exists() else GovernorState()
+        self._state = resume(state, policy=self._policy)
+
+    def after_step(self, signals: Signals) -> Decision | None:
+        """Each decision as an event with its numbers. Returns the one to stop the run, where there is one."""
+        self._state, decisions = observe(self._state, signals, policy=self._policy)
+        self._keep()
+        for decision in decisions:
+            append_event(
+                self._run_dir,
+                kind="guard",
+                what=decision.text,
+                why=", ".join(cause.text for cause in decision.causes),
+                step=decision.step,
+                move=str(decision.move),
+                action=None if decision.action is None else str(decision.action),
+                level=decision.after.text,
+                numbers=[cause.json_values() for cause in decision.causes],
+            )
+        return next((decision for decision in decisions if decision.action is Action.STOP), None)
+
+    def _keep(self) -> None:
+        """A crash leaves the old memory or the new one, never half of it."""
+        partial = self._run_dir / f"{STATE_FILE}.partial-{os.getpid()}"
+        partial.write_text(self._state.to_json() + "\n")
+        partial.rename(self._run_dir / STATE_FILE)
+
+
+def stop(decision: Decision, *, saved: Path) -> GuardStop:
+    """The error that ends the run. saved: the checkpoint of its last step."""
+    return GuardStop(f"stopped by the guard: {decision.text}", hint=f"the state after this step is in {saved}")

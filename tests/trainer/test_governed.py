@@ -1,0 +1,186 @@
+"""The governor's part in a run: its policy from the plan, its signals from a step, its events, its memory."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from plans import make_plan
+
+from appliance.guard.governor import GovernorState
+from appliance.guard.policy import Action, Policy
+from appliance.guard.signals import Signals
+from appliance.plan.model import CorrectionPlan, GuardPlan, plan_from_dict
+from appliance.quant.correction import CorrectionMethod
+from appliance.quant.mismatch import measure_mismatch
+from appliance.quant.scheme import Scheme
+from appliance.recipe.schema import Guard
+from appliance.run.events import parse_event
+from appliance.trainer.governed import Governed, policy_of, signals_of, stop, weight_cap
+from appliance.trainer.telemetry import equal_groups, measure_batch
+
+BAD = Signals(1, k3_kl=0.02)
+QUICK = GuardPlan(actions=(Action.WARN, Action.STOP), bad_steps=1, cooling_steps=0, fine_steps=2)
+
+
+def test_the_defaults_of_recipe_plan_and_policy_are_one(tmp_path: Path) -> None:
+    guard = GuardPlan(**Guard().model_dump())
+    assert replace(guard, actions=()) == GuardPlan()
+    found = policy_of(make_plan(tmp_path / "run", guard=guard))
+    wanted = Policy(Scheme.INT8, actions=frozenset({Action.WARN, Action.STOP}), cap=2.0)
+    assert replace(found, collapse=wanted.collapse) == wanted
+    assert replace(found.collapse, max_response_tokens=0) == wanted.collapse
+    assert found.collapse.max_response_tokens == 8
+
+
+def test_thresholds_of_the_plan_reach_the_policy(tmp_path: Path) -> None:
+    guard = GuardPlan(
+        actions=(Action.WARN,),
+        k3_kl=0.1,
+        weight_std=3.0,
+        ess=0.6,
+        truncated_fraction=0.2,
+        bad_steps=2,
+        fine_steps=7,
+        cooling_steps=1,
+        gradient_steps=9,
+    )
+    found = policy_of(make_plan(tmp_path / "run", guard=guard))
+    assert (found.climb_bad, found.climb_window, found.descend_fine, found.cooling_steps) == (2, 3, 7, 1)
+    bounds = found.mismatch
+    assert (bounds.k3_kl.bad[1], bounds.weight_std.bad[1], bounds.truncated_fraction.bad[1]) == (0.1, 3.0, 0.2)
+    assert (bounds.ess.bad[0], bounds.ess.fine[0]) == (0.6, 1.0)
+    assert found.collapse.gradient.stop_after == 9
+
+
+def test_a_plan_keeps_its_guard_through_json(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path / "run", guard=QUICK)
+    assert plan_from_dict(json.loads(plan.to_json())) == plan
+
+
+@pytest.mark.parametrize(
+    ("method", "cap"),
+    [
+        (CorrectionMethod.TIS, 2.0),
+        (CorrectionMethod.ACR, 2.0),
+        (CorrectionMethod.NONE, None),
+        (CorrectionMethod.K3_REJECT, None),
+        (CorrectionMethod.TIS_SEQUENCE, None),
+    ],
+)
+def test_only_caps_of_single_tokens_are_weight_caps(
+    tmp_path: Path, method: CorrectionMethod, cap: float | None
+) -> None:
+    assert weight_cap(make_plan(tmp_path / "run", correction=CorrectionPlan(method=method, cap=2.0))) == cap
+
+
+def test_signals_are_the_steps_own_numbers() -> None:
+    mismatch = measure_mismatch(torch.tensor([-1.0, -2.0]), rollout_T=torch.tensor([-1.5, -1.0]), cap=1.2)
+    line = {"step": 7, "grad_norm": math.nan, "reward_mean": 0.5, "entropy": 0.25, "response_tokens_mean": 3.0}
+    found = signals_of(line, mismatch=mismatch, equal_group_fraction=0.125)
+    assert (found.step, found.reward_mean, found.entropy, found.response_tokens_mean) == (7, 0.5, 0.25, 3.0)
+    assert math.isnan(found.grad_norm)
+    assert (found.k3_kl, found.ess, found.truncated_fraction) == (mismatch.k3_kl, mismatch.ess, 0.5)
+    assert (found.weight_mean, found.weight_std, found.weight_max, found.equal_group_fraction) == (
+        mismatch.weight_mean,
+        mismatch.weight_std,
+        mismatch.weight_max,
+        0.125,
+    )
+
+
+def events(run_dir: Path) -> list[dict]:
+    path = run_dir / "events.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_every_decision_is_an_event_with_its_numbers(tmp_path: Path) -> None:
+    governed = Governed(make_plan(tmp_path, guard=QUICK))
+    assert governed.after_step(BAD) is None
+    (event,) = events(tmp_path)
+    assert {key: value for key, value in event.items() if key != "time"} == {
+        "kind": "guard",
+        "what": "step 1: observe -> warn: k3_kl 0.02 above 0.015 (1 step in a row)",
+        "why": "k3_kl 0.02 above 0.015",
+        "step": 1,
+        "move": "up",
+        "action": "warn",
+        "level": "warn",
+        "numbers": [{"signal": "k3_kl", "value": 0.02, "relation": "above", "bound": 0.015}],
+    }
+    assert parse_event(json.dumps(event)) is not None
+
+
+def test_a_number_that_is_not_finite_is_still_json(tmp_path: Path) -> None:
+    Governed(make_plan(tmp_path, guard=QUICK)).after_step(Signals(1, grad_norm=math.nan))
+    text = (tmp_path / "events.jsonl").read_text()
+    assert json.loads(text, parse_constant=pytest.fail)["numbers"][0]["value"] == "nan"
+
+
+def test_the_stop_is_given_back_and_has_code_6(tmp_path: Path) -> None:
+    governed = Governed(make_plan(tmp_path, guard=QUICK))
+    governed.after_step(BAD)
+    decision = governed.after_step(replace(BAD, step=2))
+    assert decision is not None
+    error = stop(decision, saved=tmp_path / "checkpoints/global_step_2")
+    assert error.exit_code == 6
+    assert error.message == "stopped by the guard: step 2: warn -> stop: k3_kl 0.02 above 0.015 (1 step in a row)"
+    assert [event["action"] for event in events(tmp_path)] == ["warn", "stop"]
+
+
+def test_nothing_allowed_is_nothing_done(tmp_path: Path) -> None:
+    governed = Governed(make_plan(tmp_path, guard=replace(QUICK, actions=())))
+    for step in range(1, 50):
+        assert governed.after_step(Signals(step, k3_kl=math.nan, grad_norm=math.nan)) is None
+    assert events(tmp_path) == []
+
+
+def test_another_attempt_goes_on_where_this_one_was(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, guard=QUICK)
+    assert Governed(plan).after_step(BAD) is None
+    assert Governed(plan).after_step(replace(BAD, step=2)) is not None
+    assert GovernorState.from_json((tmp_path / "guard.json").read_text()).stopped
+    assert Governed(plan).after_step(replace(BAD, step=3)) is not None  # resumed after its stop, it still guards
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "guard.json"]
+
+
+def test_equal_groups_counts_prompts_and_not_samples() -> None:
+    def row(*ids: int) -> torch.Tensor:
+        return torch.tensor(ids)
+
+    responses = [row(1, 2), row(3), row(1, 2), row(3), row(3, 3), row(9)]
+    prompts = ["a", "b", "a", "b", "b", "alone"]
+    assert equal_groups(responses, prompts=prompts) == 0.5  # a, of a and b; one sample is no group
+    assert equal_groups([], prompts=[]) == 0.0
+
+
+def test_padding_of_a_batch_counts_nowhere() -> None:
+    """A row without a token that counts, as verl adds to fill a batch, and tokens that are masked within a row."""
+
+    def rows(*values: list[float]) -> list[torch.Tensor]:
+        return [torch.tensor(each) for each in values]
+
+    batch = {
+        "trainer": rows([-1.0, -2.0, -9.0], [-5.0, -5.0], [-1.0, -1.0]),
+        "rollout": rows([-1.0, -1.0, -1.0], [-0.1, -0.1], [-1.0, -1.5]),
+        "real": rows([1, 1, 0], [0, 0], [1, 1]),
+        "responses": rows([4, 5, 6], [4, 5], [4, 5]),
+        "prompts": ["a", "a", "a"],
+    }
+    trainer = batch.pop("trainer")
+    found = measure_batch(trainer, **batch, cap=1.5)
+    wanted = measure_mismatch(
+        torch.tensor([-1.0, -2.0, -1.0, -1.0]), rollout_T=torch.tensor([-1.0, -1.0, -1.0, -1.5]), cap=1.5
+    )
+    assert found.mismatch == wanted
+    assert (found.by_length.whole.num_sequences, found.by_length.whole.num_tokens) == (2, 4)
+    assert (found.by_length.whole.largest.sequence, found.by_length.whole.largest.position) == (0, 1)
+    assert found.equal_group_fraction == 0.0
+    line = found.metrics()
+    json.dumps(line, allow_nan=False)
+    assert line["mismatch_largest_nats"] == -1.0
+    assert [bucket["num_tokens"] for bucket in line["mismatch_by_length"]] == [4]
