@@ -11,7 +11,7 @@ from appliance.plan.model import RunPlan
 from appliance.quant.scheme import Scheme
 
 PROMPTS = 64  # of the task, with their answers
-MAX_TOKENS = 4096  # of all prompts together
+MAX_TOKENS = 2048  # of all prompts together
 PROFILES = "profiles"  # below the cache folder
 HASHES = "hashes.json"
 

@@ -3,7 +3,7 @@
 Legend: M positions, H width, R words of a band.
     z, z'   logits of the exact and of the quantised stream, float32
     KL(p' || p) = sum_v p'_v (z'_v - z_v) - (lse z' - lse z)
-The sums run along the bands with a moving maximum, so no more than one band of logits is ever held.
+The sums run along the bands in float64 with a moving maximum: no more than one band of logits is ever held.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ class _Sums:
     def add(self, logits_MR: Tensor, *, difference_MR: Tensor, target_M: Tensor, start: int) -> None:
         top_M = torch.maximum(self.top_M, logits_MR.amax(dim=1).double())
         scale_M = (self.top_M - top_M).exp()
-        weight_MR = (logits_MR - top_M[:, None]).exp()
-        self.mass_M = self.mass_M * scale_M + weight_MR.sum(dim=1)
-        self.moment_M = self.moment_M * scale_M + (weight_MR * difference_MR).sum(dim=1)
+        weight_MR = (logits_MR - top_M[:, None].float()).exp_()  # the maximum is one of the logits: exact in float32
+        self.mass_M = self.mass_M * scale_M + weight_MR.sum(dim=1, dtype=torch.float64)
+        moment_M = weight_MR.mul_(difference_MR).sum(dim=1, dtype=torch.float64)
+        self.moment_M = self.moment_M * scale_M + moment_M
         self.top_M = top_M
         inside = (target_M >= start) & (target_M < start + logits_MR.shape[1])
         self.target_M[inside] = logits_MR[inside, target_M[inside] - start].double()
@@ -53,8 +54,8 @@ def predict_mismatch(
         rows_HR = rows_RH.float().t()
         for first in range(0, len(target_M), _POSITIONS):
             part = slice(first, first + _POSITIONS)
-            z_MR = (exact_MH[part].float() @ rows_HR).double()
-            zq_MR = (quantised_MH[part].float() @ rows_HR).double()
+            z_MR = exact_MH[part].float() @ rows_HR
+            zq_MR = quantised_MH[part].float() @ rows_HR
             for sums, logits_MR in ((exact, z_MR), (quantised, zq_MR)):
                 view = _view(sums, part)
                 view.add(logits_MR, difference_MR=zq_MR - z_MR, target_M=target_M[part], start=start)

@@ -77,7 +77,7 @@ class Settings:
     error_budget: float | None = None
     ignore: tuple[str, ...] = ()
     prompts: int = 64
-    max_tokens: int = 4096
+    max_tokens: int = 2048
 
 
 @dataclass(frozen=True)
