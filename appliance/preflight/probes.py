@@ -22,7 +22,7 @@ LIBRARIES = ("libnuma.so.1",)
 PACKAGES = ("tensorboard", "trackio", "wandb")
 _NVIDIA_SMI_TIMEOUT_S = 10
 _WEIGHTS = ("*.safetensors", "*.bin")
-PROFILE_FILES = ("profile.safetensors", "quantization.yaml")
+PROFILE_FILES = ("profile.safetensors",)  # quantization.yaml is written anew for each run
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 

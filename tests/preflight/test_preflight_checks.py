@@ -278,7 +278,7 @@ def test_mixed_replicas_are_judged_one_by_one():
 
 def test_a_profile_folder_without_a_profile(tmp_path):
     plan = planned(f"quantization.profile={tmp_path}")
-    problem = f"{tmp_path}: the folder has no profile.safetensors and no quantization.yaml"
+    problem = f"{tmp_path}: the folder has no profile.safetensors"
     assert read_inputs(plan, ask_hub=False).profile_problem == problem
     found = judge(plan, host=HOST, inputs=dataclasses.replace(INPUTS, profile_problem=problem))
     assert [each.text for each in found] == [f"error: quantization.profile: {problem}"]
