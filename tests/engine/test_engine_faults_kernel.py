@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import make_family
 from faults import (
     EMBEDDING,
     NORM,
@@ -36,6 +37,7 @@ from faults import (
 from test_engine_int8 import checkpoint_layer, linear_layers
 from torch.nn import Module
 
+from appliance.engine.expect import expert_gemms
 from appliance.quant.codec import quantise_int8
 
 pytestmark = pytest.mark.engine
@@ -198,6 +200,40 @@ def test_a_packed_copy_that_stayed_behind(bf16: Bench) -> None:
 
         bf16.attempt(tally, name, around=before_proof(inject), layer=name)
     settle(tally, cases=13)
+
+
+def test_faults_in_experts(tmp_path: Path) -> None:
+    """Each GEMM of each expert is a kernel of its own: a bit of a code, the kernel of before, another expert's."""
+    tally = Tally("bit of a code, stale or swapped kernel of an expert (int8)")
+    old, new = (make_family(tmp_path / str(seed), name="qwen3-moe", seed=seed) for seed in (1, 2))
+    for bench in start_bench((old, new), scheme="int8"):
+        gemms = {name: gemm for name, (_, gemm) in expert_gemms(bench.engine.model).items()}
+        tensors = dict(bench.new)
+        for name in ("model.layers.1.mlp.experts.0.w13", "model.layers.1.mlp.experts.4.w13"):
+            gemm, source = gemms[name], name.removesuffix(".w13")
+            weight = torch.cat([tensors[f"{source}.{part}_proj.weight"] for part in ("gate", "up")])
+            for bit in range(8):
+                codes = flip_bit(quantise_int8(weight).codes_NK, at=0.4, bit=bit)
+                around = before_proof(lambda g=gemm, c=codes: rebuild_handle(g, c, g.quant_method.held_scale(g)))
+                bench.attempt(tally, f"{name} {bit}", around=around, layer=name)
+        for name in ("model.layers.1.mlp.experts.2.w2", "model.layers.2.mlp.experts.4.w13"):
+            bench.attempt(tally, name, around=before_proof(swap_in(gemms[name].quant_method)), layer=name)
+        for name, other in (
+            ("1.mlp.experts.0.w2", "1.mlp.experts.3.w2"),
+            ("2.mlp.experts.0.w13", "2.mlp.experts.1.w13"),
+        ):
+            first, second = (gemms[f"model.layers.{one}"].quant_method.kernel for one in (name, other))
+            bench.attempt(tally, name, around=before_proof(swapping(first, second)), layer=name)
+    settle(tally, cases=2 * 8 + 2 + 2)
+
+
+def swapping(first: object, second: object) -> Callable[[], None]:
+    """A function that gives each of two INT8 kernels the other one's handle."""
+
+    def inject() -> None:
+        first.dnnl_handler, second.dnnl_handler = second.dnnl_handler, first.dnnl_handler
+
+    return inject
 
 
 def flipping(held: Callable[[], torch.Tensor], *, place: float, bit: int) -> Callable[[], None]:
