@@ -21,7 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.platforms import current_platform
 
 from appliance.engine.emulated import EmulatedLinearMethod
-from appliance.engine.families import require_known_architecture, require_known_layer
+from appliance.engine.families import FUSED_LAYERS, require_known_architecture, require_known_layer
 from appliance.engine.head import Fp32HeadMethod
 from appliance.engine.int8 import Int8LinearMethod
 from appliance.engine.native import native_fp8_method
@@ -122,7 +122,7 @@ class ApplianceConfig(QuantizationConfig):
 
     def _is_ignored(self, prefix: str) -> bool:
         ignore = [*self.quantisation.ignore, *self._kept]
-        return should_ignore_layer(prefix, ignore=ignore, fused_mapping=self.packed_modules_mapping)
+        return should_ignore_layer(prefix, ignore=ignore, fused_mapping=FUSED_LAYERS)
 
 
 def is_router(layer: Module, *, prefix: str) -> bool:

@@ -1,8 +1,7 @@
 """Which part of a checkpoint's tensor a rank's layer must hold, and where: a mapping of our own.
 
 vLLM's weight loaders decide the same on their way, and a proof that asked them would believe what it has to prove. What
-is used here of vLLM: the classes and sizes of its layers, and `packed_modules_mapping`, which names the parts of a
-fused layer.
+is used here of vLLM: the classes and sizes of its layers.
 
 Legend: N output channels, K input channels.
 """
@@ -28,6 +27,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from appliance.engine.experts import DOWN, GATE_UP, ExpertGemm, OnlineExpertsMethod
+from appliance.engine.families import FUSED_LAYERS
 from appliance.errors import EngineError
 
 ALL = slice(None)
@@ -83,11 +83,10 @@ def slots(model: Module, *, tied_head: bool) -> dict[str, tuple[Slot, ...]]:
     class is unknown here.
     """
     found: dict[str, list[Slot]] = defaultdict(list)
-    packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
     embedding = next((name for name, layer in model.named_modules() if _is_embedding(layer)), "")
     for name, layer in model.named_modules():
         if isinstance(layer, LinearBase):
-            for source, slot in _linear(name, layer, packed=packed):
+            for source, slot in _linear(name, layer, packed=FUSED_LAYERS):
                 found[source].append(slot)
         elif isinstance(getattr(layer, "quant_method", None), OnlineExpertsMethod):
             for source, slot in _experts(layer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch.nn import Module
@@ -35,6 +36,12 @@ KNOWN_LAYERS = frozenset(
         VocabParallelEmbedding,
     }
 )
+# A fused layer's parts, in order, in every architecture we know. vLLM's own `packed_modules_mapping` of Qwen3-MoE lacks
+# `gate_up_proj` where dense layers come from `decoder_sparse_step`.
+FUSED_LAYERS: Mapping[str, list[str]] = {
+    "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+    "gate_up_proj": ["gate_proj", "up_proj"],
+}
 _HINT = "use rollout.scheme=bf16, or a model of a known family"
 
 

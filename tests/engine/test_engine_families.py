@@ -127,3 +127,29 @@ def test_layers_of_a_mixture_run_as_the_scheme_says(moe: Engine) -> None:
         "KeptLinearMethod": 2,
         "UnquantizedEmbeddingMethod": 2,
     }
+
+
+SPARSE_STEP = {"mlp_only_layers": [], "decoder_sparse_step": 2}  # layers 0 and 2 are dense, layer 1 has experts
+
+
+def test_dense_layers_of_a_mixture_by_sparse_step(tmp_path: Path) -> None:
+    """vLLM's own list of fused layers has no gate and up for this model: neither `ignore` nor the proof may use it."""
+    from appliance.engine.attest import live_scheme
+
+    old, new = (make_family(tmp_path / str(seed), name="qwen3-moe", seed=seed, **SPARSE_STEP) for seed in (1, 2))
+    ignore = ("model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj", "model.layers.1.mlp.experts")
+    engine = start_engine(old, scheme="int8", ignore=ignore)
+    assert live_scheme(engine.model).kernels == {
+        "CPUInt8ScaledMMLinearKernel[onednn]": 2 * 2
+        + 2 * 3
+        - 1,  # two each of 2 dense MLPs and 3 attentions, but for one
+        "KeptLinearMethod": 2,  # layer 0's gate_up_proj and the router
+        "KeptExpertsMethod": 1,
+        "UnquantizedEmbeddingMethod": 2,
+    }
+    before = engine.generate()
+    engine.load(read_checkpoint(new))
+    assert engine.generate() != before
+    engine.load(read_checkpoint(old))
+    assert engine.generate() == before
+    free_engine(engine)
