@@ -76,7 +76,10 @@ def ladder(policy: Policy) -> tuple[Level, ...]:
 
 
 def place(level: Level | None, *, levels: tuple[Level, ...]) -> int:
-    """Where a level is on the ladder; the next lower place when a changed policy has it no more. None: the foot."""
+    """Where a level is on the ladder. When a changed policy has it no more: the top of its rung, or the next lower rung.
+
+    None: the foot.
+    """
     if level is None:
         return 0
     if level in levels:

@@ -90,6 +90,10 @@ def test_a_level_that_a_changed_policy_lost_becomes_the_next_lower_one() -> None
     """A resume with other actions: from raised precision of layers to a ladder that cannot raise."""
     levels = ladder(Policy(Scheme.INT8))
     assert levels[place(Level(Rung.RAISE_PRECISION, Scheme.INT8, 0.25), levels=levels)].rung is Rung.TIGHTEN
+    other_shares = ladder(Policy(Scheme.INT8, actions=EVERYTHING, bf16_layer_fractions=(0.1, 0.6)))
+    assert other_shares[place(Level(Rung.RAISE_PRECISION, Scheme.INT8, 0.25), levels=other_shares)].text == (
+        "raise-precision (int8, 60% of layers in bf16)"
+    )
     only_warn = ladder(Policy(Scheme.INT8, actions=frozenset({Action.WARN})))
     assert only_warn[place(Level(Rung.BF16, Scheme.BF16, 1.0), levels=only_warn)].rung is Rung.WARN
     assert place(Level(Rung.BF16, Scheme.BF16, 1.0), levels=ladder(Policy(Scheme.INT8, actions=frozenset()))) == 0

@@ -141,6 +141,13 @@ def test_a_tiny_spread_keeps_its_digits() -> None:
     found = measure([(trainer, rollout)]).whole
     assert found.weight_std == pytest.approx(1e-7, rel=1e-6)
     assert found.chi2 == pytest.approx(2e-14, rel=1e-3)  # 2 mean(d) = x^2, mean(d^2) = x^2
+    assert found.k3_kl == pytest.approx(5e-15, rel=1e-6)  # x^2 / 2; exp(x) - 1 has lost 1 % of it
+
+
+def test_a_perplexity_that_overflows_raises() -> None:
+    """Both sides so unsure that exp(800) is no number, and equally so: every weight is 1."""
+    with pytest.raises(NumericsError):
+        measure([(np.array([-800.0]), np.array([-800.0]))])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 800.0])
