@@ -1,7 +1,7 @@
 """What a sync did to the quantised layers: four numbers per update, from a fixed sample of each layer's rows.
 
-The sample of a weight is SAMPLED_ROWS of its rows (all, where it has fewer), evenly spread over this rank's part and
-the same at every sync; their codes are kept from one update to the next.
+The sample of a weight is up to SAMPLED_ROWS of its rows, evenly spread over this rank's part and the same at every
+sync; their codes are kept from one update to the next.
 
     codes_changed   fraction of the sampled codes that differ from those of the update before; None at the first
     saturated       fraction of the sampled codes that are the largest (+-127, +-448). Symmetric scales make at least
@@ -91,16 +91,16 @@ class TelemetryTap:
     def _measure(self, layer: Module, weight_NK: Tensor, quantised: QuantisedWeight) -> None:
         name = self._names[id(layer)]
         self._weights_of[name] = number = self._weights_of.get(name, -1) + 1  # experts have several, in a fixed order
-        rows = torch.linspace(0, len(weight_NK) - 1, min(SAMPLED_ROWS, len(weight_NK)), device=weight_NK.device).long()
-        sample = _rows(quantised, rows)
-        codes, scale = sample.codes_NK, sample.scale
+        rows = slice(0, None, max(1, -(-len(weight_NK) // SAMPLED_ROWS)))
+        sample, scale = _rows(quantised, rows)
+        codes = sample.codes_NK
         before = self._layers.get((name, number))
         if before is None:
-            before = self._layers[name, number] = _Layer(codes=codes, first_scale=scale)
+            before = self._layers[name, number] = _Layer(codes=codes.clone(), first_scale=scale.clone())
         else:
             self._sums.changed += int((codes.view(torch.uint8) != before.codes.view(torch.uint8)).sum())
             self._sums.compared += codes.numel()
-            before.codes = codes
+            before.codes = codes.clone()
         self._sums.codes += codes.numel()
         largest = INT8_MAX if isinstance(quantised, Int8Weight) else FP8_MAX
         self._sums.saturated += int((codes.float().abs() >= largest).sum())
@@ -113,11 +113,14 @@ class TelemetryTap:
             self._sums.error_max = max(self._sums.error_max, float((dequantise(sample) - wanted).norm()) / norm)
 
 
-def _rows(quantised: QuantisedWeight, rows: Tensor) -> QuantisedWeight:
-    """Some rows of a weight, each with its own scales."""
+def _rows(quantised: QuantisedWeight, rows: slice) -> tuple[QuantisedWeight, Tensor]:
+    """Some rows of a weight, and the scales that they have."""
     codes_NK = quantised.codes_NK[rows]
     if isinstance(quantised, Int8Weight):
-        return Int8Weight(codes_NK=codes_NK, scale_N1=quantised.scale_N1[rows])
-    scale = spread(quantised.scale, block=quantised.block, shape=tuple(quantised.codes_NK.shape))
-    own = scale[rows] if scale.shape[0] > 1 else scale.expand(len(rows), -1)
-    return Fp8Weight(codes_NK=codes_NK, scale=own, block=(1, 1), scheme=quantised.scheme)
+        scale = quantised.scale_N1[rows]
+        return Int8Weight(codes_NK=codes_NK, scale_N1=scale), scale
+    block_rows, block_columns = quantised.block
+    numbers = torch.arange(len(quantised.codes_NK), device=codes_NK.device)[rows]
+    scale = quantised.scale[numbers // block_rows]
+    wide = spread(scale, block=(1, block_columns), shape=tuple(codes_NK.shape))
+    return Fp8Weight(codes_NK=codes_NK, scale=wide, block=(1, 1), scheme=quantised.scheme), scale
