@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from appliance.errors import ApplianceError, PreflightError, RecipeError
+from appliance.errors import ApplianceError, RecipeError
 from appliance.profile.cli import add_commands
 
 if TYPE_CHECKING:
@@ -66,10 +66,11 @@ def train(
     from appliance.profile.command import PROFILING
     from appliance.recipe.dump import to_yaml
     from appliance.run.train import run_training
+    from appliance.run.work import stop_on_errors
 
     loaded = _load(recipe, sets)
     plan, _, findings = examine(loaded, run_dir=_run_dir(loaded, name=name), ask_hub=True)
-    _stop_on_errors(findings)
+    stop_on_errors(findings)
     code = run_training(
         plan, recipe_yaml=to_yaml(loaded), findings=findings, name=name, json_mode=json_mode, steps=(PROFILING,)
     )
@@ -252,6 +253,7 @@ def _check(recipe: str, *, sets: list[str] | None, name: str | None, json_mode: 
 
     from appliance import console
     from appliance.preflight.report import as_json, examine, lines
+    from appliance.run.work import raise_on_errors
 
     loaded = _load(recipe, sets)
     run_dir = _run_dir(loaded, name=name)
@@ -263,7 +265,7 @@ def _check(recipe: str, *, sets: list[str] | None, name: str | None, json_mode: 
             console.out(json.dumps({"schema_version": 1, "findings": as_json(findings)}, indent=2))
         else:
             console.out("\n".join(lines(findings) or [f"{recipe}: this host can run it"]))
-    _raise_on_errors(findings)
+    raise_on_errors(findings)
 
 
 def _show_plan(loaded: Recipe, *, run_dir: Path, json_mode: bool, ask_hub: bool) -> list[Finding]:
@@ -288,24 +290,6 @@ def _show_plan(loaded: Recipe, *, run_dir: Path, json_mode: bool, ask_hub: bool)
     if findings:
         console.out("\n".join(["", "# findings on this host", *lines(findings)]))
     return findings
-
-
-def _stop_on_errors(findings: list[Finding]) -> None:
-    """Say the findings that matter before a training starts. Raises PreflightError when one is an error."""
-    from appliance import console
-    from appliance.preflight.report import lines
-
-    for line in lines(findings):
-        console.say(line)
-    _raise_on_errors(findings)
-
-
-def _raise_on_errors(findings: list[Finding]) -> None:
-    from appliance.preflight.finding import Severity
-
-    errors = sum(finding.severity is Severity.ERROR for finding in findings)
-    if errors:
-        raise PreflightError(f"this host cannot run the plan: {errors} finding{'s' if errors > 1 else ''} above")
 
 
 def main() -> None:

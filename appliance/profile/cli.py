@@ -31,10 +31,15 @@ def _profile(
     output: Annotated[Path | None, typer.Option("-o", metavar="DIR", help="Where it goes; else the cache.")] = None,
     model: Annotated[str | None, typer.Option(help="FlashRL's form: the BF16 checkpoint.")] = None,
     quantized: Annotated[Path | None, typer.Option(help="FlashRL's form: a W8A8 checkpoint of that model.")] = None,
-    scheme: Annotated[str, typer.Option(help="FlashRL's form: the scheme of the W8A8 checkpoint.")] = "int8",
+    scheme: Annotated[
+        str | None, typer.Option(help="FlashRL's form: the scheme of the W8A8 checkpoint, int8 by default.")
+    ] = None,
 ) -> None:
     """A model's scales: of a recipe's model, or out of a donor checkpoint."""
     if recipe is not None and model is None and quantized is None:
+        if scheme is not None:
+            hint = f"use --set rollout.scheme={scheme}"
+            raise RecipeError([(f"--scheme {scheme}: a recipe's scheme is its rollout.scheme", hint)])
         from appliance.profile.command import run_profile
         from appliance.recipe.load import load_recipe
 
@@ -42,6 +47,9 @@ def _profile(
     if recipe is not None or model is None or quantized is None or output is None:
         hint = "use `appliance profile RECIPE`, or `appliance profile --model M --quantized Q --scheme int8 -o DIR`"
         raise RecipeError([("profile: give a recipe, or --model, --quantized and -o", hint)])
+    if sets:
+        raise RecipeError([(f"--set {each}: there is no recipe to set it in", "leave it out") for each in sets])
+    scheme = scheme or str(Scheme.INT8)
     if scheme not in list(Scheme):
         legal = ", ".join(f"`{each}`" for each in Scheme)
         raise RecipeError([(f"--scheme: unknown value `{scheme}`", f"use one of {legal}")])

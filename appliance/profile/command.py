@@ -6,21 +6,23 @@ The launcher's side: it imports no torch, finds what the cache has, and leaves t
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 from rich.progress import Progress, TaskID
 
-from appliance import console, errors
-from appliance.errors import ApplianceError, EngineError, RecipeError
+from appliance import console
+from appliance.errors import EngineError, RecipeError
 from appliance.flashrl.config_file import write_config
 from appliance.plan.build import build_plan
 from appliance.plan.model import RunPlan
 from appliance.preflight.probes import read_host
-from appliance.profile.found import find_profile, place_profile
+from appliance.profile.found import find_profile, model_hash, place_profile
 from appliance.profile.job import ProfileJob, job_of_plan
 from appliance.profile.table import table
 from appliance.quant.files import PROFILE_FILE, read_file_header
@@ -28,9 +30,10 @@ from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
 from appliance.recipe.schema import Recipe
 from appliance.run.child import make_inputs, run_child
-from appliance.run.events import EVENTS_FILE, Event, Tail, append_event, first_failure, parse_event
+from appliance.run.events import EVENTS_FILE, Event, Tail, append_event, parse_event
 from appliance.run.outcome import Child
 from appliance.run.train import Step
+from appliance.run.work import OF_A_PROFILE, OF_THE_DATA, OF_THE_MODEL, examine_for, new_folder, work_folder
 
 CONFIG_FILE = "quantization.yaml"
 CHILD_MODULE = "appliance.profile.child"
@@ -41,31 +44,42 @@ _CACHE = ".cache"
 def run_profile(recipe: Recipe, *, output: Path | None) -> int:
     """Make the recipe's profile, or find it, and show it. output: a folder; None leaves it in the cache.
 
-    Raises RecipeError for a scheme without a profile, EngineError and NumericsError as the child does.
+    Raises RecipeError for a scheme without a profile, PreflightError, EngineError and NumericsError as the child does.
     """
-    with _work_folder(recipe) as folder:
-        plan = build_plan(recipe, run_dir=folder, host=read_host(folder))
+    with work_folder(recipe.cluster.run_dir, command=_COMMAND) as folder:
+        host = read_host(folder)
+        plan = build_plan(recipe, run_dir=folder, host=host)
         if plan.profile is None:
             message = f"rollout.scheme: `{plan.rollout.scheme}` has no profile"
             hint = "use `int8` or `fp8-channel`, and quantization.profile `auto`"
             raise RecipeError([(message, hint)])
-        target = _make(plan, output=output)
-        _write_config(plan, profile=target, path=target / CONFIG_FILE)
-        _show(target)
+        examine_for((plan,), host=host, about=OF_THE_MODEL | OF_THE_DATA | OF_A_PROFILE)
+        with new_folder(output, option="-o") if output else nullcontext():
+            target = _make(plan, output=output)
+            if output or not plan.profile.source:  # a folder of the user's is only read
+                _write_config(plan, profile=target, path=target / CONFIG_FILE)
+        _show(target, model="" if plan.profile.source else plan.model.path)
     return 0
 
 
 def run_setup(recipe: Recipe, *, output: Path) -> int:
-    """Write the YAML file that `FLASHRL_CONFIG` takes, with a profile beside it where the scheme has one."""
-    with _work_folder(recipe) as folder:
-        plan = build_plan(recipe, run_dir=folder, host=read_host(folder))
-        output.parent.mkdir(parents=True, exist_ok=True)
-        profile = None
-        if plan.profile is not None:
-            profile = _make(plan, output=output.with_name(f"{output.stem}-profile"))
-        else:
-            make_inputs(plan, command="setup")
-        _write_config(plan, profile=profile, path=output)
+    """Write the YAML file that `FLASHRL_CONFIG` takes, with a profile beside it where the scheme has one.
+
+    Overwrites nothing: raises RecipeError for an output that is there, PreflightError for one that cannot be written.
+    """
+    beside = output.with_name(f"{output.stem}-profile")
+    with work_folder(recipe.cluster.run_dir, command="setup") as folder:
+        host = read_host(folder)
+        plan = build_plan(recipe, run_dir=folder, host=host)
+        _refuse_existing(output, *((beside,) if plan.profile else ()))
+        examine_for((plan,), host=host, about=OF_THE_MODEL | OF_THE_DATA | OF_A_PROFILE)
+        with new_folder(output.absolute().parent, option="-o"):
+            profile = None
+            if plan.profile is not None:
+                profile = _make(plan, output=beside)
+            else:
+                make_inputs(plan, command="setup")
+            _write_config(plan, profile=profile, path=output)
     console.say(f"FLASHRL_CONFIG={output} serves `{plan.model.path}` as the recipe's rollouts are served")
     console.out(str(output))
     return 0
@@ -80,8 +94,7 @@ def run_donor(*, model: str, quantized: Path, scheme: Scheme, output: Path) -> i
     ]
     if problems:
         raise RecipeError(problems)
-    output.absolute().parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output.absolute().parent, prefix=".profile-") as folder:
+    with new_folder(output, option="-o"), _folder_elsewhere() as folder:
         job = ProfileJob(
             model=str(Path(model).absolute()),
             revision="",
@@ -92,9 +105,9 @@ def run_donor(*, model: str, quantized: Path, scheme: Scheme, output: Path) -> i
             error_budget=None,
             ignore=(),
             longest=0,
-            cache_dir=str(Path(folder) / _CACHE),
+            cache_dir=str(folder / _CACHE),
             target=str(output.absolute()),
-            report_dir=folder,
+            report_dir=str(folder),
             donor=str(quantized.absolute()),
         )
         _run(job, env={})
@@ -145,9 +158,24 @@ def _take(source: Path, *, plan: RunPlan) -> None:
     assert plan.profile is not None
     header = read_file_header(source)
     place_profile(source if source.is_dir() else source.parent, target=Path(plan.profile.folder))
-    if header["model"] != plan.model.path:
+    if not _is_made_of(header, plan=plan):
         what = f"the profile {source} was made of {header['model'] or 'an unnamed model'}"
         append_event(Path(plan.run_dir), kind="note", what=what, why="quantization.profile")
+
+
+def _is_made_of(header: dict[str, Any], *, plan: RunPlan) -> bool:
+    """Whether a profile is of the plan's model: by the hash of its files, where both are known, else by the name."""
+    folder = Path(plan.model.path)
+    if header["model_hash"] and (folder / "config.json").is_file():
+        return header["model_hash"] == model_hash(folder, cache_dir=Path(plan.cache_dir))
+    return header["model"] == plan.model.path
+
+
+def _refuse_existing(*paths: Path) -> None:
+    found = [path for path in paths if path.exists()]
+    if found:
+        hint = "name a new file, or remove what is there"
+        raise RecipeError([(f"-o: {path} is there already and is not overwritten", hint) for path in found])
 
 
 def _make(plan: RunPlan, *, output: Path | None) -> Path:
@@ -204,14 +232,8 @@ def _run(job: ProfileJob, *, env: dict[str, str]) -> Path:
                 elif event is not None and event.kind == _COMMAND:
                     left.append(Path(event.what))
 
-        try:
-            module = [CHILD_MODULE, "--job", str(folder / "job.json")]
-            run_child(module, command=_COMMAND, folder=folder, env=env, tick=tick)
-        except EngineError as error:
-            told = _told(first_failure(folder), otherwise=error)
-            if told is not error:
-                (folder.parent / f"{_COMMAND}-failed.log").unlink(missing_ok=True)  # all of it is in the error
-            raise told from error
+        module = [CHILD_MODULE, "--job", str(folder / "job.json")]
+        run_child(module, command=_COMMAND, folder=folder, env=env, tick=tick)
     return left[-1]
 
 
@@ -221,26 +243,19 @@ def _draw(bar: Progress, task: TaskID, event: Event) -> None:
         console.say(f"profiling: {event.note}")
 
 
-def _told(failure: Event | None, *, otherwise: ApplianceError) -> ApplianceError:
-    """The error that a child reported, as the kind it was there."""
-    if failure is None or failure.exit_code in (None, 1):
-        return otherwise
-    kind = getattr(errors, failure.why, EngineError)
-    if kind is RecipeError:
-        *first, last = failure.what.splitlines()
-        return RecipeError([*((line, "") for line in first), (last, failure.hint)])
-    return kind(failure.what, hint=failure.hint)
-
-
-def _show(folder: Path) -> None:
-    for line in table(read_file_header(folder), folder=str(folder)):
+def _show(folder: Path, *, model: str = "") -> None:
+    for line in table(read_file_header(folder), folder=str(folder), model=model):
         console.out(line)
 
 
 @contextmanager
-def _work_folder(recipe: Recipe) -> Iterator[Path]:
-    """A folder beside the caches, gone at the end."""
-    root = Path(recipe.cluster.run_dir).expanduser().absolute()
-    root.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=root, prefix=".profile-") as folder:
-        yield Path(folder)
+def _folder_elsewhere() -> Iterator[Path]:
+    """A folder for work that leaves nothing in the user's own; only the log of a failure stays, beside it."""
+    root = Path(tempfile.mkdtemp(prefix="appliance-profile-"))
+    try:
+        (root / "work").mkdir()
+        yield root / "work"
+    finally:
+        shutil.rmtree(root / "work", ignore_errors=True)
+        with suppress(OSError):  # the log is there
+            root.rmdir()

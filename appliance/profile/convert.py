@@ -13,6 +13,7 @@ from appliance.errors import RecipeError
 from appliance.plan.env import THREADS_VARIABLE
 from appliance.profile.table import table
 from appliance.quant.files import read_file_header
+from appliance.run.work import new_folder
 
 REFUSED = 2  # the exit code of a child that did not like the file
 _READER = "appliance.profile.unpickle"
@@ -25,7 +26,7 @@ def run_convert(file: Path, *, output: Path) -> int:
     """Write `output/profile.safetensors`. Raises RecipeError for a file that is not FlashRL's, or that wants to run."""
     if not file.is_file():
         raise RecipeError([(f"{file}: no such file", "give FlashRL's profile.pt")])
-    with tempfile.TemporaryDirectory(prefix="appliance-convert-") as folder:
+    with new_folder(output, option="-o"), tempfile.TemporaryDirectory(prefix="appliance-convert-") as folder:
         scales = Path(folder) / "scales.safetensors"
         _read_apart(file, scales=scales, room=Path(folder) / "room")
         _write(scales, source=file, output=output)

@@ -7,9 +7,12 @@ from typing import Any
 _WORST = 8
 
 
-def table(header: dict[str, Any], *, folder: str) -> list[str]:
-    """header: of `profile.safetensors`.  folder: where the files lie."""
-    origin = f"{header['model'] or 'a model'}{'@' + header['revision'] if header['revision'] else ''}"
+def table(header: dict[str, Any], *, folder: str, model: str = "") -> list[str]:
+    """header: of `profile.safetensors`.  folder: where the files lie.
+
+    model: the model as it is called here, where it is the same one; else it is called as where the profile was made.
+    """
+    origin = f"{model or header['model'] or 'a model'}{'@' + header['revision'] if header['revision'] else ''}"
     lines = [f"profile of {origin} for {header['scheme']} ({header['kind']})", ""]
     lines += _errors(header["layers"]) if header["layers"] else []
     lines += _smoothing(header)
@@ -48,11 +51,15 @@ def _name(layer: dict[str, Any]) -> str:
 def _smoothing(header: dict[str, Any]) -> list[str]:
     strength, groups = header["settings"]["strength"], len(header["smoothing"])
     if header["kind"] != "calibrated":
-        return [f"smoothing     {groups} norms, as the donor has it, to the nearest powers of two"]
+        return [f"smoothing     {_norms(groups)}, as the donor has it, to the nearest powers of two"]
     if not strength:
         return ["smoothing     off"]
     readers = sum("layernorm" in each["norm"] for each in header["smoothing"])
-    return [f"smoothing     strength {strength:g}: {readers} norms with all they feed; others gain nothing by it"]
+    return [f"smoothing     strength {strength:g}: {_norms(readers)} with all they feed; others gain nothing by it"]
+
+
+def _norms(number: int) -> str:
+    return f"{number} norm{'' if number == 1 else 's'}"
 
 
 def _kept(header: dict[str, Any]) -> list[str]:

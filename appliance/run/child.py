@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
-from appliance import console
-from appliance.errors import EngineError, Interrupted
+from appliance import console, errors
+from appliance.errors import ApplianceError, EngineError, Interrupted, RecipeError
 from appliance.flashrl.variables import without_flashrl
 from appliance.plan.model import RunPlan
+from appliance.run.events import Event, first_failure
 from appliance.tasks.prepare import is_prepared
 
 ERROR_MARK = "error: "  # before the message of an error of ours, in the output of a child
@@ -23,7 +24,7 @@ _LOOK_EVERY_S = 0.2
 
 
 def make_inputs(plan: RunPlan, *, command: str) -> None:
-    """Model and data of the recipe, made as `train` makes them when the cache has them not. Raises EngineError."""
+    """Model and data of the recipe, made as `train` makes them if the cache lacks them. Raises as `run_child` does."""
     if is_prepared(plan):
         return
     console.say("making the recipe's model and data (kept for later)")
@@ -40,15 +41,28 @@ def run_child(
     """Run a module of ours with its arguments; `tick` is called while it runs and once after.
 
     command: the name of ours that people typed.  folder: of the work, removed by the caller.
-    Raises EngineError that names the log, kept beside the folder, when the child ends with another code than 0.
+    When the child ends with another code than 0: raises the error of ours that it left as an event in the folder, else
+    EngineError that names the log, which is then kept beside the folder.
     """
     log = folder / "child.log"
     code = _run(module, log=log, env=env, tick=tick)
     if code:
+        failure = first_failure(folder)
+        if failure is not None and failure.exit_code not in (None, ApplianceError.exit_code):
+            raise _as_told(failure)
         kept = folder.parent / f"{command}-failed.log"
         log.replace(kept)
-        message = _last_error(kept) or f"{command}: {module[0]} ended with code {code}"
-        raise EngineError(message, hint=f"its log: {kept}")
+        message = failure.what if failure else _last_error(kept)
+        raise EngineError(message or f"{command}: {module[0]} ended with code {code}", hint=f"its log: {kept}")
+
+
+def _as_told(failure: Event) -> ApplianceError:
+    """The error that a child reported, as the kind it was there. A RecipeError's lines are its problems."""
+    kind = getattr(errors, failure.why, EngineError)
+    if kind is not RecipeError:
+        return kind(failure.what, hint=failure.hint)
+    *others, last = failure.what.splitlines() or [""]
+    return RecipeError([*((line, "") for line in others), (last, failure.hint)])
 
 
 def _last_error(log: Path) -> str:
