@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 from appliance import console
@@ -28,11 +27,12 @@ from appliance.plan.host import HostFacts
 from appliance.plan.model import RunPlan
 from appliance.plan.stored import Kept, LayerShapes, ResultKey, result_key, write_result
 from appliance.preflight.probes import read_host
-from appliance.quant.device import why_not
+from appliance.quant.device import CPU, gpu_of_product, why_not
 from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
 from appliance.recipe.schema import Recipe
 from appliance.run.child import make_inputs, run_child
+from appliance.run.work import OF_AN_ENGINE, OF_THE_DATA, OF_THE_MODEL, examine_for, work_folder
 
 
 def run_bench(
@@ -47,18 +47,18 @@ def run_bench(
     """Measure, print, and keep what `auto` may read.
 
     kv_memory_gb: GiB for weights and KV cache together, per worker; None: the recipe's KV cache beside the weights.
-    Raises PreflightError for a scheme without kernels here, RecipeError for what cannot be compared, EngineError when
+    Raises PreflightError for what this host cannot do, RecipeError for what cannot be compared, EngineError when
     the child fails.
     """
     if len(set(schemes)) < len(schemes):
         raise RecipeError([("--schemes: a scheme is named twice", "name each once; the first is the base")])
     parsed = parse_shapes(shapes) if shapes else None
-    root = Path(recipe.cluster.run_dir).expanduser().absolute()
-    root.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=root, prefix=".bench-") as folder:
-        host = read_host(root)
-        plan = build_plan(recipe, run_dir=Path(folder), host=host)
+    with work_folder(recipe.cluster.run_dir, command="bench") as folder:
+        host = read_host(folder)
+        plan = build_plan(recipe, run_dir=folder, host=host)
         _refuse_without_kernels(schemes, plan=plan, host=host)
+        of_the_recipe = OF_THE_MODEL | OF_THE_DATA if parsed is None else frozenset()
+        examine_for((plan,), host=host, about=OF_AN_ENGINE | of_the_recipe)
         env = dict(plan.env)
         if parsed is None:
             make_inputs(plan, command="bench")
@@ -72,14 +72,14 @@ def run_bench(
             kv_bytes=recipe.rollout.kv_cache_gb * GIB,
             memory_bytes=int(kv_memory_gb * GIB) if kv_memory_gb else None,
             seed=recipe.seed,
-            results=str(Path(folder) / "results.jsonl"),
-            facts=str(Path(folder) / "facts.jsonl"),
+            results=str(folder / "results.jsonl"),
+            facts=str(folder / "facts.jsonl"),
         )
-        measured = _measure(job, folder=Path(folder), env=env)
+        measured = _measure(job, folder=folder, env=env)
         facts = read_facts(Path(job.facts))
     verdicts = judge(measured, schemes=schemes)
     key = result_key(device=plan.device, host=host, model=plan.model, pins=plan.pins)
-    kept = _keep(_with_shapes(key, shapes=parsed), plan=plan, job=job, verdicts=verdicts, what=_what(job))
+    kept = _keep(_with_shapes(key, shapes=parsed), plan=plan, host=host, job=job, verdicts=verdicts, what=_what(job))
     show = as_json if json_mode else table
     console.out(show(job, verdicts=verdicts, facts=facts, measured=measured, kept=kept))
     return 0
@@ -106,6 +106,7 @@ def _engine(recipe: Recipe, *, scheme: Scheme) -> Quantisation:
 def _shapes_workload(shapes: Shapes) -> Workload:
     return Workload(
         model_path="",
+        trust_remote_code=False,
         prompts_parquet="",
         num_prompts=shapes.batch,
         samples_per_prompt=1,
@@ -120,6 +121,7 @@ def _shapes_workload(shapes: Shapes) -> Workload:
 def _recipe_workload(plan: RunPlan) -> Workload:
     return Workload(
         model_path=plan.model.path,
+        trust_remote_code=plan.model.trust_remote_code,
         prompts_parquet=plan.task.train_parquet,
         num_prompts=plan.prompts_per_step,
         samples_per_prompt=plan.rollout.samples_per_prompt,
@@ -168,15 +170,13 @@ def _what(job: Job) -> str:
     return f"bench of {model}, batch {workload.sequences}, {workload.new_tokens} new tokens"
 
 
-def _keep(key: ResultKey, *, plan: RunPlan, job: Job, verdicts: list[Verdict], what: str) -> Path | None:
-    """Keep the result where it may count: against BF16, made with what the plan pins. Says so where it does not."""
-    installed = installed_versions()
-    other = [name for name, version in key.versions if installed.get(name) != version]
-    if job.schemes[0] is not Scheme.BF16 or len(job.schemes) < 2:
-        console.say("not kept for `auto`: the base of the comparison is not bf16")
-        return None
-    if other:
-        console.say(f"not kept for `auto`: {', '.join(other)} installed in another version than runs use")
+def _keep(
+    key: ResultKey, *, plan: RunPlan, host: HostFacts, job: Job, verdicts: list[Verdict], what: str
+) -> Path | None:
+    """Keep the result where it may count; says why where it does not."""
+    why = _why_not_kept(key, device=plan.device, host=host, job=job)
+    if why:
+        console.say(f"not kept for `auto`: {why}")
         return None
     kept = tuple(
         Kept(v.scheme, tokens_per_s=v.tokens_per_s, ratio=v.ratio, ratio_min=v.ratio_min, ratio_max=v.ratio_max)
@@ -186,3 +186,20 @@ def _keep(key: ResultKey, *, plan: RunPlan, job: Job, verdicts: list[Verdict], w
     return write_result(
         key, cache_dir=cache_dir, kept=kept, what=what, pairs=job.pairs, kv_memory_bytes=job.memory_bytes
     )
+
+
+def _why_not_kept(key: ResultKey, *, device: str, host: HostFacts, job: Job) -> str:
+    """Why a result would not be what its key says to `auto`, or an empty text."""
+    installed = installed_versions()
+    other = [name for name, version in key.versions if installed.get(name) != version]
+    if job.schemes[0] is not Scheme.BF16 or len(job.schemes) < 2:
+        return "the base of the comparison is not bf16"
+    if other:
+        return f"{', '.join(other)} installed in another version than runs use"
+    if any(engine.ignore for engine in job.engines):
+        return "quantization.ignore leaves layers in BF16"
+    if any(engine.lm_head_fp32 for engine in job.engines):
+        return "rollout.lm_head_fp32 makes every engine another one"
+    if device != CPU and not any((gpu := gpu_of_product(each.product)) and gpu.name == device for each in host.gpus):
+        return f"it was not measured on `{device}`"
+    return ""

@@ -47,6 +47,7 @@ class Workload:
     """
 
     model_path: str
+    trust_remote_code: bool
     prompts_parquet: str
     num_prompts: int
     samples_per_prompt: int

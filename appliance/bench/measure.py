@@ -61,7 +61,9 @@ def _engine(job: Job, *, quantisation: Quantisation, model_path: str) -> LLM:
     workload, scheme = job.workload, quantisation.scheme
     llm = LLM(
         model_path,
+        trust_remote_code=workload.trust_remote_code,
         skip_tokenizer_init=True,
+        dtype="bfloat16",
         load_format="dummy" if workload.shapes else "auto",
         tensor_parallel_size=job.tensor_parallel,
         enforce_eager=True,
@@ -98,7 +100,7 @@ def _prompts(workload: Workload, *, model_path: str) -> Prompts:
     import pyarrow.parquet
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=workload.trust_remote_code)
     column = pyarrow.parquet.read_table(workload.prompts_parquet, columns=["prompt"])["prompt"].to_pylist()
     chosen = [column[index % len(column)] for index in range(workload.num_prompts)]
     return [

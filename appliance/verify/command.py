@@ -5,7 +5,7 @@ One child per scheme, one after the other: an engine that dies takes nothing wit
 
 from __future__ import annotations
 
-import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,8 +22,9 @@ from appliance.quant.device import CPU, why_not
 from appliance.quant.files import read_file_header
 from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
-from appliance.recipe.schema import Recipe
+from appliance.recipe.schema import Recipe, SchemeChoice
 from appliance.run.child import make_inputs, run_child
+from appliance.run.work import OF_A_PROFILE, OF_AN_ENGINE, OF_THE_MODEL, examine_for, work_folder
 from appliance.verify.job import Job, Said, Seen, read_seen
 from appliance.verify.judge import Row, judge, label
 from appliance.verify.show import as_json, table
@@ -37,20 +38,21 @@ def run_verify(recipe: Recipe, *, schemes: tuple[Scheme, ...] | None, emulate: b
     """Check each scheme and print a table. schemes: None takes the recipe's.
 
     emulate: FP8 by rounding in float, where the recipe does not ask for it.
-    Raises PreflightError for a scheme without kernels here, EngineError when a worker is not what it should be.
+    Raises PreflightError for what this host cannot do, EngineError when a worker is not what it should be.
     """
-    root = Path(recipe.cluster.run_dir).expanduser().absolute()
-    root.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=root, prefix=".verify-") as folder:
-        host = read_host(root)
-        plan = build_plan(recipe, run_dir=Path(folder), host=host)
-        asked = _asked(recipe, plan=plan, schemes=schemes, emulate=emulate)
-        _refuse_without_kernels(asked, plan=plan, host=host)
+    with work_folder(recipe.cluster.run_dir, command="verify") as folder:
+        host = read_host(folder)
+        plans = [
+            build_plan(each, run_dir=folder, host=host) for each in _recipes(recipe, schemes=schemes, emulate=emulate)
+        ]
+        plan, asked = plans[0], _asked(plans)
+        _refuse_without_kernels([each for each, _ in asked], plan=plan, host=host)
+        examine_for(plans, host=host, about=OF_THE_MODEL | OF_A_PROFILE | OF_AN_ENGINE)
         if plan.model.builtin:
             make_inputs(plan, command="verify")
         rows, reference = [], None
-        for each in _with_profile(asked, profile=_profile(plan, asked=asked)):
-            seen = _look(each, plan=plan, host=host, folder=Path(folder))
+        for each in _with_profiles(asked):
+            seen = _look(each, plan=plan, host=host, folder=folder)
             rows += judge(each, seen=seen, reference=reference)
             reference = _reference(each, seen=seen, before=reference)
     console.out((as_json if json_mode else table)(rows))
@@ -58,45 +60,49 @@ def run_verify(recipe: Recipe, *, schemes: tuple[Scheme, ...] | None, emulate: b
     return 0
 
 
-def _asked(
-    recipe: Recipe, *, plan: RunPlan, schemes: tuple[Scheme, ...] | None, emulate: bool
-) -> tuple[Quantisation, ...]:
-    """BF16 first: the others are compared with it. Each once."""
-    planned = list(plan.rollout.replicas)
-    if schemes is not None:
-        emulated = emulate or recipe.quantization.emulate
-        like = {each.scheme: each for each in planned}
-        other = Quantisation(Scheme.BF16, ignore=recipe.quantization.ignore, lm_head_fp32=recipe.rollout.lm_head_fp32)
-        planned = [
-            replace(like.get(scheme, other), scheme=scheme, emulated=emulated and scheme.is_fp8) for scheme in schemes
-        ]
-    reference = Quantisation(Scheme.BF16, lm_head_fp32=recipe.rollout.lm_head_fp32)
-    quantised = (each for each in planned if each.scheme.quantised)
-    return tuple(dict.fromkeys((reference, *quantised)))
+def _recipes(recipe: Recipe, *, schemes: tuple[Scheme, ...] | None, emulate: bool) -> Iterator[Recipe]:
+    """The recipe as the command line has it; with `schemes` one for each, as a run in that scheme would have it."""
+    emulated = emulate or recipe.quantization.emulate
+    quantization = recipe.quantization.model_copy(update={"emulate": emulated})
+    for scheme in schemes or (None,):
+        change = {} if scheme is None else {"scheme": SchemeChoice(str(scheme)), "replicas": None}
+        rollout = recipe.rollout.model_copy(update=change)
+        yield recipe.model_copy(update={"rollout": rollout, "quantization": quantization})
 
 
-def _profile(plan: RunPlan, *, asked: tuple[Quantisation, ...]) -> Path | None:
+def _asked(plans: list[RunPlan]) -> tuple[tuple[Quantisation, RunPlan], ...]:
+    """What each engine is told, and the plan that says so. BF16 first: the others are compared with it. Each once."""
+    head_fp32 = plans[0].rollout.replicas[0].lm_head_fp32
+    found = {Quantisation(Scheme.BF16, lm_head_fp32=head_fp32): plans[0]}
+    for plan in plans:
+        found |= {each: plan for each in plan.rollout.replicas if each.scheme.quantised}
+    return tuple(found.items())
+
+
+def _with_profiles(asked: tuple[tuple[Quantisation, RunPlan], ...]) -> Iterator[Quantisation]:
+    """What was planned, with the profile that is there in place of the one that a run would have in its folder."""
+    for each, plan in asked:
+        yield _with_profile(each, profile=_profile(plan)) if each.profile else each
+
+
+def _profile(plan: RunPlan) -> Path | None:
     """The profile that a run would use: the recipe's, else the one in the cache, where one has been made."""
-    if plan.profile is None or not any(each.profile for each in asked):
-        return None
+    assert plan.profile is not None, "an engine of the plan has one"
     found = Path(plan.profile.source) if plan.profile.source else find_profile(job_of_plan(plan))
     if found is None:
-        console.say("the run's profile is not made yet (`appliance profile` makes it): engines are checked without one")
+        console.say(
+            f"{plan.profile.scheme}: the run's profile is not made yet (`appliance profile` makes it): the engine is "
+            "checked without one"
+        )
     return found
 
 
-def _with_profile(asked: tuple[Quantisation, ...], *, profile: Path | None) -> tuple[Quantisation, ...]:
-    """What was planned, with the profile that is there in place of the one that a run would have in its folder."""
+def _with_profile(asked: Quantisation, *, profile: Path | None) -> Quantisation:
     kept = tuple(read_file_header(profile)["suggested_ignore"]) if profile else ()
-    return tuple(
-        replace(each, profile=str(profile or ""), ignore=tuple(dict.fromkeys((*each.ignore, *kept))))
-        if each.profile
-        else each
-        for each in asked
-    )
+    return replace(asked, profile=str(profile or ""), ignore=tuple(dict.fromkeys((*asked.ignore, *kept))))
 
 
-def _refuse_without_kernels(asked: tuple[Quantisation, ...], *, plan: RunPlan, host: HostFacts) -> None:
+def _refuse_without_kernels(asked: list[Quantisation], *, plan: RunPlan, host: HostFacts) -> None:
     reasons = [why_not(e.scheme, device=plan.device, cpu_flags=host.cpu_flags) for e in asked if not e.emulated]
     if any(reasons):
         message = "verify: " + "; ".join(filter(None, reasons))
@@ -121,7 +127,10 @@ def _look(asked: Quantisation, *, plan: RunPlan, host: HostFacts, folder: Path) 
     env = {name: value for name, value in plan.env if name != PLAN_VARIABLE}  # no run's folder to attest in
     if plan.device == CPU and job.tensor_parallel > 1:  # here nothing takes turns with the workers but themselves
         env[THREADS_VARIABLE] = str(max(1, host.cores // job.tensor_parallel))
-    run_child([CHILD, str(job_file)], command="verify", folder=folder, env=env)
+    try:
+        run_child([CHILD, str(job_file)], command="verify", folder=folder, env=env)
+    except EngineError as error:  # an engine that died is a row like others
+        return Seen(failed=f"{error.message} ({error.hint})" if error.hint else error.message)
     return read_seen(seen_file)
 
 

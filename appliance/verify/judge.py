@@ -64,12 +64,16 @@ def _of_a_worker(asked: Quantisation, *, worker: Worker) -> tuple[str, ...]:
     if runs != wanted:
         found.append(f"it runs {runs}, asked for {wanted}")
     if worker.lm_head_fp32 != asked.lm_head_fp32:
-        found.append(f"lm_head is in {'FP32' if worker.lm_head_fp32 else 'BF16'} and was not to be")
+        found.append(f"lm_head is in {_width(worker.lm_head_fp32)}, asked for {_width(asked.lm_head_fp32)}")
     if worker.unmoved:
         found.append(f"{_layers(worker.unmoved)} the same with other weights")
     if worker.unreturned:
         found.append(f"{_layers(worker.unreturned)} something else with the old weights back")
     return tuple(found)
+
+
+def _width(fp32: bool) -> str:
+    return "FP32" if fp32 else "BF16"
 
 
 def _layers(names: tuple[str, ...]) -> str:

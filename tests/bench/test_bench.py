@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -9,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from appliance.bench.command import _shapes_workload
+from appliance.bench.command import _shapes_workload, _why_not_kept
 from appliance.bench.job import EngineFacts, Job, Measurement, Shapes, judge, parse_shapes, read_job, read_measurements
 from appliance.bench.show import table
 from appliance.errors import RecipeError
+from appliance.plan.build import installed_versions
+from appliance.plan.host import HostFacts, HostGpu
+from appliance.plan.stored import ResultKey
 from appliance.preflight.probes import read_host
 from appliance.quant.device import why_not
 from appliance.quant.scheme import Scheme
@@ -65,6 +69,50 @@ def make_job(*, memory_bytes: int | None) -> Job:
 def test_a_job_reads_back_the_same() -> None:
     job = make_job(memory_bytes=7)
     assert read_job(job.to_json()) == job
+
+
+PLAIN = (Quantisation(Scheme.BF16), Quantisation(Scheme.INT8))
+A100 = HostGpu("NVIDIA A100-SXM4-80GB", 80 << 30)
+
+
+@pytest.mark.parametrize(
+    ("engines", "device", "gpus", "torch", "why"),
+    [
+        (PLAIN, "cpu", (), None, ""),
+        (PLAIN, "a100", (A100,), None, ""),
+        (PLAIN[::-1], "cpu", (), None, "the base of the comparison is not bf16"),
+        (PLAIN, "cpu", (), "1.0", "torch installed in another version than runs use"),
+        (
+            (PLAIN[0], Quantisation(Scheme.INT8, ignore=("a",))),
+            "cpu",
+            (),
+            None,
+            "quantization.ignore leaves layers in BF16",
+        ),
+        (
+            tuple(dataclasses.replace(each, lm_head_fp32=True) for each in PLAIN),
+            "cpu",
+            (),
+            None,
+            "rollout.lm_head_fp32 makes every engine another one",
+        ),
+        (PLAIN, "h200", (), None, "it was not measured on `h200`"),
+        (PLAIN, "h200", (A100,), None, "it was not measured on `h200`"),
+    ],
+)
+def test_only_a_result_that_is_what_its_key_says_is_kept(
+    engines: tuple[Quantisation, ...],
+    device: str,
+    gpus: tuple[HostGpu, ...],
+    torch: str | None,
+    why: str,
+    tmp_path: Path,
+) -> None:
+    versions = (("torch", torch or installed_versions()["torch"] or ""),)
+    key = ResultKey(device, processor="p", shapes="h1", versions=versions)
+    job = dataclasses.replace(make_job(memory_bytes=None), engines=engines)
+    host: HostFacts = dataclasses.replace(read_host(tmp_path), gpus=gpus)
+    assert _why_not_kept(key, device=device, host=host, job=job) == why
 
 
 @pytest.mark.parametrize(("int8", "pays"), [(105, "pays"), (104, "does not pay")])
@@ -175,6 +223,17 @@ def test_weights_that_leave_no_room_are_said(tmp_path: Path) -> None:
         f"error: bench: the weights take {held:.4f} GiB, --kv-memory gives 0.0010 GiB",
         f"hint: its log: {tmp_path}/bench-failed.log",
     ]
+
+
+def test_bench_stops_at_preflight_before_an_engine_starts(tmp_path: Path) -> None:
+    done = bench(tmp_path, "--set", "model.builtin=null", "--set", "model.path=/nonexistent")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr.splitlines() == [
+        "error: model.path: /nonexistent: no such folder",
+        "hint: correct the path",
+        "error: this host cannot run the plan: 1 finding above",
+    ]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_bench_refuses_schemes_without_kernels_with_the_reasons(tmp_path: Path) -> None:

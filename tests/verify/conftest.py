@@ -16,6 +16,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
+    from appliance.tasks.tokenizer import save_tokenizer
+
     torch.manual_seed(5)
     config = Qwen2Config(
         vocab_size=512,
@@ -32,6 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.08)
     folder = tmp_path_factory.mktemp("verify") / "model"
     made.to(torch.bfloat16).save_pretrained(folder)
+    save_tokenizer(folder, max_positions=256)
     return folder
 
 

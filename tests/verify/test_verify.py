@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from appliance.errors import EngineError
+from appliance.errors import EngineError, PreflightError
+from appliance.plan.build import build_plan
+from appliance.preflight.probes import read_host
 from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
 from appliance.recipe.load import load_recipe
@@ -140,29 +143,79 @@ def test_a_scheme_without_kernels_is_refused(settings: tuple[str, ...]) -> None:
     assert done.stderr.splitlines()[1] == ("hint: leave it out, or check the numbers of an FP8 scheme with --emulate")
 
 
-def test_bf16_comes_first_and_each_scheme_once(settings: tuple[str, ...], tmp_path: Path) -> None:
-    from appliance.plan.build import build_plan
-    from appliance.preflight.probes import read_host
+def asked(
+    settings: tuple[str, ...], *sets: str, schemes: tuple[Scheme, ...] | None = None, emulate: bool = False
+) -> list[Quantisation]:
+    """What the engines would be told, each profile as planned."""
+    recipe = load_recipe("arithmetic-tiny-int8", sets=(*settings, *sets))
+    host = read_host(Path("/"))
+    plans = [
+        build_plan(each, run_dir=Path("/run"), host=host)
+        for each in command._recipes(recipe, schemes=schemes, emulate=emulate)
+    ]
+    return [each for each, _ in command._asked(plans)]
 
-    recipe = load_recipe(
-        "arithmetic-tiny-int8",
-        sets=(*settings, "rollout.scheme=auto", "rollout.replicas=[int8, bf16]", "cluster.gpus_per_node=4"),
-    )
-    plan = build_plan(recipe, run_dir=tmp_path / "run", host=read_host(tmp_path))
-    asked = command._asked(recipe, plan=plan, schemes=None, emulate=False)
-    assert [each.scheme for each in asked] == [Scheme.BF16, Scheme.INT8]
-    assert [bool(each.profile) for each in asked] == [False, True]
-    assert [each.profile for each in command._with_profile(asked, profile=None)] == ["", ""]
+
+def test_bf16_comes_first_and_each_scheme_once(settings: tuple[str, ...]) -> None:
+    found = asked(settings, "rollout.scheme=auto", "rollout.replicas=[int8, bf16]", "cluster.gpus_per_node=4")
+    assert found == [Quantisation(Scheme.BF16), Quantisation(Scheme.INT8, profile="/run/profile")]
+
+
+def test_a_scheme_of_the_command_line_gets_what_a_run_in_it_would_get(settings: tuple[str, ...]) -> None:
+    found = asked(settings, "quantization.ignore=[a]", schemes=(Scheme.FP8_CHANNEL, Scheme.FP8), emulate=True)
+    assert found == [
+        Quantisation(Scheme.BF16),
+        Quantisation(Scheme.FP8_CHANNEL, emulated=True, ignore=("a",), profile="/run/profile"),
+        Quantisation(Scheme.FP8, emulated=True, ignore=("a",)),
+    ]
+
+
+def test_emulate_is_for_the_recipes_own_schemes_too(settings: tuple[str, ...]) -> None:
+    found = asked(settings, "rollout.scheme=fp8", emulate=True)
+    assert found == [Quantisation(Scheme.BF16), Quantisation(Scheme.FP8, emulated=True)]
 
 
 def test_the_runs_profile_is_used_where_it_is_made(settings: tuple[str, ...], tmp_path: Path) -> None:
-    """With the layers that it keeps in BF16; an engine for which none was planned has none."""
+    """With the layers that it keeps in BF16; where none is made yet the engine has none."""
     header = {"schema_version": 1, "suggested_ignore": ["model.layers.1.mlp.down_proj"]}
     text = json.dumps({"__metadata__": {"appliance": json.dumps(header)}}).encode()
     (tmp_path / "profile.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
     planned = Quantisation(Scheme.INT8, ignore=("a",), profile="/run/profile")
-    bare = Quantisation(Scheme.FP8, emulated=True)
-    assert command._with_profile((planned, bare), profile=tmp_path) == (
-        Quantisation(Scheme.INT8, ignore=("a", "model.layers.1.mlp.down_proj"), profile=str(tmp_path)),
-        bare,
+    assert command._with_profile(planned, profile=tmp_path) == Quantisation(
+        Scheme.INT8, ignore=("a", "model.layers.1.mlp.down_proj"), profile=str(tmp_path)
     )
+    assert command._with_profile(planned, profile=None) == Quantisation(Scheme.INT8, ignore=("a",))
+
+
+def test_preflight_stops_it_before_an_engine_starts(
+    settings: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "run_child", lambda *args, **kwargs: pytest.fail("an engine was started"))
+    recipe = load_recipe("arithmetic-tiny-int8", sets=(*settings, "cluster.device=h200", "model.path=/nonexistent"))
+    monkeypatch.setattr(command, "read_host", lambda root: dataclasses.replace(read_host(root), gpus=()))
+    with pytest.raises(PreflightError) as raised:
+        run_verify(recipe, schemes=(Scheme.FP8,), emulate=False, json_mode=False)
+    assert raised.value.message == "this host cannot run the plan: 2 findings above"
+    assert capsys.readouterr().err.splitlines() == [
+        "error: cluster.device: `h200` is wanted, this host has no GPU",
+        "hint: run it there, or try `--set cluster.device=cpu`",
+        "error: model.path: /nonexistent: no such folder",
+        "hint: correct the path",
+    ]
+
+
+def test_an_engine_that_dies_is_a_row_and_the_others_are_looked_at(
+    settings: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "dead_child.py").write_text("raise SystemExit(7)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(command, "CHILD", "dead_child")
+    recipe = load_recipe("arithmetic-tiny-int8", sets=settings)
+    with pytest.raises(EngineError) as raised:
+        run_verify(recipe, schemes=None, emulate=False, json_mode=False)
+    died = f"verify: dead_child ended with code 7 (its log: {tmp_path}/verify-failed.log)"
+    assert raised.value.message == f"verify: 2 of 2 workers failed: bf16: {died}"
+    assert capsys.readouterr().out.splitlines()[3:] == [f"bf16: {died}", f"int8: {died}"]

@@ -60,7 +60,7 @@ def test_what_an_engine_does_wrong_is_said(seen: Seen, problem: str) -> None:
     [
         (replace(WORKER, scheme=Scheme.BF16), "it runs bf16, asked for int8"),
         (replace(WORKER, scheme=Scheme.FP8, emulated=True), "it runs fp8 (emulated), asked for int8"),
-        (replace(WORKER, lm_head_fp32=True), "lm_head is in FP32 and was not to be"),
+        (replace(WORKER, lm_head_fp32=True), "lm_head is in FP32, asked for BF16"),
         (replace(WORKER, unmoved=("a",)), "a gives the same with other weights"),
         (
             replace(WORKER, unreturned=("a", "b", "c")),
