@@ -76,9 +76,9 @@ def ladder(policy: Policy) -> tuple[Level, ...]:
 
 
 def place(level: Level | None, *, levels: tuple[Level, ...]) -> int:
-    """Where a level is on the ladder. When a changed policy has it no more: the top of its rung, or the next lower rung.
+    """Where a level is on the ladder; None: the foot.
 
-    None: the foot.
+    When a changed policy has it no more: the top of its rung, or of the next lower one that is there.
     """
     if level is None:
         return 0
