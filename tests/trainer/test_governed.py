@@ -67,6 +67,7 @@ def test_a_plan_keeps_its_guard_through_json(tmp_path: Path) -> None:
     [
         (CorrectionMethod.TIS, 2.0),
         (CorrectionMethod.ACR, 2.0),
+        (CorrectionMethod.ADAPTIVE, 2.0),
         (CorrectionMethod.NONE, None),
         (CorrectionMethod.K3_REJECT, None),
         (CorrectionMethod.TIS_SEQUENCE, None),
