@@ -84,13 +84,23 @@ def _apply(arguments: Any, variables: Variables) -> None:
 
 
 def replica_rank(arguments: Any, environ: Mapping[str, str]) -> int:
-    """Which engine of several this is: verl's replica, vLLM's data-parallel rank, or FlashRL's `RANK // workers`."""
+    """Which engine of several this is: verl's replica, vLLM's data-parallel rank, or FlashRL's `RANK // workers`.
+
+    Raises RecipeError for a variable that is no such number.
+    """
     if REPLICA_VARIABLE in environ:
-        return int(environ[REPLICA_VARIABLE])
+        return _rank(REPLICA_VARIABLE, environ[REPLICA_VARIABLE])
     if arguments.data_parallel_rank is not None:
         return arguments.data_parallel_rank
     workers = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
-    return int(environ.get(RANK_VARIABLE, "0")) // workers
+    return _rank(RANK_VARIABLE, environ.get(RANK_VARIABLE, "0")) // workers
+
+
+def _rank(name: str, text: str) -> int:
+    if not text.strip().isdecimal():
+        hint = "it chooses this engine's entry in FLASHRL_CONFIG: 0 for the first, or unset it"
+        raise RecipeError([(f"{name}: `{text[:60]}` is not a rank", hint)])
+    return int(text)
 
 
 def set_arguments(arguments: Any, settings: EngineSettings) -> str:

@@ -6,6 +6,7 @@ Every key of FlashRL's is known, ours come after them. Imports no torch.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,7 +140,7 @@ class _Reader:
         model = self._text("model")
         self._texts("module_attribute_to_preserve")
         emulated, lm_head_fp32 = self._flag("emulated"), self._flag("lm_head_fp32")
-        ignore = self._texts("ignore")
+        ignore = self._patterns("ignore")
         if name is None:
             return None
         self._check_quantization(name)
@@ -198,6 +199,16 @@ class _Reader:
             self._refuse(key, "expected a list of texts", "")
             return ()
         return tuple(item.value for item in value)
+
+    def _patterns(self, key: str) -> tuple[str, ...]:
+        """Exact names, and regular expressions after `re:`."""
+        found = self._texts(key)
+        for rule in found:
+            try:
+                re.compile(rule.removeprefix("re:") if rule.startswith("re:") else "")
+            except re.error as error:
+                self._refuse(key, f"`{rule[:60]}` is not a regular expression: {error}", "correct it")
+        return found
 
     def _check_quantization(self, name: Name) -> None:
         """FlashRL hands this to vLLM; here the scheme follows from `fn`, and the two may not contradict each other."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
-from appliance.flashrl.variables import Variables
+from appliance.errors import RecipeError
+from appliance.flashrl.variables import FILE_VARIABLE, Variables
 
 LOGGER = logging.getLogger("flashrl")
 
@@ -12,14 +14,22 @@ _FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
 
 
 def start_logging(variables: Variables) -> None:
-    """Once per process; a second call changes nothing. Raises OSError when the file cannot be opened."""
+    """Once per process; a second call changes nothing. Raises RecipeError when the file cannot be opened."""
     if LOGGER.handlers:
         return
-    LOGGER.setLevel(variables.log_level)
-    LOGGER.propagate = False  # vLLM's processes may have a root handler: one line, not two
     handlers: list[logging.Handler] = [logging.StreamHandler()]
     if variables.log_file:
-        handlers.append(logging.FileHandler(variables.log_file, mode="a"))
+        handlers.append(_to_file(variables.log_file))
+    LOGGER.setLevel(variables.log_level)
+    LOGGER.propagate = False  # vLLM's processes may have a root handler: one line, not two
     for handler in handlers:
         handler.setFormatter(logging.Formatter(_FORMAT))
         LOGGER.addHandler(handler)
+
+
+def _to_file(path: Path) -> logging.Handler:
+    try:
+        return logging.FileHandler(path, mode="a")
+    except OSError as error:
+        fact = f"{FILE_VARIABLE}: {path} cannot be written: {error.strerror}"
+        raise RecipeError([(fact, "name a file in a folder that you can write to")]) from error

@@ -20,6 +20,8 @@ def register() -> None:
         return
     try:
         variables = read_variables(os.environ)
+        if variables.config is not None:
+            start_logging(variables)
     except ApplianceError as error:
         tell_hints(error)
         raise
@@ -27,7 +29,6 @@ def register() -> None:
         for name in idle_variables(os.environ):
             LOGGER.warning("%s does nothing without %s; FLASHRL_CONFIG=bf16 is enough", name, CONFIG_VARIABLE)
         return
-    start_logging(variables)
     from appliance.flashrl.arguments import patch_engine_arguments
 
     patch_engine_arguments()

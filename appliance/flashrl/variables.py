@@ -138,6 +138,11 @@ def _checkpoints(value: str | None, problems: list[Problem]) -> tuple[str, ...]:
     checkpoints = tuple(part.strip() for part in value.split(","))
     hint = "name folders or models on the hub (`user/repo`), with commas between them"
     for checkpoint in checkpoints:
-        if not checkpoint or not (Path(checkpoint).is_dir() or _HUB_MODEL.fullmatch(checkpoint)):
+        folder = Path(checkpoint)
+        if checkpoint and folder.is_dir():
+            if not (folder / "config.json").is_file() and not any(folder.glob("*.safetensors")):
+                fact = f"{RELOAD_VARIABLE}: `{checkpoint}` has no config.json and no safetensors"
+                problems.append((fact, "name a checkpoint's folder"))
+        elif not _HUB_MODEL.fullmatch(checkpoint):
             problems.append((f"{RELOAD_VARIABLE}: `{checkpoint[:80]}` is no checkpoint", hint))
     return checkpoints

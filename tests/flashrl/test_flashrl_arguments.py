@@ -114,6 +114,20 @@ def test_which_replica_this_is(model: Path, environ: dict[str, str], arguments: 
     assert replica_rank(EngineArgs(str(model), **arguments), environ) == rank
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("VERL_REPLICA_RANK", "x"), ("VERL_REPLICA_RANK", ""), ("RANK", "-1"), ("RANK", "0.5")]
+)
+def test_a_rank_that_is_none_is_refused_by_its_name(model: Path, name: str, value: str) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    from appliance.flashrl.arguments import replica_rank
+
+    with pytest.raises(RecipeError) as raised:
+        replica_rank(EngineArgs(str(model)), {name: value})
+    hint = "it chooses this engine's entry in FLASHRL_CONFIG: 0 for the first, or unset it"
+    assert raised.value.problems == [(f"{name}: `{value}` is not a rank", hint)]
+
+
 def test_engines_of_one_command_cannot_differ(model: Path, tmp_path: Path, flashrl: pytest.MonkeyPatch) -> None:
     (tmp_path / "mixed.yaml").write_text("configs: [{fn: bf16}, {fn: int8}]")
     flashrl.setenv("FLASHRL_CONFIG", str(tmp_path / "mixed.yaml"))

@@ -229,6 +229,12 @@ def test_a_file_and_the_variable_for_the_head(tmp_path: Path) -> None:
     ]
 
 
+def test_a_pattern_that_is_none_is_refused_at_its_line(tmp_path: Path) -> None:
+    file = written(tmp_path, 'configs:\n- fn: int8\n  ignore: ["model.layers.0", "re:.*(down", "re:.*o_proj"]\n')
+    fact = "`re:.*(down` is not a regular expression: missing ), unterminated subpattern at position 2"
+    assert problems_of(file) == [(f"{file}:3: configs.0.ignore: {fact}", "correct it")]
+
+
 def test_what_is_left_out_of_their_file_is_said(tmp_path: Path) -> None:
     settings = settings_of(written(tmp_path, THEIRS))
     assert (settings.backend, settings.load_format, settings.same_for_all) == ("", "dummy", False)

@@ -82,6 +82,17 @@ def test_an_unknown_value_stops_the_process_with_its_hint(process: pytest.Monkey
 
 
 @pytest.mark.engine
+def test_a_log_file_that_cannot_be_opened_stops_the_process_with_its_hint(process: pytest.MonkeyPatch) -> None:
+    process.setenv("FLASHRL_CONFIG", "bf16")
+    process.setenv("FLASHRL_LOGGING_FILE", "/proc/flash.log")
+    with pytest.raises(RecipeError) as raised:
+        register()
+    assert str(raised.value) == "FLASHRL_LOGGING_FILE: /proc/flash.log cannot be written: No such file or directory"
+    assert raised.value.__notes__ == ["hint: name a file in a folder that you can write to"]
+    assert (patch.applied(), LOGGER.handlers) == ((), [])
+
+
+@pytest.mark.engine
 def test_the_record_is_the_same_for_both_flavours(process: pytest.MonkeyPatch) -> None:
     from appliance.flashrl.arguments import ENGINE_ARGUMENTS, ENGINE_ARGUMENTS_GPU
 

@@ -82,6 +82,7 @@ def test_children_that_compare_schemes_get_none_of_them() -> None:
 
 def test_all_variables_together(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.json").touch()
     found = read_variables(
         {
             "FLASHRL_CONFIG": " int8 ",
@@ -122,6 +123,10 @@ def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
         (
             f"FLASHRL_LOGGING_FILE: {tmp_path}/none/log cannot be written",
             "name a file in a folder that exists",
+        ),
+        (
+            f"FLASHRL_TEST_RELOAD: `{tmp_path}` has no config.json and no safetensors",
+            "name a checkpoint's folder",
         ),
         ("FLASHRL_TEST_RELOAD: `` is no checkpoint", reload_hint),
         (f"FLASHRL_TEST_RELOAD: `{tmp_path}/gone` is no checkpoint", reload_hint),
