@@ -19,10 +19,10 @@ of 27648 codes of typical size has |T_n| near 5e5). Several wrong codes of one r
 most, and each sync has another probe. The scale is compared bit for bit where the kernel reads it.
 
 FP8, emulated. Codes and scales lie in the layer. All scales and the codes of a rotating eighth of the rows (in blocks
-of 128) are compared exactly; at the first sync and at each eighth after it all rows are, and the method answers a probe
+of 128, at least one) are compared exactly. In a full proof (schedule.py) all rows are, and the method answers a probe
 of signs x_k = +-1 within float32's bound for a sum of K terms, twice K u sum_k |w'_nk|, and BF16's rounding.
 
-BF16. Signs on 64 neighbouring columns that move on from sync to sync, zeros elsewhere, with the bias trick: bound
+BF16. Signs on 64 neighbouring columns that move on from round to round, zeros elsewhere, with the bias trick: bound
 2 * 64 u sum |w_nk| plus 2^-8 of the rest. It sees a weight of ordinary size in these columns that is off by one unit of
 BF16, so a packed copy that stayed behind, is another layer's or another part of the tensor.
 """
@@ -40,6 +40,8 @@ from torch.nn.functional import linear
 from vllm import _custom_ops as ops
 
 from appliance.engine.expect import LocalShape, Slot, rounded
+from appliance.engine.schedule import ROTATION, Ask
+from appliance.errors import SyncError
 from appliance.quant.codec import Int8Weight, dequantise, quantise_int8, weight_absmax
 from appliance.quant.codec_fp8 import BLOCK, fp8_scale, quantise_fp8
 from appliance.quant.digest import digest
@@ -50,8 +52,7 @@ BF16_U = 2.0**-8  # a unit of BF16 (twice its rounding error), relative
 TINY = 1e-35  # products of denormals may be flushed
 COLUMNS = 64
 _CHUNK_ELEMENTS = 1 << 20  # 2 MiB of BF16: codes are still in the core's cache when they are multiplied
-_ROTATION = 8  # syncs until all codes of an emulated layer were compared
-_SAMPLED_ROWS = 4  # quantised by the codec itself where a faster quantiser does the rest
+_SAMPLED_ROWS = 2  # of each chunk, quantised by the codec itself where a faster quantiser does the rest
 
 
 @dataclass(frozen=True)
@@ -74,13 +75,15 @@ def _shown(value: float | str) -> str:
 
 
 class KernelProof(ABC):
-    """Of one layer in one sync: `take` every tensor of its weight, then `check`."""
+    """Of one layer in one sync: `take` every tensor of its weight, then `check`.
 
-    def __init__(self, name: str, *, shape: LocalShape, scheme: Scheme, sync: int) -> None:
+    What it keeps is on the CPU, whatever torch's default device is.
+    """
+
+    def __init__(self, name: str, *, shape: LocalShape, scheme: Scheme, ask: Ask) -> None:
         self.name = name
         self.num_channels, self.length = shape.channels, shape.length
-        self._generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {sync}".encode()))
-        self._sync = sync
+        self._generator = torch.Generator("cpu").manual_seed(zlib.crc32(f"{name} {ask.sync}".encode()))
 
     @abstractmethod
     def take(self, slot: Slot, tensor: Tensor) -> None:
@@ -91,26 +94,32 @@ class KernelProof(ABC):
         """What differs first, or None."""
 
     def _signs(self, count: int) -> Tensor:
-        return torch.randint(0, 2, (count,), generator=self._generator) * 2 - 1
+        return self._integers(0, 2, count=count) * 2 - 1
+
+    def _integers(self, low: int, high: int, *, count: int) -> Tensor:
+        return torch.randint(low, high, (count,), generator=self._generator, device="cpu")
 
 
 class Int8Proof(KernelProof):
-    def __init__(self, name: str, *, shape: LocalShape, scheme: Scheme, sync: int) -> None:
-        super().__init__(name, shape=shape, scheme=scheme, sync=sync)
-        self.probe_K = torch.randint(COLUMNS, 128, (self.length,), generator=self._generator) * self._signs(self.length)
-        self.probe_K[sync % self.length] = 127
-        self._sums_N = torch.zeros(self.num_channels, dtype=torch.float64)
-        self._scale_N = torch.zeros(self.num_channels, dtype=torch.float32)
+    def __init__(self, name: str, *, shape: LocalShape, scheme: Scheme, ask: Ask) -> None:
+        super().__init__(name, shape=shape, scheme=scheme, ask=ask)
+        self.probe_K = self._integers(COLUMNS, 128, count=self.length) * self._signs(self.length)
+        self.probe_K[ask.sync % self.length] = 127
+        self._sums_N = torch.zeros(self.num_channels, dtype=torch.float64, device="cpu")
+        self._scale_N = torch.zeros(self.num_channels, dtype=torch.float32, device="cpu")
 
     def take(self, slot: Slot, tensor: Tensor) -> None:
         whole_NK = rounded(tensor[slot.rows])
         probe_K = self.probe_K.to(whole_NK.device, torch.int8)
         rows = max(1, _CHUNK_ELEMENTS // whole_NK.shape[1])
+        sample = _Sample(whole_NK)
         for start in range(0, len(whole_NK), rows):
-            quantised = quantise_rows(whole_NK[start : start + rows], check=start == 0)
+            quantised = quantise_rows(whole_NK[start : start + rows])
+            sample.keep(quantised, rows=self._integers(0, len(quantised.codes_NK), count=_SAMPLED_ROWS), start=start)
             part = slice(slot.start + start, slot.start + start + len(quantised.codes_NK))
             self._sums_N[part] = exact_product(quantised.codes_NK[:, slot.columns], probe_K)
             self._scale_N[part] = quantised.scale_N1.squeeze(1).cpu()
+        sample.check(self.name)
 
     def check(self, layer: Module) -> Mismatch | None:
         held_N = layer.quant_method.held_scale(layer).reshape(-1).cpu()
@@ -127,15 +136,15 @@ class Int8Proof(KernelProof):
 class EmulatedProof(KernelProof):
     """Keeps the parts of a fused layer until they are complete: scales may span them."""
 
-    def __init__(self, name: str, *, shape: LocalShape, scheme: Scheme, sync: int) -> None:
-        super().__init__(name, shape=shape, scheme=scheme, sync=sync)
+    def __init__(self, name: str, *, shape: LocalShape, scheme: Scheme, ask: Ask) -> None:
+        super().__init__(name, shape=shape, scheme=scheme, ask=ask)
         self._scheme = scheme
         self._is_cut = shape.is_cut
         self._signs_K = self._signs(self.length)
         self._parts: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self._full = sync % _ROTATION == 1
+        self._ask = ask
         self._codes: list[tuple[slice, str]] = []
-        self._scale = torch.empty(0)
+        self._scale = torch.empty(0, device="cpu")
 
     def take(self, slot: Slot, tensor: Tensor) -> None:
         whole_NK = rounded(tensor)
@@ -161,15 +170,16 @@ class EmulatedProof(KernelProof):
         for rows in self._due_rows():
             codes_NK = quantise_fp8(weight_NK[rows], scheme=self._scheme, absmax=self._of_rows(absmax, rows)).codes_NK
             self._codes.append((rows, digest(codes_NK)))
-        if self._full:
+        if self._ask.full:
             held_NK = dequantise(quantise_fp8(weight_NK, scheme=self._scheme, absmax=absmax))
-            self._answer_N = linear(self._signs_K.float(), held_NK).double()
-            self._bound_N = 2 * self.length * U * held_NK.abs_().sum(dim=1).double()
+            self._answer_N = linear(self._signs_K.to(held_NK), held_NK).double().cpu()
+            self._bound_N = 2 * self.length * U * held_NK.abs_().sum(dim=1).double().cpu()
 
     def _due_rows(self) -> list[slice]:
         """Blocks of 128: scales of blocks are never cut."""
-        blocks = range(0, self.num_channels, BLOCK)
-        due = [start for start in blocks if self._full or (start // BLOCK + self._sync) % _ROTATION == 0]
+        starts = range(0, self.num_channels, BLOCK)
+        parts = min(ROTATION, len(starts))
+        due = starts if self._ask.full else starts[self._ask.round % parts :: parts]
         return [slice(start, min(start + BLOCK, self.num_channels)) for start in due]
 
     def _of_rows(self, absmax: Tensor, rows: slice) -> Tensor:
@@ -184,7 +194,7 @@ class EmulatedProof(KernelProof):
             codes = digest(layer.weight.data[rows])
             if different is None and codes != expected:
                 different = Mismatch(f"digest of the codes of rows {rows.start} to {rows.stop - 1}", codes, expected)
-        return different or (self._first_answer(layer) if self._full else None)
+        return different or (self._first_answer(layer) if self._ask.full else None)
 
     def _first_answer(self, layer: Module) -> Mismatch | None:
         bias_N = -self._answer_N.to(torch.bfloat16)
@@ -196,15 +206,15 @@ class EmulatedProof(KernelProof):
 class Bf16Proof(KernelProof):
     """A layer that is not quantised: its kernel may multiply by a packed copy."""
 
-    def __init__(self, name: str, *, shape: LocalShape, scheme: Scheme, sync: int) -> None:
-        super().__init__(name, shape=shape, scheme=scheme, sync=sync)
-        blocks = max(1, self.length // COLUMNS)
-        first = min(sync % blocks * COLUMNS, max(0, self.length - COLUMNS))
-        self._block = slice(first, first + COLUMNS)
-        self._probe_K = torch.zeros(self.length)
+    def __init__(self, name: str, *, shape: LocalShape, scheme: Scheme, ask: Ask) -> None:
+        super().__init__(name, shape=shape, scheme=scheme, ask=ask)
+        blocks = -(-self.length // COLUMNS)  # the last one ends with the row, and may share columns with its neighbour
+        first = min(ask.round % blocks * COLUMNS, max(0, self.length - COLUMNS))
+        self._block = slice(first, min(first + COLUMNS, self.length))
+        self._probe_K = torch.zeros(self.length, device="cpu")
         self._probe_K[self._block] = self._signs(len(self._probe_K[self._block])).float()
-        self._answer_N = torch.zeros(self.num_channels, dtype=torch.float64)
-        self._bound_N = torch.zeros(self.num_channels, dtype=torch.float64)
+        self._answer_N = torch.zeros(self.num_channels, dtype=torch.float64, device="cpu")
+        self._bound_N = torch.zeros(self.num_channels, dtype=torch.float64, device="cpu")
 
     def take(self, slot: Slot, tensor: Tensor) -> None:
         few_NB = rounded(slot.cut(tensor)[:, self._block]).float()
@@ -226,11 +236,10 @@ def answer(layer: Module, probe_MK: Tensor, *, bias_N: Tensor) -> Tensor:
     return out_MN.double().cpu()
 
 
-def quantise_rows(weight_NK: Tensor, *, check: bool) -> Int8Weight:
-    """The codec's result, by vLLM's row quantiser on a CPU.
+def quantise_rows(weight_NK: Tensor) -> Int8Weight:
+    """What should be the codec's result, by vLLM's row quantiser on a CPU: see _Sample.
 
-    weight_NK: [N, K] BF16, finite, rows whole.  check: hold some rows of it against the codec itself.
-    Raises AssertionError when the quantiser's are others.
+    weight_NK: [N, K] BF16, finite, rows whole.
     """
     if weight_NK.device.type != "cpu":
         return quantise_int8(weight_NK)
@@ -238,11 +247,37 @@ def quantise_rows(weight_NK: Tensor, *, check: bool) -> Int8Weight:
     no_reciprocal = scale_N1.reciprocal().isinf().squeeze(1)  # zero rows and rows of denormals
     if bool(no_reciprocal.any()):
         codes_NK[no_reciprocal] = quantise_int8(weight_NK[no_reciprocal]).codes_NK
-    if check:
-        some = slice(0, len(weight_NK), max(1, len(weight_NK) // _SAMPLED_ROWS))
-        codec = quantise_int8(weight_NK[some])
-        assert torch.equal(codes_NK[some], codec.codes_NK) and torch.equal(scale_N1[some], codec.scale_N1)
     return Int8Weight(codes_NK=codes_NK, scale_N1=scale_N1)
+
+
+class _Sample:
+    """Rows of a weight that the codec itself quantises: the engine uses the same quantiser as `quantise_rows`, and an
+    error of it would be in both answers. Other rows at each sync, some of every chunk."""
+
+    def __init__(self, weight_NK: Tensor) -> None:
+        self._weight_NK = weight_NK
+        self._rows: list[Tensor] = []
+        self._codes: list[Tensor] = []
+        self._scale: list[Tensor] = []
+
+    def keep(self, quantised: Int8Weight, *, rows: Tensor, start: int) -> None:
+        """rows: of a chunk that starts at row `start` of the weight."""
+        if quantised.codes_NK.device.type == "cpu":
+            self._rows.append(rows + start)
+            self._codes.append(quantised.codes_NK[rows])
+            self._scale.append(quantised.scale_N1[rows])
+
+    def check(self, name: str) -> None:
+        """Raises SyncError where the quantiser's numbers are not the codec's."""
+        if not self._rows:
+            return
+        rows = torch.cat(self._rows)
+        codec = quantise_int8(self._weight_NK[rows])
+        same_N = (torch.cat(self._codes) == codec.codes_NK).all(dim=1)
+        same_N &= (torch.cat(self._scale) == codec.scale_N1).squeeze(1)
+        if not bool(same_N.all()):
+            row = int(rows[~same_N][0])
+            raise SyncError(f"weight update: {name}: this CPU's row quantiser differs from the codec in row {row}")
 
 
 def exact_product(codes_NK: Tensor, probe_K: Tensor) -> Tensor:

@@ -16,7 +16,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from appliance.engine.expect import LocalShape, Slot, expert_gemms, expert_shape, local_shape, slots
 from appliance.engine.kernel_proof import Bf16Proof, EmulatedProof, Int8Proof, KernelProof, Mismatch
+from appliance.engine.native import native_scheme
 from appliance.engine.quantised import OnlineLinearMethod
+from appliance.engine.schedule import ask
 from appliance.errors import SyncError
 from appliance.quant.digest import digest
 from appliance.quant.scheme import Scheme
@@ -26,7 +28,8 @@ from appliance.quant.scheme import Scheme
 class Proven:
     """layers: how many have a kernel.  layers_proven: in this sync.  parameters: used as they are, and as received.
 
-    unproven: tensors whose digest was right and of which nothing more is known (experts in BF16).
+    unproven: tensors whose digest was right and of which nothing more is known (experts in BF16, weights of vLLM's own
+    quantising methods).
     """
 
     layers: int
@@ -39,14 +42,14 @@ class SyncProof:
     """`begin`, `take` every tensor, and when vLLM has finished `check`."""
 
     def __init__(self, model: Module, *, tied_head: bool, rank: int, every: int) -> None:
-        """rank: within the engine.  every: 1 proves all layers at each sync; n a rotating n-th of them, and all at sync
-        1 and at each n-th."""
+        """rank: within the engine.  every: see schedule.py."""
         self._model = model
         self._rank = rank
         self._every = every
         self._slots = slots(model, tied_head=tied_head)
         self._layers: dict[str, Module] = dict(model.named_modules())
         self._provable = _provable(model)
+        self._native = {name for name, layer in self._layers.items() if _is_native(layer)}
         self._layers |= {name: gemm for name, (_, gemm) in expert_gemms(model).items()}
         self._turns = {name: turn for turn, name in enumerate(self._layers)}
         self._sync = 0
@@ -61,19 +64,23 @@ class SyncProof:
         self._held.clear()
         self._unproven = 0
         self._kernels = {
-            name: how.make(name, shape=how.shape, scheme=how.scheme, sync=sync)
+            name: how.make(name, shape=how.shape, scheme=how.scheme, ask=asked)
             for name, how in self._provable.items()
-            if self._is_due(name)
+            if (asked := ask(self._turns[name], sync=sync, every=self._every)) is not None
         }
         places = (slot for found in self._slots.values() for slot in found if slot.parameter == "weight")
         self._missing = {(slot.layer, slot.part) for slot in places if slot.layer in self._kernels}
 
     def _is_due(self, layer: str) -> bool:
-        return self._sync == 1 or (self._turns[layer] - self._sync) % self._every == 0 or self._sync % self._every == 0
+        return ask(self._turns[layer], sync=self._sync, every=self._every) is not None
 
     def layers_of(self, name: str) -> list[Module]:
         """The layers that a checkpoint's tensor has a part in."""
         return [self._layers[slot.layer] for slot in self._slots.get(name, ())]
+
+    def source_of(self, layer: str) -> str:
+        """The checkpoint's name of the tensor that a layer's weight comes from, or nothing."""
+        return next((name for name, found in self._slots.items() if any(slot.layer == layer for slot in found)), "")
 
     def fits(self, name: str, tensor: Tensor) -> bool:
         """Whether a tensor is large enough for the parts that its layers want of it."""
@@ -86,6 +93,8 @@ class SyncProof:
             if slot.layer in self._kernels and slot.parameter == "weight":
                 self._kernels[slot.layer].take(slot, tensor)
                 self._missing.discard((slot.layer, slot.part))
+            elif slot.parameter == "weight" and slot.layer in self._native:  # held as codes, in a layout of vLLM's
+                self._unproven += 1
             elif slot.layer not in self._provable or slot.parameter != "weight":
                 self._expect_held(slot, tensor, known=known)
 
@@ -149,6 +158,10 @@ def _how(layer: Module) -> _Provable | None:
     if isinstance(layer, ParallelLMHead) or isinstance(method, UnquantizedLinearMethod):
         return _Provable(Bf16Proof, shape=local_shape(layer), scheme=Scheme.BF16)
     return None
+
+
+def _is_native(layer: Module) -> bool:
+    return native_scheme(getattr(layer, "quant_method", None)) is not None
 
 
 def _of_scheme(scheme: Scheme) -> Callable[..., KernelProof]:

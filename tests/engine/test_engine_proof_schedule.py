@@ -1,0 +1,124 @@
+"""What the proofs look at, sync after sync, and where they keep it. No engine: the kernels' side is made by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from appliance.engine import kernel_proof
+from appliance.engine.expect import LocalShape, Slot
+from appliance.engine.kernel_proof import Bf16Proof, EmulatedProof, Int8Proof, KernelProof
+from appliance.engine.schedule import ROTATION, ask
+from appliance.errors import SyncError
+from appliance.quant.codec import Int8Weight
+from appliance.quant.scheme import Scheme
+
+EVERY = (1, 3, 8, 20)
+
+
+def proof(kind: type[KernelProof], scheme: Scheme, *, channels: int, length: int, **when: int) -> KernelProof | None:
+    """when: turn, sync and every. None where the layer is not asked."""
+    asked = ask(when["turn"], sync=when["sync"], every=when["every"])
+    shape = LocalShape(channels, length, is_cut=False)
+    return None if asked is None else kind("layer", shape=shape, scheme=scheme, ask=asked)
+
+
+@pytest.mark.parametrize("every", EVERY)
+@pytest.mark.parametrize("turn", [0, 1, 5])
+def test_every_layer_is_asked_in_each_round_and_all_at_its_end(every: int, turn: int) -> None:
+    assert ask(turn, sync=1, every=every).full
+    for start in range(1, 10 * every, every):
+        asked = [sync for sync in range(start, start + every) if ask(turn, sync=sync, every=every)]
+        assert start + every - 1 in asked
+
+
+@pytest.mark.parametrize("every", EVERY)
+def test_a_full_proof_comes_at_least_every_eight_rounds_and_is_of_all_layers(every: int) -> None:
+    syncs = range(2, 20 * ROTATION * every)
+    full = [{turn for turn in range(5) if (one := ask(turn, sync=sync, every=every)) and one.full} for sync in syncs]
+    assert {len(one) for one in full} <= {0, 5}
+    at = [sync for sync, turns in zip(syncs, full, strict=True) if turns]
+    period = max(every, ROTATION + -ROTATION % every)
+    assert at == list(range(period, syncs.stop, period))
+
+
+@pytest.mark.parametrize("every", EVERY)
+@pytest.mark.parametrize("channels", [96, 129, 1024, 1100])
+@pytest.mark.parametrize("turn", [0, 1, 7])
+def test_every_row_of_an_emulated_layer_is_looked_at(every: int, channels: int, turn: int) -> None:
+    """Within any 8 rounds, and each round looks at other rows than the one before."""
+    seen: dict[int, set[int]] = {}
+    for sync in range(2, 2 * ROTATION * every):
+        one = proof(EmulatedProof, Scheme.FP8, channels=channels, length=8, turn=turn, sync=sync, every=every)
+        if one is not None:
+            rows = {row for part in one._due_rows() for row in range(channels)[part]}
+            assert rows and (one._ask.full or len(rows) <= 256)
+            seen[sync] = rows
+    for first in range(1, ROTATION):
+        last = (first + ROTATION) * every
+        assert set().union(*(rows for sync, rows in seen.items() if first * every < sync <= last)) == set(range(channels))
+    if channels > 128:
+        parts = {sync // every: rows for sync, rows in seen.items() if len(rows) < channels}
+        assert all(parts[number] != parts[number + 1] for number in parts if number + 1 in parts)
+
+
+@pytest.mark.parametrize("every", EVERY)
+@pytest.mark.parametrize("length", [32, 64, 96, 1000, 4096])
+def test_every_column_of_a_bf16_layer_is_looked_at(every: int, length: int) -> None:
+    """In as many rounds as there are blocks of 64 columns, for a layer of any turn."""
+    blocks = -(-length // 64)
+    for turn in (0, 1, 7):
+        seen = torch.zeros(length, dtype=torch.bool)
+        for sync in range(1, blocks * every + 1):
+            one = proof(Bf16Proof, Scheme.BF16, channels=1, length=length, turn=turn, sync=sync, every=every)
+            if one is not None:
+                assert bool(one._probe_K[one._block].abs().eq(1).all())
+                seen[one._block] = True
+        assert bool(seen.all())
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheme"),
+    [(Int8Proof, Scheme.INT8), (Bf16Proof, Scheme.BF16), *[(EmulatedProof, one) for one in Scheme if one.is_fp8]],
+)
+def test_a_proof_keeps_its_numbers_on_the_cpu(kind: type[KernelProof], scheme: Scheme) -> None:
+    """An update on a GPU runs with the GPU as torch's default device."""
+    with torch.device("meta"):
+        one = proof(kind, scheme, channels=256, length=128, turn=0, sync=1, every=1)
+    kept = {name: value.device.type for name, value in vars(one).items() if isinstance(value, Tensor)}
+    assert kept and set(kept.values()) == {"cpu"}
+    with torch.device("meta"):
+        one.take(Slot("layer", "weight", rows=slice(0, 256)), torch.ones(256, 128, dtype=torch.bfloat16, device="cpu"))
+    kept = {name: value.device.type for name, value in vars(one).items() if isinstance(value, Tensor)}
+    assert set(kept.values()) == {"cpu"}
+
+
+def test_a_quantiser_that_is_not_the_codec_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine uses the same one: in any chunk, and rows that move from sync to sync."""
+    weight_NK = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    original = kernel_proof.quantise_rows
+    monkeypatch.setattr(kernel_proof, "_CHUNK_ELEMENTS", 16 * 32)  # 4 chunks of 16 rows
+
+    def run(sync: int, *, bad: slice) -> bool:
+        chunks = iter(range(4))
+
+        def quantise(rows_NK: Tensor) -> Int8Weight:
+            right, chunk = original(rows_NK), next(chunks)
+            own = [row for row in range(16) if chunk * 16 + row in range(64)[bad]]
+            right.codes_NK[own] ^= 1
+            return right
+
+        monkeypatch.setattr(kernel_proof, "quantise_rows", quantise)
+        one = proof(Int8Proof, Scheme.INT8, channels=64, length=32, turn=0, sync=sync, every=1)
+        try:
+            one.take(Slot("layer", "weight", rows=slice(0, 64)), weight_NK)
+        except SyncError as error:
+            assert error.message.startswith("weight update: layer: this CPU's row quantiser differs from the codec")
+            return True
+        return False
+
+    assert not run(1, bad=slice(0, 0))
+    assert all(run(1, bad=slice(16 * chunk, 16 * (chunk + 1))) for chunk in range(4))
+    # One bad row of 16, 2 of 16 drawn (with replacement): seen in 60 syncs but for (15/16)^120 = 4e-4; fixed seeds.
+    assert any(run(sync, bad=slice(53, 54)) for sync in range(1, 61))
