@@ -25,7 +25,7 @@ def weight_cap(plan: RunPlan) -> float | None:
     """Where a token's importance weight is cut, None where no method cuts it: other methods' caps are of other things
     (a sequence's product, a sequence's k3)."""
     per_token = plan.correction.method in (CorrectionMethod.TIS, CorrectionMethod.ACR, CorrectionMethod.ADAPTIVE)
-    return plan.correction.cap if plan.correction.method in cutting else None
+    return plan.correction.cap if per_token else None
 
 
 def policy_of(plan: RunPlan) -> Policy:
