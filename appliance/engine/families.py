@@ -42,7 +42,7 @@ FUSED_LAYERS: Mapping[str, list[str]] = {
     "qkv_proj": ["q_proj", "k_proj", "v_proj"],
     "gate_up_proj": ["gate_proj", "up_proj"],
 }
-_HINT = "use rollout.scheme=bf16, or a model of a known family"
+_HINT = "use a model of a known family"
 
 
 def require_known_architecture(hf_config: Any, *, model: str) -> None:

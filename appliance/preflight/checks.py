@@ -8,6 +8,7 @@ from appliance.plan.host import HostFacts
 from appliance.plan.model import RunPlan
 from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.probes import InputFacts
+from appliance.quant.architectures import why_unknown
 from appliance.quant.device import CPU, INT8_CPU_FLAGS, gpu_of_product, why_not
 from appliance.quant.scheme import Scheme
 
@@ -124,6 +125,8 @@ def _shape(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     shape, tensor_parallel = inputs.model_shape, plan.rollout.tensor_parallel
     if shape is None:
         return
+    if why := why_unknown(shape.architectures):
+        yield _error("architecture", "model.path", f"{plan.model.path}: {why}", "use a model of a known family")
     if shape.heads % tensor_parallel:
         message = f"{tensor_parallel} does not divide the {shape.heads} attention heads of {plan.model.source}"
         yield _error("heads", "rollout.tensor_parallel", message, "use a divisor")

@@ -17,21 +17,25 @@ import psutil
 
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.model import RunPlan
+from appliance.preflight.profile import profile_problem
 
 LIBRARIES = ("libnuma.so.1",)
 PACKAGES = ("tensorboard", "trackio", "wandb")
 _NVIDIA_SMI_TIMEOUT_S = 10
 _WEIGHTS = ("*.safetensors", "*.bin")
-PROFILE_FILES = ("profile.safetensors",)  # quantization.yaml is written anew for each run
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """heads: attention heads.  max_positions: tokens of the longest sequence.  0 where config.json says nothing."""
+    """heads: attention heads.  max_positions: tokens of the longest sequence.  0 where config.json says nothing.
+
+    architectures: names of model classes.
+    """
 
     heads: int
     max_positions: int
+    architectures: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,8 @@ class InputFacts:
     model_shape: by its config.json, None when unknown.
     model_is_cached: a hub name whose files are in the local hub cache.  is_offline: HF_HUB_OFFLINE is set here.
     hub_problem: why the hub cannot be reached, empty when it can or was not asked.
-    profile_problem: why the folder of `quantization.profile` is none, empty when it is or none is given.
+    profile_problem: why the folder of `quantization.profile` has none for this plan, empty when it has or none is
+    given.
     data_problems: (message, hint) with `file:line`.  is_prepared: data and built-in model are in the cache.
     """
 
@@ -153,7 +158,7 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool) -> InputFacts:
         hub_problem=_hub_problem() if ask_hub and needs_hub and not offline else "",
         data_problems=_data_problems(plan),
         is_prepared=prepared,
-        profile_problem=_profile_problem(plan),
+        profile_problem=profile_problem(plan),
     )
 
 
@@ -161,13 +166,6 @@ def model_bytes(plan: RunPlan) -> int:
     """Size of the weights in the model's folder, 0 when it is not on this host yet."""
     folder = Path(plan.model.path)
     return sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_absolute() else 0
-
-
-def _profile_problem(plan: RunPlan) -> str:
-    if plan.profile is None or not plan.profile.source:
-        return ""
-    missing = [name for name in PROFILE_FILES if not (Path(plan.profile.source) / name).is_file()]
-    return f"{plan.profile.source}: the folder has no {' and no '.join(missing)}" if missing else ""
 
 
 def _data_from_hub(plan: RunPlan) -> bool:
@@ -191,8 +189,11 @@ def _model_shape(config: Path) -> ModelShape | None:
     if not isinstance(raw, dict):
         return None
     heads, positions = (raw.get(key) for key in ("num_attention_heads", "max_position_embeddings"))
+    named = raw.get("architectures")
     return ModelShape(
-        heads=heads if isinstance(heads, int) else 0, max_positions=positions if isinstance(positions, int) else 0
+        heads=heads if isinstance(heads, int) else 0,
+        max_positions=positions if isinstance(positions, int) else 0,
+        architectures=tuple(map(str, named)) if isinstance(named, list) else (),
     )
 
 

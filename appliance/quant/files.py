@@ -20,16 +20,34 @@ def read_file_header(folder: Path) -> dict[str, Any]:
     """The JSON header of the profile in a folder (or of that file). Raises EngineError when there is none of ours."""
     file = folder / PROFILE_FILE if folder.is_dir() else folder
     try:
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
-            raw = opened.read(length) if length <= _LONGEST_HEADER else b""
+        metadata = _safetensors_header(file).get("__metadata__", {})
     except OSError as error:
         raise EngineError(f"{file}: no profile: {error.strerror}", hint="make one with `appliance profile`") from error
-    try:
-        metadata = json.loads(raw).get("__metadata__", {})
-    except (ValueError, AttributeError) as error:
+    except ValueError as error:
         raise EngineError(f"{file}: not a safetensors file", hint=_HINT) from error
     return parse_header(metadata, file=file)
+
+
+def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes by name of the tensors in a folder's safetensors files.
+
+    Raises OSError, and ValueError, KeyError or TypeError for a file that is no such file.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        entries = _safetensors_header(file).items()
+        found |= {name: tuple(entry["shape"]) for name, entry in entries if name != "__metadata__"}
+    return found
+
+
+def _safetensors_header(file: Path) -> dict[str, Any]:
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
+        raw = opened.read(length) if length <= _LONGEST_HEADER else b""
+    header = json.loads(raw)
+    if not isinstance(header, dict):
+        raise ValueError("the header is no mapping")
+    return header
 
 
 def parse_header(metadata: dict[str, str] | None, *, file: Path) -> dict[str, Any]:

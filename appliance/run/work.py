@@ -39,7 +39,7 @@ def work_folder(run_dir: str, *, command: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_folder(folder: Path, *, option: str) -> Iterator[None]:
-    """Make a folder before any work, so that none is lost; on an error it goes again if it was made here and is empty.
+    """Make a folder before any work, so that none is lost. If nothing came into it, it goes again.
 
     option: of the command, which names the folder.  Raises PreflightError when it cannot be made or written.
     """
@@ -51,11 +51,10 @@ def new_folder(folder: Path, *, option: str) -> Iterator[None]:
         raise cannot_write(folder, error, setting=option) from error
     try:
         yield
-    except BaseException:
+    finally:
         with contextlib.suppress(OSError):  # not empty: the user's now
             for each in missing:
                 each.rmdir()
-        raise
 
 
 def examine_for(plans: Iterable[RunPlan], *, host: HostFacts, about: frozenset[str]) -> None:

@@ -9,7 +9,14 @@ import sys
 from collections.abc import Iterator
 
 # The part of quant that needs no torch.
-NUMBERS = {"quant.correction", "quant.scheme", "quant.device", "quant.settings", "quant.files"}
+NUMBERS = {
+    "quant.architectures",
+    "quant.correction",
+    "quant.device",
+    "quant.files",
+    "quant.scheme",
+    "quant.settings",
+}
 CHILDREN = {"errors", "patch", "quant", "plan.model", "plan.env", "run.attest", "run.events", "run.acknowledge"}
 
 # A room or module -> what it may import besides its own room. A name stands for everything below it.

@@ -8,7 +8,7 @@ from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.model import RunPlan
 from appliance.preflight.checks import estimates, judge
 from appliance.preflight.finding import Finding, Severity
-from appliance.preflight.probes import InputFacts, ModelShape, read_inputs
+from appliance.preflight.probes import InputFacts, ModelShape
 from appliance.preflight.report import as_json, lines
 from appliance.recipe.load import load_recipe
 
@@ -189,7 +189,7 @@ def test_a_model_folder_that_is_incomplete(missing, words):
 
 
 def test_a_model_that_does_not_fit_the_recipe():
-    inputs = with_inputs(model_shape=ModelShape(heads=14, max_positions=12))
+    inputs = with_inputs(model_shape=ModelShape(heads=14, max_positions=12, architectures=("Qwen2ForCausalLM",)))
     sets = ("model.builtin=null", "model.path=/m", "rollout.tensor_parallel=4", "cluster.gpus_per_node=4")
     assert findings(*sets, inputs=inputs) == [
         ("error: rollout.tensor_parallel: 4 does not divide the 14 attention heads of /m", "use a divisor"),
@@ -276,12 +276,26 @@ def test_mixed_replicas_are_judged_one_by_one():
     assert [text.split(":")[1].strip() for text, _ in found] == ["rollout.replicas"]
 
 
-def test_a_profile_folder_without_a_profile(tmp_path):
-    plan = planned(f"quantization.profile={tmp_path}")
-    problem = f"{tmp_path}: the folder has no profile.safetensors"
-    assert read_inputs(plan, ask_hub=False).profile_problem == problem
-    found = judge(plan, host=HOST, inputs=dataclasses.replace(INPUTS, profile_problem=problem))
-    assert [each.text for each in found] == [f"error: quantization.profile: {problem}"]
+def test_a_profile_that_is_none_is_a_finding():
+    problem = "/p: the folder has no profile.safetensors"
+    found = findings(inputs=with_inputs(profile_problem=problem))
+    remedy = "point to a folder made by `appliance profile`, or use `auto`"
+    assert found == [(f"error: quantization.profile: {problem}", remedy)]
+
+
+def test_a_model_class_that_the_engine_does_not_know(tmp_path):
+    for scheme in ("int8", "bf16"):
+        sets = ("model.builtin=null", f"model.path={tmp_path}", f"rollout.scheme={scheme}")
+        shape = ModelShape(heads=0, max_positions=0, architectures=("GPT2LMHeadModel",))
+        assert findings(*sets, inputs=with_inputs(model_shape=shape)) == [
+            (
+                f"error: model.path: {tmp_path}: GPT2LMHeadModel is not known to the quantised engine (known are "
+                "Qwen2ForCausalLM, Qwen3ForCausalLM, LlamaForCausalLM, MistralForCausalLM, Qwen3MoeForCausalLM); "
+                "missing for it are the list of its layers to quantise, the order of the tensors in its fused layers "
+                "and its row in the engine's matrix test",
+                "use a model of a known family",
+            )
+        ]
 
 
 def test_findings_as_lines_and_as_json():

@@ -1,0 +1,61 @@
+"""Is the profile that a recipe names one for its plan? Read without torch: the file's header and the model's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from appliance.errors import EngineError
+from appliance.plan.model import RunPlan
+from appliance.quant.files import PROFILE_FILE, read_file_header, tensor_shapes
+from appliance.quant.scheme import Scheme
+
+_SCALE = "smoothing."  # before a norm's name in the file: `quant.smoothing.scale_key`
+
+
+@dataclass(frozen=True)
+class _Profile:
+    """norms: channels by name of the smoothed norm, as its scales in the file have them."""
+
+    scheme: Scheme
+    norms: tuple[tuple[str, int], ...]
+
+
+def profile_problem(plan: RunPlan) -> str:
+    """Why the folder of `quantization.profile` has no profile for this plan; empty where it has, or none is named."""
+    if plan.profile is None or not plan.profile.source:
+        return ""
+    source = Path(plan.profile.source)
+    if not (source / PROFILE_FILE).is_file():
+        return f"{source}: the folder has no {PROFILE_FILE}"
+    try:
+        profile = _read(source)
+    except EngineError as error:
+        return error.message
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        return f"{source / PROFILE_FILE}: its header cannot be used: {type(error).__name__}: {error}"
+    if profile.scheme is not plan.profile.scheme:
+        return f"{source}: a profile for `{profile.scheme}`, and the plan's scheme is `{plan.profile.scheme}`"
+    return _of_another_model(profile, source=source, model=Path(plan.model.path))
+
+
+def _read(source: Path) -> _Profile:
+    """Raises EngineError for what is no profile; KeyError, TypeError and ValueError for a header that lacks a part."""
+    header, shapes = read_file_header(source), tensor_shapes(source)
+    norms = [each["norm"] for each in header["smoothing"]]
+    list(header["suggested_ignore"])  # what a run reads besides
+    return _Profile(Scheme(header["scheme"]), tuple((norm, *shapes[_SCALE + norm]) for norm in norms))
+
+
+def _of_another_model(profile: _Profile, *, source: Path, model: Path) -> str:
+    """What the profile smooths and the model has not; nothing of a model that is not here yet, or cannot be read."""
+    try:
+        have = tensor_shapes(model) if model.is_absolute() else {}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return ""  # the model's own finding
+    for norm, channels in profile.norms if have else ():
+        if norm not in have:
+            return f"{source}: of another model: it smooths {norm}, which {model} does not have"
+        if have[norm] != (channels,):
+            return f"{source}: of another model: {norm} has {channels} channels there and {have[norm][-1]} in {model}"
+    return ""

@@ -1,0 +1,93 @@
+"""A named profile is read before a run: whether it is one, for this scheme, of this model."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from appliance.plan.build import build_plan
+from appliance.preflight import probes
+from appliance.recipe.load import load_recipe
+
+NORM = "model.layers.0.input_layernorm.weight"
+HEADER = {
+    "schema_version": 1,
+    "scheme": "int8",
+    "smoothing": [{"norm": NORM, "linears": []}],
+    "suggested_ignore": [],
+}
+
+
+def write_tensors(file: Path, *, shapes: dict[str, list[int]], header: dict | None = None) -> None:
+    """A safetensors file whose tensors are never read."""
+    entries: dict = {name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()}
+    if header is not None:
+        entries["__metadata__"] = {"appliance": json.dumps(header)}
+    text = json.dumps(entries).encode()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+
+
+def write_profile(folder: Path, *, header: dict = HEADER, channels: int = 64) -> Path:
+    shapes = {f"smoothing.{each['norm']}": [channels] for each in header.get("smoothing", ())}
+    write_tensors(folder / "profile.safetensors", shapes=shapes, header=header)
+    return folder
+
+
+def problem(tmp_path: Path, *sets: str) -> str:
+    """With a model of one norm of 64 channels and the profile in `p`."""
+    write_tensors(tmp_path / "model" / "model.safetensors", shapes={NORM: [64]})
+    given = ("model.builtin=null", f"model.path={tmp_path}/model", f"quantization.profile={tmp_path}/p", *sets)
+    recipe = load_recipe("arithmetic-tiny-int8", sets=given)
+    plan = build_plan(recipe, run_dir=tmp_path / "runs" / "a-1", host=probes.read_host(tmp_path))
+    return probes.read_inputs(plan, ask_hub=False).profile_problem
+
+
+def test_a_profile_of_this_model_and_scheme_is_taken_without_a_yaml_file(tmp_path):
+    write_profile(tmp_path / "p")
+    assert problem(tmp_path) == ""
+
+
+def test_a_folder_without_a_profile(tmp_path):
+    (tmp_path / "p").mkdir()
+    assert problem(tmp_path) == f"{tmp_path}/p: the folder has no profile.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"{}", "not a safetensors file"),
+        (b"", "not a safetensors file"),
+        ((2).to_bytes(8, "little") + b"[]", "not a safetensors file"),
+        ((2).to_bytes(8, "little") + b"{}", "not a profile of schema version 1"),
+    ],
+)
+def test_a_file_that_is_no_profile(tmp_path, content, said):
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / "profile.safetensors").write_bytes(content)
+    assert problem(tmp_path) == f"{tmp_path}/p/profile.safetensors: {said}"
+
+
+def test_a_header_that_lacks_a_part(tmp_path):
+    write_profile(tmp_path / "p", header={"schema_version": 1, "scheme": "int8", "smoothing": []})
+    file = f"{tmp_path}/p/profile.safetensors"
+    assert problem(tmp_path) == f"{file}: its header cannot be used: KeyError: 'suggested_ignore'"
+
+
+def test_a_profile_for_another_scheme(tmp_path):
+    write_profile(tmp_path / "p")
+    said = f"{tmp_path}/p: a profile for `int8`, and the plan's scheme is `fp8-channel`"
+    assert problem(tmp_path, "rollout.scheme=fp8-channel") == said
+
+
+def test_a_profile_of_a_model_with_other_layers(tmp_path):
+    other = "model.layers.1.input_layernorm.weight"
+    write_profile(tmp_path / "p", header={**HEADER, "smoothing": [{"norm": other, "linears": []}]})
+    said = f"{tmp_path}/p: of another model: it smooths {other}, which {tmp_path}/model does not have"
+    assert problem(tmp_path) == said
+
+
+def test_a_profile_of_a_wider_model(tmp_path):
+    write_profile(tmp_path / "p", channels=128)
+    said = f"{tmp_path}/p: of another model: {NORM} has 128 channels there and 64 in {tmp_path}/model"
+    assert problem(tmp_path) == said
