@@ -14,7 +14,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from appliance import patch
-from appliance.engine.config import KeptExpertsMethod, KeptLinearMethod, is_router
+from appliance.engine.config import KeptExpertsMethod, KeptLinearMethod, is_router, require_ignored_layers
 from appliance.engine.families import require_known_layers
 from appliance.engine.head import Fp32HeadMethod
 from appliance.engine.native import native_kernel_name, native_scheme
@@ -85,7 +85,9 @@ def attest_rollout_worker(model: Module, *, vllm_config: Any, rank: int) -> None
     """Write `attest/rollout-<replica>-<rank>.json`. Outside a run of ours (no plan named) there is nothing to write to.
 
     rank: within the engine (tensor parallel). The attested rank counts over replicas: replica * tensor_parallel + rank.
+    Raises EngineError, outside a run too, where the model is not what the settings say.
     """
+    require_ignored_layers(model, vllm_config.quant_config)
     plan_path = os.environ.get(PLAN_VARIABLE)
     if not plan_path:
         return

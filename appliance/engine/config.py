@@ -15,7 +15,10 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
-from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
+from vllm.model_executor.layers.quantization.compressed_tensors.utils import (
+    check_equal_or_regex_match,
+    should_ignore_layer,
+)
 from vllm.model_executor.layers.utils import MOE_LAYER_ROUTER_GATE_SUFFIXES
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
@@ -123,6 +126,34 @@ class ApplianceConfig(QuantizationConfig):
     def _is_ignored(self, prefix: str) -> bool:
         ignore = [*self.quantisation.ignore, *self._kept]
         return should_ignore_layer(prefix, ignore=ignore, fused_mapping=FUSED_LAYERS)
+
+
+def require_ignored_layers(model: Module, config: object) -> None:
+    """Every entry of `ignore` that a user wrote names a layer: one that is misspelt would quantise what was to be kept.
+
+    config: vLLM's quantisation config of the engine; another one than ours has nothing to check.  A profile's own
+    entries are not checked: it names each part that is there.  Raises EngineError.
+    """
+    if not isinstance(config, ApplianceConfig):
+        return
+    names = [
+        name
+        for name, layer in model.named_modules()
+        if hasattr(layer, "quant_method") or any(True for _ in layer.parameters(recurse=False))
+    ]
+    for entry in config.quantisation.ignore:
+        if not any(_names_layer(entry, name) for name in names):
+            raise EngineError(
+                f"ignore: `{entry}` is no layer of this model",
+                hint="write the whole name, such as model.layers.0.mlp.down_proj, or `re:` and a pattern",
+            )
+
+
+def _names_layer(entry: str, name: str) -> bool:
+    """As should_ignore_layer has it: a fused layer goes by the names of its parts, or by its own, exactly."""
+    parent, _, leaf = name.rpartition(".")
+    parts = [f"{parent}.{part}" for part in FUSED_LAYERS.get(leaf, [leaf])] if parent else [name]
+    return entry == name or any(check_equal_or_regex_match(part, [entry]) for part in parts)
 
 
 def is_router(layer: Module, *, prefix: str) -> bool:

@@ -149,6 +149,7 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
             layers=report.proven.layers,
             layers_proven=report.proven.layers_proven,
             parameters_proven=report.proven.parameters,
+            unproven=report.proven.unproven,
             waiting_bytes=report.waiting_bytes,
             digest_s=report.digest_s,
             proof_s=report.proof_s,

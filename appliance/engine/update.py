@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import textwrap
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -26,9 +27,9 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from appliance.engine.experts import pack_experts_anew
 from appliance.engine.proof import Proven, SyncProof
 from appliance.engine.telemetry import TelemetryTap
-from appliance.errors import SyncError
+from appliance.errors import EngineError, NumericsError, SyncError
 from appliance.quant.manifest import MANIFEST_NAME, Manifest, TensorRecord, check_arrival, read_manifest, record
-from appliance.quant.smoothing import Smoothing, fold
+from appliance.quant.smoothing import Smoothing, fold, require_all_folded
 from appliance.run.acknowledge import Telemetry
 
 Bucket = list[tuple[str, Tensor]]
@@ -138,22 +139,42 @@ class WeightUpdate:
             self._tally.digest_s += time.perf_counter() - started
         if not _is_finite(tensor):
             self._fail(f"{name} has a value that is not finite", f"brought values that are not finite in {name}")
-        folded = fold(name, tensor, smoothing=self._smoothing)
-        self._expect(
-            name, folded, known=self._arrived[name].digest if name in self._arrived and folded is tensor else ""
-        )
-        if not self._give(name, folded) and not self._is_tied_head(name):
+        with self._naming(name):
+            folded = fold(name, tensor, smoothing=self._smoothing)
+            known = self._arrived[name].digest if name in self._arrived and folded is tensor else ""
+            fits = self._expect(name, folded, known=known)
+            given = self._give(name, folded)
+        if not given and not self._is_tied_head(name):
             self._fail(f"{name} is not a weight of this model", f"brought {name}, which this model does not have")
+        if not fits:
+            shape = list(tensor.shape)
+            self._fail(f"{name} of shape {shape} is not as large as the model's", f"brought {name} in another shape")
         self._names.add(name)
         self._tally.bytes += tensor.nbytes
         self._count_waiting(name, folded)
 
-    def _expect(self, name: str, tensor: Tensor, *, known: str) -> None:
-        """What the model must hold and answer, before vLLM gets the tensor. Shapes are vLLM's to refuse."""
+    @contextmanager
+    def _naming(self, what: str) -> Iterator[None]:
+        """What goes wrong with one tensor is a SyncError that names it: a sync has one way to end, and one exit code."""
+        self.broken = f"failed at {what}"
+        try:
+            yield
+        except SyncError:
+            raise
+        except (NumericsError, EngineError) as error:
+            said = error.message if what in error.message else f"{what}: {error.message}"
+            raise SyncError(f"weight update: {said}", hint=error.hint) from error
+        self.broken = "did not finish"
+
+    def _expect(self, name: str, tensor: Tensor, *, known: str) -> bool:
+        """What the model must hold and answer, before vLLM gets the tensor. False: the shape is another one; vLLM's
+        words for that come first, but its loaders take some (a bias that is too long)."""
         started = time.perf_counter()
-        if self._proof.fits(name, tensor):
+        fits = self._proof.fits(name, tensor)
+        if fits:
             self._proof.take(name, tensor, known=known)
         self._tally.proof_s += time.perf_counter() - started
+        return fits
 
     def _take_manifest(self, tensor: Tensor) -> None:
         if self._manifest is not None:
@@ -199,9 +220,11 @@ class WeightUpdate:
             shown = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
             self.broken = f"left {len(missing)} layers incomplete"
             raise SyncError(f"weight update: {len(missing)} layers did not receive all their weights: {shown}")
-        finalize_layerwise_reload(self.model, self.model_config)
-        for layer in tied:
-            _process_again(layer)
+        self._check_smoothing()
+        with self._naming("the layers that are completed last"):
+            finalize_layerwise_reload(self.model, self.model_config)
+            for layer in tied:
+                _process_again(layer)
         return self._prove()
 
     def _check_arrival(self) -> None:
@@ -216,6 +239,28 @@ class WeightUpdate:
                 f"this worker has taken {self._sync - 1} before"
             )
         check_arrival(self._manifest, self._arrived)
+        self._check_tied_head()
+
+    def _check_tied_head(self) -> None:
+        """vLLM drops the tensor of a tied head unread: it must be the embedding."""
+        head = next((name for name in self._arrived if self._is_tied_head(name)), None)
+        source = self._proof.source_of("lm_head")
+        if head is None or source not in self._arrived:
+            return
+        ours, embedding = self._arrived[head].digest, self._arrived[source].digest
+        if ours != embedding:
+            raise SyncError(
+                f"weight update {self._sync}: this model's head is tied, and {head} is not {source}: "
+                f"digests {ours} and {embedding}"
+            )
+
+    def _check_smoothing(self) -> None:
+        """A norm divided by its scales and a linear layer that was not multiplied by them is another function."""
+        try:
+            require_all_folded(self._names, smoothing=self._smoothing)
+        except EngineError as error:
+            self.broken = "was smoothed by a profile of another model"
+            raise SyncError(f"weight update {self._sync}: {error.message}", hint=error.hint) from error
 
     def _prove(self) -> SyncReport:
         self.broken = "could not be proven"

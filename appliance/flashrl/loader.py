@@ -17,9 +17,10 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from appliance.engine.attest import live_scheme
+from appliance.engine.config import require_ignored_layers
 from appliance.flashrl.log import LOGGER
 from appliance.quant.settings import METHOD_NAME, quantisation_from_config
-from appliance.quant.smoothing import Smoothing, fold, load_smoothing
+from appliance.quant.smoothing import Smoothing, fold, load_smoothing, require_all_folded
 
 LOAD_FORMAT = "appliance"
 
@@ -43,14 +44,18 @@ class SmoothingLoader(DefaultModelLoader):
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Module:
         model = super().load_model(vllm_config, model_config, prefix)
+        require_ignored_layers(model, vllm_config.quant_config)
         LOGGER.info("rank %d has the %s", vllm_config.parallel_config.rank, _described(model))
         return model
 
     def get_all_weights(self, model_config: Any, model: Module) -> Generator[tuple[str, Tensor], None, None]:
-        """(name, tensor) of the checkpoint, after smoothing."""
+        """(name, tensor) of the checkpoint, after smoothing. Raises EngineError for a profile of another model."""
         smoothing = smoothing_of(model_config)
+        names = set()
         for name, tensor in super().get_all_weights(model_config, model):
+            names.add(name)
             yield name, fold(name, tensor, smoothing=smoothing)
+        require_all_folded(names, smoothing=smoothing)
 
 
 def _described(model: Module) -> str:

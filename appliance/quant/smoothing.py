@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,6 +90,20 @@ def fold(name: str, tensor: Tensor, *, smoothing: Smoothing) -> Tensor:
     if not torch.equal(folded * factor_K.reciprocal().to(tensor.dtype), tensor):
         raise NumericsError(f"{name}: a value times its smoothing scale does not fit {_short(tensor.dtype)}")
     return folded
+
+
+def require_all_folded(names: Iterable[str], *, smoothing: Smoothing) -> None:
+    """names: every parameter of a model that `fold` was given.
+
+    Raises EngineError when a part of a group was not among them: its norm and its layers would not belong together.
+    """
+    folded = {_key(name) for name in names}
+    parts = [part for group in smoothing.groups for part in (group.norm, *group.linears)]
+    missing = [part for part in parts if _key(part) not in folded]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        message = f"the profile smooths {missing[0]}{more}, which this model does not have"
+        raise EngineError(message, hint="the profile is of another model: make it again with `appliance profile`")
 
 
 def power_of_two(scale_K: Tensor) -> Tensor:

@@ -45,6 +45,7 @@ class Acknowledgement:
     sync: number of the update, from 1.  manifest: as `Sent.manifest`.  bytes: of all tensors.
     layers_proven: of `layers`, those whose kernel answered the probe as the tensor received does.
     parameters_proven: parameters that are used as they are, and are bit for bit what was received.
+    unproven: tensors of which nothing but their digest is known.
     waiting_bytes: most that waited at once for the rest of a layer.  telemetry: None where nothing is quantised.
     """
 
@@ -57,6 +58,7 @@ class Acknowledgement:
     layers: int
     layers_proven: int
     parameters_proven: int
+    unproven: int
     waiting_bytes: int
     digest_s: float
     proof_s: float
@@ -137,6 +139,10 @@ def _problems(
         return [f"{who} has proven {_number(taken)}"]
     if not (sent.manifest == taken.manifest == manifest):
         return [f"{who} took the weights {taken.manifest}, it was sent {sent.manifest}, the first rank {manifest}"]
+    if taken.telemetry is not None and taken.layers_proven < (taken.layers if sync == 1 else 0):
+        return [f"{who} has proven {taken.layers_proven} of {taken.layers} layers"]
+    if taken.telemetry is not None and not taken.layers:  # layers of ours were quantised
+        return [f"{who} has proven none of its layers"]
     return []
 
 

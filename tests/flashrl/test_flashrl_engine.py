@@ -117,8 +117,8 @@ def folded_checkpoint(folder: Path, *, profile: Path, to: Path) -> Path:
     return to
 
 
-def write_smoothing(folder: Path, *, hidden: int) -> Path:
-    """A profile with nothing but the smoothing of the first layer's two norms, by 1/2, 1 and 4 in turn."""
+def write_smoothing(folder: Path, *, hidden: int, layer: int = 0) -> Path:
+    """A profile with nothing but the smoothing of one layer's two norms, by 1/2, 1 and 4 in turn."""
     import torch
 
     from appliance.quant.profile import Origin, Profile, Settings, write_profile
@@ -128,8 +128,8 @@ def write_smoothing(folder: Path, *, hidden: int) -> Path:
     readers = {"input_layernorm": ("self_attn", "qkv"), "post_attention_layernorm": ("mlp", ("gate", "up"))}
     groups = tuple(
         SmoothingGroup(
-            norm=f"model.layers.0.{norm}.weight",
-            linears=tuple(f"model.layers.0.{block}.{part}_proj.weight" for part in parts),
+            norm=f"model.layers.{layer}.{norm}.weight",
+            linears=tuple(f"model.layers.{layer}.{block}.{part}_proj.weight" for part in parts),
             scale_K=scale_K,
         )
         for norm, (block, parts) in readers.items()
@@ -154,6 +154,19 @@ def test_smoothing_is_folded_in_when_weights_are_read(
     if reloaded:
         flashrl.setenv("FLASHRL_TEST_RELOAD", str(second))
     assert start(first if reloaded else second).generate() == wanted
+
+
+def test_a_profile_of_another_model_is_refused_when_weights_are_read(
+    two_checkpoints, tmp_path: Path, flashrl: pytest.MonkeyPatch
+) -> None:
+    """Its layer 9 is not there: the parts that are would be half of a group in a model with other names."""
+    from appliance.errors import EngineError
+
+    write_smoothing(tmp_path / "profile", hidden=64, layer=9)
+    (tmp_path / "q.yaml").write_text("configs: [{fn: int8, profile: profile}]")
+    flashrl.setenv("FLASHRL_CONFIG", str(tmp_path / "q.yaml"))
+    with pytest.raises(EngineError, match=r"the profile smooths model\.layers\.9\..* which this model does not have"):
+        start(two_checkpoints[0])
 
 
 def test_a_reload_that_misses_a_tensor_stops_the_engine(

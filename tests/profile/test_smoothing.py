@@ -10,7 +10,14 @@ import torch
 from tiny_models import tiny, tokens
 
 from appliance.errors import EngineError, NumericsError
-from appliance.quant.smoothing import Smoothing, SmoothingGroup, fold, load_smoothing, power_of_two
+from appliance.quant.smoothing import (
+    Smoothing,
+    SmoothingGroup,
+    fold,
+    load_smoothing,
+    power_of_two,
+    require_all_folded,
+)
 
 
 def random_groups(model: torch.nn.Module, *, seed: int) -> Smoothing:
@@ -84,3 +91,17 @@ def test_the_nearest_power_of_two_is_nearest_in_the_exponent() -> None:
 def test_a_missing_profile_is_named(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=re.escape(f"{tmp_path / 'profile.safetensors'}: no such profile")):
         load_smoothing(tmp_path)
+
+
+def test_every_part_of_a_group_must_have_been_folded() -> None:
+    """One expert stands for all; a norm or a layer that is missing means another model."""
+    linears = ("l.mlp.gate.weight", "l.mlp.experts.gate_up_proj")
+    smoothing = Smoothing((SmoothingGroup("l.post_attention_layernorm.weight", linears, torch.ones(2)),))
+    names = {"l.post_attention_layernorm.weight", "l.mlp.gate.weight", "l.mlp.experts.7.up_proj.weight", "other"}
+    require_all_folded(names, smoothing=smoothing)
+    require_all_folded(set(), smoothing=Smoothing())
+    for missing in names - {"other"}:
+        with pytest.raises(EngineError, match=r"^the profile smooths l\..*, which this model does not have$"):
+            require_all_folded(names - {missing}, smoothing=smoothing)
+    with pytest.raises(EngineError, match=r"post_attention_layernorm\.weight and 2 more"):
+        require_all_folded({"other"}, smoothing=smoothing)

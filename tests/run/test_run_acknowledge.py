@@ -28,6 +28,7 @@ TAKEN = Acknowledgement(
     layers=2,
     layers_proven=2,
     parameters_proven=1,
+    unproven=0,
     waiting_bytes=4,
     digest_s=0.2,
     proof_s=0.3,
@@ -104,6 +105,25 @@ def test_replicas_that_were_sent_different_weights_are_found(tmp_path: Path) -> 
     with pytest.raises(SyncError) as raised:
         check(tmp_path)
     assert raised.value.message.count("took the weights xyz, it was sent xyz, the first rank abc") == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"layers_proven": 1}, "1 of 2 layers"), ({"layers": 0, "layers_proven": 0}, "none of its layers")],
+)
+def test_an_acknowledgement_that_leaves_quantised_layers_unproven_is_refused(
+    tmp_path: Path, changes: dict, said: str
+) -> None:
+    """The first update proves all of them; layers that vLLM's own methods quantise have no telemetry."""
+    write(tmp_path, taken={(0, 1): changes})
+    with pytest.raises(SyncError) as raised:
+        check(tmp_path)
+    assert raised.value.message == f"weight update 1: rollout rank 1 of replica 0 has proven {said}"
+
+
+def test_a_later_update_may_prove_a_part_of_the_layers(tmp_path: Path) -> None:
+    write(tmp_path, sync=2, taken={place: {"layers_proven": 0} for place in PLACES})
+    check(tmp_path, sync=2)
 
 
 def test_bf16_engines_have_no_telemetry(tmp_path: Path) -> None:

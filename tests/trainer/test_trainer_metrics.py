@@ -53,6 +53,7 @@ TAKEN = Acknowledgement(
     bytes=1000,
     layers=13,
     layers_proven=13,
+    unproven=0,
     parameters_proven=17,
     waiting_bytes=100,
     digest_s=0.5,

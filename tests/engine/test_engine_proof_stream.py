@@ -1,0 +1,148 @@
+"""What a stream may not bring, although its digests are right: each is a SyncError that names the tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from faults import BIAS, EMBEDDING, NORM, WEIGHT, Bench, new_update, recover, sent, start_bench, take
+
+from appliance.engine.schedule import ask
+from appliance.errors import EngineError, NumericsError, SyncError
+from appliance.quant.smoothing import Smoothing, SmoothingGroup
+
+pytestmark = pytest.mark.engine
+
+WIDTH = 128
+QKV = tuple(f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv")
+
+
+@pytest.fixture(scope="module")
+def int8(checkpoints: tuple[Path, Path]) -> Iterator[Bench]:
+    yield from start_bench(checkpoints, scheme="int8")
+
+
+def refused(bench: Bench, stream: list, **settings: object) -> tuple[SyncError, str]:
+    """The error of an update, and why the engine takes no other one."""
+    update = new_update(bench.engine, **settings)
+    with pytest.raises(SyncError) as raised:
+        take(bench.engine, stream, update=update)
+    recover(bench.engine, bench.old)
+    return raised.value, update.broken
+
+
+def test_another_head_than_the_embedding_it_is_tied_to(int8: Bench) -> None:
+    """vLLM drops it unread: a trainer whose head moved would never show."""
+    embedding = dict(int8.new)[EMBEDDING]
+    take(int8.engine, sent([*int8.new, ("lm_head.weight", embedding)]))
+    recover(int8.engine, int8.old)
+    error, broken = refused(int8, sent([*int8.new, ("lm_head.weight", embedding * 2)]))
+    assert error.message.startswith(f"weight update 1: this model's head is tied, and lm_head.weight is not {EMBEDDING}")
+    assert broken == "brought something else than was sent"
+
+
+def test_a_value_that_smoothing_takes_out_of_the_format(int8: Bench) -> None:
+    """A NumericsError of the codec or of smoothing has another exit code: a sync has one way to end."""
+    group = SmoothingGroup("model.layers.0.input_layernorm.weight", QKV, torch.full((WIDTH,), 4096.0))
+    bad = [(name, torch.full_like(value, 3e38) if name == QKV[1] else value) for name, value in int8.new]
+    error, broken = refused(int8, sent(bad), smoothing=Smoothing((group,)))
+    assert error.message.startswith(f"weight update: {QKV[1]}: a value times its smoothing scale does not fit")
+    assert isinstance(error.__cause__, NumericsError) and error.exit_code == 4
+    assert broken == f"failed at {QKV[1]}"
+
+
+def test_a_quantiser_that_fails_is_a_failed_update(int8: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In what vLLM does with a complete layer; the error names the tensor that completed it."""
+    from appliance.engine import int8 as methods
+
+    original, failed = methods.quantise_for_kernel, []
+
+    def refuse_once(*args: object, **kwargs: object) -> object:
+        if failed:
+            return original(*args, **kwargs)
+        failed.append(True)
+        raise NumericsError("a weight to quantise has a value that is not finite")
+
+    monkeypatch.setattr(methods, "quantise_for_kernel", refuse_once)
+    error, _ = refused(int8, sent(int8.new))
+    assert error.message.startswith("weight update: model.layers.0.")
+    assert error.message.endswith(".weight: a weight to quantise has a value that is not finite")
+
+
+def test_a_bias_that_is_too_long(int8: Bench) -> None:
+    """vLLM's loader takes the first part of it."""
+    bias = dict(int8.new)[BIAS]
+    bad = [(name, torch.cat([value, value]) if name == BIAS else value) for name, value in int8.new]
+    error, broken = refused(int8, sent(bad))
+    shape = [2 * len(bias)]
+    said = f"weight update: {BIAS} of shape {shape} is not as large as the model's"
+    assert error.message == said or error.message.startswith(f"weight update: vLLM refused {BIAS} of shape {shape}")
+    assert broken.startswith(f"brought {BIAS}")
+
+
+@pytest.mark.parametrize(
+    ("missing", "changes"),
+    [
+        ("model.layers.9.input_layernorm.weight", {"norm": "model.layers.9.input_layernorm.weight"}),
+        ("model.layers.0.self_attn.g_proj.weight", {"linears": (*QKV, "model.layers.0.self_attn.g_proj.weight")}),
+    ],
+)
+def test_smoothing_of_another_model(missing: str, changes: dict, int8: Bench) -> None:
+    """Layers that were multiplied and a norm that was not divided would be another function."""
+    wanted = {"norm": "model.layers.0.input_layernorm.weight", "linears": QKV}
+    group = SmoothingGroup(**(wanted | changes), scale_K=torch.full((WIDTH,), 2.0))
+    error, broken = refused(int8, sent(int8.new), smoothing=Smoothing((group,)))
+    assert error.message == f"weight update 1: the profile smooths {missing}, which this model does not have"
+    assert "of another model" in error.hint
+    assert broken == "was smoothed by a profile of another model"
+
+
+def test_vllms_own_quantising_methods_are_unproven_not_refused(int8: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their weight lies as codes in a layout of vLLM's: only its digest is checked, and the count says so."""
+    from appliance.engine import proof
+
+    layer = int8.engine.model.get_submodule("model.layers.1.mlp.gate_up_proj")
+    how = proof._how
+    monkeypatch.setattr(proof, "_is_native", lambda one: one is layer)
+    monkeypatch.setattr(proof, "_how", lambda one: None if one is layer else how(one))
+    report = take(int8.engine, sent(int8.new))
+    recover(int8.engine, int8.old)
+    assert (report.proven.layers, report.proven.layers_proven, report.proven.unproven) == (12, 12, 2)
+
+
+def test_the_layers_of_an_update_are_those_whose_turn_it_is(int8: Bench) -> None:
+    update = new_update(int8.engine, prove_every=8)
+    for number in range(1, 18):
+        proven = take(int8.engine, sent(int8.new, number=number), update=update).proven
+        turns = update._proof._turns
+        due = {name for name in update._proof._provable if ask(turns[name], sync=number, every=8)}
+        assert set(update._proof._kernels) == due and proven.layers_proven == len(due)
+        assert (len(due) == 13) == (number in (1, 8, 16))
+    recover(int8.engine, int8.old)
+
+
+def test_an_entry_of_ignore_that_keeps_nothing(int8: Bench) -> None:
+    """A name that is misspelt would quantise what was to be kept."""
+    from appliance.engine.config import ApplianceConfig, require_ignored_layers
+    from appliance.quant.scheme import Scheme
+    from appliance.quant.settings import Quantisation
+
+    good = ("model.layers.0.mlp.gate_proj", "model.layers.1.mlp.gate_up_proj", "re:.*o_proj$", "re:.*q_proj", "lm_head")
+    require_ignored_layers(int8.engine.model, ApplianceConfig(Quantisation(Scheme.INT8, ignore=good)))
+    for bad in ("model.layers.7.mlp.gate_proj", "re:.*o_prj$", "o_proj"):
+        config = ApplianceConfig(Quantisation(Scheme.INT8, ignore=(*good, bad)))
+        with pytest.raises(EngineError) as raised:
+            require_ignored_layers(int8.engine.model, config)
+        assert raised.value.message == f"ignore: `{bad}` is no layer of this model"
+
+
+def test_the_worker_refuses_an_entry_of_ignore_that_keeps_nothing(checkpoints: tuple[Path, Path]) -> None:
+    with pytest.raises(EngineError, match="ignore: `o_proj` is no layer of this model"):
+        for bench in start_bench(checkpoints, scheme="int8", ignore=("o_proj",)):
+            bench.engine.llm.collective_rpc("monkey_patch_model", args=(512,))
+
+
+def test_constants_are_of_the_model(int8: Bench) -> None:
+    assert {NORM, WEIGHT, EMBEDDING, BIAS, *QKV} <= {name for name, _ in int8.new}
