@@ -11,11 +11,17 @@ from appliance.recipe.schema import Recipe
 
 
 def to_plain(recipe: Recipe) -> dict[str, Any]:
-    """JSON values, every key written out, in the order of the schema. The correction's usual limits become values."""
+    """JSON values, every key written out, in the order of the schema. The correction's usual limits become values.
+
+    Without a profile to make, what it would be made by is left out: no value of it would be true.
+    """
     plain = recipe.model_dump(mode="json", exclude={"extends"})
     correction = recipe.correction
     hold = limits(correction.method, cap=correction.cap, bounds=correction.bounds)
     plain["correction"] |= {"cap": hold.cap, "bounds": list(hold.bounds) if hold.bounds else None}
+    if recipe.quantization.profile != "auto":
+        for key in ("smoothing", "error_budget"):
+            del plain["quantization"][key]
     return plain
 
 

@@ -98,6 +98,9 @@ def _apply_set(tree: dict[str, Node], option: str, *, problems: list[Problem]) -
     if path[0] in _RESERVED_FOR_FILES:
         problems.append((f"{place}: `{path[0]}` cannot be set here", "write it into a recipe file"))
         return
+    if not text.strip():  # as `key:` in a file
+        _put(tree, path, value=None, place=place)
+        return
     node, found = parse(text.encode("utf-8", "surrogateescape"), file=place)
     problems.extend((message.replace(f"{place}:1: ", f"{place}: "), hint) for message, hint in found)
     _put(tree, path, value=node.value if node else Refused.VALUE, place=place)

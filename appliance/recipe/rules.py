@@ -120,10 +120,13 @@ def _quantization(recipe: Recipe) -> Iterator[Broken]:
     for rule in quantization.ignore:
         if rule.startswith("re:") and (problem := _pattern_problem(rule[3:])):
             yield Broken(("quantization.ignore",), f"`{rule}` is not a regular expression: {problem}", "correct it")
-    if quantization.profile == "none":
+    if quantization.profile != "auto":
+        is_none = quantization.profile == "none"
         for key in ("smoothing", "error_budget"):
-            if key in quantization.model_fields_set and getattr(quantization, key):
-                message = "it comes from the profile, and `profile` is `none`"
+            value = getattr(quantization, key)
+            if key in quantization.model_fields_set and (value if is_none else value is not None):
+                has = "is `none`" if is_none else f"is made already: {quantization.profile}"
+                message = f"it comes from the profile, and `profile` {has}"
                 yield Broken((f"quantization.{key}", "quantization.profile"), message, "remove one of them")
 
 

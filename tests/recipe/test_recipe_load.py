@@ -229,3 +229,26 @@ def test_the_resolved_recipe_reads_back_the_same_with_its_limits(write, method):
 def test_messages_do_not_carry_a_whole_value(write):
     problems = problems_of(write(MINIMAL + f"seed: {'x' * 5000}\n"))
     assert all(len(message) < 200 for message, _ in problems), json.dumps(problems)
+
+
+@pytest.mark.parametrize("profile", ["none", "/some/profile"])
+def test_a_recipe_without_a_profile_to_make_reads_back_the_same(tmp_path, profile):
+    recipe = load_recipe("arithmetic-tiny-int8", sets=(f"quantization.profile={profile}",))
+    (tmp_path / "again.yaml").write_text(to_yaml(recipe))
+    assert load_recipe(str(tmp_path / "again.yaml"), sets=()).quantization == recipe.quantization
+
+
+def test_nothing_after_the_equals_sign_is_null():
+    assert load_recipe("arithmetic-tiny-int8", sets=("task.train_file= ",)).task.train_file is None
+    with pytest.raises(RecipeError) as raised:
+        load_recipe("arithmetic-tiny-int8", sets=("quantization.profile=",))
+    assert raised.value.problems == [
+        ("--set quantization.profile=: quantization.profile: expected text, got nothing", "")
+    ]
+
+
+def test_an_empty_list_is_told_in_our_words():
+    with pytest.raises(RecipeError) as raised:
+        load_recipe("arithmetic-tiny-int8", sets=("rollout.replicas=[]",))
+    fact = "--set rollout.replicas=[]: rollout.replicas: expected at least one value, got none"
+    assert raised.value.problems == [(fact, "null leaves it out")]

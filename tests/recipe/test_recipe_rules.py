@@ -192,6 +192,20 @@ def only(*sets: str) -> tuple[str, str]:
             ),
         ),
         (
+            ("quantization.profile=/p", "quantization.smoothing=0"),
+            (
+                "quantization.smoothing: it comes from the profile, and `profile` is made already: /p",
+                "remove one of them",
+            ),
+        ),
+        (
+            ("quantization.profile=/p", "quantization.error_budget=0.1"),
+            (
+                "quantization.error_budget: it comes from the profile, and `profile` is made already: /p",
+                "remove one of them",
+            ),
+        ),
+        (
             ("quantization.profile=none", "quantization.smoothing=0.5"),
             ("quantization.smoothing: it comes from the profile, and `profile` is `none`", "remove one of them"),
         ),
