@@ -10,17 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from appliance.bench.command import _shapes_workload, _why_not_kept
+from appliance.bench.command import _recipe_workload, _shapes_workload, _why_not_kept
 from appliance.bench.job import EngineFacts, Job, Measurement, Shapes, judge, parse_shapes, read_job, read_measurements
 from appliance.bench.show import table
 from appliance.errors import RecipeError
-from appliance.plan.build import installed_versions
+from appliance.plan.build import build_plan, installed_versions
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.stored import ResultKey
 from appliance.preflight.probes import read_host
 from appliance.quant.device import why_not
 from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
+from appliance.recipe.load import load_recipe
 
 BENCH = [sys.executable, "-m", "appliance", "bench", "arithmetic-tiny-int8"]
 
@@ -252,3 +253,27 @@ def test_a_scheme_named_twice_is_refused(tmp_path: Path) -> None:
     done = bench(tmp_path, "--schemes", "bf16,int8,bf16")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[0] == "error: --schemes: a scheme is named twice"
+
+
+class Asked(Exception):
+    """Ends the start of an engine with what was asked of it."""
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("trusted", [False, True])
+def test_an_engine_is_asked_for_as_a_run_asks(trusted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe's word on remote code, and BF16 whatever the checkpoint's own dtype is."""
+    from appliance.bench import measure
+
+    class Recorded(measure.LLM):
+        def __init__(self, model: str, **arguments: object) -> None:
+            raise Asked(model, arguments["trust_remote_code"], arguments["dtype"])
+
+    monkeypatch.setattr(measure, "LLM", Recorded)
+    sets = ("model.builtin=null", f"model.path={tmp_path}", f"model.trust_remote_code={str(trusted).lower()}")
+    recipe = load_recipe("arithmetic-tiny-int8", sets=sets)
+    plan = build_plan(recipe, run_dir=tmp_path / "run", host=read_host(tmp_path))
+    job = dataclasses.replace(make_job(memory_bytes=None), workload=_recipe_workload(plan))
+    with pytest.raises(Asked) as raised:
+        measure._engine(job, quantisation=job.engines[0], model_path=job.workload.model_path)
+    assert raised.value.args == (str(tmp_path), trusted, "bfloat16")
