@@ -6,8 +6,8 @@ MAKEFLAGS += --no-print-directory
 RECIPES := $(sort $(filter-out reference,$(basename $(notdir $(wildcard recipes/*.yaml)))))
 ARGS ?=
 
-demo: setup ## set up, then train the tiny model with INT8 rollouts, on any CPU
-	@.venv/bin/appliance train arithmetic-tiny-int8 $(ARGS)
+demo: setup ## set up, then train the tiny model with quantised rollouts, on any CPU
+	@.venv/bin/appliance train arithmetic-tiny-int8 --set rollout.scheme=auto $(ARGS)
 
 test: setup ## set up, then all tests: ARGS="-k sync" picks some
 	@.venv/bin/python -m pytest $(ARGS)

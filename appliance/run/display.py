@@ -42,7 +42,7 @@ def phase_text(phase: str) -> str:
 
 def title(plan: RunPlan) -> str:
     """`name: int8 rollouts, tis with cap 2`."""
-    rollout = f"{plan.rollout.scheme}{', emulated,' if plan.rollout.emulated else ''} rollouts"
+    rollout = f"{plan.rollout.label}{', emulated,' if plan.rollout.emulated else ''} rollouts"
     return f"{plan.name}: {rollout}, {plan.correction.text}"
 
 

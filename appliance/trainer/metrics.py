@@ -75,7 +75,7 @@ def step_metrics(
         **timings,
         "rollout_tokens_per_s": tokens / timing_s["gen"],
         **sync.metrics(),
-        "scheme": str(plan.rollout.scheme),
+        "scheme": plan.rollout.label,
         "emulated": plan.rollout.emulated,
         "mismatch_k3_kl": mismatch.k3_kl,
         "mismatch_kl": mismatch.kl,
