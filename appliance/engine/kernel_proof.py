@@ -52,7 +52,6 @@ BF16_U = 2.0**-8  # a unit of BF16 (twice its rounding error), relative
 TINY = 1e-35  # products of denormals may be flushed
 COLUMNS = 64
 _CHUNK_ELEMENTS = 1 << 20  # 2 MiB of BF16: codes are still in the core's cache when they are multiplied
-_SAMPLED_ROWS = 2  # of each chunk, quantised by the codec itself where a faster quantiser does the rest
 
 
 @dataclass(frozen=True)
@@ -112,10 +111,10 @@ class Int8Proof(KernelProof):
         whole_NK = rounded(tensor[slot.rows])
         probe_K = self.probe_K.to(whole_NK.device, torch.int8)
         rows = max(1, _CHUNK_ELEMENTS // whole_NK.shape[1])
-        sample = _Sample(whole_NK)
+        sample = _Sample(whole_NK, rows=rows, generator=self._generator)
         for start in range(0, len(whole_NK), rows):
             quantised = quantise_rows(whole_NK[start : start + rows])
-            sample.keep(quantised, rows=self._integers(0, len(quantised.codes_NK), count=_SAMPLED_ROWS), start=start)
+            sample.keep(quantised, start=start)
             part = slice(slot.start + start, slot.start + start + len(quantised.codes_NK))
             self._sums_N[part] = exact_product(quantised.codes_NK[:, slot.columns], probe_K)
             self._scale_N[part] = quantised.scale_N1.squeeze(1).cpu()
@@ -211,7 +210,7 @@ class Bf16Proof(KernelProof):
         blocks = -(-self.length // COLUMNS)  # the last one ends with the row, and may share columns with its neighbour
         first = min(ask.round % blocks * COLUMNS, max(0, self.length - COLUMNS))
         self._block = slice(first, min(first + COLUMNS, self.length))
-        self._probe_K = torch.zeros(self.length, device="cpu")
+        self._probe_K = torch.zeros(self.length, dtype=torch.float32, device="cpu")
         self._probe_K[self._block] = self._signs(len(self._probe_K[self._block])).float()
         self._answer_N = torch.zeros(self.num_channels, dtype=torch.float64, device="cpu")
         self._bound_N = torch.zeros(self.num_channels, dtype=torch.float64, device="cpu")
@@ -252,32 +251,36 @@ def quantise_rows(weight_NK: Tensor) -> Int8Weight:
 
 class _Sample:
     """Rows of a weight that the codec itself quantises: the engine uses the same quantiser as `quantise_rows`, and an
-    error of it would be in both answers. Other rows at each sync, some of every chunk."""
+    error of it would be in both answers. One of every chunk, another one at each sync."""
 
-    def __init__(self, weight_NK: Tensor) -> None:
+    def __init__(self, weight_NK: Tensor, *, rows: int, generator: torch.Generator) -> None:
+        """rows: of a chunk, but for the last."""
         self._weight_NK = weight_NK
-        self._rows: list[Tensor] = []
+        chunks = -(-len(weight_NK) // rows)
+        self._places = torch.rand(chunks, generator=generator, device="cpu").tolist()
+        self._rows: list[int] = []
         self._codes: list[Tensor] = []
         self._scale: list[Tensor] = []
 
-    def keep(self, quantised: Int8Weight, *, rows: Tensor, start: int) -> None:
-        """rows: of a chunk that starts at row `start` of the weight."""
+    def keep(self, quantised: Int8Weight, *, start: int) -> None:
+        """quantised: the next chunk.  start: its first row in the weight."""
         if quantised.codes_NK.device.type == "cpu":
-            self._rows.append(rows + start)
-            self._codes.append(quantised.codes_NK[rows])
-            self._scale.append(quantised.scale_N1[rows])
+            row = int(self._places[len(self._rows)] * len(quantised.codes_NK))
+            self._rows.append(start + row)
+            self._codes.append(quantised.codes_NK[row].clone())  # a view would keep the chunk
+            self._scale.append(quantised.scale_N1[row])
 
     def check(self, name: str) -> None:
         """Raises SyncError where the quantiser's numbers are not the codec's."""
         if not self._rows:
             return
-        rows = torch.cat(self._rows)
-        codec = quantise_int8(self._weight_NK[rows])
-        same_N = (torch.cat(self._codes) == codec.codes_NK).all(dim=1)
-        same_N &= (torch.cat(self._scale) == codec.scale_N1).squeeze(1)
-        if not bool(same_N.all()):
-            row = int(rows[~same_N][0])
-            raise SyncError(f"weight update: {name}: this CPU's row quantiser differs from the codec in row {row}")
+        codec = quantise_int8(self._weight_NK[self._rows])
+        codes_NK, scale_N1 = torch.stack(self._codes), torch.stack(self._scale)
+        if torch.equal(codes_NK, codec.codes_NK) and torch.equal(scale_N1, codec.scale_N1):
+            return
+        differs_N = ((codes_NK != codec.codes_NK) | (scale_N1 != codec.scale_N1)).any(dim=1)
+        row = self._rows[int(differs_N.nonzero()[0])]
+        raise SyncError(f"weight update: {name}: this CPU's row quantiser differs from the codec in row {row}")
 
 
 def exact_product(codes_NK: Tensor, probe_K: Tensor) -> Tensor:

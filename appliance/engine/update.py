@@ -155,7 +155,7 @@ class WeightUpdate:
 
     @contextmanager
     def _naming(self, what: str) -> Iterator[None]:
-        """What goes wrong with one tensor is a SyncError that names it: a sync has one way to end, and one exit code."""
+        """What goes wrong with one tensor is a SyncError that names it: all failed syncs have one exit code."""
         self.broken = f"failed at {what}"
         try:
             yield

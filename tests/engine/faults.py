@@ -1,7 +1,7 @@
 """Faults put into a weight update: before transport, inside it, and after it in what the kernels hold.
 
-Each case is one update of a real engine with one fault. It counts as injected when something really changed, and as
-caught when the update ended with SyncError.
+Each case is one update of a real engine with one fault. It counts as injected when something really changed (a case
+where nothing did fails its test), and as caught when the update ended with the SyncError that this fault must have.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -134,34 +135,58 @@ class Bench:
         run: Callable[[], object] | None = None,
         around: AbstractContextManager[None] | None = None,
         layer: str = "",
+        says: str = "",
     ) -> None:
         """One update: of `stream` (the new weights, sent well) or as `run` does it, inside `around`.
 
-        layer: must be named in the error.
+        layer: of which the proof must say that it is not as received.  says: a pattern that the error must have, where
+        the proof is not what catches it. One of them.
         """
-        tally.injected += 1
+        says = says or f"{re.escape(layer)} on rank 0 is not as received: "
+        assert layer or says[0] != " ", "what must the error say?"
+        assert stream is None or not _same(stream, sent(self.new)), f"{case}: nothing is wrong with this stream"
+        caught = ""
         try:
             with around or nullcontext():
                 run() if run else take(self.engine, stream or sent(self.new))
         except SyncError as error:
-            if layer in error.message:
-                tally.caught += 1
-            else:
-                tally.missed.append(f"{case}: {error.message}")
+            caught = error.message
+        tally.injected += 1
+        if re.search(says, caught):
+            tally.caught += 1
         else:
-            tally.missed.append(case)
+            tally.missed.append(f"{case}: {caught or 'not caught'}")
         recover(self.engine, self.old)
 
 
+def same_bytes(one: Tensor, other: Tensor) -> bool:
+    shapes = one.dtype == other.dtype and one.shape == other.shape
+    return shapes and torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def _same(stream: Tensors, other: Tensors) -> bool:
+    return [name for name, _ in stream] == [name for name, _ in other] and all(
+        same_bytes(one, two) for (_, one), (_, two) in zip(stream, other, strict=True)
+    )
+
+
+def overwrite(held: Tensor, values: Tensor) -> bool:
+    """In place. Returns whether a byte changed."""
+    changed = not same_bytes(held, values)
+    held.copy_(values)
+    return changed
+
+
 @contextmanager
-def before_proof(inject: Callable[[], None]):
-    """`inject` runs when vLLM has finished an update, just before the proof asks the kernels."""
+def before_proof(inject: Callable[[], bool]):
+    """`inject` runs when vLLM has finished an update, just before the proof asks the kernels. It says whether anything
+    changed, and must."""
     from appliance.engine.proof import SyncProof
 
     original = SyncProof.check
 
     def check(self: SyncProof):
-        inject()
+        assert inject(), "the fault changed nothing"
         return original(self)
 
     SyncProof.check = check
@@ -179,7 +204,9 @@ def given_to_vllm(name: str, change: Callable[[Tensor], Tensor]):
     original = WeightUpdate._give
 
     def give(self: WeightUpdate, given: str, tensor: Tensor):
-        return original(self, given, change(tensor) if given == name else tensor)
+        changed = change(tensor) if given == name else tensor
+        assert given != name or not same_bytes(changed, tensor), "the fault changed nothing"
+        return original(self, given, changed)
 
     WeightUpdate._give = give
     try:
@@ -188,22 +215,26 @@ def given_to_vllm(name: str, change: Callable[[Tensor], Tensor]):
         WeightUpdate._give = original
 
 
-def rebuild_handle(layer: torch.nn.Module, codes_NK: Tensor, scale_N1: Tensor) -> None:
+def rebuild_handle(layer: torch.nn.Module, codes_NK: Tensor, scale_N1: Tensor) -> bool:
     """The kernel of an INT8 layer made again from these codes and scales, as process_weights_after_loading does."""
+    before = layer.quant_method.kernel.dnnl_handler
     from vllm import _custom_ops as ops
 
     layer.quant_method.kernel.dnnl_handler = ops.create_onednn_scaled_mm(
         codes_NK.t(), scale_N1, torch.bfloat16, True, False, 32
     )
+    return layer.quant_method.kernel.dnnl_handler is not before
 
 
-def swap_in(method: object) -> Callable[[], None]:
+def swap_in(method: object) -> Callable[[], bool]:
     """A function that gives an INT8 layer the kernel back that it has now."""
     kernel = method.kernel
     before = kernel.dnnl_handler
 
-    def inject() -> None:
+    def inject() -> bool:
+        changed = kernel.dnnl_handler is not before
         kernel.dnnl_handler = before
+        return changed
 
     return inject
 

@@ -36,6 +36,13 @@ from appliance.quant.manifest import MANIFEST_NAME
 pytestmark = pytest.mark.engine
 
 BUCKET_BYTES = 300_000
+NOT_FINITE = "has a value that is not finite"
+_LIST = "the list of what was sent (cannot be read|is missing)"  # it lies at the end of the last bucket
+TRANSPORT = {
+    "bit in a bucket": f"arrived with digest|{NOT_FINITE}|{_LIST}|was sent with|did not arrive",
+    "end of a bucket overwritten": f"arrived with digest|{_LIST}",
+    "bucket truncated": f"was sent and did not arrive|{_LIST}",
+}
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +105,7 @@ def test_a_bit_flipped_before_transport(scheme: str, request: pytest.FixtureRequ
             for bit in (0, 6, 9, 15):
                 bad = flip_bit(dict(stream)[name], at=place, bit=bit)
                 broken = replaced(stream, name, bad)
-                bench.attempt(tally, f"{name} {place} {bit}", broken, layer=name)
+                bench.attempt(tally, f"{name} {place} {bit}", broken, says=f"{name} (arrived with digest|{NOT_FINITE})")
     settle(tally, cases=7 * 3 * 4)
 
 
@@ -123,7 +130,7 @@ def test_a_dropped_tensor(scheme: str, request: pytest.FixtureRequest) -> None:
     stream = sent(bench.new)
     for name in spread([name for name, _ in bench.new]):
         broken = [pair for pair in stream if pair[0] != name]
-        bench.attempt(tally, name, broken, layer=name)
+        bench.attempt(tally, name, broken, says=f"{name} was sent and did not arrive")
     settle(tally, cases=7)
 
 
@@ -138,7 +145,7 @@ def test_two_layers_swapped(int8: Bench) -> None:
             tensors = dict(stream)
             tensors[first], tensors[second] = tensors[second], tensors[first]
             broken = list(tensors.items())
-            int8.attempt(tally, f"{first} {second}", broken, layer=first)
+            int8.attempt(tally, f"{first} {second}", broken, says=f"{first} arrived with digest")
     settle(tally, cases=12)
 
 
@@ -150,9 +157,13 @@ def test_a_cropped_shard(int8: Bench) -> None:
     for name in [*names, EMBEDDING]:
         whole = dict(stream)[name]
         half = torch.cat([whole[: len(whole) // 2]] * 2)
-        for kind, bad in (("row", whole[:-1]), ("column", whole[:, :-1].contiguous()), ("half twice", half)):
-            broken = replaced(stream, name, bad)
-            int8.attempt(tally, f"{name} {kind}", broken, layer=name)
+        shape = f"vLLM refused {name} of shape|{name} was sent as"
+        for kind, bad, says in (
+            ("row", whole[:-1], shape),
+            ("column", whole[:, :-1].contiguous(), shape),
+            ("half twice", half, f"{name} arrived with digest"),
+        ):
+            int8.attempt(tally, f"{name} {kind}", replaced(stream, name, bad), says=says)
     settle(tally, cases=21)
 
 
@@ -162,17 +173,23 @@ def test_a_list_that_is_not_the_updates_own(int8: Bench) -> None:
     late = sent(int8.new, number=2)
     manifest = stream[-1]
     cases = {
-        "missing": stream[:-1],
-        "of other weights": [*stream[:-1], other[-1]],
-        "of another number": late,
-        "damaged": [*stream[:-1], (MANIFEST_NAME, manifest[1][:-7])],
-        "one bit": [*stream[:-1], (MANIFEST_NAME, flip_bit(manifest[1], at=0.5, bit=0))],
-        "first": [manifest, *stream[:-1]],
-        "twice": [*stream, manifest],
-        "too much": [*stream[:-1], ("lm_head.weight", dict(stream)[EMBEDDING]), manifest],
+        "missing": (stream[:-1], "the list of what was sent is missing"),
+        "of other weights": ([*stream[:-1], other[-1]], "arrived with digest .* and 35 more"),
+        "of another number": (late, "the trainer sent number 2, this worker has taken 0 before"),
+        "damaged": ([*stream[:-1], (MANIFEST_NAME, manifest[1][:-7])], "the list of what was sent cannot be read"),
+        "one bit": (
+            [*stream[:-1], (MANIFEST_NAME, flip_bit(manifest[1], at=0.5, bit=0))],
+            "cannot be read|was sent with|was sent as|did not arrive|was not sent",
+        ),
+        "first": ([manifest, *stream[:-1]], f"{stream[0][0]} came after the list of what was sent"),
+        "twice": ([*stream, manifest], "the list of what was sent came twice"),
+        "too much": (
+            [*stream[:-1], ("lm_head.weight", dict(stream)[EMBEDDING]), manifest],
+            "lm_head.weight arrived and was not sent",
+        ),
     }
-    for case, broken in cases.items():
-        int8.attempt(tally, case, broken)
+    for case, (broken, says) in cases.items():
+        int8.attempt(tally, case, broken, says=says)
     settle(tally, cases=8)
 
 
@@ -207,6 +224,7 @@ def test_faults_inside_transport(fault: str, int8: Bench, socket: str, monkeypat
                 tally,
                 f"{number} {place}",
                 run=lambda: transfer(int8.engine, stream, socket=socket, bucket_bytes=BUCKET_BYTES),
+                says=TRANSPORT[fault],
             )
     monkeypatch.setattr(DrainingReceiver, "_bucket", original)
     settle(tally, cases=9)
@@ -233,6 +251,7 @@ def damage(receiver: object, metadata: dict, *, fault: str, place: float) -> Non
     name = names[round(place * (len(names) - 1))]
     meta = metadata["bucket_meta"][name]
     size = meta["dtype"].itemsize * meta["shape"].numel()
+    before, tables = receiver.buffer.clone(), len(names)
     if fault == "bit in a bucket":
         receiver.buffer[meta["offset"] + size // 2] ^= 1 << int(7 * place)
     elif fault == "end of a bucket overwritten":
@@ -240,6 +259,8 @@ def damage(receiver: object, metadata: dict, *, fault: str, place: float) -> Non
     else:
         for late in names[names.index(name) :]:
             del metadata["bucket_meta"][late]
+    changed = not torch.equal(receiver.buffer, before) or len(metadata["bucket_meta"]) < tables
+    assert changed, "the fault changed nothing"
 
 
 def buckets_of(bench: Bench, stream: Tensors, *, socket: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
