@@ -47,6 +47,4 @@ class Quantisation:
 def quantisation_from_config(config: dict[str, Any]) -> Quantisation:
     """The inverse of `Quantisation.to_config`. Raises ValueError for an unknown scheme, TypeError for another key."""
     values = {key: value for key, value in config.items() if key != "quant_method"}
-    return Quantisation(
-        **{**values, "scheme": Scheme(values["scheme"]), "ignore": tuple(values.get("ignore", ()))}
-    )
+    return Quantisation(**{**values, "scheme": Scheme(values["scheme"]), "ignore": tuple(values.get("ignore", ()))})

@@ -52,6 +52,7 @@ CONTRACT_KEYS = {
     "entropy",
 }
 
+
 @dataclass(frozen=True)
 class Finished:
     """A run that ended: what the command printed and where it wrote."""
