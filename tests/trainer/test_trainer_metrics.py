@@ -66,7 +66,7 @@ CORRECTED = CorrectionStep(acted_fraction=0.01)
 PLAN = SimpleNamespace(
     correction=CorrectionPlan(CorrectionMethod.TIS, cap=2.0),
     prompts_per_step=32,
-    rollout=SimpleNamespace(samples_per_prompt=8, scheme="int8", emulated=False),
+    rollout=SimpleNamespace(samples_per_prompt=8, scheme="int8", label="int8", emulated=False),
 )
 
 
