@@ -5,10 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from appliance.plan.host import HostFacts
 from appliance.plan.model import CorrectionPlan, ModelPlan, RolloutPlan, RunPlan, TaskPlan
 from appliance.quant.correction import CorrectionMethod
 from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
+
+HOST = HostFacts(  # two cores with VNNI, no GPU, nothing missing
+    cores=2,
+    memory_bytes=24 << 30,
+    memory_free_bytes=20 << 30,
+    cpu_flags=frozenset({"avx512_vnni"}),
+    gpus=(),
+    python=(3, 11),
+    missing_libraries=(),
+    disk_free_bytes=1 << 40,
+    shm_free_bytes=8 << 30,
+    run_root_problem="",
+    packages=frozenset(),
+)
 
 
 def make_plan(run_dir: Path, **changes: object) -> RunPlan:

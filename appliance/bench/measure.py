@@ -25,6 +25,7 @@ from appliance.bench.job import (
     facts_from_json,
     read_job,
 )
+from appliance.bench.random_model import qwen2_config
 from appliance.bench.worker import MEMORY_KEY, WORKER
 from appliance.errors import ApplianceError, EngineError
 from appliance.quant.scheme import Scheme
@@ -135,21 +136,8 @@ def _write(line: Measurement | EngineFacts, *, path: str) -> None:
 
 def _random_model(shapes: Shapes | None, *, folder: str) -> str:
     """A folder with nothing but a configuration: vLLM fills the weights (`load_format=dummy`)."""
-    from transformers import Qwen2Config
-
     assert shapes is not None
-    config = Qwen2Config(
-        architectures=["Qwen2ForCausalLM"],
-        vocab_size=shapes.vocabulary,
-        hidden_size=shapes.hidden,
-        intermediate_size=shapes.intermediate,
-        num_hidden_layers=shapes.layers,
-        num_attention_heads=shapes.heads,
-        num_key_value_heads=shapes.kv_heads,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-    )
+    config = qwen2_config(shapes)
     config.save_pretrained(folder)
     return folder
 

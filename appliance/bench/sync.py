@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from appliance import console
 from appliance.bench.job import NAMED_SHAPES, Shapes
+from appliance.bench.random_model import qwen2_config
 from appliance.plan.env import PLAN_VARIABLE, child_env
 from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
@@ -160,20 +161,9 @@ def measure(shapes: Shapes, *, schemes: tuple[Scheme, ...], pairs: int, prove_ev
 def random_state(shapes: Shapes, *, folder: Path) -> dict[str, Tensor]:
     """BF16 tensors of a Qwen2 by their names, in the order of its layers; its configuration into `folder`."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2ForCausalLM
 
-    config = Qwen2Config(
-        architectures=["Qwen2ForCausalLM"],
-        vocab_size=shapes.vocabulary,
-        hidden_size=shapes.hidden,
-        intermediate_size=shapes.intermediate,
-        num_hidden_layers=shapes.layers,
-        num_attention_heads=shapes.heads,
-        num_key_value_heads=shapes.kv_heads,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-    )
+    config = qwen2_config(shapes)
     config.save_pretrained(folder)
     generator = torch.Generator().manual_seed(0)
     with torch.device("meta"):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from appliance.errors import ApplianceError, EngineError
+from appliance.errors import EngineError
 from appliance.plan.model import read_plan
 from appliance.profile.found import find_profile, key_of, place_profile
 from appliance.profile.job import ProfileJob, cache_folder, job_of_plan, read_job
@@ -23,7 +23,8 @@ from appliance.quant.calibrate import calibrate
 from appliance.quant.donor import recover
 from appliance.quant.files import PROFILE_FILE
 from appliance.quant.profile import Origin, Settings, write_profile
-from appliance.run.events import append_event, append_failure
+from appliance.run.boundary import told
+from appliance.run.events import append_event
 
 PHASE = "profile"
 _VERSIONS = ("flashrl-appliance", "torch", "transformers", "safetensors")
@@ -142,19 +143,7 @@ def _tokens(row: dict, *, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def main(arguments: list[str]) -> int:
     kind, path = arguments[0], Path(arguments[1])
     job = job_of_plan(read_plan(path)) if kind == "--plan" else read_job(path.read_text())
-    try:
-        make_profile(job)
-    except ApplianceError as error:
-        return _fail(job, error)
-    except Exception as error:  # the boundary of this process: every failure becomes an event and an exit code
-        _fail(job, ApplianceError(f"{type(error).__name__}: {error}", hint="the log has the whole story"))
-        raise
-    return 0
-
-
-def _fail(job: ProfileJob, error: ApplianceError) -> int:
-    append_failure(Path(job.report_dir), error)
-    return error.exit_code
+    return told(Path(job.report_dir), functools.partial(make_profile, job))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ events of the run; the exit code is that of the error.
 
 from __future__ import annotations
 
+import functools
 import shutil
 import sys
 import tempfile
@@ -15,9 +16,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from appliance.errors import ApplianceError, RecipeError
+from appliance.errors import RecipeError
 from appliance.plan.model import RunPlan, TaskPlan, read_plan
-from appliance.run.events import append_event, append_failure
+from appliance.run.boundary import told
+from appliance.run.events import append_event
 from appliance.tasks import arithmetic, gsm8k
 from appliance.tasks.problem import Problem, Splits
 from appliance.tasks.tiny_spec import TINY_MODELS
@@ -126,19 +128,7 @@ def _cache_entry(target: Path) -> Iterator[Path]:
 
 def main(arguments: list[str]) -> int:
     plan = read_plan(Path(arguments[0]))
-    try:
-        prepare(plan)
-    except ApplianceError as error:
-        return _fail(plan, error)
-    except Exception as error:  # the boundary of this process: every failure becomes an event and an exit code
-        _fail(plan, ApplianceError(f"{type(error).__name__}: {error}", hint="the log has the whole story"))
-        raise
-    return 0
-
-
-def _fail(plan: RunPlan, error: ApplianceError) -> int:
-    append_failure(Path(plan.run_dir), error)
-    return error.exit_code
+    return told(Path(plan.run_dir), functools.partial(prepare, plan))
 
 
 if __name__ == "__main__":

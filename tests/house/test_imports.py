@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "patch": {"errors"},
     "quant": {"errors"},
     "guard": {"errors", "quant.scheme"},
-    "tasks": {"errors", "plan.model", "run.events"},
+    "tasks": {"errors", "plan.model", "run.events", "run.boundary"},
     "recipe": {"errors", "tasks", "guard", *NUMBERS},
     "plan": {"errors", "tasks", "recipe", "guard", *NUMBERS},
     "preflight": {"errors", "tasks", "recipe", "plan", *NUMBERS},

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from plans import HOST
 
 from appliance.errors import RecipeError
 from appliance.plan.build import build_plan
@@ -14,19 +15,6 @@ from appliance.quant.correction import CorrectionMethod
 from appliance.quant.scheme import Scheme
 from appliance.recipe.load import load_recipe
 
-HOST = HostFacts(
-    cores=2,
-    memory_bytes=24 << 30,
-    memory_free_bytes=20 << 30,
-    cpu_flags=frozenset({"avx512_vnni"}),
-    gpus=(),
-    python=(3, 11),
-    missing_libraries=(),
-    disk_free_bytes=1 << 40,
-    shm_free_bytes=8 << 30,
-    run_root_problem="",
-    packages=frozenset(),
-)
 RUN_DIR = Path("/runs/arithmetic-1")
 BY_RULE = "by rule, not measured: `appliance bench` measures it"
 NO_INT8 = "b200 has FP8 tensor cores, and vLLM has no INT8 kernels for it; by rule, not measured"

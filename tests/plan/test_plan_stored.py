@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import plans
 import pytest
 
 from appliance.plan.build import build_plan
@@ -20,20 +21,7 @@ KEPT = (
     Kept(Scheme.INT8, tokens_per_s=130, ratio=1.3, ratio_min=1.2, ratio_max=1.4),
     Kept(Scheme.FP8, tokens_per_s=150, ratio=1.5, ratio_min=1.4, ratio_max=1.6),
 )
-HOST = HostFacts(
-    cores=2,
-    memory_bytes=24 << 30,
-    memory_free_bytes=20 << 30,
-    cpu_flags=frozenset({"avx512_vnni"}),
-    gpus=(),
-    python=(3, 11),
-    missing_libraries=(),
-    disk_free_bytes=1 << 40,
-    shm_free_bytes=8 << 30,
-    run_root_problem="",
-    packages=frozenset(),
-    processor="AMD EPYC, family 25, model 1",
-)
+HOST = dataclasses.replace(plans.HOST, processor="AMD EPYC, family 25, model 1")
 
 
 def keep(folder: Path, *, key: ResultKey = KEY, kv_memory_bytes: int | None = None) -> Path:

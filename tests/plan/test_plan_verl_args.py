@@ -1,9 +1,11 @@
 """Every override against verl's own configuration files, composed by Hydra; verl itself is not imported."""
 
 import ast
+import dataclasses
 import importlib.util
 from pathlib import Path
 
+import plans
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -11,25 +13,13 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 
 from appliance.plan.build import decide
-from appliance.plan.host import HostFacts, HostGpu
+from appliance.plan.host import HostGpu
 from appliance.plan.verl_args import Override, hydra_value, overrides
 from appliance.quant.correction import CorrectionMethod
 from appliance.recipe.load import load_recipe
 
 VERL = Path(importlib.util.find_spec("verl").submodule_search_locations[0])
-HOST = HostFacts(
-    cores=2,
-    memory_bytes=24 << 30,
-    memory_free_bytes=20 << 30,
-    cpu_flags=frozenset({"avx512_vnni"}),
-    gpus=(HostGpu("NVIDIA A100-SXM4-80GB", 80 << 30),),
-    python=(3, 11),
-    missing_libraries=(),
-    disk_free_bytes=1 << 40,
-    shm_free_bytes=8 << 30,
-    run_root_problem="",
-    packages=frozenset(),
-)
+HOST = dataclasses.replace(plans.HOST, gpus=(HostGpu("NVIDIA A100-SXM4-80GB", 80 << 30),))
 CASES = {
     "cpu-int8": ("arithmetic-tiny-int8", ()),
     "cpu-bf16": ("arithmetic-tiny-bf16", ()),

@@ -2,6 +2,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from plans import HOST
 
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostFacts, HostGpu
@@ -12,19 +13,6 @@ from appliance.preflight.probes import InputFacts, ModelShape
 from appliance.preflight.report import as_json, lines
 from appliance.recipe.load import load_recipe
 
-HOST = HostFacts(
-    cores=2,
-    memory_bytes=24 << 30,
-    memory_free_bytes=20 << 30,
-    cpu_flags=frozenset({"avx512_vnni"}),
-    gpus=(),
-    python=(3, 11),
-    missing_libraries=(),
-    disk_free_bytes=1 << 40,
-    shm_free_bytes=8 << 30,
-    run_root_problem="",
-    packages=frozenset(),
-)
 INPUTS = InputFacts(
     model_folder_exists=True,
     model_missing=(),

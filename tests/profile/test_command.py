@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tiny_models import tiny
 from typer.testing import CliRunner
 
 from appliance.cli import app
@@ -27,26 +26,11 @@ from appliance.recipe.load import load_recipe
 from appliance.recipe.schema import Recipe
 from appliance.run.events import EVENTS_FILE, parse_event
 from appliance.tasks.prepare import prepare
-from appliance.tasks.tokenizer import save_tokenizer
-
-RECIPE = """
-name: tiny
-model: {{path: {model}}}
-task: {{kind: arithmetic, difficulty: 2, val_size: 16, max_prompt_tokens: 8, max_response_tokens: 6}}
-rollout: {{scheme: int8}}
-trainer: {{steps: 1}}
-cluster: {{device: cpu, run_dir: {runs}}}
-"""
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Recipe:
-    model = tmp_path / "model"
-    tiny("qwen2").save_pretrained(model)
-    save_tokenizer(model, max_positions=128)
-    file = tmp_path / "recipe.yaml"
-    file.write_text(RECIPE.format(model=model, runs=tmp_path / "runs"))
-    return load_recipe(str(file), sets=())
+def recipe(file: str) -> Recipe:
+    return load_recipe(file, sets=())
 
 
 def planned(recipe: Recipe, *, run: str = "one") -> RunPlan:

@@ -14,12 +14,12 @@ from corrections_reference import Case, make_case, reference
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
+from plans import HOST
 from verl.protocol import DataProto
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 
 from appliance.errors import TrainingError
 from appliance.plan.build import decide
-from appliance.plan.host import HostFacts
 from appliance.plan.model import CorrectionPlan
 from appliance.plan.verl_args import overrides
 from appliance.quant.correction import CorrectionMethod as Method
@@ -27,19 +27,6 @@ from appliance.recipe.load import load_recipe
 from appliance.trainer.corrected import LossBatch, adaptive_share, adaptive_weights, check_correction
 
 VERL = Path(importlib.util.find_spec("verl").submodule_search_locations[0])
-HOST = HostFacts(
-    cores=2,
-    memory_bytes=24 << 30,
-    memory_free_bytes=20 << 30,
-    cpu_flags=frozenset({"avx512_vnni"}),
-    gpus=(),
-    python=(3, 11),
-    missing_libraries=(),
-    disk_free_bytes=1 << 40,
-    shm_free_bytes=8 << 30,
-    run_root_problem="",
-    packages=frozenset(),
-)
 PLANS = {
     method: plan for method, plan in ALL_PLANS.items() if method is not Method.ADAPTIVE
 }  # of which verl knows nothing
