@@ -7,10 +7,11 @@ import hashlib
 import json
 from pathlib import Path
 
-from appliance.tasks import arithmetic, gsm8k
+from appliance.tasks import arithmetic, dapo_math, gsm8k
 from appliance.tasks.tiny_spec import TINY_MODELS
 
-TASK_KINDS: tuple[str, ...] = ("arithmetic", "gsm8k")
+DAPO_MATH = "dapo-math"
+TASK_KINDS: tuple[str, ...] = ("arithmetic", "gsm8k", DAPO_MATH)
 BUILTIN_MODELS: tuple[str, ...] = tuple(TINY_MODELS)
 _DATA_VERSION = 1  # raise it when the same fields give other rows
 
@@ -55,7 +56,15 @@ def score(kind: str, *, response: str, truth: str) -> float:
         return arithmetic.score(response=response, truth=truth)
     if kind == "gsm8k":
         return gsm8k.score(response=response, truth=truth)
+    if kind == DAPO_MATH:
+        return dapo_math.score(response=response, truth=truth)
     raise ValueError(f"no task is called {kind!r}, the tasks are {', '.join(TASK_KINDS)}")
+
+
+def import_reward(kind: str) -> None:
+    """Import now what `score` will need for a task: math-verify takes a second."""
+    if kind == DAPO_MATH:
+        dapo_math.import_verifier()
 
 
 def _fingerprint(path: str) -> str:

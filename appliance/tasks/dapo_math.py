@@ -1,0 +1,87 @@
+"""DAPO-Math-17k to train on, AIME 2024 to validate: competition problems whose answer is a number or an expression.
+
+The prompt asks for the answer on a last line after `Answer:`; the reward reads the last such line, and where there is
+none the last `\\boxed{...}`. Text that differs is compared by math-verify, in sympy: only a worker of
+trainer/reward_pool.py may call `score`.
+"""
+
+from __future__ import annotations
+
+import re
+
+TRAIN_HUB, TRAIN_HUB_FILE = "BytedTsinghua-SIA/DAPO-Math-17k", "data/dapo-math-17k.parquet"
+VAL_HUB, VAL_HUB_FILE = "BytedTsinghua-SIA/AIME-2024", "data/aime-2024.parquet"
+
+# The words of DAPO-Math-17k's own prompts, for rows that have only a problem and an answer.
+BEFORE = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+    "$Answer (without quotes) where $Answer is the answer to the problem.\n\n"
+)
+AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
+
+PARSING_S = COMPARING_S = 5  # math-verify's own limits, whole seconds by its alarm
+_LONGEST_ANSWER = 300  # characters; the longest answer of MATH-500 has 159
+_INTEGER = re.compile(r"-?\d{1,18}")
+_ANSWER = re.compile(r"(?i)answer\s*:[ \t]*([^\n]+)")
+
+
+def final_answer(response: str) -> str | None:
+    """What follows the last `Answer:` on its line, else what the last `\\boxed{...}` holds, else None."""
+    found = _ANSWER.findall(response)
+    if found:
+        return found[-1].strip().strip("*").strip()
+    start = response.rfind("\\boxed{")
+    return _braced(response[start + len("\\boxed{") :]) if start >= 0 else None
+
+
+def _braced(text: str) -> str | None:
+    """Up to the brace that closes one opened before the text; None when there is none."""
+    depth = 1
+    for index, character in enumerate(text):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if not depth:
+            return text[:index].strip()
+    return None
+
+
+def score(*, response: str, truth: str) -> float:
+    """1.0 when the final answer equals the truth as text or, by math-verify, as mathematics; else 0.0.
+
+    Uses signal.alarm: main thread only.  Raises what math-verify raises, its time-outs included.
+    """
+    answer = final_answer(response)
+    if answer is None or not 0 < len(answer) <= _LONGEST_ANSWER:
+        return 0.0
+    given, wanted = _plain(answer), _plain(truth)
+    if given == wanted:
+        return 1.0
+    if _INTEGER.fullmatch(given) and _INTEGER.fullmatch(wanted):
+        return float(int(given) == int(wanted))
+    return float(_equal(answer, truth=truth))
+
+
+def _plain(text: str) -> str:
+    return text.strip().strip("$").rstrip(".").replace(" ", "")
+
+
+def _equal(answer: str, *, truth: str) -> bool:
+    from math_verify import parse, verify
+
+    gold, given = (parse(_marked(text), parsing_timeout=PARSING_S) for text in (truth, answer))
+    return bool(gold and given) and verify(gold, given, timeout_seconds=COMPARING_S)
+
+
+def _marked(text: str) -> str:
+    """For math-verify, which looks for marked mathematics: a box holds one expression, whatever it looks like."""
+    inner = text.strip().strip("$")
+    return text if "$" in inner else f"\\boxed{{{inner}}}"
+
+
+def import_verifier() -> None:
+    """Load math-verify and sympy, and parse once: its grammar is built at the first use."""
+    _equal("1", truth="2")
+
+
+def as_prompt(problem: str) -> str:
+    """A bare problem in the words of DAPO-Math-17k."""
+    return problem if problem.startswith(BEFORE) else f"{BEFORE}{problem.strip()}{AFTER}"

@@ -1,0 +1,96 @@
+"""Rewards in processes of their own: a reward function that hangs, dies or raises costs its one response, not the run.
+
+math-verify needs it anyway: it stops itself by `signal.alarm`, which works on a main thread only, and the big numbers
+of a wild answer keep the processor inside one instruction that no signal interrupts. pebble's pool ends such a process
+and starts another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import TimeoutError as GradingTimeout
+
+from pebble import ProcessExpired, ProcessPool
+
+from appliance.tasks.grading import Fault, Graded, checked
+from appliance.tasks.library import import_reward, score
+
+TIMEOUT_S = 30.0  # of one response, from when a process takes it; math-verify's own limits are below
+MOST_WORKERS = 8
+
+Function = Callable[[str, str, str], float]
+
+
+def num_workers(cores: int) -> int:
+    """Half of the cores, for the engines need some; at least one."""
+    return max(1, min(MOST_WORKERS, cores // 2))
+
+
+def score_task(kind: str, response: str, truth: str) -> float:
+    """The tasks' own reward function. Runs in a worker of the pool."""
+    return score(kind, response=response, truth=truth)
+
+
+class RewardPool:
+    """Grades responses. graded: how many so far.  faults: how many of them could not be graded, by why.
+
+    last_fault: the newest of them, None when there is none.
+    """
+
+    def __init__(
+        self, *, kind: str, function: Function = score_task, workers: int | None = None, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        """kind: the task, whose imports are made ahead of the first response.
+
+        function: (task kind, response, truth) -> 0..1, importable by its name in another process.
+        """
+        self.graded = 0
+        self.faults: Counter[Fault] = Counter()
+        self.last_fault: Graded | None = None
+        self._function = function
+        self._timeout_s = timeout_s
+        self._pool = ProcessPool(
+            max_workers=workers or num_workers(os.cpu_count() or 1),
+            initializer=import_reward,
+            initargs=(kind,),
+            # A fork of this process, with its threads and Ray's, may deadlock.
+            context=multiprocessing.get_context("spawn"),
+        )
+        self._pool.schedule(_nothing)  # starts the processes now
+
+    async def grade(self, kind: str, response: str, truth: str) -> Graded:
+        """kind: the task of the response.  Never raises: what goes wrong with one response is counted."""
+        graded = await self._outcome(kind, response, truth)
+        self.graded += 1
+        if graded.fault is not None:
+            self.faults[graded.fault] += 1
+            self.last_fault = graded
+        return graded
+
+    async def _outcome(self, kind: str, response: str, truth: str) -> Graded:
+        future = self._pool.schedule(self._function, args=(kind, response, truth), timeout=self._timeout_s)
+        try:
+            return checked(await asyncio.wrap_future(future))
+        except GradingTimeout:
+            return Graded(0.0, Fault.TIMED_OUT, f"no grade after {self._timeout_s:g} s")
+        except ProcessExpired as error:
+            return Graded(0.0, Fault.DIED, f"the process of the reward function ended with {error.exitcode}")
+        except Exception as error:  # the boundary of a reward function: counted, and the run goes on
+            return Graded(0.0, Fault.RAISED, f"{type(error).__name__}: {_first_line(error)}")
+
+    def close(self) -> None:
+        """End the processes, whatever they are at."""
+        self._pool.stop()
+        self._pool.join()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0]

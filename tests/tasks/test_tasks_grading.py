@@ -1,0 +1,59 @@
+"""Grades, DAPO's rewards and its penalty for long responses."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from appliance.tasks.grading import Fault, Graded, Shaping, checked, overlong_penalty
+
+
+@pytest.mark.parametrize("value", [0, 1, 0.5, 1.0])
+def test_a_number_in_range_is_a_grade(value: float) -> None:
+    assert checked(value) == Graded(float(value))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.1, 1.1, None, "1", True, [1]])
+def test_anything_else_is_a_fault(value: object) -> None:
+    why = f"the reward function returned {value!r}, not a number in 0..1"
+    assert checked(value) == Graded(0.0, Fault.NOT_A_GRADE, why)
+
+
+def test_penalty_starts_where_the_buffer_does_and_ends_at_the_whole() -> None:
+    """The reference run's: 20480 tokens, the last 4096 of them cost up to 1."""
+    sizes = {"max_tokens": 20480, "buffer_tokens": 4096, "penalty": 1.0}
+    found = [overlong_penalty(tokens, **sizes) for tokens in (0, 16384, 16385, 18432, 20480)]
+    assert found == [0.0, 0.0, -1 / 4096, -0.5, -1.0]
+
+
+def test_penalty_is_what_verl_computes() -> None:
+    """verl's own reward manager on every length of a small response, run as it is."""
+    verl = pytest.importorskip("verl.experimental.reward_loop.reward_manager.dapo")
+    import inspect
+
+    source = inspect.getsource(verl.DAPORewardManager.run_single)
+    formula = (
+        "expected_len = self.max_resp_len - overlong_buffer_len",
+        "exceed_len = valid_response_length - expected_len",
+        "overlong_reward = min(-exceed_len / overlong_buffer_len * overlong_penalty_factor, 0)",
+        "reward += overlong_reward",
+    )
+    assert [line for line in formula if line not in source] == []
+
+
+def test_no_buffer_no_penalty() -> None:
+    assert overlong_penalty(100, max_tokens=100, buffer_tokens=0, penalty=1.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "tokens", "reward"),
+    [(1.0, 10, 1.0), (0.0, 10, -1.0), (0.5, 10, 0.0), (1.0, 100, 0.0), (0.0, 100, -2.0), (1.0, 90, 0.5)],
+)
+def test_dapo_rewards_are_one_and_minus_one_less_the_penalty(accuracy: float, tokens: int, reward: float) -> None:
+    shaping = Shaping(wrong=-1.0, max_tokens=100, buffer_tokens=20, penalty=1.0)
+    assert math.isclose(shaping.reward(accuracy, num_tokens=tokens), reward, abs_tol=1e-12)
+
+
+def test_without_shaping_a_reward_is_the_grade() -> None:
+    assert [Shaping().reward(each, num_tokens=9) for each in (0.0, 0.25, 1.0)] == [0.0, 0.25, 1.0]

@@ -1,0 +1,100 @@
+"""The reward pool with real processes: what goes wrong with one response is counted, and the next one is graded."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from appliance.tasks.grading import Fault, Graded
+from appliance.trainer.reward_pool import RewardPool, num_workers
+
+HANG_S = 1.0  # the pool's time limit here; a hang is ended after it
+
+
+def misbehave(kind: str, response: str, truth: str) -> float:
+    """What the response says."""
+    match response:
+        case "raise":
+            raise ValueError("no such thing\nas this")
+        case "hang":
+            time.sleep(600)
+        case "hang deaf":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            while True:
+                pass
+        case "die":
+            os._exit(3)
+        case "nan":
+            return float("nan")
+        case "text":
+            return "1"  # type: ignore[return-value]
+        case "two":
+            return 2.0
+    return float(response == truth)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RewardPool]:
+    made = RewardPool(kind="arithmetic", function=misbehave, workers=2, timeout_s=HANG_S)
+    yield made
+    made.close()
+
+
+def grade(pool: RewardPool, *responses: str) -> list[Graded]:
+    async def all_of_them() -> list[Graded]:
+        return list(await asyncio.gather(*(pool.grade("arithmetic", each, "7") for each in responses)))
+
+    return asyncio.run(all_of_them())
+
+
+NOT = "the reward function returned {}, not a number in 0..1"
+
+
+@pytest.mark.parametrize(
+    ("response", "fault", "why"),
+    [
+        ("raise", Fault.RAISED, "ValueError: no such thing"),
+        ("hang", Fault.TIMED_OUT, "no grade after 1 s"),
+        ("hang deaf", Fault.TIMED_OUT, "no grade after 1 s"),
+        ("die", Fault.DIED, "the process of the reward function ended with 3"),
+        ("nan", Fault.NOT_A_GRADE, NOT.format("nan")),
+        ("text", Fault.NOT_A_GRADE, NOT.format("'1'")),
+        ("two", Fault.NOT_A_GRADE, NOT.format("2.0")),
+    ],
+)
+def test_a_fault_costs_its_own_response_and_no_other(pool: RewardPool, response: str, fault: Fault, why: str) -> None:
+    graded, before = pool.graded, pool.faults[fault]
+    assert grade(pool, "7", response, "8", "7") == [Graded(1.0), Graded(0.0, fault, why), Graded(0.0), Graded(1.0)]
+    assert (pool.graded, pool.faults[fault]) == (graded + 4, before + 1)
+    assert pool.last_fault == Graded(0.0, fault, why)
+
+
+def test_more_responses_than_processes_wait_for_their_turn(pool: RewardPool) -> None:
+    """The time limit counts from when a process takes a response: waiting is no fault."""
+    found = grade(pool, "hang", "hang", *(["7"] * 100))
+    assert [each.fault for each in found[:2]] == [Fault.TIMED_OUT] * 2
+    assert found[2:] == [Graded(1.0)] * 100
+
+
+@pytest.mark.parametrize(("cores", "workers"), [(1, 1), (2, 1), (4, 2), (16, 8), (128, 8)])
+def test_workers_leave_cores_to_the_engines(cores: int, workers: int) -> None:
+    assert num_workers(cores) == workers
+
+
+def test_math_verify_grades_in_a_worker() -> None:
+    """Its time limits work there: the event loop of a run is no main thread."""
+    pool = RewardPool(kind="dapo-math", workers=1)
+    try:
+        responses = [("Answer: \\frac{1}{2}", "0.5"), ("Answer: \\frac{1}{3}", "0.5")]
+
+        async def all_of_them() -> list[Graded]:
+            return list(await asyncio.gather(*(pool.grade("dapo-math", *each) for each in responses)))
+
+        assert asyncio.run(all_of_them()) == [Graded(1.0), Graded(0.0)]
+    finally:
+        pool.close()
