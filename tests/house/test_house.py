@@ -12,7 +12,7 @@ MAX_LINES = 400
 WRITTEN_BY_HAND = ("*.py", "*.sh", "*.md", "*.yaml", "*.toml", "Makefile", ".ci/run")
 
 # A broad `except` is a boundary: the command line, a user's reward function, and the outermost line of a child.
-BOUNDARIES = {"cli", "trainer.rewards", "trainer.entry", "run.boundary"}
+BOUNDARIES = {"cli", "trainer.reward_pool", "trainer.entry", "run.boundary"}
 VAGUE = re.compile(r"(?i)utils?$|helper|manager$")
 UNFINISHED = re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME)\b")
 OF_ONE_MACHINE = re.compile(r"(?<![\w.}])/(?:home|root|Users|work)/\w")
