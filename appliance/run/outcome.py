@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from appliance.run import failure
+from appliance.run.events import Event
 from appliance.run.session import RunStatus
 from appliance.run.state import RunState
 
 _INTERRUPTED = 130  # also for SIGTERM: 75 means saved, and this version saves nothing on a signal
 _CODES_OF_CHILDREN = frozenset({2, 3, 4, 5, 6})
+_GUARD = "GuardStop"
 _NO_RESULT = "TrainingError: it ended without writing its result"
 
 
@@ -48,6 +50,8 @@ def failed(child: Child, *, returncode: int, state: RunState, log_tail: str, log
 
     returncode: negative for a signal, 0 for a child that ended well without its result.  log, run: paths to show.
     """
+    if state.failure is not None and state.failure.why == _GUARD:
+        return _guarded(state.failure, run=run)
     log_tail = log_tail if returncode else _NO_RESULT
     said = state.failure.exit_code if state.failure else None
     code = next((code for code in (said, returncode) if code in _CODES_OF_CHILDREN), child.default_code)
@@ -65,3 +69,9 @@ def failed(child: Child, *, returncode: int, state: RunState, log_tail: str, log
             next_command=f"appliance logs {run}",
         ),
     )
+
+
+def _guarded(said: Event, *, run: str) -> Outcome:
+    """The governor ended the run on purpose, after it was saved: no fault of a program."""
+    advice = (said.what, *([f"hint: {said.hint}"] if said.hint else []), f"next: appliance logs {run}")
+    return Outcome(RunStatus.STOPPED, exit_code=said.exit_code or 6, reason=said.what, advice=advice)

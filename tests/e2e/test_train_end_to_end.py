@@ -252,6 +252,6 @@ def test_the_guard_saves_and_stops_a_run_with_code_6(root: Path, run: Finished) 
     saved = finished.run_dir / "checkpoints" / "global_step_2" / "actor" / "huggingface"
     assert (saved / "config.json").is_file()
     record = json.loads((finished.run_dir / "run.json").read_text())
-    assert record["exit_code"] == 6
+    assert (record["state"], record["exit_code"]) == ("stopped", 6)
     assert record["reason"].startswith("stopped by the guard: step 2: warn -> stop: k3_kl ")
     assert processes_of(finished.run_dir) == []
