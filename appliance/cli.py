@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from appliance.compare import cli as compare_cli
 from appliance.errors import ApplianceError, RecipeError
 from appliance.profile.cli import add_commands
 
@@ -137,6 +138,7 @@ def verify(
 
 
 add_commands(app)  # profile, setup, convert-profile
+compare_cli.add_commands(app)
 
 
 @app.command()

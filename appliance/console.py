@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import io
 import os
 import sys
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 
 @functools.cache
@@ -23,6 +24,13 @@ def is_live(console: Console) -> bool:
 def say(text: str, *, style: str = "") -> None:
     """Text for people on stderr, as it is: no markup, and no line breaks of ours."""
     err_console().print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def plain_text(renderable: RenderableType, *, columns: int) -> str:
+    """What rich draws, as text of so many columns without colours, for a file or for stdout."""
+    text = io.StringIO()
+    Console(file=text, width=columns, no_color=True, highlight=False).print(renderable)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 def out(text: str) -> None:

@@ -72,9 +72,9 @@ class Decided:
     choices: tuple[Choice, ...]
 
 
-def decide(recipe: Recipe, *, run_dir: Path, host: HostFacts) -> Decided:
+def decide(recipe: Recipe, *, run_dir: Path, host: HostFacts, cache_dir: Path | None = None) -> Decided:
     """Every decision. Raises RecipeError when `auto` finds a device that cannot do it or that we do not know."""
-    cache_dir = run_dir.parent / CACHE_NAME
+    cache_dir = cache_dir or run_dir.parent / CACHE_NAME
     model = _model(recipe, cache_dir=cache_dir)
     hardware = _hardware(recipe, host=host, model=model, cache_dir=cache_dir)
     if hardware.is_cpu and (broken := list(broken_on_cpu(recipe))):
@@ -95,19 +95,21 @@ def _threads(model: ModelPlan, *, cores: int) -> tuple[int, str]:
     return cores, "trainer and engine take turns, so each has all cores of this host"
 
 
-def build_plan(recipe: Recipe, *, run_dir: Path, host: HostFacts) -> RunPlan:
+def build_plan(recipe: Recipe, *, run_dir: Path, host: HostFacts, cache_dir: Path | None = None) -> RunPlan:
     """The plan of one run. host: decides only what the recipe leaves to `auto`, and the threads on a CPU.
 
-    run_dir: absolute.  Raises RecipeError when `auto` finds a device that cannot do it or that we do not know.
+    run_dir: absolute.  cache_dir: of models, data and profiles; None: beside the run's folder.
+    Raises RecipeError when `auto` finds a device that cannot do it or that we do not know.
     """
-    decided = decide(recipe, run_dir=run_dir, host=host)
+    cache_dir = cache_dir or run_dir.parent / CACHE_NAME
+    decided = decide(recipe, run_dir=run_dir, host=host, cache_dir=cache_dir)
     derived, model, task = decided.derived, decided.model, decided.task
     correction, correction_choices = plan_correction(recipe)
     backends = tuple(str(backend) for backend in recipe.logging.backends)
     return RunPlan(
         name=run_dir.name,
         run_dir=str(run_dir),
-        cache_dir=str(run_dir.parent / CACHE_NAME),
+        cache_dir=str(cache_dir),
         seed=recipe.seed,
         device=decided.device,
         nodes=recipe.cluster.nodes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,16 @@ Path_ = tuple[str, ...]
 _RESERVED_FOR_FILES = frozenset({"extends"})
 
 
-def load_recipe(name_or_path: str, *, sets: Iterable[str] = ()) -> Recipe:
-    """The resolved recipe: `extends` merged in and cleared, `--set` options applied last.
+@dataclass(frozen=True)
+class Setting:
+    """One key given outside of the recipe. path: of the key.  node: its value, and where that was written."""
+
+    path: Path_
+    node: Node
+
+
+def load_recipe(name_or_path: str, *, sets: Iterable[str] = (), settings: Iterable[Setting] = ()) -> Recipe:
+    """The resolved recipe: `extends` merged in and cleared, then `settings`, then `--set` options.
 
     name_or_path: a shipped recipe's name or a file.  sets: `dotted.key=value` each.
     Raises RecipeError with all problems.
@@ -25,8 +34,10 @@ def load_recipe(name_or_path: str, *, sets: Iterable[str] = ()) -> Recipe:
     path = library.find(name_or_path)
     problems: list[Problem] = []
     tree = _with_parent(_read(path, problems), path=path, problems=problems)
-    for option in sets:
-        _apply_set(tree, option, problems=problems)
+    given = [read_option(option, place=f"--set {option}", problems=problems) for option in sets]
+    for setting in (*settings, *given):
+        if setting is not None:
+            _put(tree, setting)
     tree.setdefault("name", Node(path.stem, str(path)))
     recipe = validate(tree, file=str(path), problems=problems)
     if problems:
@@ -88,29 +99,28 @@ def _merged(below: dict[str, Node], above: dict[str, Node]) -> dict[str, Node]:
     return merged
 
 
-def _apply_set(tree: dict[str, Node], option: str, *, problems: list[Problem]) -> None:
-    place = f"--set {option}"
+def read_option(option: str, *, place: str, problems: list[Problem]) -> Setting | None:
+    """`dotted.key=value` as a setting, or None with a problem added. place: where messages say it was written."""
     key, equals, text = option.partition("=")
     path = tuple(key.strip().split("."))
     if not equals or not all(path):
         problems.append((f"{place}: expected KEY=VALUE", "such as --set optimizer.learning_rate=1e-6"))
-        return
+        return None
     if path[0] in _RESERVED_FOR_FILES:
         problems.append((f"{place}: `{path[0]}` cannot be set here", "write it into a recipe file"))
-        return
+        return None
     if not text.strip():  # as `key:` in a file
-        _put(tree, path, value=None, place=place)
-        return
+        return Setting(path, Node(None, place))
     node, found = parse(text.encode("utf-8", "surrogateescape"), file=place)
     problems.extend((message.replace(f"{place}:1: ", f"{place}: "), hint) for message, hint in found)
-    _put(tree, path, value=node.value if node else Refused.VALUE, place=place)
+    return Setting(path, Node(_placed(node.value, place=place) if node else Refused.VALUE, place))
 
 
-def _put(tree: dict[str, Node], path: Path_, *, value: Any, place: str) -> None:
-    node = Node(_placed(value, place=place), place)
-    for key in reversed(path[1:]):
-        node = Node({key: node}, place)
-    merged = _merged(tree, {path[0]: node})
+def _put(tree: dict[str, Node], setting: Setting) -> None:
+    node = setting.node
+    for key in reversed(setting.path[1:]):
+        node = Node({key: node}, node.place)
+    merged = _merged(tree, {setting.path[0]: node})
     tree.clear()
     tree.update(merged)
 

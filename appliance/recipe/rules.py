@@ -86,7 +86,8 @@ def _task(recipe: Recipe) -> Iterator[Broken]:
 
 def _pool_sizes(recipe: Recipe) -> Iterator[Broken]:
     task = recipe.task
-    found = arithmetic.check(difficulty=task.difficulty, train_size=task.train_size, val_size=task.val_size)
+    sizes = {"train_size": task.train_size, "val_size": task.val_size}
+    found = arithmetic.check(difficulty=task.difficulty, seed=task.seed, **sizes)
     for text, hint in found:
         key, _, message = text.partition(": ")
         yield Broken((key, "task.difficulty"), message, hint)

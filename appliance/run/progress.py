@@ -36,11 +36,27 @@ class Progress(Protocol):
     def show(self, state: RunState, news: News, *, now: float) -> None: ...
 
 
-def choose_progress(plan: RunPlan, *, json_mode: bool) -> Progress:
+def choose_progress(plan: RunPlan, *, json_mode: bool, quiet: bool = False) -> Progress:
+    """quiet: a live panel or nothing, because a caller has many runs and a line for each."""
     if json_mode:
         return JsonProgress()
     people = console.err_console()
-    return LiveProgress(plan, people) if console.is_live(people) else PlainProgress()
+    if console.is_live(people):
+        return LiveProgress(plan, people)
+    return NoProgress() if quiet else PlainProgress()
+
+
+class NoProgress:
+    """Shows nothing."""
+
+    def __enter__(self) -> NoProgress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        pass
+
+    def show(self, state: RunState, news: News, *, now: float) -> None:
+        pass
 
 
 class LiveProgress:

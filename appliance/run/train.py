@@ -68,11 +68,13 @@ def run_training(
     name: str | None,
     json_mode: bool,
     steps: Sequence[Step] = (),
+    quiet: bool = False,
 ) -> int:
     """Run the plan and return the exit code; everything that is to be said was said.
 
     recipe_yaml: the resolved recipe, kept in the folder.  findings: what preflight let pass; warnings become notes.
     name: as the user gave it, None when the run's name was chosen.  steps: between preparation and training, in order.
+    quiet: the caller says how it went; here only a live panel is shown, and why a run did not end well.
     Raises RecipeError (the name is in use) and PreflightError (a folder cannot be written).
     """
     started = time.monotonic()
@@ -80,10 +82,11 @@ def run_training(
         for finding in findings:
             if str(finding.severity) == "warning":
                 append_event(session.run_dir, kind="note", what=f"{finding.place}: {finding.message}", why="preflight")
-        training = _Training(plan, session, interrupts, choose_progress(plan, json_mode=json_mode))
+        training = _Training(plan, session, interrupts, choose_progress(plan, json_mode=json_mode, quiet=quiet))
         outcome = training.run(steps)
         session.finish(state=outcome.state, exit_code=outcome.exit_code, reason=outcome.reason)
-    _tell(plan, training.state, outcome=outcome, seconds=time.monotonic() - started, json_mode=json_mode)
+    seconds = time.monotonic() - started
+    _tell(plan, training.state, outcome=outcome, seconds=seconds, json_mode=json_mode, quiet=quiet)
     return outcome.exit_code
 
 
@@ -210,7 +213,7 @@ def _tail_of(log: Path) -> str:
         return file.read().decode(errors="replace")
 
 
-def _tell(plan: RunPlan, state: RunState, *, outcome: Outcome, seconds: float, json_mode: bool) -> None:
+def _tell(plan: RunPlan, state: RunState, *, outcome: Outcome, seconds: float, json_mode: bool, quiet: bool) -> None:
     """The end, for people on stderr and with --json for machines on stdout."""
     if json_mode:
         values = summary.summary_object(
@@ -222,7 +225,7 @@ def _tell(plan: RunPlan, state: RunState, *, outcome: Outcome, seconds: float, j
             seconds=seconds,
         )
         console.out(json_line("summary", values))
-    if outcome.state is RunStatus.DONE and not json_mode:
+    if outcome.state is RunStatus.DONE and not json_mode and not quiet:
         folder = summary.typed_path(Path(plan.run_dir))
         for label, text in summary.summary_rows(plan, state, seconds=seconds, folder=folder):
             console.say(f"{label:<12}{text}")

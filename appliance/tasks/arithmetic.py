@@ -8,6 +8,9 @@ into training or validation. The seed draws from the pool and orders what it dre
     warm start  0.70    5671
     training    0.18    1431
     validation  0.12    998
+
+A validation that is larger than its pool goes on with training problems that `train_size` leaves: those that are
+neither trained on nor the mirror of one that is.
 """
 
 from __future__ import annotations
@@ -60,33 +63,49 @@ def splits(*, difficulty: int, seed: int, train_size: int, val_size: int) -> Spl
 
     Raises RecipeError for a difficulty outside 2..6 and for a size above its pool, all at once.
     """
-    problems = check(difficulty=difficulty, train_size=train_size, val_size=val_size)
+    problems = check(difficulty=difficulty, seed=seed, train_size=train_size, val_size=val_size)
     if problems:
         raise RecipeError(problems)
-    return Splits(
-        train=_draw(Pool.TRAIN, difficulty=difficulty, seed=seed, size=train_size),
-        val=_draw(Pool.VALIDATION, difficulty=difficulty, seed=seed, size=val_size),
-    )
+    train, left = _train(difficulty=difficulty, seed=seed, size=train_size)
+    validation = _shuffled(Pool.VALIDATION, difficulty=difficulty, seed=seed)
+    val = (validation + left)[:val_size] if val_size else validation
+    return Splits(train=[problem(*pair) for pair in train], val=[problem(*pair) for pair in val])
 
 
-def check(*, difficulty: int, train_size: int, val_size: int) -> list[tuple[str, str]]:
+def check(*, difficulty: int, seed: int, train_size: int, val_size: int) -> list[tuple[str, str]]:
     """(message, hint) for every value that the task cannot serve."""
     if not MIN_DIFFICULTY <= difficulty <= MAX_DIFFICULTY:
         message = f"task.difficulty: {difficulty} is not in {MIN_DIFFICULTY}..{MAX_DIFFICULTY}"
         return [(message, "it is the number of digits of an operand")]
     found = []
-    for key, size, pool in (("train_size", train_size, Pool.TRAIN), ("val_size", val_size, Pool.VALIDATION)):
-        available = len(pairs(pool, difficulty=difficulty))
-        if size > available:
-            message = f"task.{key}: {size} is more than the {available} {pool} problems of difficulty {difficulty}"
+    train = len(pairs(Pool.TRAIN, difficulty=difficulty))
+    if train_size > train:
+        message = f"task.train_size: {train_size} is more than the {train} train problems of difficulty {difficulty}"
+        found.append((message, "lower it, or raise task.difficulty"))
+        train_size = 0
+    val = len(pairs(Pool.VALIDATION, difficulty=difficulty))
+    if val_size > val:
+        left = len(_train(difficulty=difficulty, seed=seed, size=train_size)[1])
+        if val_size > val + left:
+            of = f"{val + left} validation problems of difficulty {difficulty}"
+            also = f", the {left} that task.train_size leaves included" if left else ""
+            message = f"task.val_size: {val_size} is more than the {of}{also}"
             found.append((message, "lower it, or raise task.difficulty"))
     return found
 
 
-def _draw(pool: Pool, *, difficulty: int, seed: int, size: int) -> list[Problem]:
+def _train(*, difficulty: int, seed: int, size: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """The problems to train on, and those of their pool that are neither among them nor the mirror of one."""
+    drawn = _shuffled(Pool.TRAIN, difficulty=difficulty, seed=seed)
+    train = drawn[: size or None]
+    known = {*train, *((b, a) for a, b in train)}
+    return train, [pair for pair in drawn if pair not in known]
+
+
+def _shuffled(pool: Pool, *, difficulty: int, seed: int) -> list[tuple[int, int]]:
     drawn = pairs(pool, difficulty=difficulty)
     random.Random(f"{seed}-{pool}").shuffle(drawn)
-    return [problem(a, b) for a, b in drawn[: size or None]]
+    return drawn
 
 
 def score(*, response: str, truth: str) -> float:

@@ -61,7 +61,7 @@ def test_the_launcher_imports_no_torch(arguments, tmp_path):
 def test_the_commands(appliance):
     text = appliance("--help").stdout
     names = re.findall(r"^│ ([a-z][a-z-]+)  ", text, flags=re.MULTILINE)
-    launched = ["train", "plan", "check", "bench", "verify", "profile", "setup", "convert-profile"]
+    launched = ["train", "plan", "check", "bench", "verify", "profile", "setup", "convert-profile", "compare"]
     assert names == [*launched, "status", "logs", "schema", "version", "recipes"]
 
 

@@ -39,7 +39,12 @@ MAY_IMPORT = {
     "bench": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "engine", "quant"},
     "profile": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "quant", "flashrl.config_file"},
     "verify": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "engine", "quant", "profile"},
-    "cli": {"errors", "tasks", "recipe", "plan", "preflight", "run", "bench", "profile", "verify", "console", *NUMBERS},
+    # A comparison is many runs, each with its profile.
+    "compare": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "profile", *NUMBERS},
+    "cli": {
+        *("errors", "tasks", "recipe", "plan", "preflight", "run", "bench", "profile", "verify", "compare", "console"),
+        *NUMBERS,
+    },
 }
 
 HEAVY = {"torch", "vllm", "verl", "ray", "transformers", "tensordict", "datasets", "numpy", "pandas", "pyarrow"}
@@ -58,6 +63,8 @@ OF_THE_CHILDREN = (
     "bench.kernel",
     "bench.sync",
     "bench.worker",
+    "compare.bootstrap",
+    "compare.child",
     "verify.child",
     "verify.worker",
     "profile.child",

@@ -73,9 +73,26 @@ def test_splits_refuse_sizes_above_the_pools_all_at_once() -> None:
     ]
 
 
+def test_a_large_validation_goes_on_with_what_training_leaves() -> None:
+    made = splits(difficulty=2, seed=0, train_size=192, val_size=2000)
+    small = splits(difficulty=2, seed=0, train_size=192, val_size=998)
+    assert (len(made.train), len(made.val), len(set(made.val))) == (192, 2000, 2000)
+    assert made.val[:998] == small.val
+    assert not operands(made.train) & operands(made.val)
+    assert not {frozenset(pair) for pair in pairs(Pool.WARM_START, difficulty=2)} & operands(made.val)
+
+
+def test_a_validation_above_what_training_leaves_is_refused_with_the_number_that_there_is() -> None:
+    found = check(difficulty=2, seed=0, train_size=192, val_size=2074)
+    what = "2073 validation problems of difficulty 2, the 1075 that task.train_size leaves included"
+    hint = "lower it, or raise task.difficulty"
+    assert found == [(f"task.val_size: 2074 is more than the {what}", hint)]
+    assert check(difficulty=2, seed=0, train_size=192, val_size=2073) == []
+
+
 @pytest.mark.parametrize("difficulty", [0, 1, 7])
 def test_check_refuses_a_difficulty_without_problems(difficulty: int) -> None:
-    assert check(difficulty=difficulty, train_size=0, val_size=0) == [
+    assert check(difficulty=difficulty, seed=0, train_size=0, val_size=0) == [
         (f"task.difficulty: {difficulty} is not in 2..6", "it is the number of digits of an operand")
     ]
 

@@ -1,0 +1,107 @@
+"""The runs of a comparison: every recipe resolved and judged before the first one starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from appliance.compare.file import Arm, Comparison, in_order, run_name
+from appliance.errors import RecipeError
+from appliance.plan.build import CACHE_NAME, build_plan
+from appliance.plan.host import HostFacts
+from appliance.plan.model import RunPlan
+from appliance.preflight.finding import Finding
+from appliance.preflight.report import examine
+from appliance.recipe.load import Setting, load_recipe
+from appliance.recipe.schema import Recipe
+from appliance.recipe.tree import Node, Problem
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One arm with one seed. findings: what preflight let pass, of the arm."""
+
+    arm: str
+    seed: int
+    recipe: Recipe
+    plan: RunPlan
+    findings: tuple[Finding, ...]
+
+    @property
+    def label(self) -> str:
+        return f"{self.arm}, seed {self.seed}"
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.plan.run_dir)
+
+
+def plan_runs(comparison: Comparison) -> list[PlannedRun]:
+    """All runs, seed by seed: after the first seed every arm has one. Raises RecipeError with all problems of all arms.
+
+    The cache is that of the recipe's `cluster.run_dir`, which the comparison's folder lies in: model, data and
+    profiles are made once, for all runs and for those of `train`.
+    """
+    recipes = _recipes(comparison)
+    folder = comparison_folder(recipes, comparison=comparison)
+    cache_dir = folder.parent / CACHE_NAME
+    judged: dict[str, tuple[HostFacts, tuple[Finding, ...]]] = {}
+    planned: list[PlannedRun] = []
+    for (arm, seed), recipe in recipes.items():
+        run_dir = folder / run_name(arm, seed=seed)
+        if arm not in judged:
+            _, host, findings = examine(recipe, run_dir=run_dir, ask_hub=True, cache_dir=cache_dir)
+            judged[arm] = (host, tuple(findings))
+        host, found = judged[arm]
+        plan = build_plan(recipe, run_dir=run_dir, host=host, cache_dir=cache_dir)
+        planned.append(PlannedRun(arm, seed, recipe=recipe, plan=plan, findings=found))
+    _refuse_other_problems(planned, comparison=comparison)
+    return planned
+
+
+def comparison_folder(recipes: dict[tuple[str, int], Recipe], *, comparison: Comparison) -> Path:
+    first = next(iter(recipes.values()))
+    return Path(first.cluster.run_dir).expanduser().absolute() / comparison.name
+
+
+def _recipes(comparison: Comparison) -> dict[tuple[str, int], Recipe]:
+    """By arm and seed, seed by seed."""
+    recipes: dict[tuple[str, int], Recipe] = {}
+    problems: list[Problem] = []
+    for seed in comparison.seeds:
+        for arm in comparison.arms:
+            try:
+                recipes[arm.name, seed] = load_recipe(
+                    str(comparison.recipe), settings=_of_run(arm, comparison=comparison, seed=seed)
+                )
+            except RecipeError as error:
+                problems += error.problems
+    folders = {recipe.cluster.run_dir for recipe in recipes.values()}
+    if len(folders) > 1:
+        problems.append((f"{comparison.file}: cluster.run_dir: the arms have several", "set it once, in `set`"))
+    if problems:
+        raise RecipeError(in_order(problems, file=str(comparison.file)))
+    return recipes
+
+
+def _of_run(arm: Arm, *, comparison: Comparison, seed: int) -> Iterator[Setting]:
+    yield from arm.settings
+    yield Setting(("seed",), Node(seed, str(comparison.file)))
+    yield Setting(("name",), Node(comparison.name, str(comparison.file)))
+
+
+def _refuse_other_problems(planned: list[PlannedRun], *, comparison: Comparison) -> None:
+    """Rewards are paired problem by problem, so all arms are validated on the same ones. Raises RecipeError."""
+    first = planned[0].plan.task
+    others = {run.arm: run for run in planned if _problems(run.plan) != _problems(planned[0].plan)}
+    if others:
+        place = {arm.name: arm.place for arm in comparison.arms}
+        hint = f"`task` must be the same in all arms; here it is another one than in `{planned[0].arm}` ({first.kind})"
+        raise RecipeError([(f"{place[arm]}: arms.{arm}: it validates on other problems", hint) for arm in others])
+
+
+def _problems(plan: RunPlan) -> tuple[object, ...]:
+    task = plan.task
+    sizes = (task.train_size, task.val_size, task.max_prompt_tokens, task.max_response_tokens)
+    return (task.kind, task.difficulty, task.seed, task.train_file, task.val_file, *sizes)

@@ -1,0 +1,150 @@
+"""`appliance compare`: every run that is not there yet, one after the other, then the table and the page."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from pathlib import Path
+
+from appliance import console
+from appliance.compare.arms import PlannedRun, plan_runs
+from appliance.compare.file import Comparison, load_comparison
+from appliance.compare.final import validate_models
+from appliance.compare.found import Found, look, set_aside
+from appliance.compare.judge import ArmResult, judge
+from appliance.compare.page import page
+from appliance.compare.results import load_per_core, note_load, read_result
+from appliance.compare.show import Shown, as_json, markdown, table
+from appliance.errors import Interrupted
+from appliance.preflight.probes import read_host
+from appliance.profile.command import PROFILING
+from appliance.recipe.dump import to_yaml
+from appliance.run import draw
+from appliance.run.session import cannot_write
+from appliance.run.summary import typed_path
+from appliance.run.supervise import Interrupts
+from appliance.run.train import run_training
+from appliance.run.work import stop_on_errors
+
+_SIGNALLED = (75, 130)
+_GUARD_STOPPED = 6
+_MOST_FAILURES = 2  # in a row: the next one would fail as well
+_COLUMNS = 160  # of the table where the output is no terminal
+
+
+def run_compare(name_or_path: str, *, json_mode: bool) -> int:
+    """The exit code: 0, or that of the first run that failed.
+
+    Raises RecipeError with all problems of the file and of all arms, PreflightError for what this host cannot do,
+    EngineError when the final validation fails, Interrupted after a signal.
+    """
+    comparison = load_comparison(name_or_path)
+    runs = plan_runs(comparison)
+    stop_on_errors(list(dict.fromkeys(finding for run in runs for finding in run.findings)))
+    folder = runs[0].run_dir.parent
+    command = f"appliance compare {name_or_path}"
+    todo = _todo(runs, folder=folder)
+    with Interrupts() as interrupts:
+
+        def stop() -> None:
+            if interrupts.names:
+                raise _stopped(command)
+
+        failed = _train(todo, total=len(runs), stop=stop, command=command)
+        validate_models(runs, stop=stop)
+    shown = Shown(comparison, rows=_rows(comparison, runs), where=_where(folder), command=command)
+    _write(shown, folder=folder)
+    columns = console.err_console().width if console.is_live(console.err_console()) else _COLUMNS
+    console.out(as_json(shown) if json_mode else table(shown, columns=columns))
+    console.say(f"page        {typed_path(folder / f'{comparison.name}.html')}  (and .json, .md)")
+    for run, code in failed:
+        console.say(f"warning: {run.label}: failed with exit code {code}, see {typed_path(run.run_dir)}")
+    return failed[0][1] if failed else 0
+
+
+def _stopped(command: str) -> Interrupted:
+    return Interrupted("the comparison was stopped", hint=f"`{command}` goes on with what is missing")
+
+
+def _todo(runs: list[PlannedRun], *, folder: Path) -> list[PlannedRun]:
+    """The runs without a result. What is in their way is set aside. Raises PreflightError."""
+    found = {run.label: look(run) for run in runs}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+    done = sum(each is Found.DONE for each in found.values())
+    console.say(f"{len(runs)} runs in {typed_path(folder)}" + (f", {done} of them done" if done else ""))
+    for run in runs:
+        if found[run.label] in (Found.UNFINISHED, Found.OTHER):
+            why = "not finished" if found[run.label] is Found.UNFINISHED else "of another recipe"
+            console.say(f"{run.label}: {why}, set aside as {set_aside(run.run_dir).name}")
+    return [run for run in runs if found[run.label] is not Found.DONE]
+
+
+def _train(
+    todo: list[PlannedRun], *, total: int, stop: Callable[[], None], command: str
+) -> list[tuple[PlannedRun, int]]:
+    """Train what is missing; a stop by a guard is a result. Returns the runs that failed, with their exit codes."""
+    failed: list[tuple[PlannedRun, int]] = []
+    in_a_row = 0
+    for number, run in enumerate(todo, start=total - len(todo) + 1):
+        stop()
+        load = load_per_core()
+        console.say(f"run {number} of {total}: {run.label}")
+        code = run_training(
+            run.plan,
+            recipe_yaml=to_yaml(run.recipe),
+            findings=run.findings,
+            name=run.run_dir.name,
+            json_mode=False,
+            steps=(PROFILING,),
+            quiet=True,
+        )
+        if code in _SIGNALLED:
+            raise _stopped(command)
+        note_load(run.run_dir, per_core=load)
+        if code in (0, _GUARD_STOPPED):
+            in_a_row = 0
+            console.say(_line(run))
+            continue
+        failed.append((run, code))
+        in_a_row += 1
+        if in_a_row == _MOST_FAILURES:
+            console.say(f"warning: {in_a_row} runs in a row failed: the others are not started")
+            break
+    return failed
+
+
+def _line(run: PlannedRun) -> str:
+    result = read_result(run)
+    assert result is not None, "it has just ended"
+    rewards = [row.reward for row in result.steps if row.reward is not None]
+    climb = f"reward {rewards[0]:.3f} -> {rewards[-1]:.3f}, " if rewards else ""
+    end = "" if not result.reason else f", {result.reason}"
+    return f"{run.label}: {climb}{len(rewards)} steps in {draw.duration(result.seconds)}{end}"
+
+
+def _rows(comparison: Comparison, runs: list[PlannedRun]) -> list[ArmResult]:
+    results = [result for result in map(read_result, runs) if result is not None]
+    arms = [arm.name for arm in comparison.arms]
+    return judge(results, arms=arms, baseline=comparison.baseline, margin=comparison.margin)
+
+
+def _where(folder: Path) -> str:
+    host = read_host(folder)
+    gpus = f", {len(host.gpus)} x {host.gpus[0].product}" if host.gpus else ""
+    today = datetime.date.today().isoformat()
+    return f"Taken on {today}: {host.processor or 'unknown processor'}, {host.cores} cores{gpus}."
+
+
+def _write(shown: Shown, *, folder: Path) -> None:
+    """The page and the numbers, each whole or not at all. Raises PreflightError."""
+    name = shown.comparison.name
+    for suffix, text in (("json", as_json(shown) + "\n"), ("md", markdown(shown)), ("html", page(shown))):
+        partial = folder / f".{name}.{suffix}"
+        try:
+            partial.write_text(text)
+            partial.replace(folder / f"{name}.{suffix}")
+        except OSError as error:
+            raise cannot_write(folder, error) from error

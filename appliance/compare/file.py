@@ -1,0 +1,260 @@
+"""A comparison as a user writes it: YAML text to a Comparison, or every problem at once with its line.
+
+recipe: arithmetic-tiny-int8        # a shipped recipe's name, or a file beside this one
+set:                                # for all arms, and for each arm: a mapping of dotted keys, or KEY=VALUE each
+  trainer.steps: 20
+arms:
+  bf16: [rollout.scheme=bf16]
+  int8-acr: {correction.method: acr}
+seeds: [0, 1, 2]
+baseline: bf16
+validation: 2000                    # problems of the final validation
+margin: 0.03                        # a mean reward this far from the baseline's is as good
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from appliance.errors import RecipeError
+from appliance.recipe import library
+from appliance.recipe.load import Setting, read_option
+from appliance.recipe.messages import explain, shown
+from appliance.recipe.schema import NAME_PATTERN
+from appliance.recipe.tree import MAX_BYTES, Node, Problem, Refused, parse
+
+FOLDER = "comparisons"
+_SUFFIX = ".yaml"
+_GIVEN_ELSEWHERE = {
+    "name": "a run is named by its arm and seed",
+    "seed": "the seeds are `seeds`",
+    "task.val_size": "it is `validation`",
+}
+Seed_ = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class _File(BaseModel):
+    """The keys and what they may hold; the settings in `set` and `arms` are read from the tree, with their lines."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    recipe: str = Field(min_length=1)
+    set: Any = None
+    arms: dict[str, Any] = Field(min_length=1)
+    seeds: Annotated[tuple[Seed_, ...], Field(strict=False, min_length=1)]
+    baseline: str = Field(min_length=1)
+    validation: int = Field(2000, ge=1)
+    margin: float = Field(0.03, gt=0, le=1)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """settings: in the order in which they hold: those of all arms, the arm's own, the size of the validation."""
+
+    name: str
+    place: str
+    settings: tuple[Setting, ...]
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The settings as `dotted.key=value`; of a key that is given twice, the one that holds."""
+        values = {".".join(setting.path): _text(_plain(setting.node)) for setting in self.settings}
+        return tuple(f"{dotted}={value}" for dotted, value in values.items())
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """recipe: the file of the recipe.  margin: of a mean reward, in its unit."""
+
+    name: str
+    file: Path
+    recipe: Path
+    arms: tuple[Arm, ...]
+    seeds: tuple[int, ...]
+    baseline: str
+    validation: int
+    margin: float
+
+
+def find(name_or_path: str) -> Path:
+    """The file of a shipped comparison's name, or of a path. Raises RecipeError when there is none."""
+    shipped = library.folder().parent / FOLDER / f"{name_or_path}{_SUFFIX}"
+    if "/" not in name_or_path and shipped.is_file():
+        return shipped
+    if Path(name_or_path).is_file():
+        return Path(name_or_path)
+    names = sorted(path.stem for path in shipped.parent.glob(f"*{_SUFFIX}"))
+    hint = f"give a file, or one of the shipped: {', '.join(names)}" if names else "give a file"
+    raise RecipeError([(f"{name_or_path}: no such comparison", hint)])
+
+
+def load_comparison(name_or_path: str) -> Comparison:
+    """Raises RecipeError with all problems of the file, in the order of its lines. The arms are not looked into."""
+    path = find(name_or_path)
+    problems: list[Problem] = []
+    tree = _read(path, problems)
+    read = _validated(tree, file=str(path), problems=problems)
+    shared = _settings(tree.get("set"), key="set", problems=problems)
+    arms = _arms(tree.get("arms"), problems=problems)
+    recipe = _recipe(tree.get("recipe"), beside=path.parent, problems=problems)
+    _check_names(tree, name=path.stem, file=str(path), problems=problems)
+    if problems:
+        raise RecipeError(in_order(problems, file=str(path)))
+    assert read is not None and recipe is not None  # only a problem stops them
+    size = Setting(("task", "val_size"), Node(read.validation, _place(tree, "validation", file=str(path))))
+    return Comparison(
+        name=path.stem,
+        file=path,
+        recipe=recipe,
+        arms=tuple(Arm(each.name, each.place, (*shared, *each.settings, size)) for each in arms),
+        seeds=read.seeds,
+        baseline=read.baseline,
+        validation=read.validation,
+        margin=read.margin,
+    )
+
+
+def in_order(problems: list[Problem], *, file: str) -> list[Problem]:
+    """Each once, by the lines of the file; what stands elsewhere comes last, in the order found."""
+
+    def line(problem: Problem) -> tuple[int, int]:
+        number = problem[0].removeprefix(f"{file}:").partition(":")[0] if problem[0].startswith(f"{file}:") else ""
+        return (0, int(number)) if number.isdigit() else (1, 0)
+
+    return sorted(dict.fromkeys(problems), key=line)
+
+
+def _read(path: Path, problems: list[Problem]) -> dict[str, Node]:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise RecipeError([(f"{path}: cannot be read: {error.strerror}", "")]) from error
+    root, found = parse(raw, file=str(path))
+    problems.extend(found)
+    if root is None:
+        raise RecipeError(problems)
+    if not isinstance(root.value, dict):
+        raise RecipeError([*problems, (f"{root.place}: a comparison is a mapping of keys", "see docs/experiments.md")])
+    return root.value
+
+
+def _validated(tree: dict[str, Node], *, file: str, problems: list[Problem]) -> _File | None:
+    try:
+        return _File.model_validate({key: _plain(node) for key, node in tree.items()})
+    except ValidationError as error:
+        for each in error.errors():
+            problems.append(_explained(each, tree=tree, file=file))
+    return None
+
+
+def _explained(error: Any, *, tree: dict[str, Node], file: str) -> Problem:
+    key, *rest = (str(part) for part in error["loc"])
+    dotted = ".".join((key, *rest))
+    if error["type"] == "missing":
+        return f"{file}: {key}: the key is missing", _EXAMPLES[key]
+    if error["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(key, _File.model_fields, n=1)
+        legal = ", ".join(f"`{each}`" for each in _File.model_fields)
+        return f"{tree[key].place}: {key}: unknown key", f"did you mean `{near[0]}`?" if near else f"use one of {legal}"
+    message, hint = explain(error)
+    return f"{_place(tree, key, file=file)}: {dotted}: {message}", hint
+
+
+_EXAMPLES = {
+    "recipe": "such as `recipe: arithmetic-tiny-int8`",
+    "arms": "a mapping of names to settings, such as `bf16: [rollout.scheme=bf16]`",
+    "seeds": "such as `seeds: [0, 1, 2]`",
+    "baseline": "the arm that the others are compared with",
+}
+
+
+def _plain(node: Node) -> Any:
+    if isinstance(node.value, dict):
+        return {key: _plain(each) for key, each in node.value.items()}
+    if isinstance(node.value, list):
+        return [_plain(each) for each in node.value]
+    return None if node.value is Refused.VALUE else node.value
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _place(tree: dict[str, Node], key: str, *, file: str) -> str:
+    return tree[key].place if key in tree else file
+
+
+def _arms(node: Node | None, *, problems: list[Problem]) -> list[Arm]:
+    if node is None or not isinstance(node.value, dict):
+        return []
+    return [
+        Arm(name, each.place, tuple(_settings(each, key=f"arms.{name}", problems=problems)))
+        for name, each in node.value.items()
+    ]
+
+
+def _settings(node: Node | None, *, key: str, problems: list[Problem]) -> list[Setting]:
+    """From a list of KEY=VALUE or a mapping of dotted keys; nothing at all is an arm that changes nothing."""
+    if node is None or node.value is None or node.value is Refused.VALUE:
+        return []
+    found: list[Setting | None] = []
+    if isinstance(node.value, dict):
+        found += [Setting(tuple(dotted.split(".")), each) for dotted, each in node.value.items()]
+    elif isinstance(node.value, list):
+        for item in node.value:
+            if isinstance(item.value, str) and "=" in item.value:
+                found.append(read_option(item.value, place=item.place, problems=problems))
+            elif item.value is not Refused.VALUE:
+                message = f"{item.place}: {key}: expected KEY=VALUE, got {shown(_plain(item))}"
+                problems.append((message, "such as `rollout.scheme=bf16`"))
+    else:
+        hint = "such as `[rollout.scheme=bf16]`, or `{rollout.scheme: bf16}`"
+        problems.append((f"{node.place}: {key}: expected settings, got {shown(_plain(node))}", hint))
+    settings = [setting for setting in found if setting is not None]
+    for setting in settings:
+        dotted = ".".join(setting.path)
+        if why := _GIVEN_ELSEWHERE.get(dotted):
+            problems.append((f"{setting.node.place}: {key}: `{dotted}` cannot be set here", why))
+    return settings
+
+
+def _recipe(node: Node | None, *, beside: Path, problems: list[Problem]) -> Path | None:
+    if node is None or not isinstance(node.value, str):
+        return None
+    try:
+        return library.find(node.value, beside=beside)
+    except RecipeError as error:
+        problems.extend((f"{node.place}: recipe: {message}", hint) for message, hint in error.problems)
+    return None
+
+
+def _check_names(tree: dict[str, Node], *, name: str, file: str, problems: list[Problem]) -> None:
+    """What keys say of each other. A value of the wrong kind is somebody else's problem."""
+    hint = "use letters, digits, `.`, `_` and `-`, at most 80 with the seed, no space or slash"
+    if not NAME_PATTERN.fullmatch(name):
+        problems.append((f"{file}: the text `{name}` is not a name for a comparison", f"rename the file: {hint}"))
+    arms, seeds, baseline = (_plain(tree[key]) if key in tree else None for key in ("arms", "seeds", "baseline"))
+    arms = arms if isinstance(arms, dict) else {}
+    seeds = [each for each in seeds if isinstance(each, int)] if isinstance(seeds, list) else []
+    for arm in arms:
+        if not NAME_PATTERN.fullmatch(run_name(arm, seed=max(seeds, default=0))):
+            problems.append((f"{tree['arms'].value[arm].place}: arms: the text `{arm}` is not a name", hint))
+    if len(set(seeds)) < len(seeds):
+        problems.append((f"{tree['seeds'].place}: seeds: a seed is named twice", "name each once"))
+    if arms and isinstance(baseline, str) and baseline not in arms:
+        near = difflib.get_close_matches(baseline, list(arms), n=1)
+        legal = "use one of " + ", ".join(f"`{each}`" for each in arms)
+        message = f"{tree['baseline'].place}: baseline: no arm is called `{baseline}`"
+        problems.append((message, f"did you mean `{near[0]}`?" if near else legal))
+
+
+def run_name(arm: str, *, seed: int) -> str:
+    """The run's folder in the comparison's."""
+    return f"{arm}-seed{seed}"

@@ -1,0 +1,62 @@
+"""What lies in the folder of a planned run already: nothing, the very run, or something that is set aside."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+
+from appliance.compare.arms import PlannedRun
+from appliance.errors import PreflightError
+from appliance.recipe.dump import to_yaml
+from appliance.run.session import RUN_FILE, RunRecord, RunStatus, cannot_write, has_launcher, read_record
+
+_GUARD_STOPPED = 6
+
+
+class Found(Enum):
+    """DONE: the result of this very recipe is there, be it a model or a stop by the guard.  NOTHING: the way is free.
+
+    UNFINISHED: an attempt that did not end well.  OTHER: the recipe was another one.
+    """
+
+    DONE = "done"
+    NOTHING = "nothing"
+    UNFINISHED = "unfinished"
+    OTHER = "other"
+
+
+def look(run: PlannedRun) -> Found:
+    """Raises PreflightError when the run is being made by another program at this moment."""
+    folder = run.run_dir
+    if not folder.exists():
+        return Found.NOTHING
+    try:
+        record, recipe = read_record(folder), (folder / "recipe.yaml").read_text()
+    except (OSError, ValueError):
+        return Found.UNFINISHED
+    if record.exit_code is None and has_launcher(folder):
+        raise PreflightError(f"{folder}: this run is going on", hint="wait for its end, or stop it")
+    if recipe != to_yaml(run.recipe):
+        return Found.OTHER
+    return Found.DONE if has_result(record) else Found.UNFINISHED
+
+
+def has_result(record: RunRecord) -> bool:
+    """Done, or stopped by a guard, which is what the recipe asked for."""
+    return record.state is RunStatus.DONE or record.exit_code == _GUARD_STOPPED
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a folder that is in the way, and return its new name. Nothing is deleted. Raises PreflightError."""
+    number = 1
+    while (target := folder.with_name(f"{folder.name}.aside-{number}")).exists():
+        number += 1
+    try:
+        folder.rename(target)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+    return target
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / RUN_FILE).is_file()

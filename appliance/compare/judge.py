@@ -1,0 +1,158 @@
+"""What an arm's runs come to, against the baseline's: means, an interval, a verdict. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from appliance.compare.interval import Interval
+from appliance.compare.results import RunResult, StepRow
+from appliance.quant.correction import CorrectionMethod
+
+
+class Verdict(StrEnum):
+    """WITHIN: the whole interval is.  FAILS, BETTER: the whole interval lies beyond.  OPEN: it reaches over a bound.
+
+    STOPPED: a guard ended at least one run, so not every seed has a model.  MISSING: no run to judge.
+    """
+
+    BASELINE = "baseline"
+    WITHIN = "within"
+    FAILS = "fails"
+    BETTER = "better"
+    OPEN = "open"
+    STOPPED = "stopped"
+    MISSING = "missing"
+
+
+@dataclass(frozen=True)
+class ArmResult:
+    """One row of the table. final: mean reward of the final validation, 0..1 for exact answers.
+
+    own: the same by the trainer's last validation, in the run's scheme.  difference: to the baseline, over the seeds
+    that both have.  by_seed: the same for each seed by itself.  failing: seeds whose whole interval is below -margin,
+    or that a guard stopped.  truncated: share of tokens that the correction acted on, mean over all steps.
+    truncated_max: of the worst step.  inactive: a correction that never acted.
+    k3_kl, k3_max: nats, median and largest over all steps.  codes_changed: median share per weight update.
+    step_s: median.  seconds: mean of whole runs.  busy: times are no measurements.
+    """
+
+    arm: str
+    method: CorrectionMethod
+    runs: tuple[RunResult, ...]
+    final: float | None
+    own: float | None
+    difference: Interval | None
+    by_seed: tuple[tuple[int, Interval], ...]
+    verdict: Verdict
+    failing: tuple[int, ...]
+    truncated: float | None
+    truncated_max: float | None
+    inactive: bool
+    k3_kl: float | None
+    k3_max: float | None
+    codes_changed: float | None
+    step_s: float | None
+    seconds: float | None
+    busy: bool
+
+
+def judge(results: Sequence[RunResult], *, arms: Sequence[str], baseline: str, margin: float) -> list[ArmResult]:
+    """A row for each arm, in their order, also for one without runs. margin: of a mean reward, > 0."""
+    by_arm = {arm: tuple(sorted((r for r in results if r.arm == arm), key=lambda r: r.seed)) for arm in arms}
+    return [_arm(arm, by_arm[arm], base=by_arm[baseline], baseline=baseline, margin=margin) for arm in arms]
+
+
+def _arm(
+    arm: str, runs: tuple[RunResult, ...], *, base: tuple[RunResult, ...], baseline: str, margin: float
+) -> ArmResult:
+    steps = [row for run in runs for row in run.steps if row.reward is not None]
+    pairs = [(run, other) for run in runs for other in base if run.seed == other.seed and run.rewards and other.rewards]
+    is_baseline = arm == baseline
+    difference = None if is_baseline or not pairs else _interval(pairs)
+    by_seed = () if is_baseline else tuple((pair[0].seed, _interval([pair])) for pair in pairs)
+    stopped = [run.seed for run in runs if not run.rewards]
+    below = [seed for seed, interval in by_seed if interval.high < -margin]
+    truncated = _numbers(steps, lambda row: row.truncated)
+    method = runs[0].method if runs else CorrectionMethod.NONE
+    k3 = _numbers(steps, lambda row: row.k3_kl)
+    return ArmResult(
+        arm=arm,
+        method=method,
+        runs=runs,
+        final=_mean(run.final for run in runs),
+        own=_mean(run.steps[-1].validation for run in runs if run.rewards),
+        difference=difference,
+        by_seed=by_seed,
+        verdict=Verdict.BASELINE if is_baseline else _verdict(difference, runs=runs, stopped=stopped, margin=margin),
+        failing=tuple(sorted({*stopped, *below})),
+        truncated=_mean(truncated),
+        truncated_max=max(truncated, default=None),
+        inactive=bool(truncated) and method is not CorrectionMethod.NONE and max(truncated) == 0.0,
+        k3_kl=statistics.median(k3) if k3 else None,
+        k3_max=max(k3, default=None),
+        codes_changed=_median(_numbers(steps, lambda row: row.codes_changed)),
+        step_s=_median(_numbers(steps, lambda row: row.step_s)),
+        seconds=_mean(run.seconds for run in runs),
+        busy=any(run.is_busy for run in runs),
+    )
+
+
+def _interval(pairs: Sequence[tuple[RunResult, RunResult]]) -> Interval:
+    from appliance.compare.bootstrap import paired_interval  # loads numpy
+
+    return paired_interval([list(a.rewards) for a, _ in pairs], baseline_SP=[list(b.rewards) for _, b in pairs])
+
+
+def _verdict(difference: Interval | None, *, runs: tuple[RunResult, ...], stopped: list[int], margin: float) -> Verdict:
+    if runs and stopped:
+        return Verdict.STOPPED
+    if difference is None:
+        return Verdict.MISSING
+    if difference.within(margin):
+        return Verdict.WITHIN
+    if difference.high < -margin:
+        return Verdict.FAILS
+    return Verdict.BETTER if difference.low > margin else Verdict.OPEN
+
+
+def verdict_text(row: ArmResult, *, margin: float) -> str:
+    """For people: `within ±0.03, inactive`, `fails (3 of 3 seeds)`."""
+    text = {
+        Verdict.BASELINE: "baseline",
+        Verdict.WITHIN: f"within ±{margin:g}",
+        Verdict.FAILS: "fails",
+        Verdict.BETTER: f"better by more than {margin:g}",
+        Verdict.OPEN: f"open: the interval crosses ±{margin:g}",
+        Verdict.STOPPED: "stopped by the guard",
+        Verdict.MISSING: "no result",
+    }[row.verdict]
+    if row.failing:
+        text += f" ({len(row.failing)} of {len(row.runs)} seed{'' if len(row.runs) == 1 else 's'})"
+    return f"{text}, inactive" if row.inactive else text
+
+
+def curve(runs: Iterable[RunResult], value: Callable[[StepRow], float | None]) -> list[tuple[int, float, float, float]]:
+    """(step, mean, smallest, largest) over the runs that have the step."""
+    by_step: dict[int, list[float]] = {}
+    for run in runs:
+        for row in run.steps:
+            found = value(row)
+            if found is not None:
+                by_step.setdefault(row.step, []).append(found)
+    return [(step, sum(v) / len(v), min(v), max(v)) for step, v in sorted(by_step.items())]
+
+
+def _numbers(steps: Iterable[StepRow], value: Callable[[StepRow], float | None]) -> list[float]:
+    return [found for row in steps if (found := value(row)) is not None]
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    found = [value for value in values if value is not None]
+    return sum(found) / len(found) if found else None
+
+
+def _median(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None

@@ -1,0 +1,215 @@
+"""A comparison's table for people, its JSON for machines, its page in Markdown. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+from rich import box
+from rich.table import Table
+
+from appliance import console
+from appliance.compare.file import Comparison
+from appliance.compare.interval import CONFIDENCE, Interval
+from appliance.compare.judge import ArmResult, verdict_text
+from appliance.compare.results import RunResult, StepRow
+from appliance.quant.correction import CorrectionMethod
+from appliance.run import draw
+
+TIMES_NOTE = "Other work was on the machine while some of these ran: their times are no measurements."
+INACTIVE_NOTE = "*inactive*: nothing was ever truncated, masked or rejected, so the row says nothing about the method."
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What every form of the output starts from. where: machine and date, for the page."""
+
+    comparison: Comparison
+    rows: list[ArmResult]
+    where: str
+    command: str
+
+
+HEAD = (
+    ("arm", "left"),
+    ("final", "right"),
+    ("difference", "right"),
+    ("95 % interval", "right"),
+    ("in its scheme", "right"),
+    ("k3 median", "right"),
+    ("k3 max", "right"),
+    ("truncated", "right"),
+    ("codes changed", "right"),
+    ("step", "right"),
+    ("run", "right"),
+    ("verdict", "left"),
+)
+assert CONFIDENCE == 0.95  # in the heading
+
+
+def cells(row: ArmResult, *, margin: float) -> tuple[str, ...]:
+    """One text per column of the heading."""
+    about = "~" if row.busy else ""
+    interval = row.difference
+    return (
+        row.arm,
+        _number(row.final),
+        "-" if interval is None else f"{interval.mean:+.4f}",
+        "-" if interval is None else _bounds(interval),
+        _number(row.own),
+        _short(row.k3_kl),
+        _short(row.k3_max),
+        "-" if row.method is CorrectionMethod.NONE else _share(row.truncated),
+        _share(row.codes_changed),
+        "-" if row.step_s is None else f"{about}{row.step_s:.2f} s",
+        "-" if row.seconds is None else f"{about}{row.seconds:.0f} s",
+        verdict_text(row, margin=margin),
+    )
+
+
+def table(shown: Shown, *, columns: int) -> str:
+    """Plain text of so many columns; no colours, so that it can go to a file."""
+    drawn = Table(box=box.SIMPLE, pad_edge=False)
+    for name, side in HEAD:
+        drawn.add_column(name, justify=side, no_wrap=name in ("arm", "final", "difference"))
+    for row in shown.rows:
+        drawn.add_row(*cells(row, margin=shown.comparison.margin))
+    lines = console.plain_text(drawn, columns=columns).splitlines()
+    return "\n".join([*(line for line in lines if line), *notes(shown)])
+
+
+def notes(shown: Shown) -> list[str]:
+    """Sentences that belong below the table."""
+    seeds = ", ".join(map(str, shown.comparison.seeds))
+    said = [
+        f"final: mean reward of model/ in BF16, greedy, {shown.comparison.validation} problems, seeds {seeds}; "
+        f"difference to {shown.comparison.baseline}, paired by seed and problem."
+    ]
+    if any(row.inactive for row in shown.rows):
+        said.append(INACTIVE_NOTE)
+    if any(row.busy for row in shown.rows):
+        said.append(f"~ {TIMES_NOTE}")
+    return said
+
+
+def as_json(shown: Shown) -> str:
+    """Numbers and curves of every run; the rewards of single problems stay in the runs' folders."""
+    return json.dumps(
+        {
+            "schema_version": 1,
+            "name": shown.comparison.name,
+            "recipe": shown.comparison.recipe.name,
+            "where": shown.where,
+            "baseline": shown.comparison.baseline,
+            "margin": shown.comparison.margin,
+            "confidence": CONFIDENCE,
+            "validation": shown.comparison.validation,
+            "seeds": list(shown.comparison.seeds),
+            "arms": [_arm(row, comparison=shown.comparison) for row in shown.rows],
+        },
+        indent=1,
+    )
+
+
+def _arm(row: ArmResult, *, comparison: Comparison) -> dict[str, object]:
+    settings = next(arm for arm in comparison.arms if arm.name == row.arm).texts
+    plain = {
+        field.name: getattr(row, field.name)
+        for field in dataclasses.fields(row)
+        if field.name not in ("runs", "difference", "by_seed")
+    }
+    return {
+        **plain,
+        "text": verdict_text(row, margin=comparison.margin),
+        "settings": list(settings),
+        "difference": dataclasses.asdict(row.difference) if row.difference else None,
+        "by_seed": [{"seed": seed, **dataclasses.asdict(interval)} for seed, interval in row.by_seed],
+        "runs": [_run(run) for run in row.runs],
+    }
+
+
+def _run(run: RunResult) -> dict[str, object]:
+    names = [field.name for field in dataclasses.fields(StepRow)]
+    return {
+        "seed": run.seed,
+        "folder": run.folder,
+        "state": run.state,
+        "reason": run.reason,
+        "final": run.final,
+        "problems": len(run.rewards),
+        "seconds": round(run.seconds, 1),
+        "load": run.load,
+        **{name: [getattr(row, name) for row in run.steps] for name in names if name != "scheme"},
+        "scheme": list(dict.fromkeys(row.scheme for row in run.steps)),
+    }
+
+
+def markdown(shown: Shown) -> str:
+    """The page for a repository."""
+    comparison = shown.comparison
+    head = [name for name, _ in HEAD]
+    lines = [
+        f"# {comparison.name}",
+        "",
+        f"Made by `{shown.command}`; every number and curve is in `{comparison.name}.json`.",
+        shown.where,
+        "",
+        f"| {' | '.join(head)} |",
+        f"|{' --- |' * len(head)}",
+        *(f"| {' | '.join(cells(row, margin=comparison.margin))} |" for row in shown.rows),
+        "",
+        *(f"{note}\n" for note in notes(shown)),
+        "## By seed",
+        "",
+        "| arm | seed | state | steps | final | difference | 95 % interval | k3 max | truncated, worst step |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        *(line for row in shown.rows for line in _seed_lines(row)),
+        "",
+        "## Settings",
+        "",
+        f"Recipe `{comparison.recipe.stem}`, and in each arm:",
+        "",
+        *(f"* {arm.name}: {', '.join(f'`{each}`' for each in arm.texts)}" for arm in comparison.arms),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _seed_lines(row: ArmResult) -> list[str]:
+    intervals = dict(row.by_seed)
+    lines = []
+    for run in row.runs:
+        interval = intervals.get(run.seed)
+        k3 = max((step.k3_kl for step in run.steps if step.k3_kl is not None), default=None)
+        truncated = max((step.truncated for step in run.steps if step.truncated is not None), default=None)
+        difference = (
+            "- | -" if interval is None else f"{interval.mean:+.4f} | {interval.low:+.4f} .. {interval.high:+.4f}"
+        )
+        steps = run.steps[-1].step if run.steps else 0
+        lines.append(
+            f"| {row.arm} | {run.seed} | {run.state} | {steps} | {_number(run.final)} | {difference} "
+            f"| {_short(k3)} | {_share(truncated)} |"
+        )
+    return lines
+
+
+def _bounds(interval: Interval) -> str:
+    return f"{interval.low:+.4f} .. {interval.high:+.4f}"
+
+
+def _number(value: float | None) -> str:
+    return draw.number(value, digits=4) if value is not None else "-"
+
+
+def _short(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1e}"
+
+
+def _share(value: float | None) -> str:
+    """As a percentage; what is not zero never looks like it."""
+    if value is None:
+        return "-"
+    if value == 0:
+        return "0"
+    return f"{100 * value:.2f} %" if value >= 1e-4 else "< 0.01 %"
