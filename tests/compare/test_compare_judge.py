@@ -1,0 +1,204 @@
+"""What a comparison says of its arms: verdicts from rewards, labels from what the corrections did."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from appliance.compare.file import Arm, Comparison
+from appliance.compare.judge import Verdict, curve, judge, verdict_text
+from appliance.compare.page import page
+from appliance.compare.results import RunResult, StepRow
+from appliance.compare.show import INACTIVE_NOTE, TIMES_NOTE, Shown, as_json, markdown, table
+from appliance.quant.correction import CorrectionMethod
+
+PROBLEMS = 400
+MARGIN = 0.03
+
+
+def a_step(number: int, **changes: object) -> StepRow:
+    row = StepRow(
+        step=number,
+        reward=0.1 * number,
+        k3_kl=1e-4 * number,
+        truncated=0.0,
+        weight_max=1.1,
+        codes_changed=0.01,
+        step_s=2.0,
+        validation=None,
+        scheme="int8",
+    )
+    return replace(row, **changes)
+
+
+def a_run(arm: str, *, seed: int = 0, right: int = 380, **changes: object) -> RunResult:
+    """right: of the 400 problems, the first so many."""
+    run = RunResult(
+        arm=arm,
+        seed=seed,
+        folder=f"{arm}-seed{seed}",
+        method=CorrectionMethod.TIS,
+        state="done",
+        reason="",
+        steps=(a_step(1), a_step(2, validation=0.9)),
+        rewards=tuple(float(index < right) for index in range(PROBLEMS)),
+        seconds=60.0,
+        load=0.1,
+    )
+    return replace(run, **changes)
+
+
+def row_of(arm: str, *runs: RunResult):
+    base = [a_run("base", seed=run.seed) for run in runs] or [a_run("base")]
+    return judge([*base, *runs], arms=["base", arm], baseline="base", margin=MARGIN)[1]
+
+
+@pytest.mark.parametrize(
+    ("right", "verdict", "text"),
+    [
+        (380, Verdict.WITHIN, "within ±0.03, inactive"),
+        (372, Verdict.OPEN, "open: the interval crosses ±0.03, inactive"),  # -0.02, and 0.014 to each side
+        (340, Verdict.FAILS, "fails (3 of 3 seeds), inactive"),
+    ],
+)
+def test_the_verdict_is_about_the_whole_interval(right: int, verdict: Verdict, text: str) -> None:
+    row = row_of("arm", *(a_run("arm", seed=seed, right=right) for seed in (0, 1, 2)))
+    assert (row.verdict, verdict_text(row, margin=MARGIN)) == (verdict, text)
+    assert row.difference is not None and row.difference.mean == pytest.approx((right - 380) / PROBLEMS)
+    assert [seed for seed, _ in row.by_seed] == [0, 1, 2]
+
+
+def test_an_arm_can_be_better() -> None:
+    runs = [a_run("base", right=300), a_run("arm", right=380)]
+    row = judge(runs, arms=["base", "arm"], baseline="base", margin=MARGIN)[1]
+    assert (row.verdict, verdict_text(row, margin=MARGIN)) == (Verdict.BETTER, "better by more than 0.03, inactive")
+
+
+def test_the_baseline_is_not_judged() -> None:
+    row = judge([a_run("base")], arms=["base"], baseline="base", margin=MARGIN)[0]
+    assert (row.verdict, row.difference, row.by_seed, row.final) == (Verdict.BASELINE, None, (), 0.95)
+
+
+def test_a_correction_that_acted_in_one_step_is_not_inactive() -> None:
+    acted = a_run("arm", seed=1, steps=(a_step(1), a_step(2, truncated=0.01)))
+    row = row_of("arm", a_run("arm"), acted)
+    assert (row.inactive, row.truncated, row.truncated_max) == (False, pytest.approx(0.0025), 0.01)
+
+
+def test_an_uncorrected_arm_is_not_called_inactive() -> None:
+    row = row_of("arm", a_run("arm", method=CorrectionMethod.NONE))
+    assert not row.inactive
+
+
+def test_a_run_that_a_guard_stopped_is_a_failed_seed() -> None:
+    stopped = a_run("arm", seed=1, rewards=(), state="failed", reason="GuardStop: stopped by the guard")
+    row = row_of("arm", a_run("arm"), stopped)
+    assert (row.verdict, row.failing) == (Verdict.STOPPED, (1,))
+    assert verdict_text(row, margin=MARGIN) == "stopped by the guard (1 of 2 seeds), inactive"
+
+
+def test_an_arm_without_runs_has_a_row() -> None:
+    row = row_of("arm")
+    assert (row.verdict, row.final, row.truncated, row.seconds) == (Verdict.MISSING, None, None, None)
+
+
+def test_only_seeds_that_both_have_are_compared() -> None:
+    rows = judge(
+        [a_run("base", seed=0), a_run("arm", seed=0, right=340), a_run("arm", seed=1, right=0)],
+        arms=["base", "arm"],
+        baseline="base",
+        margin=MARGIN,
+    )
+    assert rows[1].difference is not None and rows[1].difference.mean == pytest.approx(-0.1)
+    assert rows[1].final == pytest.approx((0.85 + 0.0) / 2)
+
+
+def test_a_curve_has_the_mean_and_the_range_of_the_runs_that_have_the_step() -> None:
+    short = a_run("arm", steps=(a_step(1, reward=0.4),))
+    found = curve([a_run("arm"), short], lambda row: row.reward)
+    assert found == [(1, pytest.approx(0.25), 0.1, 0.4), (2, 0.2, 0.2, 0.2)]
+
+
+@pytest.fixture
+def shown() -> Shown:
+    """A baseline, an arm that never acted, one that failed on a busy machine, and one without runs."""
+    arms = ("base", "<tis>", "bad", "none")
+    busy = {"load": 3.0, "steps": (a_step(1), a_step(2, truncated=0.02, k3_kl=0.4))}
+    results = [
+        *(a_run(arm, seed=seed) for arm in ("base", "<tis>") for seed in (0, 1)),
+        *(a_run("bad", seed=seed, right=100, **busy) for seed in (0, 1)),
+    ]
+    comparison = Comparison(
+        name="c",
+        file=Path("c.yaml"),
+        recipe=Path("recipes/r.yaml"),
+        arms=tuple(Arm(name, "c.yaml:1", ()) for name in arms),
+        seeds=(0, 1),
+        baseline="base",
+        validation=PROBLEMS,
+        margin=MARGIN,
+    )
+    rows = judge(results, arms=arms, baseline="base", margin=MARGIN)
+    return Shown(comparison, rows=rows, where="Taken on a day.", command="appliance compare c")
+
+
+def test_the_table_names_verdicts_and_explains_its_words(shown: Shown) -> None:
+    lines = table(shown, columns=200).splitlines()
+    by_arm = {line.split()[0]: line for line in lines}
+    assert "within ±0.03, inactive" in by_arm["<tis>"] and "+0.0000" in by_arm["<tis>"]
+    assert "fails (2 of 2 seeds)" in by_arm["bad"] and "~2.00 s" in by_arm["bad"] and "1.00 %" in by_arm["bad"]
+    assert by_arm["none"].split()[-2:] == ["no", "result"]
+    assert lines[-2:] == [INACTIVE_NOTE, f"~ {TIMES_NOTE}"]
+
+
+def test_json_has_every_run_and_no_rewards_of_single_problems(shown: Shown) -> None:
+    document = json.loads(as_json(shown))
+    assert [(arm["arm"], arm["verdict"], len(arm["runs"])) for arm in document["arms"]] == [
+        ("base", "baseline", 2),
+        ("<tis>", "within", 2),
+        ("bad", "fails", 2),
+        ("none", "missing", 0),
+    ]
+    run = document["arms"][2]["runs"][0]
+    assert (run["step"], run["truncated"], run["final"], run["problems"]) == ([1, 2], [0.0, 0.02], 0.25, 400)
+    assert "rewards" not in run
+
+
+class _Parts(html.parser.HTMLParser):
+    """Tags that stand open, and everything that would be loaded from elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "data")]
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_needs_nothing_else_and_escapes_names(shown: Shown) -> None:
+    parts, text = _Parts(), page(shown)
+    parts.feed(text)
+    assert (parts.open, parts.links, "script" in parts.seen) == ([], [], False)
+    assert "<tis>" not in text and "&lt;tis&gt;" in text
+    assert parts.seen.count("figure") == 7 and "url(" not in text
+
+
+def test_markdown_has_a_line_per_run(shown: Shown) -> None:
+    text = markdown(shown)
+    assert sum(line.startswith("| bad | ") for line in text.splitlines()) == 3  # the table's and two seeds'
+    assert "| bad | 1 | done | 2 | 0.2500 | -0.7000 |" in text
