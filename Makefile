@@ -1,6 +1,6 @@
 # Every command of this project, one line each: `make help`. The first one that needs it builds .venv.
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit setup lint lock clean
+.PHONY: help demo test unit test-container image image-gpu setup lint lock clean
 MAKEFLAGS += --no-print-directory
 
 RECIPES := $(sort $(filter-out reference,$(basename $(notdir $(wildcard recipes/*.yaml)))))
@@ -10,10 +10,19 @@ demo: setup ## set up, then train the tiny model with quantised rollouts, on any
 	@.venv/bin/appliance train arithmetic-tiny-int8 --set rollout.scheme=auto $(ARGS)
 
 test: setup ## set up, then all tests: ARGS="-k sync" picks some
-	@.venv/bin/python -m pytest $(ARGS)
+	@.venv/bin/python -m pytest -m "not docker" $(ARGS)
 
 unit: setup ## the quick tests only: no engine, no training
-	@.venv/bin/python -m pytest -m "not slow and not engine and not e2e" $(ARGS)
+	@.venv/bin/python -m pytest -m "not slow and not engine and not e2e and not docker" $(ARGS)
+
+test-container: setup ## the tests of the image `make image` has built: they need a Docker engine
+	@.venv/bin/python -m pytest -m docker tests/container $(ARGS)
+
+image: ## build the image flashrl-appliance:cpu
+	@container/build.sh cpu
+
+image-gpu: ## build the image flashrl-appliance:gpu: compiles flash-attn, needs some 60 GB of disk
+	@container/build.sh gpu
 
 setup: ## build .venv from the locks; changes nothing when it is up to date
 	@requirements/setup.sh
@@ -31,7 +40,7 @@ clean: ## remove .venv and what tools left behind; runs/ stays
 
 .PHONY: $(RECIPES)
 $(RECIPES): setup
-	@.venv/bin/appliance train $@ $(ARGS)
+	@container/train.sh $@ $(ARGS)
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-32s %s\n", $$1, $$2 }'

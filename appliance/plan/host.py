@@ -14,12 +14,29 @@ class HostGpu:
 
 
 @dataclass(frozen=True)
+class ContainerFacts:
+    """What a container of our image looks like from inside.
+
+    image: its flavour, `cpu` or `gpu`.  run_root_lasts: the run root is on a volume or a folder of the host, not in the
+    container's own layer or in memory.  run_root: the mount or folder to write to.
+    tmp_runs_programs: a file in the temporary folder may be executed.
+    """
+
+    image: str
+    run_root: str
+    run_root_lasts: bool
+    uid: int
+    gid: int
+    tmp_runs_programs: bool = True
+
+
+@dataclass(frozen=True)
 class HostFacts:
     """cpu_flags: as in /proc/cpuinfo.  missing_libraries: shared libraries vLLM needs and the loader does not find.
 
     disk_free_bytes: where the run root is or will be.  run_root_problem: why nothing can be written there, or empty.
     packages: distributions of the chosen log backends that are installed.
-    processor: the processor's name and generation, empty when unknown.
+    processor: the processor's name and generation, empty when unknown.  container: None outside of our image.
     """
 
     cores: int
@@ -34,3 +51,4 @@ class HostFacts:
     run_root_problem: str
     packages: frozenset[str]
     processor: str = ""
+    container: ContainerFacts | None = None

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from appliance.plan.host import HostFacts
 from appliance.plan.model import RunPlan
+from appliance.preflight.container import judge_container
 from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.probes import InputFacts
 from appliance.quant.architectures import why_unknown
@@ -21,6 +22,7 @@ _BYTES_SAVED_PER_WEIGHT = 14 + 2 + 2  # FP32 weights, two Adam moments, the expo
 _MEMORY_OF_THE_PROCESSES = 7 * _GIB  # trainer, engine, Ray and their imports, measured on the tiny model
 _TINY_START_S, _TINY_STEP_S, _TINY_STEP_SEQUENCES, _TINY_VALIDATION_S = 45, 2.2, 256, 2  # docs/results/demo.md
 _SHM_NEEDED = _GIB // 4
+_SHM_NEEDED_WITH_GPUS = _GIB  # Docker's default is 64 MiB; NCCL and a bucket of weights per worker want more
 
 
 def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding]:
@@ -37,8 +39,10 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
         _folder(host),
         _disk(plan, host, inputs),
         _memory(plan, host),
+        _shared_memory(plan, host),
         _logging(plan, host),
         _sampling(plan),
+        _container(plan, host),
     )
     return [finding for check in checks for finding in check]
 
@@ -70,6 +74,8 @@ def _device(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
     fitting = [gpu for gpu in host.gpus if (known := gpu_of_product(gpu.product)) and known.name == plan.device]
     remedy = "run it there, or try `--set cluster.device=cpu`"
     if not host.gpus:
+        if host.container is not None:  # judge_container names the flag
+            return
         yield _error("no-gpu", "cluster.device", f"`{plan.device}` is wanted, this host has no GPU", remedy)
     elif len(fitting) < plan.gpus_per_node:
         have = ", ".join(gpu.product for gpu in host.gpus)
@@ -148,7 +154,7 @@ def _data(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
 
 
 def _folder(host: HostFacts) -> Iterator[Finding]:
-    if host.run_root_problem:
+    if host.run_root_problem and host.container is None:
         remedy = "set cluster.run_dir to a folder that you can write to"
         yield _error("run-folder", "cluster.run_dir", host.run_root_problem, remedy)
 
@@ -196,6 +202,13 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
+def _shared_memory(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
+    needed, flag = (_SHM_NEEDED, "2g") if plan.device == CPU else (_SHM_NEEDED_WITH_GPUS, "32g")
+    if host.shm_free_bytes < needed:
+        message = f"{_gib(host.shm_free_bytes)} free, Ray and the weight updates need about {_gib(needed)}"
+        yield _error("shared-memory", "/dev/shm", message, f"in a container: --shm-size={flag}")
+
+
 def _memory(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
     if plan.device != CPU:
         return
@@ -203,9 +216,6 @@ def _memory(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
     if host.memory_free_bytes < needed:
         message = f"{_gib(host.memory_free_bytes)} free, the run takes about {_gib(needed)}"
         yield _warning("memory", "memory", message, "close other programs, or lower rollout.kv_cache_gb")
-    if host.shm_free_bytes < _SHM_NEEDED:
-        message = f"{_gib(host.shm_free_bytes)} free, Ray and the weight updates need about {_gib(_SHM_NEEDED)}"
-        yield _error("shared-memory", "/dev/shm", message, "in a container: --shm-size=2g")
 
 
 def memory_bytes(plan: RunPlan) -> int:
@@ -225,6 +235,15 @@ def _sampling(plan: RunPlan) -> Iterator[Finding]:
     if plan.rollout.top_p < 1.0:
         message = f"{plan.rollout.top_p}: the engine's log-probs are of the cut distribution, the trainer's are not"
         yield _warning("top-p", "rollout.top_p", message, "use 1.0, or read the mismatch with that in mind")
+
+
+def _container(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
+    return judge_container(
+        host.container,
+        needs_gpu=plan.device != CPU,
+        num_gpus=len(host.gpus),
+        writable=not host.run_root_problem,
+    )
 
 
 def _gib(size: int) -> str:

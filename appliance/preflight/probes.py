@@ -17,6 +17,7 @@ import psutil
 
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.model import RunPlan
+from appliance.preflight.container import read_container
 from appliance.preflight.profile import profile_problem
 
 LIBRARIES = ("libnuma.so.1",)
@@ -81,6 +82,7 @@ def read_host(run_root: Path) -> HostFacts:
         run_root_problem=_write_problem(existing),
         packages=frozenset(name for name in PACKAGES if importlib.util.find_spec(name)),
         processor=_processor(),
+        container=read_container(run_root),
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MAX_LINES = 400
-WRITTEN_BY_HAND = ("*.py", "*.sh", "*.md", "*.yaml", "*.toml", "Makefile", ".ci/run")
+WRITTEN_BY_HAND = ("*.py", "*.sh", "*.md", "*.yaml", "*.yml", "*.toml", "Makefile", "Dockerfile", ".ci/run")
 
 # A broad `except` is a boundary: the command line, a user's reward function, and the outermost line of a child.
 BOUNDARIES = {"cli", "trainer.reward_pool", "trainer.entry", "run.boundary"}
@@ -19,7 +19,11 @@ OF_ONE_MACHINE = re.compile(r"(?<![\w.}])/(?:home|root|Users|work)/\w")
 
 
 def hand_written(root: Path) -> Iterator[Path]:
-    rooms = [root, root / ".ci", *(root / name for name in ("appliance", "docs", "recipes", "requirements", "tests"))]
+    rooms = [
+        root,
+        root / ".ci",
+        *(root / name for name in ("appliance", "container", "docs", "recipes", "requirements", "tests")),
+    ]
     for pattern in WRITTEN_BY_HAND:
         yield from root.glob(pattern)
         for room in rooms[2:]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-LOCKS = ("torch-cpu.txt", "cpu.txt", "dev.txt", "gpu.txt")
+LOCKS = ("torch-cpu.txt", "cpu.txt", "dev.txt", "gpu.txt", "flash-attn.txt")
 ENTRY = re.compile(
     r"^(?P<name>[a-z0-9][a-z0-9._-]*)==(?P<version>[^ ]+) \\\n(?P<hashes>(?:    --hash=sha256:\w{64}.*\n)+)", re.M
 )

@@ -1,0 +1,148 @@
+# The appliance as an image: `make image` builds the target cpu, `make image-gpu` the target gpu. docs/container.md
+#
+# Layers go from heavy and stable to light and changing, so that a changed source rebuilds in seconds. Everything is
+# installed by pip from a mount: the image has no pip, no compiler (the gpu target: what just-in-time kernels need) and
+# no cache. There is no `# syntax=` line: it would be pulled, and BuildKit's own front end knows all that is used here.
+
+# A registry's name, tag and digest. Without a registry container/base.sh makes a base, see container/build.sh.
+ARG PYTHON_BASE=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
+ARG CUDA_BASE=nvidia/cuda:13.0.2-devel-ubuntu24.04@sha256:5dc1bca23d05bd37b011be68ec470c03b403a5da07ec3a86e41af9470e9d0cc6
+
+FROM ${PYTHON_BASE} AS pip
+RUN python3.11 -m venv /opt/pip
+
+
+# ---- cpu ----
+
+FROM ${PYTHON_BASE} AS cpu-system
+# Debian's own release pins these: the newest security fix is wanted, not a version.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends ca-certificates libnuma1 tini \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/* \
+    && python3.11 -m venv --without-pip /opt/venv
+
+# The +cpu build: from container/wheels where the host put it there, else from PyTorch's own index.
+FROM cpu-system AS cpu-torch
+RUN --mount=type=bind,from=pip,source=/opt/pip,target=/opt/pip \
+    --mount=type=bind,source=container/pip.sh,target=/opt/pip.sh \
+    --mount=type=bind,source=container/wheels,target=/opt/wheels \
+    --mount=type=bind,source=requirements/torch-cpu.txt,target=/opt/torch-cpu.txt \
+    --mount=type=cache,target=/var/cache/pip \
+    --mount=type=secret,id=ca \
+    if ls /opt/wheels/torch-*.whl >/dev/null 2>&1; \
+    then /opt/pip.sh --require-hashes --no-index --find-links /opt/wheels -r /opt/torch-cpu.txt; \
+    else /opt/pip.sh --require-hashes --index-url https://download.pytorch.org/whl/cpu -r /opt/torch-cpu.txt; fi
+
+# setuptools first: it builds what comes as sources only, and `vllm-name`.
+FROM cpu-torch AS cpu-packages
+RUN --mount=type=bind,from=pip,source=/opt/pip,target=/opt/pip \
+    --mount=type=bind,source=container/pip.sh,target=/opt/pip.sh \
+    --mount=type=bind,source=requirements/cpu.txt,target=/opt/cpu.txt \
+    --mount=type=bind,source=requirements/vllm-name,target=/opt/vllm-name,rw \
+    --mount=type=cache,target=/var/cache/pip \
+    --mount=type=secret,id=ca \
+    awk '/^[^ #]/ { keep = /^setuptools==/ } keep' /opt/cpu.txt >/opt/setuptools.txt \
+    && /opt/pip.sh --require-hashes -r /opt/setuptools.txt \
+    && /opt/pip.sh --require-hashes --no-build-isolation --use-pep517 -r /opt/cpu.txt \
+    && /opt/pip.sh --no-build-isolation /opt/vllm-name \
+    && rm /opt/setuptools.txt
+
+
+# ---- gpu: written from the sources and the documentation of its parts, never built (docs/container.md) ----
+
+# Ubuntu 24.04 has no Python 3.11: it comes from the official image, whose libraries have the same names here.
+FROM ${PYTHON_BASE} AS python
+FROM ${CUDA_BASE} AS gpu-system
+COPY --from=python /usr/local/bin/python3.11 /usr/local/bin/
+COPY --from=python /usr/local/lib/libpython3.11.so.1.0 /usr/local/lib/
+COPY --from=python /usr/local/lib/python3.11 /usr/local/lib/python3.11
+COPY --from=python /usr/local/include/python3.11 /usr/local/include/python3.11
+# gcc and the CUDA toolkit of the base stay: Triton and FlashInfer compile kernels on first use.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends ca-certificates gcc g++ libbz2-1.0 libffi8 liblzma5 libncursesw6 \
+        libnuma1 libreadline8t64 libsqlite3-0 libssl3t64 libuuid1 tini zlib1g \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/* \
+    && ldconfig \
+    && python3.11 -m venv --without-pip /opt/venv
+ENV CUDA_HOME=/usr/local/cuda
+
+FROM gpu-system AS gpu-locked
+RUN --mount=type=bind,from=pip,source=/opt/pip,target=/opt/pip \
+    --mount=type=bind,source=container/pip.sh,target=/opt/pip.sh \
+    --mount=type=bind,source=requirements/gpu.txt,target=/opt/gpu.txt \
+    --mount=type=cache,target=/var/cache/pip \
+    --mount=type=secret,id=ca \
+    awk '/^[^ #]/ { keep = /^setuptools==/ } keep' /opt/gpu.txt >/opt/setuptools.txt \
+    && /opt/pip.sh --require-hashes -r /opt/setuptools.txt \
+    && /opt/pip.sh --require-hashes --no-build-isolation --use-pep517 -r /opt/gpu.txt \
+    && rm /opt/setuptools.txt
+
+# There is no wheel of flash-attn for this torch. An hour on a large machine; MAX_JOBS takes some 4 GB each.
+FROM gpu-locked AS flash-attn
+ARG FLASH_ATTN_CUDA_ARCHS="80;90;100;120"
+ARG MAX_JOBS=8
+ENV FLASH_ATTENTION_FORCE_BUILD=TRUE
+RUN --mount=type=bind,from=pip,source=/opt/pip,target=/opt/pip \
+    --mount=type=bind,source=container/pip.sh,target=/opt/pip.sh \
+    --mount=type=bind,source=requirements/flash-attn.txt,target=/opt/flash-attn.txt \
+    --mount=type=cache,target=/var/cache/pip \
+    --mount=type=secret,id=ca \
+    /opt/pip.sh --require-hashes --no-binary flash-attn --no-build-isolation --use-pep517 \
+        --target /opt/flash-attn -r /opt/flash-attn.txt
+
+FROM gpu-locked AS gpu-packages
+COPY --from=flash-attn /opt/flash-attn /opt/venv/lib/python3.11/site-packages
+
+
+# ---- both ----
+
+ARG FLAVOUR=cpu
+FROM ${FLAVOUR}-packages AS appliance
+ARG FLAVOUR
+# HOME and the temporary folder are one, so that a read-only container needs one tmpfs. An arbitrary user has no name
+# in /etc/passwd, so the environment gives it one; its group is 0, which may write where the fixed user may.
+ENV APPLIANCE_IMAGE=${FLAVOUR} \
+    PATH=/opt/venv/bin:${PATH} \
+    HOME=/tmp USER=appliance LOGNAME=appliance \
+    HF_HOME=/cache/huggingface XDG_CACHE_HOME=/cache VLLM_CACHE_ROOT=/cache/vllm TRITON_CACHE_DIR=/cache/triton \
+    PYTHONDONTWRITEBYTECODE=1
+RUN useradd --uid 10001 --gid 0 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin appliance \
+    && install -d -o 10001 -g 0 -m 2775 /appliance /appliance/runs /cache
+
+COPY pyproject.toml README.md LICENSE /opt/appliance/
+COPY requirements /opt/appliance/requirements
+COPY recipes /opt/appliance/recipes
+COPY appliance /opt/appliance/appliance
+# The smoke test applies every patch of this flavour to what was installed: another version or source ends the build.
+RUN --mount=type=bind,from=pip,source=/opt/pip,target=/opt/pip \
+    --mount=type=bind,source=container,target=/opt/build \
+    /opt/build/pip.sh --no-cache-dir --no-build-isolation -e /opt/appliance \
+    && python -m compileall -q /opt/appliance/appliance \
+    && python /opt/build/sbom.py --flavour "${FLAVOUR}" >/opt/appliance/sbom.cdx.json \
+    && python /opt/build/smoke.py --flavour "${FLAVOUR}"
+
+WORKDIR /appliance
+USER 10001:0
+HEALTHCHECK --interval=30s --timeout=20s --start-period=120s --retries=3 CMD ["appliance", "health"]
+# tini is process 1: it passes signals on and buries orphans, with and without `docker run --init`.
+ENTRYPOINT ["tini", "-s", "--", "appliance"]
+CMD ["--help"]
+ARG VERSION=unknown
+ARG REVISION=unknown
+ARG BASE_NAME=unknown
+ARG BASE_DIGEST=unknown
+LABEL org.opencontainers.image.title="FlashRL appliance" \
+    org.opencontainers.image.description="Reinforcement learning of language models with quantised rollouts" \
+    org.opencontainers.image.licenses=MIT \
+    org.opencontainers.image.version=${VERSION} \
+    org.opencontainers.image.revision=${REVISION} \
+    org.opencontainers.image.base.name=${BASE_NAME} \
+    org.opencontainers.image.base.digest=${BASE_DIGEST}
+
+# A target under the wrong flavour is refused: container/build.sh sets both.
+FROM appliance AS cpu
+RUN [ "${APPLIANCE_IMAGE}" = cpu ]
+FROM appliance AS gpu
+RUN [ "${APPLIANCE_IMAGE}" = gpu ]

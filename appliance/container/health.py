@@ -1,0 +1,70 @@
+"""`appliance health`: what a container's health check asks. It follows the run that this container is at.
+
+The run is found by the mark that its processes carry, so it does not matter where its folder lies. Before the run has
+processes (preflight) a container is healthy; after the run it is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from appliance.plan.env import RUN_VARIABLE
+from appliance.run.display import phase_text
+from appliance.run.session import RunRecord, RunStatus, has_launcher, read_record
+
+QUIET_S = 1800.0  # the guard's own watch over a stalled run is narrower; this is for a launcher that hangs with it
+_TOLD_IN = ("events.jsonl", "metrics.jsonl", "logs/*/*.log")
+
+
+@dataclass(frozen=True)
+class Health:
+    """what: one line for `docker inspect`."""
+
+    is_healthy: bool
+    what: str
+
+
+def look(proc: Path = Path("/proc")) -> Health:
+    """The health of this container's run, or of the one that is worst off where there are several."""
+    judged = [_of_run(folder) for folder in marked_runs(proc)]
+    return min(judged, key=lambda each: each.is_healthy, default=Health(True, "no run yet"))
+
+
+def marked_runs(proc: Path) -> list[Path]:
+    """The folders of the runs whose processes live here. proc: as /proc."""
+    found = set()
+    for environment in proc.glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # gone, or somebody else's
+            entries = environment.read_bytes().split(b"\0")
+            found |= {each.partition(b"=")[2] for each in entries if each.startswith(f"{RUN_VARIABLE}=".encode())}
+    return [Path(os.fsdecode(folder)) for folder in sorted(found)]
+
+
+def _of_run(run_dir: Path) -> Health:
+    try:
+        record = read_record(run_dir)
+    except (OSError, ValueError) as error:
+        return Health(False, f"{run_dir}: {error}")
+    return judge(run_dir.name, record, launched=has_launcher(run_dir), quiet_s=time.time() - _last_word(run_dir))
+
+
+def judge(name: str, record: RunRecord, *, launched: bool, quiet_s: float) -> Health:
+    """launched: its launcher lives.  quiet_s: since a process of the run wrote anything."""
+    where = f"{name}: attempt {record.attempt}, {phase_text(record.phase)}"
+    if record.state in (RunStatus.FAILED, RunStatus.STOPPED):
+        return Health(False, f"{name}: {record.state}: {record.reason}")
+    if record.state is not RunStatus.DONE and not launched:
+        return Health(False, f"{where}: its launcher is gone")
+    if quiet_s > QUIET_S:
+        return Health(False, f"{where}: nothing new for {quiet_s / 60:.0f} minutes")
+    return Health(True, where)
+
+
+def _last_word(run_dir: Path) -> float:
+    """Unix s."""
+    files = [file for pattern in _TOLD_IN for file in run_dir.glob(pattern)]
+    return max((file.stat().st_mtime for file in files), default=run_dir.stat().st_mtime)

@@ -1,0 +1,197 @@
+"""`appliance train --in-container`: start the image, follow it, stop it, through the `docker` package.
+
+The current folder is mounted at its own path and is the container's own current folder, so that every relative path of
+a recipe means the same inside, and the run's folder lies where it would without a container.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import docker
+from docker.errors import APIError, DockerException, ImageNotFound, NotFound
+from docker.models.containers import Container
+from docker.types import DeviceRequest, Mount, Ulimit
+
+from appliance import console
+from appliance.errors import PreflightError, RecipeError
+from appliance.plan.model import RunPlan
+from appliance.preflight.finding import Finding, Severity
+from appliance.quant.device import CPU
+from appliance.run.work import stop_on_errors
+
+IMAGE_NAME = "flashrl-appliance"
+GRACE_S = 900  # a run may save before it stops
+_CACHE_VOLUME = "flashrl-cache"
+_OF_THE_IMAGE = frozenset({"python-version", "missing-library", "log-backend", "shared-memory"})
+_OWN_FOLDERS = ("/opt", "/usr", "/etc", "/tmp", "/cache")
+
+
+@dataclass(frozen=True)
+class Order:
+    """What `docker run` would be told. folders: (host path, read-only), each mounted at its own path."""
+
+    image: str
+    argv: tuple[str, ...]
+    folder: str
+    user: str
+    gpus: bool
+    shm_bytes: int
+    folders: tuple[tuple[str, bool], ...] = field(default=())
+
+    def mounts(self) -> list[Mount]:
+        binds = [Mount(path, path, type="bind", read_only=read_only) for path, read_only in self.folders]
+        return [*binds, Mount("/cache", _CACHE_VOLUME, type="volume")]
+
+
+def make_order(plan: RunPlan, argv: Sequence[str], *, recipe: str, image: str | None, folder: Path, user: str) -> Order:
+    """argv: of the program inside.  recipe: as typed.  image: None for the one that the plan's device needs.
+
+    folder: the current one, absolute.  Raises RecipeError where it cannot be mounted: it would hide the image's own.
+    """
+    if folder == Path("/") or any(folder.is_relative_to(own) for own in _OWN_FOLDERS):
+        hint = "start it from another folder, such as the one with your recipe"
+        raise RecipeError([(f"--in-container: the current folder {folder} would hide the image's own", hint)])
+    profile = plan.profile.source if plan.profile else ""
+    inputs = (plan.model.source, plan.task.train_file, plan.task.val_file, profile)
+    read = [Path(each) for each in inputs if each.startswith("/")]
+    if Path(recipe).is_file():
+        read.append(Path(recipe).absolute().parent)  # what it extends lies beside it
+    folders = [(str(folder), False)]
+    folders += [(str(each), False) for each in (Path(plan.run_dir).parent,) if not each.is_relative_to(folder)]
+    folders += [(str(each), True) for each in read if not each.is_relative_to(folder)]
+    is_cpu = plan.device == CPU
+    return Order(
+        image=image or f"{IMAGE_NAME}:{'cpu' if is_cpu else 'gpu'}",
+        argv=tuple(argv),
+        folder=str(folder),
+        user=user,
+        gpus=not is_cpu,
+        shm_bytes=(2 if is_cpu else 32) << 30,
+        folders=tuple(dict.fromkeys(folders)),
+    )
+
+
+def run_in_container(order: Order) -> int:
+    """Start, follow and outlive one container; returns the program's exit code.
+
+    The first SIGINT, SIGTERM or SIGHUP stops it as `docker stop` does, with the time that a save takes; the second
+    kills it. Raises PreflightError where no engine answers, the image is missing, or the container cannot start.
+    """
+    client = _client()
+    container = _start(client, order)
+    console.say(f"container {container.name} of {order.image}")
+    try:
+        with _signals_stop(container):
+            _follow(container)
+            return int(container.wait()["StatusCode"])
+    finally:
+        container.remove(force=True)
+
+
+def _client() -> docker.DockerClient:
+    try:
+        client = docker.from_env()
+        client.ping()
+    except DockerException as error:
+        hint = "start Docker, or train without --in-container"
+        raise PreflightError(f"no Docker engine answers: {error}", hint=hint) from error
+    return client
+
+
+def _start(client: docker.DockerClient, order: Order) -> Container:
+    try:
+        return client.containers.run(
+            order.image,
+            list(order.argv),
+            detach=True,
+            user=order.user,
+            working_dir=order.folder,
+            mounts=order.mounts(),
+            read_only=True,
+            tmpfs={"/tmp": "exec,mode=1777"},
+            shm_size=order.shm_bytes,
+            ulimits=_ulimits(gpus=order.gpus),
+            cap_drop=["ALL"],
+            security_opt=["no-new-privileges:true"],
+            device_requests=[DeviceRequest(count=-1, capabilities=[["gpu"]])] if order.gpus else None,
+        )
+    except ImageNotFound as error:
+        flavour = "image-gpu" if order.gpus else "image"
+        raise PreflightError(f"there is no image {order.image}", hint=f"build it with `make {flavour}`") from error
+    except APIError as error:
+        raise PreflightError(f"the container does not start: {error.explanation or error}") from error
+
+
+def _ulimits(*, gpus: bool) -> list[Ulimit]:
+    """NCCL pins memory; torch's many threads and files want more than the engine's defaults."""
+    limits = [Ulimit(name="nofile", soft=65535, hard=65535), Ulimit(name="stack", soft=67108864, hard=67108864)]
+    return [*limits, Ulimit(name="memlock", soft=-1, hard=-1)] if gpus else limits
+
+
+def _follow(container: Container) -> None:
+    """The container's stdout and stderr as ours, until it ends."""
+    for out, err in container.attach(stream=True, logs=True, demux=True):
+        for stream, data in ((sys.stdout, out), (sys.stderr, err)):
+            if data:
+                stream.buffer.write(data)
+                stream.flush()
+
+
+@contextmanager
+def _signals_stop(container: Container) -> Iterator[None]:
+    heard: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+        act = container.kill if len(heard) > 1 else lambda: container.stop(timeout=GRACE_S)
+        threading.Thread(target=_if_alive, args=(act,), daemon=True).start()  # a handler must not wait
+
+    before = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _if_alive(act) -> None:
+    try:
+        act()
+    except (NotFound, APIError):
+        return  # it ended by itself meanwhile
+
+
+def train_in_container(
+    plan: RunPlan, findings: Sequence[Finding], *, recipe: str, arguments: Sequence[str], image: str | None
+) -> int:
+    """Train in the image instead of here, after what this host itself has against it.
+
+    findings: this host's.  recipe: as typed.  arguments: our own command line.
+    Raises PreflightError, and as make_order and run_in_container do.
+    """
+    stop_on_errors([each for each in findings if each.severity is Severity.ERROR and each.code not in _OF_THE_IMAGE])
+    folder, user = Path.cwd(), f"{os.getuid()}:0"  # files belong to who starts us; group 0 may write as the image lets
+    order = make_order(plan, inner_argv(arguments), recipe=recipe, image=image, folder=folder, user=user)
+    return run_in_container(order)
+
+
+def inner_argv(arguments: Sequence[str]) -> tuple[str, ...]:
+    """Our own command line for the program inside: the same without what chooses the container."""
+    kept, skip = [], False
+    for each in arguments:
+        if skip or each == "--in-container" or each.startswith("--image="):
+            skip = False
+        elif each == "--image":
+            skip = True
+        else:
+            kept.append(each)
+    return tuple(kept)

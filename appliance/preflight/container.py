@@ -1,0 +1,79 @@
+"""What a container lacks, with the flag to add: the facts, read once, and the judgement of them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from appliance.plan.env import IMAGE_VARIABLE
+from appliance.plan.host import ContainerFacts
+from appliance.preflight.finding import Finding, Severity
+
+_IN_MEMORY = ("tmpfs", "ramfs")
+
+
+def read_container(run_root: Path) -> ContainerFacts | None:
+    """None outside of our image. run_root: absolute; need not exist."""
+    image = os.environ.get(IMAGE_VARIABLE, "")
+    if not image:
+        return None
+    mount_point, kind = mount_of(run_root, mounts=Path("/proc/self/mountinfo").read_text())
+    return ContainerFacts(
+        image=image,
+        run_root=str(run_root),
+        run_root_lasts=mount_point != "/" and kind not in _IN_MEMORY,
+        uid=os.getuid(),
+        gid=os.getgid(),
+        tmp_runs_programs=not os.statvfs(tempfile.gettempdir()).f_flag & os.ST_NOEXEC,
+    )
+
+
+def mount_of(path: Path, *, mounts: str) -> tuple[str, str]:
+    """(mount point, file system) that a path is on. mounts: as /proc/self/mountinfo, the last of two mounts counts."""
+    best = ("/", "")
+    for line in mounts.splitlines():
+        left, _, right = line.partition(" - ")
+        point, kind = left.split()[4].replace("\\040", " "), right.split()[0]
+        if path.is_relative_to(point) and len(point) >= len(best[0]):
+            best = (point, kind)
+    return best
+
+
+def judge_container(
+    facts: ContainerFacts | None, *, needs_gpu: bool, num_gpus: int, writable: bool
+) -> Iterator[Finding]:
+    """needs_gpu: the plan is for one.  num_gpus: that this container sees.  writable: the run root."""
+    if facts is None:
+        return
+    if needs_gpu and not num_gpus:
+        yield _no_gpu(facts)
+    if not writable:
+        yield _not_writable(facts)
+    elif not facts.run_root_lasts:
+        message = f"{facts.run_root} is not on a volume: the results go with the container"
+        remedy = f"to keep them: docker run -v flashrl-runs:{facts.run_root} ..."
+        yield Finding(Severity.WARNING, "no-volume", "cluster.run_dir", message, remedy)
+    if not facts.tmp_runs_programs:
+        message = "programs cannot be started from it, and compiled kernels lie there"
+        remedy = f"docker run --tmpfs {tempfile.gettempdir()}:exec ..."
+        yield Finding(Severity.ERROR, "tmp-noexec", tempfile.gettempdir(), message, remedy)
+
+
+def _no_gpu(facts: ContainerFacts) -> Finding:
+    if facts.image == "cpu":
+        message, remedy = "this is the CPU image", "use the image with the tag gpu, and docker run --gpus all ..."
+    else:
+        message, remedy = "this container sees no GPU", "docker run --gpus all ..."
+    return Finding(Severity.ERROR, "no-gpu-in-container", "cluster.device", message, remedy)
+
+
+def _not_writable(facts: ContainerFacts) -> Finding:
+    if not facts.run_root_lasts:
+        message = f"{facts.run_root} cannot be written in this container"
+        remedy = f"docker run -v flashrl-runs:{facts.run_root} ..."
+    else:
+        message = f"{facts.run_root}: the volume does not let user {facts.uid}, group {facts.gid} write"
+        remedy = f"on the host, chown -R {facts.uid}:0 its folder; or docker run --user $(id -u):0 as its owner ..."
+    return Finding(Severity.ERROR, "volume-owner", "cluster.run_dir", message, remedy)

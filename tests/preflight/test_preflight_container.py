@@ -1,0 +1,114 @@
+"""What a container lacks, with the flag to add: whole texts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from appliance.plan.env import IMAGE_VARIABLE
+from appliance.plan.host import ContainerFacts
+from appliance.preflight.container import judge_container, mount_of, read_container
+
+GOOD = ContainerFacts(image="cpu", run_root="/appliance/runs", run_root_lasts=True, uid=10001, gid=0)
+MOUNTS = """\
+21 1 0:20 / / rw,relatime - overlay overlay rw,lowerdir=/a
+22 21 0:21 / /dev/shm rw,nosuid - tmpfs shm rw,size=65536k
+23 21 8:1 /v/_data /appliance/runs rw - ext4 /dev/vda rw
+24 21 8:1 /b /with\\040space rw - ext4 /dev/vda rw
+"""
+
+
+def findings(
+    facts: ContainerFacts | None = GOOD, *, needs_gpu: bool = False, num_gpus: int = 0, writable: bool = True
+) -> list[tuple[str, str]]:
+    found = judge_container(facts, needs_gpu=needs_gpu, num_gpus=num_gpus, writable=writable)
+    return [(each.text, each.remedy) for each in found]
+
+
+@pytest.mark.parametrize("facts", [GOOD, None])
+def test_nothing_to_say(facts: ContainerFacts | None) -> None:
+    assert findings(facts) == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "judged", "finding"),
+    [
+        (
+            replace(GOOD, run_root_lasts=False),
+            {},
+            (
+                "warning: cluster.run_dir: /appliance/runs is not on a volume: the results go with the container",
+                "to keep them: docker run -v flashrl-runs:/appliance/runs ...",
+            ),
+        ),
+        (
+            replace(GOOD, run_root_lasts=False),
+            {"writable": False},
+            (
+                "error: cluster.run_dir: /appliance/runs cannot be written in this container",
+                "docker run -v flashrl-runs:/appliance/runs ...",
+            ),
+        ),
+        (
+            GOOD,
+            {"writable": False},
+            (
+                "error: cluster.run_dir: /appliance/runs: the volume does not let user 10001, group 0 write",
+                "on the host, chown -R 10001:0 its folder; or docker run --user $(id -u):0 as its owner ...",
+            ),
+        ),
+        (
+            GOOD,
+            {"needs_gpu": True},
+            (
+                "error: cluster.device: this is the CPU image",
+                "use the image with the tag gpu, and docker run --gpus all ...",
+            ),
+        ),
+        (
+            replace(GOOD, image="gpu"),
+            {"needs_gpu": True},
+            ("error: cluster.device: this container sees no GPU", "docker run --gpus all ..."),
+        ),
+        (
+            replace(GOOD, tmp_runs_programs=False),
+            {},
+            (
+                "error: /tmp: programs cannot be started from it, and compiled kernels lie there",
+                "docker run --tmpfs /tmp:exec ...",
+            ),
+        ),
+    ],
+)
+def test_a_finding_names_the_flag_to_add(
+    facts: ContainerFacts, judged: dict[str, bool], finding: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/tmp")
+    assert findings(facts, **judged) == [finding]
+
+
+def test_the_gpus_of_a_container_are_enough_for_it() -> None:
+    assert findings(replace(GOOD, image="gpu"), needs_gpu=True, num_gpus=8) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "mount"),
+    [
+        ("/appliance/runs/a-1", ("/appliance/runs", "ext4")),
+        ("/appliance", ("/", "overlay")),
+        ("/appliance/runs2", ("/", "overlay")),
+        ("/dev/shm/x", ("/dev/shm", "tmpfs")),
+        ("/with space/x", ("/with space", "ext4")),
+    ],
+)
+def test_a_path_is_on_its_deepest_mount(path: str, mount: tuple[str, str]) -> None:
+    assert mount_of(Path(path), mounts=MOUNTS) == mount
+
+
+def test_outside_of_our_image_there_is_no_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(IMAGE_VARIABLE, raising=False)
+    assert read_container(Path("/runs")) is None
+    monkeypatch.setenv(IMAGE_VARIABLE, "gpu")
+    assert read_container(Path("/runs")).image == "gpu"
