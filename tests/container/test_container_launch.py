@@ -1,0 +1,68 @@
+"""`train --in-container`: what Docker is told. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from plans import make_plan
+
+from appliance.container.launch import inner_argv, make_order
+from appliance.errors import RecipeError
+
+FOLDER = Path("/srv/mine")
+
+
+def order(
+    *, folder: Path = FOLDER, device: str = "cpu", source: str = "", run_dir: str = "/srv/mine/runs/a-1", **given
+):
+    plan = make_plan(Path(run_dir), device=device)
+    plan = replace(plan, model=replace(plan.model, source=source))
+    return make_order(plan, ("train", "a"), folder=folder, user="1000:0", **{"recipe": "a", "image": None, **given})
+
+
+def test_the_current_folder_keeps_its_path() -> None:
+    made = order()
+    assert made.folders == (("/srv/mine", False),)
+    assert (made.folder, made.user, made.argv) == ("/srv/mine", "1000:0", ("train", "a"))
+    assert [(mount["Source"], mount["Target"], mount["Type"]) for mount in made.mounts()] == [
+        ("/srv/mine", "/srv/mine", "bind"),
+        ("flashrl-cache", "/cache", "volume"),
+    ]
+
+
+def test_what_lies_elsewhere_is_mounted_too_inputs_read_only(tmp_path: Path) -> None:
+    recipe = tmp_path / "a.yaml"
+    recipe.touch()
+    made = order(run_dir="/big/runs/a-1", source="/models/qwen", recipe=str(recipe))
+    assert made.folders == (
+        ("/srv/mine", False),
+        ("/big/runs", False),
+        ("/models/qwen", True),
+        (str(tmp_path), True),
+    )
+
+
+def test_the_plans_device_chooses_the_image_and_its_resources() -> None:
+    cpu, gpu = order(), order(device="a100")
+    assert (cpu.image, cpu.gpus, cpu.shm_bytes) == ("flashrl-appliance:cpu", False, 2 << 30)
+    assert (gpu.image, gpu.gpus, gpu.shm_bytes) == ("flashrl-appliance:gpu", True, 32 << 30)
+    assert order(image="registry.example/it:1").image == "registry.example/it:1"
+
+
+@pytest.mark.parametrize("folder", ["/", "/opt/appliance", "/tmp/x"])
+def test_a_folder_that_would_hide_the_images_own_is_refused(folder: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        order(folder=Path(folder))
+    assert caught.value.problems == [
+        (
+            f"--in-container: the current folder {folder} would hide the image's own",
+            "start it from another folder, such as the one with your recipe",
+        )
+    ]
+
+
+def test_the_program_inside_gets_the_same_line_without_the_container() -> None:
+    line = ("train", "a.yaml", "--in-container", "--image", "b:1", "--set", "seed=1", "--image=c", "--json")
+    assert inner_argv(line) == ("train", "a.yaml", "--set", "seed=1", "--json")
