@@ -11,4 +11,343 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from appliance.compare import cli as compare_cli
+from appliance.container import cli as container_cli
+from appliance.errors import ApplianceError, RecipeError
+from appliance.profile.cli import add_commands
+
+if TYPE_CHECKING:
+    from appliance.preflight.finding import Finding
+    from appliance.quant.scheme import Scheme
+    from appliance.recipe.schema import Recipe
+
+DEFAULT_RUN_ROOT = Path("runs")
+
+app = typer.Typer(
+    name="appliance",
+    help="Reinforcement learning of language models with INT8 rollouts: one recipe, one command.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+recipes = typer.Typer(help="The shipped recipes.", no_args_is_help=True)
+app.add_typer(recipes, name="recipes")
+
+RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A file, or the name of a shipped recipe.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one key, such as rollout.scheme=bf16.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="For machines: JSON on stdout.")]
+NameOption = Annotated[str | None, typer.Option("--name", help="Name of the run; else the recipe's with a number.")]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or its name in ./runs.")]
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with every error.")] = False,
+) -> None:
+    """Read by `main`, which sees every error."""
+
+
+@app.command()
+def train(
+    recipe: RecipeArgument,
+    sets: SetOption = None,
+    name: NameOption = None,
+    resume: Annotated[str, typer.Option(help="`never`; resuming is not available in this version.")] = "never",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Stop after preflight and plan.")] = False,
+    in_container: Annotated[bool, typer.Option("--in-container", help="Start the image and train in it.")] = False,
+    image: Annotated[str | None, typer.Option(help="With --in-container: another image than the flavour's.")] = None,
+    json_mode: JsonOption = False,
+) -> None:
+    """Everything, from recipe to trained model."""
+    if resume != "never":
+        raise RecipeError([(f"--resume {resume}: not available in this version", "use `--resume never`")])
+    if dry_run:
+        _check(recipe, sets=sets, name=name, json_mode=json_mode, show_plan=True)
+        return
+    from appliance.preflight.report import examine
+    from appliance.profile.command import PROFILING
+    from appliance.recipe.dump import to_yaml
+    from appliance.run.train import run_training
+    from appliance.run.work import stop_on_errors
+
+    loaded = _load(recipe, sets)
+    plan, _, findings = examine(loaded, run_dir=_run_dir(loaded, name=name), ask_hub=True)
+    if in_container:
+        from appliance.container.launch import train_in_container
+
+        raise typer.Exit(train_in_container(plan, findings, recipe=recipe, arguments=sys.argv[1:], image=image))
+    stop_on_errors(findings)
+    code = run_training(
+        plan, recipe_yaml=to_yaml(loaded), findings=findings, name=name, json_mode=json_mode, steps=(PROFILING,)
+    )
+    raise typer.Exit(code)
+
+
+@app.command()
+def plan(
+    recipe: RecipeArgument, sets: SetOption = None, name: NameOption = None, json_mode: JsonOption = False
+) -> None:
+    """What would happen, on the hardware that the recipe names, and why. Starts nothing."""
+    loaded = _load(recipe, sets)
+    _show_plan(loaded, run_dir=_run_dir(loaded, name=name), json_mode=json_mode, ask_hub=False)
+
+
+@app.command()
+def check(recipe: RecipeArgument, sets: SetOption = None, json_mode: JsonOption = False) -> None:
+    """Can this host do it? All findings at once; exit code 3 when it cannot."""
+    _check(recipe, sets=sets, name=None, json_mode=json_mode, show_plan=False)
+
+
+@app.command()
+def bench(
+    recipe: RecipeArgument,
+    sets: SetOption = None,
+    schemes: Annotated[str, typer.Option(help="Compared with the first, comma-separated.")] = "bf16,int8",
+    pairs: Annotated[int, typer.Option(min=5, help="Interleaved repetitions.")] = 5,
+    shapes: Annotated[
+        str | None, typer.Option(help="Random weights of these layer shapes, such as qwen2.5-7b.")
+    ] = None,
+    kv_memory: Annotated[
+        float | None,
+        typer.Option("--kv-memory", metavar="GB", min=0.001, help="Memory for weights and KV cache together, GiB."),
+    ] = None,
+    json_mode: JsonOption = False,
+) -> None:
+    """The same rollouts by several schemes, interleaved: does quantising pay here?"""
+    chosen, loaded = _schemes(schemes), _load(recipe, sets)
+    from appliance.bench.command import run_bench
+
+    raise typer.Exit(
+        run_bench(loaded, schemes=chosen, pairs=pairs, shapes=shapes, kv_memory_gb=kv_memory, json_mode=json_mode)
+    )
+
+
+@app.command()
+def verify(
+    recipe: RecipeArgument,
+    sets: SetOption = None,
+    schemes: Annotated[
+        str | None, typer.Option(help="Instead of the recipe's, comma-separated; bf16 is always there.")
+    ] = None,
+    emulate: Annotated[
+        bool, typer.Option("--emulate", help="FP8 by rounding in float, where it has no kernels.")
+    ] = False,
+    json_mode: JsonOption = False,
+) -> None:
+    """Is the patch live: change an engine's weights, see its logits move, put them back, see them return."""
+    loaded = _load(recipe, sets)
+    chosen = _schemes(schemes) if schemes else None
+    from appliance.verify.command import run_verify
+
+    raise typer.Exit(run_verify(loaded, schemes=chosen, emulate=emulate, json_mode=json_mode))
+
+
+add_commands(app)  # profile, setup, convert-profile
+compare_cli.add_commands(app)
 container_cli.add_commands(app)  # health
+
+
+@app.command()
+def status(run: RunArgument, json_mode: JsonOption = False) -> None:
+    """Where a run is."""
+    from appliance.run.status import print_status
+
+    print_status(run, run_root=DEFAULT_RUN_ROOT, json_mode=json_mode)
+
+
+@app.command()
+def logs(run: RunArgument) -> None:
+    """The logs of a run's last attempt."""
+    from appliance.run.status import print_logs
+
+    print_logs(run, run_root=DEFAULT_RUN_ROOT)
+
+
+@recipes.command("ls")
+def recipes_ls() -> None:
+    """The shipped recipes, one a line, with what they do."""
+    from appliance import console
+    from appliance.recipe import library
+
+    names = library.names()
+    width = max(map(len, names), default=0)
+    for name in names:
+        console.out(f"{name:<{width}}  {library.summary(name)}")
+
+
+@recipes.command("show")
+def recipes_show(name: RecipeArgument) -> None:
+    """The text of a recipe."""
+    from appliance import console
+    from appliance.recipe import library
+
+    console.out(library.text(name).rstrip("\n"))
+
+
+@recipes.command("cp")
+def recipes_cp(name: RecipeArgument, target: Annotated[Path, typer.Argument(help="A new file, or a folder.")]) -> None:
+    """Copy a recipe to start from. Overwrites nothing."""
+    from appliance import console
+    from appliance.recipe import library
+
+    console.out(str(library.copy(name, target=target)))
+
+
+@app.command()
+def schema() -> None:
+    """The JSON schema of a recipe, for editors."""
+    import json
+
+    from appliance import console
+    from appliance.recipe.schema import Recipe
+
+    console.out(json.dumps(Recipe.model_json_schema(), indent=2))
+
+
+@app.command()
+def version(json_mode: JsonOption = False) -> None:
+    """This program's version and those of what it drives."""
+    import json
+
+    from appliance import console
+    from appliance.plan.build import installed_versions
+    from appliance.run.attest import fingerprint
+
+    versions = installed_versions()
+    if json_mode:
+        console.out(json.dumps({"schema_version": 1, **versions, "fingerprint": fingerprint()}, indent=2))
+    else:
+        console.out("\n".join(f"{name} {found or 'not installed'}" for name, found in versions.items()))
+
+
+def _load(recipe: str, sets: list[str] | None) -> Recipe:
+    from appliance.recipe.load import load_recipe
+
+    return load_recipe(recipe, sets=sets or ())
+
+
+def _run_dir(recipe: Recipe, *, name: str | None) -> Path:
+    """Absolute. A name from the command line is one path component, or refused."""
+    from appliance.recipe.schema import NAME_PATTERN
+    from appliance.run.session import cannot_write, free_run_dir
+
+    root = Path(recipe.cluster.run_dir).expanduser().absolute()
+    if name is None:
+        try:
+            return free_run_dir(root, name=recipe.name)
+        except OSError as error:
+            raise cannot_write(root, error) from error
+    if not NAME_PATTERN.fullmatch(name):
+        hint = "use letters, digits, `.`, `_` and `-`, at most 80, no space or slash"
+        raise RecipeError([(f"--name: the text `{name}` is not a name", hint)])
+    if (root / name).exists():
+        raise RecipeError([(f"--name: `{name}` is in use: {root / name}", "choose another one, or leave it out")])
+    return root / name
+
+
+def _schemes(text: str) -> tuple[Scheme, ...]:
+    from appliance.quant.scheme import Scheme
+
+    names, legal = [each.strip() for each in text.split(",")], [str(scheme) for scheme in Scheme]
+    unknown = [name for name in names if name not in legal]
+    if unknown:
+        hint = "use " + ", ".join(f"`{each}`" for each in legal)
+        raise RecipeError([(f"--schemes: unknown value `{name}`", hint) for name in unknown])
+    return tuple(Scheme(name) for name in names)
+
+
+def _check(recipe: str, *, sets: list[str] | None, name: str | None, json_mode: bool, show_plan: bool) -> None:
+    """Judge this host, with or without the plan before the findings."""
+    import json
+
+    from appliance import console
+    from appliance.preflight.report import as_json, examine, lines
+    from appliance.run.work import raise_on_errors
+
+    loaded = _load(recipe, sets)
+    run_dir = _run_dir(loaded, name=name)
+    if show_plan:
+        findings = _show_plan(loaded, run_dir=run_dir, json_mode=json_mode, ask_hub=True)
+    else:
+        findings = examine(loaded, run_dir=run_dir, ask_hub=True)[2]
+        if json_mode:
+            console.out(json.dumps({"schema_version": 1, "findings": as_json(findings)}, indent=2))
+        else:
+            console.out("\n".join(lines(findings) or [f"{recipe}: this host can run it"]))
+    raise_on_errors(findings)
+
+
+def _show_plan(loaded: Recipe, *, run_dir: Path, json_mode: bool, ask_hub: bool) -> list[Finding]:
+    """Print the plan with the findings attached; returns them."""
+    import dataclasses
+    import json
+
+    from appliance import console
+    from appliance.plan.show import plan_text
+    from appliance.preflight.checks import estimates
+    from appliance.preflight.probes import model_bytes
+    from appliance.preflight.report import as_json, examine, lines
+    from appliance.recipe.dump import to_plain, to_yaml
+
+    made, _, findings = examine(loaded, run_dir=run_dir, ask_hub=ask_hub)
+    if json_mode:
+        document = {"schema_version": 1, "recipe": to_plain(loaded), "plan": dataclasses.asdict(made)}
+        console.out(json.dumps({**document, "findings": as_json(findings)}, indent=2))
+        return findings
+    needs = estimates(made, model_bytes=model_bytes(made))
+    console.out(plan_text(made, recipe_yaml=to_yaml(loaded), needs=needs))
+    if findings:
+        console.out("\n".join(["", "# findings on this host", *lines(findings)]))
+    return findings
+
+
+def main() -> None:
+    """The program: `appliance` and `python -m appliance`. Ends the process with the exit code of the contract."""
+    try:
+        app()
+    except ApplianceError as error:
+        sys.exit(_report(error))
+    except Exception as error:  # the boundary: our own fault, told as such
+        sys.exit(_report_own_fault(error))
+
+
+def _report(error: ApplianceError) -> int:
+    from appliance import console
+
+    if _wants_traceback():
+        _say_traceback(error)
+    problems = error.problems if isinstance(error, RecipeError) else [(error.message, error.hint)]
+    for message, hint in problems:
+        console.say(f"error: {message}")
+        if hint:
+            console.say(f"hint: {hint}")
+    return error.exit_code
+
+
+def _report_own_fault(error: Exception) -> int:
+    import tempfile
+    import traceback
+
+    from appliance import console
+
+    if _wants_traceback():
+        _say_traceback(error)
+    with tempfile.NamedTemporaryFile("w", prefix="appliance-error-", suffix=".txt", delete=False) as file:
+        traceback.print_exception(error, file=file)
+    console.say(f"error: {type(error).__name__}: {error}")
+    console.say(f"hint: this is our own fault, please report it with {file.name}")
+    return ApplianceError.exit_code
+
+
+def _say_traceback(error: Exception) -> None:
+    import traceback
+
+    from appliance import console
+
+    console.say("".join(traceback.format_exception(error)).rstrip())
+
+
+def _wants_traceback() -> bool:
+    return "--debug" in sys.argv[1:]
