@@ -305,8 +305,11 @@ def _show_plan(loaded: Recipe, *, run_dir: Path, json_mode: bool, ask_hub: bool)
 
 def main() -> None:
     """The program: `appliance` and `python -m appliance`. Ends the process with the exit code of the contract."""
+    from appliance.interruption import told_interruptions
+
     try:
-        app()
+        with told_interruptions():
+            app()
     except ApplianceError as error:
         sys.exit(_report(error))
     except Exception as error:  # the boundary: our own fault, told as such

@@ -131,6 +131,7 @@ class GuardPlan:
 
     bad_steps: of the last 2 * bad_steps - 1, lead up.  fine_steps: in a row, lead down.  cooling_steps: between moves.
     gradient_steps: gradients in a row that are not finite and stop the run.
+    save_budget_s: what a signal leaves for saving.
     """
 
     actions: tuple[Action, ...] = ()
@@ -142,6 +143,7 @@ class GuardPlan:
     fine_steps: int = 20
     cooling_steps: int = 5
     gradient_steps: int = 3
+    save_budget_s: float = 300.0
 
 
 @dataclass(frozen=True)

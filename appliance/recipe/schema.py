@@ -185,6 +185,7 @@ class Guard(Section):
     fine_steps: int = Field(20, ge=1, description="so many fine steps in a row lead back")
     cooling_steps: int = Field(5, ge=0, description="steps after a change that are not judged")
     gradient_steps: int = Field(3, ge=1, description="gradients in a row that are not finite, then it stops")
+    save_budget_s: float = Field(300, gt=0, description="seconds to save in after a signal, then it is ended")
 
 
 class Checkpoint(Section):
@@ -233,7 +234,6 @@ SECTIONS: dict[str, type[Section]] = {
 # Keys that are promised and do nothing yet. A recipe that has one is refused with these words.
 NOT_YET: frozenset[str] = frozenset(
     {
-        "guard.save_budget_s",
         "guard.stall_s",
         "model.revision",
         "correction.uaq_scale",

@@ -23,8 +23,8 @@ METRICS_FILE = "metrics.jsonl"
 def append_event(run_dir: Path, *, kind: str, what: str, why: str = "", **extra: Any) -> None:
     """Append one event.
 
-    kind: phase, progress, attest, failure, guard or note.  extra: JSON values.  Raises OSError (a full disk, no such
-    folder).
+    kind: phase, progress, attest, failure, guard, stop or note.  extra: JSON values.  Raises OSError (a full disk,
+    no such folder).
     """
     append_line(run_dir / EVENTS_FILE, {"time": time.time(), "kind": kind, "what": what, "why": why, **extra})
 
@@ -68,7 +68,10 @@ def run_started(run_dir: Path) -> float:
 
 @dataclass(frozen=True)
 class Event:
-    """A line of `events.jsonl`. time: unix s.  done, total, note: of a `progress`.  hint, exit_code: of a `failure`."""
+    """A line of `events.jsonl`. time: unix s.  done, total, note: of a `progress`.  hint, exit_code: of a `failure`.
+
+    step: of a `stop`, whose state is saved; None where nothing was there to save.
+    """
 
     time: float
     kind: str
@@ -79,6 +82,7 @@ class Event:
     note: str = ""
     hint: str = ""
     exit_code: int | None = None
+    step: int | None = None
     line: str = field(default="", compare=False, repr=False)
 
 
@@ -125,7 +129,7 @@ def parse_event(line: str) -> Event | None:
     time_s = _number(raw.get("time"))
     if time_s is None or not isinstance(raw.get("kind"), str) or not isinstance(raw.get("what"), str):
         return None
-    code = _number(raw.get("exit_code"))
+    code, step = _number(raw.get("exit_code")), _number(raw.get("step"))
     return Event(
         time=time_s,
         kind=raw["kind"],
@@ -136,6 +140,7 @@ def parse_event(line: str) -> Event | None:
         note=_text(raw.get("note")),
         hint=_text(raw.get("hint")),
         exit_code=None if code is None else int(code),
+        step=None if step is None else int(step),
         line=line,
     )
 

@@ -48,6 +48,7 @@ class RunState:
     note: str = ""
     attested: tuple[str, ...] = ()
     failure: Event | None = None
+    stop: Event | None = None
 
     @property
     def step(self) -> int:
@@ -73,6 +74,8 @@ def _fold_event(state: RunState, event: Event) -> RunState:
             return replace(state, note=event.what)
         case "failure":
             return replace(state, failure=event)
+        case "stop":
+            return replace(state, stop=event)
         case _:
             return state
 

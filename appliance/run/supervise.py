@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -20,6 +20,7 @@ from appliance.run.processes import Process, end_processes, find_processes
 
 GRACE_S = 20.0  # Ray and vLLM need a few seconds to end politely
 PATIENCE_S = 3.0  # what daemons get to follow the child by themselves
+SAME_SIGNAL_S = 0.2  # `timeout` and others signal a process and then its group: that is one request, not two
 _TICK_S = 0.1
 
 
@@ -29,6 +30,7 @@ class Interrupts:
     def __init__(self) -> None:
         self.names: list[str] = []
         self._before: dict[signal.Signals, object] = {}
+        self._heard_at = 0.0
 
     def __enter__(self) -> Interrupts:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -42,7 +44,18 @@ class Interrupts:
             signal.signal(number, handler)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        self.names.append(signal.Signals(number).name)
+        name, now = signal.Signals(number).name, time.monotonic()
+        if self.names[-1:] != [name] or now > self._heard_at + SAME_SIGNAL_S:
+            self.names.append(name)
+            self._heard_at = now
+
+
+@dataclass(frozen=True)
+class Ask:
+    """How a child is asked to end in its own way. tell: gets the signal's name.  budget_s: what it may take."""
+
+    tell: Callable[[str], None]
+    budget_s: float
 
 
 def supervise(
@@ -53,14 +66,16 @@ def supervise(
     log: Path,
     interrupts: Interrupts,
     on_tick: Callable[[], None],
+    ask: Ask | None = None,
     remove: str = "",
     grace_s: float = GRACE_S,
     patience_s: float = PATIENCE_S,
 ) -> KeeperReport:
     """Run one child in a session of its own until it and everything below it is gone.
 
-    The first signal becomes a SIGTERM to the child; SIGKILL follows after grace_s or at the second signal. on_tick is
-    called about ten times a second; an error in it ends the child and goes on.
+    The first signal becomes a SIGTERM to the child, or what `ask` does and then, after its budget, a SIGTERM. SIGKILL
+    follows after grace_s or at the second signal. on_tick is called about ten times a second; an error in it ends the
+    child and goes on.
     env: the child's whole environment.  log: gets its stdout and stderr, appended.  remove: a folder that is removed if
     this process is killed.  Raises OSError when the log cannot be written.
     Call it from the main thread: the kernel ends the child when the thread that started it ends.
@@ -76,7 +91,7 @@ def supervise(
         finally:
             os.close(report)
         try:
-            _watch(keeper, interrupts=interrupts, on_tick=on_tick)
+            _watch(keeper, interrupts=interrupts, ask=ask, on_tick=on_tick)
         finally:
             _end_at_once(keeper)
         said = answer.read()
@@ -95,13 +110,23 @@ def _start_keeper(order: KeeperOrder, *, env: Mapping[str, str], log: int) -> su
     )
 
 
-def _watch(keeper: subprocess.Popen[bytes], *, interrupts: Interrupts, on_tick: Callable[[], None]) -> None:
-    told = 0
+def _watch(
+    keeper: subprocess.Popen[bytes], *, interrupts: Interrupts, ask: Ask | None, on_tick: Callable[[], None]
+) -> None:
+    told, end_at = 0, float("inf")
     while True:
         heard = len(interrupts.names)
         if heard > told:
-            keeper.send_signal(signal.SIGTERM if heard == 1 else signal.SIGUSR1)
+            if heard > 1:
+                keeper.send_signal(signal.SIGUSR1)
+            elif ask is None:
+                end_at = 0.0
+            else:
+                end_at = time.monotonic() + (ask.budget_s if _told(ask, interrupts.names[0]) else 0.0)
             told = heard
+        if time.monotonic() >= end_at:
+            keeper.send_signal(signal.SIGTERM)
+            end_at = float("inf")
         on_tick()
         try:
             keeper.wait(timeout=_TICK_S)
@@ -109,6 +134,14 @@ def _watch(keeper: subprocess.Popen[bytes], *, interrupts: Interrupts, on_tick: 
             continue
         on_tick()
         return
+
+
+def _told(ask: Ask, name: str) -> bool:
+    try:
+        ask.tell(name)
+    except OSError:  # a full disk: it would have nowhere to save to either
+        return False
+    return True
 
 
 def _end_at_once(keeper: subprocess.Popen[bytes]) -> None:

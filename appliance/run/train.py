@@ -28,10 +28,12 @@ from appliance.run.progress import Progress, choose_progress, json_line
 from appliance.run.ray_dir import keep_ray_logs, make_ray_dir
 from appliance.run.session import RunStatus, Session, create_session
 from appliance.run.state import RunState, fold
-from appliance.run.supervise import Interrupts, supervise
+from appliance.run.stop_request import ask_to_stop, forget_stop
+from appliance.run.supervise import Ask, Interrupts, supervise
 from appliance.tasks.prepare import is_prepared
 
 _LOG_TAIL_BYTES = 65536
+SAVING = "saving, then stopping (press Ctrl-C again to stop at once)"
 
 
 @dataclass(frozen=True)
@@ -120,14 +122,26 @@ class _Training:
 
     def _train(self) -> Outcome:
         with _ray_dir(self._plan) as ray_dir:
-            outcome = self._run_child(_train_child(self._plan), is_done=_has_model, remove=str(ray_dir or ""))
+            outcome = self._run_child(
+                _train_child(self._plan),
+                is_done=_has_model,
+                ask=Ask(self._ask_to_stop, budget_s=self._plan.guard.save_budget_s),
+                remove=str(ray_dir or ""),
+            )
             if ray_dir is not None and outcome.state is RunStatus.FAILED:
                 self._keep_ray_logs(ray_dir)
         return outcome
 
-    def _run_child(self, child: Child, *, is_done: Callable[[RunPlan], bool], remove: str = "") -> Outcome:
+    def _ask_to_stop(self, why: str) -> None:
+        ask_to_stop(self._session.run_dir, why=why)
+        append_event(self._session.run_dir, kind="note", what=SAVING, why=why)
+
+    def _run_child(
+        self, child: Child, *, is_done: Callable[[RunPlan], bool], ask: Ask | None = None, remove: str = ""
+    ) -> Outcome:
         if self._interrupts.names:
             return interrupted(self._interrupts.names)
+        forget_stop(self._session.run_dir)
         log = self._session.log_dir / f"{child.name}.log"
         report = supervise(
             child.argv,
@@ -136,6 +150,7 @@ class _Training:
             log=log,
             interrupts=self._interrupts,
             on_tick=self._tick,
+            ask=ask,
             remove=remove,
         )
         self._note_processes(report)
@@ -153,7 +168,7 @@ class _Training:
         if returncode == 0 and is_done:
             return DONE
         if self._interrupts.names:
-            return interrupted(self._interrupts.names)
+            return interrupted(self._interrupts.names, stop=self.state.stop, training=child.name == "train")
         return failed(
             child,
             returncode=returncode,

@@ -14,10 +14,11 @@ import threading
 import traceback
 from pathlib import Path
 
-from appliance.errors import ApplianceError, EngineError, TrainingError
+from appliance.errors import ApplianceError, EngineError, Interrupted, SavedAndStopped, TrainingError
 from appliance.plan.env import PLAN_VARIABLE, RAY_DIR_VARIABLE
 from appliance.plan.model import RunPlan, read_plan
 from appliance.run.events import append_event, append_failure, first_failure
+from appliance.trainer.stopping import Stopping
 
 MIN_RAY_CPUS = 8  # verl asks for a CPU per actor; on a small host they share the cores
 CPU_OBJECT_STORE_BYTES = 256 << 20  # batches travel through the TransferQueue, Ray carries only references and settings
@@ -28,6 +29,8 @@ def main() -> int:
     plan = read_plan(Path(os.environ[PLAN_VARIABLE]))
     try:
         train(plan, overrides=sys.argv[1:])
+    except (SavedAndStopped, Interrupted) as asked:
+        return asked.exit_code
     except Exception as error:  # the boundary of this process: every failure becomes an event and an exit code
         traceback.print_exception(error)
         return report(Path(plan.run_dir), error if isinstance(error, ApplianceError) else translate(error))
@@ -68,6 +71,7 @@ def train(plan: RunPlan, *, overrides: list[str]) -> None:
     """
     run_dir = Path(plan.run_dir)
     append_event(run_dir, kind="phase", what="start")
+    stopping = Stopping(run_dir)
     importing = threading.Thread(target=importlib.import_module, args=("appliance.trainer.fit",))
     importing.start()
     import ray
@@ -77,7 +81,7 @@ def train(plan: RunPlan, *, overrides: list[str]) -> None:
         importing.join()
         from appliance.trainer.fit import fit  # raises here what it raised on the thread
 
-        fit(plan, overrides=overrides, on_engine_death=functools.partial(_end, run_dir))
+        fit(plan, overrides=overrides, stopping=stopping, on_engine_death=functools.partial(_end, run_dir))
     finally:
         ray.shutdown()
     append_event(run_dir, kind="phase", what="done")

@@ -15,6 +15,8 @@ from appliance.patch import Patch, apply_patch
 from appliance.plan.model import RunPlan
 from appliance.tasks.library import score
 from appliance.trainer.rollouts import Rollouts, Sampling
+from appliance.trainer.stoppable import StoppableTrainer
+from appliance.trainer.stopping import StopAsked, Stopping
 from appliance.trainer.watched import WatchedTrainer
 
 NO_LOAD_BALANCER = Patch(
@@ -49,20 +51,24 @@ def compose_config(overrides: list[str]) -> DictConfig:
     return config
 
 
-def fit(plan: RunPlan, *, overrides: list[str], on_engine_death: Callable[[str], None]) -> None:
+def fit(plan: RunPlan, *, overrides: list[str], stopping: Stopping, on_engine_death: Callable[[str], None]) -> None:
     """The order of verl's own task runner (verl/trainer/main_ppo.py, TaskRunnerV1.run).
 
     on_engine_death: called on another thread when a rollout engine died while the trainer may be waiting for it.
+    Raises SavedAndStopped or Interrupted when the run was asked to stop.
     """
     config = compose_config(overrides)
     apply_patch(NO_LOAD_BALANCER, _without_balancer)
     transfer_queue.init(config.transfer_queue)
     try:
-        trainer = WatchedTrainer(config=config, plan=plan, on_engine_death=on_engine_death)
+        trainer = StoppableTrainer(config=config, plan=plan, stopping=stopping, on_engine_death=on_engine_death)
         try:
             trainer.init()
             trainer.fit(_rollouts(trainer, plan=plan))
             trainer.export_model()
+            stopping.over()
+        except StopAsked:
+            raise trainer.save_and_stop() from None
         finally:
             trainer.stop_watching()
     finally:

@@ -68,6 +68,7 @@ class Rollouts:
         self._max_prompt_tokens = max_prompt_tokens
         self.validated = 0
         self._progress = threading.Event()
+        self._futures: list[Future[None]] = []
         self._failure: BaseException | None = None
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True).start()
@@ -77,7 +78,15 @@ class Rollouts:
         validate = "validate" in prompts and bool(prompts["validate"])
         prompts.pop("validate", None)
         future = asyncio.run_coroutine_threadsafe(self._generate(_rows(prompts), validate=validate), self._loop)
+        self._futures = [each for each in self._futures if not each.done()] + [future]
         future.add_done_callback(self._note_failure)
+
+    def abandon(self) -> None:
+        """Leave what is being generated, for a run that stops: nobody waits for it any more."""
+        for future in self._futures:
+            future.cancel()
+        for server in self._servers:
+            server.abort_all_requests.remote()
 
     def wait(self, timeout_s: float) -> None:
         """Until new results were put, or the time is over. Raises EngineError when an engine
@@ -92,7 +101,8 @@ class Rollouts:
             ) from self._failure
 
     def _note_failure(self, future: Future[None]) -> None:
-        self._failure = self._failure or future.exception()
+        if not future.cancelled():
+            self._failure = self._failure or future.exception()
         self._progress.set()
 
     async def _generate(self, rows: list[dict[str, Any]], *, validate: bool) -> None:

@@ -207,7 +207,7 @@ if __name__ == "__main__":
 
 
 def test_a_signal_in_mid_training_ends_everything(root: Path, run: Finished) -> None:
-    """The model is in the cache by now. SIGTERM after the first step: code 130, a reason, and no process left."""
+    """The model is in the cache by now. SIGTERM after the first step: its state is saved, code 75, no process left."""
     process = subprocess.Popen(
         command(root, "trainer.steps=200", "trainer.validate_before=false", name="stopped"),
         stdout=subprocess.PIPE,
@@ -220,15 +220,17 @@ def test_a_signal_in_mid_training_ends_everything(root: Path, run: Finished) -> 
         time.sleep(0.5)
     assert metrics.exists(), process.communicate(timeout=60)[1][-3000:]
     process.send_signal(signal.SIGTERM)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130, stderr[-3000:]
+    _, stderr = process.communicate(timeout=300)
+    assert process.returncode == 75, stderr[-3000:]
     assert processes_of(root / "stopped") == []
     record = json.loads((root / "stopped" / "run.json").read_text())
+    last = json.loads(metrics.read_text().splitlines()[-1])["step"]
     assert (record["state"], record["exit_code"], record["reason"]) == (
         "stopped",
-        130,
-        "stopped by SIGTERM, nothing was saved",
+        75,
+        f"stopped by SIGTERM, the state after step {last} is saved",
     )
+    assert (root / "stopped" / "checkpoints" / f"global_step_{last}" / "data.pt").is_file()
 
 
 def test_the_guard_saves_and_stops_a_run_with_code_6(root: Path, run: Finished) -> None:

@@ -17,7 +17,17 @@ NUMBERS = {
     "quant.scheme",
     "quant.settings",
 }
-CHILDREN = {"errors", "patch", "quant", "plan.model", "plan.env", "run.attest", "run.events", "run.acknowledge"}
+CHILDREN = {
+    "errors",
+    "patch",
+    "quant",
+    "plan.model",
+    "plan.env",
+    "run.attest",
+    "run.events",
+    "run.acknowledge",
+    "run.stop_request",
+}
 
 # A room or module -> what it may import besides its own room. A name stands for everything below it.
 MAY_IMPORT = {
@@ -26,6 +36,7 @@ MAY_IMPORT = {
     "errors": set(),
     "console": {"errors"},
     "patch": {"errors"},
+    "interruption": {"console"},
     "quant": {"errors"},
     "guard": {"errors", "quant.scheme"},
     "tasks": {"errors", "plan.model", "run.events", "run.boundary"},
@@ -44,7 +55,7 @@ MAY_IMPORT = {
     "container": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", *NUMBERS},
     "cli": {
         *("errors", "tasks", "recipe", "plan", "preflight", "run", "bench", "profile", "verify", "compare", "console"),
-        "container",
+        *("container", "interruption"),
         *NUMBERS,
     },
 }

@@ -20,7 +20,7 @@ RECIPE = "extends: arithmetic-tiny-int8\nguard:\n  "
             ("guard.actions: `bf16` is not available in this version", "use one of `warn`, `stop`"),
         ),
         ("actions: [warm]", ("guard.actions.0: unknown value `warm`", "did you mean `warn`?")),
-        ("save_budget_s: 60", ("guard.save_budget_s: not available in this version", "remove it")),
+        ("save_budget_s: 0", ("guard.save_budget_s: must be greater than 0, got `0`", "")),
         ("bad_steps: 0", ("guard.bad_steps: must be at least 1, got `0`", "")),
         ("k3_kl: .nan", ("guard.k3_kl: not a finite number: `.nan`", "")),
     ],

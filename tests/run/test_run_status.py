@@ -58,7 +58,7 @@ def test_status_of_a_failed_run_repeats_the_hint(
 
 def test_status_for_machines(tmp_path: Path, small_plan: Callable, capsys: pytest.CaptureFixture[str]) -> None:
     with create(small_plan(tmp_path)) as session:
-        session.finish(state=RunStatus.STOPPED, exit_code=130, reason="stopped by SIGINT, nothing was saved")
+        session.finish(state=RunStatus.STOPPED, exit_code=130, reason="stopped by SIGINT, there was nothing to save")
     print_status("small-1", run_root=tmp_path, json_mode=True)
     assert json.loads(capsys.readouterr().out) == {
         "schema_version": 1,
@@ -66,7 +66,7 @@ def test_status_for_machines(tmp_path: Path, small_plan: Callable, capsys: pytes
         "phase": "starting",
         "attempt": 1,
         "exit_code": 130,
-        "reason": "stopped by SIGINT, nothing was saved",
+        "reason": "stopped by SIGINT, there was nothing to save",
         "run_dir": str(tmp_path / "small-1"),
         "step": 2,
         "steps": 3,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from appliance.run.keeper import KeeperReport
-from appliance.run.supervise import Interrupts, supervise
+from appliance.run.supervise import SAME_SIGNAL_S, Ask, Interrupts, supervise
 
 # A daemon without parent, session or mark that tie it to the run. It says its process id, and ignores SIGTERM.
 DAEMON = """
@@ -50,6 +50,7 @@ def child(
     interrupts: Interrupts | None = None,
     on_tick: Callable[[], None] = lambda: None,
     grace_s: float = 5.0,
+    ask: Ask | None = None,
 ) -> KeeperReport:
     return supervise(
         [sys.executable, "-c", code, *arguments],
@@ -58,6 +59,7 @@ def child(
         log=run_dir / "log",
         interrupts=interrupts or Interrupts(),
         on_tick=on_tick,
+        ask=ask,
         grace_s=grace_s,
         patience_s=0.3,
     )
@@ -72,6 +74,10 @@ def when_written(path: Path, *actions: Callable[[], None]) -> Callable[[], None]
             rest.pop(0)()
 
     return tick
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def pids(*paths: Path) -> Sequence[int]:
@@ -162,12 +168,75 @@ def test_second_signal_ends_everything_at_once(run_dir: Path, is_alive: Callable
             code,
             str(run_dir / "pid"),
             interrupts=interrupts,
-            on_tick=when_written(run_dir / "pid", *[lambda: os.kill(os.getpid(), signal.SIGINT)] * 2),
+            on_tick=when_written(run_dir / "pid", interrupt, lambda: time.sleep(2 * SAME_SIGNAL_S), interrupt),
             grace_s=60.0,
         )
     assert report.returncode == -9
     assert time.monotonic() - start < 10
     assert not any(map(is_alive, pids(run_dir / "pid", run_dir / "pid.daemon")))
+
+
+def test_signal_that_comes_twice_at_once_is_one() -> None:
+    with Interrupts() as interrupts:
+        interrupt()
+        interrupt()
+        assert interrupts.names == ["SIGINT"]
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupts.names == ["SIGINT", "SIGTERM"]
+        time.sleep(2 * SAME_SIGNAL_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert interrupts.names == ["SIGINT", "SIGTERM", "SIGTERM"]
+
+
+def test_child_that_is_asked_ends_in_its_own_way(run_dir: Path) -> None:
+    code = READY + "while not os.path.exists(sys.argv[1] + '.ask'): time.sleep(0.05)\nraise SystemExit(75)"
+    told: list[str] = []
+
+    def tell(name: str) -> None:
+        told.append(name)
+        (run_dir / "pid.ask").touch()
+
+    with Interrupts() as interrupts:
+        report = child(
+            run_dir,
+            STUBBORN + code,
+            str(run_dir / "pid"),
+            interrupts=interrupts,
+            on_tick=when_written(run_dir / "pid", interrupt),
+            ask=Ask(tell, budget_s=60.0),
+        )
+    assert (told, report.returncode) == (["SIGINT"], 75)
+
+
+def test_child_that_does_not_answer_in_its_budget_gets_the_signal(run_dir: Path) -> None:
+    start = time.monotonic()
+    with Interrupts() as interrupts:
+        report = child(
+            run_dir,
+            POLITE + READY + "time.sleep(100)",
+            str(run_dir / "pid"),
+            interrupts=interrupts,
+            on_tick=when_written(run_dir / "pid", interrupt),
+            ask=Ask(lambda name: None, budget_s=0.5),
+        )
+    assert report.returncode == 7
+    assert time.monotonic() - start > 0.5
+
+
+def test_child_that_cannot_be_asked_gets_the_signal(run_dir: Path) -> None:
+    def full(name: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    with Interrupts() as interrupts:
+        report = child(
+            run_dir,
+            POLITE + READY + "time.sleep(100)",
+            str(run_dir / "pid"),
+            interrupts=interrupts,
+            on_tick=when_written(run_dir / "pid", interrupt),
+            ask=Ask(full, budget_s=600.0),
+        )
+    assert report.returncode == 7
 
 
 def test_error_of_the_watcher_ends_the_child(run_dir: Path, is_alive: Callable) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from appliance.plan.model import GuardPlan, RunPlan
 from appliance.run.session import RunRecord, RunStatus, has_launcher, read_record
 from appliance.run.status import print_status
 
@@ -47,6 +48,30 @@ append_event(run_dir, kind="phase", what="update")
 (run_dir / "ready").write_text(f"{os.getpid()} {daemon.pid}")
 time.sleep(100)
 """
+# Hears the launcher's request by the trainer's own means. It has finished three steps, of which none is saved.
+HEARING = """
+from appliance.trainer.stopping import StopAsked, Stopping
+stopping = Stopping(run_dir)
+stopping.begin_change()
+stopping.note_finished(3)
+(run_dir / "ready").write_text(str(os.getpid()))
+try:
+    while True:
+        time.sleep(0.05)
+        stopping.check()
+except StopAsked:
+    append_event(run_dir, kind="phase", what="save")
+    (run_dir / "checkpoints" / "global_step_3").mkdir(parents=True)
+    stopping.note_saved(3)
+    sys.exit(stopping.leave().exit_code)
+"""
+LOADING = """
+from appliance.trainer.stopping import Stopping
+append_event(run_dir, kind="phase", what="load-model")
+stopping = Stopping(run_dir)
+(run_dir / "ready").write_text(str(os.getpid()))
+time.sleep(100)
+"""
 IGNORING = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
 
 
@@ -54,6 +79,10 @@ def started(process: subprocess.Popen[str], run_dir: Path, *, wait_until: Callab
     wait_until(lambda: process.poll() is not None or ((run_dir / "ready").exists() and (run_dir / "ready").read_text()))
     assert process.poll() is None, process.communicate()
     return [int(word) for word in (run_dir / "ready").read_text().split()]
+
+
+def with_budget(plan: RunPlan, seconds: float) -> RunPlan:
+    return replace(plan, guard=GuardPlan(save_budget_s=seconds))
 
 
 def test_run_that_ends_well(tmp_path: Path, small_plan: Callable, python: Callable, launch: Callable) -> None:
@@ -184,19 +213,57 @@ def test_signal_stops_the_run_and_leaves_no_process(
     is_alive: Callable,
     processes_of: Callable,
 ) -> None:
-    plan = small_plan(tmp_path, argv=python(TRAINER + WAITING))
+    plan = with_budget(small_plan(tmp_path, argv=python(TRAINER + WAITING)), 0.5)
     run_dir = Path(plan.run_dir)
     process = launch(plan)
     children = started(process, run_dir, wait_until=wait_until)
     process.send_signal(number)
     _, err = process.communicate(timeout=15)
     assert process.returncode == 130
-    assert err.splitlines()[-1] == f"stopped by {number.name}, nothing was saved"
-    assert read_record(run_dir) == RunRecord(
-        RunStatus.STOPPED, phase="update", exit_code=130, reason=f"stopped by {number.name}, nothing was saved"
-    )
+    reason = f"stopped by {number.name}, and the state was not saved in time; what was not saved before is lost"
+    assert err.splitlines()[-1] == reason
+    assert read_record(run_dir) == RunRecord(RunStatus.STOPPED, phase="update", exit_code=130, reason=reason)
     assert not any(map(is_alive, children))
     assert processes_of(run_dir) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGHUP, 75)])
+def test_signal_saves_and_stops(
+    number: signal.Signals,
+    code: int,
+    tmp_path: Path,
+    small_plan: Callable,
+    python: Callable,
+    launch: Callable,
+    wait_until: Callable,
+    processes_of: Callable,
+) -> None:
+    plan = small_plan(tmp_path, argv=python(TRAINER + HEARING))
+    run_dir = Path(plan.run_dir)
+    process = launch(plan)
+    started(process, run_dir, wait_until=wait_until)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == code
+    said = f"stopped by {number.name}, the state after step 3 is saved"
+    note = "note: saving, then stopping (press Ctrl-C again to stop at once)"
+    lines = [line for line in err.splitlines() if not line.startswith("step ")]
+    assert lines[-3:] == [note, "phase save: saving a checkpoint", said]
+    assert read_record(run_dir) == RunRecord(RunStatus.STOPPED, phase="save", exit_code=code, reason=said)
+    assert processes_of(run_dir) == []
+
+
+def test_signal_while_the_model_loads_has_nothing_to_save(
+    tmp_path: Path, small_plan: Callable, python: Callable, launch: Callable, wait_until: Callable
+) -> None:
+    """The main thread is in a call that nothing interrupts: another one hears the request and ends the process."""
+    plan = small_plan(tmp_path, argv=python(TRAINER + LOADING))
+    process = launch(plan)
+    started(process, Path(plan.run_dir), wait_until=wait_until)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert err.splitlines()[-1] == "stopped by SIGTERM, there was nothing to save"
 
 
 def test_second_signal_does_not_wait(
@@ -208,10 +275,12 @@ def test_second_signal_does_not_wait(
     start = time.monotonic()
     process.send_signal(signal.SIGINT)
     time.sleep(0.3)
-    assert process.poll() is None  # the child ignores SIGTERM, and has 20 s
+    assert process.poll() is None  # the child hears nothing, and has 300 s
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=15)
+    _, err = process.communicate(timeout=15)
     assert process.returncode == 130
+    said = "stopped at once by SIGINT, the second signal; what was not saved before is lost"
+    assert err.splitlines()[-1] == said
     assert time.monotonic() - start < 8
     assert not any(map(is_alive, children))
 

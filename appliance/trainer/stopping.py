@@ -1,0 +1,93 @@
+"""Save and stop: hears the launcher's request in every phase, and knows what there is to save.
+
+A thread looks for the request. The trainer's main thread asks `check()` wherever it can be left without losing what it
+has: before a step, all the time while it waits for rollouts, before the log-probabilities and before the update. From
+the update's begin to the step's line in `metrics.jsonl` the weights are ahead of what is written down: there the step
+is finished first. Where nothing is left to save, the thread ends the process by itself, whatever the main thread is in.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from appliance.errors import ApplianceError, Interrupted, SavedAndStopped
+from appliance.run.events import append_event
+from appliance.run.stop_request import asked_to_stop
+
+LOOK_EVERY_S = 0.5
+
+
+class StopAsked(Exception):
+    """Raised by `check()` in the trainer's main thread: leave everything, save, end."""
+
+
+class Stopping:
+    """finished: the last step whose line is written.  saved: the step of the newest complete checkpoint; 0: none."""
+
+    def __init__(self, run_dir: Path, *, resumed_step: int = 0, end: Callable[[int], None] = os._exit) -> None:
+        """resumed_step: of the checkpoint that this attempt goes on from, 0 without one.  end: leaves the process."""
+        self.finished = resumed_step
+        self.saved = resumed_step
+        self._run_dir = run_dir
+        self._end = end
+        self._asked = threading.Event()
+        self._why = ""
+        self._busy = False
+        self._moving = threading.RLock()
+        self._over = threading.Event()
+        threading.Thread(target=self._watch, name="stop-watch", daemon=True).start()
+
+    @property
+    def asked(self) -> bool:
+        return self._asked.is_set()
+
+    def check(self) -> None:
+        """A place where the main thread may leave its work. Raises StopAsked when it was asked to."""
+        if self.asked:
+            raise StopAsked
+
+    def begin_change(self) -> None:
+        """The weights change now: until the step is finished it is no time to stop."""
+        with self._moving:
+            self._busy = True
+
+    def note_finished(self, step: int) -> None:
+        with self._moving:
+            self.finished, self._busy = step, False
+
+    def note_saved(self, step: int) -> None:
+        with self._moving:
+            self.saved = step
+
+    def over(self) -> None:
+        """The training is done: a request changes nothing any more."""
+        with self._moving:
+            self._over.set()
+
+    def leave(self) -> ApplianceError:
+        """Write down how it ended, for the launcher, and return the error that ends this process."""
+        with self._moving:
+            self._over.set()
+            why, step = self._why or "a request", self.saved
+            if not step:
+                what = f"stopped by {why}, there was nothing to save"
+                append_event(self._run_dir, kind="stop", what=what, why=why)
+                return Interrupted(what)
+            what = f"stopped by {why}, the state after step {step} is saved"
+            append_event(self._run_dir, kind="stop", what=what, why=why, step=step)
+            return SavedAndStopped(what)
+
+    def _watch(self) -> None:
+        while not self._over.wait(LOOK_EVERY_S):
+            if not self.asked:
+                self._why = asked_to_stop(self._run_dir)
+                if self._why:
+                    self._asked.set()
+            if self.asked:
+                with self._moving:
+                    if not self._over.is_set() and not self._busy and self.finished == self.saved:
+                        self._end(self.leave().exit_code)
+                        return
