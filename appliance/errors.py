@@ -8,6 +8,7 @@ ApplianceError                 1   our own fault
 │   ├── SyncError              4   a weight update that did not arrive
 │   └── AttestationError       4   a worker that did not say, or said otherwise, what it runs
 ├── TrainingError              5   the training child failed
+│   └── ProcessDied            5   a process that the training needs is gone
 ├── GuardStop                  6   stopped by a numerical guard
 │   └── NumericsError          6   a value that must be finite is not
 ├── SavedAndStopped           75   a signal, after the state was saved
@@ -67,6 +68,10 @@ class AttestationError(EngineError):
 
 class TrainingError(ApplianceError):
     exit_code = 5
+
+
+class ProcessDied(TrainingError):
+    """A process that the training needs is gone."""
 
 
 class GuardStop(ApplianceError):

@@ -12,7 +12,9 @@ def register() -> None:
     from appliance.engine.cpu_patches import apply_cpu_patches
     from appliance.engine.failures import said_failures
     from appliance.flashrl import plugin as flashrl
+    from appliance.run.stacks import keep_stacks
 
+    keep_stacks("engine")
     if current_platform.is_cpu():
         with said_failures():
             apply_cpu_patches()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 PLAN_VARIABLE = "APPLIANCE_PLAN"
 RAY_DIR_VARIABLE = "APPLIANCE_RAY_DIR"
+LOG_DIR_VARIABLE = "APPLIANCE_LOGS"  # the folder of an attempt's logs
 RUN_VARIABLE = "APPLIANCE_RUN"  # the mark of a run's processes; its value is the run's folder
 IMAGE_VARIABLE = "APPLIANCE_IMAGE"  # set by our image: its flavour
 THREADS_VARIABLE = "OMP_NUM_THREADS"

@@ -131,7 +131,7 @@ class GuardPlan:
 
     bad_steps: of the last 2 * bad_steps - 1, lead up.  fine_steps: in a row, lead down.  cooling_steps: between moves.
     gradient_steps: gradients in a row that are not finite and stop the run.
-    save_budget_s: what a signal leaves for saving.
+    save_budget_s: what a signal leaves for saving.  stall_s: without progress, then the training is cut.
     """
 
     actions: tuple[Action, ...] = ()
@@ -144,6 +144,7 @@ class GuardPlan:
     cooling_steps: int = 5
     gradient_steps: int = 3
     save_budget_s: float = 300.0
+    stall_s: float = 1800.0
 
 
 @dataclass(frozen=True)

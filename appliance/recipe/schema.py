@@ -186,6 +186,7 @@ class Guard(Section):
     cooling_steps: int = Field(5, ge=0, description="steps after a change that are not judged")
     gradient_steps: int = Field(3, ge=1, description="gradients in a row that are not finite, then it stops")
     save_budget_s: float = Field(300, gt=0, description="seconds to save in after a signal, then it is ended")
+    stall_s: float = Field(1800, gt=0, description="seconds without any progress, then the training is cut")
 
 
 class Checkpoint(Section):
@@ -234,7 +235,6 @@ SECTIONS: dict[str, type[Section]] = {
 # Keys that are promised and do nothing yet. A recipe that has one is refused with these words.
 NOT_YET: frozenset[str] = frozenset(
     {
-        "guard.stall_s",
         "model.revision",
         "correction.uaq_scale",
         "trainer.max_restarts",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,15 +19,16 @@ from pathlib import Path
 from typing import Protocol
 
 from appliance import console
-from appliance.plan.env import PLAN_VARIABLE, RAY_DIR_VARIABLE
+from appliance.plan.env import LOG_DIR_VARIABLE, PLAN_VARIABLE, RAY_DIR_VARIABLE
 from appliance.plan.model import RunPlan
 from appliance.run import summary
-from appliance.run.events import RunTail, append_event
+from appliance.run.events import RunTail, append_event, append_failure
 from appliance.run.keeper import KeeperReport
 from appliance.run.outcome import DONE, Child, Outcome, failed, interrupted
 from appliance.run.progress import Progress, choose_progress, json_line
 from appliance.run.ray_dir import keep_ray_logs, make_ray_dir
 from appliance.run.session import RunStatus, Session, create_session
+from appliance.run.stalls import Stalled, StallWatch, ask_around
 from appliance.run.state import RunState, fold
 from appliance.run.stop_request import ask_to_stop, forget_stop
 from appliance.run.supervise import Ask, Interrupts, supervise
@@ -143,25 +145,51 @@ class _Training:
             return interrupted(self._interrupts.names)
         forget_stop(self._session.run_dir)
         log = self._session.log_dir / f"{child.name}.log"
-        report = supervise(
-            child.argv,
-            run_dir=self._session.run_dir,
-            env=_child_environment(self._plan),
-            log=log,
-            interrupts=self._interrupts,
-            on_tick=self._tick,
-            ask=ask,
-            remove=remove,
-        )
+        tick = self._tick if ask is None else self._watched_tick()
+        try:
+            report = self._supervise(child, log=log, tick=tick, ask=ask, remove=remove)
+        except Stalled as stalled:
+            append_failure(self._session.run_dir, stalled.error)
+            self._tick()
+            report = KeeperReport(-signal.SIGKILL, ended=(), left=())
         self._note_processes(report)
         return self._judge(child, returncode=report.returncode, is_done=is_done(self._plan), log=log)
 
-    def _tick(self) -> None:
+    def _supervise(
+        self, child: Child, *, log: Path, tick: Callable[[], None], ask: Ask | None, remove: str
+    ) -> KeeperReport:
+        return supervise(
+            child.argv,
+            run_dir=self._session.run_dir,
+            env=_child_environment(self._plan, log_dir=self._session.log_dir),
+            log=log,
+            interrupts=self._interrupts,
+            on_tick=tick,
+            ask=ask,
+            remove=remove,
+        )
+
+    def _watched_tick(self) -> Callable[[], None]:
+        """A tick that raises Stalled when the training stands still."""
+        stall_s, log_dir = self._plan.guard.stall_s, self._session.log_dir
+        watch = StallWatch(stall_s=stall_s, log_dir=log_dir, now=time.monotonic())
+
+        def tick() -> None:
+            if watch.is_stalled(news=self._tick(), now=time.monotonic()):
+                raise Stalled(
+                    ask_around(self._session.run_dir, log_dir=log_dir, phase=self.state.phase, stall_s=stall_s)
+                )
+
+        return tick
+
+    def _tick(self) -> bool:
+        """Whether there was news."""
         news = self._tail.read()
         for item in news:
             self.state = fold(self.state, item)
         self._progress.show(self.state, news, now=time.time())
         self._session.update(state=RunStatus.RUNNING, phase=self.state.phase)
+        return bool(news)
 
     def _judge(self, child: Child, *, returncode: int, is_done: bool, log: Path) -> Outcome:
         """A signal that came when the work was done already changes nothing."""
@@ -202,8 +230,9 @@ def _train_child(plan: RunPlan) -> Child:
     return Child("train", "training", plan.argv, default_code=5)
 
 
-def _child_environment(plan: RunPlan) -> dict[str, str]:
-    return {**os.environ, **dict(plan.env), PLAN_VARIABLE: str(Path(plan.run_dir) / "plan.json")}
+def _child_environment(plan: RunPlan, *, log_dir: Path) -> dict[str, str]:
+    of_this_attempt = {PLAN_VARIABLE: str(Path(plan.run_dir) / "plan.json"), LOG_DIR_VARIABLE: str(log_dir)}
+    return {**os.environ, **dict(plan.env), **of_this_attempt}
 
 
 def _has_model(plan: RunPlan) -> bool:

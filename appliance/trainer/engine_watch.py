@@ -12,15 +12,17 @@ from collections.abc import Callable
 import ray
 from ray.actor import ActorHandle
 
+from appliance.errors import ApplianceError, EngineError
+
 LOOK_EVERY_S = 2.0
 ANSWER_WITHIN_S = 60.0  # a server that loads a processor for a minute is slow, not dead: its event loop still answers
 
 
 class EngineWatch:
-    """servers: rollout servers with `engine_problem`.  on_death: gets one line about the first problem, on the watch's
+    """servers: rollout servers with `engine_problem`.  on_death: gets the error about the first problem, on the watch's
     thread, and does not return."""
 
-    def __init__(self, servers: list[ActorHandle], *, on_death: Callable[[str], None]) -> None:
+    def __init__(self, servers: list[ActorHandle], *, on_death: Callable[[ApplianceError], None]) -> None:
         self._servers = servers
         self._on_death = on_death
         self._over = threading.Event()
@@ -35,7 +37,8 @@ class EngineWatch:
             for replica, server in enumerate(self._servers):
                 problem = _problem(server)
                 if problem and not self._over.is_set():
-                    self._on_death(f"rollout engine {replica} {problem}")
+                    hint = "the log has the engine's own words"
+                    self._on_death(EngineError(f"rollout engine {replica} {problem}", hint=hint))
                     return
 
 

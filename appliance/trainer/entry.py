@@ -14,10 +14,11 @@ import threading
 import traceback
 from pathlib import Path
 
-from appliance.errors import ApplianceError, EngineError, Interrupted, SavedAndStopped, TrainingError
+from appliance.errors import ApplianceError, Interrupted, SavedAndStopped, TrainingError
 from appliance.plan.env import PLAN_VARIABLE, RAY_DIR_VARIABLE
 from appliance.plan.model import RunPlan, read_plan
 from appliance.run.events import append_event, append_failure, first_failure
+from appliance.run.stacks import keep_stacks
 from appliance.trainer.stopping import Stopping
 
 MIN_RAY_CPUS = 8  # verl asks for a CPU per actor; on a small host they share the cores
@@ -27,6 +28,7 @@ SERVER_ENV = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}  # what verl g
 
 def main() -> int:
     plan = read_plan(Path(os.environ[PLAN_VARIABLE]))
+    keep_stacks("driver")
     try:
         train(plan, overrides=sys.argv[1:])
     except (SavedAndStopped, Interrupted) as asked:
@@ -49,9 +51,9 @@ def report(run_dir: Path, error: ApplianceError) -> int:
     return error.exit_code
 
 
-def _end(run_dir: Path, problem: str) -> None:
+def _end(run_dir: Path, error: ApplianceError) -> None:
     """End this process at once: its main thread waits for something that cannot come. The keeper ends the rest."""
-    os._exit(report(run_dir, EngineError(problem, hint="the log has the engine's own words")))
+    os._exit(report(run_dir, error))
 
 
 def translate(error: Exception) -> ApplianceError:
@@ -77,12 +79,16 @@ def train(plan: RunPlan, *, overrides: list[str]) -> None:
     import ray
 
     _start_ray(plan)
+    from appliance.trainer.process_watch import ProcessWatch
+
+    processes = ProcessWatch(on_death=functools.partial(_end, run_dir))
     try:
         importing.join()
         from appliance.trainer.fit import fit  # raises here what it raised on the thread
 
         fit(plan, overrides=overrides, stopping=stopping, on_engine_death=functools.partial(_end, run_dir))
     finally:
+        processes.stop()
         ray.shutdown()
     append_event(run_dir, kind="phase", what="done")
 

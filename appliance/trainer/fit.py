@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import validate_config
 
+from appliance.errors import ApplianceError
 from appliance.patch import Patch, apply_patch
 from appliance.plan.model import RunPlan
 from appliance.tasks.library import score
@@ -51,7 +52,9 @@ def compose_config(overrides: list[str]) -> DictConfig:
     return config
 
 
-def fit(plan: RunPlan, *, overrides: list[str], stopping: Stopping, on_engine_death: Callable[[str], None]) -> None:
+def fit(
+    plan: RunPlan, *, overrides: list[str], stopping: Stopping, on_engine_death: Callable[[ApplianceError], None]
+) -> None:
     """The order of verl's own task runner (verl/trainer/main_ppo.py, TaskRunnerV1.run).
 
     on_engine_death: called on another thread when a rollout engine died while the trainer may be waiting for it.

@@ -25,6 +25,7 @@ from torch import Tensor
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from appliance.errors import EngineError, TrainingError
+from appliance.run.heartbeat import Heartbeat
 
 PROMPTS_PER_PUT = 64
 MAX_PROMPTS_IN_FLIGHT = 1024  # per engine; vLLM queues what does not fit
@@ -67,6 +68,7 @@ class Rollouts:
         self._validation = validation
         self._max_prompt_tokens = max_prompt_tokens
         self.validated = 0
+        self._heartbeat = Heartbeat()
         self._progress = threading.Event()
         self._futures: list[Future[None]] = []
         self._failure: BaseException | None = None
@@ -140,6 +142,7 @@ class Rollouts:
                 )
             finally:
                 self._in_flight[index] -= 1
+        self._heartbeat.beat()
         return row["uid"], [
             self._fields(row, prompt_ids=prompt_ids, sample=sample, version=group.weights_version, session=session)
             for session, sample in enumerate(group.samples)

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from appliance.errors import AttestationError, TrainingError
+from appliance.errors import ApplianceError, AttestationError, TrainingError
 from appliance.plan.model import RunPlan
 from appliance.run.acknowledge import SyncRecord, check_sync
 from appliance.run.attest import check_attestations, fingerprint
@@ -35,7 +35,7 @@ class WatchedTrainer(PPOTrainerSync):
     """Adds: phases as events, attestations before the first step, the proof of each sync before any rollout, one
     metrics line per step, the final `model/`."""
 
-    def __init__(self, *, config: DictConfig, plan: RunPlan, on_engine_death: Callable[[str], None]) -> None:
+    def __init__(self, *, config: DictConfig, plan: RunPlan, on_engine_death: Callable[[ApplianceError], None]) -> None:
         """on_engine_death: called on another thread, with what happened; see EngineWatch."""
         super().__init__(config)
         self._on_engine_death = on_engine_death

@@ -19,6 +19,7 @@ from appliance.patch import Patch, apply_patch
 from appliance.plan.env import PLAN_VARIABLE
 from appliance.plan.model import read_plan
 from appliance.quant.correction import CorrectionMethod
+from appliance.run.stacks import keep_stacks
 from appliance.trainer.cpu_platform import is_cpu_run
 
 PROCESS_GROUP = Patch(
@@ -50,6 +51,8 @@ def _needs_our_loss() -> bool:
     file = os.environ.get(PLAN_VARIABLE)
     return file is not None and read_plan(Path(file)).correction.method is CorrectionMethod.ACR
 
+
+keep_stacks("worker")
 
 for _patch, _replacement in _patches():
     apply_patch(_patch, _replacement)

@@ -26,6 +26,8 @@ CHILDREN = {
     "run.attest",
     "run.events",
     "run.acknowledge",
+    "run.heartbeat",
+    "run.stacks",
     "run.stop_request",
 }
 

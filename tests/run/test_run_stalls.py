@@ -1,0 +1,141 @@
+"""Children that stand still: noticed, asked what they are doing, cut, named."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from appliance.errors import EngineError, TrainingError
+from appliance.plan.env import LOG_DIR_VARIABLE
+from appliance.plan.model import GuardPlan
+from appliance.run.heartbeat import HEARTBEAT_FILE, Heartbeat, last_beat
+from appliance.run.session import RunStatus, read_record
+from appliance.run.stacks import dump_stacks
+from appliance.run.stalls import StallWatch, ask_around
+
+# Two processes: the second waits in native code, where no Python signal handler would run.
+HANGING = """
+import json, os, subprocess, sys, time
+from pathlib import Path
+from appliance.run.events import append_event
+from appliance.run.stacks import keep_stacks
+run_dir = Path(os.environ["APPLIANCE_PLAN"]).parent
+keep_stacks("driver")
+code = "from appliance.run.stacks import keep_stacks; keep_stacks('worker'); import threading\\n"
+code += "def the_place_where_it_hangs():\\n  lock = threading.Lock(); lock.acquire(); lock.acquire()\\n"
+code += "the_place_where_it_hangs()"
+subprocess.Popen([sys.executable, "-c", code])
+while not list((Path(os.environ["APPLIANCE_LOGS"]) / "stacks").glob("worker-*")):
+    time.sleep(0.05)
+append_event(run_dir, kind="phase", what="update")
+(run_dir / "ready").write_text("1")
+def waits_for_ever():
+    time.sleep(1000)
+waits_for_ever()
+"""
+
+
+def test_progress_is_news_or_a_heartbeat(tmp_path: Path) -> None:
+    watch = StallWatch(stall_s=10.0, log_dir=tmp_path, now=0.0)
+    assert not watch.is_stalled(news=False, now=9.9)
+    assert watch.is_stalled(news=False, now=10.0)
+    assert not watch.is_stalled(news=True, now=11.0)
+    assert not watch.is_stalled(news=False, now=20.9)
+    (tmp_path / HEARTBEAT_FILE).touch()
+    assert not watch.is_stalled(news=False, now=30.0)
+    assert not watch.is_stalled(news=False, now=39.9)
+    assert watch.is_stalled(news=False, now=40.0)
+
+
+def test_heartbeat_is_at_most_one_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LOG_DIR_VARIABLE, str(tmp_path))
+    heart = Heartbeat()
+    assert last_beat(tmp_path) == 0.0
+    heart.beat()
+    os.utime(tmp_path / HEARTBEAT_FILE, (1.0, 1.0))
+    heart.beat()
+    assert last_beat(tmp_path) == 1.0
+    time.sleep(1.1)
+    heart.beat()
+    assert last_beat(tmp_path) > 1.0
+
+
+def test_outside_a_run_there_is_no_heart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(LOG_DIR_VARIABLE, raising=False)
+    Heartbeat().beat()
+
+
+def test_process_that_keeps_no_stacks_is_never_signalled(tmp_path: Path) -> None:
+    """SIGUSR2 would end it. A number in the folder that is not one of the run's is none of its processes."""
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    try:
+        (tmp_path / "stacks").mkdir()
+        (tmp_path / "stacks" / f"worker-{stranger.pid}.txt").touch()
+        assert dump_stacks(tmp_path, living=set()) == []
+        time.sleep(0.2)
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+@pytest.mark.parametrize(
+    ("phase", "kind"), [("rollout", EngineError), ("load-engine", EngineError), ("update", TrainingError)]
+)
+def test_who_stood_still(phase: str, kind: type, tmp_path: Path) -> None:
+    error = ask_around(tmp_path, log_dir=tmp_path / "logs", phase=phase, stall_s=90.0)
+    assert type(error) is kind
+    assert error.message == f"no progress for 1 min 30 s in phase {phase}: cut"
+    assert error.hint == "no process said what it was doing: see the log"
+
+
+def test_stalled_training_is_cut_and_says_where_it_hung(
+    tmp_path: Path, small_plan: Callable, python: Callable, launch: Callable, processes_of: Callable
+) -> None:
+    plan = replace(small_plan(tmp_path, argv=python(HANGING)), guard=GuardPlan(stall_s=4.0))
+    run_dir = Path(plan.run_dir)
+    process = launch(plan)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 5, err
+    assert err.splitlines()[-4:] == [
+        "error: training failed in phase update: no progress for 4 s in phase update: cut",
+        "hint: what 2 processes were doing is in small-1/logs/1/stacks; if they are only slow, raise guard.stall_s",
+        "log: small-1/logs/1/train.log",
+        "next: appliance logs small-1",
+    ]
+    stacks = {path.name.split("-")[0]: path.read_text() for path in (run_dir / "logs" / "1" / "stacks").iterdir()}
+    assert "in waits_for_ever" in stacks["driver"]
+    assert "in the_place_where_it_hangs" in stacks["worker"]
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    (stall,) = [event for event in events if event["kind"] == "stall"]
+    assert [name.split("-")[0] for name in stall["stacks"]] == ["driver", "worker"]
+    record = read_record(run_dir)
+    assert (record.state, record.exit_code) == (RunStatus.FAILED, 5)
+    assert processes_of(run_dir) == []
+
+
+def test_slow_training_with_a_heartbeat_is_left_alone(
+    tmp_path: Path, small_plan: Callable, python: Callable, launch: Callable, wait_until: Callable
+) -> None:
+    beating = HANGING.replace(
+        "    time.sleep(1000)\n",
+        "    from appliance.run.heartbeat import Heartbeat\n    heart = Heartbeat()\n"
+        "    while True:\n        heart.beat(); time.sleep(0.2)\n",
+    )
+    plan = replace(small_plan(tmp_path, argv=python(beating)), guard=GuardPlan(stall_s=4.0, save_budget_s=0.1))
+    process = launch(plan)
+    wait_until(lambda: (Path(plan.run_dir) / "ready").exists(), seconds=30)
+    time.sleep(6.0)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == 130

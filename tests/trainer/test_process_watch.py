@@ -1,0 +1,112 @@
+"""Deaths that the trainer would notice late or never: of a worker that nobody calls, and of Ray's own processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from appliance.errors import EngineError, ProcessDied
+from appliance.trainer.process_watch import death, ended_by
+
+CRASH = (
+    'actor_died_error_context {\n  error_message: "The actor is dead because its worker process has died. SYSTEM_ERROR'
+)
+
+
+def actor(name: str, *, state: str = "DEAD", cause: str | None = CRASH) -> dict[str, object]:
+    return {"ActorClassName": name, "State": state, "Pid": 4711, "DeathCause": cause}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("WorkerDict", ProcessDied, "a training worker died: WorkerDict, process 4711"),
+        ("GroupServer", EngineError, "a rollout server died: GroupServer, process 4711"),
+        ("SimpleStorageUnit", ProcessDied, "a storage unit of the TransferQueue died: SimpleStorageUnit, process 4711"),
+        ("Other", ProcessDied, "a worker died: Other, process 4711"),
+    ],
+)
+def test_who_died(name: str, kind: type, message: str) -> None:
+    error = death(actor(name))
+    assert type(error) is kind
+    assert error.message == message
+
+
+def test_the_living_are_no_news() -> None:
+    assert death(actor("WorkerDict", state="ALIVE", cause=None)) is None
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        'error_message: "The actor is dead because it was killed by `ray.kill`."',
+        'error_message: "The actor is dead because all references to the actor were removed including lineage"',
+    ],
+)
+def test_ended_on_purpose_is_no_news(cause: str) -> None:
+    assert death(actor("WorkerDict", cause=cause)) is None
+
+
+def test_how_a_process_ended() -> None:
+    assert (ended_by(-9), ended_by(1), ended_by(-64)) == ("signal 9 (SIGKILL)", "exit code 1", "signal 64 (SIGRTMAX)")
+
+
+# A driver with three actors. What is killed on purpose comes first: it must not be told.
+DRIVER = """
+import os, signal, sys, threading, time
+import ray
+ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+from appliance.trainer.process_watch import ProcessWatch
+
+@ray.remote
+class WorkerDict:
+    def pid(self):
+        return os.getpid()
+
+meant, dropped, needed = WorkerDict.remote(), WorkerDict.remote(), WorkerDict.remote()
+pids = ray.get([each.pid.remote() for each in (meant, dropped, needed)])
+told = threading.Event()
+
+def on_death(error):
+    os.write(1, f"{type(error).__name__}: {error.message} {time.monotonic() - killed:.0f}\\n".encode())
+    if sys.argv[1] == "actor":
+        told.set()
+    else:
+        os._exit(0)
+
+watch = ProcessWatch(on_death=on_death)
+ray.kill(meant)
+del dropped
+time.sleep(5)
+killed = time.monotonic()
+if sys.argv[1] == "actor":
+    os.kill(pids[2], signal.SIGKILL)
+    assert told.wait(60)
+    os.write(1, f"pid {pids[2]}\\n".encode())
+    ray.shutdown()
+else:
+    node = ray._private.worker._global_node
+    os.kill(node.all_processes[sys.argv[1]][0].process.pid, signal.SIGKILL)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("victim", "message"),
+    [
+        ("actor", "ProcessDied: a training worker died: WorkerDict, process {pid}"),
+        ("raylet", "ProcessDied: Ray's scheduler (raylet) died: signal 9 (SIGKILL)"),
+        ("gcs_server", "ProcessDied: Ray's control service (GCS) died: signal 9 (SIGKILL)"),
+    ],
+)
+def test_death_is_named_within_a_minute(victim: str, message: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, victim], capture_output=True, text=True, timeout=240, check=False
+    )
+    told, *rest = [line for line in done.stdout.splitlines() if line.startswith(("ProcessDied", "pid "))]
+    text, _, seconds = told.rpartition(" ")
+    assert text == message.format(pid=rest[0].split()[1] if rest else "")
+    assert int(seconds) < 60
