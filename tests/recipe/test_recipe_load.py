@@ -60,7 +60,7 @@ trainer:
   steps: 1.5
   validate_before: yes
 guard:
-  stall_s: 5
+  stall_s: 0
 logging:
   backends: [tensorboard, wanbd]
 """
@@ -82,7 +82,7 @@ logging:
         ("r.yaml:19: batch.learning_rate: unknown key", "did you mean `optimizer.learning_rate`?"),
         ("r.yaml:21: trainer.steps: expected a whole number, got `1.5`", ""),
         ("r.yaml:22: trainer.validate_before: expected true or false, got the text `yes`", "write true"),
-        ("r.yaml:24: guard.stall_s: not available in this version", "remove it"),
+        ("r.yaml:24: guard.stall_s: must be greater than 0, got `0`", ""),
         (
             "r.yaml:26: logging.backends.1: unknown value `wanbd`",
             "did you mean `wandb`? use one of `tensorboard`, `trackio`, `wandb`",
