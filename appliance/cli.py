@@ -68,6 +68,7 @@ def train(
         return
     from appliance.preflight.report import examine
     from appliance.profile.command import PROFILING
+    from appliance.profile.scaled import SCALING
     from appliance.recipe.dump import to_yaml
     from appliance.run.train import run_training
     from appliance.run.work import stop_on_errors
@@ -80,7 +81,7 @@ def train(
         raise typer.Exit(train_in_container(plan, findings, recipe=recipe, arguments=sys.argv[1:], image=image))
     stop_on_errors(findings)
     code = run_training(
-        plan, recipe_yaml=to_yaml(loaded), findings=findings, name=name, json_mode=json_mode, steps=(PROFILING,)
+        plan, recipe_yaml=to_yaml(loaded), findings=findings, name=name, json_mode=json_mode, steps=(SCALING, PROFILING)
     )
     raise typer.Exit(code)
 

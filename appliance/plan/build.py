@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from appliance.errors import RecipeError
-from appliance.plan.correction import plan_correction
+from appliance.plan.correction import plan_correction, plan_uaq
 from appliance.plan.derive import Derived, derive
 from appliance.plan.engines import plan_profile, plan_rollout, rollout_attestations
 from appliance.plan.env import child_env
@@ -25,6 +25,7 @@ from appliance.plan.model import (
     RolloutPlan,
     RunPlan,
     TaskPlan,
+    UaqPlan,
 )
 from appliance.plan.stored import read_result, result_key
 from appliance.plan.verl_args import overrides
@@ -70,6 +71,7 @@ class Decided:
     derived: Derived
     threads: int
     choices: tuple[Choice, ...]
+    uaq: UaqPlan | None = None
 
 
 def decide(recipe: Recipe, *, run_dir: Path, host: HostFacts, cache_dir: Path | None = None) -> Decided:
@@ -81,12 +83,15 @@ def decide(recipe: Recipe, *, run_dir: Path, host: HostFacts, cache_dir: Path | 
         raise RecipeError([(f"{each.keys[0]}: {each.message}", each.hint) for each in broken])
     task = _task(recipe, cache_dir=cache_dir, model=model)
     rollout, engine_choices = plan_rollout(recipe, automatic=hardware.automatic, run_dir=run_dir)
+    uaq, uaq_choices = plan_uaq(recipe, run_dir=run_dir)
     derived, choices = derive(recipe, run_dir=run_dir, is_cpu=hardware.is_cpu, model=model, task=task)
+    if uaq:
+        derived = replace(derived, model_path=uaq.folder)
     threads, why = _threads(model, cores=host.cores)
     if hardware.is_cpu:
         choices = (*choices, Choice("threads_per_process", str(threads), why))
-    all_choices = (*hardware.choices, *engine_choices, *choices)
-    return Decided(hardware.device, rollout, model, task, derived, threads, all_choices)
+    all_choices = (*hardware.choices, *engine_choices, *choices, *uaq_choices)
+    return Decided(hardware.device, rollout, model, task, derived, threads, all_choices, uaq)
 
 
 def _threads(model: ModelPlan, *, cores: int) -> tuple[int, str]:
@@ -119,6 +124,8 @@ def build_plan(recipe: Recipe, *, run_dir: Path, host: HostFacts, cache_dir: Pat
         rollout=decided.rollout,
         profile=plan_profile(recipe, rollout=decided.rollout),
         correction=correction,
+        uaq=decided.uaq,
+        norm_fed_lr_scale=recipe.optimizer.norm_fed_lr_scale,
         guard=GuardPlan(**recipe.guard.model_dump()),
         steps=derived.steps,
         validate_every=derived.validate_every,
@@ -133,6 +140,7 @@ def build_plan(recipe: Recipe, *, run_dir: Path, host: HostFacts, cache_dir: Pat
             kv_cache_gb=recipe.rollout.kv_cache_gb,
             offline=_is_offline(model, task=task),
             backends=backends,
+            layer_rates=recipe.optimizer.norm_fed_lr_scale != 1,
         ),
         pins=pins_for(decided.device),
         choices=(*decided.choices, *correction_choices),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from appliance.plan.model import Choice, CorrectionPlan
+from pathlib import Path
+
+from appliance.plan.model import Choice, CorrectionPlan, UaqPlan
 from appliance.quant.correction import limits
 from appliance.recipe.schema import Recipe
+
+SCALED_FOLDER = "scaled"
 
 
 def plan_correction(recipe: Recipe) -> tuple[CorrectionPlan, tuple[Choice, ...]]:
@@ -18,3 +22,12 @@ def plan_correction(recipe: Recipe) -> tuple[CorrectionPlan, tuple[Choice, ...]]
         choices.append(Choice("correction.bounds", f"[{hold.bounds[0]:g}, {hold.bounds[1]:g}]", hold.source))
     plan = CorrectionPlan(method=asked.method, cap=hold.cap, bounds=hold.bounds, clip_high=recipe.algorithm.clip_high)
     return plan, tuple(choices)
+
+
+def plan_uaq(recipe: Recipe, *, run_dir: Path) -> tuple[UaqPlan | None, tuple[Choice, ...]]:
+    """None without `uaq_scale`. The scaled model lies in the run's folder, so that a resumed run finds it there."""
+    scale = recipe.correction.uaq_scale
+    if scale is None:
+        return None, ()
+    why = f"what a norm feeds is divided by {scale:g} once before training, and model/ is folded back"
+    return UaqPlan(scale, str(run_dir / SCALED_FOLDER)), (Choice("correction.uaq_scale", f"{scale:g}", why),)

@@ -14,15 +14,24 @@ IMAGE_VARIABLE = "APPLIANCE_IMAGE"  # set by our image: its flavour
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 PLATFORM_VARIABLE = "VERL_PLATFORM"
 TENSORBOARD_DIR_VARIABLE = "TENSORBOARD_DIR"
+ENGINE_VENDOR = "appliance"  # under this name trainer/layer_rates.py registers an engine of verl's
 _LONGEST_RAY_DIR = 40
 
 
 def child_env(
-    run_dir: Path, *, is_cpu: bool, threads: int, kv_cache_gb: int, offline: bool, backends: tuple[str, ...]
+    run_dir: Path,
+    *,
+    is_cpu: bool,
+    threads: int,
+    kv_cache_gb: int,
+    offline: bool,
+    backends: tuple[str, ...],
+    layer_rates: bool = False,
 ) -> tuple[tuple[str, str], ...]:
     """(name, value) pairs that the child gets on top of the launcher's own environment.
 
     offline: model and data are on this host, so nothing asks the hub.  threads, kv_cache_gb (GiB): per process, CPU.
+    layer_rates: some layers have a learning rate of their own.
     """
     env = {
         PLAN_VARIABLE: str(run_dir / "plan.json"),
@@ -38,6 +47,8 @@ def child_env(
     }
     if offline:
         env["HF_HUB_OFFLINE"] = "1"
+    if layer_rates:
+        env["VERL_ENGINE_VENDOR"] = ENGINE_VENDOR
     if "wandb" not in backends:
         env["WANDB_MODE"] = "disabled"
     if "tensorboard" in backends:

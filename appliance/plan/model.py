@@ -43,6 +43,17 @@ class ModelPlan:
 
 
 @dataclass(frozen=True)
+class UaqPlan:
+    """UAQ: trainer and engine read a model that was scaled once. folder: in the run's folder, filled before training.
+
+    scale: weights that a norm feeds are divided by it, and the norm is multiplied; `model/` is folded back.
+    """
+
+    scale: float
+    folder: str
+
+
+@dataclass(frozen=True)
 class TaskPlan:
     """What to learn. train_parquet / val_parquet are what verl reads, made by `tasks.prepare`.
 
@@ -167,6 +178,7 @@ class RunPlan:
 
     argv: the exact child.  env: what the child gets on top of the launcher's own environment (names from plan.env).
     pins: distribution -> version that the patches were made for.
+    norm_fed_lr_scale: times the learning rate, for the linear layers that a norm feeds.
     """
 
     name: str
@@ -192,7 +204,14 @@ class RunPlan:
     choices: tuple[Choice, ...]
     attestations: tuple[ExpectedAttestation, ...]
     guard: GuardPlan = GuardPlan()
+    uaq: UaqPlan | None = None
+    norm_fed_lr_scale: float = 1.0
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def trained_model(self) -> str:
+        """What trainer and engine start from: the model, or with UAQ the scaled one in the run's folder."""
+        return self.uaq.folder if self.uaq else self.model.path
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2)
@@ -225,6 +244,7 @@ def plan_from_dict(raw: dict[str, Any]) -> RunPlan:
             "profile": _profile(profile) if profile else None,
             "correction": _correction(raw["correction"]),
             "guard": _guard(raw["guard"]),
+            "uaq": UaqPlan(**raw["uaq"]) if raw["uaq"] else None,
             "logging_backends": tuple(raw["logging_backends"]),
             "argv": tuple(raw["argv"]),
             "env": tuple((k, v) for k, v in raw["env"]),

@@ -33,6 +33,7 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
         _device(plan, host),
         _scheme(plan, host),
         _profile(plan, inputs),
+        _uaq(plan, inputs),
         _model(plan, inputs),
         _shape(plan, inputs),
         _data(plan, inputs),
@@ -103,6 +104,12 @@ def _profile(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     if inputs.profile_problem:
         remedy = "point to a folder made by `appliance profile`, or use `auto`"
         yield _error("profile", "quantization.profile", inputs.profile_problem, remedy)
+
+
+def _uaq(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
+    if inputs.uaq_problem:
+        remedy = "leave out correction.uaq_scale, or use a model of a known family"
+        yield _error("uaq", "correction.uaq_scale", inputs.uaq_problem, remedy)
 
 
 def _model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:

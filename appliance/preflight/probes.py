@@ -19,6 +19,7 @@ from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.model import RunPlan
 from appliance.preflight.container import read_container
 from appliance.preflight.profile import profile_problem
+from appliance.preflight.uaq import uaq_problem
 
 LIBRARIES = ("libnuma.so.1",)
 PACKAGES = ("tensorboard", "trackio", "wandb")
@@ -50,6 +51,7 @@ class InputFacts:
     hub_problem: why the hub cannot be reached, empty when it can or was not asked.
     profile_problem: why the folder of `quantization.profile` has none for this plan, empty when it has or none is
     given.
+    uaq_problem: why UAQ cannot scale the model, empty when it can, is off, or the model is not here yet.
     data_problems: (message, hint) with `file:line`.  is_prepared: data and built-in model are in the cache.
     """
 
@@ -63,6 +65,7 @@ class InputFacts:
     data_problems: tuple[tuple[str, str], ...]
     is_prepared: bool
     profile_problem: str = ""
+    uaq_problem: str = ""
 
 
 def read_host(run_root: Path) -> HostFacts:
@@ -161,6 +164,7 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool) -> InputFacts:
         data_problems=_data_problems(plan),
         is_prepared=prepared,
         profile_problem=profile_problem(plan),
+        uaq_problem=uaq_problem(plan),
     )
 
 

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from appliance.errors import EngineError
 from appliance.plan.model import read_plan
 from appliance.profile.found import find_profile, key_of, place_profile
-from appliance.profile.job import ProfileJob, cache_folder, job_of_plan, read_job
+from appliance.profile.job import ProfileJob, cache_folder, job_of_run, read_job
 from appliance.quant.calibrate import calibrate
 from appliance.quant.donor import recover
 from appliance.quant.files import PROFILE_FILE
@@ -43,7 +43,7 @@ def make_profile(job: ProfileJob) -> Path:
 
 
 def _make(job: ProfileJob) -> Path:
-    folder = _model_folder(job)
+    folder = model_folder(job.model, revision=job.revision)
     key, model_hash, data_hash = key_of(job, folder=folder)
     target = cache_folder(job, key=key)
     if (target / PROFILE_FILE).is_file():  # a model of the hub: found only now
@@ -99,18 +99,18 @@ def _report(report_dir: Path, done: int, total: int) -> None:
     append_event(report_dir, kind="progress", what=PHASE, done=done, total=total, note=f"layer {done} of {total}")
 
 
-def _model_folder(job: ProfileJob) -> Path:
+def model_folder(model: str, *, revision: str) -> Path:
     """The model's folder, from the hub where it is not one. Raises EngineError when the hub cannot be asked."""
-    if (Path(job.model) / "config.json").is_file():
-        return Path(job.model)
+    if (Path(model) / "config.json").is_file():
+        return Path(model)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        return Path(snapshot_download(job.model, revision=job.revision or None, allow_patterns=_MODEL_FILES))
+        return Path(snapshot_download(model, revision=revision or None, allow_patterns=_MODEL_FILES))
     except (OSError, HfHubHTTPError, HFValidationError) as error:
         raise EngineError(
-            f"{job.model}: neither a folder with config.json nor to be had from the hub: {error}",
+            f"{model}: neither a folder with config.json nor to be had from the hub: {error}",
             hint="give a folder, or a name on the hub",
         ) from error
 
@@ -142,7 +142,7 @@ def _tokens(row: dict, *, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def main(arguments: list[str]) -> int:
     kind, path = arguments[0], Path(arguments[1])
-    job = job_of_plan(read_plan(path)) if kind == "--plan" else read_job(path.read_text())
+    job = job_of_run(read_plan(path)) if kind == "--plan" else read_job(path.read_text())
     return told(Path(job.report_dir), functools.partial(make_profile, job))
 
 

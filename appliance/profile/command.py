@@ -23,7 +23,7 @@ from appliance.plan.build import build_plan
 from appliance.plan.model import RunPlan
 from appliance.preflight.probes import read_host
 from appliance.profile.found import find_profile, model_hash, place_profile
-from appliance.profile.job import ProfileJob, job_of_plan
+from appliance.profile.job import ProfileJob, job_of_plan, job_of_run
 from appliance.profile.table import table
 from appliance.quant.files import PROFILE_FILE, read_file_header
 from appliance.quant.scheme import Scheme
@@ -128,7 +128,7 @@ def profile_child(plan: RunPlan) -> Child | None:
     if plan.profile.source:
         _take(Path(plan.profile.source), plan=plan)
         return None
-    found = find_profile(job_of_plan(plan))
+    found = find_profile(job_of_run(plan))
     if found is not None:
         place_profile(found, target=Path(plan.profile.folder))
         append_event(Path(plan.run_dir), kind="note", what="the model's profile was found in the cache", why=str(found))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from appliance.plan.model import RunPlan
@@ -47,6 +47,11 @@ class ProfileJob:
 def read_job(text: str) -> ProfileJob:
     raw = json.loads(text)
     return ProfileJob(**{**raw, "scheme": Scheme(raw["scheme"]), "ignore": tuple(raw["ignore"])})
+
+
+def job_of_run(plan: RunPlan) -> ProfileJob:
+    """The profiling of a training run: of the model that is trained, which UAQ has scaled."""
+    return replace(job_of_plan(plan), model=plan.trained_model or plan.model.source)
 
 
 def job_of_plan(plan: RunPlan, *, target: str | None = None) -> ProfileJob:

@@ -11,6 +11,7 @@ from pathlib import PurePath
 from appliance.guard.policy import Action
 from appliance.quant.correction import USUAL, CorrectionMethod
 from appliance.quant.device import AUTO, CPU, DEVICES, GPUS
+from appliance.quant.uaq_layers import MOST
 from appliance.recipe.schema import AlgorithmKind, Attention, Recipe, SchemeChoice, TaskKind
 from appliance.tasks import arithmetic
 from appliance.tasks.library import BUILTIN_MODELS
@@ -152,6 +153,16 @@ def _correction(recipe: Recipe) -> Iterator[Broken]:
         yield Broken(("correction.cap",), message, f"give one such as {usual.cap:g}, or null")
     if correction.bounds is not None and usual.bounds is not None:
         yield from _bounds(correction.bounds, usual=usual.bounds)
+    if correction.uaq_scale is not None:
+        yield from _uaq(correction.uaq_scale)
+
+
+def _uaq(scale: float) -> Iterator[Broken]:
+    key, hint = ("correction.uaq_scale",), "give one such as 1.5, or null"
+    if scale == 1:
+        yield Broken(key, "1 scales nothing", hint)
+    elif not 1 / MOST <= scale <= MOST:
+        yield Broken(key, f"{scale:g} does not lie between {1 / MOST:g} and {MOST:g}", hint)
 
 
 def _bounds(bounds: tuple[float, ...], *, usual: tuple[float, float]) -> Iterator[Broken]:

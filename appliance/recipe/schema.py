@@ -125,6 +125,9 @@ class Correction(Section):
     method: Method_ = Field(CorrectionMethod.TIS, description="`none`, or a method of docs/corrections.md")
     cap: float | None = Field(None, gt=0, description="of `tis`, `tis-sequence`, `acr`, `k3-reject`; null: the usual")
     bounds: Bounds_ | None = Field(None, description="[low, high] of `icepop`, the masks; null: the usual")
+    uaq_scale: float | None = Field(
+        None, gt=0, description="UAQ: weights that a norm feeds are divided by it; null: off"
+    )
 
 
 class Algorithm(Section):
@@ -142,6 +145,7 @@ class Optimizer(Section):
     weight_decay: float = Field(0.01, ge=0, le=1, description="decoupled from the gradient")
     warmup_steps: int = Field(0, ge=0, description="linear from 0, in optimizer steps")
     max_grad_norm: float = Field(1.0, gt=0, description="longer gradients are scaled down to this norm")
+    norm_fed_lr_scale: float = Field(1.0, gt=0, description="times learning_rate, for the layers that UAQ scales")
 
 
 class Batch(Section):
@@ -236,7 +240,6 @@ SECTIONS: dict[str, type[Section]] = {
 NOT_YET: frozenset[str] = frozenset(
     {
         "model.revision",
-        "correction.uaq_scale",
         "trainer.max_restarts",
         "cluster.address",
         "checkpoint.every_minutes",

@@ -17,6 +17,7 @@ PHASES = {
     "starting": "starting",
     "preflight": "looking at this host",
     "prepare": "making what the cache lacks",
+    "scale": "scaling the model (UAQ)",
     "profile": "profiling the model",
     "start": "starting Ray",
     "load-model": "loading the trainer's model",

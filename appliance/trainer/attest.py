@@ -37,10 +37,15 @@ def _attest_worker(worker: Any, plan: RunPlan) -> None:
     compute = compute_dtype(module)
     if compute is not torch.bfloat16:
         raise AttestationError(f"trainer rank {worker.rank} computes in {compute}, the plan says bf16")
+    rates = [group["initial_lr"] for group in actor.engine.optimizer.param_groups]
+    if rates[1:] != ([] if plan.norm_fed_lr_scale == 1 else [rates[0] * plan.norm_fed_lr_scale]):
+        asked = f"the plan asks for one of {plan.norm_fed_lr_scale:g} times the rate"
+        raise AttestationError(f"trainer rank {worker.rank} has the learning rates {rates}, {asked}")
     detail = {
         "parameters": str(next(module.parameters()).dtype),
         "compute": str(compute),
         "class": type(module).__name__,
+        "learning_rates": rates,
     }
     _write(plan, process=f"trainer-{worker.rank}", role="trainer", rank=worker.rank, scheme=Scheme.BF16, detail=detail)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +21,7 @@ from appliance.trainer.attest import attest_driver, attest_trainers
 from appliance.trainer.corrected import CorrectionStep
 from appliance.trainer.correction_step import correct_step
 from appliance.trainer.engine_watch import EngineWatch
+from appliance.trainer.export import export_checkpoint
 from appliance.trainer.governed import Governed, signals_of, stop, weight_cap
 from appliance.trainer.metrics import append_metrics, step_metrics, validation_metrics
 from appliance.trainer.rollouts import Rollouts
@@ -209,12 +208,7 @@ class WatchedTrainer(PPOTrainerSync):
     # the end
 
     def export_model(self) -> None:
-        """`model/`: what the last checkpoint holds in the original class. Raises TrainingError when there is none."""
+        """`model/`: what the last checkpoint holds, see trainer/export.py."""
         self._phase("export")
-        source = self.run_dir / "checkpoints" / f"global_step_{self.plan.steps}" / "actor" / "huggingface"
-        if not (source / "config.json").is_file():
-            raise TrainingError(f"the last checkpoint has no model in {source}")
-        target = self.run_dir / "model"
-        partial = target.with_name(f"model.partial-{os.getpid()}")
-        shutil.copytree(source, partial)
-        partial.rename(target)
+        checkpoint = self.run_dir / "checkpoints" / f"global_step_{self.plan.steps}"
+        export_checkpoint(checkpoint, target=self.run_dir / "model", uaq=self.plan.uaq)

@@ -46,10 +46,15 @@ def _patches() -> tuple[tuple[Patch, Callable[[Callable[..., Any]], Callable[...
     return ((PROCESS_GROUP, _gloo_only),) if is_cpu_run() else ()
 
 
-def _needs_our_loss() -> bool:
-    """Read from the plan: the loss imports verl's algorithms, which no other process of a run needs."""
+def _needed() -> tuple[str, ...]:
+    """Modules of ours that register themselves, read from the plan: they import parts of verl that no other process
+    of a run needs."""
     file = os.environ.get(PLAN_VARIABLE)
-    return file is not None and read_plan(Path(file)).correction.method is CorrectionMethod.ACR
+    if file is None:
+        return ()
+    plan = read_plan(Path(file))
+    loss = ("appliance.trainer.policy_loss",) if plan.correction.method is CorrectionMethod.ACR else ()
+    return (*loss, "appliance.trainer.layer_rates") if plan.norm_fed_lr_scale != 1 else loss
 
 
 keep_stacks("worker")
@@ -60,5 +65,5 @@ for _patch, _replacement in _patches():
 # By name: the module imports vLLM's side of verl, which only workers that send weights need.
 base._ROLLOUT_REGISTRY[("vllm", "async")] = "appliance.trainer.sender.DigestingAdapter"
 
-if _needs_our_loss():
-    importlib.import_module("appliance.trainer.policy_loss")  # registers itself
+for _module in _needed():
+    importlib.import_module(_module)

@@ -16,6 +16,7 @@ NUMBERS = {
     "quant.files",
     "quant.scheme",
     "quant.settings",
+    "quant.uaq_layers",
 }
 CHILDREN = {
     "errors",
@@ -83,6 +84,7 @@ OF_THE_CHILDREN = (
     "verify.child",
     "verify.worker",
     "profile.child",
+    "profile.scale_child",
     "profile.unpickle",
     "profile.take_over",
 )

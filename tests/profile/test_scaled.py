@@ -1,0 +1,122 @@
+"""The scaled model of a run: made once, whole or not at all, refused when the run no longer fits it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from plans import make_plan
+from safetensors.torch import load_file, save_file
+from tiny_models import tiny
+
+from appliance.errors import EngineError
+from appliance.plan.model import ModelPlan, ProfilePlan, RunPlan, UaqPlan, plan_from_dict
+from appliance.preflight.uaq import uaq_problem
+from appliance.profile.job import job_of_run
+from appliance.profile.scale_child import make_scaled
+from appliance.profile.scaled import is_scaled, scaling_child
+from appliance.quant.scheme import Scheme
+from appliance.quant.uaq_layers import MARK_FILE
+from appliance.trainer.export import export_checkpoint
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> RunPlan:
+    tiny("qwen2").save_pretrained(tmp_path / "model")
+    run_dir = tmp_path / "runs" / "one"
+    run_dir.mkdir(parents=True)
+    model = ModelPlan(str(tmp_path / "model"), str(tmp_path / "model"), "", "", trust_remote_code=False)
+    return make_plan(run_dir, model=model, uaq=UaqPlan(1.5, str(run_dir / "scaled")))
+
+
+def test_a_run_without_uaq_needs_none(plan: RunPlan) -> None:
+    bare = replace(plan, uaq=None)
+    assert is_scaled(bare) and scaling_child(bare) is None
+    assert bare.trained_model == bare.model.path
+
+
+def test_a_resumed_run_finds_it_and_scales_nothing_again(plan: RunPlan) -> None:
+    child = scaling_child(plan)
+    assert child is not None and child.argv[-2:] == ("appliance.profile.scale_child", f"{plan.run_dir}/plan.json")
+    make_scaled(plan)
+    folder = Path(plan.trained_model)
+    mark = json.loads((folder / MARK_FILE).read_text())
+    assert (mark["scale"], mark["model"], mark["norms"]) == (1.5, plan.model.path, 4)
+    assert is_scaled(plan) and scaling_child(plan) is None
+    before, after = (load_file(Path(each) / "model.safetensors") for each in (plan.model.path, folder))
+    name = "model.layers.0.input_layernorm.weight"
+    assert torch.equal(after[name].float(), before[name].float() * 1.5)
+    assert [path.name for path in Path(plan.run_dir).iterdir() if path.name.startswith(".")] == []
+
+
+def test_what_a_killed_attempt_left_is_taken_away(plan: RunPlan) -> None:
+    left = Path(plan.run_dir) / ".scaled-killed" / "scaled"
+    left.mkdir(parents=True)
+    assert not is_scaled(plan)
+    make_scaled(plan)
+    assert is_scaled(plan) and not left.parent.exists()
+
+
+def test_another_scale_is_refused(plan: RunPlan) -> None:
+    make_scaled(plan)
+    with pytest.raises(EngineError) as raised:
+        scaling_child(replace(plan, uaq=replace(plan.uaq, scale=2.0)))
+    assert raised.value.message == f"{plan.uaq.folder}: made with uaq_scale 1.5, and the plan says 2"
+    assert raised.value.hint == "give back what the run began with, or start another run"
+
+
+def test_a_model_that_has_changed_is_refused(plan: RunPlan) -> None:
+    make_scaled(plan)
+    tiny("qwen2", seed=1).save_pretrained(plan.model.path)
+    with pytest.raises(EngineError) as raised:
+        is_scaled(plan)
+    assert raised.value.message == f"{plan.uaq.folder}: made from {plan.model.path}, whose files have changed since"
+
+
+def test_a_folder_without_a_mark_is_not_taken(plan: RunPlan) -> None:
+    Path(plan.uaq.folder).mkdir()
+    with pytest.raises(EngineError, match="scaled: not a model that UAQ scaled: "):
+        is_scaled(plan)
+
+
+def test_the_profile_is_of_the_scaled_model(plan: RunPlan) -> None:
+    profile = ProfilePlan(f"{plan.run_dir}/profile", "", Scheme.INT8, 0.5, None, ())
+    assert job_of_run(replace(plan, profile=profile)).model == plan.uaq.folder
+
+
+def test_a_plan_with_uaq_reads_back(plan: RunPlan) -> None:
+    assert plan_from_dict(json.loads(plan.to_json())) == plan
+
+
+def test_a_checkpoint_is_exported_in_the_original_parametrisation(plan: RunPlan, tmp_path: Path) -> None:
+    make_scaled(plan)
+    checkpoint = tmp_path / "global_step_1"
+    (checkpoint / "actor").mkdir(parents=True)
+    Path(plan.trained_model).rename(checkpoint / "actor" / "huggingface")
+    export_checkpoint(checkpoint, target=tmp_path / "out", uaq=plan.uaq)
+    before, after = (load_file(Path(each) / "model.safetensors") for each in (plan.model.path, tmp_path / "out"))
+    assert all(torch.equal(before[name], after[name].to(before[name].dtype)) for name in before)
+    assert not (tmp_path / "out" / MARK_FILE).exists()
+
+
+def test_preflight_knows_what_cannot_be_scaled(plan: RunPlan) -> None:
+    assert uaq_problem(plan) == ""
+    make_scaled(plan)
+    folder = plan.uaq.folder
+    twice = replace(plan, model=replace(plan.model, path=folder))
+    assert uaq_problem(twice) == f"{folder}: the model is scaled by UAQ already (uaq.json says so)"
+    assert uaq_problem(replace(twice, uaq=None)) == ""
+    with pytest.raises(EngineError, match=r"the model is scaled by UAQ already \(uaq.json says so\)"):
+        make_scaled(replace(twice, uaq=UaqPlan(1.5, folder + "-again")))
+    source = Path(plan.model.path)
+    (source / "model.safetensors").rename(source / "kept")
+    assert uaq_problem(plan) == f"{source}: UAQ reads weights from *.safetensors, and the folder has none"
+    (source / "model.safetensors").write_bytes(b"not one")
+    assert uaq_problem(plan).startswith(f"{source}: its safetensors cannot be read: ")
+    tensors = load_file(source / "kept")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, source / "model.safetensors")
+    assert uaq_problem(plan) == f"{source}: UAQ: model.layers.1 has no mlp.up_proj.weight"
