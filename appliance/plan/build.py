@@ -109,7 +109,7 @@ def build_plan(recipe: Recipe, *, run_dir: Path, host: HostFacts, cache_dir: Pat
     cache_dir = cache_dir or run_dir.parent / CACHE_NAME
     decided = decide(recipe, run_dir=run_dir, host=host, cache_dir=cache_dir)
     derived, model, task = decided.derived, decided.model, decided.task
-    correction, correction_choices = plan_correction(recipe)
+    correction, correction_choices = plan_correction(recipe, derived=derived)
     backends = tuple(str(backend) for backend in recipe.logging.backends)
     return RunPlan(
         name=run_dir.name,

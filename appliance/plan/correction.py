@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from appliance.plan.model import Choice, CorrectionPlan, UaqPlan
-from appliance.quant.correction import limits
+from appliance.plan.derive import Derived
+from appliance.plan.model import Choice, CorrectionPlan, ShadowPlan, UaqPlan
+from appliance.quant.correction import CorrectionMethod, limits
+from appliance.recipe.rules import data_parallel_ranks, shadow_sequences
 from appliance.recipe.schema import Recipe
 
 SCALED_FOLDER = "scaled"
 
 
-def plan_correction(recipe: Recipe) -> tuple[CorrectionPlan, tuple[Choice, ...]]:
+def plan_correction(recipe: Recipe, *, derived: Derived) -> tuple[CorrectionPlan, tuple[Choice, ...]]:
     """The plan, and a choice for a limit that the recipe leaves to the method."""
     asked = recipe.correction
     hold = limits(asked.method, cap=asked.cap, bounds=asked.bounds)
@@ -20,8 +23,34 @@ def plan_correction(recipe: Recipe) -> tuple[CorrectionPlan, tuple[Choice, ...]]
         choices.append(Choice("correction.cap", f"{hold.cap:g}", hold.source))
     if asked.bounds is None and hold.bounds is not None:
         choices.append(Choice("correction.bounds", f"[{hold.bounds[0]:g}, {hold.bounds[1]:g}]", hold.source))
-    plan = CorrectionPlan(method=asked.method, cap=hold.cap, bounds=hold.bounds, clip_high=recipe.algorithm.clip_high)
+    plan = CorrectionPlan(
+        method=asked.method,
+        cap=hold.cap,
+        bounds=hold.bounds,
+        clip_high=recipe.algorithm.clip_high,
+        clip_low=recipe.algorithm.clip_low,
+    )
+    if asked.method is CorrectionMethod.CALIBRATED_CLIPPING:
+        plan = replace(plan, shadow=_shadow(recipe, derived=derived))
+        choices.append(Choice("correction.shadow", *_shadow_choice(recipe, sequences=plan.shadow.sequences)))
     return plan, tuple(choices)
+
+
+def _shadow(recipe: Recipe, *, derived: Derived) -> ShadowPlan:
+    sequences = shadow_sequences(recipe)
+    share = sequences // data_parallel_ranks(recipe)
+    fits = min(derived.micro_batch_sequences, share)
+    micro = next(size for size in range(fits, 0, -1) if share % size == 0)
+    return ShadowPlan(recipe.correction.shadow_every, sequences, micro)
+
+
+def _shadow_choice(recipe: Recipe, *, sequences: int) -> tuple[str, str]:
+    whole = recipe.batch.prompts_per_step * recipe.rollout.samples_per_prompt
+    when = f"after step 1 and every {recipe.correction.shadow_every} steps"
+    return (
+        f"{sequences} sequences",
+        f"{when}, {recipe.correction.shadow_fraction:g} of a step's {whole}, equal on each rank",
+    )
 
 
 def plan_uaq(recipe: Recipe, *, run_dir: Path) -> tuple[UaqPlan | None, tuple[Choice, ...]]:

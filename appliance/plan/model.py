@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.guard.policy import Action
-from appliance.quant.correction import CorrectionMethod
+from appliance.quant.correction import ClipRange, CorrectionMethod
 from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation, quantisation_from_config
 
@@ -117,16 +117,34 @@ class ProfilePlan:
 
 
 @dataclass(frozen=True)
+class ShadowPlan:
+    """Of `calibrated-clipping`: after the first update and then every so many, so many of the step's sequences.
+
+    micro_batch_sequences: of one forward; divides a rank's share.
+    """
+
+    every: int
+    sequences: int
+    micro_batch_sequences: int
+
+
+@dataclass(frozen=True)
 class CorrectionPlan:
     """What corrects the loss. cap and bounds as in quant/correction.py, None where the method has none.
 
-    clip_high: the probability ratio is clipped at 1 + clip_high, which `acr` widens.
+    clip_low, clip_high: the recipe's clip range, which `acr` and `calibrated-clipping` widen.
     """
 
     method: CorrectionMethod
     cap: float | None = None
     bounds: tuple[float, float] | None = None
     clip_high: float = 0.2
+    clip_low: float = 0.2
+    shadow: ShadowPlan | None = None
+
+    @property
+    def nominal(self) -> ClipRange:
+        return ClipRange(self.clip_low, self.clip_high)
 
     @property
     def text(self) -> str:
@@ -259,9 +277,9 @@ def plan_from_dict(raw: dict[str, Any]) -> RunPlan:
 
 
 def _correction(raw: dict[str, Any]) -> CorrectionPlan:
-    bounds = raw["bounds"]
+    bounds, shadow = raw["bounds"], raw["shadow"]
     changed = {"method": CorrectionMethod(raw["method"]), "bounds": tuple(bounds) if bounds else None}
-    return CorrectionPlan(**{**raw, **changed})
+    return CorrectionPlan(**{**raw, **changed, "shadow": ShadowPlan(**shadow) if shadow else None})
 
 
 def _guard(raw: dict[str, Any]) -> GuardPlan:

@@ -10,9 +10,10 @@ w = p_trainer / p_rollout per token, x = log w. What a method compares with its 
     k3-reject       mean of exp(x) - 1 - x, nats   sequence dropped above cap
     acr             w of a token                   cut at cap; where cut, the upper clip bound times w / cap
     adaptive        w of a token                   cut at cap, and only a share of it applied, chosen for each step
+    calibrated-clipping  no weight: PPO's ratio is to the rollout policy, its clip bounds are refitted within 1/cap..cap
 
 Sources: Yao et al. 2025 (truncated importance sampling), verl 0.9.1's presets (masks and rejection),
-arXiv 2602.13953 (ACR), arXiv 2605.13907 (AIS, `adaptive`).
+arXiv 2602.13953 (ACR), arXiv 2605.13907 (AIS, `adaptive`), arXiv 2609.22870 (calibrated clipping).
 """
 
 from __future__ import annotations
@@ -31,6 +32,15 @@ class CorrectionMethod(StrEnum):
     K3_REJECT = "k3-reject"
     ACR = "acr"
     ADAPTIVE = "adaptive"
+    CALIBRATED_CLIPPING = "calibrated-clipping"
+
+
+@dataclass(frozen=True)
+class ClipRange:
+    """The probability ratio is clipped to 1 - low .. 1 + high. low: 0..1, high: > 0."""
+
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,7 @@ USUAL: dict[CorrectionMethod, Limits] = {
     CorrectionMethod.K3_REJECT: Limits(cap=0.01, source="verl's limit for a sequence's k3-KL, nats"),
     CorrectionMethod.ACR: Limits(cap=2.0, source="the cap of tis"),
     CorrectionMethod.ADAPTIVE: Limits(cap=2.0, source="the cap of tis"),
+    CorrectionMethod.CALIBRATED_CLIPPING: Limits(cap=2.0, source="the cap of tis: no bound leaves 1/cap..cap"),
 }
 
 

@@ -12,7 +12,7 @@ from appliance.guard.policy import Action
 from appliance.quant.correction import USUAL, CorrectionMethod
 from appliance.quant.device import AUTO, CPU, DEVICES, GPUS
 from appliance.quant.uaq_layers import MOST
-from appliance.recipe.schema import AlgorithmKind, Attention, Recipe, SchemeChoice, TaskKind
+from appliance.recipe.schema import AlgorithmKind, Attention, Correction, Recipe, SchemeChoice, TaskKind
 from appliance.tasks import arithmetic
 from appliance.tasks.library import BUILTIN_MODELS
 from appliance.tasks.tiny_spec import TINY_MODELS
@@ -155,6 +155,42 @@ def _correction(recipe: Recipe) -> Iterator[Broken]:
         yield from _bounds(correction.bounds, usual=usual.bounds)
     if correction.uaq_scale is not None:
         yield from _uaq(correction.uaq_scale)
+    yield from _calibrated(recipe)
+
+
+def _calibrated(recipe: Recipe) -> Iterator[Broken]:
+    correction, method = recipe.correction, ("correction.method",)
+    if correction.method is not CorrectionMethod.CALIBRATED_CLIPPING:
+        usual_shadow = Correction()
+        for key in ("shadow_every", "shadow_fraction"):
+            if getattr(correction, key) == getattr(usual_shadow, key):
+                continue
+            message = f"`{correction.method}` has no shadow pass"
+            yield Broken((f"correction.{key}", *method), message, "remove it, or use `calibrated-clipping`")
+        return
+    if not shadow_sequences(recipe):
+        whole = recipe.batch.prompts_per_step * recipe.rollout.samples_per_prompt
+        message = (
+            f"`calibrated-clipping` without a shadow batch: {correction.shadow_fraction:g} of {whole} sequences is "
+            f"none for each of {_count(data_parallel_ranks(recipe), 'rank')}"
+        )
+        yield Broken(("correction.shadow_fraction", *method), message, "raise it")
+    algorithm, usual = recipe.algorithm, USUAL[correction.method]
+    cap, least = correction.cap or usual.cap, max(1 + algorithm.clip_high, 1 / (1 - algorithm.clip_low))
+    if cap is not None and cap < least:
+        span = f"{1 - algorithm.clip_low:g}..{1 + algorithm.clip_high:g}"
+        message = f"1/{cap:g}..{cap:g} leaves out a part of the clip range {span}, which can only be widened"
+        yield Broken(("correction.cap", "algorithm.clip_high", *method), message, f"give {least:.4g} at least")
+
+
+def data_parallel_ranks(recipe: Recipe) -> int:
+    return max(1, recipe.cluster.nodes * recipe.cluster.gpus_per_node // recipe.trainer.sequence_parallel)
+
+
+def shadow_sequences(recipe: Recipe) -> int:
+    """The sequences of a shadow batch, the same number on each rank."""
+    ranks, whole = data_parallel_ranks(recipe), recipe.batch.prompts_per_step * recipe.rollout.samples_per_prompt
+    return int(recipe.correction.shadow_fraction * whole) // ranks * ranks
 
 
 def _uaq(scale: float) -> Iterator[Broken]:

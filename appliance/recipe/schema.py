@@ -125,6 +125,8 @@ class Correction(Section):
     method: Method_ = Field(CorrectionMethod.TIS, description="`none`, or a method of docs/corrections.md")
     cap: float | None = Field(None, gt=0, description="of `tis`, `tis-sequence`, `acr`, `k3-reject`; null: the usual")
     bounds: Bounds_ | None = Field(None, description="[low, high] of `icepop`, the masks; null: the usual")
+    shadow_every: int = Field(20, ge=1, description="of `calibrated-clipping`: steps between two fits of the bounds")
+    shadow_fraction: float = Field(0.25, ge=0, le=1, description="of it too: share of a step's batch that a fit takes")
     uaq_scale: float | None = Field(
         None, gt=0, description="UAQ: weights that a norm feeds are divided by it; null: off"
     )

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from appliance.errors import TrainingError
 from appliance.plan.model import CorrectionPlan
-from appliance.quant.correction import CorrectionMethod
+from appliance.quant.correction import ClipRange, CorrectionMethod
 from appliance.trainer.adaptive import Moments, mixing, moments
 from appliance.trainer.corrections import Corrected, correct, log_ratio, mixed_weights, token_weights, upper_clip
 
@@ -79,13 +79,15 @@ def adaptive_weights(batch: LossBatch, *, plan: CorrectionPlan, share: float) ->
     return tuple(rows)
 
 
-def check_correction(batch: LossBatch, *, plan: CorrectionPlan, share: float | None = None) -> CorrectionStep:
+def check_correction(
+    batch: LossBatch, *, plan: CorrectionPlan, share: float | None = None, clip: ClipRange | None = None
+) -> CorrectionStep:
     """Raises TrainingError when the batch does not carry the plan's correction, NumericsError when a log-prob is not
-    finite. A decision within float32's rounding of a limit may fall either way. share: of `adaptive` only."""
+    finite. A decision within float32's rounding of a limit may fall either way. share, clip: as `correct` has them."""
     tokens, acted, bound_sum = 0, 0, 0.0
     for part in _parts(batch):
         x_BT, real_BT = _log_ratio(part)
-        expected = correct(x_BT, mask_BT=real_BT, plan=plan, share=share)
+        expected = correct(x_BT, mask_BT=real_BT, plan=plan, share=share, clip=clip)
         found_BT = None if part.weights is None else _padded(part.weights)
         if not _is_corrected(expected, weights_BT=found_BT, kept_BT=_padded(part.kept)):
             raise TrainingError(

@@ -9,20 +9,22 @@ from torch import Tensor
 from transfer_queue import KVBatchMeta
 
 from appliance.plan.model import CorrectionPlan
-from appliance.quant.correction import CorrectionMethod
+from appliance.quant.correction import ClipRange, CorrectionMethod
 from appliance.trainer.corrected import CorrectionStep, LossBatch, adaptive_share, adaptive_weights, check_correction
 
 WEIGHTS = "rollout_is_weights"  # by this name verl's actor finds weights in a batch
 
 
-def correct_step(batch: KVBatchMeta, *, plan: CorrectionPlan) -> tuple[KVBatchMeta, CorrectionStep]:
-    """The batch for the loss, after verl's part of the correction. Raises as check_correction."""
+def correct_step(
+    batch: KVBatchMeta, *, plan: CorrectionPlan, clip: ClipRange | None = None
+) -> tuple[KVBatchMeta, CorrectionStep]:
+    """The batch for the loss, after verl's part of the correction. clip: see `correct`.  Raises as check_correction."""
     share = None
     if plan.method is CorrectionMethod.ADAPTIVE:
         found = _read(batch)
         share = adaptive_share(found, plan=plan)
         batch = _write(batch, adaptive_weights(found, plan=plan, share=share))
-    return batch, check_correction(_read(batch), plan=plan, share=share)
+    return batch, check_correction(_read(batch), plan=plan, share=share, clip=clip)
 
 
 def _read(batch: KVBatchMeta) -> LossBatch:

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from appliance.errors import NumericsError
 from appliance.plan.model import CorrectionPlan
-from appliance.quant.correction import CorrectionMethod
+from appliance.quant.correction import ClipRange, CorrectionMethod
+from appliance.trainer.calibrated import outside
 
 CLAMP = 20.0  # nats
 # float32 sums of T terms in blocks: at most 64 roundings of partial sums, each 2^-24 of at most 1 + sum |x|.
@@ -88,8 +89,18 @@ def mixed_weights(x_BT: Tensor, *, mask_BT: Tensor, cap: float, share: float) ->
     return (1 + share * (cut_BT - 1)).masked_fill(~mask_BT.bool(), 0.0)
 
 
-def correct(x_BT: Tensor, *, mask_BT: Tensor, plan: CorrectionPlan, share: float | None = None) -> Corrected:
-    """What the plan's method makes of a batch. x_BT: from `log_ratio`.  share: of `adaptive` only."""
+def correct(
+    x_BT: Tensor,
+    *,
+    mask_BT: Tensor,
+    plan: CorrectionPlan,
+    share: float | None = None,
+    clip: ClipRange | None = None,
+) -> Corrected:
+    """What the plan's method makes of a batch. x_BT: from `log_ratio`.  share: of `adaptive` only.
+
+    clip: of `calibrated-clipping` only, the bounds of this step; None: the recipe's.
+    """
     real_BT = mask_BT.bool()
     match plan.method:
         case CorrectionMethod.NONE:
@@ -104,6 +115,9 @@ def correct(x_BT: Tensor, *, mask_BT: Tensor, plan: CorrectionPlan, share: float
             raw_BT = token_weights(x_BT, mask_BT=real_BT)
             used_BT = mixed_weights(x_BT, mask_BT=real_BT, cap=plan.cap, share=share)
             return _weighed(used_BT, raw_BT=raw_BT, real_BT=real_BT, cap=plan.cap)
+        case CorrectionMethod.CALIBRATED_CLIPPING:  # clipped for the quantisation alone: p_theta is p_trainer still
+            clipped_BT = outside(x_BT, bounds=clip or plan.nominal) & real_BT
+            return Corrected(None, real_BT, clipped_BT, torch.full_like(x_BT, torch.inf))
         case CorrectionMethod.TIS_SEQUENCE:
             raw_BT = sequence_weights(x_BT, mask_BT=real_BT)
             return _weighed(raw_BT.clamp(max=plan.cap), raw_BT=raw_BT, real_BT=real_BT, cap=plan.cap)

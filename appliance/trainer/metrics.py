@@ -13,6 +13,7 @@ from appliance.quant.mismatch import Mismatch
 from appliance.quant.scheme import Scheme
 from appliance.run.acknowledge import SyncRecord
 from appliance.run.events import METRICS_FILE, append_line
+from appliance.trainer.calibrated import USED_HIGH, USED_LOW
 from appliance.trainer.corrected import CorrectionStep
 
 _FROM_VERL = {
@@ -34,6 +35,7 @@ _SIGNS = {
     CorrectionMethod.GEOMETRIC_MASK: (_REJECTED,),
     CorrectionMethod.K3_REJECT: (_REJECTED,),
     CorrectionMethod.ACR: (_WEIGHED, "actor/acr_widened_fraction"),
+    CorrectionMethod.CALIBRATED_CLIPPING: (USED_LOW, USED_HIGH),  # of our loss, see trainer/bounded_loss.py
     CorrectionMethod.ADAPTIVE: (),  # verl corrects nothing: its weights are written by trainer/correction_step.py
 }
 _TIMINGS_S = {

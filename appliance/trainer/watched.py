@@ -18,6 +18,7 @@ from appliance.run.acknowledge import SyncRecord, check_sync
 from appliance.run.attest import check_attestations, fingerprint
 from appliance.run.events import append_event, run_started
 from appliance.trainer.attest import attest_driver, attest_trainers
+from appliance.trainer.clipping import Clipping
 from appliance.trainer.corrected import CorrectionStep
 from appliance.trainer.correction_step import correct_step
 from appliance.trainer.engine_watch import EngineWatch
@@ -45,6 +46,7 @@ class WatchedTrainer(PPOTrainerSync):
         self._started = run_started(self.run_dir)
         self._telemetry: StepTelemetry | None = None
         self._governed = Governed(plan)
+        self._clipping = Clipping(plan)
         self._saved_step = 0
         self._correction: CorrectionStep | None = None
         self._validation: dict[str, float] = {}
@@ -74,6 +76,7 @@ class WatchedTrainer(PPOTrainerSync):
     def on_init_end(self) -> None:
         self._engine_watch = EngineWatch(self.llm_server_manager.server_handles, on_death=self._on_engine_death)
         self._phase("attest")
+        self._clipping.install(self.actor_rollout_wg, actor=self.config.actor_rollout_ref.actor)
         attest_driver(self.plan)
         attest_trainers(self.plan, workers=self.actor_rollout_wg.workers)
         self._check_attestations()
@@ -144,12 +147,21 @@ class WatchedTrainer(PPOTrainerSync):
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         batch = super()._compute_advantage(batch, metrics=metrics)
-        batch, self._correction = correct_step(batch, plan=self.plan.correction)
+        batch = self._clipping.write(batch, step=self.global_steps, correction=self.plan.correction)
+        batch, self._correction = correct_step(batch, plan=self.plan.correction, clip=self._clipping.bounds)
         return batch
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         self._phase("update")
-        return super()._update_actor(batch, metrics=metrics)
+        batch = super()._update_actor(batch, metrics=metrics)
+        self._clipping.after_update(
+            batch,
+            step=self.global_steps,
+            reported=metrics,
+            temperature=self.plan.rollout.temperature,
+            log_probs=self.actor_rollout_wg.compute_log_prob,
+        )
+        return batch
 
     def on_step_end(self) -> None:
         self._phase("sync")
@@ -188,7 +200,7 @@ class WatchedTrainer(PPOTrainerSync):
             plan=self.plan,
             step=global_steps,
         )
-        self._write({**line, **self._telemetry.metrics(), **self._validation})
+        self._write({**line, **self._telemetry.metrics(), **self._clipping.metrics(), **self._validation})
         self._validation = {}
         self._govern(line, telemetry=self._telemetry)
 
