@@ -9,7 +9,7 @@ With quantised rollouts B scatters although the policy did not move, so that the
 quantisation alone. Every `shadow_every` steps a shadow pass in full precision, over part of the batch, gives R and B of
 the same tokens, and the bounds are moved to where B clips as many tokens as the recipe's bounds clip of R:
 
-    #(B > 1 + high) = #(R > 1 + clip_high)        #(B < 1 - low) = #(R < 1 - clip_low)
+    #(B > 1 + high) = #(R > 1 + clip_high)        #(B < 1 - low) = #(R < 1 - clip_low)        as far as they were more
 
 The source fits clip bounds against a BF16 pass where training itself runs in FP8; only the idea and the period of 20
 steps were at hand. Chosen here:
@@ -18,8 +18,8 @@ steps were at hand. Chosen here:
   the ratio to calibrate is B. (R needs no calibration: both sides are exact. That is the clipping of `tis`.)
 * The shadow pass follows the step's update: before it p_theta is p_trainer, R is 1 and nothing is clipped.
 * Bounds are order statistics of the sample, matched on each side by itself: exact, with no model of the noise.
-* A bound is only ever widened: where nobody crosses the recipe's bound, the sample's extreme says nothing of where the
-  policy may go. Without any mismatch the bounds are therefore exactly the recipe's.
+* A bound is only ever widened. Where B clips no more than R the recipe's bound stays: a sample that nobody leaves says
+  nothing of where the policy may go. Without any mismatch the bounds are therefore exactly the recipe's.
 * No bound leaves 1/cap..cap, whatever the sample says.
 * The first step has the recipe's bounds; a fit holds from the next step to the next fit.
 
@@ -57,7 +57,7 @@ class Fit:
 
 
 def fit_bounds(full_T: Tensor, *, rollout_T: Tensor, nominal: ClipRange) -> Fit:
-    """full_T: log R.  rollout_T: log B, of the same tokens, at least one; nats.  nominal: the recipe's range.
+    """full_T: log R.  rollout_T: log B, of the same tokens; nats.  nominal: the recipe's range.
 
     Raises NumericsError when a value is not finite.
     """
@@ -66,18 +66,14 @@ def fit_bounds(full_T: Tensor, *, rollout_T: Tensor, nominal: ClipRange) -> Fit:
         raise NumericsError("a log-probability of the shadow batch is not finite")
     upper, lower = math.log1p(nominal.high), math.log1p(-nominal.low)
     above, below = int((full_T > upper).sum()), int((full_T < lower).sum())
-    sorted_T = rollout_T.sort().values
-    tokens = len(sorted_T)
-    high = math.expm1(min(_LARGEST, float(sorted_T[max(0, tokens - 1 - above)])))  # `above` tokens lie beyond it
-    low = -math.expm1(float(sorted_T[min(tokens - 1, below)]))  # and `below` before this one
-    return Fit(
-        bounds=ClipRange(low=max(nominal.low, low), high=max(nominal.high, high)),
-        tokens=tokens,
-        above=above,
-        below=below,
-        unfitted_above=int((rollout_T > upper).sum()),
-        unfitted_below=int((rollout_T < lower).sum()),
-    )
+    unfitted_above, unfitted_below = int((rollout_T > upper).sum()), int((rollout_T < lower).sum())
+    sorted_T = rollout_T.clamp(-_LARGEST, _LARGEST).sort().values
+    high, low = nominal.high, nominal.low
+    if unfitted_above > above:
+        high = math.expm1(float(sorted_T[-1 - above]))  # `above` tokens lie beyond it
+    if unfitted_below > below:
+        low = -math.expm1(float(sorted_T[below]))  # `below` tokens lie before it
+    return Fit(ClipRange(low, high), len(sorted_T), above, below, unfitted_above, unfitted_below)
 
 
 def within_cap(bounds: ClipRange, *, nominal: ClipRange, cap: float) -> ClipRange:

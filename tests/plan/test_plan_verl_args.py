@@ -76,6 +76,7 @@ def test_verl_reads_every_override_as_the_value_and_type_meant(case):
         ("k3-reject", (None, None), ("seq_mean_k3", 0.01)),
         ("acr", ("token", 1e9), (None, None)),
         ("adaptive", (None, None), (None, None)),  # weights are written into the batch by us
+        ("calibrated-clipping", (None, None), (None, None)),  # clip bounds are
     ],
 )
 def test_what_each_correction_is_for_verl(case, weigh, reject):
@@ -86,6 +87,17 @@ def test_what_each_correction_is_for_verl(case, weigh, reject):
     assert (found.bypass_mode, found.rollout_is_batch_normalize) == (False, False)
     loss = "appliance-acr" if case == "acr" else "vanilla"
     assert config.actor_rollout_ref.actor.policy_loss.loss_mode == loss
+
+
+@pytest.mark.parametrize("method", CorrectionMethod)
+def test_no_method_is_ever_without_the_rollouts_log_probs(method):
+    """None can be asked for without them: every recipe's engine returns them, after temperature, as the trainer's."""
+    case = "no-correction" if method is CorrectionMethod.NONE else str(method)
+    said = {each.key: each.value for each in planned(case)}
+    rollout = "actor_rollout_ref.rollout"
+    assert said[f"{rollout}.calculate_log_probs"] is True
+    assert said[f"{rollout}.logprobs_mode"] == "processed_logprobs"
+    assert said["algorithm.rollout_correction.bypass_mode"] is False  # and the trainer computes its own
 
 
 def test_no_key_is_given_twice():

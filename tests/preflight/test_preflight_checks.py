@@ -156,6 +156,12 @@ def test_the_right_gpu():
     assert findings(recipe="gsm8k-0.5b-int8", host=GPU_HOST) == []
 
 
+def test_a_model_that_uaq_cannot_scale():
+    found = findings("correction.uaq_scale=1.5", inputs=with_inputs(uaq_problem="/m: UAQ: no layers"))
+    remedy = "leave out correction.uaq_scale, or use a model of a known family"
+    assert found == [("error: correction.uaq_scale: /m: UAQ: no layers", remedy)]
+
+
 def test_a_model_folder_that_is_not_there():
     sets = ("model.builtin=null", "model.path=/no/model")
     found = findings(*sets, inputs=with_inputs(model_folder_exists=False))

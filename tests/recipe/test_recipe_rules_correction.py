@@ -40,6 +40,50 @@ def test_a_correction_that_cannot_be(tmp_path: Path, line: str, problem: tuple[s
     assert problems_of(path, f"correction:\n  {line}\n") == [(place + problem[0], problem[1])]
 
 
+CALIBRATED = "correction:\n  method: calibrated-clipping\n  "
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (
+            "shadow_fraction: 0",
+            (
+                "correction.shadow_fraction: `calibrated-clipping` without a shadow batch: 0 of 256 sequences is none "
+                "for each of 1 rank",
+                "raise it",
+            ),
+        ),
+        ("shadow_fraction: 1.5", ("correction.shadow_fraction: must be at most 1, got `1.5`", "")),
+        ("shadow_every: 0", ("correction.shadow_every: must be at least 1, got `0`", "")),
+        (
+            "cap: 1.1",
+            (
+                "correction.cap: 1/1.1..1.1 leaves out a part of the clip range 0.8..1.2, which can only be widened",
+                "give 1.25 at least",
+            ),
+        ),
+    ],
+)
+def test_calibrated_clipping_that_cannot_be(tmp_path: Path, line: str, problem: tuple[str, str]) -> None:
+    path = tmp_path / "r.yaml"
+    assert problems_of(path, f"{CALIBRATED}{line}\n") == [(f"{path}:4: {problem[0]}", problem[1])]
+
+
+def test_calibrated_clipping_needs_a_sequence_of_the_shadow_batch_on_each_rank(tmp_path: Path) -> None:
+    problem = problems_of(
+        tmp_path / "r.yaml", f"{CALIBRATED}shadow_fraction: 0.02\n", "cluster.device=h100", "cluster.gpus_per_node=8"
+    )[0]
+    assert problem[0].endswith("without a shadow batch: 0.02 of 256 sequences is none for each of 8 ranks")
+
+
+@pytest.mark.parametrize("key", ["shadow_fraction: 0.5", "shadow_every: 7"])
+def test_a_shadow_pass_is_of_calibrated_clipping_alone(tmp_path: Path, key: str) -> None:
+    path, name = tmp_path / "r.yaml", key.partition(":")[0]
+    message = f"{path}:3: correction.{name}: `tis` has no shadow pass"
+    assert problems_of(path, f"correction:\n  {key}\n") == [(message, "remove it, or use `calibrated-clipping`")]
+
+
 def test_a_cap_that_is_no_number_has_its_place(tmp_path: Path) -> None:
     (problem,) = problems_of(tmp_path / "r.yaml", "", "correction.cap=abc")
     assert problem == ("--set correction.cap=abc: correction.cap: expected a number, got the text `abc`", "")

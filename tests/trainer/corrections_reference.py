@@ -21,6 +21,7 @@ PLANS = {
     Method.K3_REJECT: CorrectionPlan(Method.K3_REJECT, cap=0.04),
     Method.ACR: CorrectionPlan(Method.ACR, cap=1.5),
     Method.ADAPTIVE: CorrectionPlan(Method.ADAPTIVE, cap=1.5),
+    Method.CALIBRATED_CLIPPING: CorrectionPlan(Method.CALIBRATED_CLIPPING, cap=2.0, clip_low=0.25, clip_high=0.5),
 }
 SHARE = 0.4  # of the correction that `adaptive` applies
 

@@ -22,14 +22,14 @@ from appliance.errors import TrainingError
 from appliance.plan.build import decide
 from appliance.plan.model import CorrectionPlan
 from appliance.plan.verl_args import overrides
+from appliance.quant.correction import ClipRange
 from appliance.quant.correction import CorrectionMethod as Method
 from appliance.recipe.load import load_recipe
 from appliance.trainer.corrected import LossBatch, adaptive_share, adaptive_weights, check_correction
 
 VERL = Path(importlib.util.find_spec("verl").submodule_search_locations[0])
-PLANS = {
-    method: plan for method, plan in ALL_PLANS.items() if method is not Method.ADAPTIVE
-}  # of which verl knows nothing
+OURS = (Method.ADAPTIVE, Method.CALIBRATED_CLIPPING)  # of which verl knows nothing
+PLANS = {method: plan for method, plan in ALL_PLANS.items() if method not in OURS}
 # float32: x is a difference of numbers below 10 (2^-21), a sum of 24 of them 24 times that, and exp makes it relative.
 RTOL = 24 * 2.0**-20
 
@@ -169,6 +169,17 @@ def test_adaptive_weights_pass_the_check_and_no_others_do() -> None:
             check_correction(wrong, plan=plan, share=share)
     with pytest.raises(TrainingError):
         check_correction(weighed, plan=plan, share=share / 2)
+
+
+def test_calibrated_clipping_leaves_the_batch_and_counts_what_the_quantisation_alone_would_clip() -> None:
+    case, plan = make_case(9), ALL_PLANS[Method.CALIBRATED_CLIPPING]
+    batch = corrected_by_verl(case, setting=verl_setting(plan))[0]
+    w_T = (case.trainer_BT.double() - case.rollout_BT.double())[case.mask_BT].exp()
+    for clip, bounds in ((None, (0.75, 1.5)), (ClipRange(0.4, 0.9), (0.6, 1.9))):
+        step = check_correction(batch, plan=plan, clip=clip)
+        assert step.acted_fraction == float(((w_T < bounds[0]) | (w_T > bounds[1])).double().mean()) > 0
+    with pytest.raises(TrainingError):
+        check_correction(replace(batch, weights=tuple(row.float() for row in batch.real)), plan=plan)
 
 
 def test_acr_that_widened_nothing_has_no_bound() -> None:

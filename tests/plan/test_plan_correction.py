@@ -1,0 +1,60 @@
+"""What the plan makes of a correction: limits with their sources, the shadow pass, the scaled model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from plans import HOST
+
+from appliance.plan.build import build_plan
+from appliance.plan.model import RunPlan, ShadowPlan, UaqPlan, plan_from_dict
+from appliance.quant.correction import ClipRange
+from appliance.recipe.load import load_recipe
+
+
+def planned(*sets: str) -> RunPlan:
+    return build_plan(load_recipe("arithmetic-tiny-int8", sets=sets), run_dir=Path("/runs/a-1"), host=HOST)
+
+
+def why(plan: RunPlan, key: str) -> tuple[str, str]:
+    return next((each.value, each.why) for each in plan.choices if each.key == key)
+
+
+def test_the_shadow_pass_of_calibrated_clipping() -> None:
+    plan = planned("correction.method=calibrated-clipping", "algorithm.clip_high=0.28", "correction.cap=null")
+    assert plan.correction.shadow == ShadowPlan(every=20, sequences=64, micro_batch_sequences=64)
+    assert (plan.correction.nominal, plan.correction.cap) == (ClipRange(0.2, 0.28), 2.0)
+    reason = "after step 1 and every 20 steps, 0.25 of a step's 256, equal on each rank"
+    assert why(plan, "correction.shadow") == ("64 sequences", reason)
+    assert plan_from_dict(json.loads(plan.to_json())) == plan
+
+
+@pytest.mark.parametrize(
+    ("fraction", "micro", "wanted"),
+    [(0.1, 8, (25, 5)), (1.0, 32, (256, 32)), (0.05, 256, (12, 12)), (0.004, 8, (1, 1))],
+)
+def test_a_forward_of_the_shadow_pass_divides_it(fraction: float, micro: int, wanted: tuple[int, int]) -> None:
+    sets = (f"correction.shadow_fraction={fraction}", f"batch.micro_batch_sequences={micro}")
+    shadow = planned("correction.method=calibrated-clipping", *sets).correction.shadow
+    assert (shadow.sequences, shadow.micro_batch_sequences) == wanted
+
+
+def test_no_other_method_has_one() -> None:
+    assert planned().correction.shadow is None
+
+
+def test_trainer_and_engine_read_the_scaled_model() -> None:
+    plan = planned("correction.uaq_scale=1.5")
+    assert plan.uaq == UaqPlan(1.5, "/runs/a-1/scaled") and plan.trained_model == "/runs/a-1/scaled"
+    assert "actor_rollout_ref.model.path=/runs/a-1/scaled" in plan.argv
+    assert plan.model.path == planned().model.path == planned().trained_model
+    reason = "what a norm feeds is divided by 1.5 once before training, and model/ is folded back"
+    assert why(plan, "correction.uaq_scale") == ("1.5", reason)
+
+
+def test_a_learning_rate_of_their_own_needs_our_engine() -> None:
+    plan = planned("optimizer.norm_fed_lr_scale=1.5")
+    assert (plan.norm_fed_lr_scale, dict(plan.env)["VERL_ENGINE_VENDOR"]) == (1.5, "appliance")
+    assert "VERL_ENGINE_VENDOR" not in dict(planned().env)
