@@ -36,8 +36,10 @@ def bounded_loss(
     missing = [name for name in (CLIP_RANGE, "rollout_log_probs") if name not in data.keys()]  # noqa: SIM118
     if missing:
         raise TrainingError(f"`calibrated-clipping` got a batch without {', '.join(missing)}")
-    low, high = data[CLIP_RANGE][0].tolist()
-    if not bool((data[CLIP_RANGE] == data[CLIP_RANGE][0]).all()):
+    ranges = data[CLIP_RANGE]
+    ranges_B2 = (ranges.values() if ranges.is_nested else ranges).view(-1, 2)  # verl's queue makes every field nested
+    low, high = ranges_B2[0].tolist()
+    if not bool((ranges_B2 == ranges_B2[0]).all()):
         raise TrainingError("the clip range of a micro-batch is not the same in every row")
     rollout = data["rollout_log_probs"]
     if not bool(torch.isfinite(rollout.values() if rollout.is_nested else rollout).all()):

@@ -53,7 +53,8 @@ def as_verl_has_it(batch: Batch, *, bounds: ClipRange | None) -> tuple[dict[str,
     }
     data = TensorDict(fields, batch_size=len(lengths))
     if bounds is not None:
-        data[CLIP_RANGE] = torch.tensor([[bounds.low, bounds.high]], dtype=torch.float64).repeat(len(lengths), 1)
+        rows = torch.tensor([[bounds.low, bounds.high]], dtype=torch.float64).repeat(len(lengths), 1)
+        data[CLIP_RANGE] = jagged(rows, [2] * len(lengths))  # as verl's queue gives it back
     tu.assign_non_tensor(data, dp_size=1, global_batch_size=len(lengths), batch_num_tokens=sum(lengths))
     return {"log_probs": torch.nested.as_nested_tensor(whole, layout=torch.jagged)}, data, leaf
 
@@ -141,7 +142,7 @@ def test_a_batch_that_lacks_something_raises(missing: str) -> None:
 
 def test_bounds_that_differ_in_a_batch_raise() -> None:
     output, data, _ = as_verl_has_it(make_batch(0, highest=2.0), bounds=WIDE)
-    data[CLIP_RANGE][3, 1] = 0.7
+    data[CLIP_RANGE].values()[7] = 0.7
     with pytest.raises(TrainingError, match="the clip range of a micro-batch is not the same in every row"):
         bounded_loss(make_config(), output, data)
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-
-os.environ["VERL_PLATFORM"] = "cpu"
-os.environ["VERL_USE_EXTERNAL_MODULES"] = "appliance.trainer.worker"
 
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from appliance.plan.env import ENGINE_VENDOR, child_env
+from appliance.trainer.layer_rates import LayerRatesEngine, split_rates
 
 ENDS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")
 
@@ -24,8 +23,6 @@ def tiny() -> Qwen2ForCausalLM:
 
 
 def test_only_what_a_norm_feeds_moves_further_and_all_decays_alike() -> None:
-    from appliance.trainer.layer_rates import split_rates
-
     model = tiny()
     before = {name: each.detach().clone() for name, each in model.named_parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
@@ -41,8 +38,6 @@ def test_only_what_a_norm_feeds_moves_further_and_all_decays_alike() -> None:
 
 
 def test_a_schedule_keeps_the_two_apart_and_no_parameter_is_lost() -> None:
-    from appliance.trainer.layer_rates import split_rates
-
     model = tiny()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     split_rates(optimizer, named=model.named_parameters(), scale=1.5)
@@ -55,11 +50,6 @@ def test_a_schedule_keeps_the_two_apart_and_no_parameter_is_lost() -> None:
 
 
 def test_verl_finds_the_engine_by_the_plans_vendor_and_its_own_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    from verl.workers.engine.base import EngineRegistry
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-
-    from appliance.trainer.layer_rates import LayerRatesEngine
-
     monkeypatch.setenv("VERL_ENGINE_DEVICE", "cuda")
     assert EngineRegistry.get_engine_cls("language_model", "fsdp2") is FSDPEngineWithLMHead
     settings = {"is_cpu": True, "threads": 1, "kv_cache_gb": 1, "offline": True, "backends": ()}
