@@ -1,0 +1,72 @@
+"""A profile that is bad on purpose: INT8 rollouts far from the trainer, for experiments about corrections.
+
+    python -m appliance.compare.coarse -o DIR [--exponent 4] [--seed 1]
+
+Smoothing (quant/smoothing.py) multiplies each input channel of a layer by a power of two and divides the norm before it
+by the same: the function is unchanged bit for bit, but rows of weights and tokens of activations now share one INT8
+scale over channels that differ by up to 2^(2 * exponent). The small ones lose their bits. So the engine, its kernels
+and its proofs are the real ones, nothing is emulated, and how coarse the rollouts are is one number: at 4, channels of
+the tiny model keep between 8 and 0 bits. A profile of another model or of an earlier checkpoint does the same by accident.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from appliance import console
+from appliance.quant.profile import Origin, Profile, Settings, write_profile
+from appliance.quant.scheme import Scheme
+from appliance.quant.smoothing import MAX_EXPONENT, Smoothing, SmoothingGroup
+from appliance.tasks.tiny_spec import TINY_MODELS, TinySpec
+
+_FED = {
+    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+}
+
+
+def coarse_profile(spec: TinySpec, *, name: str, exponent: float, seed: int) -> Profile:
+    """Scales 2^e with e uniform in -exponent..exponent, rounded, for every channel of every norm that feeds layers.
+
+    exponent: 0..MAX_EXPONENT; with a part after the point only few channels have the largest scales.
+    """
+    if not 0 <= exponent <= MAX_EXPONENT:
+        raise ValueError(f"the exponent is between 0 and {MAX_EXPONENT}, got {exponent:g}")
+    draw = torch.Generator().manual_seed(seed)
+    groups = []
+    for layer in range(spec.num_layers):
+        for norm, linears in _FED.items():
+            prefix = f"model.layers.{layer}."
+            drawn_K = torch.rand(spec.hidden_size, generator=draw) * 2 * exponent - exponent
+            groups.append(
+                SmoothingGroup(
+                    f"{prefix}{norm}.weight",
+                    tuple(f"{prefix}{linear}.weight" for linear in linears),
+                    torch.exp2(drawn_K.round()),
+                )
+            )
+    origin = Origin(kind="calibrated", model=name)
+    return Profile(origin, Scheme.INT8, settings=Settings(), smoothing=Smoothing(tuple(groups)))
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path, required=True, help="folder of the profile")
+    parser.add_argument("--model", choices=sorted(TINY_MODELS), default="tiny-arithmetic")
+    parser.add_argument("--exponent", type=float, default=4.0)
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args(arguments)
+    if not 0 <= given.exponent <= MAX_EXPONENT:
+        parser.error(f"--exponent: between 0 and {MAX_EXPONENT}")
+    spec = TINY_MODELS[given.model]
+    profile = coarse_profile(spec, name=given.model, exponent=given.exponent, seed=given.seed)
+    console.say(str(write_profile(profile, folder=given.output)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,61 @@
+"""The profile that is bad on purpose: the same function, far coarser codes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from appliance.compare.coarse import coarse_profile, main
+from appliance.quant.codec import dequantise, quantise
+from appliance.quant.profile import read_profile
+from appliance.quant.scheme import Scheme
+from appliance.tasks.tiny_spec import TINY_MODELS
+
+SPEC = TINY_MODELS["tiny-arithmetic"]
+
+
+def test_every_norm_that_feeds_layers_gets_powers_of_two_within_the_exponent() -> None:
+    made = coarse_profile(SPEC, name="tiny-arithmetic", exponent=4, seed=1)
+    assert len(made.smoothing.groups) == 2 * SPEC.num_layers
+    for group in made.smoothing.groups:
+        exponents = group.scale_K.log2()
+        assert group.scale_K.shape == (SPEC.hidden_size,)
+        assert torch.equal(exponents, exponents.round()) and set(exponents.tolist()) == set(range(-4, 5))
+
+
+def test_the_seed_decides_and_layers_differ() -> None:
+    first, same, other = (coarse_profile(SPEC, name="m", exponent=4, seed=seed) for seed in (1, 1, 2))
+    scales = [[group.scale_K for group in made.smoothing.groups] for made in (first, same, other)]
+    assert all(torch.equal(a, b) for a, b in zip(scales[0], scales[1], strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(scales[0], scales[2], strict=True))
+    assert not torch.equal(scales[0][0], scales[0][1])
+
+
+def test_weights_lose_bits() -> None:
+    """Folded in and out again around INT8, a weight is off by at least ten times as much."""
+    weight_NK = torch.randn(64, SPEC.hidden_size, generator=torch.Generator().manual_seed(0))
+    scale_K = coarse_profile(SPEC, name="m", exponent=4, seed=1).smoothing.groups[0].scale_K
+
+    def error(factor_K: torch.Tensor) -> float:
+        there_NK = dequantise(quantise(weight_NK * factor_K, scheme=Scheme.INT8))
+        return float((there_NK / factor_K - weight_NK).norm() / weight_NK.norm())
+
+    assert error(scale_K) > 10 * error(torch.ones_like(scale_K))
+
+
+def test_the_command_writes_a_profile_that_reads_back(tmp_path: Path) -> None:
+    assert main(["-o", str(tmp_path / "coarse"), "--exponent", "2"]) == 0
+    read = read_profile(tmp_path / "coarse")
+    made = coarse_profile(SPEC, name="tiny-arithmetic", exponent=2, seed=1)
+    assert (read.scheme, read.origin.model) == (Scheme.INT8, "tiny-arithmetic")
+    for ours, theirs in zip(made.smoothing.groups, read.smoothing.groups, strict=True):
+        assert ours.norm == theirs.norm and torch.equal(ours.scale_K, theirs.scale_K)
+
+
+@pytest.mark.parametrize("exponent", [-1, 13])
+def test_an_exponent_that_cannot_be_folded_exactly_is_refused(exponent: float) -> None:
+    with pytest.raises(ValueError) as raised:
+        coarse_profile(SPEC, name="m", exponent=exponent, seed=1)
+    assert str(raised.value) == f"the exponent is between 0 and 12, got {exponent}"
