@@ -6,7 +6,7 @@ Smoothing (quant/smoothing.py) multiplies each input channel of a layer by a pow
 by the same: the function is unchanged bit for bit, but rows of weights and tokens of activations now share one INT8
 scale over channels that differ by up to 2^(2 * exponent). The small ones lose their bits. So the engine, its kernels
 and its proofs are the real ones, nothing is emulated, and how coarse the rollouts are is one number: at 4, channels of
-the tiny model keep between 8 and 0 bits. A profile of another model or of an earlier checkpoint does the same by accident.
+the tiny model keep between 8 and 0 bits. A profile of another model or checkpoint does the same by accident.
 """
 
 from __future__ import annotations

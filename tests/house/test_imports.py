@@ -54,7 +54,7 @@ MAY_IMPORT = {
     "profile": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "quant", "flashrl.config_file"},
     "verify": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "engine", "quant", "profile"},
     # A comparison is many runs, each with its profile.
-    "compare": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "profile", *NUMBERS},
+    "compare": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "profile", "quant"},
     "container": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", *NUMBERS},
     "cli": {
         *("errors", "tasks", "recipe", "plan", "preflight", "run", "bench", "profile", "verify", "compare", "console"),
@@ -81,6 +81,7 @@ OF_THE_CHILDREN = (
     "bench.worker",
     "compare.bootstrap",
     "compare.child",
+    "compare.coarse",
     "verify.child",
     "verify.worker",
     "profile.child",
