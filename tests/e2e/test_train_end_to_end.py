@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +22,7 @@ from appliance.run.processes import find_processes
 pytestmark = pytest.mark.e2e
 
 STEPS = 4
+USUAL_PORTS = (6379, 8265, 10001, 29500, 8000)  # of Ray (3), torch and vLLM, where nothing chooses another one
 VALIDATION_PROBLEMS = 512
 CONTRACT_KEYS = {
     "step",
@@ -83,7 +87,19 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(root: Path) -> Finished:
+def busy_ports() -> Iterator[None]:
+    """Somebody else has the ports that the parts of a run take by default: a run of ours needs none of them."""
+    with contextlib.ExitStack() as open_ones:
+        for port in USUAL_PORTS:
+            listener = open_ones.enter_context(socket.socket())
+            with contextlib.suppress(OSError):  # in use by somebody else already
+                listener.bind(("0.0.0.0", port))
+                listener.listen()
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(root: Path, busy_ports: None) -> Finished:
     # A temperature that is not 1: log-probs before it would differ from the trainer's by far more than the bound.
     steps = (f"trainer.steps={STEPS}", f"trainer.validate_every={STEPS}", "rollout.temperature=0.8")
     done = subprocess.run(
