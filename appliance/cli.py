@@ -13,6 +13,7 @@ import typer
 
 from appliance.compare import cli as compare_cli
 from appliance.container import cli as container_cli
+from appliance.cluster import cli as cluster_cli
 from appliance.errors import ApplianceError, RecipeError
 from appliance.profile.cli import add_commands
 
@@ -148,6 +149,7 @@ def verify(
 add_commands(app)  # profile, setup, convert-profile
 compare_cli.add_commands(app)
 container_cli.add_commands(app)  # health
+cluster_cli.add_commands(app)  # join
 
 
 @app.command()

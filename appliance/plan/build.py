@@ -19,6 +19,7 @@ from appliance.plan.env import child_env
 from appliance.plan.host import HostFacts
 from appliance.plan.model import (
     Choice,
+    ClusterPlan,
     ExpectedAttestation,
     GuardPlan,
     ModelPlan,
@@ -36,6 +37,7 @@ from appliance.recipe.schema import Recipe, SchemeChoice, TaskKind
 from appliance.tasks.library import builtin_model_key, data_key
 
 CACHE_NAME = ".cache"
+TOKEN_FILE = ".cluster-token"  # in the folder of the run folders
 ENTRY_MODULE = "appliance.trainer.entry"
 
 # What the patches were made for. The community CPU build has its own distribution name.
@@ -127,6 +129,7 @@ def build_plan(recipe: Recipe, *, run_dir: Path, host: HostFacts, cache_dir: Pat
         uaq=decided.uaq,
         norm_fed_lr_scale=recipe.optimizer.norm_fed_lr_scale,
         guard=GuardPlan(**recipe.guard.model_dump()),
+        cluster=_cluster(recipe, root=run_dir.parent),
         steps=derived.steps,
         validate_every=derived.validate_every,
         prompts_per_step=recipe.batch.prompts_per_step,
@@ -145,6 +148,20 @@ def build_plan(recipe: Recipe, *, run_dir: Path, host: HostFacts, cache_dir: Pat
         pins=pins_for(decided.device),
         choices=(*decided.choices, *correction_choices),
         attestations=_attestations(recipe, rollout=decided.rollout, is_cpu=decided.device == CPU),
+    )
+
+
+def _cluster(recipe: Recipe, *, root: Path) -> ClusterPlan | None:
+    """root: of the run folders, which all nodes share."""
+    cluster = recipe.cluster
+    if cluster.nodes == 1 and cluster.address is None:
+        return None
+    return ClusterPlan(
+        address=cluster.address or "",
+        port=cluster.port,
+        node_address=cluster.node_address or "",
+        token_file=_absolute(cluster.token_file) or str(root / TOKEN_FILE),
+        wait_s=cluster.wait_s,
     )
 
 

@@ -71,6 +71,20 @@ def _cpu_env(*, threads: int, kv_cache_gb: int) -> dict[str, str]:
     }
 
 
+def ray_node_env(token_file: Path) -> dict[str, str]:
+    """For every process that starts a node of a cluster or speaks to one: without the token nobody joins or is heard.
+
+    Ray gives up on a control store that is gone after the last value, s: sooner than the minute that it would wait.
+    """
+    return {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token_file),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_prestart_worker_first_driver": "0",
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "30",
+    }
+
+
 def ray_dir(run_dir: Path, *, temporary: Path) -> str:
     """Ray's session folder, one per run folder; made when the run starts and removed at its end.
 

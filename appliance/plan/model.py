@@ -177,6 +177,22 @@ class GuardPlan:
 
 
 @dataclass(frozen=True)
+class ClusterPlan:
+    """Where the nodes of a training of several meet.
+
+    address: `host:port` of a Ray cluster that is there already; empty: this host becomes the head.
+    port: of the head's control store, the first of its ports (cluster/ports.py).  node_address: by which other nodes
+    reach this host; empty: Ray's choice.  wait_s: how long nodes may take to join.
+    """
+
+    address: str
+    port: int
+    node_address: str
+    token_file: str
+    wait_s: float
+
+
+@dataclass(frozen=True)
 class ExpectedAttestation:
     """One process that must say what it runs before the first step. role: `rollout`, `trainer` or `driver`.
 
@@ -224,6 +240,7 @@ class RunPlan:
     guard: GuardPlan = GuardPlan()
     uaq: UaqPlan | None = None
     norm_fed_lr_scale: float = 1.0
+    cluster: ClusterPlan | None = None  # None: one node, with a Ray of the run's own
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -263,6 +280,7 @@ def plan_from_dict(raw: dict[str, Any]) -> RunPlan:
             "correction": _correction(raw["correction"]),
             "guard": _guard(raw["guard"]),
             "uaq": UaqPlan(**raw["uaq"]) if raw["uaq"] else None,
+            "cluster": ClusterPlan(**raw["cluster"]) if raw["cluster"] else None,
             "logging_backends": tuple(raw["logging_backends"]),
             "argv": tuple(raw["argv"]),
             "env": tuple((k, v) for k, v in raw["env"]),

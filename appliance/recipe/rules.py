@@ -270,8 +270,12 @@ def _length(recipe: Recipe) -> Iterator[Broken]:
 
 def _cluster(recipe: Recipe) -> Iterator[Broken]:
     yield from _device(recipe)
-    if recipe.cluster.nodes > 1:
-        yield Broken(("cluster.nodes",), "more than one node is not available in this version", "use 1")
+    if recipe.cluster.nodes > 1 and "run_dir" not in recipe.cluster.model_fields_set:
+        hint = "set it to a folder on a file system that all nodes share"
+        yield Broken(("cluster.run_dir",), f"{recipe.cluster.nodes} nodes share the run's folder", hint)
+    if recipe.cluster.address is not None and recipe.cluster.token_file is None:
+        hint = "give the file with its token"
+        yield Broken(("cluster.token_file",), "cluster.address is a cluster that is there already", hint)
     if ".." in PurePath(recipe.cluster.run_dir).parts:
         hint = "give an absolute path, or one below the folder where the program is started"
         yield Broken(("cluster.run_dir",), "`..` is not allowed here", hint)

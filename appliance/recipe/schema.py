@@ -174,9 +174,14 @@ class Cluster(Section):
     """Where it happens."""
 
     device: str = Field("auto", min_length=1, description="`auto` (this host's), `cpu`, or a GPU name such as `h100`")
-    nodes: int = Field(1, ge=1, description="hosts; more than one is not available in this version")
+    nodes: int = Field(1, ge=1, description="hosts; on each but the first: `appliance join`")
     gpus_per_node: int = Field(1, ge=1, description="without a GPU, one CPU rank stands for one GPU")
-    run_dir: str = Field("runs", min_length=1, description="folder of the run folders and of the cache")
+    run_dir: str = Field("runs", min_length=1, description="run folders and cache; several nodes must share it")
+    address: str | None = Field(None, pattern=r"^.+:\d+$", description="host:port of a Ray that is there; null: none")
+    port: int = Field(6379, ge=1024, le=64536, description="first port of the head, see docs/cluster.md")
+    node_address: str | None = Field(None, min_length=1, description="by which others reach the head; null: found")
+    token_file: str | None = Field(None, min_length=1, description="secret of the cluster; null: made in run_dir")
+    wait_s: float = Field(900.0, gt=0, description="how long the nodes may take to join, s")
 
 
 class Guard(Section):
@@ -243,7 +248,6 @@ NOT_YET: frozenset[str] = frozenset(
     {
         "model.revision",
         "trainer.max_restarts",
-        "cluster.address",
         "checkpoint.every_minutes",
         "checkpoint.keep",
         "checkpoint.keep_best",

@@ -114,7 +114,7 @@ class PlainProgress:
             return "" if quiet else f"phase {item.what}: {display.phase_text(item.what)}"
         if item.kind == "progress":
             return self._progress(item)
-        return f"{item.kind}: {item.what}" if item.kind in ("note", "guard") else ""
+        return f"{item.kind}: {item.what}" if item.kind in ("note", "guard", "cluster") else ""
 
     def _progress(self, item: Event) -> str:
         """A line per quarter of the work."""

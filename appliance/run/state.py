@@ -70,7 +70,7 @@ def _fold_event(state: RunState, event: Event) -> RunState:
             return replace(state, work=_work(state.work, event))
         case "attest":
             return replace(state, attested=(*state.attested, event.what))
-        case "note" | "guard":
+        case "note" | "guard" | "cluster":
             return replace(state, note=event.what)
         case "failure":
             return replace(state, failure=event)

@@ -6,14 +6,17 @@ which saves a process, and a failure keeps its type until it becomes an exit cod
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
 import sys
 import threading
 import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from appliance.cluster.form import Cluster, cluster_of, lost
 from appliance.errors import ApplianceError, Interrupted, SavedAndStopped, TrainingError
 from appliance.plan.env import PLAN_VARIABLE, RAY_DIR_VARIABLE
 from appliance.plan.model import RunPlan, read_plan
@@ -76,21 +79,50 @@ def train(plan: RunPlan, *, overrides: list[str]) -> None:
     stopping = Stopping(run_dir)
     importing = threading.Thread(target=importlib.import_module, args=("appliance.trainer.fit",))
     importing.start()
-    import ray
+    with _ray_of(plan) as on_death:
+        from appliance.trainer.process_watch import ProcessWatch
 
-    _start_ray(plan)
-    from appliance.trainer.process_watch import ProcessWatch
+        processes = ProcessWatch(on_death=on_death, has_services=plan.cluster is None)
+        try:
+            importing.join()
+            from appliance.trainer.fit import fit  # raises here what it raised on the thread
 
-    processes = ProcessWatch(on_death=functools.partial(_end, run_dir))
-    try:
-        importing.join()
-        from appliance.trainer.fit import fit  # raises here what it raised on the thread
-
-        fit(plan, overrides=overrides, stopping=stopping, on_engine_death=functools.partial(_end, run_dir))
-    finally:
-        processes.stop()
-        ray.shutdown()
+            fit(plan, overrides=overrides, stopping=stopping, on_engine_death=on_death)
+        finally:
+            processes.stop()
     append_event(run_dir, kind="phase", what="done")
+
+
+@contextlib.contextmanager
+def _ray_of(plan: RunPlan) -> Iterator[Callable[[ApplianceError], None]]:
+    """A Ray for the run, stopped at the end: of its own on this host, or a cluster of several.
+
+    Yields what to call, on any thread, when something that the trainer may be waiting for is gone; it does not return.
+    """
+    run_dir = Path(plan.run_dir)
+    if plan.cluster is None:
+        import ray
+
+        _start_ray(plan)
+        try:
+            yield functools.partial(_end, run_dir)
+        finally:
+            ray.shutdown()
+        return
+    store = CPU_OBJECT_STORE_BYTES if plan.device == "cpu" else None
+    with cluster_of(plan, plan.cluster, object_store_bytes=store) as cluster:
+        cluster.watch(functools.partial(_end, run_dir))
+        try:
+            yield functools.partial(_end_with_node, run_dir, cluster)
+        except Exception as error:
+            if (loss := lost(cluster)) is not None:  # whatever failed, failed for this
+                raise loss from error
+            raise
+
+
+def _end_with_node(run_dir: Path, cluster: Cluster, error: ApplianceError) -> None:
+    """As `_end`, for a process that may have died with its node."""
+    _end(run_dir, lost(cluster) or error)
 
 
 def _start_ray(plan: RunPlan) -> None:

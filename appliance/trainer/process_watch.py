@@ -31,12 +31,16 @@ _HINT = "often the kernel ended it for want of memory (sudo dmesg | tail); the l
 
 
 class ProcessWatch:
-    """on_death: gets the error about the first death, on the watch's thread, and does not return."""
+    """on_death: gets the error about the first death, on the watch's thread, and does not return.
 
-    def __init__(self, *, on_death: Callable[[ApplianceError], None]) -> None:
+    has_services: this process started Ray's services; those of a cluster have a watch of their own (cluster/form.py).
+    """
+
+    def __init__(self, *, on_death: Callable[[ApplianceError], None], has_services: bool) -> None:
         self._on_death = on_death
         self._over = threading.Event()
-        threading.Thread(target=self._watch_services, name="service-watch", daemon=True).start()
+        if has_services:
+            threading.Thread(target=self._watch_services, name="service-watch", daemon=True).start()
         threading.Thread(target=self._watch_actors, name="actor-watch", daemon=True).start()
 
     def stop(self) -> None:

@@ -47,9 +47,10 @@ MAY_IMPORT = {
     "plan": {"errors", "tasks", "recipe", "guard", *NUMBERS},
     "preflight": {"errors", "tasks", "recipe", "plan", *NUMBERS},
     "run": {"errors", "tasks", "plan", "preflight", "console", "flashrl.variables", *NUMBERS},
+    "cluster": {"errors", "plan", "run", "console", "preflight.probes", "flashrl.variables", *NUMBERS},
     "engine": {*CHILDREN, "flashrl"},
     "flashrl": {"errors", "patch", "quant", "plan.env", "engine", "recipe.tree"},
-    "trainer": {*CHILDREN, "tasks", "guard"},
+    "trainer": {*CHILDREN, "tasks", "guard", "cluster.form"},
     "bench": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "engine", "quant"},
     "profile": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "quant", "flashrl.config_file"},
     "verify": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "engine", "quant", "profile"},
@@ -57,8 +58,8 @@ MAY_IMPORT = {
     "compare": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "profile", "quant"},
     "container": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", *NUMBERS},
     "cli": {
-        *("errors", "tasks", "recipe", "plan", "preflight", "run", "bench", "profile", "verify", "compare", "console"),
-        *("container", "interruption"),
+        *("errors", "tasks", "recipe", "plan", "preflight", "run", "bench", "profile", "verify", "compare", "cluster"),
+        *("container", "console", "interruption"),
         *NUMBERS,
     },
 }

@@ -158,7 +158,17 @@ def only(*sets: str) -> tuple[str, str]:
             ("trainer.steps=null", "trainer.epochs=2"),
             ("trainer.epochs: `epochs` needs task.train_size", "give it, or `steps`"),
         ),
-        (("cluster.nodes=2",), ("cluster.nodes: more than one node is not available in this version", "use 1")),
+        (
+            ("cluster.nodes=2",),
+            (
+                "cluster.run_dir: 2 nodes share the run's folder",
+                "set it to a folder on a file system that all nodes share",
+            ),
+        ),
+        (
+            ("cluster.address=10.0.0.1:6379",),
+            ("cluster.token_file: cluster.address is a cluster that is there already", "give the file with its token"),
+        ),
         (
             ("cluster.run_dir=a/../../b",),
             (

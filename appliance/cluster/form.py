@@ -1,0 +1,234 @@
+"""The driver's side of a cluster: start its head here (or find one), wait for the nodes, compare them, watch them.
+
+Runs in the training child. What goes wrong is a PreflightError before training (exit 3, with the node's name) and a
+ProcessDied after (exit 5).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from appliance.cluster import waiting
+from appliance.cluster.identity import NodeReport, describe_node, differences, plant_canary, question_of
+from appliance.cluster.ports import Ports
+from appliance.cluster.ray_command import NodeOffer, head_argv, node_environment
+from appliance.cluster.token import check_token, make_token
+from appliance.cluster.waiting import Needed, Node
+from appliance.errors import ApplianceError, PreflightError, ProcessDied
+from appliance.plan.env import RAY_DIR_VARIABLE, ray_node_env
+from appliance.plan.model import ClusterPlan, RunPlan
+from appliance.run.events import append_event
+
+_LOOK_EVERY_S = 1.0
+_WATCH_EVERY_S = 2.0
+_ANSWER_WITHIN_S = 120.0
+_HEAD_STARTS_WITHIN_S = 120.0
+_ENDS_WITHIN_S = 10.0
+_KEPT_FOR_S = 5.0  # how long a death may take to arrive in the control store after its effects
+
+
+class Cluster:
+    """A Ray cluster that this process is connected to."""
+
+    def __init__(self, plan: RunPlan, *, head: subprocess.Popen[bytes] | None) -> None:
+        self._plan = plan
+        self._head = head
+        self._run_dir = Path(plan.run_dir)
+        self._members: list[Node] = []
+        self._stopped = threading.Event()
+
+    def wait(self, *, wait_s: float) -> None:
+        """Until the nodes are there that the plan needs, each said as it comes. Raises PreflightError."""
+        needed = Needed(self._plan.nodes, self._plan.gpus_per_node)
+        deadline = time.monotonic() + wait_s
+        seen: list[Node] = []
+        while True:
+            now = living_nodes()
+            for node in waiting.joined(seen, now):
+                self._say(f"{node.text} joined: {waiting.missing(now, needed)}")
+            for node in waiting.left(seen, now):
+                self._say(f"{node.text} left: {waiting.missing(now, needed)}")
+            seen = now
+            if waiting.is_enough(now, needed):
+                self._members = waiting.useful(now, needed)
+                return
+            if time.monotonic() > deadline:
+                raise PreflightError(
+                    f"after {wait_s:g} s: {waiting.missing(now, needed)}",
+                    hint=f"on each other host: appliance join --head {self._address()}",
+                )
+            self._check_head()
+            time.sleep(_LOOK_EVERY_S)
+
+    def compare(self) -> None:
+        """Every node runs the same program on the same files. Raises PreflightError with all differences."""
+        word = plant_canary(self._run_dir)
+        reports = self._ask_each()
+        head = describe_node(question_of(self._plan))
+        problems = differences(reports, head=head, plan=self._plan, canary=word)
+        if problems:
+            raise PreflightError("; ".join(problems), hint="start every node from the same image, with the same mounts")
+        self._say(f"all {len(reports)} nodes run the same program on the same files")
+
+    def _ask_each(self) -> list[NodeReport]:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        describe, reports = ray.remote(describe_node), []
+        for node in self._members:
+            here = NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)
+            asked = describe.options(num_cpus=0, scheduling_strategy=here).remote(question_of(self._plan))
+            try:
+                reports.append(ray.get(asked, timeout=_ANSWER_WITHIN_S))
+            except ray.exceptions.RayError as error:
+                last = str(error).strip().splitlines()[-1]
+                raise PreflightError(
+                    f"{node.text}: did not say what it runs: {last}", hint="is it started from the same image?"
+                ) from error
+        return reports
+
+    def watch(self, on_loss: Callable[[ApplianceError], None]) -> None:
+        """Call `on_loss`, once and on another thread, when a node or the head is gone while the training goes on."""
+
+        def look() -> None:
+            while not self._stopped.wait(_WATCH_EVERY_S):
+                if problem := self._loss():
+                    on_loss(_loss_error(problem))
+                    return
+
+        threading.Thread(target=look, name="cluster-watch", daemon=True).start()
+
+    def why_lost(self) -> str:
+        """Whether something that failed just now failed for a lost node: its name, or an empty text."""
+        deadline = time.monotonic() + _KEPT_FOR_S
+        while time.monotonic() < deadline:
+            if problem := self._loss():
+                return problem
+            time.sleep(0.5)
+        return ""
+
+    def _loss(self) -> str:
+        if self._head is not None and self._head.poll() is not None:
+            return f"the Ray head on this host ended with code {self._head.returncode}"
+        gone = waiting.left(self._members, living_nodes())
+        return " and ".join(f"node {node.text} left the cluster" for node in gone)
+
+    def stop(self) -> None:
+        """Disconnect, and end the head if it is ours: the nodes that joined it see that and end too."""
+        import ray
+
+        self._stopped.set()
+        ray.shutdown()
+        if self._head is not None and self._head.poll() is None:
+            self._head.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the keeper ends what does not end by itself
+                self._head.wait(_ENDS_WITHIN_S)
+
+    def _check_head(self) -> None:
+        if self._head is not None and self._head.poll() is not None:
+            raise PreflightError(
+                f"the Ray head on this host ended with code {self._head.returncode}", hint="the log has Ray's words"
+            )
+
+    def _address(self) -> str:
+        import ray
+
+        return ray.get_runtime_context().gcs_address
+
+    def _say(self, what: str) -> None:
+        append_event(self._run_dir, kind="cluster", what=what)
+
+
+def living_nodes() -> list[Node]:
+    import ray
+
+    return [
+        Node(
+            id=each["NodeID"],
+            name=each["NodeManagerHostname"],
+            address=each["NodeManagerAddress"],
+            gpus=int(each["Resources"].get("GPU", 0)),
+        )
+        for each in ray.nodes()
+        if each["Alive"]
+    ]
+
+
+@contextlib.contextmanager
+def cluster_of(plan: RunPlan, wanted: ClusterPlan, *, object_store_bytes: int | None) -> Iterator[Cluster]:
+    """Connected, complete and compared; stopped at the end. Raises PreflightError."""
+    token_file = Path(wanted.token_file)
+    if wanted.address:
+        check_token(token_file)
+    else:
+        make_token(token_file)
+    os.environ |= ray_node_env(token_file)  # of Ray's client in this process too
+    head = None if wanted.address else _start_head(plan, wanted, object_store_bytes=object_store_bytes)
+    cluster = Cluster(plan, head=head)
+    try:
+        _connect(plan, address=wanted.address or f"127.0.0.1:{wanted.port}", head=head)
+        cluster.wait(wait_s=wanted.wait_s)
+        cluster.compare()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+def _start_head(plan: RunPlan, wanted: ClusterPlan, *, object_store_bytes: int | None) -> subprocess.Popen[bytes]:
+    offer = NodeOffer(
+        gpus=plan.gpus_per_node if plan.device == "cpu" else None,
+        cores=os.cpu_count() or 1,
+        object_store_bytes=object_store_bytes,
+        address=wanted.node_address,
+    )
+    ray_dir = Path(os.environ[RAY_DIR_VARIABLE])
+    argv = head_argv(offer, ports=Ports(wanted.port), ray_dir=ray_dir)
+    environment = node_environment(dict(os.environ), token_file=Path(wanted.token_file))
+    append_event(Path(plan.run_dir), kind="cluster", what=f"starting the Ray head on port {wanted.port}")
+    return subprocess.Popen(argv, stdin=subprocess.DEVNULL, env=environment)
+
+
+def _connect(plan: RunPlan, *, address: str, head: subprocess.Popen[bytes] | None) -> None:
+    """Join the cluster as its driver, with the run's environment for every process that it starts anywhere."""
+    import ray
+
+    deadline = time.monotonic() + _HEAD_STARTS_WITHIN_S
+    while True:
+        try:
+            ray.init(address=address, log_to_driver=True, runtime_env={"env_vars": dict(_of_workers(plan))})
+            return
+        except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
+            if head is not None and head.poll() is not None:
+                raise PreflightError(
+                    f"the Ray head could not start on port {address.rpartition(':')[2]} (code {head.returncode})",
+                    hint="is the port in use? set cluster.port",
+                ) from error
+            if head is None or time.monotonic() > deadline:
+                last = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+                raise PreflightError(f"cluster {address}: {last}", hint="is it there, and the token right?") from error
+            time.sleep(_LOOK_EVERY_S)
+
+
+def _of_workers(plan: RunPlan) -> Iterator[tuple[str, str]]:
+    """What a worker on another host needs to know. On this host they would inherit it; there nobody has it."""
+    from appliance.plan.env import PLAN_VARIABLE, RUN_VARIABLE
+
+    yield from plan.env
+    yield PLAN_VARIABLE, str(Path(plan.run_dir) / "plan.json")
+    yield RUN_VARIABLE, plan.run_dir
+
+
+def lost(cluster: Cluster) -> ProcessDied | None:
+    """The error that says so when a node was lost, else None."""
+    problem = cluster.why_lost()
+    return _loss_error(problem) if problem else None
+
+
+def _loss_error(problem: str) -> ProcessDied:
+    return ProcessDied(problem, hint="bring the node back; the newest checkpoint is where it goes on")

@@ -1,0 +1,42 @@
+"""The ports of a node: fixed, so that a firewall can be told. Several nodes on one host take different bases.
+
+    base        the head's control store (GCS), what `appliance join --head HOST:PORT` names
+    base + 1    node manager            base + 4    agent, gRPC
+    base + 2    object manager          base + 5    agent, HTTP, loopback only
+    base + 3    runtime environments    base + 6    metrics, loopback only
+    base + 100 to base + 999            worker processes
+
+The processes that train find free ports of their own for what they say to each other (torch, TransferQueue): nodes of
+one training must reach each other on the ephemeral ports (`net.ipv4.ip_local_port_range`) too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DEFAULT_BASE = 6379  # Ray's own
+LARGEST_BASE = 65535 - 999
+
+
+@dataclass(frozen=True)
+class Ports:
+    base: int = DEFAULT_BASE
+
+    @property
+    def control(self) -> int:
+        """The head's control store; on a worker node nothing listens there."""
+        return self.base
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Of `ray start`, for any node."""
+        return (
+            f"--node-manager-port={self.base + 1}",
+            f"--object-manager-port={self.base + 2}",
+            f"--runtime-env-agent-port={self.base + 3}",
+            f"--dashboard-agent-grpc-port={self.base + 4}",
+            f"--dashboard-agent-listen-port={self.base + 5}",
+            f"--metrics-export-port={self.base + 6}",
+            f"--min-worker-port={self.base + 100}",
+            f"--max-worker-port={self.base + 999}",
+        )

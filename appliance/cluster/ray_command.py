@@ -1,0 +1,59 @@
+"""What starts a node of the cluster: argv and environment of `ray start`, as values."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from appliance.cluster.ports import Ports
+from appliance.plan.env import ray_node_env
+
+MIN_CPUS = 8  # verl asks for a CPU per actor; on a small host they share the cores
+
+
+@dataclass(frozen=True)
+class NodeOffer:
+    """What a node brings. gpus: None lets Ray count them; on a CPU one "GPU" is one rank.  cores: of the host."""
+
+    gpus: int | None
+    cores: int
+    object_store_bytes: int | None
+    address: str = ""  # the one that other nodes reach this host by; empty: Ray's choice
+
+
+def head_argv(offer: NodeOffer, *, ports: Ports, ray_dir: Path) -> tuple[str, ...]:
+    """The head runs until its processes end. Nothing but the control store is its own: no dashboard, no client."""
+    return (
+        *_start(offer, ports=ports),
+        "--head",
+        f"--port={ports.control}",
+        f"--temp-dir={ray_dir}",
+        "--include-dashboard=false",
+        "--dashboard-host=127.0.0.1",
+    )
+
+
+def worker_argv(offer: NodeOffer, *, ports: Ports, head: str) -> tuple[str, ...]:
+    """head: `host:port`."""
+    return (*_start(offer, ports=ports), f"--address={head}")
+
+
+def _start(offer: NodeOffer, *, ports: Ports) -> tuple[str, ...]:
+    optional = {
+        "--num-gpus": offer.gpus,
+        "--object-store-memory": offer.object_store_bytes,
+        "--node-ip-address": offer.address or None,
+    }
+    return (
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
+        "--log-color=false",
+        f"--num-cpus={max(MIN_CPUS, offer.cores)}",
+        *(f"{option}={value}" for option, value in optional.items() if value is not None),
+        *ports.arguments,
+    )
+
+
+def node_environment(environment: dict[str, str], *, token_file: Path) -> dict[str, str]:
+    """Of `ray start` and of what speaks to the cluster. environment: of this process."""
+    return {**environment, **ray_node_env(token_file)}

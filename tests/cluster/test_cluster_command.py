@@ -1,0 +1,68 @@
+"""What starts a node: argv as values, and the command `join` up to Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from appliance.cli import app
+from appliance.cluster.join import join_head
+from appliance.cluster.ports import Ports
+from appliance.cluster.ray_command import NodeOffer, head_argv, node_environment, worker_argv
+from appliance.errors import PreflightError, RecipeError
+
+OFFER = NodeOffer(gpus=1, cores=2, object_store_bytes=1 << 28)
+
+
+def token_of(folder: Path) -> Path:
+    file = folder / "token"
+    file.write_text("0123456789abcdef")
+    file.chmod(0o600)
+    return file
+
+
+def test_the_head_has_fixed_ports_and_no_dashboard(tmp_path: Path) -> None:
+    argv = head_argv(OFFER, ports=Ports(7000), ray_dir=tmp_path)
+    assert argv[2:] == (
+        *("ray.scripts.scripts", "start", "--block", "--disable-usage-stats", "--log-color=false"),
+        *("--num-cpus=8", "--num-gpus=1", "--object-store-memory=268435456"),
+        *("--node-manager-port=7001", "--object-manager-port=7002", "--runtime-env-agent-port=7003"),
+        *("--dashboard-agent-grpc-port=7004", "--dashboard-agent-listen-port=7005", "--metrics-export-port=7006"),
+        *("--min-worker-port=7100", "--max-worker-port=7999"),
+        *("--head", "--port=7000", f"--temp-dir={tmp_path}"),
+        *("--include-dashboard=false", "--dashboard-host=127.0.0.1"),
+    )
+
+
+def test_a_worker_names_its_head_and_lets_ray_count_its_gpus(tmp_path: Path) -> None:
+    offer = NodeOffer(gpus=None, cores=64, object_store_bytes=None, address="10.0.0.2")
+    argv = worker_argv(offer, ports=Ports(), head="10.0.0.1:6379")
+    assert "--address=10.0.0.1:6379" in argv and "--node-ip-address=10.0.0.2" in argv and "--num-cpus=64" in argv
+    assert not [each for each in argv if each.startswith(("--num-gpus", "--object-store", "--head"))]
+
+
+def test_no_secret_is_on_a_command_line_or_in_the_environment(tmp_path: Path) -> None:
+    file = token_of(tmp_path)
+    said = str(node_environment({"A": "1"}, token_file=file)) + " ".join(
+        worker_argv(OFFER, ports=Ports(), head="h:1") + head_argv(OFFER, ports=Ports(), ray_dir=tmp_path)
+    )
+    assert str(file) in said and file.read_text() not in said
+
+
+def test_join_gives_up_when_no_head_answers(tmp_path: Path) -> None:
+    with pytest.raises(PreflightError) as caught:
+        join_head("127.0.0.1:1", token_file=token_of(tmp_path), gpus=None, port=7000, node_address=None, wait_s=0.1)
+    assert caught.value.message == "no answer from 127.0.0.1:1 after 0.1 s"
+
+
+def test_join_refuses_what_is_no_address(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as caught:
+        join_head("host:port", token_file=token_of(tmp_path), gpus=None, port=7000, node_address=None, wait_s=1.0)
+    assert caught.value.message == "--head: `host:port` is not host:port"
+
+
+def test_join_asks_for_the_head() -> None:
+    result = CliRunner().invoke(app, ["join"])
+    assert result.exit_code == 2 and "--head" in result.stderr
