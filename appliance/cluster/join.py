@@ -41,7 +41,8 @@ def join_head(
         host_of(head)
     except ValueError as error:
         raise RecipeError([(f"--head: {error}", "give it as host:port")]) from error
-    check_token(token_file)
+    if token_file.exists():  # else the head makes it when it starts
+        check_token(token_file)
     facts = read_host(Path.cwd())
     offer = NodeOffer(
         gpus=gpus if facts.gpus or gpus is not None else 1,
@@ -51,6 +52,7 @@ def join_head(
     )
     with Interrupts() as interrupts, tempfile.TemporaryDirectory(prefix="appliance-node-") as folder:
         _wait_for(head, wait_s=wait_s, stop=lambda: bool(interrupts.names))
+        check_token(token_file)
         console.say(f"joining {head} as {socket.gethostname()}; Ctrl-C leaves it")
         log = Path(folder) / "ray.log"
         report = supervise(
