@@ -17,7 +17,7 @@ from pathlib import Path
 from appliance.cluster import waiting
 from appliance.cluster.identity import NodeReport, describe_node, differences, plant_canary, question_of
 from appliance.cluster.ports import Ports
-from appliance.cluster.ray_command import NodeOffer, head_argv, node_environment
+from appliance.cluster.ray_command import FINGERPRINT_LABEL, NodeOffer, head_argv, label_of, node_environment
 from appliance.cluster.token import check_token, make_token
 from appliance.cluster.waiting import Needed, Node
 from appliance.errors import ApplianceError, PreflightError, ProcessDied
@@ -68,10 +68,16 @@ class Cluster:
 
     def compare(self) -> None:
         """Every node runs the same program on the same files. Raises PreflightError with all differences."""
+        head = describe_node(question_of(self._plan))
+        # Ray gives the driver's paths to its workers: what joined speaks for itself, in a label.
+        problems = [
+            f"{node.text}: joined with other sources or locks than the head"
+            for node in self._members
+            if node.program not in ("", label_of(head.fingerprint))
+        ]
         word = plant_canary(self._run_dir)
         reports = self._ask_each()
-        head = describe_node(question_of(self._plan))
-        problems = differences(reports, head=head, plan=self._plan, canary=word)
+        problems += differences(reports, head=head, plan=self._plan, canary=word)
         if problems:
             raise PreflightError("; ".join(problems), hint="start every node from the same image, with the same mounts")
         self._say(f"all {len(reports)} nodes run the same program on the same files")
@@ -154,6 +160,7 @@ def living_nodes() -> list[Node]:
             name=each["NodeManagerHostname"],
             address=each["NodeManagerAddress"],
             gpus=int(each["Resources"].get("GPU", 0)),
+            program=each.get("Labels", {}).get(FINGERPRINT_LABEL, ""),
         )
         for each in ray.nodes()
         if each["Alive"]

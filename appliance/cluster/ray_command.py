@@ -8,7 +8,9 @@ from pathlib import Path
 
 from appliance.cluster.ports import Ports
 from appliance.plan.env import ray_node_env
+from appliance.run.attest import fingerprint
 
+FINGERPRINT_LABEL = "appliance.fingerprint"
 MIN_CPUS = 8  # verl asks for a CPU per actor; on a small host they share the cores
 
 
@@ -48,10 +50,16 @@ def _start(offer: NodeOffer, *, ports: Ports) -> tuple[str, ...]:
     return (
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
         "--log-color=false",
+        f"--labels={FINGERPRINT_LABEL}={label_of(fingerprint())}",
         f"--num-cpus={max(MIN_CPUS, offer.cores)}",
         *(f"{option}={value}" for option, value in optional.items() if value is not None),
         *ports.arguments,
     )
+
+
+def label_of(fingerprint: str) -> str:
+    """A label's value has 63 characters at most."""
+    return fingerprint[:32]
 
 
 def node_environment(environment: dict[str, str], *, token_file: Path) -> dict[str, str]:

@@ -8,12 +8,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the cluster as Ray's control store has it. gpus: of Ray's resource `GPU`."""
+    """A node of the cluster as Ray's control store has it. gpus: of Ray's resource `GPU`.
+
+    program: label with the fingerprint of the program that made the node, empty for a node that somebody else made.
+    """
 
     id: str
     name: str
     address: str
     gpus: int
+    program: str = ""
 
     @property
     def text(self) -> str:

@@ -12,6 +12,7 @@ from appliance.cluster.join import join_head
 from appliance.cluster.ports import Ports
 from appliance.cluster.ray_command import NodeOffer, head_argv, node_environment, worker_argv
 from appliance.errors import PreflightError, RecipeError
+from appliance.run.attest import fingerprint
 
 OFFER = NodeOffer(gpus=1, cores=2, object_store_bytes=1 << 28)
 
@@ -27,6 +28,7 @@ def test_the_head_has_fixed_ports_and_no_dashboard(tmp_path: Path) -> None:
     argv = head_argv(OFFER, ports=Ports(7000), ray_dir=tmp_path)
     assert argv[2:] == (
         *("ray.scripts.scripts", "start", "--block", "--disable-usage-stats", "--log-color=false"),
+        f"--labels=appliance.fingerprint={fingerprint()[:32]}",
         *("--num-cpus=8", "--num-gpus=1", "--object-store-memory=268435456"),
         *("--node-manager-port=7001", "--object-manager-port=7002", "--runtime-env-agent-port=7003"),
         *("--dashboard-agent-grpc-port=7004", "--dashboard-agent-listen-port=7005", "--metrics-export-port=7006"),

@@ -1,0 +1,125 @@
+"""Two nodes of one cluster on this host: real Ray, and a real training over both (FSDP, an INT8 engine on each)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import appliance
+from appliance.plan.env import RUN_VARIABLE
+from appliance.run.processes import find_processes
+
+pytestmark = pytest.mark.e2e
+
+HEAD_PORT = 26379  # not Ray's own: another test may run a cluster, too
+NODE_PORT = 28379
+STEPS = 2
+PATIENCE_S = 900  # of a busy machine
+NAMED_WITHIN_S = 60
+
+
+def train(root: Path, *, name: str, steps: int = STEPS, port: int = HEAD_PORT) -> list[str]:
+    sets = (
+        *("cluster.nodes=2", f"cluster.run_dir={root}", f"cluster.port={port}", f"cluster.wait_s={PATIENCE_S}"),
+        *(f"trainer.steps={steps}", "trainer.validate_before=false", "trainer.validate_every=1000"),
+        *("task.val_size=16", "quantization.profile=none"),
+    )
+    options = [part for each in sets for part in ("--set", each)]
+    return [sys.executable, "-m", "appliance", "train", "arithmetic-tiny-int8", "--name", name, *options]
+
+
+def join(token: Path, *, head_port: int = HEAD_PORT) -> list[str]:
+    head = ("--head", f"127.0.0.1:{head_port}", "--token-file", str(token), "--port", str(NODE_PORT))
+    return [sys.executable, "-m", "appliance", "join", *head, "--wait", str(PATIENCE_S)]
+
+
+@contextmanager
+def started(command: list[str], *, log: Path, env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | (env or {}))
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                process.wait(120)
+
+
+def wait_until(condition, *, what: str, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert process.poll() is None, f"ended with {process.returncode} before {what}"
+        assert time.monotonic() < deadline, what
+        time.sleep(0.2)
+
+
+def events(run_dir: Path) -> list[dict]:
+    file = run_dir / "events.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def test_a_training_over_two_nodes_and_the_loss_of_one(tmp_path: Path) -> None:
+    """The other node is killed after the second step: named within a minute, nothing left."""
+    run_dir, token = tmp_path / "over-two", tmp_path / ".cluster-token"
+    with (
+        started(join(token), log=tmp_path / "join.log") as node,
+        started(train(tmp_path, name="over-two", steps=500), log=tmp_path / "train.log") as head,
+    ):
+        metrics = run_dir / "metrics.jsonl"
+        wait_until(
+            lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= STEPS,
+            what=f"{STEPS} steps",
+            process=head,
+        )
+        node.kill()  # and with it, by its keeper, Ray and every worker on that node
+        killed = time.monotonic()
+        assert head.wait(PATIENCE_S) == 5
+        seconds = time.monotonic() - killed
+    said = (tmp_path / "train.log").read_text()
+    assert "left the cluster" in said and "error: node" in said
+    assert seconds < NAMED_WITHIN_S, seconds
+    assert sorted(file.stem for file in (run_dir / "attest").glob("*.json")) == [
+        *("driver-0", "rollout-0-0", "rollout-1-0", "trainer-0", "trainer-1"),
+    ]
+    workers = [json.loads((run_dir / "attest" / f"trainer-{rank}.json").read_text()) for rank in (0, 1)]
+    assert {each["rank"] for each in workers} == {0, 1}
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert all(line["scheme"] == "int8" and line["mismatch_k3_kl"] < 0.015 for line in lines)
+    told = [event["what"] for event in events(run_dir) if event["kind"] == "cluster"]
+    assert any("joined: 2 of 2 nodes with a GPU" in what for what in told)
+    assert "all 2 nodes run the same program on the same files" in told
+    assert find_processes(f"{RUN_VARIABLE}={run_dir}") == []
+
+
+def test_a_wrong_token_and_another_program_are_refused(tmp_path: Path) -> None:
+    """The head waits on after the wrong token, and ends, with the node's name, at a node with other sources."""
+    port = HEAD_PORT + 5000
+    token, wrong = tmp_path / ".cluster-token", tmp_path / "wrong"
+    wrong.write_text("0123456789abcdef0123456789abcdef\n")
+    wrong.chmod(0o600)
+    other = tmp_path / "other"
+    shutil.copytree(Path(appliance.__file__).parent, other / "appliance")
+    with (other / "appliance" / "errors.py").open("a") as source:
+        source.write("\n# changed\n")
+    with started(train(tmp_path, name="refused", port=port), log=tmp_path / "train.log") as head:
+        refused = subprocess.run(
+            join(wrong, head_port=port), capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
+        assert refused.returncode == 3, refused.stderr
+        assert f"127.0.0.1:{port} refused this node's token" in refused.stderr
+        assert head.poll() is None
+        with started(join(token, head_port=port), log=tmp_path / "join.log", env={"PYTHONPATH": str(other)}):
+            assert head.wait(PATIENCE_S) == 3
+    said = (tmp_path / "train.log").read_text()
+    assert "joined with other sources or locks than the head" in said
+    assert find_processes(f"{RUN_VARIABLE}={tmp_path / 'refused'}") == []
