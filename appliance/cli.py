@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from appliance.cluster import cli as cluster_cli
 from appliance.compare import cli as compare_cli
 from appliance.container import cli as container_cli
-from appliance.cluster import cli as cluster_cli
 from appliance.errors import ApplianceError, RecipeError
 from appliance.profile.cli import add_commands
 
