@@ -68,8 +68,7 @@ def train(
         _check(recipe, sets=sets, name=name, json_mode=json_mode, show_plan=True)
         return
     from appliance.preflight.report import examine
-    from appliance.profile.command import PROFILING
-    from appliance.profile.scaled import SCALING
+    from appliance.profile.command import BEFORE_TRAINING
     from appliance.recipe.dump import to_yaml
     from appliance.run.train import run_training
     from appliance.run.work import stop_on_errors
@@ -82,7 +81,7 @@ def train(
         raise typer.Exit(train_in_container(plan, findings, recipe=recipe, arguments=sys.argv[1:], image=image))
     stop_on_errors(findings)
     code = run_training(
-        plan, recipe_yaml=to_yaml(loaded), findings=findings, name=name, json_mode=json_mode, steps=(SCALING, PROFILING)
+        plan, recipe_yaml=to_yaml(loaded), findings=findings, name=name, json_mode=json_mode, steps=BEFORE_TRAINING
     )
     raise typer.Exit(code)
 

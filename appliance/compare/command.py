@@ -17,7 +17,7 @@ from appliance.compare.results import load_per_core, note_load, read_result
 from appliance.compare.show import Shown, as_json, markdown, table
 from appliance.errors import Interrupted
 from appliance.preflight.probes import read_host
-from appliance.profile.command import PROFILING
+from appliance.profile.command import BEFORE_TRAINING
 from appliance.recipe.dump import to_yaml
 from appliance.run import draw
 from appliance.run.session import cannot_write
@@ -98,7 +98,7 @@ def _train(
             findings=run.findings,
             name=run.run_dir.name,
             json_mode=False,
-            steps=(PROFILING,),
+            steps=BEFORE_TRAINING,
             quiet=True,
         )
         if code in _SIGNALLED:

@@ -178,7 +178,8 @@ def disk_bytes(plan: RunPlan, *, model_bytes: int) -> int:
     """About what the run writes. model_bytes: size of the weights on disk (BF16), 0 when unknown."""
     checkpoints = 1 + (plan.steps - 1) // plan.checkpoint_every_steps if plan.checkpoint_every_steps else 1
     each = model_bytes // 2 * _BYTES_SAVED_PER_WEIGHT if model_bytes else _TINY_CHECKPOINT
-    return _DISK_FOR_LOGS + checkpoints * each
+    scaled = 2 * model_bytes if plan.uaq else 0  # most of it in FP32
+    return _DISK_FOR_LOGS + checkpoints * each + scaled
 
 
 def estimates(plan: RunPlan, *, model_bytes: int = 0) -> list[tuple[str, str]]:

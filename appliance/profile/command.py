@@ -24,6 +24,7 @@ from appliance.plan.model import RunPlan
 from appliance.preflight.probes import read_host
 from appliance.profile.found import find_profile, model_hash, place_profile
 from appliance.profile.job import ProfileJob, job_of_plan, job_of_run
+from appliance.profile.scaled import SCALING
 from appliance.profile.table import table
 from appliance.quant.files import PROFILE_FILE, read_file_header
 from appliance.quant.scheme import Scheme
@@ -149,7 +150,8 @@ def is_profiled(plan: RunPlan) -> bool:
     return plan.profile is None or (Path(plan.profile.folder) / PROFILE_FILE).is_file()
 
 
-PROFILING = Step(child=profile_child, is_done=is_profiled, finish=finish_profile)  # of a training run
+PROFILING = Step(child=profile_child, is_done=is_profiled, finish=finish_profile)
+BEFORE_TRAINING = (SCALING, PROFILING)  # of a run, in this order: the profile is of the model that is trained
 
 
 def _take(source: Path, *, plan: RunPlan) -> None:
