@@ -1,0 +1,125 @@
+"""What a comparison makes of the folders that it finds, and what it reads back out of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from appliance.compare.arms import PlannedRun, plan_runs
+from appliance.compare.file import load_comparison
+from appliance.compare.found import Found, look, set_aside
+from appliance.compare.results import note_load, read_final, read_result, write_final
+from appliance.errors import PreflightError
+from appliance.recipe.dump import to_yaml
+from appliance.run.events import append_event, append_line
+from appliance.run.session import RunStatus, create_session
+
+TEXT = """\
+recipe: arithmetic-tiny-int8
+arms: {a: , b: [correction.method=icepop, correction.cap=]}
+seeds: [0]
+baseline: a
+validation: 16
+"""
+
+
+@pytest.fixture
+def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[PlannedRun]:
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text(TEXT)
+    return plan_runs(load_comparison("c.yaml"))
+
+
+def end(run: PlannedRun, *, state: RunStatus, code: int, recipe: str | None = None) -> None:
+    """A run's folder as a launcher leaves it."""
+    with create_session(run.plan, recipe_yaml=recipe or to_yaml(run.recipe), is_chosen=False) as session:
+        session.finish(state=state, exit_code=code, reason="" if code == 0 else "why")
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "found"),
+    [
+        (RunStatus.DONE, 0, Found.DONE),
+        (RunStatus.FAILED, 6, Found.DONE),  # the guard that the recipe asked for
+        (RunStatus.STOPPED, 6, Found.DONE),
+        (RunStatus.FAILED, 5, Found.UNFINISHED),
+        (RunStatus.STOPPED, 130, Found.UNFINISHED),
+    ],
+)
+def test_a_result_is_a_good_end_or_a_stop_by_the_guard(
+    planned: list[PlannedRun], state: RunStatus, code: int, found: Found
+) -> None:
+    assert look(planned[0]) is Found.NOTHING
+    end(planned[0], state=state, code=code)
+    assert look(planned[0]) is found
+    assert (read_result(planned[0]) is not None) == (found is Found.DONE)
+
+
+def test_a_run_of_another_recipe_is_not_taken_for_this_one(planned: list[PlannedRun]) -> None:
+    end(planned[0], state=RunStatus.DONE, code=0, recipe=to_yaml(planned[1].recipe))
+    assert look(planned[0]) is Found.OTHER
+
+
+def test_a_folder_that_is_no_run_is_unfinished(planned: list[PlannedRun]) -> None:
+    planned[0].run_dir.mkdir(parents=True)
+    assert look(planned[0]) is Found.UNFINISHED
+
+
+def test_a_run_whose_launcher_is_gone_is_unfinished(planned: list[PlannedRun]) -> None:
+    with create_session(planned[0].plan, recipe_yaml=to_yaml(planned[0].recipe), is_chosen=False):
+        pass
+    assert look(planned[0]) is Found.UNFINISHED
+
+
+def test_a_run_that_is_going_on_is_left_alone(planned: list[PlannedRun]) -> None:
+    going_on = create_session(planned[0].plan, recipe_yaml=to_yaml(planned[0].recipe), is_chosen=False)
+    with going_on, pytest.raises(PreflightError) as raised:
+        look(planned[0])
+    assert raised.value.message == f"{planned[0].run_dir}: this run is going on"
+
+
+def test_what_is_set_aside_keeps_its_files_and_takes_the_next_number(tmp_path: Path) -> None:
+    for text in ("first", "second"):
+        (tmp_path / "a-seed0").mkdir()
+        (tmp_path / "a-seed0" / "file").write_text(text)
+        set_aside(tmp_path / "a-seed0")
+    assert {path.name: (path / "file").read_text() for path in tmp_path.iterdir()} == {
+        "a-seed0.aside-1": "first",
+        "a-seed0.aside-2": "second",
+    }
+
+
+def test_a_result_has_the_curves_the_times_and_the_rewards(planned: list[PlannedRun]) -> None:
+    run = planned[1]
+    end(run, state=RunStatus.DONE, code=0)
+    append_event(run.run_dir, kind="phase", what="start")
+    note_load(run.run_dir, per_core=1.23456)
+    lines = [
+        {"step": 0, "val_reward_mean": 0.1},
+        {"step": 1, "reward_mean": 0.2, "mismatch_k3_kl": 1e-4, "is_truncated_fraction": 0.0, "scheme": "int8"},
+        {"step": 2, "reward_mean": 0.3, "mismatch_k3_kl": None},
+        {"step": 2, "reward_mean": 0.4, "val_reward_mean": 0.5},  # after a resume: the later one holds
+    ]
+    for line in lines:
+        append_line(run.run_dir / "metrics.jsonl", line)
+    with (run.run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "rew')  # a launcher that was killed
+    write_final(run.run_dir, [1.0, 0.0, 1.0])
+    result = read_result(run)
+    assert result is not None
+    assert [(row.step, row.reward, row.validation) for row in result.steps] == [
+        (0, None, 0.1),
+        (1, 0.2, None),
+        (2, 0.4, 0.5),
+    ]
+    assert (result.rewards, result.final, result.load, result.is_busy) == ((1.0, 0.0, 1.0), 2 / 3, 1.235, True)
+    assert (str(result.method), result.steps[1].k3_kl, result.steps[1].scheme) == ("icepop", 1e-4, "int8")
+    assert result.seconds >= 0
+
+
+def test_rewards_that_are_half_written_are_none(tmp_path: Path) -> None:
+    assert read_final(tmp_path) == ()
+    (tmp_path / "final-validation.json").write_text(json.dumps({"rewards": [1.0]})[:-4])
+    assert read_final(tmp_path) == ()
