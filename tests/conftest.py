@@ -5,7 +5,10 @@ A skip is allowed by a line of `tests/skips.txt`, which names the test and the w
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Generator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TypeVar
@@ -50,3 +53,29 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     counts = {name: len(terminalreporter.stats.get(name, [])) for name in ("deselected", *OUTCOMES)}
     shown = ", ".join(f"{count} {name}" for name, count in counts.items() if count or name in ("deselected", "skipped"))
     terminalreporter.write_line(f"counts: {terminalreporter._session.testscollected} to run, {shown}")
+
+
+@pytest.fixture(scope="session")
+def tiny_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A `.cache` with the built-in model and its data, made once for all trainings that do not test the making."""
+    from appliance.preflight.report import examine
+    from appliance.recipe.load import load_recipe
+
+    run_dir = tmp_path_factory.mktemp("tiny") / "made"
+    run_dir.mkdir()
+    recipe = load_recipe("arithmetic-tiny-int8", sets=(f"cluster.run_dir={run_dir.parent}",))
+    plan, _, _ = examine(recipe, run_dir=run_dir, ask_hub=False)
+    plan.write(run_dir / "plan.json")
+    subprocess.run([sys.executable, "-m", "appliance.tasks.prepare", str(run_dir / "plan.json")], check=True)
+    return Path(plan.cache_dir)
+
+
+@pytest.fixture(scope="session")
+def with_tiny_cache(tiny_cache: Path) -> Callable[[Path], Path]:
+    """Gives a folder of runs that cache, and returns the folder."""
+
+    def give(root: Path) -> Path:
+        shutil.copytree(tiny_cache, root / tiny_cache.name)
+        return root
+
+    return give

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -68,8 +68,9 @@ def events(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def test_a_training_over_two_nodes_and_the_loss_of_one(tmp_path: Path) -> None:
+def test_a_training_over_two_nodes_and_the_loss_of_one(tmp_path: Path, with_tiny_cache: Callable) -> None:
     """The other node is killed after the second step: named within a minute, nothing left."""
+    with_tiny_cache(tmp_path)
     run_dir, token = tmp_path / "over-two", tmp_path / ".cluster-token"
     with (
         started(join(token), log=tmp_path / "join.log") as node,
@@ -101,8 +102,9 @@ def test_a_training_over_two_nodes_and_the_loss_of_one(tmp_path: Path) -> None:
     assert find_processes(f"{RUN_VARIABLE}={run_dir}") == []
 
 
-def test_a_wrong_token_and_another_program_are_refused(tmp_path: Path) -> None:
+def test_a_wrong_token_and_another_program_are_refused(tmp_path: Path, with_tiny_cache: Callable) -> None:
     """The head waits on after the wrong token, and ends, with the node's name, at a node with other sources."""
+    with_tiny_cache(tmp_path)
     port = HEAD_PORT + 5000
     token, wrong = tmp_path / ".cluster-token", tmp_path / "wrong"
     wrong.write_text("0123456789abcdef0123456789abcdef\n")

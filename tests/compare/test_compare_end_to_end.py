@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,10 @@ validation: {PROBLEMS}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, with_tiny_cache: Callable[[Path], Path]) -> Path:
     folder = tmp_path_factory.mktemp("comparison")
+    (folder / "made").mkdir()
+    with_tiny_cache(folder / "made")
     (folder / "both.yaml").write_text(TEXT)
     return folder
 
