@@ -252,8 +252,9 @@ def test_a_signal_in_mid_training_ends_everything(root: Path, run: Finished) -> 
 def test_the_guard_saves_and_stops_a_run_with_code_6(root: Path, run: Finished) -> None:
     """A bound that every step breaks: a warning, a stop one step later, the state of that step on disk."""
     sets = ("trainer.steps=50", "trainer.validate_before=false", "guard.k3_kl=1e-12", "guard.bad_steps=1")
+    ours = ("correction.uaq_scale=1.5", "correction.method=calibrated-clipping", "correction.shadow_every=1")
     done = subprocess.run(
-        command(root, *sets, "guard.cooling_steps=0", name="guarded"),
+        command(root, *sets, *ours, "guard.cooling_steps=0", name="guarded"),
         capture_output=True,
         text=True,
         timeout=600,
@@ -273,3 +274,29 @@ def test_the_guard_saves_and_stops_a_run_with_code_6(root: Path, run: Finished) 
     assert (record["state"], record["exit_code"]) == ("stopped", 6)
     assert record["reason"].startswith("stopped by the guard: step 2: warn -> stop: k3_kl ")
     assert processes_of(finished.run_dir) == []
+    clip_bounds_were_refitted(finished)
+    the_checkpoint_is_scaled_and_folds_back(finished, root=root)
+
+
+def clip_bounds_were_refitted(run: Finished) -> None:
+    fits, lines = run.json_lines("clipping.jsonl"), run.json_lines("metrics.jsonl")
+    assert [fit["step"] for fit in fits] == [1, 2] and all(fit["tokens"] > 64 for fit in fits)
+    assert [line["clip_fitted_step"] for line in lines] == [None, 1]
+    assert (lines[0]["clip_bound_low"], lines[0]["clip_bound_high"]) == (0.8, 1.2)
+    assert 0.5 <= lines[1]["clip_bound_low"] <= 0.8 and 1.2 <= lines[1]["clip_bound_high"] <= 2
+
+
+def the_checkpoint_is_scaled_and_folds_back(run: Finished, *, root: Path) -> None:
+    """Two updates at a rate of 2e-4 move a norm by a thousandth; UAQ moved it by half, and the way back undoes that."""
+    from safetensors.torch import load_file
+
+    from appliance.plan.model import read_plan
+    from appliance.trainer.export import export_checkpoint
+
+    plan = read_plan(run.run_dir / "plan.json")
+    checkpoint = run.run_dir / "checkpoints" / "global_step_2"
+    export_checkpoint(checkpoint, target=root / "folded", uaq=plan.uaq)
+    folders = (Path(plan.model.path), checkpoint / "actor" / "huggingface", root / "folded")
+    name = "model.layers.0.input_layernorm.weight"
+    before, saved, folded = (load_file(folder / "model.safetensors")[name].double().norm() for folder in folders)
+    assert saved / before == pytest.approx(1.5, rel=0.01) and folded / before == pytest.approx(1, rel=0.01)

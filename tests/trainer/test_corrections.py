@@ -68,6 +68,26 @@ def test_weights_lie_above_zero_and_at_most_at_the_cap(rows: list[list[float]], 
         assert torch.equal(raw_BT.clamp(max=cap), weights_BT)
 
 
+@given(rows=ROWS)
+@EXAMPLES
+def test_every_weight_of_a_batch_is_within_the_methods_limits(rows: list[list[float]]) -> None:
+    """Above 0, at most at the cap; icepop's may be 0 too; adaptive's mixes in a 1; acr's loss truncates by itself."""
+    x_BT, mask_BT = padded(rows)
+    for plan in PLANS.values():
+        found = correct(x_BT, mask_BT=mask_BT, plan=plan, share=SHARE)
+        if found.weights_BT is None:
+            continue
+        weights_T = found.weights_BT[mask_BT]
+        assert bool(torch.isfinite(weights_T).all()) and not bool(found.weights_BT[~mask_BT].any())
+        if plan.method is Method.ICEPOP:
+            low, high = plan.bounds
+            inside_T = (weights_T >= low * (1 - RTOL)) & (weights_T <= high * (1 + RTOL))
+            assert bool((inside_T | (weights_T == 0)).all())
+            continue
+        most = np.exp(CLAMP) * (1 + RTOL) if plan.method is Method.ACR else plan.cap
+        assert bool((weights_T > 0).all()) and bool((weights_T <= most).all())
+
+
 @given(rows=ROWS, extra=st.integers(1, 9), junk=st.sampled_from([0.0, -50.0, float("nan"), float("inf")]))
 @EXAMPLES
 def test_padding_changes_nothing(rows: list[list[float]], extra: int, junk: float) -> None:
