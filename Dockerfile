@@ -7,6 +7,8 @@
 # A registry's name, tag and digest. Without a registry container/base.sh makes a base, see container/build.sh.
 ARG PYTHON_BASE=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
 ARG CUDA_BASE=nvidia/cuda:13.0.2-devel-ubuntu24.04@sha256:5dc1bca23d05bd37b011be68ec470c03b403a5da07ec3a86e41af9470e9d0cc6
+# What the last stages stand on: it belongs to the target, and container/build.sh sets both.
+ARG FLAVOUR=cpu
 
 FROM ${PYTHON_BASE} AS pip
 RUN python3.11 -m venv /opt/pip
@@ -98,7 +100,6 @@ COPY --from=flash-attn /opt/flash-attn /opt/venv/lib/python3.11/site-packages
 
 # ---- both ----
 
-ARG FLAVOUR=cpu
 FROM ${FLAVOUR}-packages AS appliance
 ARG FLAVOUR
 # HOME and the temporary folder are one, so that a read-only container needs one tmpfs. An arbitrary user has no name
@@ -125,6 +126,8 @@ RUN --mount=type=bind,from=pip,source=/opt/pip,target=/opt/pip \
 
 WORKDIR /appliance
 USER 10001:0
+# Writable in a read-only container too. Runs are no such volume: that they go with the container is to be said.
+VOLUME /cache
 HEALTHCHECK --interval=30s --timeout=20s --start-period=120s --retries=3 CMD ["appliance", "health"]
 # tini is process 1: it passes signals on and buries orphans, with and without `docker run --init`.
 ENTRYPOINT ["tini", "-s", "--", "appliance"]
@@ -141,7 +144,7 @@ LABEL org.opencontainers.image.title="FlashRL appliance" \
     org.opencontainers.image.base.name=${BASE_NAME} \
     org.opencontainers.image.base.digest=${BASE_DIGEST}
 
-# A target under the wrong flavour is refused: container/build.sh sets both.
+# A target of the other flavour is refused.
 FROM appliance AS cpu
 RUN [ "${APPLIANCE_IMAGE}" = cpu ]
 FROM appliance AS gpu

@@ -19,7 +19,7 @@ class ContainerFacts:
 
     image: its flavour, `cpu` or `gpu`.  run_root_lasts: the run root is on a volume or a folder of the host, not in the
     container's own layer or in memory.  run_root: the mount or folder to write to.
-    tmp_runs_programs: a file in the temporary folder may be executed.
+    tmp_runs_programs: a file in the temporary folder may be executed.  unwritable_cache: the cache's folder, or empty.
     """
 
     image: str
@@ -28,6 +28,7 @@ class ContainerFacts:
     uid: int
     gid: int
     tmp_runs_programs: bool = True
+    unwritable_cache: str = ""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ _BYTES_SAVED_PER_WEIGHT = 14 + 2 + 2  # FP32 weights, two Adam moments, the expo
 _MEMORY_OF_THE_PROCESSES = 7 * _GIB  # trainer, engine, Ray and their imports, measured on the tiny model
 _TINY_START_S, _TINY_STEP_S, _TINY_STEP_SEQUENCES, _TINY_VALIDATION_S = 45, 2.2, 256, 2  # docs/results/demo.md
 _SHM_NEEDED = _GIB // 4
+_SHM_OF_A_TINY_MODEL = 48 << 20  # less than Docker's default, 64 MiB: Ray then keeps its objects in a file
 _SHM_NEEDED_WITH_GPUS = _GIB  # Docker's default is 64 MiB; NCCL and a bucket of weights per worker want more
 
 
@@ -212,8 +213,10 @@ def _duration(seconds: float) -> str:
 
 def _shared_memory(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
     needed, flag = (_SHM_NEEDED, "2g") if plan.device == CPU else (_SHM_NEEDED_WITH_GPUS, "32g")
+    if plan.model.builtin:
+        needed = _SHM_OF_A_TINY_MODEL
     if host.shm_free_bytes < needed:
-        message = f"{_gib(host.shm_free_bytes)} free, Ray and the weight updates need about {_gib(needed)}"
+        message = f"{host.shm_free_bytes >> 20} MiB free, Ray and the weight updates need about {needed >> 20}"
         yield _error("shared-memory", "/dev/shm", message, f"in a container: --shm-size={flag}")
 
 

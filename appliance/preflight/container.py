@@ -12,6 +12,7 @@ from appliance.plan.host import ContainerFacts
 from appliance.preflight.finding import Finding, Severity
 
 _IN_MEMORY = ("tmpfs", "ramfs")
+_CACHE = "/cache"
 
 
 def read_container(run_root: Path) -> ContainerFacts | None:
@@ -27,6 +28,7 @@ def read_container(run_root: Path) -> ContainerFacts | None:
         uid=os.getuid(),
         gid=os.getgid(),
         tmp_runs_programs=not os.statvfs(tempfile.gettempdir()).f_flag & os.ST_NOEXEC,
+        unwritable_cache="" if os.access(_CACHE, os.W_OK | os.X_OK) else _CACHE,
     )
 
 
@@ -55,6 +57,10 @@ def judge_container(
         message = f"{facts.run_root} is not on a volume: the results go with the container"
         remedy = f"to keep them: docker run -v flashrl-runs:{facts.run_root} ..."
         yield Finding(Severity.WARNING, "no-volume", "cluster.run_dir", message, remedy)
+    if facts.unwritable_cache:
+        message = f"user {facts.uid}, group {facts.gid} cannot write"
+        remedy = f"docker run -v flashrl-cache:{facts.unwritable_cache} --user {facts.uid}:0 ..."
+        yield Finding(Severity.ERROR, "cache", facts.unwritable_cache, message, remedy)
     if not facts.tmp_runs_programs:
         message = "programs cannot be started from it, and compiled kernels lie there"
         remedy = f"docker run --tmpfs {tempfile.gettempdir()}:exec ..."

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from images import IMAGE, USER, open_to_all
 
 from appliance.run.attest import fingerprint
 
-IMAGE = "flashrl-appliance:cpu"
-USER = 10001
 os.environ["TESTCONTAINERS_RYUK_DISABLED"] = "true"  # its reaper is an image of a registry; the fixtures clean up
 
 
@@ -77,8 +76,6 @@ def started(image: str) -> Iterator[Callable]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of the host that the image's user owns: the first run fills its cache for the others."""
     folder = tmp_path_factory.mktemp("runs")
-    folder.chmod(0o755)
-    for parent in folder.parents[:2]:
-        parent.chmod(0o755)
+    open_to_all(folder)
     os.chown(folder, USER, 0)
     return folder

@@ -31,6 +31,7 @@ def planned(*sets: str, recipe: str = "arithmetic-tiny-int8") -> RunPlan:
     return build_plan(load_recipe(recipe, sets=sets), run_dir=Path("/runs/a-1"), host=HOST)
 
 
+SMALL_SHM_REMEDY = "in a container: --shm-size=2g"
 FP8_REMEDY = "use `int8` or `bf16`, or `auto`, or quantization.emulate for its numbers alone"
 
 
@@ -49,6 +50,19 @@ def findings(
 
 def with_inputs(**facts: object) -> InputFacts:
     return dataclasses.replace(INPUTS, **facts)
+
+
+def test_shared_memory_is_asked_for_by_what_trains():
+    """Docker's default is enough for the tiny model, and for nothing else."""
+    docker = {"shm_free_bytes": 64 << 20}
+    assert findings(**docker) == []
+    cpu = findings("model.path=/nowhere/qwen", "model.builtin=null", recipe="gsm8k-tiny-int8", **docker)
+    assert ("error: /dev/shm: 64 MiB free, Ray and the weight updates need about 256", SMALL_SHM_REMEDY) in cpu
+    gpu = findings(recipe="gsm8k-0.5b-int8", host=GPU_HOST, **docker)
+    assert (
+        "error: /dev/shm: 64 MiB free, Ray and the weight updates need about 1024",
+        "in a container: --shm-size=32g",
+    ) in gpu
 
 
 def test_nothing_to_say():
@@ -88,9 +102,9 @@ def test_nothing_to_say():
             ),
         ),
         (
-            {"shm_free_bytes": 64 << 20},
+            {"shm_free_bytes": 8 << 20},
             (
-                "error: /dev/shm: 0.1 GiB free, Ray and the weight updates need about 0.2 GiB",
+                "error: /dev/shm: 8 MiB free, Ray and the weight updates need about 48",
                 "in a container: --shm-size=2g",
             ),
         ),

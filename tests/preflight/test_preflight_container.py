@@ -73,6 +73,14 @@ def test_nothing_to_say(facts: ContainerFacts | None) -> None:
             ("error: cluster.device: this container sees no GPU", "docker run --gpus all ..."),
         ),
         (
+            replace(GOOD, unwritable_cache="/cache"),
+            {},
+            (
+                "error: /cache: user 10001, group 0 cannot write",
+                "docker run -v flashrl-cache:/cache --user 10001:0 ...",
+            ),
+        ),
+        (
             replace(GOOD, tmp_runs_programs=False),
             {},
             (
