@@ -40,6 +40,10 @@ SetOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="For machines: JSON on stdout.")]
 NameOption = Annotated[str | None, typer.Option("--name", help="Name of the run; else the recipe's with a number.")]
+ResumeOption = Annotated[
+    str,
+    typer.Option(metavar="auto|never|PATH", help="Go on with --name's run, or the recipe's newest; or a run's folder."),
+]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or its name in ./runs.")]
 
 
@@ -55,15 +59,24 @@ def train(
     recipe: RecipeArgument,
     sets: SetOption = None,
     name: NameOption = None,
-    resume: Annotated[str, typer.Option(help="`never`; resuming is not available in this version.")] = "never",
+    resume: ResumeOption = "never",
+    force: Annotated[bool, typer.Option("--force", help="Resume although the recipe changed.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Stop after preflight and plan.")] = False,
     in_container: Annotated[bool, typer.Option("--in-container", help="Start the image and train in it.")] = False,
     image: Annotated[str | None, typer.Option(help="With --in-container: another image than the flavour's.")] = None,
     json_mode: JsonOption = False,
 ) -> None:
     """Everything, from recipe to trained model."""
+    loaded = _load(recipe, sets)
     if resume != "never":
-        raise RecipeError([(f"--resume {resume}: not available in this version", "use `--resume never`")])
+        from appliance.profile.command import PROFILING
+        from appliance.run.go_on import resume_training
+
+        code = resume_training(
+            loaded, resume=resume, name=name, force=force, dry_run=dry_run, json_mode=json_mode, steps=(PROFILING,)
+        )
+        if code is not None:
+            raise typer.Exit(code)
     if dry_run:
         _check(recipe, sets=sets, name=name, json_mode=json_mode, show_plan=True)
         return
@@ -73,7 +86,6 @@ def train(
     from appliance.run.train import run_training
     from appliance.run.work import stop_on_errors
 
-    loaded = _load(recipe, sets)
     plan, _, findings = examine(loaded, run_dir=_run_dir(loaded, name=name), ask_hub=True)
     if in_container:
         from appliance.container.launch import train_in_container

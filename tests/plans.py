@@ -57,7 +57,6 @@ def make_plan(run_dir: Path, **changes: object) -> RunPlan:
         steps=1,
         validate_every=1,
         prompts_per_step=32,
-        checkpoint_every_steps=1,
         logging_backends=(),
         argv=(),
         env=(),

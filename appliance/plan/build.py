@@ -18,6 +18,7 @@ from appliance.plan.engines import plan_profile, plan_rollout, rollout_attestati
 from appliance.plan.env import child_env
 from appliance.plan.host import HostFacts
 from appliance.plan.model import (
+    CheckpointPlan,
     Choice,
     ClusterPlan,
     ExpectedAttestation,
@@ -102,10 +103,18 @@ def _threads(model: ModelPlan, *, cores: int) -> tuple[int, str]:
     return cores, "trainer and engine take turns, so each has all cores of this host"
 
 
-def build_plan(recipe: Recipe, *, run_dir: Path, host: HostFacts, cache_dir: Path | None = None) -> RunPlan:
+def build_plan(
+    recipe: Recipe,
+    *,
+    run_dir: Path,
+    host: HostFacts,
+    cache_dir: Path | None = None,
+    resume_from: Path | None = None,
+) -> RunPlan:
     """The plan of one run. host: decides only what the recipe leaves to `auto`, and the threads on a CPU.
 
     run_dir: absolute.  cache_dir: of models, data and profiles; None: beside the run's folder.
+    resume_from: a verified checkpoint of this run to go on from.
     Raises RecipeError when `auto` finds a device that cannot do it or that we do not know.
     """
     cache_dir = cache_dir or run_dir.parent / CACHE_NAME
@@ -130,12 +139,18 @@ def build_plan(recipe: Recipe, *, run_dir: Path, host: HostFacts, cache_dir: Pat
         norm_fed_lr_scale=recipe.optimizer.norm_fed_lr_scale,
         guard=GuardPlan(**recipe.guard.model_dump()),
         cluster=_cluster(recipe, root=run_dir.parent),
+        checkpoint=CheckpointPlan(**recipe.checkpoint.model_dump()),
+        resume_from=str(resume_from or ""),
         steps=derived.steps,
         validate_every=derived.validate_every,
         prompts_per_step=recipe.batch.prompts_per_step,
-        checkpoint_every_steps=recipe.checkpoint.every_steps,
         logging_backends=backends,
-        argv=(sys.executable, "-m", ENTRY_MODULE, *(each.text for each in overrides(recipe, derived))),
+        argv=(
+            sys.executable,
+            "-m",
+            ENTRY_MODULE,
+            *(each.text for each in overrides(recipe, derived, resume_from=resume_from)),
+        ),
         env=child_env(
             run_dir,
             is_cpu=derived.is_cpu,

@@ -35,7 +35,6 @@ class Derived:
     max_model_tokens: int
     max_concurrent_sequences: int
     max_batched_tokens: int
-    save_every: int
     validate_every: int
     bucket_mib: int
     gradient_checkpointing: bool
@@ -62,6 +61,7 @@ def derive(
     longest = recipe.task.max_prompt_tokens + recipe.task.max_response_tokens
     mini = recipe.batch.mini_batch_prompts or recipe.batch.prompts_per_step
     steps = book.note("trainer.steps", *_steps(recipe))
+    book.note("checkpoint.every_steps", *_every(recipe.checkpoint.every_steps, steps=steps))
     derived = Derived(
         run_dir=run_dir,
         model_path=model.path,
@@ -69,7 +69,6 @@ def derive(
         val_parquet=task.val_parquet,
         is_cpu=is_cpu,
         steps=steps,
-        save_every=book.note("checkpoint.every_steps", *_every(recipe.checkpoint.every_steps, steps=steps)),
         validate_every=book.note("trainer.validate_every", *_every(recipe.trainer.validate_every, steps=steps)),
         attention=book.note("trainer.attention", *_attention(recipe, is_cpu=is_cpu)),
         gradient_checkpointing=book.note("trainer.gradient_checkpointing", *_gradient_checkpointing(builtin)),

@@ -193,6 +193,20 @@ class ClusterPlan:
 
 
 @dataclass(frozen=True)
+class CheckpointPlan:
+    """When a step is saved (the last one always is), and what stays.
+
+    every_steps, every_minutes: 0: not for this reason.  keep: of the newest, None for all.  keep_best: the one with the
+    best greedy validation is saved too, and stays.
+    """
+
+    every_steps: int = 0
+    every_minutes: float = 0.0
+    keep: int | None = 2
+    keep_best: bool = False
+
+
+@dataclass(frozen=True)
 class ExpectedAttestation:
     """One process that must say what it runs before the first step. role: `rollout`, `trainer` or `driver`.
 
@@ -213,6 +227,7 @@ class RunPlan:
     argv: the exact child.  env: what the child gets on top of the launcher's own environment (names from plan.env).
     pins: distribution -> version that the patches were made for.
     norm_fed_lr_scale: times the learning rate, for the linear layers that a norm feeds.
+    resume_from: the checkpoint whose step this attempt goes on after, empty for a start from the model.
     """
 
     name: str
@@ -230,7 +245,6 @@ class RunPlan:
     steps: int
     validate_every: int
     prompts_per_step: int
-    checkpoint_every_steps: int
     logging_backends: tuple[str, ...]
     argv: tuple[str, ...]
     env: tuple[tuple[str, str], ...]
@@ -241,6 +255,8 @@ class RunPlan:
     uaq: UaqPlan | None = None
     norm_fed_lr_scale: float = 1.0
     cluster: ClusterPlan | None = None  # None: one node, with a Ray of the run's own
+    checkpoint: CheckpointPlan = CheckpointPlan()
+    resume_from: str = ""
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -281,6 +297,7 @@ def plan_from_dict(raw: dict[str, Any]) -> RunPlan:
             "guard": _guard(raw["guard"]),
             "uaq": UaqPlan(**raw["uaq"]) if raw["uaq"] else None,
             "cluster": ClusterPlan(**raw["cluster"]) if raw["cluster"] else None,
+            "checkpoint": CheckpointPlan(**raw["checkpoint"]),
             "logging_backends": tuple(raw["logging_backends"]),
             "argv": tuple(raw["argv"]),
             "env": tuple((k, v) for k, v in raw["env"]),

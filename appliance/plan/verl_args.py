@@ -65,10 +65,10 @@ def _quoted(text: str) -> str:
     return "'" + text.replace("'", "\\'") + "'"
 
 
-def overrides(recipe: Recipe, derived: Derived) -> list[Override]:
-    """Everything verl is told, in the order of its configuration."""
+def overrides(recipe: Recipe, derived: Derived, *, resume_from: Path | None = None) -> list[Override]:
+    """Everything verl is told, in the order of its configuration. resume_from: the checkpoint that it loads."""
     parts = (_algorithm, _data, _model, _actor, _rollout, _engine, _reward, _trainer)
-    return [each for part in parts for each in part(recipe, derived)]
+    return [*(each for part in parts for each in part(recipe, derived)), *_resume(recipe, resume_from)]
 
 
 def _algorithm(recipe: Recipe, derived: Derived) -> list[Override]:
@@ -230,10 +230,25 @@ def _trainer(recipe: Recipe, derived: Derived) -> list[Override]:
         Override("trainer.experiment_name", derived.run_dir.name),
         Override("trainer.total_training_steps", derived.steps),
         Override("trainer.total_epochs", derived.steps),  # an epoch is a step at least: `steps` decides
-        Override("trainer.val_before_train", recipe.trainer.validate_before),
         Override("trainer.test_freq", derived.validate_every),
-        Override("trainer.save_freq", derived.save_every),
-        Override("trainer.resume_mode", "disable"),
+        Override("trainer.save_freq", -1),  # trainer/checkpoints.py saves, when a step's metrics are written
         Override("trainer.default_local_dir", str(derived.run_dir / "checkpoints")),
         Override("transfer_queue.backend.SimpleStorage.num_data_storage_units", 1 if derived.is_cpu else 8),
+    ]
+
+
+def _resume(recipe: Recipe, resume_from: Path | None) -> list[Override]:
+    """Never verl's own search: it crashes on an empty tracker file and starts anew on one that names no folder.
+
+    A step that is resumed from was validated, where it was due, before it was saved.
+    """
+    if resume_from is None:
+        return [
+            Override("trainer.val_before_train", recipe.trainer.validate_before),
+            Override("trainer.resume_mode", "disable"),
+        ]
+    return [
+        Override("trainer.val_before_train", False),
+        Override("trainer.resume_mode", "resume_path"),
+        Override("trainer.resume_from_path", str(resume_from)),
     ]

@@ -18,7 +18,7 @@ PACKAGE_OF = {"libnuma.so.1": "libnuma1"}
 _GIB = 1 << 30
 _DISK_FOR_LOGS = _GIB // 4
 _TINY_CHECKPOINT = _GIB // 8
-_BYTES_SAVED_PER_WEIGHT = 14 + 2 + 2  # FP32 weights, two Adam moments, the exported model twice in BF16
+_BYTES_SAVED_PER_WEIGHT = 4 + 8 + 4  # FP32 weights, two Adam moments, the model to export in FP32
 _MEMORY_OF_THE_PROCESSES = 7 * _GIB  # trainer, engine, Ray and their imports, measured on the tiny model
 _TINY_START_S, _TINY_STEP_S, _TINY_STEP_SEQUENCES, _TINY_VALIDATION_S = 45, 2.2, 256, 2  # docs/results/demo.md
 _SHM_NEEDED = _GIB // 4
@@ -177,10 +177,19 @@ def _disk(plan: RunPlan, host: HostFacts, inputs: InputFacts) -> Iterator[Findin
 
 def disk_bytes(plan: RunPlan, *, model_bytes: int) -> int:
     """About what the run writes. model_bytes: size of the weights on disk (BF16), 0 when unknown."""
-    checkpoints = 1 + (plan.steps - 1) // plan.checkpoint_every_steps if plan.checkpoint_every_steps else 1
     each = model_bytes // 2 * _BYTES_SAVED_PER_WEIGHT if model_bytes else _TINY_CHECKPOINT
     scaled = 2 * model_bytes if plan.uaq else 0  # most of it in FP32
-    return _DISK_FOR_LOGS + checkpoints * each + scaled
+    return _DISK_FOR_LOGS + checkpoints_at_once(plan) * each + scaled + 2 * model_bytes  # `model/`
+
+
+def checkpoints_at_once(plan: RunPlan) -> int:
+    """Most checkpoints on the disk at one time: an older one goes only when a newer one was verified."""
+    when = plan.checkpoint
+    saves = 1 + (plan.steps - 1) // when.every_steps if when.every_steps else 1
+    if when.keep is None:
+        return saves
+    saves = plan.steps if when.every_minutes or when.keep_best else saves
+    return min(saves, when.keep + 1 + when.keep_best)
 
 
 def estimates(plan: RunPlan, *, model_bytes: int = 0) -> list[tuple[str, str]]:

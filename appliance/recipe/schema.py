@@ -201,9 +201,12 @@ class Guard(Section):
 
 
 class Checkpoint(Section):
-    """What is saved on the way. The end is always saved."""
+    """When the state is saved, besides at the end and when `RUN/save` is touched, and how much of it stays."""
 
-    every_steps: int = Field(0, ge=0, description="0: only at the end")
+    every_steps: int = Field(0, ge=0, description="save after every so many steps; 0: not by steps")
+    every_minutes: float = Field(0.0, ge=0, description="save when the last one is so old; 0: not by time")
+    keep: int | None = Field(2, ge=1, description="so many of the newest stay; null: all")
+    keep_best: bool = Field(False, description="save the best validation so far, and keep the best")
 
 
 class Logging(Section):
@@ -248,8 +251,5 @@ NOT_YET: frozenset[str] = frozenset(
     {
         "model.revision",
         "trainer.max_restarts",
-        "checkpoint.every_minutes",
-        "checkpoint.keep",
-        "checkpoint.keep_best",
     }
 )

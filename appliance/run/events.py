@@ -23,8 +23,8 @@ METRICS_FILE = "metrics.jsonl"
 def append_event(run_dir: Path, *, kind: str, what: str, why: str = "", **extra: Any) -> None:
     """Append one event.
 
-    kind: phase, progress, attest, failure, guard, stop or note.  extra: JSON values.  Raises OSError (a full disk,
-    no such folder).
+    kind: phase, progress, attest, failure, guard, checkpoint, resume, stop or note.  extra: JSON values.
+    Raises OSError (a full disk, no such folder).
     """
     append_line(run_dir / EVENTS_FILE, {"time": time.time(), "kind": kind, "what": what, "why": why, **extra})
 
@@ -51,11 +51,16 @@ def append_failure(run_dir: Path, error: ApplianceError) -> None:
 
 
 def first_failure(run_dir: Path) -> Event | None:
-    """The first `failure` event of a run, or None: what failed later failed because of it."""
+    """The first `failure` event of a run's attempt, or None: what failed later failed because of it."""
     path = run_dir / EVENTS_FILE
     lines = path.read_text().splitlines() if path.exists() else []
-    events = (parse_event(line) for line in lines)
-    return next((event for event in events if event is not None and event.kind == "failure"), None)
+    first = None
+    for event in map(parse_event, lines):
+        if event is not None and event.kind == "resume":
+            first = None
+        elif event is not None and event.kind == "failure":
+            first = first or event
+    return first
 
 
 def run_started(run_dir: Path) -> float:

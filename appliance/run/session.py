@@ -53,18 +53,27 @@ class Session:
     The launcher holds a lock on the folder: a run that says `running` and whose lock is free has lost its launcher.
     """
 
-    def __init__(self, run_dir: Path, *, record: RunRecord) -> None:
+    def __init__(self, run_dir: Path, *, record: RunRecord, must_lock: bool = False) -> None:
+        """must_lock: raise BlockingIOError when another launcher has the run."""
         self.run_dir = run_dir
         self.record = record
         self._lock = os.open(run_dir / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        with contextlib.suppress(
-            OSError
-        ):  # a network file system may have no locks; has_launcher then believes run.json
+        try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if must_lock:
+                self.release()
+                raise
+        except OSError:  # a network file system may have no locks; has_launcher then believes run.json
+            pass
 
     @property
     def log_dir(self) -> Path:
         return log_dir(self.run_dir, attempt=self.record.attempt)
+
+    def release(self) -> None:
+        """Let go of the lock, for a run that never began."""
+        os.close(self._lock)
 
     def update(self, *, state: RunStatus, phase: str) -> None:
         """Write where the run is, if it moved. A disk that is full now does not end the run: its children say so."""
@@ -118,17 +127,26 @@ def _fill(run_dir: Path, *, plan: RunPlan, recipe_yaml: str) -> Session:
     log_dir(run_dir, attempt=record.attempt).mkdir(parents=True)
     (run_dir / "recipe.yaml").write_text(recipe_yaml)
     plan.write(run_dir / "plan.json")
-    (run_dir / "versions.json").write_text(json.dumps(_versions(plan), indent=2) + "\n")
+    (run_dir / "versions.json").write_text(json.dumps(versions(plan), indent=2) + "\n")
     write_record(run_dir, record)
     return Session(run_dir, record=record)
 
 
 def free_run_dir(root: Path, *, name: str) -> Path:
     """`<root>/<name>-<n>` with the number after the highest in use, from 1."""
+    return root / f"{name}-{_highest(root, name=name) + 1}"
+
+
+def newest_run_dir(root: Path, *, name: str) -> Path | None:
+    """`<root>/<name>-<n>` with the highest number in use, None when there is none."""
+    number = _highest(root, name=name)
+    return root / f"{name}-{number}" if number else None
+
+
+def _highest(root: Path, *, name: str) -> int:
     pattern = re.compile(re.escape(name) + r"-(\d+)")
     names = [entry.name for entry in root.iterdir()] if root.is_dir() else []
-    used = [int(match[1]) for match in map(pattern.fullmatch, names) if match]
-    return root / f"{name}-{max(used, default=0) + 1}"
+    return max((int(match[1]) for match in map(pattern.fullmatch, names) if match), default=0)
 
 
 def log_dir(run_dir: Path, *, attempt: int) -> Path:
@@ -184,7 +202,7 @@ def _in_use(run_dir: Path, *, is_chosen: bool) -> RecipeError:
     return RecipeError([(f"run name `{run_dir.name}` is in use: {run_dir}", hint)])
 
 
-def _versions(plan: RunPlan) -> dict[str, object]:
+def versions(plan: RunPlan) -> dict[str, object]:
     names = sorted({"flashrl-appliance", *(name for name, _ in plan.pins)})
     return {
         "schema_version": SCHEMA_VERSION,

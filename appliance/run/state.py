@@ -76,6 +76,9 @@ def _fold_event(state: RunState, event: Event) -> RunState:
             return replace(state, failure=event)
         case "stop":
             return replace(state, stop=event)
+        case "resume":
+            begun = replace(state, phase="starting", phase_since=event.time, work=None)
+            return replace(begun, failure=None, stop=None, attested=(), note=event.what)
         case _:
             return state
 

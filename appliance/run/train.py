@@ -22,11 +22,13 @@ from appliance import console
 from appliance.plan.env import LOG_DIR_VARIABLE, PLAN_VARIABLE, RAY_DIR_VARIABLE
 from appliance.plan.model import RunPlan
 from appliance.run import summary
+from appliance.run.attempt import begin_attempt
 from appliance.run.events import RunTail, append_event, append_failure
 from appliance.run.keeper import KeeperReport
 from appliance.run.outcome import DONE, Child, Outcome, failed, interrupted
 from appliance.run.progress import Progress, choose_progress, json_line
 from appliance.run.ray_dir import keep_ray_logs, make_ray_dir
+from appliance.run.resume import Resume
 from appliance.run.session import RunStatus, Session, create_session
 from appliance.run.stalls import Stalled, StallWatch, ask_around
 from appliance.run.state import RunState, fold
@@ -73,16 +75,18 @@ def run_training(
     json_mode: bool,
     steps: Sequence[Step] = (),
     quiet: bool = False,
+    resume: Resume | None = None,
 ) -> int:
     """Run the plan and return the exit code; everything that is to be said was said.
 
     recipe_yaml: the resolved recipe, kept in the folder.  findings: what preflight let pass; warnings become notes.
     name: as the user gave it, None when the run's name was chosen.  steps: between preparation and training, in order.
     quiet: the caller says how it went; here only a live panel is shown, and why a run did not end well.
+    resume: the run to go on with, None for a new one.
     Raises RecipeError (the name is in use) and PreflightError (a folder cannot be written).
     """
     started = time.monotonic()
-    with Interrupts() as interrupts, create_session(plan, recipe_yaml=recipe_yaml, is_chosen=name is None) as session:
+    with Interrupts() as interrupts, _open_session(plan, recipe_yaml=recipe_yaml, name=name, resume=resume) as session:
         for finding in findings:
             if str(finding.severity) == "warning":
                 append_event(session.run_dir, kind="note", what=f"{finding.place}: {finding.message}", why="preflight")
@@ -92,6 +96,12 @@ def run_training(
     seconds = time.monotonic() - started
     _tell(plan, training.state, outcome=outcome, seconds=seconds, json_mode=json_mode, quiet=quiet)
     return outcome.exit_code
+
+
+def _open_session(plan: RunPlan, *, recipe_yaml: str, name: str | None, resume: Resume | None) -> Session:
+    if resume is None:
+        return create_session(plan, recipe_yaml=recipe_yaml, is_chosen=name is None)
+    return begin_attempt(plan, resume=resume, recipe_yaml=recipe_yaml)
 
 
 class _Training:
@@ -104,6 +114,9 @@ class _Training:
         self._progress = progress
         self._tail = RunTail(session.run_dir)
         self.state = RunState(steps=plan.steps)
+        if session.record.attempt > 1:  # what earlier attempts wrote is known, and no news
+            for item in self._tail.read():
+                self.state = fold(self.state, item)
 
     def run(self, steps: Sequence[Step]) -> Outcome:
         with self._progress:

@@ -10,14 +10,18 @@ from typing import Any
 import transfer_queue
 from omegaconf import DictConfig
 from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from appliance.errors import ApplianceError, AttestationError, TrainingError
+from appliance.guard.governor import Decision
 from appliance.plan.model import RunPlan
 from appliance.run.acknowledge import SyncRecord, check_sync
 from appliance.run.attest import check_attestations, fingerprint
+from appliance.run.checkpoints import checkpoint_folder
 from appliance.run.events import append_event, run_started
 from appliance.trainer.attest import attest_driver, attest_trainers
+from appliance.trainer.checkpoints import Checkpoints
 from appliance.trainer.clipping import Clipping
 from appliance.trainer.corrected import CorrectionStep
 from appliance.trainer.correction_step import correct_step
@@ -47,7 +51,7 @@ class WatchedTrainer(PPOTrainerSync):
         self._telemetry: StepTelemetry | None = None
         self._governed = Governed(plan)
         self._clipping = Clipping(plan)
-        self._saved_step = 0
+        self.checkpoints: Checkpoints | None = None
         self._correction: CorrectionStep | None = None
         self._validation: dict[str, float] = {}
         self._syncs = 0
@@ -74,6 +78,7 @@ class WatchedTrainer(PPOTrainerSync):
         super()._setup()
 
     def on_init_end(self) -> None:
+        self.checkpoints = self._open_checkpoints()
         self._engine_watch = EngineWatch(self.llm_server_manager.server_handles, on_death=self._on_engine_death)
         self._phase("attest")
         self._clipping.install(self.actor_rollout_wg, actor=self.config.actor_rollout_ref.actor)
@@ -88,6 +93,24 @@ class WatchedTrainer(PPOTrainerSync):
         """Before the engines are ended on purpose."""
         if self._engine_watch is not None:
             self._engine_watch.stop()
+
+    def _open_checkpoints(self) -> Checkpoints:
+        """With the driver's part of the checkpoint put back, when the weights were loaded from one."""
+        opened = Checkpoints(
+            self.plan,
+            save_workers=self._save_workers,
+            data_state=self.train_dataloader.state_dict,
+            syncs=lambda: self._syncs,
+        )
+        if self.plan.resume_from:
+            self.train_dataloader_it = iter(self.train_dataloader)  # draws from the random state that is put back next
+            opened.restore(Path(self.plan.resume_from))
+        return opened
+
+    def _save_workers(self, folder: Path, step: int) -> None:
+        self.actor_rollout_wg.save_checkpoint(str(folder / "actor"), None, step, max_ckpt_to_keep=None)
+        if self.use_critic:
+            self.critic_wg.save_checkpoint(str(folder / str(Role.Critic)), None, step, max_ckpt_to_keep=None)
 
     def _check_attestations(self) -> None:
         problems = check_attestations(
@@ -153,6 +176,7 @@ class WatchedTrainer(PPOTrainerSync):
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         self._phase("update")
+        self.checkpoints.begin_update()
         batch = super()._update_actor(batch, metrics=metrics)
         self._clipping.after_update(
             batch,
@@ -166,11 +190,6 @@ class WatchedTrainer(PPOTrainerSync):
     def on_step_end(self) -> None:
         self._phase("sync")
         super().on_step_end()
-
-    def _save_checkpoint(self) -> None:
-        self._phase("save")
-        super()._save_checkpoint()
-        self._saved_step = self.global_steps
 
     def _validate(self) -> dict[str, float]:
         self._phase("validate")
@@ -201,18 +220,20 @@ class WatchedTrainer(PPOTrainerSync):
             step=global_steps,
         )
         self._write({**line, **self._telemetry.metrics(), **self._clipping.metrics(), **self._validation})
+        decision = self._govern(line, telemetry=self._telemetry)
+        self._end_step(val_reward=self._validation.get("val_reward_mean"), stop_for=decision)
         self._validation = {}
-        self._govern(line, telemetry=self._telemetry)
 
-    def _govern(self, line: dict[str, Any], *, telemetry: StepTelemetry) -> None:
-        """Raises GuardStop, after the step is written down and saved."""
+    def _end_step(self, *, val_reward: float | None, stop_for: Decision | None) -> None:
+        """The step is written down and judged: save it when it is due. Raises GuardStop, after the step is saved."""
+        is_last = self.global_steps >= self.total_training_steps
+        self.checkpoints.end_step(self.global_steps, val_reward=val_reward, is_last=is_last)
+        if stop_for is not None:
+            raise stop(stop_for, saved=self.checkpoints.save_now("stopped by the guard"))
+
+    def _govern(self, line: dict[str, Any], *, telemetry: StepTelemetry) -> Decision | None:
         equal = telemetry.equal_group_fraction
-        decision = self._governed.after_step(signals_of(line, mismatch=telemetry.mismatch, equal_group_fraction=equal))
-        if decision is None:
-            return
-        if self._saved_step != self.global_steps:
-            self._save_checkpoint()
-        raise stop(decision, saved=self.run_dir / "checkpoints" / f"global_step_{self.global_steps}")
+        return self._governed.after_step(signals_of(line, mismatch=telemetry.mismatch, equal_group_fraction=equal))
 
     def _write(self, line: dict[str, Any]) -> None:
         append_metrics(self.run_dir, {**line, "time_s": round(time.time() - self._started, 3)})
@@ -222,5 +243,4 @@ class WatchedTrainer(PPOTrainerSync):
     def export_model(self) -> None:
         """`model/`: what the last checkpoint holds, see trainer/export.py."""
         self._phase("export")
-        checkpoint = self.run_dir / "checkpoints" / f"global_step_{self.plan.steps}"
-        export_checkpoint(checkpoint, target=self.run_dir / "model", uaq=self.plan.uaq)
+        export_checkpoint(checkpoint_folder(self.run_dir, step=self.plan.steps), target=self.run_dir / "model", uaq=self.plan.uaq)

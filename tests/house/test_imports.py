@@ -18,6 +18,8 @@ NUMBERS = {
     "quant.settings",
     "quant.uaq_layers",
 }
+# The folder of checkpoints, and what leaves it: the trainer fills it, the launcher looks for where to resume.
+SAVED = {"run.seal", "run.checkpoints", "run.export"}
 CHILDREN = {
     "errors",
     "patch",
@@ -30,6 +32,7 @@ CHILDREN = {
     "run.heartbeat",
     "run.stacks",
     "run.stop_request",
+    *SAVED,
 }
 
 # A room or module -> what it may import besides its own room. A name stands for everything below it.
@@ -46,7 +49,7 @@ MAY_IMPORT = {
     "recipe": {"errors", "tasks", "guard", *NUMBERS},
     "plan": {"errors", "tasks", "recipe", "guard", *NUMBERS},
     "preflight": {"errors", "tasks", "recipe", "plan", *NUMBERS},
-    "run": {"errors", "tasks", "plan", "preflight", "console", "flashrl.variables", *NUMBERS},
+    "run": {"errors", "tasks", "recipe", "plan", "preflight", "console", "flashrl.variables", *NUMBERS},
     "cluster": {"errors", "plan", "run", "console", "preflight.probes", "flashrl.variables", *NUMBERS},
     "engine": {*CHILDREN, "flashrl"},
     "flashrl": {"errors", "patch", "quant", "plan.env", "engine", "recipe.tree"},

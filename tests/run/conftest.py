@@ -71,7 +71,6 @@ def _small_plan(root: Path, *, argv: tuple[str, ...] = (), name: str = "small-1"
         task=replace(plan.task, **parquets),
         steps=steps,
         validate_every=steps,
-        checkpoint_every_steps=steps,
         argv=argv,
         env=((PLAN_VARIABLE, str(run_dir / "plan.json")), ("PYTHONUNBUFFERED", "1")),
         pins=(("rich", "1.0"),),

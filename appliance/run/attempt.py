@@ -1,0 +1,150 @@
+"""The next attempt of a run: its folder put back to the end of the last step that is kept, nothing thrown away.
+
+Every move can be repeated: a launcher that is killed in between leaves a folder that can be resumed all the same, for
+`run.json` gets the new number of the attempt last.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from appliance.errors import RecipeError
+from appliance.plan.model import RunPlan
+from appliance.run.acknowledge import SYNC_FOLDER
+from appliance.run.attest import ATTEST_FOLDER
+from appliance.run.checkpoints import DAMAGED, GUARD_FILE, half_done, in_order, is_leaving, set_aside, step_of
+from appliance.run.events import METRICS_FILE, append_event, parse_metrics
+from appliance.run.resume import Resume
+from appliance.run.seal import write_durably
+from appliance.run.session import RunRecord, Session, cannot_write, log_dir, read_record, versions, write_record
+
+MODEL = "model"
+
+
+def begin_attempt(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> Session:
+    """Claim the run and bring its folder back to where it goes on.
+
+    Raises RecipeError when another launcher has it, PreflightError when the folder cannot be written.
+    """
+    run_dir = resume.target.run_dir
+    before = resume.target.record
+    try:
+        session = Session(run_dir, record=RunRecord(attempt=before.attempt + 1), must_lock=True)
+    except BlockingIOError:
+        raise _taken(run_dir) from None
+    except OSError as error:
+        raise cannot_write(run_dir, error) from error
+    try:
+        if _attempt_now(run_dir) != before.attempt:
+            raise _taken(run_dir)
+        _put_back(plan, resume=resume, recipe_yaml=recipe_yaml)
+        write_record(run_dir, session.record)
+    except OSError as error:
+        session.release()
+        raise cannot_write(run_dir, error) from error
+    except RecipeError:
+        session.release()
+        raise
+    return session
+
+
+def _put_back(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> None:
+    run_dir, attempt = resume.target.run_dir, resume.target.record.attempt
+    logs = log_dir(run_dir, attempt=attempt)
+    logs.mkdir(parents=True, exist_ok=True)
+    log_dir(run_dir, attempt=attempt + 1).mkdir(exist_ok=True)
+    append_event(
+        run_dir, kind="resume", what=_words(resume, attempt=attempt + 1), step=resume.step, attempt=attempt + 1
+    )
+    _put_checkpoints_aside(resume)
+    cut = cut_metrics(run_dir, after=resume.step if resume.found.newest else -1, attempt=attempt)
+    if cut:
+        what = f"{cut} lines of metrics after step {resume.step} are cut off"
+        append_event(run_dir, kind="note", what=what, why=f"kept in {cut_file(run_dir, attempt=attempt).name}")
+    _restore_guard(run_dir, checkpoint=resume.found.newest)
+    for folder in (SYNC_FOLDER, ATTEST_FOLDER, MODEL):
+        if (run_dir / folder).exists():
+            (run_dir / folder).rename(logs / folder)
+    for partial in run_dir.glob(f"{MODEL}.partial-*"):
+        shutil.rmtree(partial)
+    made = {"recipe.yaml": recipe_yaml, "plan.json": plan.to_json() + "\n"}
+    made["versions.json"] = json.dumps(versions(plan), indent=2) + "\n"
+    for name, text in made.items():
+        if (run_dir / name).is_file() and not (logs / name).exists():
+            shutil.copyfile(run_dir / name, logs / name)
+        write_durably(run_dir / name, text)
+
+
+def _words(resume: Resume, *, attempt: int) -> str:
+    if resume.found.newest is None:
+        return f"attempt {attempt} starts from the beginning: no whole checkpoint"
+    return f"attempt {attempt} goes on after step {resume.step}"
+
+
+def _put_checkpoints_aside(resume: Resume) -> None:
+    run_dir = resume.target.run_dir
+    for each in resume.found.rejected:
+        aside = set_aside(each.folder, below=DAMAGED)
+        _say_aside(run_dir, what=f"{each.folder.name} is damaged and set aside", why=each.why, aside=aside)
+    for folder in half_done(run_dir):
+        if is_leaving(folder):
+            shutil.rmtree(folder)
+        else:
+            aside = set_aside(folder, below=DAMAGED)
+            _say_aside(run_dir, what=f"{folder.name} was half written and is set aside", why="", aside=aside)
+    for folder in in_order(run_dir):
+        if (step_of(folder) or 0) > resume.step:
+            aside = set_aside(folder, below=f"cut-{resume.target.record.attempt}")
+            why = f"the run goes on after step {resume.step}"
+            _say_aside(run_dir, what=f"{folder.name} is later and set aside", why=why, aside=aside)
+
+
+def _say_aside(run_dir: Path, *, what: str, why: str, aside: Path) -> None:
+    append_event(run_dir, kind="checkpoint", what=what, why=why, aside=str(aside.relative_to(run_dir)))
+
+
+def cut_file(run_dir: Path, *, attempt: int) -> Path:
+    return run_dir / f"metrics.cut-{attempt}.jsonl"
+
+
+def cut_metrics(run_dir: Path, *, after: int, attempt: int) -> int:
+    """Keep the lines of steps up to `after`, each step once; move the others into a file beside it. Returns how many
+    were moved. A line that was torn by the end of a process is one of them."""
+    path = run_dir / METRICS_FILE
+    if not path.exists():
+        return 0
+    kept: list[bytes] = []
+    cut: list[bytes] = []
+    seen: set[int] = set()
+    for line in path.read_bytes().splitlines(keepends=True):
+        metrics = parse_metrics(line.decode(errors="replace")) if line.endswith(b"\n") else None
+        keep = metrics is not None and metrics.step <= after and metrics.step not in seen
+        (kept if keep else cut).append(line)
+        if metrics is not None and keep:
+            seen.add(metrics.step)
+    if cut:
+        write_durably(cut_file(run_dir, attempt=attempt), b"".join(cut))
+        write_durably(path, b"".join(kept))
+    return len(cut)
+
+
+def _restore_guard(run_dir: Path, *, checkpoint: Path | None) -> None:
+    """The governor's memory as it was at the end of the step; none at the beginning."""
+    kept = checkpoint / GUARD_FILE if checkpoint else None
+    if kept is not None and kept.is_file():
+        write_durably(run_dir / GUARD_FILE, kept.read_bytes())
+    else:
+        (run_dir / GUARD_FILE).unlink(missing_ok=True)
+
+
+def _attempt_now(run_dir: Path) -> int:
+    try:
+        return read_record(run_dir).attempt
+    except FileNotFoundError:
+        return 0
+
+
+def _taken(run_dir: Path) -> RecipeError:
+    return RecipeError([(f"--resume: another program has just taken the run {run_dir}", "wait for its end")])

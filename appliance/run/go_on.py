@@ -1,0 +1,57 @@
+"""`train --resume`: from the choice of a run to its next attempt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from appliance import console
+from appliance.preflight.report import examine
+from appliance.recipe.dump import to_yaml
+from appliance.recipe.schema import Recipe
+from appliance.run import resume as resuming
+from appliance.run.train import Step, run_training
+from appliance.run.work import stop_on_errors
+
+
+def resume_training(
+    recipe: Recipe,
+    *,
+    resume: str,
+    name: str | None,
+    force: bool,
+    dry_run: bool,
+    json_mode: bool,
+    steps: tuple[Step, ...],
+) -> int | None:
+    """Go on with the run that is meant; its exit code, or None when a new run is to be started.
+
+    resume: `auto`, `never` or a path.  Raises as the functions of run/resume.py do.
+    """
+    root = Path(recipe.cluster.run_dir).expanduser().absolute()
+    target = resuming.find_target(resume, root=root, recipe_name=recipe.name, name=name)
+    if target is None:
+        return None
+    resuming.refuse_changes(recipe, target=target, force=force)
+    plan, _, _ = examine(recipe, run_dir=target.run_dir, ask_hub=False)
+    if resuming.is_done(target, steps=plan.steps):
+        console.say(f"the run {target.run_dir.name} is done: {target.run_dir / 'model'}")
+        return 0
+    start = resuming.find_start(target)
+    for line in resuming.rejected_texts(start.found.rejected):
+        console.say(f"warning: {line}")
+    plan, _, findings = examine(recipe, run_dir=target.run_dir, ask_hub=True, resume_from=start.found.newest)
+    resuming.refuse_misfit(start, plan=plan)
+    stop_on_errors(findings)
+    console.say(_words(start))
+    if dry_run:
+        return 0
+    return run_training(
+        plan, recipe_yaml=to_yaml(recipe), findings=findings, name=name, json_mode=json_mode, steps=steps, resume=start
+    )
+
+
+def _words(start: resuming.Resume) -> str:
+    name = start.target.run_dir.name
+    if start.found.newest is None:
+        return f"the run {name} has no whole checkpoint: it starts from the beginning"
+    return f"the run {name} goes on after step {start.step}"

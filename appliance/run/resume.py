@@ -1,0 +1,186 @@
+"""Which run a `train --resume` means, whether it may go on, and from where. Looks only; run/attempt.py does it.
+
+Only the run's own checkpoints are ever loaded, and only those whose every byte verifies: verl unpickles what is in
+them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from appliance.errors import PreflightError, RecipeError
+from appliance.plan.model import RunPlan, read_plan
+from appliance.recipe.dump import to_plain
+from appliance.recipe.load import load_recipe
+from appliance.recipe.schema import Recipe
+from appliance.run.checkpoints import FOLDER, Found, Rejected, find_newest, step_of
+from appliance.run.seal import damage, hash_file, read_manifest
+from appliance.run.session import RUN_FILE, RunRecord, RunStatus, has_launcher, newest_run_dir, read_record
+
+NEVER, AUTO = "never", "auto"
+
+# What may change between two attempts: how long, what is watched, kept and shown, and where; never what is computed.
+HARMLESS = frozenset({"name", "cluster.run_dir", "rollout.kv_cache_gb", "rollout.gpu_memory_utilization"})
+HARMLESS_TRAINER = frozenset({"steps", "epochs", "validate_before", "validate_every", "max_restarts"})
+HARMLESS_SECTIONS = frozenset({"checkpoint", "guard", "logging"})
+
+
+@dataclass(frozen=True)
+class Target:
+    """A run to go on with. checkpoint: the one that was named, None: the newest that is whole."""
+
+    run_dir: Path
+    record: RunRecord
+    checkpoint: Path | None = None
+
+
+@dataclass(frozen=True)
+class Resume:
+    """A run that may go on. found: where from; nothing whole means from the beginning, in the same folder."""
+
+    target: Target
+    found: Found
+
+    @property
+    def step(self) -> int:
+        """The last finished step that is kept; 0 for a start from the beginning."""
+        return (step_of(self.found.newest) or 0) if self.found.newest else 0
+
+
+def find_target(resume: str, *, root: Path, recipe_name: str, name: str | None) -> Target | None:
+    """The run that is meant, None for a new one. root: folder of the runs.
+
+    Raises RecipeError when there is none where one was named, or its launcher still lives.
+    """
+    if resume == NEVER:
+        return None
+    checkpoint = None
+    if resume == AUTO:
+        run_dir = root / name if name else newest_run_dir(root, name=recipe_name)
+        if run_dir is None or not run_dir.exists():
+            return None
+    else:
+        run_dir, checkpoint = _named(resume, name=name)
+    if has_launcher(run_dir):
+        raise RecipeError([(f"--resume: the run {run_dir} is running", "wait for its end, or stop it")])
+    return Target(run_dir, _record(run_dir), checkpoint)
+
+
+def _named(resume: str, *, name: str | None) -> tuple[Path, Path | None]:
+    path = Path(resume).expanduser().absolute()
+    is_checkpoint = step_of(path) is not None and path.parent.name == FOLDER
+    run_dir = path.parent.parent if is_checkpoint else path
+    if not (run_dir / RUN_FILE).is_file():
+        hint = "use `auto`, `never`, the folder of a run, or one of its checkpoints/global_step_<n>"
+        raise RecipeError([(f"--resume {resume}: not the folder of a run, nor of a checkpoint in one", hint)])
+    if name is not None and name != run_dir.name:
+        raise RecipeError([(f"--name: `{name}` is not the run of --resume, `{run_dir.name}`", "leave --name out")])
+    return run_dir, path if is_checkpoint else None
+
+
+def _record(run_dir: Path) -> RunRecord:
+    """A folder without `run.json` was claimed by a launcher that died at once: nothing began in it."""
+    try:
+        return read_record(run_dir)
+    except FileNotFoundError:
+        return RunRecord(attempt=0)
+    except (OSError, ValueError) as error:
+        raise RecipeError([(f"--resume: {error}", "")]) from error
+
+
+def refuse_changes(recipe: Recipe, *, target: Target, force: bool) -> None:
+    """Raises RecipeError, a problem a key, when the recipe is another one than the run's where that matters.
+
+    force: let them pass.
+    """
+    kept = target.run_dir / "recipe.yaml"
+    if force or not kept.is_file():
+        return
+    before, now = _flat(load_recipe(str(kept))), _flat(recipe)
+    problems = [
+        (f"{key}: the run has {before.get(key)!r}, the recipe {now.get(key)!r}", "")
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and not is_harmless(key)
+    ]
+    if problems:
+        hint = "give what the run has, start a new one with another --name, or take the change with --force"
+        raise RecipeError([*problems[:-1], (problems[-1][0], hint)])
+
+
+def is_harmless(key: str) -> bool:
+    """Whether a dotted key may differ between two attempts of one run."""
+    section, _, name = key.partition(".")
+    return key in HARMLESS or section in HARMLESS_SECTIONS or (section == "trainer" and name in HARMLESS_TRAINER)
+
+
+def _flat(recipe: Recipe) -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in to_plain(recipe).items():
+        if isinstance(value, dict):
+            flat |= {f"{key}.{inner}": each for inner, each in value.items()}
+        else:
+            flat[key] = value
+    return flat
+
+
+def is_done(target: Target, *, steps: int) -> bool:
+    """Whether the run ended well, and after at least so many steps."""
+    if target.record.state is not RunStatus.DONE:
+        return False
+    return _plan_before(target).steps >= steps
+
+
+def find_start(target: Target) -> Resume:
+    """Where the run goes on. Reads every byte of the checkpoints it looks at. Raises RecipeError for a named checkpoint
+    that is damaged."""
+    if target.checkpoint is None:
+        return Resume(target, find_newest(target.run_dir))
+    problems = damage(target.checkpoint)
+    if problems:
+        message = f"--resume {target.checkpoint}: damaged: {problems[0]}"
+        raise RecipeError([(message, "use --resume auto, which takes the newest whole one")])
+    return Resume(target, Found(target.checkpoint))
+
+
+def refuse_misfit(resume: Resume, *, plan: RunPlan) -> None:
+    """Raises PreflightError when this plan cannot load the checkpoint, or would go on with other data or scales."""
+    folder = resume.found.newest
+    if folder is None:
+        return
+    facts = read_manifest(folder).facts
+    ranks = plan.nodes * plan.gpus_per_node
+    if facts.world_size != ranks:
+        message = f"{folder.name} was saved by {facts.world_size} ranks, the plan has {ranks}"
+        hint = "verl loads it with the same number only: set cluster.nodes and cluster.gpus_per_node back"
+        raise PreflightError(message, hint=hint)
+    if resume.step > plan.steps:
+        message = f"{folder.name} is later than trainer.steps, {plan.steps}"
+        raise PreflightError(message, hint=f"set trainer.steps to {resume.step} at least, or name an older checkpoint")
+    if Path(plan.task.train_parquet) != Path(_plan_before(resume.target).task.train_parquet):
+        message = "the training problems are not those that the run began with: a data file changed"
+        raise PreflightError(message, hint="put the file back, or start a new run")
+    for name, digest in facts.profile:
+        path = plan_profile_file(resume.target.run_dir, name)
+        if not path.is_file() or hash_file(path) != digest:
+            message = f"{path} is not the one that {folder.name} was trained with"
+            raise PreflightError(message, hint="put it back, or start a new run")
+
+
+def plan_profile_file(run_dir: Path, name: str) -> Path:
+    """A file of the run's own profile. Raises PreflightError for a name that is a path."""
+    if Path(name).name != name:
+        raise PreflightError(f"the manifest names `{name}` as a file of the profile")
+    return run_dir / "profile" / name
+
+
+def _plan_before(target: Target) -> RunPlan:
+    """Raises RecipeError when the run's plan cannot be read."""
+    try:
+        return read_plan(target.run_dir / "plan.json")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RecipeError([(f"{target.run_dir / 'plan.json'}: cannot be read: {error}", "start a new run")]) from error
+
+
+def rejected_texts(rejected: tuple[Rejected, ...]) -> list[str]:
+    return [f"{each.folder.name} is passed over: {each.why}" for each in rejected]

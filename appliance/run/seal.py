@@ -1,0 +1,161 @@
+"""What makes a folder a checkpoint: `manifest.json`, with the size and the SHA-256 of every file, written last.
+
+The trainer fills `partial-global_step_<n>`, seals it and renames it to `global_step_<n>`: a folder of that name was
+whole once, and its manifest says whether it still is. Safetensors and verl's own files notice a cut; a flipped bit only
+a hash does. Standard library only: the trainer seals, the launcher checks, without torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+
+MANIFEST_FILE = "manifest.json"
+SCHEMA_VERSION = 1
+_HASHING_THREADS = 4  # hashlib lets go of the interpreter; more threads than this wait for the disk
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """path: relative, with `/`.  size: bytes.  sha256: hex."""
+
+    path: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a checkpoint says of itself besides its files.
+
+    step: the last finished one.  world_size: ranks of the trainer that saved it.  reason: why it was saved.
+    time: unix s.  val_reward: the greedy reward validated after this very step, None without.
+    profile: SHA-256 by name of the files in the run's `profile/`, which the rollouts of this run need again.
+    """
+
+    step: int
+    world_size: int
+    reason: str
+    time: float
+    val_reward: float | None = None
+    profile: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class CheckpointManifest:
+    facts: Facts
+    files: tuple[FileRecord, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+def seal(folder: Path, *, facts: Facts) -> CheckpointManifest:
+    """Bring every file to the disk, then write the manifest. Raises OSError."""
+    paths = sorted(_files(folder))
+    with ThreadPoolExecutor(_HASHING_THREADS) as threads:
+        records = tuple(threads.map(lambda path: _record(folder, path), paths))
+    manifest = CheckpointManifest(facts, records)
+    text = json.dumps({"schema_version": SCHEMA_VERSION, **asdict(manifest)}, indent=2) + "\n"
+    write_durably(folder / MANIFEST_FILE, text)
+    for inner in sorted({folder, *(path.parent for path in paths)}):
+        sync_folder(inner)
+    return manifest
+
+
+def read_manifest(folder: Path) -> CheckpointManifest:
+    """Raises OSError when there is none, ValueError when it is not one that this program writes."""
+    raw = json.loads((folder / MANIFEST_FILE).read_text())
+    if not isinstance(raw, dict) or raw.get("schema_version") != SCHEMA_VERSION:
+        raise ValueError(f"{MANIFEST_FILE} is not of schema_version {SCHEMA_VERSION}")
+    try:
+        facts = {**raw["facts"], "profile": tuple((name, digest) for name, digest in raw["facts"]["profile"])}
+        manifest = CheckpointManifest(Facts(**facts), tuple(FileRecord(**file) for file in raw["files"]))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{MANIFEST_FILE} lacks or has another {error}") from error
+    outside = [file.path for file in manifest.files if not _is_inside(file.path)]
+    if outside:
+        raise ValueError(f"{MANIFEST_FILE} names a file outside of the checkpoint: {outside[0]}")
+    return manifest
+
+
+def damage(folder: Path) -> list[str]:
+    """What is wrong with a checkpoint, a line each; empty when every file is there as it was sealed.
+
+    Reads every byte: seconds per gigabyte.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except FileNotFoundError:
+        return [f"no {MANIFEST_FILE}"]
+    except (OSError, ValueError) as error:
+        return [f"{MANIFEST_FILE} cannot be read: {error}"]
+    found = {path.relative_to(folder).as_posix() for path in _files(folder)}
+    more = [f"{path} is not in the manifest" for path in sorted(found - {file.path for file in manifest.files})]
+    with ThreadPoolExecutor(_HASHING_THREADS) as threads:
+        return [line for line in threads.map(lambda file: _problem(folder, file), manifest.files) if line] + more
+
+
+def _problem(folder: Path, meant: FileRecord) -> str:
+    path = folder / meant.path
+    try:
+        if path.is_symlink() or not path.is_file():
+            return f"{meant.path} is missing"
+        size = path.stat().st_size
+        if size != meant.size:
+            return f"{meant.path} has {size} bytes instead of {meant.size}"
+        return "" if hash_file(path) == meant.sha256 else f"{meant.path} has other content than was saved"
+    except OSError as error:
+        return f"{meant.path} cannot be read: {error.strerror or error}"
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256, hex. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_durably(path: Path, content: str | bytes) -> None:
+    """The file as a whole or not at all, on the disk when this returns. Raises OSError."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with partial.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _record(folder: Path, path: Path) -> FileRecord:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        size = os.fstat(file.fileno()).st_size
+    return FileRecord(path.relative_to(folder).as_posix(), size=size, sha256=digest)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Everything below that is not a folder, but the manifest."""
+    for path in folder.rglob("*"):
+        if (path.is_symlink() or not path.is_dir()) and path != folder / MANIFEST_FILE:
+            yield path
+
+
+def _is_inside(path: str) -> bool:
+    pure = PurePosixPath(path)
+    return bool(path) and not pure.is_absolute() and ".." not in pure.parts

@@ -1,0 +1,260 @@
+"""Saving a run: what one finished step left behind, written where only whole checkpoints have a name.
+
+What belongs to a step is taken at its end, after its metrics were written and the governor looked at them: position in
+the data, random state, governor, length of metrics.jsonl. Weights and optimizer do not move before the next update, so
+that the step can be saved until then, in the middle of a rollout too.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from ray.exceptions import RayError
+
+from appliance.errors import TrainingError
+from appliance.plan.model import CheckpointPlan, RunPlan
+from appliance.run.checkpoints import (
+    GUARD_FILE,
+    checkpoint_folder,
+    in_order,
+    partial_of,
+    put_in_place,
+    read_saved,
+    remove_surplus,
+)
+from appliance.run.events import METRICS_FILE, append_event
+from appliance.run.seal import CheckpointManifest, Facts, damage, hash_file, seal
+from appliance.trainer.driver_random import DriverRandom, restore_random, take_random
+
+STATE_FILE = "state.json"
+DATA_FILE = "data.pt"  # verl's name, read by its own resume
+ASK_FILE = "save"  # `touch RUN/save` asks for a checkpoint at the end of the step
+_OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_FULL_BYTES = 16 << 20  # torch hides the reason of a failed write; with less than this free, the disk is full
+
+SaveWorkers = Callable[[Path, int], None]
+
+
+@dataclass(frozen=True)
+class DriverState:
+    """What `state.json` holds: the part of a step that neither verl nor the governor keeps.
+
+    metrics_bytes: length of metrics.jsonl with this step's line.  syncs: weight updates of this attempt.
+    """
+
+    step: int
+    metrics_bytes: int
+    syncs: int
+    random: DriverRandom
+    schema_version: int = 1
+
+
+@dataclass(frozen=True)
+class _StepEnd:
+    """data: of the data loader, as verl saves it.  guard: content of guard.json, None where there is none."""
+
+    state: DriverState
+    data: bytes
+    guard: bytes | None
+    val_reward: float | None
+
+
+def why_save(
+    plan: CheckpointPlan, *, step: int, is_last: bool, is_best: bool, is_asked: bool, since_save_s: float
+) -> str:
+    """Why this step is to be saved, empty when it is not. since_save_s: since the last save, or the start."""
+    if is_last:
+        return "the end"
+    if is_asked:
+        return f"asked for by the file `{ASK_FILE}`"
+    if plan.keep_best and is_best:
+        return "the best validation so far"
+    if plan.every_steps and step % plan.every_steps == 0:
+        return f"every {plan.every_steps} steps"
+    if plan.every_minutes and since_save_s >= plan.every_minutes * 60:
+        return f"every {plan.every_minutes:g} minutes"
+    return ""
+
+
+class Checkpoints:
+    """The checkpoints of one attempt. `end_step` after every step, `begin_update` before the weights move."""
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        *,
+        save_workers: SaveWorkers,
+        data_state: Callable[[], dict[str, Any]],
+        syncs: Callable[[], int],
+    ) -> None:
+        """save_workers: has every rank write its part into a folder.  data_state: of the data loader.
+        syncs: number of weight updates so far."""
+        self._plan = plan
+        self._run_dir = Path(plan.run_dir)
+        self._save_workers = save_workers
+        self._data_state = data_state
+        self._syncs = syncs
+        self._step_end: _StepEnd | None = None
+        self._saved_step = 0
+        self._saved_at_s = time.monotonic()
+        self._best = max(
+            (each.val_reward for each in read_saved(self._run_dir) if each.val_reward is not None), default=None
+        )
+
+    def begin_update(self) -> None:
+        """From here to the end of the step there is nothing that could be saved."""
+        self._step_end = None
+
+    @property
+    def can_save(self) -> bool:
+        """Whether `save_now` would find a finished step whose weights are still those of its end."""
+        return self._step_end is not None
+
+    def end_step(self, step: int, *, val_reward: float | None, is_last: bool) -> None:
+        """Remember the step that just ended, and save it when it is due. Raises TrainingError when that fails.
+
+        val_reward: validated after this very step.
+        """
+        self._step_end = self._take(step, val_reward=val_reward)
+        is_best = val_reward is not None and (self._best is None or val_reward > self._best)
+        self._best = val_reward if is_best else self._best
+        ask = self._run_dir / ASK_FILE
+        reason = why_save(
+            self._plan.checkpoint,
+            step=step,
+            is_last=is_last,
+            is_best=is_best,
+            is_asked=ask.exists(),
+            since_save_s=time.monotonic() - self._saved_at_s,
+        )
+        if reason:
+            ask.unlink(missing_ok=True)  # before saving: who asks while it is written gets another one
+            self.save_now(reason)
+
+    def save_now(self, reason: str) -> Path | None:
+        """Save the last finished step, if it is not saved yet. None when no step has ended or weights have moved since.
+
+        reason: for the manifest and the event.  Raises TrainingError; the older checkpoints are then as they were.
+        """
+        if self._step_end is None:
+            return None
+        step = self._step_end.state.step
+        folder = checkpoint_folder(self._run_dir, step=step)
+        if self._saved_step == step:
+            return folder
+        append_event(self._run_dir, kind="phase", what="save")
+        started = time.monotonic()
+        try:
+            manifest = self._write(folder, end=self._step_end, reason=reason)
+        except (OSError, RuntimeError, RayError) as error:
+            raise self._failed(folder, error) from error
+        self._saved_step, self._saved_at_s = step, time.monotonic()
+        gone = remove_surplus(self._run_dir, keep=self._plan.checkpoint.keep, keep_best=self._plan.checkpoint.keep_best)
+        append_event(
+            self._run_dir,
+            kind="checkpoint",
+            what=f"step {step} is saved",
+            why=reason,
+            step=step,
+            bytes=manifest.bytes,
+            seconds=round(time.monotonic() - started, 3),
+            removed=gone,
+        )
+        return folder
+
+    def restore(self, folder: Path) -> DriverState:
+        """The driver's own part of a checkpoint, put back. Raises ValueError when state.json is not one of ours."""
+        state = read_state(folder)
+        restore_random(state.random)
+        self._saved_step = state.step
+        self._step_end = self._take(state.step, val_reward=None)
+        return state
+
+    def _take(self, step: int, *, val_reward: float | None) -> _StepEnd:
+        data = io.BytesIO()
+        torch.save(self._data_state(), data)
+        metrics, guard = self._run_dir / METRICS_FILE, self._run_dir / GUARD_FILE
+        state = DriverState(
+            step=step,
+            metrics_bytes=metrics.stat().st_size if metrics.exists() else 0,
+            syncs=self._syncs(),
+            random=take_random(),
+        )
+        return _StepEnd(state, data.getvalue(), guard.read_bytes() if guard.exists() else None, val_reward)
+
+    def _write(self, folder: Path, *, end: _StepEnd, reason: str) -> CheckpointManifest:
+        partial = partial_of(folder)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        self._save_workers(partial, end.state.step)
+        (partial / DATA_FILE).write_bytes(end.data)
+        (partial / STATE_FILE).write_text(json.dumps(asdict(end.state)) + "\n")
+        if end.guard is not None:
+            (partial / GUARD_FILE).write_bytes(end.guard)
+        _sync_file(self._run_dir / METRICS_FILE)  # a checkpoint must not outlive the lines it counts
+        facts = Facts(
+            step=end.state.step,
+            world_size=self._plan.nodes * self._plan.gpus_per_node,
+            reason=reason,
+            time=time.time(),
+            val_reward=end.val_reward,
+            profile=profile_identity(self._run_dir),
+        )
+        manifest = seal(partial, facts=facts)
+        put_in_place(partial, folder=folder)
+        problems = damage(folder)
+        if problems:
+            raise OSError(errno.EIO, f"what was written reads back otherwise: {problems[0]}")
+        return manifest
+
+    def _failed(self, folder: Path, error: Exception) -> TrainingError:
+        """The error that ends the run. What was half written goes, to leave room for saying so."""
+        last = str(error).strip().rpartition("\n")[2] or "no message"
+        full = _is_full(self._run_dir, error)
+        shutil.rmtree(partial_of(folder), ignore_errors=True)
+        why = f"no space left at {folder.parent}" if full else f"{type(error).__name__}: {last}"
+        older = [each.name for each in in_order(self._run_dir) if each != folder]
+        remedy = "free some space, then resume" if full else "then resume"
+        hint = f"{remedy} with --resume auto: {older[-1]} is whole" if older else f"{remedy}; nothing was saved before"
+        return TrainingError(f"checkpoint {folder.name} could not be written: {why}", hint=hint)
+
+
+def read_state(folder: Path) -> DriverState:
+    """`state.json` of a checkpoint. Raises OSError, ValueError."""
+    raw = json.loads((folder / STATE_FILE).read_text())
+    if not isinstance(raw, dict) or raw.get("schema_version") != DriverState.schema_version:
+        raise ValueError(f"{folder / STATE_FILE}: not of schema_version {DriverState.schema_version}")
+    return DriverState(**{**raw, "random": DriverRandom(**raw["random"])})
+
+
+def profile_identity(run_dir: Path) -> tuple[tuple[str, str], ...]:
+    """SHA-256 by name of what lies in the run's `profile/`, but the engine's configuration, which only names paths."""
+    folder = run_dir / "profile"
+    found = folder.iterdir() if folder.is_dir() else ()
+    files = sorted(path for path in found if path.is_file() and path.suffix != ".yaml")
+    return tuple((path.name, hash_file(path)) for path in files)
+
+
+def _is_full(run_dir: Path, error: Exception) -> bool:
+    cause = getattr(error, "cause", error)
+    if getattr(cause, "errno", None) in _OUT_OF_SPACE or "No space left" in str(error):
+        return True
+    return shutil.disk_usage(run_dir).free < _FULL_BYTES
+
+
+def _sync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
