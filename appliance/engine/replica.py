@@ -1,4 +1,8 @@
-"""verl's vLLM server with one more call: all samples of a prompt at once.
+"""verl's vLLM server with one more call: all samples of many prompts at once.
+
+The engine gets them in their order and begins when it has all of them. What is computed together then never depends on
+when a request came, and neither do the last bits of a log-probability: with a seed per sample, the same prompts and
+weights give the same samples again.
 
 Named in `VERL_USE_EXTERNAL_MODULES`; it takes the place of verl's replica in verl's own registry. verl's server takes
 one request per sample and reads every intermediate token of it; for short answers that costs more than the model.
@@ -6,7 +10,10 @@ one request per sample and reads every intermediate token of it; for short answe
 
 from __future__ import annotations
 
+import asyncio
 import os
+import uuid
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +45,7 @@ class Group:
 
 
 def load_replica() -> type[RolloutReplica]:
-    """verl's replica whose servers can answer `generate_group`. Imports vLLM, so only on use."""
+    """verl's replica whose servers can answer `generate_groups`. Imports vLLM, so only on use."""
     import ray
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
     from vllm import SamplingParams, TokensPrompt
@@ -51,29 +58,39 @@ def load_replica() -> type[RolloutReplica]:
             plan = read_plan(Path(os.environ[PLAN_VARIABLE]))
             engine_kwargs.update(plan.rollout.replicas[self.replica_rank].engine_arguments())
 
-        async def generate_group(
-            self, *, prompt_ids: list[int], sampling: dict[str, Any], num_samples: int, request_id: str
-        ) -> Group:
-            """Samples of one prompt.
+        async def generate_groups(
+            self, prompts: list[list[int]], *, seeds: list[int | None], sampling: dict[str, Any], num_samples: int
+        ) -> AsyncIterator[tuple[int, Group]]:
+            """Samples of each prompt with its place in the list, as they come.
 
-            prompt_ids: at most max_model_len - 1 of them.  sampling: temperature, top_p, top_k.  num_samples: >= 1.
+            prompts: at most max_model_len - 1 tokens each.  seeds: of a prompt's first sample, the next number for each
+            further one; None where nothing is drawn.  sampling: temperature, top_p, top_k.  num_samples: >= 1.
             """
-            room = self.config.max_model_len - len(prompt_ids)
-            params = SamplingParams(
-                **sampling,
-                n=num_samples,
-                max_tokens=min(self.config.response_length, room),
-                logprobs=0,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-            final = None
-            async for output in self.engine.generate(TokensPrompt(prompt_token_ids=prompt_ids), params, request_id):
-                final = output
-            return Group(
-                samples=[_sample(completion) for completion in final.outputs],
-                weights_version=self.global_steps or 0,
-            )
+            always = {"logprobs": 0, "detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY}
+            await self.engine.pause_generation(mode="keep", clear_cache=False)
+            try:
+                queues = [
+                    await self._add(prompt, params=SamplingParams(**sampling, n=num_samples, seed=seed, **always))
+                    for prompt, seed in zip(prompts, seeds, strict=True)
+                ]
+            finally:
+                await self.engine.resume_generation()
+            waiting = [asyncio.create_task(self._group(place, queue)) for place, queue in enumerate(queues)]
+            try:
+                for finished in asyncio.as_completed(waiting):
+                    yield await finished
+            finally:
+                for task in waiting:
+                    task.cancel()
+
+        async def _add(self, prompt: list[int], *, params: SamplingParams) -> Any:
+            params.max_tokens = min(self.config.response_length, self.config.max_model_len - len(prompt))
+            return await self.engine.add_request(uuid.uuid4().hex, TokensPrompt(prompt_token_ids=prompt), params)
+
+        async def _group(self, place: int, queue: Any) -> tuple[int, Group]:
+            final = await queue.get()
+            samples = [_sample(completion) for completion in final.outputs]
+            return place, Group(samples, weights_version=self.global_steps or 0)
 
         async def engine_problem(self) -> str:
             """Why this server's engine can no longer answer, or nothing."""

@@ -90,6 +90,7 @@ def _rollouts(trainer: WatchedTrainer, *, plan: RunPlan) -> Rollouts:
         ),
         validation=Sampling(temperature=0.0, top_p=1.0, num_samples=1),
         max_prompt_tokens=plan.task.max_prompt_tokens,
+        seed=plan.seed,
     )
     trainer.watch_rollouts(rollouts)
     return rollouts

@@ -2,14 +2,16 @@
 
 This is an agent loop manager of our own (verl's only demand: `generate_sequences`, results in the TransferQueue). It
 lives in the trainer's process, on a thread with an event loop: the trainer only waits while rollouts are made. One call
-per prompt brings all its samples, one put brings up to PROMPTS_PER_PUT prompts.
+per engine brings the prompts there and their samples back, one put brings up to PROMPTS_PER_PUT prompts.
+
+The same run gives the same samples again: a seed per sample, each engine's prompts all at once and in their order, and
+results in that order too, whoever is finished first.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -26,9 +28,9 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from appliance.errors import EngineError, TrainingError
 from appliance.run.heartbeat import Heartbeat
+from appliance.trainer.seeds import PromptSeeds
 
 PROMPTS_PER_PUT = 64
-MAX_PROMPTS_IN_FLIGHT = 1024  # per engine; vLLM queues what does not fit
 
 Score = Callable[[str, str, str], float]
 
@@ -45,10 +47,21 @@ class Sampling:
         return {"temperature": self.temperature, "top_p": self.top_p, "top_k": -1}
 
 
+@dataclass(frozen=True)
+class _Prompt:
+    """A row of the data set on its way to an engine. group: where its samples will be."""
+
+    row: dict[str, Any]
+    token_ids: list[int]
+    seed: int | None
+    group: asyncio.Future[Any]
+
+
 class Rollouts:
     """validated: how many validation problems were generated and scored so far.
 
-    servers: one handle per rollout replica.  score: (data_source, response text, ground truth) -> reward."""
+    servers: one handle per rollout replica.  score: (data_source, response text, ground truth) -> reward.
+    seed: the run's."""
 
     def __init__(
         self,
@@ -59,9 +72,10 @@ class Rollouts:
         training: Sampling,
         validation: Sampling,
         max_prompt_tokens: int,
+        seed: int,
     ) -> None:
         self._servers = servers
-        self._in_flight = [0] * len(servers)
+        self._seeds = PromptSeeds(seed)
         self._tokenizer = tokenizer
         self._score = score
         self._training = training
@@ -110,11 +124,13 @@ class Rollouts:
     async def _generate(self, rows: list[dict[str, Any]], *, validate: bool) -> None:
         sampling = self._validation if validate else self._training
         partition = "val" if validate else "train"
-        limit = asyncio.Semaphore(MAX_PROMPTS_IN_FLIGHT * len(self._servers))
-        tasks = [asyncio.create_task(self._prompt(row, sampling=sampling, limit=limit)) for row in rows]
+        prompts = [self._prompt(row, sampling=sampling) for row in rows]
+        engines = [self._stream(number, prompts, sampling=sampling) for number in range(len(self._servers))]
+        tasks = [asyncio.create_task(self._scored(prompt)) for prompt in prompts]
+        streams = [asyncio.create_task(engine) for engine in engines]
         ready: list[tuple[str, list[dict[str, Any]]]] = []
         try:
-            for finished, next_one in enumerate(asyncio.as_completed(tasks), start=1):
+            for finished, next_one in enumerate(tasks, start=1):
                 ready.append(await next_one)
                 if len(ready) == PROMPTS_PER_PUT or finished == len(tasks):
                     await _put(ready, partition=partition)
@@ -122,29 +138,51 @@ class Rollouts:
                     self._progress.set()
                     ready = []
         finally:
-            for task in tasks:
+            for task in (*tasks, *streams):
                 task.cancel()
 
-    async def _prompt(
-        self, row: dict[str, Any], *, sampling: Sampling, limit: asyncio.Semaphore
-    ) -> tuple[str, list[dict[str, Any]]]:
-        """(uid, one field dictionary per sample)."""
-        prompt_ids = self._tokenise(row["raw_prompt"])
-        async with limit:
-            index = min(range(len(self._servers)), key=self._in_flight.__getitem__)
-            self._in_flight[index] += 1
-            try:
-                group = await self._servers[index].generate_group.remote(
-                    prompt_ids=prompt_ids,
+    def _prompt(self, row: dict[str, Any], *, sampling: Sampling) -> _Prompt:
+        token_ids = self._tokenise(row["raw_prompt"])
+        seed = self._seeds.next(token_ids, step=int(row["global_steps"])) if sampling.temperature else None
+        return _Prompt(row, token_ids, seed, self._loop.create_future())
+
+    async def _stream(self, number: int, prompts: list[_Prompt], *, sampling: Sampling) -> None:
+        """Every n-th prompt to this one of n engines, and their groups back as they come."""
+        share = prompts[number :: len(self._servers)]
+        try:
+            answers = (
+                self._servers[number]
+                .generate_groups.options(num_returns="streaming")
+                .remote(
+                    [prompt.token_ids for prompt in share],
+                    seeds=[prompt.seed for prompt in share],
                     sampling=sampling.as_params(),
                     num_samples=sampling.num_samples,
-                    request_id=uuid.uuid4().hex,
                 )
-            finally:
-                self._in_flight[index] -= 1
-        self._heartbeat.beat()
-        return row["uid"], [
-            self._fields(row, prompt_ids=prompt_ids, sample=sample, version=group.weights_version, session=session)
+            )
+            async for answer in answers:
+                place, group = await answer
+                share[place].group.set_result(group)
+                self._heartbeat.beat()
+        except RayError as error:
+            for prompt in share:
+                if not prompt.group.done():
+                    prompt.group.set_exception(error)
+        finally:
+            for prompt in share:
+                prompt.group.cancel()  # nothing to do for a group that came
+
+    async def _scored(self, prompt: _Prompt) -> tuple[str, list[dict[str, Any]]]:
+        """(uid, one field dictionary per sample)."""
+        group = await prompt.group
+        return prompt.row["uid"], [
+            self._fields(
+                prompt.row,
+                prompt_ids=prompt.token_ids,
+                sample=sample,
+                version=group.weights_version,
+                session=session,
+            )
             for session, sample in enumerate(group.samples)
         ]
 
