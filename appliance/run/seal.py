@@ -62,8 +62,8 @@ def seal(folder: Path, *, facts: Facts) -> CheckpointManifest:
     with ThreadPoolExecutor(_HASHING_THREADS) as threads:
         records = tuple(threads.map(lambda path: _record(folder, path), paths))
     manifest = CheckpointManifest(facts, records)
-    text = json.dumps({"schema_version": SCHEMA_VERSION, **asdict(manifest)}, indent=2) + "\n"
-    write_durably(folder / MANIFEST_FILE, text)
+    said = {"schema_version": SCHEMA_VERSION, "sha256": _own_hash(manifest), **asdict(manifest)}
+    write_durably(folder / MANIFEST_FILE, json.dumps(said, indent=2) + "\n")
     for inner in sorted({folder, *(path.parent for path in paths)}):
         sync_folder(inner)
     return manifest
@@ -79,6 +79,8 @@ def read_manifest(folder: Path) -> CheckpointManifest:
         manifest = CheckpointManifest(Facts(**facts), tuple(FileRecord(**file) for file in raw["files"]))
     except (KeyError, TypeError) as error:
         raise ValueError(f"{MANIFEST_FILE} lacks or has another {error}") from error
+    if raw.get("sha256") != _own_hash(manifest):
+        raise ValueError(f"{MANIFEST_FILE} does not say what it was written with")
     outside = [file.path for file in manifest.files if not _is_inside(file.path)]
     if outside:
         raise ValueError(f"{MANIFEST_FILE} names a file outside of the checkpoint: {outside[0]}")
@@ -139,6 +141,11 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _own_hash(manifest: CheckpointManifest) -> str:
+    """SHA-256 over what the manifest says: a flipped bit in it would otherwise be another truth."""
+    return hashlib.sha256(json.dumps(asdict(manifest), sort_keys=True).encode()).hexdigest()
 
 
 def _record(folder: Path, path: Path) -> FileRecord:

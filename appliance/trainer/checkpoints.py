@@ -116,6 +116,11 @@ class Checkpoints:
         self._step_end = None
 
     @property
+    def saved_step(self) -> int:
+        """The newest step that is saved, or was resumed from; 0 without one."""
+        return self._saved_step
+
+    @property
     def can_save(self) -> bool:
         """Whether `save_now` would find a finished step whose weights are still those of its end."""
         return self._step_end is not None

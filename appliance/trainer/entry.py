@@ -20,6 +20,7 @@ from appliance.cluster.form import Cluster, cluster_of, lost
 from appliance.errors import ApplianceError, Interrupted, SavedAndStopped, TrainingError
 from appliance.plan.env import PLAN_VARIABLE, RAY_DIR_VARIABLE
 from appliance.plan.model import RunPlan, read_plan
+from appliance.run.checkpoints import step_of
 from appliance.run.events import append_event, append_failure, first_failure
 from appliance.run.stacks import keep_stacks
 from appliance.trainer.stopping import Stopping
@@ -76,7 +77,8 @@ def train(plan: RunPlan, *, overrides: list[str]) -> None:
     """
     run_dir = Path(plan.run_dir)
     append_event(run_dir, kind="phase", what="start")
-    stopping = Stopping(run_dir)
+    resumed = step_of(Path(plan.resume_from)) if plan.resume_from else None
+    stopping = Stopping(run_dir, resumed_step=resumed or 0)
     importing = threading.Thread(target=importlib.import_module, args=("appliance.trainer.fit",))
     importing.start()
     with _ray_of(plan) as on_death:

@@ -1,7 +1,7 @@
 """The trainer that can be asked to save and stop in any phase. What it saves is the state after the last finished step.
 
 Between two steps that state is what the workers hold: a step that has begun has changed nothing but the position in the
-data until its update. So a save needs no end of the step, only the position of before it.
+data until its update. So a save needs no end of the step, only the position of before it (trainer/checkpoints.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ class StoppableTrainer(WatchedTrainer):
     def __init__(self, *, stopping: Stopping, **others: Any) -> None:
         super().__init__(**others)
         self._stopping = stopping
-        self._data_position: dict[str, Any] | None = None
 
     def watch_rollouts(self, rollouts: Rollouts) -> None:
         super().watch_rollouts(rollouts)
@@ -62,13 +61,9 @@ class StoppableTrainer(WatchedTrainer):
                 raise
             return {}
 
-    def _save_checkpoint(self) -> None:
-        super()._save_checkpoint()
-        self._stopping.note_saved(self.global_steps)
-
     def _compute_metrics(self, *args: Any, **kwargs: Any) -> None:
         super()._compute_metrics(*args, **kwargs)
-        self._data_position = self.train_dataloader.state_dict()
+        self._note_saved()
         self._stopping.note_finished(self.global_steps)
         self._stopping.check()
 
@@ -77,8 +72,9 @@ class StoppableTrainer(WatchedTrainer):
         if self._stopping.finished != self._stopping.saved:
             if self._rollouts is not None:
                 self._rollouts.abandon()
-            self.global_steps = self._stopping.finished
-            if self._data_position is not None:
-                self.train_dataloader.load_state_dict(self._data_position)
-            self._save_checkpoint()
+            self.checkpoints.save_now("asked to stop")
+            self._note_saved()
         return self._stopping.leave()
+
+    def _note_saved(self) -> None:
+        self._stopping.note_saved(self.checkpoints.saved_step)

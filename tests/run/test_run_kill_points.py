@@ -5,7 +5,6 @@ before each opening, renaming, making and removing, of `os`, `pathlib` and `shut
 from __future__ import annotations
 
 import errno
-import os
 import subprocess
 import sys
 from pathlib import Path

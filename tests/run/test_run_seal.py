@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
 import pytest
 
-from appliance.run.seal import MANIFEST_FILE, Facts, FileRecord, damage, hash_file, read_manifest, seal
+from appliance.run.seal import (
+    MANIFEST_FILE,
+    CheckpointManifest,
+    Facts,
+    FileRecord,
+    _own_hash,
+    damage,
+    hash_file,
+    read_manifest,
+    seal,
+)
 
 FACTS = Facts(step=3, world_size=1, reason="the end", time=1.5, val_reward=0.5, profile=(("p.safetensors", "ab"),))
 FILES = {  # every kind of file of a real checkpoint
@@ -52,13 +63,12 @@ def test_one_flipped_bit_is_found_in_every_kind_of_file(sealed: Path, name: str)
 
 
 def test_a_flipped_bit_in_the_manifest_is_found(sealed: Path) -> None:
-    """Wherever it is: as text, as another digest, as another path. A few places would not do, so all of them."""
+    """Wherever it is: all places."""
     whole = (sealed / MANIFEST_FILE).read_bytes()
-    facts = read_manifest(sealed).facts
     missed = []
     for place in range(len(whole)):
         (sealed / MANIFEST_FILE).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        if not damage(sealed) and read_manifest(sealed).facts == facts:
+        if not damage(sealed):
             missed.append(chr(whole[place]))
     assert set(missed) <= {" ", "\n"}  # white space of the JSON, which says nothing
 
@@ -103,7 +113,10 @@ def test_without_a_manifest_a_folder_is_no_checkpoint(sealed: Path) -> None:
 )
 def test_a_manifest_that_is_none_of_ours_is_damage(sealed: Path, change: dict, problem: str) -> None:
     raw = json.loads((sealed / MANIFEST_FILE).read_text())
-    (sealed / MANIFEST_FILE).write_text(json.dumps({**raw, **change}))
+    raw |= change
+    with contextlib.suppress(TypeError):  # a damaged one says so by its own hash; these were written so
+        raw["sha256"] = _own_hash(CheckpointManifest(FACTS, tuple(FileRecord(**file) for file in raw["files"])))
+    (sealed / MANIFEST_FILE).write_text(json.dumps(raw))
     found = damage(sealed)
     assert len(found) == 1 and found[0].startswith(problem)
 
