@@ -243,4 +243,6 @@ class WatchedTrainer(PPOTrainerSync):
     def export_model(self) -> None:
         """`model/`: what the last checkpoint holds, see trainer/export.py."""
         self._phase("export")
-        export_checkpoint(checkpoint_folder(self.run_dir, step=self.plan.steps), target=self.run_dir / "model", uaq=self.plan.uaq)
+        export_checkpoint(
+            checkpoint_folder(self.run_dir, step=self.plan.steps), target=self.run_dir / "model", uaq=self.plan.uaq
+        )

@@ -18,8 +18,8 @@ NUMBERS = {
     "quant.settings",
     "quant.uaq_layers",
 }
-# The folder of checkpoints, and what leaves it: the trainer fills it, the launcher looks for where to resume.
-SAVED = {"run.seal", "run.checkpoints", "run.export"}
+# The folder of checkpoints: the trainer fills it, the launcher looks for where to resume.
+SAVED = {"run.seal", "run.checkpoints"}
 CHILDREN = {
     "errors",
     "patch",
