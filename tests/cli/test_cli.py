@@ -158,12 +158,14 @@ def test_the_next_free_number(appliance, tmp_path):
     assert document["plan"]["name"] == "arithmetic-tiny-int8-8"
 
 
-def test_resume_is_refused_by_name(appliance):
-    done = appliance("train", "arithmetic-tiny-int8", "--resume", "auto")
+def test_resume_of_what_is_no_run_is_refused(appliance, tmp_path):
+    done = appliance("train", "arithmetic-tiny-int8", "--resume", "yes")
     assert (done.returncode, done.stderr) == (
         2,
-        "error: --resume auto: not available in this version\nhint: use `--resume never`\n",
+        "error: --resume yes: not the folder of a run, nor of a checkpoint in one\n"
+        "hint: use `auto`, `never`, the folder of a run, or one of its checkpoints/global_step_<n>\n",
     )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_dry_run_leaves_nothing(appliance, tmp_path):
