@@ -63,7 +63,6 @@ class Cluster:
                     f"after {wait_s:g} s: {waiting.missing(now, needed)}",
                     hint=f"on each other host: appliance join --head {self._address()}",
                 )
-            self._check_head()
             time.sleep(_LOOK_EVERY_S)
 
     def compare(self) -> None:
@@ -99,8 +98,21 @@ class Cluster:
                 ) from error
         return reports
 
+    def watch_head(self, on_loss: Callable[[ApplianceError], None]) -> None:
+        """The same for the head alone, from its start on: connecting to one that died ends this process wordless."""
+        if self._head is None:
+            return
+
+        def look() -> None:
+            while not self._stopped.wait(_LOOK_EVERY_S):
+                if self._head.poll() is not None:
+                    on_loss(_head_error(self._head.returncode))
+                    return
+
+        threading.Thread(target=look, name="head-watch", daemon=True).start()
+
     def watch(self, on_loss: Callable[[ApplianceError], None]) -> None:
-        """Call `on_loss`, once and on another thread, when a node or the head is gone while the training goes on."""
+        """Call `on_loss`, once and on another thread, when a node is gone while the training goes on."""
 
         def look() -> None:
             while not self._stopped.wait(_WATCH_EVERY_S):
@@ -120,8 +132,6 @@ class Cluster:
         return ""
 
     def _loss(self) -> str:
-        if self._head is not None and self._head.poll() is not None:
-            return f"the Ray head on this host ended with code {self._head.returncode}"
         gone = waiting.left(self._members, living_nodes())
         return " and ".join(f"node {node.text} left the cluster" for node in gone)
 
@@ -135,12 +145,6 @@ class Cluster:
             self._head.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):  # the keeper ends what does not end by itself
                 self._head.wait(_ENDS_WITHIN_S)
-
-    def _check_head(self) -> None:
-        if self._head is not None and self._head.poll() is not None:
-            raise PreflightError(
-                f"the Ray head on this host ended with code {self._head.returncode}", hint="the log has Ray's words"
-            )
 
     def _address(self) -> str:
         import ray
@@ -168,8 +172,13 @@ def living_nodes() -> list[Node]:
 
 
 @contextlib.contextmanager
-def cluster_of(plan: RunPlan, wanted: ClusterPlan, *, object_store_bytes: int | None) -> Iterator[Cluster]:
-    """Connected, complete and compared; stopped at the end. Raises PreflightError."""
+def cluster_of(
+    plan: RunPlan, wanted: ClusterPlan, *, object_store_bytes: int | None, on_loss: Callable[[ApplianceError], None]
+) -> Iterator[Cluster]:
+    """Connected, complete and compared; stopped at the end. Raises PreflightError.
+
+    on_loss: called once, on another thread, when the head or a node of the training is gone.
+    """
     token_file = Path(wanted.token_file)
     if wanted.address:
         check_token(token_file)
@@ -178,10 +187,12 @@ def cluster_of(plan: RunPlan, wanted: ClusterPlan, *, object_store_bytes: int | 
     os.environ |= ray_node_env(token_file)  # of Ray's client in this process too
     head = None if wanted.address else _start_head(plan, wanted, object_store_bytes=object_store_bytes)
     cluster = Cluster(plan, head=head)
+    cluster.watch_head(on_loss)
     try:
-        _connect(plan, address=wanted.address or f"127.0.0.1:{wanted.port}", head=head)
+        _connect(plan, address=wanted.address or f"127.0.0.1:{wanted.port}")
         cluster.wait(wait_s=wanted.wait_s)
         cluster.compare()
+        cluster.watch(on_loss)
         yield cluster
     finally:
         cluster.stop()
@@ -201,7 +212,7 @@ def _start_head(plan: RunPlan, wanted: ClusterPlan, *, object_store_bytes: int |
     return subprocess.Popen(argv, stdin=subprocess.DEVNULL, env=environment)
 
 
-def _connect(plan: RunPlan, *, address: str, head: subprocess.Popen[bytes] | None) -> None:
+def _connect(plan: RunPlan, *, address: str) -> None:
     """Join the cluster as its driver, with the run's environment for every process that it starts anywhere."""
     import ray
 
@@ -211,12 +222,7 @@ def _connect(plan: RunPlan, *, address: str, head: subprocess.Popen[bytes] | Non
             ray.init(address=address, log_to_driver=True, runtime_env={"env_vars": dict(_of_workers(plan))})
             return
         except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
-            if head is not None and head.poll() is not None:
-                raise PreflightError(
-                    f"the Ray head could not start on port {address.rpartition(':')[2]} (code {head.returncode})",
-                    hint="is the port in use? set cluster.port",
-                ) from error
-            if head is None or time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 last = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
                 raise PreflightError(f"cluster {address}: {last}", hint="is it there, and the token right?") from error
             time.sleep(_LOOK_EVERY_S)
@@ -235,6 +241,12 @@ def lost(cluster: Cluster) -> ProcessDied | None:
     """The error that says so when a node was lost, else None."""
     problem = cluster.why_lost()
     return _loss_error(problem) if problem else None
+
+
+def _head_error(code: int) -> ProcessDied:
+    return ProcessDied(
+        f"the Ray head on this host ended with code {code}", hint="the log has Ray's words; is cluster.port in use?"
+    )
 
 
 def _loss_error(problem: str) -> ProcessDied:

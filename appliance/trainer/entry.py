@@ -112,8 +112,8 @@ def _ray_of(plan: RunPlan) -> Iterator[Callable[[ApplianceError], None]]:
             ray.shutdown()
         return
     store = CPU_OBJECT_STORE_BYTES if plan.device == "cpu" else None
-    with cluster_of(plan, plan.cluster, object_store_bytes=store) as cluster:
-        cluster.watch(functools.partial(_end, run_dir))
+    end = functools.partial(_end, run_dir)
+    with cluster_of(plan, plan.cluster, object_store_bytes=store, on_loss=end) as cluster:
         try:
             yield functools.partial(_end_with_node, run_dir, cluster)
         except Exception as error:
