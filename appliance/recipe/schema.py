@@ -123,9 +123,7 @@ class Correction(Section):
     """What corrects the loss for the difference between the rollout policy and the trainer's."""
 
     method: Method_ = Field(CorrectionMethod.TIS, description="`none`, or a method of docs/corrections.md")
-    cap: float | None = Field(
-        None, gt=0, description="of the methods that have one, docs/corrections.md; null: the usual"
-    )
+    cap: float | None = Field(None, gt=0, description="where the method has one, docs/corrections.md; null: the usual")
     bounds: Bounds_ | None = Field(None, description="[low, high] of `icepop`, the masks; null: the usual")
     shadow_every: int = Field(20, ge=1, description="of `calibrated-clipping`: steps between two fits of the bounds")
     shadow_fraction: float = Field(0.25, ge=0, le=1, description="of it too: share of a step's batch that a fit takes")
