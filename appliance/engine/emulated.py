@@ -30,7 +30,8 @@ class EmulatedLinearMethod(OnlineLinearMethod):
     def __init__(self, scheme: Scheme) -> None:
         """scheme: one of FP8."""
         super().__init__()
-        self.scheme = scheme
+        self.scheme = scheme  # changes where the guard asks for a finer one, see precision.py
+        self.planned = scheme
         self._block = (0, 0)
 
     def create_weights(

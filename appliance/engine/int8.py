@@ -76,6 +76,11 @@ class Int8LinearMethod(OnlineLinearMethod):
         self.kernel.linear_method = self.kernel._apply_weights_onednn
         layer.weight = None  # the handle has a packed copy
 
+    def release(self) -> None:
+        self._held = None
+        if hasattr(self.kernel, "dnnl_handler"):
+            del self.kernel.dnnl_handler
+
     def apply(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.kernel.apply_weights(layer, x, bias)
 

@@ -18,7 +18,7 @@ from appliance.engine.expect import LocalShape, Slot, expert_gemms, expert_shape
 from appliance.engine.kernel_proof import Bf16Proof, EmulatedProof, Int8Proof, KernelProof, Mismatch
 from appliance.engine.native import native_scheme
 from appliance.engine.quantised import OnlineLinearMethod
-from appliance.engine.schedule import ask
+from appliance.engine.schedule import Ask, ask
 from appliance.errors import SyncError
 from appliance.quant.digest import digest
 from appliance.quant.scheme import Scheme
@@ -53,26 +53,36 @@ class SyncProof:
         self._layers |= {name: gemm for name, (_, gemm) in expert_gemms(model).items()}
         self._turns = {name: turn for turn, name in enumerate(self._layers)}
         self._sync = 0
+        self._everyone = False
         self._unproven = 0
         self._kernels: dict[str, KernelProof] = {}
         self._missing: set[tuple[str, int]] = set()
         self._held: list[tuple[Slot, str]] = []
 
-    def begin(self, sync: int) -> None:
-        """sync: number of the update, from 1."""
+    def begin(self, sync: int, *, changed: bool = False) -> None:
+        """sync: number of the update, from 1.  changed: layers have another precision than at the update before, so
+        all are asked, as at the first."""
         self._sync = sync
+        self._everyone = changed
+        if changed:
+            self._provable = _provable(self._model)
         self._held.clear()
         self._unproven = 0
         self._kernels = {
             name: how.make(name, shape=how.shape, scheme=how.scheme, ask=asked)
             for name, how in self._provable.items()
-            if (asked := ask(self._turns[name], sync=sync, every=self._every)) is not None
+            if (asked := self._ask(name)) is not None
         }
         places = (slot for found in self._slots.values() for slot in found if slot.parameter == "weight")
         self._missing = {(slot.layer, slot.part) for slot in places if slot.layer in self._kernels}
 
+    def _ask(self, layer: str) -> Ask | None:
+        if self._everyone:
+            return Ask(sync=self._sync, round=self._sync // self._every, full=True)
+        return ask(self._turns[layer], sync=self._sync, every=self._every)
+
     def _is_due(self, layer: str) -> bool:
-        return ask(self._turns[layer], sync=self._sync, every=self._every) is not None
+        return self._ask(layer) is not None
 
     def layers_of(self, name: str) -> list[Module]:
         """The layers that a checkpoint's tensor has a part in."""

@@ -110,6 +110,9 @@ class OnlineLinearMethod(Quantising, LinearMethodBase):
     def install(self, layer: Module, quantised: QuantisedWeight) -> None:
         """Replace the layer's weight by codes and scales, in the layout that the kernel wants."""
 
+    def release(self) -> None:
+        """Let go of what is held beside the layer's tensors: the layer is in BF16 until the next `install`."""
+
 
 def is_cut(scheme: Scheme, *, rows_are_cut: bool, num_ranks: int) -> bool:
     """Whether a rank's part of a weight can have another absmax than the whole weight where they share a scale.

@@ -19,15 +19,21 @@ from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import (
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from vllm.config import set_current_vllm_config
 
-from appliance.engine.attest import REPLICA_VARIABLE, attest_rollout_worker
+from appliance.engine.attest import REPLICA_VARIABLE, attest_rollout_worker, live_scheme
 from appliance.engine.config import ApplianceConfig
 from appliance.engine.failures import said_failures
+from appliance.engine.precision import raised_layers
 from appliance.engine.update import Bucket, SyncReport, WeightUpdate
 from appliance.errors import SyncError
 from appliance.plan.env import PLAN_VARIABLE
 from appliance.plan.model import RunPlan, read_plan
 from appliance.quant.smoothing import Smoothing, load_smoothing
-from appliance.run.acknowledge import Acknowledgement, append_acknowledgement
+from appliance.run.acknowledge import (
+    Acknowledgement,
+    append_acknowledgement,
+    layer_errors_file,
+    write_layer_errors,
+)
 
 
 class DrainingReceiver(BucketedWeightReceiver):
@@ -139,9 +145,16 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
         plan = _plan()
         if plan is None:
             return
+        runner = self.model_runner
+        if report.switched:
+            attest_rollout_worker(runner.model, vllm_config=runner.vllm_config, rank=self.rank)
+        live, run_dir = live_scheme(runner.model), Path(plan.run_dir)
+        replica = int(os.environ.get(REPLICA_VARIABLE, "0"))
+        if plan.guard.ranks_layers:
+            write_layer_errors(layer_errors_file(run_dir, replica=replica, rank=self.rank), report.layer_errors)
         acknowledgement = Acknowledgement(
             sync=report.sync,
-            replica=int(os.environ.get(REPLICA_VARIABLE, "0")),
+            replica=replica,
             rank=self.rank,
             manifest=report.manifest,
             tensors=report.tensors,
@@ -155,8 +168,13 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
             proof_s=report.proof_s,
             seconds=report.seconds,
             telemetry=report.telemetry,
+            telemetry_s=report.telemetry_s,
+            scheme=str(live.scheme),
+            emulated=live.emulated,
+            bf16_layers=raised_layers(runner.model),
+            switched=report.switched,
         )
-        append_acknowledgement(Path(plan.run_dir), acknowledgement)
+        append_acknowledgement(run_dir, acknowledgement)
 
 
 def _plan() -> RunPlan | None:

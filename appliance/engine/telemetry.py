@@ -56,15 +56,18 @@ class TelemetryTap:
         self._sums = _Sums()
         self._names: dict[int, str] = {}
         self._weights_of: dict[str, int] = {}
+        self.layer_errors: dict[str, float] = {}  # of each layer, when it was quantised last
         for name, layer in model.named_modules():
             method = getattr(layer, "quant_method", None)
             if isinstance(method, Quantising):
                 self._names[id(layer)] = name
                 method.on_quantised = self._take
 
-    def begin(self) -> None:
+    def begin(self, switched: tuple[str, ...] = ()) -> None:
+        """switched: layers that change their precision with this update, and have no codes to compare with."""
         self._sums = _Sums()
         self._weights_of.clear()
+        self._layers = {key: kept for key, kept in self._layers.items() if key[0] not in switched}
 
     @property
     def seconds(self) -> float:
@@ -109,8 +112,9 @@ class TelemetryTap:
         self._sums.scales += scale.numel()
         wanted = weight_NK[rows].float()
         norm = float(wanted.norm())
-        if norm > 0:
-            self._sums.error_max = max(self._sums.error_max, float((dequantise(sample) - wanted).norm()) / norm)
+        error = float((dequantise(sample) - wanted).norm()) / norm if norm > 0 else 0.0
+        self._sums.error_max = max(self._sums.error_max, error)
+        self.layer_errors[name] = error if number == 0 else max(error, self.layer_errors[name])
 
 
 def _rows(quantised: QuantisedWeight, rows: slice) -> tuple[QuantisedWeight, Tensor]:

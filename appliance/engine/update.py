@@ -12,7 +12,7 @@ import textwrap
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -25,10 +25,21 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from appliance.engine.experts import pack_experts_anew
+from appliance.engine.precision import PrecisionSwitch
 from appliance.engine.proof import Proven, SyncProof
 from appliance.engine.telemetry import TelemetryTap
 from appliance.errors import EngineError, NumericsError, SyncError
-from appliance.quant.manifest import MANIFEST_NAME, Manifest, TensorRecord, check_arrival, read_manifest, record
+from appliance.quant.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    TensorRecord,
+    check_arrival,
+    read_directive,
+    read_manifest,
+    record,
+)
+from appliance.quant.precision import AS_PLANNED, DIRECTIVE_NAME, Precision
+from appliance.quant.scheme import Scheme
 from appliance.quant.smoothing import Smoothing, fold, require_all_folded
 from appliance.run.acknowledge import Telemetry
 
@@ -41,6 +52,8 @@ class SyncReport:
 
     sync: by this worker's count.  manifest: its digest, empty where none was asked for.  waiting_bytes: most that
     waited at once for the rest of a layer.  digest_s, proof_s: parts of `seconds`; telemetry counts as proof.
+    telemetry_s: of proof_s.  switched: layers that changed their precision with this update.
+    layer_errors: of each quantised layer, at its last update.
     """
 
     sync: int
@@ -53,6 +66,9 @@ class SyncReport:
     digest_s: float
     proof_s: float
     telemetry: Telemetry | None
+    telemetry_s: float = 0.0
+    switched: int = 0
+    layer_errors: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -96,6 +112,10 @@ class WeightUpdate:
             model, tied_head=model_config.hf_text_config.tie_word_embeddings, rank=rank, every=prove_every
         )
         self._telemetry = TelemetryTap(model)
+        self._precision = PrecisionSwitch(model)
+        self._switched: tuple[str, ...] = ()
+        self._folded = self._smoothing
+        self._open = False
         self._sync = 0
         self._names: set[str] = set()
         self._arrived: dict[str, TensorRecord] = {}
@@ -113,22 +133,43 @@ class WeightUpdate:
         self._waiting.clear()
         self._manifest = None
         self._tally = _Tally(started=time.perf_counter())
-        pack_experts_anew(self.model)
-        initialize_layerwise_reload(self.model)
-        self._proof.begin(self._sync)
-        self._telemetry.begin()
+        self._open = False
 
     def load(self, bucket: Bucket) -> None:
-        """bucket: (name, tensor) with the checkpoint's names. The tensors are kept until their layer is complete, so
-        they must not share memory that the sender reuses. Raises SyncError for a tensor that the model does not have,
-        has in another shape or has already got, for a value that is not finite, and for what comes after the list."""
+        """bucket: (name, tensor) with the checkpoint's names; the first of an update may say in which precision. The
+        tensors are kept until their layer is complete, so they must not share memory that the sender reuses. Raises
+        SyncError for a tensor that the model does not have, has in another shape or has already got, for a value that
+        is not finite, for what comes after the list, and for a precision that this engine cannot have."""
         for name, tensor in bucket:
-            if name == MANIFEST_NAME and self._needs_manifest:
+            if name == DIRECTIVE_NAME and self._needs_manifest:
+                self._take_directive(tensor)
+            elif name == MANIFEST_NAME and self._needs_manifest:
                 self._take_manifest(tensor)
             else:
                 self._load_one(name, tensor)
 
+    def _take_directive(self, tensor: Tensor) -> None:
+        if self._open:
+            self._fail("the precision came after the first tensor", "brought a precision after its first tensor")
+        self._arrived[DIRECTIVE_NAME] = record(DIRECTIVE_NAME, tensor)
+        self.broken = "asked for a precision that this engine cannot have"
+        self._begin_reload(read_directive(tensor))
+        self.broken = "did not finish"
+
+    def _begin_reload(self, precision: Precision) -> None:
+        """Smoothing is for quantised layers: rollouts in BF16 are those of an engine that knows no profile."""
+        self._open = True
+        self._folded = Smoothing() if precision.scheme is Scheme.BF16 else self._smoothing
+        pack_experts_anew(self.model)
+        self._switched = self._precision.change(precision)
+        initialize_layerwise_reload(self.model)
+        self._precision.release()
+        self._proof.begin(self._sync, changed=bool(self._switched))
+        self._telemetry.begin(self._switched)
+
     def _load_one(self, name: str, tensor: Tensor) -> None:
+        if not self._open:
+            self._begin_reload(AS_PLANNED)
         if name in self._names:  # vLLM counts elements: twice the one half of a layer would pass for both halves
             self._fail(f"{name} came twice", f"brought {name} twice")
         if self._manifest is not None:
@@ -140,7 +181,7 @@ class WeightUpdate:
         if not _is_finite(tensor):
             self._fail(f"{name} has a value that is not finite", f"brought values that are not finite in {name}")
         with self._naming(name):
-            folded = fold(name, tensor, smoothing=self._smoothing)
+            folded = fold(name, tensor, smoothing=self._folded)
             known = self._arrived[name].digest if name in self._arrived and folded is tensor else ""
             fits = self._expect(name, folded, known=known)
             given = self._give(name, folded)
@@ -213,6 +254,8 @@ class WeightUpdate:
 
         Raises SyncError; until then nothing of the update may generate.
         """
+        if not self._open:
+            self._begin_reload(AS_PLANNED)
         self._check_arrival()
         tied = tied_layers(self.model)
         missing = incomplete_layers(self.model, tied=tied)
@@ -257,7 +300,7 @@ class WeightUpdate:
     def _check_smoothing(self) -> None:
         """A norm divided by its scales and a linear layer that was not multiplied by them is another function."""
         try:
-            require_all_folded(self._names, smoothing=self._smoothing)
+            require_all_folded(self._names, smoothing=self._folded)
         except EngineError as error:
             self.broken = "was smoothed by a profile of another model"
             raise SyncError(f"weight update {self._sync}: {error.message}", hint=error.hint) from error
@@ -279,6 +322,9 @@ class WeightUpdate:
             digest_s=self._tally.digest_s,
             proof_s=self._tally.proof_s + now - started + self._telemetry.seconds,
             telemetry=self._telemetry.read(),
+            telemetry_s=self._telemetry.seconds,
+            switched=len(self._switched),
+            layer_errors=self._telemetry.layer_errors,
         )
 
 

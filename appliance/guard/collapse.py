@@ -1,4 +1,4 @@
-"""Guards against training that goes wrong whatever the mismatch: gradients, reward, entropy, degenerate output.
+"""Guards against training that goes wrong whatever the mismatch: gradients, log-probs, reward, entropy, output.
 
 Each guard has a condition on a step (with a short memory), and counts the steps in a row on which it holds. Pure.
 """
@@ -17,6 +17,7 @@ class Guard(StrEnum):
     """The names are those of `Collapse`'s patiences."""
 
     GRADIENT = "gradient"
+    LOG_PROBS = "log_probs"
     REWARD = "reward"
     ENTROPY = "entropy"
     EQUAL_SAMPLES = "equal_samples"
@@ -116,6 +117,7 @@ def _readings(memory: Watches, signals: Signals, *, limits: Collapse) -> dict[Gu
     longest = limits.runaway_above * limits.max_response_tokens if limits.max_response_tokens else None
     readings = {
         Guard.GRADIENT: (signals.grad_norm, _not_finite("grad_norm", signals.grad_norm)),
+        Guard.LOG_PROBS: (signals.nonfinite_fraction, _log_probs(signals.nonfinite_fraction)),
         Guard.REWARD: (signals.reward_mean, _reward(memory, signals.reward_mean, limits=limits)),
         Guard.ENTROPY: (signals.entropy, _entropy(memory, signals.entropy, limits=limits)),
         Guard.EQUAL_SAMPLES: (
@@ -128,6 +130,10 @@ def _readings(memory: Watches, signals: Signals, *, limits: Collapse) -> dict[Gu
         ),
     }
     return {guard: cause for guard, (value, cause) in readings.items() if value is not None}
+
+
+def _log_probs(fraction: float | None) -> Cause | None:
+    return Cause("nonfinite_fraction", fraction, Relation.ABOVE, 0.0) if fraction else None
 
 
 def _reward(memory: Watches, value: float | None, *, limits: Collapse) -> Cause | None:

@@ -19,7 +19,7 @@ from appliance.guard.policy import Action, Policy
 from appliance.guard.signals import Cause, Health, Judgement, Signals, judge
 from appliance.quant.scheme import Scheme
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _MOST_DOUBLINGS = 6
 
 

@@ -102,7 +102,9 @@ def measures(level: Level | None, *, policy: Policy) -> Measures:
 
 
 def _tight_cap(policy: Policy) -> float:
+    return policy.tight_cap_if_none if policy.cap is None else tighter_cap(policy.cap)
+
+
+def tighter_cap(cap: float) -> float:
     """Half of what the cap has above 1. A cap of 1 or less has nothing to give: below it weights of 1 are cut too."""
-    if policy.cap is None:
-        return policy.tight_cap_if_none
-    return 1 + (policy.cap - 1) / 2 if policy.cap > 1 else policy.cap
+    return 1 + (cap - 1) / 2 if cap > 1 else cap

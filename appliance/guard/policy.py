@@ -83,6 +83,7 @@ class Collapse:
     """When training itself goes wrong, whatever the mismatch. All [ours]; windows in steps, rewards in the task's unit.
 
     gradient: a gradient norm that is not finite; verl leaves out such an update.
+    log_probs: a log-probability that is not finite, of rollouts or trainer; the step is not learned from.
     reward: the mean of the last reward_window steps has lost reward_lost_fraction of what the best such mean had above
       the floor. A best mean within reward_least_gain of the range cannot collapse.
     The others can also mean that the task is solved, so they hold only while the mean reward of the last steps is below
@@ -93,6 +94,7 @@ class Collapse:
     """
 
     gradient: Patience = Patience(warn_after=1, stop_after=3)
+    log_probs: Patience = Patience(warn_after=1, stop_after=3)
     reward: Patience = Patience(warn_after=1, stop_after=20)
     entropy: Patience = Patience(warn_after=5, stop_after=40)
     equal_samples: Patience = Patience(warn_after=5, stop_after=20)

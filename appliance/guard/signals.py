@@ -16,6 +16,7 @@ class Signals:
     k3_kl: nats per token.  weight_*: importance weights before truncation.  ess, truncated_fraction: 0..1 of tokens.
     grad_norm: before it is scaled down.  reward_mean: in the unit of the task's reward.  entropy: nats per token.
     equal_group_fraction: prompts whose samples are all the same, 0..1.  response_tokens_mean: tokens.
+    nonfinite_fraction: tokens with a log-probability that is not finite, 0..1.
     """
 
     step: int
@@ -30,6 +31,7 @@ class Signals:
     entropy: float | None = None
     equal_group_fraction: float | None = None
     response_tokens_mean: float | None = None
+    nonfinite_fraction: float | None = None
 
 
 class Relation(StrEnum):

@@ -16,20 +16,20 @@ from appliance.plan.correction import plan_correction, plan_uaq
 from appliance.plan.derive import Derived, derive
 from appliance.plan.engines import plan_profile, plan_rollout, rollout_attestations
 from appliance.plan.env import child_env
+from appliance.plan.guard import plan_guard, plan_validation
 from appliance.plan.host import HostFacts
 from appliance.plan.model import (
     CheckpointPlan,
     Choice,
     ClusterPlan,
     ExpectedAttestation,
-    GuardPlan,
     ModelPlan,
     RolloutPlan,
     RunPlan,
     TaskPlan,
     UaqPlan,
 )
-from appliance.plan.stored import read_result, result_key
+from appliance.plan.stored import has_experts, read_result, result_key
 from appliance.plan.verl_args import overrides
 from appliance.quant.device import AUTO, CPU, automatic_scheme, gpu_of_product
 from appliance.quant.scheme import Scheme
@@ -121,6 +121,12 @@ def build_plan(
     decided = decide(recipe, run_dir=run_dir, host=host, cache_dir=cache_dir)
     derived, model, task = decided.derived, decided.model, decided.task
     correction, correction_choices = plan_correction(recipe, derived=derived)
+    guard, guard_choices = plan_guard(
+        recipe, rollout=decided.rollout, is_cpu=derived.is_cpu, has_experts=has_experts(model)
+    )
+    validate_bf16_every, why_bf16 = plan_validation(
+        recipe, rollout=decided.rollout, switching=guard.switching, steps=derived.steps
+    )
     backends = tuple(str(backend) for backend in recipe.logging.backends)
     return RunPlan(
         name=run_dir.name,
@@ -137,10 +143,11 @@ def build_plan(
         correction=correction,
         uaq=decided.uaq,
         norm_fed_lr_scale=recipe.optimizer.norm_fed_lr_scale,
-        guard=GuardPlan(**recipe.guard.model_dump()),
         cluster=_cluster(recipe, root=run_dir.parent),
         checkpoint=CheckpointPlan(**recipe.checkpoint.model_dump()),
         resume_from=str(resume_from or ""),
+        guard=guard,
+        validate_bf16_every=validate_bf16_every,
         steps=derived.steps,
         validate_every=derived.validate_every,
         prompts_per_step=recipe.batch.prompts_per_step,
@@ -161,7 +168,7 @@ def build_plan(
             layer_rates=recipe.optimizer.norm_fed_lr_scale != 1,
         ),
         pins=pins_for(decided.device),
-        choices=(*decided.choices, *correction_choices),
+        choices=(*decided.choices, *correction_choices, *guard_choices, why_bf16),
         attestations=_attestations(recipe, rollout=decided.rollout, is_cpu=decided.device == CPU),
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,8 @@ class CorrectionPlan:
     """What corrects the loss. cap and bounds as in quant/correction.py, None where the method has none.
 
     clip_low, clip_high: the recipe's clip range, which `acr` and `calibrated-clipping` widen.
+    reject_k3_above: whatever the method, a sequence with a larger mean k3 is dropped, nats; None: none is.
+    loss_cap: of `acr`, the cap that its loss knows where `cap` is another one by now.
     """
 
     method: CorrectionMethod
@@ -141,6 +144,8 @@ class CorrectionPlan:
     clip_high: float = 0.2
     clip_low: float = 0.2
     shadow: ShadowPlan | None = None
+    reject_k3_above: float | None = None
+    loss_cap: float | None = None
 
     @property
     def nominal(self) -> ClipRange:
@@ -151,7 +156,20 @@ class CorrectionPlan:
         """For people: `tis with cap 2`, `icepop within 0.5..5`."""
         cap = "" if self.cap is None else f" with cap {self.cap:g}"
         within = "" if self.bounds is None else f" within {self.bounds[0]:g}..{self.bounds[1]:g}"
-        return "no correction" if self.method is CorrectionMethod.NONE else f"{self.method}{cap}{within}"
+        drops = "" if self.reject_k3_above is None else f", sequences with k3 above {self.reject_k3_above:g} dropped"
+        said = "no correction" if self.method is CorrectionMethod.NONE else f"{self.method}{cap}{within}"
+        return said + drops
+
+
+class Switching(StrEnum):
+    """How an engine changes its scheme while a run lasts. LIVE: with a weight update.  RESTART: it is started again.
+
+    EXPERTS: not at all, its experts are quantised. Only LIVE is carried out.
+    """
+
+    LIVE = "live"
+    RESTART = "restart"
+    EXPERTS = "not-with-experts"
 
 
 @dataclass(frozen=True)
@@ -161,6 +179,7 @@ class GuardPlan:
     bad_steps: of the last 2 * bad_steps - 1, lead up.  fine_steps: in a row, lead down.  cooling_steps: between moves.
     gradient_steps: gradients in a row that are not finite and stop the run.
     save_budget_s: what a signal leaves for saving.  stall_s: without progress, then the training is cut.
+    switching: how engines change their scheme.
     """
 
     actions: tuple[Action, ...] = ()
@@ -174,6 +193,12 @@ class GuardPlan:
     gradient_steps: int = 3
     save_budget_s: float = 300.0
     stall_s: float = 1800.0
+    switching: Switching = Switching.LIVE
+
+    @property
+    def ranks_layers(self) -> bool:
+        """Whether somebody may ask for the worst layers."""
+        return Action.RAISE_PRECISION in self.actions
 
 
 @dataclass(frozen=True)
@@ -224,6 +249,7 @@ class ExpectedAttestation:
 class RunPlan:
     """Everything a run needs to know.
 
+    validate_bf16_every: steps between validations in BF16 beside the run's scheme, 0 for none; the end is always one.
     argv: the exact child.  env: what the child gets on top of the launcher's own environment (names from plan.env).
     pins: distribution -> version that the patches were made for.
     norm_fed_lr_scale: times the learning rate, for the linear layers that a norm feeds.
@@ -257,6 +283,7 @@ class RunPlan:
     cluster: ClusterPlan | None = None  # None: one node, with a Ray of the run's own
     checkpoint: CheckpointPlan = CheckpointPlan()
     resume_from: str = ""
+    validate_bf16_every: int = 0
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -318,7 +345,8 @@ def _correction(raw: dict[str, Any]) -> CorrectionPlan:
 
 
 def _guard(raw: dict[str, Any]) -> GuardPlan:
-    return GuardPlan(**{**raw, "actions": tuple(Action(each) for each in raw["actions"])})
+    changed = {"actions": tuple(Action(each) for each in raw["actions"]), "switching": Switching(raw["switching"])}
+    return GuardPlan(**{**raw, **changed})
 
 
 def _profile(raw: dict[str, Any]) -> ProfilePlan:

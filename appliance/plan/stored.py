@@ -90,6 +90,12 @@ def model_shapes(model: ModelPlan) -> str:
     return shapes.slug if shapes else re.sub(r"[^a-z0-9.]+", "-", model.source.lower()).strip("-")
 
 
+def has_experts(model: ModelPlan) -> bool:
+    """Whether its config.json says so; False where none is at hand."""
+    shapes = None if model.builtin else _read_shapes(Path(model.path) / "config.json")
+    return shapes is not None and shapes.experts > 0
+
+
 def _read_shapes(config: Path) -> LayerShapes | None:
     try:
         raw = json.loads(config.read_text())

@@ -8,6 +8,7 @@ from appliance.plan.host import HostFacts
 from appliance.plan.model import RunPlan
 from appliance.preflight.container import judge_container
 from appliance.preflight.finding import Finding, Severity
+from appliance.preflight.guard import judge_guard
 from appliance.preflight.probes import InputFacts
 from appliance.quant.architectures import why_unknown
 from appliance.quant.device import CPU, INT8_CPU_FLAGS, gpu_of_product, why_not
@@ -45,6 +46,7 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
         _logging(plan, host),
         _sampling(plan),
         _container(plan, host),
+        judge_guard(plan, inputs),
     )
     return [finding for check in checks for finding in check]
 

@@ -20,6 +20,9 @@ class Architecture(StrEnum):
     QWEN3_MOE = "Qwen3MoeForCausalLM"
 
 
+WITH_EXPERTS = frozenset({Architecture.QWEN3_MOE})
+
+
 def why_unknown(architectures: Sequence[str] | None) -> str:
     """Why a model with these `architectures` cannot be quantised, or an empty text."""
     known = ", ".join(Architecture)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from appliance.errors import SyncError
 from appliance.quant.digest import digest
+from appliance.quant.precision import Precision
 
 MANIFEST_NAME = "appliance.manifest"
 
@@ -61,6 +62,19 @@ def read_manifest(tensor: Tensor) -> Manifest:
         return Manifest(sync=int(raw["sync"]), records=records)
     except (ValueError, TypeError, KeyError) as error:
         raise SyncError(f"weight update: the list of what was sent cannot be read: {error}") from error
+
+
+def directive(precision: Precision) -> Tensor:
+    """[bytes] uint8: the first tensor of an update that is not as planned."""
+    return torch.frombuffer(bytearray(precision.to_json().encode()), dtype=torch.uint8)
+
+
+def read_directive(tensor: Tensor) -> Precision:
+    """The inverse of `directive`. Raises SyncError when the bytes are none."""
+    try:
+        return Precision.from_json(tensor.cpu().numpy().tobytes().decode())
+    except ValueError as error:
+        raise SyncError(f"weight update: the wanted precision cannot be read: {error}") from error
 
 
 def check_arrival(manifest: Manifest, arrived: dict[str, TensorRecord]) -> None:

@@ -19,7 +19,6 @@ from appliance.tasks.tiny_spec import TINY_MODELS
 
 AVAILABLE_TASKS = (TaskKind.ARITHMETIC, TaskKind.GSM8K)
 AVAILABLE_METHODS = tuple(CorrectionMethod)
-AVAILABLE_ACTIONS = (Action.WARN, Action.STOP)
 MAX_K3 = 1.0  # nats per token; a sequence this far away is another policy's
 FP8_CHOICES = (SchemeChoice.FP8, SchemeChoice.FP8_CHANNEL, SchemeChoice.FP8_BLOCK)
 AVAILABLE_ALGORITHMS = (AlgorithmKind.GRPO,)
@@ -36,7 +35,7 @@ class Broken:
 
 def broken_rules(recipe: Recipe) -> list[Broken]:
     """Every rule the recipe breaks, in the order of the file's sections."""
-    rules = (_availability, _model, _task, _rollout, _quantization, _correction, _batch, _length, _cluster)
+    rules = (_availability, _model, _task, _rollout, _quantization, _correction, _batch, _length, _cluster, _guard)
     return [broken for rule in rules for broken in rule(recipe)]
 
 
@@ -45,7 +44,6 @@ def _availability(recipe: Recipe) -> Iterator[Broken]:
         ("task.kind", recipe.task.kind, AVAILABLE_TASKS),
         ("correction.method", recipe.correction.method, AVAILABLE_METHODS),
         ("algorithm.kind", recipe.algorithm.kind, AVAILABLE_ALGORITHMS),
-        *(("guard.actions", each, AVAILABLE_ACTIONS) for each in recipe.guard.actions),
     )
     for key, value, available in asked:
         if value not in available:
@@ -266,6 +264,23 @@ def _length(recipe: Recipe) -> Iterator[Broken]:
     if recipe.cluster.nodes * recipe.cluster.gpus_per_node % trainer.sequence_parallel:
         message = f"{trainer.sequence_parallel} does not divide the GPUs of the cluster"
         yield Broken(("trainer.sequence_parallel",), message)
+
+
+def _guard(recipe: Recipe) -> Iterator[Broken]:
+    asked = set(recipe.rollout.replicas or (recipe.rollout.scheme,))
+    quantised = asked - {SchemeChoice.BF16}
+    if Action.RAISE_PRECISION in (recipe.guard.actions or ()):
+        keys = ("guard.actions", "rollout.replicas" if recipe.rollout.replicas else "rollout.scheme")
+        if not quantised:
+            yield Broken(keys, "rollouts in BF16 have no precision to raise", "remove `raise-precision`")
+        elif len(quantised) > 1:
+            message = "`raise-precision` cannot say which of several quantised schemes to raise"
+            yield Broken(keys, message, "remove it (`bf16` works for all), or use one scheme beside bf16")
+    every, both = recipe.trainer.validate_every, recipe.trainer.validate_bf16_every or 0
+    if both and (not every or both % every):
+        message = f"there is no validation every {both} steps to stand beside"
+        hint = f"use a multiple of validate_every ({every})" if every else "set validate_every, or null for the end"
+        yield Broken(("trainer.validate_bf16_every", "trainer.validate_every"), message, hint)
 
 
 def _cluster(recipe: Recipe) -> Iterator[Broken]:

@@ -166,6 +166,7 @@ class Trainer(Section):
     epochs: int | None = Field(None, ge=1, description="times that every problem is seen; needs task.train_size")
     validate_before: bool = Field(True, description="validate before the first step")
     validate_every: int = Field(10, ge=0, description="steps; 0: only at the end; the end is always validated")
+    validate_bf16_every: int | None = Field(None, ge=0, description="in BF16 as well; 0: never; null: at the end")
     attention: Attention_ = Field(Attention.AUTO, description="`auto`: sdpa on a CPU, flash_attention_2 on a GPU")
     sequence_parallel: int = Field(1, ge=1, description="GPUs that share one sequence (Ulysses)")
 
@@ -187,7 +188,9 @@ class Cluster(Section):
 class Guard(Section):
     """What watches the run, and what it may do. Steps that stay bad lead from one action to the next."""
 
-    actions: Actions_ = Field((Action.WARN, Action.STOP), description="of `warn`, `stop`; []: only the metrics")
+    actions: Actions_ | None = Field(
+        None, description="of `warn`, `tighten`, `raise-precision`, `bf16`, `stop`; null: all but the third; []: none"
+    )
     k3_kl: float = Field(0.015, gt=0, description="a step is bad with a mean k3 mismatch above, nats per token")
     weight_std: float = Field(1.0, gt=0, description="or a spread of the importance weights above")
     ess: float = Field(0.3, ge=0, lt=1, description="or an effective sample size below, as a share of the tokens")

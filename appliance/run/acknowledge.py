@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,6 +48,8 @@ class Acknowledgement:
     parameters_proven: parameters that are used as they are, and are bit for bit what was received.
     unproven: tensors of which nothing but their digest is known.
     waiting_bytes: most that waited at once for the rest of a layer.  telemetry: None where nothing is quantised.
+    telemetry_s: of proof_s.  scheme, emulated: what the layers run from now on.  bf16_layers: those that are in BF16
+    only for now.  switched: layers that changed with this update; all are then proven.
     """
 
     sync: int
@@ -64,6 +67,11 @@ class Acknowledgement:
     proof_s: float
     seconds: float
     telemetry: Telemetry | None
+    telemetry_s: float = 0.0
+    scheme: str = ""
+    emulated: bool = False
+    bf16_layers: int = 0
+    switched: int = 0
 
 
 def append_sent(run_dir: Path, sent: Sent) -> None:
@@ -73,6 +81,19 @@ def append_sent(run_dir: Path, sent: Sent) -> None:
 def append_acknowledgement(run_dir: Path, acknowledgement: Acknowledgement) -> None:
     name = f"rollout-{acknowledgement.replica}-{acknowledgement.rank}"
     _append(run_dir, name, dataclasses.asdict(acknowledgement))
+
+
+def layer_errors_file(run_dir: Path, *, replica: int, rank: int) -> Path:
+    """A JSON object: name of a quantised layer -> the relative error of its weights at the last update that had it."""
+    return run_dir / SYNC_FOLDER / f"layers-{replica}-{rank}.json"
+
+
+def write_layer_errors(path: Path, errors: dict[str, float]) -> None:
+    """Whole or not at all. Raises OSError."""
+    path.parent.mkdir(exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(errors) + "\n")
+    partial.replace(path)
 
 
 def _append(run_dir: Path, name: str, line: dict[str, Any]) -> None:
@@ -94,6 +115,7 @@ class SyncRecord:
         changed = [one.codes_changed_fraction for one in telemetry if one.codes_changed_fraction is not None]
         return {
             "proof_s": round(max(one.proof_s for one in self.acknowledgements), 6),
+            "telemetry_s": round(max(one.telemetry_s for one in self.acknowledgements), 6),
             "digest_s": round(
                 max(one.digest_s for one in self.sent) + max(one.digest_s for one in self.acknowledgements), 6
             ),
@@ -139,7 +161,8 @@ def _problems(
         return [f"{who} has proven {_number(taken)}"]
     if not (sent.manifest == taken.manifest == manifest):
         return [f"{who} took the weights {taken.manifest}, it was sent {sent.manifest}, the first rank {manifest}"]
-    if taken.telemetry is not None and taken.layers_proven < (taken.layers if sync == 1 else 0):
+    everything = taken.switched or (sync == 1 and taken.telemetry is not None)
+    if everything and taken.layers_proven < taken.layers:
         return [f"{who} has proven {taken.layers_proven} of {taken.layers} layers"]
     if taken.telemetry is not None and not taken.layers:  # layers of ours were quantised
         return [f"{who} has proven none of its layers"]

@@ -79,6 +79,21 @@ def adaptive_weights(batch: LossBatch, *, plan: CorrectionPlan, share: float) ->
     return tuple(rows)
 
 
+def corrected_rows(
+    batch: LossBatch, *, plan: CorrectionPlan, share: float | None
+) -> tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...]]:
+    """(weights float32 or None where the method has none, tokens that stay), a row per sequence."""
+    weights: list[Tensor] = []
+    kept: list[Tensor] = []
+    for part in _parts(batch):
+        x_BT, real_BT = _log_ratio(part)
+        found = correct(x_BT, mask_BT=real_BT, plan=plan, share=share)
+        kept += [row[: len(real)] for row, real in zip(found.kept_BT, part.real, strict=True)]
+        if found.weights_BT is not None:
+            weights += [row[: len(real)].float() for row, real in zip(found.weights_BT, part.real, strict=True)]
+    return tuple(weights) or None, tuple(kept)
+
+
 def check_correction(
     batch: LossBatch, *, plan: CorrectionPlan, share: float | None = None, clip: ClipRange | None = None
 ) -> CorrectionStep:

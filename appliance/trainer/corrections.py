@@ -15,7 +15,7 @@ Sources: Yao et al. 2025; verl 0.9.1, trainer/ppo/rollout_corr_helper.py; arXiv 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -101,13 +101,31 @@ def correct(
 
     clip: of `calibrated-clipping` only, the bounds of this step; None: the recipe's.
     """
+    found = _by_method(x_BT, mask_BT=mask_BT, plan=plan, share=share, clip=clip)
+    if plan.reject_k3_above is None:
+        return found
+    drops = replace(plan, method=CorrectionMethod.K3_REJECT, cap=plan.reject_k3_above)
+    dropped = _by_method(x_BT, mask_BT=mask_BT, plan=drops, share=None, clip=None)
+    return Corrected(
+        found.weights_BT,
+        found.kept_BT & dropped.kept_BT,
+        found.acted_BT | dropped.acted_BT,
+        torch.minimum(found.margin_BT, dropped.margin_BT),
+    )
+
+
+def _by_method(
+    x_BT: Tensor, *, mask_BT: Tensor, plan: CorrectionPlan, share: float | None, clip: ClipRange | None
+) -> Corrected:
     real_BT = mask_BT.bool()
     match plan.method:
         case CorrectionMethod.NONE:
             return _weighed(None, raw_BT=torch.zeros_like(x_BT), real_BT=real_BT, cap=None)
         case CorrectionMethod.TIS | CorrectionMethod.ACR:
             raw_BT = token_weights(x_BT, mask_BT=real_BT)
-            used_BT = raw_BT if plan.method is CorrectionMethod.ACR else raw_BT.clamp(max=plan.cap)
+            used_BT = (
+                _for_loss(raw_BT, plan=plan) if plan.method is CorrectionMethod.ACR else raw_BT.clamp(max=plan.cap)
+            )
             return _weighed(used_BT, raw_BT=raw_BT, real_BT=real_BT, cap=plan.cap)
         case CorrectionMethod.ADAPTIVE:
             if share is None or plan.cap is None:
@@ -134,6 +152,11 @@ def correct(
             kept_B, margin_B = mean_B <= plan.cap, (mean_B - plan.cap).abs()
             size_BT = x_BT.abs() + x_BT.clamp(-CLAMP, CLAMP).exp()
             return _dropped(kept_B, margin_B, size_BT=size_BT, real_BT=real_BT, is_mean=True)
+
+
+def _for_loss(raw_BT: Tensor, *, plan: CorrectionPlan) -> Tensor:
+    """The weights that `acr`'s loss gets, which truncates by itself; see trainer/tightened.py."""
+    return raw_BT if plan.loss_cap is None or plan.cap is None else raw_BT * (plan.loss_cap / plan.cap)
 
 
 def _weighed(weights_BT: Tensor | None, *, raw_BT: Tensor, real_BT: Tensor, cap: float | None) -> Corrected:

@@ -1,7 +1,4 @@
-"""The governor in a run: a step's numbers in, its decisions carried out and written down.
-
-Of its actions this version carries out `warn` and `stop`; the recipe takes no others (recipe/rules.py).
-"""
+"""The governor in a run: a step's numbers in, its decisions written down, and what they ask of the next steps."""
 
 from __future__ import annotations
 
@@ -10,12 +7,14 @@ from pathlib import Path
 
 from appliance.errors import GuardStop
 from appliance.guard.governor import Decision, GovernorState, observe, resume
+from appliance.guard.ladder import Measures, ladder, measures, place
 from appliance.guard.policy import Action, Bounds, Collapse, MismatchBounds, Patience, Policy
 from appliance.guard.signals import Signals
-from appliance.plan.model import RunPlan
+from appliance.plan.model import CorrectionPlan, RunPlan
 from appliance.quant.correction import CorrectionMethod
-from appliance.quant.mismatch import Mismatch
 from appliance.run.events import append_event
+from appliance.trainer.telemetry import StepTelemetry
+from appliance.trainer.tightened import tightened
 
 STATE_FILE = "guard.json"
 _NONE = float("inf")
@@ -51,6 +50,7 @@ def policy_of(plan: RunPlan) -> Policy:
         ),
         collapse=Collapse(
             gradient=Patience(warn_after=1, stop_after=guard.gradient_steps),
+            log_probs=Patience(warn_after=1, stop_after=guard.gradient_steps),
             max_response_tokens=plan.task.max_response_tokens,
         ),
     )
@@ -60,8 +60,15 @@ def _below(bound: float) -> Bounds:
     return Bounds(bad=(-_NONE, bound), fine=(-_NONE, bound / 2))
 
 
-def signals_of(line: dict[str, object], *, mismatch: Mismatch, equal_group_fraction: float) -> Signals:
-    """line: the step's metrics by the contract's names, before what is not finite became null."""
+def signals_of(line: dict[str, object], *, telemetry: StepTelemetry, cap: float | None) -> Signals:
+    """line: the step's metrics by the contract's names, before what is not finite became null.
+
+    cap: where a token's weight is cut. Without one no share of tokens is truncated, whatever the method drops.
+    """
+    mismatch = telemetry.mismatch
+    names = ["reward_mean", "entropy", "response_tokens_mean"]
+    if not telemetry.nonfinite_fraction:  # else there was no update, and so no gradient
+        names.append("grad_norm")
     return Signals(
         step=int(line["step"]),
         k3_kl=mismatch.k3_kl,
@@ -69,9 +76,10 @@ def signals_of(line: dict[str, object], *, mismatch: Mismatch, equal_group_fract
         weight_std=mismatch.weight_std,
         weight_max=mismatch.weight_max,
         ess=mismatch.ess,
-        truncated_fraction=mismatch.truncated_fraction,
-        equal_group_fraction=equal_group_fraction,
-        **{name: float(line[name]) for name in ("grad_norm", "reward_mean", "entropy", "response_tokens_mean")},
+        truncated_fraction=None if cap is None else mismatch.truncated_fraction,
+        equal_group_fraction=telemetry.equal_group_fraction,
+        nonfinite_fraction=telemetry.nonfinite_fraction,
+        **{name: float(line[name]) for name in names},
     )
 
 
@@ -81,6 +89,7 @@ class Governed:
     def __init__(self, plan: RunPlan) -> None:
         """Raises ValueError when guard.json is there and cannot be read."""
         self._run_dir = Path(plan.run_dir)
+        self._planned = plan.correction
         self._policy = policy_of(plan)
         kept = self._run_dir / STATE_FILE
         state = GovernorState.from_json(kept.read_text()) if kept.exists() else GovernorState()
@@ -103,6 +112,31 @@ class Governed:
                 numbers=[cause.json_values() for cause in decision.causes],
             )
         return next((decision for decision in decisions if decision.action is Action.STOP), None)
+
+    @property
+    def level(self) -> str:
+        """Where on the ladder the governor stands, for people and metrics."""
+        levels = ladder(self._policy)
+        return levels[place(self._state.level, levels=levels)].text
+
+    @property
+    def measures(self) -> Measures:
+        """What holds from now on."""
+        return measures(self._state.level, policy=self._policy)
+
+    @property
+    def correction(self) -> CorrectionPlan:
+        """What corrects the next step's loss."""
+        return tightened(self._planned, measures=self.measures)
+
+    def metrics(self) -> dict[str, str | float | None]:
+        """Of the step that is not judged yet: where the governor stood, and what corrected the loss."""
+        correction = self.correction
+        return {
+            "guard_level": self.level,
+            "correction_cap": correction.cap,
+            "correction_reject_k3": correction.reject_k3_above,
+        }
 
     def snapshot(self) -> str:
         """The governor's memory as JSON on one line, for a checkpoint. `restore` is the inverse."""

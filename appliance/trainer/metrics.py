@@ -10,11 +10,11 @@ from appliance.errors import TrainingError
 from appliance.plan.model import RunPlan
 from appliance.quant.correction import CorrectionMethod
 from appliance.quant.mismatch import Mismatch
-from appliance.quant.scheme import Scheme
 from appliance.run.acknowledge import SyncRecord
-from appliance.run.events import METRICS_FILE, append_line
+from appliance.run.events import METRICS_FILE, append_event, append_line
 from appliance.trainer.calibrated import USED_HIGH, USED_LOW
 from appliance.trainer.corrected import CorrectionStep
+from appliance.trainer.telemetry import StepTelemetry
 
 _FROM_VERL = {
     "reward_mean": "critic/rewards/mean",
@@ -77,8 +77,6 @@ def step_metrics(
         **timings,
         "rollout_tokens_per_s": tokens / timing_s["gen"],
         **sync.metrics(),
-        "scheme": plan.rollout.label,
-        "emulated": plan.rollout.emulated,
         "mismatch_k3_kl": mismatch.k3_kl,
         "mismatch_kl": mismatch.kl,
         "probs_diff_mean": mismatch.probs_diff_mean,
@@ -91,20 +89,30 @@ def step_metrics(
     }
 
 
-def validation_metrics(verl: dict[str, float], *, samples: int, scheme: Scheme) -> dict[str, float | None]:
-    """The contract's validation keys from verl's validation metrics; in BF16 where the run's scheme is BF16.
+def left_out(run_dir: Path, *, telemetry: StepTelemetry, step: int, plan: RunPlan) -> dict[str, float]:
+    """What verl would report of an update that is not made, because log-probs of its step are not finite: NaN. Said as
+    an event: nothing is left out silently."""
+    share = telemetry.nonfinite_fraction
+    what = f"step {step} is not learned from: log-probabilities of {share:.2%} of its tokens are not finite"
+    append_event(run_dir, kind="note", what=what, why="an update with them would ruin the weights", step=step)
+    names = (*_FROM_VERL.values(), *_SIGNS[plan.correction.method])
+    return dict.fromkeys((name for name in names if name.startswith("actor/") and name != "actor/entropy"), math.nan)
 
-    samples: problems that were scored.  Raises TrainingError when there is no mean.
-    """
+
+def validation_mean(verl: dict[str, float]) -> float:
+    """Of verl's validation metrics. Raises TrainingError when there is no mean."""
     means = [value for name, value in verl.items() if name.startswith("val-core/") and "/mean@" in name]
     if len(means) != 1:
         raise TrainingError(f"expected one validation mean from verl, got {len(means)} in {sorted(verl)}")
-    reward = float(means[0])
-    return {
-        "val_reward_mean": reward,
-        "val_reward_bf16_mean": reward if scheme is Scheme.BF16 else None,
-        "val_samples": samples,
-    }
+    return float(means[0])
+
+
+def validation_metrics(verl: dict[str, float], *, samples: int, bf16: float | None) -> dict[str, float | None]:
+    """The contract's validation keys. samples: problems that were scored.  bf16: the mean of the same in BF16.
+
+    Raises TrainingError when there is no mean.
+    """
+    return {"val_reward_mean": validation_mean(verl), "val_reward_bf16_mean": bf16, "val_samples": samples}
 
 
 def append_metrics(run_dir: Path, line: dict[str, Any]) -> None:

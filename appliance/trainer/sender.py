@@ -18,8 +18,10 @@ from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from appliance.errors import SyncError
 from appliance.plan.env import PLAN_VARIABLE
-from appliance.quant.manifest import MANIFEST_NAME, Manifest, TensorRecord, record
+from appliance.quant.manifest import MANIFEST_NAME, Manifest, TensorRecord, directive, record
+from appliance.quant.precision import AS_PLANNED, DIRECTIVE_NAME, Precision
 from appliance.run.acknowledge import Sent, append_sent
+from appliance.run.precision import read_wanted
 
 Weights = AsyncIterator[tuple[str, Tensor]] | Iterable[tuple[str, Tensor]]
 
@@ -27,19 +29,21 @@ Weights = AsyncIterator[tuple[str, Tensor]] | Iterable[tuple[str, Tensor]]
 class DigestedWeights:
     """A stream of weights, each digested just before it goes out, with the manifest as its last tensor.
 
+    precision: what the engine shall compute in; the first tensor says it where it is not as planned.
     manifest: None until the stream has ended.  digest_s: seconds spent on digests.
     """
 
-    def __init__(self, weights: Weights, *, sync: int) -> None:
+    def __init__(self, weights: Weights, *, sync: int, precision: Precision = AS_PLANNED) -> None:
         self._weights = weights
         self._sync = sync
+        self._precision = precision
         self.manifest: Manifest | None = None
         self.digest_s = 0.0
 
     async def __aiter__(self) -> AsyncIterator[tuple[str, Tensor]]:
         records: list[TensorRecord] = []
         device = torch.device("cpu")
-        async for name, tensor in ensure_async_iterator(self._weights):
+        async for name, tensor in self._stream():
             rounded = as_the_trainer_computes(tensor)
             started = time.perf_counter()
             records.append(record(name, rounded))
@@ -48,6 +52,14 @@ class DigestedWeights:
             yield name, rounded
         self.manifest = Manifest(sync=self._sync, records=tuple(records))
         yield MANIFEST_NAME, self.manifest.to_tensor().to(device)
+
+    async def _stream(self) -> AsyncIterator[tuple[str, Tensor]]:
+        told = self._precision.is_planned
+        async for name, tensor in ensure_async_iterator(self._weights):
+            if not told:
+                yield DIRECTIVE_NAME, directive(self._precision).to(tensor.device)
+                told = True
+            yield name, tensor
 
 
 def as_the_trainer_computes(tensor: Tensor) -> Tensor:
@@ -70,10 +82,12 @@ class DigestingAdapter(ServerAdapter):
         if wire_format != "named_tensors":
             raise SyncError(f"weight update: the wire format {wire_format} has no digests", hint="use the full update")
         self._syncs += 1
-        digested = DigestedWeights(weights, sync=self._syncs)
+        run_dir = Path(os.environ[PLAN_VARIABLE]).parent if PLAN_VARIABLE in os.environ else None
+        precision = AS_PLANNED if run_dir is None else read_wanted(run_dir)
+        digested = DigestedWeights(weights, sync=self._syncs, precision=precision)
         await super().update_weights(digested, global_steps=global_steps, **kwargs)
-        if digested.manifest is not None and PLAN_VARIABLE in os.environ:
-            append_sent(Path(os.environ[PLAN_VARIABLE]).parent, self._sent(digested.manifest, digested.digest_s))
+        if digested.manifest is not None and run_dir is not None:
+            append_sent(run_dir, self._sent(digested.manifest, digested.digest_s))
 
     def _sent(self, manifest: Manifest, digest_s: float) -> Sent:
         return Sent(

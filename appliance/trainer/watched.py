@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import transfer_queue
 from omegaconf import DictConfig
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.utils import Role
@@ -16,6 +15,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from appliance.errors import ApplianceError, AttestationError, TrainingError
 from appliance.guard.governor import Decision
 from appliance.plan.model import RunPlan
+from appliance.quant.scheme import Scheme
 from appliance.run.acknowledge import SyncRecord, check_sync
 from appliance.run.attest import check_attestations, fingerprint
 from appliance.run.checkpoints import checkpoint_folder
@@ -28,9 +28,11 @@ from appliance.trainer.correction_step import correct_step
 from appliance.trainer.engine_watch import EngineWatch
 from appliance.trainer.export import export_checkpoint
 from appliance.trainer.governed import Governed, signals_of, stop, weight_cap
-from appliance.trainer.metrics import append_metrics, step_metrics, validation_metrics
+from appliance.trainer.metrics import append_metrics, left_out, step_metrics, validation_mean, validation_metrics
+from appliance.trainer.precision import Live, RolloutPrecision, validates_bf16
 from appliance.trainer.rollouts import Rollouts
-from appliance.trainer.telemetry import StepTelemetry, measure_batch
+from appliance.trainer.step_telemetry import measure_step
+from appliance.trainer.telemetry import StepTelemetry
 
 LOOK_AGAIN_S = 1.0  # how long a wait for rollouts lasts at most before the buffer is looked at again
 
@@ -52,10 +54,13 @@ class WatchedTrainer(PPOTrainerSync):
         self._governed = Governed(plan)
         self._clipping = Clipping(plan)
         self.checkpoints: Checkpoints | None = None
+        self._precision = RolloutPrecision(plan)
+        self._rolled: Live = self._precision.live
         self._correction: CorrectionStep | None = None
         self._validation: dict[str, float] = {}
         self._syncs = 0
         self._last_sync: SyncRecord | None = None
+        self._step_sync: SyncRecord | None = None
 
     def _phase(self, what: str) -> None:
         append_event(self.run_dir, kind="phase", what=what)
@@ -87,6 +92,7 @@ class WatchedTrainer(PPOTrainerSync):
         self._check_attestations()
         self._phase("sync")
         self._check_every_sync()
+        self._precision.want(self._governed.measures)
         super().on_init_end()
 
     def stop_watching(self) -> None:
@@ -140,41 +146,34 @@ class WatchedTrainer(PPOTrainerSync):
             replicas=len(self.plan.rollout.replicas),
             ranks=self.plan.rollout.tensor_parallel,
         )
+        self._precision.took(self._last_sync)
 
     # a step
 
     def on_sample_begin(self) -> None:
         self._phase("rollout")
+        self._rolled = self._precision.live
         super().on_sample_begin()
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         self._phase("log-probs")
         batch = super()._compute_old_log_prob(batch, metrics=metrics)
-        self._telemetry = self._measure(batch)
+        batch, self._telemetry = measure_step(batch, cap=weight_cap(self.plan))
         return batch
-
-    def _measure(self, batch: KVBatchMeta) -> StepTelemetry:
-        fields = ["old_log_probs", "rollout_log_probs", "response_mask", "responses"]
-        data = transfer_queue.kv_batch_get(
-            keys=batch.keys, partition_id=batch.partition_id, select_fields=[*fields, "uid"]
-        )
-        trainer, rollout, real, responses = (data[name].unbind() for name in fields)
-        return measure_batch(
-            trainer,
-            rollout=rollout,
-            real=real,
-            responses=responses,
-            prompts=list(data["uid"]),
-            cap=weight_cap(self.plan),
-        )
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         batch = super()._compute_advantage(batch, metrics=metrics)
-        batch = self._clipping.write(batch, step=self.global_steps, correction=self.plan.correction)
-        batch, self._correction = correct_step(batch, plan=self.plan.correction, clip=self._clipping.bounds)
+        plan = self._governed.correction
+        batch = self._clipping.write(batch, step=self.global_steps, correction=plan)
+        batch, self._correction = correct_step(
+            batch, plan=plan, planned=self.plan.correction, clip=self._clipping.bounds
+        )
         return batch
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        if self._telemetry is not None and self._telemetry.nonfinite_fraction:
+            metrics.update(left_out(self.run_dir, telemetry=self._telemetry, step=self.global_steps, plan=self.plan))
+            return batch
         self._phase("update")
         self.checkpoints.begin_update()
         batch = super()._update_actor(batch, metrics=metrics)
@@ -190,17 +189,30 @@ class WatchedTrainer(PPOTrainerSync):
     def on_step_end(self) -> None:
         self._phase("sync")
         super().on_step_end()
+        self._step_sync = self._last_sync
 
     def _validate(self) -> dict[str, float]:
         self._phase("validate")
         before = self._rollouts.validated
         values = super()._validate()
-        scheme, scored = self.plan.rollout.scheme, self._rollouts.validated - before
-        self._validation = validation_metrics(values, samples=scored, scheme=scheme)
+        scored, live = self._rollouts.validated - before, self._precision.live
+        self._validation = validation_metrics(values, samples=scored, bf16=self._validate_bf16(values))
         if self.global_steps == 0:
-            self._write({"step": 0, "scheme": self.plan.rollout.label, **self._validation})
+            self._write({"step": 0, "scheme": live.label, **self._validation})
             self._validation = {}
         return values
+
+    def _validate_bf16(self, values: dict[str, float]) -> float | None:
+        """The same validation with every layer in BF16, by two more updates of the same weights. None: not due."""
+        if self._precision.live.label == str(Scheme.BF16):
+            return validation_mean(values)
+        if not validates_bf16(self.plan, step=self.global_steps):
+            return None
+        with self._precision.bf16():
+            self.checkpoint_manager.update_weights(self.global_steps)
+            values = super()._validate()
+        self.checkpoint_manager.update_weights(self.global_steps)
+        return validation_mean(values)
 
     def _compute_metrics(
         self, batch: KVBatchMeta, metrics: dict[str, Any], timing_raw: dict[str, float], global_steps: int, epoch: int
@@ -208,17 +220,19 @@ class WatchedTrainer(PPOTrainerSync):
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
         if self._telemetry is None or self._correction is None:
             raise TrainingError(f"step {global_steps} ended without log-probabilities to compare")
-        if self._last_sync is None:
+        if self._step_sync is None:
             raise TrainingError(f"step {global_steps} ended without a weight update")
         line = step_metrics(
             metrics,
             timing_s=timing_raw,
             mismatch=self._telemetry.mismatch,
             correction=self._correction,
-            sync=self._last_sync,
+            sync=self._step_sync,
             plan=self.plan,
             step=global_steps,
         )
+        line |= self._rolled.metrics() | self._governed.metrics()
+        line["telemetry_s"] = round(line["telemetry_s"] + self._telemetry.seconds, 6)
         self._write({**line, **self._telemetry.metrics(), **self._clipping.metrics(), **self._validation})
         decision = self._govern(line, telemetry=self._telemetry)
         self._end_step(val_reward=self._validation.get("val_reward_mean"), stop_for=decision)
@@ -232,8 +246,9 @@ class WatchedTrainer(PPOTrainerSync):
             raise stop(stop_for, saved=self.checkpoints.save_now("stopped by the guard"))
 
     def _govern(self, line: dict[str, Any], *, telemetry: StepTelemetry) -> Decision | None:
-        equal = telemetry.equal_group_fraction
-        return self._governed.after_step(signals_of(line, mismatch=telemetry.mismatch, equal_group_fraction=equal))
+        decision = self._governed.after_step(signals_of(line, telemetry=telemetry, cap=weight_cap(self.plan)))
+        self._precision.want(self._governed.measures)
+        return decision
 
     def _write(self, line: dict[str, Any]) -> None:
         append_metrics(self.run_dir, {**line, "time_s": round(time.time() - self._started, 3)})

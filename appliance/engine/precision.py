@@ -1,0 +1,133 @@
+"""Layers that change their precision from one weight update to the next, in an engine that runs eagerly.
+
+A quantised linear layer becomes a BF16 one by another method object, and back: everything that asks a layer what it is
+(kernels, proof, attestation, telemetry) sees one that was built so. It happens between two updates, when vLLM's reload
+has put the layer back to its BF16 form on the meta device; the old kernel's tensors are dropped, since nothing holds
+their addresses but a CUDA graph, and there is none.
+
+Experts and vLLM's own FP8 methods cannot change.
+"""
+
+from __future__ import annotations
+
+from torch.nn import Module
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from appliance.engine.config import KeptLinearMethod
+from appliance.engine.emulated import EmulatedLinearMethod
+from appliance.engine.families import FUSED_LAYERS
+from appliance.engine.native import native_scheme
+from appliance.engine.quantised import OnlineLinearMethod, Quantising
+from appliance.errors import SyncError
+from appliance.quant.precision import Precision
+from appliance.quant.scheme import Scheme
+
+
+class RaisedLinearMethod(KeptLinearMethod):
+    """A layer that is in BF16 for the time being. quantised: what it goes back to."""
+
+    def __init__(self, quantised: OnlineLinearMethod) -> None:
+        super().__init__()
+        self.quantised = quantised
+
+
+def raised_layers(model: Module) -> int:
+    """How many layers are in BF16 that their settings would quantise."""
+    return sum(isinstance(getattr(layer, "quant_method", None), RaisedLinearMethod) for layer in model.modules())
+
+
+class PrecisionSwitch:
+    """The quantised linear layers of one model. `change` before an update's reload begins, `release` when it has."""
+
+    def __init__(self, model: Module) -> None:
+        self._layers: dict[str, Module] = {}
+        self._fixed = ""  # a quantised layer that cannot change
+        for name, layer in model.named_modules():
+            method = getattr(layer, "quant_method", None)
+            if isinstance(method, OnlineLinearMethod | RaisedLinearMethod):
+                self._layers[name] = layer
+            elif isinstance(method, Quantising) or native_scheme(method) is not None:
+                self._fixed = self._fixed or name
+        self._changed: list[Module] = []
+
+    def change(self, wanted: Precision) -> tuple[str, ...]:
+        """The names of the layers that are now another way than before. Raises SyncError, before anything changed.
+
+        An engine without quantised layers has nothing to change, whatever is wanted.
+        """
+        goals = self._goals(wanted)
+        changed = [name for name, scheme in goals.items() if _scheme(self._layers[name]) is not scheme]
+        for name in changed:
+            _become(self._layers[name], goals[name])
+        self._changed = [self._layers[name] for name in changed]
+        return tuple(changed)
+
+    def _goals(self, wanted: Precision) -> dict[str, Scheme]:
+        if self._fixed and not wanted.is_planned:
+            raise SyncError(f"weight update: {self._fixed} cannot change its precision while the engine runs")
+        goals = {name: wanted.scheme or _planned(layer) for name, layer in self._layers.items()}
+        for name, scheme in goals.items():
+            _require_possible(name, self._layers[name], scheme)
+        return goals | dict.fromkeys(self._named(wanted.bf16_layers), Scheme.BF16)
+
+    def _named(self, entries: tuple[str, ...]) -> list[str]:
+        """Layers by their own name, or by those of all their parts. An entry that names nothing is refused."""
+        asked, known, found = set(entries), set[str](), []
+        for name in self._layers:
+            parts = _parts(name)
+            known |= {name, *parts}
+            if name in asked or asked.issuperset(parts):
+                found.append(name)
+            elif asked.intersection(parts):
+                raise SyncError(f"weight update: only a part of {name} is to be in BF16")
+        unknown = sorted(asked - known)
+        if unknown and self._layers:
+            raise SyncError(f"weight update: `{unknown[0]}` is to be in BF16 and is no quantised layer of this engine")
+        return found
+
+    def release(self) -> None:
+        """What the old kernels of the changed layers held. Their new tensors stay, and are not copied into old ones."""
+        for layer in self._changed:
+            get_layerwise_info(layer).kernel_tensors = None
+            if isinstance(layer.quant_method, RaisedLinearMethod):
+                layer.quant_method.quantised.release()
+            elif hasattr(layer, "cpu_linear"):  # vLLM's packed BF16 weight
+                del layer.cpu_linear
+
+
+def _parts(name: str) -> tuple[str, ...]:
+    """A layer's names in a checkpoint."""
+    parent, _, leaf = name.rpartition(".")
+    return tuple(f"{parent}.{part}" for part in FUSED_LAYERS.get(leaf, (leaf,)))
+
+
+def _own(layer: Module) -> OnlineLinearMethod:
+    method = layer.quant_method
+    return method.quantised if isinstance(method, RaisedLinearMethod) else method
+
+
+def _planned(layer: Module) -> Scheme:
+    method = _own(layer)
+    return method.planned if isinstance(method, EmulatedLinearMethod) else method.scheme
+
+
+def _scheme(layer: Module) -> Scheme:
+    return Scheme.BF16 if isinstance(layer.quant_method, RaisedLinearMethod) else layer.quant_method.scheme
+
+
+def _require_possible(name: str, layer: Module, scheme: Scheme) -> None:
+    method = _own(layer)
+    if scheme in (Scheme.BF16, method.scheme, _planned(layer)):
+        return
+    if not isinstance(method, EmulatedLinearMethod) or not scheme.is_fp8 or layer.tp_size > 1:
+        raise SyncError(f"weight update: {name} is {method.scheme} and cannot become {scheme} while the engine runs")
+
+
+def _become(layer: Module, scheme: Scheme) -> None:
+    method = _own(layer)
+    if scheme is Scheme.BF16:
+        layer.quant_method = RaisedLinearMethod(method)
+        return
+    if isinstance(method, EmulatedLinearMethod):
+        method.scheme = scheme
+    layer.quant_method = method

@@ -1,0 +1,47 @@
+"""What rollouts compute in when it is not what the plan says: the guard's wish, or a validation in BF16. No torch.
+
+It travels with every weight update that is not as planned, so that what an engine does never depends on what it did
+before: an update that says nothing is as planned.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from appliance.quant.scheme import Scheme
+
+DIRECTIVE_NAME = "appliance.precision"  # of the first tensor of an update that is not as planned
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A departure from an engine's own settings.
+
+    scheme: None, the engine's own; BF16, no layer is quantised; else a finer scheme of the same kind.
+    bf16_layers: quantised layers that compute in BF16 as well, as `ignore` would name them.
+    """
+
+    scheme: Scheme | None = None
+    bf16_layers: tuple[str, ...] = ()
+
+    @property
+    def is_planned(self) -> bool:
+        return self == AS_PLANNED
+
+    def to_json(self) -> str:
+        scheme = None if self.scheme is None else str(self.scheme)
+        return json.dumps({"scheme": scheme, "bf16_layers": list(self.bf16_layers)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Precision:
+        """Raises ValueError when the text is no precision."""
+        try:
+            raw = json.loads(text)
+            scheme, layers = raw["scheme"], raw["bf16_layers"]
+            return cls(None if scheme is None else Scheme(scheme), tuple(str(each) for each in layers))
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"not a precision: {error}") from error
+
+
+AS_PLANNED = Precision()

@@ -1,0 +1,145 @@
+"""The precision of the rollouts in a run: what the governor asks for, told to the senders, and held against what the
+engines then say that they run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from appliance.errors import SyncError, TrainingError
+from appliance.guard.ladder import Measures
+from appliance.plan.model import RunPlan
+from appliance.quant.files import read_file_header
+from appliance.quant.precision import AS_PLANNED, Precision
+from appliance.quant.scheme import Scheme
+from appliance.run.acknowledge import Acknowledgement, SyncRecord, layer_errors_file
+from appliance.run.events import append_event
+from appliance.run.precision import write_wanted
+
+BF16 = Precision(Scheme.BF16)
+
+
+@dataclass(frozen=True)
+class Live:
+    """What the engines run since a weight update, by their own word. label: `bf16+int8` where replicas differ.
+
+    bf16_layers: quantised layers that are in BF16 for now, of the engine that has most.
+    """
+
+    label: str
+    emulated: bool
+    bf16_layers: int = 0
+
+    def metrics(self) -> dict[str, str | bool | int]:
+        return {"scheme": self.label, "emulated": self.emulated, "bf16_layers": self.bf16_layers}
+
+
+class RolloutPrecision:
+    """`want` something, let a weight update happen, and say what it brought with `took`."""
+
+    def __init__(self, plan: RunPlan) -> None:
+        self._plan = plan
+        self._run_dir = Path(plan.run_dir)
+        self._lasting = AS_PLANNED
+        self._wanted = AS_PLANNED
+        self._told = AS_PLANNED
+        self.live = Live(plan.rollout.label, plan.rollout.emulated)
+
+    def want(self, measures: Measures) -> None:
+        """From the next weight update on. Raises TrainingError where the worst layers cannot be told."""
+        self._lasting = self._precision_of(measures)
+        self._ask(self._lasting)
+
+    @contextmanager
+    def bf16(self) -> Iterator[None]:
+        """Weight updates in here ask for BF16, those after it for what was wanted before."""
+        self._ask(BF16)
+        yield
+        self._ask(self._lasting)
+
+    def _ask(self, precision: Precision) -> None:
+        self._wanted = precision
+        write_wanted(self._run_dir, precision)
+
+    def _precision_of(self, measures: Measures) -> Precision:
+        if measures.scheme is Scheme.BF16:
+            return BF16 if self._plan.rollout.scheme.quantised else AS_PLANNED
+        scheme = None if measures.scheme is self._plan.rollout.scheme else measures.scheme
+        share = measures.bf16_layer_fraction
+        return Precision(scheme, worst_layers(self._plan, share=share) if share else ())
+
+    def took(self, record: SyncRecord) -> None:
+        """Raises SyncError when an engine runs something else than was asked for."""
+        said = sorted(record.acknowledgements, key=lambda one: (one.replica, one.rank))
+        problems = [problem for one in said if (problem := self._problem(one))]
+        if problems:
+            raise SyncError(f"weight update {said[0].sync}: {'; '.join(problems)}", hint="see sync/ in the run folder")
+        self.live = Live(
+            label="+".join(dict.fromkeys(one.scheme for one in said)),
+            emulated=any(one.emulated for one in said),
+            bf16_layers=max(one.bf16_layers for one in said),
+        )
+        if self._wanted == self._lasting != self._told:
+            self._told = self._lasting
+            self._tell(said)
+
+    def _problem(self, said: Acknowledgement) -> str:
+        own = self._plan.rollout.replicas[said.replica].scheme
+        wanted = (self._wanted.scheme or own) if own.quantised else own
+        who = f"rollout rank {said.rank} of replica {said.replica}"
+        if said.scheme != str(wanted):
+            return f"{who} runs {said.scheme}, it was to run {wanted}"
+        some = own.quantised and bool(self._wanted.bf16_layers or self._wanted.scheme is Scheme.BF16)
+        if some is (said.bf16_layers > 0):
+            return ""
+        return f"{who} raised {said.bf16_layers} layers to bf16, it was to raise {'some' if some else 'none'}"
+
+    def _tell(self, said: list[Acknowledgement]) -> None:
+        layers = f" with {self.live.bf16_layers} layers in bf16" if self._lasting.bf16_layers else ""
+        switched = sum(one.switched for one in said)
+        append_event(
+            self._run_dir,
+            kind="note",
+            what=f"rollouts from now on: {self.live.label}{layers}",
+            why=f"weight update {said[0].sync}: {switched} layers changed, all proven",
+            bf16_layers=list(self._lasting.bf16_layers),
+        )
+
+
+def validates_bf16(plan: RunPlan, *, step: int) -> bool:
+    """Whether the validation after this step (0: before training) is made in BF16 as well."""
+    every = plan.validate_bf16_every
+    return every > 0 and (step == plan.steps or (step % every == 0 and every < plan.steps))
+
+
+def worst_layers(plan: RunPlan, *, share: float) -> tuple[str, ...]:
+    """The given share of the quantised layers (rounded up), the worst first, as `ignore` would name them.
+
+    By the output errors of the run's profile; without one by what the engine measured of its weights at its last
+    update.  share: 0..1.  Raises TrainingError when neither is there.
+    """
+    ranked = _by_profile(Path(plan.profile.folder)) if plan.profile is not None else []
+    ranked = ranked or _by_engine(plan)
+    if not ranked:
+        raise TrainingError("`raise-precision` has no layer errors to go by: no profile, and no engine has told any")
+    ranked.sort(key=lambda each: (-each[0], each[1]))
+    chosen = ranked[: math.ceil(share * len(ranked))]
+    return tuple(name for _, names in chosen for name in names)
+
+
+def _by_profile(folder: Path) -> list[tuple[float, tuple[str, ...]]]:
+    """(error, names) of each layer that the profile does not keep in BF16 anyway."""
+    layers = read_file_header(folder)["layers"]
+    return [(float(each["output_error"]), tuple(each["layer"])) for each in layers if not each["kept"]]
+
+
+def _by_engine(plan: RunPlan) -> list[tuple[float, tuple[str, ...]]]:
+    replica = next(index for index, each in enumerate(plan.rollout.replicas) if each.scheme.quantised)
+    file = layer_errors_file(Path(plan.run_dir), replica=replica, rank=0)
+    raw = json.loads(file.read_text()) if file.exists() else {}
+    return [(float(error), (name,)) for name, error in raw.items()]
