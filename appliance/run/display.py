@@ -51,8 +51,9 @@ def plain_step(state: RunState, step: StepMetrics, *, now: float) -> str:
     """The line of one finished step. now: unix s."""
     parts = [f"step {step.step}/{state.steps}", f"reward {draw.number(step.reward_mean)}"]
     if step.val_reward_mean is not None:
-        parts.append(f"validation {draw.number(step.val_reward_mean)}")
+        parts.append(f"validation {_validated(step)}")
     parts += [draw.tokens_per_s(step.rollout_tokens_per_s), _plain_times(step), _scheme(step), _plain_mismatch(step)]
+    parts.append(_guarded(step))
     left = remaining_s(state, now=now)
     if left is not None and step.step < state.steps:
         parts.append(f"about {draw.duration(left)} left")
@@ -62,7 +63,19 @@ def plain_step(state: RunState, step: StepMetrics, *, now: float) -> str:
 def plain_validation(step: StepMetrics) -> str:
     """The line of a validation that belongs to no step: the one before training."""
     samples = "" if step.val_samples is None else f" ({step.val_samples:.0f} problems, greedy)"
-    return f"validation before training {draw.number(step.val_reward_mean)}{samples}"
+    return f"validation before training {_validated(step)}{samples}"
+
+
+def _validated(step: StepMetrics) -> str:
+    """`0.512 (bf16 0.520)`; one number where rollouts are in BF16 anyway, or only one was measured."""
+    both = step.val_reward_bf16_mean is not None and step.scheme != "bf16"
+    beside = f" (bf16 {draw.number(step.val_reward_bf16_mean)})" if both else ""
+    return draw.number(step.val_reward_mean) + beside
+
+
+def _guarded(step: StepMetrics) -> str:
+    """`guard tighten`, from the first level that does something."""
+    return f"guard {step.guard_level}" if step.guard_level not in ("", "observe") else ""
 
 
 def step_parts(step: StepMetrics) -> tuple[tuple[str, float], ...]:
@@ -95,7 +108,8 @@ def _plain_mismatch(step: StepMetrics) -> str:
 
 
 def _scheme(step: StepMetrics) -> str:
-    return f"{step.scheme} (emulated)" if step.emulated else step.scheme
+    raised = f", {step.bf16_layers:g} layers in bf16" if step.bf16_layers and step.scheme != "bf16" else ""
+    return (f"{step.scheme} (emulated)" if step.emulated else step.scheme) + raised
 
 
 def _tiny(value: float | None) -> str:
@@ -135,6 +149,8 @@ def _step_rows(last: StepMetrics, *, bars: bool, ascii_only: bool) -> list[tuple
     rollout = f"{draw.tokens_per_s(last.rollout_tokens_per_s)} of rollout in {_scheme(last)}"
     times = _times_text(last, bars=bars, ascii_only=ascii_only)
     rows = [("speed", Text(rollout)), ("step time", times), ("mismatch", _mismatch_text(last))]
+    if _guarded(last):
+        rows.append(("guard", Text(last.guard_level)))
     return [*rows, ("sync", Text(sync_text(last)))] if last.proof_s is not None else rows
 
 
@@ -171,6 +187,8 @@ def validation_text(state: RunState) -> str:
     """Greedy validation before training and the newest one after a step."""
     before = "" if state.val_first is None else f"{state.val_first:.3f} before"
     now = f"{state.val_last:.3f} after step {state.val_last_step}" if state.val_last_step else ""
+    if now and state.val_bf16 is not None:
+        now += f" (bf16 {state.val_bf16:.3f})"
     samples = f"  ({state.val_samples} problems, greedy)" if state.val_samples else ""
     return ", ".join(part for part in (before, now) if part) + samples
 

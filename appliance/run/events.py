@@ -102,6 +102,11 @@ class StepMetrics:
     time_s: float
     scheme: str = ""
     emulated: bool = False
+    guard_level: str = ""
+    bf16_layers: float | None = None
+    correction_cap: float | None = None
+    nonfinite_fraction: float | None = None
+    telemetry_s: float | None = None
     reward_mean: float | None = None
     response_tokens_mean: float | None = None
     rollout_tokens_per_s: float | None = None
@@ -161,6 +166,7 @@ def parse_metrics(line: str) -> StepMetrics | None:
         time_s=time_s,
         scheme=_text(raw.get("scheme")),
         emulated=raw.get("emulated") is True,
+        guard_level=_text(raw.get("guard_level")),
         line=line,
         **{name: _number(raw.get(name)) for name in _NUMBERS},
     )

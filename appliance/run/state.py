@@ -29,6 +29,7 @@ class RunState:
     """What is known of a run. Times are unix seconds, `step_ends_s` seconds since the trainer's start, rewards means.
 
     steps: how many are planned.  val_first / val_last: greedy validation before training / the newest.
+    val_bf16: the newest in BF16, where that was measured beside it and rollouts were in another scheme.
     """
 
     steps: int
@@ -44,6 +45,7 @@ class RunState:
     val_last: float | None = None
     val_last_step: int = 0
     val_samples: int = 0
+    val_bf16: float | None = None
     unhealthy_steps: int = 0
     note: str = ""
     attested: tuple[str, ...] = ()
@@ -111,7 +113,15 @@ def _fold_validation(state: RunState, line: StepMetrics) -> RunState:
         return state
     first = line.val_reward_mean if line.step == 0 else state.val_first
     samples = state.val_samples if line.val_samples is None else int(line.val_samples)
-    return replace(state, val_first=first, val_last=line.val_reward_mean, val_last_step=line.step, val_samples=samples)
+    bf16 = None if line.scheme == "bf16" else line.val_reward_bf16_mean
+    return replace(
+        state,
+        val_first=first,
+        val_last=line.val_reward_mean,
+        val_last_step=line.step,
+        val_samples=samples,
+        val_bf16=bf16,
+    )
 
 
 def median_tokens_per_s(state: RunState) -> float | None:

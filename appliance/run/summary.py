@@ -54,7 +54,10 @@ def summary_rows(plan: RunPlan, state: RunState, *, seconds: float, folder: str)
 def _reward(state: RunState) -> str:
     found = result(state)
     how = f"greedy, {state.val_samples} problems of the validation set" if found.greedy else "sampled, while training"
-    return f"{draw.number(found.before)} before, {draw.number(found.after)} after ({how})"
+    after = draw.number(found.after)
+    if found.greedy and state.val_bf16 is not None:
+        after += f" (bf16 {draw.number(state.val_bf16)})"
+    return f"{draw.number(found.before)} before, {after} after ({how})"
 
 
 def try_next(plan: RunPlan, state: RunState, *, folder: str) -> tuple[str, ...]:
@@ -90,6 +93,7 @@ def summary_object(
         "reward_before": found.before,
         "reward_after": found.after,
         "greedy": found.greedy,
+        "reward_after_bf16": state.val_bf16,
         "rollout_tokens_per_s": median_tokens_per_s(state),
         "step_s": step_seconds(state),
     }

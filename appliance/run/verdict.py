@@ -30,10 +30,12 @@ class Verdict:
 def judge(step: StepMetrics) -> Verdict:
     """The verdict on one step; `unknown` when none of its signals is there."""
     k3, ess, weight = step.mismatch_k3_kl, step.is_ess, step.is_weight_mean
-    if k3 is None and ess is None and weight is None:
+    if k3 is None and ess is None and weight is None and not step.nonfinite_fraction:
         return Verdict("unknown")
     low, high = WEIGHT_WITHIN
     reasons = []
+    if step.nonfinite_fraction:
+        reasons.append(f"log-probs of {step.nonfinite_fraction:.2%} of the tokens are not finite")
     if k3 is not None and k3 >= K3_BELOW:
         reasons.append(f"k3 {k3:.2g} is not below {K3_BELOW}")
     if ess is not None and ess <= ESS_ABOVE:

@@ -127,15 +127,20 @@ def test_every_step_has_every_metric_of_the_contract(run: Finished) -> None:
         assert 0.9 < line["is_weight_mean"] < 1.1 and line["is_ess"] > 0.9
     assert lines[0].keys() >= {"val_reward_mean", "val_samples", "scheme", "time_s"}
     assert lines[0]["val_samples"] == lines[STEPS]["val_samples"] == VALIDATION_PROBLEMS
+    assert lines[0]["val_reward_bf16_mean"] is None  # by default only at the end
+    assert abs(lines[STEPS]["val_reward_bf16_mean"] - lines[STEPS]["val_reward_mean"]) < 0.05
+    assert all(0 < line["telemetry_s"] < line["step_s"] for line in lines[1:])
 
 
 def test_every_sync_is_proven_and_acknowledged(run: Finished) -> None:
-    """One before training and one after each step, all layers each time, with what the trainer sent."""
+    """One before training, one after each step and two for the last validation in BF16, all layers each time, with
+    what the trainer sent."""
     sent = run.json_lines("sync/trainer-0-0.jsonl")
     taken = run.json_lines("sync/rollout-0-0.jsonl")
-    assert [line["sync"] for line in sent] == [line["sync"] for line in taken] == list(range(1, STEPS + 2))
+    assert [line["sync"] for line in sent] == [line["sync"] for line in taken] == list(range(1, STEPS + 4))
     assert [line["manifest"] for line in sent] == [line["manifest"] for line in taken]
-    assert len({line["manifest"] for line in sent}) == STEPS + 1
+    assert len({line["manifest"] for line in sent}) == STEPS + 3
+    assert [line["scheme"] for line in taken] == [*["int8"] * (STEPS + 1), "bf16", "int8"]
     assert all(line["layers"] == 17 and line["parameters_proven"] == 22 for line in taken)
 
 

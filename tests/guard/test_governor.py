@@ -240,9 +240,9 @@ def test_resuming_changes_nothing_but_a_stop(policy: Policy, length: int) -> Non
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[]", "not a governor's state of version 1"),
-        ('{"schema_version": 2}', "not a governor's state of version 1"),
-        ('{"schema_version": 1}', "a governor's state that cannot be read: 'level'"),
+        ("[]", "not a governor's state of version 2"),
+        ('{"schema_version": 1}', "not a governor's state of version 2"),
+        ('{"schema_version": 2}', "a governor's state that cannot be read: 'level'"),
     ],
 )
 def test_a_state_that_cannot_be_read_is_refused(text: str, said: str) -> None:

@@ -23,6 +23,7 @@ HEALTHY = Signals(
     entropy=0.5,
     equal_group_fraction=0.2,
     response_tokens_mean=100.0,
+    nonfinite_fraction=0.0,
 )
 
 
@@ -55,6 +56,18 @@ def test_three_gradients_in_a_row_that_are_not_finite_stop_the_run(norm: float) 
     assert told(made) == [(5, "gradient", "warn"), (7, "gradient", "stop")]
     assert made[1].text == f"step 7: gradient: stop: grad_norm {norm} not finite (3 steps in a row)"
     assert state.stopped
+
+
+def test_three_steps_in_a_row_that_were_not_learned_from_stop_the_run() -> None:
+    """Log-probs that are not finite: the mismatch of such a step is bad, too, but the ladder is slower."""
+    broken = {"nonfinite_fraction": 0.25, "k3_kl": math.nan, "grad_norm": None}
+    state, made = run([{"nonfinite_fraction": 0.0}] * 4 + [broken] * 3)
+    assert told(made) == [(5, "log_probs", "warn"), (7, "log_probs", "stop")]
+    assert made[1].text == "step 7: log probs: stop: nonfinite_fraction 0.25 above 0 (3 steps in a row)"
+    assert state.stopped
+    state, made = run(([{}] + [broken] * 2) * 2 + [{}])
+    assert [str(each.action) for each in made if each.guard is None] == ["warn"]  # bad as any
+    assert not state.stopped
 
 
 def test_single_gradients_that_are_not_finite_warn_and_pass() -> None:

@@ -58,6 +58,7 @@ def test_all_ranks_that_took_this_update_pass(tmp_path: Path) -> None:
     metrics = check(tmp_path).metrics()
     assert metrics == {
         "proof_s": 0.5,
+        "telemetry_s": 0.0,
         "digest_s": 0.3,
         "codes_changed_fraction": 0.5,
         "saturated_fraction": pytest.approx(0.01),

@@ -216,3 +216,31 @@ def test_panel_shows_the_proof_of_an_engine_without_codes(
     assert "sync       proven in 0.08 s " in drawn(
         small_plan(tmp_path, steps=60), folded(step_line(1, proof_s=0.08, scheme="bf16"))
     )
+
+
+def test_a_line_says_what_the_rollouts_were_and_what_the_guard_does(step_line: Callable) -> None:
+    state = folded(FIRST)
+    some = step_line(2, bf16_layers=4, guard_level="raise-precision (int8, 25% of layers in bf16)")
+    line = display.plain_step(state, some, now=0.0)
+    assert "int8, 4 layers in bf16" in line and "guard raise-precision (int8, 25% of layers in bf16)" in line
+    all_of_them = display.plain_step(state, step_line(2, scheme="bf16", bf16_layers=16, guard_level="bf16"), now=0.0)
+    assert "  bf16  " in all_of_them and "layers" not in all_of_them and "guard bf16" in all_of_them
+    assert "guard" not in display.plain_step(state, step_line(2, guard_level="observe"), now=0.0)
+
+
+def test_both_validations_are_shown(tmp_path: Path, small_plan: Callable, step_line: Callable) -> None:
+    last = step_line(13, val_reward_mean=0.5, val_reward_bf16_mean=0.52)
+    state = folded(FIRST, step_line(1), last)
+    assert "validation 0.500 (bf16 0.520)" in display.plain_step(state, last, now=0.0)
+    assert display.validation_text(state) == "0.211 before, 0.500 after step 13 (bf16 0.520)  (512 problems, greedy)"
+    plan = small_plan(tmp_path)
+    rows = dict(summary.summary_rows(plan, state, seconds=9.0, folder="a"))
+    assert rows["reward"] == "0.211 before, 0.500 (bf16 0.520) after (greedy, 512 problems of the validation set)"
+    told = summary.summary_object(plan, state, state_name="done", exit_code=0, reason="", seconds=9.0)
+    assert told["reward_after_bf16"] == 0.52
+
+
+def test_a_step_whose_log_probs_are_not_finite_is_bad(step_line: Callable) -> None:
+    broken = step_line(2, nonfinite_fraction=0.25, mismatch_k3_kl=None, is_ess=None, is_weight_mean=None)
+    line = display.plain_step(folded(FIRST), broken, now=0.0)
+    assert "mismatch bad: log-probs of 25.00% of the tokens are not finite" in line

@@ -137,6 +137,7 @@ def test_json_mode_gives_lines_for_machines(
         "reward_before": 0.2,
         "reward_after": 0.5,
         "greedy": True,
+        "reward_after_bf16": None,
         "rollout_tokens_per_s": 400.0,
         "step_s": 1.0,
     }

@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from plans import make_plan
 from appliance.guard.governor import GovernorState
 from appliance.guard.policy import Action, Policy
 from appliance.guard.signals import Signals
+from appliance.plan.guard import USUAL_ACTIONS
 from appliance.plan.model import CorrectionPlan, GuardPlan, plan_from_dict
 from appliance.quant.correction import CorrectionMethod
 from appliance.quant.mismatch import measure_mismatch
@@ -21,17 +23,17 @@ from appliance.quant.scheme import Scheme
 from appliance.recipe.schema import Guard
 from appliance.run.events import parse_event
 from appliance.trainer.governed import Governed, policy_of, signals_of, stop, weight_cap
-from appliance.trainer.telemetry import equal_groups, measure_batch
+from appliance.trainer.telemetry import equal_groups, measure_batch, with_finite_pairs
 
 BAD = Signals(1, k3_kl=0.02)
 QUICK = GuardPlan(actions=(Action.WARN, Action.STOP), bad_steps=1, cooling_steps=0, fine_steps=2)
 
 
 def test_the_defaults_of_recipe_plan_and_policy_are_one(tmp_path: Path) -> None:
-    guard = GuardPlan(**Guard().model_dump())
-    assert replace(guard, actions=()) == GuardPlan()
+    assert GuardPlan(**(Guard().model_dump() | {"actions": ()})) == GuardPlan()
+    guard = GuardPlan(actions=USUAL_ACTIONS)
     found = policy_of(make_plan(tmp_path / "run", guard=guard))
-    wanted = Policy(Scheme.INT8, actions=frozenset({Action.WARN, Action.STOP}), cap=2.0)
+    wanted = Policy(Scheme.INT8, cap=2.0)
     assert replace(found, collapse=wanted.collapse) == wanted
     assert replace(found.collapse, max_response_tokens=0) == wanted.collapse
     assert found.collapse.max_response_tokens == 8
@@ -83,7 +85,8 @@ def test_only_caps_of_single_tokens_are_weight_caps(
 def test_signals_are_the_steps_own_numbers() -> None:
     mismatch = measure_mismatch(torch.tensor([-1.0, -2.0]), rollout_T=torch.tensor([-1.5, -1.0]), cap=1.2)
     line = {"step": 7, "grad_norm": math.nan, "reward_mean": 0.5, "entropy": 0.25, "response_tokens_mean": 3.0}
-    found = signals_of(line, mismatch=mismatch, equal_group_fraction=0.125)
+    telemetry = SimpleNamespace(mismatch=mismatch, equal_group_fraction=0.125, nonfinite_fraction=0.0)
+    found = signals_of(line, telemetry=telemetry, cap=1.2)
     assert (found.step, found.reward_mean, found.entropy, found.response_tokens_mean) == (7, 0.5, 0.25, 3.0)
     assert math.isnan(found.grad_norm)
     assert (found.k3_kl, found.ess, found.truncated_fraction) == (mismatch.k3_kl, mismatch.ess, 0.5)
@@ -93,6 +96,15 @@ def test_signals_are_the_steps_own_numbers() -> None:
         mismatch.weight_max,
         0.125,
     )
+
+
+def test_what_a_mask_drops_is_no_truncated_share() -> None:
+    """`geometric-mask` drops sequences and cuts no weight: nothing of it was measured."""
+    mismatch = measure_mismatch(torch.tensor([-1.0]), rollout_T=torch.tensor([-4.0]), cap=None)
+    line = {"step": 7, "grad_norm": 1.0, "reward_mean": 0.5, "entropy": 0.25, "response_tokens_mean": 3.0}
+    line["is_truncated_fraction"] = 1.0  # the share on which the method acted
+    telemetry = SimpleNamespace(mismatch=mismatch, equal_group_fraction=0.0, nonfinite_fraction=0.0)
+    assert signals_of(line, telemetry=telemetry, cap=None).truncated_fraction is None
 
 
 def events(run_dir: Path) -> list[dict]:
@@ -199,3 +211,51 @@ def test_padding_of_a_batch_counts_nowhere() -> None:
     json.dumps(line, allow_nan=False)
     assert line["mismatch_largest_nats"] == -1.0
     assert [bucket["num_tokens"] for bucket in line["mismatch_by_length"]] == [4]
+
+
+def test_log_probs_that_are_not_finite_make_the_whole_mismatch_bad() -> None:
+    """Of rollout or trainer, or so far apart that their weight is none; a masked one counts nowhere."""
+    inf = math.inf
+    for trainer, rollout, share in (
+        ([-1.0, -2.0], [math.nan, -2.0], 0.5),
+        ([-inf, -2.0], [-1.0, -2.0], 0.5),
+        ([-1.0, -2.0], [-900.0, -inf], 1.0),
+        ([-1.0, math.nan], [-1.0, -1.0], 0.0),
+    ):
+        rows = [torch.tensor(trainer)], [torch.tensor(rollout)]
+        real = torch.tensor([1, 0] if share == 0 else [1, 1])
+        found = measure_batch(rows[0], rollout=rows[1], real=[real], responses=[real], prompts=["a"], cap=2.0)
+        assert (found.nonfinite_fraction, math.isnan(found.mismatch.k3_kl)) == (share, share > 0)
+        json.dumps(found.metrics(), allow_nan=False)
+        line = {"step": 3, "grad_norm": math.nan, "reward_mean": 0.5, "entropy": 0.25, "response_tokens_mean": 3.0}
+        signals = signals_of(line, telemetry=found, cap=2.0)
+        assert (signals.grad_norm is None) == (share > 0)  # there was no update
+        assert signals.nonfinite_fraction == share
+
+
+def test_numbers_that_are_not_finite_are_replaced_on_both_sides() -> None:
+    trainer, rollout = torch.tensor([-1.0, math.nan, -3.0]), torch.tensor([math.nan, -2.0, -3.5])
+    found = with_finite_pairs(trainer, rollout)
+    assert [row.tolist() for row in found] == [[0.0, 0.0, -3.0], [0.0, 0.0, -3.5]]
+
+
+def test_the_level_says_what_corrects_the_next_step_and_what_rollouts_are(tmp_path: Path) -> None:
+    """Up the whole ladder and down again."""
+    guard = replace(QUICK, actions=(*USUAL_ACTIONS, Action.RAISE_PRECISION), fine_steps=1)
+    governed = Governed(make_plan(tmp_path, guard=guard))
+    seen = []
+    for step, k3 in enumerate([0.02] * 5 + [0.0] * 20, 1):
+        governed.after_step(Signals(step, k3_kl=k3))
+        measures, metrics = governed.measures, governed.metrics()
+        seen.append((metrics["guard_level"], metrics["correction_cap"], str(measures.scheme)))
+        assert metrics["correction_reject_k3"] == measures.reject_k3_above
+    half = "raise-precision (int8, 50% of layers in bf16)"
+    assert seen[:5] == [
+        ("warn", 2.0, "int8"),
+        ("tighten", 1.5, "int8"),
+        ("raise-precision (int8, 25% of layers in bf16)", 1.5, "int8"),
+        (half, 1.5, "int8"),
+        ("bf16", 1.5, "bf16"),
+    ]
+    assert seen[5] == (half, 1.5, "int8")
+    assert seen[-1] == ("observe", 2.0, "int8")

@@ -12,7 +12,6 @@ from appliance.errors import NumericsError, SyncError, TrainingError
 from appliance.plan.model import CorrectionPlan
 from appliance.quant.correction import CorrectionMethod
 from appliance.quant.mismatch import Mismatch
-from appliance.quant.scheme import Scheme
 from appliance.run.acknowledge import Acknowledgement, Sent, SyncRecord, Telemetry
 from appliance.run.events import append_failure
 from appliance.trainer.corrected import CorrectionStep
@@ -95,10 +94,10 @@ def test_a_metric_that_verl_no_longer_reports_is_an_error() -> None:
 def test_validation_needs_exactly_one_mean() -> None:
     verl = {"val-core/arithmetic/reward/mean@1": 0.25, "val-aux/num_turns/mean": 2.0}
     expected = {"val_reward_mean": 0.25, "val_reward_bf16_mean": None, "val_samples": 512}
-    assert validation_metrics(verl, samples=512, scheme=Scheme.INT8) == expected
-    assert validation_metrics(verl, samples=512, scheme=Scheme.BF16) == expected | {"val_reward_bf16_mean": 0.25}
+    assert validation_metrics(verl, samples=512, bf16=None) == expected
+    assert validation_metrics(verl, samples=512, bf16=0.5) == expected | {"val_reward_bf16_mean": 0.5}
     with pytest.raises(TrainingError) as raised:
-        validation_metrics({"val-aux/num_turns/mean": 2.0}, samples=512, scheme=Scheme.INT8)
+        validation_metrics({"val-aux/num_turns/mean": 2.0}, samples=512, bf16=None)
     assert raised.value.message == "expected one validation mean from verl, got 0 in ['val-aux/num_turns/mean']"
 
 

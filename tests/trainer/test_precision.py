@@ -1,0 +1,186 @@
+"""What the governor asks of the engines: told to the senders, held against what the engines say, written down."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from plans import make_plan, make_rollout
+
+from appliance.errors import SyncError, TrainingError
+from appliance.guard.ladder import Measures
+from appliance.plan.model import ProfilePlan, RunPlan
+from appliance.quant.precision import AS_PLANNED, Precision
+from appliance.quant.scheme import Scheme
+from appliance.run.acknowledge import Acknowledgement, SyncRecord, layer_errors_file, write_layer_errors
+from appliance.run.precision import read_wanted
+from appliance.trainer.precision import BF16, Live, RolloutPrecision, validates_bf16, worst_layers
+
+PLANNED = Measures(Scheme.INT8, bf16_layer_fraction=0.0, cap=2.0, reject_k3_above=None, stop=False)
+TOP = replace(PLANNED, scheme=Scheme.BF16, bf16_layer_fraction=1.0)
+
+
+def said(scheme: str, *, replica: int = 0, raised: int = 0, switched: int = 0) -> Acknowledgement:
+    return Acknowledgement(
+        sync=4,
+        replica=replica,
+        rank=0,
+        manifest="ab",
+        tensors=1,
+        bytes=1,
+        layers=4,
+        layers_proven=4,
+        parameters_proven=1,
+        unproven=0,
+        waiting_bytes=0,
+        digest_s=0.0,
+        proof_s=0.0,
+        seconds=0.0,
+        telemetry=None,
+        scheme=scheme,
+        bf16_layers=raised,
+        switched=switched,
+    )
+
+
+def record(*acknowledgements: Acknowledgement) -> SyncRecord:
+    return SyncRecord(sent=(), acknowledgements=acknowledgements)
+
+
+def notes(run_dir: Path) -> list[str]:
+    path = run_dir / "events.jsonl"
+    return [json.loads(line)["what"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_change_is_asked_for_at_once_and_counts_from_the_update_that_brings_it(tmp_path: Path) -> None:
+    precision = RolloutPrecision(make_plan(tmp_path))
+    precision.want(PLANNED)
+    assert read_wanted(tmp_path) == AS_PLANNED
+    precision.took(record(said("int8")))
+    precision.want(TOP)
+    assert (read_wanted(tmp_path), precision.live) == (BF16, Live("int8", emulated=False))
+    precision.took(record(said("bf16", raised=4, switched=4)))
+    assert precision.live == Live("bf16", emulated=False, bf16_layers=4)
+    precision.took(record(said("bf16", raised=4)))
+    precision.want(PLANNED)
+    assert read_wanted(tmp_path) == AS_PLANNED
+    precision.took(record(said("int8", switched=4)))
+    assert notes(tmp_path) == ["rollouts from now on: bf16", "rollouts from now on: int8"]
+
+
+def test_a_validation_in_bf16_leaves_what_was_wanted(tmp_path: Path) -> None:
+    precision = RolloutPrecision(make_plan(tmp_path))
+    with precision.bf16():
+        assert read_wanted(tmp_path) == BF16
+        precision.took(record(said("bf16", raised=4, switched=4)))
+    assert read_wanted(tmp_path) == AS_PLANNED
+    precision.took(record(said("int8", switched=4)))
+    assert notes(tmp_path) == []  # the run's own scheme did not change
+
+
+def test_what_another_attempt_left_behind_is_no_wish_of_this_one(tmp_path: Path) -> None:
+    with RolloutPrecision(make_plan(tmp_path)).bf16():
+        RolloutPrecision(make_plan(tmp_path)).want(PLANNED)
+        assert read_wanted(tmp_path) == AS_PLANNED
+
+
+@pytest.mark.parametrize(
+    ("measures", "answer", "problem"),
+    [
+        (TOP, said("int8"), "rollout rank 0 of replica 0 runs int8, it was to run bf16"),
+        (PLANNED, said("bf16", raised=4), "rollout rank 0 of replica 0 runs bf16, it was to run int8"),
+        (PLANNED, said("int8", raised=2), "rollout rank 0 of replica 0 raised 2 layers to bf16, it was to raise none"),
+        (TOP, said("bf16"), "rollout rank 0 of replica 0 raised 0 layers to bf16, it was to raise some"),
+    ],
+)
+def test_an_engine_that_runs_something_else_is_an_error(
+    tmp_path: Path, measures: Measures, answer: Acknowledgement, problem: str
+) -> None:
+    precision = RolloutPrecision(make_plan(tmp_path))
+    precision.want(measures)
+    with pytest.raises(SyncError) as raised:
+        precision.took(record(answer))
+    assert raised.value.message == f"weight update 4: {problem}"
+
+
+def test_a_bf16_replica_beside_a_quantised_one_stays_as_it_is(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, rollout=make_rollout(Scheme.INT8, Scheme.BF16))
+    precision = RolloutPrecision(plan)
+    precision.took(record(said("bf16", replica=1), said("int8")))
+    assert precision.live.label == "int8+bf16"
+    precision.want(TOP)
+    precision.took(record(said("bf16", replica=1), said("bf16", raised=4, switched=4)))
+    assert precision.live.label == "bf16"
+
+
+def test_a_run_in_bf16_has_nothing_to_ask_for(tmp_path: Path) -> None:
+    precision = RolloutPrecision(make_plan(tmp_path, rollout=make_rollout(Scheme.BF16)))
+    precision.want(TOP)
+    assert read_wanted(tmp_path) == AS_PLANNED
+
+
+def test_a_finer_scheme_is_asked_for_by_name(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, rollout=make_rollout(Scheme.FP8))
+    precision = RolloutPrecision(plan)
+    precision.want(replace(PLANNED, scheme=Scheme.FP8_BLOCK))
+    assert read_wanted(tmp_path) == Precision(Scheme.FP8_BLOCK)
+    precision.took(record(said("fp8-block", switched=4)))
+
+
+def profiled(plan: RunPlan, folder: Path) -> RunPlan:
+    from appliance.quant.profile import LayerError, Origin, Profile, Settings, write_profile
+    from appliance.quant.smoothing import Smoothing
+
+    def layer(name: str, *, error: float, kept: bool = False) -> LayerError:
+        return LayerError((name,), (name,), weight_error=0.0, output_error=error, output_error_plain=0.0, kept=kept)
+
+    parts = ("a.q_proj", "a.k_proj")
+    layers = (
+        layer("fine", error=0.01),
+        layer("worst", error=0.9, kept=True),
+        LayerError(parts, parts, weight_error=0.0, output_error=0.5, output_error_plain=0.0, kept=False),
+        layer("bad", error=0.3),
+    )
+    write_profile(
+        Profile(Origin("calibrated", "m"), Scheme.INT8, Settings(), Smoothing(), layers=layers), folder=folder
+    )
+    planned = ProfilePlan(str(folder), source="", scheme=Scheme.INT8, smoothing=0.5, error_budget=None, ignore=())
+    return replace(plan, profile=planned)
+
+
+def test_the_worst_layers_by_the_profile(tmp_path: Path) -> None:
+    """A share is rounded up; what the profile keeps in BF16 anyway does not count."""
+    plan = profiled(make_plan(tmp_path), tmp_path / "profile")
+    assert worst_layers(plan, share=0.25) == ("a.q_proj", "a.k_proj")
+    assert worst_layers(plan, share=0.5) == ("a.q_proj", "a.k_proj", "bad")
+
+
+def test_the_worst_layers_by_the_engines_own_numbers(tmp_path: Path) -> None:
+    """Without a profile, and of the first quantised replica."""
+    plan = make_plan(tmp_path, rollout=make_rollout(Scheme.BF16, Scheme.INT8))
+    plan = replace(plan, rollout=replace(plan.rollout, scheme=Scheme.INT8))
+    with pytest.raises(TrainingError, match="no layer errors to go by"):
+        worst_layers(plan, share=0.5)
+    errors = {"layer.a": 0.01, "layer.b": 0.03, "layer.c": 0.02, "layer.d": 0.03}
+    write_layer_errors(layer_errors_file(tmp_path, replica=1, rank=0), errors)
+    assert worst_layers(plan, share=0.5) == ("layer.b", "layer.d")
+    precision = RolloutPrecision(plan)
+    precision.want(replace(PLANNED, bf16_layer_fraction=0.75))
+    assert read_wanted(tmp_path) == Precision(bf16_layers=("layer.b", "layer.d", "layer.c"))
+    precision.took(record(said("bf16"), said("int8", replica=1, raised=3, switched=3)))
+    assert notes(tmp_path) == ["rollouts from now on: bf16+int8 with 3 layers in bf16"]
+
+
+def test_a_wish_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "sync").mkdir()
+    (tmp_path / "sync" / "precision.json").write_text("{")
+    with pytest.raises(SyncError, match="the wanted precision cannot be read"):
+        read_wanted(tmp_path)
+
+
+@pytest.mark.parametrize(("every", "due"), [(0, []), (10, [10]), (4, [0, 4, 8, 10]), (5, [0, 5, 10]), (20, [10])])
+def test_when_a_validation_is_made_in_bf16_as_well(tmp_path: Path, every: int, due: list[int]) -> None:
+    plan = make_plan(tmp_path, steps=10, validate_bf16_every=every)
+    assert [step for step in range(11) if validates_bf16(plan, step=step)] == due
