@@ -33,6 +33,10 @@ RTOL = 2.0**-23
         (Method.ADAPTIVE, CorrectionPlan(Method.ADAPTIVE, cap=1.25, reject_k3_above=0.03)),
         (Method.ACR, CorrectionPlan(Method.ACR, cap=1.25, reject_k3_above=0.03, loss_cap=1.5)),
         (Method.TIS_SEQUENCE, CorrectionPlan(Method.TIS_SEQUENCE, cap=1.25, reject_k3_above=0.03)),
+        (
+            Method.CALIBRATED_CLIPPING,
+            CorrectionPlan(Method.CALIBRATED_CLIPPING, cap=1.5, clip_low=0.25, clip_high=0.5, reject_k3_above=0.03),
+        ),
         (Method.ICEPOP, CorrectionPlan(Method.ICEPOP, bounds=(0.75, 2.0), reject_k3_above=0.03)),
         (Method.SEQUENCE_MASK, CorrectionPlan(Method.SEQUENCE_MASK, bounds=(0.75, 3.0), reject_k3_above=0.03)),
         (Method.GEOMETRIC_MASK, CorrectionPlan(Method.GEOMETRIC_MASK, bounds=(0.97, 1.15), reject_k3_above=0.03)),
