@@ -1,6 +1,6 @@
 # Every command of this project, one line each: `make help`. The first one that needs it builds .venv.
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit test-container image image-gpu setup lint lock clean
+.PHONY: help demo test unit torture test-container image image-gpu setup lint lock clean
 MAKEFLAGS += --no-print-directory
 
 RECIPES := $(sort $(filter-out reference,$(basename $(notdir $(wildcard recipes/*.yaml)))))
@@ -26,6 +26,9 @@ image-gpu: ## build the image flashrl-appliance:gpu: compiles flash-attn, needs 
 
 setup: ## build .venv from the locks; changes nothing when it is up to date
 	@requirements/setup.sh
+
+torture: setup ## kill real trainings again and again, for hours: ARGS="-k kills" picks some
+	@.venv/bin/python -m pytest -m torture -s $(ARGS)
 
 lint: setup ## style and formatting
 	@.venv/bin/ruff check .

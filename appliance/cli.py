@@ -172,11 +172,18 @@ def status(run: RunArgument, json_mode: JsonOption = False) -> None:
 
 
 @app.command()
-def logs(run: RunArgument) -> None:
+def logs(
+    run: RunArgument,
+    which: Annotated[
+        str | None, typer.Option(help="One of them: prepare, profile, train, or stacks after a stall.")
+    ] = None,
+    attempt: Annotated[int | None, typer.Option(min=1, help="Number of the attempt; else the newest.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="As they come, until the run ends.")] = False,
+) -> None:
     """The logs of a run's last attempt."""
-    from appliance.run.status import print_logs
+    from appliance.run.logs import print_logs
 
-    print_logs(run, run_root=DEFAULT_RUN_ROOT)
+    print_logs(run, run_root=DEFAULT_RUN_ROOT, which=which, attempt=attempt, follow=follow)
 
 
 @recipes.command("ls")

@@ -38,6 +38,15 @@ def refuse_unlisted(report: Report, *, skips: list[tuple[str, str]]) -> Report:
     return report
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The tests that take hours run only when they are asked for by their marker: `-m torture`."""
+    if "torture" in config.option.markexpr:
+        return
+    left_out = [item for item in items if item.get_closest_marker("torture")]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     return refuse_unlisted((yield), skips=read_skips(SKIPS.read_text()))

@@ -1,4 +1,4 @@
-"""`appliance status` and `appliance logs`: where a run is and what it wrote, from its folder alone."""
+"""`appliance status`: where a run is, from its folder alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from appliance.errors import RecipeError
 from appliance.plan.model import RunPlan, read_plan
 from appliance.run import display, draw, summary
 from appliance.run.events import RunTail
-from appliance.run.session import RUN_FILE, RunRecord, RunStatus, has_launcher, log_dir, read_record
+from appliance.run.session import RUN_FILE, RunRecord, RunStatus, has_launcher, read_record
 from appliance.run.state import RunState, fold, median_tokens_per_s, remaining_s
 
 _UNFINISHED = (RunStatus.STARTING, RunStatus.RUNNING)
@@ -41,21 +41,6 @@ def print_status(run: str, *, run_root: Path, json_mode: bool = False) -> None:
         return
     for label, text in status_rows(plan, record, state, folder=summary.typed_path(run_dir)):
         console.out(f"{label:<12}{text}")
-
-
-def print_logs(run: str, *, run_root: Path) -> None:
-    """The logs of the newest attempt on stdout, in the order of the work. Raises RecipeError when there are none."""
-    run_dir = find_run(run, run_root=run_root)
-    _, record = _read(run_dir)
-    folder = log_dir(run_dir, attempt=record.attempt)
-    logs = [path for path in (folder / "prepare.log", folder / "train.log") if path.is_file()]
-    if not logs:
-        raise RecipeError([(f"run `{run}`: no logs in {folder} yet", "")])
-    for path in logs:
-        console.say(f"== {summary.typed_path(path)}")
-        with path.open(errors="replace") as file:
-            for line in file:
-                console.out(line.rstrip("\n"))
 
 
 def status_rows(plan: RunPlan, record: RunRecord, state: RunState, *, folder: str) -> tuple[tuple[str, str], ...]:

@@ -9,7 +9,7 @@ import pytest
 from appliance.errors import RecipeError
 from appliance.run.events import append_event
 from appliance.run.session import RunStatus, Session, create_session
-from appliance.run.status import find_run, print_logs, print_status
+from appliance.run.status import find_run, print_status
 
 METRICS = (
     '{"step": 0, "time_s": 50, "val_reward_mean": 0.2, "val_samples": 512}\n'
@@ -75,27 +75,6 @@ def test_status_for_machines(tmp_path: Path, small_plan: Callable, capsys: pytes
         "val_reward_mean": 0.2,
         "rollout_tokens_per_s": 450.0,
     }
-
-
-def test_logs_in_the_order_of_the_work(
-    tmp_path: Path, small_plan: Callable, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with create(small_plan(tmp_path)) as session:
-        session.finish(state=RunStatus.DONE, exit_code=0, reason="")
-    (session.log_dir / "train.log").write_bytes(b"trained \xff\n")
-    (session.log_dir / "prepare.log").write_text("prepared")
-    print_logs("small-1", run_root=tmp_path)
-    printed = capsys.readouterr()
-    assert printed.out == "prepared\ntrained \ufffd\n"
-    assert printed.err.splitlines() == [f"== {session.log_dir}/prepare.log", f"== {session.log_dir}/train.log"]
-
-
-def test_run_without_logs(tmp_path: Path, small_plan: Callable) -> None:
-    with create(small_plan(tmp_path)) as session:
-        session.finish(state=RunStatus.DONE, exit_code=0, reason="")
-    with pytest.raises(RecipeError) as caught:
-        print_logs("small-1", run_root=tmp_path)
-    assert caught.value.message == f"run `small-1`: no logs in {session.log_dir} yet"
 
 
 def test_unknown_run_names_those_there_are(tmp_path: Path, small_plan: Callable) -> None:

@@ -1,0 +1,83 @@
+"""`appliance logs`: what the children of a run wrote, of one attempt, as it is or as it comes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from appliance import console
+from appliance.errors import RecipeError
+from appliance.run import summary
+from appliance.run.events import Tail
+from appliance.run.session import has_launcher, log_dir, read_record
+from appliance.run.stacks import STACKS_FOLDER
+from appliance.run.status import find_run
+
+_IN_ORDER = ("prepare", "profile", "train")  # of the work; any other log comes after
+_LOOK_EVERY_S = 0.5
+
+
+def print_logs(
+    run: str,
+    *,
+    run_root: Path,
+    which: str | None = None,
+    attempt: int | None = None,
+    follow: bool = False,
+    pause: Callable[[float], None] = time.sleep,
+) -> None:
+    """The logs on stdout, in the order of the work.
+
+    which: one of them by name, None for all.  attempt: its number, None for the newest.  follow: until the run ends.
+    Raises RecipeError when there is none.
+    """
+    run_dir = find_run(run, run_root=run_root)
+    number = attempt or read_record(run_dir).attempt
+    folder = log_dir(run_dir, attempt=number)
+    if not follow:
+        for path in _chosen(run, folder=folder, which=which):
+            console.say(f"== {summary.typed_path(path)}")
+            with path.open(errors="replace") as file:
+                for line in file:
+                    console.out(line.rstrip("\n"))
+        return
+    _follow(lambda: _logs(folder, which=which), run_dir=run_dir, pause=pause)
+    if not _logs(folder, which=which):
+        _chosen(run, folder=folder, which=which)
+
+
+def _chosen(run: str, *, folder: Path, which: str | None) -> list[Path]:
+    found = _logs(folder, which=which)
+    if found:
+        return found
+    there = [path.stem for path in _logs(folder, which=None)]
+    if which is None or not there:
+        raise RecipeError([(f"run `{run}`: no logs in {folder} yet", "")])
+    raise RecipeError([(f"run `{run}`: no log `{which}` in {folder}", f"there are: {', '.join(there)}")])
+
+
+def _logs(folder: Path, *, which: str | None) -> list[Path]:
+    """Logs of the children, then the stacks of a stall."""
+    logs = {path.stem: path for path in sorted(folder.glob("*.log"))}
+    order = [*(name for name in _IN_ORDER if name in logs), *(name for name in logs if name not in _IN_ORDER)]
+    stacks = [path for path in sorted((folder / STACKS_FOLDER).glob("*.txt")) if path.stat().st_size]
+    if which is None:
+        return [logs[name] for name in order]
+    return stacks if which == STACKS_FOLDER else [logs[name] for name in order if name == which]
+
+
+def _follow(logs: Callable[[], list[Path]], *, run_dir: Path, pause: Callable[[float], None]) -> None:
+    """Until the run's launcher is gone, and once more."""
+    tails: dict[Path, Tail] = {}
+    lives = True
+    while lives:
+        lives = has_launcher(run_dir)
+        for path in logs():
+            if path not in tails:
+                console.say(f"== {summary.typed_path(path)}")
+                tails[path] = Tail(path)
+            for line in tails[path].read():
+                console.out(line)
+        if lives:
+            pause(_LOOK_EVERY_S)

@@ -1,0 +1,46 @@
+"""A new attempt after a fault: a process that died, an engine that hung, an update that did not arrive.
+
+Only from a checkpoint that verifies, and only while attempts get further: a training that fails twice at the same step
+would fail there for ever. What a guard stopped, what the recipe or the host is to blame for, and a patch that does not
+fit are no faults of this kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from appliance import console
+from appliance.run.checkpoints import find_newest, step_of
+from appliance.run.events import Event, append_event, first_failure
+
+_CODES = frozenset({4, 5})
+_LASTING = frozenset({"PatchError", "AttestationError"})  # of code 4, and there again at the next start
+
+
+def is_fault(code: int, *, failure: Event | None) -> bool:
+    """Whether another attempt may fare better. failure: the first one of the attempt, None when it had no last word."""
+    return code in _CODES and (failure is None or failure.why not in _LASTING)
+
+
+def keep_going(code: int, *, run_dir: Path, max_restarts: int, again: Callable[[], int]) -> int:
+    """Start the run again after faults. Returns the last exit code.
+
+    code: of the first attempt.  again: resumes the run in its folder and returns its exit code; raises as it does.
+    """
+    reached = -1
+    for number in range(1, max_restarts + 1):
+        if not is_fault(code, failure=first_failure(run_dir)):
+            return code
+        newest = find_newest(run_dir).newest
+        step = -1 if newest is None else step_of(newest) or 0
+        if step <= reached:
+            why = "there is no whole checkpoint" if newest is None else f"it got no further than step {step} again"
+            console.say(f"not restarted: {why}")
+            return code
+        reached = step
+        what = f"restart {number} of {max_restarts}, from the state after step {step}"
+        append_event(run_dir, kind="restart", what=what, why="trainer.max_restarts", step=step)
+        console.say(what)
+        code = again()
+    return code

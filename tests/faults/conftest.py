@@ -1,0 +1,33 @@
+"""Runs that are killed. `killable.py` beside this file holds what the tests share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from killable import Run
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder of runs for all tests here: the model is made once."""
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture
+def new_run(root: Path) -> Iterator[Callable[..., Run]]:
+    made: list[Run] = []
+
+    def make(name: str, **sets: str) -> Run:
+        run = Run(root, name, {key.replace("__", "."): value for key, value in sets.items()})
+        made.append(run)
+        return run
+
+    yield make
+    for run in made:
+        run.clean_up()

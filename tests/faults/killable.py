@@ -1,0 +1,120 @@
+"""Real tiny trainings as processes of their own, with a hand on every process of theirs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from appliance.run.checkpoints import in_order
+from appliance.run.seal import damage
+
+from appliance.plan.env import RUN_VARIABLE
+from appliance.run.processes import Process, find_processes
+
+RECIPE = "arithmetic-tiny-int8"
+# As small as a step can be: what is tried is how a run ends, and each attempt starts vLLM, verl and Ray again.
+SMALL = {
+    "trainer.validate_before": "false",
+    "trainer.validate_every": "0",
+    "task.val_size": "8",
+    "batch.prompts_per_step": "8",
+    "checkpoint.every_steps": "1",
+}
+WAIT_S = 600.0  # generous: the host may be busy
+
+
+@dataclass
+class Run:
+    """A run below `root`, with the launcher of its newest attempt. sets: recipe keys and their values."""
+
+    root: Path
+    name: str
+    sets: dict[str, str] = field(default_factory=dict)
+    launcher: subprocess.Popen[str] | None = None
+
+    @property
+    def run_dir(self) -> Path:
+        return self.root / self.name
+
+    def start(self) -> None:
+        """A new run, or the next attempt of it."""
+        pairs = {"cluster.run_dir": str(self.root), **SMALL, **self.sets}
+        options = [part for key, value in pairs.items() for part in ("--set", f"{key}={value}")]
+        command = [sys.executable, "-m", "appliance", "train", RECIPE, "--name", self.name, "--resume", "auto"]
+        log = (self.root / f"{self.name}.out").open("a")
+        with log:
+            self.launcher = subprocess.Popen([*command, *options], stdout=log, stderr=subprocess.STDOUT, text=True)
+
+    @property
+    def said(self) -> str:
+        return (self.root / f"{self.name}.out").read_text()
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        """All lines of a JSON-lines file; one that is torn raises ValueError."""
+        path = self.run_dir / name
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def record(self) -> dict[str, Any]:
+        return json.loads((self.run_dir / "run.json").read_text())
+
+    @property
+    def steps(self) -> list[int]:
+        return [line["step"] for line in self.lines("metrics.jsonl")]
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.lines("events.jsonl") if event["kind"] == kind]
+
+    @property
+    def is_over(self) -> bool:
+        return self.launcher is None or self.launcher.poll() is not None
+
+    def wait_for(self, condition: Callable[[], object], *, seconds: float = WAIT_S) -> bool:
+        """Whether the condition came true before the launcher ended. Fails when neither happens in time."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if self.is_over:
+                return bool(condition())
+            assert time.monotonic() < deadline, f"waited {seconds:.0f} s for nothing:\n{self.said[-3000:]}"
+            time.sleep(0.1)
+        return True
+
+    def end(self, *, seconds: float = WAIT_S) -> int:
+        """The launcher's exit code, once it has ended."""
+        assert self.launcher is not None
+        return self.launcher.wait(timeout=seconds)
+
+    def processes(self) -> list[Process]:
+        """All of the run: those with its mark, and those below its launcher."""
+        below = self.launcher.pid if self.launcher is not None and not self.is_over else None
+        return find_processes(f"{RUN_VARIABLE}={self.run_dir}", below=below)
+
+    def kill(self, name: str) -> Process:
+        """SIGKILL to the one process whose name begins so."""
+        found = [process for process in self.processes() if process.name.startswith(name)]
+        assert len(found) == 1, f"{name}: {[str(each) for each in self.processes()]}"
+        os.kill(found[0].pid, signal.SIGKILL)
+        return found[0]
+
+    def damaged_files(self) -> list[str]:
+        """What is wrong with checkpoints that have a checkpoint's name."""
+        return [f"{folder.name}: {what}" for folder in in_order(self.run_dir) for what in damage(folder)]
+
+    def clean_up(self) -> None:
+        """After a test, however it went."""
+        if self.launcher is not None and self.launcher.poll() is None:
+            self.launcher.send_signal(signal.SIGTERM)
+            time.sleep(0.5)
+            self.launcher.send_signal(signal.SIGTERM)
+            try:
+                self.launcher.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                self.launcher.kill()
+                self.launcher.wait()

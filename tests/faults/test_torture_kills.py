@@ -1,0 +1,137 @@
+"""SIGKILL to random processes of a real training at random moments, again and again: `make torture`.
+
+APPLIANCE_TORTURE_KILLS: how often (30).  APPLIANCE_TORTURE_SEED: what draws victims and moments (printed).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from killable import Run
+
+from appliance.plan.env import RAY_DIR_VARIABLE
+
+pytestmark = pytest.mark.torture
+
+KILLS = int(os.environ.get("APPLIANCE_TORTURE_KILLS", "30"))
+SEED = int(os.environ.get("APPLIANCE_TORTURE_SEED", str(time.time_ns() % 100_000)))
+STEPS = 12
+START_UP_S = 40.0  # about how long an attempt takes to its first step
+NAMED_WITHIN_S = 60.0
+# What a step is made of and how it went: all of it is the same in a run that was never killed.
+OF_A_STEP = ("step", "reward_mean", "response_tokens_mean", "grad_norm", "entropy", "mismatch_k3_kl", "scheme")
+
+
+@dataclass
+class Toll:
+    """victims: by name.  ended: of those, how many ended their attempt.  named_s: from kill to name, seconds."""
+
+    victims: Counter[str] = field(default_factory=Counter)
+    ended: Counter[str] = field(default_factory=Counter)
+    phases: Counter[str] = field(default_factory=Counter)
+    attempts: int = 0
+    named_s: list[float] = field(default_factory=list)
+
+    def text(self, *, seed: int, runs: int) -> str:
+        rows = [
+            f"  {name:<18} killed {count:>3}, ended the attempt {self.ended[name]:>3}"
+            for name, count in sorted(self.victims.items())
+        ]
+        phases = ", ".join(f"{phase} {count}" for phase, count in self.phases.most_common())
+        named = f"at most {max(self.named_s):.0f} s" if self.named_s else "never needed"
+        head = f"torture: seed {seed}, {self.victims.total()} kills in {runs} runs, {self.attempts} attempts"
+        return "\n".join(["", head, *rows, f"  phases: {phases}", f"  named by the trainer after {named}"])
+
+
+def moments(run: Run, dice: random.Random) -> Iterator[Callable[[], bool]]:
+    """Conditions that come true at a random moment of the newest attempt: while it starts, in a step, in a save."""
+    begun = time.monotonic()
+    match dice.choice(("start", "step", "step", "save")):
+        case "start":
+            wait_s = dice.uniform(0, START_UP_S)
+            yield lambda: time.monotonic() > begun + wait_s
+        case "step":
+            steps = len(run.steps) + dice.randint(0, 2)
+            yield lambda: len(run.steps) >= steps
+        case "save":
+            saves = [event["what"] for event in run.events("phase")].count("save")
+            yield lambda: [event["what"] for event in run.events("phase")].count("save") > saves
+    pause_s = dice.uniform(0, 0.3) if dice.random() < 0.5 else dice.uniform(0, 3)
+    later = time.monotonic() + pause_s
+    yield lambda: time.monotonic() > later
+
+
+def kill_one(run: Run, dice: random.Random, toll: Toll) -> bool:
+    """Wait for a moment and kill a process of a random kind, the launcher too. False when the run was over before."""
+    for condition in moments(run, dice):
+        if not run.wait_for(condition):
+            return False
+    kinds: dict[str, list[int]] = {"launcher": [run.launcher.pid]}
+    for process in run.processes():
+        kinds.setdefault(process.name, []).append(process.pid)
+    name = dice.choice(sorted(kinds))
+    before = run.events("failure")
+    phase = run.record()["phase"] if (run.run_dir / "run.json").exists() else "claim"
+    try:
+        os.kill(dice.choice(kinds[name]), signal.SIGKILL)
+    except ProcessLookupError:
+        return not run.is_over
+    killed_at = time.time()
+    toll.victims[name] += 1
+    toll.phases[phase] += 1
+    deadline = time.monotonic() + NAMED_WITHIN_S
+    while time.monotonic() < deadline and not run.is_over and run.events("failure") == before:
+        time.sleep(0.2)
+    named = run.events("failure")[len(before) :]
+    toll.named_s += [named[0]["time"] - killed_at] if named else []
+    toll.ended[name] += bool(named) or run.is_over
+    return True
+
+
+def test_a_training_that_is_killed_again_and_again(new_run: Callable[..., Run], capsys: pytest.CaptureFixture) -> None:
+    """Each run ends with the steps it was asked for, each once, as in a run that nobody killed."""
+    calm = new_run("calm", trainer__steps=str(STEPS))
+    calm.start()
+    assert calm.end() == 0, calm.said[-3000:]
+    dice, toll, runs = random.Random(SEED), Toll(), 0
+    while toll.victims.total() < KILLS:
+        runs += 1
+        run = new_run(f"torture-{runs}", trainer__steps=str(STEPS), trainer__max_restarts="1000", guard__stall_s="600")
+        run.start()
+        while toll.victims.total() < KILLS and kill_one(run, dice, toll):
+            if run.is_over and run.launcher.returncode != 0:
+                run.start()
+        while run.end() != 0:
+            run.start()
+        toll.attempts += run.record()["attempt"]
+        check(run, calm)
+    with capsys.disabled():
+        os.write(1, toll.text(seed=SEED, runs=runs).encode() + b"\n")
+    assert toll.victims.total() >= KILLS
+
+
+def check(run: Run, calm: Run) -> None:
+    """The run is as if nothing had happened, and nothing is left of its attempts."""
+    record = run.record()
+    assert (record["state"], record["exit_code"]) == ("done", 0)
+    assert run.steps == list(range(1, STEPS + 1))
+    assert run.damaged_files() == []
+    assert run.events("stall") == []
+    assert run.processes() == []
+    assert not os.path.exists(dict(plan_env(run))[RAY_DIR_VARIABLE])
+    assert (run.run_dir / "model" / "config.json").is_file()
+    of_a_step = [[line[key] for key in OF_A_STEP] for line in run.lines("metrics.jsonl")]
+    assert of_a_step == [[line[key] for key in OF_A_STEP] for line in calm.lines("metrics.jsonl")]
+
+
+def plan_env(run: Run) -> list[list[str]]:
+    import json
+
+    return json.loads((run.run_dir / "plan.json").read_text())["env"]

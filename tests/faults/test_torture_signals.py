@@ -1,0 +1,70 @@
+"""SIGTERM in every phase of a real training: it saves what there is, says so, and leaves no process. `make torture`."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+from appliance.run.checkpoints import checkpoint_folder
+from appliance.run.seal import damage
+from killable import Run
+
+pytestmark = pytest.mark.torture
+
+EARLY = ("prepare", "profile", "start", "load-model", "attest")  # nothing of a new run can be saved yet
+LATE = ("rollout", "log-probs", "update", "sync", "validate", "save")
+
+
+def phases(run: Run) -> list[str]:
+    return [event["what"] for event in run.events("phase")]
+
+
+def stop_in(run: Run, phase: str) -> int:
+    """SIGTERM as soon as the phase is there; the exit code."""
+    seen = phases(run).count(phase)
+    assert run.wait_for(lambda: phases(run).count(phase) > seen), run.said[-3000:]
+    run.launcher.send_signal(signal.SIGTERM)
+    return run.end(seconds=400)
+
+
+@pytest.mark.parametrize("phase", EARLY)
+def test_before_the_first_step_there_is_nothing_to_save(phase: str, new_run: Callable[..., Run]) -> None:
+    # A seed of its own has problems of its own, which the cache lacks: each phase is really there.
+    run = new_run(
+        f"early-{phase}", trainer__steps="3", task__seed=str(time.time_ns() % 10**9), quantization__smoothing="0.4"
+    )
+    run.start()
+    assert stop_in(run, phase) == 130, run.said[-3000:]
+    assert run.record()["reason"] == "stopped by SIGTERM, there was nothing to save"
+    assert run.record()["state"] == "stopped"
+    assert run.processes() == []
+
+
+def test_in_a_step_the_last_finished_one_is_saved(new_run: Callable[..., Run]) -> None:
+    """One run, stopped in each phase of its steps and resumed after each stop."""
+    run = new_run("late", trainer__steps="30", checkpoint__every_steps="7", trainer__validate_every="1")
+    for phase in LATE:
+        run.start()
+        done = len(run.steps)
+        assert run.wait_for(lambda done=done: len(run.steps) > done), run.said[-3000:]
+        assert stop_in(run, phase) == 75, f"{phase}: {run.said[-3000:]}"
+        step = run.steps[-1]
+        assert run.record()["reason"] == f"stopped by SIGTERM, the state after step {step} is saved", phase
+        assert damage(checkpoint_folder(run.run_dir, step=step)) == [], phase
+        assert run.processes() == [], phase
+        assert run.steps == list(range(1, step + 1)), phase
+
+
+def test_ctrl_c_twice_stops_at_once(new_run: Callable[..., Run]) -> None:
+    run = new_run("twice", trainer__steps="30", checkpoint__every_steps="0")
+    run.start()
+    assert run.wait_for(lambda: run.steps), run.said[-3000:]
+    run.launcher.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    run.launcher.send_signal(signal.SIGINT)
+    asked_at = time.monotonic()
+    assert run.end() == 130
+    assert time.monotonic() - asked_at < 15
+    assert run.processes() == []

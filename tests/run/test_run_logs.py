@@ -1,0 +1,98 @@
+"""`appliance logs`, from a run's folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from appliance.errors import RecipeError
+from appliance.plan.model import RunPlan
+from appliance.run.logs import print_logs
+from appliance.run.session import RunStatus, Session, create_session
+
+
+@pytest.fixture
+def session(tmp_path: Path, small_plan: Callable[..., RunPlan]) -> Session:
+    return create_session(small_plan(tmp_path), recipe_yaml="name: small\n", is_chosen=False)
+
+
+def finish(session: Session) -> None:
+    with session:
+        session.finish(state=RunStatus.DONE, exit_code=0, reason="")
+
+
+def test_logs_in_the_order_of_the_work(session: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    finish(session)
+    (session.log_dir / "train.log").write_bytes(b"trained \xff\n")
+    (session.log_dir / "profile.log").write_text("profiled\n")
+    (session.log_dir / "prepare.log").write_text("prepared")
+    print_logs("small-1", run_root=tmp_path)
+    printed = capsys.readouterr()
+    assert printed.out == "prepared\nprofiled\ntrained \ufffd\n"
+    assert printed.err.splitlines() == [f"== {session.log_dir}/{name}.log" for name in ("prepare", "profile", "train")]
+
+
+def test_one_of_the_logs(session: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    finish(session)
+    for name in ("prepare", "train"):
+        (session.log_dir / f"{name}.log").write_text(f"{name}d\n")
+    print_logs("small-1", run_root=tmp_path, which="train")
+    assert capsys.readouterr().out == "traind\n"
+
+
+def test_stacks_of_a_stall(session: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    finish(session)
+    stacks = session.log_dir / "stacks"
+    stacks.mkdir()
+    (stacks / "driver-1.txt").write_text("Thread 1\n")
+    (stacks / "worker-2.txt").touch()
+    print_logs("small-1", run_root=tmp_path, which="stacks")
+    assert capsys.readouterr().out == "Thread 1\n"
+
+
+def test_log_of_an_earlier_attempt(session: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    finish(session)
+    earlier = session.run_dir / "logs" / "7"
+    earlier.mkdir()
+    (earlier / "train.log").write_text("seventh\n")
+    print_logs("small-1", run_root=tmp_path, attempt=7)
+    assert capsys.readouterr().out == "seventh\n"
+
+
+def test_run_without_logs(session: Session, tmp_path: Path) -> None:
+    finish(session)
+    with pytest.raises(RecipeError) as caught:
+        print_logs("small-1", run_root=tmp_path)
+    assert caught.value.message == f"run `small-1`: no logs in {session.log_dir} yet"
+
+
+def test_log_that_is_not_there_names_those_that_are(session: Session, tmp_path: Path) -> None:
+    finish(session)
+    (session.log_dir / "train.log").touch()
+    with pytest.raises(RecipeError) as caught:
+        print_logs("small-1", run_root=tmp_path, which="trian")
+    assert caught.value.problems == [(f"run `small-1`: no log `trian` in {session.log_dir}", "there are: train")]
+
+
+def test_following_prints_lines_as_they_come_and_ends_with_the_run(
+    session: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = session.log_dir / "train.log"
+    printed: list[str] = []
+
+    def next_look(seconds: float) -> None:
+        printed.append(capsys.readouterr().out)
+        match len(printed):
+            case 1:
+                log.write_text("one\ntw")
+            case 2:
+                with log.open("a") as file:
+                    file.write("o\nthree\n")
+            case 3:
+                finish(session)
+
+    print_logs("small-1", run_root=tmp_path, follow=True, pause=next_look)
+    assert printed == ["", "one\n", "two\nthree\n"]
+    assert capsys.readouterr().out == ""
