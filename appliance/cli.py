@@ -186,6 +186,18 @@ def logs(
     print_logs(run, run_root=DEFAULT_RUN_ROOT, which=which, attempt=attempt, follow=follow)
 
 
+@app.command()
+def export(
+    run: RunArgument,
+    output: Annotated[Path, typer.Option("-o", metavar="DIR", help="A new folder for the model.")],
+    step: Annotated[int | None, typer.Option(min=1, help="Of the checkpoint; left out: the newest.")] = None,
+) -> None:
+    """The trained model of a checkpoint, for plain transformers and plain vLLM."""
+    from appliance.run.export import run_export
+
+    raise typer.Exit(run_export(run, run_root=DEFAULT_RUN_ROOT, step=step, output=output))
+
+
 @recipes.command("ls")
 def recipes_ls() -> None:
     """The shipped recipes, one a line, with what they do."""

@@ -15,12 +15,13 @@ from appliance.plan.model import RunPlan
 from appliance.run.acknowledge import SYNC_FOLDER
 from appliance.run.attest import ATTEST_FOLDER
 from appliance.run.checkpoints import DAMAGED, GUARD_FILE, half_done, in_order, is_leaving, set_aside, step_of
-from appliance.run.events import METRICS_FILE, append_event, parse_metrics
+from appliance.run.events import METRICS_FILE, append_event
 from appliance.run.resume import Resume
 from appliance.run.seal import write_durably
 from appliance.run.session import RunRecord, Session, cannot_write, log_dir, read_record, versions, write_record
 
 MODEL = "model"
+OF_A_STEP = ("clipping.jsonl",)  # what else has a line per step: the fits of calibrated clipping
 
 
 def begin_attempt(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> Session:
@@ -59,10 +60,9 @@ def _put_back(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> None:
         run_dir, kind="resume", what=_words(resume, attempt=attempt + 1), step=resume.step, attempt=attempt + 1
     )
     _put_checkpoints_aside(resume)
-    cut = cut_metrics(run_dir, after=resume.step if resume.found.newest else -1, attempt=attempt)
-    if cut:
-        what = f"{cut} lines of metrics after step {resume.step} are cut off"
-        append_event(run_dir, kind="note", what=what, why=f"kept in {cut_file(run_dir, attempt=attempt).name}")
+    after = resume.step if resume.found.newest else -1
+    for name in (METRICS_FILE, *OF_A_STEP):
+        _tell_cut(run_dir, name=name, step=resume.step, cut=cut_lines(run_dir / name, after=after, attempt=attempt))
     _restore_guard(run_dir, checkpoint=resume.found.newest)
     for folder in (SYNC_FOLDER, ATTEST_FOLDER, MODEL):
         if (run_dir / folder).exists():
@@ -105,29 +105,44 @@ def _say_aside(run_dir: Path, *, what: str, why: str, aside: Path) -> None:
     append_event(run_dir, kind="checkpoint", what=what, why=why, aside=str(aside.relative_to(run_dir)))
 
 
-def cut_file(run_dir: Path, *, attempt: int) -> Path:
-    return run_dir / f"metrics.cut-{attempt}.jsonl"
+def _tell_cut(run_dir: Path, *, name: str, step: int, cut: Path | None) -> None:
+    if cut is not None:
+        what = f"the lines of {name} after step {step} are cut off"
+        append_event(run_dir, kind="note", what=what, why=f"kept in {cut.name}")
 
 
-def cut_metrics(run_dir: Path, *, after: int, attempt: int) -> int:
-    """Keep the lines of steps up to `after`, each step once; move the others into a file beside it. Returns how many
-    were moved. A line that was torn by the end of a process is one of them."""
-    path = run_dir / METRICS_FILE
+def cut_lines(path: Path, *, after: int, attempt: int) -> Path | None:
+    """Keep the lines of steps up to `after`, each step once; move the others into a file beside it, which is returned.
+
+    A line that was torn by the end of a process is one of the others. None when there was nothing to cut.
+    """
     if not path.exists():
-        return 0
+        return None
     kept: list[bytes] = []
     cut: list[bytes] = []
     seen: set[int] = set()
     for line in path.read_bytes().splitlines(keepends=True):
-        metrics = parse_metrics(line.decode(errors="replace")) if line.endswith(b"\n") else None
-        keep = metrics is not None and metrics.step <= after and metrics.step not in seen
+        step = _step(line)
+        keep = step is not None and step <= after and step not in seen
         (kept if keep else cut).append(line)
-        if metrics is not None and keep:
-            seen.add(metrics.step)
-    if cut:
-        write_durably(cut_file(run_dir, attempt=attempt), b"".join(cut))
-        write_durably(path, b"".join(kept))
-    return len(cut)
+        if step is not None and keep:
+            seen.add(step)
+    if not cut:
+        return None
+    aside = path.with_name(f"{path.stem}.cut-{attempt}{path.suffix}")
+    write_durably(aside, b"".join(cut))
+    write_durably(path, b"".join(kept))
+    return aside
+
+
+def _step(line: bytes) -> int | None:
+    """The step of a whole line, None for another one."""
+    try:
+        raw = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    step = raw.get("step") if isinstance(raw, dict) else None
+    return step if isinstance(step, int) and not isinstance(step, bool) else None
 
 
 def _restore_guard(run_dir: Path, *, checkpoint: Path | None) -> None:

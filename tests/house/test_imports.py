@@ -55,7 +55,7 @@ MAY_IMPORT = {
     "cluster": {"errors", "plan", "run", "console", "preflight.probes", "flashrl.variables", *NUMBERS},
     "engine": {*CHILDREN, "flashrl"},
     "flashrl": {"errors", "patch", "quant", "plan.env", "engine", "recipe.tree"},
-    "trainer": {*CHILDREN, "tasks", "guard", "cluster.form"},
+    "trainer": {*CHILDREN, "tasks", "guard", "cluster.form", "run.boundary"},
     "bench": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "engine", "quant"},
     "profile": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "quant", "flashrl.config_file"},
     "verify": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "engine", "quant", "profile"},

@@ -14,7 +14,7 @@ from appliance.plan.model import RunPlan
 from appliance.recipe.dump import to_yaml
 from appliance.recipe.load import load_recipe
 from appliance.recipe.schema import Recipe
-from appliance.run.attempt import begin_attempt, cut_metrics
+from appliance.run.attempt import begin_attempt, cut_lines
 from appliance.run.checkpoints import Found, checkpoint_folder
 from appliance.run.events import append_event, first_failure
 from appliance.run.resume import (
@@ -286,10 +286,11 @@ def test_a_torn_line_and_a_step_that_is_there_twice_are_cut(tmp_path: Path) -> N
         metric(tmp_path, step)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "ti')
-    assert cut_metrics(tmp_path, after=3, attempt=7) == 2
+    aside = tmp_path / "metrics.cut-7.jsonl"
+    assert cut_lines(tmp_path / "metrics.jsonl", after=3, attempt=7) == aside
     assert steps_in(tmp_path / "metrics.jsonl") == [0, 1, 2, 3]
-    assert (tmp_path / "metrics.cut-7.jsonl").read_text() == '{"step": 2, "time_s": 2.0}\n{"step": 4, "ti'
-    assert cut_metrics(tmp_path, after=3, attempt=8) == 0
+    assert aside.read_text() == '{"step": 2, "time_s": 2.0}\n{"step": 4, "ti'
+    assert cut_lines(tmp_path / "metrics.jsonl", after=3, attempt=8) is None
     assert not (tmp_path / "metrics.cut-8.jsonl").exists()
 
 

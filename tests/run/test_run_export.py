@@ -1,0 +1,53 @@
+"""`appliance export` on a run's folder: which checkpoint, and what is refused. The model itself: tests/e2e."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from appliance.errors import PreflightError, RecipeError
+from appliance.run.checkpoints import checkpoint_folder
+from appliance.run.export import run_export
+from appliance.run.seal import Facts, seal
+from appliance.run.session import create_session
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, small_plan: Callable) -> Path:
+    """A run with the steps 2 and 4, and 4 is damaged."""
+    with create_session(small_plan(tmp_path), recipe_yaml="", is_chosen=False) as session:
+        for step in (2, 4):
+            folder = checkpoint_folder(session.run_dir, step=step)
+            (folder / "actor" / "huggingface").mkdir(parents=True)
+            (folder / "actor" / "huggingface" / "config.json").write_text(f'{{"step": {step}}}')
+            seal(folder, facts=Facts(step=step, world_size=1, reason="", time=0.0))
+    (checkpoint_folder(tmp_path / "small-1", step=4) / "actor" / "huggingface" / "config.json").write_text(
+        '{"step": 5}'
+    )
+    return tmp_path / "small-1"
+
+
+def test_the_newest_whole_checkpoint_is_exported(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_export("small-1", run_root=tmp_path, step=None, output=tmp_path / "new" / "out") == 0
+    assert (tmp_path / "new" / "out" / "config.json").read_text() == '{"step": 2}'
+    assert [each.name for each in (tmp_path / "new").iterdir()] == ["out"]
+    said = capsys.readouterr()
+    assert said.out == f"{tmp_path / 'new' / 'out'}\n"
+    assert "warning: global_step_4 is passed over: actor/huggingface/config.json has other content" in said.err
+
+
+def test_what_cannot_be_exported_is_refused(run_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as caught:
+        run_export(str(run_dir), run_root=tmp_path, step=3, output=tmp_path / "out")
+    assert caught.value.problems == [(f"--step 3: {run_dir} has no checkpoint of it", "its steps: 2, 4")]
+    with pytest.raises(PreflightError) as caught:
+        run_export(str(run_dir), run_root=tmp_path, step=4, output=tmp_path / "out")
+    why = "actor/huggingface/config.json has other content than was saved"
+    assert caught.value.message == f"{run_dir}/checkpoints/global_step_4 is damaged: {why}"
+    (tmp_path / "out").mkdir()
+    with pytest.raises(RecipeError, match="is there already and is not overwritten"):
+        run_export(str(run_dir), run_root=tmp_path, step=2, output=tmp_path / "out")

@@ -1,0 +1,236 @@
+"""When a step is saved, what goes into a checkpoint, and what a disk that fills up leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import plans
+import pytest
+import torch
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+from verl.trainer.ppo.utils import create_rl_sampler
+
+from appliance.errors import TrainingError
+from appliance.plan.model import CheckpointPlan
+from appliance.run.checkpoints import checkpoint_folder, find_newest
+from appliance.run.seal import read_manifest
+from appliance.trainer.checkpoints import ASK_FILE, Checkpoints, why_save
+from appliance.trainer.driver_random import restore_random, take_random
+
+NEVER = {"step": 7, "is_last": False, "is_best": False, "is_asked": False, "since_save_s": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("plan", "now", "reason"),
+    [
+        (CheckpointPlan(), {}, ""),
+        (CheckpointPlan(), {"is_last": True}, "the end"),
+        (CheckpointPlan(), {"is_asked": True}, "asked for by the file `save`"),
+        (CheckpointPlan(), {"is_best": True}, ""),
+        (CheckpointPlan(keep_best=True), {"is_best": True}, "the best validation so far"),
+        (CheckpointPlan(every_steps=7), {}, "every 7 steps"),
+        (CheckpointPlan(every_steps=2), {}, ""),
+        (CheckpointPlan(every_minutes=0.5), {"since_save_s": 29.9}, ""),
+        (CheckpointPlan(every_minutes=0.5), {"since_save_s": 30.0}, "every 0.5 minutes"),
+    ],
+)
+def test_why_a_step_is_saved(plan: CheckpointPlan, now: dict[str, Any], reason: str) -> None:
+    assert why_save(plan, **{**NEVER, **now}) == reason
+
+
+class Saves:
+    """A run's folder, with ranks that write a few bytes; `full` makes them fail as torch does on a full disk."""
+
+    def __init__(self, run_dir: Path, **checkpoint: Any) -> None:
+        run_dir.mkdir(exist_ok=True)
+        (run_dir / "metrics.jsonl").touch()
+        self.run_dir = run_dir
+        self.position = 0
+        self.rank_bytes = 1000
+        plan = replace(plans.make_plan(run_dir), checkpoint=CheckpointPlan(**checkpoint))
+        self.checkpoints = Checkpoints(
+            plan, save_workers=self._save, data_state=lambda: {"position": self.position}, syncs=lambda: self.position
+        )
+
+    def _save(self, folder: Path, step: int) -> None:
+        (folder / "actor").mkdir()
+        (folder / "actor" / "model_world_size_1_rank_0.pt").write_bytes(os.urandom(self.rank_bytes))
+
+    def step(self, step: int, *, val_reward: float | None = None, is_last: bool = False) -> None:
+        self.position = step
+        with (self.run_dir / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, "time_s": 1.0}) + "\n")
+        (self.run_dir / "guard.json").write_text(json.dumps({"step": step}))
+        self.checkpoints.end_step(step, val_reward=val_reward, is_last=is_last)
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(each.name for each in (self.run_dir / "checkpoints").iterdir())
+
+
+def test_a_checkpoint_has_everything_of_its_step(tmp_path: Path) -> None:
+    saves = Saves(tmp_path / "run", every_steps=2)
+    saves.step(1)
+    saves.step(2, val_reward=0.25)
+    folder = checkpoint_folder(saves.run_dir, step=2)
+    manifest = read_manifest(folder)
+    assert [file.path for file in manifest.files] == [
+        "actor/model_world_size_1_rank_0.pt",
+        "data.pt",
+        "guard.json",
+        "state.json",
+    ]
+    facts = manifest.facts
+    assert (facts.step, facts.world_size, facts.reason, facts.val_reward) == (2, 1, "every 2 steps", 0.25)
+    assert torch.load(folder / "data.pt", weights_only=True) == {"position": 2}
+    assert json.loads((folder / "guard.json").read_text()) == {"step": 2}
+    state = json.loads((folder / "state.json").read_text())
+    metrics = (saves.run_dir / "metrics.jsonl").read_bytes()
+    assert (state["step"], state["metrics_bytes"], state["syncs"]) == (2, len(metrics), 2)
+    events = [json.loads(line) for line in (saves.run_dir / "events.jsonl").read_text().splitlines()]
+    assert [(event["kind"], event["what"]) for event in events] == [
+        ("phase", "save"),
+        ("checkpoint", "step 2 is saved"),
+    ]
+
+
+def test_in_the_next_rollout_the_last_step_is_saved_and_not_what_moved_since(tmp_path: Path) -> None:
+    saves = Saves(tmp_path / "run")
+    saves.step(1)
+    saves.position = 99  # the next step's prompts were fetched
+    (saves.run_dir / "guard.json").write_text("later")
+    assert saves.checkpoints.can_save
+    folder = saves.checkpoints.save_now("SIGTERM")
+    assert folder == checkpoint_folder(saves.run_dir, step=1)
+    assert torch.load(folder / "data.pt", weights_only=True) == {"position": 1}
+    assert json.loads((folder / "guard.json").read_text()) == {"step": 1}
+    assert saves.checkpoints.save_now("again") == folder and saves.names == ["global_step_1"]
+
+
+def test_while_the_weights_move_there_is_nothing_to_save(tmp_path: Path) -> None:
+    saves = Saves(tmp_path / "run")
+    assert not saves.checkpoints.can_save and saves.checkpoints.save_now("SIGTERM") is None
+    saves.step(1)
+    saves.checkpoints.begin_update()
+    assert not saves.checkpoints.can_save and saves.checkpoints.save_now("SIGTERM") is None
+    assert not (saves.run_dir / "checkpoints").exists()
+
+
+def test_a_touched_file_asks_once(tmp_path: Path) -> None:
+    saves = Saves(tmp_path / "run")
+    saves.step(1)
+    (saves.run_dir / ASK_FILE).touch()
+    saves.step(2)
+    saves.step(3)
+    assert saves.names == ["global_step_2"] and not (saves.run_dir / ASK_FILE).exists()
+
+
+def test_the_best_and_the_newest_stay(tmp_path: Path) -> None:
+    saves = Saves(tmp_path / "run", every_steps=1, keep=1, keep_best=True)
+    for step, reward in enumerate((0.1, 0.9, 0.5, None, 0.4), start=1):
+        saves.step(step, val_reward=reward)
+    assert saves.names == ["global_step_2", "global_step_5"]
+
+
+def test_another_attempt_knows_the_best_so_far(tmp_path: Path) -> None:
+    Saves(tmp_path / "run", keep_best=True).step(1, val_reward=0.9)
+    saves = Saves(tmp_path / "run", keep_best=True, keep=1)
+    saves.step(2, val_reward=0.5)
+    saves.step(3, val_reward=0.95)
+    assert saves.names == ["global_step_3"]
+
+
+def test_the_driver_goes_on_with_the_same_random_numbers(tmp_path: Path) -> None:
+    saves = Saves(tmp_path / "run", every_steps=1)
+    torch.manual_seed(3), random.seed(3), np.random.seed(3)
+    torch.randn(5), random.gauss(0, 1), np.random.randn(3)
+    saves.step(1)
+    meant = (torch.randn(3).tolist(), random.gauss(0, 1), np.random.randn(2).tolist())
+    saves.checkpoints.restore(checkpoint_folder(saves.run_dir, step=1))
+    assert (torch.randn(3).tolist(), random.gauss(0, 1), np.random.randn(2).tolist()) == meant
+    assert saves.checkpoints.saved_step == 1 and saves.checkpoints.can_save
+
+
+def test_a_random_state_survives_json() -> None:
+    random.gauss(0, 1)
+    before = take_random()
+    restore_random(type(before)(**json.loads(json.dumps(vars(before)))))
+    assert take_random() == before
+
+
+class Problems(Dataset):
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def loader() -> StatefulDataLoader:
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.create({"shuffle": True, "seed": 0})
+    sampler = create_rl_sampler(config, Problems())
+    return StatefulDataLoader(Problems(), batch_size=4, num_workers=0, drop_last=True, sampler=sampler)
+
+
+def batches(data: StatefulDataLoader, first: Iterator | None = None) -> Iterator[list[int]]:
+    """As verl's trainer takes them, over the ends of epochs."""
+    running = first or iter(data)
+    while True:
+        try:
+            yield next(running).tolist()
+        except StopIteration:
+            running = iter(data)
+
+
+@pytest.mark.parametrize("after", range(1, 8))
+def test_the_data_goes_on_where_it_was_over_the_end_of_an_epoch(after: int) -> None:
+    """verl's sampler and loader, two batches an epoch: the order of all later epochs is the same too."""
+    whole = loader()
+    running = batches(whole)
+    for _ in range(after):
+        next(running)
+    state = whole.state_dict()
+    meant = [next(running) for _ in range(9)]
+    other = loader()
+    other.load_state_dict(state)
+    going_on = batches(other, iter(other))
+    assert [next(going_on) for _ in range(9)] == meant
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=24m", "none", str(folder)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("a small tmpfs cannot be mounted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_leaves_the_older_checkpoint_and_a_clear_end(small_disk: Path) -> None:
+    saves = Saves(small_disk / "run", every_steps=1)
+    saves.rank_bytes = 10 << 20
+    saves.step(1)
+    saves.rank_bytes = 20 << 20
+    with pytest.raises(TrainingError) as caught:
+        saves.step(2)
+    where = small_disk / "run" / "checkpoints"
+    assert caught.value.exit_code == 5
+    assert caught.value.message == f"checkpoint global_step_2 could not be written: no space left at {where}"
+    assert caught.value.hint == "free some space, then resume with --resume auto: global_step_1 is whole"
+    assert saves.names == ["global_step_1"]
+    assert find_newest(small_disk / "run").newest == where / "global_step_1"
