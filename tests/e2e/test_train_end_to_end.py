@@ -305,3 +305,57 @@ def the_checkpoint_is_scaled_and_folds_back(run: Finished, *, root: Path) -> Non
     name = "model.layers.0.input_layernorm.weight"
     before, saved, folded = (load_file(folder / "model.safetensors")[name].double().norm() for folder in folders)
     assert saved / before == pytest.approx(1.5, rel=0.01) and folded / before == pytest.approx(1, rel=0.01)
+
+
+TIMES = ("_s", "_per_s")
+
+
+def sampled(line: dict) -> dict:
+    """A line of metrics without what a clock says."""
+    return {key: value for key, value in line.items() if not key.endswith(TIMES)}
+
+
+def test_a_run_killed_in_mid_training_goes_on_with_the_same_tokens(root: Path, run: Finished) -> None:
+    """SIGKILL to the launcher after step 3, of which step 2 is saved. The second attempt makes step 3 again and ends
+    with the metrics of the run that was never killed, value for value, and with the same weights."""
+    sets = (f"trainer.steps={STEPS}", f"trainer.validate_every={STEPS}", "rollout.temperature=0.8")
+    sets += (f"task.val_size={VALIDATION_PROBLEMS}", "checkpoint.every_steps=2")
+    run_dir, metrics = root / "halves", root / "halves" / "metrics.jsonl"
+    process = subprocess.Popen(command(root, *sets, name="halves"), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 600
+    while process.poll() is None and time.monotonic() < deadline:
+        if metrics.exists() and metrics.read_text().count("\n") >= 4:  # the validation before, and three steps
+            break
+        time.sleep(0.05)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    while processes_of(run_dir) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    done = subprocess.run(
+        [*command(root, *sets, name="halves"), "--resume", "auto"],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "the run halves goes on after step 2" in done.stderr
+    finished = Finished(code=done.returncode, stdout=done.stdout, stderr=done.stderr, run_dir=run_dir)
+    assert json.loads((run_dir / "run.json").read_text())["attempt"] == 2
+    assert {line["step"] for line in finished.json_lines("metrics.cut-1.jsonl")} <= {3, 4}
+    once, twice = run.json_lines("metrics.jsonl"), finished.json_lines("metrics.jsonl")
+    assert [line["step"] for line in twice] == list(range(STEPS + 1))
+    for whole, halves in zip(once, twice, strict=True):
+        assert sampled(halves) == sampled(whole)
+    weights = "model/model.safetensors"
+    assert (run_dir / weights).read_bytes() == (run.run_dir / weights).read_bytes()
+    assert processes_of(run_dir) == []
+    again = subprocess.run(
+        [*command(root, *sets, name="halves"), "--resume", "auto"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (again.returncode, again.stderr) == (0, f"the run halves is done: {run_dir / 'model'}\n")
