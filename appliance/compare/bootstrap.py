@@ -69,4 +69,5 @@ def _draws(difference_SP: NDArray[np.float64], *, draws: int, generator: np.rand
 
 def _shares(size: int, *, count: int, generator: np.random.Generator) -> NDArray[np.float64]:
     """[count, size]: how often each of `size` came up in `size` draws with replacement, as a share."""
-    return generator.multinomial(size, np.full(size, 1 / size), size=count) / size
+    drawn = generator.integers(size, size=(count, size)) + size * np.arange(count)[:, None]
+    return np.bincount(drawn.ravel(), minlength=count * size).reshape(count, size) / size

@@ -43,7 +43,7 @@ def test_interval_holds_the_truth_with_noise_in_every_answer() -> None:
 def test_interval_is_too_short_when_three_seeds_are_nearly_all_of_the_spread() -> None:
     """As the docstring says: no bootstrap knows from three seeds how far seeds spread."""
     assert 0.78 <= coverage(seeds=3, problem_sd=0.3, seed_sd=0.3, noise_sd=0.3) <= 0.91
-    assert coverage(seeds=8, problem_sd=0.3, seed_sd=0.3, noise_sd=0.3) >= 0.90
+    assert coverage(seeds=8, problem_sd=0.3, seed_sd=0.3, noise_sd=0.3) >= 0.87
 
 
 def test_pairing_makes_the_interval_shorter() -> None:
