@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from appliance.compare.file import Arm, Comparison, in_order, run_name
@@ -12,21 +12,25 @@ from appliance.plan.build import CACHE_NAME, build_plan
 from appliance.plan.host import HostFacts
 from appliance.plan.model import RunPlan
 from appliance.preflight.finding import Finding
+from appliance.preflight.probes import read_host
 from appliance.preflight.report import examine
 from appliance.recipe.load import Setting, load_recipe
 from appliance.recipe.schema import Recipe
 from appliance.recipe.tree import Node, Problem
+from appliance.run.resume import Resume, Target, find_start, refuse_misfit
+from appliance.run.session import read_record
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One arm with one seed. findings: what preflight let pass, of the arm."""
+    """One arm with one seed. findings: what preflight let pass, of the arm.  resume: where it goes on, None: new."""
 
     arm: str
     seed: int
     recipe: Recipe
     plan: RunPlan
     findings: tuple[Finding, ...]
+    resume: Resume | None = None
 
     @property
     def label(self) -> str:
@@ -58,6 +62,19 @@ def plan_runs(comparison: Comparison) -> list[PlannedRun]:
         planned.append(PlannedRun(arm, seed, recipe=recipe, plan=plan, findings=found))
     _refuse_other_problems(planned, comparison=comparison)
     return planned
+
+
+def go_on(run: PlannedRun) -> PlannedRun | None:
+    """The run from its newest whole checkpoint, or None where it has none. Raises PreflightError as refuse_misfit."""
+    start = find_start(Target(run.run_dir, read_record(run.run_dir)))
+    newest = start.found.newest
+    if newest is None:
+        return None
+    host = read_host(run.run_dir.parent)
+    cache_dir = Path(run.plan.cache_dir)
+    plan = build_plan(run.recipe, run_dir=run.run_dir, host=host, cache_dir=cache_dir, resume_from=newest)
+    refuse_misfit(start, plan=plan)
+    return replace(run, plan=plan, resume=start)
 
 
 def comparison_folder(recipes: dict[tuple[str, int], Recipe], *, comparison: Comparison) -> Path:

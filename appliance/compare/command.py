@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from appliance import console
-from appliance.compare.arms import PlannedRun, plan_runs
+from appliance.compare.arms import PlannedRun, go_on, plan_runs
 from appliance.compare.file import Comparison, load_comparison
 from appliance.compare.final import validate_models
 from appliance.compare.found import Found, look, set_aside
@@ -67,7 +67,7 @@ def _stopped(command: str) -> Interrupted:
 
 
 def _todo(runs: list[PlannedRun], *, folder: Path) -> list[PlannedRun]:
-    """The runs without a result. What is in their way is set aside. Raises PreflightError."""
+    """The runs without a result, ready to start. Raises PreflightError."""
     found = {run.label: look(run) for run in runs}
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -75,11 +75,20 @@ def _todo(runs: list[PlannedRun], *, folder: Path) -> list[PlannedRun]:
         raise cannot_write(folder, error) from error
     done = sum(each is Found.DONE for each in found.values())
     console.say(f"{len(runs)} runs in {typed_path(folder)}" + (f", {done} of them done" if done else ""))
-    for run in runs:
-        if found[run.label] in (Found.UNFINISHED, Found.OTHER):
-            why = "not finished" if found[run.label] is Found.UNFINISHED else "of another recipe"
-            console.say(f"{run.label}: {why}, set aside as {set_aside(run.run_dir).name}")
-    return [run for run in runs if found[run.label] is not Found.DONE]
+    return [_ready(run, found=found[run.label]) for run in runs if found[run.label] is not Found.DONE]
+
+
+def _ready(run: PlannedRun, *, found: Found) -> PlannedRun:
+    """The run as it is to be started: from its newest whole checkpoint, or anew, with what is in its way set aside."""
+    if found is Found.NOTHING:
+        return run
+    resumed = go_on(run) if found is Found.UNFINISHED else None
+    if resumed is not None and resumed.resume is not None:
+        console.say(f"{run.label}: goes on after step {resumed.resume.step}")
+        return resumed
+    why = "stopped before it saved anything" if found is Found.UNFINISHED else "of another recipe"
+    console.say(f"{run.label}: {why}, set aside as {set_aside(run.run_dir).name}")
+    return run
 
 
 def _train(
@@ -100,6 +109,7 @@ def _train(
             json_mode=False,
             steps=BEFORE_TRAINING,
             quiet=True,
+            resume=run.resume,
         )
         if code in _SIGNALLED:
             raise _stopped(command)

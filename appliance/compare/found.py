@@ -16,7 +16,7 @@ _GUARD_STOPPED = 6
 class Found(Enum):
     """DONE: the result of this very recipe is there, be it a model or a stop by the guard.  NOTHING: the way is free.
 
-    UNFINISHED: an attempt that did not end well.  OTHER: the recipe was another one.
+    UNFINISHED: an attempt of this very recipe that did not end well.  OTHER: another recipe, or no run at all.
     """
 
     DONE = "done"
@@ -33,7 +33,7 @@ def look(run: PlannedRun) -> Found:
     try:
         record, recipe = read_record(folder), (folder / "recipe.yaml").read_text()
     except (OSError, ValueError):
-        return Found.UNFINISHED
+        return Found.OTHER
     if record.exit_code is None and has_launcher(folder):
         raise PreflightError(f"{folder}: this run is going on", hint="wait for its end, or stop it")
     if recipe != to_yaml(run.recipe):

@@ -78,7 +78,7 @@ def test_ctrl_c_ends_it_and_says_how_to_go_on(stopped: tuple[int, str]) -> None:
 
 
 def test_a_run_that_was_stopped_is_set_aside_and_done_again(folder: Path, finished: tuple[str, str]) -> None:
-    assert "bf16, seed 3: not finished, set aside as bf16-seed3.aside-1\n" in finished[1]
+    assert "bf16, seed 3: stopped before it saved anything, set aside as bf16-seed3.aside-1\n" in finished[1]
     states = {path.parent.name: json.loads(path.read_text())["state"] for path in folder.glob("made/both/*/run.json")}
     assert states == {"bf16-seed3": "done", "bf16-seed3.aside-1": "stopped", "int8-tis-seed3": "done"}
 

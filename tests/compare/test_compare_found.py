@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.compare.arms import PlannedRun, plan_runs
+from appliance.compare.arms import PlannedRun, go_on, plan_runs
 from appliance.compare.file import load_comparison
 from appliance.compare.found import Found, look, set_aside
 from appliance.compare.results import note_load, read_final, read_result, write_final
@@ -62,9 +62,15 @@ def test_a_run_of_another_recipe_is_not_taken_for_this_one(planned: list[Planned
     assert look(planned[0]) is Found.OTHER
 
 
-def test_a_folder_that_is_no_run_is_unfinished(planned: list[PlannedRun]) -> None:
+def test_a_folder_that_is_no_run_is_not_taken_for_one(planned: list[PlannedRun]) -> None:
     planned[0].run_dir.mkdir(parents=True)
-    assert look(planned[0]) is Found.UNFINISHED
+    assert look(planned[0]) is Found.OTHER
+
+
+def test_a_run_without_a_whole_checkpoint_is_done_again(planned: list[PlannedRun]) -> None:
+    end(planned[0], state=RunStatus.STOPPED, code=130)
+    (planned[0].run_dir / "checkpoints" / "global_step_3").mkdir(parents=True)  # no manifest: not whole
+    assert go_on(planned[0]) is None
 
 
 def test_a_run_whose_launcher_is_gone_is_unfinished(planned: list[PlannedRun]) -> None:
