@@ -122,7 +122,8 @@ RUN --mount=type=bind,from=pip,source=/opt/pip,target=/opt/pip \
     /opt/build/pip.sh --no-cache-dir --no-build-isolation -e /opt/appliance \
     && python -m compileall -q /opt/appliance/appliance \
     && python /opt/build/sbom.py --flavour "${FLAVOUR}" >/opt/appliance/sbom.cdx.json \
-    && python /opt/build/smoke.py --flavour "${FLAVOUR}"
+    && python /opt/build/smoke.py --flavour "${FLAVOUR}" \
+    && rm -rf /tmp/*
 
 WORKDIR /appliance
 USER 10001:0

@@ -62,8 +62,9 @@ def started(image: str) -> Iterator[Callable]:
             container = container.with_volume_mapping(str(runs), "/appliance/runs", "rw")
         for name, value in (env or {}).items():
             container = container.with_env(name, value)
-        safe = {"read_only": True, "tmpfs": {"/tmp": "exec,mode=1777"}, "shm_size": "1g", "cap_drop": ["ALL"]}
-        kept.append(container.with_kwargs(**{**safe, "security_opt": ["no-new-privileges:true"], **options}))
+        container.tmpfs.update(options.pop("tmpfs", {"/tmp": "exec,mode=1777"}))
+        safe = {"read_only": True, "shm_size": "1g", "cap_drop": ["ALL"], "security_opt": ["no-new-privileges:true"]}
+        kept.append(container.with_kwargs(**{**safe, **options}))
         container.start()
         return container.get_wrapped_container()
 
