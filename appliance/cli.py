@@ -14,6 +14,7 @@ import typer
 from appliance.cluster import cli as cluster_cli
 from appliance.compare import cli as compare_cli
 from appliance.container import cli as container_cli
+from appliance.data import cli as data_cli
 from appliance.errors import ApplianceError, RecipeError
 from appliance.profile.cli import add_commands
 
@@ -161,6 +162,7 @@ add_commands(app)  # profile, setup, convert-profile
 compare_cli.add_commands(app)
 container_cli.add_commands(app)  # health
 cluster_cli.add_commands(app)  # join
+data_cli.add_commands(app)  # data
 
 
 @app.command()
@@ -320,7 +322,7 @@ def _show_plan(loaded: Recipe, *, run_dir: Path, json_mode: bool, ask_hub: bool)
     from appliance import console
     from appliance.plan.show import plan_text
     from appliance.preflight.checks import estimates
-    from appliance.preflight.probes import model_bytes
+    from appliance.preflight.probes import model_bytes, model_shape
     from appliance.preflight.report import as_json, examine, lines
     from appliance.recipe.dump import to_plain, to_yaml
 
@@ -329,7 +331,7 @@ def _show_plan(loaded: Recipe, *, run_dir: Path, json_mode: bool, ask_hub: bool)
         document = {"schema_version": 1, "recipe": to_plain(loaded), "plan": dataclasses.asdict(made)}
         console.out(json.dumps({**document, "findings": as_json(findings)}, indent=2))
         return findings
-    needs = estimates(made, model_bytes=model_bytes(made))
+    needs = estimates(made, model_bytes=model_bytes(made), shape=model_shape(made))
     console.out(plan_text(made, recipe_yaml=to_yaml(loaded), needs=needs))
     if findings:
         console.out("\n".join(["", "# findings on this host", *lines(findings)]))

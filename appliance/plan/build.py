@@ -19,6 +19,7 @@ from appliance.plan.env import child_env
 from appliance.plan.guard import plan_guard, plan_validation
 from appliance.plan.host import HostFacts
 from appliance.plan.model import (
+    AlgorithmPlan,
     CheckpointPlan,
     Choice,
     ClusterPlan,
@@ -27,6 +28,7 @@ from appliance.plan.model import (
     RolloutPlan,
     RunPlan,
     TaskPlan,
+    TrainerPlan,
     UaqPlan,
 )
 from appliance.plan.stored import has_experts, read_result, result_key
@@ -34,7 +36,7 @@ from appliance.plan.verl_args import overrides
 from appliance.quant.device import AUTO, CPU, automatic_scheme, gpu_of_product
 from appliance.quant.scheme import Scheme
 from appliance.recipe.rules import broken_on_cpu
-from appliance.recipe.schema import Recipe, SchemeChoice, TaskKind
+from appliance.recipe.schema import AlgorithmKind, LongPrompts, Recipe, SchemeChoice, TaskKind
 from appliance.tasks.library import builtin_model_key, data_key
 
 CACHE_NAME = ".cache"
@@ -148,6 +150,8 @@ def build_plan(
         resume_from=str(resume_from or ""),
         guard=guard,
         validate_bf16_every=validate_bf16_every,
+        algorithm=_algorithm(recipe, derived=derived),
+        trainer=_trainer(recipe, derived=derived),
         steps=derived.steps,
         validate_every=derived.validate_every,
         prompts_per_step=recipe.batch.prompts_per_step,
@@ -184,6 +188,32 @@ def _cluster(recipe: Recipe, *, root: Path) -> ClusterPlan | None:
         node_address=cluster.node_address or "",
         token_file=_absolute(cluster.token_file) or str(root / TOKEN_FILE),
         wait_s=cluster.wait_s,
+    )
+
+
+def _algorithm(recipe: Recipe, *, derived: Derived) -> AlgorithmPlan:
+    """DAPO's reward of a wrong answer is -1 (eq. 7 of its paper): half as far from 1 its penalty would weigh double."""
+    algorithm, is_dapo = recipe.algorithm, recipe.algorithm.kind is AlgorithmKind.DAPO
+    return AlgorithmPlan(
+        kind=str(algorithm.kind),
+        wrong_reward=-1.0 if is_dapo else 0.0,
+        overlong_tokens=algorithm.overlong_tokens,
+        overlong_penalty=algorithm.overlong_penalty if algorithm.overlong_tokens else 0.0,
+        max_generated_prompts=derived.max_generated_prompts,
+    )
+
+
+def _trainer(recipe: Recipe, *, derived: Derived) -> TrainerPlan:
+    return TrainerPlan(
+        attention=derived.attention,
+        packed=derived.packed,
+        sequence_parallel=recipe.trainer.sequence_parallel,
+        offload_parameters=recipe.trainer.offload_parameters,
+        offload_optimizer=recipe.trainer.offload_optimizer,
+        gradient_checkpointing=derived.gradient_checkpointing,
+        micro_batch_sequences=derived.micro_batch_sequences,
+        max_tokens_per_gpu=recipe.batch.max_tokens_per_gpu,
+        gpu_memory_utilization=recipe.rollout.gpu_memory_utilization,
     )
 
 
@@ -264,6 +294,7 @@ def _task(recipe: Recipe, *, cache_dir: Path, model: ModelPlan) -> TaskPlan:
         train_size=task.train_size,
         val_size=task.val_size,
         max_prompt_tokens=task.max_prompt_tokens,
+        truncate_prompts=task.long_prompts is LongPrompts.TRUNCATE,
         model=model.path,
     )
     folder = cache_dir / "data" / f"{task.kind}-{key}"
@@ -279,6 +310,7 @@ def _task(recipe: Recipe, *, cache_dir: Path, model: ModelPlan) -> TaskPlan:
         val_parquet=str(folder / "val.parquet"),
         max_prompt_tokens=task.max_prompt_tokens,
         max_response_tokens=task.max_response_tokens,
+        truncate_prompts=task.long_prompts is LongPrompts.TRUNCATE,
     )
 
 
@@ -287,7 +319,7 @@ def _absolute(file: str | None) -> str:
 
 
 def _is_offline(model: ModelPlan, *, task: TaskPlan) -> bool:
-    needs_hub_data = task.kind == TaskKind.GSM8K and not task.train_file
+    needs_hub_data = task.kind != TaskKind.ARITHMETIC and not task.train_file
     return not needs_hub_data and (bool(model.builtin) or is_folder(model.source))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from appliance.plan.model import Choice, ModelPlan, TaskPlan
-from appliance.recipe.schema import Attention, Recipe
+from appliance.recipe.schema import AlgorithmKind, Attention, Recipe
 
 Value = TypeVar("Value", int, str, bool)
 
@@ -17,11 +17,16 @@ _TOKENS_OF_AN_ENGINE_STEP = {True: 4096, False: 8192}  # by "is a CPU"
 _TOKENS_OF_A_FORWARD = {True: 16384, False: 4096}  # by "is built-in": logits of a 150 000-word vocabulary are large
 _BUCKET_MIB = {True: 64, False: 512}  # by "is built-in"
 _MOST_AGENT_WORKERS = 8
+FLASH = str(Attention.FLASH_ATTENTION_2)
 
 
 @dataclass(frozen=True)
 class Derived:
-    """What was decided and verl must be told. Sizes in sequences, tokens, MiB."""
+    """What was decided and verl must be told. Sizes in sequences, tokens, MiB.
+
+    generation_batches: steps' worth of prompts that `dapo` generates at a time.
+    max_generated_prompts: `dapo` ends the run when a step needs more; 0: any number.
+    """
 
     run_dir: Path
     model_path: str
@@ -37,7 +42,10 @@ class Derived:
     max_batched_tokens: int
     validate_every: int
     bucket_mib: int
+    generation_batches: int
+    max_generated_prompts: int
     gradient_checkpointing: bool
+    packed: bool
     num_agent_workers: int
 
 
@@ -62,6 +70,7 @@ def derive(
     mini = recipe.batch.mini_batch_prompts or recipe.batch.prompts_per_step
     steps = book.note("trainer.steps", *_steps(recipe))
     book.note("checkpoint.every_steps", *_every(recipe.checkpoint.every_steps, steps=steps))
+    attention = book.note("trainer.attention", *_attention(recipe, is_cpu=is_cpu))
     derived = Derived(
         run_dir=run_dir,
         model_path=model.path,
@@ -70,7 +79,8 @@ def derive(
         is_cpu=is_cpu,
         steps=steps,
         validate_every=book.note("trainer.validate_every", *_every(recipe.trainer.validate_every, steps=steps)),
-        attention=book.note("trainer.attention", *_attention(recipe, is_cpu=is_cpu)),
+        attention=attention,
+        packed=attention == FLASH,
         gradient_checkpointing=book.note("trainer.gradient_checkpointing", *_gradient_checkpointing(builtin)),
         mini_batch_prompts=book.note(
             "batch.mini_batch_prompts", mini, "as given" if recipe.batch.mini_batch_prompts else "the whole step"
@@ -86,11 +96,32 @@ def derive(
             "tokens of one engine step: at least one whole sequence",
         ),
         num_agent_workers=book.note("rollout.agent_workers", *_agent_workers(recipe, is_cpu=is_cpu)),
+        generation_batches=_generation_batches(recipe, book=book),
+        max_generated_prompts=_max_generated_prompts(recipe, book=book),
         bucket_mib=book.note(
             "sync.bucket_mib", _BUCKET_MIB[builtin], "of weights at a time; shared memory of this size is held"
         ),
     )
     return derived, tuple(book.choices)
+
+
+def _generation_batches(recipe: Recipe, *, book: _Book) -> int:
+    """Not noted where no prompt is filtered."""
+    if recipe.algorithm.kind is not AlgorithmKind.DAPO:
+        return 1
+    prompts = recipe.batch.prompts_per_step
+    batches = (recipe.batch.generation_prompts or prompts) // prompts
+    why = f"x {prompts} prompts: verl fetches them one by one to replace those that say nothing (gen_batch_size 1)"
+    return book.note("algorithm.generation_batches", batches, f"{why}, and holds at most so many in flight")
+
+
+def _max_generated_prompts(recipe: Recipe, *, book: _Book) -> int:
+    batches = recipe.algorithm.max_generation_batches
+    if recipe.algorithm.kind is not AlgorithmKind.DAPO or not batches:
+        return 0
+    at_a_time = recipe.batch.generation_prompts or recipe.batch.prompts_per_step
+    why = f"{batches} x {at_a_time}: a step that needs more ends the run; verl 0.9.1 has no such limit, we count"
+    return book.note("algorithm.max_generated_prompts", batches * at_a_time, why)
 
 
 def _every(given: int, *, steps: int) -> tuple[int, str]:
@@ -144,4 +175,4 @@ def _attention(recipe: Recipe, *, is_cpu: bool) -> tuple[str, str]:
         return str(recipe.trainer.attention), "as given"
     if is_cpu:
         return "sdpa", "PyTorch's own; flash_attention_2 needs a GPU"
-    return "flash_attention_2", "packs sequences without padding"
+    return FLASH, "packs sequences without padding"

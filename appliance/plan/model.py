@@ -59,6 +59,7 @@ class TaskPlan:
     """What to learn. train_parquet / val_parquet are what verl reads, made by `tasks.prepare`.
 
     train_file / val_file: the user's own JSON-lines files, or empty.
+    truncate_prompts: whether longer prompts lose their beginning; else they are left out.
     difficulty: digits of the operands for `arithmetic`; ignored elsewhere.  sizes are numbers of problems.
     """
 
@@ -73,6 +74,7 @@ class TaskPlan:
     val_parquet: str
     max_prompt_tokens: int
     max_response_tokens: int
+    truncate_prompts: bool = False
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,46 @@ class Switching(StrEnum):
     LIVE = "live"
     RESTART = "restart"
     EXPERTS = "not-with-experts"
+
+
+@dataclass(frozen=True)
+class AlgorithmPlan:
+    """kind: `grpo` or `dapo`.  wrong_reward: of a wrong answer, where a right one has 1.
+
+    overlong_tokens, overlong_penalty: of `tasks.grading.overlong_penalty`.
+    max_generated_prompts: a step of `dapo` that needs more ends the run; 0: any number.
+    """
+
+    kind: str = "grpo"
+    wrong_reward: float = 0.0
+    overlong_tokens: int = 0
+    overlong_penalty: float = 0.0
+    max_generated_prompts: int = 0
+
+    @property
+    def filters(self) -> bool:
+        """Whether prompts whose samples are all right or all wrong are replaced."""
+        return self.kind == "dapo"
+
+
+@dataclass(frozen=True)
+class TrainerPlan:
+    """How the trainer's forward and backward run. attention: transformers' name of the implementation.
+
+    packed: sequences lie behind one another without padding, which needs flash attention.
+    sequence_parallel: GPUs that share a sequence.  offload_*: to the host's memory between uses.
+    max_tokens_per_gpu: of one forward, None: micro_batch_sequences of full length.
+    """
+
+    attention: str = "sdpa"
+    packed: bool = False
+    sequence_parallel: int = 1
+    offload_parameters: bool = False
+    offload_optimizer: bool = False
+    gradient_checkpointing: bool = False
+    micro_batch_sequences: int = 1
+    max_tokens_per_gpu: int | None = None
+    gpu_memory_utilization: float = 0.5
 
 
 @dataclass(frozen=True)
@@ -284,6 +326,8 @@ class RunPlan:
     checkpoint: CheckpointPlan = CheckpointPlan()
     resume_from: str = ""
     validate_bf16_every: int = 0
+    algorithm: AlgorithmPlan = AlgorithmPlan()
+    trainer: TrainerPlan = TrainerPlan()
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -325,6 +369,8 @@ def plan_from_dict(raw: dict[str, Any]) -> RunPlan:
             "uaq": UaqPlan(**raw["uaq"]) if raw["uaq"] else None,
             "cluster": ClusterPlan(**raw["cluster"]) if raw["cluster"] else None,
             "checkpoint": CheckpointPlan(**raw["checkpoint"]),
+            "algorithm": AlgorithmPlan(**raw["algorithm"]),
+            "trainer": TrainerPlan(**raw["trainer"]),
             "logging_backends": tuple(raw["logging_backends"]),
             "argv": tuple(raw["argv"]),
             "env": tuple((k, v) for k, v in raw["env"]),

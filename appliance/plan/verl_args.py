@@ -12,7 +12,7 @@ from pathlib import Path
 
 from appliance.plan.derive import Derived
 from appliance.quant.correction import CorrectionMethod, Limits, limits
-from appliance.recipe.schema import Recipe
+from appliance.recipe.schema import AlgorithmKind, LongPrompts, Recipe
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -20,6 +20,7 @@ MODEL = "actor_rollout_ref.model"
 VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
 REWARDS_FILE = Path(__file__).resolve().parents[1] / "trainer" / "rewards.py"
 UNTRUNCATED = 1e9  # above exp(20), where verl clamps a weight: our loss truncates by itself
+FILTER_METRIC = "acc"  # of reward_extra_info, by trainer/rollouts.py: the grade, not the reward with its penalty
 WORKER_EXTENSION = "appliance.engine.sync.SyncWorkerExtension"
 
 LOSSES = {CorrectionMethod.ACR: "appliance-acr"}  # trainer/policy_loss.py registers them
@@ -80,6 +81,9 @@ def _algorithm(recipe: Recipe, derived: Derived) -> list[Override]:
     return [
         Override("algorithm.adv_estimator", "grpo"),
         Override("algorithm.use_kl_in_reward", False),
+        Override("algorithm.filter_groups.enable", recipe.algorithm.kind is AlgorithmKind.DAPO),
+        Override("algorithm.filter_groups.metric", FILTER_METRIC),
+        Override("algorithm.filter_groups.max_inflight_gen_batches", derived.generation_batches),
         Override(f"{correction}.rollout_is", weigh),
         Override(f"{correction}.rollout_is_threshold", weigh_within),
         Override(f"{correction}.rollout_is_batch_normalize", False),
@@ -127,6 +131,7 @@ def _data(recipe: Recipe, derived: Derived) -> list[Override]:
         Override("data.train_batch_size", recipe.batch.prompts_per_step),
         Override("data.max_prompt_length", recipe.task.max_prompt_tokens),
         Override("data.max_response_length", recipe.task.max_response_tokens),
+        Override("data.truncation", "left" if recipe.task.long_prompts is LongPrompts.TRUNCATE else "error"),
         Override("data.seed", recipe.seed),
         Override("data.shuffle", True),
         Override("data.validation_shuffle", False),
@@ -139,7 +144,7 @@ def _model(recipe: Recipe, derived: Derived) -> list[Override]:
     return [
         Override(f"{MODEL}.path", derived.model_path),
         Override(f"{MODEL}.trust_remote_code", recipe.model.trust_remote_code),
-        Override(f"{MODEL}.use_remove_padding", derived.attention == "flash_attention_2"),
+        Override(f"{MODEL}.use_remove_padding", derived.packed),
         Override(f"{MODEL}.enable_gradient_checkpointing", derived.gradient_checkpointing),
         Override(f"{MODEL}.override_config.attn_implementation", derived.attention, added=True),
     ]
@@ -158,6 +163,11 @@ def _actor(recipe: Recipe, derived: Derived) -> list[Override]:
         Override(f"{ACTOR}.policy_loss.loss_mode", LOSSES.get(recipe.correction.method, "vanilla")),
         Override(f"{ACTOR}.clip_ratio_low", recipe.algorithm.clip_low),
         Override(f"{ACTOR}.clip_ratio_high", recipe.algorithm.clip_high),
+        Override(f"{ACTOR}.clip_ratio_c", recipe.algorithm.dual_clip),
+        Override(f"{ACTOR}.loss_agg_mode", "token-mean"),  # verl's default, and DAPO's
+        Override(f"{ACTOR}.entropy_coeff", 0.0),
+        Override(f"{ACTOR}.fsdp_config.param_offload", recipe.trainer.offload_parameters),
+        Override(f"{ACTOR}.fsdp_config.optimizer_offload", recipe.trainer.offload_optimizer),
         Override(f"{ACTOR}.ppo_mini_batch_size", derived.mini_batch_prompts),
         Override(f"{ACTOR}.ppo_micro_batch_size_per_gpu", derived.micro_batch_sequences),
         Override(f"{ACTOR}.use_dynamic_bsz", batch.max_tokens_per_gpu is not None),
@@ -182,6 +192,7 @@ def _rollout(recipe: Recipe, derived: Derived) -> list[Override]:
         Override(f"{ROLLOUT}.seed", recipe.seed),
         Override(f"{ROLLOUT}.calculate_log_probs", True),
         Override(f"{ROLLOUT}.logprobs_mode", "processed_logprobs"),  # after temperature, as the trainer's
+        Override(f"{ROLLOUT}.enable_chunked_prefill", rollout.chunked_prefill),
         Override(f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", derived.micro_batch_sequences),
         Override(f"{ROLLOUT}.agent.num_workers", derived.num_agent_workers),
         Override(f"{ROLLOUT}.val_kwargs.do_sample", False),

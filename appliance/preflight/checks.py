@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from appliance.plan.host import HostFacts
+from appliance.plan.memory import host_bytes, moments
 from appliance.plan.model import RunPlan
+from appliance.plan.shapes import ModelShape
+from appliance.preflight import gpu
 from appliance.preflight.container import judge_container
 from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.guard import judge_guard
@@ -33,11 +36,14 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
         _python(host),
         _libraries(plan, host),
         _device(plan, host),
+        gpu.attention(plan, host),
         _scheme(plan, host),
         _profile(plan, inputs),
         _uaq(plan, inputs),
         _model(plan, inputs),
         _shape(plan, inputs),
+        gpu.parallel(plan, inputs.model_shape),
+        gpu.memory(plan, host, inputs.model_shape),
         _data(plan, inputs),
         _folder(host),
         _disk(plan, host, inputs),
@@ -138,14 +144,11 @@ def _model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
 
 def _shape(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     """What the weights must fit: verl and vLLM would say it after a minute of start-up, or not at all."""
-    shape, tensor_parallel = inputs.model_shape, plan.rollout.tensor_parallel
+    shape = inputs.model_shape
     if shape is None:
         return
     if why := why_unknown(shape.architectures):
         yield _error("architecture", "model.path", f"{plan.model.path}: {why}", "use a model of a known family")
-    if shape.heads % tensor_parallel:
-        message = f"{tensor_parallel} does not divide the {shape.heads} attention heads of {plan.model.source}"
-        yield _error("heads", "rollout.tensor_parallel", message, "use a divisor")
     longest = plan.task.max_prompt_tokens + plan.task.max_response_tokens
     if 0 < shape.max_positions < longest:
         message = f"prompt and response are up to {longest} tokens, {plan.model.source} takes {shape.max_positions}"
@@ -156,11 +159,11 @@ def _data(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     for message, hint in inputs.data_problems:
         place, _, fact = message.partition(": ")
         yield _error("data", place, fact, hint)
-    from_hub = plan.task.kind == "gsm8k" and not plan.task.train_file
+    from_hub = plan.task.kind != "arithmetic" and not plan.task.train_file
     if from_hub and not inputs.is_prepared and (inputs.is_offline or inputs.hub_problem):
         why = "HF_HUB_OFFLINE is set" if inputs.is_offline else inputs.hub_problem
         message = f"none is given, so the data comes from the hub, and {why}"
-        yield _error("data-unreachable", "task.train_file", message, "give a JSON-lines file")
+        yield _error("data-unreachable", "task.train_file", message, "give a JSON-lines or parquet file")
 
 
 def _folder(host: HostFacts) -> Iterator[Finding]:
@@ -194,14 +197,19 @@ def checkpoints_at_once(plan: RunPlan) -> int:
     return min(saves, when.keep + 1 + when.keep_best)
 
 
-def estimates(plan: RunPlan, *, model_bytes: int = 0) -> list[tuple[str, str]]:
-    """(what, how much), for people."""
+def estimates(plan: RunPlan, *, model_bytes: int = 0, shape: ModelShape | None = None) -> list[tuple[str, str]]:
+    """(what, how much), for people. model_bytes: of its weights on disk, 0: by the shape where that is known."""
+    model_bytes = model_bytes or (2 * shape.weights if shape and shape.is_dense else 0)
     known = plan.model.builtin or model_bytes
     found = [
         ("disk", f"about {_gib(disk_bytes(plan, model_bytes=model_bytes))}" if known else "unknown until downloaded")
     ]
     if plan.device == CPU and known:
         found.append(("memory", f"about {_gib(memory_bytes(plan))}"))
+    for moment in moments(plan, shape) if shape else ():
+        found.append((f"memory, {moment.name}", moment.text))
+    if shape and moments(plan, shape) and (offloaded := host_bytes(plan, shape)):
+        found.append(("memory, host", f"about {_gib(offloaded)} of the trainer's state on each host"))
     found.append(("time", _time(plan)))
     return found
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import ctypes
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
@@ -17,27 +16,17 @@ import psutil
 
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.model import RunPlan
+from appliance.plan.shapes import KNOWN, ModelShape, read_shape
 from appliance.preflight.container import read_container
 from appliance.preflight.profile import profile_problem
 from appliance.preflight.uaq import uaq_problem
 
 LIBRARIES = ("libnuma.so.1",)
-PACKAGES = ("tensorboard", "trackio", "wandb")
+PACKAGES = ("tensorboard", "trackio", "wandb", "flash_attn")
+ROWS_LOOKED_AT = 20_000  # of a file of `dapo-math`, which may have millions; its preparation reads them all
 _NVIDIA_SMI_TIMEOUT_S = 10
 _WEIGHTS = ("*.safetensors", "*.bin")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """heads: attention heads.  max_positions: tokens of the longest sequence.  0 where config.json says nothing.
-
-    architectures: names of model classes.
-    """
-
-    heads: int
-    max_positions: int
-    architectures: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -157,7 +146,7 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool) -> InputFacts:
         model_folder_exists=folder.is_dir(),
         model_missing=_missing_parts(folder) if is_folder and folder.is_dir() else (),
         model_bytes=model_bytes(plan),
-        model_shape=_model_shape(folder / "config.json") if is_folder else None,
+        model_shape=model_shape(plan),
         model_is_cached=cached,
         is_offline=offline,
         hub_problem=_hub_problem() if ask_hub and needs_hub and not offline else "",
@@ -175,7 +164,7 @@ def model_bytes(plan: RunPlan) -> int:
 
 
 def _data_from_hub(plan: RunPlan) -> bool:
-    return plan.task.kind == "gsm8k" and not plan.task.train_file
+    return plan.task.kind != "arithmetic" and not plan.task.train_file
 
 
 def _missing_parts(folder: Path) -> tuple[str, ...]:
@@ -187,30 +176,30 @@ def _missing_parts(folder: Path) -> tuple[str, ...]:
     return tuple(missing)
 
 
-def _model_shape(config: Path) -> ModelShape | None:
-    try:
-        raw = json.loads(config.read_text())
-    except (OSError, ValueError):
+def model_shape(plan: RunPlan) -> ModelShape | None:
+    """By the model's config.json where that is on this host; else by its name, where we know it."""
+    folder = Path(plan.model.path)
+    if plan.model.builtin:
         return None
-    if not isinstance(raw, dict):
-        return None
-    heads, positions = (raw.get(key) for key in ("num_attention_heads", "max_position_embeddings"))
-    named = raw.get("architectures")
-    return ModelShape(
-        heads=heads if isinstance(heads, int) else 0,
-        max_positions=positions if isinstance(positions, int) else 0,
-        architectures=tuple(map(str, named)) if isinstance(named, list) else (),
-    )
+    if folder.is_absolute():
+        return read_shape(folder / "config.json")
+    found = (read_shape(each / "config.json") for each in _snapshots(plan.model.source))
+    return next(filter(None, found), KNOWN.get(plan.model.source))
 
 
 def _is_cached(name: str) -> bool:
     """Whether the hub's cache on this host has a snapshot with weights."""
+    return any(not _missing_parts(folder) for folder in _snapshots(name))
+
+
+def _snapshots(name: str) -> list[Path]:
     cache = Path(
         os.environ.get("HF_HUB_CACHE")
         or Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface") / "hub"
     )
-    snapshots = cache / f"models--{name.replace('/', '--')}" / "snapshots"
-    return any(not _missing_parts(folder) for folder in snapshots.glob("*") if folder.is_dir())
+    return [
+        folder for folder in (cache / f"models--{name.replace('/', '--')}" / "snapshots").glob("*") if folder.is_dir()
+    ]
 
 
 def _hub_problem() -> str:
@@ -231,9 +220,14 @@ def _hub_problem() -> str:
 
 
 def _data_problems(plan: RunPlan) -> tuple[tuple[str, str], ...]:
-    from appliance.tasks import gsm8k
+    from appliance.tasks import dapo_math, gsm8k
 
-    if plan.task.kind != "gsm8k":
+    def check(file: str) -> list[tuple[str, str]]:
+        if plan.task.kind == "gsm8k":
+            return gsm8k.check_rows(file)
+        return dapo_math.check_rows(file, most_rows=ROWS_LOOKED_AT)
+
+    if plan.task.kind == "arithmetic":
         return ()
     files = [file for file in (plan.task.train_file, plan.task.val_file) if file]
-    return tuple(problem for file in dict.fromkeys(files) for problem in gsm8k.check_rows(file))
+    return tuple(problem for file in dict.fromkeys(files) for problem in check(file))

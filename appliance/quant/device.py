@@ -23,11 +23,15 @@ _NOT_MEASURED = "by rule, not measured"
 
 @dataclass(frozen=True)
 class Gpu:
-    """capability: CUDA compute capability (major, minor).  product: how nvidia-smi names it, lower case, in part."""
+    """capability: CUDA compute capability (major, minor).  product: how nvidia-smi names it, lower case, in part.
+
+    memory_gib: of the largest of that name that is common, as nvidia-smi shows it; A100s have 40 as well.
+    """
 
     name: str
     capability: tuple[int, int]
     product: str
+    memory_gib: int
 
     @property
     def has_fp8(self) -> bool:
@@ -57,21 +61,21 @@ class StoredResult:
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        Gpu("a100", (8, 0), "a100"),
-        Gpu("a10", (8, 6), "a10"),
-        Gpu("a40", (8, 6), "a40"),
-        Gpu("a6000", (8, 6), "rtx a6000"),
-        Gpu("rtx3090", (8, 6), "rtx 3090"),
-        Gpu("l40s", (8, 9), "l40s"),
-        Gpu("l40", (8, 9), "l40"),
-        Gpu("l4", (8, 9), "l4"),
-        Gpu("rtx4090", (8, 9), "rtx 4090"),
-        Gpu("h100", (9, 0), "h100"),
-        Gpu("h200", (9, 0), "h200"),
-        Gpu("h20", (9, 0), "h20"),
-        Gpu("b200", (10, 0), "b200"),
-        Gpu("b300", (10, 3), "b300"),
-        Gpu("rtx5090", (12, 0), "rtx 5090"),
+        Gpu("a100", (8, 0), "a100", 80),
+        Gpu("a10", (8, 6), "a10", 22),
+        Gpu("a40", (8, 6), "a40", 45),
+        Gpu("a6000", (8, 6), "rtx a6000", 47),
+        Gpu("rtx3090", (8, 6), "rtx 3090", 24),
+        Gpu("l40s", (8, 9), "l40s", 45),
+        Gpu("l40", (8, 9), "l40", 45),
+        Gpu("l4", (8, 9), "l4", 22),
+        Gpu("rtx4090", (8, 9), "rtx 4090", 24),
+        Gpu("h100", (9, 0), "h100", 80),
+        Gpu("h200", (9, 0), "h200", 140),
+        Gpu("h20", (9, 0), "h20", 95),
+        Gpu("b200", (10, 0), "b200", 179),
+        Gpu("b300", (10, 3), "b300", 268),
+        Gpu("rtx5090", (12, 0), "rtx 5090", 32),
     )
 }
 

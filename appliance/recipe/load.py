@@ -14,6 +14,7 @@ from appliance.recipe.tree import MAX_BYTES, Node, Problem, Refused, parse
 from appliance.recipe.validate import validate
 
 Path_ = tuple[str, ...]
+MOST_PARENTS = 4
 _RESERVED_FOR_FILES = frozenset({"extends"})
 
 
@@ -65,7 +66,10 @@ def _read(path: Path, problems: list[Problem]) -> dict[str, Node]:
     return root.value
 
 
-def _with_parent(tree: dict[str, Node], *, path: Path, problems: list[Problem]) -> dict[str, Node]:
+def _with_parent(
+    tree: dict[str, Node], *, path: Path, problems: list[Problem], above: tuple[Path, ...] = ()
+) -> dict[str, Node]:
+    """The tree with what it extends merged in below it. above: the files on the way here, which extend this one."""
     extends = tree.pop("extends", None)
     if extends is None or extends.value is None:
         return tree
@@ -77,11 +81,15 @@ def _with_parent(tree: dict[str, Node], *, path: Path, problems: list[Problem]) 
     except RecipeError as error:
         problems.extend((f"{extends.place}: extends: {message}", hint) for message, hint in error.problems)
         return tree
-    parent = _read(parent_path, problems)
-    if "extends" in parent:
-        place = parent["extends"].place
-        problems.append((f"{place}: extends: {path} extends this file: one level only", "merge the two"))
-        del parent["extends"]
+    chain = (*above, path)
+    if parent_path.resolve() in {each.resolve() for each in chain}:
+        problems.append((f"{extends.place}: extends: {parent_path} extends this file", "one of them must not"))
+        return tree
+    if len(chain) > MOST_PARENTS:
+        message = f"{extends.place}: extends: more than {MOST_PARENTS} recipes, one below the other"
+        problems.append((message, "merge some of them"))
+        return tree
+    parent = _with_parent(_read(parent_path, problems), path=parent_path, problems=problems, above=chain)
     parent.pop("name", None)
     return _merged(parent, tree)
 

@@ -5,37 +5,30 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import PurePath
 
 from appliance.guard.policy import Action
 from appliance.quant.correction import USUAL, CorrectionMethod
 from appliance.quant.device import AUTO, CPU, DEVICES, GPUS
 from appliance.quant.uaq_layers import MOST
+from appliance.recipe.broken import Broken
+from appliance.recipe.rules_batch import batch_rules, dapo_rules
 from appliance.recipe.schema import AlgorithmKind, Attention, Correction, Recipe, SchemeChoice, TaskKind
 from appliance.tasks import arithmetic
 from appliance.tasks.library import BUILTIN_MODELS
 from appliance.tasks.tiny_spec import TINY_MODELS
 
-AVAILABLE_TASKS = (TaskKind.ARITHMETIC, TaskKind.GSM8K)
+AVAILABLE_TASKS = tuple(TaskKind)
 AVAILABLE_METHODS = tuple(CorrectionMethod)
 MAX_K3 = 1.0  # nats per token; a sequence this far away is another policy's
 FP8_CHOICES = (SchemeChoice.FP8, SchemeChoice.FP8_CHANNEL, SchemeChoice.FP8_BLOCK)
-AVAILABLE_ALGORITHMS = (AlgorithmKind.GRPO,)
-
-
-@dataclass(frozen=True)
-class Broken:
-    """keys: the dotted keys concerned; the message stands at the first that the user wrote."""
-
-    keys: tuple[str, ...]
-    message: str
-    hint: str = ""
+AVAILABLE_ALGORITHMS = (AlgorithmKind.GRPO, AlgorithmKind.DAPO)  # `ppo` needs a critic, and a model for it
 
 
 def broken_rules(recipe: Recipe) -> list[Broken]:
     """Every rule the recipe breaks, in the order of the file's sections."""
-    rules = (_availability, _model, _task, _rollout, _quantization, _correction, _batch, _length, _cluster, _guard)
+    rules = (_availability, _model, _task, _rollout, _quantization, _correction, dapo_rules, batch_rules)
+    rules = (*rules, _length, _cluster, _guard)
     return [broken for rule in rules for broken in rule(recipe)]
 
 
@@ -212,44 +205,6 @@ def _bounds(bounds: tuple[float, ...], *, usual: tuple[float, float]) -> Iterato
         yield Broken(("correction.bounds",), message, hint)
 
 
-def _batch(recipe: Recipe) -> Iterator[Broken]:
-    batch, samples = recipe.batch, recipe.rollout.samples_per_prompt
-    gpus, sizes = recipe.cluster.gpus_per_node, ("rollout.samples_per_prompt", "cluster.gpus_per_node")
-    ranks, prompts = max(1, gpus // recipe.trainer.sequence_parallel), batch.prompts_per_step
-    mini = batch.mini_batch_prompts or prompts
-    mini_keys = ("batch.mini_batch_prompts", "batch.prompts_per_step")
-    if prompts * samples % gpus:
-        message = f"{prompts} prompts x {samples} samples do not divide over {gpus} GPUs"
-        yield Broken(("batch.prompts_per_step", *sizes), message, "each GPU takes the same number of sequences")
-    if mini > prompts:
-        yield Broken(mini_keys, f"{mini} is more than the {prompts} prompts of a step", "lower it")
-    elif prompts % mini:
-        yield Broken(mini_keys, f"{mini} does not divide the {prompts} prompts of a step", "use a divisor")
-    if mini * samples % ranks:
-        if mini != prompts:
-            message = f"{mini} prompts x {samples} samples do not divide over {ranks} data-parallel ranks"
-            yield Broken((*mini_keys, *sizes), message, "each rank takes the same number of sequences")
-    elif batch.micro_batch_sequences and (mini * samples // ranks) % batch.micro_batch_sequences:
-        message = f"{batch.micro_batch_sequences} does not divide the {mini * samples // ranks} sequences of a rank"
-        keys = ("batch.micro_batch_sequences", *mini_keys, *sizes)
-        yield Broken(keys, message, "it is the sequences of one forward on one GPU")
-    yield from _packing(recipe)
-    if 0 < recipe.task.train_size < prompts:
-        message = f"{recipe.task.train_size} problems do not fill one step of {prompts} prompts"
-        yield Broken(("task.train_size", "batch.prompts_per_step"), message, "raise it")
-
-
-def _packing(recipe: Recipe) -> Iterator[Broken]:
-    batch, longest = recipe.batch, recipe.task.max_prompt_tokens + recipe.task.max_response_tokens
-    if batch.max_tokens_per_gpu and batch.micro_batch_sequences:
-        keys = ("batch.max_tokens_per_gpu", "batch.micro_batch_sequences")
-        yield Broken(keys, "`max_tokens_per_gpu` and `micro_batch_sequences` exclude each other", "remove one of them")
-    room = (batch.max_tokens_per_gpu or longest) * recipe.trainer.sequence_parallel
-    if room < longest:
-        message = f"{batch.max_tokens_per_gpu} tokens do not hold one sequence of {longest} (prompt and response)"
-        yield Broken(("batch.max_tokens_per_gpu", "task.max_response_tokens"), message, "raise it")
-
-
 def _length(recipe: Recipe) -> Iterator[Broken]:
     trainer, keys = recipe.trainer, ("trainer.steps", "trainer.epochs")
     if trainer.steps and trainer.epochs:
@@ -320,3 +275,7 @@ def broken_on_cpu(recipe: Recipe) -> Iterator[Broken]:
         yield Broken(("trainer.attention", "cluster.device"), "`flash_attention_2` needs a GPU", "use `sdpa`")
     if recipe.trainer.sequence_parallel > 1:
         yield Broken(("trainer.sequence_parallel", "cluster.device"), "sharing a sequence needs GPUs", "use 1")
+    for key in ("offload_parameters", "offload_optimizer"):
+        if getattr(recipe.trainer, key):
+            message = "on a CPU everything is in the host's memory already"
+            yield Broken((f"trainer.{key}", "cluster.device"), message, "remove it, or set it to false")

@@ -48,6 +48,11 @@ class Attention(StrEnum):
     EAGER = "eager"
 
 
+class LongPrompts(StrEnum):
+    DROP = "drop"
+    TRUNCATE = "truncate"
+
+
 class LogBackend(StrEnum):
     TENSORBOARD = "tensorboard"
     TRACKIO = "trackio"
@@ -62,6 +67,7 @@ Method_ = Annotated[CorrectionMethod, Field(strict=False)]
 Bounds_ = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(strict=False)]
 Actions_ = Annotated[tuple[Annotated[Action, Field(strict=False)], ...], Field(strict=False)]
 Algorithm_ = Annotated[AlgorithmKind, Field(strict=False)]
+LongPrompts_ = Annotated[LongPrompts, Field(strict=False)]
 Attention_ = Annotated[Attention, Field(strict=False)]
 Backends_ = Annotated[tuple[Annotated[LogBackend, Field(strict=False)], ...], Field(strict=False)]
 
@@ -83,14 +89,15 @@ class Model(Section):
 class Task(Section):
     """What to learn. Paths are relative to the folder in which the program is started."""
 
-    kind: Kind_ = Field(TaskKind.ARITHMETIC, description="`arithmetic` or `gsm8k`")
+    kind: Kind_ = Field(TaskKind.ARITHMETIC, description="`arithmetic`, `gsm8k` or `dapo-math`")
     difficulty: int = Field(2, ge=2, le=6, description="digits of the operands of `arithmetic`")
-    train_file: str | None = Field(None, min_length=1, description="JSON lines; null: from the hub (`gsm8k`)")
-    val_file: str | None = Field(None, min_length=1, description="JSON lines; null: held out of train_file")
+    train_file: str | None = Field(None, min_length=1, description="JSON lines or parquet; null: from the hub")
+    val_file: str | None = Field(None, min_length=1, description="the same; null: held out of train_file")
     train_size: int = Field(0, ge=0, description="problems to train on; 0: all there are")
     val_size: int = Field(512, ge=1, description="problems to validate on, seen nowhere else")
     seed: int = Field(0, ge=0, lt=2**31, description="draws the problems and their split")
-    max_prompt_tokens: int = Field(512, ge=1, description="longer prompts are left out")
+    max_prompt_tokens: int = Field(512, ge=1, description="what is longer: see long_prompts")
+    long_prompts: LongPrompts_ = Field(LongPrompts.DROP, description="`drop` them, or `truncate` their beginning")
     max_response_tokens: int = Field(512, ge=1, description="a response is cut here")
 
 
@@ -105,6 +112,7 @@ class Rollout(Section):
     tensor_parallel: int = Field(1, ge=1, description="GPUs that share one engine")
     gpu_memory_utilization: float = Field(0.5, gt=0, lt=1, description="part of GPU memory for the engine")
     kv_cache_gb: int = Field(1, ge=1, description="KV cache of an engine on a CPU, GiB")
+    chunked_prefill: bool = Field(True, description="long prompts are read in parts, between steps of generation")
     lm_head_fp32: bool = Field(False, description="the engine's last projection in FP32 instead of BF16")
 
 
@@ -135,9 +143,13 @@ class Correction(Section):
 class Algorithm(Section):
     """The policy gradient."""
 
-    kind: Algorithm_ = Field(AlgorithmKind.GRPO, description="`grpo`")
+    kind: Algorithm_ = Field(AlgorithmKind.GRPO, description="`grpo`, or `dapo`: no prompt with equal answers")
     clip_low: float = Field(0.2, gt=0, lt=1, description="the probability ratio is clipped at 1 - clip_low")
     clip_high: float = Field(0.2, gt=0, description="and at 1 + clip_high")
+    dual_clip: float = Field(3.0, gt=1, description="and where the advantage is negative at this ratio")
+    max_generation_batches: int = Field(10, ge=0, description="of `dapo`: more to fill a step ends the run; 0: any")
+    overlong_tokens: int = Field(0, ge=0, description="of `dapo`: the last tokens of a response that cost; 0: none")
+    overlong_penalty: float = Field(1.0, ge=0, description="of `dapo`: reward that a response of full length loses")
 
 
 class Optimizer(Section):
@@ -154,6 +166,7 @@ class Batch(Section):
     """Sizes. A sequence is one prompt with one response."""
 
     prompts_per_step: int = Field(32, ge=1, description="prompts of one step")
+    generation_prompts: int | None = Field(None, ge=1, description="of `dapo`: generated at a time; null: a step's")
     mini_batch_prompts: int | None = Field(None, ge=1, description="prompts of one update; null: the whole step")
     micro_batch_sequences: int | None = Field(None, ge=1, description="sequences of one forward; null: chosen")
     max_tokens_per_gpu: int | None = Field(None, ge=1, description="pack forwards by tokens instead; null: off")
@@ -168,6 +181,8 @@ class Trainer(Section):
     validate_every: int = Field(10, ge=0, description="steps; 0: only at the end; the end is always validated")
     validate_bf16_every: int | None = Field(None, ge=0, description="in BF16 as well; 0: never; null: at the end")
     attention: Attention_ = Field(Attention.AUTO, description="`auto`: sdpa on a CPU, flash_attention_2 on a GPU")
+    offload_parameters: bool = Field(False, description="weights wait in the host's memory when not at work")
+    offload_optimizer: bool = Field(False, description="the optimizer's state, too: two thirds of the memory")
     sequence_parallel: int = Field(1, ge=1, description="GPUs that share one sequence (Ulysses)")
 
 

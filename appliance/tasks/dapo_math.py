@@ -8,6 +8,11 @@ trainer/reward_pool.py may call `score`.
 from __future__ import annotations
 
 import re
+from pathlib import Path
+
+from appliance.tasks.problem import Problem, Splits
+from appliance.tasks.rows import Found, Row, read_file, text_fields
+from appliance.tasks.splits import Source, hub_file, make_splits
 
 TRAIN_HUB, TRAIN_HUB_FILE = "BytedTsinghua-SIA/DAPO-Math-17k", "data/dapo-math-17k.parquet"
 VAL_HUB, VAL_HUB_FILE = "BytedTsinghua-SIA/AIME-2024", "data/aime-2024.parquet"
@@ -18,6 +23,8 @@ BEFORE = (
     "$Answer (without quotes) where $Answer is the answer to the problem.\n\n"
 )
 AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
+
+HINT = "each row has `problem` and `answer`, both text, or verl's `prompt` and `reward_model.ground_truth`"
 
 PARSING_S = COMPARING_S = 5  # math-verify's own limits, whole seconds by its alarm
 _LONGEST_ANSWER = 300  # characters; the longest answer of MATH-500 has 159
@@ -82,6 +89,33 @@ def import_verifier() -> None:
     _equal("1", truth="2")
 
 
+def parse_row(row: Row) -> Problem | str:
+    """The problem of a row with `problem` and `answer`, or what is wrong with it. (verl's schema: `tasks.rows`.)"""
+    fields = text_fields(row, "problem", "answer")
+    return fields if isinstance(fields, str) else Problem(prompt=as_prompt(fields[0]), truth=fields[1].strip())
+
+
+def check_rows(path: str | Path, *, most_rows: int) -> list[tuple[str, str]]:
+    """(message, hint) for every fault in the first rows of a data file: the whole one has 1.8 million."""
+    return read_file(path, parse=parse_row, hint=HINT, most_rows=most_rows).faults
+
+
+def splits(*, train_file: str, val_file: str, seed: int, train_size: int, val_size: int) -> Splits:
+    """Training and validation problems; see `splits.make_splits`. From the hub: DAPO-Math-17k and AIME 2024."""
+    return make_splits(
+        SOURCE, train_file=train_file, val_file=val_file, seed=seed, train_size=train_size, val_size=val_size
+    )
+
+
+def from_hub(split: str) -> Found:
+    """split: `train` or `val`. Raises RecipeError when the hub is away."""
+    name, file = {"train": (TRAIN_HUB, TRAIN_HUB_FILE), "val": (VAL_HUB, VAL_HUB_FILE)}[split]
+    return hub_file(name, file=file, source=SOURCE, key="task.train_file")
+
+
 def as_prompt(problem: str) -> str:
     """A bare problem in the words of DAPO-Math-17k."""
     return problem if problem.startswith(BEFORE) else f"{BEFORE}{problem.strip()}{AFTER}"
+
+
+SOURCE = Source(parse=parse_row, hint=HINT, from_hub=from_hub)

@@ -5,19 +5,17 @@ The prompt asks for the answer after `####`; the reward reads the last `#### <nu
 
 from __future__ import annotations
 
-import json
-import random
 import re
 from decimal import Decimal
 from pathlib import Path
 
-from appliance.errors import RecipeError
 from appliance.tasks.problem import Problem, Splits
+from appliance.tasks.rows import Found, Row, read_file, read_files, text_fields
+from appliance.tasks.splits import Source, hub_is_away, make_splits
 
 HUB_NAME = "openai/gsm8k"
 INSTRUCTION = ' Let\'s think step by step and output the final answer after "####".'
-_MAX_PROBLEMS = 20
-_HINT = 'each line is a JSON object with `question` and `answer`, both text, the number after "####" in `answer`'
+HINT = 'each line is a JSON object with `question` and `answer`, both text, the number after "####" in `answer`'
 _FINAL = re.compile(r"####[ \t]*(-?\$?-?(?:\d[\d,]*(?:\.\d+)?|\.\d+))(?!\.?\w)")
 
 
@@ -41,104 +39,41 @@ def problem(question: str, answer: str) -> Problem:
     return Problem(prompt=question.strip() + INSTRUCTION, truth=str(number))
 
 
+def parse_row(row: Row) -> Problem | str:
+    """The problem of a row of the data set, or what is wrong with it."""
+    fields = text_fields(row, "question", "answer")
+    if isinstance(fields, str):
+        return fields
+    if final_number(fields[1]) is None:
+        return "the field `answer` has no number after `####`"
+    return problem(*fields)
+
+
 def check_rows(path: str | Path) -> list[tuple[str, str]]:
     """(message, hint) for every problem of a data file, each `file:line: message`; after 20 of them their number."""
-    return _read(path)[1]
+    return read_file(path, parse=parse_row, hint=HINT).faults
 
 
 def read_problems(path: str | Path) -> list[Problem]:
     """All problems of a file. Raises RecipeError with what `check_rows` finds."""
-    problems, found = _read(path)
-    if found:
-        raise RecipeError(found)
-    return problems
-
-
-def _read(path: str | Path) -> tuple[list[Problem], list[tuple[str, str]]]:
-    try:
-        lines = Path(path).read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return [], [(f"{path}: no such file", "give the path of a JSON-lines file")]
-    except OSError as error:
-        return [], [(f"{path}: cannot be read: {error.strerror}", "give the path of a readable JSON-lines file")]
-    problems, found = [], []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        made = _parse(line)
-        if isinstance(made, Problem):
-            problems.append(made)
-        else:
-            found.append((f"{path}:{number}: {made}", _HINT))
-    if not problems and not found:
-        found = [(f"{path}: the file has no rows", _HINT)]
-    if len(found) > _MAX_PROBLEMS:
-        more = len(found) - _MAX_PROBLEMS
-        found = [*found[:_MAX_PROBLEMS], (f"{path}: and {more} more", "")]
-    return problems, found
-
-
-def _parse(line: bytes) -> Problem | str:
-    """The problem of a line, or what is wrong with it."""
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError:
-        return "not UTF-8 text"
-    except json.JSONDecodeError as error:
-        return f"not JSON: {error.msg} at column {error.colno}"
-    except RecursionError:
-        return "not JSON: nested too deeply"
-    if not isinstance(row, dict):
-        return "not a JSON object"
-    for field in ("question", "answer"):
-        if field not in row:
-            return f"the field `{field}` is missing"
-        if not isinstance(row[field], str) or not row[field].strip():
-            return f"the field `{field}` is not text, or empty"
-    if final_number(row["answer"]) is None:
-        return "the field `answer` has no number after `####`"
-    return problem(row["question"], row["answer"])
+    return read_files(str(path), parse=parse_row, hint=HINT)[0].problems
 
 
 def splits(*, train_file: str, val_file: str, seed: int, train_size: int, val_size: int) -> Splits:
-    """Training and validation problems, from files or, without a train_file, from the hub. A size of 0 takes all.
-
-    Without a val_file the seed holds out val_size problems of the train_file.
-    Raises RecipeError for bad rows of both files at once, for sizes that leave nothing, and when the hub is away.
-    """
-    if not train_file:
-        train, val = _from_hub("train"), _from_hub("test")
-    elif val_file:
-        found = check_rows(train_file) + check_rows(val_file)
-        if found:
-            raise RecipeError(found)
-        train, val = read_problems(train_file), read_problems(val_file)
-    else:
-        train, val = _hold_out(read_problems(train_file), path=train_file, seed=seed, val_size=val_size)
-    random.Random(f"{seed}-train").shuffle(train)
-    return Splits(train=train[: train_size or None], val=val[: val_size or None])
+    """Training and validation problems; see `splits.make_splits`."""
+    source = Source(parse=parse_row, hint=HINT, from_hub=from_hub)
+    return make_splits(
+        source, train_file=train_file, val_file=val_file, seed=seed, train_size=train_size, val_size=val_size
+    )
 
 
-def _hold_out(problems: list[Problem], *, path: str, seed: int, val_size: int) -> tuple[list[Problem], list[Problem]]:
-    """(train, val): val_size problems drawn by the seed; a problem that occurs twice goes to one side only."""
-    distinct = sorted(set(problems), key=lambda each: each.prompt)
-    if not 0 < val_size < len(distinct):
-        message = f"task.val_size: {val_size} of the {len(distinct)} problems in {path} leaves none for one side"
-        raise RecipeError([(message, f"use 1 to {max(1, len(distinct) - 1)}, or give task.val_file")])
-    random.Random(f"{seed}-hold-out").shuffle(distinct)
-    return distinct[val_size:], distinct[:val_size]
-
-
-def _from_hub(split: str) -> list[Problem]:
+def from_hub(split: str) -> Found:
+    """split: `train` or `val`. Raises RecipeError when the hub is away."""
     import datasets  # loads pandas and pyarrow: only when the hub is asked
 
     try:
-        rows = datasets.load_dataset(HUB_NAME, "main", split=split)
+        rows = datasets.load_dataset(HUB_NAME, "main", split={"train": "train", "val": "test"}[split])
     except OSError as error:  # no network, no such data set, or offline mode: all of them are OSError
-        message = f"task.train_file: none is given and {HUB_NAME} cannot be had from the hub: {_first_line(error)}"
-        raise RecipeError([(message, "give task.train_file, a JSON-lines file")]) from error
-    return [problem(row["question"], row["answer"]) for row in rows]
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise hub_is_away(HUB_NAME, error=error, key="task.train_file") from error
+    problems = dict.fromkeys(problem(row["question"], row["answer"]) for row in rows)
+    return Found(problems=list(problems), rows=len(rows), conflicting=0, faults=[])

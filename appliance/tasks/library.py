@@ -13,7 +13,7 @@ from appliance.tasks.tiny_spec import TINY_MODELS
 DAPO_MATH = "dapo-math"
 TASK_KINDS: tuple[str, ...] = ("arithmetic", "gsm8k", DAPO_MATH)
 BUILTIN_MODELS: tuple[str, ...] = tuple(TINY_MODELS)
-_DATA_VERSION = 1  # raise it when the same fields give other rows
+_DATA_VERSION = 2  # raise it when the same fields give other rows
 
 
 def data_key(
@@ -26,6 +26,7 @@ def data_key(
     train_size: int,
     val_size: int,
     max_prompt_tokens: int,
+    truncate_prompts: bool,
     model: str,
 ) -> str:
     """Hash of everything that determines the parquet files: 12 hex digits. Reads the files it names, never fails.
@@ -34,7 +35,7 @@ def data_key(
     """
     fields: dict[str, str | int] = {"version": _DATA_VERSION, "kind": kind, "seed": seed}
     fields |= {"train_size": train_size, "val_size": val_size}
-    fields |= {"max_prompt_tokens": max_prompt_tokens, "model": model}
+    fields |= {"max_prompt_tokens": max_prompt_tokens, "truncate_prompts": truncate_prompts, "model": model}
     if kind == "arithmetic":
         fields["difficulty"] = difficulty
     else:

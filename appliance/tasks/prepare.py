@@ -20,7 +20,8 @@ from appliance.errors import RecipeError
 from appliance.plan.model import RunPlan, TaskPlan, read_plan
 from appliance.run.boundary import told
 from appliance.run.events import append_event
-from appliance.tasks import arithmetic, gsm8k
+from appliance.tasks import arithmetic, dapo_math, gsm8k
+from appliance.tasks.library import DAPO_MATH
 from appliance.tasks.problem import Problem, Splits
 from appliance.tasks.tiny_spec import TINY_MODELS
 
@@ -71,7 +72,10 @@ def _make_data(plan: RunPlan) -> None:
     from appliance.tasks.parquet import write_parquet  # loads pyarrow
 
     task = plan.task
-    made = _short_enough(_splits(task), plan=plan)
+    found = _splits(task)
+    for note in found.notes:
+        append_event(Path(plan.run_dir), kind="note", what=note, why="task.train_file")
+    made = _short_enough(found, plan=plan)
 
     with _cache_entry(Path(task.train_parquet).parent) as folder:
         write_parquet(made.train, path=folder / Path(task.train_parquet).name, kind=task.kind, split="train")
@@ -84,11 +88,17 @@ def _splits(task: TaskPlan) -> Splits:
     sizes = {"seed": task.seed, "train_size": task.train_size, "val_size": task.val_size}
     if task.kind == "arithmetic":
         return arithmetic.splits(difficulty=task.difficulty, **sizes)
-    return gsm8k.splits(train_file=task.train_file, val_file=task.val_file, **sizes)
+    make = dapo_math.splits if task.kind == DAPO_MATH else gsm8k.splits
+    return make(train_file=task.train_file, val_file=task.val_file, **sizes)
 
 
 def _short_enough(made: Splits, *, plan: RunPlan) -> Splits:
-    """Leave out prompts of more than max_prompt_tokens, and say how many. Raises RecipeError when none is left."""
+    """Leave out prompts of more than max_prompt_tokens, and say how many. Raises RecipeError when none is left.
+
+    A plan that truncates them keeps them all: trainer/rollouts.py cuts the tokens.
+    """
+    if plan.task.truncate_prompts:
+        return made
     from transformers import AutoTokenizer
 
     source = plan.model.path or plan.model.source

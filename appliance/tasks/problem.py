@@ -15,8 +15,12 @@ class Problem:
 
 @dataclass(frozen=True)
 class Splits:
-    """train and val share no problem.  dropped: problems left out because their prompt is too long."""
+    """train and val share no problem.  dropped: problems left out because their prompt is too long.
+
+    notes: what was counted on the way, for people.
+    """
 
     train: list[Problem]
     val: list[Problem]
     dropped: int = 0
+    notes: tuple[str, ...] = ()

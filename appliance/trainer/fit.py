@@ -14,7 +14,8 @@ from verl.utils.config import validate_config
 from appliance.errors import ApplianceError
 from appliance.patch import Patch, apply_patch
 from appliance.plan.model import RunPlan
-from appliance.tasks.library import score
+from appliance.tasks.grading import Shaping
+from appliance.trainer.reward_pool import RewardPool
 from appliance.trainer.rollouts import Rollouts, Sampling
 from appliance.trainer.stoppable import StoppableTrainer
 from appliance.trainer.stopping import StopAsked, Stopping
@@ -65,24 +66,32 @@ def fit(
     transfer_queue.init(config.transfer_queue)
     try:
         trainer = StoppableTrainer(config=config, plan=plan, stopping=stopping, on_engine_death=on_engine_death)
+        pool = RewardPool(kind=plan.task.kind)
         try:
             trainer.init()
-            trainer.fit(_rollouts(trainer, plan=plan))
+            trainer.fit(_rollouts(trainer, plan=plan, pool=pool))
             trainer.export_model()
             stopping.over()
         except StopAsked:
             raise trainer.save_and_stop() from None
         finally:
             trainer.stop_watching()
+            pool.close()
     finally:
         transfer_queue.close()
 
 
-def _rollouts(trainer: WatchedTrainer, *, plan: RunPlan) -> Rollouts:
+def _rollouts(trainer: WatchedTrainer, *, plan: RunPlan, pool: RewardPool) -> Rollouts:
     rollouts = Rollouts(
         trainer.llm_server_manager.server_handles,
         tokenizer=trainer.tokenizer,
-        score=lambda source, response, truth: score(source, response=response, truth=truth),
+        pool=pool,
+        shaping=Shaping(
+            wrong=plan.algorithm.wrong_reward,
+            max_tokens=plan.task.max_response_tokens,
+            buffer_tokens=plan.algorithm.overlong_tokens,
+            penalty=plan.algorithm.overlong_penalty,
+        ),
         training=Sampling(
             temperature=plan.rollout.temperature,
             top_p=plan.rollout.top_p,
@@ -91,6 +100,7 @@ def _rollouts(trainer: WatchedTrainer, *, plan: RunPlan) -> Rollouts:
         validation=Sampling(temperature=0.0, top_p=1.0, num_samples=1),
         max_prompt_tokens=plan.task.max_prompt_tokens,
         seed=plan.seed,
+        in_order=not plan.algorithm.filters,
     )
     trainer.watch_rollouts(rollouts)
     return rollouts

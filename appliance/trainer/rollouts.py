@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from asyncio import FIRST_EXCEPTION
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -28,11 +29,15 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from appliance.errors import EngineError, TrainingError
 from appliance.run.heartbeat import Heartbeat
+from appliance.tasks.grading import Shaping
+from appliance.trainer.reward_pool import RewardPool
 from appliance.trainer.seeds import PromptSeeds
 
 PROMPTS_PER_PUT = 64
+PUT_EVERY_S = 1.0
 
-Score = Callable[[str, str, str], float]
+
+Group = tuple[str, list[dict[str, Any]]]  # the prompt's uid, and the fields of each sample
 
 
 @dataclass(frozen=True)
@@ -60,29 +65,37 @@ class _Prompt:
 class Rollouts:
     """validated: how many validation problems were generated and scored so far.
 
-    servers: one handle per rollout replica.  score: (data_source, response text, ground truth) -> reward.
-    seed: the run's."""
+    generated_prompts, generated_tokens: of training, since the start, filtered ones included.
+    servers: one handle per rollout replica.  pool: grades responses.  shaping: from a grade to the reward that trains;
+    validation reads grades.  in_order: results are put in the order of the prompts, so that a run can be repeated;
+    else as they come, for a filter that looks at them and asks for others.  seed: the run's."""
 
     def __init__(
         self,
         servers: list[ActorHandle],
         *,
         tokenizer: Any,
-        score: Score,
+        pool: RewardPool,
+        shaping: Shaping,
         training: Sampling,
         validation: Sampling,
         max_prompt_tokens: int,
         seed: int,
+        in_order: bool,
     ) -> None:
         self._servers = servers
         self._seeds = PromptSeeds(seed)
         self._tokenizer = tokenizer
-        self._score = score
+        self._pool = pool
+        self._shaping = shaping
+        self._in_order = in_order
         self._training = training
         self._validation = validation
         self._max_prompt_tokens = max_prompt_tokens
         self.validated = 0
         self._heartbeat = Heartbeat()
+        self.generated_prompts = 0
+        self.generated_tokens = 0
         self._progress = threading.Event()
         self._futures: list[Future[None]] = []
         self._failure: BaseException | None = None
@@ -124,22 +137,26 @@ class Rollouts:
     async def _generate(self, rows: list[dict[str, Any]], *, validate: bool) -> None:
         sampling = self._validation if validate else self._training
         partition = "val" if validate else "train"
+        shaping = Shaping() if validate else self._shaping
         prompts = [self._prompt(row, sampling=sampling) for row in rows]
         engines = [self._stream(number, prompts, sampling=sampling) for number in range(len(self._servers))]
-        tasks = [asyncio.create_task(self._scored(prompt)) for prompt in prompts]
+        tasks = [asyncio.create_task(self._scored(prompt, shaping=shaping)) for prompt in prompts]
         streams = [asyncio.create_task(engine) for engine in engines]
-        ready: list[tuple[str, list[dict[str, Any]]]] = []
         try:
-            for finished, next_one in enumerate(tasks, start=1):
-                ready.append(await next_one)
-                if len(ready) == PROMPTS_PER_PUT or finished == len(tasks):
-                    await _put(ready, partition=partition)
-                    self.validated += len(ready) if validate else 0
-                    self._progress.set()
-                    ready = []
+            async for ready in _in_order(tasks) if validate or self._in_order else _as_they_come(tasks):
+                self._count(ready, validate=validate)  # before: who sees the results may ask how many there are
+                await _put(ready, partition=partition)
+                self._progress.set()
         finally:
             for task in (*tasks, *streams):
                 task.cancel()
+
+    def _count(self, ready: list[Group], *, validate: bool) -> None:
+        if validate:
+            self.validated += len(ready)
+            return
+        self.generated_prompts += len(ready)
+        self.generated_tokens += sum(len(sample["responses"]) for _, samples in ready for sample in samples)
 
     def _prompt(self, row: dict[str, Any], *, sampling: Sampling) -> _Prompt:
         token_ids = self._tokenise(row["raw_prompt"])
@@ -172,19 +189,26 @@ class Rollouts:
             for prompt in share:
                 prompt.group.cancel()  # nothing to do for a group that came
 
-    async def _scored(self, prompt: _Prompt) -> tuple[str, list[dict[str, Any]]]:
+    async def _scored(self, prompt: _Prompt, *, shaping: Shaping) -> Group:
         """(uid, one field dictionary per sample)."""
         group = await prompt.group
+        accuracies = await asyncio.gather(*(self._accuracy(prompt.row, sample=sample) for sample in group.samples))
         return prompt.row["uid"], [
-            self._fields(
+            _fields(
                 prompt.row,
                 prompt_ids=prompt.token_ids,
                 sample=sample,
                 version=group.weights_version,
                 session=session,
+                accuracy=accuracy,
+                reward=shaping.reward(accuracy, num_tokens=len(sample.token_ids)),
             )
-            for session, sample in enumerate(group.samples)
+            for session, (sample, accuracy) in enumerate(zip(group.samples, accuracies, strict=True))
         ]
+
+    async def _accuracy(self, row: dict[str, Any], *, sample: Any) -> float:
+        text = self._tokenizer.decode(sample.token_ids, skip_special_tokens=True)
+        return (await self._pool.grade(row["data_source"], text, row["reward_model"]["ground_truth"])).accuracy
 
     def _tokenise(self, messages: Any) -> list[int]:
         ids = self._tokenizer.apply_chat_template(
@@ -192,38 +216,69 @@ class Rollouts:
         )
         return list(ids)[-self._max_prompt_tokens :]
 
-    def _fields(
-        self, row: dict[str, Any], *, prompt_ids: list[int], sample: Any, version: int, session: int
-    ) -> dict[str, Any]:
-        """What verl's trainer reads of one sample (verl/trainer/ppo/v1/agent_loop_tq.py)."""
-        text = self._tokenizer.decode(sample.token_ids, skip_special_tokens=True)
-        reward = self._score(row["data_source"], text, row["reward_model"]["ground_truth"])
-        response_mask = torch.ones(len(sample.token_ids), dtype=torch.int64)
-        rewards = torch.zeros(len(sample.token_ids), dtype=torch.float32)
-        rewards[-1] = reward
-        input_ids = _ints(prompt_ids + sample.token_ids)
-        return row | {
-            "session_id": session,
-            "prompts": _ints(prompt_ids),
-            "responses": _ints(sample.token_ids),
-            "response_mask": response_mask,
-            "loss_mask": response_mask,
-            "rollout_log_probs": torch.tensor(sample.log_probs, dtype=torch.float32),
-            "rm_scores": rewards,
-            "input_ids": input_ids,
-            "position_ids": torch.arange(len(input_ids)),
-            "multi_modal_inputs": {},
-            "num_turns": 2,
-            "extra_fields": {
-                "min_global_steps": version,
-                "max_global_steps": version,
-                "reward_extra_info": {},
-                "finished": sample.finished,
-            },
-        }
+
+def _fields(
+    row: dict[str, Any],
+    *,
+    prompt_ids: list[int],
+    sample: Any,
+    version: int,
+    session: int,
+    accuracy: float,
+    reward: float,
+) -> dict[str, Any]:
+    """What verl's trainer reads of one sample (verl/trainer/ppo/v1/agent_loop_tq.py).
+
+    `acc` is what it validates by, and what DAPO's filter compares (plan/verl_args.py, FILTER_METRIC).
+    """
+    response_mask = torch.ones(len(sample.token_ids), dtype=torch.int64)
+    rewards = torch.zeros(len(sample.token_ids), dtype=torch.float32)
+    rewards[-1] = reward
+    input_ids = _ints(prompt_ids + sample.token_ids)
+    return row | {
+        "session_id": session,
+        "prompts": _ints(prompt_ids),
+        "responses": _ints(sample.token_ids),
+        "response_mask": response_mask,
+        "loss_mask": response_mask,
+        "rollout_log_probs": torch.tensor(sample.log_probs, dtype=torch.float32),
+        "rm_scores": rewards,
+        "input_ids": input_ids,
+        "position_ids": torch.arange(len(input_ids)),
+        "multi_modal_inputs": {},
+        "num_turns": 2,
+        "extra_fields": {
+            "min_global_steps": version,
+            "max_global_steps": version,
+            "reward_extra_info": {"acc": accuracy},
+            "finished": sample.finished,
+        },
+    }
 
 
-async def _put(ready: list[tuple[str, list[dict[str, Any]]]], *, partition: str) -> None:
+async def _in_order(tasks: list[asyncio.Task[Group]]) -> AsyncIterator[list[Group]]:
+    ready: list[Group] = []
+    for finished, task in enumerate(tasks, start=1):
+        ready.append(await task)
+        if len(ready) == PROMPTS_PER_PUT or finished == len(tasks):
+            yield ready
+            ready = []
+
+
+async def _as_they_come(tasks: list[asyncio.Task[Group]]) -> AsyncIterator[list[Group]]:
+    pending = set(tasks)
+    while pending:
+        done, pending = await asyncio.wait(pending, timeout=PUT_EVERY_S, return_when=FIRST_EXCEPTION)
+        for part in _parts([task.result() for task in done], size=PROMPTS_PER_PUT):
+            yield part
+
+
+def _parts(groups: list[Group], *, size: int) -> Iterator[list[Group]]:
+    for start in range(0, len(groups), size):
+        yield groups[start : start + size]
+
+
+async def _put(ready: list[Group], *, partition: str) -> None:
     keys, fields, tags = [], [], []
     for uid, samples in ready:
         for sample in samples:

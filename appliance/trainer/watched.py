@@ -25,6 +25,7 @@ from appliance.trainer.checkpoints import Checkpoints
 from appliance.trainer.clipping import Clipping
 from appliance.trainer.corrected import CorrectionStep
 from appliance.trainer.correction_step import correct_step
+from appliance.trainer.dynamic_sampling import DynamicSampling
 from appliance.trainer.engine_watch import EngineWatch
 from appliance.trainer.export import export_checkpoint
 from appliance.trainer.governed import Governed, signals_of, stop, weight_cap
@@ -56,6 +57,10 @@ class WatchedTrainer(PPOTrainerSync):
         self.checkpoints: Checkpoints | None = None
         self._precision = RolloutPrecision(plan)
         self._rolled: Live = self._precision.live
+        self._sampling = DynamicSampling(
+            at_first=plan.prompts_per_step, max_prompts=plan.algorithm.max_generated_prompts
+        )
+        self.replay_buffer.refill_fn = self._sampling.watched(self.replay_buffer.refill_fn)
         self._correction: CorrectionStep | None = None
         self._validation: dict[str, float] = {}
         self._syncs = 0
@@ -233,6 +238,8 @@ class WatchedTrainer(PPOTrainerSync):
         )
         line |= self._rolled.metrics() | self._governed.metrics()
         line["telemetry_s"] = round(line["telemetry_s"] + self._telemetry.seconds, 6)
+        if self.plan.algorithm.filters and self._rollouts is not None:
+            line |= self._sampling.end_step(metrics, rollouts=self._rollouts, rollout_s=timing_raw["gen"])
         self._write({**line, **self._telemetry.metrics(), **self._clipping.metrics(), **self._validation})
         decision = self._govern(line, telemetry=self._telemetry)
         self._end_step(val_reward=self._validation.get("val_reward_mean"), stop_for=decision)

@@ -254,19 +254,27 @@ def test_a_signal_in_mid_training_ends_everything(root: Path, run: Finished) -> 
     assert (root / "stopped" / "checkpoints" / f"global_step_{last}" / "data.pt").is_file()
 
 
-def test_the_guard_saves_and_stops_a_run_with_code_6(root: Path, run: Finished) -> None:
-    """A bound that every step breaks: a warning, a stop one step later, the state of that step on disk."""
+@pytest.fixture(scope="module")
+def guarded(root: Path, run: Finished) -> Finished:
+    """A bound that every step breaks: a warning, a stop one step later. And DAPO, with a penalty that responses of
+    more than two tokens pay, which is all that are right."""
     sets = ("trainer.steps=50", "trainer.validate_before=false", "guard.k3_kl=1e-12", "guard.bad_steps=1")
     ours = ("correction.uaq_scale=1.5", "correction.method=calibrated-clipping", "correction.shadow_every=1")
+    dapo = ("algorithm.kind=dapo", "algorithm.overlong_tokens=4", "algorithm.overlong_penalty=0.5")
     done = subprocess.run(
-        command(root, *sets, *ours, "guard.cooling_steps=0", name="guarded"),
+        command(root, *sets, *ours, *dapo, "batch.generation_prompts=64", "guard.cooling_steps=0", name="guarded"),
         capture_output=True,
         text=True,
         timeout=600,
         check=False,
     )
-    assert done.returncode == 6, done.stderr[-3000:]
-    finished = Finished(code=done.returncode, stdout=done.stdout, stderr=done.stderr, run_dir=root / "guarded")
+    return Finished(code=done.returncode, stdout=done.stdout, stderr=done.stderr, run_dir=root / "guarded")
+
+
+def test_the_guard_saves_and_stops_a_run_with_code_6(guarded: Finished) -> None:
+    """The state of the last step is on disk."""
+    assert guarded.code == 6, guarded.stderr[-3000:]
+    finished = guarded
     told = [event for event in finished.json_lines("events.jsonl") if event["kind"] == "guard"]
     assert [(event["step"], event["action"]) for event in told] == [(1, "warn"), (2, "stop")]
     lines = finished.json_lines("metrics.jsonl")
@@ -305,3 +313,14 @@ def the_checkpoint_is_scaled_and_folds_back(run: Finished, *, root: Path) -> Non
     name = "model.layers.0.input_layernorm.weight"
     before, saved, folded = (load_file(folder / "model.safetensors")[name].double().norm() for folder in folders)
     assert saved / before == pytest.approx(1.5, rel=0.01) and folded / before == pytest.approx(1, rel=0.01)
+
+
+def test_dapo_trains_on_full_steps_of_prompts_that_say_something(guarded: Finished) -> None:
+    """What the filter leaves out is replaced. Rewards are 1 and -1, less the penalty, which the filter does not see."""
+    lines = guarded.json_lines("metrics.jsonl")
+    assert sum(line["filtered_prompts"] for line in lines) > 0  # of 64 prompts, of which each is one with 8 %
+    for line in lines:
+        assert line["generated_prompts"] == 32 + line["filtered_prompts"] + line["discarded_prompts"]
+        assert -1.5 <= line["reward_mean"] < 1
+        assert line["equal_group_fraction"] == 0  # samples that are all the same are all right or all wrong
+        assert line["rollout_tokens_per_s"] > 0

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from appliance.run.checkpoints import in_order
-from appliance.run.seal import damage
-
 from appliance.plan.env import RUN_VARIABLE
+from appliance.run.checkpoints import in_order
 from appliance.run.processes import Process, find_processes
+from appliance.run.seal import damage
 
 RECIPE = "arithmetic-tiny-int8"
 # As small as a step can be: what is tried is how a run ends, and each attempt starts vLLM, verl and Ray again.

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable
 
 import pytest
+from killable import Run
+
 from appliance.run.checkpoints import checkpoint_folder
 from appliance.run.seal import damage
-from killable import Run
 
 pytestmark = pytest.mark.torture
 

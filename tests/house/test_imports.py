@@ -62,9 +62,10 @@ MAY_IMPORT = {
     # A comparison is many runs, each with its profile.
     "compare": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "profile", "quant"},
     "container": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", *NUMBERS},
+    "data": {"errors", "tasks", "console"},  # its files are a task's, made without a recipe
     "cli": {
         *("errors", "tasks", "recipe", "plan", "preflight", "run", "bench", "profile", "verify", "compare", "cluster"),
-        *("container", "console", "interruption"),
+        *("container", "console", "data", "interruption"),
         *NUMBERS,
     },
 }

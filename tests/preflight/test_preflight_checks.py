@@ -2,14 +2,15 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from plans import HOST
+from plans import HOST as BARE_HOST
 
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.model import RunPlan
+from appliance.plan.shapes import ModelShape
 from appliance.preflight.checks import estimates, judge
 from appliance.preflight.finding import Finding, Severity
-from appliance.preflight.probes import InputFacts, ModelShape
+from appliance.preflight.probes import InputFacts
 from appliance.preflight.report import as_json, lines
 from appliance.recipe.load import load_recipe
 
@@ -24,6 +25,7 @@ INPUTS = InputFacts(
     data_problems=(),
     is_prepared=False,
 )
+HOST = dataclasses.replace(BARE_HOST, packages=frozenset({"flash_attn"}))
 GPU_HOST = dataclasses.replace(HOST, gpus=(HostGpu("NVIDIA A100-SXM4-80GB", 80 << 30),))
 
 
@@ -200,11 +202,11 @@ def test_a_model_that_does_not_fit_the_recipe():
     inputs = with_inputs(model_shape=ModelShape(heads=14, max_positions=12, architectures=("Qwen2ForCausalLM",)))
     sets = ("model.builtin=null", "model.path=/m", "rollout.tensor_parallel=4", "cluster.gpus_per_node=4")
     assert findings(*sets, inputs=inputs) == [
-        ("error: rollout.tensor_parallel: 4 does not divide the 14 attention heads of /m", "use a divisor"),
         (
             "error: task.max_response_tokens: prompt and response are up to 14 tokens, /m takes 12",
             "lower it, or task.max_prompt_tokens",
         ),
+        ("error: rollout.tensor_parallel: 4 does not divide the 14 attention heads of /m", "use a divisor"),
     ]
 
 
@@ -224,7 +226,7 @@ def test_hub_names_without_a_hub(facts, why):
         ),
         (
             f"error: task.train_file: none is given, so the data comes from the hub, and {why}",
-            "give a JSON-lines file",
+            "give a JSON-lines or parquet file",
         ),
     ]
 

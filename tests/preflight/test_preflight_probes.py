@@ -97,7 +97,7 @@ def test_parts_of_a_model_folder(tmp_path, files, missing):
 @pytest.mark.parametrize(
     ("text", "shape"),
     [
-        ('{"num_attention_heads": 14, "max_position_embeddings": 64}', (14, 64)),
+        ('{"num_attention_heads": 14, "max_position_embeddings": 64}', (14, 64, (), 14)),
         ('{"architectures": ["LlamaForCausalLM"]}', (0, 0, ("LlamaForCausalLM",))),
         ("{}", (0, 0)),
         ("not JSON", None),

@@ -6,7 +6,14 @@ from appliance.errors import RecipeError
 from appliance.recipe import library
 from appliance.recipe.load import load_recipe
 
-SHIPPED = ["arithmetic-tiny-bf16", "arithmetic-tiny-int8", "gsm8k-0.5b-int8", "gsm8k-tiny-int8", "reference"]
+SHIPPED = [
+    "arithmetic-tiny-bf16",
+    "arithmetic-tiny-int8",
+    *("dapo-32b-bf16", "dapo-32b-fp8", "dapo-32b-int8", "dapo-7b-int8"),
+    *("gsm8k-0.5b-bf16", "gsm8k-0.5b-fp8", "gsm8k-0.5b-int8", "gsm8k-tiny-int8"),
+    *("qwen2.5-1.5b-int8", "qwen3-32b-fp8", "qwen3-8b-fp8", "qwen3-8b-int8"),
+    "reference",
+]
 
 
 def test_the_shipped_recipes():

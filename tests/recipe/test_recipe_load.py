@@ -178,10 +178,26 @@ def test_a_problem_in_the_parent_names_the_parent(write):
     ]
 
 
-def test_extends_has_one_level(write):
-    write("extends: other.yaml\n" + MINIMAL, name="parent.yaml")
+def test_extends_what_extends_another(write):
+    write(MINIMAL + "rollout:\n  top_p: 0.5\n  temperature: 0.5\n", name="oldest.yaml")
+    write("extends: oldest.yaml\nrollout:\n  top_p: 0.6\n", name="parent.yaml")
+    recipe = load_recipe(write("extends: parent.yaml\n"))
+    assert (recipe.rollout.top_p, recipe.rollout.temperature) == (0.6, 0.5)
+
+
+def test_extends_never_in_a_circle(write):
+    write("extends: r.yaml\n" + MINIMAL, name="parent.yaml")
     assert problems_of(write("extends: parent.yaml\n")) == [
-        ("parent.yaml:1: extends: r.yaml extends this file: one level only", "merge the two"),
+        ("parent.yaml:1: extends: r.yaml extends this file", "one of them must not"),
+    ]
+
+
+def test_extends_four_at_most(write):
+    write("", name="5.yaml")
+    for number in range(1, 5):
+        write(f"extends: {number + 1}.yaml\n", name=f"{number}.yaml")
+    assert problems_of(write("extends: 1.yaml\n" + MINIMAL)) == [
+        ("4.yaml:1: extends: more than 4 recipes, one below the other", "merge some of them"),
     ]
 
 

@@ -28,6 +28,9 @@ def only(*sets: str) -> tuple[str, str]:
     return without_place(message), hint
 
 
+OF_DAPO = "remove it, or set algorithm.kind to `dapo`"
+
+
 @pytest.mark.parametrize(
     ("sets", "problem"),
     [
@@ -43,10 +46,9 @@ def only(*sets: str) -> tuple[str, str]:
             ),
         ),
         (("model.builtin=tiny",), ("model.builtin: unknown value `tiny`", "use `tiny-arithmetic`")),
-        (("algorithm.kind=ppo",), ("algorithm.kind: `ppo` is not available in this version", "use `grpo`")),
         (
-            ("task.kind=dapo-math",),
-            ("task.kind: `dapo-math` is not available in this version", "use one of `arithmetic`, `gsm8k`"),
+            ("algorithm.kind=ppo",),
+            ("algorithm.kind: `ppo` is not available in this version", "use one of `grpo`, `dapo`"),
         ),
         (
             ("correction.method=none", "correction.cap=2.5"),
@@ -168,6 +170,43 @@ def only(*sets: str) -> tuple[str, str]:
         (
             ("cluster.address=10.0.0.1:6379",),
             ("cluster.token_file: cluster.address is a cluster that is there already", "give the file with its token"),
+        ),
+        (
+            ("algorithm.overlong_tokens=3",),
+            ("algorithm.overlong_tokens: `grpo` has no such thing, it is of `dapo`", OF_DAPO),
+        ),
+        (
+            ("algorithm.max_generation_batches=3",),
+            ("algorithm.max_generation_batches: `grpo` has no such thing, it is of `dapo`", OF_DAPO),
+        ),
+        (
+            ("batch.generation_prompts=64",),
+            ("batch.generation_prompts: `grpo` has no such thing, it is of `dapo`", OF_DAPO),
+        ),
+        (
+            ("algorithm.kind=dapo", "algorithm.overlong_tokens=7"),
+            ("algorithm.overlong_tokens: 7 is more than the 6 tokens of a response", "lower it"),
+        ),
+        (
+            ("algorithm.kind=dapo", "batch.generation_prompts=48"),
+            (
+                "batch.generation_prompts: 48 is no multiple of the 32 prompts of a step",
+                "verl 0.9.1 counts prompts in generation in whole steps (max_inflight_gen_batches)",
+            ),
+        ),
+        (
+            ("trainer.offload_parameters=true",),
+            (
+                "trainer.offload_parameters: on a CPU everything is in the host's memory already",
+                "remove it, or set it to false",
+            ),
+        ),
+        (
+            (*GPU, "cluster.nodes=3", "cluster.run_dir=/shared"),
+            (
+                "batch.prompts_per_step: 32 prompts x 8 samples do not divide over 24 GPUs",
+                "each GPU takes the same number of sequences",
+            ),
         ),
         (
             ("cluster.run_dir=a/../../b",),

@@ -27,21 +27,6 @@ def test_penalty_starts_where_the_buffer_does_and_ends_at_the_whole() -> None:
     assert found == [0.0, 0.0, -1 / 4096, -0.5, -1.0]
 
 
-def test_penalty_is_what_verl_computes() -> None:
-    """verl's own reward manager on every length of a small response, run as it is."""
-    verl = pytest.importorskip("verl.experimental.reward_loop.reward_manager.dapo")
-    import inspect
-
-    source = inspect.getsource(verl.DAPORewardManager.run_single)
-    formula = (
-        "expected_len = self.max_resp_len - overlong_buffer_len",
-        "exceed_len = valid_response_length - expected_len",
-        "overlong_reward = min(-exceed_len / overlong_buffer_len * overlong_penalty_factor, 0)",
-        "reward += overlong_reward",
-    )
-    assert [line for line in formula if line not in source] == []
-
-
 def test_no_buffer_no_penalty() -> None:
     assert overlong_penalty(100, max_tokens=100, buffer_tokens=0, penalty=1.0) == 0.0
 

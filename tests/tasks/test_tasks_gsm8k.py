@@ -177,4 +177,4 @@ def test_splits_say_when_the_hub_is_away(monkeypatch: pytest.MonkeyPatch, tmp_pa
         splits(train_file="", val_file="", seed=0, train_size=0, val_size=0)
     ((message, hint),) = caught.value.problems
     assert message.startswith("task.train_file: none is given and openai/gsm8k cannot be had from the hub: ")
-    assert hint == "give task.train_file, a JSON-lines file"
+    assert hint == "give task.train_file, a file"

@@ -20,14 +20,15 @@ FIELDS = {
     "train_size": 0,
     "val_size": 512,
     "max_prompt_tokens": 16,
+    "truncate_prompts": False,
     "model": "m",
 }
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("difficulty", 3), ("seed", 1), ("train_size", 9), ("val_size", 9), ("max_prompt_tokens", 9), ("model", "n")],
-)
+MAKES_ARITHMETIC = [("difficulty", 3), ("seed", 1), ("train_size", 9), ("val_size", 9), ("max_prompt_tokens", 9)]
+
+
+@pytest.mark.parametrize(("field", "value"), [*MAKES_ARITHMETIC, ("model", "n"), ("truncate_prompts", True)])
 def test_data_key_changes_with_what_makes_arithmetic(field: str, value: int | str) -> None:
     assert data_key("arithmetic", **{**FIELDS, field: value}) != data_key("arithmetic", **FIELDS)
 
@@ -70,7 +71,7 @@ def test_builtin_gemms_fit_int8_kernels() -> None:
 
 
 def test_score_finds_the_reward_by_the_kind() -> None:
-    assert TASK_KINDS == ("arithmetic", "gsm8k")
+    assert TASK_KINDS == ("arithmetic", "gsm8k", "dapo-math")
     assert score("arithmetic", response="12", truth="12") == 1.0
     assert score("gsm8k", response="12", truth="12") == 0.0
     assert score("gsm8k", response="#### 12", truth="12") == 1.0
@@ -88,7 +89,7 @@ def test_compute_score_is_what_verl_calls() -> None:
 
 
 def test_compute_score_refuses_an_unknown_task() -> None:
-    with pytest.raises(ValueError, match=r"^no task is called 'maths', the tasks are arithmetic, gsm8k$"):
+    with pytest.raises(ValueError, match=r"^no task is called 'maths', the tasks are arithmetic, gsm8k, dapo-math$"):
         compute_score("maths", "12", "12")
 
 

@@ -1,0 +1,133 @@
+"""Data sets as parquet files in verl's schema, beside each a JSON file that tells what it was made of.
+
+A file is renamed in when it is whole, so that one which is there is finished: a second run makes what is missing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from appliance import console
+from appliance.errors import RecipeError
+from appliance.tasks import dapo_math, gsm8k
+from appliance.tasks.rows import Found, Parse, read_files
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """name: of the file made, without its ending.  kind: the task that reads it.  split: for its rows.
+
+    from_hub: makes it without a file of this host.
+    """
+
+    name: str
+    kind: str
+    split: str
+    parse: Parse
+    hint: str
+    hub: str
+    from_hub: Callable[[], Found]
+
+
+@dataclass(frozen=True)
+class Made:
+    """What stands beside a file. rows: of the source.  repeated, conflicting: of those, not taken."""
+
+    source: str
+    source_sha256: str
+    rows: int
+    problems: int
+    repeated: int
+    conflicting: int
+    schema_version: int = SCHEMA_VERSION
+
+
+def _math(name: str, *, split: str, hub: str) -> DataFile:
+    return DataFile(
+        name, "dapo-math", split, dapo_math.parse_row, dapo_math.HINT, hub, lambda: dapo_math.from_hub(split)
+    )
+
+
+def _gsm8k(split: str) -> DataFile:
+    name = f"gsm8k-{split}"
+    return DataFile(name, "gsm8k", split, gsm8k.parse_row, gsm8k.HINT, gsm8k.HUB_NAME, lambda: gsm8k.from_hub(split))
+
+
+DATA_SETS: dict[str, tuple[DataFile, ...]] = {
+    "dapo-math-17k": (_math("dapo-math-17k", split="train", hub=dapo_math.TRAIN_HUB),),
+    "aime-2024": (_math("aime-2024", split="val", hub=dapo_math.VAL_HUB),),
+    "gsm8k": (_gsm8k("train"), _gsm8k("val")),
+}
+
+
+def make_data(name: str, *, folder: Path, sources: tuple[str, ...] = ()) -> None:
+    """Make what is missing of a data set in the folder, and print each file's path.
+
+    sources: files of this host, one for each file that is made; none: the hub.
+    Raises RecipeError for an unknown name, for bad rows, when the hub is away, and when nothing can be written.
+    """
+    files = DATA_SETS.get(name)
+    if files is None:
+        known = ", ".join(f"`{each}`" for each in DATA_SETS)
+        raise RecipeError([(f"{name}: no data set has this name", f"use {known}")])
+    if sources and len(sources) != len(files):
+        made = ", ".join(f"{file.name}.parquet" for file in files)
+        raise RecipeError([(f"--from: {len(sources)} given, and `{name}` is made of {len(files)}", f"for {made}")])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, source in zip(files, sources or [""] * len(files), strict=True):
+            console.out(str(_make(file, folder=folder, source=source)))
+    except OSError as error:
+        raise RecipeError([(f"{error.filename or folder}: {error.strerror}", "give another folder")]) from error
+
+
+def _make(file: DataFile, *, folder: Path, source: str) -> Path:
+    from appliance.tasks.parquet import write_parquet  # loads pyarrow
+
+    target = folder / f"{file.name}.parquet"
+    about, digest = target.with_suffix(".json"), _digest(source)
+    if target.is_file() and _is_of(about, source=source or file.hub, digest=digest):
+        console.say(f"{target.name}: is there, made of {source or file.hub}")
+        return target
+    found = read_files(source, parse=file.parse, hint=file.hint)[0] if source else file.from_hub()
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    try:
+        write_parquet(found.problems, path=partial, kind=file.kind, split=file.split)
+        made = Made(source or file.hub, digest, found.rows, len(found.problems), found.repeated, found.conflicting)
+        about.write_text(json.dumps(dataclasses.asdict(made), indent=2) + "\n")
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+    console.say(f"{target.name}: {_counts(made)}")
+    return target
+
+
+def _counts(made: Made) -> str:
+    again = f", {made.repeated} rows repeat one of them" if made.repeated else ""
+    other = f" ({made.conflicting} with another answer: the first one counts)" if made.conflicting else ""
+    return f"{made.rows} rows, {made.problems} problems{again}{other}"
+
+
+def _digest(source: str) -> str:
+    """SHA-256 of a file; empty for the hub and for one that cannot be read, of which reading it says why."""
+    try:
+        with Path(source).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return ""
+
+
+def _is_of(about: Path, *, source: str, digest: str) -> bool:
+    try:
+        told = json.loads(about.read_text())
+        return (told["source"], told["source_sha256"], told["schema_version"]) == (source, digest, SCHEMA_VERSION)
+    except (OSError, ValueError, TypeError, KeyError):
+        return False  # made anew

@@ -1,0 +1,69 @@
+"""What a GPU run needs beyond its GPUs: flash attention, heads and widths that divide, memory. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from appliance.plan.host import HostFacts
+from appliance.plan.memory import GIB, host_bytes, ladder, moments
+from appliance.plan.model import RunPlan
+from appliance.plan.shapes import ModelShape
+from appliance.preflight.finding import Finding, Severity
+from appliance.quant.device import CPU
+
+FLASH_PACKAGE = "flash_attn"
+
+
+def attention(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
+    """Without it verl's sequence parallelism would exchange nothing, and say nothing; packing would not start."""
+    if plan.device == CPU or not plan.trainer.packed or FLASH_PACKAGE in host.packages:
+        return
+    shares = plan.trainer.sequence_parallel > 1
+    what = "sharing a sequence over GPUs" if shares else "packing sequences without padding"
+    remedy = "use the image's gpu flavour, which brings it"
+    if not shares:
+        remedy += ", or trainer.attention: sdpa, which pads"
+    message = f"`{plan.trainer.attention}` is planned: {what} needs the package flash-attn, which is not installed"
+    yield Finding(Severity.ERROR, "flash-attention", "trainer.attention", message, remedy)
+
+
+def parallel(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
+    """verl checks the heads when its workers have started, vLLM after the weights are loaded."""
+    if shape is None or not shape.heads:
+        return
+    name, sharing = plan.model.source or plan.model.builtin, plan.rollout.tensor_parallel
+    for count, what in ((shape.heads, "attention heads"), (shape.intermediate, "columns of the MLP")):
+        if count and count % sharing:
+            yield _indivisible("rollout.tensor_parallel", sharing, count=count, what=what, name=name)
+    if shape.kv_heads and shape.kv_heads % sharing and sharing % shape.kv_heads:
+        yield _indivisible("rollout.tensor_parallel", sharing, count=shape.kv_heads, what="KV heads", name=name)
+    sharing = plan.trainer.sequence_parallel
+    if shape.heads % sharing:
+        what = "attention heads"
+        yield _indivisible("trainer.sequence_parallel", sharing, count=shape.heads, what=what, name=name)
+    if shape.kv_heads and shape.kv_heads % sharing and sharing % shape.kv_heads:
+        yield _indivisible("trainer.sequence_parallel", sharing, count=shape.kv_heads, what="KV heads", name=name)
+
+
+def memory(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> Iterator[Finding]:
+    """An error only where the weights alone are too much; the rest is by rule of thumb."""
+    for moment in moments(plan, shape) if shape else ():
+        if not moment.short:
+            continue
+        changes = ladder(plan, shape)
+        what = "weights are updated" if moment.name == "update" else "responses are generated"
+        message = f"{moment.short / GIB:.1f} GiB are missing on each GPU while {what}: {moment.text}"
+        remedy = f"by the same estimate it fits with {'; '.join(changes)}" if changes else "take more or larger GPUs"
+        severity = Severity.ERROR if moment.certainly_short else Severity.WARNING
+        yield Finding(severity, "gpu-memory", "cluster.device", message, remedy)
+    needed = host_bytes(plan, shape) if shape and moments(plan, shape) else 0
+    if host.gpus and needed > host.memory_bytes:
+        has = host.memory_bytes / GIB
+        message = f"{needed / GIB:.0f} GiB of the trainer's state are offloaded, this host has {has:.0f}"
+        remedy = "do not offload, or use more hosts"
+        yield Finding(Severity.ERROR, "host-memory", "trainer.offload_optimizer", message, remedy)
+
+
+def _indivisible(place: str, sharing: int, *, count: int, what: str, name: str) -> Finding:
+    message = f"{sharing} does not divide the {count} {what} of {name}"
+    return Finding(Severity.ERROR, "heads", place, message, "use a divisor")

@@ -1,0 +1,153 @@
+"""Data files as problems: JSON lines or parquet, row by row, every bad row named, repeated problems once.
+
+A row is what a task's own data set has (its `parse` knows), or verl's schema, in which `appliance data` writes:
+`prompt`, one chat message of the user, and `reward_model.ground_truth`. Imports pyarrow, for parquet only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from appliance.errors import RecipeError
+from appliance.tasks.problem import Problem
+
+PARQUET = ".parquet"
+MAX_PROBLEMS = 20
+ROWS_AT_A_TIME = 8192  # of a parquet file: DAPO-Math-17k has 1.8 million
+
+Row = dict[str, Any]
+Parse = Callable[[Row], Problem | str]  # the problem of a row, or what is wrong with it
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a file holds. problems: each prompt once, in the order of the file.  rows: all there are.
+
+    conflicting: rows whose prompt came before with another truth; the first one counts.
+    faults: (message, hint) with `file:line`, after 20 of them their number.
+    """
+
+    problems: list[Problem]
+    rows: int
+    conflicting: int
+    faults: list[tuple[str, str]]
+
+    @property
+    def repeated(self) -> int:
+        return self.rows - len(self.problems)
+
+
+def read_file(path: str | Path, *, parse: Parse, hint: str, most_rows: int | None = None) -> Found:
+    """The problems of a file. hint: what a row looks like.  most_rows: look at no more. Never raises for the file."""
+    truths: dict[str, str] = {}
+    faults: list[tuple[str, str]] = []
+    rows = bad = conflicting = 0
+    try:
+        for place, row in _rows(Path(path)):
+            if most_rows is not None and rows == most_rows:
+                break
+            rows += 1
+            made = row if isinstance(row, str) else _problem(row, parse=parse)
+            if isinstance(made, str):
+                bad += 1
+                if bad <= MAX_PROBLEMS:
+                    faults.append((f"{path}:{place}: {made}", hint))
+            elif truths.setdefault(made.prompt, made.truth) != made.truth:
+                conflicting += 1
+    except FileNotFoundError:
+        faults = [(f"{path}: no such file", f"give the path of a {_kind(path)} file")]
+    except OSError as error:
+        faults = [
+            (f"{path}: cannot be read: {error.strerror or error}", f"give the path of a readable {_kind(path)} file")
+        ]
+    except ValueError as error:  # pyarrow's, for what is no parquet
+        faults = [(f"{path}: not a parquet file: {_first_line(error)}", hint)]
+    if not truths and not faults:
+        faults = [(f"{path}: the file has no rows", hint)]
+    if bad > MAX_PROBLEMS:
+        faults.append((f"{path}: and {bad - MAX_PROBLEMS} more", ""))
+    problems = [Problem(prompt, truth) for prompt, truth in truths.items()]
+    return Found(problems=problems, rows=rows, conflicting=conflicting, faults=faults)
+
+
+def read_files(*paths: str, parse: Parse, hint: str) -> list[Found]:
+    """Each file's. Raises RecipeError with the faults of all of them at once."""
+    found = [read_file(path, parse=parse, hint=hint) for path in paths]
+    faults = [fault for each in found for fault in each.faults]
+    if faults:
+        raise RecipeError(faults)
+    return found
+
+
+def _kind(path: str | Path) -> str:
+    return "parquet" if str(path).endswith(PARQUET) else "JSON-lines"
+
+
+def _rows(path: Path) -> Iterator[tuple[int, Row | str]]:
+    """(line or row number, the row or what is wrong with it)."""
+    if path.suffix == PARQUET:
+        yield from _parquet_rows(path)
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield number, _json_row(line.rstrip(b"\n"))
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, Row]]:
+    import pyarrow.parquet as pq
+
+    number = 0
+    with path.open("rb") as file:
+        for batch in pq.ParquetFile(file).iter_batches(batch_size=ROWS_AT_A_TIME):
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row
+
+
+def _json_row(line: bytes) -> Row | str:
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError:
+        return "not UTF-8 text"
+    except json.JSONDecodeError as error:
+        return f"not JSON: {error.msg} at column {error.colno}"
+    except RecursionError:
+        return "not JSON: nested too deeply"
+    return row if isinstance(row, dict) else "not a JSON object"
+
+
+def _problem(row: Row, *, parse: Parse) -> Problem | str:
+    return _of_verl(row) if "prompt" in row and "reward_model" in row else parse(row)
+
+
+def _of_verl(row: Row) -> Problem | str:
+    """A row in verl's schema."""
+    messages, reward = row["prompt"], row["reward_model"]
+    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+        return "the field `prompt` is not a list of messages"
+    said = [each.get("content") for each in messages if each.get("role") == "user"]
+    if len(said) != 1 or len(messages) != 1 or not isinstance(said[0], str) or not said[0].strip():
+        return "the field `prompt` is not one message of the user"
+    truth = reward.get("ground_truth") if isinstance(reward, dict) else None
+    if not isinstance(truth, str) or not truth.strip():
+        return "the field `reward_model` has no `ground_truth`, or it is not text"
+    return Problem(prompt=said[0], truth=truth.strip())
+
+
+def text_fields(row: Row, *names: str) -> tuple[str, ...] | str:
+    """The values of the fields, or what is wrong with the first bad one."""
+    for name in names:
+        if name not in row:
+            return f"the field `{name}` is missing"
+        if not isinstance(row[name], str) or not row[name].strip():
+            return f"the field `{name}` is not text, or empty"
+    return tuple(row[name] for name in names)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,106 @@
+"""`appliance data`: files that recipes read, made once, resumed where they are missing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from appliance.data.command import make_data
+from appliance.errors import RecipeError
+from appliance.tasks import dapo_math, gsm8k
+from appliance.tasks.dapo_math import AFTER, BEFORE
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    path = tmp_path / "own.jsonl"
+    rows = [{"problem": f"What is {number % 3}?", "answer": str(number % 3)} for number in range(9)]
+    path.write_text("\n".join(map(json.dumps, [*rows, {"problem": "What is 1?", "answer": "7"}])))
+    return str(path)
+
+
+def test_a_file_is_in_verls_schema_and_counted(tmp_path: Path, source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    make_data("dapo-math-17k", folder=tmp_path / "made", sources=(source,))
+    target = tmp_path / "made" / "dapo-math-17k.parquet"
+    said = capsys.readouterr()
+    assert said.out == f"{target}\n"
+    assert said.err.splitlines() == [
+        "dapo-math-17k.parquet: 10 rows, 3 problems, 7 rows repeat one of them (1 with another answer: the first one "
+        "counts)"
+    ]
+    first = pq.read_table(target).to_pylist()[0]
+    assert first == {
+        "data_source": "dapo-math",
+        "prompt": [{"role": "user", "content": f"{BEFORE}What is 0?{AFTER}"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "0"},
+        "extra_info": {"split": "train", "index": 0},
+    }
+    about = json.loads(target.with_suffix(".json").read_text())
+    assert (about["source"], about["rows"], about["problems"], about["conflicting"]) == (source, 10, 3, 1)
+    assert sorted(path.name for path in target.parent.iterdir()) == ["dapo-math-17k.json", "dapo-math-17k.parquet"]
+
+
+def test_what_it_makes_a_recipe_reads(tmp_path: Path, source: str) -> None:
+    make_data("dapo-math-17k", folder=tmp_path, sources=(source,))
+    path = str(tmp_path / "dapo-math-17k.parquet")
+    made = dapo_math.splits(train_file=path, val_file="", seed=0, train_size=0, val_size=1)
+    assert (len(made.train), len(made.val), made.notes) == (2, 1, ())
+
+
+def test_what_is_there_is_left_alone_and_what_is_missing_is_made(tmp_path: Path) -> None:
+    files = []
+    for name in ("a", "b"):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(json.dumps({"question": f"How many {name}?", "answer": "#### 3"}))
+        files.append(str(path))
+    made = tmp_path / "made"
+    make_data("gsm8k", folder=made, sources=tuple(files))
+    train, val = made / "gsm8k-train.parquet", made / "gsm8k-val.parquet"
+    before = train.stat().st_mtime_ns
+    val.unlink()
+    make_data("gsm8k", folder=made, sources=tuple(files))
+    assert (train.stat().st_mtime_ns, val.is_file()) == (before, True)
+    assert gsm8k.read_problems(val)[0].prompt == "How many b?" + gsm8k.INSTRUCTION
+
+
+def test_another_source_is_made_anew(tmp_path: Path, source: str) -> None:
+    make_data("aime-2024", folder=tmp_path, sources=(source,))
+    Path(source).write_text(json.dumps({"problem": "What is 8?", "answer": "8"}))
+    make_data("aime-2024", folder=tmp_path, sources=(source,))
+    assert pq.read_table(tmp_path / "aime-2024.parquet").num_rows == 1
+
+
+def test_half_a_file_is_never_there(tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from appliance.tasks import parquet
+
+    def fail(*args: object, path: Path, **kwargs: object) -> None:
+        path.write_text("half")
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(parquet, "write_parquet", fail)
+    with pytest.raises(RecipeError) as caught:
+        make_data("aime-2024", folder=tmp_path / "made", sources=(source,))
+    assert caught.value.problems[0][0].endswith(": No space left on device")
+    assert list((tmp_path / "made").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "sources", "problem"),
+    [
+        ("math", (), ("math: no data set has this name", "use `dapo-math-17k`, `aime-2024`, `gsm8k`")),
+        (
+            "gsm8k",
+            ("a",),
+            ("--from: 1 given, and `gsm8k` is made of 2", "for gsm8k-train.parquet, gsm8k-val.parquet"),
+        ),
+        ("aime-2024", ("none.jsonl",), ("none.jsonl: no such file", "give the path of a JSON-lines file")),
+    ],
+)
+def test_what_cannot_be_made(tmp_path: Path, name: str, sources: tuple[str, ...], problem: tuple[str, str]) -> None:
+    with pytest.raises(RecipeError) as caught:
+        make_data(name, folder=tmp_path, sources=sources)
+    assert caught.value.problems == [problem]

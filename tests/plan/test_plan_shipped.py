@@ -1,0 +1,206 @@
+"""The recipes for real hardware: their plans as kept, verl's own configuration classes, and variants that must fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import shipped
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig
+from plans import HOST
+
+from appliance.errors import RecipeError
+from appliance.plan.build import build_plan
+from appliance.plan.host import HostGpu
+from appliance.plan.model import RunPlan
+from appliance.plan.shapes import KNOWN, read_shape
+from appliance.preflight.checks import judge
+from appliance.preflight.finding import Severity
+from appliance.preflight.probes import InputFacts
+from appliance.quant.device import GPUS
+from appliance.recipe.load import load_recipe
+
+RENEW = "when the change is meant: PYTHONPATH=.:tests python tests/plan/shipped.py"
+
+
+@pytest.mark.parametrize("name", shipped.NAMES)
+def test_plan_is_as_kept(name: str) -> None:
+    kept = (shipped.GOLDEN / f"{name}.json").read_text()
+    assert json.loads(shipped.golden(name)) == json.loads(kept), RENEW
+
+
+def test_every_recipe_for_a_gpu_is_kept() -> None:
+    from appliance.recipe import library
+
+    on_gpus = [
+        name for name in library.names() if name != "reference" and load_recipe(name).cluster.device not in ("cpu",)
+    ]
+    assert on_gpus == sorted(shipped.NAMES)
+    assert sorted(path.stem for path in shipped.GOLDEN.iterdir()) == sorted(shipped.NAMES)
+
+
+@pytest.fixture(scope="module")
+def stubs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder per model: its real sizes as transformers writes them, a small tokenizer, and no weights."""
+    from transformers import Qwen2Config, Qwen3Config
+
+    from appliance.tasks.tokenizer import save_tokenizer
+
+    made = {}
+    for name, shape in KNOWN.items():
+        folder = tmp_path_factory.mktemp("stub") / name.rpartition("/")[2]
+        kind = Qwen3Config if "Qwen3" in shape.architectures[0] else Qwen2Config
+        kind(
+            architectures=list(shape.architectures),
+            hidden_size=shape.hidden,
+            intermediate_size=shape.intermediate,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+            head_dim=shape.head_size,
+            vocab_size=shape.vocab,
+            max_position_embeddings=shape.max_positions,
+            tie_word_embeddings=shape.tied,
+        ).save_pretrained(folder)
+        save_tokenizer(folder, max_positions=shape.max_positions)
+        made[name] = folder
+    return made
+
+
+def planned(name: str, *sets: str) -> RunPlan:
+    return build_plan(load_recipe(name, sets=sets), run_dir=shipped.RUN_DIR, host=HOST)
+
+
+def verl_config(plan: RunPlan) -> DictConfig:
+    import verl
+
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
+        return compose(config_name="ppo_trainer", overrides=list(plan.argv[3:]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", shipped.NAMES)
+def test_verls_own_classes_take_the_plan(name: str, stubs: dict[str, Path]) -> None:
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+    from verl.utils.config import omega_conf_to_dataclass, validate_config
+
+    stub = stubs[load_recipe(name).model.path or ""]
+    plan = planned(name, f"model.path={stub}")
+    assert read_shape(stub / "config.json") == KNOWN[load_recipe(name).model.path or ""]
+    config = verl_config(plan)
+    validate_config(config=config, use_reference_policy=False, use_critic=False)
+    actor, model, rollout = (
+        omega_conf_to_dataclass(config.actor_rollout_ref[part]) for part in ("actor", "model", "rollout")
+    )
+    assert (model.hf_config.num_attention_heads, model.use_remove_padding) == (KNOWN_HEADS[stub.name], True)
+    assert actor.ulysses_sequence_parallel_size == plan.trainer.sequence_parallel
+    assert actor.engine.param_offload is plan.trainer.offload_parameters
+    assert rollout.tensor_model_parallel_size == plan.rollout.tensor_parallel
+    assert omega_conf_to_dataclass(config.algorithm).filter_groups.enable is plan.algorithm.filters
+
+    trainer = SimpleNamespace(config=config, trainer_mode="sync", _add_prompts_to_generate=lambda num_prompts: None)
+    trainer._resolve_filter_groups_metric = lambda: PPOTrainer._resolve_filter_groups_metric(trainer)
+    buffer = PPOTrainer._build_replay_buffer(trainer)
+    assert type(buffer) is ReplayBuffer
+    assert (buffer.filter_groups_metric, buffer.max_inflight_gen_batches) == (
+        ("acc", 3) if plan.algorithm.filters else (None, 1)
+    )
+
+
+KNOWN_HEADS = {name.rpartition("/")[2]: shape.heads for name, shape in KNOWN.items()}
+
+# Each breaks one thing.
+FOR_ALL = (
+    ("rollout.tensor_parallel=3",),
+    ("trainer.sequence_parallel=3",),
+    ("trainer.attention=sdpa", "trainer.sequence_parallel=2", "cluster.gpus_per_node=2"),
+    ("batch.max_tokens_per_gpu=16",),
+    ("batch.mini_batch_prompts=31",),
+    ("batch.mini_batch_prompts=4096",),
+    ("batch.micro_batch_sequences=1",),  # beside max_tokens_per_gpu
+    ("task.max_response_tokens=400000", "batch.max_tokens_per_gpu=500000"),
+    ("cluster.gpus_per_node=7",),
+    ("cluster.device=v100",),
+    ("trainer.steps=null",),
+)
+FOR_HEADS = (  # of models whose heads 16 GPUs cannot share
+    ("rollout.tensor_parallel=16", "cluster.gpus_per_node=16", "trainer.sequence_parallel=1"),
+    ("trainer.sequence_parallel=16", "cluster.gpus_per_node=16", "rollout.tensor_parallel=1"),
+)
+FOR_DAPO = (
+    ("batch.generation_prompts=1000",),
+    ("batch.generation_prompts=64",),
+    ("algorithm.overlong_tokens=30000",),
+    ("algorithm.dual_clip=1",),
+    ("algorithm.max_generation_batches=-1",),
+    ("algorithm.kind=grpo",),
+    ("algorithm.kind=ppo",),
+    ("rollout.samples_per_prompt=1",),
+)
+FOR_SCHEME = {"int8": ("cluster.device=b200",), "fp8": ("cluster.device=a100",)}
+
+
+def variants() -> Iterator[tuple[str, tuple[str, ...]]]:
+    for name in shipped.NAMES:
+        recipe = load_recipe(name)
+        yield from ((name, sets) for sets in FOR_ALL)
+        if KNOWN[recipe.model.path or ""].heads % 16:
+            yield from ((name, sets) for sets in FOR_HEADS)
+        if recipe.algorithm.kind == "dapo":
+            yield from ((name, sets) for sets in FOR_DAPO)
+        if recipe.rollout.scheme in FOR_SCHEME:
+            yield name, FOR_SCHEME[str(recipe.rollout.scheme)]
+
+
+def problems(name: str, *sets: str) -> list[str]:
+    """What is said against a recipe on the very hardware it names, with all it needs installed."""
+    try:
+        plan = planned(name, *sets)
+    except RecipeError as error:
+        return [message for message, _ in error.problems]
+    gpu = GPUS[plan.device]
+    host = dataclasses.replace(
+        HOST,
+        gpus=(HostGpu(gpu.product, gpu.memory_gib << 30),) * plan.gpus_per_node,
+        packages=frozenset({"flash_attn"}),
+        memory_bytes=1 << 41,
+        disk_free_bytes=1 << 50,
+    )
+    inputs = InputFacts(
+        model_folder_exists=False,
+        model_missing=(),
+        model_bytes=0,
+        model_shape=KNOWN[plan.model.source],
+        model_is_cached=True,
+        is_offline=False,
+        hub_problem="",
+        data_problems=(),
+        is_prepared=True,
+    )
+    found = judge(plan, host=host, inputs=inputs)
+    return [each.text for each in found if each.severity is Severity.ERROR]
+
+
+@pytest.mark.parametrize("name", shipped.NAMES)
+def test_nothing_is_said_against_a_shipped_recipe_on_its_hardware(name: str) -> None:
+    assert problems(name) == []
+
+
+def test_every_broken_variant_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    tried = list(variants())
+    passed = [(name, sets) for name, sets in tried if not problems(name, *sets)]
+    with capsys.disabled():
+        sys.stdout.write(
+            f"\nbroken variants of the shipped recipes: {len(tried)}, refused: {len(tried) - len(passed)}\n"
+        )
+    assert passed == []
+    assert len(tried) == 202

@@ -1,0 +1,200 @@
+"""What a GPU run needs: flash attention, heads that divide, and memory, with what to change."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from plans import HOST
+
+from appliance.plan.build import build_plan
+from appliance.plan.host import HostFacts, HostGpu
+from appliance.plan.memory import GIB, engine_weights, host_bytes, ladder, moments, one_sequence
+from appliance.plan.model import RunPlan
+from appliance.plan.shapes import KNOWN, ModelShape, read_shape
+from appliance.preflight import gpu
+from appliance.preflight.finding import Finding, Severity
+from appliance.recipe.load import load_recipe
+
+SHAPE_32B = KNOWN["Qwen/Qwen2.5-32B"]
+
+
+def planned(recipe: str, *sets: str) -> RunPlan:
+    return build_plan(load_recipe(recipe, sets=sets), run_dir=Path("/runs/a-1"), host=HOST)
+
+
+def with_flash(host: HostFacts = HOST) -> HostFacts:
+    return dataclasses.replace(host, packages=frozenset({"flash_attn"}))
+
+
+NEEDS = "needs the package flash-attn, which is not installed"
+IMAGE = "use the image's gpu flavour, which brings it"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message", "remedy"),
+    [
+        ("dapo-7b-int8", f"`flash_attention_2` is planned: sharing a sequence over GPUs {NEEDS}", IMAGE),
+        (
+            "gsm8k-0.5b-int8",
+            f"`flash_attention_2` is planned: packing sequences without padding {NEEDS}",
+            f"{IMAGE}, or trainer.attention: sdpa, which pads",
+        ),
+    ],
+)
+def test_flash_attention_is_missed_where_it_is_needed(recipe: str, message: str, remedy: str) -> None:
+    finding = Finding(Severity.ERROR, "flash-attention", "trainer.attention", message, remedy)
+    assert list(gpu.attention(planned(recipe), HOST)) == [finding]
+    assert list(gpu.attention(planned(recipe), with_flash())) == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sets"), [("gsm8k-0.5b-int8", ("trainer.attention=sdpa",)), ("arithmetic-tiny-int8", ())]
+)
+def test_flash_attention_is_not_missed_elsewhere(recipe: str, sets: tuple[str, ...]) -> None:
+    assert list(gpu.attention(planned(recipe, *sets), HOST)) == []
+
+
+@pytest.mark.parametrize(
+    ("sets", "shape", "found"),
+    [
+        ((), SHAPE_32B, []),
+        (("rollout.tensor_parallel=8",), SHAPE_32B, []),
+        (("rollout.tensor_parallel=8",), dataclasses.replace(SHAPE_32B, heads=28), [("rollout", "28 attention heads")]),
+        (("trainer.sequence_parallel=8",), dataclasses.replace(SHAPE_32B, heads=28, kv_heads=4), [("trainer", "28")]),
+        (("trainer.sequence_parallel=8",), dataclasses.replace(SHAPE_32B, kv_heads=4), []),  # verl repeats them
+        (("trainer.sequence_parallel=4",), dataclasses.replace(SHAPE_32B, kv_heads=6), [("trainer", "6 KV heads")]),
+        (("rollout.tensor_parallel=4",), dataclasses.replace(SHAPE_32B, kv_heads=6), [("rollout", "6 KV heads")]),
+        (("rollout.tensor_parallel=8",), dataclasses.replace(SHAPE_32B, intermediate=1002), [("rollout", "1002")]),
+        (("rollout.tensor_parallel=8",), ModelShape(), []),
+        (("rollout.tensor_parallel=8",), None, []),
+    ],
+)
+def test_heads_and_widths_divide(sets: tuple[str, ...], shape: ModelShape | None, found: list[tuple[str, str]]) -> None:
+    sets = ("trainer.sequence_parallel=1", "rollout.tensor_parallel=1", *sets)
+    got = list(gpu.parallel(planned("dapo-32b-int8", *sets), shape))
+    assert [each.place.split(".")[0] for each in got] == [place for place, _ in found]
+    assert [what in each.message for each, (_, what) in zip(got, found, strict=True)] == [True] * len(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("Qwen/Qwen2.5-32B", 32.76),
+        ("Qwen/Qwen2.5-7B-Instruct", 7.62),
+        ("Qwen/Qwen2.5-1.5B-Instruct", 1.543),
+        ("Qwen/Qwen2.5-0.5B-Instruct", 0.494),
+        ("Qwen/Qwen3-8B", 8.19),
+        ("Qwen/Qwen3-32B", 32.76),
+    ],
+)
+def test_known_models_have_the_weights_their_cards_tell(name: str, billions: float) -> None:
+    """The published counts, in billions; ours leaves out norms and biases."""
+    assert KNOWN[name].weights / 1e9 == pytest.approx(billions, rel=2e-3)
+
+
+def test_the_sizes_that_are_certain() -> None:
+    """Of 32B on 32 GPUs, by hand: 31.2e9 weights in INT8 and the embeddings in BF16, on two GPUs."""
+    plan = planned("dapo-32b-int8")
+    embeddings = 2 * 152064 * 5120
+    assert engine_weights(plan, SHAPE_32B) == (SHAPE_32B.weights - embeddings + 2 * embeddings) // 2
+    assert one_sequence(plan, SHAPE_32B) == 22528 * 64 * 2 * 8 * 128 * 2 // 2
+    assert host_bytes(plan, SHAPE_32B) == SHAPE_32B.weights * 12 // 4
+    update = {part.what: part.size for part in moments(plan, SHAPE_32B)[1].parts}
+    assert update["Adam"] == SHAPE_32B.weights * 8 // 32
+    assert update["logits"] == 22528 * 152064 * 8
+
+
+def test_every_shipped_gpu_recipe_fits_by_the_estimate() -> None:
+    names = [name for name in SHIPPED if moments(planned(name), KNOWN[SHIPPED[name]])]
+    assert len(names) == 11
+    assert [name for name in names if any(each.short for each in moments(planned(name), KNOWN[SHIPPED[name]]))] == []
+
+
+SHIPPED = {
+    "dapo-32b-int8": "Qwen/Qwen2.5-32B",
+    "dapo-32b-fp8": "Qwen/Qwen2.5-32B",
+    "dapo-32b-bf16": "Qwen/Qwen2.5-32B",
+    "dapo-7b-int8": "Qwen/Qwen2.5-7B-Instruct",
+    "qwen3-8b-int8": "Qwen/Qwen3-8B",
+    "qwen3-8b-fp8": "Qwen/Qwen3-8B",
+    "qwen3-32b-fp8": "Qwen/Qwen3-32B",
+    "qwen2.5-1.5b-int8": "Qwen/Qwen2.5-1.5B-Instruct",
+    "gsm8k-0.5b-int8": "Qwen/Qwen2.5-0.5B-Instruct",
+    "gsm8k-0.5b-fp8": "Qwen/Qwen2.5-0.5B-Instruct",
+    "gsm8k-0.5b-bf16": "Qwen/Qwen2.5-0.5B-Instruct",
+}
+
+
+ONE_GPU = (
+    *("cluster.gpus_per_node=1", "trainer.sequence_parallel=1", "rollout.tensor_parallel=1"),
+    "batch.max_tokens_per_gpu=18432",
+)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sets", "changes"),
+    [
+        ("gsm8k-0.5b-int8", ("rollout.gpu_memory_utilization=0.95",), ("trainer.offload_optimizer: true",)),
+        (
+            "gsm8k-0.5b-int8",
+            ("rollout.gpu_memory_utilization=0.99",),
+            (
+                "trainer.offload_optimizer: true",
+                "trainer.offload_parameters: true",
+                "rollout.gpu_memory_utilization: 0.9",
+            ),
+        ),
+        ("gsm8k-0.5b-int8", ("batch.max_tokens_per_gpu=65536",), ("batch.max_tokens_per_gpu: 1024",)),
+        (
+            "dapo-7b-int8",
+            ("trainer.sequence_parallel=1", "batch.max_tokens_per_gpu=45056"),
+            ("batch.max_tokens_per_gpu: 22528",),
+        ),
+        ("qwen3-32b-fp8", ONE_GPU, ("cluster.gpus_per_node: 8",)),
+    ],
+)
+def test_the_ladder_says_what_makes_it_fit(recipe: str, sets: tuple[str, ...], changes: tuple[str, ...]) -> None:
+    plan, shape = planned(recipe, *sets), KNOWN[SHIPPED[recipe]]
+    assert any(moment.short for moment in moments(plan, shape))
+    assert ladder(plan, shape) == changes
+
+
+def test_a_shortage_is_an_error_only_where_it_is_certain() -> None:
+    found = list(gpu.memory(planned("qwen3-32b-fp8", *ONE_GPU), HOST, KNOWN["Qwen/Qwen3-32B"]))
+    assert [(each.severity, each.place) for each in found] == [(Severity.ERROR, "cluster.device")]
+    assert found[0].message == (
+        "393.3 GiB are missing on each GPU while weights are updated: about 533 of 140 GiB on each GPU: weights 122.0, "
+        "gradients 122.0, Adam 244.1, gathered layers 4.7, activations 16.5, logits 20.9, CUDA and the sleeping engine "
+        "3.0"
+    )
+    assert found[0].remedy == "by the same estimate it fits with cluster.gpus_per_node: 8"
+    sets = ("batch.max_tokens_per_gpu=65536",)
+    (only,) = gpu.memory(planned("gsm8k-0.5b-int8", *sets), HOST, KNOWN["Qwen/Qwen2.5-0.5B-Instruct"])
+    assert only.severity is Severity.WARNING
+    assert only.remedy == "by the same estimate it fits with batch.max_tokens_per_gpu: 1024"
+
+
+def test_offloading_needs_the_hosts_memory() -> None:
+    small = dataclasses.replace(HOST, gpus=(HostGpu("NVIDIA H200", 140 * GIB),) * 8, memory_bytes=200 * GIB)
+    (only,) = gpu.memory(planned("qwen3-32b-fp8"), small, KNOWN["Qwen/Qwen3-32B"])
+    assert only.text == (
+        "error: trainer.offload_optimizer: 366 GiB of the trainer's state are offloaded, this host has 200"
+    )
+
+
+def test_what_cannot_be_counted_is_not_judged() -> None:
+    experts = dataclasses.replace(SHAPE_32B, architectures=("Qwen3MoeForCausalLM",))
+    for shape in (None, ModelShape(), experts):
+        assert list(gpu.memory(planned("dapo-32b-int8"), HOST, shape)) == []
+    assert moments(planned("arithmetic-tiny-int8"), SHAPE_32B) == ()
+
+
+def test_a_shape_is_read_from_a_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128,'
+        '"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "vocab_size": 151936,'
+        '"max_position_embeddings": 40960, "tie_word_embeddings": false}'
+    )
+    assert read_shape(tmp_path / "config.json") == KNOWN["Qwen/Qwen3-32B"]

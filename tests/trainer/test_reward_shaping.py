@@ -1,0 +1,54 @@
+"""Our rewards against verl's own DAPO reward manager, run on real batches."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from verl import DataProto
+from verl.experimental.reward_loop.reward_manager.dapo import DAPORewardManager
+
+from appliance.tasks.grading import Shaping
+from appliance.tasks.tokenizer import byte_tokenizer
+
+MAX_TOKENS, BUFFER, PENALTY = 20, 8, 0.75
+
+
+def verls_reward(num_tokens: int, *, right: bool) -> float:
+    tokenizer = byte_tokenizer(max_positions=64)
+    config = OmegaConf.create(
+        {
+            "reward": {
+                "reward_kwargs": {
+                    "max_resp_len": MAX_TOKENS,
+                    "overlong_buffer_cfg": {"enable": True, "len": BUFFER, "penalty_factor": PENALTY, "log": True},
+                }
+            }
+        }
+    )
+    graded = {"score": 1.0 if right else -1.0, "acc": right}
+    manager = DAPORewardManager(config, tokenizer, lambda **_: graded)
+    responses = torch.full((1, MAX_TOKENS), 65)
+    mask = (torch.arange(4 + MAX_TOKENS) < 4 + num_tokens).long()[None]
+    batch = DataProto.from_dict(
+        tensors={"prompts": torch.full((1, 4), 65), "responses": responses, "attention_mask": mask},
+        non_tensors={"data_source": ["math_dapo"], "reward_model": [{"ground_truth": "1"}]},
+    )
+
+    async def run() -> dict:
+        manager.loop = asyncio.get_running_loop()
+        return await manager.run_single(batch)
+
+    return float(asyncio.run(run())["reward_score"])
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_rewards_are_verls_at_every_length(right: bool) -> None:
+    """float32 there, float64 here: equal to 1e-6 of rewards up to 2."""
+    shaping = Shaping(wrong=-1.0, max_tokens=MAX_TOKENS, buffer_tokens=BUFFER, penalty=PENALTY)
+    ours = [shaping.reward(float(right), num_tokens=length) for length in range(1, MAX_TOKENS + 1)]
+    theirs = [verls_reward(length, right=right) for length in range(1, MAX_TOKENS + 1)]
+    assert ours == pytest.approx(theirs, abs=1e-6)
+    assert min(ours) == pytest.approx((1.0 if right else -1.0) - PENALTY)
