@@ -138,18 +138,6 @@ class Governed:
             "correction_reject_k3": correction.reject_k3_above,
         }
 
-    def snapshot(self) -> str:
-        """The governor's memory as JSON on one line, for a checkpoint. `restore` is the inverse."""
-        return self._state.to_json()
-
-    def restore(self, text: str) -> None:
-        """Go on from a checkpoint's memory, in place of what guard.json said: steps after it are made again.
-
-        A memory that had stopped the run stands one level lower. Raises ValueError when the text is no snapshot.
-        """
-        self._state = resume(GovernorState.from_json(text), policy=self._policy)
-        self._keep()
-
     def _keep(self) -> None:
         """A crash leaves the old memory or the new one, never half of it."""
         partial = self._run_dir / f"{STATE_FILE}.partial-{os.getpid()}"

@@ -162,19 +162,6 @@ def test_another_attempt_goes_on_where_this_one_was(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "guard.json"]
 
 
-def test_a_snapshot_brings_back_the_memory_of_its_step(tmp_path: Path) -> None:
-    """What came after the checkpoint is forgotten, in memory and in guard.json."""
-    governed = Governed(make_plan(tmp_path, guard=QUICK))
-    governed.after_step(BAD)
-    kept = governed.snapshot()
-    assert "\n" not in kept and json.loads(kept)["level"]["rung"] == "warn"
-    assert governed.after_step(replace(BAD, step=2)) is not None
-    governed.restore(kept)
-    assert governed.snapshot() == kept == (tmp_path / "guard.json").read_text().strip()
-    with pytest.raises(ValueError, match="not a governor's state"):
-        governed.restore("{}")
-
-
 def test_equal_groups_counts_prompts_and_not_samples() -> None:
     def row(*ids: int) -> torch.Tensor:
         return torch.tensor(ids)

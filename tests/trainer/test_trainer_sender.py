@@ -15,7 +15,16 @@ from torch import Tensor
 
 from appliance.errors import SyncError
 from appliance.quant.digest import digest
-from appliance.quant.manifest import MANIFEST_NAME, Manifest, check_arrival, read_manifest, record
+from appliance.quant.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    check_arrival,
+    read_directive,
+    read_manifest,
+    record,
+)
+from appliance.quant.precision import AS_PLANNED, DIRECTIVE_NAME, Precision
+from appliance.quant.scheme import Scheme
 
 STATE = [("b.weight", torch.ones(3, 4, dtype=torch.bfloat16)), ("a.bias", torch.arange(5, dtype=torch.bfloat16))]
 
@@ -100,3 +109,17 @@ def test_an_arrival_that_differs_is_named_with_both_sides() -> None:
         with pytest.raises(SyncError) as raised:
             check_arrival(manifest, arrived)
         assert raised.value.message == f"weight update 3: {message}"
+
+
+def test_what_is_not_as_planned_goes_first_and_is_one_of_the_tensors() -> None:
+    from appliance.trainer.sender import DigestedWeights
+
+    async def collect(precision: Precision) -> list[tuple[str, Tensor]]:
+        return [pair async for pair in DigestedWeights(STATE, sync=7, precision=precision)]
+
+    wanted = Precision(Scheme.BF16, ("a", "b"))
+    (first, tensor), *rest, (last, listed) = asyncio.run(collect(wanted))
+    assert (first, read_directive(tensor), last) == (DIRECTIVE_NAME, wanted, MANIFEST_NAME)
+    assert [name for name, _ in rest] == [name for name, _ in STATE]
+    assert read_manifest(listed).records[0] == record(DIRECTIVE_NAME, tensor)
+    assert [name for name, _ in asyncio.run(collect(AS_PLANNED))] == [*(name for name, _ in STATE), MANIFEST_NAME]
