@@ -32,7 +32,7 @@ IMAGE_NAME = "flashrl-appliance"
 GRACE_S = 900  # a run may save before it stops
 _CACHE_VOLUME = "flashrl-cache"
 _OF_THE_IMAGE = frozenset({"python-version", "missing-library", "log-backend", "shared-memory"})
-_OWN_FOLDERS = ("/opt", "/usr", "/etc", "/tmp", "/cache")
+_OWN_FOLDERS = ("/opt/venv", "/opt/appliance", "/usr", "/etc", "/cache")
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def make_order(plan: RunPlan, argv: Sequence[str], *, recipe: str, image: str | 
 
     folder: the current one, absolute.  Raises RecipeError where it cannot be mounted: it would hide the image's own.
     """
-    if folder == Path("/") or any(folder.is_relative_to(own) for own in _OWN_FOLDERS):
+    if any(Path(own).is_relative_to(folder) or folder.is_relative_to(own) for own in _OWN_FOLDERS):
         hint = "start it from another folder, such as the one with your recipe"
         raise RecipeError([(f"--in-container: the current folder {folder} would hide the image's own", hint)])
     profile = plan.profile.source if plan.profile else ""

@@ -51,7 +51,11 @@ def test_the_plans_device_chooses_the_image_and_its_resources() -> None:
     assert order(image="registry.example/it:1").image == "registry.example/it:1"
 
 
-@pytest.mark.parametrize("folder", ["/", "/opt/appliance", "/tmp/x"])
+def test_a_folder_beside_the_images_own_is_taken() -> None:
+    assert order(folder=Path("/opt/mine"), run_dir="/opt/mine/runs/a-1").folders == (("/opt/mine", False),)
+
+
+@pytest.mark.parametrize("folder", ["/", "/opt", "/opt/appliance/recipes", "/etc"])
 def test_a_folder_that_would_hide_the_images_own_is_refused(folder: str) -> None:
     with pytest.raises(RecipeError) as caught:
         order(folder=Path(folder))

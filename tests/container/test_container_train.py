@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -107,6 +109,30 @@ def test_any_user_of_group_0_trains_without_a_volume_of_the_cache(cache: Path, s
     code, log = ended(container)
     assert code == 0, log[-3000:]
     assert {path.stat().st_uid for path in (runs / "other").rglob("*")} == {54321}
+
+
+def test_the_launcher_starts_a_container_follows_it_and_stops_it(cache: Path, tmp_path: Path) -> None:
+    """`train --in-container` from outside: the run lies in the current folder, and SIGTERM ends it as it does there."""
+    shutil.copytree(cache, tmp_path / "runs/.cache")
+    open_to_all(tmp_path)
+    options = ("--set", "trainer.steps=200", "--set", "trainer.validate_before=false")
+    command = [sys.executable, "-m", "appliance", "train", "arithmetic-tiny-int8", "--name", "inside", *options]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen([*command, "--in-container"], cwd=tmp_path, stdout=log, stderr=log)
+        try:
+            metrics = tmp_path / "runs/inside/metrics.jsonl"
+            deadline = time.monotonic() + START_S
+            while not metrics.exists() and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.5)
+            process.terminate()
+            code = process.wait(300)
+        finally:
+            process.kill()
+    said = (tmp_path / "log").read_text()
+    assert metrics.exists(), said[-3000:]
+    assert code in (75, 130), said[-3000:]
+    assert json.loads((tmp_path / "runs/inside/run.json").read_text())["exit_code"] == code
+    assert said.startswith("container ") and "of flashrl-appliance:cpu\n" in said
 
 
 def test_without_any_volume_it_says_that_the_results_go(image: str, engine) -> None:
