@@ -70,11 +70,25 @@ def _put_back(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> None:
     for partial in run_dir.glob(f"{MODEL}.partial-*"):
         shutil.rmtree(partial)
     made = {"recipe.yaml": recipe_yaml, "plan.json": plan.to_json() + "\n"}
-    made["versions.json"] = json.dumps(versions(plan), indent=2) + "\n"
+    now = versions(plan)
+    made["versions.json"] = json.dumps(now, indent=2) + "\n"
+    _tell_versions(run_dir, now=now)
     for name, text in made.items():
         if (run_dir / name).is_file() and not (logs / name).exists():
             shutil.copyfile(run_dir / name, logs / name)
         write_durably(run_dir / name, text)
+
+
+def _tell_versions(run_dir: Path, *, now: dict[str, object]) -> None:
+    """A note where this program or what it drives is another version than in the attempt before."""
+    try:
+        before = json.loads((run_dir / "versions.json").read_text())
+    except (OSError, ValueError):
+        return
+    changed = [name for name in ("distributions", "python", "fingerprint") if before.get(name) != now.get(name)]
+    if changed:
+        what = f"this attempt runs with other versions than the one before: {', '.join(changed)}"
+        append_event(run_dir, kind="note", what=what, why="versions.json, and logs/ for those before")
 
 
 def _words(resume: Resume, *, attempt: int) -> str:

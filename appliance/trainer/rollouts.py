@@ -110,6 +110,11 @@ class Rollouts:
         self._futures = [each for each in self._futures if not each.done()] + [future]
         future.add_done_callback(self._note_failure)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is being generated, scored or put."""
+        return any(not future.done() for future in self._futures)
+
     def abandon(self) -> None:
         """Leave what is being generated, for a run that stops: nobody waits for it any more."""
         for future in self._futures:

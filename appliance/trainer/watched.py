@@ -15,12 +15,14 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from appliance.errors import ApplianceError, AttestationError, TrainingError
 from appliance.guard.governor import Decision
 from appliance.plan.model import RunPlan
+from appliance.quant.device import CPU
 from appliance.quant.scheme import Scheme
 from appliance.run.acknowledge import SyncRecord, check_sync
 from appliance.run.attest import check_attestations, fingerprint
 from appliance.run.checkpoints import checkpoint_folder
 from appliance.run.events import append_event, run_started
 from appliance.trainer.attest import attest_driver, attest_trainers
+from appliance.trainer.batch_order import choose_in_order
 from appliance.trainer.checkpoints import Checkpoints
 from appliance.trainer.clipping import Clipping
 from appliance.trainer.corrected import CorrectionStep
@@ -79,6 +81,7 @@ class WatchedTrainer(PPOTrainerSync):
             return last_debug_time
 
         self.replay_buffer._wait_for_next_poll = wait
+        choose_in_order(self.replay_buffer, is_busy=lambda: rollouts.is_busy, looks_early=self.plan.device != CPU)
         self._rollouts = rollouts
 
     # start-up

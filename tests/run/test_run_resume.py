@@ -316,3 +316,15 @@ def test_a_model_of_an_earlier_end_goes_aside(tmp_path: Path, small_plan: Callab
     begin_attempt(plan, resume=Resume(target_of(run_dir), Found(None)), recipe_yaml="").release()
     assert (run_dir / "logs" / "1" / "model").is_dir()
     assert not (run_dir / "model").exists() and not (run_dir / "model.partial-77").exists()
+
+
+def test_another_version_is_noted(tmp_path: Path, small_plan: Callable) -> None:
+    plan = small_plan(tmp_path, steps=9)
+    run_dir = stopped(plan)
+    begin_attempt(plan, resume=resumed(run_dir), recipe_yaml="").release()
+    assert events(run_dir, "note")[-1][0].startswith("the lines of metrics.jsonl after step 0 are cut off")
+    said = json.loads((run_dir / "versions.json").read_text())
+    (run_dir / "versions.json").write_text(json.dumps({**said, "python": "3.10.1"}))
+    begin_attempt(plan, resume=resumed(run_dir), recipe_yaml="").release()
+    told = "this attempt runs with other versions than the one before: python"
+    assert events(run_dir, "note")[-1] == (told, "versions.json, and logs/ for those before")
