@@ -6,11 +6,12 @@ them.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.errors import PreflightError, RecipeError
-from appliance.plan.model import RunPlan, read_plan
+from appliance.plan.model import RunPlan
 from appliance.recipe.dump import to_plain
 from appliance.recipe.load import load_recipe
 from appliance.recipe.schema import Recipe
@@ -125,8 +126,8 @@ def _flat(recipe: Recipe) -> dict[str, object]:
 
 
 def is_done(target: Target, *, steps: int) -> bool:
-    """Whether the run ended well, and after at least so many steps."""
-    if target.record.state is not RunStatus.DONE:
+    """Whether the run ended well, and after at least so many steps. Never when a checkpoint to go back to is named."""
+    if target.record.state is not RunStatus.DONE or target.checkpoint is not None:
         return False
     return _plan_before(target).steps >= steps
 
@@ -151,20 +152,24 @@ def refuse_misfit(resume: Resume, *, plan: RunPlan) -> None:
     facts = read_manifest(folder).facts
     ranks = plan.nodes * plan.gpus_per_node
     if facts.world_size != ranks:
-        message = f"{folder.name} was saved by {facts.world_size} ranks, the plan has {ranks}"
+        message = f"{folder.name} was saved by {_ranks(facts.world_size)}, the plan has {ranks}"
         hint = "verl loads it with the same number only: set cluster.nodes and cluster.gpus_per_node back"
         raise PreflightError(message, hint=hint)
     if resume.step > plan.steps:
         message = f"{folder.name} is later than trainer.steps, {plan.steps}"
         raise PreflightError(message, hint=f"set trainer.steps to {resume.step} at least, or name an older checkpoint")
-    if Path(plan.task.train_parquet) != Path(_plan_before(resume.target).task.train_parquet):
-        message = "the training problems are not those that the run began with: a data file changed"
-        raise PreflightError(message, hint="put the file back, or start a new run")
+    if Path(plan.task.train_parquet) != Path(_plan_before(resume.target).train_parquet):
+        message = "the training problems are not those that the run began with"
+        raise PreflightError(message, hint="put the data file or the version of this program back, or start a new run")
     for name, digest in facts.profile:
         path = plan_profile_file(resume.target.run_dir, name)
         if not path.is_file() or hash_file(path) != digest:
             message = f"{path} is not the one that {folder.name} was trained with"
             raise PreflightError(message, hint="put it back, or start a new run")
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank{'' if number == 1 else 's'}"
 
 
 def plan_profile_file(run_dir: Path, name: str) -> Path:
@@ -174,12 +179,22 @@ def plan_profile_file(run_dir: Path, name: str) -> Path:
     return run_dir / "profile" / name
 
 
-def _plan_before(target: Target) -> RunPlan:
+@dataclass(frozen=True)
+class _Before:
+    """What is asked of the plan of the attempt before: as little as can be, so that it may be of an older version."""
+
+    steps: int
+    train_parquet: str
+
+
+def _plan_before(target: Target) -> _Before:
     """Raises RecipeError when the run's plan cannot be read."""
+    path = target.run_dir / "plan.json"
     try:
-        return read_plan(target.run_dir / "plan.json")
+        raw = json.loads(path.read_text())
+        return _Before(steps=int(raw["steps"]), train_parquet=str(raw["task"]["train_parquet"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RecipeError([(f"{target.run_dir / 'plan.json'}: cannot be read: {error}", "start a new run")]) from error
+        raise RecipeError([(f"{path}: cannot be read: {error}", "start a new run")]) from error
 
 
 def rejected_texts(rejected: tuple[Rejected, ...]) -> list[str]:

@@ -5,18 +5,24 @@ RUN: the run's folder.  TARGET: the folder to make.  REPORT: a folder whose even
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
-from appliance.plan.model import read_plan
+from appliance.plan.model import UaqPlan
 from appliance.run.boundary import told
 from appliance.trainer.export import export_checkpoint
 
 
 def main() -> int:
     run_dir, checkpoint, target, report = (Path(argument) for argument in sys.argv[1:])
-    uaq = read_plan(run_dir / "plan.json").uaq
-    return told(report, lambda: export_checkpoint(checkpoint, target=target, uaq=uaq))
+    return told(report, lambda: export_checkpoint(checkpoint, target=target, uaq=_uaq(run_dir)))
+
+
+def _uaq(run_dir: Path) -> UaqPlan | None:
+    """Of the run's plan, which may be of an older version otherwise."""
+    raw = json.loads((run_dir / "plan.json").read_text()).get("uaq")
+    return UaqPlan(**raw) if raw else None
 
 
 if __name__ == "__main__":
