@@ -84,6 +84,7 @@ def train(
     from appliance.preflight.report import examine
     from appliance.profile.command import BEFORE_TRAINING
     from appliance.recipe.dump import to_yaml
+    from appliance.run.go_on import through_faults
     from appliance.run.train import run_training
     from appliance.run.work import stop_on_errors
 
@@ -96,7 +97,7 @@ def train(
     code = run_training(
         plan, recipe_yaml=to_yaml(loaded), findings=findings, name=name, json_mode=json_mode, steps=BEFORE_TRAINING
     )
-    raise typer.Exit(code)
+    raise typer.Exit(through_faults(code, loaded, Path(plan.run_dir), json_mode=json_mode, steps=(PROFILING,)))
 
 
 @app.command()

@@ -184,6 +184,7 @@ class Trainer(Section):
     offload_parameters: bool = Field(False, description="weights wait in the host's memory when not at work")
     offload_optimizer: bool = Field(False, description="the optimizer's state, too: two thirds of the memory")
     sequence_parallel: int = Field(1, ge=1, description="GPUs that share one sequence (Ulysses)")
+    max_restarts: int = Field(3, ge=0, description="new attempts after faults, each from a checkpoint")
 
 
 class Cluster(Section):
@@ -268,6 +269,5 @@ SECTIONS: dict[str, type[Section]] = {
 NOT_YET: frozenset[str] = frozenset(
     {
         "model.revision",
-        "trainer.max_restarts",
     }
 )

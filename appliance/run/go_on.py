@@ -1,4 +1,4 @@
-"""`train --resume`: from the choice of a run to its next attempt."""
+"""`train --resume`, and what follows a fault: from the choice of a run to its next attempt."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from appliance.preflight.report import examine
 from appliance.recipe.dump import to_yaml
 from appliance.recipe.schema import Recipe
 from appliance.run import resume as resuming
+from appliance.run.restarts import keep_going
 from appliance.run.train import Step, run_training
 from appliance.run.work import stop_on_errors
 
@@ -31,6 +32,31 @@ def resume_training(
     target = resuming.find_target(resume, root=root, recipe_name=recipe.name, name=name)
     if target is None:
         return None
+    code = _attempt(recipe, target, name=name, force=force, dry_run=dry_run, json_mode=json_mode, steps=steps)
+    return code if dry_run else through_faults(code, recipe, target.run_dir, json_mode=json_mode, steps=steps)
+
+
+def through_faults(code: int, recipe: Recipe, run_dir: Path, *, json_mode: bool, steps: tuple[Step, ...]) -> int:
+    """What is left of a run after its first attempt ended with this code. Returns the last exit code."""
+
+    def again() -> int:
+        target = resuming.find_target(str(run_dir), root=run_dir.parent, recipe_name=recipe.name, name=run_dir.name)
+        assert target is not None, "a run's own folder is a target"
+        return _attempt(recipe, target, name=run_dir.name, force=True, dry_run=False, json_mode=json_mode, steps=steps)
+
+    return keep_going(code, run_dir=run_dir, max_restarts=recipe.trainer.max_restarts, again=again)
+
+
+def _attempt(
+    recipe: Recipe,
+    target: resuming.Target,
+    *,
+    name: str | None,
+    force: bool,
+    dry_run: bool,
+    json_mode: bool,
+    steps: tuple[Step, ...],
+) -> int:
     resuming.refuse_changes(recipe, target=target, force=force)
     plan, _, _ = examine(recipe, run_dir=target.run_dir, ask_hub=False)
     if resuming.is_done(target, steps=plan.steps):

@@ -10,6 +10,7 @@ from appliance import console
 from appliance.errors import RecipeError
 from appliance.plan.model import RunPlan, read_plan
 from appliance.run import display, draw, summary
+from appliance.run.checkpoints import in_order, step_of
 from appliance.run.events import RunTail
 from appliance.run.session import RUN_FILE, RunRecord, RunStatus, has_launcher, read_record
 from appliance.run.state import RunState, fold, median_tokens_per_s, remaining_s
@@ -37,9 +38,12 @@ def print_status(run: str, *, run_root: Path, json_mode: bool = False) -> None:
     for news in RunTail(run_dir).read():
         state = fold(state, news)
     if json_mode:
-        console.out(json.dumps({**asdict(record), "run_dir": str(run_dir), **_numbers(state)}))
+        saved = [step_of(folder) for folder in in_order(run_dir)]
+        document = {**asdict(record), "run_dir": str(run_dir), **_numbers(state), "checkpoint_steps": saved}
+        console.out(json.dumps(document))
         return
-    for label, text in status_rows(plan, record, state, folder=summary.typed_path(run_dir)):
+    rows = status_rows(plan, record, state, folder=summary.typed_path(run_dir))
+    for label, text in (*rows, *_saved_rows(run_dir, record)):
         console.out(f"{label:<12}{text}")
 
 
@@ -61,6 +65,16 @@ def status_rows(plan: RunPlan, record: RunRecord, state: RunState, *, folder: st
         rows.append(("hint", state.failure.hint))
     rows.append(("folder", folder))
     return tuple((label, text) for label, text in rows if text)
+
+
+def _saved_rows(run_dir: Path, record: RunRecord) -> list[tuple[str, str]]:
+    saved = [folder.name for folder in in_order(run_dir)]
+    rows = [("attempts", str(record.attempt))] if record.attempt > 1 else []
+    if saved:
+        rows.append(("checkpoint", f"{saved[-1]}, the newest of {len(saved)}"))
+    if saved and record.state in (RunStatus.FAILED, RunStatus.STOPPED):
+        rows.append(("go on", summary.go_on_command(run_dir)))
+    return rows
 
 
 def _state_text(record: RunRecord) -> str:

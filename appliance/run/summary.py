@@ -10,6 +10,7 @@ from typing import Any
 from appliance.plan.model import RunPlan
 from appliance.quant.scheme import Scheme
 from appliance.run import draw
+from appliance.run.checkpoints import in_order
 from appliance.run.state import RunState, median_tokens_per_s, step_seconds
 
 _CLIMB = 0.02  # a difference of greedy validation that is more than noise at 500 problems
@@ -97,6 +98,13 @@ def summary_object(
         "rollout_tokens_per_s": median_tokens_per_s(state),
         "step_s": step_seconds(state),
     }
+
+
+def go_on_command(run_dir: Path) -> str:
+    """What goes on with a run that did not end well; empty when it has no checkpoint."""
+    if not in_order(run_dir):
+        return ""
+    return f"appliance train {typed_path(run_dir)}/recipe.yaml --name {run_dir.name} --resume auto"
 
 
 def typed_path(path: Path) -> str:

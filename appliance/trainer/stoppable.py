@@ -72,7 +72,7 @@ class StoppableTrainer(WatchedTrainer):
         if self._stopping.finished != self._stopping.saved:
             if self._rollouts is not None:
                 self._rollouts.abandon()
-            self.checkpoints.save_now("asked to stop")
+            self.checkpoints.save_now(f"stopped by {self._stopping.why}")
             self._note_saved()
         return self._stopping.leave()
 

@@ -41,6 +41,11 @@ class Stopping:
         threading.Thread(target=self._watch, name="stop-watch", daemon=True).start()
 
     @property
+    def why(self) -> str:
+        """The signal's name, or an empty text."""
+        return self._why
+
+    @property
     def asked(self) -> bool:
         return self._asked.is_set()
 

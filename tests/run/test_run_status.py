@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,7 @@ def test_status_for_machines(tmp_path: Path, small_plan: Callable, capsys: pytes
         "val_reward_before": 0.2,
         "val_reward_mean": 0.2,
         "rollout_tokens_per_s": 450.0,
+        "checkpoint_steps": [],
     }
 
 
@@ -99,3 +101,23 @@ def test_broken_run_folder_is_told(tmp_path: Path) -> None:
     assert caught.value.message == (
         f"{tmp_path}: cannot be read as a run: [Errno 2] No such file or directory: '{tmp_path}/plan.json'"
     )
+
+
+def test_status_names_attempts_checkpoints_and_how_to_go_on(
+    tmp_path: Path, small_plan: Callable, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with create(small_plan(tmp_path)) as session:
+        session.record = replace(session.record, attempt=3)
+        session.finish(state=RunStatus.STOPPED, exit_code=75, reason="stopped by SIGTERM")
+    for step in (4, 12):
+        (session.run_dir / "checkpoints" / f"global_step_{step}").mkdir(parents=True)
+    print_status("small-1", run_root=tmp_path)
+    assert capsys.readouterr().out.splitlines()[-4:] == [
+        "folder      small-1",
+        "attempts    3",
+        "checkpoint  global_step_12, the newest of 2",
+        "go on       appliance train small-1/recipe.yaml --name small-1 --resume auto",
+    ]
+    print_status("small-1", run_root=tmp_path, json_mode=True)
+    assert json.loads(capsys.readouterr().out)["checkpoint_steps"] == [4, 12]
