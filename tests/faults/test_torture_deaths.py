@@ -1,0 +1,61 @@
+"""Every kind of process of a real training, killed or stopped: named within a minute. `make torture`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+from killable import Run
+
+pytestmark = pytest.mark.torture
+
+NAMED_WITHIN_S = 60.0
+# The process's name as the kernel keeps it (15 characters), who it is in the message, the exit code.
+DEATHS = {
+    "VLLM::EngineCor": ("rollout engine 0 died: its core process is gone", 4),
+    "ray::GroupServe": ("rollout", 4),  # the engine watch or Ray's table, whichever looks first
+    "ray::WorkerDict": ("a training worker died: WorkerDict", 5),
+    "ray::SimpleStor": ("a storage unit of the TransferQueue died", 5),
+    "ray::TransferQu": ("the TransferQueue's controller died", 5),
+    "raylet": ("Ray's scheduler (raylet) died: signal 9 (SIGKILL)", 5),
+    "gcs_server": ("Ray's control service (GCS) died: signal 9 (SIGKILL)", 5),
+}
+
+
+def after_a_step(new_run: Callable[..., Run], name: str, **sets: str) -> Run:
+    run = new_run(name, trainer__steps="200", trainer__max_restarts="0", checkpoint__every_steps="0", **sets)
+    run.start()
+    assert run.wait_for(lambda: run.steps), run.said[-3000:]
+    return run
+
+
+@pytest.mark.parametrize("victim", DEATHS)
+def test_death_is_named_within_a_minute(victim: str, new_run: Callable[..., Run]) -> None:
+    what, code = DEATHS[victim]
+    run = after_a_step(new_run, f"death-{victim.replace(':', '')}")
+    killed_at = time.time()
+    run.kill(victim)
+    assert run.end() == code, run.said[-3000:]
+    failure = run.events("failure")[0]
+    assert what in failure["what"]
+    assert failure["time"] - killed_at < NAMED_WITHIN_S
+    assert run.processes() == []
+
+
+@pytest.mark.parametrize("victim", ["VLLM::EngineCor", "ray::WorkerDict"])
+def test_process_that_stands_still_is_cut_with_stacks_of_the_others(victim: str, new_run: Callable[..., Run]) -> None:
+    """SIGSTOP: it is there, holds its connections and does nothing."""
+    run = after_a_step(new_run, f"stall-{victim.replace(':', '')}", guard__stall_s="30")
+    (process,) = [each for each in run.processes() if each.name.startswith(victim)]
+    os.kill(process.pid, signal.SIGSTOP)
+    code = run.end()
+    assert code in (4, 5), run.said[-3000:]
+    failure = run.events("failure")[0]
+    assert failure["what"].startswith("no progress for 30 s in phase ") or "did not answer" in failure["what"]
+    if failure["what"].startswith("no progress"):
+        (stall,) = run.events("stall")
+        assert {name.split("-")[0] for name in stall["stacks"]} >= {"driver", "worker"}
+    assert run.processes() == []
