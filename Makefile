@@ -28,7 +28,7 @@ setup: ## build .venv from the locks; changes nothing when it is up to date
 	@requirements/setup.sh
 
 torture: setup ## kill real trainings again and again, for hours: ARGS="-k kills" picks some
-	@.venv/bin/python -m pytest -m torture -s $(ARGS)
+	@.venv/bin/python -m pytest -m torture -s tests/faults $(ARGS)
 
 lint: setup ## style and formatting
 	@.venv/bin/ruff check .

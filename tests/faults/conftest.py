@@ -13,18 +13,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from killable import Run
 
 
-@pytest.fixture(scope="session")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder of runs for all tests here: the model is made once."""
-    return tmp_path_factory.mktemp("faults")
-
-
 @pytest.fixture
-def new_run(root: Path) -> Iterator[Callable[..., Run]]:
+def new_run(run_root: Path) -> Iterator[Callable[..., Run]]:
     made: list[Run] = []
 
     def make(name: str, **sets: str) -> Run:
-        run = Run(root, name, {key.replace("__", "."): value for key, value in sets.items()})
+        run = Run(run_root, name, {key.replace("__", "."): value for key, value in sets.items()})
         made.append(run)
         return run
 
