@@ -47,12 +47,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
 
 
-@pytest.fixture(scope="session")
-def run_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for the runs of several files: its cache holds the tiny model, which takes a minute to make."""
-    return tmp_path_factory.mktemp("runs")
-
-
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     return refuse_unlisted((yield), skips=read_skips(SKIPS.read_text()))

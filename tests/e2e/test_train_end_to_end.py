@@ -82,8 +82,8 @@ def processes_of(run_dir: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def root(run_root: Path) -> Path:
-    return run_root
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
 
 
 @pytest.fixture(scope="module")

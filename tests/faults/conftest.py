@@ -13,6 +13,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from killable import Run
 
 
+@pytest.fixture(scope="session")
+def run_root(tmp_path_factory: pytest.TempPathFactory, with_tiny_cache: Callable[[Path], Path]) -> Path:
+    return with_tiny_cache(tmp_path_factory.mktemp("faults"))
+
+
 @pytest.fixture
 def new_run(run_root: Path) -> Iterator[Callable[..., Run]]:
     made: list[Run] = []
