@@ -311,6 +311,7 @@ def _task(recipe: Recipe, *, cache_dir: Path, model: ModelPlan) -> TaskPlan:
         max_prompt_tokens=task.max_prompt_tokens,
         max_response_tokens=task.max_response_tokens,
         truncate_prompts=task.long_prompts is LongPrompts.TRUNCATE,
+        reward_timeout_s=task.reward_timeout_s,
     )
 
 

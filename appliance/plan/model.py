@@ -75,6 +75,7 @@ class TaskPlan:
     max_prompt_tokens: int
     max_response_tokens: int
     truncate_prompts: bool = False
+    reward_timeout_s: float = 30.0
 
 
 @dataclass(frozen=True)
@@ -219,9 +220,8 @@ class GuardPlan:
     """What the governor may do, and when a step counts as bad. Steps are counts, bounds in the units of the metrics.
 
     bad_steps: of the last 2 * bad_steps - 1, lead up.  fine_steps: in a row, lead down.  cooling_steps: between moves.
-    gradient_steps: gradients in a row that are not finite and stop the run.
-    save_budget_s: what a signal leaves for saving.  stall_s: without progress, then the training is cut.
-    switching: how engines change their scheme.
+    gradient_steps: gradients in a row that are not finite and stop the run.  switching: how engines change their scheme.
+    save_budget_s: for saving at a signal.  stall_s: without progress, then it is cut.  reward_failures: a share, 0..1.
     """
 
     actions: tuple[Action, ...] = ()
@@ -235,6 +235,7 @@ class GuardPlan:
     gradient_steps: int = 3
     save_budget_s: float = 300.0
     stall_s: float = 1800.0
+    reward_failures: float = 0.1
     switching: Switching = Switching.LIVE
 
     @property

@@ -99,6 +99,7 @@ class Task(Section):
     max_prompt_tokens: int = Field(512, ge=1, description="what is longer: see long_prompts")
     long_prompts: LongPrompts_ = Field(LongPrompts.DROP, description="`drop` them, or `truncate` their beginning")
     max_response_tokens: int = Field(512, ge=1, description="a response is cut here")
+    reward_timeout_s: float = Field(30, gt=0, description="for one response, then its reward has failed")
 
 
 class Rollout(Section):
@@ -217,6 +218,7 @@ class Guard(Section):
     gradient_steps: int = Field(3, ge=1, description="gradients in a row that are not finite, then it stops")
     save_budget_s: float = Field(300, gt=0, description="seconds to save in after a signal, then it is ended")
     stall_s: float = Field(1800, gt=0, description="seconds without any progress, then the training is cut")
+    reward_failures: float = Field(0.1, ge=0, le=1, description="a step with a larger share of failed rewards stops it")
 
 
 class Checkpoint(Section):

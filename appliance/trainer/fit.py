@@ -66,7 +66,7 @@ def fit(
     transfer_queue.init(config.transfer_queue)
     try:
         trainer = StoppableTrainer(config=config, plan=plan, stopping=stopping, on_engine_death=on_engine_death)
-        pool = RewardPool(kind=plan.task.kind)
+        pool = RewardPool(kind=plan.task.kind, timeout_s=plan.task.reward_timeout_s)
         try:
             trainer.init()
             trainer.fit(_rollouts(trainer, plan=plan, pool=pool))

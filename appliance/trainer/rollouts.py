@@ -29,7 +29,8 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from appliance.errors import EngineError, TrainingError
 from appliance.run.heartbeat import Heartbeat
-from appliance.tasks.grading import Shaping
+from appliance.tasks.grading import Graded, Shaping
+from appliance.trainer.reward_faults import neutral_accuracies
 from appliance.trainer.reward_pool import RewardPool
 from appliance.trainer.seeds import PromptSeeds
 
@@ -86,7 +87,7 @@ class Rollouts:
         self._servers = servers
         self._seeds = PromptSeeds(seed)
         self._tokenizer = tokenizer
-        self._pool = pool
+        self.pool = pool
         self._shaping = shaping
         self._in_order = in_order
         self._training = training
@@ -197,7 +198,8 @@ class Rollouts:
     async def _scored(self, prompt: _Prompt, *, shaping: Shaping) -> Group:
         """(uid, one field dictionary per sample)."""
         group = await prompt.group
-        accuracies = await asyncio.gather(*(self._accuracy(prompt.row, sample=sample) for sample in group.samples))
+        graded = await asyncio.gather(*(self._grade(prompt.row, sample=sample) for sample in group.samples))
+        accuracies = neutral_accuracies(graded)  # a single sample, as validation has, counts as wrong
         return prompt.row["uid"], [
             _fields(
                 prompt.row,
@@ -211,9 +213,9 @@ class Rollouts:
             for session, (sample, accuracy) in enumerate(zip(group.samples, accuracies, strict=True))
         ]
 
-    async def _accuracy(self, row: dict[str, Any], *, sample: Any) -> float:
+    async def _grade(self, row: dict[str, Any], *, sample: Any) -> Graded:
         text = self._tokenizer.decode(sample.token_ids, skip_special_tokens=True)
-        return (await self._pool.grade(row["data_source"], text, row["reward_model"]["ground_truth"])).accuracy
+        return await self.pool.grade(row["data_source"], text, row["reward_model"]["ground_truth"])
 
     def _tokenise(self, messages: Any) -> list[int]:
         ids = self._tokenizer.apply_chat_template(

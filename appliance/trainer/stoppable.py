@@ -11,12 +11,12 @@ from typing import Any
 from transfer_queue import KVBatchMeta
 
 from appliance.errors import ApplianceError
+from appliance.trainer.rewarded import RewardedTrainer
 from appliance.trainer.rollouts import Rollouts
 from appliance.trainer.stopping import StopAsked, Stopping
-from appliance.trainer.watched import WatchedTrainer
 
 
-class StoppableTrainer(WatchedTrainer):
+class StoppableTrainer(RewardedTrainer):
     """Adds the places where a step may be left, and `save_and_stop`."""
 
     def __init__(self, *, stopping: Stopping, **others: Any) -> None:
