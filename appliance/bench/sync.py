@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from appliance import console
 from appliance.bench.job import NAMED_SHAPES, Shapes
 from appliance.bench.random_model import qwen2_config
+from appliance.engine.schedule import ROTATION
 from appliance.plan.env import PLAN_VARIABLE, child_env
 from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
@@ -36,7 +37,9 @@ MAX_RATIO = 1.3  # of a quantised update to BF16's
 MAX_PROOF_SHARE = 0.05
 LEGEND = """update: seconds of the worker, from the first tensor to the last proof. Proof's share: of the update without
 digests, mean over all updates. Extra memory: peak of the process above what it held before. Waiting: most that was
-kept for layers that were not complete. FP8 is emulated, and proven in full at every eighth update only."""
+kept for layers that were not complete. FP8 is emulated. The updates are a whole round of proofs where their number is
+eight times the layers' turns: in it every layer is asked once for each turn and all at the end of each, and everything
+that a layer holds is looked at once."""
 
 
 @dataclass(frozen=True)
@@ -215,12 +218,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m appliance.bench.sync", description=__doc__)
     parser.add_argument("--shapes", choices=sorted(NAMED_SHAPES), default="qwen2.5-0.5b")
     parser.add_argument("--layers", type=int, default=12)  # 178 million parameters
-    parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--prove-every", type=int, default=1)
+    parser.add_argument("--pairs", type=int, help="default: a whole round of proofs, 8 times --prove-every")
+    parser.add_argument("--prove-every", type=int, default=8)  # as runs of models that are not tiny have it
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--schemes", default=",".join(SCHEMES))
     parser.add_argument("-o", "--output", type=Path)
     given = parser.parse_args()
+    given.pairs = given.pairs or ROTATION * given.prove_every
     _set_environment(given.threads)
     shapes = dataclasses.replace(NAMED_SHAPES[given.shapes], layers=given.layers)
     schemes = tuple(Scheme(name) for name in given.schemes.split(","))

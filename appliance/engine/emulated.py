@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import linear
@@ -18,7 +19,7 @@ from vllm.model_executor.utils import replace_parameter
 from appliance.engine.quantised import OnlineLinearMethod
 from appliance.errors import EngineError
 from appliance.quant.codec import Fp8Weight, QuantisedWeight, quantise
-from appliance.quant.codec_fp8 import BLOCK, dequantise_fp8, quantise_fp8_tokens
+from appliance.quant.codec_fp8 import BLOCK, dequantise_fp8, quantise_fp8_tokens, row_blocks
 from appliance.quant.scheme import Scheme
 
 
@@ -65,7 +66,10 @@ class EmulatedLinearMethod(OnlineLinearMethod):
         x_MK = x.reshape(-1, x.shape[-1])
         tokens = quantise_fp8_tokens(x_MK, scheme=self.scheme, finite=False)
         weight = Fp8Weight(layer.weight.data, scale=layer.weight_scale.data, block=self._block, scheme=self.scheme)
-        y_MN = linear(dequantise_fp8(tokens), dequantise_fp8(weight), None if bias is None else bias.float())
+        tokens_MK = dequantise_fp8(tokens)
+        y_MN = torch.cat([linear(tokens_MK, dequantise_fp8(part)) for part in row_blocks(weight)], dim=1)
+        if bias is not None:
+            y_MN += bias.float()
         return y_MN.to(x.dtype).reshape(*x.shape[:-1], -1)
 
     def held_scale(self, layer: Module) -> Tensor | None:

@@ -193,7 +193,8 @@ class OnlineExpertsMethod(Quantising, OnlineMoEMethodBase):
 
     @property
     def kernel_name(self) -> str:
-        return f"{self.gemms[0].quant_method.kernel_name}, expert by expert"
+        names = dict.fromkeys(gemm.quant_method.kernel_name for gemm in self.gemms)
+        return f"{' and '.join(names)}, expert by expert"
 
     def held_scale(self, layer: Module) -> Tensor | None:
         """None: each entry of `gemms` is a layer with a method and scales of its own."""

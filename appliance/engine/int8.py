@@ -16,19 +16,19 @@ from torch.nn import Module
 from vllm import _custom_ops as ops
 from vllm.model_executor.kernels.linear import init_int8_linear_kernel
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
-from vllm.model_executor.layers.utils import check_cpu_sgl_kernel
 from vllm.model_executor.utils import replace_parameter
-from vllm.platforms import CpuArchEnum, current_platform
+from vllm.platforms import current_platform
 
+from appliance.engine.cpu_gemm import CpuGemm, pack
 from appliance.engine.quantised import OnlineLinearMethod
-from appliance.quant.codec import Int8Weight, int8_scale, quantise_int8
+from appliance.errors import NumericsError
+from appliance.quant.codec import Int8Weight, quantise_int8
+from appliance.quant.codec_range import all_finite
 from appliance.quant.scheme import Scheme
-
-_ONEDNN_CACHED_PRIMITIVES = 32  # as vLLM's kernel has it
 
 
 class Int8LinearMethod(OnlineLinearMethod):
-    """One per layer. Keeps what vLLM's kernel holds only by address alive, see `install`."""
+    """One per layer."""
 
     scheme = Scheme.INT8
 
@@ -40,7 +40,7 @@ class Int8LinearMethod(OnlineLinearMethod):
             input_symmetric=True,
             module_name=type(self).__name__,
         )
-        self._held: Tensor | None = None
+        self.gemm: CpuGemm | None = None
 
     def create_weights(self, layer: Module, *args: Any, **kwargs: Any) -> None:
         super().create_weights(layer, *args, **kwargs)
@@ -53,56 +53,35 @@ class Int8LinearMethod(OnlineLinearMethod):
     def install(self, layer: Module, quantised: Int8Weight) -> None:
         """Hand codes and scales to vLLM's kernel.
 
-        The oneDNN handle keeps the address of the scale tensor. A layerwise reload copies the new values into the old
-        tensors and drops the new ones, so the handle would read freed memory: hold the scales here for as long as the
-        handle lives. Remove when: vLLM's CPUInt8ScaledMMLinearKernel owns its scales.
+        On a CPU the packed weight is this object's and not the layer's: a layerwise reload copies what a layer holds
+        into the tensors that it held before, and the pass would cost as much as packing.
         """
-        replace_parameter(layer, "weight", quantised.codes_NK)
         replace_parameter(layer, "weight_scale", quantised.scale_N1)
-        if isinstance(self.kernel, CPUInt8ScaledMMLinearKernel) and not _takes_sgl(quantised.codes_NK):
-            self._install_onednn(layer)
+        if isinstance(self.kernel, CPUInt8ScaledMMLinearKernel):
+            layer.weight = None
+            self.gemm = pack(quantised.codes_NK, scale_N1=quantised.scale_N1)
         else:
+            replace_parameter(layer, "weight", quantised.codes_NK)
             self.kernel.process_weights_after_loading(layer)
-        self._held = layer.weight_scale.data
-
-    def _install_onednn(self, layer: Module) -> None:
-        """As `process_weights_for_onednn` of vLLM's kernel, without the sum of each row of codes. Only asymmetric
-        activations need that; it makes a float32 copy of the codes and takes as long as all the rest of a sync's work
-        on a large layer. Remove when: vLLM computes `azp_adj` for asymmetric activations only."""
-        codes_KN, scale_N1 = layer.weight.data.t(), layer.weight_scale.data
-        self.kernel.dnnl_handler = ops.create_onednn_scaled_mm(
-            codes_KN, scale_N1, torch.get_default_dtype(), True, False, _ONEDNN_CACHED_PRIMITIVES
-        )
-        self.kernel.linear_method = self.kernel._apply_weights_onednn
-        layer.weight = None  # the handle has a packed copy
 
     def release(self) -> None:
-        self._held = None
-        if hasattr(self.kernel, "dnnl_handler"):
-            del self.kernel.dnnl_handler
+        self.gemm = None
 
     def apply(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self.kernel.apply_weights(layer, x, bias)
+        if self.gemm is None:
+            return self.kernel.apply_weights(layer, x, bias)
+        return self.gemm(x.reshape(-1, x.shape[-1]), bias).reshape(*x.shape[:-1], -1)
 
     def held_scale(self, layer: Module) -> Tensor | None:
-        """A kernel with a handle reads what it was made with; the others read the layer's tensor."""
-        if self._held is None or hasattr(self.kernel, "dnnl_handler"):
-            return self._held
-        return layer.weight_scale.data
+        if self.gemm is not None:
+            return self.gemm.scale_N1
+        return layer.weight_scale.data if hasattr(layer, "weight_scale") else None
 
     @property
     def kernel_name(self) -> str:
-        """The kernel that multiplies, for the attestation (`...[sgl]` or `...[onednn]` where the CPU kernel chose)."""
-        chosen = getattr(self.kernel, "linear_method", None)
-        suffix = f"[{chosen.__name__.rsplit('_', 1)[-1]}]" if chosen is not None else ""
+        """The kernel that multiplies, for the attestation (`...[sgl]` or `...[onednn]` on a CPU)."""
+        suffix = "" if self.gemm is None else f"[{self.gemm.name}]"
         return type(self.kernel).__name__ + suffix
-
-
-def _takes_sgl(codes_NK: Tensor) -> bool:
-    """What vLLM's CPU kernel asks before it packs a weight."""
-    return current_platform.get_cpu_architecture() == CpuArchEnum.X86 and check_cpu_sgl_kernel(
-        *codes_NK.shape, codes_NK.dtype
-    )
 
 
 def quantise_for_kernel(weight_NK: Tensor, *, absmax_N1: Tensor | None = None) -> Int8Weight:
@@ -116,7 +95,8 @@ def quantise_for_kernel(weight_NK: Tensor, *, absmax_N1: Tensor | None = None) -
 
         quantise = quantise_int8_triton if weight_NK.shape[1] <= WIDEST_ROW else quantise_int8
         return quantise(weight_NK.contiguous(), absmax_N1=absmax_N1)
-    int8_scale(weight_NK)  # raises on what is not finite
+    if not all_finite(weight_NK):
+        raise NumericsError("a weight to quantise has a value that is not finite")
     if absmax_N1 is None:
         codes_NK, scale_N1, _ = ops.onednn_scaled_int8_quant(weight_NK.contiguous(), None, None, True)
     else:  # the quantiser takes no scales: one more column that has the absmax, which is a value of the whole row

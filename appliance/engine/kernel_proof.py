@@ -19,8 +19,9 @@ of 27648 codes of typical size has |T_n| near 5e5). Several wrong codes of one r
 most, and each sync has another probe. The scale is compared bit for bit where the kernel reads it.
 
 FP8, emulated. Codes and scales lie in the layer. All scales and the codes of a rotating eighth of the rows (in blocks
-of 128, at least one) are compared exactly. In a full proof (schedule.py) all rows are, and the method answers a probe
-of signs x_k = +-1 within float32's bound for a sum of K terms, twice K u sum_k |w'_nk|, and BF16's rounding.
+of 128, at least one) are compared exactly. In a full proof (schedule.py) all rows are. Where it is the layer's turn
+its method also answers a probe of signs x_k = +-1, within float32's bound for a sum of K terms, twice
+K u sum_k |w'_nk|, and BF16's rounding: what can go wrong beyond codes and scales is code, and the same for all layers.
 
 BF16. Signs on 64 neighbouring columns that move on from round to round, zeros elsewhere, with the bias trick: bound
 2 * 64 u sum |w_nk| plus 2^-8 of the rest. It sees a weight of ordinary size in these columns that is off by one unit of
@@ -29,6 +30,7 @@ BF16, so a packed copy that stayed behind, is another layer's or another part of
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -36,14 +38,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.functional import linear
-from vllm import _custom_ops as ops
+from vllm import _custom_ops  # noqa: F401  registers torch.ops._C
 
 from appliance.engine.expect import LocalShape, Slot, rounded
 from appliance.engine.schedule import ROTATION, Ask
 from appliance.errors import SyncError
-from appliance.quant.codec import Int8Weight, dequantise, quantise_int8, weight_absmax
-from appliance.quant.codec_fp8 import BLOCK, fp8_scale, quantise_fp8
+from appliance.quant.codec import Fp8Weight, Int8Weight, dequantise, quantise_int8, weight_absmax
+from appliance.quant.codec_fp8 import BLOCK, fp8_scale, quantise_fp8_by, row_blocks
 from appliance.quant.digest import digest
 from appliance.quant.scheme import Scheme
 
@@ -51,7 +52,7 @@ U = 2.0**-24  # half a unit of float32, relative
 BF16_U = 2.0**-8  # a unit of BF16 (twice its rounding error), relative
 TINY = 1e-35  # products of denormals may be flushed
 COLUMNS = 64
-_CHUNK_ELEMENTS = 1 << 20  # 2 MiB of BF16: codes are still in the core's cache when they are multiplied
+_CHUNK_ELEMENTS = 1 << 19  # 1 MiB of BF16: codes are still in the core's cache when they are multiplied
 
 
 @dataclass(frozen=True)
@@ -106,21 +107,22 @@ class Int8Proof(KernelProof):
         self.probe_K[ask.sync % self.length] = 127
         self._sums_N = torch.zeros(self.num_channels, dtype=torch.float64, device="cpu")
         self._scale_N = torch.zeros(self.num_channels, dtype=torch.float32, device="cpu")
+        self._sample = _Sample(self._generator)
 
     def take(self, slot: Slot, tensor: Tensor) -> None:
         whole_NK = rounded(tensor[slot.rows])
         probe_K = self.probe_K.to(whole_NK.device, torch.int8)
         rows = max(1, _CHUNK_ELEMENTS // whole_NK.shape[1])
-        sample = _Sample(whole_NK, rows=rows, generator=self._generator)
+        codes_NK = whole_NK.new_empty((min(rows, len(whole_NK)), whole_NK.shape[1]), dtype=torch.int8)
         for start in range(0, len(whole_NK), rows):
-            quantised = quantise_rows(whole_NK[start : start + rows])
-            sample.keep(quantised, start=start)
+            quantised = quantise_rows(whole_NK[start : start + rows], into_NK=codes_NK)
+            self._sample.keep(whole_NK[start : start + rows], quantised, start=slot.start + start)
             part = slice(slot.start + start, slot.start + start + len(quantised.codes_NK))
             self._sums_N[part] = exact_product(quantised.codes_NK[:, slot.columns], probe_K)
             self._scale_N[part] = quantised.scale_N1.squeeze(1).cpu()
-        sample.check(self.name)
 
     def check(self, layer: Module) -> Mismatch | None:
+        self._sample.check(self.name)
         held_N = layer.quant_method.held_scale(layer).reshape(-1).cpu()
         return _first_scale(held_N, self._scale_N) or self._first_answer(layer)
 
@@ -142,7 +144,8 @@ class EmulatedProof(KernelProof):
         self._signs_K = self._signs(self.length)
         self._parts: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._ask = ask
-        self._codes: list[tuple[slice, str]] = []
+        self._due = self._due_rows()
+        self._codes = ""
         self._scale = torch.empty(0, device="cpu")
 
     def take(self, slot: Slot, tensor: Tensor) -> None:
@@ -160,40 +163,47 @@ class EmulatedProof(KernelProof):
         return absmax if self._scheme is Scheme.FP8 else absmax[slot.rows]
 
     def _expect(self, parts: list[tuple[Tensor, Tensor | None]]) -> None:
-        weight_NK = torch.cat([part for part, _ in parts]) if len(parts) > 1 else parts[0][0]
-        given = [absmax for _, absmax in parts if absmax is not None]
-        absmax = torch.cat(given) if given else weight_absmax(weight_NK, scheme=self._scheme)
-        if self._scheme is Scheme.FP8:
-            absmax = absmax.amax(dim=0, keepdim=True)
+        absmax = self._absmax_of(parts)
         self._scale = fp8_scale(absmax, scheme=self._scheme)
-        for rows in self._due_rows():
-            codes_NK = quantise_fp8(weight_NK[rows], scheme=self._scheme, absmax=self._of_rows(absmax, rows)).codes_NK
-            self._codes.append((rows, digest(codes_NK)))
-        if self._ask.full:
-            held_NK = dequantise(quantise_fp8(weight_NK, scheme=self._scheme, absmax=absmax))
-            self._answer_N = linear(self._signs_K.to(held_NK), held_NK).double().cpu()
-            self._bound_N = 2 * self.length * U * held_NK.abs_().sum(dim=1).double().cpu()
+        weight_RK = _gathered([part for part, _ in parts], self._due)
+        expected = quantise_fp8_by(weight_RK, scale=self._due_scales(), scheme=self._scheme)
+        self._codes = digest(expected.codes_NK.view(torch.uint8))
+        if self._ask.thorough:
+            self._answer_N, self._bound_N = _signed_sums(expected, self._signs_K)
+
+    def _absmax_of(self, parts: list[tuple[Tensor, Tensor | None]]) -> Tensor:
+        """In the shape of the whole layer's scale."""
+        in_blocks = self._scheme is Scheme.FP8_BLOCK
+        if in_blocks and any(len(part) % BLOCK for part, _ in parts[:-1]):
+            return weight_absmax(torch.cat([part for part, _ in parts]), scheme=self._scheme)
+        own = [weight_absmax(part, scheme=self._scheme) if given is None else given for part, given in parts]
+        absmax = torch.cat(own)
+        return absmax.amax(dim=0, keepdim=True) if self._scheme is Scheme.FP8 else absmax
 
     def _due_rows(self) -> list[slice]:
         """Blocks of 128: scales of blocks are never cut."""
         starts = range(0, self.num_channels, BLOCK)
         parts = min(ROTATION, len(starts))
-        due = starts if self._ask.full else starts[self._ask.round % parts :: parts]
+        if self._ask.full:
+            return [slice(0, self.num_channels)]
+        due = starts[self._ask.round % parts :: parts]
         return [slice(start, min(start + BLOCK, self.num_channels)) for start in due]
 
-    def _of_rows(self, absmax: Tensor, rows: slice) -> Tensor:
-        if self._scheme is Scheme.FP8:
-            return absmax
-        return absmax[rows.start // BLOCK][None] if self._scheme is Scheme.FP8_BLOCK else absmax[rows]
+    def _due_scales(self) -> Tensor:
+        if self._scheme is Scheme.FP8 or self._ask.full:
+            return self._scale
+        if self._scheme is Scheme.FP8_BLOCK:
+            return torch.cat([self._scale[rows.start // BLOCK][None] for rows in self._due])
+        return torch.cat([self._scale[rows] for rows in self._due])
 
     def check(self, layer: Module) -> Mismatch | None:
         held = layer.quant_method.held_scale(layer)
         different = _first_scale(held.reshape(-1).cpu(), self._scale.reshape(-1).cpu())
-        for rows, expected in self._codes:
-            codes = digest(layer.weight.data[rows])
-            if different is None and codes != expected:
-                different = Mismatch(f"digest of the codes of rows {rows.start} to {rows.stop - 1}", codes, expected)
-        return different or (self._first_answer(layer) if self._ask.full else None)
+        codes = digest(_gathered([layer.weight.data.view(torch.uint8)], self._due))
+        if different is None and codes != self._codes:
+            asked = f"{len(self._due)} blocks of rows from {self._due[0].start} to {self._due[-1].stop - 1}"
+            different = Mismatch(f"digest of the codes of {asked}", codes, self._codes)
+        return different or (self._first_answer(layer) if self._ask.thorough else None)
 
     def _first_answer(self, layer: Module) -> Mismatch | None:
         bias_N = -self._answer_N.to(torch.bfloat16)
@@ -218,7 +228,7 @@ class Bf16Proof(KernelProof):
     def take(self, slot: Slot, tensor: Tensor) -> None:
         few_NB = rounded(slot.cut(tensor)[:, self._block]).float()
         part = slice(slot.start, slot.start + len(few_NB))
-        self._answer_N[part] = linear(self._probe_K[self._block].to(few_NB.device), few_NB).double().cpu()
+        self._answer_N[part] = torch.mv(few_NB, self._probe_K[self._block].to(few_NB.device)).double().cpu()
         self._bound_N[part] = 2 * COLUMNS * U * few_NB.abs_().sum(dim=1).double().cpu()
 
     def check(self, layer: Module) -> Mismatch | None:
@@ -235,14 +245,15 @@ def answer(layer: Module, probe_MK: Tensor, *, bias_N: Tensor) -> Tensor:
     return out_MN.double().cpu()
 
 
-def quantise_rows(weight_NK: Tensor) -> Int8Weight:
+def quantise_rows(weight_NK: Tensor, *, into_NK: Tensor) -> Int8Weight:
     """What should be the codec's result, by vLLM's row quantiser on a CPU: see _Sample.
 
-    weight_NK: [N, K] BF16, finite, rows whole.
+    weight_NK: [N, K] BF16, finite, rows whole.  into_NK: int8, memory for the codes.
     """
     if weight_NK.device.type != "cpu":
         return quantise_int8(weight_NK)
-    codes_NK, scale_N1, _ = ops.onednn_scaled_int8_quant(weight_NK.contiguous(), None, None, True)
+    codes_NK, scale_N1 = into_NK[: len(weight_NK)], torch.empty((len(weight_NK), 1), dtype=torch.float32, device="cpu")
+    torch.ops._C.dynamic_scaled_int8_quant(codes_NK, weight_NK.contiguous(), scale_N1, None)
     no_reciprocal = scale_N1.reciprocal().isinf().squeeze(1)  # zero rows and rows of denormals
     if bool(no_reciprocal.any()):
         codes_NK[no_reciprocal] = quantise_int8(weight_NK[no_reciprocal]).codes_NK
@@ -250,37 +261,56 @@ def quantise_rows(weight_NK: Tensor) -> Int8Weight:
 
 
 class _Sample:
-    """Rows of a weight that the codec itself quantises: the engine uses the same quantiser as `quantise_rows`, and an
+    """Rows of a layer that the codec itself quantises: the engine uses the same quantiser as `quantise_rows`, and an
     error of it would be in both answers. One of every chunk, another one at each sync."""
 
-    def __init__(self, weight_NK: Tensor, *, rows: int, generator: torch.Generator) -> None:
-        """rows: of a chunk, but for the last."""
-        self._weight_NK = weight_NK
-        chunks = -(-len(weight_NK) // rows)
-        self._places = torch.rand(chunks, generator=generator, device="cpu").tolist()
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
         self._rows: list[int] = []
+        self._weights: list[Tensor] = []
         self._codes: list[Tensor] = []
-        self._scale: list[Tensor] = []
+        self._scales: list[Tensor] = []
 
-    def keep(self, quantised: Int8Weight, *, start: int) -> None:
-        """quantised: the next chunk.  start: its first row in the weight."""
-        if quantised.codes_NK.device.type == "cpu":
-            row = int(self._places[len(self._rows)] * len(quantised.codes_NK))
+    def keep(self, weight_NK: Tensor, quantised: Int8Weight, *, start: int) -> None:
+        """A chunk. start: number of its first row."""
+        if weight_NK.device.type == "cpu":
+            row = int(torch.randint(len(weight_NK), (), generator=self._generator, device="cpu"))
             self._rows.append(start + row)
-            self._codes.append(quantised.codes_NK[row].clone())  # a view would keep the chunk
-            self._scale.append(quantised.scale_N1[row])
+            self._weights.append(weight_NK[row].clone())  # a view would keep the chunk
+            self._codes.append(quantised.codes_NK[row].clone())
+            self._scales.append(quantised.scale_N1[row])
 
     def check(self, name: str) -> None:
         """Raises SyncError where the quantiser's numbers are not the codec's."""
         if not self._rows:
             return
-        codec = quantise_int8(self._weight_NK[self._rows])
-        codes_NK, scale_N1 = torch.stack(self._codes), torch.stack(self._scale)
+        codec = quantise_int8(torch.stack(self._weights))
+        codes_NK, scale_N1 = torch.stack(self._codes), torch.stack(self._scales)
         if torch.equal(codes_NK, codec.codes_NK) and torch.equal(scale_N1, codec.scale_N1):
             return
         differs_N = ((codes_NK != codec.codes_NK) | (scale_N1 != codec.scale_N1)).any(dim=1)
         row = self._rows[int(differs_N.nonzero()[0])]
         raise SyncError(f"weight update: {name}: this CPU's row quantiser differs from the codec in row {row}")
+
+
+def _signed_sums(weight: Fp8Weight, signs_K: Tensor) -> tuple[Tensor, Tensor]:
+    """[N] each, float64 on the CPU: sum_k x_k w'_nk, and its bound for any order of summation in float32."""
+    sums, bounds = [], []
+    for part in row_blocks(weight):
+        held_RK = dequantise(part)
+        sums.append(torch.mv(held_RK, signs_K.to(held_RK)).double().cpu())
+        bounds.append(2 * len(signs_K) * U * held_RK.abs_().sum(dim=1).double().cpu())
+    return torch.cat(sums), torch.cat(bounds)
+
+
+def _gathered(parts: list[Tensor], slices: list[slice]) -> Tensor:
+    """Some rows of a weight that lies in parts, one after the other. A view where one piece is all."""
+    pieces: list[Tensor] = []
+    starts = itertools.accumulate((len(part) for part in parts[:-1]), initial=0)
+    for rows, (part, start) in itertools.product(slices, zip(parts, starts, strict=True)):
+        first, end = max(rows.start - start, 0), min(rows.stop - start, len(part))
+        pieces += [part[first:end]] if first < end else []
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def exact_product(codes_NK: Tensor, probe_K: Tensor) -> Tensor:

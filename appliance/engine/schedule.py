@@ -1,8 +1,9 @@
 """Which layers a weight update proves, and how thoroughly.
 
-With `every` = n a layer has its turn once in n syncs; at sync 1 and at each n-th all layers are asked. A full proof
-looks at all that a layer holds; it is made at sync 1 and at the first sync of each ROTATION or more that asks all
-layers. Between two of them a proof that looks at a part (rows, columns) moves on by one part in each round of n syncs.
+With `every` = n a layer has its turn once in n syncs; at sync 1 and at each n-th all layers are asked. Where a proof
+looks at a part of a layer (rows, columns) it moves on by one part in each round of n syncs. A full proof looks at all
+that a layer holds; it is made at sync 1 and at the last sync of each ROTATION rounds. What is too dear even for that
+is asked of all layers at sync 1 and then of each in turn, one in ROTATION at each full proof.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ ROTATION = 8
 
 @dataclass(frozen=True)
 class Ask:
-    """Of one layer at one sync. round: how many times n syncs went by; which part is looked at follows from it."""
+    """Of one layer at one sync. round: how many times n syncs went by; which part is looked at follows from it.
+
+    thorough: a full proof in which it is this layer's turn for what is dear.
+    """
 
     sync: int
     round: int
     full: bool
+    thorough: bool
 
 
 def ask(turn: int, *, sync: int, every: int) -> Ask | None:
@@ -26,5 +31,6 @@ def ask(turn: int, *, sync: int, every: int) -> Ask | None:
     everyone = sync == 1 or sync % every == 0
     if not everyone and (turn - sync) % every != 0:
         return None
-    full_every = -(-ROTATION // every) * every
-    return Ask(sync=sync, round=sync // every, full=sync == 1 or sync % full_every == 0)
+    number, rest = divmod(sync, ROTATION * every)
+    is_turn = rest == 0 and (turn - number) % ROTATION == 0
+    return Ask(sync=sync, round=sync // every, full=sync == 1 or rest == 0, thorough=sync == 1 or is_turn)

@@ -14,6 +14,7 @@ sync; their codes are kept from one update to the next.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
@@ -21,19 +22,36 @@ from torch import Tensor
 from torch.nn import Module
 
 from appliance.engine.quantised import Quantising
-from appliance.quant.codec import INT8_MAX, Fp8Weight, Int8Weight, QuantisedWeight, dequantise
-from appliance.quant.codec_fp8 import FP8_MAX, spread
+from appliance.quant.codec import INT8_MAX, Int8Weight, QuantisedWeight
+from appliance.quant.codec_fp8 import FP8_MAX, widened_fp8
 from appliance.run.acknowledge import Telemetry
 
 SAMPLED_ROWS = 8
+_TOGETHER = 1 << 21  # codes that are measured at once: 22 MiB with all intermediates
+
+_Key = tuple[str, int]  # name of a layer, number of one of its weights
 
 
-@dataclass
-class _Layer:
-    """codes: of the sampled rows, at the last update.  first_scale: of the same rows, at the first."""
+@dataclass(frozen=True)
+class _Sample:
+    """Some rows of a weight, their codes and scales. R rows, K columns, S scales in each row.
 
-    codes: Tensor
-    first_scale: Tensor
+    columns: that share a scale.  largest: magnitude of a code.
+    """
+
+    weight_RK: Tensor
+    codes_RK: Tensor
+    scale_RS: Tensor
+    columns: int
+    largest: float
+
+
+@dataclass(frozen=True)
+class _Known:
+    """codes_RK: at the last update.  first_scale_RS: at the first."""
+
+    codes_RK: Tensor
+    first_scale_RS: Tensor
 
 
 @dataclass
@@ -49,11 +67,18 @@ class _Sums:
 
 
 class TelemetryTap:
-    """Listens to the quantised layers of a model: `begin`, the update, `read`."""
+    """Listens to the quantised layers of a model: `begin`, the update, `read`.
+
+    A layer's sample is copied when the layer comes, and measured with many others: it is so small that the number of
+    operations is what costs.
+    """
 
     def __init__(self, model: Module) -> None:
-        self._layers: dict[tuple[str, int], _Layer] = {}
+        self._known: dict[_Key, _Known] = {}
+        self._waiting: dict[_Key, _Sample] = {}
+        self._codes_waiting = 0
         self._sums = _Sums()
+        self._errors: dict[str, float] = {}  # of the running update
         self._names: dict[int, str] = {}
         self._weights_of: dict[str, int] = {}
         self.layer_errors: dict[str, float] = {}  # of each layer, when it was quantised last
@@ -66,8 +91,10 @@ class TelemetryTap:
     def begin(self, switched: tuple[str, ...] = ()) -> None:
         """switched: layers that change their precision with this update, and have no codes to compare with."""
         self._sums = _Sums()
+        self._forget_waiting()
         self._weights_of.clear()
-        self._layers = {key: kept for key, kept in self._layers.items() if key[0] not in switched}
+        self._errors.clear()
+        self._known = {key: kept for key, kept in self._known.items() if key[0] not in switched}
 
     @property
     def seconds(self) -> float:
@@ -76,7 +103,10 @@ class TelemetryTap:
 
     def read(self) -> Telemetry | None:
         """Of the update since `begin`; None when nothing was quantised."""
+        started = time.perf_counter()
+        self._measure_waiting()
         sums = self._sums
+        sums.seconds += time.perf_counter() - started
         if not sums.codes:
             return None
         return Telemetry(
@@ -88,43 +118,63 @@ class TelemetryTap:
 
     def _take(self, layer: Module, weight_NK: Tensor, quantised: QuantisedWeight) -> None:
         started = time.perf_counter()
-        self._measure(layer, weight_NK, quantised)
-        self._sums.seconds += time.perf_counter() - started
-
-    def _measure(self, layer: Module, weight_NK: Tensor, quantised: QuantisedWeight) -> None:
         name = self._names[id(layer)]
         self._weights_of[name] = number = self._weights_of.get(name, -1) + 1  # experts have several, in a fixed order
-        rows = slice(0, None, max(1, -(-len(weight_NK) // SAMPLED_ROWS)))
-        sample, scale = _rows(quantised, rows)
-        codes = sample.codes_NK
-        before = self._layers.get((name, number))
-        if before is None:
-            before = self._layers[name, number] = _Layer(codes=codes.clone(), first_scale=scale.clone())
-        else:
-            self._sums.changed += int((codes.view(torch.uint8) != before.codes.view(torch.uint8)).sum())
-            self._sums.compared += codes.numel()
-            before.codes = codes.clone()
-        self._sums.codes += codes.numel()
-        largest = INT8_MAX if isinstance(quantised, Int8Weight) else FP8_MAX
-        self._sums.saturated += int((codes.float().abs() >= largest).sum())
-        both = (scale > 0) & (before.first_scale > 0)
-        self._sums.drift += float((scale[both].log() - before.first_scale[both].log()).abs().sum())
-        self._sums.scales += scale.numel()
-        wanted = weight_NK[rows].float()
-        norm = float(wanted.norm())
-        error = float((dequantise(sample) - wanted).norm()) / norm if norm > 0 else 0.0
-        self._sums.error_max = max(self._sums.error_max, error)
-        self.layer_errors[name] = error if number == 0 else max(error, self.layer_errors[name])
+        self._waiting[name, number] = sample = _sample(weight_NK, quantised)
+        self._codes_waiting += sample.codes_RK.numel()
+        if self._codes_waiting > _TOGETHER:
+            self._measure_waiting()
+        self._sums.seconds += time.perf_counter() - started
+
+    def _measure_waiting(self) -> None:
+        """Samples of one shape together: those that have been seen before, and the others."""
+        alike: dict[object, list[_Key]] = defaultdict(list)
+        for key, sample in self._waiting.items():
+            alike[sample.codes_RK.shape, sample.scale_RS.shape, key in self._known].append(key)
+        for keys in alike.values():
+            self._measure(keys, known=keys[0] in self._known)
+        self._forget_waiting()
+
+    def _forget_waiting(self) -> None:
+        self._waiting.clear()
+        self._codes_waiting = 0
+
+    def _measure(self, keys: list[_Key], *, known: bool) -> None:
+        """L layers with samples of one shape."""
+        sums, samples = self._sums, [self._waiting[key] for key in keys]
+        codes_LRK = torch.stack([sample.codes_RK for sample in samples])
+        scale_LRS = first_LRS = torch.stack([sample.scale_RS for sample in samples])
+        if known:
+            before_LRK = torch.stack([self._known[key].codes_RK for key in keys])
+            first_LRS = torch.stack([self._known[key].first_scale_RS for key in keys])
+            sums.changed += int((codes_LRK.view(torch.uint8) != before_LRK.view(torch.uint8)).sum())
+            sums.compared += codes_LRK.numel()
+        self._known |= {
+            key: _Known(codes_LRK[place], first_scale_RS=first_LRS[place]) for place, key in enumerate(keys)
+        }
+        values_LRK = codes_LRK.float() if codes_LRK.dtype is torch.int8 else widened_fp8(codes_LRK)
+        sums.codes += values_LRK.numel()
+        sums.saturated += int((values_LRK.abs() >= samples[0].largest).sum())
+        both = (scale_LRS > 0) & (first_LRS > 0)
+        sums.drift += float((scale_LRS[both].log() - first_LRS[both].log()).abs().sum())
+        sums.scales += scale_LRS.numel()
+        wanted_LRK = torch.stack([sample.weight_RK for sample in samples]).float()
+        columns, length = samples[0].columns, values_LRK.shape[2]
+        held_LRK = values_LRK * scale_LRS.repeat_interleave(columns, dim=2)[:, :, :length]
+        error_L, norm_L = (held_LRK - wanted_LRK).flatten(1).norm(dim=1), wanted_LRK.flatten(1).norm(dim=1)
+        errors = (error_L / norm_L).nan_to_num(nan=0.0).tolist()  # 0 / 0: a layer of zeros
+        sums.error_max = max(sums.error_max, *errors)
+        for (name, _), error in zip(keys, errors, strict=True):
+            self.layer_errors[name] = self._errors[name] = max(error, self._errors.get(name, 0.0))
 
 
-def _rows(quantised: QuantisedWeight, rows: slice) -> tuple[QuantisedWeight, Tensor]:
-    """Some rows of a weight, and the scales that they have."""
-    codes_NK = quantised.codes_NK[rows]
+def _sample(weight_NK: Tensor, quantised: QuantisedWeight) -> _Sample:
+    """Copies: the whole weight is dropped."""
+    step = max(1, -(-len(weight_NK) // SAMPLED_ROWS))
+    rows = slice(0, None, step)
+    weight_RK, codes_RK = weight_NK[rows].clone(), quantised.codes_NK[rows].clone()
     if isinstance(quantised, Int8Weight):
-        scale = quantised.scale_N1[rows]
-        return Int8Weight(codes_NK=codes_NK, scale_N1=scale), scale
-    block_rows, block_columns = quantised.block
-    numbers = torch.arange(len(quantised.codes_NK), device=codes_NK.device)[rows]
-    scale = quantised.scale[numbers // block_rows]
-    wide = spread(scale, block=(1, block_columns), shape=tuple(codes_NK.shape))
-    return Fp8Weight(codes_NK=codes_NK, scale=wide, block=(1, 1), scheme=quantised.scheme), scale
+        return _Sample(weight_RK, codes_RK, quantised.scale_N1[rows], columns=weight_RK.shape[1], largest=INT8_MAX)
+    block_rows, columns = quantised.block
+    blocks = [row // block_rows for row in range(0, len(weight_NK), step)]
+    return _Sample(weight_RK, codes_RK, quantised.scale[blocks], columns=columns, largest=FP8_MAX)

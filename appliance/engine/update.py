@@ -7,7 +7,6 @@ Before the model is finalised the list of what was sent is held against what cam
 
 from __future__ import annotations
 
-import math
 import textwrap
 import time
 from collections.abc import Iterable, Iterator
@@ -15,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
@@ -29,6 +27,7 @@ from appliance.engine.precision import PrecisionSwitch
 from appliance.engine.proof import Proven, SyncProof
 from appliance.engine.telemetry import TelemetryTap
 from appliance.errors import EngineError, NumericsError, SyncError
+from appliance.quant.codec_range import all_finite
 from appliance.quant.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -178,7 +177,7 @@ class WeightUpdate:
             started = time.perf_counter()
             self._arrived[name] = record(name, tensor)
             self._tally.digest_s += time.perf_counter() - started
-        if not _is_finite(tensor):
+        if not all_finite(tensor):
             self._fail(f"{name} has a value that is not finite", f"brought values that are not finite in {name}")
         with self._naming(name):
             folded = fold(name, tensor, smoothing=self._folded)
@@ -309,6 +308,8 @@ class WeightUpdate:
         self.broken = "could not be proven"
         started = time.perf_counter()
         proven = self._proof.check()
+        checked = time.perf_counter()
+        telemetry = self._telemetry.read()
         now = time.perf_counter()
         self.broken = ""
         return SyncReport(
@@ -320,17 +321,12 @@ class WeightUpdate:
             proven=proven,
             waiting_bytes=self._tally.waiting_most,
             digest_s=self._tally.digest_s,
-            proof_s=self._tally.proof_s + now - started + self._telemetry.seconds,
-            telemetry=self._telemetry.read(),
+            proof_s=self._tally.proof_s + checked - started + self._telemetry.seconds,
+            telemetry=telemetry,
             telemetry_s=self._telemetry.seconds,
             switched=len(self._switched),
             layer_errors=self._telemetry.layer_errors,
         )
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """One pass without intermediates: NaN and infinities show in the extremes."""
-    return tensor.numel() == 0 or all(math.isfinite(float(extreme)) for extreme in torch.aminmax(tensor))
 
 
 def tied_layers(model: Module) -> list[Module]:

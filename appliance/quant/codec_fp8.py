@@ -35,6 +35,7 @@ shard must start at a multiple of 128.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +57,7 @@ BLOCK = 128
 _ROW_FLOOR = 512.0  # s >= 1 / (448 * 512)
 _BLOCK_FLOOR = 1e-4
 _GROUP_FLOOR = 1e-10
+_SMALLEST_PRECISE = 2.0**-117  # below it s or its reciprocal is rounded to fewer bits than float32 has
 _CHUNK_ELEMENTS = CHUNK_ELEMENTS
 
 
@@ -100,9 +102,17 @@ def quantise_fp8(weight_NK: Tensor, *, scheme: Scheme, absmax: Tensor | None = N
     """
     own = fp8_absmax(weight_NK, scheme=scheme)
     scale = fp8_scale(own if absmax is None else absmax, scheme=scheme)
+    imprecise = (scale > 0) & (scale < _SMALLEST_PRECISE)
+    saturates = absmax is not None or bool(imprecise.any())
+    return quantise_fp8_by(weight_NK, scale=scale, scheme=scheme, saturates=saturates)
+
+
+def quantise_fp8_by(weight_NK: Tensor, *, scale: Tensor, scheme: Scheme, saturates: bool = True) -> Fp8Weight:
+    """With scales that are known. weight_NK: finite.  saturates: whether |x| may be above 448 by more than rounding."""
     rows, columns = weight_NK.shape
     block = {Scheme.FP8: (rows, columns), Scheme.FP8_CHANNEL: (1, columns), Scheme.FP8_BLOCK: (BLOCK, BLOCK)}[scheme]
-    codes_NK = _codes(weight_NK, scale=scale, block=block, divide=scheme is Scheme.FP8_CHANNEL)
+    divide = scheme is Scheme.FP8_CHANNEL
+    codes_NK = _codes(weight_NK, scale=scale, block=block, divide=divide, saturates=saturates)
     return Fp8Weight(codes_NK=codes_NK, scale=scale, block=block, scheme=scheme)
 
 
@@ -123,10 +133,40 @@ def quantise_fp8_tokens(tokens_MK: Tensor, *, scheme: Scheme, finite: bool = Tru
     return Fp8Weight(codes_NK=codes_MK, scale=scale, block=block, scheme=scheme)
 
 
+def row_blocks(weight: Fp8Weight) -> Iterator[Fp8Weight]:
+    """The same weight in parts of whole blocks that fit a core's cache when they are widened."""
+    rows = max(1, chunk_rows(weight.codes_NK, chunk_elements=_CHUNK_ELEMENTS) // BLOCK) * BLOCK
+    one_scale = weight.block[0] >= len(weight.codes_NK)
+    for start in range(0, len(weight.codes_NK), rows):
+        codes_RK = weight.codes_NK[start : start + rows]
+        first, end = start // weight.block[0], -(-(start + len(codes_RK)) // weight.block[0])
+        scale = weight.scale if one_scale else weight.scale[first:end]
+        yield Fp8Weight(codes_RK, scale=scale, block=weight.block, scheme=weight.scheme)
+
+
 def dequantise_fp8(quantised: Fp8Weight) -> Tensor:
     """[N, K] float32."""
-    shape = tuple(quantised.codes_NK.shape)
-    return quantised.codes_NK.float() * spread(quantised.scale, block=quantised.block, shape=shape)
+    codes_NK, block = quantised.codes_NK, quantised.block
+    scale = spread(quantised.scale, block=(1, block[1]), shape=tuple(codes_NK.shape))  # columns only
+    is_finite = bool(torch.isfinite(quantised.scale).all())
+    values_NK = torch.empty(codes_NK.shape, dtype=torch.float32, device=codes_NK.device)
+    rows = _rows_at_once(codes_NK, block=block)
+    for start in range(0, len(codes_NK), rows):
+        part = slice(start, start + rows)
+        own = scale[part] if block[0] == 1 else scale[start // block[0]]
+        widened_NK = widened_fp8(codes_NK[part]) if is_finite else codes_NK[part].float()
+        torch.mul(widened_NK, own, out=values_NK[part])
+    return values_NK
+
+
+def widened_fp8(codes_NK: Tensor) -> Tensor:
+    """float32, exact, for all codes but NaN: several times faster than torch's cast on a CPU.
+
+    The bits of a code, moved to the places of a BF16's, are q * 2^-120, denormals too: E4M3 has the exponent bias 7 in
+    place of 127.
+    """
+    bits_NK = codes_NK.view(torch.int8).to(torch.int16).bitwise_left_shift_(4).bitwise_and_(-0x7810)  # 0x87f0
+    return bits_NK.view(torch.bfloat16).float().mul_(2.0**120)
 
 
 def spread(scale: Tensor, *, block: tuple[int, int], shape: tuple[int, int]) -> Tensor:
@@ -137,20 +177,27 @@ def spread(scale: Tensor, *, block: tuple[int, int], shape: tuple[int, int]) -> 
     return scale
 
 
-def _codes(values_NK: Tensor, *, scale: Tensor, block: tuple[int, int], divide: bool) -> Tensor:
+def _codes(values_NK: Tensor, *, scale: Tensor, block: tuple[int, int], divide: bool, saturates: bool = True) -> Tensor:
+    """saturates: False where |x| <= 448 (1 + 2^-22), which rounds to 448 (464 is the tie) whatever the cast does with
+    larger ones."""
     factor = scale if divide else torch.where(scale > 0, scale.reciprocal(), torch.zeros_like(scale))
     overflows = not divide and bool(factor.isinf().any())
     factor = spread(factor, block=(1, block[1]), shape=tuple(values_NK.shape))  # columns only
     codes_NK = torch.empty(values_NK.shape, dtype=FP8_DTYPE, device=values_NK.device)
     rows = _rows_at_once(values_NK, block=block)
+    operation = torch.div if divide else torch.mul
+    buffer_RK = torch.empty(
+        (min(rows, len(values_NK)), values_NK.shape[1]), dtype=torch.float32, device=codes_NK.device
+    )
     for start in range(0, len(values_NK), rows):
         part = slice(start, start + rows)
         own = factor[part] if block[0] == 1 else factor[start // block[0]]
-        part_NK = values_NK[part].float()  # not a copy of a float32 tensor: never change it in place
-        scaled_NK = part_NK / own if divide else part_NK * own
+        scaled_RK = operation(values_NK[part], own, out=buffer_RK[: len(values_NK[part])])
         if overflows:
-            scaled_NK.nan_to_num_(nan=0.0)  # 0 * inf
-        codes_NK[part] = scaled_NK.clamp_(-FP8_MAX, FP8_MAX)  # whether a cast saturates is not ours to rely on
+            scaled_RK.nan_to_num_(nan=0.0)  # 0 * inf
+        if saturates:
+            scaled_RK.clamp_(-FP8_MAX, FP8_MAX)  # whether a cast saturates is not ours to rely on
+        codes_NK[part] = scaled_RK
     return codes_NK
 
 

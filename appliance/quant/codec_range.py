@@ -17,8 +17,9 @@ _BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32:
 
 
 def chunk_rows(values_MK: Tensor, *, chunk_elements: int) -> int:
-    """How many rows are worked on at once. chunk_elements: on a CPU."""
-    elements = chunk_elements if values_MK.device.type == "cpu" else _GPU_CHUNK_ELEMENTS
+    """How many rows are worked on at once. chunk_elements: on a CPU, by each thread."""
+    on_cpu = values_MK.device.type == "cpu"
+    elements = chunk_elements * torch.get_num_threads() if on_cpu else _GPU_CHUNK_ELEMENTS
     return max(1, elements // max(1, values_MK.shape[1]))
 
 
@@ -27,9 +28,11 @@ def row_absmax(values_MK: Tensor) -> Tensor:
     bits_MK = values_MK.view(_BITS[values_MK.dtype])
     most_M1 = torch.empty((len(bits_MK), 1), dtype=bits_MK.dtype, device=bits_MK.device)
     rows = chunk_rows(bits_MK, chunk_elements=CHUNK_ELEMENTS)
+    magnitudes_RK = bits_MK.new_empty((min(rows, len(bits_MK)), bits_MK.shape[1]))
     for start in range(0, len(bits_MK), rows):
-        part = slice(start, start + rows)
-        most_M1[part] = (bits_MK[part] & torch.iinfo(bits_MK.dtype).max).amax(dim=1, keepdim=True)
+        part_RK = bits_MK[start : start + rows]
+        own_RK = torch.bitwise_and(part_RK, torch.iinfo(bits_MK.dtype).max, out=magnitudes_RK[: len(part_RK)])
+        torch.amax(own_RK, dim=1, keepdim=True, out=most_M1[start : start + rows])
     return most_M1.view(values_MK.dtype).float()
 
 
@@ -51,6 +54,14 @@ def _group_absmax(values_MK: Tensor, *, columns: int) -> Tensor:
     padded_MK = torch.nn.functional.pad(values_MK, (0, -length % columns))
     groups_GC = padded_MK.reshape(-1, columns)
     return row_absmax(groups_GC).view(len(values_MK), -1)
+
+
+def all_finite(values: Tensor) -> bool:
+    """One pass without intermediates, at twice the speed of a search for the extremes: a sum loses neither NaN nor
+    infinities. It may overflow, so only the extremes say that a value is not finite."""
+    if values.numel() == 0 or bool(torch.isfinite(values.sum())):
+        return True
+    return bool(torch.isfinite(torch.stack(torch.aminmax(values))).all())
 
 
 def require_finite(absmax: Tensor, *, what: str) -> Tensor:

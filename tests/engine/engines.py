@@ -50,6 +50,13 @@ def read_checkpoint(folder: Path) -> list[tuple[str, object]]:
     return sorted(load_file(folder / "model.safetensors").items())
 
 
+def int8_kernel(rows: int = 128, columns: int = 128) -> str:
+    """The name of the kernel that an INT8 layer of this shape gets on this host."""
+    from appliance.engine.cpu_gemm import packs_quickly
+
+    return f"CPUInt8ScaledMMLinearKernel[{'sgl' if packs_quickly(rows, columns) else 'onednn'}]"
+
+
 @dataclass
 class Engine:
     """A vLLM engine of one scheme, with what the tests ask of it."""

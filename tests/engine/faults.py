@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import torch
 from engines import Engine, free_engine, read_checkpoint, start_engine
 from torch import Tensor
@@ -215,39 +216,51 @@ def given_to_vllm(name: str, change: Callable[[Tensor], Tensor]):
         WeightUpdate._give = original
 
 
-def rebuild_handle(layer: torch.nn.Module, codes_NK: Tensor, scale_N1: Tensor) -> bool:
-    """The kernel of an INT8 layer made again from these codes and scales, as process_weights_after_loading does."""
-    before = layer.quant_method.kernel.dnnl_handler
-    from vllm import _custom_ops as ops
-
-    layer.quant_method.kernel.dnnl_handler = ops.create_onednn_scaled_mm(
-        codes_NK.t(), scale_N1, torch.bfloat16, True, False, 32
-    )
-    return layer.quant_method.kernel.dnnl_handler is not before
+def rebuild_kernel(layer: torch.nn.Module, codes_NK: Tensor, scale_N1: Tensor) -> bool:
+    """What an INT8 layer multiplies by, made again from these codes and scales, by the kernel that it has."""
+    method = layer.quant_method
+    before = method.gemm
+    method.gemm = type(before)(codes_NK, scale_N1=scale_N1)
+    return method.gemm is not before
 
 
 def swap_in(method: object) -> Callable[[], bool]:
     """A function that gives an INT8 layer the kernel back that it has now."""
-    kernel = method.kernel
-    before = kernel.dnnl_handler
+    before = method.gemm
 
     def inject() -> bool:
-        changed = kernel.dnnl_handler is not before
-        kernel.dnnl_handler = before
+        changed = method.gemm is not before
+        method.gemm = before
         return changed
 
     return inject
 
 
 def free_scale(layer: torch.nn.Module, codes_NK: Tensor) -> bool:
-    """A handle whose scales nobody holds: other tensors take their memory. Returns whether the memory changed."""
-    scale_N1 = layer.quant_method.held_scale(layer).clone()
-    rebuild_handle(layer, codes_NK, scale_N1)
+    """A kernel whose scales nobody holds: other tensors take their memory. Returns whether the memory changed.
+
+    oneDNN's handle goes on reading there, while we still hold the right scales elsewhere; sgl's kernel is handed a
+    tensor over that memory.
+    """
+    right_N1 = layer.quant_method.held_scale(layer)
+    scale_N1 = right_N1.clone()
+    rebuild_kernel(layer, codes_NK, scale_N1)
     address, size, before = scale_N1.data_ptr(), scale_N1.nbytes, bytes(scale_N1.view(-1).view(torch.uint8).numpy())
+    gemm = layer.quant_method.gemm
+    memory = (ctypes.c_float * (size // 4)).from_address(address)
+    gemm.scale_N1 = right_N1 if gemm.name == "onednn" else torch.frombuffer(memory, dtype=torch.float32).view(-1, 1)
     del scale_N1
     gc.collect()
     layer.junk = [torch.full((size // 4, 1), float("nan")) for _ in range(400)]
     return ctypes.string_at(address, size) != before
+
+
+@contextmanager
+def both_int8_kernels() -> Iterator[None]:
+    """On a host where short rows get the one and long rows the other: rows of 128 here, and of 352."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("appliance.engine.cpu_gemm.LONGEST_PACKED_ROW", 128)
+        yield
 
 
 def start_bench(checkpoints: tuple[Path, Path], **settings: object) -> Iterator[Bench]:

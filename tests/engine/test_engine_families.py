@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
-from engines import Engine, free_engine, read_checkpoint, start_engine
+from engines import Engine, free_engine, int8_kernel, read_checkpoint, start_engine
 from families import FAMILIES, make_family, make_model
 
 from appliance.errors import EngineError
@@ -120,13 +121,15 @@ def test_layers_of_a_mixture_run_as_the_scheme_says(moe: Engine) -> None:
     """Dense and expert layers in INT8, routers and head in BF16, and the attestation counts them."""
     from appliance.engine.attest import live_scheme
 
-    onednn = "CPUInt8ScaledMMLinearKernel[onednn]"
-    assert live_scheme(moe.model).kernels == {
-        onednn: 2 + 2 * 3,  # layer 0's MLP, attention of 3 layers
-        f"{onednn}, expert by expert": 2,
-        "KeptLinearMethod": 2,
-        "UnquantizedEmbeddingMethod": 2,
-    }
+    whole, ragged = int8_kernel(), int8_kernel(64, 112)
+    experts = dict.fromkeys((int8_kernel(96, 64), int8_kernel(64, 48)))  # gate and up, down
+    assert live_scheme(moe.model).kernels == Counter({whole: 1 + 2 * 3}) + Counter({ragged: 1}) + Counter(
+        {  # layer 0's MLP, attention of 3 layers
+            f"{' and '.join(experts)}, expert by expert": 2,
+            "KeptLinearMethod": 2,
+            "UnquantizedEmbeddingMethod": 2,
+        }
+    )
 
 
 SPARSE_STEP = {"mlp_only_layers": [], "decoder_sparse_step": 2}  # layers 0 and 2 are dense, layer 1 has experts
@@ -139,14 +142,16 @@ def test_dense_layers_of_a_mixture_by_sparse_step(tmp_path: Path) -> None:
     old, new = (make_family(tmp_path / str(seed), name="qwen3-moe", seed=seed, **SPARSE_STEP) for seed in (1, 2))
     ignore = ("model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj", "model.layers.1.mlp.experts")
     engine = start_engine(old, scheme="int8", ignore=ignore)
-    assert live_scheme(engine.model).kernels == {
-        "CPUInt8ScaledMMLinearKernel[onednn]": 2 * 2
-        + 2 * 3
-        - 1,  # two each of 2 dense MLPs and 3 attentions, but for one
-        "KeptLinearMethod": 2,  # layer 0's gate_up_proj and the router
-        "KeptExpertsMethod": 1,
-        "UnquantizedEmbeddingMethod": 2,
-    }
+    # gate_up_proj of layer 2 and two of each attention, down_proj of layers 0 and 2
+    assert live_scheme(engine.model).kernels == Counter({int8_kernel(): 1 + 2 * 3}) + Counter(
+        {int8_kernel(64, 112): 2}
+    ) + Counter(
+        {
+            "KeptLinearMethod": 2,  # layer 0's gate_up_proj and the router
+            "KeptExpertsMethod": 1,
+            "UnquantizedEmbeddingMethod": 2,
+        }
+    )
     before = engine.generate()
     engine.load(read_checkpoint(new))
     assert engine.generate() != before

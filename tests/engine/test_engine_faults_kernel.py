@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engines import int8_kernel
 from families import make_family
 from faults import (
     BIAS,
@@ -24,11 +25,12 @@ from faults import (
     Bench,
     Tally,
     before_proof,
+    both_int8_kernels,
     flip_bit,
     free_scale,
     given_to_vllm,
     overwrite,
-    rebuild_handle,
+    rebuild_kernel,
     recover,
     same_bytes,
     sent,
@@ -60,12 +62,18 @@ HOLDS = {  # the layer that must not be as received when this tensor is not
 
 @pytest.fixture(scope="module")
 def int8(checkpoints: tuple[Path, Path]) -> Iterator[Bench]:
-    yield from start_bench(checkpoints, scheme="int8")
+    with both_int8_kernels():
+        yield from start_bench(checkpoints, scheme="int8")
 
 
 @pytest.fixture(scope="module")
 def bf16(checkpoints: tuple[Path, Path]) -> Iterator[Bench]:
     yield from start_bench(checkpoints, scheme="bf16")
+
+
+def test_the_layers_at_fault_run_on_both_kernels(int8: Bench) -> None:
+    names = {layer.quant_method.kernel_name for layer in linear_layers(int8.engine).values()}
+    assert names == {int8_kernel(), int8_kernel(columns=100)}
 
 
 def test_a_bit_flipped_in_what_vllm_is_given(int8: Bench) -> None:
@@ -95,7 +103,7 @@ def test_a_bit_flipped_in_codes(int8: Bench, checkpoints: tuple[Path, Path]) -> 
                 codes = flip_bit(weight.codes_NK, at=place, bit=bit)
                 assert not same_bytes(codes, weight.codes_NK)
                 held = layers[name].quant_method.held_scale(layers[name])
-                around = before_proof(lambda c=codes, h=held, n=name: rebuild_handle(layers[n], c, h))
+                around = before_proof(lambda c=codes, h=held, n=name: rebuild_kernel(layers[n], c, h))
                 int8.attempt(tally, f"{name} {place} {bit}", around=around, layer=name)
     settle(tally, cases=3 * 5 * 8)
 
@@ -105,7 +113,9 @@ def test_a_handle_rebuilt_from_the_right_codes_is_proven(int8: Bench, checkpoint
     layers = linear_layers(int8.engine)
     for name in LAYERS:
         codes = quantise_int8(checkpoint_layer(checkpoints[1], name)[0]).codes_NK
-        with before_proof(lambda c=codes, n=name: rebuild_handle(layers[n], c, layers[n].quant_method._held)):
+        with before_proof(
+            lambda c=codes, n=name: rebuild_kernel(layers[n], c, layers[n].quant_method.held_scale(layers[n]))
+        ):
             take(int8.engine, sent(int8.new))
     recover(int8.engine, int8.old)
 
@@ -172,7 +182,7 @@ def test_kernels_of_two_layers_swapped(int8: Bench) -> None:
     layers = linear_layers(int8.engine)
     for part in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
         for one, other in ((0, 1), (0, 2), (1, 2)):
-            first, second = (layers[f"model.layers.{n}.{part}"].quant_method.kernel for n in (one, other))
+            first, second = (layers[f"model.layers.{n}.{part}"].quant_method for n in (one, other))
             name = f"model.layers.{one}.{part}"
             int8.attempt(tally, name, around=before_proof(swapping(first, second)), layer=name)
     settle(tally, cases=12)
@@ -224,7 +234,7 @@ def test_faults_in_experts(tmp_path: Path) -> None:
             weight = torch.cat([tensors[f"{source}.{part}_proj.weight"] for part in ("gate", "up")])
             for bit in range(8):
                 codes = flip_bit(quantise_int8(weight).codes_NK, at=0.4, bit=bit)
-                around = before_proof(lambda g=gemm, c=codes: rebuild_handle(g, c, g.quant_method.held_scale(g)))
+                around = before_proof(lambda g=gemm, c=codes: rebuild_kernel(g, c, g.quant_method.held_scale(g)))
                 bench.attempt(tally, f"{name} {bit}", around=around, layer=name)
         for name in ("model.layers.1.mlp.experts.2.w2", "model.layers.2.mlp.experts.4.w13"):
             bench.attempt(tally, name, around=before_proof(swap_in(gemms[name].quant_method)), layer=name)
@@ -232,17 +242,17 @@ def test_faults_in_experts(tmp_path: Path) -> None:
             ("1.mlp.experts.0.w2", "1.mlp.experts.3.w2"),
             ("2.mlp.experts.0.w13", "2.mlp.experts.1.w13"),
         ):
-            first, second = (gemms[f"model.layers.{one}"].quant_method.kernel for one in (name, other))
+            first, second = (gemms[f"model.layers.{one}"].quant_method for one in (name, other))
             bench.attempt(tally, name, around=before_proof(swapping(first, second)), layer=f"model.layers.{name}")
     settle(tally, cases=2 * 8 + 2 + 2)
 
 
 def swapping(first: object, second: object) -> Callable[[], bool]:
-    """A function that gives each of two INT8 kernels the other one's handle."""
+    """A function that gives each of two INT8 methods the other one's kernel."""
 
     def inject() -> bool:
-        first.dnnl_handler, second.dnnl_handler = second.dnnl_handler, first.dnnl_handler
-        return first.dnnl_handler is not second.dnnl_handler
+        first.gemm, second.gemm = second.gemm, first.gemm
+        return first.gemm is not second.gemm
 
     return inject
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import Engine, make_checkpoint, read_checkpoint, start_engine
+from engines import Engine, int8_kernel, make_checkpoint, read_checkpoint, start_engine
 from torch import Tensor
 
 from appliance.patch import applied
@@ -26,7 +26,7 @@ PARTS = {
     "mlp.down_proj": ("mlp.down_proj",),
 }
 NUM_LAYERS = 3
-ONEDNN = "CPUInt8ScaledMMLinearKernel[onednn]"
+KERNEL = int8_kernel()  # all layers of the shared checkpoints are of whole tiles
 
 # What is not a multiple of 16, 64 or 128 somewhere; heads and key-value heads 6/2, 3/1 and 4/4; both kinds of lm_head.
 SHAPES = {
@@ -80,9 +80,18 @@ def held_codes(layer: torch.nn.Module, *, scale_N1: Tensor, length: int) -> Tens
     return (out_KN.double() / scale_N1.double().t()).round().t().to(torch.int8)
 
 
-def reference(x_MK: Tensor, *, weight: Int8Weight, bias_N: Tensor | None) -> Tensor:
+def quantised_tokens(x_MK: Tensor, *, by: str) -> Int8Weight:
+    """As the kernel `by` quantises activations: the codec, or sgl's factor 127 / a in place of 1 / (a / 127)."""
+    if not by.endswith("[sgl]"):
+        return quantise_int8(x_MK)
+    absmax_M1 = x_MK.float().abs().amax(dim=1, keepdim=True).clamp_min(1e-7)
+    most = torch.tensor(127.0)  # dividing by a Python number may be lowered to a product
+    return Int8Weight((x_MK.float() * (most / absmax_M1)).round().to(torch.int8), scale_N1=absmax_M1 / most)
+
+
+def reference(x_MK: Tensor, *, weight: Int8Weight, bias_N: Tensor | None, by: str) -> Tensor:
     """[M, N] float64: the exact sum of products of codes, times both scales, plus the bias."""
-    x = quantise_int8(x_MK)
+    x = quantised_tokens(x_MK, by=by)
     sums_MN = x.codes_NK.double() @ weight.codes_NK.double().t()
     y_MN = sums_MN * x.scale_N1.double() * weight.scale_N1.double().t()
     return y_MN if bias_N is None else y_MN + bias_N.double()
@@ -102,7 +111,7 @@ def assert_computes(layer: torch.nn.Module, *, weight_NK: Tensor, bias_N: Tensor
     for num_tokens in (1, 2, 5, 33):
         x_MK = torch.randn(num_tokens, length, generator=torch.Generator().manual_seed(num_tokens)).to(torch.bfloat16)
         x_MK[-1] *= 100  # each token has a scale of its own
-        wanted_MN = reference(x_MK, weight=quantised, bias_N=bias_N)
+        wanted_MN = reference(x_MK, weight=quantised, bias_N=bias_N, by=layer.quant_method.kernel_name)
         terms_MN = wanted_MN.abs() + (0 if bias_N is None else 2 * bias_N.double().abs())
         tolerance_MN = 2.0**-8 * wanted_MN.abs() + 4 * 2.0**-24 * terms_MN
         error_MN = (compute(layer, x_MK, bias_N=bias_N).double() - wanted_MN).abs()
@@ -181,7 +190,7 @@ def test_all_linear_layers_are_int8_and_nothing_else(int8: Engine) -> None:
     assert methods == linear | heads
     for layer in linear_layers(int8).values():
         assert isinstance(layer.quant_method, Int8LinearMethod)
-        assert layer.quant_method.kernel_name == ONEDNN
+        assert layer.quant_method.kernel_name == KERNEL
         assert layer.weight is None  # nothing in BF16 stays behind
     others = {name: p.dtype for name, p in int8.model.named_parameters() if "proj" not in name}
     assert set(others.values()) == {torch.bfloat16}
@@ -201,7 +210,7 @@ def test_ignored_layers_stay_in_bf16(checkpoints: tuple[Path, Path]) -> None:
         "model.layers.2.self_attn.qkv_proj",
         "model.layers.2.self_attn.o_proj",
     }
-    assert live_scheme(engine.model).kernels == {ONEDNN: 9, "KeptLinearMethod": 3, "UnquantizedEmbeddingMethod": 2}
+    assert live_scheme(engine.model).kernels == {KERNEL: 9, "KeptLinearMethod": 3, "UnquantizedEmbeddingMethod": 2}
     for name in unquantised:
         weight_NK, bias_N = checkpoint_layer(checkpoints[0], name)
         x_MK = torch.randn(3, weight_NK.shape[1], generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
@@ -222,7 +231,7 @@ def test_live_scheme_reads_the_model(engine: Engine) -> None:
     from appliance.engine.attest import LiveScheme, live_scheme
     from appliance.quant.scheme import Scheme
 
-    linear = {Scheme.INT8: {ONEDNN: 12}, Scheme.BF16: {"UnquantizedLinearMethod": 12}}
+    linear = {Scheme.INT8: {KERNEL: 12}, Scheme.BF16: {"UnquantizedLinearMethod": 12}}
     scheme = Scheme(engine.scheme)
     assert live_scheme(engine.model) == LiveScheme(
         scheme=scheme,

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_engine_int8 import ONEDNN, write_plan
+from test_engine_int8 import KERNEL, write_plan
 
 from appliance.plan.env import PLAN_VARIABLE
 
@@ -41,7 +41,7 @@ if __name__ == "__main__":
 
 
 def test_the_amx_patch_is_live_before_the_model(checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
-    """On a host with AMX the kernels are chosen while layers load: `[onednn]` says that the patch came before."""
+    """The kernels are chosen while layers load: `[onednn]` on a host with AMX says that the patch came before."""
     script = tmp_path / "start.py"
     script.write_text(START)
     environment = os.environ | {
@@ -60,7 +60,7 @@ def test_the_amx_patch_is_live_before_the_model(checkpoints: tuple[Path, Path], 
     said = json.loads((tmp_path / "attest" / "rollout-0-0.json").read_text())
     assert said["scheme"] == "int8"
     assert said["patches"] == ["cpu-no-amx-tiles", "cpu-process-group"]
-    assert said["detail"]["kernels"] == {ONEDNN: 12, "UnquantizedEmbeddingMethod": 2}
+    assert said["detail"]["kernels"] == {KERNEL: 12, "UnquantizedEmbeddingMethod": 2}
     tokens = next(line for line in child.stdout.splitlines() if line.startswith("tokens "))
     assert len(json.loads(tokens.removeprefix("tokens "))) == 16
 

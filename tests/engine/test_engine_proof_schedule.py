@@ -34,13 +34,12 @@ def test_every_layer_is_asked_in_each_round_and_all_at_its_end(every: int, turn:
 
 
 @pytest.mark.parametrize("every", EVERY)
-def test_a_full_proof_comes_at_least_every_eight_rounds_and_is_of_all_layers(every: int) -> None:
+def test_a_full_proof_ends_each_eight_rounds_and_is_of_all_layers(every: int) -> None:
     syncs = range(2, 20 * ROTATION * every)
     full = [{turn for turn in range(5) if (one := ask(turn, sync=sync, every=every)) and one.full} for sync in syncs]
     assert {len(one) for one in full} <= {0, 5}
     at = [sync for sync, turns in zip(syncs, full, strict=True) if turns]
-    period = max(every, ROTATION + -ROTATION % every)
-    assert at == list(range(period, syncs.stop, period))
+    assert at == list(range(ROTATION * every, syncs.stop, ROTATION * every))
 
 
 @pytest.mark.parametrize("every", EVERY)
@@ -104,8 +103,8 @@ def test_a_quantiser_that_is_not_the_codec_is_found(monkeypatch: pytest.MonkeyPa
     def run(sync: int, *, bad: slice) -> bool:
         chunks = iter(range(4))
 
-        def quantise(rows_NK: Tensor) -> Int8Weight:
-            right, chunk = original(rows_NK), next(chunks)
+        def quantise(rows_NK: Tensor, *, into_NK: Tensor) -> Int8Weight:
+            right, chunk = original(rows_NK, into_NK=into_NK), next(chunks)
             own = [row for row in range(16) if chunk * 16 + row in range(64)[bad]]
             right.codes_NK[own] ^= 1
             return right
@@ -114,6 +113,7 @@ def test_a_quantiser_that_is_not_the_codec_is_found(monkeypatch: pytest.MonkeyPa
         one = proof(Int8Proof, Scheme.INT8, channels=64, length=32, turn=0, sync=sync, every=1)
         try:
             one.take(Slot("layer", "weight", rows=slice(0, 64)), weight_NK)
+            one._sample.check("layer")
         except SyncError as error:
             assert error.message.startswith("weight update: layer: this CPU's row quantiser differs from the codec")
             return True

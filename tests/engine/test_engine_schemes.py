@@ -14,7 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 from engines import Engine, make_checkpoint, read_checkpoint, start_engine
-from test_engine_int8 import NUM_LAYERS, ONEDNN, PARTS, checkpoint_layer, compute, held_codes, linear_layers
+from test_engine_int8 import (
+    KERNEL,
+    NUM_LAYERS,
+    PARTS,
+    checkpoint_layer,
+    compute,
+    held_codes,
+    linear_layers,
+    quantised_tokens,
+)
 
 from appliance.errors import EngineError
 from appliance.quant.codec import dequantise, quantise, quantise_tokens
@@ -23,7 +32,7 @@ from appliance.quant.scheme import Scheme
 pytestmark = pytest.mark.engine
 
 SCHEMES = (Scheme.INT8, Scheme.FP8, Scheme.FP8_CHANNEL, Scheme.FP8_BLOCK)
-KERNELS = {scheme: ONEDNN if scheme is Scheme.INT8 else f"QuantiseDequantise[{scheme}]" for scheme in SCHEMES}
+KERNELS = {scheme: KERNEL if scheme is Scheme.INT8 else f"QuantiseDequantise[{scheme}]" for scheme in SCHEMES}
 
 
 def start(folder: Path, scheme: Scheme, **settings: object) -> Engine:
@@ -64,7 +73,9 @@ def assert_computes(engine: Engine, folder: Path) -> None:
         x_MK = torch.randn(9, length, generator=torch.Generator().manual_seed(length)).to(torch.bfloat16)
         x_MK[2] *= 100
         x_MK[3] = 0
-        rounded_MK = dequantise(quantise_tokens(x_MK, scheme=scheme)).double()
+        is_int8, kernel = scheme is Scheme.INT8, layer.quant_method.kernel_name
+        tokens = quantised_tokens(x_MK, by=kernel) if is_int8 else quantise_tokens(x_MK, scheme=scheme)
+        rounded_MK = dequantise(tokens).double()
         rounded_NK = dequantise(quantise(weight_NK, scheme=scheme)).double()
         bias = torch.zeros(1) if bias_N is None else bias_N.double()
         wanted_MN = rounded_MK @ rounded_NK.t() + bias

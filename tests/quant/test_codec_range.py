@@ -8,7 +8,7 @@ from test_codec import DTYPES, random_weight
 
 from appliance.errors import NumericsError
 from appliance.quant import codec_range
-from appliance.quant.codec_range import block_absmax, require_finite, row_absmax
+from appliance.quant.codec_range import all_finite, block_absmax, require_finite, row_absmax
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -44,3 +44,13 @@ def test_what_is_not_finite_is_never_lost(dtype: torch.dtype, bad: float) -> Non
             assert int((~torch.isfinite(absmax)).sum()) == 1
             with pytest.raises(NumericsError):
                 require_finite(absmax, what="a weight")
+        assert not all_finite(values_MK)
+        values_MK[5, 5] = -bad
+        assert not all_finite(values_MK)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sum_that_overflows_is_not_a_value_that_is_not_finite(dtype: torch.dtype) -> None:
+    largest = torch.full((4, 40), torch.finfo(dtype).max, dtype=dtype)
+    assert torch.isinf(largest.sum()) and all_finite(largest)
+    assert all_finite(largest[:0])

@@ -1,0 +1,101 @@
+"""The four numbers of an update, against their definitions in float64 on the sampled rows. No engine.
+
+Legend: N rows, K columns.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from appliance.engine import telemetry
+from appliance.engine.quantised import Quantising
+from appliance.engine.telemetry import TelemetryTap
+from appliance.quant.codec import dequantise, quantise
+from appliance.quant.scheme import Scheme
+from appliance.run.acknowledge import Telemetry
+
+SHAPES = ((64, 128), (200, 300), (5, 128), (64, 128))
+
+
+class Method(Quantising):
+    """Quantises nothing: the tests call its hook."""
+
+    kernel_name = "none"
+
+    def held_scale(self, layer: Module) -> None:
+        return None
+
+
+def model() -> Module:
+    layers = torch.nn.ModuleList(Module() for _ in SHAPES)
+    for layer in layers:
+        layer.quant_method = Method()
+    return layers
+
+
+def weights(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    found = [torch.randn(shape, generator=generator).to(torch.bfloat16) for shape in SHAPES]
+    found[3].zero_()
+    return found
+
+
+def update(tap: TelemetryTap, layers: Module, weights: list[Tensor], *, scheme: Scheme, order: list[int]) -> Telemetry:
+    tap.begin()
+    for number in order:
+        quantised = quantise(weights[number], scheme=scheme)
+        layers[number].quant_method.on_quantised(layers[number], weights[number], quantised)
+    found = tap.read()
+    assert found is not None and tap.seconds > 0 and max(tap.layer_errors.values()) == found.layer_error_max
+    return found
+
+
+def wanted(before: list[Tensor] | None, now: list[Tensor], *, scheme: Scheme, first: list[Tensor]) -> Telemetry:
+    codes, changed, saturated, drifts, errors = 0, 0, 0, [], []
+    for place, weight_NK in enumerate(now):
+        rows = range(0, len(weight_NK), -(-len(weight_NK) // 8))
+        held = quantise(weight_NK, scheme=scheme)
+        own = held.codes_NK[list(rows)].double()
+        codes += own.numel()
+        saturated += int((own.abs() == (127 if scheme is Scheme.INT8 else 448)).sum())
+        if before is not None:
+            old = quantise(before[place], scheme=scheme).codes_NK.view(torch.uint8)
+            changed += int((old != held.codes_NK.view(torch.uint8))[list(rows)].sum())
+        block = {Scheme.FP8: len(weight_NK), Scheme.FP8_BLOCK: 128}.get(scheme, 1)
+        scale, old_scale = held.scale.double(), quantise(first[place], scheme=scheme).scale.double()
+        for row in rows:
+            for new, old in zip(scale[row // block].tolist(), old_scale[row // block].tolist(), strict=True):
+                drifts.append(abs(torch.tensor(new / old).log().item()) if new > 0 and old > 0 else 0.0)
+        part = weight_NK[list(rows)].double()
+        error = (dequantise(held)[list(rows)].double() - part).norm()
+        errors.append(float(error / part.norm()) if part.norm() > 0 else 0.0)
+    return Telemetry(
+        codes_changed_fraction=None if before is None else changed / codes,
+        saturated_fraction=saturated / codes,
+        scale_drift=sum(drifts) / len(drifts),
+        layer_error_max=max(errors),
+    )
+
+
+@pytest.mark.parametrize("together", [1, 1 << 21])
+@pytest.mark.parametrize("scheme", [scheme for scheme in Scheme if scheme.quantised])
+def test_the_numbers_of_three_updates(scheme: Scheme, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers in any order, measured one by one or together. Sums of squares of 2400 numbers in float32: 1e-4."""
+    monkeypatch.setattr(telemetry, "_TOGETHER", together)
+    layers = model()
+    tap = TelemetryTap(layers)
+    assert tap.read() is None
+    states = [weights(1), weights(2), weights(2)]
+    states[2][1] *= 1.5
+    before = None
+    for now, order in zip(states, ([0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 1, 0]), strict=True):
+        found = update(tap, layers, now, scheme=scheme, order=order)
+        right = wanted(before, now, scheme=scheme, first=states[0])
+        assert found.codes_changed_fraction == right.codes_changed_fraction
+        assert found.saturated_fraction == right.saturated_fraction
+        assert found.scale_drift == pytest.approx(right.scale_drift, rel=1e-4, abs=1e-9)
+        assert found.layer_error_max == pytest.approx(right.layer_error_max, rel=1e-4)
+        before = now
