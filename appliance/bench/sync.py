@@ -36,10 +36,10 @@ SCHEMES = (Scheme.BF16, Scheme.INT8, Scheme.FP8, Scheme.FP8_CHANNEL, Scheme.FP8_
 MAX_RATIO = 1.3  # of a quantised update to BF16's
 MAX_PROOF_SHARE = 0.05
 LEGEND = """update: seconds of the worker, from the first tensor to the last proof. Proof's share: of the update without
-digests, mean over all updates. Extra memory: peak of the process above what it held before. Waiting: most that was
-kept for layers that were not complete. FP8 is emulated. The updates are a whole round of proofs where their number is
-eight times the layers' turns: in it every layer is asked once for each turn and all at the end of each, and everything
-that a layer holds is looked at once."""
+digests, mean over all updates; telemetry (changed codes, saturation, drift, errors) apart. Extra memory: peak of the
+process above what it held before. Waiting: most that was kept for layers that were not complete. FP8 is emulated. The
+updates are a whole round of proofs where there are eight times as many as a layer waits for its turn: within it all
+layers are asked eight times together, and everything that they hold is looked at once."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Update:
     seconds: float
     digest_s: float
     proof_s: float
+    telemetry_s: float
     layers_proven: int
     extra_bytes: int
     waiting_bytes: int
@@ -69,6 +70,7 @@ class Row:
     digest_s: float
     proof_s: float
     proof_share: float
+    telemetry_s: float
     extra_mib: float
     waiting_mib: float
 
@@ -123,7 +125,8 @@ class Engine:
             scheme=self.scheme,
             seconds=seconds,
             digest_s=report.digest_s,
-            proof_s=report.proof_s,
+            proof_s=report.proof_s - report.telemetry_s,
+            telemetry_s=report.telemetry_s,
             layers_proven=report.proven.layers_proven,
             extra_bytes=_peak() - before,
             waiting_bytes=report.waiting_bytes,
@@ -193,6 +196,7 @@ def rows(updates: list[Update]) -> list[Row]:
                 digest_s=median(one.digest_s for one in own),
                 proof_s=median(one.proof_s for one in own),
                 proof_share=sum(one.proof_s for one in own) / sum(one.seconds - one.digest_s for one in own),
+                telemetry_s=median(one.telemetry_s for one in own),
                 extra_mib=max(one.extra_bytes for one in own) / 2**20,
                 waiting_mib=max(one.waiting_bytes for one in own) / 2**20,
             )
@@ -202,14 +206,15 @@ def rows(updates: list[Update]) -> list[Row]:
 
 def table(found: list[Row]) -> str:
     lines = [
-        "| scheme | update | to BF16 | digests | proof | proof's share | extra memory | waiting |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| scheme | update | to BF16 | digests | proof | proof's share | telemetry | extra memory | waiting |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in found:
         emulated = " (emulated)" if row.scheme.is_fp8 else ""
         lines.append(
             f"| {row.scheme}{emulated} | {row.seconds:.3f} s | {row.ratio:.2f} | {row.digest_s:.3f} s "
-            f"| {row.proof_s:.3f} s | {row.proof_share:.1%} | {row.extra_mib:.0f} MiB | {row.waiting_mib:.1f} MiB |"
+            f"| {row.proof_s:.3f} s | {row.proof_share:.1%} | {row.telemetry_s:.3f} s "
+            f"| {row.extra_mib:.0f} MiB | {row.waiting_mib:.1f} MiB |"
         )
     return "\n".join(lines)
 

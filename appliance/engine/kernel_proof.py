@@ -33,6 +33,8 @@ from __future__ import annotations
 import itertools
 import zlib
 from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -107,22 +109,23 @@ class Int8Proof(KernelProof):
         self.probe_K[ask.sync % self.length] = 127
         self._sums_N = torch.zeros(self.num_channels, dtype=torch.float64, device="cpu")
         self._scale_N = torch.zeros(self.num_channels, dtype=torch.float32, device="cpu")
-        self._sample = _Sample(self._generator)
+        self.sample = _Sample(self._generator)
+        self.whole_length = 0  # of the rows that came, of which this rank may have a part
 
     def take(self, slot: Slot, tensor: Tensor) -> None:
         whole_NK = rounded(tensor[slot.rows])
+        self.whole_length = whole_NK.shape[1]
         probe_K = self.probe_K.to(whole_NK.device, torch.int8)
         rows = max(1, _CHUNK_ELEMENTS // whole_NK.shape[1])
         codes_NK = whole_NK.new_empty((min(rows, len(whole_NK)), whole_NK.shape[1]), dtype=torch.int8)
         for start in range(0, len(whole_NK), rows):
             quantised = quantise_rows(whole_NK[start : start + rows], into_NK=codes_NK)
-            self._sample.keep(whole_NK[start : start + rows], quantised, start=slot.start + start)
+            self.sample.keep(whole_NK[start : start + rows], quantised, start=slot.start + start)
             part = slice(slot.start + start, slot.start + start + len(quantised.codes_NK))
             self._sums_N[part] = exact_product(quantised.codes_NK[:, slot.columns], probe_K)
             self._scale_N[part] = quantised.scale_N1.squeeze(1).cpu()
 
     def check(self, layer: Module) -> Mismatch | None:
-        self._sample.check(self.name)
         held_N = layer.quant_method.held_scale(layer).reshape(-1).cpu()
         return _first_scale(held_N, self._scale_N) or self._first_answer(layer)
 
@@ -280,16 +283,25 @@ class _Sample:
             self._codes.append(quantised.codes_NK[row].clone())
             self._scales.append(quantised.scale_N1[row])
 
-    def check(self, name: str) -> None:
-        """Raises SyncError where the quantiser's numbers are not the codec's."""
-        if not self._rows:
-            return
-        codec = quantise_int8(torch.stack(self._weights))
-        codes_NK, scale_N1 = torch.stack(self._codes), torch.stack(self._scales)
+    def rows(self) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+        """Number of a row, the row itself, its codes, its scale."""
+        return zip(self._rows, self._weights, self._codes, self._scales, strict=True)
+
+
+def check_quantiser(proofs: Mapping[str, KernelProof]) -> None:
+    """All samples of an update together. Raises SyncError where the quantiser's numbers are not the codec's."""
+    by_length = defaultdict(list)
+    for name, proof in proofs.items():
+        if isinstance(proof, Int8Proof):
+            by_length[proof.whole_length] += [(name, *row) for row in proof.sample.rows()]
+    for found in by_length.values():
+        codec = quantise_int8(torch.stack([weight_K for _, _, weight_K, _, _ in found]))
+        codes_NK = torch.stack([codes_K for *_, codes_K, _ in found])
+        scale_N1 = torch.stack([scale_1 for *_, scale_1 in found])
         if torch.equal(codes_NK, codec.codes_NK) and torch.equal(scale_N1, codec.scale_N1):
-            return
+            continue
         differs_N = ((codes_NK != codec.codes_NK) | (scale_N1 != codec.scale_N1)).any(dim=1)
-        row = self._rows[int(differs_N.nonzero()[0])]
+        name, row, *_ = found[int(differs_N.nonzero()[0])]
         raise SyncError(f"weight update: {name}: this CPU's row quantiser differs from the codec in row {row}")
 
 

@@ -15,7 +15,14 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from appliance.engine.expect import LocalShape, Slot, expert_gemms, expert_shape, local_shape, slots
-from appliance.engine.kernel_proof import Bf16Proof, EmulatedProof, Int8Proof, KernelProof, Mismatch
+from appliance.engine.kernel_proof import (
+    Bf16Proof,
+    EmulatedProof,
+    Int8Proof,
+    KernelProof,
+    Mismatch,
+    check_quantiser,
+)
 from appliance.engine.native import native_scheme
 from appliance.engine.quantised import OnlineLinearMethod
 from appliance.engine.schedule import Ask, ask
@@ -121,6 +128,7 @@ class SyncProof:
             raise SyncError(f"weight update {self._sync}: nothing to prove {layer} with (part {part} never came)")
         for slot, received in self._held:
             self._fail_on(slot.layer, self._held_mismatch(slot, received))
+        check_quantiser(self._kernels)
         for name, proof in self._kernels.items():
             self._fail_on(name, proof.check(self._layers[name]))
         return Proven(

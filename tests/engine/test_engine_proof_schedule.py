@@ -113,7 +113,7 @@ def test_a_quantiser_that_is_not_the_codec_is_found(monkeypatch: pytest.MonkeyPa
         one = proof(Int8Proof, Scheme.INT8, channels=64, length=32, turn=0, sync=sync, every=1)
         try:
             one.take(Slot("layer", "weight", rows=slice(0, 64)), weight_NK)
-            one._sample.check("layer")
+            kernel_proof.check_quantiser({"layer": one})
         except SyncError as error:
             assert error.message.startswith("weight update: layer: this CPU's row quantiser differs from the codec")
             return True
