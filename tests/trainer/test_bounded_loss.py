@@ -114,6 +114,13 @@ def test_the_bounds_of_the_batch_decide_and_not_the_configuration() -> None:
         assert bool(leaf.grad.any()) == flows
 
 
+def test_the_batch_keeps_the_trainers_log_probs() -> None:
+    output, data, _ = as_verl_has_it(make_batch(2, highest=9.0), bounds=WIDE)
+    before = data["old_log_probs"].values().clone()
+    bounded_loss(make_config(), output, data)
+    assert torch.equal(data["old_log_probs"].values(), before)
+
+
 def test_micro_batches_add_up_to_the_batch() -> None:
     batch = make_batch(4, highest=9.0)
     output, data, leaf = as_verl_has_it(batch, bounds=WIDE)
