@@ -69,7 +69,7 @@ def train(
 ) -> None:
     """Everything, from recipe to trained model."""
     loaded = _load(recipe, sets)
-    if resume != "never":
+    if resume != "never" and not in_container:
         from appliance.profile.command import PROFILING
         from appliance.run.go_on import resume_training
 
@@ -78,7 +78,7 @@ def train(
         )
         if code is not None:
             raise typer.Exit(code)
-    if dry_run:
+    if dry_run and not in_container:
         _check(recipe, sets=sets, name=name, json_mode=json_mode, show_plan=True)
         return
     from appliance.preflight.report import examine
@@ -88,11 +88,15 @@ def train(
     from appliance.run.train import run_training
     from appliance.run.work import stop_on_errors
 
-    plan, _, findings = examine(loaded, run_dir=_run_dir(loaded, name=name), ask_hub=True)
     if in_container:
-        from appliance.container.launch import train_in_container
+        from appliance.container.launch import stop_without, train_in_container
 
-        raise typer.Exit(train_in_container(plan, findings, recipe=recipe, arguments=sys.argv[1:], image=image))
+        # The name is judged inside: a run that is resumed has its folder already.
+        plan, _, findings = examine(loaded, run_dir=_run_dir(loaded, name=None), ask_hub=True)
+        stop_without(findings)
+        code = 0 if dry_run else train_in_container(plan, recipe=recipe, arguments=sys.argv[1:], image=image)
+        raise typer.Exit(code)
+    plan, _, findings = examine(loaded, run_dir=_run_dir(loaded, name=name), ask_hub=True)
     stop_on_errors(findings)
     code = run_training(
         plan, recipe_yaml=to_yaml(loaded), findings=findings, name=name, json_mode=json_mode, steps=BEFORE_TRAINING

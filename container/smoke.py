@@ -6,6 +6,7 @@ A patch that was made for another version or source raises, and the build ends. 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
 import sys
 
@@ -30,6 +31,8 @@ def main(flavour: str) -> None:
     from appliance.trainer.fit import NO_LOAD_BALANCER, _without_balancer
 
     patch.apply_patch(NO_LOAD_BALANCER, _without_balancer)
+    if not is_cpu:
+        importlib.metadata.version("flash-attn")
     live = set(patch.applied())
     if live != expected:
         sys.exit(f"error: live patches {sorted(live)}, the plan of this flavour says {sorted(expected)}")

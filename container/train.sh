@@ -19,6 +19,6 @@ device=$(.venv/bin/appliance plan "$recipe" --json "${sets[@]}" |
 if [ "$device" = cpu ]; then
     exec .venv/bin/appliance train "$@"
 fi
-.venv/bin/appliance check "$recipe" "${sets[@]}"
+.venv/bin/appliance train "$@" --in-container --dry-run
 docker image inspect flashrl-appliance:gpu >/dev/null 2>&1 || container/build.sh gpu
 exec .venv/bin/appliance train "$@" --in-container

@@ -31,7 +31,7 @@ from appliance.run.work import stop_on_errors
 IMAGE_NAME = "flashrl-appliance"
 GRACE_S = 900  # a run may save before it stops
 _CACHE_VOLUME = "flashrl-cache"
-_OF_THE_IMAGE = frozenset({"python-version", "missing-library", "log-backend", "shared-memory"})
+_OF_THE_IMAGE = frozenset({"python-version", "missing-library", "log-backend", "shared-memory", "flash-attention"})
 _OWN_FOLDERS = ("/opt/venv", "/opt/appliance", "/usr", "/etc", "/cache")
 
 
@@ -170,15 +170,16 @@ def _if_alive(act) -> None:
         return  # it ended by itself meanwhile
 
 
-def train_in_container(
-    plan: RunPlan, findings: Sequence[Finding], *, recipe: str, arguments: Sequence[str], image: str | None
-) -> int:
-    """Train in the image instead of here, after what this host itself has against it.
-
-    findings: this host's.  recipe: as typed.  arguments: our own command line.
-    Raises PreflightError, and as make_order and run_in_container do.
-    """
+def stop_without(findings: Sequence[Finding]) -> None:
+    """Say what this host itself lacks, leaving out what the image brings. Raises PreflightError."""
     stop_on_errors([each for each in findings if each.severity is Severity.ERROR and each.code not in _OF_THE_IMAGE])
+
+
+def train_in_container(plan: RunPlan, *, recipe: str, arguments: Sequence[str], image: str | None) -> int:
+    """Train in the image instead of here.
+
+    recipe: as typed.  arguments: our own command line.  Raises as make_order and run_in_container do.
+    """
     folder, user = Path.cwd(), f"{os.getuid()}:0"  # files belong to who starts us; group 0 may write as the image lets
     order = make_order(plan, inner_argv(arguments), recipe=recipe, image=image, folder=folder, user=user)
     return run_in_container(order)

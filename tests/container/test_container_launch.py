@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from plans import make_plan
 
-from appliance.container.launch import inner_argv, make_order
-from appliance.errors import RecipeError
+from appliance.container.launch import inner_argv, make_order, stop_without
+from appliance.errors import PreflightError, RecipeError
+from appliance.preflight.finding import Finding, Severity
 
 FOLDER = Path("/srv/mine")
 
@@ -70,3 +71,12 @@ def test_a_folder_that_would_hide_the_images_own_is_refused(folder: str) -> None
 def test_the_program_inside_gets_the_same_line_without_the_container() -> None:
     line = ("train", "a.yaml", "--in-container", "--image", "b:1", "--set", "seed=1", "--image=c", "--json")
     assert inner_argv(line) == ("train", "a.yaml", "--set", "seed=1", "--json")
+
+
+def test_what_the_image_brings_does_not_stop_it_and_a_missing_gpu_does(capsys: pytest.CaptureFixture[str]) -> None:
+    brought = [Finding(Severity.ERROR, code, "a", "is missing") for code in ("flash-attention", "missing-library")]
+    stop_without([*brought, Finding(Severity.WARNING, "memory", "memory", "is small")])
+    assert capsys.readouterr().err == ""
+    with pytest.raises(PreflightError, match="1 finding above"):
+        stop_without([*brought, Finding(Severity.ERROR, "no-gpu", "cluster.device", "no GPU")])
+    assert capsys.readouterr().err == "error: cluster.device: no GPU\n"
