@@ -132,9 +132,9 @@ def _start(client: docker.DockerClient, order: Order) -> Container:
 
 
 def _ulimits(*, gpus: bool) -> list[Ulimit]:
-    """NCCL pins memory; torch's many threads and files want more than the engine's defaults."""
-    limits = [Ulimit(name="nofile", soft=65535, hard=65535), Ulimit(name="stack", soft=67108864, hard=67108864)]
-    return [*limits, Ulimit(name="memlock", soft=-1, hard=-1)] if gpus else limits
+    """NCCL pins memory and opens many files; a CPU run needs no more than an engine gives by itself."""
+    limits = (("memlock", -1), ("stack", 67108864), ("nofile", 65535))
+    return [Ulimit(name=name, soft=limit, hard=limit) for name, limit in limits] if gpus else []
 
 
 def _follow(container: Container) -> None:

@@ -93,7 +93,13 @@ def test_head_and_worker_train_together_and_the_loss_of_the_worker_is_named(
         os.chown(folder, USER, 0)
     open_to_all(tmp_path)
     (recipes / "two.yaml").write_text(RECIPE)
-    given = {"NODE_IMAGE": IMAGE, "NODE_RUNTIME": "runc", "CLUSTER_NETWORK": network, "SHM_SIZE": "1gb"}
+    given = {
+        "NODE_IMAGE": IMAGE,
+        "NODE_RUNTIME": "runc",
+        "CLUSTER_NETWORK": network,
+        "SHM_SIZE": "1gb",
+        "MEMLOCK": "67108864",
+    }
     given |= {"RUNS": str(runs), "RECIPES": str(recipes), "RECIPE": "/recipes/two.yaml"}
     compose("up", "--detach", "head", "worker", **given)
     try:

@@ -62,7 +62,7 @@ def test_compose_reserves_gpus_and_publishes_nothing_but_on_loopback() -> None:
     assert ports == ["127.0.0.1:6006:6006"]
     train = services["train"]
     assert train["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
-    assert train["ulimits"] == {"memlock": -1, "stack": 67108864, "nofile": 65535}
+    assert train["ulimits"] == {"memlock": "${MEMLOCK:--1}", "stack": 67108864, "nofile": "${NOFILE:-65535}"}
     for service in services.values():
         assert service["read_only"] and service["init"] and service["cap_drop"] == ["ALL"]
         assert service["stop_grace_period"] == "15m"
