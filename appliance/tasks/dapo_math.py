@@ -110,7 +110,7 @@ def splits(*, train_file: str, val_file: str, seed: int, train_size: int, val_si
 def from_hub(split: str) -> Found:
     """split: `train` or `val`. Raises RecipeError when the hub is away."""
     name, file = {"train": (TRAIN_HUB, TRAIN_HUB_FILE), "val": (VAL_HUB, VAL_HUB_FILE)}[split]
-    return hub_file(name, file=file, source=SOURCE, key="task.train_file")
+    return hub_file(name, file=file, source=SOURCE)
 
 
 def as_prompt(problem: str) -> str:

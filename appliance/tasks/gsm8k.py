@@ -74,6 +74,6 @@ def from_hub(split: str) -> Found:
     try:
         rows = datasets.load_dataset(HUB_NAME, "main", split={"train": "train", "val": "test"}[split])
     except OSError as error:  # no network, no such data set, or offline mode: all of them are OSError
-        raise hub_is_away(HUB_NAME, error=error, key="task.train_file") from error
+        raise hub_is_away(HUB_NAME, error=error) from error
     problems = dict.fromkeys(problem(row["question"], row["answer"]) for row in rows)
     return Found(problems=list(problems), rows=len(rows), conflicting=0, faults=[])

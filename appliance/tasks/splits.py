@@ -72,24 +72,24 @@ def _hold_out(problems: list[Problem], *, path: str, seed: int, val_size: int) -
     return distinct[val_size:], distinct[:val_size]
 
 
-def hub_file(name: str, *, file: str, source: Source, key: str) -> Found:
+def hub_file(name: str, *, file: str, source: Source) -> Found:
     """The problems of one file of a data set on the hub; a download that broke off goes on where it was.
 
-    key: the recipe's, for the message.  Raises RecipeError.
+    Raises RecipeError.
     """
     from huggingface_hub import hf_hub_download  # loads a network client: only when the hub is asked
 
     try:
         path = Path(hf_hub_download(name, file, repo_type="dataset"))
     except OSError as error:  # no network, no such file, or offline mode
-        raise hub_is_away(name, error=error, key=key) from error
+        raise hub_is_away(name, error=error) from error
     found = read_file(path, parse=source.parse, hint=source.hint)
     if found.faults:
         raise RecipeError(found.faults)
     return found
 
 
-def hub_is_away(name: str, *, error: Exception, key: str) -> RecipeError:
+def hub_is_away(name: str, *, error: Exception) -> RecipeError:
     why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    message = f"{key}: none is given and {name} cannot be had from the hub: {why}"
-    return RecipeError([(message, f"give {key}, a file")])
+    hint = "give a file: task.train_file in a recipe, --from with `appliance data`"
+    return RecipeError([(f"no data file is given, and {name} cannot be had from the hub: {why}", hint)])

@@ -131,9 +131,9 @@ def test_without_the_hub_it_says_what_to_give(monkeypatch: pytest.MonkeyPatch, t
     with pytest.raises(RecipeError) as caught:
         splits(train_file="", val_file="", **SIZES)
     ((message, hint),) = caught.value.problems
-    words = "task.train_file: none is given and BytedTsinghua-SIA/DAPO-Math-17k cannot be had from the hub: "
+    words = "no data file is given, and BytedTsinghua-SIA/DAPO-Math-17k cannot be had from the hub: "
     assert message.startswith(words)
-    assert hint == "give task.train_file, a file"
+    assert hint == "give a file: task.train_file in a recipe, --from with `appliance data`"
 
 
 def test_a_hub_that_has_it_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -176,5 +176,5 @@ def test_splits_say_when_the_hub_is_away(monkeypatch: pytest.MonkeyPatch, tmp_pa
     with pytest.raises(RecipeError) as caught:
         splits(train_file="", val_file="", seed=0, train_size=0, val_size=0)
     ((message, hint),) = caught.value.problems
-    assert message.startswith("task.train_file: none is given and openai/gsm8k cannot be had from the hub: ")
-    assert hint == "give task.train_file, a file"
+    assert message.startswith("no data file is given, and openai/gsm8k cannot be had from the hub: ")
+    assert hint == "give a file: task.train_file in a recipe, --from with `appliance data`"
