@@ -64,6 +64,7 @@ def test_flash_attention_is_not_missed_elsewhere(recipe: str, sets: tuple[str, .
         (("rollout.tensor_parallel=8",), dataclasses.replace(SHAPE_32B, heads=28), [("rollout", "28 attention heads")]),
         (("trainer.sequence_parallel=8",), dataclasses.replace(SHAPE_32B, heads=28, kv_heads=4), [("trainer", "28")]),
         (("trainer.sequence_parallel=8",), dataclasses.replace(SHAPE_32B, kv_heads=4), []),  # verl repeats them
+        (("rollout.tensor_parallel=8",), dataclasses.replace(SHAPE_32B, kv_heads=4), []),  # so does vLLM
         (("trainer.sequence_parallel=4",), dataclasses.replace(SHAPE_32B, kv_heads=6), [("trainer", "6 KV heads")]),
         (("rollout.tensor_parallel=4",), dataclasses.replace(SHAPE_32B, kv_heads=6), [("rollout", "6 KV heads")]),
         (("rollout.tensor_parallel=8",), dataclasses.replace(SHAPE_32B, intermediate=1002), [("rollout", "1002")]),
