@@ -12,6 +12,11 @@ from appliance.quant.uaq import scale_folder
 
 pytestmark = pytest.mark.engine
 
+# Nats. Every scaled weight is rounded to BF16 anew (2^-9 each), and some INT8 codes fall to the other side: with these
+# random weights 0.03 in BF16 and 0.06 in INT8, where the two schemes themselves are 0.08 apart. Layers scaled without
+# their norms are 0.6 away.
+BOUND = 0.2
+
 
 def both(folder: Path, *, engine: Engine, scale: float) -> tuple[list, list]:
     """What the engine answers with the folder's weights, and with them scaled; then it has the former again."""
@@ -39,12 +44,11 @@ def mixture(tmp_path: Path):
 
 
 def test_a_dense_model_answers_the_same(engine: Engine, checkpoints: tuple[Path, Path]) -> None:
-    """By a power of two codes and sums are the same bits. By 1.5 every weight of three layers is rounded to BF16 anew,
-    2^-9 each, and with INT8 a few codes fall to the other side."""
+    """By a power of two codes and sums are the same bits, by any other scale they are near."""
     before, after = both(checkpoints[0], engine=engine, scale=2.0)
     assert before == after
     before, after = both(checkpoints[0], engine=engine, scale=1.5)
-    assert farthest(before, after) < 0.05
+    assert farthest(before, after) < BOUND
 
 
 def test_a_mixture_of_experts_answers_the_same(mixture: tuple[Engine, Path]) -> None:
@@ -52,7 +56,7 @@ def test_a_mixture_of_experts_answers_the_same(mixture: tuple[Engine, Path]) -> 
     before, after = both(folder, engine=engine, scale=2.0)
     assert before == after
     before, after = both(folder, engine=engine, scale=1.5)
-    assert farthest(before, after) < 0.05
+    assert farthest(before, after) < BOUND
 
 
 def test_weights_that_are_not_scaled_together_answer_otherwise(engine: Engine, checkpoints: tuple[Path, Path]) -> None:
@@ -62,5 +66,5 @@ def test_weights_that_are_not_scaled_together_answer_otherwise(engine: Engine, c
     before = engine.generate(max_tokens=6)
     scaled = dict(read_checkpoint(folder.parent / "scaled-1.5"))
     engine.load([(name, scaled[name] if "proj" in name else each) for name, each in read_checkpoint(folder)])
-    assert farthest(before, engine.generate(max_tokens=6)) > 0.05
+    assert farthest(before, engine.generate(max_tokens=6)) > BOUND
     engine.load(read_checkpoint(folder))
