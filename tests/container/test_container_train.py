@@ -92,7 +92,7 @@ def half_written(run: Path) -> list[str]:
                 [json.loads(line) for line in path.read_text().splitlines()]
             elif path.suffix == ".safetensors":
                 safe_open(path, framework="np").keys()
-            elif path.name.startswith(".") and path.name != ".lock":
+            elif path.name.startswith(".") and path.name not in (".lock", ".stop"):
                 wrong.append(str(path))
         except (ValueError, SafetensorError) as error:
             wrong.append(f"{path}: {error}")
