@@ -30,7 +30,7 @@ _WATCH_EVERY_S = 2.0
 _ANSWER_WITHIN_S = 120.0
 _HEAD_STARTS_WITHIN_S = 120.0
 _ENDS_WITHIN_S = 10.0
-_KEPT_FOR_S = 5.0  # how long a death may take to arrive in the control store after its effects
+_KEPT_FOR_S = 30.0  # how long a death may take to arrive in the control store after its effects: a whole host, long
 
 
 class Cluster:
