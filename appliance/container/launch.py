@@ -94,7 +94,7 @@ def run_in_container(order: Order) -> int:
             _follow(container)
             return int(container.wait()["StatusCode"])
     finally:
-        container.remove(force=True)
+        container.remove(force=True, v=True)
 
 
 def _client() -> docker.DockerClient:
