@@ -70,11 +70,11 @@ def train(
     """Everything, from recipe to trained model."""
     loaded = _load(recipe, sets)
     if resume != "never" and not in_container:
-        from appliance.profile.command import PROFILING
+        from appliance.profile.command import BEFORE_TRAINING
         from appliance.run.go_on import resume_training
 
         code = resume_training(
-            loaded, resume=resume, name=name, force=force, dry_run=dry_run, json_mode=json_mode, steps=(PROFILING,)
+            loaded, resume=resume, name=name, force=force, dry_run=dry_run, json_mode=json_mode, steps=BEFORE_TRAINING
         )
         if code is not None:
             raise typer.Exit(code)
@@ -101,7 +101,7 @@ def train(
     code = run_training(
         plan, recipe_yaml=to_yaml(loaded), findings=findings, name=name, json_mode=json_mode, steps=BEFORE_TRAINING
     )
-    raise typer.Exit(through_faults(code, loaded, Path(plan.run_dir), json_mode=json_mode, steps=(PROFILING,)))
+    raise typer.Exit(through_faults(code, loaded, Path(plan.run_dir), json_mode=json_mode, steps=BEFORE_TRAINING))
 
 
 @app.command()
