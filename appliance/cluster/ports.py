@@ -4,6 +4,7 @@
     base + 1    node manager            base + 4    agent, gRPC
     base + 2    object manager          base + 5    agent, HTTP, loopback only
     base + 3    runtime environments    base + 6    metrics, loopback only
+    base + 7    the head's client server, which nothing of ours uses
     base + 100 to base + 999            worker processes
 
 The processes that train find free ports of their own for what they say to each other (torch, TransferQueue): nodes of
@@ -26,6 +27,11 @@ class Ports:
     def control(self) -> int:
         """The head's control store; on a worker node nothing listens there."""
         return self.base
+
+    @property
+    def client(self) -> int:
+        """Of the head: Ray starts a server there for programs outside the cluster."""
+        return self.base + 7
 
     @property
     def arguments(self) -> tuple[str, ...]:

@@ -25,11 +25,13 @@ class NodeOffer:
 
 
 def head_argv(offer: NodeOffer, *, ports: Ports, ray_dir: Path) -> tuple[str, ...]:
-    """The head runs until its processes end. Nothing but the control store is its own: no dashboard, no client."""
+    """The head runs until its processes end. Its own are the control store and Ray's client server, which `ray start`
+    cannot leave out: it gets a port of ours, and the token guards it. The dashboard is off."""
     return (
         *_start(offer, ports=ports),
         "--head",
         f"--port={ports.control}",
+        f"--ray-client-server-port={ports.client}",
         f"--temp-dir={ray_dir}",
         "--include-dashboard=false",
         "--dashboard-host=127.0.0.1",

@@ -33,7 +33,7 @@ def test_the_head_has_fixed_ports_and_no_dashboard(tmp_path: Path) -> None:
         *("--node-manager-port=7001", "--object-manager-port=7002", "--runtime-env-agent-port=7003"),
         *("--dashboard-agent-grpc-port=7004", "--dashboard-agent-listen-port=7005", "--metrics-export-port=7006"),
         *("--min-worker-port=7100", "--max-worker-port=7999"),
-        *("--head", "--port=7000", f"--temp-dir={tmp_path}"),
+        *("--head", "--port=7000", "--ray-client-server-port=7007", f"--temp-dir={tmp_path}"),
         *("--include-dashboard=false", "--dashboard-host=127.0.0.1"),
     )
 
