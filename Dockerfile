@@ -115,6 +115,7 @@ RUN useradd --uid 10001 --gid 0 --no-create-home --home-dir /tmp --shell /usr/sb
 COPY pyproject.toml README.md LICENSE /opt/appliance/
 COPY requirements /opt/appliance/requirements
 COPY recipes /opt/appliance/recipes
+COPY comparisons /opt/appliance/comparisons
 COPY appliance /opt/appliance/appliance
 # The smoke test applies every patch of this flavour to what was installed: another version or source ends the build.
 RUN --mount=type=bind,from=pip,source=/opt/pip,target=/opt/pip \

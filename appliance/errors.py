@@ -70,6 +70,10 @@ class TrainingError(ApplianceError):
     exit_code = 5
 
 
+class CheckpointError(TrainingError):
+    """A checkpoint that could not be written."""
+
+
 class ProcessDied(TrainingError):
     """A process that the training needs is gone."""
 

@@ -14,8 +14,8 @@ for argument in "${@:2}"; do
     previous=$argument
 done
 
-device=$(.venv/bin/appliance plan "$recipe" --json "${sets[@]}" |
-    .venv/bin/python -c 'import json, sys; print(json.load(sys.stdin)["plan"]["device"])')
+plan=$(.venv/bin/appliance plan "$recipe" --json "${sets[@]}")
+device=$(.venv/bin/python -c 'import json, sys; print(json.load(sys.stdin)["plan"]["device"])' <<<"$plan")
 if [ "$device" = cpu ]; then
     exec .venv/bin/appliance train "$@"
 fi

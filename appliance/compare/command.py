@@ -138,7 +138,9 @@ def _line(run: PlannedRun) -> str:
 def _rows(comparison: Comparison, runs: list[PlannedRun]) -> list[ArmResult]:
     results = [result for result in map(read_result, runs) if result is not None]
     arms = [arm.name for arm in comparison.arms]
-    return judge(results, arms=arms, baseline=comparison.baseline, margin=comparison.margin)
+    return judge(
+        results, arms=arms, baseline=comparison.baseline, margin=comparison.margin, seeds=len(comparison.seeds)
+    )
 
 
 def _where(folder: Path) -> str:

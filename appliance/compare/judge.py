@@ -36,7 +36,7 @@ class ArmResult:
     or that a guard stopped.  truncated: share of tokens that the correction acted on, mean over all steps.
     truncated_max: of the worst step.  inactive: a correction that never acted.
     k3_kl, k3_max: nats, median and largest over all steps.  codes_changed: median share per weight update.
-    step_s: median.  seconds: mean of whole runs.  busy: times are no measurements.
+    step_s: median.  seconds: mean of whole runs.  busy: times are no measurements.  asked: seeds it was to have.
     """
 
     arm: str
@@ -57,16 +57,24 @@ class ArmResult:
     step_s: float | None
     seconds: float | None
     busy: bool
+    asked: int = 0
 
 
-def judge(results: Sequence[RunResult], *, arms: Sequence[str], baseline: str, margin: float) -> list[ArmResult]:
-    """A row for each arm, in their order, also for one without runs. margin: of a mean reward, > 0."""
+def judge(
+    results: Sequence[RunResult], *, arms: Sequence[str], baseline: str, margin: float, seeds: int = 0
+) -> list[ArmResult]:
+    """A row for each arm, in their order, also for one without runs.
+
+    margin: of a mean reward, > 0.  seeds: how many each arm was to have; a verdict from fewer says so.
+    """
     by_arm = {arm: tuple(sorted((r for r in results if r.arm == arm), key=lambda r: r.seed)) for arm in arms}
-    return [_arm(arm, by_arm[arm], base=by_arm[baseline], baseline=baseline, margin=margin) for arm in arms]
+    return [
+        _arm(arm, by_arm[arm], base=by_arm[baseline], baseline=baseline, margin=margin, seeds=seeds) for arm in arms
+    ]
 
 
 def _arm(
-    arm: str, runs: tuple[RunResult, ...], *, base: tuple[RunResult, ...], baseline: str, margin: float
+    arm: str, runs: tuple[RunResult, ...], *, base: tuple[RunResult, ...], baseline: str, margin: float, seeds: int
 ) -> ArmResult:
     steps = [row for run in runs for row in run.steps if row.reward is not None]
     pairs = [(run, other) for run in runs for other in base if run.seed == other.seed and run.rewards and other.rewards]
@@ -97,6 +105,7 @@ def _arm(
         step_s=_median(_numbers(steps, lambda row: row.step_s)),
         seconds=_mean(run.seconds for run in runs),
         busy=any(run.is_busy for run in runs),
+        asked=seeds,
     )
 
 
@@ -119,7 +128,7 @@ def _verdict(difference: Interval | None, *, runs: tuple[RunResult, ...], stoppe
 
 
 def verdict_text(row: ArmResult, *, margin: float) -> str:
-    """For people: `within ±0.03, inactive`, `fails (3 of 3 seeds)`."""
+    """For people: `within ±0.03, inactive`, `fails (3 of 3 seeds)`, `within ±0.03, from 2 of 3 seeds`."""
     text = {
         Verdict.BASELINE: "baseline",
         Verdict.WITHIN: f"within ±{margin:g}",
@@ -129,6 +138,8 @@ def verdict_text(row: ArmResult, *, margin: float) -> str:
         Verdict.STOPPED: "stopped by the guard",
         Verdict.MISSING: "no result",
     }[row.verdict]
+    if row.verdict not in (Verdict.BASELINE, Verdict.MISSING) and len(row.by_seed) < row.asked:
+        text += f", from {len(row.by_seed)} of {row.asked} seeds"
     if row.failing:
         text += f" ({len(row.failing)} of {len(row.runs)} seed{'' if len(row.runs) == 1 else 's'})"
     return f"{text}, inactive" if row.inactive else text

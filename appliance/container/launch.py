@@ -46,6 +46,7 @@ class Order:
     gpus: bool
     shm_bytes: int
     folders: tuple[tuple[str, bool], ...] = field(default=())
+    network: str = ""  # empty: Docker's own
 
     def mounts(self) -> list[Mount]:
         binds = [Mount(path, path, type="bind", read_only=read_only) for path, read_only in self.folders]
@@ -61,7 +62,7 @@ def make_order(plan: RunPlan, argv: Sequence[str], *, recipe: str, image: str | 
         hint = "start it from another folder, such as the one with your recipe"
         raise RecipeError([(f"--in-container: the current folder {folder} would hide the image's own", hint)])
     profile = plan.profile.source if plan.profile else ""
-    inputs = (plan.model.source, plan.task.train_file, plan.task.val_file, profile)
+    inputs = ("" if plan.model.builtin else plan.model.path, plan.task.train_file, plan.task.val_file, profile)
     read = [Path(each) for each in inputs if each.startswith("/")]
     if Path(recipe).is_file():
         read.append(Path(recipe).absolute().parent)  # what it extends lies beside it
@@ -77,6 +78,7 @@ def make_order(plan: RunPlan, argv: Sequence[str], *, recipe: str, image: str | 
         gpus=not is_cpu,
         shm_bytes=(2 if is_cpu else 32) << 30,
         folders=tuple(dict.fromkeys(folders)),
+        network="host" if plan.cluster else "",  # other hosts reach Ray on its ports
     )
 
 
@@ -122,6 +124,7 @@ def _start(client: docker.DockerClient, order: Order) -> Container:
             ulimits=_ulimits(gpus=order.gpus),
             cap_drop=["ALL"],
             security_opt=["no-new-privileges:true"],
+            network_mode=order.network or None,
             device_requests=[DeviceRequest(count=-1, capabilities=[["gpu"]])] if order.gpus else None,
         )
     except ImageNotFound as error:

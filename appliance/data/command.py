@@ -102,8 +102,8 @@ def _make(file: DataFile, *, folder: Path, source: str) -> Path:
     try:
         write_parquet(found.problems, path=partial, kind=file.kind, split=file.split)
         made = Made(source or file.hub, digest, found.rows, len(found.problems), found.repeated, found.conflicting)
-        about.write_text(json.dumps(dataclasses.asdict(made), indent=2) + "\n")
         partial.replace(target)
+        about.write_text(json.dumps(dataclasses.asdict(made), indent=2) + "\n")  # last: without it, it is made again
     finally:
         partial.unlink(missing_ok=True)
     console.say(f"{target.name}: {_counts(made)}")

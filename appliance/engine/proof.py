@@ -85,7 +85,7 @@ class SyncProof:
 
     def _ask(self, layer: str) -> Ask | None:
         if self._everyone:
-            return Ask(sync=self._sync, round=self._sync // self._every, full=True)
+            return Ask(sync=self._sync, round=self._sync // self._every, full=True, thorough=True)
         return ask(self._turns[layer], sync=self._sync, every=self._every)
 
     def _is_due(self, layer: str) -> bool:

@@ -173,7 +173,7 @@ def _folder(host: HostFacts) -> Iterator[Finding]:
 
 
 def _disk(plan: RunPlan, host: HostFacts, inputs: InputFacts) -> Iterator[Finding]:
-    needed = disk_bytes(plan, model_bytes=inputs.model_bytes)
+    needed = disk_bytes(plan, model_bytes=inputs.model_bytes or bytes_by_shape(inputs.model_shape))
     if host.disk_free_bytes < needed:
         message = f"{_gib(host.disk_free_bytes)} free at {plan.run_dir}, the run needs about {_gib(needed)}"
         remedy = "free some space, or set cluster.run_dir to a roomier place"
@@ -185,6 +185,11 @@ def disk_bytes(plan: RunPlan, *, model_bytes: int) -> int:
     each = model_bytes // 2 * _BYTES_SAVED_PER_WEIGHT if model_bytes else _TINY_CHECKPOINT
     scaled = 2 * model_bytes if plan.uaq else 0  # most of it in FP32
     return _DISK_FOR_LOGS + checkpoints_at_once(plan) * each + scaled + 2 * model_bytes  # `model/`
+
+
+def bytes_by_shape(shape: ModelShape | None) -> int:
+    """Of the weights in BF16; 0 where the shape does not tell."""
+    return 2 * shape.weights if shape and shape.is_dense else 0
 
 
 def checkpoints_at_once(plan: RunPlan) -> int:
@@ -199,7 +204,7 @@ def checkpoints_at_once(plan: RunPlan) -> int:
 
 def estimates(plan: RunPlan, *, model_bytes: int = 0, shape: ModelShape | None = None) -> list[tuple[str, str]]:
     """(what, how much), for people. model_bytes: of its weights on disk, 0: by the shape where that is known."""
-    model_bytes = model_bytes or (2 * shape.weights if shape and shape.is_dense else 0)
+    model_bytes = model_bytes or bytes_by_shape(shape)
     known = plan.model.builtin or model_bytes
     found = [
         ("disk", f"about {_gib(disk_bytes(plan, model_bytes=model_bytes))}" if known else "unknown until downloaded")

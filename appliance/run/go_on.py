@@ -44,7 +44,10 @@ def through_faults(code: int, recipe: Recipe, run_dir: Path, *, json_mode: bool,
         assert target is not None, "a run's own folder is a target"
         return _attempt(recipe, target, name=run_dir.name, force=True, dry_run=False, json_mode=json_mode, steps=steps)
 
-    return keep_going(code, run_dir=run_dir, max_restarts=recipe.trainer.max_restarts, again=again)
+    cluster = recipe.cluster
+    has_nodes_of_its_own = cluster.nodes > 1 and cluster.address is None  # they left with the head of this attempt
+    restarts = 0 if has_nodes_of_its_own else recipe.trainer.max_restarts
+    return keep_going(code, run_dir=run_dir, max_restarts=restarts, again=again)
 
 
 def _attempt(

@@ -15,7 +15,7 @@ from appliance.run.checkpoints import find_newest, step_of
 from appliance.run.events import Event, append_event, first_failure
 
 _CODES = frozenset({4, 5})
-_LASTING = frozenset({"PatchError", "AttestationError"})  # of code 4, and there again at the next start
+_LASTING = frozenset({"PatchError", "AttestationError", "CheckpointError"})  # there again at the next start
 
 
 def is_fault(code: int, *, failure: Event | None) -> bool:

@@ -14,12 +14,13 @@ from appliance.errors import PreflightError, RecipeError
 from appliance.plan.model import RunPlan
 from appliance.recipe.dump import to_plain
 from appliance.recipe.load import load_recipe
-from appliance.recipe.schema import Recipe
+from appliance.recipe.schema import NAME_PATTERN, Recipe
 from appliance.run.checkpoints import FOLDER, Found, Rejected, find_newest, step_of
 from appliance.run.seal import damage, hash_file, read_manifest
 from appliance.run.session import RUN_FILE, RunRecord, RunStatus, has_launcher, newest_run_dir, read_record
 
 NEVER, AUTO = "never", "auto"
+_CLAIMED = frozenset({"logs", "recipe.yaml", "plan.json", "versions.json"})  # written before run.json
 
 # What may change between two attempts: how long, what is watched, kept and shown, and where; never what is computed.
 HARMLESS = frozenset({"name", "cluster.run_dir", "rollout.kv_cache_gb", "rollout.gpu_memory_utilization"})
@@ -57,6 +58,8 @@ def find_target(resume: str, *, root: Path, recipe_name: str, name: str | None) 
     if resume == NEVER:
         return None
     checkpoint = None
+    if name is not None and not NAME_PATTERN.fullmatch(name):
+        raise RecipeError([(f"--name: `{name}` is no name of a run", "use letters, digits, `.`, `_` and `-`")])
     if resume == AUTO:
         run_dir = root / name if name else newest_run_dir(root, name=recipe_name)
         if run_dir is None or not run_dir.exists():
@@ -85,6 +88,9 @@ def _record(run_dir: Path) -> RunRecord:
     try:
         return read_record(run_dir)
     except FileNotFoundError:
+        if others := sorted({path.name for path in run_dir.iterdir() if path.name[0] != "."} - _CLAIMED):
+            hint = "name the run with --name"
+            raise RecipeError([(f"--resume: {run_dir} is not the folder of a run: it has {others[0]}", hint)]) from None
         return RunRecord(attempt=0)
     except (OSError, ValueError) as error:
         raise RecipeError([(f"--resume: {error}", "")]) from error

@@ -208,7 +208,7 @@ class _Training:
         """A signal that came when the work was done already changes nothing."""
         if returncode == 0 and is_done:
             return DONE
-        if self._interrupts.names:
+        if self._interrupts.names and (self.state.failure is None or self.state.stop is not None):
             return interrupted(self._interrupts.names, stop=self.state.stop, training=child.name == "train")
         return failed(
             child,

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from ray.exceptions import RayError
 
-from appliance.errors import TrainingError
+from appliance.errors import CheckpointError
 from appliance.plan.model import CheckpointPlan, RunPlan
 from appliance.run.checkpoints import (
     GUARD_FILE,
@@ -126,7 +126,7 @@ class Checkpoints:
         return self._step_end is not None
 
     def end_step(self, step: int, *, val_reward: float | None, is_last: bool) -> None:
-        """Remember the step that just ended, and save it when it is due. Raises TrainingError when that fails.
+        """Remember the step that just ended, and save it when it is due. Raises CheckpointError when that fails.
 
         val_reward: validated after this very step.
         """
@@ -149,7 +149,7 @@ class Checkpoints:
     def save_now(self, reason: str) -> Path | None:
         """Save the last finished step, if it is not saved yet. None when no step has ended or weights have moved since.
 
-        reason: for the manifest and the event.  Raises TrainingError; the older checkpoints are then as they were.
+        reason: for the manifest and the event.  Raises CheckpointError; the older checkpoints are then as they were.
         """
         if self._step_end is None:
             return None
@@ -164,7 +164,7 @@ class Checkpoints:
         except (OSError, RuntimeError, RayError) as error:
             raise self._failed(folder, error) from error
         self._saved_step, self._saved_at_s = step, time.monotonic()
-        gone = remove_surplus(self._run_dir, keep=self._plan.checkpoint.keep, keep_best=self._plan.checkpoint.keep_best)
+        gone = self._remove_surplus()
         append_event(
             self._run_dir,
             kind="checkpoint",
@@ -176,6 +176,15 @@ class Checkpoints:
             removed=gone,
         )
         return folder
+
+    def _remove_surplus(self) -> list[int]:
+        """What cannot be deleted now (a reader on a network file system) is tried again after the next save."""
+        when = self._plan.checkpoint
+        try:
+            return remove_surplus(self._run_dir, keep=when.keep, keep_best=when.keep_best)
+        except OSError as error:
+            append_event(self._run_dir, kind="note", what=f"an older checkpoint could not be deleted: {error}")
+            return []
 
     def restore(self, folder: Path) -> DriverState:
         """The driver's own part of a checkpoint, put back. Raises ValueError when state.json is not one of ours."""
@@ -222,7 +231,7 @@ class Checkpoints:
             raise OSError(errno.EIO, f"what was written reads back otherwise: {problems[0]}")
         return manifest
 
-    def _failed(self, folder: Path, error: Exception) -> TrainingError:
+    def _failed(self, folder: Path, error: Exception) -> CheckpointError:
         """The error that ends the run. What was half written goes, to leave room for saying so."""
         last = str(error).strip().rpartition("\n")[2] or "no message"
         full = _is_full(self._run_dir, error)
@@ -231,7 +240,7 @@ class Checkpoints:
         older = [each.name for each in in_order(self._run_dir) if each != folder]
         remedy = "free some space, then resume" if full else "then resume"
         hint = f"{remedy} with --resume auto: {older[-1]} is whole" if older else f"{remedy}; nothing was saved before"
-        return TrainingError(f"checkpoint {folder.name} could not be written: {why}", hint=hint)
+        return CheckpointError(f"checkpoint {folder.name} could not be written: {why}", hint=hint)
 
 
 def read_state(folder: Path) -> DriverState:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from appliance.cluster.form import Cluster, cluster_of, lost
-from appliance.errors import ApplianceError, Interrupted, SavedAndStopped, TrainingError
+from appliance.errors import ApplianceError, GuardStop, Interrupted, SavedAndStopped, TrainingError
 from appliance.plan.env import PLAN_VARIABLE, RAY_DIR_VARIABLE
 from appliance.plan.model import RunPlan, read_plan
 from appliance.run.checkpoints import step_of
@@ -57,7 +57,11 @@ def report(run_dir: Path, error: ApplianceError) -> int:
 
 def _end(run_dir: Path, error: ApplianceError) -> None:
     """End this process at once: its main thread waits for something that cannot come. The keeper ends the rest."""
-    os._exit(report(run_dir, error))
+    code = error.exit_code
+    try:
+        code = report(run_dir, error)
+    finally:
+        os._exit(code)  # also where nothing can be written
 
 
 def translate(error: Exception) -> ApplianceError:
@@ -116,6 +120,8 @@ def _ray_of(plan: RunPlan) -> Iterator[Callable[[ApplianceError], None]]:
     with cluster_of(plan, plan.cluster, object_store_bytes=store, on_loss=end) as cluster:
         try:
             yield functools.partial(_end_with_node, run_dir, cluster)
+        except (SavedAndStopped, Interrupted, GuardStop):
+            raise  # meant, whatever happened to a node
         except Exception as error:
             if (loss := lost(cluster)) is not None:  # whatever failed, failed for this
                 raise loss from error

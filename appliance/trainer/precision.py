@@ -141,5 +141,8 @@ def _by_profile(folder: Path) -> list[tuple[float, tuple[str, ...]]]:
 def _by_engine(plan: RunPlan) -> list[tuple[float, tuple[str, ...]]]:
     replica = next(index for index, each in enumerate(plan.rollout.replicas) if each.scheme.quantised)
     file = layer_errors_file(Path(plan.run_dir), replica=replica, rank=0)
-    raw = json.loads(file.read_text()) if file.exists() else {}
+    # Before its first update a resumed run goes by what the attempt before left.
+    before = sorted(Path(plan.run_dir).glob(f"logs/*/sync/{file.name}"), key=lambda path: path.stat().st_mtime)
+    newest = file if file.exists() else next(reversed(before), None)
+    raw = json.loads(newest.read_text()) if newest else {}
     return [(float(error), (name,)) for name, error in raw.items()]

@@ -60,7 +60,7 @@ class ProcessWatch:
     def _watch_actors(self) -> None:
         while not self._over.wait(LOOK_EVERY_S):
             try:
-                actors = state.actors().values()
+                actors = state.actors(job_id=worker.global_worker.current_job_id).values()  # of this run alone
             except ray.exceptions.RayError:
                 continue  # the other thread says which service is gone
             deaths = [error for error in map(death, actors) if error is not None]

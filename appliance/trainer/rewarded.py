@@ -16,6 +16,7 @@ class RewardedTrainer(WatchedTrainer):
         super().__init__(**others)
         self._reward_faults = RewardFaults(self.run_dir, most=self.plan.guard.reward_failures)
         self._reward_failures = 0
+        self._stop_after_step: GuardStop | None = None
 
     def on_sample_end(self) -> None:
         super().on_sample_end()
@@ -23,8 +24,19 @@ class RewardedTrainer(WatchedTrainer):
 
     def _validate(self) -> dict[str, float]:
         values = super()._validate()
-        self._end_rewards(f"the validation of step {self.global_steps}")
+        try:
+            self._end_rewards(f"the validation of step {self.global_steps}")
+        except GuardStop as error:
+            if self.global_steps == 0:
+                raise
+            self._stop_after_step = error  # the step's weights have moved: it is written down first, and saved
         return values
+
+    def _end_step(self, **how: Any) -> None:
+        super()._end_step(**how)
+        if self._stop_after_step is not None:
+            self.checkpoints.save_now("stopped by the guard")
+            raise self._stop_after_step
 
     def _end_rewards(self, what: str) -> int:
         """Raises GuardStop, after the last finished step is saved: none is learnt from rewards that failed."""

@@ -54,7 +54,6 @@ def test_each_difference_is_named_with_its_node(tmp_path: Path) -> None:
     for sentence, change in cases.items():
         other = dataclasses.replace(HEAD, name="beta", **change)
         assert differences([HEAD, other], head=HEAD, plan=plan, canary="word") == [f"beta: {sentence}"]
-    assert len(cases) == 7
 
 
 def test_all_differences_of_all_nodes_come_at_once(tmp_path: Path) -> None:

@@ -202,3 +202,9 @@ def test_markdown_has_a_line_per_run(shown: Shown) -> None:
     text = markdown(shown)
     assert sum(line.startswith("| bad | ") for line in text.splitlines()) == 3  # the table's and two seeds'
     assert "| bad | 1 | done | 2 | 0.2500 | -0.7000 |" in text
+
+
+def test_a_verdict_from_fewer_seeds_than_asked_says_so() -> None:
+    runs = [*(a_run("base", seed=seed, right=380) for seed in (0, 1, 2)), a_run("arm", seed=0, right=380)]
+    row = judge(runs, arms=["base", "arm"], baseline="base", margin=MARGIN, seeds=3)[1]
+    assert verdict_text(row, margin=MARGIN) == "within ±0.03, from 1 of 3 seeds, inactive"

@@ -10,6 +10,7 @@ from plans import make_plan
 
 from appliance.container.launch import inner_argv, make_order, stop_without
 from appliance.errors import PreflightError, RecipeError
+from appliance.plan.model import ClusterPlan
 from appliance.preflight.finding import Finding, Severity
 
 FOLDER = Path("/srv/mine")
@@ -19,7 +20,8 @@ def order(
     *, folder: Path = FOLDER, device: str = "cpu", source: str = "", run_dir: str = "/srv/mine/runs/a-1", **given
 ):
     plan = make_plan(Path(run_dir), device=device)
-    plan = replace(plan, model=replace(plan.model, source=source))
+    builtin = "" if source else "tiny-arithmetic"
+    plan = replace(plan, model=replace(plan.model, source=source, path=source or "/cache/made", builtin=builtin))
     return make_order(plan, ("train", "a"), folder=folder, user="1000:0", **{"recipe": "a", "image": None, **given})
 
 
@@ -50,6 +52,13 @@ def test_the_plans_device_chooses_the_image_and_its_resources() -> None:
     assert (cpu.image, cpu.gpus, cpu.shm_bytes) == ("flashrl-appliance:cpu", False, 2 << 30)
     assert (gpu.image, gpu.gpus, gpu.shm_bytes) == ("flashrl-appliance:gpu", True, 32 << 30)
     assert order(image="registry.example/it:1").image == "registry.example/it:1"
+
+
+def test_a_training_over_hosts_is_on_the_hosts_own_network() -> None:
+    plan = make_plan(Path("/srv/mine/runs/a-1"), cluster=ClusterPlan("", 6379, "", "/srv/mine/token", 900.0))
+    given = {"folder": FOLDER, "user": "1000:0", "recipe": "a", "image": None}
+    assert make_order(plan, ("train", "a"), **given).network == "host"
+    assert order().network == ""
 
 
 def test_a_folder_beside_the_images_own_is_taken() -> None:

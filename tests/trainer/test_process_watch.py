@@ -76,7 +76,7 @@ def on_death(error):
     else:
         os._exit(0)
 
-watch = ProcessWatch(on_death=on_death)
+watch = ProcessWatch(on_death=on_death, has_services=True)
 ray.kill(meant)
 del dropped
 time.sleep(5)
