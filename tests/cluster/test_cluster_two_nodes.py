@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -45,9 +44,10 @@ def join(token: Path, *, head_port: int = HEAD_PORT) -> list[str]:
 
 
 @contextmanager
-def started(command: list[str], *, log: Path, env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
+def started(command: list[str], *, log: Path, folder: Path | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """folder: where it runs, whose `appliance` is the one that `python -m` finds; None: here."""
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | (env or {}))
+        process = subprocess.Popen(command, stdout=out, stderr=out, cwd=folder)
         try:
             yield process
         finally:
@@ -121,7 +121,7 @@ def test_a_wrong_token_and_another_program_are_refused(tmp_path: Path, with_tiny
         assert refused.returncode == 3, refused.stderr
         assert f"127.0.0.1:{port} refused this node's token" in refused.stderr
         assert head.poll() is None
-        with started(join(token, head_port=port), log=tmp_path / "join.log", env={"PYTHONPATH": str(other)}):
+        with started(join(token, head_port=port), log=tmp_path / "join.log", folder=other):
             assert head.wait(PATIENCE_S) == 3
     said = (tmp_path / "train.log").read_text()
     assert "joined with other sources or locks than the head" in said
