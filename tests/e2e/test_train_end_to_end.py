@@ -260,6 +260,7 @@ def guarded(root: Path, run: Finished) -> Finished:
     """A bound that every step breaks: a warning, a stop one step later. And DAPO, with a penalty that responses of
     more than two tokens pay, which is all that are right."""
     sets = ("trainer.steps=50", "trainer.validate_before=false", "guard.k3_kl=1e-12", "guard.bad_steps=1")
+    sets += ("guard.actions=[warn, stop]",)
     ours = ("correction.uaq_scale=1.5", "correction.method=calibrated-clipping", "correction.shadow_every=1")
     dapo = ("algorithm.kind=dapo", "algorithm.overlong_tokens=4", "algorithm.overlong_penalty=0.5")
     done = subprocess.run(
@@ -272,7 +273,7 @@ def guarded(root: Path, run: Finished) -> Finished:
     return Finished(code=done.returncode, stdout=done.stdout, stderr=done.stderr, run_dir=root / "guarded")
 
 
-def test_the_guard_saves_and_stops_a_run_with_code_6(guarded: Finished) -> None:
+def test_the_guard_saves_and_stops_a_run_with_code_6(guarded: Finished, root: Path) -> None:
     """The state of the last step is on disk."""
     assert guarded.code == 6, guarded.stderr[-3000:]
     finished = guarded
