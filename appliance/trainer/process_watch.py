@@ -80,7 +80,7 @@ def death(actor: Mapping[str, Any]) -> ApplianceError | None:
     cause = str(actor.get("DeathCause") or "")
     if any(words in cause for words in _MEANT):
         return None
-    name = actor["ActorClassName"]
+    name = str(actor["ActorClassName"]).rpartition(".")[2]  # a class made in a function has the function's name, too
     kind = EngineError if name in SERVERS else ProcessDied
     return kind(f"{ROLES.get(name, 'a worker')} died: {name}, process {actor['Pid']}", hint=_HINT)
 

@@ -36,6 +36,7 @@ from appliance.trainer.seeds import PromptSeeds
 
 PROMPTS_PER_PUT = 64
 PUT_EVERY_S = 1.0
+_HINT = "the log has the whole story"
 
 
 Group = tuple[str, list[dict[str, Any]]]  # the prompt's uid, and the fields of each sample
@@ -129,10 +130,12 @@ class Rollouts:
         self._progress.wait(timeout_s)
         self._progress.clear()
         if self._failure is not None:
+            if "EngineDeadError" in type(self._failure).__name__:  # Ray names the cause so
+                raise EngineError("a rollout engine died: its core process is gone", hint=_HINT) from self._failure
             kind = EngineError if isinstance(self._failure, RayError) else TrainingError
             raise kind(
                 f"rollouts failed: {type(self._failure).__name__}: {_last_line(self._failure)}",
-                hint="the log has the whole story",
+                hint=_HINT,
             ) from self._failure
 
     def _note_failure(self, future: Future[None]) -> None:

@@ -25,6 +25,7 @@ def actor(name: str, *, state: str = "DEAD", cause: str | None = CRASH) -> dict[
         ("WorkerDict", ProcessDied, "a training worker died: WorkerDict, process 4711"),
         ("GroupServer", EngineError, "a rollout server died: GroupServer, process 4711"),
         ("SimpleStorageUnit", ProcessDied, "a storage unit of the TransferQueue died: SimpleStorageUnit, process 4711"),
+        ("make.<locals>.WorkerDict", ProcessDied, "a training worker died: WorkerDict, process 4711"),
         ("Other", ProcessDied, "a worker died: Other, process 4711"),
     ],
 )
