@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from appliance.cluster.form import Cluster, cluster_of, lost
-from appliance.errors import ApplianceError, GuardStop, Interrupted, SavedAndStopped, TrainingError
+from appliance.errors import ApplianceError, GuardStop, Interrupted, ProcessDied, SavedAndStopped, TrainingError
 from appliance.plan.env import PLAN_VARIABLE, RAY_DIR_VARIABLE
 from appliance.plan.model import RunPlan, read_plan
 from appliance.run.checkpoints import step_of
@@ -25,6 +25,7 @@ from appliance.run.events import append_event, append_failure, first_failure
 from appliance.run.stacks import keep_stacks
 from appliance.trainer.stopping import Stopping
 
+_OF_DEAD_ACTORS = frozenset({"ActorDiedError", "ActorUnavailableError"})  # Ray's, by name: it is not imported yet
 MIN_RAY_CPUS = 8  # verl asks for a CPU per actor; on a small host they share the cores
 CPU_OBJECT_STORE_BYTES = 256 << 20  # batches travel through the TransferQueue, Ray carries only references and settings
 SERVER_ENV = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}  # what verl gives a rollout server on this platform
@@ -71,6 +72,8 @@ def translate(error: Exception) -> ApplianceError:
         return cause
     text = str(error).strip()
     last = text.splitlines()[-1] if text else "no message"
+    if type(error).__name__ in _OF_DEAD_ACTORS:  # heard before the watch of the processes saw it
+        return ProcessDied(f"a worker died: {last}", hint="the log has its last words")
     return TrainingError(f"{type(error).__name__}: {last}", hint="the log has the whole story")
 
 
