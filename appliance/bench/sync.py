@@ -230,6 +230,8 @@ def main() -> int:
     parser.add_argument("-o", "--output", type=Path)
     given = parser.parse_args()
     given.pairs = given.pairs or ROTATION * given.prove_every
+    if given.output is not None:
+        given.output.mkdir(parents=True, exist_ok=True)
     _set_environment(given.threads)
     shapes = dataclasses.replace(NAMED_SHAPES[given.shapes], layers=given.layers)
     schemes = tuple(Scheme(name) for name in given.schemes.split(","))
