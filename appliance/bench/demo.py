@@ -2,7 +2,9 @@
 
 Trains the tiny recipe as a user does, once per setting and seed, one after the other, and writes `demo.json` (every
 number and curve) and `demo.md` (the tables). Settings: INT8, BF16, and INT8 with learning rate 0, which shows what part
-of a climb is learning. The model and the set-up are made before the clock starts.
+of a climb is learning. The model and its profile are made before the clock starts. What `demo.json` in FOLDER holds of
+other settings and seeds stays: `--seeds 0` measures one again. A time with `~` was taken while the machine had other
+work.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
+import psutil
+
 from appliance import console
 from appliance.errors import TrainingError
 from appliance.plan.env import RUN_VARIABLE
@@ -31,13 +35,16 @@ SETTINGS = {
     "int8, learning rate 0": ("optimizer.learning_rate=0",),
 }
 SAMPLE_MEMORY_EVERY_S = 2.0
+BUSY_SAMPLE_S = 3.0
+MAX_BUSY = 0.1
 
 
 @dataclass(frozen=True)
 class Trained:
     """One run. Times in seconds from the start of the command; memory is the sum of proportional set sizes, bytes.
 
-    validation: (step, greedy reward).  rewards: mean sampled reward per step.
+    validation: (step, greedy reward).  rewards: mean sampled reward per step.  busy: share of
+    all cores that other processes used just before it started, 0..1.
     """
 
     setting: str
@@ -50,6 +57,7 @@ class Trained:
     peak_pss_bytes: int
     validation: tuple[tuple[int, float], ...]
     rewards: tuple[float, ...]
+    busy: float
 
 
 def main() -> int:
@@ -61,14 +69,30 @@ def main() -> int:
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
     chosen = [name for name in SETTINGS if name in arguments.settings.split(";")]
-    trained: list[Trained] = []
+    trained = read(arguments.output)
+    prepare(arguments.run_root)
     for seed in map(int, arguments.seeds.split(",")):
         for setting in chosen:
-            trained.append(train(setting, seed=seed, root=arguments.run_root))
-            last = trained[-1]
+            last = train(setting, seed=seed, root=arguments.run_root)
+            others = [one for one in trained if (one.setting, one.seed) != (setting, seed)]
+            trained = sorted([*others, last], key=lambda one: (one.seed, list(SETTINGS).index(one.setting)))
             console.say(f"{setting}, seed {seed}: {last.validation[0][1]:.3f} -> {last.validation[-1][1]:.3f}")
             write(arguments.output, trained)
     return int(any(one.code for one in trained))
+
+
+def read(folder: Path) -> list[Trained]:
+    """What an earlier call measured."""
+    file = folder / "demo.json"
+    if not file.is_file():
+        return []
+    return [Trained(**one) for one in json.loads(file.read_text())["runs"]]
+
+
+def prepare(root: Path) -> None:
+    """Make the tiny model and its profile, which every run then finds."""
+    command = [sys.executable, "-m", "appliance", "profile", RECIPE, "--set", f"cluster.run_dir={root}"]
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
 
 
 def train(setting: str, *, seed: int, root: Path) -> Trained:
@@ -76,6 +100,7 @@ def train(setting: str, *, seed: int, root: Path) -> Trained:
     sets = (f"seed={seed}", f"cluster.run_dir={root}", *SETTINGS[setting])
     arguments = [part for pair in sets for part in ("--set", pair)]
     run_dir = (root / name).absolute()
+    busy = psutil.cpu_percent(interval=BUSY_SAMPLE_S) / 100
     started_unix_s, started = time.time(), time.monotonic()
     command = [sys.executable, "-m", "appliance", "train", RECIPE, "--name", name, *arguments]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -100,6 +125,7 @@ def train(setting: str, *, seed: int, root: Path) -> Trained:
         peak_pss_bytes=peak,
         validation=tuple((line["step"], line["val_reward_mean"]) for line in lines if "val_reward_mean" in line),
         rewards=tuple(line["reward_mean"] for line in steps),
+        busy=busy,
     )
 
 
@@ -139,10 +165,15 @@ def processor() -> str:
     return f"{name}, {'with' if 'amx_int8' in flags else 'without'} AMX"
 
 
+def mark(one: Trained) -> str:
+    return "~" if one.busy > MAX_BUSY else ""
+
+
 def page(trained: list[Trained], *, where: dict[str, object]) -> str:
     rows = [
-        f"| {one.setting} | {one.seed} | {one.validation[0][1]:.3f} | {one.validation[-1][1]:.3f} | {one.total_s:.0f} "
-        f"| {one.first_step_s:.0f} | {one.step_s:.2f} | {one.rollout_tokens_per_s:.0f} "
+        f"| {one.setting} | {one.seed} | {one.validation[0][1]:.3f} | {one.validation[-1][1]:.3f} "
+        f"| {mark(one)}{one.total_s:.0f} | {mark(one)}{one.first_step_s:.0f} | {mark(one)}{one.step_s:.2f} "
+        f"| {mark(one)}{one.rollout_tokens_per_s:.0f} "
         f"| {one.peak_pss_bytes / 1e9:.1f} |"
         for one in trained
     ]
@@ -161,6 +192,7 @@ def page(trained: list[Trained], *, where: dict[str, object]) -> str:
             "",
             "Validation is greedy, on problems seen neither in warm start nor in training, in the run's own scheme.",
             "The seed decides the order of the data and the sampling; the model is the same.",
+            "Times with ~ were taken while the machine had other work, and are no measurement.",
             "",
             "| setting | seed | before | after | total, s | end of step 1, s | a step, s | tokens/s | peak PSS, GB |",
             "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",

@@ -56,6 +56,12 @@ def test_each_difference_is_named_with_its_node(tmp_path: Path) -> None:
         assert differences([HEAD, other], head=HEAD, plan=plan, canary="word") == [f"beta: {sentence}"]
 
 
+def test_a_folder_of_the_same_name_on_another_file_system_is_told_by_its_canary(tmp_path: Path) -> None:
+    other = dataclasses.replace(HEAD, name="beta", canary="a word of another run")
+    [problem] = differences([other], head=HEAD, plan=plan_of(tmp_path), canary="word")
+    assert problem.startswith("beta: does not see ")
+
+
 def test_all_differences_of_all_nodes_come_at_once(tmp_path: Path) -> None:
     beta = dataclasses.replace(HEAD, name="beta", python="3.11.9", canary="")
     gamma = dataclasses.replace(HEAD, name="gamma", fingerprint="e" * 64)

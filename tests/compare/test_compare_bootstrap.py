@@ -46,6 +46,13 @@ def test_interval_is_too_short_when_three_seeds_are_nearly_all_of_the_spread() -
     assert coverage(seeds=8, problem_sd=0.3, seed_sd=0.3, noise_sd=0.3) >= 0.87
 
 
+def test_draws_of_few_seeds_are_stretched() -> None:
+    """Two seeds that differ by 2: half of all draws take one of them twice, sqrt(2) instead of 1 from the mean."""
+    arm = np.array([[0.0], [2.0]])
+    found = paired_interval(arm, baseline_SP=np.zeros((2, 1)))
+    assert (found.low, found.high) == pytest.approx((1 - np.sqrt(2), 1 + np.sqrt(2)))
+
+
 def test_pairing_makes_the_interval_shorter() -> None:
     arm, baseline = tables(np.random.default_rng(2), seeds=3, problems=500, problem_sd=0.1, seed_sd=0.0, noise_sd=0.1)
     paired = paired_interval(arm, baseline_SP=baseline)
