@@ -1,7 +1,7 @@
-"""What each node of a cluster says of itself, and whether they can train together. Standard library only.
+"""What each node of a cluster says of itself, and whether they can train together.
 
-Ray compares nothing but its own version. Nodes with other sources, another Python, another model or another file system
-would fail late, or would not fail at all.
+Ray compares nothing but its own version. Nodes with other sources, another Python, other GPUs, another model or another
+file system would fail late, or would not fail at all.
 """
 
 from __future__ import annotations
@@ -11,32 +11,43 @@ import importlib.metadata
 import platform
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from appliance.plan.host import HostGpu
 from appliance.plan.model import RunPlan
-from appliance.quant.device import why_not
+from appliance.preflight import hub
+from appliance.preflight.probes import read_gpus
+from appliance.quant.device import CPU, gpu_of_product, why_not
 from appliance.run.attest import fingerprint
 
 CANARY_FILE = ".canary"
+PLAN_FILE = "plan.json"
 _NOTHING = ""
+_GIB = 1 << 30
+_SHOWN = 12  # characters of a hash
 
 
 @dataclass(frozen=True)
 class NodeQuestion:
-    """What a node is asked. canary: a file that the head wrote into the run's folder.  model: a folder, or empty."""
+    """What a node is asked. run_dir: with the head's canary and the plan.  model: a folder, or a name on the hub.
 
-    canary: str
+    on_gpus: whether the plan is for GPUs.
+    """
+
+    run_dir: str
     model: str
+    on_gpus: bool
     distributions: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """The answer. name: the host's.  canary, model: what it read there (model: hash of config.json), or empty.
+    """The answer. name: the host's.  versions: (distribution, version or empty).  canary: what it read there, or empty.
 
-    cpu_flags: as in /proc/cpuinfo.  versions: (distribution, version or empty).
+    plan: hash of the run's plan.json, or empty.  model: hash of the folder's config.json, or the commit on the hub that
+    loading would take, or empty; then model_problem says why.  cpu_flags: as in /proc/cpuinfo.
     """
 
     name: str
@@ -44,8 +55,11 @@ class NodeReport:
     fingerprint: str
     versions: tuple[tuple[str, str], ...]
     canary: str
+    plan: str
     model: str
+    model_problem: str
     cpu_flags: frozenset[str]
+    gpus: tuple[HostGpu, ...] = ()
 
 
 def plant_canary(run_dir: Path) -> str:
@@ -57,24 +71,42 @@ def plant_canary(run_dir: Path) -> str:
 
 def question_of(plan: RunPlan) -> NodeQuestion:
     return NodeQuestion(
-        canary=str(Path(plan.run_dir) / CANARY_FILE),
-        model=plan.model.path if plan.model.path.startswith("/") else _NOTHING,
+        run_dir=plan.run_dir,
+        model=plan.model.path,
+        on_gpus=plan.device != CPU,
         distributions=tuple(name for name, _ in plan.pins),
     )
 
 
 def describe_node(question: NodeQuestion) -> NodeReport:
     """Run on each node, in a process of Ray's."""
-    config = Path(question.model) / "config.json" if question.model else None
+    run_dir = Path(question.run_dir)
+    model, model_problem = _model_seen(question.model)
     return NodeReport(
         name=socket.gethostname(),
         python=platform.python_version(),
         fingerprint=fingerprint(),
         versions=tuple((name, _version(name)) for name in question.distributions),
-        canary=_read(Path(question.canary)),
-        model=hashlib.sha256(_read(config).encode()).hexdigest() if config and _read(config) else _NOTHING,
+        canary=_read(run_dir / CANARY_FILE),
+        plan=_hash_of(run_dir / PLAN_FILE),
+        model=model,
+        model_problem=model_problem,
         cpu_flags=_cpu_flags(),
+        gpus=read_gpus() if question.on_gpus else (),
     )
+
+
+def _model_seen(model: str) -> tuple[str, str]:
+    """(what tells it from others, why there is nothing)."""
+    if not model.startswith("/"):
+        return hub.revision(model)
+    seen = _hash_of(Path(model) / "config.json")
+    return seen, _NOTHING if seen else "no such folder, or without config.json"
+
+
+def _hash_of(file: Path) -> str:
+    text = _read(file)
+    return hashlib.sha256(text.encode()).hexdigest() if text else _NOTHING
 
 
 def _read(file: Path) -> str:
@@ -104,26 +136,54 @@ def differences(reports: Sequence[NodeReport], *, head: NodeReport, plan: RunPla
     return problems
 
 
-def _problems(report: NodeReport, *, head: NodeReport, plan: RunPlan, canary: str) -> list[str]:
-    found = []
+def _problems(report: NodeReport, *, head: NodeReport, plan: RunPlan, canary: str) -> Iterator[str]:
     if report.fingerprint != head.fingerprint:
-        found.append(f"runs other sources or locks than the head ({report.fingerprint[:12]}, {head.fingerprint[:12]})")
+        yield f"runs other sources or locks than the head ({report.fingerprint[:_SHOWN]}, {head.fingerprint[:_SHOWN]})"
     if report.python != head.python:
-        found.append(f"has Python {report.python}, the head {head.python}")
+        yield f"has Python {report.python}, the head {head.python}"
     others = dict(head.versions)
-    found += [
-        f"has {name} {version or 'not installed'}, the head {others[name]}"
-        for name, version in report.versions
-        if version != others[name]
-    ]
+    for name, version in report.versions:
+        if version != others[name]:
+            yield f"has {name} {version or 'not installed'}, the head {others[name]}"
     if report.canary != canary:
-        found.append(f"does not see {plan.run_dir}: cluster.run_dir must be on a file system that all nodes share")
-    if report.model != head.model:
-        found.append(f"sees another model in {plan.model.path}" if report.model else f"does not see {plan.model.path}")
+        yield f"does not see {plan.run_dir}: cluster.run_dir must be on a file system that all nodes share"
+    elif report.plan != head.plan:
+        yield f"sees another {PLAN_FILE} in {plan.run_dir}: does its file system keep old files?"
+    yield from _model_problems(report, head=head, model=plan.model.path)
+    yield from _device_problems(report, head=head, plan=plan)
+
+
+def _model_problems(report: NodeReport, *, head: NodeReport, model: str) -> Iterator[str]:
+    if not report.model:
+        yield f"does not see {model}: {report.model_problem}"
+    elif report.model != head.model and model.startswith("/"):
+        yield f"sees another model in {model}"
+    elif report.model != head.model:
+        yield f"would load {model} at {report.model[:_SHOWN]}, the head at {head.model[:_SHOWN] or 'no revision'}"
+
+
+def _device_problems(report: NodeReport, *, head: NodeReport, plan: RunPlan) -> Iterator[str]:
+    """A scheme needs its kernels, and the plan its GPUs: as many, of that kind, with no less memory than the head's."""
     for scheme in dict.fromkeys(each.scheme for each in plan.rollout.replicas if not each.emulated):
         if reason := why_not(scheme, device=plan.device, cpu_flags=report.cpu_flags):
-            found.append(f"cannot run `{scheme}`: {reason}")
-    return found
+            yield f"cannot run `{scheme}`: {reason}"
+    if plan.device == CPU:
+        return
+    fitting, of_the_head = _fitting(report, device=plan.device), _fitting(head, device=plan.device)
+    if len(fitting) < plan.gpus_per_node:
+        have = ", ".join(each.product for each in report.gpus) or "none"
+        yield f"has {have}, the plan wants {plan.gpus_per_node} x `{plan.device}`"
+    elif of_the_head and min(fitting) < min(of_the_head):
+        yield f"has GPUs of {min(fitting) // _GIB} GiB, the head of {min(of_the_head) // _GIB}"
+
+
+def _fitting(report: NodeReport, *, device: str) -> list[int]:
+    """Memory of the GPUs of that kind, bytes."""
+    return [
+        each.memory_bytes
+        for each in report.gpus
+        if (known := gpu_of_product(each.product)) is not None and known.name == device
+    ]
 
 
 def host_of(address: str) -> str:

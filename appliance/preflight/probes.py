@@ -17,6 +17,7 @@ import psutil
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.model import RunPlan
 from appliance.plan.shapes import KNOWN, ModelShape, read_shape
+from appliance.preflight import hub
 from appliance.preflight.container import read_container
 from appliance.preflight.profile import profile_problem
 from appliance.preflight.uaq import uaq_problem
@@ -25,8 +26,6 @@ LIBRARIES = ("libnuma.so.1",)
 PACKAGES = ("tensorboard", "trackio", "wandb", "flash_attn")
 ROWS_LOOKED_AT = 20_000  # of a file of `dapo-math`, which may have millions; its preparation reads them all
 _NVIDIA_SMI_TIMEOUT_S = 10
-_WEIGHTS = ("*.safetensors", "*.bin")
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def read_host(run_root: Path) -> HostFacts:
         memory_bytes=memory.total,
         memory_free_bytes=memory.available,
         cpu_flags=_cpu_flags(),
-        gpus=_gpus(),
+        gpus=read_gpus(),
         python=sys.version_info[:2],
         missing_libraries=tuple(name for name in LIBRARIES if not _loads(name)),
         disk_free_bytes=shutil.disk_usage(existing).free,
@@ -110,7 +109,7 @@ def _processor() -> str:
     return ", ".join(filter(None, (fields.get("model name", ""), *generation)))
 
 
-def _gpus() -> tuple[HostGpu, ...]:
+def read_gpus() -> tuple[HostGpu, ...]:
     """By nvidia-smi; none where there is no such program, or where it fails (no driver)."""
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -139,17 +138,17 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool) -> InputFacts:
     prepared = is_prepared(plan)
     folder = Path(plan.model.path)
     is_folder = not plan.model.builtin and folder.is_absolute()
-    cached = not plan.model.builtin and not is_folder and _is_cached(plan.model.source)
-    offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+    cached = not plan.model.builtin and not is_folder and hub.is_cached(plan.model.source)
+    offline = hub.is_offline()
     needs_hub = (bool(plan.model.source) and not is_folder and not cached) or (_data_from_hub(plan) and not prepared)
     return InputFacts(
         model_folder_exists=folder.is_dir(),
-        model_missing=_missing_parts(folder) if is_folder and folder.is_dir() else (),
+        model_missing=hub.missing_parts(folder) if is_folder and folder.is_dir() else (),
         model_bytes=model_bytes(plan),
         model_shape=model_shape(plan),
         model_is_cached=cached,
         is_offline=offline,
-        hub_problem=_hub_problem() if ask_hub and needs_hub and not offline else "",
+        hub_problem=hub.problem() if ask_hub and needs_hub and not offline else "",
         data_problems=_data_problems(plan),
         is_prepared=prepared,
         profile_problem=profile_problem(plan),
@@ -167,15 +166,6 @@ def _data_from_hub(plan: RunPlan) -> bool:
     return plan.task.kind != "arithmetic" and not plan.task.train_file
 
 
-def _missing_parts(folder: Path) -> tuple[str, ...]:
-    missing = [] if (folder / "config.json").is_file() else ["config.json"]
-    if not any(file.stat().st_size for pattern in _WEIGHTS for file in folder.glob(pattern)):
-        missing.append("weights")
-    if not any((folder / name).is_file() for name in _TOKENIZERS):
-        missing.append("tokenizer")
-    return tuple(missing)
-
-
 def model_shape(plan: RunPlan) -> ModelShape | None:
     """By the model's config.json where that is on this host; else by its name, where we know it."""
     folder = Path(plan.model.path)
@@ -183,40 +173,8 @@ def model_shape(plan: RunPlan) -> ModelShape | None:
         return None
     if folder.is_absolute():
         return read_shape(folder / "config.json")
-    found = (read_shape(each / "config.json") for each in _snapshots(plan.model.source))
+    found = (read_shape(each / "config.json") for each in hub.snapshots(plan.model.source))
     return next(filter(None, found), KNOWN.get(plan.model.source))
-
-
-def _is_cached(name: str) -> bool:
-    """Whether the hub's cache on this host has a snapshot with weights."""
-    return any(not _missing_parts(folder) for folder in _snapshots(name))
-
-
-def _snapshots(name: str) -> list[Path]:
-    cache = Path(
-        os.environ.get("HF_HUB_CACHE")
-        or Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface") / "hub"
-    )
-    return [
-        folder for folder in (cache / f"models--{name.replace('/', '--')}" / "snapshots").glob("*") if folder.is_dir()
-    ]
-
-
-def _hub_problem() -> str:
-    """Why the hub does not answer, or an empty text. Any answer of the host counts."""
-    import http.client
-    import urllib.error
-    import urllib.request
-
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    request = urllib.request.Request(endpoint, method="HEAD")
-    try:
-        with urllib.request.urlopen(request, timeout=5):
-            return ""
-    except urllib.error.HTTPError as error:
-        return f"{endpoint} answers {error.code}" if error.code in (403, 407) or error.code >= 500 else ""
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        return f"{endpoint} cannot be reached ({getattr(error, 'reason', None) or error})"
 
 
 def _data_problems(plan: RunPlan) -> tuple[tuple[str, str], ...]:

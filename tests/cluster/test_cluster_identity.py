@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from appliance.cluster.identity import (
     plant_canary,
     question_of,
 )
+from appliance.plan.host import HostGpu
 from appliance.plan.model import RunPlan
 from appliance.quant.scheme import Scheme
 
@@ -26,13 +28,24 @@ HEAD = NodeReport(
     fingerprint="f" * 64,
     versions=(("ray", "2.60.0"), ("vllm", "0.28.0")),
     canary="word",
+    plan="a" * 64,
     model="0" * 64,
+    model_problem="",
     cpu_flags=frozenset({"avx512_vnni"}),
 )
 
 
+H100 = HostGpu("NVIDIA H100 80GB HBM3", 80 << 30)
+HUB_NAME = "Qwen/Qwen2.5-32B"
+
+
 def plan_of(run_dir: Path, scheme: Scheme = Scheme.INT8) -> RunPlan:
     return make_plan(run_dir, rollout=make_rollout(scheme))
+
+
+def plan_on_gpus(run_dir: Path) -> RunPlan:
+    plan = make_plan(run_dir, rollout=make_rollout(Scheme.INT8), device="h100", gpus_per_node=2)
+    return dataclasses.replace(plan, model=dataclasses.replace(plan.model, path=HUB_NAME, source=HUB_NAME, builtin=""))
 
 
 def test_equal_nodes_have_no_differences(tmp_path: Path) -> None:
@@ -48,8 +61,9 @@ def test_each_difference_is_named_with_its_node(tmp_path: Path) -> None:
         "has vllm 0.27.0, the head 0.28.0": {"versions": (("ray", "2.60.0"), ("vllm", "0.27.0"))},
         "has vllm not installed, the head 0.28.0": {"versions": (("ray", "2.60.0"), ("vllm", ""))},
         f"does not see {plan.run_dir}: cluster.run_dir must be on a file system that all nodes share": {"canary": ""},
+        f"sees another plan.json in {plan.run_dir}: does its file system keep old files?": {"plan": ""},
         f"sees another model in {plan.model.path}": {"model": "1" * 64},
-        f"does not see {plan.model.path}": {"model": ""},
+        f"does not see {plan.model.path}: no such folder": {"model": "", "model_problem": "no such folder"},
     }
     for sentence, change in cases.items():
         other = dataclasses.replace(HEAD, name="beta", **change)
@@ -74,14 +88,60 @@ def test_a_node_that_has_no_kernels_for_the_scheme_is_refused(tmp_path: Path) ->
     assert problem.startswith("alpha: cannot run `fp8`: vLLM's FP8 kernels on a CPU need AMX")
 
 
+def test_gpus_of_another_kind_too_few_or_smaller_ones_are_refused(tmp_path: Path) -> None:
+    plan, head = plan_on_gpus(tmp_path), dataclasses.replace(HEAD, gpus=(H100, H100))
+    a100 = HostGpu("NVIDIA A100-SXM4-80GB", 80 << 30)
+    cases = {
+        "has NVIDIA H100 80GB HBM3, the plan wants 2 x `h100`": (H100,),
+        "has NVIDIA H100 80GB HBM3, NVIDIA A100-SXM4-80GB, the plan wants 2 x `h100`": (H100, a100),
+        "has none, the plan wants 2 x `h100`": (),
+        "has GPUs of 64 GiB, the head of 80": (H100, HostGpu("NVIDIA H100", 64 << 30)),
+    }
+    for sentence, gpus in cases.items():
+        other = dataclasses.replace(head, name="beta", gpus=gpus)
+        assert differences([head, other], head=head, plan=plan, canary="word") == [f"beta: {sentence}"]
+    more = dataclasses.replace(head, name="beta", gpus=(H100, H100, H100, HostGpu("NVIDIA H100 NVL", 94 << 30)))
+    assert differences([head, more], head=head, plan=plan, canary="word") == []
+
+
+def test_a_model_of_the_hub_is_compared_by_its_commit(tmp_path: Path) -> None:
+    plan, head = plan_on_gpus(tmp_path), dataclasses.replace(HEAD, gpus=(H100, H100), model="1" * 40)
+    cases = {
+        f"would load {HUB_NAME} at 222222222222, the head at 111111111111": {"model": "2" * 40},
+        f"does not see {HUB_NAME}: HF_HUB_OFFLINE is set": {"model": "", "model_problem": "HF_HUB_OFFLINE is set"},
+    }
+    for sentence, change in cases.items():
+        other = dataclasses.replace(head, name="beta", **change)
+        assert differences([head, other], head=head, plan=plan, canary="word") == [f"beta: {sentence}"]
+
+
 def test_a_node_describes_what_it_sees(tmp_path: Path) -> None:
     word = plant_canary(tmp_path)
-    question = dataclasses.replace(question_of(plan_of(tmp_path)), distributions=("ray",))
-    here = describe_node(question)
+    (tmp_path / "plan.json").write_text("{}")
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    plan = plan_of(tmp_path)
+    plan = dataclasses.replace(plan, model=dataclasses.replace(plan.model, path=str(model)))
+    here = describe_node(dataclasses.replace(question_of(plan), distributions=("ray",)))
     assert here.canary == word and here.python.startswith("3.11")
+    assert here.plan == here.model == hashlib.sha256(b"{}").hexdigest()
     assert dict(here.versions)["ray"] == "2.60.0"
-    blind = describe_node(NodeQuestion(canary=str(tmp_path / "elsewhere"), model="/nowhere", distributions=("none",)))
-    assert (blind.canary, blind.model, blind.versions) == ("", "", (("none", ""),))
+    blind = describe_node(NodeQuestion(str(tmp_path / "elsewhere"), "/nowhere", on_gpus=False, distributions=("none",)))
+    assert (blind.canary, blind.plan, blind.model, blind.versions) == ("", "", "", (("none", ""),))
+    assert blind.model_problem == "no such folder, or without config.json"
+
+
+def test_a_node_reads_its_gpus_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 81559'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    report = describe_node(question_of(plan_on_gpus(tmp_path)))
+    assert report.gpus == (HostGpu("NVIDIA H100 80GB HBM3", 81559 << 20),)
+    assert (report.model, report.model_problem) == ("", "HF_HUB_OFFLINE is set")
 
 
 @pytest.mark.parametrize("address", ["host", "host:", ":80", "host:port"])

@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "plan": {"errors", "tasks", "recipe", "guard", *NUMBERS},
     "preflight": {"errors", "tasks", "recipe", "plan", *NUMBERS},
     "run": {"errors", "tasks", "recipe", "plan", "preflight", "console", "flashrl.variables", *NUMBERS},
-    "cluster": {"errors", "plan", "run", "console", "preflight.probes", "flashrl.variables", *NUMBERS},
+    "cluster": {"errors", "plan", "run", "console", "preflight.probes", "preflight.hub", "flashrl.variables", *NUMBERS},
     "engine": {*CHILDREN, "flashrl"},
     "flashrl": {"errors", "patch", "quant", "plan.env", "engine", "recipe.tree"},
     "trainer": {*CHILDREN, "tasks", "guard", "cluster.form", "run.boundary"},

@@ -1,0 +1,92 @@
+"""The hub as this host sees it: its cache here, whether it answers, which revision of a model would be loaded."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+_WEIGHTS = ("*.safetensors", "*.bin")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_BRANCH = "main"
+_ANSWERS_WITHIN_S = 5
+
+
+def is_offline() -> bool:
+    """Whether the hub's own variable forbids to ask it."""
+    return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+
+
+def endpoint() -> str:
+    return os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+
+
+def is_cached(name: str) -> bool:
+    """Whether the hub's cache on this host has a snapshot with weights."""
+    return any(not missing_parts(folder) for folder in snapshots(name))
+
+
+def snapshots(name: str) -> list[Path]:
+    """Folders of a model in the hub's cache on this host, one per revision, complete or not."""
+    return [folder for folder in (_cached(name) / "snapshots").glob("*") if folder.is_dir()]
+
+
+def _cached(name: str) -> Path:
+    cache = Path(
+        os.environ.get("HF_HUB_CACHE")
+        or Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface") / "hub"
+    )
+    return cache / f"models--{name.replace('/', '--')}"
+
+
+def missing_parts(folder: Path) -> tuple[str, ...]:
+    """Of a model's folder: `config.json`, `weights`, `tokenizer`; empty when it is complete."""
+    missing = [] if (folder / "config.json").is_file() else ["config.json"]
+    if not any(file.stat().st_size for pattern in _WEIGHTS for file in folder.glob(pattern)):
+        missing.append("weights")
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        missing.append("tokenizer")
+    return tuple(missing)
+
+
+def problem() -> str:
+    """Why the hub does not answer, or an empty text. Any answer of the host counts."""
+    request = urllib.request.Request(endpoint(), method="HEAD")
+    try:
+        with urllib.request.urlopen(request, timeout=_ANSWERS_WITHIN_S):
+            return ""
+    except urllib.error.HTTPError as error:
+        return f"{endpoint()} answers {error.code}" if error.code in (403, 407) or error.code >= 500 else ""
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        return f"{endpoint()} cannot be reached ({getattr(error, 'reason', None) or error})"
+
+
+def revision(name: str) -> tuple[str, str]:
+    """(commit, why there is none) of the model that loading `name` would take: the hub's, else the cache's."""
+    if is_offline():
+        why = "HF_HUB_OFFLINE is set"
+    else:
+        commit, why = _asked(name)
+        if commit:
+            return commit, ""
+    cached = _cached(name)
+    try:
+        commit = (cached / "refs" / _BRANCH).read_text().strip()
+    except OSError:
+        return "", why
+    return ("", why) if missing_parts(cached / "snapshots" / commit) else (commit, "")
+
+
+def _asked(name: str) -> tuple[str, str]:
+    import httpx
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return HfApi(endpoint=endpoint()).model_info(name, timeout=_ANSWERS_WITHIN_S).sha or "", ""
+    except HfHubHTTPError as error:  # no such model, or none for this token
+        return "", f"{endpoint()} answers {error.response.status_code}"
+    except (httpx.HTTPError, OSError) as error:
+        return "", f"{endpoint()} cannot be reached ({error})"

@@ -1,0 +1,85 @@
+"""Which revision of a model this host would load: asked of a hub that answers here, else found in its cache."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from appliance.preflight import hub
+
+NAME = "owner/model"
+ON_THE_HUB, IN_THE_CACHE = "1" * 40, "2" * 40
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Answers for one model, as the hub's API does."""
+
+    def do_GET(self) -> None:
+        known = self.path == f"/api/models/{NAME}"
+        body = json.dumps({"id": NAME, "sha": ON_THE_HUB} if known else {"error": "Repository not found"}).encode()
+        self.send_response(200 if known else 404)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A snapshot of the model in the cache, complete."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--owner--model"
+    snapshot = folder / "snapshots" / IN_THE_CACHE
+    snapshot.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (snapshot / name).write_text("{}")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(IN_THE_CACHE)
+    return snapshot
+
+
+def test_the_hub_comes_before_the_cache(answering: str, cached: Path) -> None:
+    assert hub.revision(NAME) == (ON_THE_HUB, "")
+
+
+def test_without_the_hub_the_cache_counts(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert hub.revision(NAME) == (IN_THE_CACHE, "")
+
+
+def test_half_a_snapshot_is_none(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (cached / "model.safetensors").unlink()
+    assert hub.revision(NAME) == ("", "HF_HUB_OFFLINE is set")
+
+
+def test_a_hub_that_refuses_is_quoted(answering: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert hub.revision("owner/other") == ("", f"{answering} answers 404")
+
+
+def test_a_hub_out_of_reach_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    commit, why = hub.revision(NAME)
+    assert commit == "" and why.startswith("http://127.0.0.1:1 cannot be reached (")
