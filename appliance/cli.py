@@ -94,7 +94,7 @@ def train(
         # The name is judged inside: a run that is resumed has its folder already.
         plan, _, findings = examine(loaded, run_dir=_run_dir(loaded, name=None), ask_hub=True)
         stop_without(findings)
-        code = 0 if dry_run else train_in_container(plan, recipe=recipe, arguments=sys.argv[1:], image=image)
+        code = 0 if dry_run else train_in_container(plan, loaded, typed=recipe, arguments=sys.argv[1:], image=image)
         raise typer.Exit(code)
     plan, _, findings = examine(loaded, run_dir=_run_dir(loaded, name=name), ask_hub=True)
     stop_on_errors(findings)

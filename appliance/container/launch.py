@@ -6,6 +6,7 @@ a recipe means the same inside, and the run's folder lies where it would without
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -26,13 +27,18 @@ from appliance.errors import PreflightError, RecipeError
 from appliance.plan.model import RunPlan
 from appliance.preflight.finding import Finding, Severity
 from appliance.quant.device import CPU
+from appliance.recipe.schema import Recipe
 from appliance.run.work import stop_on_errors
 
 IMAGE_NAME = "flashrl-appliance"
 GRACE_S = 900  # a run may save before it stops
-_CACHE_VOLUME = "flashrl-cache"
+_CACHE_VOLUME = "flashrl-cache"  # of one user: what one writes there, another may read and not change
 _OF_THE_IMAGE = frozenset({"python-version", "missing-library", "log-backend", "shared-memory", "flash-attention"})
 _OWN_FOLDERS = ("/opt/venv", "/opt/appliance", "/usr", "/etc", "/cache")
+_PATHS = (  # keys of a recipe where `~` means the home of who types it, and inside would mean another
+    *("model.path", "task.train_file", "task.val_file", "quantization.profile"),
+    *("cluster.run_dir", "cluster.token_file"),
+)
 
 
 @dataclass(frozen=True)
@@ -50,11 +56,11 @@ class Order:
 
     def mounts(self) -> list[Mount]:
         binds = [Mount(path, path, type="bind", read_only=read_only) for path, read_only in self.folders]
-        return [*binds, Mount("/cache", _CACHE_VOLUME, type="volume")]
+        return [*binds, Mount("/cache", f"{_CACHE_VOLUME}-{self.user.partition(':')[0]}", type="volume")]
 
 
-def make_order(plan: RunPlan, argv: Sequence[str], *, recipe: str, image: str | None, folder: Path, user: str) -> Order:
-    """argv: of the program inside.  recipe: as typed.  image: None for the one that the plan's device needs.
+def make_order(plan: RunPlan, argv: Sequence[str], *, typed: str, image: str | None, folder: Path, user: str) -> Order:
+    """argv: of the program inside.  typed: the recipe's name or file.  image: None: the one that the device needs.
 
     folder: the current one, absolute.  Raises RecipeError where it cannot be mounted: it would hide the image's own.
     """
@@ -64,10 +70,14 @@ def make_order(plan: RunPlan, argv: Sequence[str], *, recipe: str, image: str | 
     profile = plan.profile.source if plan.profile else ""
     inputs = ("" if plan.model.builtin else plan.model.path, plan.task.train_file, plan.task.val_file, profile)
     read = [Path(each) for each in inputs if each.startswith("/")]
-    if Path(recipe).is_file():
-        read.append(Path(recipe).absolute().parent)  # what it extends lies beside it
+    if Path(typed).is_file():
+        read.append(Path(typed).absolute().parent)  # what it extends lies beside it
+    written = [Path(plan.run_dir).parent]
+    if plan.cluster:
+        token = Path(plan.cluster.token_file)
+        (read if token.exists() else written).append(token.parent)
     folders = [(str(folder), False)]
-    folders += [(str(each), False) for each in (Path(plan.run_dir).parent,) if not each.is_relative_to(folder)]
+    folders += [(str(each), False) for each in written if not each.is_relative_to(folder)]
     folders += [(str(each), True) for each in read if not each.is_relative_to(folder)]
     is_cpu = plan.device == CPU
     return Order(
@@ -178,14 +188,25 @@ def stop_without(findings: Sequence[Finding]) -> None:
     stop_on_errors([each for each in findings if each.severity is Severity.ERROR and each.code not in _OF_THE_IMAGE])
 
 
-def train_in_container(plan: RunPlan, *, recipe: str, arguments: Sequence[str], image: str | None) -> int:
+def train_in_container(
+    plan: RunPlan, recipe: Recipe, *, typed: str, arguments: Sequence[str], image: str | None
+) -> int:
     """Train in the image instead of here.
 
-    recipe: as typed.  arguments: our own command line.  Raises as make_order and run_in_container do.
+    typed: the recipe's name or file.  arguments: our own command line.  Raises as make_order and run_in_container do.
     """
     folder, user = Path.cwd(), f"{os.getuid()}:0"  # files belong to who starts us; group 0 may write as the image lets
-    order = make_order(plan, inner_argv(arguments), recipe=recipe, image=image, folder=folder, user=user)
-    return run_in_container(order)
+    argv = (*inner_argv(arguments), *without_home(recipe))
+    return run_in_container(make_order(plan, argv, typed=typed, image=image, folder=folder, user=user))
+
+
+def without_home(recipe: Recipe) -> Iterator[str]:
+    """`--set` for each path of the recipe that begins with `~`, as it reads outside."""
+    for key in _PATHS:
+        section, _, name = key.partition(".")
+        value = getattr(getattr(recipe, section), name)
+        if value and value.startswith("~"):
+            yield from ("--set", f"{key}={json.dumps(str(Path(value).expanduser()))}")
 
 
 def inner_argv(arguments: Sequence[str]) -> tuple[str, ...]:

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from plans import make_plan
 
-from appliance.container.launch import inner_argv, make_order, stop_without
+from appliance.container.launch import inner_argv, make_order, stop_without, without_home
 from appliance.errors import PreflightError, RecipeError
 from appliance.plan.model import ClusterPlan
 from appliance.preflight.finding import Finding, Severity
+from appliance.recipe.load import load_recipe
 
 FOLDER = Path("/srv/mine")
 
@@ -22,7 +23,7 @@ def order(
     plan = make_plan(Path(run_dir), device=device)
     builtin = "" if source else "tiny-arithmetic"
     plan = replace(plan, model=replace(plan.model, source=source, path=source or "/cache/made", builtin=builtin))
-    return make_order(plan, ("train", "a"), folder=folder, user="1000:0", **{"recipe": "a", "image": None, **given})
+    return make_order(plan, ("train", "a"), folder=folder, user="1000:0", **{"typed": "a", "image": None, **given})
 
 
 def test_the_current_folder_keeps_its_path() -> None:
@@ -31,14 +32,14 @@ def test_the_current_folder_keeps_its_path() -> None:
     assert (made.folder, made.user, made.argv) == ("/srv/mine", "1000:0", ("train", "a"))
     assert [(mount["Source"], mount["Target"], mount["Type"]) for mount in made.mounts()] == [
         ("/srv/mine", "/srv/mine", "bind"),
-        ("flashrl-cache", "/cache", "volume"),
+        ("flashrl-cache-1000", "/cache", "volume"),
     ]
 
 
 def test_what_lies_elsewhere_is_mounted_too_inputs_read_only(tmp_path: Path) -> None:
     recipe = tmp_path / "a.yaml"
     recipe.touch()
-    made = order(run_dir="/big/runs/a-1", source="/models/qwen", recipe=str(recipe))
+    made = order(run_dir="/big/runs/a-1", source="/models/qwen", typed=str(recipe))
     assert made.folders == (
         ("/srv/mine", False),
         ("/big/runs", False),
@@ -56,9 +57,32 @@ def test_the_plans_device_chooses_the_image_and_its_resources() -> None:
 
 def test_a_training_over_hosts_is_on_the_hosts_own_network() -> None:
     plan = make_plan(Path("/srv/mine/runs/a-1"), cluster=ClusterPlan("", 6379, "", "/srv/mine/token", 900.0))
-    given = {"folder": FOLDER, "user": "1000:0", "recipe": "a", "image": None}
+    given = {"folder": FOLDER, "user": "1000:0", "typed": "a", "image": None}
     assert make_order(plan, ("train", "a"), **given).network == "host"
     assert order().network == ""
+
+
+def test_the_token_of_a_cluster_is_mounted_wherever_it_lies(tmp_path: Path) -> None:
+    """Read-only where it is there; else the head writes it."""
+    token = tmp_path / "token"
+    plan = make_plan(Path("/srv/mine/runs/a-1"), cluster=ClusterPlan("", 6379, "", str(token), 900.0))
+    given = {"folder": FOLDER, "user": "1000:0", "typed": "a", "image": None}
+    assert (str(tmp_path), False) in make_order(plan, ("train", "a"), **given).folders
+    token.touch()
+    folders = make_order(plan, ("train", "a"), **given).folders
+    assert (str(tmp_path), True) in folders and (str(tmp_path), False) not in folders
+
+
+def test_paths_below_the_home_reach_the_container_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside, `~` is another folder. The program there reads them as they are meant here."""
+    monkeypatch.setenv("HOME", "/home/me: it's")
+    sets = ("model.path=~/models/qwen", "model.builtin=null", "cluster.run_dir=~/runs", "task.kind=gsm8k")
+    typed = load_recipe("arithmetic-tiny-int8", sets=(*sets, "task.train_file=/data/a.jsonl"))
+    line = tuple(without_home(typed))
+    assert line[::2] == ("--set", "--set")
+    inside = load_recipe("arithmetic-tiny-int8", sets=(*sets, "task.train_file=/data/a.jsonl", *line[1::2]))
+    assert inside.model.path == "/home/me: it's/models/qwen"
+    assert (inside.cluster.run_dir, inside.task.train_file) == ("/home/me: it's/runs", "/data/a.jsonl")
 
 
 def test_a_folder_beside_the_images_own_is_taken() -> None:
