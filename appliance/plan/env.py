@@ -11,6 +11,7 @@ RAY_DIR_VARIABLE = "APPLIANCE_RAY_DIR"
 LOG_DIR_VARIABLE = "APPLIANCE_LOGS"  # the folder of an attempt's logs
 RUN_VARIABLE = "APPLIANCE_RUN"  # the mark of a run's processes; its value is the run's folder
 IMAGE_VARIABLE = "APPLIANCE_IMAGE"  # set by our image: its flavour
+HUB_TOKEN_VARIABLE = "HF_TOKEN_PATH"  # the hub's own: a file with the token
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 PLATFORM_VARIABLE = "VERL_PLATFORM"
 TENSORBOARD_DIR_VARIABLE = "TENSORBOARD_DIR"

@@ -20,6 +20,8 @@ class ContainerFacts:
     image: its flavour, `cpu` or `gpu`.  run_root_lasts: the run root is on a volume or a folder of the host, not in the
     container's own layer or in memory.  run_root: the mount or folder to write to.
     tmp_runs_programs: a file in the temporary folder may be executed.  unwritable_cache: the cache's folder, or empty.
+    unreadable_token: the file with the hub's token, where it is there and this user may not read it, or empty;
+    token_owner: of that file.
     """
 
     image: str
@@ -29,6 +31,8 @@ class ContainerFacts:
     gid: int
     tmp_runs_programs: bool = True
     unwritable_cache: str = ""
+    unreadable_token: str = ""
+    token_owner: int = 0
 
 
 @dataclass(frozen=True)

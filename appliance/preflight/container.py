@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from appliance.plan.env import IMAGE_VARIABLE
+from appliance.plan.env import HUB_TOKEN_VARIABLE, IMAGE_VARIABLE
 from appliance.plan.host import ContainerFacts
 from appliance.preflight.finding import Finding, Severity
 
@@ -21,6 +21,8 @@ def read_container(run_root: Path) -> ContainerFacts | None:
     if not image:
         return None
     mount_point, kind = mount_of(run_root, mounts=Path("/proc/self/mountinfo").read_text())
+    token = os.environ.get(HUB_TOKEN_VARIABLE, "")
+    unreadable = bool(token) and os.path.exists(token) and not os.access(token, os.R_OK)
     return ContainerFacts(
         image=image,
         run_root=str(run_root),
@@ -29,6 +31,8 @@ def read_container(run_root: Path) -> ContainerFacts | None:
         gid=os.getgid(),
         tmp_runs_programs=not os.statvfs(tempfile.gettempdir()).f_flag & os.ST_NOEXEC,
         unwritable_cache="" if os.access(_CACHE, os.W_OK | os.X_OK) else _CACHE,
+        unreadable_token=token if unreadable else "",
+        token_owner=os.stat(token).st_uid if unreadable else 0,
     )
 
 
@@ -61,6 +65,8 @@ def judge_container(
         message = f"user {facts.uid}, group {facts.gid} cannot write"
         remedy = f"docker run -v flashrl-cache:{facts.unwritable_cache} --user {facts.uid}:0 ..."
         yield Finding(Severity.ERROR, "cache", facts.unwritable_cache, message, remedy)
+    if facts.unreadable_token:
+        yield _no_token(facts)
     if not facts.tmp_runs_programs:
         message = "programs cannot be started from it, and compiled kernels lie there"
         remedy = f"docker run --tmpfs {tempfile.gettempdir()}:exec ..."
@@ -73,6 +79,16 @@ def _no_gpu(facts: ContainerFacts) -> Finding:
     else:
         message, remedy = "this container sees no GPU", "docker run --gpus all ..."
     return Finding(Severity.ERROR, "no-gpu-in-container", "cluster.device", message, remedy)
+
+
+def _no_token(facts: ContainerFacts) -> Finding:
+    """The hub's library would end in the middle of the preparation with a PermissionError."""
+    message = f"{facts.unreadable_token}: user {facts.uid} cannot read the file of user {facts.token_owner}"
+    if facts.token_owner:
+        remedy = f"docker run --user {facts.token_owner}:0 ..., or with compose RUN_AS={facts.token_owner}:0"
+    else:
+        remedy = f"on the host, a copy for it: install -m 0400 -o {facts.uid} FILE COPY"
+    return Finding(Severity.ERROR, "hub-token", HUB_TOKEN_VARIABLE, message, remedy)
 
 
 def _not_writable(facts: ContainerFacts) -> Finding:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from docker.types import Mount
 from images import open_to_all
 
 pytestmark = pytest.mark.docker
@@ -185,6 +186,22 @@ def test_what_a_container_lacks_is_named_with_the_flag(
     errors = sum(line.startswith("error: ") for line in findings)
     above = f"error: this host cannot run the plan: {errors} finding{'s' if errors > 1 else ''} above"
     assert sorted(log.splitlines()) == sorted([*findings, above])  # findings are on stdout, the error on stderr
+
+
+def test_a_token_of_somebody_else_is_named_with_its_owner(runs: Path, started, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("hf_word")
+    token.chmod(0o600)
+    os.chown(token, 1000, 1000)
+    inside = "/run/secrets/hf_token"
+    mount = Mount(inside, str(token), type="bind", read_only=True)
+    check = ("check", "arithmetic-tiny-int8")
+    code, log = ended(started(*check, runs=runs, env={"HF_TOKEN_PATH": inside}, mounts=[mount]))
+    assert (code, "hf_word" in log) == (3, False)
+    assert (
+        f"error: HF_TOKEN_PATH: {inside}: user 10001 cannot read the file of user 1000\n"
+        "hint: docker run --user 1000:0 ..., or with compose RUN_AS=1000:0\n"
+    ) in log
 
 
 def test_a_gpu_recipe_in_the_cpu_image_names_the_other_image(runs: Path, started) -> None:

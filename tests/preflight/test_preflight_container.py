@@ -81,6 +81,22 @@ def test_nothing_to_say(facts: ContainerFacts | None) -> None:
             ),
         ),
         (
+            replace(GOOD, unreadable_token="/run/secrets/hf_token", token_owner=1000),
+            {},
+            (
+                "error: HF_TOKEN_PATH: /run/secrets/hf_token: user 10001 cannot read the file of user 1000",
+                "docker run --user 1000:0 ..., or with compose RUN_AS=1000:0",
+            ),
+        ),
+        (
+            replace(GOOD, unreadable_token="/run/secrets/hf_token"),
+            {},
+            (
+                "error: HF_TOKEN_PATH: /run/secrets/hf_token: user 10001 cannot read the file of user 0",
+                "on the host, a copy for it: install -m 0400 -o 10001 FILE COPY",
+            ),
+        ),
+        (
             replace(GOOD, tmp_runs_programs=False),
             {},
             (
