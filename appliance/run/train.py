@@ -65,6 +65,9 @@ class Finding(Protocol):
     @property
     def message(self) -> str: ...
 
+    @property
+    def remedy(self) -> str: ...
+
 
 def run_training(
     plan: RunPlan,
@@ -89,7 +92,8 @@ def run_training(
     with Interrupts() as interrupts, _open_session(plan, recipe_yaml=recipe_yaml, name=name, resume=resume) as session:
         for finding in findings:
             if str(finding.severity) == "warning":
-                append_event(session.run_dir, kind="note", what=f"{finding.place}: {finding.message}", why="preflight")
+                what = "; ".join(filter(None, (f"{finding.place}: {finding.message}", finding.remedy)))
+                append_event(session.run_dir, kind="note", what=what, why="preflight")
         training = _Training(plan, session, interrupts, choose_progress(plan, json_mode=json_mode, quiet=quiet))
         outcome = training.run(steps)
         session.finish(state=outcome.state, exit_code=outcome.exit_code, reason=outcome.reason)

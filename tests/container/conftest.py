@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from images import IMAGE, USER, open_to_all
+from docker.models.containers import Container
+from images import IMAGE, USER, give_to, open_to_all
 
 from appliance.run.attest import fingerprint
 
+FIRST_RUN_S = 1200
 os.environ["TESTCONTAINERS_RYUK_DISABLED"] = "true"  # its reaper is an image of a registry; the fixtures clean up
 
 
@@ -75,8 +79,29 @@ def started(image: str) -> Iterator[Callable]:
 
 
 @pytest.fixture(scope="session")
+def first_run(engine, image: str) -> Iterator[Container]:
+    """What a new user types, to its end: nothing mounted, no option; it makes the tiny model, the data, the profile."""
+    sets = ("trainer.steps=3", "trainer.validate_every=3", "task.val_size=64")
+    line = ["train", "arithmetic-tiny-int8", *(part for each in sets for part in ("--set", each))]
+    container = engine.containers.run(image, line, detach=True)
+    container.wait(timeout=FIRST_RUN_S)
+    yield container
+    container.remove(force=True, v=True)
+
+
+@pytest.fixture(scope="session")
+def cache(first_run: Container, runs: Path) -> Path:
+    """`.cache` of the run with nothing mounted, copied into the folder of the runs: no other test makes it again."""
+    stream, _ = first_run.get_archive("/appliance/runs/.cache")
+    with tarfile.open(fileobj=io.BytesIO(b"".join(stream))) as archive:
+        archive.extractall(runs, filter="data")
+    give_to(USER, runs)
+    return runs / ".cache"
+
+
+@pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of the host that the image's user owns: the first run fills its cache for the others."""
+    """A folder of the host that the image's user owns."""
     folder = tmp_path_factory.mktemp("runs")
     open_to_all(folder)
     os.chown(folder, USER, 0)

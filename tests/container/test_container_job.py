@@ -31,7 +31,9 @@ def entrypoint() -> list[str]:
     return [word.replace("dapo-32b-int8", "arithmetic-tiny-int8") for word in words] + shlex.split(FEW)
 
 
-def test_the_manifests_entrypoint_trains_on_a_cluster_that_kuberay_started(runs: Path, started, tmp_path: Path) -> None:
+def test_the_manifests_entrypoint_trains_on_a_cluster_that_kuberay_started(
+    runs: Path, cache: Path, started, tmp_path: Path
+) -> None:
     token = tmp_path / "auth_token"
     token.write_text(TOKEN)
     open_to_all(tmp_path)

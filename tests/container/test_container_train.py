@@ -12,11 +12,15 @@ from pathlib import Path
 
 import pytest
 from docker.types import Mount
-from images import open_to_all
+from images import open_to_all, runs_with
 
 pytestmark = pytest.mark.docker
 FEW = ("--set", "trainer.steps=2", "--set", "trainer.validate_every=2", "--set", "task.val_size=64")
 START_S, END_S = 900, 900
+NOT_ON_A_VOLUME = (
+    "note: cluster.run_dir: /appliance/runs is not on a volume: the results go with the container; "
+    "to keep them: docker run -v flashrl-runs:/appliance/runs ...\n"
+)
 
 
 def ended(container, *, within_s: float = END_S) -> tuple[int, str]:
@@ -34,26 +38,19 @@ def wait_for(file: Path, container, *, within_s: float = START_S) -> None:
     assert file.exists(), container.logs().decode()[-3000:]
 
 
-@pytest.fixture(scope="module")
-def cache(runs: Path, image: str, engine) -> Path:
-    """The cache with the tiny model and the data, made by a run of its own: the test of a first run is this one."""
-    log = engine.containers.run(
-        image,
-        ["train", "arithmetic-tiny-int8", "--name", "first", *FEW],
-        remove=True,
-        stderr=True,
-        read_only=True,
-        tmpfs={"/tmp": "exec,mode=1777"},
-        shm_size="1g",
-        volumes={str(runs): {"bind": "/appliance/runs", "mode": "rw"}},
-    )
-    assert b"step 2/2" in log, log.decode()[-3000:]
-    return runs / ".cache"
+def test_a_first_run_with_nothing_mounted_trains_and_says_that_its_results_go(first_run) -> None:
+    code, log = ended(first_run)
+    assert code == 0, log[-3000:]
+    assert "step 3/3" in log
+    assert log.count(NOT_ON_A_VOLUME) == 1
 
 
-def test_the_model_of_a_read_only_container_is_read_from_outside(runs: Path, cache: Path) -> None:
+def test_the_model_of_a_read_only_container_is_read_from_outside(runs: Path, cache: Path, started) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    code, log = ended(started("train", "arithmetic-tiny-int8", "--name", "first", *FEW, runs=runs))
+    assert code == 0, log[-3000:]
+    assert "results go with" not in log
     run = runs / "first"
     record = json.loads((run / "run.json").read_text())
     assert (record["state"], record["exit_code"]) == ("done", 0)
@@ -101,11 +98,7 @@ def half_written(run: Path) -> list[str]:
 
 
 def test_any_user_of_group_0_trains_without_a_volume_of_the_cache(cache: Path, started, tmp_path: Path) -> None:
-    runs = tmp_path / "runs"
-    shutil.copytree(cache, runs / ".cache")
-    for path in (runs, *runs.rglob("*")):
-        os.chown(path, 54321, 0)
-    open_to_all(tmp_path)
+    runs = runs_with(cache, tmp_path / "runs", user=54321)
     container = started("train", "arithmetic-tiny-int8", "--name", "other", *FEW, runs=runs, user="54321:0")
     code, log = ended(container)
     assert code == 0, log[-3000:]
@@ -134,20 +127,6 @@ def test_the_launcher_starts_a_container_follows_it_and_stops_it(cache: Path, tm
     assert code in (75, 130), said[-3000:]
     assert json.loads((tmp_path / "runs/inside/run.json").read_text())["exit_code"] == code
     assert said.startswith("container ") and "of flashrl-appliance:cpu\n" in said
-
-
-def test_without_any_volume_it_says_that_the_results_go(image: str, engine) -> None:
-    container = engine.containers.create(image, ["check", "arithmetic-tiny-int8"])
-    try:
-        container.start()
-        code, log = ended(container)
-    finally:
-        container.remove(force=True)
-    assert code == 0, log
-    assert log == (
-        "warning: cluster.run_dir: /appliance/runs is not on a volume: the results go with the container\n"
-        "hint: to keep them: docker run -v flashrl-runs:/appliance/runs ...\n"
-    )
 
 
 @pytest.mark.parametrize(
