@@ -7,11 +7,13 @@ import shutil
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from images import IMAGE, USER, open_to_all
+from docker.models.containers import Container
+from docker.types import Mount
+from images import IMAGE, runs_with
 
 pytestmark = pytest.mark.docker
 ROOT = Path(__file__).parents[2]
@@ -84,42 +86,89 @@ def network(engine) -> Iterator[str]:
     made.remove()
 
 
-def test_head_and_worker_train_together_and_the_loss_of_the_worker_is_named(
-    project: None, network: str, engine, tmp_path: Path
-) -> None:
-    runs, recipes = tmp_path / "runs", tmp_path / "recipes"
-    for folder in (runs, recipes):
-        folder.mkdir()
-        os.chown(folder, USER, 0)
-    open_to_all(tmp_path)
+@pytest.fixture
+def given(network: str, cache: Path, tmp_path: Path) -> dict[str, str]:
+    """Variables of the compose file for two nodes without GPUs: folders with the recipe and a cache, a network."""
+    runs, recipes = runs_with(cache, tmp_path / "runs"), tmp_path / "recipes"
+    recipes.mkdir()
     (recipes / "two.yaml").write_text(RECIPE)
-    given = {
-        "NODE_IMAGE": IMAGE,
-        "NODE_RUNTIME": "runc",
-        "CLUSTER_NETWORK": network,
-        "SHM_SIZE": "1gb",
-        "MEMLOCK": "67108864",
-    }
-    given |= {"RUNS": str(runs), "RECIPES": str(recipes), "RECIPE": "/recipes/two.yaml"}
-    compose("up", "--detach", "head", "worker", **given)
+    found = {"NODE_IMAGE": IMAGE, "NODE_RUNTIME": "runc", "CLUSTER_NETWORK": network, "SHM_SIZE": "1gb"}
+    found |= {"MEMLOCK": "67108864", "NODES": "2", "RUNS": str(runs), "RECIPES": str(recipes)}
+    return {**found, "RECIPE": "/recipes/two.yaml"}
+
+
+def test_head_and_worker_train_together_and_the_loss_of_the_worker_is_named(
+    project: None, engine, given: dict[str, str]
+) -> None:
+    """Before the worker: one with another token is refused and the head waits on; after it, the worker is killed."""
+    run = Path(given["RUNS"]) / "over-two-1"
+    compose("up", "--detach", "head", **given)
     try:
         head = engine.containers.get("flashrl-head")
+        wait_until(lambda: "starting the Ray head" in head.logs().decode(), head)
+        refused = join_with(engine, given, token="0123456789abcdef0123456789abcdef")
+        assert refused[0] == 3, refused[1]
+        assert "flashrl-head:6379 refused this node's token" in refused[1]
+        compose("up", "--detach", "--no-recreate", "worker", **given)
         worker = next(each for each in engine.containers.list() if "worker" in each.name)
-        wait_for_steps(runs / "over-two-1" / "metrics.jsonl", head)
+        metrics = run / "metrics.jsonl"
+        wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= STEPS, head)
         worker.kill()
         code = head.wait(timeout=NAMED_WITHIN_S)["StatusCode"]
         log = head.logs().decode()
-        attested = sorted(file.stem for file in (runs / "over-two-1" / "attest").glob("*.json"))
+        attested = sorted(file.stem for file in (run / "attest").glob("*.json"))
     finally:
         compose("down", "--volumes", "--timeout", "30", check=False, **given)
     assert code == 5, log[-3000:]
-    assert ": node " in log and "left the cluster" in log, log[-3000:]
+    assert f": node {worker.id[:12]} (" in log and "left the cluster" in log, log[-3000:]
     assert attested == ["driver-0", "rollout-0-0", "rollout-1-0", "trainer-0", "trainer-1"]
 
 
-def wait_for_steps(metrics: Path, container) -> None:
+def test_a_worker_with_other_sources_is_refused_by_its_name(
+    project: None, engine, given: dict[str, str], tmp_path: Path
+) -> None:
+    changed = tmp_path / "errors.py"
+    changed.write_text((ROOT / "appliance/errors.py").read_text() + "\n# changed\n")
+    compose("up", "--detach", "head", **given)
+    try:
+        head = engine.containers.get("flashrl-head")
+        token = Path(given["RUNS"]) / ".cluster-token"
+        wait_until(token.exists, head)
+        source = Mount("/opt/appliance/appliance/errors.py", str(changed), type="bind", read_only=True)
+        said = join_with(engine, given, token=token.read_text(), mounts=[source], hostname="another")
+        code = head.wait(timeout=PATIENCE_S)["StatusCode"]
+        log = head.logs().decode()
+    finally:
+        compose("down", "--volumes", "--timeout", "30", check=False, **given)
+    assert code == 3, log[-3000:]
+    assert "another (" in log and "joined with other sources or locks than the head" in log, log[-3000:]
+    assert "joined; this node works" in said[1]
+
+
+def join_with(engine, given: dict[str, str], *, token: str, mounts: Iterable[Mount] = (), hostname: str = "wrong"):
+    """(exit code, log) of a worker beside the compose file's: `join` with this token."""
+    file = Path(given["RECIPES"]).parent / f"token-{hostname}"
+    file.write_text(token)
+    inside = "/run/secrets/token"
+    container = engine.containers.run(
+        IMAGE,
+        ["join", "--head", "flashrl-head", "--token-file", inside],
+        detach=True,
+        hostname=hostname,
+        network=given["CLUSTER_NETWORK"],
+        shm_size="1g",
+        mounts=[*mounts, Mount(inside, str(file), type="bind", read_only=True)],
+        volumes={given["RUNS"]: {"bind": "/appliance/runs", "mode": "rw"}},
+    )
+    try:
+        return container.wait(timeout=PATIENCE_S)["StatusCode"], container.logs().decode()
+    finally:
+        container.remove(force=True, v=True)
+
+
+def wait_until(condition: Callable[[], bool], container: Container) -> None:
     deadline = time.monotonic() + PATIENCE_S
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= STEPS):
+    while not condition():
         container.reload()
         assert container.status == "running" and time.monotonic() < deadline, container.logs().decode()[-3000:]
         time.sleep(0.5)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 
@@ -81,3 +83,43 @@ def test_the_gpu_lock_resolves_for_its_platform(tmp_path: Path) -> None:
     subprocess.run(command, cwd=requirements, check=True, timeout=300)
     pin = re.compile(r"^([a-z0-9][\w.-]*)==(\S+)", re.M)
     assert dict(pin.findall(lock.read_text())) == dict(pin.findall((requirements / "gpu.txt").read_text()))
+
+
+def test_compose_is_valid_by_the_specification_of_its_second_version(tmp_path: Path) -> None:
+    """`docker compose` reads files by the Compose Specification; check-jsonschema brings its schema in a package."""
+    tool = tmp_path / "tool"
+    wanted = ["--quiet", "--no-deps", "--target", tool, "check-jsonschema==0.39.0"]
+    subprocess.run([sys.executable, "-m", "pip", "install", *wanted], check=True, capture_output=True)
+    schema = json.loads((tool / "check_jsonschema/builtin_schemas/vendor/compose-spec.json").read_text())
+    content = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    jsonschema.validate(content, schema)
+    content["services"]["train"]["shm_sizes"] = "1gb"
+    with pytest.raises(jsonschema.ValidationError, match="shm_sizes"):
+        jsonschema.validate(content, schema)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpus", "missing"),
+    [
+        ("gsm8k-0.5b-int8", "", "error: cluster.device: `h100` is wanted, this host has no GPU"),
+        ("dapo-32b-int8", "Tesla T4, 15360", "error: cluster.device: 8 x `h100` wanted, this host has Tesla T4"),
+    ],
+)
+def test_the_target_of_a_recipe_stops_at_preflight_without_its_gpus(
+    recipe: str, gpus: str, missing: str, tmp_path: Path
+) -> None:
+    """By a host that has no GPU, or another one: nothing is built and no container starts."""
+    for name, script in {"nvidia-smi": f'[ -n "{gpus}" ] && echo "{gpus}"', "docker": "echo started"}.items():
+        program = tmp_path / name
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
+    target = subprocess.run(["make", "-n", recipe], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert f"container/train.sh {recipe}" in target.stdout
+    given = [f"--set=cluster.run_dir={tmp_path / 'runs'}", "--set=cluster.device=h100"]
+    done = subprocess.run(
+        [ROOT / "container/train.sh", recipe, *given], env=env, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (3, ""), done.stderr
+    assert missing in done.stderr
+    assert not (tmp_path / "runs").exists()
