@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -126,3 +127,22 @@ def test_a_wrong_token_and_another_program_are_refused(tmp_path: Path, with_tiny
     said = (tmp_path / "train.log").read_text()
     assert "joined with other sources or locks than the head" in said
     assert find_processes(f"{RUN_VARIABLE}={tmp_path / 'refused'}") == []
+
+
+def test_a_head_that_dies_before_training_is_named(tmp_path: Path, with_tiny_cache: Callable) -> None:
+    """Its control store is killed while it waits for the other node."""
+    with_tiny_cache(tmp_path)
+    run_dir, port = tmp_path / "headless", HEAD_PORT + 6000
+    with started(train(tmp_path, name="headless", port=port), log=tmp_path / "train.log") as head:
+        wait_until(
+            lambda: any("joined: 1 of 2" in event["what"] for event in events(run_dir)), what="its node", process=head
+        )
+        (store,) = [each for each in find_processes(f"{RUN_VARIABLE}={run_dir}") if each.name == "gcs_server"]
+        os.kill(store.pid, signal.SIGKILL)
+        killed = time.monotonic()
+        assert head.wait(PATIENCE_S) == 5
+        seconds = time.monotonic() - killed
+    said = (tmp_path / "train.log").read_text()
+    assert re.search(r"^error: training failed in phase [\w-]+: the Ray head on this host ended", said, re.M), said
+    assert seconds < NAMED_WITHIN_S, seconds
+    assert find_processes(f"{RUN_VARIABLE}={run_dir}") == []
