@@ -28,7 +28,7 @@ def unavailable(reason: str) -> None:
 
 @pytest.fixture(scope="session")
 def engine():
-    """A docker client whose engine answers."""
+    """A docker client whose engine answers. At the end no volume is left that was not there before."""
     import docker
 
     try:
@@ -36,7 +36,11 @@ def engine():
         client.ping()
     except docker.errors.DockerException:
         unavailable("no Docker engine answers")
+    before = {volume.id for volume in client.volumes.list()}
     yield client
+    for volume in client.volumes.list():
+        if volume.id not in before:
+            volume.remove()
     client.close()
 
 
