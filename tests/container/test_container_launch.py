@@ -75,14 +75,14 @@ def test_the_token_of_a_cluster_is_mounted_wherever_it_lies(tmp_path: Path) -> N
 
 def test_paths_below_the_home_reach_the_container_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inside, `~` is another folder. The program there reads them as they are meant here."""
-    monkeypatch.setenv("HOME", "/home/me: it's")
+    monkeypatch.setenv("HOME", "/srv/me: it's")
     sets = ("model.path=~/models/qwen", "model.builtin=null", "cluster.run_dir=~/runs", "task.kind=gsm8k")
     typed = load_recipe("arithmetic-tiny-int8", sets=(*sets, "task.train_file=/data/a.jsonl"))
     line = tuple(without_home(typed))
     assert line[::2] == ("--set", "--set")
     inside = load_recipe("arithmetic-tiny-int8", sets=(*sets, "task.train_file=/data/a.jsonl", *line[1::2]))
-    assert inside.model.path == "/home/me: it's/models/qwen"
-    assert (inside.cluster.run_dir, inside.task.train_file) == ("/home/me: it's/runs", "/data/a.jsonl")
+    assert inside.model.path == "/srv/me: it's/models/qwen"
+    assert (inside.cluster.run_dir, inside.task.train_file) == ("/srv/me: it's/runs", "/data/a.jsonl")
 
 
 def test_a_folder_beside_the_images_own_is_taken() -> None:
