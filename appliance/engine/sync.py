@@ -25,7 +25,7 @@ from appliance.engine.failures import said_failures
 from appliance.engine.precision import raised_layers
 from appliance.engine.update import Bucket, SyncReport, WeightUpdate
 from appliance.errors import SyncError
-from appliance.plan.env import PLAN_VARIABLE
+from appliance.plan.env import PLAN_VARIABLE, weight_socket
 from appliance.plan.model import RunPlan, read_plan
 from appliance.quant.smoothing import Smoothing, load_smoothing
 from appliance.run.acknowledge import (
@@ -127,6 +127,11 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
         receiver = DrainingReceiver(zmq_handle=self._get_zmq_handle(), device=device, use_shm=use_shm)
         with said_failures(), set_current_vllm_config(self.model_runner.vllm_config), device, torch.no_grad():
             receiver.receive_weights(take)
+
+    def _get_zmq_handle(self) -> str:
+        """verl's, asked for by its methods too; the sender's (trainer/sender.py) is the same."""
+        path = os.environ.get(PLAN_VARIABLE)
+        return weight_socket(super()._get_zmq_handle(), run_dir=Path(path).parent if path else None)
 
     def _weight_update(self) -> WeightUpdate:
         if not hasattr(self, "_appliance_update"):

@@ -17,6 +17,7 @@ PLATFORM_VARIABLE = "VERL_PLATFORM"
 TENSORBOARD_DIR_VARIABLE = "TENSORBOARD_DIR"
 ENGINE_VENDOR = "appliance"  # under this name trainer/layer_rates.py registers an engine of verl's
 _LONGEST_RAY_DIR = 40
+_VERL_SOCKET = "rl-colocate-zmq-"
 
 
 def child_env(
@@ -86,11 +87,29 @@ def ray_node_env(token_file: Path) -> dict[str, str]:
     }
 
 
+def weight_socket(handle: str, *, run_dir: Path | None) -> str:
+    """The socket on which a trainer rank sends weights to the rollout worker beside it, with a name of the run's own.
+
+    handle: verl's, `ipc:///tmp/rl-colocate-zmq-<Ray's job id>-replica-…`. The job id counts within a cluster, and each
+    run has a cluster of its own: the runs of a host would all have the same sockets, and take each other's weights.
+    run_dir: None, outside of a run, leaves it as it is.  Raises ValueError for a handle of another form.
+    """
+    if run_dir is None:
+        return handle
+    if _VERL_SOCKET not in handle:
+        raise ValueError(f"verl's socket for weights is called {handle}, expected {_VERL_SOCKET} in it")
+    return handle.replace(_VERL_SOCKET, f"appliance-{_mark(run_dir)}-weights-", 1)
+
+
+def _mark(run_dir: Path) -> str:
+    return hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]
+
+
 def ray_dir(run_dir: Path, *, temporary: Path) -> str:
     """Ray's session folder, one per run folder; made when the run starts and removed at its end.
 
     A socket's path in it may have 107 characters, of which Ray takes up to 66: a long temporary folder is not used.
     """
-    name = f"appliance-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]}"
+    name = f"appliance-{_mark(run_dir)}"
     root = temporary if len(str(temporary)) + 1 + len(name) <= _LONGEST_RAY_DIR else Path("/tmp")
     return str(root / name)

@@ -17,7 +17,7 @@ from verl.workers.rollout.utils import ensure_async_iterator
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from appliance.errors import SyncError
-from appliance.plan.env import PLAN_VARIABLE
+from appliance.plan.env import PLAN_VARIABLE, weight_socket
 from appliance.quant.manifest import MANIFEST_NAME, Manifest, TensorRecord, directive, record
 from appliance.quant.precision import AS_PLANNED, DIRECTIVE_NAME, Precision
 from appliance.run.acknowledge import Sent, append_sent
@@ -74,6 +74,8 @@ class DigestingAdapter(ServerAdapter):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._syncs = 0
+        self._run_dir = Path(os.environ[PLAN_VARIABLE]).parent if PLAN_VARIABLE in os.environ else None
+        self.zmq_handle = weight_socket(self.zmq_handle, run_dir=self._run_dir)
 
     async def update_weights(
         self, weights: Weights, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs: Any
@@ -82,12 +84,11 @@ class DigestingAdapter(ServerAdapter):
         if wire_format != "named_tensors":
             raise SyncError(f"weight update: the wire format {wire_format} has no digests", hint="use the full update")
         self._syncs += 1
-        run_dir = Path(os.environ[PLAN_VARIABLE]).parent if PLAN_VARIABLE in os.environ else None
-        precision = AS_PLANNED if run_dir is None else read_wanted(run_dir)
+        precision = AS_PLANNED if self._run_dir is None else read_wanted(self._run_dir)
         digested = DigestedWeights(weights, sync=self._syncs, precision=precision)
         await super().update_weights(digested, global_steps=global_steps, **kwargs)
-        if digested.manifest is not None and run_dir is not None:
-            append_sent(run_dir, self._sent(digested.manifest, digested.digest_s))
+        if digested.manifest is not None and self._run_dir is not None:
+            append_sent(self._run_dir, self._sent(digested.manifest, digested.digest_s))
 
     def _sent(self, manifest: Manifest, digest_s: float) -> Sent:
         return Sent(

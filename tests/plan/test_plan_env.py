@@ -1,6 +1,8 @@
 from pathlib import Path
 
-from appliance.plan.env import child_env, ray_dir
+import pytest
+
+from appliance.plan.env import child_env, ray_dir, weight_socket
 
 
 def env(**changes: object) -> dict[str, str]:
@@ -30,3 +32,24 @@ def test_ray_gets_a_short_folder_per_run():
     assert one != other
     assert len(one) <= 40
     assert ray_dir(Path("/runs/a"), temporary=Path("/a/very/long/temporary/folder/somewhere")) == one
+
+
+VERL_SOCKET = "ipc:///tmp/rl-colocate-zmq-01000000-replica-1-rank-0.sock"
+
+
+def test_runs_of_one_host_send_their_weights_through_sockets_of_their_own():
+    """Ray's job id is 01000000 in every cluster: with verl's names one run took the weights of another."""
+    one, other = (weight_socket(VERL_SOCKET, run_dir=Path(f"/runs/{name}")) for name in ("a", "b"))
+    assert one != other
+    assert {each.removeprefix("ipc:///tmp/appliance-")[8:] for each in (one, other)} == {
+        "-weights-01000000-replica-1-rank-0.sock"
+    }
+
+
+def test_a_socket_outside_of_a_run_is_verls_own():
+    assert weight_socket(VERL_SOCKET, run_dir=None) == VERL_SOCKET
+
+
+def test_a_socket_of_another_form_is_not_guessed():
+    with pytest.raises(ValueError, match="verl's socket"):
+        weight_socket("tcp://127.0.0.1:5555", run_dir=Path("/runs/a"))
