@@ -303,6 +303,7 @@ def _check(recipe: str, *, sets: list[str] | None, name: str | None, json_mode: 
     import json
 
     from appliance import console
+    from appliance.preflight.finding import has_error
     from appliance.preflight.report import as_json, examine, lines
     from appliance.run.work import raise_on_errors
 
@@ -315,7 +316,8 @@ def _check(recipe: str, *, sets: list[str] | None, name: str | None, json_mode: 
         if json_mode:
             console.out(json.dumps({"schema_version": 1, "findings": as_json(findings)}, indent=2))
         else:
-            console.out("\n".join(lines(findings) or [f"{recipe}: this host can run it"]))
+            can = [] if has_error(findings) else [f"{recipe}: this host can run it"]
+            console.out("\n".join([*lines(findings), *can]))
     raise_on_errors(findings)
 
 

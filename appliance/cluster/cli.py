@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from appliance.cluster.ports import DEFAULT_BASE, LARGEST_BASE
+from appliance.plan.ports import DEFAULT_BASE, LARGEST_BASE
 
 
 def add_commands(app: typer.Typer) -> None:

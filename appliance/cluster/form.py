@@ -16,13 +16,13 @@ from pathlib import Path
 
 from appliance.cluster import waiting
 from appliance.cluster.identity import NodeReport, describe_node, differences, plant_canary, question_of
-from appliance.cluster.ports import Ports
 from appliance.cluster.ray_command import FINGERPRINT_LABEL, NodeOffer, head_argv, label_of, node_environment
 from appliance.cluster.token import check_token, make_token
 from appliance.cluster.waiting import Needed, Node
 from appliance.errors import ApplianceError, PreflightError, ProcessDied
 from appliance.plan.env import RAY_DIR_VARIABLE, ray_node_env
 from appliance.plan.model import ClusterPlan, RunPlan
+from appliance.plan.ports import Ports
 from appliance.run.events import append_event
 
 _LOOK_EVERY_S = 1.0

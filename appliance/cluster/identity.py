@@ -1,7 +1,7 @@
 """What each node of a cluster says of itself, and whether they can train together.
 
 Ray compares nothing but its own version. Nodes with other sources, another Python, other GPUs, another model or another
-file system would fail late, or would not fail at all.
+file system would fail late, or would not fail at all. And each is judged as `check` judges the head's host.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.plan.host import HostGpu
+from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.model import RunPlan
 from appliance.preflight import hub
-from appliance.preflight.probes import read_gpus
+from appliance.preflight.checks import judge_node
+from appliance.preflight.finding import Severity
+from appliance.preflight.probes import read_gpus, read_host
 from appliance.quant.device import CPU, gpu_of_product, why_not
 from appliance.run.attest import fingerprint
 
@@ -48,6 +50,7 @@ class NodeReport:
 
     plan: hash of the run's plan.json, or empty.  model: hash of the folder's config.json, or the commit on the hub that
     loading would take, or empty; then model_problem says why.  cpu_flags: as in /proc/cpuinfo.
+    facts: of the host, for preflight.
     """
 
     name: str
@@ -60,6 +63,7 @@ class NodeReport:
     model_problem: str
     cpu_flags: frozenset[str]
     gpus: tuple[HostGpu, ...] = ()
+    facts: HostFacts | None = None
 
 
 def plant_canary(run_dir: Path) -> str:
@@ -93,6 +97,7 @@ def describe_node(question: NodeQuestion) -> NodeReport:
         model_problem=model_problem,
         cpu_flags=_cpu_flags(),
         gpus=read_gpus() if question.on_gpus else (),
+        facts=read_host(run_dir),
     )
 
 
@@ -151,6 +156,9 @@ def _problems(report: NodeReport, *, head: NodeReport, plan: RunPlan, canary: st
         yield f"sees another {PLAN_FILE} in {plan.run_dir}: does its file system keep old files?"
     yield from _model_problems(report, head=head, model=plan.model.path)
     yield from _device_problems(report, head=head, plan=plan)
+    for finding in judge_node(plan, report.facts) if report.facts else ():
+        if finding.severity is Severity.ERROR:
+            yield f"{finding.place}: {finding.message}"
 
 
 def _model_problems(report: NodeReport, *, head: NodeReport, model: str) -> Iterator[str]:

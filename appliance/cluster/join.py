@@ -12,11 +12,11 @@ from pathlib import Path
 
 from appliance import console
 from appliance.cluster.identity import host_of
-from appliance.cluster.ports import DEFAULT_BASE, Ports
 from appliance.cluster.ray_command import NodeOffer, node_environment, worker_argv
 from appliance.cluster.token import check_token
 from appliance.errors import EngineError, Interrupted, PreflightError, RecipeError
 from appliance.flashrl.variables import without_flashrl
+from appliance.plan.ports import DEFAULT_BASE, Ports
 from appliance.preflight.probes import read_host
 from appliance.run.supervise import Interrupts, supervise
 

@@ -6,8 +6,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.cluster.ports import Ports
 from appliance.plan.env import ray_node_env
+from appliance.plan.ports import Ports
 from appliance.run.attest import fingerprint
 
 FINGERPRINT_LABEL = "appliance.fingerprint"

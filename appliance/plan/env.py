@@ -15,6 +15,8 @@ HUB_TOKEN_VARIABLE = "HF_TOKEN_PATH"  # the hub's own: a file with the token
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 PLATFORM_VARIABLE = "VERL_PLATFORM"
 TENSORBOARD_DIR_VARIABLE = "TENSORBOARD_DIR"
+WANDB_MODE_VARIABLE = "WANDB_MODE"
+WANDB_KEY_VARIABLE = "WANDB_API_KEY"  # never set by us: the user's secret
 ENGINE_VENDOR = "appliance"  # under this name trainer/layer_rates.py registers an engine of verl's
 _LONGEST_RAY_DIR = 40
 _VERL_SOCKET = "rl-colocate-zmq-"
@@ -52,7 +54,7 @@ def child_env(
     if layer_rates:
         env["VERL_ENGINE_VENDOR"] = ENGINE_VENDOR
     if "wandb" not in backends:
-        env["WANDB_MODE"] = "disabled"
+        env[WANDB_MODE_VARIABLE] = "disabled"
     if "tensorboard" in backends:
         env[TENSORBOARD_DIR_VARIABLE] = str(run_dir / "tensorboard")
     if is_cpu:

@@ -35,9 +35,24 @@ class ContainerFacts:
     token_owner: int = 0
 
 
+UNLIMITED = 1 << 62
+
+
+@dataclass(frozen=True)
+class Limits:
+    """open_files: of one process, the hard limit, to which Ray raises the soft one.  threads: of the user or the
+    control group, whichever is less.  memory_free_bytes: what the control group leaves."""
+
+    open_files: int = UNLIMITED
+    threads: int = UNLIMITED
+    memory_free_bytes: int = UNLIMITED
+
+
 @dataclass(frozen=True)
 class HostFacts:
-    """cpu_flags: as in /proc/cpuinfo.  missing_libraries: shared libraries vLLM needs and the loader does not find.
+    """memory_free_bytes: of the host, or what the control group leaves.  cpu_flags: as in /proc/cpuinfo.
+
+    missing_libraries: shared libraries vLLM needs and the loader does not find.
 
     disk_free_bytes: where the run root is or will be.  run_root_problem: why nothing can be written there, or empty.
     packages: distributions of the chosen log backends that are installed.
@@ -57,3 +72,4 @@ class HostFacts:
     packages: frozenset[str]
     processor: str = ""
     container: ContainerFacts | None = None
+    limits: Limits = Limits()

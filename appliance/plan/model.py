@@ -249,7 +249,7 @@ class ClusterPlan:
     """Where the nodes of a training of several meet.
 
     address: `host:port` of a Ray cluster that is there already; empty: this host becomes the head.
-    port: of the head's control store, the first of its ports (cluster/ports.py).  node_address: by which other nodes
+    port: of the head's control store, the first of its ports (plan/ports.py).  node_address: by which other nodes
     reach this host; empty: Ray's choice.  wait_s: how long nodes may take to join.
     """
 

@@ -9,10 +9,14 @@ from appliance.plan.memory import host_bytes, moments
 from appliance.plan.model import RunPlan
 from appliance.plan.shapes import ModelShape
 from appliance.preflight import gpu
+from appliance.preflight.access import judge_access
 from appliance.preflight.container import judge_container
 from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.guard import judge_guard
+from appliance.preflight.limits import judge_limits
+from appliance.preflight.pays import judge_gain
 from appliance.preflight.probes import InputFacts
+from appliance.preflight.stack import judge_stack
 from appliance.quant.architectures import why_unknown
 from appliance.quant.device import CPU, INT8_CPU_FLAGS, gpu_of_product, why_not
 from appliance.quant.scheme import Scheme
@@ -34,6 +38,9 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
     """What stands against running the plan on this host, and what the user should know."""
     checks = (
         _python(host),
+        judge_stack(plan, host, inputs.stack),
+        judge_limits(host.limits, cores=host.cores),
+        judge_access(inputs.access),
         _libraries(plan, host),
         _device(plan, host),
         gpu.attention(plan, host),
@@ -45,6 +52,7 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
         gpu.parallel(plan, inputs.model_shape),
         gpu.memory(plan, host, inputs.model_shape),
         _data(plan, inputs),
+        judge_gain(plan, shape=inputs.model_shape, stored=inputs.stored),
         _folder(host),
         _disk(plan, host, inputs),
         _memory(plan, host),
@@ -53,6 +61,20 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
         _sampling(plan),
         _container(plan, host),
         judge_guard(plan, inputs),
+    )
+    return [finding for check in checks for finding in check]
+
+
+def judge_node(plan: RunPlan, host: HostFacts) -> list[Finding]:
+    """What stands against another host of a cluster, by its facts alone. Program and GPUs: cluster/identity.py."""
+    checks = (
+        judge_limits(host.limits, cores=host.cores),
+        _libraries(plan, host),
+        gpu.attention(plan, host),
+        _folder(host),
+        _memory(plan, host),
+        _shared_memory(plan, host),
+        _logging(plan, host),
     )
     return [finding for check in checks for finding in check]
 
@@ -134,12 +156,18 @@ def _model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
         elif inputs.model_missing:
             message = f"{model.path}: the folder has no {' and no '.join(inputs.model_missing)}"
             yield _error("model-incomplete", "model.path", message, "point to a complete transformers model")
+        elif inputs.model_damage:
+            message = f"{model.path}: {'; '.join(inputs.model_damage)}"
+            yield _error("model-damaged", "model.path", message, "copy or download the model again")
     elif not inputs.model_is_cached and (inputs.is_offline or inputs.hub_problem):
         why = "HF_HUB_OFFLINE is set" if inputs.is_offline else inputs.hub_problem
         message = f"`{model.source}` is not a folder and not in the hub's cache, and {why}"
         yield _error(
             "model-unreachable", "model.path", message, "give a folder, or download it where there is a network"
         )
+    elif inputs.model_problem:
+        remedy = "correct the name; or accept the model's terms on the hub and set HF_TOKEN"
+        yield _error("model-refused", "model.path", inputs.model_problem, remedy)
 
 
 def _shape(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
@@ -159,6 +187,11 @@ def _data(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     for message, hint in inputs.data_problems:
         place, _, fact = message.partition(": ")
         yield _error("data", place, fact, hint)
+    if inputs.reward_problem:
+        remedy = "mend the rows, or give the task that they are of"
+        yield _error(
+            "reward", "task.train_file" if plan.task.train_file else "task.kind", inputs.reward_problem, remedy
+        )
     from_hub = plan.task.kind != "arithmetic" and not plan.task.train_file
     if from_hub and not inputs.is_prepared and (inputs.is_offline or inputs.hub_problem):
         why = "HF_HUB_OFFLINE is set" if inputs.is_offline else inputs.hub_problem

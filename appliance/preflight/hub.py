@@ -34,11 +34,7 @@ def snapshots(name: str) -> list[Path]:
 
 
 def _cached(name: str) -> Path:
-    cache = Path(
-        os.environ.get("HF_HUB_CACHE")
-        or Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface") / "hub"
-    )
-    return cache / f"models--{name.replace('/', '--')}"
+    return Path(os.environ.get("HF_HUB_CACHE") or _home() / "hub") / f"models--{name.replace('/', '--')}"
 
 
 def missing_parts(folder: Path) -> tuple[str, ...]:
@@ -53,14 +49,53 @@ def missing_parts(folder: Path) -> tuple[str, ...]:
 
 def problem() -> str:
     """Why the hub does not answer, or an empty text. Any answer of the host counts."""
-    request = urllib.request.Request(endpoint(), method="HEAD")
+    code, why = _head(endpoint())
+    return why or (f"{endpoint()} answers {code}" if code in (403, 407) or code >= 500 else "")
+
+
+def refusal(name: str) -> str:
+    """Why the hub, which answers, does not give a model's config.json to whoever asks from here, or an empty text."""
+    code, why = _head(f"{endpoint().rstrip('/')}/{name}/resolve/{_BRANCH}/config.json")
+    if code == 404:
+        return f"the hub has no model `{name}`, or none with a config.json"
+    if code in (401, 403):
+        has = "the token here is not allowed to" if _token() else "HF_TOKEN is not set, and without a token nobody may"
+        return f"`{name}`: {has} read it"
+    return why
+
+
+class _Stay(urllib.request.HTTPRedirectHandler):
+    """A redirection is an answer: followed, it would take the token to another host."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+def _head(url: str) -> tuple[int, str]:
+    """(status, why there is none)."""
+    headers = {"Authorization": f"Bearer {token}"} if (token := _token()) else {}
+    request = urllib.request.Request(url, method="HEAD", headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=_ANSWERS_WITHIN_S):
-            return ""
+        with urllib.request.build_opener(_Stay).open(request, timeout=_ANSWERS_WITHIN_S) as answer:
+            return answer.status, ""
     except urllib.error.HTTPError as error:
-        return f"{endpoint()} answers {error.code}" if error.code in (403, 407) or error.code >= 500 else ""
+        return error.code, ""
     except (OSError, http.client.HTTPException, ValueError) as error:
-        return f"{endpoint()} cannot be reached ({getattr(error, 'reason', None) or error})"
+        return 0, f"{endpoint()} cannot be reached ({getattr(error, 'reason', None) or error})"
+
+
+def _token() -> str:
+    """As huggingface_hub finds it: the variable, else the file that `hf auth login` writes."""
+    if token := os.environ.get("HF_TOKEN", "").strip():
+        return token
+    try:
+        return Path(os.environ.get("HF_TOKEN_PATH") or _home() / "token").read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _home() -> Path:
+    return Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
 
 
 def revision(name: str) -> tuple[str, str]:

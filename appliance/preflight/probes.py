@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -17,10 +17,17 @@ import psutil
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.model import RunPlan
 from appliance.plan.shapes import KNOWN, ModelShape, read_shape
+from appliance.plan.stored import read_result, result_key
 from appliance.preflight import hub
+from appliance.preflight.access import AccessFacts, read_access
 from appliance.preflight.container import read_container
+from appliance.preflight.limits import read_limits
 from appliance.preflight.profile import profile_problem
+from appliance.preflight.sample import reward_problem
+from appliance.preflight.stack import StackFacts, read_stack
 from appliance.preflight.uaq import uaq_problem
+from appliance.preflight.weights import damage
+from appliance.quant.device import StoredResult
 
 LIBRARIES = ("libnuma.so.1",)
 PACKAGES = ("tensorboard", "trackio", "wandb", "flash_attn")
@@ -40,6 +47,8 @@ class InputFacts:
     profile_problem: why the folder of `quantization.profile` has none for this plan, empty when it has or none is
     given.
     uaq_problem: why UAQ cannot scale the model, empty when it can, is off, or the model is not here yet.
+    model_damage: what is wrong with its files of weights.  model_problem: why the hub, which answers, does not give it.
+    reward_problem: what is wrong with the rewards of the first problems.  stored: of `bench`, where one counts here.
     data_problems: (message, hint) with `file:line`.  is_prepared: data and built-in model are in the cache.
     """
 
@@ -54,16 +63,22 @@ class InputFacts:
     is_prepared: bool
     profile_problem: str = ""
     uaq_problem: str = ""
+    model_damage: tuple[str, ...] = ()
+    model_problem: str = ""
+    reward_problem: str = ""
+    access: AccessFacts = field(default_factory=AccessFacts)
+    stack: StackFacts = field(default_factory=StackFacts)
+    stored: StoredResult | None = None
 
 
 def read_host(run_root: Path) -> HostFacts:
     """run_root: the folder that will hold the run folders; it need not exist."""
-    memory = psutil.virtual_memory()
+    memory, limits = psutil.virtual_memory(), read_limits()
     existing = _nearest_existing(run_root)
     return HostFacts(
         cores=len(os.sched_getaffinity(0)),
         memory_bytes=memory.total,
-        memory_free_bytes=memory.available,
+        memory_free_bytes=min(memory.available, limits.memory_free_bytes),
         cpu_flags=_cpu_flags(),
         gpus=read_gpus(),
         python=sys.version_info[:2],
@@ -74,6 +89,7 @@ def read_host(run_root: Path) -> HostFacts:
         packages=frozenset(name for name in PACKAGES if importlib.util.find_spec(name)),
         processor=_processor(),
         container=read_container(run_root),
+        limits=limits,
     )
 
 
@@ -131,29 +147,46 @@ def _loads(library: str) -> bool:
     return True
 
 
-def read_inputs(plan: RunPlan, *, ask_hub: bool) -> InputFacts:
-    """Reads data files in full, and asks the hub where it may and the plan needs it."""
+def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) -> InputFacts:
+    """Reads data files in full.
+
+    ask_hub: whether the network may be asked, and a child grade a sample, which takes seconds.
+    host: for what `bench` kept; None: it is not looked up.
+    """
     from appliance.tasks.prepare import is_prepared
 
     prepared = is_prepared(plan)
     folder = Path(plan.model.path)
     is_folder = not plan.model.builtin and folder.is_absolute()
     cached = not plan.model.builtin and not is_folder and hub.is_cached(plan.model.source)
-    offline = hub.is_offline()
-    needs_hub = (bool(plan.model.source) and not is_folder and not cached) or (_data_from_hub(plan) and not prepared)
+    needs_model = bool(plan.model.source) and not is_folder and not cached
+    asks = ask_hub and not hub.is_offline() and (needs_model or (_data_from_hub(plan) and not prepared))
+    hub_problem = hub.problem() if asks else ""
+    data_problems = _data_problems(plan)
     return InputFacts(
         model_folder_exists=folder.is_dir(),
         model_missing=hub.missing_parts(folder) if is_folder and folder.is_dir() else (),
         model_bytes=model_bytes(plan),
         model_shape=model_shape(plan),
         model_is_cached=cached,
-        is_offline=offline,
-        hub_problem=hub.problem() if ask_hub and needs_hub and not offline else "",
-        data_problems=_data_problems(plan),
+        is_offline=hub.is_offline(),
+        hub_problem=hub_problem,
+        data_problems=data_problems,
         is_prepared=prepared,
         profile_problem=profile_problem(plan),
         uaq_problem=uaq_problem(plan),
+        model_damage=damage(folder) if is_folder and folder.is_dir() else (),
+        model_problem=hub.refusal(plan.model.source) if asks and needs_model and not hub_problem else "",
+        reward_problem=reward_problem(plan) if ask_hub and not data_problems else "",
+        access=read_access(plan, ask_network=ask_hub),
+        stack=read_stack(plan),
+        stored=_stored(plan, host=host) if host else None,
     )
+
+
+def _stored(plan: RunPlan, *, host: HostFacts) -> StoredResult | None:
+    key = result_key(device=plan.device, host=host, model=plan.model, pins=plan.pins)
+    return read_result(key, cache_dir=Path(plan.cache_dir))[0]
 
 
 def model_bytes(plan: RunPlan) -> int:

@@ -19,13 +19,13 @@ def examine(
 ) -> tuple[RunPlan, HostFacts, list[Finding]]:
     """The plan of a run and everything that this host has against it.
 
-    run_dir: absolute.  ask_hub: whether the network may be tried, which can take seconds.
+    run_dir: absolute.  ask_hub: whether the network and a child may be asked, which can take seconds.
     cache_dir: None: beside the run's folder.  resume_from: as build_plan.
     Raises RecipeError where the plan cannot be made.
     """
     host = read_host(run_dir.parent)
     plan = build_plan(recipe, run_dir=run_dir, host=host, cache_dir=cache_dir, resume_from=resume_from)
-    return plan, host, judge(plan, host=host, inputs=read_inputs(plan, ask_hub=ask_hub))
+    return plan, host, judge(plan, host=host, inputs=read_inputs(plan, ask_hub=ask_hub, host=host))
 
 
 def lines(findings: list[Finding]) -> list[str]:

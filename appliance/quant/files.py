@@ -40,14 +40,26 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def tensor_end(file: Path) -> int:
+    """Bytes that a safetensors file has by its own header. Raises as `tensor_shapes` does."""
+    header, length = _read_header(file)
+    ends = (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
+    return _LENGTH_BYTES + length + max(ends, default=0)
+
+
 def _safetensors_header(file: Path) -> dict[str, Any]:
+    return _read_header(file)[0]
+
+
+def _read_header(file: Path) -> tuple[dict[str, Any], int]:
+    """The header and its length in bytes."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
         raw = opened.read(length) if length <= _LONGEST_HEADER else b""
     header = json.loads(raw)
     if not isinstance(header, dict):
         raise ValueError("the header is no mapping")
-    return header
+    return header, length
 
 
 def parse_header(metadata: dict[str, str] | None, *, file: Path) -> dict[str, Any]:

@@ -18,10 +18,15 @@ from appliance.preflight.report import lines
 from appliance.run.session import cannot_write
 
 # Codes of findings, by what a command uses.
-OF_THE_MODEL = frozenset({"remote-code", "model-missing", "model-incomplete", "model-unreachable", "architecture"})
+OF_THE_MODEL = frozenset(
+    {
+        *("remote-code", "model-missing", "model-incomplete", "model-damaged", "model-unreachable", "model-refused"),
+        *("model-unreadable", "architecture"),
+    }
+)
 OF_THE_DATA = frozenset({"data", "data-unreachable"})
 OF_A_PROFILE = frozenset({"profile"})
-OF_AN_ENGINE = frozenset({"python-version", "missing-library", "no-gpu", "wrong-gpu", "heads", "context"})
+OF_AN_ENGINE = frozenset({"python-version", "missing-library", "no-gpu", "wrong-gpu", "heads", "context", "version"})
 
 
 @contextlib.contextmanager
@@ -67,8 +72,8 @@ def examine_for(plans: Iterable[RunPlan], *, host: HostFacts, about: frozenset[s
 
 
 def stop_on_errors(findings: list[Finding]) -> None:
-    """Say the findings. Raises PreflightError when one is an error."""
-    for line in lines(findings):
+    """Say the findings that are more than information. Raises PreflightError when one is an error."""
+    for line in lines([each for each in findings if each.severity is not Severity.INFO]):
         console.say(line)
     raise_on_errors(findings)
 

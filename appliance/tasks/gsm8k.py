@@ -61,9 +61,8 @@ def read_problems(path: str | Path) -> list[Problem]:
 
 def splits(*, train_file: str, val_file: str, seed: int, train_size: int, val_size: int) -> Splits:
     """Training and validation problems; see `splits.make_splits`."""
-    source = Source(parse=parse_row, hint=HINT, from_hub=from_hub)
     return make_splits(
-        source, train_file=train_file, val_file=val_file, seed=seed, train_size=train_size, val_size=val_size
+        SOURCE, train_file=train_file, val_file=val_file, seed=seed, train_size=train_size, val_size=val_size
     )
 
 
@@ -77,3 +76,6 @@ def from_hub(split: str) -> Found:
         raise hub_is_away(HUB_NAME, error=error) from error
     problems = dict.fromkeys(problem(row["question"], row["answer"]) for row in rows)
     return Found(problems=list(problems), rows=len(rows), conflicting=0, faults=[])
+
+
+SOURCE = Source(parse=parse_row, hint=HINT, from_hub=from_hub)

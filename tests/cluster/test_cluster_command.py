@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 
 from appliance.cli import app
 from appliance.cluster.join import join_head
-from appliance.cluster.ports import Ports
 from appliance.cluster.ray_command import NodeOffer, head_argv, node_environment, worker_argv
 from appliance.errors import PreflightError, RecipeError
+from appliance.plan.ports import Ports
 from appliance.run.attest import fingerprint
 
 OFFER = NodeOffer(gpus=1, cores=2, object_store_bytes=1 << 28)

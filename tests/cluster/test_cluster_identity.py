@@ -7,7 +7,7 @@ import hashlib
 from pathlib import Path
 
 import pytest
-from plans import make_plan, make_rollout
+from plans import HOST, make_plan, make_rollout
 
 from appliance.cluster.identity import (
     NodeQuestion,
@@ -18,7 +18,7 @@ from appliance.cluster.identity import (
     plant_canary,
     question_of,
 )
-from appliance.plan.host import HostGpu
+from appliance.plan.host import HostGpu, Limits
 from appliance.plan.model import RunPlan
 from appliance.quant.scheme import Scheme
 
@@ -74,6 +74,19 @@ def test_a_folder_of_the_same_name_on_another_file_system_is_told_by_its_canary(
     other = dataclasses.replace(HEAD, name="beta", canary="a word of another run")
     [problem] = differences([other], head=HEAD, plan=plan_of(tmp_path), canary="word")
     assert problem.startswith("beta: does not see ")
+
+
+def test_a_node_is_judged_as_the_heads_host_is(tmp_path: Path) -> None:
+    """A limit that is too low, and memory for shared objects that is not there: both named, with the node."""
+    small = dataclasses.replace(HOST, limits=Limits(open_files=256), shm_free_bytes=1 << 20)
+    other = dataclasses.replace(HEAD, name="beta", facts=small)
+    plan = plan_of(tmp_path)
+    assert differences([HEAD, other], head=HEAD, plan=plan, canary="word") == [
+        "beta: ulimit -n: a process may open 256 files, Ray and vLLM want 1024",
+        "beta: /dev/shm: 1 MiB free, Ray and the weight updates need about 256",
+    ]
+    fine = dataclasses.replace(other, facts=dataclasses.replace(HOST, memory_free_bytes=1))
+    assert differences([fine], head=HEAD, plan=plan, canary="word") == []  # a warning is the head's to say
 
 
 def test_all_differences_of_all_nodes_come_at_once(tmp_path: Path) -> None:

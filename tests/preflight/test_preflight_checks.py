@@ -47,7 +47,7 @@ def findings(
     """(text, remedy); facts: changes of HOST."""
     plan = planned(*sets, recipe=recipe)
     found = judge(plan, host=dataclasses.replace(host, **facts), inputs=inputs)
-    return [(each.text, each.remedy) for each in found]
+    return [(each.text, each.remedy) for each in found if each.severity is not Severity.INFO]
 
 
 def with_inputs(**facts: object) -> InputFacts:

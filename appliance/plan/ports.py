@@ -34,6 +34,11 @@ class Ports:
         return self.base + 7
 
     @property
+    def of_the_head(self) -> tuple[int, ...]:
+        """What listens on the host of a head, its workers apart."""
+        return tuple(range(self.base, self.client + 1))
+
+    @property
     def arguments(self) -> tuple[str, ...]:
         """Of `ray start`, for any node."""
         return (

@@ -1,0 +1,138 @@
+"""What the run may not touch, or lacks the word for: folders of others, unreadable files, ports in use, secrets."""
+
+from __future__ import annotations
+
+import netrc
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from appliance.plan.env import WANDB_KEY_VARIABLE, WANDB_MODE_VARIABLE
+from appliance.plan.model import RunPlan
+from appliance.plan.ports import Ports
+from appliance.preflight.finding import Finding, Severity
+
+WANDB = "wandb"
+_WANDB_HOST = "api.wandb.ai"
+_CONNECT_WITHIN_S = 3.0
+_AS_ROOT = 0
+
+
+@dataclass(frozen=True)
+class AccessFacts:
+    """cache_problem: why nothing can be made in the cache, or empty.  unreadable: files of the model.
+
+    ports_in_use: of those that the head of a cluster takes.  head_problem: why `cluster.address` does not answer.
+    token_problem: why the cluster's token cannot be used.  wandb_key: whether wandb knows who is here.
+    uid: of this process.
+    """
+
+    cache_problem: str = ""
+    unreadable: tuple[str, ...] = ()
+    ports_in_use: tuple[int, ...] = ()
+    head_problem: str = ""
+    token_problem: str = ""
+    wandb_key: bool = True
+    uid: int = _AS_ROOT
+
+
+def read_access(plan: RunPlan, *, ask_network: bool) -> AccessFacts:
+    """ask_network: whether `cluster.address` may be tried, which can take seconds."""
+    cluster = plan.cluster
+    head = cluster.address if cluster and ask_network else ""
+    return AccessFacts(
+        cache_problem=_write_problem(Path(plan.cache_dir)),
+        unreadable=tuple(map(str, filter(_is_unreadable, _files(plan)))),
+        ports_in_use=ports_in_use(Ports(cluster.port)) if cluster and not cluster.address else (),
+        head_problem=_head_problem(head) if head else "",
+        token_problem=_token_problem(Path(cluster.token_file), must_be=bool(cluster.address)) if cluster else "",
+        wandb_key=_has_wandb_key() if WANDB in plan.logging_backends else True,
+        uid=os.getuid(),
+    )
+
+
+def _write_problem(folder: Path) -> str:
+    existing = next(each for each in (folder, *folder.parents) if each.exists())
+    if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
+        return ""
+    return f"{existing} belongs to user {existing.stat().st_uid} and cannot be written"
+
+
+def _files(plan: RunPlan) -> Iterator[Path]:
+    folder = Path(plan.model.path)
+    if not plan.model.builtin and folder.is_absolute() and folder.is_dir():
+        yield folder
+        yield from sorted(each for each in folder.iterdir() if each.is_file()) if os.access(folder, os.R_OK) else ()
+
+
+def _is_unreadable(path: Path) -> bool:
+    return not os.access(path, os.R_OK | os.X_OK if path.is_dir() else os.R_OK)
+
+
+def ports_in_use(ports: Ports) -> tuple[int, ...]:
+    return tuple(port for port in ports.of_the_head if not _is_free(port))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC: what lingers after a close is free
+        try:
+            tried.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def _head_problem(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_WITHIN_S).close()
+    except (OSError, OverflowError) as error:
+        return f"{address} does not answer ({error})"
+    return ""
+
+
+def _token_problem(file: Path, *, must_be: bool) -> str:
+    """A head makes its own token; for a cluster that is there already, it must be here."""
+    if not file.exists():
+        return f"{file}: no such file" if must_be else ""
+    return "" if os.access(file, os.R_OK) else f"{file} cannot be read"
+
+
+def _has_wandb_key() -> bool:
+    """By the variable, by a mode that needs none, or by `wandb login`, which writes to ~/.netrc."""
+    if os.environ.get(WANDB_KEY_VARIABLE) or os.environ.get(WANDB_MODE_VARIABLE) in ("offline", "disabled"):
+        return True
+    try:
+        return netrc.netrc().authenticators(_WANDB_HOST) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def judge_access(facts: AccessFacts) -> Iterator[Finding]:
+    if facts.cache_problem:
+        remedy = f"as its owner: chown -R {facts.uid} the folder; or set cluster.run_dir to one of yours"
+        yield _error("cache-owner", "cluster.run_dir", facts.cache_problem, remedy)
+    if facts.unreadable:
+        more = f" and {len(facts.unreadable) - 1} more" if len(facts.unreadable) > 1 else ""
+        message = f"user {facts.uid} cannot read {facts.unreadable[0]}{more}"
+        yield _error("model-unreadable", "model.path", message, "let its owner chmod it")
+    if facts.ports_in_use:
+        ports = ", ".join(map(str, facts.ports_in_use))
+        message = f"in use on this host: {ports}"
+        yield _error("port", "cluster.port", message, "end what listens there, or set cluster.port to another range")
+    if facts.head_problem:
+        yield _error("no-head", "cluster.address", facts.head_problem, "start Ray there, or leave cluster.address out")
+    if facts.token_problem:
+        remedy = "copy the token of that cluster there, readable by you alone"
+        yield _error("token", "cluster.token_file", facts.token_problem, remedy)
+    if not facts.wandb_key:
+        message = "`wandb` has no key here, and would ask for one in the middle of the start"
+        remedy = f"set {WANDB_KEY_VARIABLE}, or run `wandb login`, or set {WANDB_MODE_VARIABLE}=offline"
+        yield _error("secret", "logging.backends", message, remedy)
+
+
+def _error(code: str, place: str, message: str, remedy: str) -> Finding:
+    return Finding(Severity.ERROR, code, place, message, remedy)

@@ -1,0 +1,92 @@
+"""Does quantising pay here: by what bench kept, else by what is reported of others."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from plans import HOST, make_plan, make_rollout
+
+from appliance.plan.model import RunPlan
+from appliance.plan.shapes import KNOWN
+from appliance.plan.stored import Kept, result_key, write_result
+from appliance.preflight.finding import Severity
+from appliance.preflight.pays import judge_gain
+from appliance.preflight.probes import read_inputs
+from appliance.quant.device import StoredResult
+from appliance.quant.scheme import Scheme
+
+LARGE, SMALL = KNOWN["Qwen/Qwen2.5-32B"], KNOWN["Qwen/Qwen2.5-0.5B-Instruct"]
+
+
+def planned(scheme: Scheme = Scheme.INT8, *, response: int = 8192, builtin: str = "", **rollout: object) -> RunPlan:
+    plan = make_plan(Path("/runs/a-1"), rollout=make_rollout(scheme, **rollout))
+    task = dataclasses.replace(plan.task, max_response_tokens=response)
+    return dataclasses.replace(plan, task=task, model=dataclasses.replace(plan.model, builtin=builtin))
+
+
+def stored(ratio: float) -> StoredResult:
+    return StoredResult(ratios=((Scheme.INT8, ratio),), what="5 pairs")
+
+
+@pytest.mark.parametrize(
+    ("ratio", "severity", "text", "remedy"),
+    [
+        (1.63, Severity.INFO, "quantising pays here, measured: int8 1.63 times bf16 (5 pairs)", ""),
+        (
+            1.04,
+            Severity.WARNING,
+            "quantising does not pay here, measured: int8 1.04 times bf16 (5 pairs)",
+            "use `bf16`",
+        ),
+    ],
+)
+def test_a_measurement_decides(ratio: float, severity: Severity, text: str, remedy: str) -> None:
+    (only,) = judge_gain(planned(), shape=SMALL, stored=stored(ratio))
+    assert (only.severity, only.message, only.remedy) == (severity, text, remedy)
+
+
+@pytest.mark.parametrize(
+    ("plan", "shape", "why"),
+    [
+        (planned(), SMALL, "the model has 0.5 billion weights (gains are reported from 14 on)"),
+        (planned(response=512), LARGE, "responses have up to 512 tokens (long ones gain)"),
+        (
+            planned(response=512),
+            SMALL,
+            "the model has 0.5 billion weights (gains are reported from 14 on), and responses have up to 512 tokens "
+            "(long ones gain)",
+        ),
+        (
+            planned(builtin="tiny-arithmetic"),
+            None,
+            "the built-in model's time goes to the sampler and the processes around it",
+        ),
+    ],
+)
+def test_without_one_it_is_doubted(plan: RunPlan, shape, why: str) -> None:
+    (only,) = judge_gain(plan, shape=shape, stored=None)
+    assert only.text == (
+        f"info: rollout.scheme: `int8` may be no faster than `bf16` here: {why}; not measured on this host"
+    )
+    assert only.remedy == "`appliance bench RECIPE` measures it, in minutes"
+
+
+def test_nothing_is_said_of_a_large_model_with_long_responses_nor_of_bf16() -> None:
+    assert list(judge_gain(planned(), shape=LARGE, stored=None)) == []
+    assert list(judge_gain(planned(Scheme.BF16, response=8), shape=SMALL, stored=stored(0.5))) == []
+
+
+def test_a_result_of_another_scheme_says_nothing() -> None:
+    (only,) = judge_gain(planned(Scheme.FP8), shape=SMALL, stored=stored(0.5))
+    assert only.severity is Severity.INFO
+
+
+def test_what_bench_kept_is_found(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path / "runs" / "a-1", cache_dir=str(tmp_path))
+    key = result_key(device="cpu", host=HOST, model=plan.model, pins=plan.pins)
+    kept = (Kept(Scheme.INT8, tokens_per_s=1.0, ratio=0.9, ratio_min=0.8, ratio_max=1.0),)
+    write_result(key, cache_dir=tmp_path, kept=kept, what="5 pairs", pairs=5, kv_memory_bytes=None)
+    assert read_inputs(plan, ask_hub=False, host=HOST).stored == StoredResult(((Scheme.INT8, 0.9),), "5 pairs")
+    assert read_inputs(plan, ask_hub=False).stored is None

@@ -1,0 +1,111 @@
+"""Versions and patches, judged before anything starts; the sources of the targets are read, not run."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from plans import HOST, make_plan
+
+from appliance.plan.host import HostGpu
+from appliance.plan.model import ExpectedAttestation
+from appliance.preflight import records
+from appliance.preflight.records import recorded, source_of, why_unfit
+from appliance.preflight.stack import StackFacts, judge_stack, read_stack
+from appliance.quant.scheme import Scheme
+
+PLAN = make_plan(
+    Path("/runs/a-1"),
+    pins=(("pydantic", "0.0.1"), ("no-such-thing", "1.0")),
+    attestations=(ExpectedAttestation("driver", 0, Scheme.BF16, ("no-load-balancer",)),),
+)
+REMEDY = "install the locked requirements: `make demo` does, or the image"
+
+
+def test_every_record_fits_what_is_installed() -> None:
+    assert set(recorded()) == {
+        "cpu-no-amx-tiles",
+        "cpu-process-group",
+        "flashrl-engine-arguments",
+        "no-load-balancer",
+    }
+    assert {name: why_unfit(record) for name, record in recorded().items()} == dict.fromkeys(recorded(), "")
+
+
+def test_nothing_heavy_is_imported_for_it() -> None:
+    program = (
+        "import sys; from appliance.preflight.records import recorded, why_unfit\n"
+        "[why_unfit(each) for each in recorded().values()]\n"
+        "assert not {'torch', 'vllm', 'verl', 'ray'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"version": "9.9"}, "made for verl 9.9, 0.9.1 is installed"),
+        ({"distribution": "no-such-thing"}, "made for no-such-thing 0.9.1, nothing is installed"),
+        ({"target": "verl.nowhere:thing"}, "verl.nowhere:thing does not exist"),
+        (
+            {"target": "verl.workers.rollout.llm_server:LLMServerManager.gone"},
+            "verl.workers.rollout.llm_server:LLMServerManager.gone does not exist",
+        ),
+        (
+            {"source_sha256": "0" * 64},
+            "the source of verl.workers.rollout.llm_server:LLMServerManager._init_global_load_balancer is not the one "
+            "it was made for",
+        ),
+    ],
+)
+def test_a_record_that_does_not_fit(changed: dict[str, str], why: str) -> None:
+    record = recorded()["no-load-balancer"]
+    assert (
+        why_unfit(
+            dataclasses.replace(record, version="0.9.1", **changed)
+            if "version" not in changed
+            else (dataclasses.replace(record, **changed))
+        )
+        == why
+    )
+
+
+@pytest.mark.parametrize("name", ["recorded", "source_of", "why_unfit"])
+def test_the_source_is_that_of_inspect(name: str) -> None:
+    """`recorded` has a decorator."""
+    assert source_of(f"appliance.preflight.records:{name}") == inspect.getsource(getattr(records, name))
+
+
+def test_what_differs_is_read() -> None:
+    facts = read_stack(PLAN)
+    assert [(name, pinned) for name, pinned, _ in facts.versions] == [("pydantic", "0.0.1"), ("no-such-thing", "1.0")]
+    assert facts.versions[1][2] == ""
+    assert facts.patches == ()
+
+
+def test_versions_and_patches_are_judged() -> None:
+    facts = StackFacts(versions=(("verl", "0.9.1", ""), ("ray", "2.60.0", "2.61.0")))
+    assert [(each.text, each.remedy) for each in judge_stack(PLAN, HOST, facts)] == [
+        ("error: verl: nothing is installed, the plan is for 0.9.1", REMEDY),
+        ("error: ray: 2.61.0 is installed, the plan is for 2.60.0", REMEDY),
+    ]
+    patched = StackFacts(patches=(("no-load-balancer", "verl.x:y does not exist"),))
+    (only,) = judge_stack(PLAN, HOST, patched)
+    assert (only.code, only.text) == ("patch", "error: patch no-load-balancer: verl.x:y does not exist")
+
+
+def test_another_version_has_other_sources_which_is_said_once() -> None:
+    facts = StackFacts(versions=(("verl", "0.9.1", "0.9.2"),), patches=(("no-load-balancer", "differs"),))
+    assert [each.code for each in judge_stack(PLAN, HOST, facts)] == ["version"]
+
+
+def test_a_gpu_plan_is_judged_where_there_is_a_gpu() -> None:
+    plan = dataclasses.replace(PLAN, device="a100")
+    facts = StackFacts(versions=(("vllm", "0.28.0", "0.28.0+cpu"),))
+    assert list(judge_stack(plan, HOST, facts)) == []
+    (only,) = judge_stack(plan, dataclasses.replace(HOST, gpus=(HostGpu("NVIDIA A100", 80 << 30),)), facts)
+    assert only.remedy == f"{REMEDY} of the gpu flavour"

@@ -1,0 +1,58 @@
+"""From a recipe to its findings on this host: every part that preflight reads is also judged."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from plans import HOST
+
+from appliance.plan.build import build_plan
+from appliance.plan.host import Limits
+from appliance.preflight.access import AccessFacts
+from appliance.preflight.checks import judge
+from appliance.preflight.finding import Severity
+from appliance.preflight.probes import read_inputs
+from appliance.preflight.report import examine
+from appliance.preflight.stack import StackFacts
+from appliance.recipe.load import load_recipe
+
+HUB_MODEL = ("model.builtin=null", "model.path=owner/name")
+
+
+@pytest.mark.parametrize(
+    ("sets", "facts", "text"),
+    [
+        (
+            ("model.builtin=null", "model.path=/m"),
+            {"model_folder_exists": True, "model_missing": (), "model_damage": ("a is cut short", "b is missing")},
+            "error: model.path: /m: a is cut short; b is missing",
+        ),
+        (HUB_MODEL, {"model_problem": "`owner/name`: no"}, "error: model.path: `owner/name`: no"),
+        ((), {"reward_problem": "1 of 8 is wrong"}, "error: task.kind: 1 of 8 is wrong"),
+        ((), {"access": AccessFacts(cache_problem="/c is theirs")}, "error: cluster.run_dir: /c is theirs"),
+        ((), {"stack": StackFacts(patches=(("p", "differs"),))}, "error: patch p: differs"),
+    ],
+)
+def test_what_is_read_is_judged(tmp_path: Path, sets: tuple[str, ...], facts: dict[str, object], text: str) -> None:
+    plan = build_plan(load_recipe("arithmetic-tiny-int8", sets=sets), run_dir=tmp_path / "a-1", host=HOST)
+    inputs = dataclasses.replace(read_inputs(plan, ask_hub=False), **facts)
+    found = [each for each in judge(plan, host=HOST, inputs=inputs) if each.severity is Severity.ERROR]
+    assert [each.text for each in found] == [text]
+    assert all(each.remedy for each in found)
+
+
+def test_limits_of_the_host_are_judged(tmp_path: Path) -> None:
+    plan = build_plan(load_recipe("arithmetic-tiny-int8"), run_dir=tmp_path / "a-1", host=HOST)
+    low = dataclasses.replace(HOST, limits=Limits(open_files=1))
+    inputs = read_inputs(plan, ask_hub=False)
+    assert "open-files" in [each.code for each in judge(plan, host=low, inputs=inputs)]
+
+
+def test_this_host_can_train_the_demo(tmp_path: Path) -> None:
+    """With the reward of a sample, the installed stack and every limit: what `appliance check` says here."""
+    recipe = load_recipe("arithmetic-tiny-int8", sets=(f"cluster.run_dir={tmp_path}",))
+    _, _, findings = examine(recipe, run_dir=tmp_path / "a-1", ask_hub=True)
+    assert [each.text for each in findings if each.severity is Severity.ERROR] == []
+    assert [each.code for each in findings if each.severity is Severity.INFO] == ["gain"]
