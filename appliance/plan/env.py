@@ -15,6 +15,7 @@ HUB_TOKEN_VARIABLE = "HF_TOKEN_PATH"  # the hub's own: a file with the token
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 PLATFORM_VARIABLE = "VERL_PLATFORM"
 TENSORBOARD_DIR_VARIABLE = "TENSORBOARD_DIR"
+KV_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"  # GiB
 WANDB_MODE_VARIABLE = "WANDB_MODE"
 WANDB_KEY_VARIABLE = "WANDB_API_KEY"  # never set by us: the user's secret
 ENGINE_VENDOR = "appliance"  # under this name trainer/layer_rates.py registers an engine of verl's
@@ -66,7 +67,7 @@ def _cpu_env(*, threads: int, kv_cache_gb: int) -> dict[str, str]:
     return {
         PLATFORM_VARIABLE: "cpu",  # the platform that trainer/cpu_platform.py registers
         "VERL_ENGINE_DEVICE": "cuda",  # verl registers its FSDP engine for cuda and npu only; it runs on any device
-        "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gb),
+        KV_CACHE_VARIABLE: str(kv_cache_gb),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the default pins one thread to core 0
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets one engine process hold its only worker, see verl_args._engine
         "TORCHDYNAMO_DISABLE": "1",  # needs a C++ compiler and start-up time, gains nothing at these sizes

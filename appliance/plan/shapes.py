@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from appliance.tasks.tiny_spec import TINY_MODELS
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -107,6 +109,22 @@ KNOWN: dict[str, ModelShape] = {
     "Qwen/Qwen3-8B": _qwen3(heads=32, kv_heads=8, hidden=4096, intermediate=12288, layers=36),
     "Qwen/Qwen3-32B": _qwen3(heads=64, kv_heads=8, hidden=5120, intermediate=25600, layers=64),
 }
+
+
+def of_builtin(name: str) -> ModelShape:
+    """Of a model that is made on the spot. Raises KeyError for an unknown name."""
+    spec = TINY_MODELS[name]
+    return _qwen2(
+        heads=spec.num_heads,
+        kv_heads=spec.num_kv_heads,
+        head_size=spec.hidden_size // spec.num_heads,
+        hidden=spec.hidden_size,
+        intermediate=spec.intermediate_size,
+        layers=spec.num_layers,
+        vocab=spec.vocab_size,
+        tied=True,
+        max_positions=spec.max_positions,
+    )
 
 
 def read_shape(config: Path) -> ModelShape | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from appliance.plan import host_memory
 from appliance.plan.host import HostFacts
 from appliance.plan.memory import host_bytes, moments
 from appliance.plan.model import RunPlan
@@ -27,7 +28,6 @@ _GIB = 1 << 30
 _DISK_FOR_LOGS = _GIB // 4
 _TINY_CHECKPOINT = _GIB // 8
 _BYTES_SAVED_PER_WEIGHT = 4 + 8 + 4  # FP32 weights, two Adam moments, the model to export in FP32
-_MEMORY_OF_THE_PROCESSES = 7 * _GIB  # trainer, engine, Ray and their imports, measured on the tiny model
 _TINY_START_S, _TINY_STEP_S, _TINY_STEP_SEQUENCES, _TINY_VALIDATION_S = 45, 2.2, 256, 2  # docs/results/demo.md
 _SHM_NEEDED = _GIB // 4
 _SHM_OF_A_TINY_MODEL = 48 << 20  # less than Docker's default, 64 MiB: Ray then keeps its objects in a file
@@ -52,10 +52,10 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
         gpu.parallel(plan, inputs.model_shape),
         gpu.memory(plan, host, inputs.model_shape),
         _data(plan, inputs),
-        judge_gain(plan, shape=inputs.model_shape, stored=inputs.stored),
+        judge_gain(plan, shape=inputs.model_shape, stored=inputs.stored) if _is_its_device(plan, host) else (),
         _folder(host),
         _disk(plan, host, inputs),
-        _memory(plan, host),
+        _memory(plan, host, inputs.model_shape),
         _shared_memory(plan, host),
         _logging(plan, host),
         _sampling(plan),
@@ -72,7 +72,6 @@ def judge_node(plan: RunPlan, host: HostFacts) -> list[Finding]:
         _libraries(plan, host),
         gpu.attention(plan, host),
         _folder(host),
-        _memory(plan, host),
         _shared_memory(plan, host),
         _logging(plan, host),
     )
@@ -104,7 +103,7 @@ def _device(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
     if plan.device == CPU:
         return
     fitting = [gpu for gpu in host.gpus if (known := gpu_of_product(gpu.product)) and known.name == plan.device]
-    remedy = "run it there, or try `--set cluster.device=cpu`"
+    remedy = "run it there" + (", or try `--set cluster.device=cpu`" if plan.nodes * plan.gpus_per_node == 1 else "")
     if not host.gpus:
         if host.container is not None:  # judge_container names the flag
             return
@@ -113,6 +112,10 @@ def _device(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
         have = ", ".join(gpu.product for gpu in host.gpus)
         message = f"{plan.gpus_per_node} x `{plan.device}` wanted, this host has {have}"
         yield _error("wrong-gpu", "cluster.device", message, remedy)
+
+
+def _is_its_device(plan: RunPlan, host: HostFacts) -> bool:
+    return plan.device == CPU or bool(host.gpus)
 
 
 def _scheme(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
@@ -242,8 +245,9 @@ def estimates(plan: RunPlan, *, model_bytes: int = 0, shape: ModelShape | None =
     found = [
         ("disk", f"about {_gib(disk_bytes(plan, model_bytes=model_bytes))}" if known else "unknown until downloaded")
     ]
-    if plan.device == CPU and known:
-        found.append(("memory", f"about {_gib(memory_bytes(plan))}"))
+    if of_host := host_memory.shape_of(plan, shape):
+        parts = ", ".join(f"{each.role} {each.size / _GIB:.1f}" for each in host_memory.held(plan, of_host))
+        found.append(("memory", f"about {_gib(host_memory.peak(plan, of_host))}: {parts}"))
     for moment in moments(plan, shape) if shape else ():
         found.append((f"memory, {moment.name}", moment.text))
     if shape and moments(plan, shape) and (offloaded := host_bytes(plan, shape)):
@@ -277,19 +281,17 @@ def _shared_memory(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
         yield _error("shared-memory", "/dev/shm", message, f"in a container: --shm-size={flag}")
 
 
-def _memory(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
-    if plan.device != CPU:
+def _memory(plan: RunPlan, host: HostFacts, found: ModelShape | None) -> Iterator[Finding]:
+    """Without a GPU. found: the model's sizes, None where they are not known."""
+    shape = host_memory.shape_of(plan, found)
+    if shape is None:
         return
-    needed = memory_bytes(plan)
-    if host.memory_free_bytes < needed:
-        message = f"{_gib(host.memory_free_bytes)} free, the run takes about {_gib(needed)}"
-        yield _warning("memory", "memory", message, "close other programs, or lower rollout.kv_cache_gb")
-
-
-def memory_bytes(plan: RunPlan) -> int:
-    """About what all processes of a CPU run hold with a tiny model, KV cache included (touched as it fills)."""
-    ranks = plan.nodes * plan.gpus_per_node
-    return _MEMORY_OF_THE_PROCESSES + (ranks - 1) * 2 * _GIB
+    needed, free = host_memory.peak(plan, shape) // plan.nodes, host.memory_free_bytes
+    if free < needed:
+        message = f"{_gib(needed - free)} are missing: {_gib(free)} free, the run takes about {_gib(needed)}"
+        changes = host_memory.ladder(plan, shape, limit=free * plan.nodes)
+        fits = f"by the same estimate it fits with {'; '.join(changes)}" if changes else "take a larger host"
+        yield _warning("memory", "memory", message, f"close other programs; {fits}")
 
 
 def _logging(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:

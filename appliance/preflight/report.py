@@ -9,7 +9,7 @@ from appliance.plan.build import build_plan
 from appliance.plan.host import HostFacts
 from appliance.plan.model import RunPlan
 from appliance.preflight.checks import judge
-from appliance.preflight.finding import Finding
+from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.probes import read_host, read_inputs
 from appliance.recipe.schema import Recipe
 
@@ -29,8 +29,9 @@ def examine(
 
 
 def lines(findings: list[Finding]) -> list[str]:
-    """`severity: place: message`, each followed by its `hint:` line where there is a remedy."""
-    return [line for each in findings for line in (each.text, f"hint: {each.remedy}" if each.remedy else "") if line]
+    """`severity: place: message`, the worst first, each followed by its `hint:` line where there is a remedy."""
+    in_order = sorted(findings, key=lambda each: list(Severity).index(each.severity))
+    return [line for each in in_order for line in (each.text, f"hint: {each.remedy}" if each.remedy else "") if line]
 
 
 def as_json(findings: list[Finding]) -> list[dict[str, str]]:
