@@ -33,7 +33,12 @@ from appliance.run.work import stop_on_errors
 IMAGE_NAME = "flashrl-appliance"
 GRACE_S = 900  # a run may save before it stops
 _CACHE_VOLUME = "flashrl-cache"  # of one user: what one writes there, another may read and not change
-_OF_THE_IMAGE = frozenset({"python-version", "missing-library", "log-backend", "shared-memory", "flash-attention"})
+_OF_THE_IMAGE = frozenset(  # findings of the program inside, which looks again
+    {
+        *("python-version", "missing-library", "log-backend", "flash-attention", "version", "patch"),
+        *("shared-memory", "open-files", "threads"),
+    }
+)
 _OWN_FOLDERS = ("/opt/venv", "/opt/appliance", "/usr", "/etc", "/cache")
 _PATHS = (  # keys of a recipe where `~` means the home of who types it, and inside would mean another
     *("model.path", "task.train_file", "task.val_file", "quantization.profile"),

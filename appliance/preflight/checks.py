@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from appliance.plan import host_memory
 from appliance.plan.host import HostFacts
@@ -10,7 +11,7 @@ from appliance.plan.memory import host_bytes, moments
 from appliance.plan.model import RunPlan
 from appliance.plan.shapes import ModelShape
 from appliance.preflight import gpu
-from appliance.preflight.access import judge_access
+from appliance.preflight.access import AccessFacts, judge_access
 from appliance.preflight.container import judge_container
 from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.guard import judge_guard
@@ -40,7 +41,7 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
         _python(host),
         judge_stack(plan, host, inputs.stack),
         judge_limits(host.limits, cores=host.cores),
-        judge_access(inputs.access),
+        _access(inputs.access, host),
         _libraries(plan, host),
         _device(plan, host),
         gpu.attention(plan, host),
@@ -200,6 +201,11 @@ def _data(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
         why = "HF_HUB_OFFLINE is set" if inputs.is_offline else inputs.hub_problem
         message = f"none is given, so the data comes from the hub, and {why}"
         yield _error("data-unreachable", "task.train_file", message, "give a JSON-lines or parquet file")
+
+
+def _access(facts: AccessFacts, host: HostFacts) -> Iterator[Finding]:
+    """Who may not write the run root may not write the cache in it: one cause, one finding."""
+    return judge_access(replace(facts, cache_problem="") if host.run_root_problem else facts)
 
 
 def _folder(host: HostFacts) -> Iterator[Finding]:

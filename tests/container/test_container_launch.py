@@ -107,7 +107,7 @@ def test_the_program_inside_gets_the_same_line_without_the_container() -> None:
 
 
 def test_what_the_image_brings_does_not_stop_it_and_a_missing_gpu_does(capsys: pytest.CaptureFixture[str]) -> None:
-    brought = [Finding(Severity.ERROR, code, "a", "is missing") for code in ("flash-attention", "missing-library")]
+    brought = [Finding(Severity.ERROR, code, "a", "is missing") for code in ("flash-attention", "patch")]
     stop_without([*brought, Finding(Severity.WARNING, "memory", "memory", "is small")])
     assert capsys.readouterr().err == ""
     with pytest.raises(PreflightError, match="1 finding above"):

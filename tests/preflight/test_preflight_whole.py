@@ -56,3 +56,13 @@ def test_this_host_can_train_the_demo(tmp_path: Path) -> None:
     _, _, findings = examine(recipe, run_dir=tmp_path / "a-1", ask_hub=True)
     assert [each.text for each in findings if each.severity is Severity.ERROR] == []
     assert [each.code for each in findings if each.severity is Severity.INFO] == ["gain"]
+
+
+def test_a_run_root_that_cannot_be_written_is_one_finding(tmp_path: Path) -> None:
+    """The cache lies in it, and is no second one."""
+    plan = build_plan(load_recipe("arithmetic-tiny-int8"), run_dir=tmp_path / "a-1", host=HOST)
+    closed = dataclasses.replace(HOST, run_root_problem="/r cannot be written")
+    access = AccessFacts(cache_problem="/r/.cache is theirs", wandb_key=False)
+    inputs = dataclasses.replace(read_inputs(plan, ask_hub=False), access=access)
+    found = [each.code for each in judge(plan, host=closed, inputs=inputs) if each.severity is Severity.ERROR]
+    assert found == ["secret", "run-folder"]
