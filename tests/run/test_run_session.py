@@ -87,20 +87,6 @@ def test_folder_that_cannot_be_written_is_a_preflight_error(tmp_path: Path, smal
     )
 
 
-def test_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_plan: Callable) -> None:
-    def full(self: RunPlan, path: Path) -> None:
-        path.touch()
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    plan = small_plan(tmp_path)
-    monkeypatch.setattr(RunPlan, "write", full)
-    with pytest.raises(PreflightError) as caught:
-        create(plan)
-    assert caught.value.message == f"{plan.run_dir}: no space left"
-    assert caught.value.hint == "free some space, or set cluster.run_dir to a roomier place"
-    assert not Path(plan.run_dir).exists()
-
-
 def test_other_os_errors_are_told_in_the_systems_words() -> None:
     error = cannot_write(Path("/x"), OSError(errno.ENAMETOOLONG, "File name too long"))
     assert error.message == "/x: File name too long"
