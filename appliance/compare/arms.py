@@ -17,7 +17,7 @@ from appliance.preflight.report import examine
 from appliance.recipe.load import Setting, load_recipe
 from appliance.recipe.schema import Recipe
 from appliance.recipe.tree import Node, Problem
-from appliance.run.resume import Resume, Target, find_start, refuse_misfit
+from appliance.run.resume import Resume, Target, begun_with, find_start, refuse_misfit
 from appliance.run.session import read_record
 
 
@@ -66,13 +66,21 @@ def plan_runs(comparison: Comparison) -> list[PlannedRun]:
 
 def go_on(run: PlannedRun) -> PlannedRun | None:
     """The run from its newest whole checkpoint, or None where it has none. Raises PreflightError as refuse_misfit."""
-    start = find_start(Target(run.run_dir, read_record(run.run_dir)))
+    target = Target(run.run_dir, read_record(run.run_dir))
+    start = find_start(target)
     newest = start.found.newest
     if newest is None:
         return None
     host = read_host(run.run_dir.parent)
     cache_dir = Path(run.plan.cache_dir)
-    plan = build_plan(run.recipe, run_dir=run.run_dir, host=host, cache_dir=cache_dir, resume_from=newest)
+    plan = build_plan(
+        run.recipe,
+        run_dir=run.run_dir,
+        host=host,
+        cache_dir=cache_dir,
+        resume_from=newest,
+        begun=begun_with(target),
+    )
     refuse_misfit(start, plan=plan)
     return replace(run, plan=plan, resume=start)
 

@@ -55,6 +55,14 @@ CPU_ROLLOUT_PATCHES = ("cpu-no-amx-tiles", "cpu-process-group")
 
 
 @dataclass(frozen=True)
+class Begun:
+    """What a run that is resumed was begun with. automatic: what `auto` meant for it, None where nothing asked."""
+
+    device: str
+    automatic: Scheme | None
+
+
+@dataclass(frozen=True)
 class _Hardware:
     device: str
     automatic: Scheme
@@ -79,11 +87,13 @@ class Decided:
     uaq: UaqPlan | None = None
 
 
-def decide(recipe: Recipe, *, run_dir: Path, host: HostFacts, cache_dir: Path | None = None) -> Decided:
+def decide(
+    recipe: Recipe, *, run_dir: Path, host: HostFacts, cache_dir: Path | None = None, begun: Begun | None = None
+) -> Decided:
     """Every decision. Raises RecipeError when `auto` finds a device that cannot do it or that we do not know."""
     cache_dir = cache_dir or run_dir.parent / CACHE_NAME
     model = _model(recipe, cache_dir=cache_dir)
-    hardware = _hardware(recipe, host=host, model=model, cache_dir=cache_dir)
+    hardware = _hardware(recipe, host=host, model=model, cache_dir=cache_dir, begun=begun)
     if hardware.is_cpu and (broken := list(broken_on_cpu(recipe))):
         raise RecipeError([(f"{each.keys[0]}: {each.message}", each.hint) for each in broken])
     task = _task(recipe, cache_dir=cache_dir, model=model)
@@ -112,15 +122,16 @@ def build_plan(
     host: HostFacts,
     cache_dir: Path | None = None,
     resume_from: Path | None = None,
+    begun: Begun | None = None,
 ) -> RunPlan:
     """The plan of one run. host: decides only what the recipe leaves to `auto`, and the threads on a CPU.
 
     run_dir: absolute.  cache_dir: of models, data and profiles; None: beside the run's folder.
-    resume_from: a verified checkpoint of this run to go on from.
+    resume_from: a verified checkpoint of this run to go on from.  begun: of the run's attempts before this one.
     Raises RecipeError when `auto` finds a device that cannot do it or that we do not know.
     """
     cache_dir = cache_dir or run_dir.parent / CACHE_NAME
-    decided = decide(recipe, run_dir=run_dir, host=host, cache_dir=cache_dir)
+    decided = decide(recipe, run_dir=run_dir, host=host, cache_dir=cache_dir, begun=begun)
     derived, model, task = decided.derived, decided.model, decided.task
     correction, correction_choices = plan_correction(recipe, derived=derived)
     guard, guard_choices = plan_guard(
@@ -235,7 +246,7 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def _hardware(recipe: Recipe, *, host: HostFacts, model: ModelPlan, cache_dir: Path) -> _Hardware:
+def _hardware(recipe: Recipe, *, host: HostFacts, model: ModelPlan, cache_dir: Path, begun: Begun | None) -> _Hardware:
     device, choices = recipe.cluster.device, []
     if device == AUTO:
         device, why = _automatic_device(host)
@@ -244,6 +255,11 @@ def _hardware(recipe: Recipe, *, host: HostFacts, model: ModelPlan, cache_dir: P
     stored, note = read_result(key, cache_dir=cache_dir)
     automatic, why = automatic_scheme(device, cpu_flags=host.cpu_flags, stored=stored)
     why = f"{why}; {note}" if note else why
+    if begun is not None and begun.automatic is not None:
+        if begun.device == device:
+            automatic, why = begun.automatic, "as the run began, whatever `bench` has measured since"
+        else:
+            why = f"{why}; the run began with {begun.automatic} on {begun.device}"
     if SchemeChoice.AUTO in (recipe.rollout.replicas or (recipe.rollout.scheme,)):
         choices.append(Choice("rollout.scheme", str(automatic), why))
     return _Hardware(device=device, automatic=automatic, choices=tuple(choices))
@@ -295,7 +311,7 @@ def _task(recipe: Recipe, *, cache_dir: Path, model: ModelPlan) -> TaskPlan:
         val_size=task.val_size,
         max_prompt_tokens=task.max_prompt_tokens,
         truncate_prompts=task.long_prompts is LongPrompts.TRUNCATE,
-        model=model.path,
+        model=Path(model.path).name if model.builtin else model.path,  # wherever the cache lies
     )
     folder = cache_dir / "data" / f"{task.kind}-{key}"
     return TaskPlan(

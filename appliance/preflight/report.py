@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from appliance.plan.build import build_plan
+from appliance.plan.build import Begun, build_plan
 from appliance.plan.host import HostFacts
 from appliance.plan.model import RunPlan
 from appliance.preflight.checks import judge
@@ -15,16 +15,22 @@ from appliance.recipe.schema import Recipe
 
 
 def examine(
-    recipe: Recipe, *, run_dir: Path, ask_hub: bool, cache_dir: Path | None = None, resume_from: Path | None = None
+    recipe: Recipe,
+    *,
+    run_dir: Path,
+    ask_hub: bool,
+    cache_dir: Path | None = None,
+    resume_from: Path | None = None,
+    begun: Begun | None = None,
 ) -> tuple[RunPlan, HostFacts, list[Finding]]:
     """The plan of a run and everything that this host has against it.
 
     run_dir: absolute.  ask_hub: whether the network and a child may be asked, which can take seconds.
-    cache_dir: None: beside the run's folder.  resume_from: as build_plan.
+    cache_dir: None: beside the run's folder.  resume_from, begun: as build_plan.
     Raises RecipeError where the plan cannot be made.
     """
     host = read_host(run_dir.parent)
-    plan = build_plan(recipe, run_dir=run_dir, host=host, cache_dir=cache_dir, resume_from=resume_from)
+    plan = build_plan(recipe, run_dir=run_dir, host=host, cache_dir=cache_dir, resume_from=resume_from, begun=begun)
     return plan, host, judge(plan, host=host, inputs=read_inputs(plan, ask_hub=ask_hub, host=host))
 
 

@@ -61,14 +61,22 @@ def _attempt(
     steps: tuple[Step, ...],
 ) -> int:
     resuming.refuse_changes(recipe, target=target, force=force)
-    plan, _, _ = examine(recipe, run_dir=target.run_dir, ask_hub=False)
+    begun, cache_dir = resuming.begun_with(target), resuming.cache_of(target)
+    plan, _, _ = examine(recipe, run_dir=target.run_dir, ask_hub=False, cache_dir=cache_dir, begun=begun)
     if resuming.is_done(target, steps=plan.steps):
         console.say(f"the run {target.run_dir.name} is done: {target.run_dir / 'model'}")
         return 0
     start = resuming.find_start(target)
     for line in resuming.rejected_texts(start.found.rejected):
         console.say(f"warning: {line}")
-    plan, _, findings = examine(recipe, run_dir=target.run_dir, ask_hub=True, resume_from=start.found.newest)
+    plan, _, findings = examine(
+        recipe,
+        run_dir=target.run_dir,
+        ask_hub=True,
+        cache_dir=cache_dir,
+        resume_from=start.found.newest,
+        begun=begun,
+    )
     resuming.refuse_misfit(start, plan=plan)
     stop_on_errors(findings)
     console.say(_words(start))

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.errors import PreflightError, RecipeError
+from appliance.plan.build import Begun
 from appliance.plan.model import RunPlan
+from appliance.quant.scheme import Scheme
 from appliance.recipe.dump import to_plain
 from appliance.recipe.load import load_recipe
 from appliance.recipe.schema import NAME_PATTERN, Recipe
@@ -138,6 +140,20 @@ def is_done(target: Target, *, steps: int) -> bool:
     return _plan_before(target).steps >= steps
 
 
+def begun_with(target: Target) -> Begun | None:
+    """What the run was planned for; None for one that never began. Raises RecipeError when its plan cannot be read."""
+    if not target.record.attempt:
+        return None
+    before = _plan_before(target)
+    return Begun(before.device, Scheme(before.automatic) if before.automatic else None)
+
+
+def cache_of(target: Target) -> Path | None:
+    """The cache that the run was made with, where it is still there: not always the one beside the run's folder."""
+    folder = Path(_plan_before(target).cache_dir) if target.record.attempt else None
+    return folder if folder is not None and folder.is_dir() else None
+
+
 def find_start(target: Target) -> Resume:
     """Where the run goes on. Reads every byte of the checkpoints it looks at. Raises RecipeError for a named checkpoint
     that is damaged."""
@@ -164,7 +180,7 @@ def refuse_misfit(resume: Resume, *, plan: RunPlan) -> None:
     if resume.step > plan.steps:
         message = f"{folder.name} is later than trainer.steps, {plan.steps}"
         raise PreflightError(message, hint=f"set trainer.steps to {resume.step} at least, or name an older checkpoint")
-    if Path(plan.task.train_parquet) != Path(_plan_before(resume.target).train_parquet):
+    if _problems(plan.task.train_parquet) != _problems(_plan_before(resume.target).train_parquet):
         message = "the training problems are not those that the run began with"
         raise PreflightError(message, hint="put the data file or the version of this program back, or start a new run")
     for name, digest in facts.profile:
@@ -172,6 +188,11 @@ def refuse_misfit(resume: Resume, *, plan: RunPlan) -> None:
         if not path.is_file() or hash_file(path) != digest:
             message = f"{path} is not the one that {folder.name} was trained with"
             raise PreflightError(message, hint="put it back, or start a new run")
+
+
+def _problems(parquet: str) -> str:
+    """Which problems a file has: its folder's name is a hash of all that makes them. Runs and caches may be moved."""
+    return Path(parquet).parent.name
 
 
 def _ranks(number: int) -> str:
@@ -191,6 +212,9 @@ class _Before:
 
     steps: int
     train_parquet: str
+    cache_dir: str
+    device: str
+    automatic: str
 
 
 def _plan_before(target: Target) -> _Before:
@@ -198,7 +222,14 @@ def _plan_before(target: Target) -> _Before:
     path = target.run_dir / "plan.json"
     try:
         raw = json.loads(path.read_text())
-        return _Before(steps=int(raw["steps"]), train_parquet=str(raw["task"]["train_parquet"]))
+        automatic = [each["value"] for each in raw["choices"] if each["key"] == "rollout.scheme"]
+        return _Before(
+            steps=int(raw["steps"]),
+            train_parquet=str(raw["task"]["train_parquet"]),
+            cache_dir=str(raw["cache_dir"]),
+            device=str(raw["device"]),
+            automatic=str(Scheme(automatic[0])) if automatic else "",
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecipeError([(f"{path}: cannot be read: {error}", "start a new run")]) from error
 

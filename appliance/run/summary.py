@@ -104,7 +104,8 @@ def go_on_command(run_dir: Path) -> str:
     """What goes on with a run that did not end well; empty when it has no checkpoint."""
     if not in_order(run_dir):
         return ""
-    return f"appliance train {typed_path(run_dir)}/recipe.yaml --name {run_dir.name} --resume auto"
+    folder = typed_path(run_dir)
+    return f"appliance train {folder}/recipe.yaml --resume {folder}"
 
 
 def typed_path(path: Path) -> str:

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from plans import HOST
 
 from appliance.errors import PreflightError, RecipeError
+from appliance.plan.build import Begun, build_plan
 from appliance.plan.model import RunPlan
+from appliance.quant.scheme import Scheme
 from appliance.recipe.dump import to_yaml
 from appliance.recipe.load import load_recipe
 from appliance.recipe.schema import Recipe
+from appliance.run import go_on as going_on
 from appliance.run.attempt import begin_attempt, cut_lines
 from appliance.run.checkpoints import Found, checkpoint_folder
 from appliance.run.events import append_event, first_failure
 from appliance.run.resume import (
     Resume,
     Target,
+    begun_with,
+    cache_of,
     find_start,
     find_target,
     is_done,
@@ -29,6 +36,7 @@ from appliance.run.resume import (
 )
 from appliance.run.seal import Facts, seal
 from appliance.run.session import RunStatus, create_session, read_record
+from appliance.run.summary import go_on_command
 
 
 def recipe(*sets: str) -> Recipe:
@@ -196,9 +204,62 @@ def test_other_data_and_another_profile_are_refused(tmp_path: Path, small_plan: 
     save(run_dir, 3, profile=(("profile.safetensors", digest),))
     with pytest.raises(PreflightError, match="is not the one that global_step_3 was trained with"):
         refuse_misfit(resumed(run_dir), plan=plan)
-    other = replace(plan, task=replace(plan.task, train_parquet="/other.parquet"))
+    other = replace(plan, task=replace(plan.task, train_parquet="/other/train.parquet"))
     with pytest.raises(PreflightError, match="the training problems are not those that the run began with"):
         refuse_misfit(resumed(run_dir), plan=other)
+
+
+def test_a_run_that_was_moved_has_the_problems_it_began_with(tmp_path: Path) -> None:
+    """`cluster.run_dir` is harmless: run and cache may lie elsewhere now, and the cache may be made anew."""
+    before, now = (tmp_path / "before", tmp_path / "now")
+    plan = build_plan(recipe("trainer.steps=9"), run_dir=before / "small-1", host=HOST)
+    save(stopped(plan), 3)
+    before.rename(now)
+    target = find_target("auto", root=now, recipe_name="", name="small-1")
+    refuse_changes(recipe("trainer.steps=9", f"cluster.run_dir={now}"), target=target, force=False)
+    start = find_start(target)
+    assert cache_of(target) is None
+    refuse_misfit(start, plan=build_plan(recipe("trainer.steps=9"), run_dir=now / "small-1", host=HOST))
+    other = build_plan(recipe("trainer.steps=9", "task.seed=1"), run_dir=now / "small-1", host=HOST)
+    with pytest.raises(PreflightError, match="the training problems are not those that the run began with"):
+        refuse_misfit(start, plan=other)
+
+
+def test_what_a_run_began_with_is_read_from_its_plan(tmp_path: Path) -> None:
+    plan = build_plan(recipe("rollout.scheme=auto"), run_dir=tmp_path / "small-1", host=HOST)
+    target = target_of(stopped(plan))
+    assert begun_with(target) == Begun("cpu", Scheme.INT8) and cache_of(target) is None
+    (tmp_path / ".cache").mkdir()
+    assert cache_of(target) == tmp_path / ".cache"
+    plain = build_plan(recipe(), run_dir=tmp_path / "small-2", host=HOST)
+    assert begun_with(target_of(stopped(plain))) == Begun("cpu", None)
+    (tmp_path / "small-3").mkdir()
+    claimed = target_of(tmp_path / "small-3")
+    assert begun_with(claimed) is None and cache_of(claimed) is None
+
+
+def test_the_next_attempt_is_planned_as_the_run_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan says BF16, `auto` would be INT8 here, and the cache is that of a comparison."""
+    sets = ("rollout.scheme=auto", "trainer.steps=9", f"cluster.run_dir={tmp_path}")
+    cache = tmp_path / ".cache"
+    cache.mkdir()
+    run_dir = tmp_path / "comparison" / "small-1"
+    plan = build_plan(recipe(*sets), run_dir=run_dir, host=HOST, cache_dir=cache, begun=Begun("cpu", Scheme.BF16))
+    save(stopped(plan), 3)
+    (run_dir / "recipe.yaml").write_text(to_yaml(recipe(*sets)))
+    made: list[RunPlan] = []
+    monkeypatch.setattr(going_on, "run_training", lambda plan, **_: made.append(plan) or 0)
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(go_on_command(run_dir))
+    assert words == ["appliance", "train", "comparison/small-1/recipe.yaml", "--resume", "comparison/small-1"]
+    again = load_recipe(words[2])
+    code = going_on.resume_training(
+        again, resume=words[4], name=None, force=False, dry_run=False, json_mode=False, steps=()
+    )
+    assert code == 0 and len(made) == 1
+    assert (made[0].rollout.scheme, made[0].rollout.label) == (Scheme.BF16, "bf16")
+    assert (made[0].cache_dir, made[0].run_dir) == (str(cache), str(run_dir))
+    assert Path(made[0].resume_from).name == "global_step_3"
 
 
 def test_a_named_checkpoint_that_is_damaged_is_refused(tmp_path: Path, small_plan: Callable) -> None:

@@ -249,7 +249,7 @@ def test_signal_saves_and_stops(
     said = f"stopped by {number.name}, the state after step 3 is saved"
     note = "note: saving, then stopping (press Ctrl-C again to stop at once)"
     lines = err.splitlines()
-    assert lines[-2:] == [said, "go on: appliance train small-1/recipe.yaml --name small-1 --resume auto"]
+    assert lines[-2:] == [said, "go on: appliance train small-1/recipe.yaml --resume small-1"]
     assert lines.index(note) < lines.index("phase save: saving a checkpoint")
     assert read_record(run_dir) == RunRecord(RunStatus.STOPPED, phase="save", exit_code=code, reason=said)
     assert processes_of(run_dir) == []
