@@ -6,8 +6,8 @@ sync; their codes are kept from one update to the next.
     codes_changed   fraction of the sampled codes that differ from those of the update before; None at the first
     saturated       fraction of the sampled codes that are the largest (+-127, +-448). Symmetric scales make at least
                     one per scale: a row of K INT8 codes has 1/K at rest
-    scale_drift     mean over the scales of these rows of |log(s / s_first)|, s_first from the first update; a scale of
-                    0 counts as 0
+    scale_drift     mean over the scales of these rows of |log(s / s_first)|, s_first from the first update that made
+                    codes of this kind, whatever the layer computed in since; a scale of 0 counts as 0
     layer_error     largest over the layers of ||W - W'|| / ||W|| (Frobenius) over the sampled rows
 """
 
@@ -45,13 +45,12 @@ class _Sample:
     columns: int
     largest: float
 
+    @property
+    def kind(self) -> _Kind:
+        return self.largest, self.columns, self.scale_RS.shape
 
-@dataclass(frozen=True)
-class _Known:
-    """codes_RK: at the last update.  first_scale_RS: at the first."""
 
-    codes_RK: Tensor
-    first_scale_RS: Tensor
+_Kind = tuple[float, int, torch.Size]  # of codes: largest magnitude, columns that share a scale, shape of the scales
 
 
 @dataclass
@@ -74,7 +73,8 @@ class TelemetryTap:
     """
 
     def __init__(self, model: Module) -> None:
-        self._known: dict[_Key, _Known] = {}
+        self._codes: dict[_Key, Tensor] = {}  # [R, K], of the last update
+        self._first: dict[tuple[_Key, _Kind], Tensor] = {}  # [R, S], scales of the first
         self._waiting: dict[_Key, _Sample] = {}
         self._codes_waiting = 0
         self._sums = _Sums()
@@ -94,7 +94,7 @@ class TelemetryTap:
         self._forget_waiting()
         self._weights_of.clear()
         self._errors.clear()
-        self._known = {key: kept for key, kept in self._known.items() if key[0] not in switched}
+        self._codes = {key: codes_RK for key, codes_RK in self._codes.items() if key[0] not in switched}
 
     @property
     def seconds(self) -> float:
@@ -127,31 +127,32 @@ class TelemetryTap:
         self._sums.seconds += time.perf_counter() - started
 
     def _measure_waiting(self) -> None:
-        """Samples of one shape together: those that have been seen before, and the others."""
+        """Samples of one kind and shape together: those with codes to compare with, and the others."""
         alike: dict[object, list[_Key]] = defaultdict(list)
         for key, sample in self._waiting.items():
-            alike[sample.codes_RK.shape, sample.scale_RS.shape, key in self._known].append(key)
+            alike[sample.codes_RK.shape, sample.kind, key in self._codes].append(key)
         for keys in alike.values():
-            self._measure(keys, known=keys[0] in self._known)
+            self._measure(keys)
         self._forget_waiting()
 
     def _forget_waiting(self) -> None:
         self._waiting.clear()
         self._codes_waiting = 0
 
-    def _measure(self, keys: list[_Key], *, known: bool) -> None:
+    def _measure(self, keys: list[_Key]) -> None:
         """L layers with samples of one shape."""
         sums, samples = self._sums, [self._waiting[key] for key in keys]
         codes_LRK = torch.stack([sample.codes_RK for sample in samples])
-        scale_LRS = first_LRS = torch.stack([sample.scale_RS for sample in samples])
-        if known:
-            before_LRK = torch.stack([self._known[key].codes_RK for key in keys])
-            first_LRS = torch.stack([self._known[key].first_scale_RS for key in keys])
+        scale_LRS, kind = torch.stack([sample.scale_RS for sample in samples]), samples[0].kind
+        firsts = [
+            self._first.setdefault((key, kind), sample.scale_RS) for key, sample in zip(keys, samples, strict=True)
+        ]
+        first_LRS = torch.stack(firsts)
+        if keys[0] in self._codes:
+            before_LRK = torch.stack([self._codes[key] for key in keys])
             sums.changed += int((codes_LRK.view(torch.uint8) != before_LRK.view(torch.uint8)).sum())
             sums.compared += codes_LRK.numel()
-        self._known |= {
-            key: _Known(codes_LRK[place], first_scale_RS=first_LRS[place]) for place, key in enumerate(keys)
-        }
+        self._codes |= dict(zip(keys, codes_LRK, strict=True))
         values_LRK = codes_LRK.float() if codes_LRK.dtype is torch.int8 else widened_fp8(codes_LRK)
         sums.codes += values_LRK.numel()
         sums.saturated += int((values_LRK.abs() >= samples[0].largest).sum())
@@ -174,7 +175,9 @@ def _sample(weight_NK: Tensor, quantised: QuantisedWeight) -> _Sample:
     rows = slice(0, None, step)
     weight_RK, codes_RK = weight_NK[rows].clone(), quantised.codes_NK[rows].clone()
     if isinstance(quantised, Int8Weight):
-        return _Sample(weight_RK, codes_RK, quantised.scale_N1[rows], columns=weight_RK.shape[1], largest=INT8_MAX)
+        return _Sample(
+            weight_RK, codes_RK, quantised.scale_N1[rows].clone(), columns=weight_RK.shape[1], largest=INT8_MAX
+        )
     block_rows, columns = quantised.block
     blocks = [row // block_rows for row in range(0, len(weight_NK), step)]
     return _Sample(weight_RK, codes_RK, quantised.scale[blocks], columns=columns, largest=FP8_MAX)

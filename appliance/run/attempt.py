@@ -16,6 +16,7 @@ from appliance.run.acknowledge import SYNC_FOLDER
 from appliance.run.attest import ATTEST_FOLDER
 from appliance.run.checkpoints import DAMAGED, GUARD_FILE, half_done, in_order, is_leaving, set_aside, step_of
 from appliance.run.events import METRICS_FILE, append_event
+from appliance.run.last_line import owed_line
 from appliance.run.resume import Resume
 from appliance.run.seal import write_durably
 from appliance.run.session import RunRecord, Session, cannot_write, log_dir, read_record, versions, write_record
@@ -61,8 +62,10 @@ def _put_back(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> None:
     )
     _put_checkpoints_aside(resume)
     after = resume.step if resume.found.newest else -1
-    for name in (METRICS_FILE, *OF_A_STEP):
-        _tell_cut(run_dir, name=name, step=resume.step, cut=cut_lines(run_dir / name, after=after, attempt=attempt))
+    # The last step's line is written again, whole, after the validation that a stop cut.
+    owed = owed_line(run_dir, checkpoint=resume.found.newest, plan=plan) is not None
+    for name, last in ((METRICS_FILE, after - owed), *((name, after) for name in OF_A_STEP)):
+        _tell_cut(run_dir, name=name, step=last, cut=cut_lines(run_dir / name, after=last, attempt=attempt))
     _restore_guard(run_dir, checkpoint=resume.found.newest)
     for folder in (SYNC_FOLDER, ATTEST_FOLDER, MODEL):
         if (run_dir / folder).exists():
@@ -121,7 +124,7 @@ def _say_aside(run_dir: Path, *, what: str, why: str, aside: Path) -> None:
 
 def _tell_cut(run_dir: Path, *, name: str, step: int, cut: Path | None) -> None:
     if cut is not None:
-        what = f"the lines of {name} after step {step} are cut off"
+        what = f"the lines of {name} after step {max(0, step)} are cut off"
         append_event(run_dir, kind="note", what=what, why=f"kept in {cut.name}")
 
 

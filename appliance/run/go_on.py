@@ -9,6 +9,7 @@ from appliance.preflight.report import examine
 from appliance.recipe.dump import to_yaml
 from appliance.recipe.schema import Recipe
 from appliance.run import resume as resuming
+from appliance.run.checkpoints import Found
 from appliance.run.restarts import keep_going
 from appliance.run.train import Step, run_training
 from appliance.run.work import stop_on_errors
@@ -39,10 +40,19 @@ def resume_training(
 def through_faults(code: int, recipe: Recipe, run_dir: Path, *, json_mode: bool, steps: tuple[Step, ...]) -> int:
     """What is left of a run after its first attempt ended with this code. Returns the last exit code."""
 
-    def again() -> int:
+    def again(found: Found) -> int:
         target = resuming.find_target(str(run_dir), root=run_dir.parent, recipe_name=recipe.name, name=run_dir.name)
         assert target is not None, "a run's own folder is a target"
-        return _attempt(recipe, target, name=run_dir.name, force=True, dry_run=False, json_mode=json_mode, steps=steps)
+        return _attempt(
+            recipe,
+            target,
+            name=run_dir.name,
+            force=True,
+            dry_run=False,
+            json_mode=json_mode,
+            steps=steps,
+            found=found,
+        )
 
     cluster = recipe.cluster
     has_nodes_of_its_own = cluster.nodes > 1 and cluster.address is None  # they left with the head of this attempt
@@ -59,14 +69,16 @@ def _attempt(
     dry_run: bool,
     json_mode: bool,
     steps: tuple[Step, ...],
+    found: Found | None = None,
 ) -> int:
+    """found: a look at the run's checkpoints, None: it is still to be made."""
     resuming.refuse_changes(recipe, target=target, force=force)
     begun, cache_dir = resuming.begun_with(target), resuming.cache_of(target)
     plan, _, _ = examine(recipe, run_dir=target.run_dir, ask_hub=False, cache_dir=cache_dir, begun=begun)
     if resuming.is_done(target, steps=plan.steps):
         console.say(f"the run {target.run_dir.name} is done: {target.run_dir / 'model'}")
         return 0
-    start = resuming.find_start(target)
+    start = resuming.find_start(target) if found is None else resuming.Resume(target, found)
     for line in resuming.rejected_texts(start.found.rejected):
         console.say(f"warning: {line}")
     plan, _, findings = examine(

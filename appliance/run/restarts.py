@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from appliance import console
-from appliance.run.checkpoints import find_newest, step_of
+from appliance.run.checkpoints import Found, find_newest, step_of
 from appliance.run.events import Event, append_event, first_failure
 
 _CODES = frozenset({4, 5})
@@ -23,24 +23,27 @@ def is_fault(code: int, *, failure: Event | None) -> bool:
     return code in _CODES and (failure is None or failure.why not in _LASTING)
 
 
-def keep_going(code: int, *, run_dir: Path, max_restarts: int, again: Callable[[], int]) -> int:
+def keep_going(code: int, *, run_dir: Path, max_restarts: int, again: Callable[[Found], int]) -> int:
     """Start the run again after faults. Returns the last exit code.
 
-    code: of the first attempt.  again: resumes the run in its folder and returns its exit code; raises as it does.
+    code: of the first attempt.  again: resumes the run from what was found, every byte of which was read just now, and
+    returns its exit code; raises as it does.
     """
     reached = -1
     for number in range(1, max_restarts + 1):
         if not is_fault(code, failure=first_failure(run_dir)):
             return code
-        newest = find_newest(run_dir).newest
-        step = -1 if newest is None else step_of(newest) or 0
+        found = find_newest(run_dir)
+        step = -1 if found.newest is None else step_of(found.newest) or 0
         if step <= reached:
-            why = "there is no whole checkpoint" if newest is None else f"it got no further than step {step} again"
+            why = (
+                "there is no whole checkpoint" if found.newest is None else f"it got no further than step {step} again"
+            )
             console.say(f"not restarted: {why}")
             return code
         reached = step
         what = f"restart {number} of {max_restarts}, from the state after step {step}"
         append_event(run_dir, kind="restart", what=what, why="trainer.max_restarts", step=step)
         console.say(what)
-        code = again()
+        code = again(found)
     return code

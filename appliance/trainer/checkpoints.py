@@ -1,8 +1,8 @@
 """Saving a run: what one finished step left behind, written where only whole checkpoints have a name.
 
 What belongs to a step is taken at its end, after its metrics were written and the governor looked at them: position in
-the data, random state, governor, length of metrics.jsonl. Weights and optimizer do not move before the next update, so
-that the step can be saved until then, in the middle of a rollout too.
+the data, random state, governor, its line of metrics.jsonl. Weights and optimizer do not move before the next update,
+so that the step can be saved until then, in the middle of a rollout too.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from appliance.run.checkpoints import (
     remove_surplus,
 )
 from appliance.run.events import METRICS_FILE, append_event
+from appliance.run.last_line import STATE_FILE
 from appliance.run.seal import CheckpointManifest, Facts, damage, hash_file, seal
 from appliance.trainer.driver_random import DriverRandom, restore_random, take_random
 
-STATE_FILE = "state.json"
 DATA_FILE = "data.pt"  # verl's name, read by its own resume
 ASK_FILE = "save"  # `touch RUN/save` asks for a checkpoint at the end of the step
 _OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -49,13 +49,12 @@ SaveWorkers = Callable[[Path, int], None]
 class DriverState:
     """What `state.json` holds: the part of a step that neither verl nor the governor keeps.
 
-    metrics_bytes: length of metrics.jsonl with this step's line.  syncs: weight updates of this attempt.
+    line: what metrics.jsonl got of the step.
     """
 
     step: int
-    metrics_bytes: int
-    syncs: int
     random: DriverRandom
+    line: dict[str, Any]
     schema_version: int = 1
 
 
@@ -66,7 +65,6 @@ class _StepEnd:
     state: DriverState
     data: bytes
     guard: bytes | None
-    val_reward: float | None
 
 
 def why_save(
@@ -95,15 +93,12 @@ class Checkpoints:
         *,
         save_workers: SaveWorkers,
         data_state: Callable[[], dict[str, Any]],
-        syncs: Callable[[], int],
     ) -> None:
-        """save_workers: has every rank write its part into a folder.  data_state: of the data loader.
-        syncs: number of weight updates so far."""
+        """save_workers: has every rank write its part into a folder.  data_state: of the data loader."""
         self._plan = plan
         self._run_dir = Path(plan.run_dir)
         self._save_workers = save_workers
         self._data_state = data_state
-        self._syncs = syncs
         self._step_end: _StepEnd | None = None
         self._saved_step = 0
         self._saved_at_s = time.monotonic()
@@ -125,12 +120,13 @@ class Checkpoints:
         """Whether `save_now` would find a finished step whose weights are still those of its end."""
         return self._step_end is not None
 
-    def end_step(self, step: int, *, val_reward: float | None, is_last: bool) -> None:
+    def end_step(self, line: dict[str, Any], *, is_last: bool) -> None:
         """Remember the step that just ended, and save it when it is due. Raises CheckpointError when that fails.
 
-        val_reward: validated after this very step.
+        line: what metrics.jsonl got of it.
         """
-        self._step_end = self._take(step, val_reward=val_reward)
+        step, val_reward = line["step"], line.get("val_reward_mean")
+        self._step_end = self._take(step, line=line)
         is_best = val_reward is not None and (self._best is None or val_reward > self._best)
         self._best = val_reward if is_best else self._best
         ask = self._run_dir / ASK_FILE
@@ -191,20 +187,15 @@ class Checkpoints:
         state = read_state(folder)
         restore_random(state.random)
         self._saved_step = state.step
-        self._step_end = self._take(state.step, val_reward=None)
+        self._step_end = self._take(state.step, line=state.line)
         return state
 
-    def _take(self, step: int, *, val_reward: float | None) -> _StepEnd:
+    def _take(self, step: int, *, line: dict[str, Any]) -> _StepEnd:
         data = io.BytesIO()
         torch.save(self._data_state(), data)
-        metrics, guard = self._run_dir / METRICS_FILE, self._run_dir / GUARD_FILE
-        state = DriverState(
-            step=step,
-            metrics_bytes=metrics.stat().st_size if metrics.exists() else 0,
-            syncs=self._syncs(),
-            random=take_random(),
-        )
-        return _StepEnd(state, data.getvalue(), guard.read_bytes() if guard.exists() else None, val_reward)
+        guard = self._run_dir / GUARD_FILE
+        state = DriverState(step=step, random=take_random(), line=line)
+        return _StepEnd(state, data.getvalue(), guard.read_bytes() if guard.exists() else None)
 
     def _write(self, folder: Path, *, end: _StepEnd, reason: str) -> CheckpointManifest:
         partial = partial_of(folder)
@@ -221,7 +212,7 @@ class Checkpoints:
             world_size=self._plan.nodes * self._plan.gpus_per_node,
             reason=reason,
             time=time.time(),
-            val_reward=end.val_reward,
+            val_reward=end.state.line.get("val_reward_mean"),
             profile=profile_identity(self._run_dir),
         )
         manifest = seal(partial, facts=facts)
@@ -248,7 +239,7 @@ def read_state(folder: Path) -> DriverState:
     raw = json.loads((folder / STATE_FILE).read_text())
     if not isinstance(raw, dict) or raw.get("schema_version") != DriverState.schema_version:
         raise ValueError(f"{folder / STATE_FILE}: not of schema_version {DriverState.schema_version}")
-    return DriverState(**{**raw, "random": DriverRandom(**raw["random"])})
+    return DriverState(step=raw["step"], random=DriverRandom(**raw["random"]), line=raw.get("line") or {})
 
 
 def profile_identity(run_dir: Path) -> tuple[tuple[str, str], ...]:

@@ -115,9 +115,11 @@ def validation_metrics(verl: dict[str, float], *, samples: int, bf16: float | No
     return {"val_reward_mean": validation_mean(verl), "val_reward_bf16_mean": bf16, "val_samples": samples}
 
 
-def append_metrics(run_dir: Path, line: dict[str, Any]) -> None:
-    """Append one line. A value that is not finite becomes null."""
-    append_line(run_dir / METRICS_FILE, {key: None if _is_not_finite(value) else value for key, value in line.items()})
+def append_metrics(run_dir: Path, line: dict[str, Any]) -> dict[str, Any]:
+    """Append one line and return it as it is written: a value that is not finite becomes null."""
+    written = {key: None if _is_not_finite(value) else value for key, value in line.items()}
+    append_line(run_dir / METRICS_FILE, written)
+    return written
 
 
 def _is_not_finite(value: object) -> bool:

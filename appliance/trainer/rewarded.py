@@ -32,8 +32,13 @@ class RewardedTrainer(WatchedTrainer):
             self._stop_after_step = error  # the step's weights have moved: it is written down first, and saved
         return values
 
-    def _end_step(self, **how: Any) -> None:
-        super()._end_step(**how)
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._stop_after_step is not None:
+            raise self._stop_after_step
+
+    def _end_step(self, line: dict[str, Any], **how: Any) -> None:
+        super()._end_step(line, **how)
         if self._stop_after_step is not None:
             self.checkpoints.save_now("stopped by the guard")
             raise self._stop_after_step
@@ -47,5 +52,5 @@ class RewardedTrainer(WatchedTrainer):
             self.checkpoints.save_now("stopped by the guard")
             raise
 
-    def _write(self, line: dict[str, Any]) -> None:
-        super()._write({**line, "reward_failures": self._reward_failures} if line["step"] else line)
+    def _write(self, line: dict[str, Any]) -> dict[str, Any]:
+        return super()._write({**line, "reward_failures": self._reward_failures} if line["step"] else line)

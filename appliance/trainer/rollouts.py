@@ -11,6 +11,7 @@ results in that order too, whoever is finished first.
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from asyncio import FIRST_EXCEPTION
 from collections.abc import AsyncIterator, Iterator
@@ -130,6 +131,8 @@ class Rollouts:
         self._progress.wait(timeout_s)
         self._progress.clear()
         if self._failure is not None:
+            if isinstance(self._failure, EngineError):
+                raise self._failure
             if "EngineDeadError" in type(self._failure).__name__:  # Ray names the cause so
                 raise EngineError("a rollout engine died: its core process is gone", hint=_HINT) from self._failure
             kind = EngineError if isinstance(self._failure, RayError) else TrainingError
@@ -151,6 +154,8 @@ class Rollouts:
         engines = [self._stream(number, prompts, sampling=sampling) for number in range(len(self._servers))]
         tasks = [asyncio.create_task(self._scored(prompt, shaping=shaping)) for prompt in prompts]
         streams = [asyncio.create_task(engine) for engine in engines]
+        for number, stream in enumerate(streams):
+            stream.add_done_callback(functools.partial(_leave_none_waiting, _share(prompts, number, of=len(streams))))
         try:
             async for ready in _in_order(tasks) if validate or self._in_order else _as_they_come(tasks):
                 self._count(ready, validate=validate)  # before: who sees the results may ask how many there are
@@ -174,29 +179,21 @@ class Rollouts:
 
     async def _stream(self, number: int, prompts: list[_Prompt], *, sampling: Sampling) -> None:
         """Every n-th prompt to this one of n engines, and their groups back as they come."""
-        share = prompts[number :: len(self._servers)]
-        try:
-            answers = (
-                self._servers[number]
-                .generate_groups.options(num_returns="streaming")
-                .remote(
-                    [prompt.token_ids for prompt in share],
-                    seeds=[prompt.seed for prompt in share],
-                    sampling=sampling.as_params(),
-                    num_samples=sampling.num_samples,
-                )
+        share = _share(prompts, number, of=len(self._servers))
+        answers = (
+            self._servers[number]
+            .generate_groups.options(num_returns="streaming")
+            .remote(
+                [prompt.token_ids for prompt in share],
+                seeds=[prompt.seed for prompt in share],
+                sampling=sampling.as_params(),
+                num_samples=sampling.num_samples,
             )
-            async for answer in answers:
-                place, group = await answer
-                share[place].group.set_result(group)
-                self._heartbeat.beat()
-        except RayError as error:
-            for prompt in share:
-                if not prompt.group.done():
-                    prompt.group.set_exception(error)
-        finally:
-            for prompt in share:
-                prompt.group.cancel()  # nothing to do for a group that came
+        )
+        async for answer in answers:
+            place, group = await answer
+            share[place].group.set_result(group)
+            self._heartbeat.beat()
 
     async def _scored(self, prompt: _Prompt, *, shaping: Shaping) -> Group:
         """(uid, one field dictionary per sample)."""
@@ -225,6 +222,22 @@ class Rollouts:
             list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
         )
         return list(ids)[-self._max_prompt_tokens :]
+
+
+def _share(prompts: list[_Prompt], number: int, *, of: int) -> list[_Prompt]:
+    return prompts[number::of]
+
+
+def _leave_none_waiting(prompts: list[_Prompt], stream: asyncio.Task[None]) -> None:
+    """However an engine's answers ended: who waits for one that did not come hears why."""
+    waiting = [prompt for prompt in prompts if not prompt.group.done()]
+    if stream.cancelled():
+        for prompt in waiting:
+            prompt.group.cancel()
+        return
+    few = EngineError(f"a rollout engine answered {len(prompts) - len(waiting)} of {len(prompts)} prompts", hint=_HINT)
+    for prompt in waiting:
+        prompt.group.set_exception(stream.exception() or few)
 
 
 def _fields(

@@ -21,6 +21,7 @@ from appliance.run.acknowledge import SyncRecord, check_sync
 from appliance.run.attest import check_attestations, fingerprint
 from appliance.run.checkpoints import checkpoint_folder
 from appliance.run.events import append_event, run_started
+from appliance.run.last_line import owed_line
 from appliance.trainer.attest import attest_driver, attest_trainers
 from appliance.trainer.batch_order import choose_in_order
 from appliance.trainer.checkpoints import Checkpoints
@@ -114,7 +115,6 @@ class WatchedTrainer(PPOTrainerSync):
             self.plan,
             save_workers=self._save_workers,
             data_state=self.train_dataloader.state_dict,
-            syncs=lambda: self._syncs,
         )
         if self.plan.resume_from:
             self.train_dataloader_it = iter(self.train_dataloader)  # draws from the random state that is put back next
@@ -243,15 +243,15 @@ class WatchedTrainer(PPOTrainerSync):
         line["telemetry_s"] = round(line["telemetry_s"] + self._telemetry.seconds, 6)
         if self.plan.algorithm.filters and self._rollouts is not None:
             line |= self._sampling.end_step(metrics, rollouts=self._rollouts, rollout_s=timing_raw["gen"])
-        self._write({**line, **self._telemetry.metrics(), **self._clipping.metrics(), **self._validation})
+        written = self._write({**line, **self._telemetry.metrics(), **self._clipping.metrics(), **self._validation})
         decision = self._govern(line, telemetry=self._telemetry)
-        self._end_step(val_reward=self._validation.get("val_reward_mean"), stop_for=decision)
+        self._end_step(written, stop_for=decision)
         self._validation = {}
 
-    def _end_step(self, *, val_reward: float | None, stop_for: Decision | None) -> None:
+    def _end_step(self, line: dict[str, Any], *, stop_for: Decision | None) -> None:
         """The step is written down and judged: save it when it is due. Raises GuardStop, after the step is saved."""
         is_last = self.global_steps >= self.total_training_steps
-        self.checkpoints.end_step(self.global_steps, val_reward=val_reward, is_last=is_last)
+        self.checkpoints.end_step(line, is_last=is_last)
         if stop_for is not None:
             raise stop(stop_for, saved=self.checkpoints.save_now("stopped by the guard"))
 
@@ -260,10 +260,25 @@ class WatchedTrainer(PPOTrainerSync):
         self._precision.want(self._governed.measures)
         return decision
 
-    def _write(self, line: dict[str, Any]) -> None:
-        append_metrics(self.run_dir, {**line, "time_s": round(time.time() - self._started, 3)})
+    def _write(self, line: dict[str, Any]) -> dict[str, Any]:
+        return append_metrics(self.run_dir, {**line, "time_s": round(time.time() - self._started, 3)})
 
     # the end
+
+    def on_train_end(self) -> None:
+        """verl comes here when no step was left: the last one's validation may be missing (run/last_line.py)."""
+        super().on_train_end()
+        checkpoint = Path(self.plan.resume_from) if self.plan.resume_from else None
+        line = owed_line(self.run_dir, checkpoint=checkpoint, plan=self.plan)
+        if line is None:
+            return
+        self.global_steps = self.plan.steps  # verl has counted on
+        started = time.perf_counter()
+        self.on_validate_begin()
+        self._validate()
+        self.on_validate_end()
+        seconds = round(time.perf_counter() - started, 4)
+        append_metrics(self.run_dir, {**line, "validate_s": seconds, **self._validation})
 
     def export_model(self) -> None:
         """`model/`: what the last checkpoint holds, see trainer/export.py."""

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from appliance.run.checkpoints import checkpoint_folder
+from appliance.run import seal as seal_module
+from appliance.run.checkpoints import Found, checkpoint_folder
 from appliance.run.events import Event, append_event
 from appliance.run.restarts import is_fault, keep_going
 from appliance.run.seal import Facts, seal
@@ -56,8 +57,11 @@ class Attempts:
     def __init__(self, run_dir: Path, *ends: tuple[int, int | None]) -> None:
         self.run_dir = run_dir
         self.ends = list(ends)
+        self.found: list[Found | None] = []
 
-    def __call__(self) -> int:
+    def __call__(self, found: Found | None = None) -> int:
+        """found: what the restart goes on from, None for the first attempt."""
+        self.found.append(found)
         code, step = self.ends.pop(0)
         if step is not None:
             save(self.run_dir, step)
@@ -117,3 +121,16 @@ def test_lasting_fault_is_read_from_the_newest_attempt(go_on: Callable, tmp_path
     assert go_on((4, 2), (0, 3)) == (4, 1)
     append_event(tmp_path, kind="resume", what="attempt 2 goes on after step 2")
     assert go_on((4, 5), (0, 6)) == (0, 2)
+
+
+def test_each_attempt_gets_the_checkpoint_that_was_verified_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hashing one takes seconds per gigabyte: once is enough."""
+    hashed: list[str] = []
+    real = seal_module.hash_file
+    monkeypatch.setattr(seal_module, "hash_file", lambda path: hashed.append(path.parent.name) or real(path))
+    attempts = Attempts(tmp_path, (5, 2), (5, 3), (0, None))
+    assert keep_going(attempts(), run_dir=tmp_path, max_restarts=9, again=attempts) == 0
+    assert attempts.found == [None, *(Found(checkpoint_folder(tmp_path, step=step)) for step in (2, 3))]
+    assert hashed == ["global_step_2", "global_step_3"]

@@ -19,9 +19,11 @@ from appliance.recipe.dump import to_yaml
 from appliance.recipe.load import load_recipe
 from appliance.recipe.schema import Recipe
 from appliance.run import go_on as going_on
+from appliance.run import seal as seal_module
 from appliance.run.attempt import begin_attempt, cut_lines
 from appliance.run.checkpoints import Found, checkpoint_folder
 from appliance.run.events import append_event, first_failure
+from appliance.run.last_line import owed_line
 from appliance.run.resume import (
     Resume,
     Target,
@@ -34,7 +36,7 @@ from appliance.run.resume import (
     refuse_changes,
     refuse_misfit,
 )
-from appliance.run.seal import Facts, seal
+from appliance.run.seal import Facts, hash_file, seal
 from appliance.run.session import RunStatus, create_session, read_record
 from appliance.run.summary import go_on_command
 
@@ -58,16 +60,19 @@ def stopped(plan: RunPlan, *, last_step: int = 5, state: RunStatus = RunStatus.F
     return run_dir
 
 
-def metric(run_dir: Path, step: int) -> None:
+def metric(run_dir: Path, step: int, **more: float) -> None:
     with (run_dir / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": step, "time_s": 1.0 * step}) + "\n")
+        file.write(json.dumps({"step": step, "time_s": 1.0 * step, **more}) + "\n")
 
 
-def save(run_dir: Path, step: int, **facts: object) -> Path:
+def save(run_dir: Path, step: int, *, line: dict[str, object] | None = None, **facts: object) -> Path:
     folder = checkpoint_folder(run_dir, step=step)
     folder.mkdir(parents=True)
     (folder / "data.pt").write_bytes(b"x" * step)
     (folder / "guard.json").write_text(json.dumps({"step": step}))
+    (folder / "state.json").write_text(
+        json.dumps({"schema_version": 1, "step": step} | ({"line": line} if line else {}))
+    )
     seal(folder, facts=Facts(**{"step": step, "world_size": 1, "reason": "", "time": 0.0, **facts}))
     return folder
 
@@ -262,6 +267,17 @@ def test_the_next_attempt_is_planned_as_the_run_began(tmp_path: Path, monkeypatc
     assert Path(made[0].resume_from).name == "global_step_3"
 
 
+def test_a_restart_reads_its_checkpoint_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sets = ("trainer.steps=9", "trainer.max_restarts=1", f"cluster.run_dir={tmp_path}")
+    run_dir = stopped(build_plan(recipe(*sets), run_dir=tmp_path / "small-1", host=HOST))
+    save(run_dir, 3)
+    hashed: list[str] = []
+    monkeypatch.setattr(seal_module, "hash_file", lambda path: hashed.append(path.name) or hash_file(path))
+    monkeypatch.setattr(going_on, "run_training", lambda *_, **__: 0)
+    assert going_on.through_faults(5, recipe(*sets), run_dir, json_mode=False, steps=()) == 0
+    assert sorted(hashed) == ["data.pt", "guard.json", "state.json"]
+
+
 def test_a_named_checkpoint_that_is_damaged_is_refused(tmp_path: Path, small_plan: Callable) -> None:
     folder = save(stopped(small_plan(tmp_path)), 3)
     (folder / "data.pt").write_bytes(b"y" * 3)
@@ -341,6 +357,34 @@ def test_a_folder_that_was_only_claimed_gets_its_first_attempt(tmp_path: Path, s
     refuse_changes(recipe(), target=target, force=False)
     begin_attempt(plan, resume=find_start(target), recipe_yaml="").release()
     assert read_record(tmp_path / "small-1").attempt == 1
+
+
+def test_the_line_of_the_last_step_waits_for_the_validation_that_was_cut(tmp_path: Path, small_plan: Callable) -> None:
+    """Only the last step's, only where a validation is due and the checkpoint has the line to write again."""
+    plan = small_plan(tmp_path, steps=5)
+    run_dir = stopped(plan)
+    folder = save(run_dir, 5, line={"step": 5, "time_s": 5.0})
+    start = resumed(run_dir)
+    assert owed_line(run_dir, checkpoint=folder, plan=plan) == {"step": 5, "time_s": 5.0}
+    for other in (replace(plan, steps=6), replace(plan, validate_every=0)):
+        assert owed_line(run_dir, checkpoint=folder, plan=other) is None
+    assert owed_line(run_dir, checkpoint=None, plan=plan) is None
+    begin_attempt(plan, resume=start, recipe_yaml="").release()
+    assert steps_in(run_dir / "metrics.jsonl") == [0, 1, 2, 3, 4]
+    assert owed_line(run_dir, checkpoint=folder, plan=plan) is not None
+    metric(run_dir, 5, val_reward_mean=0.5)
+    assert owed_line(run_dir, checkpoint=folder, plan=plan) is None
+    begin_attempt(plan, resume=resumed(run_dir), recipe_yaml="").release()
+    assert steps_in(run_dir / "metrics.jsonl") == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_last_line_without_a_copy_or_with_its_validation_stays(tmp_path: Path, small_plan: Callable) -> None:
+    for name, line in (("small-1", None), ("small-2", {"step": 5, "time_s": 5.0, "val_reward_mean": 0.0})):
+        plan = small_plan(tmp_path, name=name, steps=5)
+        run_dir = stopped(plan)
+        save(run_dir, 5, line=line)
+        begin_attempt(plan, resume=resumed(run_dir), recipe_yaml="").release()
+        assert steps_in(run_dir / "metrics.jsonl") == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_torn_line_and_a_step_that_is_there_twice_are_cut(tmp_path: Path) -> None:

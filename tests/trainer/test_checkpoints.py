@@ -25,6 +25,7 @@ from appliance.run.checkpoints import checkpoint_folder, find_newest
 from appliance.run.seal import read_manifest
 from appliance.trainer.checkpoints import ASK_FILE, Checkpoints, why_save
 from appliance.trainer.driver_random import restore_random, take_random
+from appliance.trainer.metrics import append_metrics
 
 NEVER = {"step": 7, "is_last": False, "is_best": False, "is_asked": False, "since_save_s": 0.0}
 
@@ -57,9 +58,7 @@ class Saves:
         self.position = 0
         self.rank_bytes = 1000
         plan = replace(plans.make_plan(run_dir), checkpoint=CheckpointPlan(**checkpoint))
-        self.checkpoints = Checkpoints(
-            plan, save_workers=self._save, data_state=lambda: {"position": self.position}, syncs=lambda: self.position
-        )
+        self.checkpoints = Checkpoints(plan, save_workers=self._save, data_state=lambda: {"position": self.position})
 
     def _save(self, folder: Path, step: int) -> None:
         (folder / "actor").mkdir()
@@ -67,10 +66,10 @@ class Saves:
 
     def step(self, step: int, *, val_reward: float | None = None, is_last: bool = False) -> None:
         self.position = step
-        with (self.run_dir / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": step, "time_s": 1.0}) + "\n")
+        rated = {} if val_reward is None else {"val_reward_mean": val_reward}
+        line = append_metrics(self.run_dir, {"step": step, "time_s": 1.0, **rated})
         (self.run_dir / "guard.json").write_text(json.dumps({"step": step}))
-        self.checkpoints.end_step(step, val_reward=val_reward, is_last=is_last)
+        self.checkpoints.end_step(line, is_last=is_last)
 
     @property
     def names(self) -> list[str]:
@@ -94,8 +93,8 @@ def test_a_checkpoint_has_everything_of_its_step(tmp_path: Path) -> None:
     assert torch.load(folder / "data.pt", weights_only=True) == {"position": 2}
     assert json.loads((folder / "guard.json").read_text()) == {"step": 2}
     state = json.loads((folder / "state.json").read_text())
-    metrics = (saves.run_dir / "metrics.jsonl").read_bytes()
-    assert (state["step"], state["metrics_bytes"], state["syncs"]) == (2, len(metrics), 2)
+    assert state.keys() == {"step", "random", "line", "schema_version"}
+    assert (state["step"], state["line"]) == (2, {"step": 2, "time_s": 1.0, "val_reward_mean": 0.25})
     events = [json.loads(line) for line in (saves.run_dir / "events.jsonl").read_text().splitlines()]
     assert [(event["kind"], event["what"]) for event in events] == [
         ("phase", "save"),

@@ -1,0 +1,100 @@
+"""Rollouts whose engine fails in any way: the trainer that waits hears of it. The engine is a fake, the loop real."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayError
+
+from appliance.errors import ApplianceError, EngineError, TrainingError
+from appliance.tasks.grading import Shaping
+from appliance.trainer.rollouts import Rollouts, Sampling
+
+GREEDY = Sampling(temperature=0.0, top_p=1.0, num_samples=1)
+DONE = SimpleNamespace(samples=[], weights_version=0)
+
+
+class Engine:
+    """Answers as it is told: (place, group) is an answer, an error is raised."""
+
+    def __init__(self, *answers: object) -> None:
+        self._answers = answers
+        self.generate_groups = self
+
+    def options(self, **_: object) -> Engine:
+        return self
+
+    async def remote(self, *_: object, **__: object) -> AsyncIterator[Any]:
+        for answer in self._answers:
+            yield _answer(answer)
+
+
+async def _answer(answer: object) -> object:
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
+
+
+def rollouts(*engines: Engine) -> Rollouts:
+    return Rollouts(
+        list(engines),
+        tokenizer=SimpleNamespace(apply_chat_template=lambda messages, **_: [1, 2, 3]),
+        pool=None,
+        shaping=Shaping(),
+        training=GREEDY,
+        validation=GREEDY,
+        max_prompt_tokens=8,
+        seed=0,
+        in_order=True,
+    )
+
+
+def generate(made: Rollouts, *, num_prompts: int) -> ApplianceError:
+    """What a waiting trainer gets; fails when that is nothing, which would be for ever."""
+    batch = {
+        "raw_prompt": [[] for _ in range(num_prompts)],
+        "global_steps": [1] * num_prompts,
+        "uid": ["u"] * num_prompts,
+    }
+    made.generate_sequences(Batch(batch))
+    with pytest.raises(ApplianceError) as caught:
+        for _ in range(20):
+            made.wait(1.0)
+    return caught.value
+
+
+class Batch(dict):
+    """What is used of verl's batch."""
+
+    def __len__(self) -> int:
+        return len(self["raw_prompt"])
+
+
+def test_an_engine_that_leaves_prompts_out_is_said() -> None:
+    error = generate(rollouts(Engine((0, DONE)), Engine()), num_prompts=3)
+    assert type(error) is EngineError and error.exit_code == 4
+    assert error.message == "a rollout engine answered 0 of 1 prompts"
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "message"),
+    [
+        (RayError("gone"), EngineError, "rollouts failed: RayError: gone"),
+        (ValueError("no group"), TrainingError, "rollouts failed: ValueError: no group"),
+        ((7, DONE), TrainingError, "rollouts failed: IndexError: list index out of range"),
+        (None, TrainingError, "rollouts failed: TypeError: cannot unpack non-iterable NoneType object"),
+    ],
+)
+def test_whatever_an_engine_answers_nobody_waits_for_ever(answer: object, kind: type, message: str) -> None:
+    error = generate(rollouts(Engine(answer)), num_prompts=2)
+    assert type(error) is kind and error.message == message
+
+
+def test_what_is_abandoned_is_no_failure() -> None:
+    made = rollouts()
+    made.generate_sequences(Batch({"raw_prompt": [], "global_steps": []}))
+    made.abandon()
+    made.wait(0.1)
