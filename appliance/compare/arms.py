@@ -122,11 +122,9 @@ def _refuse_other_problems(planned: list[PlannedRun], *, comparison: Comparison)
     others = {run.arm: run for run in planned if _problems(run.plan) != _problems(planned[0].plan)}
     if others:
         place = {arm.name: arm.place for arm in comparison.arms}
-        hint = f"`task` must be the same in all arms; here it is another one than in `{planned[0].arm}` ({first.kind})"
+        hint = f"`task` and the model's tokenizer must be as in the arm `{planned[0].arm}` ({first.kind})"
         raise RecipeError([(f"{place[arm]}: arms.{arm}: it validates on other problems", hint) for arm in others])
 
 
 def _problems(plan: RunPlan) -> tuple[object, ...]:
-    task = plan.task
-    sizes = (task.train_size, task.val_size, task.max_prompt_tokens, task.max_response_tokens)
-    return (task.kind, task.difficulty, task.seed, task.train_file, task.val_file, *sizes)
+    return (plan.task.val_parquet, plan.task.max_response_tokens)  # the file's folder is named by all that makes it

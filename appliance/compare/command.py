@@ -13,7 +13,7 @@ from appliance.compare.final import validate_models
 from appliance.compare.found import Found, look, set_aside
 from appliance.compare.judge import ArmResult, judge
 from appliance.compare.page import page
-from appliance.compare.results import load_per_core, note_load, read_result
+from appliance.compare.results import busy_share, note_busy, read_result
 from appliance.compare.show import Shown, as_json, markdown, table
 from appliance.errors import Interrupted
 from appliance.preflight.probes import read_host
@@ -86,7 +86,7 @@ def _ready(run: PlannedRun, *, found: Found) -> PlannedRun:
     if resumed is not None and resumed.resume is not None:
         console.say(f"{run.label}: goes on after step {resumed.resume.step}")
         return resumed
-    why = "stopped before it saved anything" if found is Found.UNFINISHED else "of another recipe"
+    why = "stopped before it saved anything" if found is Found.UNFINISHED else "of another recipe or other problems"
     console.say(f"{run.label}: {why}, set aside as {set_aside(run.run_dir).name}")
     return run
 
@@ -99,7 +99,7 @@ def _train(
     in_a_row = 0
     for number, run in enumerate(todo, start=total - len(todo) + 1):
         stop()
-        load = load_per_core()
+        busy = busy_share()
         console.say(f"run {number} of {total}: {run.label}")
         code = run_training(
             run.plan,
@@ -113,7 +113,7 @@ def _train(
         )
         if code in _SIGNALLED:
             raise _stopped(command)
-        note_load(run.run_dir, per_core=load)
+        note_busy(run.run_dir, share=busy)
         if code in (0, _GUARD_STOPPED):
             in_a_row = 0
             console.say(_line(run))

@@ -69,7 +69,7 @@ def _validate(runs: list[PlannedRun], *, stop: Callable[[], None]) -> None:
         seed=plan.seed,
     )
     label = runs[0].label if len(runs) == 1 else f"{len(runs)} models"
-    console.say(f"final validation of {label}: BF16, greedy, {plan.task.val_size} problems")
+    console.say(f"final validation of {label}: BF16, greedy")
     with work_folder(str(runs[0].run_dir.parent), command="compare") as folder:
         job_file = folder / "job.json"
         job_file.write_text(job.to_json())
@@ -82,6 +82,6 @@ def _validate(runs: list[PlannedRun], *, stop: Callable[[], None]) -> None:
                 rewards = read_final(run.run_dir) if run.run_dir not in told else ()
                 if rewards:
                     told.add(run.run_dir)
-                    console.say(f"{run.label}: {sum(rewards) / len(rewards):.4f}")
+                    console.say(f"{run.label}: {sum(rewards) / len(rewards):.4f} on {len(rewards)} problems")
 
         run_child([_CHILD, str(job_file)], command="compare", folder=folder, env=env, tick=tick)

@@ -6,8 +6,9 @@ from enum import Enum
 from pathlib import Path
 
 from appliance.compare.arms import PlannedRun
-from appliance.errors import PreflightError
+from appliance.errors import PreflightError, RecipeError
 from appliance.recipe.dump import to_yaml
+from appliance.run.resume import has_problems_of
 from appliance.run.session import RUN_FILE, RunRecord, RunStatus, cannot_write, has_launcher, read_record
 
 _GUARD_STOPPED = 6
@@ -16,7 +17,8 @@ _GUARD_STOPPED = 6
 class Found(Enum):
     """DONE: the result of this very recipe is there, be it a model or a stop by the guard.  NOTHING: the way is free.
 
-    UNFINISHED: an attempt of this very recipe that did not end well.  OTHER: another recipe, or no run at all.
+    UNFINISHED: an attempt of this very recipe that did not end well.  OTHER: another recipe or other problems (their
+    files changed), or no run at all.
     """
 
     DONE = "done"
@@ -36,9 +38,16 @@ def look(run: PlannedRun) -> Found:
         return Found.OTHER
     if record.exit_code is None and has_launcher(folder):
         raise PreflightError(f"{folder}: this run is going on", hint="wait for its end, or stop it")
-    if recipe != to_yaml(run.recipe):
+    if recipe != to_yaml(run.recipe) or not _has_its_problems(run):
         return Found.OTHER
     return Found.DONE if has_result(record) else Found.UNFINISHED
+
+
+def _has_its_problems(run: PlannedRun) -> bool:
+    try:
+        return has_problems_of(run.plan, run_dir=run.run_dir)
+    except RecipeError:  # its plan cannot be read
+        return False
 
 
 def has_result(record: RunRecord) -> bool:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from appliance.compare.arms import PlannedRun
 from appliance.compare.found import has_result
 from appliance.quant.correction import CorrectionMethod
@@ -17,7 +19,8 @@ from appliance.run.session import RunRecord, read_record
 
 FINAL_FILE = "final-validation.json"
 _LOAD = "load"
-_BUSY = 0.5  # load average before the start, per core
+_BUSY = 0.1  # of all cores, before the start
+_LOOK_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class StepRow:
 class RunResult:
     """One run. rewards: of the final validation in BF16, problem by problem, empty where there is no model.
 
-    seconds: from its first event to its last.  load: the load average per core before it started, None: not known.
+    seconds: of its attempts, each from its first event to its last; pauses between them do not count.
+    busy: share of the cores that others kept busy before it started, None: not known.
     """
 
     arm: str
@@ -51,7 +55,7 @@ class RunResult:
     steps: tuple[StepRow, ...]
     rewards: tuple[float, ...]
     seconds: float
-    load: float | None
+    busy: float | None
 
     @property
     def final(self) -> float | None:
@@ -60,7 +64,7 @@ class RunResult:
     @property
     def is_busy(self) -> bool:
         """Whether other work was on the machine, so that its times are no measurements."""
-        return self.load is None or self.load > _BUSY
+        return self.busy is None or self.busy > _BUSY
 
 
 def read_result(run: PlannedRun) -> RunResult | None:
@@ -74,8 +78,7 @@ def read_result(run: PlannedRun) -> RunResult | None:
 
 def _result(run: PlannedRun, *, record: RunRecord) -> RunResult:
     events = _objects(run.run_dir / EVENTS_FILE)
-    times = [event["time"] for event in events if _number(event.get("time")) is not None]
-    loads = [event["per_core"] for event in events if event.get("kind") == _LOAD]
+    shares = [_number(event.get("share")) for event in events if event.get("kind") == _LOAD]
     return RunResult(
         arm=run.arm,
         seed=run.seed,
@@ -85,19 +88,34 @@ def _result(run: PlannedRun, *, record: RunRecord) -> RunResult:
         reason=record.reason,
         steps=_steps(run.run_dir / METRICS_FILE),
         rewards=read_final(run.run_dir),
-        seconds=max(times, default=0.0) - min(times, default=0.0),
-        load=loads[-1] if loads else None,
+        seconds=_seconds(events),
+        busy=shares[-1] if shares else None,
     )
 
 
-def note_load(run_dir: Path, *, per_core: float) -> None:
-    """Write into a run's events how busy the machine was before it. per_core: load average by cores."""
-    what = f"load average before the start: {per_core:.2f} per core"
-    append_event(run_dir, kind=_LOAD, what=what, per_core=round(per_core, 3))
+def _seconds(events: list[dict[str, Any]]) -> float:
+    total, begun, last = 0.0, None, 0.0
+    for event in events:
+        time_s = _number(event.get("time"))
+        if time_s is None or event.get("kind") == _LOAD:  # written when the run was over
+            continue
+        if event.get("kind") == "resume" and begun is not None:
+            total, begun = total + last - begun, None
+        begun, last = time_s if begun is None else begun, time_s
+    return total if begun is None else total + last - begun
 
 
-def load_per_core() -> float:
-    return os.getloadavg()[0] / (os.cpu_count() or 1)
+def note_busy(run_dir: Path, *, share: float) -> None:
+    """Write into a run's events how busy others kept the machine before it. share: of all cores, 0..1."""
+    append_event(
+        run_dir, kind=_LOAD, what=f"{share:.0%} of the cores were busy before the start", share=round(share, 3)
+    )
+
+
+def busy_share() -> float:
+    """Share of all cores that are busy now, 0..1, over a few seconds. No load average: that of the last minute has the
+    run before in it."""
+    return psutil.cpu_percent(interval=_LOOK_S) / 100
 
 
 def write_final(run_dir: Path, rewards: list[float]) -> None:

@@ -83,7 +83,7 @@ def notes(shown: Shown) -> list[str]:
     """Sentences that belong below the table."""
     seeds = ", ".join(map(str, shown.comparison.seeds))
     said = [
-        f"final: mean reward of model/ in BF16, greedy, {shown.comparison.validation} problems, seeds {seeds}; "
+        f"final: mean reward of model/ in BF16, greedy, {_problems(shown)} problems, seeds {seeds}; "
         f"difference to {shown.comparison.baseline}, paired by seed and problem."
     ]
     if any(row.inactive for row in shown.rows):
@@ -91,6 +91,12 @@ def notes(shown: Shown) -> list[str]:
     if any(row.busy for row in shown.rows):
         said.append(f"~ {TIMES_NOTE}")
     return said
+
+
+def _problems(shown: Shown) -> str:
+    """How many each model was really asked; as many as there are may be fewer than `validation`."""
+    counts = sorted({len(run.rewards) for row in shown.rows for run in row.runs if run.rewards})
+    return " or ".join(map(str, counts)) or "no"
 
 
 def as_json(shown: Shown) -> str:
@@ -139,7 +145,7 @@ def _run(run: RunResult) -> dict[str, object]:
         "final": run.final,
         "problems": len(run.rewards),
         "seconds": round(run.seconds, 1),
-        "load": run.load,
+        "busy": run.busy,
         **{name: [getattr(row, name) for row in run.steps] for name in names if name != "scheme"},
         "scheme": list(dict.fromkeys(row.scheme for row in run.steps)),
     }

@@ -311,7 +311,7 @@ def _task(recipe: Recipe, *, cache_dir: Path, model: ModelPlan) -> TaskPlan:
         val_size=task.val_size,
         max_prompt_tokens=task.max_prompt_tokens,
         truncate_prompts=task.long_prompts is LongPrompts.TRUNCATE,
-        model=Path(model.path).name if model.builtin else model.path,  # wherever the cache lies
+        model=model.path,
     )
     folder = cache_dir / "data" / f"{task.kind}-{key}"
     return TaskPlan(

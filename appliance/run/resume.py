@@ -13,6 +13,7 @@ from pathlib import Path
 from appliance.errors import PreflightError, RecipeError
 from appliance.plan.build import Begun
 from appliance.plan.model import RunPlan
+from appliance.plan.problems import Problems, has_problems
 from appliance.quant.scheme import Scheme
 from appliance.recipe.dump import to_plain
 from appliance.recipe.load import load_recipe
@@ -180,7 +181,7 @@ def refuse_misfit(resume: Resume, *, plan: RunPlan) -> None:
     if resume.step > plan.steps:
         message = f"{folder.name} is later than trainer.steps, {plan.steps}"
         raise PreflightError(message, hint=f"set trainer.steps to {resume.step} at least, or name an older checkpoint")
-    if _problems(plan.task.train_parquet) != _problems(_plan_before(resume.target).train_parquet):
+    if not has_problems(plan, _plan_before(resume.target).problems):
         message = "the training problems are not those that the run began with"
         raise PreflightError(message, hint="put the data file or the version of this program back, or start a new run")
     for name, digest in facts.profile:
@@ -188,11 +189,6 @@ def refuse_misfit(resume: Resume, *, plan: RunPlan) -> None:
         if not path.is_file() or hash_file(path) != digest:
             message = f"{path} is not the one that {folder.name} was trained with"
             raise PreflightError(message, hint="put it back, or start a new run")
-
-
-def _problems(parquet: str) -> str:
-    """Which problems a file has: its folder's name is a hash of all that makes them. Runs and caches may be moved."""
-    return Path(parquet).parent.name
 
 
 def _ranks(number: int) -> str:
@@ -211,7 +207,7 @@ class _Before:
     """What is asked of the plan of the attempt before: as little as can be, so that it may be of an older version."""
 
     steps: int
-    train_parquet: str
+    problems: Problems
     cache_dir: str
     device: str
     automatic: str
@@ -219,13 +215,23 @@ class _Before:
 
 def _plan_before(target: Target) -> _Before:
     """Raises RecipeError when the run's plan cannot be read."""
-    path = target.run_dir / "plan.json"
+    return _read_before(target.run_dir / "plan.json")
+
+
+def has_problems_of(plan: RunPlan, *, run_dir: Path) -> bool:
+    """Whether the plan's problems are those of a run that was made. Raises RecipeError when its plan cannot be read."""
+    return has_problems(plan, _read_before(run_dir / "plan.json").problems)
+
+
+def _read_before(path: Path) -> _Before:
     try:
         raw = json.loads(path.read_text())
         automatic = [each["value"] for each in raw["choices"] if each["key"] == "rollout.scheme"]
         return _Before(
             steps=int(raw["steps"]),
-            train_parquet=str(raw["task"]["train_parquet"]),
+            problems=Problems(
+                str(raw["task"]["train_parquet"]), model=str(raw["model"]["path"]), builtin=str(raw["model"]["builtin"])
+            ),
             cache_dir=str(raw["cache_dir"]),
             device=str(raw["device"]),
             automatic=str(Scheme(automatic[0])) if automatic else "",

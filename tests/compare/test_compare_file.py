@@ -132,7 +132,7 @@ def test_problems_of_all_arms_come_once_with_their_lines(write) -> None:
 
 def test_arms_that_validate_on_other_problems_are_refused(write) -> None:
     text = TEXT.replace("[rollout.scheme=bf16]", "[task.train_size=64]")
-    hint = "`task` must be the same in all arms; here it is another one than in `bf16` (arithmetic)"
+    hint = "`task` and the model's tokenizer must be as in the arm `bf16` (arithmetic)"
     assert problems_of(write(text)) == [
         ("c.yaml:7: arms.int8: it validates on other problems", hint),
         ("c.yaml:8: arms.plain: it validates on other problems", hint),

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from appliance.compare import results
 from appliance.compare.arms import PlannedRun, go_on, plan_runs
 from appliance.compare.file import load_comparison
 from appliance.compare.found import Found, look, set_aside
-from appliance.compare.results import note_load, read_final, read_result, write_final
+from appliance.compare.results import busy_share, note_busy, read_final, read_result, write_final
 from appliance.errors import PreflightError
 from appliance.recipe.dump import to_yaml
 from appliance.run.events import append_event, append_line
@@ -101,7 +102,7 @@ def test_a_result_has_the_curves_the_times_and_the_rewards(planned: list[Planned
     run = planned[1]
     end(run, state=RunStatus.DONE, code=0)
     append_event(run.run_dir, kind="phase", what="start")
-    note_load(run.run_dir, per_core=1.23456)
+    note_busy(run.run_dir, share=0.23456)
     lines = [
         {"step": 0, "val_reward_mean": 0.1},
         {"step": 1, "reward_mean": 0.2, "mismatch_k3_kl": 1e-4, "is_truncated_fraction": 0.0, "scheme": "int8"},
@@ -120,9 +121,46 @@ def test_a_result_has_the_curves_the_times_and_the_rewards(planned: list[Planned
         (1, 0.2, None),
         (2, 0.4, 0.5),
     ]
-    assert (result.rewards, result.final, result.load, result.is_busy) == ((1.0, 0.0, 1.0), 2 / 3, 1.235, True)
+    assert (result.rewards, result.final, result.busy, result.is_busy) == ((1.0, 0.0, 1.0), 2 / 3, 0.235, True)
     assert (str(result.method), result.steps[1].k3_kl, result.steps[1].scheme) == ("icepop", 1e-4, "int8")
     assert result.seconds >= 0
+
+
+def test_a_pause_is_no_time_of_a_run(planned: list[PlannedRun]) -> None:
+    """Two attempts of 20 and 5 s with a night between them; the machine's load was written down a week later."""
+    run = planned[0]
+    end(run, state=RunStatus.DONE, code=0)
+    times = [(100.0, "phase"), (120.0, "stop"), (40_000.0, "resume"), (40_005.0, "phase"), (700_000.0, "load")]
+    for time_s, kind in times:
+        append_line(run.run_dir / "events.jsonl", {"time": time_s, "kind": kind, "what": "", "share": 0.0})
+    result = read_result(run)
+    assert result is not None and result.seconds == 25.0 and not result.is_busy
+
+
+def test_the_share_that_others_take_is_of_now_and_of_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "_LOOK_S", 0.2)
+    assert 0 <= busy_share() <= 1
+    monkeypatch.setattr(results.psutil, "cpu_percent", lambda interval: 50.0 if interval == 0.2 else 0.0)
+    assert busy_share() == 0.5
+
+
+def test_a_finished_run_on_other_problems_is_not_taken_for_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recipe is the same, the file that it names is not."""
+    monkeypatch.chdir(tmp_path)
+    task = "task.kind=gsm8k, task.train_file=t.jsonl, task.val_file=v.jsonl"
+    text = TEXT.replace("{a: ,", f"{{a: [{task}],").replace("b: [", f"b: [{task}, ")
+    Path("c.yaml").write_text(text)
+    for name in ("t", "v"):
+        Path(f"{name}.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n' * 600)
+    run = plan_runs(load_comparison("c.yaml"))[0]
+    end(run, state=RunStatus.DONE, code=0)
+    assert look(run) is Found.DONE
+    Path("v.jsonl").write_text('{"question": "1 + 2?", "answer": "#### 3"}\n' * 600)
+    assert look(plan_runs(load_comparison("c.yaml"))[0]) is Found.OTHER
+    (run.run_dir / "plan.json").write_text("{")
+    assert look(run) is Found.OTHER
 
 
 def test_rewards_that_are_half_written_are_none(tmp_path: Path) -> None:

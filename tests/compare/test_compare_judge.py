@@ -47,7 +47,7 @@ def a_run(arm: str, *, seed: int = 0, right: int = 380, **changes: object) -> Ru
         steps=(a_step(1), a_step(2, validation=0.9)),
         rewards=tuple(float(index < right) for index in range(PROBLEMS)),
         seconds=60.0,
-        load=0.1,
+        busy=0.02,
     )
     return replace(run, **changes)
 
@@ -127,7 +127,7 @@ def test_a_curve_has_the_mean_and_the_range_of_the_runs_that_have_the_step() -> 
 def shown() -> Shown:
     """A baseline, an arm that never acted, one that failed on a busy machine, and one without runs."""
     arms = ("base", "<tis>", "bad", "none")
-    busy = {"load": 3.0, "steps": (a_step(1), a_step(2, truncated=0.02, k3_kl=0.4))}
+    busy = {"busy": 0.5, "steps": (a_step(1), a_step(2, truncated=0.02, k3_kl=0.4))}
     results = [
         *(a_run(arm, seed=seed) for arm in ("base", "<tis>") for seed in (0, 1)),
         *(a_run("bad", seed=seed, right=100, **busy) for seed in (0, 1)),
