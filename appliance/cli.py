@@ -17,13 +17,12 @@ from appliance.container import cli as container_cli
 from appliance.data import cli as data_cli
 from appliance.errors import ApplianceError, RecipeError
 from appliance.profile.cli import add_commands
+from appliance.run import cli as run_cli
 
 if TYPE_CHECKING:
     from appliance.preflight.finding import Finding
     from appliance.quant.scheme import Scheme
     from appliance.recipe.schema import Recipe
-
-DEFAULT_RUN_ROOT = Path("runs")
 
 app = typer.Typer(
     name="appliance",
@@ -45,7 +44,6 @@ ResumeOption = Annotated[
     str,
     typer.Option(metavar="auto|never|PATH", help="Go on with --name's run, or the recipe's newest; or a run's folder."),
 ]
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or its name in ./runs.")]
 
 
 @app.callback()
@@ -168,41 +166,7 @@ compare_cli.add_commands(app)
 container_cli.add_commands(app)  # health
 cluster_cli.add_commands(app)  # join
 data_cli.add_commands(app)  # data
-
-
-@app.command()
-def status(run: RunArgument, json_mode: JsonOption = False) -> None:
-    """Where a run is."""
-    from appliance.run.status import print_status
-
-    print_status(run, run_root=DEFAULT_RUN_ROOT, json_mode=json_mode)
-
-
-@app.command()
-def logs(
-    run: RunArgument,
-    which: Annotated[
-        str | None, typer.Option(help="One of them: prepare, profile, train, or stacks after a stall.")
-    ] = None,
-    attempt: Annotated[int | None, typer.Option(min=1, help="Number of the attempt; else the newest.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="As they come, until the run ends.")] = False,
-) -> None:
-    """The logs of a run's last attempt."""
-    from appliance.run.logs import print_logs
-
-    print_logs(run, run_root=DEFAULT_RUN_ROOT, which=which, attempt=attempt, follow=follow)
-
-
-@app.command()
-def export(
-    run: RunArgument,
-    output: Annotated[Path, typer.Option("-o", metavar="DIR", help="A new folder for the model.")],
-    step: Annotated[int | None, typer.Option(min=1, help="Of the checkpoint; left out: the newest.")] = None,
-) -> None:
-    """The trained model of a checkpoint, for plain transformers and plain vLLM."""
-    from appliance.run.export import run_export
-
-    raise typer.Exit(run_export(run, run_root=DEFAULT_RUN_ROOT, step=step, output=output))
+run_cli.add_commands(app)  # status, logs, export
 
 
 @recipes.command("ls")

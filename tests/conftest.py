@@ -5,18 +5,24 @@ A skip is allowed by a line of `tests/skips.txt`, which names the test and the w
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
+if TYPE_CHECKING:
+    from trainings import Finished
+
 SKIPS = Path(__file__).parent / "skips.txt"
+USUAL_PORTS = (6379, 8265, 10001, 29500, 8000)  # of Ray (3), torch and vLLM, where nothing chooses another one
 OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
@@ -95,3 +101,32 @@ def with_tiny_cache(tiny_cache: Path) -> Callable[[Path], Path]:
         return root
 
     return give
+
+
+@contextlib.contextmanager
+def busy_ports() -> Iterator[None]:
+    """Somebody else has the ports that the parts of a run take by default: a run of ours needs none of them."""
+    with contextlib.ExitStack() as open_ones:
+        for port in USUAL_PORTS:
+            listener = open_ones.enter_context(socket.socket())
+            with contextlib.suppress(OSError):  # in use by somebody else already
+                listener.bind(("0.0.0.0", port))
+                listener.listen()
+        yield
+
+
+@pytest.fixture(scope="session")
+def short_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `short` lies. Its cache is made by that run itself, as a user's first run makes it."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="session")
+def short(short_root: Path) -> Finished:
+    """A training of a few steps that nothing disturbs, for every test that looks at one or compares with it."""
+    from trainings import SHORT, train
+
+    with busy_ports():
+        finished = train(short_root, *SHORT, name="short")
+    assert finished.code == 0, finished.stderr[-4000:]
+    return finished

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from appliance.plan.host import HostFacts
 from appliance.plan.model import CorrectionPlan, ModelPlan, RolloutPlan, RunPlan, TaskPlan
+from appliance.preflight.probes import InputFacts
 from appliance.quant.correction import CorrectionMethod
 from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
@@ -23,6 +24,17 @@ HOST = HostFacts(  # two cores with VNNI, no GPU, nothing missing
     shm_free_bytes=8 << 30,
     run_root_problem="",
     packages=frozenset(),
+)
+INPUTS = InputFacts(  # everything is there, nothing was asked of a hub
+    model_folder_exists=True,
+    model_missing=(),
+    model_bytes=0,
+    model_shape=None,
+    model_is_cached=False,
+    is_offline=False,
+    hub_problem="",
+    data_problems=(),
+    is_prepared=False,
 )
 
 

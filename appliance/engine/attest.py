@@ -21,7 +21,8 @@ from appliance.engine.native import native_kernel_name, native_scheme
 from appliance.engine.quantised import Quantising
 from appliance.errors import EngineError
 from appliance.plan.env import PLAN_VARIABLE
-from appliance.plan.model import RunPlan, read_plan
+from appliance.plan.model import RunPlan
+from appliance.plan.read import read_plan
 from appliance.quant.scheme import Scheme
 from appliance.run.attest import fingerprint, write_attestation
 

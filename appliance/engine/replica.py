@@ -21,7 +21,7 @@ from typing import Any
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
 from appliance.plan.env import PLAN_VARIABLE
-from appliance.plan.model import read_plan
+from appliance.plan.read import read_plan
 
 
 @dataclass(frozen=True)

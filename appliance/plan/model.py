@@ -10,12 +10,11 @@ import json
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from appliance.guard.policy import Action
 from appliance.quant.correction import ClipRange, CorrectionMethod
 from appliance.quant.scheme import Scheme
-from appliance.quant.settings import Quantisation, quantisation_from_config
+from appliance.quant.settings import Quantisation
 
 SCHEMA_VERSION = 1
 
@@ -341,60 +340,3 @@ class RunPlan:
 
     def write(self, path: Path) -> None:
         path.write_text(self.to_json() + "\n")
-
-
-def read_plan(path: Path) -> RunPlan:
-    """Read `plan.json`. Raises ValueError on another schema_version, OSError when the file cannot be read."""
-    return plan_from_dict(json.loads(path.read_text()))
-
-
-def plan_from_dict(raw: dict[str, Any]) -> RunPlan:
-    if raw.get("schema_version") != SCHEMA_VERSION:
-        raise ValueError(f"plan has schema_version {raw.get('schema_version')!r}, this program reads {SCHEMA_VERSION}")
-    rollout, profile = raw["rollout"], raw["profile"]
-    return RunPlan(
-        **{
-            **raw,
-            "model": ModelPlan(**raw["model"]),
-            "task": TaskPlan(**raw["task"]),
-            "rollout": RolloutPlan(
-                **{
-                    **rollout,
-                    "scheme": Scheme(rollout["scheme"]),
-                    "replicas": tuple(quantisation_from_config(each) for each in rollout["replicas"]),
-                }
-            ),
-            "profile": _profile(profile) if profile else None,
-            "correction": _correction(raw["correction"]),
-            "guard": _guard(raw["guard"]),
-            "uaq": UaqPlan(**raw["uaq"]) if raw["uaq"] else None,
-            "cluster": ClusterPlan(**raw["cluster"]) if raw["cluster"] else None,
-            "checkpoint": CheckpointPlan(**raw["checkpoint"]),
-            "algorithm": AlgorithmPlan(**raw["algorithm"]),
-            "trainer": TrainerPlan(**raw["trainer"]),
-            "logging_backends": tuple(raw["logging_backends"]),
-            "argv": tuple(raw["argv"]),
-            "env": tuple((k, v) for k, v in raw["env"]),
-            "pins": tuple((k, v) for k, v in raw["pins"]),
-            "choices": tuple(Choice(**c) for c in raw["choices"]),
-            "attestations": tuple(
-                ExpectedAttestation(**{**a, "scheme": Scheme(a["scheme"]), "patches": tuple(a["patches"])})
-                for a in raw["attestations"]
-            ),
-        }
-    )
-
-
-def _correction(raw: dict[str, Any]) -> CorrectionPlan:
-    bounds, shadow = raw["bounds"], raw["shadow"]
-    changed = {"method": CorrectionMethod(raw["method"]), "bounds": tuple(bounds) if bounds else None}
-    return CorrectionPlan(**{**raw, **changed, "shadow": ShadowPlan(**shadow) if shadow else None})
-
-
-def _guard(raw: dict[str, Any]) -> GuardPlan:
-    changed = {"actions": tuple(Action(each) for each in raw["actions"]), "switching": Switching(raw["switching"])}
-    return GuardPlan(**{**raw, **changed})
-
-
-def _profile(raw: dict[str, Any]) -> ProfilePlan:
-    return ProfilePlan(**{**raw, "scheme": Scheme(raw["scheme"]), "ignore": tuple(raw["ignore"])})

@@ -11,7 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from appliance.plan.model import RunPlan, read_plan
+from appliance.plan.model import RunPlan
+from appliance.plan.read import read_plan
 from appliance.profile.child import model_folder
 from appliance.profile.found import model_hash
 from appliance.profile.scaled import Mark

@@ -17,7 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from appliance.errors import RecipeError
-from appliance.plan.model import RunPlan, TaskPlan, read_plan
+from appliance.plan.model import RunPlan, TaskPlan
+from appliance.plan.read import read_plan
 from appliance.run.boundary import told
 from appliance.run.events import append_event
 from appliance.tasks import arithmetic, dapo_math, gsm8k

@@ -19,7 +19,8 @@ from pathlib import Path
 from appliance.cluster.form import Cluster, cluster_of, lost
 from appliance.errors import ApplianceError, GuardStop, Interrupted, ProcessDied, SavedAndStopped, TrainingError
 from appliance.plan.env import PLAN_VARIABLE, RAY_DIR_VARIABLE
-from appliance.plan.model import RunPlan, read_plan
+from appliance.plan.model import RunPlan
+from appliance.plan.read import read_plan
 from appliance.run.checkpoints import step_of
 from appliance.run.events import append_event, append_failure, first_failure
 from appliance.run.stacks import keep_stacks
@@ -125,8 +126,8 @@ def _ray_of(plan: RunPlan) -> Iterator[Callable[[ApplianceError], None]]:
             yield functools.partial(_end_with_node, run_dir, cluster)
         except (SavedAndStopped, Interrupted, GuardStop):
             raise  # meant, whatever happened to a node
-        except Exception as error:
-            if (loss := lost(cluster)) is not None:  # whatever failed, failed for this
+        except Exception as error:  # a boundary: a node that is gone fails every call there is, each in its own words
+            if (loss := lost(cluster)) is not None:
                 raise loss from error
             raise
 

@@ -31,7 +31,7 @@ from verl.workers.config import ActorConfig
 
 from appliance.errors import NumericsError, TrainingError
 from appliance.plan.env import PLAN_VARIABLE
-from appliance.plan.model import read_plan
+from appliance.plan.read import read_plan
 from appliance.trainer.corrections import upper_clip
 
 

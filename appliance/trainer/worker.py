@@ -17,7 +17,7 @@ from verl.workers.rollout import base
 
 from appliance.patch import Patch, apply_patch
 from appliance.plan.env import PLAN_VARIABLE
-from appliance.plan.model import read_plan
+from appliance.plan.read import read_plan
 from appliance.quant.correction import CorrectionMethod
 from appliance.run.stacks import keep_stacks
 from appliance.trainer.cpu_platform import is_cpu_run

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_train_end_to_end import Finished, command, processes_of
+from trainings import Finished, processes_of, train
 
 pytestmark = pytest.mark.e2e
 
@@ -26,14 +25,7 @@ HALF = "raise-precision (int8, 50% of layers in bf16)"
 def run(tmp_path_factory: pytest.TempPathFactory, with_tiny_cache: Callable[[Path], Path]) -> Finished:
     root = with_tiny_cache(tmp_path_factory.mktemp("runs"))
     sizes = (f"trainer.steps={STEPS}", "trainer.validate_before=false", "trainer.validate_every=3")
-    done = subprocess.run(
-        command(root, *CLIMBING, ACTIONS, *sizes, "trainer.validate_bf16_every=3", name="climbs"),
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    finished = Finished(code=done.returncode, stdout=done.stdout, stderr=done.stderr, run_dir=root / "climbs")
+    finished = train(root, *CLIMBING, ACTIONS, *sizes, "trainer.validate_bf16_every=3", name="climbs")
     assert finished.code == 0, finished.stderr[-4000:]
     return finished
 

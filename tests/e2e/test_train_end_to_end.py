@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
-from appliance.plan.env import RUN_VARIABLE
-from appliance.run.processes import find_processes
+from trainings import STEPS, VALIDATION_PROBLEMS, Finished, command, processes_of, train
 
 pytestmark = pytest.mark.e2e
 
-STEPS = 4
-USUAL_PORTS = (6379, 8265, 10001, 29500, 8000)  # of Ray (3), torch and vLLM, where nothing chooses another one
-VALIDATION_PROBLEMS = 512
 CONTRACT_KEYS = {
     "step",
     "time_s",
@@ -57,65 +48,8 @@ CONTRACT_KEYS = {
 }
 
 
-@dataclass(frozen=True)
-class Finished:
-    """A run that ended: what the command printed and where it wrote."""
-
-    code: int
-    stdout: str
-    stderr: str
-    run_dir: Path
-
-    def json_lines(self, name: str) -> list[dict]:
-        return [json.loads(line) for line in (self.run_dir / name).read_text().splitlines()]
-
-
-def command(root: Path, *sets: str, name: str) -> list[str]:
-    pairs = [f"cluster.run_dir={root}", *sets]
-    arguments = [part for pair in pairs for part in ("--set", pair)]
-    return [sys.executable, "-m", "appliance", "train", "arithmetic-tiny-int8", "--name", name, *arguments]
-
-
-def processes_of(run_dir: Path) -> list[str]:
-    """Living processes that carry the run's mark in their environment."""
-    return [str(process) for process in find_processes(f"{RUN_VARIABLE}={run_dir}")]
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("runs")
-
-
-@pytest.fixture(scope="module")
-def busy_ports() -> Iterator[None]:
-    """Somebody else has the ports that the parts of a run take by default: a run of ours needs none of them."""
-    with contextlib.ExitStack() as open_ones:
-        for port in USUAL_PORTS:
-            listener = open_ones.enter_context(socket.socket())
-            with contextlib.suppress(OSError):  # in use by somebody else already
-                listener.bind(("0.0.0.0", port))
-                listener.listen()
-        yield
-
-
-@pytest.fixture(scope="module")
-def run(root: Path, busy_ports: None) -> Finished:
-    # A temperature that is not 1: log-probs before it would differ from the trainer's by far more than the bound.
-    steps = (f"trainer.steps={STEPS}", f"trainer.validate_every={STEPS}", "rollout.temperature=0.8")
-    done = subprocess.run(
-        command(root, *steps, f"task.val_size={VALIDATION_PROBLEMS}", name="short"),
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    finished = Finished(code=done.returncode, stdout=done.stdout, stderr=done.stderr, run_dir=root / "short")
-    assert finished.code == 0, finished.stderr[-4000:]
-    return finished
-
-
-def test_every_step_has_every_metric_of_the_contract(run: Finished) -> None:
-    lines = run.json_lines("metrics.jsonl")
+def test_every_step_has_every_metric_of_the_contract(short: Finished) -> None:
+    lines = short.json_lines("metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(STEPS + 1))
     for line in lines[1:]:
         assert CONTRACT_KEYS - line.keys() == set()
@@ -132,11 +66,11 @@ def test_every_step_has_every_metric_of_the_contract(run: Finished) -> None:
     assert all(0 < line["telemetry_s"] < line["step_s"] for line in lines[1:])
 
 
-def test_every_sync_is_proven_and_acknowledged(run: Finished) -> None:
+def test_every_sync_is_proven_and_acknowledged(short: Finished) -> None:
     """One before training, one after each step and two for the last validation in BF16, all layers each time, with
     what the trainer sent."""
-    sent = run.json_lines("sync/trainer-0-0.jsonl")
-    taken = run.json_lines("sync/rollout-0-0.jsonl")
+    sent = short.json_lines("sync/trainer-0-0.jsonl")
+    taken = short.json_lines("sync/rollout-0-0.jsonl")
     assert [line["sync"] for line in sent] == [line["sync"] for line in taken] == list(range(1, STEPS + 4))
     assert [line["manifest"] for line in sent] == [line["manifest"] for line in taken]
     assert len({line["manifest"] for line in sent}) == STEPS + 3
@@ -144,8 +78,8 @@ def test_every_sync_is_proven_and_acknowledged(run: Finished) -> None:
     assert all(line["layers"] == 17 and line["parameters_proven"] == 22 for line in taken)
 
 
-def test_every_worker_attests_int8(run: Finished) -> None:
-    said = {path.stem: json.loads(path.read_text()) for path in (run.run_dir / "attest").iterdir()}
+def test_every_worker_attests_int8(short: Finished) -> None:
+    said = {path.stem: json.loads(path.read_text()) for path in (short.run_dir / "attest").iterdir()}
     assert sorted(said) == ["driver-0", "rollout-0-0", "trainer-0"]
     rollout, trainer = said["rollout-0-0"], said["trainer-0"]
     assert (rollout["scheme"], rollout["emulated"], rollout["role"]) == ("int8", False, "rollout")
@@ -158,42 +92,50 @@ def test_every_worker_attests_int8(run: Finished) -> None:
     assert len({one["fingerprint"] for one in said.values()}) == 1
 
 
-def test_the_run_folder_is_complete(run: Finished) -> None:
-    record = json.loads((run.run_dir / "run.json").read_text())
+def test_the_run_folder_is_complete(short: Finished) -> None:
+    record = json.loads((short.run_dir / "run.json").read_text())
     assert (record["state"], record["exit_code"]) == ("done", 0)
-    names = {path.name for path in run.run_dir.iterdir()}
-    assert names >= {"recipe.yaml", "plan.json", "versions.json", "run.json", "metrics.jsonl", "events.jsonl", "model"}
-    assert (run.run_dir / "logs" / "1" / "train.log").stat().st_size > 0
-    assert "Traceback" not in run.stderr and "killed by signal" not in run.stderr
+    names = {path.name for path in short.run_dir.iterdir()}
+    assert names >= {
+        "recipe.yaml",
+        "plan.json",
+        "versions.json",
+        "run.json",
+        "metrics.jsonl",
+        "events.jsonl",
+        "model",
+    }
+    assert (short.run_dir / "logs" / "1" / "train.log").stat().st_size > 0
+    assert "Traceback" not in short.stderr and "killed by signal" not in short.stderr
 
 
-def test_nothing_is_left_running(run: Finished) -> None:
-    assert processes_of(run.run_dir) == []
-    assert not Path(dict(json.loads((run.run_dir / "plan.json").read_text())["env"])["APPLIANCE_RAY_DIR"]).exists()
+def test_nothing_is_left_running(short: Finished) -> None:
+    assert processes_of(short.run_dir) == []
+    assert not Path(dict(json.loads((short.run_dir / "plan.json").read_text())["env"])["APPLIANCE_RAY_DIR"]).exists()
 
 
-def test_the_weights_changed_and_the_model_is_of_the_original_class(run: Finished) -> None:
+def test_the_weights_changed_and_the_model_is_of_the_original_class(short: Finished) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    plan = json.loads((run.run_dir / "plan.json").read_text())
+    plan = json.loads((short.run_dir / "plan.json").read_text())
     before = AutoModelForCausalLM.from_pretrained(plan["model"]["path"]).state_dict()
-    model = AutoModelForCausalLM.from_pretrained(run.run_dir / "model")
+    model = AutoModelForCausalLM.from_pretrained(short.run_dir / "model")
     after = model.state_dict()
     assert type(model).__name__ == "Qwen2ForCausalLM" and before.keys() == after.keys()
     assert any(not torch.equal(before[name].float(), after[name].float()) for name in before)
-    assert AutoTokenizer.from_pretrained(run.run_dir / "model").encode("1+2=")
+    assert AutoTokenizer.from_pretrained(short.run_dir / "model").encode("1+2=")
 
 
-def test_plain_vllm_reaches_the_last_validation(run: Finished, tmp_path: Path) -> None:
+def test_plain_vllm_reaches_the_last_validation(short: Finished, tmp_path: Path) -> None:
     """The exported model in a vLLM without us: no plugin, no quantisation, its own process."""
     script = tmp_path / "plain.py"
     script.write_text(PLAIN_VLLM)
     env = {key: value for key, value in os.environ.items() if not key.startswith(("APPLIANCE_", "VERL_"))}
     env |= {"VLLM_PLUGINS": "", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    plan = json.loads((run.run_dir / "plan.json").read_text())
+    plan = json.loads((short.run_dir / "plan.json").read_text())
     done = subprocess.run(
-        [sys.executable, str(script), str(run.run_dir / "model"), plan["task"]["val_parquet"]],
+        [sys.executable, str(script), str(short.run_dir / "model"), plan["task"]["val_parquet"]],
         capture_output=True,
         text=True,
         timeout=300,
@@ -204,7 +146,7 @@ def test_plain_vllm_reaches_the_last_validation(run: Finished, tmp_path: Path) -
     answers = [line for line in done.stdout.splitlines() if line.startswith('{"reward"')]  # vLLM prints there too
     assert len(answers) == 1, done.stdout[-3000:]
     reward = json.loads(answers[0])["reward"]
-    last = run.json_lines("metrics.jsonl")[-1]["val_reward_mean"]
+    last = short.json_lines("metrics.jsonl")[-1]["val_reward_mean"]
     assert abs(reward - last) <= 0.02, f"plain vLLM {reward}, last validation {last}"
 
 
@@ -228,15 +170,15 @@ if __name__ == "__main__":
 """
 
 
-def test_a_signal_in_mid_training_ends_everything(root: Path, run: Finished) -> None:
+def test_a_signal_in_mid_training_ends_everything(short_root: Path, short: Finished) -> None:
     """The model is in the cache by now. SIGTERM after the first step: its state is saved, code 75, no process left."""
     process = subprocess.Popen(
-        command(root, "trainer.steps=200", "trainer.validate_before=false", name="stopped"),
+        command(short_root, "trainer.steps=200", "trainer.validate_before=false", name="stopped"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    metrics = root / "stopped" / "metrics.jsonl"
+    metrics = short_root / "stopped" / "metrics.jsonl"
     deadline = time.monotonic() + 300
     while not metrics.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -244,36 +186,30 @@ def test_a_signal_in_mid_training_ends_everything(root: Path, run: Finished) -> 
     process.send_signal(signal.SIGTERM)
     _, stderr = process.communicate(timeout=300)
     assert process.returncode == 75, stderr[-3000:]
-    assert processes_of(root / "stopped") == []
-    record = json.loads((root / "stopped" / "run.json").read_text())
+    assert processes_of(short_root / "stopped") == []
+    record = json.loads((short_root / "stopped" / "run.json").read_text())
     last = json.loads(metrics.read_text().splitlines()[-1])["step"]
     assert (record["state"], record["exit_code"], record["reason"]) == (
         "stopped",
         75,
         f"stopped by SIGTERM, the state after step {last} is saved",
     )
-    assert (root / "stopped" / "checkpoints" / f"global_step_{last}" / "data.pt").is_file()
+    assert (short_root / "stopped" / "checkpoints" / f"global_step_{last}" / "data.pt").is_file()
 
 
 @pytest.fixture(scope="module")
-def guarded(root: Path, run: Finished) -> Finished:
+def guarded(short_root: Path, short: Finished) -> Finished:
     """A bound that every step breaks: a warning, a stop one step later. And DAPO, with a penalty that responses of
     more than two tokens pay, which is all that are right."""
     sets = ("trainer.steps=50", "trainer.validate_before=false", "guard.k3_kl=1e-12", "guard.bad_steps=1")
     sets += ("guard.actions=[warn, stop]",)
     ours = ("correction.uaq_scale=1.5", "correction.method=calibrated-clipping", "correction.shadow_every=1")
     dapo = ("algorithm.kind=dapo", "algorithm.overlong_tokens=4", "algorithm.overlong_penalty=0.5")
-    done = subprocess.run(
-        command(root, *sets, *ours, *dapo, "batch.generation_prompts=64", "guard.cooling_steps=0", name="guarded"),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    return Finished(code=done.returncode, stdout=done.stdout, stderr=done.stderr, run_dir=root / "guarded")
+    more = ("batch.generation_prompts=64", "guard.cooling_steps=0")
+    return train(short_root, *sets, *ours, *dapo, *more, name="guarded", timeout_s=600)
 
 
-def test_the_guard_saves_and_stops_a_run_with_code_6(guarded: Finished, root: Path) -> None:
+def test_the_guard_saves_and_stops_a_run_with_code_6(guarded: Finished, short_root: Path) -> None:
     """The state of the last step is on disk."""
     assert guarded.code == 6, guarded.stderr[-3000:]
     finished = guarded
@@ -290,7 +226,7 @@ def test_the_guard_saves_and_stops_a_run_with_code_6(guarded: Finished, root: Pa
     assert record["reason"].startswith("stopped by the guard: step 2: warn -> stop: k3_kl ")
     assert processes_of(finished.run_dir) == []
     clip_bounds_were_refitted(finished)
-    the_checkpoint_is_scaled_and_folds_back(finished, root=root)
+    the_checkpoint_is_scaled_and_folds_back(finished, short_root=short_root)
 
 
 def clip_bounds_were_refitted(run: Finished) -> None:
@@ -301,17 +237,17 @@ def clip_bounds_were_refitted(run: Finished) -> None:
     assert 0.5 <= lines[1]["clip_bound_low"] <= 0.8 and 1.2 <= lines[1]["clip_bound_high"] <= 2
 
 
-def the_checkpoint_is_scaled_and_folds_back(run: Finished, *, root: Path) -> None:
+def the_checkpoint_is_scaled_and_folds_back(run: Finished, *, short_root: Path) -> None:
     """Two updates at a rate of 2e-4 move a norm by a thousandth; UAQ moved it by half, and the way back undoes that."""
     from safetensors.torch import load_file
 
-    from appliance.plan.model import read_plan
+    from appliance.plan.read import read_plan
     from appliance.trainer.export import export_checkpoint
 
     plan = read_plan(run.run_dir / "plan.json")
     checkpoint = run.run_dir / "checkpoints" / "global_step_2"
-    export_checkpoint(checkpoint, target=root / "folded", uaq=plan.uaq)
-    folders = (Path(plan.model.path), checkpoint / "actor" / "huggingface", root / "folded")
+    export_checkpoint(checkpoint, target=short_root / "folded", uaq=plan.uaq)
+    folders = (Path(plan.model.path), checkpoint / "actor" / "huggingface", short_root / "folded")
     name = "model.layers.0.input_layernorm.weight"
     before, saved, folded = (load_file(folder / "model.safetensors")[name].double().norm() for folder in folders)
     assert saved / before == pytest.approx(1.5, rel=0.01) and folded / before == pytest.approx(1, rel=0.01)

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from killable import Run
+from killable import SMALL, Run
 
 
 @pytest.fixture(scope="session")
@@ -23,9 +23,9 @@ def new_run(run_root: Path) -> Iterator[Callable[..., Run]]:
     made: list[Run] = []
 
     def make(name: str, **sets: str) -> Run:
-        run = Run(run_root, name, {key.replace("__", "."): value for key, value in sets.items()})
-        made.append(run)
-        return run
+        own = {key.replace("__", "."): value for key, value in sets.items()}
+        made.append(Run(run_root, name, {**SMALL, **own}))
+        return made[-1]
 
     yield make
     for run in made:

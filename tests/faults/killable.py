@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,21 +36,23 @@ class Run:
 
     root: Path
     name: str
-    sets: dict[str, str] = field(default_factory=dict)
+    sets: dict[str, str]
     launcher: subprocess.Popen[str] | None = None
 
     @property
     def run_dir(self) -> Path:
         return self.root / self.name
 
-    def start(self) -> None:
-        """A new run, or the next attempt of it."""
-        pairs = {"cluster.run_dir": str(self.root), **SMALL, **self.sets}
+    def command(self) -> list[str]:
+        """Of a new run, or of the next attempt of it."""
+        pairs = {"cluster.run_dir": str(self.root), **self.sets}
         options = [part for key, value in pairs.items() for part in ("--set", f"{key}={value}")]
         command = [sys.executable, "-m", "appliance", "train", RECIPE, "--name", self.name, "--resume", "auto"]
-        log = (self.root / f"{self.name}.out").open("a")
-        with log:
-            self.launcher = subprocess.Popen([*command, *options], stdout=log, stderr=subprocess.STDOUT, text=True)
+        return [*command, *options]
+
+    def start(self) -> None:
+        with (self.root / f"{self.name}.out").open("a") as log:
+            self.launcher = subprocess.Popen(self.command(), stdout=log, stderr=subprocess.STDOUT, text=True)
 
     @property
     def said(self) -> str:

@@ -1,17 +1,32 @@
-"""Deaths in a real training: each is named, and the launcher goes on from the newest checkpoint."""
+"""Deaths in a real training: each is named, the launcher goes on from the newest checkpoint, and the run ends as one
+that nobody disturbed."""
 
 from __future__ import annotations
 
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from killable import Run
+from trainings import SHORT, STEPS, Finished
 
 pytestmark = pytest.mark.e2e
 
 NAMED_WITHIN_S = 60.0
+OF_A_CLOCK = ("_s", "_per_s")
+
+
+@pytest.fixture(scope="module")
+def killed(short_root: Path, short: Finished) -> Iterator[Run]:
+    """The run `short` again, every step of it saved; each test goes on where the one before left it."""
+    sets = dict(pair.split("=", maxsplit=1) for pair in SHORT)
+    run = Run(short_root, "killed", {**sets, "checkpoint.every_steps": "1", "trainer.max_restarts": "2"})
+    run.start()
+    yield run
+    run.clean_up()
 
 
 def kill_after_a_step(run: Run, victim: str, *, attempt: int) -> dict[str, Any]:
@@ -32,10 +47,9 @@ def kill_after_a_step(run: Run, victim: str, *, attempt: int) -> dict[str, Any]:
     return {**failure, "seconds": failure["time"] - killed_at}
 
 
-def test_killed_engine_and_worker_are_named_and_the_run_goes_on(new_run: Callable[..., Run]) -> None:
+def test_killed_engine_and_worker_are_named_and_the_run_goes_on(killed: Run) -> None:
     """The engine's core after the first step, the training worker after the next: three attempts, each step once."""
-    run = new_run("restarts", trainer__steps="4", trainer__max_restarts="2")
-    run.start()
+    run = killed
     first = kill_after_a_step(run, "VLLM::EngineCor", attempt=1)
     second = kill_after_a_step(run, "ray::WorkerDict", attempt=2)
     assert run.end() == 0, run.said[-3000:]
@@ -47,8 +61,27 @@ def test_killed_engine_and_worker_are_named_and_the_run_goes_on(new_run: Callabl
     assert (second["why"], second["exit_code"]) == ("ProcessDied", 5)
     assert second["what"].startswith(("a training worker died: WorkerDict, process ", "a worker died: "))
     assert max(first["seconds"], second["seconds"]) < NAMED_WITHIN_S
-    assert run.steps == [1, 2, 3, 4]
+    assert run.steps == list(range(STEPS + 1))
     assert run.damaged_files() == []
-    assert (run.run_dir / "model" / "config.json").is_file()
     assert (run.record()["state"], run.record()["attempt"]) == ("done", 3)
     assert run.processes() == []
+
+
+def without_times(line: dict[str, Any]) -> dict[str, Any]:
+    """A line of metrics without what a clock says, and without what counts from the attempt's first weight update."""
+    return {key: value for key, value in line.items() if not key.endswith(OF_A_CLOCK) and key != "scale_drift"}
+
+
+def test_a_run_that_was_killed_twice_ends_as_one_that_was_not(killed: Run, short: Finished) -> None:
+    """Every metric of every step, value for value: the same prompts, the same tokens, the same updates. And the
+    weights, byte for byte."""
+    assert killed.record()["state"] == "done"
+    once, thrice = short.json_lines("metrics.jsonl"), killed.lines("metrics.jsonl")
+    assert [without_times(line) for line in thrice] == [without_times(line) for line in once]
+    weights = "model/model.safetensors"
+    assert (killed.run_dir / weights).read_bytes() == (short.run_dir / weights).read_bytes()
+
+
+def test_a_run_that_is_done_says_so(killed: Run) -> None:
+    done = subprocess.run(killed.command(), capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, f"the run killed is done: {killed.run_dir / 'model'}\n")

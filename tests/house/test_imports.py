@@ -20,12 +20,13 @@ NUMBERS = {
     "quant.uaq_layers",
 }
 # The folder of checkpoints: the trainer fills it, the launcher looks for where to resume.
-SAVED = {"run.seal", "run.checkpoints"}
+SAVED = {"run.seal", "run.checkpoints", "run.last_line"}
 CHILDREN = {
     "errors",
     "patch",
     "quant",
     "plan.model",
+    "plan.read",
     "plan.env",
     "run.attest",
     "run.events",
@@ -47,7 +48,7 @@ MAY_IMPORT = {
     "interruption": {"console"},
     "quant": {"errors"},
     "guard": {"errors", "quant.scheme"},
-    "tasks": {"errors", "plan.model", "run.events", "run.boundary"},
+    "tasks": {"errors", "plan.model", "plan.read", "run.events", "run.boundary"},
     "recipe": {"errors", "tasks", "guard", *NUMBERS},
     "plan": {"errors", "tasks", "recipe", "guard", *NUMBERS},
     "preflight": {"errors", "patch", "tasks", "recipe", "plan", *NUMBERS},

@@ -9,7 +9,8 @@ from plans import HOST
 from appliance.errors import RecipeError
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostFacts, HostGpu
-from appliance.plan.model import CorrectionPlan, ExpectedAttestation, RunPlan, plan_from_dict, read_plan
+from appliance.plan.model import CorrectionPlan, ExpectedAttestation, RunPlan
+from appliance.plan.read import plan_from_dict, read_plan
 from appliance.plan.show import plan_text
 from appliance.quant.correction import CorrectionMethod
 from appliance.quant.scheme import Scheme

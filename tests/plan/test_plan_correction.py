@@ -9,7 +9,8 @@ import pytest
 from plans import HOST
 
 from appliance.plan.build import build_plan
-from appliance.plan.model import RunPlan, ShadowPlan, UaqPlan, plan_from_dict
+from appliance.plan.model import RunPlan, ShadowPlan, UaqPlan
+from appliance.plan.read import plan_from_dict
 from appliance.quant.correction import ClipRange
 from appliance.recipe.load import load_recipe
 

@@ -7,11 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
-from plans import HOST
+from plans import HOST, INPUTS
 
 from appliance.guard.policy import Action
 from appliance.plan.build import build_plan
-from appliance.plan.model import RunPlan, Switching, plan_from_dict
+from appliance.plan.model import RunPlan, Switching
+from appliance.plan.read import plan_from_dict
 from appliance.preflight.finding import Finding
 from appliance.preflight.guard import judge_guard
 from appliance.preflight.probes import InputFacts, ModelShape
@@ -21,17 +22,6 @@ USUAL = (Action.WARN, Action.TIGHTEN, Action.BF16, Action.STOP)
 GRAPHS = "engines that run CUDA graphs must be restarted for it, which this version cannot do"
 EXPERTS = "quantised experts cannot change their scheme while the engine runs"
 GPU = ("cluster.device=a100",)
-INPUTS = InputFacts(
-    model_folder_exists=True,
-    model_missing=(),
-    model_bytes=0,
-    model_shape=None,
-    model_is_cached=False,
-    is_offline=False,
-    hub_problem="",
-    data_problems=(),
-    is_prepared=False,
-)
 
 
 def planned(*sets: str) -> RunPlan:

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 from plans import HOST as BARE_HOST
+from plans import INPUTS
 
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostFacts, HostGpu
@@ -14,17 +15,6 @@ from appliance.preflight.probes import InputFacts
 from appliance.preflight.report import as_json, lines
 from appliance.recipe.load import load_recipe
 
-INPUTS = InputFacts(
-    model_folder_exists=True,
-    model_missing=(),
-    model_bytes=0,
-    model_shape=None,
-    model_is_cached=False,
-    is_offline=False,
-    hub_problem="",
-    data_problems=(),
-    is_prepared=False,
-)
 HOST = dataclasses.replace(BARE_HOST, packages=frozenset({"flash_attn"}))
 GPU_HOST = dataclasses.replace(HOST, gpus=(HostGpu("NVIDIA A100-SXM4-80GB", 80 << 30),))
 

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny
 
 from appliance.errors import EngineError
-from appliance.plan.model import ModelPlan, ProfilePlan, RunPlan, UaqPlan, plan_from_dict
+from appliance.plan.model import ModelPlan, ProfilePlan, RunPlan, UaqPlan
+from appliance.plan.read import plan_from_dict
 from appliance.preflight.uaq import uaq_problem
 from appliance.profile.job import job_of_run
 from appliance.profile.scale_child import make_scaled

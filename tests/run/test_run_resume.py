@@ -1,8 +1,7 @@
-"""Which run is resumed, where it goes on, and what its folder looks like then."""
+"""Which run is resumed, whether it may go on, and from where."""
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from plans import HOST
+from stopped_runs import recipe, resumed, save, stopped, target_of
 
 from appliance.errors import PreflightError, RecipeError
 from appliance.plan.build import Begun, build_plan
@@ -17,15 +17,9 @@ from appliance.plan.model import RunPlan
 from appliance.quant.scheme import Scheme
 from appliance.recipe.dump import to_yaml
 from appliance.recipe.load import load_recipe
-from appliance.recipe.schema import Recipe
 from appliance.run import go_on as going_on
 from appliance.run import seal as seal_module
-from appliance.run.attempt import begin_attempt, cut_lines
-from appliance.run.checkpoints import Found, checkpoint_folder
-from appliance.run.events import append_event, first_failure
-from appliance.run.last_line import owed_line
 from appliance.run.resume import (
-    Resume,
     Target,
     begun_with,
     cache_of,
@@ -36,61 +30,9 @@ from appliance.run.resume import (
     refuse_changes,
     refuse_misfit,
 )
-from appliance.run.seal import Facts, hash_file, seal
+from appliance.run.seal import hash_file
 from appliance.run.session import RunStatus, create_session, read_record
 from appliance.run.summary import go_on_command
-
-
-def recipe(*sets: str) -> Recipe:
-    return load_recipe("arithmetic-tiny-int8", sets=sets)
-
-
-def stopped(plan: RunPlan, *, last_step: int = 5, state: RunStatus = RunStatus.FAILED) -> Path:
-    """The folder of a run whose first attempt ended after `last_step`."""
-    with create_session(plan, recipe_yaml=to_yaml(recipe()), is_chosen=False) as session:
-        run_dir = session.run_dir
-        for step in range(last_step + 1):
-            metric(run_dir, step)
-        append_event(run_dir, kind="failure", what="the disk is full", why="TrainingError", exit_code=5)
-        for folder in ("sync", "attest"):
-            (run_dir / folder).mkdir()
-            (run_dir / folder / "said.json").write_text("{}")
-        (run_dir / "guard.json").write_text('{"step": 5}')
-        session.finish(state=state, exit_code=5, reason="the disk is full")
-    return run_dir
-
-
-def metric(run_dir: Path, step: int, **more: float) -> None:
-    with (run_dir / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": step, "time_s": 1.0 * step, **more}) + "\n")
-
-
-def save(run_dir: Path, step: int, *, line: dict[str, object] | None = None, **facts: object) -> Path:
-    folder = checkpoint_folder(run_dir, step=step)
-    folder.mkdir(parents=True)
-    (folder / "data.pt").write_bytes(b"x" * step)
-    (folder / "guard.json").write_text(json.dumps({"step": step}))
-    (folder / "state.json").write_text(
-        json.dumps({"schema_version": 1, "step": step} | ({"line": line} if line else {}))
-    )
-    seal(folder, facts=Facts(**{"step": step, "world_size": 1, "reason": "", "time": 0.0, **facts}))
-    return folder
-
-
-def steps_in(path: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
-
-
-def target_of(run_dir: Path) -> Target:
-    found = find_target("auto", root=run_dir.parent, recipe_name="small", name=run_dir.name)
-    assert found is not None
-    return found
-
-
-def events(run_dir: Path, kind: str) -> list[tuple[str, str]]:
-    lines = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-    return [(line["what"], line["why"]) for line in lines if line["kind"] == kind]
-
 
 # which run
 
@@ -177,10 +119,6 @@ def test_every_harmless_key_is_a_key_of_the_recipe() -> None:
 
 
 # what does not fit
-
-
-def resumed(run_dir: Path) -> Resume:
-    return find_start(target_of(run_dir))
 
 
 def test_another_number_of_ranks_is_said(tmp_path: Path, small_plan: Callable) -> None:
@@ -286,151 +224,3 @@ def test_a_named_checkpoint_that_is_damaged_is_refused(tmp_path: Path, small_pla
         find_start(target)
     message = f"--resume {folder}: damaged: data.pt has other content than was saved"
     assert caught.value.problems == [(message, "use --resume auto, which takes the newest whole one")]
-
-
-# the next attempt
-
-
-def test_the_folder_goes_back_to_the_end_of_the_step(tmp_path: Path, small_plan: Callable) -> None:
-    plan = small_plan(tmp_path, steps=9)
-    run_dir = stopped(plan)
-    save(run_dir, 3)
-    assert first_failure(run_dir) is not None
-    with begin_attempt(plan, resume=resumed(run_dir), recipe_yaml="name: small\n") as session:
-        assert session.log_dir == run_dir / "logs" / "2" and session.log_dir.is_dir()
-    assert read_record(run_dir).attempt == 2
-    assert steps_in(run_dir / "metrics.jsonl") == [0, 1, 2, 3]
-    assert steps_in(run_dir / "metrics.cut-1.jsonl") == [4, 5]
-    assert json.loads((run_dir / "guard.json").read_text()) == {"step": 3}
-    kept = {each.name for each in (run_dir / "logs" / "1").iterdir()}
-    assert kept == {"sync", "attest", "plan.json", "recipe.yaml", "versions.json"}
-    assert not (run_dir / "sync").exists() and not (run_dir / "attest").exists()
-    assert events(run_dir, "resume") == [("attempt 2 goes on after step 3", "")]
-    assert first_failure(run_dir) is None
-
-
-def test_damaged_half_written_and_later_ones_are_set_aside(tmp_path: Path, small_plan: Callable) -> None:
-    plan = small_plan(tmp_path, steps=9)
-    run_dir = stopped(plan)
-    for step in (1, 2, 3, 4, 5):
-        save(run_dir, step)
-    (run_dir / "checkpoints" / "global_step_5" / "data.pt").write_bytes(b"yyyyy")
-    (run_dir / "checkpoints" / "partial-global_step_6").mkdir()
-    target = find_target("auto", root=tmp_path, recipe_name="", name="small-1")
-    begin_attempt(plan, resume=find_start(target), recipe_yaml="").release()
-    assert steps_in(run_dir / "metrics.jsonl") == [0, 1, 2, 3, 4]
-    named = find_target(str(run_dir / "checkpoints" / "global_step_2"), root=tmp_path, recipe_name="", name=None)
-    begin_attempt(plan, resume=find_start(named), recipe_yaml="").release()
-    folder = run_dir / "checkpoints"
-    assert sorted(each.relative_to(folder).as_posix() for each in folder.glob("*step_*")) == [
-        "global_step_1",
-        "global_step_2",
-    ]
-    aside = sorted(each.relative_to(folder).as_posix() for each in folder.glob("*/*step_*"))
-    assert aside == [
-        "cut-2/global_step_3",
-        "cut-2/global_step_4",
-        "damaged/global_step_5",
-        "damaged/partial-global_step_6",
-    ]
-    assert events(run_dir, "checkpoint")[:2] == [
-        ("global_step_5 is damaged and set aside", "data.pt has other content than was saved"),
-        ("partial-global_step_6 was half written and is set aside", ""),
-    ]
-    assert steps_in(run_dir / "metrics.jsonl") == [0, 1, 2]
-
-
-def test_without_a_whole_checkpoint_the_run_starts_from_the_beginning(tmp_path: Path, small_plan: Callable) -> None:
-    plan = small_plan(tmp_path, steps=9)
-    run_dir = stopped(plan)
-    begin_attempt(plan, resume=resumed(run_dir), recipe_yaml="").release()
-    assert steps_in(run_dir / "metrics.jsonl") == []
-    assert not (run_dir / "guard.json").exists()
-    assert events(run_dir, "resume") == [("attempt 2 starts from the beginning: no whole checkpoint", "")]
-
-
-def test_a_folder_that_was_only_claimed_gets_its_first_attempt(tmp_path: Path, small_plan: Callable) -> None:
-    plan = small_plan(tmp_path, steps=9)
-    (tmp_path / "small-1").mkdir()
-    target = target_of(tmp_path / "small-1")
-    assert target.record.attempt == 0
-    refuse_changes(recipe(), target=target, force=False)
-    begin_attempt(plan, resume=find_start(target), recipe_yaml="").release()
-    assert read_record(tmp_path / "small-1").attempt == 1
-
-
-def test_the_line_of_the_last_step_waits_for_the_validation_that_was_cut(tmp_path: Path, small_plan: Callable) -> None:
-    """Only the last step's, only where a validation is due and the checkpoint has the line to write again."""
-    plan = small_plan(tmp_path, steps=5)
-    run_dir = stopped(plan)
-    folder = save(run_dir, 5, line={"step": 5, "time_s": 5.0})
-    start = resumed(run_dir)
-    assert owed_line(run_dir, checkpoint=folder, plan=plan) == {"step": 5, "time_s": 5.0}
-    for other in (replace(plan, steps=6), replace(plan, validate_every=0)):
-        assert owed_line(run_dir, checkpoint=folder, plan=other) is None
-    assert owed_line(run_dir, checkpoint=None, plan=plan) is None
-    begin_attempt(plan, resume=start, recipe_yaml="").release()
-    assert steps_in(run_dir / "metrics.jsonl") == [0, 1, 2, 3, 4]
-    assert owed_line(run_dir, checkpoint=folder, plan=plan) is not None
-    metric(run_dir, 5, val_reward_mean=0.5)
-    assert owed_line(run_dir, checkpoint=folder, plan=plan) is None
-    begin_attempt(plan, resume=resumed(run_dir), recipe_yaml="").release()
-    assert steps_in(run_dir / "metrics.jsonl") == [0, 1, 2, 3, 4, 5]
-
-
-def test_a_last_line_without_a_copy_or_with_its_validation_stays(tmp_path: Path, small_plan: Callable) -> None:
-    for name, line in (("small-1", None), ("small-2", {"step": 5, "time_s": 5.0, "val_reward_mean": 0.0})):
-        plan = small_plan(tmp_path, name=name, steps=5)
-        run_dir = stopped(plan)
-        save(run_dir, 5, line=line)
-        begin_attempt(plan, resume=resumed(run_dir), recipe_yaml="").release()
-        assert steps_in(run_dir / "metrics.jsonl") == [0, 1, 2, 3, 4, 5]
-
-
-def test_a_torn_line_and_a_step_that_is_there_twice_are_cut(tmp_path: Path) -> None:
-    for step in (0, 1, 2, 2, 3):
-        metric(tmp_path, step)
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "ti')
-    aside = tmp_path / "metrics.cut-7.jsonl"
-    assert cut_lines(tmp_path / "metrics.jsonl", after=3, attempt=7) == aside
-    assert steps_in(tmp_path / "metrics.jsonl") == [0, 1, 2, 3]
-    assert aside.read_text() == '{"step": 2, "time_s": 2.0}\n{"step": 4, "ti'
-    assert cut_lines(tmp_path / "metrics.jsonl", after=3, attempt=8) is None
-    assert not (tmp_path / "metrics.cut-8.jsonl").exists()
-
-
-def test_of_two_launchers_one_gets_the_run(tmp_path: Path, small_plan: Callable) -> None:
-    plan = small_plan(tmp_path, steps=9)
-    run_dir = stopped(plan)
-    first, second = resumed(run_dir), resumed(run_dir)
-    taken = [(f"--resume: another program has just taken the run {run_dir}", "wait for its end")]
-    with begin_attempt(plan, resume=first, recipe_yaml=""), pytest.raises(RecipeError) as caught:
-        begin_attempt(plan, resume=second, recipe_yaml="")
-    assert caught.value.problems == taken
-    with pytest.raises(RecipeError) as caught:  # it ended, and the other's look is of before it
-        begin_attempt(plan, resume=second, recipe_yaml="")
-    assert caught.value.problems == taken
-    assert read_record(run_dir).attempt == 2
-
-
-def test_a_model_of_an_earlier_end_goes_aside(tmp_path: Path, small_plan: Callable) -> None:
-    plan = small_plan(tmp_path, steps=9)
-    run_dir = stopped(plan, state=RunStatus.DONE)
-    (run_dir / "model").mkdir()
-    (run_dir / "model.partial-77").mkdir()
-    begin_attempt(plan, resume=Resume(target_of(run_dir), Found(None)), recipe_yaml="").release()
-    assert (run_dir / "logs" / "1" / "model").is_dir()
-    assert not (run_dir / "model").exists() and not (run_dir / "model.partial-77").exists()
-
-
-def test_another_version_is_noted(tmp_path: Path, small_plan: Callable) -> None:
-    plan = small_plan(tmp_path, steps=9)
-    run_dir = stopped(plan)
-    begin_attempt(plan, resume=resumed(run_dir), recipe_yaml="").release()
-    assert events(run_dir, "note")[-1][0].startswith("the lines of metrics.jsonl after step 0 are cut off")
-    said = json.loads((run_dir / "versions.json").read_text())
-    (run_dir / "versions.json").write_text(json.dumps({**said, "python": "3.10.1"}))
-    begin_attempt(plan, resume=resumed(run_dir), recipe_yaml="").release()
-    told = "this attempt runs with other versions than the one before: python"
-    assert events(run_dir, "note")[-1] == (told, "versions.json, and logs/ for those before")

@@ -76,6 +76,23 @@ def when_written(path: Path, *actions: Callable[[], None]) -> Callable[[], None]
     return tick
 
 
+def waiting_child(
+    run_dir: Path, code: str, *actions: Callable[[], None], grace_s: float = 5.0, ask: Ask | None = None
+) -> tuple[KeeperReport, list[str]]:
+    """A child that would wait for 100 s, and what is done to it once it is up. With the signals that were heard."""
+    with Interrupts() as interrupts:
+        report = child(
+            run_dir,
+            code + READY + "time.sleep(100)",
+            str(run_dir / "pid"),
+            interrupts=interrupts,
+            on_tick=when_written(run_dir / "pid", *actions),
+            grace_s=grace_s,
+            ask=ask,
+        )
+    return report, interrupts.names
+
+
 def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
@@ -131,31 +148,13 @@ def test_daemon_of_a_child_that_ended_well_is_ended(run_dir: Path, is_alive: Cal
 
 
 def test_first_signal_asks_the_child_to_end(run_dir: Path) -> None:
-    with Interrupts() as interrupts:
-        report = child(
-            run_dir,
-            POLITE + READY + "time.sleep(100)",
-            str(run_dir / "pid"),
-            interrupts=interrupts,
-            on_tick=when_written(run_dir / "pid", lambda: os.kill(os.getpid(), signal.SIGINT)),
-        )
-    assert interrupts.names == ["SIGINT"]
-    assert report == KeeperReport(7, ended=(), left=())
+    assert waiting_child(run_dir, POLITE, interrupt) == (KeeperReport(7, ended=(), left=()), ["SIGINT"])
 
 
 def test_child_that_ignores_the_signal_is_killed_after_the_grace(run_dir: Path) -> None:
     start = time.monotonic()
-    with Interrupts() as interrupts:
-        report = child(
-            run_dir,
-            STUBBORN + READY + "time.sleep(100)",
-            str(run_dir / "pid"),
-            interrupts=interrupts,
-            on_tick=when_written(run_dir / "pid", lambda: os.kill(os.getpid(), signal.SIGTERM)),
-            grace_s=0.5,
-        )
-    assert interrupts.names == ["SIGTERM"]
-    assert report == KeeperReport(-9, ended=(), left=())
+    ended = waiting_child(run_dir, STUBBORN, lambda: os.kill(os.getpid(), signal.SIGTERM), grace_s=0.5)
+    assert ended == (KeeperReport(-9, ended=(), left=()), ["SIGTERM"])
     assert 0.5 < time.monotonic() - start < 5
 
 
@@ -210,15 +209,7 @@ def test_child_that_is_asked_ends_in_its_own_way(run_dir: Path) -> None:
 
 def test_child_that_does_not_answer_in_its_budget_gets_the_signal(run_dir: Path) -> None:
     start = time.monotonic()
-    with Interrupts() as interrupts:
-        report = child(
-            run_dir,
-            POLITE + READY + "time.sleep(100)",
-            str(run_dir / "pid"),
-            interrupts=interrupts,
-            on_tick=when_written(run_dir / "pid", interrupt),
-            ask=Ask(lambda name: None, budget_s=0.5),
-        )
+    report, _ = waiting_child(run_dir, POLITE, interrupt, ask=Ask(lambda name: None, budget_s=0.5))
     assert report.returncode == 7
     assert time.monotonic() - start > 0.5
 
@@ -227,15 +218,7 @@ def test_child_that_cannot_be_asked_gets_the_signal(run_dir: Path) -> None:
     def full(name: str) -> None:
         raise OSError(28, "No space left on device")
 
-    with Interrupts() as interrupts:
-        report = child(
-            run_dir,
-            POLITE + READY + "time.sleep(100)",
-            str(run_dir / "pid"),
-            interrupts=interrupts,
-            on_tick=when_written(run_dir / "pid", interrupt),
-            ask=Ask(full, budget_s=600.0),
-        )
+    report, _ = waiting_child(run_dir, POLITE, interrupt, ask=Ask(full, budget_s=600.0))
     assert report.returncode == 7
 
 

@@ -16,7 +16,8 @@ from appliance.guard.governor import GovernorState
 from appliance.guard.policy import Action, Policy
 from appliance.guard.signals import Signals
 from appliance.plan.guard import USUAL_ACTIONS
-from appliance.plan.model import CorrectionPlan, GuardPlan, plan_from_dict
+from appliance.plan.model import CorrectionPlan, GuardPlan
+from appliance.plan.read import plan_from_dict
 from appliance.quant.correction import CorrectionMethod
 from appliance.quant.mismatch import measure_mismatch
 from appliance.quant.scheme import Scheme

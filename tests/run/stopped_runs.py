@@ -1,0 +1,71 @@
+"""Folders of runs that ended, as their launchers and trainers leave them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from appliance.plan.model import RunPlan
+from appliance.recipe.dump import to_yaml
+from appliance.recipe.load import load_recipe
+from appliance.recipe.schema import Recipe
+from appliance.run.checkpoints import checkpoint_folder
+from appliance.run.events import append_event
+from appliance.run.resume import Resume, Target, find_start, find_target
+from appliance.run.seal import Facts, seal
+from appliance.run.session import RunStatus, create_session
+
+
+def recipe(*sets: str) -> Recipe:
+    return load_recipe("arithmetic-tiny-int8", sets=sets)
+
+
+def stopped(plan: RunPlan, *, last_step: int = 5, state: RunStatus = RunStatus.FAILED) -> Path:
+    """The folder of a run whose first attempt ended after `last_step`."""
+    with create_session(plan, recipe_yaml=to_yaml(recipe()), is_chosen=False) as session:
+        run_dir = session.run_dir
+        for step in range(last_step + 1):
+            metric(run_dir, step)
+        append_event(run_dir, kind="failure", what="the disk is full", why="TrainingError", exit_code=5)
+        for folder in ("sync", "attest"):
+            (run_dir / folder).mkdir()
+            (run_dir / folder / "said.json").write_text("{}")
+        (run_dir / "guard.json").write_text('{"step": 5}')
+        session.finish(state=state, exit_code=5, reason="the disk is full")
+    return run_dir
+
+
+def metric(run_dir: Path, step: int, **more: float) -> None:
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": step, "time_s": 1.0 * step, **more}) + "\n")
+
+
+def save(run_dir: Path, step: int, *, line: dict[str, object] | None = None, **facts: object) -> Path:
+    folder = checkpoint_folder(run_dir, step=step)
+    folder.mkdir(parents=True)
+    (folder / "data.pt").write_bytes(b"x" * step)
+    (folder / "guard.json").write_text(json.dumps({"step": step}))
+    (folder / "state.json").write_text(
+        json.dumps({"schema_version": 1, "step": step} | ({"line": line} if line else {}))
+    )
+    seal(folder, facts=Facts(**{"step": step, "world_size": 1, "reason": "", "time": 0.0, **facts}))
+    return folder
+
+
+def steps_in(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def target_of(run_dir: Path) -> Target:
+    found = find_target("auto", root=run_dir.parent, recipe_name="small", name=run_dir.name)
+    assert found is not None
+    return found
+
+
+def events(run_dir: Path, kind: str) -> list[tuple[str, str]]:
+    lines = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    return [(line["what"], line["why"]) for line in lines if line["kind"] == kind]
+
+
+def resumed(run_dir: Path) -> Resume:
+    return find_start(target_of(run_dir))

@@ -1,0 +1,169 @@
+"""What the folder of a run looks like when its next attempt begins."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from stopped_runs import events, metric, recipe, resumed, save, steps_in, stopped, target_of
+
+from appliance.errors import RecipeError
+from appliance.run.attempt import begin_attempt, cut_lines
+from appliance.run.checkpoints import Found
+from appliance.run.events import first_failure
+from appliance.run.last_line import owed_line
+from appliance.run.resume import (
+    Resume,
+    find_start,
+    find_target,
+    refuse_changes,
+)
+from appliance.run.session import RunStatus, read_record
+
+
+def test_the_folder_goes_back_to_the_end_of_the_step(tmp_path: Path, small_plan: Callable) -> None:
+    plan = small_plan(tmp_path, steps=9)
+    run_dir = stopped(plan)
+    save(run_dir, 3)
+    assert first_failure(run_dir) is not None
+    with begin_attempt(plan, resume=resumed(run_dir), recipe_yaml="name: small\n") as session:
+        assert session.log_dir == run_dir / "logs" / "2" and session.log_dir.is_dir()
+    assert read_record(run_dir).attempt == 2
+    assert steps_in(run_dir / "metrics.jsonl") == [0, 1, 2, 3]
+    assert steps_in(run_dir / "metrics.cut-1.jsonl") == [4, 5]
+    assert json.loads((run_dir / "guard.json").read_text()) == {"step": 3}
+    kept = {each.name for each in (run_dir / "logs" / "1").iterdir()}
+    assert kept == {"sync", "attest", "plan.json", "recipe.yaml", "versions.json"}
+    assert not (run_dir / "sync").exists() and not (run_dir / "attest").exists()
+    assert events(run_dir, "resume") == [("attempt 2 goes on after step 3", "")]
+    assert first_failure(run_dir) is None
+
+
+def test_damaged_half_written_and_later_ones_are_set_aside(tmp_path: Path, small_plan: Callable) -> None:
+    plan = small_plan(tmp_path, steps=9)
+    run_dir = stopped(plan)
+    for step in (1, 2, 3, 4, 5):
+        save(run_dir, step)
+    (run_dir / "checkpoints" / "global_step_5" / "data.pt").write_bytes(b"yyyyy")
+    (run_dir / "checkpoints" / "partial-global_step_6").mkdir()
+    target = find_target("auto", root=tmp_path, recipe_name="", name="small-1")
+    begin_attempt(plan, resume=find_start(target), recipe_yaml="").release()
+    assert steps_in(run_dir / "metrics.jsonl") == [0, 1, 2, 3, 4]
+    named = find_target(str(run_dir / "checkpoints" / "global_step_2"), root=tmp_path, recipe_name="", name=None)
+    begin_attempt(plan, resume=find_start(named), recipe_yaml="").release()
+    folder = run_dir / "checkpoints"
+    assert sorted(each.relative_to(folder).as_posix() for each in folder.glob("*step_*")) == [
+        "global_step_1",
+        "global_step_2",
+    ]
+    aside = sorted(each.relative_to(folder).as_posix() for each in folder.glob("*/*step_*"))
+    assert aside == [
+        "cut-2/global_step_3",
+        "cut-2/global_step_4",
+        "damaged/global_step_5",
+        "damaged/partial-global_step_6",
+    ]
+    assert events(run_dir, "checkpoint")[:2] == [
+        ("global_step_5 is damaged and set aside", "data.pt has other content than was saved"),
+        ("partial-global_step_6 was half written and is set aside", ""),
+    ]
+    assert steps_in(run_dir / "metrics.jsonl") == [0, 1, 2]
+
+
+def test_without_a_whole_checkpoint_the_run_starts_from_the_beginning(tmp_path: Path, small_plan: Callable) -> None:
+    plan = small_plan(tmp_path, steps=9)
+    run_dir = stopped(plan)
+    begin_attempt(plan, resume=resumed(run_dir), recipe_yaml="").release()
+    assert steps_in(run_dir / "metrics.jsonl") == []
+    assert not (run_dir / "guard.json").exists()
+    assert events(run_dir, "resume") == [("attempt 2 starts from the beginning: no whole checkpoint", "")]
+
+
+def test_a_folder_that_was_only_claimed_gets_its_first_attempt(tmp_path: Path, small_plan: Callable) -> None:
+    plan = small_plan(tmp_path, steps=9)
+    (tmp_path / "small-1").mkdir()
+    target = target_of(tmp_path / "small-1")
+    assert target.record.attempt == 0
+    refuse_changes(recipe(), target=target, force=False)
+    begin_attempt(plan, resume=find_start(target), recipe_yaml="").release()
+    assert read_record(tmp_path / "small-1").attempt == 1
+
+
+def test_the_line_of_the_last_step_waits_for_the_validation_that_was_cut(tmp_path: Path, small_plan: Callable) -> None:
+    """Only the last step's, only where a validation is due and the checkpoint has the line to write again."""
+    plan = small_plan(tmp_path, steps=5)
+    run_dir = stopped(plan)
+    folder = save(run_dir, 5, line={"step": 5, "time_s": 5.0})
+    start = resumed(run_dir)
+    assert owed_line(run_dir, checkpoint=folder, plan=plan) == {"step": 5, "time_s": 5.0}
+    for other in (replace(plan, steps=6), replace(plan, validate_every=0)):
+        assert owed_line(run_dir, checkpoint=folder, plan=other) is None
+    assert owed_line(run_dir, checkpoint=None, plan=plan) is None
+    begin_attempt(plan, resume=start, recipe_yaml="").release()
+    assert steps_in(run_dir / "metrics.jsonl") == [0, 1, 2, 3, 4]
+    assert owed_line(run_dir, checkpoint=folder, plan=plan) is not None
+    metric(run_dir, 5, val_reward_mean=0.5)
+    assert owed_line(run_dir, checkpoint=folder, plan=plan) is None
+    begin_attempt(plan, resume=resumed(run_dir), recipe_yaml="").release()
+    assert steps_in(run_dir / "metrics.jsonl") == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_last_line_without_a_copy_or_with_its_validation_stays(tmp_path: Path, small_plan: Callable) -> None:
+    for name, line in (("small-1", None), ("small-2", {"step": 5, "time_s": 5.0, "val_reward_mean": 0.0})):
+        plan = small_plan(tmp_path, name=name, steps=5)
+        run_dir = stopped(plan)
+        save(run_dir, 5, line=line)
+        begin_attempt(plan, resume=resumed(run_dir), recipe_yaml="").release()
+        assert steps_in(run_dir / "metrics.jsonl") == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_torn_line_and_a_step_that_is_there_twice_are_cut(tmp_path: Path) -> None:
+    for step in (0, 1, 2, 2, 3):
+        metric(tmp_path, step)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "ti')
+    aside = tmp_path / "metrics.cut-7.jsonl"
+    assert cut_lines(tmp_path / "metrics.jsonl", after=3, attempt=7) == aside
+    assert steps_in(tmp_path / "metrics.jsonl") == [0, 1, 2, 3]
+    assert aside.read_text() == '{"step": 2, "time_s": 2.0}\n{"step": 4, "ti'
+    assert cut_lines(tmp_path / "metrics.jsonl", after=3, attempt=8) is None
+    assert not (tmp_path / "metrics.cut-8.jsonl").exists()
+
+
+def test_of_two_launchers_one_gets_the_run(tmp_path: Path, small_plan: Callable) -> None:
+    plan = small_plan(tmp_path, steps=9)
+    run_dir = stopped(plan)
+    first, second = resumed(run_dir), resumed(run_dir)
+    taken = [(f"--resume: another program has just taken the run {run_dir}", "wait for its end")]
+    with begin_attempt(plan, resume=first, recipe_yaml=""), pytest.raises(RecipeError) as caught:
+        begin_attempt(plan, resume=second, recipe_yaml="")
+    assert caught.value.problems == taken
+    with pytest.raises(RecipeError) as caught:  # it ended, and the other's look is of before it
+        begin_attempt(plan, resume=second, recipe_yaml="")
+    assert caught.value.problems == taken
+    assert read_record(run_dir).attempt == 2
+
+
+def test_a_model_of_an_earlier_end_goes_aside(tmp_path: Path, small_plan: Callable) -> None:
+    plan = small_plan(tmp_path, steps=9)
+    run_dir = stopped(plan, state=RunStatus.DONE)
+    (run_dir / "model").mkdir()
+    (run_dir / "model.partial-77").mkdir()
+    begin_attempt(plan, resume=Resume(target_of(run_dir), Found(None)), recipe_yaml="").release()
+    assert (run_dir / "logs" / "1" / "model").is_dir()
+    assert not (run_dir / "model").exists() and not (run_dir / "model.partial-77").exists()
+
+
+def test_another_version_is_noted(tmp_path: Path, small_plan: Callable) -> None:
+    plan = small_plan(tmp_path, steps=9)
+    run_dir = stopped(plan)
+    begin_attempt(plan, resume=resumed(run_dir), recipe_yaml="").release()
+    assert events(run_dir, "note")[-1][0].startswith("the lines of metrics.jsonl after step 0 are cut off")
+    said = json.loads((run_dir / "versions.json").read_text())
+    (run_dir / "versions.json").write_text(json.dumps({**said, "python": "3.10.1"}))
+    begin_attempt(plan, resume=resumed(run_dir), recipe_yaml="").release()
+    told = "this attempt runs with other versions than the one before: python"
+    assert events(run_dir, "note")[-1] == (told, "versions.json, and logs/ for those before")

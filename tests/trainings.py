@@ -1,0 +1,55 @@
+"""Trainings started as a user starts them, and what they leave."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from appliance.plan.env import RUN_VARIABLE
+from appliance.run.processes import find_processes
+
+# Of the short run that several files look at. A temperature that is not 1: log-probs before it would differ from the
+# trainer's by far more than the bound.
+STEPS = 4
+VALIDATION_PROBLEMS = 512
+SHORT = (
+    f"trainer.steps={STEPS}",
+    f"trainer.validate_every={STEPS}",
+    "rollout.temperature=0.8",
+    f"task.val_size={VALIDATION_PROBLEMS}",
+)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that ended: what the command printed and where it wrote."""
+
+    code: int
+    stdout: str
+    stderr: str
+    run_dir: Path
+
+    def json_lines(self, name: str) -> list[dict]:
+        return [json.loads(line) for line in (self.run_dir / name).read_text().splitlines()]
+
+
+def command(root: Path, *sets: str, name: str) -> list[str]:
+    pairs = [f"cluster.run_dir={root}", *sets]
+    arguments = [part for pair in pairs for part in ("--set", pair)]
+    return [sys.executable, "-m", "appliance", "train", "arithmetic-tiny-int8", "--name", name, *arguments]
+
+
+def processes_of(run_dir: Path) -> list[str]:
+    """Living processes that carry the run's mark in their environment."""
+    return [str(process) for process in find_processes(f"{RUN_VARIABLE}={run_dir}")]
+
+
+def train(root: Path, *sets: str, name: str, timeout_s: float = 900) -> Finished:
+    """A training to its end, whichever that is."""
+    done = subprocess.run(
+        command(root, *sets, name=name), capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    return Finished(code=done.returncode, stdout=done.stdout, stderr=done.stderr, run_dir=root / name)
