@@ -130,3 +130,22 @@ def short(short_root: Path) -> Finished:
         finished = train(short_root, *SHORT, name="short")
     assert finished.code == 0, finished.stderr[-4000:]
     return finished
+
+
+@pytest.fixture
+def disk_of(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Gives a file system of its own of a size such as `24m`, in memory; asked again, it has the new size."""
+    folder = tmp_path / "small"
+
+    def mount(size: str) -> Path:
+        is_there = folder.is_dir()
+        folder.mkdir(exist_ok=True)
+        how = ["-o", f"remount,size={size}"] if is_there else ["-t", "tmpfs", "-o", f"size={size}", "none"]
+        if subprocess.run(["mount", *how, str(folder)], capture_output=True, check=False).returncode:
+            folder.rmdir()
+            pytest.skip("a small tmpfs cannot be mounted here")
+        return folder
+
+    yield mount
+    if folder.is_dir():
+        subprocess.run(["umount", str(folder)], check=True)

@@ -15,7 +15,7 @@ from appliance.plan.model import RunPlan
 from appliance.run.acknowledge import SYNC_FOLDER
 from appliance.run.attest import ATTEST_FOLDER
 from appliance.run.checkpoints import DAMAGED, GUARD_FILE, half_done, in_order, is_leaving, set_aside, step_of
-from appliance.run.events import METRICS_FILE, append_event
+from appliance.run.events import EVENTS_FILE, METRICS_FILE, append_event, end_torn_line
 from appliance.run.last_line import owed_line
 from appliance.run.resume import Resume
 from appliance.run.seal import write_durably
@@ -57,6 +57,7 @@ def _put_back(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> None:
     logs = log_dir(run_dir, attempt=attempt)
     logs.mkdir(parents=True, exist_ok=True)
     log_dir(run_dir, attempt=attempt + 1).mkdir(exist_ok=True)
+    end_torn_line(run_dir / EVENTS_FILE)
     append_event(
         run_dir, kind="resume", what=_words(resume, attempt=attempt + 1), step=resume.step, attempt=attempt + 1
     )

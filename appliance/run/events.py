@@ -5,7 +5,9 @@ Children append, the launcher reads. Nothing but the standard library: worker pr
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -31,11 +33,20 @@ def append_event(run_dir: Path, *, kind: str, what: str, why: str = "", **extra:
 
 def append_line(path: Path, value: dict[str, Any]) -> None:
     """Append one JSON line in a single write, so that lines of several processes never mix. Raises OSError."""
+    line = (json.dumps(value) + "\n").encode()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
-        os.write(descriptor, (json.dumps(value) + "\n").encode())
+        if os.write(descriptor, line) < len(line):  # a full disk takes a part, without an error
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
         os.close(descriptor)
+
+
+def end_torn_line(path: Path) -> None:
+    """What a full disk or a kill left of a line gets its end, so that the next line is one. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
+        if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
+            file.write(b"\n")
 
 
 def append_failure(run_dir: Path, error: ApplianceError) -> None:

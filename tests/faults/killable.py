@@ -27,7 +27,7 @@ SMALL = {
     "batch.prompts_per_step": "8",
     "checkpoint.every_steps": "1",
 }
-WAIT_S = 600.0  # generous: the host may be busy
+WAIT_S = 1200.0  # generous: the host may be busy
 
 
 @dataclass

@@ -5,6 +5,7 @@ APPLIANCE_TORTURE_KILLS: how often (30).  APPLIANCE_TORTURE_SEED: what draws vic
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -17,13 +18,15 @@ import pytest
 from killable import Run
 
 from appliance.plan.env import RAY_DIR_VARIABLE
+from appliance.run.checkpoints import in_order
+from appliance.run.seal import read_manifest
 
 pytestmark = pytest.mark.torture
 
 KILLS = int(os.environ.get("APPLIANCE_TORTURE_KILLS", "30"))
 SEED = int(os.environ.get("APPLIANCE_TORTURE_SEED", str(time.time_ns() % 100_000)))
 STEPS = 12
-START_UP_S = 40.0  # about how long an attempt takes to its first step
+MOST_ATTEMPTS = 5  # that a run may need when nobody kills it any more
 NAMED_WITHIN_S = 60.0
 # What a step is made of and how it went: all of it is the same in a run that was never killed.
 OF_A_STEP = ("step", "reward_mean", "response_tokens_mean", "grad_norm", "entropy", "mismatch_k3_kl", "scheme")
@@ -31,12 +34,17 @@ OF_A_STEP = ("step", "reward_mean", "response_tokens_mean", "grad_norm", "entrop
 
 @dataclass
 class Toll:
-    """victims: by name.  ended: of those, how many ended their attempt.  named_s: from kill to name, seconds."""
+    """victims: by name.  ended: of those, how many ended their attempt.  named_s: from kill to name, seconds.
+
+    steps, files: that were checked at the ends of the runs.
+    """
 
     victims: Counter[str] = field(default_factory=Counter)
     ended: Counter[str] = field(default_factory=Counter)
     phases: Counter[str] = field(default_factory=Counter)
     attempts: int = 0
+    steps: int = 0
+    files: int = 0
     named_s: list[float] = field(default_factory=list)
 
     def text(self, *, seed: int, runs: int) -> str:
@@ -45,17 +53,25 @@ class Toll:
             for name, count in sorted(self.victims.items())
         ]
         phases = ", ".join(f"{phase} {count}" for phase, count in self.phases.most_common())
-        named = f"at most {max(self.named_s):.0f} s" if self.named_s else "never needed"
+        named = (
+            f"{len(self.named_s)} named, after at most {max(self.named_s, default=0):.0f} s; the others ended nothing"
+        )
+        checked = (
+            f"{self.steps} steps, each once and as without a kill; {self.files} files of checkpoints, none damaged"
+        )
         head = f"torture: seed {seed}, {self.victims.total()} kills in {runs} runs, {self.attempts} attempts"
-        return "\n".join(["", head, *rows, f"  phases: {phases}", f"  named by the trainer after {named}"])
+        return "\n".join(["", head, *rows, f"  phases: {phases}", f"  {named}, or were the launcher's", f"  {checked}"])
 
 
-def moments(run: Run, dice: random.Random) -> Iterator[Callable[[], bool]]:
-    """Conditions that come true at a random moment of the newest attempt: while it starts, in a step, in a save."""
+def moments(run: Run, dice: random.Random, *, start_up_s: float) -> Iterator[Callable[[], bool]]:
+    """Conditions that come true at a random moment of the newest attempt: while it starts, in a step, in a save.
+
+    start_up_s: about how long an attempt takes to its first step.
+    """
     begun = time.monotonic()
     match dice.choice(("start", "step", "step", "save")):
         case "start":
-            wait_s = dice.uniform(0, START_UP_S)
+            wait_s = dice.uniform(0, start_up_s)
             yield lambda: time.monotonic() > begun + wait_s
         case "step":
             steps = len(run.steps) + dice.randint(0, 2)
@@ -68,14 +84,16 @@ def moments(run: Run, dice: random.Random) -> Iterator[Callable[[], bool]]:
     yield lambda: time.monotonic() > later
 
 
-def kill_one(run: Run, dice: random.Random, toll: Toll) -> bool:
+def kill_one(run: Run, dice: random.Random, toll: Toll, *, start_up_s: float) -> bool:
     """Wait for a moment and kill a process of a random kind, the launcher too. False when the run was over before."""
-    for condition in moments(run, dice):
+    for condition in moments(run, dice, start_up_s=start_up_s):
         if not run.wait_for(condition):
             return False
     kinds: dict[str, list[int]] = {"launcher": [run.launcher.pid]}
     for process in run.processes():
         kinds.setdefault(process.name, []).append(process.pid)
+    if run.is_over:
+        return False
     name = dice.choice(sorted(kinds))
     before = run.events("failure")
     phase = run.record()["phase"] if (run.run_dir / "run.json").exists() else "claim"
@@ -100,18 +118,23 @@ def test_a_training_that_is_killed_again_and_again(new_run: Callable[..., Run], 
     calm = new_run("calm", trainer__steps=str(STEPS))
     calm.start()
     assert calm.end() == 0, calm.said[-3000:]
+    start_up_s = calm.lines("metrics.jsonl")[0]["time_s"]
     dice, toll, runs = random.Random(SEED), Toll(), 0
     while toll.victims.total() < KILLS:
         runs += 1
         run = new_run(f"torture-{runs}", trainer__steps=str(STEPS), trainer__max_restarts="1000", guard__stall_s="600")
         run.start()
-        while toll.victims.total() < KILLS and kill_one(run, dice, toll):
+        while toll.victims.total() < KILLS and kill_one(run, dice, toll, start_up_s=start_up_s):
             if run.is_over and run.launcher.returncode != 0:
                 run.start()
-        while run.end() != 0:
+        for _ in range(MOST_ATTEMPTS):
+            if run.end() == 0:
+                break
             run.start()
         toll.attempts += run.record()["attempt"]
         check(run, calm)
+        toll.steps += len(run.steps)
+        toll.files += sum(len(read_manifest(folder).files) for folder in in_order(run.run_dir))
     with capsys.disabled():
         os.write(1, toll.text(seed=SEED, runs=runs).encode() + b"\n")
     assert toll.victims.total() >= KILLS
@@ -132,6 +155,4 @@ def check(run: Run, calm: Run) -> None:
 
 
 def plan_env(run: Run) -> list[list[str]]:
-    import json
-
     return json.loads((run.run_dir / "plan.json").read_text())["env"]

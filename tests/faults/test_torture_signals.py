@@ -58,6 +58,19 @@ def test_in_a_step_the_last_finished_one_is_saved(new_run: Callable[..., Run]) -
         assert run.steps == list(range(1, step + 1)), phase
 
 
+def test_a_final_validation_that_was_cut_is_made_by_the_next_attempt(new_run: Callable[..., Run]) -> None:
+    run = new_run("final", trainer__steps="2", trainer__validate_every="2")
+    run.start()
+    assert stop_in(run, "validate") == 75, run.said[-3000:]
+    assert run.steps == [1, 2] and "val_reward_mean" not in run.lines("metrics.jsonl")[-1]
+    run.start()
+    assert run.end() == 0, run.said[-3000:]
+    first, last = run.lines("metrics.jsonl")
+    assert (first["step"], last["step"], last["val_samples"]) == (1, 2, int(run.sets["task.val_size"]))
+    assert 0 <= last["val_reward_mean"] <= 1 and 0 <= last["val_reward_bf16_mean"] <= 1
+    assert (run.run_dir / "model" / "config.json").is_file()
+
+
 def test_ctrl_c_twice_stops_at_once(new_run: Callable[..., Run]) -> None:
     run = new_run("twice", trainer__steps="30", checkpoint__every_steps="0")
     run.start()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -207,20 +206,8 @@ def test_the_data_goes_on_where_it_was_over_the_end_of_an_epoch(after: int) -> N
     assert [next(going_on) for _ in range(9)] == meant
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=24m", "none", str(folder)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("a small tmpfs cannot be mounted here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_a_full_disk_leaves_the_older_checkpoint_and_a_clear_end(small_disk: Path) -> None:
+def test_a_full_disk_leaves_the_older_checkpoint_and_a_clear_end(disk_of: Callable[[str], Path]) -> None:
+    small_disk = disk_of("24m")
     saves = Saves(small_disk / "run", every_steps=1)
     saves.rank_bytes = 10 << 20
     saves.step(1)

@@ -1,0 +1,81 @@
+"""A disk that is full when a run or its next attempt begins. The disk is real, and small."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from stopped_runs import resumed, save, steps_in, stopped
+
+from appliance.errors import PreflightError
+from appliance.run.attempt import begin_attempt
+from appliance.run.checkpoints import find_newest
+from appliance.run.events import append_event, append_line, end_torn_line
+from appliance.run.session import create_session, read_record
+
+HINT = "free some space, or set cluster.run_dir to a roomier place"
+
+
+def fill(disk: Path) -> Path:
+    """To the last byte. Returns the file to remove for room."""
+    filler = disk / "filler"
+    with filler.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(1 << 16))
+        except OSError:
+            return filler
+
+
+def test_a_run_that_cannot_be_written_leaves_no_folder(disk_of: Callable[[str], Path], small_plan: Callable) -> None:
+    disk = disk_of("1m")
+    plan = small_plan(disk)
+    filler = fill(disk)
+    with pytest.raises(PreflightError) as caught:
+        create_session(plan, recipe_yaml="name: small\n", is_chosen=False)
+    assert (caught.value.message, caught.value.hint) == (f"{plan.run_dir}: no space left", HINT)
+    assert not Path(plan.run_dir).exists()
+    filler.unlink()
+    create_session(plan, recipe_yaml="name: small\n", is_chosen=False).release()
+
+
+def test_an_attempt_that_cannot_begin_leaves_the_run_as_it_was(
+    disk_of: Callable[[str], Path], small_plan: Callable
+) -> None:
+    disk = disk_of("1m")
+    plan = small_plan(disk, steps=9)
+    run_dir = stopped(plan)
+    folder = save(run_dir, 3)
+    filler = fill(disk)
+    with pytest.raises(PreflightError) as caught:
+        begin_attempt(plan, resume=resumed(run_dir), recipe_yaml="name: small\n")
+    assert (caught.value.message, caught.value.hint) == (f"{run_dir}: no space left", HINT)
+    assert find_newest(run_dir).newest == folder and read_record(run_dir).attempt == 1
+    filler.unlink()
+    begin_attempt(plan, resume=resumed(run_dir), recipe_yaml="name: small\n").release()
+    assert read_record(run_dir).attempt == 2 and steps_in(run_dir / "metrics.jsonl") == [0, 1, 2, 3]
+
+
+def test_a_line_that_only_begins_to_fit_is_an_error(disk_of: Callable[[str], Path]) -> None:
+    """The kernel writes the part that fits, and no error; the next line then begins behind half a line."""
+    disk = disk_of("1m")
+    path = disk / "events.jsonl"
+    append_line(path, {"first": 1})
+    filler = fill(disk)
+    with pytest.raises(OSError, match="No space left on device"):
+        append_line(path, {"long": "x" * (1 << 16)})
+    assert os.stat(path).st_size > 1000
+    filler.unlink()
+    end_torn_line(path)
+    append_event(disk, kind="note", what="heard again")
+    assert [line[:8] for line in path.read_text().splitlines()] == ['{"first"', '{"long":', '{"time":']
+
+
+@pytest.mark.parametrize(("before", "after"), [(b"", b""), (b"a\n", b"a\n"), (b"a\nb", b"a\nb\n")])
+def test_only_a_torn_line_gets_an_end(tmp_path: Path, before: bytes, after: bytes) -> None:
+    end_torn_line(tmp_path / "none")
+    (tmp_path / "some").write_bytes(before)
+    end_torn_line(tmp_path / "some")
+    assert (tmp_path / "some").read_bytes() == after
