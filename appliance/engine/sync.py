@@ -22,6 +22,7 @@ from vllm.config import set_current_vllm_config
 from appliance.engine.attest import REPLICA_VARIABLE, attest_rollout_worker, live_scheme
 from appliance.engine.config import ApplianceConfig
 from appliance.engine.failures import said_failures
+from appliance.engine.first_scales import FirstScales, read_first_scales, write_first_scales
 from appliance.engine.precision import raised_layers
 from appliance.engine.update import Bucket, SyncReport, WeightUpdate
 from appliance.errors import SyncError
@@ -144,8 +145,19 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
                 prove_every=1 if plan is None else plan.rollout.prove_every,
                 needs_manifest=plan is not None,
                 smoothing=_smoothing(runner.vllm_config.quant_config),
+                first_scales=self._first_scales(plan),
             )
         return self._appliance_update
+
+    def _first_scales(self, plan: RunPlan | None) -> FirstScales:
+        found = {} if plan is None else read_first_scales(Path(plan.run_dir), replica=_replica(), rank=self.rank)
+        self._kept_scales = 0
+        return {place: scale_RS.to(self.device or "cpu") for place, scale_RS in found.items()}
+
+    def _keep_first_scales(self, first: FirstScales, *, run_dir: Path) -> None:
+        if len(first) > self._kept_scales:
+            write_first_scales(run_dir, first, replica=_replica(), rank=self.rank)
+            self._kept_scales = len(first)
 
     def _acknowledge(self, report: SyncReport) -> None:
         plan = _plan()
@@ -155,7 +167,8 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
         if report.switched:
             attest_rollout_worker(runner.model, vllm_config=runner.vllm_config, rank=self.rank)
         live, run_dir = live_scheme(runner.model), Path(plan.run_dir)
-        replica = int(os.environ.get(REPLICA_VARIABLE, "0"))
+        replica = _replica()
+        self._keep_first_scales(self._weight_update().first_scales, run_dir=run_dir)
         if plan.guard.ranks_layers:
             write_layer_errors(layer_errors_file(run_dir, replica=replica, rank=self.rank), report.layer_errors)
         acknowledgement = Acknowledgement(
@@ -181,6 +194,10 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
             switched=report.switched,
         )
         append_acknowledgement(run_dir, acknowledgement)
+
+
+def _replica() -> int:
+    return int(os.environ.get(REPLICA_VARIABLE, "0"))
 
 
 def _plan() -> RunPlan | None:

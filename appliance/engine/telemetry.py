@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from appliance.engine.first_scales import FirstScales, Key, Kind
 from appliance.engine.quantised import Quantising
 from appliance.quant.codec import INT8_MAX, Int8Weight, QuantisedWeight
 from appliance.quant.codec_fp8 import FP8_MAX, widened_fp8
@@ -28,8 +29,6 @@ from appliance.run.acknowledge import Telemetry
 
 SAMPLED_ROWS = 8
 _TOGETHER = 1 << 21  # codes that are measured at once: 22 MiB with all intermediates
-
-_Key = tuple[str, int]  # name of a layer, number of one of its weights
 
 
 @dataclass(frozen=True)
@@ -46,11 +45,8 @@ class _Sample:
     largest: float
 
     @property
-    def kind(self) -> _Kind:
+    def kind(self) -> Kind:
         return self.largest, self.columns, self.scale_RS.shape
-
-
-_Kind = tuple[float, int, torch.Size]  # of codes: largest magnitude, columns that share a scale, shape of the scales
 
 
 @dataclass
@@ -72,10 +68,11 @@ class TelemetryTap:
     operations is what costs.
     """
 
-    def __init__(self, model: Module) -> None:
-        self._codes: dict[_Key, Tensor] = {}  # [R, K], of the last update
-        self._first: dict[tuple[_Key, _Kind], Tensor] = {}  # [R, S], scales of the first
-        self._waiting: dict[_Key, _Sample] = {}
+    def __init__(self, model: Module, *, first: FirstScales | None = None) -> None:
+        """first: scales of the run's first update, where an earlier attempt made it."""
+        self._codes: dict[Key, Tensor] = {}  # [R, K], of the last update
+        self.first: FirstScales = dict(first or {})
+        self._waiting: dict[Key, _Sample] = {}
         self._codes_waiting = 0
         self._sums = _Sums()
         self._errors: dict[str, float] = {}  # of the running update
@@ -128,7 +125,7 @@ class TelemetryTap:
 
     def _measure_waiting(self) -> None:
         """Samples of one kind and shape together: those with codes to compare with, and the others."""
-        alike: dict[object, list[_Key]] = defaultdict(list)
+        alike: dict[object, list[Key]] = defaultdict(list)
         for key, sample in self._waiting.items():
             alike[sample.codes_RK.shape, sample.kind, key in self._codes].append(key)
         for keys in alike.values():
@@ -139,13 +136,13 @@ class TelemetryTap:
         self._waiting.clear()
         self._codes_waiting = 0
 
-    def _measure(self, keys: list[_Key]) -> None:
+    def _measure(self, keys: list[Key]) -> None:
         """L layers with samples of one shape."""
         sums, samples = self._sums, [self._waiting[key] for key in keys]
         codes_LRK = torch.stack([sample.codes_RK for sample in samples])
         scale_LRS, kind = torch.stack([sample.scale_RS for sample in samples]), samples[0].kind
         firsts = [
-            self._first.setdefault((key, kind), sample.scale_RS) for key, sample in zip(keys, samples, strict=True)
+            self.first.setdefault((key, kind), sample.scale_RS) for key, sample in zip(keys, samples, strict=True)
         ]
         first_LRS = torch.stack(firsts)
         if keys[0] in self._codes:

@@ -23,6 +23,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from appliance.engine.experts import pack_experts_anew
+from appliance.engine.first_scales import FirstScales
 from appliance.engine.precision import PrecisionSwitch
 from appliance.engine.proof import Proven, SyncProof
 from appliance.engine.telemetry import TelemetryTap
@@ -96,11 +97,13 @@ class WeightUpdate:
         prove_every: int = 1,
         needs_manifest: bool = False,
         smoothing: Smoothing | None = None,
+        first_scales: FirstScales | None = None,
     ) -> None:
         """model_config: vLLM's.  rank: within the engine.  prove_every: see SyncProof.
 
         needs_manifest: a stream that does not end with the list of its tensors is an error; without it none may come,
         and nothing is digested.  smoothing: folded into the tensors when their digests are known.
+        first_scales: as in TelemetryTap.
         """
         self.model = model
         self.model_config = model_config
@@ -110,7 +113,7 @@ class WeightUpdate:
         self._proof = SyncProof(
             model, tied_head=model_config.hf_text_config.tie_word_embeddings, rank=rank, every=prove_every
         )
-        self._telemetry = TelemetryTap(model)
+        self._telemetry = TelemetryTap(model, first=first_scales)
         self._precision = PrecisionSwitch(model)
         self._switched: tuple[str, ...] = ()
         self._folded = self._smoothing
@@ -121,6 +124,10 @@ class WeightUpdate:
         self._manifest: Manifest | None = None
         self._waiting: dict[Module, int] = {}
         self._tally = _Tally(started=0.0)
+
+    @property
+    def first_scales(self) -> FirstScales:
+        return self._telemetry.first
 
     def begin(self) -> None:
         if self.broken:

@@ -5,12 +5,15 @@ Legend: N rows, K columns.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import Module
 
 from appliance.engine import telemetry
+from appliance.engine.first_scales import read_first_scales, write_first_scales
 from appliance.engine.quantised import Quantising
 from appliance.engine.telemetry import TelemetryTap
 from appliance.quant.codec import dequantise, quantise
@@ -126,3 +129,19 @@ def test_scales_drift_since_the_first_update_whatever_was_computed_in_between() 
     assert other.scale_drift == 0
     back = update(tap, layers, weights(2), scheme=Scheme.INT8, order=order, switched=everything)
     assert back.scale_drift == pytest.approx(right.scale_drift, rel=1e-4)
+
+
+@pytest.mark.parametrize("scheme", [Scheme.INT8, Scheme.FP8_BLOCK])
+def test_scales_drift_since_the_first_update_of_the_run_in_later_attempts_too(scheme: Scheme, tmp_path: Path) -> None:
+    """The second attempt's first update is not the run's; its file is not what a third one reads."""
+    assert read_first_scales(tmp_path, replica=0, rank=1) == {}
+    for attempt, seed in ((1, 1), (2, 2), (10, 3)):
+        layers = model()
+        tap = TelemetryTap(layers, first=read_first_scales(tmp_path, replica=0, rank=1))
+        found = update(tap, layers, weights(seed), scheme=scheme, order=[0, 1, 2, 3])
+        right = wanted(None, weights(seed), scheme=scheme, first=weights(1))
+        assert found.scale_drift == pytest.approx(right.scale_drift, rel=1e-4, abs=1e-9)
+        assert (found.scale_drift > 0) == (attempt > 1)
+        write_first_scales(tmp_path, tap.first, replica=0, rank=1)
+        (tmp_path / "logs" / str(attempt)).mkdir(parents=True)
+        (tmp_path / "sync").rename(tmp_path / "logs" / str(attempt) / "sync")

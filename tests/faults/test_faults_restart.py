@@ -68,8 +68,8 @@ def test_killed_engine_and_worker_are_named_and_the_run_goes_on(killed: Run) -> 
 
 
 def without_times(line: dict[str, Any]) -> dict[str, Any]:
-    """A line of metrics without what a clock says, and without what counts from the attempt's first weight update."""
-    return {key: value for key, value in line.items() if not key.endswith(OF_A_CLOCK) and key != "scale_drift"}
+    """A line of metrics without what a clock says."""
+    return {key: value for key, value in line.items() if not key.endswith(OF_A_CLOCK)}
 
 
 def test_a_run_that_was_killed_twice_ends_as_one_that_was_not(killed: Run, short: Finished) -> None:
