@@ -69,7 +69,7 @@ def run(run_dir: Path, *, step: int, at: int, how: str) -> subprocess.CompletedP
 @pytest.mark.parametrize("how", ["kill", "full"])
 def test_at_every_file_operation_of_a_save_a_whole_checkpoint_is_there(tmp_path: Path, how: str) -> None:
     count = int(run(tmp_path / "all", step=1, at=0, how="none").stdout)
-    assert count > 20
+    assert count == 28
     found: dict[str, int] = {}
     older = newer = 0
     for at in range(1, 2 * count):
@@ -85,6 +85,6 @@ def test_at_every_file_operation_of_a_save_a_whole_checkpoint_is_there(tmp_path:
         newer += look.newest.name == "global_step_2"
         for left in (*in_order(run_dir), *half_done(run_dir)):
             found[left.name] = found.get(left.name, 0) + 1
-    assert ended.returncode == 0
+    assert ended.returncode == 0 and older + newer >= (count if how == "kill" else 26)  # reading needs no space
     assert older > 10 and newer >= (1 if how == "kill" else 0), (older, newer)
     assert "partial-global_step_2" in found
