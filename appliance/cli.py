@@ -166,7 +166,7 @@ compare_cli.add_commands(app)
 container_cli.add_commands(app)  # health
 cluster_cli.add_commands(app)  # join
 data_cli.add_commands(app)  # data
-run_cli.add_commands(app)  # status, logs, export
+run_cli.add_commands(app)  # status, logs, report, export
 
 
 @recipes.command("ls")

@@ -26,6 +26,7 @@ import psutil
 from appliance import console
 from appliance.errors import TrainingError
 from appliance.plan.env import RUN_VARIABLE
+from appliance.run.memory import pss_bytes
 from appliance.run.processes import find_processes
 
 RECIPE = "arithmetic-tiny-int8"
@@ -135,15 +136,6 @@ def end_of_first_step(run_dir: Path) -> float:
     phases = [event for event in events if event["kind"] == "phase"]
     names = [phase["what"] for phase in phases]
     return phases[names.index("sync", names.index("update")) + 1]["time"]
-
-
-def pss_bytes(pid: int) -> int:
-    """Proportional set size: shared pages count in parts. 0 for a process that ended."""
-    try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")) << 10
 
 
 def write(folder: Path, trained: list[Trained]) -> None:

@@ -18,11 +18,12 @@ from appliance.run.checkpoints import DAMAGED, GUARD_FILE, half_done, in_order, 
 from appliance.run.events import EVENTS_FILE, METRICS_FILE, append_event, end_torn_line
 from appliance.run.last_line import owed_line
 from appliance.run.resume import Resume
+from appliance.run.samples import SAMPLES_FILE
 from appliance.run.seal import write_durably
 from appliance.run.session import RunRecord, Session, cannot_write, log_dir, read_record, versions, write_record
 
 MODEL = "model"
-OF_A_STEP = ("clipping.jsonl",)  # what else has a line per step: the fits of calibrated clipping
+OF_A_STEP = ("clipping.jsonl", SAMPLES_FILE)  # what else has a line per step: the fits of calibrated clipping too
 
 
 def begin_attempt(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> Session:

@@ -1,4 +1,4 @@
-"""The commands about a run: `status`, `logs`, `export`. Each imports what it needs when it runs."""
+"""The commands about a run: `status`, `logs`, `report`, `export`. Each imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ def add_commands(app: typer.Typer) -> None:
     """Register the commands of this room."""
     app.command("status")(_status)
     app.command("logs")(_logs)
+    app.command("report")(_report)
     app.command("export")(_export)
 
 
@@ -38,6 +39,16 @@ def _logs(
     from appliance.run.logs import print_logs
 
     print_logs(run, run_root=_RUN_ROOT, which=which, attempt=attempt, follow=follow)
+
+
+def _report(
+    run: _Run,
+    output: Annotated[Path | None, typer.Option("-o", metavar="FILE", help="Instead of RUN/report.html.")] = None,
+) -> None:
+    """A run's page: one HTML file that needs nothing else. Prints its path."""
+    from appliance.run.report.write import print_report
+
+    print_report(run, run_root=_RUN_ROOT, output=output)
 
 
 def _export(

@@ -133,11 +133,15 @@ class StepMetrics:
     mismatch_k3_kl: float | None = None
     is_weight_mean: float | None = None
     is_weight_std: float | None = None
+    is_weight_max: float | None = None
     is_ess: float | None = None
     is_truncated_fraction: float | None = None
     val_reward_mean: float | None = None
     val_reward_bf16_mean: float | None = None
     val_samples: float | None = None
+    grad_norm: float | None = None
+    entropy: float | None = None
+    reward_failures: float | None = None
     line: str = field(default="", compare=False, repr=False)
 
 

@@ -14,7 +14,7 @@ from appliance.run.session import has_launcher, log_dir, read_record
 from appliance.run.stacks import STACKS_FOLDER
 from appliance.run.status import find_run
 
-_IN_ORDER = ("prepare", "profile", "train")  # of the work; any other log comes after
+_IN_ORDER = ("prepare", "scale", "profile", "train")  # of the work; any other log comes after
 _LOOK_EVERY_S = 0.5
 
 
@@ -33,7 +33,7 @@ def print_logs(
     Raises RecipeError when there is none.
     """
     run_dir = find_run(run, run_root=run_root)
-    number = attempt or read_record(run_dir).attempt
+    number = attempt or _newest_attempt(run_dir)
     folder = log_dir(run_dir, attempt=number)
     if not follow:
         for path in _chosen(run, folder=folder, which=which):
@@ -45,6 +45,13 @@ def print_logs(
     _follow(lambda: _logs(folder, which=which), run_dir=run_dir, pause=pause)
     if not _logs(folder, which=which):
         _chosen(run, folder=folder, which=which)
+
+
+def _newest_attempt(run_dir: Path) -> int:
+    try:
+        return read_record(run_dir).attempt
+    except ValueError as error:
+        raise RecipeError([(f"{run_dir}: cannot be read as a run: {error}", "name the --attempt")]) from error
 
 
 def _chosen(run: str, *, folder: Path, which: str | None) -> list[Path]:

@@ -34,7 +34,7 @@ def find_run(run: str, *, run_root: Path) -> Path:
 def print_status(run: str, *, run_root: Path, json_mode: bool = False) -> None:
     """Raises RecipeError when there is no such run or its files cannot be read."""
     run_dir = find_run(run, run_root=run_root)
-    plan, record = _read(run_dir)
+    plan, record = read_run(run_dir)
     state = RunState(steps=plan.steps)
     for news in RunTail(run_dir).read():
         state = fold(state, news)
@@ -71,6 +71,8 @@ def status_rows(plan: RunPlan, record: RunRecord, state: RunState, *, folder: st
 def _saved_rows(run_dir: Path, record: RunRecord) -> list[tuple[str, str]]:
     saved = [folder.name for folder in in_order(run_dir)]
     rows = [("attempts", str(record.attempt))] if record.attempt > 1 else []
+    if (page := run_dir / summary.REPORT_FILE).is_file():
+        rows.append(("report", summary.typed_path(page)))
     if saved:
         rows.append(("checkpoint", f"{saved[-1]}, the newest of {len(saved)}"))
     if saved and record.state in (RunStatus.FAILED, RunStatus.STOPPED):
@@ -84,7 +86,8 @@ def _state_text(record: RunRecord) -> str:
     return f"{record.state}{code}{reason}"
 
 
-def _read(run_dir: Path) -> tuple[RunPlan, RunRecord]:
+def read_run(run_dir: Path) -> tuple[RunPlan, RunRecord]:
+    """A run that says it goes on and has no launcher any more is stopped. Raises RecipeError."""
     try:
         plan, record = read_plan(run_dir / "plan.json"), read_record(run_dir)
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -13,6 +13,7 @@ from appliance.run import draw
 from appliance.run.checkpoints import in_order
 from appliance.run.state import RunState, median_tokens_per_s, step_seconds
 
+REPORT_FILE = "report.html"
 _CLIMB = 0.02  # a difference of greedy validation that is more than noise at 500 problems
 _FEW = 5
 
@@ -36,6 +37,11 @@ def result(state: RunState) -> Result:
     return Result(sum(first) / len(first), sum(last) / len(last), greedy=False)
 
 
+def climbed(found: Result) -> bool:
+    """Whether the reward rose by more than noise."""
+    return found.before is not None and found.after is not None and found.after > found.before + _CLIMB
+
+
 def summary_rows(plan: RunPlan, state: RunState, *, seconds: float, folder: str) -> tuple[tuple[str, str], ...]:
     """(label, text) pairs. seconds: of the whole run.  folder: the run's folder as a person would type it."""
     per_step = step_seconds(state)
@@ -47,6 +53,7 @@ def summary_rows(plan: RunPlan, state: RunState, *, seconds: float, folder: str)
         ("speed", f"{speed} (medians)"),
         ("mismatch", f"fine in {fine} of {len(state.rewards)} steps"),
         ("model", f"{folder}/model"),
+        ("report", f"{folder}/{REPORT_FILE}"),
         ("run folder", f"{folder}  (metrics.jsonl, events.jsonl, logs/)"),
         *(("try next", line) for line in try_next(plan, state, folder=folder)),
     )
@@ -64,11 +71,10 @@ def _reward(state: RunState) -> str:
 def try_next(plan: RunPlan, state: RunState, *, folder: str) -> tuple[str, ...]:
     """One or two things that this run's outcome suggests."""
     found = result(state)
-    climbed = found.before is not None and found.after is not None and found.after > found.before + _CLIMB
     lines = []
     if state.unhealthy_steps:
         lines.append("the mismatch left its bounds: compare with --set rollout.scheme=bf16")
-    if not climbed:
+    if not climbed(found):
         lines.append(
             f"the reward did not climb: more steps (--set trainer.steps={2 * plan.steps}) or a higher learning rate"
         )

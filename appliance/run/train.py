@@ -25,9 +25,11 @@ from appliance.run import summary
 from appliance.run.attempt import begin_attempt
 from appliance.run.events import RunTail, append_event, append_failure
 from appliance.run.keeper import KeeperReport
+from appliance.run.memory import MemoryWatch
 from appliance.run.outcome import DONE, Child, Outcome, failed, interrupted
 from appliance.run.progress import Progress, choose_progress, json_line
 from appliance.run.ray_dir import keep_ray_logs, make_ray_dir
+from appliance.run.report.write import LivePage
 from appliance.run.resume import Resume
 from appliance.run.session import RunStatus, Session, create_session
 from appliance.run.stalls import Stalled, StallWatch, ask_around
@@ -89,12 +91,16 @@ def run_training(
     Raises RecipeError (the name is in use) and PreflightError (a folder cannot be written).
     """
     started = time.monotonic()
-    with Interrupts() as interrupts, _open_session(plan, recipe_yaml=recipe_yaml, name=name, resume=resume) as session:
+    with Interrupts() as interrupts, contextlib.ExitStack() as at_the_end:
+        session = _open_session(plan, recipe_yaml=recipe_yaml, name=name, resume=resume)
+        page = LivePage(session.run_dir)
+        at_the_end.callback(page.write)  # after the session's own end, which says in run.json how it went
+        at_the_end.enter_context(session)
         for finding in findings:
             if str(finding.severity) == "warning":
                 what = "; ".join(filter(None, (f"{finding.place}: {finding.message}", finding.remedy)))
                 append_event(session.run_dir, kind="note", what=what, why="preflight")
-        training = _Training(plan, session, interrupts, choose_progress(plan, json_mode=json_mode, quiet=quiet))
+        training = _Training(plan, session, interrupts, choose_progress(plan, json_mode=json_mode, quiet=quiet), page)
         outcome = training.run(steps)
         session.finish(state=outcome.state, exit_code=outcome.exit_code, reason=outcome.reason)
     seconds = time.monotonic() - started
@@ -111,11 +117,15 @@ def _open_session(plan: RunPlan, *, recipe_yaml: str, name: str | None, resume: 
 class _Training:
     """The children of one run in their order, and the state that their events add up to."""
 
-    def __init__(self, plan: RunPlan, session: Session, interrupts: Interrupts, progress: Progress) -> None:
+    def __init__(
+        self, plan: RunPlan, session: Session, interrupts: Interrupts, progress: Progress, page: LivePage
+    ) -> None:
         self._plan = plan
         self._session = session
         self._interrupts = interrupts
         self._progress = progress
+        self._page = page
+        self._memory = MemoryWatch(session.run_dir)
         self._tail = RunTail(session.run_dir)
         self.state = RunState(steps=plan.steps)
         if session.record.attempt > 1:  # what earlier attempts wrote is known, and no news
@@ -206,6 +216,8 @@ class _Training:
             self.state = fold(self.state, item)
         self._progress.show(self.state, news, now=time.time())
         self._session.update(state=RunStatus.RUNNING, phase=self.state.phase)
+        self._memory.tick(now=time.monotonic())
+        self._page.tick(news=bool(news), now=time.monotonic())
         return bool(news)
 
     def _judge(self, child: Child, *, returncode: int, is_done: bool, log: Path) -> Outcome:

@@ -33,6 +33,7 @@ CHILDREN = {
     "run.acknowledge",
     "run.heartbeat",
     "run.precision",
+    "run.samples",
     "run.stacks",
     "run.stop_request",
     *SAVED,
@@ -45,6 +46,7 @@ MAY_IMPORT = {
     "errors": set(),
     "console": {"errors"},
     "patch": {"errors"},
+    "page": set(),
     "interruption": {"console"},
     "quant": {"errors"},
     "guard": {"errors", "quant.scheme"},
@@ -52,7 +54,7 @@ MAY_IMPORT = {
     "recipe": {"errors", "tasks", "guard", *NUMBERS},
     "plan": {"errors", "tasks", "recipe", "guard", *NUMBERS},
     "preflight": {"errors", "patch", "tasks", "recipe", "plan", *NUMBERS},
-    "run": {"errors", "tasks", "recipe", "plan", "preflight", "console", "flashrl.variables", *NUMBERS},
+    "run": {"errors", "tasks", "recipe", "plan", "preflight", "console", "page", "flashrl.variables", *NUMBERS},
     "cluster": {"errors", "plan", "run", "console", "preflight", "flashrl.variables", *NUMBERS},
     "engine": {*CHILDREN, "flashrl"},
     "flashrl": {"errors", "patch", "quant", "plan.env", "engine", "recipe.tree"},
@@ -61,7 +63,7 @@ MAY_IMPORT = {
     "profile": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "quant", "flashrl.config_file"},
     "verify": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "engine", "quant", "profile"},
     # A comparison is many runs, each with its profile.
-    "compare": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "profile", "quant"},
+    "compare": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "page", "profile", "quant"},
     "container": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", *NUMBERS},
     "data": {"errors", "tasks", "console"},  # its files are a task's, made without a recipe
     "cli": {

@@ -159,6 +159,7 @@ def test_summary_of_a_run_that_climbed(tmp_path: Path, small_plan: Callable, ste
         ("speed", "413 tokens/s of rollout, 4.0 s a step (medians)"),
         ("mismatch", "fine in 13 of 13 steps"),
         ("model", "runs/small-1/model"),
+        ("report", "runs/small-1/report.html"),
         ("run folder", "runs/small-1  (metrics.jsonl, events.jsonl, logs/)"),
         ("try next", "train longer: --set trainer.steps=26"),
         ("try next", "compare: --set rollout.scheme=bf16"),

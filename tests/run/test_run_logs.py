@@ -96,3 +96,10 @@ def test_following_prints_lines_as_they_come_and_ends_with_the_run(
     print_logs("small-1", run_root=tmp_path, follow=True, pause=next_look)
     assert printed == ["", "one\n", "two\nthree\n"]
     assert capsys.readouterr().out == ""
+
+
+def test_a_record_that_cannot_be_read_is_no_fault_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "small-1").mkdir()
+    (tmp_path / "small-1" / "run.json").write_text("{")
+    with pytest.raises(RecipeError, match="cannot be read as a run"):
+        print_logs("small-1", run_root=tmp_path)

@@ -100,12 +100,13 @@ def test_run_that_ends_well(tmp_path: Path, small_plan: Callable, python: Callab
         ["step 3/3", "reward 0.500"],
     ]
     assert "noise" not in err
-    assert lines[-9].startswith("done        3 steps in ")
-    assert lines[-8:] == [
+    assert lines[-10].startswith("done        3 steps in ")
+    assert lines[-9:] == [
         "reward      0.200 before, 0.500 after (greedy, 512 problems of the validation set)",
         "speed       400 tokens/s of rollout, 1.0 s a step (medians)",
         "mismatch    fine in 3 of 3 steps",
         "model       small-1/model",
+        "report      small-1/report.html",
         "run folder  small-1  (metrics.jsonl, events.jsonl, logs/)",
         "try next    train longer: --set trainer.steps=6",
         "try next    compare: --set rollout.scheme=bf16",
@@ -114,6 +115,8 @@ def test_run_that_ends_well(tmp_path: Path, small_plan: Callable, python: Callab
     run_dir = Path(plan.run_dir)
     assert read_record(run_dir) == RunRecord(RunStatus.DONE, phase="done", exit_code=0)
     assert (run_dir / "logs" / "1" / "train.log").read_text() == "noise of libraries\n"
+    assert "<title>small-1: done</title>" in (run_dir / "report.html").read_text()
+    assert (run_dir / "memory.jsonl").stat().st_size > 0
 
 
 def test_json_mode_gives_lines_for_machines(
@@ -164,6 +167,7 @@ def test_failed_training_says_what_and_where(
     assert read_record(Path(plan.run_dir)) == RunRecord(
         RunStatus.FAILED, phase="rollout", exit_code=4, reason="rollout-0-0 runs bf16, the plan says int8"
     )
+    assert "rollout-0-0 runs bf16, the plan says int8; see attest/" in (Path(plan.run_dir) / "report.html").read_text()
 
 
 def test_training_without_a_result_failed(

@@ -1,0 +1,120 @@
+"""Charts of parts: areas that lie on one another, and bands and marks on an axis of time. Pure."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from appliance.page.axis import Axis
+from appliance.page.svg import (
+    BOTTOM,
+    NUM_COLOURS,
+    TOP,
+    Chart,
+    Mark,
+    figure,
+    frame,
+    hover_data,
+    nothing,
+    vertical_mark,
+    x_axis,
+    x_ticks,
+)
+
+_LANE = 20
+LANE_NAMES = 92  # room for the lanes' names
+_NARROWEST = 0.7  # of a band, in units of the drawing: below it belongs to its neighbour
+
+
+def stacked_chart(
+    chart: Chart, names: Sequence[str], rows: Sequence[tuple[float, Sequence[float]]], *, colours: Sequence[int]
+) -> str:
+    """rows: (x, a part for each name, >= 0), x ascending. The parts of a row lie on one another."""
+    if not rows:
+        return nothing(chart)
+    rows = [*rows, (rows[0][0] + 1, rows[0][1])] if len(rows) == 1 else rows
+    horizontal = x_axis(chart, [x for x, _ in rows])
+    vertical = Axis(0.0, max(max(sum(parts) for _, parts in rows) * 1.05, 1e-9), chart.height - BOTTOM, TOP)
+    parts = [*frame(chart, horizontal, vertical)]
+    below = [0.0] * len(rows)
+    for place, name in enumerate(names):
+        above = [low + each[place] for low, (_, each) in zip(below, rows, strict=True)]
+        edge = [(x, top) for (x, _), top in zip(rows, above, strict=True)]
+        back = [(x, low) for (x, _), low in zip(rows, below, strict=True)]
+        spots = " ".join(f"{horizontal.at(x):.1f},{vertical.at(y):.1f}" for x, y in [*edge, *reversed(back)])
+        fill = f"fill:var(--c{colours[place] % NUM_COLOURS})"
+        title = f"<title>{html.escape(name)}</title>"
+        parts.append(f'<polygon class="part" points="{spots}" style="{fill}">{title}</polygon>')
+        below = above
+    columns = [(name, colours[place], {x: each[place] for x, each in rows}) for place, name in enumerate(names)]
+    hover = hover_data(chart, horizontal, xs=[x for x, _ in rows], columns=columns)
+    legend = [(colours[place], name, rows[-1][1][place]) for place, name in enumerate(names)] if chart.legend else []
+    return figure(chart, parts, legend=legend, hover=hover, solid=True)
+
+
+@dataclass(frozen=True)
+class Band:
+    """What went on from one time to another, s."""
+
+    start: float
+    end: float
+    name: str
+    colour: int
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One line of a time chart: bands, or marks with the class of the frame's style that colours them."""
+
+    name: str
+    bands: Sequence[Band] = ()
+    marks: Sequence[Mark] = ()
+
+
+def time_chart(chart: Chart, lanes: Sequence[Lane], *, seconds: float, colours: Sequence[tuple[int, str]]) -> str:
+    """Lanes over a common axis of time. chart.marks go through all of them.  colours: of the legend."""
+    height = TOP + _LANE * len(lanes) + BOTTOM - 8
+    shown = Chart(chart.title, chart.unit, over_time=True, width=chart.width, height=height, note=chart.note)
+    axis = Axis(0.0, max(seconds, 1.0), LANE_NAMES, chart.width - 10)
+    bottom = TOP + _LANE * len(lanes)
+    parts = [*x_ticks(shown, axis, y=bottom)]
+    for place, lane in enumerate(lanes):
+        top = TOP + _LANE * place
+        parts.append(f'<text x="{LANE_NAMES - 8}" y="{top + 13}" text-anchor="end">{html.escape(lane.name)}</text>')
+        parts.append(f'<line class="grid" x1="{LANE_NAMES}" x2="{axis.end}" y1="{top + _LANE}" y2="{top + _LANE}"/>')
+        parts += _bands(lane.bands, axis, top=top)
+        parts += [_spot(mark, axis, y=top + _LANE / 2) for mark in lane.marks]
+    parts += [vertical_mark(mark, axis, top=TOP, bottom=bottom) for mark in chart.marks]
+    legend = [(index, name, None) for index, name in colours]
+    return figure(shown, parts, legend=legend, hover="", solid=True)
+
+
+def _bands(bands: Sequence[Band], axis: Axis, *, top: float) -> Iterator[str]:
+    for band in merged(bands, least=_NARROWEST * (axis.high - axis.low) / (axis.end - axis.start)):
+        x, width = axis.at(band.start), axis.at(band.end) - axis.at(band.start)
+        box = f'x="{x:.1f}" y="{top + 2}" width="{max(width, 0.5):.1f}" height="{_LANE - 5}"'
+        title = f"<title>{html.escape(band.name)}</title>"
+        yield f'<rect class="band" {box} style="fill:var(--c{band.colour % NUM_COLOURS})">{title}</rect>'
+
+
+def merged(bands: Sequence[Band], *, least: float) -> list[Band]:
+    """Neighbours of one kind put together; then what is shorter than `least` seconds belongs to the one before."""
+    return _joined(_joined(bands, gap=least, absorb=0.0), gap=least, absorb=least)
+
+
+def _joined(bands: Sequence[Band], *, gap: float, absorb: float) -> list[Band]:
+    """gap: between neighbours, s at most.  absorb: what is shorter joins its neighbour whatever its kind."""
+    kept: list[Band] = []
+    for band in bands:
+        before = kept[-1] if kept and band.start <= kept[-1].end + gap else None
+        if before is not None and (before.name == band.name or band.end - band.start < absorb):
+            kept[-1] = Band(before.start, band.end, before.name, before.colour)
+        else:
+            kept.append(band)
+    return kept
+
+
+def _spot(mark: Mark, axis: Axis, *, y: float) -> str:
+    title = f"<title>{html.escape(mark.label)}</title>"
+    return f'<circle class="spot {mark.kind}" cx="{axis.at(mark.x):.1f}" cy="{y}" r="4.5">{title}</circle>'

@@ -1,0 +1,162 @@
+"""The curves of a run over its steps. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from appliance.page.stacked import stacked_chart
+from appliance.page.svg import Bound, Chart, Mark, Series, line_chart
+from appliance.page.thin import MOST, Point, thinned
+from appliance.quant.scheme import Scheme
+from appliance.run.display import step_parts
+from appliance.run.events import StepMetrics
+from appliance.run.report.folder import RunView
+from appliance.run.verdict import ESS_ABOVE, K3_BELOW, WEIGHT_WITHIN
+
+Value = Callable[[StepMetrics], float | None]
+
+_PARTS = ("rollout", "log-probs", "update", "sync", "rest")
+_PART_COLOURS = (0, 5, 2, 4, 7)
+
+
+def curves(view: RunView) -> list[tuple[str, list[str]]]:
+    """Figures by heading."""
+    return [
+        ("What it learned", _learned(view)),
+        ("How far the rollout policy is from the trainer's", [*_mismatch(view), *_quantised(view)]),
+        ("What a step takes", _spent(view)),
+    ]
+
+
+def _learned(view: RunView) -> list[str]:
+    marks = attempt_marks(view)
+    scheme = view.plan.rollout.label
+    validation = [Series(scheme, _points(view.lines, lambda line: line.val_reward_mean, sparse=True), 0, dotted=True)]
+    if scheme != str(Scheme.BF16):
+        bf16 = _points(view.lines, lambda line: line.val_reward_bf16_mean, sparse=True)
+        validation.append(Series("bf16", bf16, 1, dotted=True))
+    return [
+        line_chart(Chart("Reward", "sampled, mean of a step", marks=marks), [_series(view, lambda s: s.reward_mean)]),
+        line_chart(Chart("Validation", "greedy, unseen problems", marks=marks, legend=True), validation),
+        line_chart(
+            Chart("Response", "tokens, mean", marks=marks, from_zero=True),
+            [_series(view, lambda s: s.response_tokens_mean)],
+        ),
+        line_chart(Chart("Entropy", "nats per token", marks=marks), [_series(view, lambda s: s.entropy)]),
+        line_chart(
+            Chart("Gradient norm", "before clipping", marks=marks, from_zero=True),
+            [_series(view, lambda s: s.grad_norm)],
+        ),
+    ]
+
+
+def _mismatch(view: RunView) -> list[str]:
+    marks = [*attempt_marks(view), *_guard_marks(view)]
+    low, high = WEIGHT_WITHIN
+    guard, bounds = view.plan.guard, [Bound(K3_BELOW, f"bound {K3_BELOW}")]
+    if guard.actions and guard.k3_kl != K3_BELOW:
+        bounds.append(Bound(guard.k3_kl, f"guard.k3_kl {guard.k3_kl:g}"))
+    weights = [
+        Series("mean", _points(view.steps, lambda s: s.is_weight_mean), 0),
+        Series("largest", _points(view.steps, lambda s: s.is_weight_max), 1),
+    ]
+    return [
+        line_chart(
+            Chart("Mismatch, k3", "nats per token, logarithmic", logarithmic=True, bounds=bounds, marks=marks),
+            [_series(view, lambda s: s.mismatch_k3_kl)],
+        ),
+        line_chart(
+            Chart("Effective sample size", "share", bounds=[Bound(ESS_ABOVE, f"bound {ESS_ABOVE}")], marks=marks),
+            [_series(view, lambda s: s.is_ess)],
+        ),
+        line_chart(
+            Chart(
+                "Importance weights",
+                "before truncation, logarithmic",
+                logarithmic=True,
+                bounds=[Bound(low, f"mean above {low:g}"), Bound(high, f"mean below {high:g}")],
+                marks=marks,
+                legend=True,
+            ),
+            weights,
+        ),
+        line_chart(
+            Chart("Truncated", "share of the tokens that the correction acted on", marks=marks, from_zero=True),
+            [_series(view, lambda s: s.is_truncated_fraction)],
+        ),
+    ]
+
+
+def _quantised(view: RunView) -> list[str]:
+    """What weight updates did to the codes; nothing for a run whose rollouts are in BF16 throughout."""
+    if all(step.codes_changed_fraction is None for step in view.steps):
+        return []
+    marks = [*attempt_marks(view), *_guard_marks(view)]
+    return [
+        line_chart(
+            Chart("Codes changed", "share, by an update", marks=marks, from_zero=True),
+            [_series(view, lambda s: s.codes_changed_fraction)],
+        ),
+        line_chart(
+            Chart("Quantisation error", "relative, of the worst layer", marks=marks, from_zero=True),
+            [_series(view, lambda s: s.layer_error_max)],
+        ),
+    ]
+
+
+def _spent(view: RunView) -> list[str]:
+    marks = attempt_marks(view)
+    timed = [step for step in view.steps if step.step_s is not None]
+    rows = _together([(float(step.step), _split(step)) for step in timed])
+    there = [place for place in range(len(_PARTS)) if any(parts[place] for _, parts in rows)]
+    return [
+        line_chart(
+            Chart("Rollout speed", "tokens per second", marks=marks, from_zero=True),
+            [_series(view, lambda s: s.rollout_tokens_per_s)],
+        ),
+        stacked_chart(
+            Chart("Time of a step", "s", marks=marks, legend=True),
+            [_PARTS[place] for place in there],
+            [(x, [parts[place] for place in there]) for x, parts in rows],
+            colours=[_PART_COLOURS[place] for place in there],
+        ),
+    ]
+
+
+def _split(step: StepMetrics) -> list[float]:
+    """Seconds per name of _PARTS."""
+    known = dict(step_parts(step))
+    return [max(0.0, known.get(name, 0.0)) for name in _PARTS]
+
+
+def _together(rows: Sequence[tuple[float, list[float]]]) -> list[tuple[float, list[float]]]:
+    """Means of runs of steps where there are too many to draw."""
+    size = max(1, -(-len(rows) // MOST))
+    runs = [rows[start : start + size] for start in range(0, len(rows), size)]
+    return [
+        (run[len(run) // 2][0], [sum(parts) / len(run) for parts in zip(*(each for _, each in run), strict=True)])
+        for run in runs
+    ]
+
+
+def attempt_marks(view: RunView) -> list[Mark]:
+    """Where a later attempt went on: between the last step it found done and its own first one."""
+    return [
+        Mark(attempt.after + 0.5, f"attempt {attempt.number} goes on after step {attempt.after}")
+        for attempt in view.attempts[1:]
+    ]
+
+
+def _guard_marks(view: RunView) -> list[Mark]:
+    told = [event for event in view.events if event.kind == "guard" and event.step is not None]
+    return [Mark(float(event.step or 0), event.what, kind="mark warn") for event in told]
+
+
+def _series(view: RunView, value: Value) -> Series:
+    return Series("value", _points(view.steps, value), 0)
+
+
+def _points(lines: Sequence[StepMetrics], value: Value, *, sparse: bool = False) -> list[Point]:
+    """sparse: most lines have none, and the curve goes on over them; else it breaks where a value is missing."""
+    points = [(float(line.step), value(line)) for line in lines]
+    return thinned([point for point in points if point[1] is not None] if sparse else points)

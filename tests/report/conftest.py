@@ -1,0 +1,81 @@
+"""Run folders as a launcher and a trainer leave them, without either."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from plans import make_plan
+
+from appliance.plan.model import GuardPlan
+from appliance.run.samples import Sample, StepSamples, append_samples
+from appliance.run.session import RunRecord, RunStatus, write_record
+
+HOSTILE = "</script></pre></td><img src=x onerror=document.title='owned'><script>document.title='owned'</script>"
+
+
+def _line(step: int, **changes: object) -> dict[str, object]:
+    line = {
+        "step": step,
+        "time_s": 60.0 + 4 * step,
+        "reward_mean": 0.2 + 0.02 * step,
+        "response_tokens_mean": 4.0,
+        "rollout_tokens_per_s": 2000.0,
+        **{"rollout_s": 0.5, "logprob_s": 0.5, "update_s": 1.0, "sync_s": 0.1, "step_s": 2.4, "proof_s": 0.01},
+        **{"scheme": "int8", "emulated": False, "mismatch_k3_kl": 1e-4, "is_ess": 0.99, "is_weight_mean": 1.0},
+        **{"is_weight_max": 1.2, "is_truncated_fraction": 0.0, "entropy": 0.3, "grad_norm": 1.0},
+        **{"codes_changed_fraction": 0.1, "layer_error_max": 0.009, "reward_failures": 0},
+    }
+    return {**line, **changes}
+
+
+def _sample(response: str, *, right: bool, validate: bool = True) -> Sample:
+    reward = None if validate else float(right)
+    return Sample("12+34=", response, "46", float(right), reward, tokens=3, finished=True)
+
+
+def _make_run(root: Path, *, name: str = "made", steps: int = 10, done: int = 10, **record: object) -> Path:
+    """A run of `steps` steps of which so many are done, validated before and after every tenth."""
+    run_dir = root / name
+    (run_dir / "attest").mkdir(parents=True)
+    plan = replace(make_plan(run_dir, steps=steps), guard=GuardPlan(), argv=("python", "-m", "train", "a<b"))
+    plan.write(run_dir / "plan.json")
+    (run_dir / "recipe.yaml").write_text("name: made  # <&>\n")
+    (run_dir / "versions.json").write_text('{"python": "3.11.7", "distributions": {"torch": "2.13.0"}}')
+    attested = {"role": "rollout", "scheme": "int8", "patches": ["a"], "detail": {"kernels": {"Int8Kernel": 16}}}
+    (run_dir / "attest" / "rollout-0-0.json").write_text(json.dumps(attested))
+    phases = {0: "prepare", 20: "load-model", 50: "rollout", 90: "save", 100: "done"}
+    told = [{"time": float(time), "kind": "phase", "what": phase} for time, phase in phases.items()]
+    told.append({"time": 95.0, "kind": "checkpoint", "what": f"step {done} is saved", "why": "the end", "step": done})
+    (run_dir / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in told))
+    lines = [{"step": 0, "time_s": 50.0, "scheme": "int8", "val_reward_mean": 0.1, "val_samples": 512}] if done else []
+    for step in range(1, done + 1):
+        validated = {"val_reward_mean": 0.9, "val_reward_bf16_mean": 0.91, "val_samples": 512} if step % 10 == 0 else {}
+        lines.append(_line(step, **validated))
+    if done:
+        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        append_samples(run_dir, StepSamples(0, "int8", validation=(_sample("12", right=False),)))
+        kept = (_sample("46", right=True), _sample(HOSTILE, right=False))
+        append_samples(run_dir, StepSamples(done, "int8", validation=kept, training=kept))
+        memory = [{"time": 30.0 * number, "pss_bytes": number << 30, "processes": 9} for number in (1, 3, 2)]
+        (run_dir / "memory.jsonl").write_text("".join(json.dumps(each) + "\n" for each in memory))
+    write_record(run_dir, replace(RunRecord(RunStatus.DONE, phase="done", exit_code=0), **record))
+    return run_dir
+
+
+@pytest.fixture(scope="session")
+def make_run() -> Callable[..., Path]:
+    return _make_run
+
+
+@pytest.fixture(scope="session")
+def metrics_line() -> Callable[..., dict[str, object]]:
+    return _line
+
+
+@pytest.fixture(scope="session")
+def hostile() -> str:
+    return HOSTILE

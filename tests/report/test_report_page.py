@@ -1,0 +1,222 @@
+"""The page of a run, from runs that ended well, badly, or not yet."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from appliance.errors import PreflightError, RecipeError
+from appliance.run.events import append_event
+from appliance.run.report.folder import read_view
+from appliance.run.report.page import page
+from appliance.run.report.timeline import bands
+from appliance.run.report.verdicts import Word, verdicts
+from appliance.run.report.write import LivePage, print_report
+from appliance.run.session import RunRecord, RunStatus, Session
+
+FIGURES = 15  # 5 of learning, 4 of mismatch, 2 of quantisation, 2 of time, 2 over time
+
+
+class Parts(html.parser.HTMLParser):
+    """Elements and texts of a page; every tag must be closed in its place."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.links: list[str] = []
+        self.texts: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "data")]
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] not in ("script", "style"):
+            self.texts.append(data)
+
+
+def made(run_dir: Path) -> tuple[str, Parts]:
+    text = page(read_view(run_dir), now=1000.0)
+    return text, Parts(text)
+
+
+def words(run_dir: Path) -> dict[str, Word]:
+    return {each.question: each.word for each in verdicts(read_view(run_dir))}
+
+
+def test_the_page_of_a_whole_run_has_everything_and_needs_nothing(
+    tmp_path: Path, make_run: Callable[..., Path]
+) -> None:
+    text, parts = made(make_run(tmp_path))
+    assert (parts.links, parts.seen.count("script"), "url(" in text) == ([], 1, False)
+    assert parts.seen.count("figure") == FIGURES and "nothing to show yet" not in text
+    said = " ".join(parts.texts)
+    for expected in ("0.100 before, 0.900 after", "bound 0.015", "3.0 GiB", "name: made  # <&>", "16 × Int8Kernel"):
+        assert expected in said, expected
+    assert len(text) < 200_000
+
+
+def test_what_a_model_wrote_is_text(tmp_path: Path, make_run: Callable[..., Path], hostile: str) -> None:
+    text, parts = made(make_run(tmp_path))
+    assert "img" not in parts.seen and hostile not in text
+    assert parts.texts.count(hostile) == 2  # once as an answer of the validation, once of training
+
+
+def test_verdicts_of_a_good_run_are_fine(tmp_path: Path, make_run: Callable[..., Path]) -> None:
+    assert words(make_run(tmp_path)) == {
+        "Did it finish?": Word.FINE,
+        "Did the reward climb?": Word.FINE,
+        "Do rollouts and trainer agree?": Word.FINE,
+        "What does the scheme cost?": Word.FINE,
+        "Did the weights arrive?": Word.FINE,
+        "Does every process run what it should?": Word.FINE,
+        "Did the guard act?": Word.OPEN,  # the plan of the tests allows it nothing
+    }
+
+
+def test_a_run_that_failed_before_its_first_step_says_why(tmp_path: Path, make_run: Callable[..., Path]) -> None:
+    run_dir = make_run(tmp_path, done=0, state=RunStatus.FAILED, exit_code=4, reason="EngineError: <gone>")
+    append_event(run_dir, kind="failure", what="<gone>", why="EngineError", hint="see the log", exit_code=4)
+    _, parts = made(run_dir)
+    said = " ".join(parts.texts)
+    assert "EngineError: <gone>; see the log" in said and "failed, exit code 4" in said
+    assert "nothing to show yet" in said and "No sample is written down yet." in said
+    assert words(run_dir)["Did it finish?"] is Word.BAD
+
+
+def test_a_run_without_any_event_has_a_page(tmp_path: Path, make_run: Callable[..., Path]) -> None:
+    run_dir = make_run(tmp_path, done=0)
+    (run_dir / "events.jsonl").unlink()
+    made(run_dir)
+
+
+def test_values_that_are_not_finite_and_a_torn_line_cost_only_themselves(
+    tmp_path: Path, make_run: Callable[..., Path], metrics_line: Callable
+) -> None:
+    run_dir = make_run(tmp_path, done=4)
+    bad = {"mismatch_k3_kl": float("nan"), "is_ess": None, "reward_mean": float("inf"), "grad_norm": float("-inf")}
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(metrics_line(5, **bad)) + "\nnot JSON\n" + json.dumps(metrics_line(6))[:40])
+    view = read_view(run_dir)
+    assert [line.step for line in view.lines] == [0, 1, 2, 3, 4, 5]
+    text, _ = made(run_dir)
+    assert "nan" not in text.lower() and "infinity" not in text.lower()
+
+
+def test_a_step_that_was_done_again_is_there_once_and_attempts_are_marked(
+    tmp_path: Path, make_run: Callable[..., Path], metrics_line: Callable
+) -> None:
+    run_dir = make_run(tmp_path, done=6, attempt=2)
+    append_event(run_dir, kind="resume", what="attempt 2 goes on after step 4", step=4, attempt=2)
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(metrics_line(step, reward_mean=0.7)) + "\n" for step in (5, 6, 7))
+    view = read_view(run_dir)
+    assert [line.step for line in view.steps] == [1, 2, 3, 4, 5, 6, 7]
+    assert [line.reward_mean for line in view.steps[4:]] == [0.7, 0.7, 0.7]
+    text, _ = made(run_dir)
+    assert "attempt 2 goes on after step 4" in text and "2 attempts" in text
+
+
+def test_a_mismatch_out_of_its_bounds_is_bad_until_it_returns(
+    tmp_path: Path, make_run: Callable[..., Path], metrics_line: Callable
+) -> None:
+    run_dir = make_run(tmp_path, done=4)
+    question = "Do rollouts and trainer agree?"
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(metrics_line(5, mismatch_k3_kl=0.5)) + "\n")
+    assert words(run_dir)[question] is Word.BAD
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(metrics_line(6)) + "\n")
+    assert words(run_dir)[question] is Word.WARN
+
+
+def test_a_scheme_that_costs_more_than_noise_is_a_warning(
+    tmp_path: Path, make_run: Callable[..., Path], metrics_line: Callable
+) -> None:
+    run_dir = make_run(tmp_path, done=4)
+    validated = {"val_reward_mean": 0.7, "val_reward_bf16_mean": 0.9, "val_samples": 512}
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(metrics_line(5, **validated)) + "\n")
+    assert words(run_dir)["What does the scheme cost?"] is Word.WARN
+
+
+def test_what_it_was_doing_ends_with_its_attempt(tmp_path: Path, make_run: Callable[..., Path]) -> None:
+    run_dir = make_run(tmp_path, done=0)
+    told = [(0, "phase", "rollout"), (9, "failure", "gone"), (50, "restart", "1"), (51, "resume", "2")]
+    told += [(60, "phase", "update"), (65, "note", "the last sign"), (99, "resume", "3"), (100, "phase", "validate")]
+    lines = [{"time": float(time), "kind": kind, "what": what} for time, kind, what in told]
+    (run_dir / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = [(band.start, band.end, band.name) for band in bands(read_view(run_dir))]
+    assert found == [(0, 9, "training"), (60, 65, "training"), (100, 100, "validating")]
+
+
+def test_only_a_run_with_a_launcher_loads_itself_again(tmp_path: Path, make_run: Callable[..., Path]) -> None:
+    run_dir = make_run(tmp_path, done=4, state=RunStatus.RUNNING, exit_code=None)
+    assert 'data-reload-s="0"' in made(run_dir)[0]  # nobody holds its lock: stopped
+    with Session(run_dir, record=RunRecord(RunStatus.RUNNING)):
+        live, _ = made(run_dir)
+    assert 'data-reload-s="10"' in live and "appliance report" in live
+
+
+def test_a_long_run_has_a_page_of_bounded_size(tmp_path: Path, make_run: Callable[..., Path]) -> None:
+    assert len(made(make_run(tmp_path, steps=3000, done=3000))[0]) < 600_000
+
+
+def test_report_writes_the_page_and_says_where(
+    tmp_path: Path, make_run: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = make_run(tmp_path)
+    print_report("made", run_root=tmp_path, output=None)
+    assert capsys.readouterr().out == f"{run_dir / 'report.html'}\n"
+    assert (run_dir / "report.html").read_text().startswith("<!doctype html>")
+    print_report(str(run_dir), run_root=tmp_path, output=tmp_path / "other.html")
+    assert (tmp_path / "other.html").is_file()
+    with pytest.raises(PreflightError) as refused:
+        print_report("made", run_root=tmp_path, output=tmp_path / "none" / "other.html")
+    assert refused.value.hint == "set -o to another folder"
+    with pytest.raises(RecipeError, match="no folder of that path or name"):
+        print_report("nothing", run_root=tmp_path, output=None)
+
+
+def test_the_launcher_writes_it_when_there_is_news_and_not_more_often(
+    tmp_path: Path, make_run: Callable[..., Path]
+) -> None:
+    run_dir = make_run(tmp_path)
+    written, live = run_dir / "report.html", LivePage(run_dir)
+
+    def is_written(*, news: bool, now: float) -> bool:
+        written.unlink(missing_ok=True)
+        live.tick(news=news, now=now)
+        return written.exists()
+
+    assert is_written(news=False, now=100.0)  # the first one needs no news
+    assert not is_written(news=True, now=101.0)
+    assert is_written(news=False, now=300.0)  # what was new then is written now
+    assert not is_written(news=False, now=340.0)
+    assert is_written(news=False, now=700.0)  # so that the page of a slow run does not look forsaken
+
+
+def test_a_page_that_cannot_be_made_costs_no_run(
+    tmp_path: Path, make_run: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = make_run(tmp_path)
+    (run_dir / "plan.json").write_text("{}")
+    live = LivePage(run_dir)
+    live.tick(news=True, now=100.0)
+    live.write()
+    assert capsys.readouterr().err.count("warning: report.html cannot be written: RecipeError") == 1
