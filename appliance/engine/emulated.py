@@ -18,7 +18,7 @@ from vllm.model_executor.utils import replace_parameter
 
 from appliance.engine.quantised import OnlineLinearMethod
 from appliance.errors import EngineError
-from appliance.quant.codec import Fp8Weight, QuantisedWeight, quantise
+from appliance.quant.codec import Fp8Weight, QuantisedWeight
 from appliance.quant.codec_fp8 import BLOCK, dequantise_fp8, quantise_fp8_tokens, row_blocks
 from appliance.quant.scheme import Scheme
 
@@ -54,7 +54,9 @@ class EmulatedLinearMethod(OnlineLinearMethod):
         )
 
     def quantise(self, weight_NK: Tensor, *, absmax: Tensor | None) -> QuantisedWeight:
-        return quantise(weight_NK, scheme=self.scheme, absmax=absmax)
+        from appliance.quant.numba_fp8 import quantise_fp8_numba  # compilers that other schemes do not need
+
+        return quantise_fp8_numba(weight_NK, scheme=self.scheme, absmax=absmax)
 
     def install(self, layer: Module, quantised: Fp8Weight) -> None:
         self._block = quantised.block

@@ -109,11 +109,21 @@ def quantise_fp8(weight_NK: Tensor, *, scheme: Scheme, absmax: Tensor | None = N
 
 def quantise_fp8_by(weight_NK: Tensor, *, scale: Tensor, scheme: Scheme, saturates: bool = True) -> Fp8Weight:
     """With scales that are known. weight_NK: finite.  saturates: whether |x| may be above 448 by more than rounding."""
-    rows, columns = weight_NK.shape
-    block = {Scheme.FP8: (rows, columns), Scheme.FP8_CHANNEL: (1, columns), Scheme.FP8_BLOCK: (BLOCK, BLOCK)}[scheme]
+    block = weight_block(scheme, shape=tuple(weight_NK.shape))
     divide = scheme is Scheme.FP8_CHANNEL
     codes_NK = _codes(weight_NK, scale=scale, block=block, divide=divide, saturates=saturates)
     return Fp8Weight(codes_NK=codes_NK, scale=scale, block=block, scheme=scheme)
+
+
+def weight_block(scheme: Scheme, *, shape: tuple[int, int]) -> tuple[int, int]:
+    """(rows, columns) that share a scale."""
+    rows, columns = shape
+    return {Scheme.FP8: (rows, columns), Scheme.FP8_CHANNEL: (1, columns), Scheme.FP8_BLOCK: (BLOCK, BLOCK)}[scheme]
+
+
+def reciprocals(scale: Tensor) -> Tensor:
+    """What a weight is multiplied by. 0 where the scale is: such a block has zeros only."""
+    return torch.where(scale > 0, scale.reciprocal(), torch.zeros_like(scale))
 
 
 def quantise_fp8_tokens(tokens_MK: Tensor, *, scheme: Scheme, finite: bool = True) -> Fp8Weight:
@@ -180,7 +190,7 @@ def spread(scale: Tensor, *, block: tuple[int, int], shape: tuple[int, int]) -> 
 def _codes(values_NK: Tensor, *, scale: Tensor, block: tuple[int, int], divide: bool, saturates: bool = True) -> Tensor:
     """saturates: False where |x| <= 448 (1 + 2^-22), which rounds to 448 (464 is the tie) whatever the cast does with
     larger ones."""
-    factor = scale if divide else torch.where(scale > 0, scale.reciprocal(), torch.zeros_like(scale))
+    factor = scale if divide else reciprocals(scale)
     overflows = not divide and bool(factor.isinf().any())
     factor = spread(factor, block=(1, block[1]), shape=tuple(values_NK.shape))  # columns only
     codes_NK = torch.empty(values_NK.shape, dtype=FP8_DTYPE, device=values_NK.device)

@@ -1,0 +1,161 @@
+"""The FP8 codec for BF16 weights on a CPU, compiled by Numba: bit for bit `quant.codec_fp8`, several times as fast.
+
+PyTorch makes a pass through memory and wakes its threads for every operation; here a weight is read once for its
+largest magnitudes and once for its codes. Scales, and the factors that weights are multiplied by, are the codec's own.
+
+x (float32, |x| <= 448) to E4M3, to nearest, ties to even, on the bits of |x|:
+
+* |x| >= 2^-6: 20 bits of the mantissa go. Adding 0x7ffff and the lowest bit that stays rounds, a carry moves on into
+  the exponent, and the exponent's bias of 127 becomes 7.
+* |x| < 2^-6: |x| + 2^14 has steps of 2^-9, E4M3's there, so the addition rounds; the code is the number of steps.
+
+Legend: N rows, K input channels; R rows and B columns of blocks.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numba
+import numpy as np
+import torch
+from numpy import float32, uint16, uint32
+from torch import Tensor
+
+from appliance.quant.codec_fp8 import (
+    BLOCK,
+    Fp8Weight,
+    fp8_scale,
+    quantise_fp8,
+    quantise_fp8_by,
+    reciprocals,
+    spread,
+    weight_block,
+)
+from appliance.quant.codec_range import require_finite
+from appliance.quant.scheme import Scheme
+
+# The GIL is released, a division by zero gives what IEEE says. Numba widens integers: every result is narrowed again,
+# or the loops would not be vectorised; a loop over a slice is, one over a range of columns is not.
+_compiled = functools.partial(numba.njit, nogil=True, error_model="numpy")
+
+_SIGN, _MAGNITUDE = uint32(0x80), uint32(0x7FFFFFFF)
+_SMALLEST_NORMAL = uint32((127 - 6) << 23)  # 2^-6
+_BIAS = uint32((127 - 7) << 3)
+_STEPS, _STEPS_BITS = float32(2.0**14), uint32((127 + 14) << 23)
+
+
+def quantise_fp8_numba(weight_NK: Tensor, *, scheme: Scheme, absmax: Tensor | None = None) -> Fp8Weight:
+    """As `quantise_fp8`, which takes what is not BF16 on a CPU. Raises NumericsError when a value is not finite."""
+    if weight_NK.dtype is not torch.bfloat16 or weight_NK.device.type != "cpu":
+        return quantise_fp8(weight_NK, scheme=scheme, absmax=absmax)
+    bits_NK = weight_NK.contiguous().view(torch.uint16).numpy()
+    own = require_finite(_absmax(bits_NK, scheme=scheme), what="a weight")
+    scale = fp8_scale(own if absmax is None else absmax, scheme=scheme)
+    codes_NK = torch.empty(weight_NK.shape, dtype=torch.uint8, device="cpu")
+    if scheme is Scheme.FP8_CHANNEL:
+        _divide(bits_NK, scale, into_NK=codes_NK)
+    else:
+        factor = reciprocals(scale)
+        if bool(factor.isinf().any()):  # 0 * inf has a rule of its own, and weights of this size no use
+            return quantise_fp8_by(weight_NK, scale=scale, scheme=scheme)
+        _multiply(bits_NK, factor, scheme=scheme, into_NK=codes_NK)
+    block = weight_block(scheme, shape=tuple(weight_NK.shape))
+    return Fp8Weight(codes_NK.view(torch.float8_e4m3fn), scale=scale, block=block, scheme=scheme)
+
+
+def _absmax(bits_NK: np.ndarray, *, scheme: Scheme) -> Tensor:
+    """float32 in the shape of the scheme's scale."""
+    rows, columns = (BLOCK, BLOCK) if scheme is Scheme.FP8_BLOCK else (1, bits_NK.shape[1])
+    most_RB = np.zeros((-(-bits_NK.shape[0] // rows), -(-bits_NK.shape[1] // columns)), dtype=uint16)
+
+    def some(part: slice) -> None:
+        _largest(bits_NK[part], rows, columns, most_RB[part.start // rows : -(-part.stop // rows)])
+
+    _in_parts(some, rows=len(bits_NK))
+    absmax = torch.from_numpy(most_RB).view(torch.bfloat16).float()
+    return absmax.amax(dim=0, keepdim=True) if scheme is Scheme.FP8 else absmax
+
+
+def _divide(bits_NK: np.ndarray, scale_N1: Tensor, *, into_NK: Tensor) -> None:
+    codes_NK, scales_N1 = into_NK.numpy(), scale_N1.contiguous().numpy()
+    _in_parts(lambda part: _divided(bits_NK[part], scales_N1[part], codes_NK[part]), rows=len(bits_NK))
+
+
+def _multiply(bits_NK: np.ndarray, factor: Tensor, *, scheme: Scheme, into_NK: Tensor) -> None:
+    rows, columns = weight_block(scheme, shape=bits_NK.shape)
+    wide = spread(factor, block=(1, columns), shape=bits_NK.shape).expand(-1, bits_NK.shape[1])
+    codes_NK, factor_RK = into_NK.numpy(), wide.contiguous().numpy()
+
+    def some(part: slice) -> None:
+        _multiplied(bits_NK[part], factor_RK[part.start // rows : -(-part.stop // rows)], rows, codes_NK[part])
+
+    _in_parts(some, rows=len(bits_NK))
+
+
+def _in_parts(work: Callable[[slice], None], *, rows: int) -> None:
+    """`work` on parts of whole blocks of rows, one for each thread that PyTorch has."""
+    threads = torch.get_num_threads()
+    step = max(1, -(-rows // (threads * BLOCK))) * BLOCK
+    first, *others = (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+    running = [_pool(threads).submit(work, part) for part in others]
+    work(first)
+    for each in running:
+        each.result()
+
+
+@functools.cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="quantise")
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of its parent's threads
+
+
+@_compiled()
+def _largest(bits_NK, rows, columns, most_RB):
+    for n in range(bits_NK.shape[0]):
+        for b in range(most_RB.shape[1]):
+            most = most_RB[n // rows, b]
+            some = bits_NK[n, b * columns : (b + 1) * columns]
+            for k in range(some.shape[0]):
+                magnitude = uint16(some[k] & uint16(0x7FFF))
+                most = magnitude if magnitude > most else most
+            most_RB[n // rows, b] = most
+
+
+@_compiled()
+def _divided(bits_NK, scale_N1, codes_NK):
+    for n in range(bits_NK.shape[0]):
+        row, codes, scale = bits_NK[n], codes_NK[n], scale_N1[n, 0]
+        for k in range(row.shape[0]):
+            codes[k] = _e4m3(float32(_widened(row[k]) / scale))
+
+
+@_compiled()
+def _multiplied(bits_NK, factor_RK, rows, codes_NK):
+    for n in range(bits_NK.shape[0]):
+        row, codes, factor = bits_NK[n], codes_NK[n], factor_RK[n // rows]
+        for k in range(row.shape[0]):
+            codes[k] = _e4m3(float32(_widened(row[k]) * factor[k]))
+
+
+@_compiled(inline="always")
+def _widened(bits):
+    """A BF16 as float32."""
+    return uint32(uint32(bits) << uint32(16)).view(float32)
+
+
+@_compiled(inline="always")
+def _e4m3(x):
+    """x: float32, no NaN. Values above 448 saturate."""
+    bits = float32(x).view(uint32)
+    magnitude = float32(min(uint32(bits & _MAGNITUDE).view(float32), float32(448)))
+    size = magnitude.view(uint32)
+    last = uint32(uint32(size >> uint32(20)) & uint32(1))
+    normal = uint32(uint32(uint32(size + uint32(0x7FFFF) + last) >> uint32(20)) - _BIAS)
+    denormal = uint32(float32(magnitude + _STEPS).view(uint32) - _STEPS_BITS)
+    return np.uint8(uint32(uint32(bits >> uint32(24)) & _SIGN) | (denormal if size < _SMALLEST_NORMAL else normal))
