@@ -54,7 +54,7 @@ class EmulatedLinearMethod(OnlineLinearMethod):
         )
 
     def quantise(self, weight_NK: Tensor, *, absmax: Tensor | None) -> QuantisedWeight:
-        from appliance.quant.numba_fp8 import quantise_fp8_numba  # compilers that other schemes do not need
+        from appliance.quant.numba_fp8 import quantise_fp8_numba  # a compiler that other schemes do not need
 
         return quantise_fp8_numba(weight_NK, scheme=self.scheme, absmax=absmax)
 

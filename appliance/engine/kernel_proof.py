@@ -34,7 +34,7 @@ import itertools
 import zlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -54,7 +54,9 @@ U = 2.0**-24  # half a unit of float32, relative
 BF16_U = 2.0**-8  # a unit of BF16 (twice its rounding error), relative
 TINY = 1e-35  # products of denormals may be flushed
 COLUMNS = 64
-_CHUNK_ELEMENTS = 1 << 19  # 1 MiB of BF16: codes are still in the core's cache when they are multiplied
+_CHUNK_ELEMENTS = 1 << 22  # 4 MiB of codes at once: what is quantised, multiplied and dropped
+_SAMPLED_ELEMENTS = 1 << 19  # of so many the codec quantises one row
+_SAMPLED_ROWS = 4  # of an emulated layer; a divisor of BLOCK
 
 
 @dataclass(frozen=True)
@@ -110,11 +112,9 @@ class Int8Proof(KernelProof):
         self._sums_N = torch.zeros(self.num_channels, dtype=torch.float64, device="cpu")
         self._scale_N = torch.zeros(self.num_channels, dtype=torch.float32, device="cpu")
         self.sample = _Sample(self._generator)
-        self.whole_length = 0  # of the rows that came, of which this rank may have a part
 
     def take(self, slot: Slot, tensor: Tensor) -> None:
         whole_NK = rounded(tensor[slot.rows])
-        self.whole_length = whole_NK.shape[1]
         probe_K = self.probe_K.to(whole_NK.device, torch.int8)
         rows = max(1, _CHUNK_ELEMENTS // whole_NK.shape[1])
         codes_NK = whole_NK.new_empty((min(rows, len(whole_NK)), whole_NK.shape[1]), dtype=torch.int8)
@@ -166,10 +166,13 @@ class EmulatedProof(KernelProof):
         return absmax if self._scheme is Scheme.FP8 else absmax[slot.rows]
 
     def _expect(self, parts: list[tuple[Tensor, Tensor | None]]) -> None:
+        from appliance.quant.numba_fp8 import quantise_fp8_numba_by  # a compiler that other schemes do not need
+
         absmax = self._absmax_of(parts)
         self._scale = fp8_scale(absmax, scheme=self._scheme)
         weight_RK = _gathered([part for part, _ in parts], self._due)
-        expected = quantise_fp8_by(weight_RK, scale=self._due_scales(), scheme=self._scheme)
+        expected = quantise_fp8_numba_by(weight_RK, scale=self._due_scales(), scheme=self._scheme)
+        self._check_quantiser(weight_RK, expected)
         self._codes = digest(expected.codes_NK.view(torch.uint8))
         if self._ask.thorough:
             self._answer_N, self._bound_N = _signed_sums(expected, self._signs_K)
@@ -182,6 +185,20 @@ class EmulatedProof(KernelProof):
         own = [weight_absmax(part, scheme=self._scheme) if given is None else given for part, given in parts]
         absmax = torch.cat(own)
         return absmax.amax(dim=0, keepdim=True) if self._scheme is Scheme.FP8 else absmax
+
+    def _check_quantiser(self, weight_RK: Tensor, expected: Fp8Weight) -> None:
+        """Some rows by the codec itself: the engine quantises by the same compiled one, and an error of it would be in
+        both answers. Raises SyncError."""
+        first = int(self._integers(0, -(-len(weight_RK) // _SAMPLED_ROWS), count=1)) * _SAMPLED_ROWS
+        rows = slice(first, min(first + _SAMPLED_ROWS, len(weight_RK)))
+        block_rows = expected.block[0]
+        scale = expected.scale[first // block_rows][None] if block_rows > 1 else expected.scale[rows]
+        codec = quantise_fp8_by(weight_RK[rows], scale=scale, scheme=self._scheme)
+        if not torch.equal(expected.codes_NK[rows].view(torch.uint8), codec.codes_NK.view(torch.uint8)):
+            raise SyncError(
+                f"weight update: {self.name}: the compiled quantiser differs from the codec in rows "
+                f"{rows.start} to {rows.stop - 1} of those that were looked at"
+            )
 
     def _due_rows(self) -> list[slice]:
         """Blocks of 128: scales of blocks are never cut."""
@@ -265,43 +282,38 @@ def quantise_rows(weight_NK: Tensor, *, into_NK: Tensor) -> Int8Weight:
 
 class _Sample:
     """Rows of a layer that the codec itself quantises: the engine uses the same quantiser as `quantise_rows`, and an
-    error of it would be in both answers. One of every chunk, another one at each sync."""
+    error of it would be in both answers. One of every _SAMPLED_ELEMENTS, another one at each sync."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
-        self._rows: list[int] = []
-        self._weights: list[Tensor] = []
-        self._codes: list[Tensor] = []
-        self._scales: list[Tensor] = []
+        self.chunks: list[tuple[Tensor, Tensor, Int8Weight]] = []
 
     def keep(self, weight_NK: Tensor, quantised: Int8Weight, *, start: int) -> None:
-        """A chunk. start: number of its first row."""
+        """Of a chunk: numbers of rows, the rows, their codes and scales. start: number of its first row."""
         if weight_NK.device.type == "cpu":
-            row = int(torch.randint(len(weight_NK), (), generator=self._generator, device="cpu"))
-            self._rows.append(start + row)
-            self._weights.append(weight_NK[row].clone())  # a view would keep the chunk
-            self._codes.append(quantised.codes_NK[row].clone())
-            self._scales.append(quantised.scale_N1[row])
-
-    def rows(self) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-        """Number of a row, the row itself, its codes, its scale."""
-        return zip(self._rows, self._weights, self._codes, self._scales, strict=True)
+            height = max(1, _SAMPLED_ELEMENTS // weight_NK.shape[1])
+            starts = torch.arange(0, len(weight_NK), height, device="cpu")
+            drawn = torch.randint(height, starts.shape, generator=self._generator, device="cpu")
+            rows = (starts + drawn).clamp_(max=len(weight_NK) - 1)
+            codes = Int8Weight(quantised.codes_NK[rows], quantised.scale_N1[rows])
+            self.chunks.append((start + rows, weight_NK[rows], codes))
 
 
 def check_quantiser(proofs: Mapping[str, KernelProof]) -> None:
     """All samples of an update together. Raises SyncError where the quantiser's numbers are not the codec's."""
     by_length = defaultdict(list)
     for name, proof in proofs.items():
-        if isinstance(proof, Int8Proof):
-            by_length[proof.whole_length] += [(name, *row) for row in proof.sample.rows()]
+        for rows, weight_NK, codes in proof.sample.chunks if isinstance(proof, Int8Proof) else ():
+            by_length[weight_NK.shape[1]].append((name, rows, weight_NK, codes))
     for found in by_length.values():
-        codec = quantise_int8(torch.stack([weight_K for _, _, weight_K, _, _ in found]))
-        codes_NK = torch.stack([codes_K for *_, codes_K, _ in found])
-        scale_N1 = torch.stack([scale_1 for *_, scale_1 in found])
+        codec = quantise_int8(torch.cat([weight_NK for *_, weight_NK, _ in found]))
+        codes_NK = torch.cat([codes.codes_NK for *_, codes in found])
+        scale_N1 = torch.cat([codes.scale_N1 for *_, codes in found])
         if torch.equal(codes_NK, codec.codes_NK) and torch.equal(scale_N1, codec.scale_N1):
             continue
         differs_N = ((codes_NK != codec.codes_NK) | (scale_N1 != codec.scale_N1)).any(dim=1)
-        name, row, *_ = found[int(differs_N.nonzero()[0])]
+        places = [(name, row) for name, rows, *_ in found for row in rows.tolist()]
+        name, row = places[int(differs_N.nonzero()[0])]
         raise SyncError(f"weight update: {name}: this CPU's row quantiser differs from the codec in row {row}")
 
 

@@ -62,6 +62,7 @@ class SyncProof:
         self._sync = 0
         self._everyone = False
         self._unproven = 0
+        self._due: set[str] = set()
         self._kernels: dict[str, KernelProof] = {}
         self._missing: set[tuple[str, int]] = set()
         self._held: list[tuple[Slot, str]] = []
@@ -75,10 +76,12 @@ class SyncProof:
             self._provable = _provable(self._model)
         self._held.clear()
         self._unproven = 0
+        due = {name: asked for name in self._layers if (asked := self._ask(name)) is not None}
+        self._due = set(due)
         self._kernels = {
-            name: how.make(name, shape=how.shape, scheme=how.scheme, ask=asked)
+            name: how.make(name, shape=how.shape, scheme=how.scheme, ask=due[name])
             for name, how in self._provable.items()
-            if (asked := self._ask(name)) is not None
+            if name in due
         }
         places = (slot for found in self._slots.values() for slot in found if slot.parameter == "weight")
         self._missing = {(slot.layer, slot.part) for slot in places if slot.layer in self._kernels}
@@ -87,9 +90,6 @@ class SyncProof:
         if self._everyone:
             return Ask(sync=self._sync, round=self._sync // self._every, full=True, thorough=True)
         return ask(self._turns[layer], sync=self._sync, every=self._every)
-
-    def _is_due(self, layer: str) -> bool:
-        return self._ask(layer) is not None
 
     def layers_of(self, name: str) -> list[Module]:
         """The layers that a checkpoint's tensor has a part in."""
@@ -112,12 +112,12 @@ class SyncProof:
                 self._missing.discard((slot.layer, slot.part))
             elif slot.parameter == "weight" and slot.layer in self._native:  # held as codes, in a layout of vLLM's
                 self._unproven += 1
-            elif slot.layer not in self._provable or slot.parameter != "weight":
+            elif slot.layer in self._due and (slot.layer not in self._provable or slot.parameter != "weight"):
                 self._expect_held(slot, tensor, known=known)
 
     def _expect_held(self, slot: Slot, tensor: Tensor, *, known: str) -> None:
         parameter = getattr(self._layers[slot.layer], slot.parameter, None)
-        if self._is_due(slot.layer) and parameter is not None:
+        if parameter is not None:
             own = slot.cut(tensor).to(parameter.dtype)
             same = bool(known) and (own.shape, own.dtype) == (tensor.shape, tensor.dtype)
             self._held.append((slot, known if same else digest(own)))

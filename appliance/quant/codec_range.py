@@ -42,10 +42,13 @@ def block_absmax(values_MK: Tensor, *, block: tuple[int, int]) -> Tensor:
     if rows == 1:
         return _group_absmax(values_MK, columns=columns)
     bits_MK = values_MK.view(_BITS[values_MK.dtype])
-    most = [
-        (bits_MK[start : start + rows] & torch.iinfo(bits_MK.dtype).max).amax(dim=0, keepdim=True)
-        for start in range(0, len(bits_MK), rows)
-    ]
+    at_once = max(1, chunk_rows(bits_MK, chunk_elements=4 * CHUNK_ELEMENTS) // rows) * rows
+    most: list[Tensor] = []
+    for start in range(0, len(bits_MK), at_once):
+        magnitudes_RK = bits_MK[start : start + at_once] & torch.iinfo(bits_MK.dtype).max
+        whole = len(magnitudes_RK) // rows * rows
+        most.append(magnitudes_RK[:whole].view(-1, rows, magnitudes_RK.shape[1]).amax(dim=1))
+        most += [magnitudes_RK[whole:].amax(dim=0, keepdim=True)] if whole < len(magnitudes_RK) else []
     return _group_absmax(torch.cat(most).view(values_MK.dtype), columns=columns)
 
 

@@ -54,7 +54,16 @@ def quantise_fp8_numba(weight_NK: Tensor, *, scheme: Scheme, absmax: Tensor | No
         return quantise_fp8(weight_NK, scheme=scheme, absmax=absmax)
     bits_NK = weight_NK.contiguous().view(torch.uint16).numpy()
     own = require_finite(_absmax(bits_NK, scheme=scheme), what="a weight")
-    scale = fp8_scale(own if absmax is None else absmax, scheme=scheme)
+    return quantise_fp8_numba_by(
+        weight_NK, scale=fp8_scale(own if absmax is None else absmax, scheme=scheme), scheme=scheme
+    )
+
+
+def quantise_fp8_numba_by(weight_NK: Tensor, *, scale: Tensor, scheme: Scheme) -> Fp8Weight:
+    """As `quantise_fp8_by`, with scales that are known. weight_NK: finite."""
+    if weight_NK.dtype is not torch.bfloat16 or weight_NK.device.type != "cpu":
+        return quantise_fp8_by(weight_NK, scale=scale, scheme=scheme)
+    bits_NK = weight_NK.contiguous().view(torch.uint16).numpy()
     codes_NK = torch.empty(weight_NK.shape, dtype=torch.uint8, device="cpu")
     if scheme is Scheme.FP8_CHANNEL:
         _divide(bits_NK, scale, into_NK=codes_NK)

@@ -79,7 +79,7 @@ def test_an_update_without_a_fault_is_proven(scheme: str, request: pytest.Fixtur
 
 
 def test_a_rotating_sample_proves_every_layer_in_turn(int8: Bench) -> None:
-    """All at the first update and at each third; between them each layer once."""
+    """All at the first update, and each layer in any three."""
     update = new_update(int8.engine, prove_every=3)
     proven = []
     for number in range(1, 8):
@@ -87,8 +87,10 @@ def test_a_rotating_sample_proves_every_layer_in_turn(int8: Bench) -> None:
         proven.append(set(update._proof._kernels))
     every = proven[0]
     assert len(every) == 13
-    assert [len(one) for one in proven if one == every] == [13, 13, 13]  # updates 1, 3 and 6
-    assert proven[3] | proven[4] | proven[5] == every and len(proven[3]) < 7
+    assert [len(one) for one in proven if one == every] == [13]
+    for first in range(1, 5):
+        assert proven[first] | proven[first + 1] | proven[first + 2] == every
+    assert max(len(one) for one in proven[1:]) < 7
     recover(int8.engine, int8.old)
 
 

@@ -11,7 +11,8 @@ from appliance.engine.expect import LocalShape, Slot
 from appliance.engine.kernel_proof import Bf16Proof, EmulatedProof, Int8Proof, KernelProof
 from appliance.engine.schedule import ROTATION, ask
 from appliance.errors import SyncError
-from appliance.quant.codec import Int8Weight
+from appliance.quant import numba_fp8
+from appliance.quant.codec import Fp8Weight, Int8Weight
 from appliance.quant.scheme import Scheme
 
 EVERY = (1, 3, 8, 20)
@@ -26,11 +27,13 @@ def proof(kind: type[KernelProof], scheme: Scheme, *, channels: int, length: int
 
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("turn", [0, 1, 5])
-def test_every_layer_is_asked_in_each_round_and_all_at_its_end(every: int, turn: int) -> None:
+def test_every_layer_is_asked_once_in_each_round_and_when_all_are(every: int, turn: int) -> None:
     assert ask(turn, sync=1, every=every).full
-    for start in range(1, 10 * every, every):
+    for start in range(1, 20 * every, every):
         asked = [sync for sync in range(start, start + every) if ask(turn, sync=sync, every=every)]
-        assert start + every - 1 in asked
+        assert asked
+        of_all = {1, ROTATION * every, 2 * ROTATION * every}
+        assert len(set(asked) - of_all) <= 1
 
 
 @pytest.mark.parametrize("every", EVERY)
@@ -98,14 +101,15 @@ def test_a_quantiser_that_is_not_the_codec_is_found(monkeypatch: pytest.MonkeyPa
     """The engine uses the same one: in any chunk, and rows that move from sync to sync."""
     weight_NK = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     original = kernel_proof.quantise_rows
-    monkeypatch.setattr(kernel_proof, "_CHUNK_ELEMENTS", 16 * 32)  # 4 chunks of 16 rows
+    monkeypatch.setattr(kernel_proof, "_CHUNK_ELEMENTS", 32 * 32)  # 2 chunks of 32 rows
+    monkeypatch.setattr(kernel_proof, "_SAMPLED_ELEMENTS", 16 * 32)  # a row of each 16
 
     def run(sync: int, *, bad: slice) -> bool:
-        chunks = iter(range(4))
+        chunks = iter(range(2))
 
         def quantise(rows_NK: Tensor, *, into_NK: Tensor) -> Int8Weight:
             right, chunk = original(rows_NK, into_NK=into_NK), next(chunks)
-            own = [row for row in range(16) if chunk * 16 + row in range(64)[bad]]
+            own = [row for row in range(32) if chunk * 32 + row in range(64)[bad]]
             right.codes_NK[own] ^= 1
             return right
 
@@ -120,6 +124,33 @@ def test_a_quantiser_that_is_not_the_codec_is_found(monkeypatch: pytest.MonkeyPa
         return False
 
     assert not run(1, bad=slice(0, 0))
-    assert all(run(1, bad=slice(16 * chunk, 16 * (chunk + 1))) for chunk in range(4))
+    assert all(run(1, bad=slice(16 * part, 16 * (part + 1))) for part in range(4))
     # One bad row of 16, one drawn: seen in 120 syncs but for (15/16)^120 = 4e-4; the seeds are fixed.
     assert any(run(sync, bad=slice(53, 54)) for sync in range(1, 121))
+
+
+@pytest.mark.parametrize("scheme", [one for one in Scheme if one.is_fp8])
+def test_a_compiled_codec_that_is_not_the_codec_is_found(scheme: Scheme, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine uses the same one: some rows of those that are looked at, other ones from sync to sync."""
+    weight_NK = torch.randn(300, 140, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    original = numba_fp8.quantise_fp8_numba_by
+
+    def run(sync: int, *, bad: slice) -> bool:
+        def quantise(rows_NK: Tensor, **how: object) -> Fp8Weight:
+            right = original(rows_NK, **how)
+            right.codes_NK.view(torch.uint8)[bad, 139] ^= 1
+            return right
+
+        monkeypatch.setattr(numba_fp8, "quantise_fp8_numba_by", quantise)
+        one = proof(EmulatedProof, scheme, channels=300, length=140, turn=0, sync=sync, every=1)
+        try:
+            one.take(Slot("layer", "weight", rows=slice(0, 300)), weight_NK)
+        except SyncError as error:
+            assert error.message.startswith("weight update: layer: the compiled quantiser differs from the codec in")
+            return True
+        return False
+
+    assert not any(run(sync, bad=slice(0, 0)) for sync in range(1, 17))
+    assert all(run(sync, bad=slice(0, 300)) for sync in range(1, 9))
+    # A quarter of the rows that are looked at, 4 drawn: unseen in 60 syncs with a probability of 3e-8; seeds are fixed.
+    assert any(run(sync, bad=slice(8, 40)) for sync in range(1, 61))
