@@ -224,7 +224,7 @@ def main() -> int:
     parser.add_argument("--shapes", choices=sorted(NAMED_SHAPES), default="qwen2.5-0.5b")
     parser.add_argument("--layers", type=int, default=12)  # 178 million parameters
     parser.add_argument("--pairs", type=int, help="default: a whole round of proofs, 8 times --prove-every")
-    parser.add_argument("--prove-every", type=int, default=8)  # as runs of models that are not tiny have it
+    parser.add_argument("--prove-every", type=int, default=16)  # as runs of models that are not tiny have it
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--schemes", default=",".join(SCHEMES))
     parser.add_argument("-o", "--output", type=Path)

@@ -51,7 +51,7 @@ class Slot:
 
     def fits(self, tensor: Tensor) -> bool:
         """Whether it is the tensor that is meant, by its shape."""
-        return not self.shape or tuple(tensor.shape) == self.shape
+        return not self.shape or tensor.shape == self.shape
 
     def cut(self, tensor: Tensor) -> Tensor:
         """This rank's part of a tensor."""

@@ -170,7 +170,9 @@ class WeightUpdate:
         self._switched = self._precision.change(precision)
         initialize_layerwise_reload(self.model)
         self._precision.release()
+        started = time.perf_counter()
         self._proof.begin(self._sync, changed=bool(self._switched))
+        self._tally.proof_s += time.perf_counter() - started
         self._telemetry.begin(self._switched)
 
     def _load_one(self, name: str, tensor: Tensor) -> None:

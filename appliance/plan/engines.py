@@ -12,7 +12,7 @@ from appliance.recipe.schema import Recipe, SchemeChoice
 PROFILE_FOLDER = "profile"
 PROFILED = (Scheme.INT8, Scheme.FP8_CHANNEL)  # schemes with a scale per channel: what a profile is for
 _AUTO, _NONE = "auto", "none"
-_PROVE_EVERY = 8
+_PROVE_EVERY = 16
 
 
 def num_engines(recipe: Recipe) -> int:
