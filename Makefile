@@ -1,6 +1,6 @@
 # Every command of this project, one line each: `make help`. The first one that needs it builds .venv.
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit torture test-container image image-gpu setup lint lock clean
+.PHONY: help demo test unit torture fuzz test-container image image-gpu setup lint lock clean
 MAKEFLAGS += --no-print-directory
 
 RECIPES := $(sort $(filter-out reference,$(basename $(notdir $(wildcard recipes/*.yaml)))))
@@ -29,6 +29,9 @@ setup: ## build .venv from the locks; changes nothing when it is up to date
 
 torture: setup ## kill real trainings again and again, for hours: ARGS="-k kills" picks some
 	@.venv/bin/python -m pytest -m torture -s tests/faults $(ARGS)
+
+fuzz: setup ## more than 100 000 cases of bad input, each refused or read: ARGS="-k manifests" picks some
+	@.venv/bin/python -m pytest -m fuzz --hypothesis-profile=fuzz tests/fuzz $(ARGS)
 
 lint: setup ## style and formatting
 	@.venv/bin/ruff check .

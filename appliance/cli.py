@@ -235,9 +235,10 @@ def _load(recipe: str, sets: list[str] | None) -> Recipe:
 def _run_dir(recipe: Recipe, *, name: str | None) -> Path:
     """Absolute. A name from the command line is one path component, or refused."""
     from appliance.recipe.schema import NAME_PATTERN
+    from appliance.recipe.text import full_path
     from appliance.run.session import cannot_write, free_run_dir
 
-    root = Path(recipe.cluster.run_dir).expanduser().absolute()
+    root = full_path(recipe.cluster.run_dir)
     if name is None:
         try:
             return free_run_dir(root, name=recipe.name)
@@ -327,7 +328,7 @@ def _report(error: ApplianceError) -> int:
 
     if _wants_traceback():
         _say_traceback(error)
-    problems = error.problems if isinstance(error, RecipeError) else [(error.message, error.hint)]
+    problems = error.shown if isinstance(error, RecipeError) else [(error.message, error.hint)]
     for message, hint in problems:
         console.say(f"error: {message}")
         if hint:

@@ -6,14 +6,17 @@ import functools
 import io
 import os
 import sys
+import unicodedata
 
 from rich.console import Console, RenderableType
+
+_DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  # show text other than it is
 
 
 @functools.cache
 def err_console() -> Console:
     """The console for people, on stderr. NO_COLOR is honoured by rich."""
-    return Console(stderr=True, highlight=False)
+    return Console(stderr=True, highlight=False, emoji=False)  # else `r.yaml:100:` has one
 
 
 def is_live(console: Console) -> bool:
@@ -22,14 +25,23 @@ def is_live(console: Console) -> bool:
 
 
 def say(text: str, *, style: str = "") -> None:
-    """Text for people on stderr, as it is: no markup, and no line breaks of ours."""
-    err_console().print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+    """Text for people on stderr: no markup, no line breaks of ours, and nothing that a terminal takes for a command."""
+    err_console().print(printable(text), style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def printable(text: str) -> str:
+    """The text with control characters, halves of a character and changes of writing direction as `\\x1b`."""
+    return "".join(each if each in "\n\t" or not _is_command(each) else ascii(each)[1:-1] for each in text)
+
+
+def _is_command(character: str) -> bool:
+    return unicodedata.category(character) in ("Cc", "Cs") or character in _DIRECTIONS
 
 
 def plain_text(renderable: RenderableType, *, columns: int) -> str:
     """What rich draws, as text of so many columns without colours, for a file or for stdout."""
     text = io.StringIO()
-    Console(file=text, width=columns, no_color=True, highlight=False).print(renderable)
+    Console(file=text, width=columns, no_color=True, highlight=False, emoji=False).print(renderable)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 

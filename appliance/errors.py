@@ -17,6 +17,8 @@ ApplianceError                 1   our own fault
 
 from __future__ import annotations
 
+_MOST_SHOWN = 100
+
 
 class ApplianceError(Exception):
     """An error with a place, a fact and a remedy.
@@ -42,6 +44,12 @@ class RecipeError(ApplianceError):
         hint = problems[0][1] if problems else ""
         super().__init__("\n".join(message for message, _ in problems), hint=hint)
         self.problems = problems
+
+    @property
+    def shown(self) -> list[tuple[str, str]]:
+        """The first hundred of them, and how many more there are."""
+        more = len(self.problems) - _MOST_SHOWN
+        return [*self.problems[:_MOST_SHOWN], *([(f"and {more} more", "")] if more > 0 else [])]
 
 
 class PreflightError(ApplianceError):

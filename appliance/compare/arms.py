@@ -16,6 +16,7 @@ from appliance.preflight.probes import read_host
 from appliance.preflight.report import examine
 from appliance.recipe.load import Setting, load_recipe
 from appliance.recipe.schema import Recipe
+from appliance.recipe.text import full_path
 from appliance.recipe.tree import Node, Problem
 from appliance.run.resume import Resume, Target, begun_with, find_start, refuse_misfit
 from appliance.run.session import read_record
@@ -87,7 +88,7 @@ def go_on(run: PlannedRun) -> PlannedRun | None:
 
 def comparison_folder(recipes: dict[tuple[str, int], Recipe], *, comparison: Comparison) -> Path:
     first = next(iter(recipes.values()))
-    return Path(first.cluster.run_dir).expanduser().absolute() / comparison.name
+    return full_path(first.cluster.run_dir) / comparison.name
 
 
 def _recipes(comparison: Comparison) -> dict[tuple[str, int], Recipe]:

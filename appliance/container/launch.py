@@ -81,6 +81,10 @@ def make_order(plan: RunPlan, argv: Sequence[str], *, typed: str, image: str | N
     if plan.cluster:
         token = Path(plan.cluster.token_file)
         (read if token.exists() else written).append(token.parent)
+    for each in (*written, *read):
+        if any(Path(own).is_relative_to(each) for own in _OWN_FOLDERS):
+            hint = "use folders of their own for runs, models and data"
+            raise RecipeError([(f"--in-container: {each} would hide the image's own files", hint)])
     folders = [(str(folder), False)]
     folders += [(str(each), False) for each in written if not each.is_relative_to(folder)]
     folders += [(str(each), True) for each in read if not each.is_relative_to(folder)]

@@ -6,7 +6,6 @@ Every key of FlashRL's is known, ours come after them. Imports no torch.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from appliance.flashrl.names import NAMES, OWN_NAMES, Name, file_name, find_file
 from appliance.quant.files import PROFILE_FILE
 from appliance.quant.scheme import Scheme
 from appliance.quant.settings import METHOD_NAME, Quantisation
+from appliance.recipe.text import path_problem, pattern_problem
 from appliance.recipe.tree import MAX_BYTES, Node, Problem, Refused, parse
 
 THEIR_KEYS = (
@@ -204,10 +204,8 @@ class _Reader:
         """Exact names, and regular expressions after `re:`."""
         found = self._texts(key)
         for rule in found:
-            try:
-                re.compile(rule.removeprefix("re:") if rule.startswith("re:") else "")
-            except re.error as error:
-                self._refuse(key, f"`{rule[:60]}` is not a regular expression: {error}", "correct it")
+            if rule.startswith("re:") and (why := pattern_problem(rule[3:])):
+                self._refuse(key, f"`{rule[:60]}` is not a regular expression: {why}", "correct it")
         return found
 
     def _check_quantization(self, name: Name) -> None:
@@ -225,7 +223,10 @@ class _Reader:
         if name.scheme not in PROFILED:
             self._refuse("profile", f"`{name.theirs}` takes no profile", "leave it out")
             return ""
-        path = Path(value).expanduser()
+        if why := path_problem(value):
+            self._refuse("profile", why, "correct the path")
+            return ""
+        path = Path(os.path.expanduser(value))
         if path.suffix in _PICKLES:
             self._refuse("profile", f"{path.name} is a pickle of FlashRL's, which can run any code", _remedy(name))
             return ""

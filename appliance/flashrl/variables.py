@@ -6,6 +6,7 @@ Every problem is told at once. Outside `FLASHRL_CONFIG` nothing of FlashRL's is 
 from __future__ import annotations
 
 import logging
+import os.path
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from appliance.errors import RecipeError
 from appliance.flashrl.names import NAMES, Name, find_name, listed
+from appliance.recipe.text import full_path
 
 CONFIG_VARIABLE = "FLASHRL_CONFIG"
 LM_HEAD_VARIABLE = "FLASHRL_LMHEAD_FP32"
@@ -98,9 +100,9 @@ def _unknown_variables(given: Mapping[str, str]) -> list[Problem]:
 def _config(value: str, problems: list[Problem]) -> Name | Path | HubFile | None:
     if name := find_name(value):
         return name
-    path = Path(value).expanduser()
-    if path.is_file():
-        return path.absolute()
+    path = full_path(value)
+    if os.path.isfile(path):
+        return path
     if found := _HUB_FILE.fullmatch(value):
         return HubFile(repo=found[1], path=found[2])
     hint = f"use one of {listed(NAMES)}, a YAML file in FlashRL's format, or `user/repo/file.yaml` on the hub"
@@ -126,8 +128,8 @@ def _level(value: str, problems: list[Problem]) -> int:
 def _log_file(value: str | None, problems: list[Problem]) -> Path | None:
     if value is None:
         return None
-    path = Path(value).expanduser().absolute()
-    if path.is_dir() or not path.parent.is_dir():
+    path = full_path(value)
+    if os.path.isdir(path) or not os.path.isdir(path.parent):
         problems.append((f"{FILE_VARIABLE}: {path} cannot be written", "name a file in a folder that exists"))
     return path
 

@@ -37,6 +37,7 @@ from appliance.quant.device import AUTO, CPU, automatic_scheme, gpu_of_product
 from appliance.quant.scheme import Scheme
 from appliance.recipe.rules import broken_on_cpu
 from appliance.recipe.schema import AlgorithmKind, LongPrompts, Recipe, SchemeChoice, TaskKind
+from appliance.recipe.text import full_path
 from appliance.tasks.library import builtin_model_key, data_key
 
 CACHE_NAME = ".cache"
@@ -283,7 +284,7 @@ def _model(recipe: Recipe, *, cache_dir: Path) -> ModelPlan:
         path, source = str(cache_dir / "models" / f"{model.builtin}-{key}"), ""
     else:
         source = model.path or ""
-        path = str(Path(source).expanduser().absolute()) if is_folder(source) else source
+        path = str(full_path(source)) if is_folder(source) else source
     return ModelPlan(
         path=path,
         source=source,
@@ -295,7 +296,7 @@ def _model(recipe: Recipe, *, cache_dir: Path) -> ModelPlan:
 
 def is_folder(source: str) -> bool:
     """Whether `model.path` means a folder: it exists, or cannot be a hub name (`owner/name`)."""
-    return Path(source).expanduser().is_dir() or source.startswith(("/", ".", "~")) or source.count("/") > 1
+    return full_path(source).is_dir() or source.startswith(("/", ".", "~")) or source.count("/") > 1
 
 
 def _task(recipe: Recipe, *, cache_dir: Path, model: ModelPlan) -> TaskPlan:
@@ -332,7 +333,7 @@ def _task(recipe: Recipe, *, cache_dir: Path, model: ModelPlan) -> TaskPlan:
 
 
 def _absolute(file: str | None) -> str:
-    return str(Path(file).expanduser().absolute()) if file else ""
+    return str(full_path(file)) if file else ""
 
 
 def _is_offline(model: ModelPlan, *, task: TaskPlan) -> bool:

@@ -8,6 +8,7 @@ from appliance.plan.model import Choice, ExpectedAttestation, ProfilePlan, Rollo
 from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
 from appliance.recipe.schema import Recipe, SchemeChoice
+from appliance.recipe.text import full_path
 
 PROFILE_FOLDER = "profile"
 PROFILED = (Scheme.INT8, Scheme.FP8_CHANNEL)  # schemes with a scale per channel: what a profile is for
@@ -76,7 +77,7 @@ def plan_profile(recipe: Recipe, *, rollout: RolloutPlan) -> ProfilePlan | None:
     if not users:
         return None
     quantization = recipe.quantization
-    given = "" if quantization.profile == _AUTO else str(Path(quantization.profile).expanduser().absolute())
+    given = "" if quantization.profile == _AUTO else str(full_path(quantization.profile))
     return ProfilePlan(
         folder=users[0].profile,
         source=given,

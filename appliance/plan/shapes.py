@@ -9,6 +9,8 @@ from typing import Any
 
 from appliance.tasks.tiny_spec import TINY_MODELS
 
+LARGEST = 2**31  # of a size of a model; what is larger is not one
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -131,14 +133,14 @@ def read_shape(config: Path) -> ModelShape | None:
     """By a config.json; None when it cannot be read as one."""
     try:
         raw = json.loads(config.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(raw, dict):
         return None
 
     def number(key: str, otherwise: int = 0) -> int:
         value = raw.get(key)
-        return value if isinstance(value, int) else otherwise
+        return value if type(value) is int and 0 <= value <= LARGEST else otherwise
 
     heads, hidden, named = number("num_attention_heads"), number("hidden_size"), raw.get("architectures")
     return ModelShape(

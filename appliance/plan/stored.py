@@ -16,6 +16,7 @@ from typing import Any
 
 from appliance.plan.host import HostFacts
 from appliance.plan.model import ModelPlan
+from appliance.plan.shapes import LARGEST
 from appliance.quant.device import CPU, StoredResult
 from appliance.quant.scheme import Scheme
 from appliance.tasks.tiny_spec import TINY_MODELS
@@ -87,7 +88,7 @@ def model_shapes(model: ModelPlan) -> str:
         spec = TINY_MODELS[model.builtin]
         return LayerShapes(spec.hidden_size, spec.intermediate_size, spec.num_heads, spec.num_kv_heads).slug
     shapes = _read_shapes(Path(model.path) / "config.json")
-    return shapes.slug if shapes else re.sub(r"[^a-z0-9.]+", "-", model.source.lower()).strip("-")
+    return shapes.slug if shapes else re.sub(r"[^a-z0-9.]+", "-", model.source.lower()).strip("-")[:80]
 
 
 def has_experts(model: ModelPlan) -> bool:
@@ -100,15 +101,16 @@ def _read_shapes(config: Path) -> LayerShapes | None:
     try:
         raw = json.loads(config.read_text())
         heads = raw["num_attention_heads"]
-        return LayerShapes(
+        shapes = LayerShapes(
             hidden=int(raw["hidden_size"]),
             intermediate=int(raw.get("moe_intermediate_size") or raw["intermediate_size"]),
             heads=int(heads),
             kv_heads=int(raw.get("num_key_value_heads") or heads),
             experts=int(raw.get("num_experts") or raw.get("num_local_experts") or 0),
         )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None  # preflight says what is wrong with the folder
+    return shapes if all(0 <= size <= LARGEST for size in dataclasses.astuple(shapes)) else None
 
 
 def write_result(
@@ -140,7 +142,7 @@ def read_result(key: ResultKey, *, cache_dir: Path) -> tuple[StoredResult | None
     if path.is_file():
         try:
             return _read(json.loads(path.read_text())), ""
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             return None, f"a stored result cannot be read and does not count: {path.name}: {type(error).__name__}"
     others = sorted((cache_dir / FOLDER).glob(f"{key.device}-{key.shapes}-????????.json"))
     return None, _other(others[0], key=key) if others else ""
@@ -161,7 +163,7 @@ def _other(path: Path, *, key: ResultKey) -> str:
     try:
         raw = json.loads(path.read_text())
         processor, versions = raw["processor"], dict(raw["versions"])
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return f"a stored result cannot be read and does not count: {path.name}"
     if processor != key.processor:
         return f"a stored result of another processor ({processor}) does not count"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -25,6 +26,7 @@ from appliance.quant.scheme import Scheme
 
 PYTHON = (3, 11)
 PACKAGE_OF = {"libnuma.so.1": "libnuma1"}
+_HUB_NAME = re.compile(r"(?:[\w.-]+/)?[\w.-]+", re.ASCII)
 _GIB = 1 << 30
 _DISK_FOR_LOGS = _GIB // 4
 _TINY_CHECKPOINT = _GIB // 8
@@ -159,10 +161,16 @@ def _model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
             yield _error("model-missing", "model.path", f"{model.path}: no such folder", "correct the path")
         elif inputs.model_missing:
             message = f"{model.path}: the folder has no {' and no '.join(inputs.model_missing)}"
-            yield _error("model-incomplete", "model.path", message, "point to a complete transformers model")
+            remedy = (
+                "point to a complete transformers model; *.bin and *.pt are pickles, which can run code: convert them"
+            )
+            yield _error("model-incomplete", "model.path", message, remedy)
         elif inputs.model_damage:
             message = f"{model.path}: {'; '.join(inputs.model_damage)}"
             yield _error("model-damaged", "model.path", message, "copy or download the model again")
+    elif not _HUB_NAME.fullmatch(model.path):
+        message = f"`{model.path}` is not a folder, and no name on the hub can be"
+        yield _error("model-missing", "model.path", message, "give a folder, or `owner/name`")
     elif not inputs.model_is_cached and (inputs.is_offline or inputs.hub_problem):
         why = "HF_HUB_OFFLINE is set" if inputs.is_offline else inputs.hub_problem
         message = f"`{model.source}` is not a folder and not in the hub's cache, and {why}"

@@ -8,7 +8,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-_WEIGHTS = ("*.safetensors", "*.bin")
+_WEIGHTS = "*.safetensors"  # *.bin and *.pt are pickles
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _BRANCH = "main"
 _ANSWERS_WITHIN_S = 5
@@ -40,7 +40,7 @@ def _cached(name: str) -> Path:
 def missing_parts(folder: Path) -> tuple[str, ...]:
     """Of a model's folder: `config.json`, `weights`, `tokenizer`; empty when it is complete."""
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
-    if not any(file.stat().st_size for pattern in _WEIGHTS for file in folder.glob(pattern)):
+    if not any(file.stat().st_size for file in folder.glob(_WEIGHTS)):
         missing.append("weights")
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         missing.append("tokenizer")

@@ -43,8 +43,9 @@ def _read(source: Path) -> _Profile:
     """Raises EngineError for what is no profile; KeyError, TypeError and ValueError for a header that lacks a part."""
     header, shapes = read_file_header(source), tensor_shapes(source)
     norms = [each["norm"] for each in header["smoothing"]]
-    list(header["suggested_ignore"])  # what a run reads besides
-    return _Profile(Scheme(header["scheme"]), tuple((norm, *shapes[_SCALE + norm]) for norm in norms))
+    if flat := [norm for norm in norms if len(shapes[_SCALE + norm]) != 1]:
+        raise ValueError(f"the scales of {flat[0]} are no vector")
+    return _Profile(Scheme(header["scheme"]), tuple((norm, shapes[_SCALE + norm][0]) for norm in norms))
 
 
 def _of_another_model(profile: _Profile, *, source: Path, model: Path) -> str:
@@ -57,5 +58,5 @@ def _of_another_model(profile: _Profile, *, source: Path, model: Path) -> str:
         if norm not in have:
             return f"{source}: of another model: it smooths {norm}, which {model} does not have"
         if have[norm] != (channels,):
-            return f"{source}: of another model: {norm} has {channels} channels there and {have[norm][-1]} in {model}"
+            return f"{source}: of another model: {norm} has {channels} channels there and {list(have[norm])} in {model}"
     return ""

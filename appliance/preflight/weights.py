@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os.path
 from pathlib import Path
 
 from appliance.quant.files import tensor_end
@@ -28,9 +29,9 @@ def _missing_shards(folder: Path) -> list[str] | None:
         files = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    return sorted(str(name) for name in files if not (folder / str(name)).is_file())
+    return sorted(str(name) for name in files if not os.path.isfile(folder / str(name)))
 
 
 def _cut_short(file: Path) -> str:
@@ -38,6 +39,6 @@ def _cut_short(file: Path) -> str:
         wanted, has = tensor_end(file), file.stat().st_size
     except PermissionError:
         return ""  # preflight/access.py says so
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError):
         return f"{file.name} is not a safetensors file"
     return "" if has >= wanted else f"{file.name} has {has:,} of {wanted:,} bytes"

@@ -24,7 +24,7 @@ _HINT = "nothing in the file was run; give the profile.pt that `flashrl profile 
 
 def run_convert(file: Path, *, output: Path) -> int:
     """Write `output/profile.safetensors`. Raises RecipeError for a file that is not FlashRL's, or that wants to run."""
-    if not file.is_file():
+    if not os.path.isfile(file):
         raise RecipeError([(f"{file}: no such file", "give FlashRL's profile.pt")])
     with new_folder(output, option="-o"), tempfile.TemporaryDirectory(prefix="appliance-convert-") as folder:
         scales = Path(folder) / "scales.safetensors"

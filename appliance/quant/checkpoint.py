@@ -20,6 +20,17 @@ _INDEX = "model.safetensors.index.json"
 _ROWS = 4096  # of embedding and head at a time
 
 
+def _indexed(index: Path) -> list[str]:
+    """The files that an index names: beside it, nowhere else. Raises EngineError."""
+    try:
+        named = set(json.loads(index.read_text())["weight_map"].values())
+        if outside := sorted(name for name in named if Path(name).name != name or name in ("", "..")):
+            raise EngineError(f"{index}: names a file outside of its folder: {outside[0]}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise EngineError(f"{index}: cannot be read: {type(error).__name__}: {error}") from error
+    return sorted(named)
+
+
 @dataclass
 class Ledger:
     """Bytes of tensors that are alive now, and the most that were."""
@@ -53,7 +64,7 @@ class Checkpoint:
             raise EngineError(f"{folder}: no safetensors", hint="name a folder with config.json and *.safetensors")
         index = folder / _INDEX
         if index.is_file():
-            files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+            files = [folder / name for name in _indexed(index)]
         try:
             self._opened = [safe_open(file, framework="pt") for file in files]
         except (SafetensorError, OSError) as error:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.errors import EngineError
+from appliance.quant.header import header_problem
 
 PROFILE_FILE = "profile.safetensors"
 HEADER_KEY = "appliance"  # of the safetensors metadata; its value is the JSON header of a profile
@@ -36,7 +37,7 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         entries = _safetensors_header(file).items()
-        found |= {name: tuple(entry["shape"]) for name, entry in entries if name != "__metadata__"}
+        found |= {name: _shape(entry["shape"]) for name, entry in entries if name != "__metadata__"}
     return found
 
 
@@ -45,6 +46,12 @@ def tensor_end(file: Path) -> int:
     header, length = _read_header(file)
     ends = (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
     return _LENGTH_BYTES + length + max(ends, default=0)
+
+
+def _shape(said: object) -> tuple[int, ...]:
+    if not isinstance(said, list) or not all(type(size) is int for size in said):
+        raise ValueError("a shape is no list of whole numbers")
+    return tuple(said)
 
 
 def _safetensors_header(file: Path) -> dict[str, Any]:
@@ -56,19 +63,32 @@ def _read_header(file: Path) -> tuple[dict[str, Any], int]:
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
         raw = opened.read(length) if length <= _LONGEST_HEADER else b""
-    header = json.loads(raw)
-    if not isinstance(header, dict):
-        raise ValueError("the header is no mapping")
+    header = _json_object(raw.decode())
+    if not all(isinstance(entry, dict) for entry in header.values()):
+        raise ValueError("the header is no mapping of mappings")
     return header, length
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    """Raises ValueError for what is none."""
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(value, dict):
+        raise ValueError("not a mapping")
+    return value
 
 
 def parse_header(metadata: dict[str, str] | None, *, file: Path) -> dict[str, Any]:
     """The JSON header out of the safetensors metadata. Raises EngineError when it is not one of this version."""
     text = (metadata or {}).get(HEADER_KEY)
     try:
-        header = json.loads(text) if text else {}
+        header = _json_object(text) if isinstance(text, str) else {}
     except ValueError as error:
         raise EngineError(f"{file}: its header is not JSON", hint=_HINT) from error
-    if not isinstance(header, dict) or header.get("schema_version") != SCHEMA_VERSION:
+    if header.get("schema_version") != SCHEMA_VERSION:
         raise EngineError(f"{file}: not a profile of schema version {SCHEMA_VERSION}", hint=_HINT)
+    if why := header_problem(header):
+        raise EngineError(f"{file}: its header cannot be used: {why}", hint=_HINT)
     return header

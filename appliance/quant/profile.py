@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from appliance.errors import EngineError
 from appliance.quant.files import HEADER_KEY, PROFILE_FILE, SCHEMA_VERSION, parse_header, read_file_header
 from appliance.quant.scheme import Scheme
 from appliance.quant.smoothing import Smoothing, load_smoothing, scale_key
@@ -154,13 +155,16 @@ def read_profile(folder: Path) -> Profile:
     """folder: of the profile, or its file. Raises EngineError when there is none that can be read."""
     smoothing = load_smoothing(folder)
     file = folder / PROFILE_FILE if folder.is_dir() else folder
-    with safe_open(file, framework="pt") as tensors:
-        header = parse_header(tensors.metadata(), file=file)
-        parts: dict[str, dict[str, Tensor]] = {ACTIVATION: {}, INPUT_SCALE: {}, OUTPUT_SCALE: {}}
-        for name in tensors.keys():  # noqa: SIM118 - the handle is no mapping
-            prefix = f"{name.partition('.')[0]}."
-            if prefix in parts:
-                parts[prefix][name.removeprefix(prefix)] = tensors.get_tensor(name)
+    parts: dict[str, dict[str, Tensor]] = {ACTIVATION: {}, INPUT_SCALE: {}, OUTPUT_SCALE: {}}
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            header = parse_header(tensors.metadata(), file=file)
+            for name in tensors.keys():  # noqa: SIM118 - the handle is no mapping
+                prefix = f"{name.partition('.')[0]}."
+                if prefix in parts:
+                    parts[prefix][name.removeprefix(prefix)] = tensors.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise EngineError(f"{file}: not a profile that can be read: {error}") from error
     origin = {each.name: header[each.name] for each in dataclasses.fields(Origin)}
     settings = header["settings"]
     return Profile(

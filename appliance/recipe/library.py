@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os.path
 import sysconfig
 from pathlib import Path
 
@@ -30,10 +31,10 @@ def find(name_or_path: str, *, beside: Path | None = None) -> Path:
     beside: the folder that relative paths start from; the current one when None.
     """
     shipped = folder() / f"{name_or_path}{_SUFFIX}"
-    if "/" not in name_or_path and shipped.is_file():
+    if "/" not in name_or_path and os.path.isfile(shipped):  # unlike Path.is_file it takes any text
         return shipped
     path = (beside or Path()) / name_or_path
-    if path.is_file():
+    if os.path.isfile(path):
         return path
     if "/" in name_or_path or name_or_path.endswith((_SUFFIX, ".yml")):
         raise RecipeError([(f"{path}: no such file", "`appliance recipes ls` lists the shipped recipes")])
@@ -56,7 +57,7 @@ def text(name: str) -> str:
 def copy(name: str, *, target: Path) -> Path:
     """Copy a recipe to a file or into a folder; returns the new file. Never overwrites: raises RecipeError."""
     source = find(name)
-    destination = target / source.name if target.is_dir() else target
+    destination = target / source.name if os.path.isdir(target) else target
     try:
         with destination.open("x") as file:
             file.write(source.read_text())

@@ -10,7 +10,7 @@ from typing import Any
 from appliance.errors import RecipeError
 from appliance.recipe import library
 from appliance.recipe.schema import Recipe
-from appliance.recipe.tree import MAX_BYTES, Node, Problem, Refused, parse
+from appliance.recipe.tree import MAX_BYTES, MAX_DEPTH, Node, Problem, Refused, odd_character, parse
 from appliance.recipe.validate import validate
 
 Path_ = tuple[str, ...]
@@ -37,7 +37,11 @@ def load_recipe(name_or_path: str, *, sets: Iterable[str] = (), settings: Iterab
     tree = _with_parent(_read(path, problems), path=path, problems=problems)
     given = [read_option(option, place=f"--set {option}", problems=problems) for option in sets]
     for setting in (*settings, *given):
-        if setting is not None:
+        if setting is not None and len(setting.path) > MAX_DEPTH:
+            problems.append(
+                (f"{setting.node.place[:80]}: more than {MAX_DEPTH} levels deep", "a recipe has three levels")
+            )
+        elif setting is not None:
             _put(tree, setting)
     tree.setdefault("name", Node(path.stem, str(path)))
     recipe = validate(tree, file=str(path), problems=problems)
@@ -111,7 +115,7 @@ def read_option(option: str, *, place: str, problems: list[Problem]) -> Setting 
     """`dotted.key=value` as a setting, or None with a problem added. place: where messages say it was written."""
     key, equals, text = option.partition("=")
     path = tuple(key.strip().split("."))
-    if not equals or not all(path):
+    if not equals or not all(path) or odd_character(key):
         problems.append((f"{place}: expected KEY=VALUE", "such as --set optimizer.learning_rate=1e-6"))
         return None
     if path[0] in _RESERVED_FOR_FILES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from typing import Any
 
 from pydantic_core import ErrorDetails
@@ -89,12 +90,17 @@ def _unknown_value(value: Any, *, path: tuple[int | str, ...]) -> tuple[str, str
 
 def legal_values(path: tuple[int | str, ...]) -> list[str]:
     """The words that an enum key takes, in the order of the schema."""
-    schema = Recipe.model_json_schema()
+    schema = _schema()
     node: Any = schema
     for part in path:
         node = _resolved(node, schema)
         node = _resolved(node["items"] if isinstance(part, int) else node["properties"][part], schema)
     return [str(each) for each in _resolved(node, schema)["enum"]]
+
+
+@functools.cache
+def _schema() -> dict[str, Any]:
+    return Recipe.model_json_schema()
 
 
 def _resolved(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:

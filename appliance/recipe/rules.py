@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterator
 from pathlib import PurePath
 
@@ -13,6 +12,7 @@ from appliance.quant.device import AUTO, CPU, DEVICES, GPUS
 from appliance.quant.uaq_layers import MOST
 from appliance.recipe.broken import Broken
 from appliance.recipe.rules_batch import batch_rules, dapo_rules
+from appliance.recipe.rules_text import text_rules
 from appliance.recipe.schema import AlgorithmKind, Attention, Correction, Recipe, SchemeChoice, TaskKind
 from appliance.tasks import arithmetic
 from appliance.tasks.library import BUILTIN_MODELS
@@ -28,7 +28,7 @@ AVAILABLE_ALGORITHMS = (AlgorithmKind.GRPO, AlgorithmKind.DAPO)  # `ppo` needs a
 def broken_rules(recipe: Recipe) -> list[Broken]:
     """Every rule the recipe breaks, in the order of the file's sections."""
     rules = (_availability, _model, _task, _rollout, _quantization, _correction, dapo_rules, batch_rules)
-    rules = (*rules, _length, _cluster, _guard)
+    rules = (*rules, _length, _cluster, _guard, text_rules)
     return [broken for rule in rules for broken in rule(recipe)]
 
 
@@ -110,9 +110,6 @@ def _quantization(recipe: Recipe) -> Iterator[Broken]:
     if quantization.emulate and not any(scheme in FP8_CHOICES for scheme in asked):
         message = "only an FP8 scheme can be emulated"
         yield Broken(("quantization.emulate", "rollout.scheme"), message, "remove it, or set rollout.scheme")
-    for rule in quantization.ignore:
-        if rule.startswith("re:") and (problem := _pattern_problem(rule[3:])):
-            yield Broken(("quantization.ignore",), f"`{rule}` is not a regular expression: {problem}", "correct it")
     if quantization.profile != "auto":
         is_none = quantization.profile == "none"
         for key in ("smoothing", "error_budget"):
@@ -121,14 +118,6 @@ def _quantization(recipe: Recipe) -> Iterator[Broken]:
                 has = "is `none`" if is_none else f"is made already: {quantization.profile}"
                 message = f"it comes from the profile, and `profile` {has}"
                 yield Broken((f"quantization.{key}", "quantization.profile"), message, "remove one of them")
-
-
-def _pattern_problem(pattern: str) -> str:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        return str(error)
-    return ""
 
 
 def _correction(recipe: Recipe) -> Iterator[Broken]:

@@ -192,8 +192,8 @@ class Cluster(Section):
     """Where it happens."""
 
     device: str = Field("auto", min_length=1, description="`auto` (this host's), `cpu`, or a GPU name such as `h100`")
-    nodes: int = Field(1, ge=1, description="hosts; on each but the first: `appliance join`")
-    gpus_per_node: int = Field(1, ge=1, description="without a GPU, one CPU rank stands for one GPU")
+    nodes: int = Field(1, ge=1, le=1024, description="hosts; on each but the first: `appliance join`")
+    gpus_per_node: int = Field(1, ge=1, le=64, description="without a GPU, one CPU rank stands for one GPU")
     run_dir: str = Field("runs", min_length=1, description="run folders and cache; several nodes must share it")
     address: str | None = Field(None, pattern=r"^.+:\d+$", description="host:port of a Ray that is there; null: none")
     port: int = Field(6379, ge=1024, le=64536, description="first port of the head, see docs/cluster.md")

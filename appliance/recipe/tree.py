@@ -1,13 +1,15 @@
 """YAML text to a tree in which every value knows its line. Built on PyYAML's parser; none of its tags or guesses.
 
 Refused: duplicate keys, anchors and aliases, tags, several documents, more than 64 KiB, more than 8 levels, numbers
-that are not finite. Plain scalars follow YAML 1.2: `1e-6` is a number, `on`, `yes` and `22:22` are text.
+that are not finite, control characters (a line break in a value is one) and halves of a character. Plain scalars follow
+YAML 1.2: `1e-6` is a number, `on`, `yes` and `22:22` are text.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from dataclasses import dataclass
 from enum import Enum
 
@@ -60,6 +62,14 @@ def scalar(text: str) -> Scalar:
     return float(text) if _FLOAT.fullmatch(text) else text
 
 
+def odd_character(text: str) -> str:
+    """The first control character or lone surrogate, such as `U+001B`, or an empty text.
+
+    No name and no path needs one; on a terminal, in a log and in another program's grammar they are read as commands.
+    """
+    return next((f"U+{ord(each):04X}" for each in text if unicodedata.category(each) in ("Cc", "Cs")), "")
+
+
 def parse(raw: bytes, *, file: str) -> tuple[Node | None, list[Problem]]:
     """The tree and every problem on the way; no tree when the document cannot be read at all.
 
@@ -81,6 +91,8 @@ def parse(raw: bytes, *, file: str) -> tuple[Node | None, list[Problem]]:
         return None, [*reader.problems, (f"{where}: not YAML: {error.problem or error.context}", "")]
     except yaml.YAMLError as error:
         return None, [*reader.problems, (f"{file}: not YAML: {str(error).splitlines()[0]}", "")]
+    except (ValueError, OverflowError):  # PyYAML's own: the number of an escape or of a %YAML line
+        return None, [*reader.problems, (f"{file}: not YAML: an escape that stands for no character", "")]
     except TooDeep:
         return None, reader.problems
     return tree, reader.problems
@@ -130,6 +142,9 @@ class _Reader:
         return Node(self._scalar(event, path=path), self._place(event))
 
     def _scalar(self, event: yaml.ScalarEvent, *, path: tuple[str, ...]) -> Scalar | Refused:
+        if odd := odd_character(event.value):
+            self._refuse(event, f"the control character {odd} is not allowed", "remove it", path=path)
+            return Refused.VALUE
         if event.style is not None:  # quoted or block: always text
             return event.value
         try:
@@ -160,6 +175,9 @@ class _Reader:
         if isinstance(event, yaml.ScalarEvent):
             if event.anchor is not None:
                 self._refuse(event, "anchors and aliases are not allowed", "write the value out", path=path)
+            if odd := odd_character(event.value):
+                self._refuse(event, f"a key with the control character {odd}", "remove it", path=path)
+                return "?"
             return event.value
         self._refuse(event, "a key must be text", "", path=path)
         self._node(event, path=(*path, "?"))

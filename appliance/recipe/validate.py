@@ -13,6 +13,7 @@ from appliance.recipe.schema import NOT_YET, SECTIONS, Recipe
 from appliance.recipe.tree import Node, Problem, Refused
 
 Path_ = tuple[str, ...]
+MOST_EXPLAINED = 50  # each explanation looks for a similar name
 
 
 def validate(tree: dict[str, Node], *, file: str, problems: list[Problem]) -> Recipe | None:
@@ -52,12 +53,16 @@ def _drop_empty_sections(tree: dict[str, Node]) -> None:
 def _explain_all(error: ValidationError, *, tree: dict[str, Node], file: str, problems: list[Problem]) -> set[Path_]:
     """Adds a problem per error; returns the paths of the faulty keys."""
     faulty: set[Path_] = set()
-    for each in error.errors():
+    for number, each in enumerate(error.errors()):
         path = tuple(str(part) for part in each["loc"])
         faulty.add(path[:2])
+        if number >= MOST_EXPLAINED:
+            continue
         where = _place(tree, [path], file=file)
         message, hint = _unknown(path) if each["type"] == "extra_forbidden" else explain(each)
         problems.append((f"{where}: {'.'.join(path)}: {message}", hint))
+    if (more := error.error_count() - MOST_EXPLAINED) > 0:
+        problems.append((f"{file}: and {more} more like them", ""))
     return faulty
 
 

@@ -24,7 +24,7 @@ FOLDER = "checkpoints"
 DAMAGED = "damaged"
 GUARD_FILE = "guard.json"  # the governor's memory, in the run's folder and in every checkpoint
 _PARTIAL, _DELETING = "partial-", "deleting-"
-_NAME = re.compile(r"global_step_(\d+)")
+_NAME = re.compile(r"global_step_(0|[1-9][0-9]{0,17})")  # as it is written, so that a step has one name
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import errno
 import json
-import math
 import os
 import time
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from appliance.errors import ApplianceError
 
 EVENTS_FILE = "events.jsonl"
 METRICS_FILE = "metrics.jsonl"
+_LARGEST = 1e30
 
 
 def append_event(run_dir: Path, *, kind: str, what: str, why: str = "", **extra: Any) -> None:
@@ -34,7 +34,7 @@ def append_event(run_dir: Path, *, kind: str, what: str, why: str = "", **extra:
 def append_line(path: Path, value: dict[str, Any]) -> None:
     """Append one JSON line in a single write, so that lines of several processes never mix. Raises OSError."""
     line = (json.dumps(value) + "\n").encode()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     try:
         if os.write(descriptor, line) < len(line):  # a full disk takes a part, without an error
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
@@ -64,7 +64,7 @@ def append_failure(run_dir: Path, error: ApplianceError) -> None:
 def first_failure(run_dir: Path) -> Event | None:
     """The first `failure` event of a run's attempt, or None: what failed later failed because of it."""
     path = run_dir / EVENTS_FILE
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     first = None
     for event in map(parse_event, lines):
         if event is not None and event.kind == "resume":
@@ -77,7 +77,7 @@ def first_failure(run_dir: Path) -> Event | None:
 def run_started(run_dir: Path) -> float:
     """Unix time of a run's first event, s; now when it has none yet."""
     path = run_dir / EVENTS_FILE
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     first = next((event for event in map(parse_event, lines) if event is not None), None)
     return time.time() if first is None else first.time
 
@@ -224,13 +224,14 @@ class RunTail:
 def _object(line: str) -> dict[str, Any]:
     try:
         raw = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return raw if isinstance(raw, dict) else {}
 
 
 def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    """A finite one of the size of anything that is measured; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST < value < _LARGEST:
         return None
     return float(value)
 

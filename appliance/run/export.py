@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os.path
 import tempfile
 from pathlib import Path
 
 from appliance import console
 from appliance.errors import PreflightError, RecipeError
+from appliance.recipe.text import full_path
 from appliance.run.checkpoints import checkpoint_folder, find_newest, in_order
 from appliance.run.child import run_child
 from appliance.run.resume import rejected_texts
@@ -23,8 +25,8 @@ def run_export(run: str, *, run_root: Path, step: int | None, output: Path) -> i
     Raises RecipeError for a run or a step that is not there, PreflightError for a damaged checkpoint or an output that
     cannot be written.
     """
-    run_dir, target = find_run(run, run_root=run_root), output.expanduser().absolute()
-    if target.exists():
+    run_dir, target = find_run(run, run_root=run_root), full_path(str(output))
+    if os.path.lexists(target):
         hint = "name a new folder, or remove what is there"
         raise RecipeError([(f"-o: {target} is there already and is not overwritten", hint)])
     checkpoint = _checkpoint(run_dir, step=step)

@@ -8,6 +8,7 @@ from appliance import console
 from appliance.preflight.report import examine
 from appliance.recipe.dump import to_yaml
 from appliance.recipe.schema import Recipe
+from appliance.recipe.text import full_path
 from appliance.run import resume as resuming
 from appliance.run.checkpoints import Found
 from appliance.run.restarts import keep_going
@@ -29,7 +30,7 @@ def resume_training(
 
     resume: `auto`, `never` or a path.  Raises as the functions of run/resume.py do.
     """
-    root = Path(recipe.cluster.run_dir).expanduser().absolute()
+    root = full_path(recipe.cluster.run_dir)
     target = resuming.find_target(resume, root=root, recipe_name=recipe.name, name=name)
     if target is None:
         return None

@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 import json
+import os.path
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +19,15 @@ from appliance.quant.scheme import Scheme
 from appliance.recipe.dump import to_plain
 from appliance.recipe.load import load_recipe
 from appliance.recipe.schema import NAME_PATTERN, Recipe
+from appliance.recipe.text import full_path
 from appliance.run.checkpoints import FOLDER, Found, Rejected, find_newest, step_of
 from appliance.run.seal import damage, hash_file, read_manifest
 from appliance.run.session import RUN_FILE, RunRecord, RunStatus, has_launcher, newest_run_dir, read_record
 
 NEVER, AUTO = "never", "auto"
 _CLAIMED = frozenset({"logs", "recipe.yaml", "plan.json", "versions.json"})  # written before run.json
+
+_MAY_BE_A_LINK = frozenset({FOLDER})  # to a larger disk: what lies in it is verified
 
 # What may change between two attempts: how long, what is watched, kept and shown, and where; never what is computed.
 HARMLESS = frozenset({"name", "cluster.run_dir", "rollout.kv_cache_gb", "rollout.gpu_memory_utilization"})
@@ -69,16 +73,20 @@ def find_target(resume: str, *, root: Path, recipe_name: str, name: str | None) 
             return None
     else:
         run_dir, checkpoint = _named(resume, name=name)
+    there = run_dir.iterdir() if run_dir.is_dir() else ()
+    if links := sorted(path.name for path in there if path.is_symlink() and path.name not in _MAY_BE_A_LINK):
+        hint = "put what it points to in its place, if you trust it"
+        raise RecipeError([(f"--resume: {run_dir / links[0]} is a symbolic link, which a run never makes", hint)])
     if has_launcher(run_dir):
         raise RecipeError([(f"--resume: the run {run_dir} is running", "wait for its end, or stop it")])
     return Target(run_dir, _record(run_dir), checkpoint)
 
 
 def _named(resume: str, *, name: str | None) -> tuple[Path, Path | None]:
-    path = Path(resume).expanduser().absolute()
+    path = full_path(resume)
     is_checkpoint = step_of(path) is not None and path.parent.name == FOLDER
     run_dir = path.parent.parent if is_checkpoint else path
-    if not (run_dir / RUN_FILE).is_file():
+    if not os.path.isfile(run_dir / RUN_FILE):
         hint = "use `auto`, `never`, the folder of a run, or one of its checkpoints/global_step_<n>"
         raise RecipeError([(f"--resume {resume}: not the folder of a run, nor of a checkpoint in one", hint)])
     if name is not None and name != run_dir.name:

@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 
 MANIFEST_FILE = "manifest.json"
 SCHEMA_VERSION = 1
+_LARGEST_MANIFEST = 16 << 20  # bytes; one of a large model on many ranks has some hundred kilobytes
 _HASHING_THREADS = 4  # hashlib lets go of the interpreter; more threads than this wait for the disk
 
 
@@ -71,7 +72,15 @@ def seal(folder: Path, *, facts: Facts) -> CheckpointManifest:
 
 def read_manifest(folder: Path) -> CheckpointManifest:
     """Raises OSError when there is none, ValueError when it is not one that this program writes."""
-    raw = json.loads((folder / MANIFEST_FILE).read_text())
+    path = folder / MANIFEST_FILE
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise ValueError(f"{MANIFEST_FILE} is not a regular file")
+    if path.stat().st_size > _LARGEST_MANIFEST:
+        raise ValueError(f"{MANIFEST_FILE} has more than {_LARGEST_MANIFEST >> 20} MiB")
+    try:
+        raw = json.loads(path.read_text())
+    except RecursionError as error:
+        raise ValueError(f"{MANIFEST_FILE} nests too deeply") from error
     if not isinstance(raw, dict) or raw.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"{MANIFEST_FILE} is not of schema_version {SCHEMA_VERSION}")
     try:
@@ -79,6 +88,8 @@ def read_manifest(folder: Path) -> CheckpointManifest:
         manifest = CheckpointManifest(Facts(**facts), tuple(FileRecord(**file) for file in raw["files"]))
     except (KeyError, TypeError) as error:
         raise ValueError(f"{MANIFEST_FILE} lacks or has another {error}") from error
+    if why := _mistyped(manifest):
+        raise ValueError(f"{MANIFEST_FILE} has another {why}")
     if raw.get("sha256") != _own_hash(manifest):
         raise ValueError(f"{MANIFEST_FILE} does not say what it was written with")
     outside = [file.path for file in manifest.files if not _is_inside(file.path)]
@@ -87,11 +98,38 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     return manifest
 
 
+def _mistyped(manifest: CheckpointManifest) -> str:
+    """The name of the first value that is not of its kind, or an empty text."""
+    facts = manifest.facts
+    kinds = {
+        "step": _is_count(facts.step),
+        "world_size": _is_count(facts.world_size) and facts.world_size > 0,
+        "reason": isinstance(facts.reason, str),
+        "time": _is_finite(facts.time),
+        "val_reward": facts.val_reward is None or _is_finite(facts.val_reward),
+        "profile": all(isinstance(each, str) for pair in facts.profile for each in pair),
+        "path": all(isinstance(file.path, str) for file in manifest.files),
+        "size": all(_is_count(file.size) for file in manifest.files),
+        "sha256": all(isinstance(file.sha256, str) for file in manifest.files),
+    }
+    return next((name for name, is_right in kinds.items() if not is_right), "")
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def _is_finite(value: object) -> bool:
+    return type(value) in (int, float) and -1e30 < value < 1e30  # type: ignore[operator]
+
+
 def damage(folder: Path) -> list[str]:
     """What is wrong with a checkpoint, a line each; empty when every file is there as it was sealed.
 
     Reads every byte: seconds per gigabyte.
     """
+    if folder.is_symlink():
+        return ["a symbolic link, not the folder that was saved"]
     try:
         manifest = read_manifest(folder)
     except FileNotFoundError:

@@ -21,6 +21,12 @@ from appliance.plan.model import RunPlan
 from appliance.run.attest import fingerprint
 
 SCHEMA_VERSION = 1
+_KINDS = {
+    "phase": lambda value: isinstance(value, str),
+    "attempt": lambda value: type(value) is int and 0 <= value < 10**6,  # it names a folder of logs
+    "exit_code": lambda value: value is None or (type(value) is int and -256 < value < 256),
+    "reason": lambda value: isinstance(value, str),
+}
 RUN_FILE = "run.json"
 _LOCK_FILE = ".lock"
 _OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -162,9 +168,15 @@ def write_record(run_dir: Path, record: RunRecord) -> None:
 
 def read_record(run_dir: Path) -> RunRecord:
     """Raises OSError when there is no `run.json`, ValueError when it is not one that this program writes."""
-    raw = json.loads((run_dir / RUN_FILE).read_text())
+    try:
+        raw = json.loads((run_dir / RUN_FILE).read_text())
+    except RecursionError as error:
+        raise ValueError(f"{run_dir / RUN_FILE}: nested too deeply") from error
     if not isinstance(raw, dict) or raw.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"{run_dir / RUN_FILE}: not a run of schema_version {SCHEMA_VERSION}")
+    for name, is_right in _KINDS.items():
+        if name in raw and not is_right(raw[name]):
+            raise ValueError(f"{run_dir / RUN_FILE}: {name} is not one that this program writes")
     known = {name: raw[name] for name in ("phase", "attempt", "exit_code", "reason") if name in raw}
     return RunRecord(state=RunStatus(raw.get("state")), **known)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os.path
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,7 +25,7 @@ _MOST_NAMES = 10
 def find_run(run: str, *, run_root: Path) -> Path:
     """The folder of a run, given by its path or its name under the run root. Raises RecipeError when there is none."""
     for folder in (Path(run), run_root / run):
-        if (folder / RUN_FILE).is_file():
+        if os.path.isfile(folder / RUN_FILE):  # unlike Path.is_file it takes any text
             return folder.absolute()
     names = sorted(path.parent.name for path in run_root.glob(f"*/{RUN_FILE}"))
     hint = f"runs in {run_root}: {', '.join(names[-_MOST_NAMES:])}" if names else f"there are no runs in {run_root}"
@@ -90,7 +91,7 @@ def read_run(run_dir: Path) -> tuple[RunPlan, RunRecord]:
     """A run that says it goes on and has no launcher any more is stopped. Raises RecipeError."""
     try:
         plan, record = read_plan(run_dir / "plan.json"), read_record(run_dir)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RecipeError([(f"{run_dir}: cannot be read as a run: {error}", "")]) from error
     if record.state in _UNFINISHED and not has_launcher(run_dir):
         return plan, RunRecord(RunStatus.STOPPED, phase=record.phase, attempt=record.attempt, reason=_LOST)

@@ -15,6 +15,7 @@ from appliance.preflight.checks import judge
 from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.probes import read_inputs
 from appliance.preflight.report import lines
+from appliance.recipe.text import full_path
 from appliance.run.session import cannot_write
 
 # Codes of findings, by what a command uses.
@@ -32,7 +33,7 @@ OF_AN_ENGINE = frozenset({"python-version", "missing-library", "no-gpu", "wrong-
 @contextlib.contextmanager
 def work_folder(run_dir: str, *, command: str) -> Iterator[Path]:
     """A folder below cluster.run_dir, gone at the end. Raises PreflightError when none can be made there."""
-    root = Path(run_dir).expanduser().absolute()
+    root = full_path(run_dir)
     try:
         root.mkdir(parents=True, exist_ok=True)
         work = tempfile.TemporaryDirectory(dir=root, prefix=f".{command}-")

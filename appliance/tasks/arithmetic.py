@@ -15,6 +15,7 @@ neither trained on nor the mirror of one that is.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 from enum import StrEnum
@@ -42,7 +43,8 @@ def pool_of(a: int, b: int) -> Pool:
     return Pool.TRAIN if share < 0.88 else Pool.VALIDATION
 
 
-def pairs(pool: Pool, *, difficulty: int) -> list[tuple[int, int]]:
+@functools.cache  # every recipe that is read asks for their number
+def pairs(pool: Pool, *, difficulty: int) -> tuple[tuple[int, int], ...]:
     """All pairs of a pool in numeric order; above two digits those of a fixed sample of 20 000 pairs."""
     low, high = 10 ** (difficulty - 1), 10**difficulty
     if (high - low) ** 2 <= _POOL_LIMIT:
@@ -51,7 +53,7 @@ def pairs(pool: Pool, *, difficulty: int) -> list[tuple[int, int]]:
         draw = random.Random(difficulty)
         sample = {(draw.randrange(low, high), draw.randrange(low, high)) for _ in range(_POOL_LIMIT)}
         candidates = sorted(sample)
-    return [pair for pair in candidates if pool_of(*pair) is pool]
+    return tuple(pair for pair in candidates if pool_of(*pair) is pool)
 
 
 def problem(a: int, b: int) -> Problem:
@@ -103,7 +105,7 @@ def _train(*, difficulty: int, seed: int, size: int) -> tuple[list[tuple[int, in
 
 
 def _shuffled(pool: Pool, *, difficulty: int, seed: int) -> list[tuple[int, int]]:
-    drawn = pairs(pool, difficulty=difficulty)
+    drawn = list(pairs(pool, difficulty=difficulty))
     random.Random(f"{seed}-{pool}").shuffle(drawn)
     return drawn
 

@@ -72,7 +72,10 @@ def _fingerprint(path: str) -> str:
     if not path:
         return "none"
     try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        if not Path(path).is_file():  # a pipe or a device would be read for ever
+            return "unreadable"
+        with Path(path).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError:
         return "unreadable"  # preflight and the making of the data say why
 

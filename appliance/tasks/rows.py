@@ -6,6 +6,7 @@ A row is what a task's own data set has (its `parse` knows), or verl's schema, i
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from appliance.tasks.problem import Problem
 
 PARQUET = ".parquet"
 MAX_PROBLEMS = 20
+MAX_LINE = 16 << 20  # bytes: a line is held in memory, and what has no line ends would be held whole
 ROWS_AT_A_TIME = 8192  # of a parquet file: DAPO-Math-17k has 1.8 million
 
 Row = dict[str, Any]
@@ -47,6 +49,8 @@ def read_file(path: str | Path, *, parse: Parse, hint: str, most_rows: int | Non
     faults: list[tuple[str, str]] = []
     rows = bad = conflicting = 0
     try:
+        if Path(path).exists() and not (Path(path).is_file() or Path(path).is_dir()):
+            raise OSError(errno.EINVAL, "not a regular file")  # a pipe or a device: its reading may never end
         for place, row in _rows(Path(path)):
             if most_rows is not None and rows == most_rows:
                 break
@@ -93,20 +97,27 @@ def _rows(path: Path) -> Iterator[tuple[int, Row | str]]:
         yield from _parquet_rows(path)
         return
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), start=1):
+            if len(line) > MAX_LINE:
+                yield number, f"a line of more than {MAX_LINE >> 20} MiB: the rest of the file is not read"
+                return
             if line.strip():
                 yield number, _json_row(line.rstrip(b"\n"))
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Row]]:
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     number = 0
     with path.open("rb") as file:
-        for batch in pq.ParquetFile(file).iter_batches(batch_size=ROWS_AT_A_TIME):
-            for row in batch.to_pylist():
-                number += 1
-                yield number, row
+        try:
+            for batch in pq.ParquetFile(file).iter_batches(batch_size=ROWS_AT_A_TIME):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, row
+        except pa.ArrowException as error:  # not all of them are a ValueError
+            raise ValueError(str(error)) from error
 
 
 def _json_row(line: bytes) -> Row | str:
@@ -118,11 +129,20 @@ def _json_row(line: bytes) -> Row | str:
         return f"not JSON: {error.msg} at column {error.colno}"
     except RecursionError:
         return "not JSON: nested too deeply"
+    except ValueError:  # the interpreter's limit
+        return "not JSON: a number of thousands of digits"
     return row if isinstance(row, dict) else "not a JSON object"
 
 
 def _problem(row: Row, *, parse: Parse) -> Problem | str:
-    return _of_verl(row) if "prompt" in row and "reward_model" in row else parse(row)
+    made = _of_verl(row) if "prompt" in row and "reward_model" in row else parse(row)
+    if isinstance(made, Problem) and not (_is_unicode(made.prompt) and _is_unicode(made.truth)):
+        return "half a character, such as `\\ud800`, which no tokenizer can read"
+    return made
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= each <= "\udfff" for each in text)
 
 
 def _of_verl(row: Row) -> Problem | str:

@@ -185,7 +185,8 @@ def test_a_model_folder_that_is_not_there():
 def test_a_model_folder_that_is_incomplete(missing, words):
     found = findings("model.builtin=null", "model.path=/m", inputs=with_inputs(model_missing=missing))
     text = f"error: model.path: /m: the folder has {words}"
-    assert found == [(text, "point to a complete transformers model")]
+    remedy = "point to a complete transformers model; *.bin and *.pt are pickles, which can run code: convert them"
+    assert found == [(text, remedy)]
 
 
 def test_a_model_that_does_not_fit_the_recipe():

@@ -12,9 +12,22 @@ from appliance.recipe.load import load_recipe
 NORM = "model.layers.0.input_layernorm.weight"
 HEADER = {
     "schema_version": 1,
+    **{
+        "kind": "calibrated",
+        "model": "m",
+        "revision": "",
+        "model_hash": "",
+        "data_hash": "",
+        "donor": "",
+        "versions": {},
+    },
     "scheme": "int8",
+    "settings": {"strength": 0.5, "error_budget": None, "ignore": [], "prompts": 64, "max_tokens": 2048},
     "smoothing": [{"norm": NORM, "linears": []}],
+    "layers": [],
     "suggested_ignore": [],
+    "predicted": None,
+    "memory": None,
 }
 
 
@@ -69,9 +82,16 @@ def test_a_file_that_is_no_profile(tmp_path, content, said):
 
 
 def test_a_header_that_lacks_a_part(tmp_path):
-    write_profile(tmp_path / "p", header={"schema_version": 1, "scheme": "int8", "smoothing": []})
+    write_profile(tmp_path / "p", header={key: value for key, value in HEADER.items() if key != "suggested_ignore"})
     file = f"{tmp_path}/p/profile.safetensors"
-    assert problem(tmp_path) == f"{file}: its header cannot be used: KeyError: 'suggested_ignore'"
+    assert problem(tmp_path) == f"{file}: its header cannot be used: suggested_ignore: Field required"
+
+
+def test_scales_that_are_no_vector(tmp_path):
+    write_tensors(tmp_path / "p/profile.safetensors", shapes={f"smoothing.{NORM}": [64, 2]}, header=HEADER)
+    file = f"{tmp_path}/p/profile.safetensors"
+    said = f"ValueError: the scales of {NORM} are no vector"
+    assert problem(tmp_path) == f"{file}: its header cannot be used: {said}"
 
 
 def test_a_profile_for_another_scheme(tmp_path):
@@ -89,5 +109,5 @@ def test_a_profile_of_a_model_with_other_layers(tmp_path):
 
 def test_a_profile_of_a_wider_model(tmp_path):
     write_profile(tmp_path / "p", channels=128)
-    said = f"{tmp_path}/p: of another model: {NORM} has 128 channels there and 64 in {tmp_path}/model"
+    said = f"{tmp_path}/p: of another model: {NORM} has 128 channels there and [64] in {tmp_path}/model"
     assert problem(tmp_path) == said

@@ -50,9 +50,9 @@ def test_scalar_refuses_a_row_of_digits():
 
 
 def test_quoted_scalars_are_text():
-    root, problems = parse(b"a: '1e-6'\nb: \"true\"\nc: |\n  5\n", file="r.yaml")
+    root, problems = parse(b"a: '1e-6'\nb: \"true\"\nc: |-\n  5\n", file="r.yaml")
     assert problems == []
-    assert [root.value[key].value for key in "abc"] == ["1e-6", "true", "5\n"]
+    assert [root.value[key].value for key in "abc"] == ["1e-6", "true", "5"]
 
 
 def test_every_value_knows_its_line():

@@ -13,8 +13,10 @@ import pytest
 from appliance.errors import EngineError, PreflightError
 from appliance.plan.build import build_plan
 from appliance.preflight.probes import read_host
+from appliance.quant.profile import Origin, Profile, Settings, write_profile
 from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
+from appliance.quant.smoothing import Smoothing
 from appliance.recipe.load import load_recipe
 from appliance.verify import command
 from appliance.verify.command import run_verify
@@ -178,9 +180,8 @@ def test_emulate_is_for_the_recipes_own_schemes_too(settings: tuple[str, ...]) -
 
 def test_the_runs_profile_is_used_where_it_is_made(settings: tuple[str, ...], tmp_path: Path) -> None:
     """With the layers that it keeps in BF16; where none is made yet the engine has none."""
-    header = {"schema_version": 1, "suggested_ignore": ["model.layers.1.mlp.down_proj"]}
-    text = json.dumps({"__metadata__": {"appliance": json.dumps(header)}}).encode()
-    (tmp_path / "profile.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    kept = Settings(ignore=("model.layers.1.mlp.down_proj",))
+    write_profile(Profile(Origin("calibrated", "m"), Scheme.INT8, kept, Smoothing()), folder=tmp_path)
     planned = Quantisation(Scheme.INT8, ignore=("a",), profile="/run/profile")
     assert command._with_profile(planned, profile=tmp_path) == Quantisation(
         Scheme.INT8, ignore=("a", "model.layers.1.mlp.down_proj"), profile=str(tmp_path)

@@ -1,0 +1,42 @@
+"""The profile of `make fuzz`, the marker of everything here, and the table of what was run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import fuzz_surface as surface
+import pytest
+from hypothesis import settings
+
+from appliance.recipe.schema import Recipe
+
+settings.register_profile(surface.LONG)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.fuzz)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm() -> None:
+    """What pydantic imports at its first use is no import that a file asked for."""
+    Recipe.model_json_schema()
+
+
+@pytest.fixture
+def room(tmp_path: Path) -> Iterator[Path]:
+    """The folder of a surface's cases, which write the same files in it again and again."""
+    inside = tmp_path / "room"
+    inside.mkdir()
+    yield inside
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["room"], "something was written beside the room"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if surface.counted:
+        terminalreporter.section("fuzz: cases by surface")
+        for line in surface.table():
+            terminalreporter.write_line(line)

@@ -1,0 +1,76 @@
+"""JSON lines: problems that a tokenizer and parquet can take, or refused with the line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fuzz_surface import attempt, fuzzed
+from fuzz_text import VARIANTS, as_json, broken, deep, raw, seeds, values, variants, wild_text
+from hypothesis import strategies as st
+
+from appliance.errors import RecipeError
+from appliance.tasks import dapo_math, gsm8k
+from appliance.tasks.rows import Found, read_files
+
+GOOD = [
+    {"question": "What is 1 + 2?", "answer": "It is 3.\n#### 3"},
+    {"problem": "What is 1 + 2?", "answer": "3"},
+    {"prompt": [{"role": "user", "content": "1 + 2?"}], "reward_model": {"style": "rule", "ground_truth": "3"}},
+]
+PARTS = ("question", "problem", "answer", "prompt", "reward_model", "role", "content", "ground_truth")
+DIGITS = (
+    "#### " + "9" * 5000,
+    "#### 1" + ",1" * 3000 + "x",
+    "#" * 6000,
+    "#### " * 1500,
+    "#### -$-.5",
+    "#### 1." + "0" * 900,
+)
+odd = st.one_of(values, st.sampled_from(DIGITS), wild_text)
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> bytes:
+    """Rows of each kind with wild values in them, some lines of them no JSON at all."""
+    lines: list[str] = []
+    for _ in range(draw(st.integers(1, 3))):
+        row: dict[str, Any] = dict(draw(st.sampled_from(GOOD)))
+        for _ in range(draw(st.integers(0, 2))):
+            row[draw(st.sampled_from(PARTS))] = draw(odd)
+        if draw(st.integers(0, 3)) == 0:
+            row["prompt"] = [{"role": draw(st.sampled_from(["user", "system"])), "content": draw(odd)}]
+        lines.append(as_json(row))
+    lines += draw(
+        st.lists(
+            st.sampled_from([*deep(900), '{"a": ' + "1" * 5000 + "}", "NaN", "[]", "\x00", '{"a": 1} x']), max_size=1
+        )
+    )
+    return draw(st.sampled_from(["\n", "\r\n", "\n\n"])).join(lines).encode()
+
+
+def read(file: Path, *, task: Any) -> Found:
+    try:
+        found = read_files(str(file), parse=task.parse_row, hint=task.HINT)[0]
+    except RecipeError as error:
+        assert all(message.startswith(str(file)) for message, _ in error.problems)
+        raise
+    for problem in found.problems:
+        assert problem.prompt.encode() and problem.truth.encode()
+        if task is gsm8k:
+            assert gsm8k.score(response=f"#### {problem.truth}", truth=problem.truth) in (0.0, 1.0)
+    return found
+
+
+@fuzzed(
+    "JSON lines",
+    each=VARIANTS,
+    seed=seeds,
+    content=st.one_of(raw, rows(), broken([as_json(row) for row in GOOD])),
+    is_gsm8k=st.booleans(),
+)
+def test_fuzz_json_lines(room: Path, content: bytes, is_gsm8k: bool, seed: int) -> None:
+    task = gsm8k if is_gsm8k else dapo_math
+    for each in variants(content, seed):
+        (room / "data.jsonl").write_bytes(each)
+        attempt("JSON lines", lambda: read(room / "data.jsonl", task=task), folder=room)

@@ -1,0 +1,117 @@
+"""From a recipe to what runs: the child gets the arguments and the environment that the recipe says, and no others."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fuzz_surface import attempt, fuzzed
+from fuzz_text import HOSTILE, as_json, values, wild_text
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from plans import HOST
+
+from appliance.plan.build import build_plan
+from appliance.plan.env import child_env
+from appliance.plan.host import HostGpu
+from appliance.plan.model import RunPlan, plan_from_dict
+from appliance.plan.show import plan_text
+from appliance.plan.verl_args import Override
+from appliance.preflight.checks import estimates, judge
+from appliance.preflight.probes import InputFacts
+from appliance.recipe.dump import to_yaml
+from appliance.recipe.load import load_recipe
+from appliance.recipe.schema import SECTIONS
+
+HOSTS = (HOST, dataclasses.replace(HOST, gpus=(HostGpu("NVIDIA H100 80GB HBM3", 80 << 30),) * 8))
+BASE = {"model": {"builtin": "tiny-arithmetic"}, "task": {"max_prompt_tokens": 16, "max_response_tokens": 8}}
+INPUTS = InputFacts(True, (), 0, None, True, True, "", (), True)
+PARSER = OverridesParser.create()
+ENVIRONMENT = {
+    name
+    for backends in ((), ("tensorboard",))
+    for name, _ in child_env(
+        Path("/x"), is_cpu=True, threads=1, kv_cache_gb=1, offline=True, backends=backends, layer_rates=True
+    )
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hydra_is_warm() -> None:
+    """What OmegaConf compiles at its first use is nothing that a text asked for."""
+    assert parsed(Override("a.b", ["${x", "y"]).text) == ("a.b", ["${x", "y"])
+
+
+def parsed(text: str) -> tuple[str, Any]:
+    """(key, value) of one override as Hydra and OmegaConf read it. Raises what they raise."""
+    found = PARSER.parse_override(text)
+    assert not found.is_sweep_override() and not found.is_delete(), text
+    held = OmegaConf.create({"value": found.value()})
+    return found.key_or_group, OmegaConf.to_container(held, resolve=True)["value"]
+
+
+@st.composite
+def changes(draw: st.DrawFn) -> dict[str, Any]:
+    """Recipes that mostly load: sizes of every magnitude, texts of every kind where texts belong."""
+    tree: dict[str, Any] = json.loads(as_json(BASE)) | {"trainer": {"steps": draw(st.sampled_from((1, 3, 10**15)))}}
+    for _ in range(draw(st.integers(1, 3))):
+        section = draw(st.sampled_from(sorted(SECTIONS)))
+        name, field = draw(st.sampled_from(sorted(SECTIONS[section].model_fields.items(), key=lambda pair: pair[0])))
+        kind = str(field.annotation)
+        if "str" in kind:
+            value: Any = draw(wild_text)
+        elif "bool" in kind:
+            value = draw(st.booleans())
+        elif "int" in kind:
+            value = draw(st.one_of(st.integers(0, 64), st.sampled_from((2**31, 10**9, 10**18 - 1))))
+        elif "float" in kind and "tuple" not in kind:
+            value = draw(st.one_of(st.floats(0, 1), st.sampled_from((1e-300, 1.5, 1e6, 1e300))))
+        else:
+            value = draw(values)
+        tree.setdefault(section, {})[name] = value
+    if draw(st.booleans()):
+        path = draw(st.one_of(st.sampled_from(HOSTILE), wild_text))
+        tree["model"] = {"path": path}
+        tree["task"] |= {"kind": "gsm8k", "train_file": draw(wild_text)}
+    return tree
+
+
+def plan(file: Path, *, host: int) -> RunPlan:
+    recipe = load_recipe(str(file))
+    made = build_plan(recipe, run_dir=file.parent / "runs/r-1", host=HOSTS[host])
+    judge(made, host=HOSTS[host], inputs=INPUTS)
+    plan_text(made, recipe_yaml=to_yaml(recipe), needs=estimates(made, model_bytes=0, shape=None))
+    assert plan_from_dict(json.loads(made.to_json())) == made
+    return made
+
+
+@fuzzed("plans", tree=changes(), host=st.integers(0, 1))
+def test_fuzz_plans(room: Path, tree: dict[str, Any], host: int) -> None:
+    (room / "recipe.yaml").write_text(as_json(tree))
+    made = attempt("plans", lambda: plan(room / "recipe.yaml", host=host), folder=room)
+    if made is None:
+        return
+    assert all("\0" not in each for each in (*made.argv, *(value for _, value in made.env)))
+    assert {name for name, _ in made.env} <= ENVIRONMENT
+    assert dict(made.env)["APPLIANCE_PLAN"] == str(room / "runs/r-1/plan.json")
+    texts = [each for each in made.argv if each.startswith(("actor_rollout_ref.model.path=", "data.t", "trainer.e"))]
+    assert [parsed(each)[0] for each in texts] == [each.partition("=")[0] for each in texts]
+    wanted = made.trained_model
+    assert parsed(next(each for each in texts if "model.path=" in each)) == ("actor_rollout_ref.model.path", wanted)
+
+
+@fuzzed(
+    "overrides",
+    text=st.one_of(wild_text, st.text("'\\${}[](),:=+~ a\n\t\"", max_size=12)),
+    rest=st.lists(wild_text, max_size=2),
+)
+def test_fuzz_overrides(room: Path, text: str, rest: list[str]) -> None:
+    """A text is never another override, an interpolation or a list: what Hydra reads is that text."""
+    text, *rest = (each.replace("\0", "").replace("\ud800", "") for each in (text, *rest))  # tree.py refuses these
+    for value in (text, [text, *rest]):
+        override = Override("a.b", value)
+        assert attempt("overrides", lambda each=override: parsed(each.text), folder=room) == ("a.b", value)

@@ -1,0 +1,98 @@
+"""What a run left behind, and what a model says of itself: `status` and planning read it whatever it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fuzz_surface import attempt, fuzzed
+from fuzz_text import VARIANTS, as_json, broken, deep, raw, seeds, values, variants
+from hypothesis import strategies as st
+from plans import make_plan
+
+from appliance.plan.model import ModelPlan
+from appliance.plan.shapes import read_shape
+from appliance.plan.stored import has_experts, model_shapes
+from appliance.preflight.checks import estimates
+from appliance.run.events import _NUMBERS, first_failure, run_started
+from appliance.run.status import print_status
+
+RECORD = {"state": "failed", "phase": "rollout", "attempt": 2, "exit_code": 5, "reason": "", "schema_version": 1}
+EVENT = {"time": 1.0, "kind": "progress", "what": "x", "why": "", "done": 1, "total": 2, "exit_code": 5, "step": 1}
+KINDS = ["phase", "progress", "attest", "note", "guard", "failure", "stop", "resume", "checkpoint"]
+NAMES = ["step", "time_s", "scheme", "emulated", "guard_level", *_NUMBERS]
+
+
+def wild(good: dict[str, Any], keys: list[str]) -> st.SearchStrategy[str]:
+    return st.dictionaries(st.sampled_from(keys), values, max_size=4).map(lambda found: as_json(good | found))
+
+
+events = st.tuples(wild(EVENT, list(EVENT)), st.sampled_from(KINDS)).map(
+    lambda pair: pair[0].replace("progress", pair[1])
+)
+lines = st.lists(
+    st.one_of(events, wild({"step": 1, "time_s": 2.0, "reward_mean": 0.5}, NAMES), st.sampled_from(deep(2000))),
+    max_size=6,
+)
+
+
+@pytest.fixture
+def run_dir(room: Path) -> Path:
+    folder = room / "runs/r-1"
+    folder.mkdir(parents=True)
+    make_plan(folder).write(folder / "plan.json")
+    return folder
+
+
+def look(run_dir: Path) -> None:
+    for json_mode in (False, True):
+        print_status(str(run_dir), run_root=run_dir.parent, json_mode=json_mode)
+    first_failure(run_dir)
+    run_started(run_dir)
+
+
+@fuzzed("run folders", record=st.one_of(wild(RECORD, list(RECORD)), st.just(as_json(RECORD))), said=lines, noise=raw)
+def test_fuzz_run_folders(run_dir: Path, record: str, said: list[str], noise: bytes) -> None:
+    (run_dir / "run.json").write_text(record)
+    for name in ("events.jsonl", "metrics.jsonl"):
+        (run_dir / name).write_bytes("\n".join([*said, ""]).encode() + noise)
+    attempt("run folders", lambda: look(run_dir), folder=run_dir.parent.parent)
+
+
+CONFIG = {
+    **{"architectures": ["Qwen2ForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64},
+    **{
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "vocab_size": 100,
+        "max_position_embeddings": 64,
+        "head_dim": 16,
+    },
+}
+
+
+def plan_with(folder: Path) -> None:
+    model = ModelPlan(path=str(folder), source=str(folder), builtin="", revision="", trust_remote_code=False)
+    plan = make_plan(folder / "r-1", model=model, device="h100")
+    shape = read_shape(folder / "config.json")
+    estimates(plan, model_bytes=10**9, shape=shape)
+    (folder / f"{model_shapes(model)}.json").is_file()
+    has_experts(model)
+
+
+configs = wild(CONFIG, [*CONFIG, "num_experts", "moe_intermediate_size", "tie_word_embeddings", "auto_map"])
+
+
+@fuzzed(
+    "config.json",
+    each=VARIANTS,
+    seed=seeds,
+    content=st.one_of(
+        configs.map(str.encode), raw, broken([as_json(CONFIG)]), st.sampled_from(deep(2000)).map(str.encode)
+    ),
+)
+def test_fuzz_model_configs(room: Path, content: bytes, seed: int) -> None:
+    for each in variants(content, seed):
+        (room / "config.json").write_bytes(each)
+        attempt("config.json", lambda: plan_with(room), folder=room)
