@@ -18,6 +18,7 @@ TENSORBOARD_DIR_VARIABLE = "TENSORBOARD_DIR"
 KV_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"  # GiB
 WANDB_MODE_VARIABLE = "WANDB_MODE"
 WANDB_KEY_VARIABLE = "WANDB_API_KEY"  # never set by us: the user's secret
+TRACKIO_DIR_VARIABLE = "TRACKIO_DIR"
 ENGINE_VENDOR = "appliance"  # under this name trainer/layer_rates.py registers an engine of verl's
 _LONGEST_RAY_DIR = 40
 _VERL_SOCKET = "rl-colocate-zmq-"
@@ -58,6 +59,8 @@ def child_env(
         env[WANDB_MODE_VARIABLE] = "disabled"
     if "tensorboard" in backends:
         env[TENSORBOARD_DIR_VARIABLE] = str(run_dir / "tensorboard")
+    if "trackio" in backends:
+        env[TRACKIO_DIR_VARIABLE] = str(run_dir.parent / ".trackio")  # one database: it is there to compare runs
     if is_cpu:
         env |= _cpu_env(threads=threads, kv_cache_gb=kv_cache_gb)
     return tuple(sorted(env.items()))

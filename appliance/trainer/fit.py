@@ -17,6 +17,7 @@ from appliance.plan.model import RunPlan
 from appliance.tasks.grading import Shaping
 from appliance.trainer.reward_pool import RewardPool
 from appliance.trainer.rollouts import Rollouts, Sampling
+from appliance.trainer.samples import SampleLog
 from appliance.trainer.stoppable import StoppableTrainer
 from appliance.trainer.stopping import StopAsked, Stopping
 from appliance.trainer.watched import WatchedTrainer
@@ -76,6 +77,7 @@ def fit(
             raise trainer.save_and_stop() from None
         finally:
             trainer.stop_watching()
+            trainer.end_tracking()
             pool.close()
     finally:
         transfer_queue.close()
@@ -86,6 +88,7 @@ def _rollouts(trainer: WatchedTrainer, *, plan: RunPlan, pool: RewardPool) -> Ro
         trainer.llm_server_manager.server_handles,
         tokenizer=trainer.tokenizer,
         pool=pool,
+        samples=SampleLog(trainer.run_dir, steps=plan.steps, decode=_decode(trainer.tokenizer)),
         shaping=Shaping(
             wrong=plan.algorithm.wrong_reward,
             max_tokens=plan.task.max_response_tokens,
@@ -104,3 +107,7 @@ def _rollouts(trainer: WatchedTrainer, *, plan: RunPlan, pool: RewardPool) -> Ro
     )
     trainer.watch_rollouts(rollouts)
     return rollouts
+
+
+def _decode(tokenizer: Any) -> Callable[[Any], str]:
+    return lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True)

@@ -122,5 +122,11 @@ def append_metrics(run_dir: Path, line: dict[str, Any]) -> dict[str, Any]:
     return written
 
 
+def tracked(line: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a line under the names that they have in TensorBoard and the like: `appliance/reward_mean`."""
+    numbers = {key: value for key, value in line.items() if isinstance(value, int | float)}
+    return {f"appliance/{key}": float(value) for key, value in numbers.items() if not _is_not_finite(value)}
+
+
 def _is_not_finite(value: object) -> bool:
     return isinstance(value, float) and not math.isfinite(value)

@@ -33,6 +33,7 @@ from appliance.run.heartbeat import Heartbeat
 from appliance.tasks.grading import Graded, Shaping
 from appliance.trainer.reward_faults import neutral_accuracies
 from appliance.trainer.reward_pool import RewardPool
+from appliance.trainer.samples import SampleLog
 from appliance.trainer.seeds import PromptSeeds
 
 PROMPTS_PER_PUT = 64
@@ -79,6 +80,7 @@ class Rollouts:
         *,
         tokenizer: Any,
         pool: RewardPool,
+        samples: SampleLog,
         shaping: Shaping,
         training: Sampling,
         validation: Sampling,
@@ -90,6 +92,7 @@ class Rollouts:
         self._seeds = PromptSeeds(seed)
         self._tokenizer = tokenizer
         self.pool = pool
+        self.samples = samples
         self._shaping = shaping
         self._in_order = in_order
         self._training = training
@@ -159,6 +162,7 @@ class Rollouts:
         try:
             async for ready in _in_order(tasks) if validate or self._in_order else _as_they_come(tasks):
                 self._count(ready, validate=validate)  # before: who sees the results may ask how many there are
+                self.samples.note(ready, validate=validate)
                 await _put(ready, partition=partition)
                 self._progress.set()
         finally:

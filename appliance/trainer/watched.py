@@ -32,7 +32,14 @@ from appliance.trainer.dynamic_sampling import DynamicSampling
 from appliance.trainer.engine_watch import EngineWatch
 from appliance.trainer.export import export_checkpoint
 from appliance.trainer.governed import Governed, signals_of, stop, weight_cap
-from appliance.trainer.metrics import append_metrics, left_out, step_metrics, validation_mean, validation_metrics
+from appliance.trainer.metrics import (
+    append_metrics,
+    left_out,
+    step_metrics,
+    tracked,
+    validation_mean,
+    validation_metrics,
+)
 from appliance.trainer.precision import Live, RolloutPrecision, validates_bf16
 from appliance.trainer.rollouts import Rollouts
 from appliance.trainer.step_telemetry import measure_step
@@ -108,6 +115,12 @@ class WatchedTrainer(PPOTrainerSync):
         """Before the engines are ended on purpose."""
         if self._engine_watch is not None:
             self._engine_watch.stop()
+
+    def end_tracking(self) -> None:
+        """Have the backends of `logging.backends` write what they hold: verl leaves that to its destructor."""
+        tracking = getattr(self, "logger", None)  # there since the training began
+        if tracking is not None:
+            tracking.finish()
 
     def _open_checkpoints(self) -> Checkpoints:
         """With the driver's part of the checkpoint put back, when the weights were loaded from one."""
@@ -244,6 +257,7 @@ class WatchedTrainer(PPOTrainerSync):
         if self.plan.algorithm.filters and self._rollouts is not None:
             line |= self._sampling.end_step(metrics, rollouts=self._rollouts, rollout_s=timing_raw["gen"])
         written = self._write({**line, **self._telemetry.metrics(), **self._clipping.metrics(), **self._validation})
+        metrics.update(tracked({**line, **self._validation}))  # verl sends `metrics` to the backends next
         decision = self._govern(line, telemetry=self._telemetry)
         self._end_step(written, stop_for=decision)
         self._validation = {}
@@ -261,7 +275,10 @@ class WatchedTrainer(PPOTrainerSync):
         return decision
 
     def _write(self, line: dict[str, Any]) -> dict[str, Any]:
-        return append_metrics(self.run_dir, {**line, "time_s": round(time.time() - self._started, 3)})
+        written = append_metrics(self.run_dir, {**line, "time_s": round(time.time() - self._started, 3)})
+        if self._rollouts is not None:
+            self._rollouts.samples.write(line["step"], scheme=line["scheme"])
+        return written
 
     # the end
 

@@ -109,6 +109,33 @@ def test_the_run_folder_is_complete(short: Finished) -> None:
     assert "Traceback" not in short.stderr and "killed by signal" not in short.stderr
 
 
+def test_the_page_shows_the_run(short: Finished) -> None:
+    page = (short.run_dir / "report.html").read_text()
+    assert "<title>short: done</title>" in page and "nothing to show yet" not in page
+    samples = short.json_lines("samples.jsonl")
+    assert [(line["step"], len(line["validation"]), len(line["training"])) for line in samples] == [
+        (0, 4, 0),
+        *((step, 0, 2) for step in range(1, STEPS)),
+        (STEPS, 4, 2),
+    ]
+    first, last = samples[0]["validation"], samples[-1]["validation"]
+    assert [each["prompt"] for each in first] == [each["prompt"] for each in last]
+    for each in (*first, *last):
+        assert each["accuracy"] == float(each["response"].strip() == each["truth"]) and 0 < each["tokens"] <= 8
+    assert max(line["pss_bytes"] for line in short.json_lines("memory.jsonl")) > 2 << 30
+
+
+def test_tensorboard_has_every_step_by_our_names(short: Finished) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(short.run_dir / "tensorboard"))
+    events.Reload()
+    rewards = {event.step: event.value for event in events.Scalars("appliance/reward_mean")}
+    assert rewards == pytest.approx(
+        {line["step"]: line["reward_mean"] for line in short.json_lines("metrics.jsonl") if line["step"]}
+    )
+
+
 def test_nothing_is_left_running(short: Finished) -> None:
     assert processes_of(short.run_dir) == []
     assert not Path(dict(json.loads((short.run_dir / "plan.json").read_text())["env"])["APPLIANCE_RAY_DIR"]).exists()

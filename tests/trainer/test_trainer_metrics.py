@@ -16,7 +16,7 @@ from appliance.run.acknowledge import Acknowledgement, Sent, SyncRecord, Telemet
 from appliance.run.events import append_failure
 from appliance.trainer.corrected import CorrectionStep
 from appliance.trainer.entry import report, translate
-from appliance.trainer.metrics import append_metrics, step_metrics, validation_metrics
+from appliance.trainer.metrics import append_metrics, step_metrics, tracked, validation_metrics
 
 MISMATCH = Mismatch(
     k3_kl=1e-4,
@@ -165,3 +165,8 @@ def test_any_other_error_is_a_training_error_with_its_last_line() -> None:
     translated = translate(ValueError("long story\nthe point"))
     assert (type(translated), translated.message) == (TrainingError, "ValueError: the point")
     assert translated.exit_code == 5
+
+
+def test_backends_get_every_number_by_its_own_name_and_nothing_else() -> None:
+    line = {"step": 3, "reward_mean": 0.5, "scheme": "int8", "emulated": False, "a": None, "b": float("nan"), "c": []}
+    assert tracked(line) == {"appliance/step": 3.0, "appliance/reward_mean": 0.5, "appliance/emulated": 0.0}

@@ -1,0 +1,84 @@
+"""Which samples are kept, and how they are read back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from appliance.run.attempt import cut_lines
+from appliance.run.samples import SAMPLES_FILE, read_samples, shortened
+from appliance.trainer.samples import SampleLog
+
+
+def group(prompt: str, *rewards: float, step: int = 1) -> tuple[str, list[dict]]:
+    """One prompt with a response per reward; token ids are the characters themselves."""
+    return prompt, [
+        {
+            "global_steps": step,
+            "prompts": prompt,
+            "responses": f"r{reward:g}",
+            "rm_scores": [0.0, reward],
+            "reward_model": {"ground_truth": "46"},
+            "extra_fields": {"reward_extra_info": {"acc": max(0.0, reward)}, "finished": True},
+        }
+        for reward in rewards
+    ]
+
+
+def log(run_dir: Path, *, steps: int = 10) -> SampleLog:
+    return SampleLog(run_dir, steps=steps, decode=str)
+
+
+def responses(samples: Sequence) -> list[str]:
+    return [sample.response for sample in samples]
+
+
+def test_the_best_and_the_worst_of_a_prompt_and_the_first_problems(tmp_path: Path) -> None:
+    kept = log(tmp_path)
+    kept.note([group("a", 0.0, 1.0, -1.0), group("b", 1.0)], validate=False)
+    kept.note([group(f"v{number}", 1.0) for number in range(6)], validate=True)
+    kept.note([group("v9", 0.0)], validate=True)  # the same problems again, in BF16
+    kept.write(1, scheme="int8")
+    (found,) = read_samples(tmp_path)
+    assert responses(found.training) == ["r1", "r-1"] and [each.reward for each in found.training] == [1.0, -1.0]
+    assert [sample.prompt for sample in found.validation] == ["v0", "v1", "v2", "v3"]
+    assert found.validation[0].reward is None and found.scheme == "int8"
+
+
+def test_a_second_validation_of_few_problems_adds_nothing(tmp_path: Path) -> None:
+    kept = log(tmp_path)
+    for reward in (1.0, 0.0):
+        kept.note([group("v0", reward)], validate=True)
+    kept.write(1, scheme="int8")
+    assert responses(read_samples(tmp_path)[0].validation) == ["r1"]
+
+
+def test_a_long_run_keeps_a_bounded_number_of_lines(tmp_path: Path) -> None:
+    kept = log(tmp_path, steps=1000)
+    for step in range(1, 1001):
+        kept.note([group("a", 1.0, step=step)], validate=False)
+        kept.write(step, scheme="int8")
+    assert [samples.step for samples in read_samples(tmp_path)] == [1, *range(50, 1001, 50)]
+
+
+def test_a_resume_cuts_the_samples_of_later_steps(tmp_path: Path) -> None:
+    kept = log(tmp_path)
+    for step in (1, 2, 3):
+        kept.note([group("a", 1.0, step=step)], validate=False)
+        kept.write(step, scheme="int8")
+    cut_lines(tmp_path / SAMPLES_FILE, after=2, attempt=1)
+    assert [samples.step for samples in read_samples(tmp_path)] == [1, 2]
+
+
+def test_lines_that_are_none_are_left_out_and_later_ones_hold(tmp_path: Path) -> None:
+    line = {"step": 1, "scheme": "int8", "validation": [], "training": []}
+    torn = ["[]", "null", '{"step": 1}', json.dumps({**line, "step": "x"}), json.dumps({**line, "training": [{}]}), "{"]
+    (tmp_path / SAMPLES_FILE).write_text("\n".join([json.dumps(line), *torn, json.dumps({**line, "scheme": "bf16"})]))
+    assert [(samples.step, samples.scheme) for samples in read_samples(tmp_path)] == [(1, "bf16")]
+
+
+def test_a_long_text_keeps_its_head_and_its_end() -> None:
+    text = "a" * 5000 + "the answer is 46"
+    assert len(shortened(text)) < 2100 and shortened(text).endswith("the answer is 46")
+    assert shortened("short") == "short"
