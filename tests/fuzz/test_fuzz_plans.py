@@ -18,7 +18,8 @@ from plans import HOST
 from appliance.plan.build import build_plan
 from appliance.plan.env import child_env
 from appliance.plan.host import HostGpu
-from appliance.plan.model import RunPlan, plan_from_dict
+from appliance.plan.model import RunPlan
+from appliance.plan.read import plan_from_dict
 from appliance.plan.show import plan_text
 from appliance.plan.verl_args import Override
 from appliance.preflight.checks import estimates, judge
