@@ -14,6 +14,7 @@ import os
 import pickle
 import re
 import resource
+import struct
 import sys
 from pathlib import Path
 
@@ -29,6 +30,20 @@ _CLONE_NEWNET = 0x40000000
 _CLONE_NEWUSER = 0x10000000
 _CPU_S = 120
 _SPARE_BYTES = 2 << 30
+_TORCH_SAYS = (  # of a file that is none
+    *(
+        RuntimeError,
+        EOFError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        OSError,
+        OverflowError,
+        AssertionError,
+    ),
+    struct.error,
+)
 _FIELDS = {"input_scale", "output_scale", "type"}
 
 
@@ -40,7 +55,7 @@ def read(file: io.BufferedReader) -> bytes:
     """The profile as safetensors. Raises pickle.UnpicklingError for a forbidden pickle, NotAProfile for another."""
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, ValueError, TypeError, KeyError, AttributeError, IndexError, OSError) as error:
+    except _TORCH_SAYS as error:
         raise NotAProfile(f"torch cannot read it: {_first_line(error)}") from error
     return save(_checked(loaded))
 

@@ -123,7 +123,7 @@ def read_option(option: str, *, place: str, problems: list[Problem]) -> Setting 
         return None
     if not text.strip():  # as `key:` in a file
         return Setting(path, Node(None, place))
-    node, found = parse(text.encode("utf-8", "surrogateescape"), file=place)
+    node, found = parse(text.encode("utf-8", "surrogatepass"), file=place)
     problems.extend((message.replace(f"{place}:1: ", f"{place}: "), hint) for message, hint in found)
     return Setting(path, Node(_placed(node.value, place=place) if node else Refused.VALUE, place))
 

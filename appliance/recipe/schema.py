@@ -112,7 +112,7 @@ class Rollout(Section):
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling; below 1 the mismatch grows")
     tensor_parallel: int = Field(1, ge=1, description="GPUs that share one engine")
     gpu_memory_utilization: float = Field(0.5, gt=0, lt=1, description="part of GPU memory for the engine")
-    kv_cache_gb: int = Field(1, ge=1, description="KV cache of an engine on a CPU, GiB")
+    kv_cache_gb: int = Field(1, ge=1, le=1024, description="KV cache of an engine on a CPU, GiB")
     chunked_prefill: bool = Field(True, description="long prompts are read in parts, between steps of generation")
     lm_head_fp32: bool = Field(False, description="the engine's last projection in FP32 instead of BF16")
 
@@ -169,7 +169,9 @@ class Batch(Section):
     prompts_per_step: int = Field(32, ge=1, description="prompts of one step")
     generation_prompts: int | None = Field(None, ge=1, description="of `dapo`: generated at a time; null: a step's")
     mini_batch_prompts: int | None = Field(None, ge=1, description="prompts of one update; null: the whole step")
-    micro_batch_sequences: int | None = Field(None, ge=1, description="sequences of one forward; null: chosen")
+    micro_batch_sequences: int | None = Field(
+        None, ge=1, le=65536, description="sequences of one forward; null: chosen"
+    )
     max_tokens_per_gpu: int | None = Field(None, ge=1, description="pack forwards by tokens instead; null: off")
 
 

@@ -12,6 +12,7 @@ from appliance import cli, console
 from appliance.errors import EngineError, RecipeError
 from appliance.flashrl.variables import read_variables
 from appliance.plan.shapes import read_shape
+from appliance.profile import unpickle
 from appliance.quant.files import read_file_header, tensor_shapes
 from appliance.recipe import library
 from appliance.recipe.load import load_recipe
@@ -86,6 +87,27 @@ def test_a_cluster_larger_than_any(room: Path) -> None:
     found = refused("cluster: {nodes: 1000000000, gpus_per_node: 1000000000, run_dir: x}", room)
     assert "2: cluster.nodes: must be at most 1024, got `1000000000`" in found
     assert "2: cluster.gpus_per_node: must be at most 64, got `1000000000`" in found
+
+
+def test_sizes_that_a_ladder_would_climb_for_ever(room: Path) -> None:
+    assert refused("rollout: {kv_cache_gb: 1000000000}", room) == [
+        "2: rollout.kv_cache_gb: must be at most 1024, got `1000000000`"
+    ]
+    assert refused("batch: {micro_batch_sequences: 1000000000}", room) == [
+        "2: batch.micro_batch_sequences: must be at most 65536, got `1000000000`"
+    ]
+
+
+def test_an_option_with_half_a_character() -> None:
+    for half in ("\ud800", "\udcff"):
+        with pytest.raises(RecipeError, match="not UTF-8 text"):
+            load_recipe("arithmetic-tiny-int8", sets=(f"name={half}",))
+
+
+def test_a_pickle_that_is_cut_in_a_number(room: Path) -> None:
+    (room / "profile.pt").write_bytes(b"J\x00")
+    with (room / "profile.pt").open("rb") as file, pytest.raises(unpickle.NotAProfile, match="torch cannot read it"):
+        unpickle.read(file)
 
 
 def test_thousands_of_problems_are_told_in_a_moment(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
