@@ -39,7 +39,8 @@ _OF_THE_IMAGE = frozenset(  # findings of the program inside, which looks again
         *("shared-memory", "open-files", "threads"),
     }
 )
-_OWN_FOLDERS = ("/opt/venv", "/opt/appliance", "/usr", "/etc", "/cache")
+_OWN_FOLDERS = ("/opt/venv", "/opt/appliance", "/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/cache")
+_TEMPORARY = "/tmp"  # its own is in memory; a folder below it is taken
 _PATHS = (  # keys of a recipe where `~` means the home of who types it, and inside would mean another
     *("model.path", "task.train_file", "task.val_file", "quantization.profile"),
     *("cluster.run_dir", "cluster.token_file"),
@@ -48,7 +49,7 @@ _PATHS = (  # keys of a recipe where `~` means the home of who types it, and ins
 
 @dataclass(frozen=True)
 class Order:
-    """What `docker run` would be told. folders: (host path, read-only), each mounted at its own path."""
+    """What `docker run` would be told. folders: (folder or file, read-only), each at its own path."""
 
     image: str
     argv: tuple[str, ...]
@@ -69,7 +70,7 @@ def make_order(plan: RunPlan, argv: Sequence[str], *, typed: str, image: str | N
 
     folder: the current one, absolute.  Raises RecipeError where it cannot be mounted: it would hide the image's own.
     """
-    if any(Path(own).is_relative_to(folder) or folder.is_relative_to(own) for own in _OWN_FOLDERS):
+    if _hides_the_images_own(folder):
         hint = "start it from another folder, such as the one with your recipe"
         raise RecipeError([(f"--in-container: the current folder {folder} would hide the image's own", hint)])
     profile = plan.profile.source if plan.profile else ""
@@ -80,14 +81,19 @@ def make_order(plan: RunPlan, argv: Sequence[str], *, typed: str, image: str | N
     written = [Path(plan.run_dir).parent]
     if plan.cluster:
         token = Path(plan.cluster.token_file)
-        (read if token.exists() else written).append(token.parent)
+        if token.exists():
+            read.append(token)  # and nothing that lies beside it
+        else:
+            written.append(token.parent)  # the head makes it
+    written, read = list(map(_as_docker_reads, written)), list(map(_as_docker_reads, read))
     for each in (*written, *read):
-        if any(Path(own).is_relative_to(each) for own in _OWN_FOLDERS):
+        if _hides_the_images_own(each):
             hint = "use folders of their own for runs, models and data"
             raise RecipeError([(f"--in-container: {each} would hide the image's own files", hint)])
-    folders = [(str(folder), False)]
-    folders += [(str(each), False) for each in written if not each.is_relative_to(folder)]
-    folders += [(str(each), True) for each in read if not each.is_relative_to(folder)]
+    folders = {str(folder): False}  # path: read-only. Docker mounts a path once: what is written is not read-only
+    for each in (*written, *read):
+        if not each.is_relative_to(folder):
+            folders.setdefault(str(each), each not in written)
     is_cpu = plan.device == CPU
     return Order(
         image=image or f"{IMAGE_NAME}:{'cpu' if is_cpu else 'gpu'}",
@@ -96,9 +102,20 @@ def make_order(plan: RunPlan, argv: Sequence[str], *, typed: str, image: str | N
         user=user,
         gpus=not is_cpu,
         shm_bytes=(2 if is_cpu else 32) << 30,
-        folders=tuple(dict.fromkeys(folders)),
+        folders=tuple(folders.items()),
         network="host" if plan.cluster else "",  # other hosts reach Ray on its ports
     )
+
+
+def _hides_the_images_own(path: Path) -> bool:
+    """Whether a mount at `path` would lie over the image's own files, or inside of them. path: absolute."""
+    inside = any(path.is_relative_to(own) for own in _OWN_FOLDERS)
+    return inside or any(Path(own).is_relative_to(path) for own in (*_OWN_FOLDERS, _TEMPORARY))
+
+
+def _as_docker_reads(path: Path) -> Path:
+    """Without `..`, and from one root: to pathlib `//etc` lies elsewhere than `/etc`."""
+    return Path("/" + os.path.normpath(path).lstrip("/"))
 
 
 def run_in_container(order: Order) -> int:

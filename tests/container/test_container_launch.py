@@ -48,6 +48,14 @@ def test_what_lies_elsewhere_is_mounted_too_inputs_read_only(tmp_path: Path) -> 
     )
 
 
+def test_a_folder_is_mounted_once_and_to_write_where_the_run_writes(tmp_path: Path) -> None:
+    """The recipe and the model lie where the runs go: Docker refuses two mounts of one path."""
+    recipe = tmp_path / "a.yaml"
+    recipe.touch()
+    made = order(run_dir=str(tmp_path / "a-1"), source=str(tmp_path), typed=str(recipe))
+    assert made.folders == (("/srv/mine", False), (str(tmp_path), False))
+
+
 def test_the_plans_device_chooses_the_image_and_its_resources() -> None:
     cpu, gpu = order(), order(device="a100")
     assert (cpu.image, cpu.gpus, cpu.shm_bytes) == ("flashrl-appliance:cpu", False, 2 << 30)
@@ -63,14 +71,13 @@ def test_a_training_over_hosts_is_on_the_hosts_own_network() -> None:
 
 
 def test_the_token_of_a_cluster_is_mounted_wherever_it_lies(tmp_path: Path) -> None:
-    """Read-only where it is there; else the head writes it."""
+    """Alone and read-only where it is there: beside it may lie a whole home. Else the head writes it."""
     token = tmp_path / "token"
     plan = make_plan(Path("/srv/mine/runs/a-1"), cluster=ClusterPlan("", 6379, "", str(token), 900.0))
     given = {"folder": FOLDER, "user": "1000:0", "typed": "a", "image": None}
-    assert (str(tmp_path), False) in make_order(plan, ("train", "a"), **given).folders
+    assert make_order(plan, ("train", "a"), **given).folders[1:] == ((str(tmp_path), False), ("/nowhere", True))
     token.touch()
-    folders = make_order(plan, ("train", "a"), **given).folders
-    assert (str(tmp_path), True) in folders and (str(tmp_path), False) not in folders
+    assert make_order(plan, ("train", "a"), **given).folders[1:] == (("/nowhere", True), (str(token), True))
 
 
 def test_paths_below_the_home_reach_the_container_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +96,7 @@ def test_a_folder_beside_the_images_own_is_taken() -> None:
     assert order(folder=Path("/opt/mine"), run_dir="/opt/mine/runs/a-1").folders == (("/opt/mine", False),)
 
 
-@pytest.mark.parametrize("folder", ["/", "/opt", "/opt/appliance/recipes", "/etc"])
+@pytest.mark.parametrize("folder", ["/", "/opt", "/opt/appliance/recipes", "/etc", "/tmp"])
 def test_a_folder_that_would_hide_the_images_own_is_refused(folder: str) -> None:
     with pytest.raises(RecipeError) as caught:
         order(folder=Path(folder))
@@ -99,6 +106,22 @@ def test_a_folder_that_would_hide_the_images_own_is_refused(folder: str) -> None
             "start it from another folder, such as the one with your recipe",
         )
     ]
+
+
+@pytest.mark.parametrize(
+    "typed", ["/etc/passwd", "//etc/passwd", "/srv/mine/../../etc/passwd", "/lib/a", "/usr/a", "/tmp"]
+)
+def test_an_input_inside_the_images_own_is_refused(typed: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        order(source=typed)
+    path = "/etc/passwd" if typed.endswith("passwd") else typed
+    shown = f"--in-container: {path} would hide the image's own files"
+    assert caught.value.problems == [(shown, "use folders of their own for runs, models and data")]
+
+
+def test_a_run_root_inside_the_images_own_is_refused() -> None:
+    with pytest.raises(RecipeError, match="/usr/local/share/runs would hide the image's own files"):
+        order(run_dir="/usr/local/share/runs/a-1")
 
 
 def test_the_program_inside_gets_the_same_line_without_the_container() -> None:
