@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 
 from appliance.errors import PreflightError
+from appliance.preflight.container import is_mounted_secret
 
 _SHORTEST = 16
 
@@ -44,10 +45,5 @@ def check_token(file: Path) -> None:
         raise PreflightError(
             f"{file}: a token is one word of {_SHORTEST} characters or more", hint="remove the file: the head makes one"
         )
-    if mode & 0o077 and not _is_mounted_secret(file):
+    if mode & 0o077 and not is_mounted_secret(file):
         raise PreflightError(f"{file}: others may read it (mode {mode:04o})", hint=f"chmod 600 {file}")
-
-
-def _is_mounted_secret(file: Path) -> bool:
-    """Docker and Kubernetes mount secrets for everybody in the container, where there is nobody else."""
-    return str(file).startswith("/run/secrets/")

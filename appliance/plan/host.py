@@ -21,7 +21,7 @@ class ContainerFacts:
     container's own layer or in memory.  run_root: the mount or folder to write to.
     tmp_runs_programs: a file in the temporary folder may be executed.  unwritable_cache: the cache's folder, or empty.
     unreadable_token: the file with the hub's token, where it is there and this user may not read it, or empty;
-    token_owner: of that file.
+    token_owner: of that file.  open_token: why it is no secret, or empty.
     """
 
     image: str
@@ -33,6 +33,7 @@ class ContainerFacts:
     unwritable_cache: str = ""
     unreadable_token: str = ""
     token_owner: int = 0
+    open_token: str = ""
 
 
 UNLIMITED = 1 << 62

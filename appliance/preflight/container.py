@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from appliance.preflight.finding import Finding, Severity
 
 _IN_MEMORY = ("tmpfs", "ramfs")
 _CACHE = "/cache"
+_SECRETS = "/run/secrets"
 
 
 def read_container(run_root: Path) -> ContainerFacts | None:
@@ -22,7 +24,9 @@ def read_container(run_root: Path) -> ContainerFacts | None:
         return None
     mount_point, kind = mount_of(run_root, mounts=Path("/proc/self/mountinfo").read_text())
     token = os.environ.get(HUB_TOKEN_VARIABLE, "")
-    unreadable = bool(token) and os.path.exists(token) and not os.access(token, os.R_OK)
+    there = bool(token) and os.path.exists(token)
+    unreadable = there and not os.access(token, os.R_OK)
+    mode = stat.S_IMODE(os.stat(token).st_mode) if there and not is_mounted_secret(Path(token)) else 0
     return ContainerFacts(
         image=image,
         run_root=str(run_root),
@@ -33,7 +37,13 @@ def read_container(run_root: Path) -> ContainerFacts | None:
         unwritable_cache="" if os.access(_CACHE, os.W_OK | os.X_OK) else _CACHE,
         unreadable_token=token if unreadable else "",
         token_owner=os.stat(token).st_uid if unreadable else 0,
+        open_token=f"{token}: others may read it (mode {mode:04o})" if mode & 0o077 else "",
     )
+
+
+def is_mounted_secret(file: Path) -> bool:
+    """Docker and Kubernetes mount secrets for everybody in the container, where there is nobody else."""
+    return bool(os.environ.get(IMAGE_VARIABLE)) and Path(os.path.abspath(file)).is_relative_to(_SECRETS)
 
 
 def mount_of(path: Path, *, mounts: str) -> tuple[str, str]:
@@ -67,6 +77,9 @@ def judge_container(
         yield Finding(Severity.ERROR, "cache", facts.unwritable_cache, message, remedy)
     if facts.unreadable_token:
         yield _no_token(facts)
+    if facts.open_token:
+        remedy = f"mount it below {_SECRETS}, or give it the mode 0600"
+        yield Finding(Severity.ERROR, "hub-token", HUB_TOKEN_VARIABLE, facts.open_token, remedy)
     if not facts.tmp_runs_programs:
         message = "programs cannot be started from it, and compiled kernels lie there"
         remedy = f"docker run --tmpfs {tempfile.gettempdir()}:exec ..."

@@ -9,6 +9,7 @@ import pytest
 
 from appliance.cluster.token import check_token, make_token
 from appliance.errors import PreflightError
+from appliance.plan.env import IMAGE_VARIABLE
 
 WORD = "0123456789abcdef0123456789abcdef"
 
@@ -67,3 +68,16 @@ def test_a_token_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PreflightError) as caught:
         make_token(tmp_path / "runs" / "token")
     assert caught.value.hint == "set cluster.token_file to a place that you can write to"
+
+
+def test_a_token_below_run_secrets_is_taken_in_our_image_and_refused_on_a_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "token"
+    file.write_text(WORD)
+    file.chmod(0o644)
+    monkeypatch.setattr("appliance.preflight.container._SECRETS", str(tmp_path))
+    monkeypatch.setenv(IMAGE_VARIABLE, "cpu")
+    check_token(file)
+    monkeypatch.delenv(IMAGE_VARIABLE)
+    assert refusal(file)[0] == f"{file}: others may read it (mode 0644)"

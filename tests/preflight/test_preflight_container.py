@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from appliance.plan.env import IMAGE_VARIABLE
+from appliance.plan.env import HUB_TOKEN_VARIABLE, IMAGE_VARIABLE
 from appliance.plan.host import ContainerFacts
-from appliance.preflight.container import judge_container, mount_of, read_container
+from appliance.preflight.container import is_mounted_secret, judge_container, mount_of, read_container
 
 GOOD = ContainerFacts(image="cpu", run_root="/appliance/runs", run_root_lasts=True, uid=10001, gid=0)
 MOUNTS = """\
@@ -97,6 +97,14 @@ def test_nothing_to_say(facts: ContainerFacts | None) -> None:
             ),
         ),
         (
+            replace(GOOD, open_token="/data/token: others may read it (mode 0644)"),
+            {},
+            (
+                "error: HF_TOKEN_PATH: /data/token: others may read it (mode 0644)",
+                "mount it below /run/secrets, or give it the mode 0600",
+            ),
+        ),
+        (
             replace(GOOD, tmp_runs_programs=False),
             {},
             (
@@ -136,3 +144,31 @@ def test_outside_of_our_image_there_is_no_container(monkeypatch: pytest.MonkeyPa
     assert read_container(Path("/runs")) is None
     monkeypatch.setenv(IMAGE_VARIABLE, "gpu")
     assert read_container(Path("/runs")).image == "gpu"
+
+
+def test_the_hubs_token_is_a_secret_of_its_user_or_one_that_is_mounted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("hf_word")
+    monkeypatch.setenv(IMAGE_VARIABLE, "cpu")
+    monkeypatch.setenv(HUB_TOKEN_VARIABLE, str(token))
+
+    def said(mode: int) -> str:
+        token.chmod(mode)
+        return read_container(Path("/runs")).open_token
+
+    assert said(0o600) == said(0o400) == ""
+    assert said(0o640) == f"{token}: others may read it (mode 0640)"
+    assert said(0o604) == f"{token}: others may read it (mode 0604)"
+    monkeypatch.setattr("appliance.preflight.container._SECRETS", str(tmp_path))
+    assert said(0o644) == ""
+
+
+def test_a_secret_is_mounted_in_our_image_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a host everybody there reads the folder."""
+    monkeypatch.setenv(IMAGE_VARIABLE, "cpu")
+    paths = [Path("/run/secrets/cluster/token"), Path("/run/secrets/../token"), Path("/run/secrets-of-mine/token")]
+    assert [is_mounted_secret(path) for path in paths] == [True, False, False]
+    monkeypatch.delenv(IMAGE_VARIABLE)
+    assert not any(map(is_mounted_secret, paths))
