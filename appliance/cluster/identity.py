@@ -27,7 +27,8 @@ from appliance.run.attest import fingerprint
 CANARY_FILE = ".canary"
 PLAN_FILE = "plan.json"
 _NOTHING = ""
-_GIB = 1 << 30
+_MIB = 1 << 20
+_ALIKE_PERCENT = 98  # of the head's GPU memory: drivers and ECC take some of it, not the same everywhere
 _SHOWN = 12  # characters of a hash
 
 
@@ -171,7 +172,7 @@ def _model_problems(report: NodeReport, *, head: NodeReport, model: str) -> Iter
 
 
 def _device_problems(report: NodeReport, *, head: NodeReport, plan: RunPlan) -> Iterator[str]:
-    """A scheme needs its kernels, and the plan its GPUs: as many, of that kind, with no less memory than the head's."""
+    """A scheme needs its kernels, and the plan its GPUs: as many, of that kind, with memory like the head's."""
     for scheme in dict.fromkeys(each.scheme for each in plan.rollout.replicas if not each.emulated):
         if reason := why_not(scheme, device=plan.device, cpu_flags=report.cpu_flags):
             yield f"cannot run `{scheme}`: {reason}"
@@ -181,8 +182,8 @@ def _device_problems(report: NodeReport, *, head: NodeReport, plan: RunPlan) -> 
     if len(fitting) < plan.gpus_per_node:
         have = ", ".join(each.product for each in report.gpus) or "none"
         yield f"has {have}, the plan wants {plan.gpus_per_node} x `{plan.device}`"
-    elif of_the_head and min(fitting) < min(of_the_head):
-        yield f"has GPUs of {min(fitting) // _GIB} GiB, the head of {min(of_the_head) // _GIB}"
+    elif of_the_head and min(fitting) * 100 < min(of_the_head) * _ALIKE_PERCENT:
+        yield f"has GPUs of {min(fitting) // _MIB} MiB, the head of {min(of_the_head) // _MIB}"
 
 
 def _fitting(report: NodeReport, *, device: str) -> list[int]:

@@ -19,8 +19,10 @@ of 27648 codes of typical size has |T_n| near 5e5). Several wrong codes of one r
 most, and each sync has another probe. The scale is compared bit for bit where the kernel reads it.
 
 FP8, emulated. Codes and scales lie in the layer. All scales and the codes of a rotating eighth of the rows (in blocks
-of 128, at least one) are compared exactly. In a full proof (schedule.py) all rows are. Where it is the layer's turn
-its method also answers a probe of signs x_k = +-1, within float32's bound for a sum of K terms, twice
+of 128, at least one) are compared bit for bit with what the compiled quantiser makes of the received tensor. In a full
+proof (schedule.py) all rows are. The engine quantises by that same compiled code: an error of it is seen only by the
+reference codec, which is asked for a few rows in each proof (`_check_quantiser`). Where it is the layer's turn its
+method also answers a probe of signs x_k = +-1, within float32's bound for a sum of K terms, twice
 K u sum_k |w'_nk|, and BF16's rounding: what can go wrong beyond codes and scales is code, and the same for all layers.
 
 BF16. Signs on 64 neighbouring columns that move on from round to round, zeros elsewhere, with the bias trick: bound
@@ -187,8 +189,8 @@ class EmulatedProof(KernelProof):
         return absmax.amax(dim=0, keepdim=True) if self._scheme is Scheme.FP8 else absmax
 
     def _check_quantiser(self, weight_RK: Tensor, expected: Fp8Weight) -> None:
-        """Some rows by the codec itself: the engine quantises by the same compiled one, and an error of it would be in
-        both answers. Raises SyncError."""
+        """Some rows by the reference codec: engine and proof quantise by the same compiled code, and an error of it
+        would be in both answers. Raises SyncError."""
         first = int(self._integers(0, -(-len(weight_RK) // _SAMPLED_ROWS), count=1)) * _SAMPLED_ROWS
         rows = slice(first, min(first + _SAMPLED_ROWS, len(weight_RK)))
         block_rows = expected.block[0]

@@ -1,7 +1,8 @@
 """The proof of one weight update on one rank: every tensor taken is one that the model now computes with.
 
 It does not trust vLLM's loaders, reload or kernels: what a layer must hold and answer comes from the tensors received,
-by a mapping (expect.py) and by the codec.
+by a mapping (expect.py) and by quantising them again. That is done by the engine's own quantiser (vLLM's rows for INT8,
+Numba's code for emulated FP8); the reference codec is asked for sampled rows (kernel_proof.py).
 """
 
 from __future__ import annotations

@@ -41,8 +41,9 @@ UNLIMITED = 1 << 62
 
 @dataclass(frozen=True)
 class Limits:
-    """open_files: of one process, the hard limit, to which Ray raises the soft one.  threads: of the user or the
-    control group, whichever is less.  memory_free_bytes: what the control group leaves."""
+    """open_files: of one process, the hard limit, to which Ray raises the soft one.  threads: of the user (the
+    soft limit) or the control groups, whichever is less.  memory_free_bytes: what the control groups leave, page cache
+    that they can take back included."""
 
     open_files: int = UNLIMITED
     threads: int = UNLIMITED

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import netrc
 import os
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from appliance.cluster.token import check_token
+from appliance.errors import PreflightError
 from appliance.plan.env import WANDB_KEY_VARIABLE, WANDB_MODE_VARIABLE
 from appliance.plan.model import RunPlan
 from appliance.plan.ports import Ports
 from appliance.preflight.finding import Finding, Severity
+from appliance.preflight.wandb_key import wandb_key
 
 WANDB = "wandb"
-_WANDB_HOST = "api.wandb.ai"
 _CONNECT_WITHIN_S = 3.0
 _AS_ROOT = 0
 
@@ -25,8 +26,8 @@ class AccessFacts:
     """cache_problem: why nothing can be made in the cache, or empty.  unreadable: files of the model.
 
     ports_in_use: of those that the head of a cluster takes.  head_problem: why `cluster.address` does not answer.
-    token_problem: why the cluster's token cannot be used.  wandb_key: whether wandb knows who is here.
-    uid: of this process.
+    token_problem: why the cluster's token cannot be used.  wandb_key: whether wandb knows who is here;
+    with wandb_doubt, why that cannot be told, it counts for nothing.  uid: of this process.
     """
 
     cache_problem: str = ""
@@ -35,6 +36,7 @@ class AccessFacts:
     head_problem: str = ""
     token_problem: str = ""
     wandb_key: bool = True
+    wandb_doubt: str = ""
     uid: int = _AS_ROOT
 
 
@@ -42,13 +44,15 @@ def read_access(plan: RunPlan, *, ask_network: bool) -> AccessFacts:
     """ask_network: whether `cluster.address` may be tried, which can take seconds."""
     cluster = plan.cluster
     head = cluster.address if cluster and ask_network else ""
+    has_key, doubt = wandb_key() if WANDB in plan.logging_backends else (True, "")
     return AccessFacts(
         cache_problem=_write_problem(Path(plan.cache_dir)),
         unreadable=tuple(map(str, filter(_is_unreadable, _files(plan)))),
         ports_in_use=ports_in_use(Ports(cluster.port)) if cluster and not cluster.address else (),
         head_problem=_head_problem(head) if head else "",
         token_problem=_token_problem(Path(cluster.token_file), must_be=bool(cluster.address)) if cluster else "",
-        wandb_key=_has_wandb_key() if WANDB in plan.logging_backends else True,
+        wandb_key=has_key,
+        wandb_doubt=doubt,
         uid=os.getuid(),
     )
 
@@ -89,26 +93,19 @@ def _head_problem(address: str) -> str:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_WITHIN_S).close()
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:  # the last one of a name that DNS cannot have
         return f"{address} does not answer ({error})"
     return ""
 
 
 def _token_problem(file: Path, *, must_be: bool) -> str:
-    """A head makes its own token; for a cluster that is there already, it must be here."""
-    if not file.exists():
-        return f"{file}: no such file" if must_be else ""
-    return "" if os.access(file, os.R_OK) else f"{file} cannot be read"
-
-
-def _has_wandb_key() -> bool:
-    """By the variable, by a mode that needs none, or by `wandb login`, which writes to ~/.netrc."""
-    if os.environ.get(WANDB_KEY_VARIABLE) or os.environ.get(WANDB_MODE_VARIABLE) in ("offline", "disabled"):
-        return True
+    """As `train` will judge it. A head makes its own token; for a cluster that is there already, it must be here."""
     try:
-        return netrc.netrc().authenticators(_WANDB_HOST) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
+        check_token(file)
+    except PreflightError as error:
+        is_made = not must_be and isinstance(error.__cause__, FileNotFoundError)
+        return "" if is_made else error.message
+    return ""
 
 
 def judge_access(facts: AccessFacts) -> Iterator[Finding]:
@@ -126,11 +123,14 @@ def judge_access(facts: AccessFacts) -> Iterator[Finding]:
     if facts.head_problem:
         yield _error("no-head", "cluster.address", facts.head_problem, "start Ray there, or leave cluster.address out")
     if facts.token_problem:
-        remedy = "copy the token of that cluster there, readable by you alone"
+        remedy = "copy the token of that cluster there, readable by you alone; a cluster of this host's own makes one"
         yield _error("token", "cluster.token_file", facts.token_problem, remedy)
-    if not facts.wandb_key:
+    remedy = f"set {WANDB_KEY_VARIABLE}, or run `wandb login`, or set {WANDB_MODE_VARIABLE}=offline"
+    if facts.wandb_doubt:
+        message = f"whether `wandb` has a key here cannot be told: {facts.wandb_doubt}"
+        yield Finding(Severity.WARNING, "secret", "logging.backends", message, remedy)
+    elif not facts.wandb_key:
         message = "`wandb` has no key here, and would ask for one in the middle of the start"
-        remedy = f"set {WANDB_KEY_VARIABLE}, or run `wandb login`, or set {WANDB_MODE_VARIABLE}=offline"
         yield _error("secret", "logging.backends", message, remedy)
 
 

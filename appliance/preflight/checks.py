@@ -69,14 +69,16 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
 
 
 def judge_node(plan: RunPlan, host: HostFacts) -> list[Finding]:
-    """What stands against another host of a cluster, by its facts alone. Program and GPUs: cluster/identity.py."""
+    """What stands against another host of a cluster, by its facts alone. Program and GPUs: cluster/identity.py.
+
+    Not the log backends: only the driver, on the head, writes to them.
+    """
     checks = (
         judge_limits(host.limits, cores=host.cores),
         _libraries(plan, host),
         gpu.attention(plan, host),
         _folder(host),
         _shared_memory(plan, host),
-        _logging(plan, host),
     )
     return [finding for check in checks for finding in check]
 
@@ -199,11 +201,10 @@ def _data(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     for message, hint in inputs.data_problems:
         place, _, fact = message.partition(": ")
         yield _error("data", place, fact, hint)
-    if inputs.reward_problem:
-        remedy = "mend the rows, or give the task that they are of"
-        yield _error(
-            "reward", "task.train_file" if plan.task.train_file else "task.kind", inputs.reward_problem, remedy
-        )
+    if problem := inputs.reward_problem:
+        severity = Severity.WARNING if problem.is_rare else Severity.ERROR
+        place = "task.train_file" if plan.task.train_file else "task.kind"
+        yield Finding(severity, "reward", place, problem.message, "mend the rows, or give the task that they are of")
     from_hub = plan.task.kind != "arithmetic" and not plan.task.train_file
     if from_hub and not inputs.is_prepared and (inputs.is_offline or inputs.hub_problem):
         why = "HF_HUB_OFFLINE is set" if inputs.is_offline else inputs.hub_problem

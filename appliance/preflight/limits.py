@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.plan.host import UNLIMITED, Limits
@@ -14,21 +15,58 @@ _FILES_OF_A_PROCESS = 1024  # ten times as many: Ray opens some per worker, vLLM
 _THREADS = 2048  # OpenMP and Ray start some per core, in every process
 _THREADS_PER_CORE = 64
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
-_MEMORY = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
-_PIDS = ("pids.max", "pids/pids.max")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+_V2, _MEMORY, _PIDS = "", "memory", "pids"  # version 1 has a tree per controller, version 2 one without a name
 
 
-def read_limits(control_group: Path = _CONTROL_GROUP) -> Limits:
+@dataclass(frozen=True)
+class _MemoryFiles:
+    """reclaimable: the key in memory.stat of page cache that the kernel takes back when memory is asked for."""
+
+    most: str
+    used: str
+    reclaimable: str
+
+
+_MEMORY_FILES = {
+    _V2: _MemoryFiles("memory.max", "memory.current", "inactive_file"),
+    _MEMORY: _MemoryFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
+def read_limits(control_group: Path = _CONTROL_GROUP, *, membership: Path = _MEMBERSHIP) -> Limits:
+    """control_group: where the trees are mounted.  membership: which groups this process is in, as /proc says it."""
+    paths = _paths(membership)
+    soft_threads, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    _, hard_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    pids = [_number(group / "pids.max") for tree in (_V2, _PIDS) for group in _groups(control_group, tree, paths)]
+    memory = [
+        _left(group, files) for tree, files in _MEMORY_FILES.items() for group in _groups(control_group, tree, paths)
+    ]
     return Limits(
-        open_files=_hard(resource.RLIMIT_NOFILE),
-        threads=min(_hard(resource.RLIMIT_NPROC), *(_number(control_group / name) for name in _PIDS)),
-        memory_free_bytes=min(_left(control_group / most, used=control_group / used) for most, used in _MEMORY),
+        open_files=_limit(hard_files), threads=min(_limit(soft_threads), *pids), memory_free_bytes=min(memory)
     )
 
 
-def _hard(which: int) -> int:
-    limit = resource.getrlimit(which)[1]
-    return UNLIMITED if limit == resource.RLIM_INFINITY else limit
+def _limit(value: int) -> int:
+    return UNLIMITED if value == resource.RLIM_INFINITY else value
+
+
+def _paths(membership: Path) -> dict[str, str]:
+    """Controller -> path of this process's group in its tree, without the first slash."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return {}
+    fields = (line.split(":", 2) for line in lines if line.count(":") >= 2)
+    return {name: path.lstrip("/") for _, names, path in fields for name in names.split(",")}
+
+
+def _groups(control_group: Path, tree: str, paths: dict[str, str]) -> list[Path]:
+    """The group of this process and all above it: each of them limits. Those that a container does not see are none."""
+    top, path = control_group / tree, Path(paths.get(tree, ""))
+    own = () if ".." in path.parts else (path, *path.parents)
+    return [top, *(top / each for each in own)]
 
 
 def _number(file: Path) -> int:
@@ -40,9 +78,21 @@ def _number(file: Path) -> int:
     return int(text) if text.isdigit() else UNLIMITED
 
 
-def _left(most: Path, *, used: Path) -> int:
-    limit = _number(most)
-    return limit if limit >= UNLIMITED else max(0, limit - min(_number(used), limit))
+def _left(group: Path, files: _MemoryFiles) -> int:
+    limit = _number(group / files.most)
+    if limit >= UNLIMITED:
+        return UNLIMITED
+    held = max(0, _number(group / files.used) - _reclaimable(group / "memory.stat", key=files.reclaimable))
+    return max(0, limit - held)
+
+
+def _reclaimable(stat: Path, *, key: str) -> int:
+    """Bytes; 0 where it is not said."""
+    try:
+        lines = stat.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{key} ")), 0)
 
 
 def judge_limits(limits: Limits, *, cores: int) -> Iterator[Finding]:

@@ -23,7 +23,7 @@ from appliance.preflight.access import AccessFacts, read_access
 from appliance.preflight.container import read_container
 from appliance.preflight.limits import read_limits
 from appliance.preflight.profile import profile_problem
-from appliance.preflight.sample import reward_problem
+from appliance.preflight.sample import RewardProblem, reward_problem
 from appliance.preflight.stack import StackFacts, read_stack
 from appliance.preflight.uaq import uaq_problem
 from appliance.preflight.weights import damage
@@ -65,7 +65,7 @@ class InputFacts:
     uaq_problem: str = ""
     model_damage: tuple[str, ...] = ()
     model_problem: str = ""
-    reward_problem: str = ""
+    reward_problem: RewardProblem | None = None
     access: AccessFacts = field(default_factory=AccessFacts)
     stack: StackFacts = field(default_factory=StackFacts)
     stored: StoredResult | None = None
@@ -177,7 +177,7 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) 
         uaq_problem=uaq_problem(plan),
         model_damage=damage(folder) if is_folder and folder.is_dir() else (),
         model_problem=hub.refusal(plan.model.source) if asks and needs_model and not hub_problem else "",
-        reward_problem=reward_problem(plan) if ask_hub and not data_problems else "",
+        reward_problem=reward_problem(plan) if ask_hub and not data_problems else None,
         access=read_access(plan, ask_network=ask_hub),
         stack=read_stack(plan),
         stored=_stored(plan, host=host) if host else None,

@@ -1,18 +1,20 @@
 """A few problems through their reward: `python -m appliance.tasks.sample`, a Sample as JSON on stdin.
 
 The right answer, in the form that the task asks for, must have reward 1, and an empty response 0. A process of its own:
-math-verify stops itself by signals, and sympy is a second to load. Says on stdout, as JSON, what is wrong, or an empty
-text; a reward function that raises ends it with a traceback.
+math-verify stops itself by signals, and sympy is a second to load. Says on the last line of stdout, as JSON, a Verdict;
+what a library prints meanwhile goes to stderr, and a reward function that raises ends it with a traceback.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 
 from appliance.tasks import arithmetic, dapo_math, gsm8k
-from appliance.tasks.grading import checked
+from appliance.tasks.grading import Graded, checked
 from appliance.tasks.library import DAPO_MATH, score
 from appliance.tasks.problem import Problem
 from appliance.tasks.rows import read_file
@@ -31,6 +33,15 @@ class Sample:
     seed: int
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """wrong: how many of the sampled problems have wrong rewards.  first: what is wrong with the first of them."""
+
+    sampled: int
+    wrong: int
+    first: str
+
+
 def sampled(sample: Sample) -> list[Problem]:
     """The first ones of the file, or of the task's own."""
     if sample.kind == "arithmetic":
@@ -40,26 +51,36 @@ def sampled(sample: Sample) -> list[Problem]:
     return read_file(sample.file, parse=source.parse, hint=source.hint, most_rows=SAMPLES).problems
 
 
-def problem_of(sample: Sample) -> str:
-    """What is wrong with the rewards of the sample, or an empty text."""
+def judge_sample(sample: Sample) -> Verdict:
     problems, wrong = sampled(sample), []
     for problem in problems:
-        right = checked(score(sample.kind, response=answer(sample.kind, problem.truth), truth=problem.truth))
+        right = _best_grade(sample.kind, problem.truth)
         empty = checked(score(sample.kind, response="", truth=problem.truth))
         if right.why or right.accuracy != 1.0:
             wrong.append(f"the right answer `{problem.truth[:_SHOWN]}` has {right.why or f'{right.accuracy:g}'}, not 1")
         elif empty.why or empty.accuracy != 0.0:
             wrong.append(f"an empty response has {empty.why or f'{empty.accuracy:g}'}, not 0")
-    return f"{len(wrong)} of {len(problems)} sampled rewards are wrong: {wrong[0]}" if wrong else ""
+    return Verdict(sampled=len(problems), wrong=len(wrong), first=next(iter(wrong), ""))
 
 
-def answer(kind: str, truth: str) -> str:
-    """A response with this answer, in the form that the task asks for."""
-    return {"arithmetic": truth, "gsm8k": f"#### {truth}", DAPO_MATH: f"Answer: {truth}"}[kind]
+def _best_grade(kind: str, truth: str) -> Graded:
+    """Of the forms in which a right answer may come; the first one's where none has 1."""
+    graded = (checked(score(kind, response=response, truth=truth)) for response in answers(kind, truth))
+    first = next(graded)
+    return first if first.accuracy == 1.0 else next((each for each in graded if each.accuracy == 1.0), first)
+
+
+def answers(kind: str, truth: str) -> Iterator[str]:
+    """Responses with this answer: in the form that the task asks for, then in others that its reward reads."""
+    yield {"arithmetic": truth, "gsm8k": f"#### {truth}", DAPO_MATH: f"Answer: {truth}"}[kind]
+    if kind == DAPO_MATH:
+        yield f"\\boxed{{{truth}}}"
 
 
 def main() -> int:
-    sys.stdout.write(json.dumps(problem_of(Sample(**json.load(sys.stdin)))))
+    with contextlib.redirect_stdout(sys.stderr):
+        verdict = judge_sample(Sample(**json.load(sys.stdin)))
+    sys.stdout.write(f"\n{json.dumps(asdict(verdict))}\n")
     return 0
 
 

@@ -257,7 +257,7 @@ class WatchedTrainer(PPOTrainerSync):
         if self.plan.algorithm.filters and self._rollouts is not None:
             line |= self._sampling.end_step(metrics, rollouts=self._rollouts, rollout_s=timing_raw["gen"])
         written = self._write({**line, **self._telemetry.metrics(), **self._clipping.metrics(), **self._validation})
-        metrics.update(tracked({**line, **self._validation}))  # verl sends `metrics` to the backends next
+        metrics.update(tracked(written))  # verl sends `metrics` to the backends next
         decision = self._govern(line, telemetry=self._telemetry)
         self._end_step(written, stop_for=decision)
         self._validation = {}

@@ -89,6 +89,12 @@ def test_a_node_is_judged_as_the_heads_host_is(tmp_path: Path) -> None:
     assert differences([fine], head=HEAD, plan=plan, canary="word") == []  # a warning is the head's to say
 
 
+def test_a_worker_needs_no_log_backend(tmp_path: Path) -> None:
+    plan = dataclasses.replace(plan_of(tmp_path), logging_backends=("wandb", "trackio"))
+    without = dataclasses.replace(HEAD, name="beta", facts=dataclasses.replace(HOST, packages=frozenset()))
+    assert differences([HEAD, without], head=HEAD, plan=plan, canary="word") == []
+
+
 def test_all_differences_of_all_nodes_come_at_once(tmp_path: Path) -> None:
     beta = dataclasses.replace(HEAD, name="beta", python="3.11.9", canary="")
     gamma = dataclasses.replace(HEAD, name="gamma", fingerprint="e" * 64)
@@ -108,11 +114,16 @@ def test_gpus_of_another_kind_too_few_or_smaller_ones_are_refused(tmp_path: Path
         "has NVIDIA H100 80GB HBM3, the plan wants 2 x `h100`": (H100,),
         "has NVIDIA H100 80GB HBM3, NVIDIA A100-SXM4-80GB, the plan wants 2 x `h100`": (H100, a100),
         "has none, the plan wants 2 x `h100`": (),
-        "has GPUs of 64 GiB, the head of 80": (H100, HostGpu("NVIDIA H100", 64 << 30)),
+        "has GPUs of 65536 MiB, the head of 81920": (H100, HostGpu("NVIDIA H100", 64 << 30)),
     }
     for sentence, gpus in cases.items():
         other = dataclasses.replace(head, name="beta", gpus=gpus)
         assert differences([head, other], head=head, plan=plan, canary="word") == [f"beta: {sentence}"]
+    alike = HostGpu(H100.product, (80 << 30) * 99 // 100)
+    assert differences([dataclasses.replace(head, gpus=(alike, alike))], head=head, plan=plan, canary="word") == []
+    less = HostGpu(H100.product, (80 << 30) * 97 // 100)
+    [problem] = differences([dataclasses.replace(head, gpus=(less, less))], head=head, plan=plan, canary="word")
+    assert problem == "alpha: has GPUs of 79462 MiB, the head of 81920"
     more = dataclasses.replace(head, name="beta", gpus=(H100, H100, H100, HostGpu("NVIDIA H100 NVL", 94 << 30)))
     assert differences([head, more], head=head, plan=plan, canary="word") == []
 

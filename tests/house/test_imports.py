@@ -54,7 +54,7 @@ MAY_IMPORT = {
     "tasks": {"errors", "plan.model", "plan.read", "run.events", "run.boundary"},
     "recipe": {"errors", "tasks", "guard", *NUMBERS},
     "plan": {"errors", "tasks", "recipe", "guard", *NUMBERS},
-    "preflight": {"errors", "patch", "tasks", "recipe", "plan", *NUMBERS},
+    "preflight": {"errors", "patch", "tasks", "recipe", "plan", "cluster.token", *NUMBERS},
     "run": {"errors", "tasks", "recipe", "plan", "preflight", "console", "page", "flashrl.variables", *NUMBERS},
     "cluster": {"errors", "plan", "run", "console", "preflight", "flashrl.variables", *NUMBERS},
     "engine": {*CHILDREN, "flashrl"},

@@ -86,6 +86,7 @@ def test_ports_of_a_cluster_that_is_there_already_are_not_ours(tmp_path: Path) -
         port = there.getsockname()[1]
         token = tmp_path / "token"
         token.write_text("x" * 64)
+        token.chmod(0o600)
         joined = cluster(port=port, address=f"127.0.0.1:{port}", token_file=str(token))
         plan = make_plan(tmp_path / "runs" / "a-1", cluster=joined)
         assert facts(plan) == AccessFacts(uid=os.getuid())
@@ -93,16 +94,45 @@ def test_ports_of_a_cluster_that_is_there_already_are_not_ours(tmp_path: Path) -
     assert facts(plan, ask_network=False).head_problem == ""
 
 
+def test_a_name_that_dns_cannot_have_does_not_answer(tmp_path: Path) -> None:
+    joined = cluster(address=f"{'a' * 64}.org:6379")
+    problem = facts(make_plan(tmp_path / "runs" / "a-1", cluster=joined)).head_problem
+    assert problem.startswith(f"{'a' * 64}.org:6379 does not answer (") and "label" in problem
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1:1"])
+@pytest.mark.parametrize(
+    ("text", "mode", "problem"),
+    [
+        ("x" * 64, 0o600, ""),
+        ("x" * 64, 0o644, ": others may read it (mode 0644)"),
+        ("short", 0o600, ": a token is one word of 16 characters or more"),
+    ],
+)
+def test_a_token_is_judged_as_train_judges_it(tmp_path: Path, text: str, mode: int, problem: str, address: str) -> None:
+    token = tmp_path / "token"
+    token.write_text(text)
+    token.chmod(mode)
+    plan = make_plan(tmp_path / "runs" / "a-1", cluster=cluster(token_file=str(token), address=address))
+    assert facts(plan, ask_network=False).token_problem == (f"{token}{problem}" if problem else "")
+
+
 def test_a_token_must_be_there_for_a_cluster_that_is(tmp_path: Path) -> None:
     of_ours, of_others = cluster(port=23456), cluster(address="127.0.0.1:1")
     assert facts(make_plan(tmp_path / "a-1", cluster=of_ours)).token_problem == ""
-    assert facts(make_plan(tmp_path / "a-1", cluster=of_others)).token_problem == "/nowhere/token: no such file"
+    assert (
+        facts(make_plan(tmp_path / "a-1", cluster=of_others)).token_problem
+        == "/nowhere/token: No such file or directory"
+    )
 
 
 @pytest.mark.parametrize(
     ("environment", "netrc", "has"),
     [
         ({}, "", False),
+        ({"WANDB_IDENTITY_TOKEN_FILE": "/t"}, "", True),
+        ({"WANDB_BASE_URL": "https://wandb.corp:8080/"}, "machine wandb.corp:8080 login user password k", True),
+        ({"WANDB_BASE_URL": "https://wandb.corp"}, "machine api.wandb.ai login user password k", False),
         ({"WANDB_API_KEY": "k"}, "", True),
         ({"WANDB_MODE": "offline"}, "", True),
         ({"WANDB_MODE": "online"}, "", False),
@@ -113,16 +143,60 @@ def test_a_token_must_be_there_for_a_cluster_that_is(tmp_path: Path) -> None:
 def test_wandb_needs_a_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], netrc: str, has: bool
 ) -> None:
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
-        monkeypatch.delenv(name, raising=False)
+    without_wandb(tmp_path, monkeypatch)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("HOME", str(tmp_path))
     if netrc:
         (tmp_path / ".netrc").write_text(netrc)
         (tmp_path / ".netrc").chmod(0o600)
     assert facts(make_plan(tmp_path / "runs" / "a-1", logging_backends=("wandb",))).wandb_key is has
     assert facts(make_plan(tmp_path / "runs" / "a-1")).wandb_key is True
+
+
+def without_wandb(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [each for each in os.environ if each.startswith("WANDB_")] + ["NETRC"]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(home))
+
+
+@pytest.mark.parametrize(("name", "by_variable"), [("_netrc", False), ("elsewhere", True)])
+def test_a_netrc_file_of_another_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, by_variable: bool
+) -> None:
+    without_wandb(tmp_path, monkeypatch)
+    (tmp_path / name).write_text("machine api.wandb.ai login user password k")
+    if by_variable:
+        monkeypatch.setenv("NETRC", f"~/{name}")
+    found = facts(make_plan(tmp_path / "runs" / "a-1", logging_backends=("wandb",)))
+    assert (found.wandb_key, found.wandb_doubt) == (True, "")
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "url", "why"),
+    [
+        (".netrc", "machine api.wandb.ai secret", "", "{home}/.netrc, line 1, cannot be read"),
+        (".netrc/a", "", "", "{home}/.netrc: Is a directory"),
+        (
+            ".config/wandb/settings",
+            "[default]",
+            "",
+            "{home}/.config/wandb/settings may name another server, or hold a key",
+        ),
+        ("a", "", "no address", "WANDB_BASE_URL is no address"),
+        ("a", "", "http://[", "WANDB_BASE_URL or the netrc file cannot be read"),
+    ],
+)
+def test_where_a_key_of_wandb_cannot_be_told_a_warning_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, text: str, url: str, why: str
+) -> None:
+    without_wandb(tmp_path, monkeypatch)
+    monkeypatch.setenv("WANDB_BASE_URL", url)
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text(text)
+    found = facts(make_plan(tmp_path / "runs" / "a-1", logging_backends=("wandb",)))
+    [finding] = judge_access(found)
+    wanted = f"whether `wandb` has a key here cannot be told: {why.format(home=tmp_path)}"
+    assert finding.text == f"warning: logging.backends: {wanted}"
 
 
 def test_findings_name_place_and_remedy() -> None:
@@ -140,7 +214,7 @@ def test_findings_name_place_and_remedy() -> None:
         ("error: cluster.address: h:1 does not answer (refused)", "start Ray there, or leave cluster.address out"),
         (
             "error: cluster.token_file: /t: no such file",
-            "copy the token of that cluster there, readable by you alone",
+            "copy the token of that cluster there, readable by you alone; a cluster of this host's own makes one",
         ),
         (
             "error: logging.backends: `wandb` has no key here, and would ask for one in the middle of the start",

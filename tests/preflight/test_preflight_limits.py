@@ -30,6 +30,50 @@ def test_an_older_control_group_says_it_elsewhere(tmp_path: Path) -> None:
     assert read_limits(tmp_path).memory_free_bytes == 0
 
 
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def test_page_cache_that_can_be_taken_back_is_free(tmp_path: Path) -> None:
+    stat = "anon 600\nactive_file 100\ninactive_file 250\ntotal_inactive_file 300\n"
+    write(tmp_path, {"memory.max": "1000", "memory.current": "950", "memory.stat": stat})
+    assert read_limits(tmp_path).memory_free_bytes == 300
+    old = tmp_path / "old"
+    names = {"limit_in_bytes": "1000", "usage_in_bytes": "950", "stat": stat}
+    write(old / "memory", {f"memory.{name}": text for name, text in names.items()})
+    assert read_limits(old).memory_free_bytes == 350
+
+
+@pytest.mark.parametrize(
+    ("membership", "memory", "pids"),
+    [("0::/a/b", "", ""), ("5:pids:/a/b\n4:cpu,memory:/a/b\n0::/\n", "memory/", "pids/")],
+)
+def test_every_group_from_ours_up_to_the_root_limits(tmp_path: Path, membership: str, memory: str, pids: str) -> None:
+    most, used = ("limit_in_bytes", "usage_in_bytes") if memory else ("max", "current")
+    groups = {"a/b": (900, 100, 50), "a": (700, 200, 60), "a/c": (1, 1, 1)}
+    for group, (limit, held, threads) in groups.items():
+        write(tmp_path, {f"{memory}{group}/memory.{most}": str(limit), f"{memory}{group}/memory.{used}": str(held)})
+        write(tmp_path, {f"{pids}{group}/pids.max": str(threads)})
+    ours = tmp_path / "ours"
+    ours.write_text(membership)
+    limits = read_limits(tmp_path, membership=ours)
+    assert (limits.memory_free_bytes, limits.threads) == (500, 50)
+
+
+def test_a_group_outside_of_a_containers_tree_is_not_followed(tmp_path: Path) -> None:
+    write(tmp_path, {"tree/memory.max": "900", "out/memory.max": "1", "out/memory.current": "0", "ours": "0::/../out"})
+    write(tmp_path, {"tree/memory.current": "0"})
+    assert read_limits(tmp_path / "tree", membership=tmp_path / "ours").memory_free_bytes == 900
+
+
+def test_the_soft_limit_of_threads_is_the_one_that_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda which: (300, 9000))
+    limits = read_limits(tmp_path, membership=tmp_path / "none")
+    assert (limits.threads, limits.open_files) == (300, 9000)
+
+
 @pytest.mark.parametrize("text", ["max", "", None, "9223372036854771712"])
 def test_no_limit(tmp_path: Path, text: str | None) -> None:
     """The number is what version 1 says where nothing limits."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,8 @@ from plans import make_plan
 
 from appliance.plan.model import RunPlan
 from appliance.preflight import sample as sampling
-from appliance.preflight.sample import reward_problem
-from appliance.tasks.sample import SAMPLES, Sample, problem_of, sampled
+from appliance.preflight.sample import RewardProblem, reward_problem
+from appliance.tasks.sample import SAMPLES, Sample, Verdict, judge_sample, sampled
 
 
 def of(kind: str, file: Path | None = None) -> Sample:
@@ -30,26 +32,30 @@ def math_rows(*answers: str) -> tuple[dict[str, str], ...]:
 
 def test_arithmetic_grades_its_own_problems() -> None:
     assert len(sampled(of("arithmetic"))) == SAMPLES
-    assert problem_of(of("arithmetic")) == ""
+    assert judge_sample(of("arithmetic")) == Verdict(SAMPLES, 0, "")
 
 
 def test_gsm8k_grades_the_first_rows(tmp_path: Path) -> None:
     made = [{"question": f"{number} + 1?", "answer": f"so #### {number + 1:,}"} for number in range(1234, 1250)]
     file = rows(tmp_path / "d.jsonl", *made)
     assert len(sampled(of("gsm8k", file))) == SAMPLES
-    assert problem_of(of("gsm8k", file)) == ""
+    assert judge_sample(of("gsm8k", file)) == Verdict(SAMPLES, 0, "")
 
 
 def test_mathematics_is_graded_as_such(tmp_path: Path) -> None:
-    assert problem_of(of("dapo-math", rows(tmp_path / "d.jsonl", *math_rows("34", "\\frac{1}{2}", "x^2+1")))) == ""
+    file = rows(tmp_path / "d.jsonl", *math_rows("34", "\\frac{1}{2}", "x^2+1"))
+    assert judge_sample(of("dapo-math", file)) == Verdict(3, 0, "")
+
+
+def test_an_answer_of_several_lines_is_right_in_a_box(tmp_path: Path) -> None:
+    file = rows(tmp_path / "d.jsonl", *math_rows("\\begin{pmatrix}1\n2\\end{pmatrix}"))
+    assert judge_sample(of("dapo-math", file)) == Verdict(1, 0, "")
 
 
 def test_an_answer_that_can_never_be_right_is_told(tmp_path: Path) -> None:
     """The reward reads answers of up to 300 characters."""
     file = rows(tmp_path / "d.jsonl", *math_rows("34", "x" * 301))
-    assert problem_of(of("dapo-math", file)) == (
-        f"1 of 2 sampled rewards are wrong: the right answer `{'x' * 60}` has 0, not 1"
-    )
+    assert judge_sample(of("dapo-math", file)) == Verdict(2, 1, f"the right answer `{'x' * 60}` has 0, not 1")
 
 
 def planned(tmp_path: Path, kind: str, file: Path | None, **changes: object) -> RunPlan:
@@ -58,24 +64,50 @@ def planned(tmp_path: Path, kind: str, file: Path | None, **changes: object) -> 
     return dataclasses.replace(plan, task=task)
 
 
-@pytest.mark.parametrize(("answers", "has"), [(("34",), ""), (("x" * 301,), "1 of 1 sampled rewards are wrong: ")])
-def test_a_plan_is_graded_in_a_child(tmp_path: Path, answers: tuple[str, ...], has: str) -> None:
+WRONG = "x" * 301
+
+
+@pytest.mark.parametrize(
+    ("answers", "share", "is_rare"),
+    [(("34",), "", False), (("34", WRONG), "1 of 2", True), (("34", WRONG, WRONG), "2 of 3", False)],
+)
+def test_a_plan_is_graded_in_a_child(tmp_path: Path, answers: tuple[str, ...], share: str, is_rare: bool) -> None:
     file = rows(tmp_path / "d.jsonl", *math_rows(*answers))
     found = reward_problem(planned(tmp_path, "dapo-math", file))
-    assert found.startswith(has) and bool(found) is bool(has)
+    message = f"{share} sampled rewards are wrong: the right answer `{'x' * 60}` has 0, not 1"
+    assert found == (RewardProblem(message, is_rare=is_rare) if share else None)
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("print('a library says hello')", None),
+        (
+            "import atexit; atexit.register(print, 'a library says goodbye')",
+            "the child that grades the first problems ended with `a library says goodbye`, not its verdict",
+        ),
+    ],
+)
+def test_what_a_library_prints_in_the_child_is_no_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, message: str | None
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    found = reward_problem(planned(tmp_path, "arithmetic", None))
+    assert found == (RewardProblem(message) if message else None)
 
 
 def test_data_that_is_not_here_yet_is_not_graded(tmp_path: Path) -> None:
-    assert reward_problem(planned(tmp_path, "gsm8k", None)) == ""
+    assert reward_problem(planned(tmp_path, "gsm8k", None)) is None
 
 
 def test_a_reward_function_that_raises_is_told(tmp_path: Path) -> None:
     """Problems that cannot be made stand in for a reward that fails."""
     found = reward_problem(planned(tmp_path, "arithmetic", None, difficulty=99))
-    assert found.startswith("the reward function failed: ") and "99" in found
+    assert found is not None and found.message.startswith("the reward function failed: ") and "99" in found.message
 
 
 def test_a_reward_function_that_hangs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "_STARTS_WITHIN_S", 0.0)
     found = reward_problem(planned(tmp_path, "arithmetic", None, reward_timeout_s=0.001))
-    assert found == "no reward of the first problems after 0.001 s"
+    assert found == RewardProblem("no reward of the first problems after 0.001 s")

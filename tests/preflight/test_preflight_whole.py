@@ -15,6 +15,7 @@ from appliance.preflight.checks import judge
 from appliance.preflight.finding import Severity
 from appliance.preflight.probes import read_inputs
 from appliance.preflight.report import examine
+from appliance.preflight.sample import RewardProblem
 from appliance.preflight.stack import StackFacts
 from appliance.recipe.load import load_recipe
 
@@ -30,7 +31,7 @@ HUB_MODEL = ("model.builtin=null", "model.path=owner/name")
             "error: model.path: /m: a is cut short; b is missing",
         ),
         (HUB_MODEL, {"model_problem": "`owner/name`: no"}, "error: model.path: `owner/name`: no"),
-        ((), {"reward_problem": "1 of 8 is wrong"}, "error: task.kind: 1 of 8 is wrong"),
+        ((), {"reward_problem": RewardProblem("7 of 8 are wrong")}, "error: task.kind: 7 of 8 are wrong"),
         ((), {"access": AccessFacts(cache_problem="/c is theirs")}, "error: cluster.run_dir: /c is theirs"),
         ((), {"stack": StackFacts(patches=(("p", "differs"),))}, "error: patch p: differs"),
     ],
@@ -41,6 +42,14 @@ def test_what_is_read_is_judged(tmp_path: Path, sets: tuple[str, ...], facts: di
     found = [each for each in judge(plan, host=HOST, inputs=inputs) if each.severity is Severity.ERROR]
     assert [each.text for each in found] == [text]
     assert all(each.remedy for each in found)
+
+
+def test_a_few_wrong_rewards_are_a_warning(tmp_path: Path) -> None:
+    plan = build_plan(load_recipe("arithmetic-tiny-int8"), run_dir=tmp_path / "a-1", host=HOST)
+    few = RewardProblem("1 of 8 is wrong", is_rare=True)
+    inputs = dataclasses.replace(read_inputs(plan, ask_hub=False), reward_problem=few)
+    [found] = [each for each in judge(plan, host=HOST, inputs=inputs) if each.code == "reward"]
+    assert found.text == "warning: task.kind: 1 of 8 is wrong" and found.remedy
 
 
 def test_limits_of_the_host_are_judged(tmp_path: Path) -> None:

@@ -52,8 +52,12 @@ def test_the_line_of_a_step_is_in_its_checkpoint(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(watched, "signals_of", lambda *_, **__: None)
     said: list[Any] = []
     trainer = trainer_of(tmp_path, said=said)
-    trainer._compute_metrics(None, {}, {}, global_steps=3, epoch=0)
+    sent: dict[str, Any] = {}
+    trainer._compute_metrics(None, sent, {}, global_steps=3, epoch=0)
     (line,) = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    numbers = {key: value for key, value in line.items() if isinstance(value, int | float)}
+    assert sent == {f"appliance/{key}": value for key, value in numbers.items()}
+    assert {"time_s", "reward_failures"} <= numbers.keys()
     assert line.pop("time_s") > 0
     assert line == {
         **{"step": 3, "telemetry_s": 0.75, "mismatch_chi2": None, "reward_failures": 2},
