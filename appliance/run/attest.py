@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,15 @@ def write_attestation(
     partial.replace(target)
 
 
+@dataclass(frozen=True)
+class Judged:
+    """Of all attestations of a run, one sentence each. missing: who said nothing.  wrong: who is not as planned."""
+
+    unreadable: tuple[str, ...]
+    missing: tuple[str, ...]
+    wrong: tuple[str, ...]
+
+
 def check_attestations(
     run_dir: Path,
     expected: tuple[ExpectedAttestation, ...],
@@ -83,16 +93,26 @@ def check_attestations(
 
     pins: (distribution, version).  fingerprint: of the process that asks.
     """
+    found = judge_attestations(run_dir, expected, pins=pins, fingerprint=fingerprint)
+    return [*found.unreadable, *found.missing, *found.wrong]
+
+
+def judge_attestations(
+    run_dir: Path,
+    expected: tuple[ExpectedAttestation, ...],
+    *,
+    pins: tuple[tuple[str, str], ...],
+    fingerprint: str,
+) -> Judged:
+    """`check_attestations`, its findings by their kind."""
     said, problems = _read(run_dir / ATTEST_FOLDER)
     wanted = {(one.role, one.rank): one for one in expected}
-    heard = {(one.get("role"), one.get("rank")) for one in said}
-    for (role, rank), _ in sorted(wanted.items()):
-        if (role, rank) not in heard:
-            problems.append(f"{role} rank {rank} did not say what it runs")
+    heard = {(one["role"], one["rank"]) for one in said}
+    wrong: list[str] = []
     for one in said:
-        match = wanted.get((one.get("role"), one.get("rank")))
-        problems += _differences(one, match, pins=pins, fingerprint=fingerprint)
-    return problems
+        wrong += _differences(one, wanted.get((one["role"], one["rank"])), pins=pins, fingerprint=fingerprint)
+    missing = (f"{role} rank {rank} did not say what it runs" for role, rank in sorted(wanted.keys() - heard))
+    return Judged(tuple(problems), tuple(missing), tuple(wrong))
 
 
 def _read(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
@@ -100,14 +120,27 @@ def _read(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     for path in sorted(folder.glob("[!.]*.json")):
         try:
             raw = json.loads(path.read_text())
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RecursionError) as error:
             problems.append(f"{path.name} cannot be read: {error}")
             continue
-        if not isinstance(raw, dict) or raw.get("schema_version") != SCHEMA_VERSION:
+        if not _is_attestation(raw):
             problems.append(f"{path.name} is not an attestation of schema_version {SCHEMA_VERSION}")
             continue
         said.append(raw)
     return said, problems
+
+
+def _is_attestation(raw: object) -> bool:
+    """Of the kinds that `write_attestation` writes, where a judgement rests on them."""
+    return (
+        isinstance(raw, dict)
+        and raw.get("schema_version") == SCHEMA_VERSION
+        and isinstance(raw.get("role"), str)
+        and isinstance(raw.get("rank"), int)
+        and isinstance(raw.get("versions"), dict)
+        and isinstance(raw.get("patches"), list)
+        and all(isinstance(name, str) for name in raw["patches"])
+    )
 
 
 def _differences(
@@ -125,10 +158,10 @@ def _differences(
         yield f"{process} runs {said.get('scheme')}, the plan says {wanted.scheme}"
     if said.get("emulated") is not wanted.emulated:
         yield f"{process} says emulated is {said.get('emulated')}, the plan says {wanted.emulated}"
-    if said.get("patches") != list(wanted.patches):
-        live, planned = (", ".join(names or ()) or "none" for names in (said.get("patches"), wanted.patches))
+    if said["patches"] != list(wanted.patches):
+        live, planned = (", ".join(names) or "none" for names in (said["patches"], wanted.patches))
         yield f"{process} has the patches {live}; the plan says {planned}"
-    versions = said.get("versions") or {}
+    versions = said["versions"]
     for name, version in pins:
         if name not in versions:
             yield f"{process} does not say its version of {name}, the plan says {version}"

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 from plans import make_plan
 
-from appliance.plan.model import GuardPlan
+from appliance.plan.model import ExpectedAttestation, GuardPlan
+from appliance.quant.scheme import Scheme
+from appliance.run.acknowledge import Acknowledgement, Sent, append_acknowledgement, append_sent
+from appliance.run.attest import write_attestation
 from appliance.run.samples import Sample, StepSamples, append_samples
 from appliance.run.session import RunRecord, RunStatus, write_record
 
@@ -37,16 +40,46 @@ def _sample(response: str, *, right: bool, validate: bool = True) -> Sample:
     return Sample("12+34=", response, "46", float(right), reward, tokens=3, finished=True)
 
 
+def _attest(run_dir: Path, **changes: object) -> None:
+    said = {
+        **{"process": "rollout-0-0", "role": "rollout", "rank": 0, "scheme": "int8", "emulated": False},
+        **{"patches": ("a",), "versions": {"torch": "2.13.0"}, "fingerprint": "f"},
+        **{"detail": {"kernels": {"Int8Kernel": 16}}},
+    }
+    write_attestation(run_dir, **{**said, **changes})
+
+
+def _taken(sync: int, **changes: object) -> Acknowledgement:
+    """Of an engine whose 16 layers take four updates to be proven, after the first."""
+    values = {
+        **{"sync": sync, "replica": 0, "rank": 0, "manifest": f"of {sync}", "tensors": 51, "bytes": 6_000_000},
+        **{"layers": 16, "layers_proven": 16 if sync == 1 else 4, "parameters_proven": 22, "unproven": 1},
+        **{"waiting_bytes": 0, "digest_s": 0.01, "proof_s": 0.01, "seconds": 0.1, "telemetry": None, "scheme": "int8"},
+    }
+    return Acknowledgement(**{**values, **changes})
+
+
 def _make_run(root: Path, *, name: str = "made", steps: int = 10, done: int = 10, **record: object) -> Path:
     """A run of `steps` steps of which so many are done, validated before and after every tenth."""
     run_dir = root / name
     (run_dir / "attest").mkdir(parents=True)
-    plan = replace(make_plan(run_dir, steps=steps), guard=GuardPlan(), argv=("python", "-m", "train", "a<b"))
+    plan = replace(
+        make_plan(run_dir, steps=steps),
+        guard=GuardPlan(),
+        argv=("python", "-m", "train", "a<b"),
+        pins=(("torch", "2.13.0"),),
+        attestations=(
+            ExpectedAttestation("rollout", 0, Scheme.INT8, ("a",)),
+            ExpectedAttestation("driver", 0, Scheme.BF16, ("b",)),
+        ),
+    )
     plan.write(run_dir / "plan.json")
     (run_dir / "recipe.yaml").write_text("name: made  # <&>\n")
-    (run_dir / "versions.json").write_text('{"python": "3.11.7", "distributions": {"torch": "2.13.0"}}')
-    attested = {"role": "rollout", "scheme": "int8", "patches": ["a"], "detail": {"kernels": {"Int8Kernel": 16}}}
-    (run_dir / "attest" / "rollout-0-0.json").write_text(json.dumps(attested))
+    (run_dir / "versions.json").write_text(
+        '{"python": "3.11.7", "distributions": {"torch": "2.13.0"}, "fingerprint": "f"}'
+    )
+    _attest(run_dir)
+    _attest(run_dir, process="driver-0", role="driver", scheme="bf16", patches=("b",), detail={})
     phases = {0: "prepare", 20: "load-model", 50: "rollout", 90: "save", 100: "done"}
     told = [{"time": float(time), "kind": "phase", "what": phase} for time, phase in phases.items()]
     told.append({"time": 95.0, "kind": "checkpoint", "what": f"step {done} is saved", "why": "the end", "step": done})
@@ -55,6 +88,9 @@ def _make_run(root: Path, *, name: str = "made", steps: int = 10, done: int = 10
     for step in range(1, done + 1):
         validated = {"val_reward_mean": 0.9, "val_reward_bf16_mean": 0.91, "val_samples": 512} if step % 10 == 0 else {}
         lines.append(_line(step, **validated))
+    for sync in range(1, done + 2 if done else 1):
+        append_sent(run_dir, Sent(sync=sync, replica=0, rank=0, manifest=f"of {sync}", digest_s=0.1))
+        append_acknowledgement(run_dir, _taken(sync))
     if done:
         (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         append_samples(run_dir, StepSamples(0, "int8", validation=(_sample("12", right=False),)))
@@ -74,6 +110,16 @@ def make_run() -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def metrics_line() -> Callable[..., dict[str, object]]:
     return _line
+
+
+@pytest.fixture(scope="session")
+def attest() -> Callable[..., None]:
+    return _attest
+
+
+@pytest.fixture(scope="session")
+def taken() -> Callable[..., Acknowledgement]:
+    return _taken
 
 
 @pytest.fixture(scope="session")

@@ -80,9 +80,14 @@ def test_unreadable_attestation_is_a_problem(tmp_path: Path) -> None:
     write_attestation(tmp_path, **TRAINER)
     (tmp_path / "attest" / "a.json").write_text("{")
     (tmp_path / "attest" / "b.json").write_text("{}")
+    (tmp_path / "attest" / "c.json").write_text("[" * 100_000)
+    odd = {**GOOD, "schema_version": 1, "patches": [[]], "role": []}
+    (tmp_path / "attest" / "d.json").write_text(json.dumps(odd))
     assert judged(tmp_path, GOOD) == [
         "a.json cannot be read: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
         "b.json is not an attestation of schema_version 1",
+        "c.json cannot be read: maximum recursion depth exceeded while decoding a JSON array from a unicode string",
+        "d.json is not an attestation of schema_version 1",
     ]
 
 

@@ -1,4 +1,4 @@
-"""What a run comes to, in a word and a sentence per question. Pure."""
+"""What a run comes to, in a word and a sentence per question, by its view and what its processes wrote down."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from appliance.errors import SyncError
 from appliance.quant.scheme import Scheme
 from appliance.run import display, draw, verdict
 from appliance.run.events import StepMetrics
 from appliance.run.report.folder import RunView
+from appliance.run.report.proofs import Trail, judge_attested, misses, read_trails
 from appliance.run.session import RunStatus
 from appliance.run.summary import climbed, go_on_command, result
 from appliance.run.verdict import ESS_ABOVE, K3_BELOW
+
+_MOST_SENTENCES = 3
 
 
 class Word(StrEnum):
@@ -125,21 +129,50 @@ def _noise(mean: float, *, problems: float | None) -> float | None:
 
 def _updates(view: RunView) -> list[Verdict]:
     question = "Did the weights arrive?"
-    steps = [step for step in view.steps if step.reward_mean is not None]
-    if not steps:
-        return [Verdict(question, Word.OPEN, "no step is finished yet")]
-    proven = sum(step.proof_s is not None for step in steps)
-    word = Word.FINE if proven == len(steps) else Word.WARN
-    return [Verdict(question, word, f"the update of {proven} of {len(steps)} steps was proven by every engine")]
+    trails, failure = read_trails(view), view.state.failure
+    if view.record.state is RunStatus.FAILED and failure is not None and failure.why == SyncError.__name__:
+        return [Verdict(question, Word.BAD, failure.what)]
+    wrong = misses(trails, is_done=view.record.state is RunStatus.DONE)
+    if wrong:
+        return [Verdict(question, Word.BAD, _first(wrong))]
+    if not any(trail.taken for trail in trails):
+        word = Word.WARN if view.record.state is RunStatus.DONE else Word.OPEN
+        return [Verdict(question, word, "no engine has acknowledged an update in sync/")]
+    return [Verdict(question, Word.FINE, _arrived(trails, attempt=view.record.attempt))]
+
+
+def _arrived(trails: Sequence[Trail], *, attempt: int) -> str:
+    updates, of = min(len(trail.taken) for trail in trails), f" of attempt {attempt}" if attempt > 1 else ""
+    count = f"{sum(bool(trail.taken) for trail in trails)} of {len(trails)} engines' processes"
+    told = [f"{updates} updates{of} arrived with the digests sent, at {count}"]
+    for words, taken in (
+        ("first", [trail.taken[1] for trail in trails if 1 in trail.taken]),
+        ("newest", [trail.newest for trail in trails if trail.newest is not None]),
+    ):
+        proven, layers = sum(each.layers_proven for each in taken), sum(each.layers for each in taken)
+        told.append(f"kernels proved {proven} of {layers} layers at the {words}")
+    unproven = sum(each.unproven for each in taken)
+    return "; ".join(told + [f"tensors there known by their digest alone: {unproven}"] * (unproven > 0))
 
 
 def _attested(view: RunView) -> list[Verdict]:
     question = "Does every process run what it should?"
-    expected, said = len(view.plan.attestations), len(view.attests)
-    if not said:
+    expected, found = len(view.plan.attestations), judge_attested(view, trails=read_trails(view))
+    said = expected - len(found.missing)
+    if found.wrong or found.unreadable:
+        return [Verdict(question, Word.BAD, _first([*found.wrong, *found.unreadable]))]
+    if not said and view.record.state is not RunStatus.DONE:
         return [Verdict(question, Word.OPEN, "no process has said yet what it runs")]
-    text = f"{said} of {expected} processes attested their scheme, patches and versions"
-    return [Verdict(question, Word.FINE if said >= expected else Word.OPEN if view.is_live else Word.WARN, text)]
+    text = f"{said} of {expected} processes run the scheme, patches and versions of the plan, by their own word"
+    if not found.missing and expected:
+        return [Verdict(question, Word.FINE, text)]
+    word = Word.OPEN if view.is_live else Word.WARN
+    return [Verdict(question, word, "; ".join([text, *([_first(found.missing)] if found.missing else [])]))]
+
+
+def _first(sentences: Sequence[str]) -> str:
+    more = len(sentences) - _MOST_SENTENCES
+    return "; ".join([*sentences[:_MOST_SENTENCES], *([f"and {more} more"] if more > 0 else [])])
 
 
 def _guard(view: RunView) -> list[Verdict]:
