@@ -82,7 +82,7 @@ def train(
     from appliance.preflight.report import examine
     from appliance.profile.command import BEFORE_TRAINING
     from appliance.recipe.dump import to_yaml
-    from appliance.run.go_on import through_faults
+    from appliance.run.go_on import most_restarts, through_faults
     from appliance.run.train import run_training
     from appliance.run.work import stop_on_errors
 
@@ -97,7 +97,13 @@ def train(
     plan, _, findings = examine(loaded, run_dir=_run_dir(loaded, name=name), ask_hub=True)
     stop_on_errors(findings)
     code = run_training(
-        plan, recipe_yaml=to_yaml(loaded), findings=findings, name=name, json_mode=json_mode, steps=BEFORE_TRAINING
+        plan,
+        recipe_yaml=to_yaml(loaded),
+        findings=findings,
+        name=name,
+        json_mode=json_mode,
+        steps=BEFORE_TRAINING,
+        may_restart=most_restarts(loaded) > 0,
     )
     raise typer.Exit(through_faults(code, loaded, Path(plan.run_dir), json_mode=json_mode, steps=BEFORE_TRAINING))
 

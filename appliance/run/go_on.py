@@ -11,6 +11,7 @@ from appliance.recipe.schema import Recipe
 from appliance.recipe.text import full_path
 from appliance.run import resume as resuming
 from appliance.run.checkpoints import Found
+from appliance.run.report.write import LivePage
 from appliance.run.restarts import keep_going
 from appliance.run.train import Step, run_training
 from appliance.run.work import stop_on_errors
@@ -55,10 +56,19 @@ def through_faults(code: int, recipe: Recipe, run_dir: Path, *, json_mode: bool,
             found=found,
         )
 
+    restarts = most_restarts(recipe)
+    try:
+        return keep_going(code, run_dir=run_dir, max_restarts=restarts, again=again)
+    finally:
+        if code and restarts:  # the page of the last attempt may still wait for another one
+            LivePage(run_dir).write()
+
+
+def most_restarts(recipe: Recipe) -> int:
+    """How many attempts may follow the first one by themselves."""
     cluster = recipe.cluster
     has_nodes_of_its_own = cluster.nodes > 1 and cluster.address is None  # they left with the head of this attempt
-    restarts = 0 if has_nodes_of_its_own else recipe.trainer.max_restarts
-    return keep_going(code, run_dir=run_dir, max_restarts=restarts, again=again)
+    return 0 if has_nodes_of_its_own else recipe.trainer.max_restarts
 
 
 def _attempt(
@@ -96,7 +106,14 @@ def _attempt(
     if dry_run:
         return 0
     return run_training(
-        plan, recipe_yaml=to_yaml(recipe), findings=findings, name=name, json_mode=json_mode, steps=steps, resume=start
+        plan,
+        recipe_yaml=to_yaml(recipe),
+        findings=findings,
+        name=name,
+        json_mode=json_mode,
+        steps=steps,
+        resume=start,
+        may_restart=most_restarts(recipe) > 0,
     )
 
 

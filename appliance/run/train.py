@@ -81,13 +81,14 @@ def run_training(
     steps: Sequence[Step] = (),
     quiet: bool = False,
     resume: Resume | None = None,
+    may_restart: bool = False,
 ) -> int:
     """Run the plan and return the exit code; everything that is to be said was said.
 
     recipe_yaml: the resolved recipe, kept in the folder.  findings: what preflight let pass; warnings become notes.
     name: as the user gave it, None when the run's name was chosen.  steps: between preparation and training, in order.
     quiet: the caller says how it went; here only a live panel is shown, and why a run did not end well.
-    resume: the run to go on with, None for a new one.
+    resume: the run to go on with, None for a new one.  may_restart: after a fault the caller may make another attempt.
     Raises RecipeError (the name is in use) and PreflightError (a folder cannot be written).
     """
     started = time.monotonic()
@@ -103,6 +104,7 @@ def run_training(
         training = _Training(plan, session, interrupts, choose_progress(plan, json_mode=json_mode, quiet=quiet), page)
         outcome = training.run(steps)
         session.finish(state=outcome.state, exit_code=outcome.exit_code, reason=outcome.reason)
+        page.may_restart = may_restart  # not where an error ends the launcher as well
     seconds = time.monotonic() - started
     _tell(plan, training.state, outcome=outcome, seconds=seconds, json_mode=json_mode, quiet=quiet)
     return outcome.exit_code

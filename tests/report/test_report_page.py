@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import html.parser
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -220,3 +222,49 @@ def test_a_page_that_cannot_be_made_costs_no_run(
     live.tick(news=True, now=100.0)
     live.write()
     assert capsys.readouterr().err.count("warning: report.html cannot be written: RecipeError") == 1
+
+
+def test_a_disk_that_is_full_for_a_while_costs_one_warning_and_no_later_page(
+    tmp_path: Path, make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = make_run(tmp_path)
+    live, written, whole = LivePage(run_dir), run_dir / "report.html", Path.write_text
+
+    def half(path: Path, text: str, **how: str) -> int:
+        whole(path, text[:100], **how)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_text", half)
+        live.tick(news=True, now=100.0)
+        live.tick(news=False, now=200.0)
+    assert list(run_dir.glob("*report.html*")) == []
+    assert (
+        capsys.readouterr().err
+        == "warning: report.html cannot be written: OSError: [Errno 28] No space left on device\n"
+    )
+    live.tick(news=False, now=300.0)  # no news since: it is due because it was never written
+    assert written.is_file() and capsys.readouterr().err == ""
+
+
+def test_the_page_of_an_attempt_that_may_be_followed_by_another_loads_itself_again(
+    tmp_path: Path, make_run: Callable[..., Path]
+) -> None:
+    def reload_s(run_dir: Path, *, may_restart: bool = False) -> str:
+        live = LivePage(run_dir)
+        live.may_restart = may_restart
+        live.write()
+        return (run_dir / "report.html").read_text().partition('data-reload-s="')[2].partition('"')[0]
+
+    gone = make_run(tmp_path, done=4, state=RunStatus.FAILED, exit_code=4, reason="gone")
+    assert (reload_s(gone), reload_s(gone, may_restart=True)) == ("0", "10")
+    append_event(gone, kind="failure", what="a patch", why="PatchError", exit_code=4)  # no restart mends it
+    assert reload_s(gone, may_restart=True) == "0"
+    for number, record in enumerate(
+        (
+            {"state": RunStatus.DONE},
+            {"state": RunStatus.STOPPED, "exit_code": 6},
+            {"state": RunStatus.FAILED, "exit_code": 3},
+        )
+    ):
+        assert reload_s(make_run(tmp_path, name=f"no-{number}", **record), may_restart=True) == "0"

@@ -116,7 +116,7 @@ from appliance.plan.read import read_plan
 from appliance.run.train import run_training
 try:
     sys.exit(run_training(read_plan(Path(sys.argv[1])), recipe_yaml="name: small\\n", findings=(), name="small",
-                          json_mode="--json" in sys.argv))
+                          json_mode="--json" in sys.argv, may_restart="--may-restart" in sys.argv))
 except ApplianceError as error:
     sys.stderr.write(error.message + "\\n" + error.hint + "\\n")
     sys.exit(error.exit_code)

@@ -19,6 +19,7 @@ from appliance.recipe.dump import to_yaml
 from appliance.recipe.load import load_recipe
 from appliance.run import go_on as going_on
 from appliance.run import seal as seal_module
+from appliance.run.report.write import write_page
 from appliance.run.resume import (
     Target,
     begun_with,
@@ -31,7 +32,7 @@ from appliance.run.resume import (
     refuse_misfit,
 )
 from appliance.run.seal import hash_file
-from appliance.run.session import RunStatus, create_session, read_record
+from appliance.run.session import RunRecord, RunStatus, create_session, read_record, write_record
 from appliance.run.summary import go_on_command
 
 # which run
@@ -214,6 +215,16 @@ def test_a_restart_reads_its_checkpoint_once(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(going_on, "run_training", lambda *_, **__: 0)
     assert going_on.through_faults(5, recipe(*sets), run_dir, json_mode=False, steps=()) == 0
     assert sorted(hashed) == ["data.pt", "guard.json", "state.json"]
+
+
+def test_the_page_stops_waiting_when_no_restart_follows(tmp_path: Path) -> None:
+    sets = ("trainer.steps=9", f"cluster.run_dir={tmp_path}")
+    run_dir = stopped(build_plan(recipe(*sets), run_dir=tmp_path / "small-1", host=HOST))
+    write_record(run_dir, RunRecord(RunStatus.FAILED, exit_code=5))
+    write_page(run_dir, target=run_dir / "report.html", may_restart=True)
+    assert 'data-reload-s="10"' in (run_dir / "report.html").read_text()
+    assert going_on.through_faults(5, recipe(*sets), run_dir, json_mode=False, steps=()) == 5  # there is no checkpoint
+    assert 'data-reload-s="0"' in (run_dir / "report.html").read_text()
 
 
 def test_a_named_checkpoint_that_is_damaged_is_refused(tmp_path: Path, small_plan: Callable) -> None:

@@ -173,13 +173,16 @@ def test_failed_training_says_what_and_where(
 def test_training_without_a_result_failed(
     tmp_path: Path, small_plan: Callable, python: Callable, launch: Callable
 ) -> None:
-    process = launch(small_plan(tmp_path, argv=python(TRAINER)))
+    plan = small_plan(tmp_path, argv=python(TRAINER))
+    process = launch(plan, "--may-restart")
     _, err = process.communicate(timeout=30)
     assert process.returncode == 5
     assert (
         "error: training failed in phase rollout: TrainingError: it ended without writing its result (exit code 0)"
         in err.splitlines()
     )
+    page = (Path(plan.run_dir) / "report.html").read_text()
+    assert 'data-reload-s="10"' in page and "Another attempt may follow by itself" in page
 
 
 def test_failed_preparation_keeps_its_code_and_starts_no_training(

@@ -39,15 +39,16 @@ header { display: flex; flex-wrap: wrap; gap: .3rem 1rem; align-items: center; }
 """
 
 
-def page(view: RunView, *, now: float) -> str:
+def page(view: RunView, *, now: float, awaits_restart: bool = False) -> str:
     """The whole document. Everything that a run, a recipe or a model wrote is escaped.
 
-    now: unix s, of a run that goes on the time up to which the page tells.
+    now: unix s, of a run that goes on the time up to which the page tells.  awaits_restart: its launcher lives, and
+    may begin another attempt.
     """
     return document(
         f"{view.run_dir.name}: {view.record.state}",
         [
-            *_head(view, now=now),
+            *_head(view, now=now, awaits_restart=awaits_restart),
             _tiles(view, now=now),
             _verdicts(verdicts(view)),
             *(
@@ -63,19 +64,21 @@ def page(view: RunView, *, now: float) -> str:
             *_details(view),
         ],
         style=_STYLE,
-        reload_s=RELOAD_S if view.is_live else 0,
+        reload_s=RELOAD_S if view.is_live or awaits_restart else 0,
         written=now,
         forsaken=f"This page was not written anew for five minutes: its launcher may be gone. To make it anew: "
         f"appliance report {typed_path(view.run_dir)}",
     )
 
 
-def _head(view: RunView, *, now: float) -> list[str]:
+def _head(view: RunView, *, now: float, awaits_restart: bool) -> list[str]:
     plan, record = view.plan, view.record
     code = "" if record.exit_code in (None, 0) else f", exit code {record.exit_code}"
     where = f"{plan.device}, {plan.nodes} × {plan.gpus_per_node}" if plan.device != "cpu" else "CPU"
     written = datetime.datetime.fromtimestamp(now, tz=datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     live = ". The run goes on: the page is written anew as it does, and loads itself again" if view.is_live else ""
+    if awaits_restart:
+        live = ". Another attempt may follow by itself: the page waits for it, and loads itself again"
     return [
         f'<header><h1>{html.escape(view.run_dir.name)}</h1><span class="word {_STATES[record.state]}">'
         f"{html.escape(record.state)}{code}</span></header>",

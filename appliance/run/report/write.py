@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
 
 from appliance import console
+from appliance.run.events import first_failure
 from appliance.run.report.folder import read_view
 from appliance.run.report.page import page
-from appliance.run.session import cannot_write
+from appliance.run.restarts import is_fault
+from appliance.run.session import RunStatus, cannot_write
 from appliance.run.status import find_run
 from appliance.run.summary import REPORT_FILE, typed_path
 
@@ -32,25 +35,39 @@ def print_report(run: str, *, run_root: Path, output: Path | None) -> None:
     console.out(typed_path(target.absolute()))
 
 
-def write_page(run_dir: Path, *, target: Path) -> None:
-    """Whole or not at all. Raises OSError and RecipeError."""
-    text = page(read_view(run_dir), now=time.time())
+def write_page(run_dir: Path, *, target: Path, may_restart: bool = False) -> None:
+    """Whole or not at all; text that is no UTF-8 costs only itself. may_restart: as of LivePage.
+
+    Raises OSError and RecipeError.
+    """
+    view = read_view(run_dir)
+    awaits = may_restart and view.record.state is RunStatus.FAILED
+    awaits = awaits and is_fault(view.record.exit_code or 0, failure=first_failure(run_dir))
+    text = page(view, now=time.time(), awaits_restart=awaits)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
-    partial.write_text(text)
-    partial.replace(target)
+    try:
+        partial.write_text(text, encoding="utf-8", errors="replace")
+        partial.replace(target)
+    finally:
+        with contextlib.suppress(OSError):  # where the folder itself is gone or refuses, the first error says so
+            partial.unlink(missing_ok=True)
 
 
 class LivePage:
     """The page of a run while its launcher lives, written when something is new, and seldom enough to cost nothing.
 
-    What shows a run must not end it: whatever goes wrong here is said once, and no page is written any more.
+    What shows a run must not end it: what goes wrong here is said once. A disk that is full now may have room later,
+    so a page that could not be written is tried again when it is due; after any other error none is written any more.
+    may_restart: a run that ended by a fault may go on by itself, so its page is to load itself again.
     """
 
     def __init__(self, run_dir: Path) -> None:
+        self.may_restart = False
         self._run_dir = run_dir
         self._next = 0.0
         self._stale = True
         self._written = 0.0
+        self._warned = False
         self._broken = False
 
     def tick(self, *, news: bool, now: float) -> None:
@@ -66,9 +83,17 @@ class LivePage:
     def write(self) -> None:
         if self._broken:
             return
-        self._stale = False
         try:
-            write_page(self._run_dir, target=self._run_dir / REPORT_FILE)
+            write_page(self._run_dir, target=self._run_dir / REPORT_FILE, may_restart=self.may_restart)
+        except OSError as error:
+            self._warn(error)
         except Exception as error:  # the boundary, see above
             self._broken = True
+            self._warn(error)
+        else:
+            self._stale = False
+
+    def _warn(self, error: Exception) -> None:
+        if not self._warned:
             console.say(f"warning: {REPORT_FILE} cannot be written: {type(error).__name__}: {error}")
+        self._warned = True
