@@ -288,7 +288,7 @@ def _check(recipe: str, *, sets: list[str] | None, name: str | None, json_mode: 
             console.out(json.dumps({"schema_version": 1, "findings": as_json(findings)}, indent=2))
         else:
             can = [] if has_error(findings) else [f"{recipe}: this host can run it"]
-            console.out("\n".join([*lines(findings), *can]))
+            console.show("\n".join([*lines(findings), *can]))
     raise_on_errors(findings)
 
 
@@ -310,9 +310,9 @@ def _show_plan(loaded: Recipe, *, run_dir: Path, json_mode: bool, ask_hub: bool)
         console.out(json.dumps({**document, "findings": as_json(findings)}, indent=2))
         return findings
     needs = estimates(made, model_bytes=model_bytes(made), shape=model_shape(made))
-    console.out(plan_text(made, recipe_yaml=to_yaml(loaded), needs=needs))
+    console.show(plan_text(made, recipe_yaml=to_yaml(loaded), needs=needs))
     if findings:
-        console.out("\n".join(["", "# findings on this host", *lines(findings)]))
+        console.show("\n".join(["", "# findings on this host", *lines(findings)]))
     return findings
 
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import functools
 import io
 import os
+import re
 import sys
-import unicodedata
 
 from rich.console import Console, RenderableType
 
-_DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  # show text other than it is
+_COMMANDS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters, besides tab and line feed
+    "\ud800-\udfff"  # halves of a character, which UTF-8 cannot have
+    "\u202a-\u202e\u2066-\u2069]"  # changes of direction: they show text other than it is
+)
 
 
 @functools.cache
@@ -31,11 +35,7 @@ def say(text: str, *, style: str = "") -> None:
 
 def printable(text: str) -> str:
     """The text with control characters, halves of a character and changes of writing direction as `\\x1b`."""
-    return "".join(each if each in "\n\t" or not _is_command(each) else ascii(each)[1:-1] for each in text)
-
-
-def _is_command(character: str) -> bool:
-    return unicodedata.category(character) in ("Cc", "Cs") or character in _DIRECTIONS
+    return _COMMANDS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def plain_text(renderable: RenderableType, *, columns: int) -> str:
@@ -49,3 +49,8 @@ def out(text: str) -> None:
     """One piece of data on stdout, written at once. Raises BrokenPipeError when nobody reads any more."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
+
+
+def show(text: str) -> None:
+    """Text for people on stdout, as `say` has it on stderr. Raises BrokenPipeError as `out` does."""
+    out(printable(text))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def run_compare(name_or_path: str, *, json_mode: bool) -> int:
     runs = plan_runs(comparison)
     stop_on_errors(list(dict.fromkeys(finding for run in runs for finding in run.findings)))
     folder = runs[0].run_dir.parent
-    command = f"appliance compare {name_or_path}"
+    command = f"appliance compare {shlex.quote(name_or_path)}"
     todo = _todo(runs, folder=folder)
     with Interrupts() as interrupts:
 

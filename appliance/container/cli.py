@@ -16,5 +16,5 @@ def _health() -> None:
     from appliance.container.health import look
 
     found = look()
-    console.out(f"{'healthy' if found.is_healthy else 'unhealthy'}: {found.what}")
+    console.show(f"{'healthy' if found.is_healthy else 'unhealthy'}: {found.what}")
     raise typer.Exit(0 if found.is_healthy else 1)

@@ -247,7 +247,7 @@ def _draw(bar: Progress, task: TaskID, event: Event) -> None:
 
 def _show(folder: Path, *, model: str = "") -> None:
     for line in table(read_file_header(folder), folder=str(folder), model=model):
-        console.out(line)
+        console.show(line)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ def run_convert(file: Path, *, output: Path) -> int:
         _read_apart(file, scales=scales, room=Path(folder) / "room")
         _write(scales, source=file, output=output)
     for line in table(read_file_header(output), folder=str(output)):
-        console.out(line)
+        console.show(line)
     return 0
 
 

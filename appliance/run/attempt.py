@@ -67,7 +67,8 @@ def _put_back(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> None:
     # The last step's line is written again, whole, after the validation that a stop cut.
     owed = owed_line(run_dir, checkpoint=resume.found.newest, plan=plan) is not None
     for name, last in ((METRICS_FILE, after - owed), *((name, after) for name in OF_A_STEP)):
-        _tell_cut(run_dir, name=name, step=last, cut=cut_lines(run_dir / name, after=last, attempt=attempt))
+        cut = cut_lines(run_dir / name, after=last, attempt=attempt, may_repeat=name == SAMPLES_FILE)
+        _tell_cut(run_dir, name=name, step=last, cut=cut)
     _restore_guard(run_dir, checkpoint=resume.found.newest)
     for folder in (SYNC_FOLDER, ATTEST_FOLDER, MODEL):
         if (run_dir / folder).exists():
@@ -130,10 +131,11 @@ def _tell_cut(run_dir: Path, *, name: str, step: int, cut: Path | None) -> None:
         append_event(run_dir, kind="note", what=what, why=f"kept in {cut.name}")
 
 
-def cut_lines(path: Path, *, after: int, attempt: int) -> Path | None:
+def cut_lines(path: Path, *, after: int, attempt: int, may_repeat: bool = False) -> Path | None:
     """Keep the lines of steps up to `after`, each step once; move the others into a file beside it, which is returned.
 
     A line that was torn by the end of a process is one of the others. None when there was nothing to cut.
+    may_repeat: a step may have several lines.
     """
     if not path.exists():
         return None
@@ -142,7 +144,7 @@ def cut_lines(path: Path, *, after: int, attempt: int) -> Path | None:
     seen: set[int] = set()
     for line in path.read_bytes().splitlines(keepends=True):
         step = _step(line)
-        keep = step is not None and step <= after and step not in seen
+        keep = step is not None and step <= after and (may_repeat or step not in seen)
         (kept if keep else cut).append(line)
         if step is not None and keep:
             seen.add(step)

@@ -7,6 +7,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from appliance.console import printable
 from appliance.plan.model import RunPlan
 from appliance.run import draw
 from appliance.run.events import StepMetrics
@@ -129,9 +130,9 @@ def panel(plan: RunPlan, state: RunState, *, now: float, columns: int, ascii_onl
 
 def _rows(state: RunState, *, now: float, bars: bool, ascii_only: bool) -> list[tuple[str, Text]]:
     since = draw.duration(now - state.phase_since) if state.phase_since else ""
-    rows = [("phase", Text(f"{phase_text(state.phase)}  {since}".rstrip()))]
+    rows = [("phase", _said(f"{phase_text(state.phase)}  {since}".rstrip()))]
     if state.work is not None:
-        rows.append((state.work.label, _work_text(state, now=now, bars=bars, ascii_only=ascii_only)))
+        rows.append((printable(state.work.label), _work_text(state, now=now, bars=bars, ascii_only=ascii_only)))
     rows.append(("step", _step_text(state, now=now, bars=bars, ascii_only=ascii_only)))
     if state.rewards:
         spark = draw.sparkline(state.rewards, width=_SPARK_WIDTH, ascii_only=ascii_only) if bars else ""
@@ -141,16 +142,21 @@ def _rows(state: RunState, *, now: float, bars: bool, ascii_only: bool) -> list[
     if state.last is not None:
         rows += _step_rows(state.last, bars=bars, ascii_only=ascii_only)
     if state.note:
-        rows.append(("note", Text(state.note)))
+        rows.append(("note", _said(state.note)))
     return rows
+
+
+def _said(text: str) -> Text:
+    """What a child wrote into the run's folder, as `console.say` would show it."""
+    return Text(printable(text))
 
 
 def _step_rows(last: StepMetrics, *, bars: bool, ascii_only: bool) -> list[tuple[str, Text]]:
     rollout = f"{draw.tokens_per_s(last.rollout_tokens_per_s)} of rollout in {_scheme(last)}"
     times = _times_text(last, bars=bars, ascii_only=ascii_only)
-    rows = [("speed", Text(rollout)), ("step time", times), ("mismatch", _mismatch_text(last))]
+    rows = [("speed", _said(rollout)), ("step time", times), ("mismatch", _mismatch_text(last))]
     if _guarded(last):
-        rows.append(("guard", Text(last.guard_level)))
+        rows.append(("guard", _said(last.guard_level)))
     return [*rows, ("sync", Text(sync_text(last)))] if last.proof_s is not None else rows
 
 
@@ -173,7 +179,7 @@ def _work_text(state: RunState, *, now: float, bars: bool, ascii_only: bool) -> 
     picture = draw.bar(work.done, total=work.total, width=_BAR_WIDTH, ascii_only=ascii_only) + "  " if bars else ""
     left = remaining_s(state, now=now)
     parts = [f"{work.done:g} of {work.total:g}", work.note, "" if left is None else f"about {draw.duration(left)} left"]
-    return Text(picture + "  ".join(part for part in parts if part))
+    return _said(picture + "  ".join(part for part in parts if part))
 
 
 def _step_text(state: RunState, *, now: float, bars: bool, ascii_only: bool) -> Text:

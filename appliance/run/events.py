@@ -34,12 +34,20 @@ def append_event(run_dir: Path, *, kind: str, what: str, why: str = "", **extra:
 def append_line(path: Path, value: dict[str, Any]) -> None:
     """Append one JSON line in a single write, so that lines of several processes never mix. Raises OSError."""
     line = (json.dumps(value) + "\n").encode()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     try:
+        if _is_torn(descriptor):  # by a disk that was full, or a kill: what follows is a line of its own
+            line = b"\n" + line
         if os.write(descriptor, line) < len(line):  # a full disk takes a part, without an error
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
         os.close(descriptor)
+
+
+def _is_torn(descriptor: int) -> bool:
+    """Whether the file ends within a line. A write of another process in between leaves an empty line at most."""
+    size = os.fstat(descriptor).st_size
+    return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
 
 
 def end_torn_line(path: Path) -> None:
@@ -150,18 +158,18 @@ _NUMBERS = tuple(f.name for f in dataclasses.fields(StepMetrics) if f.type == "f
 
 def parse_event(line: str) -> Event | None:
     """The event of one line, None when the line is not one."""
-    raw = _object(line)
-    time_s = _number(raw.get("time"))
+    raw = json_object(line)
+    time_s = finite(raw.get("time"))
     if time_s is None or not isinstance(raw.get("kind"), str) or not isinstance(raw.get("what"), str):
         return None
-    code, step = _number(raw.get("exit_code")), _number(raw.get("step"))
+    code, step = finite(raw.get("exit_code")), finite(raw.get("step"))
     return Event(
         time=time_s,
         kind=raw["kind"],
         what=raw["what"],
         why=_text(raw.get("why")),
-        done=_number(raw.get("done")),
-        total=_number(raw.get("total")),
+        done=finite(raw.get("done")),
+        total=finite(raw.get("total")),
         note=_text(raw.get("note")),
         hint=_text(raw.get("hint")),
         exit_code=None if code is None else int(code),
@@ -172,8 +180,8 @@ def parse_event(line: str) -> Event | None:
 
 def parse_metrics(line: str) -> StepMetrics | None:
     """The metrics of one line, None when the line is none."""
-    raw = _object(line)
-    step, time_s = _number(raw.get("step")), _number(raw.get("time_s"))
+    raw = json_object(line)
+    step, time_s = finite(raw.get("step")), finite(raw.get("time_s"))
     if step is None or time_s is None:
         return None
     return StepMetrics(
@@ -183,7 +191,7 @@ def parse_metrics(line: str) -> StepMetrics | None:
         emulated=raw.get("emulated") is True,
         guard_level=_text(raw.get("guard_level")),
         line=line,
-        **{name: _number(raw.get(name)) for name in _NUMBERS},
+        **{name: finite(raw.get(name)) for name in _NUMBERS},
     )
 
 
@@ -221,15 +229,16 @@ class RunTail:
         return [item for item in news if item is not None]
 
 
-def _object(line: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
+    """The object that the text is; empty when it is none, or nested too deeply."""
     try:
-        raw = json.loads(line)
+        raw = json.loads(text)
     except (ValueError, RecursionError):
         return {}
     return raw if isinstance(raw, dict) else {}
 
 
-def _number(value: object) -> float | None:
+def finite(value: object) -> float | None:
     """A finite one of the size of anything that is measured; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST < value < _LARGEST:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from appliance.run.status import find_run
 
 _IN_ORDER = ("prepare", "scale", "profile", "train")  # of the work; any other log comes after
 _LOOK_EVERY_S = 0.5
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def print_logs(
@@ -40,7 +42,7 @@ def print_logs(
             console.say(f"== {summary.typed_path(path)}")
             with path.open(errors="replace") as file:
                 for line in file:
-                    console.out(line.rstrip("\n"))
+                    _show(line.rstrip("\n"))
         return
     _follow(lambda: _logs(folder, which=which), run_dir=run_dir, pause=pause)
     if not _logs(folder, which=which):
@@ -85,6 +87,11 @@ def _follow(logs: Callable[[], list[Path]], *, run_dir: Path, pause: Callable[[f
                 console.say(f"== {summary.typed_path(path)}")
                 tails[path] = Tail(path)
             for line in tails[path].read():
-                console.out(line)
+                _show(line)
         if lives:
             pause(_LOOK_EVERY_S)
+
+
+def _show(line: str) -> None:
+    """Without its colours; a bar that redraws itself becomes lines."""
+    console.show(_COLOUR.sub("", line).rstrip("\r").replace("\r", "\n"))

@@ -8,14 +8,13 @@ measurements is a hundred times what the last one took, and 5 s at least.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.plan.env import RUN_VARIABLE
-from appliance.run.events import append_line
+from appliance.run.events import append_line, finite, json_object
 from appliance.run.processes import find_processes
 
 MEMORY_FILE = "memory.jsonl"
@@ -72,8 +71,8 @@ def read_memory(run_dir: Path) -> list[MemorySample]:
 
 
 def _sample(line: str) -> MemorySample | None:
-    try:
-        raw = json.loads(line)
-        return MemorySample(float(raw["time"]), int(raw["pss_bytes"]), int(raw["processes"]))
-    except (ValueError, KeyError, TypeError, OverflowError):
+    raw = json_object(line)
+    time_s, pss_bytes, processes = (finite(raw.get(name)) for name in ("time", "pss_bytes", "processes"))
+    if time_s is None or pss_bytes is None or processes is None:
         return None
+    return MemorySample(time_s, int(pss_bytes), int(processes))

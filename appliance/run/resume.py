@@ -7,7 +7,7 @@ them.
 from __future__ import annotations
 
 import json
-import os.path
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,12 +22,12 @@ from appliance.recipe.schema import NAME_PATTERN, Recipe
 from appliance.recipe.text import full_path
 from appliance.run.checkpoints import FOLDER, Found, Rejected, find_newest, step_of
 from appliance.run.seal import damage, hash_file, read_manifest
-from appliance.run.session import RUN_FILE, RunRecord, RunStatus, has_launcher, newest_run_dir, read_record
+from appliance.run.session import LOGS, RUN_FILE, RunRecord, RunStatus, has_launcher, newest_run_dir, read_record
 
 NEVER, AUTO = "never", "auto"
-_CLAIMED = frozenset({"logs", "recipe.yaml", "plan.json", "versions.json"})  # written before run.json
+_CLAIMED = frozenset({LOGS, "recipe.yaml", "plan.json", "versions.json"})  # written before run.json
 
-_MAY_BE_A_LINK = frozenset({FOLDER})  # to a larger disk: what lies in it is verified
+_RAY_LOGS = "ray"  # of a run that failed: Ray's own, copied with the links in them and never written again
 
 # What may change between two attempts: how long, what is watched, kept and shown, and where; never what is computed.
 HARMLESS = frozenset({"name", "cluster.run_dir", "rollout.kv_cache_gb", "rollout.gpu_memory_utilization"})
@@ -73,13 +73,24 @@ def find_target(resume: str, *, root: Path, recipe_name: str, name: str | None) 
             return None
     else:
         run_dir, checkpoint = _named(resume, name=name)
-    there = run_dir.iterdir() if run_dir.is_dir() else ()
-    if links := sorted(path.name for path in there if path.is_symlink() and path.name not in _MAY_BE_A_LINK):
+    if link := _first_link(run_dir):
         hint = "put what it points to in its place, if you trust it"
-        raise RecipeError([(f"--resume: {run_dir / links[0]} is a symbolic link, which a run never makes", hint)])
+        raise RecipeError([(f"--resume: {link} is a symbolic link, which a run never makes", hint)])
     if has_launcher(run_dir):
         raise RecipeError([(f"--resume: the run {run_dir} is running", "wait for its end, or stop it")])
     return Target(run_dir, _record(run_dir), checkpoint)
+
+
+def _first_link(run_dir: Path) -> Path | None:
+    """A link at any depth. `checkpoints/` may be one, to a larger disk: what lies in it is verified."""
+    for folder, folders, files in os.walk(run_dir):
+        here = Path(folder)
+        names = [name for name in (*folders, *files) if here != run_dir or name != FOLDER]
+        if links := sorted(name for name in names if (here / name).is_symlink()):
+            return here / links[0]
+        left_out = FOLDER if here == run_dir else _RAY_LOGS if here.parent == run_dir / LOGS else ""
+        folders[:] = [name for name in folders if name != left_out]
+    return None
 
 
 def _named(resume: str, *, name: str | None) -> tuple[Path, Path | None]:

@@ -6,14 +6,12 @@ best and its worst sample. Standard library only: the trainer writes what the la
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from appliance.run.events import append_line
+from appliance.run.events import append_line, finite, json_object
 
 SAMPLES_FILE = "samples.jsonl"
 _HEAD, _TAIL = 1200, 800  # characters of a longer text that are kept: the end has the answer
@@ -56,23 +54,39 @@ def append_samples(run_dir: Path, samples: StepSamples) -> None:
 
 
 def read_samples(run_dir: Path) -> list[StepSamples]:
-    """By step, each step once; lines that cannot be read are left out."""
+    """By step, each step once; lines that cannot be read are left out.
+
+    Of two lines of a step the later, with what only the earlier has: a final validation that is made again has its own.
+    """
     path = run_dir / SAMPLES_FILE
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    found = {samples.step: samples for samples in map(_parse, lines) if samples is not None}
+    found: dict[int, StepSamples] = {}
+    for samples in map(_parse, lines):
+        if samples is not None:
+            found[samples.step] = _joined(found.get(samples.step), samples)
     return [found[step] for step in sorted(found)]
 
 
+def _joined(before: StepSamples | None, later: StepSamples) -> StepSamples:
+    if before is None:
+        return later
+    training, validation = later.training or before.training, later.validation or before.validation
+    return replace(later, training=training, validation=validation)
+
+
 def _parse(line: str) -> StepSamples | None:
+    raw = json_object(line)
+    step = finite(raw.get("step"))
+    if step is None:
+        return None
     try:
-        raw = json.loads(line)
         return StepSamples(
-            step=int(raw["step"]),
+            step=int(step),
             scheme=str(raw["scheme"]),
             validation=tuple(map(_sample, raw["validation"])),
             training=tuple(map(_sample, raw["training"])),
         )
-    except (ValueError, KeyError, TypeError, OverflowError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
@@ -81,13 +95,8 @@ def _sample(raw: Mapping[str, Any]) -> Sample:
         prompt=str(raw["prompt"]),
         response=str(raw["response"]),
         truth=str(raw["truth"]),
-        accuracy=_finite(raw["accuracy"]) or 0.0,
-        reward=_finite(raw["reward"]),
-        tokens=int(raw["tokens"]),
+        accuracy=finite(raw["accuracy"]) or 0.0,
+        reward=finite(raw["reward"]),
+        tokens=int(finite(raw["tokens"]) or 0),
         finished=bool(raw["finished"]),
     )
-
-
-def _finite(value: object) -> float | None:
-    number = None if value is None else float(value)  # type: ignore[arg-type]
-    return number if number is not None and math.isfinite(number) else None

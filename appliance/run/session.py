@@ -28,6 +28,7 @@ _KINDS = {
     "reason": lambda value: isinstance(value, str),
 }
 RUN_FILE = "run.json"
+LOGS = "logs"
 _LOCK_FILE = ".lock"
 _OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -156,7 +157,7 @@ def _highest(root: Path, *, name: str) -> int:
 
 
 def log_dir(run_dir: Path, *, attempt: int) -> Path:
-    return run_dir / "logs" / str(attempt)
+    return run_dir / LOGS / str(attempt)
 
 
 def write_record(run_dir: Path, record: RunRecord) -> None:

@@ -46,7 +46,7 @@ def print_status(run: str, *, run_root: Path, json_mode: bool = False) -> None:
         return
     rows = status_rows(plan, record, state, folder=summary.typed_path(run_dir))
     for label, text in (*rows, *_saved_rows(run_dir, record)):
-        console.out(f"{label:<12}{text}")
+        console.show(f"{label:<12}{text}")
 
 
 def status_rows(plan: RunPlan, record: RunRecord, state: RunState, *, folder: str) -> tuple[tuple[str, str], ...]:

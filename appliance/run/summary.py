@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def try_next(plan: RunPlan, state: RunState, *, folder: str) -> tuple[str, ...]:
         lines.append(f"train longer: --set trainer.steps={2 * plan.steps}")
         other = Scheme.BF16 if plan.rollout.scheme.quantised else Scheme.INT8
         lines.append(f"compare: --set rollout.scheme={other}")
-    return (*lines, f"appliance status {folder}")
+    return (*lines, f"appliance status {shlex.quote(folder)}")
 
 
 def summary_object(
@@ -110,11 +111,18 @@ def go_on_command(run_dir: Path) -> str:
     """What goes on with a run that did not end well; empty when it has no checkpoint."""
     if not in_order(run_dir):
         return ""
-    folder = typed_path(run_dir)
-    return f"appliance train {folder}/recipe.yaml --resume {folder}"
+    recipe = quoted_path(run_dir / "recipe.yaml")
+    return f"appliance train {recipe} --resume {quoted_path(run_dir)}"
 
 
 def typed_path(path: Path) -> str:
     """The path as one would type it from here: relative when it lies below the working folder."""
     relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative
+    if relative.startswith(".."):
+        return str(path)
+    return f"./{relative}" if relative.startswith("-") else relative  # else it would be taken for an option
+
+
+def quoted_path(path: Path) -> str:
+    """`typed_path` as a word of a command that is typed: a folder may be named as one likes."""
+    return shlex.quote(typed_path(path))

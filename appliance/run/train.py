@@ -234,7 +234,7 @@ class _Training:
             state=self.state,
             log_tail=_tail_of(log),
             log=summary.typed_path(log),
-            run=summary.typed_path(self._session.run_dir),
+            run=summary.quoted_path(self._session.run_dir),
         )
 
     def _note_processes(self, report: KeeperReport) -> None:

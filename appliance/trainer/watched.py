@@ -296,6 +296,8 @@ class WatchedTrainer(PPOTrainerSync):
         self.on_validate_end()
         seconds = round(time.perf_counter() - started, 4)
         append_metrics(self.run_dir, {**line, "validate_s": seconds, **self._validation})
+        if self._rollouts is not None:
+            self._rollouts.samples.write(self.plan.steps, scheme=self._precision.live.label)
 
     def export_model(self) -> None:
         """`model/`: what the last checkpoint holds, see trainer/export.py."""

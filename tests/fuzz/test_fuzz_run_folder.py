@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,25 @@ from appliance.plan.shapes import read_shape
 from appliance.plan.stored import has_experts, model_shapes
 from appliance.preflight.checks import estimates
 from appliance.run.events import _NUMBERS, first_failure, run_started
+from appliance.run.report.folder import read_view
+from appliance.run.report.page import page
 from appliance.run.status import print_status
 
 RECORD = {"state": "failed", "phase": "rollout", "attempt": 2, "exit_code": 5, "reason": "", "schema_version": 1}
 EVENT = {"time": 1.0, "kind": "progress", "what": "x", "why": "", "done": 1, "total": 2, "exit_code": 5, "step": 1}
 KINDS = ["phase", "progress", "attest", "note", "guard", "failure", "stop", "resume", "checkpoint"]
+MEMORY = {"time": 1.0, "pss_bytes": 4096, "processes": 2}
+SAMPLE = {
+    "prompt": "1+1=",
+    "response": "2",
+    "truth": "2",
+    "accuracy": 1.0,
+    "reward": 1.0,
+    "tokens": 1,
+    "finished": True,
+}
+SAMPLES = {"step": 1, "scheme": "int8", "validation": [SAMPLE], "training": [SAMPLE]}
+ATTEST = {"role": "rollout", "scheme": "int8", "patches": ["a"], "detail": {"kernels": {"Int8Kernel": 16}}}
 NAMES = ["step", "time_s", "scheme", "emulated", "guard_level", *_NUMBERS]
 
 
@@ -37,6 +53,15 @@ lines = st.lists(
 )
 
 
+beside = st.one_of(
+    wild(MEMORY, list(MEMORY)),
+    wild(SAMPLES, list(SAMPLES)),
+    wild(SAMPLE, list(SAMPLE)).map(lambda text: as_json(SAMPLES).replace(as_json(SAMPLE), text)),
+    wild(ATTEST, list(ATTEST)),
+    st.sampled_from(deep(2000)),
+)
+
+
 @pytest.fixture
 def run_dir(room: Path) -> Path:
     folder = room / "runs/r-1"
@@ -46,14 +71,26 @@ def run_dir(room: Path) -> Path:
 
 
 def look(run_dir: Path) -> None:
-    for json_mode in (False, True):
-        print_status(str(run_dir), run_root=run_dir.parent, json_mode=json_mode)
+    """With a stdout that takes no half of a character, as a terminal's; pytest's takes any."""
+    with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding="utf-8")):
+        for json_mode in (False, True):
+            print_status(str(run_dir), run_root=run_dir.parent, json_mode=json_mode)
+    page(read_view(run_dir), now=100.0)
     first_failure(run_dir)
     run_started(run_dir)
 
 
-@fuzzed("run folders", record=st.one_of(wild(RECORD, list(RECORD)), st.just(as_json(RECORD))), said=lines, noise=raw)
-def test_fuzz_run_folders(run_dir: Path, record: str, said: list[str], noise: bytes) -> None:
+@fuzzed(
+    "run folders",
+    record=st.one_of(wild(RECORD, list(RECORD)), st.just(as_json(RECORD))),
+    said=lines,
+    other=beside,
+    noise=raw,
+)
+def test_fuzz_run_folders(run_dir: Path, record: str, said: list[str], other: str, noise: bytes) -> None:
+    (run_dir / "attest").mkdir(exist_ok=True)
+    for name in ("memory.jsonl", "samples.jsonl", "versions.json", "attest/a.json"):
+        (run_dir / name).write_text(f"{other}\n")
     (run_dir / "run.json").write_text(record)
     for name in ("events.jsonl", "metrics.jsonl"):
         (run_dir / name).write_bytes("\n".join([*said, ""]).encode() + noise)

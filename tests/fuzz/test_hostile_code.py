@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 import pytest
 from fuzz_surface import attempt
 from plans import HOST, make_plan
 
-from appliance import console
+from appliance import cli, console
 from appliance.errors import RecipeError
 from appliance.plan.build import build_plan
 from appliance.plan.env import child_env
 from appliance.plan.model import ModelPlan
 from appliance.preflight.checks import judge
+from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.probes import read_inputs
 from appliance.recipe.load import load_recipe
+from appliance.run.display import panel
+from appliance.run.events import append_event, parse_event, parse_metrics
+from appliance.run.logs import print_logs
+from appliance.run.session import RunRecord, RunStatus, log_dir, write_record
+from appliance.run.state import RunState, fold
+from appliance.run.status import print_status
 
 INJECTIONS = [
     *("a,b", "${oc.env:HOME}", "\\${oc.env:HOME}", "+x=1", "++trainer.nnodes=9", "~trainer", "x=1", "[a,b]", "{a: 1}"),
@@ -88,6 +98,71 @@ def test_tags_of_yaml_do_nothing_but_be_refused(room: Path) -> None:
 def test_what_is_said_on_a_terminal_is_text() -> None:
     said = console.printable("\x1b]0;title\x07\u202eabc\x9b2J\ud800\r\nnext\tcolumn é")
     assert said == "\\x1b]0;title\\x07\\u202eabc\\x9b2J\\ud800\\r\nnext\tcolumn é"
+
+
+HOSTILE = "\x1b]0;owned\x07\u202e\ud800"
+SHOWN = "\\x1b]0;owned\\x07\\u202e\\ud800"
+
+
+@contextmanager
+def strict_stdout() -> Iterator[Callable[[], str]]:
+    """As a terminal's: unlike pytest's it takes no half of a character."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="strict")
+    with redirect_stdout(stream):
+        yield lambda: stream.buffer.getvalue().decode()  # type: ignore[attr-defined]
+
+
+def hostile_run(room: Path) -> Path:
+    run_dir = room / "runs/r-1"
+    log_dir(run_dir, attempt=1).mkdir(parents=True)
+    make_plan(run_dir).write(run_dir / "plan.json")
+    write_record(run_dir, RunRecord(RunStatus.FAILED, exit_code=5, reason=HOSTILE))
+    return run_dir
+
+
+def test_status_of_a_hostile_run_is_text(room: Path) -> None:
+    run_dir = hostile_run(room)
+    append_event(run_dir, kind="failure", what="x", hint=HOSTILE, exit_code=5)
+    with strict_stdout() as printed:
+        print_status(str(run_dir), run_root=room)
+        lines = printed().splitlines()
+    assert {f"state       failed (exit code 5): {SHOWN}", f"hint        {SHOWN}"} <= set(lines)
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_logs_are_text_without_colours(room: Path, follow: bool) -> None:
+    run_dir = hostile_run(room)
+    said = HOSTILE[:-1] + "\x1b[36m(pid=1)\x1b[0m 10%\r20%\r\n"
+    (log_dir(run_dir, attempt=1) / "train.log").write_bytes(said.encode())
+    with strict_stdout() as printed:
+        print_logs(str(run_dir), run_root=room, follow=follow)
+        lines = printed().splitlines()
+    assert [line for line in lines if line] == [SHOWN[:-6] + "(pid=1) 10%", "20%"]
+
+
+def test_the_panel_of_a_hostile_run_is_text(room: Path) -> None:
+    state = RunState(steps=2)
+    for kind in ("phase", "progress", "note"):
+        said = {"time": 1.0, "kind": kind, "what": HOSTILE, "note": HOSTILE, "done": 1, "total": 2}
+        state = fold(state, parse_event(json.dumps(said)))
+    step = {"step": 1, "time_s": 1.0, "reward_mean": 0.5, "scheme": HOSTILE, "guard_level": HOSTILE}
+    state = fold(state, parse_metrics(json.dumps(step)))
+    drawn = console.plain_text(panel(make_plan(room / "runs/r-1"), state, now=2.0, columns=200), columns=200)
+    assert drawn.count(SHOWN) == 6
+    assert not set(HOSTILE) & set(drawn) - set("]0;owned")
+
+
+def test_findings_of_check_are_text(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = planned(room, model="./m", train_file="t")
+    found = [Finding(Severity.WARNING, "x", HOSTILE, HOSTILE, HOSTILE)]
+    monkeypatch.setattr("appliance.preflight.report.examine", lambda *_, **__: (made, HOST, found))
+    monkeypatch.chdir(room)
+    with strict_stdout() as printed:
+        for show_plan in (False, True):
+            cli._check("arithmetic-tiny-int8", sets=None, name=None, json_mode=False, show_plan=show_plan)
+        text = printed()
+    assert text.count(SHOWN) == 6
+    assert not set(text) & set("\x1b\x07\u202e\ud800")
 
 
 def model_folder(room: Path, *, weights: str) -> Path:

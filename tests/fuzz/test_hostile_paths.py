@@ -139,6 +139,26 @@ def test_a_run_with_links_is_not_resumed(room: Path) -> None:
     assert victim.read_text() == "mine\n"
 
 
+@pytest.mark.parametrize("path", ["logs/2", "logs/2/train.log", "attest", "profile/scales.safetensors", "logs/1/ray"])
+def test_a_link_at_any_depth_keeps_a_run_from_being_resumed(room: Path, path: str) -> None:
+    """What the next attempt writes would land where it points."""
+    run_dir = room / "run"
+    (run_dir / path).parent.mkdir(parents=True)
+    write_record(run_dir, RunRecord())
+    (run_dir / path).symlink_to(room)
+    with pytest.raises(RecipeError, match=f"run/{path} is a symbolic link, which a run never makes"):
+        find_target(str(run_dir), root=room, recipe_name="r", name=None)
+
+
+def test_links_among_the_logs_of_ray_and_a_linked_folder_of_checkpoints_may_be(room: Path) -> None:
+    run_dir = room / "run"
+    (run_dir / "logs/1/ray").mkdir(parents=True)
+    (run_dir / "logs/1/ray/latest.log").symlink_to("gcs.log")
+    (run_dir / "checkpoints").symlink_to(room / "elsewhere")
+    write_record(run_dir, RunRecord())
+    assert find_target(str(run_dir), root=room, recipe_name="r", name=None) is not None
+
+
 @pytest.mark.parametrize("attempt_number", ["../../../etc", -1, 1.5, True, 10**9, None])
 def test_the_number_of_an_attempt_is_a_number(room: Path, attempt_number: object) -> None:
     said = {"state": "failed", "phase": "x", "attempt": attempt_number, "schema_version": 1}

@@ -6,6 +6,7 @@ import errno
 import html.parser
 import json
 import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,6 +56,28 @@ class Parts(html.parser.HTMLParser):
 def made(run_dir: Path) -> tuple[str, Parts]:
     text = page(read_view(run_dir), now=1000.0)
     return text, Parts(text)
+
+
+def test_the_command_on_a_page_has_its_folder_as_one_word(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, name="r$(touch x) y", state=RunStatus.RUNNING)
+    with Session(run_dir, record=RunRecord(RunStatus.RUNNING)):
+        (said,) = (text for text in made(run_dir)[1].texts if "To make it anew: " in text)
+    assert shlex.split(said.partition("To make it anew: ")[2]) == ["appliance", "report", str(run_dir)]
+
+
+def test_files_that_are_hostile_are_left_out(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)
+    expected = read_view(run_dir)
+    deep, line = "[" * 100_000, '{"time": Infinity, "pss_bytes": 1, "processes": 1}\n'
+    for name in ("memory.jsonl", "samples.jsonl"):
+        with (run_dir / name).open("a") as file:
+            file.write(f"{line}{deep}\n")
+    (run_dir / "attest/deep.json").write_text(deep)
+    (run_dir / "attest/wrong.json").write_text('{"patches": 5, "detail": {"kernels": 5}}')
+    found = read_view(run_dir)
+    assert (found.memory, found.samples) == (expected.memory, expected.samples)
+    assert [each.patches for each in found.attests if each.process in ("deep", "wrong")] == [(), ()]
+    page(found, now=1000.0)
 
 
 def words(run_dir: Path) -> dict[str, Word]:

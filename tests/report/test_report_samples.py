@@ -71,9 +71,22 @@ def test_a_resume_cuts_the_samples_of_later_steps(tmp_path: Path) -> None:
     assert [samples.step for samples in read_samples(tmp_path)] == [1, 2]
 
 
+def test_a_final_validation_made_again_leaves_the_step_its_training(tmp_path: Path) -> None:
+    before, again = log(tmp_path), log(tmp_path)
+    before.note([group("a", 1.0)], validate=False)
+    before.write(1, scheme="int8")
+    again.note([group("v0", 1.0)], validate=True)
+    again.write(1, scheme="int8")
+    for _ in range(2):
+        (found,) = read_samples(tmp_path)
+        assert [each.prompt for each in (*found.training, *found.validation)] == ["a", "v0"]
+        assert cut_lines(tmp_path / SAMPLES_FILE, after=1, attempt=1, may_repeat=True) is None
+
+
 def test_lines_that_are_none_are_left_out_and_later_ones_hold(tmp_path: Path) -> None:
     line = {"step": 1, "scheme": "int8", "validation": [], "training": []}
     torn = ["[]", "null", '{"step": 1}', json.dumps({**line, "step": "x"}), json.dumps({**line, "training": [{}]}), "{"]
+    torn += [json.dumps({**line, "step": float("inf")}), json.dumps({**line, "step": 10**400}), "[" * 100_000]
     (tmp_path / SAMPLES_FILE).write_text("\n".join([json.dumps(line), *torn, json.dumps({**line, "scheme": "bf16"})]))
     assert [(samples.step, samples.scheme) for samples in read_samples(tmp_path)] == [(1, "bf16")]
 

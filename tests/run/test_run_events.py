@@ -5,7 +5,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-from appliance.run.events import Event, RunTail, Tail, append_event, parse_event, parse_metrics
+from appliance.errors import SyncError
+from appliance.run.events import (
+    Event,
+    RunTail,
+    Tail,
+    append_event,
+    append_failure,
+    first_failure,
+    parse_event,
+    parse_metrics,
+)
 
 
 def test_append_event_writes_one_line_that_parses_back(tmp_path: Path) -> None:
@@ -27,6 +37,20 @@ def test_lines_of_two_processes_do_not_mix(tmp_path: Path) -> None:
     lines = (tmp_path / "events.jsonl").read_text().splitlines()
     assert sorted({json.loads(line)["what"] for line in lines}) == ["a" * 500, "b" * 500]
     assert len(lines) == 400
+
+
+def test_a_line_after_one_that_a_full_disk_cut_is_a_line_of_its_own(tmp_path: Path) -> None:
+    append_event(tmp_path, kind="note", what="before")
+    with (tmp_path / "events.jsonl").open("ab") as file:
+        file.write(b'{"time": 1.5, "kind": "pha')
+    append_failure(tmp_path, SyncError("the disk was full"))
+    append_event(tmp_path, kind="note", what="after")
+    found = first_failure(tmp_path)
+    assert found is not None and found.what == "the disk was full"
+    assert [item.what for item in RunTail(tmp_path).read() if isinstance(item, Event)] == [
+        *("before", "the disk was full", "after")
+    ]
+    assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 4
 
 
 def test_tail_of_a_missing_file_is_empty(tmp_path: Path) -> None:

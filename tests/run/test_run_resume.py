@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +34,8 @@ from appliance.run.resume import (
 )
 from appliance.run.seal import hash_file
 from appliance.run.session import RunRecord, RunStatus, create_session, read_record, write_record
-from appliance.run.summary import go_on_command
+from appliance.run.state import RunState
+from appliance.run.summary import go_on_command, try_next
 
 # which run
 
@@ -204,6 +206,23 @@ def test_the_next_attempt_is_planned_as_the_run_began(tmp_path: Path, monkeypatc
     assert (made[0].rollout.scheme, made[0].rollout.label) == (Scheme.BF16, "bf16")
     assert (made[0].cache_dir, made[0].run_dir) == (str(cache), str(run_dir))
     assert Path(made[0].resume_from).name == "global_step_3"
+
+
+@pytest.mark.parametrize("name", ["my runs", "r$(touch owned)", "a'b; touch owned", "-x"])
+def test_commands_to_be_typed_have_their_paths_as_one_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    run_dir = tmp_path / name / "small-1"
+    save(run_dir, 3)
+    monkeypatch.chdir(tmp_path)
+    folder = f"{name}/small-1" if name[0] != "-" else f"./{name}/small-1"
+    words = ["appliance", "train", f"{folder}/recipe.yaml", "--resume", folder]
+    assert shlex.split(go_on_command(run_dir)) == words
+    said = subprocess.run(["bash", "-c", f"printf '%s\\n' {go_on_command(run_dir)}"], capture_output=True, check=True)
+    assert said.stdout.decode().splitlines() == words
+    assert not list(tmp_path.glob("**/owned"))
+    plan, state = build_plan(recipe(), run_dir=run_dir, host=HOST), RunState(steps=1)
+    assert shlex.split(try_next(plan, state, folder=folder)[-1]) == ["appliance", "status", folder]
 
 
 def test_a_restart_reads_its_checkpoint_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,15 @@ LINE = {"step": 4, "time_s": 9.5, "reward_mean": 0.25, "reward_failures": 3, "gr
 
 
 @pytest.fixture
-def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., StoppableTrainer]:
+def written() -> list[tuple[int, str]]:
+    """(step, scheme) of each line of samples."""
+    return []
+
+
+@pytest.fixture
+def trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: list[tuple[int, str]]
+) -> Callable[..., StoppableTrainer]:
     """A trainer after verl's loop, which had no step to make after step 4. rollouts: in BF16, so that one is enough."""
     monkeypatch.setattr(PPOTrainerSync, "_validate", lambda self: {"val-core/arithmetic/reward/mean@1": 0.75})
     folder = checkpoint_folder(tmp_path, step=4)
@@ -37,7 +45,9 @@ def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., St
         made.plan = replace(plans.make_plan(tmp_path, steps=steps), resume_from=str(folder))
         made.global_steps = 5
         made._validation = {}
-        made._rollouts = SimpleNamespace(validated=512, pool=SimpleNamespace(graded=0, faults={}, last_fault=None))
+        samples = SimpleNamespace(write=lambda step, scheme: written.append((step, scheme)))
+        pool = SimpleNamespace(graded=0, faults={}, last_fault=None)
+        made._rollouts = SimpleNamespace(validated=512, pool=pool, samples=samples)
         made._precision = SimpleNamespace(live=Live("bf16", emulated=False))
         made._stop_after_step = None
         made._reward_faults = SimpleNamespace(end=_raising(failed))
@@ -61,13 +71,16 @@ def lines(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_last_step_gets_its_validation(tmp_path: Path, trainer: Callable[..., StoppableTrainer]) -> None:
+def test_the_last_step_gets_its_validation(
+    tmp_path: Path, trainer: Callable[..., StoppableTrainer], written: list[tuple[int, str]]
+) -> None:
     trainer().on_train_end()
     before, last = lines(tmp_path)
     assert before["step"] == 3 and last.pop("validate_s") >= 0
     assert last == {**LINE, "val_reward_mean": 0.75, "val_reward_bf16_mean": 0.75, "val_samples": 0}
     trainer().on_train_end()
     assert len(lines(tmp_path)) == 2
+    assert written == [(4, "bf16")]
 
 
 def test_a_run_with_more_steps_has_no_last_one_to_write(

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from appliance.plan.model import RunPlan
-from appliance.run.events import EVENTS_FILE, METRICS_FILE, Event, StepMetrics, parse_event, parse_metrics
+from appliance.run.events import (
+    EVENTS_FILE,
+    METRICS_FILE,
+    Event,
+    StepMetrics,
+    json_object,
+    parse_event,
+    parse_metrics,
+)
 from appliance.run.memory import MemorySample, read_memory
 from appliance.run.samples import StepSamples, read_samples
 from appliance.run.session import RunRecord, RunStatus
@@ -114,18 +120,22 @@ def _attempts(events: tuple[Event, ...]) -> tuple[Attempt, ...]:
 
 
 def _attests(run_dir: Path) -> tuple[Attest, ...]:
-    found = [(path.stem, _object(path)) for path in sorted((run_dir / "attest").glob("*.json"))]
+    found = [(path.stem, json_object(_text(path))) for path in sorted((run_dir / "attest").glob("*.json"))]
     return tuple(
         Attest(
             process=name,
             role=str(raw.get("role", "")),
             scheme=str(raw.get("scheme", "")),
             emulated=raw.get("emulated") is True,
-            patches=tuple(map(str, raw.get("patches") or ())),
+            patches=_names(raw.get("patches")),
             kernels=_kernels(raw.get("detail")),
         )
         for name, raw in found
     )
+
+
+def _names(value: object) -> tuple[str, ...]:
+    return tuple(map(str, value)) if isinstance(value, list) else ()
 
 
 def _kernels(detail: object) -> tuple[tuple[str, int], ...]:
@@ -135,19 +145,11 @@ def _kernels(detail: object) -> tuple[tuple[str, int], ...]:
 
 
 def _versions(path: Path) -> tuple[tuple[str, str], ...]:
-    raw = _object(path)
+    raw = json_object(_text(path))
     distributions = raw.get("distributions")
     named = distributions.items() if isinstance(distributions, dict) else ()
     plain = [(name, raw[name]) for name in ("python", "platform", "fingerprint") if name in raw]
     return tuple((str(name), str(version)) for name, version in (*named, *plain))
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(_text(path))
-    except ValueError:
-        return {}
-    return raw if isinstance(raw, dict) else {}
 
 
 def _lines(path: Path) -> list[str]:

@@ -14,7 +14,7 @@ from appliance.run.report.timeline import event_table, timeline
 from appliance.run.report.verdicts import Verdict, Word, verdicts
 from appliance.run.session import RunStatus
 from appliance.run.state import median_tokens_per_s, remaining_s, step_seconds
-from appliance.run.summary import result, typed_path
+from appliance.run.summary import quoted_path, result
 
 RELOAD_S = 10  # of a page whose run goes on
 _GIB = 1 << 30
@@ -67,7 +67,7 @@ def page(view: RunView, *, now: float, awaits_restart: bool = False) -> str:
         reload_s=RELOAD_S if view.is_live or awaits_restart else 0,
         written=now,
         forsaken=f"This page was not written anew for five minutes: its launcher may be gone. To make it anew: "
-        f"appliance report {typed_path(view.run_dir)}",
+        f"appliance report {quoted_path(view.run_dir)}",
     )
 
 
