@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from docker.models.containers import Container
-from images import IMAGE, USER, give_to, open_to_all
+from images import IMAGE, USER, give_to, open_to_all, remove_our_volumes, removed_at_the_end, said_by
 
 from appliance.run.attest import fingerprint
 
@@ -28,7 +28,7 @@ def unavailable(reason: str) -> None:
 
 @pytest.fixture(scope="session")
 def engine():
-    """A docker client whose engine answers. At the end no volume is left that was not there before."""
+    """A docker client whose engine answers. At the end no volume is left that the tests made."""
     import docker
 
     try:
@@ -36,11 +36,9 @@ def engine():
         client.ping()
     except docker.errors.DockerException:
         unavailable("no Docker engine answers")
-    before = {volume.id for volume in client.volumes.list()}
+    known = {volume.id for volume in client.volumes.list()}
     yield client
-    for volume in client.volumes.list():
-        if volume.id not in before:
-            volume.remove()
+    remove_our_volumes(client, known=known)
     client.close()
 
 
@@ -50,7 +48,7 @@ def image(engine) -> str:
     import docker
 
     try:
-        said = engine.containers.run(IMAGE, ["version", "--json"], remove=True)
+        said = said_by(engine, IMAGE, ["version", "--json"])
     except docker.errors.ImageNotFound:
         unavailable(f"there is no image {IMAGE}")
     if json.loads(said)["fingerprint"] != fingerprint():
@@ -87,10 +85,9 @@ def first_run(engine, image: str) -> Iterator[Container]:
     """What a new user types, to its end: nothing mounted, no option; it makes the tiny model, the data, the profile."""
     sets = ("trainer.steps=3", "trainer.validate_every=3", "task.val_size=64")
     line = ["train", "arithmetic-tiny-int8", *(part for each in sets for part in ("--set", each))]
-    container = engine.containers.run(image, line, detach=True)
-    container.wait(timeout=FIRST_RUN_S)
-    yield container
-    container.remove(force=True, v=True)
+    with removed_at_the_end(engine.containers.run(image, line, detach=True)) as container:
+        container.wait(timeout=FIRST_RUN_S)
+        yield container
 
 
 @pytest.fixture(scope="session")

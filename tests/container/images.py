@@ -4,10 +4,45 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+
+from docker import DockerClient
+from docker.models.containers import Container
 
 IMAGE = "flashrl-appliance:cpu"
 USER = 10001
+PROJECT = "flashrl-test"  # of compose
+
+
+@contextmanager
+def removed_at_the_end(container: Container) -> Iterator[Container]:
+    """The container, gone afterwards with its volumes without a name, however the tests with it end."""
+    try:
+        yield container
+    finally:
+        container.remove(force=True, v=True)
+
+
+def said_by(engine: DockerClient, image: str, arguments: Sequence[str], **options: object) -> bytes:
+    """stdout of a container that must end well. docker's own `remove=True` leaves its volumes."""
+    with removed_at_the_end(engine.containers.run(image, list(arguments), detach=True, **options)) as container:
+        code = container.wait()["StatusCode"]
+        assert code == 0, container.logs()
+        return container.logs(stdout=True, stderr=False)
+
+
+def remove_our_volumes(engine: DockerClient, *, known: Collection[str]) -> None:
+    """Of the volumes that have a name: compose's, and the cache of `--in-container` where it was not there before.
+
+    known: the volumes before the tests. All others belong to somebody else who works here.
+    """
+    cache = f"flashrl-cache-{os.getuid()}"
+    for volume in engine.volumes.list():
+        labels = volume.attrs.get("Labels") or {}
+        if labels.get("com.docker.compose.project") == PROJECT or (volume.id == cache and cache not in known):
+            volume.remove()
 
 
 def open_to_all(folder: Path) -> None:

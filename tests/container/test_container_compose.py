@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 from docker.models.containers import Container
 from docker.types import Mount
-from images import IMAGE, runs_with
+from images import IMAGE, PROJECT, removed_at_the_end, runs_with
 
 pytestmark = pytest.mark.docker
 ROOT = Path(__file__).parents[2]
-PROJECT = "flashrl-test"
 
 
 def program() -> list[str]:
@@ -167,10 +166,8 @@ def join_with(engine, given: dict[str, str], *, token: str, mounts: Iterable[Mou
         mounts=[*mounts, Mount(inside, str(file), type="bind", read_only=True)],
         volumes={given["RUNS"]: {"bind": "/appliance/runs", "mode": "rw"}},
     )
-    try:
+    with removed_at_the_end(container):
         return container.wait(timeout=PATIENCE_S)["StatusCode"], container.logs().decode()
-    finally:
-        container.remove(force=True, v=True)
 
 
 def wait_until(condition: Callable[[], bool], container: Container) -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from images import said_by
 
 pytestmark = pytest.mark.docker
 ROOT = Path(__file__).parents[2]
@@ -17,7 +18,7 @@ LARGEST_BYTES = 3_500_000_000
 
 def shell(engine, image: str, script: str, **options: object) -> str:
     arguments = ["-c", script]
-    return engine.containers.run(image, arguments, entrypoint="/bin/sh", remove=True, **options).decode()
+    return said_by(engine, image, arguments, entrypoint="/bin/sh", **options).decode()
 
 
 def test_the_image_is_small_and_runs_as_nobody_in_particular(engine, image: str) -> None:
@@ -32,10 +33,7 @@ def test_the_image_is_small_and_runs_as_nobody_in_particular(engine, image: str)
 def test_the_labels_say_what_it_was_made_of(engine, image: str) -> None:
     labels = engine.images.get(image).labels
     standard = {name.rpartition(".")[2]: value for name, value in labels.items() if name.startswith("org.opencont")}
-    assert (
-        standard["version"]
-        == json.loads(engine.containers.run(image, ["version", "--json"], remove=True))["flashrl-appliance"]
-    )
+    assert standard["version"] == json.loads(said_by(engine, image, ["version", "--json"]))["flashrl-appliance"]
     assert len(standard["revision"].removesuffix("-dirty")) == 40
     assert standard["digest"].startswith("sha256:")
     versions = {name.rpartition(".")[2]: value for name, value in labels.items() if name.startswith("flashrl-")}
