@@ -5,8 +5,9 @@
 #   container/engine.sh stop    end the one that this script started, and nothing else
 set -euo pipefail
 
-readonly log=${TMPDIR:-/tmp}/dockerd.log
-readonly started=${TMPDIR:-/tmp}/dockerd-of-the-appliance.pid
+readonly folder=/run/flashrl-appliance # root's: nobody else can put another process's number or a link there
+readonly log=$folder/dockerd.log started=$folder/dockerd.pid
+readonly ends_within_s=60
 
 answers() { docker version --format '{{.Server.Version}}' 2>/dev/null; }
 
@@ -22,11 +23,13 @@ install_missing() {
 
 start() {
     local version
+    answers >/dev/null || rm -f "$started" # of an earlier one: whatever has its number now is not ours
     install_missing
     if version=$(answers); then
         echo "engine: $version answers" >&2
         return
     fi
+    mkdir -p "$folder"
     nohup dockerd >"$log" 2>&1 </dev/null &
     echo $! >"$started"
     for _ in {1..60}; do
@@ -42,12 +45,17 @@ start() {
 }
 
 stop() {
-    local engine
+    local engine name
     [ -f "$started" ] || return 0
     engine=$(<"$started")
     rm "$started"
+    name=$(cat "/proc/$engine/comm" 2>/dev/null) || return 0
+    [ "$name" = dockerd ] || return 0 # it ended, and its number is another's
     kill "$engine" 2>/dev/null || return 0
-    tail --pid="$engine" -f /dev/null
+    timeout "$ends_within_s" tail -s 0.1 --pid="$engine" -f /dev/null || {
+        echo "error: dockerd, process $engine, did not end within $ends_within_s s; its log is $log" >&2
+        exit 1
+    }
 }
 
 case ${1:-start} in
