@@ -231,8 +231,10 @@ def test_a_restart_reads_its_checkpoint_once(tmp_path: Path, monkeypatch: pytest
     save(run_dir, 3)
     hashed: list[str] = []
     monkeypatch.setattr(seal_module, "hash_file", lambda path: hashed.append(path.name) or hash_file(path))
-    monkeypatch.setattr(going_on, "run_training", lambda *_, **__: 0)
+    told: list[bool] = []
+    monkeypatch.setattr(going_on, "run_training", lambda *_, may_restart, **__: told.append(may_restart) or 0)
     assert going_on.through_faults(5, recipe(*sets), run_dir, json_mode=False, steps=()) == 0
+    assert told == [True]
     assert sorted(hashed) == ["data.pt", "guard.json", "state.json"]
 
 
