@@ -18,11 +18,11 @@ One code that is off by one moves the rest by at least 64 s_n: it is seen with c
 of 27648 codes of typical size has |T_n| near 5e5). Several wrong codes of one row cancel for one in about 128 probes at
 most, and each sync has another probe. The scale is compared bit for bit where the kernel reads it.
 
-FP8, emulated. Codes and scales lie in the layer. All scales and the codes of a rotating eighth of the rows (in blocks
-of 128, at least one) are compared bit for bit with what the compiled quantiser makes of the received tensor. In a full
-proof (schedule.py) all rows are. The engine quantises by that same compiled code: an error of it is seen only by the
-reference codec, which is asked for a few rows in each proof (`_check_quantiser`). Where it is the layer's turn its
-method also answers a probe of signs x_k = +-1, within float32's bound for a sum of K terms, twice
+FP8, emulated. Codes and scales lie in the layer. All scales, as the codec computes them, and the codes of a rotating
+eighth of the rows (in blocks of 128, at least one), as the compiled quantiser makes them, are compared bit for bit. In
+a full proof (schedule.py) all rows are. The engine makes codes by that same compiled code: an error of it is seen only
+by the reference codec, which is asked for a few rows in each proof (`_check_quantiser`). Where it is the layer's turn
+its method also answers a probe of signs x_k = +-1, within float32's bound for a sum of K terms, twice
 K u sum_k |w'_nk|, and BF16's rounding: what can go wrong beyond codes and scales is code, and the same for all layers.
 
 BF16. Signs on 64 neighbouring columns that move on from round to round, zeros elsewhere, with the bias trick: bound

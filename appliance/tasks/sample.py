@@ -1,13 +1,12 @@
 """A few problems through their reward: `python -m appliance.tasks.sample`, a Sample as JSON on stdin.
 
 The right answer, in the form that the task asks for, must have reward 1, and an empty response 0. A process of its own:
-math-verify stops itself by signals, and sympy is a second to load. Says on the last line of stdout, as JSON, a Verdict;
-what a library prints meanwhile goes to stderr, and a reward function that raises ends it with a traceback.
+math-verify stops itself by signals, and sympy is a second to load. Says on the last line of stdout, as JSON, a Verdict:
+libraries may print before it. A reward function that raises ends it with a traceback.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from collections.abc import Iterator
@@ -78,8 +77,7 @@ def answers(kind: str, truth: str) -> Iterator[str]:
 
 
 def main() -> int:
-    with contextlib.redirect_stdout(sys.stderr):
-        verdict = judge_sample(Sample(**json.load(sys.stdin)))
+    verdict = judge_sample(Sample(**json.load(sys.stdin)))
     sys.stdout.write(f"\n{json.dumps(asdict(verdict))}\n")
     return 0
 
