@@ -18,8 +18,7 @@ from appliance.plan.shapes import read_shape
 from appliance.plan.stored import has_experts, model_shapes
 from appliance.preflight.checks import estimates
 from appliance.run.events import _NUMBERS, first_failure, run_started
-from appliance.run.report.folder import read_view
-from appliance.run.report.page import page
+from appliance.run.report.write import print_report
 from appliance.run.status import print_status
 
 RECORD = {"state": "failed", "phase": "rollout", "attempt": 2, "exit_code": 5, "reason": "", "schema_version": 1}
@@ -75,7 +74,8 @@ def look(run_dir: Path) -> None:
     with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding="utf-8")):
         for json_mode in (False, True):
             print_status(str(run_dir), run_root=run_dir.parent, json_mode=json_mode)
-    page(read_view(run_dir), now=100.0)
+        print_report(str(run_dir), run_root=run_dir.parent, output=None)
+    assert not list(run_dir.glob(".report.html.*"))
     first_failure(run_dir)
     run_started(run_dir)
 
