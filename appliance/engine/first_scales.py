@@ -7,10 +7,12 @@ import os
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from appliance.run.acknowledge import SYNC_FOLDER
+from appliance.run.events import append_event
 
 Key = tuple[str, int]  # name of a layer, number of one of its weights
 Kind = tuple[float, int, torch.Size]  # of codes: largest magnitude, columns that share a scale, shape of the scales
@@ -18,11 +20,25 @@ FirstScales = dict[tuple[Key, Kind], Tensor]  # [R, S] of R sampled rows, S scal
 
 
 def read_first_scales(run_dir: Path, *, replica: int, rank: int) -> FirstScales:
-    """As the earliest attempt that had an update left them; empty in that attempt. Raises OSError."""
+    """As the newest attempt that had an update left them: with all that it read itself. Empty in the first attempt.
+
+    A file that cannot be read counts as none, with a `note`: it is about a metric. Raises OSError where that cannot be
+    written.
+    """
     kept = run_dir.glob(f"logs/*/{SYNC_FOLDER}/{_name(replica, rank)}")
-    oldest = min(kept, key=lambda path: int(path.parts[-3]), default=None)
+    for path in sorted(kept, key=lambda path: int(path.parts[-3]), reverse=True):
+        try:
+            return _read(path)
+        except (OSError, SafetensorError, ValueError, TypeError) as error:
+            what = f"{path.relative_to(run_dir)} cannot be read: scale_drift counts from an older file, or from now"
+            append_event(run_dir, kind="note", what=what, why=f"{type(error).__name__}: {error}")
+    return {}
+
+
+def _read(path: Path) -> FirstScales:
+    """Raises OSError, SafetensorError, and ValueError or TypeError for names that are not ours."""
     first: FirstScales = {}
-    for text, scale_RS in (load_file(oldest) if oldest else {}).items():
+    for text, scale_RS in load_file(path).items():
         name, number, largest, columns = json.loads(text)
         first[(name, number), (largest, columns, scale_RS.shape)] = scale_RS
     return first
@@ -38,6 +54,8 @@ def write_first_scales(run_dir: Path, first: FirstScales, *, replica: int, rank:
     }
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     save_file(named, partial)
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())  # else a crash of the host may keep the new name and not what is in it
     partial.replace(path)
 
 

@@ -7,6 +7,7 @@ config.json has, and what `bench` kept.
 from __future__ import annotations
 
 import importlib.metadata
+import os.path
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -296,7 +297,7 @@ def _model(recipe: Recipe, *, cache_dir: Path) -> ModelPlan:
 
 def is_folder(source: str) -> bool:
     """Whether `model.path` means a folder: it exists, or cannot be a hub name (`owner/name`)."""
-    return full_path(source).is_dir() or source.startswith(("/", ".", "~")) or source.count("/") > 1
+    return os.path.isdir(full_path(source)) or source.startswith(("/", ".", "~")) or source.count("/") > 1
 
 
 def _task(recipe: Recipe, *, cache_dir: Path, model: ModelPlan) -> TaskPlan:

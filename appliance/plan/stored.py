@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os.path
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,12 +140,15 @@ def write_result(
 def read_result(key: ResultKey, *, cache_dir: Path) -> tuple[StoredResult | None, str]:
     """(the result that counts or None, why another one that lies there does not count or an empty text)."""
     path = key.path(cache_dir)
-    if path.is_file():
+    if os.path.isfile(path):
         try:
             return _read(json.loads(path.read_text())), ""
         except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             return None, f"a stored result cannot be read and does not count: {path.name}: {type(error).__name__}"
-    others = sorted((cache_dir / FOLDER).glob(f"{key.device}-{key.shapes}-????????.json"))
+    folder = cache_dir / FOLDER
+    if not os.path.isdir(folder):  # Path.glob raises where this user may not look
+        return None, ""
+    others = sorted(folder.glob(f"{key.device}-{key.shapes}-????????.json"))
     return None, _other(others[0], key=key) if others else ""
 
 

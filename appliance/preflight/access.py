@@ -58,21 +58,34 @@ def read_access(plan: RunPlan, *, ask_network: bool) -> AccessFacts:
 
 
 def _write_problem(folder: Path) -> str:
-    existing = next(each for each in (folder, *folder.parents) if each.exists())
-    if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
+    existing = next(each for each in (folder, *folder.parents) if os.path.exists(each))
+    if os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK):
         return ""
     return f"{existing} belongs to user {existing.stat().st_uid} and cannot be written"
 
 
 def _files(plan: RunPlan) -> Iterator[Path]:
+    """The model's folder, also one behind a folder that is closed to this user, and where it is open its files."""
     folder = Path(plan.model.path)
-    if not plan.model.builtin and folder.is_absolute() and folder.is_dir():
-        yield folder
-        yield from sorted(each for each in folder.iterdir() if each.is_file()) if os.access(folder, os.R_OK) else ()
+    if plan.model.builtin or not folder.is_absolute() or not (os.path.isdir(folder) or _is_barred(folder)):
+        return
+    yield folder
+    if not _is_unreadable(folder):
+        yield from sorted(each for each in folder.iterdir() if os.path.isfile(each))
+
+
+def _is_barred(path: Path) -> bool:
+    try:
+        path.stat()
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _is_unreadable(path: Path) -> bool:
-    return not os.access(path, os.R_OK | os.X_OK if path.is_dir() else os.R_OK)
+    return not os.access(path, os.R_OK | os.X_OK if os.path.isdir(path) else os.R_OK)
 
 
 def ports_in_use(ports: Ports) -> tuple[int, ...]:

@@ -30,7 +30,8 @@ def is_cached(name: str) -> bool:
 
 def snapshots(name: str) -> list[Path]:
     """Folders of a model in the hub's cache on this host, one per revision, complete or not."""
-    return [folder for folder in (_cached(name) / "snapshots").glob("*") if folder.is_dir()]
+    kept = _cached(name) / "snapshots"
+    return [folder for folder in kept.glob("*") if os.path.isdir(folder)] if os.path.isdir(kept) else []
 
 
 def _cached(name: str) -> Path:
@@ -39,12 +40,18 @@ def _cached(name: str) -> Path:
 
 def missing_parts(folder: Path) -> tuple[str, ...]:
     """Of a model's folder: `config.json`, `weights`, `tokenizer`; empty when it is complete."""
-    missing = [] if (folder / "config.json").is_file() else ["config.json"]
-    if not any(file.stat().st_size for file in folder.glob(_WEIGHTS)):
+    missing = [] if os.path.isfile(folder / "config.json") else ["config.json"]
+    if not weight_bytes(folder):
         missing.append("weights")
-    if not any((folder / name).is_file() for name in _TOKENIZERS):
+    if not any(os.path.isfile(folder / name) for name in _TOKENIZERS):
         missing.append("tokenizer")
     return tuple(missing)
+
+
+def weight_bytes(folder: Path) -> int:
+    """Size of the files of weights in a folder; 0 when there are none, or this user may not look."""
+    found = folder.glob(_WEIGHTS) if os.path.isdir(folder) else ()  # Path.glob raises where this user may not look
+    return sum(os.path.getsize(file) for file in found if os.path.isfile(file))
 
 
 def problem() -> str:
@@ -73,6 +80,8 @@ class _Stay(urllib.request.HTTPRedirectHandler):
 
 def _head(url: str) -> tuple[int, str]:
     """(status, why there is none)."""
+    if why := _token_problem():
+        return 0, why
     headers = {"Authorization": f"Bearer {token}"} if (token := _token()) else {}
     request = urllib.request.Request(url, method="HEAD", headers=headers)
     try:
@@ -80,18 +89,33 @@ def _head(url: str) -> tuple[int, str]:
             return answer.status, ""
     except urllib.error.HTTPError as error:
         return error.code, ""
-    except (OSError, http.client.HTTPException, ValueError) as error:
+    except ValueError as error:  # before OSError: its text may quote a header, and with it the token
+        return 0, f"{endpoint()} cannot be asked ({type(error).__name__})"
+    except (OSError, http.client.HTTPException) as error:
         return 0, f"{endpoint()} cannot be reached ({getattr(error, 'reason', None) or error})"
 
 
 def _token() -> str:
-    """As huggingface_hub finds it: the variable, else the file that `hf auth login` writes."""
-    if token := os.environ.get("HF_TOKEN", "").strip():
+    """As huggingface_hub finds it: a variable, else the file that `hf auth login` writes; without its line ends."""
+    token = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN")
+    if token := _clean(token or ""):
         return token
     try:
-        return Path(os.environ.get("HF_TOKEN_PATH") or _home() / "token").read_text().strip()
+        return _clean(Path(os.environ.get("HF_TOKEN_PATH") or _home() / "token").read_text())
     except (OSError, UnicodeDecodeError):
         return ""
+
+
+def _clean(token: str) -> str:
+    return token.replace("\r", "").replace("\n", "").strip()
+
+
+def _token_problem() -> str:
+    """Why the token cannot be sent, without a part of it: libraries quote such a header in their errors."""
+    token = _token()
+    if token.isascii() and token.isprintable():
+        return ""
+    return "the hub's token (HF_TOKEN, or the file of `hf auth login`) has characters that no header can carry"
 
 
 def _home() -> Path:
@@ -119,6 +143,8 @@ def _asked(name: str) -> tuple[str, str]:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
+    if why := _token_problem():
+        return "", why
     try:
         return HfApi(endpoint=endpoint()).model_info(name, timeout=_ANSWERS_WITHIN_S).sha or "", ""
     except HfHubHTTPError as error:  # no such model, or none for this token

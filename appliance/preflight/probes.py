@@ -84,7 +84,7 @@ def read_host(run_root: Path) -> HostFacts:
         python=sys.version_info[:2],
         missing_libraries=tuple(name for name in LIBRARIES if not _loads(name)),
         disk_free_bytes=shutil.disk_usage(existing).free,
-        shm_free_bytes=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0,
+        shm_free_bytes=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0,
         run_root_problem=_write_problem(existing),
         packages=frozenset(name for name in PACKAGES if importlib.util.find_spec(name)),
         processor=_processor(),
@@ -94,12 +94,12 @@ def read_host(run_root: Path) -> HostFacts:
 
 
 def _nearest_existing(path: Path) -> Path:
-    return next(each for each in (path, *path.parents) if each.exists())
+    return next(each for each in (path, *path.parents) if os.path.exists(each))
 
 
 def _write_problem(folder: Path) -> str:
     """Why nothing can be made in the folder, or an empty text. Nothing is written: a probe leaves no trace."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return f"{folder} is not a folder"
     if os.statvfs(folder).f_flag & os.ST_RDONLY:
         return f"{folder} is on a read-only file system"
@@ -163,9 +163,12 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) 
     asks = ask_hub and not hub.is_offline() and (needs_model or (_data_from_hub(plan) and not prepared))
     hub_problem = hub.problem() if asks else ""
     data_problems = _data_problems(plan)
+    access = read_access(plan, ask_network=ask_hub)  # before anything looks into the folder
+    is_barred = str(folder) in access.unreadable
+    may_look = is_folder and not is_barred and os.path.isdir(folder)
     return InputFacts(
-        model_folder_exists=folder.is_dir(),
-        model_missing=hub.missing_parts(folder) if is_folder and folder.is_dir() else (),
+        model_folder_exists=is_barred or os.path.isdir(folder),
+        model_missing=hub.missing_parts(folder) if may_look else (),
         model_bytes=model_bytes(plan),
         model_shape=model_shape(plan),
         model_is_cached=cached,
@@ -175,10 +178,10 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) 
         is_prepared=prepared,
         profile_problem=profile_problem(plan),
         uaq_problem=uaq_problem(plan),
-        model_damage=damage(folder) if is_folder and folder.is_dir() else (),
+        model_damage=damage(folder) if may_look else (),
         model_problem=hub.refusal(plan.model.source) if asks and needs_model and not hub_problem else "",
         reward_problem=reward_problem(plan) if ask_hub and not data_problems else None,
-        access=read_access(plan, ask_network=ask_hub),
+        access=access,
         stack=read_stack(plan),
         stored=_stored(plan, host=host) if host else None,
     )
@@ -192,7 +195,7 @@ def _stored(plan: RunPlan, *, host: HostFacts) -> StoredResult | None:
 def model_bytes(plan: RunPlan) -> int:
     """Size of the weights in the model's folder, 0 when it is not on this host yet."""
     folder = Path(plan.model.path)
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_absolute() else 0
+    return hub.weight_bytes(folder) if folder.is_absolute() else 0
 
 
 def _data_from_hub(plan: RunPlan) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def profile_problem(plan: RunPlan) -> str:
     if plan.profile is None or not plan.profile.source:
         return ""
     source = Path(plan.profile.source)
-    if not (source / PROFILE_FILE).is_file():
+    if not os.path.isfile(source / PROFILE_FILE):
         return f"{source}: the folder has no {PROFILE_FILE}"
     try:
         profile = _read(source)

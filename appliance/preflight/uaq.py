@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 from pathlib import Path
 
 from appliance.errors import EngineError
@@ -13,9 +14,9 @@ from appliance.quant.uaq_layers import MARK_FILE, norm_fed
 def uaq_problem(plan: RunPlan) -> str:
     """Why `correction.uaq_scale` cannot be, empty where it can, or the model is not on this host yet."""
     folder = Path(plan.model.path)
-    if plan.uaq is None or not (folder / "config.json").is_file():
+    if plan.uaq is None or not os.path.isfile(folder / "config.json"):
         return ""
-    if (folder / MARK_FILE).exists():
+    if os.path.exists(folder / MARK_FILE):
         return f"{folder}: the model is scaled by UAQ already ({MARK_FILE} says so)"
     try:
         names = tensor_shapes(folder)

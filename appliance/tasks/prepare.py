@@ -7,6 +7,7 @@ events of the run; the exit code is that of the error.
 from __future__ import annotations
 
 import functools
+import os.path
 import shutil
 import sys
 import tempfile
@@ -31,17 +32,17 @@ _PROGRESS_EVERY_S = 0.5
 
 def is_prepared(plan: RunPlan) -> bool:
     """Whether the cache has all that the plan names. Imports no torch."""
-    data = Path(plan.task.train_parquet).is_file() and Path(plan.task.val_parquet).is_file()
-    return data and (not plan.model.builtin or (Path(plan.model.path) / "config.json").is_file())
+    data = os.path.isfile(plan.task.train_parquet) and os.path.isfile(plan.task.val_parquet)
+    return data and (not plan.model.builtin or os.path.isfile(Path(plan.model.path) / "config.json"))
 
 
 def prepare(plan: RunPlan) -> None:
     """Make what is missing. Raises RecipeError for data that cannot be used, OSError when the cache is not writable."""
     run_dir = Path(plan.run_dir)
     append_event(run_dir, kind="phase", what="prepare")
-    if plan.model.builtin and not (Path(plan.model.path) / "config.json").is_file():
+    if plan.model.builtin and not os.path.isfile(Path(plan.model.path) / "config.json"):
         _make_model(plan)
-    if not (Path(plan.task.train_parquet).is_file() and Path(plan.task.val_parquet).is_file()):
+    if not (os.path.isfile(plan.task.train_parquet) and os.path.isfile(plan.task.val_parquet)):
         _make_data(plan)
 
 

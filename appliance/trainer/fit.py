@@ -77,8 +77,8 @@ def fit(
             raise trainer.save_and_stop() from None
         finally:
             trainer.stop_watching()
-            trainer.end_tracking()
             pool.close()
+            trainer.end_tracking()
     finally:
         transfer_queue.close()
 

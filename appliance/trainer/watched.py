@@ -44,6 +44,7 @@ from appliance.trainer.precision import Live, RolloutPrecision, validates_bf16
 from appliance.trainer.rollouts import Rollouts
 from appliance.trainer.step_telemetry import measure_step
 from appliance.trainer.telemetry import StepTelemetry
+from appliance.trainer.tracking_end import finish_tracking
 
 LOOK_AGAIN_S = 1.0  # how long a wait for rollouts lasts at most before the buffer is looked at again
 
@@ -117,10 +118,11 @@ class WatchedTrainer(PPOTrainerSync):
             self._engine_watch.stop()
 
     def end_tracking(self) -> None:
-        """Have the backends of `logging.backends` write what they hold: verl leaves that to its destructor."""
+        """Have the backends of `logging.backends` write what they hold: verl leaves that to its destructor. Never
+        raises."""
         tracking = getattr(self, "logger", None)  # there since the training began
         if tracking is not None:
-            tracking.finish()
+            finish_tracking(tracking.finish, run_dir=self.run_dir)
 
     def _open_checkpoints(self) -> Checkpoints:
         """With the driver's part of the checkpoint put back, when the weights were loaded from one."""

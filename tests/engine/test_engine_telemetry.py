@@ -5,6 +5,8 @@ Legend: N rows, K columns.
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -133,7 +135,7 @@ def test_scales_drift_since_the_first_update_whatever_was_computed_in_between() 
 
 @pytest.mark.parametrize("scheme", [Scheme.INT8, Scheme.FP8_BLOCK])
 def test_scales_drift_since_the_first_update_of_the_run_in_later_attempts_too(scheme: Scheme, tmp_path: Path) -> None:
-    """The second attempt's first update is not the run's; its file is not what a third one reads."""
+    """The second attempt's first update is not the run's; its file has what it read of the first."""
     assert read_first_scales(tmp_path, replica=0, rank=1) == {}
     for attempt, seed in ((1, 1), (2, 2), (10, 3)):
         layers = model()
@@ -145,3 +147,47 @@ def test_scales_drift_since_the_first_update_of_the_run_in_later_attempts_too(sc
         write_first_scales(tmp_path, tap.first, replica=0, rank=1)
         (tmp_path / "logs" / str(attempt)).mkdir(parents=True)
         (tmp_path / "sync").rename(tmp_path / "logs" / str(attempt) / "sync")
+
+
+FIRST = (("layer", 0), (127.0, 1, torch.Size([2, 1]))), torch.tensor([[0.5], [0.25]])
+SECOND = (("layer", 1), (448.0, 1, torch.Size([1, 1]))), torch.tensor([[2.0]])
+
+
+def keep(run_dir: Path, *, attempt: int, first: dict) -> Path:
+    """The file of an attempt that is over."""
+    write_first_scales(run_dir, first, replica=0, rank=0)
+    (run_dir / "logs" / str(attempt)).mkdir(parents=True)
+    kept = (run_dir / "sync").rename(run_dir / "logs" / str(attempt) / "sync")
+    return kept / "scales-0-0.safetensors"
+
+
+def test_first_scales_are_those_of_the_newest_attempt(tmp_path: Path) -> None:
+    """The second attempt changed to another scheme: its file has what it read, and that."""
+    keep(tmp_path, attempt=9, first=dict([FIRST]))
+    keep(tmp_path, attempt=10, first=dict([FIRST, SECOND]))
+    found = read_first_scales(tmp_path, replica=0, rank=0)
+    assert set(found) == {FIRST[0], SECOND[0]}
+    assert torch.equal(found[FIRST[0]], FIRST[1]) and torch.equal(found[SECOND[0]], SECOND[1])
+
+
+@pytest.mark.parametrize("left", [b"", b"\x10", b"no header", None])
+def test_first_scales_that_are_torn_count_as_none(tmp_path: Path, left: bytes | None) -> None:
+    keep(tmp_path, attempt=1, first=dict([FIRST]))
+    torn = keep(tmp_path, attempt=2, first=dict([FIRST, SECOND]))
+    torn.write_bytes(torn.read_bytes()[:-1] if left is None else left)
+    assert set(read_first_scales(tmp_path, replica=0, rank=0)) == {FIRST[0]}
+    (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    assert event["kind"] == "note" and event["why"].startswith("SafetensorError: ")
+    assert event["what"] == (
+        "logs/2/sync/scales-0-0.safetensors cannot be read: scale_drift counts from an older file, or from now"
+    )
+
+
+def test_first_scales_are_on_the_disk_before_they_have_their_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[int, bool]] = []
+    target = tmp_path / "sync" / "scales-0-0.safetensors"
+    monkeypatch.setattr(os, "fsync", lambda number: synced.append((os.fstat(number).st_size, target.exists())))
+    write_first_scales(tmp_path, dict([FIRST]), replica=0, rank=0)
+    assert synced == [(target.stat().st_size, False)]

@@ -226,3 +226,60 @@ def test_findings_name_place_and_remedy() -> None:
 def test_the_model_of_the_plan_is_what_is_looked_at(tmp_path: Path) -> None:
     builtin = ModelPlan(path=str(tmp_path), source="", builtin="tiny", revision="", trust_remote_code=False)
     assert facts(make_plan(tmp_path / "runs" / "a-1", model=builtin)).unreadable == ()
+
+
+LOOKS_AS_NOBODY = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from dataclasses import replace
+from types import SimpleNamespace
+from plans import make_plan
+from appliance.plan.build import is_folder
+from appliance.plan.model import ModelPlan
+from appliance.plan.stored import read_result, result_key
+from appliance.preflight import checks, hub, uaq
+from appliance.preflight.access import judge_access
+from appliance.preflight.probes import read_host, read_inputs
+os.setgid(65534); os.setuid(65534)
+model = ModelPlan(path={model!r}, source={model!r}, builtin="", revision="", trust_remote_code=False)
+plan = make_plan(Path({run!r}), model=model, cache_dir={cache!r})
+closed = {cache!r} + "/data"
+task = replace(plan.task, train_parquet=closed + "/train.parquet", val_parquet=closed + "/val.parquet")
+plan = replace(plan, task=task, profile=SimpleNamespace(source=closed))
+inputs = read_inputs(plan, ask_hub=False)
+assert not inputs.is_prepared and inputs.profile_problem.endswith(": the folder has no profile.safetensors")
+assert uaq.uaq_problem(replace(plan, uaq=object())) == ""
+os.environ["HF_HUB_CACHE"] = closed
+assert not hub.is_cached("owner/model")
+key = result_key(device="cpu", host=read_host(Path({cache!r})), model=plan.model, pins=plan.pins)
+assert read_result(key, cache_dir=Path({cache!r})) == (None, "")
+for each in (*checks._model(plan, inputs), *judge_access(inputs.access)):
+    sys.stdout.write(each.text + "\\n")
+sys.stdout.write(str(is_folder({model!r})) + "\\n")
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+@pytest.mark.parametrize(("model_mode", "above_mode"), [(0o700, 0o755), (0o744, 0o755), (0o755, 0o700)])
+def test_a_model_folder_that_cannot_be_entered_is_a_finding(model_mode: int, above_mode: int) -> None:
+    """Closed, open for a listing alone, and behind a closed folder; the cache's is closed as well."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        model, cache = folder / "above" / "model", folder / "closed" / "cache"
+        model.mkdir(parents=True)
+        cache.mkdir(parents=True)
+        for file in ("config.json", "model.safetensors", "tokenizer.json"):
+            (model / file).write_text("{}")
+        model.chmod(model_mode)
+        model.parent.chmod(above_mode)
+        cache.parent.chmod(0o700)
+        tests, run = str(Path(__file__).parents[1]), str(folder / "runs" / "a-1")
+        program = LOOKS_AS_NOBODY.format(tests=tests, model=str(model), cache=str(cache), run=run)
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        assert done.stdout.splitlines() == [
+            f"error: cluster.run_dir: {cache.parent} belongs to user 0 and cannot be written",
+            f"error: model.path: user 65534 cannot read {model}",
+            "True",
+        ], done.stderr

@@ -83,3 +83,35 @@ def test_a_hub_out_of_reach_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     commit, why = hub.revision(NAME)
     assert commit == "" and why.startswith("http://127.0.0.1:1 cannot be reached (")
+
+
+def test_a_token_in_two_lines_is_sent_as_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As huggingface_hub does."""
+    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "token"))
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    assert hub._token() == ""
+    (tmp_path / "token").write_text(" hf_file\r\n")
+    assert hub._token() == "hf_file"
+    monkeypatch.setenv("HUGGING_FACE_HUB_TOKEN", "hf_old\n")
+    assert hub._token() == "hf_old"
+    monkeypatch.setenv("HF_TOKEN", "hf_SECRET\nsecond")
+    assert hub._token() == "hf_SECRETsecond"
+
+
+@pytest.mark.parametrize("token", ["hf_SECRET\tsecond", "hf_SECRET\x7f", "hf_SECRET\u2019"])
+def test_a_token_that_no_header_can_carry_is_not_quoted(
+    answering: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_TOKEN", token)
+    why = "the hub's token (HF_TOKEN, or the file of `hf auth login`) has characters that no header can carry"
+    assert hub.problem() == hub.refusal(NAME) == why
+    assert hub.revision(NAME) == ("", why)
+
+
+def test_the_text_of_a_value_error_is_not_shown(answering: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """http.client quotes the header: also where the look at the token let one through."""
+    monkeypatch.setattr(hub, "_token_problem", lambda: "")
+    monkeypatch.setattr(hub, "_token", lambda: "hf_SECRET\nsecond")
+    assert hub.problem() == f"{answering} cannot be asked (ValueError)"
