@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from ray.exceptions import RayError
 from appliance.errors import ApplianceError, EngineError, TrainingError
 from appliance.tasks.grading import Shaping
 from appliance.trainer.rollouts import Rollouts, Sampling
+from appliance.trainer.samples import SampleLog
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, num_samples=1)
 DONE = SimpleNamespace(samples=[], weights_version=0)
@@ -49,6 +51,7 @@ def rollouts(*engines: Engine) -> Rollouts:
         max_prompt_tokens=8,
         seed=0,
         in_order=True,
+        samples=SampleLog(Path("run"), steps=1, decode=str),
     )
 
 
