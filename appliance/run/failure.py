@@ -68,14 +68,14 @@ SYMPTOMS = (
         "install one: sudo apt-get install g++",
     ),
     _symptom(
-        r"The current node timed out during startup",
-        "Ray did not start within its 30 s",
-        "this host is too busy: close other programs, and start again",
-    ),
-    _symptom(
         r"GCS may have been killed|Failed to connect to GCS within",
         "the Ray head of the cluster is gone",
         "start the head again, then the other nodes: docs/cluster.md",
+    ),
+    _symptom(
+        r"The current node timed out during startup",
+        "Ray did not start within its 30 s",
+        "this host is too busy: close other programs, and start again",
     ),
     _symptom(
         r"Address already in use|EADDRINUSE",

@@ -137,6 +137,8 @@ def test_a_head_that_dies_before_training_is_named(tmp_path: Path, with_tiny_cac
         wait_until(
             lambda: any("joined: 1 of 2" in event["what"] for event in events(run_dir)), what="its node", process=head
         )
+        ray_says = run_dir / "logs" / "1" / "train.log"  # a store that dies before this line is a start that failed
+        wait_until(lambda: "Ray runtime started" in ray_says.read_text(), what="Ray's own start", process=head)
         (store,) = [each for each in find_processes(f"{RUN_VARIABLE}={run_dir}") if each.name == "gcs_server"]
         os.kill(store.pid, signal.SIGKILL)
         killed = time.monotonic()
