@@ -120,7 +120,7 @@ def _is_count(value: object) -> bool:
 
 
 def _is_finite(value: object) -> bool:
-    return type(value) in (int, float) and -1e30 < value < 1e30  # type: ignore[operator]
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e30 < value < 1e30
 
 
 def damage(folder: Path) -> list[str]:

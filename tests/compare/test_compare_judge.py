@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import html.parser
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from page_parts import Parts
 
 from appliance.compare.file import Arm, Comparison
 from appliance.compare.judge import Verdict, curve, judge, verdict_text
@@ -168,32 +168,10 @@ def test_json_has_every_run_and_no_rewards_of_single_problems(shown: Shown) -> N
     assert "rewards" not in run
 
 
-class _Parts(html.parser.HTMLParser):
-    """Tags that stand open, and everything that would be loaded from elsewhere."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: list[str] = []
-        self.links: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append(tag)
-        self.links += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "data")]
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
 def test_the_page_needs_nothing_else_and_escapes_names(shown: Shown) -> None:
-    parts, text = _Parts(), page(shown)
-    parts.feed(text)
-    assert (parts.open, parts.links, parts.seen.count("script")) == ([], [], 1)  # the page's own, see page/frame.py
+    text = page(shown)
+    parts = Parts(text)
+    assert (parts.links, parts.seen.count("script")) == ([], 1)  # the page's own, see page/frame.py
     assert "<tis>" not in text and "&lt;tis&gt;" in text
     assert parts.seen.count("figure") == 7 and "url(" not in text
 

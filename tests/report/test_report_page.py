@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import html.parser
 import json
 import os
 import shlex
@@ -11,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from page_parts import Parts
 
 from appliance.errors import PreflightError, RecipeError
 from appliance.run.events import append_event
@@ -22,35 +22,6 @@ from appliance.run.report.write import LivePage, print_report
 from appliance.run.session import RunRecord, RunStatus, Session
 
 FIGURES = 15  # 5 of learning, 4 of mismatch, 2 of quantisation, 2 of time, 2 over time
-
-
-class Parts(html.parser.HTMLParser):
-    """Elements and texts of a page; every tag must be closed in its place."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: list[str] = []
-        self.links: list[str] = []
-        self.texts: list[str] = []
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append(tag)
-        self.links += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "data")]
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if not self.open or self.open[-1] not in ("script", "style"):
-            self.texts.append(data)
 
 
 def made(run_dir: Path) -> tuple[str, Parts]:

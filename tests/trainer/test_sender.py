@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
+from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
+from appliance.engine.sync import SyncWorkerExtension
+from appliance.plan.env import PLAN_VARIABLE
 from appliance.quant.manifest import MANIFEST_NAME, read_manifest, record
-from appliance.trainer.sender import DigestedWeights
+from appliance.trainer.sender import DigestedWeights, DigestingAdapter
 
 
 def sent(weights: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
@@ -36,3 +42,21 @@ def test_the_list_at_the_end_is_of_what_went_out() -> None:
     manifest = read_manifest(listed)
     assert manifest.sync == 3
     assert list(manifest.records) == [record(name, tensor) for name, tensor in tensors]
+
+
+def test_sender_and_worker_of_a_run_meet_at_its_own_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's job id is the same in every run; verl's sender would remove another run's socket and take its place."""
+
+    def as_verl(self: ServerAdapter) -> None:
+        self.zmq_handle = "ipc:///tmp/rl-colocate-zmq-01000000-replica-0-rank-0.sock"
+
+    monkeypatch.setattr(ServerAdapter, "__init__", as_verl)
+    monkeypatch.setenv("VERL_RAY_JOB_ID", "01000000")
+    sockets = set()
+    for run in ("a", "b"):
+        monkeypatch.setenv(PLAN_VARIABLE, str(Path("/runs") / run / "plan.json"))
+        worker = SyncWorkerExtension.__new__(SyncWorkerExtension)
+        worker.local_rank, worker.model_runner = 0, SimpleNamespace()
+        assert worker._get_zmq_handle() == DigestingAdapter().zmq_handle
+        sockets.add(worker._get_zmq_handle())
+    assert len(sockets) == 2
