@@ -20,7 +20,7 @@ SHORT = (
     f"trainer.validate_every={STEPS}",
     "rollout.temperature=0.8",
     f"task.val_size={VALIDATION_PROBLEMS}",
-    "logging.backends=[tensorboard]",
+    "logging.backends=[tensorboard, trackio]",
 )
 
 

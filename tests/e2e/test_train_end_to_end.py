@@ -136,6 +136,23 @@ def test_tensorboard_has_every_step_by_our_names(short: Finished) -> None:
     )
 
 
+def test_trackio_has_every_step_by_our_names(short: Finished) -> None:
+    """Read by its own command, as the documentation says it."""
+    asked = ("get", "metric", "--project", "appliance", "--run", short.run_dir.name, "--metric", "appliance/reward_mean")
+    done = subprocess.run(
+        [Path(sys.executable).with_name("trackio"), *asked, "--json"],
+        env={**os.environ, "TRACKIO_DIR": str(short.run_dir.parent / ".trackio")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    rewards = {value["step"]: value["value"] for value in json.loads(done.stdout)["values"]}
+    assert rewards == pytest.approx(
+        {line["step"]: line["reward_mean"] for line in short.json_lines("metrics.jsonl") if line["step"]}
+    )
+
+
 def test_nothing_is_left_running(short: Finished) -> None:
     assert processes_of(short.run_dir) == []
     assert not Path(dict(json.loads((short.run_dir / "plan.json").read_text())["env"])["APPLIANCE_RAY_DIR"]).exists()
