@@ -138,9 +138,9 @@ def test_tensorboard_has_every_step_by_our_names(short: Finished) -> None:
 
 def test_trackio_has_every_step_by_our_names(short: Finished) -> None:
     """Read by its own command, as the documentation says it."""
-    asked = ("get", "metric", "--project", "appliance", "--run", short.run_dir.name, "--metric", "appliance/reward_mean")
+    run, metric = short.run_dir.name, ("--metric", "appliance/reward_mean", "--json")
     done = subprocess.run(
-        [Path(sys.executable).with_name("trackio"), *asked, "--json"],
+        [Path(sys.executable).with_name("trackio"), "get", "metric", "--project", "appliance", "--run", run, *metric],
         env={**os.environ, "TRACKIO_DIR": str(short.run_dir.parent / ".trackio")},
         capture_output=True,
         text=True,
