@@ -19,6 +19,8 @@ KV_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"  # GiB
 WANDB_MODE_VARIABLE = "WANDB_MODE"
 WANDB_KEY_VARIABLE = "WANDB_API_KEY"  # never set by us: the user's secret
 TRACKIO_DIR_VARIABLE = "TRACKIO_DIR"
+AHEAD_VARIABLE = "APPLIANCE_AHEAD"  # in the processes of rollout servers, see trainer/ahead.py
+SERVER_VARIABLES = {AHEAD_VARIABLE: "1"}  # what our platform gives a rollout server
 ENGINE_VENDOR = "appliance"  # under this name trainer/layer_rates.py registers an engine of verl's
 _LONGEST_RAY_DIR = 40
 _VERL_SOCKET = "rl-colocate-zmq-"
@@ -71,6 +73,7 @@ def _cpu_env(*, threads: int, kv_cache_gb: int) -> dict[str, str]:
         PLATFORM_VARIABLE: "cpu",  # the platform that trainer/cpu_platform.py registers
         "VERL_ENGINE_DEVICE": "cuda",  # verl registers its FSDP engine for cuda and npu only; it runs on any device
         KV_CACHE_VARIABLE: str(kv_cache_gb),
+        "RAY_preload_python_modules": "appliance.trainer.ahead",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the default pins one thread to core 0
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets one engine process hold its only worker, see verl_args._engine
         "TORCHDYNAMO_DISABLE": "1",  # needs a C++ compiler and start-up time, gains nothing at these sizes

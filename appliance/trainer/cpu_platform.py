@@ -12,7 +12,7 @@ import torch
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
-from appliance.plan.env import PLATFORM_VARIABLE
+from appliance.plan.env import PLATFORM_VARIABLE, SERVER_VARIABLES
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -121,7 +121,7 @@ class CpuPlatform(PlatformBase):
         return False
 
     def rollout_env_vars(self) -> dict[str, str]:
-        return {}
+        return SERVER_VARIABLES
 
     def cudart(self) -> Any:
         return None

@@ -18,18 +18,20 @@ from pathlib import Path
 
 from appliance.cluster.form import Cluster, cluster_of, lost
 from appliance.errors import ApplianceError, GuardStop, Interrupted, ProcessDied, SavedAndStopped, TrainingError
-from appliance.plan.env import PLAN_VARIABLE, RAY_DIR_VARIABLE
+from appliance.plan.env import PLAN_VARIABLE, RAY_DIR_VARIABLE, SERVER_VARIABLES
 from appliance.plan.model import RunPlan
 from appliance.plan.read import read_plan
 from appliance.run.checkpoints import step_of
 from appliance.run.events import append_event, append_failure, first_failure
 from appliance.run.stacks import keep_stacks
+from appliance.trainer import ahead
 from appliance.trainer.stopping import Stopping
 
 _OF_DEAD_ACTORS = frozenset({"ActorDiedError", "ActorUnavailableError"})  # Ray's, by name: it is not imported yet
 MIN_RAY_CPUS = 8  # verl asks for a CPU per actor; on a small host they share the cores
 CPU_OBJECT_STORE_BYTES = 256 << 20  # batches travel through the TransferQueue, Ray carries only references and settings
-SERVER_ENV = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}  # what verl gives a rollout server on this platform
+# What verl gives a rollout server on this platform.
+SERVER_ENV = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", **SERVER_VARIABLES}
 
 
 def main() -> int:
@@ -140,8 +142,7 @@ def _end_with_node(run_dir: Path, cluster: Cluster, error: ApplianceError) -> No
 def _start_ray(plan: RunPlan) -> None:
     """A Ray of this run's own, on this host. Its GPUs are the plan's ranks; workers inherit this process's variables.
 
-    On a CPU the first worker begins at once to import what the rollout server will need, while the trainer is built;
-    Ray gives that process to the server, because both name the same environment.
+    On a CPU a worker begins at once to import what the rollout server will need, while the trainer is built.
     """
     import ray
 
@@ -156,12 +157,7 @@ def _start_ray(plan: RunPlan) -> None:
         log_to_driver=True,
     )
     if on_cpu:
-        for _ in plan.rollout.replicas:
-            ray.remote(_import_server).options(runtime_env={"env_vars": SERVER_ENV}).remote()
-
-
-def _import_server() -> None:
-    importlib.import_module("verl.workers.rollout.vllm_rollout.vllm_async_server")
+        ahead.order(len(plan.rollout.replicas), env=SERVER_ENV)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -151,6 +152,13 @@ def test_trackio_has_every_step_by_our_names(short: Finished) -> None:
     assert rewards == pytest.approx(
         {line["step"]: line["reward_mean"] for line in short.json_lines("metrics.jsonl") if line["step"]}
     )
+
+
+def test_the_rollout_servers_process_imports_while_the_trainer_is_built(short: Finished) -> None:
+    log = (short.run_dir / "logs" / "1" / "train.log").read_text()
+    server = re.search(r"GroupServer pid=(\d+)", log)
+    assert server, log[-2000:]
+    assert 0 < log.find(f"(pid={server[1]})") < log.index("actor and ref model engine initialized")
 
 
 def test_nothing_is_left_running(short: Finished) -> None:
