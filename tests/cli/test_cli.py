@@ -3,12 +3,20 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import typer
+from plans import HOST
+
+from appliance import cli
+from appliance.plan.build import build_plan
+from appliance.preflight import report
+from appliance.run import go_on, train
 
 HELP_LIMIT_S = 0.4
 PLAN_LIMIT_S = 1.0
@@ -132,6 +140,48 @@ def test_a_data_file_with_a_bad_row(appliance, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+OWN, NODES = "model.builtin=null", ("cluster.nodes=2", "cluster.run_dir=runs")
+GSM8K, TINY = "gsm8k-tiny-int8", "arithmetic-tiny-int8"
+BAD = {
+    "an unknown key": (TINY, ["rollout.shceme=int8"], 2, "rollout.shceme: unknown key"),
+    "an unknown value": (TINY, ["rollout.scheme=int9"], 2, "rollout.scheme: unknown value `int9`"),
+    "a wrong type": (TINY, ["trainer.steps=many"], 2, "trainer.steps: expected a whole number, got the text `many`"),
+    "batches": (TINY, ["batch.mini_batch_prompts=5"], 2, "mini_batch_prompts: 5 does not divide the 32 prompts"),
+    "no data file": (GSM8K, ["task.train_file=no.jsonl"], 3, "no.jsonl: no such file"),
+    "no rows": (GSM8K, ["task.train_file=empty.jsonl"], 3, "empty.jsonl: the file has no rows"),
+    "no field": (GSM8K, ["task.train_file=lacking.jsonl"], 3, "lacking.jsonl:1: the field `answer` is missing"),
+    "no weights": (TINY, [OWN, "model.path=unweighed"], 3, "unweighed: the folder has no weights"),
+    "no tokenizer": (TINY, [OWN, "model.path=wordless"], 3, "wordless: the folder has no tokenizer"),
+    "no hub": (TINY, [OWN, "model.path=a/b"], 3, "model.path: `a/b` is not a folder and not in the hub's cache"),
+    "read-only": (TINY, ["cluster.run_dir=/proc/sys"], 3, "cluster.run_dir: /proc/sys cannot be written"),
+    "a port": (TINY, [*NODES, "cluster.port={port}"], 3, "cluster.port: in use on this host: {port}"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_is_named_has_its_code_and_leaves_nothing_half_made(tmp_path, monkeypatch, capsys, what):
+    recipe, sets, code, words = BAD[what]
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "lacking.jsonl").write_text('{"question": "1+1?"}\n')
+    for name, part in (("unweighed", "tokenizer.json"), ("wordless", "model.safetensors")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / part).write_text("{}")
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    with socket.create_server(("", 0)) as taken, pytest.raises(SystemExit) as ended:
+        port = taken.getsockname()[1]
+        options = [part for each in sets for part in ("--set", each.format(port=port))]
+        monkeypatch.setattr(sys, "argv", ["appliance", "train", recipe, *options])
+        cli.main()
+    errors = [line for line in "".join(capsys.readouterr()).splitlines() if line.startswith("error: ")]
+    assert ended.value.code == code
+    assert any(words.format(port=port) in line for line in errors), errors
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_a_name_in_use(appliance, tmp_path):
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     done = appliance("train", "arithmetic-tiny-int8", "--name", "mine", "--dry-run")
@@ -180,6 +230,21 @@ def test_a_run_folder_that_cannot_be_written(appliance, tmp_path):
     done = appliance("check", "arithmetic-tiny-int8")
     assert done.returncode == 3
     assert f"error: cluster.run_dir: {tmp_path}/runs is not a folder\n" in done.stdout
+
+
+@pytest.mark.parametrize(("restarts", "told"), [(0, False), (2, True)])
+def test_the_first_attempt_is_told_whether_another_may_follow(tmp_path, monkeypatch, restarts, told):
+    """By it the page of a run that failed goes on loading itself, or not. Its code goes to what decides."""
+    heard = []
+    monkeypatch.setattr(
+        report, "examine", lambda recipe, *, run_dir, **_: (build_plan(recipe, run_dir=run_dir, host=HOST), HOST, [])
+    )
+    monkeypatch.setattr(train, "run_training", lambda plan, *, may_restart, **_: heard.append(may_restart) or 5)
+    monkeypatch.setattr(go_on, "through_faults", lambda code, *_, **__: heard.append(code) or 75)
+    sets = [f"trainer.max_restarts={restarts}", f"cluster.run_dir={tmp_path}"]
+    with pytest.raises(typer.Exit) as ended:
+        cli.train("arithmetic-tiny-int8", sets=sets)
+    assert (heard, ended.value.exit_code) == ([told, 5], 75)
 
 
 def test_recipes_ls_show_cp(appliance, tmp_path):
