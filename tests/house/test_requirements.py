@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import os
 import re
@@ -45,6 +46,30 @@ def test_locks_hold_what_was_asked_for(root: Path, name: str) -> None:
     lock = pins(root, name.replace(".in", ".txt"))
     assert asked
     assert {n: lock.get(n.lower()) for n, version in asked.items() if lock.get(n.lower()) != version} == {}
+
+
+PARTS = {"pydantic_core": "pydantic", "triton": "torch"}  # in distributions of their own
+
+
+@pytest.mark.parametrize("flavour", [("cpu.in", "torch-cpu.txt"), ("gpu.in",)])
+def test_what_is_imported_is_asked_for(root: Path, modules: dict[str, ast.Module], flavour: tuple[str, ...]) -> None:
+    """Not only brought by something else, which may cease to."""
+    texts = [lock_text(root, name) for name in ("launcher.in", *flavour)]
+    asked = {name.lower() for text in texts for name in re.findall(r"^[A-Za-z][\w-]*", text, re.M)}
+    packages = {PARTS.get(name, name) for tree in modules.values() for name in _imported(tree)}
+    found = importlib.metadata.packages_distributions()
+    names = {
+        each: {each, *(distribution.lower().replace("_", "-") for distribution in found.get(each, ()))}
+        for each in packages - sys.stdlib_module_names - {"appliance"}
+    }
+    assert {each for each, known in names.items() if not known & asked} == set()
+
+
+def _imported(tree: ast.Module) -> set[str]:
+    """Names of the packages, at any depth of the file."""
+    whole = {each.name for node in ast.walk(tree) if isinstance(node, ast.Import) for each in node.names}
+    parts = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+    return {each.partition(".")[0] for each in whole | parts}
 
 
 def test_both_flavours_are_one_stack(root: Path) -> None:
