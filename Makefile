@@ -5,15 +5,17 @@ MAKEFLAGS += --no-print-directory
 
 RECIPES := $(sort $(filter-out reference,$(basename $(notdir $(wildcard recipes/*.yaml)))))
 ARGS ?=
+# Two, whatever the host has: a training takes 6 GB. tests/two_workers.py says who takes what.
+TWO_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
 demo: setup ## set up, then train the tiny model with quantised rollouts, on any CPU
 	@.venv/bin/appliance train arithmetic-tiny-int8 --set rollout.scheme=auto $(ARGS)
 
-test: setup ## set up, then all tests: ARGS="-k sync" picks some
-	@.venv/bin/python -m pytest -m "not docker" $(ARGS)
+test: setup ## set up, then all tests, two files at a time: ARGS="-k sync" picks some, "-n 0" goes one by one
+	@.venv/bin/python -m pytest $(TWO_WORKERS) -m "not docker" $(ARGS)
 
 unit: setup ## the quick tests only: no engine, no training
-	@.venv/bin/python -m pytest -m "not slow and not engine and not e2e and not docker" $(ARGS)
+	@.venv/bin/python -m pytest $(TWO_WORKERS) -m "not slow and not engine and not e2e and not docker" $(ARGS)
 
 test-container: setup ## the tests of the image `make image` has built: they need a Docker engine
 	@.venv/bin/python -m pytest -m docker tests/container $(ARGS)

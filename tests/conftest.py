@@ -1,6 +1,7 @@
 """Counts what ran, and turns a skip that nobody listed into a failure.
 
-A skip is allowed by a line of `tests/skips.txt`, which names the test and the whole reason.
+A skip is allowed by a line of `tests/skips.txt`, which names the test and the whole reason. A test adds a line of its
+own to the summary with `record_property("said", LINE)`.
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import pytest
+from two_workers import TOLD, FromBothEnds, folder_of_all, is_worker, once, tell, trainings_first
 
 if TYPE_CHECKING:
     from trainings import Finished
+    from xdist.workermanage import WorkerController
 
 SKIPS = Path(__file__).parent / "skips.txt"
 USUAL_PORTS = (6379, 8265, 10001, 29500, 8000)  # of Ray (3), torch and vLLM, where nothing chooses another one
@@ -47,11 +51,31 @@ def refuse_unlisted(report: Report, *, skips: list[tuple[str, str]]) -> Report:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The tests that take hours run only when they are asked for by their marker: `-m torture`."""
+    if is_worker(config):
+        items[:] = trainings_first(items)
     if "torture" in config.option.markexpr:
         return
     left_out = [item for item in items if item.get_closest_marker("torture")]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> FromBothEnds | None:
+    return FromBothEnds(config, log) if config.option.dist == "loadfile" else None
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    """A worker counts them for the one that reports; without workers pytest itself does."""
+    if items and is_worker(items[0].config):
+        config = items[0].config
+        tell(config, deselected=config.workeroutput.get("deselected", 0) + len(items))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: WorkerController) -> None:
+    """What a worker tells at its end. Both leave out the same tests; one that died tells nothing."""
+    tell(node.config, **getattr(node, "workeroutput", {}))
 
 
 def pytest_configure() -> None:
@@ -71,25 +95,52 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """One line before pytest's own: a run that quietly left tests out does not look like a whole one."""
-    counts = {name: len(terminalreporter.stats.get(name, [])) for name in ("deselected", *OUTCOMES)}
+    """Counts before pytest's own last line: a run that quietly left tests out does not look like a whole one."""
+    stats, told = terminalreporter.stats, terminalreporter.config.stash.get(TOLD, {})
+    reports = [report for outcome in ("passed", "failed") for report in stats.get(outcome, [])]
+    said = [value for report in reports for name, value in report.user_properties if name == "said"]
+    for line in [*told.get("fuzz", []), *said, *matrix_counts(reports)]:
+        terminalreporter.write_line(line)
+    counts = {name: len(stats.get(name, [])) for name in ("deselected", *OUTCOMES)}
+    counts["deselected"] += told.get("deselected", 0)
     shown = ", ".join(f"{count} {name}" for name, count in counts.items() if count or name in ("deselected", "skipped"))
     terminalreporter.write_line(f"counts: {terminalreporter._session.testscollected} to run, {shown}")
 
 
+def matrix_counts(reports: list[pytest.TestReport]) -> list[str]:
+    """How many cells of the matrix ran: a table of schemes and families is only as good as what stood behind it."""
+    cells = Counter(report.outcome for report in reports if "test_engine_matrix.py::test_cell[" in report.nodeid)
+    return [f"matrix: {cells['passed']} cells passed, {cells['failed']} failed"] if cells else []
+
+
 @pytest.fixture(scope="session")
-def tiny_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A `.cache` with the built-in model and its data, made once for all trainings that do not test the making."""
+def folder_of_workers(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
+    return folder_of_all(tmp_path_factory, pytestconfig)
+
+
+@pytest.fixture(scope="session")
+def tiny_cache(folder_of_workers: Path, short_root: Path) -> Path:
+    """A `.cache` with the built-in model and its data, made once for all trainings that do not test the making.
+
+    The model takes a minute and a half: it is that of the run `short`, where that has made it already.
+    """
     from appliance.preflight.report import examine
     from appliance.recipe.load import load_recipe
 
-    run_dir = tmp_path_factory.mktemp("tiny") / "made"
-    run_dir.mkdir()
-    recipe = load_recipe("arithmetic-tiny-int8", sets=(f"cluster.run_dir={run_dir.parent}",))
-    plan, _, _ = examine(recipe, run_dir=run_dir, ask_hub=False)
-    plan.write(run_dir / "plan.json")
-    subprocess.run([sys.executable, "-m", "appliance.tasks.prepare", str(run_dir / "plan.json")], check=True)
-    return Path(plan.cache_dir)
+    def make() -> Path:
+        run_dir = folder_of_workers / "tiny" / "made"
+        run_dir.mkdir(parents=True)
+        recipe = load_recipe("arithmetic-tiny-int8", sets=(f"cluster.run_dir={run_dir.parent}",))
+        plan, _, _ = examine(recipe, run_dir=run_dir, ask_hub=False)
+        plan.write(run_dir / "plan.json")
+        model, cache = Path(plan.model.path), Path(plan.cache_dir)
+        of_short = short_root / cache.name / model.relative_to(cache)
+        if of_short.is_dir():  # by a rename: it is whole
+            shutil.copytree(of_short, model)
+        subprocess.run([sys.executable, "-m", "appliance.tasks.prepare", str(run_dir / "plan.json")], check=True)
+        return cache
+
+    return once(folder_of_workers / "tiny-cache", make)
 
 
 @pytest.fixture(scope="session")
@@ -116,9 +167,11 @@ def busy_ports() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def short_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def short_root(folder_of_workers: Path) -> Path:
     """Where `short` lies. Its cache is made by that run itself, as a user's first run makes it."""
-    return tmp_path_factory.mktemp("runs")
+    root = folder_of_workers / "short-runs"
+    root.mkdir(exist_ok=True)
+    return root
 
 
 @pytest.fixture(scope="session")
@@ -126,8 +179,11 @@ def short(short_root: Path) -> Finished:
     """A training of a few steps that nothing disturbs, for every test that looks at one or compares with it."""
     from trainings import SHORT, train
 
-    with busy_ports():
-        finished = train(short_root, *SHORT, name="short")
+    def make() -> Finished:
+        with busy_ports():
+            return train(short_root, *SHORT, name="short")
+
+    finished = once(short_root / "finished", make)
     assert finished.code == 0, finished.stderr[-4000:]
     return finished
 

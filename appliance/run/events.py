@@ -20,6 +20,8 @@ from appliance.errors import ApplianceError
 EVENTS_FILE = "events.jsonl"
 METRICS_FILE = "metrics.jsonl"
 _LARGEST = 1e30
+_TORN_AFTER_LOOKS = 20  # half a second: a write takes microseconds, but its process may have to wait for a core
+_BETWEEN_LOOKS_S = 0.025
 
 
 def append_event(run_dir: Path, *, kind: str, what: str, why: str = "", **extra: Any) -> None:
@@ -45,9 +47,13 @@ def append_line(path: Path, value: dict[str, Any]) -> None:
 
 
 def _is_torn(descriptor: int) -> bool:
-    """Whether the file ends within a line. A write of another process in between leaves an empty line at most."""
-    size = os.fstat(descriptor).st_size
-    return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+    """Whether the file ends within a line and stays so. A write of another process looks so while it is under way."""
+    for _ in range(_TORN_AFTER_LOOKS):
+        size = os.fstat(descriptor).st_size
+        if not size or os.pread(descriptor, 1, size - 1) == b"\n":
+            return False
+        time.sleep(_BETWEEN_LOOKS_S)
+    return True
 
 
 def end_torn_line(path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,15 +19,3 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="session", params=["bf16", "int8"])
 def engine(request: pytest.FixtureRequest, checkpoints: tuple[Path, Path]) -> Iterator[Engine]:
     yield start_engine(checkpoints[0], scheme=request.param)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How many cells of the matrix ran: a table of schemes and families is only as good as what stood behind it."""
-    cells = Counter(
-        outcome
-        for outcome, reports in terminalreporter.stats.items()
-        for report in reports
-        if outcome in ("passed", "failed") and "test_engine_matrix.py::test_cell[" in report.nodeid
-    )
-    if cells:
-        terminalreporter.write_line(f"matrix: {cells['passed']} cells passed, {cells['failed']} failed")

@@ -8,6 +8,7 @@ from pathlib import Path
 import fuzz_surface as surface
 import pytest
 from hypothesis import settings
+from two_workers import tell
 
 from appliance.recipe.schema import Recipe
 
@@ -35,8 +36,6 @@ def room(tmp_path: Path) -> Iterator[Path]:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["room"], "something was written beside the room"
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
     if surface.counted:
-        terminalreporter.section("fuzz: cases by surface")
-        for line in surface.table():
-            terminalreporter.write_line(line)
+        tell(session.config, fuzz=["fuzz: cases by surface", *surface.table()])

@@ -1,27 +1,20 @@
-"""The list of skips does its work: what it does not name fails the run."""
+"""The list of skips does its work: what it does not name fails the run. With two workers as with none."""
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
-from pathlib import Path
+import pytest
 
 SKIPPING_TEST = 'import pytest\n\ndef test_a():\n    pytest.skip("no docker here")\n\ndef test_b():\n    pass\n'
 
 
-def run_pytest(root: Path, folder: Path, *, test: str, skips: str) -> subprocess.CompletedProcess[str]:
-    (folder / "tests").mkdir()
-    shutil.copy(root / "tests/conftest.py", folder / "tests")
-    (folder / "tests/skips.txt").write_text(skips)
-    (folder / "tests/test_it.py").write_text(test)
-    command = [sys.executable, "-m", "pytest", "--rootdir", ".", "-p", "no:cacheprovider", "tests"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+@pytest.fixture(params=["alone", "two workers"])
+def workers(request: pytest.FixtureRequest, two_workers: tuple[str, ...]) -> tuple[str, ...]:
+    return two_workers if request.param == "two workers" else ()
 
 
-def test_unlisted_skip_fails(root: Path, tmp_path: Path) -> None:
+def test_unlisted_skip_fails(run_pytest, workers: tuple[str, ...]) -> None:
     skips = "# a comment\ntests/test_it.py::test_a: another reason\n"
-    result = run_pytest(root, tmp_path, test=SKIPPING_TEST, skips=skips)
+    result = run_pytest({"test_it.py": SKIPPING_TEST}, *workers, skips=skips)
     assert result.returncode == 1
     assert (
         "this skip is not listed in tests/skips.txt:\ntests/test_it.py::test_a: no docker here\n"
@@ -29,9 +22,9 @@ def test_unlisted_skip_fails(root: Path, tmp_path: Path) -> None:
     ) in result.stdout
 
 
-def test_unlisted_skip_of_a_module_fails(root: Path, tmp_path: Path) -> None:
+def test_unlisted_skip_of_a_module_fails(run_pytest, workers: tuple[str, ...]) -> None:
     test = 'import pytest\n\npytest.importorskip("no_such_module")\n'
-    result = run_pytest(root, tmp_path, test=test, skips="")
+    result = run_pytest({"test_it.py": test, "test_other.py": "def test_b():\n    pass\n"}, *workers)
     assert result.returncode != 0
     assert (
         "this skip is not listed in tests/skips.txt:\n"
@@ -39,7 +32,15 @@ def test_unlisted_skip_of_a_module_fails(root: Path, tmp_path: Path) -> None:
     ) in result.stdout
 
 
-def test_listed_skip_passes(root: Path, tmp_path: Path) -> None:
-    result = run_pytest(root, tmp_path, test=SKIPPING_TEST, skips="tests/test_it.py::*: no docker here\n")
+def test_listed_skip_passes(run_pytest, workers: tuple[str, ...]) -> None:
+    result = run_pytest({"test_it.py": SKIPPING_TEST}, *workers, skips="tests/test_it.py::*: no docker here\n")
     assert result.returncode == 0
     assert "counts: 2 to run, 0 deselected, 1 passed, 1 skipped\n" in result.stdout
+
+
+def test_what_is_left_out_is_counted(run_pytest, workers: tuple[str, ...]) -> None:
+    """By `-k`, and by the marker that keeps the longest out of `make test`."""
+    long = "\nimport pytest\n\n@pytest.mark.torture\ndef test_bc():\n    pass\n"
+    result = run_pytest({"test_it.py": SKIPPING_TEST + long}, *workers, "-k", "test_b")
+    assert result.returncode == 0
+    assert "counts: 1 to run, 2 deselected, 1 passed, 0 skipped\n" in result.stdout
