@@ -234,7 +234,8 @@ class WeightUpdate:
 
     def _count_waiting(self, name: str, tensor: Tensor) -> None:
         for layer in self._proof.layers_of(name):
-            if get_layerwise_info(layer).can_load():
+            info = get_layerwise_info(layer)
+            if info.can_load() and info.load_numel:  # a tied head has no tensor that could wait for it
                 self._waiting[layer] = self._waiting.get(layer, 0) + tensor.nbytes
             else:
                 self._waiting.pop(layer, None)

@@ -127,22 +127,30 @@ def _reduce(trainer_T: Tensor, rollout_T: Tensor, *, length_S: Tensor, cap: floa
     x_T = trainer_T - rollout_T
     d_T = torch.expm1(x_T)
     above_T = torch.zeros_like(x_T) if cap is None else (x_T.exp() > cap).double()
-    columns_TC = torch.stack([x_T, d_T, d_T * d_T, d_T - x_T, above_T, trainer_T, rollout_T], dim=1)
-    sums_SC = torch.segment_reduce(columns_TC, "sum", lengths=length_S)
+    columns = (x_T, d_T, d_T * d_T, d_T - x_T, above_T, trainer_T, rollout_T)
+    sums_SC = torch.stack([torch.segment_reduce(each_T, "sum", lengths=length_S) for each_T in columns], dim=1)
     ppl_S2 = (-sums_SC[:, -2:] / length_S[:, None]).exp()
     if not bool(torch.isfinite(sums_SC).all() & torch.isfinite(ppl_S2).all()):  # a sum keeps what is not finite
         raise NumericsError(NOT_FINITE)
-    position_S = torch.stack([part_T.argmax() for part_T in x_T.abs().split(length_S.tolist())])
     start_S = length_S.cumsum(0) - length_S
+    place_S = _first_largest(x_T.abs(), length_S=length_S)
     return _Sequences(
         row_S=row_S,
         length_S=length_S,
         sums_SC=sums_SC,
-        weight_max_S=torch.stack([part_T.max() for part_T in d_T.split(length_S.tolist())]) + 1,
-        largest_S=x_T[start_S + position_S],
-        position_S=position_S,
+        weight_max_S=torch.segment_reduce(d_T, "max", lengths=length_S) + 1,
+        largest_S=x_T[place_S],
+        position_S=place_S - start_S,
         ppl_gap_S=ppl_S2[:, 0] - ppl_S2[:, 1],
     )
+
+
+def _first_largest(value_T: Tensor, *, length_S: Tensor) -> Tensor:
+    """[S]: where in T each sequence has its largest value, the first of equal ones. value_T: finite."""
+    largest_S = torch.segment_reduce(value_T, "max", lengths=length_S)
+    is_largest_T = value_T == largest_S.repeat_interleave(length_S)
+    place_T = torch.arange(len(value_T), dtype=torch.float64).where(is_largest_T, math.inf)  # exact up to 2^53
+    return torch.segment_reduce(place_T, "min", lengths=length_S).long()
 
 
 def _bucket(sequences: _Sequences, inside_S: Tensor, *, low: int, high: int | None) -> LengthBucket:

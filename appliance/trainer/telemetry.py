@@ -1,6 +1,8 @@
 """What a step's batch says beyond its means: mismatch by length, and prompts whose samples are all the same.
 
 `metrics.jsonl` gets it under `mismatch_*` and `equal_group_fraction`, beside the contract's keys.
+
+Legend: S sequences; N their response positions, sequence after sequence; T those of them that count.
 """
 
 from __future__ import annotations
@@ -8,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -49,35 +52,34 @@ class StepTelemetry:
 
 
 def measure_batch(
-    trainer: Iterable[Tensor],
+    trainer_N: Tensor,
     *,
-    rollout: Iterable[Tensor],
-    real: Iterable[Tensor],
-    responses: Iterable[Tensor],
-    prompts: Iterable[str],
+    rollout_N: Tensor,
+    real_N: Tensor,
+    responses_N: Tensor,
+    row_S: Tensor,
+    prompts: Sequence[str],
     cap: float | None,
 ) -> StepTelemetry:
-    """One row of tokens per sequence in each; prompts: the prompt's name per sequence.
+    """trainer_N, rollout_N: log-probabilities in nats.  real_N: the tokens that count.  responses_N: tokens.
 
-    trainer, rollout: log-probabilities in nats.  real: the tokens that count.  cap: of a token's weight, > 0.
-    A sequence without a token that counts is padding of the batch.  A token without two finite log-probs makes the
-    whole mismatch not finite.
+    row_S: [S] int64, positions of each sequence, sum N.  prompts: the prompt's name per sequence.
+    cap: of a token's weight, > 0.  A sequence without a token that counts is padding of the batch.  A token without two
+    finite log-probs makes the whole mismatch not finite.
     """
-    masks = [row.bool() for row in real]
-    trainer_T = torch.cat([row[mask] for row, mask in zip(trainer, masks, strict=True)])
-    rollout_T = torch.cat([row[mask] for row, mask in zip(rollout, masks, strict=True)])
+    real_N = real_N.bool()
+    trainer_T, rollout_T = trainer_N[real_N], rollout_N[real_N]
     broken = float((~finite_pairs(trainer_T, rollout_T)).double().mean())
     if broken:
         trainer_T, rollout_T = with_finite_pairs(trainer_T, rollout_T)
-    length_S = torch.tensor([int(mask.sum()) for mask in masks])
-    counted = [int(length) > 0 for length in length_S]
+    length_S = torch.segment_reduce(real_N.double(), "sum", lengths=row_S).long()
+    counted = length_S.bool().tolist()
     mismatch = measure_mismatch(trainer_T, rollout_T=rollout_T, cap=cap)
     return StepTelemetry(
         mismatch=Mismatch(**dict.fromkeys(dataclasses.asdict(mismatch), math.nan)) if broken else mismatch,
         by_length=measure_by_length(trainer_T, rollout_T=rollout_T, length_S=length_S, cap=cap),
         equal_group_fraction=equal_groups(
-            (each for each, counts in zip(responses, counted, strict=True) if counts),
-            prompts=(each for each, counts in zip(prompts, counted, strict=True) if counts),
+            compress(responses_N.split(row_S.tolist()), counted), prompts=compress(prompts, counted)
         ),
         nonfinite_fraction=broken,
     )
@@ -98,10 +100,10 @@ def with_finite_pairs(trainer: Tensor, rollout: Tensor) -> tuple[Tensor, Tensor]
 
 def equal_groups(responses: Iterable[Tensor], *, prompts: Iterable[str]) -> float:
     """Share of prompts with more than one sample of which all are the same; 0 when there is no such prompt."""
-    kinds: dict[str, set[tuple[int, ...]]] = defaultdict(set)
+    kinds: dict[str, set[bytes]] = defaultdict(set)
     samples: dict[str, int] = defaultdict(int)
     for prompt, response in zip(prompts, responses, strict=True):
-        kinds[prompt].add(tuple(response.tolist()))
+        kinds[prompt].add(response.numpy().tobytes())
         samples[prompt] += 1
     groups = [prompt for prompt, count in samples.items() if count > 1]
     return sum(len(kinds[prompt]) == 1 for prompt in groups) / len(groups) if groups else 0.0

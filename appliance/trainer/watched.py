@@ -42,7 +42,7 @@ from appliance.trainer.metrics import (
 )
 from appliance.trainer.precision import Live, RolloutPrecision, validates_bf16
 from appliance.trainer.rollouts import Rollouts
-from appliance.trainer.step_telemetry import measure_step
+from appliance.trainer.step_telemetry import keeping_fetched, measure_step
 from appliance.trainer.telemetry import StepTelemetry
 from appliance.trainer.tracking_end import finish_tracking
 
@@ -180,8 +180,9 @@ class WatchedTrainer(PPOTrainerSync):
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         self._phase("log-probs")
-        batch = super()._compute_old_log_prob(batch, metrics=metrics)
-        batch, self._telemetry = measure_step(batch, cap=weight_cap(self.plan))
+        with keeping_fetched() as fetched:
+            batch = super()._compute_old_log_prob(batch, metrics=metrics)
+        batch, self._telemetry = measure_step(batch, cap=weight_cap(self.plan), fetched=fetched.data)
         return batch
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:

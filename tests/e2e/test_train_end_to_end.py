@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import median
 
 import pytest
 from trainings import STEPS, VALIDATION_PROBLEMS, Finished, command, processes_of, train
@@ -64,7 +65,8 @@ def test_every_step_has_every_metric_of_the_contract(short: Finished) -> None:
     assert lines[0]["val_samples"] == lines[STEPS]["val_samples"] == VALIDATION_PROBLEMS
     assert lines[0]["val_reward_bf16_mean"] is None  # by default only at the end
     assert abs(lines[STEPS]["val_reward_bf16_mean"] - lines[STEPS]["val_reward_mean"]) < 0.05
-    assert all(0 < line["telemetry_s"] < line["step_s"] for line in lines[1:])
+    shares = [line["telemetry_s"] / line["step_s"] for line in lines[1:]]
+    assert min(shares) > 0 and median(shares) < 0.01
 
 
 def test_every_sync_is_proven_and_acknowledged(short: Finished) -> None:

@@ -33,6 +33,15 @@ def test_other_weights_equal_a_fresh_engine(engine: Engine, checkpoints) -> None
     assert len(first) == len(PROMPTS)
 
 
+def test_one_layer_waits_in_the_trainers_order_and_what_disorder_costs_is_reported(engine: Engine, checkpoints) -> None:
+    """The largest layer of two tensors is `gate_up_proj`. By parts, all three gates come first."""
+    tensors = read_checkpoint(checkpoints[0])
+    gate = next(tensor.nbytes for name, tensor in tensors if name.endswith("gate_proj.weight"))
+    assert 0 < engine.load(tensors, bucket=1).waiting_bytes <= 2 * gate
+    by_parts = sorted(tensors, key=lambda each: each[0].split(".")[3:])
+    assert engine.load(by_parts, bucket=1).waiting_bytes >= 3 * gate
+
+
 def test_a_missing_tensor_is_named_and_final(engine: Engine, checkpoints) -> None:
     from appliance.errors import SyncError
 

@@ -134,6 +134,13 @@ def test_the_largest_difference_is_found_where_it_was_put() -> None:
     assert by_bucket[17] == (2, 21)
 
 
+def test_of_equal_differences_the_first_is_told() -> None:
+    """Of either sign: in the second sequence two of 1/2, and one in the third."""
+    flat = np.full(3, -1.0)
+    step = [(flat, flat), (flat + np.array([0.0, -0.5, 0.5]), flat), (flat + np.array([0.5, 0.0, 0.0]), flat)]
+    assert measure(step).whole.largest == LargestDifference(-0.5, sequence=1, position=1)
+
+
 def test_a_tiny_spread_keeps_its_digits() -> None:
     """Weights 1 +- 1e-7: the variance of 1e-14 is 45 ulps of w^2 near 1, and exact to 1e-7 in (w - 1)^2."""
     rollout = np.full(1000, -1.0)

@@ -176,18 +176,15 @@ def test_equal_groups_counts_prompts_and_not_samples() -> None:
 def test_padding_of_a_batch_counts_nowhere() -> None:
     """A row without a token that counts, as verl adds to fill a batch, and tokens that are masked within a row."""
 
-    def rows(*values: list[float]) -> list[torch.Tensor]:
-        return [torch.tensor(each) for each in values]
-
-    batch = {
-        "trainer": rows([-1.0, -2.0, -9.0], [-5.0, -5.0], [-1.0, -1.0]),
-        "rollout": rows([-1.0, -1.0, -1.0], [-0.1, -0.1], [-1.0, -1.5]),
-        "real": rows([1, 1, 0], [0, 0], [1, 1]),
-        "responses": rows([4, 5], [0, 0], [4, 5]),
-        "prompts": ["a", "a", "a"],
-    }
-    trainer = batch.pop("trainer")
-    found = measure_batch(trainer, **batch, cap=1.5)
+    found = measure_batch(
+        torch.tensor([-1.0, -2.0, -9.0, -5.0, -5.0, -3.0, -1.0, -1.0]),
+        rollout_N=torch.tensor([-1.0, -1.0, -1.0, -0.1, -0.1, -1.0, -1.0, -1.5]),
+        real_N=torch.tensor([1, 1, 0, 0, 0, 0, 1, 1]),
+        responses_N=torch.tensor([4, 5, 6, 0, 0, 4, 5, 6]),
+        row_S=torch.tensor([3, 2, 3]),
+        prompts=["a", "a", "a"],
+        cap=1.5,
+    )
     wanted = measure_mismatch(
         torch.tensor([-1.0, -2.0, -1.0, -1.0]), rollout_T=torch.tensor([-1.0, -1.0, -1.0, -1.5]), cap=1.5
     )
@@ -210,9 +207,16 @@ def test_log_probs_that_are_not_finite_make_the_whole_mismatch_bad() -> None:
         ([-1.0, -2.0], [-900.0, -inf], 1.0),
         ([-1.0, math.nan], [-1.0, -1.0], 0.0),
     ):
-        rows = [torch.tensor(trainer)], [torch.tensor(rollout)]
         real = torch.tensor([1, 0] if share == 0 else [1, 1])
-        found = measure_batch(rows[0], rollout=rows[1], real=[real], responses=[real], prompts=["a"], cap=2.0)
+        found = measure_batch(
+            torch.tensor(trainer),
+            rollout_N=torch.tensor(rollout),
+            real_N=real,
+            responses_N=real,
+            row_S=torch.tensor([2]),
+            prompts=["a"],
+            cap=2.0,
+        )
         assert (found.nonfinite_fraction, math.isnan(found.mismatch.k3_kl)) == (share, share > 0)
         json.dumps(found.metrics(), allow_nan=False)
         line = {"step": 3, "grad_norm": math.nan, "reward_mean": 0.5, "entropy": 0.25, "response_tokens_mean": 3.0}

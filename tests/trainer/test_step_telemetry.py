@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import transfer_queue.interface
+from omegaconf import OmegaConf
 from plans import make_plan
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
+from transfer_queue.metadata import BatchMeta
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
+from appliance.errors import TrainingError
 from appliance.plan.model import CorrectionPlan
 from appliance.quant.correction import CorrectionMethod
 from appliance.trainer import step_telemetry
 from appliance.trainer.metrics import left_out
-from appliance.trainer.step_telemetry import measure_step
+from appliance.trainer.step_telemetry import keeping_fetched, measure_step
 
 BATCH = KVBatchMeta(keys=["a_0_0", "a_1_0"], tags=[{}, {}], partition_id="train", fields=[])
 
@@ -34,7 +43,6 @@ def written(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
         "rollout_log_probs": rows([-1.0, -2.0, -3.0], [request.param]),
         "response_mask": rows([1, 1, 1], [1]),
         "responses": rows([5, 6, 7], [5]),
-        "uid": ["a", "a"],
     }
     back: list[TensorDict] = []
 
@@ -67,6 +75,65 @@ def test_numbers_that_are_not_finite_leave_the_queue(written: list[TensorDict]) 
     (fields,) = written
     assert [row.tolist() for row in fields["old_log_probs"].unbind()] == [[-1.0, -2.0, -3.0], [0.0]]
     assert [row.tolist() for row in fields["rollout_log_probs"].unbind()] == [[-1.0, -2.0, -3.0], [0.0]]
+
+
+class Client:
+    """Of the queue, with columns of two samples as the engine and the workers leave them: prompts have 2 tokens."""
+
+    def __init__(self) -> None:
+        self.gets = 0
+        self.columns = {
+            "log_probs": rows([0.0, -1.0, -2.0, -3.0, 0.0], [0.0, -0.5, 0.0]),  # of prompt and response, one early
+            "entropy": rows([0.0, 1.0, 1.0, 1.0, 0.0], [0.0, 1.0, 0.0]),
+            "rollout_log_probs": rows([-1.0, -2.0, -3.0], [-0.25]),
+            "response_mask": rows([1, 1, 1], [1]),
+            "responses": rows([5, 6, 7], [5]),
+        }
+
+    async def async_kv_retrieve_meta(self, **_: object) -> BatchMeta:
+        return BatchMeta([0, 1], ["train"] * 2, {name: {} for name in self.columns}, [1, 1])
+
+    async def async_get_data(self, metadata: BatchMeta) -> TensorDict:
+        self.gets += 1
+        return TensorDict({name: self.columns[name] for name in metadata.field_names}, batch_size=2)
+
+    async def async_put(self, fields: TensorDict, metadata: BatchMeta, **_: object) -> BatchMeta:
+        self.columns |= dict(fields.items())
+        return metadata
+
+    def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run(coroutine)
+
+
+def test_what_verl_fetched_is_measured_and_nothing_fetched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Client()
+    monkeypatch.setattr(transfer_queue.interface, "_TQ_CLIENT", client)
+    rollout = {"temperature": 1.0, "calculate_log_probs": True}
+    actor = {"loss_agg_mode": "token-mean", "loss_scale_factor": None}
+    config = OmegaConf.create({"algorithm": {}, "actor_rollout_ref": {"rollout": rollout, "actor": actor}})
+    workers = SimpleNamespace(compute_log_prob=lambda batch: batch)
+    trainer = SimpleNamespace(config=config, actor_rollout_wg=workers)
+    with keeping_fetched() as fetched:
+        PPOTrainer._compute_old_log_prob(trainer, BATCH, metrics={})
+    assert client.gets == 1
+    verls = fetched.data
+    _, kept = measure_step(BATCH, cap=2.0, fetched=verls)
+    assert client.gets == 1
+    assert kept.mismatch.kl == pytest.approx(0.25 / 4)
+    _, anew = measure_step(BATCH, cap=2.0, fetched=None)
+    assert client.gets == 2
+    assert replace(anew, seconds=0.0) == replace(kept, seconds=0.0)
+    shorter = TensorDict({name: rows([1.0]) for name in set(verls.keys())}, batch_size=1)
+    for other in (verls.exclude("responses"), shorter):
+        assert replace(measure_step(BATCH, cap=2.0, fetched=other)[1], seconds=0.0) == replace(kept, seconds=0.0)
+    assert client.gets == 4 and fetched.data is verls  # what came later was not kept
+
+
+def test_rows_of_different_lengths_are_refused() -> None:
+    data = {name: rows([1.0, 2.0], [3.0]) for name in ("old_log_probs", "rollout_log_probs", "response_mask")}
+    fetched = TensorDict({**data, "responses": rows([1.0], [2.0, 3.0])}, batch_size=2)
+    with pytest.raises(TrainingError, match="have not the same lengths"):
+        measure_step(BATCH, cap=2.0, fetched=fetched)
 
 
 @pytest.mark.parametrize("written", [math.nan], indirect=True)
