@@ -15,14 +15,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from appliance.cluster import waiting
-from appliance.cluster.identity import NodeReport, describe_node, differences, plant_canary, question_of
+from appliance.cluster.identity import NodeReport, describe_node, differences, plant_canary, question_of, warnings
 from appliance.cluster.ray_command import FINGERPRINT_LABEL, NodeOffer, head_argv, label_of, node_environment
 from appliance.cluster.token import check_token, make_token
-from appliance.cluster.waiting import Needed, Node
+from appliance.cluster.waiting import RETURNS_WITHIN_S, Needed, Node, Roll
 from appliance.errors import ApplianceError, PreflightError, ProcessDied
 from appliance.plan.env import RAY_DIR_VARIABLE, ray_node_env
 from appliance.plan.model import ClusterPlan, RunPlan
 from appliance.plan.ports import Ports
+from appliance.preflight.probes import model_shape
 from appliance.run.events import append_event
 
 _LOOK_EVERY_S = 1.0
@@ -30,6 +31,7 @@ _WATCH_EVERY_S = 2.0
 _ANSWER_WITHIN_S = 120.0
 _HEAD_STARTS_WITHIN_S = 120.0
 _ENDS_WITHIN_S = 10.0
+_STOPPED = (1, 3, 4)  # of Ray's NodeDeathInfo.Reason: expected termination, drained for preemption, drained when idle
 _KEPT_FOR_S = 30.0  # how long a death may take to arrive in the control store after its effects: a whole host, long
 
 
@@ -44,20 +46,23 @@ class Cluster:
         self._stopped = threading.Event()
 
     def wait(self, *, wait_s: float) -> None:
-        """Until the nodes are there that the plan needs, each said as it comes. Raises PreflightError."""
+        """Until the nodes are there that the plan needs, each said as it comes and goes. Raises PreflightError."""
         needed = Needed(self._plan.nodes, self._plan.gpus_per_node)
-        deadline = time.monotonic() + wait_s
-        seen: list[Node] = []
+        deadline, roll = time.monotonic() + wait_s, Roll()
         while True:
-            now = living_nodes()
-            for node in waiting.joined(seen, now):
-                self._say(f"{node.text} joined: {waiting.missing(now, needed)}")
-            for node in waiting.left(seen, now):
-                self._say(f"{node.text} left: {waiting.missing(now, needed)}")
-            seen = now
+            now, deaths = look_around()
+            roll, lines = waiting.call(roll, now, deaths=deaths, needed=needed, at=time.monotonic())
+            for line in lines:
+                self._say(line)
             if waiting.is_enough(now, needed):
                 self._members = waiting.useful(now, needed)
                 return
+            if overdue := roll.overdue(at=time.monotonic()):
+                names = " and ".join(node.text for node in overdue)
+                raise PreflightError(
+                    f"{names} died and was not back after {RETURNS_WITHIN_S:g} s: {waiting.missing(now, needed)}",
+                    hint="its own log says why; start `train` again, and `join` there",
+                )
             if time.monotonic() > deadline:
                 raise PreflightError(
                     f"after {wait_s:g} s: {waiting.missing(now, needed)}",
@@ -75,8 +80,10 @@ class Cluster:
             if node.program not in ("", label_of(head.fingerprint))
         ]
         word = plant_canary(self._run_dir)
-        reports = self._ask_each()
-        problems += differences(reports, head=head, plan=self._plan, canary=word)
+        reports, shape = self._ask_each(), model_shape(self._plan)
+        problems += differences(reports, head=head, plan=self._plan, canary=word, shape=shape)
+        for warning in warnings(reports, head=head, plan=self._plan, shape=shape):
+            self._say(f"warning: {warning}")
         if problems:
             raise PreflightError("; ".join(problems), hint="start every node from the same image, with the same mounts")
         self._say(f"all {len(reports)} nodes run the same program on the same files")
@@ -85,10 +92,12 @@ class Cluster:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        describe, reports = ray.remote(describe_node), []
-        for node in self._members:
+        def ask(node: Node) -> ray.ObjectRef:
             here = NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)
-            asked = describe.options(num_cpus=0, scheduling_strategy=here).remote(question_of(self._plan))
+            return describe.options(num_cpus=0, scheduling_strategy=here).remote(question_of(self._plan))
+
+        describe, reports = ray.remote(describe_node), []
+        for node, asked in [(node, ask(node)) for node in self._members]:  # all at once
             try:
                 reports.append(ray.get(asked, timeout=_ANSWER_WITHIN_S))
             except ray.exceptions.RayError as error:
@@ -156,9 +165,15 @@ class Cluster:
 
 
 def living_nodes() -> list[Node]:
+    return look_around()[0]
+
+
+def look_around() -> tuple[list[Node], dict[str, str]]:
+    """The nodes that live, and of those that died without having been stopped Ray's words for it, by id."""
     import ray
 
-    return [
+    table = ray.nodes()
+    living = [
         Node(
             id=each["NodeID"],
             name=each["NodeManagerHostname"],
@@ -166,9 +181,11 @@ def living_nodes() -> list[Node]:
             gpus=int(each["Resources"].get("GPU", 0)),
             program=each.get("Labels", {}).get(FINGERPRINT_LABEL, ""),
         )
-        for each in ray.nodes()
+        for each in table
         if each["Alive"]
     ]
+    died = [each for each in table if not each["Alive"] and each["DeathReason"] not in _STOPPED]
+    return living, {each["NodeID"]: each["DeathReasonMessage"] for each in died}
 
 
 @contextlib.contextmanager

@@ -15,12 +15,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from appliance.cluster.news import keep_news
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.model import RunPlan
+from appliance.plan.shapes import ModelShape
 from appliance.preflight import hub
 from appliance.preflight.checks import judge_node
 from appliance.preflight.finding import Severity
 from appliance.preflight.probes import read_gpus, read_host
+from appliance.preflight.records import recorded, why_unfit
+from appliance.preflight.weights import damage
 from appliance.quant.device import CPU, gpu_of_product, why_not
 from appliance.run.attest import fingerprint
 
@@ -30,19 +34,21 @@ _NOTHING = ""
 _MIB = 1 << 20
 _ALIKE_PERCENT = 98  # of the head's GPU memory: drivers and ECC take some of it, not the same everywhere
 _SHOWN = 12  # characters of a hash
+_LAST_PORT = 65535
 
 
 @dataclass(frozen=True)
 class NodeQuestion:
     """What a node is asked. run_dir: with the head's canary and the plan.  model: a folder, or a name on the hub.
 
-    on_gpus: whether the plan is for GPUs.
+    on_gpus: whether the plan is for GPUs.  patches: names of those that the plan wants to be live.
     """
 
     run_dir: str
     model: str
     on_gpus: bool
     distributions: tuple[str, ...]
+    patches: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,8 +56,8 @@ class NodeReport:
     """The answer. name: the host's.  versions: (distribution, version or empty).  canary: what it read there, or empty.
 
     plan: hash of the run's plan.json, or empty.  model: hash of the folder's config.json, or the commit on the hub that
-    loading would take, or empty; then model_problem says why.  cpu_flags: as in /proc/cpuinfo.
-    facts: of the host, for preflight.
+    loading would take, or empty; model_problem says why, or what its folder lacks.  cpu_flags: as in /proc/cpuinfo.
+    facts: of the host, for preflight.  patches: (name, why it cannot be applied there).
     """
 
     name: str
@@ -65,6 +71,7 @@ class NodeReport:
     cpu_flags: frozenset[str]
     gpus: tuple[HostGpu, ...] = ()
     facts: HostFacts | None = None
+    patches: tuple[tuple[str, str], ...] = ()
 
 
 def plant_canary(run_dir: Path) -> str:
@@ -80,12 +87,14 @@ def question_of(plan: RunPlan) -> NodeQuestion:
         model=plan.model.path,
         on_gpus=plan.device != CPU,
         distributions=tuple(name for name, _ in plan.pins),
+        patches=tuple(sorted({name for each in plan.attestations for name in each.patches})),
     )
 
 
 def describe_node(question: NodeQuestion) -> NodeReport:
-    """Run on each node, in a process of Ray's."""
+    """Run on each node, in a process of Ray's. The node's `join` learns there what its node is for."""
     run_dir = Path(question.run_dir)
+    keep_news(run_dir)
     model, model_problem = _model_seen(question.model)
     return NodeReport(
         name=socket.gethostname(),
@@ -99,6 +108,7 @@ def describe_node(question: NodeQuestion) -> NodeReport:
         cpu_flags=_cpu_flags(),
         gpus=read_gpus() if question.on_gpus else (),
         facts=read_host(run_dir),
+        patches=tuple((name, why) for name in question.patches if (why := why_unfit(recorded()[name]))),
     )
 
 
@@ -106,8 +116,12 @@ def _model_seen(model: str) -> tuple[str, str]:
     """(what tells it from others, why there is nothing)."""
     if not model.startswith("/"):
         return hub.revision(model)
-    seen = _hash_of(Path(model) / "config.json")
-    return seen, _NOTHING if seen else "no such folder, or without config.json"
+    folder = Path(model)
+    seen = _hash_of(folder / "config.json")
+    if not seen:
+        return _NOTHING, "no such folder, or without config.json"
+    parts = hub.missing_parts(folder)
+    return seen, "; ".join(([f"it has no {' and no '.join(parts)}"] if parts else []) + list(damage(folder)))
 
 
 def _hash_of(file: Path) -> str:
@@ -134,12 +148,36 @@ def _cpu_flags() -> frozenset[str]:
     return next((frozenset(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), frozenset())
 
 
-def differences(reports: Sequence[NodeReport], *, head: NodeReport, plan: RunPlan, canary: str) -> list[str]:
-    """Why these nodes cannot train together: a sentence each, beginning with the node's name. head: this host's."""
+def differences(
+    reports: Sequence[NodeReport], *, head: NodeReport, plan: RunPlan, canary: str, shape: ModelShape | None = None
+) -> list[str]:
+    """Why these nodes cannot train together: a sentence each, beginning with the node's name.
+
+    head: this host's.  shape: of the model, where it is known.
+    """
     problems = []
     for report in reports:
-        problems += [f"{report.name}: {problem}" for problem in _problems(report, head=head, plan=plan, canary=canary)]
+        found = _problems(report, head=head, plan=plan, canary=canary)
+        problems += [f"{report.name}: {problem}" for problem in (*found, *_found(report, plan, shape, Severity.ERROR))]
     return problems
+
+
+def warnings(
+    reports: Sequence[NodeReport], *, head: NodeReport, plan: RunPlan, shape: ModelShape | None = None
+) -> list[str]:
+    """What preflight warns of on other hosts than the head's, whose own warnings were said before."""
+    return [
+        f"{report.name}: {warning}"
+        for report in reports
+        if report.name != head.name
+        for warning in _found(report, plan, shape, Severity.WARNING)
+    ]
+
+
+def _found(report: NodeReport, plan: RunPlan, shape: ModelShape | None, severity: Severity) -> Iterator[str]:
+    for finding in judge_node(plan, report.facts, shape) if report.facts else ():
+        if finding.severity is severity:
+            yield f"{finding.place}: {finding.message}"
 
 
 def _problems(report: NodeReport, *, head: NodeReport, plan: RunPlan, canary: str) -> Iterator[str]:
@@ -157,9 +195,8 @@ def _problems(report: NodeReport, *, head: NodeReport, plan: RunPlan, canary: st
         yield f"sees another {PLAN_FILE} in {plan.run_dir}: does its file system keep old files?"
     yield from _model_problems(report, head=head, model=plan.model.path)
     yield from _device_problems(report, head=head, plan=plan)
-    for finding in judge_node(plan, report.facts) if report.facts else ():
-        if finding.severity is Severity.ERROR:
-            yield f"{finding.place}: {finding.message}"
+    for name, why in report.patches if report.versions == head.versions else ():  # another version has other sources
+        yield f"patch {name}: {why}"
 
 
 def _model_problems(report: NodeReport, *, head: NodeReport, model: str) -> Iterator[str]:
@@ -169,6 +206,8 @@ def _model_problems(report: NodeReport, *, head: NodeReport, model: str) -> Iter
         yield f"sees another model in {model}"
     elif report.model != head.model:
         yield f"would load {model} at {report.model[:_SHOWN]}, the head at {head.model[:_SHOWN] or 'no revision'}"
+    elif report.model_problem:
+        yield f"{model}: {report.model_problem}"
 
 
 def _device_problems(report: NodeReport, *, head: NodeReport, plan: RunPlan) -> Iterator[str]:
@@ -198,6 +237,6 @@ def _fitting(report: NodeReport, *, device: str) -> list[int]:
 def host_of(address: str) -> str:
     """Of `host:port`, IPv6 in brackets."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not (port.isascii() and port.isdigit()) or int(port) > _LAST_PORT:
         raise ValueError(f"`{address}` is not host:port")
     return host.strip("[]")

@@ -12,16 +12,19 @@ from pathlib import Path
 
 from appliance import console
 from appliance.cluster.identity import host_of
+from appliance.cluster.news import Training, end_of, is_resumed, read_news
+from appliance.cluster.node_watch import LOOK_EVERY_S, NodeIsOver, NodeWatch, answers
 from appliance.cluster.ray_command import NodeOffer, node_environment, worker_argv
 from appliance.cluster.token import check_token
-from appliance.errors import EngineError, Interrupted, PreflightError, RecipeError
+from appliance.errors import EngineError, Interrupted, PreflightError, ProcessDied, RecipeError, TrainingError
 from appliance.flashrl.variables import without_flashrl
+from appliance.plan.env import NODE_VARIABLE
 from appliance.plan.ports import DEFAULT_BASE, Ports
+from appliance.preflight.access import ports_in_use
 from appliance.preflight.probes import read_host
+from appliance.run.session import RunStatus
 from appliance.run.supervise import Interrupts, supervise
 
-_LOOK_EVERY_S = 2.0
-_CONNECT_WITHIN_S = 3.0
 _LOG_TAIL_LINES = 12
 _CPU_OBJECT_STORE_BYTES = 256 << 20
 _REFUSED = ("Unauthenticated", "authentication", "token")
@@ -30,11 +33,12 @@ _REFUSED = ("Unauthenticated", "authentication", "token")
 def join_head(
     head: str, *, token_file: Path, gpus: int | None, port: int, node_address: str | None, wait_s: float
 ) -> int:
-    """Wait for the head, join it, stay until it ends. Returns 0 when the head ended.
+    """Wait for the head, join it, stay until it ends. Returns 0 when its training ended, by itself or by a stop.
 
     head: `host:port`, or a host with the default port.  gpus: what this node offers, None: all there are, one rank on a
     CPU.  port: first of this node's ports.  wait_s: how long the head may take to appear.
-    Raises RecipeError, PreflightError (no token, no head), EngineError (Ray could not join), Interrupted.
+    Raises RecipeError, PreflightError (no token, no port, no head), EngineError (Ray could not join), Interrupted,
+    TrainingError (the training failed, or its head is gone).
     """
     head = head if ":" in head else f"{head}:{DEFAULT_BASE}"
     try:
@@ -43,6 +47,11 @@ def join_head(
         raise RecipeError([(f"--head: {error}", "give it as host:port")]) from error
     if token_file.exists():  # else the head makes it when it starts
         check_token(token_file)
+    if taken := ports_in_use(Ports(port).of_a_node):
+        raise PreflightError(
+            f"in use on this host: ports {', '.join(map(str, taken))}",
+            hint="end what listens there, or choose others with --port (docs/cluster.md)",
+        )
     facts = read_host(Path.cwd())
     offer = NodeOffer(
         gpus=gpus if facts.gpus or gpus is not None else 1,
@@ -55,26 +64,31 @@ def join_head(
         check_token(token_file)
         console.say(f"joining {head} as {socket.gethostname()}; Ctrl-C leaves it")
         log = Path(folder) / "ray.log"
-        report = supervise(
-            worker_argv(offer, ports=Ports(port), head=head),
-            run_dir=Path(folder),
-            env=node_environment(without_flashrl(os.environ), token_file=token_file.absolute()),
-            log=log,
-            interrupts=interrupts,
-            on_tick=_joined_once(log),
-        )
+        code = None
+        with NodeWatch(head, folder=Path(folder), log=log) as watch, contextlib.suppress(NodeIsOver):
+            report = supervise(
+                worker_argv(offer, ports=Ports(port), head=head),
+                run_dir=Path(folder),
+                env={
+                    **node_environment(without_flashrl(os.environ), token_file=token_file.absolute()),
+                    NODE_VARIABLE: folder,
+                },
+                log=log,
+                interrupts=interrupts,
+                on_tick=watch.tick,
+            )
+            code = report.returncode
         if interrupts.names:
             raise Interrupted(f"left {head} on {interrupts.names[0]}")
-        if _answers(head):
-            raise _failed(head, code=report.returncode, log=log)
-    console.say(f"the head at {head} ended, and this node with it")
-    return 0
+        if not watch.has_joined and answers(head):
+            raise _not_joined(head, code=code, log=log)
+        return _end(head, training=read_news(Path(folder)), was_silent=watch.was_silent, code=code, log=log)
 
 
 def _wait_for(head: str, *, wait_s: float, stop: Callable[[], bool]) -> None:
     """Raises PreflightError when the head does not answer in time, Interrupted."""
     deadline, said = time.monotonic() + wait_s, False
-    while not _answers(head):
+    while not answers(head):
         if stop():
             raise Interrupted(f"stopped while waiting for {head}")
         if time.monotonic() > deadline:
@@ -84,34 +98,38 @@ def _wait_for(head: str, *, wait_s: float, stop: Callable[[], bool]) -> None:
         if not said:
             console.say(f"waiting for the head at {head}")
             said = True
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(LOOK_EVERY_S)
 
 
-def _answers(head: str) -> bool:
-    host, _, port = head.rpartition(":")
-    with contextlib.suppress(OSError):
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_WITHIN_S).close()
-        return True
-    return False
+def _end(head: str, *, training: Training | None, was_silent: bool, code: int | None, log: Path) -> int:
+    """Why this node's Ray ended after it had joined. Returns 0 where the training ended as it should.
+
+    Raises TrainingError (the training failed, the head is gone or another one), EngineError (Ray, here).
+    """
+    again = f"join again: it goes on with `train --resume` on {head}"
+    ended = end_of(training) if training else None
+    if training and ended:
+        name = training.run_dir.name
+        if ended.state is RunStatus.FAILED:
+            raise TrainingError(f"the training {name} failed: {ended.reason}", hint=again)
+        console.say(f"the training {name} ended: {ended.reason or ended.state}")
+        return 0
+    if not answers(head):
+        raise ProcessDied(f"the head at {head} is gone, and so is the work of this node", hint=again)
+    if was_silent or (training and is_resumed(training)):
+        raise ProcessDied(f"the head at {head} was started anew: this node was of the one before", hint=again)
+    _show_end_of(log)
+    return_code = "" if code is None else f" with code {code}"
+    raise EngineError(f"Ray on this node ended{return_code}, and {head} is still there", hint="see above")
 
 
-def _joined_once(log: Path) -> Callable[[], None]:
-    """Say, once, that Ray runs here."""
-    said = False
-
-    def tick() -> None:
-        nonlocal said
-        if not said and log.exists() and "Ray runtime started" in log.read_text(errors="replace"):
-            said = True
-            console.say("joined; this node works for the training until it ends")
-
-    return tick
-
-
-def _failed(head: str, *, code: int, log: Path) -> EngineError | PreflightError:
-    text = log.read_text(errors="replace")
-    if any(word in text for word in _REFUSED):
+def _not_joined(head: str, *, code: int | None, log: Path) -> EngineError | PreflightError:
+    if any(word in log.read_text(errors="replace") for word in _REFUSED):
         return PreflightError(f"{head} refused this node's token", hint="give the head's token file with --token-file")
-    for line in text.splitlines()[-_LOG_TAIL_LINES:]:
+    _show_end_of(log)
+    return EngineError(f"Ray on this node ended with code {code} before it had joined {head}", hint="see above")
+
+
+def _show_end_of(log: Path) -> None:
+    for line in log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]:
         console.say(f"  {line}")
-    return EngineError(f"Ray on this node ended with code {code}, and {head} is still there", hint="see above")

@@ -1,9 +1,15 @@
-"""Who has joined and what is missing, as values. Waiting is for resources and not for a number of nodes."""
+"""Who has joined, who is gone and what is missing, as values. Waiting is for resources and not for a number of nodes.
+
+Who leaves while the others are waited for is told at once. A node that somebody stopped may come back whenever they
+like. One that died has a moment to come back (a restarted container does), and then the waiting ends with its name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+RETURNS_WITHIN_S = 45.0  # with the seconds that Ray takes to see a killed node, less than a minute
 
 
 @dataclass(frozen=True)
@@ -58,3 +64,41 @@ def joined(before: Sequence[Node], now: Sequence[Node]) -> list[Node]:
 def left(members: Sequence[Node], now: Sequence[Node]) -> list[Node]:
     alive = {node.id for node in now}
     return [node for node in members if node.id not in alive]
+
+
+@dataclass(frozen=True)
+class Roll:
+    """Who was there at the last look, and who died since the first and is not back: (node, when it was missed)."""
+
+    present: tuple[Node, ...] = ()
+    absent: tuple[tuple[Node, float], ...] = ()
+
+    def overdue(self, *, at: float) -> list[Node]:
+        return [node for node, since in self.absent if at - since >= RETURNS_WITHIN_S]
+
+
+def call(
+    roll: Roll, now: Sequence[Node], *, deaths: Mapping[str, str], needed: Needed, at: float
+) -> tuple[Roll, list[str]]:
+    """The roll after one more look, and a line about each who came or went.
+
+    deaths: by id, Ray's words for the end of nodes that nobody stopped.  at: s, of a clock that only goes forward.
+    """
+    absent, lines, there = list(roll.absent), [], missing(now, needed)
+    for node in joined(roll.present, now):
+        known = next((each for each in absent if _is_host_of(node, each[0])), None)
+        if known is not None:
+            absent.remove(known)
+        lines.append(f"{node.text} {'is back' if known else 'joined'}: {there}")
+    for node in left(roll.present, now):
+        if node.id in deaths:
+            absent.append((node, at))
+            lines.append(f"{node.text} died ({deaths[node.id]}): {there}; it has {RETURNS_WITHIN_S:g} s to come back")
+        else:
+            lines.append(f"{node.text} left: {there}")
+    return Roll(tuple(now), tuple(absent)), lines
+
+
+def _is_host_of(node: Node, other: Node) -> bool:
+    """A host that starts again is another node. Of several nodes on one host any will do."""
+    return (node.name, node.address) == (other.name, other.address)

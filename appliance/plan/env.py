@@ -10,6 +10,7 @@ PLAN_VARIABLE = "APPLIANCE_PLAN"
 RAY_DIR_VARIABLE = "APPLIANCE_RAY_DIR"
 LOG_DIR_VARIABLE = "APPLIANCE_LOGS"  # the folder of an attempt's logs
 RUN_VARIABLE = "APPLIANCE_RUN"  # the mark of a run's processes; its value is the run's folder
+NODE_VARIABLE = "APPLIANCE_NODE"  # on a node that joined: the folder of its `appliance join`
 IMAGE_VARIABLE = "APPLIANCE_IMAGE"  # set by our image: its flavour
 HUB_TOKEN_VARIABLE = "HF_TOKEN_PATH"  # the hub's own: a file with the token
 THREADS_VARIABLE = "OMP_NUM_THREADS"
@@ -21,6 +22,7 @@ WANDB_KEY_VARIABLE = "WANDB_API_KEY"  # never set by us: the user's secret
 TRACKIO_DIR_VARIABLE = "TRACKIO_DIR"
 AHEAD_VARIABLE = "APPLIANCE_AHEAD"  # in the processes of rollout servers, see trainer/ahead.py
 SERVER_VARIABLES = {AHEAD_VARIABLE: "1"}  # what our platform gives a rollout server
+RECONNECT_S = 30
 ENGINE_VENDOR = "appliance"  # under this name trainer/layer_rates.py registers an engine of verl's
 _LONGEST_RAY_DIR = 40
 _VERL_SOCKET = "rl-colocate-zmq-"
@@ -85,14 +87,20 @@ def _cpu_env(*, threads: int, kv_cache_gb: int) -> dict[str, str]:
 def ray_node_env(token_file: Path) -> dict[str, str]:
     """For every process that starts a node of a cluster or speaks to one: without the token nobody joins or is heard.
 
-    Ray gives up on a control store that is gone after the last value, s: sooner than the minute that it would wait.
+    Ray's own values would take more than the minute within which a loss is to be named. A control store that is gone is
+    given up after RECONNECT_S (Ray's own: 60); a node notices that the store is another one, started anew, within 10 s
+    (60); a node is given up after five checks without an answer, 1 s apart, of 5 s each where it is silent: 5 s where
+    its process is gone (15), 30 s where its host is (65).
     """
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_file),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_prestart_worker_first_driver": "0",
-        "RAY_gcs_rpc_server_reconnect_timeout_s": "30",
+        "RAY_gcs_rpc_server_reconnect_timeout_s": str(RECONNECT_S),
+        "RAY_raylet_liveness_self_check_interval_ms": "10000",
+        "RAY_health_check_period_ms": "1000",
+        "RAY_health_check_timeout_ms": "5000",
     }
 
 

@@ -39,6 +39,11 @@ class Ports:
         return tuple(range(self.base, self.client + 1))
 
     @property
+    def of_a_node(self) -> tuple[int, ...]:
+        """What listens on the host of any other node, its workers apart."""
+        return tuple(range(self.base + 1, self.client))
+
+    @property
     def arguments(self) -> tuple[str, ...]:
         """Of `ray start`, for any node."""
         return (

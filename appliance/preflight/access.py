@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +48,7 @@ def read_access(plan: RunPlan, *, ask_network: bool) -> AccessFacts:
     return AccessFacts(
         cache_problem=_write_problem(Path(plan.cache_dir)),
         unreadable=tuple(map(str, filter(_is_unreadable, _files(plan)))),
-        ports_in_use=ports_in_use(Ports(cluster.port)) if cluster and not cluster.address else (),
+        ports_in_use=ports_in_use(Ports(cluster.port).of_the_head) if cluster and not cluster.address else (),
         head_problem=_head_problem(head) if head else "",
         token_problem=_token_problem(Path(cluster.token_file), must_be=bool(cluster.address)) if cluster else "",
         wandb_key=has_key,
@@ -88,8 +88,8 @@ def _is_unreadable(path: Path) -> bool:
     return not os.access(path, os.R_OK | os.X_OK if os.path.isdir(path) else os.R_OK)
 
 
-def ports_in_use(ports: Ports) -> tuple[int, ...]:
-    return tuple(port for port in ports.of_the_head if not _is_free(port))
+def ports_in_use(ports: Sequence[int]) -> tuple[int, ...]:
+    return tuple(port for port in ports if not _is_free(port))
 
 
 def _is_free(port: int) -> bool:

@@ -68,17 +68,21 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
     return [finding for check in checks for finding in check]
 
 
-def judge_node(plan: RunPlan, host: HostFacts) -> list[Finding]:
+def judge_node(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> list[Finding]:
     """What stands against another host of a cluster, by its facts alone. Program and GPUs: cluster/identity.py.
 
+    shape: of the model, None where its sizes are not known.
     Not the log backends: only the driver, on the head, writes to them.
     """
     checks = (
         judge_limits(host.limits, cores=host.cores),
         _libraries(plan, host),
         gpu.attention(plan, host),
+        gpu.offloaded(plan, host, shape),
         _folder(host),
+        _memory(plan, host, shape),
         _shared_memory(plan, host),
+        judge_container(host.container, needs_gpu=False, num_gpus=0, writable=not host.run_root_problem),
     )
     return [finding for check in checks for finding in check]
 

@@ -56,6 +56,11 @@ def memory(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> Iterator
         remedy = f"by the same estimate it fits with {'; '.join(changes)}" if changes else "take more or larger GPUs"
         severity = Severity.ERROR if moment.certainly_short else Severity.WARNING
         yield Finding(severity, "gpu-memory", "cluster.device", message, remedy)
+    yield from offloaded(plan, host, shape)
+
+
+def offloaded(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> Iterator[Finding]:
+    """The trainer's state that lies in each host's own memory."""
     needed = host_bytes(plan, shape) if shape and moments(plan, shape) else 0
     if host.gpus and needed > host.memory_bytes:
         has = host.memory_bytes / GIB

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,17 @@ def test_join_gives_up_when_no_head_answers(tmp_path: Path) -> None:
     with pytest.raises(PreflightError) as caught:
         join_head("127.0.0.1:1", token_file=token_of(tmp_path), gpus=None, port=7000, node_address=None, wait_s=0.1)
     assert caught.value.message == "no answer from 127.0.0.1:1 after 0.1 s"
+
+
+def test_join_names_the_ports_that_somebody_has(tmp_path: Path) -> None:
+    """Those of the head are none of its business: a node listens on six others."""
+    base = 7400
+    with contextlib.ExitStack() as somebody:
+        for port in (base, base + 2, base + 6, base + 7):
+            somebody.enter_context(socket.create_server(("", port)))
+        with pytest.raises(PreflightError) as caught:
+            join_head("127.0.0.1:1", token_file=token_of(tmp_path), gpus=1, port=base, node_address=None, wait_s=0.1)
+    assert caught.value.message == f"in use on this host: ports {base + 2}, {base + 6}"
 
 
 def test_join_refuses_what_is_no_address(tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import tempfile
 from pathlib import Path
 
 import pytest
 from plans import HOST, make_plan, make_rollout
 
+from appliance.cluster import identity
 from appliance.cluster.identity import (
     NodeQuestion,
     NodeReport,
@@ -17,10 +19,15 @@ from appliance.cluster.identity import (
     host_of,
     plant_canary,
     question_of,
+    warnings,
 )
-from appliance.plan.host import HostGpu, Limits
+from appliance.plan.build import build_plan
+from appliance.plan.host import ContainerFacts, HostGpu, Limits
 from appliance.plan.model import RunPlan
+from appliance.plan.shapes import KNOWN
+from appliance.preflight.records import recorded
 from appliance.quant.scheme import Scheme
+from appliance.recipe.load import load_recipe
 
 HEAD = NodeReport(
     name="alpha",
@@ -48,6 +55,11 @@ def plan_on_gpus(run_dir: Path) -> RunPlan:
     return dataclasses.replace(plan, model=dataclasses.replace(plan.model, path=HUB_NAME, source=HUB_NAME, builtin=""))
 
 
+def load_and_plan(run_dir: Path) -> RunPlan:
+    recipe = load_recipe("arithmetic-tiny-int8", sets=[f"cluster.run_dir={run_dir}"])
+    return build_plan(recipe, run_dir=run_dir / "run", host=HOST)
+
+
 def test_equal_nodes_have_no_differences(tmp_path: Path) -> None:
     other = dataclasses.replace(HEAD, name="beta")
     assert differences([HEAD, other], head=HEAD, plan=plan_of(tmp_path), canary="word") == []
@@ -64,6 +76,8 @@ def test_each_difference_is_named_with_its_node(tmp_path: Path) -> None:
         f"sees another plan.json in {plan.run_dir}: does its file system keep old files?": {"plan": ""},
         f"sees another model in {plan.model.path}": {"model": "1" * 64},
         f"does not see {plan.model.path}: no such folder": {"model": "", "model_problem": "no such folder"},
+        f"{plan.model.path}: it has no weights": {"model_problem": "it has no weights"},
+        "patch a: its target does not exist": {"patches": (("a", "its target does not exist"),)},
     }
     for sentence, change in cases.items():
         other = dataclasses.replace(HEAD, name="beta", **change)
@@ -87,6 +101,49 @@ def test_a_node_is_judged_as_the_heads_host_is(tmp_path: Path) -> None:
     ]
     fine = dataclasses.replace(other, facts=dataclasses.replace(HOST, memory_free_bytes=1))
     assert differences([fine], head=HEAD, plan=plan, canary="word") == []  # a warning is the head's to say
+
+
+def test_a_node_with_another_version_is_not_told_of_its_patches_too(tmp_path: Path) -> None:
+    versions = (("ray", "2.60.0"), ("vllm", "0.27.0"))
+    other = dataclasses.replace(HEAD, name="beta", versions=versions, patches=(("a", "made for another"),))
+    found = differences([other], head=HEAD, plan=plan_of(tmp_path), canary="word")
+    assert found == ["beta: has vllm 0.27.0, the head 0.28.0"]
+
+
+def test_what_a_nodes_container_lacks_is_named(tmp_path: Path) -> None:
+    """Its own GPUs apart, which are counted already."""
+    container = ContainerFacts("gpu", "/runs", run_root_lasts=True, uid=1, gid=0, tmp_runs_programs=False)
+    host = dataclasses.replace(HOST, container=container, run_root_problem="/runs cannot be written")
+    other = dataclasses.replace(HEAD, name="beta", facts=host)
+    found = differences([other], head=HEAD, plan=plan_of(tmp_path), canary="word")
+    assert found == [
+        "beta: cluster.run_dir: /runs: the volume does not let user 1, group 0 write",
+        f"beta: {tempfile.gettempdir()}: programs cannot be started from it, and compiled kernels lie there",
+    ]
+
+
+def test_a_node_with_too_little_memory_for_what_is_offloaded_is_named(tmp_path: Path) -> None:
+    recipe = load_recipe("dapo-32b-bf16", sets=["trainer.offload_optimizer=true", f"cluster.run_dir={tmp_path}"])
+    plan = build_plan(recipe, run_dir=tmp_path / "run", host=HOST)
+    gpus = (H100,) * 8
+    head = dataclasses.replace(HEAD, gpus=gpus)
+    small = dataclasses.replace(HOST, gpus=gpus, memory_bytes=50 << 30, packages=frozenset({"flash_attn"}))
+    other = dataclasses.replace(head, name="beta", facts=small)
+    shape = KNOWN["Qwen/Qwen2.5-32B"]
+    [problem] = differences([other], head=head, plan=plan, canary="word", shape=shape)
+    assert problem == ("beta: trainer.offload_optimizer: 92 GiB of the trainer's state are offloaded, this host has 50")
+    large = dataclasses.replace(other, facts=dataclasses.replace(small, memory_bytes=2000 << 30))
+    assert differences([large], head=head, plan=plan, canary="word", shape=shape) == []
+
+
+def test_warnings_of_other_hosts_are_said_and_stop_nothing(tmp_path: Path) -> None:
+    few = dataclasses.replace(HOST, limits=Limits(threads=100))
+    plan, here = plan_of(tmp_path), dataclasses.replace(HEAD, facts=few)
+    other = dataclasses.replace(here, name="beta")
+    assert differences([here, other], head=HEAD, plan=plan, canary="word") == []
+    assert warnings([here, other], head=HEAD, plan=plan) == [
+        "beta: ulimit -u: 100 processes and threads are allowed, a run on 2 cores may start 2048"
+    ]
 
 
 def test_a_worker_needs_no_log_backend(tmp_path: Path) -> None:
@@ -151,9 +208,22 @@ def test_a_node_describes_what_it_sees(tmp_path: Path) -> None:
     assert here.canary == word and here.python.startswith("3.11")
     assert here.plan == here.model == hashlib.sha256(b"{}").hexdigest()
     assert dict(here.versions)["ray"] == "2.60.0"
+    assert here.model_problem == "it has no weights and no tokenizer"
     blind = describe_node(NodeQuestion(str(tmp_path / "elsewhere"), "/nowhere", on_gpus=False, distributions=("none",)))
     assert (blind.canary, blind.plan, blind.model, blind.versions) == ("", "", "", (("none", ""),))
     assert blind.model_problem == "no such folder, or without config.json"
+
+
+def test_a_node_tries_the_patches_that_the_plan_wants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = load_and_plan(tmp_path)
+    asked = question_of(plan)
+    assert asked.patches and set(asked.patches) == {name for each in plan.attestations for name in each.patches}
+    assert describe_node(asked).patches == ()
+    name = asked.patches[0]
+    unfit = {**recorded(), name: dataclasses.replace(recorded()[name], source_sha256="0" * 64)}
+    monkeypatch.setattr(identity, "recorded", lambda: unfit)
+    target = unfit[name].target
+    assert describe_node(asked).patches == ((name, f"the source of {target} is not the one it was made for"),)
 
 
 def test_a_node_reads_its_gpus_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +238,7 @@ def test_a_node_reads_its_gpus_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest
     assert (report.model, report.model_problem) == ("", "HF_HUB_OFFLINE is set")
 
 
-@pytest.mark.parametrize("address", ["host", "host:", ":80", "host:port"])
+@pytest.mark.parametrize("address", ["host", "host:", ":80", "host:port", "host:65536", "host:\u0663"])
 def test_an_address_without_host_or_port_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match="is not host:port"):
         host_of(address)

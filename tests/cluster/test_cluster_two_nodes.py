@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import appliance
-from appliance.plan.env import RUN_VARIABLE
+from appliance.plan.env import RECONNECT_S, RUN_VARIABLE
 from appliance.run.processes import find_processes
 
 pytestmark = pytest.mark.e2e
@@ -27,11 +27,12 @@ NODE_PORT = 28379
 STEPS = 2
 PATIENCE_S = 900  # of a busy machine
 NAMED_WITHIN_S = 60
+SEEN_WITHIN_S = 15  # of a process that was killed; a host that went silent takes longer
 
 
-def train(root: Path, *, name: str, steps: int = STEPS, port: int = HEAD_PORT) -> list[str]:
+def train(root: Path, *, name: str, steps: int = STEPS, port: int = HEAD_PORT, nodes: int = 2) -> list[str]:
     sets = (
-        *("cluster.nodes=2", f"cluster.run_dir={root}", f"cluster.port={port}", f"cluster.wait_s={PATIENCE_S}"),
+        *(f"cluster.nodes={nodes}", f"cluster.run_dir={root}", f"cluster.port={port}", f"cluster.wait_s={PATIENCE_S}"),
         *(f"trainer.steps={steps}", "trainer.validate_before=false", "trainer.validate_every=1000"),
         *("task.val_size=16", "quantization.profile=none"),
     )
@@ -105,7 +106,8 @@ def test_a_training_over_two_nodes_and_the_loss_of_one(tmp_path: Path, with_tiny
 
 
 def test_a_wrong_token_and_another_program_are_refused(tmp_path: Path, with_tiny_cache: Callable) -> None:
-    """The head waits on after the wrong token, and ends, with the node's name, at a node with other sources."""
+    """The head waits on after the wrong token, and ends, with the node's name, at a node with other sources, which ends
+    with the same words."""
     with_tiny_cache(tmp_path)
     port = HEAD_PORT + 5000
     token, wrong = tmp_path / ".cluster-token", tmp_path / "wrong"
@@ -122,29 +124,48 @@ def test_a_wrong_token_and_another_program_are_refused(tmp_path: Path, with_tiny
         assert refused.returncode == 3, refused.stderr
         assert f"127.0.0.1:{port} refused this node's token" in refused.stderr
         assert head.poll() is None
-        with started(join(token, head_port=port), log=tmp_path / "join.log", folder=other):
+        with started(join(token, head_port=port), log=tmp_path / "join.log", folder=other) as node:
             assert head.wait(PATIENCE_S) == 3
-    said = (tmp_path / "train.log").read_text()
-    assert "joined with other sources or locks than the head" in said
+            ended = time.monotonic()
+            assert node.wait(PATIENCE_S) == 5
+            assert time.monotonic() - ended < RECONNECT_S  # it reads how the training ended, and waits for nothing
+    words = "joined with other sources or locks than the head"
+    assert words in (tmp_path / "train.log").read_text()
+    assert re.search(rf"^error: the training refused failed: .*{words}", (tmp_path / "join.log").read_text(), re.M)
     assert find_processes(f"{RUN_VARIABLE}={tmp_path / 'refused'}") == []
 
 
-def test_a_head_that_dies_before_training_is_named(tmp_path: Path, with_tiny_cache: Callable) -> None:
-    """Its control store is killed while it waits for the other node."""
+def test_who_dies_before_training_is_named(tmp_path: Path, with_tiny_cache: Callable) -> None:
+    """While the head waits for four nodes, one that joined is killed and joins again. Then the head's store dies: the
+    head and that node end, each with its cause."""
     with_tiny_cache(tmp_path)
-    run_dir, port = tmp_path / "headless", HEAD_PORT + 6000
-    with started(train(tmp_path, name="headless", port=port), log=tmp_path / "train.log") as head:
-        wait_until(
-            lambda: any("joined: 1 of 2" in event["what"] for event in events(run_dir)), what="its node", process=head
-        )
-        ray_says = run_dir / "logs" / "1" / "train.log"  # a store that dies before this line is a start that failed
+    run_dir, token, port = tmp_path / "headless", tmp_path / ".cluster-token", HEAD_PORT + 6000
+    log, ray_says = tmp_path / "train.log", run_dir / "logs" / "1" / "train.log"
+
+    def told(words: str) -> bool:
+        return any(words in event["what"] for event in events(run_dir))
+
+    with started(train(tmp_path, name="headless", port=port, nodes=4), log=log) as head:
+        wait_until(lambda: told("joined: 1 of 4"), what="its node", process=head)
         wait_until(lambda: "Ray runtime started" in ray_says.read_text(), what="Ray's own start", process=head)
-        (store,) = [each for each in find_processes(f"{RUN_VARIABLE}={run_dir}") if each.name == "gcs_server"]
-        os.kill(store.pid, signal.SIGKILL)
-        killed = time.monotonic()
-        assert head.wait(PATIENCE_S) == 5
-        seconds = time.monotonic() - killed
-    said = (tmp_path / "train.log").read_text()
+        with started(join(token, head_port=port), log=tmp_path / "join.log") as node:
+            wait_until(lambda: told("joined: 2 of 4"), what="another node", process=head)
+            node.kill()
+            killed = time.monotonic()
+            wait_until(lambda: told(": 1 of 4 nodes with a GPU; it has 45 s to come back"), what="death", process=head)
+            assert time.monotonic() - killed < SEEN_WITHIN_S
+        with started(join(token, head_port=port), log=tmp_path / "again.log") as node:
+            wait_until(lambda: told("is back: 2 of 4"), what="its return", process=head)
+            (store,) = [each for each in find_processes(f"{RUN_VARIABLE}={run_dir}") if each.name == "gcs_server"]
+            os.kill(store.pid, signal.SIGKILL)
+            killed = time.monotonic()
+            assert head.wait(PATIENCE_S) == 5
+            seconds = time.monotonic() - killed
+            assert node.wait(PATIENCE_S) == 5
+            assert time.monotonic() - killed < NAMED_WITHIN_S
+    said = log.read_text()
+    assert re.search(r"^cluster: \S+ \(\S+\) died \(.+\): 1 of 4", said, re.M), said
     assert re.search(r"^error: training failed in phase [\w-]+: the Ray head on this host ended", said, re.M), said
     assert seconds < NAMED_WITHIN_S, seconds
+    assert f"error: the head at 127.0.0.1:{port} is gone" in (tmp_path / "again.log").read_text()
     assert find_processes(f"{RUN_VARIABLE}={run_dir}") == []

@@ -2,7 +2,28 @@
 
 from __future__ import annotations
 
-from appliance.cluster.waiting import Needed, Node, is_enough, joined, left, missing, useful
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from plans import make_plan
+
+from appliance.cluster import form, waiting
+from appliance.cluster.form import Cluster
+from appliance.cluster.waiting import (
+    RETURNS_WITHIN_S,
+    Needed,
+    Node,
+    Roll,
+    call,
+    is_enough,
+    joined,
+    left,
+    missing,
+    useful,
+)
+from appliance.errors import PreflightError
 
 HEAD = Node("a", "alpha", "10.0.0.1", gpus=8)
 OTHER = Node("b", "beta", "10.0.0.2", gpus=8)
@@ -27,3 +48,69 @@ def test_joined_and_left_are_told_by_id() -> None:
     assert left([HEAD, OTHER], [HEAD]) == [OTHER]
     again = Node("d", "beta", "10.0.0.2", gpus=8)  # the same host, started again: another node
     assert left([HEAD, OTHER], [HEAD, again]) == [OTHER]
+
+
+def told(roll: Roll, *now: Node, deaths: dict[str, str] | None = None, at: float = 0.0) -> tuple[Roll, list[str]]:
+    return call(roll, now, deaths=deaths or {}, needed=NEEDED, at=at)
+
+
+def test_who_comes_and_goes_is_told_with_what_is_missing() -> None:
+    roll, lines = told(Roll(), HEAD, SMALL)
+    assert lines == [
+        "alpha (10.0.0.1) joined: 1 of 2 nodes with 8 GPUs (gamma has 2)",
+        "gamma (10.0.0.3) joined: 1 of 2 nodes with 8 GPUs (gamma has 2)",
+    ]
+    roll, lines = told(roll, HEAD)
+    assert lines == ["gamma (10.0.0.3) left: 1 of 2 nodes with 8 GPUs"]
+    assert told(roll, HEAD) == (roll, [])
+
+
+def test_a_node_that_somebody_stopped_may_come_back_whenever_they_like() -> None:
+    roll, _ = told(Roll(), HEAD, SMALL)
+    roll, _ = told(roll, HEAD, at=1.0)
+    assert roll.overdue(at=1e6) == []
+
+
+def test_a_node_that_died_is_told_at_once_and_has_a_moment_to_come_back() -> None:
+    roll, _ = told(Roll(), HEAD, SMALL)
+    roll, lines = told(roll, HEAD, deaths={SMALL.id: "its scheduler crashed"}, at=10.0)
+    assert lines == [
+        "gamma (10.0.0.3) died (its scheduler crashed): 1 of 2 nodes with 8 GPUs; it has 45 s to come back"
+    ]
+    assert roll.overdue(at=10.0 + RETURNS_WITHIN_S - 0.1) == []
+    assert roll.overdue(at=10.0 + RETURNS_WITHIN_S) == [SMALL]
+
+
+def test_the_wait_ends_with_the_name_of_who_is_not_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's answers are given, one a look; the clock and the events are real."""
+    plan = make_plan(tmp_path, nodes=2, gpus_per_node=8)
+    answers = iter([([HEAD, SMALL], {}), *[([HEAD], {SMALL.id: "killed"})] * 9])
+    monkeypatch.setattr(form, "look_around", lambda: next(answers))
+    monkeypatch.setattr(form, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(waiting, "RETURNS_WITHIN_S", 0.03)
+    with pytest.raises(PreflightError) as caught:
+        Cluster(plan, head=None).wait(wait_s=60)
+    assert caught.value.message == ("gamma (10.0.0.3) died and was not back after 45 s: 1 of 2 nodes with 8 GPUs")
+    told = [json.loads(line)["what"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [words.partition(": ")[0] for words in told] == [
+        *("alpha (10.0.0.1) joined", "gamma (10.0.0.3) joined", "gamma (10.0.0.3) died (killed)"),
+    ]
+
+
+def test_a_node_that_is_back_is_no_longer_missed() -> None:
+    """It is another node to Ray, by another id; another host does not stand for it."""
+    roll, _ = told(Roll(), HEAD, SMALL)
+    roll, _ = told(roll, HEAD, deaths={SMALL.id: "killed"}, at=10.0)
+    other, _ = told(roll, HEAD, dataclasses.replace(SMALL, id="x", name="delta", address="10.0.0.4"), at=11.0)
+    assert other.overdue(at=100.0) == [SMALL]
+    back, lines = told(roll, HEAD, dataclasses.replace(SMALL, id="d"), at=12.0)
+    assert lines == ["gamma (10.0.0.3) is back: 1 of 2 nodes with 8 GPUs (gamma has 2)"]
+    assert back.overdue(at=100.0) == []
+
+
+def test_of_two_nodes_that_died_on_one_host_one_is_still_missed() -> None:
+    twin = dataclasses.replace(SMALL, id="twin")
+    roll, _ = told(Roll(), HEAD, SMALL, twin)
+    roll, _ = told(roll, HEAD, deaths={SMALL.id: "killed", twin.id: "killed"}, at=10.0)
+    roll, _ = told(roll, HEAD, dataclasses.replace(SMALL, id="d"), at=12.0)
+    assert roll.overdue(at=100.0) == [twin]

@@ -76,7 +76,7 @@ def test_a_port_of_the_head_that_is_in_use(tmp_path: Path) -> None:
         base = port - 3
         found = facts(make_plan(tmp_path / "runs" / "a-1", cluster=cluster(port=base)))
         assert port in found.ports_in_use
-    assert port not in ports_in_use(Ports(base))
+    assert port not in ports_in_use(Ports(base).of_the_head)
 
 
 def test_ports_of_a_cluster_that_is_there_already_are_not_ours(tmp_path: Path) -> None:

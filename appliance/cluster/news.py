@@ -1,0 +1,68 @@
+"""What a node that joined learns of the training it works for: where its run is, and from there how it ended.
+
+A head that ended its training and one that was killed look the same on the network. The run's folder is on a file
+system that every node shares, and its run.json tells them apart.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from appliance.plan.env import NODE_VARIABLE
+from appliance.run.session import RunRecord, RunStatus, read_record
+
+NEWS_FILE = "training.json"
+
+
+@dataclass(frozen=True)
+class Training:
+    """attempt: of the run, when this node became part of it."""
+
+    run_dir: Path
+    attempt: int
+
+
+def keep_news(run_dir: Path) -> None:
+    """On a node, in a process of Ray's: tell `join` what its node is for. Elsewhere, and without a run there: nothing.
+
+    Raises OSError when it cannot be written.
+    """
+    folder, record = os.environ.get(NODE_VARIABLE), record_of(run_dir)
+    if folder and record is not None:
+        partial = Path(folder) / f".{NEWS_FILE}.{os.getpid()}"
+        partial.write_text(json.dumps({"run_dir": str(run_dir), "attempt": record.attempt}))
+        partial.replace(Path(folder) / NEWS_FILE)
+
+
+def read_news(folder: Path) -> Training | None:
+    """None before there are any."""
+    file = folder / NEWS_FILE
+    if not file.exists():
+        return None
+    raw = json.loads(file.read_text())
+    return Training(Path(raw["run_dir"]), attempt=raw["attempt"])
+
+
+def record_of(run_dir: Path) -> RunRecord | None:
+    """The run's run.json; None where there is none, or none that can be read just now."""
+    try:
+        return read_record(run_dir)
+    except (OSError, ValueError):
+        return None
+
+
+def end_of(training: Training) -> RunRecord | None:
+    """How that attempt ended, None while it goes on, and when nobody has written it."""
+    record = record_of(training.run_dir)
+    if record is None or record.attempt != training.attempt or record.state in (RunStatus.STARTING, RunStatus.RUNNING):
+        return None
+    return record
+
+
+def is_resumed(training: Training) -> bool:
+    """Whether the run has a newer attempt than the one that this node was part of."""
+    record = record_of(training.run_dir)
+    return record is not None and record.attempt > training.attempt
