@@ -20,6 +20,7 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from transfer_queue.metadata import BatchMeta
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from appliance.errors import TrainingError
 from appliance.plan.model import CorrectionPlan
@@ -27,6 +28,7 @@ from appliance.quant.correction import CorrectionMethod
 from appliance.trainer import step_telemetry
 from appliance.trainer.metrics import left_out
 from appliance.trainer.step_telemetry import keeping_fetched, measure_step
+from appliance.trainer.watched import WatchedTrainer
 
 BATCH = KVBatchMeta(keys=["a_0_0", "a_1_0"], tags=[{}, {}], partition_id="train", fields=[])
 
@@ -105,14 +107,50 @@ class Client:
         return asyncio.run(coroutine)
 
 
-def test_what_verl_fetched_is_measured_and_nothing_fetched_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    client = Client()
-    monkeypatch.setattr(transfer_queue.interface, "_TQ_CLIENT", client)
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> Client:
+    made = Client()
+    monkeypatch.setattr(transfer_queue.interface, "_TQ_CLIENT", made)
+    return made
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> WatchedTrainer:
+    """In its third step."""
     rollout = {"temperature": 1.0, "calculate_log_probs": True}
     actor = {"loss_agg_mode": "token-mean", "loss_scale_factor": None}
-    config = OmegaConf.create({"algorithm": {}, "actor_rollout_ref": {"rollout": rollout, "actor": actor}})
-    workers = SimpleNamespace(compute_log_prob=lambda batch: batch)
-    trainer = SimpleNamespace(config=config, actor_rollout_wg=workers)
+    made = object.__new__(WatchedTrainer)  # verl's own __init__ wants its whole configuration, and GPUs
+    made.config = OmegaConf.create({"algorithm": {}, "actor_rollout_ref": {"rollout": rollout, "actor": actor}})
+    made.actor_rollout_wg = SimpleNamespace(compute_log_prob=lambda batch: batch)
+    made.plan = make_plan(tmp_path, correction=CorrectionPlan(CorrectionMethod.TIS, cap=2.0))
+    made.run_dir, made.global_steps = tmp_path, 3
+    return made
+
+
+def test_a_step_is_measured_by_one_fetch(client: Client, trainer: WatchedTrainer) -> None:
+    trainer._compute_old_log_prob(BATCH, metrics={})
+    assert client.gets == 1
+    assert trainer._telemetry.mismatch.kl == pytest.approx(0.25 / 4)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25])
+def test_a_step_that_is_not_finite_moves_no_weights(
+    trainer: WatchedTrainer, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(PPOTrainerSync, "_update_actor", lambda self, batch, metrics: done.append("update") or batch)
+    trainer.checkpoints = SimpleNamespace(begin_update=lambda: done.append("begin"))
+    trainer._clipping = SimpleNamespace(after_update=lambda *_, **__: None)
+    trainer._telemetry = SimpleNamespace(nonfinite_fraction=share)
+    metrics: dict[str, float] = {}
+    assert trainer._update_actor(BATCH, metrics=metrics) is BATCH
+    assert done == ([] if share else ["begin", "update"])
+    assert {name for name, value in metrics.items() if math.isnan(value)} == (
+        {"actor/pg_clipfrac", "actor/grad_norm", "actor/lr"} if share else set()
+    )
+
+
+def test_what_verl_fetched_is_measured_and_nothing_fetched_again(client: Client, trainer: WatchedTrainer) -> None:
     with keeping_fetched() as fetched:
         PPOTrainer._compute_old_log_prob(trainer, BATCH, metrics={})
     assert client.gets == 1
