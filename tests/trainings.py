@@ -37,10 +37,10 @@ class Finished:
         return [json.loads(line) for line in (self.run_dir / name).read_text().splitlines()]
 
 
-def command(root: Path, *sets: str, name: str) -> list[str]:
+def command(root: Path, *sets: str, name: str, recipe: str = "arithmetic-tiny-int8") -> list[str]:
     pairs = [f"cluster.run_dir={root}", *sets]
     arguments = [part for pair in pairs for part in ("--set", pair)]
-    return [sys.executable, "-m", "appliance", "train", "arithmetic-tiny-int8", "--name", name, *arguments]
+    return [sys.executable, "-m", "appliance", "train", recipe, "--name", name, *arguments]
 
 
 def processes_of(run_dir: Path) -> list[str]:
@@ -48,9 +48,9 @@ def processes_of(run_dir: Path) -> list[str]:
     return [str(process) for process in find_processes(f"{RUN_VARIABLE}={run_dir}")]
 
 
-def train(root: Path, *sets: str, name: str, timeout_s: float = 900) -> Finished:
+def train(root: Path, *sets: str, name: str, recipe: str = "arithmetic-tiny-int8", timeout_s: float = 900) -> Finished:
     """A training to its end, whichever that is."""
     done = subprocess.run(
-        command(root, *sets, name=name), capture_output=True, text=True, timeout=timeout_s, check=False
+        command(root, *sets, name=name, recipe=recipe), capture_output=True, text=True, timeout=timeout_s, check=False
     )
     return Finished(code=done.returncode, stdout=done.stdout, stderr=done.stderr, run_dir=root / name)

@@ -40,6 +40,7 @@ class Derived:
     max_model_tokens: int
     max_concurrent_sequences: int
     max_batched_tokens: int
+    chunked_prefill: bool
     validate_every: int
     bucket_mib: int
     generation_batches: int
@@ -95,6 +96,7 @@ def derive(
             max(longest, _TOKENS_OF_AN_ENGINE_STEP[is_cpu]),
             "tokens of one engine step: at least one whole sequence",
         ),
+        chunked_prefill=_chunked_prefill(recipe, is_cpu=is_cpu, book=book),
         num_agent_workers=book.note("rollout.agent_workers", *_agent_workers(recipe, is_cpu=is_cpu)),
         generation_batches=_generation_batches(recipe, book=book),
         max_generated_prompts=_max_generated_prompts(recipe, book=book),
@@ -126,6 +128,14 @@ def _max_generated_prompts(recipe: Recipe, *, book: _Book) -> int:
 
 def _every(given: int, *, steps: int) -> tuple[int, str]:
     return (given, "as given, and at the end") if given else (steps, "only at the end")
+
+
+def _chunked_prefill(recipe: Recipe, *, is_cpu: bool, book: _Book) -> bool:
+    """Not noted where it is as given. vLLM 0.28 winds a sample's generator back after a part of a prompt."""
+    if not is_cpu:
+        return recipe.rollout.chunked_prefill
+    why = "each sample has a seed, and on a CPU vLLM cannot take back what it drew after a part of a prompt"
+    return book.note("rollout.chunked_prefill", False, why)
 
 
 def _gradient_checkpointing(is_builtin: bool) -> tuple[bool, str]:

@@ -192,7 +192,7 @@ def _rollout(recipe: Recipe, derived: Derived) -> list[Override]:
         Override(f"{ROLLOUT}.seed", recipe.seed),
         Override(f"{ROLLOUT}.calculate_log_probs", True),
         Override(f"{ROLLOUT}.logprobs_mode", "processed_logprobs"),  # after temperature, as the trainer's
-        Override(f"{ROLLOUT}.enable_chunked_prefill", rollout.chunked_prefill),
+        Override(f"{ROLLOUT}.enable_chunked_prefill", derived.chunked_prefill),
         Override(f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", derived.micro_batch_sequences),
         Override(f"{ROLLOUT}.agent.num_workers", derived.num_agent_workers),
         Override(f"{ROLLOUT}.val_kwargs.do_sample", False),

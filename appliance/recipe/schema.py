@@ -113,7 +113,9 @@ class Rollout(Section):
     tensor_parallel: int = Field(1, ge=1, description="GPUs that share one engine")
     gpu_memory_utilization: float = Field(0.5, gt=0, lt=1, description="part of GPU memory for the engine")
     kv_cache_gb: int = Field(1, ge=1, le=1024, description="KV cache of an engine on a CPU, GiB")
-    chunked_prefill: bool = Field(True, description="long prompts are read in parts, between steps of generation")
+    chunked_prefill: bool = Field(
+        True, description="long prompts are read in parts, between steps of generation; never on a CPU"
+    )
     lm_head_fp32: bool = Field(False, description="the engine's last projection in FP32 instead of BF16")
 
 

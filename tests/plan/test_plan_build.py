@@ -12,6 +12,7 @@ from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.model import CorrectionPlan, ExpectedAttestation, RunPlan
 from appliance.plan.read import plan_from_dict, read_plan
 from appliance.plan.show import plan_text
+from appliance.plan.verl_args import ROLLOUT
 from appliance.quant.correction import CorrectionMethod
 from appliance.quant.scheme import Scheme
 from appliance.recipe.load import load_recipe
@@ -138,6 +139,14 @@ def test_a_sequence_longer_than_a_forward_goes_alone():
     plan = planned("task.max_response_tokens=20000", "model.builtin=null", "model.path=/m")
     assert choice(plan, "batch.micro_batch_sequences")[0] == "1"
     assert choice(plan, "engine.max_batched_tokens")[0] == "20008"
+
+
+def test_no_part_of_a_prompt_is_read_where_a_generator_has_no_offset():
+    plan = planned("rollout.chunked_prefill=true")
+    why = "each sample has a seed, and on a CPU vLLM cannot take back what it drew after a part of a prompt"
+    assert choice(plan, "rollout.chunked_prefill") == ("false", why)
+    assert f"{ROLLOUT}.enable_chunked_prefill=false" in plan.argv
+    assert f"{ROLLOUT}.enable_chunked_prefill=true" in planned(recipe="gsm8k-0.5b-int8").argv
 
 
 def test_no_correction_says_so_to_verl():
