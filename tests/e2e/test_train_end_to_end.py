@@ -181,6 +181,25 @@ def test_the_weights_changed_and_the_model_is_of_the_original_class(short: Finis
     assert AutoTokenizer.from_pretrained(short.run_dir / "model").encode("1+2=")
 
 
+def test_plain_transformers_reaches_the_last_validation(short: Finished) -> None:
+    import pyarrow.parquet as parquet
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    plan = json.loads((short.run_dir / "plan.json").read_text())
+    rows = parquet.read_table(plan["task"]["val_parquet"]).to_pylist()
+    tokenizer = AutoTokenizer.from_pretrained(short.run_dir / "model", padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(short.run_dir / "model", dtype=torch.bfloat16)
+    chat = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt", "padding": True}
+    prompts = tokenizer.apply_chat_template([row["prompt"] for row in rows], tokenize=True, **chat)
+    with torch.no_grad():
+        answers = model.generate(**prompts, do_sample=False, max_new_tokens=8)[:, prompts["input_ids"].shape[1] :]
+    said = tokenizer.batch_decode(answers, skip_special_tokens=True)
+    right = [text.strip() == row["reward_model"]["ground_truth"] for text, row in zip(said, rows, strict=True)]
+    reward, last = sum(right) / len(right), short.json_lines("metrics.jsonl")[-1]["val_reward_mean"]
+    assert abs(reward - last) <= 0.02, f"plain transformers {reward}, last validation {last}"
+
+
 def test_plain_vllm_reaches_the_last_validation(short: Finished, tmp_path: Path) -> None:
     """The exported model in a vLLM without us: no plugin, no quantisation, its own process."""
     script = tmp_path / "plain.py"
