@@ -9,7 +9,8 @@ ARGS ?=
 TWO_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
 demo: setup ## set up, then train the tiny model with quantised rollouts, on any CPU
-	@.venv/bin/appliance train arithmetic-tiny-int8 --set rollout.scheme=auto $(ARGS)
+	@.venv/bin/appliance train arithmetic-tiny-int8 --set rollout.scheme=auto $(ARGS); code=$$?; \
+	echo 'here        `appliance` is .venv/bin/appliance' >&2; exit $$code
 
 test: setup ## set up, then all tests, two files at a time: ARGS="-k sync" picks some, "-n 0" goes one by one
 	@.venv/bin/python -m pytest $(TWO_WORKERS) -m "not docker" $(ARGS)

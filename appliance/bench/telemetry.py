@@ -2,7 +2,7 @@
 
 Trains the recipe for some steps as a user does and prints both sides out of the same steps: the milliseconds that
 measuring took (the mismatch in the trainer, the codes in the engines during the sync) and those of the whole step. The
-first step is left out, in which much happens for the first time, and so is validation, which no step has here.
+first step is left out, in which much happens for the first time, and validation is no part of `step_s`.
 """
 
 from __future__ import annotations

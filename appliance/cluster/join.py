@@ -13,14 +13,14 @@ from pathlib import Path
 from appliance import console
 from appliance.cluster.identity import host_of
 from appliance.cluster.news import Training, end_of, is_resumed, read_news
-from appliance.cluster.node_watch import LOOK_EVERY_S, NodeIsOver, NodeWatch, answers
+from appliance.cluster.node_watch import LOOK_EVERY_S, NodeIsOver, NodeWatch
 from appliance.cluster.ray_command import NodeOffer, node_environment, worker_argv
 from appliance.cluster.token import check_token
 from appliance.errors import EngineError, Interrupted, PreflightError, ProcessDied, RecipeError, TrainingError
 from appliance.flashrl.variables import without_flashrl
 from appliance.plan.env import NODE_VARIABLE
 from appliance.plan.ports import DEFAULT_BASE, Ports
-from appliance.preflight.access import ports_in_use
+from appliance.preflight.access import head_problem, ports_in_use
 from appliance.preflight.probes import read_host
 from appliance.run.session import RunStatus
 from appliance.run.supervise import Interrupts, supervise
@@ -80,7 +80,7 @@ def join_head(
             code = report.returncode
         if interrupts.names:
             raise Interrupted(f"left {head} on {interrupts.names[0]}")
-        if not watch.has_joined and answers(head):
+        if not watch.has_joined and not head_problem(head):
             raise _not_joined(head, code=code, log=log)
         return _end(head, training=read_news(Path(folder)), was_silent=watch.was_silent, code=code, log=log)
 
@@ -88,7 +88,7 @@ def join_head(
 def _wait_for(head: str, *, wait_s: float, stop: Callable[[], bool]) -> None:
     """Raises PreflightError when the head does not answer in time, Interrupted."""
     deadline, said = time.monotonic() + wait_s, False
-    while not answers(head):
+    while head_problem(head):
         if stop():
             raise Interrupted(f"stopped while waiting for {head}")
         if time.monotonic() > deadline:
@@ -114,20 +114,24 @@ def _end(head: str, *, training: Training | None, was_silent: bool, code: int | 
             raise TrainingError(f"the training {name} failed: {ended.reason}", hint=again)
         console.say(f"the training {name} ended: {ended.reason or ended.state}")
         return 0
-    if not answers(head):
+    if head_problem(head):
         raise ProcessDied(f"the head at {head} is gone, and so is the work of this node", hint=again)
     if was_silent or (training and is_resumed(training)):
         raise ProcessDied(f"the head at {head} was started anew: this node was of the one before", hint=again)
     _show_end_of(log)
-    return_code = "" if code is None else f" with code {code}"
-    raise EngineError(f"Ray on this node ended{return_code}, and {head} is still there", hint="see above")
+    raise EngineError(f"Ray on this node ended{_with(code)}, and {head} is still there", hint="see above")
 
 
 def _not_joined(head: str, *, code: int | None, log: Path) -> EngineError | PreflightError:
     if any(word in log.read_text(errors="replace") for word in _REFUSED):
         return PreflightError(f"{head} refused this node's token", hint="give the head's token file with --token-file")
     _show_end_of(log)
-    return EngineError(f"Ray on this node ended with code {code} before it had joined {head}", hint="see above")
+    return EngineError(f"Ray on this node ended{_with(code)} before it had joined {head}", hint="see above")
+
+
+def _with(code: int | None) -> str:
+    """None: it was `join` that ended it."""
+    return "" if code is None else f" with code {code}"
 
 
 def _show_end_of(log: Path) -> None:

@@ -6,9 +6,8 @@ host went silent. So `join` looks for itself: does the head's port answer, is th
 
 from __future__ import annotations
 
-import contextlib
+import math
 import os
-import socket
 import threading
 import time
 from dataclasses import dataclass
@@ -18,12 +17,12 @@ from types import TracebackType
 from appliance import console
 from appliance.cluster.news import end_of, read_news
 from appliance.plan.env import RECONNECT_S, RUN_VARIABLE
+from appliance.preflight.access import head_problem
 from appliance.run.processes import find_processes
 
 LOOK_EVERY_S = 2.0
 SCHEDULER = "raylet"
 _STARTED = "Ray runtime started"
-_CONNECT_WITHIN_S = 3.0
 _LOOKS_WITHOUT = 3  # Ray says why its scheduler died a second or two after its death
 
 
@@ -62,8 +61,13 @@ class NodeWatch:
         self._look = Look()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="node-watch", daemon=True)
+        self._silent_at = -math.inf
         self.has_joined = False
-        self.was_silent = False
+
+    @property
+    def was_silent(self) -> bool:
+        """Whether the head was silent a moment ago: one that was started anew ends the nodes of the one before."""
+        return time.monotonic() - self._silent_at < RECONNECT_S
 
     def __enter__(self) -> NodeWatch:
         self._thread.start()
@@ -83,12 +87,12 @@ class NodeWatch:
     def _watch(self) -> None:
         answered = time.monotonic()
         while not self._over.wait(LOOK_EVERY_S):
-            if answers(self._head):
+            if not head_problem(self._head):
                 answered = time.monotonic()
                 silent_s = 0.0
             else:
-                self.was_silent = True
-                silent_s = time.monotonic() - answered
+                self._silent_at = time.monotonic()
+                silent_s = self._silent_at - answered
             training = read_news(self._folder)
             has_scheduler = not self.has_joined or self._has_scheduler()
             self._look = Look(
@@ -100,12 +104,3 @@ class NodeWatch:
     def _has_scheduler(self) -> bool:
         ours = find_processes(f"{RUN_VARIABLE}={self._folder}", below=os.getpid())
         return any(process.name == SCHEDULER for process in ours)
-
-
-def answers(head: str) -> bool:
-    """head: `host:port`."""
-    host, _, port = head.rpartition(":")
-    with contextlib.suppress(OSError, UnicodeError):  # the last one of a name that DNS cannot have
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_WITHIN_S).close()
-        return True
-    return False

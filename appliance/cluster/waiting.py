@@ -68,7 +68,8 @@ def left(members: Sequence[Node], now: Sequence[Node]) -> list[Node]:
 
 @dataclass(frozen=True)
 class Roll:
-    """Who was there at the last look, and who died since the first and is not back: (node, when it was missed)."""
+    """present: who was there at the last look, as they came.  absent: who died since the first look and is not back,
+    with the time when it was missed."""
 
     present: tuple[Node, ...] = ()
     absent: tuple[tuple[Node, float], ...] = ()
@@ -84,19 +85,28 @@ def call(
 
     deaths: by id, Ray's words for the end of nodes that nobody stopped.  at: s, of a clock that only goes forward.
     """
-    absent, lines, there = list(roll.absent), [], missing(now, needed)
+    absent, lines, there, gone = list(roll.absent), [], missing(now, needed), left(roll.present, now)
+    present = [node for node in roll.present if node not in gone]
     for node in joined(roll.present, now):
         known = next((each for each in absent if _is_host_of(node, each[0])), None)
         if known is not None:
             absent.remove(known)
         lines.append(f"{node.text} {'is back' if known else 'joined'}: {there}")
-    for node in left(roll.present, now):
-        if node.id in deaths:
+        present.append(node)
+    for node in gone:
+        if node.id not in deaths:
+            lines.append(f"{node.text} left: {there}")
+        elif any(_is_host_of(later, node) for later in present if later not in _until(node, roll.present)):
+            lines.append(f"{node.text} had died ({deaths[node.id]}) and is back: {there}")
+        else:
             absent.append((node, at))
             lines.append(f"{node.text} died ({deaths[node.id]}): {there}; it has {RETURNS_WITHIN_S:g} s to come back")
-        else:
-            lines.append(f"{node.text} left: {there}")
-    return Roll(tuple(now), tuple(absent)), lines
+    return Roll(tuple(present), tuple(absent)), lines
+
+
+def _until(node: Node, present: Sequence[Node]) -> Sequence[Node]:
+    """Those who came before `node`, and itself. A host that starts again may be there before Ray tells of its death."""
+    return present[: present.index(node) + 1]
 
 
 def _is_host_of(node: Node, other: Node) -> bool:

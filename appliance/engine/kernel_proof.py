@@ -10,11 +10,11 @@ INT8, exact. The probe is one token of integers x_k, 64 <= |x_k| <= 127 with pse
 its scale is 127/127 = 1, its codes are the x_k, and the kernel's answer is s_n * T_n with T_n = sum_k x_k q_nk, an
 integer. The answer comes in BF16, so the bias -bf16(s_n T_n) goes in with it, which the kernels add in float32: what
 comes out is the small rest. Bound of the rest, u = 2^-24: T_n to float32, the product with s_n and the sum are rounded
-to u each, the result to BF16 (2^-9 of it); twice that is allowed:
+to u each, the result to BF16 (2^-8 of it). Allowed is a little more:
 
-    |rest - exact rest| <= 4 u |s_n T_n| + 2^-8 |exact rest|,      |exact rest| <= 2^-9 |s_n T_n|
+    |rest - exact rest| <= 4 u |s_n T_n| + 2^-8 |exact rest|,      |exact rest| <= 2^-8 |s_n T_n|
 
-One code that is off by one moves the rest by at least 64 s_n: it is seen with certainty as long as |T_n| < 2^23 (a row
+One code that is off by one moves the rest by at least 64 s_n: it is seen with certainty as long as |T_n| < 2^20 (a row
 of 27648 codes of typical size has |T_n| near 5e5). Several wrong codes of one row cancel for one in about 128 probes at
 most, and each sync has another probe. The scale is compared bit for bit where the kernel reads it.
 
@@ -53,7 +53,7 @@ from appliance.quant.digest import digest
 from appliance.quant.scheme import Scheme
 
 U = 2.0**-24  # half a unit of float32, relative
-BF16_U = 2.0**-8  # a unit of BF16 (twice its rounding error), relative
+BF16_U = 2.0**-8  # BF16 rounds by at most so much, relative
 TINY = 1e-35  # products of denormals may be flushed
 COLUMNS = 64
 _CHUNK_ELEMENTS = 1 << 22  # 4 MiB of codes at once: what is quantised, multiplied and dropped

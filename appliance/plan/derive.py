@@ -132,7 +132,7 @@ def _every(given: int, *, steps: int) -> tuple[int, str]:
 
 def _chunked_prefill(recipe: Recipe, *, is_cpu: bool, book: _Book) -> bool:
     """Not noted where it is as given. vLLM 0.28 winds a sample's generator back after a part of a prompt."""
-    if not is_cpu:
+    if not (is_cpu and recipe.rollout.chunked_prefill):
         return recipe.rollout.chunked_prefill
     why = "each sample has a seed, and on a CPU vLLM cannot take back what it drew after a part of a prompt"
     return book.note("rollout.chunked_prefill", False, why)

@@ -49,7 +49,7 @@ def read_access(plan: RunPlan, *, ask_network: bool) -> AccessFacts:
         cache_problem=_write_problem(Path(plan.cache_dir)),
         unreadable=tuple(map(str, filter(_is_unreadable, _files(plan)))),
         ports_in_use=ports_in_use(Ports(cluster.port).of_the_head) if cluster and not cluster.address else (),
-        head_problem=_head_problem(head) if head else "",
+        head_problem=head_problem(head) if head else "",
         token_problem=_token_problem(Path(cluster.token_file), must_be=bool(cluster.address)) if cluster else "",
         wandb_key=has_key,
         wandb_doubt=doubt,
@@ -102,7 +102,8 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def _head_problem(address: str) -> str:
+def head_problem(address: str) -> str:
+    """Why nothing answers at `host:port`, or nothing."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_WITHIN_S).close()

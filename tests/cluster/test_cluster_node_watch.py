@@ -95,6 +95,16 @@ def test_a_scheduler_that_ends_ends_the_node(tmp_path: Path, head: str, capsys: 
     assert capsys.readouterr().err == "joined; this node works for the training until it ends\n"
 
 
+def test_a_silence_of_long_ago_says_nothing_of_this_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_watch, "head_problem", lambda _: next(problems, ""))
+    problems = iter(["refused"])
+    with joined("127.0.0.1:1", tmp_path) as watch:
+        time.sleep(0.5)
+        assert watch.was_silent
+        monkeypatch.setattr(node_watch, "RECONNECT_S", 0.1)
+        assert not watch.was_silent
+
+
 def test_a_node_leaves_at_once_when_its_training_has_ended_and_the_head_is_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,6 +108,26 @@ def test_a_node_that_is_back_is_no_longer_missed() -> None:
     assert back.overdue(at=100.0) == []
 
 
+@pytest.mark.parametrize("looks", [1, 2])
+def test_a_node_that_was_back_before_its_death_was_told_is_not_missed(looks: int) -> None:
+    """A container that is killed and starts at once can be quicker than Ray."""
+    again = dataclasses.replace(SMALL, id="d")
+    roll, _ = told(Roll(), HEAD, SMALL)
+    if looks == 2:
+        roll, _ = told(roll, HEAD, SMALL, again, at=9.0)
+    roll, lines = told(roll, HEAD, again, deaths={SMALL.id: "killed"}, at=10.0)
+    assert lines[-1] == "gamma (10.0.0.3) had died (killed) and is back: 1 of 2 nodes with 8 GPUs (gamma has 2)"
+    assert roll.overdue(at=100.0) == []
+
+
+def test_a_node_that_was_there_before_does_not_stand_for_one_that_died() -> None:
+    twin = dataclasses.replace(SMALL, id="twin")
+    roll, _ = told(Roll(), HEAD, SMALL, twin)
+    roll, _ = told(roll, twin, SMALL, HEAD, at=5.0)
+    roll, _ = told(roll, HEAD, SMALL, deaths={twin.id: "killed"}, at=10.0)
+    assert roll.overdue(at=100.0) == [twin]
+
+
 def test_of_two_nodes_that_died_on_one_host_one_is_still_missed() -> None:
     twin = dataclasses.replace(SMALL, id="twin")
     roll, _ = told(Roll(), HEAD, SMALL, twin)

@@ -147,6 +147,8 @@ def test_no_part_of_a_prompt_is_read_where_a_generator_has_no_offset():
     assert choice(plan, "rollout.chunked_prefill") == ("false", why)
     assert f"{ROLLOUT}.enable_chunked_prefill=false" in plan.argv
     assert f"{ROLLOUT}.enable_chunked_prefill=true" in planned(recipe="gsm8k-0.5b-int8").argv
+    as_given = planned("rollout.chunked_prefill=false")
+    assert all(each.key != "rollout.chunked_prefill" for each in as_given.choices)
 
 
 def test_no_correction_says_so_to_verl():
