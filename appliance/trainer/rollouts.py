@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import transfer_queue
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorData, NonTensorStack
 from torch import Tensor
@@ -136,8 +136,6 @@ class Rollouts:
         if self._failure is not None:
             if isinstance(self._failure, EngineError):
                 raise self._failure
-            if "EngineDeadError" in type(self._failure).__name__:  # Ray names the cause so
-                raise EngineError("a rollout engine died: its core process is gone", hint=_HINT) from self._failure
             kind = EngineError if isinstance(self._failure, RayError) else TrainingError
             raise kind(
                 f"rollouts failed: {type(self._failure).__name__}: {_last_line(self._failure)}",
@@ -158,7 +156,8 @@ class Rollouts:
         tasks = [asyncio.create_task(self._scored(prompt, shaping=shaping)) for prompt in prompts]
         streams = [asyncio.create_task(engine) for engine in engines]
         for number, stream in enumerate(streams):
-            stream.add_done_callback(functools.partial(_leave_none_waiting, _share(prompts, number, of=len(streams))))
+            share = _share(prompts, number, of=len(streams))
+            stream.add_done_callback(functools.partial(_leave_none_waiting, share, engine=number))
         try:
             async for ready in _in_order(tasks) if validate or self._in_order else _as_they_come(tasks):
                 self._count(ready, validate=validate)  # before: who sees the results may ask how many there are
@@ -194,10 +193,13 @@ class Rollouts:
                 num_samples=sampling.num_samples,
             )
         )
-        async for answer in answers:
-            place, group = await answer
-            share[place].group.set_result(group)
-            self._heartbeat.beat()
+        try:
+            async for answer in answers:
+                place, group = await answer
+                share[place].group.set_result(group)
+                self._heartbeat.beat()
+        except RayError as error:
+            raise _named(error, engine=number) from error
 
     async def _scored(self, prompt: _Prompt, *, shaping: Shaping) -> Group:
         """(uid, one field dictionary per sample)."""
@@ -228,18 +230,30 @@ class Rollouts:
         return list(ids)[-self._max_prompt_tokens :]
 
 
+def _named(error: RayError, *, engine: int) -> EngineError:
+    """What became of an engine, in the words of engine_watch.py: whoever sees it first tells it."""
+    if isinstance(error, RayActorError):
+        problem = "died: its server's process is gone"
+    elif "EngineDeadError" in type(error).__name__:  # Ray names the cause so
+        problem = "died: its core process is gone"
+    else:
+        problem = f"failed: {type(error).__name__}: {_last_line(error)}"
+    return EngineError(f"rollout engine {engine} {problem}", hint=_HINT)
+
+
 def _share(prompts: list[_Prompt], number: int, *, of: int) -> list[_Prompt]:
     return prompts[number::of]
 
 
-def _leave_none_waiting(prompts: list[_Prompt], stream: asyncio.Task[None]) -> None:
+def _leave_none_waiting(prompts: list[_Prompt], stream: asyncio.Task[None], *, engine: int) -> None:
     """However an engine's answers ended: who waits for one that did not come hears why."""
     waiting = [prompt for prompt in prompts if not prompt.group.done()]
     if stream.cancelled():
         for prompt in waiting:
             prompt.group.cancel()
         return
-    few = EngineError(f"a rollout engine answered {len(prompts) - len(waiting)} of {len(prompts)} prompts", hint=_HINT)
+    answered = len(prompts) - len(waiting)
+    few = EngineError(f"rollout engine {engine} answered {answered} of {len(prompts)} prompts", hint=_HINT)
     for prompt in waiting:
         prompt.group.set_exception(stream.exception() or few)
 

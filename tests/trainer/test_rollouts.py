@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 
 from appliance.errors import ApplianceError, EngineError, TrainingError
 from appliance.tasks.grading import Shaping
@@ -69,6 +69,10 @@ def generate(made: Rollouts, *, num_prompts: int) -> ApplianceError:
     return caught.value
 
 
+class EngineDeadError(RayError):
+    """Named as Ray names an error of a task after the cause."""
+
+
 class Batch(dict):
     """What is used of verl's batch."""
 
@@ -79,13 +83,15 @@ class Batch(dict):
 def test_an_engine_that_leaves_prompts_out_is_said() -> None:
     error = generate(rollouts(Engine((0, DONE)), Engine()), num_prompts=3)
     assert type(error) is EngineError and error.exit_code == 4
-    assert error.message == "a rollout engine answered 0 of 1 prompts"
+    assert error.message == "rollout engine 1 answered 0 of 1 prompts"
 
 
 @pytest.mark.parametrize(
     ("answer", "kind", "message"),
     [
-        (RayError("gone"), EngineError, "rollouts failed: RayError: gone"),
+        (RayError("gone"), EngineError, "rollout engine 0 failed: RayError: gone"),
+        (RayActorError(), EngineError, "rollout engine 0 died: its server's process is gone"),
+        (EngineDeadError("the cause"), EngineError, "rollout engine 0 died: its core process is gone"),
         (ValueError("no group"), TrainingError, "rollouts failed: ValueError: no group"),
         ((7, DONE), TrainingError, "rollouts failed: IndexError: list index out of range"),
         (None, TrainingError, "rollouts failed: TypeError: cannot unpack non-iterable NoneType object"),
