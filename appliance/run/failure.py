@@ -31,6 +31,11 @@ def _symptom(pattern: str, what: str, advice: str) -> Symptom:
 
 SYMPTOMS = (
     _symptom(
+        r"Raylet is terminated",  # Ray adds what may have been the reason, a bus error among others
+        "Ray's scheduler (raylet) died",
+        "often the kernel ended it for want of memory (sudo dmesg | tail)",
+    ),
+    _symptom(
         r"CUDA out of memory|torch\.OutOfMemoryError|CUDA error: out of memory",
         "the GPU ran out of memory",
         "lower rollout.gpu_memory_utilization, batch.max_tokens_per_gpu or batch.micro_batch_sequences",

@@ -103,6 +103,9 @@ def run_training(
                 append_event(session.run_dir, kind="note", what=what, why="preflight")
         training = _Training(plan, session, interrupts, choose_progress(plan, json_mode=json_mode, quiet=quiet), page)
         outcome = training.run(steps)
+        if outcome.state is RunStatus.FAILED and training.state.failure is None:  # a child that died without a word
+            with contextlib.suppress(OSError):  # a full disk: run.json says it as well
+                append_event(session.run_dir, kind="failure", what=outcome.reason, exit_code=outcome.exit_code)
         session.finish(state=outcome.state, exit_code=outcome.exit_code, reason=outcome.reason)
         page.may_restart = may_restart  # not where an error ends the launcher as well
     seconds = time.monotonic() - started

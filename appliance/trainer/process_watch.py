@@ -18,6 +18,7 @@ from ray._private import state, worker
 from appliance.errors import ApplianceError, EngineError, ProcessDied
 
 LOOK_EVERY_S = 2.0
+SERVICES_EVERY_S = 0.05  # without its raylet Ray ends this process at its next word to it: be there first
 SERVICES = {"raylet": "Ray's scheduler (raylet)", "gcs_server": "Ray's control service (GCS)"}
 SERVERS = frozenset({"GroupServer"})
 ROLES = {
@@ -51,7 +52,7 @@ class ProcessWatch:
         """Apart from the actors: with the control service gone, asking for them would wait."""
         processes = worker._global_node.all_processes
         services = {kind: processes[kind][0].process for kind in SERVICES}
-        while not self._over.wait(LOOK_EVERY_S):
+        while not self._over.wait(SERVICES_EVERY_S):
             for kind, process in services.items():
                 code = process.poll()
                 if code is not None:

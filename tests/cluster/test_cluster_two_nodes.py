@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -34,7 +35,7 @@ def train(root: Path, *, name: str, steps: int = STEPS, port: int = HEAD_PORT, n
     sets = (
         *(f"cluster.nodes={nodes}", f"cluster.run_dir={root}", f"cluster.port={port}", f"cluster.wait_s={PATIENCE_S}"),
         *(f"trainer.steps={steps}", "trainer.validate_before=false", "trainer.validate_every=1000"),
-        *("task.val_size=16", "quantization.profile=none"),
+        *("task.val_size=16", "quantization.profile=none", "checkpoint.every_steps=1"),
     )
     options = [part for each in sets for part in ("--set", each)]
     return [sys.executable, "-m", "appliance", "train", "arithmetic-tiny-int8", "--name", name, *options]
@@ -71,37 +72,57 @@ def events(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def test_a_training_over_two_nodes_and_the_loss_of_one(tmp_path: Path, with_tiny_cache: Callable) -> None:
-    """The other node is killed after the second step: named within a minute, nothing left."""
+def steps_of(run_dir: Path) -> list[int]:
+    file = run_dir / "metrics.jsonl"
+    return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as tried:
+        return tried.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_a_training_over_two_nodes_outlives_its_head_and_names_the_node_it_loses(
+    tmp_path: Path, with_tiny_cache: Callable
+) -> None:
+    """After two steps the head is killed and started again at once, the node of the old one ends by itself and another
+    one joins. After one more step that is killed: named within a minute, nothing left."""
     with_tiny_cache(tmp_path)
     run_dir, token = tmp_path / "over-two", tmp_path / ".cluster-token"
-    with (
-        started(join(token), log=tmp_path / "join.log") as node,
-        started(train(tmp_path, name="over-two", steps=500), log=tmp_path / "train.log") as head,
-    ):
-        metrics = run_dir / "metrics.jsonl"
-        wait_until(
-            lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= STEPS,
-            what=f"{STEPS} steps",
-            process=head,
-        )
-        node.kill()  # and with it, by its keeper, Ray and every worker on that node
-        killed = time.monotonic()
-        assert head.wait(PATIENCE_S) == 5
-        seconds = time.monotonic() - killed
-    said = (tmp_path / "train.log").read_text()
+    command = train(tmp_path, name="over-two", steps=500)
+    with started(join(token), log=tmp_path / "join.log") as node:
+        with started(command, log=tmp_path / "train.log") as head:
+            wait_until(lambda: len(steps_of(run_dir)) >= STEPS, what=f"{STEPS} steps", process=head)
+            head.kill()
+            killed = time.monotonic()
+        wait_until(lambda: is_free(HEAD_PORT), what="the old head's end", process=node)
+        with started([*command, "--resume", "auto"], log=tmp_path / "again.log") as head:
+            assert node.wait(PATIENCE_S) == 5
+            assert time.monotonic() - killed < NAMED_WITHIN_S
+            said = (tmp_path / "join.log").read_text()
+            assert re.search(r"^error: the head at \S+ (is gone, and so|was started anew)", said, re.M), said
+            reached = max(steps_of(run_dir))
+            with started(join(token), log=tmp_path / "rejoin.log") as node:
+                wait_until(lambda: max(steps_of(run_dir)) > reached, what="a further step", process=head)
+                node.kill()  # and with it, by its keeper, Ray and every worker on that node
+                killed = time.monotonic()
+                assert head.wait(PATIENCE_S) == 5
+                seconds = time.monotonic() - killed
+    said = (tmp_path / "again.log").read_text()
     assert re.search(r"^error: training failed in phase [\w-]+: node \S+ \(\S+\) left the cluster$", said, re.M), said
     assert seconds < NAMED_WITHIN_S, seconds
-    assert sorted(file.stem for file in (run_dir / "attest").glob("*.json")) == [
-        *("driver-0", "rollout-0-0", "rollout-1-0", "trainer-0", "trainer-1"),
-    ]
+    for attempt in (run_dir / "logs" / "1" / "attest", run_dir / "attest"):
+        assert sorted(file.stem for file in attempt.glob("*.json")) == [
+            *("driver-0", "rollout-0-0", "rollout-1-0", "trainer-0", "trainer-1"),
+        ]
     workers = [json.loads((run_dir / "attest" / f"trainer-{rank}.json").read_text()) for rank in (0, 1)]
     assert {each["rank"] for each in workers} == {0, 1}
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert all(line["scheme"] == "int8" and line["mismatch_k3_kl"] < 0.015 for line in lines)
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     told = [event["what"] for event in events(run_dir) if event["kind"] == "cluster"]
-    assert any("joined: 2 of 2 nodes with a GPU" in what for what in told)
-    assert "all 2 nodes run the same program on the same files" in told
+    assert sum("joined: 2 of 2 nodes with a GPU" in what for what in told) == 2
+    assert told.count("all 2 nodes run the same program on the same files") == 2
     assert find_processes(f"{RUN_VARIABLE}={run_dir}") == []
 
 

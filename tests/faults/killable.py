@@ -52,7 +52,17 @@ class Run:
 
     def start(self) -> None:
         with (self.root / f"{self.name}.out").open("a") as log:
-            self.launcher = subprocess.Popen(self.command(), stdout=log, stderr=subprocess.STDOUT, text=True)
+            self.launcher = subprocess.Popen(
+                self.command(), stdout=log, stderr=subprocess.STDOUT, text=True, process_group=0
+            )
+
+    def stop(self, name: signal.Signals) -> None:
+        """As a person does: SIGTERM to the launcher, but Ctrl-C (SIGINT) goes to all that share its terminal."""
+        assert self.launcher is not None
+        if name is signal.SIGINT:
+            os.killpg(self.launcher.pid, name)
+        else:
+            self.launcher.send_signal(name)
 
     @property
     def said(self) -> str:

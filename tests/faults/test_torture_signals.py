@@ -1,7 +1,11 @@
-"""SIGTERM in every phase of a real training: it saves what there is, says so, and leaves no process. `make torture`."""
+"""SIGTERM and Ctrl-C in every phase of a real training: it saves what there is, says so, and leaves no process.
+
+`make torture ARGS="-k signals"`.
+"""
 
 from __future__ import annotations
 
+import itertools
 import signal
 import time
 from collections.abc import Callable
@@ -15,6 +19,7 @@ from appliance.run.seal import damage
 pytestmark = pytest.mark.torture
 
 EARLY = ("prepare", "profile", "start", "load-model", "attest")  # nothing of a new run can be saved yet
+SIGNALS = {signal.SIGTERM: 75, signal.SIGINT: 130}  # and the exit code where the state was saved
 LATE = ("rollout", "log-probs", "update", "sync", "validate", "save")
 
 
@@ -22,37 +27,43 @@ def phases(run: Run) -> list[str]:
     return [event["what"] for event in run.events("phase")]
 
 
-def stop_in(run: Run, phase: str) -> int:
-    """SIGTERM as soon as the phase is there; the exit code."""
+def stop_in(run: Run, phase: str, name: signal.Signals = signal.SIGTERM) -> int:
+    """A signal as soon as the phase is there; the exit code."""
     seen = phases(run).count(phase)
     assert run.wait_for(lambda: phases(run).count(phase) > seen), run.said[-3000:]
-    run.launcher.send_signal(signal.SIGTERM)
+    run.stop(name)
     return run.end(seconds=400)
 
 
+@pytest.mark.parametrize("name", SIGNALS)
 @pytest.mark.parametrize("phase", EARLY)
-def test_before_the_first_step_there_is_nothing_to_save(phase: str, new_run: Callable[..., Run]) -> None:
+def test_before_the_first_step_there_is_nothing_to_save(
+    phase: str, name: signal.Signals, new_run: Callable[..., Run]
+) -> None:
     # A seed of its own has problems of its own, which the cache lacks: each phase is really there.
     run = new_run(
-        f"early-{phase}", trainer__steps="3", task__seed=str(time.time_ns() % 10**9), quantization__smoothing="0.4"
+        f"early-{phase}-{name.name}",
+        trainer__steps="3",
+        task__seed=str(time.time_ns() % 10**9),
+        quantization__smoothing="0.4",
     )
     run.start()
-    assert stop_in(run, phase) == 130, run.said[-3000:]
-    assert run.record()["reason"] == "stopped by SIGTERM, there was nothing to save"
+    assert stop_in(run, phase, name) == 130, run.said[-3000:]
+    assert run.record()["reason"] == f"stopped by {name.name}, there was nothing to save"
     assert run.record()["state"] == "stopped"
     assert run.processes() == []
 
 
 def test_in_a_step_the_last_finished_one_is_saved(new_run: Callable[..., Run]) -> None:
     """One run, stopped in each phase of its steps and resumed after each stop."""
-    run = new_run("late", trainer__steps="30", checkpoint__every_steps="7", trainer__validate_every="1")
-    for phase in LATE:
+    run = new_run("late", trainer__steps="60", checkpoint__every_steps="7", trainer__validate_every="1")
+    for phase, name in itertools.product(LATE, SIGNALS):
         run.start()
         done = len(run.steps)
         assert run.wait_for(lambda done=done: len(run.steps) > done), run.said[-3000:]
-        assert stop_in(run, phase) == 75, f"{phase}: {run.said[-3000:]}"
+        assert stop_in(run, phase, name) == SIGNALS[name], f"{phase}: {run.said[-3000:]}"
         step = run.steps[-1]
-        assert run.record()["reason"] == f"stopped by SIGTERM, the state after step {step} is saved", phase
+        assert run.record()["reason"] == f"stopped by {name.name}, the state after step {step} is saved", phase
         assert damage(checkpoint_folder(run.run_dir, step=step)) == [], phase
         assert run.processes() == [], phase
         assert run.steps == list(range(1, step + 1)), phase
@@ -75,9 +86,9 @@ def test_ctrl_c_twice_stops_at_once(new_run: Callable[..., Run]) -> None:
     run = new_run("twice", trainer__steps="30", checkpoint__every_steps="0")
     run.start()
     assert run.wait_for(lambda: run.steps), run.said[-3000:]
-    run.launcher.send_signal(signal.SIGINT)
+    run.stop(signal.SIGINT)
     time.sleep(0.5)
-    run.launcher.send_signal(signal.SIGINT)
+    run.stop(signal.SIGINT)
     asked_at = time.monotonic()
     assert run.end() == 130
     assert time.monotonic() - asked_at < 15

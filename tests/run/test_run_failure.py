@@ -82,6 +82,10 @@ def test_kill_is_explained_by_memory() -> None:
         ),
         ("OSError: AF_UNIX path length cannot exceed 107 bytes: /x", "a socket's path is too long"),
         ("OSError: [Errno 28] No space left on device: '/dev/shm/psm_1'", "shared memory (/dev/shm) is full"),
+        (
+            "(raylet) Raylet is terminated. Possible reasons include: (2) SIGSEGV or SIGBUS",
+            "Ray's scheduler (raylet) died",
+        ),
         ("RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried", "this host ran out of memory"),
         (
             "ImportError: libnuma.so.1: cannot open shared object file: No such file or directory",

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from appliance.plan.model import GuardPlan, RunPlan
+from appliance.run.events import first_failure
 from appliance.run.session import RunRecord, RunStatus, has_launcher, read_record
 from appliance.run.status import print_status
 
@@ -181,6 +182,8 @@ def test_training_without_a_result_failed(
         "error: training failed in phase rollout: TrainingError: it ended without writing its result (exit code 0)"
         in err.splitlines()
     )
+    said = first_failure(Path(plan.run_dir))
+    assert (said.what, said.exit_code) == ("TrainingError: it ended without writing its result (exit code 0)", 5)
     page = (Path(plan.run_dir) / "report.html").read_text()
     assert 'data-reload-s="10"' in page and "Another attempt may follow by itself" in page
 
