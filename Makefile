@@ -31,7 +31,7 @@ setup: ## build .venv from the locks; changes nothing when it is up to date
 	@requirements/setup.sh
 
 torture: setup ## kill real trainings again and again, for hours: ARGS="-k kills" picks some
-	@.venv/bin/python -m pytest -m torture -s tests/faults $(ARGS)
+	@.venv/bin/python -m pytest -m torture -s tests/faults tests/cluster $(ARGS)
 
 fuzz: setup ## more than 100 000 cases of bad input, each refused or read: ARGS="-k manifests" picks some
 	@.venv/bin/python -m pytest -m fuzz --hypothesis-profile=fuzz tests/fuzz $(ARGS)

@@ -12,7 +12,7 @@ CODE = 130
 
 @contextlib.contextmanager
 def told_interruptions() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP inside the block end what it does as Ctrl-C does, and are told.
+    """SIGINT, SIGTERM and SIGHUP inside the block end it with SystemExit, and are told.
 
     A SIGHUP that is ignored (nohup) stays ignored. Call it from the main thread.
     """
@@ -20,7 +20,9 @@ def told_interruptions() -> Iterator[None]:
 
     def take(number: int, frame: FrameType | None) -> None:
         names.append(signal.Signals(number).name)
-        raise KeyboardInterrupt
+        raise SystemExit(
+            CODE
+        )  # not KeyboardInterrupt: after one in an `exec`, as dataclasses have, Python ends by SIGINT
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():
@@ -28,8 +30,6 @@ def told_interruptions() -> Iterator[None]:
             signal.signal(number, take)
     try:
         yield
-    except KeyboardInterrupt:
-        raise SystemExit(CODE) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

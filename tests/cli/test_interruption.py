@@ -19,9 +19,9 @@ SLOW = (
 )
 
 
-def started(code: str, *, cwd: Path) -> subprocess.Popen[str]:
+def started(*python: str, cwd: Path) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, *python], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout.readline() == "ready\n"
     return process
@@ -29,16 +29,26 @@ def started(code: str, *, cwd: Path) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signal_before_a_run_ends_with_130_and_a_word(number: signal.Signals, tmp_path: Path) -> None:
-    process = started(SLOW, cwd=tmp_path)
+    process = started("-c", SLOW, cwd=tmp_path)
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, f"stopped by {number.name}, there was nothing to save\n")
 
 
+def test_signal_in_code_from_a_string_ends_with_130_too(tmp_path: Path) -> None:
+    """As while a dataclass is made: under `python -m` a KeyboardInterrupt there would end Python by SIGINT."""
+    code = SLOW.replace("time.sleep(100)", "exec('time.sleep(100)')")
+    (tmp_path / "slow.py").write_text(f"from appliance import console; console.say('')\n{code}")
+    process = started("-m", "slow", cwd=tmp_path)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "\nstopped by SIGTERM, there was nothing to save\n")
+
+
 def test_hangup_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
     """As `nohup` leaves it."""
     ignoring = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + SLOW
-    process = started(ignoring, cwd=tmp_path)
+    process = started("-c", ignoring, cwd=tmp_path)
     process.send_signal(signal.SIGHUP)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(timeout=0.5)

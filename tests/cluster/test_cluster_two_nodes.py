@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -189,4 +190,34 @@ def test_who_dies_before_training_is_named(tmp_path: Path, with_tiny_cache: Call
     assert re.search(r"^error: training failed in phase [\w-]+: the Ray head on this host ended", said, re.M), said
     assert seconds < NAMED_WITHIN_S, seconds
     assert f"error: the head at 127.0.0.1:{port} is gone" in (tmp_path / "again.log").read_text()
+    assert find_processes(f"{RUN_VARIABLE}={run_dir}") == []
+
+
+@pytest.mark.torture
+def test_a_host_that_goes_silent_in_training_is_named(tmp_path: Path, with_tiny_cache: Callable) -> None:
+    """Every process of the other node stands still: its sockets stay open, and nobody answers."""
+    with_tiny_cache(tmp_path)
+    run_dir, token = tmp_path / "silent", tmp_path / ".cluster-token"
+    log, port = tmp_path / "train.log", HEAD_PORT + 7000
+    with started(join(token, head_port=port), log=tmp_path / "join.log") as node:
+        with started(train(tmp_path, name="silent", steps=500, port=port), log=log) as head:
+            wait_until(lambda: steps_of(run_dir), what="a step", process=head)
+            still = [
+                node.pid,
+                *(each.pid for each in find_processes(f"{RUN_VARIABLE}={tmp_path}/none", below=node.pid)),
+            ]
+            try:
+                for pid in still:
+                    os.kill(pid, signal.SIGSTOP)
+                stopped = time.monotonic()
+                assert head.wait(PATIENCE_S) == 5
+                seconds = time.monotonic() - stopped
+            finally:
+                for pid in still:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGCONT)
+        assert node.wait(PATIENCE_S) == 5
+    said = log.read_text()
+    assert re.search(r"^error: training failed in phase [\w-]+: node \S+ \(\S+\) left the cluster$", said, re.M), said
+    assert seconds < NAMED_WITHIN_S, seconds
     assert find_processes(f"{RUN_VARIABLE}={run_dir}") == []

@@ -70,7 +70,7 @@ def test_in_a_step_the_last_finished_one_is_saved(new_run: Callable[..., Run]) -
 
 
 def test_a_final_validation_that_was_cut_is_made_by_the_next_attempt(new_run: Callable[..., Run]) -> None:
-    run = new_run("final", trainer__steps="2", trainer__validate_every="2")
+    run = new_run("final", trainer__steps="2", trainer__validate_every="2", task__val_size="512")  # takes seconds
     run.start()
     assert stop_in(run, "validate") == 75, run.said[-3000:]
     assert run.steps == [1, 2] and "val_reward_mean" not in run.lines("metrics.jsonl")[-1]
