@@ -17,7 +17,6 @@ from appliance import patch
 from appliance.engine.config import KeptExpertsMethod, KeptLinearMethod, is_router, require_ignored_layers
 from appliance.engine.families import require_known_layers
 from appliance.engine.head import Fp32HeadMethod
-from appliance.engine.native import native_kernel_name, native_scheme
 from appliance.engine.quantised import Quantising
 from appliance.errors import EngineError
 from appliance.plan.env import PLAN_VARIABLE
@@ -63,13 +62,11 @@ def live_scheme(model: Module) -> LiveScheme:
 
 
 def _scheme(method: object) -> Scheme | None:
-    return method.scheme if isinstance(method, Quantising) else native_scheme(method)
+    return method.scheme if isinstance(method, Quantising) else None
 
 
 def _kernel(method: object) -> str:
-    if isinstance(method, Quantising):
-        return method.kernel_name
-    return type(method).__name__ if native_scheme(method) is None else native_kernel_name(method)
+    return method.kernel_name if isinstance(method, Quantising) else type(method).__name__
 
 
 def _is_plain(method: object) -> bool:

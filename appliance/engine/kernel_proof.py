@@ -18,21 +18,15 @@ One code that is off by one moves the rest by at least 64 s_n: it is seen with c
 of 27648 codes of typical size has |T_n| near 5e5). Several wrong codes of one row cancel for one in about 128 probes at
 most, and each sync has another probe. The scale is compared bit for bit where the kernel reads it.
 
-FP8, emulated. Codes and scales lie in the layer. All scales, as the codec computes them, and the codes of a rotating
-eighth of the rows (in blocks of 128, at least one), as the compiled quantiser makes them, are compared bit for bit. In
-a full proof (schedule.py) all rows are. The engine makes codes by that same compiled code: an error of it is seen only
-by the reference codec, which is asked for a few rows in each proof (`_check_quantiser`). Where it is the layer's turn
-its method also answers a probe of signs x_k = +-1, within float32's bound for a sum of K terms, twice
-K u sum_k |w'_nk|, and BF16's rounding: what can go wrong beyond codes and scales is code, and the same for all layers.
-
 BF16. Signs on 64 neighbouring columns that move on from round to round, zeros elsewhere, with the bias trick: bound
 2 * 64 u sum |w_nk| plus 2^-8 of the rest. It sees a weight of ordinary size in these columns that is off by one unit of
 BF16, so a packed copy that stayed behind, is another layer's or another part of the tensor.
+
+FP8: fp8_proof.py.
 """
 
 from __future__ import annotations
 
-import itertools
 import zlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -45,11 +39,9 @@ from torch.nn import Module
 from vllm import _custom_ops  # noqa: F401  registers torch.ops._C
 
 from appliance.engine.expect import LocalShape, Slot, rounded
-from appliance.engine.schedule import ROTATION, Ask
+from appliance.engine.schedule import Ask
 from appliance.errors import SyncError
-from appliance.quant.codec import Fp8Weight, Int8Weight, dequantise, quantise_int8, weight_absmax
-from appliance.quant.codec_fp8 import BLOCK, fp8_scale, quantise_fp8_by, row_blocks
-from appliance.quant.digest import digest
+from appliance.quant.codec import Int8Weight, quantise_int8
 from appliance.quant.scheme import Scheme
 
 U = 2.0**-24  # half a unit of float32, relative
@@ -58,7 +50,6 @@ TINY = 1e-35  # products of denormals may be flushed
 COLUMNS = 64
 _CHUNK_ELEMENTS = 1 << 22  # 4 MiB of codes at once: what is quantised, multiplied and dropped
 _SAMPLED_ELEMENTS = 1 << 19  # of so many the codec quantises one row
-_SAMPLED_ROWS = 4  # of an emulated layer; a divisor of BLOCK
 
 
 @dataclass(frozen=True)
@@ -129,109 +120,14 @@ class Int8Proof(KernelProof):
 
     def check(self, layer: Module) -> Mismatch | None:
         held_N = layer.quant_method.held_scale(layer).reshape(-1).cpu()
-        return _first_scale(held_N, self._scale_N) or self._first_answer(layer)
+        return first_scale(held_N, self._scale_N) or self._first_answer(layer)
 
     def _first_answer(self, layer: Module) -> Mismatch | None:
         exact_N = self._sums_N * self._scale_N.double()
         bias_N = -exact_N.to(torch.bfloat16)
         rest_N = answer(layer, self.probe_K[None], bias_N=bias_N)[0]
         wanted_N = exact_N + bias_N.double()
-        return _first(rest_N, wanted_N, bound_N=4 * U * exact_N.abs() + BF16_U * wanted_N.abs() + TINY)
-
-
-class EmulatedProof(KernelProof):
-    """Keeps the parts of a fused layer until they are complete: scales may span them."""
-
-    def __init__(self, name: str, *, shape: LocalShape, scheme: Scheme, ask: Ask) -> None:
-        super().__init__(name, shape=shape, scheme=scheme, ask=ask)
-        self._scheme = scheme
-        self._is_cut = shape.is_cut
-        self._signs_K = self._signs(self.length)
-        self._parts: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self._ask = ask
-        self._due = self._due_rows()
-        self._codes = ""
-        self._scale = torch.empty(0, device="cpu")
-
-    def take(self, slot: Slot, tensor: Tensor) -> None:
-        whole_NK = rounded(tensor)
-        self._parts[slot.start] = (slot.cut(whole_NK), self._absmax(slot, whole_NK))
-        if sum(len(part) for part, _ in self._parts.values()) == self.num_channels:
-            self._expect([self._parts[start] for start in sorted(self._parts)])
-            self._parts.clear()
-
-    def _absmax(self, slot: Slot, whole_NK: Tensor) -> Tensor | None:
-        """Of the whole tensor, where a scale covers more of it than this rank has."""
-        if not self._is_cut or self._scheme is Scheme.FP8_BLOCK:
-            return None
-        absmax = weight_absmax(whole_NK, scheme=self._scheme)
-        return absmax if self._scheme is Scheme.FP8 else absmax[slot.rows]
-
-    def _expect(self, parts: list[tuple[Tensor, Tensor | None]]) -> None:
-        from appliance.quant.numba_fp8 import quantise_fp8_numba_by  # a compiler that other schemes do not need
-
-        absmax = self._absmax_of(parts)
-        self._scale = fp8_scale(absmax, scheme=self._scheme)
-        weight_RK = _gathered([part for part, _ in parts], self._due)
-        expected = quantise_fp8_numba_by(weight_RK, scale=self._due_scales(), scheme=self._scheme)
-        self._check_quantiser(weight_RK, expected)
-        self._codes = digest(expected.codes_NK.view(torch.uint8))
-        if self._ask.thorough:
-            self._answer_N, self._bound_N = _signed_sums(expected, self._signs_K)
-
-    def _absmax_of(self, parts: list[tuple[Tensor, Tensor | None]]) -> Tensor:
-        """In the shape of the whole layer's scale."""
-        in_blocks = self._scheme is Scheme.FP8_BLOCK
-        if in_blocks and any(len(part) % BLOCK for part, _ in parts[:-1]):
-            return weight_absmax(torch.cat([part for part, _ in parts]), scheme=self._scheme)
-        own = [weight_absmax(part, scheme=self._scheme) if given is None else given for part, given in parts]
-        absmax = torch.cat(own)
-        return absmax.amax(dim=0, keepdim=True) if self._scheme is Scheme.FP8 else absmax
-
-    def _check_quantiser(self, weight_RK: Tensor, expected: Fp8Weight) -> None:
-        """Some rows by the reference codec: engine and proof quantise by the same compiled code, and an error of it
-        would be in both answers. Raises SyncError."""
-        first = int(self._integers(0, -(-len(weight_RK) // _SAMPLED_ROWS), count=1)) * _SAMPLED_ROWS
-        rows = slice(first, min(first + _SAMPLED_ROWS, len(weight_RK)))
-        block_rows = expected.block[0]
-        scale = expected.scale[first // block_rows][None] if block_rows > 1 else expected.scale[rows]
-        codec = quantise_fp8_by(weight_RK[rows], scale=scale, scheme=self._scheme)
-        if not torch.equal(expected.codes_NK[rows].view(torch.uint8), codec.codes_NK.view(torch.uint8)):
-            raise SyncError(
-                f"weight update: {self.name}: the compiled quantiser differs from the codec in rows "
-                f"{rows.start} to {rows.stop - 1} of those that were looked at"
-            )
-
-    def _due_rows(self) -> list[slice]:
-        """Blocks of 128: scales of blocks are never cut."""
-        starts = range(0, self.num_channels, BLOCK)
-        parts = min(ROTATION, len(starts))
-        if self._ask.full:
-            return [slice(0, self.num_channels)]
-        due = starts[self._ask.round % parts :: parts]
-        return [slice(start, min(start + BLOCK, self.num_channels)) for start in due]
-
-    def _due_scales(self) -> Tensor:
-        if self._scheme is Scheme.FP8 or self._ask.full:
-            return self._scale
-        if self._scheme is Scheme.FP8_BLOCK:
-            return torch.cat([self._scale[rows.start // BLOCK][None] for rows in self._due])
-        return torch.cat([self._scale[rows] for rows in self._due])
-
-    def check(self, layer: Module) -> Mismatch | None:
-        held = layer.quant_method.held_scale(layer)
-        different = _first_scale(held.reshape(-1).cpu(), self._scale.reshape(-1).cpu())
-        codes = digest(_gathered([layer.weight.data.view(torch.uint8)], self._due))
-        if different is None and codes != self._codes:
-            asked = f"{len(self._due)} blocks of rows from {self._due[0].start} to {self._due[-1].stop - 1}"
-            different = Mismatch(f"digest of the codes of {asked}", codes, self._codes)
-        return different or (self._first_answer(layer) if self._ask.thorough else None)
-
-    def _first_answer(self, layer: Module) -> Mismatch | None:
-        bias_N = -self._answer_N.to(torch.bfloat16)
-        rest_N = answer(layer, self._signs_K[None], bias_N=bias_N)[0]
-        wanted_N = self._answer_N + bias_N.double()
-        return _first(rest_N, wanted_N, bound_N=self._bound_N + BF16_U * wanted_N.abs() + TINY)
+        return first_beyond(rest_N, wanted_N, bound_N=4 * U * exact_N.abs() + BF16_U * wanted_N.abs() + TINY)
 
 
 class Bf16Proof(KernelProof):
@@ -257,13 +153,14 @@ class Bf16Proof(KernelProof):
         bias_N = -self._answer_N.to(torch.bfloat16)
         rest_N = answer(layer, self._probe_K[None], bias_N=bias_N)[0]
         wanted_N = self._answer_N + bias_N.double()
-        return _first(rest_N, wanted_N, bound_N=self._bound_N + BF16_U * wanted_N.abs() + TINY)
+        return first_beyond(rest_N, wanted_N, bound_N=self._bound_N + BF16_U * wanted_N.abs() + TINY)
 
 
-def answer(layer: Module, probe_MK: Tensor, *, bias_N: Tensor) -> Tensor:
+def answer(layer: Module, probe_MK: Tensor, *, bias_N: Tensor | None) -> Tensor:
     """[M, N] float64 on the CPU: what the layer's method makes of a probe, with a bias of ours in place of its own."""
     device = torch.get_default_device()
-    out_MN = layer.quant_method.apply(layer, probe_MK.to(device, torch.bfloat16), bias_N.to(device))
+    bias_N = None if bias_N is None else bias_N.to(device)
+    out_MN = layer.quant_method.apply(layer, probe_MK.to(device, torch.bfloat16), bias_N)
     return out_MN.double().cpu()
 
 
@@ -319,26 +216,6 @@ def check_quantiser(proofs: Mapping[str, KernelProof]) -> None:
         raise SyncError(f"weight update: {name}: this CPU's row quantiser differs from the codec in row {row}")
 
 
-def _signed_sums(weight: Fp8Weight, signs_K: Tensor) -> tuple[Tensor, Tensor]:
-    """[N] each, float64 on the CPU: sum_k x_k w'_nk, and its bound for any order of summation in float32."""
-    sums, bounds = [], []
-    for part in row_blocks(weight):
-        held_RK = dequantise(part)
-        sums.append(torch.mv(held_RK, signs_K.to(held_RK)).double().cpu())
-        bounds.append(2 * len(signs_K) * U * held_RK.abs_().sum(dim=1).double().cpu())
-    return torch.cat(sums), torch.cat(bounds)
-
-
-def _gathered(parts: list[Tensor], slices: list[slice]) -> Tensor:
-    """Some rows of a weight that lies in parts, one after the other. A view where one piece is all."""
-    pieces: list[Tensor] = []
-    starts = itertools.accumulate((len(part) for part in parts[:-1]), initial=0)
-    for rows, (part, start) in itertools.product(slices, zip(parts, starts, strict=True)):
-        first, end = max(rows.start - start, 0), min(rows.stop - start, len(part))
-        pieces += [part[first:end]] if first < end else []
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
 def exact_product(codes_NK: Tensor, probe_K: Tensor) -> Tensor:
     """[N] float64 on the CPU, exact: |sum| <= K * 127^2 < 2^31 for K < 133000."""
     if codes_NK.device.type == "cpu":
@@ -346,7 +223,7 @@ def exact_product(codes_NK: Tensor, probe_K: Tensor) -> Tensor:
     return (codes_NK.double() @ probe_K.double()).cpu()
 
 
-def _first(kernel_N: Tensor, expected_N: Tensor, *, bound_N: Tensor) -> Mismatch | None:
+def first_beyond(kernel_N: Tensor, expected_N: Tensor, *, bound_N: Tensor) -> Mismatch | None:
     """The channel that is furthest beyond its bound. What is not finite is beyond any."""
     excess_N = torch.nan_to_num((kernel_N - expected_N).abs() / bound_N, nan=torch.inf)
     worst = int(excess_N.argmax())
@@ -357,7 +234,7 @@ def _first(kernel_N: Tensor, expected_N: Tensor, *, bound_N: Tensor) -> Mismatch
     )
 
 
-def _first_scale(held: Tensor, expected: Tensor) -> Mismatch | None:
+def first_scale(held: Tensor, expected: Tensor) -> Mismatch | None:
     """Bit for bit: freed memory may hold anything, NaN too."""
     if held.shape != expected.shape:
         return Mismatch("number of scales", float(held.numel()), float(expected.numel()))

@@ -1,37 +1,129 @@
-"""FP8 by vLLM's own online methods, where a GPU has the kernels. Read only: nothing of this ran on a CPU.
+"""FP8 by vLLM's own online methods, which a GPU runs: vLLM's classes, and what each of their layers says of itself.
 
-Their numbers are the codec's. Per tensor and per channel they ask the other ranks for the absmax of a weight that is
-cut; per block they do not, and refuse cut blocks.
+`fp8` and `fp8-channel` have the codec's numbers. `fp8-block` has them up to rounding: its quantiser is compiled, and a
+compiled division need not be rounded as IEEE has it. Where its kernel is DeepGEMM, vLLM makes the scales powers of two
+and quantises the codes once more, unless `VLLM_USE_DEEP_GEMM_E8M0=0`.
+
+Per tensor and per channel they ask the other ranks for the absmax of a weight that is cut; per block they do not, and
+refuse cut blocks.
+
+Legend: N output channels, K input channels of this rank's part of the layer.
 """
 
 from __future__ import annotations
 
-from vllm.model_executor.layers.linear import LinearMethodBase
+import torch
+from torch import Tensor
+from torch.nn import Module
+from vllm import envs
+from vllm.model_executor.kernels.linear.scaled_mm.cutlass import (
+    CutlassFp8BlockScaledMMKernel,
+    CutlassFP8ScaledMMLinearKernel,
+)
+from vllm.model_executor.kernels.linear.scaled_mm.deep_gemm import DeepGemmFp8BlockScaledMMKernel
+from vllm.model_executor.kernels.linear.scaled_mm.flashinfer import (
+    FlashInferFp8DeepGEMMDynamicBlockScaledKernel,
+    FlashInferFP8ScaledMMLinearKernel,
+)
+from vllm.model_executor.kernels.linear.scaled_mm.pytorch import (
+    BlockWiseTorchFP8ScaledMMLinearKernel,
+    ChannelWiseTorchFP8ScaledMMLinearKernel,
+    PerTensorTorchFP8ScaledMMLinearKernel,
+)
+from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
 from vllm.model_executor.layers.quantization.online.fp8 import (
     Fp8PerBlockOnlineLinearMethod,
     Fp8PerTensorOnlineLinearMethod,
     Fp8PtpcOnlineLinearMethod,
 )
 
+from appliance.engine.quantised import Quantising
+from appliance.quant.codec import Fp8Weight
+from appliance.quant.codec_fp8 import weight_block
 from appliance.quant.scheme import Scheme
 
-_METHODS: dict[Scheme, type[LinearMethodBase]] = {
-    Scheme.FP8: Fp8PerTensorOnlineLinearMethod,
-    Scheme.FP8_CHANNEL: Fp8PtpcOnlineLinearMethod,
-    Scheme.FP8_BLOCK: Fp8PerBlockOnlineLinearMethod,
-}
+# Kernels that read codes in rows, as they were made: [K, N] with strides (1, K), CUTLASS's padded to multiples of 16,
+# and [N, K] for blocks. Marlin, Humming, B12X and the CPU's AMX kernel pack them in orders of their own.
+_READ_ROWS = frozenset(
+    {
+        BlockWiseTorchFP8ScaledMMLinearKernel,
+        ChannelWiseTorchFP8ScaledMMLinearKernel,
+        CutlassFP8ScaledMMLinearKernel,
+        CutlassFp8BlockScaledMMKernel,
+        DeepGemmFp8BlockScaledMMKernel,
+        FlashInferFP8ScaledMMLinearKernel,
+        FlashInferFp8DeepGEMMDynamicBlockScaledKernel,
+        PerTensorTorchFP8ScaledMMLinearKernel,
+        TritonFp8BlockScaledMMKernel,
+    }
+)
 
 
-def native_fp8_method(scheme: Scheme) -> LinearMethodBase:
+class NativeFp8Method(Quantising):
+    """Ours of a method of vLLM's, whose class comes after this one."""
+
+    def process_weights_after_loading(self, layer: Module) -> None:
+        is_done = getattr(layer, "_already_called_process_weights_after_loading", False)
+        weight_NK = layer.weight.data
+        super().process_weights_after_loading(layer)
+        if is_done or self.on_quantised is None:
+            return
+        held = self.held_weight(layer)
+        if held is not None:
+            self.on_quantised(layer, weight_NK, held)
+
+    def held_weight(self, layer: Module) -> Fp8Weight | None:
+        """Codes [N, K] and scales where the kernel reads them, without padding. None where it packs them."""
+        if type(self.fp8_linear) not in _READ_ROWS:
+            return None
+        scale = self.held_scale(layer)
+        rows, columns = layer.output_size_per_partition, layer.input_size_per_partition
+        block = weight_block(self.scheme, shape=(rows, columns))
+        blocks = -(-rows // block[0]), -(-columns // block[1])
+        if scale is None or scale.dtype is not torch.float32 or scale.shape != blocks:  # DeepGEMM may pack scales
+            return None
+        codes = layer.weight.data if self.scheme is Scheme.FP8_BLOCK else layer.weight.data.t()
+        return Fp8Weight(codes[:rows, :columns], scale=scale, block=block, scheme=self.scheme)
+
+    def held_scale(self, layer: Module) -> Tensor | None:
+        held = getattr(layer, "weight_scale_inv" if self.scheme is Scheme.FP8_BLOCK else "weight_scale", None)
+        if held is None:
+            return None
+        if self.scheme is Scheme.FP8:
+            return held.data.view(-1, 1)
+        return held.data[: layer.output_size_per_partition] if self.scheme is Scheme.FP8_CHANNEL else held.data
+
+    @property
+    def provable(self) -> bool:
+        """Whether codes and scales can be told beforehand, bit for bit, and found in the layer."""
+        return self.scheme is not Scheme.FP8_BLOCK and type(self.fp8_linear) in _READ_ROWS
+
+    @property
+    def multiplies_in_bf16(self) -> bool:
+        """Batch-invariant: `apply` widens the weights and multiplies in BF16, without this kernel."""
+        return envs.VLLM_BATCH_INVARIANT and not isinstance(self.fp8_linear, CutlassFP8ScaledMMLinearKernel)
+
+    @property
+    def kernel_name(self) -> str:
+        """One that only widens the weights (Marlin) shows here."""
+        return type(self.fp8_linear).__name__
+
+
+class NativeTensorMethod(NativeFp8Method, Fp8PerTensorOnlineLinearMethod):
+    scheme = Scheme.FP8
+
+
+class NativeChannelMethod(NativeFp8Method, Fp8PtpcOnlineLinearMethod):
+    scheme = Scheme.FP8_CHANNEL
+
+
+class NativeBlockMethod(NativeFp8Method, Fp8PerBlockOnlineLinearMethod):
+    scheme = Scheme.FP8_BLOCK
+
+
+_METHODS = {kind.scheme: kind for kind in (NativeTensorMethod, NativeChannelMethod, NativeBlockMethod)}
+
+
+def native_fp8_method(scheme: Scheme) -> NativeFp8Method:
     """scheme: one of FP8. vLLM raises ValueError where the GPU has no kernel for it."""
     return _METHODS[scheme]()
-
-
-def native_scheme(method: object) -> Scheme | None:
-    """Which scheme one of vLLM's own methods runs, or None."""
-    return next((scheme for scheme, kind in _METHODS.items() if type(method) is kind), None)
-
-
-def native_kernel_name(method: object) -> str:
-    """The kernel that multiplies: one that only widens the weights (Marlin) shows here."""
-    return type(method.fp8_linear).__name__

@@ -16,7 +16,6 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from appliance.engine.config import KeptLinearMethod
 from appliance.engine.emulated import EmulatedLinearMethod
 from appliance.engine.families import FUSED_LAYERS
-from appliance.engine.native import native_scheme
 from appliance.engine.quantised import OnlineLinearMethod, Quantising
 from appliance.errors import SyncError
 from appliance.quant.precision import Precision
@@ -46,7 +45,7 @@ class PrecisionSwitch:
             method = getattr(layer, "quant_method", None)
             if isinstance(method, OnlineLinearMethod | RaisedLinearMethod):
                 self._layers[name] = layer
-            elif isinstance(method, Quantising) or native_scheme(method) is not None:
+            elif isinstance(method, Quantising):
                 self._fixed = self._fixed or name
         self._changed: list[Module] = []
 

@@ -2,7 +2,8 @@
 
 It does not trust vLLM's loaders, reload or kernels: what a layer must hold and answer comes from the tensors received,
 by a mapping (expect.py) and by quantising them again. That is done by the engine's own quantiser (vLLM's rows for INT8,
-Numba's code for emulated FP8); the reference codec is asked for sampled rows (kernel_proof.py).
+Numba's code for emulated FP8), and the reference codec is asked for sampled rows (kernel_proof.py); for vLLM's own FP8
+methods by the codec (fp8_proof.py).
 """
 
 from __future__ import annotations
@@ -16,15 +17,9 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from appliance.engine.expect import LocalShape, Slot, expert_gemms, expert_shape, local_shape, slots
-from appliance.engine.kernel_proof import (
-    Bf16Proof,
-    EmulatedProof,
-    Int8Proof,
-    KernelProof,
-    Mismatch,
-    check_quantiser,
-)
-from appliance.engine.native import native_scheme
+from appliance.engine.fp8_proof import EmulatedProof, NativeFp8Proof
+from appliance.engine.kernel_proof import Bf16Proof, Int8Proof, KernelProof, Mismatch, check_quantiser
+from appliance.engine.native import NativeFp8Method
 from appliance.engine.quantised import OnlineLinearMethod
 from appliance.engine.schedule import Ask, ask
 from appliance.errors import SyncError
@@ -36,8 +31,8 @@ from appliance.quant.scheme import Scheme
 class Proven:
     """layers: how many have a kernel.  layers_proven: in this sync.  parameters: used as they are, and as received.
 
-    unproven: tensors whose digest was right and of which nothing more is known (experts in BF16, weights of vLLM's own
-    quantising methods).
+    unproven: tensors whose digest was right and of which nothing more is known (experts in BF16, weights that a kernel
+    of vLLM's own FP8 methods packs its own way, and theirs of `fp8-block`).
     """
 
     layers: int
@@ -57,7 +52,8 @@ class SyncProof:
         self._slots = slots(model, tied_head=tied_head)
         self._layers: dict[str, Module] = dict(model.named_modules())
         self._provable = _provable(model)
-        self._native = {name for name, layer in self._layers.items() if _is_native(layer)}
+        native = {name for name, layer in self._layers.items() if _is_native(layer)}
+        self._unasked = native - self._provable.keys()
         self._layers |= {name: gemm for name, (_, gemm) in expert_gemms(model).items()}
         self._turns = {name: turn for turn, name in enumerate(self._layers)}
         self._sync = 0
@@ -111,7 +107,7 @@ class SyncProof:
             if slot.layer in self._kernels and slot.parameter == "weight":
                 self._kernels[slot.layer].take(slot, tensor)
                 self._missing.discard((slot.layer, slot.part))
-            elif slot.parameter == "weight" and slot.layer in self._native:  # held as codes, in a layout of vLLM's
+            elif slot.parameter == "weight" and slot.layer in self._unasked:  # codes that we cannot tell or find
                 self._unproven += 1
             elif slot.layer in self._due and (slot.layer not in self._provable or slot.parameter != "weight"):
                 self._expect_held(slot, tensor, known=known)
@@ -170,8 +166,10 @@ def _provable(model: Module) -> dict[str, _Provable]:
 
 
 def _how(layer: Module) -> _Provable | None:
-    """None: a layer without a kernel, experts (each GEMM is a layer of its own), or a method that is not ours."""
+    """None: a layer without a kernel, experts (each GEMM is a layer of its own), or a method that nothing can ask."""
     method = getattr(layer, "quant_method", None)
+    if isinstance(method, NativeFp8Method) and method.provable:
+        return _Provable(NativeFp8Proof, shape=local_shape(layer), scheme=method.scheme)
     if isinstance(method, OnlineLinearMethod):
         return _Provable(_of_scheme(method.scheme), shape=local_shape(layer), scheme=method.scheme)
     if isinstance(layer, ParallelLMHead) or isinstance(method, UnquantizedLinearMethod):
@@ -180,7 +178,7 @@ def _how(layer: Module) -> _Provable | None:
 
 
 def _is_native(layer: Module) -> bool:
-    return native_scheme(getattr(layer, "quant_method", None)) is not None
+    return isinstance(getattr(layer, "quant_method", None), NativeFp8Method)
 
 
 def _of_scheme(scheme: Scheme) -> Callable[..., KernelProof]:

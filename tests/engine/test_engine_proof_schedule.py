@@ -8,7 +8,8 @@ from torch import Tensor
 
 from appliance.engine import kernel_proof
 from appliance.engine.expect import LocalShape, Slot
-from appliance.engine.kernel_proof import Bf16Proof, EmulatedProof, Int8Proof, KernelProof
+from appliance.engine.fp8_proof import EmulatedProof, NativeFp8Proof
+from appliance.engine.kernel_proof import Bf16Proof, Int8Proof, KernelProof
 from appliance.engine.schedule import ROTATION, ask
 from appliance.errors import SyncError
 from appliance.quant import numba_fp8
@@ -83,7 +84,13 @@ def test_every_column_of_a_bf16_layer_is_looked_at(every: int, length: int) -> N
 
 @pytest.mark.parametrize(
     ("kind", "scheme"),
-    [(Int8Proof, Scheme.INT8), (Bf16Proof, Scheme.BF16), *[(EmulatedProof, one) for one in Scheme if one.is_fp8]],
+    [
+        (Int8Proof, Scheme.INT8),
+        (Bf16Proof, Scheme.BF16),
+        *[(EmulatedProof, one) for one in Scheme if one.is_fp8],
+        (NativeFp8Proof, Scheme.FP8),
+        (NativeFp8Proof, Scheme.FP8_CHANNEL),
+    ],
 )
 def test_a_proof_keeps_its_numbers_on_the_cpu(kind: type[KernelProof], scheme: Scheme) -> None:
     """An update on a GPU runs with the GPU as torch's default device."""

@@ -100,8 +100,8 @@ def test_smoothing_of_another_model(missing: str, changes: dict, int8: Bench) ->
     assert broken == "was smoothed by a profile of another model"
 
 
-def test_vllms_own_quantising_methods_are_unproven_not_refused(int8: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their weight lies as codes in a layout of vLLM's: only its digest is checked, and the count says so."""
+def test_a_method_of_vllms_that_cannot_be_asked_is_unproven(int8: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weight lies as codes in a layout of vLLM's: only the digest is checked, and the count says so."""
     from appliance.engine import proof
 
     layer = int8.engine.model.get_submodule("model.layers.1.mlp.gate_up_proj")

@@ -1,0 +1,240 @@
+"""Whether an FP8 layer holds and multiplies what was received: codes and scales bit for bit, and one probe.
+
+All scales, as the codec computes them, and the codes of a rotating eighth of the rows (in blocks of 128, at least one)
+are compared bit for bit. In a full proof (schedule.py) all rows are.
+
+Legend: N output channels, K input channels of this rank's part of the layer; R rows; T tokens of a probe.
+
+Emulated. The codes are expected as the compiled quantiser makes them. The engine makes codes by that same code: an
+error of it is seen only by the reference codec, which is asked for a few rows in each proof (`_check_quantiser`). Where
+it is the layer's turn its method also answers a probe of signs x_k = +-1, within float32's bound for a sum of K terms,
+twice K u sum_k |w'_nk|, u = 2^-24, and BF16's rounding: what can go wrong beyond codes and scales is code, and the same
+for all layers.
+
+By vLLM's own methods (native.py; `fp8` and `fp8-channel`). The codec itself says what the codes are, and each proof
+asks the kernel. The probe has T = 16 tokens; each is +-1 at one input channel and 0 elsewhere, the channels drawn from
+T equal parts of K, others at each sync. So every answer is one weight, and exact but for its rounding:
+
+* The activation. The largest magnitude is 1, of a token as of the whole probe: s_x = 1/448 in float32, the code
+  +-448 (E4M3 has steps of 32 there, x / s_x is 448 to 2 u), s_x * 448 = 1 to u. Zeros are zeros.
+* The sum. Tensor cores do not add in float32. On Hopper they align the products of a step of 32 to the largest one,
+  keep 14 bits of each and truncate the rest (DeepSeek-V3 report, arXiv 2412.19437, 3.5.2); the register has 13 bits of
+  mantissa on Ada too (SageAttention2, quoted in github.com/thu-ml/SageAttention/issues/287). 33 terms a step: a dense
+  probe of K = 4096 might err by 128 * 33 * 2^-13, half of sum_k |w'_nk|, and prove nothing. One product of two codes
+  has 8 bits and zeros move nothing: the sum is exact wherever 8 bits are kept.
+* The scales. s_x, s_n and the sum meet in two float32 products: 2 u, and u from s_x. Then one rounding to BF16, which
+  has 8 bits: 2^-8. Twice that is allowed: 2^-7 of the weight.
+* Batch-invariant (`VLLM_BATCH_INVARIANT`, all kernels but CUTLASS's): the code is widened, the scale and their product
+  are rounded to BF16 each, the activation is not quantised. Twice 2 * 2^-8 is allowed: 2^-6.
+* Below 448^2 * 2^-126 = 2^-108 a product of scales may be a denormal, and flushed: allowed in addition.
+
+Neighbouring codes differ by 1/15 of their value or more, so in these T columns of all rows the kernel multiplies by
+exactly the code expected, or is caught; so is a scale that is off by more than the bound. A kernel that packs codes its
+own way, and `fp8-block`, whose bits vLLM's compiled quantiser decides, are not asked: `NativeFp8Method.provable`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import abstractmethod
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from appliance.engine.expect import LocalShape, Slot, rounded
+from appliance.engine.kernel_proof import BF16_U, TINY, KernelProof, Mismatch, U, answer, first_beyond, first_scale
+from appliance.engine.schedule import ROTATION, Ask
+from appliance.errors import SyncError
+from appliance.quant.codec import Fp8Weight, dequantise, weight_absmax
+from appliance.quant.codec_fp8 import BLOCK, fp8_scale, quantise_fp8_by, row_blocks, widened_fp8
+from appliance.quant.digest import digest
+from appliance.quant.scheme import Scheme
+
+TOKENS = 16  # of a probe for vLLM's own methods
+_BF16_ROUNDING = 2.0**-8  # relative
+_FLUSHED = 2.0**-108
+_SAMPLED_ROWS = 4  # of an emulated layer; a divisor of BLOCK
+
+
+class Fp8Proof(KernelProof):
+    """Keeps the parts of a fused layer until they are complete: scales may span them."""
+
+    def __init__(self, name: str, *, shape: LocalShape, scheme: Scheme, ask: Ask) -> None:
+        super().__init__(name, shape=shape, scheme=scheme, ask=ask)
+        self._scheme = scheme
+        self._is_cut = shape.is_cut
+        self._parts: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._ask = ask
+        self._due = self._due_rows()
+        self._codes = ""
+        self._scale = torch.empty(0, device="cpu")
+
+    @abstractmethod
+    def _quantised(self, weight_RK: Tensor, *, scale: Tensor) -> Fp8Weight:
+        """The rows that are due, as the layer must hold them."""
+
+    @abstractmethod
+    def _expect_answer(self, parts: list[Tensor], due: Fp8Weight) -> None:
+        """Keep what the kernel must answer. parts: of the whole weight, in order.  due: the rows that are due."""
+
+    @abstractmethod
+    def _held_codes(self, layer: Module) -> Tensor:
+        """[N, K] float8, where the kernel reads them."""
+
+    @abstractmethod
+    def _first_answer(self, layer: Module) -> Mismatch | None:
+        """What the kernel answers otherwise than it must, or None."""
+
+    def take(self, slot: Slot, tensor: Tensor) -> None:
+        whole_NK = rounded(tensor)
+        self._parts[slot.start] = (slot.cut(whole_NK), self._absmax(slot, whole_NK))
+        if sum(len(part) for part, _ in self._parts.values()) == self.num_channels:
+            self._expect([self._parts[start] for start in sorted(self._parts)])
+            self._parts.clear()
+
+    def _absmax(self, slot: Slot, whole_NK: Tensor) -> Tensor | None:
+        """Of the whole tensor, where a scale covers more of it than this rank has."""
+        if not self._is_cut or self._scheme is Scheme.FP8_BLOCK:
+            return None
+        absmax = weight_absmax(whole_NK, scheme=self._scheme)
+        return absmax if self._scheme is Scheme.FP8 else absmax[slot.rows]
+
+    def _expect(self, received: list[tuple[Tensor, Tensor | None]]) -> None:
+        self._scale = fp8_scale(self._absmax_of(received), scheme=self._scheme)
+        parts = [part for part, _ in received]
+        due = self._quantised(_gathered(parts, self._due), scale=self._due_scales())
+        self._codes = digest(due.codes_NK.view(torch.uint8))
+        self._expect_answer(parts, due)
+
+    def _absmax_of(self, parts: list[tuple[Tensor, Tensor | None]]) -> Tensor:
+        """In the shape of the whole layer's scale."""
+        in_blocks = self._scheme is Scheme.FP8_BLOCK
+        if in_blocks and any(len(part) % BLOCK for part, _ in parts[:-1]):
+            return weight_absmax(torch.cat([part for part, _ in parts]), scheme=self._scheme)
+        own = [weight_absmax(part, scheme=self._scheme) if given is None else given for part, given in parts]
+        absmax = torch.cat(own)
+        return absmax.amax(dim=0, keepdim=True) if self._scheme is Scheme.FP8 else absmax
+
+    def _due_rows(self) -> list[slice]:
+        """Blocks of 128: scales of blocks are never cut."""
+        starts = range(0, self.num_channels, BLOCK)
+        parts = min(ROTATION, len(starts))
+        if self._ask.full:
+            return [slice(0, self.num_channels)]
+        due = starts[self._ask.round % parts :: parts]
+        return [slice(start, min(start + BLOCK, self.num_channels)) for start in due]
+
+    def _due_scales(self) -> Tensor:
+        if self._scheme is Scheme.FP8 or self._ask.full:
+            return self._scale
+        if self._scheme is Scheme.FP8_BLOCK:
+            return torch.cat([self._scale[rows.start // BLOCK][None] for rows in self._due])
+        return torch.cat([self._scale[rows] for rows in self._due])
+
+    def check(self, layer: Module) -> Mismatch | None:
+        held = layer.quant_method.held_scale(layer)
+        different = first_scale(held.reshape(-1).cpu(), self._scale.reshape(-1).cpu())
+        codes = digest(_gathered([self._held_codes(layer).view(torch.uint8)], self._due))
+        if different is None and codes != self._codes:
+            asked = f"{len(self._due)} blocks of rows from {self._due[0].start} to {self._due[-1].stop - 1}"
+            different = Mismatch(f"digest of the codes of {asked}", codes, self._codes)
+        return different or self._first_answer(layer)
+
+
+class EmulatedProof(Fp8Proof):
+    def __init__(self, name: str, *, shape: LocalShape, scheme: Scheme, ask: Ask) -> None:
+        super().__init__(name, shape=shape, scheme=scheme, ask=ask)
+        self._signs_K = self._signs(self.length)
+
+    def _quantised(self, weight_RK: Tensor, *, scale: Tensor) -> Fp8Weight:
+        from appliance.quant.numba_fp8 import quantise_fp8_numba_by  # a compiler that other schemes do not need
+
+        due = quantise_fp8_numba_by(weight_RK, scale=scale, scheme=self._scheme)
+        self._check_quantiser(weight_RK, due)
+        return due
+
+    def _check_quantiser(self, weight_RK: Tensor, expected: Fp8Weight) -> None:
+        """Some rows by the reference codec: engine and proof quantise by the same compiled code, and an error of it
+        would be in both answers. Raises SyncError."""
+        first = int(self._integers(0, -(-len(weight_RK) // _SAMPLED_ROWS), count=1)) * _SAMPLED_ROWS
+        rows = slice(first, min(first + _SAMPLED_ROWS, len(weight_RK)))
+        block_rows = expected.block[0]
+        scale = expected.scale[first // block_rows][None] if block_rows > 1 else expected.scale[rows]
+        codec = quantise_fp8_by(weight_RK[rows], scale=scale, scheme=self._scheme)
+        if not torch.equal(expected.codes_NK[rows].view(torch.uint8), codec.codes_NK.view(torch.uint8)):
+            raise SyncError(
+                f"weight update: {self.name}: the compiled quantiser differs from the codec in rows "
+                f"{rows.start} to {rows.stop - 1} of those that were looked at"
+            )
+
+    def _expect_answer(self, parts: list[Tensor], due: Fp8Weight) -> None:
+        if self._ask.thorough:
+            self._answer_N, self._bound_N = _signed_sums(due, self._signs_K)
+
+    def _held_codes(self, layer: Module) -> Tensor:
+        return layer.weight.data
+
+    def _first_answer(self, layer: Module) -> Mismatch | None:
+        if not self._ask.thorough:
+            return None
+        bias_N = -self._answer_N.to(torch.bfloat16)
+        rest_N = answer(layer, self._signs_K[None], bias_N=bias_N)[0]
+        wanted_N = self._answer_N + bias_N.double()
+        return first_beyond(rest_N, wanted_N, bound_N=self._bound_N + BF16_U * wanted_N.abs() + TINY)
+
+
+class NativeFp8Proof(Fp8Proof):
+    def __init__(self, name: str, *, shape: LocalShape, scheme: Scheme, ask: Ask) -> None:
+        super().__init__(name, shape=shape, scheme=scheme, ask=ask)
+        tokens = min(TOKENS, self.length)
+        edges = [part * self.length // tokens for part in range(tokens + 1)]
+        drawn = [int(self._integers(low, high, count=1)) for low, high in itertools.pairwise(edges)]
+        self.columns_T = torch.tensor(drawn, device="cpu")
+        self._signs_T = self._signs(tokens)
+        self._probe_TK = torch.zeros((tokens, self.length), dtype=torch.float32, device="cpu")
+        self._probe_TK[torch.arange(tokens, device="cpu"), self.columns_T] = self._signs_T.float()
+        self._codes_NT = torch.empty(0, device="cpu")
+
+    def _quantised(self, weight_RK: Tensor, *, scale: Tensor) -> Fp8Weight:
+        return quantise_fp8_by(weight_RK, scale=scale, scheme=self._scheme)
+
+    def _expect_answer(self, parts: list[Tensor], due: Fp8Weight) -> None:
+        weight_NT = torch.cat([part[:, self.columns_T.to(part.device)] for part in parts])
+        self._codes_NT = self._quantised(weight_NT, scale=self._scale).codes_NK.cpu()
+
+    def _held_codes(self, layer: Module) -> Tensor:
+        return layer.quant_method.held_weight(layer).codes_NK
+
+    def _first_answer(self, layer: Module) -> Mismatch | None:
+        out_TN = answer(layer, self._probe_TK, bias_N=None)
+        weight_NT = widened_fp8(self._codes_NT).double() * self._scale.double().cpu()
+        wanted_TN = weight_NT.t() * self._signs_T[:, None]
+        roundings = 2 if layer.quant_method.multiplies_in_bf16 else 1
+        bound_TN = 2 * roundings * _BF16_ROUNDING * wanted_TN.abs() + _FLUSHED
+        for token, column in enumerate(self.columns_T.tolist()):
+            found = first_beyond(out_TN[token], wanted_TN[token], bound_N=bound_TN[token])
+            if found is not None:
+                return replace(found, what=f"{found.what}, input channel {column}")
+        return None
+
+
+def _signed_sums(weight: Fp8Weight, signs_K: Tensor) -> tuple[Tensor, Tensor]:
+    """[N] each, float64 on the CPU: sum_k x_k w'_nk, and its bound for any order of summation in float32."""
+    sums, bounds = [], []
+    for part in row_blocks(weight):
+        held_RK = dequantise(part)
+        sums.append(torch.mv(held_RK, signs_K.to(held_RK)).double().cpu())
+        bounds.append(2 * len(signs_K) * U * held_RK.abs_().sum(dim=1).double().cpu())
+    return torch.cat(sums), torch.cat(bounds)
+
+
+def _gathered(parts: list[Tensor], slices: list[slice]) -> Tensor:
+    """Some rows of a weight that lies in parts, one after the other. A view where one piece is all."""
+    pieces: list[Tensor] = []
+    starts = itertools.accumulate((len(part) for part in parts[:-1]), initial=0)
+    for rows, (part, start) in itertools.product(slices, zip(parts, starts, strict=True)):
+        first, end = max(rows.start - start, 0), min(rows.stop - start, len(part))
+        pieces += [part[first:end]] if first < end else []
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
