@@ -12,25 +12,30 @@ twice K u sum_k |w'_nk|, u = 2^-24, and BF16's rounding: what can go wrong beyon
 for all layers.
 
 By vLLM's own methods (native.py; `fp8` and `fp8-channel`). The codec itself says what the codes are, and each proof
-asks the kernel. The probe has T = 16 tokens; each is +-1 at one input channel and 0 elsewhere, the channels drawn from
-T equal parts of K, others at each sync. So every answer is one weight, and exact but for its rounding:
+asks the kernel. The probe has T = 16 tokens; each is x = +-1, 2, 4 or 8 at one input channel and 0 elsewhere, the
+channels drawn from T equal parts of K, others at each sync. So every answer is one weight times x, exact but for its
+rounding:
 
-* The activation. The largest magnitude is 1, of a token as of the whole probe: s_x = 1/448 in float32, the code
-  +-448 (E4M3 has steps of 32 there, x / s_x is 448 to 2 u), s_x * 448 = 1 to u. Zeros are zeros.
+* The activation. s_x is |x| / 448, or 8 / 448 where one scale is for all tokens, to a few u (a division, or a product
+  with a reciprocal); the code is 448, 224, 112 or 56, whose neighbours in E4M3 are 1/16 away; s_x times it is |x| to a
+  few u. Zeros are zeros.
 * The sum. Tensor cores do not add in float32. On Hopper they align the products of a step of 32 to the largest one,
   keep 14 bits of each and truncate the rest (DeepSeek-V3 report, arXiv 2412.19437, 3.5.2); the register has 13 bits of
   mantissa on Ada too (SageAttention2, quoted in github.com/thu-ml/SageAttention/issues/287). 33 terms a step: a dense
   probe of K = 4096 might err by 128 * 33 * 2^-13, half of sum_k |w'_nk|, and prove nothing. One product of two codes
   has 8 bits and zeros move nothing: the sum is exact wherever 8 bits are kept.
-* The scales. s_x, s_n and the sum meet in two float32 products: 2 u, and u from s_x. Then one rounding to BF16, which
-  has 8 bits: 2^-8. Twice that is allowed: 2^-7 of the weight.
+* The scales. s_x, s_n and the sum meet in two float32 products: 2 u, and a few from s_x. Then one rounding to BF16,
+  which has 8 bits: 2^-8. Twice that is allowed: 2^-7 of the answer.
 * Batch-invariant (`VLLM_BATCH_INVARIANT`, all kernels but CUTLASS's): the code is widened, the scale and their product
   are rounded to BF16 each, the activation is not quantised. Twice 2 * 2^-8 is allowed: 2^-6.
-* Below 448^2 * 2^-126 = 2^-108 a product of scales may be a denormal, and flushed: allowed in addition.
+* Below 448^2 * 2^-126 = 2^-108 a product of scales may be a denormal, and flushed: allowed in addition, times 8.
 
-Neighbouring codes differ by 1/15 of their value or more, so in these T columns of all rows the kernel multiplies by
-exactly the code expected, or is caught; so is a scale that is off by more than the bound. A kernel that packs codes its
-own way, and `fp8-block`, whose bits vLLM's compiled quantiser decides, are not asked: `NativeFp8Method.provable`.
+Neighbouring codes differ by 1/16 of their value or more, so in these T columns of all rows the kernel multiplies by
+exactly the code expected, or is caught; so is a scale that is off by more than the bound, and a token that got another
+token's. The activation's quantiser is asked as it is, not as torch.compile fused it into the model's graph. Where the
+scale is 0 (`fp8`, all of a layer's weights 0) vLLM's quantiser makes codes of 0 * inf: they are not compared, the probe
+is. A kernel that packs codes its own way, and `fp8-block`, whose bits vLLM's compiled quantiser decides, are not asked:
+`NativeFp8Method.provable`.
 """
 
 from __future__ import annotations
@@ -53,8 +58,8 @@ from appliance.quant.digest import digest
 from appliance.quant.scheme import Scheme
 
 TOKENS = 16  # of a probe for vLLM's own methods
-_BF16_ROUNDING = 2.0**-8  # relative
-_FLUSHED = 2.0**-108
+_MAGNITUDES = 4  # 1, 2, 4, 8
+_FLUSHED = 2.0**-105
 _SAMPLED_ROWS = 4  # of an emulated layer; a divisor of BLOCK
 
 
@@ -78,6 +83,11 @@ class Fp8Proof(KernelProof):
     @abstractmethod
     def _expect_answer(self, parts: list[Tensor], due: Fp8Weight) -> None:
         """Keep what the kernel must answer. parts: of the whole weight, in order.  due: the rows that are due."""
+
+    @property
+    def _compares_codes(self) -> bool:
+        """Whether the layer's codes are the codec's."""
+        return True
 
     @abstractmethod
     def _held_codes(self, layer: Module) -> Tensor:
@@ -136,11 +146,13 @@ class Fp8Proof(KernelProof):
     def check(self, layer: Module) -> Mismatch | None:
         held = layer.quant_method.held_scale(layer)
         different = first_scale(held.reshape(-1).cpu(), self._scale.reshape(-1).cpu())
+        if different is not None:
+            return different
         codes = digest(_gathered([self._held_codes(layer).view(torch.uint8)], self._due))
-        if different is None and codes != self._codes:
+        if self._compares_codes and codes != self._codes:
             asked = f"{len(self._due)} blocks of rows from {self._due[0].start} to {self._due[-1].stop - 1}"
-            different = Mismatch(f"digest of the codes of {asked}", codes, self._codes)
-        return different or self._first_answer(layer)
+            return Mismatch(f"digest of the codes of {asked}", codes, self._codes)
+        return self._first_answer(layer)
 
 
 class EmulatedProof(Fp8Proof):
@@ -192,10 +204,18 @@ class NativeFp8Proof(Fp8Proof):
         edges = [part * self.length // tokens for part in range(tokens + 1)]
         drawn = [int(self._integers(low, high, count=1)) for low, high in itertools.pairwise(edges)]
         self.columns_T = torch.tensor(drawn, device="cpu")
-        self._signs_T = self._signs(tokens)
-        self._probe_TK = torch.zeros((tokens, self.length), dtype=torch.float32, device="cpu")
-        self._probe_TK[torch.arange(tokens, device="cpu"), self.columns_T] = self._signs_T.float()
+        self._values_T = self._signs(tokens) * 2.0 ** (torch.arange(tokens, device="cpu") % _MAGNITUDES)
         self._codes_NT = torch.empty(0, device="cpu")
+
+    def probe_TK(self) -> Tensor:
+        """[T, K] float32 on the CPU."""
+        probe_TK = torch.zeros((len(self.columns_T), self.length), dtype=torch.float32, device="cpu")
+        probe_TK[torch.arange(len(probe_TK), device="cpu"), self.columns_T] = self._values_T.float()
+        return probe_TK
+
+    @property
+    def _compares_codes(self) -> bool:
+        return bool(self._scale.any())
 
     def _quantised(self, weight_RK: Tensor, *, scale: Tensor) -> Fp8Weight:
         return quantise_fp8_by(weight_RK, scale=scale, scheme=self._scheme)
@@ -208,11 +228,12 @@ class NativeFp8Proof(Fp8Proof):
         return layer.quant_method.held_weight(layer).codes_NK
 
     def _first_answer(self, layer: Module) -> Mismatch | None:
-        out_TN = answer(layer, self._probe_TK, bias_N=None)
+        with torch.compiler.set_stance("force_eager"):  # on a GPU vLLM has the activation's quantiser compiled
+            out_TN = answer(layer, self.probe_TK(), bias_N=None)
         weight_NT = widened_fp8(self._codes_NT).double() * self._scale.double().cpu()
-        wanted_TN = weight_NT.t() * self._signs_T[:, None]
+        wanted_TN = weight_NT.t() * self._values_T[:, None]
         roundings = 2 if layer.quant_method.multiplies_in_bf16 else 1
-        bound_TN = 2 * roundings * _BF16_ROUNDING * wanted_TN.abs() + _FLUSHED
+        bound_TN = 2 * roundings * BF16_U * wanted_TN.abs() + _FLUSHED
         for token, column in enumerate(self.columns_T.tolist()):
             found = first_beyond(out_TN[token], wanted_TN[token], bound_N=bound_TN[token])
             if found is not None:

@@ -64,10 +64,11 @@ class NativeFp8Method(Quantising):
 
     def process_weights_after_loading(self, layer: Module) -> None:
         is_done = getattr(layer, "_already_called_process_weights_after_loading", False)
+        if is_done or self.on_quantised is None:
+            super().process_weights_after_loading(layer)
+            return
         weight_NK = layer.weight.data
         super().process_weights_after_loading(layer)
-        if is_done or self.on_quantised is None:
-            return
         held = self.held_weight(layer)
         if held is not None:
             self.on_quantised(layer, weight_NK, held)

@@ -22,8 +22,9 @@ tensor and the last ones are ragged where a dimension is not a multiple of 128. 
 `fp8_utils.py:per_token_group_quant_fp8`.
 
 E4M3: values m * 2^e with 4 significant bits, e >= -6; below 2^-6 steps of 2^-9; the bits 0x7f are NaN and never made.
-A block of zeros has codes 0, and s = 0 (`fp8`) or its floor. Where r overflows (`fp8`, |w| below about 1e-36) the codes
-are +-448. Saturation: |x| is above 448 by rounding only (at most 448 * 2^-22), or where a given a is too small.
+A block of zeros has codes 0, and s = 0 (`fp8`; vLLM has codes of 448 there, times 0 as good) or its floor. Where
+r overflows (`fp8`, |w| below about 1e-36) the codes are +-448. Saturation: |x| is above 448 by rounding only (at most
+448 * 2^-22), or where a given a is too small.
 
 Bound: |w - w'| <= max(|w| / 16, s / 1024) * (1 + 2^-22) + |w| * 2^-22, for s >= 2^-117. Rounding to E4M3 costs half a
 step: 2^-4 of |x| for a normal result, 2^-10 for one below 2^-6. r, x and q * s are rounded to float32: less than

@@ -164,7 +164,9 @@ def _problems(
     everything = taken.switched or (sync == 1 and taken.telemetry is not None)
     if everything and taken.layers_proven < taken.layers:
         return [f"{who} has proven {taken.layers_proven} of {taken.layers} layers"]
-    if taken.telemetry is not None and not taken.layers:  # layers of ours were quantised
+    if (
+        taken.telemetry is not None and not taken.layers
+    ):  # some are quantised, and lm_head's kernel is asked in any scheme
         return [f"{who} has proven none of its layers"]
     return []
 
