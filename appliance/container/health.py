@@ -1,7 +1,8 @@
 """`appliance health`: what a container's health check asks. It follows the run that this container is at.
 
 The run is found by the mark that its processes carry, so it does not matter where its folder lies. Before the run has
-processes (preflight) a container is healthy; after the run it is gone.
+processes (preflight) a container is healthy; after the run it is gone. A node that joined has the folder of its `join`
+for a mark, and no run.json there: its run is the one that it works for, whose launcher is on another host.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.plan.env import RUN_VARIABLE
+from appliance.cluster.news import read_news
+from appliance.plan.env import NODE_VARIABLE, RUN_VARIABLE
 from appliance.run.display import phase_text
 from appliance.run.session import RunRecord, RunStatus, has_launcher, read_record
 
@@ -29,19 +31,37 @@ class Health:
 
 
 def look(proc: Path = Path("/proc")) -> Health:
-    """The health of this container's run, or of the one that is worst off where there are several."""
-    judged = [_of_run(folder) for folder in marked_runs(proc)]
+    """The health of this container's run or node, or of the one that is worst off where there are several."""
+    runs, nodes = marked(proc)
+    judged = [*(_of_run(folder) for folder in runs), *(_of_node(folder) for folder in nodes)]
     return min(judged, key=lambda each: each.is_healthy, default=Health(True, "no run yet"))
 
 
-def marked_runs(proc: Path) -> list[Path]:
-    """The folders of the runs whose processes live here. proc: as /proc."""
-    found = set()
-    for environment in proc.glob("[0-9]*/environ"):
+def marked(proc: Path) -> tuple[list[Path], list[Path]]:
+    """The folders of the runs, and of the joined nodes, whose processes live here. proc: as /proc."""
+    runs, nodes = set(), set()
+    for file in proc.glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # gone, or somebody else's
-            entries = environment.read_bytes().split(b"\0")
-            found |= {each.partition(b"=")[2] for each in entries if each.startswith(f"{RUN_VARIABLE}=".encode())}
-    return [Path(os.fsdecode(folder)) for folder in sorted(found)]
+            pairs = (os.fsdecode(entry).partition("=") for entry in file.read_bytes().split(b"\0"))
+            environment = {name: value for name, _, value in pairs}
+            if node := environment.get(NODE_VARIABLE):  # its workers have the mark of a run that is not of this host
+                nodes.add(Path(node))
+            elif run := environment.get(RUN_VARIABLE):
+                runs.add(Path(run))
+    return sorted(runs), sorted(nodes)
+
+
+def _of_node(folder: Path) -> Health:
+    try:
+        training = read_news(folder)
+        if training is None:
+            return Health(True, "a node, of no training yet")
+        run_dir = training.run_dir
+        record = read_record(run_dir)
+    except (OSError, ValueError) as error:
+        return Health(False, f"node {folder}: {error}")
+    found = judge(run_dir.name, record, launched=True, quiet_s=time.time() - _last_word(run_dir))
+    return Health(found.is_healthy, f"node of {found.what}")
 
 
 def _of_run(run_dir: Path) -> Health:

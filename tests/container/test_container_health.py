@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
 
 import pytest
 
-from appliance.container.health import QUIET_S, Health, judge, look, marked_runs
+from appliance.cluster.news import keep_news
+from appliance.container.health import QUIET_S, Health, judge, look, marked
 from appliance.run.session import RunRecord, RunStatus, write_record
 
 RUNNING = RunRecord(RunStatus.RUNNING, phase="rollout", attempt=2)
@@ -48,7 +50,7 @@ def test_runs_are_found_by_the_mark_of_their_processes(tmp_path: Path) -> None:
     a_process(tmp_path, pid=8, environment=b"APPLIANCE_RUN=/runs/a-1\0")
     a_process(tmp_path, pid=9, environment=b"NOT_APPLIANCE_RUN=/runs/b-1\0")
     (tmp_path / "self").mkdir()
-    assert marked_runs(tmp_path) == [Path("/runs/a-1")]
+    assert marked(tmp_path) == ([Path("/runs/a-1")], [])
 
 
 def test_before_the_run_has_processes_it_is_healthy(tmp_path: Path) -> None:
@@ -59,6 +61,44 @@ def test_a_run_without_its_record_is_not_healthy(tmp_path: Path) -> None:
     a_process(tmp_path / "proc", pid=7, environment=f"APPLIANCE_RUN={tmp_path}/a-1\0".encode())
     found = look(tmp_path / "proc")
     assert not found.is_healthy and "No such file or directory" in found.what
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Path:
+    """The folder of a `join`. Of its processes Ray's has the folder's mark, and a worker that of the run."""
+    folder = tmp_path / "appliance-node-x"
+    folder.mkdir()
+    for pid, run in ((7, folder), (8, tmp_path / "a-1")):
+        environment = f"APPLIANCE_RUN={run}\0APPLIANCE_NODE={folder}\0".encode()
+        a_process(tmp_path / "proc", pid=pid, environment=environment)
+    return folder
+
+
+def test_a_node_is_healthy_before_it_knows_its_training(tmp_path: Path, node: Path) -> None:
+    assert marked(tmp_path / "proc") == ([], [node])
+    assert look(tmp_path / "proc") == Health(True, "a node, of no training yet")
+
+
+def test_a_node_follows_the_run_that_it_works_for(tmp_path: Path, node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its launcher is on another host: no lock of it is looked for here."""
+    run = tmp_path / "a-1"
+    run.mkdir()
+    write_record(run, RUNNING)
+    monkeypatch.setenv("APPLIANCE_NODE", str(node))
+    keep_news(run)
+    assert look(tmp_path / "proc") == Health(True, "node of a-1: attempt 2, generating rollouts")
+    write_record(run, RunRecord(RunStatus.FAILED, reason="the disk is full"))
+    assert look(tmp_path / "proc") == Health(False, "node of a-1: failed: the disk is full")
+    old = time.time() - 2 * QUIET_S
+    write_record(run, RUNNING)
+    os.utime(run, (old, old))
+    assert look(tmp_path / "proc").what.endswith("nothing new for 60 minutes")
+
+
+def test_a_node_that_does_not_see_its_run_is_not_healthy(tmp_path: Path, node: Path) -> None:
+    (node / "training.json").write_text(json.dumps({"run_dir": str(tmp_path / "gone"), "attempt": 1}))
+    found = look(tmp_path / "proc")
+    assert not found.is_healthy and found.what.startswith(f"node {node}: ") and "No such file" in found.what
 
 
 def test_the_newest_word_of_any_process_counts(tmp_path: Path) -> None:

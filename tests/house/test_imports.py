@@ -65,7 +65,7 @@ MAY_IMPORT = {
     "verify": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "engine", "quant", "profile"},
     # A comparison is many runs, each with its profile.
     "compare": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "page", "profile", "quant"},
-    "container": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", *NUMBERS},
+    "container": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "cluster.news", *NUMBERS},
     "data": {"errors", "tasks", "console"},  # its files are a task's, made without a recipe
     "cli": {
         *("errors", "tasks", "recipe", "plan", "preflight", "run", "bench", "profile", "verify", "compare", "cluster"),
