@@ -8,8 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.plan.env import RUN_VARIABLE
-from appliance.run.processes import find_processes
+from left_behind import bystanders, left_of
 
 # Of the short run that several files look at. A temperature that is not 1: log-probs before it would differ from the
 # trainer's by far more than the bound.
@@ -26,12 +25,13 @@ SHORT = (
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that ended: what the command printed and where it wrote."""
+    """A run that ended: what the command printed, where it wrote, and the processes that outlived it."""
 
     code: int
     stdout: str
     stderr: str
     run_dir: Path
+    left: tuple[str, ...]
 
     def json_lines(self, name: str) -> list[dict]:
         return [json.loads(line) for line in (self.run_dir / name).read_text().splitlines()]
@@ -43,14 +43,11 @@ def command(root: Path, *sets: str, name: str, recipe: str = "arithmetic-tiny-in
     return [sys.executable, "-m", "appliance", "train", recipe, "--name", name, *arguments]
 
 
-def processes_of(run_dir: Path) -> list[str]:
-    """Living processes that carry the run's mark in their environment."""
-    return [str(process) for process in find_processes(f"{RUN_VARIABLE}={run_dir}")]
-
-
 def train(root: Path, *sets: str, name: str, recipe: str = "arithmetic-tiny-int8", timeout_s: float = 900) -> Finished:
     """A training to its end, whichever that is."""
+    since = bystanders()
     done = subprocess.run(
         command(root, *sets, name=name, recipe=recipe), capture_output=True, text=True, timeout=timeout_s, check=False
     )
-    return Finished(code=done.returncode, stdout=done.stdout, stderr=done.stderr, run_dir=root / name)
+    left = tuple(map(str, left_of(root / name, since=since)))
+    return Finished(code=done.returncode, stdout=done.stdout, stderr=done.stderr, run_dir=root / name, left=left)

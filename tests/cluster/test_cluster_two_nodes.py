@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from left_behind import bystanders, left_of
 
 import appliance
 from appliance.plan.env import RECONNECT_S, RUN_VARIABLE
@@ -89,6 +90,7 @@ def test_a_training_over_two_nodes_outlives_its_head_and_names_the_node_it_loses
     """After two steps the head is killed and started again at once, the node of the old one ends by itself and another
     one joins. After one more step that is killed: named within a minute, nothing left."""
     with_tiny_cache(tmp_path)
+    since = bystanders()
     run_dir, token = tmp_path / "over-two", tmp_path / ".cluster-token"
     command = train(tmp_path, name="over-two", steps=500)
     with started(join(token), log=tmp_path / "join.log") as node:
@@ -124,13 +126,14 @@ def test_a_training_over_two_nodes_outlives_its_head_and_names_the_node_it_loses
     told = [event["what"] for event in events(run_dir) if event["kind"] == "cluster"]
     assert sum("joined: 2 of 2 nodes with a GPU" in what for what in told) == 2
     assert told.count("all 2 nodes run the same program on the same files") == 2
-    assert find_processes(f"{RUN_VARIABLE}={run_dir}") == []
+    assert left_of(run_dir, since=since) == []
 
 
 def test_a_wrong_token_and_another_program_are_refused(tmp_path: Path, with_tiny_cache: Callable) -> None:
     """The head waits on after the wrong token, and ends, with the node's name, at a node with other sources, which ends
     with the same words."""
     with_tiny_cache(tmp_path)
+    since = bystanders()
     port = HEAD_PORT + 5000
     token, wrong = tmp_path / ".cluster-token", tmp_path / "wrong"
     wrong.write_text("0123456789abcdef0123456789abcdef\n")
@@ -154,13 +157,14 @@ def test_a_wrong_token_and_another_program_are_refused(tmp_path: Path, with_tiny
     words = "joined with other sources or locks than the head"
     assert words in (tmp_path / "train.log").read_text()
     assert re.search(rf"^error: the training refused failed: .*{words}", (tmp_path / "join.log").read_text(), re.M)
-    assert find_processes(f"{RUN_VARIABLE}={tmp_path / 'refused'}") == []
+    assert left_of(tmp_path / "refused", since=since) == []
 
 
 def test_who_dies_before_training_is_named(tmp_path: Path, with_tiny_cache: Callable) -> None:
     """While the head waits for four nodes, one that joined is killed and joins again. Then the head's store dies: the
     head and that node end, each with its cause."""
     with_tiny_cache(tmp_path)
+    since = bystanders()
     run_dir, token, port = tmp_path / "headless", tmp_path / ".cluster-token", HEAD_PORT + 6000
     log, ray_says = tmp_path / "train.log", run_dir / "logs" / "1" / "train.log"
 
@@ -190,13 +194,14 @@ def test_who_dies_before_training_is_named(tmp_path: Path, with_tiny_cache: Call
     assert re.search(r"^error: training failed in phase [\w-]+: the Ray head on this host ended", said, re.M), said
     assert seconds < NAMED_WITHIN_S, seconds
     assert f"error: the head at 127.0.0.1:{port} is gone" in (tmp_path / "again.log").read_text()
-    assert find_processes(f"{RUN_VARIABLE}={run_dir}") == []
+    assert left_of(run_dir, since=since) == []
 
 
 @pytest.mark.torture
 def test_a_host_that_goes_silent_in_training_is_named(tmp_path: Path, with_tiny_cache: Callable) -> None:
     """Every process of the other node stands still: its sockets stay open, and nobody answers."""
     with_tiny_cache(tmp_path)
+    since = bystanders()
     run_dir, token = tmp_path / "silent", tmp_path / ".cluster-token"
     log, port = tmp_path / "train.log", HEAD_PORT + 7000
     with started(join(token, head_port=port), log=tmp_path / "join.log") as node:
@@ -220,4 +225,4 @@ def test_a_host_that_goes_silent_in_training_is_named(tmp_path: Path, with_tiny_
     said = log.read_text()
     assert re.search(r"^error: training failed in phase [\w-]+: node \S+ \(\S+\) left the cluster$", said, re.M), said
     assert seconds < NAMED_WITHIN_S, seconds
-    assert find_processes(f"{RUN_VARIABLE}={run_dir}") == []
+    assert left_of(run_dir, since=since) == []

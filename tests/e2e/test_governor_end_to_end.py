@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from trainings import Finished, processes_of, train
+from trainings import Finished, train
 
 pytestmark = pytest.mark.e2e
 
@@ -100,4 +100,4 @@ def test_both_validations_are_made_and_shown(run: Finished) -> None:
     assert all(line["val_reward_bf16_mean"] == line["val_reward_mean"] for line in validated[1:])
     shown = next(line for line in run.stderr.splitlines() if line.startswith("step 3/"))
     assert f"(bf16 {validated[0]['val_reward_bf16_mean']:.3f})" in shown
-    assert processes_of(run.run_dir) == []
+    assert run.left == ()

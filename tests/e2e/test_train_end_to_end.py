@@ -13,7 +13,8 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from trainings import STEPS, VALIDATION_PROBLEMS, Finished, command, processes_of, train
+from left_behind import bystanders, left_of
+from trainings import STEPS, VALIDATION_PROBLEMS, Finished, command, train
 
 pytestmark = pytest.mark.e2e
 
@@ -164,7 +165,7 @@ def test_the_rollout_servers_process_imports_while_the_trainer_is_built(short: F
 
 
 def test_nothing_is_left_running(short: Finished) -> None:
-    assert processes_of(short.run_dir) == []
+    assert short.left == ()
     assert not Path(dict(json.loads((short.run_dir / "plan.json").read_text())["env"])["APPLIANCE_RAY_DIR"]).exists()
 
 
@@ -245,6 +246,7 @@ if __name__ == "__main__":
 
 def test_a_signal_in_mid_training_ends_everything(short_root: Path, short: Finished) -> None:
     """The model is in the cache by now. SIGTERM after the first step: its state is saved, code 75, no process left."""
+    since = bystanders()
     process = subprocess.Popen(
         command(short_root, "trainer.steps=200", "trainer.validate_before=false", name="stopped"),
         stdout=subprocess.PIPE,
@@ -259,7 +261,7 @@ def test_a_signal_in_mid_training_ends_everything(short_root: Path, short: Finis
     process.send_signal(signal.SIGTERM)
     _, stderr = process.communicate(timeout=300)
     assert process.returncode == 75, stderr[-3000:]
-    assert processes_of(short_root / "stopped") == []
+    assert left_of(short_root / "stopped", since=since) == []
     record = json.loads((short_root / "stopped" / "run.json").read_text())
     last = json.loads(metrics.read_text().splitlines()[-1])["step"]
     assert (record["state"], record["exit_code"], record["reason"]) == (
@@ -297,7 +299,7 @@ def test_the_guard_saves_and_stops_a_run_with_code_6(guarded: Finished, short_ro
     record = json.loads((finished.run_dir / "run.json").read_text())
     assert (record["state"], record["exit_code"]) == ("stopped", 6)
     assert record["reason"].startswith("stopped by the guard: step 2: warn -> stop: k3_kl ")
-    assert processes_of(finished.run_dir) == []
+    assert finished.left == ()
     clip_bounds_were_refitted(finished)
     the_checkpoint_is_scaled_and_folds_back(finished, short_root=short_root)
 

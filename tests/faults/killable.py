@@ -9,9 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from left_behind import Bystanders, bystanders, left_of
 
 from appliance.plan.env import RUN_VARIABLE
 from appliance.run.checkpoints import in_order
@@ -32,12 +34,16 @@ WAIT_S = 1200.0  # generous: the host may be busy
 
 @dataclass
 class Run:
-    """A run below `root`, with the launcher of its newest attempt. sets: recipe keys and their values."""
+    """A run below `root`, with the launcher of its newest attempt. sets: recipe keys and their values.
+
+    since: who was there when this was made; no other program is started while a run of this kind is looked at.
+    """
 
     root: Path
     name: str
     sets: dict[str, str]
     launcher: subprocess.Popen[str] | None = None
+    since: Bystanders = field(default_factory=bystanders)
 
     @property
     def run_dir(self) -> Path:
@@ -103,9 +109,10 @@ class Run:
         return self.launcher.wait(timeout=seconds)
 
     def processes(self) -> list[Process]:
-        """All of the run: those with its mark, and those below its launcher."""
-        below = self.launcher.pid if self.launcher is not None and not self.is_over else None
-        return find_processes(f"{RUN_VARIABLE}={self.run_dir}", below=below)
+        """All of the run but its launcher; once that is gone, whatever any of its attempts left behind."""
+        if self.is_over:
+            return left_of(self.run_dir, since=self.since)
+        return find_processes(f"{RUN_VARIABLE}={self.run_dir}", below=self.launcher.pid)
 
     def kill(self, name: str) -> Process:
         """SIGKILL to the one process whose name begins so."""

@@ -12,13 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from left_behind import bystanders, left_of
 from plans import make_plan
 
-from appliance.plan.env import PLAN_VARIABLE, RAY_DIR_VARIABLE, RUN_VARIABLE
+from appliance.plan.env import PLAN_VARIABLE, RAY_DIR_VARIABLE
 from appliance.plan.model import ExpectedAttestation, RunPlan
 from appliance.quant.scheme import Scheme
 from appliance.run.events import StepMetrics, parse_metrics
-from appliance.run.processes import Process, find_processes
+from appliance.run.processes import Process
 
 # As written by a real run on two cores; only the numbers of a person's interest differ from step to step.
 METRICS_LINE = {
@@ -87,10 +88,6 @@ def _with_ray_dir(plan: RunPlan, folder: Path) -> RunPlan:
 
 def _python(code: str) -> tuple[str, ...]:
     return (sys.executable, "-c", code)
-
-
-def _processes_of(run_dir: Path) -> list[Process]:
-    return find_processes(f"{RUN_VARIABLE}={run_dir}")
 
 
 def _wait_until(condition: Callable[[], object], *, seconds: float = 10.0) -> None:
@@ -171,9 +168,11 @@ def python() -> Callable[..., tuple[str, ...]]:
     return _python
 
 
-@pytest.fixture(scope="session")
-def processes_of() -> Callable[..., list[Process]]:
-    return _processes_of
+@pytest.fixture
+def processes_of() -> Callable[[Path], list[Process]]:
+    """What the test left of a run. Launchers are among them while they live."""
+    since = bystanders()
+    return lambda run_dir: left_of(run_dir, since=since)
 
 
 @pytest.fixture(scope="session")
