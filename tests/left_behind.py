@@ -18,7 +18,7 @@ Bystanders = frozenset[tuple[int, int]]  # process ids with their start times: a
 
 
 def bystanders() -> Bystanders:
-    """Those below this process now: no program that is started later has left them. Orphans are adopted from here on."""
+    """Those below this process now: no later program has left them. Orphans are adopted from here on."""
     become_subreaper()
     return frozenset((each.pid, each.start) for each in find_processes(f"{RUN_VARIABLE}=", below=os.getpid()))
 
