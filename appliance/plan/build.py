@@ -17,6 +17,7 @@ from appliance.plan.correction import plan_correction, plan_uaq
 from appliance.plan.derive import Derived, derive
 from appliance.plan.engines import plan_profile, plan_rollout, rollout_attestations
 from appliance.plan.env import child_env
+from appliance.plan.experts import keeps_experts, layers_with_experts
 from appliance.plan.guard import plan_guard, plan_validation
 from appliance.plan.host import HostFacts
 from appliance.plan.model import (
@@ -95,13 +96,19 @@ def decide(
     """Every decision. Raises RecipeError when `auto` finds a device that cannot do it or that we do not know."""
     cache_dir = cache_dir or run_dir.parent / CACHE_NAME
     model = _model(recipe, cache_dir=cache_dir)
-    hardware = _hardware(recipe, host=host, model=model, cache_dir=cache_dir, begun=begun)
+    layers = layers_with_experts(model)
+    experts = layers > 0 and not keeps_experts(recipe.quantization.ignore, layers=layers)
+    hardware = _hardware(recipe, host=host, model=model, experts=experts, cache_dir=cache_dir, begun=begun)
     if hardware.is_cpu and (broken := list(broken_on_cpu(recipe))):
         raise RecipeError([(f"{each.keys[0]}: {each.message}", each.hint) for each in broken])
     task = _task(recipe, cache_dir=cache_dir, model=model)
-    rollout, engine_choices = plan_rollout(recipe, automatic=hardware.automatic, run_dir=run_dir)
+    rollout, engine_choices = plan_rollout(
+        recipe, automatic=hardware.automatic, run_dir=run_dir, is_cpu=hardware.is_cpu, experts=experts
+    )
     uaq, uaq_choices = plan_uaq(recipe, run_dir=run_dir)
-    derived, choices = derive(recipe, run_dir=run_dir, is_cpu=hardware.is_cpu, model=model, task=task)
+    derived, choices = derive(
+        recipe, run_dir=run_dir, is_cpu=hardware.is_cpu, eager=rollout.eager, model=model, task=task
+    )
     if uaq:
         derived = replace(derived, model_path=uaq.folder)
     threads, why = _threads(model, cores=host.cores)
@@ -137,7 +144,7 @@ def build_plan(
     derived, model, task = decided.derived, decided.model, decided.task
     correction, correction_choices = plan_correction(recipe, derived=derived)
     guard, guard_choices = plan_guard(
-        recipe, rollout=decided.rollout, is_cpu=derived.is_cpu, has_experts=has_experts(model)
+        recipe, rollout=decided.rollout, is_cpu=derived.eager, has_experts=has_experts(model)
     )
     validate_bf16_every, why_bf16 = plan_validation(
         recipe, rollout=decided.rollout, switching=guard.switching, steps=derived.steps
@@ -248,14 +255,16 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def _hardware(recipe: Recipe, *, host: HostFacts, model: ModelPlan, cache_dir: Path, begun: Begun | None) -> _Hardware:
+def _hardware(
+    recipe: Recipe, *, host: HostFacts, model: ModelPlan, experts: bool, cache_dir: Path, begun: Begun | None
+) -> _Hardware:
     device, choices = recipe.cluster.device, []
     if device == AUTO:
         device, why = _automatic_device(host)
         choices.append(Choice("cluster.device", device, why))
     key = result_key(device=device, host=host, model=model, pins=pins_for(device))
     stored, note = read_result(key, cache_dir=cache_dir)
-    automatic, why = automatic_scheme(device, cpu_flags=host.cpu_flags, stored=stored)
+    automatic, why = automatic_scheme(device, cpu_flags=host.cpu_flags, stored=stored, experts=experts)
     why = f"{why}; {note}" if note else why
     if begun is not None and begun.automatic is not None:
         if begun.device == device:

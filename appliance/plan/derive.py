@@ -24,6 +24,7 @@ FLASH = str(Attention.FLASH_ATTENTION_2)
 class Derived:
     """What was decided and verl must be told. Sizes in sequences, tokens, MiB.
 
+    eager: as in RolloutPlan.
     generation_batches: steps' worth of prompts that `dapo` generates at a time.
     max_generated_prompts: `dapo` ends the run when a step needs more; 0: any number.
     """
@@ -33,6 +34,7 @@ class Derived:
     train_parquet: str
     val_parquet: str
     is_cpu: bool
+    eager: bool
     attention: str
     steps: int
     mini_batch_prompts: int
@@ -63,7 +65,7 @@ class _Book:
 
 
 def derive(
-    recipe: Recipe, *, run_dir: Path, is_cpu: bool, model: ModelPlan, task: TaskPlan
+    recipe: Recipe, *, run_dir: Path, is_cpu: bool, eager: bool, model: ModelPlan, task: TaskPlan
 ) -> tuple[Derived, tuple[Choice, ...]]:
     """Every number, and why. model, task: as planned."""
     book, builtin = _Book(), bool(model.builtin)
@@ -78,6 +80,7 @@ def derive(
         train_parquet=task.train_parquet,
         val_parquet=task.val_parquet,
         is_cpu=is_cpu,
+        eager=eager,
         steps=steps,
         validate_every=book.note("trainer.validate_every", *_every(recipe.trainer.validate_every, steps=steps)),
         attention=attention,

@@ -20,8 +20,10 @@ def num_engines(recipe: Recipe) -> int:
     return recipe.cluster.nodes * recipe.cluster.gpus_per_node // recipe.rollout.tensor_parallel
 
 
-def plan_rollout(recipe: Recipe, *, automatic: Scheme, run_dir: Path) -> tuple[RolloutPlan, tuple[Choice, ...]]:
-    """automatic: the scheme that `auto` means on this device."""
+def plan_rollout(
+    recipe: Recipe, *, automatic: Scheme, run_dir: Path, is_cpu: bool = True, experts: bool = False
+) -> tuple[RolloutPlan, tuple[Choice, ...]]:
+    """automatic: the scheme that `auto` means on this device.  experts: whether a quantised engine has some in it."""
     rollout = recipe.rollout
     asked = rollout.replicas or (rollout.scheme,)
     schemes = [automatic if each is SchemeChoice.AUTO else Scheme(each.value) for each in asked]
@@ -36,6 +38,7 @@ def plan_rollout(recipe: Recipe, *, automatic: Scheme, run_dir: Path) -> tuple[R
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         prove_every=prove_every,
+        eager=is_cpu or (experts and any(each.quantised for each in engines)),
     )
     choices = [Choice("quantization.prove_every", str(prove_every), why)] if planned.scheme.quantised else []
     if any(replica.profile for replica in planned.replicas):
@@ -43,6 +46,10 @@ def plan_rollout(recipe: Recipe, *, automatic: Scheme, run_dir: Path) -> tuple[R
     if rollout.replicas:
         listed = ", ".join(str(each) for each in engines)
         choices.append(Choice("rollout.replicas", listed, "one scheme per engine, the list repeated in order"))
+    if planned.eager and not is_cpu:
+        choices.append(
+            Choice("rollout.enforce_eager", "true", "quantised experts run one by one, which no graph holds")
+        )
     return planned, tuple(choices)
 
 

@@ -82,6 +82,7 @@ class RolloutPlan:
     """scheme: of the replicas; where they differ, of the first quantised one.
 
     replicas: one per engine, in rank order.  prove_every: weight updates until each quantised layer was proven, >= 1.
+    eager: whether engines run without CUDA graphs and torch.compile.
     """
 
     scheme: Scheme
@@ -91,6 +92,7 @@ class RolloutPlan:
     temperature: float
     top_p: float
     prove_every: int
+    eager: bool = True
 
     @property
     def emulated(self) -> bool:

@@ -209,7 +209,7 @@ def _engine(recipe: Recipe, derived: Derived) -> list[Override]:
     return [
         Override(f"{ROLLOUT}.tensor_model_parallel_size", recipe.rollout.tensor_parallel),
         Override(f"{ROLLOUT}.gpu_memory_utilization", recipe.rollout.gpu_memory_utilization),
-        Override(f"{ROLLOUT}.enforce_eager", derived.is_cpu),
+        Override(f"{ROLLOUT}.enforce_eager", derived.eager),
         Override(f"{ROLLOUT}.free_cache_engine", sleeps),
         Override(f"{ROLLOUT}.enable_sleep_mode", sleeps, added=True),
         Override(f"{ROLLOUT}.load_format", "auto"),

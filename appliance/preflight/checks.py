@@ -14,6 +14,7 @@ from appliance.plan.shapes import ModelShape
 from appliance.preflight import gpu
 from appliance.preflight.access import AccessFacts, judge_access
 from appliance.preflight.container import judge_container
+from appliance.preflight.experts import judge_experts
 from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.guard import judge_guard
 from appliance.preflight.limits import judge_limits
@@ -48,6 +49,7 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
         _device(plan, host),
         gpu.attention(plan, host),
         _scheme(plan, host),
+        judge_experts(plan, host=host, shape=inputs.model_shape),
         _profile(plan, inputs),
         _uaq(plan, inputs),
         _model(plan, inputs),

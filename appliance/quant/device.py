@@ -19,6 +19,8 @@ PAYS_FROM = 1.05  # times BF16; below this a median ratio is within what such me
 
 _FP8_FROM = (8, 9)  # the first compute capability with FP8 tensor cores: Ada
 _NOT_MEASURED = "by rule, not measured"
+_NO_FP8_EXPERTS = "experts in FP8 run emulated only"
+_SLOW_EXPERTS = "INT8 experts run one after the other and without CUDA graphs: correct, and not fast"
 
 
 @dataclass(frozen=True)
@@ -89,39 +91,45 @@ def gpu_of_product(product: str) -> Gpu | None:
 
 
 def automatic_scheme(
-    device: str, *, cpu_flags: frozenset[str], stored: StoredResult | None = None
+    device: str, *, cpu_flags: frozenset[str], stored: StoredResult | None = None, experts: bool = False
 ) -> tuple[Scheme, str]:
     """(scheme, why) for `rollout.scheme: auto`. device: one of DEVICES.
 
     stored: decides on Ada and Hopper, which run INT8 and FP8 alike; elsewhere the rule does, and it is told.
+    experts: whether experts would be quantised.
     """
     if device != CPU and GPUS[device].has_fp8 and not GPUS[device].is_blackwell:
-        return _by_measurement(device, cpu_flags=cpu_flags, stored=stored)
-    scheme, why = _by_rule(device, cpu_flags=cpu_flags)
+        return _by_measurement(device, cpu_flags=cpu_flags, stored=stored, experts=experts)
+    scheme, why = _by_rule(device, cpu_flags=cpu_flags, experts=experts)
     if stored:
         return scheme, f"{why}; by rule, {stored}"
     return scheme, why if device == CPU else f"{why}; {_NOT_MEASURED}"
 
 
-def _by_rule(device: str, *, cpu_flags: frozenset[str]) -> tuple[Scheme, str]:
+def _by_rule(device: str, *, cpu_flags: frozenset[str], experts: bool) -> tuple[Scheme, str]:
     if device == CPU:
         found = [flag for flag in INT8_CPU_FLAGS if flag in cpu_flags]
         if found:
             return Scheme.INT8, f"the processor has {found[0]}"
         return Scheme.BF16, f"the processor has none of {', '.join(INT8_CPU_FLAGS)}"
+    if experts:
+        no_int8 = why_not(Scheme.INT8, device=device, cpu_flags=cpu_flags)
+        return Scheme.BF16, f"{no_int8}, and {_NO_FP8_EXPERTS}" if no_int8 else _SLOW_EXPERTS
     if GPUS[device].is_blackwell:
         return Scheme.FP8, f"{device} has FP8 tensor cores, and vLLM has no INT8 kernels for it"
     return Scheme.INT8, f"{device} has INT8 tensor cores" + ("" if GPUS[device].has_fp8 else " and none for FP8")
 
 
-def _by_measurement(device: str, *, cpu_flags: frozenset[str], stored: StoredResult | None) -> tuple[Scheme, str]:
+def _by_measurement(
+    device: str, *, cpu_flags: frozenset[str], stored: StoredResult | None, experts: bool
+) -> tuple[Scheme, str]:
     able = [
         (ratio, scheme)
         for scheme, ratio in (stored.ratios if stored else ())
-        if not why_not(scheme, device=device, cpu_flags=cpu_flags)
+        if not why_not(scheme, device=device, cpu_flags=cpu_flags, experts=experts)
     ]
     if not able:
-        scheme, why = _by_rule(device, cpu_flags=cpu_flags)
+        scheme, why = _by_rule(device, cpu_flags=cpu_flags, experts=experts)
         return scheme, f"{why}; {_NOT_MEASURED}: `appliance bench` measures it"
     ratio, scheme = max(able, key=lambda each: each[0])
     if ratio < PAYS_FROM:
@@ -129,10 +137,12 @@ def _by_measurement(device: str, *, cpu_flags: frozenset[str], stored: StoredRes
     return scheme, f"the fastest, {stored}"
 
 
-def why_not(scheme: Scheme, *, device: str, cpu_flags: frozenset[str]) -> str:
-    """Why the device has no kernels for the scheme, or an empty text. device: one of DEVICES."""
+def why_not(scheme: Scheme, *, device: str, cpu_flags: frozenset[str], experts: bool = False) -> str:
+    """Why nothing runs the scheme on the device, or an empty text. device: one of DEVICES.  experts: whether the
+    scheme quantises experts."""
     if scheme.is_fp8:
-        return _why_not_fp8(scheme, device=device, cpu_flags=cpu_flags)
+        missing = _why_not_fp8(scheme, device=device, cpu_flags=cpu_flags)
+        return missing or (_NO_FP8_EXPERTS if experts else "")
     if scheme is Scheme.INT8 and device != CPU and GPUS[device].is_blackwell:
         return f"vLLM has no INT8 kernels for {device} (Blackwell)"
     return ""

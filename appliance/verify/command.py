@@ -116,7 +116,7 @@ def _look(asked: Quantisation, *, plan: RunPlan, host: HostFacts, folder: Path) 
         trust_remote_code=plan.model.trust_remote_code,
         quantisation=asked,
         tensor_parallel=plan.rollout.tensor_parallel,
-        enforce_eager=plan.device == CPU,
+        enforce_eager=plan.rollout.eager,
         prompt_tokens=min(plan.task.max_prompt_tokens, _MOST_PROMPT_TOKENS),
         new_tokens=min(plan.task.max_response_tokens, _MOST_NEW_TOKENS),
         seed=plan.seed,

@@ -1,0 +1,161 @@
+"""A model with experts, on each kind of device: what is planned, what `auto` takes, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from plans import HOST, INPUTS
+
+from appliance.plan.build import build_plan
+from appliance.plan.experts import keeps_experts
+from appliance.plan.host import HostGpu
+from appliance.plan.model import RunPlan, Switching
+from appliance.plan.shapes import ModelShape, read_shape
+from appliance.plan.stored import Kept, model_shapes, result_key, write_result
+from appliance.preflight.checks import judge
+from appliance.preflight.finding import Severity
+from appliance.quant.scheme import Scheme
+from appliance.recipe.load import load_recipe
+
+KEPT = r"quantization.ignore=['re:.*\.experts$']"
+KEEP = f"keep them in BF16: {KEPT}"
+SLOW = "INT8 experts run one after the other and without CUDA graphs: correct, and not fast; by rule, not measured"
+PRODUCTS = {"a100": "NVIDIA A100-SXM4-80GB", "h100": "NVIDIA H100 80GB HBM3", "b200": "NVIDIA B200"}
+
+
+@pytest.fixture
+def moe(tmp_path: Path) -> Path:
+    folder = tmp_path / "moe"
+    folder.mkdir()
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "num_experts": 8,
+        "vocab_size": 256,
+        "max_position_embeddings": 4096,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def planned(folder: Path, *sets: str, device: str) -> RunPlan:
+    given = (f"model.path={folder}", "model.builtin=null", f"cluster.device={device}", *sets)
+    run_dir = folder.parent / "runs" / "a-1"
+    return build_plan(load_recipe("arithmetic-tiny-int8", sets=given), run_dir=run_dir, host=HOST)
+
+
+def refused(plan: RunPlan, *, shape: ModelShape | None) -> list[tuple[str, str]]:
+    """Errors about scheme and experts."""
+    gpus = (HostGpu(PRODUCTS[plan.device], 80 << 30),)
+    found = judge(
+        plan, host=dataclasses.replace(HOST, gpus=gpus), inputs=dataclasses.replace(INPUTS, model_shape=shape)
+    )
+    about = [each for each in found if each.severity is Severity.ERROR and each.code in ("scheme", "experts")]
+    return [(each.text, each.remedy) for each in about]
+
+
+def choices(plan: RunPlan) -> dict[str, tuple[str, str]]:
+    return {each.key: (each.value, each.why) for each in plan.choices}
+
+
+@pytest.mark.parametrize("device", ["a100", "h100"])
+def test_int8_experts_on_a_gpu_get_an_engine_without_graphs_and_the_plan_says_why(moe: Path, device: str) -> None:
+    plan = planned(moe, "rollout.scheme=int8", device=device)
+    assert plan.rollout.eager
+    assert "actor_rollout_ref.rollout.enforce_eager=true" in plan.argv
+    assert choices(plan)["rollout.enforce_eager"] == ("true", "quantised experts run one by one, which no graph holds")
+    assert plan.guard.switching is Switching.EXPERTS
+    assert refused(plan, shape=read_shape(moe / "config.json")) == []
+
+
+@pytest.mark.parametrize(
+    "sets", [("rollout.scheme=bf16",), ("rollout.scheme=int8", KEPT), ("rollout.scheme=fp8", KEPT)]
+)
+def test_experts_that_stay_in_bf16_keep_their_graphs(moe: Path, sets: tuple[str, ...]) -> None:
+    plan = planned(moe, *sets, device="h100")
+    assert not plan.rollout.eager
+    assert "actor_rollout_ref.rollout.enforce_eager=false" in plan.argv
+    assert "rollout.enforce_eager" not in choices(plan)
+    assert refused(plan, shape=read_shape(moe / "config.json")) == []
+
+
+@pytest.mark.parametrize("device", ["h100", "b200"])
+@pytest.mark.parametrize("scheme", ["fp8", "fp8-channel", "fp8-block"])
+def test_fp8_experts_on_a_gpu_are_refused_before_the_start(moe: Path, device: str, scheme: str) -> None:
+    found = refused(planned(moe, f"rollout.scheme={scheme}", device=device), shape=read_shape(moe / "config.json"))
+    message = f"error: rollout.scheme: `{scheme}`: experts in FP8 run emulated only"
+    assert found == [(message, f"use `bf16`, or {KEEP}")]
+
+
+def test_emulated_experts_are_served_on_a_gpu_too(moe: Path) -> None:
+    plan = planned(moe, "rollout.scheme=fp8", "quantization.emulate=true", device="h100")
+    assert plan.rollout.eager
+    assert refused(plan, shape=read_shape(moe / "config.json")) == []
+
+
+@pytest.mark.parametrize(
+    ("device", "why"),
+    [
+        ("a100", SLOW),
+        ("h100", f"{SLOW}: `appliance bench` measures it"),
+        (
+            "b200",
+            "vLLM has no INT8 kernels for b200 (Blackwell), and experts in FP8 run emulated only; "
+            "by rule, not measured",
+        ),
+    ],
+)
+def test_auto_takes_what_serves_the_experts(moe: Path, device: str, why: str) -> None:
+    plan = planned(moe, "rollout.scheme=auto", device=device)
+    assert plan.rollout.scheme is Scheme.BF16
+    assert choices(plan)["rollout.scheme"] == ("bf16", why)
+    assert refused(plan, shape=read_shape(moe / "config.json")) == []
+
+
+def test_auto_goes_by_what_was_measured_of_the_experts(moe: Path) -> None:
+    plan = planned(moe, "rollout.scheme=auto", device="h100")
+    key = result_key(device="h100", host=HOST, model=plan.model, pins=plan.pins)
+    assert model_shapes(plan.model).endswith("-e8")
+    kept = (Kept(Scheme.FP8, 200.0, 2.0, 2.0, 2.0), Kept(Scheme.INT8, 120.0, 1.2, 1.2, 1.2))
+    write_result(key, cache_dir=Path(plan.cache_dir), kept=kept, what="bench", pairs=3, kv_memory_bytes=None)
+    assert planned(moe, "rollout.scheme=auto", device="h100").rollout.scheme is Scheme.INT8  # FP8 cannot have run
+
+
+def test_auto_with_the_experts_kept_is_as_without_any(moe: Path) -> None:
+    assert planned(moe, "rollout.scheme=auto", KEPT, device="b200").rollout.scheme is Scheme.FP8
+    assert planned(moe, "rollout.scheme=auto", KEPT, device="h100").rollout.scheme is Scheme.INT8
+
+
+def test_experts_that_a_name_did_not_tell_of_are_refused_with_the_way_out(moe: Path) -> None:
+    plan = planned(Path("owner/moe"), "rollout.scheme=int8", f"cluster.run_dir={moe.parent}", device="h100")
+    message = (
+        "error: model.path: owner/moe has experts, and quantised ones need engines without CUDA graphs: the plan of a "
+        "model that is only a name cannot see it"
+    )
+    assert refused(plan, shape=read_shape(moe / "config.json")) == [
+        (message, f"give the model's folder in model.path, or {KEEP}")
+    ]
+    assert refused(plan, shape=None) == []
+
+
+@pytest.mark.parametrize(
+    ("ignore", "kept"),
+    [
+        ((), False),
+        (("model.layers.0.mlp.experts",), False),
+        (("model.layers.0.mlp.experts", "model.layers.1.mlp.experts"), True),
+        ((r"re:model\.layers\.\d+\.mlp\.experts",), True),
+        (("re:experts",), False),  # a pattern is held against the beginning of a name
+        (("re:(",), False),
+    ],
+)
+def test_which_ignore_rules_keep_all_experts(ignore: tuple[str, ...], kept: bool) -> None:
+    assert keeps_experts(ignore, layers=2) is kept
