@@ -119,7 +119,7 @@ def plan(
 
 @app.command()
 def check(recipe: RecipeArgument, sets: SetOption = None, json_mode: JsonOption = False) -> None:
-    """Can this host do it? All findings at once; exit code 3 when it cannot."""
+    """Can this host do it (of several: its part)? All findings at once; exit code 3 when it cannot."""
     _check(recipe, sets=sets, name=None, json_mode=json_mode, show_plan=False)
 
 
@@ -287,7 +287,8 @@ def _check(recipe: str, *, sets: list[str] | None, name: str | None, json_mode: 
         if json_mode:
             console.out(json.dumps({"schema_version": 1, "findings": as_json(findings)}, indent=2))
         else:
-            can = [] if has_error(findings) else [f"{recipe}: this host can run it"]
+            its = "it" if loaded.cluster.nodes == 1 else "its part; other hosts are judged when they join a training"
+            can = [] if has_error(findings) else [f"{recipe}: this host can run {its}"]
             console.show("\n".join([*lines(findings), *can]))
     raise_on_errors(findings)
 

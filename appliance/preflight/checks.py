@@ -14,6 +14,7 @@ from appliance.plan.shapes import ModelShape
 from appliance.preflight import gpu
 from appliance.preflight.access import AccessFacts, judge_access
 from appliance.preflight.container import judge_container
+from appliance.preflight.disk import bytes_by_shape, disk_bytes, gib, judge_disk
 from appliance.preflight.experts import judge_experts
 from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.guard import judge_guard
@@ -29,9 +30,6 @@ PYTHON = (3, 11)
 PACKAGE_OF = {"libnuma.so.1": "libnuma1"}
 _HUB_NAME = re.compile(r"(?:[\w.-]+/)?[\w.-]+", re.ASCII)
 _GIB = 1 << 30
-_DISK_FOR_LOGS = _GIB // 4
-_TINY_CHECKPOINT = _GIB // 8
-_BYTES_SAVED_PER_WEIGHT = 4 + 8 + 4  # FP32 weights, two Adam moments, the model to export in FP32
 _TINY_START_S, _TINY_STEP_S, _TINY_STEP_SEQUENCES, _TINY_VALIDATION_S = 45, 2.2, 256, 2  # docs/results/demo.md
 _SHM_NEEDED = _GIB // 4
 _SHM_OF_A_TINY_MODEL = 48 << 20  # less than Docker's default, 64 MiB: Ray then keeps its objects in a file
@@ -59,7 +57,7 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
         _data(plan, inputs),
         judge_gain(plan, shape=inputs.model_shape, stored=inputs.stored) if _is_its_device(plan, host) else (),
         _folder(host),
-        _disk(plan, host, inputs),
+        judge_disk(plan, host, model_bytes=_model_bytes(inputs), written=inputs.written),
         _memory(plan, host, inputs.model_shape),
         _shared_memory(plan, host),
         _logging(plan, host),
@@ -229,34 +227,8 @@ def _folder(host: HostFacts) -> Iterator[Finding]:
         yield _error("run-folder", "cluster.run_dir", host.run_root_problem, remedy)
 
 
-def _disk(plan: RunPlan, host: HostFacts, inputs: InputFacts) -> Iterator[Finding]:
-    needed = disk_bytes(plan, model_bytes=inputs.model_bytes or bytes_by_shape(inputs.model_shape))
-    if host.disk_free_bytes < needed:
-        message = f"{_gib(host.disk_free_bytes)} free at {plan.run_dir}, the run needs about {_gib(needed)}"
-        remedy = "free some space, or set cluster.run_dir to a roomier place"
-        yield _error("disk", "cluster.run_dir", message, remedy)
-
-
-def disk_bytes(plan: RunPlan, *, model_bytes: int) -> int:
-    """About what the run writes. model_bytes: size of the weights on disk (BF16), 0 when unknown."""
-    each = model_bytes // 2 * _BYTES_SAVED_PER_WEIGHT if model_bytes else _TINY_CHECKPOINT
-    scaled = 2 * model_bytes if plan.uaq else 0  # most of it in FP32
-    return _DISK_FOR_LOGS + checkpoints_at_once(plan) * each + scaled + 2 * model_bytes  # `model/`
-
-
-def bytes_by_shape(shape: ModelShape | None) -> int:
-    """Of the weights in BF16; 0 where the shape does not tell."""
-    return 2 * shape.weights if shape and shape.is_dense else 0
-
-
-def checkpoints_at_once(plan: RunPlan) -> int:
-    """Most checkpoints on the disk at one time: an older one goes only when a newer one was verified."""
-    when = plan.checkpoint
-    saves = 1 + (plan.steps - 1) // when.every_steps if when.every_steps else 1
-    if when.keep is None:
-        return saves
-    saves = plan.steps if when.every_minutes or when.keep_best else saves
-    return min(saves, when.keep + 1 + when.keep_best)
+def _model_bytes(inputs: InputFacts) -> int:
+    return inputs.model_bytes or bytes_by_shape(inputs.model_shape)
 
 
 def estimates(plan: RunPlan, *, model_bytes: int = 0, shape: ModelShape | None = None) -> list[tuple[str, str]]:
@@ -264,15 +236,15 @@ def estimates(plan: RunPlan, *, model_bytes: int = 0, shape: ModelShape | None =
     model_bytes = model_bytes or bytes_by_shape(shape)
     known = plan.model.builtin or model_bytes
     found = [
-        ("disk", f"about {_gib(disk_bytes(plan, model_bytes=model_bytes))}" if known else "unknown until downloaded")
+        ("disk", f"about {gib(disk_bytes(plan, model_bytes=model_bytes))}" if known else "unknown until downloaded")
     ]
     if of_host := host_memory.shape_of(plan, shape):
         parts = ", ".join(f"{each.role} {each.size / _GIB:.1f}" for each in host_memory.held(plan, of_host))
-        found.append(("memory", f"about {_gib(host_memory.peak(plan, of_host))}: {parts}"))
+        found.append(("memory", f"about {gib(host_memory.peak(plan, of_host))}: {parts}"))
     for moment in moments(plan, shape) if shape else ():
         found.append((f"memory, {moment.name}", moment.text))
     if shape and moments(plan, shape) and (offloaded := host_bytes(plan, shape)):
-        found.append(("memory, host", f"about {_gib(offloaded)} of the trainer's state on each host"))
+        found.append(("memory, host", f"about {gib(offloaded)} of the trainer's state on each host"))
     found.append(("time", _time(plan)))
     return found
 
@@ -309,7 +281,7 @@ def _memory(plan: RunPlan, host: HostFacts, found: ModelShape | None) -> Iterato
         return
     needed, free = host_memory.peak(plan, shape) // plan.nodes, host.memory_free_bytes
     if free < needed:
-        message = f"{_gib(needed - free)} are missing: {_gib(free)} free, the run takes about {_gib(needed)}"
+        message = f"{gib(needed - free)} are missing: {gib(free)} free, the run takes about {gib(needed)}"
         changes = host_memory.ladder(plan, shape, limit=free * plan.nodes)
         fits = f"by the same estimate it fits with {'; '.join(changes)}" if changes else "take a larger host"
         yield _warning("memory", "memory", message, f"close other programs; {fits}")
@@ -335,7 +307,3 @@ def _container(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
         num_gpus=len(host.gpus),
         writable=not host.run_root_problem,
     )
-
-
-def _gib(size: int) -> str:
-    return f"{size / _GIB:.1f} GiB"

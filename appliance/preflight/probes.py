@@ -21,6 +21,7 @@ from appliance.plan.stored import read_result, result_key
 from appliance.preflight import hub
 from appliance.preflight.access import AccessFacts, read_access
 from appliance.preflight.container import read_container
+from appliance.preflight.disk import Written, read_written
 from appliance.preflight.limits import read_limits
 from appliance.preflight.profile import profile_problem
 from appliance.preflight.sample import RewardProblem, reward_problem
@@ -49,6 +50,7 @@ class InputFacts:
     uaq_problem: why UAQ cannot scale the model, empty when it can, is off, or the model is not here yet.
     model_damage: what is wrong with its files of weights.  model_problem: why the hub, which answers, does not give it.
     reward_problem: what is wrong with the rewards of the first problems.  stored: of `bench`, where one counts here.
+    written: by earlier attempts of the run.
     data_problems: (message, hint) with `file:line`.  is_prepared: data and built-in model are in the cache.
     """
 
@@ -69,6 +71,7 @@ class InputFacts:
     access: AccessFacts = field(default_factory=AccessFacts)
     stack: StackFacts = field(default_factory=StackFacts)
     stored: StoredResult | None = None
+    written: Written = field(default_factory=Written)
 
 
 def read_host(run_root: Path) -> HostFacts:
@@ -184,6 +187,7 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) 
         access=access,
         stack=read_stack(plan),
         stored=_stored(plan, host=host) if host else None,
+        written=read_written(plan),
     )
 
 

@@ -10,6 +10,7 @@ from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.model import RunPlan
 from appliance.plan.shapes import ModelShape
 from appliance.preflight.checks import estimates, judge
+from appliance.preflight.disk import Written
 from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.probes import InputFacts
 from appliance.preflight.report import as_json, lines
@@ -252,6 +253,27 @@ def test_checkpoints_of_a_large_model_need_disk():
     plan = planned("checkpoint.every_steps=10", "model.builtin=null", "model.path=/m")
     assert estimates(plan, model_bytes=1 << 30)[0] == ("disk", "about 26.2 GiB")
     assert estimates(planned(recipe="gsm8k-0.5b-int8"))[0] == ("disk", "unknown until downloaded")
+
+
+def test_a_resume_needs_no_room_for_what_is_written_already():
+    """What a disk was sized for is enough: 3 checkpoints of 8 GiB at most, 2 of them there, and `model/`."""
+    sets = ("checkpoint.every_steps=10", "model.builtin=null", "model.path=/m", "correction.uaq_scale=1.5")
+    gib = 1 << 30
+
+    def short(free: float, written: Written) -> list[str]:
+        inputs = with_inputs(model_bytes=gib, written=written)
+        return [text for text, _ in findings(*sets, disk_free_bytes=int(free * gib), inputs=inputs)]
+
+    assert short(28.25, Written()) == []
+    assert short(28.2, Written()) == [
+        "error: cluster.run_dir: 28.2 GiB free at /runs/a-1, the run needs about 28.2 GiB"
+    ]
+    twice = Written(checkpoints=16 * gib, scaled=2 * gib)
+    assert short(10.25, twice) == []
+    assert short(10.1, twice) == [
+        "error: cluster.run_dir: 10.1 GiB free at /runs/a-1, the run needs about 10.2 GiB more"
+    ]
+    assert short(2.25, Written(checkpoints=99 * gib, scaled=99 * gib)) == []  # one does not pay for the other
 
 
 def test_time_is_estimated_where_it_was_measured():

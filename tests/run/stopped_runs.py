@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from appliance.plan.model import RunPlan
@@ -40,7 +41,8 @@ def metric(run_dir: Path, step: int, **more: float) -> None:
         file.write(json.dumps({"step": step, "time_s": 1.0 * step, **more}) + "\n")
 
 
-def save(run_dir: Path, step: int, *, line: dict[str, object] | None = None, **facts: object) -> Path:
+def save(run_dir: Path, step: int, *, line: dict[str, object] | None = None, spare: int = 0, **facts: object) -> Path:
+    """spare: bytes of a file of holes, for what counts sizes."""
     folder = checkpoint_folder(run_dir, step=step)
     folder.mkdir(parents=True)
     (folder / "data.pt").write_bytes(b"x" * step)
@@ -48,6 +50,9 @@ def save(run_dir: Path, step: int, *, line: dict[str, object] | None = None, **f
     (folder / "state.json").write_text(
         json.dumps({"schema_version": 1, "step": step} | ({"line": line} if line else {}))
     )
+    if spare:
+        (folder / "spare").touch()
+        os.truncate(folder / "spare", spare)
     seal(folder, facts=Facts(**{"step": step, "world_size": 1, "reason": "", "time": 0.0, **facts}))
     return folder
 

@@ -231,6 +231,35 @@ def test_commands_to_be_typed_have_their_paths_as_one_word(
     assert shlex.split(try_next(plan, state, folder=folder)[-1]) == ["appliance", "status", folder]
 
 
+def test_an_attempt_needs_room_for_the_rest_of_the_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk has what the estimate wants less the checkpoints that are there: a restart and a resume both go on."""
+    sets = ("trainer.steps=9", "checkpoint.every_steps=1", "trainer.max_restarts=1", f"cluster.run_dir={tmp_path}")
+    run_dir = stopped(build_plan(recipe(*sets), run_dir=tmp_path / "small-1", host=HOST))
+    (run_dir / "recipe.yaml").write_text(to_yaml(recipe(*sets)))
+    mib = 1 << 20
+    for step in (2, 3, 5):  # the last one is damaged: it is moved aside and stays
+        save(run_dir, step, spare=100 * mib)
+    (run_dir / "checkpoints" / "global_step_5" / "data.pt").write_bytes(b"y" * 5)
+    (run_dir / "checkpoints" / "damaged").mkdir()
+    (run_dir / "checkpoints" / "damaged" / "other").write_bytes(bytes(mib))
+    monkeypatch.setattr(going_on, "run_training", lambda *_, **__: 0)
+    free = [441 * mib]  # a quarter of a GiB, 3 checkpoints of an eighth, less 2 of 100 MiB
+    host = "appliance.preflight.report.read_host"
+    monkeypatch.setattr(host, lambda _: replace(HOST, disk_free_bytes=free[0]))
+    again = load_recipe(str(run_dir / "recipe.yaml"))
+
+    def attempt() -> int | None:
+        return going_on.resume_training(
+            again, resume="auto", name="small-1", force=False, dry_run=False, json_mode=False, steps=()
+        )
+
+    assert attempt() == 0
+    assert going_on.through_faults(5, again, run_dir, json_mode=False, steps=()) == 0
+    free[0] = 438 * mib
+    with pytest.raises(PreflightError, match="this host cannot run the plan: 1 finding above"):
+        attempt()
+
+
 def test_a_restart_reads_its_checkpoint_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sets = ("trainer.steps=9", "trainer.max_restarts=1", f"cluster.run_dir={tmp_path}")
     run_dir = stopped(build_plan(recipe(*sets), run_dir=tmp_path / "small-1", host=HOST))
