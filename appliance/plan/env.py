@@ -51,6 +51,7 @@ def child_env(
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_preload_python_modules": "appliance.trainer.ahead",
         "RAY_prestart_worker_first_driver": "0",  # a process per core that no actor of verl's can use
         "TOKENIZERS_PARALLELISM": "false",  # forks after use would warn in every process
         "PYTHONUNBUFFERED": "1",
@@ -75,7 +76,6 @@ def _cpu_env(*, threads: int, kv_cache_gb: int) -> dict[str, str]:
         PLATFORM_VARIABLE: "cpu",  # the platform that trainer/cpu_platform.py registers
         "VERL_ENGINE_DEVICE": "cuda",  # verl registers its FSDP engine for cuda and npu only; it runs on any device
         KV_CACHE_VARIABLE: str(kv_cache_gb),
-        "RAY_preload_python_modules": "appliance.trainer.ahead",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the default pins one thread to core 0
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets one engine process hold its only worker, see verl_args._engine
         "TORCHDYNAMO_DISABLE": "1",  # needs a C++ compiler and start-up time, gains nothing at these sizes

@@ -25,10 +25,11 @@ from appliance.quant.files import PROFILE_FILE
 from appliance.quant.profile import Origin, Settings, write_profile
 from appliance.run.boundary import told
 from appliance.run.events import append_event
+from appliance.run.stacks import keep_stacks
+from appliance.tasks.hub import download_model
 
 PHASE = "profile"
 _VERSIONS = ("flashrl-appliance", "torch", "transformers", "safetensors")
-_MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
 def make_profile(job: ProfileJob) -> Path:
@@ -103,11 +104,10 @@ def model_folder(model: str, *, revision: str) -> Path:
     """The model's folder, from the hub where it is not one. Raises EngineError when the hub cannot be asked."""
     if (Path(model) / "config.json").is_file():
         return Path(model)
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        return Path(snapshot_download(model, revision=revision or None, allow_patterns=_MODEL_FILES))
+        return download_model(model, revision=revision)
     except (OSError, HfHubHTTPError, HFValidationError) as error:
         raise EngineError(
             f"{model}: neither a folder with config.json nor to be had from the hub: {error}",
@@ -141,6 +141,7 @@ def _tokens(row: dict, *, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def main(arguments: list[str]) -> int:
+    keep_stacks(PHASE)
     kind, path = arguments[0], Path(arguments[1])
     job = job_of_run(read_plan(path)) if kind == "--plan" else read_job(path.read_text())
     return told(Path(job.report_dir), functools.partial(make_profile, job))

@@ -14,16 +14,21 @@ from pathlib import Path
 
 from appliance.profile.job import HASHES, ProfileJob, cache_folder
 from appliance.quant.files import PROFILE_FILE
+from appliance.run.heartbeat import Heartbeat
+from appliance.tasks.hub import MODEL_FILES
 
 _VERSION = 1  # raise it when the same inputs give another profile
-_OF_A_MODEL = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 _PLACES = {"target", "report_dir", "cache_dir", "model", "revision", "parquet", "trust_remote_code"}
 
 
 def model_hash(folder: Path, *, cache_dir: Path) -> str:
     """sha256 over names and contents of the model's files. Raises OSError when one cannot be read."""
-    files = sorted({file for pattern in _OF_A_MODEL for file in folder.glob(pattern) if file.is_file()})
-    return _digest([[file.name, file_hash(file, cache_dir=cache_dir)] for file in files])
+    files = sorted({file for pattern in MODEL_FILES for file in folder.glob(pattern) if file.is_file()})
+    heart, hashes = Heartbeat(), []
+    for file in files:
+        hashes.append([file.name, file_hash(file, cache_dir=cache_dir)])
+        heart.beat()
+    return _digest(hashes)
 
 
 def file_hash(file: Path, *, cache_dir: Path) -> str:

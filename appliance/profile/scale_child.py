@@ -19,6 +19,8 @@ from appliance.profile.scaled import Mark
 from appliance.quant.uaq import scale_folder
 from appliance.run.boundary import told
 from appliance.run.events import append_event
+from appliance.run.heartbeat import Heartbeat
+from appliance.run.stacks import keep_stacks
 
 PHASE = "scale"
 
@@ -34,7 +36,7 @@ def make_scaled(plan: RunPlan) -> None:
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=run_dir))
     try:
         made = work / target.name
-        norms = scale_folder(source, target=made, scale=plan.uaq.scale)
+        norms = scale_folder(source, target=made, scale=plan.uaq.scale, on_file=Heartbeat().beat)
         hashed = model_hash(source, cache_dir=Path(plan.cache_dir))
         Mark(plan.uaq.scale, plan.model.path, hashed, norms).write(made)
         made.rename(target)
@@ -45,6 +47,7 @@ def make_scaled(plan: RunPlan) -> None:
 
 
 def main(arguments: list[str]) -> int:
+    keep_stacks(PHASE)
     plan = read_plan(Path(arguments[0]))
     return told(Path(plan.run_dir), functools.partial(make_scaled, plan))
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -33,15 +34,16 @@ from appliance.quant.uaq_layers import MARK_FILE, MOST, norm_fed
 _HINT = "leave out correction.uaq_scale"
 
 
-def scale_folder(source: Path, *, target: Path, scale: float) -> int:
+def scale_folder(source: Path, *, target: Path, scale: float, on_file: Callable[[], None] = lambda: None) -> int:
     """A copy of a model's folder, scaled; the number of norms that were. Holds one of its files in memory.
 
-    target: must not exist.  Raises EngineError for a model that cannot be scaled or read, or is scaled already,
+    target: must not exist.  on_file: called as each file of weights is written.
+    Raises EngineError for a model that cannot be scaled or read, or is scaled already,
     NumericsError when a weight leaves its format, ValueError for a scale outside 1 / MOST to MOST.
     """
     if (source / MARK_FILE).exists():
         raise EngineError(f"{source}: the model is scaled by UAQ already ({MARK_FILE} says so)", hint=_HINT)
-    return _copy(source, target=target, scale=scale, may_widen=True)
+    return _copy(source, target=target, scale=scale, may_widen=True, on_file=on_file)
 
 
 def fold_back(source: Path, *, target: Path, scale: float) -> None:
@@ -67,7 +69,9 @@ def scaled(tensor: Tensor, *, factor: float, may_widen: bool) -> Tensor:
     return found
 
 
-def _copy(source: Path, *, target: Path, scale: float, may_widen: bool) -> int:
+def _copy(
+    source: Path, *, target: Path, scale: float, may_widen: bool, on_file: Callable[[], None] = lambda: None
+) -> int:
     if not 1 / MOST <= scale <= MOST:
         raise ValueError(f"the scale of UAQ lies between 1/{MOST:g} and {MOST:g}, got {scale:g}")
     files = sorted(source.glob("*.safetensors"))
@@ -85,6 +89,7 @@ def _copy(source: Path, *, target: Path, scale: float, may_widen: bool) -> int:
                 target / file.name,
                 metadata=opened.metadata(),
             )
+        on_file()
     return len(layers.norms)
 
 

@@ -10,47 +10,82 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import re
 import signal
 import time
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from appliance.plan.env import LOG_DIR_VARIABLE
 
 STACKS_FOLDER = "stacks"
+RAY_ROLE = "ray"  # of an actor or an idle worker of Ray's that loads nothing of ours: its title says which
 WRITE_WITHIN_S = 5.0
 _SIGNAL = signal.SIGUSR2  # SIGUSR1 is the keeper's
-_file: IO[str] | None = None
+_RAY_TITLE = re.compile(r"ray::(\w+)")
+
+
+@dataclass(frozen=True)
+class _Kept:
+    pid: int
+    path: Path
+    file: IO[str]
+
+
+_kept: _Kept | None = None
 
 
 def keep_stacks(role: str) -> None:
-    """Have this process write its stacks when it is asked. Does nothing outside a run, or when it was called before.
+    """Have this process write its stacks when it is asked. Does nothing outside a run.
 
-    role: the beginning of the file's name.
+    role: the beginning of the file's name; called again, the new one counts. A forked process calls it for itself.
     """
-    global _file
+    global _kept
     folder = os.environ.get(LOG_DIR_VARIABLE)
-    if _file is not None or not folder:
+    if not folder:
         return
     with contextlib.suppress(OSError):  # a full disk ends no process: it only says less
         path = Path(folder) / STACKS_FOLDER / f"{role}-{os.getpid()}.txt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _file = path.open("w")
-        faulthandler.register(_SIGNAL, file=_file, all_threads=True)
+        if _kept is not None and _kept.pid == os.getpid():
+            _kept.path.rename(path)
+            file = _kept.file
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = path.open("w")
+            faulthandler.register(_SIGNAL, file=file, all_threads=True)
+        _kept = _Kept(os.getpid(), path, file)
 
 
 def dump_stacks(log_dir: Path, *, living: Collection[int], within_s: float = WRITE_WITHIN_S) -> list[Path]:
-    """Ask all living processes for their stacks and wait for them. Returns the files that say something.
+    """Ask all living processes for their stacks and wait for them. Returns the files that say something, by name.
 
     log_dir: of the attempt.  living: the run's own process ids, so that a number given away again is never signalled.
     """
     files = sorted((log_dir / STACKS_FOLDER).glob("*-*.txt"))
     asked = [path for path in files if _pid(path) in living and _ask(_pid(path))]
     deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline and not all(path.stat().st_size for path in asked):
+    while time.monotonic() < deadline and not all(map(_says_something, asked)):
         time.sleep(0.1)
-    return [path for path in asked if path.stat().st_size]
+    return sorted(_named(path) for path in asked if _says_something(path))
+
+
+def _says_something(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return path.stat().st_size > 0
+    return False
+
+
+def _named(path: Path) -> Path:
+    """With what Ray calls the process, where that is all that is known of it."""
+    pid = _pid(path)
+    if path.name != f"{RAY_ROLE}-{pid}.txt":
+        return path
+    with contextlib.suppress(OSError):  # gone by now
+        title = _RAY_TITLE.match(Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace"))
+        return path.rename(path.with_name(f"{title[1]}-{pid}.txt")) if title else path
+    return path
 
 
 def _pid(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""A training that stands still: noticed by the launcher, cut, and named with what every process was doing."""
+"""A child of a run that stands still: noticed by the launcher, cut, and named with what every process was doing."""
 
 from __future__ import annotations
 

@@ -177,9 +177,8 @@ class _Training:
             return interrupted(self._interrupts.names)
         forget_stop(self._session.run_dir)
         log = self._session.log_dir / f"{child.name}.log"
-        tick = self._tick if ask is None else self._watched_tick()
         try:
-            report = self._supervise(child, log=log, tick=tick, ask=ask, remove=remove)
+            report = self._supervise(child, log=log, tick=self._watched_tick(), ask=ask, remove=remove)
         except Stalled as stalled:
             append_failure(self._session.run_dir, stalled.error)
             self._tick()
@@ -202,7 +201,7 @@ class _Training:
         )
 
     def _watched_tick(self) -> Callable[[], None]:
-        """A tick that raises Stalled when the training stands still."""
+        """A tick that raises Stalled when the child stands still."""
         stall_s, log_dir = self._plan.guard.stall_s, self._session.log_dir
         watch = StallWatch(stall_s=stall_s, log_dir=log_dir, now=time.monotonic())
 

@@ -22,11 +22,14 @@ from appliance.plan.model import RunPlan, TaskPlan
 from appliance.plan.read import read_plan
 from appliance.run.boundary import told
 from appliance.run.events import append_event
+from appliance.run.heartbeat import Heartbeat
+from appliance.run.stacks import keep_stacks
 from appliance.tasks import arithmetic, dapo_math, gsm8k
 from appliance.tasks.library import DAPO_MATH
 from appliance.tasks.problem import Problem, Splits
 from appliance.tasks.tiny_spec import TINY_MODELS
 
+PHASE = "prepare"
 _PROGRESS_EVERY_S = 0.5
 
 
@@ -39,7 +42,7 @@ def is_prepared(plan: RunPlan) -> bool:
 def prepare(plan: RunPlan) -> None:
     """Make what is missing. Raises RecipeError for data that cannot be used, OSError when the cache is not writable."""
     run_dir = Path(plan.run_dir)
-    append_event(run_dir, kind="phase", what="prepare")
+    append_event(run_dir, kind="phase", what=PHASE)
     if plan.model.builtin and not os.path.isfile(Path(plan.model.path) / "config.json"):
         _make_model(plan)
     if not (os.path.isfile(plan.task.train_parquet) and os.path.isfile(plan.task.val_parquet)):
@@ -107,9 +110,10 @@ def _short_enough(made: Splits, *, plan: RunPlan) -> Splits:
     tokenizer = AutoTokenizer.from_pretrained(
         source, revision=plan.model.revision or None, trust_remote_code=plan.model.trust_remote_code
     )
-    limit = plan.task.max_prompt_tokens
+    limit, heart = plan.task.max_prompt_tokens, Heartbeat()
 
     def fits(problem: Problem) -> bool:
+        heart.beat()  # of millions of prompts this takes long
         message = [{"role": "user", "content": problem.prompt}]
         return len(tokenizer.apply_chat_template(message, add_generation_prompt=True)["input_ids"]) <= limit
 
@@ -139,6 +143,7 @@ def _cache_entry(target: Path) -> Iterator[Path]:
 
 
 def main(arguments: list[str]) -> int:
+    keep_stacks(PHASE)
     plan = read_plan(Path(arguments[0]))
     return told(Path(plan.run_dir), functools.partial(prepare, plan))
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from appliance.errors import RecipeError
+from appliance.tasks.hub import download_data
 from appliance.tasks.problem import Problem, Splits
 from appliance.tasks.rows import Found, Parse, read_file, read_files
 
@@ -77,10 +77,8 @@ def hub_file(name: str, *, file: str, source: Source) -> Found:
 
     Raises RecipeError.
     """
-    from huggingface_hub import hf_hub_download  # loads a network client: only when the hub is asked
-
     try:
-        path = Path(hf_hub_download(name, file, repo_type="dataset"))
+        path = download_data(name, file=file)
     except OSError as error:  # no network, no such file, or offline mode
         raise hub_is_away(name, error=error) from error
     found = read_file(path, parse=source.parse, hint=source.hint)

@@ -5,7 +5,8 @@ same environment beside it, to have it ready. So `order` hands Ray tasks that do
 others become the servers. Which is which is open until a task runs, so both import. Where it does not come to that, the
 server imports later, as it would without this.
 
-Every worker imports this module before its first work: `RAY_preload_python_modules`, plan/env.py.
+Every worker imports this module before its first work: `RAY_preload_python_modules`, plan/env.py. That is also how the
+actors that load nothing else of ours, such as those of the TransferQueue, come to write their stacks after a stall.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import importlib
 import os
 
 from appliance.plan.env import AHEAD_VARIABLE
+from appliance.run.stacks import RAY_ROLE, keep_stacks
 
 _SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"
 
@@ -30,6 +32,8 @@ def order(servers: int, *, env: dict[str, str]) -> None:
 def _nothing() -> None:
     """The process ends after it: `max_calls`."""
 
+
+keep_stacks(RAY_ROLE)
 
 if AHEAD_VARIABLE in os.environ:
     importlib.import_module(_SERVER)

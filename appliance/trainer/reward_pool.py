@@ -16,6 +16,7 @@ from concurrent.futures import TimeoutError as GradingTimeout
 
 from pebble import ProcessExpired, ProcessPool
 
+from appliance.run.stacks import keep_stacks
 from appliance.tasks.grading import Fault, Graded, checked
 from appliance.tasks.library import import_reward, score
 
@@ -55,7 +56,7 @@ class RewardPool:
         self._timeout_s = timeout_s
         self._pool = ProcessPool(
             max_workers=workers or num_workers(os.cpu_count() or 1),
-            initializer=import_reward,
+            initializer=_begin,
             initargs=(kind,),
             # A fork of this process, with its threads and Ray's, may deadlock.
             context=multiprocessing.get_context("spawn"),
@@ -86,6 +87,12 @@ class RewardPool:
         """End the processes, whatever they are at."""
         self._pool.stop()
         self._pool.join()
+
+
+def _begin(kind: str) -> None:
+    """In each process of the pool, before its first response."""
+    keep_stacks("reward")
+    import_reward(kind)
 
 
 def _nothing() -> None:

@@ -51,7 +51,7 @@ MAY_IMPORT = {
     "interruption": {"console"},
     "quant": {"errors"},
     "guard": {"errors", "quant.scheme"},
-    "tasks": {"errors", "plan.model", "plan.read", "run.events", "run.boundary"},
+    "tasks": {"errors", "plan.model", "plan.read", "run.events", "run.boundary", "run.heartbeat", "run.stacks"},
     "recipe": {"errors", "tasks", "guard", *NUMBERS},
     "plan": {"errors", "tasks", "recipe", "guard", *NUMBERS},
     "preflight": {"errors", "patch", "tasks", "recipe", "plan", "cluster.token", *NUMBERS},

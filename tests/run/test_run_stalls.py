@@ -18,9 +18,11 @@ from appliance.errors import EngineError, TrainingError
 from appliance.plan.env import LOG_DIR_VARIABLE
 from appliance.plan.model import GuardPlan
 from appliance.run.heartbeat import HEARTBEAT_FILE, Heartbeat, last_beat
+from appliance.run.outcome import Child
 from appliance.run.session import RunStatus, read_record
 from appliance.run.stacks import dump_stacks
 from appliance.run.stalls import StallWatch, ask_around
+from appliance.run.train import Step, run_training
 
 # Two processes: the second waits in native code, where no Python signal handler would run.
 HANGING = """
@@ -121,6 +123,84 @@ def test_stalled_training_is_cut_and_says_where_it_hung(
     record = read_record(run_dir)
     assert (record.state, record.exit_code) == (RunStatus.FAILED, 5)
     assert processes_of(run_dir) == []
+
+
+BEFORE_TRAINING = """
+import os, time
+from appliance.run.stacks import keep_stacks
+keep_stacks("profile")
+def waits_for_a_download():
+    time.sleep(1000)
+waits_for_a_download()
+"""
+
+
+def test_a_child_before_the_training_is_cut_too(
+    tmp_path: Path,
+    small_plan: Callable,
+    python: Callable,
+    processes_of: Callable,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = replace(small_plan(tmp_path), guard=GuardPlan(stall_s=4.0))
+    run_dir = Path(plan.run_dir)
+    child = Child("profile", "profiling", python(BEFORE_TRAINING), default_code=4)
+    step = Step(child=lambda _: child, is_done=lambda _: False, finish=lambda _: None)
+    started = time.monotonic()
+    code = run_training(
+        plan, recipe_yaml="name: small\n", findings=(), name="small", json_mode=False, steps=(step,), quiet=True
+    )
+    assert time.monotonic() - started < 30
+    assert code == 5
+    err = capsys.readouterr().err.splitlines()
+    assert err[0] == "error: profiling failed in phase starting: no progress for 4 s in phase starting: cut"
+    (stacks,) = (run_dir / "logs" / "1" / "stacks").iterdir()
+    assert stacks.name.startswith("profile-") and "in waits_for_a_download" in stacks.read_text()
+    assert read_record(run_dir).state is RunStatus.FAILED
+    assert processes_of(run_dir) == []
+
+
+def test_roles_follow_what_a_process_becomes(tmp_path: Path) -> None:
+    """The last name counts, and a fork has a file of its own."""
+    code = """
+import os, sys
+from appliance.run.stacks import keep_stacks
+keep_stacks("ray")
+keep_stacks("worker")
+if os.fork() == 0:
+    keep_stacks("engine")
+    os._exit(0)
+os.wait()
+"""
+    environment = {**os.environ, LOG_DIR_VARIABLE: str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    assert [path.name.split("-")[0] for path in sorted((tmp_path / "stacks").iterdir())] == ["engine", "worker"]
+
+
+def test_an_actor_that_loads_nothing_of_ours_has_the_name_that_ray_gives_it(tmp_path: Path) -> None:
+    """Every worker of Ray's imports trainer/ahead.py. Its title is there when it is asked."""
+    code = """
+import importlib, time
+from setproctitle import setproctitle
+importlib.import_module("appliance.trainer.ahead")
+setproctitle("ray::TransferQueueController.put_data")
+def waits():
+    print("ready", flush=True)
+    time.sleep(1000)
+waits()
+"""
+    environment = {**os.environ, LOG_DIR_VARIABLE: str(tmp_path)}
+    actor = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE)
+    try:
+        assert actor.stdout is not None and actor.stdout.readline() == b"ready\n"
+        (file,) = dump_stacks(tmp_path, living={actor.pid})
+        assert file.name == f"TransferQueueController-{actor.pid}.txt"
+        assert "in waits" in file.read_text()
+    finally:
+        actor.kill()
+        actor.wait()
 
 
 def test_slow_training_with_a_heartbeat_is_left_alone(
