@@ -164,6 +164,15 @@ def test_the_rollout_servers_process_imports_while_the_trainer_is_built(short: F
     assert 0 < log.find(f"(pid={server[1]})") < log.index("actor and ref model engine initialized")
 
 
+def test_every_process_of_ours_could_say_what_it_is_doing(short: Finished) -> None:
+    """Its file is there from its start: the actors of the TransferQueue, which load nothing else of ours, are `ray`."""
+    logs = short.run_dir / "logs" / "1"
+    said = [path.stem.partition("-")[::2] for path in (logs / "stacks").iterdir()]
+    assert {role for role, _ in said} >= {"driver", "engine", "ray", "reward", "worker"}
+    in_the_log = set(re.findall(r"\((?:\w+ )?pid=(\d+)\)", (logs / "train.log").read_text()))
+    assert in_the_log and in_the_log - {pid for _, pid in said} == set()
+
+
 def test_nothing_is_left_running(short: Finished) -> None:
     assert short.left == ()
     assert not Path(dict(json.loads((short.run_dir / "plan.json").read_text())["env"])["APPLIANCE_RAY_DIR"]).exists()
