@@ -16,12 +16,14 @@ RUN python3.11 -m venv /opt/pip
 
 # ---- cpu ----
 
+# The official base brings pip, setuptools and wheel, and nothing else in site-packages.
 FROM ${PYTHON_BASE} AS cpu-system
 # Debian's own release pins these: the newest security fix is wanted, not a version.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends ca-certificates libnuma1 tini \
     && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/* \
+    && rm -rf /usr/local/bin/pip* /usr/local/bin/wheel /usr/local/lib/python3.11/site-packages/* \
     && python3.11 -m venv --without-pip /opt/venv
 
 # The +cpu build: from container/wheels where the host put it there, else from PyTorch's own index.
@@ -66,6 +68,7 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends ca-certificates gcc g++ libbz2-1.0 libffi8 liblzma5 libncursesw6 \
         libnuma1 libreadline8t64 libsqlite3-0 libssl3t64 libuuid1 tini zlib1g \
     && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/* \
+    && rm -rf /usr/local/bin/pip* /usr/local/bin/wheel /usr/local/lib/python3.11/site-packages/* \
     && ldconfig \
     && python3.11 -m venv --without-pip /opt/venv
 ENV CUDA_HOME=/usr/local/cuda

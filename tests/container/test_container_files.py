@@ -41,6 +41,20 @@ def test_every_lock_is_installed_by_hash_and_before_the_sources() -> None:
     assert max(map(text.index, installs)) < text.index("COPY appliance ")
 
 
+@pytest.mark.parametrize("stage", ["cpu-system", "gpu-system"])
+def test_what_the_official_python_brings_of_pip_is_taken_out(stage: str) -> None:
+    """What every later stage stands on. The stage `pip`, which is mounted, is another one."""
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    (body,) = re.findall(rf"^FROM \S+ AS {stage}$(.*?)(?=^FROM )", text, re.M | re.S)
+    (run,) = re.findall(r"^RUN (.*)", body, re.M)
+    removed = {path for words in re.findall(r"&& rm -rf ([^&]*)", run) for path in words.split()}
+    assert removed >= {
+        "/usr/local/bin/pip*",
+        "/usr/local/bin/wheel",
+        "/usr/local/lib/python3.11/site-packages/*",
+    }
+
+
 @pytest.mark.parametrize("flavour", ["cpu", "gpu"])
 def test_the_bill_of_materials_names_every_pin_with_its_hashes(flavour: str) -> None:
     def bill() -> str:
