@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.cluster.news import keep_news
+from appliance.plan.env import THREADS_VARIABLE
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.model import RunPlan
 from appliance.plan.shapes import ModelShape
@@ -165,13 +166,22 @@ def differences(
 def warnings(
     reports: Sequence[NodeReport], *, head: NodeReport, plan: RunPlan, shape: ModelShape | None = None
 ) -> list[str]:
-    """What preflight warns of on other hosts than the head's, whose own warnings were said before."""
+    """What other hosts than the head's are warned of: what preflight says there (the head's own was said before), and
+    the head's number of threads where they have fewer cores."""
     return [
         f"{report.name}: {warning}"
         for report in reports
         if report.name != head.name
-        for warning in _found(report, plan, shape, Severity.WARNING)
+        for warning in (*_found(report, plan, shape, Severity.WARNING), *_too_many_threads(report, plan))
     ]
+
+
+def _too_many_threads(report: NodeReport, plan: RunPlan) -> Iterator[str]:
+    """On a CPU the plan's number, made from the head's cores, is that of every process on every node."""
+    threads = int(dict(plan.env).get(THREADS_VARIABLE, "0"))
+    if report.facts and report.facts.cores < threads:
+        cores = f"{report.facts.cores} core{'' if report.facts.cores == 1 else 's'}"
+        yield f"has {cores} for the {threads} threads of each process, the number that fits the head"
 
 
 def _found(report: NodeReport, plan: RunPlan, shape: ModelShape | None, severity: Severity) -> Iterator[str]:

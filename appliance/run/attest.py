@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import os
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,9 +51,9 @@ def write_attestation(
     fingerprint: str,
     detail: Mapping[str, Any],
 ) -> None:
-    """Write `attest/<process>.json`, whole or not at all.
+    """Write `attest/<process>.json`, whole or not at all. To `detail` it adds `node`, this host's name.
 
-    role: `rollout` or `trainer`.  rank: counted within the role.  detail: JSON values.  Raises OSError.
+    role: `rollout`, `trainer` or `driver`.  rank: counted within the role.  detail: JSON values.  Raises OSError.
     """
     said = {
         "schema_version": SCHEMA_VERSION,
@@ -64,7 +65,7 @@ def write_attestation(
         "patches": list(patches),
         "versions": dict(versions),
         "fingerprint": fingerprint,
-        "detail": dict(detail),
+        "detail": {"node": socket.gethostname(), **detail},
     }
     target = run_dir / ATTEST_FOLDER / f"{process}.json"
     target.parent.mkdir(exist_ok=True)

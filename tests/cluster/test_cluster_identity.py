@@ -146,6 +146,21 @@ def test_warnings_of_other_hosts_are_said_and_stop_nothing(tmp_path: Path) -> No
     ]
 
 
+def test_a_worker_with_fewer_cores_than_threads_is_told(tmp_path: Path) -> None:
+    """HOST has 2 cores. The head's own number is the plan's."""
+    beta, gamma = (dataclasses.replace(HEAD, name=name, facts=HOST) for name in ("beta", "gamma"))
+    one = dataclasses.replace(gamma, facts=dataclasses.replace(HOST, cores=1))
+    plan = dataclasses.replace(plan_of(tmp_path), env=(("OMP_NUM_THREADS", "2"),))
+    assert warnings([HEAD, beta, one], head=HEAD, plan=plan) == [
+        "gamma: has 1 core for the 2 threads of each process, the number that fits the head"
+    ]
+    plan = dataclasses.replace(plan, env=(("OMP_NUM_THREADS", "8"),))
+    assert warnings([HEAD, beta], head=HEAD, plan=plan) == [
+        "beta: has 2 cores for the 8 threads of each process, the number that fits the head"
+    ]
+    assert warnings([HEAD, one], head=HEAD, plan=dataclasses.replace(plan, env=())) == []
+
+
 def test_a_worker_needs_no_log_backend(tmp_path: Path) -> None:
     plan = dataclasses.replace(plan_of(tmp_path), logging_backends=("wandb", "trackio"))
     without = dataclasses.replace(HEAD, name="beta", facts=dataclasses.replace(HOST, packages=frozenset()))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -44,7 +45,8 @@ def test_complete_attestations_have_no_problem(tmp_path: Path) -> None:
 def test_attestation_holds_what_the_contract_names(tmp_path: Path) -> None:
     write_attestation(tmp_path, **GOOD)
     written = json.loads((tmp_path / "attest" / "rollout-0-0.json").read_text())
-    assert written == {"schema_version": 1, **GOOD, "patches": ["one"]}
+    detail = {"node": socket.gethostname(), **GOOD["detail"]}
+    assert written == {"schema_version": 1, **GOOD, "patches": ["one"], "detail": detail}
     assert [path.name for path in (tmp_path / "attest").iterdir()] == ["rollout-0-0.json"]
 
 
