@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,22 @@ def test_the_wait_ends_with_the_name_of_who_is_not_back(tmp_path: Path, monkeypa
     assert [words.partition(": ")[0] for words in told] == [
         *("alpha (10.0.0.1) joined", "gamma (10.0.0.3) joined", "gamma (10.0.0.3) died (killed)"),
     ]
+
+
+def test_the_wait_ends_at_its_deadline_with_what_is_missing_and_the_line_to_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's answers and the head's address are given; the clock is real."""
+    plan = make_plan(tmp_path, nodes=2, gpus_per_node=8)
+    looks, answers = [], iter([([HEAD, SMALL], {})] * 1000)
+    monkeypatch.setattr(form, "look_around", lambda: looks.append(time.monotonic()) or next(answers))
+    monkeypatch.setattr(form, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(Cluster, "_address", lambda self: "10.0.0.1:6379")
+    with pytest.raises(PreflightError) as caught:
+        Cluster(plan, head=None).wait(wait_s=0.03)
+    assert caught.value.message == "after 0.03 s: 1 of 2 nodes with 8 GPUs (gamma has 2)"
+    assert caught.value.hint == "on each other host: appliance join --head 10.0.0.1:6379"
+    assert len(looks) > 1 and looks[-1] - looks[0] > 0.02
 
 
 def test_a_node_that_is_back_is_no_longer_missed() -> None:
