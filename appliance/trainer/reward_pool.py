@@ -13,6 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as GradingTimeout
+from concurrent.futures.process import BrokenProcessPool
 
 from pebble import ProcessExpired, ProcessPool
 
@@ -22,6 +23,7 @@ from appliance.tasks.library import import_reward, score
 
 TIMEOUT_S = 30.0  # of one response, from when a process takes it; math-verify's own limits are below
 MOST_WORKERS = 8
+_LOOK_EVERY_S = 1.0  # at the pool, while a grade is waited for
 
 Function = Callable[[str, str, str], float]
 
@@ -54,14 +56,20 @@ class RewardPool:
         self.last_fault: Graded | None = None
         self._function = function
         self._timeout_s = timeout_s
-        self._pool = ProcessPool(
-            max_workers=workers or num_workers(os.cpu_count() or 1),
+        self._kind = kind
+        self._workers = workers or num_workers(os.cpu_count() or 1)
+        self._pool = self._started()
+
+    def _started(self) -> ProcessPool:
+        pool = ProcessPool(
+            max_workers=self._workers,
             initializer=_begin,
-            initargs=(kind,),
+            initargs=(self._kind,),
             # A fork of this process, with its threads and Ray's, may deadlock.
             context=multiprocessing.get_context("spawn"),
         )
-        self._pool.schedule(_nothing)  # starts the processes now
+        pool.schedule(_nothing)  # starts the processes now
+        return pool
 
     async def grade(self, kind: str, response: str, truth: str) -> Graded:
         """kind: the task of the response.  Never raises: what goes wrong with one response is counted."""
@@ -73,15 +81,40 @@ class RewardPool:
         return graded
 
     async def _outcome(self, kind: str, response: str, truth: str) -> Graded:
-        future = self._pool.schedule(self._function, args=(kind, response, truth), timeout=self._timeout_s)
         try:
-            return checked(await asyncio.wrap_future(future))
+            try:
+                value = await self._value(kind, response, truth)
+            except BrokenProcessPool:  # by a process that died while it waited: no fault of this response
+                value = await self._value(kind, response, truth)
+            return checked(value)
         except GradingTimeout:
             return Graded(0.0, Fault.TIMED_OUT, f"no grade after {self._timeout_s:g} s")
         except ProcessExpired as error:
             return Graded(0.0, Fault.DIED, f"the process of the reward function ended with {error.exitcode}")
+        except BrokenProcessPool:
+            return Graded(0.0, Fault.DIED, "the processes of the reward function end before they take a response")
         except Exception as error:  # the boundary of a reward function: counted, and the run goes on
             return Graded(0.0, Fault.RAISED, f"{type(error).__name__}: {_first_line(error)}")
+
+    async def _value(self, kind: str, response: str, truth: str) -> object:
+        """What the reward function returns. Raises what it raises, and BrokenProcessPool.
+
+        pebble gives up a pool with all that waits in it when a process dies while none is at work: another one is made
+        then. What was on its way at that moment it forgets, so that its future alone is not to be waited for.
+        """
+        if not self._pool.active:
+            self.close()
+            self._pool = self._started()
+        pool = self._pool
+        scheduled = pool.schedule(self._function, args=(kind, response, truth), timeout=self._timeout_s)
+        future = asyncio.wrap_future(scheduled)
+        try:
+            while not (await asyncio.wait({future}, timeout=_LOOK_EVERY_S))[0]:
+                if not pool.active:
+                    raise BrokenProcessPool
+            return future.result()
+        finally:
+            future.cancel()  # for a rollout that is abandoned; one that is done stays so
 
     def close(self) -> None:
         """End the processes, whatever they are at."""

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from left_behind import Bystanders, bystanders, left_of
 
 from appliance.plan.env import RUN_VARIABLE
-from appliance.run.checkpoints import in_order
+from appliance.run.checkpoints import DAMAGED, FOLDER, in_order
 from appliance.run.processes import Process, find_processes
 from appliance.run.seal import damage
 
@@ -36,6 +36,7 @@ WAIT_S = 1200.0  # generous: the host may be busy
 class Run:
     """A run below `root`, with the launcher of its newest attempt. sets: recipe keys and their values.
 
+    env: what its launchers get on top of the test's own environment.
     since: who was there when this was made; no other program is started while a run of this kind is looked at.
     """
 
@@ -43,6 +44,7 @@ class Run:
     name: str
     sets: dict[str, str]
     launcher: subprocess.Popen[str] | None = None
+    env: dict[str, str] = field(default_factory=dict)
     since: Bystanders = field(default_factory=bystanders)
 
     @property
@@ -59,7 +61,12 @@ class Run:
     def start(self) -> None:
         with (self.root / f"{self.name}.out").open("a") as log:
             self.launcher = subprocess.Popen(
-                self.command(), stdout=log, stderr=subprocess.STDOUT, text=True, process_group=0
+                self.command(),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+                process_group=0,
+                env={**os.environ, **self.env},
             )
 
     def stop(self, name: signal.Signals) -> None:
@@ -114,16 +121,23 @@ class Run:
             return left_of(self.run_dir, since=self.since)
         return find_processes(f"{RUN_VARIABLE}={self.run_dir}", below=self.launcher.pid)
 
+    def by_command(self, argument: str) -> list[Process]:
+        """Those that have it as one of the words of their command line."""
+        return [process for process in self.processes() if argument in command_of(process)]
+
     def kill(self, name: str) -> Process:
-        """SIGKILL to the one process whose name begins so."""
-        found = [process for process in self.processes() if process.name.startswith(name)]
+        """SIGKILL to the one process whose name begins so, or whose command has it as a word."""
+        found = [each for each in self.processes() if each.name.startswith(name) or name in command_of(each)]
         assert len(found) == 1, f"{name}: {[str(each) for each in self.processes()]}"
         os.kill(found[0].pid, signal.SIGKILL)
         return found[0]
 
     def damaged_files(self) -> list[str]:
-        """What is wrong with checkpoints that have a checkpoint's name."""
-        return [f"{folder.name}: {what}" for folder in in_order(self.run_dir) for what in damage(folder)]
+        """What is wrong with checkpoints that have a checkpoint's name, or had it until a resume set them aside."""
+        here = [f"{folder.name}: {what}" for folder in in_order(self.run_dir) for what in damage(folder)]
+        aside = (self.run_dir / FOLDER / DAMAGED).glob("global_step_*")
+        told = [event for event in self.events("checkpoint") if "is damaged and set aside" in event["what"]]
+        return [*here, *(f"{folder.name} is set aside" for folder in aside), *(event["what"] for event in told)]
 
     def clean_up(self) -> None:
         """After a test, however it went."""
@@ -136,3 +150,17 @@ class Run:
             except subprocess.TimeoutExpired:
                 self.launcher.kill()
                 self.launcher.wait()
+
+
+def command_of(process: Process) -> list[str]:
+    """Its command line, empty when it is gone."""
+    try:
+        return Path(f"/proc/{process.pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def named_after(failures: Sequence[dict[str, Any]], *, killed_at: Sequence[float]) -> list[float]:
+    """Seconds from the kill before it to each failure. One that no kill came before is an error of its own."""
+    assert all(killed_at and failure["time"] >= killed_at[0] for failure in failures), failures
+    return [failure["time"] - max(at for at in killed_at if at <= failure["time"]) for failure in failures]

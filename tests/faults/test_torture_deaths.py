@@ -13,7 +13,8 @@ from killable import Run
 pytestmark = pytest.mark.torture
 
 NAMED_WITHIN_S = 60.0
-# The process's name as the kernel keeps it (15 characters), who it is in the message, the exit code.
+# The process's name as the kernel keeps it (15 characters), or a word of its command; who it is in the message; the
+# exit code. Of the reward process: test_torture_rewards.py.
 DEATHS = {
     "VLLM::EngineCor": ("rollout engine 0 died: its core process is gone", 4),
     "ray::GroupServe": ("rollout", 4),  # the engine watch or Ray's table, whichever looks first
@@ -22,6 +23,7 @@ DEATHS = {
     "ray::TransferQu": ("the TransferQueue's controller died", 5),
     "raylet": ("Ray's scheduler (raylet) died: signal 9 (SIGKILL)", 5),
     "gcs_server": ("Ray's control service (GCS) died: signal 9 (SIGKILL)", 5),
+    "appliance.trainer.entry": ("ended by signal 9 (SIGKILL)", 5),  # the trainer: the launcher says so
 }
 
 

@@ -1,6 +1,8 @@
 """SIGKILL to random processes of a real training at random moments, again and again: `make torture`.
 
-APPLIANCE_TORTURE_KILLS: how often (30).  APPLIANCE_TORTURE_SEED: what draws victims and moments (printed).
+It goes on until so many kills have really stopped a training: its failure was named, or the launcher was the victim.
+(A dashboard, an idle worker or a run in its last second can be killed and nothing stops.)
+APPLIANCE_TORTURE_STOPS: how many (30).  APPLIANCE_TORTURE_SEED: what draws victims and moments (printed).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
-from killable import Run
+from killable import Run, named_after
 
 from appliance.plan.env import RAY_DIR_VARIABLE
 from appliance.run.checkpoints import in_order
@@ -23,7 +25,8 @@ from appliance.run.seal import read_manifest
 
 pytestmark = pytest.mark.torture
 
-KILLS = int(os.environ.get("APPLIANCE_TORTURE_KILLS", "30"))
+STOPS = int(os.environ.get("APPLIANCE_TORTURE_STOPS", "30"))
+MOST_KILLS = 3 * STOPS  # more would mean that hardly anything stops a training
 SEED = int(os.environ.get("APPLIANCE_TORTURE_SEED", str(time.time_ns() % 100_000)))
 STEPS = 12
 MOST_ATTEMPTS = 5  # that a run may need when nobody kills it any more
@@ -34,13 +37,13 @@ OF_A_STEP = ("step", "reward_mean", "response_tokens_mean", "grad_norm", "entrop
 
 @dataclass
 class Toll:
-    """victims: by name.  ended: of those, how many ended their attempt.  named_s: from kill to name, seconds.
+    """victims: by name.  stopped: of those, how many stopped their training.  named_s: from kill to name, seconds.
 
     steps, files: that were checked at the ends of the runs.
     """
 
     victims: Counter[str] = field(default_factory=Counter)
-    ended: Counter[str] = field(default_factory=Counter)
+    stopped: Counter[str] = field(default_factory=Counter)
     phases: Counter[str] = field(default_factory=Counter)
     attempts: int = 0
     steps: int = 0
@@ -49,18 +52,17 @@ class Toll:
 
     def text(self, *, seed: int, runs: int) -> str:
         rows = [
-            f"  {name:<18} killed {count:>3}, ended the attempt {self.ended[name]:>3}"
+            f"  {name:<18} killed {count:>3}, stopped the training {self.stopped[name]:>3}"
             for name, count in sorted(self.victims.items())
         ]
         phases = ", ".join(f"{phase} {count}" for phase, count in self.phases.most_common())
-        named = (
-            f"{len(self.named_s)} named, after at most {max(self.named_s, default=0):.0f} s; the others ended nothing"
-        )
+        named = f"{len(self.named_s)} named, after at most {max(self.named_s, default=0):.0f} s; the launcher's are not"
         checked = (
             f"{self.steps} steps, each once and as without a kill; {self.files} files of checkpoints, none damaged"
         )
-        head = f"torture: seed {seed}, {self.victims.total()} kills in {runs} runs, {self.attempts} attempts"
-        return "\n".join(["", head, *rows, f"  phases: {phases}", f"  {named}, or were the launcher's", f"  {checked}"])
+        kills = f"{self.victims.total()} kills, {self.stopped.total()} of them stopped a training"
+        head = f"torture: seed {seed}, {kills}; {runs} runs, {self.attempts} attempts"
+        return "\n".join(["", head, *rows, f"  phases: {phases}", f"  {named}", f"  {checked}"])
 
 
 def moments(run: Run, dice: random.Random, *, start_up_s: float) -> Iterator[Callable[[], bool]]:
@@ -84,8 +86,11 @@ def moments(run: Run, dice: random.Random, *, start_up_s: float) -> Iterator[Cal
     yield lambda: time.monotonic() > later
 
 
-def kill_one(run: Run, dice: random.Random, toll: Toll, *, start_up_s: float) -> bool:
-    """Wait for a moment and kill a process of a random kind, the launcher too. False when the run was over before."""
+def kill_one(run: Run, dice: random.Random, toll: Toll, *, start_up_s: float, killed_at: list[float]) -> bool:
+    """Wait for a moment and kill a process of a random kind, the launcher too. False when the run was over before.
+
+    killed_at: gets the time of the kill, unix s.
+    """
     for condition in moments(run, dice, start_up_s=start_up_s):
         if not run.wait_for(condition):
             return False
@@ -97,19 +102,19 @@ def kill_one(run: Run, dice: random.Random, toll: Toll, *, start_up_s: float) ->
     name = dice.choice(sorted(kinds))
     before = run.events("failure")
     phase = run.record()["phase"] if (run.run_dir / "run.json").exists() else "claim"
+    now = time.time()
     try:
         os.kill(dice.choice(kinds[name]), signal.SIGKILL)
     except ProcessLookupError:
         return not run.is_over
-    killed_at = time.time()
+    killed_at.append(now)
     toll.victims[name] += 1
     toll.phases[phase] += 1
     deadline = time.monotonic() + NAMED_WITHIN_S
     while time.monotonic() < deadline and not run.is_over and run.events("failure") == before:
         time.sleep(0.2)
-    named = run.events("failure")[len(before) :]
-    toll.named_s += [named[0]["time"] - killed_at] if named else []
-    toll.ended[name] += bool(named) or run.is_over
+    is_named = run.events("failure") != before
+    toll.stopped[name] += is_named or run.launcher.poll() == -signal.SIGKILL
     return True
 
 
@@ -120,11 +125,14 @@ def test_a_training_that_is_killed_again_and_again(new_run: Callable[..., Run], 
     assert calm.end() == 0, calm.said[-3000:]
     start_up_s = calm.lines("metrics.jsonl")[0]["time_s"]
     dice, toll, runs = random.Random(SEED), Toll(), 0
-    while toll.victims.total() < KILLS:
+    while toll.stopped.total() < STOPS:
         runs += 1
+        assert toll.victims.total() < MOST_KILLS, toll.text(seed=SEED, runs=runs)
+        killed_at: list[float] = []
         run = new_run(f"torture-{runs}", trainer__steps=str(STEPS), trainer__max_restarts="1000", guard__stall_s="600")
         run.start()
-        while toll.victims.total() < KILLS and kill_one(run, dice, toll, start_up_s=start_up_s):
+        hunt = {"start_up_s": start_up_s, "killed_at": killed_at}
+        while toll.stopped.total() < STOPS and kill_one(run, dice, toll, **hunt):
             if run.is_over and run.launcher.returncode != 0:
                 run.start()
         for _ in range(MOST_ATTEMPTS):
@@ -133,11 +141,13 @@ def test_a_training_that_is_killed_again_and_again(new_run: Callable[..., Run], 
             run.start()
         toll.attempts += run.record()["attempt"]
         check(run, calm)
+        toll.named_s += named_after(run.events("failure"), killed_at=killed_at)
         toll.steps += len(run.steps)
         toll.files += sum(len(read_manifest(folder).files) for folder in in_order(run.run_dir))
     with capsys.disabled():
         os.write(1, toll.text(seed=SEED, runs=runs).encode() + b"\n")
-    assert toll.victims.total() >= KILLS
+    assert toll.stopped.total() >= STOPS
+    assert max(toll.named_s) < NAMED_WITHIN_S
 
 
 def check(run: Run, calm: Run) -> None:

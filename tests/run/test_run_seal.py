@@ -21,14 +21,17 @@ from appliance.run.seal import (
 )
 
 FACTS = Facts(step=3, world_size=1, reason="the end", time=1.5, val_reward=0.5, profile=(("p.safetensors", "ab"),))
-FILES = {  # every kind of file of a real checkpoint
+FILES = {  # every kind of file of a real checkpoint: tests/e2e flips a bit in a real one
     "actor/model_world_size_1_rank_0.pt": b"weights" * 100,
     "actor/optim_world_size_1_rank_0.pt": b"moments" * 100,
     "actor/extra_state_world_size_1_rank_0.pt": b"random state",
     "actor/fsdp_config.json": b"{}",
+    "actor/huggingface/chat_template.jinja": b"{{ messages }}",
     "actor/huggingface/config.json": b'{"a": 1}',
+    "actor/huggingface/generation_config.json": b"{}",
     "actor/huggingface/model.safetensors": b"model" * 100,
     "actor/huggingface/tokenizer.json": b"{}",
+    "actor/huggingface/tokenizer_config.json": b"{}",
     "data.pt": b"position",
     "guard.json": b"{}",
     "state.json": b"{}",

@@ -18,10 +18,11 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from verl.trainer.ppo.utils import create_rl_sampler
 
-from appliance.errors import TrainingError
+from appliance.errors import CheckpointError, TrainingError
 from appliance.plan.model import CheckpointPlan
 from appliance.run.checkpoints import checkpoint_folder, find_newest
-from appliance.run.seal import read_manifest
+from appliance.run.seal import damage, read_manifest
+from appliance.trainer import checkpoints
 from appliance.trainer.checkpoints import ASK_FILE, Checkpoints, why_save
 from appliance.trainer.driver_random import restore_random, take_random
 from appliance.trainer.metrics import append_metrics
@@ -145,6 +146,38 @@ def test_another_attempt_knows_the_best_so_far(tmp_path: Path) -> None:
     saves.step(2, val_reward=0.5)
     saves.step(3, val_reward=0.95)
     assert saves.names == ["global_step_3"]
+
+
+def test_an_older_one_is_deleted_only_when_the_newer_was_read_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves = Saves(tmp_path / "run", every_steps=1, keep=1)
+    saves.step(1)
+    read_back: list[str] = []
+
+    def torn(folder: Path) -> list[str]:
+        """A disk that gives back something else than it took; the older one is still there to be seen."""
+        read_back.append(folder.name)
+        assert saves.names == ["global_step_1", "global_step_2"]
+        return ["data.pt has other content than was saved"]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "damage", torn)
+        with pytest.raises(CheckpointError) as caught:
+            saves.step(2)
+    assert read_back == ["global_step_2"]
+    assert caught.value.message == (
+        "checkpoint global_step_2 could not be written: OSError: [Errno 5] what was written reads back otherwise: "
+        "data.pt has other content than was saved"
+    )
+    assert caught.value.hint == "then resume with --resume auto: global_step_1 is whole"
+    assert damage(checkpoint_folder(saves.run_dir, step=1)) == []
+    (checkpoint_folder(saves.run_dir, step=2) / "data.pt").write_bytes(b"what the disk gave back")
+    found = find_newest(saves.run_dir)
+    assert found.newest == checkpoint_folder(saves.run_dir, step=1)
+    assert [each.folder.name for each in found.rejected] == ["global_step_2"]
+    saves.step(3)
+    assert "global_step_3" in saves.names and "global_step_1" not in saves.names
 
 
 def test_the_driver_goes_on_with_the_same_random_numbers(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import signal
 import time
@@ -79,6 +80,19 @@ def test_more_responses_than_processes_wait_for_their_turn(pool: RewardPool) -> 
     found = grade(pool, "hang", "hang", *(["7"] * 100))
     assert [each.fault for each in found[:2]] == [Fault.TIMED_OUT] * 2
     assert found[2:] == [Graded(1.0)] * 100
+
+
+def test_a_process_that_is_killed_while_it_waits_costs_nothing() -> None:
+    before = set(multiprocessing.active_children())
+    pool = RewardPool(kind="arithmetic", function=misbehave, workers=1, timeout_s=HANG_S)
+    try:
+        assert grade(pool, "7") == [Graded(1.0)]
+        (waiting,) = set(multiprocessing.active_children()) - before
+        os.kill(waiting.pid, signal.SIGKILL)
+        assert grade(pool, "7", "8") == [Graded(1.0), Graded(0.0)]
+        assert (pool.graded, pool.faults.total()) == (3, 0)
+    finally:
+        pool.close()
 
 
 @pytest.mark.parametrize(("cores", "workers"), [(1, 1), (2, 1), (4, 2), (16, 8), (128, 8)])
