@@ -166,6 +166,7 @@ def sync_text(step: StepMetrics) -> str:
     for words, fraction in (
         ("codes changed", step.codes_changed_fraction),
         ("saturated", step.saturated_fraction),
+        ("scales moved", step.scale_drift),
         ("layer error up to", step.layer_error_max),
     ):
         if fraction is not None:

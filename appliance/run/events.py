@@ -143,6 +143,7 @@ class StepMetrics:
     proof_s: float | None = None
     codes_changed_fraction: float | None = None
     saturated_fraction: float | None = None
+    scale_drift: float | None = None
     layer_error_max: float | None = None
     mismatch_k3_kl: float | None = None
     is_weight_mean: float | None = None

@@ -14,7 +14,7 @@ from appliance.run.session import RunRecord, RunStatus, Session
 
 pytestmark = pytest.mark.slow
 
-FIGURES = 15
+FIGURES = 17
 BOXES = """[...document.querySelectorAll('svg.chart polyline.curve, svg.chart polygon.part, svg.chart rect.band')]
     .map(each => each.getBoundingClientRect()).map(box => [box.width, box.height])"""
 CONTRAST = """(() => {

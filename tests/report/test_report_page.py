@@ -21,7 +21,7 @@ from appliance.run.report.verdicts import Word, verdicts
 from appliance.run.report.write import LivePage, print_report
 from appliance.run.session import RunRecord, RunStatus, Session
 
-FIGURES = 15  # 5 of learning, 4 of mismatch, 2 of quantisation, 2 of time, 2 over time
+FIGURES = 17  # 5 of learning, 4 of mismatch, 4 of quantisation, 2 of time, 2 over time
 
 
 def made(run_dir: Path) -> tuple[str, Parts]:
@@ -62,7 +62,14 @@ def test_the_page_of_a_whole_run_has_everything_and_needs_nothing(
     assert (parts.links, parts.seen.count("script"), "url(" in text) == ([], 1, False)
     assert parts.seen.count("figure") == FIGURES and "nothing to show yet" not in text
     said = " ".join(parts.texts)
-    for expected in ("0.100 before, 0.900 after", "bound 0.015", "3.0 GiB", "name: made  # <&>", "16 × Int8Kernel"):
+    for expected in (
+        "0.100 before, 0.900 after",
+        "bound 0.015",
+        "3.0 GiB",
+        "name: made  # <&>",
+        "16 × Int8Kernel",
+        "Scale drift",
+    ):
         assert expected in said, expected
     assert len(text) < 200_000
 

@@ -206,9 +206,15 @@ def test_split_bar_fills_its_width() -> None:
 
 
 def test_panel_shows_the_proof_of_the_last_update(tmp_path: Path, small_plan: Callable, step_line: Callable) -> None:
-    proven = step_line(1, proof_s=0.081, codes_changed_fraction=0.1086, saturated_fraction=0.0028, layer_error_max=0.01)
-    line = "proven in 0.08 s  codes changed 10.86%  saturated 0.28%  layer error up to 1.00%"
-    assert f"│ sync       {line}" in drawn(small_plan(tmp_path, steps=60), folded(proven))
+    told = {
+        "codes_changed_fraction": 0.1086,
+        "saturated_fraction": 0.0028,
+        "scale_drift": 0.0031,
+        "layer_error_max": 0.01,
+    }
+    proven = step_line(1, proof_s=0.081, **told)
+    line = "proven in 0.08 s  codes changed 10.86%  saturated 0.28%  scales moved 0.31%  layer error up to 1.00%"
+    assert f"│ sync       {line}" in drawn(small_plan(tmp_path, steps=60), folded(proven), columns=120)
 
 
 def test_panel_shows_the_proof_of_an_engine_without_codes(

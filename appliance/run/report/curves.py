@@ -98,6 +98,14 @@ def _quantised(view: RunView) -> list[str]:
             [_series(view, lambda s: s.codes_changed_fraction)],
         ),
         line_chart(
+            Chart("Saturated codes", "share, at the largest value", marks=marks, from_zero=True),
+            [_series(view, lambda s: s.saturated_fraction)],
+        ),
+        line_chart(
+            Chart("Scale drift", "mean |log(scale / first scale)|", marks=marks, from_zero=True),
+            [_series(view, lambda s: s.scale_drift)],
+        ),
+        line_chart(
             Chart("Quantisation error", "relative, of the worst layer", marks=marks, from_zero=True),
             [_series(view, lambda s: s.layer_error_max)],
         ),
