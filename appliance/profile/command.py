@@ -20,6 +20,7 @@ from appliance import console
 from appliance.errors import EngineError, RecipeError
 from appliance.flashrl.config_file import write_config
 from appliance.plan.build import build_plan
+from appliance.plan.engines import PROFILE_FOLDER
 from appliance.plan.model import RunPlan
 from appliance.preflight.probes import read_host
 from appliance.profile.found import find_profile, model_hash, place_profile
@@ -139,10 +140,13 @@ def profile_child(plan: RunPlan) -> Child | None:
 
 
 def finish_profile(plan: RunPlan) -> None:
-    """Write `quantization.yaml` beside the profile in the run's folder. Raises EngineError without a profile."""
-    if plan.profile is not None:
-        folder = Path(plan.profile.folder)
-        _write_config(plan, profile=folder, path=folder / CONFIG_FILE)
+    """Write `profile/quantization.yaml` in the run's folder, whatever the scheme.
+
+    Raises EngineError where the plan has a profile and the folder has none.
+    """
+    folder = Path(plan.run_dir) / PROFILE_FOLDER
+    folder.mkdir(exist_ok=True)
+    _write_config(plan, profile=folder if plan.profile else None, path=folder / CONFIG_FILE)
 
 
 def is_profiled(plan: RunPlan) -> bool:

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from appliance.cli import app
 from appliance.errors import EngineError, RecipeError
+from appliance.flashrl.config_file import read_config
 from appliance.plan.build import build_plan
 from appliance.plan.model import RunPlan
 from appliance.preflight.probes import read_host
@@ -26,6 +27,7 @@ from appliance.recipe.load import load_recipe
 from appliance.recipe.schema import Recipe
 from appliance.run.events import EVENTS_FILE, parse_event
 from appliance.tasks.prepare import prepare
+from appliance.trainer.checkpoints import profile_identity
 
 
 @pytest.fixture
@@ -109,6 +111,27 @@ def test_the_budgets_layers_are_in_the_configuration(recipe: Recipe, tmp_path: P
     (config,) = yaml.safe_load((Path(plan.run_dir) / "profile" / "quantization.yaml").read_text())["configs"]
     assert len(config["ignore"]) == 2 * 7
     assert "model.layers.1.mlp.down_proj" in config["ignore"]
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ("rollout.scheme=bf16",),
+        ("rollout.scheme=fp8", "quantization.emulate=true", "quantization.ignore=[model.layers.0.mlp.down_proj]"),
+        ("rollout.scheme=fp8-block", "quantization.emulate=true", "rollout.lm_head_fp32=true"),
+        ("quantization.profile=none",),
+        ("rollout.scheme=auto", "rollout.replicas=[fp8, bf16]", "quantization.emulate=true", "cluster.gpus_per_node=2"),
+    ],
+)
+def test_a_run_without_a_profile_has_its_engines_in_a_file_too(file: str, sets: tuple[str, ...]) -> None:
+    plan = planned(load_recipe(file, sets=sets))
+    assert plan.profile is None and command.profile_child(plan) is None
+    command.finish_profile(plan)
+    command.finish_profile(plan)  # of a run that is resumed
+    entries = read_config(Path(plan.run_dir) / "profile" / "quantization.yaml")
+    assert tuple(entry.quantisation for entry in entries) == plan.rollout.replicas
+    assert {entry.model for entry in entries} == {plan.model.path}
+    assert profile_identity(Path(plan.run_dir)) == ()  # nothing that a resumed run needs again
 
 
 @pytest.mark.parametrize("change", ["weights", "settings", "data", "scheme"])
