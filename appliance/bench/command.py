@@ -26,6 +26,7 @@ from appliance.plan.env import PLAN_VARIABLE, THREADS_VARIABLE
 from appliance.plan.host import HostFacts
 from appliance.plan.model import RunPlan
 from appliance.plan.stored import Kept, LayerShapes, ResultKey, result_key, write_result
+from appliance.preflight.hub import commit_for
 from appliance.preflight.probes import read_host
 from appliance.quant.device import CPU, gpu_of_product, why_not
 from appliance.quant.scheme import Scheme
@@ -55,7 +56,7 @@ def run_bench(
     parsed = parse_shapes(shapes) if shapes else None
     with work_folder(recipe.cluster.run_dir, command="bench") as folder:
         host = read_host(folder)
-        plan = build_plan(recipe, run_dir=folder, host=host)
+        plan = build_plan(recipe, run_dir=folder, host=host, commit=commit_for(recipe))
         _refuse_without_kernels(schemes, plan=plan, host=host)
         of_the_recipe = OF_THE_MODEL | OF_THE_DATA if parsed is None else frozenset()
         examine_for((plan,), host=host, about=OF_AN_ENGINE | of_the_recipe)

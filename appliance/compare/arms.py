@@ -51,15 +51,15 @@ def plan_runs(comparison: Comparison) -> list[PlannedRun]:
     recipes = _recipes(comparison)
     folder = comparison_folder(recipes, comparison=comparison)
     cache_dir = folder.parent / CACHE_NAME
-    judged: dict[str, tuple[HostFacts, tuple[Finding, ...]]] = {}
+    judged: dict[str, tuple[HostFacts, tuple[Finding, ...], str]] = {}
     planned: list[PlannedRun] = []
     for (arm, seed), recipe in recipes.items():
         run_dir = folder / run_name(arm, seed=seed)
         if arm not in judged:
-            _, host, findings = examine(recipe, run_dir=run_dir, ask_hub=True, cache_dir=cache_dir)
-            judged[arm] = (host, tuple(findings))
-        host, found = judged[arm]
-        plan = build_plan(recipe, run_dir=run_dir, host=host, cache_dir=cache_dir)
+            first, host, findings = examine(recipe, run_dir=run_dir, ask_hub=True, cache_dir=cache_dir)
+            judged[arm] = (host, tuple(findings), first.model.commit)
+        host, found, commit = judged[arm]
+        plan = build_plan(recipe, run_dir=run_dir, host=host, cache_dir=cache_dir, commit=commit)
         planned.append(PlannedRun(arm, seed, recipe=recipe, plan=plan, findings=found))
     _refuse_other_problems(planned, comparison=comparison)
     return planned
@@ -73,14 +73,15 @@ def go_on(run: PlannedRun) -> PlannedRun | None:
     if newest is None:
         return None
     host = read_host(run.run_dir.parent)
-    cache_dir = Path(run.plan.cache_dir)
+    cache_dir, begun = Path(run.plan.cache_dir), begun_with(target)
     plan = build_plan(
         run.recipe,
         run_dir=run.run_dir,
         host=host,
         cache_dir=cache_dir,
         resume_from=newest,
-        begun=begun_with(target),
+        begun=begun,
+        commit=begun.commit if begun else "",
     )
     refuse_misfit(start, plan=plan)
     return replace(run, plan=plan, resume=start)

@@ -20,6 +20,7 @@ from appliance.plan.env import child_env
 from appliance.plan.experts import keeps_experts, layers_with_experts
 from appliance.plan.guard import plan_guard, plan_validation
 from appliance.plan.host import HostFacts
+from appliance.plan.hub_cache import commit_in_cache, snapshot
 from appliance.plan.model import (
     AlgorithmPlan,
     CheckpointPlan,
@@ -59,10 +60,16 @@ CPU_ROLLOUT_PATCHES = ("cpu-no-amx-tiles", "cpu-process-group")
 
 @dataclass(frozen=True)
 class Begun:
-    """What a run that is resumed was begun with. automatic: what `auto` meant for it, None where nothing asked."""
+    """What a run that is resumed was begun with. automatic: what `auto` meant for it, None where nothing asked.
+
+    model, revision, commit: of a model of the hub, empty where there was none or it was not known.
+    """
 
     device: str
     automatic: Scheme | None
+    model: str = ""
+    revision: str = ""
+    commit: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,11 +98,17 @@ class Decided:
 
 
 def decide(
-    recipe: Recipe, *, run_dir: Path, host: HostFacts, cache_dir: Path | None = None, begun: Begun | None = None
+    recipe: Recipe,
+    *,
+    run_dir: Path,
+    host: HostFacts,
+    cache_dir: Path | None = None,
+    begun: Begun | None = None,
+    commit: str = "",
 ) -> Decided:
     """Every decision. Raises RecipeError when `auto` finds a device that cannot do it or that we do not know."""
     cache_dir = cache_dir or run_dir.parent / CACHE_NAME
-    model = _model(recipe, cache_dir=cache_dir)
+    model = _model(recipe, cache_dir=cache_dir, commit=commit)
     layers = layers_with_experts(model)
     experts = layers > 0 and not keeps_experts(recipe.quantization.ignore, layers=layers)
     hardware = _hardware(recipe, host=host, model=model, experts=experts, cache_dir=cache_dir, begun=begun)
@@ -132,15 +145,17 @@ def build_plan(
     cache_dir: Path | None = None,
     resume_from: Path | None = None,
     begun: Begun | None = None,
+    commit: str = "",
 ) -> RunPlan:
     """The plan of one run. host: decides only what the recipe leaves to `auto`, and the threads on a CPU.
 
     run_dir: absolute.  cache_dir: of models, data and profiles; None: beside the run's folder.
     resume_from: a verified checkpoint of this run to go on from.  begun: of the run's attempts before this one.
+    commit: that the model's revision is on the hub, empty where nobody asked.
     Raises RecipeError when `auto` finds a device that cannot do it or that we do not know.
     """
     cache_dir = cache_dir or run_dir.parent / CACHE_NAME
-    decided = decide(recipe, run_dir=run_dir, host=host, cache_dir=cache_dir, begun=begun)
+    decided = decide(recipe, run_dir=run_dir, host=host, cache_dir=cache_dir, begun=begun, commit=commit)
     derived, model, task = decided.derived, decided.model, decided.task
     correction, correction_choices = plan_correction(recipe, derived=derived)
     guard, guard_choices = plan_guard(
@@ -287,21 +302,33 @@ def _automatic_device(host: HostFacts) -> tuple[str, str]:
     return gpu.name, f"this host has {len(host.gpus)} x {product}"
 
 
-def _model(recipe: Recipe, *, cache_dir: Path) -> ModelPlan:
-    model = recipe.model
+def _model(recipe: Recipe, *, cache_dir: Path, commit: str) -> ModelPlan:
+    model, revision = recipe.model, recipe.model.revision or ""
     if model.builtin:
         key = builtin_model_key(model.builtin, difficulty=recipe.task.difficulty)
         path, source = str(cache_dir / "models" / f"{model.builtin}-{key}"), ""
     else:
         source = model.path or ""
         path = str(full_path(source)) if is_folder(source) else source
+    if hub_name(recipe) and revision:
+        commit = commit or commit_in_cache(source, revision=revision)
+        path = str(snapshot(source, commit=commit)) if commit else source
+    elif revision:
+        raise RecipeError([(f"model.revision: {path} is not a model on the hub", "leave it out")])
     return ModelPlan(
         path=path,
         source=source,
         builtin=model.builtin or "",
-        revision="",
+        revision=revision,
         trust_remote_code=model.trust_remote_code,
+        commit=commit if hub_name(recipe) else "",
     )
+
+
+def hub_name(recipe: Recipe) -> str:
+    """Of the recipe's model, empty where it is a folder or built in."""
+    source = recipe.model.path or ""
+    return source if source and not is_folder(source) else ""
 
 
 def is_folder(source: str) -> bool:
@@ -322,7 +349,7 @@ def _task(recipe: Recipe, *, cache_dir: Path, model: ModelPlan) -> TaskPlan:
         val_size=task.val_size,
         max_prompt_tokens=task.max_prompt_tokens,
         truncate_prompts=task.long_prompts is LongPrompts.TRUNCATE,
-        model=model.path,
+        model=model.identity,
     )
     folder = cache_dir / "data" / f"{task.kind}-{key}"
     return TaskPlan(

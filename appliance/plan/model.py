@@ -32,7 +32,10 @@ class Choice:
 class ModelPlan:
     """Where the weights come from. Exactly one of `source` (folder or hub name) and `builtin` is not empty.
 
-    path: the folder that the trainer and the engine read (for a builtin, a folder in the cache, made on first use).
+    path: what the trainer and the engine read: a folder (for a builtin, in the cache, made on first use; with a
+    revision, the hub's snapshot of it, fetched on first use) or a name on the hub.
+    revision: as the recipe has it, empty: `main`.
+    commit: of a hub model, where it was known; with a revision it is what is loaded.
     """
 
     path: str
@@ -40,6 +43,22 @@ class ModelPlan:
     builtin: str
     revision: str
     trust_remote_code: bool
+    commit: str = ""
+
+    @property
+    def hub_name(self) -> str:
+        """Empty for a folder and a builtin. A revision is refused with either."""
+        return self.source if self.revision or not self.path.startswith("/") else ""
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether `path` is the hub's snapshot of one commit."""
+        return bool(self.revision and self.commit)
+
+    @property
+    def identity(self) -> str:
+        """What problems are told apart by: the path, but that of a snapshot, which differs from host to host."""
+        return f"{self.source}@{self.commit}" if self.is_pinned else self.path
 
 
 @dataclass(frozen=True)

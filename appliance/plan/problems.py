@@ -5,17 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.plan.model import RunPlan
+from appliance.plan.model import ModelPlan, RunPlan
 from appliance.tasks.library import data_key
 
 
 @dataclass(frozen=True)
 class Problems:
-    """What a plan says of its problems. parquet: one of their files.  model, builtin: as in its ModelPlan."""
+    """What a plan says of its problems. parquet: one of their files.  model: identity of its ModelPlan.
+
+    builtin, commit: as in its ModelPlan.
+    """
 
     parquet: str
     model: str
     builtin: str
+    commit: str = ""
 
     @property
     def folder(self) -> str:
@@ -26,7 +30,8 @@ class Problems:
 def has_problems(plan: RunPlan, made: Problems) -> bool:
     """Whether the plan asks for the very problems that were made. May read the data files that it names.
 
-    The hash knows a built-in model by its path, so that a cache elsewhere has other names for the same.
+    The hash knows a built-in model by its path, so that a cache elsewhere has other names for the same; and a commit of
+    the hub by whether the recipe named it.
     """
     task = plan.task
     if task.train_parquet == made.parquet:
@@ -41,6 +46,13 @@ def has_problems(plan: RunPlan, made: Problems) -> bool:
         val_size=task.val_size,
         max_prompt_tokens=task.max_prompt_tokens,
         truncate_prompts=task.truncate_prompts,
-        model=made.model if plan.model.builtin and plan.model.builtin == made.builtin else plan.model.path,
+        model=made.model if _is_same(plan.model, made) else plan.model.identity,
     )
     return made.folder == f"{task.kind}-{key}"
+
+
+def _is_same(model: ModelPlan, made: Problems) -> bool:
+    if model.builtin:
+        return model.builtin == made.builtin
+    name = made.model.partition("@")[0]
+    return bool(model.hub_name) and model.hub_name == name and bool(made.commit) and model.commit == made.commit

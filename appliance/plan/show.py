@@ -24,6 +24,7 @@ def plan_text(plan: RunPlan, *, recipe_yaml: str, needs: list[tuple[str, str]]) 
         "# paths",
         f"{'run folder':<{width}}  {plan.run_dir}",
         f"{'model':<{width}}  {plan.model.path}",
+        *([f"{'model commit':<{width}}  {plan.model.commit} of {plan.model.source}"] if plan.model.commit else []),
         f"{'training data':<{width}}  {plan.task.train_parquet}",
         f"{'validation data':<{width}}  {plan.task.val_parquet}",
         "",

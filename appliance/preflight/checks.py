@@ -162,7 +162,9 @@ def _model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
         yield _warning("remote-code", "model.trust_remote_code", message, "read it first")
     if model.builtin:
         return
-    if model.path.startswith("/"):
+    if model.hub_name:
+        yield from _hub_model(plan, inputs)
+    elif model.path.startswith("/"):
         if not inputs.model_folder_exists:
             yield _error("model-missing", "model.path", f"{model.path}: no such folder", "correct the path")
         elif inputs.model_missing:
@@ -174,8 +176,12 @@ def _model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
         elif inputs.model_damage:
             message = f"{model.path}: {'; '.join(inputs.model_damage)}"
             yield _error("model-damaged", "model.path", message, "copy or download the model again")
-    elif not _HUB_NAME.fullmatch(model.path):
-        message = f"`{model.path}` is not a folder, and no name on the hub can be"
+
+
+def _hub_model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
+    model = plan.model
+    if not _HUB_NAME.fullmatch(model.hub_name):
+        message = f"`{model.hub_name}` is not a folder, and no name on the hub can be"
         yield _error("model-missing", "model.path", message, "give a folder, or `owner/name`")
     elif not inputs.model_is_cached and (inputs.is_offline or inputs.hub_problem):
         why = "HF_HUB_OFFLINE is set" if inputs.is_offline else inputs.hub_problem
@@ -186,6 +192,9 @@ def _model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     elif inputs.model_problem:
         remedy = "correct the name; or accept the model's terms on the hub and set HF_TOKEN"
         yield _error("model-refused", "model.path", inputs.model_problem, remedy)
+    elif inputs.revision_problem:
+        remedy = "give its commit, or the name of a branch or tag that the hub has"
+        yield _error("model-revision", "model.revision", inputs.revision_problem, remedy)
 
 
 def _shape(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:

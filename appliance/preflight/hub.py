@@ -7,10 +7,14 @@ import os
 import urllib.error
 import urllib.request
 from pathlib import Path
+from urllib.parse import quote
+
+from appliance.plan.build import hub_name
+from appliance.plan.hub_cache import MAIN, cached_model, commit_in_cache, home, is_commit, snapshot
+from appliance.recipe.schema import Recipe
 
 _WEIGHTS = "*.safetensors"  # *.bin and *.pt are pickles
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_BRANCH = "main"
 _ANSWERS_WITHIN_S = 5
 
 
@@ -30,12 +34,8 @@ def is_cached(name: str) -> bool:
 
 def snapshots(name: str) -> list[Path]:
     """Folders of a model in the hub's cache on this host, one per revision, complete or not."""
-    kept = _cached(name) / "snapshots"
+    kept = cached_model(name) / "snapshots"
     return [folder for folder in kept.glob("*") if os.path.isdir(folder)] if os.path.isdir(kept) else []
-
-
-def _cached(name: str) -> Path:
-    return Path(os.environ.get("HF_HUB_CACHE") or _home() / "hub") / f"models--{name.replace('/', '--')}"
 
 
 def missing_parts(folder: Path) -> tuple[str, ...]:
@@ -60,11 +60,12 @@ def problem() -> str:
     return why or (f"{endpoint()} answers {code}" if code in (403, 407) or code >= 500 else "")
 
 
-def refusal(name: str) -> str:
+def refusal(name: str, *, revision: str = "") -> str:
     """Why the hub, which answers, does not give a model's config.json to whoever asks from here, or an empty text."""
-    code, why = _head(f"{endpoint().rstrip('/')}/{name}/resolve/{_BRANCH}/config.json")
+    code, why = _head(f"{endpoint().rstrip('/')}/{name}/resolve/{quote(revision or MAIN, safe='')}/config.json")
     if code == 404:
-        return f"the hub has no model `{name}`, or none with a config.json"
+        none_of_it = f", or no revision `{revision}` of it" if revision else ""
+        return f"the hub has no model `{name}`{none_of_it}, or none with a config.json"
     if code in (401, 403):
         has = "the token here is not allowed to" if _token() else "HF_TOKEN is not set, and without a token nobody may"
         return f"`{name}`: {has} read it"
@@ -101,7 +102,7 @@ def _token() -> str:
     if token := _clean(token or ""):
         return token
     try:
-        return _clean(Path(os.environ.get("HF_TOKEN_PATH") or _home() / "token").read_text())
+        return _clean(Path(os.environ.get("HF_TOKEN_PATH") or home() / "token").read_text())
     except (OSError, UnicodeDecodeError):
         return ""
 
@@ -118,27 +119,30 @@ def _token_problem() -> str:
     return "the hub's token (HF_TOKEN, or the file of `hf auth login`) has characters that no header can carry"
 
 
-def _home() -> Path:
-    return Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+def revision(name: str, *, of: str = "") -> tuple[str, str]:
+    """(commit, why there is none) of the model that loading `name` would take: the hub's, else the cache's.
 
-
-def revision(name: str) -> tuple[str, str]:
-    """(commit, why there is none) of the model that loading `name` would take: the hub's, else the cache's."""
+    of: a commit, which is its own, a tag or a branch; empty: `main`.
+    """
+    if is_commit(of):
+        return of, ""
     if is_offline():
         why = "HF_HUB_OFFLINE is set"
     else:
-        commit, why = _asked(name)
+        commit, why = _asked(name, of)
         if commit:
             return commit, ""
-    cached = _cached(name)
-    try:
-        commit = (cached / "refs" / _BRANCH).read_text().strip()
-    except OSError:
-        return "", why
-    return ("", why) if missing_parts(cached / "snapshots" / commit) else (commit, "")
+    commit = commit_in_cache(name, revision=of)
+    return (commit, "") if commit and not missing_parts(snapshot(name, commit=commit)) else ("", why)
 
 
-def _asked(name: str) -> tuple[str, str]:
+def commit_for(recipe: Recipe) -> str:
+    """The commit that the recipe's `model.revision` is; empty without one, and where that cannot be told."""
+    name, wanted = hub_name(recipe), recipe.model.revision
+    return revision(name, of=wanted)[0] if name and wanted else ""
+
+
+def _asked(name: str, of: str) -> tuple[str, str]:
     import httpx
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
@@ -146,7 +150,7 @@ def _asked(name: str) -> tuple[str, str]:
     if why := _token_problem():
         return "", why
     try:
-        return HfApi(endpoint=endpoint()).model_info(name, timeout=_ANSWERS_WITHIN_S).sha or "", ""
+        return HfApi(endpoint=endpoint()).model_info(name, revision=of or None, timeout=_ANSWERS_WITHIN_S).sha or "", ""
     except HfHubHTTPError as error:  # no such model, or none for this token
         return "", f"{endpoint()} answers {error.response.status_code}"
     except (httpx.HTTPError, OSError) as error:

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from appliance.plan.host import HostFacts, HostGpu
-from appliance.plan.model import RunPlan
+from appliance.plan.model import ModelPlan, RunPlan
 from appliance.plan.shapes import KNOWN, ModelShape, read_shape
 from appliance.plan.stored import read_result, result_key
 from appliance.preflight import hub
@@ -49,6 +49,7 @@ class InputFacts:
     given.
     uaq_problem: why UAQ cannot scale the model, empty when it can, is off, or the model is not here yet.
     model_damage: what is wrong with its files of weights.  model_problem: why the hub, which answers, does not give it.
+    revision_problem: why it is not known which commit `model.revision` is.
     reward_problem: what is wrong with the rewards of the first problems.  stored: of `bench`, where one counts here.
     written: by earlier attempts of the run.
     data_problems: (message, hint) with `file:line`.  is_prepared: data and built-in model are in the cache.
@@ -67,6 +68,7 @@ class InputFacts:
     uaq_problem: str = ""
     model_damage: tuple[str, ...] = ()
     model_problem: str = ""
+    revision_problem: str = ""
     reward_problem: RewardProblem | None = None
     access: AccessFacts = field(default_factory=AccessFacts)
     stack: StackFacts = field(default_factory=StackFacts)
@@ -160,9 +162,10 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) 
 
     prepared = is_prepared(plan)
     folder = Path(plan.model.path)
-    is_folder = not plan.model.builtin and folder.is_absolute()
-    cached = not plan.model.builtin and not is_folder and hub.is_cached(plan.model.source)
-    needs_model = bool(plan.model.source) and not is_folder and not cached
+    name = plan.model.hub_name
+    is_folder = not plan.model.builtin and not name and folder.is_absolute()
+    cached = bool(name) and _is_cached(plan.model)
+    needs_model = bool(name) and not cached
     asks = ask_hub and not hub.is_offline() and (needs_model or (_data_from_hub(plan) and not prepared))
     hub_problem = hub.problem() if asks else ""
     data_problems = _data_problems(plan)
@@ -182,13 +185,33 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) 
         profile_problem=profile_problem(plan),
         uaq_problem=uaq_problem(plan),
         model_damage=damage(folder) if may_look else (),
-        model_problem=hub.refusal(plan.model.source) if asks and needs_model and not hub_problem else "",
+        model_problem=_refusal(plan.model) if asks and needs_model and not hub_problem else "",
+        revision_problem=_revision_problem(plan.model) if ask_hub else "",
         reward_problem=reward_problem(plan) if ask_hub and not data_problems else None,
         access=access,
         stack=read_stack(plan),
         stored=_stored(plan, host=host) if host else None,
         written=read_written(plan),
     )
+
+
+def _is_cached(model: ModelPlan) -> bool:
+    """Of a model with a revision: this very commit."""
+    if not model.revision:
+        return hub.is_cached(model.hub_name)
+    folder = Path(model.path)
+    return model.is_pinned and not hub.missing_parts(folder) and not damage(folder)
+
+
+def _refusal(model: ModelPlan) -> str:
+    return hub.refusal(model.hub_name, revision=model.commit or model.revision)
+
+
+def _revision_problem(model: ModelPlan) -> str:
+    if not model.revision or model.commit:
+        return ""
+    why = hub.revision(model.hub_name, of=model.revision)[1]
+    return f"it is not known which commit of `{model.hub_name}` `{model.revision}` is: {why}"
 
 
 def _stored(plan: RunPlan, *, host: HostFacts) -> StoredResult | None:
@@ -212,7 +235,7 @@ def model_shape(plan: RunPlan) -> ModelShape | None:
     if plan.model.builtin:
         return None
     if folder.is_absolute():
-        return read_shape(folder / "config.json")
+        return read_shape(folder / "config.json") or (KNOWN.get(plan.model.source) if plan.model.is_pinned else None)
     found = (read_shape(each / "config.json") for each in hub.snapshots(plan.model.source))
     return next(filter(None, found), KNOWN.get(plan.model.source))
 

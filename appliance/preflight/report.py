@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from appliance.plan.build import Begun, build_plan
+from appliance.plan.build import Begun, build_plan, hub_name
 from appliance.plan.host import HostFacts
 from appliance.plan.model import RunPlan
+from appliance.preflight import hub
 from appliance.preflight.checks import judge
 from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.probes import read_host, read_inputs
@@ -30,8 +31,27 @@ def examine(
     Raises RecipeError where the plan cannot be made.
     """
     host = read_host(run_dir.parent)
-    plan = build_plan(recipe, run_dir=run_dir, host=host, cache_dir=cache_dir, resume_from=resume_from, begun=begun)
+    plan = build_plan(
+        recipe,
+        run_dir=run_dir,
+        host=host,
+        cache_dir=cache_dir,
+        resume_from=resume_from,
+        begun=begun,
+        commit=_commit(recipe, begun=begun, ask_hub=ask_hub),
+    )
     return plan, host, judge(plan, host=host, inputs=read_inputs(plan, ask_hub=ask_hub, host=host))
+
+
+def _commit(recipe: Recipe, *, begun: Begun | None, ask_hub: bool) -> str:
+    """Of the recipe's model on the hub, empty where it has none or nobody asks.
+
+    A tag or a branch that the recipe names stays what it was when the run began.
+    """
+    name, revision = hub_name(recipe), recipe.model.revision or ""
+    if begun is not None and revision and (begun.model, begun.revision) == (name, revision) and begun.commit:
+        return begun.commit
+    return hub.revision(name, of=revision)[0] if name and ask_hub else ""
 
 
 def lines(findings: list[Finding]) -> list[str]:

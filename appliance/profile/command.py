@@ -22,6 +22,7 @@ from appliance.flashrl.config_file import write_config
 from appliance.plan.build import build_plan
 from appliance.plan.engines import PROFILE_FOLDER
 from appliance.plan.model import RunPlan
+from appliance.preflight.hub import commit_for
 from appliance.preflight.probes import read_host
 from appliance.profile.found import find_profile, model_hash, place_profile
 from appliance.profile.job import ProfileJob, job_of_plan, job_of_run
@@ -50,7 +51,7 @@ def run_profile(recipe: Recipe, *, output: Path | None) -> int:
     """
     with work_folder(recipe.cluster.run_dir, command=_COMMAND) as folder:
         host = read_host(folder)
-        plan = build_plan(recipe, run_dir=folder, host=host)
+        plan = build_plan(recipe, run_dir=folder, host=host, commit=commit_for(recipe))
         if plan.profile is None:
             message = f"rollout.scheme: `{plan.rollout.scheme}` has no profile"
             hint = "use `int8` or `fp8-channel`, and quantization.profile `auto`"
@@ -72,7 +73,7 @@ def run_setup(recipe: Recipe, *, output: Path) -> int:
     beside = output.with_name(f"{output.stem}-profile")
     with work_folder(recipe.cluster.run_dir, command="setup") as folder:
         host = read_host(folder)
-        plan = build_plan(recipe, run_dir=folder, host=host)
+        plan = build_plan(recipe, run_dir=folder, host=host, commit=commit_for(recipe))
         _refuse_existing(output, *((beside,) if plan.profile else ()))
         examine_for((plan,), host=host, about=OF_THE_MODEL | OF_THE_DATA | OF_A_PROFILE)
         with new_folder(output.absolute().parent, option="-o"):

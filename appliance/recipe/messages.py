@@ -45,6 +45,8 @@ def explain(error: ErrorDetails) -> tuple[str, str]:
         return "expected text, got nothing", "null leaves it out"
     if kind == "too_short":
         return "expected at least one value, got none", "null leaves it out"
+    if kind == "string_pattern_mismatch" and error["loc"][-1] == "revision":
+        return f"{shown(value)} is not a revision", "give a commit, a tag or a branch of the model on the hub"
     if kind == "string_pattern_mismatch":
         return f"{shown(value)} is not a name", "use letters, digits, `.`, `_` and `-`, at most 80, no space or slash"
     return f"{error['msg']}, got {shown(value)}", ""

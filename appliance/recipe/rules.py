@@ -54,6 +54,8 @@ def _model(recipe: Recipe) -> Iterator[Broken]:
         yield Broken(keys, "`path` and `builtin` exclude each other", "set one of them to null")
     if not model.path and not model.builtin:
         yield Broken(keys, "no model is named", f"give `path`, or `builtin: {BUILTIN_MODELS[0]}`")
+    if model.builtin and model.revision:
+        yield Broken(("model.revision",), "a built-in model has none", "leave it out, or set model.builtin to null")
     if model.builtin and model.builtin not in BUILTIN_MODELS:
         names = ", ".join(f"`{name}`" for name in BUILTIN_MODELS)
         yield Broken(("model.builtin",), f"unknown value `{model.builtin}`", f"use {names}")

@@ -62,6 +62,8 @@ class LogBackend(StrEnum):
 Scheme_ = Annotated[SchemeChoice, Field(strict=False)]
 Schemes_ = Annotated[tuple[Scheme_, ...], Field(strict=False, min_length=1)]
 Names_ = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)]
+REVISION_PATTERN = r"^[0-9A-Za-z_][0-9A-Za-z_.-]*(/[0-9A-Za-z_][0-9A-Za-z_.-]*)*$"  # a path in the hub's cache
+Revision_ = Annotated[str, Field(max_length=200, pattern=REVISION_PATTERN)]
 Kind_ = Annotated[TaskKind, Field(strict=False)]
 Method_ = Annotated[CorrectionMethod, Field(strict=False)]
 Bounds_ = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(strict=False)]
@@ -83,6 +85,7 @@ class Model(Section):
 
     path: str | None = Field(None, min_length=1, description="folder or hub name of the model")
     builtin: str | None = Field(None, min_length=1, description="a model made on the spot: `tiny-arithmetic`")
+    revision: Revision_ | None = Field(None, description="of a hub model: commit, tag or branch; null: `main`")
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
 
 
@@ -270,10 +273,3 @@ SECTIONS: dict[str, type[Section]] = {
     for name, field in Recipe.model_fields.items()
     if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
 }
-
-# Keys that are promised and do nothing yet. A recipe that has one is refused with these words.
-NOT_YET: frozenset[str] = frozenset(
-    {
-        "model.revision",
-    }
-)

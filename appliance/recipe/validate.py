@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from appliance.recipe.messages import explain
 from appliance.recipe.rules import broken_rules
-from appliance.recipe.schema import NOT_YET, SECTIONS, Recipe
+from appliance.recipe.schema import SECTIONS, Recipe
 from appliance.recipe.tree import Node, Problem, Refused
 
 Path_ = tuple[str, ...]
@@ -67,9 +67,6 @@ def _explain_all(error: ValidationError, *, tree: dict[str, Node], file: str, pr
 
 
 def _unknown(path: Path_) -> Problem:
-    dotted = ".".join(path)
-    if dotted in NOT_YET:
-        return "not available in this version", "remove it"
     section = SECTIONS.get(path[0]) if len(path) > 1 else None
     fields = section.model_fields if section else Recipe.model_fields
     near = difflib.get_close_matches(path[-1], fields, n=1)

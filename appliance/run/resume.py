@@ -13,7 +13,7 @@ from pathlib import Path
 
 from appliance.errors import PreflightError, RecipeError
 from appliance.plan.build import Begun
-from appliance.plan.model import RunPlan
+from appliance.plan.model import ModelPlan, RunPlan
 from appliance.plan.problems import Problems, has_problems
 from appliance.quant.scheme import Scheme
 from appliance.recipe.dump import to_plain
@@ -130,11 +130,17 @@ def refuse_changes(recipe: Recipe, *, target: Target, force: bool) -> None:
     problems = [
         (f"{key}: the run has {before.get(key)!r}, the recipe {now.get(key)!r}", "")
         for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not is_harmless(key)
+        if before.get(key) != now.get(key) and not is_harmless(key) and not _is_begun_with(key, recipe, target=target)
     ]
     if problems:
         hint = "give what the run has, start a new one with another --name, or take the change with --force"
         raise RecipeError([*problems[:-1], (problems[-1][0], hint)])
+
+
+def _is_begun_with(key: str, recipe: Recipe, *, target: Target) -> bool:
+    """Whether the key names the very commit that the run's model was, without being named, when the run began."""
+    begun = begun_with(target) if key == "model.revision" and recipe.model.revision else None
+    return begun is not None and begun.commit == recipe.model.revision
 
 
 def is_harmless(key: str) -> bool:
@@ -165,7 +171,13 @@ def begun_with(target: Target) -> Begun | None:
     if not target.record.attempt:
         return None
     before = _plan_before(target)
-    return Begun(before.device, Scheme(before.automatic) if before.automatic else None)
+    return Begun(
+        before.device,
+        Scheme(before.automatic) if before.automatic else None,
+        model=before.hub_name,
+        revision=before.revision,
+        commit=before.problems.commit,
+    )
 
 
 def cache_of(target: Target) -> Path | None:
@@ -200,6 +212,12 @@ def refuse_misfit(resume: Resume, *, plan: RunPlan) -> None:
     if resume.step > plan.steps:
         message = f"{folder.name} is later than trainer.steps, {plan.steps}"
         raise PreflightError(message, hint=f"set trainer.steps to {resume.step} at least, or name an older checkpoint")
+    begun = begun_with(resume.target)
+    now = plan.model.commit
+    if begun is not None and begun.model == plan.model.hub_name and begun.commit and now and begun.commit != now:
+        what = plan.model.revision or "main"
+        message = f"{begun.model}: {what} is {now} on the hub now, the run began with {begun.commit}"
+        raise PreflightError(message, hint=f"go on with what it began with: --set model.revision={begun.commit}")
     if not has_problems(plan, _plan_before(resume.target).problems):
         message = "the training problems are not those that the run began with"
         raise PreflightError(message, hint="put the data file or the version of this program back, or start a new run")
@@ -230,6 +248,8 @@ class _Before:
     cache_dir: str
     device: str
     automatic: str
+    hub_name: str
+    revision: str
 
 
 def _plan_before(target: Target) -> _Before:
@@ -246,11 +266,15 @@ def _read_before(path: Path) -> _Before:
     try:
         raw = json.loads(path.read_text())
         automatic = [each["value"] for each in raw["choices"] if each["key"] == "rollout.scheme"]
+        known = {name: str(raw["model"].get(name, "")) for name in ("path", "source", "builtin", "revision", "commit")}
+        model = ModelPlan(**known, trust_remote_code=False)
         return _Before(
             steps=int(raw["steps"]),
             problems=Problems(
-                str(raw["task"]["train_parquet"]), model=str(raw["model"]["path"]), builtin=str(raw["model"]["builtin"])
+                str(raw["task"]["train_parquet"]), model=model.identity, builtin=model.builtin, commit=model.commit
             ),
+            hub_name=model.hub_name,
+            revision=model.revision,
             cache_dir=str(raw["cache_dir"]),
             device=str(raw["device"]),
             automatic=str(Scheme(automatic[0])) if automatic else "",

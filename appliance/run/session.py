@@ -222,6 +222,7 @@ def versions(plan: RunPlan) -> dict[str, object]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "distributions": {name: _version(name) for name in names},
+        **({"model": f"{plan.model.hub_name}@{plan.model.commit or 'unknown'}"} if plan.model.hub_name else {}),
         "fingerprint": fingerprint(),
     }
 

@@ -22,6 +22,7 @@ from appliance.run.session import cannot_write
 OF_THE_MODEL = frozenset(
     {
         *("remote-code", "model-missing", "model-incomplete", "model-damaged", "model-unreachable", "model-refused"),
+        "model-revision",
         *("model-unreadable", "architecture"),
     }
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,14 +19,22 @@ def download_model(name: str, *, revision: str, with_code: bool = False) -> Path
     """The folder of a model's snapshot in the hub's cache; what is there already is not fetched again.
 
     revision: commit, tag or branch, empty: the hub's `main`.  with_code: the Python files that come with it, too.
-    Raises OSError and huggingface_hub's errors.
+    Raises OSError (huggingface_hub's own errors are) when it is neither to be had nor whole in the cache.
     """
+    import httpx
     from huggingface_hub import snapshot_download  # loads a network client: only when the hub is asked
 
     patterns = [*MODEL_FILES, *([REMOTE_CODE] if with_code else [])]
-    return Path(
-        snapshot_download(name, revision=revision or None, allow_patterns=patterns, tqdm_class=_with_signs_of_life())
+    ask = functools.partial(
+        snapshot_download, name, revision=revision or None, allow_patterns=patterns, tqdm_class=_with_signs_of_life()
     )
+    try:
+        return Path(ask())
+    except (OSError, httpx.HTTPError) as error:  # of a commit it wants to know the files, which a cache may not say
+        try:
+            return Path(ask(local_files_only=True))
+        except OSError:
+            raise OSError(str(error)) from error
 
 
 def download_data(name: str, *, file: str) -> Path:

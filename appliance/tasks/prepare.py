@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from appliance.errors import RecipeError
+from appliance.errors import EngineError, RecipeError
 from appliance.plan.model import RunPlan, TaskPlan
 from appliance.plan.read import read_plan
 from appliance.run.boundary import told
@@ -25,6 +25,7 @@ from appliance.run.events import append_event
 from appliance.run.heartbeat import Heartbeat
 from appliance.run.stacks import keep_stacks
 from appliance.tasks import arithmetic, dapo_math, gsm8k
+from appliance.tasks.hub import download_model
 from appliance.tasks.library import DAPO_MATH
 from appliance.tasks.problem import Problem, Splits
 from appliance.tasks.tiny_spec import TINY_MODELS
@@ -36,15 +37,32 @@ _PROGRESS_EVERY_S = 0.5
 def is_prepared(plan: RunPlan) -> bool:
     """Whether the cache has all that the plan names. Imports no torch."""
     data = os.path.isfile(plan.task.train_parquet) and os.path.isfile(plan.task.val_parquet)
-    return data and (not plan.model.builtin or os.path.isfile(Path(plan.model.path) / "config.json"))
+    return data and _has_model(plan)
+
+
+def _has_model(plan: RunPlan) -> bool:
+    """A name on the hub without a revision is left to those who load it."""
+    if not plan.model.builtin and not plan.model.is_pinned:
+        return True
+    is_there = os.path.isfile(Path(plan.model.path) / "config.json")
+    return is_there and (not plan.model.is_pinned or os.path.isfile(_fetched(plan)))
+
+
+def _fetched(plan: RunPlan) -> Path:
+    """A mark that the snapshot is whole: a download that broke off leaves some of its files."""
+    return Path(plan.cache_dir) / "models" / f"{plan.model.identity.replace('/', '--')}.fetched"
 
 
 def prepare(plan: RunPlan) -> None:
-    """Make what is missing. Raises RecipeError for data that cannot be used, OSError when the cache is not writable."""
+    """Make what is missing.
+
+    Raises RecipeError for data that cannot be used, OSError when the cache is not writable, EngineError when the hub
+    does not give the model.
+    """
     run_dir = Path(plan.run_dir)
     append_event(run_dir, kind="phase", what=PHASE)
-    if plan.model.builtin and not os.path.isfile(Path(plan.model.path) / "config.json"):
-        _make_model(plan)
+    if not _has_model(plan):
+        _make_model(plan) if plan.model.builtin else _fetch_model(plan)
     if not (os.path.isfile(plan.task.train_parquet) and os.path.isfile(plan.task.val_parquet)):
         _make_data(plan)
 
@@ -56,6 +74,21 @@ def _make_model(plan: RunPlan) -> None:
     report = _reporter(Path(plan.run_dir), label="warm start", total=spec.steps)
     with _cache_entry(Path(plan.model.path)) as folder:
         make_tiny_model(spec, difficulty=plan.task.difficulty, folder=folder, on_step=report)
+
+
+def _fetch_model(plan: RunPlan) -> None:
+    model = plan.model
+    try:
+        folder = download_model(model.source, revision=model.commit, with_code=model.trust_remote_code)
+    except OSError as error:
+        hint = "download it where there is a network, or give another model.revision"
+        raise EngineError(f"{model.identity} cannot be had from the hub: {error}", hint=hint) from error
+    if folder != Path(model.path):
+        raise EngineError(f"{model.identity} came to {folder}, not to {model.path}: two settings of the hub's cache?")
+    mark = _fetched(plan)
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    mark.touch()
+    append_event(Path(plan.run_dir), kind="note", what=f"the model is {model.identity}", why="model.revision")
 
 
 def _reporter(run_dir: Path, *, label: str, total: int) -> Callable[[int, float], None]:
@@ -107,9 +140,7 @@ def _short_enough(made: Splits, *, plan: RunPlan) -> Splits:
     from transformers import AutoTokenizer
 
     source = plan.model.path or plan.model.source
-    tokenizer = AutoTokenizer.from_pretrained(
-        source, revision=plan.model.revision or None, trust_remote_code=plan.model.trust_remote_code
-    )
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=plan.model.trust_remote_code)
     limit, heart = plan.task.max_prompt_tokens, Heartbeat()
 
     def fits(problem: Problem) -> bool:

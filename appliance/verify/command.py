@@ -15,6 +15,7 @@ from appliance.plan.build import build_plan
 from appliance.plan.env import PLAN_VARIABLE, THREADS_VARIABLE
 from appliance.plan.host import HostFacts
 from appliance.plan.model import RunPlan
+from appliance.preflight.hub import commit_for
 from appliance.preflight.probes import read_host
 from appliance.profile.found import find_profile
 from appliance.profile.job import job_of_plan
@@ -43,12 +44,13 @@ def run_verify(recipe: Recipe, *, schemes: tuple[Scheme, ...] | None, emulate: b
     with work_folder(recipe.cluster.run_dir, command="verify") as folder:
         host = read_host(folder)
         plans = [
-            build_plan(each, run_dir=folder, host=host) for each in _recipes(recipe, schemes=schemes, emulate=emulate)
+            build_plan(each, run_dir=folder, host=host, commit=commit_for(each))
+            for each in _recipes(recipe, schemes=schemes, emulate=emulate)
         ]
         plan, asked = plans[0], _asked(plans)
         _refuse_without_kernels([each for each, _ in asked], plan=plan, host=host)
         examine_for(plans, host=host, about=OF_THE_MODEL | OF_A_PROFILE | OF_AN_ENGINE)
-        if plan.model.builtin:
+        if plan.model.builtin or plan.model.is_pinned:
             make_inputs(plan, command="verify")
         rows, reference = [], None
         for each in _with_profiles(asked):

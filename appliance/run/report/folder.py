@@ -148,7 +148,7 @@ def _versions(path: Path) -> tuple[tuple[str, str], ...]:
     raw = json_object(_text(path))
     distributions = raw.get("distributions")
     named = distributions.items() if isinstance(distributions, dict) else ()
-    plain = [(name, raw[name]) for name in ("python", "platform", "fingerprint") if name in raw]
+    plain = [(name, raw[name]) for name in ("model", "python", "platform", "fingerprint") if name in raw]
     return tuple((str(name), str(version)) for name, version in (*named, *plain))
 
 

@@ -1,0 +1,241 @@
+"""`model.revision`: a model of the hub at one commit, in plan, preflight, preparation and resume.
+
+The hub's cache is small and real, huggingface_hub is the real one, and there is no network.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from plans import HOST
+from stopped_runs import save, stopped
+
+from appliance.cluster.identity import describe_node, question_of
+from appliance.errors import PreflightError, RecipeError
+from appliance.plan.build import Begun, build_plan
+from appliance.plan.env import LOG_DIR_VARIABLE
+from appliance.plan.model import RunPlan
+from appliance.plan.read import read_plan
+from appliance.preflight.checks import judge
+from appliance.preflight.finding import Severity
+from appliance.preflight.probes import read_inputs
+from appliance.preflight.report import examine
+from appliance.recipe.dump import to_yaml
+from appliance.recipe.load import load_recipe
+from appliance.recipe.schema import Recipe
+from appliance.run.heartbeat import HEARTBEAT_FILE
+from appliance.run.resume import begun_with, find_start, find_target, refuse_changes, refuse_misfit
+from appliance.run.session import versions
+from appliance.tasks import hub as hub_of_tasks
+from appliance.tasks.prepare import is_prepared
+
+NAME, OLD, NEW, GONE = "owner/model", "a1" * 20, "b2" * 20, "c3" * 20
+HEADER = json.dumps({"a": {"dtype": "BF16", "shape": [4], "data_offsets": [0, 8]}}).encode()
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The model in the hub's cache: `main` is the new commit, the tag `v1` the old one."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = tmp_path / "hub" / "models--owner--model"
+    (folder / "refs").mkdir(parents=True)
+    for ref, commit in (("main", NEW), ("v1", OLD)):
+        (folder / "refs" / ref).write_text(commit)
+        snapshot = folder / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"], "of": commit}))
+        (snapshot / "tokenizer.json").write_text("{}")
+        (snapshot / "model.safetensors").write_bytes(len(HEADER).to_bytes(8, "little") + HEADER + bytes(8))
+    return folder
+
+
+def recipe(*sets: str) -> Recipe:
+    model = ("model.builtin=null", f"model.path={NAME}", "task.long_prompts=truncate", "trainer.steps=9")
+    return load_recipe("arithmetic-tiny-int8", sets=(*model, *sets))
+
+
+def planned(tmp_path: Path, *sets: str, **more: str) -> RunPlan:
+    return build_plan(recipe(*sets), run_dir=tmp_path / "small-1", host=HOST, **more)
+
+
+@pytest.mark.parametrize(("revision", "commit"), [("v1", OLD), ("main", NEW), (OLD, OLD)])
+def test_a_revision_is_the_folder_of_its_commit_for_all_who_load(
+    tmp_path: Path, cache: Path, revision: str, commit: str
+) -> None:
+    plan = planned(tmp_path, f"model.revision={revision}")
+    folder = str(cache / "snapshots" / commit)
+    assert (plan.model.path, plan.model.commit, plan.model.hub_name) == (folder, commit, NAME)
+    assert plan.trained_model == folder
+    assert f"actor_rollout_ref.model.path={folder}" in plan.argv
+    plan.write(tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json") == plan
+    assert versions(plan)["model"] == f"{NAME}@{commit}"
+
+
+def test_without_a_revision_the_name_is_loaded(tmp_path: Path, cache: Path) -> None:
+    plan = planned(tmp_path)
+    assert (plan.model.path, plan.model.commit, plan.model.is_pinned) == (NAME, "", False)
+    assert examine(recipe(), run_dir=tmp_path / "a-1", ask_hub=True)[0].model.commit == NEW
+    assert versions(plan)["model"] == f"{NAME}@unknown"
+
+
+def test_problems_are_told_apart_by_the_commit_and_not_by_the_place_of_the_cache(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (planned(tmp_path, f"model.revision={each}").task.train_parquet for each in ("v1", "main"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
+    moved = planned(tmp_path, f"model.revision={OLD}").task.train_parquet
+    assert first == moved != second
+
+
+@pytest.mark.parametrize("revision", ["../main", "/etc", "a//b", "a/../b", ".x", "a b", "é", "x" * 201])
+def test_a_revision_that_leads_out_of_the_cache_is_refused(revision: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        recipe(f"model.revision={revision}")
+    assert "model.revision" in caught.value.problems[0][0]
+
+
+def test_only_a_model_of_the_hub_has_a_revision(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="a built-in model has none"):
+        load_recipe("arithmetic-tiny-int8", sets=("model.revision=v1",))
+    with pytest.raises(RecipeError, match=rf"model\.revision: {tmp_path} is not a model on the hub"):
+        planned(tmp_path, f"model.path={tmp_path}", "model.revision=v1")
+
+
+# preflight
+
+
+def errors(plan: RunPlan) -> dict[str, str]:
+    found = judge(plan, host=HOST, inputs=read_inputs(plan, ask_hub=True))
+    return {each.code: each.message for each in found if each.severity is Severity.ERROR}
+
+
+def test_preflight_looks_at_the_commit_that_is_meant(tmp_path: Path, cache: Path) -> None:
+    assert errors(planned(tmp_path, "model.revision=v1")) == {}
+    (cache / "snapshots" / OLD / "model.safetensors").unlink()
+    assert errors(planned(tmp_path)) == {}
+    assert errors(planned(tmp_path, "model.revision=v1")) == {
+        "model-unreachable": "`owner/model` is not a folder and not in the hub's cache, and HF_HUB_OFFLINE is set"
+    }
+
+
+def test_a_revision_that_nobody_knows_is_named(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("appliance.preflight.hub.is_offline", lambda: False)
+    monkeypatch.setattr("appliance.preflight.hub.problem", lambda: "")
+    monkeypatch.setattr("appliance.preflight.hub.refusal", lambda name, *, revision: "")
+    monkeypatch.setattr("appliance.preflight.hub._asked", lambda name, of: ("", "the hub answers 404"))
+    assert errors(planned(tmp_path, "model.revision=v9")) == {
+        "model-revision": "it is not known which commit of `owner/model` `v9` is: the hub answers 404"
+    }
+
+
+def test_the_hub_is_asked_for_the_revision_of_the_recipe(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tag that moved counts as the hub has it, but for a run that began with another commit."""
+    asked: list[tuple[str, str]] = []
+    monkeypatch.setattr("appliance.preflight.hub.is_offline", lambda: False)
+    monkeypatch.setattr("appliance.preflight.hub._asked", lambda name, of: asked.append((name, of)) or (NEW, ""))
+    pinned = recipe("model.revision=v1")
+    plan = examine(pinned, run_dir=tmp_path / "a-1", ask_hub=True)[0]
+    assert (plan.model.commit, asked) == (NEW, [(NAME, "v1")])
+    begun = Begun("cpu", None, model=NAME, revision="v1", commit=OLD)
+    assert examine(pinned, run_dir=tmp_path / "a-1", ask_hub=True, begun=begun)[0].model.commit == OLD
+    other = replace(begun, revision="v0")
+    assert examine(pinned, run_dir=tmp_path / "a-1", ask_hub=True, begun=other)[0].model.commit == NEW
+
+
+def test_nodes_are_compared_by_the_folder_of_the_commit(tmp_path: Path, cache: Path) -> None:
+    plan = planned(tmp_path, "model.revision=v1")
+    report = describe_node(question_of(plan))
+    assert report.model and report.model_problem == ""
+    assert report.model != describe_node(question_of(planned(tmp_path, "model.revision=main"))).model
+    (cache / "snapshots" / OLD / "config.json").unlink()
+    assert describe_node(question_of(plan)).model_problem == "no such folder, or without config.json"
+
+
+# preparation
+
+
+def prepare(plan: RunPlan) -> int:
+    run_dir = Path(plan.run_dir)
+    run_dir.mkdir(exist_ok=True)
+    plan.write(run_dir / "plan.json")
+    argv = [sys.executable, "-m", "appliance.tasks.prepare", str(run_dir / "plan.json")]
+    return subprocess.run(argv, env=dict(os.environ), timeout=120, check=False, capture_output=True).returncode
+
+
+def test_the_snapshot_is_fetched_before_anything_loads_it(tmp_path: Path, cache: Path) -> None:
+    """By huggingface_hub itself, which finds it in its cache; what is not there ends the preparation with a word."""
+    plan = planned(tmp_path, "model.revision=v1")
+    assert not is_prepared(plan)  # the folder alone may be half a download
+    assert prepare(plan) == 0
+    assert is_prepared(plan)
+    assert not is_prepared(planned(tmp_path, "model.revision=main"))
+    gone = planned(tmp_path, f"model.revision={GONE}")
+    assert prepare(gone) == 4 and not is_prepared(gone)
+    said = [json.loads(line) for line in (tmp_path / "small-1" / "events.jsonl").read_text().splitlines()]
+    assert said[-1]["what"].startswith(f"{NAME}@{GONE} cannot be had from the hub: ")
+
+
+def test_a_download_shows_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As huggingface_hub moves its bar; what is fetched holds no pickle, and no code unless it is asked for."""
+    import huggingface_hub
+
+    told: list[dict[str, object]] = []
+    monkeypatch.setenv(LOG_DIR_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **more: told.append(more) or str(tmp_path))
+    assert hub_of_tasks.download_model(NAME, revision=OLD) == tmp_path
+    hub_of_tasks.download_model(NAME, revision="", with_code=True)
+    assert [each["revision"] for each in told] == [OLD, None]
+    assert ["*.py" in each["allow_patterns"] for each in told] == [False, True]
+    bar = told[0]["tqdm_class"](total=2, disable=True)
+    assert not (tmp_path / HEARTBEAT_FILE).exists()
+    bar.update(1)
+    assert (tmp_path / HEARTBEAT_FILE).exists()
+
+
+# resume
+
+
+def begun_run(tmp_path: Path, *sets: str, commit: str) -> Path:
+    plan = planned(tmp_path, *sets, commit=commit)
+    run_dir = stopped(plan)
+    (run_dir / "recipe.yaml").write_text(to_yaml(recipe(*sets)))
+    save(run_dir, 3)
+    return run_dir
+
+
+def test_a_hub_that_moved_on_is_refused_and_what_the_run_began_with_is_taken(tmp_path: Path, cache: Path) -> None:
+    run_dir = begun_run(tmp_path, commit=OLD)
+    target = find_target(str(run_dir), root=tmp_path, recipe_name="", name=None)
+    assert target is not None and begun_with(target) == Begun("cpu", None, model=NAME, commit=OLD)
+    start = find_start(target)
+    refuse_misfit(start, plan=planned(tmp_path, commit=OLD))
+    refuse_misfit(start, plan=planned(tmp_path))  # nobody knows: the hub was not there
+    with pytest.raises(PreflightError) as caught:
+        refuse_misfit(start, plan=planned(tmp_path, commit=NEW))
+    assert caught.value.message == f"{NAME}: main is {NEW} on the hub now, the run began with {OLD}"
+    assert caught.value.hint == f"go on with what it began with: --set model.revision={OLD}"
+    named = f"model.revision={OLD}"
+    refuse_changes(recipe(named), target=target, force=False)
+    refuse_misfit(start, plan=planned(tmp_path, named))
+    with pytest.raises(RecipeError, match=r"model\.revision: the run has None, the recipe 'v1'"):
+        refuse_changes(recipe("model.revision=v1"), target=target, force=False)
+
+
+def test_a_run_with_a_revision_refuses_another_even_when_forced(tmp_path: Path, cache: Path) -> None:
+    run_dir = begun_run(tmp_path, "model.revision=v1", commit=OLD)
+    target = find_target(str(run_dir), root=tmp_path, recipe_name="", name=None)
+    assert target is not None
+    assert begun_with(target) == Begun("cpu", None, model=NAME, revision="v1", commit=OLD)
+    refuse_misfit(find_start(target), plan=planned(tmp_path, "model.revision=v1"))
+    with pytest.raises(PreflightError, match=f"{NAME}: main is {NEW} on the hub now"):
+        refuse_misfit(find_start(target), plan=planned(tmp_path, "model.revision=main"))
