@@ -176,12 +176,13 @@ def short_root(folder_of_workers: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def short(short_root: Path) -> Finished:
-    """A training of a few steps that nothing disturbs, for every test that looks at one or compares with it."""
-    from trainings import SHORT, train
+    """A training of a few steps that nothing disturbs, for every test that looks at one or compares with it. Whoever
+    starts it has secrets."""
+    from trainings import SHORT, train, with_secrets
 
     def make() -> Finished:
         with busy_ports():
-            return train(short_root, *SHORT, name="short")
+            return train(short_root, *SHORT, name="short", env=with_secrets(short_root.parent))
 
     finished = once(short_root / "finished", make)
     assert finished.code == 0, finished.stderr[-4000:]

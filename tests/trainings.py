@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -21,6 +22,24 @@ SHORT = (
     f"task.val_size={VALIDATION_PROBLEMS}",
     "logging.backends=[tensorboard, trackio]",
 )
+
+
+SECRETS = ("planted-key-of-wandb-9d41", "hf_plantedTokenOfTheHub7c02")  # words that are nowhere else
+
+
+def with_secrets(folder: Path) -> dict[str, str]:
+    """This environment with a user's secrets: wandb's key in a variable, the hub's token in a file in that folder."""
+    token = folder / "hub-token"
+    token.write_text(SECRETS[1])
+    token.chmod(0o600)
+    return {**os.environ, "WANDB_API_KEY": SECRETS[0], "HF_TOKEN_PATH": str(token)}
+
+
+def holding(folder: Path, *words: str, but: Path | None = None) -> list[str]:
+    """The files below a folder that have one of the words in them. but: one that is meant to."""
+    files = [file for file in folder.rglob("*") if file.is_file() and file != but]
+    assert files, f"{folder} has no files"
+    return [str(file) for file in files if any(word.encode() in file.read_bytes() for word in words)]
 
 
 @dataclass(frozen=True)
@@ -43,11 +62,17 @@ def command(root: Path, *sets: str, name: str, recipe: str = "arithmetic-tiny-in
     return [sys.executable, "-m", "appliance", "train", recipe, "--name", name, *arguments]
 
 
-def train(root: Path, *sets: str, name: str, recipe: str = "arithmetic-tiny-int8", timeout_s: float = 900) -> Finished:
-    """A training to its end, whichever that is."""
+def train(
+    root: Path,
+    *sets: str,
+    name: str,
+    recipe: str = "arithmetic-tiny-int8",
+    timeout_s: float = 900,
+    env: dict[str, str] | None = None,
+) -> Finished:
+    """A training to its end, whichever that is. env: its whole environment, None: this one."""
     since = bystanders()
-    done = subprocess.run(
-        command(root, *sets, name=name, recipe=recipe), capture_output=True, text=True, timeout=timeout_s, check=False
-    )
+    line = command(root, *sets, name=name, recipe=recipe)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=timeout_s, check=False, env=env)
     left = tuple(map(str, left_of(root / name, since=since)))
     return Finished(code=done.returncode, stdout=done.stdout, stderr=done.stderr, run_dir=root / name, left=left)

@@ -14,7 +14,7 @@ from statistics import median
 
 import pytest
 from left_behind import bystanders, left_of
-from trainings import STEPS, VALIDATION_PROBLEMS, Finished, command, train
+from trainings import SECRETS, STEPS, VALIDATION_PROBLEMS, Finished, command, holding, train
 
 pytestmark = pytest.mark.e2e
 
@@ -111,6 +111,12 @@ def test_the_run_folder_is_complete(short: Finished) -> None:
     }
     assert (short.run_dir / "logs" / "1" / "train.log").stat().st_size > 0
     assert "Traceback" not in short.stderr and "killed by signal" not in short.stderr
+
+
+def test_no_secret_of_the_environment_is_in_what_a_run_leaves(short: Finished) -> None:
+    """Logs and databases included. The files are read as bytes, so none is passed over."""
+    assert holding(short.run_dir, *SECRETS) == [] == holding(short.run_dir.parent / ".trackio", *SECRETS)
+    assert not any(secret in short.stdout + short.stderr for secret in SECRETS)
 
 
 def test_the_page_shows_the_run(short: Finished) -> None:
