@@ -168,6 +168,29 @@ def test_splits_take_the_first_of_each_file(tmp_path: Path) -> None:
     assert [each.truth for each in made.val] == ["100", "101", "102"]
 
 
+def test_a_hub_that_has_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The network alone is not the real one. A row that is there twice counts once, one of both splits is validated."""
+    import datasets
+
+    on_the_hub = {"train": [row(1200), row(3), row(1200), row(5)], "test": [row(5), row(7)]}
+    asked = []
+
+    def load_dataset(name: str, config: str, *, split: str) -> datasets.Dataset:
+        asked.append((name, config, split))
+        return datasets.Dataset.from_list([json.loads(each) for each in on_the_hub[split]])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    made = splits(train_file="", val_file="", seed=0, train_size=0, val_size=0)
+    assert asked == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
+    assert {each.truth for each in made.train} == {"1200", "3"} and len(made.train) == 2
+    assert [each.truth for each in made.val] == ["5", "7"]
+    assert made.val[1].prompt == "A baker makes 7 loaves and sells none. How many loaves are left?" + INSTRUCTION
+    assert made.notes == (
+        "train: 4 rows, 3 distinct problems: each counts once",
+        "train: 1 problems are in the validation data as well and are left out",
+    )
+
+
 def test_splits_say_when_the_hub_is_away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import datasets
 
