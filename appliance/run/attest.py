@@ -26,16 +26,16 @@ def fingerprint() -> str:
 
     Two processes with one fingerprint run the same program.
     """
+    return fingerprint_of(_PACKAGE.parent)
+
+
+def fingerprint_of(root: Path) -> str:
+    """root: the folder with `appliance/` and, in a checkout and in our image, `requirements/`."""
     digest = hashlib.sha256()
-    for path in _fingerprinted():
-        digest.update(str(path.relative_to(_PACKAGE.parent)).encode() + b"\0")
+    for path in (*sorted((root / _PACKAGE.name).rglob("*.py")), *sorted((root / "requirements").glob("*.txt"))):
+        digest.update(str(path.relative_to(root)).encode() + b"\0")
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
-
-
-def _fingerprinted() -> Iterator[Path]:
-    yield from sorted(_PACKAGE.rglob("*.py"))
-    yield from sorted((_PACKAGE.parent / "requirements").glob("*.txt"))
 
 
 def write_attestation(

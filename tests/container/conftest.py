@@ -11,19 +11,12 @@ from pathlib import Path
 
 import pytest
 from docker.models.containers import Container
-from images import IMAGE, USER, give_to, open_to_all, remove_our_volumes, removed_at_the_end, said_by
+from images import IMAGE, USER, give_to, open_to_all, remove_our_volumes, removed_at_the_end, said_by, unavailable
 
 from appliance.run.attest import fingerprint
 
 FIRST_RUN_S = 1200
 os.environ["TESTCONTAINERS_RYUK_DISABLED"] = "true"  # its reaper is an image of a registry; the fixtures clean up
-
-
-def unavailable(reason: str) -> None:
-    """Skip, or fail where a Docker engine is required."""
-    if os.environ.get("APPLIANCE_REQUIRE_DOCKER") == "1":
-        pytest.fail(f"APPLIANCE_REQUIRE_DOCKER=1, and {reason}", pytrace=False)
-    pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")

@@ -8,12 +8,20 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from docker import DockerClient
 from docker.models.containers import Container
 
 IMAGE = "flashrl-appliance:cpu"
 USER = 10001
 PROJECT = "flashrl-test"  # of compose
+
+
+def unavailable(reason: str) -> None:
+    """Skip, or fail where a Docker engine is required."""
+    if os.environ.get("APPLIANCE_REQUIRE_DOCKER") == "1":
+        pytest.fail(f"APPLIANCE_REQUIRE_DOCKER=1, and {reason}", pytrace=False)
+    pytest.skip(reason)
 
 
 @contextmanager

