@@ -2,8 +2,8 @@
 
 One engine per scheme in this process takes the same tensors in turn, again and again, as a worker of a run does: each
 is copied out of the trainer's memory, digested, loaded, and everything is proven. Random weights of a Qwen2's shapes.
-The times are of the worker's side from the first tensor to the last proof; the trainer's side (its own digests, one
-copy into shared memory) is the same for every scheme and is printed beside them.
+The times are of the worker's side from the first tensor to the last proof. The trainer's side (its own digests, one
+copy into shared memory) is the same for every scheme and not in them: a run's `digest_s` has the digests of both ends.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ step: 2^-4 of |x| for a normal result, 2^-10 for one below 2^-6. r, x and q * s 
 4 * 2^-24 of |w| together; below s = 2^-117 (`fp8` only) q * s may be a denormal.
 
 Tensor parallel: `absmax` of the whole tensor makes the codes of a shard the shard of the codes; for `fp8-block` a
-shard must start at a multiple of 128.
+shard must start at a multiple of 128. Activations are not invariant where a scale covers a token: a rank of a
+row-parallel layer sees a part of each token only and scales it by its own largest value, as vLLM's kernels do.
 """
 
 from __future__ import annotations

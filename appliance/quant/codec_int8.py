@@ -17,7 +17,8 @@ Bound: |w - w'| <= s * (1/2 + 127 * 2^-22), for s a normal float32 number and 12
 float32 weight an ulp or two below that can have w' infinite).
 
 Tensor parallel: a rank that has some of the columns gets the a_n of the whole row, and its codes are the shard of the
-whole row's codes. Values above a given a_n saturate at +-127.
+whole row's codes. Values above a given a_n saturate at +-127. Activations are not invariant: a rank of a row-parallel
+layer sees a part of each token only and scales it by its own largest value, as vLLM's kernels do.
 """
 
 from __future__ import annotations
