@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from left_behind import bystanders, left_of
 
 SLOW = (
     "import sys, time; from appliance import cli\n"
@@ -55,3 +58,42 @@ def test_hangup_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, "stopped by SIGTERM, there was nothing to save\n")
+
+
+# Preflight's own child, which grades a few problems, stands still: every Python imports this at its start.
+STILL = (
+    "import os, pathlib, sys, time\n"
+    "if 'appliance.tasks.sample' in sys.orig_argv:\n"
+    "    pathlib.Path(os.environ['SAYS_SO']).touch(); time.sleep(100)\n"
+)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_in_the_preflight_of_a_training_leaves_no_child_and_no_folder(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    """Ctrl-C goes to all that share the terminal, SIGTERM to the launcher alone."""
+    (tmp_path / "sitecustomize.py").write_text(STILL)
+    said, runs = tmp_path / "said", tmp_path / "runs"
+    paths = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    since = bystanders()
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "appliance", "train", "arithmetic-tiny-int8", "--set", f"cluster.run_dir={runs}"],
+        env={**os.environ, "PYTHONPATH": paths, "SAYS_SO": str(said)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    while not said.exists():
+        assert launcher.poll() is None, launcher.communicate()
+        time.sleep(0.02)
+    assert len(left_of(runs, since=since)) == 2
+    if number == signal.SIGINT:
+        os.killpg(launcher.pid, number)
+    else:
+        launcher.send_signal(number)
+    out, err = launcher.communicate(timeout=60)
+    assert (launcher.returncode, out, err) == (130, "", f"stopped by {number.name}, there was nothing to save\n")
+    assert left_of(runs, since=since) == []
+    assert not runs.exists()

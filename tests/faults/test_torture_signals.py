@@ -82,6 +82,23 @@ def test_a_final_validation_that_was_cut_is_made_by_the_next_attempt(new_run: Ca
     assert (run.run_dir / "model" / "config.json").is_file()
 
 
+def test_a_save_that_takes_longer_than_it_may_is_ended(new_run: Callable[..., Run]) -> None:
+    """The older checkpoint is whole, and the next attempt goes on from it."""
+    run = new_run("budget", trainer__steps="14", checkpoint__every_steps="5", guard__save_budget_s="0.1")
+    run.start()
+    assert run.wait_for(lambda: len(run.steps) > 5), run.said[-3000:]  # 5 is saved, and 4 more are not
+    assert stop_in(run, "rollout") == 130, run.said[-3000:]
+    said = "stopped by SIGTERM, and the state was not saved in time; what was not saved before is lost"
+    assert run.record()["reason"] == said
+    assert run.steps[-1] < 10 and damage(checkpoint_folder(run.run_dir, step=5)) == []
+    assert run.processes() == []
+    run.start()
+    assert run.end() == 0, run.said[-3000:]
+    assert [event["what"] for event in run.events("resume")] == ["attempt 2 goes on after step 5"]
+    assert run.steps == list(range(1, 15)) and run.damaged_files() == []
+    assert run.processes() == []
+
+
 def test_ctrl_c_twice_stops_at_once(new_run: Callable[..., Run]) -> None:
     run = new_run("twice", trainer__steps="30", checkpoint__every_steps="0")
     run.start()

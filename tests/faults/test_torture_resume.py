@@ -1,0 +1,89 @@
+"""So many steps in one go, and the half of them, SIGKILL to the whole run, and the other half: the same tokens, metrics
+and weights, with everything that a resume has to bring back. `make torture`."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from killable import Run
+
+pytestmark = pytest.mark.torture
+
+OF_A_CLOCK = "_s"
+WEIGHTS = "model/model.safetensors"
+
+
+@dataclass(frozen=True)
+class Case:
+    """steps: of the run; it is killed once the half of them is saved.  in_order: results are kept as they were asked
+    for. Dynamic sampling keeps them as they come, so that samples.jsonl shows another prompt of the same batch."""
+
+    steps: int
+    sets: dict[str, str] = field(default_factory=dict)
+    in_order: bool = True
+
+
+CASES = {
+    # The rate still rises when it is killed: one that began anew would be another.
+    "warm-up": Case(20, {"optimizer.warmup_steps": "15"}),
+    "dapo-uaq-clipping": Case(
+        8,
+        {
+            "algorithm.kind": "dapo",
+            "algorithm.overlong_tokens": "4",
+            "algorithm.overlong_penalty": "0.5",
+            "batch.generation_prompts": "16",
+            "correction.uaq_scale": "1.5",
+            "correction.method": "calibrated-clipping",
+            "correction.shadow_every": "3",
+        },
+        in_order=False,
+    ),
+    "two-ranks": Case(6, {"cluster.gpus_per_node": "2"}),
+}
+
+
+def without_times(run: Run) -> list[dict[str, Any]]:
+    """Every line of metrics without what a clock says."""
+    lines = run.lines("metrics.jsonl")
+    return [{key: value for key, value in line.items() if not key.endswith(OF_A_CLOCK)} for line in lines]
+
+
+def samples(run: Run, case: Case) -> list[Any]:
+    """(step, validation, training) of each line."""
+    lines = run.lines("samples.jsonl")
+    return [(line["step"], line["validation"], line["training"] if case.in_order else None) for line in lines]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_in_two_halves_is_the_run_in_one_go(name: str, new_run: Callable[..., Run]) -> None:
+    case = CASES[name]
+    half = case.steps // 2
+    sets = {**case.sets, "trainer.steps": str(case.steps), "checkpoint.every_steps": str(half)}
+    whole, halves = new_run(f"whole-{name}", **sets), new_run(f"halves-{name}", **sets)
+    whole.start()
+    assert whole.end() == 0, whole.said[-3000:]
+    halves.start()
+    saved = f"step {half} is saved"
+    assert halves.wait_for(lambda: saved in [event["what"] for event in halves.events("checkpoint")]), halves.said[
+        -3000:
+    ]
+    halves.launcher.kill()
+    assert halves.end() == -signal.SIGKILL and halves.steps[-1] < case.steps
+    halves.start()
+    assert halves.end() == 0, halves.said[-3000:]
+    assert [event["what"] for event in halves.events("resume")] == [f"attempt 2 goes on after step {half}"]
+    assert halves.steps == list(range(1, case.steps + 1))
+    assert without_times(halves) == without_times(whole)
+    assert samples(halves, case) == samples(whole, case)
+    assert len(samples(whole, case)) >= case.steps
+    assert halves.lines("clipping.jsonl") == whole.lines("clipping.jsonl")
+    assert bool(whole.lines("clipping.jsonl")) == ("calibrated-clipping" in case.sets.values())
+    assert (halves.run_dir / WEIGHTS).read_bytes() == (whole.run_dir / WEIGHTS).read_bytes()
+    assert halves.damaged_files() == [] and halves.processes() == []
+    if case.sets.get("algorithm.kind") == "dapo":
+        assert sum(line["filtered_prompts"] for line in whole.lines("metrics.jsonl")) > 0

@@ -1,0 +1,159 @@
+"""`python saved_at_points.py FOLDER`: the trainer's own save of step 2, beside step 1, ended at each of its points.
+
+A point is a file operation: opening, making, renaming and removing, which Python's audit events come before, whoever
+calls them; and each write and fsync. It ends by `kill`, SIGKILL at the point with a write half done; and by `full`, a
+disk where from the point on nothing that needs room succeeds. Each end has a run folder FOLDER/<how>/<number> and a
+process of its own. Prints a JSON line per end: [how, the point's operation, the exit code of the process].
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import plans
+
+from appliance.errors import CheckpointError
+from appliance.plan.model import CheckpointPlan
+from appliance.trainer.checkpoints import Checkpoints
+from appliance.trainer.metrics import append_metrics
+
+CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir")
+ROOM = ("os.mkdir", "os.rename", "write", "fsync")  # may fail on a full disk
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+PASSED = 0  # the number of no point
+_OPEN, _WRITE = io.open, os.write
+
+
+class Points:
+    """Counts the points of a save from where it is made, and ends the process at number `at`."""
+
+    def __init__(self, run_dir: Path, *, at: int, how: str) -> None:
+        self.reached: list[str] = []
+        self._run_dir = str(run_dir)
+        self._at, self._how = at, how
+        self._lock = threading.Lock()  # files are hashed by several threads
+        sys.addaudithook(self._hear)
+        io.open, os.write, os.fsync = self._open, self._write, lambda _: self._reach("fsync")
+
+    def _reach(self, what: str, *, needs_room: bool = True, half: Callable[[], object] = lambda: None) -> None:
+        with self._lock:
+            self.reached.append(what)
+            number = len(self.reached)
+            if self._how == "kill" and number == self._at:
+                half()
+                os.kill(os.getpid(), signal.SIGKILL)
+        if self._how == "full" and PASSED < self._at <= number and needs_room:
+            half()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in ("open", *CHANGES) or isinstance(arguments[0], int):
+            return
+        path = os.fsdecode(arguments[0])  # below an open folder it is only a name
+        if not os.path.isabs(path) or path.startswith(self._run_dir):
+            self._reach(event, needs_room=event in ROOM or (event == "open" and bool(arguments[2] & WRITING)))
+
+    def _open(self, file: Any, mode: str = "r", *others: Any, **named: Any) -> Any:
+        opened = _OPEN(file, mode, *others, **named)
+        return opened if set(mode) <= set("rbt") else Tearing(opened, self)
+
+    def _write(self, descriptor: int, content: bytes) -> int:
+        """A full disk takes a part and says how much."""
+        half = content[: len(content) // 2]
+        try:
+            self._reach("write", half=lambda: _WRITE(descriptor, half))
+        except OSError:
+            return len(half)
+        return _WRITE(descriptor, content)
+
+    def write(self, file: Any, content: Any) -> int:
+        def half() -> None:
+            file.write(content[: len(content) // 2])
+            file.flush()
+
+        self._reach("write", half=half)
+        return file.write(content)
+
+
+class Tearing:
+    """A file that is open for writing."""
+
+    def __init__(self, file: Any, points: Points) -> None:
+        self._file, self._points = file, points
+
+    def __enter__(self) -> Tearing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, content: Any) -> int:
+        return self._points.write(self._file, content)
+
+
+def write_ranks(folder: Path, step: int) -> None:
+    """In the place of verl's workers."""
+    (folder / "actor").mkdir()
+    for name in ("model", "optim"):
+        (folder / "actor" / f"{name}_world_size_1_rank_0.pt").write_bytes(os.urandom(1000))
+
+
+def save(run_dir: Path, step: int, *, at: int = PASSED, how: str = "") -> list[str]:
+    """One step's end, with a point to end at where there is a `how`. Returns the points that it passed."""
+    plan = replace(plans.make_plan(run_dir), checkpoint=CheckpointPlan(every_steps=1, keep=1))
+    checkpoints = Checkpoints(plan, save_workers=write_ranks, data_state=lambda: {"position": step})
+    line = append_metrics(run_dir, {"step": step, "time_s": 1.0})
+    (run_dir / "guard.json").write_text(json.dumps({"step": step}))
+    points = Points(run_dir, at=at, how=how) if how else None
+    checkpoints.end_step(line, is_last=False)
+    return points.reached if points else []
+
+
+def in_a_child(template: Path, run_dir: Path, *, at: int, how: str) -> int:
+    """Exit code: 0, ENOSPC where the save failed, -9 where it was killed. The points go into a file beside the run."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = 1
+    try:
+        shutil.copytree(template, run_dir)
+        run_dir.with_suffix(".points").write_text(json.dumps(save(run_dir, 2, at=at, how=how)))
+        code = 0
+    except (CheckpointError, OSError) as error:
+        full = isinstance(error, CheckpointError) or error.errno == errno.ENOSPC
+        code = errno.ENOSPC if full else 1
+    finally:
+        os._exit(code)
+
+
+def main(root: Path) -> None:
+    template = root / "template"
+    template.mkdir(parents=True)
+    (template / "metrics.jsonl").touch()
+    save(template, 1)
+    if in_a_child(template, root / "0", at=PASSED, how="none"):
+        sys.exit("the save fails by itself")
+    points = json.loads((root / "0.points").read_text())
+    for how in ("kill", "full"):
+        for number, operation in enumerate(points, start=1):
+            code = in_a_child(template, root / how / str(number), at=number, how=how)
+            sys.stdout.write(json.dumps([how, operation, code]) + "\n")
+            sys.stdout.flush()  # before a fork copies what waits
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
