@@ -30,7 +30,7 @@ image-gpu: ## build the image flashrl-appliance:gpu: compiles flash-attn, needs 
 setup: ## build .venv from the locks; changes nothing when it is up to date
 	@requirements/setup.sh
 
-torture: setup ## kill real trainings again and again, for hours: ARGS="-k kills" picks some
+torture: setup ## kill real trainings again and again, up to two hours: ARGS="-k kills" picks some
 	@.venv/bin/python -m pytest -m torture -s tests/faults tests/cluster $(ARGS)
 
 fuzz: setup ## more than 100 000 cases of bad input, each refused or read: ARGS="-k manifests" picks some

@@ -50,7 +50,7 @@ def refuse_unlisted(report: Report, *, skips: list[tuple[str, str]]) -> Report:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The tests that take hours run only when they are asked for by their marker: `-m torture`."""
+    """The tests that take an hour and more run only when they are asked for by their marker: `-m torture`."""
     if is_worker(config):
         items[:] = trainings_first(items)
     if "torture" in config.option.markexpr:
