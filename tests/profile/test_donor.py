@@ -1,4 +1,8 @@
-"""The donor form against FlashRL's own method, on pairs made here as SmoothQuant makes them."""
+"""The donor form against FlashRL's own method, on pairs made as SmoothQuant makes them.
+
+Compared with numbers that FlashRL 1.0.3's own `profiling_int8` made of a pair that lies here (flashrl_pair/, with how
+it was made), and with its formulas written again, in its order and shapes, on a larger pair made by the test.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,8 @@ from appliance.quant.scheme import Scheme
 ORIGIN = Origin(kind="donor", model="tiny")
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 MLP = ("mlp.gate_proj", "mlp.up_proj")
+FLASHRL_PAIR = Path(__file__).parent / "flashrl_pair"
+U = 2.0**-24
 FEEDS = {"input_layernorm": ATTENTION, "post_attention_layernorm": MLP}
 
 
@@ -88,17 +94,48 @@ def recovered(pair: tuple[Path, Path, dict[str, Tensor]]) -> Profile:
     return recover(pair[0], donor=pair[1], scheme=Scheme.INT8, origin=ORIGIN)
 
 
+def same_scales(profile: Profile, *, name: str, input_scale: Tensor | None, output_scale: Tensor | None) -> None:
+    """All are the same float32 operations, each rounded as IEEE has it: equal to the last bit. But for the two sums of
+    the least squares, over K terms of one sign each (q f and f^2), which may be added in any order: each is off by
+    K u at most, their quotient and what follows from it by 2 K u and a few roundings."""
+    fitted = name.endswith("mlp.up_proj.weight") and "output"
+    fitted = fitted or (name.endswith("mlp.down_proj.weight") and "input")
+    columns = len(profile.input_scales[name.replace("down_proj", "up_proj")]) if fitted else 0
+    for kind, expected, found in (
+        ("input", input_scale, profile.input_scales.get(name)),
+        ("output", output_scale, profile.output_scales.get(name)),
+    ):
+        if expected is None:
+            assert found is None
+            continue
+        rtol = (2 * columns + 8) * U if kind == fitted else 0
+        torch.testing.assert_close(found, expected.view(-1), rtol=rtol, atol=0)
+
+
+def test_the_numbers_are_those_that_flashrls_own_code_made() -> None:
+    """It keeps 1 where it has no scale: a parameter's only entry, or the output scale of a norm."""
+    theirs = load_file(FLASHRL_PAIR / "flashrl.safetensors")
+    model, donor = FLASHRL_PAIR / "model", FLASHRL_PAIR / "donor"
+    profile = recover(model, donor=donor, scheme=Scheme.INT8, origin=ORIGIN)
+    names = {key.rpartition(".")[0] for key in theirs}
+    assert names == set(load_file(model / "model.safetensors"))
+    assert names == set(profile.input_scales) | set(profile.output_scales)
+    for name in names:
+        scales = {key: theirs[f"{name}.{key}"] for key in ("input_scale", "output_scale")}
+        real = {key: None if len(scale) == 1 else scale for key, scale in scales.items()}
+        assert all(scale.item() == 1 for key, scale in scales.items() if real[key] is None)
+        same_scales(profile, name=name, **real)
+
+
 def test_the_numbers_are_flashrls(pair: tuple[Path, Path, dict[str, Tensor]], recovered: Profile) -> None:
     model, donor = (load_file(folder / "model.safetensors") for folder in pair[:2])
     expected = flashrl_scales(model, donor)
     ones = {name for name, (input_scale, _) in expected.items() if isinstance(input_scale, float)}
     assert set(recovered.input_scales) == set(expected) - ones
     assert set(recovered.output_scales) == {name for name, (_, out) in expected.items() if isinstance(out, Tensor)}
-    for name, (input_scale, output_scale) in expected.items():
-        if isinstance(input_scale, Tensor):  # the same float32 operations; sums of least squares may be in any order
-            torch.testing.assert_close(recovered.input_scales[name], input_scale.view(-1), rtol=1e-5, atol=0)
-        if isinstance(output_scale, Tensor):
-            torch.testing.assert_close(recovered.output_scales[name], output_scale.view(-1), rtol=1e-5, atol=0)
+    for name, scales in expected.items():
+        input_scale, output_scale = (scale if isinstance(scale, Tensor) else None for scale in scales)
+        same_scales(recovered, name=name, input_scale=input_scale, output_scale=output_scale)
 
 
 def test_the_scales_make_the_donors_codes(pair: tuple[Path, Path, dict[str, Tensor]], recovered: Profile) -> None:
