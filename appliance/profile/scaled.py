@@ -61,6 +61,9 @@ def is_scaled(plan: RunPlan) -> bool:
     is_here = (source / "config.json").is_file()  # a name on the hub is not
     if is_here and model_hash(source, cache_dir=Path(plan.cache_dir)) != mark.model_hash:
         raise EngineError(f"{folder}: made from {mark.model}, whose files have changed since", hint=_HINT)
+    saved = Path(plan.resume_from) / MARK_FILE  # of an older version there is none
+    if plan.resume_from and saved.is_file() and read_mark(saved.parent).model_hash != mark.model_hash:
+        raise EngineError(f"{folder}: made from another model than {saved.parent.name} was trained with", hint=_HINT)
     return True
 
 

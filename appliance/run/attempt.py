@@ -14,7 +14,17 @@ from appliance.errors import RecipeError
 from appliance.plan.model import RunPlan
 from appliance.run.acknowledge import SYNC_FOLDER
 from appliance.run.attest import ATTEST_FOLDER
-from appliance.run.checkpoints import DAMAGED, GUARD_FILE, half_done, in_order, is_leaving, set_aside, step_of
+from appliance.run.checkpoints import (
+    DAMAGED,
+    FITS_FILE,
+    GUARD_FILE,
+    PROFILE_FOLDER,
+    half_done,
+    in_order,
+    is_leaving,
+    set_aside,
+    step_of,
+)
 from appliance.run.events import EVENTS_FILE, METRICS_FILE, append_event, end_torn_line
 from appliance.run.last_line import owed_line
 from appliance.run.resume import Resume
@@ -23,7 +33,7 @@ from appliance.run.seal import write_durably
 from appliance.run.session import RunRecord, Session, cannot_write, log_dir, read_record, versions, write_record
 
 MODEL = "model"
-OF_A_STEP = ("clipping.jsonl", SAMPLES_FILE)  # what else has a line per step: the fits of calibrated clipping too
+LINES_OF_A_STEP = (FITS_FILE, SAMPLES_FILE)  # what else has a line per step
 
 
 def begin_attempt(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> Session:
@@ -66,10 +76,12 @@ def _put_back(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> None:
     after = resume.step if resume.found.newest else -1
     # The last step's line is written again, whole, after the validation that a stop cut.
     owed = owed_line(run_dir, checkpoint=resume.found.newest, plan=plan) is not None
-    for name, last in ((METRICS_FILE, after - owed), *((name, after) for name in OF_A_STEP)):
+    for name, last in ((METRICS_FILE, after - owed), *((name, after) for name in LINES_OF_A_STEP)):
         cut = cut_lines(run_dir / name, after=last, attempt=attempt, may_repeat=name == SAMPLES_FILE)
         _tell_cut(run_dir, name=name, step=last, cut=cut)
     _restore_guard(run_dir, checkpoint=resume.found.newest)
+    if resume.found.newest is not None:
+        _restore_lost(run_dir, checkpoint=resume.found.newest)
     for folder in (SYNC_FOLDER, ATTEST_FOLDER, MODEL):
         if (run_dir / folder).exists():
             (run_dir / folder).rename(logs / folder)
@@ -173,6 +185,24 @@ def _restore_guard(run_dir: Path, *, checkpoint: Path | None) -> None:
         write_durably(run_dir / GUARD_FILE, kept.read_bytes())
     else:
         (run_dir / GUARD_FILE).unlink(missing_ok=True)
+
+
+def _restore_lost(run_dir: Path, *, checkpoint: Path) -> None:
+    """What the next step needs and the run's folder has lost: files of the profile, the fits up to the step."""
+    here = run_dir / PROFILE_FOLDER
+    lost = [each for each in (checkpoint / PROFILE_FOLDER).glob("*") if not (here / each.name).exists()]
+    fits = checkpoint / FITS_FILE
+    if fits.is_file() and not _is_copy(run_dir / FITS_FILE, of=fits):
+        lost.append(fits)
+    for file in lost:
+        name = file.relative_to(checkpoint)
+        (run_dir / name).parent.mkdir(exist_ok=True)
+        write_durably(run_dir / name, file.read_bytes())
+        append_event(run_dir, kind="note", what=f"{name} is restored", why=f"from {checkpoint.name}")
+
+
+def _is_copy(file: Path, *, of: Path) -> bool:
+    return file.is_file() and file.read_bytes() == of.read_bytes()
 
 
 def _attempt_now(run_dir: Path) -> int:

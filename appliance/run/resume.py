@@ -13,18 +13,19 @@ from pathlib import Path
 
 from appliance.errors import PreflightError, RecipeError
 from appliance.plan.build import Begun
-from appliance.plan.model import ModelPlan, RunPlan
+from appliance.plan.model import ModelPlan, RunPlan, UaqPlan
 from appliance.plan.problems import Problems, has_problems
 from appliance.quant.scheme import Scheme
 from appliance.recipe.dump import to_plain
 from appliance.recipe.load import load_recipe
 from appliance.recipe.schema import NAME_PATTERN, Recipe
 from appliance.recipe.text import full_path
-from appliance.run.checkpoints import FOLDER, Found, Rejected, find_newest, step_of
-from appliance.run.seal import damage, hash_file, read_manifest
+from appliance.run.checkpoints import FOLDER, PROFILE_FOLDER, UAQ_FILE, Found, Rejected, find_newest, step_of
+from appliance.run.seal import Facts, damage, hash_file, read_manifest
 from appliance.run.session import LOGS, RUN_FILE, RunRecord, RunStatus, has_launcher, newest_run_dir, read_record
 
 NEVER, AUTO = "never", "auto"
+_UNSCALED = (1.0, "")
 _CLAIMED = frozenset({LOGS, "recipe.yaml", "plan.json", "versions.json"})  # written before run.json
 
 _RAY_LOGS = "ray"  # of a run that failed: Ray's own, copied with the links in them and never written again
@@ -221,11 +222,47 @@ def refuse_misfit(resume: Resume, *, plan: RunPlan) -> None:
     if not has_problems(plan, _plan_before(resume.target).problems):
         message = "the training problems are not those that the run began with"
         raise PreflightError(message, hint="put the data file or the version of this program back, or start a new run")
+    _refuse_other_profile(folder, facts=facts, run_dir=resume.target.run_dir)
+    _refuse_other_scale(folder, uaq=plan.uaq)
+
+
+def _refuse_other_profile(folder: Path, *, facts: Facts, run_dir: Path) -> None:
+    """A file that is gone is restored by attempt.py where the checkpoint has a copy; older ones have none."""
     for name, digest in facts.profile:
-        path = plan_profile_file(resume.target.run_dir, name)
-        if not path.is_file() or hash_file(path) != digest:
+        path = plan_profile_file(run_dir, name)
+        has_copy = (folder / PROFILE_FOLDER / name).is_file()
+        if hash_file(path) != digest if path.is_file() else not has_copy:
             message = f"{path} is not the one that {folder.name} was trained with"
-            raise PreflightError(message, hint="put it back, or start a new run")
+            remedy = "remove it, and the checkpoint's copy is taken" if has_copy else "put it back"
+            raise PreflightError(message, hint=f"{remedy}, or start a new run")
+
+
+def _refuse_other_scale(folder: Path, *, uaq: UaqPlan | None) -> None:
+    """Weights are scaled as the checkpoint's mark says. One of an older version has none: the run's own counts."""
+    here = Path(uaq.folder) / UAQ_FILE if uaq else None
+    saved = _read_mark(folder / UAQ_FILE)
+    now = _read_mark(here) if here else _UNSCALED
+    if saved is None and (now is not None or uaq is None):
+        return
+    scale, model = saved or _UNSCALED
+    wanted = uaq.scale if uaq else 1.0
+    if scale != wanted:
+        message = f"the weights of {folder.name} are scaled by {scale:g} (UAQ), and the plan says {wanted:g}"
+        raise PreflightError(message, hint="put correction.uaq_scale back, or start a new run")
+    if here is not None and now is not None and now[1] != model:
+        message = f"{here} is of another model than {folder.name} was trained with"
+        raise PreflightError(message, hint="remove its folder, which is then made again, or start a new run")
+
+
+def _read_mark(path: Path) -> tuple[float, str] | None:
+    """(scale, hash of the model that was scaled), None without a mark. Raises PreflightError for another file."""
+    try:
+        raw = json.loads(path.read_text())
+        return float(raw["scale"]), str(raw["model_hash"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise PreflightError(f"{path}: not a mark of UAQ: {error}", hint="put it back, or start a new run") from error
 
 
 def _ranks(number: int) -> str:
@@ -236,7 +273,7 @@ def plan_profile_file(run_dir: Path, name: str) -> Path:
     """A file of the run's own profile. Raises PreflightError for a name that is a path."""
     if Path(name).name != name:
         raise PreflightError(f"the manifest names `{name}` as a file of the profile")
-    return run_dir / "profile" / name
+    return run_dir / PROFILE_FOLDER / name
 
 
 @dataclass(frozen=True)

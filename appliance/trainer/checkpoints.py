@@ -24,7 +24,9 @@ from ray.exceptions import RayError
 from appliance.errors import CheckpointError
 from appliance.plan.model import CheckpointPlan, RunPlan
 from appliance.run.checkpoints import (
-    GUARD_FILE,
+    OF_A_STEP,
+    PROFILE_FOLDER,
+    UAQ_FILE,
     checkpoint_folder,
     in_order,
     partial_of,
@@ -60,11 +62,11 @@ class DriverState:
 
 @dataclass(frozen=True)
 class _StepEnd:
-    """data: of the data loader, as verl saves it.  guard: content of guard.json, None where there is none."""
+    """data: of the data loader, as verl saves it.  files: (name, content) of those of OF_A_STEP that are there."""
 
     state: DriverState
     data: bytes
-    guard: bytes | None
+    files: tuple[tuple[str, bytes], ...]
 
 
 def why_save(
@@ -193,9 +195,9 @@ class Checkpoints:
     def _take(self, step: int, *, line: dict[str, Any]) -> _StepEnd:
         data = io.BytesIO()
         torch.save(self._data_state(), data)
-        guard = self._run_dir / GUARD_FILE
         state = DriverState(step=step, random=take_random(), line=line)
-        return _StepEnd(state, data.getvalue(), guard.read_bytes() if guard.exists() else None)
+        there = [path for name in OF_A_STEP if (path := self._run_dir / name).exists()]
+        return _StepEnd(state, data.getvalue(), tuple((path.name, path.read_bytes()) for path in there))
 
     def _write(self, folder: Path, *, end: _StepEnd, reason: str) -> CheckpointManifest:
         partial = partial_of(folder)
@@ -204,8 +206,9 @@ class Checkpoints:
         self._save_workers(partial, end.state.step)
         (partial / DATA_FILE).write_bytes(end.data)
         (partial / STATE_FILE).write_text(json.dumps(asdict(end.state)) + "\n")
-        if end.guard is not None:
-            (partial / GUARD_FILE).write_bytes(end.guard)
+        for name, content in end.files:
+            (partial / name).write_bytes(content)
+        copy_scales(self._plan, partial)
         _sync_file(self._run_dir / METRICS_FILE)  # a checkpoint must not outlive the lines it counts
         facts = Facts(
             step=end.state.step,
@@ -244,10 +247,23 @@ def read_state(folder: Path) -> DriverState:
 
 def profile_identity(run_dir: Path) -> tuple[tuple[str, str], ...]:
     """SHA-256 by name of what lies in the run's `profile/`, but the engine's configuration, which only names paths."""
-    folder = run_dir / "profile"
+    return tuple((path.name, hash_file(path)) for path in _profile_files(run_dir))
+
+
+def _profile_files(run_dir: Path) -> list[Path]:
+    folder = run_dir / PROFILE_FOLDER
     found = folder.iterdir() if folder.is_dir() else ()
-    files = sorted(path for path in found if path.is_file() and path.suffix != ".yaml")
-    return tuple((path.name, hash_file(path)) for path in files)
+    return sorted(path for path in found if path.is_file() and path.suffix != ".yaml")
+
+
+def copy_scales(plan: RunPlan, target: Path) -> None:
+    """The profile, and the mark of UAQ: a run that lost them goes on with the same. Raises OSError."""
+    if files := _profile_files(Path(plan.run_dir)):
+        (target / PROFILE_FOLDER).mkdir()
+    for path in files:
+        shutil.copyfile(path, target / PROFILE_FOLDER / path.name)
+    if plan.uaq is not None and (mark := Path(plan.uaq.folder) / UAQ_FILE).is_file():
+        shutil.copyfile(mark, target / UAQ_FILE)
 
 
 def _is_full(run_dir: Path, error: Exception) -> bool:

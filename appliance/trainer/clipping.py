@@ -25,11 +25,11 @@ from verl.workers.utils.padding import response_from_nested
 from appliance.errors import TrainingError
 from appliance.plan.model import CorrectionPlan, RunPlan
 from appliance.quant.correction import ClipRange, CorrectionMethod
+from appliance.run.checkpoints import FITS_FILE
 from appliance.run.events import append_event, append_line
 from appliance.trainer.bounded_loss import CLIP_RANGE, bounded_loss
 from appliance.trainer.calibrated import USED_HIGH, USED_LOW, Fit, fit_bounds, within_cap
 
-FITS_FILE = "clipping.jsonl"
 _REPORTED_WITHIN = 1e-6  # the loss's metric is a mean over micro-batches of one number
 
 LogProbs = Callable[[KVBatchMeta], Any]  # writes `log_probs` of a batch into the queue

@@ -26,7 +26,7 @@ KINDS_OF_FILE = {  # of a checkpoint; a rank's own end in _world_size_<n>_rank_<
             "tokenizer_config.json",
         )
     ),
-    *("data.pt", "guard.json", "state.json"),
+    *("data.pt", "guard.json", "state.json", "profile/profile.safetensors"),
 }
 
 

@@ -41,8 +41,16 @@ def metric(run_dir: Path, step: int, **more: float) -> None:
         file.write(json.dumps({"step": step, "time_s": 1.0 * step, **more}) + "\n")
 
 
-def save(run_dir: Path, step: int, *, line: dict[str, object] | None = None, spare: int = 0, **facts: object) -> Path:
-    """spare: bytes of a file of holes, for what counts sizes."""
+def save(
+    run_dir: Path,
+    step: int,
+    *,
+    line: dict[str, object] | None = None,
+    spare: int = 0,
+    files: dict[str, bytes] | None = None,
+    **facts: object,
+) -> Path:
+    """spare: bytes of a file of holes, for what counts sizes.  files: more of them, by path.  facts: of seal.Facts."""
     folder = checkpoint_folder(run_dir, step=step)
     folder.mkdir(parents=True)
     (folder / "data.pt").write_bytes(b"x" * step)
@@ -50,6 +58,9 @@ def save(run_dir: Path, step: int, *, line: dict[str, object] | None = None, spa
     (folder / "state.json").write_text(
         json.dumps({"schema_version": 1, "step": step} | ({"line": line} if line else {}))
     )
+    for name, content in (files or {}).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
     if spare:
         (folder / "spare").touch()
         os.truncate(folder / "spare", spare)

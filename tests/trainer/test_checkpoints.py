@@ -19,7 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from verl.trainer.ppo.utils import create_rl_sampler
 
 from appliance.errors import CheckpointError, TrainingError
-from appliance.plan.model import CheckpointPlan
+from appliance.plan.model import CheckpointPlan, UaqPlan
 from appliance.run.checkpoints import checkpoint_folder, find_newest
 from appliance.run.seal import damage, read_manifest
 from appliance.trainer import checkpoints
@@ -51,13 +51,13 @@ def test_why_a_step_is_saved(plan: CheckpointPlan, now: dict[str, Any], reason: 
 class Saves:
     """A run's folder, with ranks that write a few bytes; `full` makes them fail as torch does on a full disk."""
 
-    def __init__(self, run_dir: Path, **checkpoint: Any) -> None:
+    def __init__(self, run_dir: Path, uaq: UaqPlan | None = None, **checkpoint: Any) -> None:
         run_dir.mkdir(exist_ok=True)
         (run_dir / "metrics.jsonl").touch()
         self.run_dir = run_dir
         self.position = 0
         self.rank_bytes = 1000
-        plan = replace(plans.make_plan(run_dir), checkpoint=CheckpointPlan(**checkpoint))
+        plan = replace(plans.make_plan(run_dir), uaq=uaq, checkpoint=CheckpointPlan(**checkpoint))
         self.checkpoints = Checkpoints(plan, save_workers=self._save, data_state=lambda: {"position": self.position})
 
     def _save(self, folder: Path, step: int) -> None:
@@ -100,6 +100,28 @@ def test_a_checkpoint_has_everything_of_its_step(tmp_path: Path) -> None:
         ("phase", "save"),
         ("checkpoint", "step 2 is saved"),
     ]
+
+
+def test_a_checkpoint_has_the_scales_and_the_fits_that_its_run_goes_on_with(tmp_path: Path) -> None:
+    """The fits as they were at the end of the step; nothing that only names paths."""
+    saves = Saves(tmp_path / "run", uaq=UaqPlan(1.5, str(tmp_path / "run" / "scaled")))
+    (saves.run_dir / "profile").mkdir()
+    (saves.run_dir / "profile" / "profile.safetensors").write_bytes(b"scales")
+    (saves.run_dir / "profile" / "quantization.yaml").write_text("profile: /here")
+    (saves.run_dir / "scaled").mkdir()
+    (saves.run_dir / "scaled" / "uaq.json").write_text('{"scale": 1.5}')
+    (saves.run_dir / "clipping.jsonl").write_text('{"step": 1}\n')
+    saves.step(1)
+    (saves.run_dir / "clipping.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    folder = saves.checkpoints.save_now("a signal")
+    assert folder is not None and damage(folder) == []
+    assert [file.path for file in read_manifest(folder).files] == [
+        "actor/model_world_size_1_rank_0.pt",
+        *("clipping.jsonl", "data.pt", "guard.json", "profile/profile.safetensors", "state.json", "uaq.json"),
+    ]
+    assert (folder / "clipping.jsonl").read_text() == '{"step": 1}\n'
+    assert (folder / "profile" / "profile.safetensors").read_bytes() == b"scales"
+    assert (folder / "uaq.json").read_text() == '{"scale": 1.5}'
 
 
 def test_in_the_next_rollout_the_last_step_is_saved_and_not_what_moved_since(tmp_path: Path) -> None:
