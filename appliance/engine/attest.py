@@ -24,6 +24,7 @@ from appliance.plan.model import RunPlan
 from appliance.plan.read import read_plan
 from appliance.quant.scheme import Scheme
 from appliance.run.attest import fingerprint, write_attestation
+from appliance.run.generation import read_generation
 
 REPLICA_VARIABLE = "VERL_REPLICA_RANK"  # set by verl for each rollout server
 
@@ -107,6 +108,8 @@ def attest_rollout_worker(model: Module, *, vllm_config: Any, rank: int) -> None
             "lm_head_fp32": live.lm_head_fp32,
             "dtype": str(vllm_config.model_config.dtype),
             "model": vllm_config.model_config.model,
+            "generation": read_generation(Path(plan.run_dir)).number,
+            "pid": os.getpid(),
         },
     )
 

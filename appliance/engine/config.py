@@ -97,6 +97,12 @@ class ApplianceConfig(QuantizationConfig):
             return self._experts(layer, prefix=prefix)
         return None
 
+    def quantises(self, layer: Module, *, name: str) -> bool:
+        """Whether a layer of any model is one that these settings quantise."""
+        if not self.quantisation.scheme.quantised or self._is_ignored(name):
+            return False
+        return isinstance(layer, RoutedExperts) or (isinstance(layer, LinearBase) and not is_router(layer, prefix=name))
+
     def _linear(self, layer: LinearBase, *, prefix: str) -> QuantizeMethodBase:
         scheme = self.quantisation.scheme
         if not scheme.quantised:

@@ -1,4 +1,4 @@
-"""The scales of a run's first weight update, kept in `sync/` of its folder: later attempts count from them too."""
+"""The scales of a run's first weight update, kept in `sync/` of its folder: later engines and attempts start there."""
 
 from __future__ import annotations
 
@@ -20,15 +20,20 @@ FirstScales = dict[tuple[Key, Kind], Tensor]  # [R, S] of R sampled rows, S scal
 
 
 def read_first_scales(run_dir: Path, *, replica: int, rank: int) -> FirstScales:
-    """As the newest attempt that had an update left them: with all that it read itself. Empty in the first attempt.
+    """As an engine before this one left them, in this attempt or in the newest one that had an update: with all that it
+    read itself. Empty for the first engine of a run.
 
     A file that cannot be read counts as none, with a `note`: it is about a metric. Raises OSError where that cannot be
     written.
     """
-    kept = run_dir.glob(f"logs/*/{SYNC_FOLDER}/{_name(replica, rank)}")
-    for path in sorted(kept, key=lambda path: int(path.parts[-3]), reverse=True):
+    name = _name(replica, rank)
+    before = run_dir.glob(f"logs/*/{SYNC_FOLDER}/{name}")
+    newest_first = sorted(before, key=lambda path: int(path.parts[-3]), reverse=True)
+    for path in (run_dir / SYNC_FOLDER / name, *newest_first):
         try:
             return _read(path)
+        except FileNotFoundError:
+            continue
         except (OSError, SafetensorError, ValueError, TypeError) as error:
             what = f"{path.relative_to(run_dir)} cannot be read: scale_drift counts from an older file, or from now"
             append_event(run_dir, kind="note", what=what, why=f"{type(error).__name__}: {error}")

@@ -1,4 +1,5 @@
-"""Layers that change their precision from one weight update to the next, in an engine that runs eagerly.
+"""Layers that change their precision from one weight update to the next, in an engine that runs eagerly. (Another
+engine is started anew in another precision: trainer/engines.py.)
 
 A quantised linear layer becomes a BF16 one by another method object, and back: everything that asks a layer what it is
 (kernels, proof, attestation, telemetry) sees one that was built so. It happens between two updates, when vLLM's reload
@@ -10,16 +11,21 @@ Experts and vLLM's own FP8 methods cannot change.
 
 from __future__ import annotations
 
+import functools
+
 from torch.nn import Module
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from appliance.engine.config import KeptLinearMethod
+from appliance.engine.config import ApplianceConfig, KeptLinearMethod
 from appliance.engine.emulated import EmulatedLinearMethod
 from appliance.engine.families import FUSED_LAYERS
 from appliance.engine.quantised import OnlineLinearMethod, Quantising
 from appliance.errors import SyncError
 from appliance.quant.precision import Precision
 from appliance.quant.scheme import Scheme
+from appliance.quant.settings import Quantisation
 
 
 class RaisedLinearMethod(KeptLinearMethod):
@@ -30,9 +36,21 @@ class RaisedLinearMethod(KeptLinearMethod):
         self.quantised = quantised
 
 
-def raised_layers(model: Module) -> int:
-    """How many layers are in BF16 that their settings would quantise."""
-    return sum(isinstance(getattr(layer, "quant_method", None), RaisedLinearMethod) for layer in model.modules())
+def raised_layers(model: Module, *, planned: Quantisation) -> int:
+    """How many layers are in BF16 for now: those that the plan's settings quantise and that are not, in this engine.
+
+    It was started otherwise than planned, or a weight update changed it.
+    """
+    config = _config(planned)
+    return sum(
+        isinstance(layer.quant_method, UnquantizedLinearMethod | UnquantizedFusedMoEMethod)
+        and config.quantises(layer, name=name)
+        for name, layer in model.named_modules()
+        if hasattr(layer, "quant_method")
+    )
+
+
+_config = functools.lru_cache(maxsize=1)(ApplianceConfig)  # reads the profile
 
 
 class PrecisionSwitch:

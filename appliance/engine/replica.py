@@ -18,10 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
 from appliance.plan.env import PLAN_VARIABLE
 from appliance.plan.read import read_plan
+from appliance.quant.precision import quantisation_at
+from appliance.run.generation import read_generation
+
+ENGINE_ENDS_WITHIN_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,9 @@ def load_replica() -> type[RolloutReplica]:
             """Each replica has a scheme of its own; verl's configuration has one place for all of them."""
             super()._preprocess_engine_kwargs(engine_kwargs)
             plan = read_plan(Path(os.environ[PLAN_VARIABLE]))
-            engine_kwargs.update(plan.rollout.replicas[self.replica_rank].engine_arguments())
+            precision = read_generation(Path(plan.run_dir)).precision
+            quantisation = quantisation_at(plan.rollout.replicas[self.replica_rank], precision)
+            engine_kwargs.update(quantisation.engine_arguments())
 
         async def generate_groups(
             self, prompts: list[list[int]], *, seeds: list[int | None], sampling: dict[str, Any], num_samples: int
@@ -95,6 +102,16 @@ def load_replica() -> type[RolloutReplica]:
         async def engine_problem(self) -> str:
             """Why this server's engine can no longer answer, or nothing."""
             return "died: its core process is gone" if self.engine.errored else ""
+
+        async def end_engine(self) -> list[int]:
+            """Before this process is killed: vLLM asks the engine's processes to end, waits, and kills what is left.
+
+            Returns the ids of all that were there, this one included.
+            """
+            processes = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
+            if self.node_rank == 0:  # on further hosts of an engine there is no handle of it, only its workers
+                await asyncio.to_thread(self.engine.shutdown, timeout=ENGINE_ENDS_WITHIN_S)
+            return processes
 
     class GroupReplica(vLLMReplica):
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -32,10 +32,11 @@ from appliance.plan.read import read_plan
 from appliance.quant.smoothing import Smoothing, load_smoothing
 from appliance.run.acknowledge import (
     Acknowledgement,
+    add_layer_errors,
     append_acknowledgement,
     layer_errors_file,
-    write_layer_errors,
 )
+from appliance.run.generation import read_generation
 
 
 class DrainingReceiver(BucketedWeightReceiver):
@@ -146,6 +147,7 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
                 needs_manifest=plan is not None,
                 smoothing=_smoothing(runner.vllm_config.quant_config),
                 first_scales=self._first_scales(plan),
+                taken_before=0 if plan is None else read_generation(Path(plan.run_dir)).after_sync,
             )
         return self._appliance_update
 
@@ -170,7 +172,7 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
         replica = _replica()
         self._keep_first_scales(self._weight_update().first_scales, run_dir=run_dir)
         if plan.guard.ranks_layers:
-            write_layer_errors(layer_errors_file(run_dir, replica=replica, rank=self.rank), report.layer_errors)
+            add_layer_errors(layer_errors_file(run_dir, replica=replica, rank=self.rank), report.layer_errors)
         acknowledgement = Acknowledgement(
             sync=report.sync,
             replica=replica,
@@ -190,7 +192,7 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
             telemetry_s=report.telemetry_s,
             scheme=str(live.scheme),
             emulated=live.emulated,
-            bf16_layers=raised_layers(runner.model),
+            bf16_layers=raised_layers(runner.model, planned=plan.rollout.replicas[replica]),
             switched=report.switched,
         )
         append_acknowledgement(run_dir, acknowledgement)

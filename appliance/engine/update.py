@@ -98,12 +98,13 @@ class WeightUpdate:
         needs_manifest: bool = False,
         smoothing: Smoothing | None = None,
         first_scales: FirstScales | None = None,
+        taken_before: int = 0,
     ) -> None:
         """model_config: vLLM's.  rank: within the engine.  prove_every: see SyncProof.
 
         needs_manifest: a stream that does not end with the list of its tensors is an error; without it none may come,
         and nothing is digested.  smoothing: folded into the tensors when their digests are known.
-        first_scales: as in TelemetryTap.
+        first_scales: as in TelemetryTap.  taken_before: updates of the run before this engine, whose first proves all.
         """
         self.model = model
         self.model_config = model_config
@@ -118,7 +119,7 @@ class WeightUpdate:
         self._switched: tuple[str, ...] = ()
         self._folded = self._smoothing
         self._open = False
-        self._sync = 0
+        self._sync = self._taken_before = taken_before
         self._names: set[str] = set()
         self._arrived: dict[str, TensorRecord] = {}
         self._manifest: Manifest | None = None
@@ -171,7 +172,8 @@ class WeightUpdate:
         initialize_layerwise_reload(self.model)
         self._precision.release()
         started = time.perf_counter()
-        self._proof.begin(self._sync, changed=bool(self._switched))
+        is_first = self._sync == self._taken_before + 1
+        self._proof.begin(self._sync, changed=is_first or bool(self._switched))
         self._tally.proof_s += time.perf_counter() - started
         self._telemetry.begin(self._switched)
 

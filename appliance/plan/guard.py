@@ -2,47 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from appliance.guard.policy import Action
 from appliance.plan.model import Choice, GuardPlan, RolloutPlan, Switching
-from appliance.recipe.schema import Recipe
+from appliance.recipe.schema import Recipe, SchemeChange
 
 USUAL_ACTIONS = (Action.WARN, Action.TIGHTEN, Action.BF16, Action.STOP)
 CHANGES_ENGINES = (Action.RAISE_PRECISION, Action.BF16)
-WHY_NOT = {
-    Switching.LIVE: "",
-    Switching.RESTART: "engines that run CUDA graphs must be restarted for it, which this version cannot do",
-    Switching.EXPERTS: "quantised experts cannot change their scheme while the engine runs",
-}
+LIVE = "engines run eagerly: a layer changes with a weight update, proven like any"
+GRAPHS = "the engines hold CUDA graphs and compiled layers, which know one scheme"
+EXPERTS = "quantised experts cannot change their scheme while the engine runs"
+RANKS = "an engine of several ranks cannot change from one emulated scheme to another while it runs"
+_TWICE = "every validation in BF16 starts the engines twice"
 
 
 def plan_guard(
     recipe: Recipe, *, rollout: RolloutPlan, is_cpu: bool, has_experts: bool
 ) -> tuple[GuardPlan, tuple[Choice, ...]]:
     """is_cpu: engines run eagerly.  has_experts: the model's, False where that is not known yet."""
-    switching = _switching(is_cpu=is_cpu, has_experts=has_experts)
-    choices = list(_switching_choice(switching, rollout=rollout))
-    actions = recipe.guard.actions
-    if actions is None:
-        stuck = rollout.scheme.quantised and switching is not Switching.LIVE
-        actions = tuple(each for each in USUAL_ACTIONS if not (stuck and each in CHANGES_ENGINES))
-        why = f"without `bf16`: {WHY_NOT[switching]}" if stuck else "the usual ladder"
-        choices.append(Choice("guard.actions", ", ".join(actions), why))
-    keys = recipe.guard.model_dump() | {"actions": actions, "switching": switching}
-    return GuardPlan(**keys), tuple(choices)
+    asked = recipe.guard.model_dump(exclude={"scheme_change", "actions"})
+    actions = USUAL_ACTIONS if recipe.guard.actions is None else recipe.guard.actions
+    prevents = why_not_live(rollout, actions=actions, is_cpu=is_cpu, has_experts=has_experts)
+    switching, why = _switching(recipe.guard.scheme_change, prevents=prevents)
+    choices = [Choice("rollout.scheme_changes", str(switching), why)] if rollout.scheme.quantised else []
+    if recipe.guard.actions is None:
+        choices.append(Choice("guard.actions", ", ".join(actions), "the usual ladder"))
+    return GuardPlan(**asked, actions=actions, switching=switching), tuple(choices)
 
 
-def _switching(*, is_cpu: bool, has_experts: bool) -> Switching:
+def why_not_live(rollout: RolloutPlan, *, actions: tuple[Action, ...], is_cpu: bool, has_experts: bool) -> str:
+    """What prevents a change of scheme with a weight update, or nothing."""
     if not is_cpu:
-        return Switching.RESTART
-    return Switching.EXPERTS if has_experts else Switching.LIVE
+        return GRAPHS
+    if has_experts:
+        return EXPERTS
+    finer = rollout.emulated and rollout.tensor_parallel > 1 and Action.RAISE_PRECISION in actions
+    return RANKS if finer else ""
 
 
-def _switching_choice(switching: Switching, *, rollout: RolloutPlan) -> Iterator[Choice]:
-    if rollout.scheme.quantised:
-        why = WHY_NOT[switching] or "engines run eagerly: a layer changes with a weight update, proven like any"
-        yield Choice("rollout.scheme_changes", str(switching), why)
+def _switching(asked: SchemeChange, *, prevents: str) -> tuple[Switching, str]:
+    if asked is not SchemeChange.AUTO:
+        return Switching(asked.value), "as given"
+    if prevents:
+        return Switching.RESTART, f"{prevents}: new rollout engines take over, the trainer stays"
+    return Switching.LIVE, LIVE
 
 
 def plan_validation(recipe: Recipe, *, rollout: RolloutPlan, switching: Switching, steps: int) -> tuple[int, Choice]:
@@ -54,8 +56,10 @@ def plan_validation(recipe: Recipe, *, rollout: RolloutPlan, switching: Switchin
 def _validation(asked: int | None, *, rollout: RolloutPlan, switching: Switching, steps: int) -> tuple[int, str]:
     if not rollout.scheme.quantised:
         return 0, "rollouts are in BF16 already: one validation is both"
+    costs = _TWICE if switching is Switching.RESTART else ""
     if asked is not None:
-        return asked, "as given, and at the end" if asked else "off"
-    if switching is not Switching.LIVE:
-        return 0, f"off: {WHY_NOT[switching]}"
+        how = f"as given, and at the end{costs and ': '}{costs}"
+        return asked, how if asked else "off"
+    if costs:
+        return 0, f"off: {costs}"
     return steps, "only at the end: it costs a validation and two weight updates"

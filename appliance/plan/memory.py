@@ -90,9 +90,23 @@ def _rollout(plan: RunPlan, shape: ModelShape, *, limit: int) -> Moment:
     )
 
 
+def engine_share(plan: RunPlan, shape: ModelShape) -> Moment | None:
+    """What the engine needs of its own share, with one sequence; None where nothing is known. vLLM takes no more."""
+    gpu = GPUS.get(plan.device)
+    if gpu is None or not shape.is_dense:
+        return None
+    parts = (
+        Part("weights", engine_weights(plan, shape), certain=True),
+        Part("graphs", _GRAPHS),
+        Part("one sequence", one_sequence(plan, shape)),
+    )
+    return Moment("engine", parts, int(plan.trainer.gpu_memory_utilization * gpu.memory_gib * GIB))
+
+
 def engine_weights(plan: RunPlan, shape: ModelShape) -> int:
-    """Bytes on one GPU, of the engine that has most."""
-    quantised = all(replica.scheme.quantised and not replica.emulated for replica in plan.rollout.replicas)
+    """Bytes on one GPU, of the engine that has most; where that is reserved, in BF16."""
+    as_planned = all(replica.scheme.quantised and not replica.emulated for replica in plan.rollout.replicas)
+    quantised = as_planned and not plan.guard.reserve_bf16
     linear = shape.linear_weights * (1 if quantised else 2)
     return (linear + 2 * (shape.weights - shape.linear_weights)) // plan.rollout.tensor_parallel
 

@@ -185,14 +185,10 @@ class CorrectionPlan:
 
 
 class Switching(StrEnum):
-    """How an engine changes its scheme while a run lasts. LIVE: with a weight update.  RESTART: it is started again.
-
-    EXPERTS: not at all, its experts are quantised. Only LIVE is carried out.
-    """
+    """How engines change their scheme while a run lasts. LIVE: with a weight update.  RESTART: new ones take over."""
 
     LIVE = "live"
     RESTART = "restart"
-    EXPERTS = "not-with-experts"
 
 
 @dataclass(frozen=True)
@@ -242,6 +238,7 @@ class GuardPlan:
     bad_steps: of the last 2 * bad_steps - 1, lead up.  fine_steps: in a row, lead down.  cooling_steps: between moves.
     gradient_steps: gradients in a row, not finite, that stop the run.  switching: how engines change their scheme.
     save_budget_s: for saving at a signal.  stall_s: without progress, then it is cut.  reward_failures: a share, 0..1.
+    reserve_bf16: memory is counted as if all rollouts were in BF16.
     """
 
     actions: tuple[Action, ...] = ()
@@ -256,6 +253,7 @@ class GuardPlan:
     save_budget_s: float = 300.0
     stall_s: float = 1800.0
     reward_failures: float = 0.1
+    reserve_bf16: bool = False
     switching: Switching = Switching.LIVE
 
     @property

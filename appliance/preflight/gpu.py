@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+from appliance.plan.guard import CHANGES_ENGINES
 from appliance.plan.host import HostFacts
-from appliance.plan.memory import GIB, host_bytes, ladder, moments
+from appliance.plan.memory import GIB, engine_share, host_bytes, ladder, moments
 from appliance.plan.model import RunPlan
 from appliance.plan.shapes import ModelShape
 from appliance.preflight.finding import Finding, Severity
@@ -56,6 +58,8 @@ def memory(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> Iterator
         remedy = f"by the same estimate it fits with {'; '.join(changes)}" if changes else "take more or larger GPUs"
         severity = Severity.ERROR if moment.certainly_short else Severity.WARNING
         yield Finding(severity, "gpu-memory", "cluster.device", message, remedy)
+    if shape:
+        yield from _engine(plan, shape)
     yield from offloaded(plan, host, shape)
 
 
@@ -67,6 +71,24 @@ def offloaded(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> Itera
         message = f"{needed / GIB:.0f} GiB of the trainer's state are offloaded, this host has {has:.0f}"
         remedy = "do not offload, or use more hosts"
         yield Finding(Severity.ERROR, "host-memory", "trainer.offload_optimizer", message, remedy)
+
+
+def _engine(plan: RunPlan, shape: ModelShape) -> Iterator[Finding]:
+    """Its share, for the scheme that is planned or reserved; and for BF16, which the run may come to without either."""
+    place, planned = "rollout.gpu_memory_utilization", engine_share(plan, shape)
+    if planned is None:
+        return
+    if planned.short:
+        severity = Severity.ERROR if planned.certainly_short else Severity.WARNING
+        message = f"an engine needs more than its share: {planned.text}"
+        yield Finding(severity, "engine-memory", place, message, "raise it, or rollout.tensor_parallel")
+        return
+    later = bool(plan.validate_bf16_every) or any(action in CHANGES_ENGINES for action in plan.guard.actions)
+    in_bf16 = engine_share(replace(plan, guard=replace(plan.guard, reserve_bf16=True)), shape)
+    if later and in_bf16 is not None and in_bf16.short:
+        message = f"rollouts in BF16, which this run may come to, need more than the engine's share: {in_bf16.text}"
+        remedy = f"raise {place} or rollout.tensor_parallel, or leave `bf16` out of guard.actions"
+        yield Finding(Severity.WARNING, "engine-memory", "guard.reserve_bf16", message, remedy)
 
 
 def _indivisible(place: str, sharing: int, *, count: int, what: str, name: str) -> Finding:

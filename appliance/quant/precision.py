@@ -7,9 +7,10 @@ before: an update that says nothing is as planned.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from appliance.quant.scheme import Scheme
+from appliance.quant.settings import Quantisation
 
 DIRECTIVE_NAME = "appliance.precision"  # of the first tensor of an update that is not as planned
 
@@ -29,6 +30,12 @@ class Precision:
     def is_planned(self) -> bool:
         return self == AS_PLANNED
 
+    @property
+    def text(self) -> str:
+        """For people: `as planned`, `bf16`, `with some layers in bf16`."""
+        raised = "with some layers in bf16" if self.bf16_layers else ""
+        return " ".join(filter(None, (str(self.scheme or ""), raised))) or "as planned"
+
     def to_json(self) -> str:
         scheme = None if self.scheme is None else str(self.scheme)
         return json.dumps({"scheme": scheme, "bf16_layers": list(self.bf16_layers)})
@@ -45,3 +52,13 @@ class Precision:
 
 
 AS_PLANNED = Precision()
+
+
+def quantisation_at(planned: Quantisation, precision: Precision) -> Quantisation:
+    """What an engine is started with that computes in `precision` from its first token on; one in BF16 stays so."""
+    if not planned.scheme.quantised or precision.is_planned:
+        return planned
+    if precision.scheme is Scheme.BF16:
+        return Quantisation(Scheme.BF16, lm_head_fp32=planned.lm_head_fp32)
+    ignore = tuple(dict.fromkeys((*planned.ignore, *precision.bf16_layers)))
+    return replace(planned, scheme=precision.scheme or planned.scheme, ignore=ignore)

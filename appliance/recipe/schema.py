@@ -53,6 +53,12 @@ class LongPrompts(StrEnum):
     TRUNCATE = "truncate"
 
 
+class SchemeChange(StrEnum):
+    AUTO = "auto"
+    LIVE = "live"
+    RESTART = "restart"
+
+
 class LogBackend(StrEnum):
     TENSORBOARD = "tensorboard"
     TRACKIO = "trackio"
@@ -71,6 +77,7 @@ Actions_ = Annotated[tuple[Annotated[Action, Field(strict=False)], ...], Field(s
 Algorithm_ = Annotated[AlgorithmKind, Field(strict=False)]
 LongPrompts_ = Annotated[LongPrompts, Field(strict=False)]
 Attention_ = Annotated[Attention, Field(strict=False)]
+SchemeChange_ = Annotated[SchemeChange, Field(strict=False)]
 Backends_ = Annotated[tuple[Annotated[LogBackend, Field(strict=False)], ...], Field(strict=False)]
 
 
@@ -226,6 +233,10 @@ class Guard(Section):
     save_budget_s: float = Field(300, gt=0, description="seconds to save in after a signal, then it is ended")
     stall_s: float = Field(1800, gt=0, description="seconds without any progress, then the training is cut")
     reward_failures: float = Field(0.1, ge=0, le=1, description="a step with a larger share of failed rewards stops it")
+    scheme_change: SchemeChange_ = Field(
+        SchemeChange.AUTO, description="`live` with a weight update, `restart` of the rollout engines, or `auto`"
+    )
+    reserve_bf16: bool = Field(False, description="count the engines' memory as for rollouts in BF16, the highest rung")
 
 
 class Checkpoint(Section):

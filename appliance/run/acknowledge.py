@@ -88,11 +88,13 @@ def layer_errors_file(run_dir: Path, *, replica: int, rank: int) -> Path:
     return run_dir / SYNC_FOLDER / f"layers-{replica}-{rank}.json"
 
 
-def write_layer_errors(path: Path, errors: dict[str, float]) -> None:
-    """Whole or not at all. Raises OSError."""
+def add_layer_errors(path: Path, errors: dict[str, float]) -> None:
+    """Whole or not at all. A layer that is not quantised at present keeps its last error: it may have been another
+    engine's. Raises OSError."""
     path.parent.mkdir(exist_ok=True)
+    known = json.loads(path.read_text()) if path.exists() else {}
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(errors) + "\n")
+    partial.write_text(json.dumps(known | errors) + "\n")
     partial.replace(path)
 
 
@@ -130,11 +132,12 @@ def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def check_sync(run_dir: Path, *, sync: int, replicas: int, ranks: int) -> SyncRecord:
+def check_sync(run_dir: Path, *, sync: int, replicas: int, ranks: int, first: int = 1) -> SyncRecord:
     """What every rank of every replica said of update number `sync`.
 
-    ranks: of one replica.  Raises SyncError unless each took this very update, as its trainer rank sent it, and all
-    were sent the same.
+    ranks: of one replica.  first: number of the first update that these engines take.
+
+    Raises SyncError unless each took this very update, as its trainer rank sent it, and all were sent the same.
     """
     places = [(replica, rank) for replica in range(replicas) for rank in range(ranks)]
     sent = {place: _last(run_dir, "trainer", place, kind=Sent) for place in places}
@@ -142,7 +145,7 @@ def check_sync(run_dir: Path, *, sync: int, replicas: int, ranks: int) -> SyncRe
     reference = next((one.manifest for one in sent.values() if one is not None and one.sync == sync), "")
     problems = []
     for place in places:
-        problems += _problems(place, sent=sent[place], taken=taken[place], sync=sync, manifest=reference)
+        problems += _problems(place, sent=sent[place], taken=taken[place], sync=sync, first=first, manifest=reference)
     if problems:
         raise SyncError(f"weight update {sync}: " + "; ".join(problems), hint="see sync/ in the run folder")
     return SyncRecord(
@@ -152,7 +155,7 @@ def check_sync(run_dir: Path, *, sync: int, replicas: int, ranks: int) -> SyncRe
 
 
 def _problems(
-    place: tuple[int, int], *, sent: Sent | None, taken: Acknowledgement | None, sync: int, manifest: str
+    place: tuple[int, int], *, sent: Sent | None, taken: Acknowledgement | None, sync: int, first: int, manifest: str
 ) -> list[str]:
     who = f"rollout rank {place[1]} of replica {place[0]}"
     if sent is None or sent.sync != sync:
@@ -161,7 +164,7 @@ def _problems(
         return [f"{who} has proven {_number(taken)}"]
     if not (sent.manifest == taken.manifest == manifest):
         return [f"{who} took the weights {taken.manifest}, it was sent {sent.manifest}, the first rank {manifest}"]
-    everything = taken.switched or (sync == 1 and taken.telemetry is not None)
+    everything = taken.switched or sync == first
     if everything and taken.layers_proven < taken.layers:
         return [f"{who} has proven {taken.layers_proven} of {taken.layers} layers"]
     if (

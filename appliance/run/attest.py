@@ -83,6 +83,15 @@ class Judged:
     wrong: tuple[str, ...]
 
 
+def set_aside(run_dir: Path, *, role: str, name: str) -> None:
+    """Move what processes of a role said to `attest/<name>/`: they are gone, others are to speak. Raises OSError."""
+    folder = run_dir / ATTEST_FOLDER
+    said = sorted(folder.glob(f"{role}-*.json"))
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    for path in said:
+        path.replace(folder / name / path.name)
+
+
 def check_attestations(
     run_dir: Path,
     expected: tuple[ExpectedAttestation, ...],

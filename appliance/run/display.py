@@ -23,6 +23,7 @@ PHASES = {
     "start": "starting Ray",
     "load-model": "loading the trainer's model",
     "load-engine": "starting the rollout engine",
+    "restart-engines": "starting new rollout engines",
     "attest": "checking what every worker runs",
     "sync": "sending the weights to the rollout engine",
     "validate": "validating, greedy",

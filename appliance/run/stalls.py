@@ -14,7 +14,8 @@ from appliance.run.heartbeat import last_beat
 from appliance.run.processes import find_processes
 from appliance.run.stacks import STACKS_FOLDER, dump_stacks
 
-_ENGINE_PHASES = frozenset({"load-engine", "rollout", "validate"})  # the trainer waits for an engine in these
+# The trainer waits for an engine in these.
+_ENGINE_PHASES = frozenset({"load-engine", "restart-engines", "rollout", "validate"})
 
 
 class Stalled(Exception):

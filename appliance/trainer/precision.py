@@ -1,5 +1,5 @@
-"""The precision of the rollouts in a run: what the governor asks for, told to the senders, and held against what the
-engines then say that they run.
+"""The precision of the rollouts in a run: what the governor asks for, told to the senders (or to new engines, see
+engines.py), and held against what the engines then say that they run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from appliance.errors import SyncError, TrainingError
 from appliance.guard.ladder import Measures
-from appliance.plan.model import RunPlan
+from appliance.plan.model import RunPlan, Switching
 from appliance.quant.files import read_file_header
 from appliance.quant.precision import AS_PLANNED, Precision
 from appliance.quant.scheme import Scheme
@@ -44,6 +44,7 @@ class RolloutPrecision:
 
     def __init__(self, plan: RunPlan) -> None:
         self._plan = plan
+        self._is_live = plan.guard.switching is Switching.LIVE
         self._run_dir = Path(plan.run_dir)
         self._lasting = AS_PLANNED
         self._wanted = AS_PLANNED
@@ -62,9 +63,15 @@ class RolloutPrecision:
         yield
         self._ask(self._lasting)
 
+    @property
+    def wanted(self) -> Precision:
+        """What the next weight update is to bring; where that is not live, engines are to be started in it before."""
+        return self._wanted
+
     def _ask(self, precision: Precision) -> None:
         self._wanted = precision
-        write_wanted(self._run_dir, precision)
+        if self._is_live:
+            write_wanted(self._run_dir, precision)
 
     def _precision_of(self, measures: Measures) -> Precision:
         if measures.scheme is Scheme.BF16:
@@ -102,11 +109,12 @@ class RolloutPrecision:
     def _tell(self, said: list[Acknowledgement]) -> None:
         layers = f" with {self.live.bf16_layers} layers in bf16" if self._lasting.bf16_layers else ""
         switched = sum(one.switched for one in said)
+        how = f"{switched} layers changed" if self._is_live else "the first of these engines"
         append_event(
             self._run_dir,
             kind="note",
             what=f"rollouts from now on: {self.live.label}{layers}",
-            why=f"weight update {said[0].sync}: {switched} layers changed, all proven",
+            why=f"weight update {said[0].sync}: {how}, all proven",
             bf16_layers=list(self._lasting.bf16_layers),
         )
 

@@ -121,6 +121,10 @@ class Rollouts:
         """Whether something is being generated, scored or put."""
         return any(not future.done() for future in self._futures)
 
+    def serve_by(self, servers: list[ActorHandle]) -> None:
+        """From now on by these. To be called while nothing is generated."""
+        self._servers = servers
+
     def abandon(self) -> None:
         """Leave what is being generated, for a run that stops: nobody waits for it any more."""
         for future in self._futures:

@@ -77,6 +77,11 @@ class DigestingAdapter(ServerAdapter):
         self._run_dir = Path(os.environ[PLAN_VARIABLE]).parent if PLAN_VARIABLE in os.environ else None
         self.zmq_handle = weight_socket(self.zmq_handle, run_dir=self._run_dir)
 
+    def _ensure_server_handle(self) -> bool:
+        """By its name each time: the server may be another one than before (trainer/engines.py)."""
+        self.server_handle = None
+        return super()._ensure_server_handle()
+
     async def update_weights(
         self, weights: Weights, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs: Any
     ) -> None:

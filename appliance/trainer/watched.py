@@ -11,16 +11,19 @@ from omegaconf import DictConfig
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.workers.rollout.llm_server import LLMServerManager
 
 from appliance.errors import ApplianceError, AttestationError, TrainingError
 from appliance.guard.governor import Decision
-from appliance.plan.model import RunPlan
+from appliance.plan.model import RunPlan, Switching
 from appliance.quant.device import CPU
+from appliance.quant.precision import AS_PLANNED, Precision
 from appliance.quant.scheme import Scheme
 from appliance.run.acknowledge import SyncRecord, check_sync
 from appliance.run.attest import check_attestations, fingerprint
 from appliance.run.checkpoints import checkpoint_folder
 from appliance.run.events import append_event, run_started
+from appliance.run.generation import attestations_at
 from appliance.run.last_line import owed_line
 from appliance.trainer.attest import attest_driver, attest_trainers
 from appliance.trainer.batch_order import choose_in_order
@@ -30,6 +33,7 @@ from appliance.trainer.corrected import CorrectionStep
 from appliance.trainer.correction_step import correct_step
 from appliance.trainer.dynamic_sampling import DynamicSampling
 from appliance.trainer.engine_watch import EngineWatch
+from appliance.trainer.engines import RolloutEngines
 from appliance.trainer.export import export_checkpoint
 from appliance.trainer.governed import Governed, signals_of, stop, weight_cap
 from appliance.trainer.metrics import (
@@ -62,11 +66,16 @@ class WatchedTrainer(PPOTrainerSync):
         self.plan = plan
         self.run_dir = Path(plan.run_dir)
         self._started = run_started(self.run_dir)
+        self._phase_now = "start"
         self._telemetry: StepTelemetry | None = None
         self._governed = Governed(plan)
         self._clipping = Clipping(plan)
         self.checkpoints: Checkpoints | None = None
         self._precision = RolloutPrecision(plan)
+        if plan.guard.switching is Switching.RESTART:  # an attempt that goes on may begin with another scheme
+            self._precision.want(self._governed.measures)
+        self._engines = RolloutEngines(self.run_dir, precision=self._built_in)
+        self._engine_restart_s = 0.0
         self._rolled: Live = self._precision.live
         self._sampling = DynamicSampling(
             at_first=plan.prompts_per_step, max_prompts=plan.algorithm.max_generated_prompts
@@ -78,7 +87,13 @@ class WatchedTrainer(PPOTrainerSync):
         self._last_sync: SyncRecord | None = None
         self._step_sync: SyncRecord | None = None
 
+    @property
+    def _built_in(self) -> Precision:
+        """What engines are started in; all else is asked of them with a weight update."""
+        return self._precision.wanted if self.plan.guard.switching is Switching.RESTART else AS_PLANNED
+
     def _phase(self, what: str) -> None:
+        self._phase_now = what
         append_event(self.run_dir, kind="phase", what=what)
 
     def watch_rollouts(self, rollouts: Rollouts) -> None:
@@ -101,7 +116,7 @@ class WatchedTrainer(PPOTrainerSync):
 
     def on_init_end(self) -> None:
         self.checkpoints = self._open_checkpoints()
-        self._engine_watch = EngineWatch(self.llm_server_manager.server_handles, on_death=self._on_engine_death)
+        self._watch_engines()
         self._phase("attest")
         self._clipping.install(self.actor_rollout_wg, actor=self.config.actor_rollout_ref.actor)
         attest_driver(self.plan)
@@ -111,6 +126,9 @@ class WatchedTrainer(PPOTrainerSync):
         self._check_every_sync()
         self._precision.want(self._governed.measures)
         super().on_init_end()
+
+    def _watch_engines(self) -> None:
+        self._engine_watch = EngineWatch(self.llm_server_manager.server_handles, on_death=self._on_engine_death)
 
     def stop_watching(self) -> None:
         """Before the engines are ended on purpose."""
@@ -142,9 +160,8 @@ class WatchedTrainer(PPOTrainerSync):
             self.critic_wg.save_checkpoint(str(folder / str(Role.Critic)), None, step, max_ckpt_to_keep=None)
 
     def _check_attestations(self) -> None:
-        problems = check_attestations(
-            self.run_dir, self.plan.attestations, pins=self.plan.pins, fingerprint=fingerprint()
-        )
+        expected = attestations_at(self.plan, self._engines.generation.precision)
+        problems = check_attestations(self.run_dir, expected, pins=self.plan.pins, fingerprint=fingerprint())
         if problems:
             raise AttestationError("; ".join(problems), hint="see attest/ in the run folder")
 
@@ -154,6 +171,8 @@ class WatchedTrainer(PPOTrainerSync):
         update_weights = self.checkpoint_manager.update_weights
 
         def update_and_check(*args: Any, **kwargs: Any) -> Any:
+            if self._built_in != self._engines.generation.precision:
+                self._restart_engines(why=f"rollouts are to be {self._built_in.text}")
             result = update_weights(*args, **kwargs)
             self._check_sync()
             return result
@@ -168,8 +187,40 @@ class WatchedTrainer(PPOTrainerSync):
             sync=self._syncs,
             replicas=len(self.plan.rollout.replicas),
             ranks=self.plan.rollout.tensor_parallel,
+            first=self._engines.generation.after_sync + 1,
         )
         self._precision.took(self._last_sync)
+
+    def _restart_engines(self, *, why: str) -> None:
+        """New rollout engines in place of the present ones, in the precision that is wanted, and what they say checked;
+        a weight update must follow. Raises EngineError, AttestationError."""
+        before = self._phase_now
+        self._phase("restart-engines")
+        while self._rollouts is not None and self._rollouts.is_busy:  # still watched: one that dies ends the wait
+            self._rollouts.wait(LOOK_AGAIN_S)
+        self.stop_watching()
+        old = self.llm_server_manager
+        new, restart = self._engines.restart(
+            old,
+            precision=self._built_in,
+            after_sync=self._syncs,
+            start=lambda: LLMServerManager.create(
+                config=self.config,
+                worker_group=self.actor_rollout_wg,
+                rollout_resource_pool=old.rollout_resource_pool,
+            ),
+        )
+        self.llm_server_manager = new
+        self._watch_engines()
+        self.checkpoint_manager.remove_replicas(old.get_replicas())
+        self.checkpoint_manager.add_replicas(new.get_replicas())
+        self.checkpoint_manager.sleep_replicas()  # as verl does with the first ones: an update wakes them
+        if self._rollouts is not None:
+            self._rollouts.serve_by(new.server_handles)
+        self._check_attestations()
+        self._engine_restart_s += restart.seconds
+        append_event(self.run_dir, kind="note", what=restart.text, why=why, **restart.numbers())
+        self._phase(before)
 
     # a step
 
@@ -212,7 +263,9 @@ class WatchedTrainer(PPOTrainerSync):
 
     def on_step_end(self) -> None:
         self._phase("sync")
+        before = self._engine_restart_s
         super().on_step_end()
+        self.timing_raw["update_weights"] -= self._engine_restart_s - before
         self._step_sync = self._last_sync
 
     def _validate(self) -> dict[str, float]:
@@ -255,6 +308,7 @@ class WatchedTrainer(PPOTrainerSync):
             plan=self.plan,
             step=global_steps,
         )
+        line |= self._take_restarts()
         line |= self._rolled.metrics() | self._governed.metrics()
         line["telemetry_s"] = round(line["telemetry_s"] + self._telemetry.seconds, 6)
         if self.plan.algorithm.filters and self._rollouts is not None:
@@ -264,6 +318,10 @@ class WatchedTrainer(PPOTrainerSync):
         decision = self._govern(line, telemetry=self._telemetry)
         self._end_step(written, stop_for=decision)
         self._validation = {}
+
+    def _take_restarts(self) -> dict[str, float]:
+        seconds, self._engine_restart_s = self._engine_restart_s, 0.0
+        return {"engine_restart_s": round(seconds, 4)} if seconds else {}
 
     def _end_step(self, line: dict[str, Any], *, stop_for: Decision | None) -> None:
         """The step is written down and judged: save it when it is due. Raises GuardStop, after the step is saved."""

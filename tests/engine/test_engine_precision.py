@@ -15,6 +15,7 @@ from faults import Tensors, flip_bit, given_to_vllm, new_update, recover
 from appliance.errors import SyncError
 from appliance.quant.precision import AS_PLANNED, Precision
 from appliance.quant.scheme import Scheme
+from appliance.quant.settings import Quantisation
 
 pytestmark = pytest.mark.engine
 
@@ -41,9 +42,9 @@ class Switched:
         self._settings = settings
         self.begin_anew()
 
-    def begin_anew(self) -> None:
+    def begin_anew(self, *, number: int = 0) -> None:
         self._update = new_update(self.engine, **self._settings)
-        self._number = 0
+        self._number = number
 
     def to(self, precision: Precision, tensors: Tensors, *, stream: Tensors | None = None) -> object:
         from vllm.config import set_current_vllm_config
@@ -105,6 +106,8 @@ def test_bf16_and_back_answer_as_engines_that_were_built_so(
     int8: Switched, old: Tensors, new: Tensors, built: dict[str, Answers]
 ) -> None:
     """Tokens and log-probs, bit for bit; every layer is proven whenever one changed."""
+    from appliance.engine.precision import raised_layers
+
     int8.begin_anew()
     assert built["bf16"] != built["int8"] != built["raised"]
     report = int8.to(BF16, new)
@@ -115,12 +118,14 @@ def test_bf16_and_back_answer_as_engines_that_were_built_so(
         None,
     )
     assert int8.engine.generate() == built["bf16"]
+    assert raised_layers(int8.engine.model, planned=Quantisation(Scheme.INT8)) == 12
     again = int8.to(BF16, new)
     assert (again.switched, int8.engine.generate()) == (0, built["bf16"])
     back = int8.to(AS_PLANNED, new)
     assert (back.switched, back.proven.layers_proven, int8.scheme()) == (12, 13, ("int8", False))
     assert back.telemetry.codes_changed_fraction is None  # nothing to compare with
     assert int8.engine.generate() == built["int8"]
+    assert raised_layers(int8.engine.model, planned=Quantisation(Scheme.INT8)) == 0
     assert int8.to(AS_PLANNED, old).telemetry.codes_changed_fraction > 0.5
 
 
@@ -134,6 +139,38 @@ def test_some_layers_in_bf16_are_as_ignored_ones(int8: Switched, new: Tensors, b
     assert (int8.to(fused, new).switched, int8.engine.generate()) == (0, built["raised"])
     assert int8.to(AS_PLANNED, new).switched == 2
     assert int8.engine.generate() == built["int8"]
+
+
+@pytest.mark.parametrize(
+    ("precision", "like", "raised"), [(BF16, "bf16", 12), (Precision(bf16_layers=(WORST, *PARTS)), "raised", 2)]
+)
+def test_an_engine_that_is_started_in_a_precision_answers_as_one_that_changed(
+    checkpoints: tuple[Path, Path],
+    new: Tensors,
+    built: dict[str, Answers],
+    precision: Precision,
+    like: str,
+    raised: int,
+) -> None:
+    """The way of a restart: old weights, then the run's fifth update, of which everything is proven."""
+    from appliance.engine.precision import raised_layers
+    from appliance.quant.precision import quantisation_at
+
+    planned = Quantisation(Scheme.INT8)
+    told = quantisation_at(planned, precision)
+    engine = start_engine(checkpoints[0], scheme=str(told.scheme), ignore=told.ignore)
+    restarted = Switched(engine, taken_before=4, prove_every=8)
+    restarted.begin_anew(number=4)
+    report = restarted.to(AS_PLANNED, new)
+    assert (report.sync, report.switched, report.proven.layers, report.proven.layers_proven) == (5, 0, 13, 13)
+    assert engine.generate() == built[like]
+    assert raised_layers(engine.model, planned=planned) == raised
+    assert raised_layers(engine.model, planned=told) == 0
+    later = restarted.to(AS_PLANNED, new)
+    assert 0 < later.proven.layers_proven < 13
+    with pytest.raises(SyncError, match="the trainer sent number 9, this worker has taken 6 before"):
+        restarted.to(AS_PLANNED, new, stream=sent(new, precision=AS_PLANNED, number=9))
+    free_engine(engine)
 
 
 @pytest.mark.parametrize("precision", [BF16, AS_PLANNED, Precision(bf16_layers=(WORST,))])

@@ -161,6 +161,12 @@ def keep(run_dir: Path, *, attempt: int, first: dict) -> Path:
     return kept / "scales-0-0.safetensors"
 
 
+def test_a_later_engine_of_an_attempt_counts_from_the_first_ones_scales(tmp_path: Path) -> None:
+    keep(tmp_path, attempt=1, first=dict([SECOND]))
+    write_first_scales(tmp_path, dict([FIRST]), replica=0, rank=0)
+    assert set(read_first_scales(tmp_path, replica=0, rank=0)) == {FIRST[0]}
+
+
 def test_first_scales_are_those_of_the_newest_attempt(tmp_path: Path) -> None:
     """The second attempt changed to another scheme: its file has what it read, and that."""
     keep(tmp_path, attempt=9, first=dict([FIRST]))

@@ -31,6 +31,7 @@ CHILDREN = {
     "plan.env",
     "run.attest",
     "run.events",
+    "run.generation",
     "run.acknowledge",
     "run.heartbeat",
     "run.precision",

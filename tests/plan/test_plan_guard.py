@@ -19,9 +19,13 @@ from appliance.preflight.probes import InputFacts, ModelShape
 from appliance.recipe.load import load_recipe
 
 USUAL = (Action.WARN, Action.TIGHTEN, Action.BF16, Action.STOP)
-GRAPHS = "engines that run CUDA graphs must be restarted for it, which this version cannot do"
+STAYS = "new rollout engines take over, the trainer stays"
+GRAPHS = "the engines hold CUDA graphs and compiled layers, which know one scheme"
 EXPERTS = "quantised experts cannot change their scheme while the engine runs"
+RANKS = "an engine of several ranks cannot change from one emulated scheme to another while it runs"
+TWICE = "every validation in BF16 starts the engines twice"
 GPU = ("cluster.device=a100",)
+EMULATED = ("rollout.scheme=fp8", "quantization.emulate=true", "cluster.gpus_per_node=2")
 
 
 def planned(*sets: str) -> RunPlan:
@@ -48,28 +52,49 @@ def test_on_a_cpu_engines_change_live_and_the_whole_ladder_is_there() -> None:
     assert plan_from_dict(json.loads(plan.to_json())) == plan
 
 
-def test_on_a_gpu_what_cannot_be_done_is_left_out_and_said() -> None:
-    plan = planned(*GPU)
-    assert (plan.guard.actions, plan.guard.switching) == (
-        (Action.WARN, Action.TIGHTEN, Action.STOP),
-        Switching.RESTART,
-    )
-    assert choice(plan, "rollout.scheme_changes") == ("restart", GRAPHS)
-    assert choice(plan, "guard.actions") == ("warn, tighten, stop", f"without `bf16`: {GRAPHS}")
-    assert choice(plan, "trainer.validate_bf16_every") == ("0", f"off: {GRAPHS}")
+@pytest.mark.parametrize(
+    ("sets", "why"),
+    [
+        (GPU, GRAPHS),
+        ((*EMULATED, "rollout.tensor_parallel=2", "guard.actions=[raise-precision]"), RANKS),
+    ],
+)
+def test_engines_are_restarted_where_they_cannot_change(sets: tuple[str, ...], why: str) -> None:
+    plan = planned(*sets)
+    assert plan.guard.switching is Switching.RESTART
+    assert choice(plan, "rollout.scheme_changes") == ("restart", f"{why}: {STAYS}")
+    assert choice(plan, "trainer.validate_bf16_every") == ("0", f"off: {TWICE}")
     assert findings(plan) == []
 
 
-def test_on_a_gpu_what_was_asked_for_and_cannot_be_done_is_refused() -> None:
-    plan = planned(*GPU, "guard.actions=[warn, raise-precision, bf16]", "trainer.validate_bf16_every=10")
-    assert findings(plan) == [
-        (
-            f"error: guard.actions: `raise-precision`: {GRAPHS}",
-            "leave `raise-precision` out of guard.actions",
-        ),
-        (f"error: guard.actions: `bf16`: {GRAPHS}", "leave `bf16` out of guard.actions"),
-        (f"error: trainer.validate_bf16_every: validating in BF16 as well: {GRAPHS}", "set it to 0"),
+def test_ranks_matter_only_where_a_finer_scheme_may_be_asked_for() -> None:
+    assert planned(*EMULATED, "rollout.tensor_parallel=2").guard.switching is Switching.LIVE
+    assert planned(*EMULATED, "guard.actions=[raise-precision]").guard.switching is Switching.LIVE
+
+
+def test_on_a_gpu_the_whole_ladder_is_there() -> None:
+    plan = planned(*GPU, "trainer.validate_bf16_every=10")
+    assert plan.guard.actions == USUAL
+    assert choice(plan, "guard.actions") == ("warn, tighten, bf16, stop", "the usual ladder")
+    assert choice(plan, "trainer.validate_bf16_every") == ("10", f"as given, and at the end: {TWICE}")
+    assert findings(plan) == []
+
+
+def test_a_restart_can_be_asked_for() -> None:
+    plan = planned("guard.scheme_change=restart")
+    assert plan.guard.switching is Switching.RESTART
+    assert choice(plan, "rollout.scheme_changes") == ("restart", "as given")
+    assert plan_from_dict(json.loads(plan.to_json())) == plan
+
+
+def test_a_live_change_that_cannot_be_made_is_refused() -> None:
+    live = "guard.scheme_change=live"
+    assert findings(planned(*GPU, live)) == [
+        (f"error: guard.scheme_change: a change of scheme cannot be `live`: {GRAPHS}", "set it to `restart`")
     ]
+    assert findings(planned(*GPU, live, "guard.actions=[warn]", "trainer.validate_bf16_every=0")) == []
+    assert len(findings(planned(*GPU, live, "guard.actions=[warn]"))) == 1  # a validation in BF16 at the end
+    assert findings(planned(live)) == []
 
 
 def test_rollouts_in_bf16_change_nothing_anywhere() -> None:
@@ -84,20 +109,21 @@ def test_rollouts_in_bf16_change_nothing_anywhere() -> None:
 def test_a_model_with_experts_in_a_folder_is_known_when_planning(tmp_path: Path) -> None:
     shapes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_experts": 4}
     (tmp_path / "config.json").write_text(json.dumps(shapes))
-    plan = planned("model.builtin=null", f"model.path={tmp_path}")
-    assert (plan.guard.actions, plan.guard.switching) == (
-        (Action.WARN, Action.TIGHTEN, Action.STOP),
-        Switching.EXPERTS,
-    )
+    sets = ("model.builtin=null", f"model.path={tmp_path}")
+    plan = planned(*sets)
+    assert (plan.guard.actions, plan.guard.switching) == (USUAL, Switching.RESTART)
+    assert choice(plan, "rollout.scheme_changes") == ("restart", f"{EXPERTS}: {STAYS}")
     assert findings(plan) == []
+    assert len(findings(planned(*sets, "guard.scheme_change=live"))) == 1
 
 
 def test_a_model_that_turns_out_to_have_experts_is_refused_before_the_start() -> None:
-    plan = planned("trainer.validate_bf16_every=0")
     shape = ModelShape(heads=2, max_positions=0, architectures=("Qwen3MoeForCausalLM",))
-    assert findings(plan, dataclasses.replace(INPUTS, model_shape=shape)) == [
-        (f"error: guard.actions: `bf16`: {EXPERTS}", "leave `bf16` out of guard.actions")
+    inputs = dataclasses.replace(INPUTS, model_shape=shape)
+    assert findings(planned(), inputs) == [
+        (f"error: guard.scheme_change: a change of scheme cannot be `live`: {EXPERTS}", "set it to `restart`")
     ]
+    assert findings(planned("guard.scheme_change=restart"), inputs) == []
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from plans import HOST
 
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostFacts, HostGpu
-from appliance.plan.memory import GIB, engine_weights, host_bytes, ladder, moments, one_sequence
+from appliance.plan.memory import GIB, engine_share, engine_weights, host_bytes, ladder, moments, one_sequence
 from appliance.plan.model import RunPlan
 from appliance.plan.shapes import KNOWN, ModelShape, read_shape
 from appliance.preflight import gpu
@@ -111,6 +111,7 @@ def test_every_shipped_gpu_recipe_fits_by_the_estimate() -> None:
     names = [name for name in SHIPPED if moments(planned(name), KNOWN[SHIPPED[name]])]
     assert len(names) == 11
     assert [name for name in names if any(each.short for each in moments(planned(name), KNOWN[SHIPPED[name]]))] == []
+    assert [name for name in names if list(gpu.memory(planned(name), HOST, KNOWN[SHIPPED[name]]))] == []
 
 
 SHIPPED = {
@@ -175,6 +176,38 @@ def test_a_shortage_is_an_error_only_where_it_is_certain() -> None:
     (only,) = gpu.memory(planned("gsm8k-0.5b-int8", *sets), HOST, KNOWN["Qwen/Qwen2.5-0.5B-Instruct"])
     assert only.severity is Severity.WARNING
     assert only.remedy == "by the same estimate it fits with batch.max_tokens_per_gpu: 1024"
+
+
+RESERVED = "guard.reserve_bf16=true"
+UNUSED = ("guard.actions=[warn]", "trainer.validate_bf16_every=0")
+
+
+def engine_findings(*sets: str) -> list[tuple[Severity, str, str]]:
+    found = gpu.memory(planned("dapo-32b-int8", *sets), HOST, SHAPE_32B)
+    return [(each.severity, each.place, each.message) for each in found if each.code == "engine-memory"]
+
+
+def test_rollouts_in_bf16_are_counted_where_they_are_reserved() -> None:
+    """2 bytes instead of 1 for each of the 31.2e9 weights of linear layers, on two GPUs."""
+    plan, reserved = planned("dapo-32b-int8"), planned("dapo-32b-int8", RESERVED)
+    more = engine_weights(reserved, SHAPE_32B) - engine_weights(plan, SHAPE_32B)
+    assert more == SHAPE_32B.linear_weights // 2
+    assert engine_share(reserved, SHAPE_32B).size - engine_share(plan, SHAPE_32B).size == more
+    assert engine_weights(reserved, SHAPE_32B) == engine_weights(planned("dapo-32b-bf16"), SHAPE_32B)
+
+
+def test_a_share_too_small_for_rollouts_in_bf16_is_said_before_the_run_comes_to_them() -> None:
+    share = "rollout.gpu_memory_utilization=0.4"
+    needs = "about 35 of 32 GiB on each GPU: weights 30.5, graphs 2.0, one sequence 2.8"
+    later = f"rollouts in BF16, which this run may come to, need more than the engine's share: {needs}"
+    assert engine_findings(share) == [(Severity.WARNING, "guard.reserve_bf16", later)]
+    assert engine_findings(share, *UNUSED) == []
+    now = (Severity.WARNING, "rollout.gpu_memory_utilization", f"an engine needs more than its share: {needs}")
+    assert engine_findings(share, RESERVED) == [now]
+    assert engine_findings(share, "rollout.scheme=bf16") == [now]
+    assert [severity for severity, _, _ in engine_findings("rollout.gpu_memory_utilization=0.3", RESERVED)] == [
+        Severity.ERROR
+    ]
 
 
 def test_offloading_needs_the_hosts_memory() -> None:

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from appliance.quant.precision import Precision
+from appliance.quant.scheme import Scheme
 from appliance.run.acknowledge import Acknowledgement, Sent, append_acknowledgement, append_sent
 from appliance.run.events import append_event
+from appliance.run.generation import Generation, write_generation
 from appliance.run.report.folder import read_view
 from appliance.run.report.page import page
 from appliance.run.report.verdicts import Verdict, Word, verdicts
@@ -127,6 +130,22 @@ def test_an_engine_that_an_update_raised_to_bf16_is_as_it_should_be(
     assert judged(run_dir, ATTESTED)[0] is Word.FINE
     attest(run_dir, scheme="int8")
     assert judged(run_dir, ATTESTED) == (Word.BAD, "rollout-0-0 runs int8, the plan says bf16")
+
+
+def test_engines_that_took_over_are_held_against_what_they_were_started_in(
+    tmp_path: Path, make_run: Make, attest: Callable[..., None], taken: Callable[..., Acknowledgement]
+) -> None:
+    """And their first update must have proven everything."""
+    run_dir = make_run(tmp_path)
+    write_generation(run_dir, Generation(2, after_sync=11, precision=Precision(Scheme.BF16)))
+    append_sent(run_dir, Sent(sync=12, replica=0, rank=0, manifest="of 12", digest_s=0.1))
+    append_acknowledgement(run_dir, taken(12, scheme="bf16", bf16_layers=16, layers_proven=15))
+    assert judged(run_dir, ATTESTED) == (Word.BAD, "rollout-0-0 runs int8, the plan says bf16")
+    attest(run_dir, scheme="bf16")
+    assert judged(run_dir, ATTESTED)[0] is Word.FINE
+    assert judged(run_dir, ARRIVED) == (Word.BAD, "rollout-0-0 proved 15 of 16 layers at update 12")
+    (run_dir / "sync" / "engines.json").write_text("[")
+    assert judged(run_dir, ATTESTED) == (Word.BAD, "rollout-0-0 runs bf16, the plan says int8")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,11 @@ from appliance.run.acknowledge import (
     Acknowledgement,
     Sent,
     Telemetry,
+    add_layer_errors,
     append_acknowledgement,
     append_sent,
     check_sync,
+    layer_errors_file,
 )
 
 SENT = Sent(sync=1, replica=0, rank=0, manifest="abc", digest_s=0.1)
@@ -49,8 +52,8 @@ def write(run_dir: Path, *, sent: dict | None = None, taken: dict | None = None,
                 append(run_dir, replace(line, sync=sync, replica=place[0], rank=place[1], **changes))
 
 
-def check(run_dir: Path, *, sync: int = 1):
-    return check_sync(run_dir, sync=sync, replicas=2, ranks=2)
+def check(run_dir: Path, *, sync: int = 1, first: int = 1):
+    return check_sync(run_dir, sync=sync, replicas=2, ranks=2, first=first)
 
 
 def test_all_ranks_that_took_this_update_pass(tmp_path: Path) -> None:
@@ -125,6 +128,26 @@ def test_an_acknowledgement_that_leaves_quantised_layers_unproven_is_refused(
 def test_a_later_update_may_prove_a_part_of_the_layers(tmp_path: Path) -> None:
     write(tmp_path, sync=2, taken={place: {"layers_proven": 0} for place in PLACES})
     check(tmp_path, sync=2)
+
+
+def test_the_first_update_of_new_engines_proves_all_of_their_layers(tmp_path: Path) -> None:
+    """In BF16, too, where nothing is quantised."""
+    unproven = {"layers_proven": 1, "telemetry": None}
+    write(tmp_path, sync=5, taken={(0, 1): unproven})
+    check(tmp_path, sync=5)
+    check(tmp_path, sync=5, first=4)
+    with pytest.raises(SyncError) as raised:
+        check(tmp_path, sync=5, first=5)
+    assert raised.value.message == "weight update 5: rollout rank 1 of replica 0 has proven 1 of 2 layers"
+
+
+def test_the_error_of_a_layer_outlives_the_engine_that_measured_it(tmp_path: Path) -> None:
+    """An engine that holds a layer in BF16 measures nothing of it; the worst layers are chosen of all."""
+    file = layer_errors_file(tmp_path, replica=0, rank=0)
+    add_layer_errors(file, {"a": 0.3, "b": 0.1})
+    add_layer_errors(file, {"b": 0.2})
+    add_layer_errors(file, {})
+    assert json.loads(file.read_text()) == {"a": 0.3, "b": 0.2}
 
 
 def test_bf16_engines_have_no_telemetry(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ from plans import make_plan, make_rollout
 
 from appliance.errors import SyncError, TrainingError
 from appliance.guard.ladder import Measures
-from appliance.plan.model import ProfilePlan, RunPlan
+from appliance.plan.model import ProfilePlan, RunPlan, Switching
 from appliance.quant.precision import AS_PLANNED, Precision
 from appliance.quant.scheme import Scheme
-from appliance.run.acknowledge import Acknowledgement, SyncRecord, layer_errors_file, write_layer_errors
+from appliance.run.acknowledge import Acknowledgement, SyncRecord, add_layer_errors, layer_errors_file
 from appliance.run.precision import read_wanted
 from appliance.trainer.precision import BF16, Live, RolloutPrecision, validates_bf16, worst_layers
 
@@ -84,6 +84,27 @@ def test_what_another_attempt_left_behind_is_no_wish_of_this_one(tmp_path: Path)
     with RolloutPrecision(make_plan(tmp_path)).bf16():
         RolloutPrecision(make_plan(tmp_path)).want(PLANNED)
         assert read_wanted(tmp_path) == AS_PLANNED
+
+
+def restarting(run_dir: Path) -> RunPlan:
+    plan = make_plan(run_dir, rollout=make_rollout(Scheme.INT8))
+    return replace(plan, guard=replace(plan.guard, switching=Switching.RESTART))
+
+
+def test_what_new_engines_bring_is_asked_of_no_weight_update(tmp_path: Path) -> None:
+    """Held against what they say all the same."""
+    precision = RolloutPrecision(restarting(tmp_path))
+    precision.want(TOP)
+    assert (precision.wanted, read_wanted(tmp_path)) == (BF16, AS_PLANNED)
+    with pytest.raises(SyncError, match="runs int8, it was to run bf16"):
+        precision.took(record(said("int8")))
+    precision.took(record(said("bf16", raised=4)))
+    (line,) = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert json.loads(line)["why"] == "weight update 4: the first of these engines, all proven"
+    with precision.bf16():
+        assert precision.wanted == BF16
+    precision.want(PLANNED)
+    assert precision.wanted == AS_PLANNED
 
 
 @pytest.mark.parametrize(
@@ -164,7 +185,7 @@ def test_the_worst_layers_by_the_engines_own_numbers(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="no layer errors to go by"):
         worst_layers(plan, share=0.5)
     errors = {"layer.a": 0.01, "layer.b": 0.03, "layer.c": 0.02, "layer.d": 0.03}
-    write_layer_errors(layer_errors_file(tmp_path, replica=1, rank=0), errors)
+    add_layer_errors(layer_errors_file(tmp_path, replica=1, rank=0), errors)
     assert worst_layers(plan, share=0.5) == ("layer.b", "layer.d")
     precision = RolloutPrecision(plan)
     precision.want(replace(PLANNED, bf16_layer_fraction=0.75))

@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from appliance.errors import SyncError
 from appliance.plan.model import ExpectedAttestation
 from appliance.quant.scheme import Scheme
 from appliance.run.acknowledge import SYNC_FOLDER
 from appliance.run.attest import Judged, judge_attestations
 from appliance.run.events import Tail
+from appliance.run.generation import Generation, attestations_at, read_generation
 from appliance.run.report.folder import RunView
 
 _COUNTS = ("sync", "layers", "layers_proven", "unproven", "switched")
@@ -85,41 +87,57 @@ def _taken(raw: dict[str, Any]) -> Taken | None:
     return Taken(manifest=raw["manifest"], scheme=scheme, emulated=raw.get("emulated") is True, **counts)
 
 
-def misses(trails: tuple[Trail, ...], *, is_done: bool) -> list[str]:
+def engines_of(view: RunView) -> Generation:
+    """The present engines; where the file cannot be read the first ones, which are held against the plan."""
+    try:
+        return read_generation(view.run_dir)
+    except SyncError:
+        return Generation()
+
+
+def misses(trails: tuple[Trail, ...], *, engines: Generation, is_done: bool) -> list[str]:
     """Updates that an engine did not take as they were sent, one sentence each.
 
-    is_done: False where the newest update may be on its way, or was when the run ended.
+    engines: the present ones.  is_done: False where the newest update may be on its way, or was when the run ended.
     """
     newest = max((number for trail in trails for number in (*trail.sent, *trail.taken)), default=0)
     reference = {number: digest for trail in reversed(trails) for number, digest in trail.sent.items()}
     found = (
-        _miss(trail, number=number, reference=reference.get(number, ""), is_open=number == newest and not is_done)
+        _miss(
+            trail,
+            number=number,
+            reference=reference.get(number, ""),
+            is_first=number in (1, engines.after_sync + 1),
+            is_open=number == newest and not is_done,
+        )
         for number in range(1, newest + 1)
         for trail in trails
     )
     return [each for each in found if each]
 
 
-def _miss(trail: Trail, *, number: int, reference: str, is_open: bool) -> str:
+def _miss(trail: Trail, *, number: int, reference: str, is_first: bool, is_open: bool) -> str:
     sent, taken = trail.sent.get(number), trail.taken.get(number)
     if taken is None:
         return "" if is_open else f"{trail.name} did not acknowledge update {number}"
     if not (taken.manifest == sent == reference):
         return f"{trail.name} took other weights than were sent with update {number}"
-    if (number == 1 or taken.switched) and taken.layers_proven < taken.layers:
+    if (is_first or taken.switched) and taken.layers_proven < taken.layers:
         return f"{trail.name} proved {taken.layers_proven} of {taken.layers} layers at update {number}"
     return ""
 
 
 def judge_attested(view: RunView, *, trails: tuple[Trail, ...]) -> Judged:
-    """By the plan, the program that began the attempt, and what updates changed an engine's precision to since."""
-    expected = tuple(_by_now(each, view=view, trails=trails) for each in view.plan.attestations)
+    """By the plan, the program that began the attempt, what the present engines were started in, and what updates
+    changed an engine's precision to since."""
+    started = attestations_at(view.plan, engines_of(view).precision)
+    expected = tuple(_by_now(each, trails=trails) for each in started)
     return judge_attestations(
         view.run_dir, expected, pins=view.plan.pins, fingerprint=dict(view.versions).get("fingerprint", "")
     )
 
 
-def _by_now(planned: ExpectedAttestation, *, view: RunView, trails: tuple[Trail, ...]) -> ExpectedAttestation:
+def _by_now(planned: ExpectedAttestation, *, trails: tuple[Trail, ...]) -> ExpectedAttestation:
     """A worker whose layers changed their precision with an update has attested anew what they run since."""
     trail = trails[planned.rank] if planned.role == "rollout" and planned.rank < len(trails) else None
     newest = trail.newest if trail is not None and any(each.switched for each in trail.taken.values()) else None

@@ -19,7 +19,7 @@ _PREPARING, _LOADING, _TRAINING, _VALIDATING, _SAVING = "preparing", "loading", 
 _COLOURS = {_PREPARING: 7, _LOADING: 5, _TRAINING: 2, _VALIDATING: 3, _SAVING: 4}
 _DOING = {
     **dict.fromkeys(("starting", "preflight", "prepare", "scale", "profile"), _PREPARING),
-    **dict.fromkeys(("start", "load-model", "load-engine", "attest"), _LOADING),
+    **dict.fromkeys(("start", "load-model", "load-engine", "restart-engines", "attest"), _LOADING),
     **dict.fromkeys(("rollout", "log-probs", "update", "sync"), _TRAINING),
     "validate": _VALIDATING,
     **dict.fromkeys(("save", "export"), _SAVING),

@@ -12,7 +12,7 @@ from appliance.quant.scheme import Scheme
 from appliance.run import display, draw, verdict
 from appliance.run.events import StepMetrics
 from appliance.run.report.folder import RunView
-from appliance.run.report.proofs import Trail, judge_attested, misses, read_trails
+from appliance.run.report.proofs import Trail, engines_of, judge_attested, misses, read_trails
 from appliance.run.session import RunStatus
 from appliance.run.summary import climbed, go_on_command, result
 from appliance.run.verdict import ESS_ABOVE, K3_BELOW
@@ -132,7 +132,7 @@ def _updates(view: RunView) -> list[Verdict]:
     trails, failure = read_trails(view), view.state.failure
     if view.record.state is RunStatus.FAILED and failure is not None and failure.why == SyncError.__name__:
         return [Verdict(question, Word.BAD, failure.what)]
-    wrong = misses(trails, is_done=view.record.state is RunStatus.DONE)
+    wrong = misses(trails, engines=engines_of(view), is_done=view.record.state is RunStatus.DONE)
     if wrong:
         return [Verdict(question, Word.BAD, _first(wrong))]
     if not any(trail.taken for trail in trails):

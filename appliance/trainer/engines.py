@@ -1,0 +1,175 @@
+"""The rollout engines of a run, ended and started again while the trainer keeps its state and its place.
+
+For a change of scheme that no weight update can make. New engines are made by the code that made the first ones (verl's
+LLMServerManager), under the same names, so that the senders of weights find them. What they compute in stands in
+`sync/engines.json` before they start. They hold the model that the run began with until their first weight update,
+which proves all of them whole; the trainer lets nothing generate before.
+
+Nothing here waits without a limit but the start itself, which is watched as the first one is (run/stalls.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import ray
+import torch
+
+from appliance.errors import ApplianceError, EngineError
+from appliance.quant.precision import AS_PLANNED, Precision
+from appliance.run.attest import set_aside
+from appliance.run.generation import Generation, write_generation
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+    from verl.workers.rollout.llm_server import LLMServerManager
+    from verl.workers.rollout.replica import RolloutReplica
+
+END_WITHIN_S = 60.0  # a server that was asked to end its engine; the engine itself has a third of it
+GONE_WITHIN_S = 30.0  # processes and names, once their server was killed
+ANSWER_WITHIN_S = 60.0  # a trainer's worker, which has nothing else to do
+LOOK_EVERY_S = 0.05
+_SERVER_NAMES = "vllm_server_"  # of verl's servers, see its vLLMReplica
+
+
+@dataclass(frozen=True)
+class Restart:
+    """generation: of the new engines.  ended: ids of the old engines' processes.  Seconds until the old ones were gone,
+    and from then until the new ones stood."""
+
+    generation: Generation
+    ended: tuple[int, ...]
+    end_s: float
+    start_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s + self.start_s
+
+    @property
+    def text(self) -> str:
+        new = self.generation
+        return f"rollout engines of generation {new.number} in place of {new.number - 1}, after {self.seconds:.1f} s"
+
+    def numbers(self) -> dict[str, object]:
+        """For the event: JSON values."""
+        return {
+            "generation": self.generation.number,
+            "after_sync": self.generation.after_sync,
+            "precision": self.generation.precision.text,
+            "end_s": round(self.end_s, 3),
+            "start_s": round(self.start_s, 3),
+            "ended": list(self.ended),
+        }
+
+
+class RolloutEngines:
+    """generation: the engines that run, or that are about to start."""
+
+    def __init__(self, run_dir: Path, *, precision: Precision = AS_PLANNED) -> None:
+        """To be made before the first engines start. precision: what they are to compute in."""
+        self._run_dir = run_dir
+        self.generation = Generation(precision=precision)
+        write_generation(run_dir, self.generation)
+
+    def restart(
+        self,
+        manager: LLMServerManager,
+        *,
+        precision: Precision,
+        after_sync: int,
+        start: Callable[[], LLMServerManager],
+    ) -> tuple[LLMServerManager, Restart]:
+        """End the engines of `manager` and start others. Nobody may wait for an answer of theirs.
+
+        after_sync: weight updates so far.  start: makes a manager with running engines, as verl's trainer does.
+        Raises EngineError when an engine died before, does not end, or when the new ones do not start.
+        """
+        began = time.monotonic()
+        ended = _end(manager.get_replicas())
+        set_aside(self._run_dir, role="rollout", name=f"generation-{self.generation.number}")
+        gone = time.monotonic()
+        self.generation = self.generation.next(precision, after_sync=after_sync)
+        write_generation(self._run_dir, self.generation)
+        new = _started(start)
+        return new, Restart(self.generation, ended, end_s=gone - began, start_s=time.monotonic() - gone)
+
+
+def _started(start: Callable[[], LLMServerManager]) -> LLMServerManager:
+    try:
+        return start()
+    except ray.exceptions.RayError as error:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, ApplianceError):
+            raise cause from error
+        last = str(error).strip().splitlines()[-1:] or ["no message"]
+        raise EngineError(f"the new rollout engines did not start: {last[0]}", hint="see the log") from error
+
+
+def _end(replicas: list[RolloutReplica]) -> tuple[int, ...]:
+    """Returns the ids of the processes that were there. Raises EngineError where one still is.
+
+    Of an engine on several hosts the first one's server ends last: the others would end by themselves when it is gone,
+    which looks like a death.
+    """
+    beside = [_beside(replica) for replica in replicas]
+    told: list[tuple[ActorHandle, tuple[int, ...]]] = []
+    for wave in ([pair for pairs in beside for pair in pairs[1:]], [pairs[0] for pairs in beside]):
+        asked = [(worker, server.end_engine.remote()) for server, worker in wave]
+        told += [(worker, _processes(answer)) for worker, answer in asked]
+        for server, _ in wave:
+            ray.kill(server)
+    _wait_for_names()
+    looks = [worker.__ray_call__.remote(_left_over, pids, GONE_WITHIN_S) for worker, pids in told]
+    try:
+        living = [str(pid) for found in ray.get(looks, timeout=GONE_WITHIN_S + ANSWER_WITHIN_S) for pid in found]
+    except ray.exceptions.GetTimeoutError as error:
+        raise EngineError("the trainer's workers did not say whether the rollout engines ended") from error
+    if living:
+        raise EngineError(f"the rollout engines did not end: processes {', '.join(living)} are still there")
+    return tuple(pid for _, pids in told for pid in pids)
+
+
+def _beside(replica: RolloutReplica) -> list[tuple[ActorHandle, ActorHandle]]:
+    """Each server of a replica, one per host, with a worker of the trainer on the same host."""
+    per_host = len(replica.workers) // len(replica.servers)
+    return list(zip(replica.servers, replica.workers[::per_host], strict=True))
+
+
+def _processes(ended: ray.ObjectRef) -> tuple[int, ...]:
+    try:
+        return tuple(ray.get(ended, timeout=END_WITHIN_S))
+    except ray.exceptions.RayActorError as error:
+        raise EngineError("a rollout server died before it was to end") from error
+    except ray.exceptions.GetTimeoutError as error:
+        raise EngineError(f"a rollout engine did not end within {END_WITHIN_S:.0f} s") from error
+
+
+def _wait_for_names() -> None:
+    """Ray gives a name again once it knows that the actor is dead."""
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while names := [name for name in ray.util.list_named_actors() if name.startswith(_SERVER_NAMES)]:
+        if time.monotonic() > deadline:
+            raise EngineError(f"the rollout servers did not end: {', '.join(sorted(names))}")
+        time.sleep(LOOK_EVERY_S)
+
+
+def _left_over(worker: Any, processes: tuple[int, ...], within_s: float) -> list[int]:
+    """Runs inside verl's worker, beside the engine. Those that are still there after that time."""
+    torch.cuda.empty_cache()  # the new engine claims its share of a GPU's memory when it starts
+    deadline = time.monotonic() + within_s
+    while (living := [pid for pid in processes if _lives(pid)]) and time.monotonic() < deadline:
+        time.sleep(LOOK_EVERY_S)
+    return living
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,83 @@
+"""Which engines are the present ones: written by the driver, read by them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from plans import make_plan, make_rollout
+
+from appliance.errors import SyncError
+from appliance.plan.model import ExpectedAttestation
+from appliance.quant.precision import AS_PLANNED, Precision, quantisation_at
+from appliance.quant.scheme import Scheme
+from appliance.quant.settings import Quantisation
+from appliance.run.generation import Generation, attestations_at, read_generation, write_generation
+
+RAISED = Precision(bf16_layers=("a.q_proj", "b"))
+INFINITE = '{"generation": 1e999, "after_sync": 4, "precision": {"scheme": null, "bf16_layers": []}}'
+
+
+def test_the_first_engines_are_as_planned(tmp_path: Path) -> None:
+    assert read_generation(tmp_path) == Generation(number=1, after_sync=0, precision=AS_PLANNED)
+
+
+@pytest.mark.parametrize("precision", [AS_PLANNED, RAISED, Precision(Scheme.BF16)])
+def test_what_is_written_is_read(tmp_path: Path, precision: Precision) -> None:
+    new = Generation(2, after_sync=4, precision=RAISED).next(precision, after_sync=9)
+    write_generation(tmp_path, new)
+    assert read_generation(tmp_path) == new == Generation(3, after_sync=9, precision=precision)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"generation": 2, "after_sync": 4}', INFINITE])
+def test_a_file_that_cannot_be_read_is_no_first_generation(tmp_path: Path, text: str) -> None:
+    write_generation(tmp_path, Generation())
+    (tmp_path / "sync" / "engines.json").write_text(text)
+    with pytest.raises(SyncError, match="the engines' generation cannot be read"):
+        read_generation(tmp_path)
+
+
+INT8 = Quantisation(Scheme.INT8, ignore=("b", "re:c.*"), profile="/p", lm_head_fp32=True)
+
+
+@pytest.mark.parametrize(
+    ("planned", "precision", "told"),
+    [
+        (INT8, AS_PLANNED, INT8),
+        (INT8, Precision(Scheme.BF16), Quantisation(Scheme.BF16, lm_head_fp32=True)),
+        (
+            INT8,
+            RAISED,
+            Quantisation(Scheme.INT8, ignore=("b", "re:c.*", "a.q_proj"), profile="/p", lm_head_fp32=True),
+        ),
+        (
+            Quantisation(Scheme.FP8, emulated=True),
+            Precision(Scheme.FP8_BLOCK, ("b",)),
+            Quantisation(Scheme.FP8_BLOCK, emulated=True, ignore=("b",)),
+        ),
+        (Quantisation(Scheme.BF16), RAISED, Quantisation(Scheme.BF16)),
+        (Quantisation(Scheme.BF16), Precision(Scheme.BF16), Quantisation(Scheme.BF16)),
+    ],
+)
+def test_what_an_engine_is_told_that_starts_in_a_precision(
+    planned: Quantisation, precision: Precision, told: Quantisation
+) -> None:
+    assert quantisation_at(planned, precision) == told
+
+
+def test_new_engines_must_attest_what_they_were_started_in(tmp_path: Path) -> None:
+    """Two replicas with two ranks each, the second in BF16 as planned; who trains says what it said before."""
+    plan = make_plan(tmp_path, rollout=make_rollout(Scheme.FP8, Scheme.BF16))
+    engines = tuple(replace(each, emulated=each.scheme is Scheme.FP8) for each in plan.rollout.replicas)
+    expected = (
+        *(ExpectedAttestation("rollout", rank, Scheme.FP8, ("p",), emulated=True) for rank in (0, 1)),
+        *(ExpectedAttestation("rollout", rank, Scheme.BF16, ("p",)) for rank in (2, 3)),
+        ExpectedAttestation("trainer", 0, Scheme.BF16),
+    )
+    plan = replace(plan, rollout=replace(plan.rollout, replicas=engines, tensor_parallel=2), attestations=expected)
+    assert attestations_at(plan, AS_PLANNED) == expected
+    in_bf16 = tuple(ExpectedAttestation("rollout", rank, Scheme.BF16, ("p",)) for rank in range(4))
+    assert attestations_at(plan, Precision(Scheme.BF16)) == (*in_bf16, expected[-1])
+    finer = tuple(replace(each, scheme=Scheme.FP8_BLOCK) for each in expected[:2])
+    assert attestations_at(plan, Precision(Scheme.FP8_BLOCK)) == (*finer, *expected[2:])
