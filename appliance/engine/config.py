@@ -24,7 +24,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.platforms import current_platform
 
 from appliance.engine.emulated import EmulatedLinearMethod
-from appliance.engine.families import FUSED_LAYERS, require_known_architecture, require_known_layer
+from appliance.engine.families import FUSED_LAYERS, layer_name, require_known_architecture, require_known_layer
 from appliance.engine.head import Fp32HeadMethod
 from appliance.engine.int8 import Int8LinearMethod
 from appliance.engine.native import native_fp8_method
@@ -98,8 +98,8 @@ class ApplianceConfig(QuantizationConfig):
         return None
 
     def quantises(self, layer: Module, *, name: str) -> bool:
-        """Whether a layer of any model is one that these settings quantise."""
-        if not self.quantisation.scheme.quantised or self._is_ignored(name):
+        """Whether a layer of any model is one that these settings quantise. name: of the module."""
+        if not self.quantisation.scheme.quantised or self._is_ignored(layer_name(layer, name=name)):
             return False
         return isinstance(layer, RoutedExperts) or (isinstance(layer, LinearBase) and not is_router(layer, prefix=name))
 
@@ -143,7 +143,7 @@ def require_ignored_layers(model: Module, config: object) -> None:
     if not isinstance(config, ApplianceConfig):
         return
     names = [
-        name
+        layer_name(layer, name=name)
         for name, layer in model.named_modules()
         if hasattr(layer, "quant_method") or any(True for _ in layer.parameters(recurse=False))
     ]

@@ -61,6 +61,14 @@ def require_known_layer(layer: Module, *, name: str) -> None:
         )
 
 
+def layer_name(layer: Module, *, name: str) -> str:
+    """How `ignore`, a profile and telemetry call a layer: as vLLM asks for its method. name: of the module.
+
+    Experts lie in a module below their name: `….mlp.experts.routed_experts` is `….mlp.experts`.
+    """
+    return layer.layer_name if isinstance(layer, RoutedExperts) else name
+
+
 def require_known_layers(model: Module) -> None:
     """Every module with parameters or a kernel of its own. Raises EngineError."""
     for name, layer in model.named_modules():

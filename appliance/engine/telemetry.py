@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from appliance.engine.families import layer_name
 from appliance.engine.first_scales import FirstScales, Key, Kind
 from appliance.engine.quantised import Quantising
 from appliance.quant.codec import INT8_MAX, Int8Weight, QuantisedWeight
@@ -82,7 +83,7 @@ class TelemetryTap:
         for name, layer in model.named_modules():
             method = getattr(layer, "quant_method", None)
             if isinstance(method, Quantising):
-                self._names[id(layer)] = name
+                self._names[id(layer)] = layer_name(layer, name=name)
                 method.on_quantised = self._take
 
     def begin(self, switched: tuple[str, ...] = ()) -> None:

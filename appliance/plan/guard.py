@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from appliance.guard.policy import Action
-from appliance.plan.model import Choice, GuardPlan, RolloutPlan, Switching
+from appliance.guard.policy import FINER, Action
+from appliance.plan.model import Choice, GuardPlan, RolloutPlan, RunPlan, Switching
+from appliance.quant.scheme import Scheme
 from appliance.recipe.schema import Recipe, SchemeChange
 
 USUAL_ACTIONS = (Action.WARN, Action.TIGHTEN, Action.BF16, Action.STOP)
@@ -37,6 +38,11 @@ def why_not_live(rollout: RolloutPlan, *, actions: tuple[Action, ...], is_cpu: b
         return EXPERTS
     finer = rollout.emulated and rollout.tensor_parallel > 1 and Action.RAISE_PRECISION in actions
     return RANKS if finer else ""
+
+
+def finer_schemes(plan: RunPlan) -> tuple[Scheme, ...]:
+    """What the rollouts may be raised to and still be quantised."""
+    return FINER[plan.rollout.scheme] if plan.guard.ranks_layers else ()
 
 
 def _switching(asked: SchemeChange, *, prevents: str) -> tuple[Switching, str]:

@@ -190,6 +190,11 @@ class Switching(StrEnum):
     LIVE = "live"
     RESTART = "restart"
 
+    @classmethod
+    def _missing_(cls, value: object) -> Switching | None:
+        """Plans of a model with experts, written before engines were restarted: nothing in them asks for a change."""
+        return cls.RESTART if value == "not-with-experts" else None
+
 
 @dataclass(frozen=True)
 class AlgorithmPlan:
@@ -260,6 +265,11 @@ class GuardPlan:
     def ranks_layers(self) -> bool:
         """Whether somebody may ask for the worst layers."""
         return Action.RAISE_PRECISION in self.actions
+
+    @property
+    def comes_to_bf16(self) -> bool:
+        """Whether rollouts may lose all of their quantised layers."""
+        return Action.BF16 in self.actions
 
 
 @dataclass(frozen=True)

@@ -83,12 +83,16 @@ def _engine(plan: RunPlan, shape: ModelShape) -> Iterator[Finding]:
         message = f"an engine needs more than its share: {planned.text}"
         yield Finding(severity, "engine-memory", place, message, "raise it, or rollout.tensor_parallel")
         return
-    later = bool(plan.validate_bf16_every) or any(action in CHANGES_ENGINES for action in plan.guard.actions)
+    actions, validates = plan.guard.actions, bool(plan.validate_bf16_every)
     in_bf16 = engine_share(replace(plan, guard=replace(plan.guard, reserve_bf16=True)), shape)
-    if later and in_bf16 is not None and in_bf16.short:
-        message = f"rollouts in BF16, which this run may come to, need more than the engine's share: {in_bf16.text}"
-        remedy = f"raise {place} or rollout.tensor_parallel, or leave `bf16` out of guard.actions"
-        yield Finding(Severity.WARNING, "engine-memory", "guard.reserve_bf16", message, remedy)
+    if in_bf16 is None or not in_bf16.short or not (validates or any(each in CHANGES_ENGINES for each in actions)):
+        return
+    wholly = validates or plan.guard.comes_to_bf16
+    severity = Severity.ERROR if wholly and in_bf16.certainly_short else Severity.WARNING
+    message = f"rollouts in BF16, which this run may come to, need more than the engine's share: {in_bf16.text}"
+    remedy = f"raise {place} or rollout.tensor_parallel, or leave `bf16` out of guard.actions"
+    remedy += " and trainer.validate_bf16_every: 0" if validates else ""
+    yield Finding(severity, "engine-memory", "guard.reserve_bf16", message, remedy)
 
 
 def _indivisible(place: str, sharing: int, *, count: int, what: str, name: str) -> Finding:

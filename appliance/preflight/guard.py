@@ -1,19 +1,53 @@
-"""A change of scheme in the middle of a run that the engines cannot make as the recipe asks for it."""
+"""A change of scheme in the middle of a run that cannot be made as the recipe asks for it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from appliance.plan.guard import CHANGES_ENGINES, why_not_live
+from appliance.plan.guard import CHANGES_ENGINES, finer_schemes, why_not_live
 from appliance.plan.model import RunPlan, Switching
+from appliance.plan.shapes import ModelShape
 from appliance.plan.stored import has_experts
 from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.probes import InputFacts
 from appliance.quant.architectures import WITH_EXPERTS
 from appliance.quant.device import CPU
+from appliance.quant.scheme import Scheme
+
+_BLOCK = 128  # channels that share a scale of `fp8-block`
 
 
 def judge_guard(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
+    yield from _live(plan, inputs)
+    yield from _ranking(plan)
+    yield from _finer(plan, inputs.model_shape)
+
+
+def _ranking(plan: RunPlan) -> Iterator[Finding]:
+    """Blockwise kernels of vLLM may pack codes and scales, which are then no longer ours to compare."""
+    in_blocks = plan.rollout.scheme is Scheme.FP8_BLOCK and not plan.rollout.emulated
+    if plan.guard.ranks_layers and in_blocks and plan.profile is None:
+        message = "`raise-precision` needs the layers' errors, and engines may not tell those of `fp8-block`"
+        remedy = "give a profile in quantization.profile, or leave it out of guard.actions"
+        yield Finding(Severity.ERROR, "guard-ranking", "guard.actions", message, remedy)
+
+
+def _finer(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
+    """vLLM refuses merged layers whose blocks are cut; our emulation only where ranks cut them."""
+    ranks = plan.rollout.tensor_parallel
+    if shape is None or Scheme.FP8_BLOCK not in finer_schemes(plan) or (plan.rollout.emulated and ranks == 1):
+        return
+    widths = (shape.heads * shape.head_size, max(shape.kv_heads, ranks) * shape.head_size, shape.intermediate)
+    ragged = [width // ranks for width in widths if width // ranks % _BLOCK]
+    if ragged:
+        message = (
+            f"`raise-precision` ends with `fp8-block`, whose blocks cut the {ragged[0]} channels of a layer's part"
+        )
+        remedy = "leave it out of guard.actions, or use other values of rollout.scheme or rollout.tensor_parallel"
+        yield Finding(Severity.ERROR, "guard-blocks", "guard.actions", message, remedy)
+
+
+def _live(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     """A model of the hub may turn out to have experts only here."""
     changes = plan.validate_bf16_every or any(action in CHANGES_ENGINES for action in plan.guard.actions)
     if not changes or plan.guard.switching is Switching.RESTART or not plan.rollout.scheme.quantised:

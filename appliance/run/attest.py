@@ -83,7 +83,7 @@ class Judged:
     wrong: tuple[str, ...]
 
 
-def set_aside(run_dir: Path, *, role: str, name: str) -> None:
+def set_attestations_aside(run_dir: Path, *, role: str, name: str) -> None:
     """Move what processes of a role said to `attest/<name>/`: they are gone, others are to speak. Raises OSError."""
     folder = run_dir / ATTEST_FOLDER
     said = sorted(folder.glob(f"{role}-*.json"))

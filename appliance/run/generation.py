@@ -20,17 +20,26 @@ GENERATION_FILE = "engines.json"
 
 @dataclass(frozen=True)
 class Generation:
-    """Engines that were started together. number: from 1, in an attempt.  after_sync: weight updates before them.
+    """Engines that were started together. precision: what they were started in.
 
-    precision: what they were started in.
+    firsts: number of the first weight update of each generation of the attempt, this one's last; at least one.
     """
 
-    number: int = 1
-    after_sync: int = 0
     precision: Precision = AS_PLANNED
+    firsts: tuple[int, ...] = (1,)
+
+    @property
+    def number(self) -> int:
+        """From 1, in an attempt."""
+        return len(self.firsts)
+
+    @property
+    def after_sync(self) -> int:
+        """Weight updates of the attempt before these engines."""
+        return self.firsts[-1] - 1
 
     def next(self, precision: Precision, *, after_sync: int) -> Generation:
-        return Generation(self.number + 1, after_sync=after_sync, precision=precision)
+        return Generation(precision, firsts=(*self.firsts, after_sync + 1))
 
 
 def write_generation(run_dir: Path, generation: Generation) -> None:
@@ -40,7 +49,7 @@ def write_generation(run_dir: Path, generation: Generation) -> None:
     partial = target.with_name(f".{GENERATION_FILE}.{os.getpid()}")
     said = {
         "generation": generation.number,
-        "after_sync": generation.after_sync,
+        "firsts": generation.firsts,
         "precision": json.loads(generation.precision.to_json()),
     }
     partial.write_text(json.dumps(said) + "\n")
@@ -53,7 +62,8 @@ def read_generation(run_dir: Path) -> Generation:
     try:
         raw = json.loads(path.read_text())
         precision = Precision.from_json(json.dumps(raw["precision"]))
-        return Generation(int(raw["generation"]), after_sync=int(raw["after_sync"]), precision=precision)
+        first, *later = raw["firsts"]
+        return Generation(precision, firsts=(int(first), *(int(each) for each in later)))
     except FileNotFoundError:
         return Generation()
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:

@@ -10,6 +10,7 @@ Nothing here waits without a limit but the start itself, which is watched as the
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ import torch
 
 from appliance.errors import ApplianceError, EngineError
 from appliance.quant.precision import AS_PLANNED, Precision
-from appliance.run.attest import set_aside
+from appliance.run.attest import set_attestations_aside
 from appliance.run.generation import Generation, write_generation
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 END_WITHIN_S = 60.0  # a server that was asked to end its engine; the engine itself has a third of it
 GONE_WITHIN_S = 30.0  # processes and names, once their server was killed
+KILLED_WITHIN_S = 10.0  # processes that were not gone by then
 ANSWER_WITHIN_S = 60.0  # a trainer's worker, which has nothing else to do
 LOOK_EVERY_S = 0.05
 _SERVER_NAMES = "vllm_server_"  # of verl's servers, see its vLLMReplica
@@ -92,7 +94,8 @@ class RolloutEngines:
         """
         began = time.monotonic()
         ended = _end(manager.get_replicas())
-        set_aside(self._run_dir, role="rollout", name=f"generation-{self.generation.number}")
+        _free_memory(manager.get_replicas())
+        set_attestations_aside(self._run_dir, role="rollout", name=f"generation-{self.generation.number}")
         gone = time.monotonic()
         self.generation = self.generation.next(precision, after_sync=after_sync)
         write_generation(self._run_dir, self.generation)
@@ -103,8 +106,10 @@ class RolloutEngines:
 def _started(start: Callable[[], LLMServerManager]) -> LLMServerManager:
     try:
         return start()
-    except ray.exceptions.RayError as error:
-        cause = getattr(error, "cause", None)
+    except ApplianceError:
+        raise
+    except Exception as error:  # the boundary of verl, vLLM and Ray: in whatever words, the engines did not start
+        cause = getattr(error, "cause", None)  # what was raised inside a Ray worker
         if isinstance(cause, ApplianceError):
             raise cause from error
         last = str(error).strip().splitlines()[-1:] or ["no message"]
@@ -126,13 +131,25 @@ def _end(replicas: list[RolloutReplica]) -> tuple[int, ...]:
             ray.kill(server)
     _wait_for_names()
     looks = [worker.__ray_call__.remote(_left_over, pids, GONE_WITHIN_S) for worker, pids in told]
-    try:
-        living = [str(pid) for found in ray.get(looks, timeout=GONE_WITHIN_S + ANSWER_WITHIN_S) for pid in found]
-    except ray.exceptions.GetTimeoutError as error:
-        raise EngineError("the trainer's workers did not say whether the rollout engines ended") from error
+    within_s = GONE_WITHIN_S + KILLED_WITHIN_S + ANSWER_WITHIN_S
+    living = [str(pid) for found in _answers(looks, within_s=within_s) for pid in found]
     if living:
         raise EngineError(f"the rollout engines did not end: processes {', '.join(living)} are still there")
     return tuple(pid for _, pids in told for pid in pids)
+
+
+def _free_memory(replicas: list[RolloutReplica]) -> None:
+    """On every rank's GPU: a new engine claims its share of the memory when it starts, and the trainer's worker beside
+    it holds what it may need again."""
+    workers = [worker for replica in replicas for worker in replica.workers]
+    _answers([worker.__ray_call__.remote(_empty_cache) for worker in workers], within_s=ANSWER_WITHIN_S)
+
+
+def _answers(asked: list[ray.ObjectRef], *, within_s: float) -> list[Any]:
+    try:
+        return ray.get(asked, timeout=within_s)
+    except ray.exceptions.GetTimeoutError as error:
+        raise EngineError(f"the trainer's workers did not answer within {within_s:.0f} s, between engines") from error
 
 
 def _beside(replica: RolloutReplica) -> list[tuple[ActorHandle, ActorHandle]]:
@@ -159,17 +176,40 @@ def _wait_for_names() -> None:
         time.sleep(LOOK_EVERY_S)
 
 
-def _left_over(worker: Any, processes: tuple[int, ...], within_s: float) -> list[int]:
-    """Runs inside verl's worker, beside the engine. Those that are still there after that time."""
-    torch.cuda.empty_cache()  # the new engine claims its share of a GPU's memory when it starts
+def _empty_cache(worker: Any) -> None:
+    """Runs inside verl's worker."""
+    torch.cuda.empty_cache()
+
+
+def _left_over(worker: Any, pids: tuple[int, ...], within_s: float) -> list[int]:
+    """Runs inside verl's worker, beside the engine. What is still there after that time is killed; those that survive
+    it."""
+    processes = [process for pid in pids if (process := _process(pid)) is not None]
+    late = _living(processes, within_s=within_s)
+    for process in late:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    return [process.pid for process in _living(late, within_s=KILLED_WITHIN_S)]
+
+
+def _living(processes: list[psutil.Process], *, within_s: float) -> list[psutil.Process]:
+    """Those that did not end within that time."""
     deadline = time.monotonic() + within_s
-    while (living := [pid for pid in processes if _lives(pid)]) and time.monotonic() < deadline:
+    while (living := [each for each in processes if _lives(each)]) and time.monotonic() < deadline:
         time.sleep(LOOK_EVERY_S)
     return living
 
 
-def _lives(pid: int) -> bool:
+def _process(pid: int) -> psutil.Process | None:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _lives(process: psutil.Process) -> bool:
+    """A number that another process has by now is not the one that was meant."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False

@@ -17,7 +17,7 @@ from appliance.plan.model import RunPlan, Switching
 from appliance.quant.files import read_file_header
 from appliance.quant.precision import AS_PLANNED, Precision
 from appliance.quant.scheme import Scheme
-from appliance.run.acknowledge import Acknowledgement, SyncRecord, layer_errors_file
+from appliance.run.acknowledge import SYNC_FOLDER, Acknowledgement, SyncRecord, layer_errors_file
 from appliance.run.events import append_event
 from appliance.run.precision import write_wanted
 
@@ -46,22 +46,31 @@ class RolloutPrecision:
         self._plan = plan
         self._is_live = plan.guard.switching is Switching.LIVE
         self._run_dir = Path(plan.run_dir)
+        self._measured: tuple[Scheme, float] | None = None
         self._lasting = AS_PLANNED
         self._wanted = AS_PLANNED
         self._told = AS_PLANNED
         self.live = Live(plan.rollout.label, plan.rollout.emulated)
 
     def want(self, measures: Measures) -> None:
-        """From the next weight update on. Raises TrainingError where the worst layers cannot be told."""
-        self._lasting = self._precision_of(measures)
+        """From the next weight update on. Raises TrainingError where the worst layers cannot be told.
+
+        Which layers are the worst is asked when the measures change, and holds until they do: errors drift from step to
+        step, and other layers would be another change of engines.
+        """
+        measured = measures.scheme, measures.bf16_layer_fraction
+        if measured != self._measured:
+            self._lasting, self._measured = self._precision_of(measures), measured
         self._ask(self._lasting)
 
     @contextmanager
-    def bf16(self) -> Iterator[None]:
-        """Weight updates in here ask for BF16, those after it for what was wanted before."""
-        self._ask(BF16)
-        yield
-        self._ask(self._lasting)
+    def meanwhile(self, precision: Precision) -> Iterator[None]:
+        """Weight updates in here ask for `precision`, those after it for what was wanted before."""
+        self._ask(precision)
+        try:
+            yield
+        finally:
+            self._ask(self._lasting)
 
     @property
     def wanted(self) -> Precision:
@@ -78,7 +87,7 @@ class RolloutPrecision:
             return BF16 if self._plan.rollout.scheme.quantised else AS_PLANNED
         scheme = None if measures.scheme is self._plan.rollout.scheme else measures.scheme
         share = measures.bf16_layer_fraction
-        return Precision(scheme, worst_layers(self._plan, share=share) if share else ())
+        return Precision(scheme, tuple(sorted(set(worst_layers(self._plan, share=share)))) if share else ())
 
     def took(self, record: SyncRecord) -> None:
         """Raises SyncError when an engine runs something else than was asked for."""
@@ -128,8 +137,8 @@ def validates_bf16(plan: RunPlan, *, step: int) -> bool:
 def worst_layers(plan: RunPlan, *, share: float) -> tuple[str, ...]:
     """The given share of the quantised layers (rounded up), the worst first, as `ignore` would name them.
 
-    By the output errors of the run's profile; without one by what the engine measured of its weights at its last
-    update.  share: 0..1.  Raises TrainingError when neither is there.
+    By the output errors of the run's profile; without one by what engines of this run measured of a layer's weights
+    when it was quantised last.  share: 0..1.  Raises TrainingError when neither is there.
     """
     ranked = _by_profile(Path(plan.profile.folder)) if plan.profile is not None else []
     ranked = ranked or _by_engine(plan)
@@ -149,8 +158,9 @@ def _by_profile(folder: Path) -> list[tuple[float, tuple[str, ...]]]:
 def _by_engine(plan: RunPlan) -> list[tuple[float, tuple[str, ...]]]:
     replica = next(index for index, each in enumerate(plan.rollout.replicas) if each.scheme.quantised)
     file = layer_errors_file(Path(plan.run_dir), replica=replica, rank=0)
-    # Before its first update a resumed run goes by what the attempt before left.
-    before = sorted(Path(plan.run_dir).glob(f"logs/*/sync/{file.name}"), key=lambda path: path.stat().st_mtime)
-    newest = file if file.exists() else next(reversed(before), None)
-    raw = json.loads(newest.read_text()) if newest else {}
-    return [(float(error), (name,)) for name, error in raw.items()]
+    before = Path(plan.run_dir).glob(f"logs/*/{SYNC_FOLDER}/{file.name}")
+    oldest_first = sorted(before, key=lambda path: int(path.parts[-3]))
+    errors: dict[str, float] = {}  # an attempt that began with layers in BF16 has measured the others only
+    for path in (*oldest_first, *([file] if file.exists() else [])):
+        errors |= json.loads(path.read_text())
+    return [(float(error), (name,)) for name, error in errors.items()]

@@ -23,6 +23,10 @@ class StoppableTrainer(RewardedTrainer):
         super().__init__(**others)
         self._stopping = stopping
 
+    @property
+    def _is_leaving(self) -> bool:
+        return self._stopping.asked
+
     def watch_rollouts(self, rollouts: Rollouts) -> None:
         super().watch_rollouts(rollouts)
         wait = self.replay_buffer._wait_for_next_poll
@@ -60,6 +64,11 @@ class StoppableTrainer(RewardedTrainer):
             if self.global_steps == self._stopping.finished:  # no step waits for its line
                 raise
             return {}
+
+    def _validate_bf16(self, values: dict[str, float]) -> float | None:
+        """Not begun any more: it may take new engines, twice."""
+        self._stopping.check()
+        return super()._validate_bf16(values)
 
     def _compute_metrics(self, *args: Any, **kwargs: Any) -> None:
         super()._compute_metrics(*args, **kwargs)

@@ -44,7 +44,7 @@ from appliance.trainer.metrics import (
     validation_mean,
     validation_metrics,
 )
-from appliance.trainer.precision import Live, RolloutPrecision, validates_bf16
+from appliance.trainer.precision import BF16, Live, RolloutPrecision, validates_bf16
 from appliance.trainer.rollouts import Rollouts
 from appliance.trainer.step_telemetry import keeping_fetched, measure_step
 from appliance.trainer.telemetry import StepTelemetry
@@ -72,9 +72,9 @@ class WatchedTrainer(PPOTrainerSync):
         self._clipping = Clipping(plan)
         self.checkpoints: Checkpoints | None = None
         self._precision = RolloutPrecision(plan)
-        if plan.guard.switching is Switching.RESTART:  # an attempt that goes on may begin with another scheme
+        if self._restarts:  # an attempt that goes on may begin with another scheme
             self._precision.want(self._governed.measures)
-        self._engines = RolloutEngines(self.run_dir, precision=self._built_in)
+        self._engines = RolloutEngines(self.run_dir, precision=self._starts_in)
         self._engine_restart_s = 0.0
         self._rolled: Live = self._precision.live
         self._sampling = DynamicSampling(
@@ -88,9 +88,31 @@ class WatchedTrainer(PPOTrainerSync):
         self._step_sync: SyncRecord | None = None
 
     @property
-    def _built_in(self) -> Precision:
+    def _restarts(self) -> bool:
+        """Whether a change of scheme takes new engines."""
+        return self.plan.guard.switching is Switching.RESTART
+
+    @property
+    def _starts_in(self) -> Precision:
         """What engines are started in; all else is asked of them with a weight update."""
-        return self._precision.wanted if self.plan.guard.switching is Switching.RESTART else AS_PLANNED
+        return self._precision.wanted if self._restarts else AS_PLANNED
+
+    @property
+    def _restarts_next(self) -> bool:
+        """Whether the step after this one has engines started."""
+        if not self._restarts:
+            return False
+        validates = validates_bf16(self.plan, step=self.global_steps + 1) and self._starts_in != BF16
+        return validates or self._starts_in != self._engines.generation.precision
+
+    @property
+    def _is_last(self) -> bool:
+        return self.global_steps >= self.total_training_steps
+
+    @property
+    def _is_leaving(self) -> bool:
+        """Whether it was asked to stop: engines that start now would not be used."""
+        return False
 
     def _phase(self, what: str) -> None:
         self._phase_now = what
@@ -171,13 +193,21 @@ class WatchedTrainer(PPOTrainerSync):
         update_weights = self.checkpoint_manager.update_weights
 
         def update_and_check(*args: Any, **kwargs: Any) -> Any:
-            if self._built_in != self._engines.generation.precision:
-                self._restart_engines(why=f"rollouts are to be {self._built_in.text}")
             result = update_weights(*args, **kwargs)
             self._check_sync()
             return result
 
-        self.checkpoint_manager.update_weights = update_and_check
+        def restart_and_update(*args: Any, **kwargs: Any) -> Any:
+            present = self._engines.generation.precision
+            if self._starts_in == present:
+                return update_and_check(*args, **kwargs)
+            if self._is_leaving:  # the step ends with a proven update all the same
+                with self._precision.meanwhile(present):
+                    return update_and_check(*args, **kwargs)
+            self._restart_engines(why=f"rollouts are to be {self._starts_in.text}")
+            return update_and_check(*args, **kwargs)
+
+        self.checkpoint_manager.update_weights = restart_and_update
 
     def _check_sync(self) -> None:
         """Raises SyncError."""
@@ -202,7 +232,7 @@ class WatchedTrainer(PPOTrainerSync):
         old = self.llm_server_manager
         new, restart = self._engines.restart(
             old,
-            precision=self._built_in,
+            precision=self._starts_in,
             after_sync=self._syncs,
             start=lambda: LLMServerManager.create(
                 config=self.config,
@@ -285,10 +315,13 @@ class WatchedTrainer(PPOTrainerSync):
             return validation_mean(values)
         if not validates_bf16(self.plan, step=self.global_steps):
             return None
-        with self._precision.bf16():
+        with self._precision.meanwhile(BF16):
             self.checkpoint_manager.update_weights(self.global_steps)
+            if self._precision.live.label != str(Scheme.BF16):  # asked to stop a moment ago
+                return None
             values = super()._validate()
-        self.checkpoint_manager.update_weights(self.global_steps)
+        if not (self._restarts and self._is_last):  # engines to end with are not worth a start
+            self.checkpoint_manager.update_weights(self.global_steps)
         return validation_mean(values)
 
     def _compute_metrics(
@@ -308,7 +341,8 @@ class WatchedTrainer(PPOTrainerSync):
             plan=self.plan,
             step=global_steps,
         )
-        line |= self._take_restarts()
+        if self._engine_restart_s:
+            line["engine_restart_s"], self._engine_restart_s = round(self._engine_restart_s, 4), 0.0
         line |= self._rolled.metrics() | self._governed.metrics()
         line["telemetry_s"] = round(line["telemetry_s"] + self._telemetry.seconds, 6)
         if self.plan.algorithm.filters and self._rollouts is not None:
@@ -319,16 +353,13 @@ class WatchedTrainer(PPOTrainerSync):
         self._end_step(written, stop_for=decision)
         self._validation = {}
 
-    def _take_restarts(self) -> dict[str, float]:
-        seconds, self._engine_restart_s = self._engine_restart_s, 0.0
-        return {"engine_restart_s": round(seconds, 4)} if seconds else {}
-
     def _end_step(self, line: dict[str, Any], *, stop_for: Decision | None) -> None:
         """The step is written down and judged: save it when it is due. Raises GuardStop, after the step is saved."""
-        is_last = self.global_steps >= self.total_training_steps
-        self.checkpoints.end_step(line, is_last=is_last)
+        self.checkpoints.end_step(line, is_last=self._is_last)
         if stop_for is not None:
             raise stop(stop_for, saved=self.checkpoints.save_now("stopped by the guard"))
+        if self._restarts_next:  # new engines may fail to start: the run then goes on from here
+            self.checkpoints.save_now("new rollout engines are next")
 
     def _govern(self, line: dict[str, Any], *, telemetry: StepTelemetry) -> Decision | None:
         decision = self._governed.after_step(signals_of(line, telemetry=telemetry, cap=weight_cap(self.plan)))
@@ -351,14 +382,14 @@ class WatchedTrainer(PPOTrainerSync):
         if line is None:
             return
         self.global_steps = self.plan.steps  # verl has counted on
-        started = time.perf_counter()
+        started, scheme = time.perf_counter(), self._precision.live.label
         self.on_validate_begin()
         self._validate()
         self.on_validate_end()
         seconds = round(time.perf_counter() - started, 4)
         append_metrics(self.run_dir, {**line, "validate_s": seconds, **self._validation})
         if self._rollouts is not None:
-            self._rollouts.samples.write(self.plan.steps, scheme=self._precision.live.label)
+            self._rollouts.samples.write(self.plan.steps, scheme=scheme)
 
     def export_model(self) -> None:
         """`model/`: what the last checkpoint holds, see trainer/export.py."""

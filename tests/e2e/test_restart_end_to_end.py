@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from trainings import Finished, processes_of, train
+from trainings import Finished, train
 
 pytestmark = pytest.mark.e2e
 
@@ -81,13 +81,19 @@ def test_the_old_engines_are_gone_and_the_seconds_are_told(run: Finished) -> Non
     ]
     assert [event["why"] for event in told] == [f"rollouts are to be {event['precision']}" for event in told]
     assert [pid for event in told for pid in event["ended"] if psutil.pid_exists(pid)] == []
-    assert processes_of(run.run_dir) == []
+    assert run.left == ()
     seconds = [event["end_s"] + event["start_s"] for event in told]
     lines = run.json_lines("metrics.jsonl")
     assert lines[0]["engine_restart_s"] == pytest.approx(seconds[0] + seconds[1], abs=0.01)
     assert lines[1]["engine_restart_s"] == pytest.approx(seconds[2], abs=0.01)
     assert lines[1]["step_s"] > lines[1]["engine_restart_s"] > lines[1]["sync_s"] > 0
     assert "engine_restart_s" not in lines[2]
+
+
+def test_the_step_before_new_engines_is_saved(run: Finished) -> None:
+    """The guard decides after step 1; the engines are replaced when step 2 has changed the weights."""
+    saved = [event for event in run.json_lines("events.jsonl") if event["kind"] == "checkpoint"]
+    assert (saved[0]["step"], saved[0]["why"]) == (1, "new rollout engines are next")
 
 
 def test_the_page_finds_nothing_wrong_with_it(run: Finished) -> None:

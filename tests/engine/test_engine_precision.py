@@ -173,6 +173,31 @@ def test_an_engine_that_is_started_in_a_precision_answers_as_one_that_changed(
     free_engine(engine)
 
 
+def test_experts_are_kept_raised_and_ranked_by_one_name(tmp_path: Path) -> None:
+    """Layer 0 is dense. Experts of layer 1 are kept by the plan, those of layer 2 are raised by new engines."""
+    from families import make_family
+
+    from appliance.engine.config import ApplianceConfig, require_ignored_layers
+    from appliance.engine.precision import raised_layers
+    from appliance.quant.precision import quantisation_at
+
+    kept, experts = (f"model.layers.{number}.mlp.experts" for number in (1, 2))
+    folder = make_family(tmp_path / "model", name="qwen3-moe", seed=1)
+    planned = Quantisation(Scheme.INT8, ignore=(kept,))
+    for precision, raised in ((AS_PLANNED, 0), (Precision(bf16_layers=(experts,)), 1), (BF16, 9)):  # 6 + 2 + 1
+        told = quantisation_at(planned, precision)
+        started = Switched(start_engine(folder, scheme=str(told.scheme), ignore=told.ignore))
+        model = started.engine.model
+        require_ignored_layers(model, ApplianceConfig(told))
+        report = started.to(AS_PLANNED, read_checkpoint(folder))
+        assert raised_layers(model, planned=planned) == raised
+        assert (experts in report.layer_errors) is (precision == AS_PLANNED)
+        assert {name.rpartition(".")[2] for name in report.layer_errors} <= {
+            *("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "experts")
+        }
+        free_engine(started.engine)
+
+
 @pytest.mark.parametrize("precision", [BF16, AS_PLANNED, Precision(bf16_layers=(WORST,))])
 def test_a_bit_flipped_after_a_change_is_caught(
     int8: Switched, old: Tensors, new: Tensors, precision: Precision

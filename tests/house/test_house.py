@@ -13,7 +13,10 @@ WRITTEN_BY_HAND = ("*.py", "*.sh", "*.md", "*.yaml", "*.yml", "*.toml", "Makefil
 
 # A broad `except` is a boundary: the command line, a user's reward function, the outermost line of a child, the page
 # that the launcher writes beside its work, and the end of the backends of `logging.backends`.
-BOUNDARIES = {"cli", "trainer.reward_pool", "trainer.entry", "trainer.tracking_end", "run.boundary", "run.report.write"}
+BOUNDARIES = {
+    *("cli", "run.boundary", "run.report.write"),
+    *("trainer.engines", "trainer.entry", "trainer.reward_pool", "trainer.tracking_end"),
+}
 VAGUE = re.compile(r"(?i)utils?$|helper|manager$")
 UNFINISHED = re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME)\b")
 OF_ONE_MACHINE = re.compile(r"(?<![\w.}])/(?:home|root|Users|work)/\w")

@@ -72,7 +72,8 @@ def test_int8_experts_on_a_gpu_get_an_engine_without_graphs_and_the_plan_says_wh
     assert plan.rollout.eager
     assert "actor_rollout_ref.rollout.enforce_eager=true" in plan.argv
     assert choices(plan)["rollout.enforce_eager"] == ("true", "quantised experts run one by one, which no graph holds")
-    assert plan.guard.switching is Switching.EXPERTS
+    assert plan.guard.switching is Switching.RESTART
+    assert choices(plan)["rollout.scheme_changes"][1].startswith("quantised experts cannot change their scheme")
     assert refused(plan, shape=read_shape(moe / "config.json")) == []
 
 

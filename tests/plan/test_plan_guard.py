@@ -138,3 +138,61 @@ def test_validation_in_bf16_is_planned_with_a_reason(given: str, every: str, why
     plan = planned(f"trainer.validate_bf16_every={given}")
     assert choice(plan, "trainer.validate_bf16_every") == (every, why)
     assert plan.validate_bf16_every == int(every)
+
+
+RAISE = "guard.actions=[raise-precision]"
+NATIVE = ("cluster.device=h100", RAISE)
+CUT = (
+    "error: guard.actions: `raise-precision` ends with `fp8-block`, whose blocks cut the {} channels of a layer's part"
+)
+OTHER = "leave it out of guard.actions, or use other values of rollout.scheme or rollout.tensor_parallel"
+
+
+def shaped(**sizes: int) -> InputFacts:
+    shape = ModelShape(**({"heads": 8, "kv_heads": 4, "head_size": 128, "intermediate": 1024} | sizes), hidden=1024)
+    return dataclasses.replace(INPUTS, model_shape=shape)
+
+
+@pytest.mark.parametrize(
+    ("sets", "inputs", "cut"),
+    [
+        ((*NATIVE, "rollout.scheme=fp8"), shaped(), None),
+        ((*NATIVE, "rollout.scheme=fp8"), shaped(head_size=32), None),  # 256 and 128
+        ((*NATIVE, "rollout.scheme=fp8"), shaped(head_size=24), 192),
+        ((*NATIVE, "rollout.scheme=fp8-channel"), shaped(intermediate=1000), 1000),
+        ((*NATIVE, "rollout.scheme=int8"), shaped(intermediate=1000), None),
+        ((*NATIVE, "rollout.scheme=fp8"), INPUTS, None),
+        ((*NATIVE[:1], "rollout.scheme=fp8"), shaped(intermediate=1000), None),
+        ((*NATIVE, "rollout.scheme=fp8", "cluster.gpus_per_node=8", "rollout.tensor_parallel=8"), shaped(), None),
+        (
+            (*NATIVE, "rollout.scheme=fp8", "cluster.gpus_per_node=8", "rollout.tensor_parallel=8"),
+            shaped(kv_heads=2, intermediate=8 * 64),
+            64,
+        ),
+        ((*EMULATED, RAISE), shaped(intermediate=1000), None),
+        ((*EMULATED, RAISE, "rollout.tensor_parallel=2"), shaped(intermediate=1000), 500),
+        ((*EMULATED, RAISE, "rollout.tensor_parallel=2"), shaped(), None),
+    ],
+)
+def test_a_finer_scheme_that_would_cut_its_blocks_is_refused_before_the_start(
+    sets: tuple[str, ...], inputs: InputFacts, cut: int | None
+) -> None:
+    assert findings(planned(*sets), inputs) == ([] if cut is None else [(CUT.format(cut), OTHER)])
+
+
+def test_layers_that_nobody_ranks_are_not_raised() -> None:
+    block = (*NATIVE, "rollout.scheme=fp8-block")
+    message = "`raise-precision` needs the layers' errors, and engines may not tell those of `fp8-block`"
+    remedy = "give a profile in quantization.profile, or leave it out of guard.actions"
+    assert findings(planned(*block)) == [(f"error: guard.actions: {message}", remedy)]
+    assert findings(planned("cluster.device=h100", "rollout.scheme=fp8-block")) == []
+    assert findings(planned(*EMULATED, RAISE, "rollout.scheme=fp8-block")) == []
+
+
+def test_a_plan_of_a_model_with_experts_from_before_restarts_can_be_read() -> None:
+    raw = json.loads(planned().to_json())
+    raw["guard"]["switching"] = "not-with-experts"
+    assert plan_from_dict(raw).guard.switching is Switching.RESTART
+    raw["guard"]["switching"] = "otherwise"
+    with pytest.raises(ValueError):
+        plan_from_dict(raw)

@@ -137,7 +137,7 @@ def test_engines_that_took_over_are_held_against_what_they_were_started_in(
 ) -> None:
     """And their first update must have proven everything."""
     run_dir = make_run(tmp_path)
-    write_generation(run_dir, Generation(2, after_sync=11, precision=Precision(Scheme.BF16)))
+    write_generation(run_dir, Generation(Precision(Scheme.BF16), firsts=(1, 12)))
     append_sent(run_dir, Sent(sync=12, replica=0, rank=0, manifest="of 12", digest_s=0.1))
     append_acknowledgement(run_dir, taken(12, scheme="bf16", bf16_layers=16, layers_proven=15))
     assert judged(run_dir, ATTESTED) == (Word.BAD, "rollout-0-0 runs int8, the plan says bf16")
@@ -146,6 +146,17 @@ def test_engines_that_took_over_are_held_against_what_they_were_started_in(
     assert judged(run_dir, ARRIVED) == (Word.BAD, "rollout-0-0 proved 15 of 16 layers at update 12")
     (run_dir / "sync" / "engines.json").write_text("[")
     assert judged(run_dir, ATTESTED) == (Word.BAD, "rollout-0-0 runs bf16, the plan says int8")
+
+
+def test_the_first_update_of_engines_that_were_replaced_has_proven_everything_too(
+    tmp_path: Path, make_run: Make
+) -> None:
+    run_dir = make_run(tmp_path)
+    lines = [json.loads(line) for line in sync_lines(run_dir, "rollout-0-0")]
+    number = next(line["sync"] for line in lines[1:] if line["layers_proven"] < line["layers"])
+    assert judged(run_dir, ARRIVED)[0] is Word.FINE
+    write_generation(run_dir, Generation(firsts=(1, number, 13)))
+    assert judged(run_dir, ARRIVED) == (Word.BAD, f"rollout-0-0 proved 4 of 16 layers at update {number}")
 
 
 @pytest.mark.parametrize(

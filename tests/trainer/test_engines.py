@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
+import ray
 
-from appliance.trainer.engines import _beside
+from appliance.errors import ApplianceError, EngineError, SyncError
+from appliance.run.generation import Generation, read_generation
+from appliance.trainer import engines
+from appliance.trainer.engines import _beside, _empty_cache, _free_memory, _left_over, _started
+from appliance.trainer.precision import BF16
 
 # Replicas as verl has them: a server per host, with a name, and workers beside it. An engine is a process that the
 # driver started, so that nothing but its server's word ends it.
@@ -95,9 +104,8 @@ try:
     ray.kill(dead.servers[0])  # else this process may refuse its name: it remembers names until it hears of the death
     stays = manager(ends=False)
     engines.GONE_WITHIN_S = 1.0
-    text = f"EngineError: the rollout engines did not end: processes {stays.pids[0][1]} are still there"
-    said["engine that stays"] = restarted(stays) == text
-    alone = manager()
+    alone, _ = owner.restart(stays, precision=Precision(), after_sync=10, start=manager)
+    said["engine that stays"] = [each.returncode for each in idle if each.pid == stays.pids[0][1] and each.wait()]
     kill(workers[0])
     said["dead worker"] = restarted(alone).split(":")[0]
 finally:
@@ -124,7 +132,7 @@ def test_engines_end_and_others_take_their_names(tmp_path: Path) -> None:
         "failed start": "EngineError: the new rollout engines did not start: ValueError: no port",
         "own error": "SyncError: not these",
         "dead server": "EngineError: a rollout server died before it was to end",
-        "engine that stays": True,
+        "engine that stays": [-signal.SIGKILL],
         "dead worker": "ProcessDied",
     }
 
@@ -135,3 +143,101 @@ def test_engines_end_and_others_take_their_names(tmp_path: Path) -> None:
 )
 def test_each_server_has_a_worker_on_its_own_host(servers: str, workers: str, beside: list[tuple[str, str]]) -> None:
     assert _beside(SimpleNamespace(servers=list(servers), workers=list(workers))) == beside
+
+
+def asked_of(workers: str, answers: dict[str, list[object]]) -> list[SimpleNamespace]:
+    """Stand for Ray's handles: what a worker is asked to run is kept."""
+    return [
+        SimpleNamespace(
+            __ray_call__=SimpleNamespace(remote=lambda run, name=name: answers.setdefault(name, []).append(run))
+        )
+        for name in workers
+    ]
+
+
+def test_every_worker_lets_go_of_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One server and several ranks, a GPU each."""
+    asked: dict[str, list[object]] = {}
+    monkeypatch.setattr(engines.ray, "get", lambda refs, timeout: refs)
+    replicas = [SimpleNamespace(servers=["server"], workers=asked_of(names, asked)) for names in ("abcd", "efgh")]
+    _free_memory(replicas)
+    assert asked == {name: [_empty_cache] for name in "abcdefgh"}
+
+
+def test_memory_is_free_and_the_new_precision_known_when_engines_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[object] = []
+    monkeypatch.setattr(engines, "_end", lambda replicas: done.append(("ended", *replicas)) or (7,))
+    monkeypatch.setattr(engines, "_free_memory", lambda replicas: done.append(("freed", *replicas)))
+    owner = engines.RolloutEngines(tmp_path)
+    old = SimpleNamespace(get_replicas=lambda: ["replica"])
+    new, restart = owner.restart(
+        old, precision=BF16, after_sync=3, start=lambda: done.append(read_generation(tmp_path)) or "new"
+    )
+    assert done == [("ended", "replica"), ("freed", "replica"), Generation(BF16, firsts=(1, 4))]
+    assert (new, restart.ended, restart.generation) == ("new", (7,), owner.generation)
+
+
+def test_a_worker_that_does_not_answer_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(refs: list[object], timeout: float) -> None:
+        raise ray.exceptions.GetTimeoutError
+
+    monkeypatch.setattr(engines.ray, "get", get)
+    with pytest.raises(EngineError) as raised:
+        _free_memory([SimpleNamespace(workers=asked_of("a", {}))])
+    assert raised.value.message == "the trainer's workers did not answer within 60 s, between engines"
+
+
+@pytest.fixture
+def idle() -> Iterator[Callable[[], subprocess.Popen]]:
+    with contextlib.ExitStack() as ends:
+
+        def start() -> subprocess.Popen:
+            process = subprocess.Popen(["sleep", "600"])
+            ends.callback(process.kill)
+            return process
+
+        yield start
+
+
+def test_what_is_left_is_killed_after_a_while(idle: Callable[[], subprocess.Popen]) -> None:
+    ended, late = idle(), idle()
+    ended.kill()
+    ended.wait()
+    assert _left_over(None, (ended.pid, late.pid), 0.1) == []
+    assert late.wait(timeout=10) == -signal.SIGKILL
+
+
+def test_what_survives_that_is_told(idle: Callable[[], subprocess.Popen], monkeypatch: pytest.MonkeyPatch) -> None:
+    process = idle()
+    monkeypatch.setattr(engines, "KILLED_WITHIN_S", 0.1)
+    monkeypatch.setattr(psutil.Process, "kill", lambda self: None)  # such as one that waits for a driver
+    assert _left_over(None, (process.pid,), 0.1) == [process.pid]
+
+
+class OfRay(ray.exceptions.RayError):
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(f"somewhere\n{type(cause).__name__}: {cause}")
+        self.cause = cause
+
+
+@pytest.mark.parametrize(
+    ("raised", "named", "message"),
+    [
+        (ValueError("no port"), EngineError, "the new rollout engines did not start: no port"),
+        (AssertionError(), EngineError, "the new rollout engines did not start: no message"),
+        (OfRay(OSError("no room")), EngineError, "the new rollout engines did not start: OSError: no room"),
+        (OfRay(SyncError("not these")), SyncError, "not these"),
+        (SyncError("nor these"), SyncError, "nor these"),
+    ],
+)
+def test_whatever_keeps_new_engines_from_starting_has_a_name(
+    raised: Exception, named: type[ApplianceError], message: str
+) -> None:
+    def start() -> None:
+        raise raised
+
+    with pytest.raises(ApplianceError) as found:
+        _started(start)
+    assert (type(found.value), found.value.message) == (named, message)

@@ -16,6 +16,7 @@ from appliance.plan.model import ExpectedAttestation
 from appliance.quant.scheme import Scheme
 from appliance.run.acknowledge import Acknowledgement, Sent, append_acknowledgement, append_sent
 from appliance.run.attest import fingerprint, write_attestation
+from appliance.run.generation import Generation
 from appliance.trainer import watched
 from appliance.trainer.watched import WatchedTrainer
 
@@ -37,6 +38,7 @@ def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WatchedTrainer:
     made._clipping = SimpleNamespace(install=lambda workers, actor: None)
     made._precision = SimpleNamespace(took=lambda record: None, want=lambda measures: None)
     made._governed = SimpleNamespace(measures=None)
+    made._engines = SimpleNamespace(generation=Generation())
     made._syncs, made._last_sync = 0, None
     for name in ("attest_driver", "attest_trainers", "EngineWatch"):
         monkeypatch.setattr(watched, name, lambda *_, **__: None)

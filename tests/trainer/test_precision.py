@@ -72,7 +72,7 @@ def test_a_change_is_asked_for_at_once_and_counts_from_the_update_that_brings_it
 
 def test_a_validation_in_bf16_leaves_what_was_wanted(tmp_path: Path) -> None:
     precision = RolloutPrecision(make_plan(tmp_path))
-    with precision.bf16():
+    with precision.meanwhile(BF16):
         assert read_wanted(tmp_path) == BF16
         precision.took(record(said("bf16", raised=4, switched=4)))
     assert read_wanted(tmp_path) == AS_PLANNED
@@ -81,7 +81,7 @@ def test_a_validation_in_bf16_leaves_what_was_wanted(tmp_path: Path) -> None:
 
 
 def test_what_another_attempt_left_behind_is_no_wish_of_this_one(tmp_path: Path) -> None:
-    with RolloutPrecision(make_plan(tmp_path)).bf16():
+    with RolloutPrecision(make_plan(tmp_path)).meanwhile(BF16):
         RolloutPrecision(make_plan(tmp_path)).want(PLANNED)
         assert read_wanted(tmp_path) == AS_PLANNED
 
@@ -101,7 +101,7 @@ def test_what_new_engines_bring_is_asked_of_no_weight_update(tmp_path: Path) -> 
     precision.took(record(said("bf16", raised=4)))
     (line,) = (tmp_path / "events.jsonl").read_text().splitlines()
     assert json.loads(line)["why"] == "weight update 4: the first of these engines, all proven"
-    with precision.bf16():
+    with precision.meanwhile(BF16):
         assert precision.wanted == BF16
     precision.want(PLANNED)
     assert precision.wanted == AS_PLANNED
@@ -189,9 +189,38 @@ def test_the_worst_layers_by_the_engines_own_numbers(tmp_path: Path) -> None:
     assert worst_layers(plan, share=0.5) == ("layer.b", "layer.d")
     precision = RolloutPrecision(plan)
     precision.want(replace(PLANNED, bf16_layer_fraction=0.75))
-    assert read_wanted(tmp_path) == Precision(bf16_layers=("layer.b", "layer.d", "layer.c"))
+    assert read_wanted(tmp_path) == Precision(bf16_layers=("layer.b", "layer.c", "layer.d"))
     precision.took(record(said("bf16"), said("int8", replica=1, raised=3, switched=3)))
     assert notes(tmp_path) == ["rollouts from now on: bf16+int8 with 3 layers in bf16"]
+
+
+def test_which_layers_are_the_worst_holds_until_the_measures_change(tmp_path: Path) -> None:
+    """Those in BF16 keep the error that they had, those of the others drift past it; the order says nothing."""
+    file = layer_errors_file(tmp_path, replica=0, rank=0)
+    precision = RolloutPrecision(restarting(tmp_path))
+    add_layer_errors(file, {"a": 0.03, "b": 0.04, "c": 0.02, "d": 0.01})
+    half = replace(PLANNED, bf16_layer_fraction=0.5)
+    precision.want(half)
+    assert precision.wanted == Precision(bf16_layers=("a", "b"))
+    add_layer_errors(file, {"c": 0.05, "d": 0.06})
+    precision.want(replace(half, cap=1.5))
+    assert precision.wanted == Precision(bf16_layers=("a", "b"))
+    precision.want(replace(half, bf16_layer_fraction=0.75))
+    assert precision.wanted == Precision(bf16_layers=("b", "c", "d"))
+    precision.want(half)
+    assert precision.wanted == Precision(bf16_layers=("c", "d"))
+
+
+def test_an_attempt_that_began_with_layers_in_bf16_knows_their_errors(tmp_path: Path) -> None:
+    """From the attempts before; its own engines have measured the others."""
+    plan = restarting(tmp_path)
+    for number, errors in ((2, {"a": 0.9, "b": 0.8, "c": 0.1, "d": 0.1}), (10, {"a": 0.3, "c": 0.2, "d": 0.1})):
+        kept = tmp_path / "logs" / str(number) / "sync" / "layers-0-0.json"
+        kept.parent.mkdir(parents=True)
+        kept.write_text(json.dumps(errors))
+    assert worst_layers(plan, share=0.5) == ("b", "a")
+    add_layer_errors(layer_errors_file(tmp_path, replica=0, rank=0), {"c": 0.25, "d": 0.35})
+    assert worst_layers(plan, share=0.5) == ("b", "d")
 
 
 def test_a_wish_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def trainer_of(run_dir: Path, *, said: list[Any]) -> StoppableTrainer:
     made._rollouts = None
     made._reward_failures = 2
     made._stop_after_step = None
+    made._engine_restart_s = 1.5
     made._stopping = SimpleNamespace(note_saved=said.append, note_finished=said.append, check=lambda: None)
     return made
 
@@ -61,6 +62,7 @@ def test_the_line_of_a_step_is_in_its_checkpoint(tmp_path: Path, monkeypatch: py
     assert line.pop("time_s") > 0
     assert line == {
         **{"step": 3, "telemetry_s": 0.75, "mismatch_chi2": None, "reward_failures": 2},
+        "engine_restart_s": 1.5,
         **Live("int8", emulated=False).metrics(),
         **VALIDATED,
     }

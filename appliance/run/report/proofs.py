@@ -107,7 +107,7 @@ def misses(trails: tuple[Trail, ...], *, engines: Generation, is_done: bool) -> 
             trail,
             number=number,
             reference=reference.get(number, ""),
-            is_first=number in (1, engines.after_sync + 1),
+            is_first=number in engines.firsts,
             is_open=number == newest and not is_done,
         )
         for number in range(1, newest + 1)
