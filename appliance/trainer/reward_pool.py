@@ -58,6 +58,7 @@ class RewardPool:
         self._timeout_s = timeout_s
         self._kind = kind
         self._workers = workers or num_workers(os.cpu_count() or 1)
+        self._is_closed = False
         self._pool = self._started()
 
     def _started(self) -> ProcessPool:
@@ -92,7 +93,7 @@ class RewardPool:
         except ProcessExpired as error:
             return Graded(0.0, Fault.DIED, f"the process of the reward function ended with {error.exitcode}")
         except BrokenProcessPool:
-            return Graded(0.0, Fault.DIED, "the processes of the reward function end before they take a response")
+            return Graded(0.0, Fault.DIED, "the processes of the reward function are gone")
         except Exception as error:  # the boundary of a reward function: counted, and the run goes on
             return Graded(0.0, Fault.RAISED, f"{type(error).__name__}: {_first_line(error)}")
 
@@ -102,8 +103,10 @@ class RewardPool:
         pebble gives up a pool with all that waits in it when a process dies while none is at work: another one is made
         then. What was on its way at that moment it forgets, so that its future alone is not to be waited for.
         """
+        if self._is_closed:
+            raise BrokenProcessPool
         if not self._pool.active:
-            self.close()
+            self._end()
             self._pool = self._started()
         pool = self._pool
         scheduled = pool.schedule(self._function, args=(kind, response, truth), timeout=self._timeout_s)
@@ -117,7 +120,11 @@ class RewardPool:
             future.cancel()  # for a rollout that is abandoned; one that is done stays so
 
     def close(self) -> None:
-        """End the processes, whatever they are at."""
+        """End the processes, whatever they are at. Nothing is graded any more."""
+        self._is_closed = True
+        self._end()
+
+    def _end(self) -> None:
         self._pool.stop()
         self._pool.join()
 

@@ -127,7 +127,7 @@ class Run:
 
     def kill(self, name: str) -> Process:
         """SIGKILL to the one process whose name begins so, or whose command has it as a word."""
-        found = [each for each in self.processes() if each.name.startswith(name) or name in command_of(each)]
+        found = [each for each in self.processes() if each.name.startswith(name)] or self.by_command(name)
         assert len(found) == 1, f"{name}: {[str(each) for each in self.processes()]}"
         os.kill(found[0].pid, signal.SIGKILL)
         return found[0]

@@ -8,10 +8,13 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
+from pebble import ProcessPool
 
 from appliance.tasks.grading import Fault, Graded
+from appliance.trainer import reward_pool
 from appliance.trainer.reward_pool import RewardPool, num_workers
 
 HANG_S = 1.0  # the pool's time limit here; a hang is ended after it
@@ -53,6 +56,7 @@ def grade(pool: RewardPool, *responses: str) -> list[Graded]:
     return asyncio.run(all_of_them())
 
 
+GONE = Graded(0.0, Fault.DIED, "the processes of the reward function are gone")
 NOT = "the reward function returned {}, not a number in 0..1"
 
 
@@ -93,6 +97,50 @@ def test_a_process_that_is_killed_while_it_waits_costs_nothing() -> None:
         assert (pool.graded, pool.faults.total()) == (3, 0)
     finally:
         pool.close()
+
+
+class Forgetful:
+    """A pool that breaks while a task is on its way into it: pebble never looks at that one's future again."""
+
+    def __init__(self, pool: ProcessPool) -> None:
+        self.active = True
+        self.stop, self.join = pool.stop, pool.join
+
+    def schedule(self, *_: object, **__: object) -> Future[float]:
+        self.active = False
+        return Future()
+
+
+def test_a_response_that_a_breaking_pool_forgot_is_graded_by_the_next() -> None:
+    pool = RewardPool(kind="arithmetic", function=misbehave, workers=1, timeout_s=HANG_S)
+    pool._pool = Forgetful(pool._pool)
+    try:
+        assert grade(pool, "7") == [Graded(1.0)]
+    finally:
+        pool.close()
+
+
+def test_processes_that_cannot_live_cost_their_responses_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each response is tried twice, and the caller is told."""
+    monkeypatch.setattr(reward_pool, "_begin", ends_at_once)
+    pool = RewardPool(kind="arithmetic", function=misbehave, workers=1, timeout_s=HANG_S)
+    try:
+        assert grade(pool, "7", "8") == [GONE, GONE]
+    finally:
+        pool.close()
+
+
+def ends_at_once(kind: str) -> None:
+    os._exit(1)
+
+
+def test_a_pool_that_was_closed_starts_no_process_again() -> None:
+    before = set(multiprocessing.active_children())
+    pool = RewardPool(kind="arithmetic", function=misbehave, workers=1, timeout_s=HANG_S)
+    assert grade(pool, "7") == [Graded(1.0)]
+    pool.close()
+    assert grade(pool, "7") == [GONE]
+    assert set(multiprocessing.active_children()) <= before
 
 
 @pytest.mark.parametrize(("cores", "workers"), [(1, 1), (2, 1), (4, 2), (16, 8), (128, 8)])
