@@ -25,6 +25,7 @@ import plans
 
 from appliance.errors import CheckpointError
 from appliance.plan.model import CheckpointPlan
+from appliance.run.checkpoints import PROFILE_FOLDER
 from appliance.trainer.checkpoints import Checkpoints
 from appliance.trainer.metrics import append_metrics
 
@@ -32,7 +33,7 @@ CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir")
 ROOM = ("os.mkdir", "os.rename", "write", "fsync")  # may fail on a full disk
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 PASSED = 0  # the number of no point
-_OPEN, _WRITE = io.open, os.write
+_OPEN, _WRITE, _SEND = io.open, os.write, os.sendfile
 
 
 class Points:
@@ -45,6 +46,7 @@ class Points:
         self._lock = threading.Lock()  # files are hashed by several threads
         sys.addaudithook(self._hear)
         io.open, os.write, os.fsync = self._open, self._write, lambda _: self._reach("fsync")
+        os.sendfile = self._send  # what shutil copies with
 
     def _reach(self, what: str, *, needs_room: bool = True, half: Callable[[], object] = lambda: None) -> None:
         with self._lock:
@@ -76,6 +78,11 @@ class Points:
         except OSError:
             return len(half)
         return _WRITE(descriptor, content)
+
+    def _send(self, to: int, of: int, offset: int, count: int) -> int:
+        left = os.fstat(of).st_size - offset
+        self._reach("write", half=lambda: _SEND(to, of, offset, left // 2))
+        return _SEND(to, of, offset, count)
 
     def write(self, file: Any, content: Any) -> int:
         def half() -> None:
@@ -144,6 +151,8 @@ def main(root: Path) -> None:
     template = root / "template"
     template.mkdir(parents=True)
     (template / "metrics.jsonl").touch()
+    (template / PROFILE_FOLDER).mkdir()
+    (template / PROFILE_FOLDER / "profile.safetensors").write_bytes(os.urandom(1000))
     save(template, 1)
     if in_a_child(template, root / "0", at=PASSED, how="none"):
         sys.exit("the save fails by itself")
