@@ -89,18 +89,18 @@ class Engine:
             for o in outputs
         ]
 
-    def update(self):
-        """A WeightUpdate on this engine's model."""
+    def update(self, **settings: object):
+        """A WeightUpdate on this engine's model. settings: further ones of it."""
         from appliance.engine.update import WeightUpdate
 
-        return WeightUpdate(self.model, model_config=self.runner.vllm_config.model_config)
+        return WeightUpdate(self.model, model_config=self.runner.vllm_config.model_config, **settings)
 
-    def load(self, tensors: list[tuple[str, object]], *, bucket: int = 1000):
-        """One whole weight update in buckets of `bucket` tensors."""
+    def load(self, tensors: list[tuple[str, object]], *, bucket: int = 1000, **settings: object):
+        """One whole weight update in buckets of `bucket` tensors. settings: as of `update`."""
         import torch
         from vllm.config import set_current_vllm_config
 
-        update = self.update()
+        update = self.update(**settings)
         with set_current_vllm_config(self.runner.vllm_config), torch.no_grad():
             update.begin()
             for start in range(0, len(tensors), bucket):

@@ -18,11 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from engines import start_engine
+from engines import Engine, read_checkpoint, start_engine
+from trainings import Finished
 
 from appliance.flashrl.config_file import write_config
+from appliance.plan.read import read_plan
 from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
+from appliance.quant.smoothing import load_smoothing
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -109,9 +112,12 @@ def wait_until_it_answers(child: subprocess.Popen, *, port: int, output: Path) -
 
 def told(model: Path, **settings: object) -> Answer:
     """What an engine says in this process that our own settings tell what to do."""
+    return said_by(start_engine(model, **settings))
+
+
+def said_by(engine: Engine) -> Answer:
     from vllm import SamplingParams
 
-    engine = start_engine(model, **settings)
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0, detokenize=False)
     (output,) = engine.llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
     answer = output.outputs[0]
@@ -125,10 +131,14 @@ def lines_of(log: Path) -> list[str]:
 
 def test_serve_is_int8_by_the_variable_alone(two_checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
     model = two_checkpoints[0]
-    with served(model, folder=tmp_path, FLASHRL_CONFIG="int8") as server:
+    (tmp_path / "no-verl").mkdir()
+    (tmp_path / "no-verl" / "verl.py").write_text('raise RuntimeError("somebody wanted verl")')
+    places = os.pathsep.join(filter(None, (str(tmp_path / "no-verl"), os.environ.get("PYTHONPATH"))))
+    with served(model, folder=tmp_path, FLASHRL_CONFIG="int8", PYTHONPATH=places) as server:
         answer = server.answer()
     assert answer == told(model, scheme="int8")
     assert answer != told(model, scheme="bf16")
+    assert "somebody wanted verl" not in (tmp_path / "server.txt").read_text()
     lines = lines_of(server.log)
     assert sum(line.startswith("FLASHRL_CONFIG=int8: replica 0 gets the scheme int8: ") for line in lines) == 1
     [kernels] = [line for line in lines if line.startswith("rank 0 has the scheme int8; layers by kernel: ")]
@@ -159,6 +169,22 @@ def test_serve_by_a_file_on_two_ranks_reloads_on_both(two_checkpoints: tuple[Pat
     # some hundredths, those of another checkpoint by whole nats.
     alone, other = (told(model, scheme="int8", lm_head_fp32=True).log_probs[0] for model in (second, first))
     assert abs(answer.log_probs[0] - alone) < 0.1 < abs(answer.log_probs[0] - other)
+
+
+@pytest.mark.e2e
+def test_the_file_that_a_run_wrote_serves_its_engine(short: Finished, tmp_path: Path) -> None:
+    """Its model, read from disk, its profile folded in: against an engine as the plan has it, to which the same
+    weights come by an update."""
+    run_dir = short.run_dir
+    file, model = run_dir / "profile" / "quantization.yaml", run_dir / "model"
+    with served(model, folder=tmp_path, FLASHRL_CONFIG=str(file)) as server:
+        answer = server.answer()
+    (quantisation,) = read_plan(run_dir / "plan.json").rollout.replicas
+    engine = start_engine(model, scheme="int8", **quantisation.engine_arguments())
+    smoothing = load_smoothing(Path(quantisation.profile))
+    engine.load([(name, tensor.bfloat16()) for name, tensor in read_checkpoint(model)], smoothing=smoothing)
+    assert quantisation.profile and answer == said_by(engine)
+    assert answer != told(model, scheme="bf16")
 
 
 def test_a_value_that_means_nothing_stops_serve(two_checkpoints: tuple[Path, Path]) -> None:
