@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -15,6 +16,7 @@ import pytest
 from docker.models.containers import Container
 from docker.types import Mount
 from images import IMAGE, PROJECT, removed_at_the_end, runs_with
+from trainings import holding
 
 pytestmark = pytest.mark.docker
 ROOT = Path(__file__).parents[2]
@@ -119,15 +121,25 @@ def test_head_and_worker_train_together_and_the_loss_of_the_worker_is_named(
         worker = next(each for each in engine.containers.list() if "worker" in each.name)
         metrics = run / "metrics.jsonl"
         wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= STEPS, head)
+        health = worker.exec_run(["appliance", "health"])
         worker.kill()
         code = head.wait(timeout=NAMED_WITHIN_S)["StatusCode"]
         log = head.logs().decode()
-        attested = sorted(file.stem for file in (run / "attest").glob("*.json"))
+        attested = {file.stem: json.loads(file.read_text()) for file in (run / "attest").glob("*.json")}
+        described = json.dumps([head.attrs, worker.attrs])
     finally:
         compose("down", "--volumes", "--timeout", "30", check=False, **given)
     assert code == 5, log[-3000:]
     assert f": node {worker.id[:12]} (" in log and "left the cluster" in log, log[-3000:]
-    assert attested == ["driver-0", "rollout-0-0", "rollout-1-0", "trainer-0", "trainer-1"]
+    assert health.exit_code == 0 and health.output.startswith(b"healthy: node of over-two-1: attempt 1, "), health
+    assert sorted(attested) == ["driver-0", "rollout-0-0", "rollout-1-0", "trainer-0", "trainer-1"]
+    nodes = {process: said["detail"]["node"] for process, said in attested.items()}
+    assert nodes["driver-0"] == head.id[:12]
+    for role in ("rollout", "trainer"):  # one of each on each node
+        assert {nodes[each] for each in nodes if each.startswith(role)} == {head.id[:12], worker.id[:12]}, nodes
+    token = Path(given["RUNS"]) / ".cluster-token"
+    word = token.read_text().strip()
+    assert word not in described + log and holding(Path(given["RUNS"]), word, but=token) == []
 
 
 def test_a_worker_with_other_sources_is_refused_by_its_name(
