@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from docker.models.containers import Container
 from docker.types import Mount
-from images import IMAGE, PROJECT, removed_at_the_end, runs_with
+from images import IMAGE, PROJECT, removed_at_the_end, runs_with, said_by
 from trainings import holding
 
 pytestmark = pytest.mark.docker
@@ -51,6 +51,13 @@ task: {{val_size: 16}}
 quantization: {{profile: none}}
 cluster: {{wait_s: {PATIENCE_S}}}
 """
+OF_ROWS = """\
+name: mine
+extends: gsm8k-tiny-int8
+task: {train_file: /data/rows.jsonl, val_size: 4}
+trainer: {steps: 1, validate_before: false}
+quantization: {profile: none}
+"""
 
 
 @pytest.fixture
@@ -65,11 +72,29 @@ def test_the_file_is_valid_for_this_compose(engine) -> None:
     assert sorted(services) == ["head", "tensorboard", "train", "train-cpu", "worker"]
 
 
-def test_the_cpu_profile_checks_its_host_and_keeps_its_runs(project: None) -> None:
-    """Named volumes, a read-only root, another user: a run in it would start, and keep its results."""
-    done = compose("run", "--rm", "train-cpu", "check", "arithmetic-tiny-int8", check=False)
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "arithmetic-tiny-int8: this host can run it"), done
-    assert "error: " not in done.stdout and "is not on a volume" not in done.stdout
+def test_the_cpu_profile_trains_and_a_second_container_reads_the_run(
+    project: None, engine, image: str, cache: Path, tmp_path: Path
+) -> None:
+    """The four folders of the README: recipe and data of the host, to read; runs and caches in volumes with names.
+
+    A read-only root, another user. Only the tiny model is put there before, which takes a minute and a half to make.
+    """
+    for name in ("recipes", "data", "models"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "recipes/mine.yaml").write_text(OF_ROWS)
+    rows = ({"question": f"Anna has {n} crates. How many are they?", "answer": f"#### {n}"} for n in range(20))
+    (tmp_path / "data/rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    folders = {name.upper(): str(tmp_path / name) for name in ("recipes", "data", "models")}
+    copying = ("--volume", f"{cache}:/mnt/cache:ro", "--entrypoint", "cp")
+    compose("run", "--rm", *copying, "train-cpu", "-r", "/mnt/cache", "/appliance/runs/.cache", **folders)
+    line = ("train", "/recipes/mine.yaml", "--name", "mine")
+    done = compose("run", "--rm", "train-cpu", *line, check=False, **folders)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    assert "is not on a volume" not in done.stdout + done.stderr
+    script = ["-c", "cat mine/run.json && test -s mine/model/model.safetensors"]
+    volume = {f"{PROJECT}_runs": {"bind": "/kept", "mode": "ro"}}
+    said = said_by(engine, image, script, entrypoint="/bin/sh", working_dir="/kept", volumes=volume)
+    assert (json.loads(said)["state"], json.loads(said)["exit_code"]) == ("done", 0)
 
 
 def test_tensorboard_answers_on_loopback(project: None) -> None:
