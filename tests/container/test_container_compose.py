@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -43,6 +44,7 @@ def compose(*arguments: str, check: bool = True, **variables: str) -> subprocess
 STEPS = 2
 NAMED_WITHIN_S = 60
 PATIENCE_S = 900
+RUN = "/appliance/runs/over-two-1"
 RECIPE = f"""\
 name: over-two
 extends: arithmetic-tiny-int8
@@ -167,29 +169,46 @@ def test_head_and_worker_train_together_and_the_loss_of_the_worker_is_named(
     assert word not in described + log and holding(Path(given["RUNS"]), word, but=token) == []
 
 
-def test_a_worker_with_other_sources_is_refused_by_its_name(
-    project: None, engine, given: dict[str, str], tmp_path: Path
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ("sources", "joined with other sources or locks than the head"),
+        ("folder", f"does not see {RUN}: cluster.run_dir must be on a file system that all nodes share"),
+    ],
+)
+def test_a_worker_with_other_sources_or_another_folder_is_refused_by_its_name(
+    project: None, engine, given: dict[str, str], tmp_path: Path, other: str, words: str
 ) -> None:
-    changed = tmp_path / "errors.py"
+    changed, empty = tmp_path / "errors.py", tmp_path / "empty"
     changed.write_text((ROOT / "appliance/errors.py").read_text() + "\n# changed\n")
+    empty.mkdir()
+    source = Mount("/opt/appliance/appliance/errors.py", str(changed), type="bind", read_only=True)
+    differs = {"sources": {"mounts": [source]}, "folder": {"runs": empty}}[other]
     compose("up", "--detach", "head", **given)
     try:
         head = engine.containers.get("flashrl-head")
         token = Path(given["RUNS"]) / ".cluster-token"
         wait_until(token.exists, head)
-        source = Mount("/opt/appliance/appliance/errors.py", str(changed), type="bind", read_only=True)
-        said = join_with(engine, given, token=token.read_text(), mounts=[source], hostname="another")
+        said = join_with(engine, given, token=token.read_text(), hostname="another", **differs)
         code = head.wait(timeout=PATIENCE_S)["StatusCode"]
         log = head.logs().decode()
     finally:
         compose("down", "--volumes", "--timeout", "30", check=False, **given)
     assert code == 3, log[-3000:]
-    assert "another (" in log and "joined with other sources or locks than the head" in log, log[-3000:]
+    assert re.search(rf"another( \(\S+\))?: {re.escape(words)}", log), log[-3000:]
     assert "joined; this node works" in said[1]
 
 
-def join_with(engine, given: dict[str, str], *, token: str, mounts: Iterable[Mount] = (), hostname: str = "wrong"):
-    """(exit code, log) of a worker beside the compose file's: `join` with this token."""
+def join_with(
+    engine,
+    given: dict[str, str],
+    *,
+    token: str,
+    mounts: Iterable[Mount] = (),
+    runs: Path | None = None,
+    hostname: str = "wrong",
+) -> tuple[int, str]:
+    """(exit code, log) of a worker beside the compose file's: `join` with this token. runs: None: the head's."""
     file = Path(given["RECIPES"]).parent / f"token-{hostname}"
     file.write_text(token)
     inside = "/run/secrets/token"
@@ -201,7 +220,7 @@ def join_with(engine, given: dict[str, str], *, token: str, mounts: Iterable[Mou
         network=given["CLUSTER_NETWORK"],
         shm_size="1g",
         mounts=[*mounts, Mount(inside, str(file), type="bind", read_only=True)],
-        volumes={given["RUNS"]: {"bind": "/appliance/runs", "mode": "rw"}},
+        volumes={str(runs or given["RUNS"]): {"bind": "/appliance/runs", "mode": "rw"}},
     )
     with removed_at_the_end(container):
         return container.wait(timeout=PATIENCE_S)["StatusCode"], container.logs().decode()
