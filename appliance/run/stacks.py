@@ -22,14 +22,17 @@ from appliance.plan.env import LOG_DIR_VARIABLE
 
 STACKS_FOLDER = "stacks"
 RAY_ROLE = "ray"  # of an actor or an idle worker of Ray's that loads nothing of ours: its title says which
+WORKER_ROLE = "worker"  # of every process that imports verl
 WRITE_WITHIN_S = 5.0
 _SIGNAL = signal.SIGUSR2  # SIGUSR1 is the keeper's
+_VAGUE = (RAY_ROLE, WORKER_ROLE)  # the first says least; any other role says more than both
 _RAY_TITLE = re.compile(r"ray::(\w+)")
 
 
 @dataclass(frozen=True)
 class _Kept:
     pid: int
+    role: str
     path: Path
     file: IO[str]
 
@@ -40,22 +43,30 @@ _kept: _Kept | None = None
 def keep_stacks(role: str) -> None:
     """Have this process write its stacks when it is asked. Does nothing outside a run.
 
-    role: the beginning of the file's name; called again, the new one counts. A forked process calls it for itself.
+    role: the beginning of the file's name; called again, the one that says more counts, or the new one. A forked
+    process calls it for itself.
     """
     global _kept
     folder = os.environ.get(LOG_DIR_VARIABLE)
     if not folder:
         return
+    before = _kept if _kept is not None and _kept.pid == os.getpid() else None
+    if before is not None and _vagueness(role) > _vagueness(before.role):
+        return
     with contextlib.suppress(OSError):  # a full disk ends no process: it only says less
         path = Path(folder) / STACKS_FOLDER / f"{role}-{os.getpid()}.txt"
-        if _kept is not None and _kept.pid == os.getpid():
-            _kept.path.rename(path)
-            file = _kept.file
+        if before is not None:
+            before.path.rename(path)
+            file = before.file
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = path.open("w")
             faulthandler.register(_SIGNAL, file=file, all_threads=True)
-        _kept = _Kept(os.getpid(), path, file)
+        _kept = _Kept(os.getpid(), role, path, file)
+
+
+def _vagueness(role: str) -> int:
+    return len(_VAGUE) - _VAGUE.index(role) if role in _VAGUE else 0
 
 
 def dump_stacks(log_dir: Path, *, living: Collection[int], within_s: float = WRITE_WITHIN_S) -> list[Path]:

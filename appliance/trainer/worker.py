@@ -19,7 +19,7 @@ from appliance.patch import Patch, apply_patch
 from appliance.plan.env import PLAN_VARIABLE
 from appliance.plan.read import read_plan
 from appliance.quant.correction import CorrectionMethod
-from appliance.run.stacks import keep_stacks
+from appliance.run.stacks import WORKER_ROLE, keep_stacks
 from appliance.trainer.cpu_platform import is_cpu_run
 
 PROCESS_GROUP = Patch(
@@ -57,7 +57,7 @@ def _needed() -> tuple[str, ...]:
     return (*loss, "appliance.trainer.layer_rates") if plan.norm_fed_lr_scale != 1 else loss
 
 
-keep_stacks("worker")
+keep_stacks(WORKER_ROLE)
 
 for _patch, _replacement in _patches():
     apply_patch(_patch, _replacement)

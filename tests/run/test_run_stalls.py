@@ -163,20 +163,21 @@ def test_a_child_before_the_training_is_cut_too(
 
 
 def test_roles_follow_what_a_process_becomes(tmp_path: Path) -> None:
-    """The last name counts, and a fork has a file of its own."""
+    """The name that says most counts, whenever a process imports verl, and a fork has a file of its own."""
     code = """
 import os, sys
 from appliance.run.stacks import keep_stacks
-keep_stacks("ray")
-keep_stacks("worker")
-if os.fork() == 0:
-    keep_stacks("engine")
-    os._exit(0)
-os.wait()
+for roles in (["ray", "worker"], ["worker", "engine"], ["engine", "worker", "ray"], ["driver", "worker"]):
+    if os.fork() == 0:
+        for role in roles:
+            keep_stacks(role)
+        os._exit(0)
+    os.wait()
 """
     environment = {**os.environ, LOG_DIR_VARIABLE: str(tmp_path)}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
-    assert [path.name.split("-")[0] for path in sorted((tmp_path / "stacks").iterdir())] == ["engine", "worker"]
+    names = sorted(path.name.split("-")[0] for path in (tmp_path / "stacks").iterdir())
+    assert names == ["driver", "engine", "engine", "worker"]
 
 
 def test_an_actor_that_loads_nothing_of_ours_has_the_name_that_ray_gives_it(tmp_path: Path) -> None:
