@@ -165,6 +165,9 @@ def test_a_layer_whose_turn_it_is_not_is_not_unproven() -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_kernel_that_multiplies_in_bf16_is_proven(scheme: Scheme, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's batch-invariant path: scales are rounded to BF16, activations stay."""
+    from vllm import envs
+
+    envs.disable_envs_cache()  # an engine of another test in this process enabled it
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     model = served(scheme)
     assert model.mlp.down_proj.quant_method.multiplies_in_bf16

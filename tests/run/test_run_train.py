@@ -198,7 +198,7 @@ def test_failed_preparation_keeps_its_code_and_starts_no_training(
     assert process.returncode == 2, err
     assert err.splitlines()[1].startswith(f"error: preparation failed in phase prepare: {tmp_path}/none.jsonl")
     logs = Path(plan.run_dir) / "logs" / "1"
-    assert [path.name for path in logs.iterdir()] == ["prepare.log"]
+    assert sorted(path.name for path in logs.iterdir()) == ["prepare.log", "stacks"]
 
 
 def test_name_in_use_is_refused(tmp_path: Path, small_plan: Callable, python: Callable, launch: Callable) -> None:
