@@ -48,7 +48,18 @@ def marked(proc: Path) -> tuple[list[Path], list[Path]]:
                 nodes.add(Path(node))
             elif run := environment.get(RUN_VARIABLE):
                 runs.add(Path(run))
-    return sorted(runs), sorted(nodes)
+    of_nodes = nodes | set(
+        filter(None, map(_work_of, nodes))
+    )  # a process with a title of its own may have lost its node
+    return sorted(runs - of_nodes), sorted(nodes)
+
+
+def _work_of(node: Path) -> Path | None:
+    """The folder of the run that a node works for. `_of_node` says what is wrong where it cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        training = read_news(node)
+        return None if training is None else training.run_dir
+    return None
 
 
 def _of_node(folder: Path) -> Health:

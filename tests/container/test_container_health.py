@@ -95,6 +95,20 @@ def test_a_node_follows_the_run_that_it_works_for(tmp_path: Path, node: Path, mo
     assert look(tmp_path / "proc").what.endswith("nothing new for 60 minutes")
 
 
+def test_processes_that_lost_their_node_are_still_its(
+    tmp_path: Path, node: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """setproctitle writes over the environment that /proc shows."""
+    run = tmp_path / "a-1"
+    run.mkdir()
+    write_record(run, RUNNING)
+    monkeypatch.setenv("APPLIANCE_NODE", str(node))
+    keep_news(run)
+    a_process(tmp_path / "proc", pid=9, environment=f"APPLIANCE_RUN={node}\0".encode())
+    a_process(tmp_path / "proc", pid=10, environment=f"APPLIANCE_RUN={run}\0".encode())
+    assert look(tmp_path / "proc") == Health(True, "node of a-1: attempt 2, generating rollouts")
+
+
 def test_a_node_that_does_not_see_its_run_is_not_healthy(tmp_path: Path, node: Path) -> None:
     (node / "training.json").write_text(json.dumps({"run_dir": str(tmp_path / "gone"), "attempt": 1}))
     found = look(tmp_path / "proc")
