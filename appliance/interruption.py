@@ -20,9 +20,8 @@ def told_interruptions() -> Iterator[None]:
 
     def take(number: int, frame: FrameType | None) -> None:
         names.append(signal.Signals(number).name)
-        raise SystemExit(
-            CODE
-        )  # not KeyboardInterrupt: after one in an `exec`, as dataclasses have, Python ends by SIGINT
+        # Not KeyboardInterrupt: after one in an `exec`, as dataclasses have, Python ends by SIGINT.
+        raise SystemExit(CODE)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():

@@ -48,9 +48,8 @@ def marked(proc: Path) -> tuple[list[Path], list[Path]]:
                 nodes.add(Path(node))
             elif run := environment.get(RUN_VARIABLE):
                 runs.add(Path(run))
-    of_nodes = nodes | set(
-        filter(None, map(_work_of, nodes))
-    )  # a process with a title of its own may have lost its node
+    # A process with a title of its own may have lost its node, and have the run's mark alone.
+    of_nodes = nodes | set(filter(None, map(_work_of, nodes)))
     return sorted(runs - of_nodes), sorted(nodes)
 
 

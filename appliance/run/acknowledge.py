@@ -167,9 +167,8 @@ def _problems(
     everything = taken.switched or sync == first
     if everything and taken.layers_proven < taken.layers:
         return [f"{who} has proven {taken.layers_proven} of {taken.layers} layers"]
-    if (
-        taken.telemetry is not None and not taken.layers
-    ):  # some are quantised, and lm_head's kernel is asked in any scheme
+    # Some are quantised, and in any scheme lm_head's kernel at least is asked.
+    if taken.telemetry is not None and not taken.layers:
         return [f"{who} has proven none of its layers"]
     return []
 

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from plans import make_rollout
 
+from appliance.guard.policy import Action
+from appliance.plan.model import ExpectedAttestation
+from appliance.plan.read import read_plan
 from appliance.quant.precision import Precision
 from appliance.quant.scheme import Scheme
+from appliance.quant.settings import Quantisation
 from appliance.run.acknowledge import Acknowledgement, Sent, append_acknowledgement, append_sent
 from appliance.run.events import append_event
 from appliance.run.generation import Generation, write_generation
@@ -130,6 +136,28 @@ def test_an_engine_that_an_update_raised_to_bf16_is_as_it_should_be(
     assert judged(run_dir, ATTESTED)[0] is Word.FINE
     attest(run_dir, scheme="int8")
     assert judged(run_dir, ATTESTED) == (Word.BAD, "rollout-0-0 runs int8, the plan says bf16")
+
+
+def test_an_engine_that_an_update_raised_to_a_finer_scheme_is_as_it_should_be(
+    tmp_path: Path, make_run: Make, attest: Callable[..., None], taken: Callable[..., Acknowledgement]
+) -> None:
+    """One that the guard may ask for; its own word for another one counts for nothing."""
+    run_dir = make_run(tmp_path)
+    made = read_plan(run_dir / "plan.json")
+    engine = ExpectedAttestation("rollout", 0, Scheme.FP8, ("a",), emulated=True)
+    raises = replace(
+        made,
+        rollout=make_rollout(Scheme.FP8, replicas=(Quantisation(Scheme.FP8, emulated=True),)),
+        guard=replace(made.guard, actions=(Action.RAISE_PRECISION,)),
+        attestations=(engine, *made.attestations[1:]),
+    )
+    append_sent(run_dir, Sent(sync=12, replica=0, rank=0, manifest="of 12", digest_s=0.1))
+    append_acknowledgement(run_dir, taken(12, scheme="fp8-block", emulated=True, switched=16, layers_proven=16))
+    attest(run_dir, scheme="fp8-block", emulated=True)
+    raises.write(run_dir / "plan.json")
+    assert judged(run_dir, ATTESTED)[0] is Word.FINE
+    replace(raises, guard=made.guard).write(run_dir / "plan.json")
+    assert judged(run_dir, ATTESTED) == (Word.BAD, "rollout-0-0 runs fp8-block, the plan says fp8")
 
 
 def test_engines_that_took_over_are_held_against_what_they_were_started_in(

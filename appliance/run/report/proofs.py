@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.errors import SyncError
+from appliance.plan.guard import finer_schemes
 from appliance.plan.model import ExpectedAttestation
 from appliance.quant.scheme import Scheme
 from appliance.run.acknowledge import SYNC_FOLDER
@@ -131,16 +132,19 @@ def judge_attested(view: RunView, *, trails: tuple[Trail, ...]) -> Judged:
     """By the plan, the program that began the attempt, what the present engines were started in, and what updates
     changed an engine's precision to since."""
     started = attestations_at(view.plan, engines_of(view).precision)
-    expected = tuple(_by_now(each, trails=trails) for each in started)
+    raised_to = (Scheme.BF16, *finer_schemes(view.plan))
+    expected = tuple(_by_now(each, trails=trails, raised_to=raised_to) for each in started)
     return judge_attestations(
         view.run_dir, expected, pins=view.plan.pins, fingerprint=dict(view.versions).get("fingerprint", "")
     )
 
 
-def _by_now(planned: ExpectedAttestation, *, trails: tuple[Trail, ...]) -> ExpectedAttestation:
+def _by_now(
+    planned: ExpectedAttestation, *, trails: tuple[Trail, ...], raised_to: tuple[Scheme, ...]
+) -> ExpectedAttestation:
     """A worker whose layers changed their precision with an update has attested anew what they run since."""
     trail = trails[planned.rank] if planned.role == "rollout" and planned.rank < len(trails) else None
     newest = trail.newest if trail is not None and any(each.switched for each in trail.taken.values()) else None
-    if newest is None or newest.scheme != Scheme.BF16:
+    if newest is None or newest.scheme not in raised_to:
         return planned
-    return replace(planned, scheme=Scheme.BF16, emulated=newest.emulated)
+    return replace(planned, scheme=Scheme(newest.scheme), emulated=newest.emulated)
