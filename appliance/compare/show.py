@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from dataclasses import dataclass
 
@@ -60,7 +61,7 @@ def cells(row: ArmResult, *, margin: float) -> tuple[str, ...]:
         _number(row.own),
         _short(row.k3_kl),
         _short(row.k3_max),
-        "-" if row.method is CorrectionMethod.NONE else _share(row.truncated),
+        "-" if row.method is CorrectionMethod.NONE and not row.truncated else _share(row.truncated),
         _share(row.codes_changed),
         "-" if row.step_s is None else f"{about}{row.step_s:.2f} s",
         "-" if row.seconds is None else f"{about}{row.seconds:.0f} s",
@@ -88,9 +89,23 @@ def notes(shown: Shown) -> list[str]:
     ]
     if any(row.inactive for row in shown.rows):
         said.append(INACTIVE_NOTE)
-    if any(row.busy for row in shown.rows):
+    runs = [run for row in shown.rows for run in row.runs]
+    said += [note for run in runs if (note := _schemes(run))]
+    about = "~" if any(row.busy for row in shown.rows) else ""
+    if runs:
+        together = draw.duration(sum(run.seconds for run in runs))
+        said.append(f"All {len(runs)} runs together took {about}{together}, the final validation apart.")
+    if about:
         said.append(f"~ {TIMES_NOTE}")
     return said
+
+
+def _schemes(run: RunResult) -> str:
+    """What became of the rollouts' scheme in the run; empty where it stayed."""
+    steps = [step for step in run.steps if step.reward is not None]
+    changes = [now for before, now in itertools.pairwise(steps) if now.scheme != before.scheme]
+    told = ", ".join(f"from step {step.step} on in {step.scheme}" for step in changes)
+    return f"{run.arm}, seed {run.seed}: rollouts in {steps[0].scheme}, {told}." if changes else ""
 
 
 def _problems(shown: Shown) -> str:

@@ -152,7 +152,26 @@ def test_the_table_names_verdicts_and_explains_its_words(shown: Shown) -> None:
     assert "within ±0.03, inactive" in by_arm["<tis>"] and "+0.0000" in by_arm["<tis>"]
     assert "fails (2 of 2 seeds)" in by_arm["bad"] and "~2.00 s" in by_arm["bad"] and "1.00 %" in by_arm["bad"]
     assert by_arm["none"].split()[-2:] == ["no", "result"]
-    assert lines[-2:] == [INACTIVE_NOTE, f"~ {TIMES_NOTE}"]
+    together = "All 6 runs together took ~6 min 0 s, the final validation apart."
+    assert lines[-3:] == [INACTIVE_NOTE, together, f"~ {TIMES_NOTE}"]
+
+
+def test_a_row_shows_what_the_guard_made_of_a_run_without_a_correction(shown: Shown) -> None:
+    """Its share of truncated tokens, and from which steps on its rollouts were in which scheme."""
+    schemes = ("int8", "int8", "bf16", "bf16", "int8")
+    truncated = (0.0, 0.0, 0.02, 0.0, 0.0)
+    steps = [a_step(0, reward=None, scheme="bf16")]  # a validation
+    steps += [a_step(n, scheme=s, truncated=t) for n, (s, t) in enumerate(zip(schemes, truncated, strict=True), 1)]
+    free = {"method": CorrectionMethod.NONE}
+    runs = [a_run("base"), a_run("plain", **free), a_run("governed", steps=tuple(steps), **free)]
+    rows = judge(runs, arms=["base", "plain", "governed"], baseline="base", margin=MARGIN)
+    text = markdown(replace(shown, rows=rows))
+    lines = text.partition("## By seed")[0].splitlines()
+    told = {line.split(" | ")[0]: line.split(" | ")[7] for line in lines if line.startswith("| ")}
+    assert (told["| plain"], told["| governed"]) == ("-", "0.40 %")
+    note = "governed, seed 0: rollouts in int8, from step 3 on in bf16, from step 5 on in int8."
+    assert note in lines and text.count("rollouts in") == 1
+    assert note in Parts(page(replace(shown, rows=rows))).texts
 
 
 def test_json_has_every_run_and_no_rewards_of_single_problems(shown: Shown) -> None:

@@ -50,6 +50,7 @@ def test_the_engine_holds_its_cache_and_its_weights() -> None:
     assert of(four, SMALL)[Role.ENGINE] - of(one, SMALL)[Role.ENGINE] == 3 * GIB
     bf16 = planned("rollout.scheme=bf16")
     assert of(bf16, SMALL)[Role.ENGINE] - of(one, SMALL)[Role.ENGINE] == SMALL.linear_weights
+    assert of(planned("guard.reserve_bf16=true"), SMALL) == of(bf16, SMALL)
 
 
 def test_two_ranks_are_two_trainers_and_two_engines_that_share_the_state() -> None:

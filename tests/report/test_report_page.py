@@ -7,12 +7,16 @@ import json
 import os
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from page_parts import Parts
 
 from appliance.errors import PreflightError, RecipeError
+from appliance.guard.policy import Action
+from appliance.plan.model import GuardPlan
+from appliance.plan.read import read_plan
 from appliance.run.events import append_event
 from appliance.run.report.folder import read_view
 from appliance.run.report.page import page
@@ -146,6 +150,26 @@ def test_a_mismatch_out_of_its_bounds_is_bad_until_it_returns(
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(metrics_line(6)) + "\n")
     assert words(run_dir)[question] is Word.WARN
+
+
+def test_what_the_guard_decided_is_on_the_page_with_its_numbers(tmp_path: Path, make_run: Callable[..., Path]) -> None:
+    """As a verdict, in the list of events, on the axis of time, and in each chart of the mismatch at its step."""
+    run_dir = make_run(tmp_path)
+    plan = read_plan(run_dir / "plan.json")
+    replace(plan, guard=GuardPlan(actions=(Action.WARN, Action.TIGHTEN))).write(run_dir / "plan.json")
+    question = "Did the guard act?"
+    assert words(run_dir)[question] is Word.FINE
+    told = [f"step {step}: {move}: k3_kl 0.02 above 0.015" for step, move in ((3, "observe -> warn"), (5, "back"))]
+    for step, what in zip((3, 5), told, strict=True):
+        append_event(run_dir, kind="guard", what=what, why="k3_kl 0.02 above 0.015", step=step)
+    (said,) = [each for each in verdicts(read_view(run_dir)) if each.question == question]
+    assert (said.word, said.text) == (Word.WARN, f"2 times, the last: {told[-1]} (k3_kl 0.02 above 0.015)")
+    text, parts = made(run_dir)
+    assert "guard" in parts.texts
+    for what in told:
+        assert parts.texts.count(what) == 1 + 8  # of the events; 4 charts of mismatch, 4 of quantisation
+        assert parts.texts.count(f"{what} (k3_kl 0.02 above 0.015)") == 1  # on the axis of time
+    assert text.count('class="mark warn"') == 2 * 8
 
 
 def test_a_scheme_that_costs_more_than_noise_is_a_warning(

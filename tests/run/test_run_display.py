@@ -94,6 +94,7 @@ def test_plain_lines_of_a_run(capsys: pytest.CaptureFixture[str], step_line: Cal
         step_line(1),
         Event(122.0, "phase", "rollout"),
         Event(122.5, "note", "3 problems left out"),
+        Event(122.6, "guard", "step 1: observe -> warn: k3_kl 0.02 above 0.015 (1 step in a row)", step=1),
         step_line(2, val_reward_mean=0.25, is_ess=0.2, emulated=True),
         Event(123.0, "phase", "export"),
     ]
@@ -118,6 +119,7 @@ def test_plain_lines_of_a_run(capsys: pytest.CaptureFixture[str], step_line: Cal
         "step 1/2  reward 0.215  413 tokens/s  took 4.0 s (rollout 2.6, log-probs 0.4, update 0.8, sync 0.1, rest 0.1)"
         "  int8  mismatch fine (k3 1.2e-04, ESS 1.000)  about 4 s left",
         "note: 3 problems left out",
+        "guard: step 1: observe -> warn: k3_kl 0.02 above 0.015 (1 step in a row)",
         "step 2/2  reward 0.215  validation 0.250  413 tokens/s  took 4.0 s (rollout 2.6, log-probs 0.4, update 0.8,"
         " sync 0.1, rest 0.1)  int8 (emulated)  mismatch bad: ESS 0.20 is not above 0.3",
         "phase export: writing model/",
