@@ -9,12 +9,15 @@ import pytest
 
 from appliance.compare import results
 from appliance.compare.arms import PlannedRun, go_on, plan_runs
+from appliance.compare.command import _ready
 from appliance.compare.file import load_comparison
 from appliance.compare.found import Found, look, set_aside
 from appliance.compare.results import busy_share, note_busy, read_final, read_result, write_final
 from appliance.errors import PreflightError
 from appliance.recipe.dump import to_yaml
+from appliance.run.checkpoints import checkpoint_folder
 from appliance.run.events import append_event, append_line
+from appliance.run.seal import Facts, seal
 from appliance.run.session import RunStatus, create_session
 
 TEXT = """\
@@ -72,6 +75,26 @@ def test_a_run_without_a_whole_checkpoint_is_done_again(planned: list[PlannedRun
     end(planned[0], state=RunStatus.STOPPED, code=130)
     (planned[0].run_dir / "checkpoints" / "global_step_3").mkdir(parents=True)  # no manifest: not whole
     assert go_on(planned[0]) is None
+
+
+def test_a_run_that_was_stopped_goes_on_from_its_newest_whole_checkpoint(
+    planned: list[PlannedRun], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = planned[0]
+    end(run, state=RunStatus.STOPPED, code=75)
+    for step in (2, 4, 6):
+        folder = checkpoint_folder(run.run_dir, step=step)
+        folder.mkdir(parents=True)
+        (folder / "data.pt").write_bytes(b"weights")
+        seal(folder, facts=Facts(step=step, world_size=1, reason="", time=0.0))
+    (folder / "data.pt").write_bytes(b"weight")  # the newest is damaged
+    ready = _ready(run, found=look(run))
+    assert capsys.readouterr().err == "a, seed 0: goes on after step 4\n"
+    assert ready.resume is not None and ready.resume.step == 4
+    newest = str(checkpoint_folder(run.run_dir, step=4))
+    assert ready.plan.resume_from == newest and f"trainer.resume_from_path={newest}" in ready.plan.argv
+    assert (ready.recipe, ready.plan.seed, ready.run_dir) == (run.recipe, run.plan.seed, run.run_dir)
+    assert [path.name for path in run.run_dir.parent.iterdir()] == ["a-seed0"]  # nothing was set aside
 
 
 def test_a_run_whose_launcher_is_gone_is_unfinished(planned: list[PlannedRun]) -> None:
