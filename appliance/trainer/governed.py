@@ -51,6 +51,7 @@ def policy_of(plan: RunPlan) -> Policy:
         collapse=Collapse(
             gradient=Patience(warn_after=1, stop_after=guard.gradient_steps),
             log_probs=Patience(warn_after=1, stop_after=guard.gradient_steps),
+            reward_floor=plan.algorithm.wrong_reward,
             max_response_tokens=plan.task.max_response_tokens,
         ),
     )

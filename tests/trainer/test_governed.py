@@ -12,11 +12,11 @@ import pytest
 import torch
 from plans import make_plan
 
-from appliance.guard.governor import GovernorState
+from appliance.guard.governor import GovernorState, observe
 from appliance.guard.policy import Action, Policy
 from appliance.guard.signals import Signals
 from appliance.plan.guard import USUAL_ACTIONS
-from appliance.plan.model import CorrectionPlan, GuardPlan
+from appliance.plan.model import AlgorithmPlan, CorrectionPlan, GuardPlan
 from appliance.plan.read import plan_from_dict
 from appliance.quant.correction import CorrectionMethod
 from appliance.quant.mismatch import measure_mismatch
@@ -58,6 +58,17 @@ def test_thresholds_of_the_plan_reach_the_policy(tmp_path: Path) -> None:
     assert (bounds.k3_kl.bad[1], bounds.weight_std.bad[1], bounds.truncated_fraction.bad[1]) == (0.1, 3.0, 0.2)
     assert (bounds.ess.bad[0], bounds.ess.fine[0]) == (0.6, 1.0)
     assert found.collapse.gradient.stop_after == 9
+
+
+def test_a_reward_that_collapses_is_seen_from_what_a_wrong_answer_gets(tmp_path: Path) -> None:
+    """DAPO's rewards are 1 and -1: from a fifth of the answers right to none is a collapse, with every mean below 0."""
+    algorithm = AlgorithmPlan(kind="dapo", wrong_reward=-1.0)
+    policy = policy_of(make_plan(tmp_path / "run", guard=GuardPlan(actions=(Action.WARN,)), algorithm=algorithm))
+    state, told = GovernorState(), []
+    for step, reward in enumerate([-0.6] * 10 + [-1.0] * 10, 1):
+        state, decisions = observe(state, Signals(step, reward_mean=reward, entropy=0.5), policy=policy)
+        told += [decision.text for decision in decisions]
+    assert told == ["step 16: reward: warn: reward_mean of 10 steps -0.84 below -0.8 (1 step in a row)"]
 
 
 def test_a_plan_keeps_its_guard_through_json(tmp_path: Path) -> None:
