@@ -1,8 +1,10 @@
-"""What measuring costs of a step: `python -m appliance.bench.telemetry [RECIPE]`, or `--run RUN` of a run that is made.
+"""What measuring costs of a step: `python -m appliance.bench.telemetry [RECIPE] [-o FOLDER]`, or `--run RUN` of a run
+that is made.
 
 Trains the recipe for some steps as a user does and prints both sides out of the same steps: the milliseconds that
 measuring took (the mismatch in the trainer, the codes in the engines during the sync) and those of the whole step. The
-first step is left out, in which much happens for the first time, and validation is no part of `step_s`.
+first step is left out, in which much happens for the first time, and validation is no part of `step_s`. Into FOLDER go
+`telemetry.json` (every step) and `telemetry.md`.
 """
 
 from __future__ import annotations
@@ -14,14 +16,14 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
 import psutil
 
 from appliance import console
-from appliance.bench.demo import BUSY_SAMPLE_S, RECIPE, processor
+from appliance.bench.demo import BUSY_SAMPLE_S, MAX_BUSY, RECIPE, processor
 from appliance.errors import TrainingError
 
 STEPS = 12
@@ -29,23 +31,49 @@ AIM = 0.01  # of a step
 
 
 @dataclass(frozen=True)
-class Cost:
-    """Medians over the steps. share: of the step, 0..1, step by step, with the least and the most."""
+class Measured:
+    """One step. telemetry_s is a part of step_s."""
 
-    steps: int
-    telemetry_ms: float
-    step_ms: float
-    share: float
-    share_min: float
-    share_max: float
+    step: int
+    telemetry_s: float
+    step_s: float
+
+    @property
+    def share(self) -> float:
+        return self.telemetry_s / self.step_s
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of some steps, at least one: medians; the share, 0..1, is taken step by step."""
+
+    steps: tuple[Measured, ...]
 
     @property
     def text(self) -> str:
-        verdict = "below" if self.share < AIM else "not below"
+        shares = [each.share for each in self.steps]
+        measuring, step = median(each.telemetry_s for each in self.steps), median(each.step_s for each in self.steps)
         return (
-            f"{self.steps} steps: measuring {self.telemetry_ms:.1f} ms, a step {self.step_ms:.0f} ms, share "
-            f"{self.share:.2%} ({self.share_min:.2%} to {self.share_max:.2%}), {verdict} {AIM:.0%}"
+            f"{len(shares)} steps: measuring {measuring * 1e3:.1f} ms, a step {step * 1e3:.0f} ms, share "
+            f"{median(shares):.2%} ({min(shares):.2%} to {max(shares):.2%}), "
+            f"{'below' if median(shares) < AIM else 'not below'} {AIM:.0%}"
         )
+
+
+@dataclass(frozen=True)
+class Where:
+    """busy: share of all cores that other processes used just before, 0..1."""
+
+    date: str
+    processor: str
+    cores: int
+    recipe: str
+    busy: float
+
+    @property
+    def text(self) -> str:
+        said = f"{self.date}: {self.processor}, {self.cores} cores, of which others used {self.busy:.0%} before"
+        return said + (", so its times are no measurement" if self.busy > MAX_BUSY else "")
 
 
 def main() -> int:
@@ -54,13 +82,24 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--run-root", type=Path, default=Path("runs"))
     parser.add_argument("--run", type=Path, help="folder of a run: train nothing")
+    parser.add_argument("-o", "--output", type=Path, help="folder for telemetry.json and telemetry.md")
     arguments = parser.parse_args()
-    busy = psutil.cpu_percent(interval=BUSY_SAMPLE_S) / 100
-    run_dir = arguments.run or train(arguments.recipe, steps=arguments.steps, root=arguments.run_root.absolute())
-    console.out(cost_of(run_dir).text)
-    if arguments.run is None:
-        where = f"{datetime.date.today().isoformat()}, {processor()}, {os.cpu_count()} cores"
-        console.out(f"{where}, of which other processes used {busy:.0%} before")
+    if arguments.run is not None:
+        if arguments.output is not None:
+            parser.error("-o: it is not known where and beside what the run of --run was made")
+        console.out(cost_of(arguments.run).text)
+        return 0
+    where = Where(
+        date=datetime.date.today().isoformat(),
+        processor=processor(),
+        cores=os.cpu_count() or 0,
+        recipe=arguments.recipe,
+        busy=psutil.cpu_percent(interval=BUSY_SAMPLE_S) / 100,
+    )
+    cost = cost_of(train(arguments.recipe, steps=arguments.steps, root=arguments.run_root.absolute()))
+    console.out(f"{cost.text}\n{where.text}")
+    if arguments.output is not None:
+        write(arguments.output, cost=cost, where=where)
     return 0
 
 
@@ -80,18 +119,33 @@ def train(recipe: str, *, steps: int, root: Path) -> Path:
 def cost_of(run_dir: Path) -> Cost:
     """Of the steps after the first. Raises TrainingError when there is none."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    pairs = [(line["telemetry_s"], line["step_s"]) for line in lines if line["step"] > 1]
-    if not pairs:
+    steps = tuple(Measured(line["step"], line["telemetry_s"], line["step_s"]) for line in lines if line["step"] > 1)
+    if not steps:
         raise TrainingError(f"{run_dir} has no step after the first")
-    shares = [telemetry / step for telemetry, step in pairs]
-    return Cost(
-        steps=len(pairs),
-        telemetry_ms=median(telemetry for telemetry, _ in pairs) * 1e3,
-        step_ms=median(step for _, step in pairs) * 1e3,
-        share=median(shares),
-        share_min=min(shares),
-        share_max=max(shares),
-    )
+    return Cost(steps)
+
+
+def write(folder: Path, *, cost: Cost, where: Where) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    document = {"schema_version": 1, **asdict(where), "steps": [asdict(each) for each in cost.steps]}
+    (folder / "telemetry.json").write_text(json.dumps(document, indent=1) + "\n")
+    rows = [
+        f"| {each.step} | {each.telemetry_s * 1e3:.1f} | {each.step_s * 1e3:.0f} | {each.share:.2%} |"
+        for each in cost.steps
+    ]
+    lines = [
+        "# What measuring costs of a step",
+        "",
+        "Made by `python -m appliance.bench.telemetry -o docs/results`; every number is in `telemetry.json`.",
+        f"Taken on {where.text}.",
+        "",
+        f"Recipe `{where.recipe}`, medians of {cost.text}.",
+        "",
+        "| step | measuring, ms | step, ms | share |",
+        "| --- | --- | --- | --- |",
+        *rows,
+    ]
+    (folder / "telemetry.md").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.bench.telemetry import cost_of
+from appliance.bench.telemetry import Where, cost_of, write
 from appliance.errors import TrainingError
 
 
@@ -25,6 +25,29 @@ def test_the_share_is_taken_step_by_step_without_the_first(tmp_path: Path) -> No
         "3 steps: measuring 20.0 ms, a step 2000 ms, share 1.00% (0.50% to 2.00%), not below 1%"
     )
     assert cost_of(write_steps(tmp_path, (2, 0.009, 1.0))).text.endswith("0.90% (0.90% to 0.90%), below 1%")
+
+
+@pytest.mark.parametrize(("busy", "warns"), [(0.02, ""), (0.5, ", so its times are no measurement")])
+def test_the_page_has_every_step_and_says_beside_what_it_was_taken(tmp_path: Path, busy: float, warns: str) -> None:
+    cost = cost_of(write_steps(tmp_path, (1, 1.0, 1.0), (2, 0.01, 1.0), (3, 0.04, 2.0)))
+    where = Where(date="2026-11-22", processor="a processor", cores=2, recipe="a-recipe", busy=busy)
+    write(tmp_path / "results", cost=cost, where=where)
+    kept = json.loads((tmp_path / "results" / "telemetry.json").read_text())
+    assert kept["steps"] == [
+        {"step": 2, "telemetry_s": 0.01, "step_s": 1.0},
+        {"step": 3, "telemetry_s": 0.04, "step_s": 2.0},
+    ]
+    assert (tmp_path / "results" / "telemetry.md").read_text().splitlines()[2:] == [
+        "Made by `python -m appliance.bench.telemetry -o docs/results`; every number is in `telemetry.json`.",
+        f"Taken on 2026-11-22: a processor, 2 cores, of which others used {busy:.0%} before{warns}.",
+        "",
+        f"Recipe `a-recipe`, medians of {cost.text}.",
+        "",
+        "| step | measuring, ms | step, ms | share |",
+        "| --- | --- | --- | --- |",
+        "| 2 | 10.0 | 1000 | 1.00% |",
+        "| 3 | 40.0 | 2000 | 2.00% |",
+    ]
 
 
 def test_a_run_without_a_second_step_is_refused(tmp_path: Path) -> None:
