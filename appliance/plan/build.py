@@ -158,9 +158,7 @@ def build_plan(
     decided = decide(recipe, run_dir=run_dir, host=host, cache_dir=cache_dir, begun=begun, commit=commit)
     derived, model, task = decided.derived, decided.model, decided.task
     correction, correction_choices = plan_correction(recipe, derived=derived)
-    guard, guard_choices = plan_guard(
-        recipe, rollout=decided.rollout, is_cpu=derived.eager, has_experts=has_experts(model)
-    )
+    guard, guard_choices = plan_guard(recipe, rollout=decided.rollout, has_experts=has_experts(model))
     validate_bf16_every, why_bf16 = plan_validation(
         recipe, rollout=decided.rollout, switching=guard.switching, steps=derived.steps
     )

@@ -83,15 +83,17 @@ def _engine(plan: RunPlan, shape: ModelShape) -> Iterator[Finding]:
         message = f"an engine needs more than its share: {planned.text}"
         yield Finding(severity, "engine-memory", place, message, "raise it, or rollout.tensor_parallel")
         return
-    actions, validates = plan.guard.actions, bool(plan.validate_bf16_every)
+    actions = [each for each in CHANGES_ENGINES if each in plan.guard.actions]
+    validates = bool(plan.validate_bf16_every)
     in_bf16 = engine_share(replace(plan, guard=replace(plan.guard, reserve_bf16=True)), shape)
-    if in_bf16 is None or not in_bf16.short or not (validates or any(each in CHANGES_ENGINES for each in actions)):
+    if in_bf16 is None or not in_bf16.short or not (validates or actions):
         return
     wholly = validates or plan.guard.comes_to_bf16
     severity = Severity.ERROR if wholly and in_bf16.certainly_short else Severity.WARNING
     message = f"rollouts in BF16, which this run may come to, need more than the engine's share: {in_bf16.text}"
-    remedy = f"raise {place} or rollout.tensor_parallel, or leave `bf16` out of guard.actions"
-    remedy += " and trainer.validate_bf16_every: 0" if validates else ""
+    without = [f"leave {' and '.join(f'`{each}`' for each in actions)} out of guard.actions"] if actions else []
+    without += ["set trainer.validate_bf16_every to 0"] if validates else []
+    remedy = f"raise {place} or rollout.tensor_parallel, or {' and '.join(without)}"
     yield Finding(severity, "engine-memory", "guard.reserve_bf16", message, remedy)
 
 

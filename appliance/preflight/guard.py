@@ -11,7 +11,6 @@ from appliance.plan.stored import has_experts
 from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.probes import InputFacts
 from appliance.quant.architectures import WITH_EXPERTS
-from appliance.quant.device import CPU
 from appliance.quant.scheme import Scheme
 
 _BLOCK = 128  # channels that share a scale of `fp8-block`
@@ -56,7 +55,6 @@ def _live(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     prevents = why_not_live(
         plan.rollout,
         actions=plan.guard.actions,
-        is_cpu=plan.device == CPU,
         has_experts=bool(found & WITH_EXPERTS) or has_experts(plan.model),
     )
     if prevents:

@@ -17,6 +17,7 @@ from appliance.plan.shapes import ModelShape, read_shape
 from appliance.plan.stored import Kept, model_shapes, result_key, write_result
 from appliance.preflight.checks import judge
 from appliance.preflight.finding import Severity
+from appliance.preflight.guard import judge_guard
 from appliance.quant.scheme import Scheme
 from appliance.recipe.load import load_recipe
 
@@ -75,6 +76,14 @@ def test_int8_experts_on_a_gpu_get_an_engine_without_graphs_and_the_plan_says_wh
     assert plan.guard.switching is Switching.RESTART
     assert choices(plan)["rollout.scheme_changes"][1].startswith("quantised experts cannot change their scheme")
     assert refused(plan, shape=read_shape(moe / "config.json")) == []
+
+
+def test_a_live_change_of_experts_is_refused_for_what_they_are(moe: Path) -> None:
+    """Not for graphs: the engine has none."""
+    plan = planned(moe, "rollout.scheme=int8", "guard.scheme_change=live", device="h100")
+    (found,) = judge_guard(plan, dataclasses.replace(INPUTS, model_shape=read_shape(moe / "config.json")))
+    why = "quantised experts cannot change their scheme while the engine runs"
+    assert found.message == f"a change of scheme cannot be `live`: {why}"
 
 
 @pytest.mark.parametrize(

@@ -211,21 +211,35 @@ def test_a_share_too_small_for_rollouts_in_bf16_is_said_before_the_run_comes_to_
 
 
 @pytest.mark.parametrize(
-    ("sets", "severity", "ends"),
+    ("sets", "severity", "otherwise"),
     [
-        ((), Severity.ERROR, "or leave `bf16` out of guard.actions"),
-        (("guard.actions=[raise-precision]",), Severity.WARNING, "or leave `bf16` out of guard.actions"),
-        (("guard.actions=[warn]", "trainer.validate_bf16_every=10"), Severity.ERROR, "trainer.validate_bf16_every: 0"),
+        ((), Severity.ERROR, "leave `bf16` out of guard.actions"),
+        (("guard.actions=[raise-precision]",), Severity.WARNING, "leave `raise-precision` out of guard.actions"),
+        (
+            ("guard.actions=[raise-precision, bf16]",),
+            Severity.ERROR,
+            "leave `raise-precision` and `bf16` out of guard.actions",
+        ),
+        (
+            ("guard.actions=[warn]", "trainer.validate_bf16_every=10"),
+            Severity.ERROR,
+            "set trainer.validate_bf16_every to 0",
+        ),
+        (
+            ("trainer.validate_bf16_every=10",),
+            Severity.ERROR,
+            "leave `bf16` out of guard.actions and set trainer.validate_bf16_every to 0",
+        ),
     ],
 )
 def test_weights_in_bf16_that_are_more_than_the_share_are_refused(
-    sets: tuple[str, ...], severity: Severity, ends: str
+    sets: tuple[str, ...], severity: Severity, otherwise: str
 ) -> None:
     """30.5 GiB of 28; INT8 fits. A half of the layers may fit as well."""
     found = gpu.memory(planned("dapo-32b-int8", "rollout.gpu_memory_utilization=0.35", *sets), HOST, SHAPE_32B)
     (only,) = [each for each in found if each.code == "engine-memory"]
     assert (only.severity, only.place) == (severity, "guard.reserve_bf16")
-    assert only.remedy.endswith(ends)
+    assert only.remedy == f"raise rollout.gpu_memory_utilization or rollout.tensor_parallel, or {otherwise}"
 
 
 def test_offloading_needs_the_hosts_memory() -> None:
