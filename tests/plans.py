@@ -36,6 +36,12 @@ INPUTS = InputFacts(  # everything is there, nothing was asked of a hub
     data_problems=(),
     is_prepared=False,
 )
+FILES_OF_BUILTIN = frozenset(  # of the folder of a model that is made on the spot
+    {
+        *("config.json", "generation_config.json", "model.safetensors"),
+        *("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"),
+    }
+)
 
 
 def make_plan(run_dir: Path, **changes: object) -> RunPlan:

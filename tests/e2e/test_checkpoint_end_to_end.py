@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from plans import FILES_OF_BUILTIN
 from trainings import STEPS, Finished
 
 from appliance.run.checkpoints import checkpoint_folder
@@ -15,17 +16,7 @@ pytestmark = pytest.mark.e2e
 
 KINDS_OF_FILE = {  # of a checkpoint; a rank's own end in _world_size_<n>_rank_<m>.pt
     *("actor/model", "actor/optim", "actor/extra_state", "actor/fsdp_config.json"),
-    *(
-        f"actor/huggingface/{name}"
-        for name in (
-            "chat_template.jinja",
-            "config.json",
-            "generation_config.json",
-            "model.safetensors",
-            "tokenizer.json",
-            "tokenizer_config.json",
-        )
-    ),
+    *(f"actor/huggingface/{name}" for name in FILES_OF_BUILTIN),
     *("data.pt", "guard.json", "state.json", "profile/profile.safetensors"),
 }
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from plans import make_plan, make_rollout
+from plans import FILES_OF_BUILTIN, make_plan, make_rollout
 
 from appliance.errors import RecipeError
 from appliance.plan.model import RunPlan
@@ -65,14 +65,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> RunPlan:
 
 def test_prepare_makes_all_that_a_plan_names(small: RunPlan) -> None:
     assert is_prepared(small)
-    assert sorted(path.name for path in Path(small.model.path).iterdir()) == [
-        "chat_template.jinja",
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
+    assert {path.name for path in Path(small.model.path).iterdir()} == FILES_OF_BUILTIN
 
 
 def test_prepare_leaves_only_whole_entries(small: RunPlan) -> None:
