@@ -73,15 +73,14 @@ def go_on(run: PlannedRun) -> PlannedRun | None:
     if newest is None:
         return None
     host = read_host(run.run_dir.parent)
-    cache_dir, begun = Path(run.plan.cache_dir), begun_with(target)
     plan = build_plan(
         run.recipe,
         run_dir=run.run_dir,
         host=host,
-        cache_dir=cache_dir,
+        cache_dir=Path(run.plan.cache_dir),
         resume_from=newest,
-        begun=begun,
-        commit=begun.commit if begun else "",
+        begun=begun_with(target),
+        commit=run.plan.model.commit,
     )
     refuse_misfit(start, plan=plan)
     return replace(run, plan=plan, resume=start)

@@ -185,12 +185,14 @@ def _hub_model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
         yield _error("model-missing", "model.path", message, "give a folder, or `owner/name`")
     elif not inputs.model_is_cached and (inputs.is_offline or inputs.hub_problem):
         why = "HF_HUB_OFFLINE is set" if inputs.is_offline else inputs.hub_problem
-        message = f"`{model.source}` is not a folder and not in the hub's cache, and {why}"
+        at = f" at `{model.revision}`" if model.revision else ""
+        message = f"`{model.source}`{at} is not a folder and not in the hub's cache, and {why}"
         yield _error(
             "model-unreachable", "model.path", message, "give a folder, or download it where there is a network"
         )
     elif inputs.model_problem:
-        remedy = "correct the name; or accept the model's terms on the hub and set HF_TOKEN"
+        names = "the name or model.revision" if model.revision else "the name"
+        remedy = f"correct {names}; or accept the model's terms on the hub and set HF_TOKEN"
         yield _error("model-refused", "model.path", inputs.model_problem, remedy)
     elif inputs.revision_problem:
         remedy = "give its commit, or the name of a branch or tag that the hub has"

@@ -145,7 +145,7 @@ def commit_for(recipe: Recipe) -> str:
 def _asked(name: str, of: str) -> tuple[str, str]:
     import httpx
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     if why := _token_problem():
         return "", why
@@ -155,3 +155,5 @@ def _asked(name: str, of: str) -> tuple[str, str]:
         return "", f"{endpoint()} answers {error.response.status_code}"
     except (httpx.HTTPError, OSError) as error:
         return "", f"{endpoint()} cannot be reached ({error})"
+    except HFValidationError as error:  # before anything was asked
+        return "", str(error)

@@ -204,7 +204,8 @@ def _is_cached(model: ModelPlan) -> bool:
 
 
 def _refusal(model: ModelPlan) -> str:
-    return hub.refusal(model.hub_name, revision=model.commit or model.revision)
+    """Where the commit is not known, of `main`: what stands against the revision is told by _revision_problem."""
+    return hub.refusal(model.hub_name, revision=model.commit)
 
 
 def _revision_problem(model: ModelPlan) -> str:

@@ -49,8 +49,9 @@ def _has_model(plan: RunPlan) -> bool:
 
 
 def _fetched(plan: RunPlan) -> Path:
-    """A mark that the snapshot is whole: a download that broke off leaves some of its files."""
-    return Path(plan.cache_dir) / "models" / f"{plan.model.identity.replace('/', '--')}.fetched"
+    """A mark that the snapshot is whole: a download that broke off leaves some, one without code has no code."""
+    with_code = "-with-code" if plan.model.trust_remote_code else ""
+    return Path(plan.cache_dir) / "models" / f"{plan.model.identity.replace('/', '--')}{with_code}.fetched"
 
 
 def prepare(plan: RunPlan) -> None:

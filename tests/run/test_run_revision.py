@@ -17,9 +17,11 @@ from plans import HOST
 from stopped_runs import save, stopped
 
 from appliance.cluster.identity import describe_node, question_of
+from appliance.compare.arms import PlannedRun, go_on
 from appliance.errors import PreflightError, RecipeError
 from appliance.plan.build import Begun, build_plan
 from appliance.plan.env import LOG_DIR_VARIABLE
+from appliance.plan.hub_cache import cached_model
 from appliance.plan.model import RunPlan
 from appliance.plan.read import read_plan
 from appliance.preflight.checks import judge
@@ -109,6 +111,30 @@ def test_only_a_model_of_the_hub_has_a_revision(tmp_path: Path) -> None:
         planned(tmp_path, f"model.path={tmp_path}", "model.revision=v1")
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"HF_HOME": "$HOME/h"},
+        {"XDG_CACHE_HOME": "~/x"},
+        {"HUGGINGFACE_HUB_CACHE": "~/old", "HF_HOME": "/h"},
+        {"HF_HUB_CACHE": "${HOME}/new", "HUGGINGFACE_HUB_CACHE": "/old"},
+    ],
+)
+def test_the_hubs_cache_is_where_the_hubs_own_library_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str]
+) -> None:
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (given | {"HOME": str(tmp_path)}).items():
+        monkeypatch.setenv(name, value)
+    code = "from huggingface_hub import constants; print(constants.HF_HUB_CACHE)"
+    theirs = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    ).stdout
+    assert str(cached_model(NAME).parent) == theirs.strip()
+
+
 # preflight
 
 
@@ -122,18 +148,48 @@ def test_preflight_looks_at_the_commit_that_is_meant(tmp_path: Path, cache: Path
     (cache / "snapshots" / OLD / "model.safetensors").unlink()
     assert errors(planned(tmp_path)) == {}
     assert errors(planned(tmp_path, "model.revision=v1")) == {
-        "model-unreachable": "`owner/model` is not a folder and not in the hub's cache, and HF_HUB_OFFLINE is set"
+        "model-unreachable": f"`{NAME}` at `v1` is not a folder and not in the hub's cache, and HF_HUB_OFFLINE is set"
     }
 
 
 def test_a_revision_that_nobody_knows_is_named(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("appliance.preflight.hub.is_offline", lambda: False)
     monkeypatch.setattr("appliance.preflight.hub.problem", lambda: "")
-    monkeypatch.setattr("appliance.preflight.hub.refusal", lambda name, *, revision: "")
+    monkeypatch.setattr(
+        "appliance.preflight.hub._head", lambda url: (200 if url.endswith("/resolve/main/config.json") else 404, "")
+    )
     monkeypatch.setattr("appliance.preflight.hub._asked", lambda name, of: ("", "the hub answers 404"))
     assert errors(planned(tmp_path, "model.revision=v9")) == {
         "model-revision": "it is not known which commit of `owner/model` `v9` is: the hub answers 404"
     }
+
+
+def test_a_commit_that_the_hub_does_not_have_is_named(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("appliance.preflight.hub.is_offline", lambda: False)
+    monkeypatch.setattr("appliance.preflight.hub._head", lambda url: (404 if GONE in url else 200, ""))
+    plan = planned(tmp_path, f"model.revision={GONE}")
+    (found,) = [
+        each for each in judge(plan, host=HOST, inputs=read_inputs(plan, ask_hub=True)) if each.place == "model.path"
+    ]
+    message = f"the hub has no model `{NAME}`, or no revision `{GONE}` of it, or none with a config.json"
+    remedy = "correct the name or model.revision; or accept the model's terms on the hub and set HF_TOKEN"
+    assert (found.code, found.message, found.remedy) == ("model-refused", message, remedy)
+
+
+@pytest.mark.parametrize("name", ["my model", "owner/a--b", "owner/model.git"])
+def test_what_cannot_be_a_name_on_the_hub_is_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """huggingface_hub refuses it by an error of its own."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr("appliance.preflight.hub._head", lambda url: (404, ""))
+    for revision in ("null", "v1"):
+        sets = (f"model.path={name}", f"model.revision={revision}")
+        found = examine(recipe(*sets), run_dir=tmp_path / "a-1", ask_hub=True)[2]
+        assert [each.place for each in found if each.severity is Severity.ERROR] == ["model.path"]
 
 
 def test_the_hub_is_asked_for_the_revision_of_the_recipe(
@@ -162,6 +218,14 @@ def test_nodes_are_compared_by_the_folder_of_the_commit(tmp_path: Path, cache: P
 
 
 # preparation
+
+
+def test_a_snapshot_fetched_without_its_code_is_fetched_again_for_who_runs_it(tmp_path: Path, cache: Path) -> None:
+    assert prepare(planned(tmp_path, "model.revision=v1")) == 0
+    with_code = planned(tmp_path, "model.revision=v1", "model.trust_remote_code=true")
+    assert not is_prepared(with_code)
+    assert prepare(with_code) == 0
+    assert is_prepared(with_code)
 
 
 def prepare(plan: RunPlan) -> int:
@@ -232,6 +296,15 @@ def test_a_hub_that_moved_on_is_refused_and_what_the_run_began_with_is_taken(tmp
     refuse_misfit(start, plan=planned(tmp_path, named))
     with pytest.raises(RecipeError, match=r"model\.revision: the run has None, the recipe 'v1'"):
         refuse_changes(recipe("model.revision=v1"), target=target, force=False)
+
+
+def test_a_run_of_a_comparison_refuses_a_hub_that_moved_on_as_well(tmp_path: Path, cache: Path) -> None:
+    begun_run(tmp_path, commit=OLD)
+    now = PlannedRun("a", 0, recipe=recipe(), plan=planned(tmp_path, commit=OLD), findings=())
+    resumed = go_on(now)
+    assert resumed is not None and resumed.plan.model.commit == OLD
+    with pytest.raises(PreflightError, match=f"{NAME}: main is {NEW} on the hub now"):
+        go_on(replace(now, plan=planned(tmp_path, commit=NEW)))
 
 
 def test_a_run_with_a_revision_refuses_another_even_when_forced(tmp_path: Path, cache: Path) -> None:
