@@ -16,7 +16,9 @@ import platform
 import sys
 import tempfile
 import time
+from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -30,24 +32,24 @@ from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 SCHEMES = (Scheme.BF16, Scheme.INT8, Scheme.FP8, Scheme.FP8_CHANNEL, Scheme.FP8_BLOCK)
 MAX_RATIO = 1.3  # of a quantised update to BF16's
 MAX_PROOF_SHARE = 0.05
 LEGEND = """update: seconds of the worker, from the first tensor to the last proof. Proof's share: of the update without
-digests, mean over all updates; telemetry (changed codes, saturation, drift, errors) apart. Extra memory: peak of the
-process above what it held before. Waiting: most that was kept for layers that were not complete. FP8 is emulated. The
+digests, mean over all updates; telemetry (changed codes, saturation, drift, errors) apart. Extra memory: most that
+tensors took above what they took before, from PyTorch's record of its allocations, over a round of proofs more that
+is not in the times. Waiting: most that was kept for layers that were not complete. FP8 is emulated. The
 updates are a whole round of proofs where there are eight times as many as a layer waits for its turn: within it every
 layer is asked eight times, and once, with all others, about everything that it holds."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """One measured update. extra_bytes: peak of this process's memory above what it had before.
-
-    waiting_bytes: most that waited for the rest of a layer.  layers_proven: of all with a kernel.
-    """
+    """One measured update. waiting_bytes: most that waited for a layer's rest.  layers_proven: of all with a kernel."""
 
     pair: int
     scheme: Scheme
@@ -56,8 +58,15 @@ class Update:
     proof_s: float
     telemetry_s: float
     layers_proven: int
-    extra_bytes: int
     waiting_bytes: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All updates in their order; per scheme the most bytes that tensors took in one, above those before it."""
+
+    updates: list[Update]
+    extra_bytes: dict[Scheme, int]
 
 
 @dataclass(frozen=True)
@@ -111,7 +120,6 @@ class Engine:
 
         self._syncs += 1
         manifest = Manifest(sync=self._syncs, records=records).to_tensor()
-        before = _reset_peak()
         with set_current_vllm_config(self._runner.vllm_config), torch.no_grad():
             started = time.perf_counter()
             self._update.begin()
@@ -128,28 +136,34 @@ class Engine:
             proof_s=report.proof_s - report.telemetry_s,
             telemetry_s=report.telemetry_s,
             layers_proven=report.proven.layers_proven,
-            extra_bytes=_peak() - before,
             waiting_bytes=report.waiting_bytes,
         )
 
 
-def _reset_peak() -> int:
-    """Forget the peak of this process's memory. Returns its resident bytes."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
+def peak_of_tensors(work: Callable[[], object], *, times: int) -> int:
+    """The most bytes that tensors on the CPU took during one of `times` calls of `work`, above those at its beginning.
+
+    From the allocations and frees that PyTorch's profiler records. It knows of no free whose allocation it has not
+    seen, so that one call more goes first. The resident set would say less: the allocator keeps freed pages, and an
+    engine would be told to need nothing where another had left some.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    starts = []
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+        for _ in range(times):
+            starts.append(time.time_ns())  # the clock of the profiler's events
+            work()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    allocated = sorted((event.start_ns(), event.nbytes()) for event in events)
+    levels = list(accumulate(size for _, size in allocated))
+    bounds = [bisect_left(allocated, (start,)) for start in [*starts, starts[-1] + 10**18]]
+    return max(max(levels[a:b], default=0) - levels[a - 1] for a, b in pairwise(bounds))
 
 
-def _peak() -> int:
-    return _status("VmHWM")
-
-
-def _status(key: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{key}:"))
-    return int(line.split()[1]) << 10
-
-
-def measure(shapes: Shapes, *, schemes: tuple[Scheme, ...], pairs: int, prove_every: int) -> list[Update]:
-    """`pairs` updates of each engine, in turns, after one that warms up."""
+def measure(shapes: Shapes, *, schemes: tuple[Scheme, ...], pairs: int, prove_every: int) -> Measured:
+    """`pairs` updates of each engine, in turns, after one that warms up; then `prove_every` of each for the memory."""
     from appliance.quant.manifest import record
 
     with tempfile.TemporaryDirectory() as folder:
@@ -161,7 +175,13 @@ def measure(shapes: Shapes, *, schemes: tuple[Scheme, ...], pairs: int, prove_ev
             for engine in engines:
                 update = engine.update(tensors, records=records, pair=pair)
                 found += [update] if pair >= 0 else []
-        return found
+        extra = {
+            engine.scheme: peak_of_tensors(
+                lambda engine=engine: engine.update(tensors, records=records, pair=pairs), times=prove_every
+            )
+            for engine in engines
+        }
+        return Measured(found, extra)
 
 
 def random_state(shapes: Shapes, *, folder: Path) -> dict[str, Tensor]:
@@ -180,8 +200,9 @@ def random_state(shapes: Shapes, *, folder: Path) -> dict[str, Tensor]:
     }
 
 
-def rows(updates: list[Update]) -> list[Row]:
+def rows(measured: Measured) -> list[Row]:
     """Updates of every scheme and pair; the first scheme is what the others are compared with."""
+    updates = measured.updates
     by_place = {(one.scheme, one.pair): one for one in updates}
     schemes = list(dict.fromkeys(one.scheme for one in updates))
     pairs = sorted({one.pair for one in updates})
@@ -197,7 +218,7 @@ def rows(updates: list[Update]) -> list[Row]:
                 proof_s=median(one.proof_s for one in own),
                 proof_share=sum(one.proof_s for one in own) / sum(one.seconds - one.digest_s for one in own),
                 telemetry_s=median(one.telemetry_s for one in own),
-                extra_mib=max(one.extra_bytes for one in own) / 2**20,
+                extra_mib=measured.extra_bytes[scheme] / 2**20,
                 waiting_mib=max(one.waiting_bytes for one in own) / 2**20,
             )
         )
@@ -235,13 +256,13 @@ def main() -> int:
     _set_environment(given.threads)
     shapes = dataclasses.replace(NAMED_SHAPES[given.shapes], layers=given.layers)
     schemes = tuple(Scheme(name) for name in given.schemes.split(","))
-    updates = measure(shapes, schemes=schemes, pairs=given.pairs, prove_every=given.prove_every)
-    found = rows(updates)
+    measured = measure(shapes, schemes=schemes, pairs=given.pairs, prove_every=given.prove_every)
+    found = rows(measured)
     text = f"{_heading(shapes, given)}\n\n{table(found)}\n\n{LEGEND}\n"
     console.out(text)
     if given.output is not None:
         facts = {"shapes": dataclasses.asdict(shapes), "threads": given.threads, "prove_every": given.prove_every}
-        value = {"schema_version": 1, **facts, "updates": [dataclasses.asdict(one) for one in updates]}
+        value = {"schema_version": 1, **facts, **dataclasses.asdict(measured)}
         (given.output / "sync.json").write_text(json.dumps(value, indent=2) + "\n")
         (given.output / "sync.md").write_text(text)
     slow = [row.scheme for row in found if row.ratio > MAX_RATIO or row.proof_share > MAX_PROOF_SHARE]
@@ -265,11 +286,12 @@ def _heading(shapes: Shapes, given: argparse.Namespace) -> str:
 
     per_layer = 3 * shapes.hidden * shapes.intermediate + 2 * shapes.hidden**2 * (1 + shapes.kv_heads / shapes.heads)
     millions = (per_layer * shapes.layers + 2 * shapes.vocabulary * shapes.hidden) / 1e6
+    proven = "all" if given.prove_every == 1 else f"1 of {given.prove_every}"
     return (
         f"# A weight update, scheme for scheme\n\n{given.shapes}, {shapes.layers} layers, {millions:.0f} million "
-        f"parameters; {given.pairs} updates of each in turns, medians; layers proven at each update: "
-        f"{'all' if given.prove_every == 1 else f'1 of {given.prove_every}'}; {given.threads} threads on "
-        f"{platform.machine()}, torch {torch.__version__}, vLLM {vllm.__version__}."
+        f"parameters, a decoder layer {per_layer * 2 / 2**20:.0f} MiB in BF16; {given.pairs} updates of each in turns, "
+        f"medians; layers proven at each update: {proven}; {given.threads} threads on {platform.machine()}, "
+        f"torch {torch.__version__}, vLLM {vllm.__version__}."
     )
 
 
