@@ -38,6 +38,7 @@ from appliance.run.events import METRICS_FILE, append_event
 from appliance.run.last_line import STATE_FILE
 from appliance.run.seal import CheckpointManifest, Facts, damage, hash_file, seal
 from appliance.trainer.driver_random import DriverRandom, restore_random, take_random
+from appliance.trainer.precision import PrecisionState
 
 DATA_FILE = "data.pt"  # verl's name, read by its own resume
 ASK_FILE = "save"  # `touch RUN/save` asks for a checkpoint at the end of the step
@@ -51,12 +52,13 @@ SaveWorkers = Callable[[Path, int], None]
 class DriverState:
     """What `state.json` holds: the part of a step that neither verl nor the governor keeps.
 
-    line: what metrics.jsonl got of the step.
+    line: what metrics.jsonl got of the step.  precision: None in a checkpoint of an older version.
     """
 
     step: int
     random: DriverRandom
     line: dict[str, Any]
+    precision: PrecisionState | None = None
     schema_version: int = 1
 
 
@@ -122,13 +124,13 @@ class Checkpoints:
         """Whether `save_now` would find a finished step whose weights are still those of its end."""
         return self._step_end is not None
 
-    def end_step(self, line: dict[str, Any], *, is_last: bool) -> None:
+    def end_step(self, line: dict[str, Any], *, precision: PrecisionState, is_last: bool) -> None:
         """Remember the step that just ended, and save it when it is due. Raises CheckpointError when that fails.
 
         line: what metrics.jsonl got of it.
         """
         step, val_reward = line["step"], line.get("val_reward_mean")
-        self._step_end = self._take(step, line=line)
+        self._step_end = self._take(step, line=line, precision=precision)
         is_best = val_reward is not None and (self._best is None or val_reward > self._best)
         self._best = val_reward if is_best else self._best
         ask = self._run_dir / ASK_FILE
@@ -189,13 +191,13 @@ class Checkpoints:
         state = read_state(folder)
         restore_random(state.random)
         self._saved_step = state.step
-        self._step_end = self._take(state.step, line=state.line)
+        self._step_end = self._take(state.step, line=state.line, precision=state.precision)
         return state
 
-    def _take(self, step: int, *, line: dict[str, Any]) -> _StepEnd:
+    def _take(self, step: int, *, line: dict[str, Any], precision: PrecisionState | None) -> _StepEnd:
         data = io.BytesIO()
         torch.save(self._data_state(), data)
-        state = DriverState(step=step, random=take_random(), line=line)
+        state = DriverState(step=step, random=take_random(), line=line, precision=precision)
         there = [path for name in OF_A_STEP if (path := self._run_dir / name).exists()]
         return _StepEnd(state, data.getvalue(), tuple((path.name, path.read_bytes()) for path in there))
 
@@ -242,7 +244,13 @@ def read_state(folder: Path) -> DriverState:
     raw = json.loads((folder / STATE_FILE).read_text())
     if not isinstance(raw, dict) or raw.get("schema_version") != DriverState.schema_version:
         raise ValueError(f"{folder / STATE_FILE}: not of schema_version {DriverState.schema_version}")
-    return DriverState(step=raw["step"], random=DriverRandom(**raw["random"]), line=raw.get("line") or {})
+    said = raw.get("precision")
+    return DriverState(
+        step=raw["step"],
+        random=DriverRandom(**raw["random"]),
+        line=raw.get("line") or {},
+        precision=None if said is None else PrecisionState.from_raw(said),
+    )
 
 
 def profile_identity(run_dir: Path) -> tuple[tuple[str, str], ...]:

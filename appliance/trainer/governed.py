@@ -85,7 +85,10 @@ def signals_of(line: dict[str, object], *, telemetry: StepTelemetry, cap: float 
 
 
 class Governed:
-    """One run's governor: its memory lies in `guard.json`, so that another attempt goes on from it."""
+    """One run's governor: its memory lies in `guard.json`, so that another attempt goes on from it.
+
+    had_stopped: the attempt before, on purpose: this one goes on, but not as if nothing had happened.
+    """
 
     def __init__(self, plan: RunPlan) -> None:
         """Raises ValueError when guard.json is there and cannot be read."""
@@ -94,6 +97,7 @@ class Governed:
         self._policy = policy_of(plan)
         kept = self._run_dir / STATE_FILE
         state = GovernorState.from_json(kept.read_text()) if kept.exists() else GovernorState()
+        self.had_stopped = state.stopped
         self._state = resume(state, policy=self._policy)
 
     def after_step(self, signals: Signals) -> Decision | None:

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from appliance.errors import SyncError, TrainingError
 from appliance.guard.ladder import Measures
@@ -39,18 +40,68 @@ class Live:
         return {"scheme": self.label, "emulated": self.emulated, "bf16_layers": self.bf16_layers}
 
 
+@dataclass(frozen=True)
+class PrecisionState:
+    """What a checkpoint keeps, so that a resumed attempt rolls out as the run would have without the break.
+
+    planned: the plan's label of the rollouts; for a plan with another one all the rest says nothing.
+    rollouts: of the step after the checkpoint's.  decided: from the weight update after those on, as long as the guard
+    asks for `scheme` and `bf16_layer_fraction`.
+    """
+
+    planned: str
+    rollouts: Precision
+    decided: Precision
+    scheme: Scheme
+    bf16_layer_fraction: float
+
+    @classmethod
+    def from_raw(cls, raw: Mapping[str, Any]) -> PrecisionState:
+        """raw: as `asdict` and JSON leave it. Raises ValueError when it is none."""
+        try:
+            return cls(
+                planned=str(raw["planned"]),
+                rollouts=Precision.from_json(json.dumps(raw["rollouts"])),
+                decided=Precision.from_json(json.dumps(raw["decided"])),
+                scheme=Scheme(raw["scheme"]),
+                bf16_layer_fraction=float(raw["bf16_layer_fraction"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a state of the rollouts' precision: {error}") from error
+
+
 class RolloutPrecision:
-    """`want` something, let a weight update happen, and say what it brought with `took`."""
+    """`begin`, `want` something, let a weight update happen, and say what it brought with `took`."""
 
     def __init__(self, plan: RunPlan) -> None:
         self._plan = plan
         self._is_live = plan.guard.switching is Switching.LIVE
         self._run_dir = Path(plan.run_dir)
-        self._measured: tuple[Scheme, float] | None = None
+        self._measured: tuple[Scheme, float] = plan.rollout.scheme, 0.0
+        self._decided = AS_PLANNED
         self._lasting = AS_PLANNED
+        self._brought = AS_PLANNED
         self._wanted = AS_PLANNED
         self._told = AS_PLANNED
         self.live = Live(plan.rollout.label, plan.rollout.emulated)
+
+    def begin(self, measures: Measures, *, kept: PrecisionState | None) -> None:
+        """Before the first weight update of an attempt; `want` is to follow before its first step.
+
+        kept: of the checkpoint it goes on from, None: the measures hold from that update on. Raises as `want`.
+        """
+        if kept is None or kept.planned != self._plan.rollout.label:
+            self.want(measures)
+        else:
+            self._measured, self._decided = (kept.scheme, kept.bf16_layer_fraction), kept.decided
+            self._lasting = kept.rollouts
+            self._ask(self._lasting)
+        self._brought = self._lasting
+
+    @property
+    def state(self) -> PrecisionState:
+        """At the end of a step, whether the guard has looked at it or not."""
+        return PrecisionState(self._plan.rollout.label, self._brought, self._decided, *self._measured)
 
     def want(self, measures: Measures) -> None:
         """From the next weight update on. Raises TrainingError where the worst layers cannot be told.
@@ -60,7 +111,8 @@ class RolloutPrecision:
         """
         measured = measures.scheme, measures.bf16_layer_fraction
         if measured != self._measured:
-            self._lasting, self._measured = self._precision_of(measures), measured
+            self._decided, self._measured = self._precision_of(measures), measured
+        self._lasting = self._decided
         self._ask(self._lasting)
 
     @contextmanager
@@ -76,6 +128,11 @@ class RolloutPrecision:
     def wanted(self) -> Precision:
         """What the next weight update is to bring; where that is not live, engines are to be started in it before."""
         return self._wanted
+
+    @property
+    def starts_in(self) -> Precision:
+        """What engines are started in; all else is asked of them with a weight update."""
+        return AS_PLANNED if self._is_live else self._wanted
 
     def _ask(self, precision: Precision) -> None:
         self._wanted = precision
@@ -100,6 +157,7 @@ class RolloutPrecision:
             emulated=any(one.emulated for one in said),
             bf16_layers=max(one.bf16_layers for one in said),
         )
+        self._brought = self._lasting  # a run that is leaving may end its step in something else
         if self._wanted == self._lasting != self._told:
             self._told = self._lasting
             self._tell(said)

@@ -17,7 +17,6 @@ from appliance.errors import ApplianceError, AttestationError, TrainingError
 from appliance.guard.governor import Decision
 from appliance.plan.model import RunPlan, Switching
 from appliance.quant.device import CPU
-from appliance.quant.precision import AS_PLANNED, Precision
 from appliance.quant.scheme import Scheme
 from appliance.run.acknowledge import SyncRecord, check_sync
 from appliance.run.attest import check_attestations, fingerprint
@@ -27,7 +26,7 @@ from appliance.run.generation import attestations_at
 from appliance.run.last_line import owed_line
 from appliance.trainer.attest import attest_driver, attest_trainers
 from appliance.trainer.batch_order import choose_in_order
-from appliance.trainer.checkpoints import Checkpoints
+from appliance.trainer.checkpoints import Checkpoints, read_state
 from appliance.trainer.clipping import Clipping
 from appliance.trainer.corrected import CorrectionStep
 from appliance.trainer.correction_step import correct_step
@@ -72,9 +71,10 @@ class WatchedTrainer(PPOTrainerSync):
         self._clipping = Clipping(plan)
         self.checkpoints: Checkpoints | None = None
         self._precision = RolloutPrecision(plan)
-        if self._restarts:  # an attempt that goes on may begin with another scheme
-            self._precision.want(self._governed.measures)
-        self._engines = RolloutEngines(self.run_dir, precision=self._starts_in)
+        as_saved = plan.resume_from and not self._governed.had_stopped
+        kept = read_state(Path(plan.resume_from)).precision if as_saved else None
+        self._precision.begin(self._governed.measures, kept=kept)
+        self._engines = RolloutEngines(self.run_dir, precision=self._precision.starts_in)
         self._engine_restart_s = 0.0
         self._rolled: Live = self._precision.live
         self._sampling = DynamicSampling(
@@ -93,17 +93,12 @@ class WatchedTrainer(PPOTrainerSync):
         return self.plan.guard.switching is Switching.RESTART
 
     @property
-    def _starts_in(self) -> Precision:
-        """What engines are started in; all else is asked of them with a weight update."""
-        return self._precision.wanted if self._restarts else AS_PLANNED
-
-    @property
     def _restarts_next(self) -> bool:
         """Whether the step after this one has engines started."""
         if not self._restarts:
             return False
-        validates = validates_bf16(self.plan, step=self.global_steps + 1) and self._starts_in != BF16
-        return validates or self._starts_in != self._engines.generation.precision
+        validates = validates_bf16(self.plan, step=self.global_steps + 1) and self._precision.starts_in != BF16
+        return validates or self._precision.starts_in != self._engines.generation.precision
 
     @property
     def _is_last(self) -> bool:
@@ -146,8 +141,12 @@ class WatchedTrainer(PPOTrainerSync):
         self._check_attestations()
         self._phase("sync")
         self._check_every_sync()
-        self._precision.want(self._governed.measures)
         super().on_init_end()
+
+    def on_train_begin(self) -> None:
+        """The engines are as at the end of the last step; what the guard said after it comes with the next update."""
+        super().on_train_begin()
+        self._precision.want(self._governed.measures)
 
     def _watch_engines(self) -> None:
         self._engine_watch = EngineWatch(self.llm_server_manager.server_handles, on_death=self._on_engine_death)
@@ -199,12 +198,12 @@ class WatchedTrainer(PPOTrainerSync):
 
         def restart_and_update(*args: Any, **kwargs: Any) -> Any:
             present = self._engines.generation.precision
-            if self._starts_in == present:
+            if self._precision.starts_in == present:
                 return update_and_check(*args, **kwargs)
             if self._is_leaving:  # the step ends with a proven update all the same
                 with self._precision.meanwhile(present):
                     return update_and_check(*args, **kwargs)
-            self._restart_engines(why=f"rollouts are to be {self._starts_in.text}")
+            self._restart_engines(why=f"rollouts are to be {self._precision.starts_in.text}")
             return update_and_check(*args, **kwargs)
 
         self.checkpoint_manager.update_weights = restart_and_update
@@ -232,7 +231,7 @@ class WatchedTrainer(PPOTrainerSync):
         old = self.llm_server_manager
         new, restart = self._engines.restart(
             old,
-            precision=self._starts_in,
+            precision=self._precision.starts_in,
             after_sync=self._syncs,
             start=lambda: LLMServerManager.create(
                 config=self.config,
@@ -355,7 +354,7 @@ class WatchedTrainer(PPOTrainerSync):
 
     def _end_step(self, line: dict[str, Any], *, stop_for: Decision | None) -> None:
         """The step is written down and judged: save it when it is due. Raises GuardStop, after the step is saved."""
-        self.checkpoints.end_step(line, is_last=self._is_last)
+        self.checkpoints.end_step(line, precision=self._precision.state, is_last=self._is_last)
         if stop_for is not None:
             raise stop(stop_for, saved=self.checkpoints.save_now("stopped by the guard"))
         if self._restarts_next:  # new engines may fail to start: the run then goes on from here

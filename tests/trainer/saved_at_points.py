@@ -25,9 +25,12 @@ import plans
 
 from appliance.errors import CheckpointError
 from appliance.plan.model import CheckpointPlan
+from appliance.quant.precision import AS_PLANNED
+from appliance.quant.scheme import Scheme
 from appliance.run.checkpoints import PROFILE_FOLDER
 from appliance.trainer.checkpoints import Checkpoints
 from appliance.trainer.metrics import append_metrics
+from appliance.trainer.precision import PrecisionState
 
 CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir")
 ROOM = ("os.mkdir", "os.rename", "write", "fsync")  # may fail on a full disk
@@ -125,8 +128,9 @@ def save(run_dir: Path, step: int, *, at: int = PASSED, how: str = "") -> list[s
     checkpoints = Checkpoints(plan, save_workers=write_ranks, data_state=lambda: {"position": step})
     line = append_metrics(run_dir, {"step": step, "time_s": 1.0})
     (run_dir / "guard.json").write_text(json.dumps({"step": step}))
+    precision = PrecisionState("int8", AS_PLANNED, AS_PLANNED, Scheme.INT8, 0.0)
     points = Points(run_dir, at=at, how=how) if how else None
-    checkpoints.end_step(line, is_last=False)
+    checkpoints.end_step(line, precision=precision, is_last=False)
     return points.reached if points else []
 
 

@@ -20,13 +20,17 @@ from verl.trainer.ppo.utils import create_rl_sampler
 
 from appliance.errors import CheckpointError, TrainingError
 from appliance.plan.model import CheckpointPlan, UaqPlan
+from appliance.quant.precision import AS_PLANNED
+from appliance.quant.scheme import Scheme
 from appliance.run.checkpoints import checkpoint_folder, find_newest
 from appliance.run.seal import damage, read_manifest
 from appliance.trainer import checkpoints
 from appliance.trainer.checkpoints import ASK_FILE, Checkpoints, why_save
 from appliance.trainer.driver_random import restore_random, take_random
 from appliance.trainer.metrics import append_metrics
+from appliance.trainer.precision import PrecisionState
 
+INT8 = PrecisionState("int8", AS_PLANNED, AS_PLANNED, Scheme.INT8, 0.0)
 NEVER = {"step": 7, "is_last": False, "is_best": False, "is_asked": False, "since_save_s": 0.0}
 
 
@@ -69,7 +73,7 @@ class Saves:
         rated = {} if val_reward is None else {"val_reward_mean": val_reward}
         line = append_metrics(self.run_dir, {"step": step, "time_s": 1.0, **rated})
         (self.run_dir / "guard.json").write_text(json.dumps({"step": step}))
-        self.checkpoints.end_step(line, is_last=is_last)
+        self.checkpoints.end_step(line, precision=INT8, is_last=is_last)
 
     @property
     def names(self) -> list[str]:
@@ -93,7 +97,7 @@ def test_a_checkpoint_has_everything_of_its_step(tmp_path: Path) -> None:
     assert torch.load(folder / "data.pt", weights_only=True) == {"position": 2}
     assert json.loads((folder / "guard.json").read_text()) == {"step": 2}
     state = json.loads((folder / "state.json").read_text())
-    assert state.keys() == {"step", "random", "line", "schema_version"}
+    assert state.keys() == {"step", "random", "line", "precision", "schema_version"}
     assert (state["step"], state["line"]) == (2, {"step": 2, "time_s": 1.0, "val_reward_mean": 0.25})
     events = [json.loads(line) for line in (saves.run_dir / "events.jsonl").read_text().splitlines()]
     assert [(event["kind"], event["what"]) for event in events] == [

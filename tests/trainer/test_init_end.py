@@ -13,6 +13,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from appliance.errors import AttestationError, SyncError
 from appliance.plan.model import ExpectedAttestation
+from appliance.quant.precision import AS_PLANNED
 from appliance.quant.scheme import Scheme
 from appliance.run.acknowledge import Acknowledgement, Sent, append_acknowledgement, append_sent
 from appliance.run.attest import fingerprint, write_attestation
@@ -36,8 +37,7 @@ def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WatchedTrainer:
     made._on_engine_death = made._rollouts = None
     made._open_checkpoints = lambda: None
     made._clipping = SimpleNamespace(install=lambda workers, actor: None)
-    made._precision = SimpleNamespace(took=lambda record: None, want=lambda measures: None)
-    made._governed = SimpleNamespace(measures=None)
+    made._precision = SimpleNamespace(took=lambda record: None, starts_in=AS_PLANNED)
     made._engines = SimpleNamespace(generation=Generation())
     made._syncs, made._last_sync = 0, None
     for name in ("attest_driver", "attest_trainers", "EngineWatch"):

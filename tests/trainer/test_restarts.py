@@ -53,7 +53,7 @@ def trainer(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) ->
         made._engines = SimpleNamespace(generation=Generation())
 
         def restart(*, why: str) -> None:
-            made._engines.generation = Generation(made._starts_in)
+            made._engines.generation = Generation(made._precision.starts_in)
             said.append(f"start {scheme()}")
 
         def scheme() -> str:
@@ -66,7 +66,7 @@ def trainer(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) ->
 
         made._restart_engines, made._check_sync = restart, took
         made.checkpoint_manager = SimpleNamespace(update_weights=lambda step: said.append(f"update {scheme()}"))
-        made.checkpoints = SimpleNamespace(end_step=lambda line, is_last: None, save_now=save)
+        made.checkpoints = SimpleNamespace(end_step=lambda line, precision, is_last: None, save_now=save)
         made._rollouts = SimpleNamespace(validated=0)
         made._stop_after_step = None
         made._stopping = SimpleNamespace(asked=asked, check=stop if asked else lambda: None, finished=step)

@@ -14,13 +14,16 @@ import pytest
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from appliance.plan.model import CheckpointPlan
+from appliance.quant.precision import AS_PLANNED
+from appliance.quant.scheme import Scheme
 from appliance.run.checkpoints import checkpoint_folder
 from appliance.run.seal import read_manifest
 from appliance.trainer import watched
 from appliance.trainer.checkpoints import Checkpoints
-from appliance.trainer.precision import Live
+from appliance.trainer.precision import Live, PrecisionState
 from appliance.trainer.stoppable import StoppableTrainer
 
+AS_BEFORE = PrecisionState("int8", AS_PLANNED, AS_PLANNED, Scheme.INT8, 0.0)
 VALIDATED = {"val_reward_mean": 0.5, "val_reward_bf16_mean": 0.25, "val_samples": 8}
 
 
@@ -37,7 +40,7 @@ def trainer_of(run_dir: Path, *, said: list[Any]) -> StoppableTrainer:
     made._rolled = Live("int8", emulated=False)
     made._governed = SimpleNamespace(metrics=dict, after_step=lambda signals: None, measures="measures")
     made._clipping = SimpleNamespace(metrics=dict)
-    made._precision = SimpleNamespace(want=said.append)
+    made._precision = SimpleNamespace(want=said.append, state=AS_BEFORE)
     made._validation = dict(VALIDATED)
     made._rollouts = None
     made._reward_failures = 2
