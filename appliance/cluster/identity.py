@@ -167,21 +167,21 @@ def warnings(
     reports: Sequence[NodeReport], *, head: NodeReport, plan: RunPlan, shape: ModelShape | None = None
 ) -> list[str]:
     """What other hosts than the head's are warned of: what preflight says there (the head's own was said before), and
-    the head's number of threads where they have fewer cores."""
+    that they have fewer cores than the plan's threads."""
     return [
         f"{report.name}: {warning}"
         for report in reports
         if report.name != head.name
-        for warning in (*_found(report, plan, shape, Severity.WARNING), *_too_many_threads(report, plan))
+        for warning in (*_found(report, plan, shape, Severity.WARNING), *_fewer_cores(report, plan))
     ]
 
 
-def _too_many_threads(report: NodeReport, plan: RunPlan) -> Iterator[str]:
-    """On a CPU the plan's number, made from the head's cores, is that of every process on every node."""
+def _fewer_cores(report: NodeReport, plan: RunPlan) -> Iterator[str]:
+    """The plan's number on a CPU, made from the head's cores, goes to every node: trainer/threads.py lowers it there."""
     threads = int(dict(plan.env).get(THREADS_VARIABLE, "0"))
     if report.facts and report.facts.cores < threads:
         cores = f"{report.facts.cores} core{'' if report.facts.cores == 1 else 's'}"
-        yield f"has {cores} for the {threads} threads of each process, the number that fits the head"
+        yield f"has {cores}: a process there takes as many threads, not the plan's {threads}"
 
 
 def _found(report: NodeReport, plan: RunPlan, shape: ModelShape | None, severity: Severity) -> Iterator[str]:

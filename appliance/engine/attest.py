@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.nn import Module
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -110,6 +111,7 @@ def attest_rollout_worker(model: Module, *, vllm_config: Any, rank: int) -> None
             "model": vllm_config.model_config.model,
             "generation": read_generation(Path(plan.run_dir)).number,
             "pid": os.getpid(),
+            "threads": torch.get_num_threads(),
         },
     )
 

@@ -52,7 +52,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """memory_free_bytes: of the host, or what the control group leaves.  cpu_flags: as in /proc/cpuinfo.
+    """cores: that this process may use.  memory_free_bytes: of the host, or what the control group leaves.
+    cpu_flags: as in /proc/cpuinfo.
 
     missing_libraries: shared libraries vLLM needs and the loader does not find.
 

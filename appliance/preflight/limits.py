@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from appliance.plan.control_groups import MEMBERSHIP, TREES, V2, groups_of, number_in, paths_of
 from appliance.plan.host import UNLIMITED, Limits
 from appliance.preflight.finding import Finding, Severity
 
@@ -14,9 +15,7 @@ from appliance.preflight.finding import Finding, Severity
 _FILES_OF_A_PROCESS = 1024  # ten times as many: Ray opens some per worker, vLLM per file of weights
 _THREADS = 2048  # OpenMP and Ray start some per core, in every process
 _THREADS_PER_CORE = 64
-_CONTROL_GROUP = Path("/sys/fs/cgroup")
-_MEMBERSHIP = Path("/proc/self/cgroup")
-_V2, _MEMORY, _PIDS = "", "memory", "pids"  # version 1 has a tree per controller, version 2 one without a name
+_MEMORY, _PIDS = "memory", "pids"
 
 
 @dataclass(frozen=True)
@@ -29,20 +28,18 @@ class _MemoryFiles:
 
 
 _MEMORY_FILES = {
-    _V2: _MemoryFiles("memory.max", "memory.current", "inactive_file"),
+    V2: _MemoryFiles("memory.max", "memory.current", "inactive_file"),
     _MEMORY: _MemoryFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
 
 
-def read_limits(control_group: Path = _CONTROL_GROUP, *, membership: Path = _MEMBERSHIP) -> Limits:
-    """control_group: where the trees are mounted.  membership: which groups this process is in, as /proc says it."""
-    paths = _paths(membership)
+def read_limits(trees: Path = TREES, *, membership: Path = MEMBERSHIP) -> Limits:
+    """trees: where they are mounted.  membership: which groups this process is in, as /proc says it."""
+    paths = paths_of(membership)
     soft_threads, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     _, hard_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    pids = [_number(group / "pids.max") for tree in (_V2, _PIDS) for group in _groups(control_group, tree, paths)]
-    memory = [
-        _left(group, files) for tree, files in _MEMORY_FILES.items() for group in _groups(control_group, tree, paths)
-    ]
+    pids = [number_in(group / "pids.max") for tree in (V2, _PIDS) for group in groups_of(trees, tree, paths)]
+    memory = [_left(group, files) for tree, files in _MEMORY_FILES.items() for group in groups_of(trees, tree, paths)]
     return Limits(
         open_files=_limit(hard_files), threads=min(_limit(soft_threads), *pids), memory_free_bytes=min(memory)
     )
@@ -52,37 +49,11 @@ def _limit(value: int) -> int:
     return UNLIMITED if value == resource.RLIM_INFINITY else value
 
 
-def _paths(membership: Path) -> dict[str, str]:
-    """Controller -> path of this process's group in its tree, without the first slash."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return {}
-    fields = (line.split(":", 2) for line in lines if line.count(":") >= 2)
-    return {name: path.lstrip("/") for _, names, path in fields for name in names.split(",")}
-
-
-def _groups(control_group: Path, tree: str, paths: dict[str, str]) -> list[Path]:
-    """The group of this process and all above it: each of them limits. Those that a container does not see are none."""
-    top, path = control_group / tree, Path(paths.get(tree, ""))
-    own = () if ".." in path.parts else (path, *path.parents)
-    return [top, *(top / each for each in own)]
-
-
-def _number(file: Path) -> int:
-    """`max`, no such file and what is no number mean: no limit."""
-    try:
-        text = file.read_text().strip()
-    except OSError:
-        return UNLIMITED
-    return int(text) if text.isdigit() else UNLIMITED
-
-
 def _left(group: Path, files: _MemoryFiles) -> int:
-    limit = _number(group / files.most)
+    limit = number_in(group / files.most)
     if limit >= UNLIMITED:
         return UNLIMITED
-    held = max(0, _number(group / files.used) - _reclaimable(group / "memory.stat", key=files.reclaimable))
+    held = max(0, number_in(group / files.used) - _reclaimable(group / "memory.stat", key=files.reclaimable))
     return max(0, limit - held)
 
 

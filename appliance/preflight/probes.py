@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from appliance.plan.control_groups import usable_cores
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.model import ModelPlan, RunPlan
 from appliance.plan.shapes import KNOWN, ModelShape, read_shape
@@ -81,7 +82,7 @@ def read_host(run_root: Path) -> HostFacts:
     memory, limits = psutil.virtual_memory(), read_limits()
     existing = _nearest_existing(run_root)
     return HostFacts(
-        cores=len(os.sched_getaffinity(0)),
+        cores=usable_cores(),
         memory_bytes=memory.total,
         memory_free_bytes=min(memory.available, limits.memory_free_bytes),
         cpu_flags=_cpu_flags(),

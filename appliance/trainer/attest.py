@@ -46,6 +46,7 @@ def _attest_worker(worker: Any, plan: RunPlan) -> None:
         "compute": str(compute),
         "class": type(module).__name__,
         "learning_rates": rates,
+        "threads": torch.get_num_threads(),
     }
     _write(plan, process=f"trainer-{worker.rank}", role="trainer", rank=worker.rank, scheme=Scheme.BF16, detail=detail)
 

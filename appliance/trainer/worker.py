@@ -1,7 +1,8 @@
 """Imported by verl itself in every process of a run (`VERL_USE_EXTERNAL_MODULES`); an error here stops the process.
 
 It gives verl our sender of weights and, where the plan asks for it, our policy loss, by verl's own registries. On the
-CPU flavour it registers the CPU as a platform and repairs the one call that cannot work there.
+CPU flavour it registers the CPU as a platform, repairs the one call that cannot work there, and fits the threads to the
+host.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from appliance.plan.read import read_plan
 from appliance.quant.correction import CorrectionMethod
 from appliance.run.stacks import WORKER_ROLE, keep_stacks
 from appliance.trainer.cpu_platform import is_cpu_run
+from appliance.trainer.threads import fit_threads_to_host
 
 PROCESS_GROUP = Patch(
     name="cpu-process-group",
@@ -58,6 +60,9 @@ def _needed() -> tuple[str, ...]:
 
 
 keep_stacks(WORKER_ROLE)
+
+if is_cpu_run():
+    fit_threads_to_host()
 
 for _patch, _replacement in _patches():
     apply_patch(_patch, _replacement)

@@ -152,11 +152,11 @@ def test_a_worker_with_fewer_cores_than_threads_is_told(tmp_path: Path) -> None:
     one = dataclasses.replace(gamma, facts=dataclasses.replace(HOST, cores=1))
     plan = dataclasses.replace(plan_of(tmp_path), env=(("OMP_NUM_THREADS", "2"),))
     assert warnings([HEAD, beta, one], head=HEAD, plan=plan) == [
-        "gamma: has 1 core for the 2 threads of each process, the number that fits the head"
+        "gamma: has 1 core: a process there takes as many threads, not the plan's 2"
     ]
     plan = dataclasses.replace(plan, env=(("OMP_NUM_THREADS", "8"),))
     assert warnings([HEAD, beta], head=HEAD, plan=plan) == [
-        "beta: has 2 cores for the 8 threads of each process, the number that fits the head"
+        "beta: has 2 cores: a process there takes as many threads, not the plan's 8"
     ]
     assert warnings([HEAD, one], head=HEAD, plan=dataclasses.replace(plan, env=())) == []
 

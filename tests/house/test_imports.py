@@ -29,6 +29,7 @@ CHILDREN = {
     "plan.model",
     "plan.read",
     "plan.env",
+    "plan.control_groups",
     "run.attest",
     "run.events",
     "run.generation",

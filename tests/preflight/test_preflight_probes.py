@@ -19,7 +19,7 @@ def planned(tmp_path: Path, *sets: str, recipe: str = "gsm8k-tiny-int8") -> RunP
 
 def test_this_host(tmp_path):
     host = probes.read_host(tmp_path / "not" / "there" / "yet")
-    assert host.cores == len(os.sched_getaffinity(0))
+    assert 1 <= host.cores <= len(os.sched_getaffinity(0))
     assert host.memory_bytes >= host.memory_free_bytes > 0
     assert host.run_root_problem == ""
     assert host.disk_free_bytes > 0

@@ -1,0 +1,69 @@
+"""The control groups that this process is in, and the cores that they leave it. Both versions of the kernel's files.
+
+Version 1 has a tree of groups per controller, version 2 one for all, without a name.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+from appliance.plan.host import UNLIMITED
+
+TREES = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+V2 = ""
+_CPU = "cpu"
+
+
+def usable_cores(trees: Path = TREES, *, membership: Path = MEMBERSHIP) -> int:
+    """Cores that threads of this process can keep busy: as many as it may run on, or as its control groups give time of
+    (`docker run --cpus`), whichever is less. A part of a core counts as one."""
+    paths = paths_of(membership)
+    version_2 = (_quota(group / "cpu.max") for group in groups_of(trees, V2, paths))
+    version_1 = (
+        _share(_text(group / "cpu.cfs_quota_us"), _text(group / "cpu.cfs_period_us"))
+        for group in groups_of(trees, _CPU, paths)
+    )
+    return min(len(os.sched_getaffinity(0)), *version_2, *version_1)
+
+
+def _quota(file: Path) -> int:
+    """Of version 2: `max 100000`, or `quota period` in microseconds."""
+    quota, _, period = _text(file).partition(" ")
+    return _share(quota, period)
+
+
+def _share(quota: str, period: str) -> int:
+    """Cores, at least 1. What is no number, 0 or below 0 (`max`, -1, no such file) means: no limit."""
+    if not (quota.isdigit() and period.isdigit() and int(quota) and int(period)):
+        return UNLIMITED
+    return math.ceil(int(quota) / int(period))
+
+
+def paths_of(membership: Path) -> dict[str, str]:
+    """Controller -> path of this process's group in its tree, without the first slash. membership: as /proc says it."""
+    lines = _text(membership).splitlines()
+    fields = (line.split(":", 2) for line in lines if line.count(":") >= 2)
+    return {name: path.lstrip("/") for _, names, path in fields for name in names.split(",")}
+
+
+def groups_of(trees: Path, tree: str, paths: dict[str, str]) -> list[Path]:
+    """The group of this process and all above it: each of them limits. Those that a container does not see are none."""
+    top, path = trees / tree, Path(paths.get(tree, ""))
+    own = () if ".." in path.parts else (path, *path.parents)
+    return [top, *(top / each for each in own)]
+
+
+def number_in(file: Path) -> int:
+    """`max`, no such file and what is no number mean: no limit."""
+    text = _text(file)
+    return int(text) if text.isdigit() else UNLIMITED
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
