@@ -9,8 +9,9 @@ import re
 from decimal import Decimal
 from pathlib import Path
 
+from appliance.errors import RecipeError
 from appliance.tasks.problem import Problem, Splits
-from appliance.tasks.rows import Found, Row, read_file, read_files, text_fields
+from appliance.tasks.rows import Found, Row, read_file, read_files, read_rows, text_fields
 from appliance.tasks.splits import Source, hub_is_away, make_splits
 
 HUB_NAME = "openai/gsm8k"
@@ -67,15 +68,17 @@ def splits(*, train_file: str, val_file: str, seed: int, train_size: int, val_si
 
 
 def from_hub(split: str) -> Found:
-    """split: `train` or `val`. Raises RecipeError when the hub is away."""
+    """split: `train` or `val`. Raises RecipeError when the hub is away, and for bad rows."""
     import datasets  # loads pandas and pyarrow: only when the hub is asked
 
     try:
         rows = datasets.load_dataset(HUB_NAME, "main", split={"train": "train", "val": "test"}[split])
     except OSError as error:  # no network, no such data set, or offline mode: all of them are OSError
         raise hub_is_away(HUB_NAME, error=error) from error
-    problems = dict.fromkeys(problem(row["question"], row["answer"]) for row in rows)
-    return Found(problems=list(problems), rows=len(rows), conflicting=0, faults=[])
+    found = read_rows(enumerate(rows, start=1), source=HUB_NAME, parse=parse_row, hint=HINT)
+    if found.faults:
+        raise RecipeError(found.faults)
+    return found
 
 
 SOURCE = Source(parse=parse_row, hint=HINT, from_hub=from_hub)

@@ -7,8 +7,9 @@ A row is what a task's own data set has (its `parse` knows), or verl's schema, i
 from __future__ import annotations
 
 import errno
+import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,37 +46,44 @@ class Found:
 
 def read_file(path: str | Path, *, parse: Parse, hint: str, most_rows: int | None = None) -> Found:
     """The problems of a file. hint: what a row looks like.  most_rows: look at no more. Never raises for the file."""
-    truths: dict[str, str] = {}
-    faults: list[tuple[str, str]] = []
-    rows = bad = conflicting = 0
     try:
         if Path(path).exists() and not (Path(path).is_file() or Path(path).is_dir()):
             raise OSError(errno.EINVAL, "not a regular file")  # a pipe or a device: its reading may never end
-        for place, row in _rows(Path(path)):
-            if most_rows is not None and rows == most_rows:
-                break
-            rows += 1
-            made = row if isinstance(row, str) else _problem(row, parse=parse)
-            if isinstance(made, str):
-                bad += 1
-                if bad <= MAX_PROBLEMS:
-                    faults.append((f"{path}:{place}: {made}", hint))
-            elif truths.setdefault(made.prompt, made.truth) != made.truth:
-                conflicting += 1
+        return read_rows(_rows(Path(path)), source=str(path), parse=parse, hint=hint, most_rows=most_rows)
     except FileNotFoundError:
-        faults = [(f"{path}: no such file", f"give the path of a {_kind(path)} file")]
+        fault = (f"{path}: no such file", f"give the path of a {_kind(path)} file")
     except OSError as error:
-        faults = [
-            (f"{path}: cannot be read: {error.strerror or error}", f"give the path of a readable {_kind(path)} file")
-        ]
+        fault = (
+            f"{path}: cannot be read: {error.strerror or error}",
+            f"give the path of a readable {_kind(path)} file",
+        )
     except ValueError as error:  # pyarrow's, for what is no parquet
-        faults = [(f"{path}: not a parquet file: {_first_line(error)}", hint)]
+        fault = (f"{path}: not a parquet file: {_first_line(error)}", hint)
+    return Found(problems=[], rows=0, conflicting=0, faults=[fault])
+
+
+def read_rows(
+    rows: Iterable[tuple[int, Row | str]], *, source: str, parse: Parse, hint: str, most_rows: int | None = None
+) -> Found:
+    """The problems of rows, each with its place. source: what a fault is of, a file or a data set of the hub."""
+    truths: dict[str, str] = {}
+    faults: list[tuple[str, str]] = []
+    seen = bad = conflicting = 0
+    for place, row in itertools.islice(rows, most_rows):
+        seen += 1
+        made = row if isinstance(row, str) else _problem(row, parse=parse)
+        if isinstance(made, str):
+            bad += 1
+            if bad <= MAX_PROBLEMS:
+                faults.append((f"{source}:{place}: {made}", hint))
+        elif truths.setdefault(made.prompt, made.truth) != made.truth:
+            conflicting += 1
     if not truths and not faults:
-        faults = [(f"{path}: the file has no rows", hint)]
+        faults = [(f"{source}: the file has no rows", hint)]
     if bad > MAX_PROBLEMS:
-        faults.append((f"{path}: and {bad - MAX_PROBLEMS} more", ""))
+        faults.append((f"{source}: and {bad - MAX_PROBLEMS} more", ""))
     problems = [Problem(prompt, truth) for prompt, truth in truths.items()]
-    return Found(problems=problems, rows=rows, conflicting=conflicting, faults=faults)
+    return Found(problems=problems, rows=seen, conflicting=conflicting, faults=faults)
 
 
 def read_files(*paths: str, parse: Parse, hint: str) -> list[Found]:

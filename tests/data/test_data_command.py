@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -65,6 +66,51 @@ def test_what_is_there_is_left_alone_and_what_is_missing_is_made(tmp_path: Path)
     make_data("gsm8k", folder=made, sources=tuple(files))
     assert (train.stat().st_mtime_ns, val.is_file()) == (before, True)
     assert gsm8k.read_problems(val)[0].prompt == "How many b?" + gsm8k.INSTRUCTION
+
+
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [
+        ("dapo-math-17k", {"dapo-math-17k": 2}),
+        ("aime-2024", {"aime-2024": 2}),
+        ("gsm8k", {"gsm8k-train": 2, "gsm8k-val": 2}),
+    ],
+)
+def test_every_data_set_is_made_from_the_hub(
+    name: str,
+    files: dict[str, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The network alone is not the real one. The second time nothing is asked for."""
+    import datasets
+    import huggingface_hub
+
+    asked = []
+    rows = [{"problem": "What is 1?", "answer": "1"}, {"problem": "What is 2?", "answer": "2"}] * 2
+    words = [{"question": each["problem"], "answer": f"#### {each['answer']}"} for each in rows[:3]]
+
+    def load_dataset(*_: str, split: str) -> datasets.Dataset:
+        asked.append(split)
+        return datasets.Dataset.from_list(words)
+
+    def download(_: str, file: str, **__: object) -> str:
+        asked.append(file)
+        kept = tmp_path / Path(file).name
+        pq.write_table(pa.Table.from_pylist(rows[:3]), kept)
+        return str(kept)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    made = tmp_path / "made"
+    make_data(name, folder=made)
+    assert {path.stem: pq.read_table(path).num_rows for path in made.glob("*.parquet")} == files
+    said = [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert said == ["3 rows, 2 problems, 1 rows repeat one of them"] * len(files)
+    assert len(asked) == len(files)
+    make_data(name, folder=made)
+    assert len(asked) == len(files)
 
 
 def test_another_source_is_made_anew(tmp_path: Path, source: str) -> None:

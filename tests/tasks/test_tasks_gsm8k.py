@@ -15,9 +15,9 @@ from appliance.tasks.problem import Problem
 HINT = 'each line is a JSON object with `question` and `answer`, both text, the number after "####" in `answer`'
 
 
-def row(number: int) -> str:
+def row(number: int, *, answer: int | None = None) -> str:
     question = f"A baker makes {number} loaves and sells none. How many loaves are left?"
-    return json.dumps({"question": question, "answer": f"Nothing is sold.\n#### {number:,}"})
+    return json.dumps({"question": question, "answer": f"Nothing is sold.\n#### {answer or number:,}"})
 
 
 def write(path: Path, *lines: str) -> str:
@@ -172,7 +172,7 @@ def test_a_hub_that_has_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The network alone is not the real one. A row that is there twice counts once, one of both splits is validated."""
     import datasets
 
-    on_the_hub = {"train": [row(1200), row(3), row(1200), row(5)], "test": [row(5), row(7)]}
+    on_the_hub = {"train": [row(1200), row(3), row(1200), row(3, answer=9), row(5)], "test": [row(5), row(7)]}
     asked = []
 
     def load_dataset(name: str, config: str, *, split: str) -> datasets.Dataset:
@@ -186,9 +186,20 @@ def test_a_hub_that_has_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [each.truth for each in made.val] == ["5", "7"]
     assert made.val[1].prompt == "A baker makes 7 loaves and sells none. How many loaves are left?" + INSTRUCTION
     assert made.notes == (
-        "train: 4 rows, 3 distinct problems: each counts once",
+        "train: 5 rows, 3 distinct problems: each counts once",
+        "train: 1 rows repeat a problem with another answer: the first one counts",
         "train: 1 problems are in the validation data as well and are left out",
     )
+
+
+def test_bad_rows_of_the_hub_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    bad = [{"question": "How many?", "answer": "three"}, json.loads(row(3))]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(bad))
+    with pytest.raises(RecipeError) as caught:
+        splits(train_file="", val_file="", seed=0, train_size=0, val_size=0)
+    assert caught.value.problems == [("openai/gsm8k:1: the field `answer` has no number after `####`", HINT)]
 
 
 def test_splits_say_when_the_hub_is_away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
