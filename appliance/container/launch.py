@@ -24,8 +24,11 @@ from docker.types import DeviceRequest, Mount, Ulimit
 
 from appliance import console
 from appliance.errors import PreflightError, RecipeError
+from appliance.plan.env import HUB_TOKEN_VARIABLE
 from appliance.plan.model import RunPlan
+from appliance.preflight import hub
 from appliance.preflight.finding import Finding, Severity
+from appliance.preflight.probes import data_from_hub
 from appliance.quant.device import CPU
 from appliance.recipe.schema import Recipe
 from appliance.run.work import stop_on_errors
@@ -40,6 +43,7 @@ _OF_THE_IMAGE = frozenset(  # findings of the program inside, which looks again
     }
 )
 _OWN_FOLDERS = ("/opt/venv", "/opt/appliance", "/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/cache")
+_TOKEN = "/run/secrets/hf_token"  # of the hub, inside: as compose has it
 _TEMPORARY = "/tmp"  # its own is in memory; a folder below it is taken
 _PATHS = (  # keys of a recipe where `~` means the home of who types it, and inside would mean another
     *("model.path", "task.train_file", "task.val_file", "quantization.profile"),
@@ -49,7 +53,10 @@ _PATHS = (  # keys of a recipe where `~` means the home of who types it, and ins
 
 @dataclass(frozen=True)
 class Order:
-    """What `docker run` would be told. folders: (folder or file, read-only), each at its own path."""
+    """What `docker run` would be told. folders: (folder or file, read-only), each at its own path.
+
+    token: the file with the hub's token, where the run asks the hub and there is one, or empty.
+    """
 
     image: str
     argv: tuple[str, ...]
@@ -59,9 +66,12 @@ class Order:
     shm_bytes: int
     folders: tuple[tuple[str, bool], ...] = field(default=())
     network: str = ""  # empty: Docker's own
+    token: str = ""
 
     def mounts(self) -> list[Mount]:
         binds = [Mount(path, path, type="bind", read_only=read_only) for path, read_only in self.folders]
+        if self.token:
+            binds.append(Mount(_TOKEN, self.token, type="bind", read_only=True))
         return [*binds, Mount("/cache", f"{_CACHE_VOLUME}-{self.user.partition(':')[0]}", type="volume")]
 
 
@@ -105,7 +115,12 @@ def make_order(plan: RunPlan, argv: Sequence[str], *, typed: str, image: str | N
         shm_bytes=(2 if is_cpu else 32) << 30,
         folders=tuple(folders.items()),
         network="host" if plan.cluster else "",  # other hosts reach Ray on its ports
+        token=hub.token_file() if _asks_hub(plan) else "",
     )
+
+
+def _asks_hub(plan: RunPlan) -> bool:
+    return bool(plan.model.hub_name) or data_from_hub(plan)
 
 
 def _hides_the_images_own(path: Path) -> bool:
@@ -155,6 +170,7 @@ def _start(client: docker.DockerClient, order: Order) -> Container:
             user=order.user,
             working_dir=order.folder,
             mounts=order.mounts(),
+            environment={HUB_TOKEN_VARIABLE: _TOKEN} if order.token else None,
             read_only=True,
             tmpfs={"/tmp": "exec,mode=1777"},
             shm_size=order.shm_bytes,
@@ -224,7 +240,12 @@ def train_in_container(
     """
     folder, user = Path.cwd(), f"{os.getuid()}:0"  # files belong to who starts us; group 0 may write as the image lets
     argv = (*inner_argv(arguments), *without_home(recipe))
-    return run_in_container(make_order(plan, argv, typed=typed, image=image, folder=folder, user=user))
+    order = make_order(plan, argv, typed=typed, image=image, folder=folder, user=user)
+    if _asks_hub(plan) and not order.token and hub.is_token_in_a_variable():
+        console.say(
+            "note: the container gets no token from a variable: write it to a file, HF_TOKEN_PATH=FILE (mode 0600)"
+        )
+    return run_in_container(order)
 
 
 def without_home(recipe: Recipe) -> Iterator[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from appliance.plan.build import hub_name
+from appliance.plan.env import HUB_TOKEN_VARIABLE
 from appliance.plan.hub_cache import MAIN, cached_model, commit_in_cache, home, is_commit, snapshot
 from appliance.recipe.schema import Recipe
 
@@ -98,13 +99,30 @@ def _head(url: str) -> tuple[int, str]:
 
 def _token() -> str:
     """As huggingface_hub finds it: a variable, else the file that `hf auth login` writes; without its line ends."""
-    token = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN")
-    if token := _clean(token or ""):
+    if token := _token_variable():
         return token
     try:
-        return _clean(Path(os.environ.get("HF_TOKEN_PATH") or home() / "token").read_text())
+        return _clean(_token_file().read_text())
     except (OSError, UnicodeDecodeError):
         return ""
+
+
+def _token_variable() -> str:
+    return _clean(os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN") or "")
+
+
+def is_token_in_a_variable() -> bool:
+    return bool(_token_variable())
+
+
+def _token_file() -> Path:
+    return Path(os.environ.get(HUB_TOKEN_VARIABLE) or home() / "token")
+
+
+def token_file() -> str:
+    """The file with the hub's token, absolute; empty where there is none."""
+    file = _token_file().expanduser().absolute()
+    return str(file) if os.path.isfile(file) else ""
 
 
 def _clean(token: str) -> str:

@@ -167,7 +167,7 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) 
     is_folder = not plan.model.builtin and not name and folder.is_absolute()
     cached = bool(name) and _is_cached(plan.model)
     needs_model = bool(name) and not cached
-    asks = ask_hub and not hub.is_offline() and (needs_model or (_data_from_hub(plan) and not prepared))
+    asks = ask_hub and not hub.is_offline() and (needs_model or (data_from_hub(plan) and not prepared))
     hub_problem = hub.problem() if asks else ""
     data_problems = _data_problems(plan)
     access = read_access(plan, ask_network=ask_hub)  # before anything looks into the folder
@@ -227,7 +227,7 @@ def model_bytes(plan: RunPlan) -> int:
     return hub.weight_bytes(folder) if folder.is_absolute() else 0
 
 
-def _data_from_hub(plan: RunPlan) -> bool:
+def data_from_hub(plan: RunPlan) -> bool:
     return plan.task.kind != "arithmetic" and not plan.task.train_file
 
 

@@ -63,6 +63,16 @@ def test_no_certificates_of_the_build_and_no_token_in_the_image(engine, image: s
     environment = engine.images.get(image).attrs["Config"]["Env"]
     assert not any(word in name.upper() for name in environment for word in ("TOKEN", "SECRET", "PASSWORD", "PROXY"))
     assert "BEGIN CERTIFICATE" not in history and "PIP_CERT=" not in history
+    assert shell(engine, image, f'python -c "{NOT_OF_DEBIAN}"') == "True 0\n"
+
+
+NOT_OF_DEBIAN = (
+    "from pathlib import Path; "
+    "split = lambda text: {each.strip() for each in text.split('-----BEGIN CERTIFICATE-----')[1:]}; "
+    "trusted = split(Path('/etc/ssl/certs/ca-certificates.crt').read_text()); "
+    "known = split(''.join(each.read_text() for each in Path('/usr/share/ca-certificates').rglob('*.crt'))); "
+    "print(len(trusted) > 100, len(trusted - known))"
+)
 
 
 def test_the_bill_of_materials_is_that_of_the_locks(engine, image: str) -> None:

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from plans import make_plan
 
-from appliance.container.launch import inner_argv, make_order, stop_without, without_home
+from appliance.container import launch
+from appliance.container.launch import (
+    inner_argv,
+    make_order,
+    run_in_container,
+    stop_without,
+    train_in_container,
+    without_home,
+)
 from appliance.errors import PreflightError, RecipeError
 from appliance.plan.model import ClusterPlan
 from appliance.preflight.finding import Finding, Severity
@@ -78,6 +87,60 @@ def test_the_token_of_a_cluster_is_mounted_wherever_it_lies(tmp_path: Path) -> N
     assert make_order(plan, ("train", "a"), **given).folders[1:] == ((str(tmp_path), False), ("/nowhere", True))
     token.touch()
     assert make_order(plan, ("train", "a"), **given).folders[1:] == (("/nowhere", True), (str(token), True))
+
+
+@pytest.fixture
+def token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file with the hub's token, named by the hub's own variable."""
+    file = tmp_path / "hf-token"
+    file.write_text("hf_word")
+    monkeypatch.setenv("HF_TOKEN_PATH", str(file))
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    return file
+
+
+def test_the_hubs_token_is_a_file_inside_too(token: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the run asks the hub. The word itself is in no variable and no argument."""
+    client = MagicMock()
+    monkeypatch.setattr(launch, "_client", lambda: client)
+    client.containers.run.return_value.wait.return_value = {"StatusCode": 0}
+    client.containers.run.return_value.attach.return_value = []
+    assert run_in_container(order(source="Qwen/Qwen2.5-0.5B")) == 0
+    told = client.containers.run.call_args.kwargs
+    secret = {"Target": "/run/secrets/hf_token", "Source": str(token), "Type": "bind", "ReadOnly": True}
+    assert secret in told["mounts"]
+    assert told["environment"] == {"HF_TOKEN_PATH": "/run/secrets/hf_token"}
+    assert "hf_word" not in str(client.containers.run.call_args)
+
+
+def test_a_run_that_asks_no_hub_gets_no_token(token: Path) -> None:
+    assert order().token == order(source="/models/qwen").token == ""
+
+
+def test_a_token_that_hf_auth_login_wrote_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_TOKEN_PATH", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert order(source="Qwen/Qwen2.5-0.5B").token == ""
+    (tmp_path / "token").write_text("hf_word")
+    assert order(source="Qwen/Qwen2.5-0.5B").token == str(tmp_path / "token")
+
+
+def test_a_token_in_a_variable_stays_outside_and_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_word")
+    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "none"))
+    monkeypatch.setattr(launch, "run_in_container", lambda order: 0)
+    recipe = load_recipe("arithmetic-tiny-int8", sets=("model.path=Qwen/Qwen2.5-0.5B", "model.builtin=null"))
+    for source, said in (("Qwen/Qwen2.5-0.5B", [NO_VARIABLE]), ("/models/qwen", [])):
+        plan = make_plan(Path("/srv/mine/runs/a-1"))
+        plan = replace(plan, model=replace(plan.model, source=source, path=source, builtin=""))
+        assert train_in_container(plan, recipe, typed="a", arguments=("train", "a"), image=None) == 0
+        assert capsys.readouterr().err.splitlines() == said
+
+
+NO_VARIABLE = "note: the container gets no token from a variable: write it to a file, HF_TOKEN_PATH=FILE (mode 0600)"
 
 
 def test_paths_below_the_home_reach_the_container_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
