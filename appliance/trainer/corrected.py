@@ -41,9 +41,9 @@ class LossBatch:
 class CorrectionStep:
     """What the correction did in one step.
 
-    acted_fraction: share of tokens that were cut, weighed 0 or dropped.  acr_bound_mean: mean upper clip bound of the
-    tokens that `acr` widened, None where there are none.  adaptive_share: how much of the correction `adaptive`
-    applied, 0..1.  The fields of a method are None with another one.
+    acted_fraction: share of tokens that were cut, weighed 0 or dropped.  acr_widened_fraction: of tokens that got a
+    wider upper clip bound.  acr_bound_mean: its mean over them, None where there are none.  adaptive_share: how much of
+    the correction `adaptive` applied, 0..1.  The fields of a method are None with another one.
     """
 
     acted_fraction: float
@@ -99,7 +99,7 @@ def check_correction(
 ) -> CorrectionStep:
     """Raises TrainingError when the batch does not carry the plan's correction, NumericsError when a log-prob is not
     finite. A decision within float32's rounding of a limit may fall either way. share, clip: as `correct` has them."""
-    tokens, acted, bound_sum = 0, 0, 0.0
+    tokens, acted, widened, bound_sum = 0, 0, 0, 0.0
     for part in _parts(batch):
         x_BT, real_BT = _log_ratio(part)
         expected = correct(x_BT, mask_BT=real_BT, plan=plan, share=share, clip=clip)
@@ -111,12 +111,15 @@ def check_correction(
             )
         tokens, acted = tokens + int(real_BT.sum()), acted + int(expected.acted_BT.sum())
         if plan.method is CorrectionMethod.ACR:
-            upper_BT = upper_clip(token_weights(x_BT, mask_BT=real_BT), cap=_cap(plan), clip_high=plan.clip_high)
-            bound_sum += float(upper_BT[expected.acted_BT].sum())
+            raw_BT = token_weights(x_BT, mask_BT=real_BT)
+            widened_BT = (raw_BT > _cap(plan)) & expected.kept_BT  # what the governor has dropped is not
+            widened += int(widened_BT.sum())
+            bound_sum += float(upper_clip(raw_BT, cap=_cap(plan), clip_high=plan.clip_high)[widened_BT].sum())
     fraction = acted / tokens if tokens else 0.0
     if plan.method is not CorrectionMethod.ACR:
         return CorrectionStep(fraction, adaptive_share=share)
-    return CorrectionStep(fraction, acr_widened_fraction=fraction, acr_bound_mean=bound_sum / acted if acted else None)
+    wide = widened / tokens if tokens else 0.0
+    return CorrectionStep(fraction, acr_widened_fraction=wide, acr_bound_mean=bound_sum / widened if widened else None)
 
 
 def _parts(batch: LossBatch) -> Iterator[LossBatch]:

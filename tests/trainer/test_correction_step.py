@@ -139,3 +139,14 @@ def test_a_tightened_correction_is_written_over_verls(queue: Queue) -> None:
     scaled = 1.25 / 1.5 if is_acr else 1.0
     for row, first in zip(queue.columns["advantages"], queue.first["advantages"], strict=True):
         assert row.tolist() == pytest.approx((first * scaled).tolist(), rel=RTOL)
+
+
+@pytest.mark.parametrize("queue", [Method.ACR], indirect=True)
+def test_a_token_that_the_guard_has_dropped_is_not_widened(queue: Queue) -> None:
+    plan = tightened(queue.plan, measures=TIGHT)
+    _, step = correct_step(queue.batch(), plan=plan, planned=queue.plan)
+    weights = torch.cat(queue.columns[WEIGHTS]).double() * (1.25 / 1.5)
+    kept = torch.cat(queue.columns["response_mask"]).bool()
+    wide = weights[kept & (weights > 1.25)]
+    assert step.acr_widened_fraction == len(wide) / len(kept) < step.acted_fraction
+    assert step.acr_bound_mean == pytest.approx(float(1.2 * wide.mean() / 1.25), rel=RTOL)
