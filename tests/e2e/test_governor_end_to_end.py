@@ -14,7 +14,8 @@ pytestmark = pytest.mark.e2e
 STEPS = 7
 # A bound that every step breaks, and no pause: one level a step. What is decided in step n is sent at the end of step
 # n + 1, so it holds for the rollouts of step n + 2.
-CLIMBING = ("guard.k3_kl=1e-12", "guard.bad_steps=1", "guard.cooling_steps=0", "correction.method=acr")
+CLIMBING = ("guard.k3_kl=1e-12", "guard.bad_steps=1", "guard.cooling_steps=0")
+ACR = ("correction.method=acr", "correction.cap=1.005")  # near 1: INT8 moves the weights of this model by a hundredth
 ACTIONS = "guard.actions=[warn, tighten, raise-precision, bf16]"
 LAYERS = 16  # 4 decoder layers of 4 quantised ones
 QUARTER = "raise-precision (int8, 25% of layers in bf16)"
@@ -25,7 +26,7 @@ HALF = "raise-precision (int8, 50% of layers in bf16)"
 def run(tmp_path_factory: pytest.TempPathFactory, with_tiny_cache: Callable[[Path], Path]) -> Finished:
     root = with_tiny_cache(tmp_path_factory.mktemp("runs"))
     sizes = (f"trainer.steps={STEPS}", "trainer.validate_before=false", "trainer.validate_every=3")
-    finished = train(root, *CLIMBING, ACTIONS, *sizes, "trainer.validate_bf16_every=3", name="climbs")
+    finished = train(root, *CLIMBING, *ACR, ACTIONS, *sizes, "trainer.validate_bf16_every=3", name="climbs")
     assert finished.code == 0, finished.stderr[-4000:]
     return finished
 
@@ -54,8 +55,15 @@ def test_rollouts_become_what_was_decided_two_steps_before(run: Finished) -> Non
 def test_the_tightened_correction_holds_from_the_next_step_on(run: Finished) -> None:
     """The driver checks each batch against it; a run that ends well has passed that check in every step."""
     lines = run.json_lines("metrics.jsonl")
-    assert [line["correction_cap"] for line in lines] == [2.0, 2.0, *[1.5] * 5]
+    assert [line["correction_cap"] for line in lines] == pytest.approx([1.005, 1.005, *[1.0025] * 5])
     assert [line["correction_reject_k3"] for line in lines] == [None, None, *[0.01] * 5]
+
+
+def test_truncated_tokens_are_clipped_later(run: Finished) -> None:
+    """With verl's loop around the loss, before and after the cap was tightened."""
+    lines = run.json_lines("metrics.jsonl")
+    assert all(0 < line["acr_widened_fraction"] <= line["is_truncated_fraction"] < 1 for line in lines)
+    assert all(line["acr_bound_mean"] > 1.2 for line in lines)
 
 
 def test_every_change_is_acknowledged_with_all_layers_proven(run: Finished) -> None:

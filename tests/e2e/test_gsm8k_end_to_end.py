@@ -28,6 +28,7 @@ def test_long_prompts_train_in_the_scheme_that_auto_means(
     rows = [{"question": question.format(n), "answer": answer.format(n, n * 20)} for n in range(40)]
     file = tmp_path / "train.jsonl"
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    mask = ("correction.method=sequence-mask", "correction.cap=null", "correction.bounds=[0.8, 1.25]")
     batch = (f"batch.prompts_per_step={PROMPTS}", "rollout.samples_per_prompt=2")
     sets = (
         f"task.train_file={file}",
@@ -36,6 +37,7 @@ def test_long_prompts_train_in_the_scheme_that_auto_means(
         "trainer.validate_before=false",
         "rollout.scheme=auto",
         *batch,
+        *mask,
     )
     done = train(with_tiny_cache(tmp_path), *sets, name="words", recipe="gsm8k-tiny-int8")
     assert done.code == 0, done.stderr[-4000:]
@@ -44,6 +46,7 @@ def test_long_prompts_train_in_the_scheme_that_auto_means(
     assert tokens > int(next(choice.value for choice in plan.choices if choice.key == "engine.max_batched_tokens"))
     lines = done.json_lines("metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert any(0 < line["is_truncated_fraction"] < 1 for line in lines)  # the masked sequences
     meant, why = automatic_scheme("cpu", cpu_flags=read_host(tmp_path).cpu_flags)
     assert ("rollout.scheme", str(meant), why) in [(each.key, each.value, each.why) for each in plan.choices]
     assert {line["scheme"] for line in lines} == {str(meant)}

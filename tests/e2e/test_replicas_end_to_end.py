@@ -18,6 +18,7 @@ from appliance.quant.settings import Quantisation
 pytestmark = pytest.mark.e2e
 
 STEPS = 2
+ICEPOP = ("correction.method=icepop", "correction.cap=null", "correction.bounds=[0.99, 1.01]")
 ENGINES = ("rollout.scheme=auto", "rollout.replicas=[fp8-channel, bf16]", "quantization.emulate=true")
 SIZES = (
     "cluster.gpus_per_node=2",
@@ -33,7 +34,7 @@ SIZES = (
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, with_tiny_cache: Callable[[Path], Path]) -> Finished:
     root = with_tiny_cache(tmp_path_factory.mktemp("runs"))
-    finished = train(root, *ENGINES, *SIZES, name="two", timeout_s=600)
+    finished = train(root, *ENGINES, *ICEPOP, *SIZES, name="two", timeout_s=600)
     assert finished.code == 0, finished.stderr[-4000:]
     return finished
 
@@ -63,6 +64,7 @@ def test_metrics_say_both_schemes_and_that_one_is_emulated(run: Finished) -> Non
         (step, "fp8-channel+bf16", True) for step in range(1, STEPS + 1)
     ]
     assert all(0 < line["mismatch_k3_kl"] < 0.015 and line["layer_error_max"] > 0 for line in lines)
+    assert all(0 < line["is_truncated_fraction"] < 1 for line in lines)  # icepop's, on both ranks
 
 
 def test_the_profile_is_of_the_scheme_that_has_one_and_its_engine_was_told(run: Finished) -> None:

@@ -18,7 +18,7 @@ LAYERS = 16  # 4 decoder layers of 4 quantised ones
 SETS = (
     *("guard.k3_kl=1e-12", "guard.bad_steps=1", "guard.cooling_steps=0", "guard.actions=[bf16]"),
     *("guard.scheme_change=restart", "trainer.validate_bf16_every=1", "trainer.validate_every=1"),
-    *("trainer.steps=3", "trainer.validate_before=false"),
+    *("trainer.steps=3", "trainer.validate_before=false", "correction.method=adaptive"),
 )
 
 
@@ -44,6 +44,12 @@ def test_rollouts_become_what_was_decided_and_training_goes_on(run: Finished) ->
     assert all(0 <= line["mismatch_k3_kl"] < 0.015 and line["grad_norm"] > 0 for line in lines)
     assert abs(lines[0]["val_reward_bf16_mean"] - lines[0]["val_reward_mean"]) < 0.1
     assert all(line["val_reward_bf16_mean"] == line["val_reward_mean"] for line in lines[1:])
+
+
+def test_each_step_is_weighed_by_a_share_of_its_own(run: Finished) -> None:
+    """The driver writes these weights, and a batch that lacks them ends the run."""
+    shares = [line["adaptive_share"] for line in run.json_lines("metrics.jsonl")]
+    assert all(0 < share < 1 for share in shares) and len(set(shares)) == len(shares)
 
 
 def test_new_engines_prove_all_of_their_first_update(run: Finished) -> None:
