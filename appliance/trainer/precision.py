@@ -44,9 +44,9 @@ class Live:
 class PrecisionState:
     """What a checkpoint keeps, so that a resumed attempt rolls out as the run would have without the break.
 
-    planned: the plan's label of the rollouts; for a plan with another one all the rest says nothing.
-    rollouts: of the step after the checkpoint's.  decided: from the weight update after those on, as long as the guard
-    asks for `scheme` and `bf16_layer_fraction`.
+    planned: the plan's label of the rollouts.  scheme, bf16_layer_fraction: what the guard asks for. For a plan or a
+    guard with other ones all the rest says nothing.
+    rollouts: of the step after the checkpoint's.  decided: from the weight update after those on.
     """
 
     planned: str
@@ -90,10 +90,12 @@ class RolloutPrecision:
 
         kept: of the checkpoint it goes on from, None: the measures hold from that update on. Raises as `want`.
         """
-        if kept is None or kept.planned != self._plan.rollout.label:
+        measured = measures.scheme, measures.bf16_layer_fraction
+        known = (self._plan.rollout.label, *measured)
+        if kept is None or (kept.planned, kept.scheme, kept.bf16_layer_fraction) != known:
             self.want(measures)
         else:
-            self._measured, self._decided = (kept.scheme, kept.bf16_layer_fraction), kept.decided
+            self._measured, self._decided = measured, kept.decided
             self._lasting = kept.rollouts
             self._ask(self._lasting)
         self._brought = self._lasting

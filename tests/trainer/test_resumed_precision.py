@@ -57,6 +57,7 @@ class Run:
     def __init__(self, run_dir: Path, way: Switching, monkeypatch: pytest.MonkeyPatch) -> None:
         self.run_dir, self._way, self._restarts = run_dir, way, way is Switching.RESTART
         self._brought = AS_PLANNED
+        self.guard = GUARD
         run_dir.mkdir()
         (run_dir / "metrics.jsonl").touch()
         for name in ("attest_driver", "attest_trainers", "EngineWatch"):
@@ -73,7 +74,7 @@ class Run:
         plan = make_plan(
             self.run_dir,
             steps=len(K3),
-            guard=replace(GUARD, switching=self._way),
+            guard=replace(self.guard, switching=self._way),
             checkpoint=CheckpointPlan(every_steps=1, keep=len(K3)),
             resume_from=resume_from,
         )
@@ -185,6 +186,14 @@ def test_what_was_kept_of_another_scheme_says_nothing(run: Run) -> None:
         run, after=2, precision={**kept, "planned": "fp8", "rollouts": {"scheme": "fp8-block", "bf16_layers": []}}
     )
     assert run.attempt(after=2)[0].bf16_layers == 2
+
+
+def test_what_was_kept_under_another_guard_says_nothing(run: Run) -> None:
+    """A resume may change it: this one keeps its hands off the rollouts from the first step on."""
+    whole = run.attempt()
+    assert (whole[3].bf16_layers, whole[4].scheme) == (2, "bf16")
+    run.guard = replace(GUARD, actions=(Action.WARN,))
+    assert [(each.scheme, each.bf16_layers) for each in run.attempt(after=3)] == [("int8", 0)] * 5
 
 
 def test_a_run_that_the_guard_stopped_goes_on_with_what_the_guard_asks_for(run: Run) -> None:
