@@ -21,7 +21,7 @@ def num_engines(recipe: Recipe) -> int:
 
 
 def plan_rollout(
-    recipe: Recipe, *, automatic: Scheme, run_dir: Path, is_cpu: bool = True, experts: bool = False
+    recipe: Recipe, *, automatic: Scheme, run_dir: Path, is_cpu: bool, experts: bool
 ) -> tuple[RolloutPlan, tuple[Choice, ...]]:
     """automatic: the scheme that `auto` means on this device.  experts: whether a quantised engine has some in it."""
     rollout = recipe.rollout

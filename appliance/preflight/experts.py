@@ -21,10 +21,8 @@ def judge_experts(plan: RunPlan, *, host: HostFacts, shape: ModelShape | None) -
         return
     flags = host.cpu_flags
     for replica in dict.fromkeys(plan.rollout.replicas):
-        scheme, runs = (
-            replica.scheme,
-            replica.emulated or not why_not(replica.scheme, device=plan.device, cpu_flags=flags),
-        )
+        scheme = replica.scheme
+        runs = replica.emulated or not why_not(scheme, device=plan.device, cpu_flags=flags)
         kept = not scheme.quantised or keeps_experts(replica.ignore, layers=max(1, shape.layers))
         if kept or not runs:  # what does not run at all is said of the scheme
             continue

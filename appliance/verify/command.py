@@ -53,8 +53,9 @@ def run_verify(recipe: Recipe, *, schemes: tuple[Scheme, ...] | None, emulate: b
         if plan.model.builtin or plan.model.is_pinned:
             make_inputs(plan, command="verify")
         rows, reference = [], None
+        eager = any(each.rollout.eager for each in plans)  # all alike: they are compared
         for each in _with_profiles(asked):
-            seen = _look(each, plan=plan, host=host, folder=folder)
+            seen = _look(each, plan=plan, eager=eager, host=host, folder=folder)
             rows += judge(each, seen=seen, reference=reference)
             reference = _reference(each, seen=seen, before=reference)
     console.out((as_json if json_mode else table)(rows))
@@ -111,14 +112,14 @@ def _refuse_without_kernels(asked: list[Quantisation], *, plan: RunPlan, host: H
         raise PreflightError(message, hint="leave it out, or check the numbers of an FP8 scheme with --emulate")
 
 
-def _look(asked: Quantisation, *, plan: RunPlan, host: HostFacts, folder: Path) -> Seen:
+def _look(asked: Quantisation, *, plan: RunPlan, eager: bool, host: HostFacts, folder: Path) -> Seen:
     job_file, seen_file = folder / "job.json", folder / "seen.json"
     job = Job(
         model=plan.model.path,
         trust_remote_code=plan.model.trust_remote_code,
         quantisation=asked,
         tensor_parallel=plan.rollout.tensor_parallel,
-        enforce_eager=plan.rollout.eager,
+        enforce_eager=eager,
         prompt_tokens=min(plan.task.max_prompt_tokens, _MOST_PROMPT_TOKENS),
         new_tokens=min(plan.task.max_response_tokens, _MOST_NEW_TOKENS),
         seed=plan.seed,

@@ -189,6 +189,27 @@ def test_the_runs_profile_is_used_where_it_is_made(settings: tuple[str, ...], tm
     assert command._with_profile(planned, profile=None) == Quantisation(Scheme.INT8, ignore=("a",))
 
 
+def test_engines_are_without_graphs_where_one_has_quantised_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever scheme comes first. All of them, since they are compared."""
+    shapes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_experts": 4}
+    (tmp_path / "config.json").write_text(json.dumps(shapes))
+    jobs: list[dict[str, object]] = []
+
+    def start(module: list[str], **_: object) -> None:
+        jobs.append(json.loads(Path(module[1]).read_text()))
+        raise EngineError("no GPU")
+
+    monkeypatch.setattr(command, "run_child", start)
+    monkeypatch.setattr(command, "examine_for", lambda *args, **kwargs: None)
+    sets = ("model.builtin=null", f"model.path={tmp_path}", f"cluster.run_dir={tmp_path}", "cluster.device=h100")
+    for schemes in ((Scheme.BF16, Scheme.INT8), (Scheme.INT8,), (Scheme.BF16,)):
+        with pytest.raises(EngineError):
+            run_verify(load_recipe("arithmetic-tiny-int8", sets=sets), schemes=schemes, emulate=False, json_mode=False)
+    assert [job["enforce_eager"] for job in jobs] == [True, True, True, True, False]
+
+
 def test_preflight_stops_it_before_an_engine_starts(
     settings: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
