@@ -34,7 +34,7 @@ INPUTS = InputFacts(  # everything is there, nothing was asked of a hub
     is_offline=False,
     hub_problem="",
     data_problems=(),
-    is_prepared=False,
+    has_data=False,
 )
 FILES_OF_BUILTIN = frozenset(  # of the folder of a model that is made on the spot
     {

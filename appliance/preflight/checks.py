@@ -221,7 +221,7 @@ def _data(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
         place = "task.train_file" if plan.task.train_file else "task.kind"
         yield Finding(severity, "reward", place, problem.message, "mend the rows, or give the task that they are of")
     from_hub = plan.task.kind != "arithmetic" and not plan.task.train_file
-    if from_hub and not inputs.is_prepared and (inputs.is_offline or inputs.hub_problem):
+    if from_hub and not inputs.has_data and (inputs.is_offline or inputs.hub_problem):
         why = "HF_HUB_OFFLINE is set" if inputs.is_offline else inputs.hub_problem
         message = f"none is given, so the data comes from the hub, and {why}"
         yield _error("data-unreachable", "task.train_file", message, "give a JSON-lines or parquet file")

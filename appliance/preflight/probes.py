@@ -53,7 +53,7 @@ class InputFacts:
     revision_problem: why it is not known which commit `model.revision` is.
     reward_problem: what is wrong with the rewards of the first problems.  stored: of `bench`, where one counts here.
     written: by earlier attempts of the run.
-    data_problems: (message, hint) with `file:line`.  is_prepared: data and built-in model are in the cache.
+    data_problems: (message, hint) with `file:line`.  has_data: the cache has the problems that are made of them.
     """
 
     model_folder_exists: bool
@@ -64,7 +64,7 @@ class InputFacts:
     is_offline: bool
     hub_problem: str
     data_problems: tuple[tuple[str, str], ...]
-    is_prepared: bool
+    has_data: bool
     profile_problem: str = ""
     uaq_problem: str = ""
     model_damage: tuple[str, ...] = ()
@@ -159,15 +159,15 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) 
     ask_hub: whether the network may be asked, and a child grade a sample, which takes seconds.
     host: for what `bench` kept; None: it is not looked up.
     """
-    from appliance.tasks.prepare import is_prepared
+    from appliance.tasks.prepare import has_data
 
-    prepared = is_prepared(plan)
+    made = has_data(plan)
     folder = Path(plan.model.path)
     name = plan.model.hub_name
     is_folder = not plan.model.builtin and not name and folder.is_absolute()
     cached = bool(name) and _is_cached(plan.model)
     needs_model = bool(name) and not cached
-    asks = ask_hub and not hub.is_offline() and (needs_model or (data_from_hub(plan) and not prepared))
+    asks = ask_hub and not hub.is_offline() and (needs_model or (data_from_hub(plan) and not made))
     hub_problem = hub.problem() if asks else ""
     data_problems = _data_problems(plan)
     access = read_access(plan, ask_network=ask_hub)  # before anything looks into the folder
@@ -182,7 +182,7 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) 
         is_offline=hub.is_offline(),
         hub_problem=hub_problem,
         data_problems=data_problems,
-        is_prepared=prepared,
+        has_data=made,
         profile_problem=profile_problem(plan),
         uaq_problem=uaq_problem(plan),
         model_damage=damage(folder) if may_look else (),

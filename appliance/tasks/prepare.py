@@ -36,8 +36,12 @@ _PROGRESS_EVERY_S = 0.5
 
 def is_prepared(plan: RunPlan) -> bool:
     """Whether the cache has all that the plan names. Imports no torch."""
-    data = os.path.isfile(plan.task.train_parquet) and os.path.isfile(plan.task.val_parquet)
-    return data and _has_model(plan)
+    return has_data(plan) and _has_model(plan)
+
+
+def has_data(plan: RunPlan) -> bool:
+    """Whether the cache has the plan's problems."""
+    return os.path.isfile(plan.task.train_parquet) and os.path.isfile(plan.task.val_parquet)
 
 
 def _has_model(plan: RunPlan) -> bool:
@@ -64,7 +68,7 @@ def prepare(plan: RunPlan) -> None:
     append_event(run_dir, kind="phase", what=PHASE)
     if not _has_model(plan):
         _make_model(plan) if plan.model.builtin else _fetch_model(plan)
-    if not (os.path.isfile(plan.task.train_parquet) and os.path.isfile(plan.task.val_parquet)):
+    if not has_data(plan):
         _make_data(plan)
 
 

@@ -203,7 +203,7 @@ def problems(name: str, *sets: str) -> list[str]:
         is_offline=False,
         hub_problem="",
         data_problems=(),
-        is_prepared=True,
+        has_data=True,
     )
     found = judge(plan, host=host, inputs=inputs)
     return [each.text for each in found if each.severity is Severity.ERROR]

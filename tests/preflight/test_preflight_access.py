@@ -248,7 +248,7 @@ closed = {cache!r} + "/data"
 task = replace(plan.task, train_parquet=closed + "/train.parquet", val_parquet=closed + "/val.parquet")
 plan = replace(plan, task=task, profile=SimpleNamespace(source=closed))
 inputs = read_inputs(plan, ask_hub=False)
-assert not inputs.is_prepared and inputs.profile_problem.endswith(": the folder has no profile.safetensors")
+assert not inputs.has_data and inputs.profile_problem.endswith(": the folder has no profile.safetensors")
 assert uaq.uaq_problem(replace(plan, uaq=object())) == ""
 os.environ["HF_HUB_CACHE"] = closed
 assert not hub.is_cached("owner/model")

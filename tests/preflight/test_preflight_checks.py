@@ -224,7 +224,7 @@ def test_hub_names_without_a_hub(facts, why):
 
 
 def test_what_is_cached_needs_no_hub():
-    inputs = with_inputs(is_offline=True, model_is_cached=True, is_prepared=True)
+    inputs = with_inputs(is_offline=True, model_is_cached=True, has_data=True)
     assert findings(recipe="gsm8k-0.5b-int8", host=GPU_HOST, inputs=inputs) == []
 
 

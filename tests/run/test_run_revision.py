@@ -164,6 +164,15 @@ def test_a_revision_that_nobody_knows_is_named(tmp_path: Path, cache: Path, monk
     }
 
 
+def test_data_that_is_made_is_not_missed_because_the_model_is_to_be_fetched(tmp_path: Path, cache: Path) -> None:
+    plan = planned(tmp_path, "model.revision=v1", "task.kind=gsm8k")
+    assert set(errors(plan)) == {"data-unreachable"}
+    Path(plan.task.train_parquet).parent.mkdir(parents=True)
+    for file in (plan.task.train_parquet, plan.task.val_parquet):
+        Path(file).touch()
+    assert not is_prepared(plan) and errors(plan) == {}
+
+
 def test_a_commit_that_the_hub_does_not_have_is_named(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
