@@ -34,8 +34,7 @@ Neighbouring codes differ by 1/16 of their value or more, so in these T columns 
 exactly the code expected, or is caught; so is a scale that is off by more than the bound, and a token that got another
 token's. The activation's quantiser is asked as it is, not as torch.compile fused it into the model's graph. Where the
 scale is 0 (`fp8`, all of a layer's weights 0) vLLM's quantiser makes codes of 0 * inf: they are not compared, the probe
-is. A kernel that packs codes its own way, and `fp8-block`, whose bits vLLM's compiled quantiser decides, are not asked:
-`NativeFp8Method.provable`.
+is. A kernel that packs codes its own way is not asked: `NativeFp8Method.provable`. `fp8-block`: fp8_block_proof.py.
 """
 
 from __future__ import annotations
@@ -66,6 +65,8 @@ _SAMPLED_ROWS = 4  # of an emulated layer; a divisor of BLOCK
 class Fp8Proof(KernelProof):
     """Keeps the parts of a fused layer until they are complete: scales may span them."""
 
+    _scale_within = 0.0  # what a scale may differ by, relative
+
     def __init__(self, name: str, *, shape: LocalShape, scheme: Scheme, ask: Ask) -> None:
         super().__init__(name, shape=shape, scheme=scheme, ask=ask)
         self._scheme = scheme
@@ -88,6 +89,10 @@ class Fp8Proof(KernelProof):
     def _compares_codes(self) -> bool:
         """Whether the layer's codes are the codec's."""
         return True
+
+    def _told_apart(self, codes_RK: Tensor) -> Tensor:
+        """uint8: the codes of the rows that are due, those as one that this proof does not tell apart."""
+        return codes_RK
 
     @abstractmethod
     def _held_codes(self, layer: Module) -> Tensor:
@@ -115,7 +120,7 @@ class Fp8Proof(KernelProof):
         self._scale = fp8_scale(self._absmax_of(received), scheme=self._scheme)
         parts = [part for part, _ in received]
         due = self._quantised(_gathered(parts, self._due), scale=self._due_scales())
-        self._codes = digest(due.codes_NK.view(torch.uint8))
+        self._codes = digest(self._told_apart(due.codes_NK.view(torch.uint8)))
         self._expect_answer(parts, due)
 
     def _absmax_of(self, parts: list[tuple[Tensor, Tensor | None]]) -> Tensor:
@@ -144,15 +149,18 @@ class Fp8Proof(KernelProof):
         return torch.cat([self._scale[rows] for rows in self._due])
 
     def check(self, layer: Module) -> Mismatch | None:
-        held = layer.quant_method.held_scale(layer)
-        different = first_scale(held.reshape(-1).cpu(), self._scale.reshape(-1).cpu())
-        if different is not None:
-            return different
-        codes = digest(_gathered([self._held_codes(layer).view(torch.uint8)], self._due))
-        if self._compares_codes and codes != self._codes:
-            asked = f"{len(self._due)} blocks of rows from {self._due[0].start} to {self._due[-1].stop - 1}"
-            return Mismatch(f"digest of the codes of {asked}", codes, self._codes)
-        return self._first_answer(layer)
+        held = layer.quant_method.held_scale(layer).reshape(-1).cpu()
+        different = first_scale(held, self._scale.reshape(-1).cpu(), within=self._scale_within)
+        return different or self._first_code(layer) or self._first_answer(layer)
+
+    def _first_code(self, layer: Module) -> Mismatch | None:
+        if not self._compares_codes:
+            return None
+        codes = digest(self._told_apart(_gathered([self._held_codes(layer).view(torch.uint8)], self._due)))
+        if codes == self._codes:
+            return None
+        asked = f"{len(self._due)} blocks of rows from {self._due[0].start} to {self._due[-1].stop - 1}"
+        return Mismatch(f"digest of the codes of {asked}", codes, self._codes)
 
 
 class EmulatedProof(Fp8Proof):
@@ -200,12 +208,15 @@ class EmulatedProof(Fp8Proof):
 class NativeFp8Proof(Fp8Proof):
     def __init__(self, name: str, *, shape: LocalShape, scheme: Scheme, ask: Ask) -> None:
         super().__init__(name, shape=shape, scheme=scheme, ask=ask)
-        tokens = min(TOKENS, self.length)
+        tokens = min(self._most_tokens(), self.length)
         edges = [part * self.length // tokens for part in range(tokens + 1)]
         drawn = [int(self._integers(low, high, count=1)) for low, high in itertools.pairwise(edges)]
         self.columns_T = torch.tensor(drawn, device="cpu")
         self._values_T = self._signs(tokens) * 2.0 ** (torch.arange(tokens, device="cpu") % _MAGNITUDES)
         self._codes_NT = torch.empty(0, device="cpu")
+
+    def _most_tokens(self) -> int:
+        return TOKENS
 
     def probe_TK(self) -> Tensor:
         """[T, K] float32 on the CPU."""
@@ -221,8 +232,14 @@ class NativeFp8Proof(Fp8Proof):
         return quantise_fp8_by(weight_RK, scale=scale, scheme=self._scheme)
 
     def _expect_answer(self, parts: list[Tensor], due: Fp8Weight) -> None:
-        weight_NT = torch.cat([part[:, self.columns_T.to(part.device)] for part in parts])
+        self._expect_columns(torch.cat([part[:, self.columns_T.to(part.device)] for part in parts]))
+
+    def _expect_columns(self, weight_NT: Tensor) -> None:
         self._codes_NT = self._quantised(weight_NT, scale=self._scale).codes_NK.cpu()
+
+    def _wanted(self, out_TN: Tensor) -> Tensor:
+        """[T, N] float64: the exact answers. out_TN: the kernel's, which says whether one of two is meant."""
+        return (widened_fp8(self._codes_NT).double() * self._scale.double().cpu()).t() * self._values_T[:, None]
 
     def _held_codes(self, layer: Module) -> Tensor:
         return layer.quant_method.held_weight(layer).codes_NK
@@ -230,8 +247,7 @@ class NativeFp8Proof(Fp8Proof):
     def _first_answer(self, layer: Module) -> Mismatch | None:
         with torch.compiler.set_stance("force_eager"):  # on a GPU vLLM has the activation's quantiser compiled
             out_TN = answer(layer, self.probe_TK(), bias_N=None)
-        weight_NT = widened_fp8(self._codes_NT).double() * self._scale.double().cpu()
-        wanted_TN = weight_NT.t() * self._values_T[:, None]
+        wanted_TN = self._wanted(out_TN)
         roundings = 2 if layer.quant_method.multiplies_in_bf16 else 1
         bound_TN = 2 * roundings * BF16_U * wanted_TN.abs() + _FLUSHED
         for token, column in enumerate(self.columns_T.tolist()):

@@ -22,7 +22,7 @@ BF16. Signs on 64 neighbouring columns that move on from round to round, zeros e
 2 * 64 u sum |w_nk| plus 2^-8 of the rest. It sees a weight of ordinary size in these columns that is off by one unit of
 BF16, so a packed copy that stayed behind, is another layer's or another part of the tensor.
 
-FP8: fp8_proof.py.
+FP8: fp8_proof.py and fp8_block_proof.py.
 """
 
 from __future__ import annotations
@@ -234,12 +234,14 @@ def first_beyond(kernel_N: Tensor, expected_N: Tensor, *, bound_N: Tensor) -> Mi
     )
 
 
-def first_scale(held: Tensor, expected: Tensor) -> Mismatch | None:
-    """Bit for bit: freed memory may hold anything, NaN too."""
+def first_scale(held: Tensor, expected: Tensor, *, within: float = 0.0) -> Mismatch | None:
+    """Bit for bit, or `within` so much of the one expected: freed memory may hold anything, NaN too."""
     if held.shape != expected.shape:
         return Mismatch("number of scales", float(held.numel()), float(expected.numel()))
-    differs = held.view(torch.int32) != expected.view(torch.int32)
-    if not bool(differs.any()):
+    fits = held.view(torch.int32) == expected.view(torch.int32)
+    if within:
+        fits |= (held - expected).abs() <= within * expected
+    if bool(fits.all()):
         return None
-    index = int(differs.nonzero()[0])
-    return Mismatch(f"scale {index}", float(held[index]), float(expected[index]))
+    index = int((~fits).nonzero()[0])
+    return Mismatch(f"scale {index}", float(held[index]), float(expected[index]), within * float(expected[index]))

@@ -2,7 +2,7 @@
 
 `fp8` and `fp8-channel` have the codec's numbers. `fp8-block` has them up to rounding: its quantiser is compiled, and a
 compiled division need not be rounded as IEEE has it. Where its kernel is DeepGEMM, vLLM makes the scales powers of two
-and quantises the codes once more, unless `VLLM_USE_DEEP_GEMM_E8M0=0`.
+and quantises the codes once more: the codec has no such numbers, and a plan sees to it that it does not (plan/env.py).
 
 Per tensor and per channel they ask the other ranks for the absmax of a weight that is cut; per block they do not, and
 refuse cut blocks.
@@ -96,8 +96,8 @@ class NativeFp8Method(Quantising):
 
     @property
     def provable(self) -> bool:
-        """Whether codes and scales can be told beforehand, bit for bit, and found in the layer."""
-        return self.scheme is not Scheme.FP8_BLOCK and type(self.fp8_linear) in _READ_ROWS
+        """Whether codes and scales can be told beforehand and found in the layer."""
+        return type(self.fp8_linear) in _READ_ROWS
 
     @property
     def multiplies_in_bf16(self) -> bool:
@@ -120,6 +120,14 @@ class NativeChannelMethod(NativeFp8Method, Fp8PtpcOnlineLinearMethod):
 
 class NativeBlockMethod(NativeFp8Method, Fp8PerBlockOnlineLinearMethod):
     scheme = Scheme.FP8_BLOCK
+    multiplies_in_bf16 = False
+
+    @property
+    def provable(self) -> bool:
+        kernel = self.fp8_linear
+        deep = kernel.fallback if isinstance(kernel, FlashInferFp8DeepGEMMDynamicBlockScaledKernel) else kernel
+        rounds_up = isinstance(deep, DeepGemmFp8BlockScaledMMKernel) and deep.use_deep_gemm_e8m0
+        return super().provable and not rounds_up
 
 
 _METHODS = {kind.scheme: kind for kind in (NativeTensorMethod, NativeChannelMethod, NativeBlockMethod)}

@@ -3,7 +3,7 @@
 It does not trust vLLM's loaders, reload or kernels: what a layer must hold and answer comes from the tensors received,
 by a mapping (expect.py) and by quantising them again. That is done by the engine's own quantiser (vLLM's rows for INT8,
 Numba's code for emulated FP8), and the reference codec is asked for sampled rows (kernel_proof.py); for vLLM's own FP8
-methods by the codec (fp8_proof.py).
+methods by the codec (fp8_proof.py, fp8_block_proof.py).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from appliance.engine.expect import LocalShape, Slot, expert_gemms, expert_shape, local_shape, slots
+from appliance.engine.fp8_block_proof import NativeBlockProof
 from appliance.engine.fp8_proof import EmulatedProof, NativeFp8Proof
 from appliance.engine.kernel_proof import Bf16Proof, Int8Proof, KernelProof, Mismatch, check_quantiser
 from appliance.engine.native import NativeFp8Method
@@ -32,7 +33,7 @@ class Proven:
     """layers: how many have a kernel.  layers_proven: in this sync.  parameters: used as they are, and as received.
 
     unproven: tensors whose digest was right and of which nothing more is known (experts in BF16, weights that a kernel
-    of vLLM's own FP8 methods packs its own way, and theirs of `fp8-block`).
+    of vLLM's own FP8 methods packs its own way or rescales by powers of two).
     """
 
     layers: int
@@ -169,7 +170,7 @@ def _how(layer: Module) -> _Provable | None:
     """None: a layer without a kernel, experts (each GEMM is a layer of its own), or a method that nothing can ask."""
     method = getattr(layer, "quant_method", None)
     if isinstance(method, NativeFp8Method) and method.provable:
-        return _Provable(NativeFp8Proof, shape=local_shape(layer), scheme=method.scheme)
+        return _Provable(_native(method.scheme), shape=local_shape(layer), scheme=method.scheme)
     if isinstance(method, OnlineLinearMethod):
         return _Provable(_of_scheme(method.scheme), shape=local_shape(layer), scheme=method.scheme)
     if isinstance(layer, ParallelLMHead) or isinstance(method, UnquantizedLinearMethod):
@@ -179,6 +180,10 @@ def _how(layer: Module) -> _Provable | None:
 
 def _is_native(layer: Module) -> bool:
     return isinstance(getattr(layer, "quant_method", None), NativeFp8Method)
+
+
+def _native(scheme: Scheme) -> Callable[..., KernelProof]:
+    return NativeBlockProof if scheme is Scheme.FP8_BLOCK else NativeFp8Proof
 
 
 def _of_scheme(scheme: Scheme) -> Callable[..., KernelProof]:

@@ -36,7 +36,7 @@ from appliance.plan.model import (
 )
 from appliance.plan.stored import has_experts, read_result, result_key
 from appliance.plan.verl_args import overrides
-from appliance.quant.device import AUTO, CPU, automatic_scheme, gpu_of_product
+from appliance.quant.device import AUTO, CPU, GPUS, automatic_scheme, gpu_of_product
 from appliance.quant.scheme import Scheme
 from appliance.recipe.rules import broken_on_cpu
 from appliance.recipe.schema import AlgorithmKind, LongPrompts, Recipe, SchemeChoice, TaskKind
@@ -203,6 +203,7 @@ def build_plan(
             offline=_is_offline(model, task=task),
             backends=backends,
             layer_rates=recipe.optimizer.norm_fed_lr_scale != 1,
+            capability=None if derived.is_cpu else GPUS[decided.device].capability,
         ),
         pins=pins_for(decided.device),
         choices=(*decided.choices, *correction_choices, *guard_choices, why_bf16),

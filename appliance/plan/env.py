@@ -37,11 +37,12 @@ def child_env(
     offline: bool,
     backends: tuple[str, ...],
     layer_rates: bool = False,
+    capability: tuple[int, int] | None = None,
 ) -> tuple[tuple[str, str], ...]:
     """(name, value) pairs that the child gets on top of the launcher's own environment.
 
     offline: model and data are on this host, so nothing asks the hub.  threads, kv_cache_gb (GiB): per process, CPU.
-    layer_rates: some layers have a learning rate of their own.
+    layer_rates: some layers have a learning rate of their own.  capability: of the GPUs, None on a CPU.
     """
     env = {
         PLAN_VARIABLE: str(run_dir / "plan.json"),
@@ -68,7 +69,7 @@ def child_env(
         env[TRACKIO_DIR_VARIABLE] = str(run_dir.parent / ".trackio")  # one database: it is there to compare runs
     if is_cpu:
         env |= _cpu_env(threads=threads, kv_cache_gb=kv_cache_gb)
-    return tuple(sorted(env.items()))
+    return tuple(sorted((env | _scales_of_blocks(capability)).items()))
 
 
 def _cpu_env(*, threads: int, kv_cache_gb: int) -> dict[str, str]:
@@ -82,6 +83,16 @@ def _cpu_env(*, threads: int, kv_cache_gb: int) -> dict[str, str]:
         THREADS_VARIABLE: str(threads),  # Ray would set 1
         "OMP_WAIT_POLICY": "PASSIVE",  # trainer and engine take turns: threads that spin take the other's core
     }
+
+
+def _scales_of_blocks(capability: tuple[int, int] | None) -> dict[str, str]:
+    """`fp8-block` with scales in float32, as the codec has them and the proof needs them; no other scheme of ours uses
+    DeepGEMM. vLLM would have it round scales up to powers of two, and the codes once more: on Hopper to be faster; on
+    Blackwell DeepGEMM takes no other scales and fails without this rounding, so vLLM's next kernel serves, CUTLASS's.
+    """
+    if capability is None or capability < (9, 0):
+        return {}
+    return {"VLLM_USE_DEEP_GEMM": "0"} if capability >= (10, 0) else {"VLLM_USE_DEEP_GEMM_E8M0": "0"}
 
 
 def ray_node_env(token_file: Path) -> dict[str, str]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from appliance.engine import kernel_proof
 from appliance.engine.expect import LocalShape, Slot
+from appliance.engine.fp8_block_proof import NativeBlockProof
 from appliance.engine.fp8_proof import EmulatedProof, NativeFp8Proof
 from appliance.engine.kernel_proof import Bf16Proof, Int8Proof, KernelProof
 from appliance.engine.schedule import ROTATION, ask
@@ -90,6 +91,7 @@ def test_every_column_of_a_bf16_layer_is_looked_at(every: int, length: int) -> N
         *[(EmulatedProof, one) for one in Scheme if one.is_fp8],
         (NativeFp8Proof, Scheme.FP8),
         (NativeFp8Proof, Scheme.FP8_CHANNEL),
+        (NativeBlockProof, Scheme.FP8_BLOCK),
     ],
 )
 def test_a_proof_keeps_its_numbers_on_the_cpu(kind: type[KernelProof], scheme: Scheme) -> None:

@@ -34,9 +34,16 @@ INPUTS = InputFacts(True, (), 0, None, True, True, "", (), True)
 PARSER = OverridesParser.create()
 ENVIRONMENT = {
     name
-    for backends in ((), ("tensorboard",))
+    for backends, capability in (((), (9, 0)), (("tensorboard",), (10, 0)))
     for name, _ in child_env(
-        Path("/x"), is_cpu=True, threads=1, kv_cache_gb=1, offline=True, backends=backends, layer_rates=True
+        Path("/x"),
+        is_cpu=True,
+        threads=1,
+        kv_cache_gb=1,
+        offline=True,
+        backends=backends,
+        layer_rates=True,
+        capability=capability,
     )
 }
 

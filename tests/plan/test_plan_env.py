@@ -4,6 +4,8 @@ import pytest
 
 from appliance.plan.env import child_env, ray_dir, weight_socket
 
+DEEP_GEMM = "VLLM_USE_DEEP_GEMM"
+
 
 def env(**changes: object) -> dict[str, str]:
     arguments = {"is_cpu": True, "threads": 2, "kv_cache_gb": 1, "offline": True, "backends": ()} | changes
@@ -14,6 +16,16 @@ def test_a_gpu_run_gets_nothing_of_the_cpu_flavour():
     only_cpu = env().keys() - env(is_cpu=False).keys()
     assert only_cpu >= {"VERL_PLATFORM", "VERL_ENGINE_DEVICE", "TORCHDYNAMO_DISABLE", "OMP_NUM_THREADS"}
     assert {name for name in env() if name.startswith("VLLM_CPU_")} <= only_cpu
+
+
+@pytest.mark.parametrize(
+    ("capability", "set_to_0"),
+    [((8, 9), set()), ((9, 0), {"VLLM_USE_DEEP_GEMM_E8M0"}), ((10, 0), {DEEP_GEMM}), ((12, 0), {DEEP_GEMM})],
+)
+def test_scales_of_blocks_are_no_powers_of_two(capability: tuple[int, int], set_to_0: set[str]) -> None:
+    """vLLM's default is that DeepGEMM rounds them up; on Blackwell it cannot do otherwise, and fails when told to."""
+    variables = {name: value for name, value in env(is_cpu=False, capability=capability).items() if "GEMM" in name}
+    assert variables == dict.fromkeys(set_to_0, "0")
 
 
 def test_offline_only_when_nothing_is_asked_of_the_hub():
