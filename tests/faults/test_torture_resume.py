@@ -44,6 +44,16 @@ CASES = {
         in_order=False,
     ),
     "two-ranks": Case(6, {"cluster.gpus_per_node": "2"}),
+    # One level a step: it is killed while the engines have a quarter in BF16 and the half is decided, but not sent.
+    "governed": Case(
+        8,
+        {
+            "guard.k3_kl": "1e-12",
+            "guard.bad_steps": "1",
+            "guard.cooling_steps": "0",
+            "guard.actions": "[warn, tighten, raise-precision, bf16]",
+        },
+    ),
 }
 
 
@@ -85,5 +95,8 @@ def test_a_run_in_two_halves_is_the_run_in_one_go(name: str, new_run: Callable[.
     assert bool(whole.lines("clipping.jsonl")) == ("calibrated-clipping" in case.sets.values())
     assert (halves.run_dir / WEIGHTS).read_bytes() == (whole.run_dir / WEIGHTS).read_bytes()
     assert halves.damaged_files() == [] and halves.processes() == []
+    if name == "governed":
+        in_bf16 = [line["bf16_layers"] for line in whole.lines("metrics.jsonl")]
+        assert 0 < in_bf16[half] < in_bf16[half + 1] < in_bf16[half + 2], in_bf16
     if case.sets.get("algorithm.kind") == "dapo":
         assert sum(line["filtered_prompts"] for line in whole.lines("metrics.jsonl")) > 0
