@@ -17,7 +17,7 @@ from appliance.tasks.splits import Source, hub_is_away, make_splits
 HUB_NAME = "openai/gsm8k"
 INSTRUCTION = ' Let\'s think step by step and output the final answer after "####".'
 HINT = 'each line is a JSON object with `question` and `answer`, both text, the number after "####" in `answer`'
-_FINAL = re.compile(r"####[ \t]*(-?\$?-?(?:\d[\d,]*(?:\.\d+)?|\.\d+))(?!\.?\w)")
+_FINAL = re.compile(r"####[ \t]*((?:-\$?|\$-?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+))(?!\.?\w)")
 
 
 def final_number(text: str) -> Decimal | None:

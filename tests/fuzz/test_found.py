@@ -135,6 +135,12 @@ def test_a_number_of_thousands_of_digits_in_a_row(room: Path) -> None:
     assert gsm8k.check_rows(room / "d.jsonl")[0][0] == f"{room}/d.jsonl:1: not JSON: a number of thousands of digits"
 
 
+def test_a_number_with_two_signs_in_a_row(room: Path) -> None:
+    (room / "d.jsonl").write_text('{"question": "1 + 2?", "answer": "####--0"}\n')
+    found = gsm8k.check_rows(room / "d.jsonl")[0][0]
+    assert found == f"{room}/d.jsonl:1: the field `answer` has no number after `####`"
+
+
 def test_half_a_character_in_a_row(room: Path) -> None:
     row = {"question": "1 + 2?", "answer": "#### 3"}
     (room / "d.jsonl").write_text(json.dumps(row | {"question": "\ud800"}) + "\n")
