@@ -56,12 +56,12 @@ class Hang(BaseException):
 class _Hook:
     def __init__(self) -> None:
         self.folder: str | None = None  # of the case that runs now
-        self.thread = 0
+        self.others: frozenset[int] = frozenset()  # threads that were there before it; those that it starts are its own
         self.found: list[str] = []
         sys.addaudithook(self._hear)
 
     def _hear(self, event: str, arguments: tuple) -> None:
-        if self.folder is None or threading.get_ident() != self.thread:
+        if self.folder is None or threading.get_ident() in self.others:
             return
         if event in FORBIDDEN:
             self._refuse(f"{event} {arguments[:2]!r:.200}")
@@ -102,7 +102,8 @@ def watched(folder: Path) -> Iterator[None]:
     before = {number: signal.signal(number, _hang) for number in (signal.SIGPROF, signal.SIGALRM)}
     signal.setitimer(signal.ITIMER_PROF, CPU_S)
     signal.setitimer(signal.ITIMER_REAL, WALL_S)
-    hook.folder, hook.thread = os.path.realpath(folder), threading.get_ident()
+    hook.others = frozenset(sys._current_frames()) - {threading.get_ident()}  # C's own threads are in it too
+    hook.folder = os.path.realpath(folder)
     try:
         yield
     finally:
