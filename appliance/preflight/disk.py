@@ -17,7 +17,7 @@ _GIB = 1 << 30
 _STEP = re.compile(r"global_step_([0-9]{1,18})")
 _FOR_LOGS = _GIB // 4
 _TINY_CHECKPOINT = _GIB // 8
-_BYTES_SAVED_PER_WEIGHT = 4 + 8 + 4  # FP32 weights, two Adam moments, the model to export in FP32
+BYTES_SAVED_PER_WEIGHT = 4 + 8 + 4  # FP32 weights, two Adam moments, the model to export in FP32
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def judge_disk(plan: RunPlan, host: HostFacts, *, model_bytes: int, written: Wri
 
 def disk_bytes(plan: RunPlan, *, model_bytes: int, written: Written = Written()) -> int:
     """About what the run still writes. model_bytes: size of the weights on disk (BF16), 0 when unknown."""
-    each = model_bytes // 2 * _BYTES_SAVED_PER_WEIGHT if model_bytes else _TINY_CHECKPOINT
+    each = model_bytes // 2 * BYTES_SAVED_PER_WEIGHT if model_bytes else _TINY_CHECKPOINT
     checkpoints = max(0, checkpoints_at_once(plan) * each - written.checkpoints)
     scaled = max(0, 2 * model_bytes - written.scaled) if plan.uaq else 0  # most of it in FP32
     return _FOR_LOGS + checkpoints + scaled + 2 * model_bytes  # `model/`, an earlier one goes to the logs

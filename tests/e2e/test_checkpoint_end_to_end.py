@@ -9,6 +9,8 @@ import pytest
 from plans import FILES_OF_BUILTIN
 from trainings import STEPS, Finished
 
+from appliance.plan.shapes import of_builtin
+from appliance.preflight.disk import BYTES_SAVED_PER_WEIGHT
 from appliance.run.checkpoints import checkpoint_folder
 from appliance.run.seal import MANIFEST_FILE, damage, read_manifest
 
@@ -41,6 +43,12 @@ def test_a_flipped_bit_is_found_in_each_file_of_its_checkpoint(short: Finished, 
     flip(folder / MANIFEST_FILE)
     (problem,) = damage(folder)
     assert problem.startswith(f"{MANIFEST_FILE} cannot be read: ")
+
+
+def test_its_size_is_the_one_that_preflight_asks_room_for(short: Finished) -> None:
+    weights = of_builtin("tiny-arithmetic").weights
+    size = read_manifest(checkpoint_folder(short.run_dir, step=STEPS)).bytes
+    assert size == pytest.approx(BYTES_SAVED_PER_WEIGHT * weights, rel=0.02)
 
 
 def flip(file: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from appliance.run.checkpoints import OF_A_STEP, PROFILE_FOLDER, UAQ_FILE
 from appliance.run.seal import (
     MANIFEST_FILE,
     CheckpointManifest,
@@ -21,6 +22,7 @@ from appliance.run.seal import (
 )
 
 FACTS = Facts(step=3, world_size=1, reason="the end", time=1.5, val_reward=0.5, profile=(("p.safetensors", "ab"),))
+README = Path(__file__).resolve().parents[2] / "README.md"
 FILES = {  # every kind of file of a real checkpoint: tests/e2e flips a bit in a real one
     "actor/model_world_size_1_rank_0.pt": b"weights" * 100,
     "actor/optim_world_size_1_rank_0.pt": b"moments" * 100,
@@ -32,9 +34,11 @@ FILES = {  # every kind of file of a real checkpoint: tests/e2e flips a bit in a
     "actor/huggingface/model.safetensors": b"model" * 100,
     "actor/huggingface/tokenizer.json": b"{}",
     "actor/huggingface/tokenizer_config.json": b"{}",
+    f"{PROFILE_FOLDER}/profile.safetensors": b"scales" * 100,
     "data.pt": b"position",
-    "guard.json": b"{}",
     "state.json": b"{}",
+    UAQ_FILE: b"{}",
+    **dict.fromkeys(OF_A_STEP, b"{}\n"),
 }
 
 
@@ -54,7 +58,9 @@ def test_a_sealed_folder_is_whole_and_says_what_it_is(sealed: Path) -> None:
     assert manifest.facts == FACTS
     assert [file.path for file in manifest.files] == sorted(FILES)
     assert manifest.bytes == sum(map(len, FILES.values()))
-    assert manifest.files[-1] == FileRecord("state.json", size=2, sha256=hash_file(sealed / "state.json"))
+    assert manifest.files[-2:] == tuple(
+        FileRecord(name, size=2, sha256=hash_file(sealed / name)) for name in ("state.json", UAQ_FILE)
+    )
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -73,7 +79,9 @@ def test_a_flipped_bit_in_the_manifest_is_found(sealed: Path) -> None:
         (sealed / MANIFEST_FILE).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         if not damage(sealed):
             missed.append(place)
-    assert len(whole) > 1800 and missed == []
+    assert missed == []
+    row = f"| a bit flipped in each of {len(FILES)} kinds of checkpoint file, and in each byte of a manifest | found |"
+    assert f"{row} {len(FILES)} and {len(whole):,} | all found |" in README.read_text()
 
 
 def test_missing_cut_and_added_files_are_found(sealed: Path) -> None:
