@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -11,6 +13,7 @@ from plans import make_plan
 
 from appliance.container import launch
 from appliance.container.launch import (
+    Order,
     inner_argv,
     make_order,
     run_in_container,
@@ -100,18 +103,39 @@ def token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def test_the_hubs_token_is_a_file_inside_too(token: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the run asks the hub. The word itself is in no variable and no argument."""
+@pytest.fixture
+def docker_was_told(monkeypatch: pytest.MonkeyPatch) -> Callable[[Order], Any]:
+    """What the engine gets for an order, whose container ends well."""
     client = MagicMock()
     monkeypatch.setattr(launch, "_client", lambda: client)
     client.containers.run.return_value.wait.return_value = {"StatusCode": 0}
     client.containers.run.return_value.attach.return_value = []
-    assert run_in_container(order(source="Qwen/Qwen2.5-0.5B")) == 0
-    told = client.containers.run.call_args.kwargs
+
+    def told(order: Order) -> Any:
+        assert run_in_container(order) == 0
+        return client.containers.run.call_args
+
+    return told
+
+
+def test_the_hubs_token_is_a_file_inside_too(token: Path, docker_was_told: Callable[[Order], Any]) -> None:
+    """Where the run asks the hub. The word itself is in no variable and no argument."""
+    told = docker_was_told(order(source="Qwen/Qwen2.5-0.5B"))
     secret = {"Target": "/run/secrets/hf_token", "Source": str(token), "Type": "bind", "ReadOnly": True}
-    assert secret in told["mounts"]
-    assert told["environment"] == {"HF_TOKEN_PATH": "/run/secrets/hf_token"}
-    assert "hf_word" not in str(client.containers.run.call_args)
+    assert secret in told.kwargs["mounts"]
+    assert told.kwargs["environment"] == {"HF_TOKEN_PATH": "/run/secrets/hf_token"}
+    assert "hf_word" not in str(told)
+
+
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+def test_a_container_has_a_read_only_image_and_no_rights(device: str, docker_was_told: Callable[[Order], Any]) -> None:
+    told = docker_was_told(order(device=device)).kwargs
+    rights = {name: told.get(name) for name in ("read_only", "cap_drop", "cap_add", "privileged", "security_opt")}
+    assert rights == {
+        **{"read_only": True, "cap_drop": ["ALL"], "cap_add": None, "privileged": None},
+        "security_opt": ["no-new-privileges:true"],
+    }
+    assert told["user"] == "1000:0"
 
 
 def test_a_run_that_asks_no_hub_gets_no_token(token: Path) -> None:

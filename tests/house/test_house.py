@@ -128,6 +128,12 @@ def test_every_recipe_is_in_the_readme_and_in_make_help(root: Path) -> None:
     assert [name for name in recipes if f"make {name} " not in shown or f"`{name}`" not in readme] == []
 
 
+def test_every_test_that_security_names_is_there(root: Path) -> None:
+    named = set(re.findall(r"`(?:tests/\w+/)?(test_\w+)(?:\.py)?`", (root / "SECURITY.md").read_text()))
+    assert len(named) > 10
+    assert named - {path.stem for path in root.glob("tests/*/test_*.py")} == set()
+
+
 def test_every_allowed_skip_names_a_test_and_a_reason(root: Path) -> None:
     lines = [line for line in (root / "tests/skips.txt").read_text().splitlines() if line and line[0] != "#"]
     assert [line for line in lines if not re.match(r"tests/\S+\.py\S*: \S", line)] == []
