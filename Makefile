@@ -1,6 +1,6 @@
 # Every command of this project, one line each: `make help`. The first one that needs it builds .venv.
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit torture fuzz test-container image image-gpu setup lint lock clean
+.PHONY: help demo test unit torture fuzz test-container test-triton image image-gpu setup lint lock clean
 MAKEFLAGS += --no-print-directory
 
 RECIPES := $(sort $(filter-out reference,$(basename $(notdir $(wildcard recipes/*.yaml)))))
@@ -20,6 +20,13 @@ unit: setup ## the quick tests only: no engine, no training
 
 test-container: setup ## the tests of the image `make image` has built: they need a Docker engine
 	@.venv/bin/python -m pytest -m docker tests/container $(ARGS)
+
+test-triton: setup ## the GPU's INT8 quantiser in Triton's interpreter, for which 200 MB are fetched
+	@triton=$$(mktemp -d) && trap 'rm -rf "$$triton"' EXIT && \
+	sed -n '/^triton==/,/[^\\]$$/p' requirements/gpu.txt >"$$triton/lock.txt" && \
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
+		--requirement "$$triton/lock.txt" --target "$$triton/lib" && \
+	PYTHONPATH="$$triton/lib" .venv/bin/python -m pytest tests/quant/test_triton_int8.py $(ARGS)
 
 image: ## build the image flashrl-appliance:cpu
 	@container/build.sh cpu

@@ -118,7 +118,7 @@ class WeightUpdate:
         self._precision = PrecisionSwitch(model)
         self._switched: tuple[str, ...] = ()
         self._folded = self._smoothing
-        self._open = False
+        self._rank, self._open = rank, False
         self._sync = self._taken_before = taken_before
         self._names: set[str] = set()
         self._arrived: dict[str, TensorRecord] = {}
@@ -292,7 +292,7 @@ class WeightUpdate:
                 f"weight update {self._sync}: the trainer sent number {self._manifest.sync}, "
                 f"this worker has taken {self._sync - 1} before"
             )
-        check_arrival(self._manifest, self._arrived)
+        check_arrival(self._manifest, self._arrived, rank=self._rank)
         self._check_tied_head()
 
     def _check_tied_head(self) -> None:
@@ -305,7 +305,7 @@ class WeightUpdate:
         if ours != embedding:
             raise SyncError(
                 f"weight update {self._sync}: this model's head is tied, and {head} is not {source}: "
-                f"digests {ours} and {embedding}"
+                f"digests {ours} and {embedding} (rank {self._rank})"
             )
 
     def _check_smoothing(self) -> None:

@@ -38,12 +38,11 @@ def run_convert(file: Path, *, output: Path) -> int:
 def _read_apart(file: Path, *, scales: Path, room: Path) -> None:
     """The pickle as safetensors, read by a process without rights."""
     room.mkdir()
-    environment = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
     command = [sys.executable, "-m", _READER, str(file), str(scales), str(room)]
     try:
         done = subprocess.run(
             command,
-            env={**environment, "TMPDIR": str(room), "HOME": str(room), THREADS_VARIABLE: "1"},
+            env=reader_environment(room),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=_TIMEOUT_S,
@@ -56,6 +55,12 @@ def _read_apart(file: Path, *, scales: Path, room: Path) -> None:
     if done.returncode:
         why = (done.stderr.decode(errors="replace").strip().splitlines() or [f"code {done.returncode}"])[-1]
         raise RecipeError([(f"{file}: refused: its reader ended: {why[:400]}", _HINT)])
+
+
+def reader_environment(room: Path) -> dict[str, str]:
+    """All that the reader gets. One thread: Linux gives no user a network namespace for a process with more."""
+    kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+    return {**kept, "TMPDIR": str(room), "HOME": str(room), THREADS_VARIABLE: "1"}
 
 
 def _write(scales: Path, *, source: Path, output: Path) -> None:

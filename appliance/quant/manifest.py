@@ -77,15 +77,15 @@ def read_directive(tensor: Tensor) -> Precision:
         raise SyncError(f"weight update: the wanted precision cannot be read: {error}") from error
 
 
-def check_arrival(manifest: Manifest, arrived: dict[str, TensorRecord]) -> None:
-    """Raises SyncError, naming the first tensors and both digests, unless exactly what was sent has arrived."""
+def check_arrival(manifest: Manifest, arrived: dict[str, TensorRecord], *, rank: int) -> None:
+    """Raises SyncError unless exactly what was sent has arrived: the first tensors, both digests and the rank."""
     sent = {one.name: one for one in manifest.records}
     problems = [f"{name} was sent and did not arrive" for name in sent if name not in arrived]
     problems += [f"{name} arrived and was not sent" for name in arrived if name not in sent]
     problems += [_difference(one, arrived[name]) for name, one in sent.items() if arrived.get(name, one) != one]
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise SyncError(f"weight update {manifest.sync}: " + "; ".join(problems[:3]) + more)
+        raise SyncError(f"weight update {manifest.sync}: " + "; ".join(problems[:3]) + f"{more} (rank {rank})")
 
 
 def _difference(sent: TensorRecord, arrived: TensorRecord) -> str:

@@ -111,7 +111,7 @@ def test_a_bit_flipped_before_transport(scheme: str, request: pytest.FixtureRequ
     settle(tally, cases=7 * 3 * 4)
 
 
-def test_the_error_names_the_tensor_and_both_digests(int8: Bench) -> None:
+def test_the_error_names_the_tensor_both_digests_and_the_rank(int8: Bench) -> None:
     stream = sent(int8.new)
     bad = flip_bit(dict(stream)[NORM], at=0.5, bit=0)
     with pytest.raises(SyncError) as raised:
@@ -119,7 +119,8 @@ def test_the_error_names_the_tensor_and_both_digests(int8: Bench) -> None:
     from appliance.quant.digest import digest
 
     was, came = digest(dict(stream)[NORM]), digest(bad)
-    assert raised.value.message == f"weight update 1: {NORM} arrived with digest {came}, it was sent with {was}"
+    said = f"weight update 1: {NORM} arrived with digest {came}, it was sent with {was} (rank 0)"
+    assert raised.value.message == said
     assert raised.value.exit_code == 4
     recover(int8.engine, int8.old)
 

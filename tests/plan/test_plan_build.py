@@ -9,12 +9,13 @@ from plans import HOST
 from appliance.errors import RecipeError
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostFacts, HostGpu
-from appliance.plan.model import CorrectionPlan, ExpectedAttestation, RunPlan
+from appliance.plan.model import CorrectionPlan, ExpectedAttestation, ProfilePlan, RunPlan
 from appliance.plan.read import plan_from_dict, read_plan
 from appliance.plan.show import plan_text
 from appliance.plan.verl_args import ROLLOUT
 from appliance.quant.correction import CorrectionMethod
 from appliance.quant.scheme import Scheme
+from appliance.quant.settings import Quantisation
 from appliance.recipe.load import load_recipe
 
 RUN_DIR = Path("/runs/arithmetic-1")
@@ -116,6 +117,36 @@ def test_every_worker_and_the_trainer_must_attest():
     driver = ExpectedAttestation("driver", 0, Scheme.BF16, ("cpu-process-group", "no-load-balancer"))
     assert plan.attestations == (*rollout, *trainers, driver)
     assert [replica.scheme for replica in plan.rollout.replicas] == [Scheme.INT8, Scheme.INT8]
+
+
+def test_engines_and_their_profile_are_told_what_the_recipe_says():
+    ignore = ("model.layers.0.mlp.down_proj", "re:.*o_proj")
+    plan = planned(
+        "cluster.gpus_per_node=4",
+        "rollout.scheme=auto",
+        "rollout.replicas=[int8, fp8, bf16]",
+        "rollout.lm_head_fp32=true",
+        f"quantization.ignore={json.dumps(ignore)}",
+        "quantization.emulate=true",
+        "quantization.smoothing=0.75",
+        "quantization.error_budget=0.02",
+    )
+    first = Quantisation(Scheme.INT8, ignore=ignore, profile=f"{RUN_DIR}/profile", lm_head_fp32=True)
+    assert plan.rollout.replicas == (
+        first,
+        Quantisation(Scheme.FP8, emulated=True, ignore=ignore, lm_head_fp32=True),
+        Quantisation(Scheme.BF16, lm_head_fp32=True),
+        first,
+    )
+    assert plan.profile == ProfilePlan(
+        folder=f"{RUN_DIR}/profile",
+        source="",
+        scheme=Scheme.INT8,
+        smoothing=0.75,
+        error_budget=0.02,
+        ignore=ignore,
+    )
+    assert not any(replica.lm_head_fp32 for replica in planned().rollout.replicas)
 
 
 def test_epochs_become_steps():

@@ -6,6 +6,8 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,10 +16,12 @@ from safetensors.torch import load, save_file
 
 from appliance.errors import RecipeError
 from appliance.profile import unpickle
+from appliance.profile.convert import reader_environment
 from appliance.quant.flashrl_profile import from_flashrl
 from appliance.quant.profile import read_profile
 from appliance.quant.smoothing import fold, load_smoothing
 
+ORDINARY = 1000  # a user that is not root
 NORM, QUERY = "model.layers.0.input_layernorm.weight", "model.layers.0.self_attn.q_proj.weight"
 
 
@@ -124,36 +128,73 @@ def test_a_profile_without_a_norm_is_refused(tmp_path: Path) -> None:
         from_flashrl(tmp_path / "scales.safetensors", source="profile.pt")
 
 
-@pytest.mark.slow
-def test_the_reader_has_no_rights_left(tmp_path: Path) -> None:
-    """What the process may still do once it has given up its rights, tried one after the other."""
-    room = tmp_path / "room"
-    room.mkdir()
-    own = tmp_path / "secret"
-    own.write_text("mine")
-    own.chmod(0o600)
-    code = f"""
-import os, socket, torch
+TRIED = """
+import os, socket, sys, torch
 from pathlib import Path
 from appliance.profile import unpickle
+room, own, user = sys.argv[1:]
 unpickle._warm_up()
 server = socket.create_server(("127.0.0.1", 0))
-unpickle.give_up_rights(room=Path({str(room)!r}), file_bytes=1000)
+if os.geteuid() == 0 and int(user):
+    os.setgroups([])
+    os.setresgid(int(user), int(user), int(user))
+    os.setresuid(int(user), int(user), int(user))
+unpickle.give_up_rights(room=Path(room), file_bytes=1000)
 def tried(action):
     try:
         action()
     except (OSError, MemoryError, RuntimeError):
         return "refused"
     return "done"
-print(os.getcwd() == {str(room)!r}, Path("/proc/self/status").read_text().count("NoNewPrivs:\\t1"))
+print(os.getcwd() == room, Path("/proc/self/status").read_text().count("NoNewPrivs:\\t1"))
 print(tried(os.fork), tried(lambda: torch.empty(1 << 36, dtype=torch.int8).fill_(1)))
-print(os.getuid() or "root", tried(lambda: Path({str(own)!r}).read_text()), tried(lambda: os.setuid(0)))
+print(os.getuid() or "root", tried(lambda: Path(own).read_text()), tried(lambda: os.setuid(0)))
 print(tried(lambda: socket.socket().connect(server.getsockname())))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    lines = done.stdout.splitlines()
-    assert lines[0] == "True 1"
-    assert lines[1] == "refused refused"
-    if os.geteuid() == 0:  # else the user stays the same, and a container may keep the network
-        assert lines[2] == "65534 refused refused"
-        assert lines[3] == "refused"
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """One that every user can enter, unlike pytest's own."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        yield folder
+
+
+def what_is_left(folder: Path, *, user: int) -> list[str]:
+    """What the reader may still do once it has given up its rights, tried one after the other. user: who starts it."""
+    room, own = folder / "room", folder / "secret"
+    room.mkdir()
+    own.write_text("mine")
+    own.chmod(0o600)
+    if os.geteuid() == 0:
+        os.chown(room, user, user)
+    command = [sys.executable, "-c", TRIED, str(room), str(own), str(user)]
+    environment = {**reader_environment(room), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout.splitlines()
+
+
+def network_of(user: int, *namespaces: str) -> str:
+    """Whether the kernel lets a user's process leave the network: most containers do not."""
+    as_user = {"user": user, "group": user, "extra_groups": ()} if os.geteuid() == 0 else {}
+    left = subprocess.run(["unshare", *namespaces, "true"], **as_user, capture_output=True, check=False)
+    return "done" if left.returncode else "refused"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_the_reader_that_root_starts_has_no_rights_left(open_folder: Path) -> None:
+    lines = what_is_left(open_folder, user=0)
+    assert lines == ["True 1", "refused refused", "65534 refused refused", network_of(0, "--net")]
+
+
+@pytest.mark.slow
+def test_the_reader_of_an_ordinary_user_starts_nothing_and_becomes_nobody_else(open_folder: Path) -> None:
+    """It goes on as that user, without a network where user namespaces are allowed."""
+    user = os.geteuid() or ORDINARY
+    lines = what_is_left(open_folder, user=user)
+    assert lines[:2] == ["True 1", "refused refused"]
+    assert lines[2].endswith(" refused")  # to become root
+    assert lines[3] == network_of(user, "--user", "--net")

@@ -91,10 +91,10 @@ def test_a_list_that_cannot_be_read_is_a_sync_error() -> None:
         assert raised.value.message.startswith("weight update: the list of what was sent cannot be read: ")
 
 
-def test_an_arrival_that_differs_is_named_with_both_sides() -> None:
+def test_an_arrival_that_differs_is_named_with_both_sides_and_the_rank() -> None:
     manifest = Manifest(3, tuple(record(name, tensor) for name, tensor in STATE))
     whole = {one.name: one for one in manifest.records}
-    check_arrival(manifest, whole)
+    check_arrival(manifest, whole, rank=0)
     other, cut = STATE[0][1].clone(), STATE[0][1][:2]
     other[0, 0] = 2
     was, came = digest(STATE[0][1]), digest(other)
@@ -107,8 +107,8 @@ def test_an_arrival_that_differs_is_named_with_both_sides() -> None:
     }
     for message, arrived in cases.items():
         with pytest.raises(SyncError) as raised:
-            check_arrival(manifest, arrived)
-        assert raised.value.message == f"weight update 3: {message}"
+            check_arrival(manifest, arrived, rank=1)
+        assert raised.value.message == f"weight update 3: {message} (rank 1)"
 
 
 def test_what_is_not_as_planned_goes_first_and_is_one_of_the_tensors() -> None:
