@@ -18,7 +18,7 @@ from appliance.preflight.probes import read_host
 from appliance.profile import command
 from appliance.profile.child import make_profile, read_sequences
 from appliance.profile.found import file_hash, find_profile
-from appliance.profile.job import ProfileJob, job_of_plan, read_job
+from appliance.profile.job import ProfileJob, job_of_plan, job_of_run, read_job
 from appliance.profile.table import table
 from appliance.quant.files import read_file_header
 from appliance.quant.scheme import Scheme
@@ -151,6 +151,16 @@ def test_another_input_is_another_profile(recipe: Recipe, change: str) -> None:
         changes = {"settings": {"strength": 0.25}, "scheme": {"scheme": Scheme.FP8_CHANNEL}}[change]
         job = dataclasses.replace(job, **changes)
     assert find_profile(job) is None
+
+
+def test_a_profile_is_made_with_the_recipes_strength_budget_and_ignored_layers(file: str) -> None:
+    ignore = "model.layers.0.mlp.down_proj"
+    sets = ("quantization.smoothing=0.75", "quantization.error_budget=0.02", f"quantization.ignore=[{ignore}]")
+    plan = planned(load_recipe(file, sets=sets))
+    assert plan.profile is not None
+    make_profile(job_of_run(plan))
+    settings = read_file_header(Path(plan.profile.folder))["settings"]
+    assert (settings["strength"], settings["error_budget"], settings["ignore"]) == (0.75, 0.02, [ignore])
 
 
 def test_a_files_hash_is_remembered_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
