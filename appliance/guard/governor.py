@@ -3,8 +3,9 @@
     observe -> warn -> tighten -> raise precision -> bf16 rollouts -> stop and save
 
 Mismatch that stays bad climbs one level at a time, mismatch that stays fine descends one; the guards of collapse.py
-warn and stop beside the ladder. Between two moves on the ladder lie more than `cooling_steps` steps, always; what
-is between fine and bad moves nothing, and a level that had to be climbed again is left twice as slowly.
+warn and stop beside the ladder. After a climb `cooling_steps` steps are not judged; what is between fine and bad
+moves nothing. A descent is a trial: the first bad step leads back, and a level that had to be climbed again is left
+twice as slowly.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from appliance.guard.signals import Cause, Health, Judgement, Signals, judge
 from appliance.quant.scheme import Scheme
 
 SCHEMA_VERSION = 2
+CHANGE_DELAY = 1  # steps after a decision whose rollouts were made before it takes effect
 _MOST_DOUBLINGS = 6
 
 
@@ -185,6 +187,7 @@ def _move(
     if judgement.health is Health.UNKNOWN:
         return state, ()
     bad = judgement.health is Health.BAD
+    on_trial = state.descended and len(state.recent_bad) < policy.climb_window  # the steps judged since the move
     state = replace(
         state,
         recent_bad=(*state.recent_bad, bad)[-policy.climb_window :],
@@ -193,7 +196,8 @@ def _move(
     levels = ladder(policy)
     at = place(state.level, levels=levels)
     needed = policy.descend_fine * 2 ** min(state.relapses, _MOST_DOUBLINGS)
-    if bad and sum(state.recent_bad) >= policy.climb_bad and at + 1 < len(levels):
+    to_climb = 1 if on_trial else policy.climb_bad
+    if bad and sum(state.recent_bad) >= to_climb and at + 1 < len(levels):
         move, to, count, of = Move.UP, at + 1, sum(state.recent_bad), len(state.recent_bad)
     elif state.fine_steps >= needed and at > 0:
         move, to, count, of = Move.DOWN, at - 1, state.fine_steps, state.fine_steps
@@ -213,13 +217,13 @@ def _move(
 
 
 def _moved(state: GovernorState, *, to: Level, move: Move, policy: Policy) -> GovernorState:
-    relapsed = move is Move.UP and state.descended
+    up = move is Move.UP
     return replace(
         state,
         level=to,
         recent_bad=(),
         fine_steps=0,
-        cooling=policy.cooling_steps,
-        descended=move is Move.DOWN,
-        relapses=state.relapses + relapsed,
+        cooling=policy.cooling_steps if up else min(CHANGE_DELAY, policy.cooling_steps),
+        descended=not up,
+        relapses=state.relapses + (up and state.descended),
     )

@@ -124,9 +124,9 @@ class Policy:
 
     scheme: of the run's rollouts, the foot of the ladder.  actions: no other one is ever taken.
     climb_bad of the last climb_window judged steps must be bad to climb; descend_fine fine ones in a row lead down,
-      twice as many after each relapse.
-    cooling_steps: steps after a transition that are not judged. A change takes effect at the next sync, so the next
-      step's rollouts were made before it.
+      twice as many after each relapse. Of the first climb_window judged steps after a descent one bad one is enough.
+    cooling_steps: steps after a climb that are not judged. A change takes effect at the next sync, so the next
+      step's rollouts were made before it; after a descent only that one is not judged.
     cap: of the importance weights, None without one; tightened, what it has above 1 is halved, and tight_cap_if_none
       is put on where there was none.  reject_k3_above: tightened, sequences with a larger mean k3 are dropped, nats.
     bf16_layer_fractions: growing shares of the quantised layers that stay BF16, the worst layers first, rung by rung.

@@ -228,7 +228,7 @@ class Guard(Section):
     truncated_fraction: float = Field(0.05, gt=0, le=1, description="or a larger share of tokens whose weight is cut")
     bad_steps: int = Field(3, ge=1, description="so many bad steps of the last 2 * bad_steps - 1 lead on")
     fine_steps: int = Field(20, ge=1, description="so many fine steps in a row lead back")
-    cooling_steps: int = Field(5, ge=0, description="steps after a change that are not judged")
+    cooling_steps: int = Field(5, ge=0, description="steps after a climb that are not judged; one after a descent")
     gradient_steps: int = Field(3, ge=1, description="gradients in a row that are not finite, then it stops")
     save_budget_s: float = Field(300, gt=0, description="seconds to save in after a signal, then it is ended")
     stall_s: float = Field(1800, gt=0, description="seconds without any progress, then the training is cut")

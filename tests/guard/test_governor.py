@@ -84,7 +84,7 @@ def test_what_stays_fine_descends_one_level_at_a_time() -> None:
         (2, "observe", "warn"),
         (6, "warn", "tighten"),
         (12, "tighten", "warn"),  # 7 and 8 cool, then four fine ones
-        (18, "warn", "observe"),
+        (17, "warn", "observe"),  # 13 was made before the change
     ]
     assert [each.move for each in made] == [Move.UP, Move.UP, Move.DOWN, Move.DOWN]
     assert [each.action for each in made[2:]] == [None, None]
@@ -120,6 +120,19 @@ def test_a_relapse_doubles_the_steps_that_lead_down() -> None:
     assert [each.move for each in made[:7]] == [Move.UP, Move.DOWN] * 3 + [Move.UP]
     stays = [down.step - up.step for up, down in itertools.pairwise(made) if down.move is Move.DOWN]
     assert stays == [2 + 4, 2 + 8, 2 + 16, 2 + 32, 2 + 64]
+
+
+def test_a_descent_is_a_trial() -> None:
+    """The step after it was made before the change. Of the next three the first bad one leads back, not a later one."""
+    policy = replace(QUICK, actions=frozenset({Action.BF16}), descend_fine=9)
+    state, made = run([K3_BAD] * 2 + [K3_FINE] * 11, policy=policy)
+    assert moves(made) == [(2, "observe", "bf16"), (13, "bf16", "observe")]
+    for fine in (0, 1, 2):
+        _, made = run([K3_BAD] + [K3_FINE] * fine + [K3_BAD], policy=policy, state=state, start=14)
+        assert moves(made) == [(15 + fine, "observe", "bf16")]
+        assert (made[0].steps, made[0].of) == (1, 1 + fine)
+    _, made = run([K3_BAD] + [K3_FINE] * 3 + [K3_BAD] + [K3_FINE] * 2, policy=policy, state=state, start=14)
+    assert made == []
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -301,10 +314,15 @@ def replay(trace: list[Signals], policy: Policy) -> tuple[list[GovernorState], l
 def test_properties_of_every_sequence(trace: list[Signals], policy: Policy) -> None:
     states, made = replay(trace, policy)
     ladder_moves = [each for each in made if each.guard is None]
-    steps = [each.step for each in ladder_moves]
-    # Moves are more than cooling_steps apart, so there are at most 1 + (steps - 1) / (cooling + 1) of them.
-    assert all(later - earlier > policy.cooling_steps for earlier, later in itertools.pairwise(steps))
-    assert len(steps) <= 1 + max(0, len(trace) - 1) // (policy.cooling_steps + 1)
+    # A move comes more than cooling_steps after a climb, and more than the delay of a change after a descent.
+    for earlier, later in itertools.pairwise(ladder_moves):
+        least = policy.cooling_steps if earlier.move is Move.UP else min(1, policy.cooling_steps)
+        assert later.step - earlier.step > least
+    # Down only after all those fine steps in a row, and after twice as many for each climb that undid a descent.
+    relapses = 0
+    for before, each in itertools.pairwise([None, *ladder_moves]):
+        relapses += before is not None and before.move is Move.DOWN and each.move is Move.UP
+        assert each.move is Move.UP or each.steps == policy.descend_fine * 2 ** min(relapses, 6)
     # Nothing forbidden, in what is done and in where it stands.
     assert {each.action for each in made if each.action} <= policy.actions
     assert {each.after.rung.action for each in made} - {None} <= policy.actions
