@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import random
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -157,6 +159,18 @@ def test_a_touched_file_asks_once(tmp_path: Path) -> None:
     saves.step(2)
     saves.step(3)
     assert saves.names == ["global_step_2"] and not (saves.run_dir / ASK_FILE).exists()
+
+
+def test_minutes_count_from_the_last_save_whatever_it_was_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(checkpoints, "time", SimpleNamespace(monotonic=lambda: now_s, time=time.time))
+    saves = Saves(tmp_path / "run", every_minutes=1, keep=None)
+    for step, seconds in enumerate((59, 61, 100, 130, 161), start=1):
+        now_s = 1000.0 + seconds
+        if step == 3:
+            (saves.run_dir / ASK_FILE).touch()
+        saves.step(step)
+    assert saves.names == ["global_step_2", "global_step_3", "global_step_5"]
 
 
 def test_the_best_and_the_newest_stay(tmp_path: Path) -> None:
