@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from fuzz_surface import attempt, fuzzed
 from fuzz_text import VARIANTS, as_json, broken, deep, raw, seeds, values, variants, wild_text
 from hypothesis import strategies as st
@@ -74,3 +75,10 @@ def test_fuzz_json_lines(room: Path, content: bytes, is_gsm8k: bool, seed: int) 
     for each in variants(content, seed):
         (room / "data.jsonl").write_bytes(each)
         attempt("JSON lines", lambda: read(room / "data.jsonl", task=task), folder=room)
+
+
+@pytest.mark.parametrize("number", range(len(DIGITS)))
+def test_an_odd_number_is_no_error_in_a_row_nor_in_a_response(room: Path, number: int) -> None:
+    (room / "data.jsonl").write_text(as_json({"question": "1 + 2?", "answer": DIGITS[number]}))
+    attempt("JSON lines", lambda: read(room / "data.jsonl", task=gsm8k), folder=room)
+    assert attempt("JSON lines", lambda: gsm8k.score(response=DIGITS[number], truth="3"), folder=room) == 0.0
