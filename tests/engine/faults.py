@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from engines import Engine, free_engine, read_checkpoint, start_engine
@@ -152,12 +153,13 @@ class Bench:
                 run() if run else take(self.engine, stream or sent(self.new))
         except SyncError as error:
             caught = error.message
+        finally:  # also where an injection failed: the next test's fault must be one
+            recover(self.engine, self.old)
         tally.injected += 1
         if re.search(says, caught):
             tally.caught += 1
         else:
             tally.missed.append(f"{case}: {caught or 'not caught'}")
-        recover(self.engine, self.old)
 
 
 def same_bytes(one: Tensor, other: Tensor) -> bool:
@@ -240,7 +242,8 @@ def free_scale(layer: torch.nn.Module, codes_NK: Tensor) -> bool:
     """A kernel whose scales nobody holds: other tensors take their memory. Returns whether the memory changed.
 
     oneDNN's handle goes on reading there, while we still hold the right scales elsewhere; sgl's kernel is handed a
-    tensor over that memory.
+    tensor over that memory. PyTorch asks for aligned memory, which glibc never takes from a thread's small cache, and a
+    block that was freed may lie just there: so arrays of about the size are made as well, of memory that malloc gives.
     """
     right_N1 = layer.quant_method.held_scale(layer)
     scale_N1 = right_N1.clone()
@@ -251,7 +254,8 @@ def free_scale(layer: torch.nn.Module, codes_NK: Tensor) -> bool:
     gemm.scale_N1 = right_N1 if gemm.name == "onednn" else torch.frombuffer(memory, dtype=torch.float32).view(-1, 1)
     del scale_N1
     gc.collect()
-    layer.junk = [torch.full((size // 4, 1), float("nan")) for _ in range(400)]
+    layer.junk: list[object] = [torch.full((size // 4, 1), float("nan")) for _ in range(400)]
+    layer.junk += [np.full(size + more, 0xFF, np.uint8) for more in range(0, 80, 16) for _ in range(80)]
     return ctypes.string_at(address, size) != before
 
 
