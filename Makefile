@@ -1,6 +1,6 @@
 # Every command of this project, one line each: `make help`. The first one that needs it builds .venv.
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit torture fuzz test-container test-triton image image-gpu setup lint lock clean
+.PHONY: help demo test unit torture fuzz test-long test-container test-triton image image-gpu setup lint lock clean
 MAKEFLAGS += --no-print-directory
 
 RECIPES := $(sort $(filter-out reference,$(basename $(notdir $(wildcard recipes/*.yaml)))))
@@ -12,11 +12,14 @@ demo: setup ## set up, then train the tiny model with quantised rollouts, on any
 	@.venv/bin/appliance train arithmetic-tiny-int8 --set rollout.scheme=auto $(ARGS); code=$$?; \
 	echo 'here        `appliance` is .venv/bin/appliance' >&2; exit $$code
 
-test: setup ## set up, then all tests, two files at a time: ARGS="-k sync" picks some, "-n 0" goes one by one
+test: setup ## set up, then all tests but the longest, two files at a time: ARGS="-k sync" picks some, "-n 0" goes one by one
 	@.venv/bin/python -m pytest $(TWO_WORKERS) -m "not docker" $(ARGS)
 
 unit: setup ## the quick tests only: no engine, no training
 	@.venv/bin/python -m pytest $(TWO_WORKERS) -m "not slow and not engine and not e2e and not docker" $(ARGS)
+
+test-long: setup ## the longest trainings: a comparison, new engines in mid-run, a lost head of two nodes
+	@.venv/bin/python -m pytest -m long tests/cluster tests/compare tests/e2e $(ARGS)
 
 test-container: setup ## the tests of the image `make image` has built: they need a Docker engine
 	@.venv/bin/python -m pytest -m docker tests/container $(ARGS)

@@ -50,12 +50,11 @@ def refuse_unlisted(report: Report, *, skips: list[tuple[str, str]]) -> Report:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The tests that take an hour and more run only when they are asked for by their marker: `-m torture`."""
+    """The tests of `make torture` and `make test-long` run only when they are asked for by their marker: `-m long`."""
     if is_worker(config):
         items[:] = trainings_first(items)
-    if "torture" in config.option.markexpr:
-        return
-    left_out = [item for item in items if item.get_closest_marker("torture")]
+    not_asked = [marker for marker in ("torture", "long") if marker not in config.option.markexpr]
+    left_out = [item for item in items if any(item.get_closest_marker(marker) for marker in not_asked)]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
 

@@ -85,6 +85,7 @@ def is_free(port: int) -> bool:
         return tried.connect_ex(("127.0.0.1", port)) != 0
 
 
+@pytest.mark.long
 def test_a_training_over_two_nodes_outlives_its_head_and_names_the_node_it_loses(
     tmp_path: Path, with_tiny_cache: Callable
 ) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from appliance.compare.results import read_final
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 PROBLEMS = 64
 TEXT = f"""\

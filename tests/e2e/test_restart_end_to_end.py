@@ -10,7 +10,7 @@ import psutil
 import pytest
 from trainings import Finished, train
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 LAYERS = 16  # 4 decoder layers of 4 quantised ones
 # Every step is bad, and the only thing to do about it is BF16. Update 1 comes before training, 2, 5 and 6 end a step;

@@ -38,9 +38,10 @@ def test_listed_skip_passes(run_pytest, workers: tuple[str, ...]) -> None:
     assert "counts: 2 to run, 0 deselected, 1 passed, 1 skipped\n" in result.stdout
 
 
-def test_what_is_left_out_is_counted(run_pytest, workers: tuple[str, ...]) -> None:
-    """By `-k`, and by the marker that keeps the longest out of `make test`."""
-    long = "\nimport pytest\n\n@pytest.mark.torture\ndef test_bc():\n    pass\n"
+@pytest.mark.parametrize("marker", ["torture", "long"])
+def test_what_is_left_out_is_counted(run_pytest, workers: tuple[str, ...], marker: str) -> None:
+    """By `-k`, and by the markers that keep the longest out of `make test`."""
+    long = f"\nimport pytest\n\n@pytest.mark.{marker}\ndef test_bc():\n    pass\n"
     result = run_pytest({"test_it.py": SKIPPING_TEST + long}, *workers, "-k", "test_b")
     assert result.returncode == 0
     assert "counts: 1 to run, 2 deselected, 1 passed, 0 skipped\n" in result.stdout
