@@ -159,7 +159,7 @@ def peak_of_tensors(work: Callable[[], object], *, times: int) -> int:
     allocated = sorted((event.start_ns(), event.nbytes()) for event in events)
     levels = list(accumulate(size for _, size in allocated))
     bounds = [bisect_left(allocated, (start,)) for start in [*starts, starts[-1] + 10**18]]
-    return max(max(levels[a:b], default=0) - levels[a - 1] for a, b in pairwise(bounds))
+    return max(max(levels[a - 1 : b]) - levels[a - 1] for a, b in pairwise(bounds))
 
 
 def measure(shapes: Shapes, *, schemes: tuple[Scheme, ...], pairs: int, prove_every: int) -> Measured:

@@ -241,10 +241,11 @@ def train_in_container(
     folder, user = Path.cwd(), f"{os.getuid()}:0"  # files belong to who starts us; group 0 may write as the image lets
     argv = (*inner_argv(arguments), *without_home(recipe))
     order = make_order(plan, argv, typed=typed, image=image, folder=folder, user=user)
-    if _asks_hub(plan) and not order.token and hub.is_token_in_a_variable():
-        console.say(
-            "note: the container gets no token from a variable: write it to a file, HF_TOKEN_PATH=FILE (mode 0600)"
+    if _asks_hub(plan) and hub.is_token_in_a_variable():
+        instead = (
+            f"it has that of {order.token}" if order.token else "write it to a file, HF_TOKEN_PATH=FILE (mode 0600)"
         )
+        console.say(f"note: the container gets no token from a variable: {instead}")
     return run_in_container(order)
 
 

@@ -50,7 +50,6 @@ class NativeBlockProof(NativeFp8Proof):
         super().__init__(name, shape=shape, scheme=scheme, ask=ask)
         self._forget()
         self._outer_NT = torch.empty(0, device="cpu")
-        self._scale_NT = torch.empty(0, device="cpu")
 
     def _most_tokens(self) -> int:
         return TOKENS * (1 + self._ask.round % 2)
@@ -83,18 +82,22 @@ class NativeBlockProof(NativeFp8Proof):
 
     def _expect_columns(self, weight_NT: Tensor) -> None:
         """Each element as a row of its own: the codec's scales of blocks are for columns that are neighbours."""
-        blocks_T = self.columns_T.to(self._scale.device) // BLOCK
-        scale_NT = self._scale[:, blocks_T].repeat_interleave(BLOCK, dim=0)[: len(weight_NT)]
+        scale_NT = self._scale_of_columns(len(weight_NT))
         rows, scales = weight_NT.reshape(-1, 1), scale_NT.reshape(-1, 1)
         inner, outer = _around(rows, scale=scales, scheme=Scheme.FP8_CHANNEL)
         self._codes_NT = inner.codes_NK.view(weight_NT.shape).cpu()
         self._outer_NT = outer.codes_NK.view(weight_NT.shape).cpu()
-        self._scale_NT = scale_NT.cpu()
+
+    def _scale_of_columns(self, rows: int) -> Tensor:
+        """[N, T] float32: spread only while it is needed, for it is as large as the codes four times."""
+        blocks_T = self.columns_T.to(self._scale.device) // BLOCK
+        return self._scale[:, blocks_T].repeat_interleave(BLOCK, dim=0)[:rows]
 
     def _wanted(self, out_TN: Tensor) -> Tensor:
         """Of the two answers the nearer one."""
+        scale_NT = self._scale_of_columns(len(self._codes_NT)).cpu().double()
         inner_TN, outer_TN = (
-            (widened_fp8(codes_NT).double() * self._scale_NT.double()).t() * self._values_T[:, None]
+            (widened_fp8(codes_NT).double() * scale_NT).t() * self._values_T[:, None]
             for codes_NT in (self._codes_NT, self._outer_NT)
         )
         return torch.where((out_TN - inner_TN).abs() <= (out_TN - outer_TN).abs(), inner_TN, outer_TN)

@@ -1,8 +1,8 @@
 """FP8 by vLLM's own online methods, which a GPU runs: vLLM's classes, and what each of their layers says of itself.
 
 `fp8` and `fp8-channel` have the codec's numbers. `fp8-block` has them up to rounding: its quantiser is compiled, and a
-compiled division need not be rounded as IEEE has it. Where its kernel is DeepGEMM, vLLM makes the scales powers of two
-and quantises the codes once more: the codec has no such numbers, and a plan sees to it that it does not (plan/env.py).
+compiled division need not be rounded as IEEE has it. Where its kernel is DeepGEMM, vLLM would make the scales powers of
+two and quantise the codes once more: the codec has no such numbers, and a plan sees to it that it does not (plan/env.py).
 
 Per tensor and per channel they ask the other ranks for the absmax of a weight that is cut; per block they do not, and
 refuse cut blocks.

@@ -69,7 +69,8 @@ class GovernorState:
     """Everything the governor remembers. level: None before the first move, the foot of the ladder.
 
     recent_bad: of the last judged steps since the last move, oldest first.  fine_steps: in a row.
-    cooling: steps left that are not judged.  descended: the last move was down.  relapses: climbs right after one.
+    cooling: steps left that are not judged.  descended: the last move was down; on trial while recent_bad is shorter than
+      the window, so a resume with a larger one tries again.  relapses: climbs right after one.
     """
 
     level: Level | None = None
@@ -223,7 +224,7 @@ def _moved(state: GovernorState, *, to: Level, move: Move, policy: Policy) -> Go
         level=to,
         recent_bad=(),
         fine_steps=0,
-        cooling=policy.cooling_steps if up else min(CHANGE_DELAY, policy.cooling_steps),
+        cooling=policy.cooling_steps if up else CHANGE_DELAY,
         descended=not up,
         relapses=state.relapses + (up and state.descended),
     )

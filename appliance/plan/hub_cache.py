@@ -15,17 +15,18 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 def home() -> Path:
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return _path(os.environ.get("HF_HOME") or f"{caches}/huggingface")
+    return path_of(os.environ.get("HF_HOME") or f"{caches}/huggingface")
 
 
 def cached_model(name: str) -> Path:
     """Where the cache has all of a model, whether it is there or not. Without links, as huggingface_hub gives paths."""
     named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")  # the second is its older name
-    cache = _path(named).resolve() if named else (home() / "hub").resolve()
+    cache = path_of(named).resolve() if named else (home() / "hub").resolve()
     return cache / f"models--{name.replace('/', '--')}"
 
 
-def _path(text: str) -> Path:
+def path_of(text: str) -> Path:
+    """As huggingface_hub reads its variables: `~` and `$NAME` stand for what they are."""
     return Path(os.path.expandvars(os.path.expanduser(text)))
 
 

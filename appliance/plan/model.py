@@ -240,7 +240,7 @@ class TrainerPlan:
 class GuardPlan:
     """What the governor may do, and when a step counts as bad. Steps are counts, bounds in the units of the metrics.
 
-    bad_steps: of the last 2 * bad_steps - 1, lead up.  fine_steps: in a row, lead down.  cooling_steps: between moves.
+    bad_steps: of the last 2 * bad_steps - 1, lead up.  fine_steps: in a row, lead down.  cooling_steps: after a climb.
     gradient_steps: gradients in a row, not finite, that stop the run.  switching: how engines change their scheme.
     save_budget_s: for saving at a signal.  stall_s: without progress, then it is cut.  reward_failures: a share, 0..1.
     reserve_bf16: memory is counted as if all rollouts were in BF16.

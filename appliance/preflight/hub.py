@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from appliance.plan.build import hub_name
 from appliance.plan.env import HUB_TOKEN_VARIABLE
-from appliance.plan.hub_cache import MAIN, cached_model, commit_in_cache, home, is_commit, snapshot
+from appliance.plan.hub_cache import MAIN, cached_model, commit_in_cache, home, is_commit, path_of, snapshot
 from appliance.recipe.schema import Recipe
 
 _WEIGHTS = "*.safetensors"  # *.bin and *.pt are pickles
@@ -116,12 +116,13 @@ def is_token_in_a_variable() -> bool:
 
 
 def _token_file() -> Path:
-    return Path(os.environ.get(HUB_TOKEN_VARIABLE) or home() / "token")
+    named = os.environ.get(HUB_TOKEN_VARIABLE)
+    return path_of(named) if named else home() / "token"
 
 
 def token_file() -> str:
     """The file with the hub's token, absolute; empty where there is none."""
-    file = _token_file().expanduser().absolute()
+    file = _token_file().absolute()
     return str(file) if os.path.isfile(file) else ""
 
 

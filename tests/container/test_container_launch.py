@@ -162,6 +162,11 @@ def test_a_token_in_a_variable_stays_outside_and_it_is_said(
         plan = replace(plan, model=replace(plan.model, source=source, path=source, builtin=""))
         assert train_in_container(plan, recipe, typed="a", arguments=("train", "a"), image=None) == 0
         assert capsys.readouterr().err.splitlines() == said
+    (tmp_path / "none").write_text("hf_another")
+    plan = replace(plan, model=replace(plan.model, source="Qwen/Qwen2.5-0.5B", path="Qwen/Qwen2.5-0.5B"))
+    assert train_in_container(plan, recipe, typed="a", arguments=("train", "a"), image=None) == 0
+    said = f"note: the container gets no token from a variable: it has that of {tmp_path / 'none'}\n"
+    assert capsys.readouterr().err.replace("\n", "") == said.replace("\n", "")
 
 
 NO_VARIABLE = "note: the container gets no token from a variable: write it to a file, HF_TOKEN_PATH=FILE (mode 0600)"

@@ -85,6 +85,19 @@ def test_a_hub_out_of_reach_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert commit == "" and why.startswith("http://127.0.0.1:1 cannot be reached (")
 
 
+def test_the_file_of_the_token_is_found_where_huggingface_hub_looks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "token").write_text("hf_file")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WHERE", str(tmp_path))
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    for named in ("~/token", "$WHERE/token", str(tmp_path / "token")):
+        monkeypatch.setenv("HF_TOKEN_PATH", named)
+        assert (hub.token_file(), hub._token()) == (str(tmp_path / "token"), "hf_file")
+
+
 def test_a_token_in_two_lines_is_sent_as_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As huggingface_hub does."""
     monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "token"))
