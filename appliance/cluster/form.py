@@ -20,7 +20,7 @@ from appliance.cluster.ray_command import FINGERPRINT_LABEL, NodeOffer, head_arg
 from appliance.cluster.token import check_token, make_token
 from appliance.cluster.waiting import RETURNS_WITHIN_S, Needed, Node, Roll
 from appliance.errors import ApplianceError, PreflightError, ProcessDied
-from appliance.plan.env import RAY_DIR_VARIABLE, ray_node_env
+from appliance.plan.env import RAY_DIR_VARIABLE, RAY_OWN, ray_node_env
 from appliance.plan.model import ClusterPlan, RunPlan
 from appliance.plan.ports import Ports
 from appliance.preflight.probes import model_shape
@@ -201,7 +201,7 @@ def cluster_of(
         check_token(token_file)
     else:
         make_token(token_file)
-    os.environ |= ray_node_env(token_file)  # of Ray's client in this process too
+    os.environ |= ray_node_env()  # of Ray's client in this process too; the token is known to it from its start
     head = None if wanted.address else _start_head(plan, wanted, object_store_bytes=object_store_bytes)
     cluster = Cluster(plan, head=head)
     cluster.watch_head(on_loss)
@@ -222,7 +222,7 @@ def _start_head(plan: RunPlan, wanted: ClusterPlan, *, object_store_bytes: int |
         object_store_bytes=object_store_bytes,
         address=wanted.node_address,
     )
-    ray_dir = Path(os.environ[RAY_DIR_VARIABLE])
+    ray_dir = Path(os.environ[RAY_DIR_VARIABLE], RAY_OWN)
     argv = head_argv(offer, ports=Ports(wanted.port), ray_dir=ray_dir)
     environment = node_environment(dict(os.environ), token_file=Path(wanted.token_file))
     append_event(Path(plan.run_dir), kind="cluster", what=f"starting the Ray head on port {wanted.port}")

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.plan.env import ray_node_env
+from appliance.plan.env import ray_node_env, with_ray_token
 from appliance.plan.ports import Ports
 from appliance.run.attest import fingerprint
 
@@ -66,4 +66,4 @@ def label_of(fingerprint: str) -> str:
 
 def node_environment(environment: dict[str, str], *, token_file: Path) -> dict[str, str]:
     """Of `ray start` and of what speaks to the cluster. environment: of this process."""
-    return {**environment, **ray_node_env(token_file)}
+    return with_ray_token({**environment, **ray_node_env()}, token_file)

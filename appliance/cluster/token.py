@@ -1,4 +1,4 @@
-"""The secret that a node needs to join: in a file that only its owner reads, never on a command line or in a log."""
+"""The secret that a Ray of ours asks for: in a file that only its owner reads, never on a command line or in a log."""
 
 from __future__ import annotations
 
@@ -23,11 +23,16 @@ def make_token(file: Path) -> None:
         if file.exists():
             check_token(file)
             return
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        write_token(file)
     except OSError as error:
         raise PreflightError(
             f"{file}: {error.strerror}", hint="set cluster.token_file to a place that you can write to"
         ) from error
+
+
+def write_token(file: Path) -> None:
+    """A new token in a new file, readable by its owner only. Raises OSError, also where something is there."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as out:
         out.write(secrets.token_hex(32) + "\n")
 

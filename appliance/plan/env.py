@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 PLAN_VARIABLE = "APPLIANCE_PLAN"
-RAY_DIR_VARIABLE = "APPLIANCE_RAY_DIR"
+RAY_DIR_VARIABLE = "APPLIANCE_RAY_DIR"  # a folder of this user alone, with these two in it
+RAY_OWN = "ray"  # the folder that Ray makes, and opens to everybody (mode 0777)
+RAY_TOKEN = "token"  # of a Ray on one host; that of a cluster lies where its nodes see it
 LOG_DIR_VARIABLE = "APPLIANCE_LOGS"  # the folder of an attempt's logs
 RUN_VARIABLE = "APPLIANCE_RUN"  # the mark of a run's processes; its value is the run's folder
 NODE_VARIABLE = "APPLIANCE_NODE"  # on a node that joined: the folder of its `appliance join`
@@ -24,7 +27,8 @@ AHEAD_VARIABLE = "APPLIANCE_AHEAD"  # in the processes of rollout servers, see t
 SERVER_VARIABLES = {AHEAD_VARIABLE: "1"}  # what our platform gives a rollout server
 RECONNECT_S = 30  # a head that has not answered for so long is gone: for Ray, and for cluster/node_watch.py
 ENGINE_VENDOR = "appliance"  # under this name trainer/layer_rates.py registers an engine of verl's
-_LONGEST_RAY_DIR = 40
+_LONGEST_RAY_DIR = 36
+_TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
 _VERL_SOCKET = "rl-colocate-zmq-"
 
 
@@ -95,8 +99,18 @@ def _scales_of_blocks(capability: tuple[int, int] | None) -> dict[str, str]:
     return {"VLLM_USE_DEEP_GEMM": "0"} if capability >= (10, 0) else {"VLLM_USE_DEEP_GEMM_E8M0": "0"}
 
 
-def ray_node_env(token_file: Path) -> dict[str, str]:
-    """For every process that starts a node of a cluster or speaks to one: without the token nobody joins or is heard.
+def with_ray_token(environment: Mapping[str, str], token_file: Path) -> dict[str, str]:
+    """The environment of what starts a Ray or speaks to one: without the token in this file nobody is heard.
+
+    The file is the only source: Ray would take a RAY_AUTH_TOKEN first, and turn it all off for RAY_AUTH_MODE=disabled.
+    Without the two variables it shares one token among all of a user's Rays, in a file that it lets everybody read.
+    """
+    others = {name: value for name, value in environment.items() if name != _TOKEN_VARIABLE}
+    return {**others, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file)}
+
+
+def ray_node_env() -> dict[str, str]:
+    """For every process that starts a node of a cluster or speaks to one, besides its token.
 
     Ray's own values would take more than the minute within which a loss is to be named. A control store that is gone is
     given up after RECONNECT_S (Ray's own: 60); a node notices that the store is another one, started anew, within 10 s
@@ -104,8 +118,6 @@ def ray_node_env(token_file: Path) -> dict[str, str]:
     its process is gone (15), 30 s where its host is (65).
     """
     return {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(token_file),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_prestart_worker_first_driver": "0",
         "RAY_gcs_rpc_server_reconnect_timeout_s": str(RECONNECT_S),
@@ -134,9 +146,9 @@ def _mark(run_dir: Path) -> str:
 
 
 def ray_dir(run_dir: Path, *, temporary: Path) -> str:
-    """Ray's session folder, one per run folder; made when the run starts and removed at its end.
+    """The folder of a run's Ray, one per run folder; made when the run starts and removed at its end.
 
-    A socket's path in it may have 107 characters, of which Ray takes up to 66: a long temporary folder is not used.
+    A socket's path in RAY_OWN may have 107 characters, Ray takes up to 66 of them: a long temporary folder is not used.
     """
     name = f"appliance-{_mark(run_dir)}"
     root = temporary if len(str(temporary)) + 1 + len(name) <= _LONGEST_RAY_DIR else Path("/tmp")

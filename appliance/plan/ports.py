@@ -2,8 +2,8 @@
 
     base        the head's control store (GCS), what `appliance join --head HOST:PORT` names
     base + 1    node manager            base + 4    agent, gRPC
-    base + 2    object manager          base + 5    agent, HTTP, loopback only
-    base + 3    runtime environments    base + 6    metrics, loopback only
+    base + 2    object manager          base + 5    agent, HTTP
+    base + 3    runtime environments    base + 6    metrics
     base + 7    the head's client server, which nothing of ours uses
     base + 100 to base + 999            worker processes
 

@@ -1,4 +1,8 @@
-"""Where Ray of one run keeps its sockets and files: made before the child, removed after it."""
+"""Where Ray of one run keeps its sockets and files: made before the child, removed after it.
+
+The folder is private to this user, and so is what lies in it: the token of a Ray on one host, new in every attempt, and
+the folder that Ray opens to everybody.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,12 @@ import os
 import shutil
 from pathlib import Path
 
+from appliance.cluster.token import write_token
 from appliance.errors import PreflightError
+from appliance.plan.env import RAY_OWN, RAY_TOKEN
 from appliance.run.session import cannot_write
 
-_LONGEST = 45  # a Unix socket's path has at most 107 bytes, and Ray puts up to 62 below its folder
+_LONGEST = 41  # a Unix socket's path has at most 107 bytes, and Ray puts up to 62 below its folder, RAY_OWN in this one
 
 
 def make_ray_dir(wanted: str) -> Path:
@@ -29,6 +35,16 @@ def make_ray_dir(wanted: str) -> Path:
     return folder
 
 
+def make_ray_token(folder: Path) -> Path:
+    """The file with a new token, in a folder that `make_ray_dir` has made. Raises PreflightError."""
+    file = folder / RAY_TOKEN
+    try:
+        write_token(file)
+    except OSError as error:
+        raise cannot_write(file, error, setting="TMPDIR") from error
+    return file
+
+
 def _remove_leftover(folder: Path) -> None:
     if not os.path.lexists(folder):
         return
@@ -42,7 +58,7 @@ def keep_ray_logs(ray_dir: Path, *, target: Path) -> bool:
 
     Raises OSError.
     """
-    sessions = sorted(path for path in ray_dir.glob("session_*/logs") if not path.parent.is_symlink())
+    sessions = sorted(path for path in ray_dir.glob(f"{RAY_OWN}/session_*/logs") if not path.parent.is_symlink())
     for logs in sessions:
         shutil.copytree(logs, target, symlinks=True, dirs_exist_ok=True)
     return bool(sessions)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from appliance import console
-from appliance.plan.env import LOG_DIR_VARIABLE, PLAN_VARIABLE, RAY_DIR_VARIABLE
+from appliance.plan.env import LOG_DIR_VARIABLE, PLAN_VARIABLE, RAY_DIR_VARIABLE, with_ray_token
 from appliance.plan.model import RunPlan
 from appliance.run import summary
 from appliance.run.attempt import begin_attempt
@@ -28,7 +28,7 @@ from appliance.run.keeper import KeeperReport
 from appliance.run.memory import MemoryWatch
 from appliance.run.outcome import DONE, Child, Outcome, failed, interrupted
 from appliance.run.progress import Progress, choose_progress, json_line
-from appliance.run.ray_dir import keep_ray_logs, make_ray_dir
+from appliance.run.ray_dir import keep_ray_logs, make_ray_dir, make_ray_token
 from appliance.run.report.write import LivePage
 from appliance.run.resume import Resume
 from appliance.run.session import RunStatus, Session, create_session
@@ -161,6 +161,7 @@ class _Training:
                 is_done=_has_model,
                 ask=Ask(self._ask_to_stop, budget_s=self._plan.guard.save_budget_s),
                 remove=str(ray_dir or ""),
+                ray_token=_ray_token(self._plan, ray_dir),
             )
             if ray_dir is not None and outcome.state is RunStatus.FAILED:
                 self._keep_ray_logs(ray_dir)
@@ -171,34 +172,35 @@ class _Training:
         append_event(self._session.run_dir, kind="note", what=SAVING, why=why)
 
     def _run_child(
-        self, child: Child, *, is_done: Callable[[RunPlan], bool], ask: Ask | None = None, remove: str = ""
+        self,
+        child: Child,
+        *,
+        is_done: Callable[[RunPlan], bool],
+        ask: Ask | None = None,
+        remove: str = "",
+        ray_token: Path | None = None,
     ) -> Outcome:
         if self._interrupts.names:
             return interrupted(self._interrupts.names)
         forget_stop(self._session.run_dir)
         log = self._session.log_dir / f"{child.name}.log"
         try:
-            report = self._supervise(child, log=log, tick=self._watched_tick(), ask=ask, remove=remove)
+            report = supervise(
+                child.argv,
+                run_dir=self._session.run_dir,
+                env=_child_environment(self._plan, log_dir=self._session.log_dir, ray_token=ray_token),
+                log=log,
+                interrupts=self._interrupts,
+                on_tick=self._watched_tick(),
+                ask=ask,
+                remove=remove,
+            )
         except Stalled as stalled:
             append_failure(self._session.run_dir, stalled.error)
             self._tick()
             report = KeeperReport(-signal.SIGKILL, ended=(), left=())
         self._note_processes(report)
         return self._judge(child, returncode=report.returncode, is_done=is_done(self._plan), log=log)
-
-    def _supervise(
-        self, child: Child, *, log: Path, tick: Callable[[], None], ask: Ask | None, remove: str
-    ) -> KeeperReport:
-        return supervise(
-            child.argv,
-            run_dir=self._session.run_dir,
-            env=_child_environment(self._plan, log_dir=self._session.log_dir),
-            log=log,
-            interrupts=self._interrupts,
-            on_tick=tick,
-            ask=ask,
-            remove=remove,
-        )
 
     def _watched_tick(self) -> Callable[[], None]:
         """A tick that raises Stalled when the child stands still."""
@@ -263,9 +265,10 @@ def _train_child(plan: RunPlan) -> Child:
     return Child("train", "training", plan.argv, default_code=5)
 
 
-def _child_environment(plan: RunPlan, *, log_dir: Path) -> dict[str, str]:
+def _child_environment(plan: RunPlan, *, log_dir: Path, ray_token: Path | None) -> dict[str, str]:
     of_this_attempt = {PLAN_VARIABLE: str(Path(plan.run_dir) / "plan.json"), LOG_DIR_VARIABLE: str(log_dir)}
-    return {**os.environ, **dict(plan.env), **of_this_attempt}
+    environment = {**os.environ, **dict(plan.env), **of_this_attempt}
+    return environment if ray_token is None else with_ray_token(environment, ray_token)
 
 
 def _has_model(plan: RunPlan) -> bool:
@@ -282,6 +285,13 @@ def _ray_dir(plan: RunPlan) -> Iterator[Path | None]:
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _ray_token(plan: RunPlan, ray_dir: Path | None) -> Path | None:
+    """The file with the token of the training's Ray: the cluster's, else a new one. None for a plan without a Ray."""
+    if plan.cluster is not None:
+        return Path(plan.cluster.token_file)
+    return None if ray_dir is None else make_ray_token(ray_dir)
 
 
 def _tail_of(log: Path) -> str:

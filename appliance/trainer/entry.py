@@ -18,7 +18,7 @@ from pathlib import Path
 
 from appliance.cluster.form import Cluster, cluster_of, lost
 from appliance.errors import ApplianceError, GuardStop, Interrupted, ProcessDied, SavedAndStopped, TrainingError
-from appliance.plan.env import PLAN_VARIABLE, RAY_DIR_VARIABLE, SERVER_VARIABLES
+from appliance.plan.env import PLAN_VARIABLE, RAY_DIR_VARIABLE, RAY_OWN, SERVER_VARIABLES
 from appliance.plan.model import RunPlan
 from appliance.plan.read import read_plan
 from appliance.run.checkpoints import step_of
@@ -140,7 +140,8 @@ def _end_with_node(run_dir: Path, cluster: Cluster, error: ApplianceError) -> No
 
 
 def _start_ray(plan: RunPlan) -> None:
-    """A Ray of this run's own, on this host. Its GPUs are the plan's ranks; workers inherit this process's variables.
+    """A Ray of this run's own, on this host. Its GPUs are the plan's ranks; its processes inherit this one's variables,
+    and with them where the token is that it asks for.
 
     On a CPU a worker begins at once to import what the rollout server will need, while the trainer is built.
     """
@@ -153,7 +154,7 @@ def _start_ray(plan: RunPlan) -> None:
         num_gpus=plan.gpus_per_node if on_cpu else None,
         include_dashboard=False,
         object_store_memory=CPU_OBJECT_STORE_BYTES if on_cpu else None,
-        _temp_dir=os.environ.get(RAY_DIR_VARIABLE),
+        _temp_dir=str(Path(os.environ[RAY_DIR_VARIABLE], RAY_OWN)),
         log_to_driver=True,
     )
     if on_cpu:

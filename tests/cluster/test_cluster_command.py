@@ -49,7 +49,9 @@ def test_a_worker_names_its_head_and_lets_ray_count_its_gpus(tmp_path: Path) -> 
 
 def test_no_secret_is_on_a_command_line_or_in_the_environment(tmp_path: Path) -> None:
     file = token_of(tmp_path)
-    said = str(node_environment({"A": "1"}, token_file=file)) + " ".join(
+    environment = node_environment({"A": "1", "RAY_AUTH_TOKEN": "of another cluster"}, token_file=file)
+    assert environment["A"] == "1" and "RAY_AUTH_TOKEN" not in environment  # Ray would take it before the file's
+    said = str(environment) + " ".join(
         worker_argv(OFFER, ports=Ports(), head="h:1") + head_argv(OFFER, ports=Ports(), ray_dir=tmp_path)
     )
     assert str(file) in said and file.read_text() not in said

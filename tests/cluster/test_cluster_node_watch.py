@@ -45,7 +45,7 @@ def test_a_node_is_over_without_head_or_scheduler(look: Look, over: bool) -> Non
 
 
 def test_ray_gives_up_within_the_minute_that_is_promised() -> None:
-    env = ray_node_env(Path("token"))
+    env = ray_node_env()
     assert float(env["RAY_gcs_rpc_server_reconnect_timeout_s"]) == 30
     assert float(env["RAY_raylet_liveness_self_check_interval_ms"]) == 10_000
     checks = 5  # Ray's own

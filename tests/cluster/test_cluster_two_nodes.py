@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from left_behind import bystanders, left_of
+from ray_from_outside import JOBS, REFUSED_BY_HTTP, statuses
 from trainings import holding
 
 import appliance
@@ -98,6 +99,8 @@ def test_a_training_over_two_nodes_outlives_its_head_and_names_the_node_it_loses
     with started(join(token), log=tmp_path / "join.log") as node:
         with started(command, log=tmp_path / "train.log") as head:
             wait_until(lambda: len(steps_of(run_dir)) >= STEPS, what=f"{STEPS} steps", process=head)
+            agent = f"http://127.0.0.1:{HEAD_PORT + 5}{JOBS}"  # a POST with the token would start a program there
+            assert statuses(agent, token=token.read_text().strip()) == REFUSED_BY_HTTP
             head.kill()
             killed = time.monotonic()
         wait_until(lambda: is_free(HEAD_PORT), what="the old head's end", process=node)

@@ -14,6 +14,7 @@ from statistics import median
 
 import pytest
 from left_behind import bystanders, left_of
+from ray_from_outside import REFUSED_BY_GRPC, REFUSED_BY_HTTP, Seen, look
 from trainings import SECRETS, STEPS, VALIDATION_PROBLEMS, Finished, command, holding, train
 
 pytestmark = pytest.mark.e2e
@@ -182,7 +183,11 @@ def test_every_process_of_ours_could_say_what_it_is_doing(short: Finished) -> No
 
 def test_nothing_is_left_running(short: Finished) -> None:
     assert short.left == ()
-    assert not Path(dict(json.loads((short.run_dir / "plan.json").read_text())["env"])["APPLIANCE_RAY_DIR"]).exists()
+    assert not ray_dir(short.run_dir).exists()
+
+
+def ray_dir(run_dir: Path) -> Path:
+    return Path(dict(json.loads((run_dir / "plan.json").read_text())["env"])["APPLIANCE_RAY_DIR"])
 
 
 def test_the_weights_changed_and_the_model_is_of_the_original_class(short: Finished) -> None:
@@ -261,7 +266,9 @@ if __name__ == "__main__":
 
 
 def test_a_signal_in_mid_training_ends_everything(short_root: Path, short: Finished) -> None:
-    """The model is in the cache by now. SIGTERM after the first step: its state is saved, code 75, no process left."""
+    """The model is in the cache by now. SIGTERM after the first step: its state is saved, code 75, no process left.
+
+    Before it, somebody from outside asks its Ray."""
     since = bystanders()
     process = subprocess.Popen(
         command(short_root, "trainer.steps=200", "trainer.validate_before=false", name="stopped"),
@@ -274,8 +281,11 @@ def test_a_signal_in_mid_training_ends_everything(short_root: Path, short: Finis
     while not metrics.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.5)
     assert metrics.exists(), process.communicate(timeout=60)[1][-3000:]
-    process.send_signal(signal.SIGTERM)
-    _, stderr = process.communicate(timeout=300)
+    try:
+        seen = look(ray_dir(short_root / "stopped"), run_dir=short_root / "stopped", launcher=process.pid)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        stdout, stderr = process.communicate(timeout=300)
     assert process.returncode == 75, stderr[-3000:]
     assert left_of(short_root / "stopped", since=since) == []
     record = json.loads((short_root / "stopped" / "run.json").read_text())
@@ -286,6 +296,18 @@ def test_a_signal_in_mid_training_ends_everything(short_root: Path, short: Finis
         f"stopped by SIGTERM, the state after step {last} is saved",
     )
     assert (short_root / "stopped" / "checkpoints" / f"global_step_{last}" / "data.pt").is_file()
+    only_its_token_opened_its_ray(seen)
+    assert holding(short_root / "stopped", seen.token) == [] and seen.token not in stdout + stderr
+    assert not ray_dir(short_root / "stopped").exists()
+
+
+def only_its_token_opened_its_ray(seen: Seen) -> None:
+    """Over the network, on one host: Ray's agent, which starts programs, where it has its port, and two other parts."""
+    assert seen.modes == (0o700, 0o600) and len(seen.token) == 64
+    assert seen.http["runtime_env_agent"] == REFUSED_BY_HTTP
+    assert set(seen.http.values()) == {REFUSED_BY_HTTP}, seen.http
+    assert seen.store == REFUSED_BY_GRPC
+    assert seen.telling == ()
 
 
 @pytest.fixture(scope="module")

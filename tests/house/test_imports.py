@@ -57,7 +57,10 @@ MAY_IMPORT = {
     "recipe": {"errors", "tasks", "guard", *NUMBERS},
     "plan": {"errors", "tasks", "recipe", "guard", *NUMBERS},
     "preflight": {"errors", "patch", "tasks", "recipe", "plan", "cluster.token", *NUMBERS},
-    "run": {"errors", "tasks", "recipe", "plan", "preflight", "console", "page", "flashrl.variables", *NUMBERS},
+    "run": {
+        *("errors", "tasks", "recipe", "plan", "preflight", "cluster.token", "console", "page", "flashrl.variables"),
+        *NUMBERS,
+    },
     "cluster": {"errors", "plan", "run", "console", "preflight", "flashrl.variables", *NUMBERS},
     "engine": {*CHILDREN, "flashrl"},
     "flashrl": {"errors", "patch", "quant", "plan.env", "engine", "recipe.tree", "recipe.text"},

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.plan.env import child_env, ray_dir, weight_socket
+from appliance.plan.env import RAY_OWN, child_env, ray_dir, weight_socket, with_ray_token
 
 DEEP_GEMM = "VLLM_USE_DEEP_GEMM"
 
@@ -42,7 +42,7 @@ def test_backends_get_their_place_and_wandb_is_off_unless_wanted():
 def test_ray_gets_a_short_folder_per_run():
     one, other = (ray_dir(Path(f"/runs/{name}"), temporary=Path("/tmp")) for name in ("a", "b"))
     assert one != other
-    assert len(one) <= 40
+    assert len(f"{one}/{RAY_OWN}") + 66 <= 107  # of a socket's path, of which Ray takes up to 66
     assert ray_dir(Path("/runs/a"), temporary=Path("/a/very/long/temporary/folder/somewhere")) == one
 
 
@@ -65,3 +65,19 @@ def test_a_socket_outside_of_a_run_is_verls_own():
 def test_a_socket_of_another_form_is_not_guessed():
     with pytest.raises(ValueError, match="verl's socket"):
         weight_socket("tcp://127.0.0.1:5555", run_dir=Path("/runs/a"))
+
+
+def test_ray_has_its_token_from_the_file_alone():
+    """Ray's own order is RAY_AUTH_TOKEN, then the file; RAY_AUTH_MODE=disabled leaves both out."""
+    shell = {"A": "a", "RAY_AUTH_TOKEN": "word", "RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN_PATH": "/other"}
+    assert with_ray_token(shell, Path("/t/token")) == {
+        "A": "a",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": "/t/token",
+    }
+    assert "RAY_AUTH_TOKEN" in shell
+
+
+def test_only_what_starts_a_ray_is_told_of_a_token():
+    """A Ray that finds no file there ends its process: the file is made for the training alone."""
+    assert [name for name in env() if name.startswith("RAY_AUTH")] == []

@@ -139,7 +139,7 @@ def test_ray_dir_too_long_for_a_socket_is_refused() -> None:
     wanted = "/tmp/" + "x" * 60
     with pytest.raises(PreflightError) as caught:
         make_ray_dir(wanted)
-    assert caught.value.message == f"{wanted}: too long for Ray's sockets, which have 45 bytes for it"
+    assert caught.value.message == f"{wanted}: too long for Ray's sockets, which have 41 bytes for it"
     assert caught.value.hint == "set TMPDIR to a short path such as /tmp"
 
 
@@ -155,9 +155,9 @@ def test_ray_dir_that_is_a_link_is_refused() -> None:
 
 
 def test_ray_logs_are_kept_once(tmp_path: Path) -> None:
-    logs = tmp_path / "ray" / "session_1" / "logs"
+    logs = tmp_path / "ray" / "session_1" / "logs"  # Ray's own folder in that of the run
     logs.mkdir(parents=True)
     (logs / "raylet.err").write_text("bad")
     (tmp_path / "ray" / "session_latest").symlink_to(logs.parent)
-    assert keep_ray_logs(tmp_path / "ray", target=tmp_path / "kept")
+    assert keep_ray_logs(tmp_path, target=tmp_path / "kept")
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["raylet.err"]

@@ -347,7 +347,7 @@ def test_ray_logs_are_kept_when_training_failed(
     ray_dir = Path("/tmp") / f"failed-ray-{os.getpid()}"
     code = (
         "import os; from pathlib import Path\n"
-        "logs = Path(os.environ['APPLIANCE_RAY_DIR']) / 'session_1' / 'logs'; logs.mkdir(parents=True)\n"
+        "logs = Path(os.environ['APPLIANCE_RAY_DIR']) / 'ray' / 'session_1' / 'logs'; logs.mkdir(parents=True)\n"
         "(logs / 'raylet.err').write_text('why'); raise RuntimeError('bad')"
     )
     plan = with_ray_dir(small_plan(tmp_path, argv=python(code)), ray_dir)

@@ -1,0 +1,104 @@
+"""The token that a training's Ray asks for: where the child finds it, and what is left of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from trainings import holding
+
+from appliance.errors import PreflightError
+from appliance.plan.model import ClusterPlan
+from appliance.run.ray_dir import make_ray_dir, make_ray_token
+
+# What Ray's processes would find, and who could read it.
+CHILD = """
+import json, os, stat, sys
+from pathlib import Path
+file, folder = Path(os.environ["RAY_AUTH_TOKEN_PATH"]), Path(os.environ["APPLIANCE_RAY_DIR"])
+lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in ("self", os.getppid())]
+told = {
+    "environment": dict(os.environ),
+    "token": file.read_text().strip() if file.exists() else "",
+    "modes": [stat.S_IMODE(each.stat().st_mode) for each in (folder, file) if each.exists()],
+    "lines": lines,
+}
+Path(sys.argv[1]).write_text(json.dumps(told))
+raise RuntimeError("bad")
+"""
+
+
+@pytest.fixture
+def told(
+    tmp_path: Path, small_plan: Callable, with_ray_dir: Callable, python: Callable, launch: Callable
+) -> Callable[..., dict]:
+    """Trains with such a child, and gives what that saw. Everything else is below `runs`."""
+
+    def train(*, number: int = 1, cluster: ClusterPlan | None = None) -> dict:
+        (tmp_path / "runs").mkdir(exist_ok=True)
+        file = tmp_path / f"told-{number}.json"
+        argv = (*python(CHILD), str(file))
+        plan = small_plan(tmp_path / "runs", argv=argv, name=f"small-{number}")
+        folder = Path("/tmp") / f"ray-token-{os.getpid()}"
+        process = launch(replace(with_ray_dir(plan, folder), cluster=cluster))
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 5, err
+        assert not folder.exists()
+        return json.loads(file.read_text()) | {"said": out + err, "folder": str(folder)}
+
+    return train
+
+
+def test_each_training_has_a_token_of_its_own_and_leaves_no_word_of_it(tmp_path: Path, told: Callable) -> None:
+    tokens = set()
+    for number in (1, 2):
+        saw = told(number=number)
+        environment, token = saw["environment"], saw["token"]
+        assert len(token) == 64
+        assert environment["RAY_AUTH_MODE"] == "token"
+        assert environment["RAY_AUTH_TOKEN_PATH"] == f"{saw['folder']}/token"
+        assert saw["modes"] == [0o700, 0o600]
+        assert token not in str(environment) + str(saw["lines"]) + saw["said"]
+        assert holding(tmp_path / "runs", token) == []
+        tokens.add(token)
+    assert len(tokens) == 2
+
+
+def test_what_a_shell_says_of_rays_token_counts_for_nothing(told: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray would take this token before the file's, or be without any."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/nowhere")
+    saw = told()
+    assert saw["environment"]["RAY_AUTH_MODE"] == "token" and "RAY_AUTH_TOKEN" not in saw["environment"]
+    assert saw["environment"]["RAY_AUTH_TOKEN_PATH"] == f"{saw['folder']}/token"
+
+
+def test_the_token_of_a_cluster_is_the_one_that_its_nodes_have(tmp_path: Path, told: Callable) -> None:
+    token_file = str(tmp_path / "of-the-cluster")
+    cluster = ClusterPlan(address="", port=6379, node_address="", token_file=token_file, wait_s=1.0)
+    saw = told(cluster=cluster)
+    assert saw["environment"]["RAY_AUTH_MODE"] == "token"
+    assert saw["environment"]["RAY_AUTH_TOKEN_PATH"] == token_file
+    assert saw["token"] == ""  # the training makes it
+
+
+def test_a_token_that_lies_there_is_not_taken_over() -> None:
+    """Who wrote it would know it."""
+    folder = Path("/tmp") / f"ray-token-there-{os.getpid()}"
+    try:
+        first = make_ray_token(make_ray_dir(str(folder))).read_text()
+        with pytest.raises(PreflightError) as caught:
+            make_ray_token(folder)
+        assert (caught.value.message, caught.value.hint) == (
+            f"{folder}/token: File exists",
+            "set TMPDIR to another folder",
+        )
+        assert make_ray_token(make_ray_dir(str(folder))).read_text() != first
+    finally:
+        shutil.rmtree(folder)
