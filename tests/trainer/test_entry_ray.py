@@ -1,0 +1,62 @@
+"""The Ray of a training on one host: a real one, without a training, asked from outside."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from plans import make_plan
+from ray_from_outside import REFUSED_BY_GRPC, REFUSED_BY_HTTP, look
+
+from appliance.plan.env import RAY_DIR_VARIABLE, RAY_OWN, RUN_VARIABLE, with_ray_token
+from appliance.run.ray_dir import make_ray_dir, make_ray_token
+
+# With a worker of Ray's, which has to be heard, too.
+DRIVER = """
+import os, sys
+from pathlib import Path
+from appliance.plan.read import read_plan
+from appliance.trainer.entry import _start_ray
+import ray
+_start_ray(read_plan(Path(sys.argv[1])))
+print("worker", ray.get(ray.remote(lambda: os.getpid()).remote()) != os.getpid(), flush=True)
+sys.stdin.read()
+ray.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_the_ray_of_a_training_answers_only_those_who_have_its_token(tmp_path: Path) -> None:
+    """Its own folder is open to everybody, and lies in one that is not. What a shell says of tokens counts for nothing,
+    and none is made below HOME, where Ray would keep one for all of its user's."""
+    run_dir = tmp_path / "a-1"
+    run_dir.mkdir()
+    make_plan(run_dir, device="H100").write(run_dir / "plan.json")  # nothing is imported ahead, as it is on a CPU
+    folder = make_ray_dir(f"/tmp/entry-ray-{os.getpid()}")
+    shell = {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "0123456789abcdef", "HOME": str(tmp_path)}
+    ours = {RAY_DIR_VARIABLE: str(folder), RUN_VARIABLE: str(run_dir), "RAY_prestart_worker_first_driver": "0"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(run_dir / "plan.json")],
+        env=with_ray_token({**os.environ, **shell, **ours}, make_ray_token(folder)),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert "worker True" in map(str.strip, process.stdout)
+        seen = look(folder, run_dir=run_dir, launcher=process.pid)
+        open_to_all = stat.S_IMODE((folder / RAY_OWN).stat().st_mode)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+        shutil.rmtree(folder)
+    assert (seen.modes, open_to_all) == ((0o700, 0o600), 0o777)
+    assert seen.http["runtime_env_agent"] == REFUSED_BY_HTTP and set(seen.http.values()) == {REFUSED_BY_HTTP}
+    assert seen.store == REFUSED_BY_GRPC
+    assert seen.telling == ()
+    assert not (tmp_path / ".ray").exists()
