@@ -7,6 +7,7 @@ from pathlib import Path
 
 from appliance.plan.host import HostFacts
 from appliance.plan.model import CorrectionPlan, ModelPlan, RolloutPlan, RunPlan, TaskPlan
+from appliance.preflight.disk import Disk, Disks
 from appliance.preflight.probes import InputFacts
 from appliance.quant.correction import CorrectionMethod
 from appliance.quant.scheme import Scheme
@@ -20,11 +21,11 @@ HOST = HostFacts(  # two cores with VNNI, no GPU, nothing missing
     gpus=(),
     python=(3, 11),
     missing_libraries=(),
-    disk_free_bytes=1 << 40,
     shm_free_bytes=8 << 30,
     run_root_problem="",
     packages=frozenset(),
 )
+DISK = Disk("/runs/a-1", free_bytes=1 << 40, number=1)
 INPUTS = InputFacts(  # everything is there, nothing was asked of a hub
     model_folder_exists=True,
     model_missing=(),
@@ -35,6 +36,7 @@ INPUTS = InputFacts(  # everything is there, nothing was asked of a hub
     hub_problem="",
     data_problems=(),
     has_data=False,
+    disks=Disks(DISK, checkpoints=DISK),
 )
 FILES_OF_BUILTIN = frozenset(  # of the folder of a model that is made on the spot
     {

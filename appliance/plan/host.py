@@ -57,7 +57,7 @@ class HostFacts:
 
     missing_libraries: shared libraries vLLM needs and the loader does not find.
 
-    disk_free_bytes: where the run root is or will be.  run_root_problem: why nothing can be written there, or empty.
+    run_root_problem: why nothing can be written where the run root is or will be, or empty.
     packages: distributions of the chosen log backends that are installed.
     processor: the processor's name and generation, empty when unknown.  container: None outside of our image.
     """
@@ -69,7 +69,6 @@ class HostFacts:
     gpus: tuple[HostGpu, ...]
     python: tuple[int, int]
     missing_libraries: tuple[str, ...]
-    disk_free_bytes: int
     shm_free_bytes: int
     run_root_problem: str
     packages: frozenset[str]

@@ -57,7 +57,7 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
         _data(plan, inputs),
         judge_gain(plan, shape=inputs.model_shape, stored=inputs.stored) if _is_its_device(plan, host) else (),
         _folder(host),
-        judge_disk(plan, host, model_bytes=_model_bytes(inputs), written=inputs.written),
+        judge_disk(plan, inputs.disks, model_bytes=_model_bytes(inputs), written=inputs.written),
         _memory(plan, host, inputs.model_shape),
         _shared_memory(plan, host),
         _logging(plan, host),

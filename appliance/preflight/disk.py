@@ -1,23 +1,56 @@
-"""Room on the disk: what a run writes there, less what its earlier attempts wrote and it goes on to use."""
+"""Room on the disks: what a run writes there, less what its earlier attempts wrote and it goes on to use.
+
+`checkpoints/` of a run may lie on another disk than the rest of its folder: a link, or a file system mounted there.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.plan.host import HostFacts
 from appliance.plan.model import RunPlan
 from appliance.plan.shapes import ModelShape
 from appliance.preflight.finding import Finding, Severity
 
 _GIB = 1 << 30
+_CHECKPOINTS = "checkpoints"  # in the run's folder
 _STEP = re.compile(r"global_step_([0-9]{1,18})")
 _FOR_LOGS = _GIB // 4
 _TINY_CHECKPOINT = _GIB // 8
 BYTES_SAVED_PER_WEIGHT = 4 + 8 + 4  # FP32 weights, two Adam moments, the model to export in FP32
+
+
+@dataclass(frozen=True)
+class Disk:
+    """folder: that is written to, links followed; it need not exist.  number: one for all folders of a file system."""
+
+    folder: str
+    free_bytes: int
+    number: int
+
+
+@dataclass(frozen=True)
+class Disks:
+    """run: of the run's folder, with logs, a scaled model and `model/`.  checkpoints: of `checkpoints/`."""
+
+    run: Disk
+    checkpoints: Disk
+
+    @property
+    def are_one(self) -> bool:
+        return self.run.number == self.checkpoints.number
+
+
+@dataclass(frozen=True)
+class Needed:
+    """About what a run still writes to each place, bytes."""
+
+    run: int
+    checkpoints: int
 
 
 @dataclass(frozen=True)
@@ -27,6 +60,21 @@ class Written:
 
     checkpoints: int = 0
     scaled: int = 0
+
+
+def read_disks(run_dir: Path) -> Disks:
+    return Disks(_disk(run_dir), checkpoints=_disk(run_dir / _CHECKPOINTS))
+
+
+def _disk(folder: Path) -> Disk:
+    real = Path(os.path.realpath(folder))
+    existing = nearest_existing(real)
+    return Disk(str(real), shutil.disk_usage(existing).free, number=os.stat(existing).st_dev)
+
+
+def nearest_existing(path: Path) -> Path:
+    """The path, or the first above it that is there. path: absolute."""
+    return next(each for each in (path, *path.parents) if os.path.exists(each))
 
 
 def read_written(plan: RunPlan) -> Written:
@@ -50,22 +98,42 @@ def _bytes_below(folder: Path) -> int:
     return sum(os.lstat(file).st_size for file in files if os.path.isfile(file))
 
 
-def judge_disk(plan: RunPlan, host: HostFacts, *, model_bytes: int, written: Written) -> Iterator[Finding]:
+def judge_disk(plan: RunPlan, disks: Disks, *, model_bytes: int, written: Written) -> Iterator[Finding]:
     """model_bytes: of the weights in BF16, 0 when unknown."""
-    needed = disk_bytes(plan, model_bytes=model_bytes, written=written)
-    if host.disk_free_bytes < needed:
+    needed = needed_bytes(plan, model_bytes=model_bytes, written=written)
+    if disks.are_one:
         more = " more" if written != Written() else ""
-        message = f"{gib(host.disk_free_bytes)} free at {plan.run_dir}, the run needs about {gib(needed)}{more}"
+        message = f"the run needs about {gib(needed.run + needed.checkpoints)}{more}"
         remedy = "free some space, or set cluster.run_dir to a roomier place"
-        yield Finding(Severity.ERROR, "disk", "cluster.run_dir", message, remedy)
+        yield from _short("cluster.run_dir", disks.run, needed.run + needed.checkpoints, message, remedy)
+        return
+    more = " more" if written.scaled else ""
+    message = f"the run needs about {gib(needed.run)}{more} besides its checkpoints"
+    yield from _short("cluster.run_dir", disks.run, needed.run, message, "free some space there")
+    more = " more" if written.checkpoints else ""
+    message = f"the checkpoints need about {gib(needed.checkpoints)}{more}"
+    remedy = "free some space there, or move them to a roomier disk, with a link in their place"
+    yield from _short(str(Path(plan.run_dir) / _CHECKPOINTS), disks.checkpoints, needed.checkpoints, message, remedy)
 
 
-def disk_bytes(plan: RunPlan, *, model_bytes: int, written: Written = Written()) -> int:
-    """About what the run still writes. model_bytes: size of the weights on disk (BF16), 0 when unknown."""
+def _short(place: str, disk: Disk, needed: int, message: str, remedy: str) -> Iterator[Finding]:
+    if disk.free_bytes < needed:
+        what = f"{gib(disk.free_bytes)} free at {disk.folder}, {message}"
+        yield Finding(Severity.ERROR, "disk", place, what, remedy)
+
+
+def disk_bytes(plan: RunPlan, *, model_bytes: int) -> int:
+    """About what a new run writes in all. model_bytes: size of the weights on disk (BF16), 0 when unknown."""
+    needed = needed_bytes(plan, model_bytes=model_bytes, written=Written())
+    return needed.run + needed.checkpoints
+
+
+def needed_bytes(plan: RunPlan, *, model_bytes: int, written: Written) -> Needed:
     each = model_bytes // 2 * BYTES_SAVED_PER_WEIGHT if model_bytes else _TINY_CHECKPOINT
     checkpoints = max(0, checkpoints_at_once(plan) * each - written.checkpoints)
     scaled = max(0, 2 * model_bytes - written.scaled) if plan.uaq else 0  # most of it in FP32
-    return _FOR_LOGS + checkpoints + scaled + 2 * model_bytes  # `model/`, an earlier one goes to the logs
+    run = _FOR_LOGS + scaled + 2 * model_bytes  # `model/`, an earlier one goes to the logs
+    return Needed(run=run, checkpoints=checkpoints)
 
 
 def bytes_by_shape(shape: ModelShape | None) -> int:

@@ -22,7 +22,7 @@ from appliance.plan.stored import read_result, result_key
 from appliance.preflight import hub
 from appliance.preflight.access import AccessFacts, read_access
 from appliance.preflight.container import read_container
-from appliance.preflight.disk import Written, read_written
+from appliance.preflight.disk import Disks, Written, nearest_existing, read_disks, read_written
 from appliance.preflight.limits import read_limits
 from appliance.preflight.profile import profile_problem
 from appliance.preflight.sample import RewardProblem, reward_problem
@@ -52,7 +52,7 @@ class InputFacts:
     model_damage: what is wrong with its files of weights.  model_problem: why the hub, which answers, does not give it.
     revision_problem: why it is not known which commit `model.revision` is.
     reward_problem: what is wrong with the rewards of the first problems.  stored: of `bench`, where one counts here.
-    written: by earlier attempts of the run.
+    disks: that the run writes to.  written: by earlier attempts of the run.
     data_problems: (message, hint) with `file:line`.  has_data: the cache has the problems that are made of them.
     """
 
@@ -65,6 +65,7 @@ class InputFacts:
     hub_problem: str
     data_problems: tuple[tuple[str, str], ...]
     has_data: bool
+    disks: Disks
     profile_problem: str = ""
     uaq_problem: str = ""
     model_damage: tuple[str, ...] = ()
@@ -80,7 +81,7 @@ class InputFacts:
 def read_host(run_root: Path) -> HostFacts:
     """run_root: the folder that will hold the run folders; it need not exist."""
     memory, limits = psutil.virtual_memory(), read_limits()
-    existing = _nearest_existing(run_root)
+    existing = nearest_existing(run_root)
     return HostFacts(
         cores=usable_cores(),
         memory_bytes=memory.total,
@@ -89,7 +90,6 @@ def read_host(run_root: Path) -> HostFacts:
         gpus=read_gpus(),
         python=sys.version_info[:2],
         missing_libraries=tuple(name for name in LIBRARIES if not _loads(name)),
-        disk_free_bytes=shutil.disk_usage(existing).free,
         shm_free_bytes=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0,
         run_root_problem=_write_problem(existing),
         packages=frozenset(name for name in PACKAGES if importlib.util.find_spec(name)),
@@ -97,10 +97,6 @@ def read_host(run_root: Path) -> HostFacts:
         container=read_container(run_root),
         limits=limits,
     )
-
-
-def _nearest_existing(path: Path) -> Path:
-    return next(each for each in (path, *path.parents) if os.path.exists(each))
 
 
 def _write_problem(folder: Path) -> str:
@@ -183,6 +179,7 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) 
         hub_problem=hub_problem,
         data_problems=data_problems,
         has_data=made,
+        disks=read_disks(Path(plan.run_dir)),
         profile_problem=profile_problem(plan),
         uaq_problem=uaq_problem(plan),
         model_damage=damage(folder) if may_look else (),

@@ -24,6 +24,7 @@ from ray.exceptions import RayError
 from appliance.errors import CheckpointError
 from appliance.plan.model import CheckpointPlan, RunPlan
 from appliance.run.checkpoints import (
+    FOLDER,
     OF_A_STEP,
     PROFILE_FOLDER,
     UAQ_FILE,
@@ -230,9 +231,9 @@ class Checkpoints:
     def _failed(self, folder: Path, error: Exception) -> CheckpointError:
         """The error that ends the run. What was half written goes, to leave room for saying so."""
         last = str(error).strip().rpartition("\n")[2] or "no message"
-        full = _is_full(self._run_dir, error)
+        full = _full_folder(self._run_dir, error)
         shutil.rmtree(partial_of(folder), ignore_errors=True)
-        why = f"no space left at {folder.parent}" if full else f"{type(error).__name__}: {last}"
+        why = f"no space left at {full}" if full else f"{type(error).__name__}: {last}"
         older = [each.name for each in in_order(self._run_dir) if each != folder]
         remedy = "free some space, then resume" if full else "then resume"
         hint = f"{remedy} with --resume auto: {older[-1]} is whole" if older else f"{remedy}; nothing was saved before"
@@ -274,11 +275,17 @@ def copy_scales(plan: RunPlan, target: Path) -> None:
         shutil.copyfile(mark, target / UAQ_FILE)
 
 
-def _is_full(run_dir: Path, error: Exception) -> bool:
+def _full_folder(run_dir: Path, error: Exception) -> Path | None:
+    """The folder on the disk that is full, links followed; None where something else went wrong.
+
+    `checkpoints/` may lie on another disk than the run's folder, whose lines of metrics a save brings to the disk too.
+    """
+    folders = [each.resolve() for each in (run_dir / FOLDER, run_dir) if each.is_dir()]
+    full = [each for each in folders if shutil.disk_usage(each).free < _FULL_BYTES]
     cause = getattr(error, "cause", error)
     if getattr(cause, "errno", None) in _OUT_OF_SPACE or "No space left" in str(error):
-        return True
-    return shutil.disk_usage(run_dir).free < _FULL_BYTES
+        return (full or folders)[0]
+    return folders[0] if folders[0] in full else None
 
 
 def _sync_file(path: Path) -> None:

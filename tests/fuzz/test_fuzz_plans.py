@@ -13,7 +13,7 @@ from fuzz_text import HOSTILE, as_json, values, wild_text
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from plans import HOST
+from plans import DISK, HOST
 
 from appliance.plan.build import build_plan
 from appliance.plan.env import child_env
@@ -23,6 +23,7 @@ from appliance.plan.read import plan_from_dict
 from appliance.plan.show import plan_text
 from appliance.plan.verl_args import Override
 from appliance.preflight.checks import estimates, judge
+from appliance.preflight.disk import Disks
 from appliance.preflight.probes import InputFacts
 from appliance.recipe.dump import to_yaml
 from appliance.recipe.load import load_recipe
@@ -30,7 +31,7 @@ from appliance.recipe.schema import SECTIONS
 
 HOSTS = (HOST, dataclasses.replace(HOST, gpus=(HostGpu("NVIDIA H100 80GB HBM3", 80 << 30),) * 8))
 BASE = {"model": {"builtin": "tiny-arithmetic"}, "task": {"max_prompt_tokens": 16, "max_response_tokens": 8}}
-INPUTS = InputFacts(True, (), 0, None, True, True, "", (), True)
+INPUTS = InputFacts(True, (), 0, None, True, True, "", (), True, Disks(DISK, checkpoints=DISK))
 PARSER = OverridesParser.create()
 ENVIRONMENT = {
     name

@@ -154,6 +154,7 @@ def test_links_among_the_logs_of_ray_and_a_linked_folder_of_checkpoints_may_be(r
     run_dir = room / "run"
     (run_dir / "logs/1/ray").mkdir(parents=True)
     (run_dir / "logs/1/ray/latest.log").symlink_to("gcs.log")
+    (room / "elsewhere").mkdir()
     (run_dir / "checkpoints").symlink_to(room / "elsewhere")
     write_record(run_dir, RunRecord())
     assert find_target(str(run_dir), root=room, recipe_name="r", name=None) is not None

@@ -13,7 +13,7 @@ import shipped
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
-from plans import HOST
+from plans import DISK, HOST
 
 from appliance.errors import RecipeError
 from appliance.plan.build import build_plan
@@ -21,6 +21,7 @@ from appliance.plan.host import HostGpu
 from appliance.plan.model import RunPlan
 from appliance.plan.shapes import KNOWN, read_shape
 from appliance.preflight.checks import judge
+from appliance.preflight.disk import Disks
 from appliance.preflight.finding import Severity
 from appliance.preflight.probes import InputFacts
 from appliance.quant.device import GPUS
@@ -180,6 +181,9 @@ def variants() -> Iterator[tuple[str, Broken]]:
             yield name, FOR_SCHEME[str(recipe.rollout.scheme)]
 
 
+PLENTY = dataclasses.replace(DISK, free_bytes=1 << 50)
+
+
 def problems(name: str, *sets: str) -> list[str]:
     """What is said against a recipe on the very hardware it names, with all it needs installed."""
     try:
@@ -192,7 +196,6 @@ def problems(name: str, *sets: str) -> list[str]:
         gpus=(HostGpu(gpu.product, gpu.memory_gib << 30),) * plan.gpus_per_node,
         packages=frozenset({"flash_attn"}),
         memory_bytes=1 << 41,
-        disk_free_bytes=1 << 50,
     )
     inputs = InputFacts(
         model_folder_exists=False,
@@ -204,6 +207,7 @@ def problems(name: str, *sets: str) -> list[str]:
         hub_problem="",
         data_problems=(),
         has_data=True,
+        disks=Disks(PLENTY, checkpoints=PLENTY),
     )
     found = judge(plan, host=host, inputs=inputs)
     return [each.text for each in found if each.severity is Severity.ERROR]

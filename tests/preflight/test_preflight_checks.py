@@ -2,15 +2,15 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from plans import DISK, INPUTS
 from plans import HOST as BARE_HOST
-from plans import INPUTS
 
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.model import RunPlan
 from appliance.plan.shapes import ModelShape
 from appliance.preflight.checks import estimates, judge
-from appliance.preflight.disk import Written
+from appliance.preflight.disk import Disk, Disks, Written
 from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.probes import InputFacts
 from appliance.preflight.report import as_json, lines
@@ -78,13 +78,6 @@ def test_nothing_to_say():
             (
                 "error: cluster.run_dir: /runs is on a read-only file system",
                 "set cluster.run_dir to a folder that you can write to",
-            ),
-        ),
-        (
-            {"disk_free_bytes": 1 << 27},
-            (
-                "error: cluster.run_dir: 0.1 GiB free at /runs/a-1, the run needs about 0.4 GiB",
-                "free some space, or set cluster.run_dir to a roomier place",
             ),
         ),
         (
@@ -261,8 +254,9 @@ def test_a_resume_needs_no_room_for_what_is_written_already():
     gib = 1 << 30
 
     def short(free: float, written: Written) -> list[str]:
-        inputs = with_inputs(model_bytes=gib, written=written)
-        return [text for text, _ in findings(*sets, disk_free_bytes=int(free * gib), inputs=inputs)]
+        disk = dataclasses.replace(DISK, free_bytes=int(free * gib))
+        inputs = with_inputs(model_bytes=gib, written=written, disks=Disks(disk, checkpoints=disk))
+        return [text for text, _ in findings(*sets, inputs=inputs)]
 
     assert short(28.25, Written()) == []
     assert short(28.2, Written()) == [
@@ -274,6 +268,47 @@ def test_a_resume_needs_no_room_for_what_is_written_already():
         "error: cluster.run_dir: 10.1 GiB free at /runs/a-1, the run needs about 10.2 GiB more"
     ]
     assert short(2.25, Written(checkpoints=99 * gib, scaled=99 * gib)) == []  # one does not pay for the other
+
+
+def test_each_disk_is_asked_for_what_goes_to_it():
+    """4.2 GiB for `model/`, logs and the scaled model, and 24 GiB of checkpoints on a disk of their own."""
+    sets = ("checkpoint.every_steps=10", "model.builtin=null", "model.path=/m", "correction.uaq_scale=1.5")
+    gib = 1 << 30
+
+    def short(run: float, checkpoints: float, written: Written = Written()) -> list[tuple[str, str]]:
+        disks = Disks(
+            Disk("/runs/a-1", free_bytes=int(run * gib), number=1),
+            checkpoints=Disk("/large/a-1", free_bytes=int(checkpoints * gib), number=2),
+        )
+        return findings(*sets, inputs=with_inputs(model_bytes=gib, written=written, disks=disks))
+
+    of_run = (
+        "error: cluster.run_dir: 4.0 GiB free at /runs/a-1, the run needs about 4.2 GiB besides its checkpoints",
+        "free some space there",
+    )
+    of_checkpoints = (
+        "error: /runs/a-1/checkpoints: 23.5 GiB free at /large/a-1, the checkpoints need about 24.0 GiB",
+        "free some space there, or move them to a roomier disk, with a link in their place",
+    )
+    assert short(4.5, 24) == []
+    assert short(4, 24) == [of_run]
+    assert short(100, 23.5) == [of_checkpoints]
+    assert short(4, 23.5) == [of_run, of_checkpoints]
+    assert short(4.5, 16, Written(checkpoints=8 * gib)) == []
+    assert short(2.5, 15.5, Written(checkpoints=8 * gib, scaled=2 * gib)) == [
+        (of_checkpoints[0].replace("23.5", "15.5").replace("24.0 GiB", "16.0 GiB more"), of_checkpoints[1])
+    ]
+    assert short(2, 24, Written(scaled=2 * gib)) == [
+        (of_run[0].replace("4.0", "2.0").replace("4.2 GiB", "2.2 GiB more"), of_run[1])
+    ]
+
+
+def test_one_disk_is_asked_for_all_of_it():
+    for free, said in ((1 << 29, []), (1 << 27, ["0.1 GiB free at /runs/a-1, the run needs about 0.4 GiB"])):
+        disk = dataclasses.replace(DISK, free_bytes=free)
+        found = findings(inputs=with_inputs(disks=Disks(disk, checkpoints=disk)))
+        remedy = "free some space, or set cluster.run_dir to a roomier place"
+        assert found == [(f"error: cluster.run_dir: {text}", remedy) for text in said]
 
 
 def test_time_is_estimated_where_it_was_measured():

@@ -1,6 +1,7 @@
 import json
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ from appliance.plan.build import build_plan
 from appliance.plan.host import HostGpu
 from appliance.plan.model import RunPlan
 from appliance.preflight import probes
+from appliance.preflight.disk import read_disks
 from appliance.recipe.load import load_recipe
+from appliance.run.checkpoints import FOLDER
 
 
 def planned(tmp_path: Path, *sets: str, recipe: str = "gsm8k-tiny-int8") -> RunPlan:
@@ -22,9 +25,26 @@ def test_this_host(tmp_path):
     assert 1 <= host.cores <= len(os.sched_getaffinity(0))
     assert host.memory_bytes >= host.memory_free_bytes > 0
     assert host.run_root_problem == ""
-    assert host.disk_free_bytes > 0
     assert ", family " in host.processor and ", model " in host.processor
     assert not (tmp_path / "not").exists()
+
+
+def test_disks_are_those_that_files_really_go_to(tmp_path: Path, disk_of: Callable[[str], Path]) -> None:
+    """No folder is needed; a link is followed, that of a whole run too, and one to nowhere is on the disk with it."""
+    small, run_dir = disk_of("1m"), tmp_path / "runs" / "a-1"
+    disks = read_disks(run_dir)
+    assert disks.are_one and disks.run.folder == str(run_dir) and disks.run.free_bytes > 1 << 20
+    assert disks.checkpoints.folder == str(run_dir / FOLDER)
+    run_dir.mkdir(parents=True)
+    (run_dir / FOLDER).symlink_to(small / "a-1")  # to what is not there yet
+    disks = read_disks(run_dir)
+    assert not disks.are_one and disks.run.free_bytes > 1 << 20
+    assert disks.checkpoints.folder == str(small / "a-1") and disks.checkpoints.free_bytes <= 1 << 20
+    plan = build_plan(load_recipe("arithmetic-tiny-int8"), run_dir=run_dir, host=probes.read_host(tmp_path))
+    assert probes.read_inputs(plan, ask_hub=False).disks.checkpoints.folder == str(small / "a-1")
+    (tmp_path / "runs" / "a-2").symlink_to(small)
+    disks = read_disks(tmp_path / "runs" / "a-2")
+    assert disks.are_one and disks.run.folder == str(small) and disks.run.free_bytes <= 1 << 20
 
 
 def test_a_file_where_the_run_root_should_be(tmp_path):

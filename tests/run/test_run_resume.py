@@ -15,6 +15,7 @@ from stopped_runs import recipe, resumed, save, stopped, target_of
 from appliance.errors import PreflightError, RecipeError
 from appliance.plan.build import Begun, build_plan
 from appliance.plan.model import RunPlan
+from appliance.preflight.disk import Disk, Disks
 from appliance.quant.scheme import Scheme
 from appliance.recipe.dump import to_yaml
 from appliance.recipe.load import load_recipe
@@ -53,6 +54,22 @@ def test_auto_takes_the_name_or_the_newest_of_the_recipe(tmp_path: Path, small_p
     for name, found in ((None, "small-10"), ("small-9", "small-9"), ("small-x", "small-x")):
         target = find_target("auto", root=tmp_path, recipe_name="small", name=name)
         assert target is not None and target.run_dir == tmp_path / found and target.checkpoint is None
+
+
+def test_a_run_whose_disk_of_checkpoints_is_gone_does_not_start_from_the_beginning(
+    tmp_path: Path, small_plan: Callable
+) -> None:
+    run_dir, large = stopped(small_plan(tmp_path)), tmp_path / "large"
+    save(run_dir, 3)
+    (run_dir / "checkpoints").rename(large)
+    (run_dir / "checkpoints").symlink_to(large)
+    target = find_target(str(run_dir), root=tmp_path, recipe_name="", name=None)
+    assert target is not None and find_start(target).step == 3
+    large.rename(tmp_path / "gone")
+    with pytest.raises(RecipeError) as caught:
+        find_target("auto", root=tmp_path, recipe_name="small", name=None)
+    message = f"--resume: {run_dir / 'checkpoints'} leads to {large}, which is not there"
+    assert caught.value.problems == [(message, "bring it back, such as the disk that it is on")]
 
 
 def test_a_path_names_a_run_or_one_of_its_checkpoints(tmp_path: Path, small_plan: Callable) -> None:
@@ -244,8 +261,12 @@ def test_an_attempt_needs_room_for_the_rest_of_the_run_alone(tmp_path: Path, mon
     (run_dir / "checkpoints" / "damaged" / "other").write_bytes(bytes(mib))
     monkeypatch.setattr(going_on, "run_training", lambda *_, **__: 0)
     free = [441 * mib]  # a quarter of a GiB, 3 checkpoints of an eighth, less 2 of 100 MiB
-    host = "appliance.preflight.report.read_host"
-    monkeypatch.setattr(host, lambda _: replace(HOST, disk_free_bytes=free[0]))
+    monkeypatch.setattr("appliance.preflight.report.read_host", lambda _: HOST)
+
+    def disks(folder: Path) -> Disks:
+        return Disks(disk := Disk(str(folder), free_bytes=free[0], number=1), checkpoints=disk)
+
+    monkeypatch.setattr("appliance.preflight.probes.read_disks", disks)
     again = load_recipe(str(run_dir / "recipe.yaml"))
 
     def attempt() -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -293,3 +294,44 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_a_clear_end(disk_of: Callab
     assert caught.value.hint == "free some space, then resume with --resume auto: global_step_1 is whole"
     assert saves.names == ["global_step_1"]
     assert find_newest(small_disk / "run").newest == where / "global_step_1"
+
+
+class Failing(Saves):
+    """Ranks that write nothing."""
+
+    error: Exception
+
+    def _save(self, folder: Path, step: int) -> None:
+        raise self.error
+
+
+HIDDEN = RuntimeError("[enforce fail at inline_container.cc:664] unexpected pos 64 vs 0")  # torch's, on a full disk
+NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    ("full", "error", "why"),
+    [
+        ("checkpoints", HIDDEN, "no space left at {large}"),
+        ("checkpoints", NO_SPACE, "no space left at {large}"),
+        ("run", HIDDEN, f"RuntimeError: {HIDDEN}"),  # ranks write to the other disk
+        ("run", NO_SPACE, "no space left at {run}"),  # metrics.jsonl is brought to the disk with a checkpoint
+        ("none", HIDDEN, f"RuntimeError: {HIDDEN}"),
+        ("none", NO_SPACE, "no space left at {large}"),  # a quota
+    ],
+)
+def test_the_disk_that_is_full_is_the_one_that_is_named(
+    tmp_path: Path, disk_of: Callable[[str], Path], full: str, error: Exception, why: str
+) -> None:
+    """`checkpoints/` is a link to another disk. One of 12 MiB counts as full."""
+    disk = disk_of("40m" if full == "none" else "12m")
+    run, large = (disk / "run", tmp_path / "large") if full == "run" else (tmp_path / "run", disk / "large")
+    saves = Failing(run, every_steps=1)
+    saves.error = error
+    large.mkdir()
+    (run / "checkpoints").symlink_to(large)
+    with pytest.raises(CheckpointError) as caught:
+        saves.step(1)
+    where = why.format(large=large, run=run)
+    assert caught.value.message == f"checkpoint global_step_1 could not be written: {where}"
+    assert list(large.iterdir()) == []
