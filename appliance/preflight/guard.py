@@ -18,17 +18,7 @@ _BLOCK = 128  # channels that share a scale of `fp8-block`
 
 def judge_guard(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     yield from _live(plan, inputs)
-    yield from _ranking(plan)
     yield from _finer(plan, inputs.model_shape)
-
-
-def _ranking(plan: RunPlan) -> Iterator[Finding]:
-    """Blockwise kernels of vLLM may pack codes and scales, which are then no longer ours to compare."""
-    in_blocks = plan.rollout.scheme is Scheme.FP8_BLOCK and not plan.rollout.emulated
-    if plan.guard.ranks_layers and in_blocks and plan.profile is None:
-        message = "`raise-precision` needs the layers' errors, and engines may not tell those of `fp8-block`"
-        remedy = "give a profile in quantization.profile, or leave it out of guard.actions"
-        yield Finding(Severity.ERROR, "guard-ranking", "guard.actions", message, remedy)
 
 
 def _finer(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:

@@ -180,13 +180,12 @@ def test_a_finer_scheme_that_would_cut_its_blocks_is_refused_before_the_start(
     assert findings(planned(*sets), inputs) == ([] if cut is None else [(CUT.format(cut), OTHER)])
 
 
-def test_layers_that_nobody_ranks_are_not_raised() -> None:
-    block = (*NATIVE, "rollout.scheme=fp8-block")
-    message = "`raise-precision` needs the layers' errors, and engines may not tell those of `fp8-block`"
-    remedy = "give a profile in quantization.profile, or leave it out of guard.actions"
-    assert findings(planned(*block)) == [(f"error: guard.actions: {message}", remedy)]
-    assert findings(planned("cluster.device=h100", "rollout.scheme=fp8-block")) == []
-    assert findings(planned(*EMULATED, RAISE, "rollout.scheme=fp8-block")) == []
+@pytest.mark.parametrize("device", ["l40s", "h100", "b200", "rtx5090"])
+def test_blocks_are_ranked_by_their_engine_where_there_is_no_profile(device: str) -> None:
+    """What its kernels tell: tests/engine/test_engine_native_choice.py."""
+    plan = planned(f"cluster.device={device}", RAISE, "rollout.scheme=fp8-block", "quantization.profile=none")
+    assert plan.profile is None and plan.guard.ranks_layers
+    assert findings(plan) == []
 
 
 def test_a_plan_of_a_model_with_experts_from_before_restarts_can_be_read() -> None:
