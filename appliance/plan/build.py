@@ -17,7 +17,7 @@ from appliance.plan.correction import plan_correction, plan_uaq
 from appliance.plan.derive import Derived, derive
 from appliance.plan.engines import plan_profile, plan_rollout, rollout_attestations
 from appliance.plan.env import child_env
-from appliance.plan.experts import keeps_experts, layers_with_experts
+from appliance.plan.experts import layers_with_experts, quantises_experts
 from appliance.plan.guard import plan_guard, plan_validation
 from appliance.plan.host import HostFacts
 from appliance.plan.hub_cache import commit_in_cache, snapshot
@@ -34,7 +34,7 @@ from appliance.plan.model import (
     TrainerPlan,
     UaqPlan,
 )
-from appliance.plan.stored import has_experts, read_result, result_key
+from appliance.plan.stored import read_result, result_key
 from appliance.plan.verl_args import overrides
 from appliance.quant.device import AUTO, CPU, GPUS, automatic_scheme, gpu_of_product
 from appliance.quant.scheme import Scheme
@@ -95,6 +95,7 @@ class Decided:
     threads: int
     choices: tuple[Choice, ...]
     uaq: UaqPlan | None = None
+    experts: bool = False  # whether a quantised engine has some in it
 
 
 def decide(
@@ -110,7 +111,7 @@ def decide(
     cache_dir = cache_dir or run_dir.parent / CACHE_NAME
     model = _model(recipe, cache_dir=cache_dir, commit=commit)
     layers = layers_with_experts(model)
-    experts = layers > 0 and not keeps_experts(recipe.quantization.ignore, layers=layers)
+    experts = quantises_experts(recipe.quantization.ignore, layers=layers)
     hardware = _hardware(recipe, host=host, model=model, experts=experts, cache_dir=cache_dir, begun=begun)
     if hardware.is_cpu and (broken := list(broken_on_cpu(recipe))):
         raise RecipeError([(f"{each.keys[0]}: {each.message}", each.hint) for each in broken])
@@ -128,7 +129,7 @@ def decide(
     if hardware.is_cpu:
         choices = (*choices, Choice("threads_per_process", str(threads), why))
     all_choices = (*hardware.choices, *engine_choices, *choices, *uaq_choices)
-    return Decided(hardware.device, rollout, model, task, derived, threads, all_choices, uaq)
+    return Decided(hardware.device, rollout, model, task, derived, threads, all_choices, uaq, experts)
 
 
 def _threads(model: ModelPlan, *, cores: int) -> tuple[int, str]:
@@ -158,7 +159,7 @@ def build_plan(
     decided = decide(recipe, run_dir=run_dir, host=host, cache_dir=cache_dir, begun=begun, commit=commit)
     derived, model, task = decided.derived, decided.model, decided.task
     correction, correction_choices = plan_correction(recipe, derived=derived)
-    guard, guard_choices = plan_guard(recipe, rollout=decided.rollout, has_experts=has_experts(model))
+    guard, guard_choices = plan_guard(recipe, rollout=decided.rollout, experts=decided.experts)
     validate_bf16_every, why_bf16 = plan_validation(
         recipe, rollout=decided.rollout, switching=guard.switching, steps=derived.steps
     )

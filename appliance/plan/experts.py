@@ -21,6 +21,11 @@ def layers_with_experts(model: ModelPlan) -> int:
     return max(1, shape.layers) if shape else 1
 
 
+def quantises_experts(ignore: Sequence[str], *, layers: int) -> bool:
+    """Whether a quantised engine has experts among what it quantises. layers: as layers_with_experts."""
+    return layers > 0 and not keeps_experts(ignore, layers=layers)
+
+
 def keeps_experts(ignore: Sequence[str], *, layers: int) -> bool:
     """Whether `quantization.ignore` names the experts of every layer, as vLLM matches names. layers: >= 1."""
     names = (f"model.layers.{layer}.mlp.experts" for layer in range(min(layers, _MOST_LAYERS)))

@@ -16,11 +16,11 @@ RANKS = "an engine of several ranks cannot change from one emulated scheme to an
 _TWICE = "every validation in BF16 starts the engines twice"
 
 
-def plan_guard(recipe: Recipe, *, rollout: RolloutPlan, has_experts: bool) -> tuple[GuardPlan, tuple[Choice, ...]]:
-    """has_experts: the model's, False where that is not known yet."""
+def plan_guard(recipe: Recipe, *, rollout: RolloutPlan, experts: bool) -> tuple[GuardPlan, tuple[Choice, ...]]:
+    """experts: whether a quantised engine has some in it, False where that is not known yet."""
     asked = recipe.guard.model_dump(exclude={"scheme_change", "actions"})
     actions = USUAL_ACTIONS if recipe.guard.actions is None else recipe.guard.actions
-    prevents = why_not_live(rollout, actions=actions, has_experts=has_experts)
+    prevents = why_not_live(rollout, actions=actions, experts=experts)
     switching, why = _switching(recipe.guard.scheme_change, prevents=prevents)
     choices = [Choice("rollout.scheme_changes", str(switching), why)] if rollout.scheme.quantised else []
     if recipe.guard.actions is None:
@@ -28,11 +28,11 @@ def plan_guard(recipe: Recipe, *, rollout: RolloutPlan, has_experts: bool) -> tu
     return GuardPlan(**asked, actions=actions, switching=switching), tuple(choices)
 
 
-def why_not_live(rollout: RolloutPlan, *, actions: tuple[Action, ...], has_experts: bool) -> str:
+def why_not_live(rollout: RolloutPlan, *, actions: tuple[Action, ...], experts: bool) -> str:
     """What prevents a change of scheme with a weight update, or nothing."""
     if not rollout.eager:
         return GRAPHS
-    if has_experts:
+    if experts:
         return EXPERTS
     finer = rollout.emulated and rollout.tensor_parallel > 1 and Action.RAISE_PRECISION in actions
     return RANKS if finer else ""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from appliance.plan.experts import layers_with_experts, quantises_experts
 from appliance.plan.guard import CHANGES_ENGINES, finer_schemes, why_not_live
 from appliance.plan.model import RunPlan, Switching
 from appliance.plan.shapes import ModelShape
-from appliance.plan.stored import has_experts
 from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.probes import InputFacts
 from appliance.quant.architectures import WITH_EXPERTS
@@ -41,12 +41,13 @@ def _live(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     changes = plan.validate_bf16_every or any(action in CHANGES_ENGINES for action in plan.guard.actions)
     if not changes or plan.guard.switching is Switching.RESTART or not plan.rollout.scheme.quantised:
         return
-    found = frozenset(inputs.model_shape.architectures) if inputs.model_shape else frozenset()
-    prevents = why_not_live(
-        plan.rollout,
-        actions=plan.guard.actions,
-        has_experts=bool(found & WITH_EXPERTS) or has_experts(plan.model),
-    )
+    shape = inputs.model_shape
+    layers = layers_with_experts(plan.model)
+    if shape and WITH_EXPERTS.intersection(shape.architectures):
+        layers = max(1, shape.layers)
+    quantised = {each.ignore for each in plan.rollout.replicas if each.scheme.quantised}
+    experts = any(quantises_experts(ignore, layers=layers) for ignore in quantised)
+    prevents = why_not_live(plan.rollout, actions=plan.guard.actions, experts=experts)
     if prevents:
         message = f"a change of scheme cannot be `live`: {prevents}"
         yield Finding(Severity.ERROR, "guard-scheme", "guard.scheme_change", message, "set it to `restart`")

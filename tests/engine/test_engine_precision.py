@@ -198,6 +198,23 @@ def test_experts_are_kept_raised_and_ranked_by_one_name(tmp_path: Path) -> None:
         free_engine(started.engine)
 
 
+def test_an_engine_that_keeps_its_experts_changes_as_one_without(tmp_path: Path) -> None:
+    """As the plan says where `ignore` names all experts: to BF16 and back with weight updates, as engines built so."""
+    from families import make_family
+
+    ignore = (r"re:.*\.experts$",)
+    folders = [make_family(tmp_path / str(seed), name="qwen3-moe", seed=seed) for seed in (1, 2)]
+    new = read_checkpoint(folders[1])
+    kept, bf16 = fresh(folders[1], scheme="int8", ignore=ignore), fresh(folders[1], scheme="bf16")
+    assert kept != bf16
+    moe = Switched(start_engine(folders[0], scheme="int8", ignore=ignore))
+    report = moe.to(BF16, new)
+    assert (report.switched, moe.scheme(), moe.engine.generate()) == (8, ("bf16", False), bf16)  # 6 + 2 dense
+    report = moe.to(AS_PLANNED, new)
+    assert (report.switched, moe.scheme(), moe.engine.generate()) == (8, ("int8", False), kept)
+    free_engine(moe.engine)
+
+
 @pytest.mark.parametrize("precision", [BF16, AS_PLANNED, Precision(bf16_layers=(WORST,))])
 def test_a_bit_flipped_after_a_change_is_caught(
     int8: Switched, old: Tensors, new: Tensors, precision: Precision

@@ -86,6 +86,27 @@ def test_a_live_change_of_experts_is_refused_for_what_they_are(moe: Path) -> Non
     assert found.message == f"a change of scheme cannot be `live`: {why}"
 
 
+@pytest.mark.parametrize("scheme", ["rollout.scheme=int8", "rollout.scheme=fp8, quantization.emulate=true"])
+def test_on_a_cpu_experts_that_stay_in_bf16_are_nothing_that_could_not_change(moe: Path, scheme: str) -> None:
+    """In a folder as by a name, of which preflight alone knows the sizes."""
+    named = dataclasses.replace(INPUTS, model_shape=read_shape(moe / "config.json"))
+    sets = (*scheme.split(", "), "guard.scheme_change=live")
+    for given, inputs in ((moe, INPUTS), (moe, named), (Path("owner/moe"), named)):
+        more = (f"cluster.run_dir={moe.parent}",)
+        kept = planned(given, *sets, KEPT, *more, device="cpu")
+        assert list(judge_guard(kept, inputs)) == []
+        (found,) = judge_guard(planned(given, *sets, *more, device="cpu"), inputs)
+        assert found.code == "guard-scheme"
+        one = "quantization.ignore=[model.layers.0.mlp.experts]"  # of two layers
+        (found,) = judge_guard(planned(given, *sets, one, *more, device="cpu"), inputs)
+        assert found.code == "guard-scheme"
+    auto = planned(moe, *scheme.split(", "), KEPT, device="cpu")
+    assert auto.guard.switching is Switching.LIVE
+    assert choices(auto)["rollout.scheme_changes"][1].startswith("engines run eagerly")
+    assert auto.validate_bf16_every == auto.steps
+    assert planned(moe, *scheme.split(", "), device="cpu").guard.switching is Switching.RESTART
+
+
 @pytest.mark.parametrize(
     "sets", [("rollout.scheme=bf16",), ("rollout.scheme=int8", KEPT), ("rollout.scheme=fp8", KEPT)]
 )
