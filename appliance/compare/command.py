@@ -11,7 +11,7 @@ from appliance import console
 from appliance.compare.arms import PlannedRun, go_on, plan_runs
 from appliance.compare.file import Comparison, load_comparison
 from appliance.compare.final import validate_models
-from appliance.compare.found import Found, look, set_aside
+from appliance.compare.found import Found, look, refuse_other_commit, set_aside
 from appliance.compare.judge import ArmResult, judge
 from appliance.compare.page import page
 from appliance.compare.results import busy_share, note_busy, read_result
@@ -44,7 +44,7 @@ def run_compare(name_or_path: str, *, json_mode: bool) -> int:
     stop_on_errors(list(dict.fromkeys(finding for run in runs for finding in run.findings)))
     folder = runs[0].run_dir.parent
     command = f"appliance compare {shlex.quote(name_or_path)}"
-    todo = _todo(runs, folder=folder)
+    todo = _todo(runs, folder=folder, file=comparison.file)
     with Interrupts() as interrupts:
 
         def stop() -> None:
@@ -67,9 +67,12 @@ def _stopped(command: str) -> Interrupted:
     return Interrupted("the comparison was stopped", hint=f"`{command}` goes on with what is missing")
 
 
-def _todo(runs: list[PlannedRun], *, folder: Path) -> list[PlannedRun]:
-    """The runs without a result, ready to start. Raises PreflightError."""
+def _todo(runs: list[PlannedRun], *, folder: Path, file: Path) -> list[PlannedRun]:
+    """The runs without a result, ready to start. file: of the comparison.  Raises PreflightError."""
     found = {run.label: look(run) for run in runs}
+    if any(each is not Found.DONE for each in found.values()):
+        going_on = (Found.DONE, Found.UNFINISHED)
+        refuse_other_commit([run for run in runs if found[run.label] in going_on], file=file)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

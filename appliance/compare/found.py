@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
 
 from appliance.compare.arms import PlannedRun
 from appliance.errors import PreflightError, RecipeError
+from appliance.plan.build import Begun
 from appliance.recipe.dump import to_yaml
-from appliance.run.resume import has_problems_of
+from appliance.run.resume import Target, begun_with, has_problems_of
 from appliance.run.session import RUN_FILE, RunRecord, RunStatus, cannot_write, has_launcher, read_record
 
 _GUARD_STOPPED = 6
@@ -38,9 +40,41 @@ def look(run: PlannedRun) -> Found:
         return Found.OTHER
     if record.exit_code is None and has_launcher(folder):
         raise PreflightError(f"{folder}: this run is going on", hint="wait for its end, or stop it")
-    if recipe != to_yaml(run.recipe) or not _has_its_problems(run):
+    if recipe != _as_begun(run) or not _has_its_problems(run):
         return Found.OTHER
     return Found.DONE if has_result(record) else Found.UNFINISHED
+
+
+def refuse_other_commit(runs: Iterable[PlannedRun], *, file: Path) -> None:
+    """Rewards are compared, so all runs train one commit of a model on the hub. Raises PreflightError with the way on.
+
+    runs: that are there already.  file: of the comparison.
+    """
+    for run in runs:
+        begun, model = _begun_with(run), run.plan.model
+        if begun is None or begun.model != model.hub_name or not begun.commit or not model.commit:
+            continue  # nobody knows: an offline hub
+        if begun.commit != model.commit:
+            message = f"{run.label}: {begun.model}: {model.revision or 'main'} is {model.commit} on the hub now, "
+            hint = f"to go on with what is there: model.revision: {begun.commit} in {file}, under `set` or in the arm"
+            raise PreflightError(f"{message}the run began with {begun.commit}", hint=hint)
+
+
+def _as_begun(run: PlannedRun) -> str:
+    """The recipe; one that names the very commit that the run began with, as the run has it, without or by a tag."""
+    begun = _begun_with(run)
+    model = run.recipe.model
+    if begun is not None and model.revision and begun.commit == model.revision:
+        model = model.model_copy(update={"revision": begun.revision or None})
+    return to_yaml(run.recipe.model_copy(update={"model": model}))
+
+
+def _begun_with(run: PlannedRun) -> Begun | None:
+    """None where the run's plan cannot be read."""
+    try:
+        return begun_with(Target(run.run_dir, read_record(run.run_dir)))
+    except (RecipeError, OSError, ValueError):
+        return None
 
 
 def _has_its_problems(run: PlannedRun) -> bool:

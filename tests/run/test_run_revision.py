@@ -18,6 +18,8 @@ from stopped_runs import save, stopped
 
 from appliance.cluster.identity import describe_node, question_of
 from appliance.compare.arms import PlannedRun, go_on
+from appliance.compare.command import _todo
+from appliance.compare.found import Found, look
 from appliance.errors import PreflightError, RecipeError
 from appliance.plan.build import Begun, build_plan
 from appliance.plan.env import LOG_DIR_VARIABLE
@@ -33,7 +35,7 @@ from appliance.recipe.load import load_recipe
 from appliance.recipe.schema import Recipe
 from appliance.run.heartbeat import HEARTBEAT_FILE
 from appliance.run.resume import begun_with, find_start, find_target, refuse_changes, refuse_misfit
-from appliance.run.session import versions
+from appliance.run.session import RunRecord, RunStatus, versions, write_record
 from appliance.tasks import hub as hub_of_tasks
 from appliance.tasks.prepare import is_prepared
 
@@ -314,6 +316,35 @@ def test_a_run_of_a_comparison_refuses_a_hub_that_moved_on_as_well(tmp_path: Pat
     assert resumed is not None and resumed.plan.model.commit == OLD
     with pytest.raises(PreflightError, match=f"{NAME}: main is {NEW} on the hub now"):
         go_on(replace(now, plan=planned(tmp_path, commit=NEW)))
+
+
+def test_a_comparison_whose_hub_moved_on_says_how_it_goes_on(tmp_path: Path, cache: Path) -> None:
+    """Its file has no `--set`. What is done counts when it names the commit, and trains nothing else beside it."""
+    run_dir = begun_run(tmp_path, commit=OLD)
+    file = tmp_path / "c.yaml"
+
+    def at(*sets: str, commit: str = "", arm: str = "a", name: str = "small-1") -> PlannedRun:
+        plan = replace(planned(tmp_path, *sets, commit=commit), run_dir=str(tmp_path / name))
+        return PlannedRun(arm, 0, recipe=recipe(*sets), plan=plan, findings=())
+
+    def refused(*runs: PlannedRun) -> bool:
+        with pytest.raises(PreflightError) as caught:
+            _todo(list(runs), folder=tmp_path, file=file)
+        assert caught.value.message == f"a, seed 0: {NAME}: main is {NEW} on the hub now, the run began with {OLD}"
+        hint = f"to go on with what is there: model.revision: {OLD} in {file}, under `set` or in the arm"
+        return caught.value.hint == hint
+
+    named = f"model.revision={OLD}"
+    assert refused(at(commit=NEW))
+    for run in (at(named), at()):  # nobody knows the second one's: the hub was not there
+        (ready,) = _todo([run], folder=tmp_path, file=file)
+        assert ready.resume is not None and ready.resume.step == 3
+    assert look(at("model.revision=v1")) is look(at(f"model.revision={NEW}")) is Found.OTHER
+    write_record(run_dir, RunRecord(RunStatus.DONE, exit_code=0))
+    assert refused(at(commit=NEW), at(commit=NEW, arm="b", name="small-2"))
+    assert _todo([at(commit=NEW)], folder=tmp_path, file=file) == []  # nothing is trained
+    (rest,) = _todo([at(named), at(named, arm="b", name="small-2")], folder=tmp_path, file=file)
+    assert (rest.arm, rest.plan.model.commit) == ("b", OLD)
 
 
 def test_a_run_with_a_revision_refuses_another_even_when_forced(tmp_path: Path, cache: Path) -> None:
