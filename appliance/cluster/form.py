@@ -246,7 +246,10 @@ def _connect(plan: RunPlan, *, address: str) -> None:
 
 
 def _of_workers(plan: RunPlan) -> Iterator[tuple[str, str]]:
-    """What a worker on another host needs to know. On this host they would inherit it; there nobody has it."""
+    """What a worker on another host needs to know. On this host they would inherit it; there nobody has it.
+
+    Not where logs go: a file of stacks is named by a process id, which the launcher signals on its own host.
+    """
     from appliance.plan.env import PLAN_VARIABLE, RUN_VARIABLE
 
     yield from plan.env

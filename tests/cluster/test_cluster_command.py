@@ -7,12 +7,15 @@ import socket
 from pathlib import Path
 
 import pytest
+from plans import make_plan
 from typer.testing import CliRunner
 
 from appliance.cli import app
+from appliance.cluster.form import _of_workers
 from appliance.cluster.join import join_head
 from appliance.cluster.ray_command import NodeOffer, head_argv, node_environment, worker_argv
 from appliance.errors import PreflightError, RecipeError
+from appliance.plan.env import LOG_DIR_VARIABLE
 from appliance.plan.ports import Ports
 from appliance.run.attest import fingerprint
 
@@ -55,6 +58,13 @@ def test_no_secret_is_on_a_command_line_or_in_the_environment(tmp_path: Path) ->
         worker_argv(OFFER, ports=Ports(), head="h:1") + head_argv(OFFER, ports=Ports(), ray_dir=tmp_path)
     )
     assert str(file) in said and file.read_text() not in said
+
+
+def test_no_worker_of_another_host_has_a_file_for_its_stacks(tmp_path: Path) -> None:
+    """Its name is a process id: the launcher would signal that process of its own host, which may die of it."""
+    plan = make_plan(tmp_path / "run", env=(("OMP_NUM_THREADS", "1"),))
+    given = dict(_of_workers(plan)) | node_environment({}, token_file=token_of(tmp_path))
+    assert given["OMP_NUM_THREADS"] == "1" and LOG_DIR_VARIABLE not in given
 
 
 def test_join_gives_up_when_no_head_answers(tmp_path: Path) -> None:
