@@ -34,7 +34,7 @@ class Shapes:
 NAMED_SHAPES = {
     "qwen2.5-0.5b": Shapes(hidden=896, intermediate=4864, heads=14, kv_heads=2, layers=4),
     "qwen2.5-1.5b": Shapes(hidden=1536, intermediate=8960, heads=12, kv_heads=2, layers=4),
-    "qwen2.5-7b": Shapes(hidden=3584, intermediate=18944, heads=28, kv_heads=4, layers=2),
+    "qwen2.5-7b": Shapes(hidden=3584, intermediate=18944, heads=28, kv_heads=4, layers=6),
     "qwen2.5-32b": Shapes(hidden=5120, intermediate=27648, heads=40, kv_heads=8, layers=1),
 }
 

@@ -69,8 +69,8 @@ class GovernorState:
     """Everything the governor remembers. level: None before the first move, the foot of the ladder.
 
     recent_bad: of the last judged steps since the last move, oldest first.  fine_steps: in a row.
-    cooling: steps left that are not judged.  descended: the last move was down; on trial while recent_bad is shorter than
-      the window, so a resume with a larger one tries again.  relapses: climbs right after one.
+    cooling: steps left that are not judged.  descended: the last move was down; on trial while recent_bad is shorter
+      than the window, so a resume with a larger one tries again.  relapses: climbs right after one.
     """
 
     level: Level | None = None
