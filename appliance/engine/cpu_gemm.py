@@ -81,11 +81,11 @@ def pack(codes_NK: Tensor, *, scale_N1: Tensor) -> CpuGemm:
 
 def packs_quickly(rows: int, columns: int) -> bool:
     """Whether a weight of this shape gets sgl's kernel on this host."""
-    return rows % _TILE == 0 and columns % _TILE == 0 and columns <= LONGEST_PACKED_ROW and _has_instructions()
+    return rows % _TILE == 0 and columns % _TILE == 0 and columns <= LONGEST_PACKED_ROW and has_packed_kernel()
 
 
 @functools.cache
-def _has_instructions() -> bool:
+def has_packed_kernel() -> bool:
     """The kernel is compiled for AVX-512 with VNNI and BF16 and checks nothing. AMX is asked of the processor itself:
     `_is_amx_tile_supported` is patched (cpu_patches.py)."""
     return (

@@ -92,6 +92,7 @@ OF_THE_CHILDREN = (
     "tasks.tokenizer",
     "tasks.parquet",
     "bench.measure",
+    "bench.gemm",
     "bench.kernel",
     "bench.sync",
     "bench.worker",

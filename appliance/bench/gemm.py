@@ -1,0 +1,148 @@
+"""The GEMMs of one layer on a CPU, kernel by kernel: `python -m appliance.bench.gemm [--shapes qwen2.5-7b] [-o FILE]`.
+
+vLLM's BF16 against both INT8 kernels (engine/cpu_gemm.py), with the weights that a decoder layer has as vLLM fuses
+them: milliseconds of a multiplication, quantising the activations included, and of packing a weight. The kernels take
+turns; a ratio is the median of those of single turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+from appliance import console
+from appliance.bench.job import NAMED_SHAPES, Shapes
+from appliance.engine.cpu_gemm import OneDnnGemm, SglGemm, has_packed_kernel, packs_quickly
+from appliance.quant.codec import quantise_int8
+
+BF16 = "bf16"
+PACK = 0  # in the place of a number of tokens
+TOKENS = (16, 32, 64, 128, 512)
+
+Multiply = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Row:
+    """tokens: M of the GEMM, PACK for packing.  ms: median by kernel.  faster: than BF16, median of the turns.
+
+    chosen: the INT8 kernel that a rollout takes for this layer.
+    """
+
+    layer: str
+    shape_NK: tuple[int, int]
+    tokens: int
+    ms: dict[str, float]
+    faster: dict[str, float]
+    chosen: str
+
+
+def weights_of(shapes: Shapes) -> dict[str, tuple[int, int]]:
+    """[output channels, input channels] of one decoder layer."""
+    head = shapes.hidden // shapes.heads
+    return {
+        "qkv_proj": ((shapes.heads + 2 * shapes.kv_heads) * head, shapes.hidden),
+        "o_proj": (shapes.hidden, shapes.heads * head),
+        "gate_up_proj": (2 * shapes.intermediate, shapes.hidden),
+        "down_proj": (shapes.hidden, shapes.intermediate),
+    }
+
+
+def measure(shapes: Shapes, *, tokens: tuple[int, ...], turns: int) -> list[Row]:
+    found = []
+    for layer, (rows, columns) in weights_of(shapes).items():
+        weight_NK = torch.randn(rows, columns).to(torch.bfloat16)
+        packers = _packers(weight_NK)
+        chosen = SglGemm.name if packs_quickly(rows, columns) else OneDnnGemm.name
+        kernels: dict[str, Multiply] = {name: pack() for name, pack in packers.items()}
+        for count in (PACK, *tokens):
+            x_MK = torch.randn(count, columns).to(torch.bfloat16)
+            calls = {name: (lambda k=k, x=x_MK: k(x)) for name, k in kernels.items()} if count else packers
+            times = _take_turns(calls, turns=turns)
+            ms = {name: 1e3 * median(each) for name, each in times.items()}
+            found.append(Row(layer, (rows, columns), count, ms, _to_bf16(times), chosen))
+    return found
+
+
+def _to_bf16(times: dict[str, list[float]]) -> dict[str, float]:
+    """How many times as fast as BF16: the median of the turns' ratios."""
+    base = times[BF16]
+    return {name: median(b / own for b, own in zip(base, each, strict=True)) for name, each in times.items()}
+
+
+def _packers(weight_NK: Tensor) -> dict[str, Callable[[], Multiply]]:
+    """From a weight as it arrives to the function that multiplies by it. INT8's codes are there already."""
+    quantised = quantise_int8(weight_NK)
+    kinds = (OneDnnGemm, SglGemm) if has_packed_kernel() else (OneDnnGemm,)
+
+    def pack(kind: type[OneDnnGemm | SglGemm]) -> Multiply:
+        kernel = kind(quantised.codes_NK, scale_N1=quantised.scale_N1)
+        return lambda x_MK: kernel(x_MK, None)
+
+    def bf16() -> Multiply:
+        layer = Module()
+        layer.weight = Parameter(weight_NK, requires_grad=False)
+        dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+        return lambda x_MK: layer.cpu_linear(x_MK, layer.weight, None)
+
+    return {BF16: bf16, **{kind.name: (lambda kind=kind: pack(kind)) for kind in kinds}}
+
+
+def _take_turns(calls: dict[str, Callable[[], object]], *, turns: int) -> dict[str, list[float]]:
+    """Seconds by kernel and turn, after a turn that does not count."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(-1, turns):
+        for name, call in calls.items():
+            started = time.perf_counter()
+            call()
+            if turn >= 0:
+                times[name].append(time.perf_counter() - started)
+    return times
+
+
+def table(found: list[Row]) -> str:
+    names = list(found[0].ms)
+    lines = [
+        f"| layer | N x K | tokens | {' | '.join(f'{name}, ms' for name in names)} "
+        f"| {' | '.join(f'{name} to BF16' for name in names[1:])} | taken |",
+        "|" + " --- |" * (4 + len(names) + len(names) - 1),
+    ]
+    for row in found:
+        times = " | ".join(f"{row.ms[name]:.2f}" for name in names)
+        ratios = " | ".join(f"{row.faster[name]:.2f}" for name in names[1:])
+        n, k = row.shape_NK
+        tokens = "packing" if row.tokens == PACK else row.tokens
+        lines.append(f"| {row.layer} | {n} x {k} | {tokens} | {times} | {ratios} | {row.chosen} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m appliance.bench.gemm", description=__doc__)
+    parser.add_argument("--shapes", choices=sorted(NAMED_SHAPES), default="qwen2.5-7b")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("-o", "--output", type=Path, help="a file for the table")
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)  # the type that vLLM's kernels answer in
+    text = table(measure(NAMED_SHAPES[given.shapes], tokens=tuple(given.tokens), turns=given.turns))
+    console.out(text)
+    if given.output is not None:
+        given.output.write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
