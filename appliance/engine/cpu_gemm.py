@@ -2,7 +2,7 @@
 
 `sgl`: vLLM's packed kernel of AVX-512 VNNI. On a host without AMX it packs a weight several times faster than oneDNN
 (whose reorder with compensation has no fast version there) and multiplies as fast, as long as 32 tokens and 32 rows of
-codes fit the core's cache together; beyond that it reads everything again and again (docs/results/sync.md). vLLM itself
+codes fit the core's cache together; beyond that it reads everything again and again (docs/results/gemm.md). vLLM itself
 takes it on hosts with AMX only. `onednn`: everything else, and every host with AMX, where oneDNN has the matrix unit.
 
 Activations are quantised per token inside either kernel. Both make s = a / 127; oneDNN's path multiplies by 1 / s and
