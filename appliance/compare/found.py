@@ -40,7 +40,7 @@ def look(run: PlannedRun) -> Found:
         return Found.OTHER
     if record.exit_code is None and has_launcher(folder):
         raise PreflightError(f"{folder}: this run is going on", hint="wait for its end, or stop it")
-    if recipe != _as_begun(run) or not _has_its_problems(run):
+    if recipe != _as_begun(run) or not (_other_commit(run) or _has_its_problems(run)):
         return Found.OTHER
     return Found.DONE if has_result(record) else Found.UNFINISHED
 
@@ -51,13 +51,20 @@ def refuse_other_commit(runs: Iterable[PlannedRun], *, file: Path) -> None:
     runs: that are there already.  file: of the comparison.
     """
     for run in runs:
-        begun, model = _begun_with(run), run.plan.model
-        if begun is None or begun.model != model.hub_name or not begun.commit or not model.commit:
-            continue  # nobody knows: an offline hub
-        if begun.commit != model.commit:
-            message = f"{run.label}: {begun.model}: {model.revision or 'main'} is {model.commit} on the hub now, "
-            hint = f"to go on with what is there: model.revision: {begun.commit} in {file}, under `set` or in the arm"
-            raise PreflightError(f"{message}the run began with {begun.commit}", hint=hint)
+        if began_with := _other_commit(run):
+            model = run.plan.model
+            message = f"{run.label}: {model.hub_name}: {model.revision or 'main'} is {model.commit} on the hub now, "
+            hint = f"to go on with what is there: model.revision: {began_with} in {file}, under `set` or in the arm"
+            raise PreflightError(f"{message}the run began with {began_with}", hint=hint)
+
+
+def _other_commit(run: PlannedRun) -> str:
+    """The commit that the run began with, where the same revision is another one now. Empty where it is not, or nobody
+    knows: an offline hub."""
+    begun, model = _begun_with(run), run.plan.model
+    if begun is None or begun.model != model.hub_name or not model.commit or begun.commit == model.commit:
+        return ""
+    return begun.commit
 
 
 def _as_begun(run: PlannedRun) -> str:

@@ -347,6 +347,21 @@ def test_a_comparison_whose_hub_moved_on_says_how_it_goes_on(tmp_path: Path, cac
     assert (rest.arm, rest.plan.model.commit) == ("b", OLD)
 
 
+def test_a_tag_that_moved_is_refused_by_a_comparison_and_what_is_done_counts(tmp_path: Path, cache: Path) -> None:
+    """Its problems are named by its commit. They are no reason to do it anew."""
+    run_dir, tag, file = begun_run(tmp_path, "model.revision=v1", commit=OLD), "model.revision=v1", tmp_path / "c.yaml"
+    write_record(run_dir, RunRecord(RunStatus.DONE, exit_code=0))
+
+    def at(setting: str, *, commit: str = "", arm: str = "a", name: str = "small-1") -> PlannedRun:
+        plan = replace(planned(tmp_path, setting, commit=commit), run_dir=str(tmp_path / name))
+        return PlannedRun(arm, 0, recipe=recipe(setting), plan=plan, findings=())
+
+    with pytest.raises(PreflightError) as caught:
+        _todo([at(tag, commit=NEW), at(tag, commit=NEW, arm="b", name="small-2")], folder=tmp_path, file=file)
+    assert caught.value.message == f"a, seed 0: {NAME}: v1 is {NEW} on the hub now, the run began with {OLD}"
+    assert look(at(tag, commit=NEW)) is look(at(f"model.revision={OLD}")) is Found.DONE
+
+
 def test_a_run_with_a_revision_refuses_another_even_when_forced(tmp_path: Path, cache: Path) -> None:
     run_dir = begun_run(tmp_path, "model.revision=v1", commit=OLD)
     target = find_target(str(run_dir), root=tmp_path, recipe_name="", name=None)
