@@ -66,7 +66,7 @@ def plan_runs(comparison: Comparison) -> list[PlannedRun]:
 
 
 def go_on(run: PlannedRun) -> PlannedRun | None:
-    """The run from its newest whole checkpoint, or None where it has none. Raises PreflightError as refuse_misfit."""
+    """The run from its newest whole checkpoint, or None where it has none. Raises as find_start and refuse_misfit."""
     target = Target(run.run_dir, read_record(run.run_dir))
     start = find_start(target)
     newest = start.found.newest

@@ -61,8 +61,7 @@ class Resume:
 def find_target(resume: str, *, root: Path, recipe_name: str, name: str | None) -> Target | None:
     """The run that is meant, None for a new one. root: folder of the runs.
 
-    Raises RecipeError when there is none where one was named, its launcher still lives, or `checkpoints/` leads to what
-    is not there.
+    Raises RecipeError when there is none where one was named, or its launcher still lives.
     """
     if resume == NEVER:
         return None
@@ -78,10 +77,6 @@ def find_target(resume: str, *, root: Path, recipe_name: str, name: str | None) 
     if link := _first_link(run_dir):
         hint = "put what it points to in its place, if you trust it"
         raise RecipeError([(f"--resume: {link} is a symbolic link, which a run never makes", hint)])
-    where = run_dir / FOLDER
-    if where.is_symlink() and not where.is_dir():  # else the run would start from the beginning
-        hint = "bring it back, such as the disk that it is on"
-        raise RecipeError([(f"--resume: {where} leads to {os.readlink(where)}, which is not there", hint)])
     if has_launcher(run_dir):
         raise RecipeError([(f"--resume: the run {run_dir} is running", "wait for its end, or stop it")])
     return Target(run_dir, _record(run_dir), checkpoint)
@@ -193,8 +188,14 @@ def cache_of(target: Target) -> Path | None:
 
 
 def find_start(target: Target) -> Resume:
-    """Where the run goes on. Reads every byte of the checkpoints it looks at. Raises RecipeError for a named checkpoint
-    that is damaged."""
+    """Where the run goes on. Reads every byte of the checkpoints it looks at.
+
+    Raises RecipeError for a named checkpoint that is damaged, and where `checkpoints/` leads to what is not there.
+    """
+    where = target.run_dir / FOLDER
+    if where.is_symlink() and not os.path.isdir(where):  # else the run would start from the beginning
+        hint = "bring it back, such as the disk that it is on"
+        raise RecipeError([(f"{where} leads to {os.readlink(where)}, which is not there", hint)])
     if target.checkpoint is None:
         return Resume(target, find_newest(target.run_dir))
     problems = damage(target.checkpoint)

@@ -13,7 +13,7 @@ from appliance.compare.command import _ready
 from appliance.compare.file import load_comparison
 from appliance.compare.found import Found, look, set_aside
 from appliance.compare.results import busy_share, note_busy, read_final, read_result, write_final
-from appliance.errors import PreflightError
+from appliance.errors import PreflightError, RecipeError
 from appliance.recipe.dump import to_yaml
 from appliance.run.checkpoints import checkpoint_folder
 from appliance.run.events import append_event, append_line
@@ -75,6 +75,14 @@ def test_a_run_without_a_whole_checkpoint_is_done_again(planned: list[PlannedRun
     end(planned[0], state=RunStatus.STOPPED, code=130)
     (planned[0].run_dir / "checkpoints" / "global_step_3").mkdir(parents=True)  # no manifest: not whole
     assert go_on(planned[0]) is None
+
+
+def test_a_run_whose_disk_of_checkpoints_is_gone_is_not_done_again(planned: list[PlannedRun]) -> None:
+    end(planned[0], state=RunStatus.STOPPED, code=75)
+    (planned[0].run_dir / "checkpoints").symlink_to(planned[0].run_dir / "gone")
+    with pytest.raises(RecipeError, match=r"leads to .*gone, which is not there"):
+        _ready(planned[0], found=look(planned[0]))
+    assert planned[0].run_dir.is_dir()  # not set aside
 
 
 def test_a_run_that_was_stopped_goes_on_from_its_newest_whole_checkpoint(

@@ -66,10 +66,16 @@ def test_a_run_whose_disk_of_checkpoints_is_gone_does_not_start_from_the_beginni
     target = find_target(str(run_dir), root=tmp_path, recipe_name="", name=None)
     assert target is not None and find_start(target).step == 3
     large.rename(tmp_path / "gone")
-    with pytest.raises(RecipeError) as caught:
-        find_target("auto", root=tmp_path, recipe_name="small", name=None)
-    message = f"--resume: {run_dir / 'checkpoints'} leads to {large}, which is not there"
-    assert caught.value.problems == [(message, "bring it back, such as the disk that it is on")]
+    named = replace(target, checkpoint=run_dir / "checkpoints" / "global_step_3")
+    for each in (target, named):
+        with pytest.raises(RecipeError) as caught:
+            find_start(each)
+        message = f"{run_dir / 'checkpoints'} leads to {large}, which is not there"
+        assert caught.value.problems == [(message, "bring it back, such as the disk that it is on")]
+    (run_dir / "checkpoints").unlink()
+    (run_dir / "checkpoints").symlink_to("x" * 300)  # asked for, it is an error of its own, as of a disk that failed
+    with pytest.raises(RecipeError, match="xxx, which is not there"):
+        find_start(target)
 
 
 def test_a_path_names_a_run_or_one_of_its_checkpoints(tmp_path: Path, small_plan: Callable) -> None:
