@@ -29,6 +29,7 @@ RECONNECT_S = 30  # a head that has not answered for so long is gone: for Ray, a
 ENGINE_VENDOR = "appliance"  # under this name trainer/layer_rates.py registers an engine of verl's
 _LONGEST_RAY_DIR = 36
 _TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
+_KUBERNETES_VARIABLE = "RAY_ENABLE_K8S_TOKEN_AUTH"  # has Kubernetes judge tokens, which knows none of ours
 _VERL_SOCKET = "rl-colocate-zmq-"
 
 
@@ -99,13 +100,15 @@ def _scales_of_blocks(capability: tuple[int, int] | None) -> dict[str, str]:
     return {"VLLM_USE_DEEP_GEMM": "0"} if capability >= (10, 0) else {"VLLM_USE_DEEP_GEMM_E8M0": "0"}
 
 
-def with_ray_token(environment: Mapping[str, str], token_file: Path) -> dict[str, str]:
+def with_ray_token(environment: Mapping[str, str], token_file: Path, *, is_ours: bool = True) -> dict[str, str]:
     """The environment of what starts a Ray or speaks to one: without the token in this file nobody is heard.
 
     The file is the only source: Ray would take a RAY_AUTH_TOKEN first, and turn it all off for RAY_AUTH_MODE=disabled.
     Without the two variables it shares one token among all of a user's Rays, in a file that it lets everybody read.
+    is_ours: a cluster that was there already may leave its tokens to Kubernetes.
     """
-    others = {name: value for name, value in environment.items() if name != _TOKEN_VARIABLE}
+    leave_out = {_TOKEN_VARIABLE, _KUBERNETES_VARIABLE} if is_ours else {_TOKEN_VARIABLE}
+    others = {name: value for name, value in environment.items() if name not in leave_out}
     return {**others, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file)}
 
 

@@ -268,7 +268,8 @@ def _train_child(plan: RunPlan) -> Child:
 def _child_environment(plan: RunPlan, *, log_dir: Path, ray_token: Path | None) -> dict[str, str]:
     of_this_attempt = {PLAN_VARIABLE: str(Path(plan.run_dir) / "plan.json"), LOG_DIR_VARIABLE: str(log_dir)}
     environment = {**os.environ, **dict(plan.env), **of_this_attempt}
-    return environment if ray_token is None else with_ray_token(environment, ray_token)
+    is_ours = plan.cluster is None or not plan.cluster.address
+    return environment if ray_token is None else with_ray_token(environment, ray_token, is_ours=is_ours)
 
 
 def _has_model(plan: RunPlan) -> bool:

@@ -68,13 +68,13 @@ def test_a_socket_of_another_form_is_not_guessed():
 
 
 def test_ray_has_its_token_from_the_file_alone():
-    """Ray's own order is RAY_AUTH_TOKEN, then the file; RAY_AUTH_MODE=disabled leaves both out."""
+    """Ray's own order is RAY_AUTH_TOKEN, then the file; RAY_AUTH_MODE=disabled leaves both out. Kubernetes would refuse
+    it; but it may be what judges the tokens of a cluster that was there already."""
     shell = {"A": "a", "RAY_AUTH_TOKEN": "word", "RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN_PATH": "/other"}
-    assert with_ray_token(shell, Path("/t/token")) == {
-        "A": "a",
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": "/t/token",
-    }
+    kubernetes = {"RAY_ENABLE_K8S_TOKEN_AUTH": "true"}
+    wanted = {"A": "a", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/t/token"}
+    assert with_ray_token(shell | kubernetes, Path("/t/token")) == wanted
+    assert with_ray_token(shell | kubernetes, Path("/t/token"), is_ours=False) == wanted | kubernetes
     assert "RAY_AUTH_TOKEN" in shell
 
 

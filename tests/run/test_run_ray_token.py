@@ -70,21 +70,28 @@ def test_each_training_has_a_token_of_its_own_and_leaves_no_word_of_it(tmp_path:
 
 
 def test_what_a_shell_says_of_rays_token_counts_for_nothing(told: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray would take this token before the file's, or be without any."""
+    """Ray would take this token before the file's, be without any, or have Kubernetes judge it, which knows none."""
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/nowhere")
+    monkeypatch.setenv("RAY_ENABLE_K8S_TOKEN_AUTH", "true")
     saw = told()
+    assert "RAY_ENABLE_K8S_TOKEN_AUTH" not in saw["environment"]
     assert saw["environment"]["RAY_AUTH_MODE"] == "token" and "RAY_AUTH_TOKEN" not in saw["environment"]
     assert saw["environment"]["RAY_AUTH_TOKEN_PATH"] == f"{saw['folder']}/token"
 
 
-def test_the_token_of_a_cluster_is_the_one_that_its_nodes_have(tmp_path: Path, told: Callable) -> None:
+@pytest.mark.parametrize("address", ["", "other:6379"])
+def test_the_token_of_a_cluster_is_the_one_that_its_nodes_have(
+    tmp_path: Path, told: Callable, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    monkeypatch.setenv("RAY_ENABLE_K8S_TOKEN_AUTH", "true")  # one that is there already may have its tokens judged so
     token_file = str(tmp_path / "of-the-cluster")
-    cluster = ClusterPlan(address="", port=6379, node_address="", token_file=token_file, wait_s=1.0)
+    cluster = ClusterPlan(address=address, port=6379, node_address="", token_file=token_file, wait_s=1.0)
     saw = told(cluster=cluster)
     assert saw["environment"]["RAY_AUTH_MODE"] == "token"
     assert saw["environment"]["RAY_AUTH_TOKEN_PATH"] == token_file
+    assert ("RAY_ENABLE_K8S_TOKEN_AUTH" in saw["environment"]) == bool(address)
     assert saw["token"] == ""  # the training makes it
 
 
