@@ -168,8 +168,10 @@ class _Training:
         return outcome
 
     def _ask_to_stop(self, why: str) -> None:
-        ask_to_stop(self._session.run_dir, why=why)
-        append_event(self._session.run_dir, kind="note", what=SAVING, why=why)
+        try:
+            append_event(self._session.run_dir, kind="note", what=SAVING, why=why)  # before what the child says of it
+        finally:
+            ask_to_stop(self._session.run_dir, why=why)
 
     def _run_child(
         self,
