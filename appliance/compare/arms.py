@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from appliance.compare.file import Arm, Comparison, in_order, run_name
 from appliance.errors import RecipeError
-from appliance.plan.build import CACHE_NAME, build_plan
+from appliance.plan.build import CACHE_NAME, build_plan, hub_name
 from appliance.plan.host import HostFacts
 from appliance.plan.model import RunPlan
+from appliance.preflight import hub
 from appliance.preflight.finding import Finding
 from appliance.preflight.probes import read_host
 from appliance.preflight.report import examine
@@ -53,16 +55,24 @@ def plan_runs(comparison: Comparison) -> list[PlannedRun]:
     cache_dir = folder.parent / CACHE_NAME
     judged: dict[str, tuple[HostFacts, tuple[Finding, ...], str]] = {}
     planned: list[PlannedRun] = []
+    ask_hub = functools.cache(hub.revision)  # once: what it says of `main` or a tag may change between two arms
     for (arm, seed), recipe in recipes.items():
         run_dir = folder / run_name(arm, seed=seed)
         if arm not in judged:
-            first, host, findings = examine(recipe, run_dir=run_dir, ask_hub=True, cache_dir=cache_dir)
-            judged[arm] = (host, tuple(findings), first.model.commit)
+            commit = _commit(recipe, ask_hub=ask_hub)
+            _, host, findings = examine(recipe, run_dir=run_dir, ask_hub=True, cache_dir=cache_dir, commit=commit)
+            judged[arm] = (host, tuple(findings), commit)
         host, found, commit = judged[arm]
         plan = build_plan(recipe, run_dir=run_dir, host=host, cache_dir=cache_dir, commit=commit)
         planned.append(PlannedRun(arm, seed, recipe=recipe, plan=plan, findings=found))
     _refuse_other_problems(planned, comparison=comparison)
     return planned
+
+
+def _commit(recipe: Recipe, *, ask_hub: Callable[..., tuple[str, str]]) -> str:
+    """Of the recipe's model on the hub, empty where it has none or nobody knows. ask_hub: as hub.revision."""
+    name = hub_name(recipe)
+    return ask_hub(name, of=recipe.model.revision or "")[0] if name else ""
 
 
 def go_on(run: PlannedRun) -> PlannedRun | None:

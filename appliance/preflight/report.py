@@ -23,11 +23,13 @@ def examine(
     cache_dir: Path | None = None,
     resume_from: Path | None = None,
     begun: Begun | None = None,
+    commit: str | None = None,
 ) -> tuple[RunPlan, HostFacts, list[Finding]]:
     """The plan of a run and everything that this host has against it.
 
     run_dir: absolute.  ask_hub: whether the network and a child may be asked, which can take seconds.
     cache_dir: None: beside the run's folder.  resume_from, begun: as build_plan.
+    commit: of the recipe's model on the hub, from whoever has asked for it; None: the hub is asked where it may be.
     Raises RecipeError where the plan cannot be made.
     """
     host = read_host(run_dir.parent)
@@ -38,7 +40,7 @@ def examine(
         cache_dir=cache_dir,
         resume_from=resume_from,
         begun=begun,
-        commit=_commit(recipe, begun=begun, ask_hub=ask_hub),
+        commit=_commit(recipe, begun=begun, ask_hub=ask_hub) if commit is None else commit,
     )
     return plan, host, judge(plan, host=host, inputs=read_inputs(plan, ask_hub=ask_hub, host=host))
 

@@ -17,8 +17,9 @@ from plans import HOST
 from stopped_runs import save, stopped
 
 from appliance.cluster.identity import describe_node, question_of
-from appliance.compare.arms import PlannedRun, go_on
+from appliance.compare.arms import PlannedRun, go_on, plan_runs
 from appliance.compare.command import _todo
+from appliance.compare.file import load_comparison
 from appliance.compare.found import Found, look
 from appliance.errors import PreflightError, RecipeError
 from appliance.plan.build import Begun, build_plan
@@ -316,6 +317,23 @@ def test_a_run_of_a_comparison_refuses_a_hub_that_moved_on_as_well(tmp_path: Pat
     assert resumed is not None and resumed.plan.model.commit == OLD
     with pytest.raises(PreflightError, match=f"{NAME}: main is {NEW} on the hub now"):
         go_on(replace(now, plan=planned(tmp_path, commit=NEW)))
+
+
+@pytest.mark.parametrize("revision", [None, "v1"])
+def test_all_arms_of_a_comparison_get_one_answer_of_the_hub(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, revision: str | None
+) -> None:
+    """`main`, or the tag, moves while they are planned."""
+    answers, file = iter([OLD, NEW, NEW]), tmp_path / "c.yaml"
+    monkeypatch.setattr("appliance.preflight.hub.is_offline", lambda: False)
+    monkeypatch.setattr("appliance.preflight.hub._asked", lambda name, of: (next(answers), ""))
+    monkeypatch.chdir(tmp_path)
+    model = {"model.builtin": None, "model.path": NAME, "model.revision": revision}
+    shared = {**model, "task.long_prompts": "truncate", "trainer.steps": 9}
+    arms = {"a": None, "b": ["correction.cap=3"], "c": ["correction.method=none", "correction.cap="]}
+    said = {"recipe": "arithmetic-tiny-int8", "set": shared, "arms": arms, "seeds": [0, 1], "baseline": "a"}
+    file.write_text(json.dumps(said | {"validation": 16}))
+    assert [run.plan.model.commit for run in plan_runs(load_comparison(str(file)))] == [OLD] * 6
 
 
 def test_a_comparison_whose_hub_moved_on_says_how_it_goes_on(tmp_path: Path, cache: Path) -> None:
