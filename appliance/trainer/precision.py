@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from appliance.errors import SyncError, TrainingError
+from appliance.errors import PreflightError, SyncError
 from appliance.guard.ladder import Measures
 from appliance.plan.model import RunPlan, Switching
 from appliance.quant.files import read_file_header
@@ -83,6 +83,7 @@ class RolloutPrecision:
         self._brought = AS_PLANNED
         self._wanted = AS_PLANNED
         self._told = AS_PLANNED
+        self._must_rank = plan.guard.ranks_layers
         self.live = Live(plan.rollout.label, plan.rollout.emulated)
 
     def begin(self, measures: Measures, *, kept: PrecisionState | None) -> None:
@@ -106,7 +107,7 @@ class RolloutPrecision:
         return PrecisionState(self._plan.rollout.label, self._brought, self._decided, *self._measured)
 
     def want(self, measures: Measures) -> None:
-        """From the next weight update on. Raises TrainingError where the worst layers cannot be told.
+        """From the next weight update on. Raises PreflightError where the worst layers cannot be told.
 
         Which layers are the worst is asked when the measures change, and holds until they do: errors drift from step to
         step, and other layers would be another change of engines.
@@ -149,11 +150,15 @@ class RolloutPrecision:
         return Precision(scheme, tuple(sorted(set(worst_layers(self._plan, share=share)))) if share else ())
 
     def took(self, record: SyncRecord) -> None:
-        """Raises SyncError when an engine runs something else than was asked for."""
+        """Raises SyncError when an engine runs something else than was asked for, PreflightError when the guard may ask
+        for the worst layers and quantised engines do not tell them."""
         said = sorted(record.acknowledgements, key=lambda one: (one.replica, one.rank))
         problems = [problem for one in said if (problem := self._problem(one))]
         if problems:
             raise SyncError(f"weight update {said[0].sync}: {'; '.join(problems)}", hint="see sync/ in the run folder")
+        if self._must_rank and any(Scheme(one.scheme).quantised for one in said):
+            _ranking(self._plan)
+            self._must_rank = False  # what was told once stays
         self.live = Live(
             label="+".join(dict.fromkeys(one.scheme for one in said)),
             emulated=any(one.emulated for one in said),
@@ -198,15 +203,25 @@ def worst_layers(plan: RunPlan, *, share: float) -> tuple[str, ...]:
     """The given share of the quantised layers (rounded up), the worst first, as `ignore` would name them.
 
     By the output errors of the run's profile; without one by what engines of this run measured of a layer's weights
-    when it was quantised last.  share: 0..1.  Raises TrainingError when neither is there.
+    when it was quantised last.  share: 0..1.  Raises PreflightError when neither is there.
     """
-    ranked = _by_profile(Path(plan.profile.folder)) if plan.profile is not None else []
-    ranked = ranked or _by_engine(plan)
-    if not ranked:
-        raise TrainingError("`raise-precision` has no layer errors to go by: no profile, and no engine has told any")
+    ranked = _ranking(plan)
     ranked.sort(key=lambda each: (-each[0], each[1]))
     chosen = ranked[: math.ceil(share * len(ranked))]
     return tuple(name for _, names in chosen for name in names)
+
+
+def _ranking(plan: RunPlan) -> list[tuple[float, tuple[str, ...]]]:
+    """(error, names) of each layer, in any order, at least one. Raises PreflightError."""
+    ranked = _by_profile(Path(plan.profile.folder)) if plan.profile is not None else []
+    ranked = ranked or _by_engine(plan)
+    if not ranked:
+        raise PreflightError(
+            "`raise-precision` has no layer errors to go by: no profile, and no engine tells any (kernels that pack "
+            "their codes, such as Marlin's, do not)",
+            hint="give a profile in quantization.profile, or leave `raise-precision` out of guard.actions",
+        )
+    return ranked
 
 
 def _by_profile(folder: Path) -> list[tuple[float, tuple[str, ...]]]:

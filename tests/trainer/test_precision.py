@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from plans import make_plan, make_rollout
 
-from appliance.errors import SyncError, TrainingError
+from appliance.errors import PreflightError, SyncError
 from appliance.guard.ladder import Measures
+from appliance.guard.policy import Action
 from appliance.plan.model import ProfilePlan, RunPlan, Switching
 from appliance.quant.precision import AS_PLANNED, Precision
 from appliance.quant.scheme import Scheme
@@ -182,7 +183,7 @@ def test_the_worst_layers_by_the_engines_own_numbers(tmp_path: Path) -> None:
     """Without a profile, and of the first quantised replica."""
     plan = make_plan(tmp_path, rollout=make_rollout(Scheme.BF16, Scheme.INT8))
     plan = replace(plan, rollout=replace(plan.rollout, scheme=Scheme.INT8))
-    with pytest.raises(TrainingError, match="no layer errors to go by"):
+    with pytest.raises(PreflightError, match="no layer errors to go by"):
         worst_layers(plan, share=0.5)
     errors = {"layer.a": 0.01, "layer.b": 0.03, "layer.c": 0.02, "layer.d": 0.03}
     add_layer_errors(layer_errors_file(tmp_path, replica=1, rank=0), errors)
@@ -192,6 +193,31 @@ def test_the_worst_layers_by_the_engines_own_numbers(tmp_path: Path) -> None:
     assert read_wanted(tmp_path) == Precision(bf16_layers=("layer.b", "layer.c", "layer.d"))
     precision.took(record(said("bf16"), said("int8", replica=1, raised=3, switched=3)))
     assert notes(tmp_path) == ["rollouts from now on: bf16+int8 with 3 layers in bf16"]
+
+
+def raising(plan: RunPlan) -> RunPlan:
+    return replace(plan, guard=replace(plan.guard, actions=(Action.RAISE_PRECISION,)))
+
+
+def test_engines_that_tell_no_errors_are_refused_by_the_first_update_that_quantises(tmp_path: Path) -> None:
+    """And not when the guard climbs, hours later."""
+    precision = RolloutPrecision(raising(make_plan(tmp_path)))
+    with precision.meanwhile(BF16):
+        precision.took(record(said("bf16", raised=4, switched=4)))
+    with pytest.raises(PreflightError) as caught:
+        precision.took(record(said("int8", switched=4)))
+    message = "`raise-precision` has no layer errors to go by: no profile, and no engine tells any"
+    assert caught.value.message == f"{message} (kernels that pack their codes, such as Marlin's, do not)"
+    remedy = "give a profile in quantization.profile, or leave `raise-precision` out of guard.actions"
+    assert caught.value.hint == remedy
+
+
+def test_a_run_with_layer_errors_from_somewhere_goes_on(tmp_path: Path) -> None:
+    by_profile = profiled(raising(make_plan(tmp_path / "profiled")), tmp_path / "profile")
+    RolloutPrecision(by_profile).took(record(said("int8")))
+    RolloutPrecision(raising(make_plan(tmp_path, rollout=make_rollout(Scheme.BF16)))).took(record(said("bf16")))
+    add_layer_errors(layer_errors_file(tmp_path, replica=0, rank=0), {"a": 0.01})
+    RolloutPrecision(raising(make_plan(tmp_path))).took(record(said("int8")))
 
 
 def test_which_layers_are_the_worst_holds_until_the_measures_change(tmp_path: Path) -> None:

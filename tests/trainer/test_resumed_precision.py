@@ -210,6 +210,7 @@ def test_a_step_that_a_stop_ended_otherwise_goes_on_as_it_was_to(run: Run) -> No
     trainer = run.trainer(after=0)
     precision = RolloutPrecision(trainer.plan)
     kept = PrecisionState("int8", BF16, AS_PLANNED, Scheme.INT8, 0.0)
+    add_layer_errors(layer_errors_file(run.run_dir, replica=0, rank=0), dict.fromkeys(LAYERS, 0.1))
     precision.begin(trainer._governed.measures, kept=kept)
     with precision.meanwhile(AS_PLANNED):
         said = {"sync": 1, "replica": 0, "rank": 0, "manifest": "", "bf16_layers": 0, "scheme": "int8"}
