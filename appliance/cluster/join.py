@@ -18,15 +18,17 @@ from appliance.cluster.ray_command import NodeOffer, node_environment, worker_ar
 from appliance.cluster.token import check_token
 from appliance.errors import EngineError, Interrupted, PreflightError, ProcessDied, RecipeError, TrainingError
 from appliance.flashrl.variables import without_flashrl
-from appliance.plan.env import NODE_VARIABLE
+from appliance.plan.env import NODE_VARIABLE, RAY_OWN, short_root
 from appliance.plan.ports import DEFAULT_BASE, Ports
 from appliance.preflight.access import head_problem, ports_in_use
 from appliance.preflight.probes import read_host
-from appliance.run.session import RunStatus
+from appliance.run.session import RunStatus, cannot_write
 from appliance.run.supervise import Interrupts, supervise
 
 _LOG_TAIL_LINES = 12
 _CPU_OBJECT_STORE_BYTES = 256 << 20
+_FOLDER = "appliance-node-"
+_RANDOM = 8  # characters that tempfile adds
 _REFUSED = ("Unauthenticated", "authentication", "token")
 
 
@@ -59,30 +61,44 @@ def join_head(
         object_store_bytes=None if facts.gpus else _CPU_OBJECT_STORE_BYTES,
         address=node_address or "",
     )
-    with Interrupts() as interrupts, tempfile.TemporaryDirectory(prefix="appliance-node-") as folder:
+    with Interrupts() as interrupts, _own_folder() as made:
+        folder = Path(made)
         _wait_for(head, wait_s=wait_s, stop=lambda: bool(interrupts.names))
         check_token(token_file)
         console.say(f"joining {head} as {socket.gethostname()}; Ctrl-C leaves it")
-        log = Path(folder) / "ray.log"
+        log = folder / "ray.log"
         code = None
-        with NodeWatch(head, folder=Path(folder), log=log) as watch, contextlib.suppress(NodeIsOver):
+        with NodeWatch(head, folder=folder, log=log) as watch, contextlib.suppress(NodeIsOver):
             report = supervise(
-                worker_argv(offer, ports=Ports(port), head=head),
-                run_dir=Path(folder),
+                worker_argv(offer, ports=Ports(port), head=head, ray_dir=folder / RAY_OWN),
+                run_dir=folder,
                 env={
                     **node_environment(without_flashrl(os.environ), token_file=token_file.absolute()),
-                    NODE_VARIABLE: folder,
+                    NODE_VARIABLE: str(folder),
                 },
                 log=log,
                 interrupts=interrupts,
                 on_tick=watch.tick,
+                remove=str(folder),
             )
             code = report.returncode
         if interrupts.names:
             raise Interrupted(f"left {head} on {interrupts.names[0]}")
         if not watch.has_joined and not head_problem(head):
             raise _not_joined(head, code=code, log=log)
-        return _end(head, training=read_news(Path(folder)), was_silent=watch.was_silent, code=code, log=log)
+        return _end(head, training=read_news(folder), was_silent=watch.was_silent, code=code, log=log)
+
+
+def _own_folder() -> tempfile.TemporaryDirectory[str]:
+    """Of this `join`, gone with it: nobody else may enter it, and Ray's sockets and files lie in it.
+
+    Raises PreflightError when it cannot be made.
+    """
+    root = short_root(Path(tempfile.gettempdir()), length=len(_FOLDER) + _RANDOM)
+    try:
+        return tempfile.TemporaryDirectory(prefix=_FOLDER, dir=root, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise cannot_write(root, error, setting="TMPDIR") from error
 
 
 def _wait_for(head: str, *, wait_s: float, stop: Callable[[], bool]) -> None:

@@ -28,22 +28,22 @@ def head_argv(offer: NodeOffer, *, ports: Ports, ray_dir: Path) -> tuple[str, ..
     """The head runs until its processes end. Its own are the control store and Ray's client server, which `ray start`
     cannot leave out: it gets a port of ours, and the token guards it. The dashboard is off."""
     return (
-        *_start(offer, ports=ports),
+        *_start(offer, ports=ports, ray_dir=ray_dir),
         "--head",
         f"--port={ports.control}",
         f"--ray-client-server-port={ports.client}",
-        f"--temp-dir={ray_dir}",
         "--include-dashboard=false",
         "--dashboard-host=127.0.0.1",
     )
 
 
-def worker_argv(offer: NodeOffer, *, ports: Ports, head: str) -> tuple[str, ...]:
+def worker_argv(offer: NodeOffer, *, ports: Ports, head: str, ray_dir: Path) -> tuple[str, ...]:
     """head: `host:port`."""
-    return (*_start(offer, ports=ports), f"--address={head}")
+    return (*_start(offer, ports=ports, ray_dir=ray_dir), f"--address={head}")
 
 
-def _start(offer: NodeOffer, *, ports: Ports) -> tuple[str, ...]:
+def _start(offer: NodeOffer, *, ports: Ports, ray_dir: Path) -> tuple[str, ...]:
+    """ray_dir: absolute. Ray makes it and opens it to everybody; a node without one takes the head's path."""
     optional = {
         "--num-gpus": offer.gpus,
         "--object-store-memory": offer.object_store_bytes,
@@ -56,6 +56,7 @@ def _start(offer: NodeOffer, *, ports: Ports) -> tuple[str, ...]:
         f"--num-cpus={max(MIN_CPUS, offer.cores)}",
         *(f"{option}={value}" for option, value in optional.items() if value is not None),
         *ports.arguments,
+        f"--temp-dir={ray_dir}",
     )
 
 

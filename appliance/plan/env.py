@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -149,10 +150,14 @@ def _mark(run_dir: Path) -> str:
 
 
 def ray_dir(run_dir: Path, *, temporary: Path) -> str:
-    """The folder of a run's Ray, one per run folder; made when the run starts and removed at its end.
-
-    A socket's path in RAY_OWN may have 107 characters, Ray takes up to 66 of them: a long temporary folder is not used.
-    """
+    """The folder of a run's Ray, one per run folder; made when the run starts and removed at its end."""
     name = f"appliance-{_mark(run_dir)}"
-    root = temporary if len(str(temporary)) + 1 + len(name) <= _LONGEST_RAY_DIR else Path("/tmp")
-    return str(root / name)
+    return str(short_root(temporary, length=len(name)) / name)
+
+
+def short_root(temporary: Path, *, length: int) -> Path:
+    """Where a folder may lie that has RAY_OWN in it: a long temporary folder is not used. length: of its name, bytes.
+
+    A socket's path in RAY_OWN may have 107 bytes, Ray takes up to 66 of them.
+    """
+    return temporary if len(os.fsencode(temporary)) + 1 + length <= _LONGEST_RAY_DIR else Path("/tmp")

@@ -37,15 +37,15 @@ def test_the_head_has_fixed_ports_and_no_dashboard(tmp_path: Path) -> None:
         *("--num-cpus=8", "--num-gpus=1", "--object-store-memory=268435456"),
         *("--node-manager-port=7001", "--object-manager-port=7002", "--runtime-env-agent-port=7003"),
         *("--dashboard-agent-grpc-port=7004", "--dashboard-agent-listen-port=7005", "--metrics-export-port=7006"),
-        *("--min-worker-port=7100", "--max-worker-port=7999"),
-        *("--head", "--port=7000", "--ray-client-server-port=7007", f"--temp-dir={tmp_path}"),
+        *("--min-worker-port=7100", "--max-worker-port=7999", f"--temp-dir={tmp_path}"),
+        *("--head", "--port=7000", "--ray-client-server-port=7007"),
         *("--include-dashboard=false", "--dashboard-host=127.0.0.1"),
     )
 
 
 def test_a_worker_names_its_head_and_lets_ray_count_its_gpus(tmp_path: Path) -> None:
     offer = NodeOffer(gpus=None, cores=64, object_store_bytes=None, address="10.0.0.2")
-    argv = worker_argv(offer, ports=Ports(), head="10.0.0.1:6379")
+    argv = worker_argv(offer, ports=Ports(), head="10.0.0.1:6379", ray_dir=tmp_path)
     assert "--address=10.0.0.1:6379" in argv and "--node-ip-address=10.0.0.2" in argv and "--num-cpus=64" in argv
     assert not [each for each in argv if each.startswith(("--num-gpus", "--object-store", "--head"))]
 
@@ -55,7 +55,8 @@ def test_no_secret_is_on_a_command_line_or_in_the_environment(tmp_path: Path) ->
     environment = node_environment({"A": "1", "RAY_AUTH_TOKEN": "of another cluster"}, token_file=file)
     assert environment["A"] == "1" and "RAY_AUTH_TOKEN" not in environment  # Ray would take it before the file's
     said = str(environment) + " ".join(
-        worker_argv(OFFER, ports=Ports(), head="h:1") + head_argv(OFFER, ports=Ports(), ray_dir=tmp_path)
+        worker_argv(OFFER, ports=Ports(), head="h:1", ray_dir=tmp_path)
+        + head_argv(OFFER, ports=Ports(), ray_dir=tmp_path)
     )
     assert str(file) in said and file.read_text() not in said
 

@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ from ray_from_outside import JOBS, REFUSED_BY_HTTP, statuses
 from trainings import holding
 
 import appliance
-from appliance.plan.env import RECONNECT_S, RUN_VARIABLE
+from appliance.plan.env import NODE_VARIABLE, RAY_OWN, RECONNECT_S, RUN_VARIABLE
 from appliance.run.processes import find_processes
 
 pytestmark = pytest.mark.e2e
@@ -79,6 +80,18 @@ def events(run_dir: Path) -> list[dict]:
 def steps_of(run_dir: Path) -> list[int]:
     file = run_dir / "metrics.jsonl"
     return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def folder_of(node: subprocess.Popen[bytes]) -> Path:
+    """Of a `join` that has started its Ray: nobody else may enter it, and Ray's sockets are in there."""
+    (keeper,) = [each for each in find_processes(f"{RUN_VARIABLE}=", below=node.pid) if each.parent == node.pid]
+    environment = dict(
+        entry.partition("=")[::2] for entry in Path(f"/proc/{keeper.pid}/environ").read_text().split("\0")
+    )
+    folder = Path(environment[NODE_VARIABLE])
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert any((folder / RAY_OWN).glob("session_*/sockets/raylet*"))
+    return folder
 
 
 def is_free(port: int) -> bool:
@@ -182,12 +195,15 @@ def test_who_dies_before_training_is_named(tmp_path: Path, with_tiny_cache: Call
         wait_until(lambda: "Ray runtime started" in ray_says.read_text(), what="Ray's own start", process=head)
         with started(join(token, head_port=port), log=tmp_path / "join.log") as node:
             wait_until(lambda: told("joined: 2 of 4"), what="another node", process=head)
+            folder = folder_of(node)
             node.kill()
             killed = time.monotonic()
             wait_until(lambda: told(": 1 of 4 nodes with a GPU; it has 45 s to come back"), what="death", process=head)
             assert time.monotonic() - killed < SEEN_WITHIN_S
+            wait_until(lambda: not folder.exists(), what="the end of its folder", process=head)
         with started(join(token, head_port=port), log=tmp_path / "again.log") as node:
             wait_until(lambda: told("is back: 2 of 4"), what="its return", process=head)
+            folder = folder_of(node)
             (store,) = [each for each in find_processes(f"{RUN_VARIABLE}={run_dir}") if each.name == "gcs_server"]
             os.kill(store.pid, signal.SIGKILL)
             killed = time.monotonic()
@@ -195,6 +211,7 @@ def test_who_dies_before_training_is_named(tmp_path: Path, with_tiny_cache: Call
             seconds = time.monotonic() - killed
             assert node.wait(PATIENCE_S) == 5
             assert time.monotonic() - killed < NAMED_WITHIN_S
+            assert not folder.exists()
     said = log.read_text()
     assert re.search(r"^cluster: \S+ \(\S+\) died \(.+\): 1 of 4", said, re.M), said
     assert re.search(r"^error: training failed in phase [\w-]+: the Ray head on this host ended", said, re.M), said

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.plan.env import RAY_OWN, child_env, ray_dir, weight_socket, with_ray_token
+from appliance.plan.env import RAY_OWN, child_env, ray_dir, short_root, weight_socket, with_ray_token
 
 DEEP_GEMM = "VLLM_USE_DEEP_GEMM"
 
@@ -44,6 +44,14 @@ def test_ray_gets_a_short_folder_per_run():
     assert one != other
     assert len(f"{one}/{RAY_OWN}") + 66 <= 107  # of a socket's path, of which Ray takes up to 66
     assert ray_dir(Path("/runs/a"), temporary=Path("/a/very/long/temporary/folder/somewhere")) == one
+
+
+@pytest.mark.parametrize(
+    ("temporary", "fits"), [("/tmp/0123456789", True), ("/tmp/é123456789", False), ("/tmp/é12345678", True)]
+)
+def test_a_temporary_folder_counts_by_its_bytes(temporary: str, fits: bool):
+    """As the path of a socket in it does."""
+    assert short_root(Path(temporary), length=20) == Path(temporary if fits else "/tmp")
 
 
 VERL_SOCKET = "ipc:///tmp/rl-colocate-zmq-01000000-replica-1-rank-0.sock"
