@@ -18,6 +18,7 @@ from appliance.compare.results import read_final
 from appliance.plan.env import PLAN_VARIABLE
 from appliance.quant.device import CPU
 from appliance.run.child import run_child
+from appliance.run.resume import problems_of
 from appliance.run.work import work_folder
 
 _CHILD = "appliance.compare.child"
@@ -48,7 +49,7 @@ def read_job(text: str) -> Job:
 def validate_models(runs: list[PlannedRun], *, stop: Callable[[], None]) -> None:
     """Validate the models of these runs that have none yet. stop: called often; what it raises ends the work.
 
-    Raises EngineError when the engine fails.
+    Raises EngineError when the engine fails, RecipeError when the plan of a run cannot be read.
     """
     waiting = [run for run in runs if (run.run_dir / "model").is_dir() and not read_final(run.run_dir)]
     at_once = len(waiting) if all(run.plan.device == CPU for run in waiting) else 1
@@ -60,7 +61,7 @@ def _validate(runs: list[PlannedRun], *, stop: Callable[[], None]) -> None:
     plan = runs[0].plan
     job = Job(
         run_dirs=tuple(str(run.run_dir) for run in runs),
-        parquet=plan.task.val_parquet,
+        parquet=_problems(runs[0]),
         max_prompt_tokens=plan.task.max_prompt_tokens,
         max_response_tokens=plan.task.max_response_tokens,
         trust_remote_code=plan.model.trust_remote_code,
@@ -85,3 +86,11 @@ def _validate(runs: list[PlannedRun], *, stop: Callable[[], None]) -> None:
                     console.say(f"{run.label}: {sum(rewards) / len(rewards):.4f} on {len(rewards)} problems")
 
         run_child([_CHILD, str(job_file)], command="compare", folder=folder, env=env, tick=tick)
+
+
+def _problems(run: PlannedRun) -> str:
+    """The file that the run was made with. The plan of now may name another, which nobody made: it is named by the
+    commit of a tag that moved since, or by the one that the run began with."""
+    planned = Path(run.plan.task.val_parquet)
+    own = Path(problems_of(run.run_dir).parquet).with_name(planned.name)
+    return str(own if own.is_file() else planned)

@@ -302,7 +302,12 @@ def _plan_before(target: Target) -> _Before:
 
 def has_problems_of(plan: RunPlan, *, run_dir: Path) -> bool:
     """Whether the plan's problems are those of a run that was made. Raises RecipeError when its plan cannot be read."""
-    return has_problems(plan, _read_before(run_dir / "plan.json").problems)
+    return has_problems(plan, problems_of(run_dir))
+
+
+def problems_of(run_dir: Path) -> Problems:
+    """Of a run that was made, by its own plan. Raises RecipeError when that cannot be read."""
+    return _read_before(run_dir / "plan.json").problems
 
 
 def _read_before(path: Path) -> _Before:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from appliance.compare import results
+from appliance.compare import final, results
 from appliance.compare.arms import PlannedRun, go_on, plan_runs
 from appliance.compare.command import _ready
 from appliance.compare.file import load_comparison
+from appliance.compare.final import read_job, validate_models
 from appliance.compare.found import Found, look, set_aside
 from appliance.compare.results import busy_share, note_busy, read_final, read_result, write_final
 from appliance.errors import PreflightError, RecipeError
@@ -127,6 +129,27 @@ def test_what_is_set_aside_keeps_its_files_and_takes_the_next_number(tmp_path: P
         "a-seed0.aside-1": "first",
         "a-seed0.aside-2": "second",
     }
+
+
+def test_a_model_is_validated_on_the_problems_that_its_run_was_made_with(
+    planned: list[PlannedRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tag of its model moved since: the plan of now names others, which nobody made."""
+    validated: list[str] = []
+    monkeypatch.setattr(
+        final, "run_child", lambda argv, **_: validated.append(read_job(Path(argv[1]).read_text()).parquet)
+    )
+    run = planned[0]
+    end(run, state=RunStatus.DONE, code=0)
+    (run.run_dir / "model").mkdir()
+    own, other = Path(run.plan.task.val_parquet), run.run_dir / "of-another-commit" / "val.parquet"
+    own.parent.mkdir(parents=True)
+    own.touch()
+    now = replace(run, plan=replace(run.plan, task=replace(run.plan.task, val_parquet=str(other))))
+    validate_models([now], stop=lambda: None)
+    own.unlink()  # the cache is elsewhere now
+    validate_models([now], stop=lambda: None)
+    assert validated == [str(own), str(other)]
 
 
 def test_a_result_has_the_curves_the_times_and_the_rewards(planned: list[PlannedRun]) -> None:
