@@ -61,10 +61,10 @@ def join_head(
         object_store_bytes=None if facts.gpus else _CPU_OBJECT_STORE_BYTES,
         address=node_address or "",
     )
-    with Interrupts() as interrupts, _own_folder() as made:
-        folder = Path(made)
+    with Interrupts() as interrupts, contextlib.ExitStack() as at_the_end:
         _wait_for(head, wait_s=wait_s, stop=lambda: bool(interrupts.names))
         check_token(token_file)
+        folder = Path(at_the_end.enter_context(_own_folder()))  # no sooner: one killed while it waits would leave it
         console.say(f"joining {head} as {socket.gethostname()}; Ctrl-C leaves it")
         log = folder / "ray.log"
         code = None

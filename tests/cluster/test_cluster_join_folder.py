@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 import appliance
+from appliance.cluster import join
+from appliance.errors import PreflightError
 
 NODE_PORT = 27400
 SOON_S = 60.0
@@ -60,6 +62,14 @@ def test_ray_of_a_node_is_where_nobody_else_may_enter_and_goes_with_its_join(
             process.send_signal(number)
             assert process.wait(SOON_S) == code
     wait_until(lambda: not ray_dir.parent.exists())
+
+
+def test_a_join_has_no_folder_while_it_waits_for_its_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed there, it would leave one behind: what removes it is started with Ray."""
+    monkeypatch.setattr(join, "_own_folder", lambda: pytest.fail("it was made"))
+    given = {"token_file": tmp_path / "token", "gpus": 1, "port": NODE_PORT, "node_address": None, "wait_s": 0.0}
+    with pytest.raises(PreflightError, match="no answer from"):
+        join.join_head("127.0.0.1:1", **given)
 
 
 def wait_until(condition) -> None:
