@@ -209,7 +209,7 @@ class WatchedTrainer(PPOTrainerSync):
         self.checkpoint_manager.update_weights = restart_and_update
 
     def _check_sync(self) -> None:
-        """Raises SyncError."""
+        """Raises SyncError, and as RolloutPrecision.took."""
         self._syncs += 1
         self._last_sync = check_sync(
             self.run_dir,
