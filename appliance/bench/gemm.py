@@ -8,7 +8,6 @@ turns; a ratio is the median of those of single turns.
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from appliance import console
 from appliance.bench.job import NAMED_SHAPES, Shapes
 from appliance.engine.cpu_gemm import OneDnnGemm, SglGemm, has_packed_kernel, packs_quickly
+from appliance.plan.control_groups import usable_cores
 from appliance.quant.codec import quantise_int8
 
 BF16 = "bf16"
@@ -131,7 +131,7 @@ def main() -> int:
     parser.add_argument("--shapes", choices=sorted(NAMED_SHAPES), default="qwen2.5-7b")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("-o", "--output", type=Path, help="a file for the table")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)

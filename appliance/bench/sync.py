@@ -27,6 +27,7 @@ from appliance import console
 from appliance.bench.job import NAMED_SHAPES, Shapes
 from appliance.bench.random_model import qwen2_config
 from appliance.engine.schedule import ROTATION
+from appliance.plan.control_groups import usable_cores
 from appliance.plan.env import PLAN_VARIABLE, child_env
 from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
@@ -246,7 +247,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=12)  # 178 million parameters
     parser.add_argument("--pairs", type=int, help="default: a whole round of proofs, 8 times --prove-every")
     parser.add_argument("--prove-every", type=int, default=16)  # as runs of models that are not tiny have it
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--schemes", default=",".join(SCHEMES))
     parser.add_argument("-o", "--output", type=Path)
     given = parser.parse_args()

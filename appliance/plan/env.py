@@ -28,7 +28,7 @@ AHEAD_VARIABLE = "APPLIANCE_AHEAD"  # in the processes of rollout servers, see t
 SERVER_VARIABLES = {AHEAD_VARIABLE: "1"}  # what our platform gives a rollout server
 RECONNECT_S = 30  # a head that has not answered for so long is gone: for Ray, and for cluster/node_watch.py
 ENGINE_VENDOR = "appliance"  # under this name trainer/layer_rates.py registers an engine of verl's
-_LONGEST_RAY_DIR = 36
+LONGEST_RAY_DIR = 36  # bytes of the folder that has RAY_OWN in it
 _TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
 _KUBERNETES_VARIABLE = "RAY_ENABLE_K8S_TOKEN_AUTH"  # has Kubernetes judge tokens, which knows none of ours
 _VERL_SOCKET = "rl-colocate-zmq-"
@@ -160,4 +160,4 @@ def short_root(temporary: Path, *, length: int) -> Path:
 
     A socket's path in RAY_OWN may have 107 bytes, Ray takes up to 66 of them.
     """
-    return temporary if len(os.fsencode(temporary)) + 1 + length <= _LONGEST_RAY_DIR else Path("/tmp")
+    return temporary if len(os.fsencode(temporary)) + 1 + length <= LONGEST_RAY_DIR else Path("/tmp")

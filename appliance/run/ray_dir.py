@@ -12,10 +12,8 @@ from pathlib import Path
 
 from appliance.cluster.token import write_token
 from appliance.errors import PreflightError
-from appliance.plan.env import RAY_OWN, RAY_TOKEN
+from appliance.plan.env import LONGEST_RAY_DIR, RAY_OWN, RAY_TOKEN
 from appliance.run.session import cannot_write
-
-_LONGEST = 41  # a Unix socket's path has at most 107 bytes, and Ray puts up to 62 below its folder, RAY_OWN in this one
 
 
 def make_ray_dir(wanted: str) -> Path:
@@ -24,8 +22,8 @@ def make_ray_dir(wanted: str) -> Path:
     Raises PreflightError when it cannot be made, is too long for a socket, or belongs to somebody else.
     """
     folder = Path(wanted)
-    if len(os.fsencode(folder)) > _LONGEST:
-        problem = f"{folder}: too long for Ray's sockets, which have {_LONGEST} bytes for it"
+    if len(os.fsencode(folder)) > LONGEST_RAY_DIR:
+        problem = f"{folder}: too long for Ray's sockets, which have {LONGEST_RAY_DIR} bytes for it"
         raise PreflightError(problem, hint="set TMPDIR to a short path such as /tmp")
     try:
         _remove_leftover(folder)

@@ -139,7 +139,7 @@ def test_ray_dir_too_long_for_a_socket_is_refused() -> None:
     wanted = "/tmp/" + "x" * 60
     with pytest.raises(PreflightError) as caught:
         make_ray_dir(wanted)
-    assert caught.value.message == f"{wanted}: too long for Ray's sockets, which have 41 bytes for it"
+    assert caught.value.message == f"{wanted}: too long for Ray's sockets, which have 36 bytes for it"
     assert caught.value.hint == "set TMPDIR to a short path such as /tmp"
 
 

@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from appliance.plan.model import GuardPlan, RunPlan
+from appliance.run import train
 from appliance.run.events import first_failure
 from appliance.run.session import RunRecord, RunStatus, has_launcher, read_record
 from appliance.run.status import print_status
@@ -263,6 +265,24 @@ def test_signal_saves_and_stops(
     assert lines.index(note) < lines.index("phase save: saving a checkpoint")
     assert read_record(run_dir) == RunRecord(RunStatus.STOPPED, phase="save", exit_code=code, reason=said)
     assert processes_of(run_dir) == []
+
+
+def test_the_note_is_there_before_the_trainer_hears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it stands above what the trainer says of its save, however slow this process is."""
+    seen, events = [], tmp_path / "events.jsonl"
+    monkeypatch.setattr(train, "ask_to_stop", lambda *_, **__: seen.append(events.read_text()))
+    train._Training._ask_to_stop(SimpleNamespace(_session=SimpleNamespace(run_dir=tmp_path)), "SIGTERM")
+    assert [train.SAVING in text for text in seen] == [True]
+
+
+def test_a_trainer_is_asked_to_stop_where_no_note_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(train, "ask_to_stop", lambda _, *, why: asked.append(why))
+    with pytest.raises(FileNotFoundError):
+        train._Training._ask_to_stop(SimpleNamespace(_session=SimpleNamespace(run_dir=tmp_path / "gone")), "SIGTERM")
+    assert asked == ["SIGTERM"]
 
 
 def test_signal_while_the_model_loads_has_nothing_to_save(
