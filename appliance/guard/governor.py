@@ -2,23 +2,22 @@
 
     observe -> warn -> tighten -> raise precision -> bf16 rollouts -> stop and save
 
-Mismatch that stays bad climbs one level at a time, and to other rollouts at once where it is beyond what a correction
-mends; mismatch that stays fine descends one level. The guards of collapse.py warn and stop beside the ladder. After a
-climb `cooling_steps` steps are not judged; what is between fine and bad moves nothing. A descent is a trial: the first
-bad step leads back, and a level that had to be climbed again is left twice as slowly.
+Mismatch that stays bad climbs one level at a time, mismatch that stays fine descends one; the guards of collapse.py
+warn and stop beside the ladder. After a climb `cooling_steps` steps are not judged; what is between fine and bad
+moves nothing. A descent is a trial: the first bad step leads back, and a level that had to be climbed again is left
+twice as slowly.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 
 from appliance.guard.collapse import Guard, News, Report, Watch, Watches, watch
 from appliance.guard.ladder import Level, Rung, ladder, place
 from appliance.guard.policy import Action, Policy
-from appliance.guard.signals import Cause, Health, Relation, Signals, judge
+from appliance.guard.signals import Cause, Health, Judgement, Signals, judge
 from appliance.quant.scheme import Scheme
 
 SCHEMA_VERSION = 2
@@ -70,7 +69,6 @@ class GovernorState:
     """Everything the governor remembers. level: None before the first move, the foot of the ladder.
 
     recent_bad: of the last judged steps since the last move, oldest first.  fine_steps: in a row.
-    beyond_steps: in a row, and bad, with a k3-KL beyond any correction.
     cooling: steps left that are not judged.  descended: the last move was down; on trial while recent_bad is shorter
       than the window, so a resume with a larger one tries again.  relapses: climbs right after one.
     """
@@ -78,7 +76,6 @@ class GovernorState:
     level: Level | None = None
     recent_bad: tuple[bool, ...] = ()
     fine_steps: int = 0
-    beyond_steps: int = 0
     cooling: int = 0
     descended: bool = False
     relapses: int = 0
@@ -127,7 +124,7 @@ def observe(state: GovernorState, signals: Signals, *, policy: Policy) -> tuple[
     if fatal is not None and Action.STOP in policy.actions:
         stopped, stop = _stop(state, fatal, step=signals.step, policy=policy)
         return stopped, (*said, stop)
-    state, moves = _move(state, signals, policy=policy)
+    state, moves = _move(state, judge(signals, bounds=policy.mismatch), step=signals.step, policy=policy)
     return state, (*said, *moves)
 
 
@@ -139,8 +136,9 @@ def resume(state: GovernorState, *, policy: Policy) -> GovernorState:
     levels = ladder(policy)
     below = levels[max(0, place(state.level, levels=levels) - (levels[-1].rung is Rung.STOP))]
     watches = replace(state.watches, watches=Watches().watches)
-    anew = replace(state, recent_bad=(), fine_steps=0, beyond_steps=0, descended=False, watches=watches)
-    return replace(anew, level=below, cooling=policy.cooling_steps)
+    return replace(
+        state, level=below, recent_bad=(), fine_steps=0, cooling=policy.cooling_steps, descended=False, watches=watches
+    )
 
 
 def _alarms(state: GovernorState, reports: tuple[Report, ...], *, step: int, policy: Policy) -> tuple[Decision, ...]:
@@ -181,57 +179,42 @@ def _stop(state: GovernorState, report: Report, *, step: int, policy: Policy) ->
     return replace(state, level=levels[-1]), decision
 
 
-def _move(state: GovernorState, signals: Signals, *, policy: Policy) -> tuple[GovernorState, tuple[Decision, ...]]:
+def _move(
+    state: GovernorState, judgement: Judgement, *, step: int, policy: Policy
+) -> tuple[GovernorState, tuple[Decision, ...]]:
     """The ladder after one more step."""
-    judgement = judge(signals, bounds=policy.mismatch)
     if state.cooling > 0:
         return replace(state, cooling=state.cooling - 1), ()
     if judgement.health is Health.UNKNOWN:
         return state, ()
     bad = judgement.health is Health.BAD
-    beyond = _beyond_correction(signals, policy=policy) if bad else None
     on_trial = state.descended and len(state.recent_bad) < policy.climb_window  # the steps judged since the move
     state = replace(
         state,
         recent_bad=(*state.recent_bad, bad)[-policy.climb_window :],
         fine_steps=state.fine_steps + 1 if judgement.health is Health.FINE else 0,
-        beyond_steps=state.beyond_steps + 1 if beyond is not None else 0,
     )
     levels = ladder(policy)
-    at, causes = place(state.level, levels=levels), judgement.causes
+    at = place(state.level, levels=levels)
     needed = policy.descend_fine * 2 ** min(state.relapses, _MOST_DOUBLINGS)
     to_climb = 1 if on_trial else policy.climb_bad
     if bad and sum(state.recent_bad) >= to_climb and at + 1 < len(levels):
         move, to, count, of = Move.UP, at + 1, sum(state.recent_bad), len(state.recent_bad)
-        if beyond is not None and state.beyond_steps >= to_climb and (other := _other_rollouts(levels, above=at)):
-            to, causes = other, (beyond, *(each for each in causes if each.signal != beyond.signal))
     elif state.fine_steps >= needed and at > 0:
         move, to, count, of = Move.DOWN, at - 1, state.fine_steps, state.fine_steps
     else:
         return state, ()
     decision = Decision(
-        signals.step,
+        step,
         move,
         levels[to].rung.action if move is Move.UP else None,
         before=levels[at],
         after=levels[to],
-        causes=causes,
+        causes=judgement.causes,
         steps=count,
         of=of,
     )
     return _moved(state, to=levels[to], move=move, policy=policy), (decision,)
-
-
-def _beyond_correction(signals: Signals, *, policy: Policy) -> Cause | None:
-    """Nothing is said of the size of a value that is not finite."""
-    k3, most = signals.k3_kl, max(policy.beyond_correction, policy.mismatch.k3_kl.bad[1])
-    return Cause("k3_kl", k3, Relation.ABOVE, most) if k3 is not None and most < k3 < math.inf else None
-
-
-def _other_rollouts(levels: tuple[Level, ...], *, above: int) -> int | None:
-    """The next level up whose rollouts are computed otherwise than at the foot; None where the run has none."""
-    precision = (Rung.RAISE_PRECISION, Rung.BF16)
-    return next((at for at in range(above + 1, len(levels)) if levels[at].rung in precision), None)
 
 
 def _moved(state: GovernorState, *, to: Level, move: Move, policy: Policy) -> GovernorState:
@@ -241,7 +224,6 @@ def _moved(state: GovernorState, *, to: Level, move: Move, policy: Policy) -> Go
         level=to,
         recent_bad=(),
         fine_steps=0,
-        beyond_steps=0,
         cooling=policy.cooling_steps if up else CHANGE_DELAY,
         descended=not up,
         relapses=state.relapses + (up and state.descended),

@@ -130,8 +130,6 @@ class Policy:
     cap: of the importance weights, None without one; tightened, what it has above 1 is halved, and tight_cap_if_none
       is put on where there was none.  reject_k3_above: tightened, sequences with a larger mean k3 are dropped, nats.
     bf16_layer_fractions: growing shares of the quantised layers that stay BF16, the worst layers first, rung by rung.
-    beyond_correction: nats per token; so many bad steps in a row as lead up, all with a k3-KL above it, lead to other
-      rollouts at once, past what only warns and corrects.
     Raises ValueError when they contradict each other.
     """
 
@@ -145,7 +143,6 @@ class Policy:
     tight_cap_if_none: float = 2.0  # the cap of truncated importance sampling nearly everywhere
     reject_k3_above: float = 0.01  # K3 rejection's own threshold
     bf16_layer_fractions: tuple[float, ...] = (0.25, 0.5)  # [ours]
-    beyond_correction: float = 0.5  # [ours] docs/experiments.md: from there on TIS trained no better than nothing
     mismatch: MismatchBounds = MismatchBounds()
     collapse: Collapse = Collapse()
 

@@ -5,18 +5,37 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from traces import BEYOND, EVERYTHING, K3_BAD, K3_BETWEEN, K3_FINE, QUICK, moves, run
 
 from appliance.guard.governor import Decision, GovernorState, Move, observe, resume
 from appliance.guard.ladder import Rung, ladder
 from appliance.guard.policy import Action, Policy
 from appliance.guard.signals import Signals
 from appliance.quant.scheme import Scheme
+
+K3_BAD, K3_BETWEEN, K3_FINE = 0.03, 0.01, 0.001
+EVERYTHING = frozenset(Action)
+# Short counts, so that a trace shows every move: 2 bad of 3, 4 fine, 2 steps between.
+QUICK = Policy(Scheme.INT8, climb_bad=2, climb_window=3, descend_fine=4, cooling_steps=2, cap=2.0)
+
+
+def run(
+    k3: Iterable[float | None], *, policy: Policy, state: GovernorState | None = None, start: int = 1
+) -> tuple[GovernorState, list[Decision]]:
+    state, made = state or GovernorState(), []
+    for step, value in enumerate(k3, start):
+        state, decisions = observe(state, Signals(step, k3_kl=value, ess=0.9), policy=policy)
+        made += decisions
+    return state, made
+
+
+def moves(decisions: list[Decision]) -> list[tuple[int, str, str]]:
+    return [(each.step, each.before.text, each.after.text) for each in decisions]
 
 
 def test_a_healthy_run_is_left_alone() -> None:
@@ -266,7 +285,7 @@ STEPS = st.lists(
 )
 # Long stretches of one kind reach the upper levels; values drawn one by one hardly do.
 STRETCHES = st.lists(
-    st.tuples(st.sampled_from([K3_BAD, K3_BETWEEN, K3_FINE, BEYOND, math.nan, None]), st.integers(1, 25)), max_size=12
+    st.tuples(st.sampled_from([K3_BAD, K3_BETWEEN, K3_FINE, math.nan, None]), st.integers(1, 25)), max_size=12
 ).map(lambda parts: [Signals(0, k3_kl=value) for value, count in parts for _ in range(count)])
 TRACES = st.one_of(STEPS, STRETCHES)
 POLICIES = st.builds(
