@@ -101,8 +101,9 @@ def nothing(chart: Chart) -> str:
 
 
 def x_axis(chart: Chart, xs: Sequence[float]) -> Axis:
+    """At least 1 wide, and where floats lie further apart than that, some of them."""
     first, last = chart.x_range or (min(xs), max(xs))
-    return Axis(first, max(last, first + 1), chart.left, chart.width - RIGHT)
+    return Axis(first, max(last, first + max(1.0, 8 * math.ulp(first))), chart.left, chart.width - RIGHT)
 
 
 def _y_axis(chart: Chart, series: Sequence[Series]) -> Axis:

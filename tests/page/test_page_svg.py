@@ -7,6 +7,8 @@ import json
 import math
 import re
 
+import pytest
+
 from appliance.page.axis import Axis, log_ticks, number_label, time_label, time_ticks, whole_ticks
 from appliance.page.stacked import Band, merged, stacked_chart
 from appliance.page.svg import Bound, Chart, Series, line_chart
@@ -80,3 +82,11 @@ def test_ticks_are_round_and_few() -> None:
 def test_what_lies_beyond_an_axis_is_drawn_at_its_end() -> None:
     axis = Axis(0.0, 1.0, 100.0, 200.0)
     assert [axis.at(each) for each in (-1.0, 0.5, 7.0)] == [100.0, 150.0, 200.0]
+
+
+@pytest.mark.parametrize("x", [2.0**53, 1e17, -1e17, 1e29])
+def test_a_lone_value_far_out_has_an_axis(x: float) -> None:
+    """Where the next float is further away than 1."""
+    for chart in (Chart("a"), Chart("a", over_time=True)):
+        figure = line_chart(chart, [Series("value", [(x, 1.0, 1.0, 1.0)], 0)])
+        assert figure.count("<circle") == 1 and "nan" not in figure.lower()
