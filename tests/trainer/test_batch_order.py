@@ -33,6 +33,21 @@ def test_older_steps_come_first(buffer: ReplayBuffer) -> None:
     assert buffer._select_prompt_uids("train", {"a", "b", "c"}, 2)[0] == ["b", "a"]
 
 
+def test_samples_stand_in_the_order_of_their_prompts_whichever_came_first(
+    buffer: ReplayBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What verl makes of the choice: the batch's keys, from a table in the order of arrival."""
+    monkeypatch.setattr(replay_buffer.tq, "kv_clear", lambda **_: None)
+    buffer.prompt_global_steps["train"] = dict.fromkeys(("z", "y", "x", "w"), 1)
+    arrived = ["w_0_0", "x_10_0", "x_2_0", "y_0_1", "y_0_0", "z_1_0", "z_0_0", "gone_0_0"]
+    buffer.partitions["train"] = {key: {"tag": key} for key in arrived}
+    choose_in_order(buffer, is_busy=lambda: False, looks_early=True)
+    picked, samples, _ = buffer._select_prompt_uids("train", {"z", "y", "x", "w"}, 3)
+    batch = buffer._materialize_batch("train", picked, samples)
+    assert batch.keys == ["z_0_0", "z_1_0", "y_0_0", "y_0_1", "x_2_0", "x_10_0"]
+    assert [tag["tag"] for tag in batch.tags] == batch.keys
+
+
 @pytest.mark.parametrize(("looks_early", "waits"), [(True, 0), (False, 3)])
 def test_it_looks_when_nothing_is_under_way(
     buffer: ReplayBuffer, monkeypatch: pytest.MonkeyPatch, looks_early: bool, waits: int
