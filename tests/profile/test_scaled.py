@@ -21,7 +21,12 @@ from appliance.profile.scale_child import make_scaled
 from appliance.profile.scaled import is_scaled, scaling_child
 from appliance.quant.scheme import Scheme
 from appliance.quant.uaq_layers import MARK_FILE
+from appliance.run.checkpoints import checkpoint_folder
+from appliance.run.export import run_export
+from appliance.run.seal import Facts, seal
+from appliance.run.session import RunRecord, write_record
 from appliance.trainer.export import export_checkpoint
+from appliance.trainer.watched import WatchedTrainer
 
 
 @pytest.fixture
@@ -101,6 +106,40 @@ def test_a_checkpoint_is_exported_in_the_original_parametrisation(plan: RunPlan,
     before, after = (load_file(Path(each) / "model.safetensors") for each in (plan.model.path, tmp_path / "out"))
     assert all(torch.equal(before[name], after[name].to(before[name].dtype)) for name in before)
     assert not (tmp_path / "out" / MARK_FILE).exists()
+
+
+def trained(plan: RunPlan, *, step: int) -> Path:
+    """A sealed checkpoint of the run that holds the scaled model as it was made: no update has moved it."""
+    make_scaled(plan)
+    folder = checkpoint_folder(Path(plan.run_dir), step=step)
+    (folder / "actor").mkdir(parents=True)
+    Path(plan.trained_model).rename(folder / "actor" / "huggingface")
+    seal(folder, facts=Facts(step=step, world_size=1, reason="", time=0.0))
+    return folder
+
+
+def is_the_model(folder: Path, plan: RunPlan) -> bool:
+    before, after = (load_file(each / "model.safetensors") for each in (Path(plan.model.path), folder))
+    equal = [torch.equal(before[name], after[name].to(before[name].dtype)) for name in before]
+    return all(equal) and before.keys() == after.keys() and not (folder / MARK_FILE).exists()
+
+
+def test_the_model_of_a_run_is_folded_back(plan: RunPlan) -> None:
+    """As the trainer makes `model/` at its end."""
+    trained(plan, step=plan.steps)
+    trainer = object.__new__(WatchedTrainer)  # verl's own __init__ wants its whole configuration, and GPUs
+    trainer.plan, trainer.run_dir = plan, Path(plan.run_dir)
+    trainer.export_model()
+    assert is_the_model(Path(plan.run_dir) / "model", plan)
+
+
+def test_what_the_command_exports_is_folded_back(plan: RunPlan, tmp_path: Path) -> None:
+    """By the scale in the run's own plan."""
+    trained(plan, step=4)
+    plan.write(Path(plan.run_dir) / "plan.json")
+    write_record(Path(plan.run_dir), RunRecord())
+    assert run_export(plan.run_dir, run_root=tmp_path, step=None, output=tmp_path / "out") == 0
+    assert is_the_model(tmp_path / "out", plan)
 
 
 def test_preflight_knows_what_cannot_be_scaled(plan: RunPlan) -> None:
