@@ -62,6 +62,7 @@ def row_of(arm: str, *runs: RunResult):
     [
         (380, Verdict.WITHIN, "within ±0.03, inactive"),
         (372, Verdict.OPEN, "open: the interval crosses ±0.03, inactive"),  # -0.02, and 0.014 to each side
+        (366, Verdict.OPEN, "open: the interval crosses ±0.03, inactive"),  # -0.035, and 0.018 to each side
         (340, Verdict.FAILS, "fails (3 of 3 seeds), inactive"),
     ],
 )
@@ -76,6 +77,10 @@ def test_an_arm_can_be_better() -> None:
     runs = [a_run("base", right=300), a_run("arm", right=380)]
     row = judge(runs, arms=["base", "arm"], baseline="base", margin=MARGIN)[1]
     assert (row.verdict, verdict_text(row, margin=MARGIN)) == (Verdict.BETTER, "better by more than 0.03, inactive")
+    row = judge(
+        [a_run("base", right=366), a_run("arm", right=380)], arms=["base", "arm"], baseline="base", margin=MARGIN
+    )[1]
+    assert row.verdict is Verdict.OPEN  # better by 0.035 in the mean alone
 
 
 def test_the_baseline_is_not_judged() -> None:
