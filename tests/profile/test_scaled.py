@@ -15,6 +15,7 @@ from tiny_models import tiny
 from appliance.errors import EngineError
 from appliance.plan.model import ModelPlan, ProfilePlan, RunPlan, UaqPlan
 from appliance.plan.read import plan_from_dict
+from appliance.preflight.probes import read_inputs
 from appliance.preflight.uaq import uaq_problem
 from appliance.profile.job import job_of_run
 from appliance.profile.scale_child import make_scaled
@@ -160,3 +161,4 @@ def test_preflight_knows_what_cannot_be_scaled(plan: RunPlan) -> None:
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, source / "model.safetensors")
     assert uaq_problem(plan) == f"{source}: UAQ: model.layers.1 has no mlp.up_proj.weight"
+    assert read_inputs(plan, ask_hub=False).uaq_problem == uaq_problem(plan)  # and so it is a finding
