@@ -22,6 +22,7 @@ from appliance.profile.command import BEFORE_TRAINING
 from appliance.recipe.dump import to_yaml
 from appliance.run import draw
 from appliance.run.session import cannot_write
+from appliance.run.stop_request import asked_to_stop
 from appliance.run.summary import typed_path
 from appliance.run.supervise import Interrupts
 from appliance.run.train import run_training
@@ -115,7 +116,7 @@ def _train(
             quiet=True,
             resume=run.resume,
         )
-        if code in _SIGNALLED:
+        if code in _SIGNALLED or asked_to_stop(run.run_dir):  # it may have come with a fault, or when all was done
             raise _stopped(command)
         note_busy(run.run_dir, share=busy)
         if code in (0, _GUARD_STOPPED):

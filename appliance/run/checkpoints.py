@@ -155,6 +155,11 @@ def remove_surplus(run_dir: Path, *, keep: int | None, keep_best: bool) -> list[
     return steps
 
 
+def newest_step(run_dir: Path) -> int:
+    """Of the newest checkpoint with a manifest that can be read, 0 where there is none; the files are not looked at."""
+    return max((each.step for each in read_saved(run_dir)), default=0)
+
+
 def read_saved(run_dir: Path) -> list[Saved]:
     """Every checkpoint with a manifest that can be read, oldest first; the files are not looked at."""
     saved = []

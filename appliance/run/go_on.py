@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from appliance import console
+from appliance.interruption import told_interruptions
 from appliance.preflight.report import examine
 from appliance.recipe.dump import to_yaml
 from appliance.recipe.schema import Recipe
 from appliance.recipe.text import full_path
 from appliance.run import resume as resuming
-from appliance.run.checkpoints import Found
+from appliance.run.checkpoints import Found, newest_step
 from appliance.run.report.write import LivePage
 from appliance.run.restarts import keep_going
 from appliance.run.train import Step, run_training
@@ -35,7 +36,8 @@ def resume_training(
     target = resuming.find_target(resume, root=root, recipe_name=recipe.name, name=name)
     if target is None:
         return None
-    code = _attempt(recipe, target, name=name, force=force, dry_run=dry_run, json_mode=json_mode, steps=steps)
+    with told_interruptions(lambda: newest_step(target.run_dir)):
+        code = _attempt(recipe, target, name=name, force=force, dry_run=dry_run, json_mode=json_mode, steps=steps)
     return code if dry_run else through_faults(code, recipe, target.run_dir, json_mode=json_mode, steps=steps)
 
 
@@ -58,7 +60,8 @@ def through_faults(code: int, recipe: Recipe, run_dir: Path, *, json_mode: bool,
 
     restarts = most_restarts(recipe)
     try:
-        return keep_going(code, run_dir=run_dir, max_restarts=restarts, again=again)
+        with told_interruptions(lambda: newest_step(run_dir)):
+            return keep_going(code, run_dir=run_dir, max_restarts=restarts, again=again)
     finally:
         if code and restarts:  # the page of the last attempt may still wait for another one
             LivePage(run_dir).write()

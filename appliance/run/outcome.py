@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from appliance.interruption import code_of, stopped_by
 from appliance.run import failure
 from appliance.run.events import Event
 from appliance.run.session import RunStatus
 from appliance.run.state import RunState
 
 _INTERRUPTED = 130
-_SAVED = 75  # a promise: another attempt goes on from the last finished step
 _CODES_OF_CHILDREN = frozenset({2, 3, 4, 5, 6})
 _GUARD = "GuardStop"
 _NO_RESULT = "TrainingError: it ended without writing its result"
@@ -40,17 +40,22 @@ class Outcome:
 DONE = Outcome(RunStatus.DONE, exit_code=0)
 
 
-def interrupted(names: Sequence[str], *, stop: Event | None = None, training: bool = False) -> Outcome:
+def interrupted(
+    names: Sequence[str], *, stop: Event | None = None, training: bool = False, saved_step: int = 0
+) -> Outcome:
     """names: the signals that came, in their order.  stop: the trainer's last word, if it had one.
 
-    training: the run was in its training, so that there may have been something to save.
+    training: the run was in its training, so that there may have been something to save.  saved_step: that the attempt
+    goes on from, 0 for none.
     """
     if stop is not None:
-        code = _SAVED if stop.step is not None and names[0] != "SIGINT" else _INTERRUPTED
+        code = code_of(names[0], saved_step=stop.step or 0)
         return Outcome(RunStatus.STOPPED, exit_code=code, reason=stop.what, advice=(stop.what,))
     if not training:
-        reason = f"stopped by {names[0]}, there was nothing to save"
-    elif len(names) > 1:
+        reason = stopped_by(names[0], saved_step=saved_step)
+        code = code_of(names[0], saved_step=saved_step) if len(names) == 1 else _INTERRUPTED
+        return Outcome(RunStatus.STOPPED, exit_code=code, reason=reason, advice=(reason,))
+    if len(names) > 1:
         reason = f"stopped at once by {names[1]}, the second signal; what was not saved before is lost"
     else:
         reason = f"stopped by {names[0]}, and the state was not saved in time; what was not saved before is lost"

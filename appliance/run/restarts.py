@@ -2,7 +2,7 @@
 
 Only from a checkpoint that verifies, and only while attempts get further: a training that fails twice at the same step
 would fail there for ever. What a guard stopped, what the recipe or the host is to blame for, and a patch that does not
-fit are no faults of this kind.
+fit are no faults of this kind. Nor is one beside a signal: whoever stops a service may send it to all of its processes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from appliance import console
 from appliance.run.checkpoints import Found, find_newest, step_of
 from appliance.run.events import Event, append_event, first_failure
+from appliance.run.stop_request import asked_to_stop
 
 _CODES = frozenset({4, 5})
 _LASTING = frozenset({"PatchError", "AttestationError", "CheckpointError"})  # there again at the next start
@@ -32,6 +33,9 @@ def keep_going(code: int, *, run_dir: Path, max_restarts: int, again: Callable[[
     reached = -1
     for number in range(1, max_restarts + 1):
         if not is_fault(code, failure=first_failure(run_dir)):
+            return code
+        if signal := asked_to_stop(run_dir):
+            console.say(f"not restarted: stopped by {signal}")
             return code
         found = find_newest(run_dir)
         step = -1 if found.newest is None else step_of(found.newest) or 0

@@ -101,13 +101,17 @@ def run_training(
             if str(finding.severity) == "warning":
                 what = "; ".join(filter(None, (f"{finding.place}: {finding.message}", finding.remedy)))
                 append_event(session.run_dir, kind="note", what=what, why="preflight")
-        training = _Training(plan, session, interrupts, choose_progress(plan, json_mode=json_mode, quiet=quiet), page)
+        progress = choose_progress(plan, json_mode=json_mode, quiet=quiet)
+        training = _Training(plan, session, interrupts, progress, page, saved_step=resume.step if resume else 0)
         outcome = training.run(steps)
         if outcome.state is RunStatus.FAILED and training.state.failure is None:  # a child that died without a word
             with contextlib.suppress(OSError):  # a full disk: run.json says it as well
                 append_event(session.run_dir, kind="failure", what=outcome.reason, exit_code=outcome.exit_code)
         session.finish(state=outcome.state, exit_code=outcome.exit_code, reason=outcome.reason)
-        page.may_restart = may_restart  # not where an error ends the launcher as well
+        if interrupts.names:
+            with contextlib.suppress(OSError):  # for who would start another attempt, and may not have been asked yet
+                ask_to_stop(session.run_dir, why=interrupts.names[0])
+        page.may_restart = may_restart and not interrupts.names  # not where an error ends the launcher as well
     seconds = time.monotonic() - started
     _tell(plan, training.state, outcome=outcome, seconds=seconds, json_mode=json_mode, quiet=quiet)
     return outcome.exit_code
@@ -123,13 +127,22 @@ class _Training:
     """The children of one run in their order, and the state that their events add up to."""
 
     def __init__(
-        self, plan: RunPlan, session: Session, interrupts: Interrupts, progress: Progress, page: LivePage
+        self,
+        plan: RunPlan,
+        session: Session,
+        interrupts: Interrupts,
+        progress: Progress,
+        page: LivePage,
+        *,
+        saved_step: int,
     ) -> None:
+        """saved_step: that the attempt goes on from, 0 for none."""
         self._plan = plan
         self._session = session
         self._interrupts = interrupts
         self._progress = progress
         self._page = page
+        self._saved_step = saved_step
         self._memory = MemoryWatch(session.run_dir)
         self._tail = RunTail(session.run_dir)
         self.state = RunState(steps=plan.steps)
@@ -183,7 +196,7 @@ class _Training:
         ray_token: Path | None = None,
     ) -> Outcome:
         if self._interrupts.names:
-            return interrupted(self._interrupts.names)
+            return interrupted(self._interrupts.names, saved_step=self._saved_step)
         forget_stop(self._session.run_dir)
         log = self._session.log_dir / f"{child.name}.log"
         try:
@@ -233,7 +246,12 @@ class _Training:
         if returncode == 0 and is_done:
             return DONE
         if self._interrupts.names and (self.state.failure is None or self.state.stop is not None):
-            return interrupted(self._interrupts.names, stop=self.state.stop, training=child.name == "train")
+            return interrupted(
+                self._interrupts.names,
+                stop=self.state.stop,
+                training=child.name == "train",
+                saved_step=self._saved_step,
+            )
         return failed(
             child,
             returncode=returncode,

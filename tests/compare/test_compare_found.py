@@ -8,19 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from appliance.compare import final, results
+from appliance.compare import command, final, results
 from appliance.compare.arms import PlannedRun, go_on, plan_runs
 from appliance.compare.command import _ready
 from appliance.compare.file import load_comparison
 from appliance.compare.final import read_job, validate_models
 from appliance.compare.found import Found, look, set_aside
 from appliance.compare.results import busy_share, note_busy, read_final, read_result, write_final
-from appliance.errors import PreflightError, RecipeError
+from appliance.errors import Interrupted, PreflightError, RecipeError
+from appliance.plan.model import RunPlan
 from appliance.recipe.dump import to_yaml
 from appliance.run.checkpoints import checkpoint_folder
 from appliance.run.events import append_event, append_line
 from appliance.run.seal import Facts, seal
 from appliance.run.session import RunStatus, create_session
+from appliance.run.stop_request import ask_to_stop
 
 TEXT = """\
 recipe: arithmetic-tiny-int8
@@ -105,6 +107,26 @@ def test_a_run_that_was_stopped_goes_on_from_its_newest_whole_checkpoint(
     assert ready.plan.resume_from == newest and f"trainer.resume_from_path={newest}" in ready.plan.argv
     assert (ready.recipe, ready.plan.seed, ready.run_dir) == (run.recipe, run.plan.seed, run.run_dir)
     assert [path.name for path in run.run_dir.parent.iterdir()] == ["a-seed0"]  # nothing was set aside
+
+
+@pytest.mark.parametrize(("code", "why"), [(130, ""), (75, ""), (4, "SIGTERM"), (0, "SIGINT")])
+def test_after_a_signal_no_other_run_is_started(
+    planned: list[PlannedRun], monkeypatch: pytest.MonkeyPatch, code: int, why: str
+) -> None:
+    """Whatever its run ended with."""
+    trained: list[str] = []
+
+    def train(plan: RunPlan, **_: object) -> int:
+        trained.append(plan.name)
+        Path(plan.run_dir).mkdir(parents=True)
+        if why:
+            ask_to_stop(Path(plan.run_dir), why=why)
+        return code
+
+    monkeypatch.setattr(command, "run_training", train)
+    with pytest.raises(Interrupted, match="the comparison was stopped"):
+        command._train(planned, total=2, stop=lambda: None, command="appliance compare c.yaml")
+    assert len(planned) == 2 and len(trained) == 1
 
 
 def test_a_run_whose_launcher_is_gone_is_unfinished(planned: list[PlannedRun]) -> None:

@@ -59,7 +59,7 @@ MAY_IMPORT = {
     "preflight": {"errors", "patch", "tasks", "recipe", "plan", "cluster.token", *NUMBERS},
     "run": {
         *("errors", "tasks", "recipe", "plan", "preflight", "cluster.token", "console", "page", "flashrl.variables"),
-        *NUMBERS,
+        *("interruption", *NUMBERS),
     },
     "cluster": {"errors", "plan", "run", "console", "preflight", "flashrl.variables", *NUMBERS},
     "engine": {*CHILDREN, "flashrl"},

@@ -1,0 +1,141 @@
+"""A signal that comes where no step is made: between two attempts, in the preflight of a resume, beside a fault."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import pytest
+from plans import HOST
+from stopped_runs import recipe, save, stopped
+
+from appliance.plan.build import build_plan
+from appliance.recipe.dump import to_yaml
+from appliance.recipe.schema import Recipe
+from appliance.run import go_on as going_on
+from appliance.run import restarts, train
+from appliance.run.keeper import KeeperReport
+from appliance.run.session import RunStatus, Session, read_record
+from appliance.run.stop_request import asked_to_stop
+from appliance.run.train import run_training
+
+SIGNALS = [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)]
+# Its engine dies while it leaves, as where all processes of a service get the signal.
+FAILING = """
+import os, sys, time
+from pathlib import Path
+from appliance.run.events import append_event
+from appliance.run.stop_request import asked_to_stop
+run_dir = Path(os.environ["APPLIANCE_PLAN"]).parent
+append_event(run_dir, kind="phase", what="rollout")
+while not asked_to_stop(run_dir):
+    (run_dir / "ready").touch()
+    time.sleep(0.02)
+append_event(run_dir, kind="failure", what="rollout engine 0 died", why="EngineError", exit_code=4)
+sys.exit(4)
+"""
+
+
+class Unheard(Exception):
+    """Nobody of the program listened."""
+
+
+@pytest.fixture(autouse=True)
+def this_process_lives_on() -> Iterator[None]:
+    def unheard(number: int, frame: FrameType | None) -> None:
+        raise Unheard
+
+    before = {number: signal.signal(number, unheard) for number, _ in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def failed_run(root: Path) -> tuple[Recipe, Path]:
+    """A run that failed after its step 3 was saved."""
+    made = recipe("trainer.steps=9", "trainer.max_restarts=3", f"cluster.run_dir={root}")
+    run_dir = stopped(build_plan(made, run_dir=root / "small-1", host=HOST))
+    (run_dir / "recipe.yaml").write_text(to_yaml(made))
+    save(run_dir, 3)
+    return made, run_dir
+
+
+@pytest.mark.parametrize(("number", "code"), SIGNALS)
+def test_between_two_attempts_the_saved_state_counts(
+    number: signal.Signals, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """While a checkpoint is verified, which takes seconds per gigabyte."""
+    made, run_dir = failed_run(tmp_path)
+    monkeypatch.setattr(restarts, "find_newest", lambda _: signal.raise_signal(number))
+    with pytest.raises(SystemExit) as left:
+        going_on.through_faults(5, made, run_dir, json_mode=False, steps=())
+    assert left.value.code == code
+    assert capsys.readouterr().err == f"stopped by {number.name}, the state after step 3 is saved\n"
+    with pytest.raises(Unheard):  # what was there before it holds again
+        signal.raise_signal(number)
+
+
+@pytest.mark.parametrize(("number", "code"), SIGNALS)
+def test_in_the_preflight_of_a_resume_the_saved_state_counts(
+    number: signal.Signals, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    made, run_dir = failed_run(tmp_path)
+    monkeypatch.setattr(going_on, "examine", lambda *_, **__: signal.raise_signal(number))
+    how = {"resume": "auto", "name": run_dir.name, "force": False, "json_mode": False, "steps": ()}
+    with pytest.raises(SystemExit) as left:
+        going_on.resume_training(made, dry_run=False, **how)
+    assert left.value.code == code
+    assert capsys.readouterr().err == f"stopped by {number.name}, the state after step 3 is saved\n"
+
+
+@pytest.mark.parametrize(("number", "code"), SIGNALS)
+def test_before_the_training_of_a_resumed_run_the_saved_state_counts(
+    number: signal.Signals, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While its problems are made again, as where the cache is gone."""
+    made, run_dir = failed_run(tmp_path)
+    monkeypatch.setattr(train, "supervise", lambda *_, **__: signal.raise_signal(number) or KeeperReport(-15, (), ()))
+    how = {"resume": "auto", "name": run_dir.name, "force": False, "json_mode": False, "steps": ()}
+    assert going_on.resume_training(made, dry_run=False, **how) == code
+    reason = f"stopped by {number.name}, the state after step 3 is saved"
+    record = read_record(run_dir)
+    assert (record.state, record.attempt, record.exit_code) == (RunStatus.STOPPED, 2, code)
+    assert record.reason == reason
+
+
+def test_a_fault_beside_a_signal_is_not_answered_by_a_restart(
+    tmp_path: Path, small_plan: Callable, python: Callable, launch: Callable, wait_until: Callable
+) -> None:
+    plan = small_plan(tmp_path, argv=python(FAILING))
+    run_dir, process = Path(plan.run_dir), launch(plan, "--may-restart")
+    wait_until((run_dir / "ready").exists)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 4 and "rollout engine 0 died" in err
+    assert restarts_after(run_dir, code=4) == []
+
+
+def test_a_signal_that_comes_when_the_attempt_has_failed_is_heard(
+    tmp_path: Path, small_plan: Callable, python: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = small_plan(tmp_path, argv=python("raise SystemExit(5)"))
+    finish = Session.finish
+
+    def late(self: Session, **how: object) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        finish(self, **how)
+
+    monkeypatch.setattr(Session, "finish", late)
+    code = run_training(plan, recipe_yaml="name: small\n", findings=(), name="small-1", json_mode=False, quiet=True)
+    assert (code, asked_to_stop(Path(plan.run_dir))) == (5, "SIGTERM")
+    assert restarts_after(Path(plan.run_dir), code=5) == []
+
+
+def restarts_after(run_dir: Path, *, code: int) -> list[object]:
+    """What the restarts of a run whose first attempt ended with this code would go on from."""
+    save(run_dir, 3)
+    found: list[object] = []
+    restarts.keep_going(code, run_dir=run_dir, max_restarts=3, again=lambda each: found.append(each) or 0)
+    return found
