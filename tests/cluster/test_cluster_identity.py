@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
 import tempfile
 from pathlib import Path
 
@@ -101,6 +102,29 @@ def test_a_node_is_judged_as_the_heads_host_is(tmp_path: Path) -> None:
     ]
     fine = dataclasses.replace(other, facts=dataclasses.replace(HOST, memory_free_bytes=1))
     assert differences([fine], head=HEAD, plan=plan, canary="word") == []  # a warning is the head's to say
+
+
+def test_what_a_nodes_host_lacks_is_named(tmp_path: Path) -> None:
+    """A library, a folder that can be written, memory (a warning), and on GPUs the package for attention."""
+    poor = dataclasses.replace(
+        HOST, missing_libraries=("libnuma.so.1",), run_root_problem="/runs cannot be written", memory_free_bytes=1 << 30
+    )
+    other = dataclasses.replace(HEAD, name="beta", facts=poor)
+    plan = load_and_plan(tmp_path)
+    assert differences([HEAD, other], head=HEAD, plan=plan, canary="word") == [
+        "beta: libnuma.so.1: the shared library is missing, vLLM needs it",
+        "beta: cluster.run_dir: /runs cannot be written",
+    ]
+    [said] = warnings([HEAD, other], head=HEAD, plan=plan)
+    assert re.match(r"beta: memory: \d+\.\d GiB are missing: 1\.0 GiB free, the run takes about ", said), said
+    recipe = load_recipe("dapo-7b-int8", sets=[f"cluster.run_dir={tmp_path}"])
+    on_gpus = build_plan(recipe, run_dir=tmp_path / "run", host=HOST)
+    gpus = (H100,) * on_gpus.gpus_per_node
+    head, bare = dataclasses.replace(HEAD, gpus=gpus), dataclasses.replace(HOST, gpus=gpus)
+    [problem] = differences(
+        [dataclasses.replace(head, name="beta", facts=bare)], head=head, plan=on_gpus, canary="word"
+    )
+    assert problem.startswith("beta: trainer.attention: `flash_attention_2` is planned")
 
 
 def test_a_node_with_another_version_is_not_told_of_its_patches_too(tmp_path: Path) -> None:

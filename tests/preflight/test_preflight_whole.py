@@ -9,7 +9,9 @@ import pytest
 from plans import HOST
 
 from appliance.plan.build import build_plan
-from appliance.plan.host import Limits
+from appliance.plan.host import ContainerFacts, Limits
+from appliance.plan.model import Switching
+from appliance.plan.shapes import KNOWN
 from appliance.preflight.access import AccessFacts
 from appliance.preflight.checks import judge
 from appliance.preflight.finding import Severity
@@ -57,6 +59,38 @@ def test_limits_of_the_host_are_judged(tmp_path: Path) -> None:
     low = dataclasses.replace(HOST, limits=Limits(open_files=1))
     inputs = read_inputs(plan, ask_hub=False)
     assert "open-files" in [each.code for each in judge(plan, host=low, inputs=inputs)]
+
+
+IN_A_CONTAINER = ContainerFacts("gpu", "/runs", run_root_lasts=False, uid=1, gid=0)
+ON_ONE_GPU = ("cluster.gpus_per_node=1", "cluster.nodes=1", "rollout.tensor_parallel=1", "trainer.sequence_parallel=1")
+PACKED = "batch.max_tokens_per_gpu=18432"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sets", "host", "shape", "code"),
+    [
+        ("qwen3-32b-fp8", (*ON_ONE_GPU, PACKED), {}, "Qwen/Qwen3-32B", "gpu-memory"),
+        ("dapo-7b-int8", (), {}, "", "flash-attention"),
+        ("arithmetic-tiny-int8", (), {"container": IN_A_CONTAINER}, "", "no-volume"),
+        ("arithmetic-tiny-int8", (), {"memory_free_bytes": 1 << 30}, "", "memory"),
+    ],
+)
+def test_what_the_rooms_say_is_said_by_check(
+    tmp_path: Path, recipe: str, sets: tuple[str, ...], host: dict[str, object], shape: str, code: str
+) -> None:
+    plan = build_plan(load_recipe(recipe, sets=sets), run_dir=tmp_path / "a-1", host=HOST)
+    inputs = dataclasses.replace(read_inputs(plan, ask_hub=False), model_shape=KNOWN.get(shape))
+    found = [each for each in judge(plan, host=dataclasses.replace(HOST, **host), inputs=inputs) if each.code == code]
+    assert found and all(each.message and each.remedy for each in found)
+
+
+def test_a_change_of_scheme_that_cannot_be_live_is_said_by_check(tmp_path: Path) -> None:
+    """Of a model of the hub, whose experts are seen only here."""
+    plan = build_plan(load_recipe("arithmetic-tiny-int8", sets=HUB_MODEL), run_dir=tmp_path / "a-1", host=HOST)
+    assert plan.guard.switching is Switching.LIVE
+    experts = dataclasses.replace(KNOWN["Qwen/Qwen2.5-32B"], architectures=("Qwen3MoeForCausalLM",))
+    inputs = dataclasses.replace(read_inputs(plan, ask_hub=False), model_shape=experts)
+    assert "guard-scheme" in [each.code for each in judge(plan, host=HOST, inputs=inputs)]
 
 
 def test_this_host_can_train_the_demo(tmp_path: Path) -> None:
