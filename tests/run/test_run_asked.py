@@ -110,7 +110,7 @@ def test_a_fault_beside_a_signal_is_not_answered_by_a_restart(
 ) -> None:
     plan = small_plan(tmp_path, argv=python(FAILING))
     run_dir, process = Path(plan.run_dir), launch(plan, "--may-restart")
-    wait_until((run_dir / "ready").exists)
+    wait_until((run_dir / "ready").exists, seconds=60.0)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 4 and "rollout engine 0 died" in err
