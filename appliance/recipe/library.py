@@ -36,6 +36,9 @@ def find(name_or_path: str, *, beside: Path | None = None) -> Path:
     path = (beside or Path()) / name_or_path
     if os.path.isfile(path):
         return path
+    if name_or_path and os.path.exists(path):  # a folder, a pipe: `<(...)` is one
+        hint = "a recipe is a plain file; `appliance recipes ls` lists the shipped ones"
+        raise RecipeError([(f"{path}: not a file", hint)])
     if "/" in name_or_path or name_or_path.endswith((_SUFFIX, ".yml")):
         raise RecipeError([(f"{path}: no such file", "`appliance recipes ls` lists the shipped recipes")])
     near = difflib.get_close_matches(name_or_path, names(), n=1)
@@ -50,17 +53,23 @@ def summary(name: str) -> str:
 
 
 def text(name: str) -> str:
-    """The text of a recipe. Raises RecipeError when there is none."""
-    return find(name).read_text()
+    """The text of a recipe. Raises RecipeError when there is none, or none that can be read."""
+    path = find(name)
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RecipeError([(f"{path}: cannot be read: {error.strerror}", "")]) from error
+    except UnicodeDecodeError as error:
+        raise RecipeError([(f"{path}: not UTF-8 text", "save the file as UTF-8")]) from error
 
 
 def copy(name: str, *, target: Path) -> Path:
     """Copy a recipe to a file or into a folder; returns the new file. Never overwrites: raises RecipeError."""
-    source = find(name)
-    destination = target / source.name if os.path.isdir(target) else target
+    content = text(name)  # first: what cannot be read leaves no empty file
+    destination = target / find(name).name if os.path.isdir(target) else target
     try:
-        with destination.open("x") as file:
-            file.write(source.read_text())
+        with destination.open("x", encoding="utf-8") as file:
+            file.write(content)
     except FileExistsError:
         raise RecipeError([(f"{destination}: the file exists", "give another name")]) from None
     except OSError as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 from appliance.errors import RecipeError
 from appliance.recipe import library
-from appliance.recipe.schema import Recipe
+from appliance.recipe.schema import SECTIONS, Recipe
 from appliance.recipe.tree import MAX_BYTES, MAX_DEPTH, Node, Problem, Refused, odd_character, parse
 from appliance.recipe.validate import validate
 
@@ -79,23 +79,31 @@ def _with_parent(
         return tree
     if not isinstance(extends.value, str):
         problems.append((f"{extends.place}: extends: expected the name or the path of a recipe", ""))
-        return tree
+        return _without_complaints(tree, place=extends.place)
     try:
         parent_path = library.find(extends.value, beside=path.parent)
     except RecipeError as error:
         problems.extend((f"{extends.place}: extends: {message}", hint) for message, hint in error.problems)
-        return tree
+        return _without_complaints(tree, place=extends.place)
     chain = (*above, path)
     if parent_path.resolve() in {each.resolve() for each in chain}:
         problems.append((f"{extends.place}: extends: {parent_path} extends this file", "one of them must not"))
-        return tree
+        return _without_complaints(tree, place=extends.place)
     if len(chain) > MOST_PARENTS:
         message = f"{extends.place}: extends: more than {MOST_PARENTS} recipes, one below the other"
         problems.append((message, "merge some of them"))
-        return tree
+        return _without_complaints(tree, place=extends.place)
     parent = _with_parent(_read(parent_path, problems), path=parent_path, problems=problems, above=chain)
     parent.pop("name", None)
     return _merged(parent, tree)
+
+
+def _without_complaints(tree: dict[str, Node], *, place: str) -> dict[str, Node]:
+    """The tree whose parent was refused: what the parent might have given is refused too, so that nobody misses it."""
+    for name, section in SECTIONS.items():
+        fields = {key: Node(Refused.VALUE, place) for key in section.model_fields}
+        tree = _merged({name: Node(fields, place)}, tree)
+    return tree
 
 
 def _merged(below: dict[str, Node], above: dict[str, Node]) -> dict[str, Node]:

@@ -76,7 +76,7 @@ def parse(raw: bytes, *, file: str) -> tuple[Node | None, list[Problem]]:
     file: how messages call the text.
     """
     if len(raw) > MAX_BYTES:
-        return None, [(f"{file}: {len(raw)} bytes, a recipe has at most {MAX_BYTES}", "is this a recipe?")]
+        return None, [(f"{file}: more than {MAX_BYTES} bytes, the most that a recipe has", "is this a recipe?")]
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:

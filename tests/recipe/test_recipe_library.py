@@ -62,3 +62,34 @@ def test_an_installed_wheel_finds_its_recipes(tmp_path, monkeypatch):
     monkeypatch.setattr(library, "__file__", str(package / "library.py"))
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / name))
     assert library.folder() == tmp_path / "data" / "share" / "flashrl-appliance" / "recipes"
+
+
+def test_what_is_no_text_is_neither_shown_nor_copied(tmp_path):
+    source, target = tmp_path / "latin.yaml", tmp_path / "mine.yaml"
+    source.write_bytes(b"name: caf\xe9\n")
+    for refused in (lambda: library.text(str(source)), lambda: library.copy(str(source), target=target)):
+        with pytest.raises(RecipeError) as raised:
+            refused()
+        assert raised.value.problems == [(f"{source}: not UTF-8 text", "save the file as UTF-8")]
+    assert not target.exists()
+
+
+def test_what_cannot_be_read_is_neither_shown_nor_copied(tmp_path, monkeypatch):
+    """As a file of another user: a folder in its place fails for root too."""
+    target = tmp_path / "mine.yaml"
+    monkeypatch.setattr(library, "find", lambda name: tmp_path)
+    for refused in (lambda: library.text("r.yaml"), lambda: library.copy("r.yaml", target=target)):
+        with pytest.raises(RecipeError) as raised:
+            refused()
+        assert raised.value.problems == [(f"{tmp_path}: cannot be read: Is a directory", "")]
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("name", ["a-folder", "a-folder/"])
+def test_a_folder_is_there_but_no_recipe(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a-folder").mkdir()
+    with pytest.raises(RecipeError) as raised:
+        library.find(name)
+    hint = "a recipe is a plain file; `appliance recipes ls` lists the shipped ones"
+    assert raised.value.problems == [("a-folder: not a file", hint)]

@@ -268,3 +268,18 @@ def test_an_empty_list_is_told_in_our_words():
         load_recipe("arithmetic-tiny-int8", sets=("rollout.replicas=[]",))
     fact = "--set rollout.replicas=[]: rollout.replicas: expected at least one value, got none"
     assert raised.value.problems == [(fact, "null leaves it out")]
+
+
+def test_a_parent_that_is_missing_is_the_one_problem(tmp_path):
+    """What it might have given is not missed: no word of `model` or `trainer.steps`. A slip beside it is told."""
+    child = tmp_path / "child.yaml"
+    child.write_text("extends: nosuch\ntrainer:\n  validate_every: 3\ncheckpoint:\nrollout:\n  sheme: int8\n")
+    with pytest.raises(RecipeError) as raised:
+        load_recipe(str(child))
+    assert raised.value.problems == [
+        (
+            f"{child}:1: extends: nosuch: no shipped recipe has this name, and no file",
+            "`appliance recipes ls` lists them",
+        ),
+        (f"{child}:6: rollout.sheme: unknown key", "did you mean `rollout.scheme`?"),
+    ]
