@@ -6,6 +6,7 @@ The launcher's side: it imports no torch, finds what the cache has, and leaves t
 from __future__ import annotations
 
 import dataclasses
+import os.path
 import shutil
 import sys
 import tempfile
@@ -70,7 +71,7 @@ def run_setup(recipe: Recipe, *, output: Path) -> int:
 
     Overwrites nothing: raises RecipeError for an output that is there, PreflightError for one that cannot be written.
     """
-    beside = output.with_name(f"{output.stem}-profile")
+    beside = output.parent / f"{output.stem}-profile"  # unlike with_name it takes `.`, which is then there already
     with work_folder(recipe.cluster.run_dir, command="setup") as folder:
         host = read_host(folder)
         plan = build_plan(recipe, run_dir=folder, host=host, commit=commit_for(recipe))
@@ -93,7 +94,7 @@ def run_donor(*, model: str, quantized: Path, scheme: Scheme, output: Path) -> i
     problems = [
         (f"{option} {folder}: not a folder with config.json", "give a checkpoint's folder")
         for option, folder in (("--model", Path(model)), ("--quantized", quantized))
-        if not (folder / "config.json").is_file()
+        if not os.path.isfile(folder / "config.json")
     ]
     if problems:
         raise RecipeError(problems)
@@ -179,7 +180,7 @@ def _is_made_of(header: dict[str, Any], *, plan: RunPlan) -> bool:
 
 
 def _refuse_existing(*paths: Path) -> None:
-    found = [path for path in paths if path.exists()]
+    found = [path for path in paths if os.path.lexists(path)]  # unlike Path.exists it takes any text
     if found:
         hint = "name a new file, or remove what is there"
         raise RecipeError([(f"-o: {path} is there already and is not overwritten", hint) for path in found])

@@ -14,7 +14,8 @@ from appliance.run.child import run_child
 from appliance.run.resume import rejected_texts
 from appliance.run.seal import damage
 from appliance.run.session import cannot_write
-from appliance.run.status import find_run
+from appliance.run.status import find_run, reading
+from appliance.run.work import new_folder
 
 CHILD_MODULE = "appliance.trainer.export_child"
 
@@ -29,18 +30,19 @@ def run_export(run: str, *, run_root: Path, step: int | None, output: Path) -> i
     if os.path.lexists(target):
         hint = "name a new folder, or remove what is there"
         raise RecipeError([(f"-o: {target} is there already and is not overwritten", hint)])
-    checkpoint = _checkpoint(run_dir, step=step)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="appliance-export-") as folder:
-            run_child(
-                [CHILD_MODULE, str(run_dir), str(checkpoint), str(target), folder],
-                command="export",
-                folder=Path(folder),
-                env={},
-            )
-    except OSError as error:
-        raise cannot_write(target, error, setting="-o") from error
+    with reading(run_dir):
+        checkpoint = _checkpoint(run_dir, step=step)
+    with new_folder(target.parent, option="-o"):
+        try:
+            with tempfile.TemporaryDirectory(prefix="appliance-export-") as folder:
+                run_child(
+                    [CHILD_MODULE, str(run_dir), str(checkpoint), str(target), folder],
+                    command="export",
+                    folder=Path(folder),
+                    env={},
+                )
+        except OSError as error:
+            raise cannot_write(target, error, setting="-o") from error
     console.say(f"the model of {checkpoint.name} is in {target}")
     console.out(str(target))
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from appliance import console
@@ -13,7 +13,7 @@ from appliance.run import summary
 from appliance.run.events import Tail
 from appliance.run.session import has_launcher, log_dir, read_record
 from appliance.run.stacks import STACKS_FOLDER
-from appliance.run.status import find_run
+from appliance.run.status import find_run, reading
 
 _IN_ORDER = ("prepare", "scale", "profile", "train")  # of the work; any other log comes after
 _LOOK_EVERY_S = 0.5
@@ -38,11 +38,12 @@ def print_logs(
     number = attempt or _newest_attempt(run_dir)
     folder = log_dir(run_dir, attempt=number)
     if not follow:
-        for path in _chosen(run, folder=folder, which=which):
+        with reading(run_dir):
+            chosen = _chosen(run, folder=folder, which=which)
+        for path in chosen:
             console.say(f"== {summary.typed_path(path)}")
-            with path.open(errors="replace") as file:
-                for line in file:
-                    _show(line.rstrip("\n"))
+            for line in _lines(path, run_dir=run_dir):
+                _show(line)
         return
     _follow(lambda: _logs(folder, which=which), run_dir=run_dir, pause=pause)
     if not _logs(folder, which=which):
@@ -52,8 +53,15 @@ def print_logs(
 def _newest_attempt(run_dir: Path) -> int:
     try:
         return read_record(run_dir).attempt
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise RecipeError([(f"{run_dir}: cannot be read as a run: {error}", "name the --attempt")]) from error
+
+
+def _lines(path: Path, *, run_dir: Path) -> Iterator[str]:
+    """As they are read: a log may be long. What goes wrong with a line that was given is not our reading."""
+    with reading(run_dir), path.open(errors="replace") as file:
+        for line in file:
+            yield line.rstrip("\n")
 
 
 def _chosen(run: str, *, folder: Path, which: str | None) -> list[Path]:
@@ -82,11 +90,15 @@ def _follow(logs: Callable[[], list[Path]], *, run_dir: Path, pause: Callable[[f
     lives = True
     while lives:
         lives = has_launcher(run_dir)
-        for path in logs():
+        with reading(run_dir):
+            found = logs()
+        for path in found:
             if path not in tails:
                 console.say(f"== {summary.typed_path(path)}")
                 tails[path] = Tail(path)
-            for line in tails[path].read():
+            with reading(run_dir):
+                lines = tails[path].read()
+            for line in lines:
                 _show(line)
         if lives:
             pause(_LOOK_EVERY_S)

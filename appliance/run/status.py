@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os.path
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -32,20 +34,31 @@ def find_run(run: str, *, run_root: Path) -> Path:
     raise RecipeError([(f"run `{run}`: no folder of that path or name with a {RUN_FILE}", hint)])
 
 
+@contextlib.contextmanager
+def reading(run_dir: Path) -> Iterator[None]:
+    """An OSError inside, for a file of another user or a folder in a file's place, is a RecipeError."""
+    try:
+        yield
+    except OSError as error:
+        raise RecipeError([(f"{run_dir}: cannot be read as a run: {error}", "")]) from error
+
+
 def print_status(run: str, *, run_root: Path, json_mode: bool = False) -> None:
     """Raises RecipeError when there is no such run or its files cannot be read."""
     run_dir = find_run(run, run_root=run_root)
     plan, record = read_run(run_dir)
     state = RunState(steps=plan.steps)
-    for news in RunTail(run_dir).read():
-        state = fold(state, news)
+    with reading(run_dir):
+        saved = in_order(run_dir)
+        for news in RunTail(run_dir).read():
+            state = fold(state, news)
     if json_mode:
-        saved = [step_of(folder) for folder in in_order(run_dir)]
-        document = {**asdict(record), "run_dir": str(run_dir), **_numbers(state), "checkpoint_steps": saved}
+        steps = [step_of(folder) for folder in saved]
+        document = {**asdict(record), "run_dir": str(run_dir), **_numbers(state), "checkpoint_steps": steps}
         console.out(json.dumps(document))
         return
     rows = status_rows(plan, record, state, folder=summary.typed_path(run_dir))
-    for label, text in (*rows, *_saved_rows(run_dir, record)):
+    for label, text in (*rows, *_saved_rows(run_dir, record, saved=saved)):
         console.show(f"{label:<12}{text}")
 
 
@@ -69,13 +82,12 @@ def status_rows(plan: RunPlan, record: RunRecord, state: RunState, *, folder: st
     return tuple((label, text) for label, text in rows if text)
 
 
-def _saved_rows(run_dir: Path, record: RunRecord) -> list[tuple[str, str]]:
-    saved = [folder.name for folder in in_order(run_dir)]
+def _saved_rows(run_dir: Path, record: RunRecord, *, saved: list[Path]) -> list[tuple[str, str]]:
     rows = [("attempts", str(record.attempt))] if record.attempt > 1 else []
     if (page := run_dir / summary.REPORT_FILE).is_file():
         rows.append(("report", summary.typed_path(page)))
     if saved:
-        rows.append(("checkpoint", f"{saved[-1]}, the newest of {len(saved)}"))
+        rows.append(("checkpoint", f"{saved[-1].name}, the newest of {len(saved)}"))
     if saved and record.state in (RunStatus.FAILED, RunStatus.STOPPED):
         rows.append(("go on", summary.go_on_command(run_dir)))
     return rows

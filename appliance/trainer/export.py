@@ -20,8 +20,11 @@ def export_checkpoint(checkpoint: Path, *, target: Path, uaq: UaqPlan | None) ->
     if not (source / "config.json").is_file():
         raise TrainingError(f"the checkpoint has no model in {source}")
     partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
-    if uaq is None:
-        shutil.copytree(source, partial)
-    else:
-        fold_back(source, target=partial, scale=uaq.scale)
-    partial.rename(target)
+    try:
+        if uaq is None:
+            shutil.copytree(source, partial)
+        else:
+            fold_back(source, target=partial, scale=uaq.scale)
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # half a model, of a disk that was full; renamed it is not there

@@ -9,6 +9,7 @@ import json
 import sys
 from pathlib import Path
 
+from appliance.errors import PreflightError
 from appliance.plan.model import UaqPlan
 from appliance.run.boundary import told
 from appliance.trainer.export import export_checkpoint
@@ -16,7 +17,16 @@ from appliance.trainer.export import export_checkpoint
 
 def main() -> int:
     run_dir, checkpoint, target, report = (Path(argument) for argument in sys.argv[1:])
-    return told(report, lambda: export_checkpoint(checkpoint, target=target, uaq=_uaq(run_dir)))
+    return told(report, lambda: _export(checkpoint, target=target, uaq=_uaq(run_dir)))
+
+
+def _export(checkpoint: Path, *, target: Path, uaq: UaqPlan | None) -> None:
+    """Raises PreflightError where the target cannot be written: what is read was read before, for its hashes."""
+    try:
+        export_checkpoint(checkpoint, target=target, uaq=uaq)
+    except OSError as error:
+        message = f"{target}: cannot be written: {error.strerror or error}"
+        raise PreflightError(message, hint="free some space, or set -o to another folder") from error
 
 
 def _uaq(run_dir: Path) -> UaqPlan | None:

@@ -97,6 +97,21 @@ def test_setup_overwrites_nothing(file: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize(("typed", "said"), [(".", "."), ("", "."), ("/", "/")])
+def test_setup_refuses_a_folder_without_a_name(file: str, typed: str, said: str) -> None:
+    error = error_of("setup", file, "-o", typed)
+    assert isinstance(error, RecipeError), error
+    assert error.message == f"-o: {said} is there already and is not overwritten"
+
+
+def test_a_donor_whose_name_no_file_can_have_is_refused(tmp_path: Path) -> None:
+    long = "a" * 300
+    error = error_of("profile", "--model", long, "--quantized", str(tmp_path), "-o", str(tmp_path / "out"))
+    assert isinstance(error, RecipeError), error
+    assert error.problems[0] == (f"--model {long}: not a folder with config.json", "give a checkpoint's folder")
+
+
+@pytest.mark.usefixtures("no_work")
 @pytest.mark.parametrize("name", ["profile", "setup"])
 def test_preflight_stops_these_commands_too(
     file: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -18,6 +18,7 @@ from appliance.guard.policy import Action
 from appliance.plan.model import GuardPlan
 from appliance.plan.read import read_plan
 from appliance.run.events import append_event
+from appliance.run.report import write
 from appliance.run.report.folder import read_view
 from appliance.run.report.page import page
 from appliance.run.report.timeline import bands
@@ -218,6 +219,31 @@ def test_report_writes_the_page_and_says_where(
     assert refused.value.hint == "set -o to another folder"
     with pytest.raises(RecipeError, match="no folder of that path or name"):
         print_report("nothing", run_root=tmp_path, output=None)
+
+
+@pytest.mark.parametrize("output", ["", ".", "a-folder"])
+def test_a_page_is_no_folder(tmp_path: Path, make_run: Callable[..., Path], monkeypatch, output: str) -> None:
+    make_run(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a-folder").mkdir()
+    with pytest.raises(RecipeError) as refused:
+        print_report("made", run_root=tmp_path, output=Path(output))
+    assert refused.value.problems == [(f"-o: {output or '.'} is a folder", "name a file, or leave -o out")]
+
+
+def test_a_run_that_cannot_be_read_is_not_told_as_a_page_that_cannot_be_written(
+    tmp_path: Path, make_run: Callable[..., Path], monkeypatch
+) -> None:
+    run_dir = make_run(tmp_path)
+
+    def refuse(run_dir: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(run_dir / "metrics.jsonl"))
+
+    monkeypatch.setattr(write, "read_view", refuse)
+    with pytest.raises(RecipeError) as refused:
+        print_report("made", run_root=tmp_path, output=tmp_path / "other.html")
+    what = f"[Errno 13] Permission denied: '{run_dir / 'metrics.jsonl'}'"
+    assert refused.value.message == f"{run_dir}: cannot be read as a run: {what}"
 
 
 def test_the_launcher_writes_it_when_there_is_news_and_not_more_often(

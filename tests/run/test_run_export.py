@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import PreflightError, RecipeError
+from appliance.run import export
 from appliance.run.checkpoints import checkpoint_folder
 from appliance.run.export import run_export
 from appliance.run.seal import Facts, seal
 from appliance.run.session import create_session
+from appliance.trainer.export import export_checkpoint
 
 
 @pytest.fixture
@@ -51,3 +53,31 @@ def test_what_cannot_be_exported_is_refused(run_dir: Path, tmp_path: Path) -> No
     (tmp_path / "out").mkdir()
     with pytest.raises(RecipeError, match="is there already and is not overwritten"):
         run_export(str(run_dir), run_root=tmp_path, step=2, output=tmp_path / "out")
+
+
+def test_a_folder_that_takes_no_file_is_refused_before_the_child(run_dir: Path, tmp_path: Path, monkeypatch) -> None:
+    """/proc takes none from root either."""
+    monkeypatch.setattr(export, "run_child", lambda *_, **__: pytest.fail("a child was started"))
+    with pytest.raises(PreflightError) as caught:
+        run_export(str(run_dir), run_root=tmp_path, step=2, output=Path("/proc/out"))
+    assert caught.value.hint == "set -o to another folder"
+
+
+def test_an_output_that_cannot_be_written_is_no_fault_of_an_engine(run_dir: Path, tmp_path: Path) -> None:
+    """The child finds out, as of a disk that fills. Nothing half made stays, nor the folder made for it."""
+    with pytest.raises(PreflightError) as caught:
+        run_export(str(run_dir), run_root=tmp_path, step=2, output=tmp_path / "new" / ("a" * 250))
+    assert caught.value.message == f"{tmp_path / 'new' / ('a' * 250)}: cannot be written: File name too long"
+    assert not (tmp_path / "new").exists()
+
+
+def test_half_a_model_does_not_stay(run_dir: Path, tmp_path: Path, monkeypatch) -> None:
+    def fill(source: Path, target: Path) -> None:
+        target.mkdir()
+        (target / "half").write_text("x")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("shutil.copytree", fill)
+    with pytest.raises(OSError, match="No space left"):
+        export_checkpoint(checkpoint_folder(run_dir, step=2), target=tmp_path / "out", uaq=None)
+    assert not list(tmp_path.glob("out*"))

@@ -103,3 +103,26 @@ def test_a_record_that_cannot_be_read_is_no_fault_of_ours(tmp_path: Path) -> Non
     (tmp_path / "small-1" / "run.json").write_text("{")
     with pytest.raises(RecipeError, match="cannot be read as a run"):
         print_logs("small-1", run_root=tmp_path)
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_a_log_that_cannot_be_read_is_told(session: Session, tmp_path: Path, follow: bool) -> None:
+    """As one of another user: a folder in its place fails for root too."""
+    finish(session)
+    (session.log_dir / "train.log").mkdir()
+    with pytest.raises(RecipeError) as caught:
+        print_logs("small-1", run_root=tmp_path, follow=follow, pause=lambda _: None)
+    path = session.log_dir / "train.log"
+    assert caught.value.message == (f"{session.run_dir}: cannot be read as a run: [Errno 21] Is a directory: '{path}'")
+
+
+def test_nobody_who_reads_is_no_fault_of_the_run(session: Session, tmp_path: Path, monkeypatch) -> None:
+    finish(session)
+    (session.log_dir / "train.log").write_text("trained\n")
+
+    def gone(text: str) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("appliance.console.show", gone)
+    with pytest.raises(BrokenPipeError):
+        print_logs("small-1", run_root=tmp_path)

@@ -121,3 +121,16 @@ def test_status_names_attempts_checkpoints_and_how_to_go_on(
     ]
     print_status("small-1", run_root=tmp_path, json_mode=True)
     assert json.loads(capsys.readouterr().out)["checkpoint_steps"] == [4, 12]
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "events.jsonl"])
+def test_what_cannot_be_read_of_a_run_is_told(tmp_path: Path, small_plan: Callable, file: str) -> None:
+    """As a file of another user: a folder in its place fails for root too."""
+    with create(small_plan(tmp_path)) as session:
+        session.finish(state=RunStatus.DONE, exit_code=0, reason="")
+    (session.run_dir / file).unlink(missing_ok=True)
+    (session.run_dir / file).mkdir()
+    with pytest.raises(RecipeError) as caught:
+        print_status("small-1", run_root=tmp_path)
+    path = session.run_dir / file
+    assert caught.value.message == (f"{session.run_dir}: cannot be read as a run: [Errno 21] Is a directory: '{path}'")

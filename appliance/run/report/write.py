@@ -8,12 +8,13 @@ import time
 from pathlib import Path
 
 from appliance import console
+from appliance.errors import RecipeError
 from appliance.run.events import first_failure
 from appliance.run.report.folder import read_view
 from appliance.run.report.page import page
 from appliance.run.restarts import is_fault
 from appliance.run.session import RunStatus, cannot_write
-from appliance.run.status import find_run
+from appliance.run.status import find_run, reading
 from appliance.run.summary import REPORT_FILE, typed_path
 
 _EVERY_S = 10.0
@@ -24,26 +25,35 @@ _TIMES_ITS_COST = 50
 def print_report(run: str, *, run_root: Path, output: Path | None) -> None:
     """Make the page anew, and say where it is. output: another file than the one in the run's folder.
 
-    Raises RecipeError when there is no such run, PreflightError when the page cannot be written.
+    Raises RecipeError when there is no such run or it cannot be read, PreflightError when the page cannot be written.
     """
     run_dir = find_run(run, run_root=run_root)
     target = output or run_dir / REPORT_FILE
+    if output is not None and os.path.isdir(output):  # unlike Path.is_dir it takes any text
+        raise RecipeError([(f"-o: {output} is a folder", "name a file, or leave -o out")])
+    with reading(run_dir):
+        text = _text(run_dir, may_restart=False)
     try:
-        write_page(run_dir, target=target)
+        _write(text, target=target)
     except OSError as error:
         raise cannot_write(target, error, setting="-o") from error
     console.out(typed_path(target.absolute()))
 
 
 def write_page(run_dir: Path, *, target: Path, may_restart: bool = False) -> None:
-    """Whole or not at all; text that is no UTF-8 costs only itself. may_restart: as of LivePage.
+    """may_restart: as of LivePage. Raises OSError and RecipeError."""
+    _write(_text(run_dir, may_restart=may_restart), target=target)
 
-    Raises OSError and RecipeError.
-    """
+
+def _text(run_dir: Path, *, may_restart: bool) -> str:
     view = read_view(run_dir)
     awaits = may_restart and view.record.state is RunStatus.FAILED
     awaits = awaits and is_fault(view.record.exit_code or 0, failure=first_failure(run_dir))
-    text = page(view, now=time.time(), awaits_restart=awaits)
+    return page(view, now=time.time(), awaits_restart=awaits)
+
+
+def _write(text: str, *, target: Path) -> None:
+    """Whole or not at all; text that is no UTF-8 costs only itself."""
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         partial.write_text(text, encoding="utf-8", errors="replace")
