@@ -3,6 +3,7 @@
 recipe: arithmetic-tiny-int8        # a shipped recipe's name, or a file beside this one
 set:                                # for all arms, and for each arm: a mapping of dotted keys, or KEY=VALUE each
   trainer.steps: 20
+  task.train_size: 192              # leaves enough problems for the validation
 arms:
   bf16: [rollout.scheme=bf16]
   int8-acr: {correction.method: acr}
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os.path
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -85,9 +87,9 @@ class Comparison:
 def find(name_or_path: str) -> Path:
     """The file of a shipped comparison's name, or of a path. Raises RecipeError when there is none."""
     shipped = library.folder().parent / FOLDER / f"{name_or_path}{_SUFFIX}"
-    if "/" not in name_or_path and shipped.is_file():
+    if "/" not in name_or_path and os.path.isfile(shipped):  # unlike Path.is_file it takes any text
         return shipped
-    if Path(name_or_path).is_file():
+    if os.path.isfile(name_or_path):
         return Path(name_or_path)
     names = sorted(path.stem for path in shipped.parent.glob(f"*{_SUFFIX}"))
     hint = f"give a file, or one of the shipped: {', '.join(names)}" if names else "give a file"

@@ -92,7 +92,8 @@ def check(*, difficulty: int, seed: int, train_size: int, val_size: int) -> list
             of = f"{val + left} validation problems of difficulty {difficulty}"
             also = f", the {left} that task.train_size leaves included" if left else ""
             message = f"task.val_size: {val_size} is more than the {of}{also}"
-            found.append((message, "lower it, or raise task.difficulty"))
+            hint = "lower it, or task.train_size, which leaves some for it; or raise task.difficulty"
+            found.append((message, hint))
     return found
 
 

@@ -125,7 +125,7 @@ def test_problems_of_all_arms_come_once_with_their_lines(write) -> None:
         ("c.yaml:8: corection: unknown key", "did you mean `correction`?"),
         (
             "c.yaml:11: task.val_size: 5000 is more than the 998 validation problems of difficulty 2",
-            "lower it, or raise task.difficulty",
+            "lower it, or task.train_size, which leaves some for it; or raise task.difficulty",
         ),
     ]
 
@@ -144,6 +144,14 @@ def test_a_comparison_that_is_not_there(write) -> None:
     assert problems_of("nothing") == [
         ("nothing: no such comparison", f"give a file, or one of the shipped: {shipped}"),
     ]
+    long = "a" * 300  # no file can have this name
+    assert problems_of(long) == [(f"{long}: no such comparison", f"give a file, or one of the shipped: {shipped}")]
+
+
+def test_the_example_of_the_page_can_be_planned(write) -> None:
+    page = library.folder().parent / "docs" / "experiments.md"
+    example = page.read_text().partition("```yaml\n")[2].partition("```")[0]
+    assert len(plan_runs(load_comparison(write(example)))) == 6
 
 
 @pytest.mark.parametrize("path", sorted((library.folder().parent / FOLDER).glob("*.yaml")), ids=lambda path: path.stem)

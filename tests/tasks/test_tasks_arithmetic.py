@@ -69,7 +69,10 @@ def test_splits_refuse_sizes_above_the_pools_all_at_once() -> None:
     hint = "lower it, or raise task.difficulty"
     assert caught.value.problems == [
         ("task.train_size: 5000 is more than the 1431 train problems of difficulty 2", hint),
-        ("task.val_size: 1000 is more than the 998 validation problems of difficulty 2", hint),
+        (
+            "task.val_size: 1000 is more than the 998 validation problems of difficulty 2",
+            "lower it, or task.train_size, which leaves some for it; or raise task.difficulty",
+        ),
     ]
 
 
@@ -85,7 +88,7 @@ def test_a_large_validation_goes_on_with_what_training_leaves() -> None:
 def test_a_validation_above_what_training_leaves_is_refused_with_the_number_that_there_is() -> None:
     found = check(difficulty=2, seed=0, train_size=192, val_size=2074)
     what = "2073 validation problems of difficulty 2, the 1075 that task.train_size leaves included"
-    hint = "lower it, or raise task.difficulty"
+    hint = "lower it, or task.train_size, which leaves some for it; or raise task.difficulty"
     assert found == [(f"task.val_size: 2074 is more than the {what}", hint)]
     assert check(difficulty=2, seed=0, train_size=192, val_size=2073) == []
 
