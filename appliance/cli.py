@@ -325,12 +325,15 @@ def main() -> None:
         with told_interruptions():
             app()
     except ApplianceError as error:
-        sys.exit(_report(error))
+        try:
+            _report(error)
+        finally:
+            sys.exit(error.exit_code)  # also where nobody reads what is said
     except Exception as error:  # the boundary: our own fault, told as such
         sys.exit(_report_own_fault(error))
 
 
-def _report(error: ApplianceError) -> int:
+def _report(error: ApplianceError) -> None:
     from appliance import console
 
     if _wants_traceback():
@@ -340,7 +343,6 @@ def _report(error: ApplianceError) -> int:
         console.say(f"error: {message}")
         if hint:
             console.say(f"hint: {hint}")
-    return error.exit_code
 
 
 def _report_own_fault(error: Exception) -> int:

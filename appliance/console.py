@@ -46,8 +46,12 @@ def plain_text(renderable: RenderableType, *, columns: int) -> str:
 
 
 def out(text: str) -> None:
-    """One piece of data on stdout, written at once. Raises BrokenPipeError when nobody reads any more."""
-    sys.stdout.write(text + "\n")
+    """One piece of data on stdout, written at once; a character that its encoding lacks as `\\xe9`.
+
+    Raises BrokenPipeError when nobody reads any more.
+    """
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
     sys.stdout.flush()
 
 

@@ -315,3 +315,13 @@ def test_status_of_no_run(appliance):
     done = appliance("status", "nothing")
     assert done.returncode == 2
     assert done.stderr.startswith("error: run `nothing`: ")
+
+
+@pytest.mark.parametrize("arguments", [("check", "nosuch")])
+def test_the_code_stays_where_nobody_reads_stderr(tmp_path, arguments):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "appliance", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=writer, check=False)
+    os.close(writer)
+    assert done.returncode == 2
