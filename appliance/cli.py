@@ -295,25 +295,12 @@ def _check(recipe: str, *, sets: list[str] | None, name: str | None, json_mode: 
 
 def _show_plan(loaded: Recipe, *, run_dir: Path, json_mode: bool, ask_hub: bool) -> list[Finding]:
     """Print the plan with the findings attached; returns them."""
-    import dataclasses
-    import json
-
     from appliance import console
-    from appliance.plan.show import plan_text
-    from appliance.preflight.checks import estimates
-    from appliance.preflight.probes import model_bytes, model_shape
-    from appliance.preflight.report import as_json, examine, lines
-    from appliance.recipe.dump import to_plain, to_yaml
+    from appliance.preflight.report import examine, plan_as
 
     made, _, findings = examine(loaded, run_dir=run_dir, ask_hub=ask_hub)
-    if json_mode:
-        document = {"schema_version": 1, "recipe": to_plain(loaded), "plan": dataclasses.asdict(made)}
-        console.out(json.dumps({**document, "findings": as_json(findings)}, indent=2))
-        return findings
-    needs = estimates(made, model_bytes=model_bytes(made), shape=model_shape(made))
-    console.show(plan_text(made, recipe_yaml=to_yaml(loaded), needs=needs))
-    if findings:
-        console.show("\n".join(["", "# findings on this host", *lines(findings)]))
+    write = console.out if json_mode else console.show
+    write(plan_as(made, recipe=loaded, findings=findings, json_mode=json_mode))
     return findings
 
 

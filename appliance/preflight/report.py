@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 from appliance.plan.build import Begun, build_plan, hub_name
 from appliance.plan.host import HostFacts
 from appliance.plan.model import RunPlan
+from appliance.plan.show import plan_text
 from appliance.preflight import hub
-from appliance.preflight.checks import judge
+from appliance.preflight.checks import estimates, judge
 from appliance.preflight.finding import Finding, Severity
-from appliance.preflight.probes import read_host, read_inputs
+from appliance.preflight.probes import model_bytes, model_shape, read_host, read_inputs
+from appliance.recipe.dump import to_plain, to_yaml
 from appliance.recipe.schema import Recipe
 
 
@@ -64,3 +67,13 @@ def lines(findings: list[Finding]) -> list[str]:
 
 def as_json(findings: list[Finding]) -> list[dict[str, str]]:
     return [dataclasses.asdict(finding) for finding in findings]
+
+
+def plan_as(plan: RunPlan, *, recipe: Recipe, findings: list[Finding], json_mode: bool) -> str:
+    """The plan with the findings attached, as JSON or as text."""
+    if json_mode:
+        document = {"schema_version": 1, "recipe": to_plain(recipe), "plan": dataclasses.asdict(plan)}
+        return json.dumps({**document, "findings": as_json(findings)}, indent=2)
+    needs = estimates(plan, model_bytes=model_bytes(plan), shape=model_shape(plan))
+    text = plan_text(plan, recipe_yaml=to_yaml(recipe), needs=needs)
+    return "\n".join([text, "", "# findings on this host", *lines(findings)]) if findings else text

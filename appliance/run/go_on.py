@@ -6,7 +6,7 @@ from pathlib import Path
 
 from appliance import console
 from appliance.interruption import told_interruptions
-from appliance.preflight.report import examine
+from appliance.preflight.report import examine, plan_as
 from appliance.recipe.dump import to_yaml
 from appliance.recipe.schema import Recipe
 from appliance.recipe.text import full_path
@@ -15,7 +15,7 @@ from appliance.run.checkpoints import Found, newest_step
 from appliance.run.report.write import LivePage
 from appliance.run.restarts import keep_going
 from appliance.run.train import Step, run_training
-from appliance.run.work import stop_on_errors
+from appliance.run.work import raise_on_errors, stop_on_errors
 
 
 def resume_training(
@@ -104,10 +104,14 @@ def _attempt(
         begun=begun,
     )
     resuming.refuse_misfit(start, plan=plan)
+    if dry_run:
+        console.say(_words(start))
+        write = console.out if json_mode else console.show
+        write(plan_as(plan, recipe=recipe, findings=findings, json_mode=json_mode))
+        raise_on_errors(findings)
+        return 0
     stop_on_errors(findings)
     console.say(_words(start))
-    if dry_run:
-        return 0
     return run_training(
         plan,
         recipe_yaml=to_yaml(recipe),

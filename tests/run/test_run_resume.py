@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 from collections.abc import Callable
@@ -235,6 +236,25 @@ def test_the_next_attempt_is_planned_as_the_run_began(tmp_path: Path, monkeypatc
     assert (made[0].rollout.scheme, made[0].rollout.label) == (Scheme.BF16, "bf16")
     assert (made[0].cache_dir, made[0].run_dir) == (str(cache), str(run_dir))
     assert Path(made[0].resume_from).name == "global_step_3"
+
+
+def test_a_dry_run_of_a_resume_prints_its_plan_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = recipe("trainer.steps=9", f"cluster.run_dir={tmp_path}")
+    run_dir = tmp_path / "small-1"
+    save(stopped(build_plan(again, run_dir=run_dir, host=HOST, begun=Begun("cpu", Scheme.INT8))), 3)
+    (run_dir / "recipe.yaml").write_text(to_yaml(again))
+    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
+    monkeypatch.setattr(going_on, "run_training", lambda *_, **__: pytest.fail("a training was started"))
+    code = going_on.resume_training(
+        again, resume=str(run_dir), name=None, force=False, dry_run=True, json_mode=True, steps=()
+    )
+    said = capsys.readouterr()
+    assert code == 0
+    assert Path(json.loads(said.out)["plan"]["resume_from"]).name == "global_step_3"
+    assert said.err == "the run small-1 goes on after step 3\n"
+    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
 
 
 @pytest.mark.parametrize("name", ["my runs", "r$(touch owned)", "a'b; touch owned", "-x"])
