@@ -13,7 +13,7 @@ from killable import Run
 pytestmark = pytest.mark.torture
 
 NAMED_WITHIN_S = 60.0
-STALL_S = 60  # the model has taken 30 s to load on a busy host
+STALL_S, STALLED = 60, "no progress for 1 min 0 s in phase "  # a model has taken 30 s to load on a busy host
 # The process's name as the kernel keeps it (15 characters), or a word of its command; who it is in the message; the
 # exit code. Of the reward process: test_torture_rewards.py.
 DEATHS = {
@@ -57,7 +57,7 @@ def test_process_that_stands_still_is_cut_with_stacks_of_the_others(victim: str,
     code = run.end()
     assert code in (4, 5), run.said[-3000:]
     failure = run.events("failure")[0]
-    assert failure["what"].startswith(f"no progress for {STALL_S} s in phase ") or "did not answer" in failure["what"]
+    assert failure["what"].startswith(STALLED) or "did not answer" in failure["what"]
     if failure["what"].startswith("no progress"):
         (stall,) = run.events("stall")
         other = "worker" if victim.startswith("VLLM") else "engine"  # the rollout server's process is one too
