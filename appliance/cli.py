@@ -312,10 +312,8 @@ def main() -> None:
         with told_interruptions():
             app()
     except ApplianceError as error:
-        try:
-            _report(error)
-        finally:
-            sys.exit(error.exit_code)  # also where nobody reads what is said
+        _report(error)
+        sys.exit(error.exit_code)
     except Exception as error:  # the boundary: our own fault, told as such
         sys.exit(_report_own_fault(error))
 

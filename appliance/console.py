@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import os
 import re
 import sys
+from typing import IO, Any
 
 from rich.console import Console, RenderableType
 
@@ -17,10 +19,37 @@ _COMMANDS = re.compile(
 )
 
 
+class _Lossy:
+    """A file whose reader may be gone: a terminal that was closed, a `| tee` that the same Ctrl-C has ended."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.flush()
+
+
+class _People(Console):
+    """On stderr. What cannot be written there is lost, and nothing else is: no run ends by it, no exit code changes."""
+
+    @property
+    def file(self) -> IO[str]:
+        return _Lossy(super().file)
+
+
 @functools.cache
 def err_console() -> Console:
     """The console for people, on stderr. NO_COLOR is honoured by rich."""
-    return Console(stderr=True, highlight=False, emoji=False)  # else `r.yaml:100:` has one
+    return _People(stderr=True, highlight=False, emoji=False)  # else `r.yaml:100:` has one
 
 
 def is_live(console: Console) -> bool:

@@ -116,9 +116,10 @@ def _train(
             quiet=True,
             resume=run.resume,
         )
+        if code not in _SIGNALLED:
+            note_busy(run.run_dir, share=busy)
         if code in _SIGNALLED or asked_to_stop(run.run_dir):  # it may have come with a fault, or when all was done
             raise _stopped(command)
-        note_busy(run.run_dir, share=busy)
         if code in (0, _GUARD_STOPPED):
             in_a_row = 0
             console.say(_line(run))

@@ -75,7 +75,9 @@ def _task(recipe: Recipe) -> Iterator[Broken]:
                 yield Broken((key, "task.kind"), "`arithmetic` makes its own problems", "remove it")
         yield from _pool_sizes(recipe)
     elif task.val_file and not task.train_file:
-        yield Broken(("task.val_file",), "there is no `train_file` beside it", "give task.train_file too")
+        yield Broken(
+            ("task.val_file", "task.train_file"), "there is no `train_file` beside it", "give task.train_file too"
+        )
 
 
 def _pool_sizes(recipe: Recipe) -> Iterator[Broken]:
@@ -99,7 +101,7 @@ def _rollout(recipe: Recipe) -> Iterator[Broken]:
         yield Broken(keys, "`scheme` and `replicas` exclude each other", "remove `scheme`, or set it to `auto`")
     if rollout.replicas and len(rollout.replicas) > max(1, engines):
         message = f"{len(rollout.replicas)} schemes for {_count(engines, 'engine')}"
-        keys = ("rollout.replicas", "cluster.gpus_per_node", "rollout.tensor_parallel")
+        keys = ("rollout.replicas", "cluster.gpus_per_node", "cluster.nodes", "rollout.tensor_parallel")
         yield Broken(keys, message, "an engine takes tensor_parallel GPUs; raise cluster.gpus_per_node, or list fewer")
 
 
@@ -209,7 +211,7 @@ def _length(recipe: Recipe) -> Iterator[Broken]:
         yield Broken(("trainer.attention", "trainer.sequence_parallel"), message, "use `flash_attention_2`")
     if recipe.cluster.nodes * recipe.cluster.gpus_per_node % trainer.sequence_parallel:
         message = f"{trainer.sequence_parallel} does not divide the GPUs of the cluster"
-        yield Broken(("trainer.sequence_parallel",), message)
+        yield Broken(("trainer.sequence_parallel", "cluster.gpus_per_node", "cluster.nodes"), message)
 
 
 def _guard(recipe: Recipe) -> Iterator[Broken]:

@@ -46,7 +46,8 @@ def _packing(recipe: Recipe) -> Iterator[Broken]:
     room = (batch.max_tokens_per_gpu or longest) * recipe.trainer.sequence_parallel
     if room < longest:
         message = f"{batch.max_tokens_per_gpu} tokens do not hold one sequence of {longest} (prompt and response)"
-        yield Broken(("batch.max_tokens_per_gpu", "task.max_response_tokens"), message, "raise it")
+        keys = ("batch.max_tokens_per_gpu", "task.max_response_tokens", "trainer.sequence_parallel")
+        yield Broken(keys, message, "raise it")
 
 
 def dapo_rules(recipe: Recipe) -> Iterator[Broken]:

@@ -34,7 +34,7 @@ from appliance.run.resume import Resume
 from appliance.run.session import RunStatus, Session, create_session
 from appliance.run.stalls import Stalled, StallWatch, ask_around
 from appliance.run.state import RunState, fold
-from appliance.run.stop_request import ask_to_stop, forget_stop
+from appliance.run.stop_request import ask_to_stop, asked_to_stop, forget_stop
 from appliance.run.supervise import Ask, Interrupts, supervise
 from appliance.tasks.prepare import is_prepared
 
@@ -95,6 +95,7 @@ def run_training(
     with Interrupts() as interrupts, contextlib.ExitStack() as at_the_end:
         session = _open_session(plan, recipe_yaml=recipe_yaml, name=name, resume=resume)
         page = LivePage(session.run_dir)
+        at_the_end.callback(_pass_on, interrupts, run_dir=session.run_dir)  # one that came while the page was written
         at_the_end.callback(page.write)  # after the session's own end, which says in run.json how it went
         at_the_end.enter_context(session)
         for finding in findings:
@@ -108,13 +109,29 @@ def run_training(
             with contextlib.suppress(OSError):  # a full disk: run.json says it as well
                 append_event(session.run_dir, kind="failure", what=outcome.reason, exit_code=outcome.exit_code)
         session.finish(state=outcome.state, exit_code=outcome.exit_code, reason=outcome.reason)
-        if interrupts.names:
-            with contextlib.suppress(OSError):  # for who would start another attempt, and may not have been asked yet
-                ask_to_stop(session.run_dir, why=interrupts.names[0])
+        _pass_on(interrupts, run_dir=session.run_dir)
         page.may_restart = may_restart and not interrupts.names  # not where an error ends the launcher as well
     seconds = time.monotonic() - started
-    _tell(plan, training.state, outcome=outcome, seconds=seconds, json_mode=json_mode, quiet=quiet)
+    with _reader_of(interrupts):
+        _tell(plan, training.state, outcome=outcome, seconds=seconds, json_mode=json_mode, quiet=quiet)
     return outcome.exit_code
+
+
+def _pass_on(interrupts: Interrupts, *, run_dir: Path) -> None:
+    """To who would start another attempt, or the next run of a comparison, where the child was not asked already."""
+    if interrupts.names and not asked_to_stop(run_dir):
+        with contextlib.suppress(OSError):
+            ask_to_stop(run_dir, why=interrupts.names[0])
+
+
+@contextlib.contextmanager
+def _reader_of(interrupts: Interrupts) -> Iterator[None]:
+    """A reader of stdout that goes away ends the run, but not after a signal: Ctrl-C ends the `| jq` as well."""
+    try:
+        yield
+    except OSError:
+        if not interrupts.names:
+            raise
 
 
 def _open_session(plan: RunPlan, *, recipe_yaml: str, name: str | None, resume: Resume | None) -> Session:
@@ -235,7 +252,8 @@ class _Training:
         news = self._tail.read()
         for item in news:
             self.state = fold(self.state, item)
-        self._progress.show(self.state, news, now=time.time())
+        with _reader_of(self._interrupts):
+            self._progress.show(self.state, news, now=time.time())
         self._session.update(state=RunStatus.RUNNING, phase=self.state.phase)
         self._memory.tick(now=time.monotonic())
         self._page.tick(news=bool(news), now=time.monotonic())

@@ -1,9 +1,11 @@
-"""What goes to stdout where its encoding lacks a character: a log of a run may hold any."""
+"""What goes to stdout where its encoding lacks a character, and to a stderr that cannot be written."""
 
+import errno
 import io
 import sys
 
 import pytest
+from rich.live import Live
 
 from appliance import console
 
@@ -16,3 +18,32 @@ def test_a_character_that_stdout_lacks_is_escaped(monkeypatch, encoding, written
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding))
     console.out("é █")
     assert raw.getvalue().decode(encoding) == written
+
+
+class Gone(io.StringIO):
+    """As of a terminal that was closed, or a pipe."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        raise OSError(self.number, "gone")
+
+    def flush(self) -> None:
+        raise OSError(self.number, "gone")
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EPIPE, errno.ENOSPC])
+def test_what_people_cannot_be_told_is_lost_and_nothing_else(monkeypatch, number):
+    monkeypatch.setattr(sys, "stderr", Gone(number))
+    monkeypatch.setenv("TERM", "xterm")
+    console.say("a line")
+    with Live(console=console.err_console(), auto_refresh=False, transient=True) as live:
+        live.update("a panel", refresh=True)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    console.say("another")
+    assert sys.stderr.getvalue() == "another\n"

@@ -127,6 +127,8 @@ def test_after_a_signal_no_other_run_is_started(
     with pytest.raises(Interrupted, match="the comparison was stopped"):
         command._train(planned, total=2, stop=lambda: None, command="appliance compare c.yaml")
     assert len(planned) == 2 and len(trained) == 1
+    noted = (planned[0].run_dir / "events.jsonl").exists()  # a run that is done is not started again to be told
+    assert noted == (code not in (130, 75))
 
 
 def test_a_run_whose_launcher_is_gone_is_unfinished(planned: list[PlannedRun]) -> None:

@@ -283,3 +283,20 @@ def test_a_parent_that_is_missing_is_the_one_problem(tmp_path):
         ),
         (f"{child}:6: rollout.sheme: unknown key", "did you mean `rollout.scheme`?"),
     ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "trainer:\n  sequence_parallel: 2\n",
+        "batch:\n  max_tokens_per_gpu: 6144\ntask:\n  max_response_tokens: 16384\n",
+        "task:\n  kind: gsm8k\n  val_file: val.jsonl\n",
+        "rollout:\n  replicas: [int8, bf16]\n  tensor_parallel: 1\ncluster:\n  gpus_per_node: 1\n",
+    ],
+)
+def test_a_rule_waits_for_what_a_missing_parent_might_have_given(tmp_path, text):
+    child = tmp_path / "child.yaml"
+    child.write_text(f"extends: nosuch\n{text}")
+    with pytest.raises(RecipeError) as raised:
+        load_recipe(str(child))
+    assert [message for message, _ in raised.value.problems if "nosuch" not in message] == []

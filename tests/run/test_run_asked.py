@@ -17,6 +17,7 @@ from appliance.recipe.schema import Recipe
 from appliance.run import go_on as going_on
 from appliance.run import restarts, train
 from appliance.run.keeper import KeeperReport
+from appliance.run.report import write as report
 from appliance.run.session import RunStatus, Session, read_record
 from appliance.run.stop_request import asked_to_stop
 from appliance.run.train import run_training
@@ -128,6 +129,21 @@ def test_a_signal_that_comes_when_the_attempt_has_failed_is_heard(
         finish(self, **how)
 
     monkeypatch.setattr(Session, "finish", late)
+    code = run_training(plan, recipe_yaml="name: small\n", findings=(), name="small-1", json_mode=False, quiet=True)
+    assert (code, asked_to_stop(Path(plan.run_dir))) == (5, "SIGTERM")
+    assert restarts_after(Path(plan.run_dir), code=5) == []
+
+
+def test_a_signal_that_comes_while_the_last_page_is_written_is_heard(
+    tmp_path: Path, small_plan: Callable, python: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = small_plan(tmp_path, argv=python("raise SystemExit(5)"))
+
+    def write(run_dir: Path, **_: object) -> None:
+        if read_record(run_dir).exit_code is not None:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(report, "write_page", write)
     code = run_training(plan, recipe_yaml="name: small\n", findings=(), name="small-1", json_mode=False, quiet=True)
     assert (code, asked_to_stop(Path(plan.run_dir))) == (5, "SIGTERM")
     assert restarts_after(Path(plan.run_dir), code=5) == []
