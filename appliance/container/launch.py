@@ -144,8 +144,8 @@ def run_in_container(order: Order) -> int:
     container = _start(client, order)
     console.say(f"container {container.name} of {order.image}")
     try:
-        with _signals_stop(container):
-            _follow(container)
+        with _signals_stop(container) as heard:
+            _follow(container, heard=heard)
             return int(container.wait()["StatusCode"])
     finally:
         container.remove(force=True, v=True)
@@ -193,17 +193,25 @@ def _ulimits(*, gpus: bool) -> list[Ulimit]:
     return [Ulimit(name=name, soft=limit, hard=limit) for name, limit in limits] if gpus else []
 
 
-def _follow(container: Container) -> None:
-    """The container's stdout and stderr as ours, until it ends."""
+def _follow(container: Container, *, heard: list[int]) -> None:
+    """The container's stdout and stderr as ours, until it ends.
+
+    A reader of stdout that goes away ends it, as it ends a run, but not after a signal; one of stderr never does.
+    """
     for out, err in container.attach(stream=True, logs=True, demux=True):
         for stream, data in ((sys.stdout, out), (sys.stderr, err)):
             if data:
-                stream.buffer.write(data)
-                stream.flush()
+                try:
+                    stream.buffer.write(data)
+                    stream.flush()
+                except OSError:
+                    if stream is sys.stdout and not heard:
+                        raise
 
 
 @contextmanager
-def _signals_stop(container: Container) -> Iterator[None]:
+def _signals_stop(container: Container) -> Iterator[list[int]]:
+    """Gives the signals that came."""
     heard: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -213,7 +221,7 @@ def _signals_stop(container: Container) -> Iterator[None]:
 
     before = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        yield
+        yield heard
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -228,3 +230,29 @@ def test_what_the_image_brings_does_not_stop_it_and_a_missing_gpu_does(capsys: p
     with pytest.raises(PreflightError, match="1 finding above"):
         stop_without([*brought, Finding(Severity.ERROR, "no-gpu", "cluster.device", "no GPU")])
     assert capsys.readouterr().err == "error: cluster.device: no GPU\n"
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_container_that_saves_is_not_removed_because_nobody_reads(
+    stream: str, docker_was_told: Callable[[Order], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C ends the `| tee` as well. Without a signal only a stdout that nobody reads ends a container."""
+    after: list[str] = []
+
+    def said() -> Iterator[tuple[bytes | None, bytes | None]]:
+        if stream == "stdout":
+            signal.raise_signal(signal.SIGINT)
+        yield (b"word", None) if stream == "stdout" else (None, b"word")
+        after.append("saved")
+
+    gone = MagicMock()
+    gone.flush.side_effect = BrokenPipeError
+    monkeypatch.setattr(sys, stream, gone)
+    container = launch._client().containers.run.return_value
+    container.attach.return_value = said()
+    docker_was_told(order())
+    assert after == ["saved"]
+    container.attach.return_value = iter([(b"word", None)])
+    if stream == "stdout":
+        with pytest.raises(BrokenPipeError):
+            docker_was_told(order())
