@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
-from appliance.recipe.schema import Recipe
+from appliance.recipe.schema import SECTIONS, Recipe
 from appliance.recipe.tree import scalar
 
 _KINDS = {
@@ -42,9 +42,9 @@ def explain(error: ErrorDetails) -> tuple[str, str]:
     if kind == "enum":
         return _unknown_value(value, path=error["loc"])
     if kind == "string_too_short":
-        return "expected text, got nothing", "null leaves it out"
+        return "expected text, got nothing", _leaving_out(error["loc"])
     if kind == "too_short":
-        return "expected at least one value, got none", "null leaves it out"
+        return "expected at least one value, got none", _leaving_out(error["loc"])
     if kind == "string_pattern_mismatch" and error["loc"][-1] == "revision":
         return f"{shown(value)} is not a revision", "give a commit, a tag or a branch of the model on the hub"
     if kind == "string_pattern_mismatch":
@@ -62,6 +62,17 @@ def shown(value: Any) -> str:
     if isinstance(value, list):
         return "a list"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _leaving_out(path: tuple[int | str, ...]) -> str:
+    """How a key has no value: not all of them take null. Empty for what is no key of a recipe."""
+    section = SECTIONS.get(str(path[0]))
+    field = section.model_fields.get(str(path[1])) if section and len(path) > 1 else None
+    if field is None:
+        return ""
+    if len(path) > 2:
+        return "remove it from the list"
+    return "null leaves it out" if field.default is None else f"its default is `{field.default}`"
 
 
 def _quoting_hint(kind: str, value: Any) -> str:

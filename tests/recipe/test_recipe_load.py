@@ -270,6 +270,25 @@ def test_an_empty_list_is_told_in_our_words():
     assert raised.value.problems == [(fact, "null leaves it out")]
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "hint", "taken"),
+    [
+        ("task.train_file", '""', "null leaves it out", "null"),
+        ("cluster.token_file", '""', "null leaves it out", "null"),
+        ("cluster.run_dir", '""', "its default is `runs`", "runs"),
+        ("cluster.device", '""', "its default is `auto`", "auto"),
+        ("quantization.profile", '""', "its default is `auto`", "auto"),
+        ("quantization.ignore", '["a", ""]', "remove it from the list", '["a"]'),
+    ],
+)
+def test_the_hint_for_an_empty_text_is_one_that_the_key_takes(key, value, hint, taken):
+    with pytest.raises(RecipeError) as raised:
+        load_recipe("arithmetic-tiny-int8", sets=(f"{key}={value}",))
+    (problem,) = raised.value.problems
+    assert problem[1] == hint
+    load_recipe("arithmetic-tiny-int8", sets=(f"{key}={taken}",))
+
+
 def test_a_parent_that_is_missing_is_the_one_problem(tmp_path):
     """What it might have given is not missed: no word of `model` or `trainer.steps`. A slip beside it is told."""
     child = tmp_path / "child.yaml"
