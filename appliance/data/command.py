@@ -10,11 +10,14 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from appliance import console
 from appliance.errors import RecipeError
+from appliance.run.session import cannot_write
+from appliance.run.work import new_folder
 from appliance.tasks import dapo_math, gsm8k
 from appliance.tasks.rows import Found, Parse, read_files
 
@@ -72,7 +75,9 @@ def make_data(name: str, *, folder: Path, sources: tuple[str, ...] = ()) -> None
     """Make what is missing of a data set in the folder, and print each file's path.
 
     sources: files of this host, one for each file that is made; none: the hub.
-    Raises RecipeError for an unknown name, for bad rows, when the hub is away, and when nothing can be written.
+    A new folder into which nothing came goes again.
+    Raises RecipeError for an unknown name, for bad rows and when the hub is away, PreflightError when nothing can be
+    written.
     """
     files = DATA_SETS.get(name)
     if files is None:
@@ -81,12 +86,13 @@ def make_data(name: str, *, folder: Path, sources: tuple[str, ...] = ()) -> None
     if sources and len(sources) != len(files):
         made = ", ".join(f"{file.name}.parquet" for file in files)
         raise RecipeError([(f"--from: {len(sources)} given, and `{name}` is made of {len(files)}", f"for {made}")])
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with nullcontext() if os.path.isdir(folder) else new_folder(folder, option="-o"):
         for file, source in zip(files, sources or [""] * len(files), strict=True):
-            console.out(str(_make(file, folder=folder, source=source)))
-    except OSError as error:
-        raise RecipeError([(f"{error.filename or folder}: {error.strerror}", "give another folder")]) from error
+            try:
+                made = _make(file, folder=folder, source=source)
+            except OSError as error:
+                raise cannot_write(folder, error, setting="-o") from error
+            console.out(str(made))
 
 
 def _make(file: DataFile, *, folder: Path, source: str) -> Path:

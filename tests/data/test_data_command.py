@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from appliance.data.command import make_data
-from appliance.errors import RecipeError
+from appliance.errors import PreflightError, RecipeError
 from appliance.tasks import dapo_math, gsm8k
 from appliance.tasks.dapo_math import AFTER, BEFORE
 
@@ -128,10 +128,28 @@ def test_half_a_file_is_never_there(tmp_path: Path, source: str, monkeypatch: py
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr(parquet, "write_parquet", fail)
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(PreflightError) as caught:
         make_data("aime-2024", folder=tmp_path / "made", sources=(source,))
-    assert caught.value.problems[0][0].endswith(": No space left on device")
-    assert list((tmp_path / "made").iterdir()) == []
+    assert caught.value.message == f"{tmp_path / 'made'}: no space left"
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_refused_source_leaves_no_folder_that_was_made_for_it(tmp_path: Path) -> None:
+    (there := tmp_path / "there").mkdir()
+    for folder in (tmp_path / "new" / "made", there):
+        with pytest.raises(RecipeError, match=r"none\.jsonl: no such file"):
+            make_data("aime-2024", folder=folder, sources=("none.jsonl",))
+    assert list(tmp_path.iterdir()) == [there]
+
+
+def test_a_folder_that_cannot_be_made_is_no_fault_of_what_was_typed(source: str) -> None:
+    """/proc takes none from root either."""
+    with pytest.raises(PreflightError) as caught:
+        make_data("aime-2024", folder=Path("/proc/made"), sources=(source,))
+    assert (caught.value.message, caught.value.hint) == (
+        "/proc/made: No such file or directory",
+        "set -o to another folder",
+    )
 
 
 @pytest.mark.parametrize(
