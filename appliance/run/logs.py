@@ -68,6 +68,10 @@ def _chosen(run: str, *, folder: Path, which: str | None) -> list[Path]:
     found = _logs(folder, which=which)
     if found:
         return found
+    attempts = sorted(int(each.name) for each in folder.parent.glob("*") if each.name.isdecimal() and each.is_dir())
+    if attempts and int(folder.name) not in attempts:
+        numbers = ", ".join(map(str, attempts))
+        raise RecipeError([(f"run `{run}`: no logs of attempt {folder.name}", f"there are those of: {numbers}")])
     there = [path.stem for path in _logs(folder, which=None)]
     if which is None or not there:
         raise RecipeError([(f"run `{run}`: no logs in {folder} yet", "")])
