@@ -22,6 +22,7 @@ from appliance.plan.env import NODE_VARIABLE, RAY_OWN, short_root
 from appliance.plan.ports import DEFAULT_BASE, Ports
 from appliance.preflight.access import head_problem, ports_in_use
 from appliance.preflight.probes import read_host
+from appliance.recipe.text import path_problem
 from appliance.run.session import RunStatus, cannot_write
 from appliance.run.supervise import Interrupts, supervise
 
@@ -47,7 +48,9 @@ def join_head(
         host_of(head)
     except ValueError as error:
         raise RecipeError([(f"--head: {error}", "give it as host:port")]) from error
-    if token_file.exists():  # else the head makes it when it starts
+    if problem := path_problem(str(token_file.absolute())):
+        raise RecipeError([(f"--token-file {token_file}: {problem}", "give the path of the head's token file")])
+    if _is_there(token_file):  # else the head makes it when it starts
         check_token(token_file)
     if taken := ports_in_use(Ports(port).of_a_node):
         raise PreflightError(
@@ -87,6 +90,14 @@ def join_head(
         if not watch.has_joined and not head_problem(head):
             raise _not_joined(head, code=code, log=log)
         return _end(head, training=read_news(folder), was_silent=watch.was_silent, code=code, log=log)
+
+
+def _is_there(token_file: Path) -> bool:
+    """Also where its folder may not be entered: reading it says so."""
+    try:
+        return token_file.exists()
+    except OSError:
+        return True
 
 
 def _own_folder() -> tempfile.TemporaryDirectory[str]:

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import os.path
-import shutil
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +30,20 @@ from appliance.quant.files import PROFILE_FILE, read_file_header
 from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
 from appliance.recipe.schema import Recipe
+from appliance.recipe.text import path_problem
 from appliance.run.child import make_inputs, run_child
 from appliance.run.events import EVENTS_FILE, Event, Tail, append_event, parse_event
 from appliance.run.outcome import Child
 from appliance.run.train import Step
-from appliance.run.work import OF_A_PROFILE, OF_THE_DATA, OF_THE_MODEL, examine_for, new_folder, work_folder
+from appliance.run.work import (
+    OF_A_PROFILE,
+    OF_THE_DATA,
+    OF_THE_MODEL,
+    examine_for,
+    folder_elsewhere,
+    new_folder,
+    work_folder,
+)
 
 CONFIG_FILE = "quantization.yaml"
 CHILD_MODULE = "appliance.profile.child"
@@ -98,7 +104,7 @@ def run_donor(*, model: str, quantized: Path, scheme: Scheme, output: Path) -> i
     ]
     if problems:
         raise RecipeError(problems)
-    with new_folder(output, option="-o"), _folder_elsewhere() as folder:
+    with new_folder(output, option="-o"), folder_elsewhere(command=_COMMAND) as folder:
         job = ProfileJob(
             model=str(Path(model).absolute()),
             revision="",
@@ -180,6 +186,9 @@ def _is_made_of(header: dict[str, Any], *, plan: RunPlan) -> bool:
 
 
 def _refuse_existing(*paths: Path) -> None:
+    judged = {path: path_problem(str(path.absolute())) for path in paths}
+    if any(judged.values()):
+        raise RecipeError([(f"-o: {path}: {why}", "give another name") for path, why in judged.items() if why])
     found = [path for path in paths if os.path.lexists(path)]  # unlike Path.exists it takes any text
     if found:
         hint = "name a new file, or remove what is there"
@@ -254,16 +263,3 @@ def _draw(bar: Progress, task: TaskID, event: Event) -> None:
 def _show(folder: Path, *, model: str = "") -> None:
     for line in table(read_file_header(folder), folder=str(folder), model=model):
         console.show(line)
-
-
-@contextmanager
-def _folder_elsewhere() -> Iterator[Path]:
-    """A folder for work that leaves nothing in the user's own; only the log of a failure stays, beside it."""
-    root = Path(tempfile.mkdtemp(prefix="appliance-profile-"))
-    try:
-        (root / "work").mkdir()
-        yield root / "work"
-    finally:
-        shutil.rmtree(root / "work", ignore_errors=True)
-        with suppress(OSError):  # the log is there
-            root.rmdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import os.path
 import re
 from pathlib import Path
@@ -19,8 +20,8 @@ def path_problem(path: str) -> str:
     """Why no file can have this path, or an empty text."""
     if path.startswith("~") and os.path.expanduser(path).startswith("~"):
         return f"`{path.partition('/')[0][:60]}` is nobody's home on this host"
-    parts = path.encode().split(b"/")
-    if len(path.encode()) > MAX_PATH_BYTES or max(map(len, parts)) > MAX_NAME_BYTES:
+    parts = os.fsencode(path).split(b"/")
+    if len(os.fsencode(path)) > MAX_PATH_BYTES or max(map(len, parts)) > MAX_NAME_BYTES:
         return f"a path has at most {MAX_PATH_BYTES} bytes, and {MAX_NAME_BYTES} in each of its names"
     return ""
 

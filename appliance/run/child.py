@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -50,10 +51,20 @@ def run_child(
         failure = first_failure(folder)
         if failure is not None and failure.exit_code not in (None, ApplianceError.exit_code):
             raise _as_told(failure)
-        kept = folder.parent / f"{command}-failed.log"
-        log.replace(kept)
+        kept = _keep(log, beside=folder, command=command)
         message = failure.what if failure else _last_error(kept)
         raise EngineError(message or f"{command}: {module[0]} ended with code {code}", hint=f"its log: {kept}")
+
+
+def _keep(log: Path, *, beside: Path, command: str) -> Path:
+    """The log where it stays, in the place of the last failure's; under a name of its own where that one must stay."""
+    kept = beside.parent / f"{command}-failed.log"
+    try:
+        return log.replace(kept)
+    except OSError:  # another user's in a folder of many users, or a folder of that name
+        descriptor, own = tempfile.mkstemp(prefix=f"{command}-failed-", suffix=".log", dir=beside.parent)
+        os.close(descriptor)
+        return log.replace(own)
 
 
 def _as_told(failure: Event) -> ApplianceError:

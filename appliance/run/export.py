@@ -15,7 +15,7 @@ from appliance.run.resume import rejected_texts
 from appliance.run.seal import damage
 from appliance.run.session import cannot_write
 from appliance.run.status import find_run, reading
-from appliance.run.work import new_folder
+from appliance.run.work import folder_elsewhere, new_folder
 
 CHILD_MODULE = "appliance.trainer.export_child"
 
@@ -34,15 +34,15 @@ def run_export(run: str, *, run_root: Path, step: int | None, output: Path) -> i
         checkpoint = _checkpoint(run_dir, step=step)
     with new_folder(target.parent, option="-o"):
         try:
-            with tempfile.TemporaryDirectory(prefix="appliance-export-") as folder:
+            with folder_elsewhere(command="export") as folder:
                 run_child(
-                    [CHILD_MODULE, str(run_dir), str(checkpoint), str(target), folder],
+                    [CHILD_MODULE, str(run_dir), str(checkpoint), str(target), str(folder)],
                     command="export",
-                    folder=Path(folder),
+                    folder=folder,
                     env={},
                 )
-        except OSError as error:
-            raise cannot_write(target, error, setting="-o") from error
+        except OSError as error:  # what concerns the target is told by the child
+            raise cannot_write(Path(tempfile.gettempdir()), error, setting="TMPDIR") from error
     console.say(f"the model of {checkpoint.name} is in {target}")
     console.out(str(target))
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -42,6 +43,22 @@ def work_folder(run_dir: str, *, command: str) -> Iterator[Path]:
         raise cannot_write(root, error) from error
     with work as folder:
         yield Path(folder)
+
+
+@contextlib.contextmanager
+def folder_elsewhere(*, command: str) -> Iterator[Path]:
+    """A folder for work that leaves nothing in the user's own; only the log of a failure stays, beside it.
+
+    Nobody else may enter what holds both.
+    """
+    root = Path(tempfile.mkdtemp(prefix=f"appliance-{command}-"))
+    try:
+        (root / "work").mkdir()
+        yield root / "work"
+    finally:
+        shutil.rmtree(root / "work", ignore_errors=True)
+        with contextlib.suppress(OSError):  # the log is there
+            root.rmdir()
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from pathlib import Path
 
@@ -89,6 +90,32 @@ def test_join_refuses_what_is_no_address(tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as caught:
         join_head("host:port", token_file=token_of(tmp_path), gpus=None, port=7000, node_address=None, wait_s=1.0)
     assert caught.value.message == "--head: `host:port` is not host:port"
+
+
+def test_join_refuses_a_token_file_that_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as caught:
+        join_head("127.0.0.1:1", token_file=Path("a" * 300), gpus=1, port=7000, node_address=None, wait_s=0.1)
+    assert caught.value.message == (
+        f"--token-file {'a' * 300}: a path has at most 1024 bytes, and 255 in each of its names"
+    )
+
+
+class Locked(type(Path())):
+    """A path in a folder that may not be entered; root may enter any."""
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        raise PermissionError(13, "Permission denied")
+
+    def read_text(self, *_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+
+def test_join_names_a_token_file_that_it_may_not_look_for(tmp_path: Path) -> None:
+    """At once, not when the head has come."""
+    file = Locked(tmp_path / "token")
+    with pytest.raises(PreflightError) as caught:
+        join_head("127.0.0.1:1", token_file=file, gpus=1, port=7000, node_address=None, wait_s=0.1)
+    assert caught.value.message == f"{file}: Permission denied"
 
 
 def test_join_asks_for_the_head() -> None:

@@ -112,6 +112,17 @@ def test_a_donor_whose_name_no_file_can_have_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_work")
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize(("length", "beside_only"), [(300, False), (250, True)])
+def test_setup_refuses_a_name_that_no_file_can_have(file: str, length: int, beside_only: bool) -> None:
+    """Before any work: the profile would be made, and then lost."""
+    output, why = Path("a" * length), "a path has at most 1024 bytes, and 255 in each of its names"
+    with pytest.raises(RecipeError) as raised:
+        command.run_setup(loaded(file), output=output)
+    paths = [f"{output}-profile"] if beside_only else [str(output), f"{output}-profile"]
+    assert raised.value.problems == [(f"-o: {path}: {why}", "give another name") for path in paths]
+
+
 @pytest.mark.parametrize("name", ["profile", "setup"])
 def test_preflight_stops_these_commands_too(
     file: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -167,6 +178,19 @@ def test_a_child_fails_as_the_kind_that_it_told(
     log = tmp_path / "some-failed.log"
     assert raised.value.hint in ("", "x") if kind != "ApplianceError" else raised.value.hint == f"its log: {log}"
     assert log.exists() == (kind == "ApplianceError")
+
+
+def test_a_log_whose_place_is_taken_stays_under_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by another user's, in a run root of many."""
+    (folder := tmp_path / "work").mkdir()
+    (tmp_path / "some-failed.log").mkdir()
+    (tmp_path / "dead_child.py").write_text("print('error: it broke'); raise SystemExit(1)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(EngineError, match="it broke") as raised:
+        run_child(["dead_child"], command="some", folder=folder, env={})
+    (log,) = tmp_path.glob("some-failed-*.log")
+    assert raised.value.hint == f"its log: {log}"
+    assert log.read_text() == "error: it broke\n"
 
 
 def test_a_folder_that_the_recipe_names_is_only_read(file: str, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.errors import PreflightError, RecipeError
+from appliance.errors import EngineError, PreflightError, RecipeError
 from appliance.run import export
 from appliance.run.checkpoints import checkpoint_folder
 from appliance.run.export import run_export
@@ -81,3 +81,26 @@ def test_half_a_model_does_not_stay(run_dir: Path, tmp_path: Path, monkeypatch) 
     with pytest.raises(OSError, match="No space left"):
         export_checkpoint(checkpoint_folder(run_dir, step=2), target=tmp_path / "out", uaq=None)
     assert not list(tmp_path.glob("out*"))
+
+
+def test_the_log_of_a_failure_is_ours_alone(run_dir: Path, tmp_path: Path, monkeypatch) -> None:
+    """In a temporary folder for all users, where somebody else's log may have the name."""
+    (temporary := tmp_path / "temporary" / "export-failed.log").mkdir(parents=True)
+    (tmp_path / "dead_child.py").write_text("print('error: it broke'); raise SystemExit(1)")
+    monkeypatch.setattr("tempfile.tempdir", str(temporary.parent))
+    monkeypatch.setattr(export, "CHILD_MODULE", "dead_child")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    with pytest.raises(EngineError, match="it broke") as caught:
+        run_export(str(run_dir), run_root=tmp_path, step=2, output=tmp_path / "out")
+    log = Path(caught.value.hint.removeprefix("its log: "))
+    assert log.read_text() == "error: it broke\n"
+    assert (log.name, log.parent.parent) == ("export-failed.log", temporary.parent)
+    assert log.parent.stat().st_mode & 0o077 == 0
+    assert list(log.parent.iterdir()) == [log]
+
+
+def test_a_temporary_folder_that_takes_nothing_is_not_the_outputs_fault(run_dir: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", "/proc")
+    with pytest.raises(PreflightError) as caught:
+        run_export(str(run_dir), run_root=tmp_path, step=2, output=tmp_path / "out")
+    assert caught.value.hint == "set TMPDIR to another folder"
