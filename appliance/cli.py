@@ -15,11 +15,12 @@ from appliance.cluster import cli as cluster_cli
 from appliance.compare import cli as compare_cli
 from appliance.container import cli as container_cli
 from appliance.data import cli as data_cli
-from appliance.errors import ApplianceError, RecipeError
+from appliance.errors import ApplianceError, PreflightError, RecipeError
 from appliance.profile.cli import add_commands
 from appliance.run import cli as run_cli
 
 if TYPE_CHECKING:
+    from appliance.plan.model import RunPlan
     from appliance.preflight.finding import Finding
     from appliance.quant.scheme import Scheme
     from appliance.recipe.schema import Recipe
@@ -66,6 +67,7 @@ def train(
     json_mode: JsonOption = False,
 ) -> None:
     """Everything, from recipe to trained model."""
+    _refuse_idle(("--force", force, "--resume", resume != "never"), ("--image", image, "--in-container", in_container))
     loaded = _load(recipe, sets)
     if resume != "never" and not in_container:
         from appliance.profile.command import BEFORE_TRAINING
@@ -79,6 +81,7 @@ def train(
     if dry_run and not in_container:
         _check(recipe, sets=sets, name=name, json_mode=json_mode, show_plan=True)
         return
+    from appliance import console
     from appliance.preflight.report import examine
     from appliance.profile.command import BEFORE_TRAINING
     from appliance.recipe.dump import to_yaml
@@ -87,13 +90,19 @@ def train(
     from appliance.run.work import stop_on_errors
 
     if in_container:
-        from appliance.container.launch import stop_without, train_in_container
+        from appliance.container.launch import of_the_host, stop_without, train_in_container
 
-        # The name is judged inside: a run that is resumed has its folder already.
-        plan, _, findings = examine(loaded, run_dir=_run_dir(loaded, name=None), ask_hub=True)
+        # The name of a run that is resumed is judged inside: it has its folder already.
+        new_name = name if resume == "never" else None
+        plan, _, findings = examine(loaded, run_dir=_run_dir(loaded, name=new_name), ask_hub=True)
+        if dry_run and resume == "never":
+            _print_plan(plan, loaded, findings=of_the_host(findings), json_mode=json_mode)
+        elif dry_run:
+            console.say("note: the plan of a run that is resumed is made in the container, and not shown by a dry run")
         stop_without(findings)
-        code = 0 if dry_run else train_in_container(plan, loaded, typed=recipe, arguments=sys.argv[1:], image=image)
-        raise typer.Exit(code)
+        if dry_run:
+            return
+        raise typer.Exit(train_in_container(plan, loaded, typed=recipe, arguments=sys.argv[1:], image=image))
     plan, _, findings = examine(loaded, run_dir=_run_dir(loaded, name=name), ask_hub=True)
     stop_on_errors(findings)
     code = run_training(
@@ -113,8 +122,16 @@ def plan(
     recipe: RecipeArgument, sets: SetOption = None, name: NameOption = None, json_mode: JsonOption = False
 ) -> None:
     """What would happen, on the hardware that the recipe names, and why. Starts nothing."""
+    from appliance import console
+    from appliance.recipe.text import full_path
+
     loaded = _load(recipe, sets)
-    _show_plan(loaded, run_dir=_run_dir(loaded, name=name), json_mode=json_mode, ask_hub=False)
+    try:
+        run_dir = _run_dir(loaded, name=name)
+    except PreflightError as error:  # of this host, and the plan may be for another one
+        console.say(f"warning: cluster.run_dir: {error.message}")
+        run_dir = full_path(loaded.cluster.run_dir) / (name or f"{loaded.name}-1")
+    _show_plan(loaded, run_dir=run_dir, json_mode=json_mode, ask_hub=False)
 
 
 @app.command()
@@ -232,6 +249,17 @@ def version(json_mode: JsonOption = False) -> None:
         console.out("\n".join(f"{name} {found or 'not installed'}" for name, found in versions.items()))
 
 
+def _refuse_idle(*options: tuple[str, object, str, bool]) -> None:
+    """(option, its value, the option that it belongs to, whether that is given): raises where it would do nothing."""
+    idle = [
+        (f"{option}: does nothing without {of}", f"add {of}, or leave it out")
+        for option, value, of, is_given in options
+        if value and not is_given
+    ]
+    if idle:
+        raise RecipeError(idle)
+
+
 def _load(recipe: str, sets: list[str] | None) -> Recipe:
     from appliance.recipe.load import load_recipe
 
@@ -245,17 +273,17 @@ def _run_dir(recipe: Recipe, *, name: str | None) -> Path:
     from appliance.run.session import cannot_write, free_run_dir
 
     root = full_path(recipe.cluster.run_dir)
-    if name is None:
-        try:
-            return free_run_dir(root, name=recipe.name)
-        except OSError as error:
-            raise cannot_write(root, error) from error
-    if not NAME_PATTERN.fullmatch(name):
+    if name is not None and not NAME_PATTERN.fullmatch(name):
         hint = "use letters, digits, `.`, `_` and `-`, at most 80, no space or slash"
         raise RecipeError([(f"--name: the text `{name}` is not a name", hint)])
-    if (root / name).exists():
-        raise RecipeError([(f"--name: `{name}` is in use: {root / name}", "choose another one, or leave it out")])
-    return root / name
+    try:
+        run_dir = free_run_dir(root, name=recipe.name) if name is None else root / name
+        is_in_use = name is not None and run_dir.exists()
+    except OSError as error:
+        raise cannot_write(root, error) from error
+    if is_in_use:
+        raise RecipeError([(f"--name: `{name}` is in use: {run_dir}", "choose another one, or leave it out")])
+    return run_dir
 
 
 def _schemes(text: str) -> tuple[Scheme, ...]:
@@ -295,13 +323,19 @@ def _check(recipe: str, *, sets: list[str] | None, name: str | None, json_mode: 
 
 def _show_plan(loaded: Recipe, *, run_dir: Path, json_mode: bool, ask_hub: bool) -> list[Finding]:
     """Print the plan with the findings attached; returns them."""
-    from appliance import console
-    from appliance.preflight.report import examine, plan_as
+    from appliance.preflight.report import examine
 
     made, _, findings = examine(loaded, run_dir=run_dir, ask_hub=ask_hub)
+    _print_plan(made, loaded, findings=findings, json_mode=json_mode)
+    return findings
+
+
+def _print_plan(made: RunPlan, loaded: Recipe, *, findings: list[Finding], json_mode: bool) -> None:
+    from appliance import console
+    from appliance.preflight.report import plan_as
+
     write = console.out if json_mode else console.show
     write(plan_as(made, recipe=loaded, findings=findings, json_mode=json_mode))
-    return findings
 
 
 def main() -> None:
@@ -314,8 +348,8 @@ def main() -> None:
     except ApplianceError as error:
         _report(error)
         sys.exit(error.exit_code)
-    except Exception as error:  # the boundary: our own fault, told as such
-        sys.exit(_report_own_fault(error))
+    except Exception as error:  # the boundary: our own fault, told as such, or a full disk behind stdout
+        sys.exit(_report_other(error))
 
 
 def _report(error: ApplianceError) -> None:
@@ -330,7 +364,7 @@ def _report(error: ApplianceError) -> None:
             console.say(f"hint: {hint}")
 
 
-def _report_own_fault(error: Exception) -> int:
+def _report_other(error: Exception) -> int:
     import tempfile
     import traceback
 
@@ -338,6 +372,10 @@ def _report_own_fault(error: Exception) -> int:
 
     if _wants_traceback():
         _say_traceback(error)
+    if isinstance(error, console.StdoutError):
+        console.say(f"error: stdout: cannot be written: {error.strerror}")
+        console.say("hint: free some space, or send it elsewhere")
+        return error.exit_code
     with tempfile.NamedTemporaryFile("w", prefix="appliance-error-", suffix=".txt", delete=False) as file:
         traceback.print_exception(error, file=file)
     console.say(f"error: {type(error).__name__}: {error}")

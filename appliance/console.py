@@ -12,11 +12,19 @@ from typing import IO, Any
 
 from rich.console import Console, RenderableType
 
+from appliance.errors import PreflightError
+
 _COMMANDS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters, besides tab and line feed
     "\ud800-\udfff"  # halves of a character, which UTF-8 cannot have
     "\u202a-\u202e\u2066-\u2069]"  # changes of direction: they show text other than it is
 )
+
+
+class StdoutError(OSError):
+    """What stdout says when it cannot be written, as on a full disk or a closed terminal."""
+
+    exit_code = PreflightError.exit_code
 
 
 class _Lossy:
@@ -77,13 +85,18 @@ def plain_text(renderable: RenderableType, *, columns: int) -> str:
 def out(text: str) -> None:
     """One piece of data on stdout, written at once; a character that its encoding lacks as `\\xe9`.
 
-    Raises BrokenPipeError when nobody reads any more.
+    Raises BrokenPipeError when nobody reads any more, StdoutError when it cannot be written.
     """
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise StdoutError(error.errno, error.strerror) from error
 
 
 def show(text: str) -> None:
-    """Text for people on stdout, as `say` has it on stderr. Raises BrokenPipeError as `out` does."""
+    """Text for people on stdout, as `say` has it on stderr. Raises as `out` does."""
     out(printable(text))

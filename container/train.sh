@@ -28,7 +28,7 @@ device=$(.venv/bin/python -c 'import json, sys; print(json.load(sys.stdin)["plan
 if [ "$device" = cpu ]; then
     exec .venv/bin/appliance train "$@"
 fi
-.venv/bin/appliance train "$@" --in-container --dry-run
+.venv/bin/appliance train "$@" --in-container --dry-run >/dev/null  # its plan; what is missing is said on stderr
 if [ -n "$image" ]; then
     is_here "$image" || docker pull "$image" >&2
 else

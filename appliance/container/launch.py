@@ -234,9 +234,14 @@ def _if_alive(act) -> None:
         return  # it ended by itself meanwhile
 
 
+def of_the_host(findings: Sequence[Finding]) -> list[Finding]:
+    """Without those about what the image brings."""
+    return [each for each in findings if each.code not in _OF_THE_IMAGE]
+
+
 def stop_without(findings: Sequence[Finding]) -> None:
     """Say what this host itself lacks, leaving out what the image brings. Raises PreflightError."""
-    stop_on_errors([each for each in findings if each.severity is Severity.ERROR and each.code not in _OF_THE_IMAGE])
+    stop_on_errors([each for each in of_the_host(findings) if each.severity is Severity.ERROR])
 
 
 def train_in_container(

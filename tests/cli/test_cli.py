@@ -225,6 +225,68 @@ def test_dry_run_leaves_nothing(appliance, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_dry_run_in_a_container_prints_the_plan(appliance, tmp_path):
+    done = appliance("train", "arithmetic-tiny-int8", "--in-container", "--dry-run", "--json", "--name", "mine")
+    assert (done.returncode, done.stderr) == (0, "")
+    document = json.loads(done.stdout)
+    assert list(document) == ["schema_version", "recipe", "plan", "findings"]
+    assert document["plan"]["run_dir"] == str(tmp_path / "runs" / "mine")
+    resumed = appliance("train", "arithmetic-tiny-int8", "--in-container", "--dry-run", "--resume", "auto")
+    note = "note: the plan of a run that is resumed is made in the container, and not shown by a dry run\n"
+    assert (resumed.returncode, resumed.stdout, resumed.stderr) == (0, "", note)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_options_that_would_do_nothing_are_refused(appliance, tmp_path):
+    done = appliance("train", "arithmetic-tiny-int8", "--dry-run", "--force", "--image", "b:1")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        2,
+        "",
+        "error: --force: does nothing without --resume\nhint: add --resume, or leave it out\n"
+        "error: --image: does nothing without --in-container\nhint: add --in-container, or leave it out\n",
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("name", "planned"), [((), "arithmetic-tiny-int8-1"), (("--name", "mine"), "mine")])
+def test_a_run_root_that_may_not_be_entered_is_a_warning_of_a_plan(tmp_path, monkeypatch, capsys, name, planned):
+    """Root may enter any folder, so the question is what fails."""
+    root = tmp_path / "locked" / "runs"
+    exists, is_dir = Path.exists, Path.is_dir
+
+    def locked(ask):
+        def answer(path, *rest):
+            if path.is_relative_to(root):
+                raise PermissionError(13, "Permission denied", str(path))
+            return ask(path, *rest)
+
+        return answer
+
+    monkeypatch.setattr(Path, "exists", locked(exists))
+    monkeypatch.setattr(Path, "is_dir", locked(is_dir))
+    for command, code in ((("plan",), 0), (("train", "--dry-run"), 3)):
+        options = ["--set", f"cluster.run_dir={root}", *name]
+        monkeypatch.setattr(sys, "argv", ["appliance", *command, "arithmetic-tiny-int8", *options])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said = capsys.readouterr()
+        assert (ended.value.code or 0) == code
+        if not code:
+            assert f"run folder                       {root / planned}\n" in said.out
+            assert said.err == f"warning: cluster.run_dir: {root}: cannot be written\n"
+
+
+@pytest.mark.parametrize("arguments", [("plan", "arithmetic-tiny-int8"), ("recipes", "ls"), ("version", "--json")])
+def test_stdout_on_a_full_disk_is_no_fault_of_ours(tmp_path, arguments):
+    command = [sys.executable, "-m", "appliance", *arguments]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        3,
+        "error: stdout: cannot be written: No space left on device\nhint: free some space, or send it elsewhere\n",
+    )
+
+
 def test_a_run_folder_that_cannot_be_written(appliance, tmp_path):
     (tmp_path / "runs").write_text("a file")
     done = appliance("check", "arithmetic-tiny-int8")

@@ -47,3 +47,16 @@ def test_what_people_cannot_be_told_is_lost_and_nothing_else(monkeypatch, number
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     console.say("another")
     assert sys.stderr.getvalue() == "another\n"
+
+
+def test_a_stdout_that_cannot_be_written_is_an_os_error_by_its_own_name(monkeypatch):
+    """After a signal a run takes any OSError of it for a reader that is gone: a closed terminal says EIO."""
+
+    class Closed(io.StringIO):
+        def flush(self):
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        console.out("a line")
+    assert (type(caught.value), caught.value.errno, caught.value.exit_code) == (console.StdoutError, errno.EIO, 3)

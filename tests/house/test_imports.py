@@ -61,7 +61,7 @@ MAY_IMPORT = {
         *("errors", "tasks", "recipe", "plan", "preflight", "cluster.token", "console", "page", "flashrl.variables"),
         *("interruption", *NUMBERS),
     },
-    "cluster": {"errors", "plan", "run", "console", "preflight", "flashrl.variables", *NUMBERS},
+    "cluster": {"errors", "plan", "run", "console", "preflight", "recipe.text", "flashrl.variables", *NUMBERS},
     "engine": {*CHILDREN, "flashrl"},
     "flashrl": {"errors", "patch", "quant", "plan.env", "engine", "recipe.tree", "recipe.text"},
     "trainer": {*CHILDREN, "tasks", "guard", "cluster.form", "run.boundary"},
@@ -71,7 +71,7 @@ MAY_IMPORT = {
     # A comparison is many runs, each with its profile.
     "compare": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "page", "profile", "quant"},
     "container": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "cluster.news", *NUMBERS},
-    "data": {"errors", "tasks", "console"},  # its files are a task's, made without a recipe
+    "data": {"errors", "tasks", "console", "run.session", "run.work"},  # its files are a task's, made without a recipe
     "cli": {
         *("errors", "tasks", "recipe", "plan", "preflight", "run", "bench", "profile", "verify", "compare", "cluster"),
         *("container", "console", "data", "interruption"),
