@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +33,28 @@ SMALL = {
     "checkpoint.every_steps": "1",
 }
 WAIT_S = 1200.0  # generous: the host may be busy
+
+
+class Terminal:
+    """A terminal of its own, read as a window does until it is closed."""
+
+    def __init__(self) -> None:
+        self._screen, self.line = os.openpty()
+        self._is_closed = threading.Event()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def close(self) -> None:
+        """The kernel sends SIGHUP to whose terminal it was."""
+        self._is_closed.set()
+        self._reader.join()
+        os.close(self.line)
+
+    def _read(self) -> None:
+        while not self._is_closed.is_set():
+            if select.select([self._screen], [], [], 0.1)[0]:
+                os.read(self._screen, 65536)
+        os.close(self._screen)
 
 
 @dataclass
@@ -68,6 +93,19 @@ class Run:
                 process_group=0,
                 env={**os.environ, **self.env},
             )
+
+    def start_on(self, terminal: Terminal) -> None:
+        """As `start`, with nothing in the log: it goes to the terminal."""
+        (self.root / f"{self.name}.out").touch()
+        self.launcher = subprocess.Popen(
+            self.command(),
+            stdin=terminal.line,
+            stdout=terminal.line,
+            stderr=terminal.line,
+            text=True,
+            preexec_fn=functools.partial(os.login_tty, 0),
+            env={**os.environ, **self.env},
+        )
 
     def stop(self, name: signal.Signals) -> None:
         """As a person does: SIGTERM to the launcher, but Ctrl-C (SIGINT) goes to all that share its terminal."""

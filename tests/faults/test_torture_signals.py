@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from killable import Run
+from killable import Run, Terminal
 
 from appliance.run.checkpoints import checkpoint_folder
 from appliance.run.seal import damage
@@ -96,6 +96,22 @@ def test_a_save_that_takes_longer_than_it_may_is_ended(new_run: Callable[..., Ru
     assert run.end() == 0, run.said[-3000:]
     assert [event["what"] for event in run.events("resume")] == ["attempt 2 goes on after step 5"]
     assert run.steps == list(range(1, 15)) and run.damaged_files() == []
+    assert run.processes() == []
+
+
+def test_a_terminal_that_is_closed_saves_and_stops(new_run: Callable[..., Run]) -> None:
+    """SIGHUP, and from then on nothing can be written to stdout and stderr."""
+    run = new_run("closed", trainer__steps="200", checkpoint__every_steps="0")
+    terminal = Terminal()
+    try:
+        run.start_on(terminal)
+        assert run.wait_for(lambda: len(run.steps) > 2, seconds=300)
+    finally:
+        terminal.close()
+    assert run.end() == 75
+    step = run.steps[-1]
+    assert run.record()["reason"] == f"stopped by SIGHUP, the state after step {step} is saved"
+    assert damage(checkpoint_folder(run.run_dir, step=step)) == []
     assert run.processes() == []
 
 
