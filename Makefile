@@ -18,7 +18,7 @@ test: setup ## set up, then all tests but the longest, two files at a time: ARGS
 unit: setup ## the quick tests only: no engine, no training
 	@.venv/bin/python -m pytest $(TWO_WORKERS) -m "not slow and not engine and not e2e and not docker" $(ARGS)
 
-test-long: setup ## the longest trainings: a comparison, new engines in mid-run, a lost head of two nodes
+test-long: setup ## the longest trainings: a comparison, two engines that differ, new engines in mid-run, a lost head of two nodes
 	@.venv/bin/python -m pytest -m long $(ARGS)
 
 test-container: setup ## the tests of the image `make image` has built: they need a Docker engine

@@ -15,7 +15,7 @@ from appliance.quant.files import read_file_header
 from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 STEPS = 2
 ICEPOP = ("correction.method=icepop", "correction.cap=null", "correction.bounds=[0.99, 1.01]")
