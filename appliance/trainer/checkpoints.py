@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 
 from appliance.errors import CheckpointError
 from appliance.plan.model import CheckpointPlan, RunPlan
@@ -150,7 +150,8 @@ class Checkpoints:
     def save_now(self, reason: str) -> Path | None:
         """Save the last finished step, if it is not saved yet. None when no step has ended or weights have moved since.
 
-        reason: for the manifest and the event.  Raises CheckpointError; the older checkpoints are then as they were.
+        reason: for the manifest and the event.  Raises CheckpointError, and RayActorError when a worker died; the older
+        checkpoints are then as they were.
         """
         if self._step_end is None:
             return None
@@ -162,6 +163,8 @@ class Checkpoints:
         started = time.monotonic()
         try:
             manifest = self._write(folder, end=self._step_end, reason=reason)
+        except RayActorError:
+            raise  # a worker died: no fault of the disk's, another attempt may fare better
         except (OSError, RuntimeError, RayError) as error:
             raise self._failed(folder, error) from error
         self._saved_step, self._saved_at_s = step, time.monotonic()

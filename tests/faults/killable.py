@@ -18,7 +18,7 @@ from typing import Any
 
 from left_behind import Bystanders, bystanders, left_of
 
-from appliance.plan.env import RUN_VARIABLE
+from appliance.plan.env import RAY_DIR_VARIABLE, RUN_VARIABLE
 from appliance.run.checkpoints import DAMAGED, FOLDER, in_order
 from appliance.run.processes import Process, find_processes
 from appliance.run.seal import damage
@@ -32,6 +32,9 @@ SMALL = {
     "batch.prompts_per_step": "8",
     "checkpoint.every_steps": "1",
 }
+# What a step is made of and how it went: all of it is the same in a run that was never killed.
+OF_A_STEP = ("step", "reward_mean", "response_tokens_mean", "grad_norm", "entropy", "mismatch_k3_kl", "scheme")
+NAMED_WITHIN_S = 60.0
 WAIT_S = 1200.0  # generous: the host may be busy
 
 
@@ -190,6 +193,12 @@ class Run:
                 self.launcher.wait()
 
 
+def with_layer(name: str) -> str:
+    """A PYTHONPATH with which every process of a run loads the `sitecustomize.py` in the folder of that name here."""
+    here = Path(__file__).parent
+    return os.pathsep.join(filter(None, (str(here / name), str(here.parent), os.environ.get("PYTHONPATH"))))
+
+
 def command_of(process: Process) -> list[str]:
     """Its command line, empty when it is gone."""
     try:
@@ -202,3 +211,18 @@ def named_after(failures: Sequence[dict[str, Any]], *, killed_at: Sequence[float
     """Seconds from the kill before it to each failure. One that no kill came before is an error of its own."""
     assert all(killed_at and failure["time"] >= killed_at[0] for failure in failures), failures
     return [failure["time"] - max(at for at in killed_at if at <= failure["time"]) for failure in failures]
+
+
+def check_undisturbed(run: Run, calm: Run, *, steps: int) -> None:
+    """The run is as if nothing had happened, and nothing is left of its attempts. calm: one that nobody killed."""
+    record = run.record()
+    assert (record["state"], record["exit_code"]) == ("done", 0)
+    assert run.steps == list(range(1, steps + 1))
+    assert run.damaged_files() == []
+    assert run.events("stall") == []
+    assert run.processes() == []
+    env = dict(json.loads((run.run_dir / "plan.json").read_text())["env"])
+    assert not os.path.exists(env[RAY_DIR_VARIABLE])
+    assert (run.run_dir / "model" / "config.json").is_file()
+    of_a_step = [[line[key] for key in OF_A_STEP] for line in run.lines("metrics.jsonl")]
+    assert of_a_step == [[line[key] for key in OF_A_STEP] for line in calm.lines("metrics.jsonl")]

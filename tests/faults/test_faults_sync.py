@@ -20,48 +20,32 @@ ENDS_WITHIN_S = 60.0
 # In every process of the run: when the engine's side of an update is imported, one of its tensors gets a bit flipped,
 # the sign of its largest element, after its digest was checked and before vLLM has it.
 FLIP = f'''
-import importlib.machinery
-import importlib.util
-import sys
-
-MODULE = "appliance.engine.update"
+from after_import import after_import
 
 
-class Flipping:
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        if name != MODULE:
-            return None
-        sys.meta_path.remove(cls)
-        spec = importlib.util.find_spec(name)
-        spec.loader = Loader(spec.loader.name, spec.loader.path)
-        return spec
+def flip(module):
+    give = module.WeightUpdate._give
+
+    def flipped(self, name, tensor):
+        if self._sync == {BROKEN} and name == "{LAYER}.weight":
+            tensor = tensor.clone()
+            largest = tensor.abs().argmax()
+            tensor.view(-1)[largest] *= -1
+        return give(self, name, tensor)
+
+    module.WeightUpdate._give = flipped
 
 
-class Loader(importlib.machinery.SourceFileLoader):
-    def exec_module(self, module):
-        super().exec_module(module)
-        give = module.WeightUpdate._give
-
-        def flipped(self, name, tensor):
-            if self._sync == {BROKEN} and name == "{LAYER}.weight":
-                tensor = tensor.clone()
-                largest = tensor.abs().argmax()
-                tensor.view(-1)[largest] *= -1
-            return give(self, name, tensor)
-
-        module.WeightUpdate._give = flipped
-
-
-sys.meta_path.insert(0, Flipping)
+after_import("appliance.engine.update", flip)
 '''
+TESTS = Path(__file__).parents[1]
 
 
 def test_a_bit_that_flips_in_an_update_ends_the_run_before_any_rollout_with_it(
     run_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(FLIP)
-    places = filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))
+    places = filter(None, (str(tmp_path), str(TESTS), os.environ.get("PYTHONPATH")))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(places))
     sets = {**SMALL, "trainer.steps": "4", "trainer.max_restarts": "0"}
     run = train(run_root, *(f"{key}={value}" for key, value in sets.items()), name="flipped", timeout_s=600)

@@ -7,7 +7,6 @@ APPLIANCE_TORTURE_STOPS: how many (30).  APPLIANCE_TORTURE_SEED: what draws vict
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -17,9 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
-from killable import Run, named_after
+from killable import NAMED_WITHIN_S, Run, check_undisturbed, named_after
 
-from appliance.plan.env import RAY_DIR_VARIABLE
 from appliance.run.checkpoints import in_order
 from appliance.run.seal import read_manifest
 
@@ -30,9 +28,6 @@ MOST_KILLS = 3 * STOPS  # more would mean that hardly anything stops a training
 SEED = int(os.environ.get("APPLIANCE_TORTURE_SEED", str(time.time_ns() % 100_000)))
 STEPS = 12
 MOST_ATTEMPTS = 5  # that a run may need when nobody kills it any more
-NAMED_WITHIN_S = 60.0
-# What a step is made of and how it went: all of it is the same in a run that was never killed.
-OF_A_STEP = ("step", "reward_mean", "response_tokens_mean", "grad_norm", "entropy", "mismatch_k3_kl", "scheme")
 
 
 @dataclass
@@ -140,7 +135,7 @@ def test_a_training_that_is_killed_again_and_again(new_run: Callable[..., Run], 
                 break
             run.start()
         toll.attempts += run.record()["attempt"]
-        check(run, calm)
+        check_undisturbed(run, calm, steps=STEPS)
         toll.named_s += named_after(run.events("failure"), killed_at=killed_at)
         toll.steps += len(run.steps)
         toll.files += sum(len(read_manifest(folder).files) for folder in in_order(run.run_dir))
@@ -148,21 +143,3 @@ def test_a_training_that_is_killed_again_and_again(new_run: Callable[..., Run], 
         os.write(1, toll.text(seed=SEED, runs=runs).encode() + b"\n")
     assert toll.stopped.total() >= STOPS
     assert max(toll.named_s) < NAMED_WITHIN_S
-
-
-def check(run: Run, calm: Run) -> None:
-    """The run is as if nothing had happened, and nothing is left of its attempts."""
-    record = run.record()
-    assert (record["state"], record["exit_code"]) == ("done", 0)
-    assert run.steps == list(range(1, STEPS + 1))
-    assert run.damaged_files() == []
-    assert run.events("stall") == []
-    assert run.processes() == []
-    assert not os.path.exists(dict(plan_env(run))[RAY_DIR_VARIABLE])
-    assert (run.run_dir / "model" / "config.json").is_file()
-    of_a_step = [[line[key] for key in OF_A_STEP] for line in run.lines("metrics.jsonl")]
-    assert of_a_step == [[line[key] for key in OF_A_STEP] for line in calm.lines("metrics.jsonl")]
-
-
-def plan_env(run: Run) -> list[list[str]]:
-    return json.loads((run.run_dir / "plan.json").read_text())["env"]

@@ -9,14 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from killable import Run
+from killable import Run, with_layer
 
 from appliance.run.checkpoints import checkpoint_folder
 from appliance.run.seal import damage
 
 pytestmark = pytest.mark.torture
 
-FAILING = Path(__file__).parent / "rewards_that_fail"
 TIMEOUT_S = 10
 REWARD_PROCESS = "--multiprocessing-fork"  # the pool's way to start one
 # What goes wrong with one response, and how the step tells it.
@@ -48,7 +47,7 @@ def test_rewards_that_fail_cost_their_sample_until_they_are_too_many(
     )
     run.env = {
         "REWARDS_THAT_FAIL": str(tmp_path),
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(FAILING), os.environ.get("PYTHONPATH")))),
+        "PYTHONPATH": with_layer("rewards_that_fail"),
     }
     run.start()
     assert run.wait_for(lambda: run.steps), run.said[-3000:]

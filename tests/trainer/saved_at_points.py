@@ -1,15 +1,13 @@
 """`python saved_at_points.py FOLDER`: the trainer's own save of step 2, beside step 1, ended at each of its points.
 
-A point is a file operation: opening, making, renaming and removing, which Python's audit events come before, whoever
-calls them; and each write and fsync. It ends by `kill`, SIGKILL at the point with a write half done; and by `full`, a
-disk where from the point on nothing that needs room succeeds. Each end has a run folder FOLDER/<how>/<number> and a
-process of its own. Prints a JSON line per end: [how, the point's operation, the exit code of the process].
+A point is a file operation, as `file_operations.py` tells them. It ends by `kill`, SIGKILL at the point with a write
+half done; and by `full`, a disk where from the point on nothing that needs room succeeds. Each end has a run folder
+FOLDER/<how>/<number> and a process of its own. Prints a JSON line per end: [how, the point's operation, the exit code].
 """
 
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import shutil
@@ -19,9 +17,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import plans
+from file_operations import NEED_ROOM, FileOperations
 
 from appliance.errors import CheckpointError
 from appliance.plan.model import CheckpointPlan
@@ -32,11 +30,7 @@ from appliance.trainer.checkpoints import Checkpoints
 from appliance.trainer.metrics import append_metrics
 from appliance.trainer.precision import PrecisionState
 
-CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir")
-ROOM = ("os.mkdir", "os.rename", "write", "fsync")  # may fail on a full disk
-WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 PASSED = 0  # the number of no point
-_OPEN, _WRITE, _SEND = io.open, os.write, os.sendfile
 
 
 class Points:
@@ -44,75 +38,20 @@ class Points:
 
     def __init__(self, run_dir: Path, *, at: int, how: str) -> None:
         self.reached: list[str] = []
-        self._run_dir = str(run_dir)
         self._at, self._how = at, how
         self._lock = threading.Lock()  # files are hashed by several threads
-        sys.addaudithook(self._hear)
-        io.open, os.write, os.fsync = self._open, self._write, lambda _: self._reach("fsync")
-        os.sendfile = self._send  # what shutil copies with
+        FileOperations(run_dir, self._reach)
 
-    def _reach(self, what: str, *, needs_room: bool = True, half: Callable[[], object] = lambda: None) -> None:
+    def _reach(self, operation: str, _: Path, *, half: Callable[[], object]) -> None:
         with self._lock:
-            self.reached.append(what)
+            self.reached.append(operation)
             number = len(self.reached)
             if self._how == "kill" and number == self._at:
                 half()
                 os.kill(os.getpid(), signal.SIGKILL)
-        if self._how == "full" and PASSED < self._at <= number and needs_room:
+        if self._how == "full" and PASSED < self._at <= number and operation in NEED_ROOM:
             half()
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event not in ("open", *CHANGES) or isinstance(arguments[0], int):
-            return
-        path = os.fsdecode(arguments[0])  # below an open folder it is only a name
-        if not os.path.isabs(path) or path.startswith(self._run_dir):
-            self._reach(event, needs_room=event in ROOM or (event == "open" and bool(arguments[2] & WRITING)))
-
-    def _open(self, file: Any, mode: str = "r", *others: Any, **named: Any) -> Any:
-        opened = _OPEN(file, mode, *others, **named)
-        return opened if set(mode) <= set("rbt") else Tearing(opened, self)
-
-    def _write(self, descriptor: int, content: bytes) -> int:
-        """A full disk takes a part and says how much."""
-        half = content[: len(content) // 2]
-        try:
-            self._reach("write", half=lambda: _WRITE(descriptor, half))
-        except OSError:
-            return len(half)
-        return _WRITE(descriptor, content)
-
-    def _send(self, to: int, of: int, offset: int, count: int) -> int:
-        left = os.fstat(of).st_size - offset
-        self._reach("write", half=lambda: _SEND(to, of, offset, left // 2))
-        return _SEND(to, of, offset, count)
-
-    def write(self, file: Any, content: Any) -> int:
-        def half() -> None:
-            file.write(content[: len(content) // 2])
-            file.flush()
-
-        self._reach("write", half=half)
-        return file.write(content)
-
-
-class Tearing:
-    """A file that is open for writing."""
-
-    def __init__(self, file: Any, points: Points) -> None:
-        self._file, self._points = file, points
-
-    def __enter__(self) -> Tearing:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def write(self, content: Any) -> int:
-        return self._points.write(self._file, content)
 
 
 def write_ranks(folder: Path, step: int) -> None:

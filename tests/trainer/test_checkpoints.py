@@ -17,6 +17,7 @@ import numpy as np
 import plans
 import pytest
 import torch
+from ray.exceptions import ActorDiedError
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from verl.trainer.ppo.utils import create_rl_sampler
@@ -26,10 +27,12 @@ from appliance.plan.model import CheckpointPlan, UaqPlan
 from appliance.quant.precision import AS_PLANNED
 from appliance.quant.scheme import Scheme
 from appliance.run.checkpoints import checkpoint_folder, find_newest
+from appliance.run.restarts import is_fault
 from appliance.run.seal import damage, read_manifest
 from appliance.trainer import checkpoints
 from appliance.trainer.checkpoints import ASK_FILE, Checkpoints, why_save
 from appliance.trainer.driver_random import restore_random, take_random
+from appliance.trainer.entry import translate
 from appliance.trainer.metrics import append_metrics
 from appliance.trainer.precision import PrecisionState
 
@@ -219,6 +222,21 @@ def test_an_older_one_is_deleted_only_when_the_newer_was_read_back(
     assert [each.folder.name for each in found.rejected] == ["global_step_2"]
     saves.step(3)
     assert "global_step_3" in saves.names and "global_step_1" not in saves.names
+
+
+def test_a_worker_that_dies_in_a_save_is_no_fault_of_the_disk(tmp_path: Path) -> None:
+    """The run ends as with any worker that dies, and is started again; a checkpoint that cannot be written is not."""
+    saves = Saves(tmp_path, every_steps=1)
+    saves.step(1)
+
+    def die(folder: Path, step: int) -> None:
+        raise ActorDiedError()
+
+    saves.checkpoints._save_workers = die
+    with pytest.raises(ActorDiedError) as caught:
+        saves.step(2)
+    assert is_fault(5, failure=SimpleNamespace(why=type(translate(caught.value)).__name__))
+    assert find_newest(tmp_path).newest == checkpoint_folder(tmp_path, step=1)
 
 
 def test_the_driver_goes_on_with_the_same_random_numbers(tmp_path: Path) -> None:

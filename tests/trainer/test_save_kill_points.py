@@ -13,13 +13,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from file_operations import OPERATIONS
 
 from appliance.run.checkpoints import find_newest, half_done, in_order
 from appliance.run.seal import damage
 
 HERE = Path(__file__).parent
 README = HERE.parents[1] / "README.md"
-OPERATIONS = {"open", "write", "fsync", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 Ends = dict[str, list[tuple[str, int]]]  # by how: (operation, exit code) of each point, in their order
 
 

@@ -1,4 +1,4 @@
-"""With this folder on PYTHONPATH the reward function of a training fails whenever the test asks for it.
+"""With this folder and tests/ on PYTHONPATH the reward function of a training fails whenever the test asks for it.
 
 Every Python imports a module of this name at its start; only the reward processes do anything here. In the folder that
 REWARDS_THAT_FAIL names the test makes a file called by what is to go wrong, and the next response takes it away. With
@@ -7,15 +7,14 @@ the file `all` there, every reward raises.
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.util
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+
+from after_import import after_import
 
 LIBRARY = "appliance.tasks.library"
 
@@ -25,22 +24,8 @@ def is_reward_process() -> bool:
     return "REWARDS_THAT_FAIL" in os.environ and "--multiprocessing-fork" in sys.orig_argv
 
 
-class FailingRewards(importlib.abc.MetaPathFinder):
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != LIBRARY:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        load = spec.loader.exec_module
-
-        def load_and_spoil(module: ModuleType) -> None:
-            load(module)
-            module.score = failing(module.score, folder=Path(os.environ["REWARDS_THAT_FAIL"]))
-
-        spec.loader.exec_module = load_and_spoil
-        return spec
+def spoil(module: ModuleType) -> None:
+    module.score = failing(module.score, folder=Path(os.environ["REWARDS_THAT_FAIL"]))
 
 
 def failing(score: Callable[..., float], *, folder: Path) -> Callable[..., float]:
@@ -71,4 +56,4 @@ def fail(what: str, *, folder: Path) -> float:
 
 
 if is_reward_process():
-    sys.meta_path.insert(0, FailingRewards())
+    after_import(LIBRARY, spoil)
