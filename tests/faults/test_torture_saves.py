@@ -37,6 +37,8 @@ POINTS = [
     ("driver os.rename global_step_N", NEW, False),
     ("driver os.remove deleting-global_step_N/manifest.json", NEW, True),
 ]
+NAMED = {"driver": "ended by signal 9 (SIGKILL)", "rank": "a training worker died: WorkerDict, process "}
+HEARD_FIRST = "a worker died: "  # by the save itself, before the watch of the processes saw it
 STEPS = 1 + sum(newest == NEW for _, newest, _ in POINTS) + 2  # the first, those that are saved all the same, and more
 
 
