@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayTaskError
 
 from appliance.errors import CheckpointError
 from appliance.plan.model import CheckpointPlan, RunPlan
@@ -126,7 +126,7 @@ class Checkpoints:
         return self._step_end is not None
 
     def end_step(self, line: dict[str, Any], *, precision: PrecisionState, is_last: bool) -> None:
-        """Remember the step that just ended, and save it when it is due. Raises CheckpointError when that fails.
+        """Remember the step that just ended, and save it when it is due. Raises as `save_now`.
 
         line: what metrics.jsonl got of it.
         """
@@ -150,7 +150,7 @@ class Checkpoints:
     def save_now(self, reason: str) -> Path | None:
         """Save the last finished step, if it is not saved yet. None when no step has ended or weights have moved since.
 
-        reason: for the manifest and the event.  Raises CheckpointError, and RayActorError when a worker died; the older
+        reason: for the manifest and the event.  Raises CheckpointError, and a RayError when a worker died; the older
         checkpoints are then as they were.
         """
         if self._step_end is None:
@@ -163,9 +163,7 @@ class Checkpoints:
         started = time.monotonic()
         try:
             manifest = self._write(folder, end=self._step_end, reason=reason)
-        except RayActorError:
-            raise  # a worker died: no fault of the disk's, another attempt may fare better
-        except (OSError, RuntimeError, RayError) as error:
+        except (OSError, RuntimeError, RayTaskError) as error:  # Ray's others: a worker died, no fault of the disk's
             raise self._failed(folder, error) from error
         self._saved_step, self._saved_at_s = step, time.monotonic()
         gone = self._remove_surplus()

@@ -17,7 +17,7 @@ import numpy as np
 import plans
 import pytest
 import torch
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayError, RayTaskError
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from verl.trainer.ppo.utils import create_rl_sampler
@@ -224,16 +224,17 @@ def test_an_older_one_is_deleted_only_when_the_newer_was_read_back(
     assert "global_step_3" in saves.names and "global_step_1" not in saves.names
 
 
-def test_a_worker_that_dies_in_a_save_is_no_fault_of_the_disk(tmp_path: Path) -> None:
+@pytest.mark.parametrize("death", [ActorDiedError(), OutOfMemoryError("of Ray's memory monitor")], ids=repr)
+def test_a_worker_that_dies_in_a_save_is_no_fault_of_the_disk(tmp_path: Path, death: RayError) -> None:
     """The run ends as with any worker that dies, and is started again; a checkpoint that cannot be written is not."""
     saves = Saves(tmp_path, every_steps=1)
     saves.step(1)
 
     def die(folder: Path, step: int) -> None:
-        raise ActorDiedError()
+        raise death
 
     saves.checkpoints._save_workers = die
-    with pytest.raises(ActorDiedError) as caught:
+    with pytest.raises(type(death)) as caught:
         saves.step(2)
     assert is_fault(5, failure=SimpleNamespace(why=type(translate(caught.value)).__name__))
     assert find_newest(tmp_path).newest == checkpoint_folder(tmp_path, step=1)
@@ -325,6 +326,17 @@ class Failing(Saves):
 
 HIDDEN = RuntimeError("[enforce fail at inline_container.cc:664] unexpected pos 64 vs 0")  # torch's, on a full disk
 NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_what_a_rank_raises_in_a_save_ends_the_run(tmp_path: Path) -> None:
+    """As it arrives from Ray; it would be there again at the next attempt."""
+    saves = Failing(tmp_path, every_steps=1)
+    words = "the rank's own words"
+    task = RayTaskError("save_checkpoint", words, KeyError("moment"), proctitle="rank", pid=1, ip="127.0.0.1")
+    saves.error = task.as_instanceof_cause()
+    with pytest.raises(CheckpointError) as caught:
+        saves.step(1)
+    assert caught.value.message == f"checkpoint global_step_1 could not be written: RayTaskError(KeyError): {words}"
 
 
 @pytest.mark.parametrize(
