@@ -57,8 +57,9 @@ class FileOperations:
     def _write(self, descriptor: int, content: bytes) -> int:
         """A full disk takes a part and says how much."""
         half = content[: len(content) // 2]
+        path = _path_of(descriptor)
         try:
-            self._tell("write", _path_of(descriptor), lambda: _WRITE(descriptor, half))
+            self._tell("write", path, lambda: _WRITE(descriptor, half))
         except OSError:
             return len(half)
         return _WRITE(descriptor, content)

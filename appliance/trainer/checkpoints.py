@@ -40,6 +40,7 @@ from appliance.run.last_line import STATE_FILE
 from appliance.run.seal import CheckpointManifest, Facts, damage, hash_file, seal
 from appliance.trainer.driver_random import DriverRandom, restore_random, take_random
 from appliance.trainer.precision import PrecisionState
+from appliance.trainer.process_watch import NAMED_AFTER_S
 
 DATA_FILE = "data.pt"  # verl's name, read by its own resume
 ASK_FILE = "save"  # `touch RUN/save` asks for a checkpoint at the end of the step
@@ -164,6 +165,8 @@ class Checkpoints:
         try:
             manifest = self._write(folder, end=self._step_end, reason=reason)
         except (OSError, RuntimeError, RayTaskError) as error:  # Ray's others: a worker died, no fault of the disk's
+            if isinstance(error, RayTaskError):
+                time.sleep(NAMED_AFTER_S)  # a rank that waited for one that died fails as well, and may be heard first
             raise self._failed(folder, error) from error
         self._saved_step, self._saved_at_s = step, time.monotonic()
         gone = self._remove_surplus()

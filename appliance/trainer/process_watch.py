@@ -18,6 +18,7 @@ from ray._private import state, worker
 from appliance.errors import ApplianceError, EngineError, ProcessDied
 
 LOOK_EVERY_S = 2.0
+NAMED_AFTER_S = 2 * LOOK_EVERY_S  # by then a worker that died has been named, and this process ended
 SERVICES_EVERY_S = 0.05  # without its raylet Ray ends this process at its next word to it: be there first
 SERVICES = {"raylet": "Ray's scheduler (raylet)", "gcs_server": "Ray's control service (GCS)"}
 SERVERS = frozenset({"GroupServer"})

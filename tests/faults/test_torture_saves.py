@@ -85,7 +85,7 @@ def test_a_training_that_is_killed_in_each_phase_of_a_save(
     assert {point for point, _, _ in POINTS} <= set(passed), sorted(set(passed))
     run.start()
     assert run.wait_for(lambda: run.events("checkpoint")), run.said[-3000:]
-    slowest_s = 0.0
+    slowest_s, before = 0.0, 1
     for number, (point, newest, is_half_done) in enumerate(POINTS, start=1):
         layer.choose(point)
         if number > 1:
@@ -97,7 +97,9 @@ def test_a_training_that_is_killed_in_each_phase_of_a_save(
         assert named[-1]["why"] == why and named[-1]["what"].startswith(begins), (point, named[-1])
         slowest_s = max(slowest_s, named[-1]["time"] - (tmp_path / "taken").stat().st_ctime)
         step = run.steps[-1]  # the one that was being saved
-        whole = checkpoint_folder(run.run_dir, step=step if newest == NEW else step - 1)
+        assert number == 1 or step == before + 1, point
+        before = step if newest == NEW else step - 1
+        whole = checkpoint_folder(run.run_dir, step=before)
         assert find_newest(run.run_dir).newest == whole, (point, find_newest(run.run_dir))
         assert [damage(folder) for folder in in_order(run.run_dir)] == [[]] * len(in_order(run.run_dir)), point
         assert bool(half_done(run.run_dir)) == is_half_done, (point, half_done(run.run_dir))
@@ -115,3 +117,20 @@ def test_a_training_that_is_killed_in_each_phase_of_a_save(
             f"  a save of this run came to {len(passed) // saves} operations, {len(set(passed))} kinds\n"
         )
         os.write(1, said.encode())
+
+
+def test_a_rank_that_dies_in_a_save_while_the_other_waits_for_it(new_run: Callable[..., Run], tmp_path: Path) -> None:
+    """The one that is alive fails too, and is heard of as well: the launcher starts the run again."""
+    run = new_run("two-ranks-saves", trainer__steps="3", trainer__max_restarts="1", cluster__gpus_per_node="2")
+    layer = Layer(tmp_path)
+    run.env = layer.env(run)
+    run.start()
+    assert run.wait_for(lambda: run.events("checkpoint")), run.said[-3000:]
+    layer.choose(f"rank torch.save {ACTOR}/optim_world_size_2_rank_1.pt")
+    assert run.end() == 0 and layer.is_taken, run.said[-3000:]
+    (failure,) = run.events("failure")
+    why, begins = NAMED["rank"]
+    assert failure["why"] == why and failure["what"].startswith(begins), failure
+    assert len(run.events("restart")) == 1 and run.record()["attempt"] == 2
+    assert run.steps == [1, 2, 3]
+    assert run.damaged_files() == [] and run.processes() == []

@@ -35,6 +35,7 @@ from appliance.trainer.driver_random import restore_random, take_random
 from appliance.trainer.entry import translate
 from appliance.trainer.metrics import append_metrics
 from appliance.trainer.precision import PrecisionState
+from appliance.trainer.process_watch import NAMED_AFTER_S
 
 INT8 = PrecisionState("int8", AS_PLANNED, AS_PLANNED, Scheme.INT8, 0.0)
 NEVER = {"step": 7, "is_last": False, "is_best": False, "is_asked": False, "since_save_s": 0.0}
@@ -328,8 +329,11 @@ HIDDEN = RuntimeError("[enforce fail at inline_container.cc:664] unexpected pos 
 NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_what_a_rank_raises_in_a_save_ends_the_run(tmp_path: Path) -> None:
-    """As it arrives from Ray; it would be there again at the next attempt."""
+def test_what_a_rank_raises_in_a_save_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it arrives from Ray; it would be there again at the next attempt. But first who watches the processes has time
+    to end this one: a rank raises too when the one it waits for died."""
+    waited_s: list[float] = []
+    monkeypatch.setattr(checkpoints.time, "sleep", waited_s.append)
     saves = Failing(tmp_path, every_steps=1)
     words = "the rank's own words"
     task = RayTaskError("save_checkpoint", words, KeyError("moment"), proctitle="rank", pid=1, ip="127.0.0.1")
@@ -337,6 +341,7 @@ def test_what_a_rank_raises_in_a_save_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         saves.step(1)
     assert caught.value.message == f"checkpoint global_step_1 could not be written: RayTaskError(KeyError): {words}"
+    assert waited_s == [NAMED_AFTER_S]
 
 
 @pytest.mark.parametrize(
