@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from appliance.errors import ApplianceError
 from appliance.patch import Patch, apply_patch
 from appliance.plan.model import RunPlan
 from appliance.tasks.grading import Shaping
+from appliance.trainer.reward_faults import note_idle_death
 from appliance.trainer.reward_pool import RewardPool
 from appliance.trainer.rollouts import Rollouts, Sampling
 from appliance.trainer.samples import SampleLog
@@ -67,7 +69,11 @@ def fit(
     transfer_queue.init(config.transfer_queue)
     try:
         trainer = StoppableTrainer(config=config, plan=plan, stopping=stopping, on_engine_death=on_engine_death)
-        pool = RewardPool(kind=plan.task.kind, timeout_s=plan.task.reward_timeout_s)
+        pool = RewardPool(
+            kind=plan.task.kind,
+            timeout_s=plan.task.reward_timeout_s,
+            on_idle_death=functools.partial(note_idle_death, trainer.run_dir),
+        )
         try:
             trainer.init()
             trainer.fit(_rollouts(trainer, plan=plan, pool=pool))

@@ -16,6 +16,13 @@ from appliance.errors import GuardStop
 from appliance.run.events import append_event
 from appliance.tasks.grading import Fault, Graded
 
+IDLE_DEATH = "a reward process died while it waited for a response"
+
+
+def note_idle_death(run_dir: Path) -> None:
+    """An event for people: it costs nothing."""
+    append_event(run_dir, kind="note", what=IDLE_DEATH, why="no reward is lost: the next response starts another one")
+
 
 def neutral_accuracies(graded: Sequence[Graded]) -> list[float]:
     """0..1 per sample of one prompt; a fault gets the mean of those without one, 0 where there is none."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as GradingTimeout
@@ -45,11 +46,18 @@ class RewardPool:
     """
 
     def __init__(
-        self, *, kind: str, function: Function = score_task, workers: int | None = None, timeout_s: float = TIMEOUT_S
+        self,
+        *,
+        kind: str,
+        function: Function = score_task,
+        workers: int | None = None,
+        timeout_s: float = TIMEOUT_S,
+        on_idle_death: Callable[[], None] = lambda: None,
     ) -> None:
         """kind: the task, whose imports are made ahead of the first response.
 
         function: (task kind, response, truth) -> 0..1, importable by its name in another process.
+        on_idle_death: called on a thread within seconds after a process died that was at no response.
         """
         self.graded = 0
         self.faults: Counter[Fault] = Counter()
@@ -58,7 +66,8 @@ class RewardPool:
         self._timeout_s = timeout_s
         self._kind = kind
         self._workers = workers or num_workers(os.cpu_count() or 1)
-        self._is_closed = False
+        self._on_idle_death = on_idle_death
+        self._closed = threading.Event()
         self._pool = self._started()
 
     def _started(self) -> ProcessPool:
@@ -70,7 +79,16 @@ class RewardPool:
             context=multiprocessing.get_context("spawn"),
         )
         pool.schedule(_nothing)  # starts the processes now
+        threading.Thread(target=self._watch, args=(pool,), name="reward-watch", daemon=True).start()
         return pool
+
+    def _watch(self, pool: ProcessPool) -> None:
+        """Until the pool is over: pebble gives it up when a process dies while none is at work."""
+        while pool.active:
+            if self._closed.wait(_LOOK_EVERY_S):
+                return
+        if not self._closed.is_set():
+            self._on_idle_death()
 
     async def grade(self, kind: str, response: str, truth: str) -> Graded:
         """kind: the task of the response.  Never raises: what goes wrong with one response is counted."""
@@ -103,7 +121,7 @@ class RewardPool:
         pebble gives up a pool with all that waits in it when a process dies while none is at work: another one is made
         then. What was on its way at that moment it forgets, so that its future alone is not to be waited for.
         """
-        if self._is_closed:
+        if self._closed.is_set():
             raise BrokenProcessPool
         if not self._pool.active:
             self._end()
@@ -121,7 +139,7 @@ class RewardPool:
 
     def close(self) -> None:
         """End the processes, whatever they are at. Nothing is graded any more."""
-        self._is_closed = True
+        self._closed.set()
         self._end()
 
     def _end(self) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from killable import Run, with_layer
+from killable import NAMED_WITHIN_S, Run, with_layer
 
 from appliance.run.checkpoints import checkpoint_folder
 from appliance.run.seal import damage
+from appliance.trainer.reward_faults import IDLE_DEATH
 
 pytestmark = pytest.mark.torture
 
@@ -52,10 +54,12 @@ def test_rewards_that_fail_cost_their_sample_until_they_are_too_many(
     run.start()
     assert run.wait_for(lambda: run.steps), run.said[-3000:]
     kill_reward_process(run)
+    killed_at = time.time()
     steps = len(run.steps)
     assert run.wait_for(lambda: len(run.steps) > steps + 1), run.said[-3000:]
     lost = failed(run)
-    assert lost <= 1  # 1 where it was not waiting after all
+    told = [event["time"] - killed_at for event in run.events("note") if event["what"] == IDLE_DEATH]
+    assert lost + len(told) == 1 and max(told, default=0.0) < NAMED_WITHIN_S  # lost where it was not waiting after all
     for what, fault in FAULTS.items():
         before = len(run.events("reward"))
         (tmp_path / what).touch()

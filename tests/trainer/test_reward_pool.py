@@ -6,6 +6,7 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -89,15 +90,19 @@ def test_more_responses_than_processes_wait_for_their_turn(pool: RewardPool) -> 
     assert found[2:] == [Graded(1.0)] * 100
 
 
-def test_a_process_that_is_killed_while_it_waits_costs_nothing(tmp_path: Path) -> None:
-    pool = RewardPool(kind="arithmetic", function=misbehave, workers=1, timeout_s=HANG_S)
+def test_a_process_that_is_killed_while_it_waits_costs_nothing_and_is_told(tmp_path: Path) -> None:
+    told = threading.Event()
+    pool = RewardPool(kind="arithmetic", function=misbehave, workers=1, timeout_s=HANG_S, on_idle_death=told.set)
     try:
         assert grade(pool, str(tmp_path / "waiting")) == [Graded(0.0)]
         os.kill(int((tmp_path / "waiting").read_text()), signal.SIGKILL)
+        assert told.wait(60)
+        told.clear()
         assert grade(pool, "7", "8") == [Graded(1.0), Graded(0.0)]
         assert (pool.graded, pool.faults.total()) == (3, 0)
     finally:
         pool.close()
+    assert not told.wait(3)  # it was closed
 
 
 class Forgetful:
