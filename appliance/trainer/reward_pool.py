@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
-import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as GradingTimeout
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.context import BaseContext
+from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
+from pebble.pool.process import PoolManager
 
 from appliance.run.stacks import keep_stacks
 from appliance.tasks.grading import Fault, Graded, checked
@@ -37,6 +39,26 @@ def num_workers(cores: int) -> int:
 def score_task(kind: str, response: str, truth: str) -> float:
     """The tasks' own reward function. Runs in a worker of the pool."""
     return score(kind, response=response, truth=truth)
+
+
+class _TellingManager(PoolManager):
+    """Hears of every process that ended by itself; pebble tells only of those that were at work."""
+
+    def __init__(self, on_idle_death: Callable[[], None], *others: Any) -> None:
+        super().__init__(*others)
+        self._on_idle_death = on_idle_death
+
+    def handle_worker_expiration(self, expiration: tuple[int, int]) -> None:
+        worker, _ = expiration
+        if worker not in {task.worker_id for task in tuple(self.task_manager.tasks.values())}:
+            self._on_idle_death()
+        super().handle_worker_expiration(expiration)
+
+
+class _TellingPool(ProcessPool):
+    def __init__(self, on_idle_death: Callable[[], None], *, context: BaseContext, **others: Any) -> None:
+        super().__init__(context=context, **others)
+        self._pool_manager = _TellingManager(on_idle_death, self._context, context)
 
 
 class RewardPool:
@@ -67,11 +89,12 @@ class RewardPool:
         self._kind = kind
         self._workers = workers or num_workers(os.cpu_count() or 1)
         self._on_idle_death = on_idle_death
-        self._closed = threading.Event()
+        self._is_closed = False
         self._pool = self._started()
 
     def _started(self) -> ProcessPool:
-        pool = ProcessPool(
+        pool = _TellingPool(
+            self._on_idle_death,
             max_workers=self._workers,
             initializer=_begin,
             initargs=(self._kind,),
@@ -79,16 +102,7 @@ class RewardPool:
             context=multiprocessing.get_context("spawn"),
         )
         pool.schedule(_nothing)  # starts the processes now
-        threading.Thread(target=self._watch, args=(pool,), name="reward-watch", daemon=True).start()
         return pool
-
-    def _watch(self, pool: ProcessPool) -> None:
-        """Until the pool is over: pebble gives it up when a process dies while none is at work."""
-        while pool.active:
-            if self._closed.wait(_LOOK_EVERY_S):
-                return
-        if not self._closed.is_set():
-            self._on_idle_death()
 
     async def grade(self, kind: str, response: str, truth: str) -> Graded:
         """kind: the task of the response.  Never raises: what goes wrong with one response is counted."""
@@ -121,7 +135,7 @@ class RewardPool:
         pebble gives up a pool with all that waits in it when a process dies while none is at work: another one is made
         then. What was on its way at that moment it forgets, so that its future alone is not to be waited for.
         """
-        if self._closed.is_set():
+        if self._is_closed:
             raise BrokenProcessPool
         if not self._pool.active:
             self._end()
@@ -139,7 +153,7 @@ class RewardPool:
 
     def close(self) -> None:
         """End the processes, whatever they are at. Nothing is graded any more."""
-        self._closed.set()
+        self._is_closed = True
         self._end()
 
     def _end(self) -> None:

@@ -43,6 +43,7 @@ def misbehave(kind: str, response: str, truth: str) -> float:
             return 2.0
         case _ if response.startswith("/"):
             Path(response).write_text(str(os.getpid()))
+            time.sleep({"slow": HANG_S / 2, "hang": 600}.get(Path(response).name[:4], 0))
     return float(response == truth)
 
 
@@ -103,6 +104,28 @@ def test_a_process_that_is_killed_while_it_waits_costs_nothing_and_is_told(tmp_p
     finally:
         pool.close()
     assert not told.wait(3)  # it was closed
+
+
+def test_one_that_waits_while_another_is_at_work_is_told_too(tmp_path: Path) -> None:
+    told = threading.Event()
+    pool = RewardPool(kind="arithmetic", function=misbehave, workers=2, timeout_s=HANG_S, on_idle_death=told.set)
+    names = ("slow-1", "slow-2", "hang")
+
+    async def hang_and_kill() -> Graded:
+        at_work = asyncio.ensure_future(pool.grade("arithmetic", str(tmp_path / "hang"), "7"))
+        await asyncio.sleep(HANG_S / 2)
+        first, second, busy = ((tmp_path / name).read_text() for name in names)
+        assert first != second and not told.is_set()
+        os.kill(int(second if busy == first else first), signal.SIGKILL)
+        return await at_work
+
+    try:
+        assert grade(pool, "die")[0].fault is Fault.DIED  # at work: that is told with its response
+        assert grade(pool, *(str(tmp_path / name) for name in names[:2])) == [Graded(0.0)] * 2
+        assert asyncio.run(hang_and_kill()).fault is Fault.TIMED_OUT
+        assert told.wait(60)
+    finally:
+        pool.close()
 
 
 class Forgetful:
