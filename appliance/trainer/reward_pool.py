@@ -41,7 +41,7 @@ def score_task(kind: str, response: str, truth: str) -> float:
     return score(kind, response=response, truth=truth)
 
 
-class _TellingManager(PoolManager):
+class _TellingProcesses(PoolManager):
     """Hears of every process that ended by itself; pebble tells only of those that were at work."""
 
     def __init__(self, on_idle_death: Callable[[], None], *others: Any) -> None:
@@ -58,7 +58,7 @@ class _TellingManager(PoolManager):
 class _TellingPool(ProcessPool):
     def __init__(self, on_idle_death: Callable[[], None], *, context: BaseContext, **others: Any) -> None:
         super().__init__(context=context, **others)
-        self._pool_manager = _TellingManager(on_idle_death, self._context, context)
+        self._pool_manager = _TellingProcesses(on_idle_death, self._context, context)
 
 
 class RewardPool:
