@@ -1,4 +1,4 @@
-"""What the README promises of the demo, measured: `python -m appliance.bench.demo -o FOLDER`.
+"""What the README promises of the demo, measured: `python -m benchmarks.demo -o FOLDER`.
 
 Trains the tiny recipe as a user does, once per setting and seed, one after the other, and writes `demo.json` (every
 number and curve) and `demo.md` (the tables). Settings: INT8, which is `rollout.scheme=auto` as in `make demo` (a host
@@ -189,7 +189,7 @@ def page(trained: list[Trained], *, where: dict[str, object]) -> str:
         [
             "# The demo, measured",
             "",
-            "Made by `python -m appliance.bench.demo -o docs/results`; every number is in `demo.json`.",
+            "Made by `python -m benchmarks.demo -o docs/results`; every number is in `demo.json`.",
             f"Taken on {where['date']}: {where['processor']}, {where['cores']} cores, CPython {where['python']}.",
             "",
             "Validation is greedy, on problems seen neither in warm start nor in training, in the run's own scheme.",

@@ -1,4 +1,4 @@
-"""The GEMMs of one layer on a CPU, kernel by kernel: `python -m appliance.bench.gemm [--shapes qwen2.5-7b] [-o FILE]`.
+"""The GEMMs of one layer on a CPU, kernel by kernel: `python -m benchmarks.gemm [--shapes qwen2.5-7b] [-o FILE]`.
 
 vLLM's BF16 against both INT8 kernels (engine/cpu_gemm.py), with the weights that a decoder layer has as vLLM fuses
 them: milliseconds of a multiplication, quantising the activations included, and of packing a weight. The kernels take
@@ -127,7 +127,7 @@ def table(found: list[Row]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m appliance.bench.gemm", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gemm", description=__doc__)
     parser.add_argument("--shapes", choices=sorted(NAMED_SHAPES), default="qwen2.5-7b")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--turns", type=int, default=15)

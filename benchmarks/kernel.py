@@ -1,6 +1,6 @@
 """The fused INT8 row quantiser against a plain copy, at the layer shapes of Qwen2.5-32B, on one CUDA GPU.
 
-`python -m appliance.bench.kernel [-o FILE]`. Bandwidth counts what must move: 2 bytes read and 1 written per weight;
+`python -m benchmarks.kernel [-o FILE]`. Bandwidth counts what must move: 2 bytes read and 1 written per weight;
 the copy is measured in the same run, on as many bytes. The projected sync is quantisation alone, of all layers.
 """
 

@@ -1,4 +1,4 @@
-"""The estimate of a CPU run's memory, held against real runs: `python -m appliance.bench.memory -o FOLDER`.
+"""The estimate of a CPU run's memory, held against real runs: `python -m benchmarks.memory -o FOLDER`.
 
 Makes models of three sizes with random weights, trains each for two steps as a user would, and samples what every
 process holds: proportional set size, in which a shared page counts in parts. Writes `memory.json` (every number, which
@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from appliance import console
-from appliance.bench.demo import processor, pss_bytes
 from appliance.errors import TrainingError
 from appliance.plan import host_memory
 from appliance.plan.env import RUN_VARIABLE
@@ -29,6 +28,7 @@ from appliance.plan.model import RunPlan
 from appliance.plan.read import read_plan
 from appliance.plan.shapes import ModelShape, read_shape
 from appliance.run.processes import find_processes
+from benchmarks.demo import processor, pss_bytes
 
 RECIPE = "arithmetic-tiny-int8"
 SAMPLE_EVERY_S = 0.5
@@ -213,7 +213,7 @@ def write(folder: Path, found: list[tuple[RunPlan, Measured]]) -> None:
 def page(found: list[tuple[RunPlan, Measured]], *, where: dict[str, object]) -> Iterator[str]:
     yield "# Memory of a run without a GPU, estimated and measured"
     yield ""
-    yield "Made by `python -m appliance.bench.memory -o docs/results`; every number is in `memory.json`."
+    yield "Made by `python -m benchmarks.memory -o docs/results`; every number is in `memory.json`."
     yield f"Taken on {where['date']}: {where['processor']}, {where['cores']} cores, CPython {where['python']}."
     yield ""
     yield f"Qwen2 with random weights, {STEPS} steps with INT8 rollouts, 32 sequences of up to {LONGEST} tokens, a save"

@@ -1,4 +1,4 @@
-"""What a weight update costs, scheme for scheme: `python -m appliance.bench.sync [--layers 12] [-o docs/results]`.
+"""What a weight update costs, scheme for scheme: `python -m benchmarks.sync [--layers 12] [-o docs/results]`.
 
 One engine per scheme in this process takes the same tensors in turn, again and again, as a worker of a run does: each
 is copied out of the trainer's memory, digested, loaded, and everything is proven. Random weights of a Qwen2's shapes.
@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 
 from appliance import console
 from appliance.bench.job import NAMED_SHAPES, Shapes
-from appliance.bench.random_model import qwen2_config
 from appliance.engine.schedule import ROTATION
 from appliance.plan.control_groups import usable_cores
 from appliance.plan.env import PLAN_VARIABLE, child_env
@@ -190,6 +189,8 @@ def random_state(shapes: Shapes, *, folder: Path) -> dict[str, Tensor]:
     import torch
     from transformers import Qwen2ForCausalLM
 
+    from appliance.bench.measure import qwen2_config
+
     config = qwen2_config(shapes)
     config.save_pretrained(folder)
     generator = torch.Generator().manual_seed(0)
@@ -242,7 +243,7 @@ def table(found: list[Row]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m appliance.bench.sync", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sync", description=__doc__)
     parser.add_argument("--shapes", choices=sorted(NAMED_SHAPES), default="qwen2.5-0.5b")
     parser.add_argument("--layers", type=int, default=12)  # 178 million parameters
     parser.add_argument("--pairs", type=int, help="default: a whole round of proofs, 8 times --prove-every")

@@ -1,4 +1,4 @@
-"""What measuring costs of a step: `python -m appliance.bench.telemetry [RECIPE] [-o FOLDER]`, or `--run RUN` of a run
+"""What measuring costs of a step: `python -m benchmarks.telemetry [RECIPE] [-o FOLDER]`, or `--run RUN` of a run
 that is made.
 
 Trains the recipe for some steps as a user does and prints both sides out of the same steps: the milliseconds that
@@ -23,8 +23,8 @@ from statistics import median
 import psutil
 
 from appliance import console
-from appliance.bench.demo import BUSY_SAMPLE_S, MAX_BUSY, RECIPE, processor
 from appliance.errors import TrainingError
+from benchmarks.demo import BUSY_SAMPLE_S, MAX_BUSY, RECIPE, processor
 
 STEPS = 12
 AIM = 0.01  # of a step
@@ -136,7 +136,7 @@ def write(folder: Path, *, cost: Cost, where: Where) -> None:
     lines = [
         "# What measuring costs of a step",
         "",
-        "Made by `python -m appliance.bench.telemetry -o docs/results`; every number is in `telemetry.json`.",
+        "Made by `python -m benchmarks.telemetry -o docs/results`; every number is in `telemetry.json`.",
         f"Taken on {where.text}.",
         "",
         f"Recipe `{where.recipe}`, medians of {cost.text}.",

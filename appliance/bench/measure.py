@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from transformers import Qwen2Config
 from vllm import LLM, SamplingParams
 
 from appliance.bench.job import (
@@ -25,7 +26,6 @@ from appliance.bench.job import (
     facts_from_json,
     read_job,
 )
-from appliance.bench.random_model import qwen2_config
 from appliance.bench.worker import MEMORY_KEY, WORKER
 from appliance.errors import ApplianceError, EngineError
 from appliance.quant.scheme import Scheme
@@ -137,9 +137,24 @@ def _write(line: Measurement | EngineFacts, *, path: str) -> None:
 def _random_model(shapes: Shapes | None, *, folder: str) -> str:
     """A folder with nothing but a configuration: vLLM fills the weights (`load_format=dummy`)."""
     assert shapes is not None
-    config = qwen2_config(shapes)
-    config.save_pretrained(folder)
+    qwen2_config(shapes).save_pretrained(folder)
     return folder
+
+
+def qwen2_config(shapes: Shapes) -> Qwen2Config:
+    """A Qwen2 of these layer shapes: untied, BF16."""
+    return Qwen2Config(
+        architectures=["Qwen2ForCausalLM"],
+        vocab_size=shapes.vocabulary,
+        hidden_size=shapes.hidden,
+        intermediate_size=shapes.intermediate,
+        num_hidden_layers=shapes.layers,
+        num_attention_heads=shapes.heads,
+        num_key_value_heads=shapes.kv_heads,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.bench.demo import SETTINGS, require_scheme
 from appliance.errors import TrainingError
+from benchmarks.demo import SETTINGS, require_scheme
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from appliance.bench import gemm
-from appliance.bench.gemm import BF16, PACK, measure, table, weights_of
 from appliance.bench.job import NAMED_SHAPES, Shapes
 from appliance.engine.cpu_gemm import has_packed_kernel
+from benchmarks import gemm
+from benchmarks.gemm import BF16, PACK, measure, table, weights_of
 
 TINY = Shapes(hidden=64, intermediate=96, heads=4, kv_heads=2, layers=1)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from appliance.bench.sync import SCHEMES, Measured, Update, peak_of_tensors, rows
 from appliance.quant.scheme import Scheme
+from benchmarks.sync import SCHEMES, Measured, Update, peak_of_tensors, rows
 
 MIB = 1 << 20
 

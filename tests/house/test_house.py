@@ -26,7 +26,7 @@ def hand_written(root: Path) -> Iterator[Path]:
     rooms = [
         root,
         root / ".ci",
-        *(root / name for name in ("appliance", "container", "docs", "recipes", "requirements", "tests")),
+        *(root / name for name in ("appliance", "benchmarks", "container", "docs", "recipes", "requirements", "tests")),
     ]
     for pattern in WRITTEN_BY_HAND:
         yield from root.glob(pattern)

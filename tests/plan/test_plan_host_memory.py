@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from plans import HOST
 
-from appliance.bench.memory import SIZES
 from appliance.plan.build import build_plan
 from appliance.plan.host_memory import MIB, Role, held, kv_cache_gib, ladder, peak, shape_of
 from appliance.plan.memory import GIB
 from appliance.plan.model import RunPlan
 from appliance.plan.shapes import KNOWN, ModelShape
 from appliance.recipe.load import load_recipe
+from benchmarks.memory import SIZES
 
 SMALL = KNOWN["Qwen/Qwen2.5-0.5B-Instruct"]
 DEMO = Path(__file__).parents[2] / "docs" / "results" / "demo.json"
@@ -79,7 +79,7 @@ def test_what_cannot_be_counted_is_not_estimated() -> None:
 
 @pytest.mark.parametrize("setting", ["int8", "bf16"])
 def test_the_demo_holds_what_the_estimate_says(setting: str) -> None:
-    """Peaks of the whole run, measured by appliance.bench.demo. 15 %: the peaks of equal runs differ by 4 %."""
+    """Peaks of the whole run, measured by benchmarks.demo. 15 %: the peaks of equal runs differ by 4 %."""
     plan = planned(f"rollout.scheme={setting}", model=False)
     shape = shape_of(plan, None)
     assert shape is not None
@@ -90,7 +90,7 @@ def test_the_demo_holds_what_the_estimate_says(setting: str) -> None:
 
 
 def test_three_sizes_hold_what_the_estimate_says() -> None:
-    """Measured by appliance.bench.memory. Each role is estimated at its own largest moment; the sum errs by less."""
+    """Measured by benchmarks.memory. Each role is estimated at its own largest moment; the sum errs by less."""
     measured = json.loads((DEMO.parent / "memory.json").read_text())
     assert [run["size"] for run in measured["runs"]] == list(SIZES)
     for run in measured["runs"]:
