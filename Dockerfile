@@ -120,11 +120,12 @@ COPY requirements /opt/appliance/requirements
 COPY recipes /opt/appliance/recipes
 COPY comparisons /opt/appliance/comparisons
 COPY appliance /opt/appliance/appliance
+COPY flashrl_compat /opt/appliance/flashrl_compat
 # The smoke test applies every patch of this flavour to what was installed: another version or source ends the build.
 RUN --mount=type=bind,from=pip,source=/opt/pip,target=/opt/pip \
     --mount=type=bind,source=container,target=/opt/build \
     /opt/build/pip.sh --no-cache-dir --no-build-isolation -e /opt/appliance \
-    && python -m compileall -q /opt/appliance/appliance \
+    && python -m compileall -q /opt/appliance/appliance /opt/appliance/flashrl_compat \
     && python /opt/build/sbom.py --flavour "${FLAVOUR}" >/opt/appliance/sbom.cdx.json \
     && python /opt/build/smoke.py --flavour "${FLAVOUR}" \
     && rm -rf /tmp/*

@@ -55,7 +55,7 @@ lock: setup ## renew the locks in requirements/: ARGS=--upgrade takes newer vers
 
 clean: ## remove .venv and what tools left behind; runs/ stays
 	@rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
-	@find appliance benchmarks tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find appliance benchmarks flashrl_compat tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .PHONY: $(RECIPES)
 $(RECIPES): setup

@@ -18,15 +18,14 @@ from vllm.platforms import current_platform
 
 from appliance.engine.attest import REPLICA_VARIABLE
 from appliance.errors import ApplianceError, RecipeError
-from appliance.flashrl.loader import LOAD_FORMAT
-from appliance.flashrl.log import LOGGER
-from appliance.flashrl.plugin import tell_hints
-from appliance.flashrl.reload import RELOAD_KEY, WORKER_CLASS
-from appliance.flashrl.settings import EngineSettings, engine_settings
-from appliance.flashrl.variables import CONFIG_VARIABLE, RELOAD_VARIABLE, Variables, read_variables
 from appliance.patch import Patch, apply_patch
 from appliance.quant.device import CPU, gpu_of_product, why_not
 from appliance.quant.settings import Quantisation
+from flashrl_compat.loader import LOAD_FORMAT
+from flashrl_compat.log import LOGGER, tell_hints
+from flashrl_compat.reload import RELOAD_KEY, WORKER_CLASS
+from flashrl_compat.settings import EngineSettings, engine_settings
+from flashrl_compat.variables import CONFIG_VARIABLE, RELOAD_VARIABLE, Variables, read_variables
 
 ENGINE_ARGUMENTS = Patch(
     name="flashrl-engine-arguments",

@@ -1,4 +1,4 @@
-"""FlashRL's YAML file: a list of engines' settings, one of them for each replica. Read strictly, and written.
+"""FlashRL's YAML file: a list of engines' settings, one of them for each replica. Read strictly.
 
 Every key of FlashRL's is known, ours come after them. Imports no torch.
 """
@@ -6,20 +6,17 @@ Every key of FlashRL's is known, ours come after them. Imports no torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from appliance.errors import RecipeError
-from appliance.flashrl.names import NAMES, OWN_NAMES, Name, file_name, find_file_name, listed
+from appliance.plan.engines import PROFILED
 from appliance.quant.files import PROFILE_FILE
 from appliance.quant.scheme import Scheme
 from appliance.quant.settings import METHOD_NAME, Quantisation
 from appliance.recipe.text import path_problem, pattern_problem
 from appliance.recipe.tree import MAX_BYTES, Node, Problem, Refused, parse
+from flashrl_compat.names import NAMES, OWN_NAMES, Name, find_file_name, listed
 
 THEIR_KEYS = (
     "fn",
@@ -34,7 +31,6 @@ OUR_KEYS = ("emulated", "ignore", "lm_head_fp32")
 LOAD_FORMATS = ("auto", "dummy")
 EXTERNAL_LAUNCHER = "external_launcher"
 BACKENDS = ("mp", "ray", "uni", EXTERNAL_LAUNCHER)
-PROFILED = (Scheme.INT8, Scheme.FP8_CHANNEL)  # schemes with a scale per channel
 
 _PICKLES = (".pt", ".pth", ".pkl", ".bin")
 _KEYS_HINT = "the keys are " + ", ".join(f"`{key}`" for key in (*THEIR_KEYS, *OUR_KEYS))
@@ -73,32 +69,6 @@ def read_config(path: Path, *, shown: str = "") -> tuple[Entry, ...]:
 def entry_of_rank(entries: tuple[Entry, ...], *, rank: int) -> Entry:
     """FlashRL's rule: rank r takes entry r mod n. rank: data-parallel, in verl the replica's."""
     return entries[rank % len(entries)]
-
-
-def write_config(path: Path, quantisations: Iterable[Quantisation], *, model: str) -> None:
-    """Write a file that `FLASHRL_CONFIG` takes, one entry per replica.
-
-    A profile is written relative to the file where it lies beside or below it.  model: folder or name on the hub.
-    """
-    entries = [_written(each, model=model, folder=path.parent.absolute()) for each in quantisations]
-    text = yaml.safe_dump({"configs": entries}, sort_keys=False, allow_unicode=True)
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text(text)
-    os.replace(temporary, path)
-
-
-def _written(quantisation: Quantisation, *, model: str, folder: Path) -> dict[str, Any]:
-    entry: dict[str, Any] = {"fn": file_name(quantisation.scheme), "load_format": "auto", "model": model}
-    if quantisation.profile:
-        profile = Path(quantisation.profile).absolute()
-        entry["profile"] = str(profile.relative_to(folder) if profile.is_relative_to(folder) else profile)
-    if quantisation.emulated:
-        entry["emulated"] = True
-    if quantisation.ignore:
-        entry["ignore"] = list(quantisation.ignore)
-    if quantisation.lm_head_fp32:
-        entry["lm_head_fp32"] = True
-    return entry
 
 
 def _entries(root: Node, *, file: str, problems: list[Problem]) -> list[Node]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from appliance.errors import RecipeError
-from appliance.flashrl.variables import FILE_VARIABLE, Variables
+from appliance.errors import ApplianceError, RecipeError
+from flashrl_compat.variables import FILE_VARIABLE, Variables
 
 LOGGER = logging.getLogger("flashrl")
 
@@ -33,3 +33,10 @@ def _to_file(path: Path) -> logging.Handler:
     except OSError as error:
         fact = f"{FILE_VARIABLE}: {path} cannot be written: {error.strerror}"
         raise RecipeError([(fact, "name a file in a folder that you can write to")]) from error
+
+
+def tell_hints(error: ApplianceError) -> None:
+    """Let the hints stand below the error in a traceback: no command of ours is there to print them."""
+    hints = [hint for _, hint in error.problems] if isinstance(error, RecipeError) else [error.hint]
+    for hint in dict.fromkeys(filter(None, hints)):
+        error.add_note(f"hint: {hint}")

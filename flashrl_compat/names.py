@@ -76,11 +76,6 @@ def find_file_name(word: str) -> Name | None:
     return _IN_FILES.get(word)
 
 
-def file_name(scheme: Scheme) -> str:
-    """The word that a file of ours has for a scheme: the first of the table."""
-    return next(name.theirs for name in (*NAMES, *OWN_NAMES) if name.scheme is scheme)
-
-
 def listed(names: tuple[Name, ...]) -> str:
     """For messages: each name in back quotes."""
     return ", ".join(f"`{name.theirs}`" for name in names)

@@ -18,8 +18,8 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 
 from appliance.engine.update import WeightUpdate
-from appliance.flashrl.loader import smoothing_of
-from appliance.flashrl.log import LOGGER
+from flashrl_compat.loader import smoothing_of
+from flashrl_compat.log import LOGGER
 
 WORKER_CLASS = f"{__name__}.ReloadingWorker"
 RELOAD_KEY = "flashrl_test_reload"  # in vLLM's `additional_config`, which reaches every worker

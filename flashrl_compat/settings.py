@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.errors import RecipeError
-from appliance.flashrl.config_file import (
+from appliance.quant.files import PROFILE_FILE
+from appliance.quant.settings import Quantisation
+from flashrl_compat.config_file import (
     EXTERNAL_LAUNCHER,
     LOAD_FORMATS,
     Entry,
     entry_of_rank,
     read_config,
 )
-from appliance.flashrl.names import Name
-from appliance.flashrl.variables import CONFIG_VARIABLE, LM_HEAD_VARIABLE, HubFile, Variables
-from appliance.quant.files import PROFILE_FILE
-from appliance.quant.settings import Quantisation
+from flashrl_compat.names import Name
+from flashrl_compat.variables import CONFIG_VARIABLE, LM_HEAD_VARIABLE, HubFile, Variables
 
 
 @dataclass(frozen=True)

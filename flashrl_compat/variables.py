@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.errors import RecipeError
-from appliance.flashrl.names import NAMES, Name, find_name, listed
 from appliance.recipe.text import full_path
+from flashrl_compat.names import NAMES, Name, find_name, listed
 
 CONFIG_VARIABLE = "FLASHRL_CONFIG"
 LM_HEAD_VARIABLE = "FLASHRL_LMHEAD_FP32"
@@ -85,11 +85,6 @@ def read_variables(environ: Mapping[str, str]) -> Variables:
 def idle_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Variables of FlashRL's that are set and do nothing, because FLASHRL_CONFIG is not."""
     return () if environ.get(CONFIG_VARIABLE) else tuple(name for name in VARIABLES if environ.get(name))
-
-
-def without_flashrl(environ: Mapping[str, str]) -> dict[str, str]:
-    """For children of ours that start engines of several schemes: what a shell exports for others is not for them."""
-    return {name: value for name, value in environ.items() if not name.startswith("FLASHRL_")}
 
 
 def _unknown_variables(given: Mapping[str, str]) -> list[Problem]:

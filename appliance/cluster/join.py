@@ -17,7 +17,6 @@ from appliance.cluster.node_watch import LOOK_EVERY_S, NodeIsOver, NodeWatch
 from appliance.cluster.ray_command import NodeOffer, node_environment, worker_argv
 from appliance.cluster.token import check_token
 from appliance.errors import EngineError, Interrupted, PreflightError, ProcessDied, RecipeError, TrainingError
-from appliance.flashrl.variables import without_flashrl
 from appliance.plan.env import NODE_VARIABLE, RAY_OWN, short_root
 from appliance.plan.ports import DEFAULT_BASE, Ports
 from appliance.preflight.access import head_problem, ports_in_use
@@ -76,7 +75,7 @@ def join_head(
                 worker_argv(offer, ports=Ports(port), head=head, ray_dir=folder / RAY_OWN),
                 run_dir=folder,
                 env={
-                    **node_environment(without_flashrl(os.environ), token_file=token_file.absolute()),
+                    **node_environment(dict(os.environ), token_file=token_file.absolute()),
                     NODE_VARIABLE: str(folder),
                 },
                 log=log,

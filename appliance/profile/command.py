@@ -6,17 +6,18 @@ The launcher's side: it imports no torch, finds what the cache has, and leaves t
 from __future__ import annotations
 
 import dataclasses
-import os.path
+import os
 import sys
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import yaml
 from rich.progress import Progress, TaskID
 
 from appliance import console
 from appliance.errors import EngineError, RecipeError
-from appliance.flashrl.config_file import write_config
 from appliance.plan.build import build_plan
 from appliance.plan.engines import PROFILE_FOLDER
 from appliance.plan.model import RunPlan
@@ -230,6 +231,33 @@ def _write_config(plan: RunPlan, *, profile: Path | None, path: Path) -> None:
         ignore = tuple(dict.fromkeys((*each.ignore, *(kept if uses else ()))))
         replicas.append(dataclasses.replace(each, ignore=ignore, profile=str(profile.absolute()) if uses else ""))
     write_config(path, replicas, model=plan.model.path)
+
+
+def write_config(path: Path, quantisations: Iterable[Quantisation], *, model: str) -> None:
+    """Write a file that `FLASHRL_CONFIG` takes, one entry per replica.
+
+    A profile is written relative to the file where it lies beside or below it.  model: folder or name on the hub.
+    """
+    entries = [_entry(each, model=model, folder=path.parent.absolute()) for each in quantisations]
+    text = yaml.safe_dump({"configs": entries}, sort_keys=False, allow_unicode=True)
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def _entry(quantisation: Quantisation, *, model: str, folder: Path) -> dict[str, Any]:
+    """In FlashRL's words: its name of a scheme is ours with `_` for `-`, what is not set is left out."""
+    entry: dict[str, Any] = {"fn": str(quantisation.scheme).replace("-", "_"), "load_format": "auto", "model": model}
+    if quantisation.profile:
+        profile = Path(quantisation.profile).absolute()
+        entry["profile"] = str(profile.relative_to(folder) if profile.is_relative_to(folder) else profile)
+    if quantisation.emulated:
+        entry["emulated"] = True
+    if quantisation.ignore:
+        entry["ignore"] = list(quantisation.ignore)
+    if quantisation.lm_head_fp32:
+        entry["lm_head_fp32"] = True
+    return entry
 
 
 def _run(job: ProfileJob, *, env: dict[str, str]) -> Path:

@@ -15,7 +15,6 @@ from types import FrameType
 
 from appliance import console, errors
 from appliance.errors import ApplianceError, EngineError, Interrupted, RecipeError
-from appliance.flashrl.variables import without_flashrl
 from appliance.plan.model import RunPlan
 from appliance.run.events import Event, first_failure
 from appliance.tasks.prepare import is_prepared
@@ -88,7 +87,7 @@ def _run(module: list[str], *, log: Path, env: dict[str, str], tick: Callable[[]
             [sys.executable, "-m", *module],
             stdout=out,
             stderr=subprocess.STDOUT,
-            env=without_flashrl(os.environ) | env,
+            env=os.environ | env,
             start_new_session=True,  # a group of its own: an engine may have processes of its own
         )
         try:

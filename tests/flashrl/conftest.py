@@ -27,6 +27,11 @@ def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Pat
     return folders
 
 
+@pytest.fixture(scope="session")
+def root() -> Path:
+    return Path(__file__).parents[2]
+
+
 @pytest.fixture
 def flashrl(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """FlashRL's patch, live in this process until the test ends; no variable of FlashRL's is set yet."""
@@ -35,8 +40,8 @@ def flashrl(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     from vllm.engine.arg_utils import EngineArgs
 
     from appliance import patch
-    from appliance.flashrl.arguments import patch_engine_arguments
-    from appliance.flashrl.variables import VARIABLES
+    from flashrl_compat.arguments import patch_engine_arguments
+    from flashrl_compat.variables import VARIABLES
 
     for name in [*VARIABLES, "VERL_REPLICA_RANK", "RANK", "APPLIANCE_PLAN"]:
         monkeypatch.delenv(name, raising=False)

@@ -67,7 +67,7 @@ def test_bf16_is_vllms_own_engine_with_exact_log_probs(model: Path, flashrl: pyt
     ],
 )
 def test_verls_worker_extension(model: Path, flashrl: pytest.MonkeyPatch, name: str, given: str, wanted: str) -> None:
-    from appliance.flashrl import arguments
+    from flashrl_compat import arguments
 
     flashrl.setenv("FLASHRL_CONFIG", name)
     config = engine_config(model, worker_extension_cls=getattr(arguments, given, ""))
@@ -109,7 +109,7 @@ def test_each_replica_gets_its_entry_of_the_list(model: Path, tmp_path: Path, fl
 def test_which_replica_this_is(model: Path, environ: dict[str, str], arguments: dict[str, int], rank: int) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    from appliance.flashrl.arguments import replica_rank
+    from flashrl_compat.arguments import replica_rank
 
     assert replica_rank(EngineArgs(str(model), **arguments), environ) == rank
 
@@ -120,7 +120,7 @@ def test_which_replica_this_is(model: Path, environ: dict[str, str], arguments: 
 def test_a_rank_that_is_none_is_refused_by_its_name(model: Path, name: str, value: str) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    from appliance.flashrl.arguments import replica_rank
+    from flashrl_compat.arguments import replica_rank
 
     with pytest.raises(RecipeError) as raised:
         replica_rank(EngineArgs(str(model)), {name: value})
@@ -163,8 +163,7 @@ def test_what_contradicts_the_variables_is_refused_at_once(model: Path, flashrl:
             "leave --logprobs-mode out, or unset FLASHRL_CONFIG",
         ),
         (
-            "--worker-cls: `my.Worker` is given, and FLASHRL_TEST_RELOAD wants "
-            "`appliance.flashrl.reload.ReloadingWorker`",
+            "--worker-cls: `my.Worker` is given, and FLASHRL_TEST_RELOAD wants `flashrl_compat.reload.ReloadingWorker`",
             "leave --worker-cls out, or unset FLASHRL_TEST_RELOAD",
         ),
     ]
@@ -216,7 +215,7 @@ def test_a_quantised_checkpoint_is_refused(model: Path, tmp_path: Path, flashrl:
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_vllm", "fp8_fast", "fp8_vllm_fast", "fp8_tensor", "fp8_channel"])
 def test_fp8_on_a_cpu_stops_with_the_reason(model: Path, flashrl: pytest.MonkeyPatch, name: str) -> None:
-    from appliance.flashrl.arguments import _cpu_flags
+    from flashrl_compat.arguments import _cpu_flags
 
     flashrl.setenv("FLASHRL_CONFIG", name)
     scheme = Scheme.FP8_CHANNEL if name == "fp8_channel" else Scheme.FP8

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import RecipeError
-from appliance.flashrl.config_file import entry_of_rank, read_config, write_config
-from appliance.flashrl.settings import engine_settings
-from appliance.flashrl.variables import HubFile, Variables
+from appliance.profile.command import write_config
 from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
+from flashrl_compat.config_file import entry_of_rank, read_config
+from flashrl_compat.settings import engine_settings
+from flashrl_compat.variables import HubFile, Variables
 
 KEYS = (
     "the keys are `fn`, `load_format`, `model`, `profile`, `distributed_executor_backend`, "

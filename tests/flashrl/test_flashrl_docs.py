@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from appliance.flashrl.config_file import OUR_KEYS, THEIR_KEYS
-from appliance.flashrl.names import NAMES, OWN_NAMES
-from appliance.flashrl.variables import LEVELS, VARIABLES
+from flashrl_compat.config_file import OUR_KEYS, THEIR_KEYS
+from flashrl_compat.names import NAMES, OWN_NAMES
+from flashrl_compat.variables import LEVELS, VARIABLES
 
 DOCS = Path(__file__).parents[2] / "docs" / "flashrl.md"
 

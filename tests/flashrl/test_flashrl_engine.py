@@ -90,7 +90,7 @@ def test_verls_server_takes_its_weights_by_our_sync(two_checkpoints, told, flash
     from vllm.config import set_current_vllm_config
 
     from appliance.engine.sync import SyncWorkerExtension
-    from appliance.flashrl.arguments import VERL_EXTENSION
+    from flashrl_compat.arguments import VERL_EXTENSION
 
     first, second = two_checkpoints
     flashrl.setenv("FLASHRL_CONFIG", "int8")

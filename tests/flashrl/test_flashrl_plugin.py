@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import logging
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +13,12 @@ import pytest
 
 from appliance import patch
 from appliance.errors import RecipeError
-from appliance.flashrl.log import LOGGER, start_logging
-from appliance.flashrl.plugin import register
-from appliance.flashrl.variables import VARIABLES, Variables
+from appliance.plan.build import build_plan
+from appliance.preflight.probes import read_host
+from appliance.recipe.load import load_recipe
+from flashrl_compat.log import LOGGER, start_logging
+from flashrl_compat.plugin import register
+from flashrl_compat.variables import VARIABLES, Variables
 
 PATCH = "flashrl-engine-arguments"
 
@@ -34,13 +39,14 @@ def silent_logger() -> Iterator[None]:
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A vLLM process in which nothing is patched yet and no variable is set."""
+    """A vLLM process in which nothing but the engine's own plugin was called and no variable is set."""
     from vllm.engine.arg_utils import EngineArgs
 
     for name in [*VARIABLES, "APPLIANCE_PLAN"]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(patch, "_APPLIED", {})
     monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)
+    monkeypatch.setattr("appliance.engine.plugin.register", lambda: None)
     return monkeypatch
 
 
@@ -54,14 +60,43 @@ def test_the_patch_is_on_where_the_variable_is(process: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.engine
-def test_a_run_of_ours_is_left_to_its_plan(
-    process: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    process.setenv("APPLIANCE_PLAN", str(tmp_path / "plan.json"))
-    process.setenv("FLASHRL_CONFIG", "nonsense")
+@pytest.mark.parametrize("name", ["arithmetic-tiny-int8", "dapo-32b-fp8"])
+def test_a_child_of_ours_never_loads_it(process: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    """Of `train` and, by the same variables, of `bench` and `verify`: with FLASHRL_CONFIG=int8 in the shell a benchmark
+    would measure INT8 twice, once under the name of BF16."""
+    from vllm.plugins import load_plugins_by_group
+
+    process.delenv("VLLM_PLUGINS", raising=False)
+    assert set(load_plugins_by_group("vllm.general_plugins")) >= {"flashrl_appliance", "flashrl_compat"}
+    recipe = load_recipe(name)
+    environment = dict(build_plan(recipe, run_dir=tmp_path / "run", host=read_host(tmp_path)).env)
+    process.setenv("VLLM_PLUGINS", environment["VLLM_PLUGINS"])
+    assert set(load_plugins_by_group("vllm.general_plugins")) == {"flashrl_appliance"}
+
+
+@pytest.mark.engine
+def test_the_engine_s_own_plugin_comes_first_whatever_vllm_s_order(process: pytest.MonkeyPatch) -> None:
+    """vLLM may also be told to load this one alone."""
+    from appliance.engine import plugin
+
+    told: list[str] = []
+    process.setattr(plugin, "register", lambda: told.append(os.environ["FLASHRL_CONFIG"]))
+    process.setenv("FLASHRL_CONFIG", "int8")
     register()
-    assert patch.applied() == ()
-    assert caplog.messages == ["FLASHRL_CONFIG does nothing in a run of `appliance train`: its plan says the scheme"]
+    assert (told, patch.applied()) == (["int8"], (PATCH,))
+
+
+def test_the_core_does_without(root: Path) -> None:
+    """No file of it imports this package or names a variable of FlashRL's, but in words for people."""
+    wrong = []
+    for file in sorted((root / "appliance").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [getattr(node, "module", None) or "", *(each.name for each in node.names)]
+                wrong += [f"{file.name}: {name}" for name in names if name.startswith("flashrl_compat")]
+            elif isinstance(node, ast.Constant) and re.fullmatch(r"FLASHRL_\w*", str(node.value)):
+                wrong.append(f"{file.name}: {node.value}")
+    assert wrong == []
 
 
 @pytest.mark.engine
@@ -94,7 +129,7 @@ def test_a_log_file_that_cannot_be_opened_stops_the_process_with_its_hint(proces
 
 @pytest.mark.engine
 def test_the_record_is_the_same_for_both_flavours(process: pytest.MonkeyPatch) -> None:
-    from appliance.flashrl.arguments import ENGINE_ARGUMENTS, ENGINE_ARGUMENTS_GPU
+    from flashrl_compat.arguments import ENGINE_ARGUMENTS, ENGINE_ARGUMENTS_GPU
 
     assert ENGINE_ARGUMENTS.version == f"{ENGINE_ARGUMENTS_GPU.version}+cpu"
     assert ENGINE_ARGUMENTS.source_sha256 == ENGINE_ARGUMENTS_GPU.source_sha256

@@ -21,8 +21,8 @@ import pytest
 from engines import Engine, read_checkpoint, start_engine
 from trainings import Finished
 
-from appliance.flashrl.config_file import write_config
 from appliance.plan.read import read_plan
+from appliance.profile.command import write_config
 from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
 from appliance.quant.smoothing import load_smoothing

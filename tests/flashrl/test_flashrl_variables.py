@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import RecipeError
-from appliance.flashrl.names import NAMES
-from appliance.flashrl.variables import HubFile, Variables, idle_variables, read_variables, without_flashrl
 from appliance.quant.scheme import Scheme
+from flashrl_compat.names import NAMES
+from flashrl_compat.variables import HubFile, Variables, idle_variables, read_variables
 
 LEGAL = (
     "use one of `bf16`, `fp8`, `fp8_vllm`, `fp8_fast`, `fp8_vllm_fast`, `fp8_tensor`, `fp8_channel`, `int8`, "
@@ -73,11 +73,6 @@ def test_without_a_config_nothing_is_on() -> None:
     assert read_variables(environ) == Variables(config=None)
     assert idle_variables({"FLASHRL_LMHEAD_FP32": "1"}) == ("FLASHRL_LMHEAD_FP32",)
     assert idle_variables({"FLASHRL_LMHEAD_FP32": "1", "FLASHRL_CONFIG": "bf16"}) == ()
-
-
-def test_children_that_compare_schemes_get_none_of_them() -> None:
-    """`bench` in a shell with FLASHRL_CONFIG=int8 would measure INT8 twice, once under the name of BF16."""
-    assert without_flashrl({"FLASHRL_CONFIG": "int8", "FLASHRL_NEW": "1", "PATH": "/bin"}) == {"PATH": "/bin"}
 
 
 def test_all_variables_together(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from fuzz_surface import attempt
 
 from appliance import cli, console
 from appliance.errors import EngineError, RecipeError
-from appliance.flashrl.variables import read_variables
 from appliance.plan.shapes import read_shape
 from appliance.profile import unpickle
 from appliance.quant.files import read_file_header, tensor_shapes
@@ -21,6 +20,7 @@ from appliance.recipe.tree import parse
 from appliance.run.events import first_failure, parse_event, parse_metrics
 from appliance.run.session import read_record
 from appliance.tasks import dapo_math, gsm8k
+from flashrl_compat.variables import read_variables
 
 
 def refused(text: str, room: Path) -> list[str]:
@@ -126,8 +126,8 @@ def test_thousands_of_problems_are_told_in_a_moment(room: Path, capsys: pytest.C
     cli._report(RecipeError([("", "")]))  # what rich imports at its first use
     assert attempt("recipe text", told, folder=room) is None
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) < 250
-    assert any("more like them" in line for line in lines)
+    assert len(lines) < 2 * 20 + 4
+    assert lines[-1] == f"error: and {2 * 4000 + 1 - 20} more"  # and pydantic's own about an empty list
 
 
 def test_a_number_of_thousands_of_digits_in_a_row(room: Path) -> None:

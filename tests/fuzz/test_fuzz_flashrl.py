@@ -10,8 +10,9 @@ from fuzz_text import BOMBS, VARIANTS, as_json, broken, raw, seeds, tokens_of, v
 from hypothesis import strategies as st
 
 from appliance.errors import RecipeError
-from appliance.flashrl.config_file import OUR_KEYS, THEIR_KEYS, Entry, read_config, write_config
-from appliance.flashrl.names import NAMES
+from appliance.profile.command import write_config
+from flashrl_compat.config_file import OUR_KEYS, THEIR_KEYS, Entry, read_config
+from flashrl_compat.names import NAMES
 
 TEXTS = [
     "configs:\n- distributed_executor_backend: external_launcher\n  fn: bf16\n  load_format: dummy\n",

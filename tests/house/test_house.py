@@ -26,7 +26,8 @@ def hand_written(root: Path) -> Iterator[Path]:
     rooms = [
         root,
         root / ".ci",
-        *(root / name for name in ("appliance", "benchmarks", "container", "docs", "recipes", "requirements", "tests")),
+        *map(root.joinpath, ("appliance", "benchmarks", "container", "docs", "flashrl_compat", "recipes")),
+        *map(root.joinpath, ("requirements", "tests")),
     ]
     for pattern in WRITTEN_BY_HAND:
         yield from root.glob(pattern)

@@ -58,15 +58,14 @@ MAY_IMPORT = {
     "plan": {"errors", "tasks", "recipe", "guard", *NUMBERS},
     "preflight": {"errors", "patch", "tasks", "recipe", "plan", "cluster.token", *NUMBERS},
     "run": {
-        *("errors", "tasks", "recipe", "plan", "preflight", "cluster.token", "console", "page", "flashrl.variables"),
+        *("errors", "tasks", "recipe", "plan", "preflight", "cluster.token", "console", "page"),
         *("interruption", *NUMBERS),
     },
-    "cluster": {"errors", "plan", "run", "console", "preflight", "recipe.text", "flashrl.variables", *NUMBERS},
-    "engine": {*CHILDREN, "flashrl"},
-    "flashrl": {"errors", "patch", "quant", "plan.env", "engine", "recipe.tree", "recipe.text"},
+    "cluster": {"errors", "plan", "run", "console", "preflight", "recipe.text", *NUMBERS},
+    "engine": CHILDREN,
     "trainer": {*CHILDREN, "tasks", "guard", "cluster.form", "run.boundary"},
     "bench": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "engine", "quant"},
-    "profile": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "quant", "flashrl.config_file"},
+    "profile": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "quant"},
     "verify": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "engine", "quant", "profile"},
     # A comparison is many runs, each with its profile.
     "compare": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "page", "profile", "quant"},
@@ -83,9 +82,6 @@ HEAVY = {"torch", "vllm", "verl", "ray", "transformers", "tensordict", "datasets
 # Only children load these. Everything else is the launcher's, and keeps heavy imports inside functions.
 OF_THE_CHILDREN = (
     "engine",
-    "flashrl.arguments",
-    "flashrl.loader",
-    "flashrl.reload",
     "trainer",
     "quant",
     "tasks.tiny_model",

@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from appliance.cli import app
 from appliance.errors import EngineError, RecipeError
-from appliance.flashrl.config_file import read_config
 from appliance.plan.build import build_plan
 from appliance.plan.model import RunPlan
 from appliance.preflight.probes import read_host
@@ -28,6 +27,7 @@ from appliance.recipe.schema import Recipe
 from appliance.run.events import EVENTS_FILE, parse_event
 from appliance.tasks.prepare import prepare
 from appliance.trainer.checkpoints import profile_identity
+from flashrl_compat.config_file import read_config
 
 
 @pytest.fixture
