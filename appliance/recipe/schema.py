@@ -1,7 +1,7 @@
 """What a user types: the Recipe. Typed, nothing extra allowed, every key with its default and what it means.
 
-`recipes/reference.yaml` is this file as YAML, and a test holds the two together. Rules that concern several keys at
-once are in `recipe.rules`. Imports no torch.
+`recipes/reference.yaml` is made of this file: `python -m appliance.recipe.reference`. Rules that concern several keys
+at once are in `recipe.rules`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -84,186 +84,273 @@ Backends_ = Annotated[tuple[Annotated[LogBackend, Field(strict=False)], ...], Fi
 class Section(BaseModel):
     """A mapping of the recipe: frozen, nothing extra, no coercion (the text `3` is not the number 3)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class Model(Section):
     """The model to train. Give exactly one of `path` and `builtin`."""
 
-    path: str | None = Field(None, min_length=1, description="folder or hub name of the model")
-    builtin: str | None = Field(None, min_length=1, description="a model made on the spot: `tiny-arithmetic`")
-    revision: Revision_ | None = Field(None, description="of a hub model: commit, tag or branch; null: `main`")
-    trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
+    path: str | None = Field(None, min_length=1)
+    """folder or hub name of the model"""
+    builtin: str | None = Field(None, min_length=1)
+    """a model made on the spot: `tiny-arithmetic`"""
+    revision: Revision_ | None = None
+    """of a hub model: commit, tag or branch; null: `main`"""
+    trust_remote_code: bool = False
+    """run Python code that comes with the model"""
 
 
 class Task(Section):
     """What to learn. Paths are relative to the folder in which the program is started."""
 
-    kind: Kind_ = Field(TaskKind.ARITHMETIC, description="`arithmetic`, `gsm8k` or `dapo-math`")
-    difficulty: int = Field(2, ge=2, le=6, description="digits of the operands of `arithmetic`")
-    train_file: str | None = Field(None, min_length=1, description="JSON lines or parquet; null: from the hub")
-    val_file: str | None = Field(None, min_length=1, description="the same; null: held out of train_file")
-    train_size: int = Field(0, ge=0, description="problems to train on; 0: all there are")
-    val_size: int = Field(512, ge=1, description="problems to validate on, seen nowhere else")
-    seed: int = Field(0, ge=0, lt=2**31, description="draws the problems and their split")
-    max_prompt_tokens: int = Field(512, ge=1, description="what is longer: see long_prompts")
-    long_prompts: LongPrompts_ = Field(LongPrompts.DROP, description="`drop` them, or `truncate` their beginning")
-    max_response_tokens: int = Field(512, ge=1, description="a response is cut here")
-    reward_timeout_s: float = Field(30, gt=0, description="for one response, then its reward has failed")
+    kind: Kind_ = TaskKind.ARITHMETIC
+    """`arithmetic`, `gsm8k` or `dapo-math`"""
+    difficulty: int = Field(2, ge=2, le=6)
+    """digits of the operands of `arithmetic`"""
+    train_file: str | None = Field(None, min_length=1)
+    """JSON lines or parquet; null: from the hub"""
+    val_file: str | None = Field(None, min_length=1)
+    """the same; null: held out of train_file"""
+    train_size: int = Field(0, ge=0)
+    """problems to train on; 0: all there are"""
+    val_size: int = Field(512, ge=1)
+    """problems to validate on, seen nowhere else"""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """draws the problems and their split"""
+    max_prompt_tokens: int = Field(512, ge=1)
+    """what is longer: see long_prompts"""
+    long_prompts: LongPrompts_ = LongPrompts.DROP
+    """`drop` them, or `truncate` their beginning"""
+    max_response_tokens: int = Field(512, ge=1)
+    """a response is cut here"""
+    reward_timeout_s: float = Field(30, gt=0)
+    """for one response, then its reward has failed"""
 
 
 class Rollout(Section):
     """How responses are generated."""
 
-    scheme: Scheme_ = Field(SchemeChoice.AUTO, description="`auto`, `bf16`, `int8`, `fp8`, `fp8-channel`, `fp8-block`")
-    replicas: Schemes_ | None = Field(None, description="one scheme per engine, repeated in order; null: all `scheme`")
-    samples_per_prompt: int = Field(8, ge=2, description="responses to each prompt: the group of GRPO")
-    temperature: float = Field(1.0, gt=0, le=10, description="of sampling; validation is greedy")
-    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling; below 1 the mismatch grows")
-    tensor_parallel: int = Field(1, ge=1, description="GPUs that share one engine")
-    gpu_memory_utilization: float = Field(0.5, gt=0, lt=1, description="part of GPU memory for the engine")
-    kv_cache_gb: int = Field(1, ge=1, le=1024, description="KV cache of an engine on a CPU, GiB")
-    chunked_prefill: bool = Field(
-        True, description="long prompts are read in parts, between steps of generation; never on a CPU"
-    )
-    lm_head_fp32: bool = Field(False, description="the engine's last projection in FP32 instead of BF16")
+    scheme: Scheme_ = SchemeChoice.AUTO
+    """`auto`, `bf16`, `int8`, `fp8`, `fp8-channel`, `fp8-block`"""
+    replicas: Schemes_ | None = None
+    """one scheme per engine, repeated in order; null: all `scheme`"""
+    samples_per_prompt: int = Field(8, ge=2)
+    """responses to each prompt: the group of GRPO"""
+    temperature: float = Field(1.0, gt=0, le=10)
+    """of sampling; validation is greedy"""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """nucleus sampling; below 1 the mismatch grows"""
+    tensor_parallel: int = Field(1, ge=1)
+    """GPUs that share one engine"""
+    gpu_memory_utilization: float = Field(0.5, gt=0, lt=1)
+    """part of GPU memory for the engine"""
+    kv_cache_gb: int = Field(1, ge=1, le=1024)
+    """KV cache of an engine on a CPU, GiB"""
+    chunked_prefill: bool = True
+    """long prompts are read in parts, between steps of generation; never on a CPU"""
+
+    lm_head_fp32: bool = False
+    """the engine's last projection in FP32 instead of BF16"""
 
 
 class Quantization(Section):
     """How the linear layers of the rollout engine are quantised."""
 
-    profile: str = Field("auto", min_length=1, description="`auto`: made for `int8`, `fp8-channel`; `none`; a folder")
-    smoothing: float = Field(0.5, ge=0, le=1, description="how much of an activation's range moves to weights; 0: off")
-    error_budget: float | None = Field(None, gt=0, description="layers with a larger output error stay BF16; null: no")
-    ignore: Names_ = Field((), description="layers that stay BF16: names, or `re:` and a pattern")
-    emulate: bool = Field(False, description="FP8 without kernels, by rounding in float: for numerics, slow")
-    prove_every: int | None = Field(None, ge=1, description="syncs until each layer was proven; 1: all; null: chosen")
+    profile: str = Field("auto", min_length=1)
+    """`auto`: made for `int8`, `fp8-channel`; `none`; a folder"""
+    smoothing: float = Field(0.5, ge=0, le=1)
+    """how much of an activation's range moves to weights; 0: off"""
+    error_budget: float | None = Field(None, gt=0)
+    """layers with a larger output error stay BF16; null: no"""
+    ignore: Names_ = ()
+    """layers that stay BF16: names, or `re:` and a pattern"""
+    emulate: bool = False
+    """FP8 without kernels, by rounding in float: for numerics, slow"""
+    prove_every: int | None = Field(None, ge=1)
+    """syncs until each layer was proven; 1: all; null: chosen"""
 
 
 class Correction(Section):
     """What corrects the loss for the difference between the rollout policy and the trainer's."""
 
-    method: Method_ = Field(CorrectionMethod.TIS, description="`none`, or a method of docs/corrections.md")
-    cap: float | None = Field(None, gt=0, description="where the method has one, docs/corrections.md; null: the usual")
-    bounds: Bounds_ | None = Field(None, description="[low, high] of `icepop`, the masks; null: the usual")
-    shadow_every: int = Field(20, ge=1, description="of `calibrated-clipping`: steps between two fits of the bounds")
-    shadow_fraction: float = Field(0.25, ge=0, le=1, description="of it too: share of a step's batch that a fit takes")
-    uaq_scale: float | None = Field(
-        None, gt=0, description="UAQ: weights that a norm feeds are divided by it; null: off"
-    )
+    method: Method_ = CorrectionMethod.TIS
+    """`none`, or a method of docs/corrections.md"""
+    cap: float | None = Field(None, gt=0)
+    """where the method has one, docs/corrections.md; null: the usual"""
+    bounds: Bounds_ | None = None
+    """[low, high] of `icepop`, the masks; null: the usual"""
+    shadow_every: int = Field(20, ge=1)
+    """of `calibrated-clipping`: steps between two fits of the bounds"""
+    shadow_fraction: float = Field(0.25, ge=0, le=1)
+    """of it too: share of a step's batch that a fit takes"""
+    uaq_scale: float | None = Field(None, gt=0)
+    """UAQ: weights that a norm feeds are divided by it; null: off"""
 
 
 class Algorithm(Section):
     """The policy gradient."""
 
-    kind: Algorithm_ = Field(AlgorithmKind.GRPO, description="`grpo`, or `dapo`: no prompt with equal answers")
-    clip_low: float = Field(0.2, gt=0, lt=1, description="the probability ratio is clipped at 1 - clip_low")
-    clip_high: float = Field(0.2, gt=0, description="and at 1 + clip_high")
-    dual_clip: float = Field(3.0, gt=1, description="and where the advantage is negative at this ratio")
-    max_generation_batches: int = Field(10, ge=0, description="of `dapo`: more to fill a step ends the run; 0: any")
-    overlong_tokens: int = Field(0, ge=0, description="of `dapo`: the last tokens of a response that cost; 0: none")
-    overlong_penalty: float = Field(1.0, ge=0, description="of `dapo`: reward that a response of full length loses")
+    kind: Algorithm_ = AlgorithmKind.GRPO
+    """`grpo`, or `dapo`: no prompt with equal answers"""
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    """the probability ratio is clipped at 1 - clip_low"""
+    clip_high: float = Field(0.2, gt=0)
+    """and at 1 + clip_high"""
+    dual_clip: float = Field(3.0, gt=1)
+    """and where the advantage is negative at this ratio"""
+    max_generation_batches: int = Field(10, ge=0)
+    """of `dapo`: more to fill a step ends the run; 0: any"""
+    overlong_tokens: int = Field(0, ge=0)
+    """of `dapo`: the last tokens of a response that cost; 0: none"""
+    overlong_penalty: float = Field(1.0, ge=0)
+    """of `dapo`: reward that a response of full length loses"""
 
 
 class Optimizer(Section):
     """AdamW."""
 
-    learning_rate: float = Field(1e-6, ge=0, le=1, description="constant after the warm-up")
-    weight_decay: float = Field(0.01, ge=0, le=1, description="decoupled from the gradient")
-    warmup_steps: int = Field(0, ge=0, description="linear from 0, in optimizer steps")
-    max_grad_norm: float = Field(1.0, gt=0, description="longer gradients are scaled down to this norm")
-    norm_fed_lr_scale: float = Field(1.0, gt=0, description="times learning_rate, for the layers that UAQ scales")
+    learning_rate: float = Field(1e-6, ge=0, le=1)
+    """constant after the warm-up"""
+    weight_decay: float = Field(0.01, ge=0, le=1)
+    """decoupled from the gradient"""
+    warmup_steps: int = Field(0, ge=0)
+    """linear from 0, in optimizer steps"""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """longer gradients are scaled down to this norm"""
+    norm_fed_lr_scale: float = Field(1.0, gt=0)
+    """times learning_rate, for the layers that UAQ scales"""
 
 
 class Batch(Section):
     """Sizes. A sequence is one prompt with one response."""
 
-    prompts_per_step: int = Field(32, ge=1, description="prompts of one step")
-    generation_prompts: int | None = Field(None, ge=1, description="of `dapo`: generated at a time; null: a step's")
-    mini_batch_prompts: int | None = Field(None, ge=1, description="prompts of one update; null: the whole step")
-    micro_batch_sequences: int | None = Field(
-        None, ge=1, le=65536, description="sequences of one forward; null: chosen"
-    )
-    max_tokens_per_gpu: int | None = Field(None, ge=1, description="pack forwards by tokens instead; null: off")
+    prompts_per_step: int = Field(32, ge=1)
+    """prompts of one step"""
+    generation_prompts: int | None = Field(None, ge=1)
+    """of `dapo`: generated at a time; null: a step's"""
+    mini_batch_prompts: int | None = Field(None, ge=1)
+    """prompts of one update; null: the whole step"""
+    micro_batch_sequences: int | None = Field(None, ge=1, le=65536)
+    """sequences of one forward; null: chosen"""
+    max_tokens_per_gpu: int | None = Field(None, ge=1)
+    """pack forwards by tokens instead; null: off"""
 
 
 class Trainer(Section):
     """How long, how often, how. Give exactly one of `steps` and `epochs`."""
 
-    steps: int | None = Field(None, ge=1, description="training steps")
-    epochs: int | None = Field(None, ge=1, description="times that every problem is seen; needs task.train_size")
-    validate_before: bool = Field(True, description="validate before the first step")
-    validate_every: int = Field(10, ge=0, description="steps; 0: only at the end; the end is always validated")
-    validate_bf16_every: int | None = Field(None, ge=0, description="in BF16 as well; 0: never; null: at the end")
-    attention: Attention_ = Field(Attention.AUTO, description="`auto`: sdpa on a CPU, flash_attention_2 on a GPU")
-    offload_parameters: bool = Field(False, description="weights wait in the host's memory when not at work")
-    offload_optimizer: bool = Field(False, description="the optimizer's state, too: two thirds of the memory")
-    sequence_parallel: int = Field(1, ge=1, description="GPUs that share one sequence (Ulysses)")
-    max_restarts: int = Field(3, ge=0, description="new attempts after faults, each from a checkpoint")
+    steps: int | None = Field(None, ge=1)
+    """training steps"""
+    epochs: int | None = Field(None, ge=1)
+    """times that every problem is seen; needs task.train_size"""
+    validate_before: bool = True
+    """validate before the first step"""
+    validate_every: int = Field(10, ge=0)
+    """steps; 0: only at the end; the end is always validated"""
+
+    validate_bf16_every: int | None = Field(None, ge=0)
+    """in BF16 as well; 0: never; null: at the end"""
+    attention: Attention_ = Attention.AUTO
+    """`auto`: sdpa on a CPU, flash_attention_2 on a GPU"""
+    offload_parameters: bool = False
+    """weights wait in the host's memory when not at work"""
+    offload_optimizer: bool = False
+    """the optimizer's state, too: two thirds of the memory"""
+    sequence_parallel: int = Field(1, ge=1)
+    """GPUs that share one sequence (Ulysses)"""
+    max_restarts: int = Field(3, ge=0)
+    """new attempts after faults, each from a checkpoint"""
 
 
 class Cluster(Section):
     """Where it happens."""
 
-    device: str = Field("auto", min_length=1, description="`auto` (this host's), `cpu`, or a GPU name such as `h100`")
-    nodes: int = Field(1, ge=1, le=1024, description="hosts; on each but the first: `appliance join`")
-    gpus_per_node: int = Field(1, ge=1, le=64, description="without a GPU, one CPU rank stands for one GPU")
-    run_dir: str = Field("runs", min_length=1, description="run folders and cache; several nodes must share it")
-    address: str | None = Field(None, pattern=r"^.+:\d+$", description="host:port of a Ray that is there; null: none")
-    port: int = Field(6379, ge=1024, le=64536, description="first port of the head, see docs/cluster.md")
-    node_address: str | None = Field(None, min_length=1, description="by which others reach the head; null: found")
-    token_file: str | None = Field(None, min_length=1, description="secret of the cluster; null: made in run_dir")
-    wait_s: float = Field(900.0, gt=0, description="how long the nodes may take to join, s")
+    device: str = Field("auto", min_length=1)
+    """`auto` (this host's), `cpu`, or a GPU name such as `h100`"""
+    nodes: int = Field(1, ge=1, le=1024)
+    """hosts; on each but the first: `appliance join`"""
+    gpus_per_node: int = Field(1, ge=1, le=64)
+    """without a GPU, one CPU rank stands for one GPU"""
+    run_dir: str = Field("runs", min_length=1)
+    """run folders and cache; several nodes must share it"""
+    address: str | None = Field(None, pattern=r"^.+:\d+$")
+    """host:port of a Ray that is there; null: none"""
+    port: int = Field(6379, ge=1024, le=64536)
+    """first port of the head, see docs/cluster.md"""
+    node_address: str | None = Field(None, min_length=1)
+    """by which others reach the head; null: found"""
+    token_file: str | None = Field(None, min_length=1)
+    """secret of the cluster; null: made in run_dir"""
+    wait_s: float = Field(900.0, gt=0)
+    """how long the nodes may take to join, s"""
 
 
 class Guard(Section):
     """What watches the run, and what it may do. Steps that stay bad lead from one action to the next."""
 
-    actions: Actions_ | None = Field(
-        None, description="of `warn`, `tighten`, `raise-precision`, `bf16`, `stop`; null: all but the third; []: none"
-    )
-    k3_kl: float = Field(0.015, gt=0, description="a step is bad with a mean k3 mismatch above, nats per token")
-    weight_std: float = Field(1.0, gt=0, description="or a spread of the importance weights above")
-    ess: float = Field(0.3, ge=0, lt=1, description="or an effective sample size below, as a share of the tokens")
-    truncated_fraction: float = Field(0.05, gt=0, le=1, description="or a larger share of tokens whose weight is cut")
-    bad_steps: int = Field(3, ge=1, description="so many bad steps of the last 2 * bad_steps - 1 lead on")
-    fine_steps: int = Field(20, ge=1, description="so many fine steps in a row lead back")
-    cooling_steps: int = Field(5, ge=0, description="steps after a climb that are not judged; one after a descent")
-    gradient_steps: int = Field(3, ge=1, description="gradients in a row that are not finite, then it stops")
-    save_budget_s: float = Field(300, gt=0, description="seconds to save in after a signal, then it is ended")
-    stall_s: float = Field(1800, gt=0, description="seconds without any progress, then the training is cut")
-    reward_failures: float = Field(0.1, ge=0, le=1, description="a step with a larger share of failed rewards stops it")
-    scheme_change: SchemeChange_ = Field(
-        SchemeChange.AUTO, description="`live` with a weight update, `restart` of the rollout engines, or `auto`"
-    )
-    reserve_bf16: bool = Field(False, description="count the engines' memory as for rollouts in BF16, the highest rung")
+    actions: Actions_ | None = None
+    """of `warn`, `tighten`, `raise-precision`, `bf16`, `stop`; null: all but the third; []: none"""
+
+    k3_kl: float = Field(0.015, gt=0)
+    """a step is bad with a mean k3 mismatch above, nats per token"""
+    weight_std: float = Field(1.0, gt=0)
+    """or a spread of the importance weights above"""
+    ess: float = Field(0.3, ge=0, lt=1)
+    """or an effective sample size below, as a share of the tokens"""
+    truncated_fraction: float = Field(0.05, gt=0, le=1)
+    """or a larger share of tokens whose weight is cut"""
+    bad_steps: int = Field(3, ge=1)
+    """so many bad steps of the last 2 * bad_steps - 1 lead on"""
+    fine_steps: int = Field(20, ge=1)
+    """so many fine steps in a row lead back"""
+    cooling_steps: int = Field(5, ge=0)
+    """steps after a climb that are not judged; one after a descent"""
+    gradient_steps: int = Field(3, ge=1)
+    """gradients in a row that are not finite, then it stops"""
+    save_budget_s: float = Field(300, gt=0)
+    """seconds to save in after a signal, then it is ended"""
+    stall_s: float = Field(1800, gt=0)
+    """seconds without any progress, then the training is cut"""
+    reward_failures: float = Field(0.1, ge=0, le=1)
+    """a step with a larger share of failed rewards stops it"""
+    scheme_change: SchemeChange_ = SchemeChange.AUTO
+    """`live` with a weight update, `restart` of the rollout engines, or `auto`"""
+
+    reserve_bf16: bool = False
+    """count the engines' memory as for rollouts in BF16, the highest rung"""
 
 
 class Checkpoint(Section):
     """When the state is saved, besides at the end and when `RUN/save` is touched, and how much of it stays."""
 
-    every_steps: int = Field(0, ge=0, description="save after every so many steps; 0: not by steps")
-    every_minutes: float = Field(0.0, ge=0, description="save when the last one is so old; 0: not by time")
-    keep: int | None = Field(2, ge=1, description="so many of the newest stay; null: all")
-    keep_best: bool = Field(False, description="save the best validation so far, and keep the best")
+    every_steps: int = Field(0, ge=0)
+    """save after every so many steps; 0: not by steps"""
+    every_minutes: float = Field(0.0, ge=0)
+    """save when the last one is so old; 0: not by time"""
+    keep: int | None = Field(2, ge=1)
+    """so many of the newest stay; null: all"""
+    keep_best: bool = False
+    """save the best validation so far, and keep the best"""
 
 
 class Logging(Section):
     """Where metrics go besides metrics.jsonl."""
 
-    backends: Backends_ = Field((), description="of `tensorboard`, `trackio`, `wandb`")
+    backends: Backends_ = ()
+    """of `tensorboard`, `trackio`, `wandb`"""
 
 
 class Recipe(Section):
     """One training, as a user describes it."""
 
-    name: str = Field(
-        "recipe",
-        pattern=f"^{NAME_PATTERN.pattern}$",
-        description="names the run; left out, it is the file's name",
-    )
-    extends: str | None = Field(None, description="a shipped recipe or a file; its keys hold where this has none")
-    seed: int = Field(0, ge=0, lt=2**31, description="of sampling and shuffling")
+    name: str = Field("recipe", pattern=f"^{NAME_PATTERN.pattern}$")
+    """names the run; left out, it is the file's name"""
+    extends: str | None = None
+    """a shipped recipe or a file; its keys hold where this has none"""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """of sampling and shuffling"""
     model: Model = Model()
     task: Task = Task()
     rollout: Rollout = Rollout()

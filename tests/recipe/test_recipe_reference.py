@@ -1,11 +1,10 @@
-"""`recipes/reference.yaml` and the schema say the same, both ways."""
+"""`recipes/reference.yaml` is what the schema makes of itself."""
 
 from appliance.recipe import library
 from appliance.recipe.load import load_recipe
+from appliance.recipe.reference import EXAMPLES, reference
 from appliance.recipe.schema import SECTIONS, Recipe
-from appliance.recipe.tree import parse
 
-WITHOUT_DEFAULT = {"name", "model.builtin", "trainer.steps"}
 PROMISED_SECTIONS = {"model", "task", "rollout", "quantization", "correction", "algorithm", "optimizer", "batch"} | {
     "trainer",
     "cluster",
@@ -15,53 +14,24 @@ PROMISED_SECTIONS = {"model", "task", "rollout", "quantization", "correction", "
 }
 
 
-def reference() -> dict[str, object]:
-    """dotted key -> value of the file."""
-    root, problems = parse(library.text("reference").encode(), file="reference.yaml")
-    assert problems == []
-    flat = {}
-    for key, node in root.value.items():
-        if isinstance(node.value, dict):
-            flat |= {f"{key}.{inner}": plain(each.value) for inner, each in node.value.items()}
-        else:
-            flat[key] = plain(node.value)
-    return flat
+def test_the_file_is_the_schema_s():
+    assert library.text("reference") == reference(), "python -m appliance.recipe.reference >recipes/reference.yaml"
 
 
-def plain(value: object) -> object:
-    return [each.value for each in value] if isinstance(value, list) else value
-
-
-def schema() -> dict[str, object]:
-    """dotted key -> default of the schema."""
-    flat = {name: field.default for name, field in Recipe.model_fields.items() if name not in SECTIONS}
+def test_the_file_reads_back_as_the_defaults():
+    loaded = load_recipe("reference")
     for section, model in SECTIONS.items():
-        flat |= {f"{section}.{name}": field.default for name, field in model.model_fields.items()}
-    return flat
+        for name, field in model.model_fields.items():
+            if f"{section}.{name}" not in EXAMPLES:
+                assert getattr(getattr(loaded, section), name) == field.default, f"{section}.{name}"
+    assert (loaded.name, loaded.extends, loaded.seed) == ("reference", None, 0)
+    assert (loaded.model.builtin, loaded.trainer.steps) == ("tiny-arithmetic", 40)
 
 
-def test_reference_has_every_key_in_the_order_of_the_schema():
-    assert list(reference()) == list(schema())
-
-
-def test_reference_has_the_defaults():
-    wanted = {key: list(value) if isinstance(value, tuple) else value for key, value in schema().items()}
-    assert {key: value for key, value in reference().items() if key not in WITHOUT_DEFAULT} == {
-        key: value for key, value in wanted.items() if key not in WITHOUT_DEFAULT
-    }
-
-
-def test_reference_explains_every_key_in_the_words_of_the_schema():
-    lines = library.text("reference").splitlines()
-    written = [(line.partition(":")[0].strip(), line.rpartition("  # ")[2]) for line in lines if "  # " in line]
-    fields = {name: field for name, field in Recipe.model_fields.items() if name not in SECTIONS}
-    meant = [(name, field.description) for name, field in fields.items()]
-    meant += [(name, field.description) for each in SECTIONS.values() for name, field in each.model_fields.items()]
-    assert written == meant
-
-
-def test_reference_is_a_recipe():
-    assert load_recipe("reference").name == "reference"
+def test_every_key_says_what_it_means():
+    keys = {name: field for name, field in Recipe.model_fields.items() if name not in SECTIONS}
+    keys |= {f"{each}.{name}": field for each, kind in SECTIONS.items() for name, field in kind.model_fields.items()}
+    assert [name for name, field in keys.items() if not field.description] == []
 
 
 def test_every_section_of_the_contract_exists_or_is_refused_by_name():
