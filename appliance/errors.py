@@ -17,7 +17,7 @@ ApplianceError                 1   our own fault
 
 from __future__ import annotations
 
-_MOST_SHOWN = 100
+MOST_SHOWN = 20
 
 
 class ApplianceError(Exception):
@@ -47,9 +47,9 @@ class RecipeError(ApplianceError):
 
     @property
     def shown(self) -> list[tuple[str, str]]:
-        """The first hundred of them, and how many more there are."""
-        more = len(self.problems) - _MOST_SHOWN
-        return [*self.problems[:_MOST_SHOWN], *([(f"and {more} more", "")] if more > 0 else [])]
+        """The first twenty of them, and how many more there are."""
+        more = len(self.problems) - MOST_SHOWN
+        return [*self.problems[:MOST_SHOWN], *([(f"and {more} more", "")] if more > 0 else [])]
 
 
 class PreflightError(ApplianceError):

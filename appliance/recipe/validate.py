@@ -7,13 +7,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from appliance.errors import MOST_SHOWN
 from appliance.recipe.messages import explain
 from appliance.recipe.rules import broken_rules
 from appliance.recipe.schema import SECTIONS, Recipe
 from appliance.recipe.tree import Node, Problem, Refused
 
 Path_ = tuple[str, ...]
-MOST_EXPLAINED = 50  # each explanation looks for a similar name
 
 
 def validate(tree: dict[str, Node], *, file: str, problems: list[Problem]) -> Recipe | None:
@@ -51,19 +51,20 @@ def _drop_empty_sections(tree: dict[str, Node]) -> None:
 
 
 def _explain_all(error: ValidationError, *, tree: dict[str, Node], file: str, problems: list[Problem]) -> set[Path_]:
-    """Adds a problem per error; returns the paths of the faulty keys."""
-    faulty: set[Path_] = set()
-    for number, each in enumerate(error.errors()):
+    """Adds a problem per error; returns the paths of the faulty keys. What nobody will see is not explained: each
+    explanation looks for a similar name."""
+    found = []
+    for each in error.errors(include_url=False):
         path = tuple(str(part) for part in each["loc"])
-        faulty.add(path[:2])
-        if number >= MOST_EXPLAINED:
-            continue
-        where = _place(tree, [path], file=file)
-        message, hint = _unknown(path) if each["type"] == "extra_forbidden" else explain(each)
-        problems.append((f"{where}: {'.'.join(path)}: {message}", hint))
-    if (more := error.error_count() - MOST_EXPLAINED) > 0:
-        problems.append((f"{file}: and {more} more like them", ""))
-    return faulty
+        found.append((f"{_place(tree, [path], file=file)}: {'.'.join(path)}", path, each))
+    found.sort(key=lambda one: _line(one[0], file=file))
+    for number, (what, path, each) in enumerate(found):
+        if number >= MOST_SHOWN:
+            message, hint = each["msg"], ""
+        else:
+            message, hint = _unknown(path) if each["type"] == "extra_forbidden" else explain(each)
+        problems.append((f"{what}: {message}", hint))
+    return {path[:2] for _, path, _ in found}
 
 
 def _unknown(path: Path_) -> Problem:

@@ -131,6 +131,30 @@ def test_problems_of_a_recipe_come_with_hints_on_stderr(appliance):
     )
 
 
+def test_a_hundred_problems_are_the_first_twenty_and_a_count(appliance, tmp_path):
+    """In the order of the file: what is wrong in `batch` was found first."""
+    unknown = [f"  k{number}: 1" for number in range(60)]
+    values = [f"  k{number}: *a" for number in range(40)]
+    (tmp_path / "r.yaml").write_text("\n".join(["guard:", *unknown, "  ess: two", "batch:", *values]))
+    done = appliance("plan", "r.yaml")
+    assert (done.returncode, done.stdout) == (2, "")
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert [re.match(r"error: r.yaml:(\d+): guard\.k(\d+): unknown key$", line)[1] for line in errors[:20]] == [
+        str(line) for line in range(2, 22)
+    ]
+    assert errors[20:] == ["error: and 83 more"]  # 103: two of them are what the file lacks
+
+
+def test_a_bomb_of_aliases_has_a_short_answer(appliance, tmp_path):
+    lines = ["a: &a [x, x]", *(f"k{number}: &k{number} [*a, *a]" for number in range(60))]
+    (tmp_path / "r.yaml").write_text("\n".join(lines))
+    done = appliance("plan", "r.yaml")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "r.yaml:1: a: anchors and aliases are not allowed" in done.stderr
+    said = done.stderr.splitlines()
+    assert len(said) <= 41 and re.fullmatch(r"error: and \d+ more", said[-1])
+
+
 def test_a_data_file_with_a_bad_row(appliance, tmp_path):
     (tmp_path / "d.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
     done = appliance("train", "gsm8k-tiny-int8", "--set", "task.train_file=d.jsonl")
