@@ -1,12 +1,14 @@
 # Every command of this project, one line each: `make help`. The first one that needs it builds .venv.
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit torture fuzz test-long test-container test-triton image image-gpu setup lint lock clean
+.PHONY: help demo quick test torture fuzz test-long test-container test-triton image image-gpu setup lint lock golden clean
 MAKEFLAGS += --no-print-directory
 
 RECIPES := $(sort $(filter-out reference,$(basename $(notdir $(wildcard recipes/*.yaml)))))
 ARGS ?=
 # Two, whatever the host has: a training takes 6 GB. tests/two_workers.py says who takes what.
 TWO_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
+# Seconds of wall time on two cores that have nothing else to do. CI sets it; without it the time is only printed.
+QUICK_BUDGET_S ?=
 
 demo: setup ## set up, then train the tiny model with quantised rollouts, on any CPU
 	@.venv/bin/appliance train arithmetic-tiny-int8 --set rollout.scheme=auto $(ARGS); code=$$?; \
@@ -15,8 +17,11 @@ demo: setup ## set up, then train the tiny model with quantised rollouts, on any
 test: setup ## set up, then all tests but the longest, two files at a time: ARGS="-k sync" picks some, "-n 0" goes one by one
 	@.venv/bin/python -m pytest $(TWO_WORKERS) -m "not docker" $(ARGS)
 
-unit: setup ## the quick tests only: no engine, no training
-	@.venv/bin/python -m pytest $(TWO_WORKERS) -m "not slow and not engine and not e2e and not docker" $(ARGS)
+quick: setup ## no engine, no training, no torch: what to run while you work, under 90 s on two cores
+	@begin=$$(date +%s); \
+	.venv/bin/python -m pytest $(TWO_WORKERS) -m "not slow and not engine and not e2e and not docker" $(ARGS) || exit; \
+	took=$$(($$(date +%s) - begin)); echo "quick: $$took s$(QUICK_BUDGET_S:%=, of % s)"; \
+	[ -z "$(QUICK_BUDGET_S)" ] || [ "$$took" -le "$(QUICK_BUDGET_S)" ]
 
 test-long: setup ## the longest trainings: a comparison, two engines that differ, new engines in mid-run, a lost head of two nodes
 	@.venv/bin/python -m pytest -m long $(ARGS)
@@ -52,6 +57,9 @@ lint: setup ## style and formatting
 
 lock: setup ## renew the locks in requirements/: ARGS=--upgrade takes newer versions
 	@requirements/lock.sh $(ARGS)
+
+golden: setup ## write the kept plans of the shipped GPU recipes anew: read the diff
+	@shipped=$$(find tests -name shipped.py) && PYTHONPATH=.:tests .venv/bin/python "$$shipped" && git diff --stat "$${shipped%/*}"
 
 clean: ## remove .venv and what tools left behind; runs/ stays
 	@rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""container/engine.sh and .ci/run end the Docker engine that they started, and no other process.
+"""container/engine.sh ends the Docker engine that it started, and no other process.
 
 No engine is started here: the programs that they call are of the test.
 """
@@ -6,7 +6,6 @@ No engine is started here: the programs that they call are of the test.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -70,43 +69,3 @@ def test_stop_leaves_a_process_that_has_the_number_now(script: Path, process: Ca
     other = process("another", "")
     done = call(script, "stop")
     assert (done.returncode, done.stderr, other.poll()) == (0, "", None)
-
-
-def test_stop_does_not_wait_for_ever(script: Path, process: Callable) -> None:
-    engine = process("dockerd", "trap '' TERM")
-    text = script.read_text()
-    assert text.count("ends_within_s=60\n") == 1
-    program(script, text.replace("ends_within_s=60\n", "ends_within_s=1\n"))
-    done = call(script, "stop")
-    assert (done.returncode, engine.poll()) == (1, None)
-    assert done.stderr == (
-        f"error: dockerd, process {engine.pid}, did not end within 1 s; its log is {script.parent}/run/dockerd.log\n"
-    )
-
-
-def test_start_forgets_an_engine_of_before_also_where_it_then_fails(script: Path, process: Callable) -> None:
-    process("dockerd", "")
-    for name in ("docker", "apt-get"):
-        program(script.parent / "bin" / name, "exit 1")
-    (script.parent / "bin/dockerd").unlink()
-    program(script.parent / "bin/dockerd", "exit 1")
-    assert call(script, "start").returncode == 1
-    assert not (script.parent / "run/dockerd.pid").exists()
-
-
-@pytest.mark.parametrize(("answers", "called"), [(True, ["start"]), (False, ["start", "stop"])])
-def test_ci_ends_an_engine_only_where_none_answered_before_it(
-    root: Path, tmp_path: Path, answers: bool, called: list[str]
-) -> None:
-    ci = tmp_path / ".ci/run"
-    ci.parent.mkdir()
-    shutil.copy(root / ".ci/run", ci)
-    program(tmp_path / "requirements/setup.sh", "exit 0")
-    program(tmp_path / "container/base.sh", "exit 0")
-    program(tmp_path / "container/engine.sh", f'echo "${{1:-start}}" >>{tmp_path}/called')
-    for name in ("chromium", "make"):
-        program(ci.parent / "bin" / name, "echo made")
-    program(ci.parent / "bin/docker", f'[ "$1" != version ] || exit {0 if answers else 1}')
-    done = call(ci)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert (tmp_path / "called").read_text().split() == called

@@ -1,6 +1,6 @@
 """The plans of the recipes for real hardware, as files: what changes in one of them shows in a review.
 
-PYTHONPATH=.:tests python tests/plan/shipped.py     writes tests/plan/golden/ anew; `git diff` shows what changed
+`make golden` writes them anew; `git diff` shows what changed.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from appliance.preflight.probes import InputFacts
 from appliance.quant.device import GPUS
 from appliance.recipe.load import load_recipe
 
-RENEW = "when the change is meant: PYTHONPATH=.:tests python tests/plan/shipped.py"
+RENEW = "when the change is meant: make golden"
 
 
 @pytest.mark.parametrize("name", shipped.NAMES)

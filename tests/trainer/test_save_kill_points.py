@@ -19,7 +19,6 @@ from appliance.run.checkpoints import find_newest, half_done, in_order
 from appliance.run.seal import damage
 
 HERE = Path(__file__).parent
-README = HERE.parents[1] / "README.md"
 Ends = dict[str, list[tuple[str, int]]]  # by how: (operation, exit code) of each point, in their order
 
 
@@ -57,8 +56,3 @@ def test_at_every_file_operation_of_a_save_a_whole_checkpoint_is_there(
         half_written += any(each.name == "partial-global_step_2" for each in half_done(run_dir))
     assert newest.keys() == {"global_step_1", "global_step_2"} and min(newest.values()) > 5, newest
     assert half_written > 20 if how == "kill" else half_written == 0  # it is removed, to leave room for saying so
-
-
-def test_the_readme_says_how_many_operations_were_tried(ends: Ends) -> None:
-    row = "| killed, or no space left, at each file operation of a save | the older checkpoint or the newer one, whole"
-    assert f"{row} | {len(ends['kill'])} and {len(ends['full'])} | kept |" in README.read_text()

@@ -1,0 +1,89 @@
+"""What the pages for people name is there: files, headings, commands, targets, recipes, tests."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from appliance.cli import app
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+ANY = {"RECIPE", "help"}  # besides the targets that `make help` lists
+
+
+def pages(root: Path) -> list[Path]:
+    return [*root.glob("*.md"), *(root / "docs").rglob("*.md")]
+
+
+def code(page: Path) -> str:
+    """What stands in backticks and in fenced blocks, one piece a line."""
+    fenced = r"^```.*?\n(.*?)^```"
+    text = page.read_text()
+    blocks = re.findall(fenced, text, re.M | re.S)
+    inline = re.findall(r"`([^`]+)`", re.sub(fenced, "", text, flags=re.M | re.S))
+    return "\n".join([*blocks, *(" ".join(piece.split()) for piece in inline)])
+
+
+def anchors(page: Path) -> set[str]:
+    """GitHub's names of the headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> Iterator[str]:
+    for link in LINK.findall(page.read_text()):
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        if not link.startswith("https://") and (not target.exists() or (anchor and anchor not in anchors(target))):
+            yield f"{page.name}: {link}"
+
+
+def test_every_link_between_pages_leads_somewhere(root: Path) -> None:
+    assert [link for page in pages(root) for link in broken_links(page)] == []
+
+
+def test_every_page_is_linked_from_another_one(root: Path) -> None:
+    linked = {(page.parent / link).resolve() for page in pages(root) for link in LINK.findall(page.read_text())}
+    assert [page.name for page in pages(root) if page not in linked and page.name != "README.md"] == []
+
+
+def test_every_command_that_a_page_names_is_there(root: Path) -> None:
+    known = get_command(app).commands.keys()
+    named = {
+        (page.name, name) for page in pages(root) for name in re.findall(r"\bappliance ([a-z][a-z-]*)\b", code(page))
+    }
+    assert len(named) > 40
+    assert {(page, name) for page, name in named if name not in known} == set()
+
+
+def test_every_target_that_a_page_names_is_there(root: Path) -> None:
+    shown = subprocess.run(["make", "help"], cwd=root, capture_output=True, text=True, check=True).stdout
+    targets = set(re.findall(r"^  make (\S+)", shown, re.M)) | ANY
+    named = {
+        (page.name, name)
+        for page in pages(root)
+        for name in re.findall(r"^(?:\S+=\S+ )*make ([\w.-]+)", code(page), re.M)
+    }
+    assert len(named) > 20
+    assert {(page, name) for page, name in named if name not in targets} == set()
+
+
+def test_every_recipe_is_in_the_readme_and_in_make_help(root: Path) -> None:
+    recipes = sorted(path.stem for path in (root / "recipes").glob("*.yaml") if path.stem != "reference")
+    shown = subprocess.run(["make", "help"], cwd=root, capture_output=True, text=True, check=True).stdout
+    readme = (root / "README.md").read_text()
+    assert recipes
+    assert [name for name in recipes if f"make {name} " not in shown or f"`{name}`" not in readme] == []
+
+
+@pytest.mark.parametrize("page", ["SECURITY.md", "docs/reliability.md"])
+def test_every_test_that_a_page_names_is_there(root: Path, page: str) -> None:
+    named = set(re.findall(r"`(test_\w+)(?:\*?\.py)?`", (root / page).read_text().replace("*.py`", "`")))
+    there = [path.stem for path in (root / "tests").rglob("test_*.py")]
+    assert named
+    assert {name for name in named if not any(each.startswith(name) for each in there)} == set()
