@@ -1,6 +1,7 @@
-"""The commands. Each imports what it needs when it runs, so that `--help` starts in a blink.
+"""The commands, one form for all: what is typed, then one call that returns the exit code, or nothing.
 
-`main` is the one place where an error becomes an exit code.
+Each imports what it needs when it runs, so that `--help` starts in a blink. `main` is the one place where an error
+becomes an exit code.
 """
 
 from __future__ import annotations
@@ -11,19 +12,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from appliance.cluster import cli as cluster_cli
-from appliance.compare import cli as compare_cli
-from appliance.container import cli as container_cli
-from appliance.data import cli as data_cli
-from appliance.errors import ApplianceError, PreflightError, RecipeError
-from appliance.profile.cli import add_commands
-from appliance.run import cli as run_cli
+from appliance import console
+from appliance.errors import ApplianceError, RecipeError
+from appliance.plan.ports import DEFAULT_BASE, LARGEST_BASE
 
 if TYPE_CHECKING:
-    from appliance.plan.model import RunPlan
-    from appliance.preflight.finding import Finding
     from appliance.quant.scheme import Scheme
     from appliance.recipe.schema import Recipe
+
+
+def _end(code: int | None, **_: object) -> None:
+    raise typer.Exit(code or 0)
+
 
 app = typer.Typer(
     name="appliance",
@@ -31,11 +31,13 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    result_callback=_end,
 )
 recipes = typer.Typer(help="The shipped recipes.", no_args_is_help=True)
-app.add_typer(recipes, name="recipes")
 
+RUN_ROOT = Path("runs")
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A file, or the name of a shipped recipe.")]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or its name in ./runs.")]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one key, such as rollout.scheme=bf16.")
 ]
@@ -65,79 +67,41 @@ def train(
     in_container: Annotated[bool, typer.Option("--in-container", help="Start the image and train in it.")] = False,
     image: Annotated[str | None, typer.Option(help="With --in-container: another image than the flavour's.")] = None,
     json_mode: JsonOption = False,
-) -> None:
+) -> int:
     """Everything, from recipe to trained model."""
     _refuse_idle(("--force", force, "--resume", resume != "never"), ("--image", image, "--in-container", in_container))
     loaded = _load(recipe, sets)
-    if resume != "never" and not in_container:
-        from appliance.profile.command import BEFORE_TRAINING
-        from appliance.run.go_on import resume_training
-
-        code = resume_training(
-            loaded, resume=resume, name=name, force=force, dry_run=dry_run, json_mode=json_mode, steps=BEFORE_TRAINING
-        )
-        if code is not None:
-            raise typer.Exit(code)
-    if dry_run and not in_container:
-        _check(recipe, sets=sets, name=name, json_mode=json_mode, show_plan=True)
-        return
-    from appliance import console
-    from appliance.preflight.report import examine
-    from appliance.profile.command import BEFORE_TRAINING
-    from appliance.recipe.dump import to_yaml
-    from appliance.run.go_on import most_restarts, through_faults
-    from appliance.run.train import run_training
-    from appliance.run.work import stop_on_errors
-
+    asked = {"name": name, "resume": resume, "dry_run": dry_run, "json_mode": json_mode}
     if in_container:
-        from appliance.container.launch import of_the_host, stop_without, train_in_container
+        from appliance.container.launch import examine_and_train
 
-        # The name of a run that is resumed is judged inside: it has its folder already.
-        new_name = name if resume == "never" else None
-        plan, _, findings = examine(loaded, run_dir=_run_dir(loaded, name=new_name), ask_hub=True)
-        if dry_run and resume == "never":
-            _print_plan(plan, loaded, findings=of_the_host(findings), json_mode=json_mode)
-        elif dry_run:
-            console.say("note: the plan of a run that is resumed is made in the container, and not shown by a dry run")
-        stop_without(findings)
-        if dry_run:
-            return
-        raise typer.Exit(train_in_container(plan, loaded, typed=recipe, arguments=sys.argv[1:], image=image))
-    plan, _, findings = examine(loaded, run_dir=_run_dir(loaded, name=name), ask_hub=True)
-    stop_on_errors(findings)
-    code = run_training(
-        plan,
-        recipe_yaml=to_yaml(loaded),
-        findings=findings,
-        name=name,
-        json_mode=json_mode,
-        steps=BEFORE_TRAINING,
-        may_restart=most_restarts(loaded) > 0,
-    )
-    raise typer.Exit(through_faults(code, loaded, Path(plan.run_dir), json_mode=json_mode, steps=BEFORE_TRAINING))
+        return examine_and_train(loaded, typed=recipe, image=image, **asked)
+    from appliance.profile.command import BEFORE_TRAINING
+    from appliance.run.command import run_train
+
+    return run_train(loaded, force=force, steps=BEFORE_TRAINING, **asked)
 
 
 @app.command()
 def plan(
-    recipe: RecipeArgument, sets: SetOption = None, name: NameOption = None, json_mode: JsonOption = False
+    recipe: RecipeArgument,
+    sets: SetOption = None,
+    name: NameOption = None,
+    full: Annotated[bool, typer.Option("--full", help="And the resolved recipe and the exact child.")] = False,
+    json_mode: JsonOption = False,
 ) -> None:
     """What would happen, on the hardware that the recipe names, and why. Starts nothing."""
-    from appliance import console
-    from appliance.recipe.text import full_path
+    from appliance.run.command import run_plan
 
-    loaded = _load(recipe, sets)
-    try:
-        run_dir = _run_dir(loaded, name=name)
-    except PreflightError as error:  # of this host, and the plan may be for another one
-        console.say(f"warning: cluster.run_dir: {error.message}")
-        run_dir = full_path(loaded.cluster.run_dir) / (name or f"{loaded.name}-1")
-    _show_plan(loaded, run_dir=run_dir, json_mode=json_mode, ask_hub=False)
+    run_plan(_load(recipe, sets), name=name, full=full, json_mode=json_mode)
 
 
 @app.command()
 def check(recipe: RecipeArgument, sets: SetOption = None, json_mode: JsonOption = False) -> None:
     """Can this host do it (of several: its part)? All findings at once; exit code 3 when it cannot."""
-    _check(recipe, sets=sets, name=None, json_mode=json_mode, show_plan=False)
+    from appliance.run.command import run_check
+
+    run_check(_load(recipe, sets), typed=recipe, json_mode=json_mode)
 
 
 @app.command()
@@ -154,14 +118,12 @@ def bench(
         typer.Option("--kv-memory", metavar="GB", min=0.001, help="Memory for weights and KV cache together, GiB."),
     ] = None,
     json_mode: JsonOption = False,
-) -> None:
+) -> int:
     """The same rollouts by several schemes, interleaved: does quantising pay here?"""
-    chosen, loaded = _schemes(schemes), _load(recipe, sets)
+    chosen, loaded = _schemes("--schemes", schemes), _load(recipe, sets)
     from appliance.bench.command import run_bench
 
-    raise typer.Exit(
-        run_bench(loaded, schemes=chosen, pairs=pairs, shapes=shapes, kv_memory_gb=kv_memory, json_mode=json_mode)
-    )
+    return run_bench(loaded, schemes=chosen, pairs=pairs, shapes=shapes, kv_memory_gb=kv_memory, json_mode=json_mode)
 
 
 @app.command()
@@ -175,27 +137,202 @@ def verify(
         bool, typer.Option("--emulate", help="FP8 by rounding in float, where it has no kernels.")
     ] = False,
     json_mode: JsonOption = False,
-) -> None:
+) -> int:
     """Is the patch live: change an engine's weights, see its logits move, put them back, see them return."""
     loaded = _load(recipe, sets)
-    chosen = _schemes(schemes) if schemes else None
+    chosen = _schemes("--schemes", schemes) if schemes else None
     from appliance.verify.command import run_verify
 
-    raise typer.Exit(run_verify(loaded, schemes=chosen, emulate=emulate, json_mode=json_mode))
+    return run_verify(loaded, schemes=chosen, emulate=emulate, json_mode=json_mode)
 
 
-add_commands(app)  # profile, setup, convert-profile
-compare_cli.add_commands(app)
-container_cli.add_commands(app)  # health
-cluster_cli.add_commands(app)  # join
-data_cli.add_commands(app)  # data
-run_cli.add_commands(app)  # status, logs, report, export
+@app.command()
+def profile(
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="[RECIPE]", help="A file, or the name of a shipped recipe.")
+    ] = None,
+    sets: SetOption = None,
+    output: Annotated[Path | None, typer.Option("-o", metavar="DIR", help="Where it goes; else the cache.")] = None,
+    model: Annotated[str | None, typer.Option(help="FlashRL's form: the BF16 checkpoint.")] = None,
+    quantized: Annotated[Path | None, typer.Option(help="FlashRL's form: a W8A8 checkpoint of that model.")] = None,
+    scheme: Annotated[
+        str | None, typer.Option(help="FlashRL's form: the scheme of the W8A8 checkpoint, int8 by default.")
+    ] = None,
+) -> int:
+    """A model's scales: of a recipe's model, or out of a donor checkpoint."""
+    from appliance.profile.command import run_donor, run_profile
+
+    if recipe is not None and model is None and quantized is None:
+        if scheme is not None:
+            hint = f"use --set rollout.scheme={scheme}"
+            raise RecipeError([(f"--scheme {scheme}: a recipe's scheme is its rollout.scheme", hint)])
+        return run_profile(_load(recipe, sets), output=output)
+    if recipe is not None or model is None or quantized is None or output is None:
+        hint = "use `appliance profile RECIPE`, or `appliance profile --model M --quantized Q --scheme int8 -o DIR`"
+        raise RecipeError([("profile: give a recipe, or --model, --quantized and -o", hint)])
+    if sets:
+        raise RecipeError([(f"--set {each}: there is no recipe to set it in", "leave it out") for each in sets])
+    (chosen,) = _schemes("--scheme", scheme or "int8", several=False)
+    return run_donor(model=model, quantized=quantized, scheme=chosen, output=output)
+
+
+@app.command()
+def setup(
+    recipe: RecipeArgument,
+    sets: SetOption = None,
+    output: Annotated[Path, typer.Option("-o", metavar="FILE", help="The YAML file.")] = Path("quantization.yaml"),
+) -> int:
+    """Write quantization.yaml, which FLASHRL_CONFIG takes, with a profile of the recipe's model beside it."""
+    from appliance.profile.command import run_setup
+
+    return run_setup(_load(recipe, sets), output=output)
+
+
+@app.command("convert-profile")
+def convert_profile(
+    file: Annotated[Path, typer.Argument(metavar="FILE.pt", help="What `flashrl profile --fn int8` wrote.")],
+    output: Annotated[Path, typer.Option("-o", metavar="DIR", help="Where the profile goes.")],
+) -> int:
+    """Turn FlashRL's profile.pt, a pickle, into a profile. Nothing in the pickle is run."""
+    from appliance.profile.convert import run_convert
+
+    return run_convert(file, output=output)
+
+
+@app.command()
+def compare(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A comparison: a file, or the name of a shipped one.")],
+    json_mode: JsonOption = False,
+) -> int:
+    """One recipe under several settings and seeds, with a table and a page. Started again, it goes on."""
+    from appliance.compare.command import run_compare
+
+    return run_compare(file, json_mode=json_mode)
+
+
+@app.command(hidden=True)
+def health() -> int:
+    """What a container's health check asks: one line, exit code 0 or 1."""
+    from appliance.container.health import look
+
+    found = look()
+    console.show(f"{'healthy' if found.is_healthy else 'unhealthy'}: {found.what}")
+    return 0 if found.is_healthy else 1
+
+
+@app.command()
+def join(
+    head: Annotated[str, typer.Option(metavar="HOST[:PORT]", help="The host that runs `appliance train`.")],
+    token_file: Annotated[
+        Path, typer.Option(help="The head's secret; it lies in the folder of the runs, which all nodes share.")
+    ] = RUN_ROOT / ".cluster-token",
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="What this node offers; without a GPU, ranks. Else all, or 1.")
+    ] = None,
+    port: Annotated[
+        int, typer.Option(min=1024, max=LARGEST_BASE, help="First of this node's ports, see docs/cluster.md.")
+    ] = DEFAULT_BASE,
+    node_address: Annotated[str | None, typer.Option(help="By which the others reach this node; else found.")] = None,
+    wait_s: Annotated[float, typer.Option("--wait", min=1, help="Seconds that the head may take to appear.")] = 900.0,
+) -> int:
+    """Make this host a worker node of another host's training, until that ends."""
+    from appliance.cluster.join import join_head
+
+    return join_head(head, token_file=token_file, gpus=gpus, port=port, node_address=node_address, wait_s=wait_s)
+
+
+@app.command()
+def data(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="dapo-math-17k, aime-2024 or gsm8k.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Where the files go.")],
+    source: Annotated[
+        list[str] | None,
+        typer.Option("--from", metavar="FILE", help="A file of this host instead of the hub; one per file made."),
+    ] = None,
+) -> None:
+    """Make a data set's parquet files: verl's schema, each problem once. What is there already is left alone."""
+    from appliance.data.command import make_data
+
+    make_data(name, folder=output, sources=tuple(source or ()))
+
+
+@app.command()
+def status(run: RunArgument, json_mode: JsonOption = False) -> None:
+    """Where a run is."""
+    from appliance.run.status import print_status
+
+    print_status(run, run_root=RUN_ROOT, json_mode=json_mode)
+
+
+@app.command()
+def logs(
+    run: RunArgument,
+    which: Annotated[
+        str | None, typer.Option(help="One of them: prepare, profile, train, or stacks after a stall.")
+    ] = None,
+    attempt: Annotated[int | None, typer.Option(min=1, help="Number of the attempt; else the newest.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="As they come, until the run ends.")] = False,
+) -> None:
+    """The logs of a run's last attempt."""
+    from appliance.run.logs import print_logs
+
+    print_logs(run, run_root=RUN_ROOT, which=which, attempt=attempt, follow=follow)
+
+
+@app.command()
+def report(
+    run: RunArgument,
+    output: Annotated[Path | None, typer.Option("-o", metavar="FILE", help="Instead of RUN/report.html.")] = None,
+) -> None:
+    """A run's page: one HTML file that needs nothing else. Prints its path."""
+    from appliance.run.report.write import print_report
+
+    print_report(run, run_root=RUN_ROOT, output=output)
+
+
+@app.command()
+def export(
+    run: RunArgument,
+    output: Annotated[Path, typer.Option("-o", metavar="DIR", help="A new folder for the model.")],
+    step: Annotated[int | None, typer.Option(min=1, help="Of the checkpoint; left out: the newest.")] = None,
+) -> int:
+    """The trained model of a checkpoint, for plain transformers and plain vLLM."""
+    from appliance.run.export import run_export
+
+    return run_export(run, run_root=RUN_ROOT, step=step, output=output)
+
+
+@app.command()
+def schema() -> None:
+    """The JSON schema of a recipe, for editors."""
+    import json
+
+    from appliance.recipe.schema import Recipe
+
+    console.out(json.dumps(Recipe.model_json_schema(), indent=2))
+
+
+@app.command()
+def version(json_mode: JsonOption = False) -> None:
+    """This program's version and those of what it drives."""
+    import json
+
+    from appliance.plan.build import installed_versions
+    from appliance.run.attest import fingerprint
+
+    versions = installed_versions()
+    if json_mode:
+        console.out(json.dumps({"schema_version": 1, **versions, "fingerprint": fingerprint()}, indent=2))
+    else:
+        console.out("\n".join(f"{name} {found or 'not installed'}" for name, found in versions.items()))
+
+
+app.add_typer(recipes, name="recipes")
 
 
 @recipes.command("ls")
 def recipes_ls() -> None:
     """The shipped recipes, one a line, with what they do."""
-    from appliance import console
     from appliance.recipe import library
 
     names = library.names()
@@ -207,7 +344,6 @@ def recipes_ls() -> None:
 @recipes.command("show")
 def recipes_show(name: RecipeArgument) -> None:
     """The text of a recipe."""
-    from appliance import console
     from appliance.recipe import library
 
     console.out(library.text(name).rstrip("\n"))
@@ -216,37 +352,9 @@ def recipes_show(name: RecipeArgument) -> None:
 @recipes.command("cp")
 def recipes_cp(name: RecipeArgument, target: Annotated[Path, typer.Argument(help="A new file, or a folder.")]) -> None:
     """Copy a recipe to start from. Overwrites nothing."""
-    from appliance import console
     from appliance.recipe import library
 
     console.out(str(library.copy(name, target=target)))
-
-
-@app.command()
-def schema() -> None:
-    """The JSON schema of a recipe, for editors."""
-    import json
-
-    from appliance import console
-    from appliance.recipe.schema import Recipe
-
-    console.out(json.dumps(Recipe.model_json_schema(), indent=2))
-
-
-@app.command()
-def version(json_mode: JsonOption = False) -> None:
-    """This program's version and those of what it drives."""
-    import json
-
-    from appliance import console
-    from appliance.plan.build import installed_versions
-    from appliance.run.attest import fingerprint
-
-    versions = installed_versions()
-    if json_mode:
-        console.out(json.dumps({"schema_version": 1, **versions, "fingerprint": fingerprint()}, indent=2))
-    else:
-        console.out("\n".join(f"{name} {found or 'not installed'}" for name, found in versions.items()))
 
 
 def _refuse_idle(*options: tuple[str, object, str, bool]) -> None:
@@ -266,76 +374,15 @@ def _load(recipe: str, sets: list[str] | None) -> Recipe:
     return load_recipe(recipe, sets=sets or ())
 
 
-def _run_dir(recipe: Recipe, *, name: str | None) -> Path:
-    """Absolute. A name from the command line is one path component, or refused."""
-    from appliance.recipe.schema import NAME_PATTERN
-    from appliance.recipe.text import full_path
-    from appliance.run.session import cannot_write, free_run_dir
-
-    root = full_path(recipe.cluster.run_dir)
-    if name is not None and not NAME_PATTERN.fullmatch(name):
-        hint = "use letters, digits, `.`, `_` and `-`, at most 80, no space or slash"
-        raise RecipeError([(f"--name: the text `{name}` is not a name", hint)])
-    try:
-        run_dir = free_run_dir(root, name=recipe.name) if name is None else root / name
-        is_in_use = name is not None and run_dir.exists()
-    except OSError as error:
-        raise cannot_write(root, error) from error
-    if is_in_use:
-        raise RecipeError([(f"--name: `{name}` is in use: {run_dir}", "choose another one, or leave it out")])
-    return run_dir
-
-
-def _schemes(text: str) -> tuple[Scheme, ...]:
+def _schemes(option: str, text: str, *, several: bool = True) -> tuple[Scheme, ...]:
     from appliance.quant.scheme import Scheme
 
-    names, legal = [each.strip() for each in text.split(",")], [str(scheme) for scheme in Scheme]
-    unknown = [name for name in names if name not in legal]
+    names, legal = [each.strip() for each in text.split(",")] if several else [text], [str(each) for each in Scheme]
+    hint = f"use {'' if several else 'one of '}{', '.join(f'`{each}`' for each in legal)}"
+    unknown = [(f"{option}: unknown value `{name}`", hint) for name in names if name not in legal]
     if unknown:
-        hint = "use " + ", ".join(f"`{each}`" for each in legal)
-        raise RecipeError([(f"--schemes: unknown value `{name}`", hint) for name in unknown])
+        raise RecipeError(unknown)
     return tuple(Scheme(name) for name in names)
-
-
-def _check(recipe: str, *, sets: list[str] | None, name: str | None, json_mode: bool, show_plan: bool) -> None:
-    """Judge this host, with or without the plan before the findings."""
-    import json
-
-    from appliance import console
-    from appliance.preflight.finding import has_error
-    from appliance.preflight.report import as_json, examine, lines
-    from appliance.run.work import raise_on_errors
-
-    loaded = _load(recipe, sets)
-    run_dir = _run_dir(loaded, name=name)
-    if show_plan:
-        findings = _show_plan(loaded, run_dir=run_dir, json_mode=json_mode, ask_hub=True)
-    else:
-        findings = examine(loaded, run_dir=run_dir, ask_hub=True)[2]
-        if json_mode:
-            console.out(json.dumps({"schema_version": 1, "findings": as_json(findings)}, indent=2))
-        else:
-            its = "it" if loaded.cluster.nodes == 1 else "its part; other hosts are judged when they join a training"
-            can = [] if has_error(findings) else [f"{recipe}: this host can run {its}"]
-            console.show("\n".join([*lines(findings), *can]))
-    raise_on_errors(findings)
-
-
-def _show_plan(loaded: Recipe, *, run_dir: Path, json_mode: bool, ask_hub: bool) -> list[Finding]:
-    """Print the plan with the findings attached; returns them."""
-    from appliance.preflight.report import examine
-
-    made, _, findings = examine(loaded, run_dir=run_dir, ask_hub=ask_hub)
-    _print_plan(made, loaded, findings=findings, json_mode=json_mode)
-    return findings
-
-
-def _print_plan(made: RunPlan, loaded: Recipe, *, findings: list[Finding], json_mode: bool) -> None:
-    from appliance import console
-    from appliance.preflight.report import plan_as
-
-    write = console.out if json_mode else console.show
-    write(plan_as(made, recipe=loaded, findings=findings, json_mode=json_mode))
 
 
 def main() -> None:
@@ -353,12 +400,8 @@ def main() -> None:
 
 
 def _report(error: ApplianceError) -> None:
-    from appliance import console
-
-    if _wants_traceback():
-        _say_traceback(error)
-    problems = error.shown if isinstance(error, RecipeError) else [(error.message, error.hint)]
-    for message, hint in problems:
+    _trace(error)
+    for message, hint in error.shown if isinstance(error, RecipeError) else [(error.message, error.hint)]:
         console.say(f"error: {message}")
         if hint:
             console.say(f"hint: {hint}")
@@ -368,10 +411,7 @@ def _report_other(error: Exception) -> int:
     import tempfile
     import traceback
 
-    from appliance import console
-
-    if _wants_traceback():
-        _say_traceback(error)
+    _trace(error)
     if isinstance(error, console.StdoutError):
         console.say(f"error: stdout: cannot be written: {error.strerror}")
         console.say("hint: free some space, or send it elsewhere")
@@ -383,13 +423,9 @@ def _report_other(error: Exception) -> int:
     return ApplianceError.exit_code
 
 
-def _say_traceback(error: Exception) -> None:
-    import traceback
+def _trace(error: Exception) -> None:
+    """With --debug."""
+    if "--debug" in sys.argv[1:]:
+        import traceback
 
-    from appliance import console
-
-    console.say("".join(traceback.format_exception(error)).rstrip())
-
-
-def _wants_traceback() -> bool:
-    return "--debug" in sys.argv[1:]
+        console.say("".join(traceback.format_exception(error)).rstrip())

@@ -7,6 +7,7 @@ import functools
 import io
 import os
 import re
+import shutil
 import sys
 from typing import IO, Any
 
@@ -63,6 +64,11 @@ def err_console() -> Console:
 def is_live(console: Console) -> bool:
     """Whether a display that redraws itself makes sense: a real terminal that can move its cursor."""
     return console.file.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
+
+
+def columns() -> int | None:
+    """Of the terminal that stdout is; None where it is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def say(text: str, *, style: str = "") -> None:

@@ -29,8 +29,10 @@ from appliance.plan.model import RunPlan
 from appliance.preflight import hub
 from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.probes import data_from_hub
+from appliance.preflight.report import examine
 from appliance.quant.device import CPU
 from appliance.recipe.schema import Recipe
+from appliance.run.command import new_run_dir, print_plan
 from appliance.run.work import stop_on_errors
 
 IMAGE_NAME = "flashrl-appliance"
@@ -242,6 +244,21 @@ def of_the_host(findings: Sequence[Finding]) -> list[Finding]:
 def stop_without(findings: Sequence[Finding]) -> None:
     """Say what this host itself lacks, leaving out what the image brings. Raises PreflightError."""
     stop_on_errors([each for each in of_the_host(findings) if each.severity is Severity.ERROR])
+
+
+def examine_and_train(
+    recipe: Recipe, *, typed: str, name: str | None, resume: str, dry_run: bool, json_mode: bool, image: str | None
+) -> int:
+    """`appliance train --in-container`. typed: the recipe's name or file.  Raises as the functions below and above."""
+    # The name of a run that is resumed is judged inside: it has its folder already.
+    run_dir = new_run_dir(recipe, name=name if resume == "never" else None)
+    plan, _, findings = examine(recipe, run_dir=run_dir, ask_hub=True)
+    if dry_run and resume == "never":
+        print_plan(plan, recipe=recipe, findings=of_the_host(findings), json_mode=json_mode)
+    elif dry_run:
+        console.say("note: the plan of a run that is resumed is made in the container, and not shown by a dry run")
+    stop_without(findings)
+    return 0 if dry_run else train_in_container(plan, recipe, typed=typed, arguments=sys.argv[1:], image=image)
 
 
 def train_in_container(

@@ -69,11 +69,19 @@ def as_json(findings: list[Finding]) -> list[dict[str, str]]:
     return [dataclasses.asdict(finding) for finding in findings]
 
 
-def plan_as(plan: RunPlan, *, recipe: Recipe, findings: list[Finding], json_mode: bool) -> str:
-    """The plan with the findings attached, as JSON or as text."""
+def plan_as(
+    plan: RunPlan,
+    *,
+    recipe: Recipe,
+    findings: list[Finding],
+    json_mode: bool,
+    full: bool = False,
+    columns: int | None = None,
+) -> str:
+    """The plan with the findings attached, as JSON or as text. full, columns: of the text, as in plan/show.py."""
     if json_mode:
         document = {"schema_version": 1, "recipe": to_plain(recipe), "plan": dataclasses.asdict(plan)}
         return json.dumps({**document, "findings": as_json(findings)}, indent=2)
     needs = estimates(plan, model_bytes=model_bytes(plan), shape=model_shape(plan))
-    text = plan_text(plan, recipe_yaml=to_yaml(recipe), needs=needs)
-    return "\n".join([text, "", "# findings on this host", *lines(findings)]) if findings else text
+    recipe_yaml = to_yaml(recipe) if full else ""
+    return plan_text(plan, needs=needs, findings=lines(findings), recipe_yaml=recipe_yaml, columns=columns)

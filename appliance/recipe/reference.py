@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from enum import Enum
 
 from pydantic.fields import FieldInfo
 
-from appliance import console
 from appliance.recipe.schema import SECTIONS, Recipe
 
 HEAD = """\
@@ -45,4 +45,4 @@ def _yaml(value: object) -> str:
 
 
 if __name__ == "__main__":
-    console.out(reference().rstrip("\n"))
+    sys.stdout.write(reference())

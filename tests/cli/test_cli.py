@@ -1,7 +1,9 @@
 """The program from outside: a process, its exit code, its two streams."""
 
+import contextlib
 import json
 import os
+import pty
 import re
 import socket
 import subprocess
@@ -10,13 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
-import typer
 from plans import HOST
 
 from appliance import cli
 from appliance.plan.build import build_plan
-from appliance.preflight import report
-from appliance.run import go_on, train
+from appliance.run import command, go_on, train
 
 HELP_LIMIT_S = 0.4
 PLAN_LIMIT_S = 1.0
@@ -79,12 +79,43 @@ def test_usage_errors_exit_2(appliance, arguments):
     assert (done.returncode, done.stdout) == (2, "")
 
 
-def test_plan_prints_recipe_choices_and_command(appliance, tmp_path):
+def test_plan_prints_what_was_decided_and_needs(appliance, tmp_path):
     done = appliance("plan", "arithmetic-tiny-int8")
     assert (done.returncode, done.stderr) == (0, "")
-    headings = [line for line in done.stdout.splitlines() if line.startswith("# ")]
-    assert headings[:5] == ["# recipe, resolved", "# derived", "# needs, estimated", "# paths", "# child"]
+    first, *parts = done.stdout.split("\n\n")
+    assert first == (
+        "arithmetic-tiny-int8-1: 30 steps of 32 prompts x 8 samples; rollouts in int8; tis with cap 2; 1 x cpu"
+    )
+    headings = [part.splitlines()[0] for part in parts]
+    assert headings[:-2] == ["Rollouts", "Training", "Guard and checkpoints", "Needs, estimated", "Files"]
+    assert headings[-2:] == ["Findings on this host", parts[-1].strip()] and "--full" in parts[-1]
+    assert done.stdout.count("\n") < 50
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_plan_has_the_recipe_and_the_command(appliance):
+    done = appliance("plan", "arithmetic-tiny-int8", "--full")
+    assert "\n\nRecipe, resolved\nname: arithmetic-tiny-int8\n" in done.stdout
+    assert done.stdout.rpartition("\n\nChild\n")[2].startswith("APPLIANCE_PLAN=")
+
+
+def test_a_terminal_wraps_the_reasons_below_each_other(appliance):
+    """The width that the terminal says; a pipe gets a line for each choice, however long."""
+    done = appliance("plan", "arithmetic-tiny-int8")
+    assert max(map(len, done.stdout.splitlines())) > 120
+    told, other = pty.openpty()
+    command = [sys.executable, "-m", "appliance", "plan", "arithmetic-tiny-int8"]
+    child = subprocess.Popen(command, stdout=other, env={**os.environ, "COLUMNS": "110", "HF_HUB_OFFLINE": "1"})
+    os.close(other)
+    text = b""
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while part := os.read(told, 4096):
+            text += part
+    os.close(told)
+    assert child.wait() == 0
+    lines = text.decode().splitlines()
+    choices = lines[: lines.index("Files")]
+    assert max(map(len, choices)) <= 110 and len(lines) > len(done.stdout.splitlines())
 
 
 def test_plan_as_json(appliance, tmp_path):
@@ -96,7 +127,7 @@ def test_plan_as_json(appliance, tmp_path):
 def test_plan_of_fp8_prints_with_the_finding_attached(appliance):
     done = appliance("plan", "arithmetic-tiny-int8", "--set", "rollout.scheme=fp8")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "\n# findings on this host\nerror: rollout.scheme: " in done.stdout
+    assert "\n\nFindings on this host\nerror: rollout.scheme: " in done.stdout
 
 
 @pytest.mark.parametrize("arguments", [("check",), ("train",), ("train", "--dry-run")])
@@ -245,7 +276,7 @@ def test_resume_of_what_is_no_run_is_refused(appliance, tmp_path):
 def test_dry_run_leaves_nothing(appliance, tmp_path):
     done = appliance("train", "arithmetic-tiny-int8", "--dry-run")
     assert done.returncode == 0
-    assert done.stdout.startswith("# recipe, resolved\n")
+    assert done.stdout.startswith("arithmetic-tiny-int8-1: 30 steps ")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -288,15 +319,15 @@ def test_a_run_root_that_may_not_be_entered_is_a_warning_of_a_plan(tmp_path, mon
 
     monkeypatch.setattr(Path, "exists", locked(exists))
     monkeypatch.setattr(Path, "is_dir", locked(is_dir))
-    for command, code in ((("plan",), 0), (("train", "--dry-run"), 3)):
+    for words, code in ((("plan",), 0), (("train", "--dry-run"), 3)):
         options = ["--set", f"cluster.run_dir={root}", *name]
-        monkeypatch.setattr(sys, "argv", ["appliance", *command, "arithmetic-tiny-int8", *options])
+        monkeypatch.setattr(sys, "argv", ["appliance", *words, "arithmetic-tiny-int8", *options])
         with pytest.raises(SystemExit) as ended:
             cli.main()
         said = capsys.readouterr()
         assert (ended.value.code or 0) == code
         if not code:
-            assert f"run folder                       {root / planned}\n" in said.out
+            assert f"  run folder       {root / planned}\n" in said.out
             assert said.err == f"warning: cluster.run_dir: {root}: cannot be written\n"
 
 
@@ -323,14 +354,13 @@ def test_the_first_attempt_is_told_whether_another_may_follow(tmp_path, monkeypa
     """By it the page of a run that failed goes on loading itself, or not. Its code goes to what decides."""
     heard = []
     monkeypatch.setattr(
-        report, "examine", lambda recipe, *, run_dir, **_: (build_plan(recipe, run_dir=run_dir, host=HOST), HOST, [])
+        command, "examine", lambda recipe, *, run_dir, **_: (build_plan(recipe, run_dir=run_dir, host=HOST), HOST, [])
     )
     monkeypatch.setattr(train, "run_training", lambda plan, *, may_restart, **_: heard.append(may_restart) or 5)
     monkeypatch.setattr(go_on, "through_faults", lambda code, *_, **__: heard.append(code) or 75)
     sets = [f"trainer.max_restarts={restarts}", f"cluster.run_dir={tmp_path}"]
-    with pytest.raises(typer.Exit) as ended:
-        cli.train("arithmetic-tiny-int8", sets=sets)
-    assert (heard, ended.value.exit_code) == ([told, 5], 75)
+    assert cli.train("arithmetic-tiny-int8", sets=sets) == 75
+    assert heard == [told, 5]
 
 
 def test_recipes_ls_show_cp(appliance, tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from fuzz_surface import attempt
 from plans import HOST, make_plan
 
-from appliance import cli, console
+from appliance import console
 from appliance.errors import RecipeError
 from appliance.plan.build import build_plan
 from appliance.plan.env import child_env
@@ -22,6 +22,7 @@ from appliance.preflight.checks import judge
 from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.probes import read_inputs
 from appliance.recipe.load import load_recipe
+from appliance.run.command import run_check, run_plan
 from appliance.run.display import panel
 from appliance.run.events import append_event, parse_event, parse_metrics
 from appliance.run.logs import print_logs
@@ -155,11 +156,12 @@ def test_the_panel_of_a_hostile_run_is_text(room: Path) -> None:
 def test_findings_of_check_are_text(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = planned(room, model="./m", train_file="t")
     found = [Finding(Severity.WARNING, "x", HOSTILE, HOSTILE, HOSTILE)]
-    monkeypatch.setattr("appliance.preflight.report.examine", lambda *_, **__: (made, HOST, found))
+    monkeypatch.setattr("appliance.run.command.examine", lambda *_, **__: (made, HOST, found))
     monkeypatch.chdir(room)
     with strict_stdout() as printed:
-        for show_plan in (False, True):
-            cli._check("arithmetic-tiny-int8", sets=None, name=None, json_mode=False, show_plan=show_plan)
+        recipe = load_recipe("arithmetic-tiny-int8")
+        run_check(recipe, typed="arithmetic-tiny-int8", json_mode=False)
+        run_plan(recipe, name=None, full=False, json_mode=False)
         text = printed()
     assert text.count(SHOWN) == 6
     assert not set(text) & set("\x1b\x07\u202e\ud800")

@@ -11,12 +11,12 @@ import pytest
 from fuzz_surface import attempt
 from plans import make_plan
 
-from appliance import cli
 from appliance.container.launch import make_order
 from appliance.errors import ApplianceError, EngineError, PreflightError, RecipeError
 from appliance.quant.checkpoint import Checkpoint
 from appliance.recipe.load import load_recipe
 from appliance.run.checkpoints import find_newest, in_order
+from appliance.run.command import new_run_dir
 from appliance.run.events import append_event
 from appliance.run.export import run_export
 from appliance.run.resume import find_target, plan_profile_file
@@ -52,7 +52,7 @@ def test_a_name_is_one_component_of_a_path(room: Path, name: str) -> None:
         load_recipe(recipe_with(room, name=name))
     recipe = load_recipe(recipe_with(room, cluster={"run_dir": str(room / "runs")}))
     with pytest.raises(RecipeError, match="--name"):
-        cli._run_dir(recipe, name=name)
+        new_run_dir(recipe, name=name)
     with pytest.raises(RecipeError, match="--name"):
         find_target("auto", root=room, recipe_name="r", name=name)
 

@@ -230,6 +230,6 @@ def test_a_model_is_a_folder_or_a_hub_name(source, path, tmp_path, monkeypatch):
 def test_the_text_of_a_plan_ends_with_a_command_a_shell_reads():
     plan = planned()
     text = plan_text(plan, recipe_yaml="name: x\n", needs=[("disk", "about 1 GiB")])
-    command = text.partition("# child\n")[2]
+    command = text.partition("\nChild\n")[2]
     assert command.splitlines()[0] == "APPLIANCE_PLAN=/runs/arithmetic-1/plan.json \\"
     assert command.splitlines()[-1].strip() == plan.argv[-1]
