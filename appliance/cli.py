@@ -87,7 +87,7 @@ def train(
     from appliance.recipe.dump import to_yaml
     from appliance.run.go_on import most_restarts, through_faults
     from appliance.run.train import run_training
-    from appliance.run.work import stop_on_errors
+    from appliance.run.workspace import stop_on_errors
 
     if in_container:
         from appliance.container.launch import of_the_host, stop_without, train_in_container
@@ -304,7 +304,7 @@ def _check(recipe: str, *, sets: list[str] | None, name: str | None, json_mode: 
     from appliance import console
     from appliance.preflight.finding import has_error
     from appliance.preflight.report import as_json, examine, lines
-    from appliance.run.work import raise_on_errors
+    from appliance.run.workspace import raise_on_errors
 
     loaded = _load(recipe, sets)
     run_dir = _run_dir(loaded, name=name)

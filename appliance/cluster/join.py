@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from appliance import console
-from appliance.cluster.identity import host_of
-from appliance.cluster.news import Training, end_of, is_resumed, read_news
+from appliance.cluster.node_report import host_of
 from appliance.cluster.node_watch import LOOK_EVERY_S, NodeIsOver, NodeWatch
 from appliance.cluster.ray_command import NodeOffer, node_environment, worker_argv
+from appliance.cluster.run_notice import Training, end_of, is_resumed, read_news
 from appliance.cluster.token import check_token
 from appliance.errors import EngineError, Interrupted, PreflightError, ProcessDied, RecipeError, TrainingError
 from appliance.flashrl.variables import without_flashrl

@@ -26,7 +26,7 @@ from appliance.run.stop_request import asked_to_stop
 from appliance.run.summary import typed_path
 from appliance.run.supervise import Interrupts
 from appliance.run.train import run_training
-from appliance.run.work import stop_on_errors
+from appliance.run.workspace import stop_on_errors
 
 _SIGNALLED = (75, 130)
 _GUARD_STOPPED = 6

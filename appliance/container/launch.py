@@ -31,7 +31,7 @@ from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.probes import data_from_hub
 from appliance.quant.device import CPU
 from appliance.recipe.schema import Recipe
-from appliance.run.work import stop_on_errors
+from appliance.run.workspace import stop_on_errors
 
 IMAGE_NAME = "flashrl-appliance"
 GRACE_S = 900  # a run may save before it stops

@@ -17,7 +17,7 @@ from pathlib import Path
 from appliance import console
 from appliance.errors import RecipeError
 from appliance.run.session import cannot_write
-from appliance.run.work import new_folder
+from appliance.run.workspace import new_folder
 from appliance.tasks import dapo_math, gsm8k
 from appliance.tasks.rows import Found, Parse, read_files
 

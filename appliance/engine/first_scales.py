@@ -11,8 +11,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from appliance.run.acknowledge import SYNC_FOLDER
 from appliance.run.events import append_event
+from appliance.run.sync_records import SYNC_FOLDER
 
 Key = tuple[str, int]  # name of a layer, number of one of its weights
 Kind = tuple[float, int, torch.Size]  # of codes: largest magnitude, columns that share a scale, shape of the scales

@@ -30,13 +30,13 @@ from appliance.plan.env import PLAN_VARIABLE, weight_socket
 from appliance.plan.model import RunPlan
 from appliance.plan.read import read_plan
 from appliance.quant.smoothing import Smoothing, load_smoothing
-from appliance.run.acknowledge import (
+from appliance.run.generation import read_generation
+from appliance.run.sync_records import (
     Acknowledgement,
     add_layer_errors,
     append_acknowledgement,
     layer_errors_file,
 )
-from appliance.run.generation import read_generation
 
 
 class DrainingReceiver(BucketedWeightReceiver):

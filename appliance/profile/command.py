@@ -31,11 +31,11 @@ from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
 from appliance.recipe.schema import Recipe
 from appliance.recipe.text import path_problem
-from appliance.run.child import make_inputs, run_child
 from appliance.run.events import EVENTS_FILE, Event, Tail, append_event, parse_event
 from appliance.run.outcome import Child
+from appliance.run.side_job import make_inputs, run_child
 from appliance.run.train import Step
-from appliance.run.work import (
+from appliance.run.workspace import (
     OF_A_PROFILE,
     OF_THE_DATA,
     OF_THE_MODEL,

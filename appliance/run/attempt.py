@@ -12,8 +12,8 @@ from pathlib import Path
 
 from appliance.errors import RecipeError
 from appliance.plan.model import RunPlan
-from appliance.run.acknowledge import SYNC_FOLDER
 from appliance.run.attest import ATTEST_FOLDER
+from appliance.run.checkpoint_manifest import write_durably
 from appliance.run.checkpoints import (
     DAMAGED,
     FITS_FILE,
@@ -26,11 +26,11 @@ from appliance.run.checkpoints import (
     step_of,
 )
 from appliance.run.events import EVENTS_FILE, METRICS_FILE, append_event, end_torn_line
-from appliance.run.last_line import owed_line
+from appliance.run.pending_validation import owed_line
 from appliance.run.resume import Resume
 from appliance.run.samples import SAMPLES_FILE
-from appliance.run.seal import write_durably
 from appliance.run.session import RunRecord, Session, cannot_write, log_dir, read_record, versions, write_record
+from appliance.run.sync_records import SYNC_FOLDER
 
 MODEL = "model"
 LINES_OF_A_STEP = (FITS_FILE, SAMPLES_FILE)  # what else has a line per step

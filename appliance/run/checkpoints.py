@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.run.seal import damage, read_manifest, sync_folder
+from appliance.run.checkpoint_manifest import damage, read_manifest, sync_folder
 
 FOLDER = "checkpoints"
 DAMAGED = "damaged"

@@ -13,7 +13,7 @@ from pathlib import Path
 from appliance.errors import SyncError
 from appliance.plan.model import ExpectedAttestation, RunPlan
 from appliance.quant.precision import AS_PLANNED, Precision, quantisation_at
-from appliance.run.acknowledge import SYNC_FOLDER
+from appliance.run.sync_records import SYNC_FOLDER
 
 GENERATION_FILE = "engines.json"
 

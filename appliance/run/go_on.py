@@ -15,7 +15,7 @@ from appliance.run.checkpoints import Found, newest_step
 from appliance.run.report.write import LivePage
 from appliance.run.restarts import keep_going
 from appliance.run.train import Step, run_training
-from appliance.run.work import raise_on_errors, stop_on_errors
+from appliance.run.workspace import raise_on_errors, stop_on_errors
 
 
 def resume_training(

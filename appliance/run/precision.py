@@ -9,7 +9,7 @@ from pathlib import Path
 
 from appliance.errors import SyncError
 from appliance.quant.precision import AS_PLANNED, Precision
-from appliance.run.acknowledge import SYNC_FOLDER
+from appliance.run.sync_records import SYNC_FOLDER
 
 WANTED_FILE = "precision.json"
 

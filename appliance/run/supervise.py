@@ -15,8 +15,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from appliance.plan.env import RUN_VARIABLE
-from appliance.run.keeper import KeeperOrder, KeeperReport, become_subreaper
 from appliance.run.processes import Process, end_processes, find_processes
+from appliance.run.subreaper import KeeperOrder, KeeperReport, become_subreaper
 
 GRACE_S = 20.0  # Ray and vLLM need a few seconds to end politely
 PATIENCE_S = 3.0  # what daemons get to follow the child by themselves
@@ -100,7 +100,7 @@ def supervise(
 
 def _start_keeper(order: KeeperOrder, *, env: Mapping[str, str], log: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "appliance.run.keeper", json.dumps(asdict(order))],
+        [sys.executable, "-m", "appliance.run.subreaper", json.dumps(asdict(order))],
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,

@@ -24,7 +24,6 @@ from appliance.plan.model import RunPlan
 from appliance.run import summary
 from appliance.run.attempt import begin_attempt
 from appliance.run.events import RunTail, append_event, append_failure
-from appliance.run.keeper import KeeperReport
 from appliance.run.memory import MemoryWatch
 from appliance.run.outcome import DONE, Child, Outcome, failed, interrupted
 from appliance.run.progress import Progress, choose_progress, json_line
@@ -35,6 +34,7 @@ from appliance.run.session import RunStatus, Session, create_session
 from appliance.run.stalls import Stalled, StallWatch, ask_around
 from appliance.run.state import RunState, fold
 from appliance.run.stop_request import ask_to_stop, asked_to_stop, forget_stop
+from appliance.run.subreaper import KeeperReport
 from appliance.run.supervise import Ask, Interrupts, supervise
 from appliance.tasks.prepare import is_prepared
 

@@ -23,6 +23,7 @@ from ray.exceptions import RayTaskError
 
 from appliance.errors import CheckpointError
 from appliance.plan.model import CheckpointPlan, RunPlan
+from appliance.run.checkpoint_manifest import CheckpointManifest, Facts, damage, hash_file, seal
 from appliance.run.checkpoints import (
     FOLDER,
     OF_A_STEP,
@@ -36,8 +37,7 @@ from appliance.run.checkpoints import (
     remove_surplus,
 )
 from appliance.run.events import METRICS_FILE, append_event
-from appliance.run.last_line import STATE_FILE
-from appliance.run.seal import CheckpointManifest, Facts, damage, hash_file, seal
+from appliance.run.pending_validation import STATE_FILE
 from appliance.trainer.driver_random import DriverRandom, restore_random, take_random
 from appliance.trainer.precision import PrecisionState
 from appliance.trainer.process_watch import NAMED_AFTER_S

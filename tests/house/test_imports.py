@@ -21,7 +21,7 @@ NUMBERS = {
     "quant.uaq_layers",
 }
 # The folder of checkpoints: the trainer fills it, the launcher looks for where to resume.
-SAVED = {"run.seal", "run.checkpoints", "run.last_line"}
+SAVED = {"run.checkpoint_manifest", "run.checkpoints", "run.pending_validation"}
 CHILDREN = {
     "errors",
     "patch",
@@ -33,7 +33,7 @@ CHILDREN = {
     "run.attest",
     "run.events",
     "run.generation",
-    "run.acknowledge",
+    "run.sync_records",
     "run.heartbeat",
     "run.precision",
     "run.samples",
@@ -70,8 +70,14 @@ MAY_IMPORT = {
     "verify": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "engine", "quant", "profile"},
     # A comparison is many runs, each with its profile.
     "compare": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "page", "profile", "quant"},
-    "container": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "cluster.news", *NUMBERS},
-    "data": {"errors", "tasks", "console", "run.session", "run.work"},  # its files are a task's, made without a recipe
+    "container": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "cluster.run_notice", *NUMBERS},
+    "data": {
+        "errors",
+        "tasks",
+        "console",
+        "run.session",
+        "run.workspace",
+    },  # its files are a task's, made without a recipe
     "cli": {
         *("errors", "tasks", "recipe", "plan", "preflight", "run", "bench", "profile", "verify", "compare", "cluster"),
         *("container", "console", "data", "interruption"),

@@ -10,10 +10,10 @@ from appliance.plan.model import RunPlan
 from appliance.recipe.dump import to_yaml
 from appliance.recipe.load import load_recipe
 from appliance.recipe.schema import Recipe
+from appliance.run.checkpoint_manifest import Facts, seal
 from appliance.run.checkpoints import checkpoint_folder
 from appliance.run.events import append_event
 from appliance.run.resume import Resume, Target, find_start, find_target
-from appliance.run.seal import Facts, seal
 from appliance.run.session import RunStatus, create_session
 
 

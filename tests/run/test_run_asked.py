@@ -16,10 +16,10 @@ from appliance.recipe.dump import to_yaml
 from appliance.recipe.schema import Recipe
 from appliance.run import go_on as going_on
 from appliance.run import restarts, train
-from appliance.run.keeper import KeeperReport
 from appliance.run.report import write as report
 from appliance.run.session import RunStatus, Session, read_record
 from appliance.run.stop_request import asked_to_stop
+from appliance.run.subreaper import KeeperReport
 from appliance.run.train import run_training
 
 SIGNALS = [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)]

@@ -14,7 +14,7 @@ from appliance.errors import RecipeError
 from appliance.run.attempt import begin_attempt, cut_lines
 from appliance.run.checkpoints import Found
 from appliance.run.events import first_failure
-from appliance.run.last_line import owed_line
+from appliance.run.pending_validation import owed_line
 from appliance.run.resume import (
     Resume,
     find_start,

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from appliance.run import seal as seal_module
+from appliance.run import checkpoint_manifest as seal_module
+from appliance.run.checkpoint_manifest import Facts, seal
 from appliance.run.checkpoints import Found, checkpoint_folder
 from appliance.run.events import Event, append_event
 from appliance.run.restarts import is_fault, keep_going
-from appliance.run.seal import Facts, seal
 
 
 def failure(why: str) -> Event:

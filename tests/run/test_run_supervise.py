@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.run.keeper import KeeperReport
+from appliance.run.subreaper import KeeperReport
 from appliance.run.supervise import SAME_SIGNAL_S, Ask, Interrupts, supervise
 
 # A daemon without parent, session or mark that tie it to the run. It says its process id, and ignores SIGTERM.

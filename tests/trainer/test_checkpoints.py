@@ -26,9 +26,9 @@ from appliance.errors import CheckpointError, TrainingError
 from appliance.plan.model import CheckpointPlan, UaqPlan
 from appliance.quant.precision import AS_PLANNED
 from appliance.quant.scheme import Scheme
+from appliance.run.checkpoint_manifest import damage, read_manifest
 from appliance.run.checkpoints import checkpoint_folder, find_newest
 from appliance.run.restarts import is_fault
-from appliance.run.seal import damage, read_manifest
 from appliance.trainer import checkpoints
 from appliance.trainer.checkpoints import ASK_FILE, Checkpoints, why_save
 from appliance.trainer.driver_random import restore_random, take_random

@@ -12,8 +12,8 @@ from appliance.errors import NumericsError, SyncError, TrainingError
 from appliance.plan.model import CorrectionPlan
 from appliance.quant.correction import CorrectionMethod
 from appliance.quant.mismatch import Mismatch
-from appliance.run.acknowledge import Acknowledgement, Sent, SyncRecord, Telemetry
 from appliance.run.events import append_failure
+from appliance.run.sync_records import Acknowledgement, Sent, SyncRecord, Telemetry
 from appliance.trainer.corrected import CorrectionStep
 from appliance.trainer.entry import report, translate
 from appliance.trainer.metrics import append_metrics, step_metrics, tracked, validation_metrics
