@@ -340,7 +340,7 @@ def _print_plan(made: RunPlan, loaded: Recipe, *, findings: list[Finding], json_
 
 def main() -> None:
     """The program: `appliance` and `python -m appliance`. Ends the process with the exit code of the contract."""
-    from appliance.interruption import told_interruptions
+    from appliance.signals import told_interruptions
 
     try:
         with told_interruptions():

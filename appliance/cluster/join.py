@@ -24,7 +24,8 @@ from appliance.preflight.access import head_problem, ports_in_use
 from appliance.preflight.probes import read_host
 from appliance.recipe.text import path_problem
 from appliance.run.session import RunStatus, cannot_write
-from appliance.run.supervise import Interrupts, supervise
+from appliance.run.supervise import supervise
+from appliance.signals import Interrupts
 
 _LOG_TAIL_LINES = 12
 _CPU_OBJECT_STORE_BYTES = 256 << 20

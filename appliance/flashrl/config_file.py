@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from appliance.errors import RecipeError
+from appliance.files import write_whole
 from appliance.flashrl.names import NAMES, OWN_NAMES, Name, file_name, find_file_name, listed
 from appliance.quant.files import PROFILE_FILE
 from appliance.quant.scheme import Scheme
@@ -82,9 +83,7 @@ def write_config(path: Path, quantisations: Iterable[Quantisation], *, model: st
     """
     entries = [_written(each, model=model, folder=path.parent.absolute()) for each in quantisations]
     text = yaml.safe_dump({"configs": entries}, sort_keys=False, allow_unicode=True)
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    write_whole(path, text)
 
 
 def _written(quantisation: Quantisation, *, model: str, folder: Path) -> dict[str, Any]:

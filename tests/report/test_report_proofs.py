@@ -91,7 +91,7 @@ def test_steps_alone_prove_no_update(tmp_path: Path, make_run: Make) -> None:
 
 def test_an_update_that_ended_the_run_is_bad(tmp_path: Path, make_run: Make) -> None:
     run_dir = make_run(tmp_path, state=RunStatus.FAILED, exit_code=4, reason="SyncError")
-    append_event(run_dir, kind="failure", what="weight update 12: a bit", why="SyncError", exit_code=4)
+    append_event(run_dir, kind="failure", what="weight update 12: a bit", error="SyncError", exit_code=4)
     assert judged(run_dir, ARRIVED) == (Word.BAD, "weight update 12: a bit")
 
 

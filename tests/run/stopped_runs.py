@@ -27,7 +27,7 @@ def stopped(plan: RunPlan, *, last_step: int = 5, state: RunStatus = RunStatus.F
         run_dir = session.run_dir
         for step in range(last_step + 1):
             metric(run_dir, step)
-        append_event(run_dir, kind="failure", what="the disk is full", why="TrainingError", exit_code=5)
+        append_event(run_dir, kind="failure", what="the disk is full", error="TrainingError", exit_code=5)
         for folder in ("sync", "attest"):
             (run_dir / folder).mkdir()
             (run_dir / folder / "said.json").write_text("{}")

@@ -34,7 +34,7 @@ append_event(run_dir, kind="phase", what="rollout")
 while not asked_to_stop(run_dir):
     (run_dir / "ready").touch()
     time.sleep(0.02)
-append_event(run_dir, kind="failure", what="rollout engine 0 died", why="EngineError", exit_code=4)
+append_event(run_dir, kind="failure", what="rollout engine 0 died", error="EngineError", exit_code=4)
 sys.exit(4)
 """
 

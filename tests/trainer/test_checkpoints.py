@@ -237,7 +237,7 @@ def test_a_worker_that_dies_in_a_save_is_no_fault_of_the_disk(tmp_path: Path, de
     saves.checkpoints._save_workers = die
     with pytest.raises(type(death)) as caught:
         saves.step(2)
-    assert is_fault(5, failure=SimpleNamespace(why=type(translate(caught.value)).__name__))
+    assert is_fault(5, failure=SimpleNamespace(error=type(translate(caught.value)).__name__))
     assert find_newest(tmp_path).newest == checkpoint_folder(tmp_path, step=1)
 
 

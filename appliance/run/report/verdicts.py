@@ -130,7 +130,7 @@ def _noise(mean: float, *, problems: float | None) -> float | None:
 def _updates(view: RunView) -> list[Verdict]:
     question = "Did the weights arrive?"
     trails, failure = read_trails(view), view.state.failure
-    if view.record.state is RunStatus.FAILED and failure is not None and failure.why == SyncError.__name__:
+    if view.record.state is RunStatus.FAILED and failure is not None and failure.error == SyncError.__name__:
         return [Verdict(question, Word.BAD, failure.what)]
     wrong = misses(trails, engines=engines_of(view), is_done=view.record.state is RunStatus.DONE)
     if wrong:
