@@ -387,7 +387,7 @@ def _schemes(option: str, text: str, *, several: bool = True) -> tuple[Scheme, .
 
 def main() -> None:
     """The program: `appliance` and `python -m appliance`. Ends the process with the exit code of the contract."""
-    from appliance.interruption import told_interruptions
+    from appliance.signals import told_interruptions
 
     try:
         with told_interruptions():

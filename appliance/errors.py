@@ -1,21 +1,28 @@
-"""The error tree. Each leaf has the exit code that scripts rely on.
+"""The error tree: the exit code that scripts rely on, and whether another attempt of the run may fare better.
 
-ApplianceError                 1   our own fault
-├── RecipeError                2   the recipe or the command line: a list of problems, all at once
-├── PreflightError             3   this host cannot run the plan: a list of findings
-├── EngineError                4   the rollout engine or one of our patches
-│   ├── PatchError             4   a patch that does not fit the installed source
-│   ├── SyncError              4   a weight update that did not arrive
-│   └── AttestationError       4   a worker that did not say, or said otherwise, what it runs
-├── TrainingError              5   the training child failed
-│   └── ProcessDied            5   a process that the training needs is gone
-├── GuardStop                  6   stopped by a numerical guard
-│   └── NumericsError          6   a value that must be finite is not
-├── SavedAndStopped           75   a signal, after the state was saved
-└── Interrupted              130   Ctrl-C
+An error becomes an event of the run with its class's name (run/events.py), a line for people and an exit code (cli.py).
+
+ApplianceError                 1          our own fault
+├── RecipeError                2          the recipe or the command line: a list of problems, all at once
+├── PreflightError             3          this host cannot run the plan, or a folder of it cannot be written
+├── EngineError                4  again   the rollout engine or one of our patches
+│   ├── PatchError             4          a patch that does not fit the installed source
+│   ├── SyncError              4  again   a weight update that did not arrive
+│   └── AttestationError       4          a worker that did not say, or said otherwise, what it runs
+├── TrainingError              5  again   the training child failed
+│   ├── CheckpointError        5          a checkpoint that could not be written
+│   └── ProcessDied            5  again   a process that the training needs is gone
+├── GuardStop                  6          stopped by a numerical guard
+│   └── NumericsError          6          a value that must be finite is not
+├── SavedAndStopped           75          a signal, after the state was saved
+└── Interrupted              130          Ctrl-C
+
+Besides it: console.StdoutError (3), what stdout says when it cannot be written.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 MOST_SHOWN = 20
 
@@ -28,11 +35,18 @@ class ApplianceError(Exception):
     """
 
     exit_code = 1
+    restartable = False
+    """Whether another attempt of a run may fare better: not where the same is there again at the next start."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
+
+    @classmethod
+    def retold(cls, message: str, *, hint: str) -> ApplianceError:
+        """The error that another process wrote down, as it was there."""
+        return cls(message, hint=hint)
 
 
 class RecipeError(ApplianceError):
@@ -44,6 +58,11 @@ class RecipeError(ApplianceError):
         hint = problems[0][1] if problems else ""
         super().__init__("\n".join(message for message, _ in problems), hint=hint)
         self.problems = problems
+
+    @classmethod
+    def retold(cls, message: str, *, hint: str) -> RecipeError:
+        *others, last = message.splitlines() or [""]
+        return cls([*((line, "") for line in others), (last, hint)])
 
     @property
     def shown(self) -> list[tuple[str, str]]:
@@ -60,10 +79,13 @@ class PreflightError(ApplianceError):
 
 class EngineError(ApplianceError):
     exit_code = 4
+    restartable = True
 
 
 class PatchError(EngineError):
     """A patch whose version or source hash does not match what is installed."""
+
+    restartable = False
 
 
 class SyncError(EngineError):
@@ -73,13 +95,18 @@ class SyncError(EngineError):
 class AttestationError(EngineError):
     """A worker's attestation is missing or says something else than the plan."""
 
+    restartable = False
+
 
 class TrainingError(ApplianceError):
     exit_code = 5
+    restartable = True
 
 
 class CheckpointError(TrainingError):
     """A checkpoint that could not be written."""
+
+    restartable = False
 
 
 class ProcessDied(TrainingError):
@@ -100,3 +127,24 @@ class SavedAndStopped(ApplianceError):
 
 class Interrupted(ApplianceError):
     exit_code = 130
+
+
+def _classes(root: type[ApplianceError]) -> Iterator[type[ApplianceError]]:
+    yield root
+    for each in root.__subclasses__():
+        yield from _classes(each)
+
+
+def error_class(name: str) -> type[ApplianceError] | None:
+    """The class of the tree that an event names, None for another name."""
+    return next((each for each in _classes(ApplianceError) if each.__name__ == name), None)
+
+
+def is_restartable(code: int, *, error: str) -> bool:
+    """Whether another attempt may fare better than one that ended with this exit code.
+
+    error: the name of its error's class, empty where nobody said what went wrong.
+    """
+    named = error_class(error)
+    codes = {each.exit_code for each in _classes(ApplianceError) if each.restartable}
+    return code in codes and (named is None or named.restartable)

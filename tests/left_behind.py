@@ -11,8 +11,8 @@ import os
 from pathlib import Path
 
 from appliance.plan.env import RUN_VARIABLE
-from appliance.run.keeper import become_subreaper
 from appliance.run.processes import Process, find_processes
+from appliance.run.subreaper import become_subreaper
 
 Bystanders = frozenset[tuple[int, int]]  # process ids with their start times: an id may be given away again
 

@@ -32,8 +32,8 @@ from appliance.quant.device import CPU, gpu_of_product, why_not
 from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
 from appliance.recipe.schema import Recipe
-from appliance.run.child import make_inputs, run_child
-from appliance.run.work import OF_AN_ENGINE, OF_THE_DATA, OF_THE_MODEL, examine_for, work_folder
+from appliance.run.side_job import make_inputs, run_child
+from appliance.run.workspace import OF_AN_ENGINE, OF_THE_DATA, OF_THE_MODEL, examine_for, work_folder
 
 
 def run_bench(

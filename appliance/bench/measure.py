@@ -30,7 +30,7 @@ from appliance.bench.worker import MEMORY_KEY, WORKER
 from appliance.errors import ApplianceError, EngineError
 from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
-from appliance.run.child import ERROR_MARK
+from appliance.run.side_job import ERROR_MARK
 
 Prompts = list[list[int]]
 

@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from appliance.cluster import waiting
-from appliance.cluster.identity import NodeReport, describe_node, differences, plant_canary, question_of, warnings
+from appliance.cluster import membership
+from appliance.cluster.membership import RETURNS_WITHIN_S, Needed, Node, Roll
+from appliance.cluster.node_report import NodeReport, describe_node, differences, plant_canary, question_of, warnings
 from appliance.cluster.ray_command import FINGERPRINT_LABEL, NodeOffer, head_argv, label_of, node_environment
 from appliance.cluster.token import check_token, make_token
-from appliance.cluster.waiting import RETURNS_WITHIN_S, Needed, Node, Roll
 from appliance.errors import ApplianceError, PreflightError, ProcessDied
 from appliance.plan.env import RAY_DIR_VARIABLE, RAY_OWN, ray_node_env
 from appliance.plan.model import ClusterPlan, RunPlan
@@ -51,21 +51,21 @@ class Cluster:
         deadline, roll = time.monotonic() + wait_s, Roll()
         while True:
             now, deaths = look_around()
-            roll, lines = waiting.call(roll, now, deaths=deaths, needed=needed, at=time.monotonic())
+            roll, lines = membership.call(roll, now, deaths=deaths, needed=needed, at=time.monotonic())
             for line in lines:
                 self._say(line)
-            if waiting.is_enough(now, needed):
-                self._members = waiting.useful(now, needed)
+            if membership.is_enough(now, needed):
+                self._members = membership.useful(now, needed)
                 return
             if overdue := roll.overdue(at=time.monotonic()):
                 names = " and ".join(node.text for node in overdue)
                 raise PreflightError(
-                    f"{names} died and was not back after {RETURNS_WITHIN_S:g} s: {waiting.missing(now, needed)}",
+                    f"{names} died and was not back after {RETURNS_WITHIN_S:g} s: {membership.missing(now, needed)}",
                     hint="its own log says why; start `train` again, and `join` there",
                 )
             if time.monotonic() > deadline:
                 raise PreflightError(
-                    f"after {wait_s:g} s: {waiting.missing(now, needed)}",
+                    f"after {wait_s:g} s: {membership.missing(now, needed)}",
                     hint=f"on each other host: appliance join --head {self._address()}",
                 )
             time.sleep(_LOOK_EVERY_S)
@@ -141,7 +141,7 @@ class Cluster:
         return ""
 
     def _loss(self) -> str:
-        gone = waiting.left(self._members, living_nodes())
+        gone = membership.left(self._members, living_nodes())
         return " and ".join(f"node {node.text} left the cluster" for node in gone)
 
     def stop(self) -> None:

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from appliance import console
-from appliance.cluster.identity import host_of
-from appliance.cluster.news import Training, end_of, is_resumed, read_news
+from appliance.cluster.node_report import host_of
 from appliance.cluster.node_watch import LOOK_EVERY_S, NodeIsOver, NodeWatch
 from appliance.cluster.ray_command import NodeOffer, node_environment, worker_argv
+from appliance.cluster.run_notice import Training, end_of, is_resumed, read_news
 from appliance.cluster.token import check_token
 from appliance.errors import EngineError, Interrupted, PreflightError, ProcessDied, RecipeError, TrainingError
 from appliance.plan.env import NODE_VARIABLE, RAY_OWN, short_root
@@ -23,7 +23,8 @@ from appliance.preflight.access import head_problem, ports_in_use
 from appliance.preflight.probes import read_host
 from appliance.recipe.text import path_problem
 from appliance.run.session import RunStatus, cannot_write
-from appliance.run.supervise import Interrupts, supervise
+from appliance.run.supervise import supervise
+from appliance.signals import Interrupts
 
 _LOG_TAIL_LINES = 12
 _CPU_OBJECT_STORE_BYTES = 256 << 20

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from appliance import console
-from appliance.cluster.news import end_of, read_news
+from appliance.cluster.run_notice import end_of, read_news
 from appliance.plan.env import RECONNECT_S, RUN_VARIABLE
 from appliance.preflight.access import head_problem
 from appliance.run.processes import find_processes

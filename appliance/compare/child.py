@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from vllm import LLM, SamplingParams
 
 from appliance.compare.final import Job, read_job
 from appliance.compare.results import write_final
-from appliance.run.boundary import told
+from appliance.run.failures import exit_code_of
 from appliance.tasks.library import score
 
 _KV_CACHE_BYTES = 256 << 20
@@ -23,7 +22,7 @@ _AT_ONCE = 256  # sequences in the engine; the others wait in its queue
 
 def main() -> int:
     file = Path(sys.argv[1])
-    return told(file.parent, functools.partial(validate, read_job(file.read_text())))
+    return exit_code_of(lambda: validate(read_job(file.read_text())), run_dir=file.parent)
 
 
 def validate(job: Job) -> None:

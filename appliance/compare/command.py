@@ -17,6 +17,7 @@ from appliance.compare.page import page
 from appliance.compare.results import busy_share, note_busy, read_result
 from appliance.compare.show import Shown, as_json, markdown, table
 from appliance.errors import Interrupted
+from appliance.files import write_whole
 from appliance.preflight.probes import read_host
 from appliance.profile.command import BEFORE_TRAINING
 from appliance.recipe.dump import to_yaml
@@ -24,9 +25,9 @@ from appliance.run import draw
 from appliance.run.session import cannot_write
 from appliance.run.stop_request import asked_to_stop
 from appliance.run.summary import typed_path
-from appliance.run.supervise import Interrupts
 from appliance.run.train import run_training
-from appliance.run.work import stop_on_errors
+from appliance.run.workspace import stop_on_errors
+from appliance.signals import Interrupts
 
 _SIGNALLED = (75, 130)
 _GUARD_STOPPED = 6
@@ -160,9 +161,7 @@ def _write(shown: Shown, *, folder: Path) -> None:
     """The page and the numbers, each whole or not at all. Raises PreflightError."""
     name = shown.comparison.name
     for suffix, text in (("json", as_json(shown) + "\n"), ("md", markdown(shown)), ("html", page(shown))):
-        partial = folder / f".{name}.{suffix}"
         try:
-            partial.write_text(text)
-            partial.replace(folder / f"{name}.{suffix}")
+            write_whole(folder / f"{name}.{suffix}", text)
         except OSError as error:
             raise cannot_write(folder, error) from error

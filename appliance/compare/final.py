@@ -17,9 +17,9 @@ from appliance.compare.arms import PlannedRun
 from appliance.compare.results import read_final
 from appliance.plan.env import PLAN_VARIABLE
 from appliance.quant.device import CPU
-from appliance.run.child import run_child
 from appliance.run.resume import problems_of
-from appliance.run.work import work_folder
+from appliance.run.side_job import run_child
+from appliance.run.workspace import work_folder
 
 _CHILD = "appliance.compare.child"
 

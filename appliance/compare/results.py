@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import psutil
 
 from appliance.compare.arms import PlannedRun
 from appliance.compare.found import has_result
+from appliance.files import write_whole
 from appliance.quant.correction import CorrectionMethod
 from appliance.run.events import EVENTS_FILE, METRICS_FILE, append_event
 from appliance.run.session import RunRecord, read_record
@@ -120,9 +120,7 @@ def busy_share() -> float:
 
 def write_final(run_dir: Path, rewards: list[float]) -> None:
     """The rewards of the final validation, in the order of the problems. Appears whole or not at all."""
-    partial = run_dir / f".{FINAL_FILE}.{os.getpid()}"
-    partial.write_text(json.dumps({"schema_version": 1, "scheme": "bf16", "rewards": rewards}) + "\n")
-    partial.replace(run_dir / FINAL_FILE)
+    write_whole(run_dir / FINAL_FILE, json.dumps({"schema_version": 1, "scheme": "bf16", "rewards": rewards}) + "\n")
 
 
 def read_final(run_dir: Path) -> tuple[float, ...]:

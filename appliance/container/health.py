@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.cluster.news import read_news
+from appliance.cluster.run_notice import read_news
 from appliance.plan.env import NODE_VARIABLE, RUN_VARIABLE
 from appliance.run.display import phase_text
 from appliance.run.session import RunRecord, RunStatus, has_launcher, read_record

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -33,7 +32,8 @@ from appliance.preflight.report import examine
 from appliance.quant.device import CPU
 from appliance.recipe.schema import Recipe
 from appliance.run.command import new_run_dir, print_plan
-from appliance.run.work import stop_on_errors
+from appliance.run.workspace import stop_on_errors
+from appliance.signals import handled
 
 IMAGE_NAME = "flashrl-appliance"
 GRACE_S = 900  # a run may save before it stops
@@ -221,12 +221,8 @@ def _signals_stop(container: Container) -> Iterator[list[int]]:
         act = container.kill if len(heard) > 1 else lambda: container.stop(timeout=GRACE_S)
         threading.Thread(target=_if_alive, args=(act,), daemon=True).start()  # a handler must not wait
 
-    before = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
+    with handled(stop):
         yield heard
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _if_alive(act) -> None:

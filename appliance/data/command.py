@@ -16,8 +16,9 @@ from pathlib import Path
 
 from appliance import console
 from appliance.errors import RecipeError
+from appliance.files import whole_file, write_whole
 from appliance.run.session import cannot_write
-from appliance.run.work import new_folder
+from appliance.run.workspace import new_folder
 from appliance.tasks import dapo_math, gsm8k
 from appliance.tasks.rows import Found, Parse, read_files
 
@@ -104,14 +105,10 @@ def _make(file: DataFile, *, folder: Path, source: str) -> Path:
         console.say(f"{target.name}: is there, made of {source or file.hub}")
         return target
     found = read_files(source, parse=file.parse, hint=file.hint)[0] if source else file.from_hub()
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    try:
+    with whole_file(target) as partial:
         write_parquet(found.problems, path=partial, kind=file.kind, split=file.split)
-        made = Made(source or file.hub, digest, found.rows, len(found.problems), found.repeated, found.conflicting)
-        partial.replace(target)
-        about.write_text(json.dumps(dataclasses.asdict(made), indent=2) + "\n")  # last: without it, it is made again
-    finally:
-        partial.unlink(missing_ok=True)
+    made = Made(source or file.hub, digest, found.rows, len(found.problems), found.repeated, found.conflicting)
+    write_whole(about, json.dumps(dataclasses.asdict(made), indent=2) + "\n")  # last: without it, it is made again
     console.say(f"{target.name}: {_counts(made)}")
     return target
 

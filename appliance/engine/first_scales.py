@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import torch
@@ -11,8 +10,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from appliance.run.acknowledge import SYNC_FOLDER
+from appliance.files import whole_file
 from appliance.run.events import append_event
+from appliance.run.sync_records import SYNC_FOLDER
 
 Key = tuple[str, int]  # name of a layer, number of one of its weights
 Kind = tuple[float, int, torch.Size]  # of codes: largest magnitude, columns that share a scale, shape of the scales
@@ -57,11 +57,8 @@ def write_first_scales(run_dir: Path, first: FirstScales, *, replica: int, rank:
         json.dumps([*key, largest, columns]): scale_RS.contiguous()
         for (key, (largest, columns, _)), scale_RS in first.items()
     }
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    save_file(named, partial)
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())  # else a crash of the host may keep the new name and not what is in it
-    partial.replace(path)
+    with whole_file(path) as partial:
+        save_file(named, partial)
 
 
 def _name(replica: int, rank: int) -> str:

@@ -10,10 +10,10 @@ def register() -> None:
 
     import appliance.engine.config  # noqa: F401  registers the quantisation method by its name
     from appliance.engine.cpu_patches import apply_cpu_patches
-    from appliance.engine.failures import said_failures
+    from appliance.run.failures import report_failures
     from appliance.run.stacks import keep_stacks
 
     keep_stacks("engine")
     if current_platform.is_cpu():
-        with said_failures():
+        with report_failures():
             apply_cpu_patches()

@@ -21,7 +21,6 @@ from vllm.config import set_current_vllm_config
 
 from appliance.engine.attest import REPLICA_VARIABLE, attest_rollout_worker, live_scheme
 from appliance.engine.config import ApplianceConfig
-from appliance.engine.failures import said_failures
 from appliance.engine.first_scales import FirstScales, read_first_scales, write_first_scales
 from appliance.engine.precision import raised_layers
 from appliance.engine.update import Bucket, SyncReport, WeightUpdate
@@ -30,13 +29,14 @@ from appliance.plan.env import PLAN_VARIABLE, weight_socket
 from appliance.plan.model import RunPlan
 from appliance.plan.read import read_plan
 from appliance.quant.smoothing import Smoothing, load_smoothing
-from appliance.run.acknowledge import (
+from appliance.run.failures import report_failures
+from appliance.run.generation import read_generation
+from appliance.run.sync_records import (
     Acknowledgement,
     add_layer_errors,
     append_acknowledgement,
     layer_errors_file,
 )
-from appliance.run.generation import read_generation
 
 
 class DrainingReceiver(BucketedWeightReceiver):
@@ -106,7 +106,7 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
     def monkey_patch_model(self, vocab_size: int, banned_token_ids: list[int] | None = None) -> None:
         """verl's first call after the model stands, before any generation: the place to say what runs here."""
         super().monkey_patch_model(vocab_size, banned_token_ids)
-        with said_failures():
+        with report_failures():
             attest_rollout_worker(self.model_runner.model, vllm_config=self.model_runner.vllm_config, rank=self.rank)
 
     def update_weights_from_ipc(
@@ -128,7 +128,7 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
                 self._acknowledge(update.finish())
 
         receiver = DrainingReceiver(zmq_handle=self._get_zmq_handle(), device=device, use_shm=use_shm)
-        with said_failures(), set_current_vllm_config(self.model_runner.vllm_config), device, torch.no_grad():
+        with report_failures(), set_current_vllm_config(self.model_runner.vllm_config), device, torch.no_grad():
             receiver.receive_weights(take)
 
     def _get_zmq_handle(self) -> str:

@@ -26,7 +26,7 @@ from appliance.engine.first_scales import FirstScales, Key, Kind
 from appliance.engine.quantised import Quantising
 from appliance.quant.codec import INT8_MAX, Int8Weight, QuantisedWeight
 from appliance.quant.codec_fp8 import FP8_MAX, widened_fp8
-from appliance.run.acknowledge import Telemetry
+from appliance.run.sync_records import Telemetry
 
 SAMPLED_ROWS = 8
 _TOGETHER = 1 << 21  # codes that are measured at once: 22 MiB with all intermediates

@@ -41,7 +41,7 @@ from appliance.quant.manifest import (
 from appliance.quant.precision import AS_PLANNED, DIRECTIVE_NAME, Precision
 from appliance.quant.scheme import Scheme
 from appliance.quant.smoothing import Smoothing, fold, require_all_folded
-from appliance.run.acknowledge import Telemetry
+from appliance.run.sync_records import Telemetry
 
 Bucket = list[tuple[str, Tensor]]
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from appliance.files import write_whole
 from appliance.plan.host import HostFacts
 from appliance.plan.model import ModelPlan
 from appliance.plan.shapes import LARGEST
@@ -131,9 +132,7 @@ def write_result(
         "kv_memory_bytes": kv_memory_bytes,
         "schemes": [dataclasses.asdict(each) for each in kept],
     }
-    half = path.with_suffix(".half")  # renamed in: half a result is never read
-    half.write_text(json.dumps(document, indent=2) + "\n")
-    half.replace(path)
+    write_whole(path, json.dumps(document, indent=2) + "\n")
     return path
 
 

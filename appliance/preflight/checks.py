@@ -69,7 +69,7 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
 
 
 def judge_node(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> list[Finding]:
-    """What stands against another host of a cluster, by its facts alone. Program and GPUs: cluster/identity.py.
+    """What stands against another host of a cluster, by its facts alone. Program and GPUs: cluster/node_report.py.
 
     shape: of the model, None where its sizes are not known.
     Not the log backends: only the driver, on the head, writes to them.

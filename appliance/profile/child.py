@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 import pyarrow.parquet as pq
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from appliance.errors import EngineError
+from appliance.files import whole_folder
 from appliance.plan.read import read_plan
 from appliance.profile.found import find_profile, key_of, place_profile
 from appliance.profile.job import ProfileJob, cache_folder, job_of_run, read_job
@@ -23,8 +22,8 @@ from appliance.quant.calibrate import calibrate
 from appliance.quant.donor import recover
 from appliance.quant.files import PROFILE_FILE
 from appliance.quant.profile import Origin, Settings, write_profile
-from appliance.run.boundary import told
 from appliance.run.events import append_event
+from appliance.run.failures import exit_code_of
 from appliance.run.stacks import keep_stacks
 from appliance.tasks.hub import download_model
 
@@ -69,7 +68,8 @@ def _make(job: ProfileJob) -> Path:
             origin=origin,
             on_layer=functools.partial(_report, Path(job.report_dir)),
         )
-    _into_cache(target, write=functools.partial(write_profile, profile))
+    with whole_folder(target, others_count=True) as made:
+        write_profile(profile, folder=made)
     return target
 
 
@@ -81,19 +81,6 @@ def _settings(job: ProfileJob) -> Settings:
         prompts=job.prompts,
         max_tokens=job.max_tokens,
     )
-
-
-def _into_cache(target: Path, *, write: functools.partial) -> None:
-    """Half a profile is never seen. Another process may have been first."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        write(folder=folder)
-        folder.chmod(0o755)  # mkdtemp makes it private; a cache may be shared
-        if not target.exists():
-            folder.rename(target)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _report(report_dir: Path, done: int, total: int) -> None:
@@ -144,7 +131,7 @@ def main(arguments: list[str]) -> int:
     keep_stacks(PHASE)
     kind, path = arguments[0], Path(arguments[1])
     job = job_of_run(read_plan(path)) if kind == "--plan" else read_job(path.read_text())
-    return told(Path(job.report_dir), functools.partial(make_profile, job))
+    return exit_code_of(lambda: make_profile(job), run_dir=Path(job.report_dir))
 
 
 if __name__ == "__main__":

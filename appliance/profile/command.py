@@ -18,6 +18,7 @@ from rich.progress import Progress, TaskID
 
 from appliance import console
 from appliance.errors import EngineError, RecipeError
+from appliance.files import write_whole
 from appliance.plan.build import build_plan
 from appliance.plan.engines import PROFILE_FOLDER
 from appliance.plan.model import RunPlan
@@ -32,11 +33,11 @@ from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
 from appliance.recipe.schema import Recipe
 from appliance.recipe.text import path_problem
-from appliance.run.child import make_inputs, run_child
 from appliance.run.events import EVENTS_FILE, Event, Tail, append_event, parse_event
 from appliance.run.outcome import Child
+from appliance.run.side_job import make_inputs, run_child
 from appliance.run.train import Step
-from appliance.run.work import (
+from appliance.run.workspace import (
     OF_A_PROFILE,
     OF_THE_DATA,
     OF_THE_MODEL,
@@ -240,9 +241,7 @@ def write_config(path: Path, quantisations: Iterable[Quantisation], *, model: st
     """
     entries = [_entry(each, model=model, folder=path.parent.absolute()) for each in quantisations]
     text = yaml.safe_dump({"configs": entries}, sort_keys=False, allow_unicode=True)
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    write_whole(path, text)
 
 
 def _entry(quantisation: Quantisation, *, model: str, folder: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from appliance.errors import RecipeError
 from appliance.plan.env import THREADS_VARIABLE
 from appliance.profile.table import table
 from appliance.quant.files import read_file_header
-from appliance.run.work import new_folder
+from appliance.run.workspace import new_folder
 
 REFUSED = 2  # the exit code of a child that did not like the file
 _READER = "appliance.profile.unpickle"

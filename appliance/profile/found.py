@@ -8,10 +8,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import shutil
 from pathlib import Path
 
+from appliance.files import whole_file, write_whole
 from appliance.profile.job import HASHES, ProfileJob, cache_folder
 from appliance.quant.files import PROFILE_FILE
 from appliance.run.heartbeat import Heartbeat
@@ -72,9 +72,8 @@ def find_profile(job: ProfileJob) -> Path | None:
 def place_profile(found: Path, *, target: Path) -> None:
     """Copy a profile into a folder; it appears there whole or not at all. Raises OSError."""
     target.mkdir(parents=True, exist_ok=True)
-    temporary = target / f".{PROFILE_FILE}.new"
-    shutil.copyfile(found / PROFILE_FILE, temporary)
-    os.replace(temporary, target / PROFILE_FILE)
+    with whole_file(target / PROFILE_FILE) as partial:
+        shutil.copyfile(found / PROFILE_FILE, partial)
 
 
 def _digest(value: object) -> str:
@@ -91,6 +90,4 @@ def _read(memory: Path) -> dict[str, list]:
 
 def _write(memory: Path, known: dict[str, list]) -> None:
     memory.parent.mkdir(parents=True, exist_ok=True)
-    temporary = memory.with_name(f".{memory.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(known))
-    os.replace(temporary, memory)
+    write_whole(memory, json.dumps(known), durable=False)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from appliance.errors import EngineError
+from appliance.files import whole_file
 from appliance.quant.files import HEADER_KEY, PROFILE_FILE, SCHEMA_VERSION, parse_header, read_file_header
 from appliance.quant.scheme import Scheme
 from appliance.quant.smoothing import Smoothing, load_smoothing, scale_key
@@ -144,10 +144,10 @@ def write_profile(profile: Profile, *, folder: Path) -> Path:
     for prefix, values in _parts(profile).items():
         tensors |= {prefix + name: tensor for name, tensor in values.items()}
     folder.mkdir(parents=True, exist_ok=True)
-    target, temporary = folder / PROFILE_FILE, folder / f".{PROFILE_FILE}.new"
+    target = folder / PROFILE_FILE
     copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    save_file(copies, temporary, metadata={HEADER_KEY: json.dumps(profile.header())})
-    os.replace(temporary, target)
+    with whole_file(target) as partial:
+        save_file(copies, partial, metadata={HEADER_KEY: json.dumps(profile.header())})
     return target
 
 

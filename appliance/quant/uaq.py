@@ -37,7 +37,7 @@ _HINT = "leave out correction.uaq_scale"
 def scale_folder(source: Path, *, target: Path, scale: float, on_file: Callable[[], None] = lambda: None) -> int:
     """A copy of a model's folder, scaled; the number of norms that were. Holds one of its files in memory.
 
-    target: must not exist.  on_file: called as each file of weights is written.
+    target: empty, or not there.  on_file: called as each file of weights is written.
     Raises EngineError for a model that cannot be scaled or read, or is scaled already,
     NumericsError when a weight leaves its format, ValueError for a scale outside 1 / MOST to MOST.
     """
@@ -81,7 +81,7 @@ def _copy(
         raise EngineError(f"UAQ: {why}", hint=_HINT)
     layers = norm_fed(name for file in files for name in _names(file))
     factors = layers.factors(scale)
-    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
     for file in files:
         with safe_open(file, framework="pt") as opened:
             save_file(

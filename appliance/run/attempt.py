@@ -11,8 +11,8 @@ import shutil
 from pathlib import Path
 
 from appliance.errors import RecipeError
+from appliance.files import partial_prefix, write_whole
 from appliance.plan.model import RunPlan
-from appliance.run.acknowledge import SYNC_FOLDER
 from appliance.run.attest import ATTEST_FOLDER
 from appliance.run.checkpoints import (
     DAMAGED,
@@ -26,11 +26,11 @@ from appliance.run.checkpoints import (
     step_of,
 )
 from appliance.run.events import EVENTS_FILE, METRICS_FILE, append_event, end_torn_line
-from appliance.run.last_line import owed_line
+from appliance.run.pending_validation import owed_line
 from appliance.run.resume import Resume
 from appliance.run.samples import SAMPLES_FILE
-from appliance.run.seal import write_durably
 from appliance.run.session import RunRecord, Session, cannot_write, log_dir, read_record, versions, write_record
+from appliance.run.sync_records import SYNC_FOLDER
 
 MODEL = "model"
 LINES_OF_A_STEP = (FITS_FILE, SAMPLES_FILE)  # what else has a line per step
@@ -85,7 +85,7 @@ def _put_back(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> None:
     for folder in (SYNC_FOLDER, ATTEST_FOLDER, MODEL):
         if (run_dir / folder).exists():
             (run_dir / folder).rename(logs / folder)
-    for partial in run_dir.glob(f"{MODEL}.partial-*"):
+    for partial in run_dir.glob(f"{partial_prefix(run_dir / MODEL)}*"):  # of an attempt that was killed
         shutil.rmtree(partial)
     made = {"recipe.yaml": recipe_yaml, "plan.json": plan.to_json() + "\n"}
     now = versions(plan)
@@ -94,7 +94,7 @@ def _put_back(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> None:
     for name, text in made.items():
         if (run_dir / name).is_file() and not (logs / name).exists():
             shutil.copyfile(run_dir / name, logs / name)
-        write_durably(run_dir / name, text)
+        write_whole(run_dir / name, text)
 
 
 def _tell_versions(run_dir: Path, *, now: dict[str, object]) -> None:
@@ -163,8 +163,8 @@ def cut_lines(path: Path, *, after: int, attempt: int, may_repeat: bool = False)
     if not cut:
         return None
     aside = path.with_name(f"{path.stem}.cut-{attempt}{path.suffix}")
-    write_durably(aside, b"".join(cut))
-    write_durably(path, b"".join(kept))
+    write_whole(aside, b"".join(cut))
+    write_whole(path, b"".join(kept))
     return aside
 
 
@@ -182,7 +182,7 @@ def _restore_guard(run_dir: Path, *, checkpoint: Path | None) -> None:
     """The governor's memory as it was at the end of the step; none at the beginning."""
     kept = checkpoint / GUARD_FILE if checkpoint else None
     if kept is not None and kept.is_file():
-        write_durably(run_dir / GUARD_FILE, kept.read_bytes())
+        write_whole(run_dir / GUARD_FILE, kept.read_bytes())
     else:
         (run_dir / GUARD_FILE).unlink(missing_ok=True)
 
@@ -197,7 +197,7 @@ def _restore_lost(run_dir: Path, *, checkpoint: Path) -> None:
     for file in lost:
         name = file.relative_to(checkpoint)
         (run_dir / name).parent.mkdir(exist_ok=True)
-        write_durably(run_dir / name, file.read_bytes())
+        write_whole(run_dir / name, file.read_bytes())
         append_event(run_dir, kind="note", what=f"{name} is restored", why=f"from {checkpoint.name}")
 
 

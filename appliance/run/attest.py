@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from appliance.files import write_whole
 
 if TYPE_CHECKING:
     from appliance.plan.model import ExpectedAttestation
@@ -69,9 +70,7 @@ def write_attestation(
     }
     target = run_dir / ATTEST_FOLDER / f"{process}.json"
     target.parent.mkdir(exist_ok=True)
-    partial = target.with_name(f".{process}.{os.getpid()}")
-    partial.write_text(json.dumps(said, indent=2) + "\n")
-    partial.replace(target)
+    write_whole(target, json.dumps(said, indent=2) + "\n", durable=False)
 
 
 @dataclass(frozen=True)

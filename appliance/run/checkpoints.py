@@ -18,7 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.run.seal import damage, read_manifest, sync_folder
+from appliance.files import sync_to_disk
+from appliance.run.checkpoint_manifest import damage, read_manifest
 
 FOLDER = "checkpoints"
 DAMAGED = "damaged"
@@ -80,7 +81,7 @@ def in_order(run_dir: Path) -> list[Path]:
 def put_in_place(partial: Path, *, folder: Path) -> None:
     """Give a sealed folder its name. Raises OSError."""
     partial.rename(folder)
-    sync_folder(folder.parent)
+    sync_to_disk(folder.parent)
 
 
 def find_newest(run_dir: Path) -> Found:

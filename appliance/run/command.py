@@ -15,7 +15,7 @@ from appliance.recipe.dump import to_yaml
 from appliance.recipe.schema import NAME_PATTERN, Recipe
 from appliance.recipe.text import full_path
 from appliance.run.session import cannot_write, free_run_dir
-from appliance.run.work import raise_on_errors, stop_on_errors
+from appliance.run.workspace import raise_on_errors, stop_on_errors
 
 if TYPE_CHECKING:
     from appliance.run.train import Step

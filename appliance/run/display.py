@@ -11,8 +11,8 @@ from appliance.console import printable
 from appliance.plan.model import RunPlan
 from appliance.run import draw
 from appliance.run.events import StepMetrics
+from appliance.run.health import ESS_ABOVE, K3_BELOW, WEIGHT_WITHIN, judge
 from appliance.run.state import RunState, remaining_s
-from appliance.run.verdict import ESS_ABOVE, K3_BELOW, WEIGHT_WITHIN, judge
 
 PHASES = {
     "starting": "starting",

@@ -64,12 +64,12 @@ def end_torn_line(path: Path) -> None:
 
 
 def append_failure(run_dir: Path, error: ApplianceError) -> None:
-    """Append a `failure` event: the one line, the kind, the hint and the exit code of an error of ours."""
+    """Append a `failure` event: the one line, the class, the hint and the exit code of an error of ours."""
     append_event(
         run_dir,
         kind="failure",
         what=error.message,
-        why=type(error).__name__,
+        error=type(error).__name__,
         hint=error.hint,
         exit_code=error.exit_code,
     )
@@ -98,8 +98,9 @@ def run_started(run_dir: Path) -> float:
 
 @dataclass(frozen=True)
 class Event:
-    """A line of `events.jsonl`. time: unix s.  done, total, note: of a `progress`.  hint, exit_code: of a `failure`.
+    """A line of `events.jsonl`. time: unix s.  why: the reason, for people.  done, total, note: of a `progress`.
 
+    error, hint, exit_code: of a `failure`; error is the name of its class in appliance/errors.py.
     step: of a `stop`, whose state is saved; None where nothing was there to save.
     """
 
@@ -110,6 +111,7 @@ class Event:
     done: float | None = None
     total: float | None = None
     note: str = ""
+    error: str = ""
     hint: str = ""
     exit_code: int | None = None
     step: int | None = None
@@ -178,6 +180,7 @@ def parse_event(line: str) -> Event | None:
         done=finite(raw.get("done")),
         total=finite(raw.get("total")),
         note=_text(raw.get("note")),
+        error=_text(raw.get("error")),
         hint=_text(raw.get("hint")),
         exit_code=None if code is None else int(code),
         step=None if step is None else int(step),

@@ -9,13 +9,13 @@ from pathlib import Path
 from appliance import console
 from appliance.errors import PreflightError, RecipeError
 from appliance.recipe.text import full_path
+from appliance.run.checkpoint_manifest import damage
 from appliance.run.checkpoints import checkpoint_folder, find_newest, in_order
-from appliance.run.child import run_child
 from appliance.run.resume import rejected_texts
-from appliance.run.seal import damage
 from appliance.run.session import cannot_write
+from appliance.run.side_job import run_child
 from appliance.run.status import find_run, reading
-from appliance.run.work import folder_elsewhere, new_folder
+from appliance.run.workspace import folder_elsewhere, new_folder
 
 CHILD_MODULE = "appliance.trainer.export_child"
 

@@ -10,7 +10,7 @@ from appliance.run.events import Event
 
 _MOST_LINES = 8
 _LONGEST = 300
-_VAGUE = frozenset({"", "TrainingError", "ApplianceError"})  # kinds that may hide a symptom we know
+_VAGUE = frozenset({"", "TrainingError", "ApplianceError"})  # errors that may hide a symptom we know
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,11 @@ SYMPTOMS = (
         "set cluster.run_dir to a folder that can be written",
     ),
     _symptom(
+        r"PermissionError: \[Errno (?:1|13)\]",
+        "a file or folder cannot be written or read",
+        "let this user write there, and in cluster.run_dir until the run ends",
+    ),
+    _symptom(
         r"Too many open files|Errno 24\b", "this user may not open more files", "raise the limit: ulimit -n 65535"
     ),
     _symptom(
@@ -145,7 +150,7 @@ def reason(*, returncode: int, failure: Event | None, log_tail: str) -> str:
 
 def _what_and_hint(*, returncode: int, failure: Event | None, log_tail: str) -> tuple[list[str], str]:
     said = [] if failure is None else [_short(line) for line in failure.what.splitlines() if line.strip()]
-    if failure is not None and said and failure.why not in _VAGUE:
+    if failure is not None and said and failure.error not in _VAGUE:
         return said, failure.hint
     known = _find("\n".join(said)) if said else _find(_without_warnings(log_tail))
     if known is not None:

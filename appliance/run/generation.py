@@ -6,14 +6,14 @@ No file: the first ones, as planned.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from appliance.errors import SyncError
+from appliance.files import write_whole
 from appliance.plan.model import ExpectedAttestation, RunPlan
 from appliance.quant.precision import AS_PLANNED, Precision, quantisation_at
-from appliance.run.acknowledge import SYNC_FOLDER
+from appliance.run.sync_records import SYNC_FOLDER
 
 GENERATION_FILE = "engines.json"
 
@@ -46,14 +46,12 @@ def write_generation(run_dir: Path, generation: Generation) -> None:
     """Whole or not at all. Raises OSError."""
     target = run_dir / SYNC_FOLDER / GENERATION_FILE
     target.parent.mkdir(exist_ok=True)
-    partial = target.with_name(f".{GENERATION_FILE}.{os.getpid()}")
     said = {
         "generation": generation.number,
         "firsts": generation.firsts,
         "precision": json.loads(generation.precision.to_json()),
     }
-    partial.write_text(json.dumps(said) + "\n")
-    partial.replace(target)
+    write_whole(target, json.dumps(said) + "\n", durable=False)
 
 
 def read_generation(run_dir: Path) -> Generation:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from appliance import console
-from appliance.interruption import told_interruptions
 from appliance.preflight.report import examine, plan_as
 from appliance.recipe.dump import to_yaml
 from appliance.recipe.schema import Recipe
@@ -15,7 +14,8 @@ from appliance.run.checkpoints import Found, newest_step
 from appliance.run.report.write import LivePage
 from appliance.run.restarts import keep_going
 from appliance.run.train import Step, run_training
-from appliance.run.work import raise_on_errors, stop_on_errors
+from appliance.run.workspace import raise_on_errors, stop_on_errors
+from appliance.signals import told_interruptions
 
 
 def resume_training(

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from appliance.interruption import code_of, stopped_by
+from appliance.errors import GuardStop, Interrupted
 from appliance.run import failure
 from appliance.run.events import Event
 from appliance.run.session import RunStatus
 from appliance.run.state import RunState
+from appliance.signals import code_of, stopped_by
 
-_INTERRUPTED = 130
 _CODES_OF_CHILDREN = frozenset({2, 3, 4, 5, 6})
-_GUARD = "GuardStop"
 _NO_RESULT = "TrainingError: it ended without writing its result"
 
 
@@ -53,13 +52,13 @@ def interrupted(
         return Outcome(RunStatus.STOPPED, exit_code=code, reason=stop.what, advice=(stop.what,))
     if not training:
         reason = stopped_by(names[0], saved_step=saved_step)
-        code = code_of(names[0], saved_step=saved_step) if len(names) == 1 else _INTERRUPTED
+        code = code_of(names[0], saved_step=saved_step) if len(names) == 1 else Interrupted.exit_code
         return Outcome(RunStatus.STOPPED, exit_code=code, reason=reason, advice=(reason,))
     if len(names) > 1:
         reason = f"stopped at once by {names[1]}, the second signal; what was not saved before is lost"
     else:
         reason = f"stopped by {names[0]}, and the state was not saved in time; what was not saved before is lost"
-    return Outcome(RunStatus.STOPPED, exit_code=_INTERRUPTED, reason=reason, advice=(reason,))
+    return Outcome(RunStatus.STOPPED, exit_code=Interrupted.exit_code, reason=reason, advice=(reason,))
 
 
 def failed(child: Child, *, returncode: int, state: RunState, log_tail: str, log: str, run: str) -> Outcome:
@@ -67,7 +66,7 @@ def failed(child: Child, *, returncode: int, state: RunState, log_tail: str, log
 
     returncode: negative for a signal, 0 for a child that ended well without its result.  log, run: paths to show.
     """
-    if state.failure is not None and state.failure.why == _GUARD:
+    if state.failure is not None and state.failure.error == GuardStop.__name__:
         return _guarded(state.failure, run=run)
     log_tail = log_tail if returncode else _NO_RESULT
     said = state.failure.exit_code if state.failure else None

@@ -4,12 +4,12 @@ it, its senders read it and put it in front of the stream. No file: as planned.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from appliance.errors import SyncError
+from appliance.files import write_whole
 from appliance.quant.precision import AS_PLANNED, Precision
-from appliance.run.acknowledge import SYNC_FOLDER
+from appliance.run.sync_records import SYNC_FOLDER
 
 WANTED_FILE = "precision.json"
 
@@ -21,9 +21,7 @@ def write_wanted(run_dir: Path, precision: Precision) -> None:
         target.unlink(missing_ok=True)
         return
     target.parent.mkdir(exist_ok=True)
-    partial = target.with_name(f".{WANTED_FILE}.{os.getpid()}")
-    partial.write_text(precision.to_json() + "\n")
-    partial.replace(target)
+    write_whole(target, precision.to_json() + "\n", durable=False)
 
 
 def read_wanted(run_dir: Path) -> Precision:

@@ -11,24 +11,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 from appliance import console
+from appliance.errors import is_restartable
 from appliance.run.checkpoints import Found, find_newest, step_of
 from appliance.run.events import Event, append_event, first_failure
+from appliance.run.session import cannot_write
 from appliance.run.stop_request import asked_to_stop
-
-_CODES = frozenset({4, 5})
-_LASTING = frozenset({"PatchError", "AttestationError", "CheckpointError"})  # there again at the next start
 
 
 def is_fault(code: int, *, failure: Event | None) -> bool:
     """Whether another attempt may fare better. failure: the first one of the attempt, None when it had no last word."""
-    return code in _CODES and (failure is None or failure.why not in _LASTING)
+    return is_restartable(code, error=failure.error if failure else "")
 
 
 def keep_going(code: int, *, run_dir: Path, max_restarts: int, again: Callable[[Found], int]) -> int:
     """Start the run again after faults. Returns the last exit code.
 
     code: of the first attempt.  again: resumes the run from what was found, every byte of which was read just now, and
-    returns its exit code; raises as it does.
+    returns its exit code; raises as it does.  Raises PreflightError when the run's folder cannot be written.
     """
     reached = -1
     for number in range(1, max_restarts + 1):
@@ -47,7 +46,10 @@ def keep_going(code: int, *, run_dir: Path, max_restarts: int, again: Callable[[
             return code
         reached = step
         what = f"restart {number} of {max_restarts}, from the state after step {step}"
-        append_event(run_dir, kind="restart", what=what, why="trainer.max_restarts", step=step)
+        try:
+            append_event(run_dir, kind="restart", what=what, why="trainer.max_restarts", step=step)
+        except OSError as error:
+            raise cannot_write(run_dir, error) from error
         console.say(what)
         code = again(found)
     return code

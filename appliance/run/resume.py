@@ -20,8 +20,8 @@ from appliance.recipe.dump import to_plain
 from appliance.recipe.load import load_recipe
 from appliance.recipe.schema import NAME_PATTERN, Recipe
 from appliance.recipe.text import full_path
+from appliance.run.checkpoint_manifest import Facts, damage, hash_file, read_manifest
 from appliance.run.checkpoints import FOLDER, PROFILE_FOLDER, UAQ_FILE, Found, Rejected, find_newest, step_of
-from appliance.run.seal import Facts, damage, hash_file, read_manifest
 from appliance.run.session import LOGS, RUN_FILE, RunRecord, RunStatus, has_launcher, newest_run_dir, read_record
 
 NEVER, AUTO = "never", "auto"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import importlib.metadata
 import json
@@ -17,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from appliance.errors import PreflightError, RecipeError
+from appliance.files import is_full, is_refused, write_whole
 from appliance.plan.model import RunPlan
 from appliance.run.attest import fingerprint
 
@@ -30,8 +30,6 @@ _KINDS = {
 RUN_FILE = "run.json"
 LOGS = "logs"
 _LOCK_FILE = ".lock"
-_OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class RunStatus(StrEnum):
@@ -88,7 +86,7 @@ class Session:
         if moved != self.record:
             self.record = moved
             with contextlib.suppress(OSError):
-                write_record(self.run_dir, moved)
+                write_record(self.run_dir, moved, durable=False)  # a disk that a checkpoint keeps busy has us wait
 
     def finish(self, *, state: RunStatus, exit_code: int, reason: str) -> None:
         """Write how the run ended. Raises OSError."""
@@ -103,7 +101,8 @@ class Session:
         try:
             if kind is not None and self.record.exit_code is None:
                 code = getattr(error, "exit_code", 1)
-                self.finish(state=RunStatus.FAILED, exit_code=code, reason=f"{kind.__name__}: {error}")
+                with contextlib.suppress(OSError):  # the error that goes on says more
+                    self.finish(state=RunStatus.FAILED, exit_code=code, reason=f"{kind.__name__}: {error}")
         finally:
             os.close(self._lock)
 
@@ -160,11 +159,9 @@ def log_dir(run_dir: Path, *, attempt: int) -> Path:
     return run_dir / LOGS / str(attempt)
 
 
-def write_record(run_dir: Path, record: RunRecord) -> None:
-    """Replace `run.json` as a whole. Raises OSError."""
-    partial = run_dir / f".{RUN_FILE}.{os.getpid()}"
-    partial.write_text(json.dumps(asdict(record), indent=2) + "\n")
-    partial.replace(run_dir / RUN_FILE)
+def write_record(run_dir: Path, record: RunRecord, *, durable: bool = True) -> None:
+    """Replace `run.json` as a whole. durable: as of `whole_file`.  Raises OSError."""
+    write_whole(run_dir / RUN_FILE, json.dumps(asdict(record), indent=2) + "\n", durable=durable)
 
 
 def read_record(run_dir: Path) -> RunRecord:
@@ -201,9 +198,9 @@ def has_launcher(run_dir: Path) -> bool:
 
 def cannot_write(path: Path, error: OSError, *, setting: str = "cluster.run_dir") -> PreflightError:
     """The finding for an OSError met while a run's files were written. setting: what chooses the path."""
-    if error.errno in _OUT_OF_SPACE:
+    if is_full(error):
         return PreflightError(f"{path}: no space left", hint=f"free some space, or set {setting} to a roomier place")
-    if error.errno in _NOT_WRITABLE:
+    if is_refused(error):
         return PreflightError(f"{path}: cannot be written", hint=f"set {setting} to a folder that you can write to")
     return PreflightError(f"{path}: {error.strerror or error}", hint=f"set {setting} to another folder")
 

@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass, replace
 
 from appliance.run.events import Event, StepMetrics
-from appliance.run.verdict import judge
+from appliance.run.health import judge
 
 _STEPS_FOR_AN_ESTIMATE = 20
 

@@ -8,17 +8,16 @@ all the time (trainer/stopping.py). Standard library only.
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
+
+from appliance.files import write_whole
 
 STOP_FILE = ".stop"
 
 
 def ask_to_stop(run_dir: Path, *, why: str) -> None:
     """Leave the request. why: the signal's name, one word.  Raises OSError (a full disk)."""
-    partial = run_dir / f"{STOP_FILE}.{os.getpid()}"
-    partial.write_text(f"{why}\n")
-    partial.replace(run_dir / STOP_FILE)
+    write_whole(run_dir / STOP_FILE, f"{why}\n", durable=False)
 
 
 def asked_to_stop(run_dir: Path) -> str:

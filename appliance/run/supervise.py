@@ -12,42 +12,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
 
 from appliance.plan.env import RUN_VARIABLE
-from appliance.run.keeper import KeeperOrder, KeeperReport, become_subreaper
 from appliance.run.processes import Process, end_processes, find_processes
+from appliance.run.subreaper import KeeperOrder, KeeperReport, become_subreaper
+from appliance.signals import Interrupts
 
 GRACE_S = 20.0  # Ray and vLLM need a few seconds to end politely
 PATIENCE_S = 3.0  # what daemons get to follow the child by themselves
-SAME_SIGNAL_S = 0.2  # `timeout` and others signal a process and then its group: that is one request, not two
 _TICK_S = 0.1
-
-
-class Interrupts:
-    """Collects SIGINT, SIGTERM and SIGHUP while it is entered. A SIGHUP that is ignored (nohup) stays ignored."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self._before: dict[signal.Signals, object] = {}
-        self._heard_at = 0.0
-
-    def __enter__(self) -> Interrupts:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue
-            self._before[number] = signal.signal(number, self._take)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        name, now = signal.Signals(number).name, time.monotonic()
-        if self.names[-1:] != [name] or now > self._heard_at + SAME_SIGNAL_S:
-            self.names.append(name)
-            self._heard_at = now
 
 
 @dataclass(frozen=True)
@@ -100,7 +73,7 @@ def supervise(
 
 def _start_keeper(order: KeeperOrder, *, env: Mapping[str, str], log: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "appliance.run.keeper", json.dumps(asdict(order))],
+        [sys.executable, "-m", "appliance.run.subreaper", json.dumps(asdict(order))],
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,

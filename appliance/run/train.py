@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -24,18 +24,19 @@ from appliance.plan.model import RunPlan
 from appliance.run import summary
 from appliance.run.attempt import begin_attempt
 from appliance.run.events import RunTail, append_event, append_failure
-from appliance.run.keeper import KeeperReport
 from appliance.run.memory import MemoryWatch
 from appliance.run.outcome import DONE, Child, Outcome, failed, interrupted
 from appliance.run.progress import Progress, choose_progress, json_line
 from appliance.run.ray_dir import keep_ray_logs, make_ray_dir, make_ray_token
 from appliance.run.report.write import LivePage
 from appliance.run.resume import Resume
-from appliance.run.session import RunStatus, Session, create_session
+from appliance.run.session import RUN_FILE, RunStatus, Session, cannot_write, create_session
 from appliance.run.stalls import Stalled, StallWatch, ask_around
 from appliance.run.state import RunState, fold
 from appliance.run.stop_request import ask_to_stop, asked_to_stop, forget_stop
-from appliance.run.supervise import Ask, Interrupts, supervise
+from appliance.run.subreaper import KeeperReport
+from appliance.run.supervise import Ask, supervise
+from appliance.signals import Interrupts
 from appliance.tasks.prepare import is_prepared
 
 _LOG_TAIL_BYTES = 65536
@@ -89,11 +90,12 @@ def run_training(
     name: as the user gave it, None when the run's name was chosen.  steps: between preparation and training, in order.
     quiet: the caller says how it went; here only a live panel is shown, and why a run did not end well.
     resume: the run to go on with, None for a new one.  may_restart: after a fault the caller may make another attempt.
-    Raises RecipeError (the name is in use) and PreflightError (a folder cannot be written).
+    Raises RecipeError (the name is in use) and PreflightError (a folder cannot be written, or not any more).
     """
     started = time.monotonic()
     with Interrupts() as interrupts, contextlib.ExitStack() as at_the_end:
         session = _open_session(plan, recipe_yaml=recipe_yaml, name=name, resume=resume)
+        at_the_end.enter_context(_host_is_to_blame(session.run_dir))
         page = LivePage(session.run_dir)
         at_the_end.callback(_pass_on, interrupts, run_dir=session.run_dir)  # one that came while the page was written
         at_the_end.callback(page.write)  # after the session's own end, which says in run.json how it went
@@ -108,13 +110,37 @@ def run_training(
         if outcome.state is RunStatus.FAILED and training.state.failure is None:  # a child that died without a word
             with contextlib.suppress(OSError):  # a full disk: run.json says it as well
                 append_event(session.run_dir, kind="failure", what=outcome.reason, exit_code=outcome.exit_code)
-        session.finish(state=outcome.state, exit_code=outcome.exit_code, reason=outcome.reason)
+        outcome = _recorded(session, outcome)
         _pass_on(interrupts, run_dir=session.run_dir)
         page.may_restart = may_restart and not interrupts.names  # not where an error ends the launcher as well
     seconds = time.monotonic() - started
     with _reader_of(interrupts):
         _tell(plan, training.state, outcome=outcome, seconds=seconds, json_mode=json_mode, quiet=quiet)
     return outcome.exit_code
+
+
+@contextlib.contextmanager
+def _host_is_to_blame(run_dir: Path) -> Iterator[None]:
+    """A file of the run that cannot be written is no fault of ours. Raises PreflightError."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None or not Path(os.fsdecode(error.filename)).is_relative_to(run_dir):
+            raise  # of stdout, or of somebody else's folder
+        raise cannot_write(run_dir, error) from error
+
+
+def _recorded(session: Session, outcome: Outcome) -> Outcome:
+    """Write down how the run ended. Where that fails, how a child failed still counts, and else this does."""
+    try:
+        session.finish(state=outcome.state, exit_code=outcome.exit_code, reason=outcome.reason)
+    except OSError as error:
+        problem = cannot_write(session.run_dir, error)
+        told = (f"error: {problem.message}: {RUN_FILE} does not say how the run ended", f"hint: {problem.hint}")
+        if outcome.exit_code:
+            return replace(outcome, advice=(*outcome.advice, *told))
+        return Outcome(RunStatus.FAILED, exit_code=problem.exit_code, reason=problem.message, advice=told)
+    return outcome
 
 
 def _pass_on(interrupts: Interrupts, *, run_dir: Path) -> None:

@@ -6,22 +6,19 @@ events of the run; the exit code is that of the error.
 
 from __future__ import annotations
 
-import functools
 import os.path
-import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from appliance.errors import EngineError, RecipeError
+from appliance.files import whole_folder
 from appliance.plan.model import RunPlan, TaskPlan
 from appliance.plan.read import read_plan
-from appliance.run.boundary import told
 from appliance.run.events import append_event
+from appliance.run.failures import exit_code_of
 from appliance.run.heartbeat import Heartbeat
 from appliance.run.stacks import keep_stacks
 from appliance.tasks import arithmetic, dapo_math, gsm8k
@@ -77,7 +74,7 @@ def _make_model(plan: RunPlan) -> None:
 
     spec = TINY_MODELS[plan.model.builtin]
     report = _reporter(Path(plan.run_dir), label="warm start", total=spec.steps)
-    with _cache_entry(Path(plan.model.path)) as folder:
+    with whole_folder(Path(plan.model.path), others_count=True) as folder:
         make_tiny_model(spec, difficulty=plan.task.difficulty, folder=folder, on_step=report)
 
 
@@ -120,7 +117,7 @@ def _make_data(plan: RunPlan) -> None:
         append_event(Path(plan.run_dir), kind="note", what=note, why="task.train_file")
     made = _short_enough(found, plan=plan)
 
-    with _cache_entry(Path(task.train_parquet).parent) as folder:
+    with whole_folder(Path(task.train_parquet).parent, others_count=True) as folder:
         write_parquet(made.train, path=folder / Path(task.train_parquet).name, kind=task.kind, split="train")
         write_parquet(made.val, path=folder / Path(task.val_parquet).name, kind=task.kind, split="val")
     sizes = f"{len(made.train)} problems to train on, {len(made.val)} to validate"
@@ -164,24 +161,10 @@ def _short_enough(made: Splits, *, plan: RunPlan) -> Splits:
     return replace(kept, dropped=before - after)
 
 
-@contextmanager
-def _cache_entry(target: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `target` when the block ends well. Another process may have been first."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        yield folder
-        folder.chmod(0o755)  # mkdtemp makes it private; a cache may be shared
-        if not target.exists():
-            folder.rename(target)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def main(arguments: list[str]) -> int:
     keep_stacks(PHASE)
     plan = read_plan(Path(arguments[0]))
-    return told(Path(plan.run_dir), functools.partial(prepare, plan))
+    return exit_code_of(lambda: prepare(plan), run_dir=Path(plan.run_dir))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import io
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -22,7 +21,9 @@ import torch
 from ray.exceptions import RayTaskError
 
 from appliance.errors import CheckpointError
+from appliance.files import is_full, is_refused, sync_to_disk
 from appliance.plan.model import CheckpointPlan, RunPlan
+from appliance.run.checkpoint_manifest import CheckpointManifest, Facts, damage, hash_file, seal
 from appliance.run.checkpoints import (
     FOLDER,
     OF_A_STEP,
@@ -36,15 +37,13 @@ from appliance.run.checkpoints import (
     remove_surplus,
 )
 from appliance.run.events import METRICS_FILE, append_event
-from appliance.run.last_line import STATE_FILE
-from appliance.run.seal import CheckpointManifest, Facts, damage, hash_file, seal
+from appliance.run.pending_validation import STATE_FILE
 from appliance.trainer.driver_random import DriverRandom, restore_random, take_random
 from appliance.trainer.precision import PrecisionState
 from appliance.trainer.process_watch import NAMED_AFTER_S
 
 DATA_FILE = "data.pt"  # verl's name, read by its own resume
 ASK_FILE = "save"  # `touch RUN/save` asks for a checkpoint at the end of the step
-_OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _FULL_BYTES = 16 << 20  # torch hides the reason of a failed write; with less than this free, the disk is full
 
 SaveWorkers = Callable[[Path, int], None]
@@ -216,7 +215,7 @@ class Checkpoints:
         for name, content in end.files:
             (partial / name).write_bytes(content)
         copy_scales(self._plan, partial)
-        _sync_file(self._run_dir / METRICS_FILE)  # a checkpoint must not outlive the lines it counts
+        sync_to_disk(self._run_dir / METRICS_FILE)  # a checkpoint must not outlive the lines it counts
         facts = Facts(
             step=end.state.step,
             world_size=self._plan.nodes * self._plan.gpus_per_node,
@@ -238,8 +237,12 @@ class Checkpoints:
         full = _full_folder(self._run_dir, error)
         shutil.rmtree(partial_of(folder), ignore_errors=True)
         why = f"no space left at {full}" if full else f"{type(error).__name__}: {last}"
+        refused = not full and is_refused(getattr(error, "cause", error))
+        if refused:
+            why = f"{folder.parent} cannot be written"
         older = [each.name for each in in_order(self._run_dir) if each != folder]
-        remedy = "free some space, then resume" if full else "then resume"
+        first = "free some space, " if full else "let this user write there, " if refused else ""
+        remedy = f"{first}then resume"
         hint = f"{remedy} with --resume auto: {older[-1]} is whole" if older else f"{remedy}; nothing was saved before"
         return CheckpointError(f"checkpoint {folder.name} could not be written: {why}", hint=hint)
 
@@ -286,15 +289,6 @@ def _full_folder(run_dir: Path, error: Exception) -> Path | None:
     """
     folders = [each.resolve() for each in (run_dir / FOLDER, run_dir) if each.is_dir()]
     full = [each for each in folders if shutil.disk_usage(each).free < _FULL_BYTES]
-    cause = getattr(error, "cause", error)
-    if getattr(cause, "errno", None) in _OUT_OF_SPACE or "No space left" in str(error):
+    if is_full(getattr(error, "cause", error)) or "No space left" in str(error):
         return (full or folders)[0]
     return folders[0] if folders[0] in full else None
-
-
-def _sync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

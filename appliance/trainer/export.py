@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
 from appliance.errors import TrainingError
+from appliance.files import whole_folder
 from appliance.plan.model import UaqPlan
 from appliance.quant.uaq import fold_back
 
@@ -19,12 +19,8 @@ def export_checkpoint(checkpoint: Path, *, target: Path, uaq: UaqPlan | None) ->
     source = checkpoint / "actor" / "huggingface"
     if not (source / "config.json").is_file():
         raise TrainingError(f"the checkpoint has no model in {source}")
-    partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
-    try:
+    with whole_folder(target) as partial:
         if uaq is None:
-            shutil.copytree(source, partial)
+            shutil.copytree(source, partial, dirs_exist_ok=True)
         else:
             fold_back(source, target=partial, scale=uaq.scale)
-        partial.rename(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # half a model, of a disk that was full; renamed it is not there

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from appliance.errors import PreflightError
 from appliance.plan.model import UaqPlan
-from appliance.run.boundary import told
+from appliance.run.failures import exit_code_of
 from appliance.trainer.export import export_checkpoint
 
 
 def main() -> int:
     run_dir, checkpoint, target, report = (Path(argument) for argument in sys.argv[1:])
-    return told(report, lambda: _export(checkpoint, target=target, uaq=_uaq(run_dir)))
+    return exit_code_of(lambda: _export(checkpoint, target=target, uaq=_uaq(run_dir)), run_dir=report)
 
 
 def _export(checkpoint: Path, *, target: Path, uaq: UaqPlan | None) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from appliance.errors import GuardStop
+from appliance.files import write_whole
 from appliance.guard.governor import Decision, GovernorState, observe, resume
 from appliance.guard.ladder import Measures, ladder, measures, place
 from appliance.guard.policy import Action, Bounds, Collapse, MismatchBounds, Patience, Policy
@@ -145,9 +145,7 @@ class Governed:
 
     def _keep(self) -> None:
         """A crash leaves the old memory or the new one, never half of it."""
-        partial = self._run_dir / f"{STATE_FILE}.partial-{os.getpid()}"
-        partial.write_text(self._state.to_json() + "\n")
-        partial.rename(self._run_dir / STATE_FILE)
+        write_whole(self._run_dir / STATE_FILE, self._state.to_json() + "\n", durable=False)  # a checkpoint has its own
 
 
 def stop(decision: Decision, *, saved: Path) -> GuardStop:

@@ -10,8 +10,8 @@ from appliance.errors import TrainingError
 from appliance.plan.model import RunPlan
 from appliance.quant.correction import CorrectionMethod
 from appliance.quant.mismatch import Mismatch
-from appliance.run.acknowledge import SyncRecord
 from appliance.run.events import METRICS_FILE, append_event, append_line
+from appliance.run.sync_records import SyncRecord
 from appliance.trainer.calibrated import USED_HIGH, USED_LOW
 from appliance.trainer.corrected import CorrectionStep
 from appliance.trainer.telemetry import StepTelemetry

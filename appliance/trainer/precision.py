@@ -18,9 +18,9 @@ from appliance.plan.model import RunPlan, Switching
 from appliance.quant.files import read_file_header
 from appliance.quant.precision import AS_PLANNED, Precision
 from appliance.quant.scheme import Scheme
-from appliance.run.acknowledge import SYNC_FOLDER, Acknowledgement, SyncRecord, layer_errors_file
 from appliance.run.events import append_event
 from appliance.run.precision import write_wanted
+from appliance.run.sync_records import SYNC_FOLDER, Acknowledgement, SyncRecord, layer_errors_file
 
 BF16 = Precision(Scheme.BF16)
 

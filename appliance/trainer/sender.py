@@ -20,8 +20,8 @@ from appliance.errors import SyncError
 from appliance.plan.env import PLAN_VARIABLE, weight_socket
 from appliance.quant.manifest import MANIFEST_NAME, Manifest, TensorRecord, directive, record
 from appliance.quant.precision import AS_PLANNED, DIRECTIVE_NAME, Precision
-from appliance.run.acknowledge import Sent, append_sent
 from appliance.run.precision import read_wanted
+from appliance.run.sync_records import Sent, append_sent
 
 Weights = AsyncIterator[tuple[str, Tensor]] | Iterable[tuple[str, Tensor]]
 

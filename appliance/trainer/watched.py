@@ -18,12 +18,12 @@ from appliance.guard.governor import Decision
 from appliance.plan.model import RunPlan, Switching
 from appliance.quant.device import CPU
 from appliance.quant.scheme import Scheme
-from appliance.run.acknowledge import SyncRecord, check_sync
 from appliance.run.attest import check_attestations, fingerprint
 from appliance.run.checkpoints import checkpoint_folder
 from appliance.run.events import append_event, run_started
 from appliance.run.generation import attestations_at
-from appliance.run.last_line import owed_line
+from appliance.run.pending_validation import owed_line
+from appliance.run.sync_records import SyncRecord, check_sync
 from appliance.trainer.attest import attest_driver, attest_trainers
 from appliance.trainer.batch_order import choose_in_order
 from appliance.trainer.checkpoints import Checkpoints, read_state
@@ -374,7 +374,7 @@ class WatchedTrainer(PPOTrainerSync):
     # the end
 
     def on_train_end(self) -> None:
-        """verl comes here when no step was left: the last one's validation may be missing (run/last_line.py)."""
+        """verl comes here when no step was left: its validation may be missing (run/pending_validation.py)."""
         super().on_train_end()
         checkpoint = Path(self.plan.resume_from) if self.plan.resume_from else None
         line = owed_line(self.run_dir, checkpoint=checkpoint, plan=self.plan)

@@ -24,8 +24,8 @@ from appliance.quant.files import read_file_header
 from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
 from appliance.recipe.schema import Recipe, SchemeChoice
-from appliance.run.child import make_inputs, run_child
-from appliance.run.work import OF_A_PROFILE, OF_AN_ENGINE, OF_THE_MODEL, examine_for, work_folder
+from appliance.run.side_job import make_inputs, run_child
+from appliance.run.workspace import OF_A_PROFILE, OF_AN_ENGINE, OF_THE_MODEL, examine_for, work_folder
 from appliance.verify.job import Job, Said, Seen, read_seen
 from appliance.verify.judge import Row, judge, label
 from appliance.verify.show import as_json, table

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from appliance.cluster import node_watch
-from appliance.cluster.news import keep_news
+from appliance.cluster.membership import RETURNS_WITHIN_S
 from appliance.cluster.node_watch import Look, NodeIsOver, NodeWatch, is_over
-from appliance.cluster.waiting import RETURNS_WITHIN_S
+from appliance.cluster.run_notice import keep_news
 from appliance.plan.env import NODE_VARIABLE, RUN_VARIABLE, ray_node_env
 from appliance.run.session import RunRecord, RunStatus, write_record
 

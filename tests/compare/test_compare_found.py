@@ -18,9 +18,9 @@ from appliance.compare.results import busy_share, note_busy, read_final, read_re
 from appliance.errors import Interrupted, PreflightError, RecipeError
 from appliance.plan.model import RunPlan
 from appliance.recipe.dump import to_yaml
+from appliance.run.checkpoint_manifest import Facts, seal
 from appliance.run.checkpoints import checkpoint_folder
 from appliance.run.events import append_event, append_line
-from appliance.run.seal import Facts, seal
 from appliance.run.session import RunStatus, create_session
 from appliance.run.stop_request import ask_to_stop
 

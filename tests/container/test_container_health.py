@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.cluster.news import keep_news
+from appliance.cluster.run_notice import keep_news
 from appliance.container.health import QUIET_S, Health, judge, look, marked
 from appliance.run.session import RunRecord, RunStatus, write_record
 

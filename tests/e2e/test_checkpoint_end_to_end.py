@@ -11,8 +11,8 @@ from trainings import STEPS, Finished
 
 from appliance.plan.shapes import of_builtin
 from appliance.preflight.disk import BYTES_SAVED_PER_WEIGHT
+from appliance.run.checkpoint_manifest import MANIFEST_FILE, damage, read_manifest
 from appliance.run.checkpoints import checkpoint_folder
-from appliance.run.seal import MANIFEST_FILE, damage, read_manifest
 
 pytestmark = pytest.mark.e2e
 

@@ -69,13 +69,13 @@ def test_an_error_of_ours_is_said_by_the_process_it_was_raised_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM passes on only an error's text; kind and exit code reach the launcher as an event."""
-    from appliance.engine.failures import said_failures
     from appliance.errors import SyncError
     from appliance.run.events import first_failure
+    from appliance.run.failures import report_failures
 
     monkeypatch.setenv(PLAN_VARIABLE, str(tmp_path / "plan.json"))
-    with pytest.raises(SyncError), said_failures():
+    with pytest.raises(SyncError), report_failures():
         raise SyncError("weight update: embed.weight came twice")
     said = first_failure(tmp_path)
     assert said is not None
-    assert (said.what, said.why, said.exit_code) == ("weight update: embed.weight came twice", "SyncError", 4)
+    assert (said.what, said.error, said.exit_code) == ("weight update: embed.weight came twice", "SyncError", 4)

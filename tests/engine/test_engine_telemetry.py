@@ -20,7 +20,7 @@ from appliance.engine.quantised import Quantising
 from appliance.engine.telemetry import TelemetryTap
 from appliance.quant.codec import dequantise, quantise
 from appliance.quant.scheme import Scheme
-from appliance.run.acknowledge import Telemetry
+from appliance.run.sync_records import Telemetry
 
 SHAPES = ((64, 128), (200, 300), (5, 128), (64, 128))
 

@@ -53,9 +53,9 @@ def test_killed_engine_and_worker_are_named_and_the_run_goes_on(killed: Run) -> 
     first = kill_after_a_step(run, "VLLM::EngineCor", attempt=1)
     second = kill_after_a_step(run, "ray::WorkerDict", attempt=2)
     assert run.end() == 0, run.said[-3000:]
-    assert (first["why"], first["exit_code"]) == ("EngineError", 4)
+    assert (first["error"], first["exit_code"]) == ("EngineError", 4)
     assert first["what"] == "rollout engine 0 died: its core process is gone"
-    assert (second["why"], second["exit_code"]) == ("ProcessDied", 5)
+    assert (second["error"], second["exit_code"]) == ("ProcessDied", 5)
     assert second["what"].startswith(("a training worker died: WorkerDict, process ", "a worker died: "))
     assert max(first["seconds"], second["seconds"]) < NAMED_WITHIN_S
     assert run.steps == list(range(STEPS + 1))

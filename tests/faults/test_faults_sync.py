@@ -53,7 +53,7 @@ def test_a_bit_that_flips_in_an_update_ends_the_run_before_any_rollout_with_it(
     assert run.code == 4, run.stderr[-3000:]
     events = run.json_lines("events.jsonl")
     failure = next(event for event in events if event["kind"] == "failure")
-    assert (failure["why"], failure["exit_code"]) == ("SyncError", 4)
+    assert (failure["error"], failure["exit_code"]) == ("SyncError", 4)
     said = rf"weight update {BROKEN}: {re.escape(LAYER)} on rank 0 is not as received: "
     assert re.match(rf"{said}.*there is \S+, the tensor received gives \S+", failure["what"]), failure["what"]
     assert ended - failure["time"] < ENDS_WITHIN_S

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from killable import SMALL, Run
 
+from appliance.run.checkpoint_manifest import damage
 from appliance.run.checkpoints import checkpoint_folder
-from appliance.run.seal import damage
 
 pytestmark = pytest.mark.torture
 
@@ -37,7 +37,7 @@ def test_a_disk_that_fills_up_in_a_save_costs_that_save(tiny_cache: Path, disk_o
         disk_of(str(shutil.disk_usage(disk).used + ROOM_FOR_HALF))
         assert run.end() == 5, run.said[-3000:]
         (failure,) = [event for event in whole_lines(run.run_dir / "events.jsonl") if event["kind"] == "failure"]
-        assert failure["why"] == "CheckpointError" and "no space left at" in failure["what"]
+        assert failure["error"] == "CheckpointError" and "no space left at" in failure["what"]
         assert failure["what"] in run.said
         step = run.events("checkpoint")[-1]["step"]
         assert damage(checkpoint_folder(run.run_dir, step=step)) == [] and run.damaged_files() == []

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from killable import NAMED_WITHIN_S, Run, check_undisturbed, with_layer
 
+from appliance.run.checkpoint_manifest import damage
 from appliance.run.checkpoints import checkpoint_folder, find_newest, half_done, in_order
-from appliance.run.seal import damage
 
 pytestmark = pytest.mark.torture
 
@@ -92,9 +92,9 @@ def test_a_training_that_is_killed_in_each_phase_of_a_save(
             run.start()
         assert run.end() == 5 and layer.is_taken, (point, run.said[-3000:])
         named = run.events("failure")
-        why, begins = NAMED[point.split()[0]]
+        error, begins = NAMED[point.split()[0]]
         assert len(named) == number, (point, named)
-        assert named[-1]["why"] == why and named[-1]["what"].startswith(begins), (point, named[-1])
+        assert named[-1]["error"] == error and named[-1]["what"].startswith(begins), (point, named[-1])
         slowest_s = max(slowest_s, named[-1]["time"] - (tmp_path / "taken").stat().st_ctime)
         step = run.steps[-1]  # the one that was being saved
         assert number == 1 or step == before + 1, point
@@ -129,8 +129,8 @@ def test_a_rank_that_dies_in_a_save_while_the_other_waits_for_it(new_run: Callab
     layer.choose(f"rank torch.save {ACTOR}/optim_world_size_2_rank_1.pt")
     assert run.end() == 0 and layer.is_taken, run.said[-3000:]
     (failure,) = run.events("failure")
-    why, begins = NAMED["rank"]
-    assert failure["why"] == why and failure["what"].startswith(begins), failure
+    error, begins = NAMED["rank"]
+    assert failure["error"] == error and failure["what"].startswith(begins), failure
     assert len(run.events("restart")) == 1 and run.record()["attempt"] == 2
     assert run.steps == [1, 2, 3]
     assert run.damaged_files() == [] and run.processes() == []

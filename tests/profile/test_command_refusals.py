@@ -21,8 +21,8 @@ from appliance.profile.table import table
 from appliance.quant.files import PROFILE_FILE, read_file_header
 from appliance.recipe.load import load_recipe
 from appliance.recipe.schema import Recipe
-from appliance.run.child import run_child
 from appliance.run.events import EVENTS_FILE, parse_event
+from appliance.run.side_job import run_child
 from appliance.tasks.prepare import prepare
 
 

@@ -99,7 +99,7 @@ def test_verdicts_of_a_good_run_are_fine(tmp_path: Path, make_run: Callable[...,
 
 def test_a_run_that_failed_before_its_first_step_says_why(tmp_path: Path, make_run: Callable[..., Path]) -> None:
     run_dir = make_run(tmp_path, done=0, state=RunStatus.FAILED, exit_code=4, reason="EngineError: <gone>")
-    append_event(run_dir, kind="failure", what="<gone>", why="EngineError", hint="see the log", exit_code=4)
+    append_event(run_dir, kind="failure", what="<gone>", error="EngineError", hint="see the log", exit_code=4)
     _, parts = made(run_dir)
     said = " ".join(parts.texts)
     assert "EngineError: <gone>; see the log" in said and "failed, exit code 4" in said
@@ -309,7 +309,7 @@ def test_the_page_of_an_attempt_that_may_be_followed_by_another_loads_itself_aga
 
     gone = make_run(tmp_path, done=4, state=RunStatus.FAILED, exit_code=4, reason="gone")
     assert (reload_s(gone), reload_s(gone, may_restart=True)) == ("0", "10")
-    append_event(gone, kind="failure", what="a patch", why="PatchError", exit_code=4)  # no restart mends it
+    append_event(gone, kind="failure", what="a patch", error="PatchError", exit_code=4)  # no restart mends it
     assert reload_s(gone, may_restart=True) == "0"
     for number, record in enumerate(
         (

@@ -16,13 +16,13 @@ from appliance.plan.read import read_plan
 from appliance.quant.precision import Precision
 from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
-from appliance.run.acknowledge import Acknowledgement, Sent, append_acknowledgement, append_sent
 from appliance.run.events import append_event
 from appliance.run.generation import Generation, write_generation
 from appliance.run.report.folder import read_view
 from appliance.run.report.page import page
 from appliance.run.report.verdicts import Verdict, Word, verdicts
 from appliance.run.session import RunRecord, RunStatus, Session
+from appliance.run.sync_records import Acknowledgement, Sent, append_acknowledgement, append_sent
 
 ARRIVED, ATTESTED = "Did the weights arrive?", "Does every process run what it should?"
 Make = Callable[..., Path]
@@ -91,7 +91,7 @@ def test_steps_alone_prove_no_update(tmp_path: Path, make_run: Make) -> None:
 
 def test_an_update_that_ended_the_run_is_bad(tmp_path: Path, make_run: Make) -> None:
     run_dir = make_run(tmp_path, state=RunStatus.FAILED, exit_code=4, reason="SyncError")
-    append_event(run_dir, kind="failure", what="weight update 12: a bit", why="SyncError", exit_code=4)
+    append_event(run_dir, kind="failure", what="weight update 12: a bit", error="SyncError", exit_code=4)
     assert judged(run_dir, ARRIVED) == (Word.BAD, "weight update 12: a bit")
 
 

@@ -10,10 +10,10 @@ from appliance.plan.model import RunPlan
 from appliance.recipe.dump import to_yaml
 from appliance.recipe.load import load_recipe
 from appliance.recipe.schema import Recipe
+from appliance.run.checkpoint_manifest import Facts, seal
 from appliance.run.checkpoints import checkpoint_folder
 from appliance.run.events import append_event
 from appliance.run.resume import Resume, Target, find_start, find_target
-from appliance.run.seal import Facts, seal
 from appliance.run.session import RunStatus, create_session
 
 
@@ -27,7 +27,7 @@ def stopped(plan: RunPlan, *, last_step: int = 5, state: RunStatus = RunStatus.F
         run_dir = session.run_dir
         for step in range(last_step + 1):
             metric(run_dir, step)
-        append_event(run_dir, kind="failure", what="the disk is full", why="TrainingError", exit_code=5)
+        append_event(run_dir, kind="failure", what="the disk is full", error="TrainingError", exit_code=5)
         for folder in ("sync", "attest"):
             (run_dir / folder).mkdir()
             (run_dir / folder / "said.json").write_text("{}")

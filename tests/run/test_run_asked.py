@@ -16,10 +16,10 @@ from appliance.recipe.dump import to_yaml
 from appliance.recipe.schema import Recipe
 from appliance.run import go_on as going_on
 from appliance.run import restarts, train
-from appliance.run.keeper import KeeperReport
 from appliance.run.report import write as report
 from appliance.run.session import RunStatus, Session, read_record
 from appliance.run.stop_request import asked_to_stop
+from appliance.run.subreaper import KeeperReport
 from appliance.run.train import run_training
 
 SIGNALS = [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)]
@@ -34,7 +34,7 @@ append_event(run_dir, kind="phase", what="rollout")
 while not asked_to_stop(run_dir):
     (run_dir / "ready").touch()
     time.sleep(0.02)
-append_event(run_dir, kind="failure", what="rollout engine 0 died", why="EngineError", exit_code=4)
+append_event(run_dir, kind="failure", what="rollout engine 0 died", error="EngineError", exit_code=4)
 sys.exit(4)
 """
 

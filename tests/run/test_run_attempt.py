@@ -14,7 +14,7 @@ from appliance.errors import RecipeError
 from appliance.run.attempt import begin_attempt, cut_lines
 from appliance.run.checkpoints import Found
 from appliance.run.events import first_failure
-from appliance.run.last_line import owed_line
+from appliance.run.pending_validation import owed_line
 from appliance.run.resume import (
     Resume,
     find_start,
@@ -151,10 +151,10 @@ def test_a_model_of_an_earlier_end_goes_aside(tmp_path: Path, small_plan: Callab
     plan = small_plan(tmp_path, steps=9)
     run_dir = stopped(plan, state=RunStatus.DONE)
     (run_dir / "model").mkdir()
-    (run_dir / "model.partial-77").mkdir()
+    (run_dir / ".model-77").mkdir()
     begin_attempt(plan, resume=Resume(target_of(run_dir), Found(None)), recipe_yaml="").release()
     assert (run_dir / "logs" / "1" / "model").is_dir()
-    assert not (run_dir / "model").exists() and not (run_dir / "model.partial-77").exists()
+    assert not (run_dir / "model").exists() and not (run_dir / ".model-77").exists()
 
 
 def test_another_version_is_noted(tmp_path: Path, small_plan: Callable) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from appliance.run.checkpoint_manifest import Facts, seal
 from appliance.run.checkpoints import (
     Found,
     Rejected,
@@ -20,7 +21,6 @@ from appliance.run.checkpoints import (
     set_aside,
     surplus,
 )
-from appliance.run.seal import Facts, seal
 
 
 def save(run_dir: Path, step: int, *, val_reward: float | None = None) -> Path:

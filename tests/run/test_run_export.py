@@ -9,9 +9,9 @@ import pytest
 
 from appliance.errors import EngineError, PreflightError, RecipeError
 from appliance.run import export
+from appliance.run.checkpoint_manifest import Facts, seal
 from appliance.run.checkpoints import checkpoint_folder
 from appliance.run.export import run_export
-from appliance.run.seal import Facts, seal
 from appliance.run.session import create_session
 from appliance.trainer.export import export_checkpoint
 

@@ -25,12 +25,12 @@ def explained(*, returncode: int = 1, failure: Event | None = None, log_tail: st
     )
 
 
-def failure(what: str, *, why: str = "TrainingError", hint: str = "") -> Event:
-    return Event(1.0, "failure", what, why=why, hint=hint, exit_code=5)
+def failure(what: str, *, error: str = "TrainingError", hint: str = "") -> Event:
+    return Event(1.0, "failure", what, error=error, hint=hint, exit_code=5)
 
 
 def test_precise_failure_is_told_as_it_is() -> None:
-    said = failure("rollout-0-0 runs bf16, the plan says int8", why="AttestationError", hint="see attest/")
+    said = failure("rollout-0-0 runs bf16, the plan says int8", error="AttestationError", hint="see attest/")
     assert explained(returncode=4, failure=said, log_tail="No space left on device") == (
         "error: training failed in phase load-engine: rollout-0-0 runs bf16, the plan says int8",
         "hint: see attest/",
@@ -112,7 +112,7 @@ def test_symptoms_are_known_by_what_the_libraries_print(line: str, what: str) ->
 
 
 def test_never_more_than_eight_lines() -> None:
-    said = failure("\n".join(f"recipe.yaml:{n}: a problem" for n in range(40)), why="RecipeError", hint="see above")
+    said = failure("\n".join(f"recipe.yaml:{n}: a problem" for n in range(40)), error="RecipeError", hint="see above")
     lines = explained(returncode=2, failure=said)
     assert len(lines) == 8
     assert lines[-3:] == ("hint: see above", "log: runs/a/logs/1/train.log", "next: appliance logs runs/a")

@@ -14,7 +14,7 @@ STOP = Event(
     1.0,
     "failure",
     "stopped by the guard: step 2: warn -> stop: k3_kl 0.02 above 0.015 (1 step in a row)",
-    why="GuardStop",
+    error="GuardStop",
     hint="the state after this step is in runs/a/checkpoints/global_step_2",
     exit_code=6,
 )
@@ -35,5 +35,5 @@ def test_a_stop_by_the_guard_is_no_failure() -> None:
 
 
 def test_a_number_that_must_be_finite_still_fails_the_run() -> None:
-    outcome = ended(replace(STOP, why="NumericsError"))
+    outcome = ended(replace(STOP, error="NumericsError"))
     assert (outcome.state, outcome.exit_code) == (RunStatus.FAILED, 6)

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from appliance.run import seal as seal_module
+from appliance.run import checkpoint_manifest as seal_module
+from appliance.run.checkpoint_manifest import Facts, seal
 from appliance.run.checkpoints import Found, checkpoint_folder
 from appliance.run.events import Event, append_event
 from appliance.run.restarts import is_fault, keep_going
-from appliance.run.seal import Facts, seal
 
 
-def failure(why: str) -> Event:
-    return Event(1.0, "failure", "it broke", why=why)
+def failure(error: str) -> Event:
+    return Event(1.0, "failure", "it broke", error=error)
 
 
 @pytest.mark.parametrize(
-    ("code", "why", "fault"),
+    ("code", "error", "fault"),
     [
         (4, "EngineError", True),
         (4, "SyncError", True),
@@ -36,8 +36,8 @@ def failure(why: str) -> Event:
         (130, "", False),
     ],
 )
-def test_faults_are_what_another_attempt_may_cure(code: int, why: str, fault: bool) -> None:
-    assert is_fault(code, failure=failure(why)) is fault
+def test_faults_are_what_another_attempt_may_cure(code: int, error: str, fault: bool) -> None:
+    assert is_fault(code, failure=failure(error)) is fault
 
 
 def test_process_without_a_last_word_is_a_fault() -> None:
@@ -117,7 +117,7 @@ def test_stop_of_the_guard_after_a_fault_ends_it(go_on: Callable) -> None:
 
 
 def test_lasting_fault_is_read_from_the_newest_attempt(go_on: Callable, tmp_path: Path) -> None:
-    append_event(tmp_path, kind="failure", what="a patch does not fit", why="PatchError")
+    append_event(tmp_path, kind="failure", what="a patch does not fit", error="PatchError")
     assert go_on((4, 2), (0, 3)) == (4, 1)
     append_event(tmp_path, kind="resume", what="attempt 2 goes on after step 2")
     assert go_on((4, 5), (0, 6)) == (0, 2)

@@ -20,8 +20,9 @@ from appliance.preflight.disk import Disk, Disks
 from appliance.quant.scheme import Scheme
 from appliance.recipe.dump import to_yaml
 from appliance.recipe.load import load_recipe
+from appliance.run import checkpoint_manifest as seal_module
 from appliance.run import go_on as going_on
-from appliance.run import seal as seal_module
+from appliance.run.checkpoint_manifest import hash_file
 from appliance.run.report.write import write_page
 from appliance.run.resume import (
     Target,
@@ -34,7 +35,6 @@ from appliance.run.resume import (
     refuse_changes,
     refuse_misfit,
 )
-from appliance.run.seal import hash_file
 from appliance.run.session import RunRecord, RunStatus, create_session, read_record, write_record
 from appliance.run.state import RunState
 from appliance.run.summary import go_on_command, try_next

@@ -16,7 +16,7 @@ import pytest
 from plans import HOST
 from stopped_runs import save, stopped
 
-from appliance.cluster.identity import describe_node, question_of
+from appliance.cluster.node_report import describe_node, question_of
 from appliance.compare.arms import PlannedRun, go_on, plan_runs
 from appliance.compare.command import _todo
 from appliance.compare.file import load_comparison

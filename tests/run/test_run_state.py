@@ -4,8 +4,8 @@ import functools
 from collections.abc import Callable
 
 from appliance.run.events import Event, StepMetrics, parse_metrics
+from appliance.run.health import Verdict, judge
 from appliance.run.state import RunState, fold, median_tokens_per_s, remaining_s, step_seconds
-from appliance.run.verdict import Verdict, judge
 
 
 def folded(*news: Event | StepMetrics, steps: int = 10) -> RunState:

@@ -49,7 +49,7 @@ def test_status_of_a_failed_run_repeats_the_hint(
     tmp_path: Path, small_plan: Callable, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with create(small_plan(tmp_path)) as session:
-        append_event(session.run_dir, kind="failure", what="bad", why="SyncError", hint="see the log", exit_code=4)
+        append_event(session.run_dir, kind="failure", what="bad", error="SyncError", hint="see the log", exit_code=4)
         session.finish(state=RunStatus.FAILED, exit_code=4, reason="bad")
     print_status(str(session.run_dir), run_root=Path("elsewhere"))
     lines = capsys.readouterr().out.splitlines()

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from appliance.run.keeper import KeeperReport
-from appliance.run.supervise import SAME_SIGNAL_S, Ask, Interrupts, supervise
+from appliance.run.subreaper import KeeperReport
+from appliance.run.supervise import Ask, supervise
+from appliance.signals import SAME_SIGNAL_S, Interrupts
 
 # A daemon without parent, session or mark that tie it to the run. It says its process id, and ignores SIGTERM.
 DAEMON = """

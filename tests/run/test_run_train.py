@@ -154,7 +154,7 @@ def test_failed_training_says_what_and_where(
 ) -> None:
     code = TRAINER + (
         "append_event(run_dir, kind='failure', what='rollout-0-0 runs bf16, the plan says int8',"
-        " why='AttestationError', hint='see attest/ in the run folder', exit_code=4)\n"
+        " error='AttestationError', hint='see attest/ in the run folder', exit_code=4)\n"
         "print('Traceback\\n' * 300); sys.exit(4)"
     )
     plan = small_plan(tmp_path, argv=python(code))

@@ -15,9 +15,9 @@ from appliance.errors import AttestationError, SyncError
 from appliance.plan.model import ExpectedAttestation
 from appliance.quant.precision import AS_PLANNED
 from appliance.quant.scheme import Scheme
-from appliance.run.acknowledge import Acknowledgement, Sent, append_acknowledgement, append_sent
 from appliance.run.attest import fingerprint, write_attestation
 from appliance.run.generation import Generation
+from appliance.run.sync_records import Acknowledgement, Sent, append_acknowledgement, append_sent
 from appliance.trainer import watched
 from appliance.trainer.watched import WatchedTrainer
 

@@ -15,8 +15,8 @@ from appliance.guard.policy import Action
 from appliance.plan.model import ProfilePlan, RunPlan, Switching
 from appliance.quant.precision import AS_PLANNED, Precision
 from appliance.quant.scheme import Scheme
-from appliance.run.acknowledge import Acknowledgement, SyncRecord, add_layer_errors, layer_errors_file
 from appliance.run.precision import read_wanted
+from appliance.run.sync_records import Acknowledgement, SyncRecord, add_layer_errors, layer_errors_file
 from appliance.trainer.precision import BF16, Live, RolloutPrecision, validates_bf16, worst_layers
 
 PLANNED = Measures(Scheme.INT8, bf16_layer_fraction=0.0, cap=2.0, reject_k3_above=None, stop=False)

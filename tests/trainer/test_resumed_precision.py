@@ -20,9 +20,9 @@ from appliance.guard.signals import Signals
 from appliance.plan.model import CheckpointPlan, GuardPlan, Switching
 from appliance.quant.precision import AS_PLANNED, Precision
 from appliance.quant.scheme import Scheme
-from appliance.run.acknowledge import Acknowledgement, SyncRecord, add_layer_errors, layer_errors_file
 from appliance.run.checkpoints import checkpoint_folder
 from appliance.run.precision import read_wanted
+from appliance.run.sync_records import Acknowledgement, SyncRecord, add_layer_errors, layer_errors_file
 from appliance.trainer import watched
 from appliance.trainer.checkpoints import read_state
 from appliance.trainer.precision import BF16, PrecisionState, RolloutPrecision

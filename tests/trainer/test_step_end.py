@@ -16,8 +16,8 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from appliance.plan.model import CheckpointPlan
 from appliance.quant.precision import AS_PLANNED
 from appliance.quant.scheme import Scheme
+from appliance.run.checkpoint_manifest import read_manifest
 from appliance.run.checkpoints import checkpoint_folder
-from appliance.run.seal import read_manifest
 from appliance.trainer import watched
 from appliance.trainer.checkpoints import Checkpoints
 from appliance.trainer.precision import Live, PrecisionState

@@ -12,8 +12,8 @@ from appliance.errors import NumericsError, SyncError, TrainingError
 from appliance.plan.model import CorrectionPlan
 from appliance.quant.correction import CorrectionMethod
 from appliance.quant.mismatch import Mismatch
-from appliance.run.acknowledge import Acknowledgement, Sent, SyncRecord, Telemetry
 from appliance.run.events import append_failure
+from appliance.run.sync_records import Acknowledgement, Sent, SyncRecord, Telemetry
 from appliance.trainer.corrected import CorrectionStep
 from appliance.trainer.entry import report, translate
 from appliance.trainer.metrics import append_metrics, step_metrics, tracked, validation_metrics
@@ -125,10 +125,10 @@ def test_a_failure_that_a_worker_told_is_not_told_over(tmp_path: Path) -> None:
 def test_a_failure_that_nobody_told_is_told(tmp_path: Path) -> None:
     assert report(tmp_path, TrainingError("ValueError: the point", hint="read the log")) == 5
     told = json.loads((tmp_path / "events.jsonl").read_text())
-    assert {key: told[key] for key in ("kind", "what", "why", "hint", "exit_code")} == {
+    assert {key: told[key] for key in ("kind", "what", "error", "hint", "exit_code")} == {
         "kind": "failure",
         "what": "ValueError: the point",
-        "why": "TrainingError",
+        "error": "TrainingError",
         "hint": "read the log",
         "exit_code": 5,
     }

@@ -10,8 +10,8 @@ from appliance.page.thin import MOST, Point, thinned
 from appliance.quant.scheme import Scheme
 from appliance.run.display import step_parts
 from appliance.run.events import StepMetrics
+from appliance.run.health import ESS_ABOVE, K3_BELOW, WEIGHT_WITHIN
 from appliance.run.report.folder import RunView
-from appliance.run.verdict import ESS_ABOVE, K3_BELOW, WEIGHT_WITHIN
 
 Value = Callable[[StepMetrics], float | None]
 

@@ -15,18 +15,18 @@ from appliance.errors import SyncError
 from appliance.plan.guard import finer_schemes
 from appliance.plan.model import ExpectedAttestation
 from appliance.quant.scheme import Scheme
-from appliance.run.acknowledge import SYNC_FOLDER
 from appliance.run.attest import Judged, judge_attestations
 from appliance.run.events import Tail
 from appliance.run.generation import Generation, attestations_at, read_generation
 from appliance.run.report.folder import RunView
+from appliance.run.sync_records import SYNC_FOLDER
 
 _COUNTS = ("sync", "layers", "layers_proven", "unproven", "switched")
 
 
 @dataclass(frozen=True)
 class Taken:
-    """An acknowledgement, as far as it is judged here; for the fields see run/acknowledge.py."""
+    """An acknowledgement, as far as it is judged here; for the fields see run/sync_records.py."""
 
     sync: int
     manifest: str

@@ -9,13 +9,13 @@ from enum import StrEnum
 
 from appliance.errors import SyncError
 from appliance.quant.scheme import Scheme
-from appliance.run import display, draw, verdict
+from appliance.run import display, draw, health
 from appliance.run.events import StepMetrics
+from appliance.run.health import ESS_ABOVE, K3_BELOW
 from appliance.run.report.folder import RunView
 from appliance.run.report.proofs import Trail, engines_of, judge_attested, misses, read_trails
 from appliance.run.session import RunStatus
 from appliance.run.summary import climbed, go_on_command, result
-from appliance.run.verdict import ESS_ABOVE, K3_BELOW
 
 _MOST_SENTENCES = 3
 
@@ -72,7 +72,7 @@ def _reward(view: RunView) -> list[Verdict]:
 
 def _mismatch(view: RunView) -> list[Verdict]:
     question = "Do rollouts and trainer agree?"
-    judged = [(step, found) for step in view.steps if (found := verdict.judge(step)).word != "unknown"]
+    judged = [(step, found) for step in view.steps if (found := health.judge(step)).word != "unknown"]
     if not judged:
         return [Verdict(question, Word.OPEN, "no step has a mismatch yet")]
     bad = [(step, found) for step, found in judged if not found.healthy]
@@ -94,7 +94,7 @@ def _worst(steps: Sequence[StepMetrics]) -> list[str]:
     return said
 
 
-def _newest(bad: Sequence[tuple[StepMetrics, verdict.Verdict]]) -> list[str]:
+def _newest(bad: Sequence[tuple[StepMetrics, health.Verdict]]) -> list[str]:
     return [f"step {step.step}: {', '.join(judged.reasons)}" for step, judged in bad[-1:]]
 
 
@@ -130,7 +130,7 @@ def _noise(mean: float, *, problems: float | None) -> float | None:
 def _updates(view: RunView) -> list[Verdict]:
     question = "Did the weights arrive?"
     trails, failure = read_trails(view), view.state.failure
-    if view.record.state is RunStatus.FAILED and failure is not None and failure.why == SyncError.__name__:
+    if view.record.state is RunStatus.FAILED and failure is not None and failure.error == SyncError.__name__:
         return [Verdict(question, Word.BAD, failure.what)]
     wrong = misses(trails, engines=engines_of(view), is_done=view.record.state is RunStatus.DONE)
     if wrong:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from pathlib import Path
 
 from appliance import console
 from appliance.errors import RecipeError
+from appliance.files import write_whole
 from appliance.run.events import first_failure
 from appliance.run.report.folder import read_view
 from appliance.run.report.page import page
@@ -54,13 +54,7 @@ def _text(run_dir: Path, *, may_restart: bool) -> str:
 
 def _write(text: str, *, target: Path) -> None:
     """Whole or not at all; text that is no UTF-8 costs only itself."""
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        partial.write_text(text, encoding="utf-8", errors="replace")
-        partial.replace(target)
-    finally:
-        with contextlib.suppress(OSError):  # where the folder itself is gone or refuses, the first error says so
-            partial.unlink(missing_ok=True)
+    write_whole(target, text.encode(errors="replace"), durable=False)
 
 
 class LivePage:

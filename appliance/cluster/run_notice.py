@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from appliance.files import write_whole
 from appliance.plan.env import NODE_VARIABLE
 from appliance.run.session import RunRecord, RunStatus, read_record
 
@@ -32,9 +33,8 @@ def keep_news(run_dir: Path) -> None:
     """
     folder, record = os.environ.get(NODE_VARIABLE), record_of(run_dir)
     if folder and record is not None:
-        partial = Path(folder) / f".{NEWS_FILE}.{os.getpid()}"
-        partial.write_text(json.dumps({"run_dir": str(run_dir), "attempt": record.attempt}))
-        partial.replace(Path(folder) / NEWS_FILE)
+        news = json.dumps({"run_dir": str(run_dir), "attempt": record.attempt})
+        write_whole(Path(folder) / NEWS_FILE, news, durable=False)
 
 
 def read_news(folder: Path) -> Training | None:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.run.checkpoints import OF_A_STEP, PROFILE_FOLDER, UAQ_FILE
-from appliance.run.seal import (
+from appliance.run.checkpoint_manifest import (
     MANIFEST_FILE,
     CheckpointManifest,
     Facts,
@@ -20,6 +19,7 @@ from appliance.run.seal import (
     read_manifest,
     seal,
 )
+from appliance.run.checkpoints import OF_A_STEP, PROFILE_FOLDER, UAQ_FILE
 
 FACTS = Facts(step=3, world_size=1, reason="the end", time=1.5, val_reward=0.5, profile=(("p.safetensors", "ab"),))
 FILES = {  # every kind of file of a real checkpoint: tests/e2e flips a bit in a real one

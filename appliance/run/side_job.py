@@ -9,14 +9,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from appliance import console, errors
-from appliance.errors import ApplianceError, EngineError, Interrupted, RecipeError
+from appliance import console
+from appliance.errors import ApplianceError, EngineError, Interrupted, error_class
 from appliance.plan.model import RunPlan
-from appliance.run.events import Event, first_failure
+from appliance.run.events import first_failure
+from appliance.signals import handled
 from appliance.tasks.prepare import is_prepared
 
 ERROR_MARK = "error: "  # before the message of an error of ours, in the output of a child
@@ -49,7 +50,8 @@ def run_child(
     if code:
         failure = first_failure(folder)
         if failure is not None and failure.exit_code not in (None, ApplianceError.exit_code):
-            raise _as_told(failure)
+            kind = error_class(failure.error) or EngineError
+            raise kind.retold(failure.what, hint=failure.hint)
         kept = _keep(log, beside=folder, command=command)
         message = failure.what if failure else _last_error(kept)
         raise EngineError(message or f"{command}: {module[0]} ended with code {code}", hint=f"its log: {kept}")
@@ -66,15 +68,6 @@ def _keep(log: Path, *, beside: Path, command: str) -> Path:
         return log.replace(own)
 
 
-def _as_told(failure: Event) -> ApplianceError:
-    """The error that a child reported, as the kind it was there. A RecipeError's lines are its problems."""
-    kind = getattr(errors, failure.why, EngineError)
-    if kind is not RecipeError:
-        return kind(failure.what, hint=failure.hint)
-    *others, last = failure.what.splitlines() or [""]
-    return RecipeError([*((line, "") for line in others), (last, failure.hint)])
-
-
 def _last_error(log: Path) -> str:
     """What a child of ours said last after ERROR_MARK, or an empty text."""
     lines = log.read_text(errors="replace").splitlines()
@@ -82,7 +75,7 @@ def _last_error(log: Path) -> str:
 
 
 def _run(module: list[str], *, log: Path, env: dict[str, str], tick: Callable[[], None]) -> int:
-    with log.open("wb") as out, _signals_end_us():
+    with log.open("wb") as out, handled(_end, numbers=(signal.SIGTERM,)):
         process = subprocess.Popen(
             [sys.executable, "-m", *module],
             stdout=out,
@@ -102,15 +95,6 @@ def _run(module: list[str], *, log: Path, env: dict[str, str], tick: Callable[[]
     return process.returncode
 
 
-@contextlib.contextmanager
-def _signals_end_us() -> Iterator[None]:
-    """SIGTERM inside the block raises Interrupted, so that what was begun is cleaned up, as it is after Ctrl-C."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise Interrupted("stopped by SIGTERM")
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _end(number: int, frame: FrameType | None) -> None:
+    """What was begun is cleaned up, as it is after Ctrl-C."""
+    raise Interrupted("stopped by SIGTERM")

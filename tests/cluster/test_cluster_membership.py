@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from plans import make_plan
 
-from appliance.cluster import form, waiting
+from appliance.cluster import form, membership
 from appliance.cluster.form import Cluster
-from appliance.cluster.waiting import (
+from appliance.cluster.membership import (
     RETURNS_WITHIN_S,
     Needed,
     Node,
@@ -88,7 +88,7 @@ def test_the_wait_ends_with_the_name_of_who_is_not_back(tmp_path: Path, monkeypa
     answers = iter([([HEAD, SMALL], {}), *[([HEAD], {SMALL.id: "killed"})] * 9])
     monkeypatch.setattr(form, "look_around", lambda: next(answers))
     monkeypatch.setattr(form, "_LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(waiting, "RETURNS_WITHIN_S", 0.03)
+    monkeypatch.setattr(membership, "RETURNS_WITHIN_S", 0.03)
     with pytest.raises(PreflightError) as caught:
         Cluster(plan, head=None).wait(wait_s=60)
     assert caught.value.message == ("gamma (10.0.0.3) died and was not back after 45 s: 1 of 2 nodes with 8 GPUs")

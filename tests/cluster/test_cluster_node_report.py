@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from plans import HOST, make_plan, make_rollout
 
-from appliance.cluster import identity
-from appliance.cluster.identity import (
+from appliance.cluster import node_report
+from appliance.cluster.node_report import (
     NodeQuestion,
     NodeReport,
     describe_node,
@@ -260,7 +260,7 @@ def test_a_node_tries_the_patches_that_the_plan_wants(tmp_path: Path, monkeypatc
     assert describe_node(asked).patches == ()
     name = asked.patches[0]
     unfit = {**recorded(), name: dataclasses.replace(recorded()[name], source_sha256="0" * 64)}
-    monkeypatch.setattr(identity, "recorded", lambda: unfit)
+    monkeypatch.setattr(node_report, "recorded", lambda: unfit)
     target = unfit[name].target
     assert describe_node(asked).patches == ((name, f"the source of {target} is not the one it was made for"),)
 

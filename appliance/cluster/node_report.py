@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.cluster.news import keep_news
+from appliance.cluster.run_notice import keep_news
 from appliance.plan.env import THREADS_VARIABLE
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.model import RunPlan

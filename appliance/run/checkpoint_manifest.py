@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
+from appliance.files import sync_to_disk, write_whole
+
 MANIFEST_FILE = "manifest.json"
 SCHEMA_VERSION = 1
 _LARGEST_MANIFEST = 16 << 20  # bytes; one of a large model on many ranks has some hundred kilobytes
@@ -64,9 +66,9 @@ def seal(folder: Path, *, facts: Facts) -> CheckpointManifest:
         records = tuple(threads.map(lambda path: _record(folder, path), paths))
     manifest = CheckpointManifest(facts, records)
     said = {"schema_version": SCHEMA_VERSION, "sha256": _own_hash(manifest), **asdict(manifest)}
-    write_durably(folder / MANIFEST_FILE, json.dumps(said, indent=2) + "\n")
+    write_whole(folder / MANIFEST_FILE, json.dumps(said, indent=2) + "\n")
     for inner in sorted({folder, *(path.parent for path in paths)}):
-        sync_folder(inner)
+        sync_to_disk(inner)
     return manifest
 
 
@@ -159,26 +161,6 @@ def hash_file(path: Path) -> str:
     """SHA-256, hex. Raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def write_durably(path: Path, content: str | bytes) -> None:
-    """The file as a whole or not at all, on the disk when this returns. Raises OSError."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with partial.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk. Raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _own_hash(manifest: CheckpointManifest) -> str:

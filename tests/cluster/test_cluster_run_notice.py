@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from appliance.cluster.join import _end
-from appliance.cluster.news import Training, end_of, is_resumed, keep_news, read_news
+from appliance.cluster.run_notice import Training, end_of, is_resumed, keep_news, read_news
 from appliance.errors import EngineError, ProcessDied, TrainingError
 from appliance.plan.env import NODE_VARIABLE
 from appliance.run.session import RunRecord, RunStatus, write_record

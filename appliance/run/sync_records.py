@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from appliance.errors import SyncError
+from appliance.files import write_whole
 from appliance.run.events import append_line
 
 SYNC_FOLDER = "sync"
@@ -93,9 +93,7 @@ def add_layer_errors(path: Path, errors: dict[str, float]) -> None:
     engine's. Raises OSError."""
     path.parent.mkdir(exist_ok=True)
     known = json.loads(path.read_text()) if path.exists() else {}
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(known | errors) + "\n")
-    partial.replace(path)
+    write_whole(path, json.dumps(known | errors) + "\n", durable=False)
 
 
 def _append(run_dir: Path, name: str, line: dict[str, Any]) -> None:

@@ -1,0 +1,85 @@
+"""Files and folders that appear whole or not at all: to whoever looks, and after a crash of this program or its host.
+
+Until it is whole, what is written has a hidden name beside its own; one rename then gives it its name. Standard library
+only: workers write this way too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_REFUSED = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether something could not be written for want of space."""
+    return getattr(error, "errno", None) in _FULL
+
+
+def is_refused(error: BaseException) -> bool:
+    """Whether something may not be written, by its rights or because its file system is read-only."""
+    return getattr(error, "errno", None) in _REFUSED
+
+
+def write_whole(path: Path, content: str | bytes, *, durable: bool = True) -> None:
+    """Make or replace a file. Parameters, and what it raises, as of `whole_file`."""
+    with whole_file(path, durable=durable) as partial:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def whole_file(path: Path, *, durable: bool = True) -> Iterator[Path]:
+    """Gives the name to write to, which becomes `path` when the block ends well, and is removed when it does not.
+
+    durable: it is on the disk, name and content, when this returns. Else a crash of the host may leave it empty: for
+    what is of no use after one, or is made again.  Raises OSError.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield partial
+        if durable:
+            sync_to_disk(partial)
+        partial.replace(path)
+    finally:
+        with contextlib.suppress(OSError):  # renamed it is not there; what refuses has said so
+            partial.unlink()
+    if durable:
+        sync_to_disk(path.parent)
+
+
+@contextlib.contextmanager
+def whole_folder(target: Path, *, others_count: bool = False) -> Iterator[Path]:
+    """Gives an empty folder to fill, which becomes `target` when the block ends well, and is removed when it does not.
+
+    others_count: where another process was first, its folder stays and is as good.  Raises OSError.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=partial_prefix(target), dir=target.parent))
+    try:
+        yield folder
+        folder.chmod(0o755)  # mkdtemp makes it private; what is made here may be shared
+        if not (others_count and target.exists()):
+            folder.rename(target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # renamed it is not there
+
+
+def partial_prefix(target: Path) -> str:
+    """How the name of a folder begins that is to become `target`: what a process that was killed leaves behind."""
+    return f".{target.name}-"
+
+
+def sync_to_disk(path: Path) -> None:
+    """Bring a file's content, or the names in a folder, to the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

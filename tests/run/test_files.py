@@ -1,0 +1,61 @@
+"""What appears whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from appliance.files import partial_prefix, whole_file, whole_folder, write_whole
+
+
+def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    write_whole(path, "old\n")
+    write_whole(path, b"new\n", durable=False)
+    assert path.read_text() == "new\n" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("error", [OSError("full"), KeyboardInterrupt()])
+def test_what_was_begun_goes_and_the_old_file_stays(tmp_path: Path, error: BaseException) -> None:
+    path = tmp_path / "run.json"
+    path.write_text("old\n")
+    with pytest.raises(type(error)), whole_file(path) as partial:
+        partial.write_text("ne")
+        raise error
+    assert path.read_text() == "old\n" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_durable_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, seen = tmp_path / "a", []
+    monkeypatch.setattr(os, "fsync", lambda fd: seen.append((os.readlink(f"/proc/self/fd/{fd}"), path.exists())))
+    write_whole(path, "x")
+    write_whole(path, "y", durable=False)
+    assert seen == [(str(tmp_path / f".a.{os.getpid()}"), False), (str(tmp_path), True)]
+
+
+def test_a_folder_appears_full_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "model"
+    with pytest.raises(RuntimeError), whole_folder(target) as folder:
+        (folder / "half").touch()
+        assert folder.name.startswith(partial_prefix(target)) and not target.exists()
+        raise RuntimeError
+    assert list(target.parent.iterdir()) == []
+    with whole_folder(target) as folder:
+        (folder / "all").touch()
+    assert [each.name for each in target.iterdir()] == ["all"] and oct(target.stat().st_mode)[-3:] == "755"
+
+
+def test_who_was_first_keeps_its_folder(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+
+    def make(name: str, **how: bool) -> None:
+        with whole_folder(target, **how) as folder:
+            (folder / name).touch()
+
+    make("first")
+    make("second", others_count=True)
+    with pytest.raises(OSError, match="not empty"):
+        make("third")
+    assert [each.name for each in tmp_path.rglob("*")] == ["model", "first"]
