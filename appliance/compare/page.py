@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from appliance.compare.judge import ArmResult, curve, verdict_text
 from appliance.compare.results import StepRow
-from appliance.compare.show import HEAD, Shown, cells, notes
+from appliance.compare.show import HEAD, NUMBERS, Shown, cells, notes
 from appliance.page import svg
 from appliance.page.render import render
 
@@ -28,8 +28,8 @@ def page(shown: Shown) -> str:
         title=comparison.name,
         command=shown.command,
         where=shown.where,
-        head=[name for name, _ in HEAD],
-        numbers=[place for place, (_, side) in enumerate(HEAD) if side == "right"],
+        head=HEAD,
+        numbers=NUMBERS,
         rows=[cells(row, margin=comparison.margin) for row in rows],
         notes=map(_emphasised, notes(shown)),
         intervals=_intervals(rows, margin=comparison.margin),
