@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Iterable, Sequence
 from typing import IO, Any
 
 from rich.console import Console, RenderableType
@@ -20,6 +21,8 @@ _COMMANDS = re.compile(
     "\ud800-\udfff"  # halves of a character, which UTF-8 cannot have
     "\u202a-\u202e\u2066-\u2069]"  # changes of direction: they show text other than it is
 )
+
+_WIDEST = 100_000  # columns that no table has
 
 
 class StdoutError(OSError):
@@ -86,6 +89,32 @@ def plain_text(renderable: RenderableType, *, columns: int) -> str:
     text = io.StringIO()
     Console(file=text, width=columns, no_color=True, highlight=False, emoji=False).print(renderable)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def table(
+    rows: Iterable[Sequence[str]], *, head: Sequence[str] = (), numbers: Sequence[int] = (), columns: int | None = None
+) -> str:
+    """Cells in columns, as text without colours or borders, printable as it is.
+
+    head: names of the columns.  numbers: places of those that stand on the right.  columns: of a terminal, into which
+    long cells are folded; None: each column is as wide as its longest cell, so that nothing is cut.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=None, show_header=bool(head), header_style="", padding=(0, 2, 0, 0), pad_edge=False)
+    rows = [[Text(printable(cell)) for cell in row] for row in rows]
+    for place in range(max(map(len, [head, *rows]))):
+        name, side = head[place] if head else "", "right" if place in numbers else "left"
+        drawn.add_column(Text(name), justify=side, overflow="fold")
+    for row in rows:
+        drawn.add_row(*row)
+    return plain_text(drawn, columns=columns or _WIDEST)
+
+
+def stdout_columns() -> int | None:
+    """Of the terminal that stdout is; None where it is none."""
+    return Console().width if sys.stdout.isatty() else None
 
 
 def out(text: str) -> None:

@@ -6,23 +6,30 @@ import dataclasses
 import json
 from pathlib import Path
 
+from appliance import console
 from appliance.bench.job import GIB, EngineFacts, Job, Measurement, Verdict
 from appliance.quant.device import PAYS_FROM
 
-_COLUMNS = f"{'scheme':<11} {'tokens/s':>10} {'weights':>10} {'KV cache':>10} {'at once':>11}"
+_HEAD = ("scheme", "tokens/s", "weights", "KV cache", "at once")
 
 
 def table(
     job: Job, *, verdicts: list[Verdict], facts: list[EngineFacts], measured: list[Measurement], kept: Path | None
 ) -> str:
     """One line per scheme, then one sentence per scheme but the base: whether it pays."""
-    base = job.schemes[0]
-    lines = [f"{_COLUMNS}   ratio to {base} (median of {job.pairs} interleaved pairs, min-max)"]
-    for verdict, held in zip(verdicts, facts, strict=True):
-        at_once = f"{min(held.sequences, job.workload.sequences)} of {job.workload.sequences}"
-        ratio = f"{verdict.ratio:.2f} ({verdict.ratio_min:.2f}-{verdict.ratio_max:.2f})"
-        sizes = f"{_size(held.weight_bytes):>10} {_size(held.kv_bytes):>10}"
-        lines.append(f"{verdict.scheme:<11} {verdict.tokens_per_s:>10.0f} {sizes} {at_once:>11}   {ratio}")
+    ratio = f"ratio to {job.schemes[0]} (median of {job.pairs} interleaved pairs, min-max)"
+    rows = [
+        (
+            str(verdict.scheme),
+            f"{verdict.tokens_per_s:.0f}",
+            _size(held.weight_bytes),
+            _size(held.kv_bytes),
+            f"{min(held.sequences, job.workload.sequences)} of {job.workload.sequences}",
+            f"{verdict.ratio:.2f} ({verdict.ratio_min:.2f}-{verdict.ratio_max:.2f})",
+        )
+        for verdict, held in zip(verdicts, facts, strict=True)
+    ]
+    lines = [console.table(rows, head=(*_HEAD, ratio), numbers=range(1, 5), columns=console.stdout_columns())]
     lines += [sentence(verdict, base=verdicts[0]) for verdict in verdicts[1:]]
     if job.memory_bytes:
         lines.append(f"each engine had {_size(job.memory_bytes)} a worker for weights and KV cache together")

@@ -32,7 +32,6 @@ from appliance.signals import Interrupts
 _SIGNALLED = (75, 130)
 _GUARD_STOPPED = 6
 _MOST_FAILURES = 2  # in a row: the next one would fail as well
-_COLUMNS = 160  # of the table where the output is no terminal
 
 
 def run_compare(name_or_path: str, *, json_mode: bool) -> int:
@@ -57,8 +56,7 @@ def run_compare(name_or_path: str, *, json_mode: bool) -> int:
         validate_models(runs, stop=stop)
     shown = Shown(comparison, rows=_rows(comparison, runs), where=_where(folder), command=command)
     _write(shown, folder=folder)
-    columns = console.err_console().width if console.is_live(console.err_console()) else _COLUMNS
-    console.out(as_json(shown) if json_mode else table(shown, columns=columns))
+    console.out(as_json(shown) if json_mode else table(shown, columns=console.stdout_columns()))
     console.say(f"page        {typed_path(folder / f'{comparison.name}.html')}  (and .json, .md)")
     for run, code in failed:
         console.say(f"warning: {run.label}: failed with exit code {code}, see {typed_path(run.run_dir)}")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable
 
 from appliance.compare.judge import ArmResult, curve, verdict_text
 from appliance.compare.results import StepRow
-from appliance.compare.show import HEAD, Shown, cells, notes
+from appliance.compare.show import HEAD, NUMBERS, Shown, cells, notes
 from appliance.page import svg
-from appliance.page.frame import code, document, table
+from appliance.page.render import render
 
 _CURVES: tuple[tuple[str, str, Callable[[StepRow], float | None], bool], ...] = (
     ("Reward of sampled responses", "mean and range of the seeds", lambda row: row.reward, False),
@@ -23,34 +22,25 @@ _CURVES: tuple[tuple[str, str, Callable[[StepRow], float | None], bool], ...] = 
 
 def page(shown: Shown) -> str:
     """The whole document. Everything that a user wrote is escaped."""
-    comparison = shown.comparison
-    name = html.escape(comparison.name)
-    return document(
-        comparison.name,
-        [
-            f"<h1>{name}</h1>",
-            f"<p>Made by {code(shown.command)}. {html.escape(shown.where)}</p>",
-            _table(shown),
-            *(f"<p>{_emphasised(note)}</p>" for note in notes(shown)),
-            "<h2>Final validation, difference to the baseline</h2>",
-            _intervals(shown.rows, margin=comparison.margin),
-            "<h2>Curves</h2>",
-            _legend(shown.rows),
-            '<div class="charts">',
-            *(_chart(title, unit, value, rows=shown.rows, logarithmic=log) for title, unit, value, log in _CURVES),
-            "</div>",
-            "<h2>Settings</h2>",
-            f"<p>Recipe {code(comparison.recipe.stem)}, and in each arm:</p><ul>",
-            *(f"<li>{html.escape(arm.name)}: {', '.join(map(code, arm.texts))}</li>" for arm in comparison.arms),
-            "</ul>",
-        ],
+    comparison, rows = shown.comparison, shown.rows
+    return render(
+        "comparison.html.j2",
+        title=comparison.name,
+        command=shown.command,
+        where=shown.where,
+        head=HEAD,
+        numbers=NUMBERS,
+        rows=[cells(row, margin=comparison.margin) for row in rows],
+        notes=map(_emphasised, notes(shown)),
+        intervals=_intervals(rows, margin=comparison.margin),
+        verdicts=[f"{row.arm}: {verdict_text(row, margin=comparison.margin)}" for row in rows],
+        legend=[(svg.swatch(index), row.arm) for index, row in enumerate(rows)],
+        charts=[_chart(title, unit, value, rows=rows, logarithmic=log) for title, unit, value, log in _CURVES],
+        recipe=comparison.recipe.stem,
+        arms=comparison.arms,
+        reload_s=0,
+        written=0,
     )
-
-
-def _table(shown: Shown) -> str:
-    numbers = [place for place, (_, side) in enumerate(HEAD) if side == "right"]
-    rows = [cells(row, margin=shown.comparison.margin) for row in shown.rows]
-    return table([name for name, _ in HEAD], rows, numbers=numbers)
 
 
 def _intervals(rows: list[ArmResult], *, margin: float) -> str:
@@ -59,9 +49,7 @@ def _intervals(rows: list[ArmResult], *, margin: float) -> str:
         for index, row in enumerate(rows)
         if row.difference is not None
     ]
-    said = "; ".join(f"{row.arm}: {verdict_text(row, margin=margin)}" for row in rows)
-    title = f"mean difference and 95 % interval; the band is ±{margin:g}"
-    return f"{svg.interval_chart(title, drawn, margin=margin)}<p>{html.escape(said)}.</p>"
+    return svg.interval_chart(f"mean difference and 95 % interval; the band is ±{margin:g}", drawn, margin=margin)
 
 
 def _chart(
@@ -71,15 +59,7 @@ def _chart(
     return svg.line_chart(svg.Chart(title, unit, logarithmic=logarithmic), series)
 
 
-def _legend(rows: list[ArmResult]) -> str:
-    names = "".join(f"<span>{svg.swatch(index)} {html.escape(row.arm)}</span>" for index, row in enumerate(rows))
-    return f'<p class="legend">{names}</p>'
-
-
-def _emphasised(note: str) -> str:
-    """`*word*` at the start of a note, as Markdown has it."""
-    escaped = html.escape(note)
-    if not escaped.startswith("*"):
-        return escaped
-    word, _, rest = escaped[1:].partition("*")
-    return f"<em>{word}</em>{rest}"
+def _emphasised(note: str) -> tuple[str, str]:
+    """(word, the rest) of a note that begins with `*word*`, as Markdown has it."""
+    word, _, rest = note[1:].partition("*") if note.startswith("*") else ("", "", note)
+    return word, rest

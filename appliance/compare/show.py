@@ -7,9 +7,6 @@ import itertools
 import json
 from dataclasses import dataclass
 
-from rich import box
-from rich.table import Table
-
 from appliance import console
 from appliance.compare.file import Comparison
 from appliance.compare.interval import CONFIDENCE, Interval
@@ -33,19 +30,10 @@ class Shown:
 
 
 HEAD = (
-    ("arm", "left"),
-    ("final", "right"),
-    ("difference", "right"),
-    ("95 % interval", "right"),
-    ("in its scheme", "right"),
-    ("k3 median", "right"),
-    ("k3 max", "right"),
-    ("truncated", "right"),
-    ("codes changed", "right"),
-    ("step", "right"),
-    ("run", "right"),
-    ("verdict", "left"),
+    *("arm", "final", "difference", "95 % interval", "in its scheme", "k3 median", "k3 max", "truncated"),
+    *("codes changed", "step", "run", "verdict"),
 )
+NUMBERS = range(1, len(HEAD) - 1)  # places of the columns that stand on the right
 assert CONFIDENCE == 0.95  # in the heading
 
 
@@ -69,15 +57,10 @@ def cells(row: ArmResult, *, margin: float) -> tuple[str, ...]:
     )
 
 
-def table(shown: Shown, *, columns: int) -> str:
-    """Plain text of so many columns; no colours, so that it can go to a file."""
-    drawn = Table(box=box.SIMPLE, pad_edge=False)
-    for name, side in HEAD:
-        drawn.add_column(name, justify=side, no_wrap=name in ("arm", "final", "difference"))
-    for row in shown.rows:
-        drawn.add_row(*cells(row, margin=shown.comparison.margin))
-    lines = console.plain_text(drawn, columns=columns).splitlines()
-    return "\n".join([*(line for line in lines if line), *notes(shown)])
+def table(shown: Shown, *, columns: int | None = None) -> str:
+    """A line per arm, then notes. columns: as of console.table."""
+    rows = [cells(row, margin=shown.comparison.margin) for row in shown.rows]
+    return "\n".join([console.table(rows, head=HEAD, numbers=NUMBERS, columns=columns), *notes(shown)])
 
 
 def notes(shown: Shown) -> list[str]:
@@ -169,15 +152,14 @@ def _run(run: RunResult) -> dict[str, object]:
 def markdown(shown: Shown) -> str:
     """The page for a repository."""
     comparison = shown.comparison
-    head = [name for name, _ in HEAD]
     lines = [
         f"# {comparison.name}",
         "",
         f"Made by `{shown.command}`; every number and curve is in `{comparison.name}.json`.",
         shown.where,
         "",
-        f"| {' | '.join(head)} |",
-        f"|{' --- |' * len(head)}",
+        f"| {' | '.join(HEAD)} |",
+        f"|{' --- |' * len(HEAD)}",
         *(f"| {' | '.join(cells(row, margin=comparison.margin))} |" for row in shown.rows),
         "",
         *(f"{note}\n" for note in notes(shown)),

@@ -12,13 +12,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from appliance.page.axis import SMALLEST, Axis, number_label, padded, ticks, time_label, time_ticks, whole_ticks
-from appliance.page.thin import Point
 
 NUM_COLOURS = 8  # of the frame's style; the dashes say the same without colour
 DASHES = ("", "6 3", "2 3", "8 3 2 3", "12 4", "1 2", "4 6", "10 2 2 2")
 WIDTH, HEIGHT = 460, 230
 LEFT, RIGHT, TOP, BOTTOM = 52, 10, 8, 30
 _DIGITS = 5  # of a number under the pointer
+MOST = 360  # points of one curve: about one a pixel of a chart
+
+Point = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True)
@@ -300,3 +302,20 @@ def _positive(series: Series) -> Series:
     """What a logarithmic axis can show: zeros are left out."""
     kept = [(x, mean, max(low, SMALLEST), high) for x, mean, low, high in series.points if not mean <= SMALLEST]
     return Series(series.name, kept, series.index, dotted=series.dotted)
+
+
+def thinned(points: Sequence[tuple[float, float | None]], *, most: int = MOST) -> list[Point]:
+    """(x, mean, smallest, largest) of (x, value) pairs, x ascending; runs of points are put together above `most`.
+
+    A value that is None becomes NaN, where a curve breaks; within a run it is left out.
+    """
+    size = max(1, math.ceil(len(points) / most))
+    return [_together(points[start : start + size]) for start in range(0, len(points), size)]
+
+
+def _together(run: Sequence[tuple[float, float | None]]) -> Point:
+    values = [value for _, value in run if value is not None]
+    x = run[len(run) // 2][0]
+    if not values:
+        return x, math.nan, math.nan, math.nan
+    return x, sum(values) / len(values), min(values), max(values)

@@ -58,8 +58,7 @@ def print_status(run: str, *, run_root: Path, json_mode: bool = False) -> None:
         console.out(json.dumps(document))
         return
     rows = status_rows(plan, record, state, folder=summary.typed_path(run_dir))
-    for label, text in (*rows, *_saved_rows(run_dir, record, saved=saved)):
-        console.show(f"{label:<12}{text}")
+    console.out(console.table((*rows, *_saved_rows(run_dir, record, saved=saved))))
 
 
 def status_rows(plan: RunPlan, record: RunRecord, state: RunState, *, folder: str) -> tuple[tuple[str, str], ...]:

@@ -379,8 +379,7 @@ def _tell(plan: RunPlan, state: RunState, *, outcome: Outcome, seconds: float, j
         console.out(json_line("summary", values))
     if outcome.state is RunStatus.DONE and not json_mode and not quiet:
         folder = summary.typed_path(Path(plan.run_dir))
-        for label, text in summary.summary_rows(plan, state, seconds=seconds, folder=folder):
-            console.say(f"{label:<12}{text}")
+        console.say(console.table(summary.summary_rows(plan, state, seconds=seconds, folder=folder)))
     go_on = "" if outcome.state is RunStatus.DONE else summary.go_on_command(Path(plan.run_dir))
     for line in (*outcome.advice, *([f"go on: {go_on}"] if go_on else [])):
         console.say(line)

@@ -58,7 +58,7 @@ def run_verify(recipe: Recipe, *, schemes: tuple[Scheme, ...] | None, emulate: b
             seen = _look(each, plan=plan, eager=eager, host=host, folder=folder)
             rows += judge(each, seen=seen, reference=reference)
             reference = _reference(each, seen=seen, before=reference)
-    console.out((as_json if json_mode else table)(rows))
+    console.out(as_json(rows) if json_mode else table(rows, columns=console.stdout_columns()))
     _raise_on_problems(rows)
     return 0
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 
+from appliance import console
 from appliance.verify.judge import Row, label
 
 _HEAD = ("scheme", "worker", "moved by", "layers moved", "returned", "from bf16", "verdict", "kernels")
 
 
-def table(rows: list[Row]) -> str:
-    """A line per worker, then a line per problem."""
-    cells = [_HEAD, *(_cells(row) for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(_HEAD))]
-    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
-    lines += [f"{_name(row)}: {problem}" for row in rows for problem in row.problems]
-    return "\n".join(lines)
+def table(rows: list[Row], *, columns: int | None = None) -> str:
+    """A line per worker, then a line per problem. columns: as of console.table."""
+    problems = [f"{_name(row)}: {problem}" for row in rows for problem in row.problems]
+    return "\n".join([console.table(map(_cells, rows), head=_HEAD, columns=columns), *problems])
 
 
 def _name(row: Row) -> str:

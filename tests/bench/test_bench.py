@@ -125,10 +125,9 @@ def test_the_table_says_whether_it_pays(int8: int, pays: str) -> None:
         EngineFacts(Scheme.INT8, weight_bytes=1 << 20, kv_bytes=2 << 30, sequences=200, kernels=()),
     ]
     assert table(job, verdicts=verdicts, facts=facts, measured=[], kept=None).splitlines() == [
-        "scheme        tokens/s    weights   KV cache     at once   ratio to bf16 (median of 5 interleaved pairs, "
-        "min-max)",
-        "bf16               100   2.00 GiB   1.00 GiB    10 of 64   1.00 (1.00-1.00)",
-        f"int8               {int8}    1.0 MiB   2.00 GiB    64 of 64   1.0{int8 % 10} (1.0{int8 % 10}-1.0{int8 % 10})",
+        "scheme  tokens/s   weights  KV cache   at once  ratio to bf16 (median of 5 interleaved pairs, min-max)",
+        "bf16         100  2.00 GiB  1.00 GiB  10 of 64  1.00 (1.00-1.00)",
+        f"int8         {int8}   1.0 MiB  2.00 GiB  64 of 64  1.0{int8 % 10} (1.0{int8 % 10}-1.0{int8 % 10})",
         f"int8 {pays} here for these rollouts: 1.0{int8 % 10} times bf16 ({int8} against 100 tokens/s; from 1.05 on "
         "it does)",
         "each engine had 3.00 GiB a worker for weights and KV cache together",

@@ -60,3 +60,13 @@ def test_a_stdout_that_cannot_be_written_is_an_os_error_by_its_own_name(monkeypa
     with pytest.raises(OSError, match="Input/output error") as caught:
         console.out("a line")
     assert (type(caught.value), caught.value.errno, caught.value.exit_code) == (console.StdoutError, errno.EIO, 3)
+
+
+def test_a_table_that_no_terminal_shows_cuts_and_folds_nothing() -> None:
+    text = console.table([("a", "1", "x" * 300), ("[b]", "22", "\x1b[31m")], head=("name", "number", ""), numbers=[1])
+    assert text.splitlines() == ["name  number", f"a          1  {'x' * 300}", "[b]       22  \\x1b[31m"]
+
+
+def test_a_table_in_a_terminal_folds_long_cells() -> None:
+    lines = console.table([("a", "x" * 30)], columns=20).splitlines()
+    assert max(map(len, lines)) <= 20 and "".join(lines).count("x") == 30

@@ -11,8 +11,7 @@ import pytest
 
 from appliance.page.axis import Axis, log_ticks, number_label, time_label, time_ticks, whole_ticks
 from appliance.page.stacked import Band, merged, stacked_chart
-from appliance.page.svg import Bound, Chart, Series, line_chart
-from appliance.page.thin import thinned
+from appliance.page.svg import Bound, Chart, Series, line_chart, thinned
 
 
 def points(*values: float | None) -> list[tuple[float, float, float, float]]:

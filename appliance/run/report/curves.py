@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from appliance.page.stacked import stacked_chart
-from appliance.page.svg import Bound, Chart, Mark, Series, line_chart
-from appliance.page.thin import MOST, Point, thinned
+from appliance.page.svg import MOST, Bound, Chart, Mark, Point, Series, line_chart, thinned
 from appliance.quant.scheme import Scheme
 from appliance.run.display import step_parts
 from appliance.run.events import StepMetrics

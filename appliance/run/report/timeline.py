@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from appliance.page.frame import table
 from appliance.page.stacked import LANE_NAMES, Band, Lane, time_chart
-from appliance.page.svg import Chart, Mark, Series, line_chart
-from appliance.page.thin import thinned
+from appliance.page.svg import Chart, Mark, Series, line_chart, thinned
 from appliance.run import draw
 from appliance.run.events import Event
 from appliance.run.report.folder import RunView
@@ -91,15 +89,13 @@ def _memory(view: RunView, *, seconds: float, marks: list[Mark]) -> list[str]:
     return [line_chart(chart, [Series("memory, GiB", thinned(points), 0)])]
 
 
-def event_table(view: RunView) -> str:
-    """Everything that happened but phases and progress; of very many the first and the last."""
+def event_rows(view: RunView) -> tuple[list[tuple[str, ...]], int]:
+    """(after, kind, what, why) of everything that happened but phases and progress; of very many the first and the
+    last, and how many are left out."""
     told = [event for event in view.events if event.kind not in _NOT_LISTED]
     left_out = max(0, len(told) - _MOST_EVENTS)
     kept = told if not left_out else [*told[: _MOST_EVENTS // 4], *told[-3 * _MOST_EVENTS // 4 :]]
-    if not kept:
-        return '<p class="soft">Nothing happened but its phases.</p>'
     rows = [
         (draw.duration(event.time - view.started), event.kind, event.what, event.why or event.note) for event in kept
     ]
-    note = f'<p class="note">{left_out} in the middle are left out; events.jsonl has them.</p>' if left_out else ""
-    return table(("after", "kind", "what", "why"), rows) + note
+    return rows, left_out

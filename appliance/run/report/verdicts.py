@@ -28,6 +28,11 @@ class Word(StrEnum):
     BAD = "bad"
     OPEN = "open"
 
+    @property
+    def grade(self) -> str:
+        """The class of the pages' style."""
+        return self.name.lower()
+
 
 @dataclass(frozen=True)
 class Verdict:

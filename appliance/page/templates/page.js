@@ -1,9 +1,3 @@
-"""The script of our pages: numbers under the pointer, and a page of a running run that loads itself again.
-
-It writes text only (`textContent`), never markup. Without it a page shows everything but the numbers under the pointer.
-"""
-
-SCRIPT = """
 'use strict';
 (() => {
   const tip = document.createElement('div');
@@ -60,4 +54,3 @@ SCRIPT = """
   };
   setTimeout(again, every * 1000);
 })();
-"""
