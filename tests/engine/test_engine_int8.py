@@ -15,7 +15,7 @@ from engines import Engine, int8_kernel, make_checkpoint, read_checkpoint, start
 from torch import Tensor
 
 from appliance.patch import applied
-from appliance.quant.codec import Int8Weight, quantise_int8
+from appliance.quant.codec_int8 import Int8Weight, quantise_int8
 
 pytestmark = pytest.mark.engine
 

@@ -61,12 +61,12 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
 def pair(request: pytest.FixtureRequest, families: dict[str, tuple[Path, Path]]) -> Iterator[Pair]:
     scheme, family = request.param
     old, new = families[family]
-    fresh = start_engine(new, scheme=scheme, emulated=scheme.is_fp8)
+    fresh = start_engine(new, scheme=scheme, emulated=scheme.spec.can_emulate)
     wanted_new = fresh.generate(max_tokens=MAX_TOKENS)
     free_engine(fresh)
-    engine = start_engine(old, scheme=scheme, emulated=scheme.is_fp8)
+    engine = start_engine(old, scheme=scheme, emulated=scheme.spec.can_emulate)
     live = live_scheme(engine.model)
-    assert (live.scheme, live.emulated) == (scheme, scheme.is_fp8)
+    assert (live.scheme, live.emulated) == (scheme, scheme.spec.can_emulate)
     yield Pair(
         engine=engine,
         old=read_checkpoint(old),

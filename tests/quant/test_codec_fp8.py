@@ -13,8 +13,8 @@ from test_codec import DTYPES, WEIGHTS, random_weight
 
 from appliance.errors import NumericsError
 from appliance.quant import codec_fp8
-from appliance.quant.codec import Fp8Weight, dequantise, quantise, quantise_tokens, weight_absmax
-from appliance.quant.codec_fp8 import quantise_fp8_tokens
+from appliance.quant.codec import dequantise, quantise, quantise_tokens, weight_absmax
+from appliance.quant.codec_fp8 import Fp8Weight, quantise_fp8_tokens
 from appliance.quant.scheme import Scheme
 
 FP8 = (Scheme.FP8, Scheme.FP8_CHANNEL, Scheme.FP8_BLOCK)
