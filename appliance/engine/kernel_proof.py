@@ -42,7 +42,7 @@ from appliance.engine.expect import LocalShape, Slot, rounded
 from appliance.engine.schedule import Ask
 from appliance.errors import SyncError
 from appliance.quant.codec_int8 import Int8Weight, quantise_int8
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 
 U = 2.0**-24  # half a unit of float32, relative
 BF16_U = 2.0**-8  # BF16 rounds by at most so much, relative

@@ -10,7 +10,6 @@ from appliance.plan import host_memory
 from appliance.plan.host import HostFacts
 from appliance.plan.memory import host_bytes, moments
 from appliance.plan.model import RunPlan
-from appliance.plan.shapes import ModelShape
 from appliance.preflight import gpu
 from appliance.preflight.access import AccessFacts, judge_access
 from appliance.preflight.container import judge_container
@@ -24,6 +23,7 @@ from appliance.preflight.probes import InputFacts
 from appliance.preflight.stack import judge_stack
 from appliance.quant.architectures import why_unknown
 from appliance.terms.devices import CPU, gpu_of_product, why_not
+from appliance.terms.shapes import ModelShape
 
 PYTHON = (3, 11)
 PACKAGE_OF = {"libnuma.so.1": "libnuma1"}

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from appliance.plan.experts import layers_with_experts, quantises_experts
 from appliance.plan.guard import CHANGES_ENGINES, finer_schemes, why_not_live
 from appliance.plan.model import RunPlan, Switching
-from appliance.plan.shapes import ModelShape
 from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.probes import InputFacts
 from appliance.quant.architectures import WITH_EXPERTS
 from appliance.terms.schemes import BLOCK, Scales
+from appliance.terms.shapes import ModelShape
 
 
 def judge_guard(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from appliance.errors import RecipeError
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 
 _RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A file, or the name of a shipped recipe.")]
 _SetOption = Annotated[

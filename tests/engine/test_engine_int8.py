@@ -229,7 +229,7 @@ def test_ignored_layers_stay_in_bf16(checkpoints: tuple[Path, Path]) -> None:
 
 def test_live_scheme_reads_the_model(engine: Engine) -> None:
     from appliance.engine.attest import LiveScheme, live_scheme
-    from appliance.quant.scheme import Scheme
+    from appliance.terms.schemes import Scheme
 
     linear = {Scheme.INT8: {KERNEL: 12}, Scheme.BF16: {"UnquantizedLinearMethod": 12}}
     scheme = Scheme(engine.scheme)
@@ -248,7 +248,7 @@ def write_plan(run_dir: Path, *, scheme: str, replicas: int = 1) -> Path:
     from plans import make_plan, make_rollout
 
     from appliance.plan.model import ExpectedAttestation
-    from appliance.quant.scheme import Scheme
+    from appliance.terms.schemes import Scheme
 
     plan = make_plan(
         run_dir,

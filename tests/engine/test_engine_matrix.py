@@ -18,7 +18,7 @@ from engines import Engine, free_engine, read_checkpoint, start_engine
 from families import FAMILIES, make_family
 
 from appliance.engine.attest import live_scheme
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

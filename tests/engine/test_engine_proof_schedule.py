@@ -16,7 +16,7 @@ from appliance.errors import SyncError
 from appliance.quant import numba_fp8
 from appliance.quant.codec_fp8 import Fp8Weight
 from appliance.quant.codec_int8 import Int8Weight
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 
 EVERY = (1, 3, 8, 20)
 

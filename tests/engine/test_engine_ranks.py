@@ -20,7 +20,7 @@ from torch.nn import Module
 
 from appliance.errors import EngineError
 from appliance.quant.codec import quantise
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 
 pytestmark = pytest.mark.engine
 

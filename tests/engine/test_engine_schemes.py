@@ -27,7 +27,7 @@ from test_engine_int8 import (
 
 from appliance.errors import EngineError
 from appliance.quant.codec import dequantise, quantise, quantise_tokens
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 
 pytestmark = pytest.mark.engine
 
