@@ -23,7 +23,7 @@ from appliance import console
 from appliance.bench.job import NAMED_SHAPES, Shapes
 from appliance.engine.cpu_gemm import OneDnnGemm, SglGemm, has_packed_kernel, packs_quickly
 from appliance.plan.control_groups import usable_cores
-from appliance.quant.codec import quantise_int8
+from appliance.quant.codec_int8 import quantise_int8
 
 BF16 = "bf16"
 PACK = 0  # in the place of a number of tokens

@@ -16,7 +16,7 @@ import torch
 
 from appliance import console
 from appliance.errors import PreflightError
-from appliance.quant.codec import quantise_int8
+from appliance.quant.codec_int8 import quantise_int8
 from appliance.quant.triton_int8 import quantise_int8_triton
 
 LAYERS = 64

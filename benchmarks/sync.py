@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-SCHEMES = (Scheme.BF16, Scheme.INT8, Scheme.FP8, Scheme.FP8_CHANNEL, Scheme.FP8_BLOCK)
+SCHEMES = tuple(Scheme)
 MAX_RATIO = 1.3  # of a quantised update to BF16's
 MAX_PROOF_SHARE = 0.05
 LEGEND = """update: seconds of the worker, from the first tensor to the last proof. Proof's share: of the update without
@@ -92,7 +92,7 @@ class Engine:
 
         from appliance.engine.update import WeightUpdate
 
-        quantisation = Quantisation(scheme=scheme, emulated=scheme.is_fp8)
+        quantisation = Quantisation(scheme=scheme, emulated=scheme.spec.can_emulate)
         llm = LLM(
             str(folder),
             skip_tokenizer_init=True,
@@ -233,7 +233,7 @@ def table(found: list[Row]) -> str:
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in found:
-        emulated = " (emulated)" if row.scheme.is_fp8 else ""
+        emulated = " (emulated)" if row.scheme.spec.can_emulate else ""
         lines.append(
             f"| {row.scheme}{emulated} | {row.seconds:.3f} s | {row.ratio:.2f} | {row.digest_s:.3f} s "
             f"| {row.proof_s:.3f} s | {row.proof_share:.1%} | {row.telemetry_s:.3f} s "

@@ -183,7 +183,7 @@ def _unfit(arguments: Any, settings: EngineSettings) -> list[Problem]:
         problems.append((f"{fact}, and {CONFIG_VARIABLE} lists several", "start each engine by a command of its own"))
     if reason := _no_kernels(quantisation):
         hint = "FP8 is emulated, for numerics and not for speed, with `emulated: true` in a YAML file"
-        problems.append((f"{CONFIG_VARIABLE}: {reason}", hint if quantisation.scheme.is_fp8 else ""))
+        problems.append((f"{CONFIG_VARIABLE}: {reason}", hint if quantisation.scheme.spec.can_emulate else ""))
     if not quantisation.is_plain and (method := _method_of_checkpoint(arguments)):
         fact = f"--model: {arguments.model} is quantised already ({method})"
         problems.append((fact, "serve the BF16 checkpoint: it is quantised when it is loaded"))

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.errors import RecipeError
-from appliance.plan.engines import PROFILED
 from appliance.quant.files import PROFILE_FILE
-from appliance.quant.scheme import Scheme
 from appliance.quant.settings import METHOD_NAME, Quantisation
 from appliance.recipe.text import path_problem, pattern_problem
 from appliance.recipe.tree import MAX_BYTES, Node, Problem, Refused, parse
+from appliance.terms.schemes import Scheme
 from flashrl_compat.names import NAMES, OWN_NAMES, Name, find_file_name, listed
 
 THEIR_KEYS = (
@@ -114,7 +113,7 @@ class _Reader:
         if name is None:
             return None
         self._check_quantization(name)
-        if emulated and not name.scheme.is_fp8:
+        if emulated and not name.scheme.spec.can_emulate:
             self._refuse("emulated", f"`{name.theirs}` is never emulated", "only FP8 schemes are: leave it out")
         quantisation = Quantisation(
             scheme=name.scheme,
@@ -180,7 +179,7 @@ class _Reader:
 
     def _check_quantization(self, name: Name) -> None:
         """FlashRL hands this to vLLM; here the scheme follows from `fn`, and the two may not contradict each other."""
-        legal = (METHOD_NAME, "fp8") if name.scheme.is_fp8 else (METHOD_NAME,)
+        legal = (METHOD_NAME, *filter(None, [name.scheme.spec.vllm_name]))
         value = self._text("quantization")
         if value and value not in legal:
             hint = f"leave it out: `fn: {name.theirs}` says it all"
@@ -190,7 +189,7 @@ class _Reader:
         value = self._text("profile")
         if not value:
             return ""
-        if name.scheme not in PROFILED:
+        if not name.scheme.spec.takes_profile:
             self._refuse("profile", f"`{name.theirs}` takes no profile", "leave it out")
             return ""
         if why := path_problem(value):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,11 @@ NAMES: tuple[Name, ...] = (
     Name("int8_wo_prune", Scheme.INT8, "`int8`", "the same as `int8`, as in FlashRL"),
 )
 
-# A scheme of ours that FlashRL has no name for; a file may use it, FLASHRL_CONFIG takes FlashRL's names only.
-OWN_NAMES: tuple[Name, ...] = (
-    Name("fp8_block", Scheme.FP8_BLOCK, "not in FlashRL", "128×128 weights, 1×128 activations; in a file only"),
+# Schemes of ours that FlashRL has no name for; a file may use them, FLASHRL_CONFIG takes FlashRL's names only.
+OWN_NAMES: tuple[Name, ...] = tuple(
+    Name(scheme.replace("-", "_"), scheme, "not in FlashRL", f"{scheme.spec.label}; in a file only")
+    for scheme in Scheme
+    if scheme not in {name.scheme for name in NAMES}
 )
 
 _BY_NAME = {name.theirs: name for name in NAMES}

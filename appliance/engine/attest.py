@@ -23,9 +23,9 @@ from appliance.errors import EngineError
 from appliance.plan.env import PLAN_VARIABLE
 from appliance.plan.model import RunPlan
 from appliance.plan.read import read_plan
-from appliance.quant.scheme import Scheme
 from appliance.run.attest import fingerprint, write_attestation
 from appliance.run.generation import read_generation
+from appliance.terms.schemes import Scheme
 
 REPLICA_VARIABLE = "VERL_REPLICA_RANK"  # set by verl for each rollout server
 

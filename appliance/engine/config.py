@@ -23,14 +23,11 @@ from vllm.model_executor.layers.utils import MOE_LAYER_ROUTER_GATE_SUFFIXES
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
 
-from appliance.engine.emulated import EmulatedLinearMethod
 from appliance.engine.families import FUSED_LAYERS, layer_name, require_known_architecture, require_known_layer
 from appliance.engine.head import Fp32HeadMethod
-from appliance.engine.int8 import Int8LinearMethod
-from appliance.engine.native import native_fp8_method
+from appliance.engine.methods import experts_method, linear_method
 from appliance.errors import EngineError
 from appliance.quant.profile import kept_layers
-from appliance.quant.scheme import Scheme
 from appliance.quant.settings import METHOD_NAME, Quantisation, quantisation_from_config
 
 
@@ -53,9 +50,10 @@ class ApplianceConfig(QuantizationConfig):
                 f"quantization={METHOD_NAME} says no scheme",
                 hint="start the engine with everything that Quantisation(...).engine_arguments() gives",
             )
-        if quantisation.emulated and not quantisation.scheme.is_fp8:
+        spec = quantisation.scheme.spec
+        if quantisation.emulated and not spec.can_emulate:
             raise EngineError(f"`{quantisation.scheme}` is never emulated: only FP8 schemes are")
-        if quantisation.scheme.is_fp8 and not quantisation.emulated and current_platform.is_cpu():
+        if spec.not_on_cpu and not quantisation.emulated and current_platform.is_cpu():
             raise EngineError(
                 f"a CPU has no kernels for `{quantisation.scheme}`",
                 hint="use int8, or ask for the scheme as emulated: for numerics only, it is slow",
@@ -109,25 +107,17 @@ class ApplianceConfig(QuantizationConfig):
             return UnquantizedLinearMethod()
         if is_router(layer, prefix=prefix) or self._is_ignored(prefix):
             return KeptLinearMethod()
-        if scheme is Scheme.INT8:
-            return Int8LinearMethod()
-        return EmulatedLinearMethod(scheme) if self.quantisation.emulated else native_fp8_method(scheme)
+        return linear_method(scheme, emulated=self.quantisation.emulated)
 
     def _experts(self, layer: RoutedExperts, *, prefix: str) -> QuantizeMethodBase:
-        scheme = self.quantisation.scheme
+        scheme, emulated = self.quantisation.scheme, self.quantisation.emulated
         if not scheme.quantised:
             return UnquantizedFusedMoEMethod(layer.moe_config)
         if self._is_ignored(prefix):
             return KeptExpertsMethod(layer.moe_config)
-        try:
-            from appliance.engine.experts import EmulatedExpertsMethod, Int8ExpertsMethod
-        except ImportError as error:
-            raise EngineError(f"{prefix}: experts in `{scheme}` are not supported") from error
-        if scheme is Scheme.INT8:
-            return Int8ExpertsMethod(layer=layer)
-        if self.quantisation.emulated:
-            return EmulatedExpertsMethod(scheme, layer=layer)
-        raise EngineError(f"{prefix}: experts in `{scheme}` run emulated only", hint="use int8")
+        if not scheme.spec.experts and not emulated:
+            raise EngineError(f"{prefix}: experts in `{scheme}` run emulated only", hint="use int8")
+        return experts_method(scheme, emulated=emulated, layer=layer)
 
     def _is_ignored(self, prefix: str) -> bool:
         ignore = [*self.quantisation.ignore, *self._kept]

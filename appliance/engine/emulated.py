@@ -16,23 +16,23 @@ from torch.nn import Module
 from torch.nn.functional import linear
 from vllm.model_executor.utils import replace_parameter
 
+from appliance.engine.fp8_proof import EmulatedProof
 from appliance.engine.quantised import OnlineLinearMethod
 from appliance.errors import EngineError
-from appliance.quant.codec import Fp8Weight, QuantisedWeight
-from appliance.quant.codec_fp8 import BLOCK, dequantise_fp8, quantise_fp8_tokens, row_blocks
-from appliance.quant.scheme import Scheme
+from appliance.quant.codec import QuantisedWeight
+from appliance.quant.codec_fp8 import Fp8Weight, dequantise_fp8, quantise_fp8_tokens, row_blocks
+from appliance.terms.schemes import BLOCK, Scales, Scheme
 
 
 class EmulatedLinearMethod(OnlineLinearMethod):
     """One per layer. layer.weight: float8 codes [N, K].  layer.weight_scale: float32, see the codec."""
 
     emulated = True
+    proof = EmulatedProof
 
     def __init__(self, scheme: Scheme) -> None:
         """scheme: one of FP8."""
-        super().__init__()
-        self.scheme = scheme  # changes where the guard asks for a finer one, see precision.py
-        self.planned = scheme
+        super().__init__(scheme)
         self._block = (0, 0)
 
     def create_weights(
@@ -45,7 +45,7 @@ class EmulatedLinearMethod(OnlineLinearMethod):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        if self.scheme is Scheme.FP8_BLOCK:
+        if self.scheme.spec.scales is Scales.BLOCK:
             cut_columns = [input_size_per_partition] if input_size_per_partition != input_size else []
             cut_rows = output_partition_sizes if layer.tp_size > 1 and not cut_columns else []
             _refuse_cut_blocks(layer, cut_rows + cut_columns)

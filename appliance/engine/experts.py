@@ -13,8 +13,7 @@ Legend: E experts, M tokens, T experts of one token, N output channels, K input 
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -31,13 +30,10 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import amax_for_m
 from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 
-from appliance.engine.emulated import EmulatedLinearMethod
-from appliance.engine.int8 import Int8LinearMethod
 from appliance.engine.quantised import OnlineLinearMethod, Quantising, WholeAbsmax, is_cut
 from appliance.errors import EngineError
 from appliance.quant.codec import QuantisedWeight, weight_absmax
-from appliance.quant.codec_fp8 import BLOCK
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import BLOCK, Scales, Scheme
 
 GATE_UP, DOWN = "w13", "w2"  # vLLM's names of the two weights of an expert
 _SHARDS = {GATE_UP: ("w1", "w3"), DOWN: ("w2",)}  # and of the checkpoint's tensors that each is made of
@@ -85,18 +81,34 @@ class ExpertsAbsmax(WholeAbsmax):
 class OnlineExpertsMethod(Quantising, OnlineMoEMethodBase):
     """One object per layer of experts. `gemms` has two entries per expert of this rank: w13, then w2."""
 
-    def __init__(self, *, layer: RoutedExperts) -> None:
+    provable = False  # each of `gemms` is a layer of its own
+
+    def __init__(
+        self, scheme: Scheme, *, emulated: bool, make: Callable[[], OnlineLinearMethod], layer: RoutedExperts
+    ) -> None:
+        """make: a new method of that scheme, for one GEMM."""
         super().__init__(layer.moe_config)
         _refuse_unknown(layer)
+        self.scheme, self.emulated, self._make = scheme, emulated, make
         self.gemms: tuple[ExpertGemm, ...] = ()
         self._whole = ExpertsAbsmax()
 
-    @abstractmethod
-    def linear_method(self) -> OnlineLinearMethod:
-        """A new one, for one GEMM."""
-
-    def create_weights(self, layer: RoutedExperts, num_experts: int, *args: Any, **kwargs: Any) -> None:
+    def create_weights(
+        self,
+        layer: RoutedExperts,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         ranks = self.moe.moe_parallel_config.tp_size
+        if self.scheme.spec.scales is Scales.BLOCK and ranks > 1 and intermediate_size_per_partition % BLOCK:
+            raise EngineError(
+                f"{layer.layer_name}: `{self.scheme}` over {ranks} ranks leaves {intermediate_size_per_partition} "
+                f"channels of an expert to a rank, which is not a multiple of {BLOCK}",
+                hint="use `fp8-channel`, or fewer ranks for tensor parallelism",
+            )
         self._cut = {
             GATE_UP: is_cut(self.scheme, rows_are_cut=False, num_ranks=ranks),
             DOWN: is_cut(self.scheme, rows_are_cut=ranks > 1, num_ranks=ranks),
@@ -104,11 +116,11 @@ class OnlineExpertsMethod(Quantising, OnlineMoEMethodBase):
         if any(self._cut.values()):
             kwargs["weight_loader"] = self._whole.recording(kwargs["weight_loader"], scheme=self.scheme)
         self.gemms = tuple(
-            ExpertGemm(self.linear_method(), prefix=layer.layer_name, expert=expert, part=part)
+            ExpertGemm(self._make(), prefix=layer.layer_name, expert=expert, part=part)
             for expert in range(num_experts)
             for part in (GATE_UP, DOWN)
         )
-        super().create_weights(layer, num_experts, *args, **kwargs)
+        super().create_weights(layer, num_experts, hidden_size, intermediate_size_per_partition, *args, **kwargs)
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Quantise every expert and drop the BF16 weights. Raises NumericsError."""
@@ -199,43 +211,6 @@ class OnlineExpertsMethod(Quantising, OnlineMoEMethodBase):
     def held_scale(self, layer: Module) -> Tensor | None:
         """None: each entry of `gemms` is a layer with a method and scales of its own."""
         return None
-
-
-class Int8ExpertsMethod(OnlineExpertsMethod):
-    scheme = Scheme.INT8
-
-    def linear_method(self) -> Int8LinearMethod:
-        return Int8LinearMethod()
-
-
-class EmulatedExpertsMethod(OnlineExpertsMethod):
-    emulated = True
-
-    def __init__(self, scheme: Scheme, *, layer: RoutedExperts) -> None:
-        """scheme: one of FP8."""
-        super().__init__(layer=layer)
-        self.scheme = scheme
-
-    def linear_method(self) -> EmulatedLinearMethod:
-        return EmulatedLinearMethod(self.scheme)
-
-    def create_weights(
-        self,
-        layer: RoutedExperts,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size_per_partition: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        ranks = self.moe.moe_parallel_config.tp_size
-        if self.scheme is Scheme.FP8_BLOCK and ranks > 1 and intermediate_size_per_partition % BLOCK:
-            raise EngineError(
-                f"{layer.layer_name}: `fp8-block` over {ranks} ranks leaves {intermediate_size_per_partition} "
-                f"channels of an expert to a rank, which is not a multiple of {BLOCK}",
-                hint="use `fp8-channel`, or fewer ranks for tensor parallelism",
-            )
-        super().create_weights(layer, num_experts, hidden_size, intermediate_size_per_partition, *args, **kwargs)
 
 
 def _refuse_unknown(layer: RoutedExperts) -> None:

@@ -35,9 +35,8 @@ from appliance.engine.expect import LocalShape
 from appliance.engine.fp8_proof import TOKENS, NativeFp8Proof
 from appliance.engine.kernel_proof import Mismatch
 from appliance.engine.schedule import Ask
-from appliance.quant.codec import Fp8Weight
-from appliance.quant.codec_fp8 import BLOCK, quantise_fp8_by, widened_fp8
-from appliance.quant.scheme import Scheme
+from appliance.quant.codec_fp8 import BLOCK, Fp8Weight, quantise_fp8_by, widened_fp8
+from appliance.terms.schemes import Scheme
 
 SLACK = 2.0**-10  # of x, relative
 _NEGATIVE_ZERO = 0x80

@@ -51,10 +51,10 @@ from appliance.engine.expect import LocalShape, Slot, rounded
 from appliance.engine.kernel_proof import BF16_U, TINY, KernelProof, Mismatch, U, answer, first_beyond, first_scale
 from appliance.engine.schedule import ROTATION, Ask
 from appliance.errors import SyncError
-from appliance.quant.codec import Fp8Weight, dequantise, weight_absmax
-from appliance.quant.codec_fp8 import BLOCK, fp8_scale, quantise_fp8_by, row_blocks, widened_fp8
+from appliance.quant.codec import dequantise, weight_absmax
+from appliance.quant.codec_fp8 import Fp8Weight, fp8_scale, quantise_fp8_by, row_blocks, widened_fp8
 from appliance.quant.digest import digest
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import BLOCK, Scales, Scheme
 
 TOKENS = 16  # of a probe for vLLM's own methods
 _MAGNITUDES = 4  # 1, 2, 4, 8
@@ -69,7 +69,7 @@ class Fp8Proof(KernelProof):
 
     def __init__(self, name: str, *, shape: LocalShape, scheme: Scheme, ask: Ask) -> None:
         super().__init__(name, shape=shape, scheme=scheme, ask=ask)
-        self._scheme = scheme
+        self._scheme, self._scales = scheme, scheme.spec.scales
         self._is_cut = shape.is_cut
         self._parts: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._ask = ask
@@ -111,10 +111,10 @@ class Fp8Proof(KernelProof):
 
     def _absmax(self, slot: Slot, whole_NK: Tensor) -> Tensor | None:
         """Of the whole tensor, where a scale covers more of it than this rank has."""
-        if not self._is_cut or self._scheme is Scheme.FP8_BLOCK:
+        if not self._is_cut or self._scales is Scales.BLOCK:
             return None
         absmax = weight_absmax(whole_NK, scheme=self._scheme)
-        return absmax if self._scheme is Scheme.FP8 else absmax[slot.rows]
+        return absmax if self._scales is Scales.TENSOR else absmax[slot.rows]
 
     def _expect(self, received: list[tuple[Tensor, Tensor | None]]) -> None:
         self._scale = fp8_scale(self._absmax_of(received), scheme=self._scheme)
@@ -125,12 +125,11 @@ class Fp8Proof(KernelProof):
 
     def _absmax_of(self, parts: list[tuple[Tensor, Tensor | None]]) -> Tensor:
         """In the shape of the whole layer's scale."""
-        in_blocks = self._scheme is Scheme.FP8_BLOCK
-        if in_blocks and any(len(part) % BLOCK for part, _ in parts[:-1]):
+        if self._scales is Scales.BLOCK and any(len(part) % BLOCK for part, _ in parts[:-1]):
             return weight_absmax(torch.cat([part for part, _ in parts]), scheme=self._scheme)
         own = [weight_absmax(part, scheme=self._scheme) if given is None else given for part, given in parts]
         absmax = torch.cat(own)
-        return absmax.amax(dim=0, keepdim=True) if self._scheme is Scheme.FP8 else absmax
+        return absmax.amax(dim=0, keepdim=True) if self._scales is Scales.TENSOR else absmax
 
     def _due_rows(self) -> list[slice]:
         """Blocks of 128: scales of blocks are never cut."""
@@ -142,9 +141,9 @@ class Fp8Proof(KernelProof):
         return [slice(start, min(start + BLOCK, self.num_channels)) for start in due]
 
     def _due_scales(self) -> Tensor:
-        if self._scheme is Scheme.FP8 or self._ask.full:
+        if self._scales is Scales.TENSOR or self._ask.full:
             return self._scale
-        if self._scheme is Scheme.FP8_BLOCK:
+        if self._scales is Scales.BLOCK:
             return torch.cat([self._scale[rows.start // BLOCK][None] for rows in self._due])
         return torch.cat([self._scale[rows] for rows in self._due])
 

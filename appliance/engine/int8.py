@@ -20,20 +20,21 @@ from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 
 from appliance.engine.cpu_gemm import CpuGemm, pack
+from appliance.engine.kernel_proof import Int8Proof
 from appliance.engine.quantised import OnlineLinearMethod
 from appliance.errors import NumericsError
-from appliance.quant.codec import Int8Weight, quantise_int8
+from appliance.quant.codec_int8 import Int8Weight, quantise_int8
 from appliance.quant.codec_range import all_finite
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 
 
 class Int8LinearMethod(OnlineLinearMethod):
     """One per layer."""
 
-    scheme = Scheme.INT8
+    proof = Int8Proof
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, scheme: Scheme) -> None:
+        super().__init__(scheme)
         self.kernel = init_int8_linear_kernel(
             is_channelwise=True,
             is_static_input_scheme=False,

@@ -41,8 +41,8 @@ from vllm import _custom_ops  # noqa: F401  registers torch.ops._C
 from appliance.engine.expect import LocalShape, Slot, rounded
 from appliance.engine.schedule import Ask
 from appliance.errors import SyncError
-from appliance.quant.codec import Int8Weight, quantise_int8
-from appliance.quant.scheme import Scheme
+from appliance.quant.codec_int8 import Int8Weight, quantise_int8
+from appliance.terms.schemes import Scheme
 
 U = 2.0**-24  # half a unit of float32, relative
 BF16_U = 2.0**-8  # BF16 rounds by at most so much, relative

@@ -38,10 +38,11 @@ from vllm.model_executor.layers.quantization.online.fp8 import (
     Fp8PtpcOnlineLinearMethod,
 )
 
+from appliance.engine.fp8_block_proof import NativeBlockProof
+from appliance.engine.fp8_proof import NativeFp8Proof
 from appliance.engine.quantised import Quantising
-from appliance.quant.codec import Fp8Weight
-from appliance.quant.codec_fp8 import weight_block
-from appliance.quant.scheme import Scheme
+from appliance.quant.codec_fp8 import Fp8Weight, weight_block
+from appliance.terms.schemes import Scheme
 
 # Kernels that read codes in rows, as they were made: [K, N] with strides (1, K), CUTLASS's padded to multiples of 16,
 # and [N, K] for blocks. Marlin, Humming, B12X and the CPU's AMX kernel pack them in orders of their own.
@@ -62,6 +63,8 @@ _READ_ROWS = frozenset(
 
 class NativeFp8Method(Quantising):
     """Ours of a method of vLLM's, whose class comes after this one."""
+
+    proof = NativeFp8Proof
 
     def process_weights_after_loading(self, layer: Module) -> None:
         is_done = getattr(layer, "_already_called_process_weights_after_loading", False)
@@ -121,6 +124,7 @@ class NativeChannelMethod(NativeFp8Method, Fp8PtpcOnlineLinearMethod):
 
 class NativeBlockMethod(NativeFp8Method, Fp8PerBlockOnlineLinearMethod):
     scheme = Scheme.FP8_BLOCK
+    proof = NativeBlockProof
     multiplies_in_bf16 = False
 
     @property

@@ -19,13 +19,12 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from appliance.engine.config import ApplianceConfig, KeptLinearMethod
-from appliance.engine.emulated import EmulatedLinearMethod
 from appliance.engine.families import FUSED_LAYERS
 from appliance.engine.quantised import OnlineLinearMethod, Quantising
 from appliance.errors import SyncError
 from appliance.quant.precision import Precision
-from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
+from appliance.terms.schemes import Scheme
 
 
 class RaisedLinearMethod(KeptLinearMethod):
@@ -82,7 +81,7 @@ class PrecisionSwitch:
     def _goals(self, wanted: Precision) -> dict[str, Scheme]:
         if self._fixed and not wanted.is_planned:
             raise SyncError(f"weight update: {self._fixed} cannot change its precision while the engine runs")
-        goals = {name: wanted.scheme or _planned(layer) for name, layer in self._layers.items()}
+        goals = {name: wanted.scheme or _own(layer).planned for name, layer in self._layers.items()}
         for name, scheme in goals.items():
             _require_possible(name, self._layers[name], scheme)
         return goals | dict.fromkeys(self._named(wanted.bf16_layers), Scheme.BF16)
@@ -123,20 +122,16 @@ def _own(layer: Module) -> OnlineLinearMethod:
     return method.quantised if isinstance(method, RaisedLinearMethod) else method
 
 
-def _planned(layer: Module) -> Scheme:
-    method = _own(layer)
-    return method.planned if isinstance(method, EmulatedLinearMethod) else method.scheme
-
-
 def _scheme(layer: Module) -> Scheme:
     return Scheme.BF16 if isinstance(layer.quant_method, RaisedLinearMethod) else layer.quant_method.scheme
 
 
 def _require_possible(name: str, layer: Module, scheme: Scheme) -> None:
     method = _own(layer)
-    if scheme in (Scheme.BF16, method.scheme, _planned(layer)):
+    if scheme in (Scheme.BF16, method.scheme, method.planned):
         return
-    if not isinstance(method, EmulatedLinearMethod) or not scheme.is_fp8 or layer.tp_size > 1:
+    alike = method.emulated and scheme.spec.emulation == method.scheme.spec.emulation
+    if not alike or layer.tp_size > 1:
         raise SyncError(f"weight update: {name} is {method.scheme} and cannot become {scheme} while the engine runs")
 
 
@@ -145,6 +140,5 @@ def _become(layer: Module, scheme: Scheme) -> None:
     if scheme is Scheme.BF16:
         layer.quant_method = RaisedLinearMethod(method)
         return
-    if isinstance(method, EmulatedLinearMethod):
-        method.scheme = scheme
+    method.scheme = scheme
     layer.quant_method = method

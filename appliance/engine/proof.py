@@ -17,15 +17,12 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from appliance.engine.expect import LocalShape, Slot, expert_gemms, expert_shape, local_shape, slots
-from appliance.engine.fp8_block_proof import NativeBlockProof
-from appliance.engine.fp8_proof import EmulatedProof, NativeFp8Proof
-from appliance.engine.kernel_proof import Bf16Proof, Int8Proof, KernelProof, Mismatch, check_quantiser
-from appliance.engine.native import NativeFp8Method
-from appliance.engine.quantised import OnlineLinearMethod
+from appliance.engine.kernel_proof import Bf16Proof, KernelProof, Mismatch, check_quantiser
+from appliance.engine.quantised import Quantising
 from appliance.engine.schedule import Ask, ask
 from appliance.errors import SyncError
 from appliance.quant.digest import digest
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 
 
 @dataclass(frozen=True)
@@ -53,8 +50,8 @@ class SyncProof:
         self._slots = slots(model, tied_head=tied_head)
         self._layers: dict[str, Module] = dict(model.named_modules())
         self._provable = _provable(model)
-        native = {name for name, layer in self._layers.items() if _is_native(layer)}
-        self._unasked = native - self._provable.keys()
+        quantised = {name for name, layer in self._layers.items() if isinstance(_method(layer), Quantising)}
+        self._unasked = quantised - self._provable.keys()
         self._layers |= {name: gemm for name, (_, gemm) in expert_gemms(model).items()}
         self._turns = {name: turn for turn, name in enumerate(self._layers)}
         self._sync = 0
@@ -161,30 +158,20 @@ class _Provable:
 def _provable(model: Module) -> dict[str, _Provable]:
     found = {name: how for name, layer in model.named_modules() if (how := _how(layer)) is not None}
     for name, (layer, gemm) in expert_gemms(model).items():
-        scheme = gemm.quant_method.scheme
-        found[name] = _Provable(_of_scheme(scheme), shape=expert_shape(layer, gemm), scheme=scheme)
+        method = gemm.quant_method
+        found[name] = _Provable(method.proof, shape=expert_shape(layer, gemm), scheme=method.scheme)
     return found
 
 
 def _how(layer: Module) -> _Provable | None:
     """None: a layer without a kernel, experts (each GEMM is a layer of its own), or a method that nothing can ask."""
-    method = getattr(layer, "quant_method", None)
-    if isinstance(method, NativeFp8Method) and method.provable:
-        return _Provable(_native(method.scheme), shape=local_shape(layer), scheme=method.scheme)
-    if isinstance(method, OnlineLinearMethod):
-        return _Provable(_of_scheme(method.scheme), shape=local_shape(layer), scheme=method.scheme)
+    method = _method(layer)
+    if isinstance(method, Quantising):
+        return _Provable(method.proof, shape=local_shape(layer), scheme=method.scheme) if method.provable else None
     if isinstance(layer, ParallelLMHead) or isinstance(method, UnquantizedLinearMethod):
         return _Provable(Bf16Proof, shape=local_shape(layer), scheme=Scheme.BF16)
     return None
 
 
-def _is_native(layer: Module) -> bool:
-    return isinstance(getattr(layer, "quant_method", None), NativeFp8Method)
-
-
-def _native(scheme: Scheme) -> Callable[..., KernelProof]:
-    return NativeBlockProof if scheme is Scheme.FP8_BLOCK else NativeFp8Proof
-
-
-def _of_scheme(scheme: Scheme) -> Callable[..., KernelProof]:
-    return Int8Proof if scheme is Scheme.INT8 else EmulatedProof
+def _method(layer: Module) -> object:
+    return getattr(layer, "quant_method", None)

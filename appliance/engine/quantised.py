@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.reload.layerwise import initialize_online_
 from vllm.model_executor.parameter import ModelWeightParameter
 
 from appliance.quant.codec import QuantisedWeight, weight_absmax
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scales, Scheme
 
 QuantisedHook = Callable[[Module, Tensor, QuantisedWeight], None]
 
@@ -33,12 +33,15 @@ class Quantising:
     """A method object that quantises its layer's weights; linear layers and experts have it as a base.
 
     scheme, emulated: what it does to weights and activations.
+    proof: the KernelProof of a layer with it.  provable: whether that can be asked.
     on_quantised: called with (layer, weight as assembled, its codes and scales) after each quantisation, before the
         weight is dropped. Set it on an object, or with `staticmethod` on a class.
     """
 
     scheme: Scheme
     emulated: bool = False
+    proof: Callable[..., Any]
+    provable: bool = True
     on_quantised: QuantisedHook | None = None
 
     @property
@@ -52,11 +55,12 @@ class Quantising:
 
 
 class OnlineLinearMethod(Quantising, LinearMethodBase):
-    """One object per layer."""
+    """One object per layer. planned: its scheme when it was made; `scheme` may become another one (precision.py)."""
 
     uses_meta_device = True
 
-    def __init__(self) -> None:
+    def __init__(self, scheme: Scheme) -> None:
+        self.scheme = self.planned = scheme
         self._whole = WholeAbsmax()
 
     def create_weights(
@@ -119,9 +123,9 @@ def is_cut(scheme: Scheme, *, rows_are_cut: bool, num_ranks: int) -> bool:
 
     Rows are cut when a layer is row-parallel. Blocks of 128 are never cut: a layer where they would be is refused.
     """
-    if scheme is Scheme.FP8:
+    if scheme.spec.scales is Scales.TENSOR:
         return num_ranks > 1
-    return rows_are_cut and scheme in (Scheme.INT8, Scheme.FP8_CHANNEL)
+    return rows_are_cut and scheme.spec.scales is Scales.CHANNEL
 
 
 class WholeAbsmax:

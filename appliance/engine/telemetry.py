@@ -24,8 +24,7 @@ from torch.nn import Module
 from appliance.engine.families import layer_name
 from appliance.engine.first_scales import FirstScales, Key, Kind
 from appliance.engine.quantised import Quantising
-from appliance.quant.codec import INT8_MAX, Int8Weight, QuantisedWeight
-from appliance.quant.codec_fp8 import FP8_MAX, widened_fp8
+from appliance.quant.codec import Codec, QuantisedWeight, codec_of
 from appliance.run.sync_records import Telemetry
 
 SAMPLED_ROWS = 8
@@ -36,18 +35,18 @@ _TOGETHER = 1 << 21  # codes that are measured at once: 22 MiB with all intermed
 class _Sample:
     """Some rows of a weight, their codes and scales. R rows, K columns, S scales in each row.
 
-    columns: that share a scale.  largest: magnitude of a code.
+    columns: that share a scale.
     """
 
     weight_RK: Tensor
     codes_RK: Tensor
     scale_RS: Tensor
     columns: int
-    largest: float
+    codec: Codec
 
     @property
     def kind(self) -> Kind:
-        return self.largest, self.columns, self.scale_RS.shape
+        return self.codec.largest, self.columns, self.scale_RS.shape
 
 
 @dataclass
@@ -151,9 +150,10 @@ class TelemetryTap:
             sums.changed += int((codes_LRK.view(torch.uint8) != before_LRK.view(torch.uint8)).sum())
             sums.compared += codes_LRK.numel()
         self._codes |= dict(zip(keys, codes_LRK, strict=True))
-        values_LRK = codes_LRK.float() if codes_LRK.dtype is torch.int8 else widened_fp8(codes_LRK)
+        codec = samples[0].codec
+        values_LRK = codec.values(codes_LRK)
         sums.codes += values_LRK.numel()
-        sums.saturated += int((values_LRK.abs() >= samples[0].largest).sum())
+        sums.saturated += int((values_LRK.abs() >= codec.largest).sum())
         both = (scale_LRS > 0) & (first_LRS > 0)
         sums.drift += float((scale_LRS[both].log() - first_LRS[both].log()).abs().sum())
         sums.scales += scale_LRS.numel()
@@ -171,11 +171,7 @@ def _sample(weight_NK: Tensor, quantised: QuantisedWeight) -> _Sample:
     """Copies: the whole weight is dropped."""
     step = max(1, -(-len(weight_NK) // SAMPLED_ROWS))
     rows = slice(0, None, step)
-    weight_RK, codes_RK = weight_NK[rows].clone(), quantised.codes_NK[rows].clone()
-    if isinstance(quantised, Int8Weight):
-        return _Sample(
-            weight_RK, codes_RK, quantised.scale_N1[rows].clone(), columns=weight_RK.shape[1], largest=INT8_MAX
-        )
     block_rows, columns = quantised.block
     blocks = [row // block_rows for row in range(0, len(weight_NK), step)]
-    return _Sample(weight_RK, codes_RK, quantised.scale[blocks], columns=columns, largest=FP8_MAX)
+    codec = codec_of(quantised.scheme)
+    return _Sample(weight_NK[rows].clone(), quantised.codes_NK[rows].clone(), quantised.scale[blocks], columns, codec)

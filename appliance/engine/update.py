@@ -39,9 +39,9 @@ from appliance.quant.manifest import (
     record,
 )
 from appliance.quant.precision import AS_PLANNED, DIRECTIVE_NAME, Precision
-from appliance.quant.scheme import Scheme
 from appliance.quant.smoothing import Smoothing, fold, require_all_folded
 from appliance.run.sync_records import Telemetry
+from appliance.terms.schemes import Scheme
 
 Bucket = list[tuple[str, Tensor]]
 

@@ -18,7 +18,7 @@ from appliance.guard.collapse import Guard, News, Report, Watch, Watches, watch
 from appliance.guard.ladder import Level, Rung, ladder, place
 from appliance.guard.policy import Action, Policy
 from appliance.guard.signals import Cause, Health, Judgement, Signals, judge
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 
 SCHEMA_VERSION = 2
 CHANGE_DELAY = 1  # steps after a decision whose rollouts were made before it takes effect

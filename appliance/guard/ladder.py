@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from appliance.guard.policy import FINER, Action, Policy
-from appliance.quant.scheme import Scheme
+from appliance.guard.policy import Action, Policy
+from appliance.terms.schemes import Scheme
 
 
 class Rung(StrEnum):
@@ -67,7 +67,7 @@ def ladder(policy: Policy) -> tuple[Level, ...]:
     if Action.RAISE_PRECISION in actions and scheme.quantised:
         levels += [Level(Rung.RAISE_PRECISION, scheme, share) for share in policy.bf16_layer_fractions]
         most = policy.bf16_layer_fractions[-1] if policy.bf16_layer_fractions else 0.0
-        levels += [Level(Rung.RAISE_PRECISION, finer, most) for finer in FINER[scheme]]
+        levels += [Level(Rung.RAISE_PRECISION, finer, most) for finer in scheme.spec.finer]
     if Action.BF16 in actions and scheme.quantised:
         levels.append(Level(Rung.BF16, Scheme.BF16, 1.0))
     if Action.STOP in actions:

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 
 
 class Action(StrEnum):
@@ -23,17 +23,6 @@ class Action(StrEnum):
     RAISE_PRECISION = "raise-precision"  # more layers in BF16, then the next scheme up
     BF16 = "bf16"  # rollouts without any quantised layer
     STOP = "stop"  # save and stop
-
-
-# What rollouts can be raised to and still be quantised. INT8 has nothing above it: E4M3 has 3 bits of mantissa and
-# rounds most weights more coarsely than 8 bits of their row's range.
-FINER: dict[Scheme, tuple[Scheme, ...]] = {
-    Scheme.BF16: (),
-    Scheme.INT8: (),
-    Scheme.FP8: (Scheme.FP8_CHANNEL, Scheme.FP8_BLOCK),
-    Scheme.FP8_CHANNEL: (Scheme.FP8_BLOCK,),
-    Scheme.FP8_BLOCK: (),
-}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from appliance.recipe.schema import Recipe, SchemeChoice
 from appliance.recipe.text import full_path
 
 PROFILE_FOLDER = "profile"
-PROFILED = (Scheme.INT8, Scheme.FP8_CHANNEL)  # schemes with a scale per channel: what a profile is for
 _AUTO, _NONE = "auto", "none"
 _PROVE_EVERY = 16
 
@@ -71,9 +70,9 @@ def _quantisation(recipe: Recipe, *, scheme: Scheme, profile: str) -> Quantisati
     quantization = recipe.quantization
     return Quantisation(
         scheme=scheme,
-        emulated=quantization.emulate and scheme.is_fp8,
+        emulated=quantization.emulate and scheme.spec.can_emulate,
         ignore=quantization.ignore if scheme.quantised else (),
-        profile=profile if scheme in PROFILED else "",
+        profile=profile if scheme.spec.takes_profile else "",
         lm_head_fp32=recipe.rollout.lm_head_fp32,
     )
 

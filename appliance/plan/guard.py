@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from appliance.guard.policy import FINER, Action
+from appliance.guard.policy import Action
 from appliance.plan.model import Choice, GuardPlan, RolloutPlan, RunPlan, Switching
 from appliance.quant.scheme import Scheme
 from appliance.recipe.schema import Recipe, SchemeChange
@@ -40,7 +40,7 @@ def why_not_live(rollout: RolloutPlan, *, actions: tuple[Action, ...], experts: 
 
 def finer_schemes(plan: RunPlan) -> tuple[Scheme, ...]:
     """What the rollouts may be raised to and still be quantised."""
-    return FINER[plan.rollout.scheme] if plan.guard.ranks_layers else ()
+    return plan.rollout.scheme.spec.finer if plan.guard.ranks_layers else ()
 
 
 def _switching(asked: SchemeChange, *, prevents: str) -> tuple[Switching, str]:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 
 from appliance.plan.model import RunPlan
 from appliance.plan.shapes import ModelShape
-from appliance.quant.device import GPUS
+from appliance.terms.devices import GPUS
+from appliance.terms.schemes import Scheme
 
 GIB = 1 << 30
 _CONTEXT = 3 * GIB // 2  # CUDA and its libraries, of each of the two processes on a GPU
@@ -105,9 +106,9 @@ def engine_share(plan: RunPlan, shape: ModelShape) -> Moment | None:
 
 def engine_weights(plan: RunPlan, shape: ModelShape) -> int:
     """Bytes on one GPU, of the engine that has most; where that is reserved, in BF16."""
-    as_planned = all(replica.scheme.quantised and not replica.emulated for replica in plan.rollout.replicas)
-    quantised = as_planned and not plan.guard.reserve_bf16
-    linear = shape.linear_weights * (1 if quantised else 2)
+    in_bf16 = plan.guard.reserve_bf16 or any(replica.emulated for replica in plan.rollout.replicas)
+    schemes = [Scheme.BF16] if in_bf16 else [replica.scheme for replica in plan.rollout.replicas]
+    linear = int(shape.linear_weights * max(scheme.spec.bytes_per_weight for scheme in schemes))
     return (linear + 2 * (shape.weights - shape.linear_weights)) // plan.rollout.tensor_parallel
 
 

@@ -10,7 +10,6 @@ from appliance.plan import host_memory
 from appliance.plan.host import HostFacts
 from appliance.plan.memory import host_bytes, moments
 from appliance.plan.model import RunPlan
-from appliance.plan.shapes import ModelShape
 from appliance.preflight import gpu
 from appliance.preflight.access import AccessFacts, judge_access
 from appliance.preflight.container import judge_container
@@ -23,8 +22,8 @@ from appliance.preflight.pays import judge_gain
 from appliance.preflight.probes import InputFacts
 from appliance.preflight.stack import judge_stack
 from appliance.quant.architectures import why_unknown
-from appliance.quant.device import CPU, INT8_CPU_FLAGS, gpu_of_product, why_not
-from appliance.quant.scheme import Scheme
+from appliance.terms.devices import CPU, gpu_of_product, why_not
+from appliance.terms.shapes import ModelShape
 
 PYTHON = (3, 11)
 PACKAGE_OF = {"libnuma.so.1": "libnuma1"}
@@ -136,10 +135,11 @@ def _scheme(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
             message = f"`{replica.scheme}` is emulated by rounding in float: its numbers are meant, its speed is not"
             yield _warning("scheme-emulated", "quantization.emulate", message, "use `int8` where speed matters")
         elif reason:
-            emulate = ", or quantization.emulate for its numbers alone" if replica.scheme.is_fp8 else ""
+            emulate = ", or quantization.emulate for its numbers alone" if replica.scheme.spec.can_emulate else ""
             yield _error("scheme", place, reason, f"use `int8` or `bf16`, or `auto`{emulate}")
-        elif replica.scheme is Scheme.INT8 and plan.device == CPU and not host.cpu_flags & set(INT8_CPU_FLAGS):
-            message = "this processor has no VNNI and no AMX: INT8 runs, but slower than BF16"
+        elif plan.device == CPU and (fast := replica.scheme.spec.fast_cpu_flags) and not host.cpu_flags & set(fast):
+            number = replica.scheme.spec.number
+            message = f"this processor has no VNNI and no AMX: {number} runs, but slower than BF16"
             yield _warning("scheme-slow", place, message, "use `auto` or `bf16`")
 
 

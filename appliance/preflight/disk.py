@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.plan.model import RunPlan
-from appliance.plan.shapes import ModelShape
 from appliance.preflight.finding import Finding, Severity
+from appliance.terms.shapes import ModelShape
 
 _GIB = 1 << 30
 _CHECKPOINTS = "checkpoints"  # in the run's folder

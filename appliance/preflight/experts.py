@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from appliance.plan.experts import keeps_experts
 from appliance.plan.host import HostFacts
 from appliance.plan.model import RunPlan
-from appliance.plan.shapes import ModelShape
 from appliance.preflight.finding import Finding, Severity
 from appliance.quant.architectures import WITH_EXPERTS
-from appliance.quant.device import CPU, why_not
+from appliance.terms.devices import CPU, why_not
+from appliance.terms.shapes import ModelShape
 
 _KEEP = r"keep them in BF16: quantization.ignore=['re:.*\.experts$']"
 

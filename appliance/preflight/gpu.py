@@ -9,9 +9,9 @@ from appliance.plan.guard import CHANGES_ENGINES
 from appliance.plan.host import HostFacts
 from appliance.plan.memory import GIB, engine_share, host_bytes, ladder, moments
 from appliance.plan.model import RunPlan
-from appliance.plan.shapes import ModelShape
 from appliance.preflight.finding import Finding, Severity
-from appliance.quant.device import CPU
+from appliance.terms.devices import CPU
+from appliance.terms.shapes import ModelShape
 
 FLASH_PACKAGE = "flash_attn"
 

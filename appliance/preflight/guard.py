@@ -7,13 +7,11 @@ from collections.abc import Iterator
 from appliance.plan.experts import layers_with_experts, quantises_experts
 from appliance.plan.guard import CHANGES_ENGINES, finer_schemes, why_not_live
 from appliance.plan.model import RunPlan, Switching
-from appliance.plan.shapes import ModelShape
 from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.probes import InputFacts
 from appliance.quant.architectures import WITH_EXPERTS
-from appliance.quant.scheme import Scheme
-
-_BLOCK = 128  # channels that share a scale of `fp8-block`
+from appliance.terms.schemes import BLOCK, Scales
+from appliance.terms.shapes import ModelShape
 
 
 def judge_guard(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
@@ -24,14 +22,14 @@ def judge_guard(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
 def _finer(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
     """vLLM refuses merged layers whose blocks are cut; our emulation only where ranks cut them."""
     ranks = plan.rollout.tensor_parallel
-    if shape is None or Scheme.FP8_BLOCK not in finer_schemes(plan) or (plan.rollout.emulated and ranks == 1):
+    in_blocks = [scheme for scheme in finer_schemes(plan) if scheme.spec.scales is Scales.BLOCK]
+    if shape is None or not in_blocks or (plan.rollout.emulated and ranks == 1):
         return
     widths = (shape.heads * shape.head_size, max(shape.kv_heads, ranks) * shape.head_size, shape.intermediate)
-    ragged = [width // ranks for width in widths if width // ranks % _BLOCK]
+    ragged = [width // ranks for width in widths if width // ranks % BLOCK]
     if ragged:
-        message = (
-            f"`raise-precision` ends with `fp8-block`, whose blocks cut the {ragged[0]} channels of a layer's part"
-        )
+        cut = f"whose blocks cut the {ragged[0]} channels of a layer's part"
+        message = f"`raise-precision` ends with `{in_blocks[-1]}`, {cut}"
         remedy = "leave it out of guard.actions, or use other values of rollout.scheme or rollout.tensor_parallel"
         yield Finding(Severity.ERROR, "guard-blocks", "guard.actions", message, remedy)
 

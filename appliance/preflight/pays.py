@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from appliance.plan.model import RunPlan
-from appliance.plan.shapes import ModelShape
 from appliance.preflight.finding import Finding, Severity
-from appliance.quant.device import PAYS_FROM, StoredResult
+from appliance.terms.devices import PAYS_FROM, StoredResult
+from appliance.terms.shapes import ModelShape
 
 # "Worth it from about 14B and long chains of thought": FlashRL's own account and its users' (Liu et al. 2025).
 _WEIGHTS_FROM = 14e9

@@ -17,7 +17,6 @@ import psutil
 from appliance.plan.control_groups import usable_cores
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.model import ModelPlan, RunPlan
-from appliance.plan.shapes import KNOWN, ModelShape, read_shape
 from appliance.plan.stored import read_result, result_key
 from appliance.preflight import hub
 from appliance.preflight.access import AccessFacts, read_access
@@ -29,7 +28,8 @@ from appliance.preflight.sample import RewardProblem, reward_problem
 from appliance.preflight.stack import StackFacts, read_stack
 from appliance.preflight.uaq import uaq_problem
 from appliance.preflight.weights import damage
-from appliance.quant.device import StoredResult
+from appliance.terms.devices import StoredResult
+from appliance.terms.shapes import KNOWN, ModelShape, read_shape
 
 LIBRARIES = ("libnuma.so.1",)
 PACKAGES = ("tensorboard", "trackio", "wandb", "flash_attn")

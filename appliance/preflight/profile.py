@@ -9,7 +9,7 @@ from pathlib import Path
 from appliance.errors import EngineError
 from appliance.plan.model import RunPlan
 from appliance.quant.files import PROFILE_FILE, read_file_header, tensor_shapes
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 
 _SCALE = "smoothing."  # before a norm's name in the file: `quant.smoothing.scale_key`
 

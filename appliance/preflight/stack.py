@@ -13,7 +13,7 @@ from appliance.plan.host import HostFacts
 from appliance.plan.model import RunPlan
 from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.records import recorded, why_unfit
-from appliance.quant.device import CPU
+from appliance.terms.devices import CPU
 
 
 @dataclass(frozen=True)

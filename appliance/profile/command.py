@@ -29,7 +29,6 @@ from appliance.profile.job import ProfileJob, job_of_plan, job_of_run
 from appliance.profile.scaled import SCALING
 from appliance.profile.table import table
 from appliance.quant.files import PROFILE_FILE, read_file_header
-from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
 from appliance.recipe.schema import Recipe
 from appliance.recipe.text import path_problem
@@ -46,6 +45,7 @@ from appliance.run.workspace import (
     new_folder,
     work_folder,
 )
+from appliance.terms.schemes import PROFILED, Scheme
 
 CONFIG_FILE = "quantization.yaml"
 CHILD_MODULE = "appliance.profile.child"
@@ -63,7 +63,7 @@ def run_profile(recipe: Recipe, *, output: Path | None) -> int:
         plan = build_plan(recipe, run_dir=folder, host=host, commit=commit_for(recipe))
         if plan.profile is None:
             message = f"rollout.scheme: `{plan.rollout.scheme}` has no profile"
-            hint = "use `int8` or `fp8-channel`, and quantization.profile `auto`"
+            hint = f"use {' or '.join(f'`{each}`' for each in PROFILED)}, and quantization.profile `auto`"
             raise RecipeError([(message, hint)])
         examine_for((plan,), host=host, about=OF_THE_MODEL | OF_THE_DATA | OF_A_PROFILE)
         with new_folder(output, option="-o") if output else nullcontext():

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from appliance.plan.model import RunPlan
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 
 PROMPTS = 64  # of the task, with their answers
 MAX_TOKENS = 2048  # of all prompts together

@@ -28,9 +28,9 @@ from appliance.quant.checkpoint import Checkpoint, Ledger
 from appliance.quant.layer_view import Errors, LayerView, Unit
 from appliance.quant.predict import predict_mismatch
 from appliance.quant.profile import LayerError, Memory, Origin, Predicted, Profile, Settings
-from appliance.quant.scheme import Scheme
 from appliance.quant.smoothing import Smoothing, SmoothingGroup, power_of_two
 from appliance.quant.streamed import StreamedModel
+from appliance.terms.schemes import Scheme
 
 _BATCH_TOKENS = 2048  # of one forward: bounds the activations inside a layer
 

@@ -1,33 +1,53 @@
 """The reference codec: what a quantised weight and a quantised activation are, for every scheme.
 
 Every path that quantises (kernels, engine, trainer, proof) is held to it. The numbers, bounds and special cases stand
-in `codec_int8` and `codec_fp8`; here a scheme is a value.
+in `codec_<name>.py`, each with its `CODEC`, found by the name that the scheme's row has; here a scheme is a value.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
 from torch import Tensor
 
-from appliance.quant.codec_fp8 import Fp8Weight, dequantise_fp8, fp8_absmax, quantise_fp8, quantise_fp8_tokens
-from appliance.quant.codec_int8 import INT8_MAX, Int8Weight, dequantise_int8, int8_scale, quantise_int8
-from appliance.quant.codec_range import require_finite, row_absmax
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 
-__all__ = [
-    "INT8_MAX",
-    "Fp8Weight",
-    "Int8Weight",
-    "QuantisedWeight",
-    "dequantise",
-    "dequantise_int8",
-    "int8_scale",
-    "quantise",
-    "quantise_int8",
-    "quantise_tokens",
-    "weight_absmax",
-]
 
-QuantisedWeight = Int8Weight | Fp8Weight
+class QuantisedWeight(Protocol):
+    """A weight, or the tokens of an activation: codes [N, K], scales, and (rows, columns) that share one."""
+
+    @property
+    def codes_NK(self) -> Tensor: ...
+    @property
+    def scale(self) -> Tensor: ...
+    @property
+    def block(self) -> tuple[int, int]: ...
+    @property
+    def scheme(self) -> Scheme: ...
+
+
+@dataclass(frozen=True)
+class Codec:
+    """largest: magnitude of a code.  values: codes of any shape as float32, exact.  The others: the functions below."""
+
+    largest: float
+    values: Callable[[Tensor], Tensor]
+    quantise: Callable[..., QuantisedWeight]
+    weight_absmax: Callable[..., Tensor]
+    quantise_tokens: Callable[..., QuantisedWeight]
+    dequantise: Callable[..., Tensor]
+
+
+@functools.cache
+def codec_of(scheme: Scheme) -> Codec:
+    """Raises ValueError for a scheme that does not quantise."""
+    if not scheme.quantised:
+        raise ValueError(f"`{scheme}` does not quantise")
+    return importlib.import_module(f"appliance.quant.codec_{scheme.spec.codec}").CODEC
 
 
 def quantise(weight_NK: Tensor, *, scheme: Scheme, absmax: Tensor | None = None) -> QuantisedWeight:
@@ -35,35 +55,23 @@ def quantise(weight_NK: Tensor, *, scheme: Scheme, absmax: Tensor | None = None)
 
     Raises NumericsError when a value is not finite, ValueError for a scheme that does not quantise.
     """
-    if scheme is Scheme.INT8:
-        return quantise_int8(weight_NK, absmax_N1=absmax)
-    return quantise_fp8(weight_NK, scheme=_fp8(scheme), absmax=absmax)
+    return codec_of(scheme).quantise(weight_NK, scheme=scheme, absmax=absmax)
 
 
 def weight_absmax(weight_NK: Tensor, *, scheme: Scheme) -> Tensor:
-    """float32 in the shape of the scheme's scale: [N, 1] (int8, fp8-channel), [1, 1] (fp8) or one for each block.
+    """float32 in the shape of the scheme's scale: [N, 1] (of channels), [1, 1] (of the tensor) or one for each block.
 
     What a shard needs of the whole weight: its own rows of [N, 1], all of [1, 1], its own blocks.
     Raises NumericsError when a value is not finite.
     """
-    if scheme is Scheme.INT8:
-        return require_finite(row_absmax(weight_NK), what="a weight")
-    return fp8_absmax(weight_NK, scheme=_fp8(scheme))
+    return codec_of(scheme).weight_absmax(weight_NK, scheme=scheme)
 
 
 def quantise_tokens(tokens_MK: Tensor, *, scheme: Scheme) -> QuantisedWeight:
     """Activations, each token by itself. tokens_MK: [M, K]. Raises NumericsError when a value is not finite."""
-    if scheme is Scheme.INT8:
-        return quantise_int8(tokens_MK)
-    return quantise_fp8_tokens(tokens_MK, scheme=_fp8(scheme))
+    return codec_of(scheme).quantise_tokens(tokens_MK, scheme=scheme)
 
 
 def dequantise(quantised: QuantisedWeight) -> Tensor:
     """[N, K] float32."""
-    return dequantise_int8(quantised) if isinstance(quantised, Int8Weight) else dequantise_fp8(quantised)
-
-
-def _fp8(scheme: Scheme) -> Scheme:
-    if not scheme.is_fp8:
-        raise ValueError(f"`{scheme}` does not quantise")
-    return scheme
+    return codec_of(quantised.scheme).dequantise(quantised)

@@ -43,6 +43,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from appliance.quant.codec import Codec
 from appliance.quant.codec_range import (
     CHUNK_ELEMENTS,
     block_absmax,
@@ -51,11 +52,10 @@ from appliance.quant.codec_range import (
     require_finite,
     row_absmax,
 )
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import BLOCK, Scales, Scheme
 
 FP8_MAX = 448.0
 FP8_DTYPE = torch.float8_e4m3fn
-BLOCK = 128
 _ROW_FLOOR = 512.0  # s >= 1 / (448 * 512)
 _BLOCK_FLOOR = 1e-4
 _GROUP_FLOOR = 1e-10
@@ -79,18 +79,19 @@ class Fp8Weight:
 
 def fp8_absmax(weight_NK: Tensor, *, scheme: Scheme) -> Tensor:
     """float32, in the shape of the weight's scale. Raises NumericsError when a value is not finite."""
-    in_blocks = scheme is Scheme.FP8_BLOCK
-    absmax = block_absmax(weight_NK, block=(BLOCK, BLOCK)) if in_blocks else row_absmax(weight_NK)
+    scales = scheme.spec.scales
+    absmax = block_absmax(weight_NK, block=(BLOCK, BLOCK)) if scales is Scales.BLOCK else row_absmax(weight_NK)
     absmax = require_finite(absmax, what="a weight")
-    return absmax.amax(dim=0, keepdim=True) if scheme is Scheme.FP8 else absmax
+    return absmax.amax(dim=0, keepdim=True) if scales is Scales.TENSOR else absmax
 
 
 def fp8_scale(absmax: Tensor, *, scheme: Scheme) -> Tensor:
     """The scale of a weight from the largest magnitudes of its blocks."""
-    if scheme is Scheme.FP8_BLOCK:
+    scales = scheme.spec.scales
+    if scales is Scales.BLOCK:
         return divided(absmax.clamp_min(_BLOCK_FLOOR), steps=FP8_MAX)
     scale = divided(absmax, steps=FP8_MAX)
-    return scale if scheme is Scheme.FP8 else _with_row_floor(scale)
+    return scale if scales is Scales.TENSOR else _with_row_floor(scale)
 
 
 def _with_row_floor(scale: Tensor) -> Tensor:
@@ -112,15 +113,15 @@ def quantise_fp8(weight_NK: Tensor, *, scheme: Scheme, absmax: Tensor | None = N
 def quantise_fp8_by(weight_NK: Tensor, *, scale: Tensor, scheme: Scheme, saturates: bool = True) -> Fp8Weight:
     """With scales that are known. weight_NK: finite.  saturates: whether |x| may be above 448 by more than rounding."""
     block = weight_block(scheme, shape=tuple(weight_NK.shape))
-    divide = scheme is Scheme.FP8_CHANNEL
+    divide = scheme.spec.scales is Scales.CHANNEL
     codes_NK = _codes(weight_NK, scale=scale, block=block, divide=divide, saturates=saturates)
     return Fp8Weight(codes_NK=codes_NK, scale=scale, block=block, scheme=scheme)
 
 
 def weight_block(scheme: Scheme, *, shape: tuple[int, int]) -> tuple[int, int]:
     """(rows, columns) that share a scale."""
-    rows, columns = shape
-    return {Scheme.FP8: (rows, columns), Scheme.FP8_CHANNEL: (1, columns), Scheme.FP8_BLOCK: (BLOCK, BLOCK)}[scheme]
+    _, columns = shape
+    return {Scales.TENSOR: shape, Scales.CHANNEL: (1, columns), Scales.BLOCK: (BLOCK, BLOCK)}[scheme.spec.scales]
 
 
 def reciprocals(scale: Tensor) -> Tensor:
@@ -133,11 +134,12 @@ def quantise_fp8_tokens(tokens_MK: Tensor, *, scheme: Scheme, finite: bool = Tru
 
     finite: raise NumericsError when a value is not finite; otherwise that token (block) becomes NaN, as in a kernel.
     """
-    block = (1, BLOCK) if scheme is Scheme.FP8_BLOCK else (1, tokens_MK.shape[1])
-    absmax = block_absmax(tokens_MK, block=block) if scheme is Scheme.FP8_BLOCK else row_absmax(tokens_MK)
+    in_blocks = scheme.spec.scales is Scales.BLOCK
+    block = (1, BLOCK) if in_blocks else (1, tokens_MK.shape[1])
+    absmax = block_absmax(tokens_MK, block=block) if in_blocks else row_absmax(tokens_MK)
     if finite:
         require_finite(absmax, what="an activation")
-    if scheme is Scheme.FP8_BLOCK:
+    if in_blocks:
         scale = divided(absmax.clamp_min(_GROUP_FLOOR), steps=FP8_MAX)
     else:
         scale = _with_row_floor(divided(absmax, steps=FP8_MAX))
@@ -219,3 +221,13 @@ def _rows_at_once(values_NK: Tensor, *, block: tuple[int, int]) -> int:
     if block[0] in (1, len(values_NK)):
         return rows
     return min(block[0], 1 << (rows.bit_length() - 1))  # a power of two divides a block of 128 rows
+
+
+CODEC = Codec(
+    largest=FP8_MAX,
+    values=widened_fp8,
+    quantise=quantise_fp8,
+    weight_absmax=fp8_absmax,
+    quantise_tokens=quantise_fp8_tokens,
+    dequantise=dequantise_fp8,
+)

@@ -28,8 +28,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from appliance.quant.codec import Codec
 from appliance.quant.codec_range import CHUNK_ELEMENTS, chunk_rows, divided, require_finite, row_absmax
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 
 INT8_MAX = 127
 _CHUNK_ELEMENTS = CHUNK_ELEMENTS
@@ -50,6 +51,11 @@ class Int8Weight:
     def scale(self) -> Tensor:
         """[N, 1]: under the name that every scheme has."""
         return self.scale_N1
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """(rows, columns) that share a scale."""
+        return 1, self.codes_NK.shape[1]
 
 
 def quantise_int8(weight_NK: Tensor, *, absmax_N1: Tensor | None = None) -> Int8Weight:
@@ -82,3 +88,13 @@ def _codes(weight_NK: Tensor, *, scale_N1: Tensor) -> Tensor:
 def dequantise_int8(quantised: Int8Weight) -> Tensor:
     """[N, K] float32."""
     return quantised.codes_NK.float() * quantised.scale_N1
+
+
+CODEC = Codec(
+    largest=INT8_MAX,
+    values=Tensor.float,
+    quantise=lambda weight_NK, *, scheme, absmax: quantise_int8(weight_NK, absmax_N1=absmax),
+    weight_absmax=lambda weight_NK, *, scheme: require_finite(row_absmax(weight_NK), what="a weight"),
+    quantise_tokens=lambda tokens_MK, *, scheme: quantise_int8(tokens_MK),
+    dequantise=dequantise_int8,
+)

@@ -1,158 +1,27 @@
-"""Which device runs which scheme, and which one `auto` takes: by rule, or by what `bench` measured.
+"""Where the devices' table was: `appliance.terms.devices`. Remove when: nothing imports it from here."""
 
-The rules were read in vendors' and vLLM's documents. Imports no torch.
-"""
+from appliance.terms.devices import (
+    AUTO,
+    CPU,
+    DEVICES,
+    GPUS,
+    PAYS_FROM,
+    Gpu,
+    StoredResult,
+    automatic_scheme,
+    gpu_of_product,
+    why_not,
+)
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-
-from appliance.quant.scheme import Scheme
-
-CPU = "cpu"
-AUTO = "auto"
-
-# CPU features that multiply int8 four at a time; without one of them INT8 is slower than BF16 on a CPU.
-INT8_CPU_FLAGS = ("amx_int8", "avx512_vnni", "avx_vnni")
-
-PAYS_FROM = 1.05  # times BF16; below this a median ratio is within what such measurements scatter
-
-_FP8_FROM = (8, 9)  # the first compute capability with FP8 tensor cores: Ada
-_NOT_MEASURED = "by rule, not measured"
-_NO_FP8_EXPERTS = "experts in FP8 run emulated only"
-_SLOW_EXPERTS = "INT8 experts run one after the other and without CUDA graphs: correct, and not fast"
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """capability: CUDA compute capability (major, minor).  product: how nvidia-smi names it, lower case, in part.
-
-    memory_gib: of the largest of that name that is common, as nvidia-smi shows it; A100s have 40 as well.
-    """
-
-    name: str
-    capability: tuple[int, int]
-    product: str
-    memory_gib: int
-
-    @property
-    def has_fp8(self) -> bool:
-        return self.capability >= _FP8_FROM
-
-    @property
-    def is_blackwell(self) -> bool:
-        return self.capability >= (10, 0)
-
-
-@dataclass(frozen=True)
-class StoredResult:
-    """What `bench` measured on a device, with the layer shapes and versions in question.
-
-    ratios: (scheme, its tokens/s in times BF16's) of the quantised schemes.  what: the measurement, in words.
-    """
-
-    ratios: tuple[tuple[Scheme, float], ...]
-    what: str
-
-    def __str__(self) -> str:
-        found = ", ".join(f"{scheme} {ratio:.2f} times bf16" for scheme, ratio in self.ratios)
-        return f"measured: {found} ({self.what})"
-
-
-# In the order of matching: `l40s` before `l40` before `l4`.
-GPUS: dict[str, Gpu] = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu("a100", (8, 0), "a100", 80),
-        Gpu("a10", (8, 6), "a10", 22),
-        Gpu("a40", (8, 6), "a40", 45),
-        Gpu("a6000", (8, 6), "rtx a6000", 47),
-        Gpu("rtx3090", (8, 6), "rtx 3090", 24),
-        Gpu("l40s", (8, 9), "l40s", 45),
-        Gpu("l40", (8, 9), "l40", 45),
-        Gpu("l4", (8, 9), "l4", 22),
-        Gpu("rtx4090", (8, 9), "rtx 4090", 24),
-        Gpu("h100", (9, 0), "h100", 80),
-        Gpu("h200", (9, 0), "h200", 140),
-        Gpu("h20", (9, 0), "h20", 95),
-        Gpu("b200", (10, 0), "b200", 179),
-        Gpu("b300", (10, 3), "b300", 268),
-        Gpu("rtx5090", (12, 0), "rtx 5090", 32),
-    )
-}
-
-DEVICES: tuple[str, ...] = (CPU, *GPUS)
-
-
-def gpu_of_product(product: str) -> Gpu | None:
-    """The GPU that nvidia-smi calls `product`, such as `NVIDIA A100-SXM4-80GB`."""
-    text = product.lower()
-    return next((gpu for gpu in GPUS.values() if gpu.product in text), None)
-
-
-def automatic_scheme(
-    device: str, *, cpu_flags: frozenset[str], stored: StoredResult | None = None, experts: bool = False
-) -> tuple[Scheme, str]:
-    """(scheme, why) for `rollout.scheme: auto`. device: one of DEVICES.
-
-    stored: decides on Ada and Hopper, which run INT8 and FP8 alike; elsewhere the rule does, and it is told.
-    experts: whether experts would be quantised.
-    """
-    if device != CPU and GPUS[device].has_fp8 and not GPUS[device].is_blackwell:
-        return _by_measurement(device, cpu_flags=cpu_flags, stored=stored, experts=experts)
-    scheme, why = _by_rule(device, cpu_flags=cpu_flags, experts=experts)
-    if stored:
-        return scheme, f"{why}; by rule, {stored}"
-    return scheme, why if device == CPU else f"{why}; {_NOT_MEASURED}"
-
-
-def _by_rule(device: str, *, cpu_flags: frozenset[str], experts: bool) -> tuple[Scheme, str]:
-    if device == CPU:
-        found = [flag for flag in INT8_CPU_FLAGS if flag in cpu_flags]
-        if found:
-            return Scheme.INT8, f"the processor has {found[0]}"
-        return Scheme.BF16, f"the processor has none of {', '.join(INT8_CPU_FLAGS)}"
-    if experts:
-        no_int8 = why_not(Scheme.INT8, device=device, cpu_flags=cpu_flags)
-        return Scheme.BF16, f"{no_int8}, and {_NO_FP8_EXPERTS}" if no_int8 else _SLOW_EXPERTS
-    if GPUS[device].is_blackwell:
-        return Scheme.FP8, f"{device} has FP8 tensor cores, and vLLM has no INT8 kernels for it"
-    return Scheme.INT8, f"{device} has INT8 tensor cores" + ("" if GPUS[device].has_fp8 else " and none for FP8")
-
-
-def _by_measurement(
-    device: str, *, cpu_flags: frozenset[str], stored: StoredResult | None, experts: bool
-) -> tuple[Scheme, str]:
-    able = [
-        (ratio, scheme)
-        for scheme, ratio in (stored.ratios if stored else ())
-        if not why_not(scheme, device=device, cpu_flags=cpu_flags, experts=experts)
-    ]
-    if not able:
-        scheme, why = _by_rule(device, cpu_flags=cpu_flags, experts=experts)
-        return scheme, f"{why}; {_NOT_MEASURED}: `appliance bench` measures it"
-    ratio, scheme = max(able, key=lambda each: each[0])
-    if ratio < PAYS_FROM:
-        return Scheme.BF16, f"quantising does not pay: {stored}"
-    return scheme, f"the fastest, {stored}"
-
-
-def why_not(scheme: Scheme, *, device: str, cpu_flags: frozenset[str], experts: bool = False) -> str:
-    """Why nothing runs the scheme on the device, or an empty text. device: one of DEVICES.  experts: whether the
-    scheme quantises experts."""
-    if scheme.is_fp8:
-        missing = _why_not_fp8(scheme, device=device, cpu_flags=cpu_flags)
-        return missing or (_NO_FP8_EXPERTS if experts else "")
-    if scheme is Scheme.INT8 and device != CPU and GPUS[device].is_blackwell:
-        return f"vLLM has no INT8 kernels for {device} (Blackwell)"
-    return ""
-
-
-def _why_not_fp8(scheme: Scheme, *, device: str, cpu_flags: frozenset[str]) -> str:
-    if device == CPU and not any(flag.startswith("amx") for flag in cpu_flags):
-        return f"vLLM's FP8 kernels on a CPU need AMX, which this processor does not have, so `{scheme}` cannot run"
-    if device == CPU:
-        return f"on a CPU vLLM widens FP8 weights and multiplies in BF16, which is not `{scheme}`"
-    if not GPUS[device].has_fp8:
-        return f"FP8 needs compute capability 8.9, {device} has {'.'.join(map(str, GPUS[device].capability))}"
-    return ""
+__all__ = [
+    "AUTO",
+    "CPU",
+    "DEVICES",
+    "GPUS",
+    "PAYS_FROM",
+    "Gpu",
+    "StoredResult",
+    "automatic_scheme",
+    "gpu_of_product",
+    "why_not",
+]

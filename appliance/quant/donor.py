@@ -27,8 +27,8 @@ from torch import Tensor
 from appliance.errors import RecipeError
 from appliance.quant.checkpoint import Checkpoint
 from appliance.quant.profile import Origin, Profile, Settings
-from appliance.quant.scheme import Scheme
 from appliance.quant.smoothing import Smoothing, SmoothingGroup, power_of_two
+from appliance.terms.schemes import Scheme
 
 READERS = {
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

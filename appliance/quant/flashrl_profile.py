@@ -11,7 +11,7 @@ from torch import Tensor
 from appliance.errors import RecipeError
 from appliance.quant.donor import READERS, smoothing_of_norms
 from appliance.quant.profile import INPUT_SCALE, OUTPUT_SCALE, Origin, Profile, Settings
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 
 _NORMS = tuple(f"{norm}.weight" for norm in READERS)
 

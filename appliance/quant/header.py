@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 
 Number_ = float  # also none that is finite: the error of a layer that answers nothing
 Count_ = Annotated[int, Field(ge=0, le=2**62)]

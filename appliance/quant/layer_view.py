@@ -19,9 +19,9 @@ from torch.nn import functional
 
 from appliance.quant.checkpoint import Ledger
 from appliance.quant.codec import QuantisedWeight, dequantise, quantise, quantise_tokens
-from appliance.quant.scheme import Scheme
 from appliance.quant.smoothing import Smoothing, SmoothingGroup, fold
 from appliance.quant.streamed import LayerCall
+from appliance.terms.schemes import Scales, Scheme
 
 _INPUT_NORM, _MLP_NORM = "input_layernorm", "post_attention_layernorm"
 _GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
@@ -169,8 +169,7 @@ class LayerView:
     def _codes(self, unit: Unit) -> list[_Part]:
         """Quantised as the engine does: members whose rows share scales are quantised as one fused weight."""
         weights = self.weights(unit)
-        rows_share_scales = self.scheme in (Scheme.FP8, Scheme.FP8_BLOCK)
-        if len(unit.members) == 1 or not rows_share_scales:
+        if len(unit.members) == 1 or self.scheme.spec.scales is Scales.CHANNEL:
             return [_Part(self._quantised(weight), 0, weight.shape[0]) for weight in weights]
         fused, parts, start = self._quantised(torch.cat(weights)), [], 0
         for weight in weights:

@@ -26,7 +26,6 @@ from numpy import float32, uint16, uint32
 from torch import Tensor
 
 from appliance.quant.codec_fp8 import (
-    BLOCK,
     Fp8Weight,
     fp8_scale,
     quantise_fp8,
@@ -36,7 +35,7 @@ from appliance.quant.codec_fp8 import (
     weight_block,
 )
 from appliance.quant.codec_range import require_finite
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import BLOCK, Scales, Scheme
 
 # The GIL is released, a division by zero gives what IEEE says. Numba widens integers: every result is narrowed again,
 # or the loops would not be vectorised; a loop over a slice is, one over a range of columns is not.
@@ -65,7 +64,7 @@ def quantise_fp8_numba_by(weight_NK: Tensor, *, scale: Tensor, scheme: Scheme) -
         return quantise_fp8_by(weight_NK, scale=scale, scheme=scheme)
     bits_NK = weight_NK.contiguous().view(torch.uint16).numpy()
     codes_NK = torch.empty(weight_NK.shape, dtype=torch.uint8, device="cpu")
-    if scheme is Scheme.FP8_CHANNEL:
+    if scheme.spec.scales is Scales.CHANNEL:
         _divide(bits_NK, scale, into_NK=codes_NK)
     else:
         factor = reciprocals(scale)
@@ -78,7 +77,8 @@ def quantise_fp8_numba_by(weight_NK: Tensor, *, scale: Tensor, scheme: Scheme) -
 
 def _absmax(bits_NK: np.ndarray, *, scheme: Scheme) -> Tensor:
     """float32 in the shape of the scheme's scale."""
-    rows, columns = (BLOCK, BLOCK) if scheme is Scheme.FP8_BLOCK else (1, bits_NK.shape[1])
+    scales = scheme.spec.scales
+    rows, columns = (BLOCK, BLOCK) if scales is Scales.BLOCK else (1, bits_NK.shape[1])
     most_RB = np.zeros((-(-bits_NK.shape[0] // rows), -(-bits_NK.shape[1] // columns)), dtype=uint16)
 
     def some(part: slice) -> None:
@@ -86,7 +86,7 @@ def _absmax(bits_NK: np.ndarray, *, scheme: Scheme) -> Tensor:
 
     _in_parts(some, rows=len(bits_NK))
     absmax = torch.from_numpy(most_RB).view(torch.bfloat16).float()
-    return absmax.amax(dim=0, keepdim=True) if scheme is Scheme.FP8 else absmax
+    return absmax.amax(dim=0, keepdim=True) if scales is Scales.TENSOR else absmax
 
 
 def _divide(bits_NK: np.ndarray, scale_N1: Tensor, *, into_NK: Tensor) -> None:

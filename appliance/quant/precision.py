@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 
-from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
+from appliance.terms.schemes import Scheme
 
 DIRECTIVE_NAME = "appliance.precision"  # of the first tensor of an update that is not as planned
 

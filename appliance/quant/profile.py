@@ -19,8 +19,8 @@ from torch import Tensor
 from appliance.errors import EngineError
 from appliance.files import whole_file
 from appliance.quant.files import HEADER_KEY, PROFILE_FILE, SCHEMA_VERSION, parse_header, read_file_header
-from appliance.quant.scheme import Scheme
 from appliance.quant.smoothing import Smoothing, load_smoothing, scale_key
+from appliance.terms.schemes import Scheme
 
 ACTIVATION = "activation."
 INPUT_SCALE = "input_scale."

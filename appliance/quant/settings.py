@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 
 METHOD_NAME = "appliance"  # the name of our quantisation method in vLLM
 

@@ -8,7 +8,6 @@ from pathlib import PurePath
 
 from appliance.guard.policy import Action
 from appliance.quant.correction import USUAL, CorrectionMethod
-from appliance.quant.device import AUTO, CPU, DEVICES, GPUS
 from appliance.quant.uaq_layers import MOST
 from appliance.recipe.broken import Broken
 from appliance.recipe.rules_batch import batch_rules, dapo_rules
@@ -17,11 +16,12 @@ from appliance.recipe.schema import AlgorithmKind, Attention, Correction, Recipe
 from appliance.tasks import arithmetic
 from appliance.tasks.library import BUILTIN_MODELS
 from appliance.tasks.tiny_spec import TINY_MODELS
+from appliance.terms.devices import AUTO, CPU, DEVICES, why_outgrown
+from appliance.terms.schemes import Scheme
 
 AVAILABLE_TASKS = tuple(TaskKind)
 AVAILABLE_METHODS = tuple(CorrectionMethod)
 MAX_K3 = 1.0  # nats per token; a sequence this far away is another policy's
-FP8_CHOICES = (SchemeChoice.FP8, SchemeChoice.FP8_CHANNEL, SchemeChoice.FP8_BLOCK)
 AVAILABLE_ALGORITHMS = (AlgorithmKind.GRPO, AlgorithmKind.DAPO)  # `ppo` needs a critic, and a model for it
 
 
@@ -109,9 +109,14 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def _named_schemes(recipe: Recipe) -> list[Scheme]:
+    asked = recipe.rollout.replicas or (recipe.rollout.scheme,)
+    return [Scheme(each.value) for each in asked if each is not SchemeChoice.AUTO]
+
+
 def _quantization(recipe: Recipe) -> Iterator[Broken]:
-    quantization, asked = recipe.quantization, recipe.rollout.replicas or (recipe.rollout.scheme,)
-    if quantization.emulate and not any(scheme in FP8_CHOICES for scheme in asked):
+    quantization = recipe.quantization
+    if quantization.emulate and not any(scheme.spec.can_emulate for scheme in _named_schemes(recipe)):
         message = "only an FP8 scheme can be emulated"
         yield Broken(("quantization.emulate", "rollout.scheme"), message, "remove it, or set rollout.scheme")
     if quantization.profile != "auto":
@@ -253,11 +258,9 @@ def _device(recipe: Recipe) -> Iterator[Broken]:
             ("cluster.device",), f"unknown value `{device}`", f"did you mean `{near[0]}`? {use}" if near else use
         )
         return
-    asked = recipe.rollout.replicas or (recipe.rollout.scheme,)
-    if SchemeChoice.INT8 in asked and device in GPUS and GPUS[device].is_blackwell:
-        message = f"vLLM has no INT8 kernels for `{device}` (Blackwell)"
+    for why in filter(None, (why_outgrown(scheme, device=device) for scheme in dict.fromkeys(_named_schemes(recipe)))):
         keys = ("rollout.replicas" if recipe.rollout.replicas else "rollout.scheme", "cluster.device")
-        yield Broken(keys, message, "use `fp8`, or `bf16`")
+        yield Broken(keys, why, "use `fp8`, or `bf16`")
     if device == CPU:
         yield from broken_on_cpu(recipe)
 

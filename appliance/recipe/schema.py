@@ -14,19 +14,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from appliance.guard.policy import Action
 from appliance.quant.correction import CorrectionMethod
+from appliance.terms.schemes import PROFILED, Scheme, listed
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 
 
-class SchemeChoice(StrEnum):
-    """`auto` and the schemes of `quant.scheme.Scheme`."""
-
-    AUTO = "auto"
-    BF16 = "bf16"
-    INT8 = "int8"
-    FP8 = "fp8"
-    FP8_CHANNEL = "fp8-channel"
-    FP8_BLOCK = "fp8-block"
+SchemeChoice = StrEnum("SchemeChoice", {"AUTO": "auto", **{each.name: each.value for each in Scheme}})
+SchemeChoice.__doc__ = "`auto` and the schemes of `terms.schemes.Scheme`."
 
 
 class TaskKind(StrEnum):
@@ -132,8 +126,7 @@ class Task(Section):
 class Rollout(Section):
     """How responses are generated."""
 
-    scheme: Scheme_ = SchemeChoice.AUTO
-    """`auto`, `bf16`, `int8`, `fp8`, `fp8-channel`, `fp8-block`"""
+    scheme: Scheme_ = Field(SchemeChoice.AUTO, description=f"`auto`, {listed(tuple(Scheme))}")
     replicas: Schemes_ | None = None
     """one scheme per engine, repeated in order; null: all `scheme`"""
     samples_per_prompt: int = Field(8, ge=2)
@@ -158,8 +151,7 @@ class Rollout(Section):
 class Quantization(Section):
     """How the linear layers of the rollout engine are quantised."""
 
-    profile: str = Field("auto", min_length=1)
-    """`auto`: made for `int8`, `fp8-channel`; `none`; a folder"""
+    profile: str = Field("auto", min_length=1, description=f"`auto`: made for {listed(PROFILED)}; `none`; a folder")
     smoothing: float = Field(0.5, ge=0, le=1)
     """how much of an activation's range moves to weights; 0: off"""
     error_budget: float | None = Field(None, gt=0)

@@ -123,8 +123,8 @@ def start_engine(
     from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
     from vllm.model_executor.layers import rotary_embedding
 
-    from appliance.quant.scheme import Scheme
     from appliance.quant.settings import Quantisation
+    from appliance.terms.schemes import Scheme
 
     quantisation = Quantisation(
         scheme=Scheme(scheme), emulated=emulated, ignore=tuple(ignore), lm_head_fp32=lm_head_fp32

@@ -24,7 +24,7 @@ from appliance.engine.native import native_fp8_method
 from appliance.engine.update import SyncReport, WeightUpdate
 from appliance.errors import SyncError
 from appliance.quant.codec_fp8 import BLOCK, spread
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 
 GATE_UP, DOWN = "mlp.gate_up_proj", "mlp.down_proj"
 # No multiples of 128, and the middle one of gate_up's three blocks of rows lies in both of its parts.

@@ -92,7 +92,7 @@ def test_a_layer_of_another_class_is_refused(moe: Engine, monkeypatch: pytest.Mo
     from vllm.model_executor.layers.linear import RowParallelLinear
 
     from appliance.engine.attest import live_scheme
-    from appliance.quant.scheme import Scheme
+    from appliance.terms.schemes import Scheme
 
     class OtherLinear(RowParallelLinear):
         pass

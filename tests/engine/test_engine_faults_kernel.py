@@ -44,7 +44,7 @@ from test_engine_int8 import checkpoint_layer, linear_layers
 from torch.nn import Module
 
 from appliance.engine.expect import expert_gemms
-from appliance.quant.codec import quantise_int8
+from appliance.quant.codec_int8 import quantise_int8
 
 pytestmark = pytest.mark.engine
 

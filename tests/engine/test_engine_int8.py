@@ -15,7 +15,7 @@ from engines import Engine, int8_kernel, make_checkpoint, read_checkpoint, start
 from torch import Tensor
 
 from appliance.patch import applied
-from appliance.quant.codec import Int8Weight, quantise_int8
+from appliance.quant.codec_int8 import Int8Weight, quantise_int8
 
 pytestmark = pytest.mark.engine
 
@@ -229,7 +229,7 @@ def test_ignored_layers_stay_in_bf16(checkpoints: tuple[Path, Path]) -> None:
 
 def test_live_scheme_reads_the_model(engine: Engine) -> None:
     from appliance.engine.attest import LiveScheme, live_scheme
-    from appliance.quant.scheme import Scheme
+    from appliance.terms.schemes import Scheme
 
     linear = {Scheme.INT8: {KERNEL: 12}, Scheme.BF16: {"UnquantizedLinearMethod": 12}}
     scheme = Scheme(engine.scheme)
@@ -248,7 +248,7 @@ def write_plan(run_dir: Path, *, scheme: str, replicas: int = 1) -> Path:
     from plans import make_plan, make_rollout
 
     from appliance.plan.model import ExpectedAttestation
-    from appliance.quant.scheme import Scheme
+    from appliance.terms.schemes import Scheme
 
     plan = make_plan(
         run_dir,

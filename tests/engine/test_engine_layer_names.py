@@ -17,8 +17,8 @@ from appliance.engine.telemetry import TelemetryTap
 from appliance.errors import EngineError
 from appliance.quant.codec import quantise
 from appliance.quant.precision import AS_PLANNED, Precision, quantisation_at
-from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
+from appliance.terms.schemes import Scheme
 
 EXPERTS = "model.layers.{}.mlp.experts"
 QKV = tuple(f"model.layers.1.self_attn.{part}_proj" for part in "qkv")

@@ -18,7 +18,7 @@ from engines import Engine, free_engine, read_checkpoint, start_engine
 from families import FAMILIES, make_family
 
 from appliance.engine.attest import live_scheme
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -61,12 +61,12 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
 def pair(request: pytest.FixtureRequest, families: dict[str, tuple[Path, Path]]) -> Iterator[Pair]:
     scheme, family = request.param
     old, new = families[family]
-    fresh = start_engine(new, scheme=scheme, emulated=scheme.is_fp8)
+    fresh = start_engine(new, scheme=scheme, emulated=scheme.spec.can_emulate)
     wanted_new = fresh.generate(max_tokens=MAX_TOKENS)
     free_engine(fresh)
-    engine = start_engine(old, scheme=scheme, emulated=scheme.is_fp8)
+    engine = start_engine(old, scheme=scheme, emulated=scheme.spec.can_emulate)
     live = live_scheme(engine.model)
-    assert (live.scheme, live.emulated) == (scheme, scheme.is_fp8)
+    assert (live.scheme, live.emulated) == (scheme, scheme.spec.can_emulate)
     yield Pair(
         engine=engine,
         old=read_checkpoint(old),

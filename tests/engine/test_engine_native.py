@@ -33,7 +33,7 @@ from appliance.engine import native
 from appliance.engine.attest import live_scheme
 from appliance.errors import SyncError
 from appliance.quant.codec import quantise
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 
 pytestmark = pytest.mark.engine
 

@@ -34,7 +34,7 @@ from appliance.engine.native import native_fp8_method
 from appliance.engine.schedule import Ask
 from appliance.quant.codec import dequantise, quantise
 from appliance.quant.codec_fp8 import BLOCK, spread
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 
 pytestmark = pytest.mark.engine
 

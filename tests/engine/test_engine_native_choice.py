@@ -18,7 +18,7 @@ from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockSc
 from vllm.platforms.interface import PlatformEnum
 
 from appliance.engine.native import _READ_ROWS
-from appliance.quant.device import GPUS, Gpu
+from appliance.terms.devices import GPUS, Gpu
 
 pytestmark = pytest.mark.engine
 

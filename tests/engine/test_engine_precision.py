@@ -14,8 +14,8 @@ from faults import Tensors, flip_bit, given_to_vllm, new_update, recover
 
 from appliance.errors import SyncError
 from appliance.quant.precision import AS_PLANNED, Precision
-from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
+from appliance.terms.schemes import Scheme
 
 pytestmark = pytest.mark.engine
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.engine
 START = """
 import sys
 from vllm import LLM, SamplingParams
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 from appliance.quant.settings import Quantisation
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ from appliance.engine.kernel_proof import Bf16Proof, Int8Proof, KernelProof
 from appliance.engine.schedule import ROTATION, ask
 from appliance.errors import SyncError
 from appliance.quant import numba_fp8
-from appliance.quant.codec import Fp8Weight, Int8Weight
-from appliance.quant.scheme import Scheme
+from appliance.quant.codec_fp8 import Fp8Weight
+from appliance.quant.codec_int8 import Int8Weight
+from appliance.terms.schemes import Scheme
 
 EVERY = (1, 3, 8, 20)
 
@@ -88,7 +89,7 @@ def test_every_column_of_a_bf16_layer_is_looked_at(every: int, length: int) -> N
     [
         (Int8Proof, Scheme.INT8),
         (Bf16Proof, Scheme.BF16),
-        *[(EmulatedProof, one) for one in Scheme if one.is_fp8],
+        *[(EmulatedProof, one) for one in Scheme if one.spec.can_emulate],
         (NativeFp8Proof, Scheme.FP8),
         (NativeFp8Proof, Scheme.FP8_CHANNEL),
         (NativeBlockProof, Scheme.FP8_BLOCK),
@@ -138,7 +139,7 @@ def test_a_quantiser_that_is_not_the_codec_is_found(monkeypatch: pytest.MonkeyPa
     assert any(run(sync, bad=slice(53, 54)) for sync in range(1, 121))
 
 
-@pytest.mark.parametrize("scheme", [one for one in Scheme if one.is_fp8])
+@pytest.mark.parametrize("scheme", [one for one in Scheme if one.spec.can_emulate])
 def test_a_compiled_codec_that_is_not_the_codec_is_found(scheme: Scheme, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine uses the same one: some rows of those that are looked at, other ones from sync to sync."""
     weight_NK = torch.randn(300, 140, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)

@@ -20,7 +20,7 @@ from torch.nn import Module
 
 from appliance.errors import EngineError
 from appliance.quant.codec import quantise
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 
 pytestmark = pytest.mark.engine
 
@@ -56,7 +56,7 @@ def build(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
         for module in (linear, parameter):
             monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: rank)
             monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: ranks)
-        config = ApplianceConfig(Quantisation(scheme=scheme, emulated=scheme.is_fp8))
+        config = ApplianceConfig(Quantisation(scheme=scheme, emulated=scheme.spec.can_emulate))
         given = {"bias": False, "quant_config": config, "params_dtype": torch.bfloat16, "prefix": f"model.{kind}"}
         if kind == "row":
             return linear.RowParallelLinear(2 * size, 128, **given)

@@ -27,7 +27,7 @@ from test_engine_int8 import (
 
 from appliance.errors import EngineError
 from appliance.quant.codec import dequantise, quantise, quantise_tokens
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 
 pytestmark = pytest.mark.engine
 
@@ -36,7 +36,7 @@ KERNELS = {scheme: KERNEL if scheme is Scheme.INT8 else f"QuantiseDequantise[{sc
 
 
 def start(folder: Path, scheme: Scheme, **settings: object) -> Engine:
-    return start_engine(folder, scheme=scheme, emulated=scheme.is_fp8, **settings)
+    return start_engine(folder, scheme=scheme, emulated=scheme.spec.can_emulate, **settings)
 
 
 @pytest.fixture(scope="module", params=SCHEMES)
@@ -120,7 +120,7 @@ def test_live_scheme_says_what_runs(served: Engine) -> None:
     scheme = Scheme(served.scheme)
     assert live_scheme(served.model) == LiveScheme(
         scheme=scheme,
-        emulated=scheme.is_fp8,
+        emulated=scheme.spec.can_emulate,
         lm_head_fp32=False,
         kernels={KERNELS[scheme]: NUM_LAYERS * len(PARTS), "UnquantizedEmbeddingMethod": 2},
     )

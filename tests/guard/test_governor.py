@@ -16,7 +16,7 @@ from appliance.guard.governor import Decision, GovernorState, Move, observe, res
 from appliance.guard.ladder import Rung, ladder
 from appliance.guard.policy import Action, Policy
 from appliance.guard.signals import Signals
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 
 K3_BAD, K3_BETWEEN, K3_FINE = 0.03, 0.01, 0.001
 EVERYTHING = frozenset(Action)

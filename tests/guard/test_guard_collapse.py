@@ -12,7 +12,7 @@ from appliance.guard.collapse import Guard
 from appliance.guard.governor import Decision, GovernorState, Move, observe
 from appliance.guard.policy import Action, Collapse, Patience, Policy
 from appliance.guard.signals import Signals
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 
 POLICY = Policy(Scheme.INT8, cooling_steps=3)
 HEALTHY = Signals(

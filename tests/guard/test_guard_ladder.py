@@ -8,7 +8,7 @@ import pytest
 
 from appliance.guard.ladder import Level, Measures, Rung, ladder, measures, place
 from appliance.guard.policy import Action, Bounds, Collapse, Patience, Policy
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 
 EVERYTHING = frozenset(Action)
 

@@ -154,7 +154,7 @@ FOR_DAPO: tuple[Broken, ...] = (
     (("rollout.samples_per_prompt=1",), "rollout.samples_per_prompt: must be at least 2"),
 )
 FOR_SCHEME: dict[str, Broken] = {
-    "int8": (("cluster.device=b200",), "vLLM has no INT8 kernels for `b200`"),
+    "int8": (("cluster.device=b200",), "vLLM has no INT8 kernels for b200"),
     "fp8": (("cluster.device=a100",), "FP8 needs compute capability 8.9"),
 }
 

@@ -17,9 +17,9 @@ from appliance.quant.checkpoint import Checkpoint, Ledger
 from appliance.quant.codec import dequantise, quantise, quantise_tokens
 from appliance.quant.layer_view import Errors, LayerView
 from appliance.quant.profile import Origin, Profile, Settings, read_profile, write_profile
-from appliance.quant.scheme import Scheme
 from appliance.quant.smoothing import fold
 from appliance.quant.streamed import StreamedModel
+from appliance.terms.schemes import Scheme
 
 ORIGIN = Origin(kind="calibrated", model="tiny")
 

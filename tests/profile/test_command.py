@@ -20,12 +20,12 @@ from appliance.profile.found import file_hash, find_profile
 from appliance.profile.job import ProfileJob, job_of_plan, job_of_run, read_job
 from appliance.profile.table import table
 from appliance.quant.files import read_file_header
-from appliance.quant.scheme import Scheme
 from appliance.quant.smoothing import load_smoothing
 from appliance.recipe.load import load_recipe
 from appliance.recipe.schema import Recipe
 from appliance.run.events import EVENTS_FILE, parse_event
 from appliance.tasks.prepare import prepare
+from appliance.terms.schemes import Scheme
 from appliance.trainer.checkpoints import profile_identity
 from flashrl_compat.config_file import read_config
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from appliance.errors import RecipeError
 from appliance.quant.donor import predicted_codes, recover
 from appliance.quant.profile import Origin, Profile
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 
 ORIGIN = Origin(kind="donor", model="tiny")
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")

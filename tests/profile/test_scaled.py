@@ -20,12 +20,12 @@ from appliance.preflight.uaq import uaq_problem
 from appliance.profile.job import job_of_run
 from appliance.profile.scale_child import make_scaled
 from appliance.profile.scaled import is_scaled, scaling_child
-from appliance.quant.scheme import Scheme
 from appliance.quant.uaq_layers import MARK_FILE
 from appliance.run.checkpoint_manifest import Facts, seal
 from appliance.run.checkpoints import checkpoint_folder
 from appliance.run.export import run_export
 from appliance.run.session import RunRecord, write_record
+from appliance.terms.schemes import Scheme
 from appliance.trainer.export import export_checkpoint
 from appliance.trainer.watched import WatchedTrainer
 

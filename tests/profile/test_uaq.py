@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from appliance.errors import EngineError, NumericsError
 from appliance.quant.codec import quantise
-from appliance.quant.scheme import Scheme
 from appliance.quant.uaq import fold_back, scale_folder, scaled
 from appliance.quant.uaq_layers import norm_fed
+from appliance.terms.schemes import Scheme
 
 ENDS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")
 EXPERTS = ("gate_up_proj", "mlp.gate.weight")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from appliance.errors import NumericsError
 from appliance.quant import codec_int8
-from appliance.quant.codec import Int8Weight, dequantise_int8, int8_scale, quantise_int8
+from appliance.quant.codec_int8 import Int8Weight, dequantise_int8, int8_scale, quantise_int8
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = ((1, 1), (1, 64), (64, 1), (3, 7), (16, 33), (65, 128), (40, 1000))

@@ -13,9 +13,9 @@ from test_codec import DTYPES, WEIGHTS, random_weight
 
 from appliance.errors import NumericsError
 from appliance.quant import codec_fp8
-from appliance.quant.codec import Fp8Weight, dequantise, quantise, quantise_tokens, weight_absmax
-from appliance.quant.codec_fp8 import quantise_fp8_tokens
-from appliance.quant.scheme import Scheme
+from appliance.quant.codec import dequantise, quantise, quantise_tokens, weight_absmax
+from appliance.quant.codec_fp8 import Fp8Weight, quantise_fp8_tokens
+from appliance.terms.schemes import Scheme
 
 FP8 = (Scheme.FP8, Scheme.FP8_CHANNEL, Scheme.FP8_BLOCK)
 # Blocks of 128: smaller than one, exactly one, one and a rest, several and a rest, in both directions.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from appliance.errors import NumericsError
-from appliance.quant.codec import quantise_int8
+from appliance.quant.codec_int8 import quantise_int8
 
 pytestmark = pytest.mark.engine
 

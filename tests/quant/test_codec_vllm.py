@@ -7,7 +7,7 @@ import torch
 from test_codec import DTYPES, random_weight
 
 from appliance.quant.codec import quantise, weight_absmax
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 
 pytestmark = pytest.mark.engine
 

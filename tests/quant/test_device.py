@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.quant.device import GPUS, StoredResult, automatic_scheme, why_not
-from appliance.quant.scheme import Scheme
+from appliance.terms.devices import GPUS, StoredResult, automatic_scheme, why_not
+from appliance.terms.schemes import Scheme
 
 NONE = frozenset[str]()
 VNNI = frozenset({"avx512_vnni"})

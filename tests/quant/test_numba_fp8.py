@@ -15,7 +15,7 @@ from appliance.errors import NumericsError
 from appliance.quant import numba_fp8
 from appliance.quant.codec import quantise, weight_absmax
 from appliance.quant.numba_fp8 import quantise_fp8_numba
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 
 FP8 = (Scheme.FP8, Scheme.FP8_CHANNEL, Scheme.FP8_BLOCK)
 

@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from appliance.errors import NumericsError
-from appliance.quant.codec import quantise_int8
+from appliance.quant.codec_int8 import quantise_int8
 from appliance.quant.triton_int8 import WIDEST_ROW, quantise_int8_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

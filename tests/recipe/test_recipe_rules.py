@@ -260,7 +260,7 @@ OF_DAPO = "remove it, or set algorithm.kind to `dapo`"
         ),
         (
             ("cluster.device=b200",),
-            ("rollout.scheme: vLLM has no INT8 kernels for `b200` (Blackwell)", "use `fp8`, or `bf16`"),
+            ("rollout.scheme: vLLM has no INT8 kernels for b200 (Blackwell)", "use `fp8`, or `bf16`"),
         ),
         (
             ("trainer.attention=flash_attention_2",),

@@ -1,0 +1,135 @@
+"""What a scheme is: how the rollout engine holds and multiplies weights. One row each; no torch.
+
+A new scheme is a member and a row here, its codec (`quant/codec_<codec>.py`), its linear method with the proof of it
+(a file in `engine/`) and one line in `engine/methods.py`. Everything else reads the row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+BLOCK = 128  # rows and columns of a weight that share a scale where scales are of blocks
+
+_ADA, _BLACKWELL = (8, 9), (10, 0)  # compute capabilities
+
+
+class Scheme(StrEnum):
+    """bf16 is the unquantised reference; the rest quantise the linear layers of the rollout engine only."""
+
+    BF16 = "bf16"
+    INT8 = "int8"
+    FP8 = "fp8"
+    FP8_CHANNEL = "fp8-channel"
+    FP8_BLOCK = "fp8-block"
+
+    @property
+    def spec(self) -> SchemeSpec:
+        return SPECS[self]
+
+    @property
+    def quantised(self) -> bool:
+        return self is not Scheme.BF16
+
+
+class Scales(StrEnum):
+    """Which elements of a weight [N, K] share a scale."""
+
+    TENSOR = "tensor"
+    CHANNEL = "channel"  # a row: an output channel
+    BLOCK = "block"  # BLOCK x BLOCK
+
+
+@dataclass(frozen=True)
+class SchemeSpec:
+    label: str
+    """For people: what shares a scale, in weights and activations."""
+    number: str
+    """The kind of number, for messages: `INT8`."""
+    bytes_per_weight: float
+    """Of a quantised weight in the engine, without its scales."""
+    scales: Scales | None = None
+    """None: not quantised."""
+    codec: str = ""
+    """`quant/codec_<codec>.py`."""
+    method: str = ""
+    """The linear method of the engine, with its proof: a name of `engine/methods.py`."""
+    emulation: str = ""
+    """The linear method that emulates it in float where there are no kernels, for numerics only; empty: none does."""
+    experts: bool = True
+    """Whether its method runs the experts of a mixture; else they are emulated or nothing."""
+    takes_profile: bool = False
+    """Whether a profile is made for it: smoothing is worth something where a scale is of a channel."""
+    finer: tuple[Scheme, ...] = ()
+    """What rollouts can be raised to in an engine and still be quantised, the next one first."""
+    vllm_name: str = ""
+    """What vLLM's own option calls a method of this kind, where it has one."""
+    since: tuple[int, int] = (0, 0)
+    """The first CUDA compute capability that multiplies such numbers."""
+    until: tuple[int, int] | None = None
+    """The first compute capability that vLLM has no kernels for (any more)."""
+    fast_cpu_flags: tuple[str, ...] = ()
+    """CPU features of which one is needed to be faster than BF16."""
+    not_on_cpu: str = ""
+    """Why no CPU runs it; empty: one does. `{scheme}` stands for its name."""
+    not_without_amx: str = ""
+    """The same where the processor has no AMX, if that is another reason."""
+
+    @property
+    def can_emulate(self) -> bool:
+        return bool(self.emulation)
+
+
+_FP8 = SchemeSpec(
+    label="one scale per weight, activations per token",
+    number="FP8",
+    bytes_per_weight=1,
+    scales=Scales.TENSOR,
+    codec="fp8",
+    method="vllm-fp8",
+    emulation="emulated-fp8",
+    experts=False,
+    finer=(Scheme.FP8_CHANNEL, Scheme.FP8_BLOCK),
+    vllm_name="fp8",
+    since=_ADA,
+    not_on_cpu="on a CPU vLLM widens FP8 weights and multiplies in BF16, which is not `{scheme}`",
+    not_without_amx=(
+        "vLLM's FP8 kernels on a CPU need AMX, which this processor does not have, so `{scheme}` cannot run"
+    ),
+)
+
+SPECS: dict[Scheme, SchemeSpec] = {
+    Scheme.BF16: SchemeSpec(label="not quantised", number="BF16", bytes_per_weight=2),
+    Scheme.INT8: SchemeSpec(
+        label="W8A8: one scale per output channel, activations per token",
+        number="INT8",
+        bytes_per_weight=1,
+        scales=Scales.CHANNEL,
+        codec="int8",
+        method="int8",
+        takes_profile=True,
+        # Nothing is finer: E4M3 has 3 bits of mantissa and rounds most weights more coarsely than 8 bits of their
+        # row's range.
+        until=_BLACKWELL,
+        fast_cpu_flags=("amx_int8", "avx512_vnni", "avx_vnni"),  # they multiply INT8 four at a time
+    ),
+    Scheme.FP8: _FP8,
+    Scheme.FP8_CHANNEL: replace(
+        _FP8,
+        label="one scale per output channel, activations per token",
+        scales=Scales.CHANNEL,
+        takes_profile=True,
+        finer=(Scheme.FP8_BLOCK,),
+    ),
+    Scheme.FP8_BLOCK: replace(
+        _FP8, label=f"{BLOCK}×{BLOCK} weights, 1×{BLOCK} activations", scales=Scales.BLOCK, finer=()
+    ),
+}
+
+
+def listed(schemes: tuple[Scheme, ...]) -> str:
+    """For messages: each in back quotes."""
+    return ", ".join(f"`{scheme}`" for scheme in schemes)
+
+
+PROFILED = tuple(scheme for scheme in Scheme if scheme.spec.takes_profile)
