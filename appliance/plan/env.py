@@ -24,8 +24,8 @@ KV_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"  # GiB
 WANDB_MODE_VARIABLE = "WANDB_MODE"
 WANDB_KEY_VARIABLE = "WANDB_API_KEY"  # never set by us: the user's secret
 TRACKIO_DIR_VARIABLE = "TRACKIO_DIR"
-AHEAD_VARIABLE = "APPLIANCE_AHEAD"  # in the processes of rollout servers, see trainer/ahead.py
-SERVER_VARIABLES = {AHEAD_VARIABLE: "1"}  # what our platform gives a rollout server
+PRELOAD_VARIABLE = "APPLIANCE_PRELOAD"  # in the processes of rollout servers, see trainer/preload.py
+SERVER_VARIABLES = {PRELOAD_VARIABLE: "1"}  # what our platform gives a rollout server
 RECONNECT_S = 30  # a head that has not answered for so long is gone: for Ray, and for cluster/node_watch.py
 ENGINE_VENDOR = "appliance"  # under this name trainer/layer_rates.py registers an engine of verl's
 LONGEST_RAY_DIR = 36  # bytes of the folder that has RAY_OWN in it
@@ -58,7 +58,7 @@ def child_env(
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_preload_python_modules": "appliance.trainer.ahead",
+        "RAY_preload_python_modules": "appliance.trainer.preload",
         "RAY_prestart_worker_first_driver": "0",  # a process per core that no actor of verl's can use
         "TOKENIZERS_PARALLELISM": "false",  # forks after use would warn in every process
         "PYTHONUNBUFFERED": "1",

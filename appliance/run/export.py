@@ -17,7 +17,7 @@ from appliance.run.side_job import run_child
 from appliance.run.status import find_run, reading
 from appliance.run.workspace import folder_elsewhere, new_folder
 
-CHILD_MODULE = "appliance.trainer.export_child"
+CHILD_MODULE = "appliance.trainer.export"
 
 
 def run_export(run: str, *, run_root: Path, step: int | None, output: Path) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import random
 import shutil
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from ray.exceptions import RayTaskError
 
@@ -38,7 +40,6 @@ from appliance.run.checkpoints import (
 )
 from appliance.run.events import METRICS_FILE, append_event
 from appliance.run.pending_validation import STATE_FILE
-from appliance.trainer.driver_random import DriverRandom, restore_random, take_random
 from appliance.trainer.precision import PrecisionState
 from appliance.trainer.process_watch import NAMED_AFTER_S
 
@@ -292,3 +293,31 @@ def _full_folder(run_dir: Path, error: Exception) -> Path | None:
     if is_full(getattr(error, "cause", error)) or "No space left" in str(error):
         return (full or folders)[0]
     return folders[0] if folders[0] in full else None
+
+
+@dataclass(frozen=True)
+class DriverRandom:
+    """torch: hex bytes.  numpy, python: what their own `get_state` gives, as lists."""
+
+    torch: str
+    numpy: list[Any]
+    python: list[Any]
+
+
+def take_random() -> DriverRandom:
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    version, inner, gauss = random.getstate()
+    return DriverRandom(
+        torch=bytes(torch.get_rng_state().tolist()).hex(),
+        numpy=[kind, [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
+        python=[version, list(inner), gauss],
+    )
+
+
+def restore_random(state: DriverRandom) -> None:
+    """Raises ValueError or TypeError for values that are no random state."""
+    torch.set_rng_state(torch.tensor(list(bytes.fromhex(state.torch)), dtype=torch.uint8))
+    kind, keys, *rest = state.numpy
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    version, inner, gauss = state.python
+    random.setstate((version, tuple(inner), gauss))

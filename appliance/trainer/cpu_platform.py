@@ -12,7 +12,8 @@ import torch
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
-from appliance.plan.env import PLATFORM_VARIABLE, SERVER_VARIABLES
+from appliance.plan.control_groups import usable_cores
+from appliance.plan.env import PLATFORM_VARIABLE, SERVER_VARIABLES, THREADS_VARIABLE
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -130,3 +131,14 @@ class CpuPlatform(PlatformBase):
 def is_cpu_run() -> bool:
     """Whether this process belongs to a run on the CPU flavour."""
     return os.environ.get(PLATFORM_VARIABLE, "") == "cpu"
+
+
+def fit_threads_to_host() -> None:
+    """At most as many as this host has cores. Every process is given the plan's number, made from the head's cores.
+
+    Call it before the process computes. The engine's processes, which this one starts, read the variable.
+    """
+    cores = usable_cores()
+    if torch.get_num_threads() > cores:
+        torch.set_num_threads(cores)
+        os.environ[THREADS_VARIABLE] = str(cores)

@@ -1,4 +1,4 @@
-"""The rollout engines of a run, ended and started again while the trainer keeps its state and its place.
+"""The rollout engines of a run: watched, ended and started again while the trainer keeps its state and its place.
 
 For a change of scheme that no weight update can make. New engines are made by the code that made the first ones (verl's
 LLMServerManager), under the same names, so that the senders of weights find them. What they compute in stands in
@@ -11,6 +11,7 @@ Nothing here waits without a limit but the start itself, which is watched as the
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import ray
 import torch
+from ray.actor import ActorHandle
 
 from appliance.errors import ApplianceError, EngineError
 from appliance.quant.precision import AS_PLANNED, Precision
@@ -27,7 +29,6 @@ from appliance.run.attest import set_attestations_aside
 from appliance.run.generation import Generation, write_generation
 
 if TYPE_CHECKING:
-    from ray.actor import ActorHandle
     from verl.workers.rollout.llm_server import LLMServerManager
     from verl.workers.rollout.replica import RolloutReplica
 
@@ -36,6 +37,8 @@ GONE_WITHIN_S = 30.0  # processes and names, once their server was killed
 KILLED_WITHIN_S = 10.0  # processes that were not gone by then
 ANSWER_WITHIN_S = 60.0  # a trainer's worker, which has nothing else to do
 LOOK_EVERY_S = 0.05
+WATCH_EVERY_S = 2.0
+SERVER_ANSWERS_WITHIN_S = 60.0  # one that loads a core for a minute is slow, not dead: its event loop still answers
 _SERVER_NAMES = "vllm_server_"  # of verl's servers, see its vLLMReplica
 
 
@@ -213,3 +216,44 @@ def _lives(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+class EngineWatch:
+    """Looks after the engines while the trainer waits for them.
+
+    An engine that dies in the middle of a weight update leaves verl's sender waiting for an answer that cannot come.
+    The trainer's main thread is then inside that wait, so the watch does not raise: it reports and ends the process.
+    """
+
+    def __init__(self, servers: list[ActorHandle], *, on_death: Callable[[ApplianceError], None]) -> None:
+        """servers: rollout servers with `engine_problem`.  on_death: gets the error about the first problem, on the
+        watch's thread, and does not return."""
+        self._servers = servers
+        self._on_death = on_death
+        self._over = threading.Event()
+        threading.Thread(target=self._watch, name="engine-watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """Before the engines are ended on purpose."""
+        self._over.set()
+
+    def _watch(self) -> None:
+        while not self._over.wait(WATCH_EVERY_S):
+            for replica, server in enumerate(self._servers):
+                problem = _problem(server)
+                if problem and not self._over.is_set():
+                    hint = "the log has the engine's own words"
+                    self._on_death(EngineError(f"rollout engine {replica} {problem}", hint=hint))
+                    return
+
+
+def _problem(server: ActorHandle) -> str:
+    """What is wrong with a server's engine, or nothing."""
+    try:
+        return ray.get(server.engine_problem.remote(), timeout=SERVER_ANSWERS_WITHIN_S)
+    except ray.exceptions.GetTimeoutError:
+        return f"did not answer for {SERVER_ANSWERS_WITHIN_S:.0f} s"
+    except ray.exceptions.RayActorError:
+        return "died: its server's process is gone"
+    except ray.exceptions.RayError as error:
+        return f"cannot be asked: {type(error).__name__}"

@@ -24,7 +24,7 @@ from appliance.plan.read import read_plan
 from appliance.run.checkpoints import step_of
 from appliance.run.events import append_event, append_failure, first_failure
 from appliance.run.stacks import keep_stacks
-from appliance.trainer import ahead
+from appliance.trainer import preload
 from appliance.trainer.stopping import Stopping
 
 _OF_DEAD_ACTORS = frozenset({"ActorDiedError", "ActorUnavailableError"})  # Ray's, by name: it is not imported yet
@@ -158,7 +158,7 @@ def _start_ray(plan: RunPlan) -> None:
         log_to_driver=True,
     )
     if on_cpu:
-        ahead.order(len(plan.rollout.replicas), env=SERVER_ENV)
+        preload.order(len(plan.rollout.replicas), env=SERVER_ENV)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,26 @@
-"""The trained model out of a checkpoint, as the original class and in the original parametrisation."""
+"""The trained model out of a checkpoint, as the original class and in the original parametrisation.
+
+The trainer calls it at the end of a run; `appliance export` starts it as a child, for it needs torch. Arguments of the
+child: RUN (the run's folder) CHECKPOINT TARGET (the folder to make) REPORT (a folder whose events say what went wrong).
+"""
 
 from __future__ import annotations
 
+import json
 import shutil
+import sys
 from pathlib import Path
 
-from appliance.errors import TrainingError
+from appliance.errors import PreflightError, TrainingError
 from appliance.files import whole_folder
 from appliance.plan.model import UaqPlan
 from appliance.quant.uaq import fold_back
+from appliance.run.failures import exit_code_of
+
+
+def main() -> int:
+    run_dir, checkpoint, target, report = (Path(argument) for argument in sys.argv[1:])
+    return exit_code_of(lambda: _export(checkpoint, target=target, uaq=_uaq(run_dir)), run_dir=report)
 
 
 def export_checkpoint(checkpoint: Path, *, target: Path, uaq: UaqPlan | None) -> None:
@@ -24,3 +36,22 @@ def export_checkpoint(checkpoint: Path, *, target: Path, uaq: UaqPlan | None) ->
             shutil.copytree(source, partial, dirs_exist_ok=True)
         else:
             fold_back(source, target=partial, scale=uaq.scale)
+
+
+def _export(checkpoint: Path, *, target: Path, uaq: UaqPlan | None) -> None:
+    """Raises PreflightError where the target cannot be written: what is read was read before, for its hashes."""
+    try:
+        export_checkpoint(checkpoint, target=target, uaq=uaq)
+    except OSError as error:
+        message = f"{target}: cannot be written: {error.strerror or error}"
+        raise PreflightError(message, hint="free some space, or set -o to another folder") from error
+
+
+def _uaq(run_dir: Path) -> UaqPlan | None:
+    """Of the run's plan, which may be of an older version otherwise."""
+    raw = json.loads((run_dir / "plan.json").read_text()).get("uaq")
+    return UaqPlan(**raw) if raw else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

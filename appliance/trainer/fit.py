@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
+import logging
+import threading
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import transfer_queue
@@ -15,6 +19,7 @@ from verl.utils.config import validate_config
 from appliance.errors import ApplianceError
 from appliance.patch import Patch, apply_patch
 from appliance.plan.model import RunPlan
+from appliance.run.events import append_event
 from appliance.tasks.grading import Shaping
 from appliance.trainer.reward_faults import note_idle_death
 from appliance.trainer.reward_pool import RewardPool
@@ -23,6 +28,10 @@ from appliance.trainer.samples import SampleLog
 from appliance.trainer.stoppable import StoppableTrainer
 from appliance.trainer.stopping import StopAsked, Stopping
 from appliance.trainer.watched import WatchedTrainer
+
+FINISH_WITHIN_S = 30.0  # wandb uploads for as long as its server lets it wait
+
+_logger = logging.getLogger(__name__)
 
 NO_LOAD_BALANCER = Patch(
     name="no-load-balancer",
@@ -84,7 +93,8 @@ def fit(
         finally:
             trainer.stop_watching()
             pool.close()
-            trainer.end_tracking()
+            if (tracking := getattr(trainer, "logger", None)) is not None:  # verl's, there since the training began
+                finish_tracking(tracking.finish, run_dir=trainer.run_dir)
     finally:
         transfer_queue.close()
 
@@ -117,3 +127,34 @@ def _rollouts(trainer: WatchedTrainer, *, plan: RunPlan, pool: RewardPool) -> Ro
 
 def _decode(tokenizer: Any) -> Callable[[Any], str]:
     return lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def finish_tracking(finish: Callable[[], object], *, run_dir: Path, within_s: float = FINISH_WITHIN_S) -> None:
+    """Have the backends of `logging.backends` write what they hold, which verl leaves to a destructor: `finish` is its
+    Tracking's. Waits at most `within_s` seconds; what goes wrong becomes a `note`.
+
+    Never raises: it would replace the error that the run may be ending with, and the numbers are in metrics.jsonl.
+    """
+    failed: list[str] = []
+
+    def work() -> None:
+        try:
+            finish()
+        except Exception as error:  # the boundary of other people's code
+            failed.append(f"{type(error).__name__}: {error}")
+
+    # trackio knows its run by a context variable; on a daemon thread nothing waits for it at the end
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), name="end-tracking", daemon=True)
+    thread.start()
+    thread.join(within_s)
+    why = f"not done within {within_s:g} s" if thread.is_alive() else "".join(failed)
+    if why:
+        _note(run_dir, why)
+
+
+def _note(run_dir: Path, why: str) -> None:
+    what = "a backend of logging.backends did not end well: the last numbers may be missing there"
+    try:
+        append_event(run_dir, kind="note", what=what, why=why)
+    except OSError as error:
+        _logger.warning("%s (%s); no event could be written: %s", what, why, error)

@@ -1,8 +1,8 @@
 """Looks after the processes that the trainer needs and does not talk to all the time: Ray's own, and every actor.
 
 A worker that dies while nobody waits for it, or a Ray service whose loss makes the next call wait for a minute or for
-ever, is named within seconds, by what Ray knows of it. As in engine_watch.py the trainer's main thread may be inside a
-wait that nothing interrupts, so the watch reports and ends the process.
+ever, is named within seconds, by what Ray knows of it. The trainer's main thread may be inside a wait that nothing
+interrupts, so the watch reports and ends the process, as that of the engines does (engines.py).
 """
 
 from __future__ import annotations

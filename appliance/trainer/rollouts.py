@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import threading
 from asyncio import FIRST_EXCEPTION
-from collections.abc import AsyncIterator, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -34,12 +36,12 @@ from appliance.tasks.grading import Graded, Shaping
 from appliance.trainer.reward_faults import neutral_accuracies
 from appliance.trainer.reward_pool import RewardPool
 from appliance.trainer.samples import SampleLog
-from appliance.trainer.seeds import PromptSeeds
 
 PROMPTS_PER_PUT = 64
 PUT_EVERY_S = 1.0
+LOOK_AGAIN_S = 1.0  # how long a wait for rollouts lasts at most before the buffer is looked at again
 _HINT = "the log has the whole story"
-
+_SEED_BITS = 62  # vLLM keeps seeds as signed 64-bit numbers, and the samples of a prompt count up from this one
 
 Group = tuple[str, list[dict[str, Any]]]  # the prompt's uid, and the fields of each sample
 
@@ -64,6 +66,34 @@ class _Prompt:
     token_ids: list[int]
     seed: int | None
     group: asyncio.Future[Any]
+
+
+class PromptSeeds:
+    """One seed per sample, the same in every attempt: a hash of the run's seed, the step, the prompt and how many
+    prompts of the step were the same before it, plus the number of the sample, which vLLM adds.
+
+    verl's own switch gives all samples one seed, so that the samples of a prompt would all be equal.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._step = -1
+        self._seen: Counter[tuple[int, ...]] = Counter()
+
+    def next(self, token_ids: Sequence[int], *, step: int) -> int:
+        """The seed of the next prompt of a step, 0 <= seed < 2^62. Prompts of one step come in their order."""
+        if step != self._step:
+            self._step, self._seen = step, Counter()
+        prompt = tuple(token_ids)
+        seed = prompt_seed(prompt, run_seed=self._seed, step=step, occurrence=self._seen[prompt])
+        self._seen[prompt] += 1
+        return seed
+
+
+def prompt_seed(token_ids: Sequence[int], *, run_seed: int, step: int, occurrence: int) -> int:
+    """0 <= seed < 2^62."""
+    text = f"{run_seed} {step} {occurrence}:{' '.join(map(str, token_ids))}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> (64 - _SEED_BITS)
 
 
 class Rollouts:
@@ -121,6 +151,11 @@ class Rollouts:
         """Whether something is being generated, scored or put."""
         return any(not future.done() for future in self._futures)
 
+    def finish(self) -> None:
+        """Wait until nothing is under way any more. Raises as `wait`."""
+        while self.is_busy:
+            self.wait(LOOK_AGAIN_S)
+
     def serve_by(self, servers: list[ActorHandle]) -> None:
         """From now on by these. To be called while nothing is generated."""
         self._servers = servers
@@ -133,18 +168,16 @@ class Rollouts:
             server.abort_all_requests.remote()
 
     def wait(self, timeout_s: float) -> None:
-        """Until new results were put, or the time is over. Raises EngineError when an engine
-        failed and TrainingError when anything else did."""
+        """Until new results were put, or the time is over. Raises EngineError when an engine failed and TrainingError
+        when anything else did."""
         self._progress.wait(timeout_s)
         self._progress.clear()
         if self._failure is not None:
             if isinstance(self._failure, EngineError):
                 raise self._failure
             kind = EngineError if isinstance(self._failure, RayError) else TrainingError
-            raise kind(
-                f"rollouts failed: {type(self._failure).__name__}: {_last_line(self._failure)}",
-                hint=_HINT,
-            ) from self._failure
+            what = f"rollouts failed: {type(self._failure).__name__}: {_last_line(self._failure)}"
+            raise kind(what, hint=_HINT) from self._failure
 
     def _note_failure(self, future: Future[None]) -> None:
         if not future.cancelled():
@@ -160,7 +193,7 @@ class Rollouts:
         tasks = [asyncio.create_task(self._scored(prompt, shaping=shaping)) for prompt in prompts]
         streams = [asyncio.create_task(engine) for engine in engines]
         for number, stream in enumerate(streams):
-            share = _share(prompts, number, of=len(streams))
+            share = prompts[number :: len(streams)]
             stream.add_done_callback(functools.partial(_leave_none_waiting, share, engine=number))
         try:
             async for ready in _in_order(tasks) if validate or self._in_order else _as_they_come(tasks):
@@ -186,7 +219,7 @@ class Rollouts:
 
     async def _stream(self, number: int, prompts: list[_Prompt], *, sampling: Sampling) -> None:
         """Every n-th prompt to this one of n engines, and their groups back as they come."""
-        share = _share(prompts, number, of=len(self._servers))
+        share = prompts[number :: len(self._servers)]
         answers = (
             self._servers[number]
             .generate_groups.options(num_returns="streaming")
@@ -235,7 +268,7 @@ class Rollouts:
 
 
 def _named(error: RayError, *, engine: int) -> EngineError:
-    """What became of an engine, in the words of engine_watch.py: whoever sees it first tells it."""
+    """What became of an engine, in the words of engines.py: whoever sees it first tells it."""
     if isinstance(error, RayActorError):
         problem = "died: its server's process is gone"
     elif "EngineDeadError" in type(error).__name__:  # Ray names the cause so
@@ -243,10 +276,6 @@ def _named(error: RayError, *, engine: int) -> EngineError:
     else:
         problem = f"failed: {type(error).__name__}: {_last_line(error)}"
     return EngineError(f"rollout engine {engine} {problem}", hint=_HINT)
-
-
-def _share(prompts: list[_Prompt], number: int, *, of: int) -> list[_Prompt]:
-    return prompts[number::of]
 
 
 def _leave_none_waiting(prompts: list[_Prompt], stream: asyncio.Task[None], *, engine: int) -> None:
@@ -314,13 +343,9 @@ async def _as_they_come(tasks: list[asyncio.Task[Group]]) -> AsyncIterator[list[
     pending = set(tasks)
     while pending:
         done, pending = await asyncio.wait(pending, timeout=PUT_EVERY_S, return_when=FIRST_EXCEPTION)
-        for part in _parts([task.result() for task in done], size=PROMPTS_PER_PUT):
-            yield part
-
-
-def _parts(groups: list[Group], *, size: int) -> Iterator[list[Group]]:
-    for start in range(0, len(groups), size):
-        yield groups[start : start + size]
+        groups = [task.result() for task in done]
+        for start in range(0, len(groups), PROMPTS_PER_PUT):
+            yield groups[start : start + PROMPTS_PER_PUT]
 
 
 async def _put(ready: list[Group], *, partition: str) -> None:

@@ -25,16 +25,13 @@ from appliance.run.generation import attestations_at
 from appliance.run.pending_validation import owed_line
 from appliance.run.sync_records import SyncRecord, check_sync
 from appliance.trainer.attest import attest_driver, attest_trainers
-from appliance.trainer.batch_order import choose_in_order
 from appliance.trainer.checkpoints import Checkpoints, read_state
 from appliance.trainer.clipping import Clipping
 from appliance.trainer.corrected import CorrectionStep
 from appliance.trainer.correction_step import correct_step
-from appliance.trainer.dynamic_sampling import DynamicSampling
-from appliance.trainer.engine_watch import EngineWatch
-from appliance.trainer.engines import RolloutEngines
+from appliance.trainer.engines import EngineWatch, RolloutEngines
 from appliance.trainer.export import export_checkpoint
-from appliance.trainer.governed import Governed, signals_of, stop, weight_cap
+from appliance.trainer.governor import Governor, signals_of, stop, weight_cap
 from appliance.trainer.metrics import (
     append_metrics,
     left_out,
@@ -44,12 +41,9 @@ from appliance.trainer.metrics import (
     validation_metrics,
 )
 from appliance.trainer.precision import BF16, Live, RolloutPrecision, validates_bf16
-from appliance.trainer.rollouts import Rollouts
-from appliance.trainer.step_telemetry import keeping_fetched, measure_step
-from appliance.trainer.telemetry import StepTelemetry
-from appliance.trainer.tracking_end import finish_tracking
-
-LOOK_AGAIN_S = 1.0  # how long a wait for rollouts lasts at most before the buffer is looked at again
+from appliance.trainer.replay_buffer import DynamicSampling, choose_in_order
+from appliance.trainer.rollouts import LOOK_AGAIN_S, Rollouts
+from appliance.trainer.telemetry import StepTelemetry, keeping_fetched, measure_step
 
 
 class WatchedTrainer(PPOTrainerSync):
@@ -67,20 +61,20 @@ class WatchedTrainer(PPOTrainerSync):
         self._started = run_started(self.run_dir)
         self._phase_now = "start"
         self._telemetry: StepTelemetry | None = None
-        self._governed = Governed(plan)
+        self._governor = Governor(plan)
         self._clipping = Clipping(plan)
         self.checkpoints: Checkpoints | None = None
         self._precision = RolloutPrecision(plan)
-        as_saved = plan.resume_from and not self._governed.had_stopped
+        as_saved = plan.resume_from and not self._governor.had_stopped
         kept = read_state(Path(plan.resume_from)).precision if as_saved else None
-        self._precision.begin(self._governed.measures, kept=kept)
+        self._precision.begin(self._governor.measures, kept=kept)
         self._engines = RolloutEngines(self.run_dir, precision=self._precision.starts_in)
         self._engine_restart_s = 0.0
         self._rolled: Live = self._precision.live
         self._sampling = DynamicSampling(
             at_first=plan.prompts_per_step, max_prompts=plan.algorithm.max_generated_prompts
         )
-        self.replay_buffer.refill_fn = self._sampling.watched(self.replay_buffer.refill_fn)
+        self.replay_buffer.refill_fn = self._sampling.limited(self.replay_buffer.refill_fn)
         self._correction: CorrectionStep | None = None
         self._validation: dict[str, float] = {}
         self._syncs = 0
@@ -146,7 +140,7 @@ class WatchedTrainer(PPOTrainerSync):
     def on_train_begin(self) -> None:
         """The engines are as at the end of the last step; what the guard said after it comes with the next update."""
         super().on_train_begin()
-        self._precision.want(self._governed.measures)
+        self._precision.want(self._governor.measures)
 
     def _watch_engines(self) -> None:
         self._engine_watch = EngineWatch(self.llm_server_manager.server_handles, on_death=self._on_engine_death)
@@ -155,13 +149,6 @@ class WatchedTrainer(PPOTrainerSync):
         """Before the engines are ended on purpose."""
         if self._engine_watch is not None:
             self._engine_watch.stop()
-
-    def end_tracking(self) -> None:
-        """Have the backends of `logging.backends` write what they hold: verl leaves that to its destructor. Never
-        raises."""
-        tracking = getattr(self, "logger", None)  # there since the training began
-        if tracking is not None:
-            finish_tracking(tracking.finish, run_dir=self.run_dir)
 
     def _open_checkpoints(self) -> Checkpoints:
         """With the driver's part of the checkpoint put back, when the weights were loaded from one."""
@@ -225,8 +212,8 @@ class WatchedTrainer(PPOTrainerSync):
         a weight update must follow. Raises EngineError, AttestationError."""
         before = self._phase_now
         self._phase("restart-engines")
-        while self._rollouts is not None and self._rollouts.is_busy:  # still watched: one that dies ends the wait
-            self._rollouts.wait(LOOK_AGAIN_S)
+        if self._rollouts is not None:
+            self._rollouts.finish()  # still watched: one that dies ends the wait
         self.stop_watching()
         old = self.llm_server_manager
         new, restart = self._engines.restart(
@@ -267,7 +254,7 @@ class WatchedTrainer(PPOTrainerSync):
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         batch = super()._compute_advantage(batch, metrics=metrics)
-        plan = self._governed.correction
+        plan = self._governor.correction
         batch = self._clipping.write(batch, step=self.global_steps, correction=plan)
         batch, self._correction = correct_step(
             batch, plan=plan, planned=self.plan.correction, clip=self._clipping.bounds
@@ -342,7 +329,7 @@ class WatchedTrainer(PPOTrainerSync):
         )
         if self._engine_restart_s:
             line["engine_restart_s"], self._engine_restart_s = round(self._engine_restart_s, 4), 0.0
-        line |= self._rolled.metrics() | self._governed.metrics()
+        line |= self._rolled.metrics() | self._governor.metrics()
         line["telemetry_s"] = round(line["telemetry_s"] + self._telemetry.seconds, 6)
         if self.plan.algorithm.filters and self._rollouts is not None:
             line |= self._sampling.end_step(metrics, rollouts=self._rollouts, rollout_s=timing_raw["gen"])
@@ -361,8 +348,8 @@ class WatchedTrainer(PPOTrainerSync):
             self.checkpoints.save_now("new rollout engines are next")
 
     def _govern(self, line: dict[str, Any], *, telemetry: StepTelemetry) -> Decision | None:
-        decision = self._governed.after_step(signals_of(line, telemetry=telemetry, cap=weight_cap(self.plan)))
-        self._precision.want(self._governed.measures)
+        decision = self._governor.after_step(signals_of(line, telemetry=telemetry, cap=weight_cap(self.plan)))
+        self._precision.want(self._governor.measures)
         return decision
 
     def _write(self, line: dict[str, Any]) -> dict[str, Any]:

@@ -21,8 +21,7 @@ from appliance.plan.env import PLAN_VARIABLE
 from appliance.plan.read import read_plan
 from appliance.quant.correction import CorrectionMethod
 from appliance.run.stacks import WORKER_ROLE, keep_stacks
-from appliance.trainer.cpu_platform import is_cpu_run
-from appliance.trainer.threads import fit_threads_to_host
+from appliance.trainer.cpu_platform import fit_threads_to_host, is_cpu_run
 
 PROCESS_GROUP = Patch(
     name="cpu-process-group",

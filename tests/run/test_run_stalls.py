@@ -181,11 +181,11 @@ for roles in (["ray", "worker"], ["worker", "engine"], ["engine", "worker", "ray
 
 
 def test_an_actor_that_loads_nothing_of_ours_has_the_name_that_ray_gives_it(tmp_path: Path) -> None:
-    """Every worker of Ray's imports trainer/ahead.py. Its title is there when it is asked."""
+    """Every worker of Ray's imports trainer/preload.py. Its title is there when it is asked."""
     code = """
 import importlib, time
 from setproctitle import setproctitle
-importlib.import_module("appliance.trainer.ahead")
+importlib.import_module("appliance.trainer.preload")
 setproctitle("ray::TransferQueueController.put_data")
 def waits():
     print("ready", flush=True)

@@ -30,8 +30,7 @@ from appliance.run.checkpoint_manifest import damage, read_manifest
 from appliance.run.checkpoints import checkpoint_folder, find_newest
 from appliance.run.restarts import is_fault
 from appliance.trainer import checkpoints
-from appliance.trainer.checkpoints import ASK_FILE, Checkpoints, why_save
-from appliance.trainer.driver_random import restore_random, take_random
+from appliance.trainer.checkpoints import ASK_FILE, Checkpoints, restore_random, take_random, why_save
 from appliance.trainer.entry import translate
 from appliance.trainer.metrics import append_metrics
 from appliance.trainer.precision import PrecisionState

@@ -169,7 +169,7 @@ def test_a_step_is_clipped_and_corrected_as_the_guard_has_it(
     trainer.plan, trainer.global_steps = make_plan(tmp_path, correction=PLAN), 2
     trainer._clipping = Clipping(trainer.plan)
     tight = replace(PLAN, cap=1.5, reject_k3_above=0.01)
-    trainer._governed = SimpleNamespace(correction=tight)
+    trainer._governor = SimpleNamespace(correction=tight)
     trainer._compute_advantage(run.batch(), metrics={})
     bounds = trainer._clipping.bounds
     assert (bounds.low, bounds.high) == (pytest.approx(1 - 1 / 1.5), 0.5)

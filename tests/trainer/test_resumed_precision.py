@@ -119,7 +119,7 @@ class Run:
         for step in range(after + 1, len(K3) + 1):
             trainer.global_steps, trainer.timing_raw = step, {}
             live = trainer._precision.live
-            rolled.append(Rolled(step, self._brought, live.label, live.bf16_layers, trainer._governed.level))
+            rolled.append(Rolled(step, self._brought, live.label, live.bf16_layers, trainer._governor.level))
             trainer.on_step_end()
             decision = trainer._govern({"step": step}, telemetry=None)
             trainer._end_step({"step": step}, stop_for=decision)
@@ -211,7 +211,7 @@ def test_a_step_that_a_stop_ended_otherwise_goes_on_as_it_was_to(run: Run) -> No
     precision = RolloutPrecision(trainer.plan)
     kept = PrecisionState("int8", BF16, AS_PLANNED, Scheme.INT8, 0.0)
     add_layer_errors(layer_errors_file(run.run_dir, replica=0, rank=0), dict.fromkeys(LAYERS, 0.1))
-    precision.begin(trainer._governed.measures, kept=kept)
+    precision.begin(trainer._governor.measures, kept=kept)
     with precision.meanwhile(AS_PLANNED):
         said = {"sync": 1, "replica": 0, "rank": 0, "manifest": "", "bf16_layers": 0, "scheme": "int8"}
         precision.took(SyncRecord(sent=(), acknowledgements=(Acknowledgement(**said, **SAID, **TOOK),)))

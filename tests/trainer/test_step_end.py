@@ -38,7 +38,7 @@ def trainer_of(run_dir: Path, *, said: list[Any]) -> StoppableTrainer:
     made._telemetry = SimpleNamespace(mismatch=None, seconds=0.5, metrics=lambda: {"mismatch_chi2": float("inf")})
     made._correction = made._step_sync = SimpleNamespace()
     made._rolled = Live("int8", emulated=False)
-    made._governed = SimpleNamespace(metrics=dict, after_step=lambda signals: None, measures="measures")
+    made._governor = SimpleNamespace(metrics=dict, after_step=lambda signals: None, measures="measures")
     made._clipping = SimpleNamespace(metrics=dict)
     made._precision = SimpleNamespace(want=said.append, state=AS_BEFORE)
     made._validation = dict(VALIDATED)

@@ -14,9 +14,8 @@ import pytest
 
 from appliance.errors import GuardStop
 from appliance.trainer import fit
+from appliance.trainer.fit import finish_tracking
 from appliance.trainer.stopping import Stopping
-from appliance.trainer.tracking_end import finish_tracking
-from appliance.trainer.watched import WatchedTrainer
 
 WHAT = "a backend of logging.backends did not end well: the last numbers may be missing there"
 
@@ -75,7 +74,6 @@ class Tracked:
             raise self._ends
 
     init = export_model = stop_watching = lambda self: None
-    end_tracking = WatchedTrainer.end_tracking
 
 
 @pytest.mark.parametrize("ends", [GuardStop("k3_kl"), None])

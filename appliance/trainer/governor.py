@@ -84,7 +84,7 @@ def signals_of(line: dict[str, object], *, telemetry: StepTelemetry, cap: float 
     )
 
 
-class Governed:
+class Governor:
     """One run's governor: its memory lies in `guard.json`, so that another attempt goes on from it.
 
     had_stopped: the attempt before, on purpose: this one goes on, but not as if nothing had happened.

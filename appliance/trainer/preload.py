@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib
 import os
 
-from appliance.plan.env import AHEAD_VARIABLE
+from appliance.plan.env import PRELOAD_VARIABLE
 from appliance.run.stacks import RAY_ROLE, keep_stacks
 
 _SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"
@@ -37,5 +37,5 @@ def _nothing() -> None:
 
 keep_stacks(RAY_ROLE)
 
-if AHEAD_VARIABLE in os.environ:
+if PRELOAD_VARIABLE in os.environ:
     importlib.import_module(_SERVER)

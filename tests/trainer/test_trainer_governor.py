@@ -23,7 +23,7 @@ from appliance.quant.mismatch import measure_mismatch
 from appliance.quant.scheme import Scheme
 from appliance.recipe.schema import Guard
 from appliance.run.events import parse_event
-from appliance.trainer.governed import Governed, policy_of, signals_of, stop, weight_cap
+from appliance.trainer.governor import Governor, policy_of, signals_of, stop, weight_cap
 from appliance.trainer.telemetry import equal_groups, measure_batch, with_finite_pairs
 
 BAD = Signals(1, k3_kl=0.02)
@@ -125,8 +125,8 @@ def events(run_dir: Path) -> list[dict]:
 
 
 def test_every_decision_is_an_event_with_its_numbers(tmp_path: Path) -> None:
-    governed = Governed(make_plan(tmp_path, guard=QUICK))
-    assert governed.after_step(BAD) is None
+    governor = Governor(make_plan(tmp_path, guard=QUICK))
+    assert governor.after_step(BAD) is None
     (event,) = events(tmp_path)
     assert {key: value for key, value in event.items() if key != "time"} == {
         "kind": "guard",
@@ -142,15 +142,15 @@ def test_every_decision_is_an_event_with_its_numbers(tmp_path: Path) -> None:
 
 
 def test_a_number_that_is_not_finite_is_still_json(tmp_path: Path) -> None:
-    Governed(make_plan(tmp_path, guard=QUICK)).after_step(Signals(1, grad_norm=math.nan))
+    Governor(make_plan(tmp_path, guard=QUICK)).after_step(Signals(1, grad_norm=math.nan))
     text = (tmp_path / "events.jsonl").read_text()
     assert json.loads(text, parse_constant=pytest.fail)["numbers"][0]["value"] == "nan"
 
 
 def test_the_stop_is_given_back_and_has_code_6(tmp_path: Path) -> None:
-    governed = Governed(make_plan(tmp_path, guard=QUICK))
-    governed.after_step(BAD)
-    decision = governed.after_step(replace(BAD, step=2))
+    governor = Governor(make_plan(tmp_path, guard=QUICK))
+    governor.after_step(BAD)
+    decision = governor.after_step(replace(BAD, step=2))
     assert decision is not None
     error = stop(decision, saved=tmp_path / "checkpoints/global_step_2")
     assert error.exit_code == 6
@@ -159,18 +159,18 @@ def test_the_stop_is_given_back_and_has_code_6(tmp_path: Path) -> None:
 
 
 def test_nothing_allowed_is_nothing_done(tmp_path: Path) -> None:
-    governed = Governed(make_plan(tmp_path, guard=replace(QUICK, actions=())))
+    governor = Governor(make_plan(tmp_path, guard=replace(QUICK, actions=())))
     for step in range(1, 50):
-        assert governed.after_step(Signals(step, k3_kl=math.nan, grad_norm=math.nan)) is None
+        assert governor.after_step(Signals(step, k3_kl=math.nan, grad_norm=math.nan)) is None
     assert events(tmp_path) == []
 
 
 def test_another_attempt_goes_on_where_this_one_was(tmp_path: Path) -> None:
     plan = make_plan(tmp_path, guard=QUICK)
-    assert Governed(plan).after_step(BAD) is None
-    assert Governed(plan).after_step(replace(BAD, step=2)) is not None
+    assert Governor(plan).after_step(BAD) is None
+    assert Governor(plan).after_step(replace(BAD, step=2)) is not None
     assert GovernorState.from_json((tmp_path / "guard.json").read_text()).stopped
-    assert Governed(plan).after_step(replace(BAD, step=3)) is not None  # resumed after its stop, it still guards
+    assert Governor(plan).after_step(replace(BAD, step=3)) is not None  # resumed after its stop, it still guards
     assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "guard.json"]
 
 
@@ -245,11 +245,11 @@ def test_numbers_that_are_not_finite_are_replaced_on_both_sides() -> None:
 def test_the_level_says_what_corrects_the_next_step_and_what_rollouts_are(tmp_path: Path) -> None:
     """Up the whole ladder and down again."""
     guard = replace(QUICK, actions=(*USUAL_ACTIONS, Action.RAISE_PRECISION), fine_steps=1)
-    governed = Governed(make_plan(tmp_path, guard=guard))
+    governor = Governor(make_plan(tmp_path, guard=guard))
     seen = []
     for step, k3 in enumerate([0.02] * 5 + [0.0] * 20, 1):
-        governed.after_step(Signals(step, k3_kl=k3))
-        measures, metrics = governed.measures, governed.metrics()
+        governor.after_step(Signals(step, k3_kl=k3))
+        measures, metrics = governor.measures, governor.metrics()
         seen.append((metrics["guard_level"], metrics["correction_cap"], str(measures.scheme)))
         assert metrics["correction_reject_k3"] == measures.reject_k3_above
     half = "raise-precision (int8, 50% of layers in bf16)"

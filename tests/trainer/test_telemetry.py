@@ -25,9 +25,9 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from appliance.errors import TrainingError
 from appliance.plan.model import CorrectionPlan
 from appliance.quant.correction import CorrectionMethod
-from appliance.trainer import step_telemetry
+from appliance.trainer import telemetry
 from appliance.trainer.metrics import left_out
-from appliance.trainer.step_telemetry import keeping_fetched, measure_step
+from appliance.trainer.telemetry import keeping_fetched, measure_step
 from appliance.trainer.watched import WatchedTrainer
 
 BATCH = KVBatchMeta(keys=["a_0_0", "a_1_0"], tags=[{}, {}], partition_id="train", fields=[])
@@ -57,7 +57,7 @@ def written(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
         kv_batch_get=lambda *, keys, partition_id, select_fields: {name: columns[name] for name in select_fields},
         kv_batch_put=put,
     )
-    monkeypatch.setattr(step_telemetry, "transfer_queue", queue)
+    monkeypatch.setattr(telemetry, "transfer_queue", queue)
     return back
 
 

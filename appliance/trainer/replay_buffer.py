@@ -1,0 +1,104 @@
+"""verl's replay buffer: the same batch again in every attempt, and an end to dynamic sampling.
+
+verl looks into the buffer whenever something came, and picks from a set. For a plain batch that makes no difference,
+all prompts are taken. With dynamic sampling (DAPO) it does: how many prompts are drawn again depends on when it looked,
+and which surplus ones are dropped on the hash of a random name. So it looks when nothing is under way, and picks in the
+order of the prompts. On a GPU, where the last bits are not promised, it looks early, and new prompts are fetched
+meanwhile. The samples of what it picks stand in the batch as they came. Sums over them would differ in their last bits,
+and then the weights: they are put into the order of their prompts.
+
+DAPO's filter is verl's own: a prompt whose samples are all right or all wrong teaches nothing and becomes two new ones,
+until a step has enough. What it no longer has is an end: `max_num_gen_batches` is ignored, and a model that solves all
+or nothing would generate for ever. The limit is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+
+from appliance.errors import TrainingError
+from appliance.trainer.rollouts import Rollouts
+
+_FILTERED = "training/filter_groups/evicted_samples"
+_DISCARDED = "training/filter_groups/discarded_surplus_samples"
+
+Refill = Callable[[int], Any]
+
+
+def choose_in_order(buffer: ReplayBuffer, *, is_busy: Callable[[], bool], looks_early: bool) -> None:
+    """is_busy: whether prompts are being generated.  looks_early: see above."""
+    look = buffer._sync_metadata_from_transfer_queue
+
+    def look_when_all_came() -> None:
+        while is_busy():
+            buffer._wait_for_next_poll("", 0.0)
+        look()
+
+    def pick(
+        partition_id: str, sampleable_keys: set[str], batch_size: int
+    ) -> tuple[list[str], dict[str, Any], dict[str, int]]:
+        steps = dict(buffer.prompt_global_steps[partition_id])  # in the order in which the prompts were put
+        in_order = sorted((key for key in steps if key in sampleable_keys), key=steps.__getitem__)
+        return in_order[:batch_size], _sorted(buffer.partitions[partition_id], prompts=in_order), steps
+
+    buffer._select_prompt_uids = pick
+    if not looks_early:
+        buffer._sync_metadata_from_transfer_queue = look_when_all_came
+
+
+def _sorted(samples: dict[str, Any], *, prompts: list[str]) -> dict[str, Any]:
+    """Samples (`prompt_session_index`) in the order of their prompts, and of the sessions of each; others last."""
+    places = {prompt: place for place, prompt in enumerate(prompts)}
+
+    def place(key: str) -> tuple[int, int, int]:
+        prompt, session, index = key.split("_")
+        return places.get(prompt, len(places)), int(session), int(index)
+
+    return {key: samples[key] for key in sorted(samples, key=place)}
+
+
+class DynamicSampling:
+    """How many prompts were asked for, one step at a time. at_first: prompts that verl asks for at the start of a step.
+
+    max_prompts: a step that asks for more ends the run; 0: any number.
+    """
+
+    def __init__(self, *, at_first: int, max_prompts: int) -> None:
+        self._at_first = at_first
+        self._max_prompts = max_prompts
+        self._asked = at_first
+        self._prompts_before = self._tokens_before = 0
+
+    def limited(self, refill: Refill) -> Refill:
+        """verl's way to ask for more prompts, counted. It raises TrainingError above the limit."""
+
+        def ask(num_prompts: int) -> Any:
+            self._asked += num_prompts
+            if self._max_prompts and self._asked > self._max_prompts:
+                raise TrainingError(
+                    f"a step asked for {self._asked} prompts, and the limit is {self._max_prompts}: nearly all of "
+                    "them have samples that are all right or all wrong",
+                    hint="the task is too easy or too hard for the model; or raise algorithm.max_generation_batches",
+                )
+            return refill(num_prompts)
+
+        return ask
+
+    def end_step(self, verl: dict[str, Any], *, rollouts: Rollouts, rollout_s: float) -> dict[str, float]:
+        """The step's line of metrics, and the count begins anew. verl: the step's metrics.
+
+        filtered_prompts: all samples equally right.  discarded_prompts: good, but the step was full.
+        """
+        prompts = rollouts.generated_prompts - self._prompts_before
+        tokens = rollouts.generated_tokens - self._tokens_before
+        self._prompts_before, self._tokens_before = rollouts.generated_prompts, rollouts.generated_tokens
+        self._asked = self._at_first
+        return {
+            "generated_prompts": prompts,
+            "filtered_prompts": int(verl.get(_FILTERED, 0)),
+            "discarded_prompts": int(verl.get(_DISCARDED, 0)),
+            "rollout_tokens_per_s": tokens / rollout_s,
+        }
