@@ -35,7 +35,10 @@ IN_PACKAGE = "class_generator/schema/__resources-mappings.json.gz"
 OURS, OF_A_PACKAGE, OF_A_FILE = "ours", "of a package", "of a file"
 
 
-@pytest.fixture(scope="module", params=[OURS, OF_A_PACKAGE, *([OF_A_FILE] if "KUBERAY_CRD" in os.environ else [])])
+FETCHED = pytest.param(OF_A_PACKAGE, marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=[OURS, FETCHED, *([OF_A_FILE] if "KUBERAY_CRD" in os.environ else [])])
 def check(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Check:
     """Raises ValidationError by a schema: ours of the parts that are used; KubeRay's own of an older release, for all
     but what is newer; KubeRay's own of the release that somebody has, by KUBERAY_CRD=ray.io_rayjobs.yaml."""

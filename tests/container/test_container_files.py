@@ -84,6 +84,7 @@ def test_compose_reserves_gpus_and_publishes_nothing_but_on_loopback() -> None:
         assert not any("TOKEN" in name and "PATH" not in name for name in service["environment"])
 
 
+@pytest.mark.slow
 def test_the_gpu_lock_resolves_for_its_platform(tmp_path: Path) -> None:
     """What `make lock` asks, with the committed lock as a preference: the same pins come out, so they fit together."""
     requirements, tool = ROOT / "requirements", tmp_path / "uv"

