@@ -1,4 +1,4 @@
-"""The commands around a profile: make one, write the configuration of an engine, take over one of FlashRL's.
+"""The commands around a profile: make one, write the configuration of an engine, take over a donor's.
 
 The launcher's side: it imports no torch, finds what the cache has, and leaves the rest to a child.
 """
@@ -24,7 +24,7 @@ from appliance.plan.engines import PROFILE_FOLDER
 from appliance.plan.model import RunPlan
 from appliance.preflight.hub import commit_for
 from appliance.preflight.probes import read_host
-from appliance.profile.found import find_profile, model_hash, place_profile
+from appliance.profile.cache import find_profile, model_hash, place_profile
 from appliance.profile.job import ProfileJob, job_of_plan, job_of_run
 from appliance.profile.scaled import SCALING
 from appliance.profile.table import table

@@ -17,7 +17,7 @@ from appliance.plan.host import HostFacts
 from appliance.plan.model import RunPlan
 from appliance.preflight.hub import commit_for
 from appliance.preflight.probes import read_host
-from appliance.profile.found import find_profile
+from appliance.profile.cache import find_profile
 from appliance.profile.job import job_of_plan
 from appliance.quant.device import CPU, why_not
 from appliance.quant.files import read_file_header
@@ -26,7 +26,7 @@ from appliance.quant.settings import Quantisation
 from appliance.recipe.schema import Recipe, SchemeChoice
 from appliance.run.side_job import make_inputs, run_child
 from appliance.run.workspace import OF_A_PROFILE, OF_AN_ENGINE, OF_THE_MODEL, examine_for, work_folder
-from appliance.verify.job import Job, Said, Seen, read_seen
+from appliance.verify.job import CheckResult, EngineOutput, Job
 from appliance.verify.judge import Row, judge, label
 from appliance.verify.show import as_json, table
 
@@ -112,8 +112,8 @@ def _refuse_without_kernels(asked: list[Quantisation], *, plan: RunPlan, host: H
         raise PreflightError(message, hint="leave it out, or check the numbers of an FP8 scheme with --emulate")
 
 
-def _look(asked: Quantisation, *, plan: RunPlan, eager: bool, host: HostFacts, folder: Path) -> Seen:
-    job_file, seen_file = folder / "job.json", folder / "seen.json"
+def _look(asked: Quantisation, *, plan: RunPlan, eager: bool, host: HostFacts, folder: Path) -> CheckResult:
+    job_file, result_file = folder / "job.json", folder / "result.json"
     job = Job(
         model=plan.model.path,
         trust_remote_code=plan.model.trust_remote_code,
@@ -123,9 +123,9 @@ def _look(asked: Quantisation, *, plan: RunPlan, eager: bool, host: HostFacts, f
         prompt_tokens=min(plan.task.max_prompt_tokens, _MOST_PROMPT_TOKENS),
         new_tokens=min(plan.task.max_response_tokens, _MOST_NEW_TOKENS),
         seed=plan.seed,
-        seen=str(seen_file),
+        result=str(result_file),
     )
-    job_file.write_text(job.to_json())
+    job_file.write_text(job.model_dump_json())
     console.say(f"{label(asked.scheme, emulated=asked.emulated)}: an engine, and three weight updates")
     env = {name: value for name, value in plan.env if name != PLAN_VARIABLE}  # no run's folder to attest in
     if plan.device == CPU and job.tensor_parallel > 1:  # here nothing takes turns with the workers but themselves
@@ -133,11 +133,11 @@ def _look(asked: Quantisation, *, plan: RunPlan, eager: bool, host: HostFacts, f
     try:
         run_child([CHILD, str(job_file)], command="verify", folder=folder, env=env)
     except EngineError as error:  # an engine that died is a row like others
-        return Seen(failed=f"{error.message} ({error.hint})" if error.hint else error.message)
-    return read_seen(seen_file)
+        return CheckResult(failed=f"{error.message} ({error.hint})" if error.hint else error.message)
+    return CheckResult.model_validate_json(result_file.read_bytes())
 
 
-def _reference(asked: Quantisation, *, seen: Seen, before: Said | None) -> Said | None:
+def _reference(asked: Quantisation, *, seen: CheckResult, before: EngineOutput | None) -> EngineOutput | None:
     return before if asked.scheme.quantised else seen.first
 
 

@@ -2,74 +2,57 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from pydantic import ConfigDict
 
+from appliance.frozen import Frozen
 from appliance.quant.scheme import Scheme
-from appliance.quant.settings import Quantisation, quantisation_from_config
+from appliance.quant.settings import Quantisation
 
 
-@dataclass(frozen=True)
-class Job:
-    """model: folder or hub name.  prompt_tokens, new_tokens: of each of the few sequences.  seen: where to write."""
+class Job(Frozen):
+    """One engine to check."""
 
     model: str
+    """Folder or hub name."""
     trust_remote_code: bool
     quantisation: Quantisation
     tensor_parallel: int
     enforce_eager: bool
     prompt_tokens: int
+    """Of each of the few sequences."""
     new_tokens: int
+    """Of each of the few sequences."""
     seed: int
-    seen: str
-
-    def to_json(self) -> str:
-        return json.dumps({**dataclasses.asdict(self), "quantisation": self.quantisation.to_config()})
+    result: str
+    """The file for the CheckResult."""
 
 
-def read_job(text: str) -> Job:
-    raw = json.loads(text)
-    return Job(**{**raw, "quantisation": quantisation_from_config(raw["quantisation"])})
-
-
-@dataclass(frozen=True)
-class LayerProbe:
-    """One worker at one moment: what is live, and what each of its layers gives for a fixed input.
-
-    kernels: name and number of layers.  layers: name and digest of the output, for every layer that holds weights.
-    """
+class LayerProbe(Frozen):
+    """One worker at one moment: what is live, and what each of its layers gives for a fixed input."""
 
     scheme: Scheme
     emulated: bool
     lm_head_fp32: bool
     kernels: tuple[tuple[str, int], ...]
+    """Name and number of layers."""
     layers: tuple[tuple[str, str], ...]
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
+    """Name and digest of the output, for every layer that holds weights."""
 
 
-def read_probe(text: str) -> LayerProbe:
-    raw = json.loads(text)
-    pairs = {name: tuple((key, value) for key, value in raw[name]) for name in ("kernels", "layers")}
-    return LayerProbe(**{**raw, **pairs, "scheme": Scheme(raw["scheme"])})
+class EngineOutput(Frozen):
+    """What an engine generated, greedily."""
 
-
-@dataclass(frozen=True)
-class Said:
-    """What an engine generated, greedily. tokens: per prompt.  log_probs: nats, of those tokens.
-
-    prompt_log_probs: nats, of the prompts' own tokens but the first: the same tokens whatever the weights are.
-    """
+    # An engine that is broken may say what is no number: it is judged, not refused.
+    model_config = ConfigDict(allow_inf_nan=True, ser_json_inf_nan="constants")
 
     tokens: tuple[tuple[int, ...], ...]
+    """Per prompt."""
     log_probs: tuple[tuple[float, ...], ...]
+    """Nats, of those tokens."""
     prompt_log_probs: tuple[tuple[float, ...], ...]
+    """Nats, of the prompts' own tokens but the first: the same tokens whatever the weights are."""
 
-    def distance(self, other: Said) -> float:
+    def distance(self, other: EngineOutput) -> float:
         """Mean absolute difference of the prompts' log-probs, nats."""
         pairs = [
             (mine, theirs)
@@ -79,52 +62,35 @@ class Said:
         return sum(abs(mine - theirs) for mine, theirs in pairs) / len(pairs)
 
 
-@dataclass(frozen=True)
-class Worker:
-    """One rank of an engine. unmoved: layers that gave the same with other weights.  unreturned: layers that did not
-    give the same again with the old ones."""
+class Worker(Frozen):
+    """One rank of an engine."""
 
     rank: int
     scheme: Scheme
     emulated: bool
     lm_head_fp32: bool
     kernels: tuple[tuple[str, int], ...]
+    """Name and number of layers."""
     layers: int
     unmoved: tuple[str, ...]
+    """Layers that gave the same with other weights."""
     unreturned: tuple[str, ...]
+    """Layers that did not give the same again with the old ones."""
 
 
-@dataclass(frozen=True)
-class Seen:
-    """One engine through three weight updates: the checkpoint's weights, perturbed ones, the checkpoint's again.
+class CheckResult(Frozen):
+    """One engine through three weight updates: the checkpoint's weights, perturbed ones, the checkpoint's again."""
 
-    failed: the error that ended the check, or empty.  first: what it said after the first update.
-    same_as_loaded: whether that was what it said before any update.  moved: nats, from the first to the second update.
-    returned: whether it said the same again after the third, to the last bit.
-    """
+    model_config = ConfigDict(allow_inf_nan=True, ser_json_inf_nan="constants")
 
     failed: str
-    first: Said | None = None
+    """The error that ended the check, or empty."""
+    first: EngineOutput | None = None
+    """After the first update."""
     same_as_loaded: bool = False
+    """Whether that was what it said before any update."""
     moved: float = 0.0
+    """Nats, from the first to the second update."""
     returned: bool = False
+    """Whether it said the same again after the third, to the last bit."""
     workers: tuple[Worker, ...] = ()
-
-    def write(self, path: str) -> None:
-        Path(path).write_text(json.dumps(dataclasses.asdict(self)))
-
-
-def read_seen(path: Path) -> Seen:
-    raw = json.loads(path.read_text())
-    first = raw["first"] and Said(**{name: _rows(raw["first"][name]) for name in raw["first"]})
-    return Seen(**{**raw, "first": first, "workers": tuple(_worker(each) for each in raw["workers"])})
-
-
-def _rows(rows: list[list[Any]]) -> tuple[tuple[Any, ...], ...]:
-    return tuple(tuple(row) for row in rows)
-
-
-def _worker(raw: dict[str, Any]) -> Worker:
-    names = {key: tuple(raw[key]) for key in ("unmoved", "unreturned")}
-    kernels = tuple((name, count) for name, count in raw["kernels"])
-    return Worker(**{**raw, **names, "kernels": kernels, "scheme": Scheme(raw["scheme"])})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 from appliance import console
@@ -54,7 +53,7 @@ def _plain(row: Row) -> dict[str, object]:
     """A flat object per worker; nats, and names of layers."""
     worker = {"rank": None, "kernels": {}, "layers": 0, "unmoved": [], "unreturned": []}
     if row.worker:
-        worker |= {**dataclasses.asdict(row.worker), "kernels": dict(row.worker.kernels)}
+        worker |= {**row.worker.model_dump(mode="json"), "kernels": dict(row.worker.kernels)}
     return worker | {
         "scheme": str(row.scheme),
         "emulated": row.emulated,

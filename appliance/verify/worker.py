@@ -57,7 +57,7 @@ class VerifyWorker(SyncWorkerExtension):
             lm_head_fp32=live.lm_head_fp32,
             kernels=tuple(sorted(live.kernels.items())),
             layers=layers,
-        ).to_json()
+        ).model_dump_json()
 
 
 def checkpoint_tensors(model_config: object) -> Iterator[tuple[str, Tensor]]:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
-from appliance.verify.job import Said, Seen, Worker, read_seen
+from appliance.verify.job import CheckResult, EngineOutput, Worker
 from appliance.verify.judge import judge
 from appliance.verify.show import table
 
 INT8 = Quantisation(Scheme.INT8)
-SAID = Said(tokens=((3, 4),), log_probs=((-1.0, -2.0),), prompt_log_probs=((-0.5, -1.5),))
-BF16_SAID = replace(SAID, prompt_log_probs=((-0.75, -1.25),))
+SAID = EngineOutput(tokens=((3, 4),), log_probs=((-1.0, -2.0),), prompt_log_probs=((-0.5, -1.5),))
+BF16_SAID = SAID.replace(prompt_log_probs=((-0.75, -1.25),))
 WORKER = Worker(
     rank=0,
     scheme=Scheme.INT8,
@@ -25,10 +26,12 @@ WORKER = Worker(
     unmoved=(),
     unreturned=(),
 )
-SEEN = Seen(failed="", first=SAID, same_as_loaded=True, moved=0.5, returned=True, workers=(WORKER,))
+SEEN = CheckResult(failed="", first=SAID, same_as_loaded=True, moved=0.5, returned=True, workers=(WORKER,))
 
 
-def problems(seen: Seen, *, asked: Quantisation = INT8, reference: Said | None = BF16_SAID) -> tuple[str, ...]:
+def problems(
+    seen: CheckResult, *, asked: Quantisation = INT8, reference: EngineOutput | None = BF16_SAID
+) -> tuple[str, ...]:
     return tuple(problem for row in judge(asked, seen=seen, reference=reference) for problem in row.problems)
 
 
@@ -40,55 +43,62 @@ def test_a_live_engine_has_no_problem() -> None:
 @pytest.mark.parametrize(
     ("seen", "problem"),
     [
-        (replace(SEEN, moved=0.0), "the logits did not move with other weights"),
-        (replace(SEEN, moved=float("nan")), "the logits did not move with other weights"),
-        (replace(SEEN, returned=False), "tokens or log-probs did not return with the old weights"),
+        (SEEN.replace(moved=0.0), "the logits did not move with other weights"),
+        (SEEN.replace(moved=float("nan")), "the logits did not move with other weights"),
+        (SEEN.replace(returned=False), "tokens or log-probs did not return with the old weights"),
         (
-            replace(SEEN, same_as_loaded=False),
+            SEEN.replace(same_as_loaded=False),
             "the checkpoint's own weights, sent as an update, changed what it says",
         ),
-        (replace(SEEN, first=BF16_SAID), "it says to the last bit what bf16 says: nothing is quantised"),
-        (replace(SEEN, failed="weight update: a came twice"), "weight update: a came twice"),
+        (SEEN.replace(first=BF16_SAID), "it says to the last bit what bf16 says: nothing is quantised"),
+        (SEEN.replace(failed="weight update: a came twice"), "weight update: a came twice"),
     ],
 )
-def test_what_an_engine_does_wrong_is_said(seen: Seen, problem: str) -> None:
+def test_what_an_engine_does_wrong_is_said(seen: CheckResult, problem: str) -> None:
     assert problems(seen) == (problem,)
 
 
 @pytest.mark.parametrize(
     ("worker", "problem"),
     [
-        (replace(WORKER, scheme=Scheme.BF16), "it runs bf16, asked for int8"),
-        (replace(WORKER, scheme=Scheme.FP8, emulated=True), "it runs fp8 (emulated), asked for int8"),
-        (replace(WORKER, lm_head_fp32=True), "lm_head is in FP32, asked for BF16"),
-        (replace(WORKER, unmoved=("a",)), "a gives the same with other weights"),
+        (WORKER.replace(scheme=Scheme.BF16), "it runs bf16, asked for int8"),
+        (WORKER.replace(scheme=Scheme.FP8, emulated=True), "it runs fp8 (emulated), asked for int8"),
+        (WORKER.replace(lm_head_fp32=True), "lm_head is in FP32, asked for BF16"),
+        (WORKER.replace(unmoved=("a",)), "a gives the same with other weights"),
         (
-            replace(WORKER, unreturned=("a", "b", "c")),
+            WORKER.replace(unreturned=("a", "b", "c")),
             "a and 2 other layers give something else with the old weights back",
         ),
     ],
 )
 def test_what_a_worker_does_wrong_is_said(worker: Worker, problem: str) -> None:
-    assert problems(replace(SEEN, workers=(WORKER, replace(worker, rank=1)))) == (problem,)
+    assert problems(SEEN.replace(workers=(WORKER, worker.replace(rank=1)))) == (problem,)
 
 
 def test_a_folded_profile_may_change_what_it_says() -> None:
-    assert problems(replace(SEEN, same_as_loaded=False), asked=replace(INT8, profile="/profile")) == ()
+    assert problems(SEEN.replace(same_as_loaded=False), asked=replace(INT8, profile="/profile")) == ()
 
 
 def test_bf16_is_its_own_reference() -> None:
-    seen = replace(SEEN, workers=(replace(WORKER, scheme=Scheme.BF16),))
+    seen = SEEN.replace(workers=(WORKER.replace(scheme=Scheme.BF16),))
     (row,) = judge(Quantisation(Scheme.BF16), seen=seen, reference=None)
     assert (row.problems, row.from_bf16) == ((), None)
 
 
-def test_what_was_seen_reads_back_the_same(tmp_path) -> None:
-    SEEN.write(str(tmp_path / "seen.json"))
-    assert read_seen(tmp_path / "seen.json") == SEEN
+def test_what_was_seen_reads_back_the_same() -> None:
+    assert CheckResult.model_validate_json(SEEN.model_dump_json()) == SEEN
+
+
+def test_numbers_that_are_none_come_through_to_be_judged() -> None:
+    """Layers broken to NaN are a verdict, not a check that failed on the way."""
+    nan = SAID.replace(log_probs=((float("nan"), -1.0),))
+    read = CheckResult.model_validate_json(SEEN.replace(first=nan, moved=float("nan")).model_dump_json())
+    assert math.isnan(read.moved) and math.isnan(read.first.log_probs[0][0])
+    assert problems(read) == ("the logits did not move with other weights",)
 
 
 def test_the_table_has_a_line_per_worker_and_per_problem() -> None:
-    bad = replace(SEEN, workers=(WORKER, replace(WORKER, rank=1, unmoved=("a",))))
+    bad = SEEN.replace(workers=(WORKER, WORKER.replace(rank=1, unmoved=("a",))))
     assert table(judge(INT8, seen=bad, reference=BF16_SAID)).splitlines() == [
         "scheme  worker  moved by  layers moved  returned     from bf16  verdict  kernels",
         "int8    0       0.5 nats  12 of 12      bit for bit  0.25 nats  live     8 x Kernel",
