@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from appliance import console
 from appliance.bench.job import NAMED_SHAPES, Shapes
 from appliance.bench.random_model import qwen2_config
-from appliance.engine.schedule import ROTATION
+from appliance.engine.proof_schedule import ROTATION
 from appliance.plan.control_groups import usable_cores
 from appliance.plan.env import PLAN_VARIABLE, child_env
 from appliance.quant.scheme import Scheme
