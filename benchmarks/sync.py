@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from appliance import console
 from appliance.bench.job import NAMED_SHAPES, Shapes
-from appliance.engine.schedule import ROTATION
+from appliance.engine.proof_schedule import ROTATION
 from appliance.plan.control_groups import usable_cores
 from appliance.plan.env import PLAN_VARIABLE, child_env
 from appliance.quant.scheme import Scheme

@@ -25,7 +25,7 @@ from appliance.plan.build import build_plan, installed_versions
 from appliance.plan.env import PLAN_VARIABLE, THREADS_VARIABLE
 from appliance.plan.host import HostFacts
 from appliance.plan.model import RunPlan
-from appliance.plan.stored import Kept, LayerShapes, ResultKey, result_key, write_result
+from appliance.plan.stored import Kept, ResultKey, result_key, write_result
 from appliance.preflight.hub import commit_for
 from appliance.preflight.probes import read_host
 from appliance.quant.device import CPU, gpu_of_product, why_not
@@ -161,7 +161,7 @@ def _said(facts: EngineFacts) -> str:
 def _with_shapes(key: ResultKey, *, shapes: Shapes | None) -> ResultKey:
     if shapes is None:
         return key
-    slug = LayerShapes(shapes.hidden, shapes.intermediate, shapes.heads, shapes.kv_heads).slug
+    slug = shapes.model.layer_slug
     return ResultKey(key.device, key.processor, slug, key.versions)
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from statistics import median
 
 from appliance.errors import RecipeError
-from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation, quantisation_from_config
+from appliance.terms.schemes import Scheme
+from appliance.terms.shapes import KNOWN, ModelShape
 
 GIB = 1 << 30
 PROMPT_TOKENS = 16
@@ -30,12 +31,22 @@ class Shapes:
     batch: int = 64
     new_tokens: int = 128
 
+    @property
+    def model(self) -> ModelShape:
+        return ModelShape(hidden=self.hidden, intermediate=self.intermediate, heads=self.heads, kv_heads=self.kv_heads)
+
+
+def _layers_of(name: str, *, layers: int) -> Shapes:
+    """Some layers of a model that we know."""
+    whole = KNOWN[name]
+    return Shapes(whole.hidden, whole.intermediate, heads=whole.heads, kv_heads=whole.kv_heads, layers=layers)
+
 
 NAMED_SHAPES = {
-    "qwen2.5-0.5b": Shapes(hidden=896, intermediate=4864, heads=14, kv_heads=2, layers=4),
-    "qwen2.5-1.5b": Shapes(hidden=1536, intermediate=8960, heads=12, kv_heads=2, layers=4),
-    "qwen2.5-7b": Shapes(hidden=3584, intermediate=18944, heads=28, kv_heads=4, layers=6),
-    "qwen2.5-32b": Shapes(hidden=5120, intermediate=27648, heads=40, kv_heads=8, layers=1),
+    "qwen2.5-0.5b": _layers_of("Qwen/Qwen2.5-0.5B-Instruct", layers=4),
+    "qwen2.5-1.5b": _layers_of("Qwen/Qwen2.5-1.5B-Instruct", layers=4),
+    "qwen2.5-7b": _layers_of("Qwen/Qwen2.5-7B-Instruct", layers=6),
+    "qwen2.5-32b": _layers_of("Qwen/Qwen2.5-32B", layers=1),
 }
 
 

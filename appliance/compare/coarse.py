@@ -19,14 +19,10 @@ import torch
 
 from appliance import console
 from appliance.quant.profile import Origin, Profile, Settings, write_profile
-from appliance.quant.scheme import Scheme
 from appliance.quant.smoothing import MAX_EXPONENT, Smoothing, SmoothingGroup
 from appliance.tasks.tiny_spec import TINY_MODELS, TinySpec
-
-_FED = {
-    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
-}
+from appliance.terms.families import LLAMA_NORMS
+from appliance.terms.schemes import Scheme
 
 
 def coarse_profile(spec: TinySpec, *, name: str, exponent: float, seed: int) -> Profile:
@@ -39,7 +35,7 @@ def coarse_profile(spec: TinySpec, *, name: str, exponent: float, seed: int) -> 
     draw = torch.Generator().manual_seed(seed)
     groups = []
     for layer in range(spec.num_layers):
-        for norm, linears in _FED.items():
+        for norm, linears in LLAMA_NORMS.items():
             prefix = f"model.layers.{layer}."
             drawn_K = torch.rand(spec.hidden_size, generator=draw) * 2 * exponent - exponent
             groups.append(

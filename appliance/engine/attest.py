@@ -16,8 +16,8 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from appliance import patch
 from appliance.engine.config import KeptExpertsMethod, KeptLinearMethod, is_router, require_ignored_layers
-from appliance.engine.families import require_known_layers
-from appliance.engine.head import Fp32HeadMethod
+from appliance.engine.fp32_head import Fp32HeadMethod
+from appliance.engine.known_layers import require_known_layers
 from appliance.engine.quantised import Quantising
 from appliance.errors import EngineError
 from appliance.plan.env import PLAN_VARIABLE

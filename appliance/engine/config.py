@@ -23,12 +23,13 @@ from vllm.model_executor.layers.utils import MOE_LAYER_ROUTER_GATE_SUFFIXES
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
 
-from appliance.engine.families import FUSED_LAYERS, layer_name, require_known_architecture, require_known_layer
-from appliance.engine.head import Fp32HeadMethod
+from appliance.engine.fp32_head import Fp32HeadMethod
+from appliance.engine.known_layers import layer_name, require_known_architecture, require_known_layer
 from appliance.engine.methods import experts_method, linear_method
 from appliance.errors import EngineError
 from appliance.quant.profile import kept_layers
 from appliance.quant.settings import METHOD_NAME, Quantisation, quantisation_from_config
+from appliance.terms.families import FUSED_LAYERS
 
 
 class KeptLinearMethod(UnquantizedLinearMethod):

@@ -31,10 +31,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from appliance.engine.expect import LocalShape
 from appliance.engine.fp8_proof import TOKENS, NativeFp8Proof
 from appliance.engine.kernel_proof import Mismatch
-from appliance.engine.schedule import Ask
+from appliance.engine.proof_schedule import Ask
+from appliance.engine.tensor_slots import LocalShape
 from appliance.quant.codec_fp8 import BLOCK, Fp8Weight, quantise_fp8_by, widened_fp8
 from appliance.terms.schemes import Scheme
 

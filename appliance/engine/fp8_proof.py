@@ -1,7 +1,7 @@
 """Whether an FP8 layer holds and multiplies what was received: codes and scales bit for bit, and one probe.
 
 All scales, as the codec computes them, and the codes of a rotating eighth of the rows (in blocks of 128, at least one)
-are compared bit for bit. In a full proof (schedule.py) all rows are.
+are compared bit for bit. In a full proof (proof_schedule.py) all rows are.
 
 Legend: N output channels, K input channels of this rank's part of the layer; R rows; T tokens of a probe.
 
@@ -11,7 +11,7 @@ it is the layer's turn its method also answers a probe of signs x_k = +-1, withi
 twice K u sum_k |w'_nk|, u = 2^-24, and BF16's rounding: what can go wrong beyond codes and scales is code, and the same
 for all layers.
 
-By vLLM's own methods (native.py; `fp8` and `fp8-channel`). The codec itself says what the codes are, and each proof
+By vLLM's own methods (vllm_fp8.py; `fp8` and `fp8-channel`). The codec itself says what the codes are, and each proof
 asks the kernel. The probe has T = 16 tokens; each is x = +-1, 2, 4 or 8 at one input channel and 0 elsewhere, the
 channels drawn from T equal parts of K, others at each sync. So every answer is one weight times x, exact but for its
 rounding:
@@ -47,9 +47,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from appliance.engine.expect import LocalShape, Slot, rounded
 from appliance.engine.kernel_proof import BF16_U, TINY, KernelProof, Mismatch, U, answer, first_beyond, first_scale
-from appliance.engine.schedule import ROTATION, Ask
+from appliance.engine.proof_schedule import ROTATION, Ask
+from appliance.engine.tensor_slots import LocalShape, Slot, rounded
 from appliance.errors import SyncError
 from appliance.quant.codec import dequantise, weight_absmax
 from appliance.quant.codec_fp8 import Fp8Weight, fp8_scale, quantise_fp8_by, row_blocks, widened_fp8

@@ -38,8 +38,8 @@ from torch import Tensor
 from torch.nn import Module
 from vllm import _custom_ops  # noqa: F401  registers torch.ops._C
 
-from appliance.engine.expect import LocalShape, Slot, rounded
-from appliance.engine.schedule import Ask
+from appliance.engine.proof_schedule import Ask
+from appliance.engine.tensor_slots import LocalShape, Slot, rounded
 from appliance.errors import SyncError
 from appliance.quant.codec_int8 import Int8Weight, quantise_int8
 from appliance.terms.schemes import Scheme

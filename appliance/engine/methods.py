@@ -10,8 +10,8 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from appliance.engine.emulated import EmulatedLinearMethod
 from appliance.engine.experts import OnlineExpertsMethod
 from appliance.engine.int8 import Int8LinearMethod
-from appliance.engine.native import native_fp8_method
 from appliance.engine.quantised import Quantising
+from appliance.engine.vllm_fp8 import native_fp8_method
 from appliance.terms.schemes import Scheme
 
 METHODS: dict[str, Callable[[Scheme], Quantising]] = {

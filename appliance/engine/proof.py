@@ -1,9 +1,9 @@
 """The proof of one weight update on one rank: every tensor taken is one that the model now computes with.
 
 It does not trust vLLM's loaders, reload or kernels: what a layer must hold and answer comes from the tensors received,
-by a mapping (expect.py) and by quantising them again. That is done by the engine's own quantiser (vLLM's rows for INT8,
-Numba's code for emulated FP8), and the reference codec is asked for sampled rows (kernel_proof.py); for vLLM's own FP8
-methods by the codec (fp8_proof.py, fp8_block_proof.py).
+by a mapping (tensor_slots.py) and by quantising them again. That is done by the engine's own quantiser (vLLM's rows for
+INT8, Numba's code for emulated FP8), and the reference codec is asked for sampled rows (kernel_proof.py); for vLLM's
+own FP8 methods by the codec (fp8_proof.py, fp8_block_proof.py).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.nn import Module
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from appliance.engine.expect import LocalShape, Slot, expert_gemms, expert_shape, local_shape, slots
 from appliance.engine.kernel_proof import Bf16Proof, KernelProof, Mismatch, check_quantiser
+from appliance.engine.proof_schedule import Ask, ask
 from appliance.engine.quantised import Quantising
-from appliance.engine.schedule import Ask, ask
+from appliance.engine.tensor_slots import LocalShape, Slot, expert_gemms, expert_shape, local_shape, slots
 from appliance.errors import SyncError
 from appliance.quant.digest import digest
 from appliance.terms.schemes import Scheme
@@ -43,7 +43,7 @@ class SyncProof:
     """`begin`, `take` every tensor, and when vLLM has finished `check`."""
 
     def __init__(self, model: Module, *, tied_head: bool, rank: int, every: int) -> None:
-        """rank: within the engine.  every: see schedule.py."""
+        """rank: within the engine.  every: see proof_schedule.py."""
         self._model = model
         self._rank = rank
         self._every = every

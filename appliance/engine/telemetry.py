@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from appliance.engine.families import layer_name
 from appliance.engine.first_scales import FirstScales, Key, Kind
+from appliance.engine.known_layers import layer_name
 from appliance.engine.quantised import Quantising
 from appliance.quant.codec import Codec, QuantisedWeight, codec_of
 from appliance.run.sync_records import Telemetry

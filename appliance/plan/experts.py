@@ -7,18 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from appliance.plan.model import ModelPlan
-from appliance.plan.shapes import read_shape
-from appliance.plan.stored import has_experts
+from appliance.terms.families import EXPERTS
+from appliance.terms.shapes import read_shape
 
 _MOST_LAYERS = 1024  # that are asked for; what is larger is not a model's number of layers
 
 
 def layers_with_experts(model: ModelPlan) -> int:
     """Number of layers of a model with experts, by its config.json; 0 without experts, and where none is at hand."""
-    if not has_experts(model):
-        return 0
-    shape = read_shape(Path(model.path) / "config.json")
-    return max(1, shape.layers) if shape else 1
+    shape = None if model.builtin else read_shape(Path(model.path) / "config.json")
+    return max(1, shape.layers) if shape and shape.experts else 0
 
 
 def quantises_experts(ignore: Sequence[str], *, layers: int) -> bool:
@@ -28,7 +26,7 @@ def quantises_experts(ignore: Sequence[str], *, layers: int) -> bool:
 
 def keeps_experts(ignore: Sequence[str], *, layers: int) -> bool:
     """Whether `quantization.ignore` names the experts of every layer, as vLLM matches names. layers: >= 1."""
-    names = (f"model.layers.{layer}.mlp.experts" for layer in range(min(layers, _MOST_LAYERS)))
+    names = (f"model.layers.{layer}.{EXPERTS}" for layer in range(min(layers, _MOST_LAYERS)))
     return all(any(_names(entry, name) for entry in ignore) for name in names)
 
 

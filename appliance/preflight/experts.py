@@ -8,7 +8,6 @@ from appliance.plan.experts import keeps_experts
 from appliance.plan.host import HostFacts
 from appliance.plan.model import RunPlan
 from appliance.preflight.finding import Finding, Severity
-from appliance.quant.architectures import WITH_EXPERTS
 from appliance.terms.devices import CPU, why_not
 from appliance.terms.shapes import ModelShape
 
@@ -17,7 +16,7 @@ _KEEP = r"keep them in BF16: quantization.ignore=['re:.*\.experts$']"
 
 def judge_experts(plan: RunPlan, *, host: HostFacts, shape: ModelShape | None) -> Iterator[Finding]:
     """shape: None where the model is built in, or not known yet. A model of the hub may turn out to have experts."""
-    if plan.device == CPU or shape is None or not WITH_EXPERTS.intersection(shape.architectures):
+    if plan.device == CPU or shape is None or not shape.has_experts:
         return
     flags = host.cpu_flags
     for replica in dict.fromkeys(plan.rollout.replicas):

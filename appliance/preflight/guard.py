@@ -9,7 +9,6 @@ from appliance.plan.guard import CHANGES_ENGINES, finer_schemes, why_not_live
 from appliance.plan.model import RunPlan, Switching
 from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.probes import InputFacts
-from appliance.quant.architectures import WITH_EXPERTS
 from appliance.terms.schemes import BLOCK, Scales
 from appliance.terms.shapes import ModelShape
 
@@ -41,7 +40,7 @@ def _live(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
         return
     shape = inputs.model_shape
     layers = layers_with_experts(plan.model)
-    if shape and WITH_EXPERTS.intersection(shape.architectures):
+    if shape and shape.has_experts:
         layers = max(1, shape.layers)
     quantised = {each.ignore for each in plan.rollout.replicas if each.scheme.quantised}
     experts = any(quantises_experts(ignore, layers=layers) for ignore in quantised)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from appliance.errors import EngineError
 from appliance.plan.control_groups import usable_cores
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.model import ModelPlan, RunPlan
@@ -26,8 +27,8 @@ from appliance.preflight.limits import read_limits
 from appliance.preflight.profile import profile_problem
 from appliance.preflight.sample import RewardProblem, reward_problem
 from appliance.preflight.stack import StackFacts, read_stack
-from appliance.preflight.uaq import uaq_problem
 from appliance.preflight.weights import damage
+from appliance.quant.uaq import layers_to_scale, require_unscaled
 from appliance.terms.devices import StoredResult
 from appliance.terms.shapes import KNOWN, ModelShape, read_shape
 
@@ -222,6 +223,19 @@ def model_bytes(plan: RunPlan) -> int:
     """Size of the weights in the model's folder, 0 when it is not on this host yet."""
     folder = Path(plan.model.path)
     return hub.weight_bytes(folder) if folder.is_absolute() else 0
+
+
+def uaq_problem(plan: RunPlan) -> str:
+    """Why `correction.uaq_scale` cannot be, empty where it can, or the model is not on this host yet."""
+    folder = Path(plan.model.path)
+    if plan.uaq is None or not os.path.isfile(folder / "config.json"):
+        return ""
+    try:
+        require_unscaled(folder)
+        layers_to_scale(folder)
+    except EngineError as error:
+        return error.message
+    return ""
 
 
 def data_from_hub(plan: RunPlan) -> bool:

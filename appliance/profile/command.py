@@ -26,8 +26,8 @@ from appliance.preflight.hub import commit_for
 from appliance.preflight.probes import read_host
 from appliance.profile.cache import find_profile, model_hash, place_profile
 from appliance.profile.job import ProfileJob, job_of_plan, job_of_run
-from appliance.profile.scaled import SCALING
 from appliance.profile.table import table
+from appliance.profile.uaq import SCALING
 from appliance.quant.files import PROFILE_FILE, read_file_header
 from appliance.quant.settings import Quantisation
 from appliance.recipe.schema import Recipe

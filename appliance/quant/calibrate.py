@@ -25,11 +25,12 @@ from torch import Tensor
 
 from appliance.errors import EngineError
 from appliance.quant.checkpoint import Checkpoint, Ledger
-from appliance.quant.layer_view import Errors, LayerView, Unit
+from appliance.quant.layer_view import Errors, LayerView
 from appliance.quant.predict import predict_mismatch
 from appliance.quant.profile import LayerError, Memory, Origin, Predicted, Profile, Settings
 from appliance.quant.smoothing import Smoothing, SmoothingGroup, power_of_two
 from appliance.quant.streamed import StreamedModel
+from appliance.terms.families import Unit
 from appliance.terms.schemes import Scheme
 
 _BATCH_TOKENS = 2048  # of one forward: bounds the activations inside a layer
@@ -75,6 +76,7 @@ def calibrate(
             with model.layer(index) as layer:
                 view = LayerView(
                     layer,
+                    family=model.family,
                     prefix=f"model.layers.{index}.",
                     scheme=scheme,
                     ignore=settings.ignore,

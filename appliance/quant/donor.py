@@ -28,12 +28,9 @@ from appliance.errors import RecipeError
 from appliance.quant.checkpoint import Checkpoint
 from appliance.quant.profile import Origin, Profile, Settings
 from appliance.quant.smoothing import Smoothing, SmoothingGroup, power_of_two
+from appliance.terms.families import LLAMA_NORMS
 from appliance.terms.schemes import Scheme
 
-READERS = {
-    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
-}
 _LAYER = re.compile(r"(model\.layers\.\d+\.)input_layernorm\.weight")
 _LARGEST_RESIDUAL = 0.1  # |codes - predicted| / |codes|; rounding alone gives below 0.02, GPTQ below 0.05
 _MOST_PROBLEMS = 10
@@ -80,18 +77,18 @@ def smoothing_of_norms(input_scales: Mapping[str, Tensor]) -> Smoothing:
     for norm, ratio_K in input_scales.items():
         path = norm.removesuffix(".weight")
         prefix, _, kind = path.rpartition(".")
-        if kind not in READERS:
+        if kind not in LLAMA_NORMS:
             continue
         usable_K = (ratio_K > 0) & torch.isfinite(ratio_K)
         scale_K = power_of_two(torch.where(usable_K, ratio_K, torch.ones_like(ratio_K)).float().reciprocal())
         if bool((scale_K != 1).any()):
-            linears = tuple(f"{prefix}.{reader}.weight" for reader in READERS[kind])
+            linears = tuple(f"{prefix}.{reader}.weight" for reader in LLAMA_NORMS[kind])
             groups.append(SmoothingGroup(norm, linears, scale_K))
     return Smoothing(tuple(groups))
 
 
 def _recover_layer(ours: Checkpoint, theirs: Checkpoint, *, prefix: str, scales: _Scales) -> None:
-    for norm, readers in READERS.items():
+    for norm, readers in LLAMA_NORMS.items():
         name = f"{prefix}{norm}.weight"
         ratio_K = theirs.read(name) / ours.read(name).float()
         scales.input_[name] = ratio_K
@@ -139,9 +136,9 @@ def _differences(ours: Checkpoint, theirs: Checkpoint, *, prefixes: list[str]) -
         return ["the model has no model.layers.<i>.input_layernorm.weight"]
     layers = sum(_LAYER.fullmatch(name) is not None for name in theirs.names)
     problems = [f"the model has {len(prefixes)} layers, the donor {layers}"] if layers != len(prefixes) else []
-    linears = (*(reader for readers in READERS.values() for reader in readers), "self_attn.o_proj", "mlp.down_proj")
+    linears = (*(reader for readers in LLAMA_NORMS.values() for reader in readers), "self_attn.o_proj", "mlp.down_proj")
     for prefix in prefixes:
-        for name in (f"{prefix}{norm}.weight" for norm in READERS):
+        for name in (f"{prefix}{norm}.weight" for norm in LLAMA_NORMS):
             problems += _different(ours, theirs, name=name)
         for name in (f"{prefix}{linear}.weight" for linear in linears):
             found = _different(ours, theirs, name=name)

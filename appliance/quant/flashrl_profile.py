@@ -9,11 +9,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from appliance.errors import RecipeError
-from appliance.quant.donor import READERS, smoothing_of_norms
+from appliance.quant.donor import smoothing_of_norms
 from appliance.quant.profile import INPUT_SCALE, OUTPUT_SCALE, Origin, Profile, Settings
+from appliance.terms.families import LLAMA_NORMS
 from appliance.terms.schemes import Scheme
 
-_NORMS = tuple(f"{norm}.weight" for norm in READERS)
+_NORMS = tuple(f"{norm}.weight" for norm in LLAMA_NORMS)
 
 
 def from_flashrl(scales: Path, *, source: str) -> Profile:

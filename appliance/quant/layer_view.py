@@ -21,43 +21,10 @@ from appliance.quant.checkpoint import Ledger
 from appliance.quant.codec import QuantisedWeight, dequantise, quantise, quantise_tokens
 from appliance.quant.smoothing import Smoothing, SmoothingGroup, fold
 from appliance.quant.streamed import LayerCall
+from appliance.terms.families import DOWN, EXPERTS, GATE_UP, Family, Unit
 from appliance.terms.schemes import Scales, Scheme
 
-_INPUT_NORM, _MLP_NORM = "input_layernorm", "post_attention_layernorm"
-_GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
-_ROUTER = "mlp.gate"
 _MEASURED_TOKENS = 256  # of a GEMM's input in a batch: a mean over tokens and channels needs no more
-
-
-@dataclass(frozen=True)
-class Unit:
-    """One quantised layer of the engine. members: the linears that it fuses, below the decoder layer.
-
-    norm: whose output they read, or empty.  layer: its names in an `ignore` list, below the decoder layer.
-    followers: what else reads the norm and stays in BF16.  fused: the engine's own name of several members, or empty.
-    """
-
-    members: tuple[str, ...]
-    layer: tuple[str, ...]
-    norm: str = ""
-    followers: tuple[str, ...] = ()
-    fused: str = ""
-
-
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_DENSE_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
-_ATTENTION = (
-    Unit(_QKV, _QKV, _INPUT_NORM, fused="self_attn.qkv_proj"),
-    Unit(("self_attn.o_proj",), ("self_attn.o_proj",)),
-)
-_DENSE = (
-    Unit(_DENSE_GATE_UP, _DENSE_GATE_UP, _MLP_NORM, fused="mlp.gate_up_proj"),
-    Unit(("mlp.down_proj",), ("mlp.down_proj",)),
-)
-_EXPERTS = (
-    Unit((_GATE_UP,), ("mlp.experts",), _MLP_NORM, (_ROUTER,)),
-    Unit((_DOWN,), ("mlp.experts",)),
-)
 
 
 @dataclass(frozen=True)
@@ -103,6 +70,7 @@ class LayerView:
         self,
         layer: nn.Module,
         *,
+        family: Family,
         prefix: str,
         scheme: Scheme,
         ignore: tuple[str, ...],
@@ -117,8 +85,8 @@ class LayerView:
         self._calls = calls
         self._valid = valid
         self._valid_BT = valid[0]  # of the batch that runs now
-        self._has_experts = any(name == _GATE_UP for name, _ in layer.named_parameters())
-        self.units = _ATTENTION + (_EXPERTS if self._has_experts else _DENSE)
+        self.units = family.units(name for name, _ in layer.named_parameters())
+        self._has_experts = any(GATE_UP in unit.members for unit in self.units)
         self._unit_of = {member: unit for unit in self.units for member in unit.members}
         self.ignored = frozenset(
             unit.members[0]
@@ -138,7 +106,7 @@ class LayerView:
         return list(found[0].unbind()) if found[0].ndim == 3 else found
 
     def _weight(self, member: str) -> Tensor:
-        if member in (_GATE_UP, _DOWN):
+        if member in (GATE_UP, DOWN):
             return self.layer.get_parameter(member)
         return self.layer.get_submodule(member).weight
 
@@ -153,7 +121,7 @@ class LayerView:
                 self.layer.get_submodule(path)._parameters[last] = placed
 
     def group(self, unit: Unit, *, scale_K: Tensor) -> SmoothingGroup:
-        names = [*(member if member == _GATE_UP else f"{member}.weight" for member in unit.members)]
+        names = [*(member if member == GATE_UP else f"{member}.weight" for member in unit.members)]
         names += [f"{follower}.weight" for follower in unit.followers]
         linears = tuple(self.prefix + name for name in names)
         return SmoothingGroup(f"{self.prefix}{unit.norm}.weight", linears, scale_K)
@@ -258,13 +226,13 @@ class LayerView:
         changed = []
         for unit in self.units:
             for index, member in enumerate(unit.members):
-                if member in (_GATE_UP, _DOWN):
+                if member in (GATE_UP, DOWN):
                     continue
                 linear = self.layer.get_submodule(member)
                 linear.forward = _linear_forward(linear, member=member, index=index, multiply=multiply)
                 changed.append(linear)
         if self._has_experts:
-            experts = self.layer.get_submodule("mlp.experts")
+            experts = self.layer.get_submodule(EXPERTS)
             experts.forward = _experts_forward(experts, view=self, multiply=multiply)
             changed.append(experts)
         try:
@@ -298,9 +266,9 @@ def _experts_forward(
         total_MK = torch.zeros_like(hidden_MK)
         for expert in chosen_MS.unique().tolist():
             token, slot = torch.where((chosen_MS == expert) & view.valid_M[:, None])
-            gate_up = multiply(_GATE_UP, hidden_MK[token], experts.gate_up_proj[expert], None, expert)
+            gate_up = multiply(GATE_UP, hidden_MK[token], experts.gate_up_proj[expert], None, expert)
             gate, up = gate_up.chunk(2, dim=-1)
-            down = multiply(_DOWN, experts.act_fn(gate) * up, experts.down_proj[expert], None, expert)
+            down = multiply(DOWN, experts.act_fn(gate) * up, experts.down_proj[expert], None, expert)
             total_MK.index_add_(0, token, (down * weights_MS[token, slot, None]).to(total_MK.dtype))
         return total_MK
 

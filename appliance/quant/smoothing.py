@@ -14,7 +14,6 @@ Legend: N output channels, K input channels, E experts.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +24,9 @@ from torch import Tensor
 
 from appliance.errors import EngineError, NumericsError
 from appliance.quant.files import PROFILE_FILE, parse_header
+from appliance.terms.families import GATE_UP, ONE_EXPERT
 
 MAX_EXPONENT = 12  # of a scale: 2^-12..2^12 is exact in BF16, float16 and float32
-
-_EXPERT = re.compile(r"\.experts\.\d+\.(?:gate|up)_proj\.weight$")
-_ALL_EXPERTS = ".experts.gate_up_proj"
 
 
 @dataclass(frozen=True)
@@ -144,7 +141,7 @@ def scale_key(norm: str) -> str:
 
 
 def _key(name: str) -> str:
-    return _EXPERT.sub(_ALL_EXPERTS, name)
+    return ONE_EXPERT.sub(GATE_UP, name)
 
 
 def _short(dtype: torch.dtype) -> str:

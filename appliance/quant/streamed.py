@@ -21,8 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from appliance.errors import EngineError
 from appliance.quant.checkpoint import Checkpoint
+from appliance.terms.families import EXPERT_PARTS, EXPERTS, FAMILIES
 
-FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe")  # config.model_type: read, and tried in tests
+_FAMILIES = {family.model_type: family for family in FAMILIES.values()}
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class StreamedModel:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
         self.config = _config(checkpoint.folder)
+        self.family = _FAMILIES[self.config.model_type]
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(self.config, dtype=torch.bfloat16, attn_implementation="sdpa")
         self._model = model.model.eval()
@@ -118,7 +120,7 @@ class StreamedModel:
 
     def _experts(self, name: str, *, shape: tuple[int, ...]) -> Tensor:
         prefix, _, kind = name.rpartition(".")
-        parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+        parts = EXPERT_PARTS[f"{EXPERTS}.{kind}"]
         fused = torch.empty(shape, dtype=torch.bfloat16)
         for expert in range(shape[0]):
             read = [self.checkpoint.read(f"{prefix}.{expert}.{part}.weight") for part in parts]
@@ -131,8 +133,8 @@ def _config(folder: Path) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise EngineError(f"{folder}: config.json cannot be read: {error}") from error
-    if config.model_type not in FAMILIES:
-        known = ", ".join(FAMILIES)
+    if config.model_type not in _FAMILIES:
+        known = ", ".join(_FAMILIES)
         raise EngineError(f"{folder}: a profile of `{config.model_type}` cannot be made", hint=f"known are {known}")
     return config
 

@@ -8,7 +8,7 @@ from pathlib import PurePath
 
 from appliance.guard.policy import Action
 from appliance.quant.correction import USUAL, CorrectionMethod
-from appliance.quant.uaq_layers import MOST
+from appliance.quant.uaq import MOST
 from appliance.recipe.broken import Broken
 from appliance.recipe.rules_batch import batch_rules, dapo_rules
 from appliance.recipe.rules_text import text_rules

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from appliance.terms.shapes import ModelShape
+
 
 @dataclass(frozen=True)
 class TinySpec:
@@ -35,6 +37,21 @@ class TinySpec:
     learning_rate: float
     warmup_steps: int
     decay: float
+
+    @property
+    def shape(self) -> ModelShape:
+        return ModelShape(
+            architectures=("Qwen2ForCausalLM",),
+            heads=self.num_heads,
+            kv_heads=self.num_kv_heads,
+            head_size=self.hidden_size // self.num_heads,
+            hidden=self.hidden_size,
+            intermediate=self.intermediate_size,
+            layers=self.num_layers,
+            vocab=self.vocab_size,
+            tied=True,
+            max_positions=self.max_positions,
+        )
 
 
 TINY_MODELS: dict[str, TinySpec] = {

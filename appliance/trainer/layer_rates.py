@@ -22,7 +22,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from appliance.plan.env import ENGINE_VENDOR, PLAN_VARIABLE
 from appliance.plan.read import read_plan
-from appliance.quant.uaq_layers import norm_fed
+from appliance.terms.families import norm_fed
 
 
 @EngineRegistry.register(

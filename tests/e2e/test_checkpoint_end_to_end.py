@@ -9,10 +9,10 @@ import pytest
 from plans import FILES_OF_BUILTIN
 from trainings import STEPS, Finished
 
-from appliance.plan.shapes import of_builtin
 from appliance.preflight.disk import BYTES_SAVED_PER_WEIGHT
 from appliance.run.checkpoint_manifest import MANIFEST_FILE, damage, read_manifest
 from appliance.run.checkpoints import checkpoint_folder
+from appliance.tasks.tiny_spec import TINY_MODELS
 
 pytestmark = pytest.mark.e2e
 
@@ -46,7 +46,7 @@ def test_a_flipped_bit_is_found_in_each_file_of_its_checkpoint(short: Finished, 
 
 
 def test_its_size_is_the_one_that_preflight_asks_room_for(short: Finished) -> None:
-    weights = of_builtin("tiny-arithmetic").weights
+    weights = TINY_MODELS["tiny-arithmetic"].shape.weights
     size = read_manifest(checkpoint_folder(short.run_dir, step=STEPS)).bytes
     assert size == pytest.approx(BYTES_SAVED_PER_WEIGHT * weights, rel=0.02)
 

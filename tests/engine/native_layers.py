@@ -20,8 +20,8 @@ from faults import before_proof
 from torch import Tensor
 from torch.nn import Module
 
-from appliance.engine.native import native_fp8_method
 from appliance.engine.update import SyncReport, WeightUpdate
+from appliance.engine.vllm_fp8 import native_fp8_method
 from appliance.errors import SyncError
 from appliance.quant.codec_fp8 import BLOCK, spread
 from appliance.terms.schemes import Scheme

@@ -43,7 +43,7 @@ from faults import (
 from test_engine_int8 import checkpoint_layer, linear_layers
 from torch.nn import Module
 
-from appliance.engine.expect import expert_gemms
+from appliance.engine.tensor_slots import expert_gemms
 from appliance.quant.codec_int8 import quantise_int8
 
 pytestmark = pytest.mark.engine

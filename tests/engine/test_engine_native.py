@@ -29,7 +29,7 @@ from native_layers import (
 from torch import Tensor
 from torch.nn import Module
 
-from appliance.engine import native
+from appliance.engine import vllm_fp8
 from appliance.engine.attest import live_scheme
 from appliance.errors import SyncError
 from appliance.quant.codec import quantise
@@ -199,10 +199,10 @@ def test_a_layer_of_zeros(scheme: Scheme) -> None:
 @pytest.mark.parametrize("scheme", EXACT)
 def test_an_answer_is_one_weight_and_the_bound_is_met_with_room(scheme: Scheme) -> None:
     """The derivation: a BF16 rounding of the codec's weight, 2^-8, and float32's few: half of what is allowed."""
-    from appliance.engine.expect import local_shape
     from appliance.engine.fp8_proof import NativeFp8Proof
     from appliance.engine.kernel_proof import answer
-    from appliance.engine.schedule import Ask
+    from appliance.engine.proof_schedule import Ask
+    from appliance.engine.tensor_slots import local_shape
 
     model, seen = served(scheme), set()
     layer, weight_NK = model.mlp.down_proj, quantise(received(DOWN, tensors(1)), scheme=scheme)
@@ -236,7 +236,7 @@ def test_telemetry_of_vllms_own_methods(scheme: Scheme) -> None:
 
 def test_what_cannot_be_asked_is_counted_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that packs its codes (here by the list, on a GPU Marlin): digests only, and the count says so."""
-    monkeypatch.setattr(native, "_READ_ROWS", frozenset())
+    monkeypatch.setattr(vllm_fp8, "_READ_ROWS", frozenset())
     update = new_update(served(Scheme.FP8_CHANNEL))
     report = take(update, tensors(2))
     proven = report.proven

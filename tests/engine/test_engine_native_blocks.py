@@ -28,10 +28,10 @@ from native_layers import (
 from torch import Tensor
 from torch.nn import Module
 
-from appliance.engine.expect import LocalShape, Slot
 from appliance.engine.fp8_block_proof import SLACK, NativeBlockProof
-from appliance.engine.native import native_fp8_method
-from appliance.engine.schedule import Ask
+from appliance.engine.proof_schedule import Ask
+from appliance.engine.tensor_slots import LocalShape, Slot
+from appliance.engine.vllm_fp8 import native_fp8_method
 from appliance.quant.codec import dequantise, quantise
 from appliance.quant.codec_fp8 import BLOCK, spread
 from appliance.terms.schemes import Scheme
@@ -334,8 +334,8 @@ def test_zeros() -> None:
 
 def test_an_answer_is_one_weight_and_the_bound_is_met_with_room() -> None:
     """The derivation: a BF16 rounding of the codec's weight, 2^-8, and float32's few: half of what is allowed."""
-    from appliance.engine.expect import local_shape
     from appliance.engine.kernel_proof import answer
+    from appliance.engine.tensor_slots import local_shape
 
     model, seen = served(Scheme.FP8_BLOCK), set()
     layer = model.mlp.down_proj

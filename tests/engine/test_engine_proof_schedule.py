@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from appliance.engine import kernel_proof
-from appliance.engine.expect import LocalShape, Slot
 from appliance.engine.fp8_block_proof import NativeBlockProof
 from appliance.engine.fp8_proof import EmulatedProof, NativeFp8Proof
 from appliance.engine.kernel_proof import Bf16Proof, Int8Proof, KernelProof
-from appliance.engine.schedule import ROTATION, ask
+from appliance.engine.proof_schedule import ROTATION, ask
+from appliance.engine.tensor_slots import LocalShape, Slot
 from appliance.errors import SyncError
 from appliance.quant import numba_fp8
 from appliance.quant.codec_fp8 import Fp8Weight

@@ -9,7 +9,7 @@ import pytest
 import torch
 from faults import BIAS, EMBEDDING, NORM, WEIGHT, Bench, new_update, recover, sent, start_bench, take
 
-from appliance.engine.schedule import ask
+from appliance.engine.proof_schedule import ask
 from appliance.errors import EngineError, NumericsError, SyncError
 from appliance.quant.smoothing import Smoothing, SmoothingGroup
 

@@ -13,9 +13,10 @@ from fuzz_text import VARIANTS, as_json, broken, deep, raw, seeds, values, varia
 from hypothesis import strategies as st
 from plans import make_plan
 
+from appliance.plan.experts import layers_with_experts
 from appliance.plan.model import ModelPlan
 from appliance.plan.shapes import read_shape
-from appliance.plan.stored import has_experts, model_shapes
+from appliance.plan.stored import model_shapes
 from appliance.preflight.checks import estimates
 from appliance.run.events import _NUMBERS, first_failure, run_started
 from appliance.run.report.write import print_report
@@ -115,7 +116,7 @@ def plan_with(folder: Path) -> None:
     shape = read_shape(folder / "config.json")
     estimates(plan, model_bytes=10**9, shape=shape)
     (folder / f"{model_shapes(model)}.json").is_file()
-    has_experts(model)
+    layers_with_experts(model)
 
 
 configs = wild(CONFIG, [*CONFIG, "num_experts", "moe_intermediate_size", "tie_word_embeddings", "auto_map"])

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 # The part of quant that needs no torch.
 NUMBERS = {
-    "quant.architectures",
     "quant.correction",
     "quant.device",
     "quant.files",
@@ -18,7 +17,7 @@ NUMBERS = {
     "quant.precision",
     "quant.scheme",
     "quant.settings",
-    "quant.uaq_layers",
+    "quant.uaq",
 }
 # The folder of checkpoints: the trainer fills it, the launcher looks for where to resume.
 SAVED = {"run.seal", "run.checkpoints", "run.last_line"}
@@ -109,7 +108,6 @@ OF_THE_CHILDREN = (
     "verify.child",
     "verify.worker",
     "profile.child",
-    "profile.scale_child",
     "profile.unpickle",
     "profile.take_over",
 )

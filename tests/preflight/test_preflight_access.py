@@ -238,9 +238,9 @@ from plans import make_plan
 from appliance.plan.build import is_folder
 from appliance.plan.model import ModelPlan
 from appliance.plan.stored import read_result, result_key
-from appliance.preflight import checks, hub, uaq
+from appliance.preflight import checks, hub
 from appliance.preflight.access import judge_access
-from appliance.preflight.probes import read_host, read_inputs
+from appliance.preflight.probes import read_host, read_inputs, uaq_problem
 os.setgid(65534); os.setuid(65534)
 model = ModelPlan(path={model!r}, source={model!r}, builtin="", revision="", trust_remote_code=False)
 plan = make_plan(Path({run!r}), model=model, cache_dir={cache!r})
@@ -249,7 +249,7 @@ task = replace(plan.task, train_parquet=closed + "/train.parquet", val_parquet=c
 plan = replace(plan, task=task, profile=SimpleNamespace(source=closed))
 inputs = read_inputs(plan, ask_hub=False)
 assert not inputs.has_data and inputs.profile_problem.endswith(": the folder has no profile.safetensors")
-assert uaq.uaq_problem(replace(plan, uaq=object())) == ""
+assert uaq_problem(replace(plan, uaq=object())) == ""
 os.environ["HF_HUB_CACHE"] = closed
 assert not hub.is_cached("owner/model")
 key = result_key(device="cpu", host=read_host(Path({cache!r})), model=plan.model, pins=plan.pins)

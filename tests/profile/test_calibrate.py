@@ -64,6 +64,7 @@ def test_the_exact_stream_is_the_models_own_forward(saved: tuple[nn.Module, Path
             with streamed.layer(index) as layer:
                 view = LayerView(
                     layer,
+                    family=streamed.family,
                     prefix=f"model.layers.{index}.",
                     scheme=Scheme.INT8,
                     ignore=(),

@@ -15,12 +15,10 @@ from tiny_models import tiny
 from appliance.errors import EngineError
 from appliance.plan.model import ModelPlan, ProfilePlan, RunPlan, UaqPlan
 from appliance.plan.read import plan_from_dict
-from appliance.preflight.probes import read_inputs
-from appliance.preflight.uaq import uaq_problem
+from appliance.preflight.probes import read_inputs, uaq_problem
 from appliance.profile.job import job_of_run
-from appliance.profile.scale_child import make_scaled
-from appliance.profile.scaled import is_scaled, scaling_child
-from appliance.quant.uaq_layers import MARK_FILE
+from appliance.profile.uaq import is_scaled, make_scaled, scaling_child
+from appliance.quant.uaq import MARK_FILE
 from appliance.run.checkpoint_manifest import Facts, seal
 from appliance.run.checkpoints import checkpoint_folder
 from appliance.run.export import run_export
@@ -47,7 +45,7 @@ def test_a_run_without_uaq_needs_none(plan: RunPlan) -> None:
 
 def test_a_resumed_run_finds_it_and_scales_nothing_again(plan: RunPlan) -> None:
     child = scaling_child(plan)
-    assert child is not None and child.argv[-2:] == ("appliance.profile.scale_child", f"{plan.run_dir}/plan.json")
+    assert child is not None and child.argv[-2:] == ("appliance.profile.uaq", f"{plan.run_dir}/plan.json")
     make_scaled(plan)
     folder = Path(plan.trained_model)
     mark = json.loads((folder / MARK_FILE).read_text())
@@ -60,7 +58,7 @@ def test_a_resumed_run_finds_it_and_scales_nothing_again(plan: RunPlan) -> None:
 
 
 def test_what_a_killed_attempt_left_is_taken_away(plan: RunPlan) -> None:
-    left = Path(plan.run_dir) / ".scaled-killed" / "scaled"
+    left = Path(plan.run_dir) / ".scaled.partial" / "half"
     left.mkdir(parents=True)
     assert not is_scaled(plan)
     make_scaled(plan)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from appliance.errors import EngineError, NumericsError
 from appliance.quant.codec import quantise
 from appliance.quant.uaq import fold_back, scale_folder, scaled
-from appliance.quant.uaq_layers import norm_fed
+from appliance.terms.families import norm_fed
 from appliance.terms.schemes import Scheme
 
 ENDS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")
@@ -99,7 +99,7 @@ def test_the_head_and_the_last_norm_stay() -> None:
     names = dict(tiny("qwen3").named_parameters())
     layers = norm_fed(names)
     for name in ("model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"):
-        assert name in names and name not in layers.factors(2.0)
+        assert name in names and name not in layers.norms | layers.linears
 
 
 def test_the_router_of_a_mixture_is_scaled_with_its_experts() -> None:
@@ -119,13 +119,13 @@ def test_a_layer_without_the_pattern_is_refused(missing: str) -> None:
     del names[f"model.layers.1.{missing}"]
     with pytest.raises(EngineError) as raised:
         norm_fed(names)
-    assert raised.value.message == f"UAQ: model.layers.1 has no {missing}"
+    assert raised.value.message == f"model.layers.1 has no {missing}"
 
 
 def test_a_model_without_decoder_layers_is_refused() -> None:
     with pytest.raises(EngineError) as raised:
         norm_fed(["transformer.h.0.ln_1.weight"])
-    assert raised.value.message == "UAQ: the model has no decoder layers by the names `….layers.<n>.…`"
+    assert raised.value.message == "the model has no decoder layers by the names `….layers.<n>.…`"
 
 
 def test_an_architecture_that_is_not_known_is_refused(tmp_path: Path) -> None:

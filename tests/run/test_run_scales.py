@@ -14,7 +14,7 @@ from stopped_runs import events, resumed, save, stopped
 
 from appliance.errors import EngineError, PreflightError
 from appliance.plan.model import RunPlan, UaqPlan
-from appliance.profile.scaled import is_scaled
+from appliance.profile.uaq import is_scaled
 from appliance.run.attempt import begin_attempt
 from appliance.run.resume import refuse_misfit
 

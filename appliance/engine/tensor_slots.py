@@ -27,8 +27,8 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from appliance.engine.experts import DOWN, GATE_UP, ExpertGemm, OnlineExpertsMethod
-from appliance.engine.families import FUSED_LAYERS
 from appliance.errors import EngineError
+from appliance.terms import families
 
 ALL = slice(None)
 
@@ -86,7 +86,7 @@ def slots(model: Module, *, tied_head: bool) -> dict[str, tuple[Slot, ...]]:
     embedding = next((name for name, layer in model.named_modules() if _is_embedding(layer)), "")
     for name, layer in model.named_modules():
         if isinstance(layer, LinearBase):
-            for source, slot in _linear(name, layer, packed=FUSED_LAYERS):
+            for source, slot in _linear(name, layer, packed=families.FUSED_LAYERS):
                 found[source].append(slot)
         elif isinstance(getattr(layer, "quant_method", None), OnlineExpertsMethod):
             for source, slot in _experts(layer):
@@ -165,7 +165,7 @@ def _experts(layer: RoutedExperts) -> Iterator[tuple[str, Slot]]:
     for gemm in layer.quant_method.gemms:
         source = f"{layer.layer_name}.{gemm.expert}"
         if gemm.part == GATE_UP:
-            for part, name in enumerate(("gate_proj", "up_proj")):
+            for part, name in enumerate(families.EXPERT_PARTS[families.GATE_UP]):
                 yield (
                     f"{source}.{name}.weight",
                     Slot(gemm.prefix, "weight", part, start=part * width, rows=own, shape=(whole, hidden)),

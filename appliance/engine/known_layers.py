@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch.nn import Module
@@ -19,7 +18,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from appliance.errors import EngineError
-from appliance.quant.architectures import why_unknown
+from appliance.terms.families import why_unknown
 
 # Exactly these classes: a subclass may hold or multiply its weights in another way.
 KNOWN_LAYERS = frozenset(
@@ -36,12 +35,6 @@ KNOWN_LAYERS = frozenset(
         VocabParallelEmbedding,
     }
 )
-# A fused layer's parts, in order, in every architecture we know. vLLM's own `packed_modules_mapping` of Qwen3-MoE lacks
-# `gate_up_proj` where dense layers come from `decoder_sparse_step`.
-FUSED_LAYERS: Mapping[str, list[str]] = {
-    "qkv_proj": ["q_proj", "k_proj", "v_proj"],
-    "gate_up_proj": ["gate_proj", "up_proj"],
-}
 _HINT = "use a model of a known family"
 
 

@@ -1,0 +1,158 @@
+"""What a model family is: one row per model class that the quantised engine knows. No torch.
+
+A new family is a row here, and where vLLM builds it of layers that `engine/known_layers.py` does not list, those there;
+and its row in the matrix test with the real class. Most have the decoder layer of Llama, which is the default.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from appliance.errors import EngineError
+
+EXPERTS, ROUTER = "mlp.experts", "mlp.gate"  # below a decoder layer, as all names here
+GATE_UP, DOWN = f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"  # of all experts at once, as transformers has them
+EXPERT_PARTS = {GATE_UP: ("gate_proj", "up_proj"), DOWN: ("down_proj",)}  # of one expert, as checkpoints have them
+ONE_EXPERT = re.compile(r"mlp\.experts\.\d+\.(?:gate|up)_proj\.weight")  # what GATE_UP stands for
+
+_DECODER_LAYER = re.compile(r"(?P<prefix>.*\.layers\.\d+\.)(?P<rest>.+)")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One quantised layer of the engine, or one of the two GEMMs of all experts."""
+
+    members: tuple[str, ...]
+    """The linears that it fuses."""
+    norm: str = ""
+    """Whose output they read, or empty."""
+    fused: str = ""
+    """The engine's own name of several members, or empty."""
+    followers: tuple[str, ...] = ()
+    """What else reads the norm and stays in BF16."""
+    ignored_as: tuple[str, ...] = ()
+    """Its names in an `ignore` list, where they are not the members."""
+
+    @property
+    def layer(self) -> tuple[str, ...]:
+        """Its names in an `ignore` list."""
+        return self.ignored_as or self.members
+
+
+_ATTENTION = (
+    Unit(
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        norm="input_layernorm",
+        fused="self_attn.qkv_proj",
+    ),
+    Unit(("self_attn.o_proj",)),
+)
+_MLP_NORM = "post_attention_layernorm"
+_DENSE = (
+    *_ATTENTION,
+    Unit(("mlp.gate_proj", "mlp.up_proj"), norm=_MLP_NORM, fused="mlp.gate_up_proj"),
+    Unit(("mlp.down_proj",)),
+)
+_MIXTURE = (
+    *_ATTENTION,
+    Unit((GATE_UP,), norm=_MLP_NORM, followers=(ROUTER,), ignored_as=(EXPERTS,)),
+    Unit((DOWN,), ignored_as=(EXPERTS,)),
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    architecture: str
+    """The model's class, as `architectures` in a checkpoint's config.json names it."""
+    model_type: str
+    """As config.json names it."""
+    dense: tuple[Unit, ...] = _DENSE
+    """Of a decoder layer without experts."""
+    mixture: tuple[Unit, ...] = ()
+    """Of a decoder layer with experts, where the family has such."""
+
+    def units(self, parameters: Iterable[str]) -> tuple[Unit, ...]:
+        """Of a decoder layer with these parameters."""
+        return self.mixture if self.mixture and GATE_UP in set(parameters) else self.dense
+
+
+FAMILIES: dict[str, Family] = {
+    family.architecture: family
+    for family in (
+        Family("Qwen2ForCausalLM", "qwen2"),  # Qwen2.5 too
+        Family("Qwen3ForCausalLM", "qwen3"),
+        Family("LlamaForCausalLM", "llama"),
+        Family("MistralForCausalLM", "mistral"),
+        Family("Qwen3MoeForCausalLM", "qwen3_moe", mixture=_MIXTURE),
+    )
+}
+_PATTERNS = tuple(dict.fromkeys(units for each in FAMILIES.values() for units in (each.dense, each.mixture) if units))
+
+LLAMA_NORMS: Mapping[str, tuple[str, ...]] = {unit.norm: unit.members for unit in _DENSE if unit.norm}
+"""Of a dense decoder layer as Llama's: each norm, and the linears that read it."""
+
+FUSED_LAYERS: Mapping[str, list[str]] = {
+    unit.fused.rpartition(".")[2]: [member.rpartition(".")[2] for member in unit.members]
+    for units in _PATTERNS
+    for unit in units
+    if unit.fused
+}
+"""A fused layer's parts, in order, in every family: `qkv_proj` is q_proj, k_proj and v_proj. vLLM's own
+`packed_modules_mapping` of Qwen3-MoE lacks `gate_up_proj` where dense layers come from `decoder_sparse_step`."""
+
+
+def why_unknown(architectures: Sequence[str] | None) -> str:
+    """Why a model with these `architectures` cannot be quantised, or an empty text."""
+    known = ", ".join(FAMILIES)
+    if not architectures:
+        return f"the model's configuration names no architecture; known are {known}"
+    unknown = [name for name in architectures if name not in FAMILIES]
+    if not unknown:
+        return ""
+    return (
+        f"{unknown[0]} is not known to the quantised engine (known are {known}); missing for it are the list of its "
+        "layers to quantise, the order of the tensors in its fused layers and its row in the engine's matrix test"
+    )
+
+
+@dataclass(frozen=True)
+class NormFed:
+    """Parameters by their names in a checkpoint. norms: of all decoder layers.  linears: all that they feed, with the
+    input channels last: in a mixture the router, too."""
+
+    norms: frozenset[str]
+    linears: frozenset[str]
+
+
+def norm_fed(names: Iterable[str]) -> NormFed:
+    """names: of all parameters of a model. Raises EngineError for a model without the pattern of norms and layers.
+
+    The last norm is left out: what it feeds (the head) stays BF16 in rollouts and may be tied to the embedding.
+    """
+    layers: dict[str, set[str]] = {}
+    for name in names:
+        if found := _DECODER_LAYER.fullmatch(name):
+            layers.setdefault(found["prefix"], set()).add(found["rest"])
+    if not layers:
+        raise EngineError("the model has no decoder layers by the names `….layers.<n>.…`")
+    norms, linears = set[str](), set[str]()
+    for prefix, have in layers.items():
+        norms_here, linears_here = min(
+            (_fed(units, have=have) for units in _PATTERNS), key=lambda fed: len((fed[0] | fed[1]) - have)
+        )
+        if missing := sorted((norms_here | linears_here) - have):
+            raise EngineError(f"{prefix[:-1]} has no {', '.join(missing)}")
+        norms |= {prefix + name for name in norms_here}
+        linears |= {prefix + name for name in linears_here}
+    return NormFed(frozenset(norms), frozenset(linears))
+
+
+def _fed(units: tuple[Unit, ...], *, have: set[str]) -> tuple[set[str], set[str]]:
+    """The norms of a decoder layer, and what they feed. have: its parameters, with experts at once or one by one."""
+    fed = [unit for unit in units if unit.norm]
+    linears = {f"{name}.weight" for unit in fed for name in (*unit.members, *unit.followers) if name != GATE_UP}
+    if any(GATE_UP in unit.members for unit in fed):
+        linears |= {name for name in have if name == GATE_UP or ONE_EXPERT.fullmatch(name)} or {GATE_UP}
+    return {f"{unit.norm}.weight" for unit in fed}, linears

@@ -1,0 +1,164 @@
+"""Sizes of a model: from its config.json, or for the models of the shipped recipes from here. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from appliance.terms.families import FAMILIES
+
+_LARGEST = 2**31  # of a size of a model; what is larger is not one
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """0 and empty where config.json says nothing."""
+
+    heads: int = 0
+    """Of attention, in each layer."""
+    max_positions: int = 0
+    """Tokens of the longest sequence."""
+    architectures: tuple[str, ...] = ()
+    """Names of model classes."""
+    kv_heads: int = 0
+    head_size: int = 0
+    hidden: int = 0
+    """Width of the residual stream."""
+    intermediate: int = 0
+    """Width of a dense MLP."""
+    layers: int = 0
+    vocab: int = 0
+    """Tokens known."""
+    tied: bool = False
+    """Whether the embedding is the last projection as well."""
+    experts: int = 0
+    """Of a layer with experts; 0 in a dense model."""
+    expert_intermediate: int = 0
+    """Width of one expert's MLP."""
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every size is known, and its weights can be counted from them."""
+        sizes = (self.heads, self.kv_heads, self.head_size, self.hidden, self.intermediate, self.layers, self.vocab)
+        return all(sizes) and not self.has_experts
+
+    @property
+    def has_experts(self) -> bool:
+        return self.experts > 0 or any(FAMILIES[name].mixture for name in self.architectures if name in FAMILIES)
+
+    @property
+    def layer_slug(self) -> str:
+        """What decides how much a scheme gains, the sizes of a layer's GEMMs: `h3584-i18944-a28-kv4`."""
+        width = self.expert_intermediate or self.intermediate
+        dense = f"h{self.hidden}-i{width}-a{self.heads}-kv{self.kv_heads}"
+        return f"{dense}-e{self.experts}" if self.experts else dense
+
+    @property
+    def linear_weights(self) -> int:
+        """Weights of the linear layers that are quantised: all but embedding, last projection and norms."""
+        queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
+        attention = self.hidden * (queries + 2 * keys) + queries * self.hidden
+        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+
+    @property
+    def weights(self) -> int:
+        """All of them but norms and biases, which are below a thousandth."""
+        return self.linear_weights + (1 if self.tied else 2) * self.vocab * self.hidden
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of the whole model, in BF16."""
+        return 2 * self.layers * self.kv_heads * self.head_size * 2
+
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of config.json
+
+
+def _qwen2(**sizes: Any) -> ModelShape:
+    return ModelShape(architectures=("Qwen2ForCausalLM",), **sizes)
+
+
+def _qwen3(**sizes: Any) -> ModelShape:
+    return ModelShape(architectures=("Qwen3ForCausalLM",), head_size=128, max_positions=40960, vocab=151936, **sizes)
+
+
+# The models of the shipped recipes, by their config.json on the hub: a plan can be judged before anything is
+# downloaded.
+KNOWN: dict[str, ModelShape] = {
+    "Qwen/Qwen2.5-32B": _qwen2(
+        heads=40,
+        kv_heads=8,
+        head_size=128,
+        hidden=5120,
+        intermediate=27648,
+        layers=64,
+        vocab=152064,
+        max_positions=131072,
+    ),
+    "Qwen/Qwen2.5-7B-Instruct": _qwen2(
+        heads=28,
+        kv_heads=4,
+        head_size=128,
+        hidden=3584,
+        intermediate=18944,
+        layers=28,
+        vocab=152064,
+        max_positions=32768,
+    ),
+    "Qwen/Qwen2.5-1.5B-Instruct": _qwen2(
+        heads=12,
+        kv_heads=2,
+        head_size=128,
+        hidden=1536,
+        intermediate=8960,
+        layers=28,
+        vocab=151936,
+        tied=True,
+        max_positions=32768,
+    ),
+    "Qwen/Qwen2.5-0.5B-Instruct": _qwen2(
+        heads=14,
+        kv_heads=2,
+        head_size=64,
+        hidden=896,
+        intermediate=4864,
+        layers=24,
+        vocab=151936,
+        tied=True,
+        max_positions=32768,
+    ),
+    "Qwen/Qwen3-8B": _qwen3(heads=32, kv_heads=8, hidden=4096, intermediate=12288, layers=36),
+    "Qwen/Qwen3-32B": _qwen3(heads=64, kv_heads=8, hidden=5120, intermediate=25600, layers=64),
+}
+
+
+def read_shape(config: Path) -> ModelShape | None:
+    """By a config.json; None when it cannot be read as one."""
+    try:
+        raw = json.loads(config.read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(raw, dict):
+        return None
+
+    def number(key: str, otherwise: int = 0) -> int:
+        value = raw.get(key)
+        return value if type(value) is int and 0 <= value <= _LARGEST else otherwise
+
+    heads, hidden, named = number("num_attention_heads"), number("hidden_size"), raw.get("architectures")
+    return ModelShape(
+        heads=heads,
+        max_positions=number("max_position_embeddings"),
+        architectures=tuple(map(str, named)) if isinstance(named, list) else (),
+        kv_heads=number("num_key_value_heads") or heads,
+        head_size=number("head_dim", hidden // heads if heads else 0),
+        hidden=hidden,
+        intermediate=number("intermediate_size"),
+        layers=number("num_hidden_layers"),
+        vocab=number("vocab_size"),
+        tied=raw.get("tie_word_embeddings") is True,
+        experts=next(filter(None, map(number, _EXPERTS)), 0),
+        expert_intermediate=number("moe_intermediate_size"),
+    )
