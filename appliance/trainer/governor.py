@@ -150,6 +150,6 @@ class Governor:
         partial.rename(self._run_dir / STATE_FILE)
 
 
-def stop(decision: Decision, *, saved: Path) -> GuardStop:
+def guard_stop(decision: Decision, *, saved: Path) -> GuardStop:
     """The error that ends the run. saved: the checkpoint of its last step."""
     return GuardStop(f"stopped by the guard: {decision.text}", hint=f"the state after this step is in {saved}")

@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from appliance.errors import PreflightError, SyncError
 from appliance.guard.ladder import Measures
@@ -54,20 +53,6 @@ class PrecisionState:
     decided: Precision
     scheme: Scheme
     bf16_layer_fraction: float
-
-    @classmethod
-    def from_raw(cls, raw: Mapping[str, Any]) -> PrecisionState:
-        """raw: as `asdict` and JSON leave it. Raises ValueError when it is none."""
-        try:
-            return cls(
-                planned=str(raw["planned"]),
-                rollouts=Precision.from_json(json.dumps(raw["rollouts"])),
-                decided=Precision.from_json(json.dumps(raw["decided"])),
-                scheme=Scheme(raw["scheme"]),
-                bf16_layer_fraction=float(raw["bf16_layer_fraction"]),
-            )
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"not a state of the rollouts' precision: {error}") from error
 
 
 class RolloutPrecision:
@@ -137,6 +122,17 @@ class RolloutPrecision:
         """What engines are started in; all else is asked of them with a weight update."""
         return AS_PLANNED if self._is_live else self._wanted
 
+    def validates_bf16(self, step: int) -> bool:
+        """Whether the validation after this step (0: before training) is made in BF16 as well."""
+        every, steps = self._plan.validate_bf16_every, self._plan.steps
+        return every > 0 and (step == steps or (step % every == 0 and every < steps))
+
+    def restarts_in(self, step: int, *, present: Precision) -> bool:
+        """Whether this step has engines started. present: what those that run were started in."""
+        if self._is_live:
+            return False
+        return self.starts_in != present or (self.validates_bf16(step) and self.starts_in != BF16)
+
     def _ask(self, precision: Precision) -> None:
         self._wanted = precision
         if self._is_live:
@@ -191,12 +187,6 @@ class RolloutPrecision:
             why=f"weight update {said[0].sync}: {how}, all proven",
             bf16_layers=list(self._lasting.bf16_layers),
         )
-
-
-def validates_bf16(plan: RunPlan, *, step: int) -> bool:
-    """Whether the validation after this step (0: before training) is made in BF16 as well."""
-    every = plan.validate_bf16_every
-    return every > 0 and (step == plan.steps or (step % every == 0 and every < plan.steps))
 
 
 def worst_layers(plan: RunPlan, *, share: float) -> tuple[str, ...]:

@@ -1,5 +1,5 @@
-"""verl's own replay buffer, with its queue's listing in place of the queue: which prompts make a batch, and when; and the
-end that its dynamic sampling no longer has."""
+"""verl's own replay buffer, with its queue's listing in place of the queue: which prompts make a batch, and when; and
+the end that its dynamic sampling no longer has."""
 
 from __future__ import annotations
 
