@@ -14,20 +14,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from plans import make_plan, make_rollout
+from plans import make_plan
 from trainers import make_trainer
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from appliance.errors import AttestationError, GuardStop
-from appliance.plan.model import CheckpointPlan, CorrectionPlan, ExpectedAttestation, RunPlan
+from appliance.plan.model import CheckpointPlan, CorrectionPlan, ExpectedAttestation
 from appliance.quant.correction import CorrectionMethod
 from appliance.quant.precision import AS_PLANNED
 from appliance.quant.scheme import Scheme
 from appliance.run.attest import fingerprint, write_attestation
 from appliance.run.checkpoints import checkpoint_folder
 from appliance.run.seal import read_manifest
-from appliance.tasks.grading import Fault
 from appliance.trainer import trainer as room
 from appliance.trainer.checkpoints import Checkpoints
 from appliance.trainer.clipping import Clipping
@@ -357,64 +356,3 @@ def test_a_missing_or_different_attestation_ends_the_run_before_any_weights_move
         trainer.on_init_end()
     trainer.engines.stop_watching()
     assert (raised.value.message, raised.value.exit_code, moved) == (problem, 4, [])
-
-
-LINE = {"step": 4, "time_s": 9.5, "reward_mean": 0.25, "reward_failures": 3, "grad_norm": None}
-Resumed = Callable[..., Trainer]
-
-
-@pytest.fixture
-def resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> Resumed:
-    """A trainer that goes on after step 4, whose validation a stop has cut, and comes to the end of verl's loop. With
-    rollouts in BF16, so that one validation is enough. failed: rewards, of 512."""
-    monkeypatch.setattr(PPOTrainerSync, "_validate", lambda self: VALIDATED)
-    folder = checkpoint_folder(tmp_path, step=4)
-    folder.mkdir(parents=True)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 3, "time_s": 8.0}\n')
-
-    def make(*, steps: int = 4, stop: Exception | None = None, failed: int = 0) -> Trainer:
-        plan: RunPlan = make_plan(tmp_path, steps=steps, rollout=make_rollout(Scheme.BF16))
-        stopping = Stop("stopping", [], check=stop)
-        stopping.finished = 4
-        samples = SimpleNamespace(write=lambda step, scheme: said.append(f"{step} {scheme}"))
-        faults = Counter({Fault.RAISED: failed} if failed else {})
-        pool = SimpleNamespace(graded=512, faults=faults, last_fault=None)
-        checkpoints = SimpleNamespace(save_now=lambda reason: None)
-        rollouts = SimpleNamespace(validated=512, pool=pool, samples=samples)
-        made = make_trainer(plan, stopping=stopping, global_steps=5, rollouts=rollouts, checkpoints=checkpoints)
-        made.plan = replace(plan, resume_from=str(folder))
-        return made
-
-    (folder / "state.json").write_text(json.dumps({"schema_version": 1, "step": 4, "line": LINE}))
-    return make
-
-
-def lines(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_the_last_step_gets_its_validation(tmp_path: Path, resumed: Resumed, said: list[str]) -> None:
-    resumed().on_train_end()
-    before, last = lines(tmp_path)
-    assert before["step"] == 3 and last.pop("validate_s") >= 0
-    assert last == {**LINE, "val_reward_mean": 0.75, "val_reward_bf16_mean": 0.75, "val_samples": 0}
-    resumed().on_train_end()
-    assert len(lines(tmp_path)) == 2
-    assert said == ["4 bf16"]
-
-
-def test_a_run_with_more_steps_has_no_last_one_to_write(tmp_path: Path, resumed: Resumed) -> None:
-    resumed(steps=5).on_train_end()
-    assert len(lines(tmp_path)) == 1
-
-
-def test_stopped_in_it_again_it_is_left_for_the_next_attempt(tmp_path: Path, resumed: Resumed) -> None:
-    with pytest.raises(StopAsked):
-        resumed(stop=StopAsked()).on_train_end()
-    assert len(lines(tmp_path)) == 1
-
-
-def test_rewards_that_fail_in_it_stop_the_run(tmp_path: Path, resumed: Resumed) -> None:
-    with pytest.raises(GuardStop, match="500 of 512 rewards of the validation of step 4 failed"):
-        resumed(failed=500).on_train_end()
-    assert lines(tmp_path)[-1]["val_reward_mean"] == 0.75
