@@ -19,8 +19,8 @@ from trainers import make_trainer
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from appliance.errors import AttestationError, GuardStop
-from appliance.plan.model import CheckpointPlan, CorrectionPlan, ExpectedAttestation
+from appliance.errors import AttestationError, GuardStop, TrainingError
+from appliance.plan.model import AlgorithmPlan, CheckpointPlan, CorrectionPlan, ExpectedAttestation
 from appliance.quant.correction import CorrectionMethod
 from appliance.quant.precision import AS_PLANNED
 from appliance.quant.scheme import Scheme
@@ -274,6 +274,17 @@ def test_a_step_is_corrected_as_the_guard_has_it(
 
 
 # with real parts
+
+
+def test_a_step_may_not_ask_for_prompts_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(PPOTrainerSync, "_add_prompts_to_generate", lambda self, num_prompts: asked.append(num_prompts))
+    dapo = AlgorithmPlan(kind="dapo", max_generated_prompts=64)
+    trainer = make_trainer(make_plan(tmp_path, algorithm=dapo), stopping=Stop("stopping", []))
+    trainer.replay_buffer.refill_fn(32)
+    with pytest.raises(TrainingError, match="asked for 65 prompts, and the limit is 64"):
+        trainer.replay_buffer.refill_fn(1)
+    assert asked == [32]
 
 
 def test_the_line_of_a_step_is_in_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
