@@ -54,14 +54,13 @@ SaveWorkers = Callable[[Path, int], None]
 
 @dataclass(frozen=True)
 class DriverState:
-    """What `state.json` holds: the part of a step that neither verl nor the governor keeps.
-
-    line: what metrics.jsonl got of the step.
-    """
+    """What `state.json` holds: the part of a step that neither verl nor the governor keeps."""
 
     step: int
     random: DriverRandom
     line: dict[str, Any]
+    """What metrics.jsonl got of the step."""
+
     precision: PrecisionState
     schema_version: Literal[1] = 1
 

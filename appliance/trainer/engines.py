@@ -44,13 +44,19 @@ _SERVER_NAMES = "vllm_server_"  # of verl's servers, see its vLLMReplica
 
 @dataclass(frozen=True)
 class Restart:
-    """generation: of the new engines.  ended: ids of the old engines' processes.  Seconds until the old ones were gone,
-    and from then until the new ones stood."""
+    """One change of all engines of a run."""
 
     generation: Generation
+    """Of the new ones."""
+
     ended: tuple[int, ...]
+    """Ids of the old ones' processes."""
+
     end_s: float
+    """Seconds until the old ones were gone."""
+
     start_s: float
+    """And from then until the new ones stood."""
 
     @property
     def seconds(self) -> float:

@@ -26,14 +26,14 @@ BF16 = Precision(Scheme.BF16)
 
 @dataclass(frozen=True)
 class Live:
-    """What the engines run since a weight update, by their own word. label: `bf16+int8` where replicas differ.
-
-    bf16_layers: quantised layers that are in BF16 for now, of the engine that has most.
-    """
+    """What the engines run since a weight update, by their own word."""
 
     label: str
+    """`bf16+int8` where replicas differ."""
+
     emulated: bool
     bf16_layers: int = 0
+    """Quantised layers that are in BF16 for now, of the engine that has most."""
 
     def metrics(self) -> dict[str, str | bool | int]:
         return {"scheme": self.label, "emulated": self.emulated, "bf16_layers": self.bf16_layers}
@@ -41,18 +41,20 @@ class Live:
 
 @dataclass(frozen=True)
 class PrecisionState:
-    """What a checkpoint keeps, so that a resumed attempt rolls out as the run would have without the break.
-
-    planned: the plan's label of the rollouts.  scheme, bf16_layer_fraction: what the guard asks for. For a plan or a
-    guard with other ones all the rest says nothing.
-    rollouts: of the step after the checkpoint's.  decided: from the weight update after those on.
-    """
+    """What a checkpoint keeps, so that a resumed attempt rolls out as the run would have without the break."""
 
     planned: str
+    """The plan's label of the rollouts. For a plan with another one all the rest says nothing."""
+
     rollouts: Precision
+    """Of the step after the checkpoint's."""
+
     decided: Precision
+    """From the weight update after those on."""
+
     scheme: Scheme
     bf16_layer_fraction: float
+    """Both: what the guard asks for. For a guard that asks for another one the rest says nothing."""
 
 
 class RolloutPrecision:
