@@ -17,8 +17,8 @@ from appliance.errors import ApplianceError, RecipeError
 from appliance.plan.ports import DEFAULT_BASE, LARGEST_BASE
 
 if TYPE_CHECKING:
-    from appliance.quant.scheme import Scheme
     from appliance.recipe.schema import Recipe
+    from appliance.terms.schemes import Scheme
 
 
 def _end(code: int | None, **_: object) -> None:
@@ -375,7 +375,7 @@ def _load(recipe: str, sets: list[str] | None) -> Recipe:
 
 
 def _schemes(option: str, text: str, *, several: bool = True) -> tuple[Scheme, ...]:
-    from appliance.quant.scheme import Scheme
+    from appliance.terms.schemes import Scheme
 
     names, legal = [each.strip() for each in text.split(",")] if several else [text], [str(each) for each in Scheme]
     hint = f"use {'' if several else 'one of '}{', '.join(f'`{each}`' for each in legal)}"

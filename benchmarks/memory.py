@@ -26,8 +26,8 @@ from appliance.plan.env import RUN_VARIABLE
 from appliance.plan.host_memory import Role, peak
 from appliance.plan.model import RunPlan
 from appliance.plan.read import read_plan
-from appliance.plan.shapes import ModelShape, read_shape
 from appliance.run.processes import find_processes
+from appliance.terms.shapes import ModelShape, read_shape
 from benchmarks.demo import processor, pss_bytes
 
 RECIPE = "arithmetic-tiny-int8"

@@ -28,8 +28,8 @@ from appliance.bench.job import NAMED_SHAPES, Shapes
 from appliance.engine.proof_schedule import ROTATION
 from appliance.plan.control_groups import usable_cores
 from appliance.plan.env import PLAN_VARIABLE, child_env
-from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
+from appliance.terms.schemes import Scheme
 
 if TYPE_CHECKING:
     from collections.abc import Callable

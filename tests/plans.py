@@ -10,8 +10,8 @@ from appliance.plan.model import CorrectionPlan, ModelPlan, RolloutPlan, RunPlan
 from appliance.preflight.disk import Disk, Disks
 from appliance.preflight.probes import InputFacts
 from appliance.quant.correction import CorrectionMethod
-from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
+from appliance.terms.schemes import Scheme
 
 HOST = HostFacts(  # two cores with VNNI, no GPU, nothing missing
     cores=2,

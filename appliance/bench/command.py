@@ -28,12 +28,12 @@ from appliance.plan.model import RunPlan
 from appliance.plan.stored import Kept, ResultKey, result_key, write_result
 from appliance.preflight.hub import commit_for
 from appliance.preflight.probes import read_host
-from appliance.quant.device import CPU, gpu_of_product, why_not
-from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
 from appliance.recipe.schema import Recipe
 from appliance.run.side_job import make_inputs, run_child
 from appliance.run.workspace import OF_AN_ENGINE, OF_THE_DATA, OF_THE_MODEL, examine_for, work_folder
+from appliance.terms.devices import CPU, gpu_of_product, why_not
+from appliance.terms.schemes import Scheme
 
 
 def run_bench(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from appliance import console
 from appliance.bench.job import GIB, EngineFacts, Job, Measurement, Verdict
-from appliance.quant.device import PAYS_FROM
+from appliance.terms.devices import PAYS_FROM
 
 _HEAD = ("scheme", "tokens/s", "weights", "KV cache", "at once")
 

@@ -16,10 +16,10 @@ from appliance import console
 from appliance.compare.arms import PlannedRun
 from appliance.compare.results import read_final
 from appliance.plan.env import PLAN_VARIABLE
-from appliance.quant.device import CPU
 from appliance.run.resume import problems_of
 from appliance.run.side_job import run_child
 from appliance.run.workspace import work_folder
+from appliance.terms.devices import CPU
 
 _CHILD = "appliance.compare.child"
 

@@ -29,11 +29,11 @@ from appliance.preflight import hub
 from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.probes import data_from_hub
 from appliance.preflight.report import examine
-from appliance.quant.device import CPU
 from appliance.recipe.schema import Recipe
 from appliance.run.command import new_run_dir, print_plan
 from appliance.run.workspace import stop_on_errors
 from appliance.signals import handled
+from appliance.terms.devices import CPU
 
 IMAGE_NAME = "flashrl-appliance"
 GRACE_S = 900  # a run may save before it stops

@@ -36,12 +36,12 @@ from appliance.plan.model import (
 )
 from appliance.plan.stored import read_result, result_key
 from appliance.plan.verl_args import overrides
-from appliance.quant.device import AUTO, CPU, GPUS, automatic_scheme, gpu_of_product
-from appliance.quant.scheme import Scheme
 from appliance.recipe.rules import broken_on_cpu
 from appliance.recipe.schema import AlgorithmKind, LongPrompts, Recipe, SchemeChoice, TaskKind
 from appliance.recipe.text import full_path
 from appliance.tasks.library import builtin_model_key, data_key
+from appliance.terms.devices import AUTO, CPU, GPUS, automatic_scheme, gpu_of_product
+from appliance.terms.schemes import Scheme
 
 CACHE_NAME = ".cache"
 TOKEN_FILE = ".cluster-token"  # in the folder of the run folders

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from appliance.plan.model import Choice, ExpectedAttestation, ProfilePlan, RolloutPlan
-from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
 from appliance.recipe.schema import Recipe, SchemeChoice
 from appliance.recipe.text import full_path
+from appliance.terms.schemes import Scheme
 
 PROFILE_FOLDER = "profile"
 _AUTO, _NONE = "auto", "none"

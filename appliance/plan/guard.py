@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from appliance.guard.policy import Action
 from appliance.plan.model import Choice, GuardPlan, RolloutPlan, RunPlan, Switching
-from appliance.quant.scheme import Scheme
 from appliance.recipe.schema import Recipe, SchemeChange
+from appliance.terms.schemes import Scheme
 
 USUAL_ACTIONS = (Action.WARN, Action.TIGHTEN, Action.BF16, Action.STOP)
 CHANGES_ENGINES = (Action.RAISE_PRECISION, Action.BF16)

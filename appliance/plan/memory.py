@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from appliance.plan.model import RunPlan
-from appliance.plan.shapes import ModelShape
 from appliance.terms.devices import GPUS
 from appliance.terms.schemes import Scheme
+from appliance.terms.shapes import ModelShape
 
 GIB = 1 << 30
 _CONTEXT = 3 * GIB // 2  # CUDA and its libraries, of each of the two processes on a GPU

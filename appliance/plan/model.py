@@ -13,8 +13,8 @@ from pathlib import Path
 
 from appliance.guard.policy import Action
 from appliance.quant.correction import ClipRange, CorrectionMethod
-from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
+from appliance.terms.schemes import Scheme
 
 SCHEMA_VERSION = 1
 

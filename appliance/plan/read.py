@@ -27,8 +27,8 @@ from appliance.plan.model import (
     UaqPlan,
 )
 from appliance.quant.correction import CorrectionMethod
-from appliance.quant.scheme import Scheme
 from appliance.quant.settings import quantisation_from_config
+from appliance.terms.schemes import Scheme
 
 
 def read_plan(path: Path) -> RunPlan:

@@ -15,7 +15,6 @@ from appliance.errors import PreflightError, RecipeError
 from appliance.plan.build import Begun
 from appliance.plan.model import ModelPlan, RunPlan, UaqPlan
 from appliance.plan.problems import Problems, has_problems
-from appliance.quant.scheme import Scheme
 from appliance.recipe.dump import to_plain
 from appliance.recipe.load import load_recipe
 from appliance.recipe.schema import NAME_PATTERN, Recipe
@@ -23,6 +22,7 @@ from appliance.recipe.text import full_path
 from appliance.run.checkpoint_manifest import Facts, damage, hash_file, read_manifest
 from appliance.run.checkpoints import FOLDER, PROFILE_FOLDER, UAQ_FILE, Found, Rejected, find_newest, step_of
 from appliance.run.session import LOGS, RUN_FILE, RunRecord, RunStatus, has_launcher, newest_run_dir, read_record
+from appliance.terms.schemes import Scheme
 
 NEVER, AUTO = "never", "auto"
 _UNSCALED = (1.0, "")

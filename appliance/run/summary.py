@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from appliance.plan.model import RunPlan
-from appliance.quant.scheme import Scheme
 from appliance.run import draw
 from appliance.run.checkpoints import in_order
 from appliance.run.state import RunState, median_tokens_per_s, step_seconds
+from appliance.terms.schemes import Scheme
 
 REPORT_FILE = "report.html"
 _CLIMB = 0.02  # a difference of greedy validation that is more than noise at 500 problems

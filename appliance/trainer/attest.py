@@ -1,4 +1,5 @@
-"""What the processes that train say of themselves: the driver, and every worker that holds a part of the model."""
+"""What the processes that train say of themselves: the driver, and every worker that holds a part of the model. And
+whether all of a run, the engines too, said what the plan wants."""
 
 from __future__ import annotations
 
@@ -14,8 +15,21 @@ from torch.nn import Module
 from appliance import patch
 from appliance.errors import AttestationError
 from appliance.plan.model import RunPlan
-from appliance.quant.scheme import Scheme
-from appliance.run.attest import fingerprint, write_attestation
+from appliance.quant.precision import Precision
+from appliance.run.attest import check_attestations, fingerprint, write_attestation
+from appliance.run.generation import attestations_at
+from appliance.terms.schemes import Scheme
+
+
+def check_attested(plan: RunPlan, *, precision: Precision) -> None:
+    """Raises AttestationError when a process of the run has not said what the plan wants of it, or something else.
+
+    precision: what the rollout engines were started in.
+    """
+    expected = attestations_at(plan, precision)
+    problems = check_attestations(Path(plan.run_dir), expected, pins=plan.pins, fingerprint=fingerprint())
+    if problems:
+        raise AttestationError("; ".join(problems), hint="see attest/ in the run folder")
 
 
 def attest_driver(plan: RunPlan) -> None:

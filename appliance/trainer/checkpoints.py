@@ -16,10 +16,11 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter, ValidationError
 from ray.exceptions import RayTaskError
 
 from appliance.errors import CheckpointError
@@ -52,16 +53,15 @@ SaveWorkers = Callable[[Path, int], None]
 
 @dataclass(frozen=True)
 class DriverState:
-    """What `state.json` holds: the part of a step that neither verl nor the governor keeps.
-
-    line: what metrics.jsonl got of the step.  precision: None in a checkpoint of an older version.
-    """
+    """What `state.json` holds: the part of a step that neither verl nor the governor keeps."""
 
     step: int
     random: DriverRandom
     line: dict[str, Any]
-    precision: PrecisionState | None = None
-    schema_version: int = 1
+    """What metrics.jsonl got of the step."""
+
+    precision: PrecisionState
+    schema_version: Literal[1] = 1
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class Checkpoints:
         self._step_end = self._take(state.step, line=state.line, precision=state.precision)
         return state
 
-    def _take(self, step: int, *, line: dict[str, Any], precision: PrecisionState | None) -> _StepEnd:
+    def _take(self, step: int, *, line: dict[str, Any], precision: PrecisionState) -> _StepEnd:
         data = io.BytesIO()
         torch.save(self._data_state(), data)
         state = DriverState(step=step, random=take_random(), line=line, precision=precision)
@@ -250,16 +250,13 @@ class Checkpoints:
 
 def read_state(folder: Path) -> DriverState:
     """`state.json` of a checkpoint. Raises OSError, ValueError."""
-    raw = json.loads((folder / STATE_FILE).read_text())
-    if not isinstance(raw, dict) or raw.get("schema_version") != DriverState.schema_version:
-        raise ValueError(f"{folder / STATE_FILE}: not of schema_version {DriverState.schema_version}")
-    said = raw.get("precision")
-    return DriverState(
-        step=raw["step"],
-        random=DriverRandom(**raw["random"]),
-        line=raw.get("line") or {},
-        precision=None if said is None else PrecisionState.from_raw(said),
-    )
+    path = folder / STATE_FILE
+    try:
+        return TypeAdapter(DriverState).validate_json(path.read_text())
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{path}: not the state of a step: {place}: {first['msg']}") from error
 
 
 def profile_identity(run_dir: Path) -> tuple[tuple[str, str], ...]:

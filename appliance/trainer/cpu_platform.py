@@ -20,31 +20,25 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """What a call means where there is no device memory to free and no stream to wait for."""
 
 
+def _zero(*args: Any, **kwargs: Any) -> int:
+    return 0
+
+
 def _device_namespace() -> SimpleNamespace:
     """`torch.cpu` plus the members of `torch.cuda` that verl calls without asking; memory counters read 0."""
-    members = {name: getattr(torch.cpu, name) for name in dir(torch.cpu) if not name.startswith("__")}
-    members |= {
-        name: _nothing
-        for name in (
-            "empty_cache",
-            "ipc_collect",
-            "set_device",
-            "manual_seed",
-            "manual_seed_all",
-            "reset_peak_memory_stats",
-            "set_rng_state",
-        )
+    own = {name: getattr(torch.cpu, name) for name in dir(torch.cpu) if not name.startswith("__")}
+    does_nothing = ("empty_cache", "ipc_collect", "set_device", "manual_seed", "manual_seed_all")
+    counters = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+    answers = {
+        "reset_peak_memory_stats": _nothing,
+        "mem_get_info": lambda *args: (0, 0),
+        "get_rng_state": torch.get_rng_state,
+        "set_rng_state": torch.set_rng_state,
+        "is_available": lambda: False,
+        "get_device_name": lambda *args: "cpu",
+        "current_device": lambda: "cpu",
     }
-    members |= {
-        name: lambda *args, **kwargs: 0
-        for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
-    }
-    members["mem_get_info"] = lambda *args: (0, 0)
-    members["get_rng_state"] = torch.get_rng_state
-    members["set_rng_state"] = torch.set_rng_state
-    members["is_available"] = lambda: False
-    members["get_device_name"] = lambda *args: "cpu"
-    members["current_device"] = lambda: "cpu"
+    members = own | dict.fromkeys(does_nothing, _nothing) | dict.fromkeys(counters, _zero) | answers
     return SimpleNamespace(**members)
 
 
@@ -60,6 +54,7 @@ class CpuPlatform(PlatformBase):
 
     device_name = "cpu"
     vendor_name = "cpu"
+    set_device = synchronize = set_allocator_settings = empty_cache = profiler_start = profiler_stop = cudart = _nothing
 
     @property
     def device_module(self) -> ModuleType:
@@ -75,23 +70,10 @@ class CpuPlatform(PlatformBase):
     def device_count(self) -> int:
         return 1
 
-    def set_device(self, device_index: int) -> None:
-        pass
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        pass
-
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def set_allocator_settings(self, settings: str) -> None:
-        pass
-
-    def empty_cache(self) -> None:
-        pass
+    manual_seed_all = manual_seed
 
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
         return None, None
@@ -106,12 +88,6 @@ class CpuPlatform(PlatformBase):
     def nvtx_range(self, msg: str) -> Iterator[None]:
         yield
 
-    def profiler_start(self) -> None:
-        pass
-
-    def profiler_stop(self) -> None:
-        pass
-
     def ray_resource_name(self) -> str:
         return "GPU"
 
@@ -123,9 +99,6 @@ class CpuPlatform(PlatformBase):
 
     def rollout_env_vars(self) -> dict[str, str]:
         return SERVER_VARIABLES
-
-    def cudart(self) -> Any:
-        return None
 
 
 def is_cpu_run() -> bool:

@@ -44,13 +44,19 @@ _SERVER_NAMES = "vllm_server_"  # of verl's servers, see its vLLMReplica
 
 @dataclass(frozen=True)
 class Restart:
-    """generation: of the new engines.  ended: ids of the old engines' processes.  Seconds until the old ones were gone,
-    and from then until the new ones stood."""
+    """One change of all engines of a run."""
 
     generation: Generation
+    """Of the new ones."""
+
     ended: tuple[int, ...]
+    """Ids of the old ones' processes."""
+
     end_s: float
+    """Seconds until the old ones were gone."""
+
     start_s: float
+    """And from then until the new ones stood."""
 
     @property
     def seconds(self) -> float:
@@ -74,13 +80,33 @@ class Restart:
 
 
 class RolloutEngines:
-    """generation: the engines that run, or that are about to start."""
+    """generation: the engines that run, or that are about to start.  restart_s: seconds that restarts took, of which no
+    line of metrics says anything yet."""
 
-    def __init__(self, run_dir: Path, *, precision: Precision = AS_PLANNED) -> None:
-        """To be made before the first engines start. precision: what they are to compute in."""
+    def __init__(
+        self, run_dir: Path, *, on_death: Callable[[ApplianceError], None], precision: Precision = AS_PLANNED
+    ) -> None:
+        """To be made before the first engines start. on_death: see EngineWatch.  precision: what they are to compute
+        in."""
         self._run_dir = run_dir
+        self._on_death = on_death
+        self._engine_watch: EngineWatch | None = None
+        self.restart_s = 0.0
         self.generation = Generation(precision=precision)
         write_generation(run_dir, self.generation)
+
+    def watch(self, servers: list[ActorHandle]) -> None:
+        self._engine_watch = EngineWatch(servers, on_death=self._on_death)
+
+    def stop_watching(self) -> None:
+        """Before the engines are ended on purpose."""
+        if self._engine_watch is not None:
+            self._engine_watch.stop()
+
+    def take_restart(self) -> dict[str, float]:
+        """What the next line of metrics says of restarts."""
+        seconds, self.restart_s = self.restart_s, 0.0
+        return {"engine_restart_s": round(seconds, 4)} if seconds else {}
 
     def restart(
         self,
@@ -90,11 +116,12 @@ class RolloutEngines:
         after_sync: int,
         start: Callable[[], LLMServerManager],
     ) -> tuple[LLMServerManager, Restart]:
-        """End the engines of `manager` and start others. Nobody may wait for an answer of theirs.
+        """End the engines of `manager`, start others and watch them. Nobody may wait for an answer of the old ones.
 
         after_sync: weight updates so far.  start: makes a manager with running engines, as verl's trainer does.
         Raises EngineError when an engine died before, does not end, or when the new ones do not start.
         """
+        self.stop_watching()
         began = time.monotonic()
         ended = _end(manager.get_replicas())
         _free_memory(manager.get_replicas())
@@ -103,7 +130,10 @@ class RolloutEngines:
         self.generation = self.generation.next(precision, after_sync=after_sync)
         write_generation(self._run_dir, self.generation)
         new = _started(start)
-        return new, Restart(self.generation, ended, end_s=gone - began, start_s=time.monotonic() - gone)
+        restart = Restart(self.generation, ended, end_s=gone - began, start_s=time.monotonic() - gone)
+        self.restart_s += restart.seconds
+        self.watch(new.server_handles)
+        return new, restart
 
 
 def _started(start: Callable[[], LLMServerManager]) -> LLMServerManager:

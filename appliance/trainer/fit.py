@@ -1,4 +1,4 @@
-"""verl's trainer, configured by the overrides of the plan, with our rollouts and our eyes on it."""
+"""A whole training: verl's configuration from the overrides of the plan, the trainer, its rollouts and rewards."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ from appliance.trainer.reward_faults import note_idle_death
 from appliance.trainer.reward_pool import RewardPool
 from appliance.trainer.rollouts import Rollouts, Sampling
 from appliance.trainer.samples import SampleLog
-from appliance.trainer.stoppable import StoppableTrainer
 from appliance.trainer.stopping import StopAsked, Stopping
-from appliance.trainer.watched import WatchedTrainer
+from appliance.trainer.trainer import Trainer
 
 FINISH_WITHIN_S = 30.0  # wandb uploads for as long as its server lets it wait
 
@@ -77,7 +76,7 @@ def fit(
     apply_patch(NO_LOAD_BALANCER, _without_balancer)
     transfer_queue.init(config.transfer_queue)
     try:
-        trainer = StoppableTrainer(config=config, plan=plan, stopping=stopping, on_engine_death=on_engine_death)
+        trainer = Trainer(config=config, plan=plan, stopping=stopping, on_engine_death=on_engine_death)
         pool = RewardPool(
             kind=plan.task.kind,
             timeout_s=plan.task.reward_timeout_s,
@@ -91,7 +90,7 @@ def fit(
         except StopAsked:
             raise trainer.save_and_stop() from None
         finally:
-            trainer.stop_watching()
+            trainer.engines.stop_watching()
             pool.close()
             if (tracking := getattr(trainer, "logger", None)) is not None:  # verl's, there since the training began
                 finish_tracking(tracking.finish, run_dir=trainer.run_dir)
@@ -99,8 +98,8 @@ def fit(
         transfer_queue.close()
 
 
-def _rollouts(trainer: WatchedTrainer, *, plan: RunPlan, pool: RewardPool) -> Rollouts:
-    rollouts = Rollouts(
+def _rollouts(trainer: Trainer, *, plan: RunPlan, pool: RewardPool) -> Rollouts:
+    return Rollouts(
         trainer.llm_server_manager.server_handles,
         tokenizer=trainer.tokenizer,
         pool=pool,
@@ -121,8 +120,6 @@ def _rollouts(trainer: WatchedTrainer, *, plan: RunPlan, pool: RewardPool) -> Ro
         seed=plan.seed,
         in_order=not plan.algorithm.filters,
     )
-    trainer.watch_rollouts(rollouts)
-    return rollouts
 
 
 def _decode(tokenizer: Any) -> Callable[[Any], str]:

@@ -148,6 +148,6 @@ class Governor:
         write_whole(self._run_dir / STATE_FILE, self._state.to_json() + "\n", durable=False)  # a checkpoint has its own
 
 
-def stop(decision: Decision, *, saved: Path) -> GuardStop:
+def guard_stop(decision: Decision, *, saved: Path) -> GuardStop:
     """The error that ends the run. saved: the checkpoint of its last step."""
     return GuardStop(f"stopped by the guard: {decision.text}", hint=f"the state after this step is in {saved}")

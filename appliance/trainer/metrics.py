@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from appliance.errors import TrainingError
 from appliance.plan.model import RunPlan
 from appliance.quant.correction import CorrectionMethod
-from appliance.quant.mismatch import Mismatch
 from appliance.run.events import METRICS_FILE, append_event, append_line
 from appliance.run.sync_records import SyncRecord
 from appliance.trainer.calibrated import USED_HIGH, USED_LOW
 from appliance.trainer.corrected import CorrectionStep
+from appliance.trainer.precision import Live
 from appliance.trainer.telemetry import StepTelemetry
 
 _FROM_VERL = {
@@ -49,34 +50,47 @@ _TIMINGS_S = {
 }
 
 
+@dataclass
+class Step:
+    """What a step has brought so far, from the hooks of verl's, for its line."""
+
+    rolled: Live
+    """What its rollouts are made in."""
+
+    reward_failures: int = 0
+    telemetry: StepTelemetry | None = None
+
+    correction: CorrectionStep | None = None
+    """What the batch that went to the loss carries, see trainer/corrected.py."""
+
+    sync: SyncRecord | None = None
+    """The weight update that ended it. Its telemetry is null where no rollout is quantised."""
+
+
 def step_metrics(
-    verl: dict[str, Any],
-    *,
-    timing_s: dict[str, float],
-    mismatch: Mismatch,
-    correction: CorrectionStep,
-    sync: SyncRecord,
-    plan: RunPlan,
-    step: int,
+    step: Step, *, verl: dict[str, Any], timing_s: dict[str, float], plan: RunPlan, number: int
 ) -> dict[str, Any]:
     """The contract's keys for one step. Raises TrainingError when verl no longer reports one that we promise.
 
-    sync: the weight update that ended the step. Its telemetry is null where no rollout is quantised.
-    correction: from the batch that went to the loss, see trainer/corrected.py.  With a mask that dropped nothing that
-    batch looks like an uncorrected one, so what verl reports only when it corrects must be there as well.
+    With a mask that dropped nothing the batch looks like an uncorrected one, so what verl reports only when it corrects
+    must be there as well.
     """
-    signs = _SIGNS[plan.correction.method]
-    missing = [name for name in (*_FROM_VERL.values(), *signs) if name not in verl]
+    if step.telemetry is None or step.correction is None:
+        raise TrainingError(f"step {number} ended without log-probabilities to compare")
+    if step.sync is None:
+        raise TrainingError(f"step {number} ended without a weight update")
+    missing = [name for name in (*_FROM_VERL.values(), *_SIGNS[plan.correction.method]) if name not in verl]
     if missing:
-        raise TrainingError(f"verl did not report {', '.join(missing)} in step {step}")
+        raise TrainingError(f"verl did not report {', '.join(missing)} in step {number}")
     tokens = float(verl["response_length/mean"]) * plan.prompts_per_step * plan.rollout.samples_per_prompt
-    timings = {key: round(timing_s[name], 4) for key, name in _TIMINGS_S.items() if name in timing_s}
+    mismatch, sync = step.telemetry.mismatch, step.sync.metrics()
     return {
-        "step": step,
+        "step": number,
         **{key: float(verl[name]) for key, name in _FROM_VERL.items()},
-        **timings,
+        **{key: round(timing_s[name], 4) for key, name in _TIMINGS_S.items() if name in timing_s},
         "rollout_tokens_per_s": tokens / timing_s["gen"],
-        **sync.metrics(),
+        **sync,
+        "telemetry_s": round(sync["telemetry_s"] + step.telemetry.seconds, 6),
         "mismatch_k3_kl": mismatch.k3_kl,
         "mismatch_kl": mismatch.kl,
         "probs_diff_mean": mismatch.probs_diff_mean,
@@ -85,7 +99,7 @@ def step_metrics(
         "is_weight_std": mismatch.weight_std,
         "is_weight_max": mismatch.weight_max,
         "is_ess": mismatch.ess,
-        **correction.metrics(),
+        **step.correction.metrics(),
     }
 
 
@@ -97,22 +111,6 @@ def left_out(run_dir: Path, *, telemetry: StepTelemetry, step: int, plan: RunPla
     append_event(run_dir, kind="note", what=what, why="an update with them would ruin the weights", step=step)
     names = (*_FROM_VERL.values(), *_SIGNS[plan.correction.method])
     return dict.fromkeys((name for name in names if name.startswith("actor/") and name != "actor/entropy"), math.nan)
-
-
-def validation_mean(verl: dict[str, float]) -> float:
-    """Of verl's validation metrics. Raises TrainingError when there is no mean."""
-    means = [value for name, value in verl.items() if name.startswith("val-core/") and "/mean@" in name]
-    if len(means) != 1:
-        raise TrainingError(f"expected one validation mean from verl, got {len(means)} in {sorted(verl)}")
-    return float(means[0])
-
-
-def validation_metrics(verl: dict[str, float], *, samples: int, bf16: float | None) -> dict[str, float | None]:
-    """The contract's validation keys. samples: problems that were scored.  bf16: the mean of the same in BF16.
-
-    Raises TrainingError when there is no mean.
-    """
-    return {"val_reward_mean": validation_mean(verl), "val_reward_bf16_mean": bf16, "val_samples": samples}
 
 
 def append_metrics(run_dir: Path, line: dict[str, Any]) -> dict[str, Any]:

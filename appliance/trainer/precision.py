@@ -6,35 +6,34 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from appliance.errors import PreflightError, SyncError
 from appliance.guard.ladder import Measures
 from appliance.plan.model import RunPlan, Switching
 from appliance.quant.files import read_file_header
 from appliance.quant.precision import AS_PLANNED, Precision
-from appliance.quant.scheme import Scheme
 from appliance.run.events import append_event
 from appliance.run.precision import write_wanted
 from appliance.run.sync_records import SYNC_FOLDER, Acknowledgement, SyncRecord, layer_errors_file
+from appliance.terms.schemes import Scheme
 
 BF16 = Precision(Scheme.BF16)
 
 
 @dataclass(frozen=True)
 class Live:
-    """What the engines run since a weight update, by their own word. label: `bf16+int8` where replicas differ.
-
-    bf16_layers: quantised layers that are in BF16 for now, of the engine that has most.
-    """
+    """What the engines run since a weight update, by their own word."""
 
     label: str
+    """`bf16+int8` where replicas differ."""
+
     emulated: bool
     bf16_layers: int = 0
+    """Quantised layers that are in BF16 for now, of the engine that has most."""
 
     def metrics(self) -> dict[str, str | bool | int]:
         return {"scheme": self.label, "emulated": self.emulated, "bf16_layers": self.bf16_layers}
@@ -42,32 +41,20 @@ class Live:
 
 @dataclass(frozen=True)
 class PrecisionState:
-    """What a checkpoint keeps, so that a resumed attempt rolls out as the run would have without the break.
-
-    planned: the plan's label of the rollouts.  scheme, bf16_layer_fraction: what the guard asks for. For a plan or a
-    guard with other ones all the rest says nothing.
-    rollouts: of the step after the checkpoint's.  decided: from the weight update after those on.
-    """
+    """What a checkpoint keeps, so that a resumed attempt rolls out as the run would have without the break."""
 
     planned: str
+    """The plan's label of the rollouts. For a plan with another one all the rest says nothing."""
+
     rollouts: Precision
+    """Of the step after the checkpoint's."""
+
     decided: Precision
+    """From the weight update after those on."""
+
     scheme: Scheme
     bf16_layer_fraction: float
-
-    @classmethod
-    def from_raw(cls, raw: Mapping[str, Any]) -> PrecisionState:
-        """raw: as `asdict` and JSON leave it. Raises ValueError when it is none."""
-        try:
-            return cls(
-                planned=str(raw["planned"]),
-                rollouts=Precision.from_json(json.dumps(raw["rollouts"])),
-                decided=Precision.from_json(json.dumps(raw["decided"])),
-                scheme=Scheme(raw["scheme"]),
-                bf16_layer_fraction=float(raw["bf16_layer_fraction"]),
-            )
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"not a state of the rollouts' precision: {error}") from error
+    """Both: what the guard asks for. For a guard that asks for another one the rest says nothing."""
 
 
 class RolloutPrecision:
@@ -137,6 +124,17 @@ class RolloutPrecision:
         """What engines are started in; all else is asked of them with a weight update."""
         return AS_PLANNED if self._is_live else self._wanted
 
+    def validates_bf16(self, step: int) -> bool:
+        """Whether the validation after this step (0: before training) is made in BF16 as well."""
+        every, steps = self._plan.validate_bf16_every, self._plan.steps
+        return every > 0 and (step == steps or (step % every == 0 and every < steps))
+
+    def restarts_in(self, step: int, *, present: Precision) -> bool:
+        """Whether this step has engines started. present: what those that run were started in."""
+        if self._is_live:
+            return False
+        return self.starts_in != present or (self.validates_bf16(step) and self.starts_in != BF16)
+
     def _ask(self, precision: Precision) -> None:
         self._wanted = precision
         if self._is_live:
@@ -191,12 +189,6 @@ class RolloutPrecision:
             why=f"weight update {said[0].sync}: {how}, all proven",
             bf16_layers=list(self._lasting.bf16_layers),
         )
-
-
-def validates_bf16(plan: RunPlan, *, step: int) -> bool:
-    """Whether the validation after this step (0: before training) is made in BF16 as well."""
-    every = plan.validate_bf16_every
-    return every > 0 and (step == plan.steps or (step % every == 0 and every < plan.steps))
 
 
 def worst_layers(plan: RunPlan, *, share: float) -> tuple[str, ...]:

@@ -20,12 +20,27 @@ from typing import Any
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 from appliance.errors import TrainingError
-from appliance.trainer.rollouts import Rollouts
+from appliance.trainer.rollouts import LOOK_AGAIN_S, Rollouts
 
 _FILTERED = "training/filter_groups/evicted_samples"
 _DISCARDED = "training/filter_groups/discarded_surplus_samples"
 
 Refill = Callable[[int], Any]
+
+
+def wait_for_rollouts(buffer: ReplayBuffer, *, rollouts: Rollouts, check_stop: Callable[[], None]) -> None:
+    """Wait for rollouts by their signal and fail when they fail. verl's buffer sleeps 2 s between two looks, which is
+    longer than a step of a small model, and for ever when generating failed; it offers no hook for either.
+
+    check_stop: raises when nothing more is to be waited for.
+    """
+
+    def wait(partition_id: str, last_debug_time: float) -> float:
+        check_stop()
+        rollouts.wait(LOOK_AGAIN_S)
+        return last_debug_time
+
+    buffer._wait_for_next_poll = wait
 
 
 def choose_in_order(buffer: ReplayBuffer, *, is_busy: Callable[[], bool], looks_early: bool) -> None:

@@ -59,9 +59,10 @@ class Stopping:
         with self._moving:
             self._busy = True
 
-    def note_finished(self, step: int) -> None:
+    def end_step(self, step: int, *, saved: int) -> None:
+        """The step's line is written. saved: as the attribute."""
         with self._moving:
-            self.finished, self._busy = step, False
+            self.finished, self.saved, self._busy = step, saved, False
 
     def note_saved(self, step: int) -> None:
         with self._moving:

@@ -19,13 +19,13 @@ from appliance.preflight.hub import commit_for
 from appliance.preflight.probes import read_host
 from appliance.profile.cache import find_profile
 from appliance.profile.job import job_of_plan
-from appliance.quant.device import CPU, why_not
 from appliance.quant.files import read_file_header
-from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
 from appliance.recipe.schema import Recipe, SchemeChoice
 from appliance.run.side_job import make_inputs, run_child
 from appliance.run.workspace import OF_A_PROFILE, OF_AN_ENGINE, OF_THE_MODEL, examine_for, work_folder
+from appliance.terms.devices import CPU, why_not
+from appliance.terms.schemes import Scheme
 from appliance.verify.job import CheckResult, EngineOutput, Job
 from appliance.verify.judge import Row, judge, label
 from appliance.verify.show import as_json, table

@@ -18,10 +18,10 @@ from appliance.plan.build import build_plan, installed_versions
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.stored import ResultKey
 from appliance.preflight.probes import read_host
-from appliance.quant.device import why_not
-from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
 from appliance.recipe.load import load_recipe
+from appliance.terms.devices import why_not
+from appliance.terms.schemes import Scheme
 
 BENCH = [sys.executable, "-m", "appliance", "bench", "arithmetic-tiny-int8"]
 

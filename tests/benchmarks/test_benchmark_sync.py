@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 from benchmarks.sync import SCHEMES, Measured, Update, peak_of_tensors, rows
 
 MIB = 1 << 20

@@ -25,10 +25,10 @@ from appliance.cluster.node_report import (
 from appliance.plan.build import build_plan
 from appliance.plan.host import ContainerFacts, HostGpu, Limits
 from appliance.plan.model import RunPlan
-from appliance.plan.shapes import KNOWN
 from appliance.preflight.records import recorded
-from appliance.quant.scheme import Scheme
 from appliance.recipe.load import load_recipe
+from appliance.terms.schemes import Scheme
+from appliance.terms.shapes import KNOWN
 
 HEAD = NodeReport(
     name="alpha",

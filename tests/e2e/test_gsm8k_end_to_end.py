@@ -11,9 +11,9 @@ from trainings import train
 
 from appliance.plan.read import read_plan
 from appliance.preflight.probes import read_host
-from appliance.quant.device import automatic_scheme
 from appliance.quant.files import PROFILE_FILE
-from appliance.quant.scheme import Scheme
+from appliance.terms.devices import automatic_scheme
+from appliance.terms.schemes import Scheme
 
 pytestmark = pytest.mark.e2e
 

@@ -11,8 +11,8 @@ from trainings import Finished, train
 
 from appliance.plan.read import read_plan
 from appliance.quant.files import read_file_header
-from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
+from appliance.terms.schemes import Scheme
 from flashrl_compat.config_file import read_config
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]

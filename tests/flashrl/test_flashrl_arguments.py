@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from appliance.errors import RecipeError
-from appliance.quant.device import CPU, why_not
-from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
+from appliance.terms.devices import CPU, why_not
+from appliance.terms.schemes import Scheme
 
 pytestmark = pytest.mark.engine
 

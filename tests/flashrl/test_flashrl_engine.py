@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from engines import Engine, start_engine
 
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

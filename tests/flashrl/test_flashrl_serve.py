@@ -23,9 +23,9 @@ from trainings import Finished
 
 from appliance.plan.read import read_plan
 from appliance.profile.command import write_config
-from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
 from appliance.quant.smoothing import load_smoothing
+from appliance.terms.schemes import Scheme
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import RecipeError
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 from flashrl_compat.names import NAMES
 from flashrl_compat.variables import HubFile, Variables, idle_variables, read_variables
 

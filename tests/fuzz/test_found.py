@@ -10,7 +10,6 @@ from fuzz_surface import attempt
 
 from appliance import cli, console
 from appliance.errors import EngineError, RecipeError
-from appliance.plan.shapes import read_shape
 from appliance.profile import unpickle
 from appliance.quant.files import read_file_header, tensor_shapes
 from appliance.recipe import library
@@ -20,6 +19,7 @@ from appliance.recipe.tree import parse
 from appliance.run.events import first_failure, parse_event, parse_metrics
 from appliance.run.session import read_record
 from appliance.tasks import dapo_math, gsm8k
+from appliance.terms.shapes import read_shape
 from flashrl_compat.variables import read_variables
 
 

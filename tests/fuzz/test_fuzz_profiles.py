@@ -25,8 +25,8 @@ from appliance.profile import unpickle
 from appliance.profile.table import table
 from appliance.quant.files import HEADER_KEY, read_file_header
 from appliance.quant.profile import LayerError, Memory, Origin, Predicted, Profile, Settings, read_profile
-from appliance.quant.scheme import Scheme
 from appliance.quant.smoothing import Smoothing, SmoothingGroup, fold
+from appliance.terms.schemes import Scheme
 
 NORM = "model.layers.0.input_layernorm.weight"
 GOOD = Profile(

@@ -15,12 +15,12 @@ from plans import make_plan
 
 from appliance.plan.experts import layers_with_experts
 from appliance.plan.model import ModelPlan
-from appliance.plan.shapes import read_shape
 from appliance.plan.stored import model_shapes
 from appliance.preflight.checks import estimates
 from appliance.run.events import _NUMBERS, first_failure, run_started
 from appliance.run.report.write import print_report
 from appliance.run.status import print_status
+from appliance.terms.shapes import read_shape
 
 RECORD = {"state": "failed", "phase": "rollout", "attempt": 2, "exit_code": 5, "reason": "", "schema_version": 1}
 EVENT = {"time": 1.0, "kind": "progress", "what": "x", "why": "", "done": 1, "total": 2, "exit_code": 5, "step": 1}

@@ -31,9 +31,9 @@ def golden(name: str) -> str:
     from plans import HOST
 
     from appliance.plan.build import build_plan
-    from appliance.plan.shapes import KNOWN
     from appliance.preflight.checks import estimates
     from appliance.recipe.load import load_recipe
+    from appliance.terms.shapes import KNOWN
     from appliance.trainer import rewards
 
     plan = build_plan(load_recipe(name), run_dir=RUN_DIR, host=HOST)

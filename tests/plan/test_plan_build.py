@@ -14,9 +14,9 @@ from appliance.plan.read import plan_from_dict, read_plan
 from appliance.plan.show import plan_text
 from appliance.plan.verl_args import ROLLOUT
 from appliance.quant.correction import CorrectionMethod
-from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
 from appliance.recipe.load import load_recipe
+from appliance.terms.schemes import Scheme
 
 RUN_DIR = Path("/runs/arithmetic-1")
 BY_RULE = "by rule, not measured: `appliance bench` measures it"

@@ -13,13 +13,13 @@ from appliance.plan.build import build_plan
 from appliance.plan.experts import keeps_experts
 from appliance.plan.host import HostGpu
 from appliance.plan.model import RunPlan, Switching
-from appliance.plan.shapes import ModelShape, read_shape
 from appliance.plan.stored import Kept, model_shapes, result_key, write_result
 from appliance.preflight.checks import judge
 from appliance.preflight.finding import Severity
 from appliance.preflight.guard import judge_guard
-from appliance.quant.scheme import Scheme
 from appliance.recipe.load import load_recipe
+from appliance.terms.schemes import Scheme
+from appliance.terms.shapes import ModelShape, read_shape
 
 KEPT = r"quantization.ignore=['re:.*\.experts$']"
 KEEP = f"keep them in BF16: {KEPT}"

@@ -13,8 +13,8 @@ from appliance.plan.build import build_plan
 from appliance.plan.host_memory import MIB, Role, held, kv_cache_gib, ladder, peak, shape_of
 from appliance.plan.memory import GIB
 from appliance.plan.model import RunPlan
-from appliance.plan.shapes import KNOWN, ModelShape
 from appliance.recipe.load import load_recipe
+from appliance.terms.shapes import KNOWN, ModelShape
 from benchmarks.memory import SIZES
 
 SMALL = KNOWN["Qwen/Qwen2.5-0.5B-Instruct"]

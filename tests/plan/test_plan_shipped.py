@@ -19,13 +19,13 @@ from appliance.errors import RecipeError
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostGpu
 from appliance.plan.model import RunPlan
-from appliance.plan.shapes import KNOWN, read_shape
 from appliance.preflight.checks import judge
 from appliance.preflight.disk import Disks
 from appliance.preflight.finding import Severity
 from appliance.preflight.probes import InputFacts
-from appliance.quant.device import GPUS
 from appliance.recipe.load import load_recipe
+from appliance.terms.devices import GPUS
+from appliance.terms.shapes import KNOWN, read_shape
 
 RENEW = "when the change is meant: make golden"
 

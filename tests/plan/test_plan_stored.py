@@ -13,8 +13,8 @@ from appliance.plan.build import Begun, build_plan
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.model import ModelPlan
 from appliance.plan.stored import Kept, ResultKey, model_shapes, read_result, write_result
-from appliance.quant.scheme import Scheme
 from appliance.recipe.load import load_recipe
+from appliance.terms.schemes import Scheme
 
 KEY = ResultKey(device="h100", processor="h100", shapes="h64-i128-a4-kv2", versions=(("torch", "1"), ("vllm", "2")))
 KEPT = (

@@ -8,13 +8,13 @@ from plans import HOST as BARE_HOST
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.model import RunPlan
-from appliance.plan.shapes import ModelShape
 from appliance.preflight.checks import estimates, judge
 from appliance.preflight.disk import Disk, Disks, Written
 from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.probes import InputFacts
 from appliance.preflight.report import as_json, lines
 from appliance.recipe.load import load_recipe
+from appliance.terms.shapes import ModelShape
 
 HOST = dataclasses.replace(BARE_HOST, packages=frozenset({"flash_attn"}))
 GPU_HOST = dataclasses.replace(HOST, gpus=(HostGpu("NVIDIA A100-SXM4-80GB", 80 << 30),))

@@ -9,13 +9,13 @@ import pytest
 from plans import HOST, make_plan, make_rollout
 
 from appliance.plan.model import RunPlan
-from appliance.plan.shapes import KNOWN
 from appliance.plan.stored import Kept, result_key, write_result
 from appliance.preflight.finding import Severity
 from appliance.preflight.pays import judge_gain
 from appliance.preflight.probes import read_inputs
-from appliance.quant.device import StoredResult
-from appliance.quant.scheme import Scheme
+from appliance.terms.devices import StoredResult
+from appliance.terms.schemes import Scheme
+from appliance.terms.shapes import KNOWN
 
 LARGE, SMALL = KNOWN["Qwen/Qwen2.5-32B"], KNOWN["Qwen/Qwen2.5-0.5B-Instruct"]
 

@@ -16,7 +16,7 @@ from appliance.plan.model import ExpectedAttestation
 from appliance.preflight import records
 from appliance.preflight.records import recorded, source_of, why_unfit
 from appliance.preflight.stack import StackFacts, judge_stack, read_stack
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 
 PLAN = make_plan(
     Path("/runs/a-1"),

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from plans import make_plan
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny
+from trainers import make_trainer
 
 from appliance.errors import EngineError
 from appliance.plan.model import ModelPlan, ProfilePlan, RunPlan, UaqPlan
@@ -25,7 +27,6 @@ from appliance.run.export import run_export
 from appliance.run.session import RunRecord, write_record
 from appliance.terms.schemes import Scheme
 from appliance.trainer.export import export_checkpoint
-from appliance.trainer.watched import WatchedTrainer
 
 
 @pytest.fixture
@@ -126,9 +127,7 @@ def is_the_model(folder: Path, plan: RunPlan) -> bool:
 def test_the_model_of_a_run_is_folded_back(plan: RunPlan) -> None:
     """As the trainer makes `model/` at its end."""
     trained(plan, step=plan.steps)
-    trainer = object.__new__(WatchedTrainer)  # verl's own __init__ wants its whole configuration, and GPUs
-    trainer.plan, trainer.run_dir = plan, Path(plan.run_dir)
-    trainer.export_model()
+    make_trainer(plan, stopping=SimpleNamespace(check=None)).export_model()
     assert is_the_model(Path(plan.run_dir) / "model", plan)
 
 

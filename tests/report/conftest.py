@@ -11,11 +11,11 @@ import pytest
 from plans import make_plan
 
 from appliance.plan.model import ExpectedAttestation, GuardPlan
-from appliance.quant.scheme import Scheme
 from appliance.run.attest import write_attestation
 from appliance.run.samples import Sample, StepSamples, append_samples
 from appliance.run.session import RunRecord, RunStatus, write_record
 from appliance.run.sync_records import Acknowledgement, Sent, append_acknowledgement, append_sent
+from appliance.terms.schemes import Scheme
 
 HOSTILE = "</script></pre></td><img src=x onerror=document.title='owned'><script>document.title='owned'</script>"
 

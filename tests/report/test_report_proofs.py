@@ -14,7 +14,6 @@ from appliance.guard.policy import Action
 from appliance.plan.model import ExpectedAttestation
 from appliance.plan.read import read_plan
 from appliance.quant.precision import Precision
-from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
 from appliance.run.events import append_event
 from appliance.run.generation import Generation, write_generation
@@ -23,6 +22,7 @@ from appliance.run.report.page import page
 from appliance.run.report.verdicts import Verdict, Word, verdicts
 from appliance.run.session import RunRecord, RunStatus, Session
 from appliance.run.sync_records import Acknowledgement, Sent, append_acknowledgement, append_sent
+from appliance.terms.schemes import Scheme
 
 ARRIVED, ATTESTED = "Did the weights arrive?", "Does every process run what it should?"
 Make = Callable[..., Path]

@@ -17,9 +17,9 @@ from plans import make_plan
 
 from appliance.plan.env import PLAN_VARIABLE, RAY_DIR_VARIABLE
 from appliance.plan.model import ExpectedAttestation, RunPlan
-from appliance.quant.scheme import Scheme
 from appliance.run.events import StepMetrics, parse_metrics
 from appliance.run.processes import Process
+from appliance.terms.schemes import Scheme
 
 # As written by a real run on two cores; only the numbers of a person's interest differ from step to step.
 METRICS_LINE = {

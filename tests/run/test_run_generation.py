@@ -11,9 +11,9 @@ from plans import make_plan, make_rollout
 from appliance.errors import SyncError
 from appliance.plan.model import ExpectedAttestation
 from appliance.quant.precision import AS_PLANNED, Precision, quantisation_at
-from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
 from appliance.run.generation import Generation, attestations_at, read_generation, write_generation
+from appliance.terms.schemes import Scheme
 
 RAISED = Precision(bf16_layers=("a.q_proj", "b"))
 INFINITE = '{"firsts": [1e999], "precision": {"scheme": null, "bf16_layers": []}}'

@@ -17,7 +17,6 @@ from appliance.errors import PreflightError, RecipeError
 from appliance.plan.build import Begun, build_plan
 from appliance.plan.model import RunPlan
 from appliance.preflight.disk import Disk, Disks
-from appliance.quant.scheme import Scheme
 from appliance.recipe.dump import to_yaml
 from appliance.recipe.load import load_recipe
 from appliance.run import checkpoint_manifest as seal_module
@@ -38,6 +37,7 @@ from appliance.run.resume import (
 from appliance.run.session import RunRecord, RunStatus, create_session, read_record, write_record
 from appliance.run.state import RunState
 from appliance.run.summary import go_on_command, try_next
+from appliance.terms.schemes import Scheme
 
 # which run
 

@@ -24,8 +24,8 @@ from file_operations import NEED_ROOM, FileOperations
 from appliance.errors import CheckpointError
 from appliance.plan.model import CheckpointPlan
 from appliance.quant.precision import AS_PLANNED
-from appliance.quant.scheme import Scheme
 from appliance.run.checkpoints import PROFILE_FOLDER
+from appliance.terms.schemes import Scheme
 from appliance.trainer.checkpoints import Checkpoints
 from appliance.trainer.metrics import append_metrics
 from appliance.trainer.precision import PrecisionState

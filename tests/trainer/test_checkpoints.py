@@ -25,10 +25,10 @@ from verl.trainer.ppo.utils import create_rl_sampler
 from appliance.errors import CheckpointError, TrainingError
 from appliance.plan.model import CheckpointPlan, UaqPlan
 from appliance.quant.precision import AS_PLANNED
-from appliance.quant.scheme import Scheme
 from appliance.run.checkpoint_manifest import damage, read_manifest
 from appliance.run.checkpoints import checkpoint_folder, find_newest
 from appliance.run.restarts import is_fault
+from appliance.terms.schemes import Scheme
 from appliance.trainer import checkpoints
 from appliance.trainer.checkpoints import ASK_FILE, Checkpoints, restore_random, take_random, why_save
 from appliance.trainer.entry import translate

@@ -14,16 +14,14 @@ from plans import make_plan
 from tensordict import TensorDict
 from torch import Tensor
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from appliance.errors import TrainingError
 from appliance.plan.model import CorrectionPlan, ShadowPlan
 from appliance.quant.correction import ClipRange, CorrectionMethod
 from appliance.run.events import append_line
-from appliance.trainer import clipping, watched
+from appliance.trainer import clipping
 from appliance.trainer.calibrated import USED_HIGH, USED_LOW, Fit
 from appliance.trainer.clipping import Clipping, read_fits
-from appliance.trainer.watched import WatchedTrainer
 
 EVERY = 3
 NOMINAL = ClipRange(0.2, 0.25)
@@ -152,25 +150,9 @@ def test_a_loss_that_did_not_clip_by_the_bounds_ends_the_step(
     assert run.passes == []
 
 
-def test_a_step_is_clipped_and_corrected_as_the_guard_has_it(
-    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tightened to a cap of 1.5, and verl was told another; a fit of before reaches further."""
-    told: dict[str, Any] = {}
-
-    def correct_step(batch: KVBatchMeta, **how: Any) -> tuple[KVBatchMeta, str]:
-        told.update(how)
-        return batch, "done"
-
-    monkeypatch.setattr(PPOTrainerSync, "_compute_advantage", lambda self, batch, metrics: batch)
-    monkeypatch.setattr(watched, "correct_step", correct_step)
+def test_the_bounds_reach_no_further_than_the_guards_cap(tmp_path: Path, run: Run) -> None:
+    """Tightened to a cap of 1.5; a fit of before reaches further."""
     append_line(tmp_path / clipping.FITS_FILE, {"step": 1, "low": 0.9, "high": 9.0})
-    trainer = object.__new__(WatchedTrainer)  # verl's own __init__ wants its whole configuration, and GPUs
-    trainer.plan, trainer.global_steps = make_plan(tmp_path, correction=PLAN), 2
-    trainer._clipping = Clipping(trainer.plan)
-    tight = replace(PLAN, cap=1.5, reject_k3_above=0.01)
-    trainer._governor = SimpleNamespace(correction=tight)
-    trainer._compute_advantage(run.batch(), metrics={})
-    bounds = trainer._clipping.bounds
-    assert (bounds.low, bounds.high) == (pytest.approx(1 - 1 / 1.5), 0.5)
-    assert told == {"plan": tight, "planned": PLAN, "clip": bounds} and trainer._correction == "done"
+    clip = Clipping(make_plan(tmp_path, correction=PLAN))
+    clip.write(run.batch(), step=2, correction=replace(PLAN, cap=1.5, reject_k3_above=0.01))
+    assert (clip.bounds.low, clip.bounds.high) == (pytest.approx(1 - 1 / 1.5), 0.5)

@@ -15,7 +15,7 @@ from appliance.errors import TrainingError
 from appliance.guard.ladder import Measures
 from appliance.plan.model import CorrectionPlan
 from appliance.quant.correction import CorrectionMethod as Method
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 from appliance.trainer import correction_step
 from appliance.trainer.adaptive import mixing, moments
 from appliance.trainer.correction_step import WEIGHTS, correct_step

@@ -30,7 +30,7 @@ from types import SimpleNamespace
 import ray
 from appliance.errors import SyncError
 from appliance.quant.precision import Precision
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 from appliance.run.generation import read_generation
 from appliance.trainer import engines
 from appliance.trainer.entry import translate
@@ -74,7 +74,7 @@ def manager(*, hosts=1, ends=True):
     ]
     pids = [[ray.get(server.process.remote()), engine.pid] for server, engine in zip(servers, here)]
     replica = SimpleNamespace(servers=servers, workers=workers)
-    return SimpleNamespace(get_replicas=lambda: [replica], servers=servers, pids=pids)
+    return SimpleNamespace(get_replicas=lambda: [replica], servers=servers, server_handles=[], pids=pids)
 
 def restarted(old, start=manager):
     try:
@@ -85,7 +85,7 @@ def restarted(old, start=manager):
 
 (run_dir / "attest").mkdir()
 (run_dir / "attest" / "rollout-0-0.json").write_text("{}")
-owner = engines.RolloutEngines(run_dir)
+owner = engines.RolloutEngines(run_dir, on_death=print)
 said = {}
 try:
     first = manager(hosts=2)
@@ -170,13 +170,16 @@ def test_memory_is_free_and_the_new_precision_known_when_engines_start(
     done: list[object] = []
     monkeypatch.setattr(engines, "_end", lambda replicas: done.append(("ended", *replicas)) or (7,))
     monkeypatch.setattr(engines, "_free_memory", lambda replicas: done.append(("freed", *replicas)))
-    owner = engines.RolloutEngines(tmp_path)
-    old = SimpleNamespace(get_replicas=lambda: ["replica"])
+    owner = engines.RolloutEngines(tmp_path, on_death=lambda error: None)
+    old, fresh = SimpleNamespace(get_replicas=lambda: ["replica"]), SimpleNamespace(server_handles=[])
     new, restart = owner.restart(
-        old, precision=BF16, after_sync=3, start=lambda: done.append(read_generation(tmp_path)) or "new"
+        old, precision=BF16, after_sync=3, start=lambda: done.append(read_generation(tmp_path)) or fresh
     )
+    owner.stop_watching()
     assert done == [("ended", "replica"), ("freed", "replica"), Generation(BF16, firsts=(1, 4))]
-    assert (new, restart.ended, restart.generation) == ("new", (7,), owner.generation)
+    assert (new, restart.ended, restart.generation) == (fresh, (7,), owner.generation)
+    assert owner.take_restart() == {"engine_restart_s": round(restart.seconds, 4)}
+    assert owner.take_restart() == {}
 
 
 def test_a_worker_that_does_not_answer_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:

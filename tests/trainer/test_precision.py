@@ -14,10 +14,10 @@ from appliance.guard.ladder import Measures
 from appliance.guard.policy import Action
 from appliance.plan.model import ProfilePlan, RunPlan, Switching
 from appliance.quant.precision import AS_PLANNED, Precision
-from appliance.quant.scheme import Scheme
 from appliance.run.precision import read_wanted
 from appliance.run.sync_records import Acknowledgement, SyncRecord, add_layer_errors, layer_errors_file
-from appliance.trainer.precision import BF16, Live, RolloutPrecision, validates_bf16, worst_layers
+from appliance.terms.schemes import Scheme
+from appliance.trainer.precision import BF16, Live, RolloutPrecision, worst_layers
 
 PLANNED = Measures(Scheme.INT8, bf16_layer_fraction=0.0, cap=2.0, reject_k3_above=None, stop=False)
 TOP = replace(PLANNED, scheme=Scheme.BF16, bf16_layer_fraction=1.0)
@@ -258,5 +258,5 @@ def test_a_wish_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("every", "due"), [(0, []), (10, [10]), (4, [0, 4, 8, 10]), (5, [0, 5, 10]), (20, [10])])
 def test_when_a_validation_is_made_in_bf16_as_well(tmp_path: Path, every: int, due: list[int]) -> None:
-    plan = make_plan(tmp_path, steps=10, validate_bf16_every=every)
-    assert [step for step in range(11) if validates_bf16(plan, step=step)] == due
+    precision = RolloutPrecision(make_plan(tmp_path, steps=10, validate_bf16_every=every))
+    assert [step for step in range(11) if precision.validates_bf16(step)] == due

@@ -6,13 +6,16 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 from verl.trainer.ppo.v1 import replay_buffer, trainer_base
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 from appliance.errors import TrainingError
-from appliance.trainer.replay_buffer import DynamicSampling, choose_in_order
+from appliance.trainer.replay_buffer import DynamicSampling, choose_in_order, wait_for_rollouts
+from appliance.trainer.rollouts import LOOK_AGAIN_S
+from appliance.trainer.stopping import StopAsked
 
 
 @pytest.fixture
@@ -62,6 +65,22 @@ def test_it_looks_when_nothing_is_under_way(
     buffer._wait_for_next_poll = lambda *arguments: waited.append(arguments)
     buffer._sync_metadata_from_transfer_queue()
     assert looked == [waits]
+
+
+def test_it_waits_for_rollouts_by_their_signal_and_leaves_when_asked_to(buffer: ReplayBuffer) -> None:
+    waited: list[float] = []
+    asked: list[StopAsked] = []
+
+    def check_stop() -> None:
+        if asked:
+            raise asked[0]
+
+    wait_for_rollouts(buffer, rollouts=SimpleNamespace(wait=waited.append), check_stop=check_stop)
+    assert buffer._wait_for_next_poll("train", 7.0) == 7.0
+    asked.append(StopAsked())
+    with pytest.raises(StopAsked):
+        buffer._wait_for_next_poll("train", 7.0)
+    assert waited == [LOOK_AGAIN_S]
 
 
 @dataclass

@@ -6,33 +6,32 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from plans import make_plan
-from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from proving_engine import LAYERS, PROVEN, TOOK, ProvingEngine
+from trainers import make_trainer
 
 from appliance.guard.policy import Action
 from appliance.guard.signals import Signals
-from appliance.plan.model import CheckpointPlan, GuardPlan, Switching
+from appliance.plan.model import CheckpointPlan, GuardPlan, RunPlan, Switching
 from appliance.quant.precision import AS_PLANNED, Precision
-from appliance.quant.scheme import Scheme
 from appliance.run.checkpoints import checkpoint_folder
-from appliance.run.precision import read_wanted
+from appliance.run.generation import write_generation
 from appliance.run.sync_records import Acknowledgement, SyncRecord, add_layer_errors, layer_errors_file
-from appliance.trainer import watched
+from appliance.terms.schemes import Scheme
+from appliance.trainer import trainer as room
 from appliance.trainer.checkpoints import read_state
+from appliance.trainer.governor import Governor
 from appliance.trainer.precision import BF16, PrecisionState, RolloutPrecision
-from appliance.trainer.watched import WatchedTrainer
+from appliance.trainer.trainer import Trainer
 
 GUARD = GuardPlan(actions=(Action.RAISE_PRECISION, Action.BF16), bad_steps=1, cooling_steps=0, fine_steps=1)
 K3 = (1.0, 1.0, 1.0, 0.0, 0.01, 0.0, 0.01, 0.0)  # of steps 1 to 8: three up, one down, and with the first relapse waits
-LAYERS = ("a", "b", "c", "d")
-SAID = {"tensors": 1, "bytes": 1, "layers": 4, "layers_proven": 4, "parameters_proven": 1, "unproven": 0, "switched": 0}
-TOOK = {"waiting_bytes": 0, "digest_s": 0.0, "proof_s": 0.0, "seconds": 0.0, "telemetry": None}
 
 
 class Data(tuple):
@@ -55,79 +54,74 @@ class Run:
     """Of eight steps, each one saved. Attempts of it start with the model or after any step."""
 
     def __init__(self, run_dir: Path, way: Switching, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.run_dir, self._way, self._restarts = run_dir, way, way is Switching.RESTART
-        self._brought = AS_PLANNED
+        self.run_dir, self._way = run_dir, way
+        self._attempts = 0
         self.guard = GUARD
         run_dir.mkdir()
         (run_dir / "metrics.jsonl").touch()
-        for name in ("attest_driver", "attest_trainers", "EngineWatch"):
-            monkeypatch.setattr(watched, name, lambda *_, **__: None)
-        monkeypatch.setattr(watched, "signals_of", lambda line, **_: Signals(line["step"], k3_kl=K3[line["step"] - 1]))
+        for name in ("attest_driver", "attest_trainers", "check_attested"):
+            monkeypatch.setattr(room, name, lambda *_, **__: None)
+        monkeypatch.setattr(Trainer, "_restart_engines", restart)
 
-        def init(self: WatchedTrainer, config: Any) -> None:
-            self.replay_buffer = SimpleNamespace(refill_fn=None)
-
-        monkeypatch.setattr(PPOTrainerSync, "__init__", init)
-
-    def trainer(self, *, after: int) -> WatchedTrainer:
-        resume_from = str(checkpoint_folder(self.run_dir, step=after)) if after else ""
-        plan = make_plan(
+    def plan(self, *, after: int) -> RunPlan:
+        return make_plan(
             self.run_dir,
             steps=len(K3),
             guard=replace(self.guard, switching=self._way),
             checkpoint=CheckpointPlan(every_steps=1, keep=len(K3)),
-            resume_from=resume_from,
+            resume_from=str(checkpoint_folder(self.run_dir, step=after)) if after else "",
         )
-        made = WatchedTrainer(config=None, plan=plan, on_engine_death=lambda error: None)
-        made.global_steps, made.total_training_steps = after, len(K3)
-        made.train_dataloader = Data()
-        made.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(actor=None))
-        made.actor_rollout_wg = SimpleNamespace(workers=[])
-        made.llm_server_manager = SimpleNamespace(server_handles=[])
-        made.checkpoint_manager = SimpleNamespace(update_weights=lambda step: step)
-        made._save_workers = lambda folder, step: None
-        made._check_attestations = lambda: None
-        made._restart_engines = lambda *, why: restart(made)
-        made._check_sync = lambda: self._check_sync(made)
-        return made
 
-    def _check_sync(self, trainer: WatchedTrainer) -> None:
-        """The engines' answer: what they were asked for, or were started in. Errors drift: at each step other layers
-        are the worst."""
-        asked = trainer._engines.generation.precision if self._restarts else read_wanted(self.run_dir)
-        self._brought = asked
-        raised = 4 if asked == BF16 else len(asked.bf16_layers)
-        said = Acknowledgement(
-            **{"sync": 1, "replica": 0, "rank": 0, "manifest": "", "bf16_layers": raised},
-            **{"scheme": str(asked.scheme or Scheme.INT8), **SAID, **TOOK},
-        )
-        errors = {name: (index + trainer.global_steps) % 4 + 1.0 for index, name in enumerate(LAYERS)}
-        add_layer_errors(layer_errors_file(self.run_dir, replica=0, rank=0), errors)
-        trainer._precision.took(SyncRecord(sent=(), acknowledgements=(said,)))
-
-    def attempt(self, *, after: int = 0, then: Callable[[WatchedTrainer], None] = lambda trainer: None) -> list[Rolled]:
+    def attempt(self, *, after: int = 0, then: Callable[[Trainer], None] = lambda trainer: None) -> list[Rolled]:
         """then: once the engines have their first weights."""
-        if after:  # as run/attempt.py does
+        if (sync := self.run_dir / "sync").exists():  # as run/attempt.py does, and below
+            shutil.move(sync, self.run_dir / "logs" / str(self._attempts) / "sync")
+        self._attempts += 1
+        if after:
             shutil.copyfile(checkpoint_folder(self.run_dir, step=after) / "guard.json", self.run_dir / "guard.json")
             for later in range(after + 1, len(K3) + 1):
                 shutil.rmtree(checkpoint_folder(self.run_dir, step=later), ignore_errors=True)
-        trainer = self.trainer(after=after)
+        engine = ProvingEngine(self.run_dir, way=self._way, said=[])
+        stopping = SimpleNamespace(asked=False, check=lambda: None, end_step=lambda step, saved: None)
+        trainer = make_trainer(
+            self.plan(after=after),
+            stopping=stopping,
+            global_steps=after,
+            train_dataloader=Data(),
+            actor_rollout_wg=SimpleNamespace(workers=[]),
+            llm_server_manager=SimpleNamespace(server_handles=[]),
+            checkpoint_manager=SimpleNamespace(update_weights=self._drifting(engine)),
+            _save_workers=lambda folder, step: None,
+        )
         trainer.on_init_end()
+        trainer.engines.stop_watching()
         then(trainer)
         trainer.on_train_begin()
         rolled = []
         for step in range(after + 1, len(K3) + 1):
             trainer.global_steps, trainer.timing_raw = step, {}
-            live = trainer._precision.live
-            rolled.append(Rolled(step, self._brought, live.label, live.bf16_layers, trainer._governor.level))
+            live = trainer.precision.live
+            rolled.append(Rolled(step, engine.brought, live.label, live.bf16_layers, trainer.governor.level))
             trainer.on_step_end()
-            decision = trainer._govern({"step": step}, telemetry=None)
-            trainer._end_step({"step": step}, stop_for=decision)
+            trainer._end_step({"step": step}, signals=Signals(step, k3_kl=K3[step - 1]))
         return rolled
 
+    def _drifting(self, engine: ProvingEngine) -> Callable[[int], None]:
+        """At each step other layers are the worst."""
 
-def restart(trainer: WatchedTrainer) -> None:
-    trainer._engines.generation = trainer._engines.generation.next(trainer._precision.starts_in, after_sync=1)
+        def update(step: int) -> None:
+            engine.update(step)
+            errors = {name: (index + step) % 4 + 1.0 for index, name in enumerate(LAYERS)}
+            add_layer_errors(layer_errors_file(self.run_dir, replica=0, rank=0), errors)
+
+        return update
+
+
+def restart(trainer: Trainer, why: str) -> None:
+    """As the trainer does, without engines."""
+    engines = trainer.engines
+    engines.generation = engines.generation.next(trainer.precision.starts_in, after_sync=trainer.updates.count)
+    write_generation(trainer.run_dir, engines.generation)
 
 
 @pytest.fixture(params=Switching)
@@ -153,8 +147,8 @@ def test_a_validation_before_the_first_step_leaves_the_rollouts_as_they_were(run
     """In BF16, and back to what the run had: of a resume with `trainer.validate_before`."""
     whole = run.attempt()
 
-    def validate(trainer: WatchedTrainer) -> None:
-        with trainer._precision.meanwhile(BF16):
+    def validate(trainer: Trainer) -> None:
+        with trainer.precision.meanwhile(BF16):
             trainer.checkpoint_manager.update_weights(2)
         trainer.checkpoint_manager.update_weights(2)
 
@@ -166,16 +160,10 @@ def change_state(run: Run, *, after: int, **changes: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
-def test_a_checkpoint_of_an_older_version_resumes_with_the_decision(run: Run) -> None:
+def test_a_checkpoint_keeps_what_its_rollouts_were_made_in(run: Run) -> None:
     run.attempt()
-    state = json.loads((checkpoint_folder(run.run_dir, step=2) / "state.json").read_text())
-    assert (state["precision"]["rollouts"], state["precision"]["bf16_layer_fraction"]) == (
-        {"scheme": None, "bf16_layers": ["c"]},
-        0.5,
-    )
-    change_state(run, after=2, precision=None)
-    assert read_state(checkpoint_folder(run.run_dir, step=2)).precision is None
-    assert run.attempt(after=2)[0].bf16_layers == 2
+    kept = read_state(checkpoint_folder(run.run_dir, step=2)).precision
+    assert (kept.rollouts, kept.bf16_layer_fraction) == (Precision(bf16_layers=("c",)), 0.5)
 
 
 def test_what_was_kept_of_another_scheme_says_nothing(run: Run) -> None:
@@ -207,19 +195,20 @@ def test_a_run_that_the_guard_stopped_goes_on_with_what_the_guard_asks_for(run: 
 
 def test_a_step_that_a_stop_ended_otherwise_goes_on_as_it_was_to(run: Run) -> None:
     """Asked to stop, a step ends in the engines it has: the next attempt starts those that were wanted."""
-    trainer = run.trainer(after=0)
-    precision = RolloutPrecision(trainer.plan)
+    plan = run.plan(after=0)
+    precision = RolloutPrecision(plan)
     kept = PrecisionState("int8", BF16, AS_PLANNED, Scheme.INT8, 0.0)
     add_layer_errors(layer_errors_file(run.run_dir, replica=0, rank=0), dict.fromkeys(LAYERS, 0.1))
-    precision.begin(trainer._governor.measures, kept=kept)
+    precision.begin(Governor(plan).measures, kept=kept)
     with precision.meanwhile(AS_PLANNED):
-        said = {"sync": 1, "replica": 0, "rank": 0, "manifest": "", "bf16_layers": 0, "scheme": "int8"}
-        precision.took(SyncRecord(sent=(), acknowledgements=(Acknowledgement(**said, **SAID, **TOOK),)))
+        said = {"sync": 1, "replica": 0, "rank": 0, "manifest": "", "layers": 4, "scheme": "int8"}
+        precision.took(SyncRecord(sent=(), acknowledgements=(Acknowledgement(**said, **PROVEN, **TOOK),)))
     assert precision.state == kept
-    assert PrecisionState.from_raw(json.loads(json.dumps(asdict(kept)))) == kept
 
 
-@pytest.mark.parametrize("raw", [{}, {"planned": "int8", "rollouts": []}, []])
-def test_a_state_that_is_none_is_refused(raw: Any) -> None:
-    with pytest.raises(ValueError, match="not a "):
-        PrecisionState.from_raw(raw)
+@pytest.mark.parametrize("precision", [None, {}, {"planned": "int8", "rollouts": []}, []])
+def test_a_state_that_is_none_is_refused(run: Run, precision: Any) -> None:
+    run.attempt()
+    change_state(run, after=2, precision=precision)
+    with pytest.raises(ValueError, match=r"state\.json: not the state of a step: precision"):
+        read_state(checkpoint_folder(run.run_dir, step=2))

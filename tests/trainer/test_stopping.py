@@ -81,7 +81,7 @@ def test_finished_step_that_is_not_saved_waits_for_the_main_thread(tmp_path: Pat
     ended = Ended()
     stopping = Stopping(tmp_path, end=ended)
     stopping.begin_change()
-    stopping.note_finished(1)
+    stopping.end_step(1, saved=0)
     ask_to_stop(tmp_path, why="SIGINT")
     wait_until(lambda: stopping.asked)
     with pytest.raises(StopAsked):
@@ -103,8 +103,7 @@ def test_weights_ahead_of_the_last_line_are_no_time_to_stop(tmp_path: Path) -> N
     wait_until(lambda: stopping.asked)
     time.sleep(1.2)
     assert ended.codes == []
-    stopping.note_saved(2)  # the step's own checkpoint
-    stopping.note_finished(2)
+    stopping.end_step(2, saved=2)  # the step's own checkpoint
     wait_until(lambda: ended.codes)
     assert (ended.codes, last_event(tmp_path)["step"]) == ([75], 2)
 

@@ -17,10 +17,10 @@ import transfer_queue.interface
 from omegaconf import OmegaConf
 from plans import make_plan
 from tensordict import TensorDict
+from trainers import make_trainer
 from transfer_queue import KVBatchMeta
 from transfer_queue.metadata import BatchMeta
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
-from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from appliance.errors import TrainingError
 from appliance.plan.model import CorrectionPlan
@@ -28,7 +28,6 @@ from appliance.quant.correction import CorrectionMethod
 from appliance.trainer import telemetry
 from appliance.trainer.metrics import left_out
 from appliance.trainer.telemetry import keeping_fetched, measure_step
-from appliance.trainer.watched import WatchedTrainer
 
 BATCH = KVBatchMeta(keys=["a_0_0", "a_1_0"], tags=[{}, {}], partition_id="train", fields=[])
 
@@ -115,56 +114,38 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Client:
 
 
 @pytest.fixture
-def trainer(tmp_path: Path) -> WatchedTrainer:
-    """In its third step."""
+def verls() -> SimpleNamespace:
+    """What verl's way to the log-probs reads of its trainer."""
     rollout = {"temperature": 1.0, "calculate_log_probs": True}
     actor = {"loss_agg_mode": "token-mean", "loss_scale_factor": None}
-    made = object.__new__(WatchedTrainer)  # verl's own __init__ wants its whole configuration, and GPUs
-    made.config = OmegaConf.create({"algorithm": {}, "actor_rollout_ref": {"rollout": rollout, "actor": actor}})
-    made.actor_rollout_wg = SimpleNamespace(compute_log_prob=lambda batch: batch)
-    made.plan = make_plan(tmp_path, correction=CorrectionPlan(CorrectionMethod.TIS, cap=2.0))
-    made.run_dir, made.global_steps = tmp_path, 3
-    return made
+    config = OmegaConf.create({"algorithm": {}, "actor_rollout_ref": {"rollout": rollout, "actor": actor}})
+    return SimpleNamespace(config=config, actor_rollout_wg=SimpleNamespace(compute_log_prob=lambda batch: batch))
 
 
-def test_a_step_is_measured_by_one_fetch(client: Client, trainer: WatchedTrainer) -> None:
+def test_a_step_is_measured_by_one_fetch(client: Client, verls: SimpleNamespace, tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, correction=CorrectionPlan(CorrectionMethod.TIS, cap=2.0))
+    stopping = SimpleNamespace(check=lambda: None, asked=False)
+    trainer = make_trainer(plan, stopping=stopping, **vars(verls))
     trainer._compute_old_log_prob(BATCH, metrics={})
     assert client.gets == 1
-    assert trainer._telemetry.mismatch.kl == pytest.approx(0.25 / 4)
+    assert trainer._step.telemetry.mismatch.kl == pytest.approx(0.25 / 4)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.25])
-def test_a_step_that_is_not_finite_moves_no_weights(
-    trainer: WatchedTrainer, monkeypatch: pytest.MonkeyPatch, share: float
-) -> None:
-    done: list[str] = []
-    monkeypatch.setattr(PPOTrainerSync, "_update_actor", lambda self, batch, metrics: done.append("update") or batch)
-    trainer.checkpoints = SimpleNamespace(begin_update=lambda: done.append("begin"))
-    trainer._clipping = SimpleNamespace(after_update=lambda *_, **__: None)
-    trainer._telemetry = SimpleNamespace(nonfinite_fraction=share)
-    metrics: dict[str, float] = {}
-    assert trainer._update_actor(BATCH, metrics=metrics) is BATCH
-    assert done == ([] if share else ["begin", "update"])
-    assert {name for name, value in metrics.items() if math.isnan(value)} == (
-        {"actor/pg_clipfrac", "actor/grad_norm", "actor/lr"} if share else set()
-    )
-
-
-def test_what_verl_fetched_is_measured_and_nothing_fetched_again(client: Client, trainer: WatchedTrainer) -> None:
+def test_what_verl_fetched_is_measured_and_nothing_fetched_again(client: Client, verls: SimpleNamespace) -> None:
     with keeping_fetched() as fetched:
-        PPOTrainer._compute_old_log_prob(trainer, BATCH, metrics={})
+        PPOTrainer._compute_old_log_prob(verls, BATCH, metrics={})
     assert client.gets == 1
-    verls = fetched.data
-    _, kept = measure_step(BATCH, cap=2.0, fetched=verls)
+    whole = fetched.data
+    _, kept = measure_step(BATCH, cap=2.0, fetched=whole)
     assert client.gets == 1
     assert kept.mismatch.kl == pytest.approx(0.25 / 4)
     _, anew = measure_step(BATCH, cap=2.0, fetched=None)
     assert client.gets == 2
     assert replace(anew, seconds=0.0) == replace(kept, seconds=0.0)
-    shorter = TensorDict({name: rows([1.0]) for name in set(verls.keys())}, batch_size=1)
-    for other in (verls.exclude("responses"), shorter):
+    shorter = TensorDict({name: rows([1.0]) for name in set(whole.keys())}, batch_size=1)
+    for other in (whole.exclude("responses"), shorter):
         assert replace(measure_step(BATCH, cap=2.0, fetched=other)[1], seconds=0.0) == replace(kept, seconds=0.0)
-    assert client.gets == 4 and fetched.data is verls  # what came later was not kept
+    assert client.gets == 4 and fetched.data is whole  # what came later was not kept
 
 
 def test_rows_of_different_lengths_are_refused() -> None:

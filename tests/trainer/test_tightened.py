@@ -13,7 +13,7 @@ from appliance.errors import TrainingError
 from appliance.guard.ladder import Measures
 from appliance.plan.model import CorrectionPlan
 from appliance.quant.correction import CorrectionMethod as Method
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 from appliance.trainer.corrected import LossBatch, check_correction
 from appliance.trainer.policy_loss import acr_loss
 from appliance.trainer.tightened import tightened, tightened_fields

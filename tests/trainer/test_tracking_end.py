@@ -73,7 +73,8 @@ class Tracked:
         if self._ends is not None:
             raise self._ends
 
-    init = export_model = stop_watching = lambda self: None
+    engines = SimpleNamespace(stop_watching=lambda: None)
+    init = export_model = lambda self: None
 
 
 @pytest.mark.parametrize("ends", [GuardStop("k3_kl"), None])
@@ -88,7 +89,7 @@ def test_a_run_ends_as_it_did_whatever_its_backends_do(
     monkeypatch.setattr(fit, "transfer_queue", queue)
     monkeypatch.setattr(fit, "RewardPool", lambda **_: pool)
     monkeypatch.setattr(fit, "_rollouts", lambda *_, **__: None)
-    monkeypatch.setattr(fit, "StoppableTrainer", lambda **_: Tracked(tmp_path, ends=ends))
+    monkeypatch.setattr(fit, "Trainer", lambda **_: Tracked(tmp_path, ends=ends))
     stopping = Stopping(tmp_path)
     try:
         fit.fit(plans.make_plan(tmp_path), overrides=[], stopping=stopping, on_engine_death=lambda error: None)

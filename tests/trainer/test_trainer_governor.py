@@ -20,10 +20,10 @@ from appliance.plan.model import AlgorithmPlan, CorrectionPlan, GuardPlan
 from appliance.plan.read import plan_from_dict
 from appliance.quant.correction import CorrectionMethod
 from appliance.quant.mismatch import measure_mismatch
-from appliance.quant.scheme import Scheme
 from appliance.recipe.schema import Guard
 from appliance.run.events import parse_event
-from appliance.trainer.governor import Governor, policy_of, signals_of, stop, weight_cap
+from appliance.terms.schemes import Scheme
+from appliance.trainer.governor import Governor, guard_stop, policy_of, signals_of, weight_cap
 from appliance.trainer.telemetry import equal_groups, measure_batch, with_finite_pairs
 
 BAD = Signals(1, k3_kl=0.02)
@@ -152,7 +152,7 @@ def test_the_stop_is_given_back_and_has_code_6(tmp_path: Path) -> None:
     governor.after_step(BAD)
     decision = governor.after_step(replace(BAD, step=2))
     assert decision is not None
-    error = stop(decision, saved=tmp_path / "checkpoints/global_step_2")
+    error = guard_stop(decision, saved=tmp_path / "checkpoints/global_step_2")
     assert error.exit_code == 6
     assert error.message == "stopped by the guard: step 2: warn -> stop: k3_kl 0.02 above 0.015 (1 step in a row)"
     assert [event["action"] for event in events(tmp_path)] == ["warn", "stop"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,9 @@ from appliance.run.events import append_failure
 from appliance.run.sync_records import Acknowledgement, Sent, SyncRecord, Telemetry
 from appliance.trainer.corrected import CorrectionStep
 from appliance.trainer.entry import report, translate
-from appliance.trainer.metrics import append_metrics, step_metrics, tracked, validation_metrics
+from appliance.trainer.metrics import Step, append_metrics, step_metrics, tracked
+from appliance.trainer.precision import Live
+from appliance.trainer.validation import mean_of
 
 MISMATCH = Mismatch(
     k3_kl=1e-4,
@@ -62,6 +65,12 @@ TAKEN = Acknowledgement(
 )
 SYNC = SyncRecord(sent=(Sent(sync=4, replica=0, rank=0, manifest="ab", digest_s=0.125),), acknowledgements=(TAKEN,))
 CORRECTED = CorrectionStep(acted_fraction=0.01)
+STEP = Step(
+    Live("int8", emulated=False),
+    telemetry=SimpleNamespace(mismatch=MISMATCH, seconds=0.5),
+    correction=CORRECTED,
+    sync=SYNC,
+)
 PLAN = SimpleNamespace(
     correction=CorrectionPlan(CorrectionMethod.TIS, cap=2.0),
     prompts_per_step=32,
@@ -73,9 +82,8 @@ def written(
     verl: dict[str, float], *, plan: object = PLAN, correction: CorrectionStep = CORRECTED
 ) -> dict[str, object]:
     """The line of step 3."""
-    return step_metrics(
-        verl, timing_s=TIMINGS_S, mismatch=MISMATCH, correction=correction, sync=SYNC, plan=plan, step=3
-    )
+    step = replace(STEP, correction=correction)
+    return step_metrics(step, verl=verl, timing_s=TIMINGS_S, plan=plan, number=3)
 
 
 def test_tokens_per_second_is_all_generated_tokens_over_the_rollout() -> None:
@@ -91,13 +99,28 @@ def test_a_metric_that_verl_no_longer_reports_is_an_error() -> None:
     assert raised.value.message == "verl did not report actor/grad_norm in step 3"
 
 
-def test_validation_needs_exactly_one_mean() -> None:
-    verl = {"val-core/arithmetic/reward/mean@1": 0.25, "val-aux/num_turns/mean": 2.0}
-    expected = {"val_reward_mean": 0.25, "val_reward_bf16_mean": None, "val_samples": 512}
-    assert validation_metrics(verl, samples=512, bf16=None) == expected
-    assert validation_metrics(verl, samples=512, bf16=0.5) == expected | {"val_reward_bf16_mean": 0.5}
+@pytest.mark.parametrize(
+    ("without", "message"),
+    [
+        ("telemetry", "step 3 ended without log-probabilities to compare"),
+        ("correction", "step 3 ended without log-probabilities to compare"),
+        ("sync", "step 3 ended without a weight update"),
+    ],
+)
+def test_a_step_without_a_part_of_it_is_an_error(without: str, message: str) -> None:
     with pytest.raises(TrainingError) as raised:
-        validation_metrics({"val-aux/num_turns/mean": 2.0}, samples=512, bf16=None)
+        step_metrics(replace(STEP, **{without: None}), verl=VERL, timing_s=TIMINGS_S, plan=PLAN, number=3)
+    assert raised.value.message == message
+
+
+def test_telemetry_takes_the_seconds_of_both_sides() -> None:
+    assert written(VERL)["telemetry_s"] == 0.5 + TAKEN.telemetry_s
+
+
+def test_validation_needs_exactly_one_mean() -> None:
+    assert mean_of({"val-core/arithmetic/reward/mean@1": 0.25, "val-aux/num_turns/mean": 2.0}) == 0.25
+    with pytest.raises(TrainingError) as raised:
+        mean_of({"val-aux/num_turns/mean": 2.0})
     assert raised.value.message == "expected one validation mean from verl, got 0 in ['val-aux/num_turns/mean']"
 
 

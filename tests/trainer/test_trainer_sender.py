@@ -24,7 +24,7 @@ from appliance.quant.manifest import (
     record,
 )
 from appliance.quant.precision import AS_PLANNED, DIRECTIVE_NAME, Precision
-from appliance.quant.scheme import Scheme
+from appliance.terms.schemes import Scheme
 
 STATE = [("b.weight", torch.ones(3, 4, dtype=torch.bfloat16)), ("a.bias", torch.arange(5, dtype=torch.bfloat16))]
 
@@ -71,9 +71,8 @@ def test_verl_takes_our_sender() -> None:
 def test_a_format_that_no_digest_covers_is_refused() -> None:
     from appliance.trainer.sender import DigestingAdapter
 
-    adapter = object.__new__(DigestingAdapter)
     with pytest.raises(SyncError) as raised:
-        asyncio.run(adapter.update_weights(iter(STATE), wire_format="delta_flush"))
+        asyncio.run(DigestingAdapter.update_weights(None, iter(STATE), wire_format="delta_flush"))
     assert raised.value.message == "weight update: the wire format delta_flush has no digests"
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
+from appliance.terms.schemes import Scheme
 from appliance.verify.job import CheckResult, EngineOutput, Worker
 from appliance.verify.judge import judge
 from appliance.verify.show import table

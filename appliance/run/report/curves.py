@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 from appliance.page.stacked import stacked_chart
 from appliance.page.svg import MOST, Bound, Chart, Mark, Point, Series, line_chart, thinned
-from appliance.quant.scheme import Scheme
 from appliance.run.display import step_parts
 from appliance.run.events import StepMetrics
 from appliance.run.health import ESS_ABOVE, K3_BELOW, WEIGHT_WITHIN
 from appliance.run.report.folder import RunView
+from appliance.terms.schemes import Scheme
 
 Value = Callable[[StepMetrics], float | None]
 

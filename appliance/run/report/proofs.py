@@ -14,12 +14,12 @@ from typing import Any
 from appliance.errors import SyncError
 from appliance.plan.guard import finer_schemes
 from appliance.plan.model import ExpectedAttestation
-from appliance.quant.scheme import Scheme
 from appliance.run.attest import Judged, judge_attestations
 from appliance.run.events import Tail
 from appliance.run.generation import Generation, attestations_at, read_generation
 from appliance.run.report.folder import RunView
 from appliance.run.sync_records import SYNC_FOLDER
+from appliance.terms.schemes import Scheme
 
 _COUNTS = ("sync", "layers", "layers_proven", "unproven", "switched")
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from appliance.errors import SyncError
-from appliance.quant.scheme import Scheme
 from appliance.run import display, draw, health
 from appliance.run.events import StepMetrics
 from appliance.run.health import ESS_ABOVE, K3_BELOW
@@ -16,6 +15,7 @@ from appliance.run.report.folder import RunView
 from appliance.run.report.proofs import Trail, engines_of, judge_attested, misses, read_trails
 from appliance.run.session import RunStatus
 from appliance.run.summary import climbed, go_on_command, result
+from appliance.terms.schemes import Scheme
 
 _MOST_SENTENCES = 3
 

@@ -1,0 +1,337 @@
+"""verl's PPOTrainerSync plus phase events, sync verification, metrics and export.
+
+Nothing of the algorithm is changed here. Each of verl's hooks stands once, in the order in which verl calls them, and
+says in which order the parts do their work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.workers.rollout.llm_server import LLMServerManager
+
+from appliance.errors import ApplianceError, GuardStop
+from appliance.guard.signals import Signals
+from appliance.plan.model import RunPlan
+from appliance.run.checkpoints import checkpoint_folder
+from appliance.run.events import append_event, run_started
+from appliance.run.pending_validation import owed_line
+from appliance.terms.devices import CPU
+from appliance.trainer.attest import attest_driver, attest_trainers, check_attested
+from appliance.trainer.checkpoints import Checkpoints, read_state
+from appliance.trainer.clipping import Clipping
+from appliance.trainer.correction_step import correct_step
+from appliance.trainer.engines import RolloutEngines
+from appliance.trainer.export import export_checkpoint
+from appliance.trainer.governor import Governor, guard_stop, signals_of, weight_cap
+from appliance.trainer.metrics import Step, append_metrics, left_out, step_metrics, tracked
+from appliance.trainer.precision import RolloutPrecision
+from appliance.trainer.replay_buffer import DynamicSampling, choose_in_order, wait_for_rollouts
+from appliance.trainer.reward_faults import RewardFaults
+from appliance.trainer.rollouts import Rollouts
+from appliance.trainer.stopping import StopAsked, Stopping
+from appliance.trainer.telemetry import keeping_fetched, measure_step
+from appliance.trainer.validation import Validation
+from appliance.trainer.weight_updates import WeightUpdates
+
+BY_THE_GUARD = "stopped by the guard"
+
+
+class Trainer(PPOTrainerSync):
+    """One attempt of a run: `init`, `fit`, `export_model`; `save_and_stop` after a StopAsked."""
+
+    checkpoints: Checkpoints
+    """There when the model is loaded: `on_init_end`."""
+
+    rollouts: Rollouts
+    """Given to `fit`."""
+
+    def __init__(
+        self,
+        *,
+        config: DictConfig,
+        plan: RunPlan,
+        stopping: Stopping,
+        on_engine_death: Callable[[ApplianceError], None],
+    ) -> None:
+        """on_engine_death: called on another thread, with what happened; see EngineWatch."""
+        super().__init__(config)
+        self.plan = plan
+        self.run_dir = Path(plan.run_dir)
+        self.stopping = stopping
+        self.governor = Governor(plan)
+        self.precision = RolloutPrecision(plan)
+        as_saved = plan.resume_from and not self.governor.had_stopped
+        kept = read_state(Path(plan.resume_from)).precision if as_saved else None
+        self.precision.begin(self.governor.measures, kept=kept)
+        self.engines = RolloutEngines(self.run_dir, precision=self.precision.starts_in, on_death=on_engine_death)
+        self.updates = WeightUpdates(
+            plan,
+            precision=self.precision,
+            engines=self.engines,
+            restart=self._restart_engines,
+            is_leaving=lambda: stopping.asked,
+        )
+        self.validation = Validation(plan, precision=self.precision, check_stop=stopping.check)
+        self.clipping = Clipping(plan)
+        self.reward_faults = RewardFaults(self.run_dir, most=plan.guard.reward_failures)
+        self.sampling = DynamicSampling(
+            at_first=plan.prompts_per_step, max_prompts=plan.algorithm.max_generated_prompts
+        )
+        self.replay_buffer.refill_fn = self.sampling.limited(self.replay_buffer.refill_fn)
+        self._started = run_started(self.run_dir)
+        self._phase_now = "start"
+        self._step = Step(self.precision.live)
+        self._stop_after_step: GuardStop | None = None
+
+    def _phase(self, what: str) -> None:
+        self._phase_now = what
+        append_event(self.run_dir, kind="phase", what=what)
+
+    # start-up
+
+    def _setup(self) -> None:
+        self._phase("load-model")
+        super()._setup()
+
+    def on_init_end(self) -> None:
+        self.checkpoints = self._open_checkpoints()
+        self.engines.watch(self.llm_server_manager.server_handles)
+        self._phase("attest")
+        self.clipping.install(self.actor_rollout_wg, actor=self.config.actor_rollout_ref.actor)
+        attest_driver(self.plan)
+        attest_trainers(self.plan, workers=self.actor_rollout_wg.workers)
+        check_attested(self.plan, precision=self.engines.generation.precision)
+        self._phase("sync")
+        self.checkpoint_manager.update_weights = self.updates.proven(self.checkpoint_manager.update_weights)
+        super().on_init_end()
+
+    def fit(self, rollouts: Rollouts) -> None:
+        self.rollouts = rollouts
+        wait_for_rollouts(self.replay_buffer, rollouts=rollouts, check_stop=self.stopping.check)
+        choose_in_order(self.replay_buffer, is_busy=lambda: rollouts.is_busy, looks_early=self.plan.device != CPU)
+        super().fit(rollouts)
+
+    def on_train_begin(self) -> None:
+        """The engines are as at the end of the last step; what the guard said after it comes with the next update."""
+        super().on_train_begin()
+        self.precision.want(self.governor.measures)
+
+    # a step
+
+    def on_step_begin(self) -> None:
+        self.stopping.check()
+        super().on_step_begin()
+
+    def on_sample_begin(self) -> None:
+        self._phase("rollout")
+        self._step = Step(self.precision.live)
+        super().on_sample_begin()
+
+    def on_sample_end(self) -> None:
+        super().on_sample_end()
+        self._step.reward_failures = self._end_rewards(f"step {self.global_steps}")
+        self.stopping.check()
+
+    def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        self._phase("log-probs")
+        with keeping_fetched() as fetched:
+            batch = super()._compute_old_log_prob(batch, metrics=metrics)
+        batch, self._step.telemetry = measure_step(batch, cap=weight_cap(self.plan), fetched=fetched.data)
+        self.stopping.check()
+        return batch
+
+    def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        batch = super()._compute_advantage(batch, metrics=metrics)
+        plan = self.governor.correction
+        batch = self.clipping.write(batch, step=self.global_steps, correction=plan)
+        batch, self._step.correction = correct_step(
+            batch, plan=plan, planned=self.plan.correction, clip=self.clipping.bounds
+        )
+        return batch
+
+    def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        self.stopping.check()
+        self.stopping.begin_change()
+        if self._step.telemetry is not None and self._step.telemetry.nonfinite_fraction:
+            telemetry = self._step.telemetry
+            metrics.update(left_out(self.run_dir, telemetry=telemetry, step=self.global_steps, plan=self.plan))
+            return batch
+        self._phase("update")
+        self.checkpoints.begin_update()
+        batch = super()._update_actor(batch, metrics=metrics)
+        self.clipping.after_update(
+            batch,
+            step=self.global_steps,
+            reported=metrics,
+            temperature=self.plan.rollout.temperature,
+            log_probs=self.actor_rollout_wg.compute_log_prob,
+        )
+        return batch
+
+    def on_step_end(self) -> None:
+        self._phase("sync")
+        before = self.engines.restart_s
+        super().on_step_end()
+        self.timing_raw["update_weights"] -= self.engines.restart_s - before
+        self._step.sync = self.updates.last
+
+    def _validate(self) -> dict[str, float]:
+        """A validation that is cut is left out of its step's line: the step itself is finished and kept."""
+        try:
+            self.stopping.check()
+            self._phase("validate")
+            values = self.validation.make(
+                super()._validate,
+                step=self.global_steps,
+                problems=lambda: self.rollouts.validated,
+                update=lambda: self.checkpoint_manager.update_weights(self.global_steps),
+            )
+        except StopAsked:
+            if self.global_steps == self.stopping.finished:  # no step waits for its line
+                raise
+            return {}
+        if self.global_steps == 0:
+            self._write({"step": 0, "scheme": self.validation.scheme, **self.validation.take()})
+        try:
+            self._end_rewards(f"the validation of step {self.global_steps}")
+        except GuardStop as error:
+            if self.global_steps == 0:
+                raise
+            self._stop_after_step = error  # the step's weights have moved: it is written down first, and saved
+        return values
+
+    def _compute_metrics(
+        self, batch: KVBatchMeta, metrics: dict[str, Any], timing_raw: dict[str, float], global_steps: int, epoch: int
+    ) -> None:
+        super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
+        line = step_metrics(self._step, verl=metrics, timing_s=timing_raw, plan=self.plan, number=global_steps)
+        line |= self.engines.take_restart() | self._step.rolled.metrics() | self.governor.metrics()
+        if self.plan.algorithm.filters:
+            line |= self.sampling.end_step(metrics, rollouts=self.rollouts, rollout_s=timing_raw["gen"])
+        line |= self._step.telemetry.metrics() | self.clipping.metrics() | self.validation.take()
+        written = self._write({**line, "reward_failures": self._step.reward_failures})
+        metrics.update(tracked(written))  # verl sends `metrics` to the backends next
+        signals = signals_of(line, telemetry=self._step.telemetry, cap=weight_cap(self.plan))
+        self._end_step(written, signals=signals)
+
+    # the end
+
+    def on_train_end(self) -> None:
+        """verl comes here when no step was left: the last one's validation may be missing (run/last_line.py)."""
+        super().on_train_end()
+        checkpoint = Path(self.plan.resume_from) if self.plan.resume_from else None
+        line = owed_line(self.run_dir, checkpoint=checkpoint, plan=self.plan)
+        if line is not None:
+            self.global_steps = self.plan.steps  # verl has counted on
+            started = time.perf_counter()
+            self.on_validate_begin()
+            self._validate()
+            self.on_validate_end()
+            seconds = round(time.perf_counter() - started, 4)
+            append_metrics(self.run_dir, {**line, "validate_s": seconds, **self.validation.take()})
+            self.rollouts.samples.write(self.plan.steps, scheme=self.validation.scheme)
+        if self._stop_after_step is not None:
+            raise self._stop_after_step
+
+    def export_model(self) -> None:
+        """`model/`: what the last checkpoint holds, see trainer/export.py."""
+        self._phase("export")
+        last = checkpoint_folder(self.run_dir, step=self.plan.steps)
+        export_checkpoint(last, target=self.run_dir / "model", uaq=self.plan.uaq)
+
+    def save_and_stop(self) -> ApplianceError:
+        """Save the last finished step, if it is not saved yet. Between two steps that is what the workers hold: a step
+        that has begun has changed nothing but the position in the data until its update (trainer/checkpoints.py).
+
+        Returns the error that ends this process: SavedAndStopped or Interrupted.
+        """
+        if self.stopping.finished != self.stopping.saved:
+            self.rollouts.abandon()
+            self.checkpoints.save_now(f"stopped by {self.stopping.why}")
+            self.stopping.note_saved(self.checkpoints.saved_step)
+        return self.stopping.leave()
+
+    # what the hooks share
+
+    def _open_checkpoints(self) -> Checkpoints:
+        """With the driver's part of the checkpoint put back, when the weights were loaded from one."""
+        opened = Checkpoints(
+            self.plan,
+            save_workers=self._save_workers,
+            data_state=self.train_dataloader.state_dict,
+        )
+        if self.plan.resume_from:
+            self.train_dataloader_it = iter(self.train_dataloader)  # draws from the random state that is put back next
+            opened.restore(Path(self.plan.resume_from))
+        return opened
+
+    def _save_workers(self, folder: Path, step: int) -> None:
+        self.actor_rollout_wg.save_checkpoint(str(folder / "actor"), None, step, max_ckpt_to_keep=None)
+        if self.use_critic:
+            self.critic_wg.save_checkpoint(str(folder / str(Role.Critic)), None, step, max_ckpt_to_keep=None)
+
+    def _restart_engines(self, why: str) -> None:
+        """New rollout engines in place of the present ones, in the precision that is wanted, and what they say checked;
+        a weight update must follow. Raises EngineError, AttestationError."""
+        before = self._phase_now
+        self._phase("restart-engines")
+        self.rollouts.finish()  # still watched: one that dies ends the wait
+        old = self.llm_server_manager
+        self.llm_server_manager, restart = self.engines.restart(
+            old,
+            precision=self.precision.starts_in,
+            after_sync=self.updates.count,
+            start=lambda: LLMServerManager.create(
+                config=self.config,
+                worker_group=self.actor_rollout_wg,
+                rollout_resource_pool=old.rollout_resource_pool,
+            ),
+        )
+        self.checkpoint_manager.remove_replicas(old.get_replicas())
+        self.checkpoint_manager.add_replicas(self.llm_server_manager.get_replicas())
+        self.checkpoint_manager.sleep_replicas()  # as verl does with the first ones: an update wakes them
+        self.rollouts.serve_by(self.llm_server_manager.server_handles)
+        check_attested(self.plan, precision=self.engines.generation.precision)
+        append_event(self.run_dir, kind="note", what=restart.text, why=why, **restart.numbers())
+        self._phase(before)
+
+    def _end_rewards(self, what: str) -> int:
+        """How many of them failed. Raises GuardStop, after the last finished step is saved: none is learnt from rewards
+        that failed."""
+        pool = self.rollouts.pool
+        try:
+            return self.reward_faults.end(what, graded=pool.graded, faults=pool.faults, last=pool.last_fault)
+        except GuardStop:
+            self.checkpoints.save_now(BY_THE_GUARD)
+            raise
+
+    def _write(self, line: dict[str, Any]) -> dict[str, Any]:
+        """As it is written."""
+        written = append_metrics(self.run_dir, {**line, "time_s": round(time.time() - self._started, 3)})
+        self.rollouts.samples.write(line["step"], scheme=line["scheme"])
+        return written
+
+    def _end_step(self, line: dict[str, Any], *, signals: Signals) -> None:
+        """The step is written down: have it judged, and save it when it is due. Raises GuardStop, after the step is
+        saved, and StopAsked."""
+        decision = self.governor.after_step(signals)
+        self.precision.want(self.governor.measures)
+        is_last = self.global_steps >= self.plan.steps
+        self.checkpoints.end_step(line, precision=self.precision.state, is_last=is_last)
+        if decision is not None:
+            raise guard_stop(decision, saved=self.checkpoints.save_now(BY_THE_GUARD))
+        if self.precision.restarts_in(self.global_steps + 1, present=self.engines.generation.precision):
+            self.checkpoints.save_now("new rollout engines are next")  # which may fail: the run then goes on from here
+        if self._stop_after_step is not None:
+            self.checkpoints.save_now(BY_THE_GUARD)
+            raise self._stop_after_step
+        self.stopping.end_step(self.global_steps, saved=self.checkpoints.saved_step)
+        self.stopping.check()

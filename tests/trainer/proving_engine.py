@@ -1,0 +1,42 @@
+"""A rollout engine that takes weight updates without weights: it runs what it is asked for, or was started in, and
+writes down that all of it is proven. Its other side is real: what is asked, and who reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from appliance.plan.model import Switching
+from appliance.quant.precision import AS_PLANNED, Precision
+from appliance.run.generation import read_generation
+from appliance.run.precision import read_wanted
+from appliance.run.sync_records import Acknowledgement, Sent, append_acknowledgement, append_sent
+from appliance.terms.schemes import Scheme
+from appliance.trainer.precision import BF16
+
+LAYERS = ("a", "b", "c", "d")
+PROVEN = {"tensors": 3, "bytes": 12, "layers_proven": 4, "parameters_proven": 1, "unproven": 0, "waiting_bytes": 4}
+TOOK = {"digest_s": 0.1, "proof_s": 0.1, "seconds": 1.0, "telemetry": None}
+
+
+class ProvingEngine:
+    """said: gets `update int8` for each update.  brought: by the last one."""
+
+    def __init__(self, run_dir: Path, *, way: Switching, said: list[str]) -> None:
+        self.brought: Precision = AS_PLANNED
+        self._run_dir = run_dir
+        self._way = way
+        self._said = said
+        self._syncs = 0
+
+    def update(self, step: int) -> None:
+        """In place of verl's `update_weights`."""
+        self._syncs += 1
+        live = self._way is Switching.LIVE
+        self.brought = read_wanted(self._run_dir) if live else read_generation(self._run_dir).precision
+        scheme = str(self.brought.scheme or Scheme.INT8)
+        self._said.append(f"update {scheme}")
+        raised = len(LAYERS) if self.brought == BF16 else len(self.brought.bf16_layers)
+        place = {"sync": self._syncs, "replica": 0, "rank": 0, "manifest": "ab"}
+        append_sent(self._run_dir, Sent(**place, digest_s=0.1))
+        runs = {"scheme": scheme, "layers": len(LAYERS), "bf16_layers": raised}
+        append_acknowledgement(self._run_dir, Acknowledgement(**place, **runs, **PROVEN, **TOOK))

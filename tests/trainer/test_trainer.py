@@ -1,0 +1,369 @@
+"""Our trainer, hook by hook: which part does its work when. verl's own work is left out everywhere; the constructor and
+what a test is about are the real ones."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from plans import make_plan
+from trainers import make_trainer
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+
+from appliance.errors import AttestationError, GuardStop, TrainingError
+from appliance.plan.model import AlgorithmPlan, CheckpointPlan, CorrectionPlan, ExpectedAttestation
+from appliance.quant.correction import CorrectionMethod
+from appliance.quant.precision import AS_PLANNED
+from appliance.run.attest import fingerprint, write_attestation
+from appliance.run.checkpoint_manifest import read_manifest
+from appliance.run.checkpoints import checkpoint_folder
+from appliance.terms.schemes import Scheme
+from appliance.trainer import trainer as room
+from appliance.trainer.checkpoints import Checkpoints
+from appliance.trainer.clipping import Clipping
+from appliance.trainer.metrics import Step
+from appliance.trainer.precision import Live, PrecisionState
+from appliance.trainer.stopping import StopAsked
+from appliance.trainer.trainer import Trainer
+
+BATCH = KVBatchMeta(keys=["a_0_0", "a_1_0"], tags=[{}, {}], partition_id="train", fields=[])
+VALIDATED = {"val-core/arithmetic/reward/mean@1": 0.75}
+INT8 = Live("int8", emulated=False)
+
+
+class Part:
+    """Stands for a part of the trainer: writes down which of its methods are called. values: what they return."""
+
+    def __init__(self, name: str, said: list[str], **values: Any) -> None:
+        self._name, self._said, self._values = name, said, values
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        def call(*_: Any, **__: Any) -> Any:
+            self._said.append(f"{self._name}.{method}")
+            value = self._values.get(method)
+            if isinstance(value, Exception):
+                raise value
+            return value
+
+        return call
+
+
+class Stop(Part):
+    """A request to stop that comes when a test says. finished: the last step whose line is written."""
+
+    asked, finished, saved, why = False, 0, 0, "SIGTERM"
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def trainer(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    """In its third step of four, every part of it replaced by one that only says what it was asked to do."""
+    hooks = ("on_init_end", "on_train_begin", "on_step_begin", "on_sample_begin", "on_sample_end", "on_step_end")
+    for hook in hooks:
+        monkeypatch.setattr(PPOTrainerSync, hook, lambda self: said.append("verl"))
+    for step in ("_compute_old_log_prob", "_compute_advantage", "_update_actor"):
+        monkeypatch.setattr(PPOTrainerSync, step, lambda self, batch, metrics: said.append("verl") or batch)
+    monkeypatch.setattr(PPOTrainerSync, "_compute_metrics", lambda *_, **__: said.append("verl"))
+    monkeypatch.setattr(PPOTrainerSync, "_validate", lambda self: said.append("verl") or VALIDATED)
+    monkeypatch.setattr(room, "append_event", lambda run_dir, *, kind, what, **_: said.append(f"{kind} {what}"))
+
+    @contextmanager
+    def keeping_fetched() -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(data=None)
+
+    monkeypatch.setattr(room, "keeping_fetched", keeping_fetched)
+    telemetry = SimpleNamespace(nonfinite_fraction=0.0, mismatch=None, metrics=dict)
+    results = {
+        **{name: None for name in ("attest_driver", "attest_trainers", "check_attested", "signals_of")},
+        **{"measure_step": (BATCH, telemetry), "correct_step": (BATCH, "corrected"), "append_metrics": {"step": 3}},
+        **{"step_metrics": {"step": 3, "scheme": "int8"}, "guard_stop": GuardStop("stopped")},
+    }
+    for name, result in results.items():
+        monkeypatch.setattr(room, name, lambda *_, _name=name, _result=result, **__: said.append(_name) or _result)
+    made = make_trainer(make_plan(tmp_path, steps=4), stopping=Stop("stopping", said))
+    made.global_steps = 3
+    made._open_checkpoints = lambda: Part("checkpoints", said)
+    made.checkpoints = Part("checkpoints", said)
+    made.governor = Part("governor", said, metrics={})
+    made.precision = Part("precision", said)
+    made.precision.live, made.precision.state = INT8, None
+    made.engines = Part("engines", said, take_restart={})
+    made.engines.restart_s, made.engines.generation = 0.0, SimpleNamespace(precision=AS_PLANNED)
+    made.updates = Part("updates", said)
+    made.updates.last = "proven"
+    made.validation = Part("validation", said, make=VALIDATED, take={})
+    made.validation.scheme = "int8"
+    made.clipping = Part("clipping", said, write=BATCH, metrics={})
+    made.clipping.bounds = None
+    made.reward_faults = Part("reward_faults", said, end=2)
+    made.actor_rollout_wg = SimpleNamespace(workers=[], compute_log_prob=None)
+    made.llm_server_manager = SimpleNamespace(server_handles=[])
+    made.checkpoint_manager = SimpleNamespace(update_weights=None)
+    pool = SimpleNamespace(graded=0, faults=Counter(), last_fault=None)
+    made.rollouts = SimpleNamespace(pool=pool, samples=Part("samples", said), validated=0)
+    made.timing_raw = {"update_weights": 1.0}
+    made._step = Step(INT8, telemetry=telemetry)
+    return made
+
+
+ORDERS = {
+    "on_init_end": [
+        *("engines.watch", "phase attest", "clipping.install", "attest_driver", "attest_trainers", "check_attested"),
+        *("phase sync", "updates.proven", "verl"),
+    ],
+    "on_train_begin": ["verl", "precision.want"],
+    "on_step_begin": ["stopping.check", "verl"],
+    "on_sample_begin": ["phase rollout", "verl"],
+    "on_sample_end": ["verl", "reward_faults.end", "stopping.check"],
+    "_compute_old_log_prob": ["phase log-probs", "verl", "measure_step", "stopping.check"],
+    "_compute_advantage": ["verl", "clipping.write", "correct_step"],
+    "_update_actor": [
+        *("stopping.check", "stopping.begin_change", "phase update", "checkpoints.begin_update", "verl"),
+        "clipping.after_update",
+    ],
+    "on_step_end": ["phase sync", "verl"],
+    "_validate": ["stopping.check", "phase validate", "validation.make", "reward_faults.end"],
+    "_compute_metrics": [
+        *("verl", "step_metrics", "engines.take_restart", "governor.metrics", "clipping.metrics", "validation.take"),
+        *("append_metrics", "samples.write", "signals_of", "governor.after_step", "precision.want"),
+        *("checkpoints.end_step", "precision.restarts_in", "checkpoints.saved_step", "stopping.end_step"),
+        "stopping.check",
+    ],
+}
+
+
+def call(trainer: Trainer, hook: str) -> Any:
+    if hook == "_compute_metrics":
+        return trainer._compute_metrics(BATCH, {}, {}, global_steps=3, epoch=0)
+    takes_batch = hook in ("_compute_old_log_prob", "_compute_advantage", "_update_actor")
+    return getattr(trainer, hook)(*((BATCH, {}) if takes_batch else ()))
+
+
+@pytest.mark.parametrize("hook", ORDERS)
+def test_the_parts_do_their_work_in_this_order(trainer: Trainer, said: list[str], hook: str) -> None:
+    trainer.checkpoints.saved_step = 3
+    call(trainer, hook)
+    assert said == [each for each in ORDERS[hook] if each != "checkpoints.saved_step"]
+
+
+def test_every_hook_of_verls_is_overridden_once_and_by_name() -> None:
+    """A hook that verl renames would not be called any more."""
+    ours = {name for name in vars(Trainer) if callable(getattr(Trainer, name)) and not name.startswith("__")}
+    hooks = {*ORDERS, "_setup", "fit", "on_train_end"}
+    assert {name for name in ours if hasattr(PPOTrainerSync, name)} == hooks
+    assert Trainer.__bases__ == (PPOTrainerSync,)
+
+
+@pytest.mark.parametrize("hook", ["on_step_begin", "_compute_old_log_prob", "_update_actor", "on_sample_end"])
+def test_a_request_to_stop_leaves_the_step_there(trainer: Trainer, said: list[str], hook: str) -> None:
+    trainer.stopping = Stop("stopping", said, check=StopAsked())
+    with pytest.raises(StopAsked):
+        call(trainer, hook)
+    assert said == ORDERS[hook][: ORDERS[hook].index("stopping.check") + 1]
+
+
+def test_a_step_that_is_not_finite_moves_no_weights(trainer: Trainer, said: list[str]) -> None:
+    trainer._step.telemetry = SimpleNamespace(nonfinite_fraction=0.25)
+    metrics: dict[str, float] = {}
+    assert trainer._update_actor(BATCH, metrics) is BATCH
+    assert said == ["stopping.check", "stopping.begin_change"]
+    assert {name for name, value in metrics.items() if math.isnan(value)} == {
+        *("actor/pg_clipfrac", "actor/grad_norm", "actor/lr")
+    }
+
+
+def test_a_validation_that_is_cut_is_left_out_of_its_step(trainer: Trainer, said: list[str]) -> None:
+    trainer.stopping = Stop("stopping", said, check=StopAsked())
+    assert trainer._validate() == {}
+    assert said == ["stopping.check"]
+    trainer.stopping.finished = 3  # no step waits for its line
+    with pytest.raises(StopAsked):
+        trainer._validate()
+
+
+def test_rewards_that_fail_stop_the_run_before_they_are_learnt_from(trainer: Trainer, said: list[str]) -> None:
+    trainer.reward_faults = Part("reward_faults", said, end=GuardStop("too many"))
+    with pytest.raises(GuardStop, match="too many"):
+        trainer.on_sample_end()
+    assert said == ["verl", "reward_faults.end", "checkpoints.save_now"]
+
+
+def test_rewards_that_fail_in_a_validation_stop_the_run_when_its_step_is_saved(
+    trainer: Trainer, said: list[str]
+) -> None:
+    """Before the first step there is none to wait for."""
+    trainer.reward_faults = Part("reward_faults", said, end=GuardStop("too many"))
+    assert trainer._validate() == VALIDATED
+    said.clear()
+    with pytest.raises(GuardStop, match="too many"):
+        call(trainer, "_compute_metrics")
+    assert said[-3:] == ["checkpoints.end_step", "precision.restarts_in", "checkpoints.save_now"]
+    trainer.global_steps = 0
+    with pytest.raises(GuardStop, match="too many"):
+        trainer._validate()
+
+
+def test_the_guard_stops_the_run_when_its_step_is_saved(trainer: Trainer, said: list[str]) -> None:
+    trainer.governor = Part("governor", said, metrics={}, after_step="a decision")
+    with pytest.raises(GuardStop, match="stopped"):
+        call(trainer, "_compute_metrics")
+    assert said[-3:] == ["checkpoints.end_step", "checkpoints.save_now", "guard_stop"]
+
+
+def test_the_step_before_new_engines_is_saved(trainer: Trainer, said: list[str]) -> None:
+    trainer.precision = Part("precision", said, restarts_in=True)
+    trainer.precision.state = None
+    call(trainer, "_compute_metrics")
+    assert said[said.index("precision.restarts_in") + 1] == "checkpoints.save_now"
+
+
+@pytest.mark.parametrize(("finished", "saved", "asked"), [(3, 2, True), (3, 3, False), (0, 0, False)])
+def test_what_is_not_saved_yet_is_saved_before_the_end(
+    trainer: Trainer, said: list[str], finished: int, saved: int, asked: bool
+) -> None:
+    trainer.rollouts = Part("rollouts", said)
+    trainer.stopping.finished, trainer.stopping.saved = finished, saved
+    trainer.checkpoints.saved_step = 3
+    trainer.save_and_stop()
+    save = ["rollouts.abandon", "checkpoints.save_now", "stopping.note_saved"] if asked else []
+    assert said == [*save, "stopping.leave"]
+
+
+def test_new_engines_take_the_place_of_the_old_ones_everywhere(trainer: Trainer, said: list[str]) -> None:
+    old, new = (SimpleNamespace(get_replicas=lambda: [], server_handles=[name]) for name in ("old", "new"))
+    restart = SimpleNamespace(text="new engines", numbers=dict)
+    trainer.engines = Part("engines", said, restart=(new, restart))
+    trainer.engines.generation = SimpleNamespace(precision=AS_PLANNED)
+    trainer.llm_server_manager = old
+    trainer.rollouts, trainer.checkpoint_manager = Part("rollouts", said), Part("verls", said)
+    trainer.precision.starts_in, trainer.updates.count = AS_PLANNED, 7
+    trainer._restart_engines("why")
+    assert trainer.llm_server_manager is new
+    assert said == [
+        *("phase restart-engines", "rollouts.finish", "engines.restart", "verls.remove_replicas"),
+        *("verls.add_replicas", "verls.sleep_replicas", "rollouts.serve_by", "check_attested"),
+        *("note new engines", "phase start"),
+    ]
+
+
+def test_a_step_is_corrected_as_the_guard_has_it(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tightened to a cap of 1.5, and the plan has another."""
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(room, "correct_step", lambda batch, **how: (told.update(how) or batch, "done"))
+    planned = CorrectionPlan(CorrectionMethod.TIS, cap=2.0)
+    tight = replace(planned, cap=1.5, reject_k3_above=0.01)
+    trainer.plan = make_plan(tmp_path, correction=planned)
+    trainer.clipping, trainer.governor = Clipping(trainer.plan), SimpleNamespace(correction=tight)
+    trainer._compute_advantage(BATCH, metrics={})
+    assert told == {"plan": tight, "planned": planned, "clip": None} and trainer._step.correction == "done"
+
+
+# with real parts
+
+
+def test_a_step_may_not_ask_for_prompts_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(PPOTrainerSync, "_add_prompts_to_generate", lambda self, num_prompts: asked.append(num_prompts))
+    dapo = AlgorithmPlan(kind="dapo", max_generated_prompts=64)
+    trainer = make_trainer(make_plan(tmp_path, algorithm=dapo), stopping=Stop("stopping", []))
+    trainer.replay_buffer.refill_fn(32)
+    with pytest.raises(TrainingError, match="asked for 65 prompts, and the limit is 64"):
+        trainer.replay_buffer.refill_fn(1)
+    assert asked == [32]
+
+
+def test_the_line_of_a_step_is_in_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PPOTrainerSync, "_compute_metrics", lambda *_, **__: None)
+    monkeypatch.setattr(room, "step_metrics", lambda *_, **__: {"step": 3, "telemetry_s": 0.25})
+    monkeypatch.setattr(room, "signals_of", lambda *_, **__: None)
+    plan = replace(make_plan(tmp_path, steps=3), checkpoint=CheckpointPlan(keep_best=True))
+    said: list[str] = []
+    stopping = Stop("stopping", said)
+    validated = {"val_reward_mean": 0.5, "val_reward_bf16_mean": 0.25, "val_samples": 8}
+    before = PrecisionState("int8", AS_PLANNED, AS_PLANNED, Scheme.INT8, 0.0)
+    trainer = make_trainer(
+        plan,
+        stopping=stopping,
+        global_steps=3,
+        checkpoints=Checkpoints(plan, save_workers=lambda folder, step: None, data_state=dict),
+        governor=SimpleNamespace(metrics=dict, after_step=lambda signals: None, measures=None),
+        precision=SimpleNamespace(want=said.append, state=before, restarts_in=lambda step, present: False),
+        validation=SimpleNamespace(take=lambda: validated),
+        rollouts=SimpleNamespace(samples=SimpleNamespace(write=lambda step, scheme: said.append(f"{step} {scheme}"))),
+    )
+    telemetry = SimpleNamespace(metrics=lambda: {"mismatch_chi2": float("inf")})
+    trainer._step = Step(INT8, reward_failures=2, telemetry=telemetry)
+    trainer.engines.restart_s = 1.5
+    sent: dict[str, Any] = {}
+    trainer._compute_metrics(None, sent, {}, global_steps=3, epoch=0)
+    (line,) = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    numbers = {key: value for key, value in line.items() if isinstance(value, int | float)}
+    assert sent == {f"appliance/{key}": value for key, value in numbers.items()}
+    assert line.pop("time_s") >= 0
+    assert line == {
+        **{"step": 3, "telemetry_s": 0.25, "mismatch_chi2": None, "reward_failures": 2, "engine_restart_s": 1.5},
+        **INT8.metrics(),
+        **validated,
+    }
+    folder = checkpoint_folder(tmp_path, step=3)
+    kept = json.loads((folder / "state.json").read_text())["line"]
+    assert kept.pop("time_s") >= 0 and kept == line
+    assert read_manifest(folder).facts.val_reward == 0.5
+    assert said == ["3 int8", None, "stopping.end_step", "stopping.check"] and trainer.engines.take_restart() == {}
+
+
+def attested(run_dir: Path, scheme: str) -> None:
+    write_attestation(
+        run_dir,
+        process="rollout-0-0",
+        role="rollout",
+        rank=0,
+        scheme=scheme,
+        emulated=False,
+        patches=(),
+        versions={},
+        fingerprint=fingerprint(),
+        detail={},
+    )
+
+
+@pytest.mark.parametrize(
+    ("scheme", "problem"),
+    [("", "rollout rank 0 did not say what it runs"), ("bf16", "rollout-0-0 runs bf16, the plan says int8")],
+)
+def test_a_missing_or_different_attestation_ends_the_run_before_any_weights_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, problem: str
+) -> None:
+    moved: list[int] = []
+    plan = make_plan(tmp_path, attestations=(ExpectedAttestation("rollout", 0, Scheme.INT8, ()),))
+    for name in ("attest_driver", "attest_trainers"):
+        monkeypatch.setattr(room, name, lambda *_, **__: None)
+    monkeypatch.setattr(Trainer, "_open_checkpoints", lambda self: None)
+    trainer = make_trainer(
+        plan,
+        stopping=Stop("stopping", []),
+        actor_rollout_wg=SimpleNamespace(workers=[]),
+        llm_server_manager=SimpleNamespace(server_handles=[]),
+        checkpoint_manager=SimpleNamespace(update_weights=moved.append),
+    )
+    if scheme:
+        attested(tmp_path, scheme)
+    with pytest.raises(AttestationError) as raised:
+        trainer.on_init_end()
+    trainer.engines.stop_watching()
+    assert (raised.value.message, raised.value.exit_code, moved) == (problem, 4, [])
