@@ -17,7 +17,7 @@ from appliance.errors import RecipeError
 from appliance.flashrl.names import NAMES, OWN_NAMES, Name, file_name, find_file_name, listed
 from appliance.quant.files import PROFILE_FILE
 from appliance.quant.scheme import Scheme
-from appliance.quant.settings import METHOD_NAME, Quantisation
+from appliance.quant.settings import METHOD_NAME, PROFILED, Quantisation
 from appliance.recipe.text import path_problem, pattern_problem
 from appliance.recipe.tree import MAX_BYTES, Node, Problem, Refused, parse
 
@@ -34,7 +34,6 @@ OUR_KEYS = ("emulated", "ignore", "lm_head_fp32")
 LOAD_FORMATS = ("auto", "dummy")
 EXTERNAL_LAUNCHER = "external_launcher"
 BACKENDS = ("mp", "ray", "uni", EXTERNAL_LAUNCHER)
-PROFILED = (Scheme.INT8, Scheme.FP8_CHANNEL)  # schemes with a scale per channel
 
 _PICKLES = (".pt", ".pth", ".pkl", ".bin")
 _KEYS_HINT = "the keys are " + ", ".join(f"`{key}`" for key in (*THEIR_KEYS, *OUR_KEYS))

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from appliance.errors import EngineError
 from appliance.plan.read import read_plan
 from appliance.profile.found import find_profile, key_of, place_profile
-from appliance.profile.job import ProfileJob, cache_folder, job_of_run, read_job
+from appliance.profile.job import ProfileJob, cache_folder, job_of_run
 from appliance.quant.calibrate import calibrate
 from appliance.quant.donor import recover
 from appliance.quant.files import PROFILE_FILE
@@ -143,7 +143,7 @@ def _tokens(row: dict, *, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def main(arguments: list[str]) -> int:
     keep_stacks(PHASE)
     kind, path = arguments[0], Path(arguments[1])
-    job = job_of_run(read_plan(path)) if kind == "--plan" else read_job(path.read_text())
+    job = job_of_run(read_plan(path)) if kind == "--plan" else ProfileJob.model_validate_json(path.read_bytes())
     return told(Path(job.report_dir), functools.partial(make_profile, job))
 
 

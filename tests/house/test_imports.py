@@ -59,7 +59,7 @@ MAY_IMPORT = {
     "preflight": {"errors", "patch", "tasks", "recipe", "plan", "cluster.token", *NUMBERS},
     "run": {
         *("errors", "tasks", "recipe", "plan", "preflight", "cluster.token", "console", "page", "flashrl.variables"),
-        *("interruption", *NUMBERS),
+        *("interruption", "guard", *NUMBERS),
     },
     "cluster": {"errors", "plan", "run", "console", "preflight", "recipe.text", "flashrl.variables", *NUMBERS},
     "engine": {*CHILDREN, "flashrl"},

@@ -144,11 +144,10 @@ def test_an_engine_that_an_update_raised_to_a_finer_scheme_is_as_it_should_be(
     """One that the guard may ask for; its own word for another one counts for nothing."""
     run_dir = make_run(tmp_path)
     made = read_plan(run_dir / "plan.json")
-    engine = ExpectedAttestation("rollout", 0, Scheme.FP8, ("a",), emulated=True)
-    raises = replace(
-        made,
-        rollout=make_rollout(Scheme.FP8, replicas=(Quantisation(Scheme.FP8, emulated=True),)),
-        guard=replace(made.guard, actions=(Action.RAISE_PRECISION,)),
+    engine = ExpectedAttestation(role="rollout", rank=0, scheme=Scheme.FP8, patches=("a",), emulated=True)
+    raises = made.replace(
+        rollout=make_rollout(Scheme.FP8, replicas=(Quantisation(scheme=Scheme.FP8, emulated=True),)),
+        guard=made.guard.replace(actions=(Action.RAISE_PRECISION,)),
         attestations=(engine, *made.attestations[1:]),
     )
     append_sent(run_dir, Sent(sync=12, replica=0, rank=0, manifest="of 12", digest_s=0.1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +27,7 @@ from appliance.trainer.watched import WatchedTrainer
 EVERY = 3
 NOMINAL = ClipRange(0.2, 0.25)
 PLAN = CorrectionPlan(
-    CorrectionMethod.CALIBRATED_CLIPPING,
+    method=CorrectionMethod.CALIBRATED_CLIPPING,
     cap=2.0,
     clip_low=NOMINAL.low,
     clip_high=NOMINAL.high,
@@ -168,7 +167,7 @@ def test_a_step_is_clipped_and_corrected_as_the_guard_has_it(
     trainer = object.__new__(WatchedTrainer)  # verl's own __init__ wants its whole configuration, and GPUs
     trainer.plan, trainer.global_steps = make_plan(tmp_path, correction=PLAN), 2
     trainer._clipping = Clipping(trainer.plan)
-    tight = replace(PLAN, cap=1.5, reject_k3_above=0.01)
+    tight = PLAN.replace(cap=1.5, reject_k3_above=0.01)
     trainer._governed = SimpleNamespace(correction=tight)
     trainer._compute_advantage(run.batch(), metrics={})
     bounds = trainer._clipping.bounds

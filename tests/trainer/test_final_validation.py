@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -42,7 +41,7 @@ def trainer(
     def make(*, steps: int = 4, asked: bool = False, failed: GuardStop | None = None) -> StoppableTrainer:
         made = object.__new__(StoppableTrainer)  # verl's own __init__ wants its whole configuration, and GPUs
         made.run_dir = tmp_path
-        made.plan = replace(plans.make_plan(tmp_path, steps=steps), resume_from=str(folder))
+        made.plan = plans.make_plan(tmp_path, steps=steps).replace(resume_from=str(folder))
         made.global_steps = 5
         made._validation = {}
         samples = SimpleNamespace(write=lambda step, scheme: written.append((step, scheme)))

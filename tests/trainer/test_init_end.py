@@ -27,7 +27,7 @@ PINS = (("verl", "0.9.1"),)
 @pytest.fixture
 def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WatchedTrainer:
     """With everything set up, as it is when verl calls `on_init_end`. Its weight updates reach no engine."""
-    expected = (ExpectedAttestation("rollout", 0, Scheme.INT8, ()),)
+    expected = (ExpectedAttestation(role="rollout", rank=0, scheme=Scheme.INT8, patches=()),)
     made = object.__new__(WatchedTrainer)  # verl's own __init__ wants its whole configuration, and GPUs
     made.plan, made.run_dir = make_plan(tmp_path, attestations=expected, pins=PINS), tmp_path
     made.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(actor=None))

@@ -4,7 +4,6 @@ of them is the real RolloutPrecision."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,7 @@ from appliance.trainer.stoppable import StoppableTrainer
 from appliance.trainer.stopping import StopAsked
 
 PLANNED = Measures(Scheme.INT8, bf16_layer_fraction=0.0, cap=2.0, reject_k3_above=None, stop=False)
-TOP = replace(PLANNED, scheme=Scheme.BF16, bf16_layer_fraction=1.0)
+TOP = PLANNED.replace(scheme=Scheme.BF16, bf16_layer_fraction=1.0)
 VALIDATED = {"val-core/arithmetic/reward/mean@1": 0.75}
 Make = Callable[..., StoppableTrainer]
 
@@ -46,7 +45,7 @@ def trainer(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) ->
         """In a step of 4, with engines as planned. asked: to stop.  every: steps between validations in BF16."""
         plan = make_plan(tmp_path, steps=4, validate_bf16_every=every, rollout=make_rollout(Scheme.INT8))
         made = object.__new__(StoppableTrainer)  # verl's own __init__ wants its whole configuration, and GPUs
-        made.plan, made.run_dir = replace(plan, guard=replace(plan.guard, switching=way)), tmp_path
+        made.plan, made.run_dir = plan.replace(guard=plan.guard.replace(switching=way)), tmp_path
         made.global_steps, made.total_training_steps = step, 4
         made._precision = RolloutPrecision(made.plan)
         made._precision.want(PLANNED)

@@ -6,18 +6,18 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from plans import make_plan
+from plans import make_checkpoint, make_guard, make_plan
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from appliance.guard.policy import Action
 from appliance.guard.signals import Signals
-from appliance.plan.model import CheckpointPlan, GuardPlan, Switching
+from appliance.plan.model import Switching
 from appliance.quant.precision import AS_PLANNED, Precision
 from appliance.quant.scheme import Scheme
 from appliance.run.acknowledge import Acknowledgement, SyncRecord, add_layer_errors, layer_errors_file
@@ -28,7 +28,7 @@ from appliance.trainer.checkpoints import read_state
 from appliance.trainer.precision import BF16, PrecisionState, RolloutPrecision
 from appliance.trainer.watched import WatchedTrainer
 
-GUARD = GuardPlan(actions=(Action.RAISE_PRECISION, Action.BF16), bad_steps=1, cooling_steps=0, fine_steps=1)
+GUARD = make_guard(actions=(Action.RAISE_PRECISION, Action.BF16), bad_steps=1, cooling_steps=0, fine_steps=1)
 K3 = (1.0, 1.0, 1.0, 0.0, 0.01, 0.0, 0.01, 0.0)  # of steps 1 to 8: three up, one down, and with the first relapse waits
 LAYERS = ("a", "b", "c", "d")
 SAID = {"tensors": 1, "bytes": 1, "layers": 4, "layers_proven": 4, "parameters_proven": 1, "unproven": 0, "switched": 0}
@@ -74,8 +74,8 @@ class Run:
         plan = make_plan(
             self.run_dir,
             steps=len(K3),
-            guard=replace(self.guard, switching=self._way),
-            checkpoint=CheckpointPlan(every_steps=1, keep=len(K3)),
+            guard=self.guard.replace(switching=self._way),
+            checkpoint=make_checkpoint(every_steps=1, keep=len(K3)),
             resume_from=resume_from,
         )
         made = WatchedTrainer(config=None, plan=plan, on_engine_death=lambda error: None)
@@ -192,7 +192,7 @@ def test_what_was_kept_under_another_guard_says_nothing(run: Run) -> None:
     """A resume may change it: this one keeps its hands off the rollouts from the first step on."""
     whole = run.attempt()
     assert (whole[3].bf16_layers, whole[4].scheme) == (2, "bf16")
-    run.guard = replace(GUARD, actions=(Action.WARN,))
+    run.guard = GUARD.replace(actions=(Action.WARN,))
     assert [(each.scheme, each.bf16_layers) for each in run.attempt(after=3)] == [("int8", 0)] * 5
 
 

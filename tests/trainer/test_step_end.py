@@ -4,7 +4,6 @@ are the numbers; the checkpoints are real."""
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,6 @@ import plans
 import pytest
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from appliance.plan.model import CheckpointPlan
 from appliance.quant.precision import AS_PLANNED
 from appliance.quant.scheme import Scheme
 from appliance.run.checkpoints import checkpoint_folder
@@ -29,7 +27,7 @@ VALIDATED = {"val_reward_mean": 0.5, "val_reward_bf16_mean": 0.25, "val_samples"
 
 def trainer_of(run_dir: Path, *, said: list[Any]) -> StoppableTrainer:
     """In its third step of three. said: gets what the other parts are told."""
-    plan = replace(plans.make_plan(run_dir, steps=3), checkpoint=CheckpointPlan(keep_best=True))
+    plan = plans.make_plan(run_dir, steps=3).replace(checkpoint=plans.make_checkpoint(keep_best=True))
     made = object.__new__(StoppableTrainer)  # verl's own __init__ wants its whole configuration, and GPUs
     made.plan, made.run_dir = plan, run_dir
     made.global_steps = made.total_training_steps = 3

@@ -122,7 +122,7 @@ def trainer(tmp_path: Path) -> WatchedTrainer:
     made = object.__new__(WatchedTrainer)  # verl's own __init__ wants its whole configuration, and GPUs
     made.config = OmegaConf.create({"algorithm": {}, "actor_rollout_ref": {"rollout": rollout, "actor": actor}})
     made.actor_rollout_wg = SimpleNamespace(compute_log_prob=lambda batch: batch)
-    made.plan = make_plan(tmp_path, correction=CorrectionPlan(CorrectionMethod.TIS, cap=2.0))
+    made.plan = make_plan(tmp_path, correction=CorrectionPlan(method=CorrectionMethod.TIS, cap=2.0))
     made.run_dir, made.global_steps = tmp_path, 3
     return made
 
@@ -186,7 +186,7 @@ def test_an_update_that_is_left_out_is_said(
     tmp_path: Path, written: list[TensorDict], method: CorrectionMethod, names: set[str]
 ) -> None:
     _, telemetry = measure_step(BATCH, cap=2.0)
-    plan = make_plan(tmp_path, correction=CorrectionPlan(method, cap=2.0))
+    plan = make_plan(tmp_path, correction=CorrectionPlan(method=method, cap=2.0))
     found = left_out(tmp_path, telemetry=telemetry, step=3, plan=plan)
     assert found.keys() == names and all(math.isnan(value) for value in found.values())
     (event,) = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
