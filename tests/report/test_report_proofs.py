@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -155,7 +154,7 @@ def test_an_engine_that_an_update_raised_to_a_finer_scheme_is_as_it_should_be(
     attest(run_dir, scheme="fp8-block", emulated=True)
     raises.write(run_dir / "plan.json")
     assert judged(run_dir, ATTESTED)[0] is Word.FINE
-    replace(raises, guard=made.guard).write(run_dir / "plan.json")
+    raises.replace(guard=made.guard).write(run_dir / "plan.json")
     assert judged(run_dir, ATTESTED) == (Word.BAD, "rollout-0-0 runs fp8-block, the plan says fp8")
 
 

@@ -156,7 +156,7 @@ def test_the_stop_is_given_back_and_has_code_6(tmp_path: Path) -> None:
 
 
 def test_nothing_allowed_is_nothing_done(tmp_path: Path) -> None:
-    governed = Governed(make_plan(tmp_path, guard=replace(QUICK, actions=())))
+    governed = Governed(make_plan(tmp_path, guard=QUICK.replace(actions=())))
     for step in range(1, 50):
         assert governed.after_step(Signals(step, k3_kl=math.nan, grad_norm=math.nan)) is None
     assert events(tmp_path) == []
@@ -241,7 +241,7 @@ def test_numbers_that_are_not_finite_are_replaced_on_both_sides() -> None:
 
 def test_the_level_says_what_corrects_the_next_step_and_what_rollouts_are(tmp_path: Path) -> None:
     """Up the whole ladder and down again."""
-    guard = replace(QUICK, actions=(*USUAL_ACTIONS, Action.RAISE_PRECISION), fine_steps=1)
+    guard = QUICK.replace(actions=(*USUAL_ACTIONS, Action.RAISE_PRECISION), fine_steps=1)
     governed = Governed(make_plan(tmp_path, guard=guard))
     seen = []
     for step, k3 in enumerate([0.02] * 5 + [0.0] * 20, 1):

@@ -20,7 +20,7 @@ from appliance.run.precision import read_wanted
 from appliance.trainer.precision import BF16, Live, RolloutPrecision, validates_bf16, worst_layers
 
 PLANNED = Measures(Scheme.INT8, bf16_layer_fraction=0.0, cap=2.0, reject_k3_above=None, stop=False)
-TOP = PLANNED.replace(scheme=Scheme.BF16, bf16_layer_fraction=1.0)
+TOP = replace(PLANNED, scheme=Scheme.BF16, bf16_layer_fraction=1.0)
 
 
 def said(scheme: str, *, replica: int = 0, raised: int = 0, switched: int = 0) -> Acknowledgement:
@@ -146,7 +146,7 @@ def test_a_run_in_bf16_has_nothing_to_ask_for(tmp_path: Path) -> None:
 def test_a_finer_scheme_is_asked_for_by_name(tmp_path: Path) -> None:
     plan = make_plan(tmp_path, rollout=make_rollout(Scheme.FP8))
     precision = RolloutPrecision(plan)
-    precision.want(PLANNED.replace(scheme=Scheme.FP8_BLOCK))
+    precision.want(replace(PLANNED, scheme=Scheme.FP8_BLOCK))
     assert read_wanted(tmp_path) == Precision(Scheme.FP8_BLOCK)
     precision.took(record(said("fp8-block", switched=4)))
 
@@ -168,7 +168,9 @@ def profiled(plan: RunPlan, folder: Path) -> RunPlan:
     write_profile(
         Profile(Origin("calibrated", "m"), Scheme.INT8, Settings(), Smoothing(), layers=layers), folder=folder
     )
-    planned = ProfilePlan(str(folder), source="", scheme=Scheme.INT8, smoothing=0.5, error_budget=None, ignore=())
+    planned = ProfilePlan(
+        folder=str(folder), source="", scheme=Scheme.INT8, smoothing=0.5, error_budget=None, ignore=()
+    )
     return plan.replace(profile=planned)
 
 
@@ -189,7 +191,7 @@ def test_the_worst_layers_by_the_engines_own_numbers(tmp_path: Path) -> None:
     add_layer_errors(layer_errors_file(tmp_path, replica=1, rank=0), errors)
     assert worst_layers(plan, share=0.5) == ("layer.b", "layer.d")
     precision = RolloutPrecision(plan)
-    precision.want(PLANNED.replace(bf16_layer_fraction=0.75))
+    precision.want(replace(PLANNED, bf16_layer_fraction=0.75))
     assert read_wanted(tmp_path) == Precision(bf16_layers=("layer.b", "layer.c", "layer.d"))
     precision.took(record(said("bf16"), said("int8", replica=1, raised=3, switched=3)))
     assert notes(tmp_path) == ["rollouts from now on: bf16+int8 with 3 layers in bf16"]
@@ -225,7 +227,7 @@ def test_which_layers_are_the_worst_holds_until_the_measures_change(tmp_path: Pa
     file = layer_errors_file(tmp_path, replica=0, rank=0)
     precision = RolloutPrecision(restarting(tmp_path))
     add_layer_errors(file, {"a": 0.03, "b": 0.04, "c": 0.02, "d": 0.01})
-    half = PLANNED.replace(bf16_layer_fraction=0.5)
+    half = replace(PLANNED, bf16_layer_fraction=0.5)
     precision.want(half)
     assert precision.wanted == Precision(bf16_layers=("a", "b"))
     add_layer_errors(file, {"c": 0.05, "d": 0.06})

@@ -4,6 +4,7 @@ of them is the real RolloutPrecision."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from appliance.trainer.stoppable import StoppableTrainer
 from appliance.trainer.stopping import StopAsked
 
 PLANNED = Measures(Scheme.INT8, bf16_layer_fraction=0.0, cap=2.0, reject_k3_above=None, stop=False)
-TOP = PLANNED.replace(scheme=Scheme.BF16, bf16_layer_fraction=1.0)
+TOP = replace(PLANNED, scheme=Scheme.BF16, bf16_layer_fraction=1.0)
 VALIDATED = {"val-core/arithmetic/reward/mean@1": 0.75}
 Make = Callable[..., StoppableTrainer]
 
