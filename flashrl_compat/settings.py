@@ -5,7 +5,6 @@ Imports no torch.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,7 +54,7 @@ def engine_settings(variables: Variables, *, rank: int) -> EngineSettings:
 
 def _entries(config: Name | Path | HubFile) -> tuple[Entry, ...]:
     if isinstance(config, Name):
-        return (Entry(config, Quantisation(config.scheme), load_format=LOAD_FORMATS[0], model="", backend=""),)
+        return (Entry(config, Quantisation(scheme=config.scheme), load_format=LOAD_FORMATS[0], model="", backend=""),)
     if isinstance(config, HubFile):
         return read_config(_downloaded(config), shown=f"{config.repo}/{config.path}")
     return read_config(config)
@@ -81,7 +80,7 @@ def _with_lm_head(quantisation: Quantisation, *, wanted: bool | None) -> Quantis
     if wanted is False and quantisation.lm_head_fp32:
         hint = "unset the variable, or change the file"
         raise RecipeError([(f"{LM_HEAD_VARIABLE}: it is 0, and the file says lm_head_fp32: true", hint)])
-    return dataclasses.replace(quantisation, lm_head_fp32=quantisation.lm_head_fp32 or wanted is True)
+    return quantisation.replace(lm_head_fp32=quantisation.lm_head_fp32 or wanted is True)
 
 
 def _notes(entry: Entry) -> tuple[str, ...]:

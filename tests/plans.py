@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from appliance.plan.host import HostFacts
-from appliance.plan.model import CorrectionPlan, ModelPlan, RolloutPlan, RunPlan, TaskPlan
+from appliance.plan.model import (
+    AlgorithmPlan,
+    CheckpointPlan,
+    CorrectionPlan,
+    EnginePlan,
+    GuardPlan,
+    ModelPlan,
+    OptimizerPlan,
+    RolloutPlan,
+    RunPlan,
+    Switching,
+    TaskPlan,
+    TrainerPlan,
+)
 from appliance.preflight.disk import Disk, Disks
 from appliance.preflight.probes import InputFacts
 from appliance.quant.correction import CorrectionMethod
 from appliance.quant.settings import Quantisation
+from appliance.recipe.schema import Checkpoint, Guard
 from appliance.terms.schemes import Scheme
 
 HOST = HostFacts(  # two cores with VNNI, no GPU, nothing missing
@@ -50,6 +63,7 @@ def make_plan(run_dir: Path, **changes: object) -> RunPlan:
     """changes: fields of RunPlan in place of the ones below."""
     data = run_dir.parent / "data"
     plan = RunPlan(
+        schema_version=1,
         name=run_dir.name,
         run_dir=str(run_dir),
         cache_dir=str(run_dir.parent / "cache"),
@@ -70,8 +84,18 @@ def make_plan(run_dir: Path, **changes: object) -> RunPlan:
             val_parquet=str(data / "val.parquet"),
             max_prompt_tokens=16,
             max_response_tokens=8,
+            truncate_prompts=False,
+            reward_timeout_s=30.0,
         ),
         rollout=make_rollout(Scheme.INT8),
+        engine=EnginePlan(
+            max_model_tokens=24,
+            max_concurrent_sequences=256,
+            max_batched_tokens=4096,
+            chunked_prefill=False,
+            num_agent_workers=1,
+            bucket_mib=64,
+        ),
         profile=None,
         correction=CorrectionPlan(method=CorrectionMethod.TIS, cap=2.0),
         steps=1,
@@ -83,19 +107,67 @@ def make_plan(run_dir: Path, **changes: object) -> RunPlan:
         pins=(),
         choices=(),
         attestations=(),
+        guard=make_guard(),
+        uaq=None,
+        optimizer=OptimizerPlan(learning_rate=1e-6, weight_decay=0.01, warmup_steps=0, max_grad_norm=1.0),
+        norm_fed_lr_scale=1.0,
+        cluster=None,
+        checkpoint=make_checkpoint(),
+        resume_from="",
+        validate_before=True,
+        validate_bf16_every=0,
+        algorithm=make_algorithm(),
+        trainer=TrainerPlan(
+            attention="sdpa",
+            packed=False,
+            sequence_parallel=1,
+            offload_parameters=False,
+            offload_optimizer=False,
+            gradient_checkpointing=False,
+            mini_batch_prompts=32,
+            micro_batch_sequences=1,
+            max_tokens_per_gpu=None,
+            gpu_memory_utilization=0.5,
+        ),
     )
-    return replace(plan, **changes)
+    return plan.replace(**changes)
 
 
 def make_rollout(*schemes: Scheme, **changes: object) -> RolloutPlan:
     """One engine per scheme. changes: fields of RolloutPlan in place of the ones below."""
     plan = RolloutPlan(
         scheme=schemes[0],
-        replicas=tuple(Quantisation(scheme) for scheme in schemes),
+        replicas=tuple(Quantisation(scheme=scheme) for scheme in schemes),
         tensor_parallel=1,
         samples_per_prompt=8,
         temperature=1.0,
         top_p=1.0,
         prove_every=1,
+        eager=True,
     )
-    return replace(plan, **changes)
+    return plan.replace(**changes)
+
+
+def make_guard(**changes: object) -> GuardPlan:
+    """A recipe's defaults, but no action. changes: fields of GuardPlan in place of these."""
+    usual = Guard().model_dump(exclude={"scheme_change"}) | {"actions": (), "switching": Switching.LIVE}
+    return GuardPlan(**{**usual, **changes})
+
+
+def make_checkpoint(**changes: object) -> CheckpointPlan:
+    """A recipe's defaults. changes: fields of CheckpointPlan in place of these."""
+    return CheckpointPlan(**{**Checkpoint().model_dump(), **changes})
+
+
+def make_algorithm(**changes: object) -> AlgorithmPlan:
+    """GRPO. changes: fields of AlgorithmPlan in place of the ones below."""
+    plan = AlgorithmPlan(
+        kind="grpo",
+        dual_clip=3.0,
+        wrong_reward=0.0,
+        overlong_tokens=0,
+        overlong_penalty=0.0,
+        generation_batches=1,
+        max_generated_prompts=0,
+    )
+    return plan.replace(**changes)

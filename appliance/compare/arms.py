@@ -20,7 +20,7 @@ from appliance.recipe.load import Setting, load_recipe
 from appliance.recipe.schema import Recipe
 from appliance.recipe.text import full_path
 from appliance.recipe.tree import Node, Problem
-from appliance.run.resume import Resume, Target, begun_with, find_start, refuse_misfit
+from appliance.run.resume import Resume, Target, find_start, original_plan, refuse_misfit
 from appliance.run.session import read_record
 
 
@@ -89,7 +89,7 @@ def go_on(run: PlannedRun) -> PlannedRun | None:
         host=host,
         cache_dir=Path(run.plan.cache_dir),
         resume_from=newest,
-        begun=begun_with(target),
+        original=original_plan(target),
         commit=run.plan.model.commit,
     )
     refuse_misfit(start, plan=plan)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from appliance.compare.arms import PlannedRun
 from appliance.errors import PreflightError, RecipeError
-from appliance.plan.build import Begun
+from appliance.plan.build import OriginalPlan
 from appliance.recipe.dump import to_yaml
-from appliance.run.resume import Target, begun_with, has_problems_of
+from appliance.run.resume import Target, has_problems_of, original_plan
 from appliance.run.session import RUN_FILE, RunRecord, RunStatus, cannot_write, has_launcher, read_record
 
 _GUARD_STOPPED = 6
@@ -61,25 +61,25 @@ def refuse_other_commit(runs: Iterable[PlannedRun], *, file: Path) -> None:
 def _other_commit(run: PlannedRun) -> str:
     """The commit that the run began with, where the same revision is another one now. Empty where it is not, or nobody
     knows: an offline hub."""
-    begun, model = _begun_with(run), run.plan.model
-    if begun is None or begun.model != model.hub_name or not model.commit or begun.commit == model.commit:
+    original, model = _original_plan(run), run.plan.model
+    if original is None or original.model != model.hub_name or not model.commit or original.commit == model.commit:
         return ""
-    return begun.commit
+    return original.commit
 
 
 def _as_begun(run: PlannedRun) -> str:
     """The recipe; one that names the very commit that the run began with, as the run has it, without or by a tag."""
-    begun = _begun_with(run)
+    original = _original_plan(run)
     model = run.recipe.model
-    if begun is not None and model.revision and begun.commit == model.revision:
-        model = model.model_copy(update={"revision": begun.revision or None})
+    if original is not None and model.revision and original.commit == model.revision:
+        model = model.model_copy(update={"revision": original.revision or None})
     return to_yaml(run.recipe.model_copy(update={"model": model}))
 
 
-def _begun_with(run: PlannedRun) -> Begun | None:
+def _original_plan(run: PlannedRun) -> OriginalPlan | None:
     """None where the run's plan cannot be read."""
     try:
-        return begun_with(Target(run.run_dir, read_record(run.run_dir)))
+        return original_plan(Target(run.run_dir, read_record(run.run_dir)))
     except (RecipeError, OSError, ValueError):
         return None
 

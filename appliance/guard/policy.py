@@ -9,10 +9,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from appliance.terms.schemes import Scheme
+
+K3_KL = 0.015  # nats per token [prime-rl]
+WEIGHT_MEAN = (0.5, 2.0)  # [verl]
+WEIGHT_STD = 1.0  # [verl]
+ESS = 0.3  # fraction [verl]
+TRUNCATED_FRACTION = 0.05  # of tokens [ours]
 
 
 class Action(StrEnum):
@@ -35,12 +41,19 @@ class Bounds:
     bad: tuple[float, float]
     fine: tuple[float, float]
 
+    @classmethod
+    def below(cls, bound: float) -> Bounds:
+        """Of a signal whose best value is 0: bad above, fine below half of it."""
+        return cls(bad=(-math.inf, bound), fine=(-math.inf, bound / 2))
+
+    @classmethod
+    def above(cls, share: float) -> Bounds:
+        """Of a share whose best value is 1: bad below, fine above twice of it."""
+        return cls(bad=(share, math.inf), fine=(min(1.0, 2 * share), math.inf))
+
     def __post_init__(self) -> None:
         if not self.bad[0] <= self.fine[0] <= self.fine[1] <= self.bad[1]:
             raise ValueError(f"what is fine, {self.fine}, does not lie inside what is not bad, {self.bad}")
-
-
-_NONE = math.inf
 
 
 @dataclass(frozen=True)
@@ -59,12 +72,12 @@ class Patience:
 class MismatchBounds:
     """When a step's mismatch is bad; a field per signal of that name."""
 
-    k3_kl: Bounds = Bounds(bad=(-_NONE, 0.015), fine=(-_NONE, 0.0075))  # nats per token [prime-rl]
-    weight_mean: Bounds = Bounds(bad=(0.5, 2.0), fine=(0.75, 1.5))  # [verl]
-    weight_std: Bounds = Bounds(bad=(-_NONE, 1.0), fine=(-_NONE, 0.5))  # [verl]
-    weight_max: Bounds = Bounds(bad=(-_NONE, _NONE), fine=(-_NONE, _NONE))  # one token is no reason; k3 and std have it
-    ess: Bounds = Bounds(bad=(0.3, _NONE), fine=(0.6, _NONE))  # fraction [verl]
-    truncated_fraction: Bounds = Bounds(bad=(-_NONE, 0.05), fine=(-_NONE, 0.025))  # of tokens [ours]
+    k3_kl: Bounds = field(default=Bounds.below(K3_KL))
+    weight_mean: Bounds = Bounds(bad=WEIGHT_MEAN, fine=(0.75, 1.5))
+    weight_std: Bounds = field(default=Bounds.below(WEIGHT_STD))
+    weight_max: Bounds = Bounds(bad=(-math.inf, math.inf), fine=(-math.inf, math.inf))  # k3 and std have it
+    ess: Bounds = field(default=Bounds.above(ESS))
+    truncated_fraction: Bounds = field(default=Bounds.below(TRUNCATED_FRACTION))
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import os.path
-import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.errors import RecipeError
 from appliance.plan.correction import plan_correction, plan_uaq
-from appliance.plan.derive import Derived, derive
+from appliance.plan.derive import Book, attention_of, every, plan_algorithm, plan_engine, plan_trainer, steps_of
 from appliance.plan.engines import plan_profile, plan_rollout, rollout_attestations
 from appliance.plan.env import child_env
 from appliance.plan.experts import layers_with_experts, quantises_experts
@@ -22,22 +21,20 @@ from appliance.plan.guard import plan_guard, plan_validation
 from appliance.plan.host import HostFacts
 from appliance.plan.hub_cache import commit_in_cache, snapshot
 from appliance.plan.model import (
-    AlgorithmPlan,
+    SCHEMA_VERSION,
     CheckpointPlan,
-    Choice,
     ClusterPlan,
     ExpectedAttestation,
     ModelPlan,
+    OptimizerPlan,
     RolloutPlan,
     RunPlan,
     TaskPlan,
-    TrainerPlan,
-    UaqPlan,
 )
 from appliance.plan.stored import read_result, result_key
-from appliance.plan.verl_args import overrides
+from appliance.plan.verl_args import argv
 from appliance.recipe.rules import broken_on_cpu
-from appliance.recipe.schema import AlgorithmKind, LongPrompts, Recipe, SchemeChoice, TaskKind
+from appliance.recipe.schema import LongPrompts, Recipe, SchemeChoice, TaskKind
 from appliance.recipe.text import full_path
 from appliance.tasks.library import builtin_model_key, data_key
 from appliance.terms.devices import AUTO, CPU, GPUS, automatic_scheme, gpu_of_product
@@ -45,7 +42,6 @@ from appliance.terms.schemes import Scheme
 
 CACHE_NAME = ".cache"
 TOKEN_FILE = ".cluster-token"  # in the folder of the run folders
-ENTRY_MODULE = "appliance.trainer.entry"
 
 # What the patches were made for. The community CPU build has its own distribution name.
 PINS = {"verl": "0.9.1", "ray": "2.60.0"}
@@ -59,83 +55,18 @@ CPU_ROLLOUT_PATCHES = ("cpu-no-amx-tiles", "cpu-process-group")
 
 
 @dataclass(frozen=True)
-class Begun:
-    """What a run that is resumed was begun with. automatic: what `auto` meant for it, None where nothing asked.
-
-    model, revision, commit: of a model of the hub, empty where there was none or it was not known.
-    """
+class OriginalPlan:
+    """What a run that is resumed was begun with."""
 
     device: str
     automatic: Scheme | None
+    """What `auto` meant for it, None where nothing asked."""
     model: str = ""
+    """Name on the hub, empty where there was none."""
     revision: str = ""
+    """As the recipe had it."""
     commit: str = ""
-
-
-@dataclass(frozen=True)
-class _Hardware:
-    device: str
-    automatic: Scheme
-    choices: tuple[Choice, ...]
-
-    @property
-    def is_cpu(self) -> bool:
-        return self.device == CPU
-
-
-@dataclass(frozen=True)
-class Decided:
-    """All decisions of a plan, before they are written down as argv and environment."""
-
-    device: str
-    rollout: RolloutPlan
-    model: ModelPlan
-    task: TaskPlan
-    derived: Derived
-    threads: int
-    choices: tuple[Choice, ...]
-    uaq: UaqPlan | None = None
-    experts: bool = False  # whether a quantised engine has some in it
-
-
-def decide(
-    recipe: Recipe,
-    *,
-    run_dir: Path,
-    host: HostFacts,
-    cache_dir: Path | None = None,
-    begun: Begun | None = None,
-    commit: str = "",
-) -> Decided:
-    """Every decision. Raises RecipeError when `auto` finds a device that cannot do it or that we do not know."""
-    cache_dir = cache_dir or run_dir.parent / CACHE_NAME
-    model = _model(recipe, cache_dir=cache_dir, commit=commit)
-    layers = layers_with_experts(model)
-    experts = quantises_experts(recipe.quantization.ignore, layers=layers)
-    hardware = _hardware(recipe, host=host, model=model, experts=experts, cache_dir=cache_dir, begun=begun)
-    if hardware.is_cpu and (broken := list(broken_on_cpu(recipe))):
-        raise RecipeError([(f"{each.keys[0]}: {each.message}", each.hint) for each in broken])
-    task = _task(recipe, cache_dir=cache_dir, model=model)
-    rollout, engine_choices = plan_rollout(
-        recipe, automatic=hardware.automatic, run_dir=run_dir, is_cpu=hardware.is_cpu, experts=experts
-    )
-    uaq, uaq_choices = plan_uaq(recipe, run_dir=run_dir)
-    derived, choices = derive(
-        recipe, run_dir=run_dir, is_cpu=hardware.is_cpu, eager=rollout.eager, model=model, task=task
-    )
-    if uaq:
-        derived = replace(derived, model_path=uaq.folder)
-    threads, why = _threads(model, cores=host.cores)
-    if hardware.is_cpu:
-        choices = (*choices, Choice("threads_per_process", str(threads), why))
-    all_choices = (*hardware.choices, *engine_choices, *choices, *uaq_choices)
-    return Decided(hardware.device, rollout, model, task, derived, threads, all_choices, uaq, experts)
-
-
-def _threads(model: ModelPlan, *, cores: int) -> tuple[int, str]:
-    if model.builtin:
-        return 1, "layers this small gain nothing from a second thread, and on a busy host lose much by waiting for it"
-    return cores, "trainer and engine take turns, so each has all cores of this host"
+    """Of a model of the hub, empty where it was not known."""
 
 
 def build_plan(
@@ -145,71 +76,105 @@ def build_plan(
     host: HostFacts,
     cache_dir: Path | None = None,
     resume_from: Path | None = None,
-    begun: Begun | None = None,
+    original: OriginalPlan | None = None,
     commit: str = "",
 ) -> RunPlan:
     """The plan of one run. host: decides only what the recipe leaves to `auto`, and the threads on a CPU.
 
     run_dir: absolute.  cache_dir: of models, data and profiles; None: beside the run's folder.
-    resume_from: a verified checkpoint of this run to go on from.  begun: of the run's attempts before this one.
+    resume_from: a verified checkpoint of this run to go on from.  original: of the run's attempts before this one.
     commit: that the model's revision is on the hub, empty where nobody asked.
     Raises RecipeError when `auto` finds a device that cannot do it or that we do not know.
     """
-    cache_dir = cache_dir or run_dir.parent / CACHE_NAME
-    decided = decide(recipe, run_dir=run_dir, host=host, cache_dir=cache_dir, begun=begun, commit=commit)
-    derived, model, task = decided.derived, decided.model, decided.task
-    correction, correction_choices = plan_correction(recipe, derived=derived)
-    guard, guard_choices = plan_guard(recipe, rollout=decided.rollout, experts=decided.experts)
-    validate_bf16_every, why_bf16 = plan_validation(
-        recipe, rollout=decided.rollout, switching=guard.switching, steps=derived.steps
+    cache_dir, book = cache_dir or run_dir.parent / CACHE_NAME, Book()
+    model = _model(recipe, cache_dir=cache_dir, commit=commit)
+    is_builtin = bool(model.builtin)
+    experts = quantises_experts(recipe.quantization.ignore, layers=layers_with_experts(model))
+    device = _device(recipe, host=host, book=book)
+    is_cpu = device == CPU
+    automatic = _automatic(
+        recipe,
+        device=device,
+        host=host,
+        model=model,
+        experts=experts,
+        cache_dir=cache_dir,
+        original=original,
+        book=book,
     )
+    if is_cpu and (broken := list(broken_on_cpu(recipe))):
+        raise RecipeError([(f"{each.keys[0]}: {each.message}", each.hint) for each in broken])
+    task = _task(recipe, cache_dir=cache_dir, model=model)
+    rollout = plan_rollout(recipe, automatic=automatic, run_dir=run_dir, is_cpu=is_cpu, experts=experts, book=book)
+    steps = book.note("trainer.steps", *steps_of(recipe))
+    book.note("checkpoint.every_steps", *every(recipe.checkpoint.every_steps, steps=steps))
+    attention = book.note("trainer.attention", *attention_of(recipe, is_cpu=is_cpu))
+    validate_every = book.note("trainer.validate_every", *every(recipe.trainer.validate_every, steps=steps))
+    trainer = plan_trainer(recipe, attention=attention, is_builtin=is_builtin, book=book)
+    engine = plan_engine(recipe, is_cpu=is_cpu, is_builtin=is_builtin, book=book)
+    algorithm = plan_algorithm(recipe, book=book)
+    book.note("sync.bucket_mib", engine.bucket_mib, "of weights at a time; shared memory of this size is held")
+    threads, why = _threads(model, cores=host.cores)
+    if is_cpu:
+        book.note("threads_per_process", threads, why)
+    uaq = plan_uaq(recipe, run_dir=run_dir, book=book)
+    correction = plan_correction(recipe, micro_batch_sequences=trainer.micro_batch_sequences, book=book)
+    guard = plan_guard(recipe, rollout=rollout, experts=experts, book=book)
+    validate_bf16_every, why = plan_validation(recipe, rollout=rollout, switching=guard.switching, steps=steps)
+    book.note("trainer.validate_bf16_every", validate_bf16_every, why)
     backends = tuple(str(backend) for backend in recipe.logging.backends)
-    return RunPlan(
+    plan = RunPlan(
+        schema_version=SCHEMA_VERSION,
         name=run_dir.name,
         run_dir=str(run_dir),
         cache_dir=str(cache_dir),
         seed=recipe.seed,
-        device=decided.device,
+        device=device,
         nodes=recipe.cluster.nodes,
         gpus_per_node=recipe.cluster.gpus_per_node,
         model=model,
         task=task,
-        rollout=decided.rollout,
-        profile=plan_profile(recipe, rollout=decided.rollout),
+        rollout=rollout,
+        engine=engine,
+        profile=plan_profile(recipe, rollout=rollout),
         correction=correction,
-        uaq=decided.uaq,
+        uaq=uaq,
+        optimizer=_optimizer(recipe),
         norm_fed_lr_scale=recipe.optimizer.norm_fed_lr_scale,
         cluster=_cluster(recipe, root=run_dir.parent),
         checkpoint=CheckpointPlan(**recipe.checkpoint.model_dump()),
         resume_from=str(resume_from or ""),
         guard=guard,
         validate_bf16_every=validate_bf16_every,
-        algorithm=_algorithm(recipe, derived=derived),
-        trainer=_trainer(recipe, derived=derived),
-        steps=derived.steps,
-        validate_every=derived.validate_every,
+        algorithm=algorithm,
+        trainer=trainer,
+        steps=steps,
+        validate_before=recipe.trainer.validate_before,
+        validate_every=validate_every,
         prompts_per_step=recipe.batch.prompts_per_step,
         logging_backends=backends,
-        argv=(
-            sys.executable,
-            "-m",
-            ENTRY_MODULE,
-            *(each.text for each in overrides(recipe, derived, resume_from=resume_from)),
-        ),
+        argv=(),
         env=child_env(
             run_dir,
-            is_cpu=derived.is_cpu,
-            threads=decided.threads,
+            is_cpu=is_cpu,
+            threads=threads,
             kv_cache_gb=recipe.rollout.kv_cache_gb,
             offline=_is_offline(model, task=task),
             backends=backends,
             layer_rates=recipe.optimizer.norm_fed_lr_scale != 1,
-            capability=None if derived.is_cpu else GPUS[decided.device].capability,
+            capability=None if is_cpu else GPUS[device].capability,
         ),
-        pins=pins_for(decided.device),
-        choices=(*decided.choices, *correction_choices, *guard_choices, why_bf16),
-        attestations=_attestations(recipe, rollout=decided.rollout, is_cpu=decided.device == CPU),
+        pins=pins_for(device),
+        choices=tuple(book.choices),
+        attestations=_attestations(recipe, rollout=rollout, is_cpu=is_cpu),
     )
+    return plan.replace(argv=argv(plan))
+
+
+def _threads(model: ModelPlan, *, cores: int) -> tuple[int, str]:
+    if model.builtin:
+        return 1, "layers this small gain nothing from a second thread, and on a busy host lose much by waiting for it"
+    return cores, "trainer and engine take turns, so each has all cores of this host"
 
 
 def _cluster(recipe: Recipe, *, root: Path) -> ClusterPlan | None:
@@ -226,29 +191,12 @@ def _cluster(recipe: Recipe, *, root: Path) -> ClusterPlan | None:
     )
 
 
-def _algorithm(recipe: Recipe, *, derived: Derived) -> AlgorithmPlan:
-    """DAPO's reward of a wrong answer is -1 (eq. 7 of its paper): half as far from 1 its penalty would weigh double."""
-    algorithm, is_dapo = recipe.algorithm, recipe.algorithm.kind is AlgorithmKind.DAPO
-    return AlgorithmPlan(
-        kind=str(algorithm.kind),
-        wrong_reward=-1.0 if is_dapo else 0.0,
-        overlong_tokens=algorithm.overlong_tokens,
-        overlong_penalty=algorithm.overlong_penalty if algorithm.overlong_tokens else 0.0,
-        max_generated_prompts=derived.max_generated_prompts,
-    )
-
-
-def _trainer(recipe: Recipe, *, derived: Derived) -> TrainerPlan:
-    return TrainerPlan(
-        attention=derived.attention,
-        packed=derived.packed,
-        sequence_parallel=recipe.trainer.sequence_parallel,
-        offload_parameters=recipe.trainer.offload_parameters,
-        offload_optimizer=recipe.trainer.offload_optimizer,
-        gradient_checkpointing=derived.gradient_checkpointing,
-        micro_batch_sequences=derived.micro_batch_sequences,
-        max_tokens_per_gpu=recipe.batch.max_tokens_per_gpu,
-        gpu_memory_utilization=recipe.rollout.gpu_memory_utilization,
+def _optimizer(recipe: Recipe) -> OptimizerPlan:
+    return OptimizerPlan(
+        learning_rate=recipe.optimizer.learning_rate,
+        weight_decay=recipe.optimizer.weight_decay,
+        warmup_steps=recipe.optimizer.warmup_steps,
+        max_grad_norm=recipe.optimizer.max_grad_norm,
     )
 
 
@@ -270,25 +218,36 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def _hardware(
-    recipe: Recipe, *, host: HostFacts, model: ModelPlan, experts: bool, cache_dir: Path, begun: Begun | None
-) -> _Hardware:
-    device, choices = recipe.cluster.device, []
-    if device == AUTO:
-        device, why = _automatic_device(host)
-        choices.append(Choice("cluster.device", device, why))
+def _device(recipe: Recipe, *, host: HostFacts, book: Book) -> str:
+    if recipe.cluster.device != AUTO:
+        return recipe.cluster.device
+    return book.note("cluster.device", *_automatic_device(host))
+
+
+def _automatic(
+    recipe: Recipe,
+    *,
+    device: str,
+    host: HostFacts,
+    model: ModelPlan,
+    experts: bool,
+    cache_dir: Path,
+    original: OriginalPlan | None,
+    book: Book,
+) -> Scheme:
+    """What `auto` means on the device. Noted where the recipe asks for it."""
     key = result_key(device=device, host=host, model=model, pins=pins_for(device))
     stored, note = read_result(key, cache_dir=cache_dir)
     automatic, why = automatic_scheme(device, cpu_flags=host.cpu_flags, stored=stored, experts=experts)
     why = f"{why}; {note}" if note else why
-    if begun is not None and begun.automatic is not None:
-        if begun.device == device:
-            automatic, why = begun.automatic, "as the run began, whatever `bench` has measured since"
+    if original is not None and original.automatic is not None:
+        if original.device == device:
+            automatic, why = original.automatic, "as the run began, whatever `bench` has measured since"
         else:
-            why = f"{why}; the run began with {begun.automatic} on {begun.device}"
-    if SchemeChoice.AUTO in (recipe.rollout.replicas or (recipe.rollout.scheme,)):
-        choices.append(Choice("rollout.scheme", str(automatic), why))
-    return _Hardware(device=device, automatic=automatic, choices=tuple(choices))
+            why = f"{why}; the run began with {original.automatic} on {original.device}"
+    if SchemeChoice.AUTO in recipe.rollout.schemes:
+        book.note("rollout.scheme", automatic, why)
+    return automatic
 
 
 def _automatic_device(host: HostFacts) -> tuple[str, str]:
@@ -380,9 +339,11 @@ def _is_offline(model: ModelPlan, *, task: TaskPlan) -> bool:
 
 def _attestations(recipe: Recipe, *, rollout: RolloutPlan, is_cpu: bool) -> tuple[ExpectedAttestation, ...]:
     """Every vLLM worker, every worker that trains, and the driver, which corrects the loss."""
-    workers = recipe.cluster.nodes * recipe.cluster.gpus_per_node
     in_trainer = CPU_TRAINER_PATCHES if is_cpu else ()
     in_driver = tuple(sorted((*DRIVER_PATCHES, *in_trainer)))
     engines = rollout_attestations(rollout, patches=CPU_ROLLOUT_PATCHES if is_cpu else ())
-    trainers = tuple(ExpectedAttestation("trainer", rank, Scheme.BF16, in_trainer) for rank in range(workers))
-    return (*engines, *trainers, ExpectedAttestation("driver", 0, Scheme.BF16, in_driver))
+    trainers = tuple(
+        ExpectedAttestation(role="trainer", rank=rank, scheme=Scheme.BF16, patches=in_trainer)
+        for rank in range(recipe.topology.gpus)
+    )
+    return (*engines, *trainers, ExpectedAttestation(role="driver", rank=0, scheme=Scheme.BF16, patches=in_driver))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from appliance.plan.model import Choice, ExpectedAttestation, ProfilePlan, RolloutPlan
+from appliance.plan.derive import Book
+from appliance.plan.model import ExpectedAttestation, ProfilePlan, RolloutPlan
 from appliance.quant.settings import Quantisation
 from appliance.recipe.schema import Recipe, SchemeChoice
 from appliance.recipe.text import full_path
@@ -15,18 +16,13 @@ _AUTO, _NONE = "auto", "none"
 _PROVE_EVERY = 16
 
 
-def num_engines(recipe: Recipe) -> int:
-    return recipe.cluster.nodes * recipe.cluster.gpus_per_node // recipe.rollout.tensor_parallel
-
-
 def plan_rollout(
-    recipe: Recipe, *, automatic: Scheme, run_dir: Path, is_cpu: bool, experts: bool
-) -> tuple[RolloutPlan, tuple[Choice, ...]]:
+    recipe: Recipe, *, automatic: Scheme, run_dir: Path, is_cpu: bool, experts: bool, book: Book
+) -> RolloutPlan:
     """automatic: the scheme that `auto` means on this device.  experts: whether a quantised engine has some in it."""
     rollout = recipe.rollout
-    asked = rollout.replicas or (rollout.scheme,)
-    schemes = [automatic if each is SchemeChoice.AUTO else Scheme(each.value) for each in asked]
-    engines = [schemes[rank % len(schemes)] for rank in range(num_engines(recipe))]
+    schemes = [automatic if each is SchemeChoice.AUTO else Scheme(each.value) for each in rollout.schemes]
+    engines = [schemes[rank % len(schemes)] for rank in range(recipe.topology.engines)]
     profile = str(run_dir / PROFILE_FOLDER) if recipe.quantization.profile != _NONE else ""
     prove_every, why = _prove_every(recipe)
     planned = RolloutPlan(
@@ -39,17 +35,16 @@ def plan_rollout(
         prove_every=prove_every,
         eager=is_cpu or (experts and any(each.quantised for each in engines)),
     )
-    choices = [Choice("quantization.prove_every", str(prove_every), why)] if planned.scheme.quantised else []
+    if planned.scheme.quantised:
+        book.note("quantization.prove_every", prove_every, why)
     if any(replica.profile for replica in planned.replicas):
-        choices.append(Choice("quantization.profile", *_profile_choice(recipe)))
+        book.note("quantization.profile", *_profile_choice(recipe))
     if rollout.replicas:
         listed = ", ".join(str(each) for each in engines)
-        choices.append(Choice("rollout.replicas", listed, "one scheme per engine, the list repeated in order"))
+        book.note("rollout.replicas", listed, "one scheme per engine, the list repeated in order")
     if planned.eager and not is_cpu:
-        choices.append(
-            Choice("rollout.enforce_eager", "true", "quantised experts run one by one, which no graph holds")
-        )
-    return planned, tuple(choices)
+        book.note("rollout.enforce_eager", True, "quantised experts run one by one, which no graph holds")
+    return planned
 
 
 def _prove_every(recipe: Recipe) -> tuple[int, str]:
@@ -97,7 +92,13 @@ def plan_profile(recipe: Recipe, *, rollout: RolloutPlan) -> ProfilePlan | None:
 def rollout_attestations(rollout: RolloutPlan, *, patches: tuple[str, ...]) -> tuple[ExpectedAttestation, ...]:
     """One per worker of each engine; ranks count over the engines."""
     return tuple(
-        ExpectedAttestation("rollout", index * rollout.tensor_parallel + rank, each.scheme, patches, each.emulated)
+        ExpectedAttestation(
+            role="rollout",
+            rank=index * rollout.tensor_parallel + rank,
+            scheme=each.scheme,
+            patches=patches,
+            emulated=each.emulated,
+        )
         for index, each in enumerate(rollout.replicas)
         for rank in range(rollout.tensor_parallel)
     )

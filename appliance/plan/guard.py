@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from appliance.guard.policy import Action
-from appliance.plan.model import Choice, GuardPlan, RolloutPlan, RunPlan, Switching
+from appliance.plan.derive import Book
+from appliance.plan.model import GuardPlan, RolloutPlan, RunPlan, Switching
 from appliance.recipe.schema import Recipe, SchemeChange
 from appliance.terms.schemes import Scheme
 
@@ -16,16 +17,17 @@ RANKS = "an engine of several ranks cannot change from one emulated scheme to an
 _TWICE = "every validation in BF16 starts the engines twice"
 
 
-def plan_guard(recipe: Recipe, *, rollout: RolloutPlan, experts: bool) -> tuple[GuardPlan, tuple[Choice, ...]]:
+def plan_guard(recipe: Recipe, *, rollout: RolloutPlan, experts: bool, book: Book) -> GuardPlan:
     """experts: whether a quantised engine has some in it, False where that is not known yet."""
     asked = recipe.guard.model_dump(exclude={"scheme_change", "actions"})
     actions = USUAL_ACTIONS if recipe.guard.actions is None else recipe.guard.actions
     prevents = why_not_live(rollout, actions=actions, experts=experts)
     switching, why = _switching(recipe.guard.scheme_change, prevents=prevents)
-    choices = [Choice("rollout.scheme_changes", str(switching), why)] if rollout.scheme.quantised else []
+    if rollout.scheme.quantised:
+        book.note("rollout.scheme_changes", switching, why)
     if recipe.guard.actions is None:
-        choices.append(Choice("guard.actions", ", ".join(actions), "the usual ladder"))
-    return GuardPlan(**asked, actions=actions, switching=switching), tuple(choices)
+        book.note("guard.actions", ", ".join(actions), "the usual ladder")
+    return GuardPlan(**asked, actions=actions, switching=switching)
 
 
 def why_not_live(rollout: RolloutPlan, *, actions: tuple[Action, ...], experts: bool) -> str:
@@ -51,13 +53,9 @@ def _switching(asked: SchemeChange, *, prevents: str) -> tuple[Switching, str]:
     return Switching.LIVE, LIVE
 
 
-def plan_validation(recipe: Recipe, *, rollout: RolloutPlan, switching: Switching, steps: int) -> tuple[int, Choice]:
+def plan_validation(recipe: Recipe, *, rollout: RolloutPlan, switching: Switching, steps: int) -> tuple[int, str]:
     """(steps between validations in BF16 beside the run's scheme, 0 for none; why)."""
-    every, why = _validation(recipe.trainer.validate_bf16_every, rollout=rollout, switching=switching, steps=steps)
-    return every, Choice("trainer.validate_bf16_every", str(every), why)
-
-
-def _validation(asked: int | None, *, rollout: RolloutPlan, switching: Switching, steps: int) -> tuple[int, str]:
+    asked = recipe.trainer.validate_bf16_every
     if not rollout.scheme.quantised:
         return 0, "rollouts are in BF16 already: one validation is both"
     costs = _TWICE if switching is Switching.RESTART else ""

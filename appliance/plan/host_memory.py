@@ -9,7 +9,7 @@ P weights, T tokens of one forward, h hidden, q attention's width, i intermediat
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 from appliance.plan.env import KV_CACHE_VARIABLE
@@ -102,7 +102,7 @@ def ladder(plan: RunPlan, shape: ModelShape, *, limit: int) -> tuple[str, ...]:
 def _smaller_cache(plan: RunPlan) -> Iterator[tuple[RunPlan, str]]:
     for gib in range(kv_cache_gib(plan) - 1, 0, -1):
         yield (
-            replace(plan, env=tuple({**dict(plan.env), KV_CACHE_VARIABLE: str(gib)}.items())),
+            plan.replace(env=tuple({**dict(plan.env), KV_CACHE_VARIABLE: str(gib)}.items())),
             (f"rollout.kv_cache_gb: {gib}"),
         )
 
@@ -110,5 +110,5 @@ def _smaller_cache(plan: RunPlan) -> Iterator[tuple[RunPlan, str]]:
 def _shorter_forwards(plan: RunPlan) -> Iterator[tuple[RunPlan, str]]:
     size = plan.trainer.micro_batch_sequences
     for smaller in (each for each in range(size - 1, 0, -1) if size % each == 0):
-        trainer = replace(plan.trainer, micro_batch_sequences=smaller, max_tokens_per_gpu=None)
-        yield replace(plan, trainer=trainer), f"batch.micro_batch_sequences: {smaller}"
+        trainer = plan.trainer.replace(micro_batch_sequences=smaller, max_tokens_per_gpu=None)
+        yield plan.replace(trainer=trainer), f"batch.micro_batch_sequences: {smaller}"

@@ -10,7 +10,7 @@ P weights, N GPUs, T tokens of one forward on one GPU, h hidden, i intermediate,
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from appliance.plan.model import RunPlan
 from appliance.terms.devices import GPUS
@@ -114,7 +114,7 @@ def engine_weights(plan: RunPlan, shape: ModelShape) -> int:
 
 def one_sequence(plan: RunPlan, shape: ModelShape) -> int:
     """Bytes of the KV cache of one sequence of full length on one GPU."""
-    longest = plan.task.max_prompt_tokens + plan.task.max_response_tokens
+    longest = plan.task.longest
     return longest * shape.kv_bytes_per_token // min(plan.rollout.tensor_parallel, shape.kv_heads)
 
 
@@ -144,7 +144,7 @@ def tokens_of_a_forward(plan: RunPlan) -> int:
     """T: what one GPU has of a packed forward, or of a micro-batch of full length."""
     if plan.trainer.max_tokens_per_gpu:
         return plan.trainer.max_tokens_per_gpu
-    longest = plan.task.max_prompt_tokens + plan.task.max_response_tokens
+    longest = plan.task.longest
     return plan.trainer.micro_batch_sequences * longest // plan.trainer.sequence_parallel
 
 
@@ -177,18 +177,18 @@ Rung = Iterator[tuple[RunPlan, str]]  # candidates of one kind; the first that h
 
 
 def _offload_optimizer(plan: RunPlan, shape: ModelShape) -> Rung:
-    yield replace(plan, trainer=replace(plan.trainer, offload_optimizer=True)), "trainer.offload_optimizer: true"
+    yield plan.replace(trainer=plan.trainer.replace(offload_optimizer=True)), "trainer.offload_optimizer: true"
 
 
 def _offload_parameters(plan: RunPlan, shape: ModelShape) -> Rung:
-    yield replace(plan, trainer=replace(plan.trainer, offload_parameters=True)), "trainer.offload_parameters: true"
+    yield plan.replace(trainer=plan.trainer.replace(offload_parameters=True)), "trainer.offload_parameters: true"
 
 
 def _less_for_the_engine(plan: RunPlan, shape: ModelShape) -> Rung:
     """The largest share with which a response fits beside the trainer's state; else the smallest there is."""
     shares = [percent / 100 for percent in range(_LARGEST_SHARE, _SMALLEST_SHARE - 1, -_STEP_OF_SHARE)]
     made = [
-        (replace(plan, trainer=replace(plan.trainer, gpu_memory_utilization=share)), share)
+        (plan.replace(trainer=plan.trainer.replace(gpu_memory_utilization=share)), share)
         for share in shares
         if share < plan.trainer.gpu_memory_utilization
     ]
@@ -199,16 +199,16 @@ def _less_for_the_engine(plan: RunPlan, shape: ModelShape) -> Rung:
 
 def _shorter_forwards(plan: RunPlan, shape: ModelShape) -> Rung:
     """One sequence of full length per forward, on as few GPUs as make it fit."""
-    longest = plan.task.max_prompt_tokens + plan.task.max_response_tokens
+    longest = plan.task.longest
     made = []
     for sharing in _SHARINGS:
         tokens = -(-longest // sharing)
         divides = not (plan.gpus_per_node % sharing or shape.heads % sharing)
         if divides and sharing >= plan.trainer.sequence_parallel and tokens < tokens_of_a_forward(plan):
-            trainer = replace(plan.trainer, sequence_parallel=sharing, max_tokens_per_gpu=tokens)
+            trainer = plan.trainer.replace(sequence_parallel=sharing, max_tokens_per_gpu=tokens)
             text = f"batch.max_tokens_per_gpu: {tokens}"
             shared = "" if sharing == plan.trainer.sequence_parallel else f"trainer.sequence_parallel: {sharing}, "
-            made.append((replace(plan, trainer=trainer), shared + text))
+            made.append((plan.replace(trainer=trainer), shared + text))
     fits = [each for each in made if not moments(each[0], shape)[1].short]
     yield from (fits or made[-1:])[:1]
 
@@ -218,9 +218,9 @@ def _more_gpus(plan: RunPlan, shape: ModelShape) -> Rung:
     made = []
     for gpus in _SHARINGS:
         if gpus > plan.gpus_per_node and not shape.heads % gpus:
-            made.append((replace(plan, gpus_per_node=gpus), f"cluster.gpus_per_node: {gpus}"))
-            rollout = replace(plan.rollout, tensor_parallel=gpus)
+            made.append((plan.replace(gpus_per_node=gpus), f"cluster.gpus_per_node: {gpus}"))
+            rollout = plan.rollout.replace(tensor_parallel=gpus)
             text = f"cluster.gpus_per_node: {gpus}, rollout.tensor_parallel: {gpus}"
-            made.append((replace(plan, gpus_per_node=gpus, rollout=rollout), text))
+            made.append((plan.replace(gpus_per_node=gpus, rollout=rollout), text))
     fits = [each for each in made if not _shortage(each[0], shape)]
     yield from (fits or made[-1:])[:1]

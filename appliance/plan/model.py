@@ -1,49 +1,52 @@
 """What will happen: RunPlan, a value that is written to `plan.json` and read by every process of a run.
 
-Nothing here imports torch, verl or vLLM. Paths are absolute strings. A plan never changes after it is written.
+Nothing here imports torch, verl or vLLM. Paths are absolute strings. A plan never changes after it is written. No field
+has a default that a recipe has too: plan/build.py says them all.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Literal
 
+from appliance.frozen import Frozen
 from appliance.guard.policy import Action
 from appliance.quant.correction import ClipRange, CorrectionMethod
 from appliance.quant.settings import Quantisation
+from appliance.recipe.topology import Topology
+from appliance.terms.devices import CPU
 from appliance.terms.schemes import Scheme
 
 SCHEMA_VERSION = 1
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(Frozen):
     """A number we derived, with its reason."""
 
     key: str
+    """As in a recipe, or a name of ours where a recipe has none."""
     value: str
     why: str
 
 
-@dataclass(frozen=True)
-class ModelPlan:
-    """Where the weights come from. Exactly one of `source` (folder or hub name) and `builtin` is not empty.
-
-    path: what the trainer and the engine read: a folder (for a builtin, in the cache, made on first use; with a
-    revision, the hub's snapshot of it, fetched on first use) or a name on the hub.
-    revision: as the recipe has it, empty: `main`.
-    commit: of a hub model, where it was known; with a revision it is what is loaded.
-    """
+class ModelPlan(Frozen):
+    """Where the weights come from. Exactly one of `source` and `builtin` is not empty."""
 
     path: str
+    """What the trainer and the engine read: a folder, or a name on the hub.
+
+    For a builtin it lies in the cache, made on first use; with a revision it is the hub's snapshot of it, fetched on
+    first use.
+    """
     source: str
+    """The folder or the hub name, as the recipe has it."""
     builtin: str
     revision: str
+    """As the recipe has it, empty: `main`."""
     trust_remote_code: bool
     commit: str = ""
+    """Of a hub model, where it was known; with a revision it is what is loaded."""
 
     @property
     def hub_name(self) -> str:
@@ -61,57 +64,63 @@ class ModelPlan:
         return f"{self.source}@{self.commit}" if self.is_pinned else self.path
 
 
-@dataclass(frozen=True)
-class UaqPlan:
-    """UAQ: trainer and engine read a model that was scaled once. folder: in the run's folder, filled before training.
-
-    scale: weights that a norm feeds are divided by it, and the norm is multiplied; `model/` is folded back.
-    """
+class UaqPlan(Frozen):
+    """UAQ: trainer and engine read a model that was scaled once."""
 
     scale: float
+    """Weights that a norm feeds are divided by it, and the norm is multiplied; `model/` is folded back."""
     folder: str
+    """Of the scaled model, in the run's folder; filled before training."""
 
 
-@dataclass(frozen=True)
-class TaskPlan:
-    """What to learn. train_parquet / val_parquet are what verl reads, made by `tasks.prepare`.
-
-    train_file / val_file: the user's own JSON-lines files, or empty.
-    truncate_prompts: whether longer prompts lose their beginning; else they are left out.
-    difficulty: digits of the operands for `arithmetic`; ignored elsewhere.  sizes are numbers of problems.
-    """
+class TaskPlan(Frozen):
+    """What to learn."""
 
     kind: str
     difficulty: int
+    """Digits of the operands for `arithmetic`; ignored elsewhere."""
     seed: int
     train_file: str
+    """The user's own file, or empty."""
     val_file: str
+    """The user's own file, or empty."""
     train_size: int
+    """Problems; 0: all there are."""
     val_size: int
+    """Problems."""
     train_parquet: str
+    """What verl reads, made by `tasks.prepare`."""
     val_parquet: str
+    """What verl reads, made by `tasks.prepare`."""
     max_prompt_tokens: int
     max_response_tokens: int
-    truncate_prompts: bool = False
-    reward_timeout_s: float = 30.0
+    truncate_prompts: bool
+    """Whether longer prompts lose their beginning; else they are left out."""
+    reward_timeout_s: float
+    """For one response, then its reward has failed."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt and the longest response."""
+        return self.max_prompt_tokens + self.max_response_tokens
 
 
-@dataclass(frozen=True)
-class RolloutPlan:
-    """scheme: of the replicas; where they differ, of the first quantised one.
-
-    replicas: one per engine, in rank order.  prove_every: weight updates until each quantised layer was proven, >= 1.
-    eager: whether engines run without CUDA graphs and torch.compile.
-    """
+class RolloutPlan(Frozen):
+    """How responses are generated, and by which engines."""
 
     scheme: Scheme
+    """Of the replicas; where they differ, of the first quantised one."""
     replicas: tuple[Quantisation, ...]
+    """One per engine, in rank order."""
     tensor_parallel: int
+    """GPUs that share one engine."""
     samples_per_prompt: int
     temperature: float
     top_p: float
     prove_every: int
-    eager: bool = True
+    """Weight updates until each quantised layer was proven, >= 1."""
+    eager: bool
+    """Whether engines run without CUDA graphs and torch.compile."""
 
     @property
     def emulated(self) -> bool:
@@ -124,51 +133,65 @@ class RolloutPlan:
         return "+".join(dict.fromkeys(str(replica.scheme) for replica in self.replicas))
 
 
-@dataclass(frozen=True)
-class ProfilePlan:
-    """The profile that the rollouts use. folder: in the run's folder, filled before training.
+class EnginePlan(Frozen):
+    """What an engine holds at a time."""
 
-    source: a profile to copy, or empty to make one (or find it in the cache).  smoothing: strength 0..1.
-    error_budget: largest relative output error of a quantised layer, None: no layer is kept for its error.
-    """
+    max_model_tokens: int
+    """Of one sequence: the longest prompt and the longest response."""
+    max_concurrent_sequences: int
+    max_batched_tokens: int
+    """Of one engine step."""
+    chunked_prefill: bool
+    """Whether long prompts are read in parts, between steps of generation."""
+    num_agent_workers: int
+    """Processes that send prompts to the engines."""
+    bucket_mib: int
+    """Weights are sent in parts of this size; shared memory of this size is held."""
+
+
+class ProfilePlan(Frozen):
+    """The profile that the rollouts use."""
 
     folder: str
+    """In the run's folder, filled before training."""
     source: str
+    """A profile to copy, or empty to make one (or find it in the cache)."""
     scheme: Scheme
     smoothing: float
+    """Strength, 0..1."""
     error_budget: float | None
+    """Largest relative output error of a quantised layer; None: no layer is kept for its error."""
     ignore: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class ShadowPlan:
-    """Of `calibrated-clipping`: after the first update and then every so many, so many of the step's sequences.
-
-    micro_batch_sequences: of one forward; divides a rank's share.
-    """
+class ShadowPlan(Frozen):
+    """The shadow batch of `calibrated-clipping`."""
 
     every: int
+    """Steps between two, after the first update."""
     sequences: int
+    """Of the step's, in one batch."""
     micro_batch_sequences: int
+    """Of one forward; divides a rank's share."""
 
 
-@dataclass(frozen=True)
-class CorrectionPlan:
-    """What corrects the loss. cap and bounds as in quant/correction.py, None where the method has none.
-
-    clip_low, clip_high: the recipe's clip range, which `acr` and `calibrated-clipping` widen.
-    reject_k3_above: whatever the method, a sequence with a larger mean k3 is dropped, nats; None: none is.
-    loss_cap: of `acr`, the cap that its loss knows where `cap` is another one by now.
-    """
+class CorrectionPlan(Frozen):
+    """What corrects the loss."""
 
     method: CorrectionMethod
     cap: float | None = None
+    """As in quant/correction.py, None where the method has none."""
     bounds: tuple[float, float] | None = None
+    """As in quant/correction.py, None where the method has none."""
     clip_high: float = 0.2
+    """The recipe's, which `acr` and `calibrated-clipping` widen."""
     clip_low: float = 0.2
+    """The recipe's, which `calibrated-clipping` widens."""
     shadow: ShadowPlan | None = None
     reject_k3_above: float | None = None
+    """Whatever the method, a sequence with a larger mean k3 is dropped, nats; None: none is."""
     loss_cap: float | None = None
+    """Of `acr`: the cap that its loss knows where `cap` is another one by now."""
 
     @property
     def nominal(self) -> ClipRange:
@@ -185,30 +208,31 @@ class CorrectionPlan:
 
 
 class Switching(StrEnum):
-    """How engines change their scheme while a run lasts. LIVE: with a weight update.  RESTART: new ones take over."""
+    """How engines change their scheme while a run lasts."""
 
     LIVE = "live"
+    """With a weight update."""
     RESTART = "restart"
-
-    @classmethod
-    def _missing_(cls, value: object) -> Switching | None:
-        """Plans of a model with experts, written before engines were restarted: nothing in them asks for a change."""
-        return cls.RESTART if value == "not-with-experts" else None
+    """New engines take over."""
 
 
-@dataclass(frozen=True)
-class AlgorithmPlan:
-    """kind: `grpo` or `dapo`.  wrong_reward: of a wrong answer, where a right one has 1.
+class AlgorithmPlan(Frozen):
+    """The policy gradient, but for its clip range, which is with the correction."""
 
-    overlong_tokens, overlong_penalty: of `tasks.grading.overlong_penalty`.
-    max_generated_prompts: a step of `dapo` that needs more ends the run; 0: any number.
-    """
-
-    kind: str = "grpo"
-    wrong_reward: float = 0.0
-    overlong_tokens: int = 0
-    overlong_penalty: float = 0.0
-    max_generated_prompts: int = 0
+    kind: str
+    """`grpo` or `dapo`."""
+    dual_clip: float
+    """Where the advantage is negative the ratio is clipped here."""
+    wrong_reward: float
+    """Of a wrong answer, where a right one has 1."""
+    overlong_tokens: int
+    """As in `tasks.grading.overlong_penalty`."""
+    overlong_penalty: float
+    """As in `tasks.grading.overlong_penalty`."""
+    generation_batches: int
+    """Steps' worth of prompts that `dapo` generates at a time."""
+    max_generated_prompts: int
+    """A step of `dapo` that needs more ends the run; 0: any number."""
 
     @property
     def filters(self) -> bool:
@@ -216,50 +240,65 @@ class AlgorithmPlan:
         return self.kind == "dapo"
 
 
-@dataclass(frozen=True)
-class TrainerPlan:
-    """How the trainer's forward and backward run. attention: transformers' name of the implementation.
+class OptimizerPlan(Frozen):
+    """AdamW."""
 
-    packed: sequences lie behind one another without padding, which needs flash attention.
-    sequence_parallel: GPUs that share a sequence.  offload_*: to the host's memory between uses.
-    max_tokens_per_gpu: of one forward, None: micro_batch_sequences of full length.
-    """
-
-    attention: str = "sdpa"
-    packed: bool = False
-    sequence_parallel: int = 1
-    offload_parameters: bool = False
-    offload_optimizer: bool = False
-    gradient_checkpointing: bool = False
-    micro_batch_sequences: int = 1
-    max_tokens_per_gpu: int | None = None
-    gpu_memory_utilization: float = 0.5
+    learning_rate: float
+    weight_decay: float
+    warmup_steps: int
+    """In optimizer steps."""
+    max_grad_norm: float
 
 
-@dataclass(frozen=True)
-class GuardPlan:
-    """What the governor may do, and when a step counts as bad. Steps are counts, bounds in the units of the metrics.
+class TrainerPlan(Frozen):
+    """How the trainer's forward and backward run."""
 
-    bad_steps: of the last 2 * bad_steps - 1, lead up.  fine_steps: in a row, lead down.  cooling_steps: after a climb.
-    gradient_steps: gradients in a row, not finite, that stop the run.  switching: how engines change their scheme.
-    save_budget_s: for saving at a signal.  stall_s: without progress, then it is cut.  reward_failures: a share, 0..1.
-    reserve_bf16: memory is counted as if all rollouts were in BF16.
-    """
+    attention: str
+    """transformers' name of the implementation."""
+    packed: bool
+    """Whether sequences lie behind one another without padding, which needs flash attention."""
+    sequence_parallel: int
+    """GPUs that share a sequence."""
+    offload_parameters: bool
+    """To the host's memory between uses."""
+    offload_optimizer: bool
+    """To the host's memory between uses."""
+    gradient_checkpointing: bool
+    mini_batch_prompts: int
+    """Of one update."""
+    micro_batch_sequences: int
+    """Of one forward."""
+    max_tokens_per_gpu: int | None
+    """Of one forward; None: micro_batch_sequences of full length."""
+    gpu_memory_utilization: float
+    """Part of a GPU's memory that is its engine's."""
 
-    actions: tuple[Action, ...] = ()
-    k3_kl: float = 0.015
-    weight_std: float = 1.0
-    ess: float = 0.3
-    truncated_fraction: float = 0.05
-    bad_steps: int = 3
-    fine_steps: int = 20
-    cooling_steps: int = 5
-    gradient_steps: int = 3
-    save_budget_s: float = 300.0
-    stall_s: float = 1800.0
-    reward_failures: float = 0.1
-    reserve_bf16: bool = False
-    switching: Switching = Switching.LIVE
+
+class GuardPlan(Frozen):
+    """What the governor may do, and when a step counts as bad: bounds in the units of the metrics."""
+
+    actions: tuple[Action, ...]
+    k3_kl: float
+    weight_std: float
+    ess: float
+    truncated_fraction: float
+    bad_steps: int
+    """Of the last 2 * bad_steps - 1, lead up."""
+    fine_steps: int
+    """In a row, lead down."""
+    cooling_steps: int
+    """After a climb, not judged."""
+    gradient_steps: int
+    """Gradients in a row, not finite, that stop the run."""
+    save_budget_s: float
+    """For saving at a signal."""
+    stall_s: float
+    """Without progress, then the training is cut."""
+    reward_failures: float
+    """A step with a larger share of failed rewards stops the run, 0..1."""
+    reserve_bf16: bool
+    """Whether memory is counted as if all rollouts were in BF16."""
+    switching: Switching
 
     @property
     def ranks_layers(self) -> bool:
@@ -272,92 +311,105 @@ class GuardPlan:
         return Action.BF16 in self.actions
 
 
-@dataclass(frozen=True)
-class ClusterPlan:
-    """Where the nodes of a training of several meet.
-
-    address: `host:port` of a Ray cluster that is there already; empty: this host becomes the head.
-    port: of the head's control store, the first of its ports (plan/ports.py).  node_address: by which other nodes
-    reach this host; empty: Ray's choice.  wait_s: how long nodes may take to join.
-    """
+class ClusterPlan(Frozen):
+    """Where the nodes of a training of several meet."""
 
     address: str
+    """`host:port` of a Ray cluster that is there already; empty: this host becomes the head."""
     port: int
+    """Of the head's control store, the first of its ports (plan/ports.py)."""
     node_address: str
+    """By which other nodes reach this host; empty: Ray's choice."""
     token_file: str
     wait_s: float
+    """How long nodes may take to join."""
 
 
-@dataclass(frozen=True)
-class CheckpointPlan:
-    """When a step is saved (the last one always is), and what stays.
+class CheckpointPlan(Frozen):
+    """When a step is saved (the last one always is), and what stays."""
 
-    every_steps, every_minutes: 0: not for this reason.  keep: of the newest, None for all.  keep_best: the one with the
-    best greedy validation is saved too, and stays.
-    """
+    every_steps: int
+    """0: not for this reason."""
+    every_minutes: float
+    """0: not for this reason."""
+    keep: int | None
+    """So many of the newest; None: all."""
+    keep_best: bool
+    """Whether the one with the best greedy validation is saved too, and stays."""
 
-    every_steps: int = 0
-    every_minutes: float = 0.0
-    keep: int | None = 2
-    keep_best: bool = False
 
-
-@dataclass(frozen=True)
-class ExpectedAttestation:
-    """One process that must say what it runs before the first step. role: `rollout`, `trainer` or `driver`.
-
-    patches: names of the patches that must be live in it, sorted, and no others.
-    """
+class ExpectedAttestation(Frozen):
+    """One process that must say what it runs before the first step."""
 
     role: str
+    """`rollout`, `trainer` or `driver`."""
     rank: int
     scheme: Scheme
     patches: tuple[str, ...] = ()
+    """Names of the patches that must be live in it, sorted, and no others."""
     emulated: bool = False
 
 
-@dataclass(frozen=True)
-class RunPlan:
-    """Everything a run needs to know.
-
-    validate_bf16_every: steps between validations in BF16 beside the run's scheme, 0 for none; the end is always one.
-    argv: the exact child.  env: what the child gets on top of the launcher's own environment (names from plan.env).
-    pins: distribution -> version that the patches were made for.
-    norm_fed_lr_scale: times the learning rate, for the linear layers that a norm feeds.
-    resume_from: the checkpoint whose step this attempt goes on after, empty for a start from the model.
-    """
+class RunPlan(Frozen):
+    """Everything a run needs to know."""
 
     name: str
     run_dir: str
     cache_dir: str
     seed: int
-    device: str  # "cpu" or a GPU name as in the recipe
+    device: str
+    """`cpu` or a GPU name as in the recipe."""
     nodes: int
     gpus_per_node: int
     model: ModelPlan
     task: TaskPlan
     rollout: RolloutPlan
+    engine: EnginePlan
     profile: ProfilePlan | None
     correction: CorrectionPlan
     steps: int
+    validate_before: bool
+    """Whether the model is validated before the first step of a run from its beginning."""
     validate_every: int
+    """Steps between two validations; the end is always one."""
     prompts_per_step: int
     logging_backends: tuple[str, ...]
     argv: tuple[str, ...]
+    """The exact child: what plan/verl_args.py makes of the rest of this plan."""
     env: tuple[tuple[str, str], ...]
+    """What the child gets on top of the launcher's own environment (names from plan/env.py)."""
     pins: tuple[tuple[str, str], ...]
+    """(distribution, version that the patches were made for)."""
     choices: tuple[Choice, ...]
     attestations: tuple[ExpectedAttestation, ...]
-    guard: GuardPlan = GuardPlan()
-    uaq: UaqPlan | None = None
-    norm_fed_lr_scale: float = 1.0
-    cluster: ClusterPlan | None = None  # None: one node, with a Ray of the run's own
-    checkpoint: CheckpointPlan = CheckpointPlan()
-    resume_from: str = ""
-    validate_bf16_every: int = 0
-    algorithm: AlgorithmPlan = AlgorithmPlan()
-    trainer: TrainerPlan = TrainerPlan()
-    schema_version: int = SCHEMA_VERSION
+    guard: GuardPlan
+    uaq: UaqPlan | None
+    optimizer: OptimizerPlan
+    norm_fed_lr_scale: float
+    """Times the learning rate, for the linear layers that a norm feeds."""
+    cluster: ClusterPlan | None
+    """None: one node, with a Ray of the run's own."""
+    checkpoint: CheckpointPlan
+    resume_from: str
+    """The checkpoint whose step this attempt goes on after, empty for a start from the model."""
+    validate_bf16_every: int
+    """Steps between validations in BF16 beside the run's scheme, 0 for none; the end is always one."""
+    algorithm: AlgorithmPlan
+    trainer: TrainerPlan
+    schema_version: Literal[1]
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.device == CPU
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(
+            nodes=self.nodes,
+            gpus_per_node=self.gpus_per_node,
+            tensor_parallel=self.rollout.tensor_parallel,
+            sequence_parallel=self.trainer.sequence_parallel,
+        )
 
     @property
     def trained_model(self) -> str:
@@ -365,7 +417,7 @@ class RunPlan:
         return self.uaq.folder if self.uaq else self.model.path
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=2)
+        return self.model_dump_json(indent=2)
 
     def write(self, path: Path) -> None:
         path.write_text(self.to_json() + "\n")

@@ -206,7 +206,7 @@ def _shape(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
         return
     if why := why_unknown(shape.architectures):
         yield _error("architecture", "model.path", f"{plan.model.path}: {why}", "use a model of a known family")
-    longest = plan.task.max_prompt_tokens + plan.task.max_response_tokens
+    longest = plan.task.longest
     if 0 < shape.max_positions < longest:
         message = f"prompt and response are up to {longest} tokens, {plan.model.source} takes {shape.max_positions}"
         yield _error("context", "task.max_response_tokens", message, "lower it, or task.max_prompt_tokens")

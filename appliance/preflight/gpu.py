@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from appliance.plan.guard import CHANGES_ENGINES
 from appliance.plan.host import HostFacts
@@ -85,7 +84,7 @@ def _engine(plan: RunPlan, shape: ModelShape) -> Iterator[Finding]:
         return
     actions = [each for each in CHANGES_ENGINES if each in plan.guard.actions]
     validates = bool(plan.validate_bf16_every)
-    in_bf16 = engine_share(replace(plan, guard=replace(plan.guard, reserve_bf16=True)), shape)
+    in_bf16 = engine_share(plan.replace(guard=plan.guard.replace(reserve_bf16=True)), shape)
     if in_bf16 is None or not in_bf16.short or not (validates or actions):
         return
     wholly = validates or plan.guard.comes_to_bf16

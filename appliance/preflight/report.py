@@ -6,7 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from appliance.plan.build import Begun, build_plan, hub_name
+from appliance.plan.build import OriginalPlan, build_plan, hub_name
 from appliance.plan.host import HostFacts
 from appliance.plan.model import RunPlan
 from appliance.plan.show import plan_text
@@ -25,13 +25,13 @@ def examine(
     ask_hub: bool,
     cache_dir: Path | None = None,
     resume_from: Path | None = None,
-    begun: Begun | None = None,
+    original: OriginalPlan | None = None,
     commit: str | None = None,
 ) -> tuple[RunPlan, HostFacts, list[Finding]]:
     """The plan of a run and everything that this host has against it.
 
     run_dir: absolute.  ask_hub: whether the network and a child may be asked, which can take seconds.
-    cache_dir: None: beside the run's folder.  resume_from, begun: as build_plan.
+    cache_dir: None: beside the run's folder.  resume_from, original: as build_plan.
     commit: of the recipe's model on the hub, from whoever has asked for it; None: the hub is asked where it may be.
     Raises RecipeError where the plan cannot be made.
     """
@@ -42,20 +42,25 @@ def examine(
         host=host,
         cache_dir=cache_dir,
         resume_from=resume_from,
-        begun=begun,
-        commit=_commit(recipe, begun=begun, ask_hub=ask_hub) if commit is None else commit,
+        original=original,
+        commit=_commit(recipe, original=original, ask_hub=ask_hub) if commit is None else commit,
     )
     return plan, host, judge(plan, host=host, inputs=read_inputs(plan, ask_hub=ask_hub, host=host))
 
 
-def _commit(recipe: Recipe, *, begun: Begun | None, ask_hub: bool) -> str:
+def _commit(recipe: Recipe, *, original: OriginalPlan | None, ask_hub: bool) -> str:
     """Of the recipe's model on the hub, empty where it has none or nobody asks.
 
     A tag or a branch that the recipe names stays what it was when the run began.
     """
     name, revision = hub_name(recipe), recipe.model.revision or ""
-    if begun is not None and revision and (begun.model, begun.revision) == (name, revision) and begun.commit:
-        return begun.commit
+    if (
+        original is not None
+        and revision
+        and (original.model, original.revision) == (name, revision)
+        and original.commit
+    ):
+        return original.commit
     return hub.revision(name, of=revision)[0] if name and ask_hub else ""
 
 
@@ -80,7 +85,7 @@ def plan_as(
 ) -> str:
     """The plan with the findings attached, as JSON or as text. full, columns: of the text, as in plan/show.py."""
     if json_mode:
-        document = {"schema_version": 1, "recipe": to_plain(recipe), "plan": dataclasses.asdict(plan)}
+        document = {"schema_version": 1, "recipe": to_plain(recipe), "plan": plan.model_dump(mode="json")}
         return json.dumps({**document, "findings": as_json(findings)}, indent=2)
     needs = estimates(plan, model_bytes=model_bytes(plan), shape=model_shape(plan))
     recipe_yaml = to_yaml(recipe) if full else ""

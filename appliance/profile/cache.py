@@ -5,7 +5,6 @@ A file's hash is remembered with its size and time, so that it is read once.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import shutil
@@ -47,7 +46,7 @@ def file_hash(file: Path, *, cache_dir: Path) -> str:
 
 def profile_key(job: ProfileJob, *, model: str, data: str) -> str:
     """16 hex digits. model, data: hashes."""
-    settings = {name: value for name, value in dataclasses.asdict(job).items() if name not in _PLACES}
+    settings = job.model_dump(mode="json", exclude=_PLACES)
     return _digest({"version": _VERSION, "model": model, "data": data, **settings})[:16]
 
 

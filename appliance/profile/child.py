@@ -17,7 +17,7 @@ from appliance.errors import EngineError
 from appliance.files import whole_folder
 from appliance.plan.read import read_plan
 from appliance.profile.cache import find_profile, key_of, place_profile
-from appliance.profile.job import ProfileJob, cache_folder, job_of_run, read_job
+from appliance.profile.job import ProfileJob, cache_folder, job_of_run
 from appliance.quant.calibrate import calibrate
 from appliance.quant.donor import recover
 from appliance.quant.files import PROFILE_FILE
@@ -130,7 +130,7 @@ def _tokens(row: dict, *, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def main(arguments: list[str]) -> int:
     keep_stacks(PHASE)
     kind, path = arguments[0], Path(arguments[1])
-    job = job_of_run(read_plan(path)) if kind == "--plan" else read_job(path.read_text())
+    job = job_of_run(read_plan(path)) if kind == "--plan" else ProfileJob.model_validate_json(path.read_bytes())
     return exit_code_of(lambda: make_profile(job), run_dir=Path(job.report_dir))
 
 

@@ -5,8 +5,8 @@ The launcher's side: it imports no torch, finds what the cache has, and leaves t
 
 from __future__ import annotations
 
-import dataclasses
 import os
+import os.path
 import sys
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -123,7 +123,7 @@ def run_donor(*, model: str, quantized: Path, scheme: Scheme, output: Path) -> i
             donor=str(quantized.absolute()),
         )
         _run(job, env={})
-    settings = Quantisation(scheme, profile=str(output.absolute()))
+    settings = Quantisation(scheme=scheme, profile=str(output.absolute()))
     write_config(output / CONFIG_FILE, [settings], model=job.model)
     _show(output)
     return 0
@@ -230,7 +230,7 @@ def _write_config(plan: RunPlan, *, profile: Path | None, path: Path) -> None:
     for each in plan.rollout.replicas:
         uses = bool(each.profile and profile)
         ignore = tuple(dict.fromkeys((*each.ignore, *(kept if uses else ()))))
-        replicas.append(dataclasses.replace(each, ignore=ignore, profile=str(profile.absolute()) if uses else ""))
+        replicas.append(each.replace(ignore=ignore, profile=str(profile.absolute()) if uses else ""))
     write_config(path, replicas, model=plan.model.path)
 
 
@@ -263,7 +263,7 @@ def _run(job: ProfileJob, *, env: dict[str, str]) -> Path:
     """The child, with a bar; the folder where it left the profile. Raises the error that it reported."""
     folder = Path(job.report_dir)
     left: list[Path] = []
-    (folder / "job.json").write_text(job.to_json())
+    (folder / "job.json").write_text(job.model_dump_json(indent=2))
     tail = Tail(folder / EVENTS_FILE)
     with Progress(console=console.err_console(), disable=not console.is_live(console.err_console())) as bar:
         task = bar.add_task("profiling", total=None)

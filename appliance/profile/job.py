@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from dataclasses import dataclass, replace
 from pathlib import Path
 
+from appliance.frozen import Frozen
 from appliance.plan.model import RunPlan
 from appliance.terms.schemes import Scheme
 
@@ -16,42 +14,36 @@ PROFILES = "profiles"  # below the cache folder
 HASHES = "hashes.json"
 
 
-@dataclass(frozen=True)
-class ProfileJob:
-    """One profile to make or to find. model: folder or hub name.  parquet: the task's training data.
-
-    target: the folder that gets `profile.safetensors`, or empty to leave it in the cache.  report_dir: where events go.
-    longest: tokens, where a prompt with its answer is cut.  donor: a W8A8 checkpoint, and then no text is read.
-    """
+class ProfileJob(Frozen):
+    """One profile to make or to find."""
 
     model: str
+    """Folder or hub name."""
     revision: str
     trust_remote_code: bool
     parquet: str
+    """The task's training data."""
     scheme: Scheme
     strength: float
+    """Of smoothing, 0..1."""
     error_budget: float | None
     ignore: tuple[str, ...]
     longest: int
+    """Tokens, where a prompt with its answer is cut."""
     cache_dir: str
     target: str
+    """The folder that gets `profile.safetensors`, or empty to leave it in the cache."""
     report_dir: str
+    """Where events go."""
     donor: str = ""
+    """A W8A8 checkpoint, and then no text is read."""
     prompts: int = PROMPTS
     max_tokens: int = MAX_TOKENS
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=2)
-
-
-def read_job(text: str) -> ProfileJob:
-    raw = json.loads(text)
-    return ProfileJob(**{**raw, "scheme": Scheme(raw["scheme"]), "ignore": tuple(raw["ignore"])})
 
 
 def job_of_run(plan: RunPlan) -> ProfileJob:
     """The profiling of a training run: of the model that is trained, which UAQ has scaled."""
-    return replace(job_of_plan(plan), model=plan.trained_model or plan.model.source)
+    return job_of_plan(plan).replace(model=plan.trained_model or plan.model.source)
 
 
 def job_of_plan(plan: RunPlan, *, target: str | None = None) -> ProfileJob:
@@ -67,7 +59,7 @@ def job_of_plan(plan: RunPlan, *, target: str | None = None) -> ProfileJob:
         strength=profile.smoothing,
         error_budget=profile.error_budget,
         ignore=profile.ignore,
-        longest=plan.task.max_prompt_tokens + plan.task.max_response_tokens,
+        longest=plan.task.longest,
         cache_dir=plan.cache_dir,
         target=profile.folder if target is None else target,
         report_dir=plan.run_dir,

@@ -7,7 +7,7 @@ before: an update that says nothing is as planned.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from appliance.quant.settings import Quantisation
 from appliance.terms.schemes import Scheme
@@ -59,6 +59,6 @@ def quantisation_at(planned: Quantisation, precision: Precision) -> Quantisation
     if not planned.scheme.quantised or precision.is_planned:
         return planned
     if precision.scheme is Scheme.BF16:
-        return Quantisation(Scheme.BF16, lm_head_fp32=planned.lm_head_fp32)
+        return Quantisation(scheme=Scheme.BF16, lm_head_fp32=planned.lm_head_fp32)
     ignore = tuple(dict.fromkeys((*planned.ignore, *precision.bf16_layers)))
-    return replace(planned, scheme=precision.scheme or planned.scheme, ignore=ignore)
+    return planned.replace(scheme=precision.scheme or planned.scheme, ignore=ignore)

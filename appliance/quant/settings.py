@@ -5,28 +5,26 @@ The value travels to vLLM as `hf_overrides.quantization_config`, together with `
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
 from typing import Any
 
+from appliance.frozen import Frozen
 from appliance.terms.schemes import Scheme
 
 METHOD_NAME = "appliance"  # the name of our quantisation method in vLLM
 
 
-@dataclass(frozen=True)
-class Quantisation:
-    """emulated: an FP8 scheme by quantise-dequantise in float, where there are no kernels; for numerics only.
-
-    ignore: layers kept in BF16, each an exact name or `re:` and a pattern, as compressed-tensors has them.
-    profile: folder of a profile whose smoothing is folded in, or empty.  lm_head_fp32: the last projection in FP32.
-    """
+class Quantisation(Frozen):
+    """What one engine quantises, and how."""
 
     scheme: Scheme
     emulated: bool = False
+    """An FP8 scheme by quantise-dequantise in float, where there are no kernels; for numerics only."""
     ignore: tuple[str, ...] = ()
+    """Layers kept in BF16, each an exact name or `re:` and a pattern, as compressed-tensors has them."""
     profile: str = ""
+    """Folder of a profile whose smoothing is folded in, or empty."""
     lm_head_fp32: bool = False
+    """Whether the last projection is in FP32."""
 
     @property
     def is_plain(self) -> bool:
@@ -35,7 +33,7 @@ class Quantisation:
 
     def to_config(self) -> dict[str, Any]:
         """The value of `hf_overrides.quantization_config`: JSON types only."""
-        return {"quant_method": METHOD_NAME, **dataclasses.asdict(self), "ignore": list(self.ignore)}
+        return {"quant_method": METHOD_NAME, **self.model_dump(mode="json")}
 
     def engine_arguments(self) -> dict[str, Any]:
         """What vLLM's `LLM` or `EngineArgs` get: nothing for a plain engine."""
@@ -45,6 +43,6 @@ class Quantisation:
 
 
 def quantisation_from_config(config: dict[str, Any]) -> Quantisation:
-    """The inverse of `Quantisation.to_config`. Raises ValueError for an unknown scheme, TypeError for another key."""
+    """The inverse of `Quantisation.to_config`. Raises ValueError for what it never writes."""
     values = {key: value for key, value in config.items() if key != "quant_method"}
-    return Quantisation(**{**values, "scheme": Scheme(values["scheme"]), "ignore": tuple(values.get("ignore", ()))})
+    return Quantisation.model_validate(values, strict=False)  # JSON has lists for tuples and texts for schemes

@@ -19,8 +19,6 @@ from appliance.tasks.tiny_spec import TINY_MODELS
 from appliance.terms.devices import AUTO, CPU, DEVICES, why_outgrown
 from appliance.terms.schemes import Scheme
 
-AVAILABLE_TASKS = tuple(TaskKind)
-AVAILABLE_METHODS = tuple(CorrectionMethod)
 MAX_K3 = 1.0  # nats per token; a sequence this far away is another policy's
 AVAILABLE_ALGORITHMS = (AlgorithmKind.GRPO, AlgorithmKind.DAPO)  # `ppo` needs a critic, and a model for it
 
@@ -33,19 +31,10 @@ def broken_rules(recipe: Recipe) -> list[Broken]:
 
 
 def _availability(recipe: Recipe) -> Iterator[Broken]:
-    asked = (
-        ("task.kind", recipe.task.kind, AVAILABLE_TASKS),
-        ("correction.method", recipe.correction.method, AVAILABLE_METHODS),
-        ("algorithm.kind", recipe.algorithm.kind, AVAILABLE_ALGORITHMS),
-    )
-    for key, value, available in asked:
-        if value not in available:
-            use = ", ".join(f"`{each}`" for each in available)
-            yield Broken((key,), f"`{value}` is not available in this version", f"use {_one_of(available)}{use}")
-
-
-def _one_of(values: tuple[object, ...]) -> str:
-    return "one of " if len(values) > 1 else ""
+    if recipe.algorithm.kind not in AVAILABLE_ALGORITHMS:
+        use = ", ".join(f"`{each}`" for each in AVAILABLE_ALGORITHMS)
+        message = f"`{recipe.algorithm.kind}` is not available in this version"
+        yield Broken(("algorithm.kind",), message, f"use one of {use}")
 
 
 def _model(recipe: Recipe) -> Iterator[Broken]:
@@ -60,7 +49,7 @@ def _model(recipe: Recipe) -> Iterator[Broken]:
         names = ", ".join(f"`{name}`" for name in BUILTIN_MODELS)
         yield Broken(("model.builtin",), f"unknown value `{model.builtin}`", f"use {names}")
     elif model.builtin:
-        longest = recipe.task.max_prompt_tokens + recipe.task.max_response_tokens
+        longest = recipe.task.longest
         if longest > (most := TINY_MODELS[model.builtin].max_positions):
             message = f"prompt and response are up to {longest} tokens, `{model.builtin}` takes {most}"
             task_keys = ("task.max_response_tokens", "task.max_prompt_tokens")
@@ -95,11 +84,11 @@ def _rollout(recipe: Recipe) -> Iterator[Broken]:
         message = f"{rollout.tensor_parallel} does not divide the {gpus} GPUs of a node"
         yield Broken(("rollout.tensor_parallel", "cluster.gpus_per_node"), message, "an engine lives on one node")
 
-    engines = recipe.cluster.nodes * gpus // rollout.tensor_parallel
+    engines = recipe.topology.engines
     if rollout.replicas and rollout.scheme is not SchemeChoice.AUTO:
         keys = ("rollout.replicas", "rollout.scheme")
         yield Broken(keys, "`scheme` and `replicas` exclude each other", "remove `scheme`, or set it to `auto`")
-    if rollout.replicas and len(rollout.replicas) > max(1, engines):
+    if rollout.replicas and len(rollout.replicas) > engines:
         message = f"{len(rollout.replicas)} schemes for {_count(engines, 'engine')}"
         keys = ("rollout.replicas", "cluster.gpus_per_node", "cluster.nodes", "rollout.tensor_parallel")
         yield Broken(keys, message, "an engine takes tensor_parallel GPUs; raise cluster.gpus_per_node, or list fewer")
@@ -110,8 +99,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _named_schemes(recipe: Recipe) -> list[Scheme]:
-    asked = recipe.rollout.replicas or (recipe.rollout.scheme,)
-    return [Scheme(each.value) for each in asked if each is not SchemeChoice.AUTO]
+    return [Scheme(each.value) for each in recipe.rollout.schemes if each is not SchemeChoice.AUTO]
 
 
 def _quantization(recipe: Recipe) -> Iterator[Broken]:
@@ -161,7 +149,7 @@ def _calibrated(recipe: Recipe) -> Iterator[Broken]:
         whole = recipe.batch.prompts_per_step * recipe.rollout.samples_per_prompt
         message = (
             f"`calibrated-clipping` without a shadow batch: {correction.shadow_fraction:g} of {whole} sequences is "
-            f"none for each of {_count(data_parallel_ranks(recipe), 'rank')}"
+            f"none for each of {_count(recipe.topology.data_parallel, 'rank')}"
         )
         yield Broken(("correction.shadow_fraction", *method), message, "raise it")
     algorithm, usual = recipe.algorithm, USUAL[correction.method]
@@ -172,13 +160,9 @@ def _calibrated(recipe: Recipe) -> Iterator[Broken]:
         yield Broken(("correction.cap", "algorithm.clip_high", *method), message, f"give {least:.4g} at least")
 
 
-def data_parallel_ranks(recipe: Recipe) -> int:
-    return max(1, recipe.cluster.nodes * recipe.cluster.gpus_per_node // recipe.trainer.sequence_parallel)
-
-
 def shadow_sequences(recipe: Recipe) -> int:
     """The sequences of a shadow batch, the same number on each rank."""
-    ranks, whole = data_parallel_ranks(recipe), recipe.batch.prompts_per_step * recipe.rollout.samples_per_prompt
+    ranks, whole = recipe.topology.data_parallel, recipe.batch.prompts_per_step * recipe.rollout.samples_per_prompt
     return int(recipe.correction.shadow_fraction * whole) // ranks * ranks
 
 
@@ -214,14 +198,13 @@ def _length(recipe: Recipe) -> Iterator[Broken]:
     if trainer.sequence_parallel > 1 and trainer.attention in (Attention.SDPA, Attention.EAGER):
         message = f"`{trainer.attention}` cannot share a sequence over {trainer.sequence_parallel} GPUs"
         yield Broken(("trainer.attention", "trainer.sequence_parallel"), message, "use `flash_attention_2`")
-    if recipe.cluster.nodes * recipe.cluster.gpus_per_node % trainer.sequence_parallel:
+    if recipe.topology.gpus % trainer.sequence_parallel:
         message = f"{trainer.sequence_parallel} does not divide the GPUs of the cluster"
         yield Broken(("trainer.sequence_parallel", "cluster.gpus_per_node", "cluster.nodes"), message)
 
 
 def _guard(recipe: Recipe) -> Iterator[Broken]:
-    asked = set(recipe.rollout.replicas or (recipe.rollout.scheme,))
-    quantised = asked - {SchemeChoice.BF16}
+    quantised = set(recipe.rollout.schemes) - {SchemeChoice.BF16}
     if Action.RAISE_PRECISION in (recipe.guard.actions or ()):
         keys = ("guard.actions", "rollout.replicas" if recipe.rollout.replicas else "rollout.scheme")
         if not quantised:

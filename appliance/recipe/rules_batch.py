@@ -12,9 +12,9 @@ from appliance.recipe.schema import Algorithm, AlgorithmKind, Recipe
 
 def batch_rules(recipe: Recipe) -> Iterator[Broken]:
     batch, samples = recipe.batch, recipe.rollout.samples_per_prompt
-    gpus = recipe.cluster.nodes * recipe.cluster.gpus_per_node
+    gpus = recipe.topology.gpus
     sizes = ("rollout.samples_per_prompt", "cluster.gpus_per_node", "cluster.nodes")
-    ranks, prompts = max(1, gpus // recipe.trainer.sequence_parallel), batch.prompts_per_step
+    ranks, prompts = recipe.topology.data_parallel, batch.prompts_per_step
     mini = batch.mini_batch_prompts or prompts
     mini_keys = ("batch.mini_batch_prompts", "batch.prompts_per_step")
     if prompts * samples % gpus:
@@ -39,7 +39,7 @@ def batch_rules(recipe: Recipe) -> Iterator[Broken]:
 
 
 def _packing(recipe: Recipe) -> Iterator[Broken]:
-    batch, longest = recipe.batch, recipe.task.max_prompt_tokens + recipe.task.max_response_tokens
+    batch, longest = recipe.batch, recipe.task.longest
     if batch.max_tokens_per_gpu and batch.micro_batch_sequences:
         keys = ("batch.max_tokens_per_gpu", "batch.micro_batch_sequences")
         yield Broken(keys, "`max_tokens_per_gpu` and `micro_batch_sequences` exclude each other", "remove one of them")

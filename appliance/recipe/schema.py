@@ -12,8 +12,9 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from appliance.guard.policy import Action
+from appliance.guard.policy import ESS, K3_KL, TRUNCATED_FRACTION, WEIGHT_STD, Action
 from appliance.quant.correction import CorrectionMethod
+from appliance.recipe.topology import Topology
 from appliance.terms.schemes import PROFILED, Scheme, listed
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
@@ -122,6 +123,11 @@ class Task(Section):
     reward_timeout_s: float = Field(30, gt=0)
     """for one response, then its reward has failed"""
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt and the longest response."""
+        return self.max_prompt_tokens + self.max_response_tokens
+
 
 class Rollout(Section):
     """How responses are generated."""
@@ -146,6 +152,11 @@ class Rollout(Section):
 
     lm_head_fp32: bool = False
     """the engine's last projection in FP32 instead of BF16"""
+
+    @property
+    def schemes(self) -> tuple[SchemeChoice, ...]:
+        """What is asked for, in the order of the engines."""
+        return self.replicas or (self.scheme,)
 
 
 class Quantization(Section):
@@ -285,13 +296,13 @@ class Guard(Section):
     actions: Actions_ | None = None
     """of `warn`, `tighten`, `raise-precision`, `bf16`, `stop`; null: all but the third; []: none"""
 
-    k3_kl: float = Field(0.015, gt=0)
+    k3_kl: float = Field(K3_KL, gt=0)
     """a step is bad with a mean k3 mismatch above, nats per token"""
-    weight_std: float = Field(1.0, gt=0)
+    weight_std: float = Field(WEIGHT_STD, gt=0)
     """or a spread of the importance weights above"""
-    ess: float = Field(0.3, ge=0, lt=1)
+    ess: float = Field(ESS, ge=0, lt=1)
     """or an effective sample size below, as a share of the tokens"""
-    truncated_fraction: float = Field(0.05, gt=0, le=1)
+    truncated_fraction: float = Field(TRUNCATED_FRACTION, gt=0, le=1)
     """or a larger share of tokens whose weight is cut"""
     bad_steps: int = Field(3, ge=1)
     """so many bad steps of the last 2 * bad_steps - 1 lead on"""
@@ -356,6 +367,15 @@ class Recipe(Section):
     guard: Guard = Guard()
     checkpoint: Checkpoint = Checkpoint()
     logging: Logging = Logging()
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(
+            nodes=self.cluster.nodes,
+            gpus_per_node=self.cluster.gpus_per_node,
+            tensor_parallel=self.rollout.tensor_parallel,
+            sequence_parallel=self.trainer.sequence_parallel,
+        )
 
 
 SECTIONS: dict[str, type[Section]] = {

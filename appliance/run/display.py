@@ -8,10 +8,11 @@ from rich.table import Table
 from rich.text import Text
 
 from appliance.console import printable
+from appliance.guard.policy import ESS, K3_KL, WEIGHT_MEAN
 from appliance.plan.model import RunPlan
 from appliance.run import draw
 from appliance.run.events import StepMetrics
-from appliance.run.health import ESS_ABOVE, K3_BELOW, WEIGHT_WITHIN, judge
+from appliance.run.health import judge
 from appliance.run.state import RunState, remaining_s
 
 PHASES = {
@@ -215,10 +216,10 @@ def _times_text(step: StepMetrics, *, bars: bool, ascii_only: bool) -> Text:
 
 def _mismatch_text(step: StepMetrics) -> Text:
     verdict = judge(step)
-    low, high = WEIGHT_WITHIN
+    low, high = WEIGHT_MEAN
     word = Text(verdict.word, style={"fine": "green", "bad": "bold red"}.get(verdict.word, ""))
     return word.append(
-        f"  k3 {_tiny(step.mismatch_k3_kl)} (below {K3_BELOW})  ESS {draw.number(step.is_ess)} (above {ESS_ABOVE})"
+        f"  k3 {_tiny(step.mismatch_k3_kl)} (below {K3_KL})  ESS {draw.number(step.is_ess)} (above {ESS})"
         f"  mean weight {draw.number(step.is_weight_mean)} ({low:g} to {high:g})",
         style="default",
     )

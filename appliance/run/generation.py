@@ -6,7 +6,7 @@ No file: the first ones, as planned.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.errors import SyncError
@@ -75,6 +75,6 @@ def attestations_at(plan: RunPlan, precision: Precision) -> tuple[ExpectedAttest
         if expected.role != "rollout":
             return expected
         told = quantisation_at(plan.rollout.replicas[expected.rank // plan.rollout.tensor_parallel], precision)
-        return replace(expected, scheme=told.scheme, emulated=told.emulated)
+        return expected.replace(scheme=told.scheme, emulated=told.emulated)
 
     return tuple(at(expected) for expected in plan.attestations)

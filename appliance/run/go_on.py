@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from appliance import console
+from appliance.plan.derive import steps_of
 from appliance.preflight.report import examine, plan_as
 from appliance.recipe.dump import to_yaml
 from appliance.recipe.schema import Recipe
@@ -87,9 +88,7 @@ def _attempt(
 ) -> int:
     """found: a look at the run's checkpoints, None: it is still to be made."""
     resuming.refuse_changes(recipe, target=target, force=force)
-    begun, cache_dir = resuming.begun_with(target), resuming.cache_of(target)
-    plan, _, _ = examine(recipe, run_dir=target.run_dir, ask_hub=False, cache_dir=cache_dir, begun=begun)
-    if resuming.is_done(target, steps=plan.steps):
+    if resuming.is_done(target, steps=steps_of(recipe)[0]):
         console.say(f"the run {target.run_dir.name} is done: {target.run_dir / 'model'}")
         return 0
     start = resuming.find_start(target) if found is None else resuming.Resume(target, found)
@@ -99,9 +98,9 @@ def _attempt(
         recipe,
         run_dir=target.run_dir,
         ask_hub=True,
-        cache_dir=cache_dir,
+        cache_dir=resuming.cache_of(target),
         resume_from=start.found.newest,
-        begun=begun,
+        original=resuming.original_plan(target),
     )
     resuming.refuse_misfit(start, plan=plan)
     if dry_run:

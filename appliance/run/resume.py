@@ -11,10 +11,13 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import BaseModel, ValidationError
+
 from appliance.errors import PreflightError, RecipeError
-from appliance.plan.build import Begun
-from appliance.plan.model import ModelPlan, RunPlan, UaqPlan
+from appliance.plan.build import OriginalPlan
+from appliance.plan.model import Choice, ModelPlan, RunPlan, UaqPlan
 from appliance.plan.problems import Problems, has_problems
+from appliance.plan.read import sentence
 from appliance.recipe.dump import to_plain
 from appliance.recipe.load import load_recipe
 from appliance.recipe.schema import NAME_PATTERN, Recipe
@@ -140,8 +143,8 @@ def refuse_changes(recipe: Recipe, *, target: Target, force: bool) -> None:
 
 def _is_begun_with(key: str, recipe: Recipe, *, target: Target) -> bool:
     """Whether the key names the very commit that the run's model was, without being named, when the run began."""
-    begun = begun_with(target) if key == "model.revision" and recipe.model.revision else None
-    return begun is not None and begun.commit == recipe.model.revision
+    original = original_plan(target) if key == "model.revision" and recipe.model.revision else None
+    return original is not None and original.commit == recipe.model.revision
 
 
 def is_harmless(key: str) -> bool:
@@ -164,26 +167,26 @@ def is_done(target: Target, *, steps: int) -> bool:
     """Whether the run ended well, and after at least so many steps. Never when a checkpoint to go back to is named."""
     if target.record.state is not RunStatus.DONE or target.checkpoint is not None:
         return False
-    return _plan_before(target).steps >= steps
+    return _plan_before(target.run_dir).steps >= steps
 
 
-def begun_with(target: Target) -> Begun | None:
+def original_plan(target: Target) -> OriginalPlan | None:
     """What the run was planned for; None for one that never began. Raises RecipeError when its plan cannot be read."""
     if not target.record.attempt:
         return None
-    before = _plan_before(target)
-    return Begun(
+    before = _plan_before(target.run_dir)
+    return OriginalPlan(
         before.device,
-        Scheme(before.automatic) if before.automatic else None,
-        model=before.hub_name,
-        revision=before.revision,
-        commit=before.problems.commit,
+        before.automatic,
+        model=before.model.hub_name,
+        revision=before.model.revision,
+        commit=before.model.commit,
     )
 
 
 def cache_of(target: Target) -> Path | None:
     """The cache that the run was made with, where it is still there: not always the one beside the run's folder."""
-    folder = Path(_plan_before(target).cache_dir) if target.record.attempt else None
+    folder = Path(_plan_before(target.run_dir).cache_dir) if target.record.attempt else None
     return folder if folder is not None and folder.is_dir() else None
 
 
@@ -211,7 +214,7 @@ def refuse_misfit(resume: Resume, *, plan: RunPlan) -> None:
     if folder is None:
         return
     facts = read_manifest(folder).facts
-    ranks = plan.nodes * plan.gpus_per_node
+    ranks = plan.topology.gpus
     if facts.world_size != ranks:
         message = f"{folder.name} was saved by {_ranks(facts.world_size)}, the plan has {ranks}"
         hint = "verl loads it with the same number only: set cluster.nodes and cluster.gpus_per_node back"
@@ -219,13 +222,13 @@ def refuse_misfit(resume: Resume, *, plan: RunPlan) -> None:
     if resume.step > plan.steps:
         message = f"{folder.name} is later than trainer.steps, {plan.steps}"
         raise PreflightError(message, hint=f"set trainer.steps to {resume.step} at least, or name an older checkpoint")
-    begun = begun_with(resume.target)
-    now = plan.model.commit
-    if begun is not None and begun.model == plan.model.hub_name and begun.commit and now and begun.commit != now:
+    original, now = original_plan(resume.target), plan.model.commit
+    is_same = original is not None and original.model == plan.model.hub_name
+    if is_same and original.commit and now and original.commit != now:
         what = plan.model.revision or "main"
-        message = f"{begun.model}: {what} is {now} on the hub now, the run began with {begun.commit}"
-        raise PreflightError(message, hint=f"go on with what it began with: --set model.revision={begun.commit}")
-    if not has_problems(plan, _plan_before(resume.target).problems):
+        message = f"{original.model}: {what} is {now} on the hub now, the run began with {original.commit}"
+        raise PreflightError(message, hint=f"go on with what it began with: --set model.revision={original.commit}")
+    if not has_problems(plan, _plan_before(resume.target.run_dir).problems):
         message = "the training problems are not those that the run began with"
         raise PreflightError(message, hint="put the data file or the version of this program back, or start a new run")
     _refuse_other_profile(folder, facts=facts, run_dir=resume.target.run_dir)
@@ -282,22 +285,39 @@ def plan_profile_file(run_dir: Path, name: str) -> Path:
     return run_dir / PROFILE_FOLDER / name
 
 
-@dataclass(frozen=True)
-class _Before:
-    """What is asked of the plan of the attempt before: as little as can be, so that it may be of an older version."""
+class _TaskBefore(BaseModel):
+    train_parquet: str
+
+
+class _PlanBefore(BaseModel):
+    """What is asked of the plan of the attempt before: as little as can be, so that it may be of another version."""
 
     steps: int
-    problems: Problems
     cache_dir: str
     device: str
-    automatic: str
-    hub_name: str
-    revision: str
+    model: ModelPlan
+    task: _TaskBefore
+    choices: tuple[Choice, ...]
+
+    @property
+    def problems(self) -> Problems:
+        model = self.model
+        return Problems(self.task.train_parquet, model=model.identity, builtin=model.builtin, commit=model.commit)
+
+    @property
+    def automatic(self) -> Scheme | None:
+        """What `auto` meant for it, None where nothing asked."""
+        return next((Scheme(each.value) for each in self.choices if each.key == "rollout.scheme"), None)
 
 
-def _plan_before(target: Target) -> _Before:
+def _plan_before(run_dir: Path) -> _PlanBefore:
     """Raises RecipeError when the run's plan cannot be read."""
-    return _read_before(target.run_dir / "plan.json")
+    path = run_dir / "plan.json"
+    try:
+        return _PlanBefore.model_validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        why = sentence(error) if isinstance(error, ValidationError) else str(error)
+        raise RecipeError([(f"{path}: cannot be read: {why}", "start a new run")]) from error
 
 
 def has_problems_of(plan: RunPlan, *, run_dir: Path) -> bool:
@@ -307,28 +327,7 @@ def has_problems_of(plan: RunPlan, *, run_dir: Path) -> bool:
 
 def problems_of(run_dir: Path) -> Problems:
     """Of a run that was made, by its own plan. Raises RecipeError when that cannot be read."""
-    return _read_before(run_dir / "plan.json").problems
-
-
-def _read_before(path: Path) -> _Before:
-    try:
-        raw = json.loads(path.read_text())
-        automatic = [each["value"] for each in raw["choices"] if each["key"] == "rollout.scheme"]
-        known = {name: str(raw["model"].get(name, "")) for name in ("path", "source", "builtin", "revision", "commit")}
-        model = ModelPlan(**known, trust_remote_code=False)
-        return _Before(
-            steps=int(raw["steps"]),
-            problems=Problems(
-                str(raw["task"]["train_parquet"]), model=model.identity, builtin=model.builtin, commit=model.commit
-            ),
-            hub_name=model.hub_name,
-            revision=model.revision,
-            cache_dir=str(raw["cache_dir"]),
-            device=str(raw["device"]),
-            automatic=str(Scheme(automatic[0])) if automatic else "",
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RecipeError([(f"{path}: cannot be read: {error}", "start a new run")]) from error
+    return _plan_before(run_dir).problems
 
 
 def rejected_texts(rejected: tuple[Rejected, ...]) -> list[str]:

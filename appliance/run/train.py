@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from appliance import console
 from appliance.plan.env import LOG_DIR_VARIABLE, PLAN_VARIABLE, RAY_DIR_VARIABLE, with_ray_token
 from appliance.plan.model import RunPlan
+from appliance.preflight.finding import Finding, Severity
 from appliance.run import summary
 from appliance.run.attempt import begin_attempt
 from appliance.run.events import RunTail, append_event, append_failure
@@ -56,22 +56,6 @@ class Step:
     finish: Callable[[RunPlan], None]
 
 
-class Finding(Protocol):
-    """What a run needs of preflight's findings. (Preflight reads runs, so runs do not import preflight.)"""
-
-    @property
-    def severity(self) -> str: ...
-
-    @property
-    def place(self) -> str: ...
-
-    @property
-    def message(self) -> str: ...
-
-    @property
-    def remedy(self) -> str: ...
-
-
 def run_training(
     plan: RunPlan,
     *,
@@ -101,7 +85,7 @@ def run_training(
         at_the_end.callback(page.write)  # after the session's own end, which says in run.json how it went
         at_the_end.enter_context(session)
         for finding in findings:
-            if str(finding.severity) == "warning":
+            if finding.severity is Severity.WARNING:
                 what = "; ".join(filter(None, (f"{finding.place}: {finding.message}", finding.remedy)))
                 append_event(session.run_dir, kind="note", what=what, why="preflight")
         progress = choose_progress(plan, json_mode=json_mode, quiet=quiet)

@@ -15,7 +15,7 @@ Sources: Yao et al. 2025; verl 0.9.1, trainer/ppo/rollout_corr_helper.py; arXiv 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -104,7 +104,7 @@ def correct(
     found = _by_method(x_BT, mask_BT=mask_BT, plan=plan, share=share, clip=clip)
     if plan.reject_k3_above is None:
         return found
-    drops = replace(plan, method=CorrectionMethod.K3_REJECT, cap=plan.reject_k3_above)
+    drops = plan.replace(method=CorrectionMethod.K3_REJECT, cap=plan.reject_k3_above)
     dropped = _by_method(x_BT, mask_BT=mask_BT, plan=drops, share=None, clip=None)
     return Corrected(
         found.weights_BT,

@@ -17,7 +17,6 @@ from appliance.trainer.telemetry import StepTelemetry
 from appliance.trainer.tightened import tightened
 
 STATE_FILE = "guard.json"
-_NONE = float("inf")
 
 
 def weight_cap(plan: RunPlan) -> float | None:
@@ -31,7 +30,6 @@ def policy_of(plan: RunPlan) -> Policy:
     """The recipe's thresholds, and the rest of the policy by its defaults. A signal is fine again at half of its bound
     (ESS: twice), and the bad steps may be spread over twice as many, less one."""
     guard = plan.guard
-    default = MismatchBounds()
     return Policy(
         scheme=plan.rollout.scheme,
         actions=frozenset(guard.actions),
@@ -41,12 +39,10 @@ def policy_of(plan: RunPlan) -> Policy:
         cooling_steps=guard.cooling_steps,
         cap=weight_cap(plan),
         mismatch=MismatchBounds(
-            k3_kl=_below(guard.k3_kl),
-            weight_mean=default.weight_mean,
-            weight_std=_below(guard.weight_std),
-            weight_max=default.weight_max,
-            ess=Bounds(bad=(guard.ess, _NONE), fine=(min(1.0, 2 * guard.ess), _NONE)),
-            truncated_fraction=_below(guard.truncated_fraction),
+            k3_kl=Bounds.below(guard.k3_kl),
+            weight_std=Bounds.below(guard.weight_std),
+            ess=Bounds.above(guard.ess),
+            truncated_fraction=Bounds.below(guard.truncated_fraction),
         ),
         collapse=Collapse(
             gradient=Patience(warn_after=1, stop_after=guard.gradient_steps),
@@ -55,10 +51,6 @@ def policy_of(plan: RunPlan) -> Policy:
             max_response_tokens=plan.task.max_response_tokens,
         ),
     )
-
-
-def _below(bound: float) -> Bounds:
-    return Bounds(bad=(-_NONE, bound), fine=(-_NONE, bound / 2))
 
 
 def signals_of(line: dict[str, object], *, telemetry: StepTelemetry, cap: float | None) -> Signals:

@@ -18,8 +18,6 @@ linear in the advantages, so a smaller cap C is exactly weights times C0 / C wit
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -33,20 +31,20 @@ def tightened(plan: CorrectionPlan, *, measures: Measures) -> CorrectionPlan:
     """What corrects the loss while the governor stands where it asks for `measures`."""
     if measures.reject_k3_above is None:
         return plan
-    drops = replace(plan, reject_k3_above=measures.reject_k3_above)
+    drops = plan.replace(reject_k3_above=measures.reject_k3_above)
     match plan.method:
         case CorrectionMethod.NONE:
-            return replace(drops, method=CorrectionMethod.TIS, cap=measures.cap)
+            return drops.replace(method=CorrectionMethod.TIS, cap=measures.cap)
         case CorrectionMethod.TIS | CorrectionMethod.ADAPTIVE:
-            return replace(drops, cap=measures.cap)
+            return drops.replace(cap=measures.cap)
         case CorrectionMethod.ACR:
-            return replace(drops, cap=measures.cap, loss_cap=plan.cap)
+            return drops.replace(cap=measures.cap, loss_cap=plan.cap)
         case CorrectionMethod.TIS_SEQUENCE | CorrectionMethod.CALIBRATED_CLIPPING if plan.cap is not None:
-            return replace(drops, cap=tighter_cap(plan.cap))
+            return drops.replace(cap=tighter_cap(plan.cap))
         case CorrectionMethod.ICEPOP if plan.bounds is not None:
-            return replace(drops, bounds=(plan.bounds[0], tighter_cap(plan.bounds[1])))
+            return drops.replace(bounds=(plan.bounds[0], tighter_cap(plan.bounds[1])))
         case CorrectionMethod.K3_REJECT if plan.cap is not None:
-            return replace(plan, cap=plan.cap / 2)
+            return plan.replace(cap=plan.cap / 2)
     return drops
 
 

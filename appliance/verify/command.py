@@ -6,7 +6,6 @@ One child per scheme, one after the other: an engine that dies takes nothing wit
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from appliance import console
@@ -76,7 +75,7 @@ def _recipes(recipe: Recipe, *, schemes: tuple[Scheme, ...] | None, emulate: boo
 def _asked(plans: list[RunPlan]) -> tuple[tuple[Quantisation, RunPlan], ...]:
     """What each engine is told, and the plan that says so. BF16 first: the others are compared with it. Each once."""
     head_fp32 = plans[0].rollout.replicas[0].lm_head_fp32
-    found = {Quantisation(Scheme.BF16, lm_head_fp32=head_fp32): plans[0]}
+    found = {Quantisation(scheme=Scheme.BF16, lm_head_fp32=head_fp32): plans[0]}
     for plan in plans:
         found |= {each: plan for each in plan.rollout.replicas if each.scheme.quantised}
     return tuple(found.items())
@@ -102,7 +101,7 @@ def _profile(plan: RunPlan) -> Path | None:
 
 def _with_profile(asked: Quantisation, *, profile: Path | None) -> Quantisation:
     kept = tuple(read_file_header(profile)["suggested_ignore"]) if profile else ()
-    return replace(asked, profile=str(profile or ""), ignore=tuple(dict.fromkeys((*asked.ignore, *kept))))
+    return asked.replace(profile=str(profile or ""), ignore=tuple(dict.fromkeys((*asked.ignore, *kept))))
 
 
 def _refuse_without_kernels(asked: list[Quantisation], *, plan: RunPlan, host: HostFacts) -> None:

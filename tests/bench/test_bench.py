@@ -56,7 +56,7 @@ def test_every_scheme_is_compared_with_the_first() -> None:
 def make_job(*, memory_bytes: int | None) -> Job:
     return Job(
         workload=_shapes_workload(Shapes(hidden=64, intermediate=128, heads=2, kv_heads=2, layers=1, batch=64)),
-        engines=(Quantisation(Scheme.BF16), Quantisation(Scheme.INT8, ignore=("re:.*o_proj",))),
+        engines=(Quantisation(scheme=Scheme.BF16), Quantisation(scheme=Scheme.INT8, ignore=("re:.*o_proj",))),
         tensor_parallel=1,
         pairs=5,
         kv_bytes=1 << 30,
@@ -72,7 +72,7 @@ def test_a_job_reads_back_the_same() -> None:
     assert read_job(job.to_json()) == job
 
 
-PLAIN = (Quantisation(Scheme.BF16), Quantisation(Scheme.INT8))
+PLAIN = (Quantisation(scheme=Scheme.BF16), Quantisation(scheme=Scheme.INT8))
 A100 = HostGpu("NVIDIA A100-SXM4-80GB", 80 << 30)
 
 
@@ -84,14 +84,14 @@ A100 = HostGpu("NVIDIA A100-SXM4-80GB", 80 << 30)
         (PLAIN[::-1], "cpu", (), None, "the base of the comparison is not bf16"),
         (PLAIN, "cpu", (), "1.0", "torch installed in another version than runs use"),
         (
-            (PLAIN[0], Quantisation(Scheme.INT8, ignore=("a",))),
+            (PLAIN[0], Quantisation(scheme=Scheme.INT8, ignore=("a",))),
             "cpu",
             (),
             None,
             "quantization.ignore leaves layers in BF16",
         ),
         (
-            tuple(dataclasses.replace(each, lm_head_fp32=True) for each in PLAIN),
+            tuple(each.replace(lm_head_fp32=True) for each in PLAIN),
             "cpu",
             (),
             None,

@@ -53,7 +53,7 @@ def plan_of(run_dir: Path, scheme: Scheme = Scheme.INT8) -> RunPlan:
 
 def plan_on_gpus(run_dir: Path) -> RunPlan:
     plan = make_plan(run_dir, rollout=make_rollout(Scheme.INT8), device="h100", gpus_per_node=2)
-    return dataclasses.replace(plan, model=dataclasses.replace(plan.model, path=HUB_NAME, source=HUB_NAME, builtin=""))
+    return plan.replace(model=plan.model.replace(path=HUB_NAME, source=HUB_NAME, builtin=""))
 
 
 def load_and_plan(run_dir: Path) -> RunPlan:
@@ -174,19 +174,19 @@ def test_a_worker_with_fewer_cores_than_threads_is_told(tmp_path: Path) -> None:
     """HOST has 2 cores. The head's own number is the plan's."""
     beta, gamma = (dataclasses.replace(HEAD, name=name, facts=HOST) for name in ("beta", "gamma"))
     one = dataclasses.replace(gamma, facts=dataclasses.replace(HOST, cores=1))
-    plan = dataclasses.replace(plan_of(tmp_path), env=(("OMP_NUM_THREADS", "2"),))
+    plan = plan_of(tmp_path).replace(env=(("OMP_NUM_THREADS", "2"),))
     assert warnings([HEAD, beta, one], head=HEAD, plan=plan) == [
         "gamma: has 1 core: a process there takes as many threads, not the plan's 2"
     ]
-    plan = dataclasses.replace(plan, env=(("OMP_NUM_THREADS", "8"),))
+    plan = plan.replace(env=(("OMP_NUM_THREADS", "8"),))
     assert warnings([HEAD, beta], head=HEAD, plan=plan) == [
         "beta: has 2 cores: a process there takes as many threads, not the plan's 8"
     ]
-    assert warnings([HEAD, one], head=HEAD, plan=dataclasses.replace(plan, env=())) == []
+    assert warnings([HEAD, one], head=HEAD, plan=plan.replace(env=())) == []
 
 
 def test_a_worker_needs_no_log_backend(tmp_path: Path) -> None:
-    plan = dataclasses.replace(plan_of(tmp_path), logging_backends=("wandb", "trackio"))
+    plan = plan_of(tmp_path).replace(logging_backends=("wandb", "trackio"))
     without = dataclasses.replace(HEAD, name="beta", facts=dataclasses.replace(HOST, packages=frozenset()))
     assert differences([HEAD, without], head=HEAD, plan=plan, canary="word") == []
 
@@ -242,7 +242,7 @@ def test_a_node_describes_what_it_sees(tmp_path: Path) -> None:
     model.mkdir()
     (model / "config.json").write_text("{}")
     plan = plan_of(tmp_path)
-    plan = dataclasses.replace(plan, model=dataclasses.replace(plan.model, path=str(model)))
+    plan = plan.replace(model=plan.model.replace(path=str(model)))
     here = describe_node(dataclasses.replace(question_of(plan), distributions=("ray",)))
     assert here.canary == word and here.python.startswith("3.11")
     assert here.plan == here.model == hashlib.sha256(b"{}").hexdigest()

@@ -169,7 +169,7 @@ def test_a_model_is_validated_on_the_problems_that_its_run_was_made_with(
     own, other = Path(run.plan.task.val_parquet), run.run_dir / "of-another-commit" / "val.parquet"
     own.parent.mkdir(parents=True)
     own.touch()
-    now = replace(run, plan=replace(run.plan, task=replace(run.plan.task, val_parquet=str(other))))
+    now = replace(run, plan=run.plan.replace(task=run.plan.task.replace(val_parquet=str(other))))
     validate_models([now], stop=lambda: None)
     own.unlink()  # the cache is elsewhere now
     validate_models([now], stop=lambda: None)

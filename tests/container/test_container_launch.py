@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -36,7 +35,7 @@ def order(
 ):
     plan = make_plan(Path(run_dir), device=device)
     builtin = "" if source else "tiny-arithmetic"
-    plan = replace(plan, model=replace(plan.model, source=source, path=source or "/cache/made", builtin=builtin))
+    plan = plan.replace(model=plan.model.replace(source=source, path=source or "/cache/made", builtin=builtin))
     return make_order(plan, ("train", "a"), folder=folder, user="1000:0", **{"typed": "a", "image": None, **given})
 
 
@@ -78,7 +77,10 @@ def test_the_plans_device_chooses_the_image_and_its_resources() -> None:
 
 
 def test_a_training_over_hosts_is_on_the_hosts_own_network() -> None:
-    plan = make_plan(Path("/srv/mine/runs/a-1"), cluster=ClusterPlan("", 6379, "", "/srv/mine/token", 900.0))
+    plan = make_plan(
+        Path("/srv/mine/runs/a-1"),
+        cluster=ClusterPlan(address="", port=6379, node_address="", token_file="/srv/mine/token", wait_s=900.0),
+    )
     given = {"folder": FOLDER, "user": "1000:0", "typed": "a", "image": None}
     assert make_order(plan, ("train", "a"), **given).network == "host"
     assert order().network == ""
@@ -87,7 +89,10 @@ def test_a_training_over_hosts_is_on_the_hosts_own_network() -> None:
 def test_the_token_of_a_cluster_is_mounted_wherever_it_lies(tmp_path: Path) -> None:
     """Alone and read-only where it is there: beside it may lie a whole home. Else the head writes it."""
     token = tmp_path / "token"
-    plan = make_plan(Path("/srv/mine/runs/a-1"), cluster=ClusterPlan("", 6379, "", str(token), 900.0))
+    plan = make_plan(
+        Path("/srv/mine/runs/a-1"),
+        cluster=ClusterPlan(address="", port=6379, node_address="", token_file=str(token), wait_s=900.0),
+    )
     given = {"folder": FOLDER, "user": "1000:0", "typed": "a", "image": None}
     assert make_order(plan, ("train", "a"), **given).folders[1:] == ((str(tmp_path), False), ("/nowhere", True))
     token.touch()
@@ -161,11 +166,11 @@ def test_a_token_in_a_variable_stays_outside_and_it_is_said(
     recipe = load_recipe("arithmetic-tiny-int8", sets=("model.path=Qwen/Qwen2.5-0.5B", "model.builtin=null"))
     for source, said in (("Qwen/Qwen2.5-0.5B", [NO_VARIABLE]), ("/models/qwen", [])):
         plan = make_plan(Path("/srv/mine/runs/a-1"))
-        plan = replace(plan, model=replace(plan.model, source=source, path=source, builtin=""))
+        plan = plan.replace(model=plan.model.replace(source=source, path=source, builtin=""))
         assert train_in_container(plan, recipe, typed="a", arguments=("train", "a"), image=None) == 0
         assert capsys.readouterr().err.splitlines() == said
     (tmp_path / "none").write_text("hf_another")
-    plan = replace(plan, model=replace(plan.model, source="Qwen/Qwen2.5-0.5B", path="Qwen/Qwen2.5-0.5B"))
+    plan = plan.replace(model=plan.model.replace(source="Qwen/Qwen2.5-0.5B", path="Qwen/Qwen2.5-0.5B"))
     assert train_in_container(plan, recipe, typed="a", arguments=("train", "a"), image=None) == 0
     said = f"note: the container gets no token from a variable: it has that of {tmp_path / 'none'}\n"
     assert capsys.readouterr().err.replace("\n", "") == said.replace("\n", "")

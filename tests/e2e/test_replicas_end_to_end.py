@@ -73,7 +73,10 @@ def test_the_profile_is_of_the_scheme_that_has_one_and_its_engine_was_told(run: 
     assert (header["kind"], header["scheme"]) == ("calibrated", "fp8-channel")
     assert len(header["layers"]) == 4 * 4
     planned = read_plan(run.run_dir / "plan.json").rollout.replicas
-    assert planned == (Quantisation(Scheme.FP8_CHANNEL, emulated=True, profile=str(folder)), Quantisation(Scheme.BF16))
+    assert planned == (
+        Quantisation(scheme=Scheme.FP8_CHANNEL, emulated=True, profile=str(folder)),
+        Quantisation(scheme=Scheme.BF16),
+    )
     kept = tuple(header["suggested_ignore"])
     first, second = (entry.quantisation for entry in read_config(folder / "quantization.yaml"))
     assert (first.scheme, first.emulated, first.profile, first.ignore) == (

@@ -22,8 +22,8 @@ from appliance.terms.schemes import Scheme
 
 EXPERTS = "model.layers.{}.mlp.experts"
 QKV = tuple(f"model.layers.1.self_attn.{part}_proj" for part in "qkv")
-INT8 = Quantisation(Scheme.INT8)
-KEEPS = Quantisation(Scheme.INT8, ignore=(EXPERTS.format(1),))
+INT8 = Quantisation(scheme=Scheme.INT8)
+KEEPS = Quantisation(scheme=Scheme.INT8, ignore=(EXPERTS.format(1),))
 
 
 class Quantised(Quantising):
@@ -85,8 +85,8 @@ def empty(kind: type) -> object:
         (KEEPS, Precision(Scheme.BF16), 3),
         (INT8, Precision(bf16_layers=(EXPERTS.format(0), *QKV)), 2),
         (KEEPS, Precision(bf16_layers=(EXPERTS.format(0),)), 1),
-        (Quantisation(Scheme.INT8, ignore=("re:.*experts.*",)), Precision(Scheme.BF16), 2),
-        (Quantisation(Scheme.BF16), AS_PLANNED, 0),
+        (Quantisation(scheme=Scheme.INT8, ignore=("re:.*experts.*",)), Precision(Scheme.BF16), 2),
+        (Quantisation(scheme=Scheme.BF16), AS_PLANNED, 0),
     ],
 )
 def test_layers_in_bf16_for_now_are_those_that_the_plan_would_quantise(
@@ -99,7 +99,7 @@ def test_layers_in_bf16_for_now_are_those_that_the_plan_would_quantise(
 def test_experts_are_named_in_ignore_as_vllm_asks_for_them() -> None:
     told = quantisation_at(INT8, Precision(bf16_layers=(EXPERTS.format(0), *QKV)))
     require_ignored_layers(built(told), ApplianceConfig(told))
-    deeper = Quantisation(Scheme.INT8, ignore=(f"{EXPERTS.format(0)}.routed_experts",))  # would keep nothing
+    deeper = Quantisation(scheme=Scheme.INT8, ignore=(f"{EXPERTS.format(0)}.routed_experts",))  # would keep nothing
     with pytest.raises(EngineError, match="is no layer of this model"):
         require_ignored_layers(built(deeper), ApplianceConfig(deeper))
 

@@ -118,14 +118,14 @@ def test_bf16_and_back_answer_as_engines_that_were_built_so(
         None,
     )
     assert int8.engine.generate() == built["bf16"]
-    assert raised_layers(int8.engine.model, planned=Quantisation(Scheme.INT8)) == 12
+    assert raised_layers(int8.engine.model, planned=Quantisation(scheme=Scheme.INT8)) == 12
     again = int8.to(BF16, new)
     assert (again.switched, int8.engine.generate()) == (0, built["bf16"])
     back = int8.to(AS_PLANNED, new)
     assert (back.switched, back.proven.layers_proven, int8.scheme()) == (12, 13, ("int8", False))
     assert back.telemetry.codes_changed_fraction is None  # nothing to compare with
     assert int8.engine.generate() == built["int8"]
-    assert raised_layers(int8.engine.model, planned=Quantisation(Scheme.INT8)) == 0
+    assert raised_layers(int8.engine.model, planned=Quantisation(scheme=Scheme.INT8)) == 0
     assert int8.to(AS_PLANNED, old).telemetry.codes_changed_fraction > 0.5
 
 
@@ -156,7 +156,7 @@ def test_an_engine_that_is_started_in_a_precision_answers_as_one_that_changed(
     from appliance.engine.precision import raised_layers
     from appliance.quant.precision import quantisation_at
 
-    planned = Quantisation(Scheme.INT8)
+    planned = Quantisation(scheme=Scheme.INT8)
     told = quantisation_at(planned, precision)
     engine = start_engine(checkpoints[0], scheme=str(told.scheme), ignore=told.ignore)
     restarted = Switched(engine, taken_before=4, prove_every=8)
@@ -183,7 +183,7 @@ def test_experts_are_kept_raised_and_ranked_by_one_name(tmp_path: Path) -> None:
 
     kept, experts = (f"model.layers.{number}.mlp.experts" for number in (1, 2))
     folder = make_family(tmp_path / "model", name="qwen3-moe", seed=1)
-    planned = Quantisation(Scheme.INT8, ignore=(kept,))
+    planned = Quantisation(scheme=Scheme.INT8, ignore=(kept,))
     for precision, raised in ((AS_PLANNED, 0), (Precision(bf16_layers=(experts,)), 1), (BF16, 9)):  # 6 + 2 + 1
         told = quantisation_at(planned, precision)
         started = Switched(start_engine(folder, scheme=str(told.scheme), ignore=told.ignore))

@@ -45,7 +45,7 @@ def profile_of(folder: Path, target: Path, **settings: object) -> Profile:
 
 
 def engine_with(folder: Path, *, profile: Path | None, scheme: str = "int8") -> Engine:
-    settings = Quantisation(Scheme(scheme), profile=str(profile or "")).engine_arguments()
+    settings = Quantisation(scheme=Scheme(scheme), profile=str(profile or "")).engine_arguments()
     return start_engine(folder, scheme=scheme, load_format="appliance" if profile else "auto", **settings)
 
 

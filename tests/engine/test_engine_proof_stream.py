@@ -131,9 +131,9 @@ def test_an_entry_of_ignore_that_keeps_nothing(int8: Bench) -> None:
     from appliance.terms.schemes import Scheme
 
     good = ("model.layers.0.mlp.gate_proj", "model.layers.1.mlp.gate_up_proj", "re:.*o_proj$", "re:.*q_proj", "lm_head")
-    require_ignored_layers(int8.engine.model, ApplianceConfig(Quantisation(Scheme.INT8, ignore=good)))
+    require_ignored_layers(int8.engine.model, ApplianceConfig(Quantisation(scheme=Scheme.INT8, ignore=good)))
     for bad in ("model.layers.7.mlp.gate_proj", "re:.*o_prj$", "o_proj"):
-        config = ApplianceConfig(Quantisation(Scheme.INT8, ignore=(*good, bad)))
+        config = ApplianceConfig(Quantisation(scheme=Scheme.INT8, ignore=(*good, bad)))
         with pytest.raises(EngineError) as raised:
             require_ignored_layers(int8.engine.model, config)
         assert raised.value.message == f"ignore: `{bad}` is no layer of this model"

@@ -44,7 +44,7 @@ def test_int8_reaches_the_settings_of_the_model(model: Path, flashrl: pytest.Mon
     flashrl.setenv("FLASHRL_CONFIG", "int8")
     flashrl.setenv("FLASHRL_LMHEAD_FP32", "1")
     config = engine_config(model, hf_overrides={"rope_theta": 5000.0})
-    assert config.quant_config.quantisation == Quantisation(Scheme.INT8, lm_head_fp32=True)
+    assert config.quant_config.quantisation == Quantisation(scheme=Scheme.INT8, lm_head_fp32=True)
     assert config.model_config.quantization == "appliance"
     assert config.model_config.hf_config.rope_theta == 5000.0
     assert config.model_config.logprobs_mode == "processed_logprobs"
@@ -82,7 +82,7 @@ def test_the_same_arguments_twice(model: Path, flashrl: pytest.MonkeyPatch) -> N
     flashrl.setenv("FLASHRL_TEST_RELOAD", str(model))
     arguments = EngineArgs(str(model), max_model_len=64, enforce_eager=True)
     first, second = arguments.create_engine_config(), arguments.create_engine_config()
-    assert first.quant_config.quantisation == second.quant_config.quantisation == Quantisation(Scheme.INT8)
+    assert first.quant_config.quantisation == second.quant_config.quantisation == Quantisation(scheme=Scheme.INT8)
     assert first.additional_config == second.additional_config == {"flashrl_test_reload": [str(model)]}
 
 

@@ -58,8 +58,8 @@ def make_profile(folder: Path) -> Path:
 
 def test_a_file_of_theirs_is_read(tmp_path: Path) -> None:
     first, second = read_config(written(tmp_path, THEIRS))
-    assert (first.quantisation, first.load_format) == (Quantisation(Scheme.BF16), "dummy")
-    assert (second.quantisation, second.load_format) == (Quantisation(Scheme.FP8), "auto")
+    assert (first.quantisation, first.load_format) == (Quantisation(scheme=Scheme.BF16), "dummy")
+    assert (second.quantisation, second.load_format) == (Quantisation(scheme=Scheme.FP8), "auto")
     assert first.backend == second.backend == "external_launcher"
 
 
@@ -77,7 +77,7 @@ def test_a_profile_is_relative_to_the_file(tmp_path: Path) -> None:
 
 def test_our_own_keys(tmp_path: Path) -> None:
     text = "configs: [{fn: fp8_block, emulated: true, ignore: ['re:.*o_proj'], lm_head_fp32: true, profile: null}]"
-    wanted = Quantisation(Scheme.FP8_BLOCK, emulated=True, ignore=("re:.*o_proj",), lm_head_fp32=True)
+    wanted = Quantisation(scheme=Scheme.FP8_BLOCK, emulated=True, ignore=("re:.*o_proj",), lm_head_fp32=True)
     assert read_config(written(tmp_path, text))[0].quantisation == wanted
 
 
@@ -178,9 +178,9 @@ def test_what_is_written_reads_back(tmp_path: Path) -> None:
     inside = make_profile(tmp_path / "run" / "profile")
     outside = make_profile(tmp_path / "elsewhere")
     every = (
-        *(Quantisation(scheme) for scheme in Scheme),
-        Quantisation(Scheme.INT8, profile=str(inside), ignore=("re:.*down_proj", "lm_head"), lm_head_fp32=True),
-        Quantisation(Scheme.FP8_CHANNEL, profile=str(outside), emulated=True),
+        *(Quantisation(scheme=scheme) for scheme in Scheme),
+        Quantisation(scheme=Scheme.INT8, profile=str(inside), ignore=("re:.*down_proj", "lm_head"), lm_head_fp32=True),
+        Quantisation(scheme=Scheme.FP8_CHANNEL, profile=str(outside), emulated=True),
     )
     path = tmp_path / "run" / "quantization.yaml"
     write_config(path, every, model="Qwen/Qwen2.5-0.5B")
@@ -192,19 +192,19 @@ def test_what_is_written_reads_back(tmp_path: Path) -> None:
 
 def test_a_run_folder_can_be_moved(tmp_path: Path) -> None:
     profile = make_profile(tmp_path / "run" / "profile")
-    write_config(tmp_path / "run" / "q.yaml", [Quantisation(Scheme.INT8, profile=str(profile))], model="m")
+    write_config(tmp_path / "run" / "q.yaml", [Quantisation(scheme=Scheme.INT8, profile=str(profile))], model="m")
     (tmp_path / "run").rename(tmp_path / "moved")
     assert read_config(tmp_path / "moved" / "q.yaml")[0].quantisation.profile == str(tmp_path / "moved" / "profile")
 
 
 def test_a_file_may_lie_in_the_profile_itself(tmp_path: Path) -> None:
     profile = make_profile(tmp_path / "profile")
-    write_config(profile / "quantization.yaml", [Quantisation(Scheme.INT8, profile=str(profile))], model="m")
+    write_config(profile / "quantization.yaml", [Quantisation(scheme=Scheme.INT8, profile=str(profile))], model="m")
     assert read_config(profile / "quantization.yaml")[0].quantisation.profile == str(profile)
 
 
 def test_the_text_that_is_written(tmp_path: Path) -> None:
-    write_config(tmp_path / "q.yaml", [Quantisation(Scheme.INT8), Quantisation(Scheme.BF16)], model="m")
+    write_config(tmp_path / "q.yaml", [Quantisation(scheme=Scheme.INT8), Quantisation(scheme=Scheme.BF16)], model="m")
     assert (tmp_path / "q.yaml").read_text() == (
         "configs:\n- fn: int8\n  load_format: auto\n  model: m\n- fn: bf16\n  load_format: auto\n  model: m\n"
     )
@@ -259,7 +259,7 @@ def test_a_file_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (repo / "refs" / "main").write_text("a" * 40)
 
     found = engine_settings(Variables(config=HubFile("user/repo", "configs/int8.yaml")), rank=0)
-    assert found.quantisation == Quantisation(Scheme.INT8, profile=str(snapshot / "configs" / "profile"))
+    assert found.quantisation == Quantisation(scheme=Scheme.INT8, profile=str(snapshot / "configs" / "profile"))
     with pytest.raises(RecipeError) as raised:
         engine_settings(Variables(config=HubFile("user/repo", "fp8.yaml")), rank=0)
     assert raised.value.problems == [("FLASHRL_CONFIG: user/repo on the hub has no file fp8.yaml", "")]

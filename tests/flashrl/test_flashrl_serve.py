@@ -148,7 +148,7 @@ def test_serve_is_int8_by_the_variable_alone(two_checkpoints: tuple[Path, Path],
 def test_serve_by_a_file_on_two_ranks_reloads_on_both(two_checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
     """The file that a run writes, tensor parallel 2, and a checkpoint taken after the start in both workers."""
     first, second = two_checkpoints
-    write_config(tmp_path / "q.yaml", [Quantisation(Scheme.INT8, lm_head_fp32=True)], model=str(first))
+    write_config(tmp_path / "q.yaml", [Quantisation(scheme=Scheme.INT8, lm_head_fp32=True)], model=str(first))
     environ = {
         "FLASHRL_CONFIG": str(tmp_path / "q.yaml"),
         "FLASHRL_TEST_RELOAD": f"{first},{second}",

@@ -19,7 +19,6 @@ from appliance.plan.build import build_plan
 from appliance.plan.env import child_env
 from appliance.plan.host import HostGpu
 from appliance.plan.model import RunPlan
-from appliance.plan.read import plan_from_dict
 from appliance.plan.show import plan_text
 from appliance.plan.verl_args import Override
 from appliance.preflight.checks import estimates, judge
@@ -94,7 +93,7 @@ def plan(file: Path, *, host: int) -> RunPlan:
     made = build_plan(recipe, run_dir=file.parent / "runs/r-1", host=HOSTS[host])
     judge(made, host=HOSTS[host], inputs=INPUTS)
     plan_text(made, recipe_yaml=to_yaml(recipe), needs=estimates(made, model_bytes=0, shape=None))
-    assert plan_from_dict(json.loads(made.to_json())) == made
+    assert RunPlan.model_validate_json(made.to_json()) == made
     return made
 
 

@@ -93,7 +93,9 @@ def numbers() -> st.SearchStrategy[bytes]:
 def read(folder: Path) -> Profile:
     plan = make_plan(
         folder / "r-1",
-        profile=ProfilePlan(str(folder), str(folder), Scheme.INT8, smoothing=0.5, error_budget=None, ignore=()),
+        profile=ProfilePlan(
+            folder=str(folder), source=str(folder), scheme=Scheme.INT8, smoothing=0.5, error_budget=None, ignore=()
+        ),
     )
     problem = profile_problem(plan)  # never raises: preflight says it
     header = read_file_header(folder)

@@ -56,7 +56,7 @@ MAY_IMPORT = {
     "guard": {"errors"},
     "tasks": {"errors", "plan.model", "plan.read", "run.events", "run.boundary", "run.heartbeat", "run.stacks"},
     "recipe": {"errors", "tasks", "guard", *NUMBERS},
-    "plan": {"errors", "tasks", "recipe", "guard", *NUMBERS},
+    "plan": {"errors", "frozen", "tasks", "recipe", "guard", *NUMBERS},
     "preflight": {"errors", "patch", "tasks", "recipe", "plan", "cluster.token", *NUMBERS},
     "run": {
         *("errors", "tasks", "recipe", "plan", "preflight", "cluster.token", "console", "page"),

@@ -10,7 +10,7 @@ from appliance.errors import RecipeError
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.model import CorrectionPlan, ExpectedAttestation, ProfilePlan, RunPlan
-from appliance.plan.read import plan_from_dict, read_plan
+from appliance.plan.read import read_plan
 from appliance.plan.show import plan_text
 from appliance.plan.verl_args import ROLLOUT
 from appliance.quant.correction import CorrectionMethod
@@ -38,7 +38,7 @@ def choice(plan: RunPlan, key: str) -> tuple[str, str]:
 
 def test_the_plan_reads_back_the_same():
     plan = planned()
-    assert plan_from_dict(json.loads(plan.to_json())) == plan
+    assert RunPlan.model_validate_json(plan.to_json()) == plan
 
 
 def test_the_child_is_our_entry_under_this_python():
@@ -112,9 +112,15 @@ def test_the_recipe_decides_and_not_this_host():
 def test_every_worker_and_the_trainer_must_attest():
     plan = planned("cluster.gpus_per_node=4", "rollout.tensor_parallel=2")
     patches = ("cpu-no-amx-tiles", "cpu-process-group")
-    rollout = tuple(ExpectedAttestation("rollout", rank, Scheme.INT8, patches) for rank in range(4))
-    trainers = tuple(ExpectedAttestation("trainer", rank, Scheme.BF16, patches[1:]) for rank in range(4))
-    driver = ExpectedAttestation("driver", 0, Scheme.BF16, ("cpu-process-group", "no-load-balancer"))
+    rollout = tuple(
+        ExpectedAttestation(role="rollout", rank=rank, scheme=Scheme.INT8, patches=patches) for rank in range(4)
+    )
+    trainers = tuple(
+        ExpectedAttestation(role="trainer", rank=rank, scheme=Scheme.BF16, patches=patches[1:]) for rank in range(4)
+    )
+    driver = ExpectedAttestation(
+        role="driver", rank=0, scheme=Scheme.BF16, patches=("cpu-process-group", "no-load-balancer")
+    )
     assert plan.attestations == (*rollout, *trainers, driver)
     assert [replica.scheme for replica in plan.rollout.replicas] == [Scheme.INT8, Scheme.INT8]
 
@@ -131,11 +137,11 @@ def test_engines_and_their_profile_are_told_what_the_recipe_says():
         "quantization.smoothing=0.75",
         "quantization.error_budget=0.02",
     )
-    first = Quantisation(Scheme.INT8, ignore=ignore, profile=f"{RUN_DIR}/profile", lm_head_fp32=True)
+    first = Quantisation(scheme=Scheme.INT8, ignore=ignore, profile=f"{RUN_DIR}/profile", lm_head_fp32=True)
     assert plan.rollout.replicas == (
         first,
-        Quantisation(Scheme.FP8, emulated=True, ignore=ignore, lm_head_fp32=True),
-        Quantisation(Scheme.BF16, lm_head_fp32=True),
+        Quantisation(scheme=Scheme.FP8, emulated=True, ignore=ignore, lm_head_fp32=True),
+        Quantisation(scheme=Scheme.BF16, lm_head_fp32=True),
         first,
     )
     assert plan.profile == ProfilePlan(
@@ -190,7 +196,7 @@ def test_no_correction_says_so_to_verl():
 
 def test_the_usual_limits_of_a_correction_are_choices_with_a_reason():
     plan = planned("correction.method=icepop", "correction.cap=null", "algorithm.clip_high=0.28")
-    assert plan.correction == CorrectionPlan(CorrectionMethod.ICEPOP, bounds=(0.5, 5.0), clip_high=0.28)
+    assert plan.correction == CorrectionPlan(method=CorrectionMethod.ICEPOP, bounds=(0.5, 5.0), clip_high=0.28)
     assert choice(plan, "correction.bounds") == ("[0.5, 5]", "the bounds of IcePop")
     assert "correction.cap" not in {each.key for each in plan.choices}
     plan = planned("correction.method=k3-reject", "correction.cap=null")

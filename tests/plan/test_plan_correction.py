@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from plans import HOST
 
 from appliance.plan.build import build_plan
 from appliance.plan.model import RunPlan, ShadowPlan, UaqPlan
-from appliance.plan.read import plan_from_dict
 from appliance.quant.correction import ClipRange
 from appliance.recipe.load import load_recipe
 
@@ -29,7 +27,7 @@ def test_the_shadow_pass_of_calibrated_clipping() -> None:
     assert (plan.correction.nominal, plan.correction.cap) == (ClipRange(0.2, 0.28), 2.0)
     reason = "after step 1 and every 20 steps, 0.25 of a step's 256, equal on each rank"
     assert why(plan, "correction.shadow") == ("64 sequences", reason)
-    assert plan_from_dict(json.loads(plan.to_json())) == plan
+    assert RunPlan.model_validate_json(plan.to_json()) == plan
 
 
 @pytest.mark.parametrize(
@@ -48,7 +46,7 @@ def test_no_other_method_has_one() -> None:
 
 def test_trainer_and_engine_read_the_scaled_model() -> None:
     plan = planned("correction.uaq_scale=1.5")
-    assert plan.uaq == UaqPlan(1.5, "/runs/a-1/scaled") and plan.trained_model == "/runs/a-1/scaled"
+    assert plan.uaq == UaqPlan(scale=1.5, folder="/runs/a-1/scaled") and plan.trained_model == "/runs/a-1/scaled"
     assert "actor_rollout_ref.model.path=/runs/a-1/scaled" in plan.argv
     assert plan.model.path == planned().model.path == planned().trained_model
     reason = "what a norm feeds is divided by 1.5 once before training, and model/ is folded back"

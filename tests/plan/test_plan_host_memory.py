@@ -73,7 +73,7 @@ def test_what_cannot_be_counted_is_not_estimated() -> None:
     experts = dataclasses.replace(SMALL, architectures=("Qwen3MoeForCausalLM",))
     assert shape_of(planned(), None) is None
     assert shape_of(planned(), experts) is None
-    assert shape_of(dataclasses.replace(planned(), device="a100"), SMALL) is None
+    assert shape_of(planned().replace(device="a100"), SMALL) is None
     assert shape_of(planned(model=False), None) is not None
 
 

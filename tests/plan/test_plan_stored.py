@@ -9,7 +9,7 @@ from pathlib import Path
 import plans
 import pytest
 
-from appliance.plan.build import Begun, build_plan
+from appliance.plan.build import OriginalPlan, build_plan
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.model import ModelPlan
 from appliance.plan.stored import Kept, ResultKey, model_shapes, read_result, write_result
@@ -117,10 +117,10 @@ def test_shapes_of_a_model(tmp_path: Path) -> None:
     assert model_shapes(model_plan(builtin="tiny-arithmetic")) == "h256-i704-a4-kv2"
 
 
-def automatic(tmp_path: Path, *, host: HostFacts, device: str, begun: Begun | None = None) -> tuple[str, str]:
+def automatic(tmp_path: Path, *, host: HostFacts, device: str, original: OriginalPlan | None = None) -> tuple[str, str]:
     sets = ("rollout.scheme=auto", f"cluster.device={device}")
     recipe = load_recipe("arithmetic-tiny-int8", sets=sets)
-    plan = build_plan(recipe, run_dir=tmp_path / "run", host=host, begun=begun)
+    plan = build_plan(recipe, run_dir=tmp_path / "run", host=host, original=original)
     return next((each.value, each.why) for each in plan.choices if each.key == "rollout.scheme")
 
 
@@ -138,10 +138,10 @@ def test_auto_of_a_run_that_goes_on_is_what_it_began_as(tmp_path: Path) -> None:
     versions = (("torch", "2.13.0"), ("vllm", "0.28.0"))
     keep(tmp_path / ".cache", key=ResultKey("h100", "h100", "h256-i704-a4-kv2", versions))
     why = "as the run began, whatever `bench` has measured since"
-    assert automatic(tmp_path, host=host, device="h100", begun=Begun("h100", Scheme.INT8)) == ("int8", why)
-    chosen, why = automatic(tmp_path, host=host, device="h100", begun=Begun("cpu", Scheme.INT8))
+    assert automatic(tmp_path, host=host, device="h100", original=OriginalPlan("h100", Scheme.INT8)) == ("int8", why)
+    chosen, why = automatic(tmp_path, host=host, device="h100", original=OriginalPlan("cpu", Scheme.INT8))
     assert chosen == "fp8" and why.endswith("(bench); the run began with int8 on cpu")
-    assert automatic(tmp_path, host=host, device="h100", begun=Begun("h100", None))[0] == "fp8"
+    assert automatic(tmp_path, host=host, device="h100", original=OriginalPlan("h100", None))[0] == "fp8"
 
 
 def test_auto_says_which_kept_result_it_did_not_take(tmp_path: Path) -> None:

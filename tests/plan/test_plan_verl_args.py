@@ -12,7 +12,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 
-from appliance.plan.build import decide
+from appliance.plan.build import build_plan
 from appliance.plan.host import HostGpu
 from appliance.plan.verl_args import Override, hydra_value, overrides
 from appliance.quant.correction import CorrectionMethod
@@ -50,7 +50,7 @@ def planned(case: str) -> list[Override]:
     name, sets = CASES[case]
     recipe = load_recipe(name, sets=sets)
     run_dir = Path(recipe.cluster.run_dir).absolute() / "run-1"
-    return overrides(recipe, decide(recipe, run_dir=run_dir, host=HOST).derived)
+    return overrides(build_plan(recipe, run_dir=run_dir, host=HOST))
 
 
 @pytest.mark.parametrize("case", CASES)

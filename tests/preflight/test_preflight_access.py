@@ -232,24 +232,25 @@ LOOKS_AS_NOBODY = """
 import os, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from dataclasses import replace
-from types import SimpleNamespace
 from plans import make_plan
 from appliance.plan.build import is_folder
-from appliance.plan.model import ModelPlan
+from appliance.plan.model import ModelPlan, ProfilePlan, UaqPlan
 from appliance.plan.stored import read_result, result_key
 from appliance.preflight import checks, hub
 from appliance.preflight.access import judge_access
 from appliance.preflight.probes import read_host, read_inputs, uaq_problem
+from appliance.preflight.probes import read_host, read_inputs
+from appliance.terms.schemes import Scheme
 os.setgid(65534); os.setuid(65534)
 model = ModelPlan(path={model!r}, source={model!r}, builtin="", revision="", trust_remote_code=False)
 plan = make_plan(Path({run!r}), model=model, cache_dir={cache!r})
 closed = {cache!r} + "/data"
-task = replace(plan.task, train_parquet=closed + "/train.parquet", val_parquet=closed + "/val.parquet")
-plan = replace(plan, task=task, profile=SimpleNamespace(source=closed))
+task = plan.task.replace(train_parquet=closed + "/train.parquet", val_parquet=closed + "/val.parquet")
+given = dict(folder="", source=closed, scheme=Scheme.INT8, smoothing=0.5, error_budget=None, ignore=())
+plan = plan.replace(task=task, profile=ProfilePlan(**given))
 inputs = read_inputs(plan, ask_hub=False)
 assert not inputs.has_data and inputs.profile_problem.endswith(": the folder has no profile.safetensors")
-assert uaq_problem(replace(plan, uaq=object())) == ""
+assert uaq_problem(plan.replace(uaq=UaqPlan(scale=1.5, folder=closed))) == ""
 os.environ["HF_HUB_CACHE"] = closed
 assert not hub.is_cached("owner/model")
 key = result_key(device="cpu", host=read_host(Path({cache!r})), model=plan.model, pins=plan.pins)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -22,8 +21,8 @@ LARGE, SMALL = KNOWN["Qwen/Qwen2.5-32B"], KNOWN["Qwen/Qwen2.5-0.5B-Instruct"]
 
 def planned(scheme: Scheme = Scheme.INT8, *, response: int = 8192, builtin: str = "", **rollout: object) -> RunPlan:
     plan = make_plan(Path("/runs/a-1"), rollout=make_rollout(scheme, **rollout))
-    task = dataclasses.replace(plan.task, max_response_tokens=response)
-    return dataclasses.replace(plan, task=task, model=dataclasses.replace(plan.model, builtin=builtin))
+    task = plan.task.replace(max_response_tokens=response)
+    return plan.replace(task=task, model=plan.model.replace(builtin=builtin))
 
 
 def stored(ratio: float) -> StoredResult:

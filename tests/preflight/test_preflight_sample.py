@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -60,8 +59,8 @@ def test_an_answer_that_can_never_be_right_is_told(tmp_path: Path) -> None:
 
 def planned(tmp_path: Path, kind: str, file: Path | None, **changes: object) -> RunPlan:
     plan = make_plan(tmp_path / "runs" / "a-1")
-    task = dataclasses.replace(plan.task, kind=kind, train_file=str(file or ""), **changes)
-    return dataclasses.replace(plan, task=task)
+    task = plan.task.replace(kind=kind, train_file=str(file or ""), **changes)
+    return plan.replace(task=task)
 
 
 WRONG = "x" * 301

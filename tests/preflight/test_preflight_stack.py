@@ -21,7 +21,7 @@ from appliance.terms.schemes import Scheme
 PLAN = make_plan(
     Path("/runs/a-1"),
     pins=(("pydantic", "0.0.1"), ("no-such-thing", "1.0")),
-    attestations=(ExpectedAttestation("driver", 0, Scheme.BF16, ("no-load-balancer",)),),
+    attestations=(ExpectedAttestation(role="driver", rank=0, scheme=Scheme.BF16, patches=("no-load-balancer",)),),
 )
 REMEDY = "install the locked requirements: `make demo` does, or the image"
 
@@ -104,7 +104,7 @@ def test_another_version_has_other_sources_which_is_said_once() -> None:
 
 
 def test_a_gpu_plan_is_judged_where_there_is_a_gpu() -> None:
-    plan = dataclasses.replace(PLAN, device="a100")
+    plan = PLAN.replace(device="a100")
     facts = StackFacts(versions=(("vllm", "0.28.0", "0.28.0+cpu"),))
     assert list(judge_stack(plan, HOST, facts)) == []
     (only,) = judge_stack(plan, dataclasses.replace(HOST, gpus=(HostGpu("NVIDIA A100", 80 << 30),)), facts)

@@ -17,7 +17,7 @@ from appliance.preflight.probes import read_host
 from appliance.profile import command
 from appliance.profile.cache import file_hash, find_profile
 from appliance.profile.child import make_profile, read_sequences
-from appliance.profile.job import ProfileJob, job_of_plan, job_of_run, read_job
+from appliance.profile.job import ProfileJob, job_of_plan, job_of_run
 from appliance.profile.table import table
 from appliance.quant.files import read_file_header
 from appliance.quant.smoothing import load_smoothing
@@ -83,12 +83,11 @@ def test_a_run_gets_its_profile_by_a_child_and_the_next_run_from_the_cache(recip
 
 def test_a_profile_that_the_recipe_names_is_taken_and_another_model_is_noted(recipe: Recipe, tmp_path: Path) -> None:
     plan = planned(recipe)
-    make_profile(dataclasses.replace(job_of_plan(plan), target=str(tmp_path / "given")))
+    make_profile(job_of_plan(plan).replace(target=str(tmp_path / "given")))
     assert plan.profile is not None
-    named = dataclasses.replace(
-        plan,
-        profile=dataclasses.replace(plan.profile, source=str(tmp_path / "given")),
-        model=dataclasses.replace(plan.model, path="other/model"),
+    named = plan.replace(
+        profile=plan.profile.replace(source=str(tmp_path / "given")),
+        model=plan.model.replace(path="other/model"),
     )
     assert command.profile_child(named) is None
     assert command.is_profiled(named)
@@ -99,14 +98,14 @@ def test_a_profile_that_the_recipe_names_is_taken_and_another_model_is_noted(rec
 def test_a_named_folder_without_a_profile_is_an_error(recipe: Recipe, tmp_path: Path) -> None:
     plan = planned(recipe)
     assert plan.profile is not None
-    named = dataclasses.replace(plan, profile=dataclasses.replace(plan.profile, source=str(tmp_path)))
+    named = plan.replace(profile=plan.profile.replace(source=str(tmp_path)))
     with pytest.raises(EngineError, match="no profile"):
         command.profile_child(named)
 
 
 def test_the_budgets_layers_are_in_the_configuration(recipe: Recipe, tmp_path: Path) -> None:
     plan = planned(recipe)
-    make_profile(dataclasses.replace(job_of_plan(plan), error_budget=1e-6))
+    make_profile(job_of_plan(plan).replace(error_budget=1e-6))
     command.finish_profile(plan)
     (config,) = yaml.safe_load((Path(plan.run_dir) / "profile" / "quantization.yaml").read_text())["configs"]
     assert len(config["ignore"]) == 2 * 7
@@ -176,7 +175,7 @@ def test_a_files_hash_is_remembered_until_it_changes(tmp_path: Path, monkeypatch
 def test_the_text_is_prompts_of_the_task_with_their_answers(recipe: Recipe) -> None:
     from transformers import AutoTokenizer
 
-    job = dataclasses.replace(job_of_plan(planned(recipe)), prompts=5, max_tokens=40)
+    job = job_of_plan(planned(recipe)).replace(prompts=5, max_tokens=40)
     sequences = read_sequences(job, folder=Path(job.model))
     texts = [AutoTokenizer.from_pretrained(job.model).decode(each) for each in sequences]
     assert sum(map(len, sequences)) <= 40
@@ -208,14 +207,14 @@ def test_a_wrong_use_of_the_command_is_refused(arguments: list[str], message: st
 
 
 def test_a_job_is_read_as_it_was_written(recipe: Recipe) -> None:
-    job = dataclasses.replace(job_of_plan(planned(recipe)), ignore=("a", "re:b"), error_budget=0.02)
-    assert read_job(job.to_json()) == job
+    job = job_of_plan(planned(recipe)).replace(ignore=("a", "re:b"), error_budget=0.02)
+    assert ProfileJob.model_validate_json(job.model_dump_json()) == job
     assert isinstance(job, ProfileJob)
 
 
 def test_the_table_names_worst_layers_kept_layers_smoothing_mismatch_and_place(recipe: Recipe) -> None:
     plan = planned(recipe)
-    job = dataclasses.replace(job_of_plan(plan), error_budget=0.01)
+    job = job_of_plan(plan).replace(error_budget=0.01)
     lines = table(read_file_header(make_profile(job)), folder="runs/x/profile")
     text = "\n".join(lines)
     worst = next(line for line in lines if line.startswith("model.layers"))

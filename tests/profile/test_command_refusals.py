@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from pathlib import Path
 
@@ -195,7 +194,7 @@ def test_a_log_whose_place_is_taken_stays_under_another_name(tmp_path: Path, mon
 
 def test_a_folder_that_the_recipe_names_is_only_read(file: str, tmp_path: Path) -> None:
     given = tmp_path / "given"
-    make_profile(dataclasses.replace(job_of_plan(planned(file)), target=str(given)))
+    make_profile(job_of_plan(planned(file)).replace(target=str(given)))
     (given / "quantization.yaml").write_text("mine")
     assert command.run_profile(loaded(file, f"quantization.profile={given}"), output=None) == 0
     assert (given / "quantization.yaml").read_text() == "mine"
@@ -237,13 +236,12 @@ def test_a_refused_donor_leaves_nothing_behind(file: str, tmp_path: Path, monkey
 def test_the_same_model_elsewhere_is_no_other_model(file: str, tmp_path: Path) -> None:
     """A profile in the cache was made under the model's name of then; its hash says that it is the same."""
     plan = planned(file)
-    make_profile(dataclasses.replace(job_of_plan(plan), target=str(tmp_path / "given")))
+    make_profile(job_of_plan(plan).replace(target=str(tmp_path / "given")))
     (tmp_path / "model").rename(tmp_path / "moved")
     assert plan.profile is not None
-    named = dataclasses.replace(
-        plan,
-        profile=dataclasses.replace(plan.profile, source=str(tmp_path / "given")),
-        model=dataclasses.replace(plan.model, path=str(tmp_path / "moved")),
+    named = plan.replace(
+        profile=plan.profile.replace(source=str(tmp_path / "given")),
+        model=plan.model.replace(path=str(tmp_path / "moved")),
     )
     command.profile_child(named)
     events = [parse_event(line) for line in (Path(plan.run_dir) / EVENTS_FILE).read_text().splitlines()]

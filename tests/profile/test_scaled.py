@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +15,6 @@ from trainers import make_trainer
 
 from appliance.errors import EngineError
 from appliance.plan.model import ModelPlan, ProfilePlan, RunPlan, UaqPlan
-from appliance.plan.read import plan_from_dict
 from appliance.preflight.probes import read_inputs, uaq_problem
 from appliance.profile.job import job_of_run
 from appliance.profile.uaq import is_scaled, make_scaled, scaling_child
@@ -34,12 +32,14 @@ def plan(tmp_path: Path) -> RunPlan:
     tiny("qwen2").save_pretrained(tmp_path / "model")
     run_dir = tmp_path / "runs" / "one"
     run_dir.mkdir(parents=True)
-    model = ModelPlan(str(tmp_path / "model"), str(tmp_path / "model"), "", "", trust_remote_code=False)
-    return make_plan(run_dir, model=model, uaq=UaqPlan(1.5, str(run_dir / "scaled")))
+    model = ModelPlan(
+        path=str(tmp_path / "model"), source=str(tmp_path / "model"), builtin="", revision="", trust_remote_code=False
+    )
+    return make_plan(run_dir, model=model, uaq=UaqPlan(scale=1.5, folder=str(run_dir / "scaled")))
 
 
 def test_a_run_without_uaq_needs_none(plan: RunPlan) -> None:
-    bare = replace(plan, uaq=None)
+    bare = plan.replace(uaq=None)
     assert is_scaled(bare) and scaling_child(bare) is None
     assert bare.trained_model == bare.model.path
 
@@ -69,7 +69,7 @@ def test_what_a_killed_attempt_left_is_taken_away(plan: RunPlan) -> None:
 def test_another_scale_is_refused(plan: RunPlan) -> None:
     make_scaled(plan)
     with pytest.raises(EngineError) as raised:
-        scaling_child(replace(plan, uaq=replace(plan.uaq, scale=2.0)))
+        scaling_child(plan.replace(uaq=plan.uaq.replace(scale=2.0)))
     assert raised.value.message == f"{plan.uaq.folder}: made with uaq_scale 1.5, and the plan says 2"
     assert raised.value.hint == "give back what the run began with, or start another run"
 
@@ -89,12 +89,13 @@ def test_a_folder_without_a_mark_is_not_taken(plan: RunPlan) -> None:
 
 
 def test_the_profile_is_of_the_scaled_model(plan: RunPlan) -> None:
-    profile = ProfilePlan(f"{plan.run_dir}/profile", "", Scheme.INT8, 0.5, None, ())
-    assert job_of_run(replace(plan, profile=profile)).model == plan.uaq.folder
+    folder, given = f"{plan.run_dir}/profile", {"smoothing": 0.5, "error_budget": None, "ignore": ()}
+    profile = ProfilePlan(folder=folder, source="", scheme=Scheme.INT8, **given)
+    assert job_of_run(plan.replace(profile=profile)).model == plan.uaq.folder
 
 
 def test_a_plan_with_uaq_reads_back(plan: RunPlan) -> None:
-    assert plan_from_dict(json.loads(plan.to_json())) == plan
+    assert RunPlan.model_validate_json(plan.to_json()) == plan
 
 
 def test_a_checkpoint_is_exported_in_the_original_parametrisation(plan: RunPlan, tmp_path: Path) -> None:
@@ -144,11 +145,11 @@ def test_preflight_knows_what_cannot_be_scaled(plan: RunPlan) -> None:
     assert uaq_problem(plan) == ""
     make_scaled(plan)
     folder = plan.uaq.folder
-    twice = replace(plan, model=replace(plan.model, path=folder))
+    twice = plan.replace(model=plan.model.replace(path=folder))
     assert uaq_problem(twice) == f"{folder}: the model is scaled by UAQ already (uaq.json says so)"
-    assert uaq_problem(replace(twice, uaq=None)) == ""
+    assert uaq_problem(twice.replace(uaq=None)) == ""
     with pytest.raises(EngineError, match=r"the model is scaled by UAQ already \(uaq.json says so\)"):
-        make_scaled(replace(twice, uaq=UaqPlan(1.5, folder + "-again")))
+        make_scaled(twice.replace(uaq=UaqPlan(scale=1.5, folder=folder + "-again")))
     source = Path(plan.model.path)
     (source / "model.safetensors").rename(source / "kept")
     assert uaq_problem(plan) == f"{source}: UAQ reads weights from *.safetensors, and the folder has none"

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from plans import make_plan
+from plans import make_guard, make_plan
 
-from appliance.plan.model import ExpectedAttestation, GuardPlan
+from appliance.plan.model import ExpectedAttestation
 from appliance.run.attest import write_attestation
 from appliance.run.samples import Sample, StepSamples, append_samples
 from appliance.run.session import RunRecord, RunStatus, write_record
@@ -69,14 +69,13 @@ def _make_run(root: Path, *, name: str = "made", steps: int = 10, done: int = 10
     """A run of `steps` steps of which so many are done, validated before and after every tenth."""
     run_dir = root / name
     (run_dir / "attest").mkdir(parents=True)
-    plan = replace(
-        make_plan(run_dir, steps=steps),
-        guard=GuardPlan(),
+    plan = make_plan(run_dir, steps=steps).replace(
+        guard=make_guard(),
         argv=("python", "-m", "train", "a<b"),
         pins=(("torch", "2.13.0"),),
         attestations=(
-            ExpectedAttestation("rollout", 0, Scheme.INT8, ("a",)),
-            ExpectedAttestation("driver", 0, Scheme.BF16, ("b",)),
+            ExpectedAttestation(role="rollout", rank=0, scheme=Scheme.INT8, patches=("a",)),
+            ExpectedAttestation(role="driver", rank=0, scheme=Scheme.BF16, patches=("b",)),
         ),
     )
     plan.write(run_dir / "plan.json")

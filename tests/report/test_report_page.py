@@ -7,15 +7,14 @@ import json
 import os
 import shlex
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from page_parts import Parts
+from plans import make_guard
 
 from appliance.errors import PreflightError, RecipeError
 from appliance.guard.policy import Action
-from appliance.plan.model import GuardPlan
 from appliance.plan.read import read_plan
 from appliance.run.events import append_event
 from appliance.run.report import write
@@ -157,7 +156,7 @@ def test_what_the_guard_decided_is_on_the_page_with_its_numbers(tmp_path: Path, 
     """As a verdict, in the list of events, on the axis of time, and in each chart of the mismatch at its step."""
     run_dir = make_run(tmp_path)
     plan = read_plan(run_dir / "plan.json")
-    replace(plan, guard=GuardPlan(actions=(Action.WARN, Action.TIGHTEN))).write(run_dir / "plan.json")
+    plan.replace(guard=make_guard(actions=(Action.WARN, Action.TIGHTEN))).write(run_dir / "plan.json")
     question = "Did the guard act?"
     assert words(run_dir)[question] is Word.FINE
     told = [f"step {step}: {move}: k3_kl 0.02 above 0.015" for step, move in ((3, "observe -> warn"), (5, "back"))]

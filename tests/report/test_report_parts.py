@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,8 +52,8 @@ def words(text: str) -> str:
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory, make_run: Callable[..., Path]) -> str:
     run_dir = make_run(tmp_path_factory.mktemp("parts"))
-    choice = Choice("rollout.scheme", "int8", "this processor has VNNI")
-    replace(read_plan(run_dir / "plan.json"), choices=(choice,)).write(run_dir / "plan.json")
+    choice = Choice(key="rollout.scheme", value="int8", why="this processor has VNNI")
+    read_plan(run_dir / "plan.json").replace(choices=(choice,)).write(run_dir / "plan.json")
     append_event(
         run_dir, kind="note", what="memory: 2.0 GiB are missing; close other programs", why="preflight", time=96.0
     )

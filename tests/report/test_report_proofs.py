@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -144,11 +143,10 @@ def test_an_engine_that_an_update_raised_to_a_finer_scheme_is_as_it_should_be(
     """One that the guard may ask for; its own word for another one counts for nothing."""
     run_dir = make_run(tmp_path)
     made = read_plan(run_dir / "plan.json")
-    engine = ExpectedAttestation("rollout", 0, Scheme.FP8, ("a",), emulated=True)
-    raises = replace(
-        made,
-        rollout=make_rollout(Scheme.FP8, replicas=(Quantisation(Scheme.FP8, emulated=True),)),
-        guard=replace(made.guard, actions=(Action.RAISE_PRECISION,)),
+    engine = ExpectedAttestation(role="rollout", rank=0, scheme=Scheme.FP8, patches=("a",), emulated=True)
+    raises = made.replace(
+        rollout=make_rollout(Scheme.FP8, replicas=(Quantisation(scheme=Scheme.FP8, emulated=True),)),
+        guard=made.guard.replace(actions=(Action.RAISE_PRECISION,)),
         attestations=(engine, *made.attestations[1:]),
     )
     append_sent(run_dir, Sent(sync=12, replica=0, rank=0, manifest="of 12", digest_s=0.1))
@@ -156,7 +154,7 @@ def test_an_engine_that_an_update_raised_to_a_finer_scheme_is_as_it_should_be(
     attest(run_dir, scheme="fp8-block", emulated=True)
     raises.write(run_dir / "plan.json")
     assert judged(run_dir, ATTESTED)[0] is Word.FINE
-    replace(raises, guard=made.guard).write(run_dir / "plan.json")
+    raises.replace(guard=made.guard).write(run_dir / "plan.json")
     assert judged(run_dir, ATTESTED) == (Word.BAD, "rollout-0-0 runs fp8-block, the plan says fp8")
 
 

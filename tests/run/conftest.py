@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,9 +66,8 @@ def _small_plan(root: Path, *, argv: tuple[str, ...] = (), name: str = "small-1"
     for split in ("train", "val"):
         (data / f"{split}.parquet").touch()
     parquets = {"train_parquet": str(data / "train.parquet"), "val_parquet": str(data / "val.parquet")}
-    return replace(
-        plan,
-        task=replace(plan.task, **parquets),
+    return plan.replace(
+        task=plan.task.replace(**parquets),
         steps=steps,
         validate_every=steps,
         argv=argv,
@@ -83,7 +81,7 @@ def _small_plan(root: Path, *, argv: tuple[str, ...] = (), name: str = "small-1"
 
 
 def _with_ray_dir(plan: RunPlan, folder: Path) -> RunPlan:
-    return replace(plan, env=(*plan.env, (RAY_DIR_VARIABLE, str(folder))))
+    return plan.replace(env=(*plan.env, (RAY_DIR_VARIABLE, str(folder))))
 
 
 def _python(code: str) -> tuple[str, ...]:

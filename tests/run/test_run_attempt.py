@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,7 +98,7 @@ def test_the_line_of_the_last_step_waits_for_the_validation_that_was_cut(tmp_pat
     folder = save(run_dir, 5, line={"step": 5, "time_s": 5.0})
     start = resumed(run_dir)
     assert owed_line(run_dir, checkpoint=folder, plan=plan) == {"step": 5, "time_s": 5.0}
-    for other in (replace(plan, steps=6), replace(plan, validate_every=0)):
+    for other in (plan.replace(steps=6), plan.replace(validate_every=0)):
         assert owed_line(run_dir, checkpoint=folder, plan=other) is None
     assert owed_line(run_dir, checkpoint=None, plan=plan) is None
     begin_attempt(plan, resume=start, recipe_yaml="").release()

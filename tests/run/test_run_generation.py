@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,26 +39,26 @@ def test_a_file_that_cannot_be_read_is_no_first_generation(tmp_path: Path, text:
         read_generation(tmp_path)
 
 
-INT8 = Quantisation(Scheme.INT8, ignore=("b", "re:c.*"), profile="/p", lm_head_fp32=True)
+INT8 = Quantisation(scheme=Scheme.INT8, ignore=("b", "re:c.*"), profile="/p", lm_head_fp32=True)
 
 
 @pytest.mark.parametrize(
     ("planned", "precision", "told"),
     [
         (INT8, AS_PLANNED, INT8),
-        (INT8, Precision(Scheme.BF16), Quantisation(Scheme.BF16, lm_head_fp32=True)),
+        (INT8, Precision(Scheme.BF16), Quantisation(scheme=Scheme.BF16, lm_head_fp32=True)),
         (
             INT8,
             RAISED,
-            Quantisation(Scheme.INT8, ignore=("b", "re:c.*", "a.q_proj"), profile="/p", lm_head_fp32=True),
+            Quantisation(scheme=Scheme.INT8, ignore=("b", "re:c.*", "a.q_proj"), profile="/p", lm_head_fp32=True),
         ),
         (
-            Quantisation(Scheme.FP8, emulated=True),
+            Quantisation(scheme=Scheme.FP8, emulated=True),
             Precision(Scheme.FP8_BLOCK, ("b",)),
-            Quantisation(Scheme.FP8_BLOCK, emulated=True, ignore=("b",)),
+            Quantisation(scheme=Scheme.FP8_BLOCK, emulated=True, ignore=("b",)),
         ),
-        (Quantisation(Scheme.BF16), RAISED, Quantisation(Scheme.BF16)),
-        (Quantisation(Scheme.BF16), Precision(Scheme.BF16), Quantisation(Scheme.BF16)),
+        (Quantisation(scheme=Scheme.BF16), RAISED, Quantisation(scheme=Scheme.BF16)),
+        (Quantisation(scheme=Scheme.BF16), Precision(Scheme.BF16), Quantisation(scheme=Scheme.BF16)),
     ],
 )
 def test_what_an_engine_is_told_that_starts_in_a_precision(
@@ -71,15 +70,20 @@ def test_what_an_engine_is_told_that_starts_in_a_precision(
 def test_new_engines_must_attest_what_they_were_started_in(tmp_path: Path) -> None:
     """Two replicas with two ranks each, the second in BF16 as planned; who trains says what it said before."""
     plan = make_plan(tmp_path, rollout=make_rollout(Scheme.FP8, Scheme.BF16))
-    engines = tuple(replace(each, emulated=each.scheme is Scheme.FP8) for each in plan.rollout.replicas)
+    engines = tuple(each.replace(emulated=each.scheme is Scheme.FP8) for each in plan.rollout.replicas)
     expected = (
-        *(ExpectedAttestation("rollout", rank, Scheme.FP8, ("p",), emulated=True) for rank in (0, 1)),
-        *(ExpectedAttestation("rollout", rank, Scheme.BF16, ("p",)) for rank in (2, 3)),
-        ExpectedAttestation("trainer", 0, Scheme.BF16),
+        *(
+            ExpectedAttestation(role="rollout", rank=rank, scheme=Scheme.FP8, patches=("p",), emulated=True)
+            for rank in (0, 1)
+        ),
+        *(ExpectedAttestation(role="rollout", rank=rank, scheme=Scheme.BF16, patches=("p",)) for rank in (2, 3)),
+        ExpectedAttestation(role="trainer", rank=0, scheme=Scheme.BF16),
     )
-    plan = replace(plan, rollout=replace(plan.rollout, replicas=engines, tensor_parallel=2), attestations=expected)
+    plan = plan.replace(rollout=plan.rollout.replace(replicas=engines, tensor_parallel=2), attestations=expected)
     assert attestations_at(plan, AS_PLANNED) == expected
-    in_bf16 = tuple(ExpectedAttestation("rollout", rank, Scheme.BF16, ("p",)) for rank in range(4))
+    in_bf16 = tuple(
+        ExpectedAttestation(role="rollout", rank=rank, scheme=Scheme.BF16, patches=("p",)) for rank in range(4)
+    )
     assert attestations_at(plan, Precision(Scheme.BF16)) == (*in_bf16, expected[-1])
-    finer = tuple(replace(each, scheme=Scheme.FP8_BLOCK) for each in expected[:2])
+    finer = tuple(each.replace(scheme=Scheme.FP8_BLOCK) for each in expected[:2])
     assert attestations_at(plan, Precision(Scheme.FP8_BLOCK)) == (*finer, *expected[2:])

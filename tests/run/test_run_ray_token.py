@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,7 +44,7 @@ def told(
         argv = (*python(CHILD), str(file))
         plan = small_plan(tmp_path / "runs", argv=argv, name=f"small-{number}")
         folder = Path("/tmp") / f"ray-token-{os.getpid()}"
-        process = launch(replace(with_ray_dir(plan, folder), cluster=cluster))
+        process = launch(with_ray_dir(plan, folder).replace(cluster=cluster))
         out, err = process.communicate(timeout=60)
         assert process.returncode == 5, err
         assert not folder.exists()

@@ -14,7 +14,7 @@ from plans import HOST
 from stopped_runs import recipe, resumed, save, stopped, target_of
 
 from appliance.errors import PreflightError, RecipeError
-from appliance.plan.build import Begun, build_plan
+from appliance.plan.build import OriginalPlan, build_plan
 from appliance.plan.model import RunPlan
 from appliance.preflight.disk import Disk, Disks
 from appliance.recipe.dump import to_yaml
@@ -25,12 +25,12 @@ from appliance.run.checkpoint_manifest import hash_file
 from appliance.run.report.write import write_page
 from appliance.run.resume import (
     Target,
-    begun_with,
     cache_of,
     find_start,
     find_target,
     is_done,
     is_harmless,
+    original_plan,
     refuse_changes,
     refuse_misfit,
 )
@@ -180,7 +180,7 @@ def test_other_data_and_another_profile_are_refused(tmp_path: Path, small_plan: 
     save(run_dir, 3, profile=(("profile.safetensors", digest),))
     with pytest.raises(PreflightError, match="is not the one that global_step_3 was trained with"):
         refuse_misfit(resumed(run_dir), plan=plan)
-    other = replace(plan, task=replace(plan.task, train_parquet="/other/train.parquet"))
+    other = plan.replace(task=plan.task.replace(train_parquet="/other/train.parquet"))
     with pytest.raises(PreflightError, match="the training problems are not those that the run began with"):
         refuse_misfit(resumed(run_dir), plan=other)
 
@@ -204,14 +204,14 @@ def test_a_run_that_was_moved_has_the_problems_it_began_with(tmp_path: Path) -> 
 def test_what_a_run_began_with_is_read_from_its_plan(tmp_path: Path) -> None:
     plan = build_plan(recipe("rollout.scheme=auto"), run_dir=tmp_path / "small-1", host=HOST)
     target = target_of(stopped(plan))
-    assert begun_with(target) == Begun("cpu", Scheme.INT8) and cache_of(target) is None
+    assert original_plan(target) == OriginalPlan("cpu", Scheme.INT8) and cache_of(target) is None
     (tmp_path / ".cache").mkdir()
     assert cache_of(target) == tmp_path / ".cache"
     plain = build_plan(recipe(), run_dir=tmp_path / "small-2", host=HOST)
-    assert begun_with(target_of(stopped(plain))) == Begun("cpu", None)
+    assert original_plan(target_of(stopped(plain))) == OriginalPlan("cpu", None)
     (tmp_path / "small-3").mkdir()
     claimed = target_of(tmp_path / "small-3")
-    assert begun_with(claimed) is None and cache_of(claimed) is None
+    assert original_plan(claimed) is None and cache_of(claimed) is None
 
 
 def test_the_next_attempt_is_planned_as_the_run_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +220,9 @@ def test_the_next_attempt_is_planned_as_the_run_began(tmp_path: Path, monkeypatc
     cache = tmp_path / ".cache"
     cache.mkdir()
     run_dir = tmp_path / "comparison" / "small-1"
-    plan = build_plan(recipe(*sets), run_dir=run_dir, host=HOST, cache_dir=cache, begun=Begun("cpu", Scheme.BF16))
+    plan = build_plan(
+        recipe(*sets), run_dir=run_dir, host=HOST, cache_dir=cache, original=OriginalPlan("cpu", Scheme.BF16)
+    )
     save(stopped(plan), 3)
     (run_dir / "recipe.yaml").write_text(to_yaml(recipe(*sets)))
     made: list[RunPlan] = []
@@ -243,7 +245,7 @@ def test_a_dry_run_of_a_resume_prints_its_plan_and_changes_nothing(
 ) -> None:
     again = recipe("trainer.steps=9", f"cluster.run_dir={tmp_path}")
     run_dir = tmp_path / "small-1"
-    save(stopped(build_plan(again, run_dir=run_dir, host=HOST, begun=Begun("cpu", Scheme.INT8))), 3)
+    save(stopped(build_plan(again, run_dir=run_dir, host=HOST, original=OriginalPlan("cpu", Scheme.INT8))), 3)
     (run_dir / "recipe.yaml").write_text(to_yaml(again))
     before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
     monkeypatch.setattr(going_on, "run_training", lambda *_, **__: pytest.fail("a training was started"))

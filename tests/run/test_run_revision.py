@@ -22,7 +22,7 @@ from appliance.compare.command import _todo
 from appliance.compare.file import load_comparison
 from appliance.compare.found import Found, look
 from appliance.errors import PreflightError, RecipeError
-from appliance.plan.build import Begun, build_plan
+from appliance.plan.build import OriginalPlan, build_plan
 from appliance.plan.env import LOG_DIR_VARIABLE
 from appliance.plan.hub_cache import cached_model
 from appliance.plan.model import RunPlan
@@ -35,7 +35,7 @@ from appliance.recipe.dump import to_yaml
 from appliance.recipe.load import load_recipe
 from appliance.recipe.schema import Recipe
 from appliance.run.heartbeat import HEARTBEAT_FILE
-from appliance.run.resume import begun_with, find_start, find_target, refuse_changes, refuse_misfit
+from appliance.run.resume import find_start, find_target, original_plan, refuse_changes, refuse_misfit
 from appliance.run.session import RunRecord, RunStatus, versions, write_record
 from appliance.tasks import hub as hub_of_tasks
 from appliance.tasks.prepare import is_prepared
@@ -214,10 +214,10 @@ def test_the_hub_is_asked_for_the_revision_of_the_recipe(
     pinned = recipe("model.revision=v1")
     plan = examine(pinned, run_dir=tmp_path / "a-1", ask_hub=True)[0]
     assert (plan.model.commit, asked) == (NEW, [(NAME, "v1")])
-    begun = Begun("cpu", None, model=NAME, revision="v1", commit=OLD)
-    assert examine(pinned, run_dir=tmp_path / "a-1", ask_hub=True, begun=begun)[0].model.commit == OLD
-    other = replace(begun, revision="v0")
-    assert examine(pinned, run_dir=tmp_path / "a-1", ask_hub=True, begun=other)[0].model.commit == NEW
+    original = OriginalPlan("cpu", None, model=NAME, revision="v1", commit=OLD)
+    assert examine(pinned, run_dir=tmp_path / "a-1", ask_hub=True, original=original)[0].model.commit == OLD
+    other = replace(original, revision="v0")
+    assert examine(pinned, run_dir=tmp_path / "a-1", ask_hub=True, original=other)[0].model.commit == NEW
 
 
 def test_nodes_are_compared_by_the_folder_of_the_commit(tmp_path: Path, cache: Path) -> None:
@@ -295,7 +295,7 @@ def begun_run(tmp_path: Path, *sets: str, commit: str) -> Path:
 def test_a_hub_that_moved_on_is_refused_and_what_the_run_began_with_is_taken(tmp_path: Path, cache: Path) -> None:
     run_dir = begun_run(tmp_path, commit=OLD)
     target = find_target(str(run_dir), root=tmp_path, recipe_name="", name=None)
-    assert target is not None and begun_with(target) == Begun("cpu", None, model=NAME, commit=OLD)
+    assert target is not None and original_plan(target) == OriginalPlan("cpu", None, model=NAME, commit=OLD)
     start = find_start(target)
     refuse_misfit(start, plan=planned(tmp_path, commit=OLD))
     refuse_misfit(start, plan=planned(tmp_path))  # nobody knows: the hub was not there
@@ -342,7 +342,7 @@ def test_a_comparison_whose_hub_moved_on_says_how_it_goes_on(tmp_path: Path, cac
     file = tmp_path / "c.yaml"
 
     def at(*sets: str, commit: str = "", arm: str = "a", name: str = "small-1") -> PlannedRun:
-        plan = replace(planned(tmp_path, *sets, commit=commit), run_dir=str(tmp_path / name))
+        plan = planned(tmp_path, *sets, commit=commit).replace(run_dir=str(tmp_path / name))
         return PlannedRun(arm, 0, recipe=recipe(*sets), plan=plan, findings=())
 
     def refused(*runs: PlannedRun) -> bool:
@@ -371,7 +371,7 @@ def test_a_tag_that_moved_is_refused_by_a_comparison_and_what_is_done_counts(tmp
     write_record(run_dir, RunRecord(RunStatus.DONE, exit_code=0))
 
     def at(setting: str, *, commit: str = "", arm: str = "a", name: str = "small-1") -> PlannedRun:
-        plan = replace(planned(tmp_path, setting, commit=commit), run_dir=str(tmp_path / name))
+        plan = planned(tmp_path, setting, commit=commit).replace(run_dir=str(tmp_path / name))
         return PlannedRun(arm, 0, recipe=recipe(setting), plan=plan, findings=())
 
     with pytest.raises(PreflightError) as caught:
@@ -384,7 +384,7 @@ def test_a_run_with_a_revision_refuses_another_even_when_forced(tmp_path: Path, 
     run_dir = begun_run(tmp_path, "model.revision=v1", commit=OLD)
     target = find_target(str(run_dir), root=tmp_path, recipe_name="", name=None)
     assert target is not None
-    assert begun_with(target) == Begun("cpu", None, model=NAME, revision="v1", commit=OLD)
+    assert original_plan(target) == OriginalPlan("cpu", None, model=NAME, revision="v1", commit=OLD)
     refuse_misfit(find_start(target), plan=planned(tmp_path, "model.revision=v1"))
     with pytest.raises(PreflightError, match=f"{NAME}: main is {NEW} on the hub now"):
         refuse_misfit(find_start(target), plan=planned(tmp_path, "model.revision=main"))

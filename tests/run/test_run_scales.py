@@ -6,7 +6,6 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -118,7 +117,7 @@ def test_the_scale_of_the_weights_is_the_checkpoints(
     run_dir = stopped(plan)
     save(run_dir, 3, files={"uaq.json": saved} if saved else {})
     folder = run_dir / "scaled"
-    plan = replace(plan, uaq=UaqPlan(scale, str(folder)) if scale else None)
+    plan = plan.replace(uaq=UaqPlan(scale=scale, folder=str(folder)) if scale else None)
     if here:
         folder.mkdir()
         (folder / "uaq.json").write_bytes(here)
@@ -135,7 +134,7 @@ def test_a_scaled_model_that_is_made_again_is_of_the_same_model(tmp_path: Path, 
     run_dir = stopped(plan)
     checkpoint = save(run_dir, 3, files={"uaq.json": mark()})
     folder = run_dir / "scaled"
-    plan = replace(plan, uaq=UaqPlan(1.5, str(folder)), resume_from=str(checkpoint))
+    plan = plan.replace(uaq=UaqPlan(scale=1.5, folder=str(folder)), resume_from=str(checkpoint))
     assert not is_scaled(plan)
     for model, is_the_one in (("aa", True), ("bb", False)):
         folder.mkdir()

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,7 +54,7 @@ def test_name_in_use_is_refused_and_the_run_left_alone(tmp_path: Path, small_pla
     with create(plan) as session:
         session.finish(state=RunStatus.DONE, exit_code=0, reason="")
     with pytest.raises(RecipeError) as caught:
-        create(replace(plan, steps=99))
+        create(plan.replace(steps=99))
     assert caught.value.problems == [
         (f"run name `small-1` is in use: {plan.run_dir}", "choose another --name, or leave it out")
     ]
@@ -79,7 +78,7 @@ def test_file_in_the_way_is_refused(tmp_path: Path, small_plan: Callable) -> Non
 
 
 def test_folder_that_cannot_be_written_is_a_preflight_error(tmp_path: Path, small_plan: Callable) -> None:
-    plan = replace(small_plan(tmp_path), run_dir="/sys/small-1")  # nobody can make a folder there, root included
+    plan = small_plan(tmp_path).replace(run_dir="/sys/small-1")  # nobody can make a folder there, root included
     with pytest.raises(PreflightError) as caught:
         create(plan)
     assert (caught.value.message, caught.value.hint) == (

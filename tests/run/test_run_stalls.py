@@ -9,14 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from plans import make_guard
 
 from appliance.errors import EngineError, TrainingError
 from appliance.plan.env import LOG_DIR_VARIABLE
-from appliance.plan.model import GuardPlan
 from appliance.run.heartbeat import HEARTBEAT_FILE, Heartbeat, last_beat
 from appliance.run.outcome import Child
 from appliance.run.session import RunStatus, read_record
@@ -103,7 +102,7 @@ def test_who_stood_still(phase: str, kind: type, tmp_path: Path) -> None:
 def test_stalled_training_is_cut_and_says_where_it_hung(
     tmp_path: Path, small_plan: Callable, python: Callable, launch: Callable, processes_of: Callable
 ) -> None:
-    plan = replace(small_plan(tmp_path, argv=python(HANGING)), guard=GuardPlan(stall_s=4.0))
+    plan = small_plan(tmp_path, argv=python(HANGING)).replace(guard=make_guard(stall_s=4.0))
     run_dir = Path(plan.run_dir)
     process = launch(plan)
     _, err = process.communicate(timeout=60)
@@ -144,7 +143,7 @@ def test_a_child_before_the_training_is_cut_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    plan = replace(small_plan(tmp_path), guard=GuardPlan(stall_s=4.0))
+    plan = small_plan(tmp_path).replace(guard=make_guard(stall_s=4.0))
     run_dir = Path(plan.run_dir)
     child = Child("profile", "profiling", python(BEFORE_TRAINING), default_code=4)
     step = Step(child=lambda _: child, is_done=lambda _: False, finish=lambda _: None)
@@ -212,7 +211,7 @@ def test_slow_training_with_a_heartbeat_is_left_alone(
         "    from appliance.run.heartbeat import Heartbeat\n    heart = Heartbeat()\n"
         "    while True:\n        heart.beat(); time.sleep(0.2)\n",
     )
-    plan = replace(small_plan(tmp_path, argv=python(beating)), guard=GuardPlan(stall_s=4.0, save_budget_s=0.1))
+    plan = small_plan(tmp_path, argv=python(beating)).replace(guard=make_guard(stall_s=4.0, save_budget_s=0.1))
     process = launch(plan)
     wait_until(lambda: (Path(plan.run_dir) / "ready").exists(), seconds=30)
     time.sleep(6.0)

@@ -9,13 +9,13 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from plans import make_guard
 
-from appliance.plan.model import GuardPlan, RunPlan
+from appliance.plan.model import RunPlan
 from appliance.run import train
 from appliance.run.events import first_failure
 from appliance.run.session import RunRecord, RunStatus, has_launcher, read_record
@@ -85,7 +85,7 @@ def started(process: subprocess.Popen[str], run_dir: Path, *, wait_until: Callab
 
 
 def with_budget(plan: RunPlan, seconds: float) -> RunPlan:
-    return replace(plan, guard=GuardPlan(save_budget_s=seconds))
+    return plan.replace(guard=make_guard(save_budget_s=seconds))
 
 
 def test_run_that_ends_well(tmp_path: Path, small_plan: Callable, python: Callable, launch: Callable) -> None:
@@ -194,8 +194,8 @@ def test_failed_preparation_keeps_its_code_and_starts_no_training(
     tmp_path: Path, small_plan: Callable, python: Callable, launch: Callable
 ) -> None:
     plan = small_plan(tmp_path, argv=python("raise SystemExit('never')"))
-    task = replace(plan.task, kind="gsm8k", train_file=str(tmp_path / "none.jsonl"), train_parquet=str(tmp_path / "no"))
-    process = launch(replace(plan, task=task))
+    task = plan.task.replace(kind="gsm8k", train_file=str(tmp_path / "none.jsonl"), train_parquet=str(tmp_path / "no"))
+    process = launch(plan.replace(task=task))
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2, err
     assert err.splitlines()[1].startswith(f"error: preparation failed in phase prepare: {tmp_path}/none.jsonl")
@@ -321,9 +321,9 @@ def test_signal_while_preparing_starts_no_training(
     tmp_path: Path, small_plan: Callable, python: Callable, launch: Callable, wait_until: Callable
 ) -> None:
     plan = small_plan(tmp_path, argv=python(TRAINER + EXPORT))
-    missing = replace(plan.task, train_parquet=str(tmp_path / "data" / "train.parquet"))
-    missing = replace(missing, val_parquet=str(tmp_path / "data" / "val.parquet"))
-    process = launch(replace(plan, task=missing))
+    missing = plan.task.replace(train_parquet=str(tmp_path / "data" / "train.parquet"))
+    missing = missing.replace(val_parquet=str(tmp_path / "data" / "val.parquet"))
+    process = launch(plan.replace(task=missing))
     run_dir = Path(plan.run_dir)
     wait_until(lambda: (run_dir / "events.jsonl").exists())
     process.send_signal(signal.SIGTERM)

@@ -39,10 +39,9 @@ def plan_of(root: Path, **task: object) -> RunPlan:
         "train_parquet": str(data / "train.parquet"),
         "val_parquet": str(data / "val.parquet"),
     }
-    return replace(
-        plan,
-        model=replace(plan.model, path=str(root / "cache" / "models" / "made"), source="", builtin=BUILTIN),
-        task=replace(plan.task, **(made | task)),
+    return plan.replace(
+        model=plan.model.replace(path=str(root / "cache" / "models" / "made"), source="", builtin=BUILTIN),
+        task=plan.task.replace(**(made | task)),
         rollout=make_rollout(Scheme.BF16),
     )
 
@@ -174,7 +173,7 @@ def gsm8k_plan(small: RunPlan, *, root: Path, max_prompt_tokens: int) -> RunPlan
     plan = plan_of(
         root, kind="gsm8k", train_file=str(file), train_size=0, val_size=4, max_prompt_tokens=max_prompt_tokens
     )
-    return replace(plan, model=small.model)
+    return plan.replace(model=small.model)
 
 
 def test_prepare_leaves_out_long_gsm8k_prompts_and_says_so(small: RunPlan, tmp_path: Path) -> None:
@@ -199,7 +198,7 @@ def test_prepare_refuses_a_limit_that_leaves_no_problem(small: RunPlan, tmp_path
 
 
 def test_prepare_refuses_operands_that_do_not_fit(small: RunPlan, tmp_path: Path) -> None:
-    plan = replace(plan_of(tmp_path, difficulty=4, max_prompt_tokens=9), model=small.model)
+    plan = plan_of(tmp_path, difficulty=4, max_prompt_tokens=9).replace(model=small.model)
     with pytest.raises(RecipeError) as caught:
         prepare(plan)
     message = "task.max_prompt_tokens: 9 leaves 0 training and 0 validation problems"
@@ -208,7 +207,7 @@ def test_prepare_refuses_operands_that_do_not_fit(small: RunPlan, tmp_path: Path
 
 def test_main_reports_a_failure_with_its_exit_code(small: RunPlan, tmp_path: Path) -> None:
     missing = tmp_path / "none.jsonl"
-    plan = replace(plan_of(tmp_path, kind="gsm8k", train_file=str(missing)), model=small.model)
+    plan = plan_of(tmp_path, kind="gsm8k", train_file=str(missing)).replace(model=small.model)
     plan.write(tmp_path / "plan.json")
     assert main([str(tmp_path / "plan.json")]) == 2
     assert events_of(plan)[-1] == {

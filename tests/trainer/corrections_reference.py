@@ -13,15 +13,17 @@ from appliance.quant.correction import CorrectionMethod as Method
 
 # Bounds that are not each other's inverse: a threshold turned over, or not turned over, shows.
 PLANS = {
-    Method.TIS: CorrectionPlan(Method.TIS, cap=1.5),
-    Method.TIS_SEQUENCE: CorrectionPlan(Method.TIS_SEQUENCE, cap=1.5),
-    Method.ICEPOP: CorrectionPlan(Method.ICEPOP, bounds=(0.75, 3.0)),
-    Method.SEQUENCE_MASK: CorrectionPlan(Method.SEQUENCE_MASK, bounds=(0.75, 3.0)),
-    Method.GEOMETRIC_MASK: CorrectionPlan(Method.GEOMETRIC_MASK, bounds=(0.97, 1.15)),
-    Method.K3_REJECT: CorrectionPlan(Method.K3_REJECT, cap=0.04),
-    Method.ACR: CorrectionPlan(Method.ACR, cap=1.5),
-    Method.ADAPTIVE: CorrectionPlan(Method.ADAPTIVE, cap=1.5),
-    Method.CALIBRATED_CLIPPING: CorrectionPlan(Method.CALIBRATED_CLIPPING, cap=2.0, clip_low=0.25, clip_high=0.5),
+    Method.TIS: CorrectionPlan(method=Method.TIS, cap=1.5),
+    Method.TIS_SEQUENCE: CorrectionPlan(method=Method.TIS_SEQUENCE, cap=1.5),
+    Method.ICEPOP: CorrectionPlan(method=Method.ICEPOP, bounds=(0.75, 3.0)),
+    Method.SEQUENCE_MASK: CorrectionPlan(method=Method.SEQUENCE_MASK, bounds=(0.75, 3.0)),
+    Method.GEOMETRIC_MASK: CorrectionPlan(method=Method.GEOMETRIC_MASK, bounds=(0.97, 1.15)),
+    Method.K3_REJECT: CorrectionPlan(method=Method.K3_REJECT, cap=0.04),
+    Method.ACR: CorrectionPlan(method=Method.ACR, cap=1.5),
+    Method.ADAPTIVE: CorrectionPlan(method=Method.ADAPTIVE, cap=1.5),
+    Method.CALIBRATED_CLIPPING: CorrectionPlan(
+        method=Method.CALIBRATED_CLIPPING, cap=2.0, clip_low=0.25, clip_high=0.5
+    ),
 }
 SHARE = 0.4  # of the correction that `adaptive` applies
 

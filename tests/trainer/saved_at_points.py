@@ -15,14 +15,12 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import plans
 from file_operations import NEED_ROOM, FileOperations
 
 from appliance.errors import CheckpointError
-from appliance.plan.model import CheckpointPlan
 from appliance.quant.precision import AS_PLANNED
 from appliance.run.checkpoints import PROFILE_FOLDER
 from appliance.terms.schemes import Scheme
@@ -63,7 +61,7 @@ def write_ranks(folder: Path, step: int) -> None:
 
 def save(run_dir: Path, step: int, *, at: int = PASSED, how: str = "") -> list[str]:
     """One step's end, with a point to end at where there is a `how`. Returns the points that it passed."""
-    plan = replace(plans.make_plan(run_dir), checkpoint=CheckpointPlan(every_steps=1, keep=1))
+    plan = plans.make_plan(run_dir).replace(checkpoint=plans.make_checkpoint(every_steps=1, keep=1))
     checkpoints = Checkpoints(plan, save_workers=write_ranks, data_state=lambda: {"position": step})
     line = append_metrics(run_dir, {"step": step, "time_s": 1.0})
     (run_dir / "guard.json").write_text(json.dumps({"step": step}))

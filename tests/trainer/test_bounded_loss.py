@@ -177,7 +177,11 @@ def test_a_shadow_batch_is_spread_over_the_batch_without_its_padding() -> None:
 
 
 PLAN = CorrectionPlan(
-    CorrectionMethod.CALIBRATED_CLIPPING, cap=1.6, clip_low=LOW, clip_high=HIGH, shadow=ShadowPlan(2, 2, 1)
+    method=CorrectionMethod.CALIBRATED_CLIPPING,
+    cap=1.6,
+    clip_low=LOW,
+    clip_high=HIGH,
+    shadow=ShadowPlan(every=2, sequences=2, micro_batch_sequences=1),
 )
 
 
@@ -215,6 +219,6 @@ def test_no_bound_is_beyond_a_cap_that_was_tightened(tmp_path: Path, monkeypatch
 def test_another_method_has_no_bounds(tmp_path: Path) -> None:
     clip = Clipping(make_plan(tmp_path))
     batch = KVBatchMeta(keys=["a"], tags=[{}], partition_id="train", fields=[])
-    assert clip.write(batch, step=1, correction=CorrectionPlan(CorrectionMethod.TIS, cap=2.0)) is batch
+    assert clip.write(batch, step=1, correction=CorrectionPlan(method=CorrectionMethod.TIS, cap=2.0)) is batch
     clip.after_update(batch, step=1, reported={}, temperature=1.0, log_probs=lambda _: pytest.fail("no shadow pass"))
     assert clip.metrics() == {}

@@ -8,7 +8,6 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,15 +42,15 @@ NEVER = {"step": 7, "is_last": False, "is_best": False, "is_asked": False, "sinc
 @pytest.mark.parametrize(
     ("plan", "now", "reason"),
     [
-        (CheckpointPlan(), {}, ""),
-        (CheckpointPlan(), {"is_last": True}, "the end"),
-        (CheckpointPlan(), {"is_asked": True}, "asked for by the file `save`"),
-        (CheckpointPlan(), {"is_best": True}, ""),
-        (CheckpointPlan(keep_best=True), {"is_best": True}, "the best validation so far"),
-        (CheckpointPlan(every_steps=7), {}, "every 7 steps"),
-        (CheckpointPlan(every_steps=2), {}, ""),
-        (CheckpointPlan(every_minutes=0.5), {"since_save_s": 29.9}, ""),
-        (CheckpointPlan(every_minutes=0.5), {"since_save_s": 30.0}, "every 0.5 minutes"),
+        (plans.make_checkpoint(), {}, ""),
+        (plans.make_checkpoint(), {"is_last": True}, "the end"),
+        (plans.make_checkpoint(), {"is_asked": True}, "asked for by the file `save`"),
+        (plans.make_checkpoint(), {"is_best": True}, ""),
+        (plans.make_checkpoint(keep_best=True), {"is_best": True}, "the best validation so far"),
+        (plans.make_checkpoint(every_steps=7), {}, "every 7 steps"),
+        (plans.make_checkpoint(every_steps=2), {}, ""),
+        (plans.make_checkpoint(every_minutes=0.5), {"since_save_s": 29.9}, ""),
+        (plans.make_checkpoint(every_minutes=0.5), {"since_save_s": 30.0}, "every 0.5 minutes"),
     ],
 )
 def test_why_a_step_is_saved(plan: CheckpointPlan, now: dict[str, Any], reason: str) -> None:
@@ -67,7 +66,7 @@ class Saves:
         self.run_dir = run_dir
         self.position = 0
         self.rank_bytes = 1000
-        plan = replace(plans.make_plan(run_dir), uaq=uaq, checkpoint=CheckpointPlan(**checkpoint))
+        plan = plans.make_plan(run_dir).replace(uaq=uaq, checkpoint=plans.make_checkpoint(**checkpoint))
         self.checkpoints = Checkpoints(plan, save_workers=self._save, data_state=lambda: {"position": self.position})
 
     def _save(self, folder: Path, step: int) -> None:
@@ -114,7 +113,7 @@ def test_a_checkpoint_has_everything_of_its_step(tmp_path: Path) -> None:
 
 def test_a_checkpoint_has_the_scales_and_the_fits_that_its_run_goes_on_with(tmp_path: Path) -> None:
     """The fits as they were at the end of the step; nothing that only names paths."""
-    saves = Saves(tmp_path / "run", uaq=UaqPlan(1.5, str(tmp_path / "run" / "scaled")))
+    saves = Saves(tmp_path / "run", uaq=UaqPlan(scale=1.5, folder=str(tmp_path / "run" / "scaled")))
     (saves.run_dir / "profile").mkdir()
     (saves.run_dir / "profile" / "profile.safetensors").write_bytes(b"scales")
     (saves.run_dir / "profile" / "quantization.yaml").write_text("profile: /here")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +25,7 @@ from appliance.trainer.clipping import Clipping, read_fits
 EVERY = 3
 NOMINAL = ClipRange(0.2, 0.25)
 PLAN = CorrectionPlan(
-    CorrectionMethod.CALIBRATED_CLIPPING,
+    method=CorrectionMethod.CALIBRATED_CLIPPING,
     cap=2.0,
     clip_low=NOMINAL.low,
     clip_high=NOMINAL.high,
@@ -154,5 +153,5 @@ def test_the_bounds_reach_no_further_than_the_guards_cap(tmp_path: Path, run: Ru
     """Tightened to a cap of 1.5; a fit of before reaches further."""
     append_line(tmp_path / clipping.FITS_FILE, {"step": 1, "low": 0.9, "high": 9.0})
     clip = Clipping(make_plan(tmp_path, correction=PLAN))
-    clip.write(run.batch(), step=2, correction=replace(PLAN, cap=1.5, reject_k3_above=0.01))
+    clip.write(run.batch(), step=2, correction=PLAN.replace(cap=1.5, reject_k3_above=0.01))
     assert (clip.bounds.low, clip.bounds.high) == (pytest.approx(1 - 1 / 1.5), 0.5)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from corrections_reference import PLANS, SHARE, Case, make_case, reference
@@ -23,7 +21,7 @@ from appliance.trainer.corrections import log_ratio
 from appliance.trainer.tightened import tightened
 
 TIGHT = Measures(Scheme.INT8, bf16_layer_fraction=0.0, cap=1.25, reject_k3_above=0.03, stop=False)
-ALL = {Method.NONE: CorrectionPlan(Method.NONE), **PLANS}
+ALL = {Method.NONE: CorrectionPlan(method=Method.NONE), **PLANS}
 SEQUENCES = 130  # more than one part of a step
 RTOL = 2.0**-23  # exp of a float64 difference of float32 numbers, rounded once to float32
 
@@ -124,7 +122,7 @@ def test_a_tightened_correction_is_written_over_verls(queue: Queue) -> None:
     plan = tightened(planned, measures=TIGHT)
     batch, step = correct_step(queue.batch(), plan=plan, planned=planned)
     weights, stay = reference(case, plan=plan)
-    _, stay_too = reference(case, plan=replace(plan, method=Method.K3_REJECT, cap=plan.reject_k3_above or plan.cap))
+    _, stay_too = reference(case, plan=plan.replace(method=Method.K3_REJECT, cap=plan.reject_k3_above or plan.cap))
     kept = [[one and other for one, other in zip(*rows, strict=True)] for rows in zip(stay, stay_too, strict=True)]
     assert [row.bool().tolist() for row in queue.columns["response_mask"]] == kept
     assert 0 < sum(map(sum, kept)) < sum(map(len, kept))

@@ -19,7 +19,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 
 from appliance.errors import TrainingError
-from appliance.plan.build import decide
+from appliance.plan.build import build_plan
 from appliance.plan.model import CorrectionPlan
 from appliance.plan.verl_args import overrides
 from appliance.quant.correction import ClipRange
@@ -40,8 +40,8 @@ def verl_setting(plan: CorrectionPlan) -> DictConfig:
     sets = [f"correction.method={plan.method}", f"correction.cap={plan.cap or 'null'}"]
     sets += [f"correction.bounds={list(plan.bounds)}"] if plan.bounds else []
     recipe = load_recipe("arithmetic-tiny-int8", sets=sets)
-    derived = decide(recipe, run_dir=Path("/runs/run-1"), host=HOST).derived
-    texts = [each.text for each in overrides(recipe, derived) if "rollout_correction" in each.key]
+    planned = build_plan(recipe, run_dir=Path("/runs/run-1"), host=HOST)
+    texts = [each.text for each in overrides(planned) if "rollout_correction" in each.key]
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(VERL / "trainer" / "config"), version_base=None):
         return compose(config_name="ppo_trainer", overrides=texts).algorithm.rollout_correction
@@ -114,7 +114,7 @@ def test_a_batch_that_was_corrected_otherwise_does_not_pass(method: Method) -> N
 
 
 def test_no_correction_passes_only_an_untouched_batch() -> None:
-    case, plan = make_case(4), CorrectionPlan(Method.NONE)
+    case, plan = make_case(4), CorrectionPlan(method=Method.NONE)
     kept = case.rows(case.mask_BT.long())
     assert check_correction(loss_batch(case, kept=kept, weights=None), plan=plan).acted_fraction == 0.0
     with pytest.raises(TrainingError):
@@ -136,7 +136,7 @@ def test_no_correction_passes_only_an_untouched_batch() -> None:
 def test_verl_reports_a_correction_only_when_it_corrects(method: Method, sign: str) -> None:
     case = make_case(5)
     assert sign in corrected_by_verl(case, setting=verl_setting(PLANS[method]))[1]
-    assert sign not in corrected_by_verl(case, setting=verl_setting(CorrectionPlan(Method.NONE)))[1]
+    assert sign not in corrected_by_verl(case, setting=verl_setting(CorrectionPlan(method=Method.NONE)))[1]
 
 
 def test_the_share_that_was_acted_on_is_the_share_of_tokens() -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -58,7 +57,7 @@ def resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]) ->
         checkpoints = SimpleNamespace(save_now=lambda reason: None)
         rollouts = SimpleNamespace(validated=512, pool=pool, samples=samples)
         made = make_trainer(plan, stopping=stopping, global_steps=5, rollouts=rollouts, checkpoints=checkpoints)
-        made.plan = replace(plan, resume_from=str(folder))
+        made.plan = plan.replace(resume_from=str(folder))
         return made
 
     (folder / "state.json").write_text(json.dumps({"schema_version": 1, "step": 4, "line": LINE}))

@@ -178,7 +178,7 @@ def test_a_weight_that_is_not_finite_raises(bad: float) -> None:
 
 
 def test_verl_finds_it_by_the_name_that_the_plan_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_plan(tmp_path, correction=CorrectionPlan(CorrectionMethod.ACR, cap=CAP)).write(tmp_path / "plan.json")
+    make_plan(tmp_path, correction=CorrectionPlan(method=CorrectionMethod.ACR, cap=CAP)).write(tmp_path / "plan.json")
     monkeypatch.setenv(PLAN_VARIABLE, str(tmp_path / "plan.json"))
     policy_loss._cap.cache_clear()
     registered, batch = get_policy_loss_fn(LOSSES[CorrectionMethod.ACR]), make_batch(1, highest=20.0)

@@ -89,7 +89,7 @@ def test_what_another_attempt_left_behind_is_no_wish_of_this_one(tmp_path: Path)
 
 def restarting(run_dir: Path) -> RunPlan:
     plan = make_plan(run_dir, rollout=make_rollout(Scheme.INT8))
-    return replace(plan, guard=replace(plan.guard, switching=Switching.RESTART))
+    return plan.replace(guard=plan.guard.replace(switching=Switching.RESTART))
 
 
 def test_what_new_engines_bring_is_asked_of_no_weight_update(tmp_path: Path) -> None:
@@ -168,8 +168,10 @@ def profiled(plan: RunPlan, folder: Path) -> RunPlan:
     write_profile(
         Profile(Origin("calibrated", "m"), Scheme.INT8, Settings(), Smoothing(), layers=layers), folder=folder
     )
-    planned = ProfilePlan(str(folder), source="", scheme=Scheme.INT8, smoothing=0.5, error_budget=None, ignore=())
-    return replace(plan, profile=planned)
+    planned = ProfilePlan(
+        folder=str(folder), source="", scheme=Scheme.INT8, smoothing=0.5, error_budget=None, ignore=()
+    )
+    return plan.replace(profile=planned)
 
 
 def test_the_worst_layers_by_the_profile(tmp_path: Path) -> None:
@@ -182,7 +184,7 @@ def test_the_worst_layers_by_the_profile(tmp_path: Path) -> None:
 def test_the_worst_layers_by_the_engines_own_numbers(tmp_path: Path) -> None:
     """Without a profile, and of the first quantised replica."""
     plan = make_plan(tmp_path, rollout=make_rollout(Scheme.BF16, Scheme.INT8))
-    plan = replace(plan, rollout=replace(plan.rollout, scheme=Scheme.INT8))
+    plan = plan.replace(rollout=plan.rollout.replace(scheme=Scheme.INT8))
     with pytest.raises(PreflightError, match="no layer errors to go by"):
         worst_layers(plan, share=0.5)
     errors = {"layer.a": 0.01, "layer.b": 0.03, "layer.c": 0.02, "layer.d": 0.03}
@@ -196,7 +198,7 @@ def test_the_worst_layers_by_the_engines_own_numbers(tmp_path: Path) -> None:
 
 
 def raising(plan: RunPlan) -> RunPlan:
-    return replace(plan, guard=replace(plan.guard, actions=(Action.RAISE_PRECISION,)))
+    return plan.replace(guard=plan.guard.replace(actions=(Action.RAISE_PRECISION,)))
 
 
 def test_engines_that_tell_no_errors_are_refused_by_the_first_update_that_quantises(tmp_path: Path) -> None:

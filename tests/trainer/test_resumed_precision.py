@@ -6,19 +6,19 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from plans import make_plan
+from plans import make_checkpoint, make_guard, make_plan
 from proving_engine import LAYERS, PROVEN, TOOK, ProvingEngine
 from trainers import make_trainer
 
 from appliance.guard.policy import Action
 from appliance.guard.signals import Signals
-from appliance.plan.model import CheckpointPlan, GuardPlan, RunPlan, Switching
+from appliance.plan.model import RunPlan, Switching
 from appliance.quant.precision import AS_PLANNED, Precision
 from appliance.run.checkpoints import checkpoint_folder
 from appliance.run.generation import write_generation
@@ -30,7 +30,7 @@ from appliance.trainer.governor import Governor
 from appliance.trainer.precision import BF16, PrecisionState, RolloutPrecision
 from appliance.trainer.trainer import Trainer
 
-GUARD = GuardPlan(actions=(Action.RAISE_PRECISION, Action.BF16), bad_steps=1, cooling_steps=0, fine_steps=1)
+GUARD = make_guard(actions=(Action.RAISE_PRECISION, Action.BF16), bad_steps=1, cooling_steps=0, fine_steps=1)
 K3 = (1.0, 1.0, 1.0, 0.0, 0.01, 0.0, 0.01, 0.0)  # of steps 1 to 8: three up, one down, and with the first relapse waits
 
 
@@ -67,8 +67,8 @@ class Run:
         return make_plan(
             self.run_dir,
             steps=len(K3),
-            guard=replace(self.guard, switching=self._way),
-            checkpoint=CheckpointPlan(every_steps=1, keep=len(K3)),
+            guard=self.guard.replace(switching=self._way),
+            checkpoint=make_checkpoint(every_steps=1, keep=len(K3)),
             resume_from=str(checkpoint_folder(self.run_dir, step=after)) if after else "",
         )
 
@@ -180,7 +180,7 @@ def test_what_was_kept_under_another_guard_says_nothing(run: Run) -> None:
     """A resume may change it: this one keeps its hands off the rollouts from the first step on."""
     whole = run.attempt()
     assert (whole[3].bf16_layers, whole[4].scheme) == (2, "bf16")
-    run.guard = replace(GUARD, actions=(Action.WARN,))
+    run.guard = GUARD.replace(actions=(Action.WARN,))
     assert [(each.scheme, each.bf16_layers) for each in run.attempt(after=3)] == [("int8", 0)] * 5
 
 

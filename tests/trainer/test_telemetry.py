@@ -167,7 +167,7 @@ def test_an_update_that_is_left_out_is_said(
     tmp_path: Path, written: list[TensorDict], method: CorrectionMethod, names: set[str]
 ) -> None:
     _, telemetry = measure_step(BATCH, cap=2.0)
-    plan = make_plan(tmp_path, correction=CorrectionPlan(method, cap=2.0))
+    plan = make_plan(tmp_path, correction=CorrectionPlan(method=method, cap=2.0))
     found = left_out(tmp_path, telemetry=telemetry, step=3, plan=plan)
     assert found.keys() == names and all(math.isnan(value) for value in found.values())
     (event,) = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]

@@ -20,7 +20,7 @@ from appliance.trainer.tightened import tightened, tightened_fields
 
 LOOSE = Measures(Scheme.INT8, bf16_layer_fraction=0.0, cap=2.0, reject_k3_above=None, stop=False)
 TIGHT = replace(LOOSE, cap=1.25, reject_k3_above=0.03)
-ALL = {Method.NONE: CorrectionPlan(Method.NONE), **PLANS}
+ALL = {Method.NONE: CorrectionPlan(method=Method.NONE), **PLANS}
 # float32 weights: exp of a float64 difference of float32 numbers, rounded once.
 RTOL = 2.0**-23
 
@@ -28,19 +28,24 @@ RTOL = 2.0**-23
 @pytest.mark.parametrize(
     ("method", "wanted"),
     [
-        (Method.NONE, CorrectionPlan(Method.TIS, cap=1.25, reject_k3_above=0.03)),
-        (Method.TIS, CorrectionPlan(Method.TIS, cap=1.25, reject_k3_above=0.03)),
-        (Method.ADAPTIVE, CorrectionPlan(Method.ADAPTIVE, cap=1.25, reject_k3_above=0.03)),
-        (Method.ACR, CorrectionPlan(Method.ACR, cap=1.25, reject_k3_above=0.03, loss_cap=1.5)),
-        (Method.TIS_SEQUENCE, CorrectionPlan(Method.TIS_SEQUENCE, cap=1.25, reject_k3_above=0.03)),
+        (Method.NONE, CorrectionPlan(method=Method.TIS, cap=1.25, reject_k3_above=0.03)),
+        (Method.TIS, CorrectionPlan(method=Method.TIS, cap=1.25, reject_k3_above=0.03)),
+        (Method.ADAPTIVE, CorrectionPlan(method=Method.ADAPTIVE, cap=1.25, reject_k3_above=0.03)),
+        (Method.ACR, CorrectionPlan(method=Method.ACR, cap=1.25, reject_k3_above=0.03, loss_cap=1.5)),
+        (Method.TIS_SEQUENCE, CorrectionPlan(method=Method.TIS_SEQUENCE, cap=1.25, reject_k3_above=0.03)),
         (
             Method.CALIBRATED_CLIPPING,
-            CorrectionPlan(Method.CALIBRATED_CLIPPING, cap=1.5, clip_low=0.25, clip_high=0.5, reject_k3_above=0.03),
+            CorrectionPlan(
+                method=Method.CALIBRATED_CLIPPING, cap=1.5, clip_low=0.25, clip_high=0.5, reject_k3_above=0.03
+            ),
         ),
-        (Method.ICEPOP, CorrectionPlan(Method.ICEPOP, bounds=(0.75, 2.0), reject_k3_above=0.03)),
-        (Method.SEQUENCE_MASK, CorrectionPlan(Method.SEQUENCE_MASK, bounds=(0.75, 3.0), reject_k3_above=0.03)),
-        (Method.GEOMETRIC_MASK, CorrectionPlan(Method.GEOMETRIC_MASK, bounds=(0.97, 1.15), reject_k3_above=0.03)),
-        (Method.K3_REJECT, CorrectionPlan(Method.K3_REJECT, cap=0.02)),
+        (Method.ICEPOP, CorrectionPlan(method=Method.ICEPOP, bounds=(0.75, 2.0), reject_k3_above=0.03)),
+        (Method.SEQUENCE_MASK, CorrectionPlan(method=Method.SEQUENCE_MASK, bounds=(0.75, 3.0), reject_k3_above=0.03)),
+        (
+            Method.GEOMETRIC_MASK,
+            CorrectionPlan(method=Method.GEOMETRIC_MASK, bounds=(0.97, 1.15), reject_k3_above=0.03),
+        ),
+        (Method.K3_REJECT, CorrectionPlan(method=Method.K3_REJECT, cap=0.02)),
     ],
 )
 def test_every_method_has_something_to_tighten(method: Method, wanted: CorrectionPlan) -> None:
@@ -73,7 +78,7 @@ def test_the_batch_carries_the_tightened_correction(method: Method, seed: int) -
     case, plan = make_case(seed), tightened(ALL[method], measures=TIGHT)
     batch = written(case, plan=plan)
     weights, stay = reference(case, plan=plan)
-    rejected = CorrectionPlan(Method.K3_REJECT, cap=plan.reject_k3_above or 1.0)
+    rejected = CorrectionPlan(method=Method.K3_REJECT, cap=plan.reject_k3_above or 1.0)
     _, stay_too = reference(case, plan=rejected)
     both = [[one and other for one, other in zip(*rows, strict=True)] for rows in zip(stay, stay_too, strict=True)]
     assert [[bool(each) for each in row] for row in batch.kept] == both

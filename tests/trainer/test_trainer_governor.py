@@ -10,29 +10,26 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from plans import make_plan
+from plans import make_algorithm, make_guard, make_plan
 
 from appliance.guard.governor import GovernorState, observe
 from appliance.guard.policy import Action, Policy
 from appliance.guard.signals import Signals
 from appliance.plan.guard import USUAL_ACTIONS
-from appliance.plan.model import AlgorithmPlan, CorrectionPlan, GuardPlan
-from appliance.plan.read import plan_from_dict
+from appliance.plan.model import CorrectionPlan, RunPlan
 from appliance.quant.correction import CorrectionMethod
 from appliance.quant.mismatch import measure_mismatch
-from appliance.recipe.schema import Guard
 from appliance.run.events import parse_event
 from appliance.terms.schemes import Scheme
 from appliance.trainer.governor import Governor, guard_stop, policy_of, signals_of, weight_cap
 from appliance.trainer.telemetry import equal_groups, measure_batch, with_finite_pairs
 
 BAD = Signals(1, k3_kl=0.02)
-QUICK = GuardPlan(actions=(Action.WARN, Action.STOP), bad_steps=1, cooling_steps=0, fine_steps=2)
+QUICK = make_guard(actions=(Action.WARN, Action.STOP), bad_steps=1, cooling_steps=0, fine_steps=2)
 
 
-def test_the_defaults_of_recipe_plan_and_policy_are_one(tmp_path: Path) -> None:
-    assert GuardPlan(**(Guard().model_dump(exclude={"scheme_change"}) | {"actions": ()})) == GuardPlan()
-    guard = GuardPlan(actions=USUAL_ACTIONS)
+def test_the_defaults_of_recipe_and_policy_are_one(tmp_path: Path) -> None:
+    guard = make_guard(actions=USUAL_ACTIONS)
     found = policy_of(make_plan(tmp_path / "run", guard=guard))
     wanted = Policy(Scheme.INT8, cap=2.0)
     assert replace(found, collapse=wanted.collapse) == wanted
@@ -41,7 +38,7 @@ def test_the_defaults_of_recipe_plan_and_policy_are_one(tmp_path: Path) -> None:
 
 
 def test_thresholds_of_the_plan_reach_the_policy(tmp_path: Path) -> None:
-    guard = GuardPlan(
+    guard = make_guard(
         actions=(Action.WARN,),
         k3_kl=0.1,
         weight_std=3.0,
@@ -62,8 +59,8 @@ def test_thresholds_of_the_plan_reach_the_policy(tmp_path: Path) -> None:
 
 def test_a_reward_that_collapses_is_seen_from_what_a_wrong_answer_gets(tmp_path: Path) -> None:
     """DAPO's rewards are 1 and -1: from a fifth of the answers right to none is a collapse, with every mean below 0."""
-    algorithm = AlgorithmPlan(kind="dapo", wrong_reward=-1.0)
-    policy = policy_of(make_plan(tmp_path / "run", guard=GuardPlan(actions=(Action.WARN,)), algorithm=algorithm))
+    algorithm = make_algorithm(kind="dapo", wrong_reward=-1.0)
+    policy = policy_of(make_plan(tmp_path / "run", guard=make_guard(actions=(Action.WARN,)), algorithm=algorithm))
     state, told = GovernorState(), []
     for step, reward in enumerate([-0.6] * 10 + [-1.0] * 10, 1):
         state, decisions = observe(state, Signals(step, reward_mean=reward, entropy=0.5), policy=policy)
@@ -73,7 +70,7 @@ def test_a_reward_that_collapses_is_seen_from_what_a_wrong_answer_gets(tmp_path:
 
 def test_a_plan_keeps_its_guard_through_json(tmp_path: Path) -> None:
     plan = make_plan(tmp_path / "run", guard=QUICK)
-    assert plan_from_dict(json.loads(plan.to_json())) == plan
+    assert RunPlan.model_validate_json(plan.to_json()) == plan
 
 
 @pytest.mark.parametrize(
@@ -159,7 +156,7 @@ def test_the_stop_is_given_back_and_has_code_6(tmp_path: Path) -> None:
 
 
 def test_nothing_allowed_is_nothing_done(tmp_path: Path) -> None:
-    governor = Governor(make_plan(tmp_path, guard=replace(QUICK, actions=())))
+    governor = Governor(make_plan(tmp_path, guard=QUICK.replace(actions=())))
     for step in range(1, 50):
         assert governor.after_step(Signals(step, k3_kl=math.nan, grad_norm=math.nan)) is None
     assert events(tmp_path) == []
@@ -244,7 +241,7 @@ def test_numbers_that_are_not_finite_are_replaced_on_both_sides() -> None:
 
 def test_the_level_says_what_corrects_the_next_step_and_what_rollouts_are(tmp_path: Path) -> None:
     """Up the whole ladder and down again."""
-    guard = replace(QUICK, actions=(*USUAL_ACTIONS, Action.RAISE_PRECISION), fine_steps=1)
+    guard = QUICK.replace(actions=(*USUAL_ACTIONS, Action.RAISE_PRECISION), fine_steps=1)
     governor = Governor(make_plan(tmp_path, guard=guard))
     seen = []
     for step, k3 in enumerate([0.02] * 5 + [0.0] * 20, 1):

@@ -72,7 +72,7 @@ STEP = Step(
     sync=SYNC,
 )
 PLAN = SimpleNamespace(
-    correction=CorrectionPlan(CorrectionMethod.TIS, cap=2.0),
+    correction=CorrectionPlan(method=CorrectionMethod.TIS, cap=2.0),
     prompts_per_step=32,
     rollout=SimpleNamespace(samples_per_prompt=8, scheme="int8", label="int8", emulated=False),
 )
@@ -171,7 +171,7 @@ def test_a_failure_that_nobody_told_is_told(tmp_path: Path) -> None:
     ],
 )
 def test_a_correction_that_verl_does_not_report_is_an_error(method: CorrectionMethod, sign: str) -> None:
-    plan = SimpleNamespace(**{**vars(PLAN), "correction": CorrectionPlan(method)})
+    plan = SimpleNamespace(**{**vars(PLAN), "correction": CorrectionPlan(method=method)})
     assert written(VERL, plan=plan)["step"] == 3
     with pytest.raises(TrainingError) as raised:
         written({name: value for name, value in VERL.items() if name != sign}, plan=plan)

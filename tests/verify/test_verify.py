@@ -161,32 +161,32 @@ def asked(
 
 def test_bf16_comes_first_and_each_scheme_once(settings: tuple[str, ...]) -> None:
     found = asked(settings, "rollout.scheme=auto", "rollout.replicas=[int8, bf16]", "cluster.gpus_per_node=4")
-    assert found == [Quantisation(Scheme.BF16), Quantisation(Scheme.INT8, profile="/run/profile")]
+    assert found == [Quantisation(scheme=Scheme.BF16), Quantisation(scheme=Scheme.INT8, profile="/run/profile")]
 
 
 def test_a_scheme_of_the_command_line_gets_what_a_run_in_it_would_get(settings: tuple[str, ...]) -> None:
     found = asked(settings, "quantization.ignore=[a]", schemes=(Scheme.FP8_CHANNEL, Scheme.FP8), emulate=True)
     assert found == [
-        Quantisation(Scheme.BF16),
-        Quantisation(Scheme.FP8_CHANNEL, emulated=True, ignore=("a",), profile="/run/profile"),
-        Quantisation(Scheme.FP8, emulated=True, ignore=("a",)),
+        Quantisation(scheme=Scheme.BF16),
+        Quantisation(scheme=Scheme.FP8_CHANNEL, emulated=True, ignore=("a",), profile="/run/profile"),
+        Quantisation(scheme=Scheme.FP8, emulated=True, ignore=("a",)),
     ]
 
 
 def test_emulate_is_for_the_recipes_own_schemes_too(settings: tuple[str, ...]) -> None:
     found = asked(settings, "rollout.scheme=fp8", emulate=True)
-    assert found == [Quantisation(Scheme.BF16), Quantisation(Scheme.FP8, emulated=True)]
+    assert found == [Quantisation(scheme=Scheme.BF16), Quantisation(scheme=Scheme.FP8, emulated=True)]
 
 
 def test_the_runs_profile_is_used_where_it_is_made(settings: tuple[str, ...], tmp_path: Path) -> None:
     """With the layers that it keeps in BF16; where none is made yet the engine has none."""
     kept = Settings(ignore=("model.layers.1.mlp.down_proj",))
     write_profile(Profile(Origin("calibrated", "m"), Scheme.INT8, kept, Smoothing()), folder=tmp_path)
-    planned = Quantisation(Scheme.INT8, ignore=("a",), profile="/run/profile")
+    planned = Quantisation(scheme=Scheme.INT8, ignore=("a",), profile="/run/profile")
     assert command._with_profile(planned, profile=tmp_path) == Quantisation(
-        Scheme.INT8, ignore=("a", "model.layers.1.mlp.down_proj"), profile=str(tmp_path)
+        scheme=Scheme.INT8, ignore=("a", "model.layers.1.mlp.down_proj"), profile=str(tmp_path)
     )
-    assert command._with_profile(planned, profile=None) == Quantisation(Scheme.INT8, ignore=("a",))
+    assert command._with_profile(planned, profile=None) == Quantisation(scheme=Scheme.INT8, ignore=("a",))
 
 
 def test_engines_are_without_graphs_where_one_has_quantised_experts(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 
@@ -13,7 +12,7 @@ from appliance.verify.job import CheckResult, EngineOutput, Worker
 from appliance.verify.judge import judge
 from appliance.verify.show import table
 
-INT8 = Quantisation(Scheme.INT8)
+INT8 = Quantisation(scheme=Scheme.INT8)
 SAID = EngineOutput(tokens=((3, 4),), log_probs=((-1.0, -2.0),), prompt_log_probs=((-0.5, -1.5),))
 BF16_SAID = SAID.replace(prompt_log_probs=((-0.75, -1.25),))
 WORKER = Worker(
@@ -76,12 +75,12 @@ def test_what_a_worker_does_wrong_is_said(worker: Worker, problem: str) -> None:
 
 
 def test_a_folded_profile_may_change_what_it_says() -> None:
-    assert problems(SEEN.replace(same_as_loaded=False), asked=replace(INT8, profile="/profile")) == ()
+    assert problems(SEEN.replace(same_as_loaded=False), asked=INT8.replace(profile="/profile")) == ()
 
 
 def test_bf16_is_its_own_reference() -> None:
     seen = SEEN.replace(workers=(WORKER.replace(scheme=Scheme.BF16),))
-    (row,) = judge(Quantisation(Scheme.BF16), seen=seen, reference=None)
+    (row,) = judge(Quantisation(scheme=Scheme.BF16), seen=seen, reference=None)
     assert (row.problems, row.from_bf16) == ((), None)
 
 

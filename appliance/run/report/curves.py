@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from appliance.guard.policy import ESS, K3_KL, WEIGHT_MEAN
 from appliance.page.stacked import stacked_chart
 from appliance.page.svg import MOST, Bound, Chart, Mark, Point, Series, line_chart, thinned
 from appliance.run.display import step_parts
 from appliance.run.events import StepMetrics
-from appliance.run.health import ESS_ABOVE, K3_BELOW, WEIGHT_WITHIN
 from appliance.run.report.folder import RunView
 from appliance.terms.schemes import Scheme
 
@@ -51,9 +51,9 @@ def _learned(view: RunView) -> list[str]:
 
 def _mismatch(view: RunView) -> list[str]:
     marks = [*attempt_marks(view), *_guard_marks(view)]
-    low, high = WEIGHT_WITHIN
-    guard, bounds = view.plan.guard, [Bound(K3_BELOW, f"bound {K3_BELOW}")]
-    if guard.actions and guard.k3_kl != K3_BELOW:
+    low, high = WEIGHT_MEAN
+    guard, bounds = view.plan.guard, [Bound(K3_KL, f"bound {K3_KL}")]
+    if guard.actions and guard.k3_kl != K3_KL:
         bounds.append(Bound(guard.k3_kl, f"guard.k3_kl {guard.k3_kl:g}"))
     weights = [
         Series("mean", _points(view.steps, lambda s: s.is_weight_mean), 0),
@@ -65,7 +65,7 @@ def _mismatch(view: RunView) -> list[str]:
             [_series(view, lambda s: s.mismatch_k3_kl)],
         ),
         line_chart(
-            Chart("Effective sample size", "share", bounds=[Bound(ESS_ABOVE, f"bound {ESS_ABOVE}")], marks=marks),
+            Chart("Effective sample size", "share", bounds=[Bound(ESS, f"bound {ESS}")], marks=marks),
             [_series(view, lambda s: s.is_ess)],
         ),
         line_chart(

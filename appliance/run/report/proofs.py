@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -147,4 +147,4 @@ def _by_now(
     newest = trail.newest if trail is not None and any(each.switched for each in trail.taken.values()) else None
     if newest is None or newest.scheme not in raised_to:
         return planned
-    return replace(planned, scheme=Scheme(newest.scheme), emulated=newest.emulated)
+    return planned.replace(scheme=Scheme(newest.scheme), emulated=newest.emulated)

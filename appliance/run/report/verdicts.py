@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from appliance.errors import SyncError
+from appliance.guard.policy import ESS, K3_KL
 from appliance.run import display, draw, health
 from appliance.run.events import StepMetrics
-from appliance.run.health import ESS_ABOVE, K3_BELOW
 from appliance.run.report.folder import RunView
 from appliance.run.report.proofs import Trail, engines_of, judge_attested, misses, read_trails
 from appliance.run.session import RunStatus
@@ -92,10 +92,10 @@ def _worst(steps: Sequence[StepMetrics]) -> list[str]:
     said = []
     if k3:
         worst, at = max(k3)
-        said.append(f"largest k3 {worst:.1e} in step {at} (bound {K3_BELOW})")
+        said.append(f"largest k3 {worst:.1e} in step {at} (bound {K3_KL})")
     if ess:
         worst, at = min(ess)
-        said.append(f"smallest effective sample size {worst:.3f} in step {at} (bound {ESS_ABOVE})")
+        said.append(f"smallest effective sample size {worst:.3f} in step {at} (bound {ESS})")
     return said
 
 
