@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from appliance.corrections.registry import CorrectionMethod
 from appliance.plan.host import HostFacts
 from appliance.plan.model import CorrectionPlan, ModelPlan, RolloutPlan, RunPlan, TaskPlan
 from appliance.preflight.disk import Disk, Disks
 from appliance.preflight.probes import InputFacts
-from appliance.quant.correction import CorrectionMethod
 from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
 
@@ -73,7 +73,7 @@ def make_plan(run_dir: Path, **changes: object) -> RunPlan:
         ),
         rollout=make_rollout(Scheme.INT8),
         profile=None,
-        correction=CorrectionPlan(method=CorrectionMethod.TIS, cap=2.0),
+        correction=CorrectionPlan(method=CorrectionMethod("tis"), cap=2.0),
         steps=1,
         validate_every=1,
         prompts_per_step=32,

@@ -13,7 +13,7 @@ import psutil
 
 from appliance.compare.arms import PlannedRun
 from appliance.compare.found import has_result
-from appliance.quant.correction import CorrectionMethod
+from appliance.corrections.registry import CorrectionMethod
 from appliance.run.events import EVENTS_FILE, METRICS_FILE, append_event
 from appliance.run.session import RunRecord, read_record
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
+from appliance.corrections.registry import correction_of
 from appliance.plan.derive import Derived
 from appliance.plan.model import Choice, CorrectionPlan, ShadowPlan, UaqPlan
-from appliance.quant.correction import CorrectionMethod, limits
 from appliance.recipe.rules import data_parallel_ranks, shadow_sequences
 from appliance.recipe.schema import Recipe
 
@@ -17,22 +16,23 @@ SCALED_FOLDER = "scaled"
 def plan_correction(recipe: Recipe, *, derived: Derived) -> tuple[CorrectionPlan, tuple[Choice, ...]]:
     """The plan, and a choice for a limit that the recipe leaves to the method."""
     asked = recipe.correction
-    hold = limits(asked.method, cap=asked.cap, bounds=asked.bounds)
+    hold = correction_of(asked.method, cap=asked.cap, bounds=asked.bounds)
     choices = []
     if asked.cap is None and hold.cap is not None:
         choices.append(Choice("correction.cap", f"{hold.cap:g}", hold.source))
     if asked.bounds is None and hold.bounds is not None:
         choices.append(Choice("correction.bounds", f"[{hold.bounds[0]:g}, {hold.bounds[1]:g}]", hold.source))
+    shadow = _shadow(recipe, derived=derived) if hold.has_shadow_pass else None
+    if shadow:
+        choices.append(Choice("correction.shadow", *_shadow_choice(recipe, sequences=shadow.sequences)))
     plan = CorrectionPlan(
         method=asked.method,
         cap=hold.cap,
         bounds=hold.bounds,
         clip_high=recipe.algorithm.clip_high,
         clip_low=recipe.algorithm.clip_low,
+        shadow=shadow,
     )
-    if asked.method is CorrectionMethod.CALIBRATED_CLIPPING:
-        plan = replace(plan, shadow=_shadow(recipe, derived=derived))
-        choices.append(Choice("correction.shadow", *_shadow_choice(recipe, sequences=plan.shadow.sequences)))
     return plan, tuple(choices)
 
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from appliance.corrections.base import ClipRange, Correction
+from appliance.corrections.registry import CorrectionMethod, correction_of
 from appliance.guard.policy import Action
-from appliance.quant.correction import ClipRange, CorrectionMethod
 from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
 
@@ -154,11 +155,9 @@ class ShadowPlan:
 
 @dataclass(frozen=True)
 class CorrectionPlan:
-    """What corrects the loss. cap and bounds as in quant/correction.py, None where the method has none.
+    """What corrects the loss. cap and bounds: None where the method has none.
 
-    clip_low, clip_high: the recipe's clip range, which `acr` and `calibrated-clipping` widen.
-    reject_k3_above: whatever the method, a sequence with a larger mean k3 is dropped, nats; None: none is.
-    loss_cap: of `acr`, the cap that its loss knows where `cap` is another one by now.
+    clip_low, clip_high: the recipe's clip range.
     """
 
     method: CorrectionMethod
@@ -167,21 +166,15 @@ class CorrectionPlan:
     clip_high: float = 0.2
     clip_low: float = 0.2
     shadow: ShadowPlan | None = None
-    reject_k3_above: float | None = None
-    loss_cap: float | None = None
 
     @property
-    def nominal(self) -> ClipRange:
-        return ClipRange(self.clip_low, self.clip_high)
+    def resolved(self) -> Correction:
+        clip = ClipRange(self.clip_low, self.clip_high)
+        return correction_of(self.method, cap=self.cap, bounds=self.bounds, clip=clip)
 
     @property
     def text(self) -> str:
-        """For people: `tis with cap 2`, `icepop within 0.5..5`."""
-        cap = "" if self.cap is None else f" with cap {self.cap:g}"
-        within = "" if self.bounds is None else f" within {self.bounds[0]:g}..{self.bounds[1]:g}"
-        drops = "" if self.reject_k3_above is None else f", sequences with k3 above {self.reject_k3_above:g} dropped"
-        said = "no correction" if self.method is CorrectionMethod.NONE else f"{self.method}{cap}{within}"
-        return said + drops
+        return self.resolved.text
 
 
 class Switching(StrEnum):

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from appliance.corrections.registry import CorrectionMethod
 from appliance.guard.policy import Action
 from appliance.plan.model import (
     SCHEMA_VERSION,
@@ -26,7 +27,6 @@ from appliance.plan.model import (
     TrainerPlan,
     UaqPlan,
 )
-from appliance.quant.correction import CorrectionMethod
 from appliance.quant.scheme import Scheme
 from appliance.quant.settings import quantisation_from_config
 
@@ -75,8 +75,14 @@ def plan_from_dict(raw: dict[str, Any]) -> RunPlan:
 
 def _correction(raw: dict[str, Any]) -> CorrectionPlan:
     bounds, shadow = raw["bounds"], raw["shadow"]
-    changed = {"method": CorrectionMethod(raw["method"]), "bounds": tuple(bounds) if bounds else None}
-    return CorrectionPlan(**{**raw, **changed, "shadow": ShadowPlan(**shadow) if shadow else None})
+    return CorrectionPlan(
+        method=CorrectionMethod(raw["method"]),
+        cap=raw["cap"],
+        bounds=tuple(bounds) if bounds else None,
+        clip_high=raw["clip_high"],
+        clip_low=raw["clip_low"],
+        shadow=ShadowPlan(**shadow) if shadow else None,
+    )
 
 
 def _guard(raw: dict[str, Any]) -> GuardPlan:

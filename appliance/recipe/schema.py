@@ -12,8 +12,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from appliance.corrections.registry import DEFAULT, CorrectionMethod
 from appliance.guard.policy import Action
-from appliance.quant.correction import CorrectionMethod
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 
@@ -143,7 +143,7 @@ class Quantization(Section):
 class Correction(Section):
     """What corrects the loss for the difference between the rollout policy and the trainer's."""
 
-    method: Method_ = Field(CorrectionMethod.TIS, description="`none`, or a method of docs/corrections.md")
+    method: Method_ = Field(DEFAULT, description="`none`, or a method of docs/corrections.md")
     cap: float | None = Field(None, gt=0, description="where the method has one, docs/corrections.md; null: the usual")
     bounds: Bounds_ | None = Field(None, description="[low, high] of `icepop`, the masks; null: the usual")
     shadow_every: int = Field(20, ge=1, description="of `calibrated-clipping`: steps between two fits of the bounds")

@@ -27,14 +27,12 @@ from appliance.run.last_line import owed_line
 from appliance.trainer.attest import attest_driver, attest_trainers
 from appliance.trainer.batch_order import choose_in_order
 from appliance.trainer.checkpoints import Checkpoints, read_state
-from appliance.trainer.clipping import Clipping
-from appliance.trainer.corrected import CorrectionStep
-from appliance.trainer.correction_step import correct_step
+from appliance.trainer.correction import BatchCorrection
 from appliance.trainer.dynamic_sampling import DynamicSampling
 from appliance.trainer.engine_watch import EngineWatch
 from appliance.trainer.engines import RolloutEngines
 from appliance.trainer.export import export_checkpoint
-from appliance.trainer.governed import Governed, signals_of, stop, weight_cap
+from appliance.trainer.governed import Governed, signals_of, stop
 from appliance.trainer.metrics import (
     append_metrics,
     left_out,
@@ -68,7 +66,7 @@ class WatchedTrainer(PPOTrainerSync):
         self._phase_now = "start"
         self._telemetry: StepTelemetry | None = None
         self._governed = Governed(plan)
-        self._clipping = Clipping(plan)
+        self._correction = BatchCorrection(plan)
         self.checkpoints: Checkpoints | None = None
         self._precision = RolloutPrecision(plan)
         as_saved = plan.resume_from and not self._governed.had_stopped
@@ -81,7 +79,6 @@ class WatchedTrainer(PPOTrainerSync):
             at_first=plan.prompts_per_step, max_prompts=plan.algorithm.max_generated_prompts
         )
         self.replay_buffer.refill_fn = self._sampling.watched(self.replay_buffer.refill_fn)
-        self._correction: CorrectionStep | None = None
         self._validation: dict[str, float] = {}
         self._syncs = 0
         self._last_sync: SyncRecord | None = None
@@ -135,7 +132,7 @@ class WatchedTrainer(PPOTrainerSync):
         self.checkpoints = self._open_checkpoints()
         self._watch_engines()
         self._phase("attest")
-        self._clipping.install(self.actor_rollout_wg, actor=self.config.actor_rollout_ref.actor)
+        self._correction.install(self.actor_rollout_wg, actor=self.config.actor_rollout_ref.actor)
         attest_driver(self.plan)
         attest_trainers(self.plan, workers=self.actor_rollout_wg.workers)
         self._check_attestations()
@@ -262,31 +259,22 @@ class WatchedTrainer(PPOTrainerSync):
         self._phase("log-probs")
         with keeping_fetched() as fetched:
             batch = super()._compute_old_log_prob(batch, metrics=metrics)
-        batch, self._telemetry = measure_step(batch, cap=weight_cap(self.plan), fetched=fetched.data)
+        batch, self._telemetry = measure_step(batch, cap=self._correction.token_cap, fetched=fetched.data)
         return batch
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         batch = super()._compute_advantage(batch, metrics=metrics)
-        plan = self._governed.correction
-        batch = self._clipping.write(batch, step=self.global_steps, correction=plan)
-        batch, self._correction = correct_step(
-            batch, plan=plan, planned=self.plan.correction, clip=self._clipping.bounds
-        )
-        return batch
+        return self._correction.prepare(batch, step=self.global_steps, correction=self._governed.correction)
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         if self._telemetry is not None and self._telemetry.nonfinite_fraction:
-            metrics.update(left_out(self.run_dir, telemetry=self._telemetry, step=self.global_steps, plan=self.plan))
+            metrics.update(left_out(self.run_dir, telemetry=self._telemetry, step=self.global_steps))
             return batch
         self._phase("update")
         self.checkpoints.begin_update()
         batch = super()._update_actor(batch, metrics=metrics)
-        self._clipping.after_update(
-            batch,
-            step=self.global_steps,
-            reported=metrics,
-            temperature=self.plan.rollout.temperature,
-            log_probs=self.actor_rollout_wg.compute_log_prob,
+        self._correction.after_update(
+            batch, step=self.global_steps, reported=metrics, log_probs=self.actor_rollout_wg.compute_log_prob
         )
         return batch
 
@@ -327,7 +315,7 @@ class WatchedTrainer(PPOTrainerSync):
         self, batch: KVBatchMeta, metrics: dict[str, Any], timing_raw: dict[str, float], global_steps: int, epoch: int
     ) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
-        if self._telemetry is None or self._correction is None:
+        if self._telemetry is None:
             raise TrainingError(f"step {global_steps} ended without log-probabilities to compare")
         if self._step_sync is None:
             raise TrainingError(f"step {global_steps} ended without a weight update")
@@ -335,7 +323,7 @@ class WatchedTrainer(PPOTrainerSync):
             metrics,
             timing_s=timing_raw,
             mismatch=self._telemetry.mismatch,
-            correction=self._correction,
+            correction=self._correction.metrics(),
             sync=self._step_sync,
             plan=self.plan,
             step=global_steps,
@@ -346,7 +334,7 @@ class WatchedTrainer(PPOTrainerSync):
         line["telemetry_s"] = round(line["telemetry_s"] + self._telemetry.seconds, 6)
         if self.plan.algorithm.filters and self._rollouts is not None:
             line |= self._sampling.end_step(metrics, rollouts=self._rollouts, rollout_s=timing_raw["gen"])
-        written = self._write({**line, **self._telemetry.metrics(), **self._clipping.metrics(), **self._validation})
+        written = self._write({**line, **self._telemetry.metrics(), **self._validation})
         metrics.update(tracked(written))  # verl sends `metrics` to the backends next
         decision = self._govern(line, telemetry=self._telemetry)
         self._end_step(written, stop_for=decision)
@@ -361,7 +349,7 @@ class WatchedTrainer(PPOTrainerSync):
             self.checkpoints.save_now("new rollout engines are next")
 
     def _govern(self, line: dict[str, Any], *, telemetry: StepTelemetry) -> Decision | None:
-        decision = self._governed.after_step(signals_of(line, telemetry=telemetry, cap=weight_cap(self.plan)))
+        decision = self._governed.after_step(signals_of(line, telemetry=telemetry, cap=self._correction.token_cap))
         self._precision.want(self._governed.measures)
         return decision
 

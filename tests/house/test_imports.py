@@ -11,7 +11,6 @@ from collections.abc import Iterator
 # The part of quant that needs no torch.
 NUMBERS = {
     "quant.architectures",
-    "quant.correction",
     "quant.device",
     "quant.files",
     "quant.header",
@@ -52,10 +51,11 @@ MAY_IMPORT = {
     "page": set(),
     "interruption": {"console"},
     "quant": {"errors"},
+    "corrections": {"errors"},
     "guard": {"errors", "quant.scheme"},
     "tasks": {"errors", "plan.model", "plan.read", "run.events", "run.boundary", "run.heartbeat", "run.stacks"},
-    "recipe": {"errors", "tasks", "guard", *NUMBERS},
-    "plan": {"errors", "tasks", "recipe", "guard", *NUMBERS},
+    "recipe": {"errors", "tasks", "corrections", "guard", *NUMBERS},
+    "plan": {"errors", "tasks", "corrections", "recipe", "guard", *NUMBERS},
     "preflight": {"errors", "patch", "tasks", "recipe", "plan", "cluster.token", *NUMBERS},
     "run": {
         *("errors", "tasks", "recipe", "plan", "preflight", "cluster.token", "console", "page", "flashrl.variables"),
@@ -64,12 +64,24 @@ MAY_IMPORT = {
     "cluster": {"errors", "plan", "run", "console", "preflight", "recipe.text", "flashrl.variables", *NUMBERS},
     "engine": {*CHILDREN, "flashrl"},
     "flashrl": {"errors", "patch", "quant", "plan.env", "engine", "recipe.tree", "recipe.text"},
-    "trainer": {*CHILDREN, "tasks", "guard", "cluster.form", "run.boundary"},
+    "trainer": {*CHILDREN, "corrections", "tasks", "guard", "cluster.form", "run.boundary"},
     "bench": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "engine", "quant"},
     "profile": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "quant", "flashrl.config_file"},
     "verify": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "engine", "quant", "profile"},
     # A comparison is many runs, each with its profile.
-    "compare": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "page", "profile", "quant"},
+    "compare": {
+        "errors",
+        "tasks",
+        "corrections",
+        "recipe",
+        "plan",
+        "preflight",
+        "run",
+        "console",
+        "page",
+        "profile",
+        "quant",
+    },
     "container": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "cluster.news", *NUMBERS},
     "data": {"errors", "tasks", "console", "run.session", "run.work"},  # its files are a task's, made without a recipe
     "cli": {

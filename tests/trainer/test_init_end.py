@@ -36,7 +36,7 @@ def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WatchedTrainer:
     made.checkpoint_manager = SimpleNamespace(update_weights=lambda step: step)
     made._on_engine_death = made._rollouts = None
     made._open_checkpoints = lambda: None
-    made._clipping = SimpleNamespace(install=lambda workers, actor: None)
+    made._correction = SimpleNamespace(install=lambda workers, actor: None)
     made._precision = SimpleNamespace(took=lambda record: None, starts_in=AS_PLANNED)
     made._engines = SimpleNamespace(generation=Generation())
     made._syncs, made._last_sync = 0, None

@@ -22,7 +22,7 @@ from appliance.trainer.precision import BF16, Live, RolloutPrecision
 from appliance.trainer.stoppable import StoppableTrainer
 from appliance.trainer.stopping import StopAsked
 
-PLANNED = Measures(Scheme.INT8, bf16_layer_fraction=0.0, cap=2.0, reject_k3_above=None, stop=False)
+PLANNED = Measures(Scheme.INT8, bf16_layer_fraction=0.0, tight=False, stop=False)
 TOP = replace(PLANNED, scheme=Scheme.BF16, bf16_layer_fraction=1.0)
 VALIDATED = {"val-core/arithmetic/reward/mean@1": 0.75}
 Make = Callable[..., StoppableTrainer]

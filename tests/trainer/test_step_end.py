@@ -36,10 +36,10 @@ def trainer_of(run_dir: Path, *, said: list[Any]) -> StoppableTrainer:
     made.checkpoints = Checkpoints(plan, save_workers=lambda folder, step: None, data_state=dict)
     made._started = 0.0
     made._telemetry = SimpleNamespace(mismatch=None, seconds=0.5, metrics=lambda: {"mismatch_chi2": float("inf")})
-    made._correction = made._step_sync = SimpleNamespace()
+    made._correction = SimpleNamespace(metrics=dict, token_cap=2.0)
+    made._step_sync = SimpleNamespace()
     made._rolled = Live("int8", emulated=False)
     made._governed = SimpleNamespace(metrics=dict, after_step=lambda signals: None, measures="measures")
-    made._clipping = SimpleNamespace(metrics=dict)
     made._precision = SimpleNamespace(want=said.append, state=AS_BEFORE)
     made._validation = dict(VALIDATED)
     made._rollouts = None

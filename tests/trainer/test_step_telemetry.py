@@ -23,9 +23,8 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from appliance.errors import TrainingError
-from appliance.plan.model import CorrectionPlan
-from appliance.quant.correction import CorrectionMethod
 from appliance.trainer import step_telemetry
+from appliance.trainer.correction import BatchCorrection
 from appliance.trainer.metrics import left_out
 from appliance.trainer.step_telemetry import keeping_fetched, measure_step
 from appliance.trainer.watched import WatchedTrainer
@@ -122,7 +121,8 @@ def trainer(tmp_path: Path) -> WatchedTrainer:
     made = object.__new__(WatchedTrainer)  # verl's own __init__ wants its whole configuration, and GPUs
     made.config = OmegaConf.create({"algorithm": {}, "actor_rollout_ref": {"rollout": rollout, "actor": actor}})
     made.actor_rollout_wg = SimpleNamespace(compute_log_prob=lambda batch: batch)
-    made.plan = make_plan(tmp_path, correction=CorrectionPlan(CorrectionMethod.TIS, cap=2.0))
+    made.plan = make_plan(tmp_path)
+    made._correction = BatchCorrection(made.plan)
     made.run_dir, made.global_steps = tmp_path, 3
     return made
 
@@ -140,7 +140,7 @@ def test_a_step_that_is_not_finite_moves_no_weights(
     done: list[str] = []
     monkeypatch.setattr(PPOTrainerSync, "_update_actor", lambda self, batch, metrics: done.append("update") or batch)
     trainer.checkpoints = SimpleNamespace(begin_update=lambda: done.append("begin"))
-    trainer._clipping = SimpleNamespace(after_update=lambda *_, **__: None)
+    trainer._correction = SimpleNamespace(after_update=lambda *_, **__: None)
     trainer._telemetry = SimpleNamespace(nonfinite_fraction=share)
     metrics: dict[str, float] = {}
     assert trainer._update_actor(BATCH, metrics=metrics) is BATCH
@@ -175,20 +175,12 @@ def test_rows_of_different_lengths_are_refused() -> None:
 
 
 @pytest.mark.parametrize("written", [math.nan], indirect=True)
-@pytest.mark.parametrize(
-    ("method", "names"),
-    [
-        (CorrectionMethod.TIS, {"actor/pg_clipfrac", "actor/grad_norm", "actor/lr"}),
-        (CorrectionMethod.ACR, {"actor/pg_clipfrac", "actor/grad_norm", "actor/lr", "actor/acr_widened_fraction"}),
-    ],
-)
-def test_an_update_that_is_left_out_is_said(
-    tmp_path: Path, written: list[TensorDict], method: CorrectionMethod, names: set[str]
-) -> None:
+def test_an_update_that_is_left_out_is_said(tmp_path: Path, written: list[TensorDict]) -> None:
     _, telemetry = measure_step(BATCH, cap=2.0)
-    plan = make_plan(tmp_path, correction=CorrectionPlan(method, cap=2.0))
-    found = left_out(tmp_path, telemetry=telemetry, step=3, plan=plan)
-    assert found.keys() == names and all(math.isnan(value) for value in found.values())
+    found = left_out(tmp_path, telemetry=telemetry, step=3)
+    assert found.keys() == {"actor/pg_clipfrac", "actor/grad_norm", "actor/lr"} and all(
+        math.isnan(value) for value in found.values()
+    )
     (event,) = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert (event["kind"], event["what"]) == (
         "note",
