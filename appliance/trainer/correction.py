@@ -130,14 +130,16 @@ def correct_step(sequences: Sequences, *, correction: Correction, fitted: ClipRa
 
 def check_written(batch: KVBatchMeta, step: CorrectedStep) -> None:
     """Raises TrainingError when the batch that goes to the loss does not carry the step's correction, bit for bit."""
-    there = set(step.fields) <= set(batch.fields or ())
-    found = _get(batch, list(step.fields)) if there else None
-    for name, rows in step.fields.items():
-        if found is None or not all(map(torch.equal, found[name].unbind(), rows)):
-            raise TrainingError(
-                f"the batch of this step does not carry what `{step.correction.name}` makes of its log-probs",
-                hint="the correction did not reach the loss; report it with the log",
-            )
+    carries = set(step.fields) <= set(batch.fields or ())  # by this list the workers fetch
+    if carries:
+        found = _get(batch, list(step.fields))
+        pairs = (zip(found[name].unbind(), rows, strict=True) for name, rows in step.fields.items())
+        carries = all(torch.equal(one, other) for each in pairs for one, other in each)
+    if not carries:
+        raise TrainingError(
+            f"the batch of this step does not carry what `{step.correction.name}` makes of its log-probs",
+            hint="the correction did not reach the loss; report it with the log",
+        )
 
 
 def _parts(sequences: Sequences) -> Iterator[Part]:
