@@ -41,7 +41,8 @@ def as_verl_says_it(correction: Correction) -> dict[str, object]:
     raise KeyError(correction.name)
 
 
-VERLS = {name: each for name, each in CORRECTIONS.items() if name not in ("adaptive", "calibrated-clipping")}
+NAMES = ("none", "tis", "tis-sequence", "icepop", "sequence-mask", "geometric-mask", "k3-reject", "acr")
+VERLS = {name: CORRECTIONS[name] for name in NAMES}
 TIGHT = {
     f"{name}, tightened": replace(each.tightened(), reject_k3_above=0.03)
     for name, each in VERLS.items()
