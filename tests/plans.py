@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from appliance.corrections.registry import CorrectionMethod
 from appliance.plan.host import HostFacts
 from appliance.plan.model import (
     AlgorithmPlan,
@@ -21,7 +22,6 @@ from appliance.plan.model import (
 )
 from appliance.preflight.disk import Disk, Disks
 from appliance.preflight.probes import InputFacts
-from appliance.quant.correction import CorrectionMethod
 from appliance.quant.settings import Quantisation
 from appliance.recipe.schema import Checkpoint, Guard
 from appliance.terms.schemes import Scheme
@@ -97,7 +97,7 @@ def make_plan(run_dir: Path, **changes: object) -> RunPlan:
             bucket_mib=64,
         ),
         profile=None,
-        correction=CorrectionPlan(method=CorrectionMethod.TIS, cap=2.0),
+        correction=CorrectionPlan(method=CorrectionMethod("tis"), cap=2.0),
         steps=1,
         validate_every=1,
         prompts_per_step=32,

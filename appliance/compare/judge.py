@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from appliance.compare.interval import Interval
 from appliance.compare.results import RunResult, StepRow
-from appliance.quant.correction import CorrectionMethod
+from appliance.corrections.registry import NONE, CorrectionMethod
 
 
 class Verdict(StrEnum):
@@ -84,7 +84,7 @@ def _arm(
     stopped = [run.seed for run in runs if not run.rewards]
     below = [seed for seed, interval in by_seed if interval.high < -margin]
     truncated = _numbers(steps, lambda row: row.truncated)
-    method = runs[0].method if runs else CorrectionMethod.NONE
+    method = runs[0].method if runs else NONE
     k3 = _numbers(steps, lambda row: row.k3_kl)
     return ArmResult(
         arm=arm,
@@ -98,7 +98,7 @@ def _arm(
         failing=tuple(sorted({*stopped, *below})),
         truncated=_mean(truncated),
         truncated_max=max(truncated, default=None),
-        inactive=bool(truncated) and method is not CorrectionMethod.NONE and max(truncated) == 0.0,
+        inactive=bool(truncated) and method is not NONE and max(truncated) == 0.0,
         k3_kl=statistics.median(k3) if k3 else None,
         k3_max=max(k3, default=None),
         codes_changed=_median(_numbers(steps, lambda row: row.codes_changed)),

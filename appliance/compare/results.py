@@ -11,9 +11,9 @@ from typing import Any
 import psutil
 
 from appliance.compare.arms import PlannedRun
-from appliance.compare.found import has_result
+from appliance.compare.existing import has_result
+from appliance.corrections.registry import CorrectionMethod
 from appliance.files import write_whole
-from appliance.quant.correction import CorrectionMethod
 from appliance.run.events import EVENTS_FILE, METRICS_FILE, append_event
 from appliance.run.session import RunRecord, read_record
 

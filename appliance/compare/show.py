@@ -12,7 +12,7 @@ from appliance.compare.file import Comparison
 from appliance.compare.interval import CONFIDENCE, Interval
 from appliance.compare.judge import ArmResult, verdict_text
 from appliance.compare.results import RunResult, StepRow
-from appliance.quant.correction import CorrectionMethod
+from appliance.corrections.registry import NONE
 from appliance.run import draw
 
 TIMES_NOTE = "Other work was on the machine while some of these ran: their times are no measurements."
@@ -49,7 +49,7 @@ def cells(row: ArmResult, *, margin: float) -> tuple[str, ...]:
         _number(row.own),
         _short(row.k3_kl),
         _short(row.k3_max),
-        "-" if row.method is CorrectionMethod.NONE and not row.truncated else _share(row.truncated),
+        "-" if row.method is NONE and not row.truncated else _share(row.truncated),
         _share(row.codes_changed),
         "-" if row.step_s is None else f"{about}{row.step_s:.2f} s",
         "-" if row.seconds is None else f"{about}{row.seconds:.0f} s",

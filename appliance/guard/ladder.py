@@ -46,13 +46,12 @@ class Level:
 class Measures:
     """What holds while the governor stands on a level; from the next sync on.
 
-    cap: of the importance weights, None for none.  reject_k3_above: nats, None for no rejection.
+    tight: whether the correction is its tightened form.
     """
 
     scheme: Scheme
     bf16_layer_fraction: float
-    cap: float | None
-    reject_k3_above: float | None
+    tight: bool
     stop: bool
 
 
@@ -91,20 +90,9 @@ def measures(level: Level | None, *, policy: Policy) -> Measures:
     """What a level asks for, with what the allowed levels below it ask for. None: the foot of the ladder."""
     levels = ladder(policy)
     at = place(level, levels=levels)
-    tight = any(each.rung is Rung.TIGHTEN for each in levels[: at + 1])
     return Measures(
         scheme=levels[at].scheme,
         bf16_layer_fraction=levels[at].bf16_layer_fraction,
-        cap=_tight_cap(policy) if tight else policy.cap,
-        reject_k3_above=policy.reject_k3_above if tight else None,
+        tight=any(each.rung is Rung.TIGHTEN for each in levels[: at + 1]),
         stop=levels[at].rung is Rung.STOP,
     )
-
-
-def _tight_cap(policy: Policy) -> float:
-    return policy.tight_cap_if_none if policy.cap is None else tighter_cap(policy.cap)
-
-
-def tighter_cap(cap: float) -> float:
-    """Half of what the cap has above 1. A cap of 1 or less has nothing to give: below it weights of 1 are cut too."""
-    return 1 + (cap - 1) / 2 if cap > 1 else cap

@@ -25,7 +25,7 @@ class Action(StrEnum):
     """What may be done about steps that are not well, the mild ones first."""
 
     WARN = "warn"
-    TIGHTEN = "tighten"  # cap down, rejection on
+    TIGHTEN = "tighten"  # the correction's tightened form: cap down, rejection on
     RAISE_PRECISION = "raise-precision"  # more layers in BF16, then the next scheme up
     BF16 = "bf16"  # rollouts without any quantised layer
     STOP = "stop"  # save and stop
@@ -129,8 +129,6 @@ class Policy:
       twice as many after each relapse. Of the first climb_window judged steps after a descent one bad one is enough.
     cooling_steps: steps after a climb that are not judged. A change takes effect at the next sync, so the next
       step's rollouts were made before it; after a descent only that one is not judged.
-    cap: of the importance weights, None without one; tightened, what it has above 1 is halved, and tight_cap_if_none
-      is put on where there was none.  reject_k3_above: tightened, sequences with a larger mean k3 are dropped, nats.
     bf16_layer_fractions: growing shares of the quantised layers that stay BF16, the worst layers first, rung by rung.
     Raises ValueError when they contradict each other.
     """
@@ -141,9 +139,6 @@ class Policy:
     climb_window: int = 5  # [ours]
     descend_fine: int = 20  # [ours]
     cooling_steps: int = 5  # [ours] 1 is the delay of a change, the rest lets the optimizer follow
-    cap: float | None = None
-    tight_cap_if_none: float = 2.0  # the cap of truncated importance sampling nearly everywhere
-    reject_k3_above: float = 0.01  # K3 rejection's own threshold
     bf16_layer_fractions: tuple[float, ...] = (0.25, 0.5)  # [ours]
     mismatch: MismatchBounds = MismatchBounds()
     collapse: Collapse = Collapse()

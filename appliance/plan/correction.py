@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from appliance.corrections.registry import correction_of
 from appliance.plan.derive import Book
 from appliance.plan.model import CorrectionPlan, ShadowPlan, UaqPlan
-from appliance.quant.correction import CorrectionMethod, limits
 from appliance.recipe.rules import shadow_sequences
 from appliance.recipe.schema import Recipe
 
@@ -16,19 +16,21 @@ SCALED_FOLDER = "scaled"
 def plan_correction(recipe: Recipe, *, micro_batch_sequences: int, book: Book) -> CorrectionPlan:
     """Noted is a limit that the recipe leaves to the method. micro_batch_sequences: of the trainer's forward."""
     asked = recipe.correction
-    hold = limits(asked.method, cap=asked.cap, bounds=asked.bounds)
+    hold = correction_of(asked.method, cap=asked.cap, bounds=asked.bounds)
     if asked.cap is None and hold.cap is not None:
         book.note("correction.cap", f"{hold.cap:g}", hold.source)
     if asked.bounds is None and hold.bounds is not None:
         book.note("correction.bounds", f"[{hold.bounds[0]:g}, {hold.bounds[1]:g}]", hold.source)
-    has_shadow = asked.method is CorrectionMethod.CALIBRATED_CLIPPING
+    shadow = None
+    if hold.has_shadow_pass:
+        shadow = _shadow(recipe, micro_batch_sequences=micro_batch_sequences, book=book)
     return CorrectionPlan(
         method=asked.method,
         cap=hold.cap,
         bounds=hold.bounds,
         clip_high=recipe.algorithm.clip_high,
         clip_low=recipe.algorithm.clip_low,
-        shadow=_shadow(recipe, micro_batch_sequences=micro_batch_sequences, book=book) if has_shadow else None,
+        shadow=shadow,
     )
 
 

@@ -10,9 +10,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
+from appliance.corrections.base import ClipRange, Correction
+from appliance.corrections.registry import CorrectionMethod, correction_of
 from appliance.frozen import Frozen
 from appliance.guard.policy import Action
-from appliance.quant.correction import ClipRange, CorrectionMethod
 from appliance.quant.settings import Quantisation
 from appliance.recipe.topology import Topology
 from appliance.terms.devices import CPU
@@ -180,31 +181,23 @@ class CorrectionPlan(Frozen):
 
     method: CorrectionMethod
     cap: float | None = None
-    """As in quant/correction.py, None where the method has none."""
+    """None where the method has none."""
     bounds: tuple[float, float] | None = None
-    """As in quant/correction.py, None where the method has none."""
+    """None where the method has none."""
     clip_high: float = 0.2
-    """The recipe's, which `acr` and `calibrated-clipping` widen."""
+    """The recipe's."""
     clip_low: float = 0.2
-    """The recipe's, which `calibrated-clipping` widens."""
+    """The recipe's."""
     shadow: ShadowPlan | None = None
-    reject_k3_above: float | None = None
-    """Whatever the method, a sequence with a larger mean k3 is dropped, nats; None: none is."""
-    loss_cap: float | None = None
-    """Of `acr`: the cap that its loss knows where `cap` is another one by now."""
 
     @property
-    def nominal(self) -> ClipRange:
-        return ClipRange(self.clip_low, self.clip_high)
+    def resolved(self) -> Correction:
+        clip = ClipRange(self.clip_low, self.clip_high)
+        return correction_of(self.method, cap=self.cap, bounds=self.bounds, clip=clip)
 
     @property
     def text(self) -> str:
-        """For people: `tis with cap 2`, `icepop within 0.5..5`."""
-        cap = "" if self.cap is None else f" with cap {self.cap:g}"
-        within = "" if self.bounds is None else f" within {self.bounds[0]:g}..{self.bounds[1]:g}"
-        drops = "" if self.reject_k3_above is None else f", sequences with k3 above {self.reject_k3_above:g} dropped"
-        said = "no correction" if self.method is CorrectionMethod.NONE else f"{self.method}{cap}{within}"
-        return said + drops
+        return self.resolved.text
 
 
 class Switching(StrEnum):

@@ -11,8 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.plan.model import CorrectionPlan, RunPlan
-from appliance.quant.correction import CorrectionMethod
+from appliance.plan.model import RunPlan
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -20,11 +19,8 @@ MODEL = "actor_rollout_ref.model"
 VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
 ENTRY_MODULE = "appliance.trainer.entry"
 REWARDS_FILE = Path(__file__).resolve().parents[1] / "trainer" / "rewards.py"
-UNTRUNCATED = 1e9  # above exp(20), where verl clamps a weight: our loss truncates by itself
 FILTER_METRIC = "acc"  # of reward_extra_info, by trainer/rollouts.py: the grade, not the reward with its penalty
 WORKER_EXTENSION = "appliance.engine.sync.SyncWorkerExtension"
-
-LOSSES = {CorrectionMethod.ACR: "appliance-acr"}  # trainer/policy_loss.py registers them
 
 _BARE = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
 _NOT_BARE = frozenset({"null", "true", "false", "nan", "inf"})
@@ -79,54 +75,21 @@ def overrides(plan: RunPlan) -> list[Override]:
 
 
 def _algorithm(plan: RunPlan) -> list[Override]:
-    """All of rollout_correction is set: a default of verl's must never decide what corrects the loss."""
+    """verl's own correction is off, key by key: trainer/correction.py corrects, and no default of verl's may."""
     correction = "algorithm.rollout_correction"
-    weigh, weigh_within = _weighing(plan.correction)
-    reject, reject_beyond = _rejection(plan.correction)
     return [
         Override("algorithm.adv_estimator", "grpo"),
         Override("algorithm.use_kl_in_reward", False),
         Override("algorithm.filter_groups.enable", plan.algorithm.filters),
         Override("algorithm.filter_groups.metric", FILTER_METRIC),
         Override("algorithm.filter_groups.max_inflight_gen_batches", plan.algorithm.generation_batches),
-        Override(f"{correction}.rollout_is", weigh),
-        Override(f"{correction}.rollout_is_threshold", weigh_within),
+        Override(f"{correction}.rollout_is", None),
+        Override(f"{correction}.rollout_is_threshold", None),
         Override(f"{correction}.rollout_is_batch_normalize", False),
-        Override(f"{correction}.rollout_rs", reject),
-        Override(f"{correction}.rollout_rs_threshold", reject_beyond),
+        Override(f"{correction}.rollout_rs", None),
+        Override(f"{correction}.rollout_rs_threshold", None),
         Override(f"{correction}.bypass_mode", False),
     ]
-
-
-def _weighing(hold: CorrectionPlan) -> tuple[str | None, float | str | None]:
-    """rollout_is and its threshold: a number cuts a weight, the text `low_high` makes it 0 outside."""
-    match hold.method:
-        case CorrectionMethod.TIS:
-            return "token", hold.cap
-        case CorrectionMethod.TIS_SEQUENCE:
-            return "sequence", hold.cap
-        case CorrectionMethod.ICEPOP if hold.bounds:
-            return "token", _span(*hold.bounds)
-        case CorrectionMethod.ACR:
-            return "token", UNTRUNCATED
-    return None, None
-
-
-def _rejection(hold: CorrectionPlan) -> tuple[str | None, float | str | None]:
-    """rollout_rs and its threshold. verl's k1 is log(p_rollout / p_trainer): bounds of a weight, turned over."""
-    match hold.method:
-        case CorrectionMethod.SEQUENCE_MASK if hold.bounds:
-            return "seq_sum_k1", _span(1 / hold.bounds[1], 1 / hold.bounds[0])
-        case CorrectionMethod.GEOMETRIC_MASK if hold.bounds:
-            return "seq_mean_k1", _span(1 / hold.bounds[1], 1 / hold.bounds[0])
-        case CorrectionMethod.K3_REJECT:
-            return "seq_mean_k3", hold.cap
-    return None, None
-
-
-def _span(low: float, high: float) -> str:
-    """verl's `low_high`. Each with a point or an exponent: Hydra reads `0.5_5` as the number 0.55."""
-    return f"{float(low)!r}_{float(high)!r}"
 
 
 def _data(plan: RunPlan) -> list[Override]:
@@ -165,7 +128,7 @@ def _actor(plan: RunPlan) -> list[Override]:
         Override(f"{ACTOR}.fsdp_config.use_torch_compile", not plan.is_cpu),
         Override(f"{ACTOR}.fsdp_config.seed", plan.seed),
         Override(f"{ACTOR}.data_loader_seed", plan.seed),
-        Override(f"{ACTOR}.policy_loss.loss_mode", LOSSES.get(plan.correction.method, "vanilla")),
+        Override(f"{ACTOR}.policy_loss.loss_mode", "vanilla"),
         Override(f"{ACTOR}.clip_ratio_low", plan.correction.clip_low),
         Override(f"{ACTOR}.clip_ratio_high", plan.correction.clip_high),
         Override(f"{ACTOR}.clip_ratio_c", plan.algorithm.dual_clip),

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from appliance.quant.correction import limits
+from appliance.corrections.registry import correction_of
 from appliance.recipe.schema import Recipe
 
 
@@ -17,7 +17,7 @@ def to_plain(recipe: Recipe) -> dict[str, Any]:
     """
     plain = recipe.model_dump(mode="json", exclude={"extends"})
     correction = recipe.correction
-    hold = limits(correction.method, cap=correction.cap, bounds=correction.bounds)
+    hold = correction_of(correction.method, cap=correction.cap, bounds=correction.bounds)
     plain["correction"] |= {"cap": hold.cap, "bounds": list(hold.bounds) if hold.bounds else None}
     if recipe.quantization.profile != "auto":
         for key in ("smoothing", "error_budget"):

@@ -6,9 +6,9 @@ import difflib
 from collections.abc import Iterator
 from pathlib import PurePath
 
+from appliance.corrections.base import ClipRange
+from appliance.corrections.registry import METHODS
 from appliance.guard.policy import Action
-from appliance.quant.correction import USUAL, CorrectionMethod
-from appliance.quant.uaq import MOST
 from appliance.recipe.broken import Broken
 from appliance.recipe.rules_batch import batch_rules, dapo_rules
 from appliance.recipe.rules_text import text_rules
@@ -17,9 +17,9 @@ from appliance.tasks import arithmetic
 from appliance.tasks.library import BUILTIN_MODELS
 from appliance.tasks.tiny_spec import TINY_MODELS
 from appliance.terms.devices import AUTO, CPU, DEVICES, why_outgrown
+from appliance.terms.families import MOST
 from appliance.terms.schemes import Scheme
 
-MAX_K3 = 1.0  # nats per token; a sequence this far away is another policy's
 AVAILABLE_ALGORITHMS = (AlgorithmKind.GRPO, AlgorithmKind.DAPO)  # `ppo` needs a critic, and a model for it
 
 
@@ -118,46 +118,31 @@ def _quantization(recipe: Recipe) -> Iterator[Broken]:
 
 
 def _correction(recipe: Recipe) -> Iterator[Broken]:
-    correction, usual = recipe.correction, USUAL[recipe.correction.method]
-    for key, given, has in (("cap", correction.cap, usual.cap), ("bounds", correction.bounds, usual.bounds)):
-        if given is not None and has is None:
-            name = "no cap" if key == "cap" else "no bounds"
-            yield Broken((f"correction.{key}",), f"`{correction.method}` has {name}", "remove it, or set it to null")
-    if correction.method is CorrectionMethod.K3_REJECT and (correction.cap or 0) > MAX_K3:
-        message = (
-            f"the cap of `k3-reject` is a sequence's k3-KL in nats, and {correction.cap:g} rejects next to nothing"
-        )
-        yield Broken(("correction.cap",), message, f"give one such as {usual.cap:g}, or null")
-    if correction.bounds is not None and usual.bounds is not None:
-        yield from _bounds(correction.bounds, usual=usual.bounds)
+    correction, algorithm = recipe.correction, recipe.algorithm
+    clip = ClipRange(algorithm.clip_low, algorithm.clip_high)
+    for refusal in METHODS[correction.method].refusals(cap=correction.cap, bounds=correction.bounds, clip=clip):
+        yield Broken(*refusal)
     if correction.uaq_scale is not None:
         yield from _uaq(correction.uaq_scale)
-    yield from _calibrated(recipe)
+    yield from _shadow(recipe)
 
 
-def _calibrated(recipe: Recipe) -> Iterator[Broken]:
+def _shadow(recipe: Recipe) -> Iterator[Broken]:
     correction, method = recipe.correction, ("correction.method",)
-    if correction.method is not CorrectionMethod.CALIBRATED_CLIPPING:
-        usual_shadow = Correction()
+    if not METHODS[correction.method].has_shadow_pass:
+        with_one = ", ".join(f"`{name}`" for name, each in METHODS.items() if each.has_shadow_pass)
+        usual = Correction()
         for key in ("shadow_every", "shadow_fraction"):
-            if getattr(correction, key) == getattr(usual_shadow, key):
-                continue
-            message = f"`{correction.method}` has no shadow pass"
-            yield Broken((f"correction.{key}", *method), message, "remove it, or use `calibrated-clipping`")
-        return
-    if not shadow_sequences(recipe):
+            if getattr(correction, key) != getattr(usual, key):
+                message = f"`{correction.method}` has no shadow pass"
+                yield Broken((f"correction.{key}", *method), message, f"remove it, or use {with_one}")
+    elif not shadow_sequences(recipe):
         whole = recipe.batch.prompts_per_step * recipe.rollout.samples_per_prompt
         message = (
-            f"`calibrated-clipping` without a shadow batch: {correction.shadow_fraction:g} of {whole} sequences is "
+            f"`{correction.method}` without a shadow batch: {correction.shadow_fraction:g} of {whole} sequences is "
             f"none for each of {_count(recipe.topology.data_parallel, 'rank')}"
         )
         yield Broken(("correction.shadow_fraction", *method), message, "raise it")
-    algorithm, usual = recipe.algorithm, USUAL[correction.method]
-    cap, least = correction.cap or usual.cap, max(1 + algorithm.clip_high, 1 / (1 - algorithm.clip_low))
-    if cap is not None and cap < least:
-        span = f"{1 - algorithm.clip_low:g}..{1 + algorithm.clip_high:g}"
-        message = f"1/{cap:g}..{cap:g} leaves out a part of the clip range {span}, which can only be widened"
-        yield Broken(("correction.cap", "algorithm.clip_high", *method), message, f"give {least:.4g} at least")
 
 
 def shadow_sequences(recipe: Recipe) -> int:
@@ -172,19 +157,6 @@ def _uaq(scale: float) -> Iterator[Broken]:
         yield Broken(key, "1 scales nothing", hint)
     elif not 1 / MOST <= scale <= MOST:
         yield Broken(key, f"{scale:g} does not lie between {1 / MOST:g} and {MOST:g}", hint)
-
-
-def _bounds(bounds: tuple[float, ...], *, usual: tuple[float, float]) -> Iterator[Broken]:
-    hint = f"give [low, high] such as [{usual[0]:g}, {usual[1]:g}], or null"
-    if len(bounds) != 2:
-        yield Broken(("correction.bounds",), f"expected [low, high], got {_count(len(bounds), 'value')}", hint)
-        return
-    low, high = bounds
-    if low >= high:
-        yield Broken(("correction.bounds",), f"the lower bound {low:g} is not below the upper bound {high:g}", hint)
-    elif not low <= 1 <= high:
-        message = f"[{low:g}, {high:g}] leaves out 1, the weight where rollout and trainer agree"
-        yield Broken(("correction.bounds",), message, hint)
 
 
 def _length(recipe: Recipe) -> Iterator[Broken]:

@@ -12,8 +12,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from appliance.corrections.registry import DEFAULT, CorrectionMethod
 from appliance.guard.policy import ESS, K3_KL, TRUNCATED_FRACTION, WEIGHT_STD, Action
-from appliance.quant.correction import CorrectionMethod
 from appliance.recipe.topology import Topology
 from appliance.terms.schemes import PROFILED, Scheme, listed
 
@@ -178,7 +178,7 @@ class Quantization(Section):
 class Correction(Section):
     """What corrects the loss for the difference between the rollout policy and the trainer's."""
 
-    method: Method_ = CorrectionMethod.TIS
+    method: Method_ = DEFAULT
     """`none`, or a method of docs/corrections.md"""
     cap: float | None = Field(None, gt=0)
     """where the method has one, docs/corrections.md; null: the usual"""

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from appliance.corrections.base import Correction
 from appliance.errors import GuardStop
 from appliance.files import write_whole
 from appliance.guard.governor import Decision, GovernorState, observe, resume
 from appliance.guard.ladder import Measures, ladder, measures, place
 from appliance.guard.policy import Action, Bounds, Collapse, MismatchBounds, Patience, Policy
 from appliance.guard.signals import Signals
-from appliance.plan.model import CorrectionPlan, RunPlan
-from appliance.quant.correction import CorrectionMethod
+from appliance.plan.model import RunPlan
 from appliance.run.events import append_event
 from appliance.trainer.telemetry import StepTelemetry
-from appliance.trainer.tightened import tightened
 
 STATE_FILE = "guard.json"
-
-
-def weight_cap(plan: RunPlan) -> float | None:
-    """Where a token's importance weight is cut, None where no method cuts it: other methods' caps are of other things
-    (a sequence's product, a sequence's k3)."""
-    per_token = plan.correction.method in (CorrectionMethod.TIS, CorrectionMethod.ACR, CorrectionMethod.ADAPTIVE)
-    return plan.correction.cap if per_token else None
 
 
 def policy_of(plan: RunPlan) -> Policy:
@@ -37,7 +29,6 @@ def policy_of(plan: RunPlan) -> Policy:
         climb_window=2 * guard.bad_steps - 1,
         descend_fine=guard.fine_steps,
         cooling_steps=guard.cooling_steps,
-        cap=weight_cap(plan),
         mismatch=MismatchBounds(
             k3_kl=Bounds.below(guard.k3_kl),
             weight_std=Bounds.below(guard.weight_std),
@@ -85,7 +76,7 @@ class Governor:
     def __init__(self, plan: RunPlan) -> None:
         """Raises ValueError when guard.json is there and cannot be read."""
         self._run_dir = Path(plan.run_dir)
-        self._planned = plan.correction
+        self._planned = plan.correction.resolved
         self._policy = policy_of(plan)
         kept = self._run_dir / STATE_FILE
         state = GovernorState.from_json(kept.read_text()) if kept.exists() else GovernorState()
@@ -122,9 +113,9 @@ class Governor:
         return measures(self._state.level, policy=self._policy)
 
     @property
-    def correction(self) -> CorrectionPlan:
+    def correction(self) -> Correction:
         """What corrects the next step's loss."""
-        return tightened(self._planned, measures=self.measures)
+        return self._planned.tightened() if self.measures.tight else self._planned
 
     def metrics(self) -> dict[str, str | float | None]:
         """Of the step that is not judged yet: where the governor stood, and what corrected the loss."""

@@ -9,11 +9,8 @@ from typing import Any
 
 from appliance.errors import TrainingError
 from appliance.plan.model import RunPlan
-from appliance.quant.correction import CorrectionMethod
 from appliance.run.events import METRICS_FILE, append_event, append_line
 from appliance.run.sync_records import SyncRecord
-from appliance.trainer.calibrated import USED_HIGH, USED_LOW
-from appliance.trainer.corrected import CorrectionStep
 from appliance.trainer.precision import Live
 from appliance.trainer.telemetry import StepTelemetry
 
@@ -24,20 +21,6 @@ _FROM_VERL = {
     "grad_norm": "actor/grad_norm",
     "entropy": "actor/entropy",
     "learning_rate": "actor/lr",
-}
-_WEIGHED, _REJECTED = "rollout_corr/rollout_is_mean", "rollout_corr/rollout_rs_masked_fraction"
-# What verl reports only when it corrected; `acr` is corrected by our loss alone, and only that loss reports its own.
-_SIGNS = {
-    CorrectionMethod.NONE: (),
-    CorrectionMethod.TIS: (_WEIGHED,),
-    CorrectionMethod.TIS_SEQUENCE: (_WEIGHED,),
-    CorrectionMethod.ICEPOP: (_WEIGHED,),
-    CorrectionMethod.SEQUENCE_MASK: (_REJECTED,),
-    CorrectionMethod.GEOMETRIC_MASK: (_REJECTED,),
-    CorrectionMethod.K3_REJECT: (_REJECTED,),
-    CorrectionMethod.ACR: (_WEIGHED, "actor/acr_widened_fraction"),
-    CorrectionMethod.CALIBRATED_CLIPPING: (USED_LOW, USED_HIGH),  # of our loss, see trainer/bounded_loss.py
-    CorrectionMethod.ADAPTIVE: (),  # verl corrects nothing: its weights are written by trainer/correction_step.py
 }
 _TIMINGS_S = {
     "rollout_s": "gen",
@@ -60,8 +43,8 @@ class Step:
     reward_failures: int = 0
     telemetry: StepTelemetry | None = None
 
-    correction: CorrectionStep | None = None
-    """What the batch that went to the loss carries, see trainer/corrected.py."""
+    correction: dict[str, float | None] | None = None
+    """Of BatchCorrection, which wrote what went to the loss."""
 
     sync: SyncRecord | None = None
     """The weight update that ended it. Its telemetry is null where no rollout is quantised."""
@@ -70,16 +53,12 @@ class Step:
 def step_metrics(
     step: Step, *, verl: dict[str, Any], timing_s: dict[str, float], plan: RunPlan, number: int
 ) -> dict[str, Any]:
-    """The contract's keys for one step. Raises TrainingError when verl no longer reports one that we promise.
-
-    With a mask that dropped nothing the batch looks like an uncorrected one, so what verl reports only when it corrects
-    must be there as well.
-    """
+    """The contract's keys for one step. Raises TrainingError when verl no longer reports one that we promise."""
     if step.telemetry is None or step.correction is None:
         raise TrainingError(f"step {number} ended without log-probabilities to compare")
     if step.sync is None:
         raise TrainingError(f"step {number} ended without a weight update")
-    missing = [name for name in (*_FROM_VERL.values(), *_SIGNS[plan.correction.method]) if name not in verl]
+    missing = [name for name in _FROM_VERL.values() if name not in verl]
     if missing:
         raise TrainingError(f"verl did not report {', '.join(missing)} in step {number}")
     tokens = float(verl["response_length/mean"]) * plan.prompts_per_step * plan.rollout.samples_per_prompt
@@ -99,18 +78,19 @@ def step_metrics(
         "is_weight_std": mismatch.weight_std,
         "is_weight_max": mismatch.weight_max,
         "is_ess": mismatch.ess,
-        **step.correction.metrics(),
+        **step.correction,
     }
 
 
-def left_out(run_dir: Path, *, telemetry: StepTelemetry, step: int, plan: RunPlan) -> dict[str, float]:
+def left_out(run_dir: Path, *, telemetry: StepTelemetry, step: int) -> dict[str, float]:
     """What verl would report of an update that is not made, because log-probs of its step are not finite: NaN. Said as
     an event: nothing is left out silently."""
     share = telemetry.nonfinite_fraction
     what = f"step {step} is not learned from: log-probabilities of {share:.2%} of its tokens are not finite"
     append_event(run_dir, kind="note", what=what, why="an update with them would ruin the weights", step=step)
-    names = (*_FROM_VERL.values(), *_SIGNS[plan.correction.method])
-    return dict.fromkeys((name for name in names if name.startswith("actor/") and name != "actor/entropy"), math.nan)
+    return dict.fromkeys(
+        (name for name in _FROM_VERL.values() if name.startswith("actor/") and name != "actor/entropy"), math.nan
+    )
 
 
 def append_metrics(run_dir: Path, line: dict[str, Any]) -> dict[str, Any]:

@@ -26,11 +26,10 @@ from appliance.run.pending_validation import owed_line
 from appliance.terms.devices import CPU
 from appliance.trainer.attest import attest_driver, attest_trainers, check_attested
 from appliance.trainer.checkpoints import Checkpoints, read_state
-from appliance.trainer.clipping import Clipping
-from appliance.trainer.correction_step import correct_step
+from appliance.trainer.correction import BatchCorrection
 from appliance.trainer.engines import RolloutEngines
 from appliance.trainer.export import export_checkpoint
-from appliance.trainer.governor import Governor, guard_stop, signals_of, weight_cap
+from appliance.trainer.governor import Governor, guard_stop, signals_of
 from appliance.trainer.metrics import Step, append_metrics, left_out, step_metrics, tracked
 from appliance.trainer.precision import RolloutPrecision
 from appliance.trainer.replay_buffer import DynamicSampling, choose_in_order, wait_for_rollouts
@@ -80,7 +79,7 @@ class Trainer(PPOTrainerSync):
             is_leaving=lambda: stopping.asked,
         )
         self.validation = Validation(plan, precision=self.precision, check_stop=stopping.check)
-        self.clipping = Clipping(plan)
+        self.correction = BatchCorrection(plan)
         self.reward_faults = RewardFaults(self.run_dir, most=plan.guard.reward_failures)
         self.sampling = DynamicSampling(
             at_first=plan.prompts_per_step, max_prompts=plan.algorithm.max_generated_prompts
@@ -105,7 +104,7 @@ class Trainer(PPOTrainerSync):
         self.checkpoints = self._open_checkpoints()
         self.engines.watch(self.llm_server_manager.server_handles)
         self._phase("attest")
-        self.clipping.install(self.actor_rollout_wg, actor=self.config.actor_rollout_ref.actor)
+        self.correction.install(self.actor_rollout_wg, actor=self.config.actor_rollout_ref.actor)
         attest_driver(self.plan)
         attest_trainers(self.plan, workers=self.actor_rollout_wg.workers)
         check_attested(self.plan, precision=self.engines.generation.precision)
@@ -144,35 +143,27 @@ class Trainer(PPOTrainerSync):
         self._phase("log-probs")
         with keeping_fetched() as fetched:
             batch = super()._compute_old_log_prob(batch, metrics=metrics)
-        batch, self._step.telemetry = measure_step(batch, cap=weight_cap(self.plan), fetched=fetched.data)
+        batch, self._step.telemetry = measure_step(batch, cap=self.correction.token_cap, fetched=fetched.data)
         self.stopping.check()
         return batch
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         batch = super()._compute_advantage(batch, metrics=metrics)
-        plan = self.governor.correction
-        batch = self.clipping.write(batch, step=self.global_steps, correction=plan)
-        batch, self._step.correction = correct_step(
-            batch, plan=plan, planned=self.plan.correction, clip=self.clipping.bounds
-        )
+        batch = self.correction.prepare(batch, step=self.global_steps, correction=self.governor.correction)
+        self._step.correction = self.correction.metrics()
         return batch
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         self.stopping.check()
         self.stopping.begin_change()
         if self._step.telemetry is not None and self._step.telemetry.nonfinite_fraction:
-            telemetry = self._step.telemetry
-            metrics.update(left_out(self.run_dir, telemetry=telemetry, step=self.global_steps, plan=self.plan))
+            metrics.update(left_out(self.run_dir, telemetry=self._step.telemetry, step=self.global_steps))
             return batch
         self._phase("update")
         self.checkpoints.begin_update()
         batch = super()._update_actor(batch, metrics=metrics)
-        self.clipping.after_update(
-            batch,
-            step=self.global_steps,
-            reported=metrics,
-            temperature=self.plan.rollout.temperature,
-            log_probs=self.actor_rollout_wg.compute_log_prob,
+        self.correction.after_update(
+            batch, step=self.global_steps, reported=metrics, log_probs=self.actor_rollout_wg.compute_log_prob
         )
         return batch
 
@@ -216,10 +207,10 @@ class Trainer(PPOTrainerSync):
         line |= self.engines.take_restart() | self._step.rolled.metrics() | self.governor.metrics()
         if self.plan.algorithm.filters:
             line |= self.sampling.end_step(metrics, rollouts=self.rollouts, rollout_s=timing_raw["gen"])
-        line |= self._step.telemetry.metrics() | self.clipping.metrics() | self.validation.take()
+        line |= self._step.telemetry.metrics() | self.validation.take()
         written = self._write({**line, "reward_failures": self._step.reward_failures})
         metrics.update(tracked(written))  # verl sends `metrics` to the backends next
-        signals = signals_of(line, telemetry=self._step.telemetry, cap=weight_cap(self.plan))
+        signals = signals_of(line, telemetry=self._step.telemetry, cap=self.correction.token_cap)
         self._end_step(written, signals=signals)
 
     # the end

@@ -1,6 +1,6 @@
 """Imported by verl itself in every process of a run (`VERL_USE_EXTERNAL_MODULES`); an error here stops the process.
 
-It gives verl our sender of weights and, where the plan asks for it, our policy loss, by verl's own registries. On the
+It gives verl our sender of weights and, where the plan asks for it, our engine, by verl's own registries. On the
 CPU flavour it registers the CPU as a platform, repairs the one call that cannot work there, and fits the threads to the
 host.
 """
@@ -19,7 +19,6 @@ from verl.workers.rollout import base
 from appliance.patch import Patch, apply_patch
 from appliance.plan.env import PLAN_VARIABLE
 from appliance.plan.read import read_plan
-from appliance.quant.correction import CorrectionMethod
 from appliance.run.stacks import WORKER_ROLE, keep_stacks
 from appliance.trainer.cpu_platform import fit_threads_to_host, is_cpu_run
 
@@ -53,9 +52,7 @@ def _needed() -> tuple[str, ...]:
     file = os.environ.get(PLAN_VARIABLE)
     if file is None:
         return ()
-    plan = read_plan(Path(file))
-    loss = ("appliance.trainer.policy_loss",) if plan.correction.method is CorrectionMethod.ACR else ()
-    return (*loss, "appliance.trainer.layer_rates") if plan.norm_fed_lr_scale != 1 else loss
+    return ("appliance.trainer.layer_rates",) if read_plan(Path(file)).norm_fed_lr_scale != 1 else ()
 
 
 keep_stacks(WORKER_ROLE)

@@ -14,7 +14,7 @@ from appliance.compare.judge import Verdict, curve, judge, verdict_text
 from appliance.compare.page import page
 from appliance.compare.results import RunResult, StepRow
 from appliance.compare.show import INACTIVE_NOTE, TIMES_NOTE, Shown, as_json, markdown, table
-from appliance.quant.correction import CorrectionMethod
+from appliance.corrections.registry import NONE, CorrectionMethod
 
 PROBLEMS = 400
 MARGIN = 0.03
@@ -41,7 +41,7 @@ def a_run(arm: str, *, seed: int = 0, right: int = 380, **changes: object) -> Ru
         arm=arm,
         seed=seed,
         folder=f"{arm}-seed{seed}",
-        method=CorrectionMethod.TIS,
+        method=CorrectionMethod("tis"),
         state="done",
         reason="",
         steps=(a_step(1), a_step(2, validation=0.9)),
@@ -95,7 +95,7 @@ def test_a_correction_that_acted_in_one_step_is_not_inactive() -> None:
 
 
 def test_an_uncorrected_arm_is_not_called_inactive() -> None:
-    row = row_of("arm", a_run("arm", method=CorrectionMethod.NONE))
+    row = row_of("arm", a_run("arm", method=NONE))
     assert not row.inactive
 
 
@@ -167,7 +167,7 @@ def test_a_row_shows_what_the_guard_made_of_a_run_without_a_correction(shown: Sh
     truncated = (0.0, 0.0, 0.02, 0.0, 0.0)
     steps = [a_step(0, reward=None, scheme="bf16")]  # a validation
     steps += [a_step(n, scheme=s, truncated=t) for n, (s, t) in enumerate(zip(schemes, truncated, strict=True), 1)]
-    free = {"method": CorrectionMethod.NONE}
+    free = {"method": NONE}
     runs = [a_run("base"), a_run("plain", **free), a_run("governed", steps=tuple(steps), **free)]
     rows = judge(runs, arms=["base", "plain", "governed"], baseline="base", margin=MARGIN)
     text = markdown(replace(shown, rows=rows))

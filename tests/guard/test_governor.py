@@ -21,7 +21,7 @@ from appliance.terms.schemes import Scheme
 K3_BAD, K3_BETWEEN, K3_FINE = 0.03, 0.01, 0.001
 EVERYTHING = frozenset(Action)
 # Short counts, so that a trace shows every move: 2 bad of 3, 4 fine, 2 steps between.
-QUICK = Policy(Scheme.INT8, climb_bad=2, climb_window=3, descend_fine=4, cooling_steps=2, cap=2.0)
+QUICK = Policy(Scheme.INT8, climb_bad=2, climb_window=3, descend_fine=4, cooling_steps=2)
 
 
 def run(
@@ -199,7 +199,7 @@ def test_a_step_without_a_measurement_moves_nothing() -> None:
 def test_the_failure_of_the_science_notes_is_met_in_time() -> None:
     """KL from 0.002 to 0.025 over 1000 steps of INT8 under TIS alone: bound 0.015 at step 565, stop 28 steps on at
     the latest if BF16 rollouts did not help; here they do, and the run goes on."""
-    policy = Policy(Scheme.INT8, cap=2.0)
+    policy = Policy(Scheme.INT8)
     state, made = GovernorState(), []
     for step in range(1, 1001):
         in_bf16 = state.level is not None and state.level.rung is Rung.BF16
@@ -296,7 +296,6 @@ POLICIES = st.builds(
     climb_window=st.integers(3, 6),
     descend_fine=st.integers(1, 10),
     cooling_steps=st.integers(0, 8),
-    cap=st.one_of(st.none(), st.floats(0.1, 10)),
 )
 
 

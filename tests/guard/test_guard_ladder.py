@@ -61,29 +61,23 @@ def test_only_allowed_actions_are_on_the_ladder(count: int, scheme: Scheme) -> N
 
 
 def test_measures_of_each_level() -> None:
-    policy = Policy(Scheme.INT8, actions=EVERYTHING, cap=8.0)
+    policy = Policy(Scheme.INT8, actions=EVERYTHING)
     found = {level.text: measures(level, policy=policy) for level in ladder(policy)}
-    untouched = Measures(Scheme.INT8, bf16_layer_fraction=0.0, cap=8.0, reject_k3_above=None, stop=False)
-    tight = Measures(Scheme.INT8, bf16_layer_fraction=0.0, cap=4.5, reject_k3_above=0.01, stop=False)
-    bf16 = Measures(Scheme.BF16, bf16_layer_fraction=1.0, cap=4.5, reject_k3_above=0.01, stop=False)
+    untouched = Measures(Scheme.INT8, bf16_layer_fraction=0.0, tight=False, stop=False)
+    tight = Measures(Scheme.INT8, bf16_layer_fraction=0.0, tight=True, stop=False)
+    bf16 = Measures(Scheme.BF16, bf16_layer_fraction=1.0, tight=True, stop=False)
     assert found["observe"] == found["warn"] == measures(None, policy=policy) == untouched
     assert found["tighten"] == tight
     assert found["raise-precision (int8, 25% of layers in bf16)"].bf16_layer_fraction == 0.25
-    assert found["raise-precision (int8, 25% of layers in bf16)"].cap == 4.5
+    assert found["raise-precision (int8, 25% of layers in bf16)"].tight
     assert found["bf16"] == bf16
-    assert found["stop"] == Measures(Scheme.BF16, 1.0, cap=4.5, reject_k3_above=0.01, stop=True)
+    assert found["stop"] == Measures(Scheme.BF16, 1.0, tight=True, stop=True)
 
 
 def test_nothing_is_tightened_where_tightening_is_forbidden() -> None:
-    policy = Policy(Scheme.INT8, actions=frozenset({Action.BF16, Action.STOP}), cap=8.0)
+    policy = Policy(Scheme.INT8, actions=frozenset({Action.BF16, Action.STOP}))
     found = measures(ladder(policy)[-2], policy=policy)
-    assert found == Measures(Scheme.BF16, bf16_layer_fraction=1.0, cap=8.0, reject_k3_above=None, stop=False)
-
-
-@pytest.mark.parametrize(("cap", "tight"), [(None, 2.0), (2.0, 1.5), (1.0, 1.0), (0.5, 0.5), (1.2, 1.1)])
-def test_a_tight_cap_is_never_looser(cap: float | None, tight: float) -> None:
-    policy = Policy(Scheme.INT8, cap=cap)
-    assert measures(Level(Rung.TIGHTEN, Scheme.INT8), policy=policy).cap == pytest.approx(tight)
+    assert found == Measures(Scheme.BF16, bf16_layer_fraction=1.0, tight=False, stop=False)
 
 
 def test_a_level_that_a_changed_policy_lost_becomes_the_next_lower_one() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from plans import HOST
 
+from appliance.corrections.registry import CorrectionMethod
 from appliance.errors import RecipeError
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostFacts, HostGpu
@@ -13,7 +14,6 @@ from appliance.plan.model import CorrectionPlan, ExpectedAttestation, ProfilePla
 from appliance.plan.read import read_plan
 from appliance.plan.show import plan_text
 from appliance.plan.verl_args import ROLLOUT
-from appliance.quant.correction import CorrectionMethod
 from appliance.quant.settings import Quantisation
 from appliance.recipe.load import load_recipe
 from appliance.terms.schemes import Scheme
@@ -196,7 +196,7 @@ def test_no_correction_says_so_to_verl():
 
 def test_the_usual_limits_of_a_correction_are_choices_with_a_reason():
     plan = planned("correction.method=icepop", "correction.cap=null", "algorithm.clip_high=0.28")
-    assert plan.correction == CorrectionPlan(method=CorrectionMethod.ICEPOP, bounds=(0.5, 5.0), clip_high=0.28)
+    assert plan.correction == CorrectionPlan(method=CorrectionMethod("icepop"), bounds=(0.5, 5.0), clip_high=0.28)
     assert choice(plan, "correction.bounds") == ("[0.5, 5]", "the bounds of IcePop")
     assert "correction.cap" not in {each.key for each in plan.choices}
     plan = planned("correction.method=k3-reject", "correction.cap=null")

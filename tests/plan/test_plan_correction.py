@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from plans import HOST
 
+from appliance.corrections.base import ClipRange
 from appliance.plan.build import build_plan
 from appliance.plan.model import RunPlan, ShadowPlan, UaqPlan
-from appliance.quant.correction import ClipRange
 from appliance.recipe.load import load_recipe
 
 
@@ -24,7 +24,7 @@ def why(plan: RunPlan, key: str) -> tuple[str, str]:
 def test_the_shadow_pass_of_calibrated_clipping() -> None:
     plan = planned("correction.method=calibrated-clipping", "algorithm.clip_high=0.28", "correction.cap=null")
     assert plan.correction.shadow == ShadowPlan(every=20, sequences=64, micro_batch_sequences=64)
-    assert (plan.correction.nominal, plan.correction.cap) == (ClipRange(0.2, 0.28), 2.0)
+    assert (plan.correction.resolved.clip, plan.correction.cap) == (ClipRange(0.2, 0.28), 2.0)
     reason = "after step 1 and every 20 steps, 0.25 of a step's 256, equal on each rank"
     assert why(plan, "correction.shadow") == ("64 sequences", reason)
     assert RunPlan.model_validate_json(plan.to_json()) == plan

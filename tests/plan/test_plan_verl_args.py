@@ -12,10 +12,10 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 
+from appliance.corrections.registry import CorrectionMethod
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostGpu
 from appliance.plan.verl_args import Override, hydra_value, overrides
-from appliance.quant.correction import CorrectionMethod
 from appliance.recipe.load import load_recipe
 
 VERL = Path(importlib.util.find_spec("verl").submodule_search_locations[0])
@@ -23,16 +23,10 @@ HOST = dataclasses.replace(plans.HOST, gpus=(HostGpu("NVIDIA A100-SXM4-80GB", 80
 CASES = {
     "cpu-int8": ("arithmetic-tiny-int8", ()),
     "cpu-bf16": ("arithmetic-tiny-bf16", ()),
-    "no-correction": ("arithmetic-tiny-int8", ("correction.method=none", "correction.cap=null")),
     **{
         f"{method}": ("arithmetic-tiny-int8", (f"correction.method={method}", "correction.cap=null"))
         for method in CorrectionMethod
-        if method is not CorrectionMethod.NONE
     },
-    "whole-bounds": (
-        "arithmetic-tiny-int8",
-        ("correction.method=icepop", "correction.cap=null", "correction.bounds=[1, 5]"),
-    ),
     "logging": ("arithmetic-tiny-int8", ("logging.backends=[tensorboard, wandb]", "checkpoint.every_steps=5")),
     "odd-paths": ("arithmetic-tiny-int8", ("cluster.run_dir=/tmp/with space,=[${a}]'\\x/1e5",)),
     "gpu-packed": ("gsm8k-0.5b-int8", ()),
@@ -63,37 +57,34 @@ def test_verl_reads_every_override_as_the_value_and_type_meant(case):
         assert (each.key, type(found), found) == (each.key, type(each.value), each.value)
 
 
-@pytest.mark.parametrize(
-    ("case", "weigh", "reject"),
-    [
-        ("no-correction", (None, None), (None, None)),
-        ("tis", ("token", 2.0), (None, None)),
-        ("tis-sequence", ("sequence", 2.0), (None, None)),
-        ("icepop", ("token", "0.5_5.0"), (None, None)),
-        ("whole-bounds", ("token", "1.0_5.0"), (None, None)),  # `1_5` would be the number 15
-        ("sequence-mask", (None, None), ("seq_sum_k1", "0.5_2.0")),
-        ("geometric-mask", (None, None), ("seq_mean_k1", f"{1 / 1.001!r}_{1 / 0.999!r}")),
-        ("k3-reject", (None, None), ("seq_mean_k3", 0.01)),
-        ("acr", ("token", 1e9), (None, None)),
-        ("adaptive", (None, None), (None, None)),  # weights are written into the batch by us
-        ("calibrated-clipping", (None, None), (None, None)),  # clip bounds are
-    ],
-)
-def test_what_each_correction_is_for_verl(case, weigh, reject):
-    config = verl_config([each.text for each in planned(case)])
+@pytest.mark.parametrize("method", CorrectionMethod)
+def test_verl_corrects_nothing_by_itself(method):
+    """trainer/correction.py does, whatever the method."""
+    config = verl_config([each.text for each in planned(str(method))])
     found = config.algorithm.rollout_correction
-    values = (found.rollout_is, found.rollout_is_threshold, found.rollout_rs, found.rollout_rs_threshold)
-    assert [(type(value), value) for value in values] == [(type(value), value) for value in (*weigh, *reject)]
+    assert (found.rollout_is, found.rollout_is_threshold, found.rollout_rs, found.rollout_rs_threshold) == (None,) * 4
     assert (found.bypass_mode, found.rollout_is_batch_normalize) == (False, False)
-    loss = "appliance-acr" if case == "acr" else "vanilla"
-    assert config.actor_rollout_ref.actor.policy_loss.loss_mode == loss
+    assert config.actor_rollout_ref.actor.policy_loss.loss_mode == "vanilla"
+
+
+def test_verls_own_correction_leaves_such_a_batch_alone():
+    """No weights, and the mask as it was: by the very settings that it reads."""
+    torch = pytest.importorskip("torch")
+    from verl.protocol import DataProto
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+
+    setting = verl_config([each.text for each in planned("tis")]).algorithm.rollout_correction
+    ones = torch.ones(2, 3)
+    fields = {"old_log_probs": -ones, "rollout_log_probs": -5 * ones, "response_mask": ones.long()}
+    batch, _ = compute_rollout_correction_and_add_to_batch(DataProto.from_single_dict(dict(fields)), setting)
+    assert set(batch.batch.keys()) == set(fields)
+    assert torch.equal(batch.batch["response_mask"], fields["response_mask"])
 
 
 @pytest.mark.parametrize("method", CorrectionMethod)
 def test_no_method_is_ever_without_the_rollouts_log_probs(method):
     """None can be asked for without them: every recipe's engine returns them, after temperature, as the trainer's."""
-    case = "no-correction" if method is CorrectionMethod.NONE else str(method)
-    said = {each.key: each.value for each in planned(case)}
+    said = {each.key: each.value for each in planned(str(method))}
     rollout = "actor_rollout_ref.rollout"
     assert said[f"{rollout}.calculate_log_probs"] is True
     assert said[f"{rollout}.logprobs_mode"] == "processed_logprobs"

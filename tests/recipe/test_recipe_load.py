@@ -2,8 +2,8 @@ import json
 
 import pytest
 
+from appliance.corrections.registry import METHODS, CorrectionMethod
 from appliance.errors import RecipeError
-from appliance.quant.correction import USUAL, CorrectionMethod
 from appliance.recipe.dump import to_yaml
 from appliance.recipe.load import load_recipe
 from appliance.recipe.schema import SchemeChoice
@@ -234,12 +234,9 @@ def test_the_resolved_recipe_reads_back_the_same_with_its_limits(write, method):
     recipe = load_recipe("arithmetic-tiny-int8", sets=sets)
     again = load_recipe(write(to_yaml(recipe)))
     assert again.model_dump(exclude={"correction"}) == recipe.model_dump(exclude={"correction"})
-    usual = USUAL[method]
-    assert (again.correction.method, again.correction.cap, again.correction.bounds) == (
-        method,
-        usual.cap,
-        usual.bounds,
-    )
+    usual = METHODS[method]
+    wanted = (method, usual.usual_cap, usual.usual_bounds)
+    assert (again.correction.method, again.correction.cap, again.correction.bounds) == wanted
 
 
 def test_messages_do_not_carry_a_whole_value(write):

@@ -2,8 +2,8 @@ import re
 
 import pytest
 
+from appliance.corrections.registry import CorrectionMethod
 from appliance.errors import RecipeError
-from appliance.quant.correction import CorrectionMethod
 from appliance.recipe.load import load_recipe
 
 ICEPOP = ("correction.method=icepop", "correction.cap=null")

@@ -19,7 +19,7 @@ from appliance.run.sync_records import Acknowledgement, SyncRecord, add_layer_er
 from appliance.terms.schemes import Scheme
 from appliance.trainer.precision import BF16, Live, RolloutPrecision, worst_layers
 
-PLANNED = Measures(Scheme.INT8, bf16_layer_fraction=0.0, cap=2.0, reject_k3_above=None, stop=False)
+PLANNED = Measures(Scheme.INT8, bf16_layer_fraction=0.0, tight=False, stop=False)
 TOP = replace(PLANNED, scheme=Scheme.BF16, bf16_layer_fraction=1.0)
 
 
@@ -231,7 +231,7 @@ def test_which_layers_are_the_worst_holds_until_the_measures_change(tmp_path: Pa
     precision.want(half)
     assert precision.wanted == Precision(bf16_layers=("a", "b"))
     add_layer_errors(file, {"c": 0.05, "d": 0.06})
-    precision.want(replace(half, cap=1.5))
+    precision.want(replace(half, tight=True))
     assert precision.wanted == Precision(bf16_layers=("a", "b"))
     precision.want(replace(half, bf16_layer_fraction=0.75))
     assert precision.wanted == Precision(bf16_layers=("b", "c", "d"))

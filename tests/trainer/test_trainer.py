@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from appliance.trainer.clipping import Clipping
 from plans import make_plan
 from trainers import make_trainer
 from transfer_queue import KVBatchMeta
@@ -21,7 +22,6 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from appliance.errors import AttestationError, GuardStop, TrainingError
 from appliance.plan.model import AlgorithmPlan, CheckpointPlan, CorrectionPlan, ExpectedAttestation
-from appliance.quant.correction import CorrectionMethod
 from appliance.quant.precision import AS_PLANNED
 from appliance.run.attest import fingerprint, write_attestation
 from appliance.run.checkpoint_manifest import read_manifest
@@ -29,7 +29,6 @@ from appliance.run.checkpoints import checkpoint_folder
 from appliance.terms.schemes import Scheme
 from appliance.trainer import trainer as room
 from appliance.trainer.checkpoints import Checkpoints
-from appliance.trainer.clipping import Clipping
 from appliance.trainer.metrics import Step
 from appliance.trainer.precision import Live, PrecisionState
 from appliance.trainer.stopping import StopAsked

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from appliance.corrections.base import ClipRange
+from appliance.corrections.calibrated import CalibratedClipping, fit_bounds
 from appliance.errors import NumericsError
-from appliance.quant.correction import ClipRange
-from appliance.trainer.calibrated import fit_bounds, outside, within_cap
 
 NOMINAL = ClipRange(low=0.2, high=0.28)
 EXAMPLES = settings(deadline=None, max_examples=200, derandomize=True)
@@ -106,7 +106,7 @@ def test_a_value_that_is_not_finite_raises(bad: float, side: str) -> None:
 @given(low=st.floats(0, 1, exclude_max=True), high=st.floats(0, 1e6), cap=st.floats(0.1, 100))
 @EXAMPLES
 def test_no_bound_leaves_the_cap_nor_comes_inside_the_recipes(low: float, high: float, cap: float) -> None:
-    found = within_cap(ClipRange(low, high), nominal=NOMINAL, cap=cap)
+    found = CalibratedClipping(cap=cap, clip=NOMINAL, fitted=ClipRange(low, high)).clip_range
     assert NOMINAL.low <= found.low <= max(NOMINAL.low, 1 - 1 / cap)
     assert NOMINAL.high <= found.high <= max(NOMINAL.high, cap - 1)
     if low >= NOMINAL.low and high >= NOMINAL.high and cap > 1e6 + 1:
@@ -115,4 +115,6 @@ def test_no_bound_leaves_the_cap_nor_comes_inside_the_recipes(low: float, high: 
 
 def test_outside_is_what_the_ratio_before_an_update_would_be_clipped_at() -> None:
     x_BT = torch.tensor([[0.7, 0.81, 1.0, 1.27, 1.29]], dtype=torch.float64).log()
-    assert outside(x_BT, bounds=NOMINAL).tolist() == [[True, False, False, False, True]]
+    found = CalibratedClipping(cap=2.0, clip=NOMINAL).apply(x_BT, real_BT=torch.ones_like(x_BT))
+    assert found.acted_BT.tolist() == [[True, False, False, False, True]]
+    assert (found.lower_BT[0, 0], found.upper_BT[0, 0]) == (0.8, 1.28)

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from appliance.corrections.adaptive import K3_SCALE, Adaptive, Moments, mixing, moments
+from appliance.corrections.base import Part, log_ratio
 from appliance.errors import NumericsError
-from appliance.trainer.adaptive import K3_SCALE, Moments, mixing, moments
-from appliance.trainer.corrections import log_ratio, mixed_weights
 
 EXAMPLES = settings(deadline=None, max_examples=100, derandomize=True)
 TOKENS = st.lists(st.tuples(st.floats(-40, 40), st.floats(-5, 5)), min_size=1, max_size=30)
@@ -22,8 +22,8 @@ CAP = st.floats(0.1, 10)
 
 def measured(x: list[float], advantages: list[float], *, cap: float) -> Moments:
     row, ones = torch.tensor([x], dtype=torch.float64), torch.ones(1, len(x))
-    x_BT = log_ratio(row, rollout_BT=torch.zeros_like(row), mask_BT=ones)
-    return moments(x_BT, mask_BT=ones, advantages_BT=torch.tensor([advantages]), cap=cap)
+    x_BT = log_ratio(row, rollout_BT=torch.zeros_like(row), real_BT=ones)
+    return moments(Part(x_BT, ones, torch.tensor([advantages])), cap=cap)
 
 
 def reference(x: list[float], advantages: list[float], *, cap: float) -> float:
@@ -66,8 +66,8 @@ def test_padding_changes_nothing() -> None:
     advantages, wide_advantages = torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 2.0, math.nan, 5.0]])
 
     def of(x: Tensor, mask_BT: Tensor, advantages_BT: Tensor) -> Moments:
-        x_BT = log_ratio(x, rollout_BT=torch.zeros_like(x), mask_BT=mask_BT)
-        return moments(x_BT, mask_BT=mask_BT, advantages_BT=advantages_BT, cap=2.0)
+        x_BT = log_ratio(x, rollout_BT=torch.zeros_like(x), real_BT=mask_BT)
+        return moments(Part(x_BT, mask_BT, advantages_BT), cap=2.0)
 
     assert of(row, ones, advantages) == of(wide, mask, wide_advantages)
 
@@ -108,7 +108,7 @@ def test_mixed_weights_lie_between_one_and_the_cut_weight(
     tokens: list[tuple[float, float]], cap: float, share: float
 ) -> None:
     x_BT, ones = torch.tensor([[x for x, _ in tokens]], dtype=torch.float64), torch.ones(1, len(tokens))
-    weights = mixed_weights(x_BT, mask_BT=ones, cap=cap, share=share)[0].tolist()
+    weights = Adaptive(cap=cap, share=share).apply(x_BT, real_BT=ones).weights_BT[0].tolist()
     for weight, (x, _) in zip(weights, tokens, strict=True):
         cut = min(math.exp(max(-20.0, min(20.0, x))), cap)
         assert weight == pytest.approx(1 + share * (cut - 1), rel=1e-12, abs=1e-12)

@@ -23,22 +23,74 @@ steps were at hand. Chosen here:
 * No bound leaves 1/cap..cap, whatever the sample says.
 * The first step has the recipe's bounds; a fit holds from the next step to the next fit.
 
-Legend: T tokens of the shadow batch, without padding; float64.  Source: arXiv 2609.22870.
+Legend: base.py; of a fit, T tokens of the shadow batch, without padding; float64.  Source: arXiv 2609.22870.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from appliance.corrections.base import CLAMP, ClipRange, Corrected, Correction, Part, Refusal
 from appliance.errors import NumericsError
-from appliance.quant.correction import ClipRange
 
-USED_LOW, USED_HIGH = "actor/clip_range_low", "actor/clip_range_high"  # what our loss reports among verl's metrics
-_LARGEST = 20.0  # nats, where verl clamps a ratio
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class CalibratedClipping(Correction):
+    name = "calibrated-clipping"
+    compared = "`p_policy / p_rollout` of a token"
+    effect = (
+        "no weight: PPO's ratio is to the rollout policy, "
+        "clipped between bounds that are refitted, never beyond 1/cap and cap"
+    )
+    usual_cap = 2.0
+    source = "the cap of tis: no bound leaves 1/cap..cap"
+    clips = True
+    ratio_to = "rollout_log_probs"
+    has_shadow_pass = True
+
+    fitted: ClipRange | None = None
+    """By the last shadow pass; None before the first."""
+
+    @property
+    def clip_range(self) -> ClipRange:
+        """What was fitted, cut to 1/cap..cap, but never inside the recipe's."""
+        fitted = self.fitted or self.clip
+        return ClipRange(
+            low=max(self.clip.low, min(fitted.low, 1 - 1 / self.cap)),
+            high=max(self.clip.high, min(fitted.high, self.cap - 1)),
+        )
+
+    def act(self, x_BT: Tensor, *, real_BT: Tensor) -> Corrected:
+        """acted_BT: clipped for the quantisation alone. Before any update p_theta is p_trainer, and B is w."""
+        low, high = self.clip_range.low, self.clip_range.high
+        return Corrected(
+            acted_BT=(x_BT > math.log1p(high)) | (x_BT < math.log1p(-low)),
+            lower_BT=x_BT.new_full(x_BT.shape, 1 - low),
+            upper_BT=x_BT.new_full(x_BT.shape, 1 + high),
+        )
+
+    def for_step(self, parts: Iterable[Part], *, fitted: ClipRange | None) -> Correction:
+        return replace(self, fitted=fitted)
+
+    def metrics(self, sums: Mapping[str, float]) -> dict[str, float | None]:
+        bounds = {"clip_bound_low": 1 - self.clip_range.low, "clip_bound_high": 1 + self.clip_range.high}
+        return super().metrics(sums) | bounds
+
+    @classmethod
+    def refusals(cls, *, cap: float | None, bounds: tuple[float, ...] | None, clip: ClipRange) -> Iterator[Refusal]:
+        yield from super().refusals(cap=cap, bounds=bounds, clip=clip)
+        cap, least = cap or cls.usual_cap, max(1 + clip.high, 1 / (1 - clip.low))
+        if cap < least:
+            span = f"{1 - clip.low:g}..{1 + clip.high:g}"
+            message = f"1/{cap:g}..{cap:g} leaves out a part of the clip range {span}, which can only be widened"
+            keys = ("correction.cap", "algorithm.clip_high", "correction.method")
+            yield keys, message, f"give {least:.4g} at least"
 
 
 @dataclass(frozen=True)
@@ -62,28 +114,15 @@ def fit_bounds(full_T: Tensor, *, rollout_T: Tensor, nominal: ClipRange) -> Fit:
     Raises NumericsError when a value is not finite.
     """
     full_T, rollout_T = full_T.detach().double(), rollout_T.detach().double()
-    if not bool(torch.isfinite(full_T).all() and torch.isfinite(rollout_T).all()):
+    if not bool(full_T.isfinite().all() and rollout_T.isfinite().all()):
         raise NumericsError("a log-probability of the shadow batch is not finite")
     upper, lower = math.log1p(nominal.high), math.log1p(-nominal.low)
     above, below = int((full_T > upper).sum()), int((full_T < lower).sum())
     unfitted_above, unfitted_below = int((rollout_T > upper).sum()), int((rollout_T < lower).sum())
-    sorted_T = rollout_T.clamp(-_LARGEST, _LARGEST).sort().values
+    sorted_T = rollout_T.clamp(-CLAMP, CLAMP).sort().values
     high, low = nominal.high, nominal.low
     if unfitted_above > above:
         high = math.expm1(float(sorted_T[-1 - above]))  # `above` tokens lie beyond it
     if unfitted_below > below:
         low = -math.expm1(float(sorted_T[below]))  # `below` tokens lie before it
     return Fit(ClipRange(low, high), len(sorted_T), above, below, unfitted_above, unfitted_below)
-
-
-def within_cap(bounds: ClipRange, *, nominal: ClipRange, cap: float) -> ClipRange:
-    """The range cut to 1/cap..cap, but never inside the recipe's. cap: > 0."""
-    return ClipRange(
-        low=max(nominal.low, min(bounds.low, 1 - 1 / cap)),
-        high=max(nominal.high, min(bounds.high, cap - 1)),
-    )
-
-
-def outside(x_BT: Tensor, *, bounds: ClipRange) -> Tensor:
-    """Tokens whose B is outside before any update, where B is w = exp(x). x_BT: from `corrections.log_ratio`."""
-    return (x_BT > math.log1p(bounds.high)) | (x_BT < math.log1p(-bounds.low))

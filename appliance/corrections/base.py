@@ -1,0 +1,191 @@
+"""What a correction is: one method with its limits, asked by the recipe, the plan, the guard and the training's driver.
+
+Quantised rollouts are sampled from a policy that is not quite the trainer's. A correction says what each token's loss
+is multiplied by, which tokens stay, and between which bounds the probability ratio is clipped. The driver writes all of
+that into the batch (trainer/correction.py), and one loss reads it there (trainer/corrected_loss.py), for every method.
+
+A new method is a subclass in a file of its own and its line in registry.py. Nothing here imports torch: a tensor brings
+its methods along.
+
+Legend: B sequences, T tokens of the longest response, padded. real_BT is true for a real token.
+    x_BT = log p_trainer - log p_rollout     nats, float64, 0 at padding
+    w_BT = exp(x)                            importance weight; x is clamped to -20..20 first, as verl does
+
+All of it is detached: a weight changes the measure, never the objective. verl divides the sum of losses by the tokens
+of the batch, dropped ones included: dropping makes a step smaller, not louder. Its group advantages also still count
+dropped sequences.
+
+Source: Yao et al. 2025 (truncated importance sampling).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from appliance.errors import NumericsError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CLAMP = 20.0  # nats
+REJECT_K3_ABOVE = 0.01  # nats per token: the usual limit of `k3-reject`
+
+Refusal = tuple[tuple[str, ...], str, str]  # keys of the recipe, message, hint
+
+
+@dataclass(frozen=True)
+class ClipRange:
+    """The probability ratio is clipped to 1 - low .. 1 + high. low: 0..1, high: > 0."""
+
+    low: float = 0.2
+    high: float = 0.2
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some sequences of a step. advantages_BT: as verl has them, junk at padding."""
+
+    x_BT: Tensor
+    real_BT: Tensor
+    advantages_BT: Tensor
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """What a correction makes of some sequences. From `Correction.act`, None stands for what is left as it is."""
+
+    weights_BT: Tensor | None = None
+    """What each token's loss is multiplied by, 0 at padding. None: 1."""
+    kept_BT: Tensor | None = None
+    """Real tokens that stay. None: all."""
+    acted_BT: Tensor | None = None
+    """Real tokens that were cut, weighed 0, dropped or clipped for the quantisation alone. None: none."""
+    lower_BT: Tensor | None = None
+    """Lower bound of the ratio. Only with upper_BT, and only of a method that `clips`."""
+    upper_BT: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Correction:
+    """One method with its limits. A limit that the method lacks is None."""
+
+    name: ClassVar[str]
+    compared: ClassVar[str] = ""
+    """For docs/corrections.md: what is held against the limit, and what happens then."""
+    effect: ClassVar[str]
+    usual_cap: ClassVar[float | None] = None
+    usual_bounds: ClassVar[tuple[float, float] | None] = None
+    source: ClassVar[str] = ""
+    """Of the usual limit."""
+    cuts_tokens: ClassVar[bool] = False
+    """Whether `cap` is where a single token's weight is cut: the caps of others are of other things."""
+    clips: ClassVar[bool] = False
+    """Whether the bounds of the ratio are the method's, token by token, in place of the recipe's."""
+    ratio_to: ClassVar[str] = "old_log_probs"
+    """The field of the batch with the policy that the probability ratio is to."""
+    has_shadow_pass: ClassVar[bool] = False
+
+    cap: float | None = None
+    """> 0"""
+    bounds: tuple[float, float] | None = None
+    """0 < low <= 1 <= high"""
+    clip: ClipRange = ClipRange()
+    """The recipe's."""
+    reject_k3_above: float | None = None
+    """Whatever the method, a sequence with a larger mean k3 is dropped, nats; None: none is."""
+
+    # what it does
+
+    def act(self, x_BT: Tensor, *, real_BT: Tensor) -> Corrected:
+        """The method itself, without `reject_k3_above`. What it says of padding is overwritten."""
+        raise NotImplementedError
+
+    def apply(self, x_BT: Tensor, *, real_BT: Tensor) -> Corrected:
+        """What the method makes of some sequences, with nothing left None but the bounds where it does not clip."""
+        x_BT, real_BT = x_BT.detach(), real_BT.bool()
+        found = self.act(x_BT, real_BT=real_BT)
+        weights_BT = x_BT.new_ones(x_BT.shape) if found.weights_BT is None else found.weights_BT
+        kept_BT = real_BT if found.kept_BT is None else found.kept_BT & real_BT
+        acted_BT = real_BT & False if found.acted_BT is None else found.acted_BT & real_BT
+        if self.reject_k3_above is not None:
+            stays_BT = (mean_k3(x_BT, real_BT=real_BT) <= self.reject_k3_above).unsqueeze(-1)
+            kept_BT, acted_BT = kept_BT & stays_BT, acted_BT | (real_BT & ~stays_BT)
+        return replace(found, weights_BT=weights_BT.masked_fill(~real_BT, 0.0), kept_BT=kept_BT, acted_BT=acted_BT)
+
+    def for_step(self, parts: Iterable[Part], *, fitted: ClipRange | None) -> Correction:
+        """As it is for one step, whose sequences are `parts`. fitted: clip range of the last shadow pass."""
+        return self
+
+    def count(self, found: Corrected, *, real_BT: Tensor) -> dict[str, float]:
+        """What `metrics` needs of `apply`'s result, as numbers that add up over the parts of a step."""
+        return {"tokens": int(real_BT.sum()), "acted": int(found.acted_BT.sum())}
+
+    def metrics(self, sums: Mapping[str, float]) -> dict[str, float | None]:
+        """Of a step's line in metrics.jsonl. sums: of `count`."""
+        return {"is_truncated_fraction": sums["acted"] / max(1, sums["tokens"])}
+
+    @property
+    def token_cap(self) -> float | None:
+        """Where a token's importance weight is cut, None where it is not."""
+        return self.cap if self.cuts_tokens else None
+
+    # what the guard makes of it
+
+    def tightened(self) -> Correction:
+        """While the guard asks for it: half of what the cap has above 1, and sequences with a large k3 dropped."""
+        drops = replace(self, reject_k3_above=REJECT_K3_ABOVE)
+        return drops if self.cap is None else replace(drops, cap=tighter(self.cap))
+
+    # what people give and read
+
+    @classmethod
+    def refusals(cls, *, cap: float | None, bounds: tuple[float, ...] | None, clip: ClipRange) -> Iterator[Refusal]:
+        """What is wrong with the limits that a recipe gives; None where it gives none."""
+        for key, given, usual in (("cap", cap, cls.usual_cap), ("bounds", bounds, cls.usual_bounds)):
+            if given is not None and usual is None:
+                yield (f"correction.{key}",), f"`{cls.name}` has no {key}", "remove it, or set it to null"
+        if bounds is None or cls.usual_bounds is None:
+            return
+        keys, usual_low, usual_high = ("correction.bounds",), *cls.usual_bounds
+        hint = f"give [low, high] such as [{usual_low:g}, {usual_high:g}], or null"
+        if len(bounds) != 2:
+            yield keys, f"expected [low, high], got {len(bounds)} value{'' if len(bounds) == 1 else 's'}", hint
+        elif bounds[0] >= bounds[1]:
+            yield keys, f"the lower bound {bounds[0]:g} is not below the upper bound {bounds[1]:g}", hint
+        elif not bounds[0] <= 1 <= bounds[1]:
+            span = f"[{bounds[0]:g}, {bounds[1]:g}]"
+            yield keys, f"{span} leaves out 1, the weight where rollout and trainer agree", hint
+
+    @property
+    def text(self) -> str:
+        """`tis with cap 2`, `icepop within 0.5..5`."""
+        cap = "" if self.cap is None else f" with cap {self.cap:g}"
+        within = "" if self.bounds is None else f" within {self.bounds[0]:g}..{self.bounds[1]:g}"
+        drops = "" if self.reject_k3_above is None else f", sequences with k3 above {self.reject_k3_above:g} dropped"
+        return f"{self.name}{cap}{within}{drops}"
+
+
+def tighter(limit: float) -> float:
+    """Half of what a limit has above 1. One of 1 or less has nothing to give: below it weights of 1 are cut too."""
+    return 1 + (limit - 1) / 2 if limit > 1 else limit
+
+
+def log_ratio(trainer_BT: Tensor, *, rollout_BT: Tensor, real_BT: Tensor) -> Tensor:
+    """x_BT in float64, detached, 0 at padding. Raises NumericsError when a real token's log-prob is not finite."""
+    x_BT = trainer_BT.detach().double() - rollout_BT.detach().double()
+    if not bool(x_BT[real_BT.bool()].isfinite().all()):
+        raise NumericsError("a log-probability of this step's rollouts is not finite")
+    return x_BT.masked_fill(~real_BT.bool(), 0.0)
+
+
+def token_weights(x_BT: Tensor) -> Tensor:
+    """w of each token, 1 at padding."""
+    return x_BT.detach().clamp(-CLAMP, CLAMP).exp()
+
+
+def mean_k3(x_BT: Tensor, *, real_BT: Tensor) -> Tensor:
+    """[B] mean of exp(x) - 1 - x over a sequence's tokens, nats; 0 for a sequence without tokens."""
+    x_BT = x_BT.detach().clamp(-CLAMP, CLAMP)
+    return (x_BT.expm1() - x_BT).sum(dim=-1) / real_BT.sum(dim=-1).clamp(min=1)

@@ -1,0 +1,51 @@
+"""Every correction by its name: what `correction.method` takes, in the order of docs/corrections.md."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from appliance.corrections.acr import Acr
+from appliance.corrections.adaptive import Adaptive
+from appliance.corrections.base import ClipRange, Correction
+from appliance.corrections.calibrated import CalibratedClipping
+from appliance.corrections.masks import GeometricMask, K3Reject, SequenceMask
+from appliance.corrections.weights import IcePop, NoCorrection, Tis, TisSequence
+
+METHODS: dict[str, type[Correction]] = {
+    method.name: method
+    for method in (
+        NoCorrection,
+        Tis,
+        TisSequence,
+        IcePop,
+        SequenceMask,
+        GeometricMask,
+        K3Reject,
+        Acr,
+        Adaptive,
+        CalibratedClipping,
+    )
+}
+CorrectionMethod = StrEnum(
+    "CorrectionMethod", {name.upper().replace("-", "_"): name for name in METHODS}, module=__name__
+)
+NONE, DEFAULT = CorrectionMethod(NoCorrection.name), CorrectionMethod(Tis.name)
+
+
+def correction_of(
+    method: str,
+    *,
+    cap: float | None = None,
+    bounds: tuple[float, ...] | None = None,
+    clip: ClipRange = ClipRange(),
+) -> Correction:
+    """A method with its limits: a value that was given, else the usual one. A limit that the method lacks stays None.
+
+    bounds: (low, high).
+    """
+    made = METHODS[method]
+    return made(
+        cap=made.usual_cap if made.usual_cap is None or cap is None else cap,
+        bounds=made.usual_bounds if made.usual_bounds is None or bounds is None else (bounds[0], bounds[1]),
+        clip=clip,
+    )

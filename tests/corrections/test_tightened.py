@@ -1,0 +1,56 @@
+"""The correction while the governor has it tightened: what is stricter, and that it holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from corrections_reference import CORRECTIONS, OF_A_STEP, make_case, reference
+
+from appliance.corrections.base import tighter
+from appliance.corrections.weights import Tis
+
+CAPPED = {"cap": 1.25, "reject_k3_above": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("tis", CAPPED),
+        ("adaptive", CAPPED),
+        ("acr", CAPPED),
+        ("tis-sequence", CAPPED),
+        ("calibrated-clipping", {"cap": 1.5, "reject_k3_above": 0.01}),
+        ("icepop", {"bounds": (0.75, 2.0), "reject_k3_above": 0.01}),
+        ("sequence-mask", {"reject_k3_above": 0.01}),
+        ("geometric-mask", {"reject_k3_above": 0.01}),
+        ("k3-reject", {"cap": 0.02}),
+    ],
+)
+def test_every_method_has_something_to_tighten(name: str, changes: dict[str, object]) -> None:
+    assert CORRECTIONS[name].tightened() == replace(CORRECTIONS[name], **changes)
+
+
+def test_no_correction_weighs_as_tis_does() -> None:
+    assert CORRECTIONS["none"].tightened() == Tis(cap=2.0, reject_k3_above=0.01)
+
+
+@pytest.mark.parametrize(("limit", "tight"), [(2.0, 1.5), (1.0, 1.0), (0.5, 0.5), (1.2, 1.1)])
+def test_a_tight_cap_is_never_looser(limit: float, tight: float) -> None:
+    assert tighter(limit) == pytest.approx(tight)
+
+
+@pytest.mark.parametrize("name", OF_A_STEP)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_tightened_correction_is_stricter_by_the_definitions(name: str, seed: int) -> None:
+    """A limit of 0.03 in place of 0.01, so that sequences stay."""
+    case, tight = make_case(seed), OF_A_STEP[name].tightened()
+    tight = tight if name == "k3-reject" else replace(tight, reject_k3_above=0.03)
+    found = tight.apply(case.part.x_BT, real_BT=case.mask_BT)
+    weights, stay = reference(case, correction=tight)
+    assert [row.tolist() for row in case.rows(found.kept_BT)] == stay
+    for row, wanted in zip(case.rows(found.weights_BT), weights, strict=True):
+        assert row.tolist() == pytest.approx(wanted, rel=1e-12)
+    sums = tight.count(found, real_BT=case.mask_BT)
+    dropped = 1 - sum(map(sum, stay)) / sum(map(len, stay))
+    assert tight.metrics(sums)["is_truncated_fraction"] >= dropped > 0.1
