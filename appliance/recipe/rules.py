@@ -9,6 +9,7 @@ from pathlib import PurePath
 from appliance.corrections.base import ClipRange
 from appliance.corrections.registry import METHODS
 from appliance.guard.policy import Action
+from appliance.quant.uaq import MOST
 from appliance.recipe.broken import Broken
 from appliance.recipe.rules_batch import batch_rules, dapo_rules
 from appliance.recipe.rules_text import text_rules
@@ -17,7 +18,6 @@ from appliance.tasks import arithmetic
 from appliance.tasks.library import BUILTIN_MODELS
 from appliance.tasks.tiny_spec import TINY_MODELS
 from appliance.terms.devices import AUTO, CPU, DEVICES, why_outgrown
-from appliance.terms.families import MOST
 from appliance.terms.schemes import Scheme
 
 AVAILABLE_ALGORITHMS = (AlgorithmKind.GRPO, AlgorithmKind.DAPO)  # `ppo` needs a critic, and a model for it

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from appliance.compare.degraded_profile import coarse_profile, main
 
+from appliance.compare.coarse import coarse_profile, main
 from appliance.quant.codec import dequantise, quantise
 from appliance.quant.profile import read_profile
 from appliance.tasks.tiny_spec import TINY_MODELS

@@ -9,12 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from appliance.trainer.watched import WatchedTrainer
 from plans import make_plan
 from tensordict import TensorDict
 from torch import Tensor
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from appliance.corrections.base import ClipRange
 from appliance.corrections.registry import CorrectionMethod
@@ -170,22 +168,19 @@ class Columns:
 def test_a_step_is_clipped_and_corrected_as_the_guard_has_it(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tightened to a cap of 1.5 in the trainer's own step; a fit of before reaches further."""
+    """Tightened to a cap of 1.5; a fit of before reaches further."""
     queue = Columns()
     monkeypatch.setattr(module, "transfer_queue", queue)
-    monkeypatch.setattr(PPOTrainerSync, "_compute_advantage", lambda self, batch, metrics: batch)
     fitted(tmp_path, (1, 0.9, 9.0))
-    trainer = object.__new__(WatchedTrainer)  # verl's own __init__ wants its whole configuration, and GPUs
-    trainer.plan, trainer.global_steps = a_plan(tmp_path), 2
-    trainer._correction = BatchCorrection(trainer.plan)
-    trainer._governed = SimpleNamespace(correction=replace(PLAN.resolved, cap=1.5, reject_k3_above=0.01))
+    correction = BatchCorrection(a_plan(tmp_path))
+    tight = replace(PLAN.resolved, cap=1.5, reject_k3_above=0.01)
     first = KVBatchMeta(keys=["a"], tags=[{}], partition_id="train", fields=[])
-    batch = trainer._compute_advantage(first, metrics={})
+    batch = correction.prepare(first, step=2, correction=tight)
     assert queue.rows[CLIP_UPPER].values().tolist() == [1.5] * 3
-    metrics = trainer._correction.metrics()
+    metrics = correction.metrics()
     assert (metrics["clip_bound_low"], metrics["clip_bound_high"]) == (pytest.approx(1 / 1.5), 1.5)
     assert metrics["clip_fitted_step"] == 1
     used = sums_of({name: rows.values() for name, rows in queue.rows.items()})
     reported = {f"{USED}{name}": value for name, value in used.items()}
-    trainer._correction.after_update(batch, step=2, reported=reported, log_probs=run.log_probs)
+    correction.after_update(batch, step=2, reported=reported, log_probs=run.log_probs)
     assert run.passes == []  # the next one is after step 4

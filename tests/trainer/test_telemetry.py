@@ -22,6 +22,7 @@ from transfer_queue import KVBatchMeta
 from transfer_queue.metadata import BatchMeta
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
+from appliance.corrections.registry import CorrectionMethod
 from appliance.errors import TrainingError
 from appliance.plan.model import CorrectionPlan
 from appliance.trainer import telemetry
@@ -122,7 +123,7 @@ def verls() -> SimpleNamespace:
 
 
 def test_a_step_is_measured_by_one_fetch(client: Client, verls: SimpleNamespace, tmp_path: Path) -> None:
-    plan = make_plan(tmp_path, correction=CorrectionPlan(CorrectionMethod.TIS, cap=2.0))
+    plan = make_plan(tmp_path, correction=CorrectionPlan(method=CorrectionMethod("tis"), cap=2.0))
     stopping = SimpleNamespace(check=lambda: None, asked=False)
     trainer = make_trainer(plan, stopping=stopping, **vars(verls))
     trainer._compute_old_log_prob(BATCH, metrics={})

@@ -14,14 +14,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from appliance.trainer.clipping import Clipping
 from plans import make_plan
 from trainers import make_trainer
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
+from appliance.corrections.registry import correction_of
 from appliance.errors import AttestationError, GuardStop, TrainingError
-from appliance.plan.model import AlgorithmPlan, CheckpointPlan, CorrectionPlan, ExpectedAttestation
+from appliance.plan.model import AlgorithmPlan, CheckpointPlan, ExpectedAttestation
 from appliance.quant.precision import AS_PLANNED
 from appliance.run.attest import fingerprint, write_attestation
 from appliance.run.checkpoint_manifest import read_manifest
@@ -263,13 +263,13 @@ def test_a_step_is_corrected_as_the_guard_has_it(
 ) -> None:
     """Tightened to a cap of 1.5, and the plan has another."""
     told: dict[str, Any] = {}
-    monkeypatch.setattr(room, "correct_step", lambda batch, **how: (told.update(how) or batch, "done"))
-    planned = CorrectionPlan(CorrectionMethod.TIS, cap=2.0)
-    tight = replace(planned, cap=1.5, reject_k3_above=0.01)
-    trainer.plan = make_plan(tmp_path, correction=planned)
-    trainer.clipping, trainer.governor = Clipping(trainer.plan), SimpleNamespace(correction=tight)
+    tight = correction_of("tis", cap=2.0).tightened()
+    trainer.correction = SimpleNamespace(
+        prepare=lambda batch, **how: told.update(how) or batch, metrics=lambda: {"a": 1}
+    )
+    trainer.governor = SimpleNamespace(correction=tight)
     trainer._compute_advantage(BATCH, metrics={})
-    assert told == {"plan": tight, "planned": planned, "clip": None} and trainer._step.correction == "done"
+    assert told == {"step": trainer.global_steps, "correction": tight} and trainer._step.correction == {"a": 1}
 
 
 # with real parts
