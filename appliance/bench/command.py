@@ -26,8 +26,8 @@ from appliance.plan.env import PLAN_VARIABLE, THREADS_VARIABLE
 from appliance.plan.host import HostFacts
 from appliance.plan.model import RunPlan
 from appliance.plan.stored import Kept, LayerShapes, ResultKey, result_key, write_result
-from appliance.preflight.hub import commit_for
 from appliance.preflight.probes import read_host
+from appliance.preflight.report import commit_for
 from appliance.quant.device import CPU, gpu_of_product, why_not
 from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from appliance import hub
 from appliance.cluster.news import keep_news
 from appliance.plan.env import THREADS_VARIABLE
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.model import RunPlan
 from appliance.plan.shapes import ModelShape
-from appliance.preflight import hub
 from appliance.preflight.checks import judge_node
 from appliance.preflight.finding import Severity
 from appliance.preflight.probes import read_gpus, read_host

@@ -6,11 +6,11 @@ import dataclasses
 import json
 from pathlib import Path
 
+from appliance import hub
 from appliance.plan.build import Begun, build_plan, hub_name
 from appliance.plan.host import HostFacts
 from appliance.plan.model import RunPlan
 from appliance.plan.show import plan_text
-from appliance.preflight import hub
 from appliance.preflight.checks import estimates, judge
 from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.probes import model_bytes, model_shape, read_host, read_inputs
@@ -57,6 +57,12 @@ def _commit(recipe: Recipe, *, begun: Begun | None, ask_hub: bool) -> str:
     if begun is not None and revision and (begun.model, begun.revision) == (name, revision) and begun.commit:
         return begun.commit
     return hub.revision(name, of=revision)[0] if name and ask_hub else ""
+
+
+def commit_for(recipe: Recipe) -> str:
+    """The commit that the recipe's `model.revision` is; empty without one, and where that cannot be told."""
+    name, wanted = hub_name(recipe), recipe.model.revision
+    return hub.revision(name, of=wanted)[0] if name and wanted else ""
 
 
 def lines(findings: list[Finding]) -> list[str]:

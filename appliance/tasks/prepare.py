@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from appliance.errors import EngineError, RecipeError
+from appliance.hub import download_model
 from appliance.plan.model import RunPlan, TaskPlan
 from appliance.plan.read import read_plan
 from appliance.run.boundary import told
@@ -25,7 +26,6 @@ from appliance.run.events import append_event
 from appliance.run.heartbeat import Heartbeat
 from appliance.run.stacks import keep_stacks
 from appliance.tasks import arithmetic, dapo_math, gsm8k
-from appliance.tasks.hub import download_model
 from appliance.tasks.library import DAPO_MATH
 from appliance.tasks.problem import Problem, Splits
 from appliance.tasks.tiny_spec import TINY_MODELS
@@ -84,7 +84,9 @@ def _make_model(plan: RunPlan) -> None:
 def _fetch_model(plan: RunPlan) -> None:
     model = plan.model
     try:
-        folder = download_model(model.source, revision=model.commit, with_code=model.trust_remote_code)
+        folder = download_model(
+            model.source, revision=model.commit, beat=Heartbeat().beat, with_code=model.trust_remote_code
+        )
     except OSError as error:
         hint = "download it where there is a network, or give another model.revision"
         raise EngineError(f"{model.identity} cannot be had from the hub: {error}", hint=hint) from error

@@ -195,7 +195,7 @@ def test_json_has_every_run_and_no_rewards_of_single_problems(shown: Shown) -> N
 def test_the_page_needs_nothing_else_and_escapes_names(shown: Shown) -> None:
     text = page(shown)
     parts = Parts(text)
-    assert (parts.links, parts.seen.count("script")) == ([], 1)  # the page's own, see page/frame.py
+    assert (parts.links, parts.seen.count("script")) == ([], 1)  # the page's own, see page/render.py
     assert "<tis>" not in text and "&lt;tis&gt;" in text
     assert parts.seen.count("figure") == 7 and "url(" not in text
 

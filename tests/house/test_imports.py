@@ -50,27 +50,30 @@ MAY_IMPORT = {
     "console": {"errors"},
     "patch": {"errors"},
     "page": set(),
+    "hub": set(),
     "interruption": {"console"},
     "quant": {"errors"},
     "guard": {"errors", "quant.scheme"},
-    "tasks": {"errors", "plan.model", "plan.read", "run.events", "run.boundary", "run.heartbeat", "run.stacks"},
+    "tasks": {"errors", "hub", "plan.model", "plan.read", "run.events", "run.boundary", "run.heartbeat", "run.stacks"},
     "recipe": {"errors", "tasks", "guard", *NUMBERS},
-    "plan": {"errors", "tasks", "recipe", "guard", *NUMBERS},
-    "preflight": {"errors", "patch", "tasks", "recipe", "plan", "cluster.token", *NUMBERS},
+    "plan": {"errors", "hub", "tasks", "recipe", "guard", *NUMBERS},
+    "preflight": {"errors", "hub", "patch", "tasks", "recipe", "plan", "cluster.token", *NUMBERS},
     "run": {
         *("errors", "tasks", "recipe", "plan", "preflight", "cluster.token", "console", "page", "flashrl.variables"),
         *("interruption", *NUMBERS),
     },
-    "cluster": {"errors", "plan", "run", "console", "preflight", "recipe.text", "flashrl.variables", *NUMBERS},
+    "cluster": {"errors", "hub", "plan", "run", "console", "preflight", "recipe.text", "flashrl.variables", *NUMBERS},
     "engine": {*CHILDREN, "flashrl"},
     "flashrl": {"errors", "patch", "quant", "plan.env", "engine", "recipe.tree", "recipe.text"},
     "trainer": {*CHILDREN, "tasks", "guard", "cluster.form", "run.boundary"},
     "bench": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "engine", "quant"},
-    "profile": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "quant", "flashrl.config_file"},
+    "profile": {
+        *("errors", "hub", "tasks", "recipe", "plan", "preflight", "run", "console", "quant", "flashrl.config_file"),
+    },
     "verify": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "engine", "quant", "profile"},
     # A comparison is many runs, each with its profile.
-    "compare": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "page", "profile", "quant"},
-    "container": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "cluster.news", *NUMBERS},
+    "compare": {"errors", "hub", "tasks", "recipe", "plan", "preflight", "run", "console", "page", "profile", "quant"},
+    "container": {"errors", "hub", "tasks", "recipe", "plan", "preflight", "run", "console", "cluster.news", *NUMBERS},
     "data": {"errors", "tasks", "console", "run.session", "run.work"},  # its files are a task's, made without a recipe
     "cli": {
         *("errors", "tasks", "recipe", "plan", "preflight", "run", "bench", "profile", "verify", "compare", "cluster"),
@@ -79,7 +82,10 @@ MAY_IMPORT = {
     },
 }
 
-HEAVY = {"torch", "vllm", "verl", "ray", "transformers", "tensordict", "datasets", "numpy", "pandas", "pyarrow"}
+HEAVY = {
+    *("torch", "vllm", "verl", "ray", "transformers", "tensordict", "datasets", "numpy", "pandas", "pyarrow"),
+    *("huggingface_hub", "httpx", "jinja2"),
+}
 # Only children load these. Everything else is the launcher's, and keeps heavy imports inside functions.
 OF_THE_CHILDREN = (
     "engine",

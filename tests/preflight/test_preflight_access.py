@@ -238,7 +238,9 @@ from plans import make_plan
 from appliance.plan.build import is_folder
 from appliance.plan.model import ModelPlan
 from appliance.plan.stored import read_result, result_key
-from appliance.preflight import checks, hub, uaq
+from huggingface_hub import constants, try_to_load_from_cache  # before nobody may read it
+from appliance import hub
+from appliance.preflight import checks, uaq
 from appliance.preflight.access import judge_access
 from appliance.preflight.probes import read_host, read_inputs
 os.setgid(65534); os.setuid(65534)
@@ -250,7 +252,7 @@ plan = replace(plan, task=task, profile=SimpleNamespace(source=closed))
 inputs = read_inputs(plan, ask_hub=False)
 assert not inputs.has_data and inputs.profile_problem.endswith(": the folder has no profile.safetensors")
 assert uaq.uaq_problem(replace(plan, uaq=object())) == ""
-os.environ["HF_HUB_CACHE"] = closed
+constants.HF_HUB_CACHE = closed
 assert not hub.is_cached("owner/model")
 key = result_key(device="cpu", host=read_host(Path({cache!r})), model=plan.model, pins=plan.pins)
 assert read_result(key, cache_dir=Path({cache!r})) == (None, "")
