@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from appliance.compare.arms import PlannedRun
-from appliance.compare.found import has_result
+from appliance.compare.existing import has_result
 from appliance.quant.correction import CorrectionMethod
 from appliance.run.events import EVENTS_FILE, METRICS_FILE, append_event
 from appliance.run.session import RunRecord, read_record

@@ -41,7 +41,7 @@ class DataFile:
 
 
 @dataclass(frozen=True)
-class Made:
+class DataInfo:
     """What stands beside a file. rows: of the source.  repeated, conflicting: of those, not taken."""
 
     source: str
@@ -107,7 +107,7 @@ def _make(file: DataFile, *, folder: Path, source: str) -> Path:
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:
         write_parquet(found.problems, path=partial, kind=file.kind, split=file.split)
-        made = Made(source or file.hub, digest, found.rows, len(found.problems), found.repeated, found.conflicting)
+        made = DataInfo(source or file.hub, digest, found.rows, len(found.problems), found.repeated, found.conflicting)
         partial.replace(target)
         about.write_text(json.dumps(dataclasses.asdict(made), indent=2) + "\n")  # last: without it, it is made again
     finally:
@@ -116,7 +116,7 @@ def _make(file: DataFile, *, folder: Path, source: str) -> Path:
     return target
 
 
-def _counts(made: Made) -> str:
+def _counts(made: DataInfo) -> str:
     again = f", {made.repeated} rows repeat one of them" if made.repeated else ""
     other = f" ({made.conflicting} with another answer: the first one counts)" if made.conflicting else ""
     return f"{made.rows} rows, {made.problems} problems{again}{other}"

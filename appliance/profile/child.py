@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from appliance.errors import EngineError
 from appliance.hub import download_model
 from appliance.plan.read import read_plan
-from appliance.profile.found import find_profile, key_of, place_profile
+from appliance.profile.cache import find_profile, key_of, place_profile
 from appliance.profile.job import ProfileJob, cache_folder, job_of_run, read_job
 from appliance.quant.calibrate import calibrate
 from appliance.quant.donor import recover

@@ -22,7 +22,7 @@ from appliance.plan.engines import PROFILE_FOLDER
 from appliance.plan.model import RunPlan
 from appliance.preflight.probes import read_host
 from appliance.preflight.report import commit_for
-from appliance.profile.found import find_profile, model_hash, place_profile
+from appliance.profile.cache import find_profile, model_hash, place_profile
 from appliance.profile.job import ProfileJob, job_of_plan, job_of_run
 from appliance.profile.scaled import SCALING
 from appliance.profile.table import table

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from appliance.plan.model import RunPlan
 from appliance.plan.read import read_plan
+from appliance.profile.cache import model_hash
 from appliance.profile.child import model_folder
-from appliance.profile.found import model_hash
 from appliance.profile.scaled import Mark
 from appliance.quant.uaq import scale_folder
 from appliance.run.boundary import told

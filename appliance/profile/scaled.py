@@ -13,7 +13,7 @@ from pathlib import Path
 
 from appliance.errors import EngineError
 from appliance.plan.model import RunPlan
-from appliance.profile.found import model_hash
+from appliance.profile.cache import model_hash
 from appliance.quant.uaq_layers import MARK_FILE
 from appliance.run.outcome import Child
 from appliance.run.train import Step

@@ -8,7 +8,7 @@ from pathlib import Path
 from vllm import LLM, SamplingParams
 
 from appliance.errors import ApplianceError, EngineError
-from appliance.verify.job import Job, LayerProbe, Said, Seen, Worker, read_job, read_probe
+from appliance.verify.job import EngineCheck, EngineOutput, Job, LayerProbe, Worker, read_job, read_probe
 
 WORKER = "appliance.verify.worker.VerifyWorker"
 _NUM_PROMPTS = 4
@@ -20,19 +20,19 @@ def main() -> int:
     try:
         seen = look(job)
     except ApplianceError as error:
-        seen = Seen(failed=error.message)
+        seen = EngineCheck(failed=error.message)
     seen.write(job.seen)
     return 0
 
 
-def look(job: Job) -> Seen:
+def look(job: Job) -> EngineCheck:
     """Three updates of one engine. Raises ApplianceError."""
     llm = _engine(job)
     loaded = _say(llm, job=job)
     first, first_probes = _update(llm, job=job, perturb=False)
     other, other_probes = _update(llm, job=job, perturb=True)
     again, again_probes = _update(llm, job=job, perturb=False)
-    return Seen(
+    return EngineCheck(
         failed="",
         first=first,
         same_as_loaded=first == loaded,
@@ -66,7 +66,7 @@ def _engine(job: Job) -> LLM:
     )
 
 
-def _update(llm: LLM, *, job: Job, perturb: bool) -> tuple[Said, list[LayerProbe]]:
+def _update(llm: LLM, *, job: Job, perturb: bool) -> tuple[EngineOutput, list[LayerProbe]]:
     """One whole weight update of every worker; what the engine says then, and what its layers give."""
     failed = [text for text in llm.collective_rpc("verify_update", args=(perturb,)) if text]
     if failed:
@@ -74,7 +74,7 @@ def _update(llm: LLM, *, job: Job, perturb: bool) -> tuple[Said, list[LayerProbe
     return _say(llm, job=job), [read_probe(text) for text in llm.collective_rpc("verify_probe")]
 
 
-def _say(llm: LLM, *, job: Job) -> Said:
+def _say(llm: LLM, *, job: Job) -> EngineOutput:
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
     prompts = [
         {"prompt_token_ids": [(37 * row + 11 * column + 1) % vocabulary for column in range(job.prompt_tokens)]}
@@ -84,7 +84,7 @@ def _say(llm: LLM, *, job: Job) -> Said:
         temperature=0, max_tokens=job.new_tokens, ignore_eos=True, logprobs=0, prompt_logprobs=0, detokenize=False
     )
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    return Said(
+    return EngineOutput(
         tokens=tuple(tuple(each.outputs[0].token_ids) for each in outputs),
         log_probs=tuple(_chosen(each.outputs[0].logprobs, ids=each.outputs[0].token_ids) for each in outputs),
         prompt_log_probs=tuple(_chosen(each.prompt_logprobs[1:], ids=each.prompt_token_ids[1:]) for each in outputs),

@@ -17,7 +17,7 @@ from appliance.plan.host import HostFacts
 from appliance.plan.model import RunPlan
 from appliance.preflight.probes import read_host
 from appliance.preflight.report import commit_for
-from appliance.profile.found import find_profile
+from appliance.profile.cache import find_profile
 from appliance.profile.job import job_of_plan
 from appliance.quant.device import CPU, why_not
 from appliance.quant.files import read_file_header
@@ -26,7 +26,7 @@ from appliance.quant.settings import Quantisation
 from appliance.recipe.schema import Recipe, SchemeChoice
 from appliance.run.child import make_inputs, run_child
 from appliance.run.work import OF_A_PROFILE, OF_AN_ENGINE, OF_THE_MODEL, examine_for, work_folder
-from appliance.verify.job import Job, Said, Seen, read_seen
+from appliance.verify.job import EngineCheck, EngineOutput, Job, read_check
 from appliance.verify.judge import Row, judge, label
 from appliance.verify.show import as_json, table
 
@@ -112,7 +112,7 @@ def _refuse_without_kernels(asked: list[Quantisation], *, plan: RunPlan, host: H
         raise PreflightError(message, hint="leave it out, or check the numbers of an FP8 scheme with --emulate")
 
 
-def _look(asked: Quantisation, *, plan: RunPlan, eager: bool, host: HostFacts, folder: Path) -> Seen:
+def _look(asked: Quantisation, *, plan: RunPlan, eager: bool, host: HostFacts, folder: Path) -> EngineCheck:
     job_file, seen_file = folder / "job.json", folder / "seen.json"
     job = Job(
         model=plan.model.path,
@@ -133,11 +133,11 @@ def _look(asked: Quantisation, *, plan: RunPlan, eager: bool, host: HostFacts, f
     try:
         run_child([CHILD, str(job_file)], command="verify", folder=folder, env=env)
     except EngineError as error:  # an engine that died is a row like others
-        return Seen(failed=f"{error.message} ({error.hint})" if error.hint else error.message)
-    return read_seen(seen_file)
+        return EngineCheck(failed=f"{error.message} ({error.hint})" if error.hint else error.message)
+    return read_check(seen_file)
 
 
-def _reference(asked: Quantisation, *, seen: Seen, before: Said | None) -> Said | None:
+def _reference(asked: Quantisation, *, seen: EngineCheck, before: EngineOutput | None) -> EngineOutput | None:
     return before if asked.scheme.quantised else seen.first
 
 

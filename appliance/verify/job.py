@@ -59,7 +59,7 @@ def read_probe(text: str) -> LayerProbe:
 
 
 @dataclass(frozen=True)
-class Said:
+class EngineOutput:
     """What an engine generated, greedily. tokens: per prompt.  log_probs: nats, of those tokens.
 
     prompt_log_probs: nats, of the prompts' own tokens but the first: the same tokens whatever the weights are.
@@ -69,7 +69,7 @@ class Said:
     log_probs: tuple[tuple[float, ...], ...]
     prompt_log_probs: tuple[tuple[float, ...], ...]
 
-    def distance(self, other: Said) -> float:
+    def distance(self, other: EngineOutput) -> float:
         """Mean absolute difference of the prompts' log-probs, nats."""
         pairs = [
             (mine, theirs)
@@ -95,7 +95,7 @@ class Worker:
 
 
 @dataclass(frozen=True)
-class Seen:
+class EngineCheck:
     """One engine through three weight updates: the checkpoint's weights, perturbed ones, the checkpoint's again.
 
     failed: the error that ended the check, or empty.  first: what it said after the first update.
@@ -104,7 +104,7 @@ class Seen:
     """
 
     failed: str
-    first: Said | None = None
+    first: EngineOutput | None = None
     same_as_loaded: bool = False
     moved: float = 0.0
     returned: bool = False
@@ -114,10 +114,10 @@ class Seen:
         Path(path).write_text(json.dumps(dataclasses.asdict(self)))
 
 
-def read_seen(path: Path) -> Seen:
+def read_check(path: Path) -> EngineCheck:
     raw = json.loads(path.read_text())
-    first = raw["first"] and Said(**{name: _rows(raw["first"][name]) for name in raw["first"]})
-    return Seen(**{**raw, "first": first, "workers": tuple(_worker(each) for each in raw["workers"])})
+    first = raw["first"] and EngineOutput(**{name: _rows(raw["first"][name]) for name in raw["first"]})
+    return EngineCheck(**{**raw, "first": first, "workers": tuple(_worker(each) for each in raw["workers"])})
 
 
 def _rows(rows: list[list[Any]]) -> tuple[tuple[Any, ...], ...]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
-from appliance.verify.job import Said, Seen, Worker
+from appliance.verify.job import EngineCheck, EngineOutput, Worker
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Row:
     problems: tuple[str, ...]
 
 
-def judge(asked: Quantisation, *, seen: Seen, reference: Said | None) -> list[Row]:
+def judge(asked: Quantisation, *, seen: EngineCheck, reference: EngineOutput | None) -> list[Row]:
     """One row per worker. reference: what the BF16 engine said, None for that engine itself or where it failed."""
     if seen.failed or seen.first is None:
         return [Row(asked.scheme, asked.emulated, None, None, False, None, (seen.failed or "it said nothing",))]
@@ -45,7 +45,7 @@ def judge(asked: Quantisation, *, seen: Seen, reference: Said | None) -> list[Ro
     ]
 
 
-def _of_the_engine(asked: Quantisation, *, seen: Seen, reference: Said | None) -> tuple[str, ...]:
+def _of_the_engine(asked: Quantisation, *, seen: EngineCheck, reference: EngineOutput | None) -> tuple[str, ...]:
     found = []
     if not asked.profile and not seen.same_as_loaded:  # a profile is folded in at the first update
         found.append("the checkpoint's own weights, sent as an update, changed what it says")

@@ -104,7 +104,7 @@ OF_THE_CHILDREN = (
     "bench.worker",
     "compare.bootstrap",
     "compare.child",
-    "compare.coarse",
+    "compare.degraded_profile",
     "verify.child",
     "verify.worker",
     "profile.child",

@@ -16,8 +16,8 @@ from appliance.plan.build import build_plan
 from appliance.plan.model import RunPlan
 from appliance.preflight.probes import read_host
 from appliance.profile import command
+from appliance.profile.cache import file_hash, find_profile
 from appliance.profile.child import make_profile, read_sequences
-from appliance.profile.found import file_hash, find_profile
 from appliance.profile.job import ProfileJob, job_of_plan, job_of_run, read_job
 from appliance.profile.table import table
 from appliance.quant.files import read_file_header

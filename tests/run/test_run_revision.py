@@ -21,8 +21,8 @@ from appliance import hub
 from appliance.cluster.identity import describe_node, question_of
 from appliance.compare.arms import PlannedRun, go_on, plan_runs
 from appliance.compare.command import _todo
+from appliance.compare.existing import Existing, look
 from appliance.compare.file import load_comparison
-from appliance.compare.found import Found, look
 from appliance.errors import PreflightError, RecipeError
 from appliance.plan.build import Begun, build_plan
 from appliance.plan.env import LOG_DIR_VARIABLE
@@ -330,7 +330,7 @@ def test_a_comparison_whose_hub_moved_on_says_how_it_goes_on(tmp_path: Path, cac
     for run in (at(named), at()):  # nobody knows the second one's: the hub was not there
         (ready,) = _todo([run], folder=tmp_path, file=file)
         assert ready.resume is not None and ready.resume.step == 3
-    assert look(at("model.revision=v1")) is look(at(f"model.revision={NEW}")) is Found.OTHER
+    assert look(at("model.revision=v1")) is look(at(f"model.revision={NEW}")) is Existing.OTHER
     write_record(run_dir, RunRecord(RunStatus.DONE, exit_code=0))
     assert refused(at(commit=NEW), at(commit=NEW, arm="b", name="small-2"))
     assert _todo([at(commit=NEW)], folder=tmp_path, file=file) == []  # nothing is trained
@@ -350,7 +350,7 @@ def test_a_tag_that_moved_is_refused_by_a_comparison_and_what_is_done_counts(tmp
     with pytest.raises(PreflightError) as caught:
         _todo([at(tag, commit=NEW), at(tag, commit=NEW, arm="b", name="small-2")], folder=tmp_path, file=file)
     assert caught.value.message == f"a, seed 0: {NAME}: v1 is {NEW} on the hub now, the run began with {OLD}"
-    assert look(at(tag, commit=NEW)) is look(at(f"model.revision={OLD}")) is Found.DONE
+    assert look(at(tag, commit=NEW)) is look(at(f"model.revision={OLD}")) is Existing.DONE
 
 
 def test_a_run_with_a_revision_refuses_another_even_when_forced(tmp_path: Path, cache: Path) -> None:

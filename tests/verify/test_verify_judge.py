@@ -8,12 +8,12 @@ import pytest
 
 from appliance.quant.scheme import Scheme
 from appliance.quant.settings import Quantisation
-from appliance.verify.job import Said, Seen, Worker, read_seen
+from appliance.verify.job import EngineCheck, EngineOutput, Worker, read_check
 from appliance.verify.judge import judge
 from appliance.verify.show import table
 
 INT8 = Quantisation(Scheme.INT8)
-SAID = Said(tokens=((3, 4),), log_probs=((-1.0, -2.0),), prompt_log_probs=((-0.5, -1.5),))
+SAID = EngineOutput(tokens=((3, 4),), log_probs=((-1.0, -2.0),), prompt_log_probs=((-0.5, -1.5),))
 BF16_SAID = replace(SAID, prompt_log_probs=((-0.75, -1.25),))
 WORKER = Worker(
     rank=0,
@@ -25,10 +25,12 @@ WORKER = Worker(
     unmoved=(),
     unreturned=(),
 )
-SEEN = Seen(failed="", first=SAID, same_as_loaded=True, moved=0.5, returned=True, workers=(WORKER,))
+SEEN = EngineCheck(failed="", first=SAID, same_as_loaded=True, moved=0.5, returned=True, workers=(WORKER,))
 
 
-def problems(seen: Seen, *, asked: Quantisation = INT8, reference: Said | None = BF16_SAID) -> tuple[str, ...]:
+def problems(
+    seen: EngineCheck, *, asked: Quantisation = INT8, reference: EngineOutput | None = BF16_SAID
+) -> tuple[str, ...]:
     return tuple(problem for row in judge(asked, seen=seen, reference=reference) for problem in row.problems)
 
 
@@ -51,7 +53,7 @@ def test_a_live_engine_has_no_problem() -> None:
         (replace(SEEN, failed="weight update: a came twice"), "weight update: a came twice"),
     ],
 )
-def test_what_an_engine_does_wrong_is_said(seen: Seen, problem: str) -> None:
+def test_what_an_engine_does_wrong_is_said(seen: EngineCheck, problem: str) -> None:
     assert problems(seen) == (problem,)
 
 
@@ -84,7 +86,7 @@ def test_bf16_is_its_own_reference() -> None:
 
 def test_what_was_seen_reads_back_the_same(tmp_path) -> None:
     SEEN.write(str(tmp_path / "seen.json"))
-    assert read_seen(tmp_path / "seen.json") == SEEN
+    assert read_check(tmp_path / "seen.json") == SEEN
 
 
 def test_the_table_has_a_line_per_worker_and_per_problem() -> None:
