@@ -17,15 +17,15 @@ from pathlib import Path
 
 from appliance import hub
 from appliance.cluster.news import keep_news
+from appliance.patch import recorded, why_unfit
 from appliance.plan.env import THREADS_VARIABLE
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.model import RunPlan
 from appliance.plan.shapes import ModelShape
 from appliance.preflight.checks import judge_node
 from appliance.preflight.finding import Severity
+from appliance.preflight.model_files import damage
 from appliance.preflight.probes import read_gpus, read_host
-from appliance.preflight.records import recorded, why_unfit
-from appliance.preflight.weights import damage
 from appliance.quant.device import CPU, gpu_of_product, why_not
 from appliance.run.attest import fingerprint
 

@@ -133,7 +133,7 @@ def _train(
 def _line(run: PlannedRun) -> str:
     result = read_result(run)
     assert result is not None, "it has just ended"
-    rewards = [row.reward for row in result.steps if row.reward is not None]
+    rewards = [step.reward_mean for step in result.steps if step.reward_mean is not None]
     climb = f"reward {rewards[0]:.3f} -> {rewards[-1]:.3f}, " if rewards else ""
     end = "" if not result.reason else f", {result.reason}"
     return f"{run.label}: {climb}{len(rewards)} steps in {draw.duration(result.seconds)}{end}"

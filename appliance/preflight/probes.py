@@ -24,11 +24,9 @@ from appliance.preflight.access import AccessFacts, read_access
 from appliance.preflight.container import read_container
 from appliance.preflight.disk import Disks, Written, nearest_existing, read_disks, read_written
 from appliance.preflight.limits import read_limits
-from appliance.preflight.profile import profile_problem
+from appliance.preflight.model_files import damage, profile_problem, uaq_problem
 from appliance.preflight.sample import RewardProblem, reward_problem
 from appliance.preflight.stack import StackFacts, read_stack
-from appliance.preflight.uaq import uaq_problem
-from appliance.preflight.weights import damage
 from appliance.quant.device import StoredResult
 
 LIBRARIES = ("libnuma.so.1",)

@@ -7,6 +7,8 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from appliance.plan.model import RunPlan
 from appliance.quant.scheme import Scheme
 
@@ -45,8 +47,7 @@ class ProfileJob:
 
 
 def read_job(text: str) -> ProfileJob:
-    raw = json.loads(text)
-    return ProfileJob(**{**raw, "scheme": Scheme(raw["scheme"]), "ignore": tuple(raw["ignore"])})
+    return TypeAdapter(ProfileJob).validate_json(text)
 
 
 def job_of_run(plan: RunPlan) -> ProfileJob:

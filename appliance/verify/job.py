@@ -6,10 +6,11 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from appliance.quant.scheme import Scheme
-from appliance.quant.settings import Quantisation, quantisation_from_config
+from appliance.quant.settings import Quantisation
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,11 @@ class Job:
     seen: str
 
     def to_json(self) -> str:
-        return json.dumps({**dataclasses.asdict(self), "quantisation": self.quantisation.to_config()})
+        return json.dumps(dataclasses.asdict(self))
 
 
 def read_job(text: str) -> Job:
-    raw = json.loads(text)
-    return Job(**{**raw, "quantisation": quantisation_from_config(raw["quantisation"])})
+    return TypeAdapter(Job).validate_json(text)
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,7 @@ class LayerProbe:
 
 
 def read_probe(text: str) -> LayerProbe:
-    raw = json.loads(text)
-    pairs = {name: tuple((key, value) for key, value in raw[name]) for name in ("kernels", "layers")}
-    return LayerProbe(**{**raw, **pairs, "scheme": Scheme(raw["scheme"])})
+    return TypeAdapter(LayerProbe).validate_json(text)
 
 
 @dataclass(frozen=True)
@@ -115,16 +113,4 @@ class EngineCheck:
 
 
 def read_check(path: Path) -> EngineCheck:
-    raw = json.loads(path.read_text())
-    first = raw["first"] and EngineOutput(**{name: _rows(raw["first"][name]) for name in raw["first"]})
-    return EngineCheck(**{**raw, "first": first, "workers": tuple(_worker(each) for each in raw["workers"])})
-
-
-def _rows(rows: list[list[Any]]) -> tuple[tuple[Any, ...], ...]:
-    return tuple(tuple(row) for row in rows)
-
-
-def _worker(raw: dict[str, Any]) -> Worker:
-    names = {key: tuple(raw[key]) for key in ("unmoved", "unreturned")}
-    kernels = tuple((name, count) for name, count in raw["kernels"])
-    return Worker(**{**raw, **names, "kernels": kernels, "scheme": Scheme(raw["scheme"])})
+    return TypeAdapter(EngineCheck).validate_json(path.read_bytes())

@@ -23,11 +23,11 @@ from appliance.cluster.identity import (
     question_of,
     warnings,
 )
+from appliance.patch import recorded
 from appliance.plan.build import build_plan
 from appliance.plan.host import ContainerFacts, HostGpu, Limits
 from appliance.plan.model import RunPlan
 from appliance.plan.shapes import KNOWN
-from appliance.preflight.records import recorded
 from appliance.quant.scheme import Scheme
 from appliance.recipe.load import load_recipe
 

@@ -182,10 +182,10 @@ def test_a_result_has_the_curves_the_times_and_the_rewards(planned: list[Planned
     append_event(run.run_dir, kind="phase", what="start")
     note_busy(run.run_dir, share=0.23456)
     lines = [
-        {"step": 0, "val_reward_mean": 0.1},
-        {"step": 1, "reward_mean": 0.2, "mismatch_k3_kl": 1e-4, "is_truncated_fraction": 0.0, "scheme": "int8"},
-        {"step": 2, "reward_mean": 0.3, "mismatch_k3_kl": None},
-        {"step": 2, "reward_mean": 0.4, "val_reward_mean": 0.5},  # after a resume: the later one holds
+        {"step": 0, "time_s": 1.0, "val_reward_mean": 0.1},
+        {"step": 1, "time_s": 2.0, "reward_mean": 0.2, "mismatch_k3_kl": 1e-4, "scheme": "int8"},
+        {"step": 2, "time_s": 3.0, "reward_mean": 0.3, "mismatch_k3_kl": None},
+        {"step": 2, "time_s": 3.0, "reward_mean": 0.4, "val_reward_mean": 0.5},  # after a resume: the later one holds
     ]
     for line in lines:
         append_line(run.run_dir / "metrics.jsonl", line)
@@ -194,13 +194,13 @@ def test_a_result_has_the_curves_the_times_and_the_rewards(planned: list[Planned
     write_final(run.run_dir, [1.0, 0.0, 1.0])
     result = read_result(run)
     assert result is not None
-    assert [(row.step, row.reward, row.validation) for row in result.steps] == [
+    assert [(row.step, row.reward_mean, row.val_reward_mean) for row in result.steps] == [
         (0, None, 0.1),
         (1, 0.2, None),
         (2, 0.4, 0.5),
     ]
     assert (result.rewards, result.final, result.busy, result.is_busy) == ((1.0, 0.0, 1.0), 2 / 3, 0.235, True)
-    assert (str(result.method), result.steps[1].k3_kl, result.steps[1].scheme) == ("icepop", 1e-4, "int8")
+    assert (str(result.method), result.steps[1].mismatch_k3_kl, result.steps[1].scheme) == ("icepop", 1e-4, "int8")
     assert result.seconds >= 0
 
 

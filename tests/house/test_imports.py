@@ -62,7 +62,10 @@ MAY_IMPORT = {
         *("errors", "tasks", "recipe", "plan", "preflight", "cluster.token", "console", "page", "flashrl.variables"),
         *("interruption", *NUMBERS),
     },
-    "cluster": {"errors", "hub", "plan", "run", "console", "preflight", "recipe.text", "flashrl.variables", *NUMBERS},
+    "cluster": {
+        *("errors", "hub", "patch", "plan", "run", "console", "preflight", "recipe.text", "flashrl.variables"),
+        *NUMBERS,
+    },
     "engine": {*CHILDREN, "flashrl"},
     "flashrl": {"errors", "patch", "quant", "plan.env", "engine", "recipe.tree", "recipe.text"},
     "trainer": {*CHILDREN, "tasks", "guard", "cluster.form", "run.boundary"},

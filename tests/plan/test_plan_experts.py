@@ -17,7 +17,7 @@ from appliance.plan.shapes import ModelShape, read_shape
 from appliance.plan.stored import Kept, model_shapes, result_key, write_result
 from appliance.preflight.checks import judge
 from appliance.preflight.finding import Severity
-from appliance.preflight.guard import judge_guard
+from appliance.preflight.schemes import judge_guard
 from appliance.quant.scheme import Scheme
 from appliance.recipe.load import load_recipe
 

@@ -240,7 +240,7 @@ from appliance.plan.model import ModelPlan
 from appliance.plan.stored import read_result, result_key
 from huggingface_hub import constants, try_to_load_from_cache  # before nobody may read it
 from appliance import hub
-from appliance.preflight import checks, uaq
+from appliance.preflight import checks, model_files
 from appliance.preflight.access import judge_access
 from appliance.preflight.probes import read_host, read_inputs
 os.setgid(65534); os.setuid(65534)
@@ -251,7 +251,7 @@ task = replace(plan.task, train_parquet=closed + "/train.parquet", val_parquet=c
 plan = replace(plan, task=task, profile=SimpleNamespace(source=closed))
 inputs = read_inputs(plan, ask_hub=False)
 assert not inputs.has_data and inputs.profile_problem.endswith(": the folder has no profile.safetensors")
-assert uaq.uaq_problem(replace(plan, uaq=object())) == ""
+assert model_files.uaq_problem(replace(plan, uaq=object())) == ""
 constants.HF_HUB_CACHE = closed
 assert not hub.is_cached("owner/model")
 key = result_key(device="cpu", host=read_host(Path({cache!r})), model=plan.model, pins=plan.pins)

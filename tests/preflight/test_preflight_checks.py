@@ -11,9 +11,8 @@ from appliance.plan.model import RunPlan
 from appliance.plan.shapes import ModelShape
 from appliance.preflight.checks import estimates, judge
 from appliance.preflight.disk import Disk, Disks, Written
-from appliance.preflight.finding import Finding, Severity
+from appliance.preflight.finding import Finding, Severity, as_json, lines
 from appliance.preflight.probes import InputFacts
-from appliance.preflight.report import as_json, lines
 from appliance.recipe.load import load_recipe
 
 HOST = dataclasses.replace(BARE_HOST, packages=frozenset({"flash_attn"}))

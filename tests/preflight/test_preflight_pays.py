@@ -12,8 +12,8 @@ from appliance.plan.model import RunPlan
 from appliance.plan.shapes import KNOWN
 from appliance.plan.stored import Kept, result_key, write_result
 from appliance.preflight.finding import Severity
-from appliance.preflight.pays import judge_gain
 from appliance.preflight.probes import read_inputs
+from appliance.preflight.schemes import judge_gain
 from appliance.quant.device import StoredResult
 from appliance.quant.scheme import Scheme
 

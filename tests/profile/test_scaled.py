@@ -15,8 +15,8 @@ from tiny_models import tiny
 from appliance.errors import EngineError
 from appliance.plan.model import ModelPlan, ProfilePlan, RunPlan, UaqPlan
 from appliance.plan.read import plan_from_dict
+from appliance.preflight.model_files import uaq_problem
 from appliance.preflight.probes import read_inputs
-from appliance.preflight.uaq import uaq_problem
 from appliance.profile.job import job_of_run
 from appliance.profile.scale_child import make_scaled
 from appliance.profile.scaled import is_scaled, scaling_child
