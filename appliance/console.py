@@ -23,6 +23,7 @@ _COMMANDS = re.compile(
 )
 
 _WIDEST = 100_000  # columns that no table has
+_FOLDED = 16  # columns that a text keeps at least
 
 
 class StdoutError(OSError):
@@ -97,19 +98,27 @@ def table(
     """Cells in columns, as text without colours or borders, printable as it is.
 
     head: names of the columns.  numbers: places of those that stand on the right.  columns: of a terminal, into which
-    long cells are folded; None: each column is as wide as its longest cell, so that nothing is cut.
+    texts are folded, where that is enough; None: nothing is folded.
     """
     from rich.table import Table
     from rich.text import Text
 
+    texts = [[Text(printable(cell)) for cell in row] for row in rows]
+    names = [Text(name) for name in head] or [Text()] * max(map(len, texts), default=0)
+    least = []
+    for place, name in enumerate(names):
+        whole = max((row[place].cell_len for row in texts), default=0)
+        words = [len(word) for word in name.plain.split()]
+        least.append(max([whole if place in numbers else min(whole, _FOLDED), *words]))
+    is_folded = columns is not None and sum(least) + 2 * len(least) <= columns
     drawn = Table(box=None, show_header=bool(head), header_style="", padding=(0, 2, 0, 0), pad_edge=False)
-    rows = [[Text(printable(cell)) for cell in row] for row in rows]
-    for place in range(max(map(len, [head, *rows]))):
-        name, side = head[place] if head else "", "right" if place in numbers else "left"
-        drawn.add_column(Text(name), justify=side, overflow="fold")
-    for row in rows:
+    for place, name in enumerate(names):
+        is_number = place in numbers
+        width = least[place] if is_number and is_folded else None
+        drawn.add_column(name, justify="right" if is_number else "left", overflow="fold", width=width)
+    for row in texts:
         drawn.add_row(*row)
-    return plain_text(drawn, columns=columns or _WIDEST)
+    return plain_text(drawn, columns=columns if is_folded else _WIDEST)
 
 
 def stdout_columns() -> int | None:

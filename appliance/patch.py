@@ -6,15 +6,22 @@ A version or a source that does not match raises: there is no "warn and continue
 
 from __future__ import annotations
 
+import ast
+import functools
 import hashlib
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from appliance.errors import PatchError
+
+_PACKAGE = Path(__file__).parent
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 @dataclass(frozen=True)
@@ -63,12 +70,18 @@ def source_hash(target: Callable[..., Any]) -> str:
 
 
 def _check_version(patch: Patch) -> None:
-    installed = importlib.metadata.version(patch.distribution)
-    if installed != patch.version:
-        raise PatchError(
-            f"patch {patch.name}: made for {patch.distribution} {patch.version}, {installed} is installed",
-            hint="install the locked requirements (make demo does)",
-        )
+    if why := _other_version(patch):
+        raise PatchError(f"patch {patch.name}: {why}", hint="install the locked requirements (make demo does)")
+
+
+def _other_version(patch: Patch) -> str:
+    try:
+        installed = importlib.metadata.version(patch.distribution)
+    except importlib.metadata.PackageNotFoundError:
+        installed = "nothing"
+    return (
+        "" if installed == patch.version else f"made for {patch.distribution} {patch.version}, {installed} is installed"
+    )
 
 
 def _check_source(patch: Patch, original: Callable[..., Any]) -> None:
@@ -89,3 +102,59 @@ def _resolve(patch: Patch) -> tuple[Any, str]:
     if not hasattr(owner, attribute):
         raise PatchError(f"patch {patch.name}: {patch.target} does not exist")
     return owner, attribute
+
+
+# Judged by the sources alone: what holds the records, and what they replace, both import torch.
+
+
+@functools.cache
+def recorded() -> dict[str, Patch]:
+    """Every patch record of this program by its name."""
+    texts = (file.read_text() for file in sorted(_PACKAGE.rglob("*.py")))
+    trees = (ast.parse(text) for text in texts if "source_sha256=" in text)
+    calls = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call))
+    records = (
+        {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+        for call in calls
+        if isinstance(call.func, ast.Name) and call.func.id == Patch.__name__ and call.keywords[0].arg
+    )
+    return {fields["name"]: Patch(**fields) for fields in records}
+
+
+def why_unfit(patch: Patch) -> str:
+    """Why a process would refuse to apply the patch, or an empty text. Imports nothing of what it replaces."""
+    if why := _other_version(patch):
+        return why
+    source = source_of(patch.target)
+    if source is None:
+        return f"{patch.target} does not exist"
+    if hashlib.sha256(source.encode()).hexdigest() != patch.source_sha256:
+        return f"the source of {patch.target} is not the one it was made for"
+    return ""
+
+
+def source_of(target: str) -> str | None:
+    """What inspect.getsource gives for `module:qualified.name`, from the file; None where there is no such thing."""
+    module, _, qualified = target.partition(":")
+    top, *inner = module.split(".")
+    spec = importlib.util.find_spec(top)  # of a top package: imports nothing
+    for folder in (spec.submodule_search_locations if spec else None) or ():
+        path = Path(folder).joinpath(*inner)
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if file.is_file():
+            return _definition(file.read_text(), names=qualified.split("."))
+    return None
+
+
+def _definition(text: str, *, names: list[str]) -> str | None:
+    """Of two definitions with one name the last counts, as when the file is run."""
+    body, found = ast.parse(text).body, None
+    for name in names:
+        matching = [each for each in body if isinstance(each, _DEFINITIONS) and each.name == name]
+        if not matching:
+            return None
+        found = matching[-1]
+        body = found.body
+    assert found is not None, "a target has a name"
+    first = min([found.lineno, *(each.lineno for each in found.decorator_list)])
+    return "".join(text.splitlines(keepends=True)[first - 1 : found.end_lineno])

@@ -26,8 +26,8 @@ from appliance.plan.env import PLAN_VARIABLE, THREADS_VARIABLE
 from appliance.plan.host import HostFacts
 from appliance.plan.model import RunPlan
 from appliance.plan.stored import Kept, ResultKey, result_key, write_result
-from appliance.preflight.hub import commit_for
 from appliance.preflight.probes import read_host
+from appliance.preflight.report import commit_for
 from appliance.quant.settings import Quantisation
 from appliance.recipe.schema import Recipe
 from appliance.run.side_job import make_inputs, run_child

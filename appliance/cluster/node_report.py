@@ -15,16 +15,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from appliance import hub
 from appliance.cluster.run_notice import keep_news
+from appliance.patch import recorded, why_unfit
 from appliance.plan.env import THREADS_VARIABLE
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.model import RunPlan
-from appliance.preflight import hub
 from appliance.preflight.checks import judge_node
 from appliance.preflight.finding import Severity
+from appliance.preflight.model_files import damage
 from appliance.preflight.probes import read_gpus, read_host
-from appliance.preflight.records import recorded, why_unfit
-from appliance.preflight.weights import damage
 from appliance.run.attest import fingerprint
 from appliance.terms.devices import CPU, gpu_of_product, why_not
 from appliance.terms.shapes import ModelShape

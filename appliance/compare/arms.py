@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from appliance import hub
 from appliance.compare.file import Arm, Comparison, in_order, run_name
 from appliance.errors import RecipeError
 from appliance.plan.build import CACHE_NAME, build_plan, hub_name
 from appliance.plan.host import HostFacts
 from appliance.plan.model import RunPlan
-from appliance.preflight import hub
 from appliance.preflight.finding import Finding
 from appliance.preflight.probes import read_host
 from appliance.preflight.report import examine

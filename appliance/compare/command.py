@@ -9,9 +9,9 @@ from pathlib import Path
 
 from appliance import console
 from appliance.compare.arms import PlannedRun, go_on, plan_runs
+from appliance.compare.existing import Existing, look, refuse_other_commit, set_aside
 from appliance.compare.file import Comparison, load_comparison
 from appliance.compare.final import validate_models
-from appliance.compare.found import Found, look, refuse_other_commit, set_aside
 from appliance.compare.judge import ArmResult, judge
 from appliance.compare.page import page
 from appliance.compare.results import busy_share, note_busy, read_result
@@ -70,27 +70,27 @@ def _stopped(command: str) -> Interrupted:
 def _todo(runs: list[PlannedRun], *, folder: Path, file: Path) -> list[PlannedRun]:
     """The runs without a result, ready to start. file: of the comparison.  Raises PreflightError."""
     found = {run.label: look(run) for run in runs}
-    if any(each is not Found.DONE for each in found.values()):
-        going_on = (Found.DONE, Found.UNFINISHED)
+    if any(each is not Existing.DONE for each in found.values()):
+        going_on = (Existing.DONE, Existing.UNFINISHED)
         refuse_other_commit([run for run in runs if found[run.label] in going_on], file=file)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot_write(folder, error) from error
-    done = sum(each is Found.DONE for each in found.values())
+    done = sum(each is Existing.DONE for each in found.values())
     console.say(f"{len(runs)} runs in {typed_path(folder)}" + (f", {done} of them done" if done else ""))
-    return [_ready(run, found=found[run.label]) for run in runs if found[run.label] is not Found.DONE]
+    return [_ready(run, found=found[run.label]) for run in runs if found[run.label] is not Existing.DONE]
 
 
-def _ready(run: PlannedRun, *, found: Found) -> PlannedRun:
+def _ready(run: PlannedRun, *, found: Existing) -> PlannedRun:
     """The run as it is to be started: from its newest whole checkpoint, or anew, with what is in its way set aside."""
-    if found is Found.NOTHING:
+    if found is Existing.NOTHING:
         return run
-    resumed = go_on(run) if found is Found.UNFINISHED else None
+    resumed = go_on(run) if found is Existing.UNFINISHED else None
     if resumed is not None and resumed.resume is not None:
         console.say(f"{run.label}: goes on after step {resumed.resume.step}")
         return resumed
-    why = "stopped before it saved anything" if found is Found.UNFINISHED else "of another recipe or other problems"
+    why = "stopped before it saved anything" if found is Existing.UNFINISHED else "of another recipe or other problems"
     console.say(f"{run.label}: {why}, set aside as {set_aside(run.run_dir).name}")
     return run
 
@@ -134,7 +134,7 @@ def _train(
 def _line(run: PlannedRun) -> str:
     result = read_result(run)
     assert result is not None, "it has just ended"
-    rewards = [row.reward for row in result.steps if row.reward is not None]
+    rewards = [step.reward_mean for step in result.steps if step.reward_mean is not None]
     climb = f"reward {rewards[0]:.3f} -> {rewards[-1]:.3f}, " if rewards else ""
     end = "" if not result.reason else f", {result.reason}"
     return f"{run.label}: {climb}{len(rewards)} steps in {draw.duration(result.seconds)}{end}"

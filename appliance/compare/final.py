@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from appliance import console
 from appliance.compare.arms import PlannedRun
 from appliance.compare.results import read_final
@@ -42,8 +44,7 @@ class Job:
 
 
 def read_job(text: str) -> Job:
-    raw = json.loads(text)
-    return Job(**{**raw, "run_dirs": tuple(raw["run_dirs"])})
+    return TypeAdapter(Job).validate_json(text)
 
 
 def validate_models(runs: list[PlannedRun], *, stop: Callable[[], None]) -> None:

@@ -7,9 +7,23 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from appliance.compare.interval import Interval
-from appliance.compare.results import RunResult, StepRow
+from appliance.compare.results import RunResult
 from appliance.corrections.registry import NONE, CorrectionMethod
+from appliance.run.events import StepMetrics
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean difference of rewards. low, high: the bounds that hold the true mean with CONFIDENCE."""
+
+    mean: float
+    low: float
+    high: float
+
+    def within(self, margin: float) -> bool:
+        return -margin <= self.low and self.high <= margin
 
 
 class Verdict(StrEnum):
@@ -76,22 +90,22 @@ def judge(
 def _arm(
     arm: str, runs: tuple[RunResult, ...], *, base: tuple[RunResult, ...], baseline: str, margin: float, seeds: int
 ) -> ArmResult:
-    steps = [row for run in runs for row in run.steps if row.reward is not None]
+    steps = [row for run in runs for row in run.steps if row.reward_mean is not None]
     pairs = [(run, other) for run in runs for other in base if run.seed == other.seed and run.rewards and other.rewards]
     is_baseline = arm == baseline
     difference = None if is_baseline or not pairs else _interval(pairs)
     by_seed = () if is_baseline else tuple((pair[0].seed, _interval([pair])) for pair in pairs)
     stopped = [run.seed for run in runs if not run.rewards]
     below = [seed for seed, interval in by_seed if interval.high < -margin]
-    truncated = _numbers(steps, lambda row: row.truncated)
+    truncated = _numbers(steps, lambda row: row.is_truncated_fraction)
     method = runs[0].method if runs else NONE
-    k3 = _numbers(steps, lambda row: row.k3_kl)
+    k3 = _numbers(steps, lambda row: row.mismatch_k3_kl)
     return ArmResult(
         arm=arm,
         method=method,
         runs=runs,
         final=_mean(run.final for run in runs),
-        own=_mean(run.steps[-1].validation for run in runs if run.rewards),
+        own=_mean(run.steps[-1].val_reward_mean for run in runs if run.rewards),
         difference=difference,
         by_seed=by_seed,
         verdict=Verdict.BASELINE if is_baseline else _verdict(difference, runs=runs, stopped=stopped, margin=margin),
@@ -101,7 +115,7 @@ def _arm(
         inactive=bool(truncated) and method is not NONE and max(truncated) == 0.0,
         k3_kl=statistics.median(k3) if k3 else None,
         k3_max=max(k3, default=None),
-        codes_changed=_median(_numbers(steps, lambda row: row.codes_changed)),
+        codes_changed=_median(_numbers(steps, lambda row: row.codes_changed_fraction)),
         step_s=_median(_numbers(steps, lambda row: row.step_s)),
         seconds=_mean(run.seconds for run in runs),
         busy=any(run.is_busy for run in runs),
@@ -145,7 +159,9 @@ def verdict_text(row: ArmResult, *, margin: float) -> str:
     return f"{text}, inactive" if row.inactive else text
 
 
-def curve(runs: Iterable[RunResult], value: Callable[[StepRow], float | None]) -> list[tuple[int, float, float, float]]:
+def curve(
+    runs: Iterable[RunResult], value: Callable[[StepMetrics], float | None]
+) -> list[tuple[int, float, float, float]]:
     """(step, mean, smallest, largest) over the runs that have the step."""
     by_step: dict[int, list[float]] = {}
     for run in runs:
@@ -156,7 +172,7 @@ def curve(runs: Iterable[RunResult], value: Callable[[StepRow], float | None]) -
     return [(step, sum(v) / len(v), min(v), max(v)) for step, v in sorted(by_step.items())]
 
 
-def _numbers(steps: Iterable[StepRow], value: Callable[[StepRow], float | None]) -> list[float]:
+def _numbers(steps: Iterable[StepMetrics], value: Callable[[StepMetrics], float | None]) -> list[float]:
     return [found for row in steps if (found := value(row)) is not None]
 
 

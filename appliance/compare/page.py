@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from appliance.compare.judge import ArmResult, curve, verdict_text
-from appliance.compare.results import StepRow
 from appliance.compare.show import HEAD, NUMBERS, Shown, cells, notes
 from appliance.page import svg
 from appliance.page.render import render
+from appliance.run.events import StepMetrics
 
-_CURVES: tuple[tuple[str, str, Callable[[StepRow], float | None], bool], ...] = (
-    ("Reward of sampled responses", "mean and range of the seeds", lambda row: row.reward, False),
-    ("Mismatch, k3", "nats, logarithmic", lambda row: row.k3_kl, True),
-    ("Truncated share", "of the tokens", lambda row: row.truncated, False),
-    ("Largest weight before truncation", "logarithmic", lambda row: row.weight_max, True),
-    ("Codes changed by an update", "share", lambda row: row.codes_changed, False),
+_CURVES: tuple[tuple[str, str, Callable[[StepMetrics], float | None], bool], ...] = (
+    ("Reward of sampled responses", "mean and range of the seeds", lambda row: row.reward_mean, False),
+    ("Mismatch, k3", "nats, logarithmic", lambda row: row.mismatch_k3_kl, True),
+    ("Truncated share", "of the tokens", lambda row: row.is_truncated_fraction, False),
+    ("Largest weight before truncation", "logarithmic", lambda row: row.is_weight_max, True),
+    ("Codes changed by an update", "share", lambda row: row.codes_changed_fraction, False),
     ("Time of a step", "s", lambda row: row.step_s, False),
 )
 
@@ -53,7 +53,7 @@ def _intervals(rows: list[ArmResult], *, margin: float) -> str:
 
 
 def _chart(
-    title: str, unit: str, value: Callable[[StepRow], float | None], *, rows: list[ArmResult], logarithmic: bool
+    title: str, unit: str, value: Callable[[StepMetrics], float | None], *, rows: list[ArmResult], logarithmic: bool
 ) -> str:
     series = [svg.Series(row.arm, curve(row.runs, value), index) for index, row in enumerate(rows)]
     return svg.line_chart(svg.Chart(title, unit, logarithmic=logarithmic), series)

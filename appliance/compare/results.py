@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -14,7 +14,8 @@ from appliance.compare.arms import PlannedRun
 from appliance.compare.existing import has_result
 from appliance.corrections.registry import CorrectionMethod
 from appliance.files import write_whole
-from appliance.run.events import EVENTS_FILE, METRICS_FILE, append_event
+from appliance.run.events import Event, StepMetrics, append_event, finite, json_object
+from appliance.run.report.folder import read_events, read_metrics
 from appliance.run.session import RunRecord, read_record
 
 FINAL_FILE = "final-validation.json"
@@ -24,24 +25,10 @@ _LOOK_S = 3.0
 
 
 @dataclass(frozen=True)
-class StepRow:
-    """The part of a step's metrics that a comparison shows; None where a step has none. Units as in metrics.jsonl."""
-
-    step: int
-    reward: float | None
-    k3_kl: float | None
-    truncated: float | None
-    weight_max: float | None
-    codes_changed: float | None
-    step_s: float | None
-    validation: float | None
-    scheme: str
-
-
-@dataclass(frozen=True)
 class RunResult:
     """One run. rewards: of the final validation in BF16, problem by problem, empty where there is no model.
 
+    steps: each once; a validation before training has no reward.
     seconds: of its attempts, each from its first event to its last; pauses between them do not count.
     busy: share of the cores that others kept busy before it started, None: not known.
     """
@@ -52,7 +39,7 @@ class RunResult:
     method: CorrectionMethod
     state: str
     reason: str
-    steps: tuple[StepRow, ...]
+    steps: tuple[StepMetrics, ...]
     rewards: tuple[float, ...]
     seconds: float
     busy: float | None
@@ -77,8 +64,8 @@ def read_result(run: PlannedRun) -> RunResult | None:
 
 
 def _result(run: PlannedRun, *, record: RunRecord) -> RunResult:
-    events = _objects(run.run_dir / EVENTS_FILE)
-    shares = [_number(event.get("share")) for event in events if event.get("kind") == _LOAD]
+    events = read_events(run.run_dir)
+    shares = [finite(json_object(event.line).get("share")) for event in events if event.kind == _LOAD]
     return RunResult(
         arm=run.arm,
         seed=run.seed,
@@ -86,23 +73,17 @@ def _result(run: PlannedRun, *, record: RunRecord) -> RunResult:
         method=run.plan.correction.method,
         state=str(record.state),
         reason=record.reason,
-        steps=_steps(run.run_dir / METRICS_FILE),
+        steps=read_metrics(run.run_dir),
         rewards=read_final(run.run_dir),
-        seconds=_seconds(events),
+        seconds=_seconds([event for event in events if event.kind != _LOAD]),  # written when the run was over
         busy=shares[-1] if shares else None,
     )
 
 
-def _seconds(events: list[dict[str, Any]]) -> float:
-    total, begun, last = 0.0, None, 0.0
-    for event in events:
-        time_s = _number(event.get("time"))
-        if time_s is None or event.get("kind") == _LOAD:  # written when the run was over
-            continue
-        if event.get("kind") == "resume" and begun is not None:
-            total, begun = total + last - begun, None
-        begun, last = time_s if begun is None else begun, time_s
-    return total if begun is None else total + last - begun
+def _seconds(events: Sequence[Event]) -> float:
+    starts = [0, *(place for place, event in enumerate(events) if event.kind == "resume"), len(events)]
+    attempts = [events[start:end] for start, end in itertools.pairwise(starts) if start < end]
+    return sum(attempt[-1].time - attempt[0].time for attempt in attempts)
 
 
 def note_busy(run_dir: Path, *, share: float) -> None:
@@ -129,42 +110,3 @@ def read_final(run_dir: Path) -> tuple[float, ...]:
     except (OSError, ValueError):
         return ()
     return tuple(float(each) for each in raw["rewards"])
-
-
-def _steps(path: Path) -> tuple[StepRow, ...]:
-    """Each step once: where a run was resumed its later line holds. A validation before training has no reward."""
-    rows = {int(line["step"]): _row(line) for line in _objects(path) if _number(line.get("step")) is not None}
-    return tuple(rows[step] for step in sorted(rows))
-
-
-def _row(line: dict[str, Any]) -> StepRow:
-    return StepRow(
-        step=int(line["step"]),
-        reward=_number(line.get("reward_mean")),
-        k3_kl=_number(line.get("mismatch_k3_kl")),
-        truncated=_number(line.get("is_truncated_fraction")),
-        weight_max=_number(line.get("is_weight_max")),
-        codes_changed=_number(line.get("codes_changed_fraction")),
-        step_s=_number(line.get("step_s")),
-        validation=_number(line.get("val_reward_mean")),
-        scheme=str(line.get("scheme", "")),
-    )
-
-
-def _objects(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_text().splitlines() if path.exists() else []
-    found = []
-    for line in lines:
-        try:
-            raw = json.loads(line)
-        except ValueError:  # the last line of a run that was killed
-            continue
-        if isinstance(raw, dict):
-            found.append(raw)
-    return found
-
-
-def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from appliance import console
 from appliance.compare.file import Comparison
-from appliance.compare.interval import CONFIDENCE, Interval
-from appliance.compare.judge import ArmResult, verdict_text
-from appliance.compare.results import RunResult, StepRow
+from appliance.compare.judge import CONFIDENCE, ArmResult, Interval, verdict_text
+from appliance.compare.results import RunResult
 from appliance.corrections.registry import NONE
 from appliance.run import draw
 
@@ -33,6 +32,16 @@ HEAD = (
     *("arm", "final", "difference", "95 % interval", "in its scheme", "k3 median", "k3 max", "truncated"),
     *("codes changed", "step", "run", "verdict"),
 )
+_CURVES = {  # name in our JSON: that in metrics.jsonl
+    "step": "step",
+    "reward": "reward_mean",
+    "k3_kl": "mismatch_k3_kl",
+    "truncated": "is_truncated_fraction",
+    "weight_max": "is_weight_max",
+    "codes_changed": "codes_changed_fraction",
+    "step_s": "step_s",
+    "validation": "val_reward_mean",
+}
 NUMBERS = range(1, len(HEAD) - 1)  # places of the columns that stand on the right
 assert CONFIDENCE == 0.95  # in the heading
 
@@ -43,10 +52,10 @@ def cells(row: ArmResult, *, margin: float) -> tuple[str, ...]:
     interval = row.difference
     return (
         row.arm,
-        _number(row.final),
+        draw.number(row.final, digits=4),
         "-" if interval is None else f"{interval.mean:+.4f}",
         "-" if interval is None else _bounds(interval),
-        _number(row.own),
+        draw.number(row.own, digits=4),
         _short(row.k3_kl),
         _short(row.k3_max),
         "-" if row.method is NONE and not row.truncated else _share(row.truncated),
@@ -85,7 +94,7 @@ def notes(shown: Shown) -> list[str]:
 
 def _schemes(run: RunResult) -> str:
     """What became of the rollouts' scheme in the run; empty where it stayed."""
-    steps = [step for step in run.steps if step.reward is not None]
+    steps = [step for step in run.steps if step.reward_mean is not None]
     changes = [now for before, now in itertools.pairwise(steps) if now.scheme != before.scheme]
     told = ", ".join(f"from step {step.step} on in {step.scheme}" for step in changes)
     return f"{run.arm}, seed {run.seed}: rollouts in {steps[0].scheme}, {told}." if changes else ""
@@ -134,7 +143,6 @@ def _arm(row: ArmResult, *, comparison: Comparison) -> dict[str, object]:
 
 
 def _run(run: RunResult) -> dict[str, object]:
-    names = [field.name for field in dataclasses.fields(StepRow)]
     return {
         "seed": run.seed,
         "folder": run.folder,
@@ -144,7 +152,7 @@ def _run(run: RunResult) -> dict[str, object]:
         "problems": len(run.rewards),
         "seconds": round(run.seconds, 1),
         "busy": run.busy,
-        **{name: [getattr(row, name) for row in run.steps] for name in names if name != "scheme"},
+        **{name: [getattr(step, field) for step in run.steps] for name, field in _CURVES.items()},
         "scheme": list(dict.fromkeys(row.scheme for row in run.steps)),
     }
 
@@ -184,14 +192,14 @@ def _seed_lines(row: ArmResult) -> list[str]:
     lines = []
     for run in row.runs:
         interval = intervals.get(run.seed)
-        k3 = max((step.k3_kl for step in run.steps if step.k3_kl is not None), default=None)
-        truncated = max((step.truncated for step in run.steps if step.truncated is not None), default=None)
-        difference = (
-            "- | -" if interval is None else f"{interval.mean:+.4f} | {interval.low:+.4f} .. {interval.high:+.4f}"
+        k3 = max((step.mismatch_k3_kl for step in run.steps if step.mismatch_k3_kl is not None), default=None)
+        truncated = max(
+            (step.is_truncated_fraction for step in run.steps if step.is_truncated_fraction is not None), default=None
         )
+        difference = "- | -" if interval is None else f"{interval.mean:+.4f} | {_bounds(interval)}"
         steps = run.steps[-1].step if run.steps else 0
         lines.append(
-            f"| {row.arm} | {run.seed} | {run.state} | {steps} | {_number(run.final)} | {difference} "
+            f"| {row.arm} | {run.seed} | {run.state} | {steps} | {draw.number(run.final, digits=4)} | {difference} "
             f"| {_short(k3)} | {_share(truncated)} |"
         )
     return lines
@@ -199,10 +207,6 @@ def _seed_lines(row: ArmResult) -> list[str]:
 
 def _bounds(interval: Interval) -> str:
     return f"{interval.low:+.4f} .. {interval.high:+.4f}"
-
-
-def _number(value: float | None) -> str:
-    return draw.number(value, digits=4) if value is not None else "-"
 
 
 def _short(value: float | None) -> str:

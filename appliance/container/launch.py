@@ -21,11 +21,10 @@ from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 from docker.models.containers import Container
 from docker.types import DeviceRequest, Mount, Ulimit
 
-from appliance import console
+from appliance import console, hub
 from appliance.errors import PreflightError, RecipeError
 from appliance.plan.env import HUB_TOKEN_VARIABLE
 from appliance.plan.model import RunPlan
-from appliance.preflight import hub
 from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.probes import data_from_hub
 from appliance.preflight.report import examine

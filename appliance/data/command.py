@@ -42,7 +42,7 @@ class DataFile:
 
 
 @dataclass(frozen=True)
-class Made:
+class DataInfo:
     """What stands beside a file. rows: of the source.  repeated, conflicting: of those, not taken."""
 
     source: str
@@ -107,13 +107,13 @@ def _make(file: DataFile, *, folder: Path, source: str) -> Path:
     found = read_files(source, parse=file.parse, hint=file.hint)[0] if source else file.from_hub()
     with whole_file(target) as partial:
         write_parquet(found.problems, path=partial, kind=file.kind, split=file.split)
-    made = Made(source or file.hub, digest, found.rows, len(found.problems), found.repeated, found.conflicting)
+    made = DataInfo(source or file.hub, digest, found.rows, len(found.problems), found.repeated, found.conflicting)
     write_whole(about, json.dumps(dataclasses.asdict(made), indent=2) + "\n")  # last: without it, it is made again
     console.say(f"{target.name}: {_counts(made)}")
     return target
 
 
-def _counts(made: Made) -> str:
+def _counts(made: DataInfo) -> str:
     again = f", {made.repeated} rows repeat one of them" if made.repeated else ""
     other = f" ({made.conflicting} with another answer: the first one counts)" if made.conflicting else ""
     return f"{made.rows} rows, {made.problems} problems{again}{other}"

@@ -11,6 +11,7 @@ import os.path
 from dataclasses import dataclass
 from pathlib import Path
 
+from appliance import hub
 from appliance.errors import RecipeError
 from appliance.plan.correction import plan_correction, plan_uaq
 from appliance.plan.derive import Book, attention_of, every, plan_algorithm, plan_engine, plan_trainer, steps_of
@@ -19,7 +20,6 @@ from appliance.plan.env import child_env
 from appliance.plan.experts import layers_with_experts, quantises_experts
 from appliance.plan.guard import plan_guard, plan_validation
 from appliance.plan.host import HostFacts
-from appliance.plan.hub_cache import commit_in_cache, snapshot
 from appliance.plan.model import (
     SCHEMA_VERSION,
     CheckpointPlan,
@@ -270,8 +270,8 @@ def _model(recipe: Recipe, *, cache_dir: Path, commit: str) -> ModelPlan:
         source = model.path or ""
         path = str(full_path(source)) if is_folder(source) else source
     if hub_name(recipe) and revision:
-        commit = commit or commit_in_cache(source, revision=revision)
-        path = str(snapshot(source, commit=commit)) if commit else source
+        commit = commit or hub.commit_in_cache(source, revision=revision)
+        path = str(hub.snapshot(source, commit=commit)) if commit else source
     elif revision:
         raise RecipeError([(f"model.revision: {path} is not a model on the hub", "leave it out")])
     return ModelPlan(

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import netrc
 import os
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from appliance.cluster.token import check_token
 from appliance.errors import PreflightError
 from appliance.plan.env import WANDB_KEY_VARIABLE, WANDB_MODE_VARIABLE
 from appliance.plan.model import RunPlan
 from appliance.plan.ports import Ports
-from appliance.preflight.finding import Finding, Severity
-from appliance.preflight.wandb_key import wandb_key
+from appliance.preflight.finding import Finding, error, warning
 
 WANDB = "wandb"
 _CONNECT_WITHIN_S = 3.0
@@ -125,28 +126,67 @@ def _token_problem(file: Path, *, must_be: bool) -> str:
 def judge_access(facts: AccessFacts) -> Iterator[Finding]:
     if facts.cache_problem:
         remedy = f"as its owner: chown -R {facts.uid} the folder; or set cluster.run_dir to one of yours"
-        yield _error("cache-owner", "cluster.run_dir", facts.cache_problem, remedy)
+        yield error("cache-owner", "cluster.run_dir", facts.cache_problem, remedy)
     if facts.unreadable:
         more = f" and {len(facts.unreadable) - 1} more" if len(facts.unreadable) > 1 else ""
         message = f"user {facts.uid} cannot read {facts.unreadable[0]}{more}"
-        yield _error("model-unreadable", "model.path", message, "let its owner chmod it")
+        yield error("model-unreadable", "model.path", message, "let its owner chmod it")
     if facts.ports_in_use:
         ports = ", ".join(map(str, facts.ports_in_use))
         message = f"in use on this host: {ports}"
-        yield _error("port", "cluster.port", message, "end what listens there, or set cluster.port to another range")
+        yield error("port", "cluster.port", message, "end what listens there, or set cluster.port to another range")
     if facts.head_problem:
-        yield _error("no-head", "cluster.address", facts.head_problem, "start Ray there, or leave cluster.address out")
+        yield error("no-head", "cluster.address", facts.head_problem, "start Ray there, or leave cluster.address out")
     if facts.token_problem:
         remedy = "copy the token of that cluster there, readable by you alone; a cluster of this host's own makes one"
-        yield _error("token", "cluster.token_file", facts.token_problem, remedy)
+        yield error("token", "cluster.token_file", facts.token_problem, remedy)
     remedy = f"set {WANDB_KEY_VARIABLE}, or run `wandb login`, or set {WANDB_MODE_VARIABLE}=offline"
     if facts.wandb_doubt:
         message = f"whether `wandb` has a key here cannot be told: {facts.wandb_doubt}"
-        yield Finding(Severity.WARNING, "secret", "logging.backends", message, remedy)
+        yield warning("secret", "logging.backends", message, remedy)
     elif not facts.wandb_key:
         message = "`wandb` has no key here, and would ask for one in the middle of the start"
-        yield _error("secret", "logging.backends", message, remedy)
+        yield error("secret", "logging.backends", message, remedy)
 
 
-def _error(code: str, place: str, message: str, remedy: str) -> Finding:
-    return Finding(Severity.ERROR, code, place, message, remedy)
+_DEFAULT_URL = "https://api.wandb.ai"
+_URL_VARIABLE = "WANDB_BASE_URL"  # of one's own server
+_TOKEN_FILE_VARIABLE = "WANDB_IDENTITY_TOKEN_FILE"
+_CONFIG_VARIABLE = "WANDB_CONFIG_DIR"
+_NEEDS_NONE = ("offline", "disabled")
+
+
+def wandb_key() -> tuple[bool, str]:
+    """(whether there is one or none is needed, why that cannot be told). Without a doubt False means: there is none."""
+    if os.environ.get(WANDB_MODE_VARIABLE) in _NEEDS_NONE:
+        return True, ""
+    if os.environ.get(WANDB_KEY_VARIABLE) or os.environ.get(_TOKEN_FILE_VARIABLE):
+        return True, ""
+    settings = _settings_file()
+    try:
+        host = urlsplit(os.environ.get(_URL_VARIABLE) or _DEFAULT_URL).netloc
+        if not host:
+            return False, f"{_URL_VARIABLE} is no address"
+        file = _netrc_file()
+        has = os.path.exists(file) and netrc.netrc(file).authenticators(host) is not None
+    except netrc.NetrcParseError as error:
+        return False, f"{error.filename}, line {error.lineno}, cannot be read"  # its text can quote a password
+    except OSError as error:
+        return False, f"{error.filename}: {error.strerror}"
+    except ValueError:  # of an address, or of bytes that are not text
+        return False, f"{_URL_VARIABLE} or the netrc file cannot be read"
+    if not has and os.path.exists(settings):
+        return False, f"{settings} may name another server, or hold a key"
+    return has, ""
+
+
+def _netrc_file() -> Path:
+    """As wandb takes it: NETRC, ~/.netrc, ~/_netrc."""
+    if named := os.environ.get("NETRC"):
+        return Path(named).expanduser()
+    usual, other = Path("~/.netrc").expanduser(), Path("~/_netrc").expanduser()
+    return other if os.path.exists(other) and not os.path.exists(usual) else usual
+
+
+def _settings_file() -> Path:
+    return Path(os.environ.get(_CONFIG_VARIABLE) or "~/.config/wandb").expanduser() / "settings"

@@ -14,14 +14,12 @@ from appliance.preflight import gpu
 from appliance.preflight.access import AccessFacts, judge_access
 from appliance.preflight.container import judge_container
 from appliance.preflight.disk import bytes_by_shape, disk_bytes, gib, judge_disk
-from appliance.preflight.experts import judge_experts
-from appliance.preflight.finding import Finding, Severity
-from appliance.preflight.guard import judge_guard
+from appliance.preflight.finding import Finding, Severity, error, warning
 from appliance.preflight.limits import judge_limits
-from appliance.preflight.pays import judge_gain
 from appliance.preflight.probes import InputFacts
+from appliance.preflight.schemes import judge_experts, judge_gain, judge_guard, judge_schemes
 from appliance.preflight.stack import judge_stack
-from appliance.terms.devices import CPU, gpu_of_product, why_not
+from appliance.terms.devices import CPU, gpu_of_product
 from appliance.terms.families import why_unknown
 from appliance.terms.shapes import ModelShape
 
@@ -45,7 +43,7 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
         _libraries(plan, host),
         _device(plan, host),
         gpu.attention(plan, host),
-        _scheme(plan, host),
+        judge_schemes(plan, host),
         judge_experts(plan, host=host, shape=inputs.model_shape),
         _profile(plan, inputs),
         _uaq(plan, inputs),
@@ -86,25 +84,17 @@ def judge_node(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> list
     return [finding for check in checks for finding in check]
 
 
-def _error(code: str, place: str, message: str, remedy: str = "") -> Finding:
-    return Finding(Severity.ERROR, code, place, message, remedy)
-
-
-def _warning(code: str, place: str, message: str, remedy: str = "") -> Finding:
-    return Finding(Severity.WARNING, code, place, message, remedy)
-
-
 def _python(host: HostFacts) -> Iterator[Finding]:
     if host.python != PYTHON:
         found = ".".join(map(str, host.python))
-        yield _error("python-version", "python", f"version {found} is untested", "use CPython 3.11")
+        yield error("python-version", "python", f"version {found} is untested", "use CPython 3.11")
 
 
 def _libraries(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
     for library in host.missing_libraries if plan.device == CPU else ():
         package = PACKAGE_OF[library]
         remedy = f"apt-get install {package} (or your distribution's package with it)"
-        yield _error("missing-library", library, "the shared library is missing, vLLM needs it", remedy)
+        yield error("missing-library", library, "the shared library is missing, vLLM needs it", remedy)
 
 
 def _device(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
@@ -115,88 +105,71 @@ def _device(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
     if not host.gpus:
         if host.container is not None:  # judge_container names the flag
             return
-        yield _error("no-gpu", "cluster.device", f"`{plan.device}` is wanted, this host has no GPU", remedy)
+        yield error("no-gpu", "cluster.device", f"`{plan.device}` is wanted, this host has no GPU", remedy)
     elif len(fitting) < plan.gpus_per_node:
         have = ", ".join(gpu.product for gpu in host.gpus)
         message = f"{plan.gpus_per_node} x `{plan.device}` wanted, this host has {have}"
-        yield _error("wrong-gpu", "cluster.device", message, remedy)
+        yield error("wrong-gpu", "cluster.device", message, remedy)
 
 
 def _is_its_device(plan: RunPlan, host: HostFacts) -> bool:
     return plan.device == CPU or bool(host.gpus)
 
 
-def _scheme(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
-    mixed = len({replica.scheme for replica in plan.rollout.replicas}) > 1
-    place = "rollout.replicas" if mixed else "rollout.scheme"
-    for replica in dict.fromkeys(plan.rollout.replicas):
-        reason = why_not(replica.scheme, device=plan.device, cpu_flags=host.cpu_flags)
-        if replica.emulated:
-            message = f"`{replica.scheme}` is emulated by rounding in float: its numbers are meant, its speed is not"
-            yield _warning("scheme-emulated", "quantization.emulate", message, "use `int8` where speed matters")
-        elif reason:
-            emulate = ", or quantization.emulate for its numbers alone" if replica.scheme.spec.can_emulate else ""
-            yield _error("scheme", place, reason, f"use `int8` or `bf16`, or `auto`{emulate}")
-        elif plan.device == CPU and (fast := replica.scheme.spec.fast_cpu_flags) and not host.cpu_flags & set(fast):
-            number = replica.scheme.spec.number
-            message = f"this processor has no VNNI and no AMX: {number} runs, but slower than BF16"
-            yield _warning("scheme-slow", place, message, "use `auto` or `bf16`")
-
-
 def _profile(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     if inputs.profile_problem:
         remedy = "point to a folder made by `appliance profile`, or use `auto`"
-        yield _error("profile", "quantization.profile", inputs.profile_problem, remedy)
+        yield error("profile", "quantization.profile", inputs.profile_problem, remedy)
 
 
 def _uaq(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     if inputs.uaq_problem:
         remedy = "leave out correction.uaq_scale, or use a model of a known family"
-        yield _error("uaq", "correction.uaq_scale", inputs.uaq_problem, remedy)
+        yield error("uaq", "correction.uaq_scale", inputs.uaq_problem, remedy)
 
 
 def _model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     model = plan.model
     if model.trust_remote_code:
         message = f"Python code that comes with {model.source or model.builtin} will run"
-        yield _warning("remote-code", "model.trust_remote_code", message, "read it first")
+        yield warning("remote-code", "model.trust_remote_code", message, "read it first")
     if model.builtin:
         return
     if model.hub_name:
         yield from _hub_model(plan, inputs)
     elif model.path.startswith("/"):
         if not inputs.model_folder_exists:
-            yield _error("model-missing", "model.path", f"{model.path}: no such folder", "correct the path")
+            yield error("model-missing", "model.path", f"{model.path}: no such folder", "correct the path")
         elif inputs.model_missing:
             message = f"{model.path}: the folder has no {' and no '.join(inputs.model_missing)}"
             remedy = (
                 "point to a complete transformers model; *.bin and *.pt are pickles, which can run code: convert them"
             )
-            yield _error("model-incomplete", "model.path", message, remedy)
+            yield error("model-incomplete", "model.path", message, remedy)
         elif inputs.model_damage:
             message = f"{model.path}: {'; '.join(inputs.model_damage)}"
-            yield _error("model-damaged", "model.path", message, "copy or download the model again")
+            yield error("model-damaged", "model.path", message, "copy or download the model again")
 
 
 def _hub_model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     model = plan.model
     if not _HUB_NAME.fullmatch(model.hub_name):
         message = f"`{model.hub_name}` is not a folder, and no name on the hub can be"
-        yield _error("model-missing", "model.path", message, "give a folder, or `owner/name`")
+        yield error("model-missing", "model.path", message, "give a folder, or `owner/name`")
     elif not inputs.model_is_cached and (inputs.is_offline or inputs.hub_problem):
         why = "HF_HUB_OFFLINE is set" if inputs.is_offline else inputs.hub_problem
         at = f" at `{model.revision}`" if model.revision else ""
         message = f"`{model.source}`{at} is not a folder and not in the hub's cache, and {why}"
-        yield _error(
+        yield error(
             "model-unreachable", "model.path", message, "give a folder, or download it where there is a network"
         )
     elif inputs.model_problem:
         names = "the name or model.revision" if model.revision else "the name"
         remedy = f"correct {names}; or accept the model's terms on the hub and set HF_TOKEN"
-        yield _error("model-refused", "model.path", inputs.model_problem, remedy)
+        yield error("model-refused", "model.path", inputs.model_problem, remedy)
     elif inputs.revision_problem:
         remedy = "give its commit, or the name of a branch or tag that the hub has"
-        yield _error("model-revision", "model.revision", inputs.revision_problem, remedy)
+        yield error("model-revision", "model.revision", inputs.revision_problem, remedy)
 
 
 def _shape(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
@@ -205,17 +178,17 @@ def _shape(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     if shape is None:
         return
     if why := why_unknown(shape.architectures):
-        yield _error("architecture", "model.path", f"{plan.model.path}: {why}", "use a model of a known family")
+        yield error("architecture", "model.path", f"{plan.model.path}: {why}", "use a model of a known family")
     longest = plan.task.longest
     if 0 < shape.max_positions < longest:
         message = f"prompt and response are up to {longest} tokens, {plan.model.source} takes {shape.max_positions}"
-        yield _error("context", "task.max_response_tokens", message, "lower it, or task.max_prompt_tokens")
+        yield error("context", "task.max_response_tokens", message, "lower it, or task.max_prompt_tokens")
 
 
 def _data(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     for message, hint in inputs.data_problems:
         place, _, fact = message.partition(": ")
-        yield _error("data", place, fact, hint)
+        yield error("data", place, fact, hint)
     if problem := inputs.reward_problem:
         severity = Severity.WARNING if problem.is_rare else Severity.ERROR
         place = "task.train_file" if plan.task.train_file else "task.kind"
@@ -224,7 +197,7 @@ def _data(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     if from_hub and not inputs.has_data and (inputs.is_offline or inputs.hub_problem):
         why = "HF_HUB_OFFLINE is set" if inputs.is_offline else inputs.hub_problem
         message = f"none is given, so the data comes from the hub, and {why}"
-        yield _error("data-unreachable", "task.train_file", message, "give a JSON-lines or parquet file")
+        yield error("data-unreachable", "task.train_file", message, "give a JSON-lines or parquet file")
 
 
 def _access(facts: AccessFacts, host: HostFacts) -> Iterator[Finding]:
@@ -235,7 +208,7 @@ def _access(facts: AccessFacts, host: HostFacts) -> Iterator[Finding]:
 def _folder(host: HostFacts) -> Iterator[Finding]:
     if host.run_root_problem and host.container is None:
         remedy = "set cluster.run_dir to a folder that you can write to"
-        yield _error("run-folder", "cluster.run_dir", host.run_root_problem, remedy)
+        yield error("run-folder", "cluster.run_dir", host.run_root_problem, remedy)
 
 
 def _model_bytes(inputs: InputFacts) -> int:
@@ -282,7 +255,7 @@ def _shared_memory(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
         needed = _SHM_OF_A_TINY_MODEL
     if host.shm_free_bytes < needed:
         message = f"{host.shm_free_bytes >> 20} MiB free, Ray and the weight updates need about {needed >> 20}"
-        yield _error("shared-memory", "/dev/shm", message, f"in a container: --shm-size={flag}")
+        yield error("shared-memory", "/dev/shm", message, f"in a container: --shm-size={flag}")
 
 
 def _memory(plan: RunPlan, host: HostFacts, found: ModelShape | None) -> Iterator[Finding]:
@@ -295,20 +268,20 @@ def _memory(plan: RunPlan, host: HostFacts, found: ModelShape | None) -> Iterato
         message = f"{gib(needed - free)} are missing: {gib(free)} free, the run takes about {gib(needed)}"
         changes = host_memory.ladder(plan, shape, limit=free * plan.nodes)
         fits = f"by the same estimate it fits with {'; '.join(changes)}" if changes else "take a larger host"
-        yield _warning("memory", "memory", message, f"close other programs; {fits}")
+        yield warning("memory", "memory", message, f"close other programs; {fits}")
 
 
 def _logging(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
     for backend in plan.logging_backends:
         if backend not in host.packages:
             message = f"the package `{backend}` is not installed"
-            yield _error("log-backend", "logging.backends", message, f"pip install {backend}, or leave it out")
+            yield error("log-backend", "logging.backends", message, f"pip install {backend}, or leave it out")
 
 
 def _sampling(plan: RunPlan) -> Iterator[Finding]:
     if plan.rollout.top_p < 1.0:
         message = f"{plan.rollout.top_p}: the engine's log-probs are of the cut distribution, the trainer's are not"
-        yield _warning("top-p", "rollout.top_p", message, "use 1.0, or read the mismatch with that in mind")
+        yield warning("top-p", "rollout.top_p", message, "use 1.0, or read the mismatch with that in mind")
 
 
 def _container(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:

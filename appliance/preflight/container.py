@@ -10,7 +10,7 @@ from pathlib import Path
 
 from appliance.plan.env import HUB_TOKEN_VARIABLE, IMAGE_VARIABLE
 from appliance.plan.host import ContainerFacts
-from appliance.preflight.finding import Finding, Severity
+from appliance.preflight.finding import Finding, error, warning
 
 _IN_MEMORY = ("tmpfs", "ramfs")
 _CACHE = "/cache"
@@ -70,20 +70,20 @@ def judge_container(
     elif not facts.run_root_lasts:
         message = f"{facts.run_root} is not on a volume: the results go with the container"
         remedy = f"to keep them: docker run -v flashrl-runs:{facts.run_root} ..."
-        yield Finding(Severity.WARNING, "no-volume", "cluster.run_dir", message, remedy)
+        yield warning("no-volume", "cluster.run_dir", message, remedy)
     if facts.unwritable_cache:
         message = f"user {facts.uid}, group {facts.gid} cannot write"
         remedy = f"docker run -v flashrl-cache:{facts.unwritable_cache} --user {facts.uid}:0 ..."
-        yield Finding(Severity.ERROR, "cache", facts.unwritable_cache, message, remedy)
+        yield error("cache", facts.unwritable_cache, message, remedy)
     if facts.unreadable_token:
         yield _no_token(facts)
     if facts.open_token:
         remedy = f"mount it below {_SECRETS}, or give it the mode 0600"
-        yield Finding(Severity.ERROR, "hub-token", HUB_TOKEN_VARIABLE, facts.open_token, remedy)
+        yield error("hub-token", HUB_TOKEN_VARIABLE, facts.open_token, remedy)
     if not facts.tmp_runs_programs:
         message = "programs cannot be started from it, and compiled kernels lie there"
         remedy = f"docker run --tmpfs {tempfile.gettempdir()}:exec ..."
-        yield Finding(Severity.ERROR, "tmp-noexec", tempfile.gettempdir(), message, remedy)
+        yield error("tmp-noexec", tempfile.gettempdir(), message, remedy)
 
 
 def _no_gpu(facts: ContainerFacts) -> Finding:
@@ -91,7 +91,7 @@ def _no_gpu(facts: ContainerFacts) -> Finding:
         message, remedy = "this is the CPU image", "use the image with the tag gpu, and docker run --gpus all ..."
     else:
         message, remedy = "this container sees no GPU", "docker run --gpus all ..."
-    return Finding(Severity.ERROR, "no-gpu-in-container", "cluster.device", message, remedy)
+    return error("no-gpu-in-container", "cluster.device", message, remedy)
 
 
 def _no_token(facts: ContainerFacts) -> Finding:
@@ -101,7 +101,7 @@ def _no_token(facts: ContainerFacts) -> Finding:
         remedy = f"docker run --user {facts.token_owner}:0 ..., or with compose RUN_AS={facts.token_owner}:0"
     else:
         remedy = f"on the host, a copy for it: install -m 0400 -o {facts.uid} FILE COPY"
-    return Finding(Severity.ERROR, "hub-token", HUB_TOKEN_VARIABLE, message, remedy)
+    return error("hub-token", HUB_TOKEN_VARIABLE, message, remedy)
 
 
 def _not_writable(facts: ContainerFacts) -> Finding:
@@ -111,4 +111,4 @@ def _not_writable(facts: ContainerFacts) -> Finding:
     else:
         message = f"{facts.run_root}: the volume does not let user {facts.uid}, group {facts.gid} write"
         remedy = f"on the host, chown -R {facts.uid}:0 its folder; or docker run --user $(id -u):0 as its owner ..."
-    return Finding(Severity.ERROR, "volume-owner", "cluster.run_dir", message, remedy)
+    return error("volume-owner", "cluster.run_dir", message, remedy)

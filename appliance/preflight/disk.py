@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.plan.model import RunPlan
-from appliance.preflight.finding import Finding, Severity
+from appliance.preflight.finding import Finding, error
 from appliance.terms.shapes import ModelShape
 
 _GIB = 1 << 30
@@ -119,7 +119,7 @@ def judge_disk(plan: RunPlan, disks: Disks, *, model_bytes: int, written: Writte
 def _short(place: str, disk: Disk, needed: int, message: str, remedy: str) -> Iterator[Finding]:
     if disk.free_bytes < needed:
         what = f"{gib(disk.free_bytes)} free at {disk.folder}, {message}"
-        yield Finding(Severity.ERROR, "disk", place, what, remedy)
+        yield error("disk", place, what, remedy)
 
 
 def disk_bytes(plan: RunPlan, *, model_bytes: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -29,5 +30,23 @@ class Finding:
         return f"{self.severity}: {self.place}: {self.message}"
 
 
+def error(code: str, place: str, message: str, remedy: str = "") -> Finding:
+    return Finding(Severity.ERROR, code, place, message, remedy)
+
+
+def warning(code: str, place: str, message: str, remedy: str = "") -> Finding:
+    return Finding(Severity.WARNING, code, place, message, remedy)
+
+
 def has_error(findings: list[Finding]) -> bool:
     return any(finding.severity is Severity.ERROR for finding in findings)
+
+
+def lines(findings: list[Finding]) -> list[str]:
+    """`severity: place: message`, the worst first, each followed by its `hint:` line where there is a remedy."""
+    in_order = sorted(findings, key=lambda each: list(Severity).index(each.severity))
+    return [line for each in in_order for line in (each.text, f"hint: {each.remedy}" if each.remedy else "") if line]
+
+
+def as_json(findings: list[Finding]) -> list[dict[str, str]]:
+    return [dataclasses.asdict(finding) for finding in findings]

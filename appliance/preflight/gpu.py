@@ -8,7 +8,7 @@ from appliance.plan.guard import CHANGES_ENGINES
 from appliance.plan.host import HostFacts
 from appliance.plan.memory import GIB, engine_share, host_bytes, ladder, moments
 from appliance.plan.model import RunPlan
-from appliance.preflight.finding import Finding, Severity
+from appliance.preflight.finding import Finding, Severity, error
 from appliance.terms.devices import CPU
 from appliance.terms.shapes import ModelShape
 
@@ -25,7 +25,7 @@ def attention(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
     if not shares:
         remedy += ", or trainer.attention: sdpa, which pads"
     message = f"`{plan.trainer.attention}` is planned: {what} needs the package flash-attn, which is not installed"
-    yield Finding(Severity.ERROR, "flash-attention", "trainer.attention", message, remedy)
+    yield error("flash-attention", "trainer.attention", message, remedy)
 
 
 def parallel(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
@@ -69,7 +69,7 @@ def offloaded(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> Itera
         has = host.memory_bytes / GIB
         message = f"{needed / GIB:.0f} GiB of the trainer's state are offloaded, this host has {has:.0f}"
         remedy = "do not offload, or use more hosts"
-        yield Finding(Severity.ERROR, "host-memory", "trainer.offload_optimizer", message, remedy)
+        yield error("host-memory", "trainer.offload_optimizer", message, remedy)
 
 
 def _engine(plan: RunPlan, shape: ModelShape) -> Iterator[Finding]:
@@ -98,4 +98,4 @@ def _engine(plan: RunPlan, shape: ModelShape) -> Iterator[Finding]:
 
 def _indivisible(place: str, sharing: int, *, count: int, what: str, name: str) -> Finding:
     message = f"{sharing} does not divide the {count} {what} of {name}"
-    return Finding(Severity.ERROR, "heads", place, message, "use a divisor")
+    return error("heads", place, message, "use a divisor")

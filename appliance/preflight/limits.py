@@ -9,7 +9,7 @@ from pathlib import Path
 
 from appliance.plan.control_groups import MEMBERSHIP, TREES, V2, groups_of, number_in, paths_of
 from appliance.plan.host import UNLIMITED, Limits
-from appliance.preflight.finding import Finding, Severity
+from appliance.preflight.finding import Finding, error, warning
 
 # Of the demo on 2 cores, counted while it trained: 13 processes had up to 115 files each and 400 threads together.
 _FILES_OF_A_PROCESS = 1024  # ten times as many: Ray opens some per worker, vLLM per file of weights
@@ -71,8 +71,8 @@ def judge_limits(limits: Limits, *, cores: int) -> Iterator[Finding]:
     if limits.open_files < _FILES_OF_A_PROCESS:
         message = f"a process may open {limits.open_files} files, Ray and vLLM want {_FILES_OF_A_PROCESS}"
         remedy = "ulimit -Hn 65536, or in a container --ulimit nofile=65536:65536"
-        yield Finding(Severity.ERROR, "open-files", "ulimit -n", message, remedy)
+        yield error("open-files", "ulimit -n", message, remedy)
     if limits.threads < threads:
         message = f"{limits.threads} processes and threads are allowed, a run on {cores} cores may start {threads}"
         remedy = "raise it (ulimit -u), or in a container --pids-limit=-1"
-        yield Finding(Severity.WARNING, "threads", "ulimit -u", message, remedy)
+        yield warning("threads", "ulimit -u", message, remedy)

@@ -14,20 +14,19 @@ from pathlib import Path
 
 import psutil
 
+from appliance import hub
 from appliance.errors import EngineError
 from appliance.plan.control_groups import usable_cores
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.model import ModelPlan, RunPlan
 from appliance.plan.stored import read_result, result_key
-from appliance.preflight import hub
 from appliance.preflight.access import AccessFacts, read_access
 from appliance.preflight.container import read_container
 from appliance.preflight.disk import Disks, Written, nearest_existing, read_disks, read_written
 from appliance.preflight.limits import read_limits
-from appliance.preflight.profile import profile_problem
+from appliance.preflight.model_files import damage, profile_problem
 from appliance.preflight.sample import RewardProblem, reward_problem
 from appliance.preflight.stack import StackFacts, read_stack
-from appliance.preflight.weights import damage
 from appliance.quant.uaq import layers_to_scale, require_unscaled
 from appliance.terms.devices import StoredResult
 from appliance.terms.shapes import KNOWN, ModelShape, read_shape
@@ -45,7 +44,8 @@ class InputFacts:
     model_missing: parts that the model folder lacks (`config.json`, `weights`, `tokenizer`), empty when complete or
     when the model is not a folder.  model_bytes: size of its weights, 0 when unknown.
     model_shape: by its config.json, None when unknown.
-    model_is_cached: a hub name whose files are in the local hub cache.  is_offline: HF_HUB_OFFLINE is set here.
+    model_is_cached: a hub name whose files are in the local hub cache.
+    is_offline: the hub is needed, and HF_HUB_OFFLINE is set.
     hub_problem: why the hub cannot be reached, empty when it can or was not asked.
     profile_problem: why the folder of `quantization.profile` has none for this plan, empty when it has or none is
     given.
@@ -164,7 +164,9 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) 
     is_folder = not plan.model.builtin and not name and folder.is_absolute()
     cached = bool(name) and _is_cached(plan.model)
     needs_model = bool(name) and not cached
-    asks = ask_hub and not hub.is_offline() and (needs_model or (data_from_hub(plan) and not made))
+    needs_hub = needs_model or (data_from_hub(plan) and not made)
+    is_offline = needs_hub and hub.is_offline()
+    asks = ask_hub and needs_hub and not is_offline
     hub_problem = hub.problem() if asks else ""
     data_problems = _data_problems(plan)
     access = read_access(plan, ask_network=ask_hub)  # before anything looks into the folder
@@ -176,7 +178,7 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) 
         model_bytes=model_bytes(plan),
         model_shape=model_shape(plan),
         model_is_cached=cached,
-        is_offline=hub.is_offline(),
+        is_offline=is_offline,
         hub_problem=hub_problem,
         data_problems=data_problems,
         has_data=made,
@@ -249,8 +251,8 @@ def model_shape(plan: RunPlan) -> ModelShape | None:
         return None
     if folder.is_absolute():
         return read_shape(folder / "config.json") or (KNOWN.get(plan.model.source) if plan.model.is_pinned else None)
-    found = (read_shape(each / "config.json") for each in hub.snapshots(plan.model.source))
-    return next(filter(None, found), KNOWN.get(plan.model.source))
+    cached = hub.cached_snapshot(plan.model.source)
+    return (read_shape(cached / "config.json") if cached else None) or KNOWN.get(plan.model.source)
 
 
 def _data_problems(plan: RunPlan) -> tuple[tuple[str, str], ...]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
+from appliance import hub
 from appliance.plan.build import OriginalPlan, build_plan, hub_name
 from appliance.plan.host import HostFacts
 from appliance.plan.model import RunPlan
 from appliance.plan.show import plan_text
-from appliance.preflight import hub
 from appliance.preflight.checks import estimates, judge
-from appliance.preflight.finding import Finding, Severity
+from appliance.preflight.finding import Finding, as_json, lines
 from appliance.preflight.probes import model_bytes, model_shape, read_host, read_inputs
 from appliance.recipe.dump import to_plain, to_yaml
 from appliance.recipe.schema import Recipe
@@ -64,14 +63,10 @@ def _commit(recipe: Recipe, *, original: OriginalPlan | None, ask_hub: bool) -> 
     return hub.revision(name, of=revision)[0] if name and ask_hub else ""
 
 
-def lines(findings: list[Finding]) -> list[str]:
-    """`severity: place: message`, the worst first, each followed by its `hint:` line where there is a remedy."""
-    in_order = sorted(findings, key=lambda each: list(Severity).index(each.severity))
-    return [line for each in in_order for line in (each.text, f"hint: {each.remedy}" if each.remedy else "") if line]
-
-
-def as_json(findings: list[Finding]) -> list[dict[str, str]]:
-    return [dataclasses.asdict(finding) for finding in findings]
+def commit_for(recipe: Recipe) -> str:
+    """The commit that the recipe's `model.revision` is; empty without one, and where that cannot be told."""
+    name, wanted = hub_name(recipe), recipe.model.revision
+    return hub.revision(name, of=wanted)[0] if name and wanted else ""
 
 
 def plan_as(

@@ -9,10 +9,10 @@ import importlib.metadata
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from appliance.patch import recorded, why_unfit
 from appliance.plan.host import HostFacts
 from appliance.plan.model import RunPlan
-from appliance.preflight.finding import Finding, Severity
-from appliance.preflight.records import recorded, why_unfit
+from appliance.preflight.finding import Finding, error
 from appliance.terms.devices import CPU
 
 
@@ -53,7 +53,7 @@ def judge_stack(plan: RunPlan, host: HostFacts, facts: StackFacts) -> Iterator[F
     )
     for name, pinned, installed in facts.versions:
         message = f"{installed or 'nothing'} is installed, the plan is for {pinned}"
-        yield Finding(Severity.ERROR, "version", name, message, remedy)
+        yield error("version", name, message, remedy)
     differ = {name for name, _, _ in facts.versions}
     for name, why in facts.patches if not differ else ():  # another version has other sources: said once
-        yield Finding(Severity.ERROR, "patch", f"patch {name}", why, remedy)
+        yield error("patch", f"patch {name}", why, remedy)

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from appliance.errors import EngineError
 from appliance.files import whole_folder
+from appliance.hub import download_model
 from appliance.plan.read import read_plan
 from appliance.profile.cache import find_profile, key_of, place_profile
 from appliance.profile.job import ProfileJob, cache_folder, job_of_run
@@ -24,8 +25,8 @@ from appliance.quant.files import PROFILE_FILE
 from appliance.quant.profile import Origin, Settings, write_profile
 from appliance.run.events import append_event
 from appliance.run.failures import exit_code_of
+from appliance.run.heartbeat import Heartbeat
 from appliance.run.stacks import keep_stacks
-from appliance.tasks.hub import download_model
 
 PHASE = "profile"
 _VERSIONS = ("flashrl-appliance", "torch", "transformers", "safetensors")
@@ -94,7 +95,7 @@ def model_folder(model: str, *, revision: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        return download_model(model, revision=revision)
+        return download_model(model, revision=revision, beat=Heartbeat().beat)
     except (OSError, HfHubHTTPError, HFValidationError) as error:
         raise EngineError(
             f"{model}: neither a folder with config.json nor to be had from the hub: {error}",

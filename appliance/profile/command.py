@@ -22,8 +22,8 @@ from appliance.files import write_whole
 from appliance.plan.build import build_plan
 from appliance.plan.engines import PROFILE_FOLDER
 from appliance.plan.model import RunPlan
-from appliance.preflight.hub import commit_for
 from appliance.preflight.probes import read_host
+from appliance.preflight.report import commit_for
 from appliance.profile.cache import find_profile, model_hash, place_profile
 from appliance.profile.job import ProfileJob, job_of_plan, job_of_run
 from appliance.profile.table import table

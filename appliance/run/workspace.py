@@ -13,9 +13,8 @@ from appliance.errors import PreflightError
 from appliance.plan.host import HostFacts
 from appliance.plan.model import RunPlan
 from appliance.preflight.checks import judge
-from appliance.preflight.finding import Finding, Severity
+from appliance.preflight.finding import Finding, Severity, lines
 from appliance.preflight.probes import read_inputs
-from appliance.preflight.report import lines
 from appliance.recipe.text import full_path
 from appliance.run.session import cannot_write
 

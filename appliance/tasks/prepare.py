@@ -15,6 +15,7 @@ from pathlib import Path
 
 from appliance.errors import EngineError, RecipeError
 from appliance.files import whole_folder
+from appliance.hub import download_model
 from appliance.plan.model import RunPlan, TaskPlan
 from appliance.plan.read import read_plan
 from appliance.run.events import append_event
@@ -22,7 +23,6 @@ from appliance.run.failures import exit_code_of
 from appliance.run.heartbeat import Heartbeat
 from appliance.run.stacks import keep_stacks
 from appliance.tasks import arithmetic, dapo_math, gsm8k
-from appliance.tasks.hub import download_model
 from appliance.tasks.library import DAPO_MATH
 from appliance.tasks.problem import Problem, Splits
 from appliance.tasks.tiny_spec import TINY_MODELS
@@ -81,7 +81,9 @@ def _make_model(plan: RunPlan) -> None:
 def _fetch_model(plan: RunPlan) -> None:
     model = plan.model
     try:
-        folder = download_model(model.source, revision=model.commit, with_code=model.trust_remote_code)
+        folder = download_model(
+            model.source, revision=model.commit, beat=Heartbeat().beat, with_code=model.trust_remote_code
+        )
     except OSError as error:
         hint = "download it where there is a network, or give another model.revision"
         raise EngineError(f"{model.identity} cannot be had from the hub: {error}", hint=hint) from error

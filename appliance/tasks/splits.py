@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from appliance.errors import RecipeError
-from appliance.tasks.hub import download_data
+from appliance.hub import download_data
+from appliance.run.heartbeat import Heartbeat
 from appliance.tasks.problem import Problem, Splits
 from appliance.tasks.rows import Found, Parse, read_file, read_files
 
@@ -78,7 +79,7 @@ def hub_file(name: str, *, file: str, source: Source) -> Found:
     Raises RecipeError.
     """
     try:
-        path = download_data(name, file=file)
+        path = download_data(name, file=file, beat=Heartbeat().beat)
     except OSError as error:  # no network, no such file, or offline mode
         raise hub_is_away(name, error=error) from error
     found = read_file(path, parse=source.parse, hint=source.hint)

@@ -14,8 +14,8 @@ from appliance.plan.build import build_plan
 from appliance.plan.env import PLAN_VARIABLE, THREADS_VARIABLE
 from appliance.plan.host import HostFacts
 from appliance.plan.model import RunPlan
-from appliance.preflight.hub import commit_for
 from appliance.preflight.probes import read_host
+from appliance.preflight.report import commit_for
 from appliance.profile.cache import find_profile
 from appliance.profile.job import job_of_plan
 from appliance.quant.files import read_file_header

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hub_variables import set_hub
 from plans import HOST
 
 from appliance import cli
@@ -229,8 +230,7 @@ def test_bad_input_is_named_has_its_code_and_leaves_nothing_half_made(tmp_path, 
         (tmp_path / name / part).write_text("{}")
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    set_hub(monkeypatch, HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(tmp_path / "hub"))
     with socket.create_server(("", 0)) as taken, pytest.raises(SystemExit) as ended:
         port = taken.getsockname()[1]
         options = [part for each in sets for part in ("--set", each.format(port=port))]

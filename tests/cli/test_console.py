@@ -67,6 +67,10 @@ def test_a_table_that_no_terminal_shows_cuts_and_folds_nothing() -> None:
     assert text.splitlines() == ["name  number", f"a          1  {'x' * 300}", "[b]       22  \\x1b[31m"]
 
 
-def test_a_table_in_a_terminal_folds_long_cells() -> None:
-    lines = console.table([("a", "x" * 30)], columns=20).splitlines()
-    assert max(map(len, lines)) <= 20 and "".join(lines).count("x") == 30
+def test_a_table_in_a_terminal_folds_texts_and_no_numbers() -> None:
+    rows = [("a", "1.0000e-04", "x" * 50)]
+    lines = console.table(rows, head=("", "the number", ""), numbers=[1], columns=40).splitlines()
+    assert max(map(len, lines)) <= 40 and "".join(lines).count("x") == 50
+    assert "1.0000e-04" in lines[1]
+    whole = console.table(rows, columns=20)  # too narrow for it: the terminal breaks the lines
+    assert whole == f"a  1.0000e-04  {'x' * 50}"

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from hub_variables import set_hub
 from plans import HOST, make_plan, make_rollout
 
 from appliance.cluster import node_report
@@ -22,10 +23,10 @@ from appliance.cluster.node_report import (
     question_of,
     warnings,
 )
+from appliance.patch import recorded
 from appliance.plan.build import build_plan
 from appliance.plan.host import ContainerFacts, HostGpu, Limits
 from appliance.plan.model import RunPlan
-from appliance.preflight.records import recorded
 from appliance.recipe.load import load_recipe
 from appliance.terms.schemes import Scheme
 from appliance.terms.shapes import KNOWN
@@ -270,8 +271,7 @@ def test_a_node_reads_its_gpus_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest
     program.write_text("#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 81559'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    set_hub(monkeypatch, HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(tmp_path))
     report = describe_node(question_of(plan_on_gpus(tmp_path)))
     assert report.gpus == (HostGpu("NVIDIA H100 80GB HBM3", 81559 << 20),)
     assert (report.model, report.model_problem) == ("", "HF_HUB_OFFLINE is set")

@@ -12,24 +12,26 @@ from page_parts import Parts
 from appliance.compare.file import Arm, Comparison
 from appliance.compare.judge import Verdict, curve, judge, verdict_text
 from appliance.compare.page import page
-from appliance.compare.results import RunResult, StepRow
+from appliance.compare.results import RunResult
 from appliance.compare.show import INACTIVE_NOTE, TIMES_NOTE, Shown, as_json, markdown, table
 from appliance.corrections.registry import NONE, CorrectionMethod
+from appliance.run.events import StepMetrics
 
 PROBLEMS = 400
 MARGIN = 0.03
 
 
-def a_step(number: int, **changes: object) -> StepRow:
-    row = StepRow(
+def a_step(number: int, **changes: object) -> StepMetrics:
+    row = StepMetrics(
         step=number,
-        reward=0.1 * number,
-        k3_kl=1e-4 * number,
-        truncated=0.0,
-        weight_max=1.1,
-        codes_changed=0.01,
+        time_s=2.0 * number,
+        reward_mean=0.1 * number,
+        mismatch_k3_kl=1e-4 * number,
+        is_truncated_fraction=0.0,
+        is_weight_max=1.1,
+        codes_changed_fraction=0.01,
         step_s=2.0,
-        validation=None,
+        val_reward_mean=None,
         scheme="int8",
     )
     return replace(row, **changes)
@@ -44,7 +46,7 @@ def a_run(arm: str, *, seed: int = 0, right: int = 380, **changes: object) -> Ru
         method=CorrectionMethod("tis"),
         state="done",
         reason="",
-        steps=(a_step(1), a_step(2, validation=0.9)),
+        steps=(a_step(1), a_step(2, val_reward_mean=0.9)),
         rewards=tuple(float(index < right) for index in range(PROBLEMS)),
         seconds=60.0,
         busy=0.02,
@@ -89,7 +91,7 @@ def test_the_baseline_is_not_judged() -> None:
 
 
 def test_a_correction_that_acted_in_one_step_is_not_inactive() -> None:
-    acted = a_run("arm", seed=1, steps=(a_step(1), a_step(2, truncated=0.01)))
+    acted = a_run("arm", seed=1, steps=(a_step(1), a_step(2, is_truncated_fraction=0.01)))
     row = row_of("arm", a_run("arm"), acted)
     assert (row.inactive, row.truncated, row.truncated_max) == (False, pytest.approx(0.0025), 0.01)
 
@@ -123,8 +125,8 @@ def test_only_seeds_that_both_have_are_compared() -> None:
 
 
 def test_a_curve_has_the_mean_and_the_range_of_the_runs_that_have_the_step() -> None:
-    short = a_run("arm", steps=(a_step(1, reward=0.4),))
-    found = curve([a_run("arm"), short], lambda row: row.reward)
+    short = a_run("arm", steps=(a_step(1, reward_mean=0.4),))
+    found = curve([a_run("arm"), short], lambda row: row.reward_mean)
     assert found == [(1, pytest.approx(0.25), 0.1, 0.4), (2, 0.2, 0.2, 0.2)]
 
 
@@ -132,7 +134,7 @@ def test_a_curve_has_the_mean_and_the_range_of_the_runs_that_have_the_step() -> 
 def shown() -> Shown:
     """A baseline, an arm that never acted, one that failed on a busy machine, and one without runs."""
     arms = ("base", "<tis>", "bad", "none")
-    busy = {"busy": 0.5, "steps": (a_step(1), a_step(2, truncated=0.02, k3_kl=0.4))}
+    busy = {"busy": 0.5, "steps": (a_step(1), a_step(2, is_truncated_fraction=0.02, mismatch_k3_kl=0.4))}
     results = [
         *(a_run(arm, seed=seed) for arm in ("base", "<tis>") for seed in (0, 1)),
         *(a_run("bad", seed=seed, right=100, **busy) for seed in (0, 1)),
@@ -165,8 +167,10 @@ def test_a_row_shows_what_the_guard_made_of_a_run_without_a_correction(shown: Sh
     """Its share of truncated tokens, and from which steps on its rollouts were in which scheme."""
     schemes = ("int8", "int8", "bf16", "bf16", "int8")
     truncated = (0.0, 0.0, 0.02, 0.0, 0.0)
-    steps = [a_step(0, reward=None, scheme="bf16")]  # a validation
-    steps += [a_step(n, scheme=s, truncated=t) for n, (s, t) in enumerate(zip(schemes, truncated, strict=True), 1)]
+    steps = [a_step(0, reward_mean=None, scheme="bf16")]  # a validation
+    steps += [
+        a_step(n, scheme=s, is_truncated_fraction=t) for n, (s, t) in enumerate(zip(schemes, truncated, strict=True), 1)
+    ]
     free = {"method": NONE}
     runs = [a_run("base"), a_run("plain", **free), a_run("governed", steps=tuple(steps), **free)]
     rows = judge(runs, arms=["base", "plain", "governed"], baseline="base", margin=MARGIN)
@@ -195,7 +199,7 @@ def test_json_has_every_run_and_no_rewards_of_single_problems(shown: Shown) -> N
 def test_the_page_needs_nothing_else_and_escapes_names(shown: Shown) -> None:
     text = page(shown)
     parts = Parts(text)
-    assert (parts.links, parts.seen.count("script")) == ([], 1)  # the page's own, see page/frame.py
+    assert (parts.links, parts.seen.count("script")) == ([], 1)  # the page's own, see page/render.py
     assert "<tis>" not in text and "&lt;tis&gt;" in text
     assert parts.seen.count("figure") == 7 and "url(" not in text
 

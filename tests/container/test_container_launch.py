@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from hub_variables import set_hub
 from plans import make_plan
 
 from appliance.container import launch
@@ -104,9 +105,7 @@ def token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file with the hub's token, named by the hub's own variable."""
     file = tmp_path / "hf-token"
     file.write_text("hf_word")
-    monkeypatch.setenv("HF_TOKEN_PATH", str(file))
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
+    set_hub(monkeypatch, HF_TOKEN_PATH=str(file), HF_TOKEN=None, HUGGING_FACE_HUB_TOKEN=None)
     return file
 
 
@@ -150,8 +149,7 @@ def test_a_run_that_asks_no_hub_gets_no_token(token: Path) -> None:
 
 
 def test_a_token_that_hf_auth_login_wrote_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HF_TOKEN_PATH", raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    set_hub(monkeypatch, HF_TOKEN_PATH=None, HF_HOME=str(tmp_path))
     assert order(source="Qwen/Qwen2.5-0.5B").token == ""
     (tmp_path / "token").write_text("hf_word")
     assert order(source="Qwen/Qwen2.5-0.5B").token == str(tmp_path / "token")
@@ -160,8 +158,7 @@ def test_a_token_that_hf_auth_login_wrote_is_found(tmp_path: Path, monkeypatch: 
 def test_a_token_in_a_variable_stays_outside_and_it_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_word")
-    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "none"))
+    set_hub(monkeypatch, HF_TOKEN="hf_word", HF_TOKEN_PATH=str(tmp_path / "none"))
     monkeypatch.setattr(launch, "run_in_container", lambda order: 0)
     recipe = load_recipe("arithmetic-tiny-int8", sets=("model.path=Qwen/Qwen2.5-0.5B", "model.builtin=null"))
     for source, said in (("Qwen/Qwen2.5-0.5B", [NO_VARIABLE]), ("/models/qwen", [])):

@@ -14,7 +14,7 @@ import pytest
 
 from appliance import patch as patch_module
 from appliance.errors import PatchError
-from appliance.patch import Patch, applied, apply_patch, source_hash
+from appliance.patch import Patch, applied, apply_patch, recorded, source_hash
 
 PACKAGE = Path(patch_module.__file__).parent
 SOURCE = """
@@ -184,10 +184,8 @@ def test_every_patch_fits_what_is_installed() -> None:
 
 
 def test_every_patch_says_why_where_and_until_when() -> None:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Patch":
-                fields = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
-                assert all(fields[name].strip() for name in ("why", "remove_when")), fields["name"]
-                assert fields["upstream"].startswith("https://"), fields["name"]
-                assert len(fields["source_sha256"]) == 64, fields["name"]
+    assert recorded()
+    for name, record in recorded().items():
+        assert record.why.strip() and record.remove_when.strip(), name
+        assert record.upstream.startswith("https://"), name
+        assert len(record.source_sha256) == 64, name

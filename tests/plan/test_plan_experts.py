@@ -16,7 +16,7 @@ from appliance.plan.model import RunPlan, Switching
 from appliance.plan.stored import Kept, model_shapes, result_key, write_result
 from appliance.preflight.checks import judge
 from appliance.preflight.finding import Severity
-from appliance.preflight.guard import judge_guard
+from appliance.preflight.schemes import judge_guard
 from appliance.recipe.load import load_recipe
 from appliance.terms.schemes import Scheme
 from appliance.terms.shapes import ModelShape, read_shape

@@ -13,8 +13,8 @@ from appliance.guard.policy import Action
 from appliance.plan.build import build_plan
 from appliance.plan.model import RunPlan, Switching
 from appliance.preflight.finding import Finding
-from appliance.preflight.guard import judge_guard
 from appliance.preflight.probes import InputFacts, ModelShape
+from appliance.preflight.schemes import judge_guard
 from appliance.recipe.load import load_recipe
 
 USUAL = (Action.WARN, Action.TIGHTEN, Action.BF16, Action.STOP)

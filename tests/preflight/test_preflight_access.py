@@ -236,7 +236,9 @@ from plans import make_plan
 from appliance.plan.build import is_folder
 from appliance.plan.model import ModelPlan, ProfilePlan, UaqPlan
 from appliance.plan.stored import read_result, result_key
-from appliance.preflight import checks, hub
+from huggingface_hub import constants, try_to_load_from_cache  # before nobody may read it
+from appliance import hub
+from appliance.preflight import checks
 from appliance.preflight.access import judge_access
 from appliance.preflight.probes import read_host, read_inputs, uaq_problem
 from appliance.preflight.probes import read_host, read_inputs
@@ -251,7 +253,7 @@ plan = plan.replace(task=task, profile=ProfilePlan(**given))
 inputs = read_inputs(plan, ask_hub=False)
 assert not inputs.has_data and inputs.profile_problem.endswith(": the folder has no profile.safetensors")
 assert uaq_problem(plan.replace(uaq=UaqPlan(scale=1.5, folder=closed))) == ""
-os.environ["HF_HUB_CACHE"] = closed
+constants.HF_HUB_CACHE = closed
 assert not hub.is_cached("owner/model")
 key = result_key(device="cpu", host=read_host(Path({cache!r})), model=plan.model, pins=plan.pins)
 assert read_result(key, cache_dir=Path({cache!r})) == (None, "")

@@ -10,9 +10,8 @@ from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.model import RunPlan
 from appliance.preflight.checks import estimates, judge
 from appliance.preflight.disk import Disk, Disks, Written
-from appliance.preflight.finding import Finding, Severity
+from appliance.preflight.finding import Finding, Severity, as_json, lines
 from appliance.preflight.probes import InputFacts
-from appliance.preflight.report import as_json, lines
 from appliance.recipe.load import load_recipe
 from appliance.terms.shapes import ModelShape
 

@@ -9,11 +9,13 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from hub_variables import set_hub
 
-from appliance.preflight import hub
+from appliance import hub
 
 NAME = "owner/model"
 ON_THE_HUB, IN_THE_CACHE = "1" * 40, "2" * 40
+NO_TOKEN = dict.fromkeys(("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"))
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -36,8 +38,7 @@ class Hub(BaseHTTPRequestHandler):
 def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server = HTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    set_hub(monkeypatch, HF_HUB_OFFLINE=None, HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}")
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
@@ -46,7 +47,7 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 @pytest.fixture
 def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A snapshot of the model in the cache, complete."""
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    set_hub(monkeypatch, HF_HUB_CACHE=str(tmp_path))
     folder = tmp_path / "models--owner--model"
     snapshot = folder / "snapshots" / IN_THE_CACHE
     snapshot.mkdir(parents=True)
@@ -62,25 +63,23 @@ def test_the_hub_comes_before_the_cache(answering: str, cached: Path) -> None:
 
 
 def test_without_the_hub_the_cache_counts(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    set_hub(monkeypatch, HF_HUB_OFFLINE="1")
     assert hub.revision(NAME) == (IN_THE_CACHE, "")
 
 
 def test_half_a_snapshot_is_none(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    set_hub(monkeypatch, HF_HUB_OFFLINE="1")
     (cached / "model.safetensors").unlink()
     assert hub.revision(NAME) == ("", "HF_HUB_OFFLINE is set")
 
 
 def test_a_hub_that_refuses_is_quoted(answering: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    set_hub(monkeypatch, HF_HUB_CACHE=str(tmp_path))
     assert hub.revision("owner/other") == ("", f"{answering} answers 404")
 
 
 def test_a_hub_out_of_reach_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    set_hub(monkeypatch, HF_HUB_OFFLINE=None, HF_HUB_CACHE=str(tmp_path), HF_ENDPOINT="http://127.0.0.1:1")
     commit, why = hub.revision(NAME)
     assert commit == "" and why.startswith("http://127.0.0.1:1 cannot be reached (")
 
@@ -89,42 +88,40 @@ def test_the_file_of_the_token_is_found_where_huggingface_hub_looks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "token").write_text("hf_file")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("WHERE", str(tmp_path))
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
     for named in ("~/token", "$WHERE/token", str(tmp_path / "token")):
-        monkeypatch.setenv("HF_TOKEN_PATH", named)
-        assert (hub.token_file(), hub._token()) == (str(tmp_path / "token"), "hf_file")
+        set_hub(monkeypatch, **NO_TOKEN, HOME=str(tmp_path), WHERE=str(tmp_path), HF_TOKEN_PATH=named)
+        assert (hub.token_file(), hub.get_token()) == (str(tmp_path / "token"), "hf_file")
 
 
 def test_a_token_in_two_lines_is_sent_as_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As huggingface_hub does."""
-    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "token"))
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    assert hub._token() == ""
+    set_hub(monkeypatch, **NO_TOKEN, HF_TOKEN_PATH=str(tmp_path / "token"))
+    assert hub.get_token() == ""
     (tmp_path / "token").write_text(" hf_file\r\n")
-    assert hub._token() == "hf_file"
+    assert hub.get_token() == "hf_file"
+    (tmp_path / "token").write_bytes(b"\xff")
+    assert hub.get_token() == ""
     monkeypatch.setenv("HUGGING_FACE_HUB_TOKEN", "hf_old\n")
-    assert hub._token() == "hf_old"
+    assert hub.get_token() == "hf_old"
     monkeypatch.setenv("HF_TOKEN", "hf_SECRET\nsecond")
-    assert hub._token() == "hf_SECRETsecond"
+    assert hub.get_token() == "hf_SECRETsecond"
 
 
 @pytest.mark.parametrize("token", ["hf_SECRET\tsecond", "hf_SECRET\x7f", "hf_SECRET\u2019"])
 def test_a_token_that_no_header_can_carry_is_not_quoted(
     answering: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str
 ) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setenv("HF_TOKEN", token)
+    set_hub(monkeypatch, HF_HUB_CACHE=str(tmp_path), HF_TOKEN=token)
     why = "the hub's token (HF_TOKEN, or the file of `hf auth login`) has characters that no header can carry"
     assert hub.problem() == hub.refusal(NAME) == why
     assert hub.revision(NAME) == ("", why)
 
 
 def test_the_text_of_a_value_error_is_not_shown(answering: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """http.client quotes the header: also where the look at the token let one through."""
-    monkeypatch.setattr(hub, "_token_problem", lambda: "")
-    monkeypatch.setattr(hub, "_token", lambda: "hf_SECRET\nsecond")
-    assert hub.problem() == f"{answering} cannot be asked (ValueError)"
+    """It may quote a header: also where the look at the token let one through."""
+
+    def quoting(*_: object, **__: object) -> None:
+        raise ValueError("illegal header value b'Bearer hf_SECRET'")
+
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", quoting)
+    assert hub.refusal(NAME) == f"{answering} cannot be asked (ValueError)"

@@ -10,9 +10,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from hub_variables import set_hub
 
-from appliance.preflight import hub
-from appliance.preflight.weights import INDEX, damage
+from appliance import hub
+from appliance.preflight.model_files import INDEX, damage
 
 HEADER = json.dumps({"__metadata__": {"format": "pt"}, "a": {"dtype": "BF16", "shape": [4], "data_offsets": [0, 8]}})
 
@@ -62,7 +63,7 @@ def a_hub(codes: dict[str, int], *, heard: list[str | None]) -> Iterator[str]:
             code = codes.get(self.path, 404)
             self.send_response(code)
             if code == 307:
-                self.send_header("Location", "/elsewhere")
+                self.send_header("Location", "http://elsewhere.invalid/")
             self.end_headers()
 
         def log_message(self, *_: object) -> None:
@@ -93,14 +94,11 @@ def test_what_the_hub_says_of_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, token: str, problem: str
 ) -> None:
     heard: list[str | None] = []
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    for name in ("HF_TOKEN", "HF_TOKEN_PATH"):
-        monkeypatch.delenv(name, raising=False)
+    set_hub(monkeypatch, HF_HOME=str(tmp_path), no_proxy="127.0.0.1", HF_TOKEN=None, HF_TOKEN_PATH=None)
     if token:
         (tmp_path / "token").write_text(token + "\n")
     with a_hub({"/": 200, "/owner/name/resolve/main/config.json": code}, heard=heard) as endpoint:
-        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        set_hub(monkeypatch, HF_ENDPOINT=endpoint, HF_HUB_OFFLINE=None)
         assert hub.problem() == ""
         assert hub.refusal("owner/name") == problem
     assert len(heard) == 2  # a redirection is not followed: the token would go with it

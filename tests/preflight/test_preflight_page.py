@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-CODE_AT = {"Finding": 1, "_error": 0, "_warning": 0}  # the place of a code among the arguments
+CODE_AT = {"Finding": 1, "error": 0, "warning": 0}  # the place of a code among the arguments
 
 
 def codes(tree: ast.AST) -> Iterator[str]:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hub_variables import set_hub
 
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostGpu
@@ -132,11 +133,14 @@ def test_shape_of_a_model(tmp_path, text, shape):
 
 
 def test_a_snapshot_in_the_hub_cache_counts(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    set_hub(monkeypatch, HF_HUB_CACHE=str(tmp_path / "hub"))
     plan = planned(tmp_path, "model.builtin=null", "model.path=owner/name")
     assert not probes.read_inputs(plan, ask_hub=False).model_is_cached
-    snapshot = tmp_path / "hub" / "models--owner--name" / "snapshots" / "abc"
+    snapshot = tmp_path / "hub" / "models--owner--name" / "snapshots" / ("a" * 40)
     snapshot.mkdir(parents=True)
+    main = snapshot.parents[1] / "refs" / "main"
+    main.parent.mkdir()
+    main.write_text(snapshot.name)
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (snapshot / name).write_text("x")
     assert probes.read_inputs(plan, ask_hub=False).model_is_cached
@@ -146,9 +150,7 @@ def test_the_hub_is_asked_only_when_it_is_needed(tmp_path, monkeypatch):
     with socket.socket() as closed:  # bound and not listening: a connection is refused at once
         closed.bind(("127.0.0.1", 0))
         endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        monkeypatch.setenv("HF_ENDPOINT", endpoint)
-        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        set_hub(monkeypatch, HF_ENDPOINT=endpoint, HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE=None)
         monkeypatch.setenv("no_proxy", "127.0.0.1")
         needs, local = planned(tmp_path), planned(tmp_path, recipe="arithmetic-tiny-int8")
         refused = f"{endpoint} cannot be reached ([Errno 111] Connection refused)"

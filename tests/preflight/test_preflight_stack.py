@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from plans import HOST, make_plan
 
+from appliance import patch
+from appliance.patch import recorded, source_of, why_unfit
 from appliance.plan.host import HostGpu
 from appliance.plan.model import ExpectedAttestation
-from appliance.preflight import records
-from appliance.preflight.records import recorded, source_of, why_unfit
 from appliance.preflight.stack import StackFacts, judge_stack, read_stack
 from appliance.terms.schemes import Scheme
 
@@ -38,7 +38,7 @@ def test_every_record_fits_what_is_installed() -> None:
 
 def test_nothing_heavy_is_imported_for_it() -> None:
     program = (
-        "import sys; from appliance.preflight.records import recorded, why_unfit\n"
+        "import sys; from appliance.patch import recorded, why_unfit\n"
         "[why_unfit(each) for each in recorded().values()]\n"
         "assert not {'torch', 'vllm', 'verl', 'ray'} & set(sys.modules)"
     )
@@ -77,7 +77,7 @@ def test_a_record_that_does_not_fit(changed: dict[str, str], why: str) -> None:
 @pytest.mark.parametrize("name", ["recorded", "source_of", "why_unfit"])
 def test_the_source_is_that_of_inspect(name: str) -> None:
     """`recorded` has a decorator."""
-    assert source_of(f"appliance.preflight.records:{name}") == inspect.getsource(getattr(records, name))
+    assert source_of(f"appliance.patch:{name}") == inspect.getsource(getattr(patch, name))
 
 
 def test_what_differs_is_read() -> None:

@@ -13,18 +13,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hub_variables import set_hub
 from plans import HOST
 from stopped_runs import save, stopped
 
+from appliance import hub
 from appliance.cluster.node_report import describe_node, question_of
 from appliance.compare.arms import PlannedRun, go_on, plan_runs
 from appliance.compare.command import _todo
+from appliance.compare.existing import Existing, look
 from appliance.compare.file import load_comparison
-from appliance.compare.found import Found, look
 from appliance.errors import PreflightError, RecipeError
 from appliance.plan.build import OriginalPlan, build_plan
 from appliance.plan.env import LOG_DIR_VARIABLE
-from appliance.plan.hub_cache import cached_model
 from appliance.plan.model import RunPlan
 from appliance.plan.read import read_plan
 from appliance.preflight.checks import judge
@@ -34,10 +35,9 @@ from appliance.preflight.report import examine
 from appliance.recipe.dump import to_yaml
 from appliance.recipe.load import load_recipe
 from appliance.recipe.schema import Recipe
-from appliance.run.heartbeat import HEARTBEAT_FILE
+from appliance.run.heartbeat import HEARTBEAT_FILE, Heartbeat
 from appliance.run.resume import find_start, find_target, original_plan, refuse_changes, refuse_misfit
 from appliance.run.session import RunRecord, RunStatus, versions, write_record
-from appliance.tasks import hub as hub_of_tasks
 from appliance.tasks.prepare import is_prepared
 
 NAME, OLD, NEW, GONE = "owner/model", "a1" * 20, "b2" * 20, "c3" * 20
@@ -47,8 +47,7 @@ HEADER = json.dumps({"a": {"dtype": "BF16", "shape": [4], "data_offsets": [0, 8]
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The model in the hub's cache: `main` is the new commit, the tag `v1` the old one."""
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    set_hub(monkeypatch, HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE="1")
     folder = tmp_path / "hub" / "models--owner--model"
     (folder / "refs").mkdir(parents=True)
     for ref, commit in (("main", NEW), ("v1", OLD)):
@@ -95,7 +94,7 @@ def test_problems_are_told_apart_by_the_commit_and_not_by_the_place_of_the_cache
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = (planned(tmp_path, f"model.revision={each}").task.train_parquet for each in ("v1", "main"))
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
+    set_hub(monkeypatch, HF_HUB_CACHE=str(tmp_path / "elsewhere"))
     moved = planned(tmp_path, f"model.revision={OLD}").task.train_parquet
     assert first == moved != second
 
@@ -112,30 +111,6 @@ def test_only_a_model_of_the_hub_has_a_revision(tmp_path: Path) -> None:
         load_recipe("arithmetic-tiny-int8", sets=("model.revision=v1",))
     with pytest.raises(RecipeError, match=rf"model\.revision: {tmp_path} is not a model on the hub"):
         planned(tmp_path, f"model.path={tmp_path}", "model.revision=v1")
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {},
-        {"HF_HOME": "$HOME/h"},
-        {"XDG_CACHE_HOME": "~/x"},
-        {"HUGGINGFACE_HUB_CACHE": "~/old", "HF_HOME": "/h"},
-        {"HF_HUB_CACHE": "${HOME}/new", "HUGGINGFACE_HUB_CACHE": "/old"},
-    ],
-)
-def test_the_hubs_cache_is_where_the_hubs_own_library_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str]
-) -> None:
-    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in (given | {"HOME": str(tmp_path)}).items():
-        monkeypatch.setenv(name, value)
-    code = "from huggingface_hub import constants; print(constants.HF_HUB_CACHE)"
-    theirs = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
-    ).stdout
-    assert str(cached_model(NAME).parent) == theirs.strip()
 
 
 # preflight
@@ -156,12 +131,10 @@ def test_preflight_looks_at_the_commit_that_is_meant(tmp_path: Path, cache: Path
 
 
 def test_a_revision_that_nobody_knows_is_named(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("appliance.preflight.hub.is_offline", lambda: False)
-    monkeypatch.setattr("appliance.preflight.hub.problem", lambda: "")
-    monkeypatch.setattr(
-        "appliance.preflight.hub._head", lambda url: (200 if url.endswith("/resolve/main/config.json") else 404, "")
-    )
-    monkeypatch.setattr("appliance.preflight.hub._asked", lambda name, of: ("", "the hub answers 404"))
+    monkeypatch.setattr("appliance.hub.is_offline", lambda: False)
+    monkeypatch.setattr("appliance.hub.problem", lambda: "")
+    monkeypatch.setattr("appliance.hub.refusal", lambda name, revision: "refused" if revision else "")
+    monkeypatch.setattr("appliance.hub._asked", lambda name, of: ("", "the hub answers 404"))
     assert errors(planned(tmp_path, "model.revision=v9")) == {
         "model-revision": "it is not known which commit of `owner/model` `v9` is: the hub answers 404"
     }
@@ -179,8 +152,9 @@ def test_data_that_is_made_is_not_missed_because_the_model_is_to_be_fetched(tmp_
 def test_a_commit_that_the_hub_does_not_have_is_named(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("appliance.preflight.hub.is_offline", lambda: False)
-    monkeypatch.setattr("appliance.preflight.hub._head", lambda url: (404 if GONE in url else 200, ""))
+    monkeypatch.setattr("appliance.hub.is_offline", lambda: False)
+    monkeypatch.setattr("appliance.hub.problem", lambda: "")
+    monkeypatch.setattr("appliance.hub._status", lambda ask: (404, ""))
     plan = planned(tmp_path, f"model.revision={GONE}")
     (found,) = [
         each for each in judge(plan, host=HOST, inputs=read_inputs(plan, ask_hub=True)) if each.place == "model.path"
@@ -195,9 +169,8 @@ def test_what_cannot_be_a_name_on_the_hub_is_a_finding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """huggingface_hub refuses it by an error of its own."""
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setattr("appliance.preflight.hub._head", lambda url: (404, ""))
+    set_hub(monkeypatch, HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE=None)
+    monkeypatch.setattr("appliance.hub._status", lambda ask: (404, ""))
     for revision in ("null", "v1"):
         sets = (f"model.path={name}", f"model.revision={revision}")
         found = examine(recipe(*sets), run_dir=tmp_path / "a-1", ask_hub=True)[2]
@@ -209,8 +182,8 @@ def test_the_hub_is_asked_for_the_revision_of_the_recipe(
 ) -> None:
     """A tag that moved counts as the hub has it, but for a run that began with another commit."""
     asked: list[tuple[str, str]] = []
-    monkeypatch.setattr("appliance.preflight.hub.is_offline", lambda: False)
-    monkeypatch.setattr("appliance.preflight.hub._asked", lambda name, of: asked.append((name, of)) or (NEW, ""))
+    monkeypatch.setattr("appliance.hub.is_offline", lambda: False)
+    monkeypatch.setattr("appliance.hub._asked", lambda name, of: asked.append((name, of)) or (NEW, ""))
     pinned = recipe("model.revision=v1")
     plan = examine(pinned, run_dir=tmp_path / "a-1", ask_hub=True)[0]
     assert (plan.model.commit, asked) == (NEW, [(NAME, "v1")])
@@ -271,8 +244,8 @@ def test_a_download_shows_signs_of_life(tmp_path: Path, monkeypatch: pytest.Monk
     told: list[dict[str, object]] = []
     monkeypatch.setenv(LOG_DIR_VARIABLE, str(tmp_path))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **more: told.append(more) or str(tmp_path))
-    assert hub_of_tasks.download_model(NAME, revision=OLD) == tmp_path
-    hub_of_tasks.download_model(NAME, revision="", with_code=True)
+    assert hub.download_model(NAME, revision=OLD, beat=Heartbeat().beat) == tmp_path
+    hub.download_model(NAME, revision="", beat=Heartbeat().beat, with_code=True)
     assert [each["revision"] for each in told] == [OLD, None]
     assert ["*.py" in each["allow_patterns"] for each in told] == [False, True]
     bar = told[0]["tqdm_class"](total=2, disable=True)
@@ -325,8 +298,8 @@ def test_all_arms_of_a_comparison_get_one_answer_of_the_hub(
 ) -> None:
     """`main`, or the tag, moves while they are planned."""
     answers, file = iter([OLD, NEW, NEW]), tmp_path / "c.yaml"
-    monkeypatch.setattr("appliance.preflight.hub.is_offline", lambda: False)
-    monkeypatch.setattr("appliance.preflight.hub._asked", lambda name, of: (next(answers), ""))
+    monkeypatch.setattr("appliance.hub.is_offline", lambda: False)
+    monkeypatch.setattr("appliance.hub._asked", lambda name, of: (next(answers), ""))
     monkeypatch.chdir(tmp_path)
     model = {"model.builtin": None, "model.path": NAME, "model.revision": revision}
     shared = {**model, "task.long_prompts": "truncate", "trainer.steps": 9}
@@ -357,7 +330,7 @@ def test_a_comparison_whose_hub_moved_on_says_how_it_goes_on(tmp_path: Path, cac
     for run in (at(named), at()):  # nobody knows the second one's: the hub was not there
         (ready,) = _todo([run], folder=tmp_path, file=file)
         assert ready.resume is not None and ready.resume.step == 3
-    assert look(at("model.revision=v1")) is look(at(f"model.revision={NEW}")) is Found.OTHER
+    assert look(at("model.revision=v1")) is look(at(f"model.revision={NEW}")) is Existing.OTHER
     write_record(run_dir, RunRecord(RunStatus.DONE, exit_code=0))
     assert refused(at(commit=NEW), at(commit=NEW, arm="b", name="small-2"))
     assert _todo([at(commit=NEW)], folder=tmp_path, file=file) == []  # nothing is trained
@@ -377,7 +350,7 @@ def test_a_tag_that_moved_is_refused_by_a_comparison_and_what_is_done_counts(tmp
     with pytest.raises(PreflightError) as caught:
         _todo([at(tag, commit=NEW), at(tag, commit=NEW, arm="b", name="small-2")], folder=tmp_path, file=file)
     assert caught.value.message == f"a, seed 0: {NAME}: v1 is {NEW} on the hub now, the run began with {OLD}"
-    assert look(at(tag, commit=NEW)) is look(at(f"model.revision={OLD}")) is Found.DONE
+    assert look(at(tag, commit=NEW)) is look(at(f"model.revision={OLD}")) is Existing.DONE
 
 
 def test_a_run_with_a_revision_refuses_another_even_when_forced(tmp_path: Path, cache: Path) -> None:

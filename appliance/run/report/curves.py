@@ -28,61 +28,43 @@ def curves(view: RunView) -> list[tuple[str, list[str]]]:
 
 
 def _learned(view: RunView) -> list[str]:
-    marks = attempt_marks(view)
-    scheme = view.plan.rollout.label
+    marks, scheme = attempt_marks(view), view.plan.rollout.label
     validation = [Series(scheme, _points(view.lines, lambda line: line.val_reward_mean, sparse=True), 0, dotted=True)]
     if scheme != str(Scheme.BF16):
         bf16 = _points(view.lines, lambda line: line.val_reward_bf16_mean, sparse=True)
         validation.append(Series("bf16", bf16, 1, dotted=True))
     return [
-        line_chart(Chart("Reward", "sampled, mean of a step", marks=marks), [_series(view, lambda s: s.reward_mean)]),
+        _curve(view, Chart("Reward", "sampled, mean of a step", marks=marks), lambda s: s.reward_mean),
         line_chart(Chart("Validation", "greedy, unseen problems", marks=marks, legend=True), validation),
-        line_chart(
-            Chart("Response", "tokens, mean", marks=marks, from_zero=True),
-            [_series(view, lambda s: s.response_tokens_mean)],
-        ),
-        line_chart(Chart("Entropy", "nats per token", marks=marks), [_series(view, lambda s: s.entropy)]),
-        line_chart(
-            Chart("Gradient norm", "before clipping", marks=marks, from_zero=True),
-            [_series(view, lambda s: s.grad_norm)],
-        ),
+        _curve(view, Chart("Response", "tokens, mean", marks=marks, from_zero=True), lambda s: s.response_tokens_mean),
+        _curve(view, Chart("Entropy", "nats per token", marks=marks), lambda s: s.entropy),
+        _curve(view, Chart("Gradient norm", "before clipping", marks=marks, from_zero=True), lambda s: s.grad_norm),
     ]
 
 
 def _mismatch(view: RunView) -> list[str]:
     marks = [*attempt_marks(view), *_guard_marks(view)]
     low, high = WEIGHT_MEAN
-    guard, bounds = view.plan.guard, [Bound(K3_KL, f"bound {K3_KL}")]
+    guard, of_k3 = view.plan.guard, [Bound(K3_KL, f"bound {K3_KL}")]
     if guard.actions and guard.k3_kl != K3_KL:
-        bounds.append(Bound(guard.k3_kl, f"guard.k3_kl {guard.k3_kl:g}"))
-    weights = [
-        Series("mean", _points(view.steps, lambda s: s.is_weight_mean), 0),
-        Series("largest", _points(view.steps, lambda s: s.is_weight_max), 1),
-    ]
+        of_k3.append(Bound(guard.k3_kl, f"guard.k3_kl {guard.k3_kl:g}"))
+    of_ess = [Bound(ESS, f"bound {ESS}")]
+    of_weights = [Bound(low, f"mean above {low:g}"), Bound(high, f"mean below {high:g}")]
+    k3 = Chart("Mismatch, k3", "nats per token, logarithmic", logarithmic=True, bounds=of_k3, marks=marks)
+    before = "before truncation, logarithmic"
+    weights = Chart("Importance weights", before, logarithmic=True, bounds=of_weights, marks=marks, legend=True)
+    acted = Chart("Truncated", "share of the tokens that the correction acted on", marks=marks, from_zero=True)
     return [
+        _curve(view, k3, lambda s: s.mismatch_k3_kl),
+        _curve(view, Chart("Effective sample size", "share", bounds=of_ess, marks=marks), lambda s: s.is_ess),
         line_chart(
-            Chart("Mismatch, k3", "nats per token, logarithmic", logarithmic=True, bounds=bounds, marks=marks),
-            [_series(view, lambda s: s.mismatch_k3_kl)],
-        ),
-        line_chart(
-            Chart("Effective sample size", "share", bounds=[Bound(ESS, f"bound {ESS}")], marks=marks),
-            [_series(view, lambda s: s.is_ess)],
-        ),
-        line_chart(
-            Chart(
-                "Importance weights",
-                "before truncation, logarithmic",
-                logarithmic=True,
-                bounds=[Bound(low, f"mean above {low:g}"), Bound(high, f"mean below {high:g}")],
-                marks=marks,
-                legend=True,
-            ),
             weights,
+            [
+                Series("mean", _points(view.steps, lambda s: s.is_weight_mean), 0),
+                Series("largest", _points(view.steps, lambda s: s.is_weight_max), 1),
+            ],
         ),
-        line_chart(
-            Chart("Truncated", "share of the tokens that the correction acted on", marks=marks, from_zero=True),
-            [_series(view, lambda s: s.is_truncated_fraction)],
-        ),
+        _curve(view, acted, lambda s: s.is_truncated_fraction),
     ]
 
 
@@ -91,24 +73,13 @@ def _quantised(view: RunView) -> list[str]:
     if all(step.codes_changed_fraction is None for step in view.steps):
         return []
     marks = [*attempt_marks(view), *_guard_marks(view)]
-    return [
-        line_chart(
-            Chart("Codes changed", "share, by an update", marks=marks, from_zero=True),
-            [_series(view, lambda s: s.codes_changed_fraction)],
-        ),
-        line_chart(
-            Chart("Saturated codes", "share, at the largest value", marks=marks, from_zero=True),
-            [_series(view, lambda s: s.saturated_fraction)],
-        ),
-        line_chart(
-            Chart("Scale drift", "mean |log(scale / first scale)|", marks=marks, from_zero=True),
-            [_series(view, lambda s: s.scale_drift)],
-        ),
-        line_chart(
-            Chart("Quantisation error", "relative, of the worst layer", marks=marks, from_zero=True),
-            [_series(view, lambda s: s.layer_error_max)],
-        ),
-    ]
+    shown: tuple[tuple[str, str, Value], ...] = (
+        ("Codes changed", "share, by an update", lambda s: s.codes_changed_fraction),
+        ("Saturated codes", "share, at the largest value", lambda s: s.saturated_fraction),
+        ("Scale drift", "mean |log(scale / first scale)|", lambda s: s.scale_drift),
+        ("Quantisation error", "relative, of the worst layer", lambda s: s.layer_error_max),
+    )
+    return [_curve(view, Chart(title, unit, marks=marks, from_zero=True), value) for title, unit, value in shown]
 
 
 def _spent(view: RunView) -> list[str]:
@@ -116,11 +87,9 @@ def _spent(view: RunView) -> list[str]:
     timed = [step for step in view.steps if step.step_s is not None]
     rows = _together([(float(step.step), _split(step)) for step in timed])
     there = [place for place in range(len(_PARTS)) if any(parts[place] for _, parts in rows)]
+    speed = Chart("Rollout speed", "tokens per second", marks=marks, from_zero=True)
     return [
-        line_chart(
-            Chart("Rollout speed", "tokens per second", marks=marks, from_zero=True),
-            [_series(view, lambda s: s.rollout_tokens_per_s)],
-        ),
+        _curve(view, speed, lambda s: s.rollout_tokens_per_s),
         stacked_chart(
             Chart("Time of a step", "s", marks=marks, legend=True),
             [_PARTS[place] for place in there],
@@ -159,8 +128,8 @@ def _guard_marks(view: RunView) -> list[Mark]:
     return [Mark(float(event.step or 0), event.what, kind="mark warn") for event in told]
 
 
-def _series(view: RunView, value: Value) -> Series:
-    return Series("value", _points(view.steps, value), 0)
+def _curve(view: RunView, chart: Chart, value: Value) -> str:
+    return line_chart(chart, [Series("value", _points(view.steps, value), 0)])
 
 
 def _points(lines: Sequence[StepMetrics], value: Value, *, sparse: bool = False) -> list[Point]:

@@ -86,8 +86,8 @@ class RunView:
 def read_view(run_dir: Path) -> RunView:
     """Raises RecipeError when the folder cannot be read as a run."""
     plan, record = read_run(run_dir)
-    events = tuple(event for event in map(parse_event, _lines(run_dir / EVENTS_FILE)) if event is not None)
-    lines = _each_step_once(_lines(run_dir / METRICS_FILE))
+    events = read_events(run_dir)
+    lines = read_metrics(run_dir)
     state = RunState(steps=plan.steps)
     for news in (*events, *lines):
         state = fold(state, news)
@@ -107,9 +107,14 @@ def read_view(run_dir: Path) -> RunView:
     )
 
 
-def _each_step_once(lines: list[str]) -> tuple[StepMetrics, ...]:
-    """By step; of a step that was done again the later line."""
-    found = {each.step: each for each in map(parse_metrics, lines) if each is not None}
+def read_events(run_dir: Path) -> tuple[Event, ...]:
+    return tuple(event for event in map(parse_event, _lines(run_dir / EVENTS_FILE)) if event is not None)
+
+
+def read_metrics(run_dir: Path) -> tuple[StepMetrics, ...]:
+    """Each step once, in their order; of a step that was done again the later line."""
+    lines = map(parse_metrics, _lines(run_dir / METRICS_FILE))
+    found = {each.step: each for each in lines if each is not None}
     return tuple(found[step] for step in sorted(found))
 
 

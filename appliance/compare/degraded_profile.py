@@ -1,6 +1,6 @@
 """A profile that is bad on purpose: INT8 rollouts far from the trainer, for experiments about corrections.
 
-    python -m appliance.compare.coarse -o DIR [--exponent 4] [--seed 1]
+    python -m appliance.compare.degraded_profile -o DIR [--exponent 4] [--seed 1]
 
 Smoothing (quant/smoothing.py) multiplies each input channel of a layer by a power of two and divides the norm before it
 by the same: the function is unchanged bit for bit, but rows of weights and tokens of activations now share one INT8
@@ -25,7 +25,7 @@ from appliance.terms.families import LLAMA_NORMS
 from appliance.terms.schemes import Scheme
 
 
-def coarse_profile(spec: TinySpec, *, name: str, exponent: float, seed: int) -> Profile:
+def degraded_profile(spec: TinySpec, *, name: str, exponent: float, seed: int) -> Profile:
     """Scales 2^e with e uniform in -exponent..exponent, rounded, for every channel of every norm that feeds layers.
 
     exponent: 0..MAX_EXPONENT; with a part after the point only few channels have the largest scales.
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
     if not 0 <= given.exponent <= MAX_EXPONENT:
         parser.error(f"--exponent: between 0 and {MAX_EXPONENT}")
     spec = TINY_MODELS[given.model]
-    profile = coarse_profile(spec, name=given.model, exponent=given.exponent, seed=given.seed)
+    profile = degraded_profile(spec, name=given.model, exponent=given.exponent, seed=given.seed)
     console.say(str(write_profile(profile, folder=given.output)))
     return 0
 

@@ -16,7 +16,7 @@ from appliance.run.session import RUN_FILE, RunRecord, RunStatus, cannot_write, 
 _GUARD_STOPPED = 6
 
 
-class Found(Enum):
+class Existing(Enum):
     """DONE: the result of this very recipe is there, be it a model or a stop by the guard.  NOTHING: the way is free.
 
     UNFINISHED: an attempt of this very recipe that did not end well.  OTHER: another recipe or other problems (their
@@ -29,20 +29,20 @@ class Found(Enum):
     OTHER = "other"
 
 
-def look(run: PlannedRun) -> Found:
+def look(run: PlannedRun) -> Existing:
     """Raises PreflightError when the run is being made by another program at this moment."""
     folder = run.run_dir
     if not folder.exists():
-        return Found.NOTHING
+        return Existing.NOTHING
     try:
         record, recipe = read_record(folder), (folder / "recipe.yaml").read_text()
     except (OSError, ValueError):
-        return Found.OTHER
+        return Existing.OTHER
     if record.exit_code is None and has_launcher(folder):
         raise PreflightError(f"{folder}: this run is going on", hint="wait for its end, or stop it")
     if recipe != _as_begun(run) or not (_other_commit(run) or _has_its_problems(run)):
-        return Found.OTHER
-    return Found.DONE if has_result(record) else Found.UNFINISHED
+        return Existing.OTHER
+    return Existing.DONE if has_result(record) else Existing.UNFINISHED
 
 
 def refuse_other_commit(runs: Iterable[PlannedRun], *, file: Path) -> None:

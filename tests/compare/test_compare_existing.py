@@ -11,9 +11,9 @@ import pytest
 from appliance.compare import command, final, results
 from appliance.compare.arms import PlannedRun, go_on, plan_runs
 from appliance.compare.command import _ready
+from appliance.compare.existing import Existing, look, set_aside
 from appliance.compare.file import load_comparison
 from appliance.compare.final import read_job, validate_models
-from appliance.compare.found import Found, look, set_aside
 from appliance.compare.results import busy_share, note_busy, read_final, read_result, write_final
 from appliance.errors import Interrupted, PreflightError, RecipeError
 from appliance.plan.model import RunPlan
@@ -49,30 +49,30 @@ def end(run: PlannedRun, *, state: RunStatus, code: int, recipe: str | None = No
 @pytest.mark.parametrize(
     ("state", "code", "found"),
     [
-        (RunStatus.DONE, 0, Found.DONE),
-        (RunStatus.FAILED, 6, Found.DONE),  # the guard that the recipe asked for
-        (RunStatus.STOPPED, 6, Found.DONE),
-        (RunStatus.FAILED, 5, Found.UNFINISHED),
-        (RunStatus.STOPPED, 130, Found.UNFINISHED),
+        (RunStatus.DONE, 0, Existing.DONE),
+        (RunStatus.FAILED, 6, Existing.DONE),  # the guard that the recipe asked for
+        (RunStatus.STOPPED, 6, Existing.DONE),
+        (RunStatus.FAILED, 5, Existing.UNFINISHED),
+        (RunStatus.STOPPED, 130, Existing.UNFINISHED),
     ],
 )
 def test_a_result_is_a_good_end_or_a_stop_by_the_guard(
-    planned: list[PlannedRun], state: RunStatus, code: int, found: Found
+    planned: list[PlannedRun], state: RunStatus, code: int, found: Existing
 ) -> None:
-    assert look(planned[0]) is Found.NOTHING
+    assert look(planned[0]) is Existing.NOTHING
     end(planned[0], state=state, code=code)
     assert look(planned[0]) is found
-    assert (read_result(planned[0]) is not None) == (found is Found.DONE)
+    assert (read_result(planned[0]) is not None) == (found is Existing.DONE)
 
 
 def test_a_run_of_another_recipe_is_not_taken_for_this_one(planned: list[PlannedRun]) -> None:
     end(planned[0], state=RunStatus.DONE, code=0, recipe=to_yaml(planned[1].recipe))
-    assert look(planned[0]) is Found.OTHER
+    assert look(planned[0]) is Existing.OTHER
 
 
 def test_a_folder_that_is_no_run_is_not_taken_for_one(planned: list[PlannedRun]) -> None:
     planned[0].run_dir.mkdir(parents=True)
-    assert look(planned[0]) is Found.OTHER
+    assert look(planned[0]) is Existing.OTHER
 
 
 def test_a_run_without_a_whole_checkpoint_is_done_again(planned: list[PlannedRun]) -> None:
@@ -134,7 +134,7 @@ def test_after_a_signal_no_other_run_is_started(
 def test_a_run_whose_launcher_is_gone_is_unfinished(planned: list[PlannedRun]) -> None:
     with create_session(planned[0].plan, recipe_yaml=to_yaml(planned[0].recipe), is_chosen=False):
         pass
-    assert look(planned[0]) is Found.UNFINISHED
+    assert look(planned[0]) is Existing.UNFINISHED
 
 
 def test_a_run_that_is_going_on_is_left_alone(planned: list[PlannedRun]) -> None:
@@ -182,10 +182,10 @@ def test_a_result_has_the_curves_the_times_and_the_rewards(planned: list[Planned
     append_event(run.run_dir, kind="phase", what="start")
     note_busy(run.run_dir, share=0.23456)
     lines = [
-        {"step": 0, "val_reward_mean": 0.1},
-        {"step": 1, "reward_mean": 0.2, "mismatch_k3_kl": 1e-4, "is_truncated_fraction": 0.0, "scheme": "int8"},
-        {"step": 2, "reward_mean": 0.3, "mismatch_k3_kl": None},
-        {"step": 2, "reward_mean": 0.4, "val_reward_mean": 0.5},  # after a resume: the later one holds
+        {"step": 0, "time_s": 1.0, "val_reward_mean": 0.1},
+        {"step": 1, "time_s": 2.0, "reward_mean": 0.2, "mismatch_k3_kl": 1e-4, "scheme": "int8"},
+        {"step": 2, "time_s": 3.0, "reward_mean": 0.3, "mismatch_k3_kl": None},
+        {"step": 2, "time_s": 3.0, "reward_mean": 0.4, "val_reward_mean": 0.5},  # after a resume: the later one holds
     ]
     for line in lines:
         append_line(run.run_dir / "metrics.jsonl", line)
@@ -194,13 +194,13 @@ def test_a_result_has_the_curves_the_times_and_the_rewards(planned: list[Planned
     write_final(run.run_dir, [1.0, 0.0, 1.0])
     result = read_result(run)
     assert result is not None
-    assert [(row.step, row.reward, row.validation) for row in result.steps] == [
+    assert [(row.step, row.reward_mean, row.val_reward_mean) for row in result.steps] == [
         (0, None, 0.1),
         (1, 0.2, None),
         (2, 0.4, 0.5),
     ]
     assert (result.rewards, result.final, result.busy, result.is_busy) == ((1.0, 0.0, 1.0), 2 / 3, 0.235, True)
-    assert (str(result.method), result.steps[1].k3_kl, result.steps[1].scheme) == ("icepop", 1e-4, "int8")
+    assert (str(result.method), result.steps[1].mismatch_k3_kl, result.steps[1].scheme) == ("icepop", 1e-4, "int8")
     assert result.seconds >= 0
 
 
@@ -234,11 +234,11 @@ def test_a_finished_run_on_other_problems_is_not_taken_for_this_one(
         Path(f"{name}.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n' * 600)
     run = plan_runs(load_comparison("c.yaml"))[0]
     end(run, state=RunStatus.DONE, code=0)
-    assert look(run) is Found.DONE
+    assert look(run) is Existing.DONE
     Path("v.jsonl").write_text('{"question": "1 + 2?", "answer": "#### 3"}\n' * 600)
-    assert look(plan_runs(load_comparison("c.yaml"))[0]) is Found.OTHER
+    assert look(plan_runs(load_comparison("c.yaml"))[0]) is Existing.OTHER
     (run.run_dir / "plan.json").write_text("{")
-    assert look(run) is Found.OTHER
+    assert look(run) is Existing.OTHER
 
 
 def test_rewards_that_are_half_written_are_none(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from appliance.compare.coarse import coarse_profile, main
+from appliance.compare.degraded_profile import degraded_profile, main
 from appliance.quant.codec import dequantise, quantise
 from appliance.quant.profile import read_profile
 from appliance.tasks.tiny_spec import TINY_MODELS
@@ -17,7 +17,7 @@ SPEC = TINY_MODELS["tiny-arithmetic"]
 
 
 def test_every_norm_that_feeds_layers_gets_powers_of_two_within_the_exponent() -> None:
-    made = coarse_profile(SPEC, name="tiny-arithmetic", exponent=4, seed=1)
+    made = degraded_profile(SPEC, name="tiny-arithmetic", exponent=4, seed=1)
     assert len(made.smoothing.groups) == 2 * SPEC.num_layers
     for group in made.smoothing.groups:
         exponents = group.scale_K.log2()
@@ -26,7 +26,7 @@ def test_every_norm_that_feeds_layers_gets_powers_of_two_within_the_exponent() -
 
 
 def test_the_seed_decides_and_layers_differ() -> None:
-    first, same, other = (coarse_profile(SPEC, name="m", exponent=4, seed=seed) for seed in (1, 1, 2))
+    first, same, other = (degraded_profile(SPEC, name="m", exponent=4, seed=seed) for seed in (1, 1, 2))
     scales = [[group.scale_K for group in made.smoothing.groups] for made in (first, same, other)]
     assert all(torch.equal(a, b) for a, b in zip(scales[0], scales[1], strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(scales[0], scales[2], strict=True))
@@ -36,7 +36,7 @@ def test_the_seed_decides_and_layers_differ() -> None:
 def test_weights_lose_bits() -> None:
     """Folded in and out again around INT8, a weight is off by at least ten times as much."""
     weight_NK = torch.randn(64, SPEC.hidden_size, generator=torch.Generator().manual_seed(0))
-    scale_K = coarse_profile(SPEC, name="m", exponent=4, seed=1).smoothing.groups[0].scale_K
+    scale_K = degraded_profile(SPEC, name="m", exponent=4, seed=1).smoothing.groups[0].scale_K
 
     def error(factor_K: torch.Tensor) -> float:
         there_NK = dequantise(quantise(weight_NK * factor_K, scheme=Scheme.INT8))
@@ -48,7 +48,7 @@ def test_weights_lose_bits() -> None:
 def test_the_command_writes_a_profile_that_reads_back(tmp_path: Path) -> None:
     assert main(["-o", str(tmp_path / "coarse"), "--exponent", "2"]) == 0
     read = read_profile(tmp_path / "coarse")
-    made = coarse_profile(SPEC, name="tiny-arithmetic", exponent=2, seed=1)
+    made = degraded_profile(SPEC, name="tiny-arithmetic", exponent=2, seed=1)
     assert (read.scheme, read.origin.model) == (Scheme.INT8, "tiny-arithmetic")
     for ours, theirs in zip(made.smoothing.groups, read.smoothing.groups, strict=True):
         assert ours.norm == theirs.norm and torch.equal(ours.scale_K, theirs.scale_K)
@@ -57,5 +57,5 @@ def test_the_command_writes_a_profile_that_reads_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("exponent", [-1, 13])
 def test_an_exponent_that_cannot_be_folded_exactly_is_refused(exponent: float) -> None:
     with pytest.raises(ValueError) as raised:
-        coarse_profile(SPEC, name="m", exponent=exponent, seed=1)
+        degraded_profile(SPEC, name="m", exponent=exponent, seed=1)
     assert str(raised.value) == f"the exponent is between 0 and 12, got {exponent}"
