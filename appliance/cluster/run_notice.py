@@ -6,19 +6,20 @@ system that every node shares, and its run.json tells them apart.
 
 from __future__ import annotations
 
-import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
+
+from pydantic.dataclasses import dataclass
 
 from appliance.files import write_whole
 from appliance.plan.env import NODE_VARIABLE
+from appliance.run.record import STRICT, as_json, read
 from appliance.run.session import RunRecord, RunStatus, read_record
 
 NEWS_FILE = "training.json"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Training:
     """attempt: of the run, when this node became part of it."""
 
@@ -33,17 +34,13 @@ def keep_news(run_dir: Path) -> None:
     """
     folder, record = os.environ.get(NODE_VARIABLE), record_of(run_dir)
     if folder and record is not None:
-        news = json.dumps({"run_dir": str(run_dir), "attempt": record.attempt})
-        write_whole(Path(folder) / NEWS_FILE, news, durable=False)
+        write_whole(Path(folder) / NEWS_FILE, as_json(Training(run_dir, record.attempt)), durable=False)
 
 
 def read_news(folder: Path) -> Training | None:
-    """None before there are any."""
+    """None before there are any. Raises OSError, ValueError."""
     file = folder / NEWS_FILE
-    if not file.exists():
-        return None
-    raw = json.loads(file.read_text())
-    return Training(Path(raw["run_dir"]), attempt=raw["attempt"])
+    return read(file, Training) if file.exists() else None
 
 
 def record_of(run_dir: Path) -> RunRecord | None:

@@ -1,25 +1,26 @@
 """What a run writes down while it runs: `events.jsonl` and `metrics.jsonl`, one JSON object a line.
 
-Children append, the launcher reads. Nothing but the standard library: worker processes import this too.
+Children append, the launcher reads.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import json
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic.dataclasses import dataclass
 
 from appliance.errors import ApplianceError
+from appliance.run.record import STRICT, Code, Count, Number, parse_line
 
 EVENTS_FILE = "events.jsonl"
 METRICS_FILE = "metrics.jsonl"
-_LARGEST = 1e30
 _TORN_AFTER_LOOKS = 20  # half a second: a write takes microseconds, but its process may have to wait for a core
 _BETWEEN_LOOKS_S = 0.025
 
@@ -96,7 +97,7 @@ def run_started(run_dir: Path) -> float:
     return time.time() if first is None else first.time
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Event:
     """A line of `events.jsonl`. time: unix s.  why: the reason, for people.  done, total, note: of a `progress`.
 
@@ -104,105 +105,81 @@ class Event:
     step: of a `stop`, whose state is saved; None where nothing was there to save.
     """
 
-    time: float
+    time: Number
     kind: str
     what: str
     why: str = ""
-    done: float | None = None
-    total: float | None = None
+    done: Number | None = None
+    total: Number | None = None
     note: str = ""
     error: str = ""
     hint: str = ""
-    exit_code: int | None = None
-    step: int | None = None
+    exit_code: Code | None = None
+    step: Count | None = None
     line: str = field(default="", compare=False, repr=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class StepMetrics:
     """The part of a line of `metrics.jsonl` that is shown. Units as in the contract; None where a line has no value.
 
     A validation before training has step 0 and no `reward_mean`.
     """
 
-    step: int
-    time_s: float
+    step: Count
+    time_s: Number
     scheme: str = ""
     emulated: bool = False
     guard_level: str = ""
-    bf16_layers: float | None = None
-    correction_cap: float | None = None
-    nonfinite_fraction: float | None = None
-    telemetry_s: float | None = None
-    reward_mean: float | None = None
-    response_tokens_mean: float | None = None
-    rollout_tokens_per_s: float | None = None
-    rollout_s: float | None = None
-    logprob_s: float | None = None
-    update_s: float | None = None
-    sync_s: float | None = None
-    step_s: float | None = None
-    proof_s: float | None = None
-    codes_changed_fraction: float | None = None
-    saturated_fraction: float | None = None
-    scale_drift: float | None = None
-    layer_error_max: float | None = None
-    mismatch_k3_kl: float | None = None
-    is_weight_mean: float | None = None
-    is_weight_std: float | None = None
-    is_weight_max: float | None = None
-    is_ess: float | None = None
-    is_truncated_fraction: float | None = None
-    val_reward_mean: float | None = None
-    val_reward_bf16_mean: float | None = None
-    val_samples: float | None = None
-    grad_norm: float | None = None
-    entropy: float | None = None
-    reward_failures: float | None = None
+    bf16_layers: Number | None = None
+    correction_cap: Number | None = None
+    nonfinite_fraction: Number | None = None
+    telemetry_s: Number | None = None
+    reward_mean: Number | None = None
+    response_tokens_mean: Number | None = None
+    rollout_tokens_per_s: Number | None = None
+    rollout_s: Number | None = None
+    logprob_s: Number | None = None
+    update_s: Number | None = None
+    sync_s: Number | None = None
+    step_s: Number | None = None
+    proof_s: Number | None = None
+    codes_changed_fraction: Number | None = None
+    saturated_fraction: Number | None = None
+    scale_drift: Number | None = None
+    layer_error_max: Number | None = None
+    mismatch_k3_kl: Number | None = None
+    is_weight_mean: Number | None = None
+    is_weight_std: Number | None = None
+    is_weight_max: Number | None = None
+    is_ess: Number | None = None
+    is_truncated_fraction: Number | None = None
+    val_reward_mean: Number | None = None
+    val_reward_bf16_mean: Number | None = None
+    val_samples: Number | None = None
+    grad_norm: Number | None = None
+    entropy: Number | None = None
+    reward_failures: Number | None = None
     line: str = field(default="", compare=False, repr=False)
 
 
-_NUMBERS = tuple(f.name for f in dataclasses.fields(StepMetrics) if f.type == "float | None")
+Parsed = TypeVar("Parsed", Event, StepMetrics)
 
 
 def parse_event(line: str) -> Event | None:
     """The event of one line, None when the line is not one."""
-    raw = json_object(line)
-    time_s = finite(raw.get("time"))
-    if time_s is None or not isinstance(raw.get("kind"), str) or not isinstance(raw.get("what"), str):
-        return None
-    code, step = finite(raw.get("exit_code")), finite(raw.get("step"))
-    return Event(
-        time=time_s,
-        kind=raw["kind"],
-        what=raw["what"],
-        why=_text(raw.get("why")),
-        done=finite(raw.get("done")),
-        total=finite(raw.get("total")),
-        note=_text(raw.get("note")),
-        error=_text(raw.get("error")),
-        hint=_text(raw.get("hint")),
-        exit_code=None if code is None else int(code),
-        step=None if step is None else int(step),
-        line=line,
-    )
+    return _with_line(parse_line(line, Event), line)
 
 
 def parse_metrics(line: str) -> StepMetrics | None:
     """The metrics of one line, None when the line is none."""
-    raw = json_object(line)
-    step, time_s = finite(raw.get("step")), finite(raw.get("time_s"))
-    if step is None or time_s is None:
-        return None
-    return StepMetrics(
-        step=int(step),
-        time_s=time_s,
-        scheme=_text(raw.get("scheme")),
-        emulated=raw.get("emulated") is True,
-        guard_level=_text(raw.get("guard_level")),
-        line=line,
-        **{name: finite(raw.get(name)) for name in _NUMBERS},
-    )
+    return _with_line(parse_line(line, StepMetrics), line)
+
+
+def _with_line(parsed: Parsed | None, line: str) -> Parsed | None:
+    if parsed is not None:
+        object.__setattr__(parsed, "line", line)
+    return parsed
 
 
 class Tail:
@@ -237,23 +214,3 @@ class RunTail:
         news = [parse_event(line) for line in self._events.read()]
         news += [parse_metrics(line) for line in self._metrics.read()]
         return [item for item in news if item is not None]
-
-
-def json_object(text: str) -> dict[str, Any]:
-    """The object that the text is; empty when it is none, or nested too deeply."""
-    try:
-        raw = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return raw if isinstance(raw, dict) else {}
-
-
-def finite(value: object) -> float | None:
-    """A finite one of the size of anything that is measured; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST < value < _LARGEST:
-        return None
-    return float(value)
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else ""

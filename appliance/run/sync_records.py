@@ -1,24 +1,26 @@
 """What both ends of a weight update write down, in `sync/trainer-<replica>-<rank>.jsonl` and `sync/rollout-...`.
 
-A line a sync. The trainer holds them against each other before it lets anything generate. Standard library only.
+A line a sync. The trainer holds them against each other before it lets anything generate.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+from pydantic.dataclasses import dataclass
 
 from appliance.errors import SyncError
 from appliance.files import write_whole
 from appliance.run.events import append_line
+from appliance.run.record import STRICT, parse
 
 SYNC_FOLDER = "sync"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Sent:
     """One update by the trainer rank that sent it. manifest: digest of the list of tensors.  digest_s: seconds."""
 
@@ -29,7 +31,7 @@ class Sent:
     digest_s: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Telemetry:
     """What an update did to the quantised layers of a rank; see engine/telemetry.py for how each is measured."""
 
@@ -39,7 +41,7 @@ class Telemetry:
     layer_error_max: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Acknowledgement:
     """One update by the rollout rank that took it, written when everything in it was proven.
 
@@ -183,7 +185,7 @@ def _last(run_dir: Path, role: str, place: tuple[int, int], *, kind: type[Line])
     lines = path.read_text().splitlines() if path.exists() else []
     if not lines:
         return None
-    raw = json.loads(lines[-1])
-    if raw.get("telemetry"):
-        raw["telemetry"] = Telemetry(**raw["telemetry"])
-    return kind(**raw)
+    try:
+        return parse(lines[-1], kind, place=path.name)
+    except ValueError as error:
+        raise SyncError(f"{error}: the last line cannot be read", hint="see sync/ in the run folder") from error

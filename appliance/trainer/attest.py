@@ -15,7 +15,7 @@ from appliance import patch
 from appliance.errors import AttestationError
 from appliance.plan.model import RunPlan
 from appliance.quant.scheme import Scheme
-from appliance.run.attest import fingerprint, write_attestation
+from appliance.run.attest import Attestation, fingerprint, write_attestation
 
 
 def attest_driver(plan: RunPlan) -> None:
@@ -60,13 +60,15 @@ def compute_dtype(module: Module) -> torch.dtype:
 def _write(plan: RunPlan, *, process: str, role: str, rank: int, scheme: Scheme, detail: dict[str, Any]) -> None:
     write_attestation(
         Path(plan.run_dir),
-        process=process,
-        role=role,
-        rank=rank,
-        scheme=scheme,
-        emulated=False,
-        patches=patch.applied(),
-        versions={name: importlib.metadata.version(name) for name, _ in plan.pins},
-        fingerprint=fingerprint(),
-        detail=detail,
+        Attestation(
+            process=process,
+            role=role,
+            rank=rank,
+            scheme=str(scheme),
+            emulated=False,
+            patches=tuple(patch.applied()),
+            versions={name: importlib.metadata.version(name) for name, _ in plan.pins},
+            fingerprint=fingerprint(),
+            detail=detail,
+        ),
     )

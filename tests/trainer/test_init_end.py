@@ -15,7 +15,7 @@ from appliance.errors import AttestationError, SyncError
 from appliance.plan.model import ExpectedAttestation
 from appliance.quant.precision import AS_PLANNED
 from appliance.quant.scheme import Scheme
-from appliance.run.attest import fingerprint, write_attestation
+from appliance.run.attest import Attestation, fingerprint, write_attestation
 from appliance.run.generation import Generation
 from appliance.run.sync_records import Acknowledgement, Sent, append_acknowledgement, append_sent
 from appliance.trainer import watched
@@ -49,15 +49,17 @@ def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WatchedTrainer:
 def attest(run_dir: Path, *, scheme: str) -> None:
     write_attestation(
         run_dir,
-        process="rollout-0-0",
-        role="rollout",
-        rank=0,
-        scheme=scheme,
-        emulated=False,
-        patches=(),
-        versions=dict(PINS),
-        fingerprint=fingerprint(),
-        detail={},
+        Attestation(
+            process="rollout-0-0",
+            role="rollout",
+            rank=0,
+            scheme=scheme,
+            emulated=False,
+            patches=(),
+            versions=dict(PINS),
+            fingerprint=fingerprint(),
+            detail={},
+        ),
     )
 
 
