@@ -87,11 +87,6 @@ def idle_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
     return () if environ.get(CONFIG_VARIABLE) else tuple(name for name in VARIABLES if environ.get(name))
 
 
-def without_flashrl(environ: Mapping[str, str]) -> dict[str, str]:
-    """For children of ours that start engines of several schemes: what a shell exports for others is not for them."""
-    return {name: value for name, value in environ.items() if not name.startswith("FLASHRL_")}
-
-
 def _unknown_variables(given: Mapping[str, str]) -> list[Problem]:
     hint = "FlashRL's variables are " + ", ".join(f"`{name}`" for name in VARIABLES)
     return [(f"{name}: unknown variable", hint) for name in sorted(given) if name not in VARIABLES]

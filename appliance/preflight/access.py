@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.cluster.token import check_token
 from appliance.errors import PreflightError
 from appliance.plan.env import WANDB_KEY_VARIABLE, WANDB_MODE_VARIABLE
 from appliance.plan.model import RunPlan
 from appliance.plan.ports import Ports
 from appliance.preflight.finding import Finding, Severity
+from appliance.preflight.ray_token import check_token
 from appliance.preflight.wandb_key import wandb_key
 
 WANDB = "wandb"

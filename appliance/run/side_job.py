@@ -15,7 +15,7 @@ from types import FrameType
 
 from appliance import console
 from appliance.errors import ApplianceError, EngineError, Interrupted, error_class
-from appliance.flashrl.variables import without_flashrl
+from appliance.plan.env import without_flashrl
 from appliance.plan.model import RunPlan
 from appliance.run.events import first_failure
 from appliance.signals import handled

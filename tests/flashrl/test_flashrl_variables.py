@@ -9,7 +9,8 @@ import pytest
 
 from appliance.errors import RecipeError
 from appliance.flashrl.names import NAMES
-from appliance.flashrl.variables import HubFile, Variables, idle_variables, read_variables, without_flashrl
+from appliance.flashrl.variables import HubFile, Variables, idle_variables, read_variables
+from appliance.plan.env import without_flashrl
 from appliance.quant.scheme import Scheme
 
 LEGAL = (

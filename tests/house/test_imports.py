@@ -60,9 +60,9 @@ MAY_IMPORT = {
     "tasks": {"errors", "plan.model", "plan.read", "run.events", "run.failures", "run.heartbeat", "run.stacks"},
     "recipe": {"errors", "tasks", "guard", *NUMBERS},
     "plan": {"errors", "tasks", "recipe", "guard", *NUMBERS},
-    "preflight": {"errors", "patch", "tasks", "recipe", "plan", "cluster.token", *NUMBERS},
+    "preflight": {"errors", "patch", "tasks", "recipe", "plan", *NUMBERS},
     "run": {
-        *("errors", "tasks", "recipe", "plan", "preflight", "cluster.token", "console", "page", "flashrl.variables"),
+        *("errors", "tasks", "recipe", "plan", "preflight", "console", "page"),
         *("signals", *NUMBERS),
     },
     "cluster": {
