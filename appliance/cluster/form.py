@@ -152,7 +152,7 @@ class Cluster:
         ray.shutdown()
         if self._head is not None and self._head.poll() is None:
             self._head.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # the keeper ends what does not end by itself
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the subreaper ends what does not end by itself
                 self._head.wait(_ENDS_WITHIN_S)
 
     def _address(self) -> str:

@@ -16,8 +16,7 @@ from appliance.profile.child import model_folder
 from appliance.profile.found import model_hash
 from appliance.profile.scaled import Mark
 from appliance.quant.uaq import scale_folder
-from appliance.run.events import append_event
-from appliance.run.failures import exit_code_of
+from appliance.run.events import append_event, exit_code_of
 from appliance.run.heartbeat import Heartbeat
 from appliance.run.stacks import keep_stacks
 

@@ -42,21 +42,22 @@ def fingerprint_of(root: Path) -> str:
 
 @dataclass(frozen=True, config=STRICT)
 class Attestation:
-    """What one process says it runs.
-
-    role: `rollout`, `trainer` or `driver`.  rank: counted within the role.  versions: by distribution.
-    detail: JSON values, other ones for each role.
-    """
+    """What one process says it runs."""
 
     process: str
     role: str
+    """`rollout`, `trainer` or `driver`."""
     rank: int
+    """Counted within the role."""
     scheme: str
     emulated: bool
     patches: tuple[str, ...]
+    """Names, in the order in which they were applied."""
     versions: dict[str, str]
+    """By distribution."""
     fingerprint: str
     detail: dict[str, Any] = field(default_factory=dict)
+    """JSON values, other ones for each role."""
     schema_version: Literal[1] = 1
 
 

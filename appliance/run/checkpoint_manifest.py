@@ -29,28 +29,30 @@ _HASHING_THREADS = 4  # hashlib lets go of the interpreter; more threads than th
 
 @dataclass(frozen=True, config=STRICT)
 class FileRecord:
-    """path: relative, with `/`.  size: bytes.  sha256: hex."""
-
     path: str
+    """Relative, with `/`."""
     size: Count
+    """Bytes."""
     sha256: str
+    """Hex."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class Facts:
-    """What a checkpoint says of itself besides its files.
-
-    step: the last finished one.  world_size: ranks of the trainer that saved it.  reason: why it was saved.
-    time: unix s.  val_reward: the greedy reward validated after this very step, None without.
-    profile: SHA-256 by name of the files in the run's `profile/`, which the rollouts of this run need again.
-    """
+    """What a checkpoint says of itself besides its files."""
 
     step: Count
+    """The last finished one."""
     world_size: Annotated[int, Field(ge=1)]
+    """Ranks of the trainer that saved it."""
     reason: str
+    """Why it was saved."""
     time: Number
+    """Unix s."""
     val_reward: Number | None = None
+    """The greedy reward validated after this very step, None without."""
     profile: tuple[tuple[str, str], ...] = ()
+    """(name, SHA-256) of the files in the run's `profile/`, which the rollouts of this run need again."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 from pydantic.dataclasses import dataclass
 
 from appliance.errors import ApplianceError
+from appliance.plan.env import PLAN_VARIABLE
 from appliance.run.record import STRICT, Code, Count, Number, parse_line
 
 EVENTS_FILE = "events.jsonl"
@@ -76,46 +78,83 @@ def append_failure(run_dir: Path, error: ApplianceError) -> None:
     )
 
 
-def first_failure(run_dir: Path) -> Event | None:
-    """The first `failure` event of a run's attempt, or None: what failed later failed because of it."""
+@contextlib.contextmanager
+def report_failures(run_dir: Path | None = None) -> Iterator[None]:
+    """An error of ours inside the block becomes a `failure` event, and goes on.
+
+    vLLM and Ray send only the text of an error to whoever called, and of one at start-up not even that: said where it
+    failed, its class, hint and exit code are kept.
+    run_dir: the folder whose events say it, None: of the run that this process belongs to, if it does to one.
+    """
+    try:
+        yield
+    except ApplianceError as error:
+        if run_dir is None and PLAN_VARIABLE in os.environ:
+            run_dir = Path(os.environ[PLAN_VARIABLE]).parent
+        if run_dir is not None:
+            append_failure(run_dir, error)
+        raise
+
+
+def exit_code_of(work: Callable[[], object], *, run_dir: Path) -> int:
+    """What a child ends with: 0, or the code of an error of ours. Any other is told as our own fault, and goes on.
+
+    run_dir: the folder whose events say it.
+    """
+    try:
+        with report_failures(run_dir):
+            work()
+    except ApplianceError as error:
+        return error.exit_code
+    except Exception as error:  # every failure becomes an event, whatever it is
+        append_failure(run_dir, ApplianceError(f"{type(error).__name__}: {error}", hint="the log has the whole story"))
+        raise
+    return 0
+
+
+def _events(run_dir: Path) -> Iterator[Event]:
     path = run_dir / EVENTS_FILE
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return (event for event in map(parse_event, lines) if event is not None)
+
+
+def first_failure(run_dir: Path) -> Event | None:
+    """The first `failure` event of a run's attempt, or None: what failed later failed because of it."""
     first = None
-    for event in map(parse_event, lines):
-        if event is not None and event.kind == "resume":
+    for event in _events(run_dir):
+        if event.kind == "resume":
             first = None
-        elif event is not None and event.kind == "failure":
+        elif event.kind == "failure":
             first = first or event
     return first
 
 
 def run_started(run_dir: Path) -> float:
     """Unix time of a run's first event, s; now when it has none yet."""
-    path = run_dir / EVENTS_FILE
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    first = next((event for event in map(parse_event, lines) if event is not None), None)
+    first = next(_events(run_dir), None)
     return time.time() if first is None else first.time
 
 
 @dataclass(frozen=True, config=STRICT)
 class Event:
-    """A line of `events.jsonl`. time: unix s.  why: the reason, for people.  done, total, note: of a `progress`.
-
-    error, hint, exit_code: of a `failure`; error is the name of its class in appliance/errors.py.
-    step: of a `stop`, whose state is saved; None where nothing was there to save.
-    """
+    """A line of `events.jsonl`."""
 
     time: Number
+    """Unix s."""
     kind: str
     what: str
     why: str = ""
+    """The reason, for people."""
     done: Number | None = None
+    """Of a `progress`, as are `total` and `note`."""
     total: Number | None = None
     note: str = ""
     error: str = ""
+    """Of a `failure`, as are `hint` and `exit_code`: the name of its class in appliance/errors.py."""
     hint: str = ""
     exit_code: Code | None = None
     step: Count | None = None
+    """Of a `stop`: whose state is saved, None where there was nothing to save."""
     line: str = field(default="", compare=False, repr=False)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -24,16 +25,14 @@ _QUARTERS = 4
 News = Sequence[Event | StepMetrics]
 
 
-class Progress(Protocol):
-    """show() is called a few times a second with the newest state and what has come since the last call."""
+class Progress(contextlib.AbstractContextManager):
+    """Shows nothing."""
 
-    def __enter__(self) -> Progress: ...
+    def show(self, state: RunState, news: News, *, now: float) -> None:
+        """Called a few times a second with the newest state and what has come since the last call."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None: ...
-
-    def show(self, state: RunState, news: News, *, now: float) -> None: ...
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Nothing is open."""
 
 
 def choose_progress(plan: RunPlan, *, json_mode: bool, quiet: bool = False) -> Progress:
@@ -43,23 +42,10 @@ def choose_progress(plan: RunPlan, *, json_mode: bool, quiet: bool = False) -> P
     people = console.err_console()
     if console.is_live(people):
         return LiveProgress(plan, people)
-    return NoProgress() if quiet else PlainProgress()
+    return Progress() if quiet else PlainProgress()
 
 
-class NoProgress:
-    """Shows nothing."""
-
-    def __enter__(self) -> NoProgress:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        pass
-
-    def show(self, state: RunState, news: News, *, now: float) -> None:
-        pass
-
-
-class LiveProgress:
+class LiveProgress(Progress):
     """The panel, redrawn by the caller's ticks: no thread beside the one that starts children."""
 
     def __init__(self, plan: RunPlan, people: Console) -> None:
@@ -84,18 +70,12 @@ class LiveProgress:
         self._live.update(drawn, refresh=True)
 
 
-class PlainProgress:
+class PlainProgress(Progress):
     """One line per step and per phase; the phases inside a step only until the first step is done."""
 
     def __init__(self) -> None:
         self._steps_begun = False
         self._told: tuple[str, int] = ("", -1)
-
-    def __enter__(self) -> PlainProgress:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        pass
 
     def show(self, state: RunState, news: News, *, now: float) -> None:
         for item in news:
@@ -128,14 +108,8 @@ class PlainProgress:
         return f"{item.what} {item.done:g}/{item.total:g}{note}"
 
 
-class JsonProgress:
+class JsonProgress(Progress):
     """Every event and every line of metrics on stdout as it comes, with its `type` in front."""
-
-    def __enter__(self) -> JsonProgress:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        pass
 
     def show(self, state: RunState, news: News, *, now: float) -> None:
         for item in news:

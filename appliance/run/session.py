@@ -41,13 +41,16 @@ class RunStatus(StrEnum):
 
 @dataclass(frozen=True, config=STRICT)
 class RunRecord:
-    """What `run.json` holds. exit_code: None until the end.  reason: one line, empty unless failed or stopped."""
+    """What `run.json` holds."""
 
     state: RunStatus = RunStatus.STARTING
     phase: str = "starting"
-    attempt: Annotated[int, Field(ge=0, lt=10**6)] = 1  # it names a folder of logs
+    attempt: Annotated[int, Field(ge=0, lt=10**6)] = 1
+    """It names a folder of logs; 0 for a run that never began."""
     exit_code: Code | None = None
+    """None until the end."""
     reason: str = ""
+    """One line, empty unless failed or stopped."""
     schema_version: Literal[1] = 1
 
 

@@ -22,12 +22,14 @@ SYNC_FOLDER = "sync"
 
 @dataclass(frozen=True, config=STRICT)
 class Sent:
-    """One update by the trainer rank that sent it. manifest: digest of the list of tensors.  digest_s: seconds."""
+    """One update by the trainer rank that sent it."""
 
     sync: int
+    """Number of the update, from 1."""
     replica: int
     rank: int
     manifest: str
+    """Digest of the list of tensors."""
     digest_s: float
 
 
@@ -43,37 +45,40 @@ class Telemetry:
 
 @dataclass(frozen=True, config=STRICT)
 class Acknowledgement:
-    """One update by the rollout rank that took it, written when everything in it was proven.
-
-    sync: number of the update, from 1.  manifest: as `Sent.manifest`.  bytes: of all tensors.
-    layers_proven: of `layers`, those whose kernel answered the probe as the tensor received does.
-    parameters_proven: parameters that are used as they are, and are bit for bit what was received.
-    unproven: tensors of which nothing but their digest is known.
-    waiting_bytes: most that waited at once for the rest of a layer.  telemetry: None where nothing is quantised.
-    telemetry_s: of proof_s.  scheme, emulated: what the layers run from now on.  bf16_layers: those that are in BF16
-    only for now.  switched: layers that changed with this update; all are then proven.
-    """
+    """One update by the rollout rank that took it, written when everything in it was proven."""
 
     sync: int
+    """As `Sent.sync`."""
     replica: int
     rank: int
     manifest: str
+    """As `Sent.manifest`."""
     tensors: int
     bytes: int
+    """Of all tensors."""
     layers: int
     layers_proven: int
+    """Of `layers`, those whose kernel answered the probe as the tensor received does."""
     parameters_proven: int
+    """Parameters that are used as they are, and are bit for bit what was received."""
     unproven: int
+    """Tensors of which nothing but their digest is known."""
     waiting_bytes: int
+    """Most that waited at once for the rest of a layer."""
     digest_s: float
     proof_s: float
     seconds: float
     telemetry: Telemetry | None
+    """None where nothing is quantised."""
     telemetry_s: float = 0.0
+    """Of `proof_s`."""
     scheme: str = ""
+    """What the layers run from now on, and so `emulated`."""
     emulated: bool = False
     bf16_layers: int = 0
+    """Layers that are in BF16 only for now."""
     switched: int = 0
+    """Layers that changed with this update; all are then proven."""
 
 
 def append_sent(run_dir: Path, sent: Sent) -> None:

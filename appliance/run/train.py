@@ -2,7 +2,7 @@
 
 `run.json` is right at every moment: it is there from the start, follows the phases, and gets its end in every path,
 Ctrl-C and errors of our own included. Only a SIGKILL of this process leaves it at `running`; then the folder's lock is
-free, which `status` sees, and the keeper has ended the children.
+free, which `status` sees, and the subreaper has ended the children.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from appliance import console
 from appliance.plan.env import LOG_DIR_VARIABLE, PLAN_VARIABLE, RAY_DIR_VARIABLE, with_ray_token
 from appliance.plan.model import RunPlan
+from appliance.preflight.finding import Finding, Severity
 from appliance.run import summary
 from appliance.run.attempt import begin_attempt
 from appliance.run.events import RunTail, append_event, append_failure
@@ -34,7 +34,7 @@ from appliance.run.session import RUN_FILE, RunStatus, Session, cannot_write, cr
 from appliance.run.stalls import Stalled, StallWatch, ask_around
 from appliance.run.state import RunState, fold
 from appliance.run.stop_request import ask_to_stop, asked_to_stop, forget_stop
-from appliance.run.subreaper import KeeperReport
+from appliance.run.subreaper import SubreaperReport
 from appliance.run.supervise import Ask, supervise
 from appliance.signals import Interrupts
 from appliance.tasks.prepare import is_prepared
@@ -54,22 +54,6 @@ class Step:
     child: Callable[[RunPlan], Child | None]
     is_done: Callable[[RunPlan], bool]
     finish: Callable[[RunPlan], None]
-
-
-class Finding(Protocol):
-    """What a run needs of preflight's findings. (Preflight reads runs, so runs do not import preflight.)"""
-
-    @property
-    def severity(self) -> str: ...
-
-    @property
-    def place(self) -> str: ...
-
-    @property
-    def message(self) -> str: ...
-
-    @property
-    def remedy(self) -> str: ...
 
 
 def run_training(
@@ -101,7 +85,7 @@ def run_training(
         at_the_end.callback(page.write)  # after the session's own end, which says in run.json how it went
         at_the_end.enter_context(session)
         for finding in findings:
-            if str(finding.severity) == "warning":
+            if finding.severity is Severity.WARNING:
                 what = "; ".join(filter(None, (f"{finding.place}: {finding.message}", finding.remedy)))
                 append_event(session.run_dir, kind="note", what=what, why="preflight")
         progress = choose_progress(plan, json_mode=json_mode, quiet=quiet)
@@ -256,7 +240,7 @@ class _Training:
         except Stalled as stalled:
             append_failure(self._session.run_dir, stalled.error)
             self._tick()
-            report = KeeperReport(-signal.SIGKILL, ended=(), left=())
+            report = SubreaperReport(-signal.SIGKILL, ended=(), left=())
         self._note_processes(report)
         return self._judge(child, returncode=report.returncode, is_done=is_done(self._plan), log=log)
 
@@ -305,7 +289,7 @@ class _Training:
             run=summary.quoted_path(self._session.run_dir),
         )
 
-    def _note_processes(self, report: KeeperReport) -> None:
+    def _note_processes(self, report: SubreaperReport) -> None:
         for verb, names in (("ended", report.ended), ("could not end", report.left)):
             if names:
                 with contextlib.suppress(OSError):  # a note is not worth a run

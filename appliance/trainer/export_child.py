@@ -11,7 +11,7 @@ from pathlib import Path
 
 from appliance.errors import PreflightError
 from appliance.plan.model import UaqPlan
-from appliance.run.failures import exit_code_of
+from appliance.run.events import exit_code_of
 from appliance.trainer.export import export_checkpoint
 
 
