@@ -18,12 +18,12 @@ from appliance.cluster import membership
 from appliance.cluster.membership import RETURNS_WITHIN_S, Needed, Node, Roll
 from appliance.cluster.node_report import NodeReport, describe_node, differences, plant_canary, question_of, warnings
 from appliance.cluster.ray_command import FINGERPRINT_LABEL, NodeOffer, head_argv, label_of, node_environment
-from appliance.cluster.token import check_token, make_token
 from appliance.errors import ApplianceError, PreflightError, ProcessDied
 from appliance.plan.env import RAY_DIR_VARIABLE, RAY_OWN, ray_node_env
 from appliance.plan.model import ClusterPlan, RunPlan
 from appliance.plan.ports import Ports
 from appliance.preflight.probes import model_shape
+from appliance.preflight.ray_token import check_token, make_token
 from appliance.run.events import append_event
 
 _LOOK_EVERY_S = 1.0
@@ -152,7 +152,7 @@ class Cluster:
         ray.shutdown()
         if self._head is not None and self._head.poll() is None:
             self._head.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # the keeper ends what does not end by itself
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the subreaper ends what does not end by itself
                 self._head.wait(_ENDS_WITHIN_S)
 
     def _address(self) -> str:

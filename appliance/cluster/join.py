@@ -14,13 +14,13 @@ from appliance import console
 from appliance.cluster.node_report import host_of
 from appliance.cluster.node_watch import LOOK_EVERY_S, NodeIsOver, NodeWatch
 from appliance.cluster.ray_command import NodeOffer, node_environment, worker_argv
-from appliance.cluster.run_notice import Training, end_of, is_resumed, read_news
-from appliance.cluster.token import check_token
+from appliance.cluster.run_notice import RunNotice, end_of, is_resumed, read_notice
 from appliance.errors import EngineError, Interrupted, PreflightError, ProcessDied, RecipeError, TrainingError
 from appliance.plan.env import NODE_VARIABLE, RAY_OWN, short_root
 from appliance.plan.ports import DEFAULT_BASE, Ports
 from appliance.preflight.access import head_problem, ports_in_use
 from appliance.preflight.probes import read_host
+from appliance.preflight.ray_token import check_token
 from appliance.recipe.text import path_problem
 from appliance.run.session import RunStatus, cannot_write
 from appliance.run.supervise import supervise
@@ -89,7 +89,7 @@ def join_head(
             raise Interrupted(f"left {head} on {interrupts.names[0]}")
         if not watch.has_joined and not head_problem(head):
             raise _not_joined(head, code=code, log=log)
-        return _end(head, training=read_news(folder), was_silent=watch.was_silent, code=code, log=log)
+        return _end(head, training=read_notice(folder), was_silent=watch.was_silent, code=code, log=log)
 
 
 def _is_there(token_file: Path) -> bool:
@@ -128,7 +128,7 @@ def _wait_for(head: str, *, wait_s: float, stop: Callable[[], bool]) -> None:
         time.sleep(LOOK_EVERY_S)
 
 
-def _end(head: str, *, training: Training | None, was_silent: bool, code: int | None, log: Path) -> int:
+def _end(head: str, *, training: RunNotice | None, was_silent: bool, code: int | None, log: Path) -> int:
     """Why this node's Ray ended after it had joined. Returns 0 where the training ended as it should.
 
     Raises TrainingError (the training failed, the head is gone or another one), EngineError (Ray, here).

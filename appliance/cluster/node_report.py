@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance import hub
-from appliance.cluster.run_notice import keep_news
+from appliance.cluster.run_notice import write_notice
 from appliance.patch import recorded, why_unfit
 from appliance.plan.env import THREADS_VARIABLE
 from appliance.plan.host import HostFacts, HostGpu
@@ -95,7 +95,7 @@ def question_of(plan: RunPlan) -> NodeQuestion:
 def describe_node(question: NodeQuestion) -> NodeReport:
     """Run on each node, in a process of Ray's. The node's `join` learns there what its node is for."""
     run_dir = Path(question.run_dir)
-    keep_news(run_dir)
+    write_notice(run_dir)
     model, model_problem = _model_seen(question.model)
     return NodeReport(
         name=socket.gethostname(),

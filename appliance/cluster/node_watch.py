@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from appliance import console
-from appliance.cluster.run_notice import end_of, read_news
+from appliance.cluster.run_notice import end_of, read_notice
 from appliance.plan.env import RECONNECT_S, RUN_VARIABLE
 from appliance.preflight.access import head_problem
 from appliance.run.processes import find_processes
@@ -93,7 +93,7 @@ class NodeWatch:
             else:
                 self._silent_at = time.monotonic()
                 silent_s = self._silent_at - answered
-            training = read_news(self._folder)
+            training = read_notice(self._folder)
             has_scheduler = not self.has_joined or self._has_scheduler()
             self._look = Look(
                 silent_s=silent_s,

@@ -6,44 +6,41 @@ system that every node shares, and its run.json tells them apart.
 
 from __future__ import annotations
 
-import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
+
+from pydantic.dataclasses import dataclass
 
 from appliance.files import write_whole
 from appliance.plan.env import NODE_VARIABLE
+from appliance.run.record import STRICT, as_json, read
 from appliance.run.session import RunRecord, RunStatus, read_record
 
-NEWS_FILE = "training.json"
+NOTICE_FILE = "training.json"
 
 
-@dataclass(frozen=True)
-class Training:
+@dataclass(frozen=True, config=STRICT)
+class RunNotice:
     """attempt: of the run, when this node became part of it."""
 
     run_dir: Path
     attempt: int
 
 
-def keep_news(run_dir: Path) -> None:
+def write_notice(run_dir: Path) -> None:
     """On a node, in a process of Ray's: tell `join` what its node is for. Elsewhere, and without a run there: nothing.
 
     Raises OSError when it cannot be written.
     """
     folder, record = os.environ.get(NODE_VARIABLE), record_of(run_dir)
     if folder and record is not None:
-        news = json.dumps({"run_dir": str(run_dir), "attempt": record.attempt})
-        write_whole(Path(folder) / NEWS_FILE, news, durable=False)
+        write_whole(Path(folder) / NOTICE_FILE, as_json(RunNotice(run_dir, record.attempt)), durable=False)
 
 
-def read_news(folder: Path) -> Training | None:
-    """None before there are any."""
-    file = folder / NEWS_FILE
-    if not file.exists():
-        return None
-    raw = json.loads(file.read_text())
-    return Training(Path(raw["run_dir"]), attempt=raw["attempt"])
+def read_notice(folder: Path) -> RunNotice | None:
+    """None before there are any. Raises OSError, ValueError."""
+    file = folder / NOTICE_FILE
+    return read(file, RunNotice) if file.exists() else None
 
 
 def record_of(run_dir: Path) -> RunRecord | None:
@@ -54,7 +51,7 @@ def record_of(run_dir: Path) -> RunRecord | None:
         return None
 
 
-def end_of(training: Training) -> RunRecord | None:
+def end_of(training: RunNotice) -> RunRecord | None:
     """How that attempt ended, None while it goes on, and when nobody has written it."""
     record = record_of(training.run_dir)
     if record is None or record.attempt != training.attempt or record.state in (RunStatus.STARTING, RunStatus.RUNNING):
@@ -62,7 +59,7 @@ def end_of(training: Training) -> RunRecord | None:
     return record
 
 
-def is_resumed(training: Training) -> bool:
+def is_resumed(training: RunNotice) -> bool:
     """Whether the run has a newer attempt than the one that this node was part of."""
     record = record_of(training.run_dir)
     return record is not None and record.attempt > training.attempt

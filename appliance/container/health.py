@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.cluster.run_notice import read_news
+from appliance.cluster.run_notice import read_notice
 from appliance.plan.env import NODE_VARIABLE, RUN_VARIABLE
 from appliance.run.display import phase_text
 from appliance.run.session import RunRecord, RunStatus, has_launcher, read_record
@@ -56,14 +56,14 @@ def marked(proc: Path) -> tuple[list[Path], list[Path]]:
 def _work_of(node: Path) -> Path | None:
     """The folder of the run that a node works for. `_of_node` says what is wrong where it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
-        training = read_news(node)
+        training = read_notice(node)
         return None if training is None else training.run_dir
     return None
 
 
 def _of_node(folder: Path) -> Health:
     try:
-        training = read_news(folder)
+        training = read_notice(folder)
         if training is None:
             return Health(True, "a node, of no training yet")
         run_dir = training.run_dir

@@ -23,7 +23,7 @@ from appliance.errors import EngineError
 from appliance.plan.env import PLAN_VARIABLE
 from appliance.plan.model import RunPlan
 from appliance.plan.read import read_plan
-from appliance.run.attest import fingerprint, write_attestation
+from appliance.run.attest import Attestation, fingerprint, write_attestation
 from appliance.run.generation import read_generation
 from appliance.terms.schemes import Scheme
 
@@ -96,23 +96,25 @@ def attest_rollout_worker(model: Module, *, vllm_config: Any, rank: int) -> None
     replica = int(os.environ.get(REPLICA_VARIABLE, "0"))
     write_attestation(
         Path(plan.run_dir),
-        process=f"rollout-{replica}-{rank}",
-        role="rollout",
-        rank=replica * vllm_config.parallel_config.tensor_parallel_size + rank,
-        scheme=live.scheme,
-        emulated=live.emulated,
-        patches=patch.applied(),
-        versions=_versions(plan),
-        fingerprint=fingerprint(),
-        detail={
-            "kernels": live.kernels,
-            "lm_head_fp32": live.lm_head_fp32,
-            "dtype": str(vllm_config.model_config.dtype),
-            "model": vllm_config.model_config.model,
-            "generation": read_generation(Path(plan.run_dir)).number,
-            "pid": os.getpid(),
-            "threads": torch.get_num_threads(),
-        },
+        Attestation(
+            process=f"rollout-{replica}-{rank}",
+            role="rollout",
+            rank=replica * vllm_config.parallel_config.tensor_parallel_size + rank,
+            scheme=str(live.scheme),
+            emulated=live.emulated,
+            patches=tuple(patch.applied()),
+            versions=_versions(plan),
+            fingerprint=fingerprint(),
+            detail={
+                "kernels": live.kernels,
+                "lm_head_fp32": live.lm_head_fp32,
+                "dtype": str(vllm_config.model_config.dtype),
+                "model": vllm_config.model_config.model,
+                "generation": read_generation(Path(plan.run_dir)).number,
+                "pid": os.getpid(),
+                "threads": torch.get_num_threads(),
+            },
+        ),
     )
 
 

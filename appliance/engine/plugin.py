@@ -10,7 +10,7 @@ def register() -> None:
 
     import appliance.engine.config  # noqa: F401  registers the quantisation method by its name
     from appliance.engine.cpu_patches import apply_cpu_patches
-    from appliance.run.failures import report_failures
+    from appliance.run.events import report_failures
     from appliance.run.stacks import keep_stacks
 
     keep_stacks("engine")

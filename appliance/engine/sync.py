@@ -29,7 +29,7 @@ from appliance.plan.env import PLAN_VARIABLE, weight_socket
 from appliance.plan.model import RunPlan
 from appliance.plan.read import read_plan
 from appliance.quant.smoothing import Smoothing, load_smoothing
-from appliance.run.failures import report_failures
+from appliance.run.events import report_failures
 from appliance.run.generation import read_generation
 from appliance.run.sync_records import (
     Acknowledgement,

@@ -23,8 +23,7 @@ from appliance.quant.calibrate import calibrate
 from appliance.quant.donor import recover
 from appliance.quant.files import PROFILE_FILE
 from appliance.quant.profile import Origin, Settings, write_profile
-from appliance.run.events import append_event
-from appliance.run.failures import exit_code_of
+from appliance.run.events import append_event, exit_code_of
 from appliance.run.heartbeat import Heartbeat
 from appliance.run.stacks import keep_stacks
 

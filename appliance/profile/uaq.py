@@ -19,8 +19,7 @@ from appliance.plan.model import RunPlan
 from appliance.plan.read import read_plan
 from appliance.profile.cache import model_hash
 from appliance.quant.uaq import MARK_FILE
-from appliance.run.events import append_event
-from appliance.run.failures import exit_code_of
+from appliance.run.events import append_event, exit_code_of
 from appliance.run.heartbeat import Heartbeat
 from appliance.run.outcome import Child
 from appliance.run.stacks import keep_stacks

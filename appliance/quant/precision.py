@@ -6,8 +6,12 @@ before: an update that says nothing is as planned.
 
 from __future__ import annotations
 
+import functools
 import json
-from dataclasses import dataclass
+from dataclasses import asdict
+
+from pydantic import TypeAdapter
+from pydantic.dataclasses import dataclass
 
 from appliance.quant.settings import Quantisation
 from appliance.terms.schemes import Scheme
@@ -37,21 +41,20 @@ class Precision:
         return " ".join(filter(None, (str(self.scheme or ""), raised))) or "as planned"
 
     def to_json(self) -> str:
-        scheme = None if self.scheme is None else str(self.scheme)
-        return json.dumps({"scheme": scheme, "bf16_layers": list(self.bf16_layers)})
+        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Precision:
         """Raises ValueError when the text is no precision."""
-        try:
-            raw = json.loads(text)
-            scheme, layers = raw["scheme"], raw["bf16_layers"]
-            return cls(None if scheme is None else Scheme(scheme), tuple(str(each) for each in layers))
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"not a precision: {error}") from error
+        return _reader().validate_json(text)
 
 
 AS_PLANNED = Precision()
+
+
+@functools.cache
+def _reader() -> TypeAdapter[Precision]:
+    return TypeAdapter(Precision)
 
 
 def quantisation_at(planned: Quantisation, precision: Precision) -> Quantisation:

@@ -1,23 +1,24 @@
-"""What every worker of a run says of itself, and whether it is what the plan says. Standard library only."""
+"""What every worker of a run says of itself, and whether it is what the plan says."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic.dataclasses import dataclass
 
 from appliance.files import write_whole
+from appliance.run.record import STRICT, as_json, parse
 
 if TYPE_CHECKING:
     from appliance.plan.model import ExpectedAttestation
 
 ATTEST_FOLDER = "attest"
-SCHEMA_VERSION = 1
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -39,38 +40,46 @@ def fingerprint_of(root: Path) -> str:
     return digest.hexdigest()
 
 
-def write_attestation(
-    run_dir: Path,
-    *,
-    process: str,
-    role: str,
-    rank: int,
-    scheme: str,
-    emulated: bool,
-    patches: Sequence[str],
-    versions: Mapping[str, str],
-    fingerprint: str,
-    detail: Mapping[str, Any],
-) -> None:
-    """Write `attest/<process>.json`, whole or not at all. To `detail` it adds `node`, this host's name.
+@dataclass(frozen=True, config=STRICT)
+class Attestation:
+    """What one process says it runs."""
 
-    role: `rollout`, `trainer` or `driver`.  rank: counted within the role.  detail: JSON values.  Raises OSError.
-    """
-    said = {
-        "schema_version": SCHEMA_VERSION,
-        "process": process,
-        "role": role,
-        "rank": rank,
-        "scheme": str(scheme),
-        "emulated": emulated,
-        "patches": list(patches),
-        "versions": dict(versions),
-        "fingerprint": fingerprint,
-        "detail": {"node": socket.gethostname(), **detail},
-    }
-    target = run_dir / ATTEST_FOLDER / f"{process}.json"
-    target.parent.mkdir(exist_ok=True)
-    write_whole(target, json.dumps(said, indent=2) + "\n", durable=False)
+    process: str
+    role: str
+    """`rollout`, `trainer` or `driver`."""
+    rank: int
+    """Counted within the role."""
+    scheme: str
+    emulated: bool
+    patches: tuple[str, ...]
+    """Names, in the order in which they were applied."""
+    versions: dict[str, str]
+    """By distribution."""
+    fingerprint: str
+    detail: dict[str, Any] = field(default_factory=dict)
+    """JSON values, other ones for each role."""
+    schema_version: Literal[1] = 1
+
+
+def write_attestation(run_dir: Path, said: Attestation) -> None:
+    """Write `attest/<process>.json`. To `detail` it adds `node`, this host's name. Raises OSError."""
+    folder = run_dir / ATTEST_FOLDER
+    folder.mkdir(exist_ok=True)
+    said = replace(said, detail={"node": socket.gethostname(), **said.detail})
+    write_whole(folder / f"{said.process}.json", as_json(said, indent=2) + "\n", durable=False)
+
+
+def read_attestations(run_dir: Path) -> tuple[list[Attestation], list[str]]:
+    """Of the processes that run now, and a sentence about each file that is none."""
+    said, problems = [], []
+    for path in sorted((run_dir / ATTEST_FOLDER).glob("[!.]*.json")):
+        try:
+            said.append(parse(path.read_text(), Attestation, place=f"{path.name} is no attestation"))
+        except OSError as error:
+            problems.append(f"{path.name} cannot be read: {error}")
+        except ValueError as error:
+            problems.append(str(error))
+    return said, problems
 
 
 @dataclass(frozen=True)
@@ -114,67 +123,39 @@ def judge_attestations(
     fingerprint: str,
 ) -> Judged:
     """`check_attestations`, its findings by their kind."""
-    said, problems = _read(run_dir / ATTEST_FOLDER)
+    said, problems = read_attestations(run_dir)
     wanted = {(one.role, one.rank): one for one in expected}
-    heard = {(one["role"], one["rank"]) for one in said}
+    heard = {(one.role, one.rank) for one in said}
     wrong: list[str] = []
     for one in said:
-        wrong += _differences(one, wanted.get((one["role"], one["rank"])), pins=pins, fingerprint=fingerprint)
+        wrong += _differences(one, wanted.get((one.role, one.rank)), pins=pins, fingerprint=fingerprint)
     missing = (f"{role} rank {rank} did not say what it runs" for role, rank in sorted(wanted.keys() - heard))
     return Judged(tuple(problems), tuple(missing), tuple(wrong))
 
 
-def _read(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    said, problems = [], []
-    for path in sorted(folder.glob("[!.]*.json")):
-        try:
-            raw = json.loads(path.read_text())
-        except (ValueError, OSError, RecursionError) as error:
-            problems.append(f"{path.name} cannot be read: {error}")
-            continue
-        if not _is_attestation(raw):
-            problems.append(f"{path.name} is not an attestation of schema_version {SCHEMA_VERSION}")
-            continue
-        said.append(raw)
-    return said, problems
-
-
-def _is_attestation(raw: object) -> bool:
-    """Of the kinds that `write_attestation` writes, where a judgement rests on them."""
-    return (
-        isinstance(raw, dict)
-        and raw.get("schema_version") == SCHEMA_VERSION
-        and isinstance(raw.get("role"), str)
-        and isinstance(raw.get("rank"), int)
-        and isinstance(raw.get("versions"), dict)
-        and isinstance(raw.get("patches"), list)
-        and all(isinstance(name, str) for name in raw["patches"])
-    )
-
-
 def _differences(
-    said: dict[str, Any],
+    said: Attestation,
     wanted: ExpectedAttestation | None,
     *,
     pins: tuple[tuple[str, str], ...],
     fingerprint: str,
 ) -> Iterator[str]:
-    process = said.get("process")
+    process = said.process
     if wanted is None:
-        yield f"{process} ({said.get('role')} rank {said.get('rank')}) is not in the plan"
+        yield f"{process} ({said.role} rank {said.rank}) is not in the plan"
         return
-    if said.get("scheme") != str(wanted.scheme):
-        yield f"{process} runs {said.get('scheme')}, the plan says {wanted.scheme}"
-    if said.get("emulated") is not wanted.emulated:
-        yield f"{process} says emulated is {said.get('emulated')}, the plan says {wanted.emulated}"
-    if said["patches"] != list(wanted.patches):
-        live, planned = (", ".join(names) or "none" for names in (said["patches"], wanted.patches))
+    if said.scheme != str(wanted.scheme):
+        yield f"{process} runs {said.scheme}, the plan says {wanted.scheme}"
+    if said.emulated != wanted.emulated:
+        yield f"{process} says emulated is {said.emulated}, the plan says {wanted.emulated}"
+    if said.patches != tuple(wanted.patches):
+        live, planned = (", ".join(names) or "none" for names in (said.patches, wanted.patches))
         yield f"{process} has the patches {live}; the plan says {planned}"
-    versions = said["versions"]
+    versions = said.versions
     for name, version in pins:
         if name not in versions:
             yield f"{process} does not say its version of {name}, the plan says {version}"
         elif versions[name] != version:
             yield f"{process} has {name} {versions[name]}, the plan says {version}"
-    if said.get("fingerprint") != fingerprint:
+    if said.fingerprint != fingerprint:
         yield f"{process} runs other sources of this program than the process that asks"

@@ -2,7 +2,7 @@
 
 The trainer fills `partial-global_step_<n>`, seals it and renames it to `global_step_<n>`: a folder of that name was
 whole once, and its manifest says whether it still is. Safetensors and verl's own files notice a cut; a flipped bit only
-a hash does. Standard library only: the trainer seals, the launcher checks, without torch.
+a hash does. The trainer seals, the launcher checks.
 """
 
 from __future__ import annotations
@@ -12,44 +12,50 @@ import json
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path, PurePosixPath
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from appliance.files import sync_to_disk, write_whole
+from appliance.run.record import STRICT, Count, Number, as_json, parse
 
 MANIFEST_FILE = "manifest.json"
-SCHEMA_VERSION = 1
 _LARGEST_MANIFEST = 16 << 20  # bytes; one of a large model on many ranks has some hundred kilobytes
 _HASHING_THREADS = 4  # hashlib lets go of the interpreter; more threads than this wait for the disk
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class FileRecord:
-    """path: relative, with `/`.  size: bytes.  sha256: hex."""
-
     path: str
-    size: int
+    """Relative, with `/`."""
+    size: Count
+    """Bytes."""
     sha256: str
+    """Hex."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Facts:
-    """What a checkpoint says of itself besides its files.
+    """What a checkpoint says of itself besides its files."""
 
-    step: the last finished one.  world_size: ranks of the trainer that saved it.  reason: why it was saved.
-    time: unix s.  val_reward: the greedy reward validated after this very step, None without.
-    profile: SHA-256 by name of the files in the run's `profile/`, which the rollouts of this run need again.
-    """
-
-    step: int
-    world_size: int
+    step: Count
+    """The last finished one."""
+    world_size: Annotated[int, Field(ge=1)]
+    """Ranks of the trainer that saved it."""
     reason: str
-    time: float
-    val_reward: float | None = None
+    """Why it was saved."""
+    time: Number
+    """Unix s."""
+    val_reward: Number | None = None
+    """The greedy reward validated after this very step, None without."""
     profile: tuple[tuple[str, str], ...] = ()
+    """(name, SHA-256) of the files in the run's `profile/`, which the rollouts of this run need again."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class CheckpointManifest:
     facts: Facts
     files: tuple[FileRecord, ...]
@@ -59,14 +65,24 @@ class CheckpointManifest:
         return sum(file.size for file in self.files)
 
 
+@dataclass(frozen=True, config=STRICT)
+class _Sealed:
+    """The file. sha256: over the other two, as `_own_hash` has it."""
+
+    sha256: str
+    facts: Facts
+    files: tuple[FileRecord, ...]
+    schema_version: Literal[1] = 1
+
+
 def seal(folder: Path, *, facts: Facts) -> CheckpointManifest:
     """Bring every file to the disk, then write the manifest. Raises OSError."""
     paths = sorted(_files(folder))
     with ThreadPoolExecutor(_HASHING_THREADS) as threads:
         records = tuple(threads.map(lambda path: _record(folder, path), paths))
     manifest = CheckpointManifest(facts, records)
-    said = {"schema_version": SCHEMA_VERSION, "sha256": _own_hash(manifest), **asdict(manifest)}
-    write_whole(folder / MANIFEST_FILE, json.dumps(said, indent=2) + "\n")
+    sealed = _Sealed(_own_hash(manifest), facts, records)
+    write_whole(folder / MANIFEST_FILE, as_json(sealed, indent=2) + "\n")
     for inner in sorted({folder, *(path.parent for path in paths)}):
         sync_to_disk(inner)
     return manifest
@@ -79,50 +95,14 @@ def read_manifest(folder: Path) -> CheckpointManifest:
         raise ValueError(f"{MANIFEST_FILE} is not a regular file")
     if path.stat().st_size > _LARGEST_MANIFEST:
         raise ValueError(f"{MANIFEST_FILE} has more than {_LARGEST_MANIFEST >> 20} MiB")
-    try:
-        raw = json.loads(path.read_text())
-    except RecursionError as error:
-        raise ValueError(f"{MANIFEST_FILE} nests too deeply") from error
-    if not isinstance(raw, dict) or raw.get("schema_version") != SCHEMA_VERSION:
-        raise ValueError(f"{MANIFEST_FILE} is not of schema_version {SCHEMA_VERSION}")
-    try:
-        facts = {**raw["facts"], "profile": tuple((name, digest) for name, digest in raw["facts"]["profile"])}
-        manifest = CheckpointManifest(Facts(**facts), tuple(FileRecord(**file) for file in raw["files"]))
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{MANIFEST_FILE} lacks or has another {error}") from error
-    if why := _mistyped(manifest):
-        raise ValueError(f"{MANIFEST_FILE} has another {why}")
-    if raw.get("sha256") != _own_hash(manifest):
+    sealed = parse(path.read_text(), _Sealed, place=MANIFEST_FILE)
+    manifest = CheckpointManifest(sealed.facts, sealed.files)
+    if sealed.sha256 != _own_hash(manifest):
         raise ValueError(f"{MANIFEST_FILE} does not say what it was written with")
     outside = [file.path for file in manifest.files if not _is_inside(file.path)]
     if outside:
         raise ValueError(f"{MANIFEST_FILE} names a file outside of the checkpoint: {outside[0]}")
     return manifest
-
-
-def _mistyped(manifest: CheckpointManifest) -> str:
-    """The name of the first value that is not of its kind, or an empty text."""
-    facts = manifest.facts
-    kinds = {
-        "step": _is_count(facts.step),
-        "world_size": _is_count(facts.world_size) and facts.world_size > 0,
-        "reason": isinstance(facts.reason, str),
-        "time": _is_finite(facts.time),
-        "val_reward": facts.val_reward is None or _is_finite(facts.val_reward),
-        "profile": all(isinstance(each, str) for pair in facts.profile for each in pair),
-        "path": all(isinstance(file.path, str) for file in manifest.files),
-        "size": all(_is_count(file.size) for file in manifest.files),
-        "sha256": all(isinstance(file.sha256, str) for file in manifest.files),
-    }
-    return next((name for name, is_right in kinds.items() if not is_right), "")
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 62
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and -1e30 < value < 1e30
 
 
 def damage(folder: Path) -> list[str]:

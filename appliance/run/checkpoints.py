@@ -49,7 +49,7 @@ class Rejected:
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckpointSearch:
     """What a look for the newest whole checkpoint found. newest: None when none is whole.  rejected: newer ones."""
 
     newest: Path | None
@@ -84,16 +84,16 @@ def put_in_place(partial: Path, *, folder: Path) -> None:
     sync_to_disk(folder.parent)
 
 
-def find_newest(run_dir: Path) -> Found:
+def find_newest(run_dir: Path) -> CheckpointSearch:
     """The newest checkpoint that verifies, with those that were passed over. Reads all of every one it looks at."""
     rejected = []
     for folder in reversed(in_order(run_dir)):
         problems = damage(folder)
         if not problems:
-            return Found(folder, tuple(rejected))
+            return CheckpointSearch(folder, tuple(rejected))
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         rejected.append(Rejected(folder, problems[0] + more))
-    return Found(None, tuple(rejected))
+    return CheckpointSearch(None, tuple(rejected))
 
 
 def half_done(run_dir: Path) -> list[Path]:

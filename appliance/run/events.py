@@ -1,25 +1,28 @@
 """What a run writes down while it runs: `events.jsonl` and `metrics.jsonl`, one JSON object a line.
 
-Children append, the launcher reads. Nothing but the standard library: worker processes import this too.
+Children append, the launcher reads.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import json
 import os
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic.dataclasses import dataclass
 
 from appliance.errors import ApplianceError
+from appliance.plan.env import PLAN_VARIABLE
+from appliance.run.record import STRICT, Code, Count, Number, parse_line
 
 EVENTS_FILE = "events.jsonl"
 METRICS_FILE = "metrics.jsonl"
-_LARGEST = 1e30
 _TORN_AFTER_LOOKS = 20  # half a second: a write takes microseconds, but its process may have to wait for a core
 _BETWEEN_LOOKS_S = 0.025
 
@@ -75,134 +78,147 @@ def append_failure(run_dir: Path, error: ApplianceError) -> None:
     )
 
 
-def first_failure(run_dir: Path) -> Event | None:
-    """The first `failure` event of a run's attempt, or None: what failed later failed because of it."""
+@contextlib.contextmanager
+def report_failures(run_dir: Path | None = None) -> Iterator[None]:
+    """An error of ours inside the block becomes a `failure` event, and goes on.
+
+    vLLM and Ray send only the text of an error to whoever called, and of one at start-up not even that: said where it
+    failed, its class, hint and exit code are kept.
+    run_dir: the folder whose events say it, None: of the run that this process belongs to, if it does to one.
+    """
+    try:
+        yield
+    except ApplianceError as error:
+        if run_dir is None and PLAN_VARIABLE in os.environ:
+            run_dir = Path(os.environ[PLAN_VARIABLE]).parent
+        if run_dir is not None:
+            append_failure(run_dir, error)
+        raise
+
+
+def exit_code_of(work: Callable[[], object], *, run_dir: Path) -> int:
+    """What a child ends with: 0, or the code of an error of ours. Any other is told as our own fault, and goes on.
+
+    run_dir: the folder whose events say it.
+    """
+    try:
+        with report_failures(run_dir):
+            work()
+    except ApplianceError as error:
+        return error.exit_code
+    except Exception as error:  # every failure becomes an event, whatever it is
+        append_failure(run_dir, ApplianceError(f"{type(error).__name__}: {error}", hint="the log has the whole story"))
+        raise
+    return 0
+
+
+def _events(run_dir: Path) -> Iterator[Event]:
     path = run_dir / EVENTS_FILE
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return (event for event in map(parse_event, lines) if event is not None)
+
+
+def first_failure(run_dir: Path) -> Event | None:
+    """The first `failure` event of a run's attempt, or None: what failed later failed because of it."""
     first = None
-    for event in map(parse_event, lines):
-        if event is not None and event.kind == "resume":
+    for event in _events(run_dir):
+        if event.kind == "resume":
             first = None
-        elif event is not None and event.kind == "failure":
+        elif event.kind == "failure":
             first = first or event
     return first
 
 
 def run_started(run_dir: Path) -> float:
     """Unix time of a run's first event, s; now when it has none yet."""
-    path = run_dir / EVENTS_FILE
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    first = next((event for event in map(parse_event, lines) if event is not None), None)
+    first = next(_events(run_dir), None)
     return time.time() if first is None else first.time
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Event:
-    """A line of `events.jsonl`. time: unix s.  why: the reason, for people.  done, total, note: of a `progress`.
+    """A line of `events.jsonl`."""
 
-    error, hint, exit_code: of a `failure`; error is the name of its class in appliance/errors.py.
-    step: of a `stop`, whose state is saved; None where nothing was there to save.
-    """
-
-    time: float
+    time: Number
+    """Unix s."""
     kind: str
     what: str
     why: str = ""
-    done: float | None = None
-    total: float | None = None
+    """The reason, for people."""
+    done: Number | None = None
+    """Of a `progress`, as are `total` and `note`."""
+    total: Number | None = None
     note: str = ""
     error: str = ""
+    """Of a `failure`, as are `hint` and `exit_code`: the name of its class in appliance/errors.py."""
     hint: str = ""
-    exit_code: int | None = None
-    step: int | None = None
+    exit_code: Code | None = None
+    step: Count | None = None
+    """Of a `stop`: whose state is saved, None where there was nothing to save."""
     line: str = field(default="", compare=False, repr=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class StepMetrics:
     """The part of a line of `metrics.jsonl` that is shown. Units as in the contract; None where a line has no value.
 
     A validation before training has step 0 and no `reward_mean`.
     """
 
-    step: int
-    time_s: float
+    step: Count
+    time_s: Number
     scheme: str = ""
     emulated: bool = False
     guard_level: str = ""
-    bf16_layers: float | None = None
-    correction_cap: float | None = None
-    nonfinite_fraction: float | None = None
-    telemetry_s: float | None = None
-    reward_mean: float | None = None
-    response_tokens_mean: float | None = None
-    rollout_tokens_per_s: float | None = None
-    rollout_s: float | None = None
-    logprob_s: float | None = None
-    update_s: float | None = None
-    sync_s: float | None = None
-    step_s: float | None = None
-    proof_s: float | None = None
-    codes_changed_fraction: float | None = None
-    saturated_fraction: float | None = None
-    scale_drift: float | None = None
-    layer_error_max: float | None = None
-    mismatch_k3_kl: float | None = None
-    is_weight_mean: float | None = None
-    is_weight_std: float | None = None
-    is_weight_max: float | None = None
-    is_ess: float | None = None
-    is_truncated_fraction: float | None = None
-    val_reward_mean: float | None = None
-    val_reward_bf16_mean: float | None = None
-    val_samples: float | None = None
-    grad_norm: float | None = None
-    entropy: float | None = None
-    reward_failures: float | None = None
+    bf16_layers: Number | None = None
+    correction_cap: Number | None = None
+    nonfinite_fraction: Number | None = None
+    telemetry_s: Number | None = None
+    reward_mean: Number | None = None
+    response_tokens_mean: Number | None = None
+    rollout_tokens_per_s: Number | None = None
+    rollout_s: Number | None = None
+    logprob_s: Number | None = None
+    update_s: Number | None = None
+    sync_s: Number | None = None
+    step_s: Number | None = None
+    proof_s: Number | None = None
+    codes_changed_fraction: Number | None = None
+    saturated_fraction: Number | None = None
+    scale_drift: Number | None = None
+    layer_error_max: Number | None = None
+    mismatch_k3_kl: Number | None = None
+    is_weight_mean: Number | None = None
+    is_weight_std: Number | None = None
+    is_weight_max: Number | None = None
+    is_ess: Number | None = None
+    is_truncated_fraction: Number | None = None
+    val_reward_mean: Number | None = None
+    val_reward_bf16_mean: Number | None = None
+    val_samples: Number | None = None
+    grad_norm: Number | None = None
+    entropy: Number | None = None
+    reward_failures: Number | None = None
     line: str = field(default="", compare=False, repr=False)
 
 
-_NUMBERS = tuple(f.name for f in dataclasses.fields(StepMetrics) if f.type == "float | None")
+Parsed = TypeVar("Parsed", Event, StepMetrics)
 
 
 def parse_event(line: str) -> Event | None:
     """The event of one line, None when the line is not one."""
-    raw = json_object(line)
-    time_s = finite(raw.get("time"))
-    if time_s is None or not isinstance(raw.get("kind"), str) or not isinstance(raw.get("what"), str):
-        return None
-    code, step = finite(raw.get("exit_code")), finite(raw.get("step"))
-    return Event(
-        time=time_s,
-        kind=raw["kind"],
-        what=raw["what"],
-        why=_text(raw.get("why")),
-        done=finite(raw.get("done")),
-        total=finite(raw.get("total")),
-        note=_text(raw.get("note")),
-        error=_text(raw.get("error")),
-        hint=_text(raw.get("hint")),
-        exit_code=None if code is None else int(code),
-        step=None if step is None else int(step),
-        line=line,
-    )
+    return _with_line(parse_line(line, Event), line)
 
 
 def parse_metrics(line: str) -> StepMetrics | None:
     """The metrics of one line, None when the line is none."""
-    raw = json_object(line)
-    step, time_s = finite(raw.get("step")), finite(raw.get("time_s"))
-    if step is None or time_s is None:
-        return None
-    return StepMetrics(
-        step=int(step),
-        time_s=time_s,
-        scheme=_text(raw.get("scheme")),
-        emulated=raw.get("emulated") is True,
-        guard_level=_text(raw.get("guard_level")),
-        line=line,
-        **{name: finite(raw.get(name)) for name in _NUMBERS},
-    )
+    return _with_line(parse_line(line, StepMetrics), line)
+
+
+def _with_line(parsed: Parsed | None, line: str) -> Parsed | None:
+    if parsed is not None:
+        object.__setattr__(parsed, "line", line)
+    return parsed
 
 
 class Tail:
@@ -237,23 +253,3 @@ class RunTail:
         news = [parse_event(line) for line in self._events.read()]
         news += [parse_metrics(line) for line in self._metrics.read()]
         return [item for item in news if item is not None]
-
-
-def json_object(text: str) -> dict[str, Any]:
-    """The object that the text is; empty when it is none, or nested too deeply."""
-    try:
-        raw = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return raw if isinstance(raw, dict) else {}
-
-
-def finite(value: object) -> float | None:
-    """A finite one of the size of anything that is measured; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST < value < _LARGEST:
-        return None
-    return float(value)
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else ""

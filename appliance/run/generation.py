@@ -5,20 +5,23 @@ No file: the first ones, as planned.
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from appliance.errors import SyncError
 from appliance.files import write_whole
 from appliance.plan.model import ExpectedAttestation, RunPlan
 from appliance.quant.precision import AS_PLANNED, Precision, quantisation_at
+from appliance.run.record import STRICT, as_json, read
 from appliance.run.sync_records import SYNC_FOLDER
 
 GENERATION_FILE = "engines.json"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Generation:
     """Engines that were started together. precision: what they were started in.
 
@@ -26,7 +29,7 @@ class Generation:
     """
 
     precision: Precision = AS_PLANNED
-    firsts: tuple[int, ...] = (1,)
+    firsts: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] = (1,)
 
     @property
     def number(self) -> int:
@@ -46,26 +49,17 @@ def write_generation(run_dir: Path, generation: Generation) -> None:
     """Whole or not at all. Raises OSError."""
     target = run_dir / SYNC_FOLDER / GENERATION_FILE
     target.parent.mkdir(exist_ok=True)
-    said = {
-        "generation": generation.number,
-        "firsts": generation.firsts,
-        "precision": json.loads(generation.precision.to_json()),
-    }
-    write_whole(target, json.dumps(said) + "\n", durable=False)
+    write_whole(target, as_json(generation) + "\n", durable=False)
 
 
 def read_generation(run_dir: Path) -> Generation:
     """Raises SyncError when the file cannot be read."""
-    path = run_dir / SYNC_FOLDER / GENERATION_FILE
     try:
-        raw = json.loads(path.read_text())
-        precision = Precision.from_json(json.dumps(raw["precision"]))
-        first, *later = raw["firsts"]
-        return Generation(precision, firsts=(int(first), *(int(each) for each in later)))
+        return read(run_dir / SYNC_FOLDER / GENERATION_FILE, Generation)
     except FileNotFoundError:
         return Generation()
-    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-        raise SyncError(f"{path}: the engines' generation cannot be read: {error}") from error
+    except (OSError, ValueError) as error:
+        raise SyncError(f"the engines' generation cannot be read: {error}") from error
 
 
 def attestations_at(plan: RunPlan, precision: Precision) -> tuple[ExpectedAttestation, ...]:

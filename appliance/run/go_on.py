@@ -11,7 +11,7 @@ from appliance.recipe.dump import to_yaml
 from appliance.recipe.schema import Recipe
 from appliance.recipe.text import full_path
 from appliance.run import resume as resuming
-from appliance.run.checkpoints import Found, newest_step
+from appliance.run.checkpoints import CheckpointSearch, newest_step
 from appliance.run.report.write import LivePage
 from appliance.run.restarts import keep_going
 from appliance.run.train import Step, run_training
@@ -45,7 +45,7 @@ def resume_training(
 def through_faults(code: int, recipe: Recipe, run_dir: Path, *, json_mode: bool, steps: tuple[Step, ...]) -> int:
     """What is left of a run after its first attempt ended with this code. Returns the last exit code."""
 
-    def again(found: Found) -> int:
+    def again(found: CheckpointSearch) -> int:
         target = resuming.find_target(str(run_dir), root=run_dir.parent, recipe_name=recipe.name, name=run_dir.name)
         assert target is not None, "a run's own folder is a target"
         return _attempt(
@@ -84,7 +84,7 @@ def _attempt(
     dry_run: bool,
     json_mode: bool,
     steps: tuple[Step, ...],
-    found: Found | None = None,
+    found: CheckpointSearch | None = None,
 ) -> int:
     """found: a look at the run's checkpoints, None: it is still to be made."""
     resuming.refuse_changes(recipe, target=target, force=force)

@@ -10,25 +10,28 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 
+from pydantic.dataclasses import dataclass
+
 from appliance.plan.env import RUN_VARIABLE
-from appliance.run.events import append_line, finite, json_object
+from appliance.run.events import append_line
 from appliance.run.processes import find_processes
+from appliance.run.record import STRICT, Count, Number, parse_line
 
 MEMORY_FILE = "memory.jsonl"
 _EVERY_S = 5.0
 _TIMES_ITS_COST = 100
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class MemorySample:
     """A line of `memory.jsonl`. time: unix s.  pss_bytes: of all processes together."""
 
-    time: float
-    pss_bytes: int
-    processes: int
+    time: Number
+    pss_bytes: Count
+    processes: Count
 
 
 class MemoryWatch:
@@ -50,8 +53,7 @@ class MemoryWatch:
     def _write(self) -> None:
         below = find_processes(f"{RUN_VARIABLE}={self._run_dir}", below=os.getpid())
         sizes = [pss_bytes(pid) for pid in (os.getpid(), *(process.pid for process in below))]
-        line = {"time": time.time(), "pss_bytes": sum(sizes), "processes": len(sizes)}
-        append_line(self._run_dir / MEMORY_FILE, line)
+        append_line(self._run_dir / MEMORY_FILE, asdict(MemorySample(time.time(), sum(sizes), len(sizes))))
 
 
 def pss_bytes(pid: int) -> int:
@@ -67,12 +69,4 @@ def read_memory(run_dir: Path) -> list[MemorySample]:
     """In their order; lines that cannot be read are left out."""
     path = run_dir / MEMORY_FILE
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    return [sample for sample in map(_sample, lines) if sample is not None]
-
-
-def _sample(line: str) -> MemorySample | None:
-    raw = json_object(line)
-    time_s, pss_bytes, processes = (finite(raw.get(name)) for name in ("time", "pss_bytes", "processes"))
-    if time_s is None or pss_bytes is None or processes is None:
-        return None
-    return MemorySample(time_s, int(pss_bytes), int(processes))
+    return [sample for line in lines if (sample := parse_line(line, MemorySample)) is not None]

@@ -10,9 +10,9 @@ import os
 import shutil
 from pathlib import Path
 
-from appliance.cluster.token import write_token
 from appliance.errors import PreflightError
 from appliance.plan.env import LONGEST_RAY_DIR, RAY_OWN, RAY_TOKEN
+from appliance.preflight.ray_token import write_token
 from appliance.run.session import cannot_write
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from appliance import console
 from appliance.errors import is_restartable
-from appliance.run.checkpoints import Found, find_newest, step_of
+from appliance.run.checkpoints import CheckpointSearch, find_newest, step_of
 from appliance.run.events import Event, append_event, first_failure
 from appliance.run.session import cannot_write
 from appliance.run.stop_request import asked_to_stop
@@ -23,7 +23,7 @@ def is_fault(code: int, *, failure: Event | None) -> bool:
     return is_restartable(code, error=failure.error if failure else "")
 
 
-def keep_going(code: int, *, run_dir: Path, max_restarts: int, again: Callable[[Found], int]) -> int:
+def keep_going(code: int, *, run_dir: Path, max_restarts: int, again: Callable[[CheckpointSearch], int]) -> int:
     """Start the run again after faults. Returns the last exit code.
 
     code: of the first attempt.  again: resumes the run from what was found, every byte of which was read just now, and

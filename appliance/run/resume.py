@@ -23,7 +23,7 @@ from appliance.recipe.load import load_recipe
 from appliance.recipe.schema import NAME_PATTERN, Recipe
 from appliance.recipe.text import full_path
 from appliance.run.checkpoint_manifest import Facts, damage, hash_file, read_manifest
-from appliance.run.checkpoints import FOLDER, PROFILE_FOLDER, UAQ_FILE, Found, Rejected, find_newest, step_of
+from appliance.run.checkpoints import FOLDER, PROFILE_FOLDER, UAQ_FILE, CheckpointSearch, Rejected, find_newest, step_of
 from appliance.run.session import LOGS, RUN_FILE, RunRecord, RunStatus, has_launcher, newest_run_dir, read_record
 from appliance.terms.schemes import Scheme
 
@@ -53,7 +53,7 @@ class Resume:
     """A run that may go on. found: where from; nothing whole means from the beginning, in the same folder."""
 
     target: Target
-    found: Found
+    found: CheckpointSearch
 
     @property
     def step(self) -> int:
@@ -205,7 +205,7 @@ def find_start(target: Target) -> Resume:
     if problems:
         message = f"--resume {target.checkpoint}: damaged: {problems[0]}"
         raise RecipeError([(message, "use --resume auto, which takes the newest whole one")])
-    return Resume(target, Found(target.checkpoint))
+    return Resume(target, CheckpointSearch(target.checkpoint))
 
 
 def refuse_misfit(resume: Resume, *, plan: RunPlan) -> None:

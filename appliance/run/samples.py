@@ -1,23 +1,24 @@
 """What the model said, over time: `samples.jsonl`, a line per step that has some.
 
 Of every validation the first problems, which are the same ones each time; of training one prompt now and then, with its
-best and its worst sample. Standard library only: the trainer writes what the launcher reads.
+best and its worst sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
-from appliance.run.events import append_line, finite, json_object
+from pydantic.dataclasses import dataclass
+
+from appliance.run.events import append_line
+from appliance.run.record import STRICT, Count, Measured, parse_line
 
 SAMPLES_FILE = "samples.jsonl"
 _HEAD, _TAIL = 1200, 800  # characters of a longer text that are kept: the end has the answer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Sample:
     """One response. truth: the right answer as the task has it.  accuracy: 0..1.  reward: what trained, which shaping
     may have moved; None in a validation.  finished: the model ended it, not the limit of tokens."""
@@ -25,17 +26,17 @@ class Sample:
     prompt: str
     response: str
     truth: str
-    accuracy: float
-    reward: float | None
-    tokens: int
+    accuracy: Measured
+    reward: Measured
+    tokens: Count
     finished: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class StepSamples:
     """scheme: of the rollouts they come from."""
 
-    step: int
+    step: Count
     scheme: str
     validation: tuple[Sample, ...] = ()
     training: tuple[Sample, ...] = ()
@@ -61,8 +62,8 @@ def read_samples(run_dir: Path) -> list[StepSamples]:
     path = run_dir / SAMPLES_FILE
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     found: dict[int, StepSamples] = {}
-    for samples in map(_parse, lines):
-        if samples is not None:
+    for line in lines:
+        if (samples := parse_line(line, StepSamples)) is not None:
             found[samples.step] = _joined(found.get(samples.step), samples)
     return [found[step] for step in sorted(found)]
 
@@ -72,31 +73,3 @@ def _joined(before: StepSamples | None, later: StepSamples) -> StepSamples:
         return later
     training, validation = later.training or before.training, later.validation or before.validation
     return replace(later, training=training, validation=validation)
-
-
-def _parse(line: str) -> StepSamples | None:
-    raw = json_object(line)
-    step = finite(raw.get("step"))
-    if step is None:
-        return None
-    try:
-        return StepSamples(
-            step=int(step),
-            scheme=str(raw["scheme"]),
-            validation=tuple(map(_sample, raw["validation"])),
-            training=tuple(map(_sample, raw["training"])),
-        )
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-
-
-def _sample(raw: Mapping[str, Any]) -> Sample:
-    return Sample(
-        prompt=str(raw["prompt"]),
-        response=str(raw["response"]),
-        truth=str(raw["truth"]),
-        accuracy=finite(raw["accuracy"]) or 0.0,
-        reward=finite(raw["reward"]),
-        tokens=int(finite(raw["tokens"]) or 0),
-        finished=bool(raw["finished"]),
-    )

@@ -10,23 +10,22 @@ import os
 import platform
 import re
 import shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from appliance.errors import PreflightError, RecipeError
 from appliance.files import is_full, is_refused, write_whole
 from appliance.plan.model import RunPlan
 from appliance.run.attest import fingerprint
+from appliance.run.record import STRICT, Code, as_json, read
 
 SCHEMA_VERSION = 1
-_KINDS = {
-    "phase": lambda value: isinstance(value, str),
-    "attempt": lambda value: type(value) is int and 0 <= value < 10**6,  # it names a folder of logs
-    "exit_code": lambda value: value is None or (type(value) is int and -256 < value < 256),
-    "reason": lambda value: isinstance(value, str),
-}
 RUN_FILE = "run.json"
 LOGS = "logs"
 _LOCK_FILE = ".lock"
@@ -40,16 +39,19 @@ class RunStatus(StrEnum):
     STOPPED = "stopped"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class RunRecord:
-    """What `run.json` holds. exit_code: None until the end.  reason: one line, empty unless failed or stopped."""
+    """What `run.json` holds."""
 
     state: RunStatus = RunStatus.STARTING
     phase: str = "starting"
-    attempt: int = 1
-    exit_code: int | None = None
+    attempt: Annotated[int, Field(ge=0, lt=10**6)] = 1
+    """It names a folder of logs; 0 for a run that never began."""
+    exit_code: Code | None = None
+    """None until the end."""
     reason: str = ""
-    schema_version: int = SCHEMA_VERSION
+    """One line, empty unless failed or stopped."""
+    schema_version: Literal[1] = 1
 
 
 class Session:
@@ -161,22 +163,12 @@ def log_dir(run_dir: Path, *, attempt: int) -> Path:
 
 def write_record(run_dir: Path, record: RunRecord, *, durable: bool = True) -> None:
     """Replace `run.json` as a whole. durable: as of `whole_file`.  Raises OSError."""
-    write_whole(run_dir / RUN_FILE, json.dumps(asdict(record), indent=2) + "\n", durable=durable)
+    write_whole(run_dir / RUN_FILE, as_json(record, indent=2) + "\n", durable=durable)
 
 
 def read_record(run_dir: Path) -> RunRecord:
     """Raises OSError when there is no `run.json`, ValueError when it is not one that this program writes."""
-    try:
-        raw = json.loads((run_dir / RUN_FILE).read_text())
-    except RecursionError as error:
-        raise ValueError(f"{run_dir / RUN_FILE}: nested too deeply") from error
-    if not isinstance(raw, dict) or raw.get("schema_version") != SCHEMA_VERSION:
-        raise ValueError(f"{run_dir / RUN_FILE}: not a run of schema_version {SCHEMA_VERSION}")
-    for name, is_right in _KINDS.items():
-        if name in raw and not is_right(raw[name]):
-            raise ValueError(f"{run_dir / RUN_FILE}: {name} is not one that this program writes")
-    known = {name: raw[name] for name in ("phase", "attempt", "exit_code", "reason") if name in raw}
-    return RunRecord(state=RunStatus(raw.get("state")), **known)
+    return read(run_dir / RUN_FILE, RunRecord)
 
 
 def has_launcher(run_dir: Path) -> bool:

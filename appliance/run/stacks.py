@@ -24,20 +24,20 @@ STACKS_FOLDER = "stacks"
 RAY_ROLE = "ray"  # of an actor or an idle worker of Ray's that loads nothing of ours: its title says which
 WORKER_ROLE = "worker"  # of every process that imports verl
 WRITE_WITHIN_S = 5.0
-_SIGNAL = signal.SIGUSR2  # SIGUSR1 is the keeper's
+_SIGNAL = signal.SIGUSR2  # SIGUSR1 is the subreaper's
 _VAGUE = (RAY_ROLE, WORKER_ROLE)  # the first says least; any other role says more than both
 _RAY_TITLE = re.compile(r"ray::(\w+)")
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _StacksFile:
     pid: int
     role: str
     path: Path
     file: IO[str]
 
 
-_kept: _Kept | None = None
+_kept: _StacksFile | None = None
 
 
 def keep_stacks(role: str) -> None:
@@ -62,7 +62,7 @@ def keep_stacks(role: str) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = path.open("w")
             faulthandler.register(_SIGNAL, file=file, all_threads=True)
-        _kept = _Kept(os.getpid(), role, path, file)
+        _kept = _StacksFile(os.getpid(), role, path, file)
 
 
 def _vagueness(role: str) -> int:

@@ -2,8 +2,8 @@
 
 It is the parent of last resort of everything below it (subreaper), so whatever the child leaves behind, daemons too, is
 found and ended. It follows the launcher: when that is gone, even by SIGKILL, the kernel tells it (parent death signal)
-and it ends everything at once. The child in turn cannot outlive the keeper. Ray's own daemons watch their parents too;
-this does not depend on it.
+and it ends everything at once. The child in turn cannot outlive the subreaper. Ray's own daemons watch their parents
+too; this does not depend on it.
 
     SIGTERM   end the child politely: SIGTERM, after `grace_s` SIGKILL
     SIGUSR1   end everything at once; also what the kernel sends when the launcher is gone
@@ -34,10 +34,10 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
-class KeeperOrder:
-    """What the launcher asks for, passed as JSON in the keeper's only argument.
+class SubreaperOrder:
+    """What the launcher asks for, passed as JSON in the subreaper's only argument.
 
-    report: file descriptor for a KeeperReport.  launcher: its process id.  mark: see `processes`.
+    report: file descriptor for a SubreaperReport.  launcher: its process id.  mark: see `processes`.
     remove: a folder that is removed at the end if the launcher is gone and cannot do it, or empty.
     """
 
@@ -51,7 +51,7 @@ class KeeperOrder:
 
 
 @dataclass(frozen=True)
-class KeeperReport:
+class SubreaperReport:
     """returncode: the child's, negative for a signal.  ended / left: processes that had to be ended / would not."""
 
     returncode: int
@@ -59,13 +59,13 @@ class KeeperReport:
     left: tuple[str, ...]
 
     @staticmethod
-    def from_json(text: bytes) -> KeeperReport:
+    def from_json(text: bytes) -> SubreaperReport:
         raw = json.loads(text)
-        return KeeperReport(raw["returncode"], ended=tuple(raw["ended"]), left=tuple(raw["left"]))
+        return SubreaperReport(raw["returncode"], ended=tuple(raw["ended"]), left=tuple(raw["left"]))
 
 
-class _Keeper:
-    def __init__(self, order: KeeperOrder) -> None:
+class _Subreaper:
+    def __init__(self, order: SubreaperOrder) -> None:
         self._order = order
         self._status: int | None = None
         self._asked = False
@@ -73,7 +73,7 @@ class _Keeper:
         self._hurried = False
         self._child = 0
 
-    def keep(self) -> KeeperReport:
+    def keep(self) -> SubreaperReport:
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         become_subreaper()
         _die_with(self._order.launcher, by=signal.SIGUSR1)
@@ -88,15 +88,15 @@ class _Keeper:
             pause=self._pause,
         )
         self._bury()
-        return KeeperReport(self._status, ended=sweep.ended, left=sweep.left)
+        return SubreaperReport(self._status, ended=sweep.ended, left=sweep.left)
 
     def _start(self) -> int:
-        keeper = os.getpid()
+        subreaper = os.getpid()
         child = os.fork()
         if child:
             return child
         try:
-            _die_with(keeper, by=signal.SIGKILL)
+            _die_with(subreaper, by=signal.SIGKILL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and a program would inherit that
             os.execvp(self._order.argv[0], self._order.argv)
@@ -151,9 +151,9 @@ def _die_with(parent: int, *, by: signal.Signals) -> None:
 
 
 def main(argument: str) -> int:
-    order = KeeperOrder(**json.loads(argument))
+    order = SubreaperOrder(**json.loads(argument))
     os.set_inheritable(order.report, False)  # held by a daemon it would keep the launcher waiting
-    report = _Keeper(order).keep()
+    report = _Subreaper(order).keep()
     if order.remove and os.getppid() != order.launcher:
         shutil.rmtree(Path(order.remove), ignore_errors=True)
     with contextlib.suppress(BrokenPipeError):  # nobody is left to hear it

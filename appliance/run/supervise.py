@@ -15,7 +15,7 @@ from pathlib import Path
 
 from appliance.plan.env import RUN_VARIABLE
 from appliance.run.processes import Process, end_processes, find_processes
-from appliance.run.subreaper import KeeperOrder, KeeperReport, become_subreaper
+from appliance.run.subreaper import SubreaperOrder, SubreaperReport, become_subreaper
 from appliance.signals import Interrupts
 
 GRACE_S = 20.0  # Ray and vLLM need a few seconds to end politely
@@ -43,7 +43,7 @@ def supervise(
     remove: str = "",
     grace_s: float = GRACE_S,
     patience_s: float = PATIENCE_S,
-) -> KeeperReport:
+) -> SubreaperReport:
     """Run one child in a session of its own until it and everything below it is gone.
 
     The first signal becomes a SIGTERM to the child, or what `ask` does and then, after its budget, a SIGTERM. SIGKILL
@@ -57,21 +57,23 @@ def supervise(
     mark = f"{RUN_VARIABLE}={run_dir}"
     before = {process.pid for process in find_processes(mark, below=os.getpid())}
     receive, report = os.pipe()
-    order = KeeperOrder(tuple(argv), report, os.getpid(), mark, grace_s=grace_s, patience_s=patience_s, remove=remove)
+    order = SubreaperOrder(
+        tuple(argv), report, os.getpid(), mark, grace_s=grace_s, patience_s=patience_s, remove=remove
+    )
     with log.open("ab") as file, os.fdopen(receive, "rb") as answer:
         try:
-            keeper = _start_keeper(order, env={**env, RUN_VARIABLE: str(run_dir)}, log=file.fileno())
+            subreaper = _start_subreaper(order, env={**env, RUN_VARIABLE: str(run_dir)}, log=file.fileno())
         finally:
             os.close(report)
         try:
-            _watch(keeper, interrupts=interrupts, ask=ask, on_tick=on_tick)
+            _watch(subreaper, interrupts=interrupts, ask=ask, on_tick=on_tick)
         finally:
-            _end_at_once(keeper)
+            _end_at_once(subreaper)
         said = answer.read()
-    return KeeperReport.from_json(said) if said else _without_keeper(mark, before=before)
+    return SubreaperReport.from_json(said) if said else _without_subreaper(mark, before=before)
 
 
-def _start_keeper(order: KeeperOrder, *, env: Mapping[str, str], log: int) -> subprocess.Popen[bytes]:
+def _start_subreaper(order: SubreaperOrder, *, env: Mapping[str, str], log: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", "appliance.run.subreaper", json.dumps(asdict(order))],
         stdin=subprocess.DEVNULL,
@@ -84,25 +86,25 @@ def _start_keeper(order: KeeperOrder, *, env: Mapping[str, str], log: int) -> su
 
 
 def _watch(
-    keeper: subprocess.Popen[bytes], *, interrupts: Interrupts, ask: Ask | None, on_tick: Callable[[], None]
+    subreaper: subprocess.Popen[bytes], *, interrupts: Interrupts, ask: Ask | None, on_tick: Callable[[], None]
 ) -> None:
     told, end_at = 0, float("inf")
     while True:
         heard = len(interrupts.names)
         if heard > told:
             if heard > 1:
-                keeper.send_signal(signal.SIGUSR1)
+                subreaper.send_signal(signal.SIGUSR1)
             elif ask is None:
                 end_at = 0.0
             else:
                 end_at = time.monotonic() + (ask.budget_s if _told(ask, interrupts.names[0]) else 0.0)
             told = heard
         if time.monotonic() >= end_at:
-            keeper.send_signal(signal.SIGTERM)
+            subreaper.send_signal(signal.SIGTERM)
             end_at = float("inf")
         on_tick()
         try:
-            keeper.wait(timeout=_TICK_S)
+            subreaper.wait(timeout=_TICK_S)
         except subprocess.TimeoutExpired:
             continue
         on_tick()
@@ -117,15 +119,15 @@ def _told(ask: Ask, name: str) -> bool:
     return True
 
 
-def _end_at_once(keeper: subprocess.Popen[bytes]) -> None:
+def _end_at_once(subreaper: subprocess.Popen[bytes]) -> None:
     """Nothing to do unless the watch was left by an error."""
-    if keeper.poll() is None:
-        keeper.send_signal(signal.SIGUSR1)
-        keeper.wait()
+    if subreaper.poll() is None:
+        subreaper.send_signal(signal.SIGUSR1)
+        subreaper.wait()
 
 
-def _without_keeper(mark: str, *, before: set[int]) -> KeeperReport:
-    """The keeper itself was killed, and the child with it. What they left behind is ours now: end it and bury it."""
+def _without_subreaper(mark: str, *, before: set[int]) -> SubreaperReport:
+    """The subreaper itself was killed, and the child with it. What they left behind is ours now: end it and bury it."""
     adopted: set[int] = set()
 
     def orphans() -> list[Process]:
@@ -137,7 +139,7 @@ def _without_keeper(mark: str, *, before: set[int]) -> KeeperReport:
         return found
 
     sweep = end_processes(orphans, patience_s=0.0, pause=_sleep)
-    return KeeperReport(-signal.SIGKILL, ended=sweep.ended, left=sweep.left)
+    return SubreaperReport(-signal.SIGKILL, ended=sweep.ended, left=sweep.left)
 
 
 def _sleep(seconds: float) -> bool:

@@ -1,35 +1,39 @@
 """What both ends of a weight update write down, in `sync/trainer-<replica>-<rank>.jsonl` and `sync/rollout-...`.
 
-A line a sync. The trainer holds them against each other before it lets anything generate. Standard library only.
+A line a sync. The trainer holds them against each other before it lets anything generate.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+from pydantic.dataclasses import dataclass
 
 from appliance.errors import SyncError
 from appliance.files import write_whole
 from appliance.run.events import append_line
+from appliance.run.record import STRICT, parse
 
 SYNC_FOLDER = "sync"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Sent:
-    """One update by the trainer rank that sent it. manifest: digest of the list of tensors.  digest_s: seconds."""
+    """One update by the trainer rank that sent it."""
 
     sync: int
+    """Number of the update, from 1."""
     replica: int
     rank: int
     manifest: str
+    """Digest of the list of tensors."""
     digest_s: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Telemetry:
     """What an update did to the quantised layers of a rank; see engine/telemetry.py for how each is measured."""
 
@@ -39,39 +43,42 @@ class Telemetry:
     layer_error_max: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Acknowledgement:
-    """One update by the rollout rank that took it, written when everything in it was proven.
-
-    sync: number of the update, from 1.  manifest: as `Sent.manifest`.  bytes: of all tensors.
-    layers_proven: of `layers`, those whose kernel answered the probe as the tensor received does.
-    parameters_proven: parameters that are used as they are, and are bit for bit what was received.
-    unproven: tensors of which nothing but their digest is known.
-    waiting_bytes: most that waited at once for the rest of a layer.  telemetry: None where nothing is quantised.
-    telemetry_s: of proof_s.  scheme, emulated: what the layers run from now on.  bf16_layers: those that are in BF16
-    only for now.  switched: layers that changed with this update; all are then proven.
-    """
+    """One update by the rollout rank that took it, written when everything in it was proven."""
 
     sync: int
+    """As `Sent.sync`."""
     replica: int
     rank: int
     manifest: str
+    """As `Sent.manifest`."""
     tensors: int
     bytes: int
+    """Of all tensors."""
     layers: int
     layers_proven: int
+    """Of `layers`, those whose kernel answered the probe as the tensor received does."""
     parameters_proven: int
+    """Parameters that are used as they are, and are bit for bit what was received."""
     unproven: int
+    """Tensors of which nothing but their digest is known."""
     waiting_bytes: int
+    """Most that waited at once for the rest of a layer."""
     digest_s: float
     proof_s: float
     seconds: float
     telemetry: Telemetry | None
+    """None where nothing is quantised."""
     telemetry_s: float = 0.0
+    """Of `proof_s`."""
     scheme: str = ""
+    """What the layers run from now on, and so `emulated`."""
     emulated: bool = False
     bf16_layers: int = 0
+    """Layers that are in BF16 only for now."""
     switched: int = 0
+    """Layers that changed with this update; all are then proven."""
 
 
 def append_sent(run_dir: Path, sent: Sent) -> None:
@@ -183,7 +190,7 @@ def _last(run_dir: Path, role: str, place: tuple[int, int], *, kind: type[Line])
     lines = path.read_text().splitlines() if path.exists() else []
     if not lines:
         return None
-    raw = json.loads(lines[-1])
-    if raw.get("telemetry"):
-        raw["telemetry"] = Telemetry(**raw["telemetry"])
-    return kind(**raw)
+    try:
+        return parse(lines[-1], kind, place=path.name)
+    except ValueError as error:
+        raise SyncError(f"{error}: the last line cannot be read", hint="see sync/ in the run folder") from error

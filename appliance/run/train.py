@@ -2,7 +2,7 @@
 
 `run.json` is right at every moment: it is there from the start, follows the phases, and gets its end in every path,
 Ctrl-C and errors of our own included. Only a SIGKILL of this process leaves it at `running`; then the folder's lock is
-free, which `status` sees, and the keeper has ended the children.
+free, which `status` sees, and the subreaper has ended the children.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from appliance.run.session import RUN_FILE, RunStatus, Session, cannot_write, cr
 from appliance.run.stalls import Stalled, StallWatch, ask_around
 from appliance.run.state import RunState, fold
 from appliance.run.stop_request import ask_to_stop, asked_to_stop, forget_stop
-from appliance.run.subreaper import KeeperReport
+from appliance.run.subreaper import SubreaperReport
 from appliance.run.supervise import Ask, supervise
 from appliance.signals import Interrupts
 from appliance.tasks.prepare import is_prepared
@@ -240,7 +240,7 @@ class _Training:
         except Stalled as stalled:
             append_failure(self._session.run_dir, stalled.error)
             self._tick()
-            report = KeeperReport(-signal.SIGKILL, ended=(), left=())
+            report = SubreaperReport(-signal.SIGKILL, ended=(), left=())
         self._note_processes(report)
         return self._judge(child, returncode=report.returncode, is_done=is_done(self._plan), log=log)
 
@@ -289,7 +289,7 @@ class _Training:
             run=summary.quoted_path(self._session.run_dir),
         )
 
-    def _note_processes(self, report: KeeperReport) -> None:
+    def _note_processes(self, report: SubreaperReport) -> None:
         for verb, names in (("ended", report.ended), ("could not end", report.left)):
             if names:
                 with contextlib.suppress(OSError):  # a note is not worth a run

@@ -18,8 +18,7 @@ from appliance.files import whole_folder
 from appliance.hub import download_model
 from appliance.plan.model import RunPlan, TaskPlan
 from appliance.plan.read import read_plan
-from appliance.run.events import append_event
-from appliance.run.failures import exit_code_of
+from appliance.run.events import append_event, exit_code_of
 from appliance.run.heartbeat import Heartbeat
 from appliance.run.stacks import keep_stacks
 from appliance.tasks import arithmetic, dapo_math, gsm8k

@@ -16,7 +16,7 @@ from appliance import patch
 from appliance.errors import AttestationError
 from appliance.plan.model import RunPlan
 from appliance.quant.precision import Precision
-from appliance.run.attest import check_attestations, fingerprint, write_attestation
+from appliance.run.attest import Attestation, check_attestations, fingerprint, write_attestation
 from appliance.run.generation import attestations_at
 from appliance.terms.schemes import Scheme
 
@@ -74,13 +74,15 @@ def compute_dtype(module: Module) -> torch.dtype:
 def _write(plan: RunPlan, *, process: str, role: str, rank: int, scheme: Scheme, detail: dict[str, Any]) -> None:
     write_attestation(
         Path(plan.run_dir),
-        process=process,
-        role=role,
-        rank=rank,
-        scheme=scheme,
-        emulated=False,
-        patches=patch.applied(),
-        versions={name: importlib.metadata.version(name) for name, _ in plan.pins},
-        fingerprint=fingerprint(),
-        detail=detail,
+        Attestation(
+            process=process,
+            role=role,
+            rank=rank,
+            scheme=str(scheme),
+            emulated=False,
+            patches=tuple(patch.applied()),
+            versions={name: importlib.metadata.version(name) for name, _ in plan.pins},
+            fingerprint=fingerprint(),
+            detail=detail,
+        ),
     )

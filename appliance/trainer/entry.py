@@ -60,7 +60,7 @@ def report(run_dir: Path, error: ApplianceError) -> int:
 
 
 def _end(run_dir: Path, error: ApplianceError) -> None:
-    """End this process at once: its main thread waits for something that cannot come. The keeper ends the rest."""
+    """End this process at once: its main thread waits for something that cannot come. The subreaper ends the rest."""
     code = error.exit_code
     try:
         code = report(run_dir, error)

@@ -15,7 +15,7 @@ from appliance.errors import PreflightError, TrainingError
 from appliance.files import whole_folder
 from appliance.plan.model import UaqPlan
 from appliance.quant.uaq import fold_back
-from appliance.run.failures import exit_code_of
+from appliance.run.events import exit_code_of
 
 
 def main() -> int:

@@ -16,7 +16,7 @@ import pytest
 from appliance.cluster import node_watch
 from appliance.cluster.membership import RETURNS_WITHIN_S
 from appliance.cluster.node_watch import Look, NodeIsOver, NodeWatch, is_over
-from appliance.cluster.run_notice import keep_news
+from appliance.cluster.run_notice import write_notice
 from appliance.plan.env import NODE_VARIABLE, RUN_VARIABLE, ray_node_env
 from appliance.run.session import RunRecord, RunStatus, write_record
 
@@ -112,7 +112,7 @@ def test_a_node_leaves_at_once_when_its_training_has_ended_and_the_head_is_silen
     run_dir.mkdir()
     write_record(run_dir, record)
     monkeypatch.setenv(NODE_VARIABLE, str(tmp_path))
-    keep_news(run_dir)
+    write_notice(run_dir)
     scheduler = scheduler_of(tmp_path)
     try:
         with joined("127.0.0.1:1", tmp_path) as watch:

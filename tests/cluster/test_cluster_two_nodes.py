@@ -84,9 +84,9 @@ def steps_of(run_dir: Path) -> list[int]:
 
 def folder_of(node: subprocess.Popen[bytes]) -> Path:
     """Of a `join` that has started its Ray: nobody else may enter it, and Ray's sockets are in there."""
-    (keeper,) = [each for each in find_processes(f"{RUN_VARIABLE}=", below=node.pid) if each.parent == node.pid]
+    (subreaper,) = [each for each in find_processes(f"{RUN_VARIABLE}=", below=node.pid) if each.parent == node.pid]
     environment = dict(
-        entry.partition("=")[::2] for entry in Path(f"/proc/{keeper.pid}/environ").read_text().split("\0")
+        entry.partition("=")[::2] for entry in Path(f"/proc/{subreaper.pid}/environ").read_text().split("\0")
     )
     folder = Path(environment[NODE_VARIABLE])
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -125,7 +125,7 @@ def test_a_training_over_two_nodes_outlives_its_head_and_names_the_node_it_loses
             reached = max(steps_of(run_dir))
             with started(join(token), log=tmp_path / "rejoin.log") as node:
                 wait_until(lambda: max(steps_of(run_dir)) > reached, what="a further step", process=head)
-                node.kill()  # and with it, by its keeper, Ray and every worker on that node
+                node.kill()  # and with it, by its subreaper, Ray and every worker on that node
                 killed = time.monotonic()
                 assert head.wait(PATIENCE_S) == 5
                 seconds = time.monotonic() - killed

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.cluster.run_notice import keep_news
+from appliance.cluster.run_notice import write_notice
 from appliance.container.health import QUIET_S, Health, judge, look, marked
 from appliance.run.session import RunRecord, RunStatus, write_record
 
@@ -85,7 +85,7 @@ def test_a_node_follows_the_run_that_it_works_for(tmp_path: Path, node: Path, mo
     run.mkdir()
     write_record(run, RUNNING)
     monkeypatch.setenv("APPLIANCE_NODE", str(node))
-    keep_news(run)
+    write_notice(run)
     assert look(tmp_path / "proc") == Health(True, "node of a-1: attempt 2, generating rollouts")
     write_record(run, RunRecord(RunStatus.FAILED, reason="the disk is full"))
     assert look(tmp_path / "proc") == Health(False, "node of a-1: failed: the disk is full")
@@ -103,7 +103,7 @@ def test_processes_that_lost_their_node_are_still_its(
     run.mkdir()
     write_record(run, RUNNING)
     monkeypatch.setenv("APPLIANCE_NODE", str(node))
-    keep_news(run)
+    write_notice(run)
     a_process(tmp_path / "proc", pid=9, environment=f"APPLIANCE_RUN={node}\0".encode())
     a_process(tmp_path / "proc", pid=10, environment=f"APPLIANCE_RUN={run}\0".encode())
     assert look(tmp_path / "proc") == Health(True, "node of a-1: attempt 2, generating rollouts")

@@ -70,8 +70,7 @@ def test_an_error_of_ours_is_said_by_the_process_it_was_raised_in(
 ) -> None:
     """vLLM passes on only an error's text; kind and exit code reach the launcher as an event."""
     from appliance.errors import SyncError
-    from appliance.run.events import first_failure
-    from appliance.run.failures import report_failures
+    from appliance.run.events import first_failure, report_failures
 
     monkeypatch.setenv(PLAN_VARIABLE, str(tmp_path / "plan.json"))
     with pytest.raises(SyncError), report_failures():

@@ -40,7 +40,7 @@ def test_a_damaged_checkpoint_is_seen_where_it_is_and_where_a_resume_put_it(tmp_
 
 
 def test_a_process_is_found_by_a_word_of_its_command(tmp_path: Path) -> None:
-    """Not by a part of one: the keeper has the trainer's whole command in one of its own words."""
+    """Not by a part of one: the subreaper has the trainer's whole command in one of its own words."""
     code = "import time; time.sleep(100)"
     started = [subprocess.Popen([sys.executable, "-c", code, word]) for word in ("the.trainer", '["the.trainer"]')]
     try:

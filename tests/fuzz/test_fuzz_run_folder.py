@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from appliance.plan.experts import layers_with_experts
 from appliance.plan.model import ModelPlan
 from appliance.plan.stored import model_shapes
 from appliance.preflight.checks import estimates
-from appliance.run.events import _NUMBERS, first_failure, run_started
+from appliance.run.events import StepMetrics, first_failure, run_started
 from appliance.run.report.write import print_report
 from appliance.run.status import print_status
 from appliance.terms.shapes import read_shape
@@ -37,7 +38,7 @@ SAMPLE = {
 }
 SAMPLES = {"step": 1, "scheme": "int8", "validation": [SAMPLE], "training": [SAMPLE]}
 ATTEST = {"role": "rollout", "scheme": "int8", "patches": ["a"], "detail": {"kernels": {"Int8Kernel": 16}}}
-NAMES = ["step", "time_s", "scheme", "emulated", "guard_level", *_NUMBERS]
+NAMES = [field.name for field in dataclasses.fields(StepMetrics) if field.name != "line"]
 
 
 def wild(good: dict[str, Any], keys: list[str]) -> st.SearchStrategy[str]:

@@ -11,7 +11,7 @@ import pytest
 from plans import make_guard, make_plan
 
 from appliance.plan.model import ExpectedAttestation
-from appliance.run.attest import write_attestation
+from appliance.run.attest import Attestation, write_attestation
 from appliance.run.samples import Sample, StepSamples, append_samples
 from appliance.run.session import RunRecord, RunStatus, write_record
 from appliance.run.sync_records import Acknowledgement, Sent, append_acknowledgement, append_sent
@@ -52,7 +52,7 @@ def _attest(run_dir: Path, **changes: object) -> None:
         **{"patches": ("a",), "versions": {"torch": "2.13.0"}, "fingerprint": "f"},
         **{"detail": {"kernels": {"Int8Kernel": 16}}},
     }
-    write_attestation(run_dir, **{**said, **changes})
+    write_attestation(run_dir, Attestation(**{**said, **changes}))
 
 
 def _taken(sync: int, **changes: object) -> Acknowledgement:

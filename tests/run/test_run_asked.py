@@ -19,7 +19,7 @@ from appliance.run import restarts, train
 from appliance.run.report import write as report
 from appliance.run.session import RunStatus, Session, read_record
 from appliance.run.stop_request import asked_to_stop
-from appliance.run.subreaper import KeeperReport
+from appliance.run.subreaper import SubreaperReport
 from appliance.run.train import run_training
 
 SIGNALS = [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)]
@@ -97,7 +97,9 @@ def test_before_the_training_of_a_resumed_run_the_saved_state_counts(
 ) -> None:
     """While its problems are made again, as where the cache is gone."""
     made, run_dir = failed_run(tmp_path)
-    monkeypatch.setattr(train, "supervise", lambda *_, **__: signal.raise_signal(number) or KeeperReport(-15, (), ()))
+    monkeypatch.setattr(
+        train, "supervise", lambda *_, **__: signal.raise_signal(number) or SubreaperReport(-15, (), ())
+    )
     how = {"resume": "auto", "name": run_dir.name, "force": False, "json_mode": False, "steps": ()}
     assert going_on.resume_training(made, dry_run=False, **how) == code
     reason = f"stopped by {number.name}, the state after step 3 is saved"

@@ -11,7 +11,7 @@ from stopped_runs import events, metric, recipe, resumed, save, steps_in, stoppe
 
 from appliance.errors import RecipeError
 from appliance.run.attempt import begin_attempt, cut_lines
-from appliance.run.checkpoints import Found
+from appliance.run.checkpoints import CheckpointSearch
 from appliance.run.events import first_failure
 from appliance.run.pending_validation import owed_line
 from appliance.run.resume import (
@@ -151,7 +151,7 @@ def test_a_model_of_an_earlier_end_goes_aside(tmp_path: Path, small_plan: Callab
     run_dir = stopped(plan, state=RunStatus.DONE)
     (run_dir / "model").mkdir()
     (run_dir / ".model-77").mkdir()
-    begin_attempt(plan, resume=Resume(target_of(run_dir), Found(None)), recipe_yaml="").release()
+    begin_attempt(plan, resume=Resume(target_of(run_dir), CheckpointSearch(None)), recipe_yaml="").release()
     assert (run_dir / "logs" / "1" / "model").is_dir()
     assert not (run_dir / "model").exists() and not (run_dir / ".model-77").exists()
 

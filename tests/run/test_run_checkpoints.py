@@ -8,7 +8,7 @@ import pytest
 
 from appliance.run.checkpoint_manifest import Facts, seal
 from appliance.run.checkpoints import (
-    Found,
+    CheckpointSearch,
     Rejected,
     Saved,
     checkpoint_folder,
@@ -50,7 +50,7 @@ def test_the_newest_whole_one_is_found_and_what_was_passed_over_is_said(tmp_path
     older, newer, newest = (save(tmp_path, step) for step in (2, 4, 6))
     (newest / "manifest.json").unlink()
     (newer / "data.pt").write_bytes(b"state of step 5")
-    assert find_newest(tmp_path) == Found(
+    assert find_newest(tmp_path) == CheckpointSearch(
         older,
         rejected=(
             Rejected(newest, "no manifest.json"),
@@ -60,7 +60,7 @@ def test_the_newest_whole_one_is_found_and_what_was_passed_over_is_said(tmp_path
 
 
 def test_nothing_whole_is_an_answer(tmp_path: Path) -> None:
-    assert find_newest(tmp_path) == Found(None)
+    assert find_newest(tmp_path) == CheckpointSearch(None)
     (save(tmp_path, 1) / "data.pt").unlink()
     assert find_newest(tmp_path).newest is None
 

@@ -9,7 +9,7 @@ import pytest
 
 from appliance.run import checkpoint_manifest as seal_module
 from appliance.run.checkpoint_manifest import Facts, seal
-from appliance.run.checkpoints import Found, checkpoint_folder
+from appliance.run.checkpoints import CheckpointSearch, checkpoint_folder
 from appliance.run.events import Event, append_event
 from appliance.run.restarts import is_fault, keep_going
 
@@ -57,9 +57,9 @@ class Attempts:
     def __init__(self, run_dir: Path, *ends: tuple[int, int | None]) -> None:
         self.run_dir = run_dir
         self.ends = list(ends)
-        self.found: list[Found | None] = []
+        self.found: list[CheckpointSearch | None] = []
 
-    def __call__(self, found: Found | None = None) -> int:
+    def __call__(self, found: CheckpointSearch | None = None) -> int:
         """found: what the restart goes on from, None for the first attempt."""
         self.found.append(found)
         code, step = self.ends.pop(0)
@@ -132,5 +132,5 @@ def test_each_attempt_gets_the_checkpoint_that_was_verified_for_it(
     monkeypatch.setattr(seal_module, "hash_file", lambda path: hashed.append(path.parent.name) or real(path))
     attempts = Attempts(tmp_path, (5, 2), (5, 3), (0, None))
     assert keep_going(attempts(), run_dir=tmp_path, max_restarts=9, again=attempts) == 0
-    assert attempts.found == [None, *(Found(checkpoint_folder(tmp_path, step=step)) for step in (2, 3))]
+    assert attempts.found == [None, *(CheckpointSearch(checkpoint_folder(tmp_path, step=step)) for step in (2, 3))]
     assert hashed == ["global_step_2", "global_step_3"]

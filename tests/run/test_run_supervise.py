@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.run.subreaper import KeeperReport
+from appliance.run.subreaper import SubreaperReport
 from appliance.run.supervise import Ask, supervise
 from appliance.signals import SAME_SIGNAL_S, Interrupts
 
@@ -52,7 +52,7 @@ def child(
     on_tick: Callable[[], None] = lambda: None,
     grace_s: float = 5.0,
     ask: Ask | None = None,
-) -> KeeperReport:
+) -> SubreaperReport:
     return supervise(
         [sys.executable, "-c", code, *arguments],
         run_dir=run_dir,
@@ -79,7 +79,7 @@ def when_written(path: Path, *actions: Callable[[], None]) -> Callable[[], None]
 
 def waiting_child(
     run_dir: Path, code: str, *actions: Callable[[], None], grace_s: float = 5.0, ask: Ask | None = None
-) -> tuple[KeeperReport, list[str]]:
+) -> tuple[SubreaperReport, list[str]]:
     """A child that would wait for 100 s, and what is done to it once it is up. With the signals that were heard."""
     with Interrupts() as interrupts:
         report = child(
@@ -104,7 +104,7 @@ def pids(*paths: Path) -> Sequence[int]:
 
 def test_output_and_environment_of_the_child(run_dir: Path) -> None:
     code = "import os, sys; print(os.environ['HELLO'], os.environ['APPLIANCE_RUN']); print('bad', file=sys.stderr)"
-    assert child(run_dir, code) == KeeperReport(0, ended=(), left=())
+    assert child(run_dir, code) == SubreaperReport(0, ended=(), left=())
     assert (run_dir / "log").read_text().splitlines() == [f"from the launcher {run_dir}", "bad"]
 
 
@@ -128,7 +128,7 @@ def test_program_that_does_not_exist(run_dir: Path) -> None:
         interrupts=Interrupts(),
         on_tick=lambda: None,
     )
-    assert report == KeeperReport(127, ended=(), left=())
+    assert report == SubreaperReport(127, ended=(), left=())
     assert (run_dir / "log").read_text() == "/nowhere/python: No such file or directory\n"
 
 
@@ -149,13 +149,13 @@ def test_daemon_of_a_child_that_ended_well_is_ended(run_dir: Path, is_alive: Cal
 
 
 def test_first_signal_asks_the_child_to_end(run_dir: Path) -> None:
-    assert waiting_child(run_dir, POLITE, interrupt) == (KeeperReport(7, ended=(), left=()), ["SIGINT"])
+    assert waiting_child(run_dir, POLITE, interrupt) == (SubreaperReport(7, ended=(), left=()), ["SIGINT"])
 
 
 def test_child_that_ignores_the_signal_is_killed_after_the_grace(run_dir: Path) -> None:
     start = time.monotonic()
     ended = waiting_child(run_dir, STUBBORN, lambda: os.kill(os.getpid(), signal.SIGTERM), grace_s=0.5)
-    assert ended == (KeeperReport(-9, ended=(), left=()), ["SIGTERM"])
+    assert ended == (SubreaperReport(-9, ended=(), left=()), ["SIGTERM"])
     assert 0.5 < time.monotonic() - start < 5
 
 
@@ -233,7 +233,7 @@ def test_error_of_the_watcher_ends_the_child(run_dir: Path, is_alive: Callable) 
     assert not is_alive(*pids(run_dir / "pid"))
 
 
-def test_killed_keeper_takes_the_child_with_it(run_dir: Path, is_alive: Callable) -> None:
+def test_killed_subreaper_takes_the_child_with_it(run_dir: Path, is_alive: Callable) -> None:
     def kill_keeper() -> None:
         (pid,) = pids(run_dir / "pid")
         os.kill(int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1]), signal.SIGKILL)

@@ -11,11 +11,11 @@ from appliance.run.events import (
     METRICS_FILE,
     Event,
     StepMetrics,
-    json_object,
     parse_event,
     parse_metrics,
 )
 from appliance.run.memory import MemorySample, read_memory
+from appliance.run.record import json_object
 from appliance.run.samples import StepSamples, read_samples
 from appliance.run.session import RunRecord, RunStatus
 from appliance.run.state import RunState, fold

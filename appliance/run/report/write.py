@@ -7,12 +7,11 @@ import time
 from pathlib import Path
 
 from appliance import console
-from appliance.errors import RecipeError
+from appliance.errors import RecipeError, is_restartable
 from appliance.files import write_whole
 from appliance.run.events import first_failure
 from appliance.run.report.folder import read_view
 from appliance.run.report.page import page
-from appliance.run.restarts import is_fault
 from appliance.run.session import RunStatus, cannot_write
 from appliance.run.status import find_run, reading
 from appliance.run.summary import REPORT_FILE, typed_path
@@ -47,8 +46,9 @@ def write_page(run_dir: Path, *, target: Path, may_restart: bool = False) -> Non
 
 def _text(run_dir: Path, *, may_restart: bool) -> str:
     view = read_view(run_dir)
+    failure = first_failure(run_dir)
     awaits = may_restart and view.record.state is RunStatus.FAILED
-    awaits = awaits and is_fault(view.record.exit_code or 0, failure=first_failure(run_dir))
+    awaits = awaits and is_restartable(view.record.exit_code or 0, error=failure.error if failure else "")
     return page(view, now=time.time(), awaits_restart=awaits)
 
 

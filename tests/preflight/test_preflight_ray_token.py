@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from appliance.cluster.token import check_token, make_token
 from appliance.errors import PreflightError
 from appliance.plan.env import IMAGE_VARIABLE
+from appliance.preflight.ray_token import check_token, make_token
 
 WORD = "0123456789abcdef0123456789abcdef"
 

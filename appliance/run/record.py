@@ -1,0 +1,95 @@
+"""What one process of a run writes as JSON and another one reads: pydantic dataclasses, a file each or a line of one.
+
+A file that is not of its kind raises. Of a line of a file that only grows, what is not of its kind counts as not there:
+a run that was killed leaves half a line, and a disk that was full two in one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+
+STRICT = ConfigDict(strict=True)
+LARGEST = 1e30
+Number = Annotated[float, Field(gt=-LARGEST, lt=LARGEST)]  # of the size of anything that is measured
+Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+Code = Annotated[int, Field(gt=-256, lt=256)]  # of a process that ended
+Kind = TypeVar("Kind")
+
+
+def finite(value: object) -> float | None:
+    """A finite number of the size of anything that is measured; None for anything else."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and -LARGEST < value < LARGEST else None
+
+
+Measured = Annotated[float | None, BeforeValidator(finite)]  # as a worker measured it: what is not finite is None
+
+
+def as_json(record: Any, *, indent: int | None = None) -> str:
+    """A record as JSON in ASCII, so that half a character of a log does no harm."""
+    return json.dumps(dataclasses.asdict(record), indent=indent, default=str)
+
+
+def read(path: Path, kind: type[Kind]) -> Kind:
+    """Raises OSError when there is no such file, ValueError when it is not one that this program writes."""
+    return parse(path.read_text(), kind, place=str(path))
+
+
+def parse(text: str, kind: type[Kind], *, place: str) -> Kind:
+    """place: where the text is from.  Raises ValueError, one line with the place."""
+    try:
+        raw = json.loads(text)
+        if (version := _version(kind)) and (not isinstance(raw, dict) or raw.get("schema_version") != version):
+            raise ValueError(f"not of schema_version {version}")
+        return _reader(kind).validate_json(_without_halves(raw))
+    except RecursionError as error:
+        raise ValueError(f"{place}: nested too deeply") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+    name = ".".join(map(str, first["loc"])) or "its content"
+    raise ValueError(f"{place}: {name} is not one that this program writes: {first['msg']}")
+
+
+def parse_line(text: str, kind: type[Kind]) -> Kind | None:
+    """None where the line is none of this kind. A field with a default has it where what the line has is of another."""
+    reader = _reader(kind)
+    try:
+        return reader.validate_json(text)
+    except ValidationError as error:
+        raw, wrong = json_object(text), {each["loc"][0] for each in error.errors(include_url=False) if each["loc"]}
+    try:
+        return reader.validate_json(_without_halves({key: raw[key] for key in raw.keys() - wrong}))
+    except (ValidationError, RecursionError):
+        return None
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The object that the text is; empty when it is none, or nested too deeply."""
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return raw if isinstance(raw, dict) else {}
+
+
+def _without_halves(raw: object) -> bytes:
+    """As JSON; half a character, which UTF-8 cannot have, as `?`."""
+    return json.dumps(raw, ensure_ascii=False).encode(errors="replace")
+
+
+@functools.cache
+def _reader(kind: type[Kind]) -> TypeAdapter[Kind]:
+    return TypeAdapter(kind)
+
+
+def _version(kind: type) -> object:
+    """That a file of this kind must have; None for a kind without one."""
+    return next((field.default for field in dataclasses.fields(kind) if field.name == "schema_version"), None)
