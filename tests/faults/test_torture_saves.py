@@ -1,6 +1,6 @@
 """A real training that is killed in its saves, at chosen operations of verl's rank and of the driver: `make torture`.
 
-Every operation of a save is tried in seconds by tests/trainer/test_save_kill_points.py, with ranks of a few bytes.
+Every operation of a save is tried in seconds by test_save_kill_points.py, with ranks of a few bytes.
 """
 
 from __future__ import annotations
