@@ -48,7 +48,7 @@ class Held:
 
 def held(plan: RunPlan, shape: ModelShape) -> tuple[Held, ...]:
     """Of every role, on all hosts together."""
-    ranks, engines = plan.nodes * plan.gpus_per_node, len(plan.rollout.replicas)
+    ranks, engines = plan.topology.gpus, len(plan.rollout.replicas)
     state = shape.weights * (_MASTER + _GRADIENT + _ADAM)
     trainer = ranks * _BASE[Role.TRAINER] + state + max(ranks * _forward(plan, shape), _GATHERED * shape.weights)
     engine = _BASE[Role.ENGINE] + kv_cache_gib(plan) * GIB + engine_weights(plan, shape)

@@ -73,7 +73,7 @@ def moments(plan: RunPlan, shape: ModelShape) -> tuple[Moment, ...]:
 
 def _rollout(plan: RunPlan, shape: ModelShape, *, limit: int) -> Moment:
     """The engine takes its share whatever it needs; what it needs may be more."""
-    trainer, gpus = plan.trainer, plan.nodes * plan.gpus_per_node
+    trainer, gpus = plan.trainer, plan.topology.gpus
     share = int(trainer.gpu_memory_utilization * limit)
     weights, cache = engine_weights(plan, shape), one_sequence(plan, shape)
     state = (0 if trainer.offload_parameters else _MASTER) + (0 if trainer.offload_optimizer else _ADAM)
@@ -119,7 +119,7 @@ def one_sequence(plan: RunPlan, shape: ModelShape) -> int:
 
 
 def _update(plan: RunPlan, shape: ModelShape, *, limit: int) -> Moment:
-    trainer, gpus = plan.trainer, plan.nodes * plan.gpus_per_node
+    trainer, gpus = plan.trainer, plan.topology.gpus
     tokens = tokens_of_a_forward(plan)
     queries = (shape.heads + 2 * shape.kv_heads) * shape.head_size
     layer = 2 * tokens * (6 * shape.hidden + 2 * queries + 4 * shape.intermediate)  # T (6h + 2q + 4i) in BF16

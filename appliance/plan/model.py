@@ -410,7 +410,7 @@ class RunPlan(Frozen):
         return self.uaq.folder if self.uaq else self.model.path
 
     def to_json(self) -> str:
-        return self.model_dump_json(indent=2)
+        return self.model_dump_json(indent=2, ensure_ascii=True)
 
     def write(self, path: Path) -> None:
         path.write_text(self.to_json() + "\n")

@@ -101,7 +101,7 @@ def _device(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
     if plan.device == CPU:
         return
     fitting = [gpu for gpu in host.gpus if (known := gpu_of_product(gpu.product)) and known.name == plan.device]
-    remedy = "run it there" + (", or try `--set cluster.device=cpu`" if plan.nodes * plan.gpus_per_node == 1 else "")
+    remedy = "run it there" + (", or try `--set cluster.device=cpu`" if plan.topology.gpus == 1 else "")
     if not host.gpus:
         if host.container is not None:  # judge_container names the flag
             return

@@ -12,21 +12,25 @@ from appliance.guard.policy import Action
 from appliance.quant.uaq import MOST
 from appliance.recipe.broken import Broken
 from appliance.recipe.rules_batch import batch_rules, dapo_rules
-from appliance.recipe.rules_text import text_rules
 from appliance.recipe.schema import AlgorithmKind, Attention, Correction, Recipe, SchemeChoice, TaskKind
+from appliance.recipe.text import path_problem, pattern_problem
 from appliance.tasks import arithmetic
 from appliance.tasks.library import BUILTIN_MODELS
 from appliance.tasks.tiny_spec import TINY_MODELS
 from appliance.terms.devices import AUTO, CPU, DEVICES, why_outgrown
 from appliance.terms.schemes import Scheme
 
+PATHS = (
+    *("model.path", "task.train_file", "task.val_file", "quantization.profile"),
+    *("cluster.run_dir", "cluster.token_file"),
+)
 AVAILABLE_ALGORITHMS = (AlgorithmKind.GRPO, AlgorithmKind.DAPO)  # `ppo` needs a critic, and a model for it
 
 
 def broken_rules(recipe: Recipe) -> list[Broken]:
     """Every rule the recipe breaks, in the order of the file's sections."""
     rules = (_availability, _model, _task, _rollout, _quantization, _correction, dapo_rules, batch_rules)
-    rules = (*rules, _length, _cluster, _guard, text_rules)
+    rules = (*rules, _length, _cluster, _guard, _texts)
     return [broken for rule in rules for broken in rule(recipe)]
 
 
@@ -230,3 +234,15 @@ def broken_on_cpu(recipe: Recipe) -> Iterator[Broken]:
         if getattr(recipe.trainer, key):
             message = "on a CPU everything is in the host's memory already"
             yield Broken((f"trainer.{key}", "cluster.device"), message, "remove it, or set it to false")
+
+
+def _texts(recipe: Recipe) -> Iterator[Broken]:
+    for key in PATHS:
+        section, _, name = key.partition(".")
+        value = getattr(getattr(recipe, section), name)
+        if value and (why := path_problem(value)):
+            yield Broken((key,), why, "correct the path")
+    for rule in recipe.quantization.ignore:
+        if rule.startswith("re:") and (why := pattern_problem(rule[3:])):
+            message = f"`{rule[:60]}` is not a regular expression: {why}"
+            yield Broken(("quantization.ignore",), message, "correct it")

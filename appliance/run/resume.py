@@ -289,7 +289,7 @@ class _TaskBefore(BaseModel):
     train_parquet: str
 
 
-class _PlanBefore(BaseModel):
+class _PlanBefore(BaseModel, strict=True):
     """What is asked of the plan of the attempt before: as little as can be, so that it may be of another version."""
 
     steps: int

@@ -219,7 +219,7 @@ class Checkpoints:
         sync_to_disk(self._run_dir / METRICS_FILE)  # a checkpoint must not outlive the lines it counts
         facts = Facts(
             step=end.state.step,
-            world_size=self._plan.nodes * self._plan.gpus_per_node,
+            world_size=self._plan.topology.gpus,
             reason=reason,
             time=time.time(),
             val_reward=end.state.line.get("val_reward_mean"),

@@ -13,7 +13,7 @@ from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.model import CorrectionPlan, ExpectedAttestation, ProfilePlan, RunPlan
 from appliance.plan.read import read_plan
 from appliance.plan.show import plan_text
-from appliance.plan.verl_args import ROLLOUT
+from appliance.plan.verl_args import ROLLOUT, argv
 from appliance.quant.settings import Quantisation
 from appliance.recipe.load import load_recipe
 from appliance.terms.schemes import Scheme
@@ -239,3 +239,38 @@ def test_the_text_of_a_plan_ends_with_a_command_a_shell_reads():
     command = text.partition("\nChild\n")[2]
     assert command.splitlines()[0] == "APPLIANCE_PLAN=/runs/arithmetic-1/plan.json \\"
     assert command.splitlines()[-1].strip() == plan.argv[-1]
+
+
+def test_a_plan_of_another_version_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    raw, file = json.loads(planned().to_json()), tmp_path / "plan.json"
+    for change, why in (
+        ({"schema_version": 2}, "plan has schema_version 2, this program reads 1"),
+        ({"steps": "3"}, "not a plan that this version reads: steps: Input should be a valid integer"),
+        ({"new": 1}, "not a plan that this version reads: new: Extra inputs are not permitted"),
+    ):
+        file.write_text(json.dumps({**raw, **change}))
+        with pytest.raises(ValueError) as raised:
+            read_plan(file)
+        assert str(raised.value) == why
+    file.write_text("{")
+    with pytest.raises(ValueError, match=r"^not a plan that this version reads: the file: Invalid JSON: "):
+        read_plan(file)
+
+
+def test_a_change_of_a_plan_is_checked() -> None:
+    plan = planned()
+    assert plan.replace(steps=plan.steps + 1).steps == plan.steps + 1
+    with pytest.raises(ValueError, match="Extra inputs are not permitted"):
+        plan.replace(step=1)
+    with pytest.raises(ValueError, match="valid integer"):
+        plan.replace(steps="1")
+    with pytest.raises(ValueError, match="frozen"):
+        plan.steps = 1
+
+
+def test_what_verl_is_told_follows_from_the_plan_alone() -> None:
+    plan = planned(recipe="gsm8k-0.5b-int8")
+    assert argv(RunPlan.model_validate_json(plan.to_json())) == plan.argv
+    changed = plan.replace(seed=9, resume_from="/runs/a/checkpoints/global_step_3")
+    told = set(argv(changed)) - set(plan.argv)
+    assert {"data.seed=9", "trainer.resume_mode=resume_path", "trainer.val_before_train=false"} <= told

@@ -16,6 +16,7 @@ from stopped_runs import recipe, resumed, save, stopped, target_of
 from appliance.errors import PreflightError, RecipeError
 from appliance.plan.build import OriginalPlan, build_plan
 from appliance.plan.model import RunPlan
+from appliance.preflight import report
 from appliance.preflight.disk import Disk, Disks
 from appliance.recipe.dump import to_yaml
 from appliance.recipe.load import load_recipe
@@ -36,6 +37,7 @@ from appliance.run.resume import (
 )
 from appliance.run.session import RunRecord, RunStatus, create_session, read_record, write_record
 from appliance.run.state import RunState
+from appliance.run.status import read_run
 from appliance.run.summary import go_on_command, try_next
 from appliance.terms.schemes import Scheme
 
@@ -214,6 +216,29 @@ def test_what_a_run_began_with_is_read_from_its_plan(tmp_path: Path) -> None:
     assert original_plan(claimed) is None and cache_of(claimed) is None
 
 
+def test_a_run_of_another_version_goes_on_from_what_its_plan_has(tmp_path: Path) -> None:
+    """Nothing is asked of it but what the attempt before was planned with."""
+    plan = build_plan(recipe("rollout.scheme=auto", "trainer.steps=9"), run_dir=tmp_path / "small-1", host=HOST)
+    run_dir = stopped(plan)
+    save(run_dir, 3)
+    file, target = run_dir / "plan.json", target_of(run_dir)
+    raw = json.loads(file.read_text())
+    for key in ("engine", "optimizer", "validate_before"):
+        del raw[key]
+    file.write_text(json.dumps({**raw, "told_by_another_version": 1}))
+    assert original_plan(target) == OriginalPlan("cpu", Scheme.INT8)
+    refuse_misfit(find_start(target), plan=plan)
+    with pytest.raises(RecipeError) as raised:
+        read_run(run_dir)
+    why = "not a plan that this version reads: engine: Field required, and 3 more"
+    assert raised.value.message == f"{run_dir}: cannot be read as a run: {why}"
+    file.write_text(json.dumps({**raw, "steps": "nine"}))
+    with pytest.raises(RecipeError) as raised:
+        original_plan(target)
+    why = "not a plan that this version reads: steps: Input should be a valid integer"
+    assert raised.value.message == f"{file}: cannot be read: {why}"
+
+
 def test_the_next_attempt_is_planned_as_the_run_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan says BF16, `auto` would be INT8 here, and the cache is that of a comparison."""
     sets = ("rollout.scheme=auto", "trainer.steps=9", f"cluster.run_dir={tmp_path}")
@@ -226,7 +251,9 @@ def test_the_next_attempt_is_planned_as_the_run_began(tmp_path: Path, monkeypatc
     save(stopped(plan), 3)
     (run_dir / "recipe.yaml").write_text(to_yaml(recipe(*sets)))
     made: list[RunPlan] = []
+    hosts: list[Path] = []  # the host is asked once for all of it
     monkeypatch.setattr(going_on, "run_training", lambda plan, **_: made.append(plan) or 0)
+    monkeypatch.setattr(report, "read_host", lambda root: hosts.append(root) or HOST)
     monkeypatch.chdir(tmp_path)
     words = shlex.split(go_on_command(run_dir))
     assert words == ["appliance", "train", "comparison/small-1/recipe.yaml", "--resume", "comparison/small-1"]
@@ -234,7 +261,7 @@ def test_the_next_attempt_is_planned_as_the_run_began(tmp_path: Path, monkeypatc
     code = going_on.resume_training(
         again, resume=words[4], name=None, force=False, dry_run=False, json_mode=False, steps=()
     )
-    assert code == 0 and len(made) == 1
+    assert code == 0 and len(made) == 1 and len(hosts) == 1
     assert (made[0].rollout.scheme, made[0].rollout.label) == (Scheme.BF16, "bf16")
     assert (made[0].cache_dir, made[0].run_dir) == (str(cache), str(run_dir))
     assert Path(made[0].resume_from).name == "global_step_3"
