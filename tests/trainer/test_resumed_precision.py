@@ -62,6 +62,7 @@ class Run:
         (run_dir / "metrics.jsonl").touch()
         for name in ("attest_driver", "attest_trainers", "EngineWatch"):
             monkeypatch.setattr(watched, name, lambda *_, **__: None)
+        monkeypatch.setattr(watched.BatchCorrection, "install", lambda *_, **__: None)
         monkeypatch.setattr(watched, "signals_of", lambda line, **_: Signals(line["step"], k3_kl=K3[line["step"] - 1]))
 
         def init(self: WatchedTrainer, config: Any) -> None:
