@@ -62,6 +62,7 @@ class Run:
         for name in ("attest_driver", "attest_trainers", "check_attested"):
             monkeypatch.setattr(room, name, lambda *_, **__: None)
         monkeypatch.setattr(Trainer, "_restart_engines", restart)
+        monkeypatch.setattr(room.BatchCorrection, "install", lambda *_, **__: None)
 
     def plan(self, *, after: int) -> RunPlan:
         return make_plan(
