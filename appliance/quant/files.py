@@ -1,13 +1,16 @@
-"""The file of a profile as far as it can be read without torch: its name and its header."""
+"""Safetensors as far as they can be read without torch: the shapes in a model's files, and a profile's JSON header,
+held to its shape before anything reads it."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from appliance.errors import EngineError
-from appliance.quant.header import header_problem
+from appliance.terms.schemes import Scheme
 
 PROFILE_FILE = "profile.safetensors"
 HEADER_KEY = "appliance"  # of the safetensors metadata; its value is the JSON header of a profile
@@ -89,6 +92,83 @@ def parse_header(metadata: dict[str, str] | None, *, file: Path) -> dict[str, An
         raise EngineError(f"{file}: its header is not JSON", hint=_HINT) from error
     if header.get("schema_version") != SCHEMA_VERSION:
         raise EngineError(f"{file}: not a profile of schema version {SCHEMA_VERSION}", hint=_HINT)
-    if why := header_problem(header):
+    if why := _header_problem(header):
         raise EngineError(f"{file}: its header cannot be used: {why}", hint=_HINT)
     return header
+
+
+Number_ = float  # also none that is finite: the error of a layer that answers nothing
+Count_ = Annotated[int, Field(ge=0, le=2**62)]
+Text_ = Annotated[str, Field(max_length=4096)]
+Names_ = Annotated[list[Text_], Field(strict=True)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class _Settings(_Part):
+    strength: Number_
+    error_budget: Number_ | None
+    ignore: Names_
+    prompts: Count_
+    max_tokens: Count_
+
+
+class _Group(_Part):
+    norm: Text_
+    linears: Names_
+
+
+class _Layer(_Part):
+    layer: Names_
+    linears: Annotated[list[Text_], Field(min_length=1)]
+    weight_error: Number_
+    output_error: Number_
+    output_error_plain: Number_
+    kept: bool
+
+
+class _Predicted(_Part):
+    tokens: Count_
+    kl: Number_
+    k3_kl: Number_
+    kl_tokens: Number_
+    probs_diff_mean: Number_
+    weight_max: Number_
+
+
+class _Memory(_Part):
+    peak_bytes: Count_
+    largest_layer_bytes: Count_
+    model_bytes: Count_
+
+
+class _Header(_Part):
+    """As `quant.profile.Profile.header` writes it; a test holds the two together."""
+
+    schema_version: int
+    kind: Text_
+    model: Text_
+    revision: Text_
+    model_hash: Text_
+    data_hash: Text_
+    donor: Text_
+    versions: dict[str, Text_ | None]
+    scheme: Annotated[Scheme, Field(strict=False)]
+    settings: _Settings
+    smoothing: list[_Group]
+    layers: list[_Layer]
+    suggested_ignore: Names_
+    predicted: _Predicted | None
+    memory: _Memory | None
+
+
+def _header_problem(header: dict[str, object]) -> str:
+    """What is wrong with the first faulty part, or an empty text."""
+    try:
+        _Header.model_validate(header)
+    except ValidationError as error:
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return ""
