@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from profiles import read_profile
 
 from appliance.compare.coarse import coarse_profile, main
 from appliance.quant.codec import dequantise, quantise
-from appliance.quant.profile import read_profile
 from appliance.quant.scheme import Scheme
 from appliance.tasks.tiny_spec import TINY_MODELS
 

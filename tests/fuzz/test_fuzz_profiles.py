@@ -16,6 +16,7 @@ from fuzz_surface import attempt, fuzzed
 from fuzz_text import VARIANTS, as_json, deep, raw, seeds, values, variants
 from hypothesis import strategies as st
 from plans import make_plan
+from profiles import read_profile
 from safetensors.torch import save
 
 from appliance.errors import RecipeError
@@ -24,7 +25,7 @@ from appliance.preflight.profile import profile_problem
 from appliance.profile import unpickle
 from appliance.profile.table import table
 from appliance.quant.files import HEADER_KEY, read_file_header
-from appliance.quant.profile import LayerError, Memory, Origin, Predicted, Profile, Settings, read_profile
+from appliance.quant.profile import LayerError, Memory, Origin, Predicted, Profile, Settings
 from appliance.quant.scheme import Scheme
 from appliance.quant.smoothing import Smoothing, SmoothingGroup, fold
 
