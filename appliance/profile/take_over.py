@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from appliance.errors import ApplianceError
-from appliance.quant.flashrl_profile import from_flashrl
+from appliance.quant.donor import from_flashrl
 from appliance.quant.profile import write_profile
 
 

@@ -1,13 +1,17 @@
-"""The file of a profile as far as it can be read without torch: its name and its header."""
+"""Safetensors as far as they can be read without torch: the shapes in a model's files, and a profile's JSON header,
+held to its shape before anything reads it."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
 
 from appliance.errors import EngineError
-from appliance.quant.header import header_problem
+from appliance.terms.schemes import Scheme
 
 PROFILE_FILE = "profile.safetensors"
 HEADER_KEY = "appliance"  # of the safetensors metadata; its value is the JSON header of a profile
@@ -89,6 +93,115 @@ def parse_header(metadata: dict[str, str] | None, *, file: Path) -> dict[str, An
         raise EngineError(f"{file}: its header is not JSON", hint=_HINT) from error
     if header.get("schema_version") != SCHEMA_VERSION:
         raise EngineError(f"{file}: not a profile of schema version {SCHEMA_VERSION}", hint=_HINT)
-    if why := header_problem(header):
-        raise EngineError(f"{file}: its header cannot be used: {why}", hint=_HINT)
+    try:
+        _Header.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise EngineError(f"{file}: its header cannot be used: {why}", hint=_HINT) from error
     return header
+
+
+Text_ = Annotated[str, Field(max_length=4096)]
+Names_ = tuple[Text_, ...]
+Count_ = Annotated[int, Field(ge=0, le=2**62)]
+_STRICT = ConfigDict(strict=True, extra="forbid")
+_part = dataclass(frozen=True, config=_STRICT)  # numbers may be infinite: the error of a layer that answers nothing
+
+
+@_part
+class LayerError:
+    """One layer of the engine: linears that it fuses, such as q, k and v, or one of the two GEMMs of all experts.
+
+    layer: how the layer is called where it is kept in BF16 (`ignore`), once for each of the names.
+    weight_error: |W' - W| / |W|, Frobenius.  output_error: |y' - y| / |y| over the calibration tokens, weights and
+    activations by the codec, the layer's inputs exact; with smoothing.  output_error_plain: the same without it.
+    kept: in BF16, by the error budget or because the user's `ignore` names it.
+    """
+
+    layer: Names_
+    linears: Annotated[Names_, Field(min_length=1)]
+    weight_error: float
+    output_error: float
+    output_error_plain: float
+    kept: bool
+
+
+@_part
+class Predicted:
+    """The mismatch to expect between BF16 and quantised rollouts, over the calibration tokens; nats.
+
+    kl: exact KL(quantised || BF16) of the next-token distributions, the mean over positions: what `mismatch_k3_kl` of
+    a run estimates.  k3_kl, kl_tokens: the k3 and k1 estimates on the text's own next tokens.
+    """
+
+    tokens: Count_
+    kl: float
+    k3_kl: float
+    kl_tokens: float
+    probs_diff_mean: float
+    weight_max: float
+
+
+@_part
+class Memory:
+    """Bytes of parameters and their codes that were alive at once, and those of the largest decoder layer."""
+
+    peak_bytes: Count_
+    largest_layer_bytes: Count_
+    model_bytes: Count_
+
+
+@_part
+class Settings:
+    """strength: alpha, 0 is off.  error_budget: None keeps nothing.  prompts, max_tokens: of the calibration text."""
+
+    strength: float = 0.5
+    error_budget: float | None = None
+    ignore: Names_ = ()
+    prompts: Count_ = 64
+    max_tokens: Count_ = 2048
+
+
+@_part
+class Origin:
+    """kind: `calibrated`, `donor` or `flashrl`.  model: folder or hub name.  model_hash, data_hash: sha256 or empty.
+
+    donor: the W8A8 checkpoint or FlashRL's file.  versions: of what made it.
+    """
+
+    kind: Text_
+    model: Text_
+    revision: Text_ = ""
+    model_hash: Text_ = ""
+    data_hash: Text_ = ""
+    donor: Text_ = ""
+    versions: dict[str, Text_ | None] = Field(default_factory=dict)
+
+
+@_part
+class _Group:
+    norm: Text_
+    linears: Names_
+
+
+class _Header(BaseModel):
+    """As `quant.profile.Profile.header` writes it."""
+
+    model_config = _STRICT
+
+    schema_version: int
+    kind: Text_
+    model: Text_
+    revision: Text_
+    model_hash: Text_
+    data_hash: Text_
+    donor: Text_
+    versions: dict[str, Text_ | None]
+    scheme: Annotated[Scheme, Field(strict=False)]
+    settings: Settings
+    smoothing: tuple[_Group, ...]
+    layers: tuple[LayerError, ...]
+    suggested_ignore: Names_
+    predicted: Predicted | None
+    memory: Memory | None

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from profiles import read_profile
 
 from appliance.compare.degraded_profile import degraded_profile, main
 from appliance.quant.codec import dequantise, quantise

@@ -16,6 +16,7 @@ from fuzz_surface import attempt, fuzzed
 from fuzz_text import VARIANTS, as_json, deep, raw, seeds, values, variants
 from hypothesis import strategies as st
 from plans import make_plan
+from profiles import read_profile
 from safetensors.torch import save
 
 from appliance.errors import RecipeError

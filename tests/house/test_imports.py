@@ -13,7 +13,6 @@ NUMBERS = {
     "quant.correction",
     "quant.device",
     "quant.files",
-    "quant.header",
     "quant.precision",
     "quant.scheme",
     "quant.settings",

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from profiles import read_profile
 from tiny_models import FAMILIES, tiny, tokens
 from torch import Tensor, nn
 from torch.nn import functional
@@ -16,7 +17,7 @@ from appliance.quant.calibrate import batches_of, calibrate, scales
 from appliance.quant.checkpoint import Checkpoint, Ledger
 from appliance.quant.codec import dequantise, quantise, quantise_tokens
 from appliance.quant.layer_view import Errors, LayerView
-from appliance.quant.profile import Origin, Profile, Settings, read_profile, write_profile
+from appliance.quant.profile import Origin, Profile, Settings, write_profile
 from appliance.quant.smoothing import fold
 from appliance.quant.streamed import StreamedModel
 from appliance.terms.schemes import Scheme

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from profiles import read_profile
 from safetensors.torch import load, save_file
 
 from appliance.errors import RecipeError
 from appliance.profile import unpickle
 from appliance.profile.convert import reader_environment
-from appliance.quant.flashrl_profile import from_flashrl
-from appliance.quant.profile import read_profile
+from appliance.quant.donor import from_flashrl
 from appliance.quant.smoothing import fold, load_smoothing
 
 ORDINARY = 1000  # a user that is not root
