@@ -14,7 +14,8 @@ from appliance.compare.arms import PlannedRun
 from appliance.compare.existing import has_result
 from appliance.corrections.registry import CorrectionMethod
 from appliance.files import write_whole
-from appliance.run.events import Event, StepMetrics, append_event, finite, json_object
+from appliance.run.events import Event, StepMetrics, append_event
+from appliance.run.record import finite, json_object
 from appliance.run.report.folder import read_events, read_metrics
 from appliance.run.session import RunRecord, read_record
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from pydantic.dataclasses import dataclass
 
-from appliance.errors import ApplianceError
+from appliance.errors import ApplianceError, is_restartable
 from appliance.plan.env import PLAN_VARIABLE
 from appliance.run.record import STRICT, Code, Count, Number, parse_line
 
@@ -127,6 +127,12 @@ def first_failure(run_dir: Path) -> Event | None:
         elif event.kind == "failure":
             first = first or event
     return first
+
+
+def may_restart(run_dir: Path, *, code: int) -> bool:
+    """Whether another attempt may fare better than the newest one, which ended with this code."""
+    failure = first_failure(run_dir)
+    return is_restartable(code, error=failure.error if failure else "")
 
 
 def run_started(run_dir: Path) -> float:

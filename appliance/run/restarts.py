@@ -11,16 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from appliance import console
-from appliance.errors import is_restartable
 from appliance.run.checkpoints import CheckpointSearch, find_newest, step_of
-from appliance.run.events import Event, append_event, first_failure
+from appliance.run.events import append_event, may_restart
 from appliance.run.session import cannot_write
 from appliance.run.stop_request import asked_to_stop
-
-
-def is_fault(code: int, *, failure: Event | None) -> bool:
-    """Whether another attempt may fare better. failure: the first one of the attempt, None when it had no last word."""
-    return is_restartable(code, error=failure.error if failure else "")
 
 
 def keep_going(code: int, *, run_dir: Path, max_restarts: int, again: Callable[[CheckpointSearch], int]) -> int:
@@ -31,7 +25,7 @@ def keep_going(code: int, *, run_dir: Path, max_restarts: int, again: Callable[[
     """
     reached = -1
     for number in range(1, max_restarts + 1):
-        if not is_fault(code, failure=first_failure(run_dir)):
+        if not may_restart(run_dir, code=code):
             return code
         if signal := asked_to_stop(run_dir):
             console.say(f"not restarted: stopped by {signal}")

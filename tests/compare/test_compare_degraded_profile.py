@@ -10,7 +10,6 @@ from profiles import read_profile
 
 from appliance.compare.degraded_profile import degraded_profile, main
 from appliance.quant.codec import dequantise, quantise
-from appliance.quant.profile import read_profile
 from appliance.tasks.tiny_spec import TINY_MODELS
 from appliance.terms.schemes import Scheme
 

@@ -278,14 +278,14 @@ def test_a_disk_that_is_full_for_a_while_costs_one_warning_and_no_later_page(
     tmp_path: Path, make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = make_run(tmp_path)
-    live, written, whole = LivePage(run_dir), run_dir / "report.html", Path.write_text
+    live, written, whole = LivePage(run_dir), run_dir / "report.html", Path.write_bytes
 
-    def half(path: Path, text: str, **how: str) -> int:
-        whole(path, text[:100], **how)
+    def half(path: Path, content: bytes) -> int:
+        whole(path, content[:100])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as full:
-        full.setattr(Path, "write_text", half)
+        full.setattr(Path, "write_bytes", half)
         live.tick(news=True, now=100.0)
         live.tick(news=False, now=200.0)
     assert list(run_dir.glob("*report.html*")) == []

@@ -7,15 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from appliance.errors import is_restartable
 from appliance.run import checkpoint_manifest as seal_module
 from appliance.run.checkpoint_manifest import Facts, seal
 from appliance.run.checkpoints import CheckpointSearch, checkpoint_folder
-from appliance.run.events import Event, append_event
-from appliance.run.restarts import is_fault, keep_going
-
-
-def failure(error: str) -> Event:
-    return Event(1.0, "failure", "it broke", error=error)
+from appliance.run.events import append_event
+from appliance.run.restarts import keep_going
 
 
 @pytest.mark.parametrize(
@@ -37,11 +34,11 @@ def failure(error: str) -> Event:
     ],
 )
 def test_faults_are_what_another_attempt_may_cure(code: int, error: str, fault: bool) -> None:
-    assert is_fault(code, failure=failure(error)) is fault
+    assert is_restartable(code, error=error) is fault
 
 
 def test_process_without_a_last_word_is_a_fault() -> None:
-    assert is_fault(5, failure=None)
+    assert is_restartable(5, error="")
 
 
 def save(run_dir: Path, step: int) -> None:

@@ -21,12 +21,11 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from verl.trainer.ppo.utils import create_rl_sampler
 
-from appliance.errors import CheckpointError, TrainingError
+from appliance.errors import CheckpointError, TrainingError, is_restartable
 from appliance.plan.model import CheckpointPlan, UaqPlan
 from appliance.quant.precision import AS_PLANNED
 from appliance.run.checkpoint_manifest import damage, read_manifest
 from appliance.run.checkpoints import checkpoint_folder, find_newest
-from appliance.run.restarts import is_fault
 from appliance.terms.schemes import Scheme
 from appliance.trainer import checkpoints
 from appliance.trainer.checkpoints import ASK_FILE, Checkpoints, restore_random, take_random, why_save
@@ -235,7 +234,7 @@ def test_a_worker_that_dies_in_a_save_is_no_fault_of_the_disk(tmp_path: Path, de
     saves.checkpoints._save_workers = die
     with pytest.raises(type(death)) as caught:
         saves.step(2)
-    assert is_fault(5, failure=SimpleNamespace(error=type(translate(caught.value)).__name__))
+    assert is_restartable(5, error=type(translate(caught.value)).__name__)
     assert find_newest(tmp_path).newest == checkpoint_folder(tmp_path, step=1)
 
 

@@ -23,7 +23,7 @@ from appliance.trainer.stopping import StopAsked
 from appliance.trainer.validation import Validation
 from appliance.trainer.weight_updates import WeightUpdates
 
-PLANNED = Measures(Scheme.INT8, bf16_layer_fraction=0.0, cap=2.0, reject_k3_above=None, stop=False)
+PLANNED = Measures(Scheme.INT8, bf16_layer_fraction=0.0, tight=False, stop=False)
 TOP = replace(PLANNED, scheme=Scheme.BF16, bf16_layer_fraction=1.0)
 
 

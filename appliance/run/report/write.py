@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 from appliance import console
-from appliance.errors import RecipeError, is_restartable
+from appliance.errors import RecipeError
 from appliance.files import write_whole
-from appliance.run.events import first_failure
+from appliance.run import events
 from appliance.run.report.folder import read_view
 from appliance.run.report.page import page
 from appliance.run.session import RunStatus, cannot_write
@@ -46,9 +46,8 @@ def write_page(run_dir: Path, *, target: Path, may_restart: bool = False) -> Non
 
 def _text(run_dir: Path, *, may_restart: bool) -> str:
     view = read_view(run_dir)
-    failure = first_failure(run_dir)
     awaits = may_restart and view.record.state is RunStatus.FAILED
-    awaits = awaits and is_restartable(view.record.exit_code or 0, error=failure.error if failure else "")
+    awaits = awaits and events.may_restart(run_dir, code=view.record.exit_code or 0)
     return page(view, now=time.time(), awaits_restart=awaits)
 
 
