@@ -7,6 +7,7 @@ with `record_property("said", LINE)`.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import signal
 import socket
@@ -23,6 +24,10 @@ from two_workers import TOLD, FromBothEnds, folder_of_all, is_worker, once, tell
 if TYPE_CHECKING:
     from trainings import Finished
     from xdist.workermanage import WorkerController
+
+# verl finds its platform when it is first imported, whichever test does that.
+os.environ["VERL_PLATFORM"] = "cpu"
+os.environ["VERL_USE_EXTERNAL_MODULES"] = "appliance.trainer.worker"
 
 SKIPS = Path(__file__).parent / "skips.txt"
 USUAL_PORTS = (6379, 8265, 10001, 29500, 8000)  # of Ray (3), torch and vLLM, where nothing chooses another one

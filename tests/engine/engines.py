@@ -10,8 +10,6 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"  # threads that wait for each other in turn slow tiny layers 40 times on a busy host
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-os.environ["VERL_PLATFORM"] = "cpu"
-os.environ["VERL_USE_EXTERNAL_MODULES"] = "appliance.trainer.worker"
 
 PROMPTS = ([1, 2, 3, 4], [9, 2, 3, 4, 7], [5, 5, 6], [100, 200, 300, 400, 17, 23])
 

@@ -28,7 +28,7 @@ from appliance.trainer.shadow_pass import ShadowPass, read_fits, shadow_batch
 EVERY = 3
 NOMINAL = ClipRange(0.2, 0.25)
 PLAN = CorrectionPlan(
-    CorrectionMethod("calibrated-clipping"),
+    method=CorrectionMethod("calibrated-clipping"),
     cap=2.0,
     clip_low=NOMINAL.low,
     clip_high=NOMINAL.high,
