@@ -164,19 +164,38 @@ def test_every_worker_lets_go_of_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> 
     assert asked == {name: [_empty_cache] for name in "abcdefgh"}
 
 
+class Watch:
+    """In place of EngineWatch, which asks servers."""
+
+    def __init__(self, servers: list[str], done: list[object]) -> None:
+        self._servers, self._done = servers, done
+        done.append(("watched", *servers))
+
+    def stop(self) -> None:
+        self._done.append(("left", *self._servers))
+
+
 def test_memory_is_free_and_the_new_precision_known_when_engines_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[object] = []
     monkeypatch.setattr(engines, "_end", lambda replicas: done.append(("ended", *replicas)) or (7,))
     monkeypatch.setattr(engines, "_free_memory", lambda replicas: done.append(("freed", *replicas)))
+    monkeypatch.setattr(engines, "EngineWatch", lambda servers, on_death: Watch(servers, done))
     owner = engines.RolloutEngines(tmp_path, on_death=lambda error: None)
-    old, fresh = SimpleNamespace(get_replicas=lambda: ["replica"]), SimpleNamespace(server_handles=[])
+    owner.watch(["old server"])
+    old, fresh = SimpleNamespace(get_replicas=lambda: ["replica"]), SimpleNamespace(server_handles=["new server"])
     new, restart = owner.restart(
         old, precision=BF16, after_sync=3, start=lambda: done.append(read_generation(tmp_path)) or fresh
     )
-    owner.stop_watching()
-    assert done == [("ended", "replica"), ("freed", "replica"), Generation(BF16, firsts=(1, 4))]
+    assert done == [
+        ("watched", "old server"),
+        ("left", "old server"),
+        ("ended", "replica"),
+        ("freed", "replica"),
+        Generation(BF16, firsts=(1, 4)),
+        ("watched", "new server"),
+    ]
     assert (new, restart.ended, restart.generation) == (fresh, (7,), owner.generation)
     assert owner.take_restart() == {"engine_restart_s": round(restart.seconds, 4)}
     assert owner.take_restart() == {}
