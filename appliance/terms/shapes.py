@@ -77,7 +77,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of c
 
 
 def _qwen2(**sizes: Any) -> ModelShape:
-    return ModelShape(architectures=("Qwen2ForCausalLM",), **sizes)
+    return ModelShape(**{"architectures": ("Qwen2ForCausalLM",), "head_size": 128, "max_positions": 32768, **sizes})
 
 
 def _qwen3(**sizes: Any) -> ModelShape:
@@ -88,46 +88,14 @@ def _qwen3(**sizes: Any) -> ModelShape:
 # downloaded.
 KNOWN: dict[str, ModelShape] = {
     "Qwen/Qwen2.5-32B": _qwen2(
-        heads=40,
-        kv_heads=8,
-        head_size=128,
-        hidden=5120,
-        intermediate=27648,
-        layers=64,
-        vocab=152064,
-        max_positions=131072,
+        heads=40, kv_heads=8, hidden=5120, intermediate=27648, layers=64, vocab=152064, max_positions=131072
     ),
-    "Qwen/Qwen2.5-7B-Instruct": _qwen2(
-        heads=28,
-        kv_heads=4,
-        head_size=128,
-        hidden=3584,
-        intermediate=18944,
-        layers=28,
-        vocab=152064,
-        max_positions=32768,
-    ),
+    "Qwen/Qwen2.5-7B-Instruct": _qwen2(heads=28, kv_heads=4, hidden=3584, intermediate=18944, layers=28, vocab=152064),
     "Qwen/Qwen2.5-1.5B-Instruct": _qwen2(
-        heads=12,
-        kv_heads=2,
-        head_size=128,
-        hidden=1536,
-        intermediate=8960,
-        layers=28,
-        vocab=151936,
-        tied=True,
-        max_positions=32768,
+        heads=12, kv_heads=2, hidden=1536, intermediate=8960, layers=28, vocab=151936, tied=True
     ),
     "Qwen/Qwen2.5-0.5B-Instruct": _qwen2(
-        heads=14,
-        kv_heads=2,
-        head_size=64,
-        hidden=896,
-        intermediate=4864,
-        layers=24,
-        vocab=151936,
-        tied=True,
-        max_positions=32768,
+        heads=14, kv_heads=2, head_size=64, hidden=896, intermediate=4864, layers=24, vocab=151936, tied=True
     ),
     "Qwen/Qwen3-8B": _qwen3(heads=32, kv_heads=8, hidden=4096, intermediate=12288, layers=36),
     "Qwen/Qwen3-32B": _qwen3(heads=64, kv_heads=8, hidden=5120, intermediate=25600, layers=64),
