@@ -27,7 +27,7 @@ from appliance.preflight.ray_token import check_token, make_token
 from appliance.run.events import append_event
 
 _LOOK_EVERY_S = 1.0
-_WATCH_EVERY_S = 2.0
+_WATCH_EVERY_S = 1.0
 _ANSWER_WITHIN_S = 120.0
 _HEAD_STARTS_WITHIN_S = 120.0
 _ENDS_WITHIN_S = 10.0
@@ -109,27 +109,22 @@ class Cluster:
 
     def watch_head(self, on_loss: Callable[[ApplianceError], None]) -> None:
         """The same for the head alone, from its start on: connecting to one that died ends this process wordless."""
-        if self._head is None:
-            return
-
-        def look() -> None:
-            while not self._stopped.wait(_LOOK_EVERY_S):
-                if self._head.poll() is not None:
-                    on_loss(_head_error(self._head.returncode))
-                    return
-
-        threading.Thread(target=look, name="head-watch", daemon=True).start()
+        if (head := self._head) is not None:
+            self._watch(lambda: None if head.poll() is None else _head_error(head.returncode), on_loss=on_loss)
 
     def watch(self, on_loss: Callable[[ApplianceError], None]) -> None:
         """Call `on_loss`, once and on another thread, when a node is gone while the training goes on."""
 
-        def look() -> None:
+        self._watch(lambda: _loss_error(problem) if (problem := self._loss()) else None, on_loss=on_loss)
+
+    def _watch(self, look: Callable[[], ApplianceError | None], *, on_loss: Callable[[ApplianceError], None]) -> None:
+        def watch() -> None:
             while not self._stopped.wait(_WATCH_EVERY_S):
-                if problem := self._loss():
-                    on_loss(_loss_error(problem))
+                if (error := look()) is not None:
+                    on_loss(error)
                     return
 
-        threading.Thread(target=look, name="cluster-watch", daemon=True).start()
+        threading.Thread(target=watch, name="cluster-watch", daemon=True).start()
 
     def why_lost(self) -> str:
         """Whether something that failed just now failed for a lost node: its name, or an empty text."""

@@ -7,7 +7,6 @@ file system would fail late, or would not fail at all. And each is judged as `ch
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import platform
 import secrets
 import socket
@@ -25,7 +24,7 @@ from appliance.preflight.checks import judge_node
 from appliance.preflight.finding import Severity
 from appliance.preflight.model_files import damage
 from appliance.preflight.probes import read_gpus, read_host
-from appliance.run.attest import fingerprint
+from appliance.run.attest import fingerprint, version_of
 from appliance.terms.devices import CPU, gpu_of_product, why_not
 from appliance.terms.shapes import ModelShape
 
@@ -101,7 +100,7 @@ def describe_node(question: NodeQuestion) -> NodeReport:
         name=socket.gethostname(),
         python=platform.python_version(),
         fingerprint=fingerprint(),
-        versions=tuple((name, _version(name)) for name in question.distributions),
+        versions=tuple((name, version_of(name)) for name in question.distributions),
         canary=_read(run_dir / CANARY_FILE),
         plan=_hash_of(run_dir / PLAN_FILE),
         model=model,
@@ -134,13 +133,6 @@ def _read(file: Path) -> str:
     try:
         return file.read_text()
     except OSError:
-        return _NOTHING
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
         return _NOTHING
 
 

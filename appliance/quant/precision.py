@@ -10,7 +10,7 @@ import functools
 import json
 from dataclasses import asdict
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from appliance.quant.settings import Quantisation
@@ -46,7 +46,10 @@ class Precision:
     @classmethod
     def from_json(cls, text: str) -> Precision:
         """Raises ValueError when the text is no precision."""
-        return _reader().validate_json(text)
+        try:
+            return _reader().validate_json(text)
+        except ValidationError as error:
+            raise ValueError(f"not a precision: {error.errors()[0]['msg']}") from error
 
 
 AS_PLANNED = Precision()

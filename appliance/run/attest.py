@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.metadata
 import socket
 from collections.abc import Iterator
 from dataclasses import field, replace
@@ -38,6 +39,14 @@ def fingerprint_of(root: Path) -> str:
         digest.update(str(path.relative_to(root)).encode() + b"\0")
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
+
+
+def version_of(distribution: str) -> str:
+    """As it is installed; empty where it is not."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import importlib.metadata
 import json
 import os
 import platform
@@ -22,7 +21,7 @@ from pydantic.dataclasses import dataclass
 from appliance.errors import PreflightError, RecipeError
 from appliance.files import is_full, is_refused, write_whole
 from appliance.plan.model import RunPlan
-from appliance.run.attest import fingerprint
+from appliance.run.attest import fingerprint, version_of
 from appliance.run.record import STRICT, Code, as_json, read
 
 SCHEMA_VERSION = 1
@@ -210,14 +209,7 @@ def versions(plan: RunPlan) -> dict[str, object]:
         "schema_version": SCHEMA_VERSION,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "distributions": {name: _version(name) for name in names},
+        "distributions": {name: version_of(name) or None for name in names},
         **({"model": f"{plan.model.hub_name}@{plan.model.commit or 'unknown'}"} if plan.model.hub_name else {}),
         "fingerprint": fingerprint(),
     }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -196,4 +196,5 @@ def test_first_scales_are_on_the_disk_before_they_have_their_name(
     target = tmp_path / "sync" / "scales-0-0.safetensors"
     monkeypatch.setattr(os, "fsync", lambda number: synced.append((os.fstat(number).st_size, target.exists())))
     write_first_scales(tmp_path, dict([FIRST]), replica=0, rank=0)
-    assert synced == [(target.stat().st_size, False)]
+    assert synced[0] == (target.stat().st_size, False)
+    assert [is_there for _, is_there in synced] == [False, True]  # the folder, which has the name

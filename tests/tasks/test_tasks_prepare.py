@@ -213,6 +213,7 @@ def test_main_reports_a_failure_with_its_exit_code(small: RunPlan, tmp_path: Pat
     assert events_of(plan)[-1] == {
         "kind": "failure",
         "what": f"{missing}: no such file",
+        "why": "",
         "error": "RecipeError",
         "hint": "give the path of a JSON-lines file",
         "exit_code": 2,
