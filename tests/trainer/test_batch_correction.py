@@ -85,8 +85,8 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
 def plan_of(correction: Correction, run_dir: Path) -> RunPlan:
     limits = {"cap": correction.cap, "bounds": correction.bounds}
     clip = {"clip_low": correction.clip.low, "clip_high": correction.clip.high}
-    shadow = ShadowPlan(20, 2, 1) if correction.has_shadow_pass else None
-    plan = CorrectionPlan(CorrectionMethod(correction.name), **limits, **clip, shadow=shadow)
+    shadow = ShadowPlan(every=20, sequences=2, micro_batch_sequences=1) if correction.has_shadow_pass else None
+    plan = CorrectionPlan(method=CorrectionMethod(correction.name), **limits, **clip, shadow=shadow)
     assert plan.resolved == correction
     return make_plan(run_dir, correction=plan)
 

@@ -87,7 +87,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
 
 def a_plan(run_dir: Path) -> RunPlan:
     made = make_plan(run_dir, correction=PLAN)
-    return replace(made, rollout=replace(made.rollout, temperature=0.7))
+    return made.replace(rollout=made.rollout.replace(temperature=0.7))
 
 
 def fitted(run_dir: Path, *lines: tuple[int, float, float]) -> None:

@@ -8,20 +8,19 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from plans import make_plan
+from plans import make_algorithm, make_checkpoint, make_plan
 from trainers import make_trainer
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from appliance.corrections.registry import correction_of
 from appliance.errors import AttestationError, GuardStop, TrainingError
-from appliance.plan.model import AlgorithmPlan, CheckpointPlan, ExpectedAttestation
+from appliance.plan.model import ExpectedAttestation
 from appliance.quant.precision import AS_PLANNED
 from appliance.run.attest import fingerprint, write_attestation
 from appliance.run.checkpoint_manifest import read_manifest
@@ -87,7 +86,7 @@ def trainer(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) ->
     telemetry = SimpleNamespace(nonfinite_fraction=0.0, mismatch=None, metrics=dict)
     results = {
         **{name: None for name in ("attest_driver", "attest_trainers", "check_attested", "signals_of")},
-        **{"measure_step": (BATCH, telemetry), "correct_step": (BATCH, "corrected"), "append_metrics": {"step": 3}},
+        **{"measure_step": (BATCH, telemetry), "append_metrics": {"step": 3}},
         **{"step_metrics": {"step": 3, "scheme": "int8"}, "guard_stop": GuardStop("stopped")},
     }
     for name, result in results.items():
@@ -105,8 +104,8 @@ def trainer(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) ->
     made.updates.last = "proven"
     made.validation = Part("validation", said, make=VALIDATED, take={})
     made.validation.scheme = "int8"
-    made.clipping = Part("clipping", said, write=BATCH, metrics={})
-    made.clipping.bounds = None
+    made.correction = Part("correction", said, prepare=BATCH, metrics={})
+    made.correction.token_cap = 2.0
     made.reward_faults = Part("reward_faults", said, end=2)
     made.actor_rollout_wg = SimpleNamespace(workers=[], compute_log_prob=None)
     made.llm_server_manager = SimpleNamespace(server_handles=[])
@@ -120,7 +119,7 @@ def trainer(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) ->
 
 ORDERS = {
     "on_init_end": [
-        *("engines.watch", "phase attest", "clipping.install", "attest_driver", "attest_trainers", "check_attested"),
+        *("engines.watch", "phase attest", "correction.install", "attest_driver", "attest_trainers", "check_attested"),
         *("phase sync", "updates.proven", "verl"),
     ],
     "on_train_begin": ["verl", "precision.want"],
@@ -128,15 +127,15 @@ ORDERS = {
     "on_sample_begin": ["phase rollout", "verl"],
     "on_sample_end": ["verl", "reward_faults.end", "stopping.check"],
     "_compute_old_log_prob": ["phase log-probs", "verl", "measure_step", "stopping.check"],
-    "_compute_advantage": ["verl", "clipping.write", "correct_step"],
+    "_compute_advantage": ["verl", "correction.prepare", "correction.metrics"],
     "_update_actor": [
         *("stopping.check", "stopping.begin_change", "phase update", "checkpoints.begin_update", "verl"),
-        "clipping.after_update",
+        "correction.after_update",
     ],
     "on_step_end": ["phase sync", "verl"],
     "_validate": ["stopping.check", "phase validate", "validation.make", "reward_faults.end"],
     "_compute_metrics": [
-        *("verl", "step_metrics", "engines.take_restart", "governor.metrics", "clipping.metrics", "validation.take"),
+        *("verl", "step_metrics", "engines.take_restart", "governor.metrics", "validation.take"),
         *("append_metrics", "samples.write", "signals_of", "governor.after_step", "precision.want"),
         *("checkpoints.end_step", "precision.restarts_in", "checkpoints.saved_step", "stopping.end_step"),
         "stopping.check",
@@ -279,7 +278,7 @@ def test_a_step_is_corrected_as_the_guard_has_it(
 def test_a_step_may_not_ask_for_prompts_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(PPOTrainerSync, "_add_prompts_to_generate", lambda self, num_prompts: asked.append(num_prompts))
-    dapo = AlgorithmPlan(kind="dapo", max_generated_prompts=64)
+    dapo = make_algorithm(kind="dapo", max_generated_prompts=64)
     trainer = make_trainer(make_plan(tmp_path, algorithm=dapo), stopping=Stop("stopping", []))
     trainer.replay_buffer.refill_fn(32)
     with pytest.raises(TrainingError, match="asked for 65 prompts, and the limit is 64"):
@@ -291,7 +290,7 @@ def test_the_line_of_a_step_is_in_its_checkpoint(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(PPOTrainerSync, "_compute_metrics", lambda *_, **__: None)
     monkeypatch.setattr(room, "step_metrics", lambda *_, **__: {"step": 3, "telemetry_s": 0.25})
     monkeypatch.setattr(room, "signals_of", lambda *_, **__: None)
-    plan = replace(make_plan(tmp_path, steps=3), checkpoint=CheckpointPlan(keep_best=True))
+    plan = make_plan(tmp_path, steps=3, checkpoint=make_checkpoint(keep_best=True))
     said: list[str] = []
     stopping = Stop("stopping", said)
     validated = {"val_reward_mean": 0.5, "val_reward_bf16_mean": 0.25, "val_samples": 8}
@@ -350,7 +349,7 @@ def test_a_missing_or_different_attestation_ends_the_run_before_any_weights_move
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, problem: str
 ) -> None:
     moved: list[int] = []
-    plan = make_plan(tmp_path, attestations=(ExpectedAttestation("rollout", 0, Scheme.INT8, ()),))
+    plan = make_plan(tmp_path, attestations=(ExpectedAttestation(role="rollout", rank=0, scheme=Scheme.INT8),))
     for name in ("attest_driver", "attest_trainers"):
         monkeypatch.setattr(room, name, lambda *_, **__: None)
     monkeypatch.setattr(Trainer, "_open_checkpoints", lambda self: None)

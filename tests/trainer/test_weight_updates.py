@@ -34,7 +34,7 @@ class Parts:
     def __init__(self, run_dir: Path, *, is_leaving: bool = False, every: int = 0, way: Switching) -> None:
         """is_leaving: asked to stop.  every: steps between validations in BF16."""
         plan = make_plan(run_dir, steps=4, validate_bf16_every=every, rollout=make_rollout(Scheme.INT8))
-        plan = replace(plan, guard=replace(plan.guard, switching=way))
+        plan = plan.replace(guard=plan.guard.replace(switching=way))
         self.run_dir, self.said, self.may_validate = run_dir, list[str](), True
         self.precision = RolloutPrecision(plan)
         self.precision.want(PLANNED)
