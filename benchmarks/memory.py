@@ -24,8 +24,7 @@ from appliance.errors import TrainingError
 from appliance.plan import host_memory
 from appliance.plan.env import RUN_VARIABLE
 from appliance.plan.host_memory import Role, peak
-from appliance.plan.model import RunPlan
-from appliance.plan.read import read_plan
+from appliance.plan.model import RunPlan, read_plan
 from appliance.run.processes import find_processes
 from appliance.terms.shapes import ModelShape, read_shape
 from benchmarks.demo import processor, pss_bytes

@@ -21,8 +21,7 @@ from appliance.engine.known_layers import require_known_layers
 from appliance.engine.quantised import Quantising
 from appliance.errors import EngineError
 from appliance.plan.env import PLAN_VARIABLE
-from appliance.plan.model import RunPlan
-from appliance.plan.read import read_plan
+from appliance.plan.model import RunPlan, read_plan
 from appliance.run.attest import Attestation, fingerprint, write_attestation
 from appliance.run.generation import read_generation
 from appliance.terms.schemes import Scheme

@@ -22,7 +22,7 @@ import psutil
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
 from appliance.plan.env import PLAN_VARIABLE
-from appliance.plan.read import read_plan
+from appliance.plan.model import read_plan
 from appliance.quant.precision import quantisation_at
 from appliance.run.generation import read_generation
 

@@ -26,8 +26,7 @@ from appliance.engine.precision import raised_layers
 from appliance.engine.update import Bucket, SyncReport, WeightUpdate
 from appliance.errors import SyncError
 from appliance.plan.env import PLAN_VARIABLE, weight_socket
-from appliance.plan.model import RunPlan
-from appliance.plan.read import read_plan
+from appliance.plan.model import RunPlan, read_plan
 from appliance.quant.smoothing import Smoothing, load_smoothing
 from appliance.run.events import report_failures
 from appliance.run.generation import read_generation

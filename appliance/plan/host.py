@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from appliance.plan.control_groups import UNLIMITED
+
 
 @dataclass(frozen=True)
 class HostGpu:
@@ -34,9 +36,6 @@ class ContainerFacts:
     unreadable_token: str = ""
     token_owner: int = 0
     open_token: str = ""
-
-
-UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True)

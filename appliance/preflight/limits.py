@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.plan.control_groups import MEMBERSHIP, TREES, V2, groups_of, number_in, paths_of
-from appliance.plan.host import UNLIMITED, Limits
+from appliance.plan.control_groups import MEMBERSHIP, TREES, UNLIMITED, V2, groups_of, number_in, paths_of
+from appliance.plan.host import Limits
 from appliance.preflight.finding import Finding, error, warning
 
 # Of the demo on 2 cores, counted while it trained: 13 processes had up to 115 files each and 400 threads together.

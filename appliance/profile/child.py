@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from appliance.errors import EngineError
 from appliance.files import whole_folder
 from appliance.hub import download_model
-from appliance.plan.read import read_plan
+from appliance.plan.model import read_plan
 from appliance.profile.cache import find_profile, key_of, place_profile
 from appliance.profile.job import ProfileJob, cache_folder, job_of_run
 from appliance.quant.calibrate import calibrate

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from appliance.errors import EngineError
 from appliance.files import partial_prefix, whole_folder
-from appliance.plan.model import RunPlan
-from appliance.plan.read import read_plan
+from appliance.plan.model import RunPlan, read_plan
 from appliance.profile.cache import model_hash
 from appliance.quant.uaq import MARK_FILE
 from appliance.run.events import append_event, exit_code_of

@@ -15,9 +15,8 @@ from pydantic import BaseModel, ValidationError
 
 from appliance.errors import PreflightError, RecipeError
 from appliance.plan.build import OriginalPlan
-from appliance.plan.model import Choice, ModelPlan, RunPlan, UaqPlan
+from appliance.plan.model import Choice, ModelPlan, RunPlan, UaqPlan, sentence
 from appliance.plan.problems import Problems, has_problems
-from appliance.plan.read import sentence
 from appliance.recipe.dump import to_plain
 from appliance.recipe.load import load_recipe
 from appliance.recipe.schema import NAME_PATTERN, Recipe

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from appliance import console
 from appliance.errors import RecipeError
-from appliance.plan.model import RunPlan
-from appliance.plan.read import read_plan
+from appliance.plan.model import RunPlan, read_plan
 from appliance.run import display, draw, summary
 from appliance.run.checkpoints import in_order, step_of
 from appliance.run.events import RunTail

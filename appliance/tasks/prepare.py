@@ -16,8 +16,7 @@ from pathlib import Path
 from appliance.errors import EngineError, RecipeError
 from appliance.files import whole_folder
 from appliance.hub import download_model
-from appliance.plan.model import RunPlan, TaskPlan
-from appliance.plan.read import read_plan
+from appliance.plan.model import RunPlan, TaskPlan, read_plan
 from appliance.run.events import append_event, exit_code_of
 from appliance.run.heartbeat import Heartbeat
 from appliance.run.stacks import keep_stacks

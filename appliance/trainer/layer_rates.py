@@ -21,7 +21,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from appliance.plan.env import ENGINE_VENDOR, PLAN_VARIABLE
-from appliance.plan.read import read_plan
+from appliance.plan.model import read_plan
 from appliance.terms.families import norm_fed
 
 

@@ -18,7 +18,7 @@ from verl.workers.rollout import base
 
 from appliance.patch import Patch, apply_patch
 from appliance.plan.env import PLAN_VARIABLE
-from appliance.plan.read import read_plan
+from appliance.plan.model import read_plan
 from appliance.run.stacks import WORKER_ROLE, keep_stacks
 from appliance.trainer.cpu_platform import fit_threads_to_host, is_cpu_run
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from trainings import train
 
-from appliance.plan.read import read_plan
+from appliance.plan.model import read_plan
 from appliance.preflight.probes import read_host
 from appliance.quant.files import PROFILE_FILE
 from appliance.terms.devices import automatic_scheme

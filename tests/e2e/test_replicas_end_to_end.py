@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from trainings import Finished, train
 
-from appliance.plan.read import read_plan
+from appliance.plan.model import read_plan
 from appliance.quant.files import read_file_header
 from appliance.quant.settings import Quantisation
 from appliance.terms.schemes import Scheme

@@ -275,7 +275,7 @@ def attest(engine: Engine, *, plan: Path, replica: str | None, monkeypatch: pyte
 
 def test_a_worker_attests_what_is_live(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from appliance.engine.attest import live_scheme
-    from appliance.plan.read import read_plan
+    from appliance.plan.model import read_plan
     from appliance.run.attest import check_attestations, fingerprint
 
     plan_path = write_plan(tmp_path, scheme=engine.scheme, replicas=2)
@@ -299,7 +299,7 @@ def test_a_worker_of_another_scheme_is_found_out(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The settings say one thing, the model that stands there is another: the attestation tells."""
-    from appliance.plan.read import read_plan
+    from appliance.plan.model import read_plan
     from appliance.run.attest import check_attestations, fingerprint
 
     other = {"int8": "bf16", "bf16": "int8"}[engine.scheme]

@@ -21,7 +21,7 @@ import pytest
 from engines import Engine, read_checkpoint, start_engine
 from trainings import Finished
 
-from appliance.plan.read import read_plan
+from appliance.plan.model import read_plan
 from appliance.profile.command import write_config
 from appliance.quant.settings import Quantisation
 from appliance.quant.smoothing import load_smoothing

@@ -10,8 +10,7 @@ from appliance.corrections.registry import CorrectionMethod
 from appliance.errors import RecipeError
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostFacts, HostGpu
-from appliance.plan.model import CorrectionPlan, ExpectedAttestation, ProfilePlan, RunPlan
-from appliance.plan.read import read_plan
+from appliance.plan.model import CorrectionPlan, ExpectedAttestation, ProfilePlan, RunPlan, read_plan
 from appliance.plan.show import plan_text
 from appliance.plan.verl_args import ROLLOUT, argv
 from appliance.quant.settings import Quantisation

@@ -15,7 +15,7 @@ from plans import make_guard
 
 from appliance.errors import PreflightError, RecipeError
 from appliance.guard.policy import Action
-from appliance.plan.read import read_plan
+from appliance.plan.model import read_plan
 from appliance.run.events import append_event
 from appliance.run.report import write
 from appliance.run.report.folder import read_view

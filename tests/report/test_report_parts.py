@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.plan.model import Choice
-from appliance.plan.read import read_plan
+from appliance.plan.model import Choice, read_plan
 from appliance.run.events import append_event
 from appliance.run.report.folder import read_view
 from appliance.run.report.page import page

@@ -10,8 +10,7 @@ import pytest
 from plans import make_rollout
 
 from appliance.guard.policy import Action
-from appliance.plan.model import ExpectedAttestation
-from appliance.plan.read import read_plan
+from appliance.plan.model import ExpectedAttestation, read_plan
 from appliance.quant.precision import Precision
 from appliance.quant.settings import Quantisation
 from appliance.run.events import append_event

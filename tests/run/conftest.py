@@ -107,7 +107,7 @@ _LAUNCHER = """
 import sys
 from pathlib import Path
 from appliance.errors import ApplianceError
-from appliance.plan.read import read_plan
+from appliance.plan.model import read_plan
 from appliance.run.train import run_training
 try:
     sys.exit(run_training(read_plan(Path(sys.argv[1])), recipe_yaml="name: small\\n", findings=(), name="small",

@@ -26,8 +26,7 @@ from appliance.compare.file import load_comparison
 from appliance.errors import PreflightError, RecipeError
 from appliance.plan.build import OriginalPlan, build_plan
 from appliance.plan.env import LOG_DIR_VARIABLE
-from appliance.plan.model import RunPlan
-from appliance.plan.read import read_plan
+from appliance.plan.model import RunPlan, read_plan
 from appliance.preflight.checks import judge
 from appliance.preflight.finding import Severity
 from appliance.preflight.probes import read_inputs

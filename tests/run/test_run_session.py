@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import PreflightError, RecipeError
-from appliance.plan.model import RunPlan
-from appliance.plan.read import read_plan
+from appliance.plan.model import RunPlan, read_plan
 from appliance.run.ray_dir import keep_ray_logs, make_ray_dir
 from appliance.run.session import (
     RunRecord,

@@ -20,7 +20,7 @@ from appliance.run.ray_dir import make_ray_dir, make_ray_token
 DRIVER = """
 import os, sys
 from pathlib import Path
-from appliance.plan.read import read_plan
+from appliance.plan.model import read_plan
 from appliance.trainer.entry import _start_ray
 import ray
 _start_ray(read_plan(Path(sys.argv[1])))
