@@ -76,8 +76,8 @@ def train(
         from appliance.container.launch import examine_and_train
 
         return examine_and_train(loaded, typed=recipe, image=image, **asked)
+    from appliance.launch.command import run_train
     from appliance.profile.command import BEFORE_TRAINING
-    from appliance.run.command import run_train
 
     return run_train(loaded, force=force, steps=BEFORE_TRAINING, **asked)
 
@@ -91,7 +91,7 @@ def plan(
     json_mode: JsonOption = False,
 ) -> None:
     """What would happen, on the hardware that the recipe names, and why. Starts nothing."""
-    from appliance.run.command import run_plan
+    from appliance.launch.command import run_plan
 
     run_plan(_load(recipe, sets), name=name, full=full, json_mode=json_mode)
 
@@ -99,7 +99,7 @@ def plan(
 @app.command()
 def check(recipe: RecipeArgument, sets: SetOption = None, json_mode: JsonOption = False) -> None:
     """Can this host do it (of several: its part)? All findings at once; exit code 3 when it cannot."""
-    from appliance.run.command import run_check
+    from appliance.launch.command import run_check
 
     run_check(_load(recipe, sets), typed=recipe, json_mode=json_mode)
 
@@ -259,7 +259,7 @@ def data(
 @app.command()
 def status(run: RunArgument, json_mode: JsonOption = False) -> None:
     """Where a run is."""
-    from appliance.run.status import print_status
+    from appliance.report.status import print_status
 
     print_status(run, run_root=RUN_ROOT, json_mode=json_mode)
 
@@ -274,7 +274,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="As they come, until the run ends.")] = False,
 ) -> None:
     """The logs of a run's last attempt."""
-    from appliance.run.logs import print_logs
+    from appliance.report.logs import print_logs
 
     print_logs(run, run_root=RUN_ROOT, which=which, attempt=attempt, follow=follow)
 
@@ -285,7 +285,7 @@ def report(
     output: Annotated[Path | None, typer.Option("-o", metavar="FILE", help="Instead of RUN/report.html.")] = None,
 ) -> None:
     """A run's page: one HTML file that needs nothing else. Prints its path."""
-    from appliance.run.report.write import print_report
+    from appliance.report.write import print_report
 
     print_report(run, run_root=RUN_ROOT, output=output)
 
@@ -297,7 +297,7 @@ def export(
     step: Annotated[int | None, typer.Option(min=1, help="Of the checkpoint; left out: the newest.")] = None,
 ) -> int:
     """The trained model of a checkpoint, for plain transformers and plain vLLM."""
-    from appliance.run.export import run_export
+    from appliance.launch.export import run_export
 
     return run_export(run, run_root=RUN_ROOT, step=step, output=output)
 
@@ -318,7 +318,7 @@ def version(json_mode: JsonOption = False) -> None:
     import json
 
     from appliance.plan.build import installed_versions
-    from appliance.run.attest import fingerprint
+    from appliance.record.attestations import fingerprint
 
     versions = installed_versions()
     if json_mode:

@@ -1,6 +1,7 @@
 """The error tree: the exit code that scripts rely on, and whether another attempt of the run may fare better.
 
-An error becomes an event of the run with its class's name (run/events.py), a line for people and an exit code (cli.py).
+An error becomes an event of the run with its class's name (record/events.py), a line for people and an exit code
+(cli.py).
 
 ApplianceError                 1          our own fault
 ├── RecipeError                2          the recipe or the command line: a list of problems, all at once

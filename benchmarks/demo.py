@@ -27,9 +27,9 @@ import psutil
 
 from appliance import console
 from appliance.errors import TrainingError
-from appliance.plan.env import RUN_VARIABLE
-from appliance.run.memory import pss_bytes
-from appliance.run.processes import find_processes
+from appliance.processes import find_processes
+from appliance.record.memory import pss_bytes
+from appliance.terms.environment import RUN_VARIABLE
 
 RECIPE = "arithmetic-tiny-int8"
 SETTINGS = {

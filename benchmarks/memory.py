@@ -22,10 +22,10 @@ from pathlib import Path
 from appliance import console
 from appliance.errors import TrainingError
 from appliance.plan import host_memory
-from appliance.plan.env import RUN_VARIABLE
 from appliance.plan.host_memory import Role, peak
-from appliance.plan.model import RunPlan, read_plan
-from appliance.run.processes import find_processes
+from appliance.processes import find_processes
+from appliance.record.plan import RunPlan, read_plan
+from appliance.terms.environment import RUN_VARIABLE
 from appliance.terms.shapes import ModelShape, read_shape
 from benchmarks.demo import processor, pss_bytes
 

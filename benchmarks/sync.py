@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 from appliance import console
 from appliance.bench.job import NAMED_SHAPES, Shapes
+from appliance.control_groups import usable_cores
 from appliance.engine.proof_schedule import ROTATION
-from appliance.plan.control_groups import usable_cores
-from appliance.plan.env import PLAN_VARIABLE, child_env
-from appliance.quant.settings import Quantisation
+from appliance.terms.environment import PLAN_VARIABLE, child_env
 from appliance.terms.schemes import Scheme
+from appliance.terms.settings import Quantisation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -116,7 +116,7 @@ class Engine:
         import torch
         from vllm.config import set_current_vllm_config
 
-        from appliance.quant.manifest import MANIFEST_NAME, Manifest
+        from appliance.sync.manifest import MANIFEST_NAME, Manifest
 
         self._syncs += 1
         manifest = Manifest(sync=self._syncs, records=records).to_tensor()
@@ -164,7 +164,7 @@ def peak_of_tensors(work: Callable[[], object], *, times: int) -> int:
 
 def measure(shapes: Shapes, *, schemes: tuple[Scheme, ...], pairs: int, prove_every: int) -> Measured:
     """`pairs` updates of each engine, in turns, after one that warms up; then `prove_every` of each for the memory."""
-    from appliance.quant.manifest import record
+    from appliance.sync.manifest import record
 
     with tempfile.TemporaryDirectory() as folder:
         tensors = random_state(shapes, folder=Path(folder))

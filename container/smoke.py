@@ -27,7 +27,7 @@ def main(flavour: str) -> None:
 
     import appliance.trainer.worker  # noqa: F401  as verl imports it
     from appliance import patch
-    from appliance.run.attest import fingerprint
+    from appliance.record.attestations import fingerprint
     from appliance.trainer.fit import NO_LOAD_BALANCER, _without_balancer
 
     patch.apply_patch(NO_LOAD_BALANCER, _without_balancer)

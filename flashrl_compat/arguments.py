@@ -19,8 +19,8 @@ from vllm.platforms import current_platform
 from appliance.engine.attest import REPLICA_VARIABLE
 from appliance.errors import ApplianceError, RecipeError
 from appliance.patch import Patch, apply_patch
-from appliance.quant.settings import Quantisation
 from appliance.terms.devices import CPU, gpu_of_product, why_not
+from appliance.terms.settings import Quantisation
 from flashrl_compat.loader import LOAD_FORMAT
 from flashrl_compat.log import LOGGER, tell_hints
 from flashrl_compat.reload import RELOAD_KEY, WORKER_CLASS

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from appliance.errors import RecipeError
 from appliance.quant.files import PROFILE_FILE
-from appliance.quant.settings import Quantisation
+from appliance.terms.settings import Quantisation
 from flashrl_compat.config_file import (
     EXTERNAL_LAUNCHER,
     LOAD_FORMATS,

@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from appliance.plan.env import RUN_VARIABLE
-from appliance.run.processes import Process, find_processes
-from appliance.run.subreaper import become_subreaper
+from appliance.launch.subreaper import become_subreaper
+from appliance.processes import Process, find_processes
+from appliance.terms.environment import RUN_VARIABLE
 
 Bystanders = frozenset[tuple[int, int]]  # process ids with their start times: an id may be given away again
 

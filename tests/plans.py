@@ -6,7 +6,10 @@ from pathlib import Path
 
 from appliance.corrections.registry import CorrectionMethod
 from appliance.plan.host import HostFacts
-from appliance.plan.model import (
+from appliance.preflight.disk import Disk, Disks
+from appliance.preflight.probes import InputFacts
+from appliance.recipe.schema import Checkpoint, Guard
+from appliance.record.plan import (
     AlgorithmPlan,
     CheckpointPlan,
     CorrectionPlan,
@@ -20,11 +23,8 @@ from appliance.plan.model import (
     TaskPlan,
     TrainerPlan,
 )
-from appliance.preflight.disk import Disk, Disks
-from appliance.preflight.probes import InputFacts
-from appliance.quant.settings import Quantisation
-from appliance.recipe.schema import Checkpoint, Guard
 from appliance.terms.schemes import Scheme
+from appliance.terms.settings import Quantisation
 
 HOST = HostFacts(  # two cores with VNNI, no GPU, nothing missing
     cores=2,

@@ -10,8 +10,8 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.plan.env import RAY_OWN, RAY_TOKEN, RUN_VARIABLE
-from appliance.run.processes import find_processes
+from appliance.processes import find_processes
+from appliance.terms.environment import RAY_OWN, RAY_TOKEN, RUN_VARIABLE
 
 JOBS = "/api/job_agent/jobs/"  # a POST there starts a program
 # Parts of Ray that listen for HTTP, by the names under which they keep their ports, each with a path that takes a POST.

@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from appliance.plan.model import RunPlan
+from appliance.record.plan import RunPlan
 from appliance.trainer.fit import compose_config
 from appliance.trainer.trainer import Trainer
 

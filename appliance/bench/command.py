@@ -21,19 +21,19 @@ from appliance.bench.job import (
 )
 from appliance.bench.show import as_json, table
 from appliance.errors import PreflightError, RecipeError
+from appliance.launch.side_job import make_inputs, run_child
+from appliance.launch.workspace import OF_AN_ENGINE, OF_THE_DATA, OF_THE_MODEL, examine_for, work_folder
+from appliance.plan.bench_results import Kept, ResultKey, result_key, write_result
 from appliance.plan.build import build_plan, installed_versions
-from appliance.plan.env import PLAN_VARIABLE, THREADS_VARIABLE
 from appliance.plan.host import HostFacts
-from appliance.plan.model import RunPlan
-from appliance.plan.stored import Kept, ResultKey, result_key, write_result
 from appliance.preflight.probes import read_host
 from appliance.preflight.report import commit_for
-from appliance.quant.settings import Quantisation
 from appliance.recipe.schema import Recipe
-from appliance.run.side_job import make_inputs, run_child
-from appliance.run.workspace import OF_AN_ENGINE, OF_THE_DATA, OF_THE_MODEL, examine_for, work_folder
+from appliance.record.plan import RunPlan
 from appliance.terms.devices import CPU, gpu_of_product, why_not
+from appliance.terms.environment import PLAN_VARIABLE, THREADS_VARIABLE
 from appliance.terms.schemes import Scheme
+from appliance.terms.settings import Quantisation
 
 
 def run_bench(

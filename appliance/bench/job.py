@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import median
 
 from appliance.errors import RecipeError
-from appliance.quant.settings import Quantisation, quantisation_from_config
 from appliance.terms.schemes import Scheme
+from appliance.terms.settings import Quantisation, quantisation_from_config
 from appliance.terms.shapes import KNOWN, ModelShape
 
 GIB = 1 << 30

@@ -28,9 +28,9 @@ from appliance.bench.job import (
 )
 from appliance.bench.worker import MEMORY_KEY, WORKER
 from appliance.errors import ApplianceError, EngineError
-from appliance.quant.settings import Quantisation
-from appliance.run.side_job import ERROR_MARK
+from appliance.launch.side_job import ERROR_MARK
 from appliance.terms.schemes import Scheme
+from appliance.terms.settings import Quantisation
 
 Prompts = list[list[int]]
 

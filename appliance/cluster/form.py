@@ -19,12 +19,12 @@ from appliance.cluster.membership import RETURNS_WITHIN_S, Needed, Node, Roll
 from appliance.cluster.node_report import NodeReport, describe_node, differences, plant_canary, question_of, warnings
 from appliance.cluster.ray_command import FINGERPRINT_LABEL, NodeOffer, head_argv, label_of, node_environment
 from appliance.errors import ApplianceError, PreflightError, ProcessDied
-from appliance.plan.env import RAY_DIR_VARIABLE, RAY_OWN, ray_node_env
-from appliance.plan.model import ClusterPlan, RunPlan
 from appliance.plan.ports import Ports
 from appliance.preflight.probes import model_shape
 from appliance.preflight.ray_token import check_token, make_token
-from appliance.run.events import append_event
+from appliance.record.events import append_event
+from appliance.record.plan import ClusterPlan, RunPlan
+from appliance.terms.environment import RAY_DIR_VARIABLE, RAY_OWN, ray_node_env
 
 _LOOK_EVERY_S = 1.0
 _WATCH_EVERY_S = 1.0
@@ -245,7 +245,7 @@ def _of_workers(plan: RunPlan) -> Iterator[tuple[str, str]]:
 
     Not where logs go: a file of stacks is named by a process id, which the launcher signals on its own host.
     """
-    from appliance.plan.env import PLAN_VARIABLE, RUN_VARIABLE
+    from appliance.terms.environment import PLAN_VARIABLE, RUN_VARIABLE
 
     yield from plan.env
     yield PLAN_VARIABLE, str(Path(plan.run_dir) / "plan.json")

@@ -16,15 +16,15 @@ from appliance.cluster.node_watch import LOOK_EVERY_S, NodeIsOver, NodeWatch
 from appliance.cluster.ray_command import NodeOffer, node_environment, worker_argv
 from appliance.cluster.run_notice import RunNotice, end_of, is_resumed, read_notice
 from appliance.errors import EngineError, Interrupted, PreflightError, ProcessDied, RecipeError, TrainingError
-from appliance.plan.env import NODE_VARIABLE, RAY_OWN, short_root
+from appliance.launch.supervise import supervise
 from appliance.plan.ports import DEFAULT_BASE, Ports
 from appliance.preflight.access import head_problem, ports_in_use
 from appliance.preflight.probes import read_host
 from appliance.preflight.ray_token import check_token
 from appliance.recipe.text import path_problem
-from appliance.run.session import RunStatus, cannot_write
-from appliance.run.supervise import supervise
+from appliance.record.session import RunStatus, cannot_write
 from appliance.signals import Interrupts
+from appliance.terms.environment import NODE_VARIABLE, RAY_OWN, short_root
 
 _LOG_TAIL_LINES = 12
 _CPU_OBJECT_STORE_BYTES = 256 << 20

@@ -17,15 +17,15 @@ from pathlib import Path
 from appliance import hub
 from appliance.cluster.run_notice import write_notice
 from appliance.patch import recorded, why_unfit
-from appliance.plan.env import THREADS_VARIABLE
 from appliance.plan.host import HostFacts, HostGpu
-from appliance.plan.model import RunPlan
 from appliance.preflight.checks import judge_node
 from appliance.preflight.finding import Severity
 from appliance.preflight.model_files import damage
 from appliance.preflight.probes import read_gpus, read_host
-from appliance.run.attest import fingerprint, version_of
+from appliance.record.attestations import fingerprint, version_of
+from appliance.record.plan import RunPlan
 from appliance.terms.devices import CPU, gpu_of_product, why_not
+from appliance.terms.environment import THREADS_VARIABLE
 from appliance.terms.shapes import ModelShape
 
 CANARY_FILE = ".canary"

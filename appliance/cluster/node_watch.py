@@ -16,9 +16,9 @@ from types import TracebackType
 
 from appliance import console
 from appliance.cluster.run_notice import end_of, read_notice
-from appliance.plan.env import RECONNECT_S, RUN_VARIABLE
 from appliance.preflight.access import head_problem
-from appliance.run.processes import find_processes
+from appliance.processes import find_processes
+from appliance.terms.environment import RECONNECT_S, RUN_VARIABLE
 
 LOOK_EVERY_S = 2.0
 SCHEDULER = "raylet"

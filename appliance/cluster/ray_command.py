@@ -6,9 +6,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.plan.env import ray_node_env, with_ray_token
 from appliance.plan.ports import Ports
-from appliance.run.attest import fingerprint
+from appliance.record.attestations import fingerprint
+from appliance.terms.environment import ray_node_env, with_ray_token
 
 FINGERPRINT_LABEL = "appliance.fingerprint"
 MIN_CPUS = 8  # verl asks for a CPU per actor; on a small host they share the cores

@@ -12,9 +12,9 @@ from pathlib import Path
 from pydantic.dataclasses import dataclass
 
 from appliance.files import write_whole
-from appliance.plan.env import NODE_VARIABLE
-from appliance.run.record import STRICT, as_json, read
-from appliance.run.session import RunRecord, RunStatus, read_record
+from appliance.record.lines import STRICT, as_json, read
+from appliance.record.session import RunRecord, RunStatus, read_record
+from appliance.terms.environment import NODE_VARIABLE
 
 NOTICE_FILE = "training.json"
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from appliance import hub
 from appliance.compare.file import Arm, Comparison, in_order, run_name
 from appliance.errors import RecipeError
+from appliance.launch.resume import Resume, Target, find_start, original_plan, refuse_misfit
 from appliance.plan.build import CACHE_NAME, build_plan, hub_name
 from appliance.plan.host import HostFacts
-from appliance.plan.model import RunPlan
 from appliance.preflight.finding import Finding
 from appliance.preflight.probes import read_host
 from appliance.preflight.report import examine
@@ -20,8 +20,8 @@ from appliance.recipe.load import Setting, load_recipe
 from appliance.recipe.schema import Recipe
 from appliance.recipe.text import full_path
 from appliance.recipe.tree import Node, Problem
-from appliance.run.resume import Resume, Target, find_start, original_plan, refuse_misfit
-from appliance.run.session import read_record
+from appliance.record.plan import RunPlan
+from appliance.record.session import read_record
 
 
 @dataclass(frozen=True)

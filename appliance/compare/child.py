@@ -13,7 +13,7 @@ from vllm import LLM, SamplingParams
 
 from appliance.compare.final import Job, read_job
 from appliance.compare.results import write_final
-from appliance.run.events import exit_code_of
+from appliance.record.events import exit_code_of
 from appliance.tasks.library import score
 
 _KV_CACHE_BYTES = 256 << 20

@@ -18,15 +18,15 @@ from appliance.compare.results import busy_share, note_busy, read_result
 from appliance.compare.show import Shown, as_json, markdown, table
 from appliance.errors import Interrupted
 from appliance.files import write_whole
+from appliance.launch.train import run_training
+from appliance.launch.workspace import stop_on_errors
 from appliance.preflight.probes import read_host
 from appliance.profile.command import BEFORE_TRAINING
 from appliance.recipe.dump import to_yaml
-from appliance.run import draw
-from appliance.run.session import cannot_write
-from appliance.run.stop_request import asked_to_stop
-from appliance.run.summary import typed_path
-from appliance.run.train import run_training
-from appliance.run.workspace import stop_on_errors
+from appliance.record.session import cannot_write
+from appliance.record.stop_request import asked_to_stop
+from appliance.report import draw
+from appliance.report.summary import typed_path
 from appliance.signals import Interrupts
 
 _SIGNALLED = (75, 130)

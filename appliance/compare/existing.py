@@ -8,10 +8,10 @@ from pathlib import Path
 
 from appliance.compare.arms import PlannedRun
 from appliance.errors import PreflightError, RecipeError
+from appliance.launch.resume import Target, has_problems_of, original_plan
 from appliance.plan.build import OriginalPlan
 from appliance.recipe.dump import to_yaml
-from appliance.run.resume import Target, has_problems_of, original_plan
-from appliance.run.session import RUN_FILE, RunRecord, RunStatus, cannot_write, has_launcher, read_record
+from appliance.record.session import RUN_FILE, RunRecord, RunStatus, cannot_write, has_launcher, read_record
 
 _GUARD_STOPPED = 6
 

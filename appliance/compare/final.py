@@ -17,11 +17,11 @@ from pydantic import TypeAdapter
 from appliance import console
 from appliance.compare.arms import PlannedRun
 from appliance.compare.results import read_final
-from appliance.plan.env import PLAN_VARIABLE
-from appliance.run.resume import problems_of
-from appliance.run.side_job import run_child
-from appliance.run.workspace import work_folder
+from appliance.launch.resume import problems_of
+from appliance.launch.side_job import run_child
+from appliance.launch.workspace import work_folder
 from appliance.terms.devices import CPU
+from appliance.terms.environment import PLAN_VARIABLE
 
 _CHILD = "appliance.compare.child"
 

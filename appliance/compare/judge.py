@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from appliance.compare.results import RunResult
 from appliance.corrections.registry import NONE, CorrectionMethod
-from appliance.run.events import StepMetrics
+from appliance.record.events import StepMetrics
 
 CONFIDENCE = 0.95
 

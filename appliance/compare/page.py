@@ -8,7 +8,7 @@ from appliance.compare.judge import ArmResult, curve, verdict_text
 from appliance.compare.show import HEAD, NUMBERS, Shown, cells, notes
 from appliance.page import svg
 from appliance.page.render import render
-from appliance.run.events import StepMetrics
+from appliance.record.events import StepMetrics
 
 _CURVES: tuple[tuple[str, str, Callable[[StepMetrics], float | None], bool], ...] = (
     ("Reward of sampled responses", "mean and range of the seeds", lambda row: row.reward_mean, False),

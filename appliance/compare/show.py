@@ -12,7 +12,7 @@ from appliance.compare.file import Comparison
 from appliance.compare.judge import CONFIDENCE, ArmResult, Interval, verdict_text
 from appliance.compare.results import RunResult
 from appliance.corrections.registry import NONE
-from appliance.run import draw
+from appliance.report import draw
 
 TIMES_NOTE = "Other work was on the machine while some of these ran: their times are no measurements."
 INACTIVE_NOTE = "*inactive*: nothing was ever truncated, masked or rejected, so the row says nothing about the method."

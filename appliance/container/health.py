@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.cluster.run_notice import read_notice
-from appliance.plan.env import NODE_VARIABLE, RUN_VARIABLE
-from appliance.run.display import phase_text
-from appliance.run.session import RunRecord, RunStatus, has_launcher, read_record
+from appliance.record.session import RunRecord, RunStatus, has_launcher, read_record
+from appliance.report.display import phase_text
+from appliance.terms.environment import NODE_VARIABLE, RUN_VARIABLE
 
 QUIET_S = 1800.0  # the guard's own watch over a stalled run is narrower; this is for a launcher that hangs with it
 _TOLD_IN = ("events.jsonl", "metrics.jsonl", "logs/*/*.log")

@@ -23,16 +23,16 @@ from docker.types import DeviceRequest, Mount, Ulimit
 
 from appliance import console, hub
 from appliance.errors import PreflightError, RecipeError
-from appliance.plan.env import HUB_TOKEN_VARIABLE
-from appliance.plan.model import RunPlan
+from appliance.launch.command import new_run_dir, print_plan
+from appliance.launch.workspace import stop_on_errors
 from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.probes import data_from_hub
 from appliance.preflight.report import examine
 from appliance.recipe.schema import Recipe
-from appliance.run.command import new_run_dir, print_plan
-from appliance.run.workspace import stop_on_errors
+from appliance.record.plan import RunPlan
 from appliance.signals import handled
 from appliance.terms.devices import CPU
+from appliance.terms.environment import HUB_TOKEN_VARIABLE
 
 IMAGE_NAME = "flashrl-appliance"
 GRACE_S = 900  # a run may save before it stops

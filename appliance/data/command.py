@@ -17,8 +17,8 @@ from pathlib import Path
 from appliance import console
 from appliance.errors import RecipeError
 from appliance.files import whole_file, write_whole
-from appliance.run.session import cannot_write
-from appliance.run.workspace import new_folder
+from appliance.launch.workspace import new_folder
+from appliance.record.session import cannot_write
 from appliance.tasks import dapo_math, gsm8k
 from appliance.tasks.rows import Found, Parse, read_files
 

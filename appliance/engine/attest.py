@@ -20,10 +20,10 @@ from appliance.engine.fp32_head import Fp32HeadMethod
 from appliance.engine.known_layers import require_known_layers
 from appliance.engine.quantised import Quantising
 from appliance.errors import EngineError
-from appliance.plan.env import PLAN_VARIABLE
-from appliance.plan.model import RunPlan, read_plan
-from appliance.run.attest import Attestation, fingerprint, write_attestation
-from appliance.run.generation import read_generation
+from appliance.record.attestations import Attestation, fingerprint, write_attestation
+from appliance.record.plan import RunPlan, read_plan
+from appliance.sync.generation import read_generation
+from appliance.terms.environment import PLAN_VARIABLE
 from appliance.terms.schemes import Scheme
 
 REPLICA_VARIABLE = "VERL_REPLICA_RANK"  # set by verl for each rollout server

@@ -28,8 +28,8 @@ from appliance.engine.known_layers import layer_name, require_known_architecture
 from appliance.engine.methods import experts_method, linear_method
 from appliance.errors import EngineError
 from appliance.quant.profile import kept_layers
-from appliance.quant.settings import METHOD_NAME, Quantisation, quantisation_from_config
 from appliance.terms.families import FUSED_LAYERS
+from appliance.terms.settings import METHOD_NAME, Quantisation, quantisation_from_config
 
 
 class KeptLinearMethod(UnquantizedLinearMethod):
@@ -42,7 +42,7 @@ class KeptExpertsMethod(UnquantizedFusedMoEMethod):
 
 @register_quantization_config(METHOD_NAME)
 class ApplianceConfig(QuantizationConfig):
-    """One per engine. Made by vLLM from `hf_overrides.quantization_config`, see `quant/settings.py`."""
+    """One per engine. Made by vLLM from `hf_overrides.quantization_config`, see `terms/settings.py`."""
 
     def __init__(self, quantisation: Quantisation | None = None) -> None:
         super().__init__()

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from appliance.files import whole_file
-from appliance.run.events import append_event
-from appliance.run.sync_records import SYNC_FOLDER
+from appliance.record.events import append_event
+from appliance.sync.records import SYNC_FOLDER
 
 Key = tuple[str, int]  # name of a layer, number of one of its weights
 Kind = tuple[float, int, torch.Size]  # of codes: largest magnitude, columns that share a scale, shape of the scales

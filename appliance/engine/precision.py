@@ -21,10 +21,10 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from appliance.engine.config import ApplianceConfig, KeptLinearMethod
 from appliance.engine.quantised import OnlineLinearMethod, Quantising
 from appliance.errors import SyncError
-from appliance.quant.precision import Precision
-from appliance.quant.settings import Quantisation
+from appliance.sync.precision import Precision
 from appliance.terms.families import FUSED_LAYERS
 from appliance.terms.schemes import Scheme
+from appliance.terms.settings import Quantisation
 
 
 class RaisedLinearMethod(KeptLinearMethod):

@@ -21,10 +21,10 @@ from typing import Any
 import psutil
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
-from appliance.plan.env import PLAN_VARIABLE
-from appliance.plan.model import read_plan
-from appliance.quant.precision import quantisation_at
-from appliance.run.generation import read_generation
+from appliance.record.plan import read_plan
+from appliance.sync.generation import read_generation
+from appliance.sync.precision import quantisation_at
+from appliance.terms.environment import PLAN_VARIABLE
 
 ENGINE_ENDS_WITHIN_S = 20.0
 

@@ -25,17 +25,17 @@ from appliance.engine.first_scales import FirstScales, read_first_scales, write_
 from appliance.engine.precision import raised_layers
 from appliance.engine.update import Bucket, SyncReport, WeightUpdate
 from appliance.errors import SyncError
-from appliance.plan.env import PLAN_VARIABLE, weight_socket
-from appliance.plan.model import RunPlan, read_plan
 from appliance.quant.smoothing import Smoothing, load_smoothing
-from appliance.run.events import report_failures
-from appliance.run.generation import read_generation
-from appliance.run.sync_records import (
+from appliance.record.events import report_failures
+from appliance.record.plan import RunPlan, read_plan
+from appliance.sync.generation import read_generation
+from appliance.sync.records import (
     Acknowledgement,
     add_layer_errors,
     append_acknowledgement,
     layer_errors_file,
 )
+from appliance.terms.environment import PLAN_VARIABLE, weight_socket
 
 
 class DrainingReceiver(BucketedWeightReceiver):

@@ -25,7 +25,7 @@ from appliance.engine.first_scales import FirstScales, Key, Kind
 from appliance.engine.known_layers import layer_name
 from appliance.engine.quantised import Quantising
 from appliance.quant.codec import Codec, QuantisedWeight, codec_of
-from appliance.run.sync_records import Telemetry
+from appliance.sync.records import Telemetry
 
 SAMPLED_ROWS = 8
 _TOGETHER = 1 << 21  # codes that are measured at once: 22 MiB with all intermediates

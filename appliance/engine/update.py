@@ -29,7 +29,8 @@ from appliance.engine.proof import Proven, SyncProof
 from appliance.engine.telemetry import TelemetryTap
 from appliance.errors import EngineError, NumericsError, SyncError
 from appliance.quant.codec_range import all_finite
-from appliance.quant.manifest import (
+from appliance.quant.smoothing import Smoothing, fold, require_all_folded
+from appliance.sync.manifest import (
     MANIFEST_NAME,
     Manifest,
     TensorRecord,
@@ -38,9 +39,8 @@ from appliance.quant.manifest import (
     read_manifest,
     record,
 )
-from appliance.quant.precision import AS_PLANNED, DIRECTIVE_NAME, Precision
-from appliance.quant.smoothing import Smoothing, fold, require_all_folded
-from appliance.run.sync_records import Telemetry
+from appliance.sync.precision import AS_PLANNED, DIRECTIVE_NAME, Precision
+from appliance.sync.records import Telemetry
 from appliance.terms.schemes import Scheme
 
 Bucket = list[tuple[str, Tensor]]

@@ -3,7 +3,7 @@
 `fp8` and `fp8-channel` have the codec's numbers. `fp8-block` has them up to rounding: its quantiser is compiled, and a
 compiled division need not be rounded as IEEE has it. Where its kernel is DeepGEMM, vLLM would make the scales powers of
 two and quantise the codes once more: the codec has no such numbers, and a plan sees to it that vLLM does not
-(plan/env.py).
+(terms/environment.py).
 
 Per tensor and per channel they ask the other ranks for the absmax of a weight that is cut; per block they do not, and
 refuse cut blocks.

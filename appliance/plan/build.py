@@ -13,14 +13,18 @@ from pathlib import Path
 
 from appliance import hub
 from appliance.errors import RecipeError
+from appliance.plan.bench_results import read_result, result_key
 from appliance.plan.correction import plan_correction, plan_uaq
 from appliance.plan.derive import Book, attention_of, every, plan_algorithm, plan_engine, plan_trainer, steps_of
 from appliance.plan.engines import plan_profile, plan_rollout, rollout_attestations
-from appliance.plan.env import child_env
 from appliance.plan.experts import layers_with_experts, quantises_experts
 from appliance.plan.guard import plan_guard, plan_validation
 from appliance.plan.host import HostFacts
-from appliance.plan.model import (
+from appliance.plan.verl_args import argv
+from appliance.recipe.rules import broken_on_cpu
+from appliance.recipe.schema import LongPrompts, Recipe, SchemeChoice, TaskKind
+from appliance.recipe.text import full_path
+from appliance.record.plan import (
     SCHEMA_VERSION,
     CheckpointPlan,
     ClusterPlan,
@@ -31,13 +35,9 @@ from appliance.plan.model import (
     RunPlan,
     TaskPlan,
 )
-from appliance.plan.stored import read_result, result_key
-from appliance.plan.verl_args import argv
-from appliance.recipe.rules import broken_on_cpu
-from appliance.recipe.schema import LongPrompts, Recipe, SchemeChoice, TaskKind
-from appliance.recipe.text import full_path
 from appliance.tasks.library import builtin_model_key, data_key
 from appliance.terms.devices import AUTO, CPU, GPUS, automatic_scheme, gpu_of_product
+from appliance.terms.environment import child_env
 from appliance.terms.schemes import Scheme
 
 CACHE_NAME = ".cache"

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from appliance.corrections.registry import correction_of
 from appliance.plan.derive import Book
-from appliance.plan.model import CorrectionPlan, ShadowPlan, UaqPlan
 from appliance.recipe.rules import shadow_sequences
 from appliance.recipe.schema import Recipe
+from appliance.record.plan import CorrectionPlan, ShadowPlan, UaqPlan
 
 SCALED_FOLDER = "scaled"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TypeVar
 
-from appliance.plan.model import AlgorithmPlan, Choice, EnginePlan, TrainerPlan
 from appliance.recipe.schema import AlgorithmKind, Attention, Recipe
+from appliance.record.plan import AlgorithmPlan, Choice, EnginePlan, TrainerPlan
 
 Value = TypeVar("Value", int, str, bool)
 

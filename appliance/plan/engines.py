@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from appliance.plan.derive import Book
-from appliance.plan.model import ExpectedAttestation, ProfilePlan, RolloutPlan
-from appliance.quant.settings import Quantisation
 from appliance.recipe.schema import Recipe, SchemeChoice
 from appliance.recipe.text import full_path
+from appliance.record.plan import ExpectedAttestation, ProfilePlan, RolloutPlan
 from appliance.terms.schemes import Scheme
+from appliance.terms.settings import Quantisation
 
 PROFILE_FOLDER = "profile"
 _AUTO, _NONE = "auto", "none"

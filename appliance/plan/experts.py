@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from appliance.plan.model import ModelPlan
+from appliance.record.plan import ModelPlan
 from appliance.terms.families import EXPERTS
 from appliance.terms.shapes import read_shape
 

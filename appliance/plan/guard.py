@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from appliance.guard.policy import Action
 from appliance.plan.derive import Book
-from appliance.plan.model import GuardPlan, RolloutPlan, RunPlan, Switching
 from appliance.recipe.schema import Recipe, SchemeChange
+from appliance.record.plan import GuardPlan, RolloutPlan, RunPlan, Switching
 from appliance.terms.schemes import Scheme
 
 USUAL_ACTIONS = (Action.WARN, Action.TIGHTEN, Action.BF16, Action.STOP)

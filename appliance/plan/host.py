@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from appliance.plan.control_groups import UNLIMITED
+from appliance.control_groups import UNLIMITED
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from appliance.plan.env import KV_CACHE_VARIABLE
 from appliance.plan.memory import GIB, engine_weights, tokens_of_a_forward
-from appliance.plan.model import RunPlan
+from appliance.record.plan import RunPlan
 from appliance.tasks.tiny_spec import TINY_MODELS
 from appliance.terms.devices import CPU
+from appliance.terms.environment import KV_CACHE_VARIABLE
 from appliance.terms.shapes import ModelShape
 
 MIB = 1 << 20

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from appliance.plan.model import RunPlan
+from appliance.record.plan import RunPlan
 from appliance.terms.devices import GPUS
 from appliance.terms.schemes import Scheme
 from appliance.terms.shapes import ModelShape

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.plan.model import ModelPlan, RunPlan
+from appliance.record.plan import ModelPlan, RunPlan
 from appliance.tasks.library import data_key
 
 

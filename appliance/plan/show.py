@@ -6,7 +6,7 @@ import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from appliance.plan.model import Choice, RunPlan
+from appliance.record.plan import Choice, RunPlan
 
 # Heading -> the sections of a recipe whose choices stand below it; what no other names is of training.
 _GROUPS = {

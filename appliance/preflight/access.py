@@ -11,11 +11,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from appliance.errors import PreflightError
-from appliance.plan.env import WANDB_KEY_VARIABLE, WANDB_MODE_VARIABLE
-from appliance.plan.model import RunPlan
 from appliance.plan.ports import Ports
 from appliance.preflight.finding import Finding, error, warning
 from appliance.preflight.ray_token import check_token
+from appliance.record.plan import RunPlan
+from appliance.terms.environment import WANDB_KEY_VARIABLE, WANDB_MODE_VARIABLE
 
 WANDB = "wandb"
 _CONNECT_WITHIN_S = 3.0

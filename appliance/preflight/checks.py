@@ -9,7 +9,6 @@ from dataclasses import replace
 from appliance.plan import host_memory
 from appliance.plan.host import HostFacts
 from appliance.plan.memory import host_bytes, moments
-from appliance.plan.model import RunPlan
 from appliance.preflight import gpu
 from appliance.preflight.access import AccessFacts, judge_access
 from appliance.preflight.container import judge_container
@@ -19,6 +18,7 @@ from appliance.preflight.limits import judge_limits
 from appliance.preflight.probes import InputFacts
 from appliance.preflight.schemes import judge_experts, judge_gain, judge_guard, judge_schemes
 from appliance.preflight.stack import judge_stack
+from appliance.record.plan import RunPlan
 from appliance.terms.devices import CPU, gpu_of_product
 from appliance.terms.families import why_unknown
 from appliance.terms.shapes import ModelShape

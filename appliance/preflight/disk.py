@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.plan.model import RunPlan
 from appliance.preflight.finding import Finding, error
+from appliance.record.plan import RunPlan
 from appliance.terms.shapes import ModelShape
 
 _GIB = 1 << 30

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from appliance.plan.guard import CHANGES_ENGINES
 from appliance.plan.host import HostFacts
 from appliance.plan.memory import GIB, engine_share, host_bytes, ladder, moments
-from appliance.plan.model import RunPlan
 from appliance.preflight.finding import Finding, Severity, error
+from appliance.record.plan import RunPlan
 from appliance.terms.devices import CPU
 from appliance.terms.shapes import ModelShape
 

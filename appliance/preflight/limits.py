@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.plan.control_groups import MEMBERSHIP, TREES, UNLIMITED, V2, groups_of, number_in, paths_of
+from appliance.control_groups import MEMBERSHIP, TREES, UNLIMITED, V2, groups_of, number_in, paths_of
 from appliance.plan.host import Limits
 from appliance.preflight.finding import Finding, error, warning
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.errors import EngineError
-from appliance.plan.model import RunPlan
 from appliance.quant.files import PROFILE_FILE, read_file_header, tensor_end, tensor_shapes
+from appliance.record.plan import RunPlan
 from appliance.terms.schemes import Scheme
 
 INDEX = "model.safetensors.index.json"

@@ -15,11 +15,10 @@ from pathlib import Path
 import psutil
 
 from appliance import hub
+from appliance.control_groups import usable_cores
 from appliance.errors import EngineError
-from appliance.plan.control_groups import usable_cores
+from appliance.plan.bench_results import read_result, result_key
 from appliance.plan.host import HostFacts, HostGpu
-from appliance.plan.model import ModelPlan, RunPlan
-from appliance.plan.stored import read_result, result_key
 from appliance.preflight.access import AccessFacts, read_access
 from appliance.preflight.container import read_container
 from appliance.preflight.disk import Disks, Written, nearest_existing, read_disks, read_written
@@ -28,6 +27,7 @@ from appliance.preflight.model_files import damage, profile_problem
 from appliance.preflight.sample import RewardProblem, reward_problem
 from appliance.preflight.stack import StackFacts, read_stack
 from appliance.quant.uaq import layers_to_scale, require_unscaled
+from appliance.record.plan import ModelPlan, RunPlan
 from appliance.terms.devices import StoredResult
 from appliance.terms.shapes import KNOWN, ModelShape, read_shape
 

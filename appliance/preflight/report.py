@@ -8,13 +8,13 @@ from pathlib import Path
 from appliance import hub
 from appliance.plan.build import OriginalPlan, build_plan, hub_name
 from appliance.plan.host import HostFacts
-from appliance.plan.model import RunPlan
 from appliance.plan.show import plan_text
 from appliance.preflight.checks import estimates, judge
 from appliance.preflight.finding import Finding, as_json, lines
 from appliance.preflight.probes import model_bytes, model_shape, read_host, read_inputs
 from appliance.recipe.dump import to_plain, to_yaml
 from appliance.recipe.schema import Recipe
+from appliance.record.plan import RunPlan
 
 
 def examine(

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from appliance.plan.model import RunPlan
+from appliance.record.plan import RunPlan
 from appliance.tasks.sample import Sample, Verdict
 
 _STARTS_WITHIN_S = 60.0

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from appliance.plan.experts import keeps_experts, layers_with_experts, quantises_experts
 from appliance.plan.guard import CHANGES_ENGINES, finer_schemes, why_not_live
 from appliance.plan.host import HostFacts
-from appliance.plan.model import RunPlan, Switching
 from appliance.preflight.finding import Finding, Severity, error, warning
 from appliance.preflight.probes import InputFacts
+from appliance.record.plan import RunPlan, Switching
 from appliance.terms.devices import CPU, PAYS_FROM, StoredResult, why_not
 from appliance.terms.schemes import BLOCK, Scales
 from appliance.terms.shapes import ModelShape

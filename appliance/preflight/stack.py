@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from appliance.patch import recorded, why_unfit
 from appliance.plan.host import HostFacts
-from appliance.plan.model import RunPlan
 from appliance.preflight.finding import Finding, error
+from appliance.record.plan import RunPlan
 from appliance.terms.devices import CPU
 
 

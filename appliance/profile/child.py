@@ -16,16 +16,16 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from appliance.errors import EngineError
 from appliance.files import whole_folder
 from appliance.hub import download_model
-from appliance.plan.model import read_plan
 from appliance.profile.cache import find_profile, key_of, place_profile
 from appliance.profile.job import ProfileJob, cache_folder, job_of_run
 from appliance.quant.calibrate import calibrate
 from appliance.quant.donor import recover
 from appliance.quant.files import PROFILE_FILE
 from appliance.quant.profile import Origin, Settings, write_profile
-from appliance.run.events import append_event, exit_code_of
-from appliance.run.heartbeat import Heartbeat
-from appliance.run.stacks import keep_stacks
+from appliance.record.events import append_event, exit_code_of
+from appliance.record.heartbeat import Heartbeat
+from appliance.record.plan import read_plan
+from appliance.record.stacks import keep_stacks
 
 PHASE = "profile"
 _VERSIONS = ("flashrl-appliance", "torch", "transformers", "safetensors")

@@ -19,24 +19,10 @@ from rich.progress import Progress, TaskID
 from appliance import console
 from appliance.errors import EngineError, RecipeError
 from appliance.files import write_whole
-from appliance.plan.build import build_plan
-from appliance.plan.engines import PROFILE_FOLDER
-from appliance.plan.model import RunPlan
-from appliance.preflight.probes import read_host
-from appliance.preflight.report import commit_for
-from appliance.profile.cache import find_profile, model_hash, place_profile
-from appliance.profile.job import ProfileJob, job_of_plan, job_of_run
-from appliance.profile.table import table
-from appliance.profile.uaq import SCALING
-from appliance.quant.files import PROFILE_FILE, read_file_header
-from appliance.quant.settings import Quantisation
-from appliance.recipe.schema import Recipe
-from appliance.recipe.text import path_problem
-from appliance.run.events import EVENTS_FILE, Event, Tail, append_event, parse_event
-from appliance.run.outcome import Child
-from appliance.run.side_job import make_inputs, run_child
-from appliance.run.train import Step
-from appliance.run.workspace import (
+from appliance.launch.outcome import Child
+from appliance.launch.side_job import make_inputs, run_child
+from appliance.launch.train import Step
+from appliance.launch.workspace import (
     OF_A_PROFILE,
     OF_THE_DATA,
     OF_THE_MODEL,
@@ -45,7 +31,21 @@ from appliance.run.workspace import (
     new_folder,
     work_folder,
 )
+from appliance.plan.build import build_plan
+from appliance.plan.engines import PROFILE_FOLDER
+from appliance.preflight.probes import read_host
+from appliance.preflight.report import commit_for
+from appliance.profile.cache import find_profile, model_hash, place_profile
+from appliance.profile.job import ProfileJob, job_of_plan, job_of_run
+from appliance.profile.table import table
+from appliance.profile.uaq import SCALING
+from appliance.quant.files import PROFILE_FILE, read_file_header
+from appliance.recipe.schema import Recipe
+from appliance.recipe.text import path_problem
+from appliance.record.events import EVENTS_FILE, Event, Tail, append_event, parse_event
+from appliance.record.plan import RunPlan
 from appliance.terms.schemes import PROFILED, Scheme
+from appliance.terms.settings import Quantisation
 
 CONFIG_FILE = "quantization.yaml"
 CHILD_MODULE = "appliance.profile.child"

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from appliance import console
 from appliance.errors import RecipeError
-from appliance.plan.env import THREADS_VARIABLE
+from appliance.launch.workspace import new_folder
 from appliance.profile.table import table
 from appliance.quant.files import read_file_header
-from appliance.run.workspace import new_folder
+from appliance.terms.environment import THREADS_VARIABLE
 
 REFUSED = 2  # the exit code of a child that did not like the file
 _READER = "appliance.profile.unpickle"

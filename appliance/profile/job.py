@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from appliance.frozen import Frozen
-from appliance.plan.model import RunPlan
+from appliance.record.plan import RunPlan
 from appliance.terms.schemes import Scheme
 
 PROMPTS = 64  # of the task, with their answers

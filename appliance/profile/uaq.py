@@ -15,14 +15,14 @@ from pathlib import Path
 
 from appliance.errors import EngineError
 from appliance.files import partial_prefix, whole_folder
-from appliance.plan.model import RunPlan, read_plan
+from appliance.launch.outcome import Child
+from appliance.launch.train import Step
 from appliance.profile.cache import model_hash
 from appliance.quant.uaq import MARK_FILE
-from appliance.run.events import append_event, exit_code_of
-from appliance.run.heartbeat import Heartbeat
-from appliance.run.outcome import Child
-from appliance.run.stacks import keep_stacks
-from appliance.run.train import Step
+from appliance.record.events import append_event, exit_code_of
+from appliance.record.heartbeat import Heartbeat
+from appliance.record.plan import RunPlan, read_plan
+from appliance.record.stacks import keep_stacks
 
 PHASE = "scale"
 _HINT = "give back what the run began with, or start another run"

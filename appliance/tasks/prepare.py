@@ -16,10 +16,10 @@ from pathlib import Path
 from appliance.errors import EngineError, RecipeError
 from appliance.files import whole_folder
 from appliance.hub import download_model
-from appliance.plan.model import RunPlan, TaskPlan, read_plan
-from appliance.run.events import append_event, exit_code_of
-from appliance.run.heartbeat import Heartbeat
-from appliance.run.stacks import keep_stacks
+from appliance.record.events import append_event, exit_code_of
+from appliance.record.heartbeat import Heartbeat
+from appliance.record.plan import RunPlan, TaskPlan, read_plan
+from appliance.record.stacks import keep_stacks
 from appliance.tasks import arithmetic, dapo_math, gsm8k
 from appliance.tasks.library import DAPO_MATH
 from appliance.tasks.problem import Problem, Splits

@@ -14,10 +14,10 @@ from torch.nn import Module
 
 from appliance import patch
 from appliance.errors import AttestationError
-from appliance.plan.model import RunPlan
-from appliance.quant.precision import Precision
-from appliance.run.attest import Attestation, check_attestations, fingerprint, write_attestation
-from appliance.run.generation import attestations_at
+from appliance.record.attestations import Attestation, check_attestations, fingerprint, write_attestation
+from appliance.record.plan import RunPlan
+from appliance.sync.generation import attestations_at
+from appliance.sync.precision import Precision
 from appliance.terms.schemes import Scheme
 
 

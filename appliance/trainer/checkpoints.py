@@ -25,9 +25,8 @@ from ray.exceptions import RayTaskError
 
 from appliance.errors import CheckpointError
 from appliance.files import is_full, is_refused, sync_to_disk
-from appliance.plan.model import CheckpointPlan, RunPlan
-from appliance.run.checkpoint_manifest import CheckpointManifest, Facts, damage, hash_file, seal
-from appliance.run.checkpoints import (
+from appliance.record.checkpoint_manifest import CheckpointManifest, Facts, damage, hash_file, seal
+from appliance.record.checkpoints import (
     FOLDER,
     OF_A_STEP,
     PROFILE_FOLDER,
@@ -39,8 +38,9 @@ from appliance.run.checkpoints import (
     read_saved,
     remove_surplus,
 )
-from appliance.run.events import METRICS_FILE, append_event
-from appliance.run.pending_validation import STATE_FILE
+from appliance.record.events import METRICS_FILE, append_event
+from appliance.record.pending_validation import STATE_FILE
+from appliance.record.plan import CheckpointPlan, RunPlan
 from appliance.trainer.precision import PrecisionState
 from appliance.trainer.process_watch import NAMED_AFTER_S
 

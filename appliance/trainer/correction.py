@@ -24,7 +24,7 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from appliance.corrections.base import ClipRange, Correction, Part, log_ratio
 from appliance.errors import TrainingError
-from appliance.plan.model import RunPlan
+from appliance.record.plan import RunPlan
 from appliance.trainer.corrected_loss import (
     CLIP_LOWER,
     CLIP_UPPER,

@@ -12,8 +12,8 @@ import torch
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
-from appliance.plan.control_groups import usable_cores
-from appliance.plan.env import PLATFORM_VARIABLE, SERVER_VARIABLES, THREADS_VARIABLE
+from appliance.control_groups import usable_cores
+from appliance.terms.environment import PLATFORM_VARIABLE, SERVER_VARIABLES, THREADS_VARIABLE
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -5,7 +5,7 @@ LLMServerManager), under the same names, so that the senders of weights find the
 `sync/engines.json` before they start. They hold the model that the run began with until their first weight update,
 which proves all of them whole; the trainer lets nothing generate before.
 
-Nothing here waits without a limit but the start itself, which is watched as the first one is (run/stalls.py).
+Nothing here waits without a limit but the start itself, which is watched as the first one is (launch/stalls.py).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import torch
 from ray.actor import ActorHandle
 
 from appliance.errors import ApplianceError, EngineError
-from appliance.quant.precision import AS_PLANNED, Precision
-from appliance.run.attest import set_attestations_aside
-from appliance.run.generation import Generation, write_generation
+from appliance.record.attestations import set_attestations_aside
+from appliance.sync.generation import Generation, write_generation
+from appliance.sync.precision import AS_PLANNED, Precision
 
 if TYPE_CHECKING:
     from verl.workers.rollout.llm_server import LLMServerManager

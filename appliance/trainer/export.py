@@ -13,9 +13,9 @@ from pathlib import Path
 
 from appliance.errors import PreflightError, TrainingError
 from appliance.files import whole_folder
-from appliance.plan.model import UaqPlan
 from appliance.quant.uaq import fold_back
-from appliance.run.events import exit_code_of
+from appliance.record.events import exit_code_of
+from appliance.record.plan import UaqPlan
 
 
 def main() -> int:

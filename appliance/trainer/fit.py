@@ -18,8 +18,8 @@ from verl.utils.config import validate_config
 
 from appliance.errors import ApplianceError
 from appliance.patch import Patch, apply_patch
-from appliance.plan.model import RunPlan
-from appliance.run.events import append_event
+from appliance.record.events import append_event
+from appliance.record.plan import RunPlan
 from appliance.tasks.grading import Shaping
 from appliance.trainer.reward_faults import note_idle_death
 from appliance.trainer.reward_pool import RewardPool

@@ -11,8 +11,8 @@ from appliance.guard.governor import Decision, GovernorState, observe, resume
 from appliance.guard.ladder import Measures, ladder, measures, place
 from appliance.guard.policy import Action, Bounds, Collapse, MismatchBounds, Patience, Policy
 from appliance.guard.signals import Signals
-from appliance.plan.model import RunPlan
-from appliance.run.events import append_event
+from appliance.record.events import append_event
+from appliance.record.plan import RunPlan
 from appliance.trainer.telemetry import StepTelemetry
 
 STATE_FILE = "guard.json"

@@ -5,7 +5,8 @@ same to the same layers without touching the model: their learning rate is multi
 learning rate times decay, so the decay is divided: it stays as it is, as it does under UAQ. What remains different is
 the norm itself, whose own step UAQ makes smaller, and the share of these layers in the gradient's norm.
 
-verl looks for an engine by device and vendor, and lets VERL_ENGINE_VENDOR name the vendor (plan/env.py). Ours is one.
+verl looks for an engine by device and vendor, and lets VERL_ENGINE_VENDOR name the vendor (terms/environment.py). Ours
+is one.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from torch.optim import Optimizer
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from appliance.plan.env import ENGINE_VENDOR, PLAN_VARIABLE
-from appliance.plan.model import read_plan
+from appliance.record.plan import read_plan
+from appliance.terms.environment import ENGINE_VENDOR, PLAN_VARIABLE
 from appliance.terms.families import norm_fed
 
 

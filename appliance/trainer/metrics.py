@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from appliance.errors import TrainingError
-from appliance.plan.model import RunPlan
-from appliance.run.events import METRICS_FILE, append_event, append_line
-from appliance.run.sync_records import SyncRecord
+from appliance.record.events import METRICS_FILE, append_event, append_line
+from appliance.record.plan import RunPlan
+from appliance.sync.records import SyncRecord
 from appliance.trainer.precision import Live
 from appliance.trainer.telemetry import StepTelemetry
 

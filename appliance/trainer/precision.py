@@ -13,12 +13,12 @@ from pathlib import Path
 
 from appliance.errors import PreflightError, SyncError
 from appliance.guard.ladder import Measures
-from appliance.plan.model import RunPlan, Switching
 from appliance.quant.files import read_file_header
-from appliance.quant.precision import AS_PLANNED, Precision
-from appliance.run.events import append_event
-from appliance.run.precision import write_wanted
-from appliance.run.sync_records import SYNC_FOLDER, Acknowledgement, SyncRecord, layer_errors_file
+from appliance.record.events import append_event
+from appliance.record.plan import RunPlan, Switching
+from appliance.sync.precision import AS_PLANNED, Precision
+from appliance.sync.records import SYNC_FOLDER, Acknowledgement, SyncRecord, layer_errors_file
+from appliance.sync.wanted_precision import write_wanted
 from appliance.terms.schemes import Scheme
 
 BF16 = Precision(Scheme.BF16)

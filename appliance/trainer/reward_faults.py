@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from appliance.errors import GuardStop
-from appliance.run.events import append_event
+from appliance.record.events import append_event
 from appliance.tasks.grading import Fault, Graded
 
 IDLE_DEATH = "a reward process died while it waited for a response"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from appliance.run.samples import Sample, StepSamples, append_samples, shortened
+from appliance.record.samples import Sample, StepSamples, append_samples, shortened
 
 PROBLEMS = 4  # of each validation: the first ones
 _LINES = 20  # with samples of training, in a whole run: at its start each step, then a step in so many

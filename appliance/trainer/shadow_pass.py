@@ -17,9 +17,9 @@ from verl.workers.utils.padding import response_from_nested
 
 from appliance.corrections.base import ClipRange
 from appliance.corrections.calibrated import Fit, fit_bounds
-from appliance.plan.model import RunPlan
-from appliance.run.checkpoints import FITS_FILE
-from appliance.run.events import append_event, append_line
+from appliance.record.checkpoints import FITS_FILE
+from appliance.record.events import append_event, append_line
+from appliance.record.plan import RunPlan
 
 LogProbs = Callable[[KVBatchMeta], Any]  # writes `log_probs` of a batch into the queue
 

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from appliance.errors import ApplianceError, Interrupted, SavedAndStopped
-from appliance.run.events import append_event
-from appliance.run.stop_request import asked_to_stop
+from appliance.record.events import append_event
+from appliance.record.stop_request import asked_to_stop
 
 LOOK_EVERY_S = 0.5
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from appliance.errors import TrainingError
-from appliance.plan.model import RunPlan, Switching
+from appliance.record.plan import RunPlan, Switching
 from appliance.terms.schemes import Scheme
 from appliance.trainer.precision import BF16, RolloutPrecision
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from appliance.plan.model import RunPlan
-from appliance.run.sync_records import SyncRecord, check_sync
+from appliance.record.plan import RunPlan
+from appliance.sync.records import SyncRecord, check_sync
 from appliance.trainer.engines import RolloutEngines
 from appliance.trainer.precision import RolloutPrecision
 

@@ -10,21 +10,21 @@ from pathlib import Path
 
 from appliance import console
 from appliance.errors import EngineError, PreflightError
+from appliance.launch.side_job import make_inputs, run_child
+from appliance.launch.workspace import OF_A_PROFILE, OF_AN_ENGINE, OF_THE_MODEL, examine_for, work_folder
 from appliance.plan.build import build_plan
-from appliance.plan.env import PLAN_VARIABLE, THREADS_VARIABLE
 from appliance.plan.host import HostFacts
-from appliance.plan.model import RunPlan
 from appliance.preflight.probes import read_host
 from appliance.preflight.report import commit_for
 from appliance.profile.cache import find_profile
 from appliance.profile.job import job_of_plan
 from appliance.quant.files import read_file_header
-from appliance.quant.settings import Quantisation
 from appliance.recipe.schema import Recipe, SchemeChoice
-from appliance.run.side_job import make_inputs, run_child
-from appliance.run.workspace import OF_A_PROFILE, OF_AN_ENGINE, OF_THE_MODEL, examine_for, work_folder
+from appliance.record.plan import RunPlan
 from appliance.terms.devices import CPU, why_not
+from appliance.terms.environment import PLAN_VARIABLE, THREADS_VARIABLE
 from appliance.terms.schemes import Scheme
+from appliance.terms.settings import Quantisation
 from appliance.verify.job import CheckResult, EngineOutput, Job
 from appliance.verify.judge import Row, judge, label
 from appliance.verify.show import as_json, table

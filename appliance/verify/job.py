@@ -5,8 +5,8 @@ from __future__ import annotations
 from pydantic import ConfigDict
 
 from appliance.frozen import Frozen
-from appliance.quant.settings import Quantisation
 from appliance.terms.schemes import Scheme
+from appliance.terms.settings import Quantisation
 
 
 class Job(Frozen):

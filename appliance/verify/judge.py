@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from appliance.quant.settings import Quantisation
 from appliance.terms.schemes import Scheme
+from appliance.terms.settings import Quantisation
 from appliance.verify.job import CheckResult, EngineOutput, Worker
 
 

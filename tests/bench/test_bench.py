@@ -14,14 +14,14 @@ from appliance.bench.command import _recipe_workload, _shapes_workload, _why_not
 from appliance.bench.job import EngineFacts, Job, Measurement, Shapes, judge, parse_shapes, read_job, read_measurements
 from appliance.bench.show import table
 from appliance.errors import RecipeError
+from appliance.plan.bench_results import ResultKey
 from appliance.plan.build import build_plan, installed_versions
 from appliance.plan.host import HostFacts, HostGpu
-from appliance.plan.stored import ResultKey
 from appliance.preflight.probes import read_host
-from appliance.quant.settings import Quantisation
 from appliance.recipe.load import load_recipe
 from appliance.terms.devices import why_not
 from appliance.terms.schemes import Scheme
+from appliance.terms.settings import Quantisation
 
 BENCH = [sys.executable, "-m", "appliance", "bench", "arithmetic-tiny-int8"]
 

@@ -16,8 +16,9 @@ from hub_variables import set_hub
 from plans import HOST
 
 from appliance import cli
+from appliance.launch import attempts as go_on
+from appliance.launch import command, train
 from appliance.plan.build import build_plan
-from appliance.run import command, go_on, train
 
 HELP_LIMIT_S = 0.4
 PLAN_LIMIT_S = 1.0

@@ -16,9 +16,9 @@ from appliance.cluster.form import _of_workers
 from appliance.cluster.join import join_head
 from appliance.cluster.ray_command import NodeOffer, head_argv, node_environment, worker_argv
 from appliance.errors import PreflightError, RecipeError
-from appliance.plan.env import LOG_DIR_VARIABLE
 from appliance.plan.ports import Ports
-from appliance.run.attest import fingerprint
+from appliance.record.attestations import fingerprint
+from appliance.terms.environment import LOG_DIR_VARIABLE
 
 OFFER = NodeOffer(gpus=1, cores=2, object_store_bytes=1 << 28)
 

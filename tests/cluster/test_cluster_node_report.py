@@ -26,8 +26,8 @@ from appliance.cluster.node_report import (
 from appliance.patch import recorded
 from appliance.plan.build import build_plan
 from appliance.plan.host import ContainerFacts, HostGpu, Limits
-from appliance.plan.model import RunPlan
 from appliance.recipe.load import load_recipe
+from appliance.record.plan import RunPlan
 from appliance.terms.schemes import Scheme
 from appliance.terms.shapes import KNOWN
 

@@ -17,8 +17,8 @@ from appliance.cluster import node_watch
 from appliance.cluster.membership import RETURNS_WITHIN_S
 from appliance.cluster.node_watch import Look, NodeIsOver, NodeWatch, is_over
 from appliance.cluster.run_notice import write_notice
-from appliance.plan.env import NODE_VARIABLE, RUN_VARIABLE, ray_node_env
-from appliance.run.session import RunRecord, RunStatus, write_record
+from appliance.record.session import RunRecord, RunStatus, write_record
+from appliance.terms.environment import NODE_VARIABLE, RUN_VARIABLE, ray_node_env
 
 SOON_S = 10.0
 

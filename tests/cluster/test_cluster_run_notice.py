@@ -12,8 +12,8 @@ import pytest
 from appliance.cluster.join import _end
 from appliance.cluster.run_notice import RunNotice, end_of, is_resumed, read_notice, write_notice
 from appliance.errors import EngineError, ProcessDied, TrainingError
-from appliance.plan.env import NODE_VARIABLE
-from appliance.run.session import RunRecord, RunStatus, write_record
+from appliance.record.session import RunRecord, RunStatus, write_record
+from appliance.terms.environment import NODE_VARIABLE
 
 NOWHERE = "127.0.0.1:1"
 GOING = RunRecord(state=RunStatus.RUNNING, attempt=2)

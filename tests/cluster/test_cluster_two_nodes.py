@@ -23,8 +23,8 @@ from ray_from_outside import JOBS, REFUSED_BY_HTTP, statuses
 from trainings import holding
 
 import appliance
-from appliance.plan.env import NODE_VARIABLE, RAY_OWN, RECONNECT_S, RUN_VARIABLE
-from appliance.run.processes import find_processes
+from appliance.processes import find_processes
+from appliance.terms.environment import NODE_VARIABLE, RAY_OWN, RECONNECT_S, RUN_VARIABLE
 
 pytestmark = pytest.mark.e2e
 

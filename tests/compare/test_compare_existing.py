@@ -16,13 +16,13 @@ from appliance.compare.file import load_comparison
 from appliance.compare.final import read_job, validate_models
 from appliance.compare.results import busy_share, note_busy, read_final, read_result, write_final
 from appliance.errors import Interrupted, PreflightError, RecipeError
-from appliance.plan.model import RunPlan
 from appliance.recipe.dump import to_yaml
-from appliance.run.checkpoint_manifest import Facts, seal
-from appliance.run.checkpoints import checkpoint_folder
-from appliance.run.events import append_event, append_line
-from appliance.run.session import RunStatus, create_session
-from appliance.run.stop_request import ask_to_stop
+from appliance.record.checkpoint_manifest import Facts, seal
+from appliance.record.checkpoints import checkpoint_folder
+from appliance.record.events import append_event, append_line
+from appliance.record.plan import RunPlan
+from appliance.record.session import RunStatus, create_session
+from appliance.record.stop_request import ask_to_stop
 
 TEXT = """\
 recipe: arithmetic-tiny-int8

@@ -15,7 +15,7 @@ from appliance.compare.page import page
 from appliance.compare.results import RunResult
 from appliance.compare.show import INACTIVE_NOTE, TIMES_NOTE, Shown, as_json, markdown, table
 from appliance.corrections.registry import NONE, CorrectionMethod
-from appliance.run.events import StepMetrics
+from appliance.record.events import StepMetrics
 
 PROBLEMS = 400
 MARGIN = 0.03

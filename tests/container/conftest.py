@@ -13,7 +13,7 @@ import pytest
 from docker.models.containers import Container
 from images import IMAGE, USER, give_to, open_to_all, remove_our_volumes, removed_at_the_end, said_by, unavailable
 
-from appliance.run.attest import fingerprint
+from appliance.record.attestations import fingerprint
 
 FIRST_RUN_S = 1200
 os.environ["TESTCONTAINERS_RYUK_DISABLED"] = "true"  # its reaper is an image of a registry; the fixtures clean up

@@ -11,7 +11,7 @@ import pytest
 
 from appliance.cluster.run_notice import write_notice
 from appliance.container.health import QUIET_S, Health, judge, look, marked
-from appliance.run.session import RunRecord, RunStatus, write_record
+from appliance.record.session import RunRecord, RunStatus, write_record
 
 RUNNING = RunRecord(RunStatus.RUNNING, phase="rollout", attempt=2)
 

@@ -24,9 +24,9 @@ from appliance.container.launch import (
     without_home,
 )
 from appliance.errors import PreflightError, RecipeError
-from appliance.plan.model import ClusterPlan
 from appliance.preflight.finding import Finding, Severity
 from appliance.recipe.load import load_recipe
+from appliance.record.plan import ClusterPlan
 
 FOLDER = Path("/srv/mine")
 

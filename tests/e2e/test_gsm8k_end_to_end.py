@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from trainings import train
 
-from appliance.plan.model import read_plan
 from appliance.preflight.probes import read_host
 from appliance.quant.files import PROFILE_FILE
+from appliance.record.plan import read_plan
 from appliance.terms.devices import automatic_scheme
 from appliance.terms.schemes import Scheme
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from trainings import Finished, train
 
-from appliance.plan.model import read_plan
 from appliance.quant.files import read_file_header
-from appliance.quant.settings import Quantisation
+from appliance.record.plan import read_plan
 from appliance.terms.schemes import Scheme
+from appliance.terms.settings import Quantisation
 from flashrl_compat.config_file import read_config
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]

@@ -104,8 +104,8 @@ def test_the_step_before_new_engines_is_saved(run: Finished) -> None:
 
 def test_the_page_finds_nothing_wrong_with_it(run: Finished) -> None:
     """Engines in BF16 are held against what they were started in, their first update against all layers."""
-    from appliance.run.report.folder import read_view
-    from appliance.run.report.verdicts import Word, verdicts
+    from appliance.report.folder import read_view
+    from appliance.report.verdicts import Word, verdicts
 
     said = {each.question: each.word for each in verdicts(read_view(run.run_dir))}
     assert (said["Did the weights arrive?"], said["Does every process run what it should?"]) == (Word.FINE, Word.FINE)

@@ -354,7 +354,7 @@ def the_checkpoint_is_scaled_and_folds_back(run: Finished, *, short_root: Path) 
     """Two updates at a rate of 2e-4 move a norm by a thousandth; UAQ moved it by half, and the way back undoes that."""
     from safetensors.torch import load_file
 
-    from appliance.plan.model import read_plan
+    from appliance.record.plan import read_plan
     from appliance.trainer.export import export_checkpoint
 
     plan = read_plan(run.run_dir / "plan.json")

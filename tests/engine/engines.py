@@ -121,8 +121,8 @@ def start_engine(
     from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
     from vllm.model_executor.layers import rotary_embedding
 
-    from appliance.quant.settings import Quantisation
     from appliance.terms.schemes import Scheme
+    from appliance.terms.settings import Quantisation
 
     quantisation = Quantisation(
         scheme=Scheme(scheme), emulated=emulated, ignore=tuple(ignore), lm_head_fp32=lm_head_fp32

@@ -31,7 +31,7 @@ from faults import (
 from torch import Tensor
 
 from appliance.errors import SyncError
-from appliance.quant.manifest import MANIFEST_NAME
+from appliance.sync.manifest import MANIFEST_NAME
 
 pytestmark = pytest.mark.engine
 
@@ -116,7 +116,7 @@ def test_the_error_names_the_tensor_both_digests_and_the_rank(int8: Bench) -> No
     bad = flip_bit(dict(stream)[NORM], at=0.5, bit=0)
     with pytest.raises(SyncError) as raised:
         take(int8.engine, replaced(stream, NORM, bad))
-    from appliance.quant.digest import digest
+    from appliance.sync.digest import digest
 
     was, came = digest(dict(stream)[NORM]), digest(bad)
     said = f"weight update 1: {NORM} arrived with digest {came}, it was sent with {was} (rank 0)"

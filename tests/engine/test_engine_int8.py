@@ -247,7 +247,7 @@ def write_plan(run_dir: Path, *, scheme: str, replicas: int = 1) -> Path:
 
     from plans import make_plan, make_rollout
 
-    from appliance.plan.model import ExpectedAttestation
+    from appliance.record.plan import ExpectedAttestation
     from appliance.terms.schemes import Scheme
 
     plan = make_plan(
@@ -275,8 +275,8 @@ def attest(engine: Engine, *, plan: Path, replica: str | None, monkeypatch: pyte
 
 def test_a_worker_attests_what_is_live(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from appliance.engine.attest import live_scheme
-    from appliance.plan.model import read_plan
-    from appliance.run.attest import check_attestations, fingerprint
+    from appliance.record.attestations import check_attestations, fingerprint
+    from appliance.record.plan import read_plan
 
     plan_path = write_plan(tmp_path, scheme=engine.scheme, replicas=2)
     monkeypatch.delenv("VERL_REPLICA_RANK", raising=False)
@@ -299,8 +299,8 @@ def test_a_worker_of_another_scheme_is_found_out(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The settings say one thing, the model that stands there is another: the attestation tells."""
-    from appliance.plan.model import read_plan
-    from appliance.run.attest import check_attestations, fingerprint
+    from appliance.record.attestations import check_attestations, fingerprint
+    from appliance.record.plan import read_plan
 
     other = {"int8": "bf16", "bf16": "int8"}[engine.scheme]
     plan_path = write_plan(tmp_path, scheme=other)

@@ -16,9 +16,9 @@ from appliance.engine.quantised import Quantising
 from appliance.engine.telemetry import TelemetryTap
 from appliance.errors import EngineError
 from appliance.quant.codec import quantise
-from appliance.quant.precision import AS_PLANNED, Precision, quantisation_at
-from appliance.quant.settings import Quantisation
+from appliance.sync.precision import AS_PLANNED, Precision, quantisation_at
 from appliance.terms.schemes import Scheme
+from appliance.terms.settings import Quantisation
 
 EXPERTS = "model.layers.{}.mlp.experts"
 QKV = tuple(f"model.layers.1.self_attn.{part}_proj" for part in "qkv")

@@ -369,7 +369,7 @@ def _kernel(kind: str, *, rounds_up: bool) -> object:
 
 @pytest.mark.parametrize("kind", ["DeepGEMM", "FlashInfer or DeepGEMM"])
 def test_scales_that_deep_gemm_makes_powers_of_two_are_not_asked(kind: str) -> None:
-    """Which is vLLM's default: a plan turns it off (plan/env.py), a vLLM process without a plan may have it."""
+    """Which is vLLM's default: a plan turns it off (terms/environment.py), a process without a plan may have it."""
     method = native_fp8_method(Scheme.FP8_BLOCK)
     for rounds_up in (False, True):
         method.fp8_linear = _kernel(kind, rounds_up=rounds_up)

@@ -13,9 +13,9 @@ from engines import Engine, free_engine, read_checkpoint, start_engine
 from faults import Tensors, flip_bit, given_to_vllm, new_update, recover
 
 from appliance.errors import SyncError
-from appliance.quant.precision import AS_PLANNED, Precision
-from appliance.quant.settings import Quantisation
+from appliance.sync.precision import AS_PLANNED, Precision
 from appliance.terms.schemes import Scheme
+from appliance.terms.settings import Quantisation
 
 pytestmark = pytest.mark.engine
 
@@ -154,7 +154,7 @@ def test_an_engine_that_is_started_in_a_precision_answers_as_one_that_changed(
 ) -> None:
     """The way of a restart: old weights, then the run's fifth update, of which everything is proven."""
     from appliance.engine.precision import raised_layers
-    from appliance.quant.precision import quantisation_at
+    from appliance.sync.precision import quantisation_at
 
     planned = Quantisation(scheme=Scheme.INT8)
     told = quantisation_at(planned, precision)
@@ -179,7 +179,7 @@ def test_experts_are_kept_raised_and_ranked_by_one_name(tmp_path: Path) -> None:
 
     from appliance.engine.config import ApplianceConfig, require_ignored_layers
     from appliance.engine.precision import raised_layers
-    from appliance.quant.precision import quantisation_at
+    from appliance.sync.precision import quantisation_at
 
     kept, experts = (f"model.layers.{number}.mlp.experts" for number in (1, 2))
     folder = make_family(tmp_path / "model", name="qwen3-moe", seed=1)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from test_engine_int8 import KERNEL, write_plan
 
-from appliance.plan.env import PLAN_VARIABLE
+from appliance.terms.environment import PLAN_VARIABLE
 
 pytestmark = pytest.mark.engine
 
@@ -21,7 +21,7 @@ START = """
 import sys
 from vllm import LLM, SamplingParams
 from appliance.terms.schemes import Scheme
-from appliance.quant.settings import Quantisation
+from appliance.terms.settings import Quantisation
 
 if __name__ == "__main__":
     llm = LLM(
@@ -70,7 +70,7 @@ def test_an_error_of_ours_is_said_by_the_process_it_was_raised_in(
 ) -> None:
     """vLLM passes on only an error's text; kind and exit code reach the launcher as an event."""
     from appliance.errors import SyncError
-    from appliance.run.events import first_failure, report_failures
+    from appliance.record.events import first_failure, report_failures
 
     monkeypatch.setenv(PLAN_VARIABLE, str(tmp_path / "plan.json"))
     with pytest.raises(SyncError), report_failures():

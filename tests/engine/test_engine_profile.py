@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from appliance.quant.calibrate import calibrate
 from appliance.quant.mismatch import measure_mismatch
 from appliance.quant.profile import Origin, Profile, Settings, write_profile
-from appliance.quant.settings import Quantisation
 from appliance.terms.schemes import Scheme
+from appliance.terms.settings import Quantisation
 
 pytestmark = pytest.mark.engine
 

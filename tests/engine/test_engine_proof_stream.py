@@ -127,8 +127,8 @@ def test_the_layers_of_an_update_are_those_whose_turn_it_is(int8: Bench) -> None
 def test_an_entry_of_ignore_that_keeps_nothing(int8: Bench) -> None:
     """A name that is misspelt would quantise what was to be kept."""
     from appliance.engine.config import ApplianceConfig, require_ignored_layers
-    from appliance.quant.settings import Quantisation
     from appliance.terms.schemes import Scheme
+    from appliance.terms.settings import Quantisation
 
     good = ("model.layers.0.mlp.gate_proj", "model.layers.1.mlp.gate_up_proj", "re:.*o_proj$", "re:.*q_proj", "lm_head")
     require_ignored_layers(int8.engine.model, ApplianceConfig(Quantisation(scheme=Scheme.INT8, ignore=good)))

@@ -50,7 +50,7 @@ def build(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
     from vllm.model_executor.layers import linear
 
     from appliance.engine.config import ApplianceConfig
-    from appliance.quant.settings import Quantisation
+    from appliance.terms.settings import Quantisation
 
     def one(kind: str, *, scheme: Scheme, rank: int, ranks: int, size: int = 256) -> Module:
         for module in (linear, parameter):

@@ -203,7 +203,7 @@ def test_fp8_on_a_cpu_must_be_asked_for_as_emulated(scheme: Scheme, checkpoints:
 @pytest.mark.parametrize("scheme", [Scheme.INT8, Scheme.BF16])
 def test_only_fp8_is_ever_emulated(scheme: Scheme) -> None:
     from appliance.engine.config import ApplianceConfig
-    from appliance.quant.settings import Quantisation
+    from appliance.terms.settings import Quantisation
 
     with pytest.raises(EngineError) as raised:
         ApplianceConfig(Quantisation(scheme=scheme, emulated=True))

@@ -19,7 +19,7 @@ from appliance.engine.first_scales import read_first_scales, write_first_scales
 from appliance.engine.quantised import Quantising
 from appliance.engine.telemetry import TelemetryTap
 from appliance.quant.codec import dequantise, quantise
-from appliance.run.sync_records import Telemetry
+from appliance.sync.records import Telemetry
 from appliance.terms.schemes import Scheme
 
 SHAPES = ((64, 128), (200, 300), (5, 128), (64, 128))

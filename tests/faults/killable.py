@@ -18,10 +18,10 @@ from typing import Any
 
 from left_behind import Bystanders, bystanders, left_of
 
-from appliance.plan.env import RAY_DIR_VARIABLE, RUN_VARIABLE
-from appliance.run.checkpoint_manifest import damage
-from appliance.run.checkpoints import DAMAGED, FOLDER, in_order
-from appliance.run.processes import Process, find_processes
+from appliance.processes import Process, find_processes
+from appliance.record.checkpoint_manifest import damage
+from appliance.record.checkpoints import DAMAGED, FOLDER, in_order
+from appliance.terms.environment import RAY_DIR_VARIABLE, RUN_VARIABLE
 
 RECIPE = "arithmetic-tiny-int8"
 # As small as a step can be: what is tried is how a run ends, and each attempt starts vLLM, verl and Ray again.

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from killable import Run, named_after
 
-from appliance.run.checkpoint_manifest import Facts, seal
-from appliance.run.checkpoints import DAMAGED, checkpoint_folder, partial_of, set_aside
-from appliance.run.events import append_event
+from appliance.record.checkpoint_manifest import Facts, seal
+from appliance.record.checkpoints import DAMAGED, checkpoint_folder, partial_of, set_aside
+from appliance.record.events import append_event
 
 
 def save(run: Run, step: int) -> Path:

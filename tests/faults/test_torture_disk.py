@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from killable import SMALL, Run
 
-from appliance.run.checkpoint_manifest import damage
-from appliance.run.checkpoints import checkpoint_folder
+from appliance.record.checkpoint_manifest import damage
+from appliance.record.checkpoints import checkpoint_folder
 
 pytestmark = pytest.mark.torture
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 import pytest
 from killable import NAMED_WITHIN_S, Run, check_undisturbed, named_after
 
-from appliance.run.checkpoint_manifest import read_manifest
-from appliance.run.checkpoints import in_order
+from appliance.record.checkpoint_manifest import read_manifest
+from appliance.record.checkpoints import in_order
 
 pytestmark = pytest.mark.torture
 

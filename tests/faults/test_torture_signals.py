@@ -13,8 +13,8 @@ from collections.abc import Callable
 import pytest
 from killable import Run, Terminal
 
-from appliance.run.checkpoint_manifest import damage
-from appliance.run.checkpoints import checkpoint_folder
+from appliance.record.checkpoint_manifest import damage
+from appliance.record.checkpoints import checkpoint_folder
 
 pytestmark = pytest.mark.torture
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from appliance.errors import RecipeError
-from appliance.quant.settings import Quantisation
 from appliance.terms.devices import CPU, why_not
 from appliance.terms.schemes import Scheme
+from appliance.terms.settings import Quantisation
 
 pytestmark = pytest.mark.engine
 

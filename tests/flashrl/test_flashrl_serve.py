@@ -21,11 +21,11 @@ import pytest
 from engines import Engine, read_checkpoint, start_engine
 from trainings import Finished
 
-from appliance.plan.model import read_plan
 from appliance.profile.command import write_config
-from appliance.quant.settings import Quantisation
 from appliance.quant.smoothing import load_smoothing
+from appliance.record.plan import read_plan
 from appliance.terms.schemes import Scheme
+from appliance.terms.settings import Quantisation
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

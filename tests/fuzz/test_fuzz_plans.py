@@ -16,9 +16,7 @@ from omegaconf import OmegaConf
 from plans import DISK, HOST
 
 from appliance.plan.build import build_plan
-from appliance.plan.env import child_env
 from appliance.plan.host import HostGpu
-from appliance.plan.model import RunPlan
 from appliance.plan.show import plan_text
 from appliance.plan.verl_args import Override
 from appliance.preflight.checks import estimates, judge
@@ -27,6 +25,8 @@ from appliance.preflight.probes import InputFacts
 from appliance.recipe.dump import to_yaml
 from appliance.recipe.load import load_recipe
 from appliance.recipe.schema import SECTIONS
+from appliance.record.plan import RunPlan
+from appliance.terms.environment import child_env
 
 HOSTS = (HOST, dataclasses.replace(HOST, gpus=(HostGpu("NVIDIA H100 80GB HBM3", 80 << 30),) * 8))
 BASE = {"model": {"builtin": "tiny-arithmetic"}, "task": {"max_prompt_tokens": 16, "max_response_tokens": 8}}

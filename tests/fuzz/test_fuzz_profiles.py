@@ -20,13 +20,13 @@ from profiles import read_profile
 from safetensors.torch import save
 
 from appliance.errors import RecipeError
-from appliance.plan.model import ProfilePlan
 from appliance.preflight.model_files import profile_problem
 from appliance.profile import unpickle
 from appliance.profile.table import table
 from appliance.quant.files import HEADER_KEY, read_file_header
 from appliance.quant.profile import LayerError, Memory, Origin, Predicted, Profile, Settings
 from appliance.quant.smoothing import Smoothing, SmoothingGroup, fold
+from appliance.record.plan import ProfilePlan
 from appliance.terms.schemes import Scheme
 
 NORM = "model.layers.0.input_layernorm.weight"

@@ -14,13 +14,13 @@ from fuzz_text import VARIANTS, as_json, broken, deep, raw, seeds, values, varia
 from hypothesis import strategies as st
 from plans import make_plan
 
+from appliance.plan.bench_results import model_shapes
 from appliance.plan.experts import layers_with_experts
-from appliance.plan.model import ModelPlan
-from appliance.plan.stored import model_shapes
 from appliance.preflight.checks import estimates
-from appliance.run.events import StepMetrics, first_failure, run_started
-from appliance.run.report.write import print_report
-from appliance.run.status import print_status
+from appliance.record.events import StepMetrics, first_failure, run_started
+from appliance.record.plan import ModelPlan
+from appliance.report.status import print_status
+from appliance.report.write import print_report
 from appliance.terms.shapes import read_shape
 
 RECORD = {"state": "failed", "phase": "rollout", "attempt": 2, "exit_code": 5, "reason": "", "schema_version": 1}

@@ -15,20 +15,20 @@ from plans import HOST, make_plan
 
 from appliance import console
 from appliance.errors import RecipeError
+from appliance.launch.command import run_check, run_plan
 from appliance.plan.build import build_plan
-from appliance.plan.env import child_env
-from appliance.plan.model import ModelPlan
 from appliance.preflight.checks import judge
 from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.probes import read_inputs
 from appliance.recipe.load import load_recipe
-from appliance.run.command import run_check, run_plan
-from appliance.run.display import panel
-from appliance.run.events import append_event, parse_event, parse_metrics
-from appliance.run.logs import print_logs
-from appliance.run.session import RunRecord, RunStatus, log_dir, write_record
-from appliance.run.state import RunState, fold
-from appliance.run.status import print_status
+from appliance.record.events import append_event, parse_event, parse_metrics
+from appliance.record.plan import ModelPlan
+from appliance.record.session import RunRecord, RunStatus, log_dir, write_record
+from appliance.record.state import RunState, fold
+from appliance.report.display import panel
+from appliance.report.logs import print_logs
+from appliance.report.status import print_status
+from appliance.terms.environment import child_env
 
 INJECTIONS = [
     *("a,b", "${oc.env:HOME}", "\\${oc.env:HOME}", "+x=1", "++trainer.nnodes=9", "~trainer", "x=1", "[a,b]", "{a: 1}"),
@@ -156,7 +156,7 @@ def test_the_panel_of_a_hostile_run_is_text(room: Path) -> None:
 def test_findings_of_check_are_text(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = planned(room, model="./m", train_file="t")
     found = [Finding(Severity.WARNING, "x", HOSTILE, HOSTILE, HOSTILE)]
-    monkeypatch.setattr("appliance.run.command.examine", lambda *_, **__: (made, HOST, found))
+    monkeypatch.setattr("appliance.launch.command.examine", lambda *_, **__: (made, HOST, found))
     monkeypatch.chdir(room)
     with strict_stdout() as printed:
         recipe = load_recipe("arithmetic-tiny-int8")

@@ -13,16 +13,16 @@ from plans import make_plan
 
 from appliance.container.launch import make_order
 from appliance.errors import ApplianceError, EngineError, PreflightError, RecipeError
+from appliance.launch.command import new_run_dir
+from appliance.launch.export import run_export
+from appliance.launch.resume import find_target, plan_profile_file
 from appliance.quant.checkpoint import Checkpoint
 from appliance.recipe.load import load_recipe
-from appliance.run.checkpoint_manifest import Facts, damage, read_manifest, seal
-from appliance.run.checkpoints import find_newest, in_order
-from appliance.run.command import new_run_dir
-from appliance.run.events import append_event
-from appliance.run.export import run_export
-from appliance.run.resume import find_target, plan_profile_file
-from appliance.run.session import RunRecord, read_record, write_record
-from appliance.run.status import find_run
+from appliance.record.checkpoint_manifest import Facts, damage, read_manifest, seal
+from appliance.record.checkpoints import find_newest, in_order
+from appliance.record.events import append_event
+from appliance.record.session import RunRecord, read_record, write_record
+from appliance.report.status import find_run
 from appliance.tasks import gsm8k
 from appliance.tasks.library import data_key
 

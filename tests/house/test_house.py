@@ -13,7 +13,7 @@ WRITTEN_BY_HAND = ("*.py", "*.sh", "*.md", "*.yaml", "*.yml", "*.toml", "Makefil
 # A broad `except` is a boundary: the command line, a user's reward function, the outermost line of a child, the page
 # that the launcher writes beside its work, and the end of the backends of `logging.backends`.
 BOUNDARIES = {
-    *("cli", "run.events", "run.report.write"),
+    *("cli", "record.events", "report.write"),
     *("trainer.engines", "trainer.entry", "trainer.fit", "trainer.reward_pool"),
 }
 VAGUE = re.compile(r"(?i)utils?$|helper|manager$")
@@ -87,12 +87,12 @@ def test_only_verl_args_knows_verls_keys(modules: dict[str, ast.Module]) -> None
 
 def test_environment_of_children_is_named_in_one_file(modules: dict[str, ast.Module]) -> None:
     variable = re.compile(r"^(?!HF_)[A-Z][A-Z0-9]*_[A-Z0-9_]+$")  # HF_* is also the launcher's own
-    named = {text for text in strings(modules["plan.env"]) if variable.match(text)}
+    named = {text for text in strings(modules["terms.environment"]) if variable.match(text)}
     assert named
     wrong = {
         f"{module}: {text}"
         for module, tree in modules.items()
-        if module != "plan.env"
+        if module != "terms.environment"
         for text in strings(tree)
         if text in named or re.match(r"^APPLIANCE_[A-Z_]+$", text)
     }

@@ -1,4 +1,4 @@
-"""Which way is down: every room imports only what lies below it, and the launcher starts without torch."""
+"""Which way is down: every room imports only what lies below it, and no command loads torch to start."""
 
 from __future__ import annotations
 
@@ -8,116 +8,52 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-# The part of quant that needs no torch.
-NUMBERS = {
-    "quant.correction",
-    "quant.device",
-    "quant.files",
-    "quant.precision",
-    "quant.scheme",
-    "quant.settings",
-    "quant.uaq",
-}
-# The folder of checkpoints: the trainer fills it, the launcher looks for where to resume.
-SAVED = {"run.seal", "run.checkpoints", "run.last_line"}
-CHILDREN = {
-    "errors",
-    "patch",
-    "quant",
-    "plan.model",
-    "plan.read",
-    "plan.env",
-    "plan.control_groups",
-    "run.attest",
-    "run.events",
-    "run.generation",
-    "run.acknowledge",
-    "run.heartbeat",
-    "run.precision",
-    "run.samples",
-    "run.stacks",
-    "run.stop_request",
-    *SAVED,
-}
+TOOLS = {"console", "control_groups", "errors", "files", "frozen", "hub", "patch", "processes", "signals"}
+FACTS = {"terms", "corrections", "guard"}
 
-# A room or module -> what it may import besides its own room. A name stands for everything below it.
+# A folder -> the folders and tools that it may import. A rule that needs an exception for a file says that a wall is
+# wrong: move the wall.
 MAY_IMPORT = {
-    "__init__": set(),
-    "__main__": {"cli"},
-    "errors": set(),
-    "frozen": set(),
-    "console": {"errors"},
-    "patch": {"errors"},
     "page": set(),
-    "terms": {"errors"},
-    "interruption": {"console"},
-    "quant": {"errors"},
-    "guard": {"errors"},
-    "tasks": {"errors", "plan.model", "plan.read", "run.events", "run.boundary", "run.heartbeat", "run.stacks"},
-    "recipe": {"errors", "tasks", "guard", *NUMBERS},
-    "plan": {"errors", "frozen", "tasks", "recipe", "guard", *NUMBERS},
-    "preflight": {"errors", "patch", "tasks", "recipe", "plan", "cluster.token", *NUMBERS},
-    "run": {
-        *("errors", "tasks", "recipe", "plan", "preflight", "cluster.token", "console", "page"),
-        *("interruption", *NUMBERS),
+    "terms": {"errors", "frozen"},
+    "corrections": {"errors"},
+    "guard": {"terms"},
+    # on disk, and between processes
+    "record": {"errors", "files", "frozen", "processes", *FACTS},
+    "sync": {"errors", "files", "record", "terms"},
+    "quant": {"errors", "files", "terms"},
+    # the worker: in the processes of vLLM and verl
+    "engine": {"errors", "files", "patch", "quant", "record", "sync", "terms"},
+    "trainer": {
+        *("control_groups", "errors", "files", "patch"),
+        *("cluster", "quant", "record", "sync", "tasks", *FACTS),
     },
-    "cluster": {"errors", "plan", "run", "console", "preflight", "recipe.text", *NUMBERS},
-    "engine": CHILDREN,
-    "trainer": {*CHILDREN, "tasks", "guard", "cluster.form", "run.boundary"},
-    "bench": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "engine", "quant"},
-    "profile": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "quant"},
-    "verify": {
-        "errors",
-        "frozen",
-        "tasks",
-        "recipe",
-        "plan",
-        "preflight",
-        "run",
-        "console",
-        "engine",
-        "quant",
-        "profile",
+    # the launcher: recipe -> plan -> everything else
+    "tasks": {"errors", "files", "hub", "record", "terms"},
+    "recipe": {"errors", "quant", "tasks", *FACTS},
+    "plan": {"control_groups", "errors", "files", "hub", "recipe", "record", "tasks", *FACTS},
+    "preflight": {"control_groups", "errors", "hub", "patch", "plan", "quant", "recipe", "record", "tasks", "terms"},
+    "report": {"console", "errors", "files", "guard", "page", "plan", "record", "sync", "terms"},
+    "launch": {
+        *("console", "errors", "files", "processes", "signals"),
+        *("plan", "preflight", "recipe", "record", "report", "sync", "tasks", "terms"),
     },
-    # A comparison is many runs, each with its profile.
-    "compare": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "page", "profile", "quant"},
-    "container": {"errors", "tasks", "recipe", "plan", "preflight", "run", "console", "cluster.news", *NUMBERS},
-    "data": {"errors", "tasks", "console", "run.session", "run.work"},  # its files are a task's, made without a recipe
-    "cli": {
-        *("errors", "tasks", "recipe", "plan", "preflight", "run", "bench", "profile", "verify", "compare", "cluster"),
-        *("container", "console", "data", "interruption"),
-        *NUMBERS,
+    "cluster": {*TOOLS, "launch", "plan", "preflight", "recipe", "record", "terms"},
+    # commands beside the run
+    "data": {"console", "errors", "files", "launch", "record", "tasks"},
+    "profile": {*TOOLS, "launch", "plan", "preflight", "quant", "recipe", "record", "terms"},
+    "bench": {*TOOLS, "engine", "launch", "plan", "preflight", "recipe", "record", "terms"},
+    "verify": {*TOOLS, "engine", "launch", "plan", "preflight", "profile", "quant", "recipe", "record", "terms"},
+    "compare": {
+        *TOOLS,
+        *("corrections", "launch", "page", "plan", "preflight", "profile", "quant", "recipe", "record", "report"),
+        *("tasks", "terms"),
     },
+    "container": {*TOOLS, "cluster", "launch", "preflight", "recipe", "record", "report", "terms"},
 }
 
 HEAVY = {"torch", "vllm", "verl", "ray", "transformers", "tensordict", "datasets", "numpy", "pandas", "pyarrow"}
-# Only children load these. Everything else is the launcher's, and keeps heavy imports inside functions.
-OF_THE_CHILDREN = (
-    "engine",
-    "trainer",
-    "quant",
-    "tasks.tiny_model",
-    "tasks.tokenizer",
-    "tasks.parquet",
-    "bench.measure",
-    "bench.worker",
-    "compare.bootstrap",
-    "compare.child",
-    "compare.coarse",
-    "verify.child",
-    "verify.worker",
-    "profile.child",
-    "profile.unpickle",
-    "profile.take_over",
-)
-
-
-def is_heavy(module: str) -> bool:
-    return is_below(module, OF_THE_CHILDREN) and module not in NUMBERS
-
-
-def is_below(module: str, rooms: tuple[str, ...] | set[str]) -> bool:
-    return any(module == room or module.startswith(f"{room}.") for room in rooms)
+SLOW = HEAVY | {"huggingface_hub", "httpx", "jinja2"}  # 0.3 s each: where a command needs it, inside a function
 
 
 def imported(nodes: Iterator[ast.AST] | list[ast.stmt]) -> Iterator[str]:
@@ -140,17 +76,39 @@ def edges(modules: dict[str, ast.Module], *, nodes) -> Iterator[tuple[str, str]]
                 yield module, known
 
 
+def room(module: str) -> str:
+    return module.partition(".")[0]
+
+
 def test_every_room_has_a_place(modules: dict[str, ast.Module]) -> None:
-    assert {module.split(".")[0] for module in modules} - set(MAY_IMPORT) == set()
+    folders = {room(module) for module in modules if "." in module}
+    single = {module for module in modules if "." not in module} - {"__init__", "__main__", "cli"}
+    assert (folders, single) == (set(MAY_IMPORT), TOOLS)
 
 
 def test_imports_go_down(modules: dict[str, ast.Module]) -> None:
     wrong = [
         f"{module} imports {target}"
         for module, target in edges(modules, nodes=ast.walk)
-        if (room := module.split(".")[0]) != target.split(".")[0] and not is_below(target, {"terms", *MAY_IMPORT[room]})
+        if "." in module and room(module) != room(target) and room(target) not in MAY_IMPORT[room(module)]
     ]
     assert wrong == []
+
+
+def test_no_rule_allows_what_nobody_does(modules: dict[str, ast.Module]) -> None:
+    done = {(room(module), room(target)) for module, target in edges(modules, nodes=ast.walk)}
+    idle = {(one, other) for one, others in MAY_IMPORT.items() for other in others - TOOLS} - done
+    assert idle == set()
+
+
+def test_no_two_rooms_import_each_other() -> None:
+    order = list(graphlib.TopologicalSorter(MAY_IMPORT).static_order())  # CycleError names the circle
+    assert set(MAY_IMPORT) <= set(order)
+
+
+def test_the_tools_import_each_other_only(modules: dict[str, ast.Module]) -> None:
+    used = {target for module, target in edges(modules, nodes=ast.walk) if module in TOOLS}
+    assert used <= TOOLS
 
 
 def test_no_module_imports_itself_in_a_circle(modules: dict[str, ast.Module]) -> None:
@@ -160,23 +118,26 @@ def test_no_module_imports_itself_in_a_circle(modules: dict[str, ast.Module]) ->
     assert len(list(graphlib.TopologicalSorter(graph).static_order())) >= len(modules)  # CycleError names the circle
 
 
-def _module_of(name: str, modules: dict[str, ast.Module]) -> str:
-    """`quant.scheme.Scheme` -> `quant.scheme`."""
-    return name if name in modules else name.rpartition(".")[0]
-
-
-def test_launcher_imports_nothing_heavy_at_module_level(modules: dict[str, ast.Module]) -> None:
+def test_no_command_loads_anything_slow_to_start(modules: dict[str, ast.Module]) -> None:
+    """The command line imports a command's module in a function; from there on the module level counts."""
+    below = dict[str, set[str]]()
+    for module, target in edges(modules, nodes=lambda tree: tree.body):
+        below.setdefault(module, set()).add(target)
+    waiting, seen = {target for module, target in edges(modules, nodes=ast.walk) if module == "cli"}, set[str]()
+    while waiting:
+        module = waiting.pop()
+        seen.add(module)
+        waiting |= below.get(module, set()) - seen
     wrong = [
         f"{module} imports {name}"
-        for module, tree in modules.items()
-        if not is_heavy(module)
-        for name in imported(tree.body)
-        if name.split(".")[0] in HEAVY or is_heavy(_module_of(name.removeprefix("appliance."), modules))
+        for module in sorted(seen)
+        for name in imported(modules[module].body if module in modules else [])
+        if name.partition(".")[0] in SLOW
     ]
-    assert wrong == []
+    assert len(seen) > 50 and wrong == []
 
 
 def test_command_line_starts_without_torch() -> None:
-    code = f"import appliance.cli, sys; print(sorted({HEAVY!r} & set(sys.modules)))"
+    code = f"import appliance.cli, sys; print(sorted({SLOW!r} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "[]\n"

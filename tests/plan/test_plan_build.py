@@ -10,12 +10,12 @@ from appliance.corrections.registry import CorrectionMethod
 from appliance.errors import RecipeError
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostFacts, HostGpu
-from appliance.plan.model import CorrectionPlan, ExpectedAttestation, ProfilePlan, RunPlan, read_plan
 from appliance.plan.show import plan_text
 from appliance.plan.verl_args import ROLLOUT, argv
-from appliance.quant.settings import Quantisation
 from appliance.recipe.load import load_recipe
+from appliance.record.plan import CorrectionPlan, ExpectedAttestation, ProfilePlan, RunPlan, read_plan
 from appliance.terms.schemes import Scheme
+from appliance.terms.settings import Quantisation
 
 RUN_DIR = Path("/runs/arithmetic-1")
 BY_RULE = "by rule, not measured: `appliance bench` measures it"

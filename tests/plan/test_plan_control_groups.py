@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.plan.control_groups import usable_cores
+from appliance.control_groups import usable_cores
 
 
 @pytest.fixture(autouse=True)

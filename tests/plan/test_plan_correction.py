@@ -9,8 +9,8 @@ from plans import HOST
 
 from appliance.corrections.base import ClipRange
 from appliance.plan.build import build_plan
-from appliance.plan.model import RunPlan, ShadowPlan, UaqPlan
 from appliance.recipe.load import load_recipe
+from appliance.record.plan import RunPlan, ShadowPlan, UaqPlan
 
 
 def planned(*sets: str) -> RunPlan:

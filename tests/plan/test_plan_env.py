@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.plan.env import RAY_OWN, child_env, ray_dir, short_root, weight_socket, with_ray_token
+from appliance.terms.environment import RAY_OWN, child_env, ray_dir, short_root, weight_socket, with_ray_token
 
 DEEP_GEMM = "VLLM_USE_DEEP_GEMM"
 

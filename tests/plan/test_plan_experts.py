@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from plans import HOST, INPUTS
 
+from appliance.plan.bench_results import Kept, model_shapes, result_key, write_result
 from appliance.plan.build import build_plan
 from appliance.plan.experts import keeps_experts
 from appliance.plan.host import HostGpu
-from appliance.plan.model import RunPlan, Switching
-from appliance.plan.stored import Kept, model_shapes, result_key, write_result
 from appliance.preflight.checks import judge
 from appliance.preflight.finding import Severity
 from appliance.preflight.schemes import judge_guard
 from appliance.recipe.load import load_recipe
+from appliance.record.plan import RunPlan, Switching
 from appliance.terms.schemes import Scheme
 from appliance.terms.shapes import ModelShape, read_shape
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from plans import HOST
 
 from appliance.plan.build import build_plan
-from appliance.plan.model import RunPlan
 from appliance.recipe.load import load_recipe
+from appliance.record.plan import RunPlan
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "gpu.md"
 

@@ -11,11 +11,11 @@ from plans import HOST, INPUTS
 
 from appliance.guard.policy import Action
 from appliance.plan.build import build_plan
-from appliance.plan.model import RunPlan, Switching
 from appliance.preflight.finding import Finding
 from appliance.preflight.probes import InputFacts, ModelShape
 from appliance.preflight.schemes import judge_guard
 from appliance.recipe.load import load_recipe
+from appliance.record.plan import RunPlan, Switching
 
 USUAL = (Action.WARN, Action.TIGHTEN, Action.BF16, Action.STOP)
 STAYS = "new rollout engines take over, the trainer stays"

@@ -12,8 +12,8 @@ from plans import HOST
 from appliance.plan.build import build_plan
 from appliance.plan.host_memory import MIB, Role, held, kv_cache_gib, ladder, peak, shape_of
 from appliance.plan.memory import GIB
-from appliance.plan.model import RunPlan
 from appliance.recipe.load import load_recipe
+from appliance.record.plan import RunPlan
 from appliance.terms.shapes import KNOWN, ModelShape
 from benchmarks.memory import SIZES
 

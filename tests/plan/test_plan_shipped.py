@@ -18,12 +18,12 @@ from plans import DISK, HOST
 from appliance.errors import RecipeError
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostGpu
-from appliance.plan.model import RunPlan
 from appliance.preflight.checks import judge
 from appliance.preflight.disk import Disks
 from appliance.preflight.finding import Severity
 from appliance.preflight.probes import InputFacts
 from appliance.recipe.load import load_recipe
+from appliance.record.plan import RunPlan
 from appliance.terms.devices import GPUS
 from appliance.terms.shapes import KNOWN, read_shape
 

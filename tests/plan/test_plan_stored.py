@@ -9,11 +9,11 @@ from pathlib import Path
 import plans
 import pytest
 
+from appliance.plan.bench_results import Kept, ResultKey, model_shapes, read_result, write_result
 from appliance.plan.build import OriginalPlan, build_plan
 from appliance.plan.host import HostFacts, HostGpu
-from appliance.plan.model import ModelPlan
-from appliance.plan.stored import Kept, ResultKey, model_shapes, read_result, write_result
 from appliance.recipe.load import load_recipe
+from appliance.record.plan import ModelPlan
 from appliance.terms.schemes import Scheme
 
 KEY = ResultKey(device="h100", processor="h100", shapes="h64-i128-a4-kv2", versions=(("torch", "1"), ("vllm", "2")))

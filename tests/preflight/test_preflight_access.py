@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from plans import make_plan
 
-from appliance.plan.model import ClusterPlan, ModelPlan, RunPlan
 from appliance.plan.ports import Ports
 from appliance.preflight.access import AccessFacts, judge_access, ports_in_use, read_access
+from appliance.record.plan import ClusterPlan, ModelPlan, RunPlan
 
 
 def cluster(**changes: object) -> ClusterPlan:
@@ -37,7 +37,7 @@ import os, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from plans import make_plan
-from appliance.plan.model import ModelPlan
+from appliance.record.plan import ModelPlan
 from appliance.preflight.access import judge_access, read_access
 os.setgid(65534); os.setuid(65534)
 model = ModelPlan(path={model!r}, source={model!r}, builtin="", revision="", trust_remote_code=False)
@@ -234,8 +234,8 @@ from pathlib import Path
 sys.path.insert(0, {tests!r})
 from plans import make_plan
 from appliance.plan.build import is_folder
-from appliance.plan.model import ModelPlan, ProfilePlan, UaqPlan
-from appliance.plan.stored import read_result, result_key
+from appliance.record.plan import ModelPlan, ProfilePlan, UaqPlan
+from appliance.plan.bench_results import read_result, result_key
 from huggingface_hub import constants, try_to_load_from_cache  # before nobody may read it
 from appliance import hub
 from appliance.preflight import checks

@@ -7,12 +7,12 @@ from plans import HOST as BARE_HOST
 
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostFacts, HostGpu
-from appliance.plan.model import RunPlan
 from appliance.preflight.checks import estimates, judge
 from appliance.preflight.disk import Disk, Disks, Written
 from appliance.preflight.finding import Finding, Severity, as_json, lines
 from appliance.preflight.probes import InputFacts
 from appliance.recipe.load import load_recipe
+from appliance.record.plan import RunPlan
 from appliance.terms.shapes import ModelShape
 
 HOST = dataclasses.replace(BARE_HOST, packages=frozenset({"flash_attn"}))

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from appliance.plan.env import HUB_TOKEN_VARIABLE, IMAGE_VARIABLE
 from appliance.plan.host import ContainerFacts
 from appliance.preflight.container import is_mounted_secret, judge_container, mount_of, read_container
+from appliance.terms.environment import HUB_TOKEN_VARIABLE, IMAGE_VARIABLE
 
 GOOD = ContainerFacts(image="cpu", run_root="/appliance/runs", run_root_lasts=True, uid=10001, gid=0)
 MOUNTS = """\

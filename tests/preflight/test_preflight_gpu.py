@@ -11,10 +11,10 @@ from plans import HOST
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.memory import GIB, engine_share, engine_weights, host_bytes, ladder, moments, one_sequence
-from appliance.plan.model import RunPlan
 from appliance.preflight import gpu
 from appliance.preflight.finding import Finding, Severity
 from appliance.recipe.load import load_recipe
+from appliance.record.plan import RunPlan
 from appliance.terms.shapes import KNOWN, ModelShape, read_shape
 
 SHAPE_32B = KNOWN["Qwen/Qwen2.5-32B"]

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from plans import HOST, make_plan, make_rollout
 
-from appliance.plan.model import RunPlan
-from appliance.plan.stored import Kept, result_key, write_result
+from appliance.plan.bench_results import Kept, result_key, write_result
 from appliance.preflight.finding import Severity
 from appliance.preflight.probes import read_inputs
 from appliance.preflight.schemes import judge_gain
+from appliance.record.plan import RunPlan
 from appliance.terms.devices import StoredResult
 from appliance.terms.schemes import Scheme
 from appliance.terms.shapes import KNOWN

@@ -9,11 +9,11 @@ from hub_variables import set_hub
 
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostGpu
-from appliance.plan.model import RunPlan
 from appliance.preflight import probes
 from appliance.preflight.disk import read_disks
 from appliance.recipe.load import load_recipe
-from appliance.run.checkpoints import FOLDER
+from appliance.record.checkpoints import FOLDER
+from appliance.record.plan import RunPlan
 
 
 def planned(tmp_path: Path, *sets: str, recipe: str = "gsm8k-tiny-int8") -> RunPlan:

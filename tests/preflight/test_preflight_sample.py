@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from plans import make_plan
 
-from appliance.plan.model import RunPlan
 from appliance.preflight import sample as sampling
 from appliance.preflight.sample import RewardProblem, reward_problem
+from appliance.record.plan import RunPlan
 from appliance.tasks.sample import SAMPLES, Sample, Verdict, judge_sample, sampled
 
 

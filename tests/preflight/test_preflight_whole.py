@@ -10,7 +10,6 @@ from plans import HOST
 
 from appliance.plan.build import build_plan
 from appliance.plan.host import ContainerFacts, Limits
-from appliance.plan.model import Switching
 from appliance.preflight.access import AccessFacts
 from appliance.preflight.checks import judge
 from appliance.preflight.finding import Severity
@@ -19,6 +18,7 @@ from appliance.preflight.report import examine
 from appliance.preflight.sample import RewardProblem
 from appliance.preflight.stack import StackFacts
 from appliance.recipe.load import load_recipe
+from appliance.record.plan import Switching
 from appliance.terms.shapes import KNOWN
 
 HUB_MODEL = ("model.builtin=null", "model.path=owner/name")

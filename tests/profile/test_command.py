@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 from appliance.cli import app
 from appliance.errors import EngineError, RecipeError
 from appliance.plan.build import build_plan
-from appliance.plan.model import RunPlan
 from appliance.preflight.probes import read_host
 from appliance.profile import command
 from appliance.profile.cache import file_hash, find_profile
@@ -23,7 +22,8 @@ from appliance.quant.files import read_file_header
 from appliance.quant.smoothing import load_smoothing
 from appliance.recipe.load import load_recipe
 from appliance.recipe.schema import Recipe
-from appliance.run.events import EVENTS_FILE, parse_event
+from appliance.record.events import EVENTS_FILE, parse_event
+from appliance.record.plan import RunPlan
 from appliance.tasks.prepare import prepare
 from appliance.terms.schemes import Scheme
 from appliance.trainer.checkpoints import profile_identity

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from appliance.cli import app
 from appliance.errors import EngineError, NumericsError, PreflightError, RecipeError
+from appliance.launch.side_job import run_child
 from appliance.plan.build import build_plan
-from appliance.plan.model import RunPlan
 from appliance.preflight.probes import read_host
 from appliance.profile import command
 from appliance.profile.child import make_profile
@@ -20,8 +20,8 @@ from appliance.profile.table import table
 from appliance.quant.files import PROFILE_FILE, read_file_header
 from appliance.recipe.load import load_recipe
 from appliance.recipe.schema import Recipe
-from appliance.run.events import EVENTS_FILE, parse_event
-from appliance.run.side_job import run_child
+from appliance.record.events import EVENTS_FILE, parse_event
+from appliance.record.plan import RunPlan
 from appliance.tasks.prepare import prepare
 
 
@@ -149,7 +149,7 @@ def test_a_childs_own_word_and_code_reach_the_user(file: str, tmp_path: Path) ->
 CHILD = """
 from pathlib import Path
 from appliance.errors import {kind}
-from appliance.run.events import append_failure
+from appliance.record.events import append_failure
 append_failure(Path({folder!r}), {kind}({arguments}))
 raise SystemExit({kind}.exit_code)
 """

@@ -14,15 +14,15 @@ from tiny_models import tiny
 from trainers import make_trainer
 
 from appliance.errors import EngineError
-from appliance.plan.model import ModelPlan, ProfilePlan, RunPlan, UaqPlan
+from appliance.launch.export import run_export
 from appliance.preflight.probes import read_inputs, uaq_problem
 from appliance.profile.job import job_of_run
 from appliance.profile.uaq import is_scaled, make_scaled, scaling_child
 from appliance.quant.uaq import MARK_FILE
-from appliance.run.checkpoint_manifest import Facts, seal
-from appliance.run.checkpoints import checkpoint_folder
-from appliance.run.export import run_export
-from appliance.run.session import RunRecord, write_record
+from appliance.record.checkpoint_manifest import Facts, seal
+from appliance.record.checkpoints import checkpoint_folder
+from appliance.record.plan import ModelPlan, ProfilePlan, RunPlan, UaqPlan
+from appliance.record.session import RunRecord, write_record
 from appliance.terms.schemes import Scheme
 from appliance.trainer.export import export_checkpoint
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from plans import make_guard, make_plan
 
-from appliance.plan.model import ExpectedAttestation
-from appliance.run.attest import Attestation, write_attestation
-from appliance.run.samples import Sample, StepSamples, append_samples
-from appliance.run.session import RunRecord, RunStatus, write_record
-from appliance.run.sync_records import Acknowledgement, Sent, append_acknowledgement, append_sent
+from appliance.record.attestations import Attestation, write_attestation
+from appliance.record.plan import ExpectedAttestation
+from appliance.record.samples import Sample, StepSamples, append_samples
+from appliance.record.session import RunRecord, RunStatus, write_record
+from appliance.sync.records import Acknowledgement, Sent, append_acknowledgement, append_sent
 from appliance.terms.schemes import Scheme
 
 HOSTILE = "</script></pre></td><img src=x onerror=document.title='owned'><script>document.title='owned'</script>"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from browser import Browser, find_browser
 
-from appliance.run.report.write import write_page
-from appliance.run.session import RunRecord, RunStatus, Session
+from appliance.record.session import RunRecord, RunStatus, Session
+from appliance.report.write import write_page
 
 pytestmark = pytest.mark.slow
 
@@ -103,7 +103,7 @@ def test_a_curve_shows_its_numbers_under_the_pointer(
 def test_the_page_of_a_run_that_goes_on_loads_itself_again_and_keeps_what_is_open(
     browser: Browser, tmp_path: Path, make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("appliance.run.report.page.RELOAD_S", 1)
+    monkeypatch.setattr("appliance.report.page.RELOAD_S", 1)
     run_dir = make_run(tmp_path, done=4, state=RunStatus.RUNNING, exit_code=None)
     with Session(run_dir, record=RunRecord(RunStatus.RUNNING)):
         browser.open(made(run_dir))

@@ -15,15 +15,15 @@ from plans import make_guard
 
 from appliance.errors import PreflightError, RecipeError
 from appliance.guard.policy import Action
-from appliance.plan.model import read_plan
-from appliance.run.events import append_event
-from appliance.run.report import write
-from appliance.run.report.folder import read_view
-from appliance.run.report.page import page
-from appliance.run.report.timeline import bands
-from appliance.run.report.verdicts import Word, verdicts
-from appliance.run.report.write import LivePage, print_report
-from appliance.run.session import RunRecord, RunStatus, Session
+from appliance.record.events import append_event
+from appliance.record.plan import read_plan
+from appliance.record.session import RunRecord, RunStatus, Session
+from appliance.report import write
+from appliance.report.folder import read_view
+from appliance.report.page import page
+from appliance.report.timeline import bands
+from appliance.report.verdicts import Word, verdicts
+from appliance.report.write import LivePage, print_report
 
 FIGURES = 17  # 5 of learning, 4 of mismatch, 4 of quantisation, 2 of time, 2 over time
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from appliance.plan.model import Choice, read_plan
-from appliance.run.events import append_event
-from appliance.run.report.folder import read_view
-from appliance.run.report.page import page
+from appliance.record.events import append_event
+from appliance.record.plan import Choice, read_plan
+from appliance.report.folder import read_view
+from appliance.report.page import page
 
 FIGURES = {  # a curve's title -> what else must be written in its figure
     "Reward": ("0.4",),

@@ -10,17 +10,17 @@ import pytest
 from plans import make_rollout
 
 from appliance.guard.policy import Action
-from appliance.plan.model import ExpectedAttestation, read_plan
-from appliance.quant.precision import Precision
-from appliance.quant.settings import Quantisation
-from appliance.run.events import append_event
-from appliance.run.generation import Generation, write_generation
-from appliance.run.report.folder import read_view
-from appliance.run.report.page import page
-from appliance.run.report.verdicts import Verdict, Word, verdicts
-from appliance.run.session import RunRecord, RunStatus, Session
-from appliance.run.sync_records import Acknowledgement, Sent, append_acknowledgement, append_sent
+from appliance.record.events import append_event
+from appliance.record.plan import ExpectedAttestation, read_plan
+from appliance.record.session import RunRecord, RunStatus, Session
+from appliance.report.folder import read_view
+from appliance.report.page import page
+from appliance.report.verdicts import Verdict, Word, verdicts
+from appliance.sync.generation import Generation, write_generation
+from appliance.sync.precision import Precision
+from appliance.sync.records import Acknowledgement, Sent, append_acknowledgement, append_sent
 from appliance.terms.schemes import Scheme
+from appliance.terms.settings import Quantisation
 
 ARRIVED, ATTESTED = "Did the weights arrive?", "Does every process run what it should?"
 Make = Callable[..., Path]

@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from appliance.run.attempt import cut_lines
-from appliance.run.samples import SAMPLES_FILE, read_samples, shortened
+from appliance.launch.rewind import cut_lines
+from appliance.record.samples import SAMPLES_FILE, read_samples, shortened
 from appliance.trainer.samples import SampleLog
 
 

@@ -14,10 +14,10 @@ import pytest
 from left_behind import bystanders, left_of
 from plans import make_plan
 
-from appliance.plan.env import PLAN_VARIABLE, RAY_DIR_VARIABLE
-from appliance.plan.model import ExpectedAttestation, RunPlan
-from appliance.run.events import StepMetrics, parse_metrics
-from appliance.run.processes import Process
+from appliance.processes import Process
+from appliance.record.events import StepMetrics, parse_metrics
+from appliance.record.plan import ExpectedAttestation, RunPlan
+from appliance.terms.environment import PLAN_VARIABLE, RAY_DIR_VARIABLE
 from appliance.terms.schemes import Scheme
 
 # As written by a real run on two cores; only the numbers of a person's interest differ from step to step.
@@ -107,8 +107,8 @@ _LAUNCHER = """
 import sys
 from pathlib import Path
 from appliance.errors import ApplianceError
-from appliance.plan.model import read_plan
-from appliance.run.train import run_training
+from appliance.record.plan import read_plan
+from appliance.launch.train import run_training
 try:
     sys.exit(run_training(read_plan(Path(sys.argv[1])), recipe_yaml="name: small\\n", findings=(), name="small",
                           json_mode="--json" in sys.argv, may_restart="--may-restart" in sys.argv))

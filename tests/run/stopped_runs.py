@@ -6,15 +6,15 @@ import json
 import os
 from pathlib import Path
 
-from appliance.plan.model import RunPlan
+from appliance.launch.resume import Resume, Target, find_start, find_target
 from appliance.recipe.dump import to_yaml
 from appliance.recipe.load import load_recipe
 from appliance.recipe.schema import Recipe
-from appliance.run.checkpoint_manifest import Facts, seal
-from appliance.run.checkpoints import checkpoint_folder
-from appliance.run.events import append_event
-from appliance.run.resume import Resume, Target, find_start, find_target
-from appliance.run.session import RunStatus, create_session
+from appliance.record.checkpoint_manifest import Facts, seal
+from appliance.record.checkpoints import checkpoint_folder
+from appliance.record.events import append_event
+from appliance.record.plan import RunPlan
+from appliance.record.session import RunStatus, create_session
 
 
 def recipe(*sets: str) -> Recipe:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from left_behind import bystanders, left_of
 
-from appliance.plan.env import RUN_VARIABLE
-from appliance.run.processes import find_processes
+from appliance.processes import find_processes
+from appliance.terms.environment import RUN_VARIABLE
 
 # As an engine's core that outlives everybody: a session of its own, no parent, and a title where the mark was.
 ORPHAN = """

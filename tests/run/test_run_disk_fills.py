@@ -10,10 +10,10 @@ import pytest
 from stopped_runs import resumed, save, steps_in, stopped
 
 from appliance.errors import PreflightError
-from appliance.run.attempt import begin_attempt
-from appliance.run.checkpoints import find_newest
-from appliance.run.events import append_event, append_line, end_torn_line
-from appliance.run.session import create_session, read_record
+from appliance.launch.rewind import begin_attempt
+from appliance.record.checkpoints import find_newest
+from appliance.record.events import append_event, append_line, end_torn_line
+from appliance.record.session import create_session, read_record
 
 HINT = "free some space, or set cluster.run_dir to a roomier place"
 

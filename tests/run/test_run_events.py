@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from appliance.errors import SyncError
-from appliance.run.events import (
+from appliance.record.events import (
     Event,
     RunTail,
     Tail,
@@ -29,7 +29,7 @@ def test_append_event_writes_one_line_that_parses_back(tmp_path: Path) -> None:
 
 def test_lines_of_two_processes_do_not_mix(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from appliance.run.events import append_event\n"
+        "import sys; from pathlib import Path; from appliance.record.events import append_event\n"
         "for i in range(200): append_event(Path(sys.argv[1]), kind='note', what=sys.argv[2] * 500)"
     )
     writers = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path), letter]) for letter in "ab"]

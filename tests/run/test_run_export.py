@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import EngineError, PreflightError, RecipeError
-from appliance.run import export
-from appliance.run.checkpoint_manifest import Facts, seal
-from appliance.run.checkpoints import checkpoint_folder
-from appliance.run.export import run_export
-from appliance.run.session import create_session
+from appliance.launch import export
+from appliance.launch.export import run_export
+from appliance.record.checkpoint_manifest import Facts, seal
+from appliance.record.checkpoints import checkpoint_folder
+from appliance.record.session import create_session
 from appliance.trainer.export import export_checkpoint
 
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.run.events import Event
-from appliance.run.failure import explain, last_error, reason
+from appliance.launch.failure import explain, last_error, reason
+from appliance.record.events import Event
 
 TRACEBACK = """\
 \x1b[36m(TaskRunner pid=4711)\x1b[0m Traceback (most recent call last):

@@ -12,7 +12,7 @@ from appliance.errors import PreflightError
 from appliance.preflight.finding import Severity
 from appliance.preflight.report import examine
 from appliance.recipe.load import load_recipe
-from appliance.run.session import create_session
+from appliance.record.session import create_session
 
 
 @pytest.fixture

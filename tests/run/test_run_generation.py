@@ -8,11 +8,11 @@ import pytest
 from plans import make_plan, make_rollout
 
 from appliance.errors import SyncError
-from appliance.plan.model import ExpectedAttestation
-from appliance.quant.precision import AS_PLANNED, Precision, quantisation_at
-from appliance.quant.settings import Quantisation
-from appliance.run.generation import Generation, attestations_at, read_generation, write_generation
+from appliance.record.plan import ExpectedAttestation
+from appliance.sync.generation import Generation, attestations_at, read_generation, write_generation
+from appliance.sync.precision import AS_PLANNED, Precision, quantisation_at
 from appliance.terms.schemes import Scheme
+from appliance.terms.settings import Quantisation
 
 RAISED = Precision(bf16_layers=("a.q_proj", "b"))
 INFINITE = '{"firsts": [1e999], "precision": {"scheme": null, "bf16_layers": []}}'

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import RecipeError
-from appliance.plan.model import RunPlan
-from appliance.run.logs import print_logs
-from appliance.run.session import RunStatus, Session, create_session
+from appliance.record.plan import RunPlan
+from appliance.record.session import RunStatus, Session, create_session
+from appliance.report.logs import print_logs
 
 
 @pytest.fixture

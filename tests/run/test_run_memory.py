@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from appliance.run import memory
-from appliance.run.memory import MEMORY_FILE, MemorySample, MemoryWatch, pss_bytes, read_memory
+from appliance.record import memory
+from appliance.record.memory import MEMORY_FILE, MemorySample, MemoryWatch, pss_bytes, read_memory
 
 
 def test_it_is_the_proportional_set_size(tmp_path: Path) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from appliance.run.events import Event
-from appliance.run.outcome import Child, Outcome, failed
-from appliance.run.session import RunStatus
-from appliance.run.state import RunState
+from appliance.launch.outcome import Child, Outcome, failed
+from appliance.record.events import Event
+from appliance.record.session import RunStatus
+from appliance.record.state import RunState
 
 CHILD = Child("train", "training", (), default_code=5)
 STOP = Event(

@@ -12,8 +12,8 @@ import pytest
 from trainings import holding
 
 from appliance.errors import PreflightError
-from appliance.plan.model import ClusterPlan
-from appliance.run.ray_dir import make_ray_dir, make_ray_token
+from appliance.launch.ray_dir import make_ray_dir, make_ray_token
+from appliance.record.plan import ClusterPlan
 
 # What Ray's processes would find, and who could read it.
 CHILD = """

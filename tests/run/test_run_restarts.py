@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import is_restartable
-from appliance.run import checkpoint_manifest as seal_module
-from appliance.run.checkpoint_manifest import Facts, seal
-from appliance.run.checkpoints import CheckpointSearch, checkpoint_folder
-from appliance.run.events import append_event
-from appliance.run.restarts import keep_going
+from appliance.launch.restarts import keep_going
+from appliance.record import checkpoint_manifest as seal_module
+from appliance.record.checkpoint_manifest import Facts, seal
+from appliance.record.checkpoints import CheckpointSearch, checkpoint_folder
+from appliance.record.events import append_event
 
 
 @pytest.mark.parametrize(

@@ -14,17 +14,8 @@ from plans import HOST
 from stopped_runs import recipe, resumed, save, stopped, target_of
 
 from appliance.errors import PreflightError, RecipeError
-from appliance.plan.build import OriginalPlan, build_plan
-from appliance.plan.model import RunPlan
-from appliance.preflight import report
-from appliance.preflight.disk import Disk, Disks
-from appliance.recipe.dump import to_yaml
-from appliance.recipe.load import load_recipe
-from appliance.run import checkpoint_manifest as seal_module
-from appliance.run import go_on as going_on
-from appliance.run.checkpoint_manifest import hash_file
-from appliance.run.report.write import write_page
-from appliance.run.resume import (
+from appliance.launch import attempts as going_on
+from appliance.launch.resume import (
     Target,
     cache_of,
     find_start,
@@ -35,10 +26,19 @@ from appliance.run.resume import (
     refuse_changes,
     refuse_misfit,
 )
-from appliance.run.session import RunRecord, RunStatus, create_session, read_record, write_record
-from appliance.run.state import RunState
-from appliance.run.status import read_run
-from appliance.run.summary import go_on_command, try_next
+from appliance.plan.build import OriginalPlan, build_plan
+from appliance.preflight import report
+from appliance.preflight.disk import Disk, Disks
+from appliance.recipe.dump import to_yaml
+from appliance.recipe.load import load_recipe
+from appliance.record import checkpoint_manifest as seal_module
+from appliance.record.checkpoint_manifest import hash_file
+from appliance.record.plan import RunPlan
+from appliance.record.session import RunRecord, RunStatus, create_session, read_record, write_record
+from appliance.record.state import RunState
+from appliance.report.status import read_run
+from appliance.report.summary import go_on_command, try_next
+from appliance.report.write import write_page
 from appliance.terms.schemes import Scheme
 
 # which run

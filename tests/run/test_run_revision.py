@@ -24,9 +24,8 @@ from appliance.compare.command import _todo
 from appliance.compare.existing import Existing, look
 from appliance.compare.file import load_comparison
 from appliance.errors import PreflightError, RecipeError
+from appliance.launch.resume import find_start, find_target, original_plan, refuse_changes, refuse_misfit
 from appliance.plan.build import OriginalPlan, build_plan
-from appliance.plan.env import LOG_DIR_VARIABLE
-from appliance.plan.model import RunPlan, read_plan
 from appliance.preflight.checks import judge
 from appliance.preflight.finding import Severity
 from appliance.preflight.probes import read_inputs
@@ -34,10 +33,11 @@ from appliance.preflight.report import examine
 from appliance.recipe.dump import to_yaml
 from appliance.recipe.load import load_recipe
 from appliance.recipe.schema import Recipe
-from appliance.run.heartbeat import HEARTBEAT_FILE, Heartbeat
-from appliance.run.resume import find_start, find_target, original_plan, refuse_changes, refuse_misfit
-from appliance.run.session import RunRecord, RunStatus, versions, write_record
+from appliance.record.heartbeat import HEARTBEAT_FILE, Heartbeat
+from appliance.record.plan import RunPlan, read_plan
+from appliance.record.session import RunRecord, RunStatus, versions, write_record
 from appliance.tasks.prepare import is_prepared
+from appliance.terms.environment import LOG_DIR_VARIABLE
 
 NAME, OLD, NEW, GONE = "owner/model", "a1" * 20, "b2" * 20, "c3" * 20
 HEADER = json.dumps({"a": {"dtype": "BF16", "shape": [4], "data_offsets": [0, 8]}}).encode()

@@ -12,10 +12,10 @@ import pytest
 from stopped_runs import events, resumed, save, stopped
 
 from appliance.errors import EngineError, PreflightError
-from appliance.plan.model import RunPlan, UaqPlan
+from appliance.launch.resume import refuse_misfit
+from appliance.launch.rewind import begin_attempt
 from appliance.profile.uaq import is_scaled
-from appliance.run.attempt import begin_attempt
-from appliance.run.resume import refuse_misfit
+from appliance.record.plan import RunPlan, UaqPlan
 
 SCALES = b"scales"
 SEALED = (("profile.safetensors", hashlib.sha256(SCALES).hexdigest()),)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import PreflightError, RecipeError
-from appliance.plan.model import RunPlan, read_plan
-from appliance.run.ray_dir import keep_ray_logs, make_ray_dir
-from appliance.run.session import (
+from appliance.launch.ray_dir import keep_ray_logs, make_ray_dir
+from appliance.record.plan import RunPlan, read_plan
+from appliance.record.session import (
     RunRecord,
     RunStatus,
     Session,

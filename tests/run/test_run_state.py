@@ -3,9 +3,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from appliance.run.events import Event, StepMetrics, parse_metrics
-from appliance.run.health import Verdict, judge
-from appliance.run.state import RunState, fold, median_tokens_per_s, remaining_s, step_seconds
+from appliance.record.events import Event, StepMetrics, parse_metrics
+from appliance.record.health import Verdict, judge
+from appliance.record.state import RunState, fold, median_tokens_per_s, remaining_s, step_seconds
 
 
 def folded(*news: Event | StepMetrics, steps: int = 10) -> RunState:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import RecipeError
-from appliance.run.events import append_event
-from appliance.run.session import RunStatus, Session, create_session
-from appliance.run.status import find_run, print_status
+from appliance.record.events import append_event
+from appliance.record.session import RunStatus, Session, create_session
+from appliance.report.status import find_run, print_status
 
 METRICS = (
     '{"step": 0, "time_s": 50, "val_reward_mean": 0.2, "val_samples": 512}\n'

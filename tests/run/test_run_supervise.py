@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from appliance.run.subreaper import SubreaperReport
-from appliance.run.supervise import Ask, supervise
+from appliance.launch.subreaper import SubreaperReport
+from appliance.launch.supervise import Ask, supervise
 from appliance.signals import SAME_SIGNAL_S, Interrupts
 
 # A daemon without parent, session or mark that tie it to the run. It says its process id, and ignores SIGTERM.

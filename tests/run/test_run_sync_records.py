@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import SyncError
-from appliance.run.sync_records import (
+from appliance.sync.records import (
     Acknowledgement,
     Sent,
     Telemetry,

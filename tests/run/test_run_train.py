@@ -15,16 +15,16 @@ from types import SimpleNamespace
 import pytest
 from plans import make_guard
 
-from appliance.plan.model import RunPlan
-from appliance.run import train
-from appliance.run.events import first_failure
-from appliance.run.session import RunRecord, RunStatus, has_launcher, read_record
-from appliance.run.status import print_status
+from appliance.launch import train
+from appliance.record.events import first_failure
+from appliance.record.plan import RunPlan
+from appliance.record.session import RunRecord, RunStatus, has_launcher, read_record
+from appliance.report.status import print_status
 
 TRAINER = """
 import json, os, sys, time
 from pathlib import Path
-from appliance.run.events import append_event
+from appliance.record.events import append_event
 run_dir = Path(os.environ["APPLIANCE_PLAN"]).parent
 def metrics(**values):
     with (run_dir / "metrics.jsonl").open("a") as file:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from appliance.run.session import RunStatus, read_record
+from appliance.record.session import RunStatus, read_record
 
 # It has finished three steps, of which none is saved, and takes longer to save them than a tick of its launcher.
 HEARING = """
 import os, sys, time
 from pathlib import Path
-from appliance.run.events import append_event
+from appliance.record.events import append_event
 from appliance.trainer.stopping import StopAsked, Stopping
 run_dir = Path(os.environ["APPLIANCE_PLAN"]).parent
 append_event(run_dir, kind="phase", what="rollout")

@@ -18,8 +18,8 @@ LAUNCHER = """
 import sys
 from pathlib import Path
 from appliance import cli
-from appliance.plan.model import read_plan
-from appliance.run.train import run_training
+from appliance.record.plan import read_plan
+from appliance.launch.train import run_training
 plan = read_plan(Path(sys.argv[1]))
 cli.app = lambda: sys.exit(run_training(plan, recipe_yaml="", findings=(), name="small", json_mode=False))
 cli.main()

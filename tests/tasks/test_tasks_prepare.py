@@ -10,7 +10,7 @@ import pytest
 from plans import FILES_OF_BUILTIN, make_plan, make_rollout
 
 from appliance.errors import RecipeError
-from appliance.plan.model import RunPlan
+from appliance.record.plan import RunPlan
 from appliance.tasks import prepare as preparation
 from appliance.tasks.prepare import is_prepared, main, prepare
 from appliance.tasks.tiny_spec import TINY_MODELS

@@ -26,7 +26,7 @@ OF_ONE_SCHEME = {
     "profile/cli.py",
     "quant/codec_int8.py",
     "quant/donor.py",
-    "run/summary.py",
+    "report/summary.py",
     "terms/devices.py",
     "terms/schemes.py",
 }

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from appliance.plan.model import Switching
-from appliance.quant.precision import AS_PLANNED, Precision
-from appliance.run.generation import read_generation
-from appliance.run.precision import read_wanted
-from appliance.run.sync_records import Acknowledgement, Sent, append_acknowledgement, append_sent
+from appliance.record.plan import Switching
+from appliance.sync.generation import read_generation
+from appliance.sync.precision import AS_PLANNED, Precision
+from appliance.sync.records import Acknowledgement, Sent, append_acknowledgement, append_sent
+from appliance.sync.wanted_precision import read_wanted
 from appliance.terms.schemes import Scheme
 from appliance.trainer.precision import BF16
 

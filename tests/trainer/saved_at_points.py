@@ -21,8 +21,8 @@ import plans
 from file_operations import NEED_ROOM, FileOperations
 
 from appliance.errors import CheckpointError
-from appliance.quant.precision import AS_PLANNED
-from appliance.run.checkpoints import PROFILE_FOLDER
+from appliance.record.checkpoints import PROFILE_FOLDER
+from appliance.sync.precision import AS_PLANNED
 from appliance.terms.schemes import Scheme
 from appliance.trainer.checkpoints import Checkpoints
 from appliance.trainer.metrics import append_metrics

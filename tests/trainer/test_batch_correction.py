@@ -20,7 +20,7 @@ from appliance.corrections.adaptive import mixing, moments
 from appliance.corrections.base import Correction, Part
 from appliance.corrections.registry import CorrectionMethod
 from appliance.errors import TrainingError
-from appliance.plan.model import CorrectionPlan, RunPlan, ShadowPlan
+from appliance.record.plan import CorrectionPlan, RunPlan, ShadowPlan
 from appliance.trainer import correction as module
 from appliance.trainer.corrected_loss import CLIP_LOWER, CLIP_UPPER, KEPT, REAL, USED, WEIGHTS, corrected_loss, sums_of
 from appliance.trainer.correction import BatchCorrection

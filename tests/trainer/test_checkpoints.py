@@ -22,10 +22,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from verl.trainer.ppo.utils import create_rl_sampler
 
 from appliance.errors import CheckpointError, TrainingError, is_restartable
-from appliance.plan.model import CheckpointPlan, UaqPlan
-from appliance.quant.precision import AS_PLANNED
-from appliance.run.checkpoint_manifest import damage, read_manifest
-from appliance.run.checkpoints import checkpoint_folder, find_newest
+from appliance.record.checkpoint_manifest import damage, read_manifest
+from appliance.record.checkpoints import checkpoint_folder, find_newest
+from appliance.record.plan import CheckpointPlan, UaqPlan
+from appliance.sync.precision import AS_PLANNED
 from appliance.terms.schemes import Scheme
 from appliance.trainer import checkpoints
 from appliance.trainer.checkpoints import ASK_FILE, Checkpoints, restore_random, take_random, why_save

@@ -13,14 +13,14 @@ import pytest
 from plans import make_plan
 from ray_from_outside import REFUSED_BY_GRPC, REFUSED_BY_HTTP, look
 
-from appliance.plan.env import RAY_DIR_VARIABLE, RAY_OWN, RUN_VARIABLE, with_ray_token
-from appliance.run.ray_dir import make_ray_dir, make_ray_token
+from appliance.launch.ray_dir import make_ray_dir, make_ray_token
+from appliance.terms.environment import RAY_DIR_VARIABLE, RAY_OWN, RUN_VARIABLE, with_ray_token
 
 # With a worker of Ray's, which has to be heard, too.
 DRIVER = """
 import os, sys
 from pathlib import Path
-from appliance.plan.model import read_plan
+from appliance.record.plan import read_plan
 from appliance.trainer.entry import _start_ray
 import ray
 _start_ray(read_plan(Path(sys.argv[1])))

@@ -15,7 +15,7 @@ from trainers import make_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from appliance.errors import GuardStop
-from appliance.run.checkpoints import checkpoint_folder
+from appliance.record.checkpoints import checkpoint_folder
 from appliance.tasks.grading import Fault
 from appliance.terms.schemes import Scheme
 from appliance.trainer.stopping import StopAsked

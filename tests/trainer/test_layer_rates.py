@@ -10,7 +10,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from appliance.plan.env import ENGINE_VENDOR, child_env
+from appliance.terms.environment import ENGINE_VENDOR, child_env
 from appliance.trainer.layer_rates import LayerRatesEngine, split_rates
 
 ENDS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")

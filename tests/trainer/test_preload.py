@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 
-from appliance.plan.env import PRELOAD_VARIABLE
+from appliance.terms.environment import PRELOAD_VARIABLE
 from appliance.trainer import preload
 
 

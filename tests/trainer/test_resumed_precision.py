@@ -18,11 +18,11 @@ from trainers import make_trainer
 
 from appliance.guard.policy import Action
 from appliance.guard.signals import Signals
-from appliance.plan.model import RunPlan, Switching
-from appliance.quant.precision import AS_PLANNED, Precision
-from appliance.run.checkpoints import checkpoint_folder
-from appliance.run.generation import write_generation
-from appliance.run.sync_records import Acknowledgement, SyncRecord, add_layer_errors, layer_errors_file
+from appliance.record.checkpoints import checkpoint_folder
+from appliance.record.plan import RunPlan, Switching
+from appliance.sync.generation import write_generation
+from appliance.sync.precision import AS_PLANNED, Precision
+from appliance.sync.records import Acknowledgement, SyncRecord, add_layer_errors, layer_errors_file
 from appliance.terms.schemes import Scheme
 from appliance.trainer import trainer as room
 from appliance.trainer.checkpoints import read_state
@@ -75,7 +75,7 @@ class Run:
 
     def attempt(self, *, after: int = 0, then: Callable[[Trainer], None] = lambda trainer: None) -> list[Rolled]:
         """then: once the engines have their first weights."""
-        if (sync := self.run_dir / "sync").exists():  # as run/attempt.py does, and below
+        if (sync := self.run_dir / "sync").exists():  # as launch/rewind.py does, and below
             shutil.move(sync, self.run_dir / "logs" / str(self._attempts) / "sync")
         self._attempts += 1
         if after:

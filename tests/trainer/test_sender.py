@@ -11,8 +11,8 @@ import torch
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from appliance.engine.sync import SyncWorkerExtension
-from appliance.plan.env import PLAN_VARIABLE
-from appliance.quant.manifest import MANIFEST_NAME, read_manifest, record
+from appliance.sync.manifest import MANIFEST_NAME, read_manifest, record
+from appliance.terms.environment import PLAN_VARIABLE
 from appliance.trainer.sender import DigestedWeights, DigestingAdapter
 
 

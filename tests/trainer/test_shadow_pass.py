@@ -16,9 +16,9 @@ from transfer_queue import KVBatchMeta
 
 from appliance.corrections.base import ClipRange
 from appliance.corrections.registry import CorrectionMethod
-from appliance.plan.model import CorrectionPlan, RunPlan, ShadowPlan
-from appliance.run.checkpoints import FITS_FILE
-from appliance.run.events import append_line
+from appliance.record.checkpoints import FITS_FILE
+from appliance.record.events import append_line
+from appliance.record.plan import CorrectionPlan, RunPlan, ShadowPlan
 from appliance.trainer import correction as module
 from appliance.trainer import shadow_pass
 from appliance.trainer.corrected_loss import CLIP_UPPER, USED, sums_of

@@ -24,7 +24,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from appliance.corrections.registry import CorrectionMethod
 from appliance.errors import TrainingError
-from appliance.plan.model import CorrectionPlan
+from appliance.record.plan import CorrectionPlan
 from appliance.trainer import telemetry
 from appliance.trainer.metrics import left_out
 from appliance.trainer.telemetry import keeping_fetched, measure_step

@@ -20,11 +20,11 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from appliance.corrections.registry import correction_of
 from appliance.errors import AttestationError, GuardStop, TrainingError
-from appliance.plan.model import ExpectedAttestation
-from appliance.quant.precision import AS_PLANNED
-from appliance.run.attest import fingerprint, write_attestation
-from appliance.run.checkpoint_manifest import read_manifest
-from appliance.run.checkpoints import checkpoint_folder
+from appliance.record.attestations import fingerprint, write_attestation
+from appliance.record.checkpoint_manifest import read_manifest
+from appliance.record.checkpoints import checkpoint_folder
+from appliance.record.plan import ExpectedAttestation
+from appliance.sync.precision import AS_PLANNED
 from appliance.terms.schemes import Scheme
 from appliance.trainer import trainer as room
 from appliance.trainer.checkpoints import Checkpoints

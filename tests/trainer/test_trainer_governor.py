@@ -17,9 +17,9 @@ from appliance.guard.governor import GovernorState, observe
 from appliance.guard.policy import Action, Policy
 from appliance.guard.signals import Signals
 from appliance.plan.guard import USUAL_ACTIONS
-from appliance.plan.model import CorrectionPlan, RunPlan
 from appliance.quant.mismatch import measure_mismatch
-from appliance.run.events import parse_event
+from appliance.record.events import parse_event
+from appliance.record.plan import CorrectionPlan, RunPlan
 from appliance.terms.schemes import Scheme
 from appliance.trainer.governor import Governor, guard_stop, policy_of, signals_of
 from appliance.trainer.telemetry import equal_groups, measure_batch, with_finite_pairs

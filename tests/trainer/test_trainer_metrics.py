@@ -11,8 +11,8 @@ import pytest
 
 from appliance.errors import NumericsError, SyncError, TrainingError
 from appliance.quant.mismatch import Mismatch
-from appliance.run.events import append_failure
-from appliance.run.sync_records import Acknowledgement, Sent, SyncRecord, Telemetry
+from appliance.record.events import append_failure
+from appliance.sync.records import Acknowledgement, Sent, SyncRecord, Telemetry
 from appliance.trainer.entry import report, translate
 from appliance.trainer.metrics import Step, append_metrics, step_metrics, tracked
 from appliance.trainer.precision import Live

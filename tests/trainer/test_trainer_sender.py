@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from appliance.errors import SyncError
-from appliance.quant.digest import digest
-from appliance.quant.manifest import (
+from appliance.sync.digest import digest
+from appliance.sync.manifest import (
     MANIFEST_NAME,
     Manifest,
     check_arrival,
@@ -23,7 +23,7 @@ from appliance.quant.manifest import (
     read_manifest,
     record,
 )
-from appliance.quant.precision import AS_PLANNED, DIRECTIVE_NAME, Precision
+from appliance.sync.precision import AS_PLANNED, DIRECTIVE_NAME, Precision
 from appliance.terms.schemes import Scheme
 
 STATE = [("b.weight", torch.ones(3, 4, dtype=torch.bfloat16)), ("a.bias", torch.arange(5, dtype=torch.bfloat16))]

@@ -12,10 +12,10 @@ from proving_engine import ProvingEngine
 
 from appliance.errors import SyncError
 from appliance.guard.ladder import Measures
-from appliance.plan.model import Switching
-from appliance.quant.precision import AS_PLANNED, Precision
-from appliance.run.generation import write_generation
-from appliance.run.sync_records import Sent, append_sent
+from appliance.record.plan import Switching
+from appliance.sync.generation import write_generation
+from appliance.sync.precision import AS_PLANNED, Precision
+from appliance.sync.records import Sent, append_sent
 from appliance.terms.schemes import Scheme
 from appliance.trainer.engines import RolloutEngines
 from appliance.trainer.precision import BF16, RolloutPrecision

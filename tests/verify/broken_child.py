@@ -6,7 +6,7 @@ import os
 import sys
 
 from appliance.engine.update import WeightUpdate
-from appliance.quant.settings import Quantisation
+from appliance.terms.settings import Quantisation
 from appliance.verify import child
 from appliance.verify.worker import VerifyWorker
 

@@ -14,10 +14,10 @@ from appliance.errors import EngineError, PreflightError
 from appliance.plan.build import build_plan
 from appliance.preflight.probes import read_host
 from appliance.quant.profile import Origin, Profile, Settings, write_profile
-from appliance.quant.settings import Quantisation
 from appliance.quant.smoothing import Smoothing
 from appliance.recipe.load import load_recipe
 from appliance.terms.schemes import Scheme
+from appliance.terms.settings import Quantisation
 from appliance.verify import command
 from appliance.verify.command import run_verify
 

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from appliance.quant.settings import Quantisation
 from appliance.terms.schemes import Scheme
+from appliance.terms.settings import Quantisation
 from appliance.verify.job import CheckResult, EngineOutput, Worker
 from appliance.verify.judge import judge
 from appliance.verify.show import table

@@ -1,0 +1,66 @@
+"""`appliance export`: the trained model of a checkpoint as a folder that plain transformers and plain vLLM load."""
+
+from __future__ import annotations
+
+import os.path
+import tempfile
+from pathlib import Path
+
+from appliance import console
+from appliance.errors import PreflightError, RecipeError
+from appliance.launch.resume import rejected_texts
+from appliance.launch.side_job import run_child
+from appliance.launch.workspace import folder_elsewhere, new_folder
+from appliance.recipe.text import full_path
+from appliance.record.checkpoint_manifest import damage
+from appliance.record.checkpoints import checkpoint_folder, find_newest, in_order
+from appliance.record.session import cannot_write
+from appliance.report.status import find_run, reading
+
+CHILD_MODULE = "appliance.trainer.export"
+
+
+def run_export(run: str, *, run_root: Path, step: int | None, output: Path) -> int:
+    """Make the folder `output`, which must not be there. step: of the checkpoint, None for the newest whole one.
+
+    Raises RecipeError for a run or a step that is not there, PreflightError for a damaged checkpoint or an output that
+    cannot be written.
+    """
+    run_dir, target = find_run(run, run_root=run_root), full_path(str(output))
+    if os.path.lexists(target):
+        hint = "name a new folder, or remove what is there"
+        raise RecipeError([(f"-o: {target} is there already and is not overwritten", hint)])
+    with reading(run_dir):
+        checkpoint = _checkpoint(run_dir, step=step)
+    with new_folder(target.parent, option="-o"):
+        try:
+            with folder_elsewhere(command="export") as folder:
+                run_child(
+                    [CHILD_MODULE, str(run_dir), str(checkpoint), str(target), str(folder)],
+                    command="export",
+                    folder=folder,
+                    env={},
+                )
+        except OSError as error:  # what concerns the target is told by the child
+            raise cannot_write(Path(tempfile.gettempdir()), error, setting="TMPDIR") from error
+    console.say(f"the model of {checkpoint.name} is in {target}")
+    console.out(str(target))
+    return 0
+
+
+def _checkpoint(run_dir: Path, *, step: int | None) -> Path:
+    if step is None:
+        found = find_newest(run_dir)
+        for line in rejected_texts(found.rejected):
+            console.say(f"warning: {line}")
+        if found.newest is None:
+            raise RecipeError([(f"{run_dir} has no whole checkpoint", "see its events.jsonl")])
+        return found.newest
+    folder = checkpoint_folder(run_dir, step=step)
+    if not folder.is_dir():
+        there = ", ".join(each.name.rpartition("_")[2] for each in in_order(run_dir)) or "none"
+        raise RecipeError([(f"--step {step}: {run_dir} has no checkpoint of it", f"its steps: {there}")])
+    problems = damage(folder)
+    if problems:
+        raise PreflightError(f"{folder} is damaged: {problems[0]}", hint="leave --step out for the newest whole one")
+    return folder

@@ -1,0 +1,147 @@
+"""One child: started, watched, told of signals, and gone with everything below it when this returns or dies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from appliance.launch.subreaper import SubreaperOrder, SubreaperReport, become_subreaper
+from appliance.processes import Process, end_processes, find_processes
+from appliance.signals import Interrupts
+from appliance.terms.environment import RUN_VARIABLE
+
+GRACE_S = 20.0  # Ray and vLLM need a few seconds to end politely
+PATIENCE_S = 3.0  # what daemons get to follow the child by themselves
+_TICK_S = 0.1
+
+
+@dataclass(frozen=True)
+class Ask:
+    """How a child is asked to end in its own way. tell: gets the signal's name.  budget_s: what it may take."""
+
+    tell: Callable[[str], None]
+    budget_s: float
+
+
+def supervise(
+    argv: Sequence[str],
+    *,
+    run_dir: Path,
+    env: Mapping[str, str],
+    log: Path,
+    interrupts: Interrupts,
+    on_tick: Callable[[], None],
+    ask: Ask | None = None,
+    remove: str = "",
+    grace_s: float = GRACE_S,
+    patience_s: float = PATIENCE_S,
+) -> SubreaperReport:
+    """Run one child in a session of its own until it and everything below it is gone.
+
+    The first signal becomes a SIGTERM to the child, or what `ask` does and then, after its budget, a SIGTERM. SIGKILL
+    follows after grace_s or at the second signal. on_tick is called about ten times a second; an error in it ends the
+    child and goes on.
+    env: the child's whole environment.  log: gets its stdout and stderr, appended.  remove: a folder that is removed if
+    this process is killed.  Raises OSError when the log cannot be written.
+    Call it from the main thread: the kernel ends the child when the thread that started it ends.
+    """
+    become_subreaper()
+    mark = f"{RUN_VARIABLE}={run_dir}"
+    before = {process.pid for process in find_processes(mark, below=os.getpid())}
+    receive, report = os.pipe()
+    order = SubreaperOrder(
+        tuple(argv), report, os.getpid(), mark, grace_s=grace_s, patience_s=patience_s, remove=remove
+    )
+    with log.open("ab") as file, os.fdopen(receive, "rb") as answer:
+        try:
+            subreaper = _start_subreaper(order, env={**env, RUN_VARIABLE: str(run_dir)}, log=file.fileno())
+        finally:
+            os.close(report)
+        try:
+            _watch(subreaper, interrupts=interrupts, ask=ask, on_tick=on_tick)
+        finally:
+            _end_at_once(subreaper)
+        said = answer.read()
+    return SubreaperReport.from_json(said) if said else _without_subreaper(mark, before=before)
+
+
+def _start_subreaper(order: SubreaperOrder, *, env: Mapping[str, str], log: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "appliance.launch.subreaper", json.dumps(asdict(order))],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        env=dict(env),
+        pass_fds=(order.report,),
+        start_new_session=True,
+    )
+
+
+def _watch(
+    subreaper: subprocess.Popen[bytes], *, interrupts: Interrupts, ask: Ask | None, on_tick: Callable[[], None]
+) -> None:
+    told, end_at = 0, float("inf")
+    while True:
+        heard = len(interrupts.names)
+        if heard > told:
+            if heard > 1:
+                subreaper.send_signal(signal.SIGUSR1)
+            elif ask is None:
+                end_at = 0.0
+            else:
+                end_at = time.monotonic() + (ask.budget_s if _told(ask, interrupts.names[0]) else 0.0)
+            told = heard
+        if time.monotonic() >= end_at:
+            subreaper.send_signal(signal.SIGTERM)
+            end_at = float("inf")
+        on_tick()
+        try:
+            subreaper.wait(timeout=_TICK_S)
+        except subprocess.TimeoutExpired:
+            continue
+        on_tick()
+        return
+
+
+def _told(ask: Ask, name: str) -> bool:
+    try:
+        ask.tell(name)
+    except OSError:  # a full disk: it would have nowhere to save to either
+        return False
+    return True
+
+
+def _end_at_once(subreaper: subprocess.Popen[bytes]) -> None:
+    """Nothing to do unless the watch was left by an error."""
+    if subreaper.poll() is None:
+        subreaper.send_signal(signal.SIGUSR1)
+        subreaper.wait()
+
+
+def _without_subreaper(mark: str, *, before: set[int]) -> SubreaperReport:
+    """The subreaper itself was killed, and the child with it. What they left behind is ours now: end it and bury it."""
+    adopted: set[int] = set()
+
+    def orphans() -> list[Process]:
+        found = [process for process in find_processes(mark, below=os.getpid()) if process.pid not in before]
+        adopted.update(process.pid for process in found)
+        for pid in adopted:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        return found
+
+    sweep = end_processes(orphans, patience_s=0.0, pause=_sleep)
+    return SubreaperReport(-signal.SIGKILL, ended=sweep.ended, left=sweep.left)
+
+
+def _sleep(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False

@@ -1,0 +1,369 @@
+"""One run from its folder to its summary: prepare what the cache lacks, train, say how it went.
+
+`run.json` is right at every moment: it is there from the start, follows the phases, and gets its end in every path,
+Ctrl-C and errors of our own included. Only a SIGKILL of this process leaves it at `running`; then the folder's lock is
+free, which `status` sees, and the subreaper has ended the children.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from appliance import console
+from appliance.launch.outcome import DONE, Child, Outcome, failed, interrupted
+from appliance.launch.ray_dir import keep_ray_logs, make_ray_dir, make_ray_token
+from appliance.launch.resume import Resume
+from appliance.launch.rewind import begin_attempt
+from appliance.launch.stalls import Stalled, StallWatch, ask_around
+from appliance.launch.subreaper import SubreaperReport
+from appliance.launch.supervise import Ask, supervise
+from appliance.preflight.finding import Finding, Severity
+from appliance.record.events import RunTail, append_event, append_failure
+from appliance.record.memory import MemoryWatch
+from appliance.record.plan import RunPlan
+from appliance.record.session import RUN_FILE, RunStatus, Session, cannot_write, create_session
+from appliance.record.state import RunState, fold
+from appliance.record.stop_request import ask_to_stop, asked_to_stop, forget_stop
+from appliance.report import summary
+from appliance.report.progress import Progress, choose_progress, json_line
+from appliance.report.write import LivePage
+from appliance.signals import Interrupts
+from appliance.tasks.prepare import is_prepared
+from appliance.terms.environment import LOG_DIR_VARIABLE, PLAN_VARIABLE, RAY_DIR_VARIABLE, with_ray_token
+
+_LOG_TAIL_BYTES = 65536
+SAVING = "saving, then stopping (press Ctrl-C again to stop at once)"
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a run does between its preparation and its training. (The rooms that do it read runs; none imports them.)
+
+    child: makes the program to run, or None where there is nothing to do.  is_done: whether its result is there.
+    finish: called when it is.  Each may raise an ApplianceError.
+    """
+
+    child: Callable[[RunPlan], Child | None]
+    is_done: Callable[[RunPlan], bool]
+    finish: Callable[[RunPlan], None]
+
+
+def run_training(
+    plan: RunPlan,
+    *,
+    recipe_yaml: str,
+    findings: Sequence[Finding],
+    name: str | None,
+    json_mode: bool,
+    steps: Sequence[Step] = (),
+    quiet: bool = False,
+    resume: Resume | None = None,
+    may_restart: bool = False,
+) -> int:
+    """Run the plan and return the exit code; everything that is to be said was said.
+
+    recipe_yaml: the resolved recipe, kept in the folder.  findings: what preflight let pass; warnings become notes.
+    name: as the user gave it, None when the run's name was chosen.  steps: between preparation and training, in order.
+    quiet: the caller says how it went; here only a live panel is shown, and why a run did not end well.
+    resume: the run to go on with, None for a new one.  may_restart: after a fault the caller may make another attempt.
+    Raises RecipeError (the name is in use) and PreflightError (a folder cannot be written, or not any more).
+    """
+    started = time.monotonic()
+    with Interrupts() as interrupts, contextlib.ExitStack() as at_the_end:
+        session = _open_session(plan, recipe_yaml=recipe_yaml, name=name, resume=resume)
+        at_the_end.enter_context(_host_is_to_blame(session.run_dir))
+        page = LivePage(session.run_dir)
+        at_the_end.callback(_pass_on, interrupts, run_dir=session.run_dir)  # one that came while the page was written
+        at_the_end.callback(page.write)  # after the session's own end, which says in run.json how it went
+        at_the_end.enter_context(session)
+        for finding in findings:
+            if finding.severity is Severity.WARNING:
+                what = "; ".join(filter(None, (f"{finding.place}: {finding.message}", finding.remedy)))
+                append_event(session.run_dir, kind="note", what=what, why="preflight")
+        progress = choose_progress(plan, json_mode=json_mode, quiet=quiet)
+        training = _Training(plan, session, interrupts, progress, page, saved_step=resume.step if resume else 0)
+        outcome = training.run(steps)
+        if outcome.state is RunStatus.FAILED and training.state.failure is None:  # a child that died without a word
+            with contextlib.suppress(OSError):  # a full disk: run.json says it as well
+                append_event(session.run_dir, kind="failure", what=outcome.reason, exit_code=outcome.exit_code)
+        outcome = _recorded(session, outcome)
+        _pass_on(interrupts, run_dir=session.run_dir)
+        page.may_restart = may_restart and not interrupts.names  # not where an error ends the launcher as well
+    seconds = time.monotonic() - started
+    with _reader_of(interrupts):
+        _tell(plan, training.state, outcome=outcome, seconds=seconds, json_mode=json_mode, quiet=quiet)
+    return outcome.exit_code
+
+
+@contextlib.contextmanager
+def _host_is_to_blame(run_dir: Path) -> Iterator[None]:
+    """A file of the run that cannot be written is no fault of ours. Raises PreflightError."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None or not Path(os.fsdecode(error.filename)).is_relative_to(run_dir):
+            raise  # of stdout, or of somebody else's folder
+        raise cannot_write(run_dir, error) from error
+
+
+def _recorded(session: Session, outcome: Outcome) -> Outcome:
+    """Write down how the run ended. Where that fails, how a child failed still counts, and else this does."""
+    try:
+        session.finish(state=outcome.state, exit_code=outcome.exit_code, reason=outcome.reason)
+    except OSError as error:
+        problem = cannot_write(session.run_dir, error)
+        told = (f"error: {problem.message}: {RUN_FILE} does not say how the run ended", f"hint: {problem.hint}")
+        if outcome.exit_code:
+            return replace(outcome, advice=(*outcome.advice, *told))
+        return Outcome(RunStatus.FAILED, exit_code=problem.exit_code, reason=problem.message, advice=told)
+    return outcome
+
+
+def _pass_on(interrupts: Interrupts, *, run_dir: Path) -> None:
+    """To who would start another attempt, or the next run of a comparison, where the child was not asked already."""
+    if interrupts.names and not asked_to_stop(run_dir):
+        with contextlib.suppress(OSError):
+            ask_to_stop(run_dir, why=interrupts.names[0])
+
+
+@contextlib.contextmanager
+def _reader_of(interrupts: Interrupts) -> Iterator[None]:
+    """A reader of stdout that goes away ends the run, but not after a signal: Ctrl-C ends the `| jq` as well."""
+    try:
+        yield
+    except OSError:
+        if not interrupts.names:
+            raise
+
+
+def _open_session(plan: RunPlan, *, recipe_yaml: str, name: str | None, resume: Resume | None) -> Session:
+    if resume is None:
+        return create_session(plan, recipe_yaml=recipe_yaml, is_chosen=name is None)
+    return begin_attempt(plan, resume=resume, recipe_yaml=recipe_yaml)
+
+
+class _Training:
+    """The children of one run in their order, and the state that their events add up to."""
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        session: Session,
+        interrupts: Interrupts,
+        progress: Progress,
+        page: LivePage,
+        *,
+        saved_step: int,
+    ) -> None:
+        """saved_step: that the attempt goes on from, 0 for none."""
+        self._plan = plan
+        self._session = session
+        self._interrupts = interrupts
+        self._progress = progress
+        self._page = page
+        self._saved_step = saved_step
+        self._memory = MemoryWatch(session.run_dir)
+        self._tail = RunTail(session.run_dir)
+        self.state = RunState(steps=plan.steps)
+        if session.record.attempt > 1:  # what earlier attempts wrote is known, and no news
+            for item in self._tail.read():
+                self.state = fold(self.state, item)
+
+    def run(self, steps: Sequence[Step]) -> Outcome:
+        with self._progress:
+            outcome = DONE
+            if not is_prepared(self._plan):
+                outcome = self._run_child(_prepare_child(self._plan), is_done=is_prepared)
+            for step in steps:
+                if outcome == DONE:
+                    outcome = self._step(step)
+            return self._train() if outcome == DONE else outcome
+
+    def _step(self, step: Step) -> Outcome:
+        child = step.child(self._plan)
+        outcome = DONE if child is None else self._run_child(child, is_done=step.is_done)
+        if outcome == DONE:
+            step.finish(self._plan)
+        return outcome
+
+    def _train(self) -> Outcome:
+        with _ray_dir(self._plan) as ray_dir:
+            outcome = self._run_child(
+                _train_child(self._plan),
+                is_done=_has_model,
+                ask=Ask(self._ask_to_stop, budget_s=self._plan.guard.save_budget_s),
+                remove=str(ray_dir or ""),
+                ray_token=_ray_token(self._plan, ray_dir),
+            )
+            if ray_dir is not None and outcome.state is RunStatus.FAILED:
+                self._keep_ray_logs(ray_dir)
+        return outcome
+
+    def _ask_to_stop(self, why: str) -> None:
+        try:
+            append_event(self._session.run_dir, kind="note", what=SAVING, why=why)  # before what the child says of it
+        finally:
+            ask_to_stop(self._session.run_dir, why=why)
+
+    def _run_child(
+        self,
+        child: Child,
+        *,
+        is_done: Callable[[RunPlan], bool],
+        ask: Ask | None = None,
+        remove: str = "",
+        ray_token: Path | None = None,
+    ) -> Outcome:
+        if self._interrupts.names:
+            return interrupted(self._interrupts.names, saved_step=self._saved_step)
+        forget_stop(self._session.run_dir)
+        log = self._session.log_dir / f"{child.name}.log"
+        try:
+            report = supervise(
+                child.argv,
+                run_dir=self._session.run_dir,
+                env=_child_environment(self._plan, log_dir=self._session.log_dir, ray_token=ray_token),
+                log=log,
+                interrupts=self._interrupts,
+                on_tick=self._watched_tick(),
+                ask=ask,
+                remove=remove,
+            )
+        except Stalled as stalled:
+            append_failure(self._session.run_dir, stalled.error)
+            self._tick()
+            report = SubreaperReport(-signal.SIGKILL, ended=(), left=())
+        self._note_processes(report)
+        return self._judge(child, returncode=report.returncode, is_done=is_done(self._plan), log=log)
+
+    def _watched_tick(self) -> Callable[[], None]:
+        """A tick that raises Stalled when the child stands still."""
+        stall_s, log_dir = self._plan.guard.stall_s, self._session.log_dir
+        watch = StallWatch(stall_s=stall_s, log_dir=log_dir, now=time.monotonic())
+
+        def tick() -> None:
+            if watch.is_stalled(news=self._tick(), now=time.monotonic()):
+                raise Stalled(
+                    ask_around(self._session.run_dir, log_dir=log_dir, phase=self.state.phase, stall_s=stall_s)
+                )
+
+        return tick
+
+    def _tick(self) -> bool:
+        """Whether there was news."""
+        news = self._tail.read()
+        for item in news:
+            self.state = fold(self.state, item)
+        with _reader_of(self._interrupts):
+            self._progress.show(self.state, news, now=time.time())
+        self._session.update(state=RunStatus.RUNNING, phase=self.state.phase)
+        self._memory.tick(now=time.monotonic())
+        self._page.tick(news=bool(news), now=time.monotonic())
+        return bool(news)
+
+    def _judge(self, child: Child, *, returncode: int, is_done: bool, log: Path) -> Outcome:
+        """A signal that came when the work was done already changes nothing."""
+        if returncode == 0 and is_done:
+            return DONE
+        if self._interrupts.names and (self.state.failure is None or self.state.stop is not None):
+            return interrupted(
+                self._interrupts.names,
+                stop=self.state.stop,
+                training=child.name == "train",
+                saved_step=self._saved_step,
+            )
+        return failed(
+            child,
+            returncode=returncode,
+            state=self.state,
+            log_tail=_tail_of(log),
+            log=summary.typed_path(log),
+            run=summary.quoted_path(self._session.run_dir),
+        )
+
+    def _note_processes(self, report: SubreaperReport) -> None:
+        for verb, names in (("ended", report.ended), ("could not end", report.left)):
+            if names:
+                with contextlib.suppress(OSError):  # a note is not worth a run
+                    append_event(self._session.run_dir, kind="sweep", what=f"{verb} {', '.join(names)}")
+        if report.left:
+            console.say(f"warning: processes of this run could not be ended: {', '.join(report.left)}")
+
+    def _keep_ray_logs(self, ray_dir: Path) -> None:
+        try:
+            keep_ray_logs(ray_dir, target=self._session.log_dir / "ray")
+        except OSError as error:
+            console.say(f"warning: Ray's own logs could not be kept: {error}")
+
+
+def _prepare_child(plan: RunPlan) -> Child:
+    argv = (sys.executable, "-m", "appliance.tasks.prepare", str(Path(plan.run_dir) / "plan.json"))
+    return Child("prepare", "preparation", argv, default_code=1)
+
+
+def _train_child(plan: RunPlan) -> Child:
+    return Child("train", "training", plan.argv, default_code=5)
+
+
+def _child_environment(plan: RunPlan, *, log_dir: Path, ray_token: Path | None) -> dict[str, str]:
+    of_this_attempt = {PLAN_VARIABLE: str(Path(plan.run_dir) / "plan.json"), LOG_DIR_VARIABLE: str(log_dir)}
+    environment = {**os.environ, **dict(plan.env), **of_this_attempt}
+    is_ours = plan.cluster is None or not plan.cluster.address
+    return environment if ray_token is None else with_ray_token(environment, ray_token, is_ours=is_ours)
+
+
+def _has_model(plan: RunPlan) -> bool:
+    return (Path(plan.run_dir) / "model" / "config.json").is_file()
+
+
+@contextlib.contextmanager
+def _ray_dir(plan: RunPlan) -> Iterator[Path | None]:
+    """Ray's folder while it is needed; None for a plan that names none."""
+    wanted = dict(plan.env).get(RAY_DIR_VARIABLE)
+    folder = make_ray_dir(wanted) if wanted else None
+    try:
+        yield folder
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _ray_token(plan: RunPlan, ray_dir: Path | None) -> Path | None:
+    """The file with the token of the training's Ray: the cluster's, else a new one. None for a plan without a Ray."""
+    if plan.cluster is not None:
+        return Path(plan.cluster.token_file)
+    return None if ray_dir is None else make_ray_token(ray_dir)
+
+
+def _tail_of(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _LOG_TAIL_BYTES))
+        return file.read().decode(errors="replace")
+
+
+def _tell(plan: RunPlan, state: RunState, *, outcome: Outcome, seconds: float, json_mode: bool, quiet: bool) -> None:
+    """The end, for people on stderr and with --json for machines on stdout."""
+    if json_mode:
+        values = summary.summary_object(
+            plan,
+            state,
+            state_name=outcome.state,
+            exit_code=outcome.exit_code,
+            reason=outcome.reason,
+            seconds=seconds,
+        )
+        console.out(json_line("summary", values))
+    if outcome.state is RunStatus.DONE and not json_mode and not quiet:
+        folder = summary.typed_path(Path(plan.run_dir))
+        console.say(console.table(summary.summary_rows(plan, state, seconds=seconds, folder=folder)))
+    go_on = "" if outcome.state is RunStatus.DONE else summary.go_on_command(Path(plan.run_dir))
+    for line in (*outcome.advice, *([f"go on: {go_on}"] if go_on else [])):
+        console.say(line)

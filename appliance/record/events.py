@@ -1,0 +1,261 @@
+"""What a run writes down while it runs: `events.jsonl` and `metrics.jsonl`, one JSON object a line.
+
+Children append, the launcher reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic.dataclasses import dataclass
+
+from appliance.errors import ApplianceError, is_restartable
+from appliance.record.lines import STRICT, Code, Count, Number, parse_line
+from appliance.terms.environment import PLAN_VARIABLE
+
+EVENTS_FILE = "events.jsonl"
+METRICS_FILE = "metrics.jsonl"
+_TORN_AFTER_LOOKS = 20  # half a second: a write takes microseconds, but its process may have to wait for a core
+_BETWEEN_LOOKS_S = 0.025
+
+
+def append_event(run_dir: Path, *, kind: str, what: str, why: str = "", **extra: Any) -> None:
+    """Append one event.
+
+    kind: phase, progress, attest, failure, guard, checkpoint, resume, stop or note.  extra: JSON values.
+    Raises OSError (a full disk, no such folder).
+    """
+    append_line(run_dir / EVENTS_FILE, {"time": time.time(), "kind": kind, "what": what, "why": why, **extra})
+
+
+def append_line(path: Path, value: dict[str, Any]) -> None:
+    """Append one JSON line in a single write, so that lines of several processes never mix. Raises OSError."""
+    line = (json.dumps(value) + "\n").encode()
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
+    try:
+        if _is_torn(descriptor):  # by a disk that was full, or a kill: what follows is a line of its own
+            line = b"\n" + line
+        if os.write(descriptor, line) < len(line):  # a full disk takes a part, without an error
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    finally:
+        os.close(descriptor)
+
+
+def _is_torn(descriptor: int) -> bool:
+    """Whether the file ends within a line and stays so. A write of another process looks so while it is under way."""
+    for _ in range(_TORN_AFTER_LOOKS):
+        size = os.fstat(descriptor).st_size
+        if not size or os.pread(descriptor, 1, size - 1) == b"\n":
+            return False
+        time.sleep(_BETWEEN_LOOKS_S)
+    return True
+
+
+def end_torn_line(path: Path) -> None:
+    """What a full disk or a kill left of a line gets its end, so that the next line is one. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
+        if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
+            file.write(b"\n")
+
+
+def append_failure(run_dir: Path, error: ApplianceError) -> None:
+    """Append a `failure` event: the one line, the class, the hint and the exit code of an error of ours."""
+    append_event(
+        run_dir,
+        kind="failure",
+        what=error.message,
+        error=type(error).__name__,
+        hint=error.hint,
+        exit_code=error.exit_code,
+    )
+
+
+@contextlib.contextmanager
+def report_failures(run_dir: Path | None = None) -> Iterator[None]:
+    """An error of ours inside the block becomes a `failure` event, and goes on.
+
+    vLLM and Ray send only the text of an error to whoever called, and of one at start-up not even that: said where it
+    failed, its class, hint and exit code are kept.
+    run_dir: the folder whose events say it, None: of the run that this process belongs to, if it does to one.
+    """
+    try:
+        yield
+    except ApplianceError as error:
+        if run_dir is None and PLAN_VARIABLE in os.environ:
+            run_dir = Path(os.environ[PLAN_VARIABLE]).parent
+        if run_dir is not None:
+            append_failure(run_dir, error)
+        raise
+
+
+def exit_code_of(work: Callable[[], object], *, run_dir: Path) -> int:
+    """What a child ends with: 0, or the code of an error of ours. Any other is told as our own fault, and goes on.
+
+    run_dir: the folder whose events say it.
+    """
+    try:
+        with report_failures(run_dir):
+            work()
+    except ApplianceError as error:
+        return error.exit_code
+    except Exception as error:  # every failure becomes an event, whatever it is
+        append_failure(run_dir, ApplianceError(f"{type(error).__name__}: {error}", hint="the log has the whole story"))
+        raise
+    return 0
+
+
+def _events(run_dir: Path) -> Iterator[Event]:
+    path = run_dir / EVENTS_FILE
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return (event for event in map(parse_event, lines) if event is not None)
+
+
+def first_failure(run_dir: Path) -> Event | None:
+    """The first `failure` event of a run's attempt, or None: what failed later failed because of it."""
+    first = None
+    for event in _events(run_dir):
+        if event.kind == "resume":
+            first = None
+        elif event.kind == "failure":
+            first = first or event
+    return first
+
+
+def may_restart(run_dir: Path, *, code: int) -> bool:
+    """Whether another attempt may fare better than the newest one, which ended with this code."""
+    failure = first_failure(run_dir)
+    return is_restartable(code, error=failure.error if failure else "")
+
+
+def run_started(run_dir: Path) -> float:
+    """Unix time of a run's first event, s; now when it has none yet."""
+    first = next(_events(run_dir), None)
+    return time.time() if first is None else first.time
+
+
+@dataclass(frozen=True, config=STRICT)
+class Event:
+    """A line of `events.jsonl`."""
+
+    time: Number
+    """Unix s."""
+    kind: str
+    what: str
+    why: str = ""
+    """The reason, for people."""
+    done: Number | None = None
+    """Of a `progress`, as are `total` and `note`."""
+    total: Number | None = None
+    note: str = ""
+    error: str = ""
+    """Of a `failure`, as are `hint` and `exit_code`: the name of its class in appliance/errors.py."""
+    hint: str = ""
+    exit_code: Code | None = None
+    step: Count | None = None
+    """Of a `stop`: whose state is saved, None where there was nothing to save."""
+    line: str = field(default="", compare=False, repr=False)
+
+
+@dataclass(frozen=True, config=STRICT)
+class StepMetrics:
+    """The part of a line of `metrics.jsonl` that is shown. Units as in the contract; None where a line has no value.
+
+    A validation before training has step 0 and no `reward_mean`.
+    """
+
+    step: Count
+    time_s: Number
+    scheme: str = ""
+    emulated: bool = False
+    guard_level: str = ""
+    bf16_layers: Number | None = None
+    correction_cap: Number | None = None
+    nonfinite_fraction: Number | None = None
+    telemetry_s: Number | None = None
+    reward_mean: Number | None = None
+    response_tokens_mean: Number | None = None
+    rollout_tokens_per_s: Number | None = None
+    rollout_s: Number | None = None
+    logprob_s: Number | None = None
+    update_s: Number | None = None
+    sync_s: Number | None = None
+    step_s: Number | None = None
+    proof_s: Number | None = None
+    codes_changed_fraction: Number | None = None
+    saturated_fraction: Number | None = None
+    scale_drift: Number | None = None
+    layer_error_max: Number | None = None
+    mismatch_k3_kl: Number | None = None
+    is_weight_mean: Number | None = None
+    is_weight_std: Number | None = None
+    is_weight_max: Number | None = None
+    is_ess: Number | None = None
+    is_truncated_fraction: Number | None = None
+    val_reward_mean: Number | None = None
+    val_reward_bf16_mean: Number | None = None
+    val_samples: Number | None = None
+    grad_norm: Number | None = None
+    entropy: Number | None = None
+    reward_failures: Number | None = None
+    line: str = field(default="", compare=False, repr=False)
+
+
+Parsed = TypeVar("Parsed", Event, StepMetrics)
+
+
+def parse_event(line: str) -> Event | None:
+    """The event of one line, None when the line is not one."""
+    return _with_line(parse_line(line, Event), line)
+
+
+def parse_metrics(line: str) -> StepMetrics | None:
+    """The metrics of one line, None when the line is none."""
+    return _with_line(parse_line(line, StepMetrics), line)
+
+
+def _with_line(parsed: Parsed | None, line: str) -> Parsed | None:
+    if parsed is not None:
+        object.__setattr__(parsed, "line", line)
+    return parsed
+
+
+class Tail:
+    """The lines of a growing file, each once and only when it is whole. The file need not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._half = b""
+
+    def read(self) -> list[str]:
+        """The lines that were completed since the last call, without their line ends. Raises OSError."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                new = file.read()
+        except FileNotFoundError:
+            return []
+        self._offset += len(new)
+        *whole, self._half = (self._half + new).split(b"\n")
+        return [line.decode(errors="replace") for line in whole]
+
+
+class RunTail:
+    """Events and metrics of a run as they come, in the order of each file; a line that cannot be read is left out."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._events = Tail(run_dir / EVENTS_FILE)
+        self._metrics = Tail(run_dir / METRICS_FILE)
+
+    def read(self) -> list[Event | StepMetrics]:
+        news = [parse_event(line) for line in self._events.read()]
+        news += [parse_metrics(line) for line in self._metrics.read()]
+        return [item for item in news if item is not None]

@@ -1,0 +1,439 @@
+"""What will happen: RunPlan, a value that is written to `plan.json` and read by every process of a run.
+
+Nothing here imports torch, verl or vLLM. Paths are absolute strings. A plan never changes after it is written. No field
+has a default that a recipe has too: plan/build.py says them all.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ValidationError
+
+from appliance.corrections.base import ClipRange, Correction
+from appliance.corrections.registry import CorrectionMethod, correction_of
+from appliance.frozen import Frozen
+from appliance.guard.policy import Action
+from appliance.terms.devices import CPU
+from appliance.terms.schemes import Scheme
+from appliance.terms.settings import Quantisation
+from appliance.terms.topology import Topology
+
+SCHEMA_VERSION = 1
+
+
+class Choice(Frozen):
+    """A number we derived, with its reason."""
+
+    key: str
+    """As in a recipe, or a name of ours where a recipe has none."""
+    value: str
+    why: str
+
+
+class ModelPlan(Frozen):
+    """Where the weights come from. Exactly one of `source` and `builtin` is not empty."""
+
+    path: str
+    """What the trainer and the engine read: a folder, or a name on the hub.
+
+    For a builtin it lies in the cache, made on first use; with a revision it is the hub's snapshot of it, fetched on
+    first use.
+    """
+    source: str
+    """The folder or the hub name, as the recipe has it."""
+    builtin: str
+    revision: str
+    """As the recipe has it, empty: `main`."""
+    trust_remote_code: bool
+    commit: str = ""
+    """Of a hub model, where it was known; with a revision it is what is loaded."""
+
+    @property
+    def hub_name(self) -> str:
+        """Empty for a folder and a builtin. A revision is refused with either."""
+        return self.source if self.revision or not self.path.startswith("/") else ""
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether `path` is the hub's snapshot of one commit."""
+        return bool(self.revision and self.commit)
+
+    @property
+    def identity(self) -> str:
+        """What problems are told apart by: the path, but that of a snapshot, which differs from host to host."""
+        return f"{self.source}@{self.commit}" if self.is_pinned else self.path
+
+
+class UaqPlan(Frozen):
+    """UAQ: trainer and engine read a model that was scaled once."""
+
+    scale: float
+    """Weights that a norm feeds are divided by it, and the norm is multiplied; `model/` is folded back."""
+    folder: str
+    """Of the scaled model, in the run's folder; filled before training."""
+
+
+class TaskPlan(Frozen):
+    """What to learn."""
+
+    kind: str
+    difficulty: int
+    """Digits of the operands for `arithmetic`; ignored elsewhere."""
+    seed: int
+    train_file: str
+    """The user's own file, or empty."""
+    val_file: str
+    """The user's own file, or empty."""
+    train_size: int
+    """Problems; 0: all there are."""
+    val_size: int
+    """Problems."""
+    train_parquet: str
+    """What verl reads, made by `tasks.prepare`."""
+    val_parquet: str
+    """What verl reads, made by `tasks.prepare`."""
+    max_prompt_tokens: int
+    max_response_tokens: int
+    truncate_prompts: bool
+    """Whether longer prompts lose their beginning; else they are left out."""
+    reward_timeout_s: float
+    """For one response, then its reward has failed."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt and the longest response."""
+        return self.max_prompt_tokens + self.max_response_tokens
+
+
+class RolloutPlan(Frozen):
+    """How responses are generated, and by which engines."""
+
+    scheme: Scheme
+    """Of the replicas; where they differ, of the first quantised one."""
+    replicas: tuple[Quantisation, ...]
+    """One per engine, in rank order."""
+    tensor_parallel: int
+    """GPUs that share one engine."""
+    samples_per_prompt: int
+    temperature: float
+    top_p: float
+    prove_every: int
+    """Weight updates until each quantised layer was proven, >= 1."""
+    eager: bool
+    """Whether engines run without CUDA graphs and torch.compile."""
+
+    @property
+    def emulated(self) -> bool:
+        """Whether any replica emulates its scheme."""
+        return any(replica.emulated for replica in self.replicas)
+
+    @property
+    def label(self) -> str:
+        """The scheme for people and metrics; `bf16+int8` where the replicas differ."""
+        return "+".join(dict.fromkeys(str(replica.scheme) for replica in self.replicas))
+
+
+class EnginePlan(Frozen):
+    """What an engine holds at a time."""
+
+    max_model_tokens: int
+    """Of one sequence: the longest prompt and the longest response."""
+    max_concurrent_sequences: int
+    max_batched_tokens: int
+    """Of one engine step."""
+    chunked_prefill: bool
+    """Whether long prompts are read in parts, between steps of generation."""
+    num_agent_workers: int
+    """Processes that send prompts to the engines."""
+    bucket_mib: int
+    """Weights are sent in parts of this size; shared memory of this size is held."""
+
+
+class ProfilePlan(Frozen):
+    """The profile that the rollouts use."""
+
+    folder: str
+    """In the run's folder, filled before training."""
+    source: str
+    """A profile to copy, or empty to make one (or find it in the cache)."""
+    scheme: Scheme
+    smoothing: float
+    """Strength, 0..1."""
+    error_budget: float | None
+    """Largest relative output error of a quantised layer; None: no layer is kept for its error."""
+    ignore: tuple[str, ...]
+
+
+class ShadowPlan(Frozen):
+    """The shadow batch of `calibrated-clipping`."""
+
+    every: int
+    """Steps between two, after the first update."""
+    sequences: int
+    """Of the step's, in one batch."""
+    micro_batch_sequences: int
+    """Of one forward; divides a rank's share."""
+
+
+class CorrectionPlan(Frozen):
+    """What corrects the loss."""
+
+    method: CorrectionMethod
+    cap: float | None = None
+    """None where the method has none."""
+    bounds: tuple[float, float] | None = None
+    """None where the method has none."""
+    clip_high: float = 0.2
+    """The recipe's."""
+    clip_low: float = 0.2
+    """The recipe's."""
+    shadow: ShadowPlan | None = None
+
+    @property
+    def resolved(self) -> Correction:
+        clip = ClipRange(self.clip_low, self.clip_high)
+        return correction_of(self.method, cap=self.cap, bounds=self.bounds, clip=clip)
+
+    @property
+    def text(self) -> str:
+        return self.resolved.text
+
+
+class Switching(StrEnum):
+    """How engines change their scheme while a run lasts."""
+
+    LIVE = "live"
+    """With a weight update."""
+    RESTART = "restart"
+    """New engines take over."""
+
+
+class AlgorithmPlan(Frozen):
+    """The policy gradient, but for its clip range, which is with the correction."""
+
+    kind: str
+    """`grpo` or `dapo`."""
+    dual_clip: float
+    """Where the advantage is negative the ratio is clipped here."""
+    wrong_reward: float
+    """Of a wrong answer, where a right one has 1."""
+    overlong_tokens: int
+    """As in `tasks.grading.overlong_penalty`."""
+    overlong_penalty: float
+    """As in `tasks.grading.overlong_penalty`."""
+    generation_batches: int
+    """Steps' worth of prompts that `dapo` generates at a time."""
+    max_generated_prompts: int
+    """A step of `dapo` that needs more ends the run; 0: any number."""
+
+    @property
+    def filters(self) -> bool:
+        """Whether prompts whose samples are all right or all wrong are replaced."""
+        return self.kind == "dapo"
+
+
+class OptimizerPlan(Frozen):
+    """AdamW."""
+
+    learning_rate: float
+    weight_decay: float
+    warmup_steps: int
+    """In optimizer steps."""
+    max_grad_norm: float
+
+
+class TrainerPlan(Frozen):
+    """How the trainer's forward and backward run."""
+
+    attention: str
+    """transformers' name of the implementation."""
+    packed: bool
+    """Whether sequences lie behind one another without padding, which needs flash attention."""
+    sequence_parallel: int
+    """GPUs that share a sequence."""
+    offload_parameters: bool
+    """To the host's memory between uses."""
+    offload_optimizer: bool
+    """To the host's memory between uses."""
+    gradient_checkpointing: bool
+    mini_batch_prompts: int
+    """Of one update."""
+    micro_batch_sequences: int
+    """Of one forward."""
+    max_tokens_per_gpu: int | None
+    """Of one forward; None: micro_batch_sequences of full length."""
+    gpu_memory_utilization: float
+    """Part of a GPU's memory that is its engine's."""
+
+
+class GuardPlan(Frozen):
+    """What the governor may do, and when a step counts as bad: bounds in the units of the metrics."""
+
+    actions: tuple[Action, ...]
+    k3_kl: float
+    weight_std: float
+    ess: float
+    truncated_fraction: float
+    bad_steps: int
+    """Of the last 2 * bad_steps - 1, lead up."""
+    fine_steps: int
+    """In a row, lead down."""
+    cooling_steps: int
+    """After a climb, not judged."""
+    gradient_steps: int
+    """Gradients in a row, not finite, that stop the run."""
+    save_budget_s: float
+    """For saving at a signal."""
+    stall_s: float
+    """Without progress, then the training is cut."""
+    reward_failures: float
+    """A step with a larger share of failed rewards stops the run, 0..1."""
+    reserve_bf16: bool
+    """Whether memory is counted as if all rollouts were in BF16."""
+    switching: Switching
+
+    @property
+    def ranks_layers(self) -> bool:
+        """Whether somebody may ask for the worst layers."""
+        return Action.RAISE_PRECISION in self.actions
+
+    @property
+    def comes_to_bf16(self) -> bool:
+        """Whether rollouts may lose all of their quantised layers."""
+        return Action.BF16 in self.actions
+
+
+class ClusterPlan(Frozen):
+    """Where the nodes of a training of several meet."""
+
+    address: str
+    """`host:port` of a Ray cluster that is there already; empty: this host becomes the head."""
+    port: int
+    """Of the head's control store, the first of its ports (plan/ports.py)."""
+    node_address: str
+    """By which other nodes reach this host; empty: Ray's choice."""
+    token_file: str
+    wait_s: float
+    """How long nodes may take to join."""
+
+
+class CheckpointPlan(Frozen):
+    """When a step is saved (the last one always is), and what stays."""
+
+    every_steps: int
+    """0: not for this reason."""
+    every_minutes: float
+    """0: not for this reason."""
+    keep: int | None
+    """So many of the newest; None: all."""
+    keep_best: bool
+    """Whether the one with the best greedy validation is saved too, and stays."""
+
+
+class ExpectedAttestation(Frozen):
+    """One process that must say what it runs before the first step."""
+
+    role: str
+    """`rollout`, `trainer` or `driver`."""
+    rank: int
+    scheme: Scheme
+    patches: tuple[str, ...] = ()
+    """Names of the patches that must be live in it, sorted, and no others."""
+    emulated: bool = False
+
+
+class RunPlan(Frozen):
+    """Everything a run needs to know."""
+
+    name: str
+    run_dir: str
+    cache_dir: str
+    seed: int
+    device: str
+    """`cpu` or a GPU name as in the recipe."""
+    nodes: int
+    gpus_per_node: int
+    model: ModelPlan
+    task: TaskPlan
+    rollout: RolloutPlan
+    engine: EnginePlan
+    profile: ProfilePlan | None
+    correction: CorrectionPlan
+    steps: int
+    validate_before: bool
+    """Whether the model is validated before the first step of a run from its beginning."""
+    validate_every: int
+    """Steps between two validations; the end is always one."""
+    prompts_per_step: int
+    logging_backends: tuple[str, ...]
+    argv: tuple[str, ...]
+    """The exact child: what plan/verl_args.py makes of the rest of this plan."""
+    env: tuple[tuple[str, str], ...]
+    """What the child gets on top of the launcher's own environment (names from terms/environment.py)."""
+    pins: tuple[tuple[str, str], ...]
+    """(distribution, version that the patches were made for)."""
+    choices: tuple[Choice, ...]
+    attestations: tuple[ExpectedAttestation, ...]
+    guard: GuardPlan
+    uaq: UaqPlan | None
+    optimizer: OptimizerPlan
+    norm_fed_lr_scale: float
+    """Times the learning rate, for the linear layers that a norm feeds."""
+    cluster: ClusterPlan | None
+    """None: one node, with a Ray of the run's own."""
+    checkpoint: CheckpointPlan
+    resume_from: str
+    """The checkpoint whose step this attempt goes on after, empty for a start from the model."""
+    validate_bf16_every: int
+    """Steps between validations in BF16 beside the run's scheme, 0 for none; the end is always one."""
+    algorithm: AlgorithmPlan
+    trainer: TrainerPlan
+    schema_version: Literal[1]
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.device == CPU
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(
+            nodes=self.nodes,
+            gpus_per_node=self.gpus_per_node,
+            tensor_parallel=self.rollout.tensor_parallel,
+            sequence_parallel=self.trainer.sequence_parallel,
+        )
+
+    @property
+    def trained_model(self) -> str:
+        """What trainer and engine start from: the model, or with UAQ the scaled one in the run's folder."""
+        return self.uaq.folder if self.uaq else self.model.path
+
+    def to_json(self) -> str:
+        return self.model_dump_json(indent=2, ensure_ascii=True)
+
+    def write(self, path: Path) -> None:
+        path.write_text(self.to_json() + "\n")
+
+
+def read_plan(path: Path) -> RunPlan:
+    """Raises ValueError with one sentence where it is no plan of this version, OSError when it cannot be read."""
+    try:
+        return RunPlan.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise ValueError(_sentence(error)) from error
+
+
+def _sentence(error: ValidationError) -> str:
+    """What is wrong with the text of a plan, in one."""
+    problems = error.errors(include_url=False)
+    for each in problems:
+        if each["loc"] == ("schema_version",):
+            said = None if each["type"] == "missing" else each["input"]
+            return f"plan has schema_version {said!r}, this program reads {SCHEMA_VERSION}"
+    first = problems[0]
+    place = ".".join(map(str, first["loc"])) or "the file"
+    more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
+    return f"not a plan that this version reads: {place}: {first['msg']}{more}"

@@ -1,0 +1,75 @@
+"""What the model said, over time: `samples.jsonl`, a line per step that has some.
+
+Of every validation the first problems, which are the same ones each time; of training one prompt now and then, with its
+best and its worst sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from pydantic.dataclasses import dataclass
+
+from appliance.record.events import append_line
+from appliance.record.lines import STRICT, Count, Measured, parse_line
+
+SAMPLES_FILE = "samples.jsonl"
+_HEAD, _TAIL = 1200, 800  # characters of a longer text that are kept: the end has the answer
+
+
+@dataclass(frozen=True, config=STRICT)
+class Sample:
+    """One response. truth: the right answer as the task has it.  accuracy: 0..1.  reward: what trained, which shaping
+    may have moved; None in a validation.  finished: the model ended it, not the limit of tokens."""
+
+    prompt: str
+    response: str
+    truth: str
+    accuracy: Measured
+    reward: Measured
+    tokens: Count
+    finished: bool
+
+
+@dataclass(frozen=True, config=STRICT)
+class StepSamples:
+    """scheme: of the rollouts they come from."""
+
+    step: Count
+    scheme: str
+    validation: tuple[Sample, ...] = ()
+    training: tuple[Sample, ...] = ()
+
+
+def shortened(text: str) -> str:
+    """Head and tail of a long text, with how much is left out."""
+    if len(text) <= _HEAD + _TAIL:
+        return text
+    return f"{text[:_HEAD]} […{len(text) - _HEAD - _TAIL} characters…] {text[-_TAIL:]}"
+
+
+def append_samples(run_dir: Path, samples: StepSamples) -> None:
+    """Raises OSError."""
+    append_line(run_dir / SAMPLES_FILE, asdict(samples))
+
+
+def read_samples(run_dir: Path) -> list[StepSamples]:
+    """By step, each step once; lines that cannot be read are left out.
+
+    Of two lines of a step the later, with what only the earlier has: a final validation that is made again has its own.
+    """
+    path = run_dir / SAMPLES_FILE
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    found: dict[int, StepSamples] = {}
+    for line in lines:
+        if (samples := parse_line(line, StepSamples)) is not None:
+            found[samples.step] = _joined(found.get(samples.step), samples)
+    return [found[step] for step in sorted(found)]
+
+
+def _joined(before: StepSamples | None, later: StepSamples) -> StepSamples:
+    if before is None:
+        return later
+    training, validation = later.training or before.training, later.validation or before.validation
+    return replace(later, training=training, validation=validation)

@@ -1,0 +1,215 @@
+"""The folder of one run: claimed by its name, written once, and `run.json`, which always says where the run is."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import re
+import shutil
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from appliance.errors import PreflightError, RecipeError
+from appliance.files import is_full, is_refused, write_whole
+from appliance.record.attestations import fingerprint, version_of
+from appliance.record.lines import STRICT, Code, as_json, read
+from appliance.record.plan import RunPlan
+
+SCHEMA_VERSION = 1
+RUN_FILE = "run.json"
+LOGS = "logs"
+_LOCK_FILE = ".lock"
+
+
+class RunStatus(StrEnum):
+    STARTING = "starting"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, config=STRICT)
+class RunRecord:
+    """What `run.json` holds."""
+
+    state: RunStatus = RunStatus.STARTING
+    phase: str = "starting"
+    attempt: Annotated[int, Field(ge=0, lt=10**6)] = 1
+    """It names a folder of logs; 0 for a run that never began."""
+    exit_code: Code | None = None
+    """None until the end."""
+    reason: str = ""
+    """One line, empty unless failed or stopped."""
+    schema_version: Literal[1] = 1
+
+
+class Session:
+    """A run while its launcher lives. Leaving it by an error marks the run as failed.
+
+    The launcher holds a lock on the folder: a run that says `running` and whose lock is free has lost its launcher.
+    """
+
+    def __init__(self, run_dir: Path, *, record: RunRecord, must_lock: bool = False) -> None:
+        """must_lock: raise BlockingIOError when another launcher has the run."""
+        self.run_dir = run_dir
+        self.record = record
+        self._lock = os.open(run_dir / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if must_lock:
+                self.release()
+                raise
+        except OSError:  # a network file system may have no locks; has_launcher then believes run.json
+            pass
+
+    @property
+    def log_dir(self) -> Path:
+        return log_dir(self.run_dir, attempt=self.record.attempt)
+
+    def release(self) -> None:
+        """Let go of the lock, for a run that never began."""
+        os.close(self._lock)
+
+    def update(self, *, state: RunStatus, phase: str) -> None:
+        """Write where the run is, if it moved. A disk that is full now does not end the run: its children say so."""
+        moved = replace(self.record, state=state, phase=phase)
+        if moved != self.record:
+            self.record = moved
+            with contextlib.suppress(OSError):
+                write_record(self.run_dir, moved, durable=False)  # a disk that a checkpoint keeps busy has us wait
+
+    def finish(self, *, state: RunStatus, exit_code: int, reason: str) -> None:
+        """Write how the run ended. Raises OSError."""
+        ended = replace(self.record, state=state, exit_code=exit_code, reason=reason)
+        write_record(self.run_dir, ended)
+        self.record = ended
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            if kind is not None and self.record.exit_code is None:
+                code = getattr(error, "exit_code", 1)
+                with contextlib.suppress(OSError):  # the error that goes on says more
+                    self.finish(state=RunStatus.FAILED, exit_code=code, reason=f"{kind.__name__}: {error}")
+        finally:
+            os.close(self._lock)
+
+
+def create_session(plan: RunPlan, *, recipe_yaml: str, is_chosen: bool) -> Session:
+    """Claim the run's name and write its folder, whole or not at all.
+
+    is_chosen: the name is one that we chose, so that losing it to another launcher is no mistake of the user.
+    Raises RecipeError when the name is in use, PreflightError when the folder cannot be written.
+    """
+    run_dir = Path(plan.run_dir)
+    try:
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir()  # the claim: of two launchers one succeeds
+    except FileExistsError:
+        raise _in_use(run_dir, is_chosen=is_chosen) from None
+    except OSError as error:
+        raise cannot_write(run_dir, error) from error
+    try:
+        return _fill(run_dir, plan=plan, recipe_yaml=recipe_yaml)
+    except OSError as error:
+        shutil.rmtree(run_dir, ignore_errors=True)
+        raise cannot_write(run_dir, error) from error
+
+
+def _fill(run_dir: Path, *, plan: RunPlan, recipe_yaml: str) -> Session:
+    record = RunRecord()
+    log_dir(run_dir, attempt=record.attempt).mkdir(parents=True)
+    (run_dir / "recipe.yaml").write_text(recipe_yaml)
+    plan.write(run_dir / "plan.json")
+    (run_dir / "versions.json").write_text(json.dumps(versions(plan), indent=2) + "\n")
+    write_record(run_dir, record)
+    return Session(run_dir, record=record)
+
+
+def free_run_dir(root: Path, *, name: str) -> Path:
+    """`<root>/<name>-<n>` with the number after the highest in use, from 1."""
+    return root / f"{name}-{_highest(root, name=name) + 1}"
+
+
+def newest_run_dir(root: Path, *, name: str) -> Path | None:
+    """`<root>/<name>-<n>` with the highest number in use, None when there is none."""
+    number = _highest(root, name=name)
+    return root / f"{name}-{number}" if number else None
+
+
+def _highest(root: Path, *, name: str) -> int:
+    pattern = re.compile(re.escape(name) + r"-(\d+)")
+    names = [entry.name for entry in root.iterdir()] if root.is_dir() else []
+    return max((int(match[1]) for match in map(pattern.fullmatch, names) if match), default=0)
+
+
+def log_dir(run_dir: Path, *, attempt: int) -> Path:
+    return run_dir / LOGS / str(attempt)
+
+
+def write_record(run_dir: Path, record: RunRecord, *, durable: bool = True) -> None:
+    """Replace `run.json` as a whole. durable: as of `whole_file`.  Raises OSError."""
+    write_whole(run_dir / RUN_FILE, as_json(record, indent=2) + "\n", durable=durable)
+
+
+def read_record(run_dir: Path) -> RunRecord:
+    """Raises OSError when there is no `run.json`, ValueError when it is not one that this program writes."""
+    return read(run_dir / RUN_FILE, RunRecord)
+
+
+def has_launcher(run_dir: Path) -> bool:
+    """Whether a launcher holds the run's lock. True where that cannot be told: no locks, or not our folder."""
+    try:
+        descriptor = os.open(run_dir / _LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def cannot_write(path: Path, error: OSError, *, setting: str = "cluster.run_dir") -> PreflightError:
+    """The finding for an OSError met while a run's files were written. setting: what chooses the path."""
+    if is_full(error):
+        return PreflightError(f"{path}: no space left", hint=f"free some space, or set {setting} to a roomier place")
+    if is_refused(error):
+        return PreflightError(f"{path}: cannot be written", hint=f"set {setting} to a folder that you can write to")
+    return PreflightError(f"{path}: {error.strerror or error}", hint=f"set {setting} to another folder")
+
+
+def _in_use(run_dir: Path, *, is_chosen: bool) -> RecipeError:
+    if not run_dir.is_dir():
+        return RecipeError([(f"{run_dir}: a file is in the way", "choose another --name, or another cluster.run_dir")])
+    hint = "another run has just taken it: start again" if is_chosen else "choose another --name, or leave it out"
+    return RecipeError([(f"run name `{run_dir.name}` is in use: {run_dir}", hint)])
+
+
+def versions(plan: RunPlan) -> dict[str, object]:
+    names = sorted({"flashrl-appliance", *(name for name, _ in plan.pins)})
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "distributions": {name: version_of(name) or None for name in names},
+        **({"model": f"{plan.model.hub_name}@{plan.model.commit or 'unknown'}"} if plan.model.hub_name else {}),
+        "fingerprint": fingerprint(),
+    }

@@ -1,0 +1,112 @@
+"""What every process of a run was doing when it hung: Python stacks of all threads, written at a signal.
+
+A process that has called `keep_stacks` answers SIGUSR2 from inside the interpreter, also while its main thread waits in
+native code. Its file is there from then on, so that nobody signals a process that would die of it. Standard library
+only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import re
+import signal
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from appliance.terms.environment import LOG_DIR_VARIABLE
+
+STACKS_FOLDER = "stacks"
+RAY_ROLE = "ray"  # of an actor or an idle worker of Ray's that loads nothing of ours: its title says which
+WORKER_ROLE = "worker"  # of every process that imports verl
+WRITE_WITHIN_S = 5.0
+_SIGNAL = signal.SIGUSR2  # SIGUSR1 is the subreaper's
+_VAGUE = (RAY_ROLE, WORKER_ROLE)  # the first says least; any other role says more than both
+_RAY_TITLE = re.compile(r"ray::(\w+)")
+
+
+@dataclass(frozen=True)
+class _StacksFile:
+    pid: int
+    role: str
+    path: Path
+    file: IO[str]
+
+
+_kept: _StacksFile | None = None
+
+
+def keep_stacks(role: str) -> None:
+    """Have this process write its stacks when it is asked. Does nothing outside a run.
+
+    role: the beginning of the file's name; called again, the one that says more counts, or the new one. A forked
+    process calls it for itself.
+    """
+    global _kept
+    folder = os.environ.get(LOG_DIR_VARIABLE)
+    if not folder:
+        return
+    before = _kept if _kept is not None and _kept.pid == os.getpid() else None
+    if before is not None and _vagueness(role) > _vagueness(before.role):
+        return
+    with contextlib.suppress(OSError):  # a full disk ends no process: it only says less
+        path = Path(folder) / STACKS_FOLDER / f"{role}-{os.getpid()}.txt"
+        if before is not None:
+            before.path.rename(path)
+            file = before.file
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = path.open("w")
+            faulthandler.register(_SIGNAL, file=file, all_threads=True)
+        _kept = _StacksFile(os.getpid(), role, path, file)
+
+
+def _vagueness(role: str) -> int:
+    return len(_VAGUE) - _VAGUE.index(role) if role in _VAGUE else 0
+
+
+def dump_stacks(log_dir: Path, *, living: Collection[int], within_s: float = WRITE_WITHIN_S) -> list[Path]:
+    """Ask all living processes for their stacks and wait for them. Returns the files that say something, by name.
+
+    log_dir: of the attempt.  living: the run's own process ids, so that a number given away again is never signalled.
+    """
+    files = sorted((log_dir / STACKS_FOLDER).glob("*-*.txt"))
+    asked = [path for path in files if _pid(path) in living and _ask(_pid(path))]
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline and not all(map(_says_something, asked)):
+        time.sleep(0.1)
+    return sorted(_named(path) for path in asked if _says_something(path))
+
+
+def _says_something(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return path.stat().st_size > 0
+    return False
+
+
+def _named(path: Path) -> Path:
+    """With what Ray calls the process, where that is all that is known of it."""
+    pid = _pid(path)
+    if path.name != f"{RAY_ROLE}-{pid}.txt":
+        return path
+    with contextlib.suppress(OSError):  # gone by now
+        title = _RAY_TITLE.match(Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace"))
+        return path.rename(path.with_name(f"{title[1]}-{pid}.txt")) if title else path
+    return path
+
+
+def _pid(path: Path) -> int:
+    number = path.stem.rpartition("-")[2]
+    return int(number) if number.isdigit() else 0
+
+
+def _ask(pid: int) -> bool:
+    try:
+        os.kill(pid, _SIGNAL)
+    except ProcessLookupError:
+        return False
+    return True

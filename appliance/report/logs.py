@@ -1,0 +1,113 @@
+"""`appliance logs`: what the children of a run wrote, of one attempt, as it is or as it comes."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from appliance import console
+from appliance.errors import RecipeError
+from appliance.record.events import Tail
+from appliance.record.session import has_launcher, log_dir, read_record
+from appliance.record.stacks import STACKS_FOLDER
+from appliance.report import summary
+from appliance.report.status import find_run, reading
+
+_IN_ORDER = ("prepare", "scale", "profile", "train")  # of the work; any other log comes after
+_LOOK_EVERY_S = 0.5
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def print_logs(
+    run: str,
+    *,
+    run_root: Path,
+    which: str | None = None,
+    attempt: int | None = None,
+    follow: bool = False,
+    pause: Callable[[float], None] = time.sleep,
+) -> None:
+    """The logs on stdout, in the order of the work.
+
+    which: one of them by name, None for all.  attempt: its number, None for the newest.  follow: until the run ends.
+    Raises RecipeError when there is none.
+    """
+    run_dir = find_run(run, run_root=run_root)
+    number = attempt or _newest_attempt(run_dir)
+    folder = log_dir(run_dir, attempt=number)
+    if not follow:
+        with reading(run_dir):
+            chosen = _chosen(run, folder=folder, which=which)
+        for path in chosen:
+            console.say(f"== {summary.typed_path(path)}")
+            for line in _lines(path, run_dir=run_dir):
+                _show(line)
+        return
+    _follow(lambda: _logs(folder, which=which), run_dir=run_dir, pause=pause)
+    if not _logs(folder, which=which):
+        _chosen(run, folder=folder, which=which)
+
+
+def _newest_attempt(run_dir: Path) -> int:
+    try:
+        return read_record(run_dir).attempt
+    except (OSError, ValueError) as error:
+        raise RecipeError([(f"{run_dir}: cannot be read as a run: {error}", "name the --attempt")]) from error
+
+
+def _lines(path: Path, *, run_dir: Path) -> Iterator[str]:
+    """As they are read: a log may be long. What goes wrong with a line that was given is not our reading."""
+    with reading(run_dir), path.open(errors="replace") as file:
+        for line in file:
+            yield line.rstrip("\n")
+
+
+def _chosen(run: str, *, folder: Path, which: str | None) -> list[Path]:
+    found = _logs(folder, which=which)
+    if found:
+        return found
+    attempts = sorted(int(each.name) for each in folder.parent.glob("*") if each.name.isdecimal() and each.is_dir())
+    if attempts and int(folder.name) not in attempts:
+        numbers = ", ".join(map(str, attempts))
+        raise RecipeError([(f"run `{run}`: no logs of attempt {folder.name}", f"there are those of: {numbers}")])
+    there = [path.stem for path in _logs(folder, which=None)]
+    if which is None or not there:
+        raise RecipeError([(f"run `{run}`: no logs in {folder} yet", "")])
+    raise RecipeError([(f"run `{run}`: no log `{which}` in {folder}", f"there are: {', '.join(there)}")])
+
+
+def _logs(folder: Path, *, which: str | None) -> list[Path]:
+    """Logs of the children, then the stacks of a stall."""
+    logs = {path.stem: path for path in sorted(folder.glob("*.log"))}
+    order = [*(name for name in _IN_ORDER if name in logs), *(name for name in logs if name not in _IN_ORDER)]
+    stacks = [path for path in sorted((folder / STACKS_FOLDER).glob("*.txt")) if path.stat().st_size]
+    if which is None:
+        return [logs[name] for name in order]
+    return stacks if which == STACKS_FOLDER else [logs[name] for name in order if name == which]
+
+
+def _follow(logs: Callable[[], list[Path]], *, run_dir: Path, pause: Callable[[float], None]) -> None:
+    """Until the run's launcher is gone, and once more."""
+    tails: dict[Path, Tail] = {}
+    lives = True
+    while lives:
+        lives = has_launcher(run_dir)
+        with reading(run_dir):
+            found = logs()
+        for path in found:
+            if path not in tails:
+                console.say(f"== {summary.typed_path(path)}")
+                tails[path] = Tail(path)
+            with reading(run_dir):
+                lines = tails[path].read()
+            for line in lines:
+                _show(line)
+        if lives:
+            pause(_LOOK_EVERY_S)
+
+
+def _show(line: str) -> None:
+    """Without its colours; a bar that redraws itself becomes lines."""
+    console.show(_COLOUR.sub("", line).rstrip("\r").replace("\r", "\n"))

@@ -1,0 +1,196 @@
+"""What both ends of a weight update write down, in `sync/trainer-<replica>-<rank>.jsonl` and `sync/rollout-...`.
+
+A line a sync. The trainer holds them against each other before it lets anything generate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic.dataclasses import dataclass
+
+from appliance.errors import SyncError
+from appliance.files import write_whole
+from appliance.record.events import append_line
+from appliance.record.lines import STRICT, parse
+
+SYNC_FOLDER = "sync"
+
+
+@dataclass(frozen=True, config=STRICT)
+class Sent:
+    """One update by the trainer rank that sent it."""
+
+    sync: int
+    """Number of the update, from 1."""
+    replica: int
+    rank: int
+    manifest: str
+    """Digest of the list of tensors."""
+    digest_s: float
+
+
+@dataclass(frozen=True, config=STRICT)
+class Telemetry:
+    """What an update did to the quantised layers of a rank; see engine/telemetry.py for how each is measured."""
+
+    codes_changed_fraction: float | None
+    saturated_fraction: float
+    scale_drift: float
+    layer_error_max: float
+
+
+@dataclass(frozen=True, config=STRICT)
+class Acknowledgement:
+    """One update by the rollout rank that took it, written when everything in it was proven."""
+
+    sync: int
+    """As `Sent.sync`."""
+    replica: int
+    rank: int
+    manifest: str
+    """As `Sent.manifest`."""
+    tensors: int
+    bytes: int
+    """Of all tensors."""
+    layers: int
+    layers_proven: int
+    """Of `layers`, those whose kernel answered the probe as the tensor received does."""
+    parameters_proven: int
+    """Parameters that are used as they are, and are bit for bit what was received."""
+    unproven: int
+    """Tensors of which nothing but their digest is known."""
+    waiting_bytes: int
+    """Most that waited at once for the rest of a layer."""
+    digest_s: float
+    proof_s: float
+    seconds: float
+    telemetry: Telemetry | None
+    """None where nothing is quantised."""
+    telemetry_s: float = 0.0
+    """Of `proof_s`."""
+    scheme: str = ""
+    """What the layers run from now on, and so `emulated`."""
+    emulated: bool = False
+    bf16_layers: int = 0
+    """Layers that are in BF16 only for now."""
+    switched: int = 0
+    """Layers that changed with this update; all are then proven."""
+
+
+def append_sent(run_dir: Path, sent: Sent) -> None:
+    _append(run_dir, f"trainer-{sent.replica}-{sent.rank}", dataclasses.asdict(sent))
+
+
+def append_acknowledgement(run_dir: Path, acknowledgement: Acknowledgement) -> None:
+    name = f"rollout-{acknowledgement.replica}-{acknowledgement.rank}"
+    _append(run_dir, name, dataclasses.asdict(acknowledgement))
+
+
+def layer_errors_file(run_dir: Path, *, replica: int, rank: int) -> Path:
+    """A JSON object: name of a quantised layer -> the relative error of its weights at the last update that had it."""
+    return run_dir / SYNC_FOLDER / f"layers-{replica}-{rank}.json"
+
+
+def add_layer_errors(path: Path, errors: dict[str, float]) -> None:
+    """Whole or not at all. A layer that is not quantised at present keeps its last error: it may have been another
+    engine's. Raises OSError."""
+    path.parent.mkdir(exist_ok=True)
+    known = json.loads(path.read_text()) if path.exists() else {}
+    write_whole(path, json.dumps(known | errors) + "\n", durable=False)
+
+
+def _append(run_dir: Path, name: str, line: dict[str, Any]) -> None:
+    folder = run_dir / SYNC_FOLDER
+    folder.mkdir(exist_ok=True)
+    append_line(folder / f"{name}.jsonl", line)
+
+
+@dataclass(frozen=True)
+class SyncRecord:
+    """One sync of all ranks, checked."""
+
+    sent: tuple[Sent, ...]
+    acknowledgements: tuple[Acknowledgement, ...]
+
+    def metrics(self) -> dict[str, float | None]:
+        """The contract's keys of a sync. Seconds are those of the slowest rank; digests: both ends of it."""
+        telemetry = [one.telemetry for one in self.acknowledgements if one.telemetry is not None]
+        changed = [one.codes_changed_fraction for one in telemetry if one.codes_changed_fraction is not None]
+        return {
+            "proof_s": round(max(one.proof_s for one in self.acknowledgements), 6),
+            "telemetry_s": round(max(one.telemetry_s for one in self.acknowledgements), 6),
+            "digest_s": round(
+                max(one.digest_s for one in self.sent) + max(one.digest_s for one in self.acknowledgements), 6
+            ),
+            "codes_changed_fraction": _mean(changed),
+            "saturated_fraction": _mean([one.saturated_fraction for one in telemetry]),
+            "scale_drift": _mean([one.scale_drift for one in telemetry]),
+            "layer_error_max": max((one.layer_error_max for one in telemetry), default=None),
+        }
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def check_sync(run_dir: Path, *, sync: int, replicas: int, ranks: int, first: int = 1) -> SyncRecord:
+    """What every rank of every replica said of update number `sync`.
+
+    ranks: of one replica.  first: number of the first update that these engines take.
+
+    Raises SyncError unless each took this very update, as its trainer rank sent it, and all were sent the same.
+    """
+    places = [(replica, rank) for replica in range(replicas) for rank in range(ranks)]
+    sent = {place: _last(run_dir, "trainer", place, kind=Sent) for place in places}
+    taken = {place: _last(run_dir, "rollout", place, kind=Acknowledgement) for place in places}
+    reference = next((one.manifest for one in sent.values() if one is not None and one.sync == sync), "")
+    problems = []
+    for place in places:
+        problems += _problems(place, sent=sent[place], taken=taken[place], sync=sync, first=first, manifest=reference)
+    if problems:
+        raise SyncError(f"weight update {sync}: " + "; ".join(problems), hint="see sync/ in the run folder")
+    return SyncRecord(
+        sent=tuple(one for one in sent.values() if one is not None),
+        acknowledgements=tuple(one for one in taken.values() if one is not None),
+    )
+
+
+def _problems(
+    place: tuple[int, int], *, sent: Sent | None, taken: Acknowledgement | None, sync: int, first: int, manifest: str
+) -> list[str]:
+    who = f"rollout rank {place[1]} of replica {place[0]}"
+    if sent is None or sent.sync != sync:
+        return [f"the trainer sent {who} {_number(sent)}"]
+    if taken is None or taken.sync != sync:
+        return [f"{who} has proven {_number(taken)}"]
+    if not (sent.manifest == taken.manifest == manifest):
+        return [f"{who} took the weights {taken.manifest}, it was sent {sent.manifest}, the first rank {manifest}"]
+    everything = taken.switched or sync == first
+    if everything and taken.layers_proven < taken.layers:
+        return [f"{who} has proven {taken.layers_proven} of {taken.layers} layers"]
+    # Some are quantised, and in any scheme lm_head's kernel at least is asked.
+    if taken.telemetry is not None and not taken.layers:
+        return [f"{who} has proven none of its layers"]
+    return []
+
+
+def _number(said: Sent | Acknowledgement | None) -> str:
+    return "nothing yet" if said is None else f"number {said.sync} as the last one"
+
+
+Line = TypeVar("Line", Sent, Acknowledgement)
+
+
+def _last(run_dir: Path, role: str, place: tuple[int, int], *, kind: type[Line]) -> Line | None:
+    path = run_dir / SYNC_FOLDER / f"{role}-{place[0]}-{place[1]}.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    if not lines:
+        return None
+    try:
+        return parse(lines[-1], kind, place=path.name)
+    except ValueError as error:
+        raise SyncError(f"{error}: the last line cannot be read", hint="see sync/ in the run folder") from error
