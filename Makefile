@@ -19,7 +19,7 @@ test: setup ## set up, then all tests but the longest, two files at a time: ARGS
 
 quick: setup ## no engine, no training, no torch: what to run while you work, under 90 s on two cores
 	@begin=$$(date +%s); \
-	.venv/bin/python -m pytest $(TWO_WORKERS) -m "not slow and not engine and not e2e and not docker" $(ARGS) || exit; \
+	.venv/bin/python -m pytest $(TWO_WORKERS) tests/quick -m "not slow and not engine" $(ARGS) || exit; \
 	took=$$(($$(date +%s) - begin)); echo "quick: $$took s$(QUICK_BUDGET_S:%=, of % s)"; \
 	[ -z "$(QUICK_BUDGET_S)" ] || [ "$$took" -le "$(QUICK_BUDGET_S)" ]
 
@@ -34,7 +34,7 @@ test-triton: setup ## the GPU's INT8 quantiser in Triton's interpreter, for whic
 	sed -n '/^triton==/,/[^\\]$$/p' requirements/gpu.txt >"$$triton/lock.txt" && \
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
 		--requirement "$$triton/lock.txt" --target "$$triton/lib" && \
-	PYTHONPATH="$$triton/lib" .venv/bin/python -m pytest tests/quant/test_triton_int8.py $(ARGS)
+	PYTHONPATH="$$triton/lib" .venv/bin/python -m pytest tests/parts/quant/test_triton_int8.py $(ARGS)
 
 image: ## build the image flashrl-appliance:cpu
 	@container/build.sh cpu
@@ -46,7 +46,7 @@ setup: ## build .venv from the locks; changes nothing when it is up to date
 	@requirements/setup.sh
 
 torture: setup ## kill real trainings again and again, up to two hours: ARGS="-k kills" picks some
-	@.venv/bin/python -m pytest -m torture -s tests/faults tests/cluster $(ARGS)
+	@.venv/bin/python -m pytest -m torture -s tests/training $(ARGS)
 
 fuzz: setup ## more than 100 000 cases of bad input, each refused or read: ARGS="-k manifests" picks some
 	@.venv/bin/python -m pytest -m fuzz --hypothesis-profile=fuzz tests/fuzz $(ARGS)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 os.environ["VERL_PLATFORM"] = "cpu"
 os.environ["VERL_USE_EXTERNAL_MODULES"] = "appliance.trainer.worker"
 
+pytest_plugins = ["report_fixtures", "run_fixtures", "verify_fixtures"]  # fixtures of rooms in two folders
 SKIPS = Path(__file__).parent / "skips.txt"
 USUAL_PORTS = (6379, 8265, 10001, 29500, 8000)  # of Ray (3), torch and vLLM, where nothing chooses another one
 OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")

@@ -1,0 +1,48 @@
+"""Tiny checkpoints for FlashRL's surface, and engines that are chosen by environment variables alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engines import make_checkpoint
+
+SHAPE = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 176}
+
+
+@pytest.fixture(scope="session")
+def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two models of the same shapes and different weights, with a tokenizer, as a server needs one."""
+    from appliance.tasks.tokenizer import save_tokenizer
+
+    root = tmp_path_factory.mktemp("flashrl-checkpoints")
+    folders = make_checkpoint(root / "a", seed=11, **SHAPE), make_checkpoint(root / "b", seed=12, **SHAPE)
+    for folder in folders:
+        save_tokenizer(folder, max_positions=256)
+    return folders
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    return Path(__file__).parents[3]
+
+
+@pytest.fixture
+def flashrl(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """FlashRL's patch, live in this process until the test ends; no variable of FlashRL's is set yet."""
+    import os
+
+    from vllm.engine.arg_utils import EngineArgs
+
+    from appliance import patch
+    from flashrl_compat.arguments import patch_engine_arguments
+    from flashrl_compat.variables import VARIABLES
+
+    for name in [*VARIABLES, "VERL_REPLICA_RANK", "RANK", "APPLIANCE_PLAN"]:
+        monkeypatch.delenv(name, raising=False)
+    assert not any(name.startswith("FLASHRL_") for name in os.environ)
+    monkeypatch.setattr(patch, "_APPLIED", {})
+    monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)  # put back at the end
+    patch_engine_arguments()
+    yield monkeypatch

@@ -1,0 +1,17 @@
+"""What is here needs no torch: `make quick` stays quick."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def no_torch(request: pytest.FixtureRequest) -> Iterator[None]:
+    """But for tests that are marked, which `make quick` leaves out, and where another folder has loaded it before."""
+    had_it = "torch" in sys.modules
+    yield
+    marked = any(request.node.get_closest_marker(name) for name in ("slow", "engine"))
+    assert had_it or marked or "torch" not in sys.modules, "this test loads torch: it belongs to tests/parts"

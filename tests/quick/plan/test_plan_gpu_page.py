@@ -1,0 +1,42 @@
+"""docs/gpu.md names everything that a plan sets otherwise on a GPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from plans import HOST
+
+from appliance.plan.build import build_plan
+from appliance.recipe.load import load_recipe
+from appliance.record.plan import RunPlan
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "gpu.md"
+
+
+def planned(device: str) -> RunPlan:
+    sets = (f"cluster.device={device}", "cluster.gpus_per_node=2")
+    return build_plan(load_recipe("arithmetic-tiny-int8", sets=sets), run_dir=Path("/runs/a-1"), host=HOST)
+
+
+def differing(one: dict[str, str], other: dict[str, str]) -> set[str]:
+    return {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
+
+
+def overrides(plan: RunPlan) -> dict[str, str]:
+    """By the last part of the key, as people know it; `trainer.device` by two."""
+    pairs = (each.lstrip("+").split("=", maxsplit=1) for each in plan.argv[3:])
+    return {key if key == "trainer.device" else key.rsplit(".", 1)[-1]: value for key, value in pairs}
+
+
+def test_the_page_has_every_setting_that_differs() -> None:
+    cpu, gpu = planned("cpu"), planned("h100")
+    patches = [{name for each in plan.attestations for name in each.patches} for plan in (cpu, gpu)]
+    names = (
+        differing(overrides(cpu), overrides(gpu)) | differing(dict(cpu.env), dict(gpu.env)) | patches[0] ^ patches[1]
+    )
+    assert names >= {"enforce_eager", "enable_chunked_prefill", "VLLM_ENABLE_V1_MULTIPROCESSING", "cpu-no-amx-tiles"}
+    said = {
+        part for quoted in re.findall(r"`([^`]+)`", PAGE.read_text()) for part in {quoted, quoted.rsplit(".", 1)[-1]}
+    }
+    assert names - said == set()

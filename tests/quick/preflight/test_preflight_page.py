@@ -1,0 +1,27 @@
+"""The page about preflight has every finding."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+CODE_AT = {"Finding": 1, "error": 0, "warning": 0}  # the place of a code among the arguments
+
+
+def codes(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CODE_AT:
+            argument = node.args[CODE_AT[node.func.id]]
+            if isinstance(argument, ast.Constant):
+                yield argument.value
+
+
+def test_the_page_has_every_code_of_a_finding() -> None:
+    page = (ROOT / "docs" / "preflight.md").read_text()
+    found = {
+        code for file in (ROOT / "appliance" / "preflight").glob("*.py") for code in codes(ast.parse(file.read_text()))
+    }
+    assert len(found) > 40
+    assert {code for code in found if f"`{code}`" not in page} == set()

@@ -1,0 +1,105 @@
+"""`appliance export` on a run's folder: which checkpoint, and what is refused. The model itself: tests/training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from appliance.errors import EngineError, PreflightError, RecipeError
+from appliance.launch import export
+from appliance.launch.export import run_export
+from appliance.record.checkpoint_manifest import Facts, seal
+from appliance.record.checkpoints import checkpoint_folder
+from appliance.record.session import create_session
+from appliance.trainer.export import export_checkpoint
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, small_plan: Callable) -> Path:
+    """A run with the steps 2 and 4, and 4 is damaged."""
+    with create_session(small_plan(tmp_path), recipe_yaml="", is_chosen=False) as session:
+        for step in (2, 4):
+            folder = checkpoint_folder(session.run_dir, step=step)
+            (folder / "actor" / "huggingface").mkdir(parents=True)
+            (folder / "actor" / "huggingface" / "config.json").write_text(f'{{"step": {step}}}')
+            seal(folder, facts=Facts(step=step, world_size=1, reason="", time=0.0))
+    (checkpoint_folder(tmp_path / "small-1", step=4) / "actor" / "huggingface" / "config.json").write_text(
+        '{"step": 5}'
+    )
+    return tmp_path / "small-1"
+
+
+def test_the_newest_whole_checkpoint_is_exported(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_export("small-1", run_root=tmp_path, step=None, output=tmp_path / "new" / "out") == 0
+    assert (tmp_path / "new" / "out" / "config.json").read_text() == '{"step": 2}'
+    assert [each.name for each in (tmp_path / "new").iterdir()] == ["out"]
+    said = capsys.readouterr()
+    assert said.out == f"{tmp_path / 'new' / 'out'}\n"
+    assert "warning: global_step_4 is passed over: actor/huggingface/config.json has other content" in said.err
+
+
+def test_what_cannot_be_exported_is_refused(run_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as caught:
+        run_export(str(run_dir), run_root=tmp_path, step=3, output=tmp_path / "out")
+    assert caught.value.problems == [(f"--step 3: {run_dir} has no checkpoint of it", "its steps: 2, 4")]
+    with pytest.raises(PreflightError) as caught:
+        run_export(str(run_dir), run_root=tmp_path, step=4, output=tmp_path / "out")
+    why = "actor/huggingface/config.json has other content than was saved"
+    assert caught.value.message == f"{run_dir}/checkpoints/global_step_4 is damaged: {why}"
+    (tmp_path / "out").mkdir()
+    with pytest.raises(RecipeError, match="is there already and is not overwritten"):
+        run_export(str(run_dir), run_root=tmp_path, step=2, output=tmp_path / "out")
+
+
+def test_a_folder_that_takes_no_file_is_refused_before_the_child(run_dir: Path, tmp_path: Path, monkeypatch) -> None:
+    """/proc takes none from root either."""
+    monkeypatch.setattr(export, "run_child", lambda *_, **__: pytest.fail("a child was started"))
+    with pytest.raises(PreflightError) as caught:
+        run_export(str(run_dir), run_root=tmp_path, step=2, output=Path("/proc/out"))
+    assert caught.value.hint == "set -o to another folder"
+
+
+def test_an_output_that_cannot_be_written_is_no_fault_of_an_engine(run_dir: Path, tmp_path: Path) -> None:
+    """The child finds out, as of a disk that fills. Nothing half made stays, nor the folder made for it."""
+    with pytest.raises(PreflightError) as caught:
+        run_export(str(run_dir), run_root=tmp_path, step=2, output=tmp_path / "new" / ("a" * 250))
+    assert caught.value.message == f"{tmp_path / 'new' / ('a' * 250)}: cannot be written: File name too long"
+    assert not (tmp_path / "new").exists()
+
+
+def test_half_a_model_does_not_stay(run_dir: Path, tmp_path: Path, monkeypatch) -> None:
+    def fill(source: Path, target: Path, *, dirs_exist_ok: bool) -> None:
+        (target / "half").write_text("x")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("shutil.copytree", fill)
+    with pytest.raises(OSError, match="No space left"):
+        export_checkpoint(checkpoint_folder(run_dir, step=2), target=tmp_path / "out", uaq=None)
+    assert not [each for each in tmp_path.iterdir() if "out" in each.name]
+
+
+def test_the_log_of_a_failure_is_ours_alone(run_dir: Path, tmp_path: Path, monkeypatch) -> None:
+    """In a temporary folder for all users, where somebody else's log may have the name."""
+    (temporary := tmp_path / "temporary" / "export-failed.log").mkdir(parents=True)
+    (tmp_path / "dead_child.py").write_text("print('error: it broke'); raise SystemExit(1)")
+    monkeypatch.setattr("tempfile.tempdir", str(temporary.parent))
+    monkeypatch.setattr(export, "CHILD_MODULE", "dead_child")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    with pytest.raises(EngineError, match="it broke") as caught:
+        run_export(str(run_dir), run_root=tmp_path, step=2, output=tmp_path / "out")
+    log = Path(caught.value.hint.removeprefix("its log: "))
+    assert log.read_text() == "error: it broke\n"
+    assert (log.name, log.parent.parent) == ("export-failed.log", temporary.parent)
+    assert log.parent.stat().st_mode & 0o077 == 0
+    assert list(log.parent.iterdir()) == [log]
+
+
+def test_a_temporary_folder_that_takes_nothing_is_not_the_outputs_fault(run_dir: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", "/proc")
+    with pytest.raises(PreflightError) as caught:
+        run_export(str(run_dir), run_root=tmp_path, step=2, output=tmp_path / "out")
+    assert caught.value.hint == "set TMPDIR to another folder"
