@@ -423,10 +423,10 @@ def read_plan(path: Path) -> RunPlan:
     try:
         return RunPlan.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        raise ValueError(_sentence(error)) from error
+        raise ValueError(sentence(error)) from error
 
 
-def _sentence(error: ValidationError) -> str:
+def sentence(error: ValidationError) -> str:
     """What is wrong with the text of a plan, in one."""
     problems = error.errors(include_url=False)
     for each in problems:

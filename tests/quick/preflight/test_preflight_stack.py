@@ -30,7 +30,6 @@ def test_every_record_fits_what_is_installed() -> None:
     assert set(recorded()) == {
         "cpu-no-amx-tiles",
         "cpu-process-group",
-        "flashrl-engine-arguments",
         "no-load-balancer",
     }
     assert {name: why_unfit(record) for name, record in recorded().items()} == dict.fromkeys(recorded(), "")
