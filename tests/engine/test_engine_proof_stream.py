@@ -102,12 +102,8 @@ def test_smoothing_of_another_model(missing: str, changes: dict, int8: Bench) ->
 
 def test_a_method_of_vllms_that_cannot_be_asked_is_unproven(int8: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its weight lies as codes in a layout of vLLM's: only the digest is checked, and the count says so."""
-    from appliance.engine import proof
-
     layer = int8.engine.model.get_submodule("model.layers.1.mlp.gate_up_proj")
-    how = proof._how
-    monkeypatch.setattr(proof, "_is_native", lambda one: one is layer)
-    monkeypatch.setattr(proof, "_how", lambda one: None if one is layer else how(one))
+    monkeypatch.setattr(layer.quant_method, "provable", False)
     report = take(int8.engine, sent(int8.new))
     recover(int8.engine, int8.old)
     assert (report.proven.layers, report.proven.layers_proven, report.proven.unproven) == (12, 12, 2)
