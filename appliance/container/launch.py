@@ -26,11 +26,11 @@ from appliance.errors import PreflightError, RecipeError
 from appliance.launch.command import new_run_dir, print_plan
 from appliance.launch.workspace import stop_on_errors
 from appliance.preflight.finding import Finding, Severity
-from appliance.preflight.probes import data_from_hub
 from appliance.preflight.report import examine
 from appliance.recipe.schema import Recipe
 from appliance.record.plan import RunPlan
 from appliance.signals import handled
+from appliance.tasks.library import is_from_hub
 from appliance.terms.devices import CPU
 from appliance.terms.environment import HUB_TOKEN_VARIABLE
 
@@ -121,7 +121,7 @@ def make_order(plan: RunPlan, argv: Sequence[str], *, typed: str, image: str | N
 
 
 def _asks_hub(plan: RunPlan) -> bool:
-    return bool(plan.model.hub_name) or data_from_hub(plan)
+    return bool(plan.model.hub_name) or is_from_hub(plan.task)
 
 
 def _hides_the_images_own(path: Path) -> bool:

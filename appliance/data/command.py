@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,26 +18,11 @@ from appliance.errors import RecipeError
 from appliance.files import whole_file, write_whole
 from appliance.launch.workspace import new_folder
 from appliance.record.session import cannot_write
-from appliance.tasks import dapo_math, gsm8k
-from appliance.tasks.rows import Found, Parse, read_files
+from appliance.tasks.library import TASKS
+from appliance.tasks.rows import read_files
+from appliance.tasks.task import DataFile, Task
 
 SCHEMA_VERSION = 1
-
-
-@dataclass(frozen=True)
-class DataFile:
-    """name: of the file made, without its ending.  kind: the task that reads it.  split: for its rows.
-
-    from_hub: makes it without a file of this host.
-    """
-
-    name: str
-    kind: str
-    split: str
-    parse: Parse
-    hint: str
-    hub: str
-    from_hub: Callable[[], Found]
 
 
 @dataclass(frozen=True)
@@ -54,21 +38,8 @@ class DataInfo:
     schema_version: int = SCHEMA_VERSION
 
 
-def _math(name: str, *, split: str, hub: str) -> DataFile:
-    return DataFile(
-        name, "dapo-math", split, dapo_math.parse_row, dapo_math.HINT, hub, lambda: dapo_math.from_hub(split)
-    )
-
-
-def _gsm8k(split: str) -> DataFile:
-    name = f"gsm8k-{split}"
-    return DataFile(name, "gsm8k", split, gsm8k.parse_row, gsm8k.HINT, gsm8k.HUB_NAME, lambda: gsm8k.from_hub(split))
-
-
-DATA_SETS: dict[str, tuple[DataFile, ...]] = {
-    "dapo-math-17k": (_math("dapo-math-17k", split="train", hub=dapo_math.TRAIN_HUB),),
-    "aime-2024": (_math("aime-2024", split="val", hub=dapo_math.VAL_HUB),),
-    "gsm8k": (_gsm8k("train"), _gsm8k("val")),
+DATA_SETS: dict[str, tuple[tuple[Task, DataFile], ...]] = {
+    name: tuple((task, file) for file in files) for task in TASKS.values() for name, files in task.data_sets.items()
 }
 
 
@@ -85,18 +56,18 @@ def make_data(name: str, *, folder: Path, sources: tuple[str, ...] = ()) -> None
         known = ", ".join(f"`{each}`" for each in DATA_SETS)
         raise RecipeError([(f"{name}: no data set has this name", f"use {known}")])
     if sources and len(sources) != len(files):
-        made = ", ".join(f"{file.name}.parquet" for file in files)
+        made = ", ".join(f"{file.name}.parquet" for _, file in files)
         raise RecipeError([(f"--from: {len(sources)} given, and `{name}` is made of {len(files)}", f"for {made}")])
     with nullcontext() if os.path.isdir(folder) else new_folder(folder, option="-o"):
-        for file, source in zip(files, sources or [""] * len(files), strict=True):
+        for (task, file), source in zip(files, sources or [""] * len(files), strict=True):
             try:
-                made = _make(file, folder=folder, source=source)
+                made = _make(task, file, folder=folder, source=source)
             except OSError as error:
                 raise cannot_write(folder, error, setting="-o") from error
             console.out(str(made))
 
 
-def _make(file: DataFile, *, folder: Path, source: str) -> Path:
+def _make(task: Task, file: DataFile, *, folder: Path, source: str) -> Path:
     from appliance.tasks.parquet import write_parquet  # loads pyarrow
 
     target = folder / f"{file.name}.parquet"
@@ -104,9 +75,11 @@ def _make(file: DataFile, *, folder: Path, source: str) -> Path:
     if target.is_file() and _is_of(about, source=source or file.hub, digest=digest):
         console.say(f"{target.name}: is there, made of {source or file.hub}")
         return target
-    found = read_files(source, parse=file.parse, hint=file.hint)[0] if source else file.from_hub()
+    rows = task.source
+    assert rows is not None, "only a task that reads rows has data sets"
+    found = read_files(source, parse=rows.parse, hint=rows.hint)[0] if source else rows.from_hub(file.split)
     with whole_file(target) as partial:
-        write_parquet(found.problems, path=partial, kind=file.kind, split=file.split)
+        write_parquet(found.problems, path=partial, kind=task.kind, split=file.split)
     made = DataInfo(source or file.hub, digest, found.rows, len(found.problems), found.repeated, found.conflicting)
     write_whole(about, json.dumps(dataclasses.asdict(made), indent=2) + "\n")  # last: without it, it is made again
     console.say(f"{target.name}: {_counts(made)}")

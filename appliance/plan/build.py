@@ -22,7 +22,7 @@ from appliance.plan.guard import plan_guard, plan_validation
 from appliance.plan.host import HostFacts
 from appliance.plan.verl_args import argv
 from appliance.recipe.rules import broken_on_cpu
-from appliance.recipe.schema import LongPrompts, Recipe, SchemeChoice, TaskKind
+from appliance.recipe.schema import LongPrompts, Recipe, SchemeChoice
 from appliance.recipe.text import full_path
 from appliance.record.plan import (
     SCHEMA_VERSION,
@@ -35,7 +35,7 @@ from appliance.record.plan import (
     RunPlan,
     TaskPlan,
 )
-from appliance.tasks.library import builtin_model_key, data_key
+from appliance.tasks.library import builtin_model_key, data_key, is_from_hub
 from appliance.terms.devices import AUTO, CPU, GPUS, automatic_scheme, gpu_of_product
 from appliance.terms.environment import child_env
 from appliance.terms.schemes import Scheme
@@ -333,7 +333,7 @@ def _absolute(file: str | None) -> str:
 
 
 def _is_offline(model: ModelPlan, *, task: TaskPlan) -> bool:
-    needs_hub_data = task.kind != TaskKind.ARITHMETIC and not task.train_file
+    needs_hub_data = is_from_hub(task)
     return not needs_hub_data and (bool(model.builtin) or is_folder(model.source))
 
 

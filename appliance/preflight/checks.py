@@ -19,6 +19,7 @@ from appliance.preflight.probes import InputFacts
 from appliance.preflight.schemes import judge_experts, judge_gain, judge_guard, judge_schemes
 from appliance.preflight.stack import judge_stack
 from appliance.record.plan import RunPlan
+from appliance.tasks.library import is_from_hub
 from appliance.terms.devices import CPU, gpu_of_product
 from appliance.terms.families import why_unknown
 from appliance.terms.shapes import ModelShape
@@ -193,8 +194,7 @@ def _data(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
         severity = Severity.WARNING if problem.is_rare else Severity.ERROR
         place = "task.train_file" if plan.task.train_file else "task.kind"
         yield Finding(severity, "reward", place, problem.message, "mend the rows, or give the task that they are of")
-    from_hub = plan.task.kind != "arithmetic" and not plan.task.train_file
-    if from_hub and not inputs.has_data and (inputs.is_offline or inputs.hub_problem):
+    if is_from_hub(plan.task) and not inputs.has_data and (inputs.is_offline or inputs.hub_problem):
         why = "HF_HUB_OFFLINE is set" if inputs.is_offline else inputs.hub_problem
         message = f"none is given, so the data comes from the hub, and {why}"
         yield error("data-unreachable", "task.train_file", message, "give a JSON-lines or parquet file")

@@ -28,12 +28,12 @@ from appliance.preflight.sample import RewardProblem, reward_problem
 from appliance.preflight.stack import StackFacts, read_stack
 from appliance.quant.uaq import layers_to_scale, require_unscaled
 from appliance.record.plan import ModelPlan, RunPlan
+from appliance.tasks.library import TASKS, is_from_hub
 from appliance.terms.devices import StoredResult
 from appliance.terms.shapes import KNOWN, ModelShape, read_shape
 
 LIBRARIES = ("libnuma.so.1",)
 PACKAGES = ("tensorboard", "trackio", "wandb", "flash_attn")
-ROWS_LOOKED_AT = 20_000  # of a file of `dapo-math`, which may have millions; its preparation reads them all
 _NVIDIA_SMI_TIMEOUT_S = 10
 
 
@@ -164,7 +164,7 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) 
     is_folder = not plan.model.builtin and not name and folder.is_absolute()
     cached = bool(name) and _is_cached(plan.model)
     needs_model = bool(name) and not cached
-    needs_hub = needs_model or (data_from_hub(plan) and not made)
+    needs_hub = needs_model or (is_from_hub(plan.task) and not made)
     is_offline = needs_hub and hub.is_offline()
     asks = ask_hub and needs_hub and not is_offline
     hub_problem = hub.problem() if asks else ""
@@ -240,10 +240,6 @@ def uaq_problem(plan: RunPlan) -> str:
     return ""
 
 
-def data_from_hub(plan: RunPlan) -> bool:
-    return plan.task.kind != "arithmetic" and not plan.task.train_file
-
-
 def model_shape(plan: RunPlan) -> ModelShape | None:
     """By the model's config.json where that is on this host; else by its name, where we know it."""
     folder = Path(plan.model.path)
@@ -256,14 +252,5 @@ def model_shape(plan: RunPlan) -> ModelShape | None:
 
 
 def _data_problems(plan: RunPlan) -> tuple[tuple[str, str], ...]:
-    from appliance.tasks import dapo_math, gsm8k
-
-    def check(file: str) -> list[tuple[str, str]]:
-        if plan.task.kind == "gsm8k":
-            return gsm8k.check_rows(file)
-        return dapo_math.check_rows(file, most_rows=ROWS_LOOKED_AT)
-
-    if plan.task.kind == "arithmetic":
-        return ()
     files = [file for file in (plan.task.train_file, plan.task.val_file) if file]
-    return tuple(problem for file in dict.fromkeys(files) for problem in check(file))
+    return tuple(problem for file in dict.fromkeys(files) for problem in TASKS[plan.task.kind].check_rows(file))

@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 
 from appliance.record.plan import RunPlan
+from appliance.tasks.library import is_from_hub
 from appliance.tasks.sample import Sample, Verdict
 
 _STARTS_WITHIN_S = 60.0
@@ -26,7 +27,7 @@ class RewardProblem:
 def reward_problem(plan: RunPlan) -> RewardProblem | None:
     """What is wrong with the rewards of the first problems; None where nothing is, or the data is not here yet."""
     task = plan.task
-    if task.kind != "arithmetic" and not task.train_file:
+    if is_from_hub(task):
         return None
     sample = Sample(task.kind, file=task.train_file, difficulty=task.difficulty, seed=task.seed)
     within_s = _STARTS_WITHIN_S + task.reward_timeout_s

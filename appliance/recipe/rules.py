@@ -12,10 +12,9 @@ from appliance.guard.policy import Action
 from appliance.quant.uaq import MOST
 from appliance.recipe.broken import Broken
 from appliance.recipe.rules_batch import batch_rules, dapo_rules
-from appliance.recipe.schema import AlgorithmKind, Attention, Correction, Recipe, SchemeChoice, TaskKind
+from appliance.recipe.schema import AlgorithmKind, Attention, Correction, Recipe, SchemeChoice
 from appliance.recipe.text import path_problem, pattern_problem
-from appliance.tasks import arithmetic
-from appliance.tasks.library import BUILTIN_MODELS
+from appliance.tasks.library import BUILTIN_MODELS, TASKS
 from appliance.tasks.tiny_spec import TINY_MODELS
 from appliance.terms.devices import AUTO, CPU, DEVICES, why_outgrown
 from appliance.terms.schemes import Scheme
@@ -62,10 +61,10 @@ def _model(recipe: Recipe) -> Iterator[Broken]:
 
 def _task(recipe: Recipe) -> Iterator[Broken]:
     task = recipe.task
-    if task.kind is TaskKind.ARITHMETIC:
+    if TASKS[task.kind].source is None:
         for key, value in (("task.train_file", task.train_file), ("task.val_file", task.val_file)):
             if value:
-                yield Broken((key, "task.kind"), "`arithmetic` makes its own problems", "remove it")
+                yield Broken((key, "task.kind"), f"`{task.kind}` makes its own problems", "remove it")
         yield from _pool_sizes(recipe)
     elif task.val_file and not task.train_file:
         yield Broken(
@@ -76,8 +75,8 @@ def _task(recipe: Recipe) -> Iterator[Broken]:
 def _pool_sizes(recipe: Recipe) -> Iterator[Broken]:
     task = recipe.task
     sizes = {"train_size": task.train_size, "val_size": task.val_size}
-    found = arithmetic.check(difficulty=task.difficulty, seed=task.seed, **sizes)
-    for text, hint in found:
+    check = TASKS[task.kind].check_sizes
+    for text, hint in check(difficulty=task.difficulty, seed=task.seed, **sizes) if check else ():
         key, _, message = text.partition(": ")
         yield Broken((key, "task.difficulty"), message, hint)
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from appliance.corrections.registry import DEFAULT, CorrectionMethod
 from appliance.guard.policy import ESS, K3_KL, TRUNCATED_FRACTION, WEIGHT_STD, Action
+from appliance.tasks.library import TASKS, TaskKind
 from appliance.terms.schemes import PROFILED, Scheme, listed
 from appliance.terms.topology import Topology
 
@@ -22,12 +23,6 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 
 SchemeChoice = StrEnum("SchemeChoice", {"AUTO": "auto", **{each.name: each.value for each in Scheme}})
 SchemeChoice.__doc__ = "`auto` and the schemes of `terms.schemes.Scheme`."
-
-
-class TaskKind(StrEnum):
-    ARITHMETIC = "arithmetic"
-    GSM8K = "gsm8k"
-    DAPO_MATH = "dapo-math"
 
 
 class AlgorithmKind(StrEnum):
@@ -100,8 +95,7 @@ class Model(Section):
 class Task(Section):
     """What to learn. Paths are relative to the folder in which the program is started."""
 
-    kind: Kind_ = TaskKind.ARITHMETIC
-    """`arithmetic`, `gsm8k` or `dapo-math`"""
+    kind: Kind_ = Field(TaskKind("arithmetic"), description=listed(TASKS))
     difficulty: int = Field(2, ge=2, le=6)
     """digits of the operands of `arithmetic`"""
     train_file: str | None = Field(None, min_length=1)

@@ -22,6 +22,7 @@ from enum import StrEnum
 
 from appliance.errors import RecipeError
 from appliance.tasks.problem import Problem, Splits
+from appliance.tasks.task import Task
 
 MIN_DIFFICULTY = 2  # one digit gives 81 problems: too few for a validation of 500
 MAX_DIFFICULTY = 6
@@ -114,3 +115,6 @@ def _shuffled(pool: Pool, *, difficulty: int, seed: int) -> list[tuple[int, int]
 def score(*, response: str, truth: str) -> float:
     """1.0 when the response is exactly the sum in decimal digits (white space around it is ignored), else 0.0."""
     return float(response.strip() == truth)
+
+
+TASK = Task(kind="arithmetic", score=score, answers=lambda truth: (truth,), make=splits, check_sizes=check)

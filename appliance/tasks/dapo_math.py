@@ -8,11 +8,11 @@ trainer/reward_pool.py may call `score`.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-from appliance.tasks.problem import Problem, Splits
-from appliance.tasks.rows import Found, Row, read_file, text_fields
-from appliance.tasks.splits import Source, hub_file, make_splits
+from appliance.tasks.problem import Problem
+from appliance.tasks.rows import Found, Row, text_fields
+from appliance.tasks.splits import Source, hub_file
+from appliance.tasks.task import DataFile, Task
 
 TRAIN_HUB, TRAIN_HUB_FILE = "BytedTsinghua-SIA/DAPO-Math-17k", "data/dapo-math-17k.parquet"
 VAL_HUB, VAL_HUB_FILE = "BytedTsinghua-SIA/AIME-2024", "data/aime-2024.parquet"
@@ -95,18 +95,6 @@ def parse_row(row: Row) -> Problem | str:
     return fields if isinstance(fields, str) else Problem(prompt=as_prompt(fields[0]), truth=fields[1].strip())
 
 
-def check_rows(path: str | Path, *, most_rows: int) -> list[tuple[str, str]]:
-    """(message, hint) for every fault in the first rows of a data file: the whole one has 1.8 million."""
-    return read_file(path, parse=parse_row, hint=HINT, most_rows=most_rows).faults
-
-
-def splits(*, train_file: str, val_file: str, seed: int, train_size: int, val_size: int) -> Splits:
-    """Training and validation problems; see `splits.make_splits`. From the hub: DAPO-Math-17k and AIME 2024."""
-    return make_splits(
-        SOURCE, train_file=train_file, val_file=val_file, seed=seed, train_size=train_size, val_size=val_size
-    )
-
-
 def from_hub(split: str) -> Found:
     """split: `train` or `val`. Raises RecipeError when the hub is away."""
     name, file = {"train": (TRAIN_HUB, TRAIN_HUB_FILE), "val": (VAL_HUB, VAL_HUB_FILE)}[split]
@@ -119,3 +107,15 @@ def as_prompt(problem: str) -> str:
 
 
 SOURCE = Source(parse=parse_row, hint=HINT, from_hub=from_hub)
+TASK = Task(
+    kind="dapo-math",
+    score=score,
+    answers=lambda truth: (f"Answer: {truth}", f"\\boxed{{{truth}}}"),
+    source=SOURCE,
+    checked_rows=20_000,  # a file may have millions; its preparation reads the rest
+    import_reward=import_verifier,
+    data_sets={
+        "dapo-math-17k": (DataFile("dapo-math-17k", "train", TRAIN_HUB),),
+        "aime-2024": (DataFile("aime-2024", "val", VAL_HUB),),
+    },
+)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal
-from pathlib import Path
 
 from appliance.errors import RecipeError
-from appliance.tasks.problem import Problem, Splits
-from appliance.tasks.rows import Found, Row, read_file, read_files, read_rows, text_fields
-from appliance.tasks.splits import Source, hub_is_away, make_splits
+from appliance.tasks.problem import Problem
+from appliance.tasks.rows import Found, Row, read_rows, text_fields
+from appliance.tasks.splits import Source, hub_is_away
+from appliance.tasks.task import DataFile, Task
 
 HUB_NAME = "openai/gsm8k"
 INSTRUCTION = ' Let\'s think step by step and output the final answer after "####".'
@@ -50,23 +50,6 @@ def parse_row(row: Row) -> Problem | str:
     return problem(*fields)
 
 
-def check_rows(path: str | Path) -> list[tuple[str, str]]:
-    """(message, hint) for every problem of a data file, each `file:line: message`; after 20 of them their number."""
-    return read_file(path, parse=parse_row, hint=HINT).faults
-
-
-def read_problems(path: str | Path) -> list[Problem]:
-    """All problems of a file. Raises RecipeError with what `check_rows` finds."""
-    return read_files(str(path), parse=parse_row, hint=HINT)[0].problems
-
-
-def splits(*, train_file: str, val_file: str, seed: int, train_size: int, val_size: int) -> Splits:
-    """Training and validation problems; see `splits.make_splits`."""
-    return make_splits(
-        SOURCE, train_file=train_file, val_file=val_file, seed=seed, train_size=train_size, val_size=val_size
-    )
-
-
 def from_hub(split: str) -> Found:
     """split: `train` or `val`. Raises RecipeError when the hub is away, and for bad rows."""
     import datasets  # loads pandas and pyarrow: only when the hub is asked
@@ -81,4 +64,10 @@ def from_hub(split: str) -> Found:
     return found
 
 
-SOURCE = Source(parse=parse_row, hint=HINT, from_hub=from_hub)
+TASK = Task(
+    kind="gsm8k",
+    score=score,
+    answers=lambda truth: (f"#### {truth}",),
+    source=Source(parse=parse_row, hint=HINT, from_hub=from_hub),
+    data_sets={"gsm8k": (DataFile("gsm8k-train", "train", HUB_NAME), DataFile("gsm8k-val", "val", HUB_NAME))},
+)

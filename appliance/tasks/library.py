@@ -1,17 +1,20 @@
-"""The tasks by name: their data keys, their problems and their rewards. Imports no torch."""
+"""Every task by its name, and what its data is told apart by. Imports no torch."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
+from enum import StrEnum
 from pathlib import Path
 
+from appliance.record.plan import TaskPlan
 from appliance.tasks import arithmetic, dapo_math, gsm8k
+from appliance.tasks.task import Task
 from appliance.tasks.tiny_spec import TINY_MODELS
 
-DAPO_MATH = "dapo-math"
-TASK_KINDS: tuple[str, ...] = ("arithmetic", "gsm8k", DAPO_MATH)
+TASKS: dict[str, Task] = {task.kind: task for task in (arithmetic.TASK, gsm8k.TASK, dapo_math.TASK)}
+TaskKind = StrEnum("TaskKind", {kind.upper().replace("-", "_"): kind for kind in TASKS}, module=__name__)
 BUILTIN_MODELS: tuple[str, ...] = tuple(TINY_MODELS)
 _DATA_VERSION = 2  # raise it when the same fields give other rows
 
@@ -36,7 +39,7 @@ def data_key(
     fields: dict[str, str | int] = {"version": _DATA_VERSION, "kind": kind, "seed": seed}
     fields |= {"train_size": train_size, "val_size": val_size}
     fields |= {"max_prompt_tokens": max_prompt_tokens, "truncate_prompts": truncate_prompts, "model": model}
-    if kind == "arithmetic":
+    if TASKS[kind].source is None:
         fields["difficulty"] = difficulty
     else:
         fields |= {"train": _fingerprint(train_file), "val": _fingerprint(val_file)}
@@ -51,21 +54,16 @@ def builtin_model_key(builtin: str, *, difficulty: int) -> str:
     return _short_hash({"difficulty": difficulty, **dataclasses.asdict(TINY_MODELS[builtin])})
 
 
+def is_from_hub(task: TaskPlan) -> bool:
+    """Whether its problems come from the hub."""
+    return TASKS[task.kind].source is not None and not task.train_file
+
+
 def score(kind: str, *, response: str, truth: str) -> float:
     """The reward in [0, 1] of a response. Raises ValueError for an unknown task."""
-    if kind == "arithmetic":
-        return arithmetic.score(response=response, truth=truth)
-    if kind == "gsm8k":
-        return gsm8k.score(response=response, truth=truth)
-    if kind == DAPO_MATH:
-        return dapo_math.score(response=response, truth=truth)
-    raise ValueError(f"no task is called {kind!r}, the tasks are {', '.join(TASK_KINDS)}")
-
-
-def import_reward(kind: str) -> None:
-    """Import now what `score` will need for a task: math-verify takes a second."""
-    if kind == DAPO_MATH:
-        dapo_math.import_verifier()
+    if kind not in TASKS:
+        raise ValueError(f"no task is called {kind!r}, the tasks are {', '.join(TASKS)}")
+    return TASKS[kind].score(response=response, truth=truth)
 
 
 def _fingerprint(path: str) -> str:

@@ -20,8 +20,7 @@ from appliance.record.events import append_event, exit_code_of
 from appliance.record.heartbeat import Heartbeat
 from appliance.record.plan import RunPlan, TaskPlan, read_plan
 from appliance.record.stacks import keep_stacks
-from appliance.tasks import arithmetic, dapo_math, gsm8k
-from appliance.tasks.library import DAPO_MATH
+from appliance.tasks.library import TASKS
 from appliance.tasks.problem import Problem, Splits
 from appliance.tasks.tiny_spec import TINY_MODELS
 
@@ -126,10 +125,8 @@ def _make_data(plan: RunPlan) -> None:
 
 def _splits(task: TaskPlan) -> Splits:
     sizes = {"seed": task.seed, "train_size": task.train_size, "val_size": task.val_size}
-    if task.kind == "arithmetic":
-        return arithmetic.splits(difficulty=task.difficulty, **sizes)
-    make = dapo_math.splits if task.kind == DAPO_MATH else gsm8k.splits
-    return make(train_file=task.train_file, val_file=task.val_file, **sizes)
+    files = {"train_file": task.train_file, "val_file": task.val_file}
+    return TASKS[task.kind].splits(difficulty=task.difficulty, **files, **sizes)
 
 
 def _short_enough(made: Splits, *, plan: RunPlan) -> Splits:

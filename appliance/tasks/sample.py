@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from appliance.tasks import arithmetic, dapo_math, gsm8k
 from appliance.tasks.grading import Graded, checked
-from appliance.tasks.library import DAPO_MATH, score
+from appliance.tasks.library import TASKS, score
 from appliance.tasks.problem import Problem
-from appliance.tasks.rows import read_file
 
 SAMPLES = 8
 _SHOWN = 60  # characters of a truth
@@ -24,7 +21,7 @@ _SHOWN = 60  # characters of a truth
 
 @dataclass(frozen=True)
 class Sample:
-    """kind: the task.  file: of the user, or empty for `arithmetic`."""
+    """kind: the task.  file: of the user, or empty."""
 
     kind: str
     file: str
@@ -43,11 +40,8 @@ class Verdict:
 
 def sampled(sample: Sample) -> list[Problem]:
     """The first ones of the file, or of the task's own."""
-    if sample.kind == "arithmetic":
-        sizes = {"train_size": SAMPLES, "val_size": 1}
-        return arithmetic.splits(difficulty=sample.difficulty, seed=sample.seed, **sizes).train
-    source = dapo_math.SOURCE if sample.kind == DAPO_MATH else gsm8k.SOURCE
-    return read_file(sample.file, parse=source.parse, hint=source.hint, most_rows=SAMPLES).problems
+    task = TASKS[sample.kind]
+    return task.first_problems(SAMPLES, file=sample.file, difficulty=sample.difficulty, seed=sample.seed)
 
 
 def judge_sample(sample: Sample) -> Verdict:
@@ -64,16 +58,9 @@ def judge_sample(sample: Sample) -> Verdict:
 
 def _best_grade(kind: str, truth: str) -> Graded:
     """Of the forms in which a right answer may come; the first one's where none has 1."""
-    graded = (checked(score(kind, response=response, truth=truth)) for response in answers(kind, truth))
+    graded = (checked(score(kind, response=response, truth=truth)) for response in TASKS[kind].answers(truth))
     first = next(graded)
     return first if first.accuracy == 1.0 else next((each for each in graded if each.accuracy == 1.0), first)
-
-
-def answers(kind: str, truth: str) -> Iterator[str]:
-    """Responses with this answer: in the form that the task asks for, then in others that its reward reads."""
-    yield {"arithmetic": truth, "gsm8k": f"#### {truth}", DAPO_MATH: f"Answer: {truth}"}[kind]
-    if kind == DAPO_MATH:
-        yield f"\\boxed{{{truth}}}"
 
 
 def main() -> int:

@@ -6,6 +6,7 @@ A new scheme is a member and a row here, its codec (`quant/codec_<codec>.py`), i
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -127,9 +128,9 @@ SPECS: dict[Scheme, SchemeSpec] = {
 }
 
 
-def listed(schemes: tuple[Scheme, ...]) -> str:
+def listed(names: Iterable[str]) -> str:
     """For messages: each in back quotes."""
-    return ", ".join(f"`{scheme}`" for scheme in schemes)
+    return ", ".join(f"`{name}`" for name in names)
 
 
 PROFILED = tuple(scheme for scheme in Scheme if scheme.spec.takes_profile)

@@ -22,7 +22,7 @@ from pebble.pool.process import PoolManager
 
 from appliance.record.stacks import keep_stacks
 from appliance.tasks.grading import Fault, Graded, checked
-from appliance.tasks.library import import_reward, score
+from appliance.tasks.library import TASKS, score
 
 TIMEOUT_S = 30.0  # of one response, from when a process takes it; math-verify's own limits are below
 MOST_WORKERS = 8
@@ -164,7 +164,7 @@ class RewardPool:
 def _begin(kind: str) -> None:
     """In each process of the pool, before its first response."""
     keep_stacks("reward")
-    import_reward(kind)
+    TASKS[kind].import_reward()
 
 
 def _nothing() -> None:

@@ -132,22 +132,24 @@ def test_thousands_of_problems_are_told_in_a_moment(room: Path, capsys: pytest.C
 
 def test_a_number_of_thousands_of_digits_in_a_row(room: Path) -> None:
     (room / "d.jsonl").write_text('{"question": ' + "1" * 5000 + "}\n")
-    assert gsm8k.check_rows(room / "d.jsonl")[0][0] == f"{room}/d.jsonl:1: not JSON: a number of thousands of digits"
+    assert (
+        gsm8k.TASK.check_rows(room / "d.jsonl")[0][0] == f"{room}/d.jsonl:1: not JSON: a number of thousands of digits"
+    )
 
 
 def test_a_number_with_two_signs_in_a_row(room: Path) -> None:
     (room / "d.jsonl").write_text('{"question": "1 + 2?", "answer": "####--0"}\n')
-    found = gsm8k.check_rows(room / "d.jsonl")[0][0]
+    found = gsm8k.TASK.check_rows(room / "d.jsonl")[0][0]
     assert found == f"{room}/d.jsonl:1: the field `answer` has no number after `####`"
 
 
 def test_half_a_character_in_a_row(room: Path) -> None:
     row = {"question": "1 + 2?", "answer": "#### 3"}
     (room / "d.jsonl").write_text(json.dumps(row | {"question": "\ud800"}) + "\n")
-    found = gsm8k.check_rows(room / "d.jsonl")[0][0]
+    found = gsm8k.TASK.check_rows(room / "d.jsonl")[0][0]
     assert found == f"{room}/d.jsonl:1: half a character, such as `\\ud800`, which no tokenizer can read"
     (room / "d.jsonl").write_text(json.dumps({"problem": "1 + 2?", "answer": "\udfff"}) + "\n")
-    assert "half a character" in dapo_math.check_rows(room / "d.jsonl", most_rows=9)[0][0]
+    assert "half a character" in dapo_math.TASK.check_rows(room / "d.jsonl")[0][0]
 
 
 def test_events_and_metrics_that_are_none() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.tasks.library import BUILTIN_MODELS, TASK_KINDS, builtin_model_key, data_key, score
+from appliance.tasks.library import BUILTIN_MODELS, TASKS, builtin_model_key, data_key, score
 from appliance.tasks.tiny_spec import TINY_MODELS
 from appliance.trainer.rewards import compute_score
 
@@ -71,7 +71,7 @@ def test_builtin_gemms_fit_int8_kernels() -> None:
 
 
 def test_score_finds_the_reward_by_the_kind() -> None:
-    assert TASK_KINDS == ("arithmetic", "gsm8k", "dapo-math")
+    assert tuple(TASKS) == ("arithmetic", "gsm8k", "dapo-math")
     assert score("arithmetic", response="12", truth="12") == 1.0
     assert score("gsm8k", response="12", truth="12") == 0.0
     assert score("gsm8k", response="#### 12", truth="12") == 1.0

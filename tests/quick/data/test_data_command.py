@@ -48,7 +48,7 @@ def test_a_file_is_in_verls_schema_and_counted(tmp_path: Path, source: str, caps
 def test_what_it_makes_a_recipe_reads(tmp_path: Path, source: str) -> None:
     make_data("dapo-math-17k", folder=tmp_path, sources=(source,))
     path = str(tmp_path / "dapo-math-17k.parquet")
-    made = dapo_math.splits(train_file=path, val_file="", seed=0, train_size=0, val_size=1)
+    made = dapo_math.TASK.splits(difficulty=0, train_file=path, val_file="", seed=0, train_size=0, val_size=1)
     assert (len(made.train), len(made.val), made.notes) == (2, 1, ())
 
 
@@ -65,7 +65,7 @@ def test_what_is_there_is_left_alone_and_what_is_missing_is_made(tmp_path: Path)
     val.unlink()
     make_data("gsm8k", folder=made, sources=tuple(files))
     assert (train.stat().st_mtime_ns, val.is_file()) == (before, True)
-    assert gsm8k.read_problems(val)[0].prompt == "How many b?" + gsm8k.INSTRUCTION
+    assert gsm8k.TASK.first_problems(1, file=val, difficulty=0, seed=0)[0].prompt == "How many b?" + gsm8k.INSTRUCTION
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_folder_that_cannot_be_made_is_no_fault_of_what_was_typed(source: str)
 @pytest.mark.parametrize(
     ("name", "sources", "problem"),
     [
-        ("math", (), ("math: no data set has this name", "use `dapo-math-17k`, `aime-2024`, `gsm8k`")),
+        ("math", (), ("math: no data set has this name", "use `gsm8k`, `dapo-math-17k`, `aime-2024`")),
         (
             "gsm8k",
             ("a",),

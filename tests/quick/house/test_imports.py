@@ -49,7 +49,7 @@ MAY_IMPORT = {
         *("corrections", "launch", "page", "plan", "preflight", "profile", "quant", "recipe", "record", "report"),
         *("tasks", "terms"),
     },
-    "container": {*TOOLS, "cluster", "launch", "preflight", "recipe", "record", "report", "terms"},
+    "container": {*TOOLS, "cluster", "launch", "preflight", "recipe", "record", "report", "tasks", "terms"},
 }
 
 HEAVY = {"torch", "vllm", "verl", "ray", "transformers", "tensordict", "datasets", "numpy", "pandas", "pyarrow"}

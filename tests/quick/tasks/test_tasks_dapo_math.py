@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,7 +14,7 @@ import pytest
 
 from appliance.errors import RecipeError
 from appliance.tasks import dapo_math
-from appliance.tasks.dapo_math import AFTER, BEFORE, HINT, check_rows, final_answer, score, splits
+from appliance.tasks.dapo_math import AFTER, BEFORE, HINT, TASK, final_answer, score
 from appliance.tasks.problem import Problem
 
 # The columns of the files on the hub, as their cards tell them. AIME's extra_info has the bare problem too.
@@ -65,7 +66,7 @@ SIZES = {"seed": 0, "train_size": 0, "val_size": 512}
 
 
 def test_each_problem_counts_once_and_none_of_validation_trains(tmp_path: Path) -> None:
-    made = splits(train_file=train_file(tmp_path), val_file=aime_file(tmp_path), **SIZES)
+    made = TASK.splits(difficulty=0, train_file=train_file(tmp_path), val_file=aime_file(tmp_path), **SIZES)
     assert {problem.truth for problem in made.train} == {"0", "2", "4", "6", "8", "12"}
     assert [problem.truth for problem in made.val] == ["200", "202", "10"]
     assert made.train[0].prompt.startswith(BEFORE)
@@ -79,7 +80,10 @@ def test_each_problem_counts_once_and_none_of_validation_trains(tmp_path: Path) 
 
 def test_the_seed_orders_and_holds_out(tmp_path: Path) -> None:
     path = train_file(tmp_path)
-    made = [splits(train_file=path, val_file="", seed=seed, train_size=0, val_size=2) for seed in (0, 0, 1)]
+    made = [
+        TASK.splits(difficulty=0, train_file=path, val_file="", seed=seed, train_size=0, val_size=2)
+        for seed in (0, 0, 1)
+    ]
     assert made[0] == made[1] != made[2]
     assert (len(made[0].train), len(made[0].val)) == (5, 2)
     assert not set(made[0].train) & set(made[0].val)
@@ -88,7 +92,7 @@ def test_the_seed_orders_and_holds_out(tmp_path: Path) -> None:
 def test_bare_problems_get_the_words_of_the_data_set(tmp_path: Path) -> None:
     path = tmp_path / "own.jsonl"
     path.write_text(json.dumps({"problem": "What is $1 + 1$?", "answer": " 2 "}) + "\n")
-    (problem,) = dapo_math.read_file(path, parse=dapo_math.parse_row, hint=HINT).problems
+    (problem,) = TASK.first_problems(9, file=path, difficulty=0, seed=0)
     assert problem == Problem(prompt=f"{BEFORE}What is $1 + 1$?{AFTER}", truth="2")
 
 
@@ -109,18 +113,18 @@ def test_every_bad_row_is_named(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps(made) for made, _ in bad_rows()))
     wanted = [(f"{path}:{line}: {message}", HINT) for line, (_, message) in enumerate(bad_rows(), start=1)]
-    assert check_rows(path, most_rows=1000) == wanted
-    assert check_rows(path, most_rows=1) == wanted[:1]
+    assert TASK.check_rows(path) == wanted
+    assert replace(TASK, checked_rows=1).check_rows(path) == wanted[:1]
 
 
 def test_what_is_no_parquet_is_said(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     path.write_text("{}")
-    ((message, hint),) = check_rows(path, most_rows=10)
+    ((message, hint),) = TASK.check_rows(path)
     assert message.startswith(f"{path}: not a parquet file: ")
     assert hint == HINT
     missing = tmp_path / "none.parquet"
-    assert check_rows(missing, most_rows=1) == [(f"{missing}: no such file", "give the path of a parquet file")]
+    assert TASK.check_rows(missing) == [(f"{missing}: no such file", "give the path of a parquet file")]
 
 
 def test_without_the_hub_it_says_what_to_give(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -129,7 +133,7 @@ def test_without_the_hub_it_says_what_to_give(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(RecipeError) as caught:
-        splits(train_file="", val_file="", **SIZES)
+        TASK.splits(difficulty=0, train_file="", val_file="", **SIZES)
     ((message, hint),) = caught.value.problems
     words = "no data file is given, and BytedTsinghua-SIA/DAPO-Math-17k cannot be had from the hub: "
     assert message.startswith(words)
@@ -148,7 +152,7 @@ def test_a_hub_that_has_it_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         return files[file]
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    made = splits(train_file="", val_file="", **SIZES)
+    made = TASK.splits(difficulty=0, train_file="", val_file="", **SIZES)
     assert (len(made.train), len(made.val)) == (6, 3)
     assert asked == [(dapo_math.TRAIN_HUB, "dataset"), (dapo_math.VAL_HUB, "dataset")]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import RecipeError
-from appliance.tasks.gsm8k import INSTRUCTION, check_rows, final_number, read_problems, score, splits
+from appliance.tasks.gsm8k import INSTRUCTION, TASK, final_number, score
 from appliance.tasks.problem import Problem
 
 HINT = 'each line is a JSON object with `question` and `answer`, both text, the number after "####" in `answer`'
@@ -76,31 +76,31 @@ def test_score_compares_numbers_not_text(response: str, truth: str, reward: floa
 
 
 def test_read_problems_asks_for_the_answer_format(tmp_path: Path) -> None:
-    problems = read_problems(write(tmp_path / "rows.jsonl", row(1200), "", row(3)))
+    problems = TASK.first_problems(9, file=write(tmp_path / "rows.jsonl", row(1200), "", row(3)), difficulty=0, seed=0)
     question = "A baker makes 1200 loaves and sells none. How many loaves are left?"
     assert problems[0] == Problem(prompt=question + INSTRUCTION, truth="1200")
     assert [each.truth for each in problems] == ["1200", "3"]
 
 
 def test_check_rows_finds_nothing_in_good_rows(tmp_path: Path) -> None:
-    assert check_rows(write(tmp_path / "rows.jsonl", row(1), row(2))) == []
+    assert TASK.check_rows(write(tmp_path / "rows.jsonl", row(1), row(2))) == []
 
 
 def test_check_rows_names_a_missing_file(tmp_path: Path) -> None:
     path = tmp_path / "none.jsonl"
-    assert check_rows(path) == [(f"{path}: no such file", "give the path of a JSON-lines file")]
+    assert TASK.check_rows(path) == [(f"{path}: no such file", "give the path of a JSON-lines file")]
 
 
 def test_check_rows_names_a_folder(tmp_path: Path) -> None:
     message = f"{tmp_path}: cannot be read: Is a directory"
-    assert check_rows(tmp_path) == [(message, "give the path of a readable JSON-lines file")]
+    assert TASK.check_rows(tmp_path) == [(message, "give the path of a readable JSON-lines file")]
 
 
 @pytest.mark.parametrize("text", ["", "\n \n"])
 def test_check_rows_names_an_empty_file(tmp_path: Path, text: str) -> None:
     path = tmp_path / "empty.jsonl"
     path.write_text(text)
-    assert check_rows(path) == [(f"{path}: the file has no rows", HINT)]
+    assert TASK.check_rows(path) == [(f"{path}: the file has no rows", HINT)]
 
 
 def test_check_rows_gives_every_problem_with_its_line(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_check_rows_gives_every_problem_with_its_line(tmp_path: Path) -> None:
         b"[" * 100_000,
     ]
     path.write_bytes(b"\n".join(lines))
-    assert check_rows(path) == [
+    assert TASK.check_rows(path) == [
         (f"{path}:2: not JSON: Expecting value at column 1", HINT),
         (f"{path}:3: not a JSON object", HINT),
         (f"{path}:4: the field `answer` is missing", HINT),
@@ -131,7 +131,7 @@ def test_check_rows_gives_every_problem_with_its_line(tmp_path: Path) -> None:
 
 def test_check_rows_counts_what_it_does_not_show(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", *["{}"] * 23)
-    found = check_rows(path)
+    found = TASK.check_rows(path)
     assert found[:20] == [(f"{path}:{line}: the field `question` is missing", HINT) for line in range(1, 21)]
     assert found[20:] == [(f"{path}: and 3 more", "")]
 
@@ -139,7 +139,7 @@ def test_check_rows_counts_what_it_does_not_show(tmp_path: Path) -> None:
 def test_splits_raise_for_both_files_at_once(tmp_path: Path) -> None:
     train, val = write(tmp_path / "train.jsonl", "{"), str(tmp_path / "none.jsonl")
     with pytest.raises(RecipeError) as caught:
-        splits(train_file=train, val_file=val, seed=0, train_size=0, val_size=0)
+        TASK.splits(difficulty=0, train_file=train, val_file=val, seed=0, train_size=0, val_size=0)
     assert caught.value.message.splitlines() == [
         f"{train}:1: not JSON: Expecting property name enclosed in double quotes at column 2",
         f"{val}: no such file",
@@ -148,7 +148,10 @@ def test_splits_raise_for_both_files_at_once(tmp_path: Path) -> None:
 
 def test_splits_hold_out_validation_by_the_seed(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", *[row(number) for number in range(50)], row(7))
-    made = [splits(train_file=path, val_file="", seed=seed, train_size=0, val_size=10) for seed in (0, 0, 1)]
+    made = [
+        TASK.splits(difficulty=0, train_file=path, val_file="", seed=seed, train_size=0, val_size=10)
+        for seed in (0, 0, 1)
+    ]
     assert made[0] == made[1]
     assert set(made[0].val) != set(made[2].val)
     assert (len(made[0].train), len(made[0].val)) == (40, 10)
@@ -159,7 +162,7 @@ def test_splits_hold_out_validation_by_the_seed(tmp_path: Path) -> None:
 def test_splits_refuse_a_hold_out_that_leaves_one_side_empty(tmp_path: Path, val_size: int) -> None:
     path = write(tmp_path / "rows.jsonl", *[row(number) for number in range(5)])
     with pytest.raises(RecipeError) as caught:
-        splits(train_file=path, val_file="", seed=0, train_size=0, val_size=val_size)
+        TASK.splits(difficulty=0, train_file=path, val_file="", seed=0, train_size=0, val_size=val_size)
     message = f"task.val_size: {val_size} of the 5 problems in {path} leaves none for one side"
     assert caught.value.problems == [(message, "use 1 to 4, or give task.val_file")]
 
@@ -167,7 +170,7 @@ def test_splits_refuse_a_hold_out_that_leaves_one_side_empty(tmp_path: Path, val
 def test_splits_take_the_first_of_each_file(tmp_path: Path) -> None:
     train = write(tmp_path / "train.jsonl", *[row(number) for number in range(9)])
     val = write(tmp_path / "val.jsonl", *[row(number) for number in range(100, 109)])
-    made = splits(train_file=train, val_file=val, seed=0, train_size=4, val_size=3)
+    made = TASK.splits(difficulty=0, train_file=train, val_file=val, seed=0, train_size=4, val_size=3)
     assert len(made.train) == 4
     assert [each.truth for each in made.val] == ["100", "101", "102"]
 
@@ -184,7 +187,7 @@ def test_a_hub_that_has_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         return datasets.Dataset.from_list([json.loads(each) for each in on_the_hub[split]])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    made = splits(train_file="", val_file="", seed=0, train_size=0, val_size=0)
+    made = TASK.splits(difficulty=0, train_file="", val_file="", seed=0, train_size=0, val_size=0)
     assert asked == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
     assert {each.truth for each in made.train} == {"1200", "3"} and len(made.train) == 2
     assert [each.truth for each in made.val] == ["5", "7"]
@@ -202,7 +205,7 @@ def test_bad_rows_of_the_hub_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     bad = [{"question": "How many?", "answer": "three"}, json.loads(row(3))]
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(bad))
     with pytest.raises(RecipeError) as caught:
-        splits(train_file="", val_file="", seed=0, train_size=0, val_size=0)
+        TASK.splits(difficulty=0, train_file="", val_file="", seed=0, train_size=0, val_size=0)
     assert caught.value.problems == [("openai/gsm8k:1: the field `answer` has no number after `####`", HINT)]
 
 
@@ -212,7 +215,7 @@ def test_splits_say_when_the_hub_is_away(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     with pytest.raises(RecipeError) as caught:
-        splits(train_file="", val_file="", seed=0, train_size=0, val_size=0)
+        TASK.splits(difficulty=0, train_file="", val_file="", seed=0, train_size=0, val_size=0)
     ((message, hint),) = caught.value.problems
     assert message.startswith("no data file is given, and openai/gsm8k cannot be had from the hub: ")
     assert hint == "give a file: task.train_file in a recipe, --from with `appliance data`"
