@@ -112,6 +112,12 @@ def matrix_counts(reports: list[pytest.TestReport]) -> list[str]:
 
 
 @pytest.fixture(scope="session")
+def root() -> Path:
+    """Of the repository."""
+    return Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
 def folder_of_workers(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
     return folder_of_all(tmp_path_factory, pytestconfig)
 

@@ -13,7 +13,7 @@ from appliance.record.plan import RunPlan
 from appliance.trainer.fit import compose_config
 from appliance.trainer.trainer import Trainer
 
-GOLDEN = Path(__file__).parent / "plan" / "golden" / "gsm8k-0.5b-int8.json"
+GOLDEN = Path(__file__).parent / "quick" / "plan" / "golden" / "gsm8k-0.5b-int8.json"
 
 
 @functools.cache

@@ -184,4 +184,7 @@ def _finite(value: float | None) -> bool:
 
 
 def _mean(values: tuple[float, ...]) -> float:
-    return math.fsum(values) / len(values)
+    try:
+        return math.fsum(values) / len(values)
+    except OverflowError:  # of numbers near the largest that there is
+        return math.fsum(value / len(values) for value in values)

@@ -161,8 +161,3 @@ def short_root(temporary: Path, *, length: int) -> Path:
     A socket's path in RAY_OWN may have 107 bytes, Ray takes up to 66 of them.
     """
     return temporary if len(os.fsencode(temporary)) + 1 + length <= LONGEST_RAY_DIR else Path("/tmp")
-
-
-def without_flashrl(environ: Mapping[str, str]) -> dict[str, str]:
-    """For children of ours that start engines of several schemes: what a shell exports for others is not for them."""
-    return {name: value for name, value in environ.items() if not name.startswith("FLASHRL_")}

@@ -23,11 +23,6 @@ def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Pat
     return folders
 
 
-@pytest.fixture(scope="session")
-def root() -> Path:
-    return Path(__file__).parents[3]
-
-
 @pytest.fixture
 def flashrl(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """FlashRL's patch, live in this process until the test ends; no variable of FlashRL's is set yet."""

@@ -56,7 +56,7 @@ HEARING = """
 from appliance.trainer.stopping import StopAsked, Stopping
 stopping = Stopping(run_dir)
 stopping.begin_change()
-stopping.note_finished(3)
+stopping.end_step(3, saved=0)
 (run_dir / "ready").write_text(str(os.getpid()))
 try:
     while True:

@@ -20,7 +20,7 @@ run_dir = Path(os.environ["APPLIANCE_PLAN"]).parent
 append_event(run_dir, kind="phase", what="rollout")
 stopping = Stopping(run_dir)
 stopping.begin_change()
-stopping.note_finished(3)
+stopping.end_step(3, saved=0)
 (run_dir / "ready").touch()
 try:
     while True:

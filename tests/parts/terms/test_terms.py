@@ -18,12 +18,9 @@ QUANTISED = [scheme for scheme in Scheme if scheme.quantised]
 # What is of one scheme by its nature: its codec, its method and proof; FlashRL's names, files and donors; an experiment
 # in INT8; what `auto` prefers.
 OF_ONE_SCHEME = {
-    "compare/coarse.py",
+    "compare/degraded_profile.py",
     "engine/fp8_block_proof.py",
     "engine/vllm_fp8.py",
-    "flashrl/config_file.py",
-    "flashrl/names.py",
-    "profile/cli.py",
     "quant/codec_int8.py",
     "quant/donor.py",
     "report/summary.py",

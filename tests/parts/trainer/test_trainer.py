@@ -20,7 +20,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from appliance.corrections.registry import correction_of
 from appliance.errors import AttestationError, GuardStop, TrainingError
-from appliance.record.attestations import fingerprint, write_attestation
+from appliance.record.attestations import Attestation, fingerprint, write_attestation
 from appliance.record.checkpoint_manifest import read_manifest
 from appliance.record.checkpoints import checkpoint_folder
 from appliance.record.plan import ExpectedAttestation
@@ -327,8 +327,7 @@ def test_the_line_of_a_step_is_in_its_checkpoint(tmp_path: Path, monkeypatch: py
 
 
 def attested(run_dir: Path, scheme: str) -> None:
-    write_attestation(
-        run_dir,
+    said = Attestation(
         process="rollout-0-0",
         role="rollout",
         rank=0,
@@ -337,8 +336,8 @@ def attested(run_dir: Path, scheme: str) -> None:
         patches=(),
         versions={},
         fingerprint=fingerprint(),
-        detail={},
     )
+    write_attestation(run_dir, said)
 
 
 @pytest.mark.parametrize(
@@ -356,7 +355,7 @@ def test_a_missing_or_different_attestation_ends_the_run_before_any_weights_move
     trainer = make_trainer(
         plan,
         stopping=Stop("stopping", []),
-        actor_rollout_wg=SimpleNamespace(workers=[]),
+        actor_rollout_wg=SimpleNamespace(workers=[], set_loss_fn=lambda loss: None),
         llm_server_manager=SimpleNamespace(server_handles=[]),
         checkpoint_manager=SimpleNamespace(update_weights=moved.append),
     )

@@ -11,11 +11,6 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="session")
-def root() -> Path:
-    return ROOT
-
-
-@pytest.fixture(scope="session")
 def modules() -> dict[str, ast.Module]:
     """Name below `appliance`, such as `plan.model`, to its syntax tree. A package's own file is `plan.__init__`."""
     package = ROOT / "appliance"

@@ -140,7 +140,13 @@ def patch_records() -> dict[str, str]:
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Patch":
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id == "Patch"
+                and node.args == []
+                and node.keywords[0].arg
+            ):
                 module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
                 name = next(keyword.value.value for keyword in node.keywords if keyword.arg == "name")
                 found[f"{module}:{_assigned_to(path, node)}"] = name
