@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -47,9 +47,12 @@ class Precision:
     def from_json(cls, text: str) -> Precision:
         """Raises ValueError when the text is no precision."""
         try:
-            return _reader().validate_json(text)
+            found = _reader().validate_json(text)
         except ValidationError as error:
             raise ValueError(f"not a precision: {error.errors()[0]['msg']}") from error
+        if left_out := {each.name for each in fields(cls)} - json.loads(text).keys():  # nothing is planned by silence
+            raise ValueError(f"not a precision: it does not say {', '.join(sorted(left_out))}")
+        return found
 
 
 AS_PLANNED = Precision()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -148,7 +147,7 @@ def test_another_input_is_another_profile(recipe: Recipe, change: str) -> None:
         Path(job.parquet).write_bytes(Path(plan.task.val_parquet).read_bytes())
     else:
         changes = {"settings": {"strength": 0.25}, "scheme": {"scheme": Scheme.FP8_CHANNEL}}[change]
-        job = dataclasses.replace(job, **changes)
+        job = job.replace(**changes)
     assert find_profile(job) is None
 
 

@@ -59,7 +59,7 @@ def test_a_resumed_run_finds_it_and_scales_nothing_again(plan: RunPlan) -> None:
 
 
 def test_what_a_killed_attempt_left_is_taken_away(plan: RunPlan) -> None:
-    left = Path(plan.run_dir) / ".scaled.partial" / "half"
+    left = Path(plan.run_dir) / ".scaled-abc" / "half"
     left.mkdir(parents=True)
     assert not is_scaled(plan)
     make_scaled(plan)
