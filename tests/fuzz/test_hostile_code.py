@@ -103,6 +103,7 @@ def test_what_is_said_on_a_terminal_is_text() -> None:
 
 HOSTILE = "\x1b]0;owned\x07\u202e\ud800"
 SHOWN = "\\x1b]0;owned\\x07\\u202e\\ud800"
+READ = SHOWN.replace("\\ud800", "?")  # what a file has of half a character
 
 
 @contextmanager
@@ -127,7 +128,7 @@ def test_status_of_a_hostile_run_is_text(room: Path) -> None:
     with strict_stdout() as printed:
         print_status(str(run_dir), run_root=room)
         rows = dict(line.split(maxsplit=1) for line in printed().splitlines())
-    assert (rows["state"], rows["hint"]) == (f"failed (exit code 5): {SHOWN}", SHOWN)
+    assert (rows["state"], rows["hint"]) == (f"failed (exit code 5): {READ}", READ)
 
 
 @pytest.mark.parametrize("follow", [False, True])
@@ -149,7 +150,7 @@ def test_the_panel_of_a_hostile_run_is_text(room: Path) -> None:
     step = {"step": 1, "time_s": 1.0, "reward_mean": 0.5, "scheme": HOSTILE, "guard_level": HOSTILE}
     state = fold(state, parse_metrics(json.dumps(step)))
     drawn = console.plain_text(panel(make_plan(room / "runs/r-1"), state, now=2.0, columns=200), columns=200)
-    assert drawn.count(SHOWN) == 6
+    assert drawn.count(READ) == 6
     assert not set(HOSTILE) & set(drawn) - set("]0;owned")
 
 

@@ -223,8 +223,8 @@ def test_a_line_without_an_end_is_not_held_whole(room: Path, monkeypatch: pytest
 def test_a_container_gets_no_folder_over_its_own(room: Path, change: str) -> None:
     plan = make_plan(Path("/r-1") if change == "run folder" else room / "runs/r-1")
     if change == "model":
-        plan = make_plan(room / "runs/r-1", model=plan.model.__class__("/usr", "/usr", "", "", False))
+        plan = make_plan(room / "runs/r-1", model=plan.model.replace(path="/usr", source="/usr", builtin=""))
     if change == "data":
-        plan = make_plan(room / "runs/r-1", task=plan.task.__class__(**{**vars(plan.task), "train_file": "/"}))
+        plan = make_plan(room / "runs/r-1", task=plan.task.replace(train_file="/"))
     with pytest.raises(ApplianceError, match="would hide the image's own files"):
         make_order(plan, (), typed="r", image=None, folder=room, user="0:0")
