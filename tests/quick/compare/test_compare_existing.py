@@ -109,6 +109,7 @@ def test_a_run_that_was_stopped_goes_on_from_its_newest_whole_checkpoint(
     assert [path.name for path in run.run_dir.parent.iterdir()] == ["a-seed0"]  # nothing was set aside
 
 
+@pytest.mark.slow  # 3 s each, by the clock
 @pytest.mark.parametrize(("code", "why"), [(130, ""), (75, ""), (4, "SIGTERM"), (0, "SIGINT")])
 def test_after_a_signal_no_other_run_is_started(
     planned: list[PlannedRun], monkeypatch: pytest.MonkeyPatch, code: int, why: str
