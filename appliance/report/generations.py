@@ -15,18 +15,25 @@ _MOST_TIMES = 12  # of one problem: the first, the last and some between
 
 @dataclass(frozen=True)
 class Answer:
-    """A response in a step. grade: a class of the pages' style."""
+    """A response in a step. grade: a class of the pages' style.  accuracy: as the page says it."""
 
     step: int
     sample: Sample
 
     @property
     def grade(self) -> str:
-        return "fine" if self.sample.accuracy >= 1 else "bad" if self.sample.accuracy <= 0 else "warn"
+        accuracy = self.sample.accuracy
+        if accuracy is None:
+            return ""
+        return "fine" if accuracy >= 1 else "bad" if accuracy <= 0 else "warn"
+
+    @property
+    def accuracy(self) -> str:
+        return _number(self.sample.accuracy)
 
     @property
     def reward(self) -> str:
-        return f"{self.sample.accuracy if self.sample.reward is None else self.sample.reward:.3g}"
+        return self.accuracy if self.sample.reward is None else _number(self.sample.reward)
 
     @property
     def is_short(self) -> bool:
@@ -95,3 +102,7 @@ def _some(told: Sequence) -> list:
     if len(told) <= _MOST_TIMES:
         return list(told)
     return [told[round(place * (len(told) - 1) / (_MOST_TIMES - 1))] for place in range(_MOST_TIMES)]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"

@@ -6,8 +6,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from appliance.launch.rewind import cut_lines
-from appliance.record.samples import SAMPLES_FILE, read_samples, shortened
+from appliance.record.samples import SAMPLES_FILE, Sample, read_samples, shortened
+from appliance.report.generations import Answer
 from appliance.trainer.samples import SampleLog
 
 
@@ -95,3 +98,14 @@ def test_a_long_text_keeps_its_head_and_its_end() -> None:
     text = "a" * 5000 + "the answer is 46"
     assert len(shortened(text)) < 2100 and shortened(text).endswith("the answer is 46")
     assert shortened("short") == "short"
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "reward", "said"),
+    [(1.0, 0.5, ("fine", "1", "0.5")), (0.25, None, ("warn", "0.25", "0.25")), (None, None, ("", "-", "-"))],
+)
+def test_an_accuracy_that_nobody_measured_is_told_as_none(
+    accuracy: float | None, reward: float | None, said: tuple[str, str, str]
+) -> None:
+    answer = Answer(1, Sample("p", "r", "t", accuracy=accuracy, reward=reward, tokens=1, finished=True))
+    assert (answer.grade, answer.accuracy, answer.reward) == said
