@@ -11,8 +11,7 @@ from pathlib import Path
 
 from appliance.errors import RecipeError
 from appliance.quant.files import PROFILE_FILE
-from appliance.recipe.text import path_problem, pattern_problem
-from appliance.recipe.tree import MAX_BYTES, Node, Problem, Refused, parse
+from appliance.recipe.text import MAX_BYTES, Node, Problem, Refused, parse, path_problem, pattern_problem
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import METHOD_NAME, Quantisation
 from flashrl_compat.names import NAMES, OWN_NAMES, Name, find_file_name, listed

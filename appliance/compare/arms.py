@@ -18,8 +18,7 @@ from appliance.preflight.probes import read_host
 from appliance.preflight.report import examine
 from appliance.recipe.load import Setting, load_recipe
 from appliance.recipe.schema import Recipe
-from appliance.recipe.text import full_path
-from appliance.recipe.tree import Node, Problem
+from appliance.recipe.text import Node, Problem, full_path
 from appliance.record.plan import RunPlan
 from appliance.record.session import read_record
 

@@ -22,7 +22,7 @@ from appliance.launch.train import run_training
 from appliance.launch.workspace import stop_on_errors
 from appliance.preflight.probes import read_host
 from appliance.profile.command import BEFORE_TRAINING
-from appliance.recipe.dump import to_yaml
+from appliance.recipe.load import to_yaml
 from appliance.record.session import cannot_write
 from appliance.record.stop_request import asked_to_stop
 from appliance.report import draw

@@ -10,7 +10,7 @@ from appliance.compare.arms import PlannedRun
 from appliance.errors import PreflightError, RecipeError
 from appliance.launch.resume import Target, has_problems_of, original_plan
 from appliance.plan.build import OriginalPlan
-from appliance.recipe.dump import to_yaml
+from appliance.recipe.load import to_yaml
 from appliance.record.session import RUN_FILE, RunRecord, RunStatus, cannot_write, has_launcher, read_record
 
 _GUARD_STOPPED = 6

@@ -29,7 +29,7 @@ from appliance.recipe import library
 from appliance.recipe.load import Setting, read_option
 from appliance.recipe.messages import explain, shown
 from appliance.recipe.schema import NAME_PATTERN
-from appliance.recipe.tree import MAX_BYTES, Node, Problem, Refused, parse
+from appliance.recipe.text import MAX_BYTES, Node, Problem, Refused, parse
 
 FOLDER = "comparisons"
 _SUFFIX = ".yaml"

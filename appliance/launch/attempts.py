@@ -11,7 +11,7 @@ from appliance.launch.train import Step, run_training
 from appliance.launch.workspace import raise_on_errors, stop_on_errors
 from appliance.plan.derive import steps_of
 from appliance.preflight.report import examine, plan_as
-from appliance.recipe.dump import to_yaml
+from appliance.recipe.load import to_yaml
 from appliance.recipe.schema import Recipe
 from appliance.recipe.text import full_path
 from appliance.record.checkpoints import CheckpointSearch, newest_step

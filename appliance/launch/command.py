@@ -11,7 +11,7 @@ from appliance.errors import PreflightError, RecipeError
 from appliance.launch.workspace import raise_on_errors, stop_on_errors
 from appliance.preflight.finding import Finding, has_error
 from appliance.preflight.report import as_json, examine, lines, plan_as
-from appliance.recipe.dump import to_yaml
+from appliance.recipe.load import to_yaml
 from appliance.recipe.schema import NAME_PATTERN, Recipe
 from appliance.recipe.text import full_path
 from appliance.record.plan import RunPlan

@@ -16,8 +16,7 @@ from pydantic import BaseModel, ValidationError
 from appliance.errors import PreflightError, RecipeError
 from appliance.plan.build import OriginalPlan
 from appliance.plan.problems import Problems, has_problems
-from appliance.recipe.dump import to_plain
-from appliance.recipe.load import load_recipe
+from appliance.recipe.load import load_recipe, to_plain
 from appliance.recipe.schema import NAME_PATTERN, Recipe
 from appliance.recipe.text import full_path
 from appliance.record.checkpoint_manifest import Facts, damage, hash_file, read_manifest

@@ -12,7 +12,7 @@ from appliance.plan.show import plan_text
 from appliance.preflight.checks import estimates, judge
 from appliance.preflight.finding import Finding, as_json, lines
 from appliance.preflight.probes import model_bytes, model_shape, read_host, read_inputs
-from appliance.recipe.dump import to_plain, to_yaml
+from appliance.recipe.load import to_plain, to_yaml
 from appliance.recipe.schema import Recipe
 from appliance.record.plan import RunPlan
 

@@ -1,4 +1,7 @@
-"""A recipe file, what it extends and `--set` options become a Recipe, or every problem at once with its line."""
+"""A recipe file, what it extends and `--set` options become a Recipe, or every problem at once with its line; and back.
+
+Every problem gets the place where the user wrote the key.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from appliance.errors import RecipeError
+import yaml
+from pydantic import ValidationError
+
+from appliance.corrections.registry import correction_of
+from appliance.errors import MOST_SHOWN, RecipeError
 from appliance.recipe import library
+from appliance.recipe.messages import explain
+from appliance.recipe.rules import broken_rules
 from appliance.recipe.schema import SECTIONS, Recipe
-from appliance.recipe.tree import MAX_BYTES, MAX_DEPTH, Node, Problem, Refused, odd_character, parse
-from appliance.recipe.validate import validate
+from appliance.recipe.text import MAX_BYTES, MAX_DEPTH, Node, Problem, Refused, odd_character, parse
 
 Path_ = tuple[str, ...]
 MOST_PARENTS = 4
-_RESERVED_FOR_FILES = frozenset({"extends"})
 
 
 @dataclass(frozen=True)
@@ -36,19 +43,42 @@ def load_recipe(name_or_path: str, *, sets: Iterable[str] = (), settings: Iterab
     problems: list[Problem] = []
     tree = _with_parent(_read(path, problems), path=path, problems=problems)
     given = [read_option(option, place=f"--set {option}", problems=problems) for option in sets]
-    for setting in (*settings, *given):
-        if setting is not None and len(setting.path) > MAX_DEPTH:
-            problems.append(
-                (f"{setting.node.place[:80]}: more than {MAX_DEPTH} levels deep", "a recipe has three levels")
-            )
-        elif setting is not None:
-            _put(tree, setting)
+    for setting in filter(None, (*settings, *given)):
+        node = setting.node
+        if len(setting.path) > MAX_DEPTH:
+            problems.append((f"{node.place[:80]}: more than {MAX_DEPTH} levels deep", "a recipe has three levels"))
+            continue
+        for key in reversed(setting.path[1:]):
+            node = Node({key: node}, node.place)
+        tree = _merged(tree, {setting.path[0]: node})
     tree.setdefault("name", Node(path.stem, str(path)))
-    recipe = validate(tree, file=str(path), problems=problems)
+    recipe = _validated(tree, file=str(path), problems=problems)
     if problems:
         raise RecipeError(problems)
-    assert recipe is not None  # only a problem stops it
     return recipe
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """YAML that `load_recipe` reads back to the same Recipe: what a run keeps as its `recipe.yaml`."""
+    return yaml.safe_dump(to_plain(recipe), sort_keys=False, allow_unicode=True, width=120)
+
+
+def to_plain(recipe: Recipe) -> dict[str, Any]:
+    """JSON values, every key written out, in the order of the schema. The correction's usual limits become values.
+
+    Without a profile to make, what it would be made by is left out: no value of it would be true.
+    """
+    plain = recipe.model_dump(mode="json", exclude={"extends"})
+    correction = recipe.correction
+    hold = correction_of(correction.method, cap=correction.cap, bounds=correction.bounds)
+    plain["correction"] |= {"cap": hold.cap, "bounds": list(hold.bounds) if hold.bounds else None}
+    if recipe.quantization.profile != "auto":
+        for key in ("smoothing", "error_budget"):
+            del plain["quantization"][key]
+    return plain
+
+
+# Files and options to a tree
 
 
 def _read(path: Path, problems: list[Problem]) -> dict[str, Node]:
@@ -59,9 +89,9 @@ def _read(path: Path, problems: list[Problem]) -> dict[str, Node]:
     except OSError as error:
         raise RecipeError([(f"{path}: cannot be read: {error.strerror}", "")]) from error
     root, found = parse(raw, file=str(path))
-    if root is None:
-        raise RecipeError([*problems, *found])
     problems.extend(found)
+    if root is None:
+        raise RecipeError(problems)
     if root.value is None:
         return {}
     if not isinstance(root.value, dict):
@@ -73,37 +103,36 @@ def _read(path: Path, problems: list[Problem]) -> dict[str, Node]:
 def _with_parent(
     tree: dict[str, Node], *, path: Path, problems: list[Problem], above: tuple[Path, ...] = ()
 ) -> dict[str, Node]:
-    """The tree with what it extends merged in below it. above: the files on the way here, which extend this one."""
+    """The tree with what it extends merged in below it. above: the files on the way here, which extend this one.
+
+    What a refused parent might have given is refused too, so that nobody misses it.
+    """
     extends = tree.pop("extends", None)
     if extends is None or extends.value is None:
         return tree
-    if not isinstance(extends.value, str):
-        problems.append((f"{extends.place}: extends: expected the name or the path of a recipe", ""))
-        return _without_complaints(tree, place=extends.place)
+    chain = (*above, path)
     try:
-        parent_path = library.find(extends.value, beside=path.parent)
+        parent_path = _parent(extends.value, chain=chain)
     except RecipeError as error:
         problems.extend((f"{extends.place}: extends: {message}", hint) for message, hint in error.problems)
-        return _without_complaints(tree, place=extends.place)
-    chain = (*above, path)
-    if parent_path.resolve() in {each.resolve() for each in chain}:
-        problems.append((f"{extends.place}: extends: {parent_path} extends this file", "one of them must not"))
-        return _without_complaints(tree, place=extends.place)
-    if len(chain) > MOST_PARENTS:
-        message = f"{extends.place}: extends: more than {MOST_PARENTS} recipes, one below the other"
-        problems.append((message, "merge some of them"))
-        return _without_complaints(tree, place=extends.place)
+        refused = Node(Refused.VALUE, extends.place)
+        sections = {name: dict.fromkeys(section.model_fields, refused) for name, section in SECTIONS.items()}
+        return _merged({name: Node(fields, extends.place) for name, fields in sections.items()}, tree)
     parent = _with_parent(_read(parent_path, problems), path=parent_path, problems=problems, above=chain)
     parent.pop("name", None)
     return _merged(parent, tree)
 
 
-def _without_complaints(tree: dict[str, Node], *, place: str) -> dict[str, Node]:
-    """The tree whose parent was refused: what the parent might have given is refused too, so that nobody misses it."""
-    for name, section in SECTIONS.items():
-        fields = {key: Node(Refused.VALUE, place) for key in section.model_fields}
-        tree = _merged({name: Node(fields, place)}, tree)
-    return tree
+def _parent(name_or_path: object, *, chain: tuple[Path, ...]) -> Path:
+    """The file of `extends`. chain: from the recipe down to the file that extends it. Raises RecipeError."""
+    if not isinstance(name_or_path, str):
+        raise RecipeError([("expected the name or the path of a recipe", "")])
+    parent = library.find(name_or_path, beside=chain[-1].parent)
+    if parent.resolve() in {each.resolve() for each in chain}:
+        raise RecipeError([(f"{parent} extends this file", "one of them must not")])
+    if len(chain) > MOST_PARENTS:
+        raise RecipeError([(f"more than {MOST_PARENTS} recipes, one below the other", "merge some of them")])
+    return parent
 
 
 def _merged(below: dict[str, Node], above: dict[str, Node]) -> dict[str, Node]:
@@ -111,10 +140,11 @@ def _merged(below: dict[str, Node], above: dict[str, Node]) -> dict[str, Node]:
     merged = dict(below)
     for key, node in above.items():
         old = below.get(key)
-        if old is not None and isinstance(old.value, dict) and isinstance(node.value, dict):
-            node = Node(_merged(old.value, node.value), node.place)
-        elif old is not None and isinstance(old.value, dict) and node.value is None:
-            node = old  # a section with nothing but comments
+        if old is not None and isinstance(old.value, dict):
+            if isinstance(node.value, dict):
+                node = Node(_merged(old.value, node.value), node.place)
+            elif node.value is None:  # a section with nothing but comments
+                node = old
         merged[key] = node
     return merged
 
@@ -126,29 +156,98 @@ def read_option(option: str, *, place: str, problems: list[Problem]) -> Setting 
     if not equals or not all(path) or odd_character(key):
         problems.append((f"{place}: expected KEY=VALUE", "such as --set optimizer.learning_rate=1e-6"))
         return None
-    if path[0] in _RESERVED_FOR_FILES:
-        problems.append((f"{place}: `{path[0]}` cannot be set here", "write it into a recipe file"))
+    if path[0] == "extends":
+        problems.append((f"{place}: `extends` cannot be set here", "write it into a recipe file"))
         return None
     if not text.strip():  # as `key:` in a file
         return Setting(path, Node(None, place))
     node, found = parse(text.encode("utf-8", "surrogatepass"), file=place)
     problems.extend((message.replace(f"{place}:1: ", f"{place}: "), hint) for message, hint in found)
-    return Setting(path, Node(_placed(node.value, place=place) if node else Refused.VALUE, place))
+    return Setting(path, _placed(node or Node(Refused.VALUE, place), place=place))
 
 
-def _put(tree: dict[str, Node], setting: Setting) -> None:
-    node = setting.node
-    for key in reversed(setting.path[1:]):
-        node = Node({key: node}, node.place)
-    merged = _merged(tree, {setting.path[0]: node})
-    tree.clear()
-    tree.update(merged)
-
-
-def _placed(value: Any, *, place: str) -> Any:
-    """The same value with every line in it replaced by the option: `--set` has no lines."""
+def _placed(node: Node, *, place: str) -> Node:
+    """The same with every line in it replaced by the option: `--set` has no lines."""
+    value = node.value
     if isinstance(value, dict):
-        return {key: Node(_placed(node.value, place=place), place) for key, node in value.items()}
-    if isinstance(value, list):
-        return [Node(_placed(node.value, place=place), place) for node in value]
-    return value
+        value = {key: _placed(each, place=place) for key, each in value.items()}
+    elif isinstance(value, list):
+        value = [_placed(each, place=place) for each in value]
+    return Node(value, place)
+
+
+# A tree to a recipe
+
+
+def _validated(tree: dict[str, Node], *, file: str, problems: list[Problem]) -> Recipe:
+    """The recipe, with problems added. Rules are judged on what is left when faulty keys are taken out."""
+    tree = {name: node for name, node in tree.items() if name not in SECTIONS or node.value is not None}
+    faulty: set[Path_] = set()
+    try:
+        recipe = Recipe.model_validate(_plain(tree, faulty=faulty))
+    except ValidationError as error:
+        faulty |= _explain_all(error, tree=tree, file=file, problems=problems)
+        recipe = Recipe.model_validate(_plain(tree, faulty=faulty))
+    for broken in broken_rules(recipe):
+        keys = [tuple(key.split(".")) for key in broken.keys]
+        if not any(key[: len(bad)] == bad for key in keys for bad in faulty):
+            written = next((key for key in keys if _find(tree, key)), keys[0])
+            where = _place(tree, written, file=file)
+            problems.append((f"{where}: {'.'.join(written)}: {broken.message}", broken.hint))
+    problems.sort(key=lambda problem: _line(problem[0], file=file))
+    return recipe
+
+
+def _plain(level: Any, *, faulty: set[Path_], path: Path_ = ()) -> Any:
+    """Values without their places, and without those of faulty keys; the keys of refused values are added to these."""
+    if isinstance(level, dict):
+        kept = {}
+        for key, node in level.items():
+            at = (*path, key)
+            if node.value is Refused.VALUE:
+                faulty.add(at[:2])
+            elif at not in faulty:
+                kept[key] = _plain(node.value, faulty=faulty, path=at)
+        return kept
+    if isinstance(level, list):
+        return [_plain(node.value, faulty=faulty, path=path) for node in level if node.value is not Refused.VALUE]
+    return level
+
+
+def _explain_all(error: ValidationError, *, tree: dict[str, Node], file: str, problems: list[Problem]) -> set[Path_]:
+    """Adds a problem per error; returns the paths of the faulty keys. What nobody will see is not explained: each
+    explanation looks for a similar name."""
+    found = []
+    for each in error.errors(include_url=False):
+        path = tuple(str(part) for part in each["loc"])
+        found.append((f"{_place(tree, path, file=file)}: {'.'.join(path)}", path, each))
+    found.sort(key=lambda one: _line(one[0], file=file))
+    for number, (what, _, each) in enumerate(found):
+        message, hint = explain(each) if number < MOST_SHOWN else (each["msg"], "")
+        problems.append((f"{what}: {message}", hint))
+    return {path[:2] for _, path, _ in found}
+
+
+def _line(message: str, *, file: str) -> tuple[int, int]:
+    """Sorts by line of the recipe's own file; what stands elsewhere comes last, in the order found."""
+    number = message.removeprefix(f"{file}:").partition(":")[0] if message.startswith(f"{file}:") else ""
+    return (0, int(number)) if number.isdigit() else (1, 0)
+
+
+def _find(tree: dict[str, Node], path: Path_) -> Node | None:
+    node: Node | None = None
+    level: Any = tree
+    for key in path:
+        if isinstance(level, list) and key.isdigit() and int(key) < len(level):
+            node = level[int(key)]
+        elif isinstance(level, dict) and key in level:
+            node = level[key]
+        else:
+            return None
+        level = node.value
+    return node
+
+
+def _place(tree: dict[str, Node], path: Path_, *, file: str) -> str:
+    node = _find(tree, path)
+    return node.place if node else file

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import functools
+import re
 from typing import Any
 
 from pydantic_core import ErrorDetails
 
 from appliance.recipe.schema import SECTIONS, Recipe
-from appliance.recipe.tree import scalar
+from appliance.recipe.text import scalar
 
 _KINDS = {
     "int_type": "a whole number",
@@ -31,8 +31,10 @@ _BOUNDS = {
 
 
 def explain(error: ErrorDetails) -> tuple[str, str]:
-    """(message, hint) of one error of a value; unknown keys are the loader's."""
-    kind, value, context = error["type"], error["input"], error.get("ctx", {})
+    """(message, hint) of one error."""
+    kind, value, path, context = error["type"], error["input"], error["loc"], error.get("ctx", {})
+    if kind == "extra_forbidden":
+        return "unknown key", _similar_key([str(part) for part in path])
     if kind in _KINDS:
         return f"expected {_KINDS[kind]}, got {shown(value)}", _quoting_hint(kind, value)
     if kind in _BOUNDS:
@@ -40,12 +42,12 @@ def explain(error: ErrorDetails) -> tuple[str, str]:
         bound = context[name]
         return f"{text} {int(bound) if bound == int(bound) else bound}, got {shown(value)}", ""
     if kind == "enum":
-        return _unknown_value(value, path=error["loc"])
+        return _unknown_value(value, legal=re.findall(r"'([^']+)'", context["expected"]))
     if kind == "string_too_short":
-        return "expected text, got nothing", _leaving_out(error["loc"])
+        return "expected text, got nothing", _leaving_out(path)
     if kind == "too_short":
-        return "expected at least one value, got none", _leaving_out(error["loc"])
-    if kind == "string_pattern_mismatch" and error["loc"][-1] == "revision":
+        return "expected at least one value, got none", _leaving_out(path)
+    if kind == "string_pattern_mismatch" and path[-1] == "revision":
         return f"{shown(value)} is not a revision", "give a commit, a tag or a branch of the model on the hub"
     if kind == "string_pattern_mismatch":
         return f"{shown(value)} is not a name", "use letters, digits, `.`, `_` and `-`, at most 80, no space or slash"
@@ -61,7 +63,21 @@ def shown(value: Any) -> str:
         return "a mapping"
     if isinstance(value, list):
         return "a list"
-    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+    return f"`{_in_yaml(value)}`"
+
+
+def _in_yaml(value: bool | int | float) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _similar_key(path: list[str]) -> str:
+    """Where an unknown key may belong."""
+    section = SECTIONS.get(path[0]) if len(path) > 1 else None
+    fields = section.model_fields if section else Recipe.model_fields
+    if near := difflib.get_close_matches(path[-1], fields, n=1):
+        return f"did you mean `{'.'.join((*path[:-1], near[0]))}`?"
+    home = next((name for name, kind in SECTIONS.items() if path[-1] in kind.model_fields), "")
+    return f"did you mean `{home}.{path[-1]}`?" if home else "use one of " + ", ".join(f"`{name}`" for name in fields)
 
 
 def _leaving_out(path: tuple[int | str, ...]) -> str:
@@ -81,7 +97,7 @@ def _quoting_hint(kind: str, value: Any) -> str:
     if kind == "bool_type" and isinstance(value, str) and value.lower() in ("yes", "on", "no", "off"):
         return f"write {'true' if value.lower() in ('yes', 'on') else 'false'}"
     if kind == "string_type" and isinstance(value, int | float):
-        return f'put it in quotes: "{str(value).lower() if isinstance(value, bool) else value}"'
+        return f'put it in quotes: "{_in_yaml(value)}"'
     return ""
 
 
@@ -92,33 +108,9 @@ def _reads_as_number(text: str) -> bool:
         return False
 
 
-def _unknown_value(value: Any, *, path: tuple[int | str, ...]) -> tuple[str, str]:
-    legal = legal_values(path)
-    if not isinstance(value, str):
-        return f"expected text, got {shown(value)}", "use one of " + ", ".join(f"`{each}`" for each in legal)
-    near = difflib.get_close_matches(value, legal, n=1)
+def _unknown_value(value: Any, *, legal: list[str]) -> tuple[str, str]:
     use = "use one of " + ", ".join(f"`{each}`" for each in legal)
+    if not isinstance(value, str):
+        return f"expected text, got {shown(value)}", use
+    near = difflib.get_close_matches(value, legal, n=1)
     return f"unknown value `{value[:60]}`", f"did you mean `{near[0]}`? {use}" if near else use
-
-
-def legal_values(path: tuple[int | str, ...]) -> list[str]:
-    """The words that an enum key takes, in the order of the schema."""
-    schema = _schema()
-    node: Any = schema
-    for part in path:
-        node = _resolved(node, schema)
-        node = _resolved(node["items"] if isinstance(part, int) else node["properties"][part], schema)
-    return [str(each) for each in _resolved(node, schema)["enum"]]
-
-
-@functools.cache
-def _schema() -> dict[str, Any]:
-    return Recipe.model_json_schema()
-
-
-def _resolved(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    """Behind a reference, and where null is allowed the other kind."""
-    node = next((each for each in node.get("anyOf", ()) if each.get("type") != "null"), node)
-    if "$ref" in node:
-        return schema["$defs"][node["$ref"].rsplit("/", 1)[-1]]
-    return node

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import PurePath
+from typing import NamedTuple
 
 from appliance.corrections.base import ClipRange
 from appliance.corrections.registry import METHODS
 from appliance.guard.policy import Action
 from appliance.quant.uaq import MOST
-from appliance.recipe.broken import Broken
-from appliance.recipe.rules_batch import batch_rules, dapo_rules
-from appliance.recipe.schema import AlgorithmKind, Attention, Correction, Recipe, SchemeChoice
+from appliance.recipe.schema import Algorithm, AlgorithmKind, Attention, Correction, Recipe, SchemeChoice
 from appliance.recipe.text import path_problem, pattern_problem
 from appliance.tasks.library import BUILTIN_MODELS, TASKS
 from appliance.tasks.tiny_spec import TINY_MODELS
@@ -26,18 +25,30 @@ PATHS = (
 AVAILABLE_ALGORITHMS = (AlgorithmKind.GRPO, AlgorithmKind.DAPO)  # `ppo` needs a critic, and a model for it
 
 
+class Broken(NamedTuple):
+    """A rule over several keys that a recipe breaks."""
+
+    keys: tuple[str, ...]
+    """The dotted keys concerned; the message stands at the first that the user wrote."""
+    message: str
+    hint: str = ""
+
+
 def broken_rules(recipe: Recipe) -> list[Broken]:
     """Every rule the recipe breaks, in the order of the file's sections."""
-    rules = (_availability, _model, _task, _rollout, _quantization, _correction, dapo_rules, batch_rules)
+    rules = (_availability, _model, _task, _rollout, _quantization, _correction, _dapo, _batch, _packing)
     rules = (*rules, _length, _cluster, _guard, _texts)
     return [broken for rule in rules for broken in rule(recipe)]
 
 
+def _use(names: Iterable[str]) -> str:
+    return "use one of " + ", ".join(f"`{each}`" for each in names)
+
+
 def _availability(recipe: Recipe) -> Iterator[Broken]:
     if recipe.algorithm.kind not in AVAILABLE_ALGORITHMS:
-        use = ", ".join(f"`{each}`" for each in AVAILABLE_ALGORITHMS)
         message = f"`{recipe.algorithm.kind}` is not available in this version"
-        yield Broken(("algorithm.kind",), message, f"use one of {use}")
+        yield Broken(("algorithm.kind",), message, _use(AVAILABLE_ALGORITHMS))
 
 
 def _model(recipe: Recipe) -> Iterator[Broken]:
@@ -51,34 +62,25 @@ def _model(recipe: Recipe) -> Iterator[Broken]:
     if model.builtin and model.builtin not in BUILTIN_MODELS:
         names = ", ".join(f"`{name}`" for name in BUILTIN_MODELS)
         yield Broken(("model.builtin",), f"unknown value `{model.builtin}`", f"use {names}")
-    elif model.builtin:
-        longest = recipe.task.longest
-        if longest > (most := TINY_MODELS[model.builtin].max_positions):
-            message = f"prompt and response are up to {longest} tokens, `{model.builtin}` takes {most}"
-            task_keys = ("task.max_response_tokens", "task.max_prompt_tokens")
-            yield Broken(task_keys, message, "lower one of them")
+    elif model.builtin and recipe.task.longest > (most := TINY_MODELS[model.builtin].max_positions):
+        message = f"prompt and response are up to {recipe.task.longest} tokens, `{model.builtin}` takes {most}"
+        yield Broken(("task.max_response_tokens", "task.max_prompt_tokens"), message, "lower one of them")
 
 
 def _task(recipe: Recipe) -> Iterator[Broken]:
-    task = recipe.task
-    if TASKS[task.kind].source is None:
+    task, made = recipe.task, TASKS[recipe.task.kind]
+    if made.source is None:
         for key, value in (("task.train_file", task.train_file), ("task.val_file", task.val_file)):
             if value:
                 yield Broken((key, "task.kind"), f"`{task.kind}` makes its own problems", "remove it")
-        yield from _pool_sizes(recipe)
     elif task.val_file and not task.train_file:
-        yield Broken(
-            ("task.val_file", "task.train_file"), "there is no `train_file` beside it", "give task.train_file too"
-        )
-
-
-def _pool_sizes(recipe: Recipe) -> Iterator[Broken]:
-    task = recipe.task
-    sizes = {"train_size": task.train_size, "val_size": task.val_size}
-    check = TASKS[task.kind].check_sizes
-    for text, hint in check(difficulty=task.difficulty, seed=task.seed, **sizes) if check else ():
-        key, _, message = text.partition(": ")
-        yield Broken((key, "task.difficulty"), message, hint)
+        keys = ("task.val_file", "task.train_file")
+        yield Broken(keys, "there is no `train_file` beside it", "give task.train_file too")
+    if made.check_sizes is not None:
+        sizes = {"train_size": task.train_size, "val_size": task.val_size}
+        for text, hint in made.check_sizes(difficulty=task.difficulty, seed=task.seed, **sizes):
+            key, _, message = text.partition(": ")
+            yield Broken((key, "task.difficulty"), message, hint)
 
 
 def _rollout(recipe: Recipe) -> Iterator[Broken]:
@@ -86,19 +88,18 @@ def _rollout(recipe: Recipe) -> Iterator[Broken]:
     if gpus % rollout.tensor_parallel:
         message = f"{rollout.tensor_parallel} does not divide the {gpus} GPUs of a node"
         yield Broken(("rollout.tensor_parallel", "cluster.gpus_per_node"), message, "an engine lives on one node")
-
     engines = recipe.topology.engines
     if rollout.replicas and rollout.scheme is not SchemeChoice.AUTO:
         keys = ("rollout.replicas", "rollout.scheme")
         yield Broken(keys, "`scheme` and `replicas` exclude each other", "remove `scheme`, or set it to `auto`")
     if rollout.replicas and len(rollout.replicas) > engines:
-        message = f"{len(rollout.replicas)} schemes for {_count(engines, 'engine')}"
+        message = f"{len(rollout.replicas)} schemes for {engines} engine{'' if engines == 1 else 's'}"
         keys = ("rollout.replicas", "cluster.gpus_per_node", "cluster.nodes", "rollout.tensor_parallel")
         yield Broken(keys, message, "an engine takes tensor_parallel GPUs; raise cluster.gpus_per_node, or list fewer")
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def _scheme_key(recipe: Recipe) -> str:
+    return "rollout.replicas" if recipe.rollout.replicas else "rollout.scheme"
 
 
 def _named_schemes(recipe: Recipe) -> list[Scheme]:
@@ -125,8 +126,9 @@ def _correction(recipe: Recipe) -> Iterator[Broken]:
     clip = ClipRange(algorithm.clip_low, algorithm.clip_high)
     for refusal in METHODS[correction.method].refusals(cap=correction.cap, bounds=correction.bounds, clip=clip):
         yield Broken(*refusal)
-    if correction.uaq_scale is not None:
-        yield from _uaq(correction.uaq_scale)
+    if (scale := correction.uaq_scale) is not None and (scale == 1 or not 1 / MOST <= scale <= MOST):
+        message = "1 scales nothing" if scale == 1 else f"{scale:g} does not lie between {1 / MOST:g} and {MOST:g}"
+        yield Broken(("correction.uaq_scale",), message, "give one such as 1.5, or null")
     yield from _shadow(recipe)
 
 
@@ -134,16 +136,15 @@ def _shadow(recipe: Recipe) -> Iterator[Broken]:
     correction, method = recipe.correction, ("correction.method",)
     if not METHODS[correction.method].has_shadow_pass:
         with_one = ", ".join(f"`{name}`" for name, each in METHODS.items() if each.has_shadow_pass)
-        usual = Correction()
         for key in ("shadow_every", "shadow_fraction"):
-            if getattr(correction, key) != getattr(usual, key):
+            if getattr(correction, key) != Correction.model_fields[key].default:
                 message = f"`{correction.method}` has no shadow pass"
                 yield Broken((f"correction.{key}", *method), message, f"remove it, or use {with_one}")
     elif not shadow_sequences(recipe):
-        whole = recipe.batch.prompts_per_step * recipe.rollout.samples_per_prompt
+        ranks, whole = recipe.topology.data_parallel, recipe.batch.prompts_per_step * recipe.rollout.samples_per_prompt
         message = (
             f"`{correction.method}` without a shadow batch: {correction.shadow_fraction:g} of {whole} sequences is "
-            f"none for each of {_count(recipe.topology.data_parallel, 'rank')}"
+            f"none for each of {ranks} rank{'' if ranks == 1 else 's'}"
         )
         yield Broken(("correction.shadow_fraction", *method), message, "raise it")
 
@@ -154,16 +155,70 @@ def shadow_sequences(recipe: Recipe) -> int:
     return int(recipe.correction.shadow_fraction * whole) // ranks * ranks
 
 
-def _uaq(scale: float) -> Iterator[Broken]:
-    key, hint = ("correction.uaq_scale",), "give one such as 1.5, or null"
-    if scale == 1:
-        yield Broken(key, "1 scales nothing", hint)
-    elif not 1 / MOST <= scale <= MOST:
-        yield Broken(key, f"{scale:g} does not lie between {1 / MOST:g} and {MOST:g}", hint)
+def _batch(recipe: Recipe) -> Iterator[Broken]:
+    """What must divide what. verl checks little of it, and with packing by tokens next to nothing."""
+    batch, samples, prompts = recipe.batch, recipe.rollout.samples_per_prompt, recipe.batch.prompts_per_step
+    gpus, ranks = recipe.topology.gpus, recipe.topology.data_parallel
+    sizes = ("rollout.samples_per_prompt", "cluster.gpus_per_node", "cluster.nodes")
+    mini = batch.mini_batch_prompts or prompts
+    mini_keys = ("batch.mini_batch_prompts", "batch.prompts_per_step")
+    if prompts * samples % gpus:
+        message = f"{prompts} prompts x {samples} samples do not divide over {gpus} GPUs"
+        yield Broken(("batch.prompts_per_step", *sizes), message, "each GPU takes the same number of sequences")
+    if mini > prompts:
+        yield Broken(mini_keys, f"{mini} is more than the {prompts} prompts of a step", "lower it")
+    elif prompts % mini:
+        yield Broken(mini_keys, f"{mini} does not divide the {prompts} prompts of a step", "use a divisor")
+    if mini * samples % ranks:
+        if mini != prompts:
+            message = f"{mini} prompts x {samples} samples do not divide over {ranks} data-parallel ranks"
+            yield Broken((*mini_keys, *sizes), message, "each rank takes the same number of sequences")
+    elif batch.micro_batch_sequences and (mini * samples // ranks) % batch.micro_batch_sequences:
+        message = f"{batch.micro_batch_sequences} does not divide the {mini * samples // ranks} sequences of a rank"
+        keys = ("batch.micro_batch_sequences", *mini_keys, *sizes)
+        yield Broken(keys, message, "it is the sequences of one forward on one GPU")
+
+
+def _packing(recipe: Recipe) -> Iterator[Broken]:
+    batch, longest = recipe.batch, recipe.task.longest
+    if batch.max_tokens_per_gpu and batch.micro_batch_sequences:
+        keys = ("batch.max_tokens_per_gpu", "batch.micro_batch_sequences")
+        yield Broken(keys, "`max_tokens_per_gpu` and `micro_batch_sequences` exclude each other", "remove one of them")
+    room = (batch.max_tokens_per_gpu or longest) * recipe.trainer.sequence_parallel
+    if room < longest:
+        message = f"{batch.max_tokens_per_gpu} tokens do not hold one sequence of {longest} (prompt and response)"
+        keys = ("batch.max_tokens_per_gpu", "task.max_response_tokens", "trainer.sequence_parallel")
+        yield Broken(keys, message, "raise it")
+
+
+def _dapo(recipe: Recipe) -> Iterator[Broken]:
+    """What only `dapo` has, and how it must fit."""
+    algorithm, batch = recipe.algorithm, recipe.batch
+    if algorithm.kind is not AlgorithmKind.DAPO:
+        given = [
+            f"algorithm.{key}"
+            for key in ("max_generation_batches", "overlong_tokens", "overlong_penalty")
+            if getattr(algorithm, key) != Algorithm.model_fields[key].default
+        ]
+        for key in (*given, *(["batch.generation_prompts"] if batch.generation_prompts else [])):
+            message = f"`{algorithm.kind}` has no such thing, it is of `dapo`"
+            yield Broken((key, "algorithm.kind"), message, "remove it, or set algorithm.kind to `dapo`")
+        return
+    longest, prompts = recipe.task.max_response_tokens, batch.prompts_per_step
+    if algorithm.overlong_tokens > longest:
+        message = f"{algorithm.overlong_tokens} is more than the {longest} tokens of a response"
+        yield Broken(("algorithm.overlong_tokens", "task.max_response_tokens"), message, "lower it")
+    if (batch.generation_prompts or prompts) % prompts:
+        message = f"{batch.generation_prompts} is no multiple of the {prompts} prompts of a step"
+        hint = "verl 0.9.1 counts prompts in generation in whole steps (max_inflight_gen_batches)"
+        yield Broken(("batch.generation_prompts", "batch.prompts_per_step"), message, hint)
 
 
 def _length(recipe: Recipe) -> Iterator[Broken]:
     trainer, keys = recipe.trainer, ("trainer.steps", "trainer.epochs")
+    if 0 < recipe.task.train_size < (prompts := recipe.batch.prompts_per_step):
+        message = f"{recipe.task.train_size} problems do not fill one step of {prompts} prompts"
+        yield Broken(("task.train_size", "batch.prompts_per_step"), message, "raise it")
     if trainer.steps and trainer.epochs:
         yield Broken(keys, "`steps` and `epochs` exclude each other", "set one of them to null")
     if not trainer.steps and not trainer.epochs:
@@ -181,7 +236,7 @@ def _length(recipe: Recipe) -> Iterator[Broken]:
 def _guard(recipe: Recipe) -> Iterator[Broken]:
     quantised = set(recipe.rollout.schemes) - {SchemeChoice.BF16}
     if Action.RAISE_PRECISION in (recipe.guard.actions or ()):
-        keys = ("guard.actions", "rollout.replicas" if recipe.rollout.replicas else "rollout.scheme")
+        keys = ("guard.actions", _scheme_key(recipe))
         if not quantised:
             yield Broken(keys, "rollouts in BF16 have no precision to raise", "remove `raise-precision`")
         elif len(quantised) > 1:
@@ -211,14 +266,13 @@ def _device(recipe: Recipe) -> Iterator[Broken]:
     device = recipe.cluster.device
     if device not in (AUTO, *DEVICES):
         near = difflib.get_close_matches(device.lower(), DEVICES, n=1)
-        use = "use one of " + ", ".join(f"`{each}`" for each in (AUTO, *DEVICES))
-        yield Broken(
-            ("cluster.device",), f"unknown value `{device}`", f"did you mean `{near[0]}`? {use}" if near else use
-        )
+        use = _use((AUTO, *DEVICES))
+        hint = f"did you mean `{near[0]}`? {use}" if near else use
+        yield Broken(("cluster.device",), f"unknown value `{device}`", hint)
         return
-    for why in filter(None, (why_outgrown(scheme, device=device) for scheme in dict.fromkeys(_named_schemes(recipe)))):
-        keys = ("rollout.replicas" if recipe.rollout.replicas else "rollout.scheme", "cluster.device")
-        yield Broken(keys, why, "use `fp8`, or `bf16`")
+    for scheme in dict.fromkeys(_named_schemes(recipe)):
+        if why := why_outgrown(scheme, device=device):
+            yield Broken((_scheme_key(recipe), "cluster.device"), why, "use `fp8`, or `bf16`")
     if device == CPU:
         yield from broken_on_cpu(recipe)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -19,8 +19,6 @@ from appliance.terms.schemes import PROFILED, Scheme, listed
 from appliance.terms.topology import Topology
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
-
-
 SchemeChoice = StrEnum("SchemeChoice", {"AUTO": "auto", **{each.name: each.value for each in Scheme}})
 SchemeChoice.__doc__ = "`auto` and the schemes of `terms.schemes.Scheme`."
 
@@ -55,20 +53,9 @@ class LogBackend(StrEnum):
     WANDB = "wandb"
 
 
-Scheme_ = Annotated[SchemeChoice, Field(strict=False)]
-Schemes_ = Annotated[tuple[Scheme_, ...], Field(strict=False, min_length=1)]
-Names_ = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)]
+T = TypeVar("T")
+Lax = Annotated[T, Field(strict=False)]  # the text of an enum's member, a list for a tuple
 REVISION_PATTERN = r"^[0-9A-Za-z_][0-9A-Za-z_.-]*(/[0-9A-Za-z_][0-9A-Za-z_.-]*)*$"  # a path in the hub's cache
-Revision_ = Annotated[str, Field(max_length=200, pattern=REVISION_PATTERN)]
-Kind_ = Annotated[TaskKind, Field(strict=False)]
-Method_ = Annotated[CorrectionMethod, Field(strict=False)]
-Bounds_ = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(strict=False)]
-Actions_ = Annotated[tuple[Annotated[Action, Field(strict=False)], ...], Field(strict=False)]
-Algorithm_ = Annotated[AlgorithmKind, Field(strict=False)]
-LongPrompts_ = Annotated[LongPrompts, Field(strict=False)]
-Attention_ = Annotated[Attention, Field(strict=False)]
-SchemeChange_ = Annotated[SchemeChange, Field(strict=False)]
-Backends_ = Annotated[tuple[Annotated[LogBackend, Field(strict=False)], ...], Field(strict=False)]
 
 
 class Section(BaseModel):
@@ -86,7 +73,7 @@ class Model(Section):
     """folder or hub name of the model"""
     builtin: str | None = Field(None, min_length=1)
     """a model made on the spot: `tiny-arithmetic`"""
-    revision: Revision_ | None = None
+    revision: str | None = Field(None, max_length=200, pattern=REVISION_PATTERN)
     """of a hub model: commit, tag or branch; null: `main`"""
     trust_remote_code: bool = False
     """run Python code that comes with the model"""
@@ -95,7 +82,7 @@ class Model(Section):
 class Task(Section):
     """What to learn. Paths are relative to the folder in which the program is started."""
 
-    kind: Kind_ = Field(TaskKind("arithmetic"), description=listed(TASKS))
+    kind: Lax[TaskKind] = Field(TaskKind("arithmetic"), description=listed(TASKS))
     difficulty: int = Field(2, ge=2, le=6)
     """digits of the operands of `arithmetic`"""
     train_file: str | None = Field(None, min_length=1)
@@ -110,7 +97,7 @@ class Task(Section):
     """draws the problems and their split"""
     max_prompt_tokens: int = Field(512, ge=1)
     """what is longer: see long_prompts"""
-    long_prompts: LongPrompts_ = LongPrompts.DROP
+    long_prompts: Lax[LongPrompts] = LongPrompts.DROP
     """`drop` them, or `truncate` their beginning"""
     max_response_tokens: int = Field(512, ge=1)
     """a response is cut here"""
@@ -126,8 +113,8 @@ class Task(Section):
 class Rollout(Section):
     """How responses are generated."""
 
-    scheme: Scheme_ = Field(SchemeChoice.AUTO, description=f"`auto`, {listed(tuple(Scheme))}")
-    replicas: Schemes_ | None = None
+    scheme: Lax[SchemeChoice] = Field(SchemeChoice.AUTO, description=f"`auto`, {listed(tuple(Scheme))}")
+    replicas: Lax[tuple[Lax[SchemeChoice], ...]] | None = Field(None, min_length=1)
     """one scheme per engine, repeated in order; null: all `scheme`"""
     samples_per_prompt: int = Field(8, ge=2)
     """responses to each prompt: the group of GRPO"""
@@ -161,7 +148,7 @@ class Quantization(Section):
     """how much of an activation's range moves to weights; 0: off"""
     error_budget: float | None = Field(None, gt=0)
     """layers with a larger output error stay BF16; null: no"""
-    ignore: Names_ = ()
+    ignore: Lax[tuple[Annotated[str, Field(min_length=1)], ...]] = ()
     """layers that stay BF16: names, or `re:` and a pattern"""
     emulate: bool = False
     """FP8 without kernels, by rounding in float: for numerics, slow"""
@@ -172,11 +159,11 @@ class Quantization(Section):
 class Correction(Section):
     """What corrects the loss for the difference between the rollout policy and the trainer's."""
 
-    method: Method_ = DEFAULT
+    method: Lax[CorrectionMethod] = DEFAULT
     """`none`, or a method of docs/corrections.md"""
     cap: float | None = Field(None, gt=0)
     """where the method has one, docs/corrections.md; null: the usual"""
-    bounds: Bounds_ | None = None
+    bounds: Lax[tuple[Annotated[float, Field(gt=0)], ...]] | None = None
     """[low, high] of `icepop`, the masks; null: the usual"""
     shadow_every: int = Field(20, ge=1)
     """of `calibrated-clipping`: steps between two fits of the bounds"""
@@ -189,7 +176,7 @@ class Correction(Section):
 class Algorithm(Section):
     """The policy gradient."""
 
-    kind: Algorithm_ = AlgorithmKind.GRPO
+    kind: Lax[AlgorithmKind] = AlgorithmKind.GRPO
     """`grpo`, or `dapo`: no prompt with equal answers"""
     clip_low: float = Field(0.2, gt=0, lt=1)
     """the probability ratio is clipped at 1 - clip_low"""
@@ -249,7 +236,7 @@ class Trainer(Section):
 
     validate_bf16_every: int | None = Field(None, ge=0)
     """in BF16 as well; 0: never; null: at the end"""
-    attention: Attention_ = Attention.AUTO
+    attention: Lax[Attention] = Attention.AUTO
     """`auto`: sdpa on a CPU, flash_attention_2 on a GPU"""
     offload_parameters: bool = False
     """weights wait in the host's memory when not at work"""
@@ -287,7 +274,7 @@ class Cluster(Section):
 class Guard(Section):
     """What watches the run, and what it may do. Steps that stay bad lead from one action to the next."""
 
-    actions: Actions_ | None = None
+    actions: Lax[tuple[Lax[Action], ...]] | None = None
     """of `warn`, `tighten`, `raise-precision`, `bf16`, `stop`; null: all but the third; []: none"""
 
     k3_kl: float = Field(K3_KL, gt=0)
@@ -312,7 +299,7 @@ class Guard(Section):
     """seconds without any progress, then the training is cut"""
     reward_failures: float = Field(0.1, ge=0, le=1)
     """a step with a larger share of failed rewards stops it"""
-    scheme_change: SchemeChange_ = SchemeChange.AUTO
+    scheme_change: Lax[SchemeChange] = SchemeChange.AUTO
     """`live` with a weight update, `restart` of the rollout engines, or `auto`"""
 
     reserve_bf16: bool = False
@@ -335,7 +322,7 @@ class Checkpoint(Section):
 class Logging(Section):
     """Where metrics go besides metrics.jsonl."""
 
-    backends: Backends_ = ()
+    backends: Lax[tuple[Lax[LogBackend], ...]] = ()
     """of `tensorboard`, `trackio`, `wandb`"""
 
 

@@ -14,8 +14,7 @@ from appliance.profile import unpickle
 from appliance.quant.files import read_file_header, tensor_shapes
 from appliance.recipe import library
 from appliance.recipe.load import load_recipe
-from appliance.recipe.text import full_path
-from appliance.recipe.tree import parse
+from appliance.recipe.text import full_path, parse
 from appliance.record.events import first_failure, parse_event, parse_metrics
 from appliance.record.session import read_record
 from appliance.tasks import dapo_math, gsm8k

@@ -22,8 +22,7 @@ from appliance.plan.verl_args import Override
 from appliance.preflight.checks import estimates, judge
 from appliance.preflight.disk import Disks
 from appliance.preflight.probes import InputFacts
-from appliance.recipe.dump import to_yaml
-from appliance.recipe.load import load_recipe
+from appliance.recipe.load import load_recipe, to_yaml
 from appliance.recipe.schema import SECTIONS
 from appliance.record.plan import RunPlan
 from appliance.terms.environment import child_env

@@ -24,8 +24,7 @@ from fuzz_text import (
 from hypothesis import strategies as st
 
 from appliance.errors import RecipeError
-from appliance.recipe.dump import to_plain, to_yaml
-from appliance.recipe.load import load_recipe
+from appliance.recipe.load import load_recipe, to_plain, to_yaml
 from appliance.recipe.schema import SECTIONS, Recipe
 
 SHIPPED = [file.read_text() for file in sorted((ROOT / "recipes").glob("*.yaml")) if file.stem != "reference"]

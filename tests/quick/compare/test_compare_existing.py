@@ -16,7 +16,7 @@ from appliance.compare.file import load_comparison
 from appliance.compare.final import read_job, validate_models
 from appliance.compare.results import busy_share, note_busy, read_final, read_result, write_final
 from appliance.errors import Interrupted, PreflightError, RecipeError
-from appliance.recipe.dump import to_yaml
+from appliance.recipe.load import to_yaml
 from appliance.record.checkpoint_manifest import Facts, seal
 from appliance.record.checkpoints import checkpoint_folder
 from appliance.record.events import append_event, append_line

@@ -4,8 +4,7 @@ import pytest
 
 from appliance.corrections.registry import METHODS, CorrectionMethod
 from appliance.errors import RecipeError
-from appliance.recipe.dump import to_yaml
-from appliance.recipe.load import load_recipe
+from appliance.recipe.load import load_recipe, to_yaml
 from appliance.recipe.schema import SchemeChoice
 
 MINIMAL = "model:\n  builtin: tiny-arithmetic\ntrainer:\n  steps: 3\n"

@@ -1,6 +1,6 @@
 import pytest
 
-from appliance.recipe.tree import MAX_BYTES, parse, scalar
+from appliance.recipe.text import MAX_BYTES, parse, scalar
 
 
 def problems_of(text: str | bytes) -> list[tuple[str, str]]:

@@ -7,8 +7,7 @@ import os
 from pathlib import Path
 
 from appliance.launch.resume import Resume, Target, find_start, find_target
-from appliance.recipe.dump import to_yaml
-from appliance.recipe.load import load_recipe
+from appliance.recipe.load import load_recipe, to_yaml
 from appliance.recipe.schema import Recipe
 from appliance.record.checkpoint_manifest import Facts, seal
 from appliance.record.checkpoints import checkpoint_folder

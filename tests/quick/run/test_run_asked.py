@@ -16,7 +16,7 @@ from appliance.launch import restarts, train
 from appliance.launch.subreaper import SubreaperReport
 from appliance.launch.train import run_training
 from appliance.plan.build import build_plan
-from appliance.recipe.dump import to_yaml
+from appliance.recipe.load import to_yaml
 from appliance.recipe.schema import Recipe
 from appliance.record.session import RunStatus, Session, read_record
 from appliance.record.stop_request import asked_to_stop

@@ -29,8 +29,7 @@ from appliance.launch.resume import (
 from appliance.plan.build import OriginalPlan, build_plan
 from appliance.preflight import report
 from appliance.preflight.disk import Disk, Disks
-from appliance.recipe.dump import to_yaml
-from appliance.recipe.load import load_recipe
+from appliance.recipe.load import load_recipe, to_yaml
 from appliance.record import checkpoint_manifest as seal_module
 from appliance.record.checkpoint_manifest import hash_file
 from appliance.record.plan import RunPlan

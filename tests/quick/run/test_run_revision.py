@@ -30,8 +30,7 @@ from appliance.preflight.checks import judge
 from appliance.preflight.finding import Severity
 from appliance.preflight.probes import read_inputs
 from appliance.preflight.report import examine
-from appliance.recipe.dump import to_yaml
-from appliance.recipe.load import load_recipe
+from appliance.recipe.load import load_recipe, to_yaml
 from appliance.recipe.schema import Recipe
 from appliance.record.heartbeat import HEARTBEAT_FILE, Heartbeat
 from appliance.record.plan import RunPlan, read_plan
