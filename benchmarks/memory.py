@@ -140,7 +140,7 @@ def make_model(size: Size, *, folder: Path) -> Path:
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
-    from appliance.tasks.tokenizer import save_tokenizer
+    from appliance.tasks.tiny_model import save_tokenizer
 
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = save_tokenizer(folder, max_positions=2048)

@@ -16,7 +16,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from appliance.tasks.tokenizer import save_tokenizer
+    from appliance.tasks.tiny_model import save_tokenizer
 
     torch.manual_seed(5)
     config = Qwen2Config(

@@ -19,7 +19,7 @@ from appliance.files import whole_file, write_whole
 from appliance.launch.workspace import new_folder
 from appliance.record.session import cannot_write
 from appliance.tasks.library import TASKS
-from appliance.tasks.rows import read_files
+from appliance.tasks.rows import read_file, without_faults, write_parquet
 from appliance.tasks.task import DataFile, Task
 
 SCHEMA_VERSION = 1
@@ -68,8 +68,6 @@ def make_data(name: str, *, folder: Path, sources: tuple[str, ...] = ()) -> None
 
 
 def _make(task: Task, file: DataFile, *, folder: Path, source: str) -> Path:
-    from appliance.tasks.parquet import write_parquet  # loads pyarrow
-
     target = folder / f"{file.name}.parquet"
     about, digest = target.with_suffix(".json"), _digest(source)
     if target.is_file() and _is_of(about, source=source or file.hub, digest=digest):
@@ -77,7 +75,7 @@ def _make(task: Task, file: DataFile, *, folder: Path, source: str) -> Path:
         return target
     rows = task.source
     assert rows is not None, "only a task that reads rows has data sets"
-    found = read_files(source, parse=rows.parse, hint=rows.hint)[0] if source else rows.from_hub(file.split)
+    found = without_faults(read_file(source, source=rows))[0] if source else file.read(rows)
     with whole_file(target) as partial:
         write_parquet(found.problems, path=partial, kind=task.kind, split=file.split)
     made = DataInfo(source or file.hub, digest, found.rows, len(found.problems), found.repeated, found.conflicting)

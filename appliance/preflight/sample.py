@@ -9,8 +9,8 @@ import sys
 from dataclasses import dataclass
 
 from appliance.record.plan import RunPlan
+from appliance.tasks.grading import Sample, Verdict
 from appliance.tasks.library import is_from_hub
-from appliance.tasks.sample import Sample, Verdict
 
 _STARTS_WITHIN_S = 60.0
 _SHOWN = 60  # characters
@@ -33,7 +33,7 @@ def reward_problem(plan: RunPlan) -> RewardProblem | None:
     within_s = _STARTS_WITHIN_S + task.reward_timeout_s
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "appliance.tasks.sample"],
+            [sys.executable, "-m", "appliance.tasks.grading"],
             input=json.dumps(dataclasses.asdict(sample)),
             capture_output=True,
             text=True,

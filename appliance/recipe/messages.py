@@ -10,6 +10,7 @@ from pydantic_core import ErrorDetails
 
 from appliance.recipe.schema import SECTIONS, Recipe
 from appliance.recipe.text import scalar
+from appliance.terms.schemes import listed
 
 _KINDS = {
     "int_type": "a whole number",
@@ -77,7 +78,7 @@ def _similar_key(path: list[str]) -> str:
     if near := difflib.get_close_matches(path[-1], fields, n=1):
         return f"did you mean `{'.'.join((*path[:-1], near[0]))}`?"
     home = next((name for name, kind in SECTIONS.items() if path[-1] in kind.model_fields), "")
-    return f"did you mean `{home}.{path[-1]}`?" if home else "use one of " + ", ".join(f"`{name}`" for name in fields)
+    return f"did you mean `{home}.{path[-1]}`?" if home else f"use one of {listed(fields)}"
 
 
 def _leaving_out(path: tuple[int | str, ...]) -> str:
@@ -109,7 +110,7 @@ def _reads_as_number(text: str) -> bool:
 
 
 def _unknown_value(value: Any, *, legal: list[str]) -> tuple[str, str]:
-    use = "use one of " + ", ".join(f"`{each}`" for each in legal)
+    use = f"use one of {listed(legal)}"
     if not isinstance(value, str):
         return f"expected text, got {shown(value)}", use
     near = difflib.get_close_matches(value, legal, n=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -13,10 +13,10 @@ from appliance.guard.policy import Action
 from appliance.quant.uaq import MOST
 from appliance.recipe.schema import Algorithm, AlgorithmKind, Attention, Correction, Recipe, SchemeChoice
 from appliance.recipe.text import path_problem, pattern_problem
-from appliance.tasks.library import BUILTIN_MODELS, TASKS
+from appliance.tasks.library import TASKS
 from appliance.tasks.tiny_spec import TINY_MODELS
 from appliance.terms.devices import AUTO, CPU, DEVICES, why_outgrown
-from appliance.terms.schemes import Scheme
+from appliance.terms.schemes import Scheme, listed
 
 PATHS = (
     *("model.path", "task.train_file", "task.val_file", "quantization.profile"),
@@ -41,14 +41,10 @@ def broken_rules(recipe: Recipe) -> list[Broken]:
     return [broken for rule in rules for broken in rule(recipe)]
 
 
-def _use(names: Iterable[str]) -> str:
-    return "use one of " + ", ".join(f"`{each}`" for each in names)
-
-
 def _availability(recipe: Recipe) -> Iterator[Broken]:
     if recipe.algorithm.kind not in AVAILABLE_ALGORITHMS:
         message = f"`{recipe.algorithm.kind}` is not available in this version"
-        yield Broken(("algorithm.kind",), message, _use(AVAILABLE_ALGORITHMS))
+        yield Broken(("algorithm.kind",), message, f"use one of {listed(AVAILABLE_ALGORITHMS)}")
 
 
 def _model(recipe: Recipe) -> Iterator[Broken]:
@@ -56,12 +52,11 @@ def _model(recipe: Recipe) -> Iterator[Broken]:
     if model.path and model.builtin:
         yield Broken(keys, "`path` and `builtin` exclude each other", "set one of them to null")
     if not model.path and not model.builtin:
-        yield Broken(keys, "no model is named", f"give `path`, or `builtin: {BUILTIN_MODELS[0]}`")
+        yield Broken(keys, "no model is named", f"give `path`, or `builtin: {next(iter(TINY_MODELS))}`")
     if model.builtin and model.revision:
         yield Broken(("model.revision",), "a built-in model has none", "leave it out, or set model.builtin to null")
-    if model.builtin and model.builtin not in BUILTIN_MODELS:
-        names = ", ".join(f"`{name}`" for name in BUILTIN_MODELS)
-        yield Broken(("model.builtin",), f"unknown value `{model.builtin}`", f"use {names}")
+    if model.builtin and model.builtin not in TINY_MODELS:
+        yield Broken(("model.builtin",), f"unknown value `{model.builtin}`", f"use {listed(TINY_MODELS)}")
     elif model.builtin and recipe.task.longest > (most := TINY_MODELS[model.builtin].max_positions):
         message = f"prompt and response are up to {recipe.task.longest} tokens, `{model.builtin}` takes {most}"
         yield Broken(("task.max_response_tokens", "task.max_prompt_tokens"), message, "lower one of them")
@@ -135,7 +130,7 @@ def _correction(recipe: Recipe) -> Iterator[Broken]:
 def _shadow(recipe: Recipe) -> Iterator[Broken]:
     correction, method = recipe.correction, ("correction.method",)
     if not METHODS[correction.method].has_shadow_pass:
-        with_one = ", ".join(f"`{name}`" for name, each in METHODS.items() if each.has_shadow_pass)
+        with_one = listed(name for name, each in METHODS.items() if each.has_shadow_pass)
         for key in ("shadow_every", "shadow_fraction"):
             if getattr(correction, key) != Correction.model_fields[key].default:
                 message = f"`{correction.method}` has no shadow pass"
@@ -266,7 +261,7 @@ def _device(recipe: Recipe) -> Iterator[Broken]:
     device = recipe.cluster.device
     if device not in (AUTO, *DEVICES):
         near = difflib.get_close_matches(device.lower(), DEVICES, n=1)
-        use = _use((AUTO, *DEVICES))
+        use = f"use one of {listed((AUTO, *DEVICES))}"
         hint = f"did you mean `{near[0]}`? {use}" if near else use
         yield Broken(("cluster.device",), f"unknown value `{device}`", hint)
         return

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib
 import json
+import pkgutil
 from enum import StrEnum
 from pathlib import Path
 
 from appliance.record.plan import TaskPlan
-from appliance.tasks import arithmetic, dapo_math, gsm8k
+from appliance.tasks import built_in
 from appliance.tasks.task import Task
 from appliance.tasks.tiny_spec import TINY_MODELS
 
-TASKS: dict[str, Task] = {task.kind: task for task in (arithmetic.TASK, gsm8k.TASK, dapo_math.TASK)}
+_FIRST = ("arithmetic", "gsm8k")  # where tasks are listed; the others follow by name
+
+
+def _tasks() -> dict[str, Task]:
+    """The `TASK` of each module of tasks/built_in, by its kind."""
+    modules = (f"{built_in.__name__}.{each.name}" for each in pkgutil.iter_modules(built_in.__path__))
+    tasks = {task.kind: task for task in (importlib.import_module(module).TASK for module in modules)}
+    return {kind: tasks[kind] for kind in (*_FIRST, *sorted(tasks.keys() - set(_FIRST)))}
+
+
+TASKS = _tasks()
 TaskKind = StrEnum("TaskKind", {kind.upper().replace("-", "_"): kind for kind in TASKS}, module=__name__)
-BUILTIN_MODELS: tuple[str, ...] = tuple(TINY_MODELS)
 _DATA_VERSION = 2  # raise it when the same fields give other rows
 
 

@@ -10,7 +10,6 @@ import os.path
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from appliance.errors import EngineError, RecipeError
@@ -18,10 +17,11 @@ from appliance.files import whole_folder
 from appliance.hub import download_model
 from appliance.record.events import append_event, exit_code_of
 from appliance.record.heartbeat import Heartbeat
-from appliance.record.plan import RunPlan, TaskPlan, read_plan
+from appliance.record.plan import RunPlan, read_plan
 from appliance.record.stacks import keep_stacks
 from appliance.tasks.library import TASKS
-from appliance.tasks.problem import Problem, Splits
+from appliance.tasks.rows import Problem, write_parquet
+from appliance.tasks.task import Splits
 from appliance.tasks.tiny_spec import TINY_MODELS
 
 PHASE = "prepare"
@@ -108,25 +108,23 @@ def _reporter(run_dir: Path, *, label: str, total: int) -> Callable[[int, float]
 
 
 def _make_data(plan: RunPlan) -> None:
-    from appliance.tasks.parquet import write_parquet  # loads pyarrow
-
     task = plan.task
-    found = _splits(task)
+    found = TASKS[task.kind].splits(
+        difficulty=task.difficulty,
+        train_file=task.train_file,
+        val_file=task.val_file,
+        seed=task.seed,
+        train_size=task.train_size,
+        val_size=task.val_size,
+    )
     for note in found.notes:
         append_event(Path(plan.run_dir), kind="note", what=note, why="task.train_file")
     made = _short_enough(found, plan=plan)
-
     with whole_folder(Path(task.train_parquet).parent, others_count=True) as folder:
         write_parquet(made.train, path=folder / Path(task.train_parquet).name, kind=task.kind, split="train")
         write_parquet(made.val, path=folder / Path(task.val_parquet).name, kind=task.kind, split="val")
     sizes = f"{len(made.train)} problems to train on, {len(made.val)} to validate"
     append_event(Path(plan.run_dir), kind="progress", what="data", done=1, total=1, note=sizes)
-
-
-def _splits(task: TaskPlan) -> Splits:
-    sizes = {"seed": task.seed, "train_size": task.train_size, "val_size": task.val_size}
-    files = {"train_file": task.train_file, "val_file": task.val_file}
-    return TASKS[task.kind].splits(difficulty=task.difficulty, **files, **sizes)
 
 
 def _short_enough(made: Splits, *, plan: RunPlan) -> Splits:
@@ -147,7 +145,7 @@ def _short_enough(made: Splits, *, plan: RunPlan) -> Splits:
         message = [{"role": "user", "content": problem.prompt}]
         return len(tokenizer.apply_chat_template(message, add_generation_prompt=True)["input_ids"]) <= limit
 
-    kept = replace(made, train=[p for p in made.train if fits(p)], val=[p for p in made.val if fits(p)])
+    kept = Splits(train=[each for each in made.train if fits(each)], val=[each for each in made.val if fits(each)])
     before, after = len(made.train) + len(made.val), len(kept.train) + len(kept.val)
     if not kept.train or not kept.val:
         message = f"task.max_prompt_tokens: {limit} leaves {len(kept.train)} training and {len(kept.val)} validation"
@@ -155,7 +153,7 @@ def _short_enough(made: Splits, *, plan: RunPlan) -> Splits:
     if after < before:
         what = f"{before - after} of {before} problems have prompts of more than {limit} tokens and are left out"
         append_event(Path(plan.run_dir), kind="note", what=what, why="task.max_prompt_tokens")
-    return replace(kept, dropped=before - after)
+    return kept
 
 
 def main(arguments: list[str]) -> int:

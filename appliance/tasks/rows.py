@@ -1,7 +1,7 @@
-"""Data files as problems: JSON lines or parquet, row by row, every bad row named, repeated problems once.
+"""Data files as problems: JSON lines or parquet, row by row, every bad row named, repeated problems once; and back.
 
-A row is what a task's own data set has (its `parse` knows), or verl's schema, in which `appliance data` writes:
-`prompt`, one chat message of the user, and `reward_model.ground_truth`. Imports pyarrow, for parquet only.
+A row is what a task's own data set has (its `Source` knows), or verl's schema, in which files are written: `prompt`,
+one chat message of the user, and `reward_model.ground_truth`. Imports pyarrow, for parquet only.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import errno
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from appliance.errors import RecipeError
-from appliance.tasks.problem import Problem
 
 PARQUET = ".parquet"
 MAX_PROBLEMS = 20
@@ -23,80 +22,89 @@ MAX_LINE = 16 << 20  # bytes: a line is held in memory, and what has no line end
 ROWS_AT_A_TIME = 8192  # of a parquet file: DAPO-Math-17k has 1.8 million
 
 Row = dict[str, Any]
-Parse = Callable[[Row], Problem | str]  # the problem of a row, or what is wrong with it
+Faults = list[tuple[str, str]]  # (message, hint)
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a file holds. problems: each prompt once, in the order of the file.  rows: all there are.
+class Problem:
+    prompt: str
+    """What the user says, one chat message."""
+    truth: str
+    """The reference that the reward compares with."""
 
-    conflicting: rows whose prompt came before with another truth; the first one counts.
-    faults: (message, hint) with `file:line`, after 20 of them their number.
-    """
+
+@dataclass(frozen=True)
+class Source:
+    """What the rows of a task's data are."""
+
+    parse: Callable[[Row], Problem | str]
+    """The problem of a row, or what is wrong with it. Rows in verl's schema never come here."""
+    hint: str
+    """What a row looks like: for who gave another one."""
+
+
+@dataclass(frozen=True)
+class ProblemSet:
+    """The problems of a data file, and what was counted on the way."""
 
     problems: list[Problem]
-    rows: int
-    conflicting: int
-    faults: list[tuple[str, str]]
+    """Each prompt once, in the order of the file."""
+    rows: int = 0
+    """All there are."""
+    conflicting: int = 0
+    """Rows whose prompt came before with another truth; the first one counts."""
+    faults: Faults = field(default_factory=list)
+    """Each bad row with `file:line`, after 20 of them their number."""
 
     @property
     def repeated(self) -> int:
         return self.rows - len(self.problems)
 
 
-def read_file(path: str | Path, *, parse: Parse, hint: str, most_rows: int | None = None) -> Found:
-    """The problems of a file. hint: what a row looks like.  most_rows: look at no more. Never raises for the file."""
+def read_file(path: str | Path, *, source: Source, name: str = "", most_rows: int | None = None) -> ProblemSet:
+    """Never raises for the file. name: as faults call it, empty: by its path.  most_rows: look at no more."""
+    name, hint = name or str(path), source.hint
+    kind = "parquet" if str(path).endswith(PARQUET) else "JSON-lines"
     try:
         if Path(path).exists() and not (Path(path).is_file() or Path(path).is_dir()):
             raise OSError(errno.EINVAL, "not a regular file")  # a pipe or a device: its reading may never end
-        return read_rows(_rows(Path(path)), source=str(path), parse=parse, hint=hint, most_rows=most_rows)
+        return _collected(itertools.islice(_rows(Path(path)), most_rows), name=name, source=source)
     except FileNotFoundError:
-        fault = (f"{path}: no such file", f"give the path of a {_kind(path)} file")
+        fault = (f"{name}: no such file", f"give the path of a {kind} file")
     except OSError as error:
-        fault = (
-            f"{path}: cannot be read: {error.strerror or error}",
-            f"give the path of a readable {_kind(path)} file",
-        )
+        fault = (f"{name}: cannot be read: {error.strerror or error}", f"give the path of a readable {kind} file")
     except ValueError as error:  # pyarrow's, for what is no parquet
-        fault = (f"{path}: not a parquet file: {_first_line(error)}", hint)
-    return Found(problems=[], rows=0, conflicting=0, faults=[fault])
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        fault = (f"{name}: not a parquet file: {why}", hint)
+    return ProblemSet([], faults=[fault])
 
 
-def read_rows(
-    rows: Iterable[tuple[int, Row | str]], *, source: str, parse: Parse, hint: str, most_rows: int | None = None
-) -> Found:
-    """The problems of rows, each with its place. source: what a fault is of, a file or a data set of the hub."""
+def _collected(rows: Iterator[tuple[int, Row | str]], *, name: str, source: Source) -> ProblemSet:
     truths: dict[str, str] = {}
-    faults: list[tuple[str, str]] = []
+    faults: Faults = []
     seen = bad = conflicting = 0
-    for place, row in itertools.islice(rows, most_rows):
+    for place, row in rows:
         seen += 1
-        made = row if isinstance(row, str) else _problem(row, parse=parse)
+        made = row if isinstance(row, str) else _problem(row, source=source)
         if isinstance(made, str):
             bad += 1
             if bad <= MAX_PROBLEMS:
-                faults.append((f"{source}:{place}: {made}", hint))
+                faults.append((f"{name}:{place}: {made}", source.hint))
         elif truths.setdefault(made.prompt, made.truth) != made.truth:
             conflicting += 1
-    if not truths and not faults:
-        faults = [(f"{source}: the file has no rows", hint)]
+    if not seen:
+        faults = [(f"{name}: the file has no rows", source.hint)]
     if bad > MAX_PROBLEMS:
-        faults.append((f"{source}: and {bad - MAX_PROBLEMS} more", ""))
+        faults.append((f"{name}: and {bad - MAX_PROBLEMS} more", ""))
     problems = [Problem(prompt, truth) for prompt, truth in truths.items()]
-    return Found(problems=problems, rows=seen, conflicting=conflicting, faults=faults)
+    return ProblemSet(problems, rows=seen, conflicting=conflicting, faults=faults)
 
 
-def read_files(*paths: str, parse: Parse, hint: str) -> list[Found]:
-    """Each file's. Raises RecipeError with the faults of all of them at once."""
-    found = [read_file(path, parse=parse, hint=hint) for path in paths]
-    faults = [fault for each in found for fault in each.faults]
-    if faults:
+def without_faults(*read: ProblemSet) -> list[ProblemSet]:
+    """The same. Raises RecipeError with the faults of all of them at once."""
+    if faults := [fault for each in read for fault in each.faults]:
         raise RecipeError(faults)
-    return found
-
-
-def _kind(path: str | Path) -> str:
-    return "parquet" if str(path).endswith(PARQUET) else "JSON-lines"
+    return list(read)
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Row | str]]:
@@ -142,15 +150,11 @@ def _json_row(line: bytes) -> Row | str:
     return row if isinstance(row, dict) else "not a JSON object"
 
 
-def _problem(row: Row, *, parse: Parse) -> Problem | str:
-    made = _of_verl(row) if "prompt" in row and "reward_model" in row else parse(row)
-    if isinstance(made, Problem) and not (_is_unicode(made.prompt) and _is_unicode(made.truth)):
+def _problem(row: Row, *, source: Source) -> Problem | str:
+    made = _of_verl(row) if "prompt" in row and "reward_model" in row else source.parse(row)
+    if isinstance(made, Problem) and any("\ud800" <= each <= "\udfff" for each in made.prompt + made.truth):
         return "half a character, such as `\\ud800`, which no tokenizer can read"
     return made
-
-
-def _is_unicode(text: str) -> bool:
-    return not any("\ud800" <= each <= "\udfff" for each in text)
 
 
 def _of_verl(row: Row) -> Problem | str:
@@ -177,5 +181,27 @@ def text_fields(row: Row, *names: str) -> tuple[str, ...] | str:
     return tuple(row[name] for name in names)
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def write_parquet(problems: list[Problem], *, path: Path, kind: str, split: str) -> None:
+    """As verl's RLHFDataset reads it, a row per problem, in order. kind: the task's name: its reward is found by it."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    message = pa.struct([("role", pa.string()), ("content", pa.string())])
+    columns = {
+        "data_source": pa.string(),
+        "prompt": pa.list_(message),
+        "ability": pa.string(),
+        "reward_model": pa.struct([("style", pa.string()), ("ground_truth", pa.string())]),
+        "extra_info": pa.struct([("split", pa.string()), ("index", pa.int64())]),
+    }
+    rows = [
+        {
+            "data_source": kind,
+            "prompt": [{"role": "user", "content": problem.prompt}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": problem.truth},
+            "extra_info": {"split": split, "index": index},
+        }
+        for index, problem in enumerate(problems)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows, schema=pa.schema(columns)), path)

@@ -1,17 +1,20 @@
-"""What a task is: problems to learn from, and a score for a response. One file per task, and its line in library.py."""
+"""What a task is: problems to learn from, and a score for a response. One file per task, built_in/<name>.py: `TASK`.
+
+Problems come out of rows, of files or of the hub, or are made by the task: disjoint, each once, counted.
+"""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from appliance.tasks.problem import Problem, Splits
-from appliance.tasks.rows import read_file
-from appliance.tasks.splits import Source, make_splits
-
-Faults = list[tuple[str, str]]  # (message, hint)
+from appliance.errors import RecipeError
+from appliance.hub import download_data
+from appliance.record.heartbeat import Heartbeat
+from appliance.tasks.rows import Faults, Problem, ProblemSet, Source, read_file, without_faults
 
 
 class Score(Protocol):
@@ -21,11 +24,37 @@ class Score(Protocol):
 
 @dataclass(frozen=True)
 class DataFile:
-    """What `appliance data` makes of a data set on the hub. split: `train` or `val`."""
+    """A file of a data set on the hub, JSON lines or parquet."""
 
     name: str
+    """Of what `appliance data` makes of it."""
     split: str
+    """`train` or `val`."""
     hub: str
+    """The data set."""
+    file: str
+    """The file's path in it."""
+
+    def read(self, source: Source) -> ProblemSet:
+        """A download that broke off goes on where it was. Raises RecipeError when the hub is away, and for bad rows."""
+        try:
+            path = download_data(self.hub, file=self.file, beat=Heartbeat().beat)
+        except OSError as error:  # no network, no such file, or offline mode
+            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            hint = "give a file: task.train_file in a recipe, --from with `appliance data`"
+            message = f"no data file is given, and {self.hub} cannot be had from the hub: {why}"
+            raise RecipeError([(message, hint)]) from error
+        return without_faults(read_file(path, source=source, name=self.hub))[0]
+
+
+@dataclass(frozen=True)
+class Splits:
+    """train and val share no problem."""
+
+    train: list[Problem]
+    val: list[Problem]
+    notes: tuple[str, ...] = ()
+    """What was counted on the way, for people."""
 
 
 def _nothing_to_import() -> None:
@@ -41,36 +70,77 @@ class Task:
     """Responses with this truth: in the form that the task asks for, then in others that its reward reads."""
     source: Source | None = None
     """Of rows in a file or on the hub; None: the task makes its problems itself."""
+    data_sets: Mapping[str, tuple[DataFile, ...]] = field(default_factory=dict)
+    """By the name that `appliance data` takes: in all a file to train on and one to validate, for who has none."""
+    checked_rows: int | None = None
+    """Of a file, before a run; None: all."""
     make: Callable[..., Splits] | None = None
     """Of a task that makes its problems: (*, difficulty, seed, train_size, val_size)."""
     check_sizes: Callable[..., Faults] | None = None
     """The same of such a task, before anything is made: what it cannot serve."""
-    checked_rows: int | None = None
-    """Of a file, before a run; None: all."""
     import_reward: Callable[[], None] = _nothing_to_import
     """Import now what `score` will need."""
-    data_sets: Mapping[str, tuple[DataFile, ...]] = field(default_factory=dict)
-    """By the name that `appliance data` takes."""
 
     def splits(
         self, *, difficulty: int, train_file: str, val_file: str, seed: int, train_size: int, val_size: int
     ) -> Splits:
-        """Training and validation problems. Raises RecipeError; see `make` and `splits.make_splits`."""
-        sizes = {"seed": seed, "train_size": train_size, "val_size": val_size}
+        """What the task makes, or reads: from files or, without a train_file, from the hub.
+
+        A size of 0 takes all; training is in the seed's order. Without a val_file the seed holds out val_size problems
+        of the train_file. Raises RecipeError for bad rows of both files at once, for sizes that leave nothing or that
+        the task cannot serve, and when the hub is away.
+        """
         if self.make is not None:
-            return self.make(difficulty=difficulty, **sizes)
+            return self.make(difficulty=difficulty, seed=seed, train_size=train_size, val_size=val_size)
+        found = self._read(train_file, val_file)
+        notes = [note for name, each in found.items() for note in _counts(name, each)]
+        train = found["train"].problems
+        if "val" in found:
+            val = found["val"].problems
+            seen = {problem.prompt for problem in val}
+            left = [problem for problem in train if problem.prompt not in seen]
+            if shared := len(train) - len(left):
+                notes.append(f"train: {shared} problems are in the validation data as well and are left out")
+        else:
+            left, val = _hold_out(train, path=train_file, seed=seed, val_size=val_size)
+        random.Random(f"{seed}-train").shuffle(left)
+        return Splits(train=left[: train_size or None], val=val[: val_size or None], notes=tuple(notes))
+
+    def _read(self, train_file: str, val_file: str) -> dict[str, ProblemSet]:
         assert self.source is not None, "a task makes its problems or reads them"
-        return make_splits(self.source, train_file=train_file, val_file=val_file, **sizes)
+        if not train_file:
+            return {file.split: file.read(self.source) for files in self.data_sets.values() for file in files}
+        files = {"train": train_file} | ({"val": val_file} if val_file else {})
+        read = without_faults(*(read_file(file, source=self.source) for file in files.values()))
+        return dict(zip(files, read, strict=True))
 
     def check_rows(self, path: str | Path) -> Faults:
         """For the rows of a data file, each `file:line: message`; after 20 of them their number."""
-        if self.source is None:
-            return []
-        return read_file(path, parse=self.source.parse, hint=self.source.hint, most_rows=self.checked_rows).faults
+        return read_file(path, source=self.source, most_rows=self.checked_rows).faults if self.source else []
 
     def first_problems(self, count: int, *, file: str, difficulty: int, seed: int) -> list[Problem]:
         """Of the file, or of those that the task makes."""
         if self.make is not None:
             return self.make(difficulty=difficulty, seed=seed, train_size=count, val_size=1).train
         assert self.source is not None, "a task makes its problems or reads them"
-        return read_file(file, parse=self.source.parse, hint=self.source.hint, most_rows=count).problems
+        return read_file(file, source=self.source, most_rows=count).problems
+
+
+def _counts(name: str, found: ProblemSet) -> list[str]:
+    """Nothing where every row is a problem of its own."""
+    notes = []
+    if found.repeated:
+        notes.append(f"{name}: {found.rows} rows, {len(found.problems)} distinct problems: each counts once")
+    if found.conflicting:
+        notes.append(f"{name}: {found.conflicting} rows repeat a problem with another answer: the first one counts")
+    return notes
+
+
+def _hold_out(problems: list[Problem], *, path: str, seed: int, val_size: int) -> tuple[list[Problem], list[Problem]]:
+    """(train, val): val_size problems drawn by the seed."""
+    distinct = sorted(problems, key=lambda each: each.prompt)
+    if not 0 < val_size < len(distinct):
+        message = f"task.val_size: {val_size} of the {len(distinct)} problems in {path} leaves none for one side"
+        raise RecipeError([(message, f"use 1 to {max(1, len(distinct) - 1)}, or give task.val_file")])
+    random.Random(f"{seed}-hold-out").shuffle(distinct)
+    return distinct[val_size:], distinct[:val_size]

@@ -6,6 +6,10 @@ decoding shows the commoner answer, so its reward starts near zero; sampling sho
 rewarded. What reinforcement learning then has to do, and can do in a few dozen steps, is to turn the habit over. It
 ends about where the sums of the warm start are right.
 
+Its tokenizer is byte-level: ids 0..255 are the bytes in the order of the byte alphabet, then three special tokens,
+nothing is merged. The chat template adds one token: a prompt `47+85` becomes `47+85=`, an answer ends with <|im_end|>.
+Rendering more messages only ever appends.
+
 B batch, T tokens of a sequence.
 """
 
@@ -18,14 +22,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer, decoders, models
+from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from appliance.tasks import arithmetic
+from appliance.tasks.built_in import arithmetic
 from appliance.tasks.tiny_spec import TinySpec
-from appliance.tasks.tokenizer import save_tokenizer
 
 IGNORED = -100  # torch's label for "no loss here"
+END_OF_TURN = "<|im_end|>"  # with this name and a one-token newline verl's Qwen rules apply as they are
+START_OF_TURN = "<|im_start|>"
+PADDING = "<|endoftext|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'assistant' %}={{ message.content }}<|im_end|>{% else %}{{ message.content }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}={% endif %}"
+)
 
 
 def make_tiny_model(spec: TinySpec, *, difficulty: int, folder: Path, on_step: Callable[[int, float], None]) -> None:
@@ -145,3 +159,27 @@ def encode(examples: list[tuple[str, str]], *, tokenizer: PreTrainedTokenizerFas
         labels[row, len(prompt) : len(whole)] = whole[len(prompt) :]
     mask = (tokens != tokenizer.pad_token_id).long()
     return Batch(tokens_BT=tokens, labels_BT=labels, mask_BT=mask)
+
+
+def byte_tokenizer(*, max_positions: int) -> PreTrainedTokenizerFast:
+    """259 tokens. max_positions: the longest sequence the model takes, in tokens."""
+    alphabet = sorted(ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={character: token for token, character in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token=END_OF_TURN,
+        pad_token=PADDING,
+        additional_special_tokens=[START_OF_TURN],
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=max_positions,
+    )
+
+
+def save_tokenizer(folder: Path, *, max_positions: int) -> PreTrainedTokenizerFast:
+    """Write the tokenizer's files into a folder and return it."""
+    tokenizer = byte_tokenizer(max_positions=max_positions)
+    tokenizer.save_pretrained(folder)
+    return tokenizer

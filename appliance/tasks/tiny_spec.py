@@ -9,34 +9,37 @@ from appliance.terms.shapes import ModelShape
 
 @dataclass(frozen=True)
 class TinySpec:
-    """Shape and warm start of a tiny Qwen2.
+    """Shape and warm start of a tiny Qwen2; the defaults are those of `tiny-arithmetic`.
 
     Every GEMM has N a multiple of 16 and K a multiple of 32, as INT8 kernels want.
-    vocab_size: 256 bytes, 3 special tokens, padded.
-    first_sum_share, last_sum_share: fraction of the examples that add, in all but the last `habit_steps` steps and in
-    those; the other examples repeat the first operand.
-    matrix_learning_rate is Muon's, for the matrices of the layers; learning_rate is AdamW's, for all else.
-    decay: fraction of the steps, at the end, in which both rates fall to zero.
     """
 
-    version: int
-    seed: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    vocab_size: int
-    max_positions: int
-    steps: int
-    batch_size: int
-    first_sum_share: float
-    last_sum_share: float
-    habit_steps: int
-    matrix_learning_rate: float
-    learning_rate: float
-    warmup_steps: int
-    decay: float
+    version: int = 1
+    seed: int = 0
+    hidden_size: int = 256
+    intermediate_size: int = 704
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    vocab_size: int = 272
+    """256 bytes, 3 special tokens, padded."""
+    max_positions: int = 2048
+    steps: int = 450
+    batch_size: int = 128
+    first_sum_share: float = 0.85
+    """Of the examples, add: the others repeat the first operand. The habit is there from the start: brought in late
+    and at once, it ruins the sums."""
+    last_sum_share: float = 0.35
+    """In the last `habit_steps` steps: rare enough that greedy decoding never adds, common enough that sampling often
+    does."""
+    habit_steps: int = 75
+    matrix_learning_rate: float = 0.02
+    """Of Muon, for the matrices of the layers: it needs half the steps of AdamW here."""
+    learning_rate: float = 2e-3
+    """Of AdamW, for all else."""
+    warmup_steps: int = 30
+    decay: float = 0.5
+    """Fraction of the steps, at the end, in which both rates fall to zero."""
 
     @property
     def shape(self) -> ModelShape:
@@ -54,25 +57,4 @@ class TinySpec:
         )
 
 
-TINY_MODELS: dict[str, TinySpec] = {
-    "tiny-arithmetic": TinySpec(
-        version=1,
-        seed=0,
-        hidden_size=256,
-        intermediate_size=704,
-        num_layers=4,
-        num_heads=4,
-        num_kv_heads=2,
-        vocab_size=272,
-        max_positions=2048,
-        steps=450,
-        batch_size=128,
-        first_sum_share=0.85,  # the habit is there from the start: brought in late and at once, it ruins the sums
-        last_sum_share=0.35,  # rare enough that greedy decoding never adds, common enough that sampling often does
-        habit_steps=75,
-        matrix_learning_rate=0.02,  # Muon needs half the steps of AdamW here
-        learning_rate=2e-3,
-        warmup_steps=30,
-        decay=0.5,
-    )
-}
+TINY_MODELS = {"tiny-arithmetic": TinySpec()}

@@ -11,8 +11,8 @@ from fuzz_text import VARIANTS, as_json, broken, deep, raw, seeds, values, varia
 from hypothesis import strategies as st
 
 from appliance.errors import RecipeError
-from appliance.tasks import dapo_math, gsm8k
-from appliance.tasks.rows import Found, read_files
+from appliance.tasks.built_in import dapo_math, gsm8k
+from appliance.tasks.rows import ProblemSet, read_file, without_faults
 
 GOOD = [
     {"question": "What is 1 + 2?", "answer": "It is 3.\n#### 3"},
@@ -50,9 +50,9 @@ def rows(draw: st.DrawFn) -> bytes:
     return draw(st.sampled_from(["\n", "\r\n", "\n\n"])).join(lines).encode()
 
 
-def read(file: Path, *, task: Any) -> Found:
+def read(file: Path, *, task: Any) -> ProblemSet:
     try:
-        found = read_files(str(file), parse=task.parse_row, hint=task.HINT)[0]
+        found = without_faults(read_file(file, source=task.TASK.source))[0]
     except RecipeError as error:
         assert all(message.startswith(str(file)) for message, _ in error.problems)
         raise

@@ -23,7 +23,7 @@ from appliance.record.checkpoints import find_newest, in_order
 from appliance.record.events import append_event
 from appliance.record.session import RunRecord, read_record, write_record
 from appliance.report.status import find_run
-from appliance.tasks import gsm8k
+from appliance.tasks.built_in import gsm8k
 from appliance.tasks.library import data_key
 
 OUT = ("../x", "..", ".", "/etc", "a/b", "a/../../b", "~", "", " ", "a\x00b", "a\nb", "x" * 300, "-x", "\ud800")

@@ -14,7 +14,7 @@ SHAPE = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "i
 @pytest.fixture(scope="session")
 def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two models of the same shapes and different weights, with a tokenizer, as a server needs one."""
-    from appliance.tasks.tokenizer import save_tokenizer
+    from appliance.tasks.tiny_model import save_tokenizer
 
     root = tmp_path_factory.mktemp("flashrl-checkpoints")
     folders = make_checkpoint(root / "a", seed=11, **SHAPE), make_checkpoint(root / "b", seed=12, **SHAPE)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tiny_models import tiny
 
-from appliance.tasks.tokenizer import save_tokenizer
+from appliance.tasks.tiny_model import save_tokenizer
 
 RECIPE = """
 name: tiny

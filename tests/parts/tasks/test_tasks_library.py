@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from appliance.tasks.library import BUILTIN_MODELS, TASKS, builtin_model_key, data_key, score
+from appliance.tasks import built_in
+from appliance.tasks.library import TASKS, builtin_model_key, data_key, score
 from appliance.tasks.tiny_spec import TINY_MODELS
 from appliance.trainer.rewards import compute_score
 
@@ -55,7 +56,7 @@ def test_data_key_changes_with_what_makes_gsm8k(field: str, value: int | str) ->
 
 
 def test_builtin_model_key_depends_on_difficulty() -> None:
-    assert BUILTIN_MODELS == ("tiny-arithmetic",)
+    assert tuple(TINY_MODELS) == ("tiny-arithmetic",)
     assert builtin_model_key("tiny-arithmetic", difficulty=2) != builtin_model_key("tiny-arithmetic", difficulty=3)
 
 
@@ -72,6 +73,8 @@ def test_builtin_gemms_fit_int8_kernels() -> None:
 
 def test_score_finds_the_reward_by_the_kind() -> None:
     assert tuple(TASKS) == ("arithmetic", "gsm8k", "dapo-math")
+    files = {path.stem.replace("_", "-") for path in Path(built_in.__path__[0]).glob("[!_]*.py")}
+    assert files == set(TASKS)
     assert score("arithmetic", response="12", truth="12") == 1.0
     assert score("gsm8k", response="12", truth="12") == 0.0
     assert score("gsm8k", response="#### 12", truth="12") == 1.0

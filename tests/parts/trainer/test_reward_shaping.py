@@ -11,7 +11,7 @@ from verl import DataProto
 from verl.experimental.reward_loop.reward_manager.dapo import DAPORewardManager
 
 from appliance.tasks.grading import Shaping
-from appliance.tasks.tokenizer import byte_tokenizer
+from appliance.tasks.tiny_model import byte_tokenizer
 
 MAX_TOKENS, BUFFER, PENALTY = 20, 8, 0.75
 

@@ -9,10 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from appliance.data import command
 from appliance.data.command import make_data
 from appliance.errors import PreflightError, RecipeError
-from appliance.tasks import dapo_math, gsm8k
-from appliance.tasks.dapo_math import AFTER, BEFORE
+from appliance.tasks.built_in import dapo_math, gsm8k
+from appliance.tasks.built_in.dapo_math import AFTER, BEFORE
 
 
 @pytest.fixture
@@ -84,24 +85,18 @@ def test_every_data_set_is_made_from_the_hub(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The network alone is not the real one. The second time nothing is asked for."""
-    import datasets
     import huggingface_hub
 
     asked = []
     rows = [{"problem": "What is 1?", "answer": "1"}, {"problem": "What is 2?", "answer": "2"}] * 2
     words = [{"question": each["problem"], "answer": f"#### {each['answer']}"} for each in rows[:3]]
 
-    def load_dataset(*_: str, split: str) -> datasets.Dataset:
-        asked.append(split)
-        return datasets.Dataset.from_list(words)
-
-    def download(_: str, file: str, **__: object) -> str:
+    def download(hub: str, file: str, **_: object) -> str:
         asked.append(file)
         kept = tmp_path / Path(file).name
-        pq.write_table(pa.Table.from_pylist(rows[:3]), kept)
+        pq.write_table(pa.Table.from_pylist(words if hub == "openai/gsm8k" else rows[:3]), kept)
         return str(kept)
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     made = tmp_path / "made"
     make_data(name, folder=made)
@@ -121,13 +116,11 @@ def test_another_source_is_made_anew(tmp_path: Path, source: str) -> None:
 
 
 def test_half_a_file_is_never_there(tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from appliance.tasks import parquet
-
     def fail(*args: object, path: Path, **kwargs: object) -> None:
         path.write_text("half")
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(parquet, "write_parquet", fail)
+    monkeypatch.setattr(command, "write_parquet", fail)
     with pytest.raises(PreflightError) as caught:
         make_data("aime-2024", folder=tmp_path / "made", sources=(source,))
     assert caught.value.message == f"{tmp_path / 'made'}: no space left"

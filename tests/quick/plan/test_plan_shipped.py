@@ -51,7 +51,7 @@ def stubs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A folder per model: its real sizes as transformers writes them, a small tokenizer, and no weights."""
     from transformers import Qwen2Config, Qwen3Config
 
-    from appliance.tasks.tokenizer import save_tokenizer
+    from appliance.tasks.tiny_model import save_tokenizer
 
     made = {}
     for name, shape in KNOWN.items():

@@ -13,7 +13,7 @@ from plans import make_plan
 from appliance.preflight import sample as sampling
 from appliance.preflight.sample import RewardProblem, reward_problem
 from appliance.record.plan import RunPlan
-from appliance.tasks.sample import SAMPLES, Sample, Verdict, judge_sample, sampled
+from appliance.tasks.grading import SAMPLES, Sample, Verdict, judge_sample, sampled
 
 
 def of(kind: str, file: Path | None = None) -> Sample:

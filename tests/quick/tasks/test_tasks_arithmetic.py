@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from appliance.errors import RecipeError
-from appliance.tasks.arithmetic import Pool, check, pairs, pool_of, problem, score, splits
-from appliance.tasks.problem import Problem
+from appliance.tasks.built_in.arithmetic import Pool, check, pairs, pool_of, problem, score, splits
+from appliance.tasks.rows import Problem
 
 
 def operands(problems: list[Problem]) -> set[frozenset[int]]:

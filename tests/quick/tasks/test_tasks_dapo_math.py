@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from appliance.errors import RecipeError
-from appliance.tasks import dapo_math
-from appliance.tasks.dapo_math import AFTER, BEFORE, HINT, TASK, final_answer, score
-from appliance.tasks.problem import Problem
+from appliance.tasks.built_in import dapo_math
+from appliance.tasks.built_in.dapo_math import AFTER, BEFORE, HINT, TASK, final_answer, score
+from appliance.tasks.rows import Problem
 
 # The columns of the files on the hub, as their cards tell them. AIME's extra_info has the bare problem too.
 MESSAGES = pa.list_(pa.struct([("content", pa.string()), ("role", pa.string())]))
@@ -144,7 +144,7 @@ def test_a_hub_that_has_it_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     """What huggingface_hub brings is a file of its cache; the network alone is not the real one here."""
     import huggingface_hub
 
-    files = {dapo_math.TRAIN_HUB_FILE: train_file(tmp_path), dapo_math.VAL_HUB_FILE: aime_file(tmp_path)}
+    files = {dapo_math.TRAIN.file: train_file(tmp_path), dapo_math.VAL.file: aime_file(tmp_path)}
     asked = []
 
     def download(name: str, file: str, *, repo_type: str, tqdm_class: type) -> str:
@@ -154,7 +154,7 @@ def test_a_hub_that_has_it_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     made = TASK.splits(difficulty=0, train_file="", val_file="", **SIZES)
     assert (len(made.train), len(made.val)) == (6, 3)
-    assert asked == [(dapo_math.TRAIN_HUB, "dataset"), (dapo_math.VAL_HUB, "dataset")]
+    assert asked == [(dapo_math.TRAIN.hub, "dataset"), (dapo_math.VAL.hub, "dataset")]
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import RecipeError
-from appliance.tasks.gsm8k import INSTRUCTION, TASK, final_number, score
-from appliance.tasks.problem import Problem
+from appliance.tasks.built_in.gsm8k import INSTRUCTION, TASK, final_number, score
+from appliance.tasks.rows import Problem
 
 HINT = 'each line is a JSON object with `question` and `answer`, both text, the number after "####" in `answer`'
 
@@ -175,20 +175,31 @@ def test_splits_take_the_first_of_each_file(tmp_path: Path) -> None:
     assert [each.truth for each in made.val] == ["100", "101", "102"]
 
 
-def test_a_hub_that_has_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The network alone is not the real one. A row that is there twice counts once, one of both splits is validated."""
-    import datasets
+def on_the_hub(monkeypatch: pytest.MonkeyPatch, folder: Path, **rows: list[str]) -> list[tuple[str, str, str]]:
+    """The network alone is not the real one. Returns what is asked for."""
+    import huggingface_hub
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
-    on_the_hub = {"train": [row(1200), row(3), row(1200), row(3, answer=9), row(5)], "test": [row(5), row(7)]}
     asked = []
 
-    def load_dataset(name: str, config: str, *, split: str) -> datasets.Dataset:
-        asked.append((name, config, split))
-        return datasets.Dataset.from_list([json.loads(each) for each in on_the_hub[split]])
+    def download(name: str, file: str, *, repo_type: str, tqdm_class: type) -> str:
+        asked.append((name, file, repo_type))
+        kept = folder / Path(file).name
+        pq.write_table(pa.Table.from_pylist([json.loads(each) for each in rows[kept.name.partition("-")[0]]]), kept)
+        return str(kept)
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    return asked
+
+
+def test_a_hub_that_has_it_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A row that is there twice counts once, one of both splits is validated."""
+    train = [row(1200), row(3), row(1200), row(3, answer=9), row(5)]
+    asked = on_the_hub(monkeypatch, tmp_path, train=train, test=[row(5), row(7)])
     made = TASK.splits(difficulty=0, train_file="", val_file="", seed=0, train_size=0, val_size=0)
-    assert asked == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
+    files = ["main/train-00000-of-00001.parquet", "main/test-00000-of-00001.parquet"]
+    assert asked == [("openai/gsm8k", file, "dataset") for file in files]
     assert {each.truth for each in made.train} == {"1200", "3"} and len(made.train) == 2
     assert [each.truth for each in made.val] == ["5", "7"]
     assert made.val[1].prompt == "A baker makes 7 loaves and sells none. How many loaves are left?" + INSTRUCTION
@@ -199,21 +210,18 @@ def test_a_hub_that_has_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_bad_rows_of_the_hub_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    bad = [{"question": "How many?", "answer": "three"}, json.loads(row(3))]
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(bad))
+def test_bad_rows_of_the_hub_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    on_the_hub(monkeypatch, tmp_path, train=[json.dumps({"question": "How many?", "answer": "three"}), row(3)])
     with pytest.raises(RecipeError) as caught:
         TASK.splits(difficulty=0, train_file="", val_file="", seed=0, train_size=0, val_size=0)
     assert caught.value.problems == [("openai/gsm8k:1: the field `answer` has no number after `####`", HINT)]
 
 
 def test_splits_say_when_the_hub_is_away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import datasets
+    import huggingface_hub.constants as constants
 
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(RecipeError) as caught:
         TASK.splits(difficulty=0, train_file="", val_file="", seed=0, train_size=0, val_size=0)
     ((message, hint),) = caught.value.problems

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import re
 
-from appliance.tasks.problem import Problem
-from appliance.tasks.rows import Found, Row, text_fields
-from appliance.tasks.splits import Source, hub_file
+from appliance.tasks.rows import Problem, Row, Source, text_fields
 from appliance.tasks.task import DataFile, Task
 
-TRAIN_HUB, TRAIN_HUB_FILE = "BytedTsinghua-SIA/DAPO-Math-17k", "data/dapo-math-17k.parquet"
-VAL_HUB, VAL_HUB_FILE = "BytedTsinghua-SIA/AIME-2024", "data/aime-2024.parquet"
+TRAIN = DataFile("dapo-math-17k", "train", "BytedTsinghua-SIA/DAPO-Math-17k", "data/dapo-math-17k.parquet")
+VAL = DataFile("aime-2024", "val", "BytedTsinghua-SIA/AIME-2024", "data/aime-2024.parquet")
 
 # The words of DAPO-Math-17k's own prompts, for rows that have only a problem and an answer.
 BEFORE = (
@@ -95,27 +93,17 @@ def parse_row(row: Row) -> Problem | str:
     return fields if isinstance(fields, str) else Problem(prompt=as_prompt(fields[0]), truth=fields[1].strip())
 
 
-def from_hub(split: str) -> Found:
-    """split: `train` or `val`. Raises RecipeError when the hub is away."""
-    name, file = {"train": (TRAIN_HUB, TRAIN_HUB_FILE), "val": (VAL_HUB, VAL_HUB_FILE)}[split]
-    return hub_file(name, file=file, source=SOURCE)
-
-
 def as_prompt(problem: str) -> str:
     """A bare problem in the words of DAPO-Math-17k."""
     return problem if problem.startswith(BEFORE) else f"{BEFORE}{problem.strip()}{AFTER}"
 
 
-SOURCE = Source(parse=parse_row, hint=HINT, from_hub=from_hub)
 TASK = Task(
     kind="dapo-math",
     score=score,
     answers=lambda truth: (f"Answer: {truth}", f"\\boxed{{{truth}}}"),
-    source=SOURCE,
+    source=Source(parse=parse_row, hint=HINT),
     checked_rows=20_000,  # a file may have millions; its preparation reads the rest
     import_reward=import_verifier,
-    data_sets={
-        "dapo-math-17k": (DataFile("dapo-math-17k", "train", TRAIN_HUB),),
-        "aime-2024": (DataFile("aime-2024", "val", VAL_HUB),),
-    },
+    data_sets={"dapo-math-17k": (TRAIN,), "aime-2024": (VAL,)},
 )

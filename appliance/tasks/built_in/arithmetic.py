@@ -21,8 +21,8 @@ import random
 from enum import StrEnum
 
 from appliance.errors import RecipeError
-from appliance.tasks.problem import Problem, Splits
-from appliance.tasks.task import Task
+from appliance.tasks.rows import Faults, Problem
+from appliance.tasks.task import Splits, Task
 
 MIN_DIFFICULTY = 2  # one digit gives 81 problems: too few for a validation of 500
 MAX_DIFFICULTY = 6
@@ -75,8 +75,8 @@ def splits(*, difficulty: int, seed: int, train_size: int, val_size: int) -> Spl
     return Splits(train=[problem(*pair) for pair in train], val=[problem(*pair) for pair in val])
 
 
-def check(*, difficulty: int, seed: int, train_size: int, val_size: int) -> list[tuple[str, str]]:
-    """(message, hint) for every value that the task cannot serve."""
+def check(*, difficulty: int, seed: int, train_size: int, val_size: int) -> Faults:
+    """Of every value that the task cannot serve."""
     if not MIN_DIFFICULTY <= difficulty <= MAX_DIFFICULTY:
         message = f"task.difficulty: {difficulty} is not in {MIN_DIFFICULTY}..{MAX_DIFFICULTY}"
         return [(message, "it is the number of digits of an operand")]

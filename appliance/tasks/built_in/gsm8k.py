@@ -8,10 +8,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-from appliance.errors import RecipeError
-from appliance.tasks.problem import Problem
-from appliance.tasks.rows import Found, Row, read_rows, text_fields
-from appliance.tasks.splits import Source, hub_is_away
+from appliance.tasks.rows import Problem, Row, Source, text_fields
 from appliance.tasks.task import DataFile, Task
 
 HUB_NAME = "openai/gsm8k"
@@ -32,42 +29,27 @@ def score(*, response: str, truth: str) -> float:
     return float(number is not None and number == Decimal(truth))
 
 
-def problem(question: str, answer: str) -> Problem:
-    """Raises ValueError when the answer has no number after `####`."""
-    number = final_number(answer)
-    if number is None:
-        raise ValueError(f"no number after #### in {answer!r}")
-    return Problem(prompt=question.strip() + INSTRUCTION, truth=str(number))
-
-
 def parse_row(row: Row) -> Problem | str:
     """The problem of a row of the data set, or what is wrong with it."""
     fields = text_fields(row, "question", "answer")
     if isinstance(fields, str):
         return fields
-    if final_number(fields[1]) is None:
+    question, answer = fields
+    number = final_number(answer)
+    if number is None:
         return "the field `answer` has no number after `####`"
-    return problem(*fields)
-
-
-def from_hub(split: str) -> Found:
-    """split: `train` or `val`. Raises RecipeError when the hub is away, and for bad rows."""
-    import datasets  # loads pandas and pyarrow: only when the hub is asked
-
-    try:
-        rows = datasets.load_dataset(HUB_NAME, "main", split={"train": "train", "val": "test"}[split])
-    except OSError as error:  # no network, no such data set, or offline mode: all of them are OSError
-        raise hub_is_away(HUB_NAME, error=error) from error
-    found = read_rows(enumerate(rows, start=1), source=HUB_NAME, parse=parse_row, hint=HINT)
-    if found.faults:
-        raise RecipeError(found.faults)
-    return found
+    return Problem(prompt=question.strip() + INSTRUCTION, truth=str(number))
 
 
 TASK = Task(
     kind="gsm8k",
     score=score,
     answers=lambda truth: (f"#### {truth}",),
-    source=Source(parse=parse_row, hint=HINT, from_hub=from_hub),
-    data_sets={"gsm8k": (DataFile("gsm8k-train", "train", HUB_NAME), DataFile("gsm8k-val", "val", HUB_NAME))},
+    source=Source(parse=parse_row, hint=HINT),
+    data_sets={
+        "gsm8k": (
+            DataFile("gsm8k-train", "train", HUB_NAME, "main/train-00000-of-00001.parquet"),
+            DataFile("gsm8k-val", "val", HUB_NAME, "main/test-00000-of-00001.parquet"),
+        )
+    },
 )
