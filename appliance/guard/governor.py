@@ -2,7 +2,7 @@
 
     observe -> warn -> tighten -> raise precision -> bf16 rollouts -> stop and save
 
-Mismatch that stays bad climbs one level at a time, mismatch that stays fine descends one; the guards of collapse.py
+Mismatch that stays bad climbs one level at a time, mismatch that stays fine descends one; the guards of signals.py
 warn and stop beside the ladder. After a climb `cooling_steps` steps are not judged; what is between fine and bad
 moves nothing. A descent is a trial: the first bad step leads back, and a level that had to be climbed again is left
 twice as slowly.
@@ -14,15 +14,108 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 
-from appliance.guard.collapse import Guard, News, Report, Watch, Watches, watch
-from appliance.guard.ladder import Level, Rung, ladder, place
 from appliance.guard.policy import Action, Policy
-from appliance.guard.signals import Cause, Health, Judgement, Signals, judge
+from appliance.guard.signals import Cause, Guard, Health, News, Report, Signals, Watch, Watches, judge, watch
 from appliance.terms.schemes import Scheme
 
 SCHEMA_VERSION = 2
 CHANGE_DELAY = 1  # steps after a decision whose rollouts were made before it takes effect
 _MOST_DOUBLINGS = 6
+
+
+# The ladder: from only looking to stopping, and what each rung asks of the run
+
+
+class Rung(StrEnum):
+    OBSERVE = "observe"
+    WARN = "warn"
+    TIGHTEN = "tighten"
+    RAISE_PRECISION = "raise-precision"
+    BF16 = "bf16"
+    STOP = "stop"
+
+    @property
+    def action(self) -> Action | None:
+        """What stepping onto it does; nothing is done by observing."""
+        return None if self is Rung.OBSERVE else Action(self.value)
+
+
+_ORDER = tuple(Rung)
+
+
+@dataclass(frozen=True)
+class Level:
+    """A place on the ladder; RAISE_PRECISION has several. scheme and bf16_layer_fraction: of the rollouts, there."""
+
+    rung: Rung
+    scheme: Scheme
+    bf16_layer_fraction: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """`raise-precision (int8, 25 % of layers in bf16)`."""
+        if self.rung is not Rung.RAISE_PRECISION:
+            return str(self.rung)
+        return f"{self.rung} ({self.scheme}, {self.bf16_layer_fraction:.0%} of layers in bf16)"
+
+
+@dataclass(frozen=True)
+class Measures:
+    """What holds while the governor stands on a level; from the next sync on.
+
+    tight: whether the correction is its tightened form.
+    """
+
+    scheme: Scheme
+    bf16_layer_fraction: float
+    tight: bool
+    stop: bool
+
+
+def ladder(policy: Policy) -> tuple[Level, ...]:
+    """The levels of a run, lowest first: OBSERVE and what the policy allows. BF16 rollouts have no precision to raise.
+
+    Each level of precision keeps what those below it gained: a finer scheme comes with as many layers in BF16.
+    """
+    scheme, actions = policy.scheme, policy.actions
+    levels = [Level(Rung.OBSERVE, scheme)]
+    levels += [Level(rung, scheme) for rung in (Rung.WARN, Rung.TIGHTEN) if rung.action in actions]
+    if Action.RAISE_PRECISION in actions and scheme.quantised:
+        levels += [Level(Rung.RAISE_PRECISION, scheme, share) for share in policy.bf16_layer_fractions]
+        most = policy.bf16_layer_fractions[-1] if policy.bf16_layer_fractions else 0.0
+        levels += [Level(Rung.RAISE_PRECISION, finer, most) for finer in scheme.spec.finer]
+    if Action.BF16 in actions and scheme.quantised:
+        levels.append(Level(Rung.BF16, Scheme.BF16, 1.0))
+    if Action.STOP in actions:
+        levels.append(Level(Rung.STOP, levels[-1].scheme, levels[-1].bf16_layer_fraction))
+    return tuple(levels)
+
+
+def place(level: Level | None, *, levels: tuple[Level, ...]) -> int:
+    """Where a level is on the ladder; None: the foot.
+
+    When a changed policy has it no more: the top of its rung, or of the next lower one that is there.
+    """
+    if level is None:
+        return 0
+    if level in levels:
+        return levels.index(level)
+    return max(i for i, each in enumerate(levels) if _ORDER.index(each.rung) <= _ORDER.index(level.rung))
+
+
+def measures(level: Level | None, *, policy: Policy) -> Measures:
+    """What a level asks for, with what the allowed levels below it ask for. None: the foot of the ladder."""
+    levels = ladder(policy)
+    at = place(level, levels=levels)
+    return Measures(
+        scheme=levels[at].scheme,
+        bf16_layer_fraction=levels[at].bf16_layer_fraction,
+        tight=any(each.rung is Rung.TIGHTEN for each in levels[: at + 1]),
+        stop=levels[at].rung is Rung.STOP,
+    )
+
+
+# The governor
 
 
 class Move(StrEnum):
@@ -118,14 +211,16 @@ def observe(state: GovernorState, signals: Signals, *, policy: Policy) -> tuple[
     if state.stopped:
         return state, ()
     watches, reports = watch(state.watches, signals, limits=policy.collapse, calm_after=max(1, policy.cooling_steps))
-    state = replace(state, watches=watches)
+    state, levels = replace(state, watches=watches), ladder(policy)
+    here = levels[place(state.level, levels=levels)]
+    alarms = [each for each in reports if each.news is not News.STOP and Action.WARN in policy.actions]
+    said = [_decision(each, step=signals.step, before=here, after=here) for each in alarms]
     fatal = next((report for report in reports if report.news is News.STOP), None)
-    said = _alarms(state, reports, step=signals.step, policy=policy)
     if fatal is not None and Action.STOP in policy.actions:
-        stopped, stop = _stop(state, fatal, step=signals.step, policy=policy)
-        return stopped, (*said, stop)
-    state, moves = _move(state, judge(signals, bounds=policy.mismatch), step=signals.step, policy=policy)
-    return state, (*said, *moves)
+        stop = _decision(fatal, step=signals.step, before=here, after=levels[-1])
+        return replace(state, level=levels[-1]), (*said, stop)
+    state, move = _move(state, signals, policy=policy)
+    return state, (*said, move) if move else (*said,)
 
 
 def resume(state: GovernorState, *, policy: Policy) -> GovernorState:
@@ -141,85 +236,40 @@ def resume(state: GovernorState, *, policy: Policy) -> GovernorState:
     )
 
 
-def _alarms(state: GovernorState, reports: tuple[Report, ...], *, step: int, policy: Policy) -> tuple[Decision, ...]:
-    if Action.WARN not in policy.actions:
-        return ()
-    levels = ladder(policy)
-    here = levels[place(state.level, levels=levels)]
-    moves = {News.WARN: (Move.ALARM, Action.WARN), News.CLEAR: (Move.CLEAR, None)}
-    return tuple(
-        Decision(
-            step,
-            *moves[report.news],
-            before=here,
-            after=here,
-            causes=() if report.cause is None else (report.cause,),
-            steps=report.steps,
-            of=report.steps,
-            guard=report.guard,
-        )
-        for report in reports
-        if report.news in moves
-    )
+def _decision(report: Report, *, step: int, before: Level, after: Level) -> Decision:
+    move, action = {
+        News.WARN: (Move.ALARM, Action.WARN),
+        News.CLEAR: (Move.CLEAR, None),
+        News.STOP: (Move.UP, Action.STOP),
+    }[report.news]
+    causes = () if report.cause is None else (report.cause,)
+    return Decision(step, move, action, before, after, causes, report.steps, of=report.steps, guard=report.guard)
 
 
-def _stop(state: GovernorState, report: Report, *, step: int, policy: Policy) -> tuple[GovernorState, Decision]:
-    levels = ladder(policy)
-    decision = Decision(
-        step,
-        Move.UP,
-        Action.STOP,
-        before=levels[place(state.level, levels=levels)],
-        after=levels[-1],
-        causes=() if report.cause is None else (report.cause,),
-        steps=report.steps,
-        of=report.steps,
-        guard=report.guard,
-    )
-    return replace(state, level=levels[-1]), decision
-
-
-def _move(
-    state: GovernorState, judgement: Judgement, *, step: int, policy: Policy
-) -> tuple[GovernorState, tuple[Decision, ...]]:
+def _move(state: GovernorState, signals: Signals, *, policy: Policy) -> tuple[GovernorState, Decision | None]:
     """The ladder after one more step."""
     if state.cooling > 0:
-        return replace(state, cooling=state.cooling - 1), ()
+        return replace(state, cooling=state.cooling - 1), None
+    judgement = judge(signals, bounds=policy.mismatch)
     if judgement.health is Health.UNKNOWN:
-        return state, ()
+        return state, None
     bad = judgement.health is Health.BAD
     on_trial = state.descended and len(state.recent_bad) < policy.climb_window  # the steps judged since the move
-    state = replace(
-        state,
-        recent_bad=(*state.recent_bad, bad)[-policy.climb_window :],
-        fine_steps=state.fine_steps + 1 if judgement.health is Health.FINE else 0,
-    )
+    recent = (*state.recent_bad, bad)[-policy.climb_window :]
+    fine = state.fine_steps + 1 if judgement.health is Health.FINE else 0
     levels = ladder(policy)
     at = place(state.level, levels=levels)
-    needed = policy.descend_fine * 2 ** min(state.relapses, _MOST_DOUBLINGS)
-    to_climb = 1 if on_trial else policy.climb_bad
-    if bad and sum(state.recent_bad) >= to_climb and at + 1 < len(levels):
-        move, to, count, of = Move.UP, at + 1, sum(state.recent_bad), len(state.recent_bad)
-    elif state.fine_steps >= needed and at > 0:
-        move, to, count, of = Move.DOWN, at - 1, state.fine_steps, state.fine_steps
+    if bad and sum(recent) >= (1 if on_trial else policy.climb_bad) and at + 1 < len(levels):
+        move, to, count, of = Move.UP, levels[at + 1], sum(recent), len(recent)
+    elif fine >= policy.descend_fine * 2 ** min(state.relapses, _MOST_DOUBLINGS) and at > 0:
+        move, to, count, of = Move.DOWN, levels[at - 1], fine, fine
     else:
-        return state, ()
-    decision = Decision(
-        step,
-        move,
-        levels[to].rung.action if move is Move.UP else None,
-        before=levels[at],
-        after=levels[to],
-        causes=judgement.causes,
-        steps=count,
-        of=of,
-    )
-    return _moved(state, to=levels[to], move=move, policy=policy), (decision,)
-
-
-def _moved(state: GovernorState, *, to: Level, move: Move, policy: Policy) -> GovernorState:
+        return replace(state, recent_bad=recent, fine_steps=fine), None
     up = move is Move.UP
-    return replace(
+    decision = Decision(
+        signals.step, move, to.rung.action if up else None, levels[at], to, judgement.causes, steps=count, of=of
+    )
+    moved = replace(
         state,
         level=to,
         recent_bad=(),
@@ -228,3 +278,4 @@ def _moved(state: GovernorState, *, to: Level, move: Move, policy: Policy) -> Go
         descended=not up,
         relapses=state.relapses + (up and state.descended),
     )
+    return moved, decision

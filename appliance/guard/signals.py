@@ -1,12 +1,17 @@
-"""What a step says of its health, and the judgement of its mismatch."""
+"""What a step says of its health: the judgement of its mismatch, and the guards against training that goes wrong
+whatever the mismatch (gradients, log-probs, reward, entropy, output). Pure.
+
+Each guard has a condition on a step (with a short memory), and counts the steps in a row on which it holds.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 
-from appliance.guard.policy import MismatchBounds
+from appliance.guard.policy import Collapse, MismatchBounds, Patience
 
 
 @dataclass(frozen=True)
@@ -113,3 +118,168 @@ def _inside(signal: str, value: float, limits: tuple[float, float]) -> Cause:
     if math.isfinite(high):
         return Cause(signal, value, Relation.BELOW, high)
     return Cause(signal, value, Relation.ABOVE, low if math.isfinite(low) else None)
+
+
+# Guards
+
+
+class Guard(StrEnum):
+    """The names are those of `Collapse`'s patiences."""
+
+    GRADIENT = "gradient"
+    LOG_PROBS = "log_probs"
+    REWARD = "reward"
+    ENTROPY = "entropy"
+    EQUAL_SAMPLES = "equal_samples"
+    RUNAWAY_LENGTH = "runaway_length"
+
+
+@dataclass(frozen=True)
+class Watch:
+    """One guard's memory. held, calm: steps in a row with and without its condition.  alarmed: it has warned."""
+
+    held: int = 0
+    calm: int = 0
+    alarmed: bool = False
+
+
+@dataclass(frozen=True)
+class Watches:
+    """The memory of all guards. rewards: of the last steps.  best_reward: of means of reward_window steps.
+
+    first_entropies: of the first steps.  Only finite numbers are kept.  watches: one per Guard, in its order.
+    """
+
+    rewards: tuple[float, ...] = ()
+    best_reward: float | None = None
+    first_entropies: tuple[float, ...] = ()
+    watches: tuple[Watch, ...] = (Watch(),) * len(Guard)
+
+    def __post_init__(self) -> None:
+        if len(self.watches) != len(Guard):
+            raise ValueError(f"{len(Guard)} guards cannot go on from the memory of {len(self.watches)}")
+
+
+class News(StrEnum):
+    """What a guard has to say after a step."""
+
+    WARN = "warn"
+    CLEAR = "clear"  # its condition has not held for a while
+    STOP = "stop"
+
+
+@dataclass(frozen=True)
+class Report:
+    """steps: in a row, with the condition; of CLEAR, without it, and no cause."""
+
+    guard: Guard
+    news: News
+    steps: int
+    cause: Cause | None = None
+
+
+def watch(
+    before: Watches, signals: Signals, *, limits: Collapse, calm_after: int
+) -> tuple[Watches, tuple[Report, ...]]:
+    """The guards after one more step; one whose signal was not measured stays as it was.
+
+    calm_after: steps in a row without its condition after which a guard that has warned says so.
+    A guard that reaches its last step says STOP on every further one: whether the run stops is the governor's.
+    """
+    memory = _remember(before, signals, limits=limits)
+    watches, reports = [], []
+    for guard, last in zip(Guard, memory.watches, strict=True):
+        signal, condition = _CONDITIONS[guard]
+        value = getattr(signals, signal)
+        if value is None:
+            watches.append(last)
+            continue
+        cause = condition(value, memory, limits) if math.isfinite(value) else Cause(signal, value, Relation.NOT_FINITE)
+        patience = getattr(limits, guard.value)
+        now, news = _advance(last, holds=cause is not None, patience=patience, calm_after=calm_after)
+        watches.append(now)
+        reports += [Report(guard, each, steps=now.held or now.calm, cause=cause) for each in news]
+    return replace(memory, watches=tuple(watches)), tuple(reports)
+
+
+def _advance(before: Watch, *, holds: bool, patience: Patience, calm_after: int) -> tuple[Watch, tuple[News, ...]]:
+    if not holds:
+        calm = before.calm + 1
+        clear = before.alarmed and calm >= calm_after
+        return Watch(calm=calm, alarmed=before.alarmed and not clear), (News.CLEAR,) if clear else ()
+    held = before.held + 1
+    warns = not before.alarmed and held >= patience.warn_after
+    news = (News.WARN,) * warns + (News.STOP,) * (held >= patience.stop_after)
+    return Watch(held=held, alarmed=before.alarmed or warns), news
+
+
+def _remember(before: Watches, signals: Signals, *, limits: Collapse) -> Watches:
+    rewards, best, entropies = before.rewards, before.best_reward, before.first_entropies
+    if signals.reward_mean is not None and math.isfinite(signals.reward_mean):
+        rewards = (*rewards, signals.reward_mean)[-limits.reward_window :]
+        if len(rewards) == limits.reward_window:
+            best = max(_mean(rewards), -math.inf if best is None else best)
+    if signals.entropy is not None and math.isfinite(signals.entropy) and len(entropies) < limits.entropy_window:
+        entropies = (*entropies, signals.entropy)
+    return replace(before, rewards=rewards, best_reward=best, first_entropies=entropies)
+
+
+def _gradient(value: float, memory: Watches, limits: Collapse) -> Cause | None:
+    return None
+
+
+def _log_probs(value: float, memory: Watches, limits: Collapse) -> Cause | None:
+    return outside("nonfinite_fraction", value, (0.0, 0.0))
+
+
+def _reward(value: float, memory: Watches, limits: Collapse) -> Cause | None:
+    if memory.best_reward is None or len(memory.rewards) < limits.reward_window:
+        return None
+    gained = memory.best_reward - limits.reward_floor
+    if gained < limits.reward_least_gain * (limits.reward_ceiling - limits.reward_floor):
+        return None
+    lowest = memory.best_reward - limits.reward_lost_fraction * gained
+    return outside(f"reward_mean of {limits.reward_window} steps", _mean(memory.rewards), (lowest, math.inf))
+
+
+def _entropy(value: float, memory: Watches, limits: Collapse) -> Cause | None:
+    if len(memory.first_entropies) < limits.entropy_window or _solved(memory, limits=limits):
+        return None
+    lowest = limits.entropy_left_fraction * _mean(memory.first_entropies)
+    return outside("entropy", value, (lowest, math.inf))
+
+
+def _equal_samples(value: float, memory: Watches, limits: Collapse) -> Cause | None:
+    if _solved(memory, limits=limits):
+        return None
+    return outside("equal_group_fraction", value, (-math.inf, limits.equal_above))
+
+
+def _runaway_length(value: float, memory: Watches, limits: Collapse) -> Cause | None:
+    if not limits.max_response_tokens or _solved(memory, limits=limits):
+        return None
+    longest = limits.runaway_above * limits.max_response_tokens
+    return outside("response_tokens_mean", value, (-math.inf, longest))
+
+
+_CONDITIONS: dict[Guard, tuple[str, Callable[[float, Watches, Collapse], Cause | None]]] = {
+    Guard.GRADIENT: ("grad_norm", _gradient),
+    Guard.LOG_PROBS: ("nonfinite_fraction", _log_probs),
+    Guard.REWARD: ("reward_mean", _reward),
+    Guard.ENTROPY: ("entropy", _entropy),
+    Guard.EQUAL_SAMPLES: ("equal_group_fraction", _equal_samples),
+    Guard.RUNAWAY_LENGTH: ("response_tokens_mean", _runaway_length),
+}
+"""Of each guard its signal, and what is wrong with a finite value of it."""
+
+
+def _solved(memory: Watches, *, limits: Collapse) -> bool:
+    high_enough = limits.reward_floor + limits.solved_fraction * (limits.reward_ceiling - limits.reward_floor)
+    return bool(memory.rewards) and _mean(memory.rewards) >= high_enough
+
+
+def _mean(values: tuple[float, ...]) -> float:
+    try:
+        return math.fsum(values) / len(values)
+    except OverflowError:  # of numbers near the largest that there is
+        return math.fsum(value / len(values) for value in values)

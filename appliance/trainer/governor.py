@@ -7,8 +7,7 @@ from pathlib import Path
 from appliance.corrections.base import Correction
 from appliance.errors import GuardStop
 from appliance.files import write_whole
-from appliance.guard.governor import Decision, GovernorState, observe, resume
-from appliance.guard.ladder import Measures, ladder, measures, place
+from appliance.guard.governor import Decision, GovernorState, Measures, ladder, measures, observe, place, resume
 from appliance.guard.policy import Action, Bounds, Collapse, MismatchBounds, Patience, Policy
 from appliance.guard.signals import Signals
 from appliance.record.events import append_event

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.errors import PreflightError, SyncError
-from appliance.guard.ladder import Measures
+from appliance.guard.governor import Measures
 from appliance.quant.files import read_file_header
 from appliance.record.events import append_event
 from appliance.record.plan import RunPlan, Switching

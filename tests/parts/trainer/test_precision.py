@@ -10,7 +10,7 @@ import pytest
 from plans import make_plan, make_rollout
 
 from appliance.errors import PreflightError, SyncError
-from appliance.guard.ladder import Measures
+from appliance.guard.governor import Measures
 from appliance.guard.policy import Action
 from appliance.record.plan import ProfilePlan, RunPlan, Switching
 from appliance.sync.precision import AS_PLANNED, Precision

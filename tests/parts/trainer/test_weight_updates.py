@@ -11,7 +11,7 @@ from plans import make_plan, make_rollout
 from proving_engine import ProvingEngine
 
 from appliance.errors import SyncError
-from appliance.guard.ladder import Measures
+from appliance.guard.governor import Measures
 from appliance.record.plan import Switching
 from appliance.sync.generation import write_generation
 from appliance.sync.precision import AS_PLANNED, Precision

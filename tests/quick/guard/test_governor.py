@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.guard.governor import Decision, GovernorState, Move, observe, resume
-from appliance.guard.ladder import Rung, ladder
+from appliance.guard.governor import Decision, GovernorState, Move, Rung, ladder, observe, resume
 from appliance.guard.policy import Action, Policy
 from appliance.guard.signals import Signals
 from appliance.terms.schemes import Scheme

@@ -8,10 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from appliance.guard.collapse import Guard
 from appliance.guard.governor import Decision, GovernorState, Move, observe
 from appliance.guard.policy import Action, Collapse, Patience, Policy
-from appliance.guard.signals import Signals
+from appliance.guard.signals import Guard, Signals
 from appliance.terms.schemes import Scheme
 
 POLICY = Policy(Scheme.INT8, cooling_steps=3)

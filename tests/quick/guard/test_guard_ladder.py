@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from appliance.guard.ladder import Level, Measures, Rung, ladder, measures, place
+from appliance.guard.governor import Level, Measures, Rung, ladder, measures, place
 from appliance.guard.policy import Action, Bounds, Collapse, Patience, Policy
 from appliance.terms.schemes import Scheme
 
