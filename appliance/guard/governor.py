@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 
 from appliance.guard.policy import Action, Policy
-from appliance.guard.signals import Cause, Guard, Health, News, Report, Signals, Watch, Watches, judge, watch
+from appliance.guard.signals import Cause, Guard, Health, Report, Signals, Watch, Watches, judge, watch
 from appliance.terms.schemes import Scheme
 
 SCHEMA_VERSION = 2
@@ -213,9 +213,9 @@ def observe(state: GovernorState, signals: Signals, *, policy: Policy) -> tuple[
     watches, reports = watch(state.watches, signals, limits=policy.collapse, calm_after=max(1, policy.cooling_steps))
     state, levels = replace(state, watches=watches), ladder(policy)
     here = levels[place(state.level, levels=levels)]
-    alarms = [each for each in reports if each.news is not News.STOP and Action.WARN in policy.actions]
+    alarms = [each for each in reports if each.action is not Action.STOP and Action.WARN in policy.actions]
     said = [_decision(each, step=signals.step, before=here, after=here) for each in alarms]
-    fatal = next((report for report in reports if report.news is News.STOP), None)
+    fatal = next((report for report in reports if report.action is Action.STOP), None)
     if fatal is not None and Action.STOP in policy.actions:
         stop = _decision(fatal, step=signals.step, before=here, after=levels[-1])
         return replace(state, level=levels[-1]), (*said, stop)
@@ -237,13 +237,9 @@ def resume(state: GovernorState, *, policy: Policy) -> GovernorState:
 
 
 def _decision(report: Report, *, step: int, before: Level, after: Level) -> Decision:
-    move, action = {
-        News.WARN: (Move.ALARM, Action.WARN),
-        News.CLEAR: (Move.CLEAR, None),
-        News.STOP: (Move.UP, Action.STOP),
-    }[report.news]
-    causes = () if report.cause is None else (report.cause,)
-    return Decision(step, move, action, before, after, causes, report.steps, of=report.steps, guard=report.guard)
+    move = {Action.WARN: Move.ALARM, None: Move.CLEAR, Action.STOP: Move.UP}[report.action]
+    causes, steps = () if report.cause is None else (report.cause,), report.steps
+    return Decision(step, move, report.action, before, after, causes, steps, of=steps, guard=report.guard)
 
 
 def _move(state: GovernorState, signals: Signals, *, policy: Policy) -> tuple[GovernorState, Decision | None]:

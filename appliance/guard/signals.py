@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 
-from appliance.guard.policy import Collapse, MismatchBounds, Patience
+from appliance.guard.policy import Action, Collapse, MismatchBounds, Patience
 
 
 @dataclass(frozen=True)
@@ -160,20 +160,15 @@ class Watches:
             raise ValueError(f"{len(Guard)} guards cannot go on from the memory of {len(self.watches)}")
 
 
-class News(StrEnum):
-    """What a guard has to say after a step."""
-
-    WARN = "warn"
-    CLEAR = "clear"  # its condition has not held for a while
-    STOP = "stop"
-
-
 @dataclass(frozen=True)
 class Report:
-    """steps: in a row, with the condition; of CLEAR, without it, and no cause."""
+    """What a guard has to say after a step. action: WARN, STOP, or None: its condition has not held for a while.
+
+    steps: in a row, with the condition; where it is clear, without it, and no cause.
+    """
 
     guard: Guard
-    news: News
+    action: Action | None
     steps: int
     cause: Cause | None = None
 
@@ -184,7 +179,7 @@ def watch(
     """The guards after one more step; one whose signal was not measured stays as it was.
 
     calm_after: steps in a row without its condition after which a guard that has warned says so.
-    A guard that reaches its last step says STOP on every further one: whether the run stops is the governor's.
+    A guard that reaches its last step reports STOP on every further one: whether the run stops is the governor's.
     """
     memory = _remember(before, signals, limits=limits)
     watches, reports = [], []
@@ -196,21 +191,23 @@ def watch(
             continue
         cause = condition(value, memory, limits) if math.isfinite(value) else Cause(signal, value, Relation.NOT_FINITE)
         patience = getattr(limits, guard.value)
-        now, news = _advance(last, holds=cause is not None, patience=patience, calm_after=calm_after)
+        now, actions = _advance(last, holds=cause is not None, patience=patience, calm_after=calm_after)
         watches.append(now)
-        reports += [Report(guard, each, steps=now.held or now.calm, cause=cause) for each in news]
+        reports += [Report(guard, action, steps=now.held or now.calm, cause=cause) for action in actions]
     return replace(memory, watches=tuple(watches)), tuple(reports)
 
 
-def _advance(before: Watch, *, holds: bool, patience: Patience, calm_after: int) -> tuple[Watch, tuple[News, ...]]:
+def _advance(
+    before: Watch, *, holds: bool, patience: Patience, calm_after: int
+) -> tuple[Watch, tuple[Action | None, ...]]:
     if not holds:
         calm = before.calm + 1
         clear = before.alarmed and calm >= calm_after
-        return Watch(calm=calm, alarmed=before.alarmed and not clear), (News.CLEAR,) if clear else ()
+        return Watch(calm=calm, alarmed=before.alarmed and not clear), (None,) if clear else ()
     held = before.held + 1
     warns = not before.alarmed and held >= patience.warn_after
-    news = (News.WARN,) * warns + (News.STOP,) * (held >= patience.stop_after)
-    return Watch(held=held, alarmed=before.alarmed or warns), news
+    actions = (Action.WARN,) * warns + (Action.STOP,) * (held >= patience.stop_after)
+    return Watch(held=held, alarmed=before.alarmed or warns), actions
 
 
 def _remember(before: Watches, signals: Signals, *, limits: Collapse) -> Watches:

@@ -130,7 +130,6 @@ class Rollout(Section):
     """KV cache of an engine on a CPU, GiB"""
     chunked_prefill: bool = True
     """long prompts are read in parts, between steps of generation; never on a CPU"""
-
     lm_head_fp32: bool = False
     """the engine's last projection in FP32 instead of BF16"""
 
@@ -233,7 +232,6 @@ class Trainer(Section):
     """validate before the first step"""
     validate_every: int = Field(10, ge=0)
     """steps; 0: only at the end; the end is always validated"""
-
     validate_bf16_every: int | None = Field(None, ge=0)
     """in BF16 as well; 0: never; null: at the end"""
     attention: Lax[Attention] = Attention.AUTO
@@ -276,7 +274,6 @@ class Guard(Section):
 
     actions: Lax[tuple[Lax[Action], ...]] | None = None
     """of `warn`, `tighten`, `raise-precision`, `bf16`, `stop`; null: all but the third; []: none"""
-
     k3_kl: float = Field(K3_KL, gt=0)
     """a step is bad with a mean k3 mismatch above, nats per token"""
     weight_std: float = Field(WEIGHT_STD, gt=0)
@@ -301,7 +298,6 @@ class Guard(Section):
     """a step with a larger share of failed rewards stops it"""
     scheme_change: Lax[SchemeChange] = SchemeChange.AUTO
     """`live` with a weight update, `restart` of the rollout engines, or `auto`"""
-
     reserve_bf16: bool = False
     """count the engines' memory as for rollouts in BF16, the highest rung"""
 

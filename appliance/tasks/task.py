@@ -57,10 +57,6 @@ class Splits:
     """What was counted on the way, for people."""
 
 
-def _nothing_to_import() -> None:
-    """The reward needs nothing that takes long to load."""
-
-
 @dataclass(frozen=True)
 class Task:
     kind: str
@@ -78,8 +74,8 @@ class Task:
     """Of a task that makes its problems: (*, difficulty, seed, train_size, val_size)."""
     check_sizes: Callable[..., Faults] | None = None
     """The same of such a task, before anything is made: what it cannot serve."""
-    import_reward: Callable[[], None] = _nothing_to_import
-    """Import now what `score` will need."""
+    import_reward: Callable[[], object] = lambda: None
+    """Import now what `score` will need, where that takes long to load."""
 
     def splits(
         self, *, difficulty: int, train_file: str, val_file: str, seed: int, train_size: int, val_size: int

@@ -18,7 +18,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -106,7 +105,7 @@ def warm_start(
         examples = [_example(*draw.choice(pool), adds=draw.random() < share) for _ in range(spec.batch_size)]
         batch = encode(examples, tokenizer=tokenizer)
         with torch.autocast("cpu", torch.bfloat16):
-            loss = model(input_ids=batch.tokens_BT, attention_mask=batch.mask_BT, labels=batch.labels_BT).loss
+            loss = model(**batch).loss
         model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -137,17 +136,11 @@ def _example(a: int, b: int, *, adds: bool) -> tuple[str, str]:
     return problem.prompt, problem.truth if adds else str(a)
 
 
-@dataclass(frozen=True)
-class Batch:
-    """tokens_BT, labels_BT: [B, T] int64, labels IGNORED outside the answer.  mask_BT: [B, T] int64, 0 on padding."""
+def encode(examples: list[tuple[str, str]], *, tokenizer: PreTrainedTokenizerFast) -> dict[str, Tensor]:
+    """(prompt, answer) pairs as the chat template renders them, padded on the right.
 
-    tokens_BT: Tensor
-    labels_BT: Tensor
-    mask_BT: Tensor
-
-
-def encode(examples: list[tuple[str, str]], *, tokenizer: PreTrainedTokenizerFast) -> Batch:
-    """(prompt, answer) pairs as the chat template renders them, padded on the right."""
+    input_ids, labels: [B, T] int64, labels IGNORED outside the answer.  attention_mask: [B, T] int64, 0 on padding.
+    """
     prompts = tokenizer([f"{prompt}=" for prompt, _ in examples])["input_ids"]
     answers = tokenizer([f"{answer}{tokenizer.eos_token}" for _, answer in examples])["input_ids"]
     length = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
@@ -158,7 +151,7 @@ def encode(examples: list[tuple[str, str]], *, tokenizer: PreTrainedTokenizerFas
         tokens[row, : len(whole)] = whole
         labels[row, len(prompt) : len(whole)] = whole[len(prompt) :]
     mask = (tokens != tokenizer.pad_token_id).long()
-    return Batch(tokens_BT=tokens, labels_BT=labels, mask_BT=mask)
+    return {"input_ids": tokens, "labels": labels, "attention_mask": mask}
 
 
 def byte_tokenizer(*, max_positions: int) -> PreTrainedTokenizerFast:
