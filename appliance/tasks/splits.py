@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from appliance.errors import RecipeError
 from appliance.hub import download_data
-from appliance.record.heartbeat import Heartbeat
+from appliance.record.liveness import Heartbeat
 from appliance.tasks.problem import Problem, Splits
 from appliance.tasks.rows import Found, Parse, read_file, read_files
 
