@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console, RenderableType
@@ -215,14 +215,8 @@ def _mismatch_text(step: StepMetrics) -> Text:
     )
 
 
-class Progress:
+class Progress(contextlib.ExitStack):
     """Shows nothing. What shows something has a `show` of its own."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Nothing was begun."""
 
     def show(self, state: RunState, news: News, *, now: float) -> None:
         """Called a few times a second with the newest state and what has come since the last call."""
@@ -242,17 +236,15 @@ class LiveProgress(Progress):
     """The panel, redrawn by the caller's ticks: no thread beside the one that starts children."""
 
     def __init__(self, plan: RunPlan, people: Console) -> None:
+        super().__init__()
         self._plan = plan
         self._people = people
         self._live = Live(console=people, auto_refresh=False, transient=True)
         self._drawn = 0.0
 
     def __enter__(self) -> Self:
-        self._live.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._live.stop()
+        self.enter_context(self._live)
+        return super().__enter__()
 
     def show(self, state: RunState, news: News, *, now: float) -> None:
         if not news and time.monotonic() < self._drawn + _REDRAW_S:
@@ -267,6 +259,7 @@ class PlainProgress(Progress):
     """One line per step and per phase; the phases inside a step only until the first step is done."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._steps_begun = False
         self._told: tuple[str, int] = ("", -1)
 

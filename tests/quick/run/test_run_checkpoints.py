@@ -91,6 +91,13 @@ def test_of_equally_good_ones_the_newest_stays() -> None:
     assert surplus(saved, keep=1, keep_best=True) == [1, 3]
 
 
+def test_a_checkpoint_under_the_name_of_another_step_is_left_alone(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    save(tmp_path, 1).rename(checkpoint_folder(tmp_path, step=7))
+    assert remove_surplus(tmp_path, keep=1, keep_best=False) == []
+    assert names(tmp_path) == ["global_step_2", "global_step_7"]
+
+
 def test_retention_counts_what_earlier_attempts_left_and_spares_what_it_cannot_read(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         save(tmp_path, step)
