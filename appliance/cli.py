@@ -259,7 +259,7 @@ def data(
 @app.command()
 def status(run: RunArgument, json_mode: JsonOption = False) -> None:
     """Where a run is."""
-    from appliance.report.status import print_status
+    from appliance.report.summary import print_status
 
     print_status(run, run_root=RUN_ROOT, json_mode=json_mode)
 

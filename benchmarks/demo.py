@@ -28,7 +28,7 @@ import psutil
 from appliance import console
 from appliance.errors import TrainingError
 from appliance.processes import find_processes
-from appliance.record.memory import pss_bytes
+from appliance.record.events import pss_bytes
 from appliance.terms.environment import RUN_VARIABLE
 
 RECIPE = "arithmetic-tiny-int8"

@@ -23,8 +23,7 @@ from appliance.launch.workspace import stop_on_errors
 from appliance.preflight.probes import read_host
 from appliance.profile.command import BEFORE_TRAINING
 from appliance.recipe.load import to_yaml
-from appliance.record.session import cannot_write
-from appliance.record.stop_request import asked_to_stop
+from appliance.record.session import asked_to_stop, cannot_write
 from appliance.report import draw
 from appliance.report.summary import typed_path
 from appliance.signals import Interrupts

@@ -14,10 +14,9 @@ from appliance.compare.arms import PlannedRun
 from appliance.compare.existing import has_result
 from appliance.corrections.registry import CorrectionMethod
 from appliance.files import write_whole
-from appliance.record.events import Event, StepMetrics, append_event
+from appliance.record.events import Event, StepMetrics, append_event, read_events, read_metrics
 from appliance.record.lines import finite, json_object
 from appliance.record.session import RunRecord, read_record
-from appliance.report.folder import read_events, read_metrics
 
 FINAL_FILE = "final-validation.json"
 _LOAD = "load"

@@ -11,7 +11,7 @@ def register() -> None:
     import appliance.engine.config  # noqa: F401  registers the quantisation method by its name
     from appliance.engine.cpu_patches import apply_cpu_patches
     from appliance.record.events import report_failures
-    from appliance.record.stacks import keep_stacks
+    from appliance.record.liveness import keep_stacks
 
     keep_stacks("engine")
     if current_platform.is_cpu():

@@ -12,10 +12,9 @@ from appliance.launch.resume import rejected_texts
 from appliance.launch.side_job import run_child
 from appliance.launch.workspace import folder_elsewhere, new_folder
 from appliance.recipe.text import full_path
-from appliance.record.checkpoint_manifest import damage
-from appliance.record.checkpoints import checkpoint_folder, find_newest, in_order
+from appliance.record.checkpoints import checkpoint_folder, damage, find_newest, in_order
 from appliance.record.session import cannot_write
-from appliance.report.status import find_run, reading
+from appliance.report.folder import find_run, reading
 
 CHILD_MODULE = "appliance.trainer.export"
 

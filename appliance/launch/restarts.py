@@ -13,8 +13,7 @@ from pathlib import Path
 from appliance import console
 from appliance.record.checkpoints import CheckpointSearch, find_newest, step_of
 from appliance.record.events import append_event, may_restart
-from appliance.record.session import cannot_write
-from appliance.record.stop_request import asked_to_stop
+from appliance.record.session import asked_to_stop, cannot_write
 
 
 def keep_going(code: int, *, run_dir: Path, max_restarts: int, again: Callable[[CheckpointSearch], int]) -> int:

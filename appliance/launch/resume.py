@@ -19,14 +19,17 @@ from appliance.plan.problems import Problems, has_problems
 from appliance.recipe.load import load_recipe, to_plain
 from appliance.recipe.schema import NAME_PATTERN, Recipe
 from appliance.recipe.text import full_path
-from appliance.record.checkpoint_manifest import Facts, damage, hash_file, read_manifest
 from appliance.record.checkpoints import (
     FOLDER,
     PROFILE_FOLDER,
     UAQ_FILE,
     CheckpointSearch,
+    Facts,
     Rejected,
+    damage,
     find_newest,
+    hash_file,
+    read_manifest,
     step_of,
 )
 from appliance.record.plan import Choice, ModelPlan, RunPlan, UaqPlan, sentence

@@ -22,11 +22,11 @@ from appliance.record.checkpoints import (
     half_done,
     in_order,
     is_leaving,
+    owed_line,
     set_aside,
     step_of,
 )
 from appliance.record.events import EVENTS_FILE, METRICS_FILE, append_event, end_torn_line
-from appliance.record.pending_validation import owed_line
 from appliance.record.plan import RunPlan
 from appliance.record.samples import SAMPLES_FILE
 from appliance.record.session import RunRecord, Session, cannot_write, log_dir, read_record, versions, write_record

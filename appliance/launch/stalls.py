@@ -9,8 +9,7 @@ from pathlib import Path
 from appliance.errors import ApplianceError, EngineError, TrainingError
 from appliance.processes import find_processes
 from appliance.record.events import append_event
-from appliance.record.heartbeat import last_beat
-from appliance.record.stacks import STACKS_FOLDER, dump_stacks
+from appliance.record.liveness import STACKS_FOLDER, dump_stacks, last_beat
 from appliance.report import draw, summary
 from appliance.terms.environment import RUN_VARIABLE
 

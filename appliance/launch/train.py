@@ -26,14 +26,21 @@ from appliance.launch.stalls import Stalled, StallWatch, ask_around
 from appliance.launch.subreaper import SubreaperReport
 from appliance.launch.supervise import Ask, supervise
 from appliance.preflight.finding import Finding, Severity
-from appliance.record.events import RunTail, append_event, append_failure
-from appliance.record.memory import MemoryWatch
+from appliance.record.events import MemoryWatch, RunTail, append_event, append_failure
 from appliance.record.plan import RunPlan
-from appliance.record.session import RUN_FILE, RunStatus, Session, cannot_write, create_session
+from appliance.record.session import (
+    RUN_FILE,
+    RunStatus,
+    Session,
+    ask_to_stop,
+    asked_to_stop,
+    cannot_write,
+    create_session,
+    forget_stop,
+)
 from appliance.record.state import RunState, fold
-from appliance.record.stop_request import ask_to_stop, asked_to_stop, forget_stop
 from appliance.report import summary
-from appliance.report.progress import Progress, choose_progress, json_line
+from appliance.report.display import Progress, choose_progress, json_line
 from appliance.report.write import LivePage
 from appliance.signals import Interrupts
 from appliance.tasks.prepare import is_prepared

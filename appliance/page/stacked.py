@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from appliance.page.axis import Axis
 from appliance.page.svg import (
     BOTTOM,
     NUM_COLOURS,
     TOP,
+    Axis,
     Chart,
     Mark,
     figure,
@@ -75,7 +75,7 @@ class Lane:
 def time_chart(chart: Chart, lanes: Sequence[Lane], *, seconds: float, colours: Sequence[tuple[int, str]]) -> str:
     """Lanes over a common axis of time. chart.marks go through all of them.  colours: of the legend."""
     height = TOP + _LANE * len(lanes) + BOTTOM - 8
-    shown = Chart(chart.title, chart.unit, over_time=True, width=chart.width, height=height, note=chart.note)
+    shown = replace(chart, over_time=True, height=height)
     axis = Axis(0.0, max(seconds, 1.0), LANE_NAMES, chart.width - 10)
     bottom = TOP + _LANE * len(lanes)
     parts = [*x_ticks(shown, axis, y=bottom)]
@@ -87,7 +87,7 @@ def time_chart(chart: Chart, lanes: Sequence[Lane], *, seconds: float, colours: 
         parts += [_spot(mark, axis, y=top + _LANE / 2) for mark in lane.marks]
     parts += [vertical_mark(mark, axis, top=TOP, bottom=bottom) for mark in chart.marks]
     legend = [(index, name, None) for index, name in colours]
-    return figure(shown, parts, legend=legend, hover="", solid=True)
+    return figure(shown, parts, legend=legend, solid=True)
 
 
 def _bands(bands: Sequence[Band], axis: Axis, *, top: float) -> Iterator[str]:

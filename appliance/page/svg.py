@@ -6,18 +6,19 @@ A chart is complete as it is. `data-hover` holds its numbers for the page's scri
 from __future__ import annotations
 
 import html
+import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-from appliance.page.axis import SMALLEST, Axis, number_label, padded, ticks, time_label, time_ticks, whole_ticks
 
 NUM_COLOURS = 8  # of the frame's style; the dashes say the same without colour
 DASHES = ("", "6 3", "2 3", "8 3 2 3", "12 4", "1 2", "4 6", "10 2 2 2")
 WIDTH, HEIGHT = 460, 230
 LEFT, RIGHT, TOP, BOTTOM = 52, 10, 8, 30
 _DIGITS = 5  # of a number under the pointer
+SMALLEST = 1e-12  # below, a logarithmic axis shows nothing
+_TIME_STEPS_S = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 43200, 86400)
 MOST = 360  # points of one curve: about one a pixel of a chart
 
 Point = tuple[float, float, float, float]
@@ -77,7 +78,6 @@ class Chart:
     width: int = WIDTH
     height: int = HEIGHT
     left: int = LEFT
-    note: str = ""
 
 
 def line_chart(chart: Chart, series: Sequence[Series]) -> str:
@@ -91,15 +91,15 @@ def line_chart(chart: Chart, series: Sequence[Series]) -> str:
     for each in kept:
         parts += _curve(each, horizontal, vertical)
     legend = [(each.index, each.name, each.last) for each in kept] if chart.legend else []
-    newest = kept[0].last if len(series) == 1 else None
-    hover = hover_data(
-        chart, horizontal, xs=_all_x(kept), columns=[(each.name, each.index, _by_x(each)) for each in kept]
-    )
-    return figure(chart, parts, legend=legend, hover=hover, newest=newest)
+    xs = sorted({point[0] for each in kept for point in each.points})
+    by_x = [{x: mean for x, mean, _, _ in each.points if not math.isnan(mean)} for each in kept]
+    columns = [(each.name, each.index, values) for each, values in zip(kept, by_x, strict=True)]
+    hover = hover_data(chart, horizontal, xs=xs, columns=columns)
+    return figure(chart, parts, legend=legend, hover=hover, newest=kept[0].last if len(series) == 1 else None)
 
 
 def nothing(chart: Chart) -> str:
-    return f'<figure class="empty"><figcaption>{_caption(chart, [])}</figcaption><p>nothing to show yet</p></figure>'
+    return f'<figure class="empty">{_caption(chart)}<p>nothing to show yet</p></figure>'
 
 
 def x_axis(chart: Chart, xs: Sequence[float]) -> Axis:
@@ -177,16 +177,9 @@ def _curve(series: Series, horizontal: Axis, vertical: Axis) -> Iterator[str]:
 
 def _pieces(points: Sequence[Point]) -> Iterator[list[Point]]:
     """Runs of points that have a value."""
-    piece: list[Point] = []
-    for point in points:
-        if math.isnan(point[1]):
-            if piece:
-                yield piece
-            piece = []
-        else:
-            piece.append(point)
-    if piece:
-        yield piece
+    for is_gap, run in itertools.groupby(points, key=lambda point: math.isnan(point[1])):
+        if not is_gap:
+            yield list(run)
 
 
 def interval_chart(title: str, rows: Sequence[tuple[str, float, float, float, int]], *, margin: float) -> str:
@@ -213,7 +206,7 @@ def interval_chart(title: str, rows: Sequence[tuple[str, float, float, float, in
         ends = f'x1="{axis.at(below):.1f}" x2="{axis.at(above):.1f}" y1="{y}" y2="{y}"'
         parts.append(f'<line {ends} style="stroke:{colour}" stroke-width="2"/>')
         parts.append(f'<circle cx="{axis.at(mean):.1f}" cy="{y}" r="4" style="fill:{colour}"/>')
-    return figure(chart, parts, legend=[], hover="")
+    return figure(chart, parts)
 
 
 def swatch(index: int, *, solid: bool = False) -> str:
@@ -248,8 +241,8 @@ def figure(
     chart: Chart,
     parts: Sequence[str],
     *,
-    legend: Sequence[tuple[int, str, float | None]],
-    hover: str,
+    legend: Sequence[tuple[int, str, float | None]] = (),
+    hover: str = "",
     solid: bool = False,
     newest: float | None = None,
 ) -> str:
@@ -258,40 +251,30 @@ def figure(
     newest: the value that a single curve ends with."""
     box = f'viewBox="0 0 {chart.width} {chart.height}" role="img" aria-label="{html.escape(chart.title)}"'
     data = f' data-hover="{html.escape(hover)}"' if hover else ""
-    caption = f"<figcaption>{_caption(chart, legend, solid=solid, newest=newest)}</figcaption>"
+    caption = _caption(chart, legend, solid=solid, newest=newest)
     return f'<figure>{caption}<svg class="chart" {box}{data}>{"".join(parts)}</svg></figure>'
 
 
 def _caption(
     chart: Chart,
-    legend: Sequence[tuple[int, str, float | None]],
+    legend: Sequence[tuple[int, str, float | None]] = (),
     *,
     solid: bool = False,
     newest: float | None = None,
 ) -> str:
     unit = f' <span class="unit">{html.escape(chart.unit)}</span>' if chart.unit else ""
-    note = f'<p class="note">{html.escape(chart.note)}</p>' if chart.note else ""
     names = "".join(
         f"<span>{swatch(index, solid=solid)} {html.escape(name)}{_newest(last)}</span>" for index, name, last in legend
     )
     names = f'<p class="legend">{names}</p>' if names else ""
-    return (
-        f'<span class="newest">{_newest(newest)}</span><strong>{html.escape(chart.title)}</strong>{unit}{names}{note}'
-    )
+    title = f'<span class="newest">{_newest(newest)}</span><strong>{html.escape(chart.title)}</strong>{unit}'
+    return f"<figcaption>{title}{names}</figcaption>"
 
 
 def _newest(value: float | None) -> str:
     if value is None:
         return ""
     return f" <b>{number_label(value) if value == 0 or abs(value) >= 1e-3 else f'{value:.1e}'}</b>"
-
-
-def _all_x(series: Sequence[Series]) -> list[float]:
-    return sorted({point[0] for each in series for point in each.points})
-
-
-def _by_x(series: Series) -> dict[float, float]:
-    return {x: mean for x, mean, _, _ in series.points if not math.isnan(mean)}
 
 
 def _short(value: float | None) -> float | None:
@@ -309,13 +292,85 @@ def thinned(points: Sequence[tuple[float, float | None]], *, most: int = MOST) -
 
     A value that is None becomes NaN, where a curve breaks; within a run it is left out.
     """
-    size = max(1, math.ceil(len(points) / most))
-    return [_together(points[start : start + size]) for start in range(0, len(points), size)]
+    size, made = max(1, math.ceil(len(points) / most)), []
+    for start in range(0, len(points), size):
+        run = points[start : start + size]
+        values = [value for _, value in run if value is not None] or [math.nan]
+        made.append((run[len(run) // 2][0], sum(values) / len(values), min(values), max(values)))
+    return made
 
 
-def _together(run: Sequence[tuple[float, float | None]]) -> Point:
-    values = [value for _, value in run if value is not None]
-    x = run[len(run) // 2][0]
-    if not values:
-        return x, math.nan, math.nan, math.nan
-    return x, sum(values) / len(values), min(values), max(values)
+@dataclass(frozen=True)
+class Axis:
+    """low, high: the values at its ends, low < high; of a logarithmic axis their exponents.  start, end: places, in
+    units of the drawing (end < start for one that points upwards)."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    logarithmic: bool = False
+
+    def at(self, value: float) -> float:
+        """The place of a value; what lies beyond an end is drawn at the end."""
+        scaled = math.log10(max(value, SMALLEST)) if self.logarithmic else value
+        share = (scaled - self.low) / (self.high - self.low)
+        return self.start + min(1.0, max(0.0, share)) * (self.end - self.start)
+
+    def ticks(self) -> list[float]:
+        return log_ticks(self.low, self.high) if self.logarithmic else ticks(self.low, self.high)
+
+
+def padded(low: float, high: float) -> tuple[float, float]:
+    """Both ends moved out a little, so that no curve lies on the frame and a constant has a place."""
+    room = 0.05 * (high - low) or max(abs(high) * 0.1, 0.05)
+    return low - room, high + room
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Three to six round values within the range."""
+    raw = (high - low) / 4
+    power = 10.0 ** math.floor(math.log10(raw))
+    size = next(each * power for each in (1, 2, 5, 10) if each * power >= raw)
+    count = math.floor(high / size) - math.ceil(low / size) + 1
+    return [round((math.ceil(low / size) + each) * size, 12) for each in range(count)]
+
+
+def whole_ticks(low: float, high: float) -> list[float]:
+    """The same without fractions: of steps there are no halves."""
+    return [each for each in ticks(low, high) if each == round(each)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Powers of ten, with 2 and 5 times them where there are few; low and high are exponents."""
+    if high - low < 1.5:
+        every_third = [
+            10.0**power * times for power in range(math.floor(low), math.ceil(high) + 1) for times in (1, 2, 5)
+        ]
+        within = [round(each, 12) for each in every_third if low <= math.log10(each) <= high]
+        return within or [10.0 ** ((low + high) / 2)]
+    every = max(1, math.ceil((high - low) / 5))
+    return [10.0**power for power in range(math.ceil(low), math.floor(high) + 1, every)]
+
+
+def time_ticks(seconds: float) -> list[float]:
+    """Round times from 0 to so many seconds, eight at most."""
+    size = next((each for each in _TIME_STEPS_S if seconds / each <= 7), None)
+    size = size or 86400 * math.ceil(seconds / 86400 / 7)
+    return [float(size * each) for each in range(math.floor(seconds / size) + 1)]
+
+
+def number_label(value: float) -> str:
+    """`0.25`, `3e-5`, `12,000`."""
+    if 0 < abs(value) < 1e-3:
+        return f"{value:.0e}".replace("e-0", "e-")
+    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+
+
+def time_label(seconds: float) -> str:
+    """The shortest exact one: `40 s`, `5 min`, `2 h`, `1 h 30 min`."""
+    whole = round(seconds)
+    if whole < 60 or whole % 60:
+        return f"{whole} s"
+    hours, minutes = divmod(whole // 60, 60)
+    return " ".join([*([f"{hours} h"] if hours else []), *([f"{minutes} min"] if minutes or not hours else [])])

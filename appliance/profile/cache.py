@@ -14,7 +14,7 @@ from appliance.files import whole_file, write_whole
 from appliance.hub import MODEL_FILES
 from appliance.profile.job import HASHES, ProfileJob, cache_folder
 from appliance.quant.files import PROFILE_FILE
-from appliance.record.heartbeat import Heartbeat
+from appliance.record.liveness import Heartbeat
 
 _VERSION = 1  # raise it when the same inputs give another profile
 _PLACES = {"target", "report_dir", "cache_dir", "model", "revision", "parquet", "trust_remote_code"}

@@ -23,9 +23,8 @@ from appliance.quant.donor import recover
 from appliance.quant.files import PROFILE_FILE
 from appliance.quant.profile import Origin, Settings, write_profile
 from appliance.record.events import append_event, exit_code_of
-from appliance.record.heartbeat import Heartbeat
+from appliance.record.liveness import Heartbeat, keep_stacks
 from appliance.record.plan import read_plan
-from appliance.record.stacks import keep_stacks
 
 PHASE = "profile"
 _VERSIONS = ("flashrl-appliance", "torch", "transformers", "safetensors")

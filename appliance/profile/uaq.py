@@ -20,9 +20,8 @@ from appliance.launch.train import Step
 from appliance.profile.cache import model_hash
 from appliance.quant.uaq import MARK_FILE
 from appliance.record.events import append_event, exit_code_of
-from appliance.record.heartbeat import Heartbeat
+from appliance.record.liveness import Heartbeat, keep_stacks
 from appliance.record.plan import RunPlan, read_plan
-from appliance.record.stacks import keep_stacks
 
 PHASE = "scale"
 _HINT = "give back what the run began with, or start another run"

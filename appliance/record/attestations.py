@@ -6,7 +6,7 @@ import functools
 import hashlib
 import importlib.metadata
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -95,9 +95,14 @@ def read_attestations(run_dir: Path) -> tuple[list[Attestation], list[str]]:
 class Judged:
     """Of all attestations of a run, one sentence each. missing: who said nothing.  wrong: who is not as planned."""
 
-    unreadable: tuple[str, ...]
-    missing: tuple[str, ...]
-    wrong: tuple[str, ...]
+    unreadable: list[str]
+    missing: list[str]
+    wrong: list[str]
+
+    @property
+    def problems(self) -> list[str]:
+        """Empty when every process said what it should."""
+        return [*self.unreadable, *self.missing, *self.wrong]
 
 
 def set_attestations_aside(run_dir: Path, *, role: str, name: str) -> None:
@@ -110,44 +115,23 @@ def set_attestations_aside(run_dir: Path, *, role: str, name: str) -> None:
 
 
 def check_attestations(
-    run_dir: Path,
-    expected: tuple[ExpectedAttestation, ...],
-    *,
-    pins: tuple[tuple[str, str], ...],
-    fingerprint: str,
-) -> list[str]:
-    """What is missing or otherwise than planned, one sentence each; empty when every process said what it should.
-
-    pins: (distribution, version).  fingerprint: of the process that asks.
-    """
-    found = judge_attestations(run_dir, expected, pins=pins, fingerprint=fingerprint)
-    return [*found.unreadable, *found.missing, *found.wrong]
-
-
-def judge_attestations(
-    run_dir: Path,
-    expected: tuple[ExpectedAttestation, ...],
-    *,
-    pins: tuple[tuple[str, str], ...],
-    fingerprint: str,
+    run_dir: Path, expected: Sequence[ExpectedAttestation], *, pins: Sequence[tuple[str, str]], fingerprint: str
 ) -> Judged:
-    """`check_attestations`, its findings by their kind."""
-    said, problems = read_attestations(run_dir)
+    """pins: (distribution, version).  fingerprint: of the program that is to run."""
+    said, unreadable = read_attestations(run_dir)
     wanted = {(one.role, one.rank): one for one in expected}
     heard = {(one.role, one.rank) for one in said}
-    wrong: list[str] = []
-    for one in said:
-        wrong += _differences(one, wanted.get((one.role, one.rank)), pins=pins, fingerprint=fingerprint)
-    missing = (f"{role} rank {rank} did not say what it runs" for role, rank in sorted(wanted.keys() - heard))
-    return Judged(tuple(problems), tuple(missing), tuple(wrong))
+    missing = [f"{role} rank {rank} did not say what it runs" for role, rank in sorted(wanted.keys() - heard)]
+    wrong = [
+        difference
+        for one in said
+        for difference in _differences(one, wanted.get((one.role, one.rank)), pins=pins, fingerprint=fingerprint)
+    ]
+    return Judged(unreadable, missing, wrong)
 
 
 def _differences(
-    said: Attestation,
-    wanted: ExpectedAttestation | None,
-    *,
-    pins: tuple[tuple[str, str], ...],
-    fingerprint: str,
+    said: Attestation, wanted: ExpectedAttestation | None, *, pins: Sequence[tuple[str, str]], fingerprint: str
 ) -> Iterator[str]:
     process = said.process
     if wanted is None:
@@ -160,11 +144,10 @@ def _differences(
     if said.patches != tuple(wanted.patches):
         live, planned = (", ".join(names) or "none" for names in (said.patches, wanted.patches))
         yield f"{process} has the patches {live}; the plan says {planned}"
-    versions = said.versions
     for name, version in pins:
-        if name not in versions:
+        if name not in said.versions:
             yield f"{process} does not say its version of {name}, the plan says {version}"
-        elif versions[name] != version:
-            yield f"{process} has {name} {versions[name]}, the plan says {version}"
+        elif said.versions[name] != version:
+            yield f"{process} has {name} {said.versions[name]}, the plan says {version}"
     if said.fingerprint != fingerprint:
         yield f"{process} runs other sources of this program than the process that asks"

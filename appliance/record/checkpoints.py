@@ -1,4 +1,4 @@
-"""The `checkpoints/` of a run: which are whole, which to keep, and where the others go. Nothing damaged is deleted.
+"""The `checkpoints/` of a run: what makes a folder one, which are whole, which to keep, and where the others go.
 
 ```
 checkpoints/global_step_<n>/            whole when it was renamed in; the manifest says whether it still is
@@ -7,22 +7,38 @@ checkpoints/deleting-global_step_<n>/   no longer wanted, on its way out
 checkpoints/damaged/...                 found damaged or half written by a resume
 checkpoints/cut-<attempt>/...           later than where attempt <attempt> was resumed
 ```
-Standard library only: the trainer keeps house here, the launcher looks for where to resume.
+`manifest.json`, written last, has the size and the SHA-256 of every file: safetensors and verl's own files notice a
+cut, a flipped bit only a hash does. The trainer seals and keeps house here, the launcher checks. Nothing damaged is
+deleted.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import itertools
+import json
+import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal
 
-from appliance.files import sync_to_disk
-from appliance.record.checkpoint_manifest import damage, read_manifest
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from appliance.files import sync_to_disk, write_whole
+from appliance.record.events import read_metrics
+from appliance.record.lines import STRICT, Count, Number, as_json, parse
+from appliance.record.plan import RunPlan
 
 FOLDER = "checkpoints"
 DAMAGED = "damaged"
+MANIFEST_FILE = "manifest.json"
+STATE_FILE = "state.json"  # the driver's part of a checkpoint; "line": what metrics.jsonl got of its step
 GUARD_FILE = "guard.json"  # the governor's memory
 FITS_FILE = "clipping.jsonl"  # the fits of calibrated clipping, from which the next step has its bounds
 OF_A_STEP = (GUARD_FILE, FITS_FILE)  # in the run's folder, and in a checkpoint as they were at the end of its step
@@ -30,14 +46,51 @@ PROFILE_FOLDER = "profile"  # in both: the scales that every rollout of a run ne
 UAQ_FILE = "uaq.json"  # the mark of the run's scaled model, a copy in a checkpoint, whose weights are scaled by it
 _PARTIAL, _DELETING = "partial-", "deleting-"
 _NAME = re.compile(r"global_step_(0|[1-9][0-9]{0,17})")  # as it is written, so that a step has one name
+_LARGEST_MANIFEST = 16 << 20  # bytes; one of a large model on many ranks has some hundred kilobytes
+_HASHING_THREADS = 4  # hashlib lets go of the interpreter; more threads than this wait for the disk
 
 
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint by its manifest. val_reward: as in seal.Facts."""
+@dataclass(frozen=True, config=STRICT)
+class FileRecord:
+    path: str
+    """Relative, with `/`."""
+    size: Count
+    """Bytes."""
+    sha256: str
+    """Hex."""
 
-    step: int
-    val_reward: float | None = None
+
+@dataclass(frozen=True, config=STRICT)
+class Facts:
+    """What a checkpoint says of itself besides its files."""
+
+    step: Count
+    """The last finished one."""
+    world_size: Annotated[int, Field(ge=1)]
+    """Ranks of the trainer that saved it."""
+    reason: str
+    """Why it was saved."""
+    time: Number
+    """Unix s."""
+    val_reward: Number | None = None
+    """The greedy reward validated after this very step, None without."""
+    profile: tuple[tuple[str, str], ...] = ()
+    """(name, SHA-256) of the files in the run's `profile/`, which the rollouts of this run need again."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class CheckpointManifest:
+    """`manifest.json`."""
+
+    sha256: str
+    """Over the next two, as `_own_hash` has it: a flipped bit in them would otherwise be another truth."""
+    facts: Facts
+    files: tuple[FileRecord, ...]
+    schema_version: Literal[1] = 1
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.size for file in self.files)
 
 
 @dataclass(frozen=True)
@@ -54,6 +107,97 @@ class CheckpointSearch:
 
     newest: Path | None
     rejected: tuple[Rejected, ...] = ()
+
+
+def seal(folder: Path, *, facts: Facts) -> CheckpointManifest:
+    """Bring every file to the disk, then write the manifest. Raises OSError."""
+    paths = sorted(_files(folder))
+    with ThreadPoolExecutor(_HASHING_THREADS) as threads:
+        records = tuple(threads.map(lambda path: _record(folder, path), paths))
+    manifest = CheckpointManifest(_own_hash(facts, records), facts, records)
+    write_whole(folder / MANIFEST_FILE, as_json(manifest, indent=2) + "\n")
+    for inner in sorted({folder, *(path.parent for path in paths)}):
+        sync_to_disk(inner)
+    return manifest
+
+
+def read_manifest(folder: Path) -> CheckpointManifest:
+    """Raises OSError when there is none, ValueError when it is not one that this program writes."""
+    path = folder / MANIFEST_FILE
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise ValueError(f"{MANIFEST_FILE} is not a regular file")
+    if path.stat().st_size > _LARGEST_MANIFEST:
+        raise ValueError(f"{MANIFEST_FILE} has more than {_LARGEST_MANIFEST >> 20} MiB")
+    manifest = parse(path.read_text(), CheckpointManifest, place=MANIFEST_FILE)
+    if manifest.sha256 != _own_hash(manifest.facts, manifest.files):
+        raise ValueError(f"{MANIFEST_FILE} does not say what it was written with")
+    outside = [file.path for file in manifest.files if not _is_inside(file.path)]
+    if outside:
+        raise ValueError(f"{MANIFEST_FILE} names a file outside of the checkpoint: {outside[0]}")
+    return manifest
+
+
+def damage(folder: Path) -> list[str]:
+    """What is wrong with a checkpoint, a line each; empty when every file is there as it was sealed.
+
+    Reads every byte: seconds per gigabyte.
+    """
+    if folder.is_symlink():
+        return ["a symbolic link, not the folder that was saved"]
+    try:
+        manifest = read_manifest(folder)
+    except FileNotFoundError:
+        return [f"no {MANIFEST_FILE}"]
+    except (OSError, ValueError) as error:
+        return [f"{MANIFEST_FILE} cannot be read: {error}"]
+    found = {path.relative_to(folder).as_posix() for path in _files(folder)}
+    more = [f"{path} is not in the manifest" for path in sorted(found - {file.path for file in manifest.files})]
+    with ThreadPoolExecutor(_HASHING_THREADS) as threads:
+        return [line for line in threads.map(lambda file: _problem(folder, file), manifest.files) if line] + more
+
+
+def _problem(folder: Path, meant: FileRecord) -> str:
+    path = folder / meant.path
+    try:
+        if path.is_symlink() or not path.is_file():
+            return f"{meant.path} is missing"
+        size = path.stat().st_size
+        if size != meant.size:
+            return f"{meant.path} has {size} bytes instead of {meant.size}"
+        return "" if hash_file(path) == meant.sha256 else f"{meant.path} has other content than was saved"
+    except OSError as error:
+        return f"{meant.path} cannot be read: {error.strerror or error}"
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256, hex. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _own_hash(facts: Facts, files: Sequence[FileRecord]) -> str:
+    content = {"facts": asdict(facts), "files": [asdict(file) for file in files]}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _record(folder: Path, path: Path) -> FileRecord:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        size = os.fstat(file.fileno()).st_size
+    return FileRecord(path.relative_to(folder).as_posix(), size=size, sha256=digest)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Everything below that is not a folder, but the manifest."""
+    for path in folder.rglob("*"):
+        if (path.is_symlink() or not path.is_dir()) and path != folder / MANIFEST_FILE:
+            yield path
+
+
+def _is_inside(path: str) -> bool:
+    pure = PurePosixPath(path)
+    return bool(path) and not pure.is_absolute() and ".." not in pure.parts
 
 
 def checkpoint_folder(run_dir: Path, *, step: int) -> Path:
@@ -112,19 +256,12 @@ def set_aside(folder: Path, *, below: str) -> Path:
     """Move a checkpoint into a folder beside it, under a name that is free. Returns where it lies. Raises OSError."""
     target = folder.parent / below
     target.mkdir(exist_ok=True)
-    free = next(name for name in _names(folder.name) if not (target / name).exists())
+    names = itertools.chain([folder.name], (f"{folder.name}-{number}" for number in itertools.count(2)))
+    free = next(name for name in names if not (target / name).exists())
     return folder.rename(target / free)
 
 
-def _names(name: str) -> Iterator[str]:
-    yield name
-    number = 2
-    while True:
-        yield f"{name}-{number}"
-        number += 1
-
-
-def surplus(saved: Sequence[Saved], *, keep: int | None, keep_best: bool) -> list[int]:
+def surplus(saved: Sequence[Facts], *, keep: int | None, keep_best: bool) -> list[int]:
     """Steps of the checkpoints that are no longer wanted, oldest first.
 
     saved: all there are.  keep: how many of the newest stay, None for all.  keep_best: the one with the best validation
@@ -161,13 +298,26 @@ def newest_step(run_dir: Path) -> int:
     return max((each.step for each in read_saved(run_dir)), default=0)
 
 
-def read_saved(run_dir: Path) -> list[Saved]:
-    """Every checkpoint with a manifest that can be read, oldest first; the files are not looked at."""
+def read_saved(run_dir: Path) -> list[Facts]:
+    """Of every checkpoint with a manifest of its step that can be read, oldest first; the files are not looked at."""
     saved = []
     for folder in in_order(run_dir):
-        try:
+        with contextlib.suppress(OSError, ValueError):
             facts = read_manifest(folder).facts
-        except (OSError, ValueError):
-            continue
-        saved.append(Saved(step_of(folder) or 0, val_reward=facts.val_reward))
+            saved += [facts] if facts.step == step_of(folder) else []
     return saved
+
+
+def owed_line(run_dir: Path, *, checkpoint: Path | None, plan: RunPlan) -> dict[str, Any] | None:
+    """The last step's line as its checkpoint has it, when a stop cut the validation that belongs into it and it is
+    nowhere written; else None.
+
+    checkpoint: where the run goes on.  Raises OSError and ValueError when its state cannot be read.
+    """
+    if checkpoint is None or step_of(checkpoint) != plan.steps or not plan.validate_every:
+        return None
+    line = json.loads((checkpoint / STATE_FILE).read_text()).get("line")
+    if not line or line.get("val_reward_mean") is not None:
+        return None
+    written = read_metrics(run_dir)
+    return None if any(each.step == plan.steps and each.val_reward_mean is not None for each in written) else line

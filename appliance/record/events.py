@@ -1,6 +1,6 @@
-"""What a run writes down while it runs: `events.jsonl` and `metrics.jsonl`, one JSON object a line.
+"""What a run writes down while it runs, one JSON object a line: `events.jsonl`, `metrics.jsonl` and `memory.jsonl`.
 
-Children append, the launcher reads.
+Children append, the launcher reads, but for the memory, which it measures.
 """
 
 from __future__ import annotations
@@ -11,20 +11,24 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import field
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic.dataclasses import dataclass
 
 from appliance.errors import ApplianceError, is_restartable
-from appliance.record.lines import STRICT, Code, Count, Number, parse_line
-from appliance.terms.environment import PLAN_VARIABLE
+from appliance.processes import find_processes
+from appliance.record.lines import STRICT, Code, Count, Number, lines_of, parse_line, read_lines
+from appliance.terms.environment import PLAN_VARIABLE, RUN_VARIABLE
 
 EVENTS_FILE = "events.jsonl"
 METRICS_FILE = "metrics.jsonl"
+MEMORY_FILE = "memory.jsonl"
 _TORN_AFTER_LOOKS = 20  # half a second: a write takes microseconds, but its process may have to wait for a core
 _BETWEEN_LOOKS_S = 0.025
+_MEMORY_EVERY_S = 5.0
+_TIMES_ITS_COST = 100  # for reading memory the kernel walks the pages: 45 ms for 1.7 GB, measured
 
 
 def append_event(run_dir: Path, *, kind: str, what: str, why: str = "", **extra: Any) -> None:
@@ -112,16 +116,10 @@ def exit_code_of(work: Callable[[], object], *, run_dir: Path) -> int:
     return 0
 
 
-def _events(run_dir: Path) -> Iterator[Event]:
-    path = run_dir / EVENTS_FILE
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    return (event for event in map(parse_event, lines) if event is not None)
-
-
 def first_failure(run_dir: Path) -> Event | None:
     """The first `failure` event of a run's attempt, or None: what failed later failed because of it."""
     first = None
-    for event in _events(run_dir):
+    for event in read_events(run_dir):
         if event.kind == "resume":
             first = None
         elif event.kind == "failure":
@@ -137,8 +135,8 @@ def may_restart(run_dir: Path, *, code: int) -> bool:
 
 def run_started(run_dir: Path) -> float:
     """Unix time of a run's first event, s; now when it has none yet."""
-    first = next(_events(run_dir), None)
-    return time.time() if first is None else first.time
+    events = read_events(run_dir)
+    return events[0].time if events else time.time()
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -177,9 +175,7 @@ class StepMetrics:
     emulated: bool = False
     guard_level: str = ""
     bf16_layers: Number | None = None
-    correction_cap: Number | None = None
     nonfinite_fraction: Number | None = None
-    telemetry_s: Number | None = None
     reward_mean: Number | None = None
     response_tokens_mean: Number | None = None
     rollout_tokens_per_s: Number | None = None
@@ -195,7 +191,6 @@ class StepMetrics:
     layer_error_max: Number | None = None
     mismatch_k3_kl: Number | None = None
     is_weight_mean: Number | None = None
-    is_weight_std: Number | None = None
     is_weight_max: Number | None = None
     is_ess: Number | None = None
     is_truncated_fraction: Number | None = None
@@ -227,6 +222,18 @@ def _with_line(parsed: Parsed | None, line: str) -> Parsed | None:
     return parsed
 
 
+def read_events(run_dir: Path) -> list[Event]:
+    """In their order; what is none is left out. Raises OSError."""
+    return [event for event in map(parse_event, lines_of(run_dir / EVENTS_FILE)) if event is not None]
+
+
+def read_metrics(run_dir: Path) -> tuple[StepMetrics, ...]:
+    """Each step once, in their order; of a step that was done again the later line. Raises OSError."""
+    lines = map(parse_metrics, lines_of(run_dir / METRICS_FILE))
+    found = {each.step: each for each in lines if each is not None}
+    return tuple(found[step] for step in sorted(found))
+
+
 class Tail:
     """The lines of a growing file, each once and only when it is whole. The file need not exist yet."""
 
@@ -252,10 +259,52 @@ class RunTail:
     """Events and metrics of a run as they come, in the order of each file; a line that cannot be read is left out."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._events = Tail(run_dir / EVENTS_FILE)
-        self._metrics = Tail(run_dir / METRICS_FILE)
+        self._tails = ((Tail(run_dir / EVENTS_FILE), parse_event), (Tail(run_dir / METRICS_FILE), parse_metrics))
 
     def read(self) -> list[Event | StepMetrics]:
-        news = [parse_event(line) for line in self._events.read()]
-        news += [parse_metrics(line) for line in self._metrics.read()]
+        news = (parse(line) for tail, parse in self._tails for line in tail.read())
         return [item for item in news if item is not None]
+
+
+@dataclass(frozen=True, config=STRICT)
+class MemorySample:
+    """A line of `memory.jsonl`."""
+
+    time: Number
+    """Unix s."""
+    pss_bytes: Count
+    """Of all processes on the launcher's host. Proportional set size: a page that several share counts in parts."""
+    processes: Count
+
+
+class MemoryWatch:
+    """Measures when it is time, and writes it down. A disk that is full now, or no /proc, costs nothing but samples."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._next = 0.0
+
+    def tick(self, *, now: float) -> None:
+        """now: s of a steady clock."""
+        if now < self._next:
+            return
+        started = time.perf_counter()
+        with contextlib.suppress(OSError):
+            below = find_processes(f"{RUN_VARIABLE}={self._run_dir}", below=os.getpid())
+            sizes = [pss_bytes(pid) for pid in (os.getpid(), *(process.pid for process in below))]
+            append_line(self._run_dir / MEMORY_FILE, asdict(MemorySample(time.time(), sum(sizes), len(sizes))))
+        self._next = now + max(_MEMORY_EVERY_S, _TIMES_ITS_COST * (time.perf_counter() - started))
+
+
+def pss_bytes(pid: int) -> int:
+    """Of one process; 0 for one that ended or belongs to somebody else."""
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")) << 10
+
+
+def read_memory(run_dir: Path) -> list[MemorySample]:
+    """In their order; lines that cannot be read are left out."""
+    return read_lines(run_dir / MEMORY_FILE, MemorySample)

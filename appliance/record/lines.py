@@ -71,6 +71,16 @@ def parse_line(text: str, kind: type[Kind]) -> Kind | None:
         return None
 
 
+def lines_of(path: Path) -> list[str]:
+    """Of a file that only grows and may not be there yet. Raises OSError."""
+    return path.read_text(errors="replace").split("\n") if path.exists() else []
+
+
+def read_lines(path: Path, kind: type[Kind]) -> list[Kind]:
+    """Those of this kind, the others are left out. Raises OSError."""
+    return [found for line in lines_of(path) if (found := parse_line(line, kind)) is not None]
+
+
 def json_object(text: str) -> dict[str, Any]:
     """The object that the text is; empty when it is none, or nested too deeply."""
     try:

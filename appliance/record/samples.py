@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic.dataclasses import dataclass
 
 from appliance.record.events import append_line
-from appliance.record.lines import STRICT, Count, Measured, parse_line
+from appliance.record.lines import STRICT, Count, Measured, read_lines
 
 SAMPLES_FILE = "samples.jsonl"
 _HEAD, _TAIL = 1200, 800  # characters of a longer text that are kept: the end has the answer
@@ -59,17 +59,9 @@ def read_samples(run_dir: Path) -> list[StepSamples]:
 
     Of two lines of a step the later, with what only the earlier has: a final validation that is made again has its own.
     """
-    path = run_dir / SAMPLES_FILE
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     found: dict[int, StepSamples] = {}
-    for line in lines:
-        if (samples := parse_line(line, StepSamples)) is not None:
-            found[samples.step] = _joined(found.get(samples.step), samples)
+    for later in read_lines(run_dir / SAMPLES_FILE, StepSamples):
+        before = found.get(later.step, later)
+        training, validation = later.training or before.training, later.validation or before.validation
+        found[later.step] = replace(later, training=training, validation=validation)
     return [found[step] for step in sorted(found)]
-
-
-def _joined(before: StepSamples | None, later: StepSamples) -> StepSamples:
-    if before is None:
-        return later
-    training, validation = later.training or before.training, later.validation or before.validation
-    return replace(later, training=training, validation=validation)

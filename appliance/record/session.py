@@ -27,6 +27,7 @@ from appliance.record.plan import RunPlan
 SCHEMA_VERSION = 1
 RUN_FILE = "run.json"
 LOGS = "logs"
+STOP_FILE = ".stop"
 _LOCK_FILE = ".lock"
 
 
@@ -122,21 +123,17 @@ def create_session(plan: RunPlan, *, recipe_yaml: str, is_chosen: bool) -> Sessi
         raise _in_use(run_dir, is_chosen=is_chosen) from None
     except OSError as error:
         raise cannot_write(run_dir, error) from error
+    record = RunRecord()
     try:
-        return _fill(run_dir, plan=plan, recipe_yaml=recipe_yaml)
+        log_dir(run_dir, attempt=record.attempt).mkdir(parents=True)
+        (run_dir / "recipe.yaml").write_text(recipe_yaml)
+        plan.write(run_dir / "plan.json")
+        (run_dir / "versions.json").write_text(json.dumps(versions(plan), indent=2) + "\n")
+        write_record(run_dir, record)
+        return Session(run_dir, record=record)
     except OSError as error:
         shutil.rmtree(run_dir, ignore_errors=True)
         raise cannot_write(run_dir, error) from error
-
-
-def _fill(run_dir: Path, *, plan: RunPlan, recipe_yaml: str) -> Session:
-    record = RunRecord()
-    log_dir(run_dir, attempt=record.attempt).mkdir(parents=True)
-    (run_dir / "recipe.yaml").write_text(recipe_yaml)
-    plan.write(run_dir / "plan.json")
-    (run_dir / "versions.json").write_text(json.dumps(versions(plan), indent=2) + "\n")
-    write_record(run_dir, record)
-    return Session(run_dir, record=record)
 
 
 def free_run_dir(root: Path, *, name: str) -> Path:
@@ -213,3 +210,26 @@ def versions(plan: RunPlan) -> dict[str, object]:
         **({"model": f"{plan.model.hub_name}@{plan.model.commit or 'unknown'}"} if plan.model.hub_name else {}),
         "fingerprint": fingerprint(),
     }
+
+
+def ask_to_stop(run_dir: Path, *, why: str) -> None:
+    """Leave a request to save and stop, for the trainer looks for it all the time (trainer/stopping.py): Ray takes over
+    the signal handlers of its process, which waits inside calls that no handler interrupts.
+
+    why: the signal's name, one word.  Raises OSError (a full disk).
+    """
+    write_whole(run_dir / STOP_FILE, f"{why}\n", durable=False)
+
+
+def asked_to_stop(run_dir: Path) -> str:
+    """Why the run was asked to stop, or an empty text when nobody asked."""
+    try:
+        return (run_dir / STOP_FILE).read_text().strip()
+    except OSError:
+        return ""
+
+
+def forget_stop(run_dir: Path) -> None:
+    """Before an attempt: the request of an earlier one holds no more."""
+    with contextlib.suppress(OSError):
+        (run_dir / STOP_FILE).unlink(missing_ok=True)

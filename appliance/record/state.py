@@ -6,8 +6,8 @@ import itertools
 import statistics
 from dataclasses import dataclass, replace
 
+from appliance.guard.policy import ESS, K3_KL, WEIGHT_MEAN
 from appliance.record.events import Event, StepMetrics
-from appliance.record.health import judge
 
 _STEPS_FOR_AN_ESTIMATE = 20
 
@@ -33,7 +33,6 @@ class RunState:
     """
 
     steps: int
-    started: float = 0.0
     phase: str = "starting"
     phase_since: float = 0.0
     work: Work | None = None
@@ -48,7 +47,6 @@ class RunState:
     val_bf16: float | None = None
     unhealthy_steps: int = 0
     note: str = ""
-    attested: tuple[str, ...] = ()
     failure: Event | None = None
     stop: Event | None = None
 
@@ -60,18 +58,14 @@ class RunState:
 
 def fold(state: RunState, news: Event | StepMetrics) -> RunState:
     """The state after one more event or one more line of metrics."""
-    return _fold_metrics(state, news) if isinstance(news, StepMetrics) else _fold_event(state, news)
-
-
-def _fold_event(state: RunState, event: Event) -> RunState:
-    state = state if state.started else replace(state, started=event.time, phase_since=event.time)
+    if isinstance(news, StepMetrics):
+        return _fold_metrics(state, news)
+    event, state = news, state if state.phase_since else replace(state, phase_since=news.time)
     match event.kind:
         case "phase":
             return replace(state, phase=event.what, phase_since=event.time, work=None)
         case "progress":
             return replace(state, work=_work(state.work, event))
-        case "attest":
-            return replace(state, attested=(*state.attested, event.what))
         case "note" | "guard" | "cluster":
             return replace(state, note=event.what)
         case "failure":
@@ -80,7 +74,7 @@ def _fold_event(state: RunState, event: Event) -> RunState:
             return replace(state, stop=event)
         case "resume":
             begun = replace(state, phase="starting", phase_since=event.time, work=None)
-            return replace(begun, failure=None, stop=None, attested=(), note=event.what)
+            return replace(begun, failure=None, stop=None, note=event.what)
         case _:
             return state
 
@@ -94,7 +88,15 @@ def _work(before: Work | None, event: Event) -> Work | None:
 
 
 def _fold_metrics(state: RunState, line: StepMetrics) -> RunState:
-    state = _fold_validation(state, line)
+    if line.val_reward_mean is not None:
+        state = replace(
+            state,
+            val_first=line.val_reward_mean if line.step == 0 else state.val_first,
+            val_last=line.val_reward_mean,
+            val_last_step=line.step,
+            val_samples=state.val_samples if line.val_samples is None else int(line.val_samples),
+            val_bf16=None if line.scheme == "bf16" else line.val_reward_bf16_mean,
+        )
     if line.reward_mean is None:
         return state
     speed = () if line.rollout_tokens_per_s is None else (line.rollout_tokens_per_s,)
@@ -105,22 +107,6 @@ def _fold_metrics(state: RunState, line: StepMetrics) -> RunState:
         tokens_per_s=(*state.tokens_per_s, *speed),
         step_ends_s=(*state.step_ends_s, line.time_s)[-_STEPS_FOR_AN_ESTIMATE - 1 :],
         unhealthy_steps=state.unhealthy_steps + (not judge(line).healthy),
-    )
-
-
-def _fold_validation(state: RunState, line: StepMetrics) -> RunState:
-    if line.val_reward_mean is None:
-        return state
-    first = line.val_reward_mean if line.step == 0 else state.val_first
-    samples = state.val_samples if line.val_samples is None else int(line.val_samples)
-    bf16 = None if line.scheme == "bf16" else line.val_reward_bf16_mean
-    return replace(
-        state,
-        val_first=first,
-        val_last=line.val_reward_mean,
-        val_last_step=line.step,
-        val_samples=samples,
-        val_bf16=bf16,
     )
 
 
@@ -141,15 +127,47 @@ def remaining_s(state: RunState, *, now: float) -> float | None:
 
     now: unix s.
     """
-    if state.work is not None:
-        return _remaining_work_s(state.work, now=now)
-    seconds = step_seconds(state)
-    return None if seconds is None else max(0, state.steps - state.step) * seconds
-
-
-def _remaining_work_s(work: Work, *, now: float) -> float | None:
+    work = state.work
+    if work is None:
+        seconds = step_seconds(state)
+        return None if seconds is None else max(0, state.steps - state.step) * seconds
     spent = work.at - work.since
     if work.done <= 0 or spent <= 0:
         return None
-    whole = spent / work.done * work.total
-    return max(0.0, work.since + whole - now)
+    return max(0.0, work.since + spent / work.done * work.total - now)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """How far the rollout policy is from the trainer's, in a plain word.
+
+    word: `fine`, `bad` or `unknown`.  reasons: what is outside its bounds.
+    """
+
+    word: str
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def healthy(self) -> bool:
+        return self.word != "bad"
+
+
+def judge(step: StepMetrics) -> Judgement:
+    """By the usual bounds of guard/policy.py, whatever the recipe's guard has, and before truncation.
+
+    `unknown` when none of the signals is there.
+    """
+    k3, ess, weight = step.mismatch_k3_kl, step.is_ess, step.is_weight_mean
+    if k3 is None and ess is None and weight is None and not step.nonfinite_fraction:
+        return Judgement("unknown")
+    low, high = WEIGHT_MEAN
+    reasons = []
+    if step.nonfinite_fraction:
+        reasons.append(f"log-probs of {step.nonfinite_fraction:.2%} of the tokens are not finite")
+    if k3 is not None and k3 >= K3_KL:
+        reasons.append(f"k3 {k3:.2g} is not below {K3_KL}")
+    if ess is not None and ess <= ESS:
+        reasons.append(f"ESS {ess:.2f} is not above {ESS}")
+    if weight is not None and not low <= weight <= high:
+        reasons.append(f"mean weight {weight:.2f} is not within {low:g} to {high:g}")
+    return Judgement("bad" if reasons else "fine", tuple(reasons))

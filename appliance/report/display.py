@@ -1,18 +1,25 @@
-"""What a person sees of a run: one line each in plain text, and the panel of a terminal. Pure."""
+"""What a person sees of a run while it runs: a live panel, plain lines, or JSON lines, by where the output goes."""
 
 from __future__ import annotations
 
-from rich.console import RenderableType
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+
+from rich.console import Console, RenderableType
+from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from appliance import console
 from appliance.console import printable
 from appliance.guard.policy import ESS, K3_KL, WEIGHT_MEAN
-from appliance.record.events import StepMetrics
-from appliance.record.health import judge
+from appliance.record.events import Event, StepMetrics
 from appliance.record.plan import RunPlan
-from appliance.record.state import RunState, remaining_s
+from appliance.record.state import RunState, judge, remaining_s
 from appliance.report import draw
 
 PHASES = {
@@ -38,6 +45,11 @@ PHASES = {
 _SPARK_WIDTH = 30
 _BAR_WIDTH = 30
 _FEWEST_COLUMNS_FOR_BARS = 70
+_REDRAW_S = 0.5
+_IN_A_STEP = frozenset({"rollout", "log-probs", "update", "sync"})
+_QUARTERS = 4
+
+News = Sequence[Event | StepMetrics]
 
 
 def phase_text(phase: str) -> str:
@@ -52,14 +64,18 @@ def title(plan: RunPlan) -> str:
 
 def plain_step(state: RunState, step: StepMetrics, *, now: float) -> str:
     """The line of one finished step. now: unix s."""
-    parts = [f"step {step.step}/{state.steps}", f"reward {draw.number(step.reward_mean)}"]
-    if step.val_reward_mean is not None:
-        parts.append(f"validation {_validated(step)}")
-    parts += [draw.tokens_per_s(step.rollout_tokens_per_s), _plain_times(step), _scheme(step), _plain_mismatch(step)]
-    parts.append(_guarded(step))
     left = remaining_s(state, now=now)
-    if left is not None and step.step < state.steps:
-        parts.append(f"about {draw.duration(left)} left")
+    parts = (
+        f"step {step.step}/{state.steps}",
+        f"reward {draw.number(step.reward_mean)}",
+        "" if step.val_reward_mean is None else f"validation {_validated(step)}",
+        draw.tokens_per_s(step.rollout_tokens_per_s),
+        _plain_times(step),
+        _scheme(step),
+        _plain_mismatch(step),
+        f"guard {level}" if (level := _guarded(step)) else "",
+        "" if left is None or step.step >= state.steps else f"about {draw.duration(left)} left",
+    )
     return "  ".join(part for part in parts if part)
 
 
@@ -77,27 +93,22 @@ def _validated(step: StepMetrics) -> str:
 
 
 def _guarded(step: StepMetrics) -> str:
-    """`guard tighten`, from the first level that does something."""
-    return f"guard {step.guard_level}" if step.guard_level not in ("", "observe") else ""
+    """The guard's level, from the first that does something."""
+    return "" if step.guard_level == "observe" else step.guard_level
 
 
-def step_parts(step: StepMetrics) -> tuple[tuple[str, float], ...]:
+def step_parts(step: StepMetrics) -> dict[str, float]:
     """How a step's seconds split, in the order of the work; `rest` is what no part accounts for."""
-    named = (
-        ("rollout", step.rollout_s),
-        ("log-probs", step.logprob_s),
-        ("update", step.update_s),
-        ("sync", step.sync_s),
-    )
-    known = tuple((name, seconds) for name, seconds in named if seconds is not None)
-    rest = (step.step_s or 0.0) - sum(seconds for _, seconds in known)
-    return (*known, ("rest", rest)) if rest >= 0.05 else known
+    named = {"rollout": step.rollout_s, "log-probs": step.logprob_s, "update": step.update_s, "sync": step.sync_s}
+    known = {name: seconds for name, seconds in named.items() if seconds is not None}
+    rest = (step.step_s or 0.0) - sum(known.values())
+    return {**known, "rest": rest} if rest >= 0.05 else known
 
 
 def _plain_times(step: StepMetrics) -> str:
     if step.step_s is None:
         return ""
-    parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in step_parts(step))
+    parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in step_parts(step).items())
     return f"took {step.step_s:.1f} s ({parts})" if parts else f"took {step.step_s:.1f} s"
 
 
@@ -124,72 +135,51 @@ def panel(plan: RunPlan, state: RunState, *, now: float, columns: int, ascii_onl
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True, style="dim")
     table.add_column(overflow="fold")
-    bars = columns >= _FEWEST_COLUMNS_FOR_BARS
-    for label, text in _rows(state, now=now, bars=bars, ascii_only=ascii_only):
-        table.add_row(label, text)
+    for label, text in _rows(state, now=now, bars=columns >= _FEWEST_COLUMNS_FOR_BARS, ascii_only=ascii_only):
+        table.add_row(printable(label), Text(printable(text)) if isinstance(text, str) else text)
     return Panel(table, title=Text(title(plan)), title_align="left")
 
 
-def _rows(state: RunState, *, now: float, bars: bool, ascii_only: bool) -> list[tuple[str, Text]]:
+def _rows(state: RunState, *, now: float, bars: bool, ascii_only: bool) -> Iterator[tuple[str, str | Text]]:
+    def bar(done: float, total: float) -> str:
+        return draw.bar(done, total=total, width=_BAR_WIDTH, ascii_only=ascii_only) + "  " if bars else ""
+
+    work, last, left = state.work, state.last, remaining_s(state, now=now)
+    about = "" if left is None else f"about {draw.duration(left)} left"
     since = draw.duration(now - state.phase_since) if state.phase_since else ""
-    rows = [("phase", _said(f"{phase_text(state.phase)}  {since}".rstrip()))]
-    if state.work is not None:
-        rows.append((printable(state.work.label), _work_text(state, now=now, bars=bars, ascii_only=ascii_only)))
-    rows.append(("step", _step_text(state, now=now, bars=bars, ascii_only=ascii_only)))
+    yield "phase", f"{phase_text(state.phase)}  {since}".rstrip()
+    if work is not None:
+        parts = (f"{work.done:g} of {work.total:g}", work.note, about)
+        yield work.label, bar(work.done, work.total) + "  ".join(part for part in parts if part)
+    until = f"  {about}" if about and work is None and state.step < state.steps else ""
+    yield "step", f"{bar(state.step, state.steps)}{state.step} of {state.steps}{until}"
     if state.rewards:
         spark = draw.sparkline(state.rewards, width=_SPARK_WIDTH, ascii_only=ascii_only) if bars else ""
-        rows.append(("reward", Text(f"{state.rewards[-1]:.3f}  {spark}".rstrip())))
+        yield "reward", f"{state.rewards[-1]:.3f}  {spark}".rstrip()
     if state.val_last is not None:
-        rows.append(("validation", Text(validation_text(state))))
-    if state.last is not None:
-        rows += _step_rows(state.last, bars=bars, ascii_only=ascii_only)
+        yield "validation", validation_text(state)
+    if last is not None:
+        yield "speed", f"{draw.tokens_per_s(last.rollout_tokens_per_s)} of rollout in {_scheme(last)}"
+        yield "step time", _times_text(last, bars=bars, ascii_only=ascii_only)
+        yield "mismatch", _mismatch_text(last)
+        if level := _guarded(last):
+            yield "guard", level
+        if last.proof_s is not None:
+            yield "sync", _sync_text(last)
     if state.note:
-        rows.append(("note", _said(state.note)))
-    return rows
+        yield "note", state.note
 
 
-def _said(text: str) -> Text:
-    """What a child wrote into the run's folder, as `console.say` would show it."""
-    return Text(printable(text))
-
-
-def _step_rows(last: StepMetrics, *, bars: bool, ascii_only: bool) -> list[tuple[str, Text]]:
-    rollout = f"{draw.tokens_per_s(last.rollout_tokens_per_s)} of rollout in {_scheme(last)}"
-    times = _times_text(last, bars=bars, ascii_only=ascii_only)
-    rows = [("speed", _said(rollout)), ("step time", times), ("mismatch", _mismatch_text(last))]
-    if _guarded(last):
-        rows.append(("guard", _said(last.guard_level)))
-    return [*rows, ("sync", Text(sync_text(last)))] if last.proof_s is not None else rows
-
-
-def sync_text(step: StepMetrics) -> str:
+def _sync_text(step: StepMetrics) -> str:
     """The last weight update: proven, and what it did to the codes where the scheme has codes."""
-    parts = [f"proven in {step.proof_s:.2f} s"]
-    for words, fraction in (
+    of_codes = (
         ("codes changed", step.codes_changed_fraction),
         ("saturated", step.saturated_fraction),
         ("scales moved", step.scale_drift),
         ("layer error up to", step.layer_error_max),
-    ):
-        if fraction is not None:
-            parts.append(f"{words} {fraction:.2%}")
-    return "  ".join(parts)
-
-
-def _work_text(state: RunState, *, now: float, bars: bool, ascii_only: bool) -> Text:
-    work = state.work
-    assert work is not None
-    picture = draw.bar(work.done, total=work.total, width=_BAR_WIDTH, ascii_only=ascii_only) + "  " if bars else ""
-    left = remaining_s(state, now=now)
-    parts = [f"{work.done:g} of {work.total:g}", work.note, "" if left is None else f"about {draw.duration(left)} left"]
-    return _said(picture + "  ".join(part for part in parts if part))
-
-
-def _step_text(state: RunState, *, now: float, bars: bool, ascii_only: bool) -> Text:
-    picture = draw.bar(state.step, total=state.steps, width=_BAR_WIDTH, ascii_only=ascii_only) + "  " if bars else ""
-    left = remaining_s(state, now=now) if state.work is None else None
-    about = "" if left is None or state.step >= state.steps else f"  about {draw.duration(left)} left"
-    return Text(f"{picture}{state.step} of {state.steps}{about}")
+    )
+    told = (f"{words} {fraction:.2%}" for words, fraction in of_codes if fraction is not None)
+    return "  ".join((f"proven in {step.proof_s:.2f} s", *told))
 
 
 def validation_text(state: RunState) -> str:
@@ -202,16 +192,16 @@ def validation_text(state: RunState) -> str:
     return ", ".join(part for part in (before, now) if part) + samples
 
 
-def _times_text(step: StepMetrics, *, bars: bool, ascii_only: bool) -> Text:
+def _times_text(step: StepMetrics, *, bars: bool, ascii_only: bool) -> str:
     parts = step_parts(step)
     if not bars or not parts:
-        return Text(_plain_times(step).removeprefix("took "))
+        return _plain_times(step).removeprefix("took ")
     legend = "  ".join(
         f"{draw.split_fill(index, ascii_only=ascii_only)} {name} {seconds:.1f}"
-        for index, (name, seconds) in enumerate(parts)
+        for index, (name, seconds) in enumerate(parts.items())
     )
-    picture = draw.split_bar([seconds for _, seconds in parts], width=_BAR_WIDTH, ascii_only=ascii_only)
-    return Text(f"{draw.number(step.step_s, digits=1)} s  {picture}\n{legend}")
+    picture = draw.split_bar([*parts.values()], width=_BAR_WIDTH, ascii_only=ascii_only)
+    return f"{draw.number(step.step_s, digits=1)} s  {picture}\n{legend}"
 
 
 def _mismatch_text(step: StepMetrics) -> Text:
@@ -223,3 +213,94 @@ def _mismatch_text(step: StepMetrics) -> Text:
         f"  mean weight {draw.number(step.is_weight_mean)} ({low:g} to {high:g})",
         style="default",
     )
+
+
+class Progress(contextlib.ExitStack):
+    """Shows nothing. What shows something has a `show` of its own."""
+
+    def show(self, state: RunState, news: News, *, now: float) -> None:
+        """Called a few times a second with the newest state and what has come since the last call."""
+
+
+def choose_progress(plan: RunPlan, *, json_mode: bool, quiet: bool = False) -> Progress:
+    """quiet: a live panel or nothing, because a caller has many runs and a line for each."""
+    if json_mode:
+        return JsonProgress()
+    people = console.err_console()
+    if console.is_live(people):
+        return LiveProgress(plan, people)
+    return Progress() if quiet else PlainProgress()
+
+
+class LiveProgress(Progress):
+    """The panel, redrawn by the caller's ticks: no thread beside the one that starts children."""
+
+    def __init__(self, plan: RunPlan, people: Console) -> None:
+        super().__init__()
+        self._plan = plan
+        self._people = people
+        self._live = Live(console=people, auto_refresh=False, transient=True)
+        self._drawn = 0.0
+
+    def __enter__(self) -> Self:
+        self.enter_context(self._live)
+        return super().__enter__()
+
+    def show(self, state: RunState, news: News, *, now: float) -> None:
+        if not news and time.monotonic() < self._drawn + _REDRAW_S:
+            return
+        self._drawn = time.monotonic()
+        people = self._people
+        drawn = panel(self._plan, state, now=now, columns=people.width, ascii_only=people.options.ascii_only)
+        self._live.update(drawn, refresh=True)
+
+
+class PlainProgress(Progress):
+    """One line per step and per phase; the phases inside a step only until the first step is done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._steps_begun = False
+        self._told: tuple[str, int] = ("", -1)
+
+    def show(self, state: RunState, news: News, *, now: float) -> None:
+        for item in news:
+            if line := self._line(state, item, now=now):
+                console.say(line)
+
+    def _line(self, state: RunState, item: Event | StepMetrics, *, now: float) -> str:
+        if isinstance(item, StepMetrics):
+            if item.reward_mean is None:
+                return plain_validation(item)
+            self._steps_begun = True
+            return plain_step(state, item, now=now)
+        if item.kind == "phase":
+            quiet = self._steps_begun and item.what in _IN_A_STEP
+            return "" if quiet else f"phase {item.what}: {phase_text(item.what)}"
+        if item.kind == "progress":
+            return self._progress(item)
+        return f"{item.kind}: {item.what}" if item.kind in ("note", "guard", "cluster") else ""
+
+    def _progress(self, item: Event) -> str:
+        """A line per quarter of the work."""
+        if item.done is None or not item.total:
+            return ""
+        reached = (item.what, int(item.done / item.total * _QUARTERS))
+        if reached == self._told:
+            return ""
+        self._told = reached
+        note = f"  {item.note}" if item.note else ""
+        return f"{item.what} {item.done:g}/{item.total:g}{note}"
+
+
+class JsonProgress(Progress):
+    """Every event and every line of metrics on stdout as it comes, with its `type` in front."""
+
+    def show(self, state: RunState, news: News, *, now: float) -> None:
+        for item in news:
+            kind = "metrics" if isinstance(item, StepMetrics) else "event"
+            console.out(json_line(kind, json.loads(item.line)))
+
+
+def json_line(kind: str, values: dict[str, Any]) -> str:
+    return json.dumps({"type": kind, **values})

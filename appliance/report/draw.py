@@ -32,22 +32,13 @@ def tokens_per_s(value: float | None) -> str:
 
 def sparkline(values: Sequence[float], *, width: int, ascii_only: bool = False) -> str:
     """The values from left to right in at most `width` characters; more values than that are averaged in groups."""
-    levels = _SPARKS_ASCII if ascii_only else _SPARKS
-    shown = _grouped(values, width)
-    if not shown:
+    if not values:
         return ""
-    low, high = min(shown), max(shown)
-    if high == low:
-        return levels[0] * len(shown)
-    return "".join(levels[round((value - low) / (high - low) * (len(levels) - 1))] for value in shown)
-
-
-def _grouped(values: Sequence[float], width: int) -> list[float]:
-    size = math.ceil(len(values) / width) if width > 0 else 0
-    if size == 0:
-        return []
+    levels, size = _SPARKS_ASCII if ascii_only else _SPARKS, math.ceil(len(values) / width)
     groups = [values[start : start + size] for start in range(0, len(values), size)]
-    return [sum(group) / len(group) for group in groups]
+    shown = [sum(group) / len(group) for group in groups]
+    low, high = min(shown), max(shown)
+    return "".join(levels[round((value - low) / ((high - low) or 1.0) * (len(levels) - 1))] for value in shown)
 
 
 def bar(done: float, *, total: float, width: int, ascii_only: bool = False) -> str:

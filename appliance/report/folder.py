@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import os.path
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.record.events import (
-    EVENTS_FILE,
-    METRICS_FILE,
-    Event,
-    StepMetrics,
-    parse_event,
-    parse_metrics,
-)
+from appliance.errors import RecipeError
+from appliance.record.attestations import Attestation, read_attestations
+from appliance.record.events import Event, MemorySample, StepMetrics, read_events, read_memory, read_metrics
 from appliance.record.lines import json_object
-from appliance.record.memory import MemorySample, read_memory
-from appliance.record.plan import RunPlan
+from appliance.record.plan import RunPlan, read_plan
 from appliance.record.samples import StepSamples, read_samples
-from appliance.record.session import RunRecord, RunStatus
+from appliance.record.session import RUN_FILE, RunRecord, RunStatus, has_launcher, read_record
 from appliance.record.state import RunState, fold
-from appliance.report.status import read_run
 
-
-@dataclass(frozen=True)
-class Attest:
-    """One file of `attest/`: what a process says it runs. kernels: (name, how many layers)."""
-
-    process: str
-    role: str
-    scheme: str
-    emulated: bool
-    patches: tuple[str, ...]
-    kernels: tuple[tuple[str, int], ...]
+UNFINISHED = (RunStatus.STARTING, RunStatus.RUNNING)
+_LOST = "its launcher is gone"
+_MOST_NAMES = 10
 
 
 @dataclass(frozen=True)
@@ -45,10 +33,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class RunView:
-    """All that a page shows. steps: each one once, in their order, without a validation before training.
-
-    lines: `steps` with that one.  checkpoints: steps whose state is in the folder.  versions: (name, version).
-    """
+    """All that a page shows. lines: each step once, in order, and a validation before training.  versions: (of, it)."""
 
     run_dir: Path
     plan: RunPlan
@@ -57,10 +42,10 @@ class RunView:
     lines: tuple[StepMetrics, ...]
     events: tuple[Event, ...]
     attempts: tuple[Attempt, ...]
-    memory: tuple[MemorySample, ...]
-    samples: tuple[StepSamples, ...]
-    attests: tuple[Attest, ...]
-    versions: tuple[tuple[str, str], ...]
+    memory: list[MemorySample]
+    samples: list[StepSamples]
+    attests: list[Attestation]
+    versions: list[tuple[str, str]]
     recipe_yaml: str
 
     @property
@@ -75,22 +60,52 @@ class RunView:
     @property
     def ended(self) -> float:
         """Unix s of the last sign of the run."""
-        signs = [self.events[-1].time if self.events else 0.0, self.memory[-1].time if self.memory else 0.0]
-        return max(signs)
+        return max(sign.time for sign in (*self.events[-1:], *self.memory[-1:])) if self.events or self.memory else 0.0
 
     @property
     def is_live(self) -> bool:
-        return self.record.state in (RunStatus.STARTING, RunStatus.RUNNING)
+        return self.record.state in UNFINISHED
+
+
+def find_run(run: str, *, run_root: Path) -> Path:
+    """The folder of a run, given by its path or its name under the run root. Raises RecipeError when there is none."""
+    for folder in (Path(run), run_root / run):
+        if os.path.isfile(folder / RUN_FILE):  # unlike Path.is_file it takes any text
+            return folder.absolute()
+    names = sorted(path.parent.name for path in run_root.glob(f"*/{RUN_FILE}"))
+    hint = f"runs in {run_root}: {', '.join(names[-_MOST_NAMES:])}" if names else f"there are no runs in {run_root}"
+    raise RecipeError([(f"run `{run}`: no folder of that path or name with a {RUN_FILE}", hint)])
+
+
+@contextlib.contextmanager
+def reading(run_dir: Path) -> Iterator[None]:
+    """An OSError inside, for a file of another user or a folder in a file's place, is a RecipeError."""
+    try:
+        yield
+    except OSError as error:
+        raise RecipeError([(f"{run_dir}: cannot be read as a run: {error}", "")]) from error
+
+
+def read_run(run_dir: Path) -> tuple[RunPlan, RunRecord]:
+    """A run that says it goes on and has no launcher any more is stopped. Raises RecipeError."""
+    try:
+        plan, record = read_plan(run_dir / "plan.json"), read_record(run_dir)
+    except (OSError, ValueError) as error:
+        raise RecipeError([(f"{run_dir}: cannot be read as a run: {error}", "")]) from error
+    if record.state in UNFINISHED and not has_launcher(run_dir):
+        return plan, RunRecord(RunStatus.STOPPED, phase=record.phase, attempt=record.attempt, reason=_LOST)
+    return plan, record
 
 
 def read_view(run_dir: Path) -> RunView:
     """Raises RecipeError when the folder cannot be read as a run."""
     plan, record = read_run(run_dir)
-    events = read_events(run_dir)
-    lines = read_metrics(run_dir)
+    events, lines = tuple(read_events(run_dir)), read_metrics(run_dir)
     state = RunState(steps=plan.steps)
     for news in (*events, *lines):
         state = fold(state, news)
+    resumed = [event for event in events if event.kind == "resume"]
+    later = (Attempt(number, event.time, after=event.step or 0) for number, event in enumerate(resumed, start=2))
     return RunView(
         run_dir=run_dir,
         plan=plan,
@@ -98,68 +113,20 @@ def read_view(run_dir: Path) -> RunView:
         state=state,
         lines=lines,
         events=events,
-        attempts=_attempts(events),
-        memory=tuple(read_memory(run_dir)),
-        samples=tuple(read_samples(run_dir)),
-        attests=_attests(run_dir),
-        versions=_versions(run_dir / "versions.json"),
+        attempts=(*(Attempt(1, event.time, after=0) for event in events[:1]), *later),
+        memory=read_memory(run_dir),
+        samples=read_samples(run_dir),
+        attests=read_attestations(run_dir)[0],
+        versions=_versions(json_object(_text(run_dir / "versions.json"))),
         recipe_yaml=_text(run_dir / "recipe.yaml"),
     )
 
 
-def read_events(run_dir: Path) -> tuple[Event, ...]:
-    return tuple(event for event in map(parse_event, _lines(run_dir / EVENTS_FILE)) if event is not None)
-
-
-def read_metrics(run_dir: Path) -> tuple[StepMetrics, ...]:
-    """Each step once, in their order; of a step that was done again the later line."""
-    lines = map(parse_metrics, _lines(run_dir / METRICS_FILE))
-    found = {each.step: each for each in lines if each is not None}
-    return tuple(found[step] for step in sorted(found))
-
-
-def _attempts(events: tuple[Event, ...]) -> tuple[Attempt, ...]:
-    resumed = [event for event in events if event.kind == "resume"]
-    first = [Attempt(1, events[0].time, after=0)] if events else []
-    return (*first, *(Attempt(n, event.time, after=event.step or 0) for n, event in enumerate(resumed, start=2)))
-
-
-def _attests(run_dir: Path) -> tuple[Attest, ...]:
-    found = [(path.stem, json_object(_text(path))) for path in sorted((run_dir / "attest").glob("*.json"))]
-    return tuple(
-        Attest(
-            process=name,
-            role=str(raw.get("role", "")),
-            scheme=str(raw.get("scheme", "")),
-            emulated=raw.get("emulated") is True,
-            patches=_names(raw.get("patches")),
-            kernels=_kernels(raw.get("detail")),
-        )
-        for name, raw in found
-    )
-
-
-def _names(value: object) -> tuple[str, ...]:
-    return tuple(map(str, value)) if isinstance(value, list) else ()
-
-
-def _kernels(detail: object) -> tuple[tuple[str, int], ...]:
-    kernels = detail.get("kernels") if isinstance(detail, dict) else None
-    counts = kernels.items() if isinstance(kernels, dict) else ()
-    return tuple((str(name), count) for name, count in counts if isinstance(count, int))
-
-
-def _versions(path: Path) -> tuple[tuple[str, str], ...]:
-    raw = json_object(_text(path))
+def _versions(raw: dict[str, object]) -> list[tuple[str, str]]:
     distributions = raw.get("distributions")
     named = distributions.items() if isinstance(distributions, dict) else ()
     plain = [(name, raw[name]) for name in ("model", "python", "platform", "fingerprint") if name in raw]
-    return tuple((str(name), str(version)) for name, version in (*named, *plain))
-
-
-def _lines(path: Path) -> list[str]:
-    """Whole ones: the last one of a run that was killed may be half a line."""
-    return _text(path).split("\n")[:-1]
+    return [(name, str(version)) for name, version in (*named, *plain)]
 
 
 def _text(path: Path) -> str:

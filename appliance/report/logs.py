@@ -10,10 +10,10 @@ from pathlib import Path
 from appliance import console
 from appliance.errors import RecipeError
 from appliance.record.events import Tail
+from appliance.record.liveness import STACKS_FOLDER
 from appliance.record.session import has_launcher, log_dir, read_record
-from appliance.record.stacks import STACKS_FOLDER
 from appliance.report import summary
-from appliance.report.status import find_run, reading
+from appliance.report.folder import find_run, reading
 
 _IN_ORDER = ("prepare", "scale", "profile", "train")  # of the work; any other log comes after
 _LOOK_EVERY_S = 0.5
@@ -35,26 +35,20 @@ def print_logs(
     Raises RecipeError when there is none.
     """
     run_dir = find_run(run, run_root=run_root)
-    number = attempt or _newest_attempt(run_dir)
-    folder = log_dir(run_dir, attempt=number)
-    if not follow:
-        with reading(run_dir):
-            chosen = _chosen(run, folder=folder, which=which)
-        for path in chosen:
-            console.say(f"== {summary.typed_path(path)}")
-            for line in _lines(path, run_dir=run_dir):
-                _show(line)
-        return
-    _follow(lambda: _logs(folder, which=which), run_dir=run_dir, pause=pause)
-    if not _logs(folder, which=which):
-        _chosen(run, folder=folder, which=which)
-
-
-def _newest_attempt(run_dir: Path) -> int:
     try:
-        return read_record(run_dir).attempt
+        folder = log_dir(run_dir, attempt=attempt or read_record(run_dir).attempt)
     except (OSError, ValueError) as error:
         raise RecipeError([(f"{run_dir}: cannot be read as a run: {error}", "name the --attempt")]) from error
+    if follow:
+        _follow(folder, which=which, run_dir=run_dir, pause=pause)
+    with reading(run_dir):
+        chosen = _chosen(run, folder=folder, which=which)  # raises where there is none
+    if follow:
+        return
+    for path in chosen:
+        console.say(f"== {summary.typed_path(path)}")
+        for line in _lines(path, run_dir=run_dir):
+            _show(line)
 
 
 def _lines(path: Path, *, run_dir: Path) -> Iterator[str]:
@@ -88,14 +82,14 @@ def _logs(folder: Path, *, which: str | None) -> list[Path]:
     return stacks if which == STACKS_FOLDER else [logs[name] for name in order if name == which]
 
 
-def _follow(logs: Callable[[], list[Path]], *, run_dir: Path, pause: Callable[[float], None]) -> None:
+def _follow(folder: Path, *, which: str | None, run_dir: Path, pause: Callable[[float], None]) -> None:
     """Until the run's launcher is gone, and once more."""
     tails: dict[Path, Tail] = {}
     lives = True
     while lives:
         lives = has_launcher(run_dir)
         with reading(run_dir):
-            found = logs()
+            found = _logs(folder, which=which)
         for path in found:
             if path not in tails:
                 console.say(f"== {summary.typed_path(path)}")

@@ -3,21 +3,68 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from appliance.page.render import render
+from appliance.record.attestations import Attestation
+from appliance.record.samples import Sample
 from appliance.record.session import RunStatus
 from appliance.record.state import median_tokens_per_s, remaining_s, step_seconds
 from appliance.report import display, draw
-from appliance.report.curves import curves
+from appliance.report.figures import GIB, curves, event_rows, timeline
 from appliance.report.folder import RunView
-from appliance.report.generations import of_training, of_validation
 from appliance.report.summary import quoted_path, result
-from appliance.report.timeline import event_rows, timeline
 from appliance.report.verdicts import verdicts
 
 RELOAD_S = 10  # of a page whose run goes on
-_GIB = 1 << 30
 _GRADES = {RunStatus.DONE: "fine", RunStatus.FAILED: "bad", RunStatus.STOPPED: "warn"}  # classes of the pages' style
+_SHORT = 60  # characters of a model's text that go into a cell of a table
+_MOST_TIMES = 12  # that one problem's answers are shown: the first, the last and some between
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A response in a step. grade: a class of the pages' style.  accuracy: as the page says it."""
+
+    step: int
+    sample: Sample
+
+    @property
+    def grade(self) -> str:
+        accuracy = self.sample.accuracy
+        if accuracy is None:
+            return ""
+        return "fine" if accuracy >= 1 else "bad" if accuracy <= 0 else "warn"
+
+    @property
+    def accuracy(self) -> str:
+        return _number(self.sample.accuracy)
+
+    @property
+    def reward(self) -> str:
+        return self.accuracy if self.sample.reward is None else _number(self.sample.reward)
+
+
+@dataclass(frozen=True)
+class Story:
+    """The answers to one prompt, one at least. name: of letters and digits.  shown: some of them."""
+
+    name: str
+    title: str
+    answers: list[Answer]
+
+    @property
+    def prompt(self) -> str:
+        return self.answers[0].sample.prompt
+
+    @property
+    def truth(self) -> str:
+        return self.answers[-1].sample.truth
+
+    @property
+    def shown(self) -> list[Answer]:
+        return _some(self.answers)
 
 
 def page(view: RunView, *, now: float, awaits_restart: bool = False) -> str:
@@ -29,6 +76,7 @@ def page(view: RunView, *, now: float, awaits_restart: bool = False) -> str:
     record = view.record
     code = "" if record.exit_code in (None, 0) else f", exit code {record.exit_code}"
     rows, left_out = event_rows(view)
+    validation, training = _validation(view), _training(view)
     return render(
         "run.html.j2",
         title=f"{view.run_dir.name}: {record.state}",
@@ -42,12 +90,14 @@ def page(view: RunView, *, now: float, awaits_restart: bool = False) -> str:
         timeline=timeline(view),
         events=rows,
         events_left_out=left_out,
-        validation=of_validation(view),
-        training=of_training(view),
+        validation=validation,
+        validation_by_step=_by_step(validation) if _are_short(validation) else [],
+        training=training,
+        training_is_short=_are_short(training),
         recipe_yaml=view.recipe_yaml,
         choices=[(each.key, each.value, each.why) for each in view.plan.choices],
         findings=[(event.what,) for event in view.events if event.kind == "note" and event.why == "preflight"],
-        attests=_attests(view),
+        attests=[_attest(each) for each in view.attests],
         versions=view.versions,
         argv=view.plan.argv,
         reload_s=RELOAD_S if view.is_live or awaits_restart else 0,
@@ -59,7 +109,7 @@ def page(view: RunView, *, now: float, awaits_restart: bool = False) -> str:
 
 def _about(view: RunView, *, now: float, awaits_restart: bool) -> str:
     plan = view.plan
-    where = f"{plan.device}, {plan.nodes} × {plan.gpus_per_node}" if plan.device != "cpu" else "CPU"
+    where = "CPU" if plan.is_cpu else f"{plan.device}, {plan.nodes} × {plan.gpus_per_node}"
     written = datetime.datetime.fromtimestamp(now, tz=datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     live = ". The run goes on: the page is written anew as it does, and loads itself again" if view.is_live else ""
     if awaits_restart:
@@ -69,7 +119,7 @@ def _about(view: RunView, *, now: float, awaits_restart: bool) -> str:
 
 def _tiles(view: RunView, *, now: float) -> list[tuple[str, str]]:
     """(value, what it is) pairs."""
-    state, found = view.state, result(view.state)
+    state, found, per_step = view.state, result(view.state), step_seconds(view.state)
     peak = max((sample.pss_bytes for sample in view.memory), default=None)
     took = (now if view.is_live else view.ended) - view.started if view.started else 0.0
     left = remaining_s(state, now=now) if view.is_live and state.work is None else None
@@ -77,20 +127,55 @@ def _tiles(view: RunView, *, now: float) -> list[tuple[str, str]]:
         (f"{state.step} / {state.steps}", "steps" + (f", about {draw.duration(left)} left" if left else "")),
         (draw.number(found.after), f"reward, {draw.number(found.before)} before"),
         (draw.tokens_per_s(median_tokens_per_s(state)).removesuffix(" tokens/s"), "tokens/s of rollout, median"),
-        ("-" if step_seconds(state) is None else f"{step_seconds(state):.1f} s", "a step, median, all included"),
+        ("-" if per_step is None else f"{per_step:.1f} s", "a step, median, all included"),
         (draw.duration(took), "in all" if len(view.attempts) < 2 else f"in all, {len(view.attempts)} attempts"),
-        ("-" if peak is None else f"{peak / _GIB:.1f} GiB", "memory at the peak"),
+        ("-" if peak is None else f"{peak / GIB:.1f} GiB", "memory at the peak"),
     ]
 
 
-def _attests(view: RunView) -> list[tuple[str, ...]]:
-    return [
-        (
-            each.process,
-            each.role,
-            each.scheme + (", emulated" if each.emulated else ""),
-            ", ".join(each.patches) or "none",
-            ", ".join(f"{count} × {name}" for name, count in each.kernels),
-        )
-        for each in view.attests
-    ]
+def _attest(said: Attestation) -> tuple[str, ...]:
+    scheme, kernels = said.scheme + (", emulated" if said.emulated else ""), said.detail.get("kernels")
+    counts = kernels.items() if isinstance(kernels, dict) else ()
+    told = ", ".join(f"{count} × {name}" for name, count in counts)
+    return said.process, said.role, scheme, ", ".join(said.patches) or "none", told
+
+
+def _validation(view: RunView) -> list[Story]:
+    """A story per problem, by its prompt: problems keep their order from one validation to the next."""
+    by_prompt: dict[str, list[Answer]] = {}
+    for samples in view.samples:
+        for sample in samples.validation:
+            by_prompt.setdefault(sample.prompt, []).append(Answer(samples.step, sample))
+    numbered = enumerate(by_prompt.values(), start=1)
+    return [Story(f"validation{number}", f"problem {number}", told) for number, told in numbered]
+
+
+def _training(view: RunView) -> list[Story]:
+    """A story per step, some of them, of one prompt: its best and its worst sample."""
+    told = _some([samples for samples in view.samples if samples.training])
+    return [Story(f"training{s.step}", f"step {s.step}", [Answer(s.step, each) for each in s.training]) for s in told]
+
+
+def _are_short(stories: Sequence[Story]) -> bool:
+    """Whether all texts fit into the cells of one table."""
+    samples = [answer.sample for story in stories for answer in story.answers]
+    texts = [text for sample in samples for text in (sample.prompt, sample.response)]
+    return all(len(text) <= _SHORT and "\n" not in text for text in texts)
+
+
+def _by_step(stories: Sequence[Story]) -> list[tuple[int, list[Answer | None]]]:
+    """Some of the steps, each with the answer of every story."""
+    steps = _some(sorted({answer.step for story in stories for answer in story.answers}))
+    answers = [{answer.step: answer for answer in reversed(story.answers)} for story in stories]
+    return [(step, [each.get(step) for each in answers]) for step in steps]
+
+
+def _some(told: list) -> list:
+    """At most so many, evenly, the first and the last among them."""
+    if len(told) <= _MOST_TIMES:
+        return told
+    return [told[round(place * (len(told) - 1) / (_MOST_TIMES - 1))] for place in range(_MOST_TIMES)]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"

@@ -1,17 +1,23 @@
-"""What a finished run has to say: reward before and after, speed, where everything lies, what to try next. Pure."""
+"""Where a run is (`appliance status`), and what it has to say when it is done: reward before and after, speed, where
+everything lies, what to try next."""
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from appliance.record.checkpoints import in_order
+from appliance import console
+from appliance.record.checkpoints import in_order, step_of
+from appliance.record.events import RunTail
 from appliance.record.plan import RunPlan
-from appliance.record.state import RunState, median_tokens_per_s, step_seconds
-from appliance.report import draw
+from appliance.record.session import RunRecord, RunStatus
+from appliance.record.state import RunState, fold, median_tokens_per_s, remaining_s, step_seconds
+from appliance.report import display, draw
+from appliance.report.folder import UNFINISHED, find_run, read_run, reading
 from appliance.terms.schemes import Scheme
 
 REPORT_FILE = "report.html"
@@ -27,6 +33,11 @@ class Result:
     after: float | None
     greedy: bool
 
+    @property
+    def climbed(self) -> bool:
+        """Whether the reward rose by more than noise."""
+        return self.before is not None and self.after is not None and self.after > self.before + _CLIMB
+
 
 def result(state: RunState) -> Result:
     """By validation where there is one before and one after, else by the sampled rewards at both ends."""
@@ -38,21 +49,17 @@ def result(state: RunState) -> Result:
     return Result(sum(first) / len(first), sum(last) / len(last), greedy=False)
 
 
-def climbed(found: Result) -> bool:
-    """Whether the reward rose by more than noise."""
-    return found.before is not None and found.after is not None and found.after > found.before + _CLIMB
-
-
 def summary_rows(plan: RunPlan, state: RunState, *, seconds: float, folder: str) -> tuple[tuple[str, str], ...]:
     """(label, text) pairs. seconds: of the whole run.  folder: the run's folder as a person would type it."""
-    per_step = step_seconds(state)
-    speed = f"{draw.tokens_per_s(median_tokens_per_s(state))} of rollout, {draw.number(per_step, digits=1)} s a step"
-    fine = len(state.rewards) - state.unhealthy_steps
+    found, per_step = result(state), draw.number(step_seconds(state), digits=1)
+    how = f"greedy, {state.val_samples} problems of the validation set" if found.greedy else "sampled, while training"
+    beside = f" (bf16 {draw.number(state.val_bf16)})" if found.greedy and state.val_bf16 is not None else ""
+    reward = f"{draw.number(found.before)} before, {draw.number(found.after)}{beside} after ({how})"
     return (
         ("done", f"{state.step} steps in {draw.duration(seconds)}"),
-        ("reward", _reward(state)),
-        ("speed", f"{speed} (medians)"),
-        ("mismatch", f"fine in {fine} of {len(state.rewards)} steps"),
+        ("reward", reward),
+        ("speed", f"{draw.tokens_per_s(median_tokens_per_s(state))} of rollout, {per_step} s a step (medians)"),
+        ("mismatch", _mismatch(state)),
         ("model", f"{folder}/model"),
         ("report", f"{folder}/{REPORT_FILE}"),
         ("run folder", f"{folder}  (metrics.jsonl, events.jsonl, logs/)"),
@@ -60,29 +67,20 @@ def summary_rows(plan: RunPlan, state: RunState, *, seconds: float, folder: str)
     )
 
 
-def _reward(state: RunState) -> str:
-    found = result(state)
-    how = f"greedy, {state.val_samples} problems of the validation set" if found.greedy else "sampled, while training"
-    after = draw.number(found.after)
-    if found.greedy and state.val_bf16 is not None:
-        after += f" (bf16 {draw.number(state.val_bf16)})"
-    return f"{draw.number(found.before)} before, {after} after ({how})"
+def _mismatch(state: RunState) -> str:
+    return f"fine in {len(state.rewards) - state.unhealthy_steps} of {len(state.rewards)} steps"
 
 
 def try_next(plan: RunPlan, state: RunState, *, folder: str) -> tuple[str, ...]:
     """One or two things that this run's outcome suggests."""
-    found = result(state)
-    lines = []
+    longer, lines = f"--set trainer.steps={2 * plan.steps}", []
     if state.unhealthy_steps:
         lines.append("the mismatch left its bounds: compare with --set rollout.scheme=bf16")
-    if not climbed(found):
-        lines.append(
-            f"the reward did not climb: more steps (--set trainer.steps={2 * plan.steps}) or a higher learning rate"
-        )
+    if not result(state).climbed:
+        lines.append(f"the reward did not climb: more steps ({longer}) or a higher learning rate")
     if not lines:
-        lines.append(f"train longer: --set trainer.steps={2 * plan.steps}")
         other = Scheme.BF16 if plan.rollout.scheme.quantised else Scheme.INT8
-        lines.append(f"compare: --set rollout.scheme={other}")
+        lines += [f"train longer: {longer}", f"compare: --set rollout.scheme={other}"]
     return (*lines, f"appliance status {shlex.quote(folder)}")
 
 
@@ -107,12 +105,69 @@ def summary_object(
     }
 
 
+def print_status(run: str, *, run_root: Path, json_mode: bool = False) -> None:
+    """From the run's folder alone. Raises RecipeError when there is no such run or its files cannot be read."""
+    run_dir = find_run(run, run_root=run_root)
+    plan, record = read_run(run_dir)
+    state = RunState(steps=plan.steps)
+    with reading(run_dir):
+        saved = in_order(run_dir)
+        for news in RunTail(run_dir).read():
+            state = fold(state, news)
+    if not json_mode:
+        rows = status_rows(plan, record, state, folder=typed_path(run_dir))
+        console.out(console.table((*rows, *_saved_rows(run_dir, record, saved=saved))))
+        return
+    numbers = {
+        "step": state.step,
+        "steps": state.steps,
+        "reward_mean": state.rewards[-1] if state.rewards else None,
+        "val_reward_before": state.val_first,
+        "val_reward_mean": state.val_last,
+        "rollout_tokens_per_s": median_tokens_per_s(state),
+        "checkpoint_steps": [step_of(folder) for folder in saved],
+    }
+    console.out(json.dumps({**asdict(record), "run_dir": str(run_dir), **numbers}))
+
+
+def status_rows(plan: RunPlan, record: RunRecord, state: RunState, *, folder: str) -> tuple[tuple[str, str], ...]:
+    """(label, text) pairs; what is not known yet is left out."""
+    is_live, code = record.state in UNFINISHED, "" if record.exit_code is None else f" (exit code {record.exit_code})"
+    rows = [("run", display.title(plan))]
+    rows.append(("state", f"{record.state}{code}" + (f": {record.reason}" if record.reason else "")))
+    if is_live:
+        rows.append(("phase", display.phase_text(record.phase)))
+    left = remaining_s(state, now=0.0) if state.work is None and is_live else None
+    rows.append(("step", f"{state.step} of {state.steps}" + (f", about {draw.duration(left)} left" if left else "")))
+    if state.rewards:
+        rows.append(("reward", f"{state.rewards[-1]:.3f} in step {state.step}, {state.rewards[0]:.3f} in the first"))
+    if state.val_last is not None:
+        rows.append(("validation", display.validation_text(state)))
+    if state.last is not None:
+        rows.append(("speed", f"{draw.tokens_per_s(median_tokens_per_s(state))} of rollout (median)"))
+        rows.append(("mismatch", _mismatch(state)))
+    if state.failure is not None and record.state is RunStatus.FAILED:
+        rows.append(("hint", state.failure.hint))
+    rows.append(("folder", folder))
+    return tuple((label, text) for label, text in rows if text)
+
+
+def _saved_rows(run_dir: Path, record: RunRecord, *, saved: list[Path]) -> list[tuple[str, str]]:
+    rows = [("attempts", str(record.attempt))] if record.attempt > 1 else []
+    if (page := run_dir / REPORT_FILE).is_file():
+        rows.append(("report", typed_path(page)))
+    if saved:
+        rows.append(("checkpoint", f"{saved[-1].name}, the newest of {len(saved)}"))
+    if record.state in (RunStatus.FAILED, RunStatus.STOPPED) and (command := go_on_command(run_dir)):
+        rows.append(("go on", command))
+    return rows
+
+
 def go_on_command(run_dir: Path) -> str:
     """What goes on with a run that did not end well; empty when it has no checkpoint."""
     if not in_order(run_dir):
         return ""
-    recipe = quoted_path(run_dir / "recipe.yaml")
-    return f"appliance train {recipe} --resume {quoted_path(run_dir)}"
+    return f"appliance train {quoted_path(run_dir / 'recipe.yaml')} --resume {quoted_path(run_dir)}"
 
 
 def typed_path(path: Path) -> str:

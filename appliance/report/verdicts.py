@@ -1,21 +1,31 @@
-"""What a run comes to, in a word and a sentence per question, by its view and what its processes wrote down."""
+"""What a run comes to, in a word and a sentence per question.
+
+Two of them rest on what the processes wrote down about themselves, held against the plan: attestations and weight
+updates, read anew from `attest/` and `sync/`, which hold the newest attempt. A line of metrics says nothing of either.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from appliance.errors import SyncError
 from appliance.guard.policy import ESS, K3_KL
-from appliance.record import health
+from appliance.plan.guard import finer_schemes
+from appliance.record.attestations import check_attestations
 from appliance.record.events import StepMetrics
+from appliance.record.lines import read_lines
+from appliance.record.plan import ExpectedAttestation
 from appliance.record.session import RunStatus
+from appliance.record.state import judge
 from appliance.report import display, draw
 from appliance.report.folder import RunView
-from appliance.report.proofs import Trail, engines_of, judge_attested, misses, read_trails
-from appliance.report.summary import climbed, go_on_command, result
+from appliance.report.summary import go_on_command, result
+from appliance.sync.generation import Generation, attestations_at, read_generation
+from appliance.sync.records import SYNC_FOLDER, Acknowledgement, Sent
 from appliance.terms.schemes import Scheme
 
 _MOST_SENTENCES = 3
@@ -42,18 +52,43 @@ class Verdict:
     text: str
 
 
+_Said = tuple[Word, str]
+
+
+@dataclass(frozen=True)
+class _Trail:
+    """Of one rank of an engine, by number of the update. sent: digest of what the trainer sent it."""
+
+    name: str
+    sent: dict[int, str]
+    taken: dict[int, Acknowledgement]
+
+    @property
+    def newest(self) -> Acknowledgement | None:
+        return self.taken[max(self.taken)] if self.taken else None
+
+
 def verdicts(view: RunView) -> list[Verdict]:
     """In the order in which a person would ask."""
-    checks = (_outcome, _reward, _mismatch, _precision, _updates, _attested, _guard, _rewards)
-    return [found for check in checks for found in check(view)]
+    answers = {
+        "Did it finish?": _outcome,
+        "Did the reward climb?": _reward,
+        "Do rollouts and trainer agree?": _mismatch,
+        "What does the scheme cost?": _precision,
+        "Did the weights arrive?": _updates,
+        "Does every process run what it should?": _attested,
+        "Did the guard act?": _guard,
+        "Was every response graded and learned from?": _rewards,
+    }
+    return [Verdict(question, *said) for question, answer in answers.items() if (said := answer(view)) is not None]
 
 
-def _outcome(view: RunView) -> list[Verdict]:
+def _outcome(view: RunView) -> _Said:
     record, state = view.record, view.state
     steps = f"{state.step} of {state.steps} steps"
     match record.state:
         case RunStatus.DONE:
-            return [Verdict("Did it finish?", Word.FINE, f"{steps}, the model is in model/")]
+            return Word.FINE, f"{steps}, the model is in model/"
         case RunStatus.FAILED | RunStatus.STOPPED:
             command = go_on_command(view.run_dir)
             parts = [f"{steps}: {record.reason or record.state}"]
@@ -61,93 +96,116 @@ def _outcome(view: RunView) -> list[Verdict]:
                 parts.append(state.failure.hint)
             parts += [f"go on with: {command}"] if command else []
             word = Word.BAD if record.state is RunStatus.FAILED else Word.WARN
-            return [Verdict("Did it finish?", word, "; ".join(parts))]
+            return word, "; ".join(parts)
         case _:
-            return [Verdict("Did it finish?", Word.OPEN, f"{steps}, now {display.phase_text(record.phase)}")]
+            return Word.OPEN, f"{steps}, now {display.phase_text(record.phase)}"
 
 
-def _reward(view: RunView) -> list[Verdict]:
+def _reward(view: RunView) -> _Said:
     found = result(view.state)
     if found.before is None or found.after is None:
-        return [Verdict("Did the reward climb?", Word.OPEN, "no step to compare with yet")]
+        return Word.OPEN, "no step to compare with yet"
     how = f"greedy, {view.state.val_samples} problems" if found.greedy else "sampled, means of five steps"
     text = f"{draw.number(found.before)} before, {draw.number(found.after)} after ({how})"
-    word = Word.FINE if climbed(found) else Word.OPEN if view.is_live else Word.WARN
-    return [Verdict("Did the reward climb?", word, text)]
+    word = Word.FINE if found.climbed else Word.OPEN if view.is_live else Word.WARN
+    return word, text
 
 
-def _mismatch(view: RunView) -> list[Verdict]:
-    question = "Do rollouts and trainer agree?"
-    judged = [(step, found) for step in view.steps if (found := health.judge(step)).word != "unknown"]
+def _mismatch(view: RunView) -> _Said:
+    judged = [(step, found) for step in view.steps if (found := judge(step)).word != "unknown"]
     if not judged:
-        return [Verdict(question, Word.OPEN, "no step has a mismatch yet")]
+        return Word.OPEN, "no step has a mismatch yet"
     bad = [(step, found) for step, found in judged if not found.healthy]
-    text = f"within the bounds in {len(judged) - len(bad)} of {len(judged)} steps"
+    said = [f"within the bounds in {len(judged) - len(bad)} of {len(judged)} steps", *_worst(view.steps)]
+    said += [f"step {step.step}: {', '.join(found.reasons)}" for step, found in bad[-1:]]
     word = Word.FINE if not bad else Word.WARN if judged[-1][1].healthy else Word.BAD
-    return [Verdict(question, word, "; ".join([text, *_worst(view.steps), *_newest(bad)]))]
+    return word, "; ".join(said)
 
 
-def _worst(steps: Sequence[StepMetrics]) -> list[str]:
+def _worst(steps: Sequence[StepMetrics]) -> Iterator[str]:
     k3 = [(step.mismatch_k3_kl, step.step) for step in steps if step.mismatch_k3_kl is not None]
     ess = [(step.is_ess, step.step) for step in steps if step.is_ess is not None]
-    said = []
     if k3:
-        worst, at = max(k3)
-        said.append(f"largest k3 {worst:.1e} in step {at} (bound {K3_KL})")
+        yield "largest k3 {:.1e} in step {} (bound {})".format(*max(k3), K3_KL)
     if ess:
-        worst, at = min(ess)
-        said.append(f"smallest effective sample size {worst:.3f} in step {at} (bound {ESS})")
-    return said
+        yield "smallest effective sample size {:.3f} in step {} (bound {})".format(*min(ess), ESS)
 
 
-def _newest(bad: Sequence[tuple[StepMetrics, health.Verdict]]) -> list[str]:
-    return [f"step {step.step}: {', '.join(judged.reasons)}" for step, judged in bad[-1:]]
-
-
-def _precision(view: RunView) -> list[Verdict]:
+def _precision(view: RunView) -> _Said | None:
     """The model's greedy reward in the rollouts' scheme against BF16's, of the newest validation that has both."""
     both = [
-        line
+        (line, own, bf16)
         for line in view.lines
-        if line.val_reward_mean is not None
-        and line.val_reward_bf16_mean is not None
+        if (own := line.val_reward_mean) is not None
+        and (bf16 := line.val_reward_bf16_mean) is not None
         and line.scheme != str(Scheme.BF16)
     ]
     if not both:
-        return []
-    line = both[-1]
-    own, bf16, problems = line.val_reward_mean, line.val_reward_bf16_mean, line.val_samples
-    assert own is not None and bf16 is not None
-    noise = _noise(bf16, problems=problems)
-    text = f"{own:.3f} in {line.scheme}, {bf16:.3f} in bf16, after step {line.step}"
-    if noise is None:
-        return [Verdict("What does the scheme cost?", Word.OPEN, text)]
-    text += f"; {problems:.0f} problems can tell apart ±{noise:.3f} (two standard errors, not paired)"
-    return [Verdict("What does the scheme cost?", Word.FINE if own > bf16 - noise else Word.WARN, text)]
-
-
-def _noise(mean: float, *, problems: float | None) -> float | None:
-    """Two standard errors of the difference of two means of so many rewards of 0 or 1; None where they are not such."""
-    if not problems or not 0.0 <= mean <= 1.0:
         return None
-    return 2 * math.sqrt(2 * max(mean * (1 - mean), 1 / problems) / problems)
+    line, own, bf16 = both[-1]
+    problems = line.val_samples
+    text = f"{own:.3f} in {line.scheme}, {bf16:.3f} in bf16, after step {line.step}"
+    if not problems or not 0.0 <= bf16 <= 1.0:  # only of rewards of 0 or 1 the mean tells the noise
+        return Word.OPEN, text
+    noise = 2 * math.sqrt(2 * max(bf16 * (1 - bf16), 1 / problems) / problems)
+    text += f"; {problems:.0f} problems can tell apart ±{noise:.3f} (two standard errors, not paired)"
+    return Word.FINE if own > bf16 - noise else Word.WARN, text
 
 
-def _updates(view: RunView) -> list[Verdict]:
-    question = "Did the weights arrive?"
-    trails, failure = read_trails(view), view.state.failure
+def _updates(view: RunView) -> _Said:
+    is_done = view.record.state is RunStatus.DONE
+    trails, failure = _trails(view), view.state.failure
     if view.record.state is RunStatus.FAILED and failure is not None and failure.error == SyncError.__name__:
-        return [Verdict(question, Word.BAD, failure.what)]
-    wrong = misses(trails, engines=engines_of(view), is_done=view.record.state is RunStatus.DONE)
-    if wrong:
-        return [Verdict(question, Word.BAD, _first(wrong))]
+        return Word.BAD, failure.what
+    if wrong := list(_misses(trails, engines=_engines(view), is_done=is_done)):
+        return Word.BAD, _first(wrong)
     if not any(trail.taken for trail in trails):
-        word = Word.WARN if view.record.state is RunStatus.DONE else Word.OPEN
-        return [Verdict(question, word, "no engine has acknowledged an update in sync/")]
-    return [Verdict(question, Word.FINE, _arrived(trails, attempt=view.record.attempt))]
+        return Word.WARN if is_done else Word.OPEN, "no engine has acknowledged an update in sync/"
+    return Word.FINE, _arrived(trails, attempt=view.record.attempt)
 
 
-def _arrived(trails: Sequence[Trail], *, attempt: int) -> str:
+def _trails(view: RunView) -> list[_Trail]:
+    """One per rank of each engine of the plan, in the order of ranks; a line that cannot be read is left out."""
+    rollout, folder = view.plan.rollout, view.run_dir / SYNC_FOLDER
+    ranks = itertools.product(range(len(rollout.replicas)), range(rollout.tensor_parallel))
+    return [
+        _Trail(
+            name=f"rollout-{place}",
+            sent={each.sync: each.manifest for each in read_lines(folder / f"trainer-{place}.jsonl", Sent)},
+            taken={each.sync: each for each in read_lines(folder / f"rollout-{place}.jsonl", Acknowledgement)},
+        )
+        for place in (f"{replica}-{rank}" for replica, rank in ranks)
+    ]
+
+
+def _engines(view: RunView) -> Generation:
+    """The present ones; where the file cannot be read the first ones, which are held against the plan."""
+    try:
+        return read_generation(view.run_dir)
+    except SyncError:
+        return Generation()
+
+
+def _misses(trails: Sequence[_Trail], *, engines: Generation, is_done: bool) -> Iterator[str]:
+    """Updates that an engine did not take as they were sent, one sentence each.
+
+    is_done: False where the newest update may be on its way, or was when the run ended.
+    """
+    newest = max((number for trail in trails for number in (*trail.sent, *trail.taken)), default=0)
+    reference = {number: digest for trail in reversed(trails) for number, digest in trail.sent.items()}
+    for number in range(1, newest + 1):
+        for trail in trails:
+            taken = trail.taken.get(number)
+            if taken is None:
+                if is_done or number < newest:
+                    yield f"{trail.name} did not acknowledge update {number}"
+            elif not (taken.manifest == trail.sent.get(number) == reference.get(number)):
+                yield f"{trail.name} took other weights than were sent with update {number}"
+            elif (number in engines.firsts or taken.switched) and taken.layers_proven < taken.layers:
+                yield f"{trail.name} proved {taken.layers_proven} of {taken.layers} layers at update {number}"
+
+
+def _arrived(trails: Sequence[_Trail], *, attempt: int) -> str:
     updates, of = min(len(trail.taken) for trail in trails), f" of attempt {attempt}" if attempt > 1 else ""
     count = f"{sum(bool(trail.taken) for trail in trails)} of {len(trails)} engines' processes"
     told = [f"{updates} updates{of} arrived with the digests sent, at {count}"]
@@ -161,19 +219,34 @@ def _arrived(trails: Sequence[Trail], *, attempt: int) -> str:
     return "; ".join(told + [f"tensors there known by their digest alone: {unproven}"] * (unproven > 0))
 
 
-def _attested(view: RunView) -> list[Verdict]:
-    question = "Does every process run what it should?"
-    expected, found = len(view.plan.attestations), judge_attested(view, trails=read_trails(view))
-    said = expected - len(found.missing)
+def _attested(view: RunView) -> _Said:
+    """By the plan, the program that began the attempt, what the present engines were started in, and what updates
+    changed an engine's precision to since."""
+    trails, plan = _trails(view), view.plan
+    expected = [_by_now(view, each, trails=trails) for each in attestations_at(plan, _engines(view).precision)]
+    fingerprint = dict(view.versions).get("fingerprint", "")
+    found = check_attestations(view.run_dir, expected, pins=plan.pins, fingerprint=fingerprint)
+    said = len(expected) - len(found.missing)
     if found.wrong or found.unreadable:
-        return [Verdict(question, Word.BAD, _first([*found.wrong, *found.unreadable]))]
+        return Word.BAD, _first([*found.wrong, *found.unreadable])
     if not said and view.record.state is not RunStatus.DONE:
-        return [Verdict(question, Word.OPEN, "no process has said yet what it runs")]
-    text = f"{said} of {expected} processes run the scheme, patches and versions of the plan, by their own word"
+        return Word.OPEN, "no process has said yet what it runs"
+    text = f"{said} of {len(expected)} processes run the scheme, patches and versions of the plan, by their own word"
     if not found.missing and expected:
-        return [Verdict(question, Word.FINE, text)]
+        return Word.FINE, text
     word = Word.OPEN if view.is_live else Word.WARN
-    return [Verdict(question, word, "; ".join([text, *([_first(found.missing)] if found.missing else [])]))]
+    return word, "; ".join([text, *([_first(found.missing)] if found.missing else [])])
+
+
+def _by_now(view: RunView, planned: ExpectedAttestation, *, trails: Sequence[_Trail]) -> ExpectedAttestation:
+    """A worker whose layers changed their precision with an update has attested anew what they run since."""
+    if planned.role != "rollout" or planned.rank >= len(trails):
+        return planned
+    trail, raised_to = trails[planned.rank], (Scheme.BF16, *finer_schemes(view.plan))
+    newest = trail.newest if any(each.switched for each in trail.taken.values()) else None
+    if newest is None or newest.scheme not in raised_to:
+        return planned
+    return planned.replace(scheme=Scheme(newest.scheme), emulated=newest.emulated)
 
 
 def _first(sentences: Sequence[str]) -> str:
@@ -181,17 +254,17 @@ def _first(sentences: Sequence[str]) -> str:
     return "; ".join([*sentences[:_MOST_SENTENCES], *([f"and {more} more"] if more > 0 else [])])
 
 
-def _guard(view: RunView) -> list[Verdict]:
+def _guard(view: RunView) -> _Said:
     told = [event for event in view.events if event.kind == "guard"]
     if not view.plan.guard.actions:
-        return [Verdict("Did the guard act?", Word.OPEN, "it may do nothing: guard.actions is empty")]
+        return Word.OPEN, "it may do nothing: guard.actions is empty"
     if not told:
-        return [Verdict("Did the guard act?", Word.FINE, "no step gave it a reason to")]
+        return Word.FINE, "no step gave it a reason to"
     times = "once" if len(told) == 1 else f"{len(told)} times"
-    return [Verdict("Did the guard act?", Word.WARN, f"{times}, the last: {told[-1].what} ({told[-1].why})")]
+    return Word.WARN, f"{times}, the last: {told[-1].what} ({told[-1].why})"
 
 
-def _rewards(view: RunView) -> list[Verdict]:
+def _rewards(view: RunView) -> _Said | None:
     """What could not be graded, and steps that nothing was learned from; nothing to say where all went well."""
     failed = sum(step.reward_failures or 0 for step in view.steps)
     broken = [step.step for step in view.steps if step.nonfinite_fraction]
@@ -202,4 +275,4 @@ def _rewards(view: RunView) -> list[Verdict]:
         said.append(
             f"{len(broken)} steps were not learned from: log-probabilities were not finite, last in {broken[-1]}"
         )
-    return [Verdict("Was every response graded and learned from?", Word.WARN, "; ".join(said))] if said else []
+    return (Word.WARN, "; ".join(said)) if said else None

@@ -11,9 +11,8 @@ from appliance.errors import RecipeError
 from appliance.files import write_whole
 from appliance.record import events
 from appliance.record.session import RunStatus, cannot_write
-from appliance.report.folder import read_view
+from appliance.report.folder import find_run, read_view, reading
 from appliance.report.page import page
-from appliance.report.status import find_run, reading
 from appliance.report.summary import REPORT_FILE, typed_path
 
 _EVERY_S = 10.0
@@ -31,9 +30,9 @@ def print_report(run: str, *, run_root: Path, output: Path | None) -> None:
     if output is not None and os.path.isdir(output):  # unlike Path.is_dir it takes any text
         raise RecipeError([(f"-o: {output} is a folder", "name a file, or leave -o out")])
     with reading(run_dir):
-        text = _text(run_dir, may_restart=False)
+        content = _content(run_dir, may_restart=False)
     try:
-        _write(text, target=target)
+        write_whole(target, content, durable=False)
     except OSError as error:
         raise cannot_write(target, error, setting="-o") from error
     console.out(typed_path(target.absolute()))
@@ -41,19 +40,15 @@ def print_report(run: str, *, run_root: Path, output: Path | None) -> None:
 
 def write_page(run_dir: Path, *, target: Path, may_restart: bool = False) -> None:
     """may_restart: as of LivePage. Raises OSError and RecipeError."""
-    _write(_text(run_dir, may_restart=may_restart), target=target)
+    write_whole(target, _content(run_dir, may_restart=may_restart), durable=False)
 
 
-def _text(run_dir: Path, *, may_restart: bool) -> str:
+def _content(run_dir: Path, *, may_restart: bool) -> bytes:
+    """Text that is no UTF-8 costs only itself."""
     view = read_view(run_dir)
     awaits = may_restart and view.record.state is RunStatus.FAILED
     awaits = awaits and events.may_restart(run_dir, code=view.record.exit_code or 0)
-    return page(view, now=time.time(), awaits_restart=awaits)
-
-
-def _write(text: str, *, target: Path) -> None:
-    """Whole or not at all; text that is no UTF-8 costs only itself."""
-    write_whole(target, text.encode(errors="replace"), durable=False)
+    return page(view, now=time.time(), awaits_restart=awaits).encode(errors="replace")
 
 
 class LivePage:
@@ -88,15 +83,10 @@ class LivePage:
             return
         try:
             write_page(self._run_dir, target=self._run_dir / REPORT_FILE, may_restart=self.may_restart)
-        except OSError as error:
-            self._warn(error)
         except Exception as error:  # the boundary, see above
-            self._broken = True
-            self._warn(error)
+            self._broken = not isinstance(error, OSError)
+            if not self._warned:
+                console.say(f"warning: {REPORT_FILE} cannot be written: {type(error).__name__}: {error}")
+            self._warned = True
         else:
             self._stale = False
-
-    def _warn(self, error: Exception) -> None:
-        if not self._warned:
-            console.say(f"warning: {REPORT_FILE} cannot be written: {type(error).__name__}: {error}")
-        self._warned = True

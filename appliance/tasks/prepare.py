@@ -16,9 +16,8 @@ from appliance.errors import EngineError, RecipeError
 from appliance.files import whole_folder
 from appliance.hub import download_model
 from appliance.record.events import append_event, exit_code_of
-from appliance.record.heartbeat import Heartbeat
+from appliance.record.liveness import Heartbeat, keep_stacks
 from appliance.record.plan import RunPlan, read_plan
-from appliance.record.stacks import keep_stacks
 from appliance.tasks.library import TASKS
 from appliance.tasks.rows import Problem, write_parquet
 from appliance.tasks.task import Splits

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from appliance.errors import RecipeError
 from appliance.hub import download_data
-from appliance.record.heartbeat import Heartbeat
+from appliance.record.liveness import Heartbeat
 from appliance.tasks.rows import Faults, Problem, ProblemSet, Source, read_file, without_faults
 
 

@@ -27,9 +27,9 @@ def check_attested(plan: RunPlan, *, precision: Precision) -> None:
     precision: what the rollout engines were started in.
     """
     expected = attestations_at(plan, precision)
-    problems = check_attestations(Path(plan.run_dir), expected, pins=plan.pins, fingerprint=fingerprint())
-    if problems:
-        raise AttestationError("; ".join(problems), hint="see attest/ in the run folder")
+    found = check_attestations(Path(plan.run_dir), expected, pins=plan.pins, fingerprint=fingerprint())
+    if found.problems:
+        raise AttestationError("; ".join(found.problems), hint="see attest/ in the run folder")
 
 
 def attest_driver(plan: RunPlan) -> None:

@@ -25,21 +25,25 @@ from ray.exceptions import RayTaskError
 
 from appliance.errors import CheckpointError
 from appliance.files import is_full, is_refused, sync_to_disk
-from appliance.record.checkpoint_manifest import CheckpointManifest, Facts, damage, hash_file, seal
 from appliance.record.checkpoints import (
     FOLDER,
     OF_A_STEP,
     PROFILE_FOLDER,
+    STATE_FILE,
     UAQ_FILE,
+    CheckpointManifest,
+    Facts,
     checkpoint_folder,
+    damage,
+    hash_file,
     in_order,
     partial_of,
     put_in_place,
     read_saved,
     remove_surplus,
+    seal,
 )
 from appliance.record.events import METRICS_FILE, append_event
-from appliance.record.pending_validation import STATE_FILE
 from appliance.record.plan import CheckpointPlan, RunPlan
 from appliance.trainer.precision import PrecisionState
 from appliance.trainer.process_watch import NAMED_AFTER_S

@@ -20,8 +20,8 @@ from appliance.cluster.form import Cluster, cluster_of, lost
 from appliance.errors import ApplianceError, GuardStop, Interrupted, ProcessDied, SavedAndStopped, TrainingError
 from appliance.record.checkpoints import step_of
 from appliance.record.events import append_event, append_failure, first_failure
+from appliance.record.liveness import keep_stacks
 from appliance.record.plan import RunPlan, read_plan
-from appliance.record.stacks import keep_stacks
 from appliance.terms.environment import PLAN_VARIABLE, RAY_DIR_VARIABLE, RAY_OWN, SERVER_VARIABLES
 from appliance.trainer import preload
 from appliance.trainer.stopping import Stopping

@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib
 import os
 
-from appliance.record.stacks import RAY_ROLE, keep_stacks
+from appliance.record.liveness import RAY_ROLE, keep_stacks
 from appliance.terms.environment import PRELOAD_VARIABLE
 
 _SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"

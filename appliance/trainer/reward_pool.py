@@ -20,7 +20,7 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 from pebble.pool.process import PoolManager
 
-from appliance.record.stacks import keep_stacks
+from appliance.record.liveness import keep_stacks
 from appliance.tasks.grading import Fault, Graded, checked
 from appliance.tasks.library import TASKS, score
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from appliance.errors import ApplianceError, Interrupted, SavedAndStopped
 from appliance.record.events import append_event
-from appliance.record.stop_request import asked_to_stop
+from appliance.record.session import asked_to_stop
 
 LOOK_EVERY_S = 0.5
 

@@ -19,9 +19,8 @@ from verl.workers.rollout.llm_server import LLMServerManager
 
 from appliance.errors import ApplianceError, GuardStop
 from appliance.guard.signals import Signals
-from appliance.record.checkpoints import checkpoint_folder
+from appliance.record.checkpoints import checkpoint_folder, owed_line
 from appliance.record.events import append_event, run_started
-from appliance.record.pending_validation import owed_line
 from appliance.record.plan import RunPlan
 from appliance.terms.devices import CPU
 from appliance.trainer.attest import attest_driver, attest_trainers, check_attested
@@ -216,7 +215,7 @@ class Trainer(PPOTrainerSync):
     # the end
 
     def on_train_end(self) -> None:
-        """verl comes here when no step was left: its validation may be missing (record/pending_validation.py)."""
+        """verl comes here when no step was left: its validation may be missing (record/checkpoints.py)."""
         super().on_train_end()
         checkpoint = Path(self.plan.resume_from) if self.plan.resume_from else None
         line = owed_line(self.run_dir, checkpoint=checkpoint, plan=self.plan)

@@ -17,8 +17,8 @@ from typing import Any
 from verl.workers.rollout import base
 
 from appliance.patch import Patch, apply_patch
+from appliance.record.liveness import WORKER_ROLE, keep_stacks
 from appliance.record.plan import read_plan
-from appliance.record.stacks import WORKER_ROLE, keep_stacks
 from appliance.terms.environment import PLAN_VARIABLE
 from appliance.trainer.cpu_platform import fit_threads_to_host, is_cpu_run
 

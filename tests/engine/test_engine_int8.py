@@ -292,7 +292,7 @@ def test_a_worker_attests_what_is_live(engine: Engine, tmp_path: Path, monkeypat
     assert said["detail"]["dtype"] == "torch.bfloat16"
     plan = read_plan(plan_path)
     assert said["versions"] == dict(plan.pins)
-    assert check_attestations(tmp_path, plan.attestations, pins=plan.pins, fingerprint=fingerprint()) == []
+    assert check_attestations(tmp_path, plan.attestations, pins=plan.pins, fingerprint=fingerprint()).problems == []
 
 
 def test_a_worker_of_another_scheme_is_found_out(
@@ -306,7 +306,7 @@ def test_a_worker_of_another_scheme_is_found_out(
     plan_path = write_plan(tmp_path, scheme=other)
     attest(engine, plan=plan_path, replica="0", monkeypatch=monkeypatch)
     plan = read_plan(plan_path)
-    assert check_attestations(tmp_path, plan.attestations, pins=plan.pins, fingerprint=fingerprint()) == [
+    assert check_attestations(tmp_path, plan.attestations, pins=plan.pins, fingerprint=fingerprint()).problems == [
         f"rollout-0-0 runs {engine.scheme}, the plan says {other}"
     ]
 

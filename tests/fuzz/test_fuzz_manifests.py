@@ -13,8 +13,7 @@ from fuzz_surface import attempt, fuzzed
 from fuzz_text import HOSTILE, VARIANTS, as_json, broken, deep, raw, seeds, values, variants, wild_text
 from hypothesis import strategies as st
 
-from appliance.record.checkpoint_manifest import Facts, damage, read_manifest, seal
-from appliance.record.checkpoints import find_newest, read_saved, surplus
+from appliance.record.checkpoints import Facts, damage, find_newest, read_manifest, read_saved, seal, surplus
 
 FACTS = Facts(step=3, world_size=1, reason="the end", time=1.5, val_reward=0.5, profile=(("p.safetensors", "ab"),))
 

@@ -20,7 +20,7 @@ from appliance.plan.experts import layers_with_experts
 from appliance.preflight.checks import estimates
 from appliance.record.events import StepMetrics, first_failure, run_started
 from appliance.record.plan import ModelPlan
-from appliance.report.status import print_status
+from appliance.report.summary import print_status
 from appliance.report.write import print_report
 from appliance.terms.shapes import read_shape
 

@@ -27,7 +27,7 @@ from appliance.record.session import RunRecord, RunStatus, log_dir, write_record
 from appliance.record.state import RunState, fold
 from appliance.report.display import panel
 from appliance.report.logs import print_logs
-from appliance.report.status import print_status
+from appliance.report.summary import print_status
 from appliance.terms.environment import child_env
 
 INJECTIONS = [

@@ -18,11 +18,10 @@ from appliance.launch.export import run_export
 from appliance.launch.resume import find_target, plan_profile_file
 from appliance.quant.checkpoint import Checkpoint
 from appliance.recipe.load import load_recipe
-from appliance.record.checkpoint_manifest import Facts, damage, read_manifest, seal
-from appliance.record.checkpoints import find_newest, in_order
+from appliance.record.checkpoints import Facts, damage, find_newest, in_order, read_manifest, seal
 from appliance.record.events import append_event
 from appliance.record.session import RunRecord, read_record, write_record
-from appliance.report.status import find_run
+from appliance.report.folder import find_run
 from appliance.tasks.built_in import gsm8k
 from appliance.tasks.library import data_key
 

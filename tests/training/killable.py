@@ -19,8 +19,7 @@ from typing import Any
 from left_behind import Bystanders, bystanders, left_of
 
 from appliance.processes import Process, find_processes
-from appliance.record.checkpoint_manifest import damage
-from appliance.record.checkpoints import DAMAGED, FOLDER, in_order
+from appliance.record.checkpoints import DAMAGED, FOLDER, damage, in_order
 from appliance.terms.environment import RAY_DIR_VARIABLE, RUN_VARIABLE
 
 RECIPE = "arithmetic-tiny-int8"

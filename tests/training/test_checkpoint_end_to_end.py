@@ -10,8 +10,7 @@ from plans import FILES_OF_BUILTIN
 from trainings import STEPS, Finished
 
 from appliance.preflight.disk import BYTES_SAVED_PER_WEIGHT
-from appliance.record.checkpoint_manifest import MANIFEST_FILE, damage, read_manifest
-from appliance.record.checkpoints import checkpoint_folder
+from appliance.record.checkpoints import MANIFEST_FILE, checkpoint_folder, damage, read_manifest
 from appliance.tasks.tiny_spec import TINY_MODELS
 
 pytestmark = pytest.mark.e2e

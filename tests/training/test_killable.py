@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from killable import Run, named_after
 
-from appliance.record.checkpoint_manifest import Facts, seal
-from appliance.record.checkpoints import DAMAGED, checkpoint_folder, partial_of, set_aside
+from appliance.record.checkpoints import DAMAGED, Facts, checkpoint_folder, partial_of, seal, set_aside
 from appliance.record.events import append_event
 
 

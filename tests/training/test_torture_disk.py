@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from killable import SMALL, Run
 
-from appliance.record.checkpoint_manifest import damage
-from appliance.record.checkpoints import checkpoint_folder
+from appliance.record.checkpoints import checkpoint_folder, damage
 
 pytestmark = pytest.mark.torture
 

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 import pytest
 from killable import NAMED_WITHIN_S, Run, check_undisturbed, named_after
 
-from appliance.record.checkpoint_manifest import read_manifest
-from appliance.record.checkpoints import in_order
+from appliance.record.checkpoints import in_order, read_manifest
 
 pytestmark = pytest.mark.torture
 

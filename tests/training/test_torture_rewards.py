@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from killable import NAMED_WITHIN_S, Run, with_layer
 
-from appliance.record.checkpoint_manifest import damage
-from appliance.record.checkpoints import checkpoint_folder
+from appliance.record.checkpoints import checkpoint_folder, damage
 from appliance.trainer.reward_faults import IDLE_DEATH
 
 pytestmark = pytest.mark.torture

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from killable import NAMED_WITHIN_S, Run, check_undisturbed, with_layer
 
-from appliance.record.checkpoint_manifest import damage
-from appliance.record.checkpoints import checkpoint_folder, find_newest, half_done, in_order
+from appliance.record.checkpoints import checkpoint_folder, damage, find_newest, half_done, in_order
 
 pytestmark = pytest.mark.torture
 

@@ -13,8 +13,7 @@ from collections.abc import Callable
 import pytest
 from killable import Run, Terminal
 
-from appliance.record.checkpoint_manifest import damage
-from appliance.record.checkpoints import checkpoint_folder
+from appliance.record.checkpoints import checkpoint_folder, damage
 
 pytestmark = pytest.mark.torture
 

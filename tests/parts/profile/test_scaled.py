@@ -19,8 +19,7 @@ from appliance.preflight.probes import read_inputs, uaq_problem
 from appliance.profile.job import job_of_run
 from appliance.profile.uaq import is_scaled, make_scaled, scaling_child
 from appliance.quant.uaq import MARK_FILE
-from appliance.record.checkpoint_manifest import Facts, seal
-from appliance.record.checkpoints import checkpoint_folder
+from appliance.record.checkpoints import Facts, checkpoint_folder, seal
 from appliance.record.plan import ModelPlan, ProfilePlan, RunPlan, UaqPlan
 from appliance.record.session import RunRecord, write_record
 from appliance.terms.schemes import Scheme

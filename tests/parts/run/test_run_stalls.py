@@ -18,9 +18,8 @@ from appliance.errors import EngineError, TrainingError
 from appliance.launch.outcome import Child
 from appliance.launch.stalls import StallWatch, ask_around
 from appliance.launch.train import Step, run_training
-from appliance.record.heartbeat import HEARTBEAT_FILE, Heartbeat, last_beat
+from appliance.record.liveness import HEARTBEAT_FILE, Heartbeat, dump_stacks, last_beat
 from appliance.record.session import RunStatus, read_record
-from appliance.record.stacks import dump_stacks
 from appliance.terms.environment import LOG_DIR_VARIABLE
 
 # Two processes: the second waits in native code, where no Python signal handler would run.
@@ -28,10 +27,10 @@ HANGING = """
 import json, os, subprocess, sys, time
 from pathlib import Path
 from appliance.record.events import append_event
-from appliance.record.stacks import keep_stacks
+from appliance.record.liveness import keep_stacks
 run_dir = Path(os.environ["APPLIANCE_PLAN"]).parent
 keep_stacks("driver")
-code = "from appliance.record.stacks import keep_stacks; keep_stacks('worker'); import threading\\n"
+code = "from appliance.record.liveness import keep_stacks; keep_stacks('worker'); import threading\\n"
 code += "def the_place_where_it_hangs():\\n  lock = threading.Lock(); lock.acquire(); lock.acquire()\\n"
 code += "the_place_where_it_hangs()"
 subprocess.Popen([sys.executable, "-c", code])
@@ -126,7 +125,7 @@ def test_stalled_training_is_cut_and_says_where_it_hung(
 
 BEFORE_TRAINING = """
 import os, time
-from appliance.record.stacks import keep_stacks
+from appliance.record.liveness import keep_stacks
 keep_stacks("profile")
 def waits_for_a_download():
     time.sleep(1000)
@@ -165,7 +164,7 @@ def test_roles_follow_what_a_process_becomes(tmp_path: Path) -> None:
     """The name that says most counts, whenever a process imports verl, and a fork has a file of its own."""
     code = """
 import os, sys
-from appliance.record.stacks import keep_stacks
+from appliance.record.liveness import keep_stacks
 for roles in (["ray", "worker"], ["worker", "engine"], ["engine", "worker", "ray"], ["driver", "worker"]):
     if os.fork() == 0:
         for role in roles:
@@ -208,7 +207,7 @@ def test_slow_training_with_a_heartbeat_is_left_alone(
 ) -> None:
     beating = HANGING.replace(
         "    time.sleep(1000)\n",
-        "    from appliance.record.heartbeat import Heartbeat\n    heart = Heartbeat()\n"
+        "    from appliance.record.liveness import Heartbeat\n    heart = Heartbeat()\n"
         "    while True:\n        heart.beat(); time.sleep(0.2)\n",
     )
     plan = small_plan(tmp_path, argv=python(beating)).replace(guard=make_guard(stall_s=4.0, save_budget_s=0.1))

@@ -19,7 +19,7 @@ from appliance.launch import train
 from appliance.record.events import first_failure
 from appliance.record.plan import RunPlan
 from appliance.record.session import RunRecord, RunStatus, has_launcher, read_record
-from appliance.report.status import print_status
+from appliance.report.summary import print_status
 
 TRAINER = """
 import json, os, sys, time

@@ -22,8 +22,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from verl.trainer.ppo.utils import create_rl_sampler
 
 from appliance.errors import CheckpointError, TrainingError, is_restartable
-from appliance.record.checkpoint_manifest import damage, read_manifest
-from appliance.record.checkpoints import checkpoint_folder, find_newest
+from appliance.record.checkpoints import checkpoint_folder, damage, find_newest, read_manifest
 from appliance.record.plan import CheckpointPlan, UaqPlan
 from appliance.sync.precision import AS_PLANNED
 from appliance.terms.schemes import Scheme

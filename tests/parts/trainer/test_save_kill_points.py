@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 from file_operations import OPERATIONS
 
-from appliance.record.checkpoint_manifest import damage
-from appliance.record.checkpoints import find_newest, half_done, in_order
+from appliance.record.checkpoints import damage, find_newest, half_done, in_order
 
 HERE = Path(__file__).parent
 Ends = dict[str, list[tuple[str, int]]]  # by how: (operation, exit code) of each point, in their order

@@ -21,8 +21,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from appliance.corrections.registry import correction_of
 from appliance.errors import AttestationError, GuardStop, TrainingError
 from appliance.record.attestations import Attestation, fingerprint, write_attestation
-from appliance.record.checkpoint_manifest import read_manifest
-from appliance.record.checkpoints import checkpoint_folder
+from appliance.record.checkpoints import checkpoint_folder, read_manifest
 from appliance.record.plan import ExpectedAttestation
 from appliance.sync.precision import AS_PLANNED
 from appliance.terms.schemes import Scheme

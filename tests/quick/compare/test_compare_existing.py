@@ -17,12 +17,10 @@ from appliance.compare.final import read_job, validate_models
 from appliance.compare.results import busy_share, note_busy, read_final, read_result, write_final
 from appliance.errors import Interrupted, PreflightError, RecipeError
 from appliance.recipe.load import to_yaml
-from appliance.record.checkpoint_manifest import Facts, seal
-from appliance.record.checkpoints import checkpoint_folder
+from appliance.record.checkpoints import Facts, checkpoint_folder, seal
 from appliance.record.events import append_event, append_line
 from appliance.record.plan import RunPlan
-from appliance.record.session import RunStatus, create_session
-from appliance.record.stop_request import ask_to_stop
+from appliance.record.session import RunStatus, ask_to_stop, create_session
 
 TEXT = """\
 recipe: arithmetic-tiny-int8

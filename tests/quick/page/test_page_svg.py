@@ -9,9 +9,20 @@ import re
 
 import pytest
 
-from appliance.page.axis import Axis, log_ticks, number_label, time_label, time_ticks, whole_ticks
 from appliance.page.stacked import Band, merged, stacked_chart
-from appliance.page.svg import Bound, Chart, Series, line_chart, thinned
+from appliance.page.svg import (
+    Axis,
+    Bound,
+    Chart,
+    Series,
+    line_chart,
+    log_ticks,
+    number_label,
+    thinned,
+    time_label,
+    time_ticks,
+    whole_ticks,
+)
 
 
 def points(*values: float | None) -> list[tuple[float, float, float, float]]:

@@ -19,9 +19,9 @@ from appliance.record.events import append_event
 from appliance.record.plan import read_plan
 from appliance.record.session import RunRecord, RunStatus, Session
 from appliance.report import write
+from appliance.report.figures import bands
 from appliance.report.folder import read_view
 from appliance.report.page import page
-from appliance.report.timeline import bands
 from appliance.report.verdicts import Word, verdicts
 from appliance.report.write import LivePage, print_report
 
@@ -50,9 +50,16 @@ def test_files_that_are_hostile_are_left_out(make_run: Callable[..., Path], tmp_
     (run_dir / "attest/deep.json").write_text(deep)
     (run_dir / "attest/wrong.json").write_text('{"patches": 5, "detail": {"kernels": 5}}')
     found = read_view(run_dir)
-    assert (found.memory, found.samples) == (expected.memory, expected.samples)
-    assert [each.patches for each in found.attests if each.process in ("deep", "wrong")] == [(), ()]
-    page(found, now=1000.0)
+    assert (found.memory, found.samples, found.attests) == (expected.memory, expected.samples, expected.attests)
+    assert all(f"{name}.json is no attestation" in page(found, now=1000.0) for name in ("deep", "wrong"))
+
+
+def test_kernels_of_another_kind_are_left_out(
+    make_run: Callable[..., Path], attest: Callable[..., None], tmp_path: Path
+) -> None:
+    run_dir = make_run(tmp_path)
+    attest(run_dir, detail={"kernels": 5})
+    assert "rollout-0-0" in page(read_view(run_dir), now=1000.0)
 
 
 def words(run_dir: Path) -> dict[str, Word]:

@@ -10,7 +10,7 @@ import pytest
 
 from appliance.launch.rewind import cut_lines
 from appliance.record.samples import SAMPLES_FILE, Sample, read_samples, shortened
-from appliance.report.generations import Answer
+from appliance.report.page import Answer
 from appliance.trainer.samples import SampleLog
 
 

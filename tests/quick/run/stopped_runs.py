@@ -9,8 +9,7 @@ from pathlib import Path
 from appliance.launch.resume import Resume, Target, find_start, find_target
 from appliance.recipe.load import load_recipe, to_yaml
 from appliance.recipe.schema import Recipe
-from appliance.record.checkpoint_manifest import Facts, seal
-from appliance.record.checkpoints import checkpoint_folder
+from appliance.record.checkpoints import Facts, checkpoint_folder, seal
 from appliance.record.events import append_event
 from appliance.record.plan import RunPlan
 from appliance.record.session import RunStatus, create_session

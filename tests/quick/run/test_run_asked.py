@@ -18,8 +18,7 @@ from appliance.launch.train import run_training
 from appliance.plan.build import build_plan
 from appliance.recipe.load import to_yaml
 from appliance.recipe.schema import Recipe
-from appliance.record.session import RunStatus, Session, read_record
-from appliance.record.stop_request import asked_to_stop
+from appliance.record.session import RunStatus, Session, asked_to_stop, read_record
 from appliance.report import write as report
 
 SIGNALS = [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)]
@@ -28,7 +27,7 @@ FAILING = """
 import os, sys, time
 from pathlib import Path
 from appliance.record.events import append_event
-from appliance.record.stop_request import asked_to_stop
+from appliance.record.session import asked_to_stop
 run_dir = Path(os.environ["APPLIANCE_PLAN"]).parent
 append_event(run_dir, kind="phase", what="rollout")
 while not asked_to_stop(run_dir):

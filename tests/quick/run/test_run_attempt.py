@@ -17,9 +17,8 @@ from appliance.launch.resume import (
     refuse_changes,
 )
 from appliance.launch.rewind import begin_attempt, cut_lines
-from appliance.record.checkpoints import CheckpointSearch
+from appliance.record.checkpoints import CheckpointSearch, owed_line
 from appliance.record.events import first_failure
-from appliance.record.pending_validation import owed_line
 from appliance.record.session import RunStatus, read_record
 
 

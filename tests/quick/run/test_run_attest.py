@@ -42,7 +42,7 @@ EXPECTED = (
 def judged(run_dir: Path, *said: dict) -> list[str]:
     for one in said:
         write_attestation(run_dir, Attestation(**one))
-    return check_attestations(run_dir, EXPECTED, pins=PINS, fingerprint="f")
+    return check_attestations(run_dir, EXPECTED, pins=PINS, fingerprint="f").problems
 
 
 def test_complete_attestations_have_no_problem(tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from appliance.record.checkpoint_manifest import (
+from appliance.record.checkpoints import (
     MANIFEST_FILE,
-    CheckpointManifest,
+    OF_A_STEP,
+    PROFILE_FOLDER,
+    UAQ_FILE,
     Facts,
     FileRecord,
     _own_hash,
@@ -19,7 +21,6 @@ from appliance.record.checkpoint_manifest import (
     read_manifest,
     seal,
 )
-from appliance.record.checkpoints import OF_A_STEP, PROFILE_FOLDER, UAQ_FILE
 
 FACTS = Facts(step=3, world_size=1, reason="the end", time=1.5, val_reward=0.5, profile=(("p.safetensors", "ab"),))
 FILES = {  # every kind of file of a real checkpoint: tests/training flips a bit in a real one
@@ -129,7 +130,7 @@ def test_a_manifest_that_is_none_of_ours_is_damage(sealed: Path, change: dict, p
     raw = json.loads((sealed / MANIFEST_FILE).read_text())
     raw |= change
     with contextlib.suppress(ValueError):  # a damaged one says so by its own hash; these were written so
-        raw["sha256"] = _own_hash(CheckpointManifest(FACTS, tuple(FileRecord(**file) for file in raw["files"])))
+        raw["sha256"] = _own_hash(FACTS, [FileRecord(**file) for file in raw["files"]])
     (sealed / MANIFEST_FILE).write_text(json.dumps(raw))
     found = damage(sealed)
     assert len(found) == 1 and found[0].startswith(problem)

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from appliance.record.checkpoint_manifest import Facts, seal
 from appliance.record.checkpoints import (
     CheckpointSearch,
+    Facts,
     Rejected,
-    Saved,
     checkpoint_folder,
     find_newest,
     half_done,
@@ -18,9 +17,14 @@ from appliance.record.checkpoints import (
     partial_of,
     put_in_place,
     remove_surplus,
+    seal,
     set_aside,
     surplus,
 )
+
+
+def facts(step: int, *, val_reward: float | None = None) -> Facts:
+    return Facts(step=step, world_size=1, reason="", time=0.0, val_reward=val_reward)
 
 
 def save(run_dir: Path, step: int, *, val_reward: float | None = None) -> Path:
@@ -28,8 +32,7 @@ def save(run_dir: Path, step: int, *, val_reward: float | None = None) -> Path:
     partial = partial_of(folder)
     partial.mkdir(parents=True)
     (partial / "data.pt").write_bytes(b"state of step %d" % step)
-    facts = Facts(step=step, world_size=1, reason="", time=0.0, val_reward=val_reward)
-    seal(partial, facts=facts)
+    seal(partial, facts=facts(step, val_reward=val_reward))
     put_in_place(partial, folder=folder)
     return folder
 
@@ -79,13 +82,20 @@ def test_nothing_whole_is_an_answer(tmp_path: Path) -> None:
 )
 def test_retention(keep: int | None, keep_best: bool, gone: list[int]) -> None:
     rewards = {2: 0.5, 4: 0.9, 6: None, 8: 0.7, 10: None}
-    saved = [Saved(step, val_reward=reward) for step, reward in rewards.items()]
+    saved = [facts(step, val_reward=reward) for step, reward in rewards.items()]
     assert surplus(saved, keep=keep, keep_best=keep_best) == gone
 
 
 def test_of_equally_good_ones_the_newest_stays() -> None:
-    saved = [Saved(1, val_reward=0.5), Saved(2, val_reward=0.5), Saved(3), Saved(4)]
+    saved = [facts(1, val_reward=0.5), facts(2, val_reward=0.5), facts(3), facts(4)]
     assert surplus(saved, keep=1, keep_best=True) == [1, 3]
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_left_alone(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    save(tmp_path, 1).rename(checkpoint_folder(tmp_path, step=7))
+    assert remove_surplus(tmp_path, keep=1, keep_best=False) == []
+    assert names(tmp_path) == ["global_step_2", "global_step_7"]
 
 
 def test_retention_counts_what_earlier_attempts_left_and_spares_what_it_cannot_read(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from appliance.record.events import Event, StepMetrics, parse_metrics
 from appliance.record.state import RunState, fold
 from appliance.report import display, draw, summary
-from appliance.report.progress import JsonProgress, LiveProgress, PlainProgress
+from appliance.report.display import JsonProgress, LiveProgress, PlainProgress
 
 FIRST = parse_metrics('{"step": 0, "time_s": 50, "val_reward_mean": 0.2109, "val_samples": 512, "scheme": "int8"}')
 

@@ -10,8 +10,7 @@ import pytest
 from appliance.errors import EngineError, PreflightError, RecipeError
 from appliance.launch import export
 from appliance.launch.export import run_export
-from appliance.record.checkpoint_manifest import Facts, seal
-from appliance.record.checkpoints import checkpoint_folder
+from appliance.record.checkpoints import Facts, checkpoint_folder, seal
 from appliance.record.session import create_session
 from appliance.trainer.export import export_checkpoint
 

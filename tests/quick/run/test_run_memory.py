@@ -9,8 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from appliance.record import memory
-from appliance.record.memory import MEMORY_FILE, MemorySample, MemoryWatch, pss_bytes, read_memory
+from appliance.record.events import MEMORY_FILE, MemorySample, MemoryWatch, pss_bytes, read_memory
 
 
 def test_it_is_the_proportional_set_size(tmp_path: Path) -> None:
@@ -33,7 +32,7 @@ def test_it_is_measured_at_most_every_five_seconds(tmp_path: Path) -> None:
 
 def test_what_costs_more_is_measured_more_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter((0.0, 2.0, 2.0, 2.0))  # a measurement of two seconds
-    monkeypatch.setattr(memory.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     watch = MemoryWatch(tmp_path)
     watch.tick(now=0.0)
     watch.tick(now=199.0)

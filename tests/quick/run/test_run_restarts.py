@@ -9,9 +9,8 @@ import pytest
 
 from appliance.errors import is_restartable
 from appliance.launch.restarts import keep_going
-from appliance.record import checkpoint_manifest as seal_module
-from appliance.record.checkpoint_manifest import Facts, seal
-from appliance.record.checkpoints import CheckpointSearch, checkpoint_folder
+from appliance.record import checkpoints as seal_module
+from appliance.record.checkpoints import CheckpointSearch, Facts, checkpoint_folder, seal
 from appliance.record.events import append_event
 
 

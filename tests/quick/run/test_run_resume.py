@@ -30,12 +30,12 @@ from appliance.plan.build import OriginalPlan, build_plan
 from appliance.preflight import report
 from appliance.preflight.disk import Disk, Disks
 from appliance.recipe.load import load_recipe, to_yaml
-from appliance.record import checkpoint_manifest as seal_module
-from appliance.record.checkpoint_manifest import hash_file
+from appliance.record import checkpoints as seal_module
+from appliance.record.checkpoints import hash_file
 from appliance.record.plan import RunPlan
 from appliance.record.session import RunRecord, RunStatus, create_session, read_record, write_record
 from appliance.record.state import RunState
-from appliance.report.status import read_run
+from appliance.report.folder import read_run
 from appliance.report.summary import go_on_command, try_next
 from appliance.report.write import write_page
 from appliance.terms.schemes import Scheme

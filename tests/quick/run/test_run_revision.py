@@ -32,7 +32,7 @@ from appliance.preflight.probes import read_inputs
 from appliance.preflight.report import examine
 from appliance.recipe.load import load_recipe, to_yaml
 from appliance.recipe.schema import Recipe
-from appliance.record.heartbeat import HEARTBEAT_FILE, Heartbeat
+from appliance.record.liveness import HEARTBEAT_FILE, Heartbeat
 from appliance.record.plan import RunPlan, read_plan
 from appliance.record.session import RunRecord, RunStatus, versions, write_record
 from appliance.tasks.prepare import is_prepared

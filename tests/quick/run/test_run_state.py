@@ -4,8 +4,7 @@ import functools
 from collections.abc import Callable
 
 from appliance.record.events import Event, StepMetrics, parse_metrics
-from appliance.record.health import Verdict, judge
-from appliance.record.state import RunState, fold, median_tokens_per_s, remaining_s, step_seconds
+from appliance.record.state import Judgement, RunState, fold, judge, median_tokens_per_s, remaining_s, step_seconds
 
 
 def folded(*news: Event | StepMetrics, steps: int = 10) -> RunState:
@@ -20,7 +19,7 @@ def test_phase_ends_the_work_of_the_phase_before() -> None:
     working = folded(event("phase", "prepare"), event("progress", "warm start", time=101, done=1.0, total=4.0))
     assert working.work is not None
     after = fold(working, event("phase", "start", time=120))
-    assert (after.phase, after.phase_since, after.work, after.started) == ("start", 120, None, 100.0)
+    assert (after.phase, after.phase_since, after.work) == ("start", 120, None)
 
 
 def test_remaining_time_of_work_is_extrapolated_from_its_first_report() -> None:
@@ -71,17 +70,17 @@ def test_unhealthy_steps_are_counted(step_line: Callable) -> None:
 
 
 def test_unknown_events_change_nothing_but_the_start() -> None:
-    assert folded(event("sweep", "ended x")) == RunState(steps=10, started=100.0, phase_since=100.0)
+    assert folded(event("sweep", "ended x")) == RunState(steps=10, phase_since=100.0)
 
 
 def test_verdict_names_every_bound_that_is_left(step_line: Callable) -> None:
     bad = judge(step_line(1, mismatch_k3_kl=0.015, is_ess=0.3, is_weight_mean=2.01))
-    assert bad == Verdict(
+    assert bad == Judgement(
         "bad",
         ("k3 0.015 is not below 0.015", "ESS 0.30 is not above 0.3", "mean weight 2.01 is not within 0.5 to 2"),
     )
-    assert judge(step_line(1)) == Verdict("fine")
+    assert judge(step_line(1)) == Judgement("fine")
 
 
 def test_verdict_without_signals_is_unknown(step_line: Callable) -> None:
-    assert judge(step_line(1, mismatch_k3_kl=None, is_ess=None, is_weight_mean=None)) == Verdict("unknown")
+    assert judge(step_line(1, mismatch_k3_kl=None, is_ess=None, is_weight_mean=None)) == Judgement("unknown")

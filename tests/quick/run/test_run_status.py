@@ -10,7 +10,8 @@ import pytest
 from appliance.errors import RecipeError
 from appliance.record.events import append_event
 from appliance.record.session import RunStatus, Session, create_session
-from appliance.report.status import find_run, print_status
+from appliance.report.folder import find_run
+from appliance.report.summary import print_status
 
 METRICS = (
     '{"step": 0, "time_s": 50, "val_reward_mean": 0.2, "val_samples": 512}\n'

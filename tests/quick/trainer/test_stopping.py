@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import Interrupted, SavedAndStopped
-from appliance.record.stop_request import ask_to_stop, asked_to_stop, forget_stop
+from appliance.record.session import ask_to_stop, asked_to_stop, forget_stop
 from appliance.trainer.stopping import StopAsked, Stopping
 
 

@@ -1,8 +1,8 @@
-"""What every process of a run was doing when it hung: Python stacks of all threads, written at a signal.
+"""What a process says of itself between two events: that it lives, and, when it hung, what it was doing.
 
-A process that has called `keep_stacks` answers SIGUSR2 from inside the interpreter, also while its main thread waits in
-native code. Its file is there from then on, so that nobody signals a process that would die of it. Standard library
-only.
+The first is a file that it touches now and then. The second are the Python stacks of all its threads, written at
+SIGUSR2 from inside the interpreter, also while its main thread waits in native code. The file for them is there from
+the start, so that nobody signals a process that would die of it. Standard library only.
 """
 
 from __future__ import annotations
@@ -20,13 +20,40 @@ from typing import IO
 
 from appliance.terms.environment import LOG_DIR_VARIABLE
 
+HEARTBEAT_FILE = ".heartbeat"
 STACKS_FOLDER = "stacks"
 RAY_ROLE = "ray"  # of an actor or an idle worker of Ray's that loads nothing of ours: its title says which
 WORKER_ROLE = "worker"  # of every process that imports verl
 WRITE_WITHIN_S = 5.0
+_BEAT_EVERY_S = 1.0
 _SIGNAL = signal.SIGUSR2  # SIGUSR1 is the subreaper's
-_VAGUE = (RAY_ROLE, WORKER_ROLE)  # the first says least; any other role says more than both
+_SAYS = {RAY_ROLE: 0, WORKER_ROLE: 1}  # how much a role says; any other says more
 _RAY_TITLE = re.compile(r"ray::(\w+)")
+
+
+class Heartbeat:
+    """Touches the file, at most once a second. Outside a run it does nothing."""
+
+    def __init__(self) -> None:
+        folder = os.environ.get(LOG_DIR_VARIABLE)
+        self._path = Path(folder) / HEARTBEAT_FILE if folder else None
+        self._beaten_at = float("-inf")
+
+    def beat(self) -> None:
+        now = time.monotonic()
+        if self._path is None or now < self._beaten_at + _BEAT_EVERY_S:
+            return
+        self._beaten_at = now
+        with contextlib.suppress(OSError):  # a full disk ends no rollout
+            self._path.touch()
+
+
+def last_beat(log_dir: Path) -> float:
+    """Unix time of the last sign of life of an attempt, s; 0 without one."""
+    try:
+        return (log_dir / HEARTBEAT_FILE).stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 @dataclass(frozen=True)
@@ -51,7 +78,7 @@ def keep_stacks(role: str) -> None:
     if not folder:
         return
     before = _kept if _kept is not None and _kept.pid == os.getpid() else None
-    if before is not None and _vagueness(role) > _vagueness(before.role):
+    if before is not None and _SAYS.get(role, 2) < _SAYS.get(before.role, 2):
         return
     with contextlib.suppress(OSError):  # a full disk ends no process: it only says less
         path = Path(folder) / STACKS_FOLDER / f"{role}-{os.getpid()}.txt"
@@ -65,18 +92,14 @@ def keep_stacks(role: str) -> None:
         _kept = _StacksFile(os.getpid(), role, path, file)
 
 
-def _vagueness(role: str) -> int:
-    return len(_VAGUE) - _VAGUE.index(role) if role in _VAGUE else 0
-
-
-def dump_stacks(log_dir: Path, *, living: Collection[int], within_s: float = WRITE_WITHIN_S) -> list[Path]:
+def dump_stacks(log_dir: Path, *, living: Collection[int]) -> list[Path]:
     """Ask all living processes for their stacks and wait for them. Returns the files that say something, by name.
 
     log_dir: of the attempt.  living: the run's own process ids, so that a number given away again is never signalled.
     """
     files = sorted((log_dir / STACKS_FOLDER).glob("*-*.txt"))
     asked = [path for path in files if _pid(path) in living and _ask(_pid(path))]
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + WRITE_WITHIN_S
     while time.monotonic() < deadline and not all(map(_says_something, asked)):
         time.sleep(0.1)
     return sorted(_named(path) for path in asked if _says_something(path))
