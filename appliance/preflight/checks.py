@@ -6,9 +6,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from appliance.plan import host_memory
 from appliance.plan.host import HostFacts
-from appliance.plan.memory import host_bytes, moments
+from appliance.plan.memory import GIB, cpu_ladder, held, host_bytes, moments, peak, shape_on_cpu
 from appliance.preflight import gpu
 from appliance.preflight.access import AccessFacts, judge_access
 from appliance.preflight.container import judge_container
@@ -27,11 +26,10 @@ from appliance.terms.shapes import ModelShape
 PYTHON = (3, 11)
 PACKAGE_OF = {"libnuma.so.1": "libnuma1"}
 _HUB_NAME = re.compile(r"(?:[\w.-]+/)?[\w.-]+", re.ASCII)
-_GIB = 1 << 30
 _TINY_START_S, _TINY_STEP_S, _TINY_STEP_SEQUENCES, _TINY_VALIDATION_S = 45, 2.2, 256, 2  # docs/results/demo.md
-_SHM_NEEDED = _GIB // 4
+_SHM_NEEDED = GIB // 4
 _SHM_OF_A_TINY_MODEL = 48 << 20  # less than Docker's default, 64 MiB: Ray then keeps its objects in a file
-_SHM_NEEDED_WITH_GPUS = _GIB  # Docker's default is 64 MiB; NCCL and a bucket of weights per worker want more
+_SHM_NEEDED_WITH_GPUS = GIB  # Docker's default is 64 MiB; NCCL and a bucket of weights per worker want more
 
 
 def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding]:
@@ -222,9 +220,9 @@ def estimates(plan: RunPlan, *, model_bytes: int = 0, shape: ModelShape | None =
     found = [
         ("disk", f"about {gib(disk_bytes(plan, model_bytes=model_bytes))}" if known else "unknown until downloaded")
     ]
-    if of_host := host_memory.shape_of(plan, shape):
-        parts = ", ".join(f"{each.role} {each.size / _GIB:.1f}" for each in host_memory.held(plan, of_host))
-        found.append(("memory", f"about {gib(host_memory.peak(plan, of_host))}: {parts}"))
+    if of_host := shape_on_cpu(plan, shape):
+        parts = ", ".join(f"{role} {size / GIB:.1f}" for role, size in held(plan, of_host).items())
+        found.append(("memory", f"about {gib(peak(plan, of_host))}: {parts}"))
     for moment in moments(plan, shape) if shape else ():
         found.append((f"memory, {moment.name}", moment.text))
     if shape and moments(plan, shape) and (offloaded := host_bytes(plan, shape)):
@@ -260,13 +258,13 @@ def _shared_memory(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
 
 def _memory(plan: RunPlan, host: HostFacts, found: ModelShape | None) -> Iterator[Finding]:
     """Without a GPU. found: the model's sizes, None where they are not known."""
-    shape = host_memory.shape_of(plan, found)
+    shape = shape_on_cpu(plan, found)
     if shape is None:
         return
-    needed, free = host_memory.peak(plan, shape) // plan.nodes, host.memory_free_bytes
+    needed, free = peak(plan, shape) // plan.nodes, host.memory_free_bytes
     if free < needed:
         message = f"{gib(needed - free)} are missing: {gib(free)} free, the run takes about {gib(needed)}"
-        changes = host_memory.ladder(plan, shape, limit=free * plan.nodes)
+        changes = cpu_ladder(plan, shape, limit=free * plan.nodes)
         fits = f"by the same estimate it fits with {'; '.join(changes)}" if changes else "take a larger host"
         yield warning("memory", "memory", message, f"close other programs; {fits}")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from appliance.plan.guard import CHANGES_ENGINES
 from appliance.plan.host import HostFacts
-from appliance.plan.memory import GIB, engine_share, host_bytes, ladder, moments
+from appliance.plan.memory import GIB, engine_share, gpu_ladder, host_bytes, moments
 from appliance.preflight.finding import Finding, Severity, error
 from appliance.record.plan import RunPlan
 from appliance.terms.devices import CPU
@@ -51,7 +51,7 @@ def memory(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> Iterator
     for moment in moments(plan, shape) if shape else ():
         if not moment.short:
             continue
-        changes = ladder(plan, shape)
+        changes = gpu_ladder(plan, shape)
         what = "weights are updated" if moment.name == "update" else "responses are generated"
         message = f"{moment.short / GIB:.1f} GiB are missing on each GPU while {what}: {moment.text}"
         remedy = f"by the same estimate it fits with {'; '.join(changes)}" if changes else "take more or larger GPUs"

@@ -10,7 +10,7 @@ from plans import HOST
 
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostFacts, HostGpu
-from appliance.plan.memory import GIB, engine_share, engine_weights, host_bytes, ladder, moments, one_sequence
+from appliance.plan.memory import GIB, engine_share, engine_weights, gpu_ladder, host_bytes, moments, one_sequence
 from appliance.preflight import gpu
 from appliance.preflight.finding import Finding, Severity
 from appliance.recipe.load import load_recipe
@@ -160,7 +160,7 @@ ONE_GPU = (
 def test_the_ladder_says_what_makes_it_fit(recipe: str, sets: tuple[str, ...], changes: tuple[str, ...]) -> None:
     plan, shape = planned(recipe, *sets), KNOWN[SHIPPED[recipe]]
     assert any(moment.short for moment in moments(plan, shape))
-    assert ladder(plan, shape) == changes
+    assert gpu_ladder(plan, shape) == changes
 
 
 def test_a_shortage_is_an_error_only_where_it_is_certain() -> None:
