@@ -225,7 +225,8 @@ def page(found: list[tuple[RunPlan, Measured]], *, where: dict[str, object]) -> 
     yield "| --- | --- |" + " --- |" * (len(Role) + 2)
     for plan, measured in found:
         roles = " | ".join(
-            f"{size / 1e9:.2f}, {measured.most[role] / 1e9:.2f}" for role, size in estimated(plan, measured.shape).items()
+            f"{size / 1e9:.2f}, {measured.most[role] / 1e9:.2f}"
+            for role, size in estimated(plan, measured.shape).items()
         )
         estimate = peak(plan, measured.shape)
         yield (

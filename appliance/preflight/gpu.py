@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from appliance.plan.guard import CHANGES_ENGINES
+from appliance.plan.engines import CHANGES_ENGINES
 from appliance.plan.host import HostFacts
 from appliance.plan.memory import GIB, engine_share, gpu_ladder, host_bytes, moments
 from appliance.preflight.finding import Finding, Severity, error

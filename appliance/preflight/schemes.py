@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from appliance.plan.experts import keeps_experts, layers_with_experts, quantises_experts
-from appliance.plan.guard import CHANGES_ENGINES, finer_schemes, why_not_live
+from appliance.plan.engines import (
+    CHANGES_ENGINES,
+    finer_schemes,
+    keeps_experts,
+    layers_with_experts,
+    quantises_experts,
+    why_not_live,
+)
 from appliance.plan.host import HostFacts
 from appliance.preflight.finding import Finding, Severity, error, warning
 from appliance.preflight.probes import InputFacts

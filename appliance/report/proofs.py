@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.errors import SyncError
-from appliance.plan.guard import finer_schemes
+from appliance.plan.engines import finer_schemes
 from appliance.record.attestations import Judged, judge_attestations
 from appliance.record.events import Tail
 from appliance.record.plan import ExpectedAttestation

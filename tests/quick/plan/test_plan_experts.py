@@ -11,7 +11,7 @@ from plans import HOST, INPUTS
 
 from appliance.plan.bench_results import Kept, model_shapes, result_key, write_result
 from appliance.plan.build import build_plan
-from appliance.plan.experts import keeps_experts
+from appliance.plan.engines import keeps_experts
 from appliance.plan.host import HostGpu
 from appliance.preflight.checks import judge
 from appliance.preflight.finding import Severity
