@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from appliance.errors import PreflightError
-from appliance.plan.ports import Ports
+from appliance.plan.host import Ports
 from appliance.preflight.finding import Finding, error, warning
 from appliance.preflight.ray_token import check_token
 from appliance.record.plan import RunPlan

@@ -8,18 +8,17 @@ from dataclasses import replace
 
 from appliance.plan.host import HostFacts
 from appliance.plan.memory import GIB, cpu_ladder, held, host_bytes, moments, peak, shape_on_cpu
-from appliance.preflight import gpu
+from appliance.preflight import device
 from appliance.preflight.access import AccessFacts, judge_access
 from appliance.preflight.container import judge_container
 from appliance.preflight.disk import bytes_by_shape, disk_bytes, gib, judge_disk
 from appliance.preflight.finding import Finding, Severity, error, warning
 from appliance.preflight.limits import judge_limits
 from appliance.preflight.probes import InputFacts
-from appliance.preflight.schemes import judge_experts, judge_gain, judge_guard, judge_schemes
 from appliance.preflight.stack import judge_stack
 from appliance.record.plan import RunPlan
 from appliance.tasks.library import is_from_hub
-from appliance.terms.devices import CPU, gpu_of_product
+from appliance.terms.devices import CPU
 from appliance.terms.families import why_unknown
 from appliance.terms.shapes import ModelShape
 
@@ -40,18 +39,18 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
         judge_limits(host.limits, cores=host.cores),
         _access(inputs.access, host),
         _libraries(plan, host),
-        _device(plan, host),
-        gpu.attention(plan, host),
-        judge_schemes(plan, host),
-        judge_experts(plan, host=host, shape=inputs.model_shape),
+        device.wanted(plan, host),
+        device.attention(plan, host),
+        device.schemes(plan, host),
+        device.experts(plan, host=host, shape=inputs.model_shape),
         _profile(plan, inputs),
         _uaq(plan, inputs),
         _model(plan, inputs),
         _shape(plan, inputs),
-        gpu.parallel(plan, inputs.model_shape),
-        gpu.memory(plan, host, inputs.model_shape),
+        device.parallel(plan, inputs.model_shape),
+        device.memory(plan, host, inputs.model_shape),
         _data(plan, inputs),
-        judge_gain(plan, shape=inputs.model_shape, stored=inputs.stored) if _is_its_device(plan, host) else (),
+        device.gain(plan, shape=inputs.model_shape, stored=inputs.stored) if _is_its_device(plan, host) else (),
         _folder(host),
         judge_disk(plan, inputs.disks, model_bytes=_model_bytes(inputs), written=inputs.written),
         _memory(plan, host, inputs.model_shape),
@@ -59,7 +58,7 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
         _logging(plan, host),
         _sampling(plan),
         _container(plan, host),
-        judge_guard(plan, inputs),
+        device.guard(plan, inputs.model_shape),
     )
     return [finding for check in checks for finding in check]
 
@@ -73,8 +72,8 @@ def judge_node(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> list
     checks = (
         judge_limits(host.limits, cores=host.cores),
         _libraries(plan, host),
-        gpu.attention(plan, host),
-        gpu.offloaded(plan, host, shape),
+        device.attention(plan, host),
+        device.offloaded(plan, host, shape),
         _folder(host),
         _memory(plan, host, shape),
         _shared_memory(plan, host),
@@ -94,21 +93,6 @@ def _libraries(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
         package = PACKAGE_OF[library]
         remedy = f"apt-get install {package} (or your distribution's package with it)"
         yield error("missing-library", library, "the shared library is missing, vLLM needs it", remedy)
-
-
-def _device(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
-    if plan.device == CPU:
-        return
-    fitting = [gpu for gpu in host.gpus if (known := gpu_of_product(gpu.product)) and known.name == plan.device]
-    remedy = "run it there" + (", or try `--set cluster.device=cpu`" if plan.topology.gpus == 1 else "")
-    if not host.gpus:
-        if host.container is not None:  # judge_container names the flag
-            return
-        yield error("no-gpu", "cluster.device", f"`{plan.device}` is wanted, this host has no GPU", remedy)
-    elif len(fitting) < plan.gpus_per_node:
-        have = ", ".join(gpu.product for gpu in host.gpus)
-        message = f"{plan.gpus_per_node} x `{plan.device}` wanted, this host has {have}"
-        yield error("wrong-gpu", "cluster.device", message, remedy)
 
 
 def _is_its_device(plan: RunPlan, host: HostFacts) -> bool:

@@ -312,7 +312,7 @@ class ClusterPlan(Frozen):
     address: str
     """`host:port` of a Ray cluster that is there already; empty: this host becomes the head."""
     port: int
-    """Of the head's control store, the first of its ports (plan/ports.py)."""
+    """Of the head's control store, the first of its ports (plan/host.py)."""
     node_address: str
     """By which other nodes reach this host; empty: Ray's choice."""
     token_file: str

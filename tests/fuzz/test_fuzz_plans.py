@@ -17,11 +17,11 @@ from plans import DISK, HOST
 
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostGpu
-from appliance.plan.show import plan_text
 from appliance.plan.verl_args import Override
 from appliance.preflight.checks import estimates, judge
 from appliance.preflight.disk import Disks
 from appliance.preflight.probes import InputFacts
+from appliance.preflight.report import plan_text
 from appliance.recipe.dump import to_yaml
 from appliance.recipe.load import load_recipe
 from appliance.recipe.schema import SECTIONS

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from plans import make_plan
 
-from appliance.plan.ports import Ports
+from appliance.plan.host import Ports
 from appliance.preflight.access import AccessFacts, judge_access, ports_in_use, read_access
 from appliance.record.plan import ClusterPlan, ModelPlan, RunPlan
 
