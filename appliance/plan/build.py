@@ -6,7 +6,6 @@ config.json has, and what `bench` kept.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os.path
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from appliance.plan.verl_args import argv
 from appliance.recipe.rules import broken_on_cpu
 from appliance.recipe.schema import LongPrompts, Recipe, SchemeChoice
 from appliance.recipe.text import full_path
+from appliance.record.attestations import version_of
 from appliance.record.plan import (
     SCHEMA_VERSION,
     CheckpointPlan,
@@ -189,14 +189,8 @@ def pins_for(device: str) -> tuple[tuple[str, str], ...]:
 
 def installed_versions() -> dict[str, str | None]:
     """This program's version and those of the distributions that plans pin; None where one is not installed."""
-    return {name: installed_version(name) for name in ("flashrl-appliance", *sorted(PINS | CPU_PINS | GPU_PINS))}
-
-
-def installed_version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    names = ("flashrl-appliance", *sorted(PINS | CPU_PINS | GPU_PINS))
+    return {name: version_of(name) or None for name in names}
 
 
 def _device(recipe: Recipe, *, host: HostFacts, book: derive.Book) -> str:

@@ -6,16 +6,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from appliance.plan.host import HostFacts
+from appliance.plan.host import HostFacts, Limits
 from appliance.plan.memory import GIB, cpu_ladder, held, host_bytes, moments, peak, shape_on_cpu
 from appliance.preflight import device
 from appliance.preflight.access import AccessFacts, judge_access
 from appliance.preflight.container import judge_container
 from appliance.preflight.disk import bytes_by_shape, disk_bytes, gib, judge_disk
 from appliance.preflight.finding import Finding, Severity, error, warning
-from appliance.preflight.limits import judge_limits
-from appliance.preflight.probes import InputFacts
-from appliance.preflight.stack import judge_stack
+from appliance.preflight.inputs import InputFacts, StackFacts
 from appliance.record.plan import RunPlan
 from appliance.tasks.library import is_from_hub
 from appliance.terms.devices import CPU
@@ -29,6 +27,11 @@ _TINY_START_S, _TINY_STEP_S, _TINY_STEP_SEQUENCES, _TINY_VALIDATION_S = 45, 2.2,
 _SHM_NEEDED = GIB // 4
 _SHM_OF_A_TINY_MODEL = 48 << 20  # less than Docker's default, 64 MiB: Ray then keeps its objects in a file
 _SHM_NEEDED_WITH_GPUS = GIB  # Docker's default is 64 MiB; NCCL and a bucket of weights per worker want more
+
+# Of the demo on 2 cores, counted while it trained: 13 processes had up to 115 files each and 400 threads together.
+_FILES_OF_A_PROCESS = 1024  # ten times as many: Ray opens some per worker, vLLM per file of weights
+_THREADS = 2048  # OpenMP and Ray start some per core, in every process
+_THREADS_PER_CORE = 64
 
 
 def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding]:
@@ -180,6 +183,33 @@ def _data(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
         why = "HF_HUB_OFFLINE is set" if inputs.is_offline else inputs.hub_problem
         message = f"none is given, so the data comes from the hub, and {why}"
         yield error("data-unreachable", "task.train_file", message, "give a JSON-lines or parquet file")
+
+
+def judge_stack(plan: RunPlan, host: HostFacts, facts: StackFacts) -> Iterator[Finding]:
+    """Nothing for a GPU's plan where there is none: it would only say that this is another host."""
+    if plan.device != CPU and not host.gpus:
+        return
+    remedy = "install the locked requirements: `make demo` does, or the image" + (
+        "" if plan.device == CPU else " of the gpu flavour"
+    )
+    for name, pinned, installed in facts.versions:
+        message = f"{installed or 'nothing'} is installed, the plan is for {pinned}"
+        yield error("version", name, message, remedy)
+    differ = {name for name, _, _ in facts.versions}
+    for name, why in facts.patches if not differ else ():  # another version has other sources: said once
+        yield error("patch", f"patch {name}", why, remedy)
+
+
+def judge_limits(limits: Limits, *, cores: int) -> Iterator[Finding]:
+    threads = max(_THREADS, _THREADS_PER_CORE * cores)
+    if limits.open_files < _FILES_OF_A_PROCESS:
+        message = f"a process may open {limits.open_files} files, Ray and vLLM want {_FILES_OF_A_PROCESS}"
+        remedy = "ulimit -Hn 65536, or in a container --ulimit nofile=65536:65536"
+        yield error("open-files", "ulimit -n", message, remedy)
+    if limits.threads < threads:
+        message = f"{limits.threads} processes and threads are allowed, a run on {cores} cores may start {threads}"
+        remedy = "raise it (ulimit -u), or in a container --pids-limit=-1"
+        yield warning("threads", "ulimit -u", message, remedy)
 
 
 def _access(facts: AccessFacts, host: HostFacts) -> Iterator[Finding]:

@@ -13,7 +13,8 @@ from appliance.plan.build import OriginalPlan, build_plan, hub_name
 from appliance.plan.host import HostFacts
 from appliance.preflight.checks import estimates, judge
 from appliance.preflight.finding import Finding, as_json, lines
-from appliance.preflight.probes import model_bytes, model_shape, read_host, read_inputs
+from appliance.preflight.inputs import model_bytes, model_shape, read_inputs
+from appliance.preflight.probes import read_host
 from appliance.recipe.dump import to_plain, to_yaml
 from appliance.recipe.schema import Recipe
 from appliance.record.plan import Choice, RunPlan

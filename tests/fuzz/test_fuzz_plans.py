@@ -20,7 +20,7 @@ from appliance.plan.host import HostGpu
 from appliance.plan.verl_args import Override
 from appliance.preflight.checks import estimates, judge
 from appliance.preflight.disk import Disks
-from appliance.preflight.probes import InputFacts
+from appliance.preflight.inputs import InputFacts
 from appliance.preflight.report import plan_text
 from appliance.recipe.dump import to_yaml
 from appliance.recipe.load import load_recipe

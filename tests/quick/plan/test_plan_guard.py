@@ -13,9 +13,10 @@ from appliance.guard.policy import Action
 from appliance.plan.build import build_plan
 from appliance.preflight.device import guard
 from appliance.preflight.finding import Finding
-from appliance.preflight.probes import InputFacts, ModelShape
+from appliance.preflight.inputs import InputFacts
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import RunPlan, Switching
+from appliance.terms.shapes import ModelShape
 
 USUAL = (Action.WARN, Action.TIGHTEN, Action.BF16, Action.STOP)
 STAYS = "new rollout engines take over, the trainer stays"

@@ -240,8 +240,10 @@ from huggingface_hub import constants, try_to_load_from_cache  # before nobody m
 from appliance import hub
 from appliance.preflight import checks
 from appliance.preflight.access import judge_access
-from appliance.preflight.probes import read_host, read_inputs, uaq_problem
-from appliance.preflight.probes import read_host, read_inputs
+from appliance.preflight.inputs import read_inputs, uaq_problem
+from appliance.preflight.probes import read_host
+from appliance.preflight.inputs import read_inputs
+from appliance.preflight.probes import read_host
 from appliance.terms.schemes import Scheme
 os.setgid(65534); os.setuid(65534)
 model = ModelPlan(path={model!r}, source={model!r}, builtin="", revision="", trust_remote_code=False)
