@@ -20,8 +20,8 @@ from appliance.cluster.node_report import NodeReport, describe_node, differences
 from appliance.cluster.ray_command import FINGERPRINT_LABEL, NodeOffer, head_argv, label_of, node_environment
 from appliance.errors import ApplianceError, PreflightError, ProcessDied
 from appliance.plan.host import Ports
+from appliance.preflight.access import check_token, make_token
 from appliance.preflight.inputs import model_shape
-from appliance.preflight.ray_token import check_token, make_token
 from appliance.record.events import append_event
 from appliance.record.plan import ClusterPlan, RunPlan
 from appliance.terms.environment import RAY_DIR_VARIABLE, RAY_OWN, ray_node_env

@@ -1,10 +1,15 @@
-"""What the run may not touch, or lacks the word for: folders of others, unreadable files, ports in use, secrets."""
+"""What the run may not touch, or lacks the word for: folders of others, unreadable files, ports in use, secrets.
+
+And the token of our own Rays, which is made and checked here.
+"""
 
 from __future__ import annotations
 
 import netrc
 import os
+import secrets
 import socket
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +17,19 @@ from urllib.parse import urlsplit
 
 from appliance.errors import PreflightError
 from appliance.plan.host import Ports
+from appliance.preflight.container import is_mounted_secret
 from appliance.preflight.finding import Finding, error, warning
-from appliance.preflight.ray_token import check_token
 from appliance.record.plan import RunPlan
 from appliance.terms.environment import WANDB_KEY_VARIABLE, WANDB_MODE_VARIABLE
 
 WANDB = "wandb"
+_DEFAULT_URL = "https://api.wandb.ai"
+_URL_VARIABLE = "WANDB_BASE_URL"  # of one's own server
+_TOKEN_FILE_VARIABLE = "WANDB_IDENTITY_TOKEN_FILE"
+_CONFIG_VARIABLE = "WANDB_CONFIG_DIR"
+_NEEDS_NO_KEY = ("offline", "disabled")
 _CONNECT_WITHIN_S = 3.0
-_AS_ROOT = 0
+_SHORTEST_TOKEN = 16
 
 
 @dataclass(frozen=True)
@@ -38,7 +48,7 @@ class AccessFacts:
     token_problem: str = ""
     wandb_key: bool = True
     wandb_doubt: str = ""
-    uid: int = _AS_ROOT
+    uid: int = 0
 
 
 def read_access(plan: RunPlan, *, ask_network: bool) -> AccessFacts:
@@ -78,10 +88,8 @@ def _files(plan: RunPlan) -> Iterator[Path]:
 def _is_barred(path: Path) -> bool:
     try:
         path.stat()
-    except PermissionError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, PermissionError)
     return False
 
 
@@ -149,20 +157,13 @@ def judge_access(facts: AccessFacts) -> Iterator[Finding]:
         yield error("secret", "logging.backends", message, remedy)
 
 
-_DEFAULT_URL = "https://api.wandb.ai"
-_URL_VARIABLE = "WANDB_BASE_URL"  # of one's own server
-_TOKEN_FILE_VARIABLE = "WANDB_IDENTITY_TOKEN_FILE"
-_CONFIG_VARIABLE = "WANDB_CONFIG_DIR"
-_NEEDS_NONE = ("offline", "disabled")
-
-
 def wandb_key() -> tuple[bool, str]:
     """(whether there is one or none is needed, why that cannot be told). Without a doubt False means: there is none."""
-    if os.environ.get(WANDB_MODE_VARIABLE) in _NEEDS_NONE:
+    if os.environ.get(WANDB_MODE_VARIABLE) in _NEEDS_NO_KEY:
         return True, ""
     if os.environ.get(WANDB_KEY_VARIABLE) or os.environ.get(_TOKEN_FILE_VARIABLE):
         return True, ""
-    settings = _settings_file()
+    settings = Path(os.environ.get(_CONFIG_VARIABLE) or "~/.config/wandb").expanduser() / "settings"
     try:
         host = urlsplit(os.environ.get(_URL_VARIABLE) or _DEFAULT_URL).netloc
         if not host:
@@ -188,5 +189,46 @@ def _netrc_file() -> Path:
     return other if os.path.exists(other) and not os.path.exists(usual) else usual
 
 
-def _settings_file() -> Path:
-    return Path(os.environ.get(_CONFIG_VARIABLE) or "~/.config/wandb").expanduser() / "settings"
+# The secret that a Ray of ours asks for: in a file that only its owner reads, never on a command line or in a log
+
+
+def make_token(file: Path) -> None:
+    """Write a new token into `file`, readable by its owner only; one that is there stays.
+
+    Raises PreflightError as `check_token` does, and when it cannot be written.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.exists():
+            check_token(file)
+            return
+        write_token(file)
+    except OSError as error:
+        raise PreflightError(
+            f"{file}: {error.strerror}", hint="set cluster.token_file to a place that you can write to"
+        ) from error
+
+
+def write_token(file: Path) -> None:
+    """A new token in a new file, readable by its owner only. Raises OSError, also where something is there."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as out:
+        out.write(secrets.token_hex(32) + "\n")
+
+
+def check_token(file: Path) -> None:
+    """Raises PreflightError when there is no token, it is no secret, or others may read it."""
+    try:
+        text, mode = file.read_text().strip(), stat.S_IMODE(file.stat().st_mode)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise PreflightError(
+            f"{file}: {reason}", hint="copy the head's token file here, or give it with --token-file"
+        ) from error
+    if len(text) < _SHORTEST_TOKEN or not text.isprintable() or len(text.split()) != 1:
+        raise PreflightError(
+            f"{file}: a token is one word of {_SHORTEST_TOKEN} characters or more",
+            hint="remove the file: the head makes one",
+        )
+    if mode & 0o077 and not is_mounted_secret(file):
+        raise PreflightError(f"{file}: others may read it (mode {mode:04o})", hint=f"chmod 600 {file}")

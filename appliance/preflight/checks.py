@@ -9,9 +9,9 @@ from dataclasses import replace
 from appliance.plan.host import HostFacts, Limits
 from appliance.plan.memory import GIB, cpu_ladder, held, host_bytes, moments, peak, shape_on_cpu
 from appliance.preflight import device
-from appliance.preflight.access import AccessFacts, judge_access
+from appliance.preflight.access import judge_access
 from appliance.preflight.container import judge_container
-from appliance.preflight.disk import bytes_by_shape, disk_bytes, gib, judge_disk
+from appliance.preflight.disk import bytes_by_shape, gib, judge_disk, needed_bytes
 from appliance.preflight.finding import Finding, Severity, error, warning
 from appliance.preflight.inputs import InputFacts, StackFacts
 from appliance.record.plan import RunPlan
@@ -36,31 +36,37 @@ _THREADS_PER_CORE = 64
 
 def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding]:
     """What stands against running the plan on this host, and what the user should know."""
+    model_bytes = inputs.model_bytes or bytes_by_shape(inputs.model_shape)
     checks = (
         _python(host),
         judge_stack(plan, host, inputs.stack),
         judge_limits(host.limits, cores=host.cores),
-        _access(inputs.access, host),
+        # Who may not write the run root may not write the cache in it: one cause, one finding.
+        judge_access(replace(inputs.access, cache_problem="") if host.run_root_problem else inputs.access),
         _libraries(plan, host),
         device.wanted(plan, host),
         device.attention(plan, host),
         device.schemes(plan, host),
         device.experts(plan, host=host, shape=inputs.model_shape),
-        _profile(plan, inputs),
-        _uaq(plan, inputs),
+        _profile_and_uaq(inputs),
         _model(plan, inputs),
         _shape(plan, inputs),
         device.parallel(plan, inputs.model_shape),
         device.memory(plan, host, inputs.model_shape),
         _data(plan, inputs),
-        device.gain(plan, shape=inputs.model_shape, stored=inputs.stored) if _is_its_device(plan, host) else (),
+        device.gain(plan, shape=inputs.model_shape, stored=inputs.stored) if plan.device == CPU or host.gpus else (),
         _folder(host),
-        judge_disk(plan, inputs.disks, model_bytes=_model_bytes(inputs), written=inputs.written),
+        judge_disk(plan, inputs.disks, model_bytes=model_bytes, written=inputs.written),
         _memory(plan, host, inputs.model_shape),
         _shared_memory(plan, host),
         _logging(plan, host),
         _sampling(plan),
-        _container(plan, host),
+        judge_container(
+            host.container,
+            needs_gpu=plan.device != CPU,
+            num_gpus=len(host.gpus),
+            writable=not host.run_root_problem,
+        ),
         device.guard(plan, inputs.model_shape),
     )
     return [finding for check in checks for finding in check]
@@ -98,17 +104,10 @@ def _libraries(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
         yield error("missing-library", library, "the shared library is missing, vLLM needs it", remedy)
 
 
-def _is_its_device(plan: RunPlan, host: HostFacts) -> bool:
-    return plan.device == CPU or bool(host.gpus)
-
-
-def _profile(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
+def _profile_and_uaq(inputs: InputFacts) -> Iterator[Finding]:
     if inputs.profile_problem:
         remedy = "point to a folder made by `appliance profile`, or use `auto`"
         yield error("profile", "quantization.profile", inputs.profile_problem, remedy)
-
-
-def _uaq(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     if inputs.uaq_problem:
         remedy = "leave out correction.uaq_scale, or use a model of a known family"
         yield error("uaq", "correction.uaq_scale", inputs.uaq_problem, remedy)
@@ -212,28 +211,17 @@ def judge_limits(limits: Limits, *, cores: int) -> Iterator[Finding]:
         yield warning("threads", "ulimit -u", message, remedy)
 
 
-def _access(facts: AccessFacts, host: HostFacts) -> Iterator[Finding]:
-    """Who may not write the run root may not write the cache in it: one cause, one finding."""
-    return judge_access(replace(facts, cache_problem="") if host.run_root_problem else facts)
-
-
 def _folder(host: HostFacts) -> Iterator[Finding]:
     if host.run_root_problem and host.container is None:
         remedy = "set cluster.run_dir to a folder that you can write to"
         yield error("run-folder", "cluster.run_dir", host.run_root_problem, remedy)
 
 
-def _model_bytes(inputs: InputFacts) -> int:
-    return inputs.model_bytes or bytes_by_shape(inputs.model_shape)
-
-
 def estimates(plan: RunPlan, *, model_bytes: int = 0, shape: ModelShape | None = None) -> list[tuple[str, str]]:
     """(what, how much), for people. model_bytes: of its weights on disk, 0: by the shape where that is known."""
     model_bytes = model_bytes or bytes_by_shape(shape)
-    known = plan.model.builtin or model_bytes
-    found = [
-        ("disk", f"about {gib(disk_bytes(plan, model_bytes=model_bytes))}" if known else "unknown until downloaded")
-    ]
+    disk = f"about {gib(sum(needed_bytes(plan, model_bytes=model_bytes)))}"
+    found = [("disk", disk if plan.model.builtin or model_bytes else "unknown until downloaded")]
     if of_host := shape_on_cpu(plan, shape):
         parts = ", ".join(f"{role} {size / GIB:.1f}" for role, size in held(plan, of_host).items())
         found.append(("memory", f"about {gib(peak(plan, of_host))}: {parts}"))
@@ -294,12 +282,3 @@ def _sampling(plan: RunPlan) -> Iterator[Finding]:
     if plan.rollout.top_p < 1.0:
         message = f"{plan.rollout.top_p}: the engine's log-probs are of the cut distribution, the trainer's are not"
         yield warning("top-p", "rollout.top_p", message, "use 1.0, or read the mismatch with that in mind")
-
-
-def _container(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
-    return judge_container(
-        host.container,
-        needs_gpu=plan.device != CPU,
-        num_gpus=len(host.gpus),
-        writable=not host.run_root_problem,
-    )

@@ -46,14 +46,6 @@ class Disks:
 
 
 @dataclass(frozen=True)
-class Needed:
-    """About what a run still writes to each place, bytes."""
-
-    run: int
-    checkpoints: int
-
-
-@dataclass(frozen=True)
 class Written:
     """Of the run's folder, bytes. checkpoints: those that this attempt counts as its own; others are moved aside and
     stay.  scaled: the model that UAQ scaled."""
@@ -100,40 +92,33 @@ def _bytes_below(folder: Path) -> int:
 
 def judge_disk(plan: RunPlan, disks: Disks, *, model_bytes: int, written: Written) -> Iterator[Finding]:
     """model_bytes: of the weights in BF16, 0 when unknown."""
-    needed = needed_bytes(plan, model_bytes=model_bytes, written=written)
+    in_run, in_checkpoints = needed_bytes(plan, model_bytes=model_bytes, written=written)
     if disks.are_one:
-        more = " more" if written != Written() else ""
-        message = f"the run needs about {gib(needed.run + needed.checkpoints)}{more}"
+        more, needed = " more" if written != Written() else "", in_run + in_checkpoints
+        message = f"the run needs about {gib(needed)}{more}"
         remedy = "free some space, or set cluster.run_dir to a roomier place"
-        yield from _short("cluster.run_dir", disks.run, needed.run + needed.checkpoints, message, remedy)
+        yield from _short("cluster.run_dir", disks.run, needed, message, remedy)
         return
     more = " more" if written.scaled else ""
-    message = f"the run needs about {gib(needed.run)}{more} besides its checkpoints"
-    yield from _short("cluster.run_dir", disks.run, needed.run, message, "free some space there")
+    message = f"the run needs about {gib(in_run)}{more} besides its checkpoints"
+    yield from _short("cluster.run_dir", disks.run, in_run, message, "free some space there")
     more = " more" if written.checkpoints else ""
-    message = f"the checkpoints need about {gib(needed.checkpoints)}{more}"
+    message = f"the checkpoints need about {gib(in_checkpoints)}{more}"
     remedy = "free some space there, or move them to a roomier disk, with a link in their place"
-    yield from _short(str(Path(plan.run_dir) / _CHECKPOINTS), disks.checkpoints, needed.checkpoints, message, remedy)
+    yield from _short(str(Path(plan.run_dir) / _CHECKPOINTS), disks.checkpoints, in_checkpoints, message, remedy)
 
 
 def _short(place: str, disk: Disk, needed: int, message: str, remedy: str) -> Iterator[Finding]:
     if disk.free_bytes < needed:
-        what = f"{gib(disk.free_bytes)} free at {disk.folder}, {message}"
-        yield error("disk", place, what, remedy)
+        yield error("disk", place, f"{gib(disk.free_bytes)} free at {disk.folder}, {message}", remedy)
 
 
-def disk_bytes(plan: RunPlan, *, model_bytes: int) -> int:
-    """About what a new run writes in all. model_bytes: size of the weights on disk (BF16), 0 when unknown."""
-    needed = needed_bytes(plan, model_bytes=model_bytes, written=Written())
-    return needed.run + needed.checkpoints
-
-
-def needed_bytes(plan: RunPlan, *, model_bytes: int, written: Written) -> Needed:
+def needed_bytes(plan: RunPlan, *, model_bytes: int, written: Written = Written()) -> tuple[int, int]:
+    """(to the run's folder, to its checkpoints): about what is still to be written. model_bytes: as judge_disk."""
     each = model_bytes // 2 * BYTES_SAVED_PER_WEIGHT if model_bytes else _TINY_CHECKPOINT
-    checkpoints = max(0, checkpoints_at_once(plan) * each - written.checkpoints)
     scaled = max(0, 2 * model_bytes - written.scaled) if plan.uaq else 0  # most of it in FP32
     run = _FOR_LOGS + scaled + 2 * model_bytes  # `model/`, an earlier one goes to the logs
-    return Needed(run=run, checkpoints=checkpoints)
+    return run, max(0, checkpoints_at_once(plan) * each - written.checkpoints)
 
 
 def bytes_by_shape(shape: ModelShape | None) -> int:

@@ -58,22 +58,18 @@ class StackFacts:
 
 @dataclass(frozen=True)
 class InputFacts:
-    """What the plan's inputs look like from here.
+    """What the plan's inputs look like from here. A problem is empty where there is none, or nobody asked.
 
-    model_missing: parts that the model folder lacks (`config.json`, `weights`, `tokenizer`), empty when complete or
-    when the model is not a folder.  model_bytes: size of its weights, 0 when unknown.
-    model_shape: by its config.json, None when unknown.
+    model_missing: parts that the model folder lacks (`config.json`, `weights`, `tokenizer`).
+    model_bytes: size of its weights, 0 when unknown.  model_shape: by its config.json, None when unknown.
     model_is_cached: a hub name whose files are in the local hub cache.
-    is_offline: the hub is needed, and HF_HUB_OFFLINE is set.
-    hub_problem: why the hub cannot be reached, empty when it can or was not asked.
-    profile_problem: why the folder of `quantization.profile` has none for this plan, empty when it has or none is
-    given.
-    uaq_problem: why UAQ cannot scale the model, empty when it can, is off, or the model is not here yet.
+    is_offline: the hub is needed, and HF_HUB_OFFLINE is set.  hub_problem: why it cannot be reached.
+    data_problems: (message, hint) with `file:line`.  has_data: the cache has the problems that are made of them.
+    disks: that the run writes to.  written: by earlier attempts of the run.
+    profile_problem, uaq_problem: as the functions of this name.
     model_damage: what is wrong with its files of weights.  model_problem: why the hub, which answers, does not give it.
     revision_problem: why it is not known which commit `model.revision` is.
     reward_problem: what is wrong with the rewards of the first problems.  stored: of `bench`, where one counts here.
-    disks: that the run writes to.  written: by earlier attempts of the run.
-    data_problems: (message, hint) with `file:line`.  has_data: the cache has the problems that are made of them.
     """
 
     model_folder_exists: bool
@@ -106,20 +102,20 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) 
     """
     from appliance.tasks.prepare import has_data
 
-    made = has_data(plan)
-    folder = Path(plan.model.path)
-    name = plan.model.hub_name
-    is_folder = not plan.model.builtin and not name and folder.is_absolute()
+    made, folder, name = has_data(plan), Path(plan.model.path), plan.model.hub_name
     cached = bool(name) and _is_cached(plan.model)
     needs_model = bool(name) and not cached
     needs_hub = needs_model or (is_from_hub(plan.task) and not made)
     is_offline = needs_hub and hub.is_offline()
     asks = ask_hub and needs_hub and not is_offline
     hub_problem = hub.problem() if asks else ""
-    data_problems = _data_problems(plan)
+    data_files = dict.fromkeys(file for file in (plan.task.train_file, plan.task.val_file) if file)
+    data_problems = tuple(each for file in data_files for each in TASKS[plan.task.kind].check_rows(file))
     access = read_access(plan, ask_network=ask_hub)  # before anything looks into the folder
     is_barred = str(folder) in access.unreadable
+    is_folder = not plan.model.builtin and not name and folder.is_absolute()
     may_look = is_folder and not is_barred and os.path.isdir(folder)
+    key = result_key(device=plan.device, host=host, model=plan.model, pins=plan.pins) if host else None
     return InputFacts(
         model_folder_exists=is_barred or os.path.isdir(folder),
         model_missing=hub.missing_parts(folder) if may_look else (),
@@ -134,12 +130,13 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) 
         profile_problem=profile_problem(plan),
         uaq_problem=uaq_problem(plan),
         model_damage=damage(folder) if may_look else (),
-        model_problem=_refusal(plan.model) if asks and needs_model and not hub_problem else "",
+        # Where the commit is not known, of `main`: what stands against the revision is told by revision_problem.
+        model_problem=hub.refusal(name, revision=plan.model.commit) if asks and needs_model and not hub_problem else "",
         revision_problem=_revision_problem(plan.model) if ask_hub else "",
         reward_problem=reward_problem(plan) if ask_hub and not data_problems else None,
         access=access,
         stack=read_stack(plan),
-        stored=_stored(plan, host=host) if host else None,
+        stored=read_result(key, cache_dir=Path(plan.cache_dir))[0] if key else None,
         written=read_written(plan),
     )
 
@@ -152,21 +149,11 @@ def _is_cached(model: ModelPlan) -> bool:
     return model.is_pinned and not hub.missing_parts(folder) and not damage(folder)
 
 
-def _refusal(model: ModelPlan) -> str:
-    """Where the commit is not known, of `main`: what stands against the revision is told by _revision_problem."""
-    return hub.refusal(model.hub_name, revision=model.commit)
-
-
 def _revision_problem(model: ModelPlan) -> str:
     if not model.revision or model.commit:
         return ""
     why = hub.revision(model.hub_name, of=model.revision)[1]
     return f"it is not known which commit of `{model.hub_name}` `{model.revision}` is: {why}"
-
-
-def _stored(plan: RunPlan, *, host: HostFacts) -> StoredResult | None:
-    key = result_key(device=plan.device, host=host, model=plan.model, pins=plan.pins)
-    return read_result(key, cache_dir=Path(plan.cache_dir))[0]
 
 
 def model_bytes(plan: RunPlan) -> int:
@@ -199,31 +186,24 @@ def model_shape(plan: RunPlan) -> ModelShape | None:
     return (read_shape(cached / "config.json") if cached else None) or KNOWN.get(plan.model.source)
 
 
-def _data_problems(plan: RunPlan) -> tuple[tuple[str, str], ...]:
-    files = [file for file in (plan.task.train_file, plan.task.val_file) if file]
-    return tuple(problem for file in dict.fromkeys(files) for problem in TASKS[plan.task.kind].check_rows(file))
-
-
 def damage(folder: Path) -> tuple[str, ...]:
     """What is wrong with the safetensors files: those that the index names and are not there, and those cut short."""
-    missing = _missing_shards(folder)
-    found = (
-        [f"{INDEX} cannot be read"] if missing is None else [f"{name} is missing, {INDEX} names it" for name in missing]
-    )
+    found = _missing_shards(folder)
     found += [problem for file in sorted(folder.glob("*.safetensors")) if (problem := _cut_short(file))]
     more = len(found) - _MOST_NAMED
     return (*found[:_MOST_NAMED], f"and {more} more") if more > 0 else tuple(found)
 
 
-def _missing_shards(folder: Path) -> list[str] | None:
-    """Of the index, where there is one; None when it cannot be read."""
+def _missing_shards(folder: Path) -> list[str]:
+    """Of the index, where there is one."""
     try:
         files = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
     except FileNotFoundError:
         return []
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return None
-    return sorted(str(name) for name in files if not os.path.isfile(folder / str(name)))
+        return [f"{INDEX} cannot be read"]
+    missing = sorted(str(name) for name in files if not os.path.isfile(folder / str(name)))
+    return [f"{name} is missing, {INDEX} names it" for name in missing]
 
 
 def _cut_short(file: Path) -> str:

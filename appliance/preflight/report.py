@@ -65,12 +65,7 @@ def _commit(recipe: Recipe, *, original: OriginalPlan | None, ask_hub: bool) -> 
     A tag or a branch that the recipe names stays what it was when the run began.
     """
     name, revision = hub_name(recipe), recipe.model.revision or ""
-    if (
-        original is not None
-        and revision
-        and (original.model, original.revision) == (name, revision)
-        and original.commit
-    ):
+    if original and original.commit and revision and (original.model, original.revision) == (name, revision):
         return original.commit
     return hub.revision(name, of=revision)[0] if name and ask_hub else ""
 

@@ -16,10 +16,9 @@ from appliance.corrections.base import ClipRange, Correction
 from appliance.corrections.registry import CorrectionMethod, correction_of
 from appliance.frozen import Frozen
 from appliance.guard.policy import Action
-from appliance.terms.devices import CPU
+from appliance.terms.devices import CPU, Topology
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
-from appliance.terms.topology import Topology
 
 SCHEMA_VERSION = 1
 

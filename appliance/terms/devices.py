@@ -136,23 +136,16 @@ def _by_measurement(
 def why_not(scheme: Scheme, *, device: str, cpu_flags: frozenset[str], experts: bool = False) -> str:
     """Why nothing runs the scheme on the device, or an empty text. device: one of DEVICES.  experts: whether the
     scheme quantises experts."""
-    missing = _no_cpu(scheme, cpu_flags=cpu_flags) if device == CPU else _no_gpu(scheme, gpu=GPUS[device])
-    return missing or (_no_experts(scheme) if experts else "")
-
-
-def _no_cpu(scheme: Scheme, *, cpu_flags: frozenset[str]) -> str:
     spec = scheme.spec
-    has_amx = any(flag.startswith("amx") for flag in cpu_flags)
-    why = spec.not_on_cpu if has_amx else spec.not_without_amx or spec.not_on_cpu
-    return why.format(scheme=scheme)
-
-
-def _no_gpu(scheme: Scheme, *, gpu: Gpu) -> str:
-    spec = scheme.spec
-    if gpu.capability < spec.since:
-        needed, has = (".".join(map(str, each)) for each in (spec.since, gpu.capability))
-        return f"{spec.number} needs compute capability {needed}, {gpu.name} has {has}"
-    return why_outgrown(scheme, device=gpu.name)
+    if device == CPU:
+        has_amx = any(flag.startswith("amx") for flag in cpu_flags)
+        why = (spec.not_on_cpu if has_amx else spec.not_without_amx or spec.not_on_cpu).format(scheme=scheme)
+    elif (has := GPUS[device].capability) < spec.since:
+        needs = f"{spec.number} needs compute capability {spec.since[0]}.{spec.since[1]}"
+        why = f"{needs}, {device} has {has[0]}.{has[1]}"
+    else:
+        why = why_outgrown(scheme, device=device)
+    return why or (_no_experts(scheme) if experts else "")
 
 
 def why_outgrown(scheme: Scheme, *, device: str) -> str:
@@ -165,3 +158,30 @@ def why_outgrown(scheme: Scheme, *, device: str) -> str:
 
 def _no_experts(scheme: Scheme) -> str:
     return "" if scheme.spec.experts else f"experts in {scheme.spec.number} run emulated only"
+
+
+@dataclass(frozen=True)
+class Topology:
+    """How the GPUs of a training are shared out. Without a GPU, one CPU rank stands for one GPU."""
+
+    nodes: int
+    gpus_per_node: int
+    tensor_parallel: int
+    """GPUs that share one engine."""
+    sequence_parallel: int
+    """GPUs that share one sequence of the trainer."""
+
+    @property
+    def gpus(self) -> int:
+        """Of all nodes; each has one rank of the trainer."""
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def engines(self) -> int:
+        """At least 1: what does not divide is refused, and has no engines to speak of."""
+        return max(1, self.gpus // self.tensor_parallel)
+
+    @property
+    def data_parallel(self) -> int:
+        """Shares of a mini-batch, at least 1: what does not divide is refused."""
+        return max(1, self.gpus // self.sequence_parallel)
