@@ -206,13 +206,7 @@ def _device(recipe: Recipe, *, host: HostFacts, book: derive.Book) -> str:
 
 
 def _automatic(
-    device: str,
-    *,
-    host: HostFacts,
-    model: ModelPlan,
-    experts: bool,
-    cache_dir: Path,
-    original: OriginalPlan | None,
+    device: str, *, host: HostFacts, model: ModelPlan, experts: bool, cache_dir: Path, original: OriginalPlan | None
 ) -> tuple[Scheme, str]:
     """(what `auto` means on the device, why)."""
     if original is not None and original.automatic is not None and original.device == device:

@@ -9,15 +9,7 @@ from typing import TypeVar
 from appliance.corrections.registry import correction_of
 from appliance.recipe.rules import shadow_sequences
 from appliance.recipe.schema import AlgorithmKind, Attention, Recipe
-from appliance.record.plan import (
-    AlgorithmPlan,
-    Choice,
-    CorrectionPlan,
-    EnginePlan,
-    ShadowPlan,
-    TrainerPlan,
-    UaqPlan,
-)
+from appliance.record.plan import AlgorithmPlan, Choice, CorrectionPlan, EnginePlan, ShadowPlan, TrainerPlan, UaqPlan
 
 Value = TypeVar("Value", int, str, bool)
 

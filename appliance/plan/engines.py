@@ -10,14 +10,7 @@ from appliance.guard.policy import Action
 from appliance.plan.derive import Book
 from appliance.recipe.schema import Recipe, SchemeChange, SchemeChoice
 from appliance.recipe.text import full_path
-from appliance.record.plan import (
-    GuardPlan,
-    ModelPlan,
-    ProfilePlan,
-    RolloutPlan,
-    RunPlan,
-    Switching,
-)
+from appliance.record.plan import GuardPlan, ModelPlan, ProfilePlan, RolloutPlan, RunPlan, Switching
 from appliance.terms.families import EXPERTS
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
@@ -30,8 +23,6 @@ _MOST_LAYERS = 1024  # that are asked for; what is larger is not a model's numbe
 
 USUAL_ACTIONS = (Action.WARN, Action.TIGHTEN, Action.BF16, Action.STOP)
 CHANGES_ENGINES = (Action.RAISE_PRECISION, Action.BF16)
-_LIVE = "engines run eagerly: a layer changes with a weight update, proven like any"
-_TWICE = "every validation in BF16 starts the engines twice"
 
 
 def plan_rollout(
@@ -133,8 +124,13 @@ def plan_guard(recipe: Recipe, *, rollout: RolloutPlan, experts: bool, book: Boo
     """experts: whether a quantised engine has some in it, False where that is not known yet."""
     asked = recipe.guard.model_dump(exclude={"scheme_change", "actions"})
     actions = USUAL_ACTIONS if recipe.guard.actions is None else recipe.guard.actions
-    prevents = why_not_live(rollout, actions=actions, experts=experts)
-    switching, why = _switching(recipe.guard.scheme_change, prevents=prevents)
+    if recipe.guard.scheme_change is not SchemeChange.AUTO:
+        switching, why = Switching(recipe.guard.scheme_change.value), "as given"
+    elif prevents := why_not_live(rollout, actions=actions, experts=experts):
+        switching, why = Switching.RESTART, f"{prevents}: new rollout engines take over, the trainer stays"
+    else:
+        why = "engines run eagerly: a layer changes with a weight update, proven like any"
+        switching = Switching.LIVE
     if rollout.scheme.quantised:
         book.note("rollout.scheme_changes", switching, why)
     if recipe.guard.actions is None:
@@ -158,20 +154,12 @@ def finer_schemes(plan: RunPlan) -> tuple[Scheme, ...]:
     return plan.rollout.scheme.spec.finer if plan.guard.ranks_layers else ()
 
 
-def _switching(asked: SchemeChange, *, prevents: str) -> tuple[Switching, str]:
-    if asked is not SchemeChange.AUTO:
-        return Switching(asked.value), "as given"
-    if prevents:
-        return Switching.RESTART, f"{prevents}: new rollout engines take over, the trainer stays"
-    return Switching.LIVE, _LIVE
-
-
 def plan_validation(recipe: Recipe, *, rollout: RolloutPlan, switching: Switching, steps: int) -> tuple[int, str]:
     """(steps between validations in BF16 beside the run's scheme, 0 for none; why)."""
     asked = recipe.trainer.validate_bf16_every
     if not rollout.scheme.quantised:
         return 0, "rollouts are in BF16 already: one validation is both"
-    costs = _TWICE if switching is Switching.RESTART else ""
+    costs = "every validation in BF16 starts the engines twice" if switching is Switching.RESTART else ""
     if asked is not None:
         how = f"as given, and at the end{costs and ': '}{costs}"
         return asked, how if asked else "off"

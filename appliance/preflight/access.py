@@ -58,7 +58,7 @@ def read_access(plan: RunPlan, *, ask_network: bool) -> AccessFacts:
     has_key, doubt = wandb_key() if WANDB in plan.logging_backends else (True, "")
     return AccessFacts(
         cache_problem=_write_problem(Path(plan.cache_dir)),
-        unreadable=tuple(map(str, filter(_is_unreadable, _files(plan)))),
+        unreadable=_unreadable(plan),
         ports_in_use=ports_in_use(Ports(cluster.port).of_the_head) if cluster and not cluster.address else (),
         head_problem=head_problem(head) if head else "",
         token_problem=_token_problem(Path(cluster.token_file), must_be=bool(cluster.address)) if cluster else "",
@@ -75,26 +75,20 @@ def _write_problem(folder: Path) -> str:
     return f"{existing} belongs to user {existing.stat().st_uid} and cannot be written"
 
 
-def _files(plan: RunPlan) -> Iterator[Path]:
-    """The model's folder, also one behind a folder that is closed to this user, and where it is open its files."""
+def _unreadable(plan: RunPlan) -> tuple[str, ...]:
+    """The model's folder, also one behind a folder that is closed to this user, or where it is open files in it."""
     folder = Path(plan.model.path)
-    if plan.model.builtin or not folder.is_absolute() or not (os.path.isdir(folder) or _is_barred(folder)):
-        return
-    yield folder
-    if not _is_unreadable(folder):
-        yield from sorted(each for each in folder.iterdir() if os.path.isfile(each))
-
-
-def _is_barred(path: Path) -> bool:
+    if plan.model.builtin or not folder.is_absolute():
+        return ()
     try:
-        path.stat()
+        if not stat.S_ISDIR(folder.stat().st_mode):
+            return ()
     except OSError as error:
-        return isinstance(error, PermissionError)
-    return False
-
-
-def _is_unreadable(path: Path) -> bool:
-    return not os.access(path, os.R_OK | os.X_OK if os.path.isdir(path) else os.R_OK)
+        return (str(folder),) if isinstance(error, PermissionError) else ()
+    if not os.access(folder, os.R_OK | os.X_OK):
+        return (str(folder),)
+    files = sorted(each for each in folder.iterdir() if os.path.isfile(each))  # Path.is_file raises at a closed link
+    return tuple(str(each) for each in files if not os.access(each, os.R_OK))
 
 
 def ports_in_use(ports: Sequence[int]) -> tuple[int, ...]:

@@ -62,10 +62,7 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
         _logging(plan, host),
         _sampling(plan),
         judge_container(
-            host.container,
-            needs_gpu=plan.device != CPU,
-            num_gpus=len(host.gpus),
-            writable=not host.run_root_problem,
+            host.container, needs_gpu=plan.device != CPU, num_gpus=len(host.gpus), writable=not host.run_root_problem
         ),
         device.guard(plan, inputs.model_shape),
     )

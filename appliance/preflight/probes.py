@@ -30,20 +30,19 @@ _MEMORY_FILES = {  # tree -> most, used, and the key in memory.stat of page cach
 
 def read_host(run_root: Path) -> HostFacts:
     """run_root: the folder that will hold the run folders; it need not exist."""
-    memory, limits = psutil.virtual_memory(), read_limits()
-    existing = nearest_existing(run_root)
+    memory, limits, cpu = psutil.virtual_memory(), read_limits(), _cpuinfo()
     return HostFacts(
         cores=usable_cores(),
         memory_bytes=memory.total,
         memory_free_bytes=min(memory.available, limits.memory_free_bytes),
-        cpu_flags=_cpu_flags(),
+        cpu_flags=frozenset(cpu.get("flags", "").split()),
         gpus=read_gpus(),
         python=sys.version_info[:2],
         missing_libraries=tuple(name for name in LIBRARIES if not _loads(name)),
         shm_free_bytes=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0,
-        run_root_problem=_write_problem(existing),
+        run_root_problem=_write_problem(nearest_existing(run_root)),
         packages=frozenset(name for name in PACKAGES if importlib.util.find_spec(name)),
-        processor=_processor(),
+        processor=_processor(cpu),
         container=read_container(run_root),
         limits=limits,
     )
@@ -60,21 +59,17 @@ def _write_problem(folder: Path) -> str:
     return ""
 
 
-def _cpu_flags() -> frozenset[str]:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("flags"):
-            return frozenset(line.partition(":")[2].split())
-    return frozenset()
-
-
-def _processor() -> str:
-    """Such as `AMD EPYC, family 25, model 1`: the name alone is the same for several generations under a hypervisor."""
+def _cpuinfo() -> dict[str, str]:
+    """Of the first processor."""
     first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
-    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
-    generation = [
-        f"{word} {fields[key]}" for word, key in (("family", "cpu family"), ("model", "model")) if key in fields
-    ]
-    return ", ".join(filter(None, (fields.get("model name", ""), *generation)))
+    fields = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in fields}
+
+
+def _processor(cpu: dict[str, str]) -> str:
+    """Such as `AMD EPYC, family 25, model 1`: the name alone is the same for several generations under a hypervisor."""
+    generation = (f"{word} {cpu[key]}" for word, key in (("family", "cpu family"), ("model", "model")) if key in cpu)
+    return ", ".join(filter(None, (cpu.get("model name", ""), *generation)))
 
 
 def read_gpus() -> tuple[HostGpu, ...]:
