@@ -84,7 +84,6 @@ def build_plan(
     """
     cache_dir, book = cache_dir or run_dir.parent / CACHE_NAME, derive.Book()
     model = _model(recipe, cache_dir=cache_dir, commit=commit)
-    is_builtin = bool(model.builtin)
     experts = engines.quantises_experts(recipe.quantization.ignore, layers=engines.layers_with_experts(model))
     device = _device(recipe, host=host, book=book)
     is_cpu = device == CPU
@@ -101,8 +100,8 @@ def build_plan(
     book.note("checkpoint.every_steps", *derive.every(recipe.checkpoint.every_steps, steps=steps))
     attention = book.note("trainer.attention", *derive.attention_of(recipe, is_cpu=is_cpu))
     validate_every = book.note("trainer.validate_every", *derive.every(recipe.trainer.validate_every, steps=steps))
-    trainer = derive.plan_trainer(recipe, attention=attention, is_builtin=is_builtin, book=book)
-    engine = derive.plan_engine(recipe, is_cpu=is_cpu, is_builtin=is_builtin, book=book)
+    trainer = derive.plan_trainer(recipe, attention=attention, book=book)
+    engine = derive.plan_engine(recipe, is_cpu=is_cpu, book=book)
     algorithm = derive.plan_algorithm(recipe, book=book)
     book.note("sync.bucket_mib", engine.bucket_mib, "of weights at a time; shared memory of this size is held")
     threads, why = _threads(model, cores=host.cores)
@@ -150,7 +149,7 @@ def build_plan(
             is_cpu=is_cpu,
             threads=threads,
             kv_cache_gb=recipe.rollout.kv_cache_gb,
-            offline=not is_from_hub(task) and (is_builtin or is_folder(model.source)),
+            offline=not is_from_hub(task) and (bool(model.builtin) or is_folder(model.source)),
             backends=backends,
             layer_rates=recipe.optimizer.norm_fed_lr_scale != 1,
             capability=None if is_cpu else GPUS[device].capability,

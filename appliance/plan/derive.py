@@ -55,7 +55,8 @@ def attention_of(recipe: Recipe, *, is_cpu: bool) -> tuple[str, str]:
     return FLASH, "packs sequences without padding"
 
 
-def plan_trainer(recipe: Recipe, *, attention: str, is_builtin: bool, book: Book) -> TrainerPlan:
+def plan_trainer(recipe: Recipe, *, attention: str, book: Book) -> TrainerPlan:
+    is_builtin = bool(recipe.model.builtin)
     mini = recipe.batch.mini_batch_prompts or recipe.batch.prompts_per_step
     recomputes = "activations are recomputed: less memory, a third more time"
     keeps = "the model is tiny: recomputing costs time and saves nothing"
@@ -70,20 +71,18 @@ def plan_trainer(recipe: Recipe, *, attention: str, is_builtin: bool, book: Book
             "trainer.gradient_checkpointing", not is_builtin, keeps if is_builtin else recomputes
         ),
         mini_batch_prompts=book.note("batch.mini_batch_prompts", mini, why),
-        micro_batch_sequences=book.note(
-            "batch.micro_batch_sequences", *_micro_batch(recipe, mini_batch_prompts=mini, is_builtin=is_builtin)
-        ),
+        micro_batch_sequences=book.note("batch.micro_batch_sequences", *_micro_batch(recipe, mini_batch_prompts=mini)),
         max_tokens_per_gpu=recipe.batch.max_tokens_per_gpu,
         gpu_memory_utilization=recipe.rollout.gpu_memory_utilization,
     )
 
 
-def _micro_batch(recipe: Recipe, *, mini_batch_prompts: int, is_builtin: bool) -> tuple[int, str]:
+def _micro_batch(recipe: Recipe, *, mini_batch_prompts: int) -> tuple[int, str]:
     """The sequences of one forward of the trainer: the largest divisor of a rank's share that fits the tokens."""
     if recipe.batch.micro_batch_sequences:
         return recipe.batch.micro_batch_sequences, "as given"
     share = mini_batch_prompts * recipe.rollout.samples_per_prompt // recipe.topology.data_parallel
-    fits = max(1, _TOKENS_OF_A_FORWARD[is_builtin] // recipe.task.longest)
+    fits = max(1, _TOKENS_OF_A_FORWARD[bool(recipe.model.builtin)] // recipe.task.longest)
     why = f"largest divisor of a rank's {share} sequences with at most {fits} x {recipe.task.longest} tokens"
     return _largest_divisor(share, most=fits), why
 
@@ -92,7 +91,7 @@ def _largest_divisor(number: int, *, most: int) -> int:
     return next(each for each in range(min(most, number), 0, -1) if number % each == 0)
 
 
-def plan_engine(recipe: Recipe, *, is_cpu: bool, is_builtin: bool, book: Book) -> EnginePlan:
+def plan_engine(recipe: Recipe, *, is_cpu: bool, book: Book) -> EnginePlan:
     longest, sequences = recipe.task.longest, math.ceil(_sequences_of_a_step(recipe) / recipe.topology.engines)
     at_once = f"at most {_LARGEST_CONCURRENCY}" if sequences > _LARGEST_CONCURRENCY else "all"
     batched = max(longest, _TOKENS_OF_AN_ENGINE_STEP[is_cpu])
@@ -108,7 +107,7 @@ def plan_engine(recipe: Recipe, *, is_cpu: bool, is_builtin: bool, book: Book) -
         ),
         chunked_prefill=_chunked_prefill(recipe, is_cpu=is_cpu, book=book),
         num_agent_workers=book.note("rollout.agent_workers", *_agent_workers(recipe, is_cpu=is_cpu)),
-        bucket_mib=_BUCKET_MIB[is_builtin],
+        bucket_mib=_BUCKET_MIB[bool(recipe.model.builtin)],
     )
 
 

@@ -220,8 +220,8 @@ def gpu_ladder(plan: RunPlan, shape: ModelShape) -> tuple[str, ...]:
         return sum(moment.short for moment in moments(changed, shape))
 
     rungs: tuple[Rung, ...] = (
-        (_offload_optimizer, all_short),
-        (_offload_parameters, all_short),
+        (lambda changed: _offload(changed, "offload_optimizer"), all_short),
+        (lambda changed: _offload(changed, "offload_parameters"), all_short),
         (_less_for_the_engine, lambda changed: moments(changed, shape)[0].short),
         (lambda changed: _on_more_ranks(changed, shape), lambda changed: moments(changed, shape)[1].short),
         (lambda changed: _more_gpus(changed, shape), all_short),
@@ -252,12 +252,8 @@ def _climb(plan: RunPlan, rungs: tuple[Rung, ...], *, short: Shortage) -> tuple[
     return ()
 
 
-def _offload_optimizer(plan: RunPlan) -> Iterator[Changed]:
-    yield plan.replace(trainer=plan.trainer.replace(offload_optimizer=True)), "trainer.offload_optimizer: true"
-
-
-def _offload_parameters(plan: RunPlan) -> Iterator[Changed]:
-    yield plan.replace(trainer=plan.trainer.replace(offload_parameters=True)), "trainer.offload_parameters: true"
+def _offload(plan: RunPlan, what: str) -> Iterator[Changed]:
+    yield plan.replace(trainer=plan.trainer.replace(**{what: True})), f"trainer.{what}: true"
 
 
 def _less_for_the_engine(plan: RunPlan) -> Iterator[Changed]:

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from appliance.errors import PreflightError
 from appliance.plan.host import Ports
 from appliance.preflight.container import is_mounted_secret
+from appliance.preflight.disk import nearest_existing
 from appliance.preflight.finding import Finding, error, warning
 from appliance.record.plan import RunPlan
 from appliance.terms.environment import WANDB_KEY_VARIABLE, WANDB_MODE_VARIABLE
@@ -69,7 +70,7 @@ def read_access(plan: RunPlan, *, ask_network: bool) -> AccessFacts:
 
 
 def _write_problem(folder: Path) -> str:
-    existing = next(each for each in (folder, *folder.parents) if os.path.exists(each))
+    existing = nearest_existing(folder)
     if os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK):
         return ""
     return f"{existing} belongs to user {existing.stat().st_uid} and cannot be written"

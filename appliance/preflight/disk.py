@@ -6,21 +6,19 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from appliance.plan.memory import GIB
 from appliance.preflight.finding import Finding, error
+from appliance.record.checkpoints import FOLDER, step_of
 from appliance.record.plan import RunPlan
 from appliance.terms.shapes import ModelShape
 
-_GIB = 1 << 30
-_CHECKPOINTS = "checkpoints"  # in the run's folder
-_STEP = re.compile(r"global_step_([0-9]{1,18})")
-_FOR_LOGS = _GIB // 4
-_TINY_CHECKPOINT = _GIB // 8
+_FOR_LOGS = GIB // 4
+_TINY_CHECKPOINT = GIB // 8
 BYTES_SAVED_PER_WEIGHT = 4 + 8 + 4  # FP32 weights, two Adam moments, the model to export in FP32
 
 
@@ -55,7 +53,7 @@ class Written:
 
 
 def read_disks(run_dir: Path) -> Disks:
-    return Disks(_disk(run_dir), checkpoints=_disk(run_dir / _CHECKPOINTS))
+    return Disks(_disk(run_dir), checkpoints=_disk(run_dir / FOLDER))
 
 
 def _disk(folder: Path) -> Disk:
@@ -71,18 +69,14 @@ def nearest_existing(path: Path) -> Path:
 
 def read_written(plan: RunPlan) -> Written:
     """Nothing for a run that was not resumed."""
-    resumed = Path(plan.resume_from) if plan.resume_from else None
-    kept = [each for each in resumed.parent.iterdir() if _is_kept(each, resumed)] if resumed else []
+    resumed = Path(plan.resume_from)
+    last = step_of(resumed)
+    there = resumed.parent.iterdir() if last is not None else ()
+    kept = [each for each in there if (step := step_of(each)) is not None and step <= last]  # as retention counts
     return Written(
         checkpoints=sum(_bytes_below(each) for each in kept),
         scaled=_bytes_below(Path(plan.uaq.folder)) if plan.uaq else 0,
     )
-
-
-def _is_kept(folder: Path, resumed: Path) -> bool:
-    """Whether a checkpoint is the one that is resumed, or an older one, which retention goes on to count."""
-    its, last = _STEP.fullmatch(folder.name), _STEP.fullmatch(resumed.name)
-    return its is not None and last is not None and int(its[1]) <= int(last[1])
 
 
 def _bytes_below(folder: Path) -> int:
@@ -105,7 +99,7 @@ def judge_disk(plan: RunPlan, disks: Disks, *, model_bytes: int, written: Writte
     more = " more" if written.checkpoints else ""
     message = f"the checkpoints need about {gib(in_checkpoints)}{more}"
     remedy = "free some space there, or move them to a roomier disk, with a link in their place"
-    yield from _short(str(Path(plan.run_dir) / _CHECKPOINTS), disks.checkpoints, in_checkpoints, message, remedy)
+    yield from _short(str(Path(plan.run_dir) / FOLDER), disks.checkpoints, in_checkpoints, message, remedy)
 
 
 def _short(place: str, disk: Disk, needed: int, message: str, remedy: str) -> Iterator[Finding]:
@@ -138,4 +132,4 @@ def checkpoints_at_once(plan: RunPlan) -> int:
 
 def gib(size: int) -> str:
     """For people."""
-    return f"{size / _GIB:.1f} GiB"
+    return f"{size / GIB:.1f} GiB"

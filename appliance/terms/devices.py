@@ -93,12 +93,22 @@ def automatic_scheme(
     stored: decides on Ada and Hopper, which run INT8 and FP8 alike; elsewhere the rule does, and it is told.
     experts: whether experts would be quantised.
     """
-    if device != CPU and GPUS[device].has_fp8 and not GPUS[device].is_blackwell:
-        return _by_measurement(device, cpu_flags=cpu_flags, stored=stored, experts=experts)
     scheme, why = _by_rule(device, cpu_flags=cpu_flags, experts=experts)
-    if stored:
-        return scheme, f"{why}; by rule, {stored}"
-    return scheme, why if device == CPU else f"{why}; {_NOT_MEASURED}"
+    if device == CPU or not GPUS[device].has_fp8 or GPUS[device].is_blackwell:
+        if stored:
+            return scheme, f"{why}; by rule, {stored}"
+        return scheme, why if device == CPU else f"{why}; {_NOT_MEASURED}"
+    able = [
+        (ratio, each)
+        for each, ratio in (stored.ratios if stored else ())
+        if not why_not(each, device=device, cpu_flags=cpu_flags, experts=experts)
+    ]
+    if not able:
+        return scheme, f"{why}; {_NOT_MEASURED}: `appliance bench` measures it"
+    ratio, fastest = max(able, key=lambda each: each[0])
+    if ratio < PAYS_FROM:
+        return Scheme.BF16, f"quantising does not pay: {stored}"
+    return fastest, f"the fastest, {stored}"
 
 
 def _by_rule(device: str, *, cpu_flags: frozenset[str], experts: bool) -> tuple[Scheme, str]:
@@ -114,23 +124,6 @@ def _by_rule(device: str, *, cpu_flags: frozenset[str], experts: bool) -> tuple[
     if GPUS[device].is_blackwell:
         return Scheme.FP8, f"{device} has FP8 tensor cores, and vLLM has no INT8 kernels for it"
     return Scheme.INT8, f"{device} has INT8 tensor cores" + ("" if GPUS[device].has_fp8 else " and none for FP8")
-
-
-def _by_measurement(
-    device: str, *, cpu_flags: frozenset[str], stored: StoredResult | None, experts: bool
-) -> tuple[Scheme, str]:
-    able = [
-        (ratio, scheme)
-        for scheme, ratio in (stored.ratios if stored else ())
-        if not why_not(scheme, device=device, cpu_flags=cpu_flags, experts=experts)
-    ]
-    if not able:
-        scheme, why = _by_rule(device, cpu_flags=cpu_flags, experts=experts)
-        return scheme, f"{why}; {_NOT_MEASURED}: `appliance bench` measures it"
-    ratio, scheme = max(able, key=lambda each: each[0])
-    if ratio < PAYS_FROM:
-        return Scheme.BF16, f"quantising does not pay: {stored}"
-    return scheme, f"the fastest, {stored}"
 
 
 def why_not(scheme: Scheme, *, device: str, cpu_flags: frozenset[str], experts: bool = False) -> str:
