@@ -104,7 +104,10 @@ def build_plan(
     engine = derive.plan_engine(recipe, is_cpu=is_cpu, book=book)
     algorithm = derive.plan_algorithm(recipe, book=book)
     book.note("sync.bucket_mib", engine.bucket_mib, "of weights at a time; shared memory of this size is held")
-    threads, why = _threads(model, cores=host.cores)
+    threads, why = host.cores, "trainer and engine take turns, so each has all cores of this host"
+    if model.builtin:
+        threads = 1
+        why = "layers this small gain nothing from a second thread, and on a busy host lose much by waiting for it"
     if is_cpu:
         book.note("threads_per_process", threads, why)
     uaq = derive.plan_uaq(recipe, run_dir=run_dir, book=book)
@@ -159,12 +162,6 @@ def build_plan(
         attestations=_attestations(recipe, rollout=rollout, is_cpu=is_cpu),
     )
     return plan.replace(argv=argv(plan))
-
-
-def _threads(model: ModelPlan, *, cores: int) -> tuple[int, str]:
-    if model.builtin:
-        return 1, "layers this small gain nothing from a second thread, and on a busy host lose much by waiting for it"
-    return cores, "trainer and engine take turns, so each has all cores of this host"
 
 
 def _cluster(recipe: Recipe, *, root: Path) -> ClusterPlan | None:

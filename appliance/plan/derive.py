@@ -95,6 +95,9 @@ def plan_engine(recipe: Recipe, *, is_cpu: bool, book: Book) -> EnginePlan:
     longest, sequences = recipe.task.longest, math.ceil(_sequences_of_a_step(recipe) / recipe.topology.engines)
     at_once = f"at most {_LARGEST_CONCURRENCY}" if sequences > _LARGEST_CONCURRENCY else "all"
     batched = max(longest, _TOKENS_OF_AN_ENGINE_STEP[is_cpu])
+    workers = min(_MOST_AGENT_WORKERS, recipe.topology.gpus), f"one per GPU, at most {_MOST_AGENT_WORKERS}"
+    if is_cpu:
+        workers = 1, "each is a process that imports verl"
     return EnginePlan(
         max_model_tokens=book.note("engine.max_model_tokens", longest, "longest prompt and longest response"),
         max_concurrent_sequences=book.note(
@@ -106,7 +109,7 @@ def plan_engine(recipe: Recipe, *, is_cpu: bool, book: Book) -> EnginePlan:
             "engine.max_batched_tokens", batched, "tokens of one engine step: at least one whole sequence"
         ),
         chunked_prefill=_chunked_prefill(recipe, is_cpu=is_cpu, book=book),
-        num_agent_workers=book.note("rollout.agent_workers", *_agent_workers(recipe, is_cpu=is_cpu)),
+        num_agent_workers=book.note("rollout.agent_workers", *workers),
         bucket_mib=_BUCKET_MIB[bool(recipe.model.builtin)],
     )
 
@@ -121,12 +124,6 @@ def _chunked_prefill(recipe: Recipe, *, is_cpu: bool, book: Book) -> bool:
         return recipe.rollout.chunked_prefill
     why = "each sample has a seed, and on a CPU vLLM cannot take back what it drew after a part of a prompt"
     return book.note("rollout.chunked_prefill", False, why)
-
-
-def _agent_workers(recipe: Recipe, *, is_cpu: bool) -> tuple[int, str]:
-    if is_cpu:
-        return 1, "each is a process that imports verl"
-    return min(_MOST_AGENT_WORKERS, recipe.topology.gpus), f"one per GPU, at most {_MOST_AGENT_WORKERS}"
 
 
 def plan_algorithm(recipe: Recipe, *, book: Book) -> AlgorithmPlan:

@@ -237,13 +237,10 @@ def _time(plan: RunPlan) -> str:
         step_s = _TINY_STEP_S * max(1.0, sequences / _TINY_STEP_SEQUENCES)
         validations = 2 + (plan.steps - 1) // plan.validate_every
         seconds = _TINY_START_S + plan.steps * step_s + validations * _TINY_VALIDATION_S * plan.task.val_size / 512
-        return f"about {_duration(seconds)}: a start of {_TINY_START_S} s and {plan.steps} steps of {step_s:.1f} s"
+        total = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+        return f"about {total}: a start of {_TINY_START_S} s and {plan.steps} steps of {step_s:.1f} s"
     tokens = sequences * plan.task.max_response_tokens
     return f"known after the first step; each of {plan.steps} steps generates up to {tokens:,} tokens"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 def _shared_memory(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
