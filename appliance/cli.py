@@ -14,7 +14,7 @@ import typer
 
 from appliance import console
 from appliance.errors import ApplianceError, RecipeError
-from appliance.plan.ports import DEFAULT_BASE, LARGEST_BASE
+from appliance.plan.host import DEFAULT_BASE, LARGEST_BASE
 
 if TYPE_CHECKING:
     from appliance.recipe.schema import Recipe

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from appliance import console
 from appliance.errors import TrainingError
-from appliance.plan import host_memory
-from appliance.plan.host_memory import Role, peak
+from appliance.plan.memory import Role, peak
+from appliance.plan.memory import held as estimated
 from appliance.processes import find_processes
 from appliance.record.plan import RunPlan, read_plan
 from appliance.terms.environment import RUN_VARIABLE
@@ -225,8 +225,8 @@ def page(found: list[tuple[RunPlan, Measured]], *, where: dict[str, object]) -> 
     yield "| --- | --- |" + " --- |" * (len(Role) + 2)
     for plan, measured in found:
         roles = " | ".join(
-            f"{each.size / 1e9:.2f}, {measured.most[each.role] / 1e9:.2f}"
-            for each in host_memory.held(plan, measured.shape)
+            f"{size / 1e9:.2f}, {measured.most[role] / 1e9:.2f}"
+            for role, size in estimated(plan, measured.shape).items()
         )
         estimate = peak(plan, measured.shape)
         yield (

@@ -7,7 +7,7 @@ from pathlib import Path
 from appliance.corrections.registry import CorrectionMethod
 from appliance.plan.host import HostFacts
 from appliance.preflight.disk import Disk, Disks
-from appliance.preflight.probes import InputFacts
+from appliance.preflight.inputs import InputFacts
 from appliance.recipe.schema import Checkpoint, Guard
 from appliance.record.plan import (
     AlgorithmPlan,

@@ -23,7 +23,7 @@ from appliance.bench.show import as_json, table
 from appliance.errors import PreflightError, RecipeError
 from appliance.launch.side_job import make_inputs, run_child
 from appliance.launch.workspace import OF_AN_ENGINE, OF_THE_DATA, OF_THE_MODEL, examine_for, work_folder
-from appliance.plan.bench_results import Kept, ResultKey, result_key, write_result
+from appliance.plan.bench_results import ResultKey, SchemeResult, result_key, write_result
 from appliance.plan.build import build_plan, installed_versions
 from appliance.plan.host import HostFacts
 from appliance.preflight.probes import read_host
@@ -180,7 +180,7 @@ def _keep(
         console.say(f"not kept for `auto`: {why}")
         return None
     kept = tuple(
-        Kept(v.scheme, tokens_per_s=v.tokens_per_s, ratio=v.ratio, ratio_min=v.ratio_min, ratio_max=v.ratio_max)
+        SchemeResult(v.scheme, tokens_per_s=v.tokens_per_s, ratio=v.ratio, ratio_min=v.ratio_min, ratio_max=v.ratio_max)
         for v in verdicts[1:]
     )
     cache_dir = Path(plan.cache_dir)

@@ -19,9 +19,9 @@ from appliance.cluster.membership import RETURNS_WITHIN_S, Needed, Node, Roll
 from appliance.cluster.node_report import NodeReport, describe_node, differences, plant_canary, question_of, warnings
 from appliance.cluster.ray_command import FINGERPRINT_LABEL, NodeOffer, head_argv, label_of, node_environment
 from appliance.errors import ApplianceError, PreflightError, ProcessDied
-from appliance.plan.ports import Ports
-from appliance.preflight.probes import model_shape
-from appliance.preflight.ray_token import check_token, make_token
+from appliance.plan.host import Ports
+from appliance.preflight.access import check_token, make_token
+from appliance.preflight.inputs import model_shape
 from appliance.record.events import append_event
 from appliance.record.plan import ClusterPlan, RunPlan
 from appliance.terms.environment import RAY_DIR_VARIABLE, RAY_OWN, ray_node_env

@@ -17,10 +17,9 @@ from appliance.cluster.ray_command import NodeOffer, node_environment, worker_ar
 from appliance.cluster.run_notice import RunNotice, end_of, is_resumed, read_notice
 from appliance.errors import EngineError, Interrupted, PreflightError, ProcessDied, RecipeError, TrainingError
 from appliance.launch.supervise import supervise
-from appliance.plan.ports import DEFAULT_BASE, Ports
-from appliance.preflight.access import head_problem, ports_in_use
+from appliance.plan.host import DEFAULT_BASE, Ports
+from appliance.preflight.access import check_token, head_problem, ports_in_use
 from appliance.preflight.probes import read_host
-from appliance.preflight.ray_token import check_token
 from appliance.recipe.text import path_problem
 from appliance.record.session import RunStatus, cannot_write
 from appliance.signals import Interrupts

@@ -20,7 +20,7 @@ from appliance.patch import recorded, why_unfit
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.preflight.checks import judge_node
 from appliance.preflight.finding import Severity
-from appliance.preflight.model_files import damage
+from appliance.preflight.inputs import damage
 from appliance.preflight.probes import read_gpus, read_host
 from appliance.record.attestations import fingerprint, version_of
 from appliance.record.plan import RunPlan

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.plan.ports import Ports
+from appliance.plan.host import Ports
 from appliance.record.attestations import fingerprint
 from appliance.terms.environment import ray_node_env, with_ray_token
 

@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 from appliance.errors import PreflightError
-from appliance.preflight.ray_token import write_token
+from appliance.preflight.access import write_token
 from appliance.record.session import cannot_write
 from appliance.terms.environment import LONGEST_RAY_DIR, RAY_OWN, RAY_TOKEN
 

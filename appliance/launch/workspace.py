@@ -13,7 +13,7 @@ from appliance.errors import PreflightError
 from appliance.plan.host import HostFacts
 from appliance.preflight.checks import judge
 from appliance.preflight.finding import Finding, Severity, lines
-from appliance.preflight.probes import read_inputs
+from appliance.preflight.inputs import read_inputs
 from appliance.recipe.text import full_path
 from appliance.record.plan import RunPlan
 from appliance.record.session import cannot_write

@@ -48,8 +48,8 @@ class ResultKey:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """One scheme of a kept result. ratio: median of the pairwise ratios to BF16, with the extremes."""
+class SchemeResult:
+    """What `bench` measured of one scheme. ratio: median of the pairwise ratios to BF16, with the extremes."""
 
     scheme: Scheme
     tokens_per_s: float
@@ -79,16 +79,20 @@ def model_shapes(model: ModelPlan) -> str:
 
 
 def write_result(
-    key: ResultKey, *, cache_dir: Path, kept: tuple[Kept, ...], what: str, pairs: int, kv_memory_bytes: int | None
+    key: ResultKey,
+    *,
+    cache_dir: Path,
+    kept: tuple[SchemeResult, ...],
+    what: str,
+    pairs: int,
+    kv_memory_bytes: int | None,
 ) -> Path:
     """Keep a result; the last one counts. kept: the quantised schemes.  what: the measurement, in words."""
     path = key.path(cache_dir, kv_memory=kv_memory_bytes is not None)
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {
         "schema_version": SCHEMA_VERSION,
-        "device": key.device,
-        "processor": key.processor,
-        "shapes": key.shapes,
+        **dataclasses.asdict(key),
         "versions": dict(key.versions),
         "what": what,
         "pairs": pairs,

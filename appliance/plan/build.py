@@ -6,24 +6,20 @@ config.json has, and what `bench` kept.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os.path
 from dataclasses import dataclass
 from pathlib import Path
 
 from appliance import hub
 from appliance.errors import RecipeError
+from appliance.plan import derive, engines
 from appliance.plan.bench_results import read_result, result_key
-from appliance.plan.correction import plan_correction, plan_uaq
-from appliance.plan.derive import Book, attention_of, every, plan_algorithm, plan_engine, plan_trainer, steps_of
-from appliance.plan.engines import plan_profile, plan_rollout, rollout_attestations
-from appliance.plan.experts import layers_with_experts, quantises_experts
-from appliance.plan.guard import plan_guard, plan_validation
 from appliance.plan.host import HostFacts
 from appliance.plan.verl_args import argv
 from appliance.recipe.rules import broken_on_cpu
 from appliance.recipe.schema import LongPrompts, Recipe, SchemeChoice
 from appliance.recipe.text import full_path
+from appliance.record.attestations import version_of
 from appliance.record.plan import (
     SCHEMA_VERSION,
     CheckpointPlan,
@@ -86,41 +82,38 @@ def build_plan(
     commit: that the model's revision is on the hub, empty where nobody asked.
     Raises RecipeError when `auto` finds a device that cannot do it or that we do not know.
     """
-    cache_dir, book = cache_dir or run_dir.parent / CACHE_NAME, Book()
+    cache_dir, book = cache_dir or run_dir.parent / CACHE_NAME, derive.Book()
     model = _model(recipe, cache_dir=cache_dir, commit=commit)
-    is_builtin = bool(model.builtin)
-    experts = quantises_experts(recipe.quantization.ignore, layers=layers_with_experts(model))
+    experts = engines.quantises_experts(recipe.quantization.ignore, layers=engines.layers_with_experts(model))
     device = _device(recipe, host=host, book=book)
     is_cpu = device == CPU
-    automatic = _automatic(
-        recipe,
-        device=device,
-        host=host,
-        model=model,
-        experts=experts,
-        cache_dir=cache_dir,
-        original=original,
-        book=book,
-    )
+    automatic, why = _automatic(device, host=host, model=model, experts=experts, cache_dir=cache_dir, original=original)
+    if SchemeChoice.AUTO in recipe.rollout.schemes:
+        book.note("rollout.scheme", automatic, why)
     if is_cpu and (broken := list(broken_on_cpu(recipe))):
         raise RecipeError([(f"{each.keys[0]}: {each.message}", each.hint) for each in broken])
     task = _task(recipe, cache_dir=cache_dir, model=model)
-    rollout = plan_rollout(recipe, automatic=automatic, run_dir=run_dir, is_cpu=is_cpu, experts=experts, book=book)
-    steps = book.note("trainer.steps", *steps_of(recipe))
-    book.note("checkpoint.every_steps", *every(recipe.checkpoint.every_steps, steps=steps))
-    attention = book.note("trainer.attention", *attention_of(recipe, is_cpu=is_cpu))
-    validate_every = book.note("trainer.validate_every", *every(recipe.trainer.validate_every, steps=steps))
-    trainer = plan_trainer(recipe, attention=attention, is_builtin=is_builtin, book=book)
-    engine = plan_engine(recipe, is_cpu=is_cpu, is_builtin=is_builtin, book=book)
-    algorithm = plan_algorithm(recipe, book=book)
+    rollout = engines.plan_rollout(
+        recipe, automatic=automatic, run_dir=run_dir, is_cpu=is_cpu, experts=experts, book=book
+    )
+    steps = book.note("trainer.steps", *derive.steps_of(recipe))
+    book.note("checkpoint.every_steps", *derive.every(recipe.checkpoint.every_steps, steps=steps))
+    attention = book.note("trainer.attention", *derive.attention_of(recipe, is_cpu=is_cpu))
+    validate_every = book.note("trainer.validate_every", *derive.every(recipe.trainer.validate_every, steps=steps))
+    trainer = derive.plan_trainer(recipe, attention=attention, book=book)
+    engine = derive.plan_engine(recipe, is_cpu=is_cpu, book=book)
+    algorithm = derive.plan_algorithm(recipe, book=book)
     book.note("sync.bucket_mib", engine.bucket_mib, "of weights at a time; shared memory of this size is held")
-    threads, why = _threads(model, cores=host.cores)
+    threads, why = host.cores, "trainer and engine take turns, so each has all cores of this host"
+    if model.builtin:
+        threads = 1
+        why = "layers this small gain nothing from a second thread, and on a busy host lose much by waiting for it"
     if is_cpu:
         book.note("threads_per_process", threads, why)
-    uaq = plan_uaq(recipe, run_dir=run_dir, book=book)
-    correction = plan_correction(recipe, micro_batch_sequences=trainer.micro_batch_sequences, book=book)
-    guard = plan_guard(recipe, rollout=rollout, experts=experts, book=book)
-    validate_bf16_every, why = plan_validation(recipe, rollout=rollout, switching=guard.switching, steps=steps)
+    uaq = derive.plan_uaq(recipe, run_dir=run_dir, book=book)
+    correction = derive.plan_correction(recipe, micro_batch_sequences=trainer.micro_batch_sequences, book=book)
+    guard = engines.plan_guard(recipe, rollout=rollout, experts=experts, book=book)
+    validate_bf16_every, why = engines.plan_validation(recipe, rollout=rollout, switching=guard.switching, steps=steps)
     book.note("trainer.validate_bf16_every", validate_bf16_every, why)
     backends = tuple(str(backend) for backend in recipe.logging.backends)
     plan = RunPlan(
@@ -136,10 +129,10 @@ def build_plan(
         task=task,
         rollout=rollout,
         engine=engine,
-        profile=plan_profile(recipe, rollout=rollout),
+        profile=engines.plan_profile(recipe, rollout=rollout),
         correction=correction,
         uaq=uaq,
-        optimizer=_optimizer(recipe),
+        optimizer=OptimizerPlan(**recipe.optimizer.model_dump(include=set(OptimizerPlan.model_fields))),
         norm_fed_lr_scale=recipe.optimizer.norm_fed_lr_scale,
         cluster=_cluster(recipe, root=run_dir.parent),
         checkpoint=CheckpointPlan(**recipe.checkpoint.model_dump()),
@@ -159,7 +152,7 @@ def build_plan(
             is_cpu=is_cpu,
             threads=threads,
             kv_cache_gb=recipe.rollout.kv_cache_gb,
-            offline=_is_offline(model, task=task),
+            offline=not is_from_hub(task) and (bool(model.builtin) or is_folder(model.source)),
             backends=backends,
             layer_rates=recipe.optimizer.norm_fed_lr_scale != 1,
             capability=None if is_cpu else GPUS[device].capability,
@@ -169,12 +162,6 @@ def build_plan(
         attestations=_attestations(recipe, rollout=rollout, is_cpu=is_cpu),
     )
     return plan.replace(argv=argv(plan))
-
-
-def _threads(model: ModelPlan, *, cores: int) -> tuple[int, str]:
-    if model.builtin:
-        return 1, "layers this small gain nothing from a second thread, and on a busy host lose much by waiting for it"
-    return cores, "trainer and engine take turns, so each has all cores of this host"
 
 
 def _cluster(recipe: Recipe, *, root: Path) -> ClusterPlan | None:
@@ -191,15 +178,6 @@ def _cluster(recipe: Recipe, *, root: Path) -> ClusterPlan | None:
     )
 
 
-def _optimizer(recipe: Recipe) -> OptimizerPlan:
-    return OptimizerPlan(
-        learning_rate=recipe.optimizer.learning_rate,
-        weight_decay=recipe.optimizer.weight_decay,
-        warmup_steps=recipe.optimizer.warmup_steps,
-        max_grad_norm=recipe.optimizer.max_grad_norm,
-    )
-
-
 def pins_for(device: str) -> tuple[tuple[str, str], ...]:
     """distribution -> version that the patches were made for, sorted."""
     return tuple(sorted((PINS | (CPU_PINS if device == CPU else GPU_PINS)).items()))
@@ -208,57 +186,34 @@ def pins_for(device: str) -> tuple[tuple[str, str], ...]:
 def installed_versions() -> dict[str, str | None]:
     """This program's version and those of the distributions that plans pin; None where one is not installed."""
     names = ("flashrl-appliance", *sorted(PINS | CPU_PINS | GPU_PINS))
-    return {name: _installed(name) for name in names}
+    return {name: version_of(name) or None for name in names}
 
 
-def _installed(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _device(recipe: Recipe, *, host: HostFacts, book: Book) -> str:
+def _device(recipe: Recipe, *, host: HostFacts, book: derive.Book) -> str:
     if recipe.cluster.device != AUTO:
         return recipe.cluster.device
-    return book.note("cluster.device", *_automatic_device(host))
+    if not host.gpus:
+        return book.note("cluster.device", CPU, "this host has no GPU")
+    product = host.gpus[0].product
+    if (gpu := gpu_of_product(product)) is None:
+        message = f"cluster.device: `auto` found `{product}`, which this version does not know"
+        raise RecipeError([(message, "name the most similar GPU in cluster.device, or `cpu`")])
+    return book.note("cluster.device", gpu.name, f"this host has {len(host.gpus)} x {product}")
 
 
 def _automatic(
-    recipe: Recipe,
-    *,
-    device: str,
-    host: HostFacts,
-    model: ModelPlan,
-    experts: bool,
-    cache_dir: Path,
-    original: OriginalPlan | None,
-    book: Book,
-) -> Scheme:
-    """What `auto` means on the device. Noted where the recipe asks for it."""
+    device: str, *, host: HostFacts, model: ModelPlan, experts: bool, cache_dir: Path, original: OriginalPlan | None
+) -> tuple[Scheme, str]:
+    """(what `auto` means on the device, why)."""
+    if original is not None and original.automatic is not None and original.device == device:
+        return original.automatic, "as the run began, whatever `bench` has measured since"
     key = result_key(device=device, host=host, model=model, pins=pins_for(device))
     stored, note = read_result(key, cache_dir=cache_dir)
     automatic, why = automatic_scheme(device, cpu_flags=host.cpu_flags, stored=stored, experts=experts)
     why = f"{why}; {note}" if note else why
     if original is not None and original.automatic is not None:
-        if original.device == device:
-            automatic, why = original.automatic, "as the run began, whatever `bench` has measured since"
-        else:
-            why = f"{why}; the run began with {original.automatic} on {original.device}"
-    if SchemeChoice.AUTO in recipe.rollout.schemes:
-        book.note("rollout.scheme", automatic, why)
-    return automatic
-
-
-def _automatic_device(host: HostFacts) -> tuple[str, str]:
-    if not host.gpus:
-        return CPU, "this host has no GPU"
-    product = host.gpus[0].product
-    gpu = gpu_of_product(product)
-    if gpu is None:
-        message = f"cluster.device: `auto` found `{product}`, which this version does not know"
-        raise RecipeError([(message, "name the most similar GPU in cluster.device, or `cpu`")])
-    return gpu.name, f"this host has {len(host.gpus)} x {product}"
+        why = f"{why}; the run began with {original.automatic} on {original.device}"
+    return automatic, why
 
 
 def _model(recipe: Recipe, *, cache_dir: Path, commit: str) -> ModelPlan:
@@ -297,33 +252,17 @@ def is_folder(source: str) -> bool:
 
 def _task(recipe: Recipe, *, cache_dir: Path, model: ModelPlan) -> TaskPlan:
     task = recipe.task
-    train_file, val_file = _absolute(task.train_file), _absolute(task.val_file)
-    key = data_key(
-        str(task.kind),
-        difficulty=task.difficulty,
-        seed=task.seed,
-        train_file=train_file,
-        val_file=val_file,
-        train_size=task.train_size,
-        val_size=task.val_size,
-        max_prompt_tokens=task.max_prompt_tokens,
-        truncate_prompts=task.long_prompts is LongPrompts.TRUNCATE,
-        model=model.identity,
-    )
+    fields = task.model_dump(include={"difficulty", "seed", "train_size", "val_size", "max_prompt_tokens"})
+    fields |= {"train_file": _absolute(task.train_file), "val_file": _absolute(task.val_file)}
+    fields |= {"truncate_prompts": task.long_prompts is LongPrompts.TRUNCATE}
+    key = data_key(str(task.kind), **fields, model=model.identity)
     folder = cache_dir / "data" / f"{task.kind}-{key}"
     return TaskPlan(
+        **fields,
         kind=str(task.kind),
-        difficulty=task.difficulty,
-        seed=task.seed,
-        train_file=train_file,
-        val_file=val_file,
-        train_size=task.train_size,
-        val_size=task.val_size,
         train_parquet=str(folder / "train.parquet"),
         val_parquet=str(folder / "val.parquet"),
-        max_prompt_tokens=task.max_prompt_tokens,
         max_response_tokens=task.max_response_tokens,
-        truncate_prompts=task.long_prompts is LongPrompts.TRUNCATE,
         reward_timeout_s=task.reward_timeout_s,
     )
 
@@ -332,18 +271,22 @@ def _absolute(file: str | None) -> str:
     return str(full_path(file)) if file else ""
 
 
-def _is_offline(model: ModelPlan, *, task: TaskPlan) -> bool:
-    needs_hub_data = is_from_hub(task)
-    return not needs_hub_data and (bool(model.builtin) or is_folder(model.source))
-
-
 def _attestations(recipe: Recipe, *, rollout: RolloutPlan, is_cpu: bool) -> tuple[ExpectedAttestation, ...]:
-    """Every vLLM worker, every worker that trains, and the driver, which corrects the loss."""
-    in_trainer = CPU_TRAINER_PATCHES if is_cpu else ()
+    """Every vLLM worker, ranks counted over the engines; every worker that trains; and the driver, which corrects the
+    loss."""
+    in_engine, in_trainer = (CPU_ROLLOUT_PATCHES, CPU_TRAINER_PATCHES) if is_cpu else ((), ())
     in_driver = tuple(sorted((*DRIVER_PATCHES, *in_trainer)))
-    engines = rollout_attestations(rollout, patches=CPU_ROLLOUT_PATCHES if is_cpu else ())
-    trainers = tuple(
-        ExpectedAttestation(role="trainer", rank=rank, scheme=Scheme.BF16, patches=in_trainer)
-        for rank in range(recipe.topology.gpus)
+    of_workers = [each for each in rollout.replicas for _ in range(rollout.tensor_parallel)]
+    return (
+        *(
+            ExpectedAttestation(
+                role="rollout", rank=rank, scheme=each.scheme, patches=in_engine, emulated=each.emulated
+            )
+            for rank, each in enumerate(of_workers)
+        ),
+        *(
+            ExpectedAttestation(role="trainer", rank=rank, scheme=Scheme.BF16, patches=in_trainer)
+            for rank in range(recipe.topology.gpus)
+        ),
+        ExpectedAttestation(role="driver", rank=0, scheme=Scheme.BF16, patches=in_driver),
     )
-    return (*engines, *trainers, ExpectedAttestation(role="driver", rank=0, scheme=Scheme.BF16, patches=in_driver))

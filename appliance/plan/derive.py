@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TypeVar
 
+from appliance.corrections.registry import correction_of
+from appliance.recipe.rules import shadow_sequences
 from appliance.recipe.schema import AlgorithmKind, Attention, Recipe
-from appliance.record.plan import AlgorithmPlan, Choice, EnginePlan, TrainerPlan
+from appliance.record.plan import AlgorithmPlan, Choice, CorrectionPlan, EnginePlan, ShadowPlan, TrainerPlan, UaqPlan
 
 Value = TypeVar("Value", int, str, bool)
 
+SCALED_FOLDER = "scaled"
 _LARGEST_CONCURRENCY = 256
 _TOKENS_OF_AN_ENGINE_STEP = {True: 4096, False: 8192}  # by "is a CPU"
 _TOKENS_OF_A_FORWARD = {True: 16384, False: 4096}  # by "is built-in": logits of a 150 000-word vocabulary are large
@@ -51,8 +55,11 @@ def attention_of(recipe: Recipe, *, is_cpu: bool) -> tuple[str, str]:
     return FLASH, "packs sequences without padding"
 
 
-def plan_trainer(recipe: Recipe, *, attention: str, is_builtin: bool, book: Book) -> TrainerPlan:
+def plan_trainer(recipe: Recipe, *, attention: str, book: Book) -> TrainerPlan:
+    is_builtin = bool(recipe.model.builtin)
     mini = recipe.batch.mini_batch_prompts or recipe.batch.prompts_per_step
+    recomputes = "activations are recomputed: less memory, a third more time"
+    keeps = "the model is tiny: recomputing costs time and saves nothing"
     why = "as given" if recipe.batch.mini_batch_prompts else "the whole step"
     return TrainerPlan(
         attention=attention,
@@ -60,54 +67,55 @@ def plan_trainer(recipe: Recipe, *, attention: str, is_builtin: bool, book: Book
         sequence_parallel=recipe.trainer.sequence_parallel,
         offload_parameters=recipe.trainer.offload_parameters,
         offload_optimizer=recipe.trainer.offload_optimizer,
-        gradient_checkpointing=book.note("trainer.gradient_checkpointing", *_gradient_checkpointing(is_builtin)),
-        mini_batch_prompts=book.note("batch.mini_batch_prompts", mini, why),
-        micro_batch_sequences=book.note(
-            "batch.micro_batch_sequences", *_micro_batch(recipe, mini_batch_prompts=mini, is_builtin=is_builtin)
+        gradient_checkpointing=book.note(
+            "trainer.gradient_checkpointing", not is_builtin, keeps if is_builtin else recomputes
         ),
+        mini_batch_prompts=book.note("batch.mini_batch_prompts", mini, why),
+        micro_batch_sequences=book.note("batch.micro_batch_sequences", *_micro_batch(recipe, mini_batch_prompts=mini)),
         max_tokens_per_gpu=recipe.batch.max_tokens_per_gpu,
         gpu_memory_utilization=recipe.rollout.gpu_memory_utilization,
     )
 
 
-def _gradient_checkpointing(is_builtin: bool) -> tuple[bool, str]:
-    if is_builtin:
-        return False, "the model is tiny: recomputing costs time and saves nothing"
-    return True, "activations are recomputed: less memory, a third more time"
-
-
-def _micro_batch(recipe: Recipe, *, mini_batch_prompts: int, is_builtin: bool) -> tuple[int, str]:
+def _micro_batch(recipe: Recipe, *, mini_batch_prompts: int) -> tuple[int, str]:
     """The sequences of one forward of the trainer: the largest divisor of a rank's share that fits the tokens."""
     if recipe.batch.micro_batch_sequences:
         return recipe.batch.micro_batch_sequences, "as given"
     share = mini_batch_prompts * recipe.rollout.samples_per_prompt // recipe.topology.data_parallel
-    fits = max(1, _TOKENS_OF_A_FORWARD[is_builtin] // recipe.task.longest)
-    size = next(each for each in range(min(fits, share), 0, -1) if share % each == 0)
-    return size, f"largest divisor of a rank's {share} sequences with at most {fits} x {recipe.task.longest} tokens"
+    fits = max(1, _TOKENS_OF_A_FORWARD[bool(recipe.model.builtin)] // recipe.task.longest)
+    why = f"largest divisor of a rank's {share} sequences with at most {fits} x {recipe.task.longest} tokens"
+    return _largest_divisor(share, most=fits), why
 
 
-def plan_engine(recipe: Recipe, *, is_cpu: bool, is_builtin: bool, book: Book) -> EnginePlan:
-    longest = recipe.task.longest
+def _largest_divisor(number: int, *, most: int) -> int:
+    return next(each for each in range(min(most, number), 0, -1) if number % each == 0)
+
+
+def plan_engine(recipe: Recipe, *, is_cpu: bool, book: Book) -> EnginePlan:
+    longest, sequences = recipe.task.longest, math.ceil(_sequences_of_a_step(recipe) / recipe.topology.engines)
+    at_once = f"at most {_LARGEST_CONCURRENCY}" if sequences > _LARGEST_CONCURRENCY else "all"
     batched = max(longest, _TOKENS_OF_AN_ENGINE_STEP[is_cpu])
+    workers = min(_MOST_AGENT_WORKERS, recipe.topology.gpus), f"one per GPU, at most {_MOST_AGENT_WORKERS}"
+    if is_cpu:
+        workers = 1, "each is a process that imports verl"
     return EnginePlan(
         max_model_tokens=book.note("engine.max_model_tokens", longest, "longest prompt and longest response"),
-        max_concurrent_sequences=book.note("engine.max_concurrent_sequences", *_concurrency(recipe)),
+        max_concurrent_sequences=book.note(
+            "engine.max_concurrent_sequences",
+            min(sequences, _LARGEST_CONCURRENCY),
+            f"{sequences} sequences of a step on an engine, {at_once} at once",
+        ),
         max_batched_tokens=book.note(
             "engine.max_batched_tokens", batched, "tokens of one engine step: at least one whole sequence"
         ),
         chunked_prefill=_chunked_prefill(recipe, is_cpu=is_cpu, book=book),
-        num_agent_workers=book.note("rollout.agent_workers", *_agent_workers(recipe, is_cpu=is_cpu)),
-        bucket_mib=_BUCKET_MIB[is_builtin],
+        num_agent_workers=book.note("rollout.agent_workers", *workers),
+        bucket_mib=_BUCKET_MIB[bool(recipe.model.builtin)],
     )
 
 
-def _concurrency(recipe: Recipe) -> tuple[int, str]:
-    """The sequences that one engine holds at a time."""
-    whole = recipe.batch.prompts_per_step * recipe.rollout.samples_per_prompt
-    sequences = math.ceil(whole / recipe.topology.engines)
-    if sequences <= _LARGEST_CONCURRENCY:
-        return sequences, f"{sequences} sequences of a step on an engine, all at once"
-    return _LARGEST_CONCURRENCY, f"{sequences} sequences of a step on an engine, at most {_LARGEST_CONCURRENCY} at once"
+def _sequences_of_a_step(recipe: Recipe) -> int:
+    return recipe.batch.prompts_per_step * recipe.rollout.samples_per_prompt
 
 
 def _chunked_prefill(recipe: Recipe, *, is_cpu: bool, book: Book) -> bool:
@@ -118,37 +126,64 @@ def _chunked_prefill(recipe: Recipe, *, is_cpu: bool, book: Book) -> bool:
     return book.note("rollout.chunked_prefill", False, why)
 
 
-def _agent_workers(recipe: Recipe, *, is_cpu: bool) -> tuple[int, str]:
-    if is_cpu:
-        return 1, "each is a process that imports verl"
-    return min(_MOST_AGENT_WORKERS, recipe.topology.gpus), f"one per GPU, at most {_MOST_AGENT_WORKERS}"
-
-
 def plan_algorithm(recipe: Recipe, *, book: Book) -> AlgorithmPlan:
     """DAPO's reward of a wrong answer is -1 (eq. 7 of its paper): half as far from 1 its penalty would weigh double."""
     algorithm, is_dapo = recipe.algorithm, recipe.algorithm.kind is AlgorithmKind.DAPO
+    generated, most = 1, 0  # steps' worth of prompts at a time, prompts
+    if is_dapo:
+        prompts = recipe.batch.prompts_per_step
+        at_a_time = recipe.batch.generation_prompts or prompts
+        why = f"x {prompts} prompts: verl fetches them one by one to replace those that say nothing (gen_batch_size 1)"
+        generated = book.note(
+            "algorithm.generation_batches", at_a_time // prompts, f"{why}, and holds at most so many in flight"
+        )
+        if batches := algorithm.max_generation_batches:
+            why = (
+                f"{batches} x {at_a_time}: a step that needs more ends the run; verl 0.9.1 has no such limit, we count"
+            )
+            most = book.note("algorithm.max_generated_prompts", batches * at_a_time, why)
     return AlgorithmPlan(
         kind=str(algorithm.kind),
         dual_clip=algorithm.dual_clip,
         wrong_reward=-1.0 if is_dapo else 0.0,
         overlong_tokens=algorithm.overlong_tokens,
         overlong_penalty=algorithm.overlong_penalty if algorithm.overlong_tokens else 0.0,
-        generation_batches=_generation_batches(recipe, book=book) if is_dapo else 1,
-        max_generated_prompts=_max_generated_prompts(recipe, book=book) if is_dapo else 0,
+        generation_batches=generated,
+        max_generated_prompts=most,
     )
 
 
-def _generation_batches(recipe: Recipe, *, book: Book) -> int:
-    prompts = recipe.batch.prompts_per_step
-    batches = (recipe.batch.generation_prompts or prompts) // prompts
-    why = f"x {prompts} prompts: verl fetches them one by one to replace those that say nothing (gen_batch_size 1)"
-    return book.note("algorithm.generation_batches", batches, f"{why}, and holds at most so many in flight")
+def plan_correction(recipe: Recipe, *, micro_batch_sequences: int, book: Book) -> CorrectionPlan:
+    """Noted is a limit that the recipe leaves to the method. micro_batch_sequences: of the trainer's forward."""
+    asked = recipe.correction
+    hold = correction_of(asked.method, cap=asked.cap, bounds=asked.bounds)
+    if asked.cap is None and hold.cap is not None:
+        book.note("correction.cap", f"{hold.cap:g}", hold.source)
+    if asked.bounds is None and hold.bounds is not None:
+        book.note("correction.bounds", f"[{hold.bounds[0]:g}, {hold.bounds[1]:g}]", hold.source)
+    shadow = None
+    if hold.has_shadow_pass:
+        sequences = shadow_sequences(recipe)
+        when = f"after step 1 and every {asked.shadow_every} steps"
+        why = f"{when}, {asked.shadow_fraction:g} of a step's {_sequences_of_a_step(recipe)}, equal on each rank"
+        book.note("correction.shadow", f"{sequences} sequences", why)
+        micro = _largest_divisor(sequences // recipe.topology.data_parallel, most=micro_batch_sequences)
+        shadow = ShadowPlan(every=asked.shadow_every, sequences=sequences, micro_batch_sequences=micro)
+    return CorrectionPlan(
+        method=asked.method,
+        cap=hold.cap,
+        bounds=hold.bounds,
+        clip_high=recipe.algorithm.clip_high,
+        clip_low=recipe.algorithm.clip_low,
+        shadow=shadow,
+    )
 
 
-def _max_generated_prompts(recipe: Recipe, *, book: Book) -> int:
-    batches = recipe.algorithm.max_generation_batches
-    if not batches:
-        return 0
-    at_a_time = recipe.batch.generation_prompts or recipe.batch.prompts_per_step
-    why = f"{batches} x {at_a_time}: a step that needs more ends the run; verl 0.9.1 has no such limit, we count"
-    return book.note("algorithm.max_generated_prompts", batches * at_a_time, why)
+def plan_uaq(recipe: Recipe, *, run_dir: Path, book: Book) -> UaqPlan | None:
+    """None without `uaq_scale`. The scaled model lies in the run's folder, so that a resumed run finds it there."""
+    scale = recipe.correction.uaq_scale
+    if scale is None:
+        return None
+    why = f"what a norm feeds is divided by {scale:g} once before training, and model/ is folded back"
+    book.note("correction.uaq_scale", f"{scale:g}", why)
+    return UaqPlan(scale=scale, folder=str(run_dir / SCALED_FOLDER))

@@ -1,19 +1,28 @@
-"""What each rollout engine is told, and the profile that they share. Pure."""
+"""What each rollout engine is told, and how it may change its scheme while the run lasts. Pure but for config.json."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
+from appliance.guard.policy import Action
 from appliance.plan.derive import Book
-from appliance.recipe.schema import Recipe, SchemeChoice
+from appliance.recipe.schema import Recipe, SchemeChange, SchemeChoice
 from appliance.recipe.text import full_path
-from appliance.record.plan import ExpectedAttestation, ProfilePlan, RolloutPlan
+from appliance.record.plan import GuardPlan, ModelPlan, ProfilePlan, RolloutPlan, RunPlan, Switching
+from appliance.terms.families import EXPERTS
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
+from appliance.terms.shapes import read_shape
 
 PROFILE_FOLDER = "profile"
 _AUTO, _NONE = "auto", "none"
 _PROVE_EVERY = 16
+_MOST_LAYERS = 1024  # that are asked for; what is larger is not a model's number of layers
+
+USUAL_ACTIONS = (Action.WARN, Action.TIGHTEN, Action.BF16, Action.STOP)
+CHANGES_ENGINES = (Action.RAISE_PRECISION, Action.BF16)
 
 
 def plan_rollout(
@@ -24,7 +33,7 @@ def plan_rollout(
     schemes = [automatic if each is SchemeChoice.AUTO else Scheme(each.value) for each in rollout.schemes]
     engines = [schemes[rank % len(schemes)] for rank in range(recipe.topology.engines)]
     profile = str(run_dir / PROFILE_FOLDER) if recipe.quantization.profile != _NONE else ""
-    prove_every, why = _prove_every(recipe)
+    eager = is_cpu or (experts and any(each.quantised for each in engines))
     planned = RolloutPlan(
         scheme=next((each for each in engines if each.quantised), engines[0]),
         replicas=tuple(_quantisation(recipe, scheme=each, profile=profile) for each in engines),
@@ -32,33 +41,29 @@ def plan_rollout(
         samples_per_prompt=rollout.samples_per_prompt,
         temperature=rollout.temperature,
         top_p=rollout.top_p,
-        prove_every=prove_every,
-        eager=is_cpu or (experts and any(each.quantised for each in engines)),
+        prove_every=recipe.quantization.prove_every or (1 if recipe.model.builtin else _PROVE_EVERY),
+        eager=eager,
     )
     if planned.scheme.quantised:
-        book.note("quantization.prove_every", prove_every, why)
+        book.note("quantization.prove_every", planned.prove_every, _why_so_often(recipe))
     if any(replica.profile for replica in planned.replicas):
-        book.note("quantization.profile", *_profile_choice(recipe))
+        asked, made = recipe.quantization.profile, "made from the model and prompts of the task"
+        found = f"{made}, or found in the cache from an earlier run"
+        book.note("quantization.profile", asked, found if asked == _AUTO else "as given")
     if rollout.replicas:
         listed = ", ".join(str(each) for each in engines)
         book.note("rollout.replicas", listed, "one scheme per engine, the list repeated in order")
-    if planned.eager and not is_cpu:
+    if eager and not is_cpu:
         book.note("rollout.enforce_eager", True, "quantised experts run one by one, which no graph holds")
     return planned
 
 
-def _prove_every(recipe: Recipe) -> tuple[int, str]:
+def _why_so_often(recipe: Recipe) -> str:
     if recipe.quantization.prove_every:
-        return recipe.quantization.prove_every, "as given"
+        return "as given"
     if recipe.model.builtin:
-        return 1, "every quantised layer is proven at every sync: the model is tiny"
-    return _PROVE_EVERY, f"1/{_PROVE_EVERY} of the quantised layers is proven at each sync, all of them at the first"
-
-
-def _profile_choice(recipe: Recipe) -> tuple[str, str]:
-    if recipe.quantization.profile == _AUTO:
-        return "auto", "made from the model and prompts of the task, or found in the cache from an earlier run"
-    return recipe.quantization.profile, "as given"
+        return "every quantised layer is proven at every sync: the model is tiny"
+    return f"1/{_PROVE_EVERY} of the quantised layers is proven at each sync, all of them at the first"
 
 
 def _quantisation(recipe: Recipe, *, scheme: Scheme, profile: str) -> Quantisation:
@@ -89,16 +94,75 @@ def plan_profile(recipe: Recipe, *, rollout: RolloutPlan) -> ProfilePlan | None:
     )
 
 
-def rollout_attestations(rollout: RolloutPlan, *, patches: tuple[str, ...]) -> tuple[ExpectedAttestation, ...]:
-    """One per worker of each engine; ranks count over the engines."""
-    return tuple(
-        ExpectedAttestation(
-            role="rollout",
-            rank=index * rollout.tensor_parallel + rank,
-            scheme=each.scheme,
-            patches=patches,
-            emulated=each.emulated,
-        )
-        for index, each in enumerate(rollout.replicas)
-        for rank in range(rollout.tensor_parallel)
-    )
+def layers_with_experts(model: ModelPlan) -> int:
+    """Number of layers of a model with experts, by its config.json; 0 without experts, and where none is at hand."""
+    shape = None if model.builtin else read_shape(Path(model.path) / "config.json")
+    return max(1, shape.layers) if shape and shape.experts else 0
+
+
+def quantises_experts(ignore: Sequence[str], *, layers: int) -> bool:
+    """Whether a quantised engine has experts among what it quantises. layers: as layers_with_experts."""
+    return layers > 0 and not keeps_experts(ignore, layers=layers)
+
+
+def keeps_experts(ignore: Sequence[str], *, layers: int) -> bool:
+    """Whether `quantization.ignore` names the experts of every layer, as vLLM matches names. layers: >= 1."""
+    names = (f"model.layers.{layer}.{EXPERTS}" for layer in range(min(layers, _MOST_LAYERS)))
+    return all(any(_names(entry, name) for entry in ignore) for name in names)
+
+
+def _names(entry: str, name: str) -> bool:
+    if not entry.startswith("re:"):
+        return entry == name
+    try:
+        return re.match(entry.removeprefix("re:"), name) is not None
+    except re.error:  # the engine says so
+        return False
+
+
+def plan_guard(recipe: Recipe, *, rollout: RolloutPlan, experts: bool, book: Book) -> GuardPlan:
+    """experts: whether a quantised engine has some in it, False where that is not known yet."""
+    asked = recipe.guard.model_dump(exclude={"scheme_change", "actions"})
+    actions = USUAL_ACTIONS if recipe.guard.actions is None else recipe.guard.actions
+    if recipe.guard.scheme_change is not SchemeChange.AUTO:
+        switching, why = Switching(recipe.guard.scheme_change.value), "as given"
+    elif prevents := why_not_live(rollout, actions=actions, experts=experts):
+        switching, why = Switching.RESTART, f"{prevents}: new rollout engines take over, the trainer stays"
+    else:
+        why = "engines run eagerly: a layer changes with a weight update, proven like any"
+        switching = Switching.LIVE
+    if rollout.scheme.quantised:
+        book.note("rollout.scheme_changes", switching, why)
+    if recipe.guard.actions is None:
+        book.note("guard.actions", ", ".join(actions), "the usual ladder")
+    return GuardPlan(**asked, actions=actions, switching=switching)
+
+
+def why_not_live(rollout: RolloutPlan, *, actions: tuple[Action, ...], experts: bool) -> str:
+    """What prevents a change of scheme with a weight update, or nothing."""
+    if not rollout.eager:
+        return "the engines hold CUDA graphs and compiled layers, which know one scheme"
+    if experts:
+        return "quantised experts cannot change their scheme while the engine runs"
+    if rollout.emulated and rollout.tensor_parallel > 1 and Action.RAISE_PRECISION in actions:
+        return "an engine of several ranks cannot change from one emulated scheme to another while it runs"
+    return ""
+
+
+def finer_schemes(plan: RunPlan) -> tuple[Scheme, ...]:
+    """What the rollouts may be raised to and still be quantised."""
+    return plan.rollout.scheme.spec.finer if plan.guard.ranks_layers else ()
+
+
+def plan_validation(recipe: Recipe, *, rollout: RolloutPlan, switching: Switching, steps: int) -> tuple[int, str]:
+    """(steps between validations in BF16 beside the run's scheme, 0 for none; why)."""
+    asked = recipe.trainer.validate_bf16_every
+    if not rollout.scheme.quantised:
+        return 0, "rollouts are in BF16 already: one validation is both"
+    costs = "every validation in BF16 starts the engines twice" if switching is Switching.RESTART else ""
+    if asked is not None:
+        how = f"as given, and at the end{costs and ': '}{costs}"
+        return asked, how if asked else "off"
+    if costs:
+        return 0, f"off: {costs}"
+    return steps, "only at the end: it costs a validation and two weight updates"

@@ -1,27 +1,38 @@
-"""What a run holds on each GPU, estimated from the model's sizes, and what to change where it is too much. Pure.
+"""What a run holds in memory, estimated from the model's sizes, and what to change where it is too much. Pure.
 
-Two moments decide. While responses are generated the engine has its share of the memory and the trainer's state lies
-beside it, unless that is offloaded. While weights are updated the engine sleeps, and the trainer's whole state is
-there, for what was offloaded is back. Only the weights are certain; the rest is by rule of thumb, measured nowhere.
+On a GPU two moments decide. While responses are generated the engine has its share of the memory and the trainer's
+state lies beside it, unless that is offloaded. While weights are updated the engine sleeps, and the trainer's whole
+state is there, for what was offloaded is back. Only the weights are certain; the rest is by rule of thumb, measured
+nowhere.
 
-P weights, N GPUs, T tokens of one forward on one GPU, h hidden, i intermediate, V vocabulary, L layers.
+Without a GPU each role of processes is taken at its own largest moment, so the sum is somewhat above what is held at
+any one time. The bases are measured on models so small that nothing else counts; docs/results/memory.md holds the whole
+against measured runs.
+
+P weights, N GPUs, T tokens of one forward on one GPU, h hidden, q attention's width, i intermediate, V vocabulary,
+L layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 
 from appliance.record.plan import RunPlan
-from appliance.terms.devices import GPUS
+from appliance.tasks.tiny_spec import TINY_MODELS
+from appliance.terms.devices import CPU, GPUS
+from appliance.terms.environment import KV_CACHE_VARIABLE
 from appliance.terms.schemes import Scheme
 from appliance.terms.shapes import ModelShape
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 _CONTEXT = 3 * GIB // 2  # CUDA and its libraries, of each of the two processes on a GPU
 _GRAPHS = 2 * GIB  # the engine's captured graphs and work space
-_MASTER, _GRADIENT, _ADAM = 4, 4, 8  # bytes per weight, FP32, shared by all GPUs
+_MASTER, _GRADIENT, _ADAM = 4, 4, 8  # bytes per weight, FP32, shared by all ranks
+_GATHERED = 4  # bytes per weight, of the rank that writes `huggingface/` at a save: the whole model in FP32
 _LOGITS = 8  # bytes per token and word: BF16 logits, their gradient, what the entropy needs
+_LOGITS_ON_CPU = 12  # the same in FP32
 _SHARINGS = (1, 2, 4, 8)
 _LARGEST_SHARE, _SMALLEST_SHARE, _STEP_OF_SHARE = 90, 30, 5  # percent of a GPU's memory that the engine takes
 
@@ -37,7 +48,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Moment:
-    """One of the two moments. limit: bytes that a GPU has."""
+    """One of the two moments, or an engine in its share. limit: bytes that there are."""
 
     name: str
     parts: tuple[Part, ...]
@@ -73,19 +84,34 @@ def moments(plan: RunPlan, shape: ModelShape) -> tuple[Moment, ...]:
 
 def _rollout(plan: RunPlan, shape: ModelShape, *, limit: int) -> Moment:
     """The engine takes its share whatever it needs; what it needs may be more."""
-    trainer, gpus = plan.trainer, plan.topology.gpus
-    share = int(trainer.gpu_memory_utilization * limit)
-    weights, cache = engine_weights(plan, shape), one_sequence(plan, shape)
-    state = (0 if trainer.offload_parameters else _MASTER) + (0 if trainer.offload_optimizer else _ADAM)
-    room = max(cache, share - weights - _GRAPHS)
+    share = int(plan.trainer.gpu_memory_utilization * limit)
+    weights = engine_weights(plan, shape)
+    state = (0 if plan.trainer.offload_parameters else _MASTER) + (0 if plan.trainer.offload_optimizer else _ADAM)
     return Moment(
         "rollout",
         (
             Part("engine's weights", weights, certain=True),
             Part("its graphs", _GRAPHS),
-            Part("its KV cache", room),
-            Part("trainer's state", shape.weights * state // gpus, certain=True),
+            Part("its KV cache", max(one_sequence(plan, shape), share - weights - _GRAPHS)),
+            Part("trainer's state", shape.weights * state // plan.topology.gpus, certain=True),
             Part("CUDA", _CONTEXT),
+        ),
+        limit,
+    )
+
+
+def _update(plan: RunPlan, shape: ModelShape, *, limit: int) -> Moment:
+    gpus, others = plan.topology.gpus, shape.weights - shape.linear_weights
+    return Moment(
+        "update",
+        (
+            Part("weights", shape.weights * _MASTER // gpus, certain=True),
+            Part("gradients", shape.weights * _GRADIENT // gpus, certain=True),
+            Part("Adam", shape.weights * _ADAM // gpus, certain=True),
+            Part("gathered layers", 2 * (2 * shape.linear_weights // shape.layers + others)),
+            Part("activations", _activations(plan, shape)),
+            Part("logits", _tokens_of_a_forward(plan) * shape.vocab * _LOGITS),
+            Part("CUDA and the sleeping engine", 2 * _CONTEXT),
         ),
         limit,
     )
@@ -114,113 +140,158 @@ def engine_weights(plan: RunPlan, shape: ModelShape) -> int:
 
 def one_sequence(plan: RunPlan, shape: ModelShape) -> int:
     """Bytes of the KV cache of one sequence of full length on one GPU."""
-    longest = plan.task.longest
-    return longest * shape.kv_bytes_per_token // min(plan.rollout.tensor_parallel, shape.kv_heads)
+    return plan.task.longest * shape.kv_bytes_per_token // min(plan.rollout.tensor_parallel, shape.kv_heads)
 
 
-def _update(plan: RunPlan, shape: ModelShape, *, limit: int) -> Moment:
-    trainer, gpus = plan.trainer, plan.topology.gpus
-    tokens = tokens_of_a_forward(plan)
-    queries = (shape.heads + 2 * shape.kv_heads) * shape.head_size
-    layer = 2 * tokens * (6 * shape.hidden + 2 * queries + 4 * shape.intermediate)  # T (6h + 2q + 4i) in BF16
-    kept = 2 * tokens * shape.hidden * shape.layers + layer if trainer.gradient_checkpointing else layer * shape.layers
-    gathered = 2 * (2 * shape.linear_weights // shape.layers + shape.weights - shape.linear_weights)
-    return Moment(
-        "update",
-        (
-            Part("weights", shape.weights * _MASTER // gpus, certain=True),
-            Part("gradients", shape.weights * _GRADIENT // gpus, certain=True),
-            Part("Adam", shape.weights * _ADAM // gpus, certain=True),
-            Part("gathered layers", gathered),
-            Part("activations", kept),
-            Part("logits", tokens * shape.vocab * _LOGITS),
-            Part("CUDA and the sleeping engine", 2 * _CONTEXT),
-        ),
-        limit,
-    )
+def _activations(plan: RunPlan, shape: ModelShape) -> int:
+    """Bytes of one forward, in BF16: T (6h + 2q + 4i) of a layer, and of the others the same, or with checkpointing
+    only what enters them."""
+    tokens, queries = _tokens_of_a_forward(plan), (shape.heads + 2 * shape.kv_heads) * shape.head_size
+    layer = 2 * tokens * (6 * shape.hidden + 2 * queries + 4 * shape.intermediate)
+    if plan.trainer.gradient_checkpointing:
+        return 2 * tokens * shape.hidden * shape.layers + layer
+    return layer * shape.layers
 
 
-def tokens_of_a_forward(plan: RunPlan) -> int:
+def _tokens_of_a_forward(plan: RunPlan) -> int:
     """T: what one GPU has of a packed forward, or of a micro-batch of full length."""
-    if plan.trainer.max_tokens_per_gpu:
-        return plan.trainer.max_tokens_per_gpu
-    longest = plan.task.longest
-    return plan.trainer.micro_batch_sequences * longest // plan.trainer.sequence_parallel
+    trainer = plan.trainer
+    return trainer.max_tokens_per_gpu or trainer.micro_batch_sequences * plan.task.longest // trainer.sequence_parallel
 
 
 def host_bytes(plan: RunPlan, shape: ModelShape) -> int:
     """Of each host, while responses are generated: what is offloaded."""
-    trainer = plan.trainer
-    state = (_MASTER if trainer.offload_parameters else 0) + (_ADAM if trainer.offload_optimizer else 0)
+    state = (_MASTER if plan.trainer.offload_parameters else 0) + (_ADAM if plan.trainer.offload_optimizer else 0)
     return shape.weights * state // plan.nodes
 
 
-def ladder(plan: RunPlan, shape: ModelShape) -> tuple[str, ...]:
+class Role(StrEnum):
+    """Processes of a run: one trainer per rank, one engine per replica, the driver, and those of Ray and verl."""
+
+    TRAINER = "trainer"
+    ENGINE = "engine"
+    DRIVER = "driver"
+    SERVICES = "services"
+
+
+# Imports and the like, of each process of a role; `services` together. Measured: docs/results/memory.md.
+_BASE = {Role.TRAINER: 760 * MIB, Role.ENGINE: 520 * MIB, Role.DRIVER: 580 * MIB, Role.SERVICES: 2150 * MIB}
+
+
+def shape_on_cpu(plan: RunPlan, found: ModelShape | None) -> ModelShape | None:
+    """found: by the model's config.json; None where the sizes are not known, or cannot be counted, or on a GPU."""
+    shape = TINY_MODELS[plan.model.builtin].shape if plan.model.builtin else found
+    return shape if plan.device == CPU and shape is not None and shape.is_dense else None
+
+
+def held(plan: RunPlan, shape: ModelShape) -> dict[Role, int]:
+    """Bytes of all processes of each role, on all hosts together, without a GPU."""
+    ranks, engines = plan.topology.gpus, len(plan.rollout.replicas)
+    forward = _activations(plan, shape) + _tokens_of_a_forward(plan) * shape.vocab * _LOGITS_ON_CPU
+    state = shape.weights * (_MASTER + _GRADIENT + _ADAM)
+    engine = _BASE[Role.ENGINE] + kv_cache_gib(plan) * GIB + engine_weights(plan, shape)
+    return {
+        Role.TRAINER: ranks * _BASE[Role.TRAINER] + state + max(ranks * forward, _GATHERED * shape.weights),
+        Role.ENGINE: engines * engine,
+        Role.DRIVER: _BASE[Role.DRIVER],
+        Role.SERVICES: _BASE[Role.SERVICES],
+    }
+
+
+def peak(plan: RunPlan, shape: ModelShape) -> int:
+    """Bytes of all roles, without a GPU."""
+    return sum(held(plan, shape).values())
+
+
+def kv_cache_gib(plan: RunPlan) -> int:
+    """Of one engine on a CPU: vLLM fills it with zeros at its start, so all of it is held from then on."""
+    return int(dict(plan.env).get(KV_CACHE_VARIABLE, 0))
+
+
+Shortage = Callable[[RunPlan], int]  # bytes that are missing
+Changed = tuple[RunPlan, str]  # a plan, and `key: value` of what is new in it
+Rung = tuple[Callable[[RunPlan], Iterator[Changed]], Shortage]  # changes of one kind, and what they are to mend
+
+
+def gpu_ladder(plan: RunPlan, shape: ModelShape) -> tuple[str, ...]:
     """`key: value` of the changes after which all fits, the cheap ones first; empty where even all of them do not."""
+
+    def all_short(changed: RunPlan) -> int:
+        return sum(moment.short for moment in moments(changed, shape))
+
+    rungs: tuple[Rung, ...] = (
+        (lambda changed: _offload(changed, "offload_optimizer"), all_short),
+        (lambda changed: _offload(changed, "offload_parameters"), all_short),
+        (_less_for_the_engine, lambda changed: moments(changed, shape)[0].short),
+        (lambda changed: _on_more_ranks(changed, shape), lambda changed: moments(changed, shape)[1].short),
+        (lambda changed: _more_gpus(changed, shape), all_short),
+    )
+    return _climb(plan, rungs, short=all_short)
+
+
+def cpu_ladder(plan: RunPlan, shape: ModelShape, *, limit: int) -> tuple[str, ...]:
+    """As gpu_ladder, for a run without a GPU. limit: bytes on all hosts together."""
+
+    def short(changed: RunPlan) -> int:
+        return max(0, peak(changed, shape) - limit)
+
+    return _climb(plan, ((_smaller_cache, short), (_smaller_micro_batch, short)), short=short)
+
+
+def _climb(plan: RunPlan, rungs: tuple[Rung, ...], *, short: Shortage) -> tuple[str, ...]:
+    """On each rung the first change that mends what it is to mend, else the last; taken where less is missing then."""
     changes: list[str] = []
-    for rung in (_offload_optimizer, _offload_parameters, _less_for_the_engine, _shorter_forwards, _more_gpus):
-        for changed, text in rung(plan, shape):
-            if _shortage(changed, shape) < _shortage(plan, shape):
-                plan = changed
-                changes.append(text)
-                break
-        if not _shortage(plan, shape):
+    for rung, mends in rungs:
+        made = list(rung(plan)) or [(plan, "")]
+        changed, text = next((each for each in made if not mends(each[0])), made[-1])
+        if short(changed) < short(plan):
+            plan = changed
+            changes.append(text)
+        if not short(plan):
             return tuple(changes)
     return ()
 
 
-def _shortage(plan: RunPlan, shape: ModelShape) -> int:
-    return sum(moment.short for moment in moments(plan, shape))
+def _offload(plan: RunPlan, what: str) -> Iterator[Changed]:
+    yield plan.replace(trainer=plan.trainer.replace(**{what: True})), f"trainer.{what}: true"
 
 
-Rung = Iterator[tuple[RunPlan, str]]  # candidates of one kind; the first that helps is taken
+def _less_for_the_engine(plan: RunPlan) -> Iterator[Changed]:
+    for percent in range(_LARGEST_SHARE, _SMALLEST_SHARE - 1, -_STEP_OF_SHARE):
+        if (share := percent / 100) < plan.trainer.gpu_memory_utilization:
+            trainer = plan.trainer.replace(gpu_memory_utilization=share)
+            yield plan.replace(trainer=trainer), f"rollout.gpu_memory_utilization: {share:g}"
 
 
-def _offload_optimizer(plan: RunPlan, shape: ModelShape) -> Rung:
-    yield plan.replace(trainer=plan.trainer.replace(offload_optimizer=True)), "trainer.offload_optimizer: true"
-
-
-def _offload_parameters(plan: RunPlan, shape: ModelShape) -> Rung:
-    yield plan.replace(trainer=plan.trainer.replace(offload_parameters=True)), "trainer.offload_parameters: true"
-
-
-def _less_for_the_engine(plan: RunPlan, shape: ModelShape) -> Rung:
-    """The largest share with which a response fits beside the trainer's state; else the smallest there is."""
-    shares = [percent / 100 for percent in range(_LARGEST_SHARE, _SMALLEST_SHARE - 1, -_STEP_OF_SHARE)]
-    made = [
-        (plan.replace(trainer=plan.trainer.replace(gpu_memory_utilization=share)), share)
-        for share in shares
-        if share < plan.trainer.gpu_memory_utilization
-    ]
-    fits = [each for each in made if not moments(each[0], shape)[0].short]
-    for changed, share in (fits or made[-1:])[:1]:
-        yield changed, f"rollout.gpu_memory_utilization: {share:g}"
-
-
-def _shorter_forwards(plan: RunPlan, shape: ModelShape) -> Rung:
-    """One sequence of full length per forward, on as few GPUs as make it fit."""
-    longest = plan.task.longest
-    made = []
+def _on_more_ranks(plan: RunPlan, shape: ModelShape) -> Iterator[Changed]:
+    """One sequence of full length per forward, on one GPU or more."""
     for sharing in _SHARINGS:
-        tokens = -(-longest // sharing)
+        tokens = -(-plan.task.longest // sharing)
         divides = not (plan.gpus_per_node % sharing or shape.heads % sharing)
-        if divides and sharing >= plan.trainer.sequence_parallel and tokens < tokens_of_a_forward(plan):
+        if divides and sharing >= plan.trainer.sequence_parallel and tokens < _tokens_of_a_forward(plan):
             trainer = plan.trainer.replace(sequence_parallel=sharing, max_tokens_per_gpu=tokens)
-            text = f"batch.max_tokens_per_gpu: {tokens}"
             shared = "" if sharing == plan.trainer.sequence_parallel else f"trainer.sequence_parallel: {sharing}, "
-            made.append((plan.replace(trainer=trainer), shared + text))
-    fits = [each for each in made if not moments(each[0], shape)[1].short]
-    yield from (fits or made[-1:])[:1]
+            yield plan.replace(trainer=trainer), f"{shared}batch.max_tokens_per_gpu: {tokens}"
 
 
-def _more_gpus(plan: RunPlan, shape: ModelShape) -> Rung:
+def _more_gpus(plan: RunPlan, shape: ModelShape) -> Iterator[Changed]:
     """Up to eight in one host; an engine of its own takes as many as its weights need."""
-    made = []
     for gpus in _SHARINGS:
         if gpus > plan.gpus_per_node and not shape.heads % gpus:
-            made.append((plan.replace(gpus_per_node=gpus), f"cluster.gpus_per_node: {gpus}"))
+            more = plan.replace(gpus_per_node=gpus)
+            yield more, f"cluster.gpus_per_node: {gpus}"
             rollout = plan.rollout.replace(tensor_parallel=gpus)
-            text = f"cluster.gpus_per_node: {gpus}, rollout.tensor_parallel: {gpus}"
-            made.append((plan.replace(gpus_per_node=gpus, rollout=rollout), text))
-    fits = [each for each in made if not _shortage(each[0], shape)]
-    yield from (fits or made[-1:])[:1]
+            yield more.replace(rollout=rollout), f"cluster.gpus_per_node: {gpus}, rollout.tensor_parallel: {gpus}"
+
+
+def _smaller_cache(plan: RunPlan) -> Iterator[Changed]:
+    for gib in range(kv_cache_gib(plan) - 1, 0, -1):
+        env = {**dict(plan.env), KV_CACHE_VARIABLE: str(gib)}
+        yield plan.replace(env=tuple(env.items())), f"rollout.kv_cache_gb: {gib}"
+
+
+def _smaller_micro_batch(plan: RunPlan) -> Iterator[Changed]:
+    size = plan.trainer.micro_batch_sequences
+    for smaller in (each for each in range(size - 1, 0, -1) if size % each == 0):
+        trainer = plan.trainer.replace(micro_batch_sequences=smaller, max_tokens_per_gpu=None)
+        yield plan.replace(trainer=trainer), f"batch.micro_batch_sequences: {smaller}"

@@ -1,25 +1,36 @@
-"""What the run may not touch, or lacks the word for: folders of others, unreadable files, ports in use, secrets."""
+"""What the run may not touch, or lacks the word for: folders of others, unreadable files, ports in use, secrets.
+
+And the token of our own Rays, which is made and checked here.
+"""
 
 from __future__ import annotations
 
 import netrc
 import os
+import secrets
 import socket
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from appliance.errors import PreflightError
-from appliance.plan.ports import Ports
+from appliance.plan.host import Ports
+from appliance.preflight.container import is_mounted_secret
+from appliance.preflight.disk import nearest_existing
 from appliance.preflight.finding import Finding, error, warning
-from appliance.preflight.ray_token import check_token
 from appliance.record.plan import RunPlan
 from appliance.terms.environment import WANDB_KEY_VARIABLE, WANDB_MODE_VARIABLE
 
 WANDB = "wandb"
+_DEFAULT_URL = "https://api.wandb.ai"
+_URL_VARIABLE = "WANDB_BASE_URL"  # of one's own server
+_TOKEN_FILE_VARIABLE = "WANDB_IDENTITY_TOKEN_FILE"
+_CONFIG_VARIABLE = "WANDB_CONFIG_DIR"
+_NEEDS_NO_KEY = ("offline", "disabled")
 _CONNECT_WITHIN_S = 3.0
-_AS_ROOT = 0
+_SHORTEST_TOKEN = 16
 
 
 @dataclass(frozen=True)
@@ -38,7 +49,7 @@ class AccessFacts:
     token_problem: str = ""
     wandb_key: bool = True
     wandb_doubt: str = ""
-    uid: int = _AS_ROOT
+    uid: int = 0
 
 
 def read_access(plan: RunPlan, *, ask_network: bool) -> AccessFacts:
@@ -48,7 +59,7 @@ def read_access(plan: RunPlan, *, ask_network: bool) -> AccessFacts:
     has_key, doubt = wandb_key() if WANDB in plan.logging_backends else (True, "")
     return AccessFacts(
         cache_problem=_write_problem(Path(plan.cache_dir)),
-        unreadable=tuple(map(str, filter(_is_unreadable, _files(plan)))),
+        unreadable=_unreadable(plan),
         ports_in_use=ports_in_use(Ports(cluster.port).of_the_head) if cluster and not cluster.address else (),
         head_problem=head_problem(head) if head else "",
         token_problem=_token_problem(Path(cluster.token_file), must_be=bool(cluster.address)) if cluster else "",
@@ -59,34 +70,26 @@ def read_access(plan: RunPlan, *, ask_network: bool) -> AccessFacts:
 
 
 def _write_problem(folder: Path) -> str:
-    existing = next(each for each in (folder, *folder.parents) if os.path.exists(each))
+    existing = nearest_existing(folder)
     if os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK):
         return ""
     return f"{existing} belongs to user {existing.stat().st_uid} and cannot be written"
 
 
-def _files(plan: RunPlan) -> Iterator[Path]:
-    """The model's folder, also one behind a folder that is closed to this user, and where it is open its files."""
+def _unreadable(plan: RunPlan) -> tuple[str, ...]:
+    """The model's folder, also one behind a folder that is closed to this user, or where it is open files in it."""
     folder = Path(plan.model.path)
-    if plan.model.builtin or not folder.is_absolute() or not (os.path.isdir(folder) or _is_barred(folder)):
-        return
-    yield folder
-    if not _is_unreadable(folder):
-        yield from sorted(each for each in folder.iterdir() if os.path.isfile(each))
-
-
-def _is_barred(path: Path) -> bool:
+    if plan.model.builtin or not folder.is_absolute():
+        return ()
     try:
-        path.stat()
-    except PermissionError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
-def _is_unreadable(path: Path) -> bool:
-    return not os.access(path, os.R_OK | os.X_OK if os.path.isdir(path) else os.R_OK)
+        if not stat.S_ISDIR(folder.stat().st_mode):
+            return ()
+    except OSError as error:
+        return (str(folder),) if isinstance(error, PermissionError) else ()
+    if not os.access(folder, os.R_OK | os.X_OK):
+        return (str(folder),)
+    files = sorted(each for each in folder.iterdir() if os.path.isfile(each))  # Path.is_file raises at a closed link
+    return tuple(str(each) for each in files if not os.access(each, os.R_OK))
 
 
 def ports_in_use(ports: Sequence[int]) -> tuple[int, ...]:
@@ -149,20 +152,13 @@ def judge_access(facts: AccessFacts) -> Iterator[Finding]:
         yield error("secret", "logging.backends", message, remedy)
 
 
-_DEFAULT_URL = "https://api.wandb.ai"
-_URL_VARIABLE = "WANDB_BASE_URL"  # of one's own server
-_TOKEN_FILE_VARIABLE = "WANDB_IDENTITY_TOKEN_FILE"
-_CONFIG_VARIABLE = "WANDB_CONFIG_DIR"
-_NEEDS_NONE = ("offline", "disabled")
-
-
 def wandb_key() -> tuple[bool, str]:
     """(whether there is one or none is needed, why that cannot be told). Without a doubt False means: there is none."""
-    if os.environ.get(WANDB_MODE_VARIABLE) in _NEEDS_NONE:
+    if os.environ.get(WANDB_MODE_VARIABLE) in _NEEDS_NO_KEY:
         return True, ""
     if os.environ.get(WANDB_KEY_VARIABLE) or os.environ.get(_TOKEN_FILE_VARIABLE):
         return True, ""
-    settings = _settings_file()
+    settings = Path(os.environ.get(_CONFIG_VARIABLE) or "~/.config/wandb").expanduser() / "settings"
     try:
         host = urlsplit(os.environ.get(_URL_VARIABLE) or _DEFAULT_URL).netloc
         if not host:
@@ -188,5 +184,46 @@ def _netrc_file() -> Path:
     return other if os.path.exists(other) and not os.path.exists(usual) else usual
 
 
-def _settings_file() -> Path:
-    return Path(os.environ.get(_CONFIG_VARIABLE) or "~/.config/wandb").expanduser() / "settings"
+# The secret that a Ray of ours asks for: in a file that only its owner reads, never on a command line or in a log
+
+
+def make_token(file: Path) -> None:
+    """Write a new token into `file`, readable by its owner only; one that is there stays.
+
+    Raises PreflightError as `check_token` does, and when it cannot be written.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.exists():
+            check_token(file)
+            return
+        write_token(file)
+    except OSError as error:
+        raise PreflightError(
+            f"{file}: {error.strerror}", hint="set cluster.token_file to a place that you can write to"
+        ) from error
+
+
+def write_token(file: Path) -> None:
+    """A new token in a new file, readable by its owner only. Raises OSError, also where something is there."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as out:
+        out.write(secrets.token_hex(32) + "\n")
+
+
+def check_token(file: Path) -> None:
+    """Raises PreflightError when there is no token, it is no secret, or others may read it."""
+    try:
+        text, mode = file.read_text().strip(), stat.S_IMODE(file.stat().st_mode)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise PreflightError(
+            f"{file}: {reason}", hint="copy the head's token file here, or give it with --token-file"
+        ) from error
+    if len(text) < _SHORTEST_TOKEN or not text.isprintable() or len(text.split()) != 1:
+        raise PreflightError(
+            f"{file}: a token is one word of {_SHORTEST_TOKEN} characters or more",
+            hint="remove the file: the head makes one",
+        )
+    if mode & 0o077 and not is_mounted_secret(file):
+        raise PreflightError(f"{file}: others may read it (mode {mode:04o})", hint=f"chmod 600 {file}")

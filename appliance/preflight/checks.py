@@ -6,62 +6,65 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from appliance.plan import host_memory
-from appliance.plan.host import HostFacts
-from appliance.plan.memory import host_bytes, moments
-from appliance.preflight import gpu
-from appliance.preflight.access import AccessFacts, judge_access
+from appliance.plan.host import HostFacts, Limits
+from appliance.plan.memory import GIB, cpu_ladder, held, host_bytes, moments, peak, shape_on_cpu
+from appliance.preflight import device
+from appliance.preflight.access import judge_access
 from appliance.preflight.container import judge_container
-from appliance.preflight.disk import bytes_by_shape, disk_bytes, gib, judge_disk
+from appliance.preflight.disk import bytes_by_shape, gib, judge_disk, needed_bytes
 from appliance.preflight.finding import Finding, Severity, error, warning
-from appliance.preflight.limits import judge_limits
-from appliance.preflight.probes import InputFacts
-from appliance.preflight.schemes import judge_experts, judge_gain, judge_guard, judge_schemes
-from appliance.preflight.stack import judge_stack
+from appliance.preflight.inputs import InputFacts, StackFacts
 from appliance.record.plan import RunPlan
 from appliance.tasks.library import is_from_hub
-from appliance.terms.devices import CPU, gpu_of_product
+from appliance.terms.devices import CPU
 from appliance.terms.families import why_unknown
 from appliance.terms.shapes import ModelShape
 
 PYTHON = (3, 11)
 PACKAGE_OF = {"libnuma.so.1": "libnuma1"}
 _HUB_NAME = re.compile(r"(?:[\w.-]+/)?[\w.-]+", re.ASCII)
-_GIB = 1 << 30
 _TINY_START_S, _TINY_STEP_S, _TINY_STEP_SEQUENCES, _TINY_VALIDATION_S = 45, 2.2, 256, 2  # docs/results/demo.md
-_SHM_NEEDED = _GIB // 4
+_SHM_NEEDED = GIB // 4
 _SHM_OF_A_TINY_MODEL = 48 << 20  # less than Docker's default, 64 MiB: Ray then keeps its objects in a file
-_SHM_NEEDED_WITH_GPUS = _GIB  # Docker's default is 64 MiB; NCCL and a bucket of weights per worker want more
+_SHM_NEEDED_WITH_GPUS = GIB  # Docker's default is 64 MiB; NCCL and a bucket of weights per worker want more
+
+# Of the demo on 2 cores, counted while it trained: 13 processes had up to 115 files each and 400 threads together.
+_FILES_OF_A_PROCESS = 1024  # ten times as many: Ray opens some per worker, vLLM per file of weights
+_THREADS = 2048  # OpenMP and Ray start some per core, in every process
+_THREADS_PER_CORE = 64
 
 
 def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding]:
     """What stands against running the plan on this host, and what the user should know."""
+    model_bytes = inputs.model_bytes or bytes_by_shape(inputs.model_shape)
     checks = (
         _python(host),
         judge_stack(plan, host, inputs.stack),
         judge_limits(host.limits, cores=host.cores),
-        _access(inputs.access, host),
+        # Who may not write the run root may not write the cache in it: one cause, one finding.
+        judge_access(replace(inputs.access, cache_problem="") if host.run_root_problem else inputs.access),
         _libraries(plan, host),
-        _device(plan, host),
-        gpu.attention(plan, host),
-        judge_schemes(plan, host),
-        judge_experts(plan, host=host, shape=inputs.model_shape),
-        _profile(plan, inputs),
-        _uaq(plan, inputs),
+        device.wanted(plan, host),
+        device.attention(plan, host),
+        device.schemes(plan, host),
+        device.experts(plan, host=host, shape=inputs.model_shape),
+        _profile_and_uaq(inputs),
         _model(plan, inputs),
         _shape(plan, inputs),
-        gpu.parallel(plan, inputs.model_shape),
-        gpu.memory(plan, host, inputs.model_shape),
+        device.parallel(plan, inputs.model_shape),
+        device.memory(plan, host, inputs.model_shape),
         _data(plan, inputs),
-        judge_gain(plan, shape=inputs.model_shape, stored=inputs.stored) if _is_its_device(plan, host) else (),
+        device.gain(plan, shape=inputs.model_shape, stored=inputs.stored) if plan.device == CPU or host.gpus else (),
         _folder(host),
-        judge_disk(plan, inputs.disks, model_bytes=_model_bytes(inputs), written=inputs.written),
+        judge_disk(plan, inputs.disks, model_bytes=model_bytes, written=inputs.written),
         _memory(plan, host, inputs.model_shape),
         _shared_memory(plan, host),
         _logging(plan, host),
         _sampling(plan),
-        _container(plan, host),
-        judge_guard(plan, inputs),
+        judge_container(
+            host.container, needs_gpu=plan.device != CPU, num_gpus=len(host.gpus), writable=not host.run_root_problem
+        ),
+        device.guard(plan, inputs.model_shape),
     )
     return [finding for check in checks for finding in check]
 
@@ -75,8 +78,8 @@ def judge_node(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> list
     checks = (
         judge_limits(host.limits, cores=host.cores),
         _libraries(plan, host),
-        gpu.attention(plan, host),
-        gpu.offloaded(plan, host, shape),
+        device.attention(plan, host),
+        device.offloaded(plan, host, shape),
         _folder(host),
         _memory(plan, host, shape),
         _shared_memory(plan, host),
@@ -98,32 +101,10 @@ def _libraries(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
         yield error("missing-library", library, "the shared library is missing, vLLM needs it", remedy)
 
 
-def _device(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
-    if plan.device == CPU:
-        return
-    fitting = [gpu for gpu in host.gpus if (known := gpu_of_product(gpu.product)) and known.name == plan.device]
-    remedy = "run it there" + (", or try `--set cluster.device=cpu`" if plan.topology.gpus == 1 else "")
-    if not host.gpus:
-        if host.container is not None:  # judge_container names the flag
-            return
-        yield error("no-gpu", "cluster.device", f"`{plan.device}` is wanted, this host has no GPU", remedy)
-    elif len(fitting) < plan.gpus_per_node:
-        have = ", ".join(gpu.product for gpu in host.gpus)
-        message = f"{plan.gpus_per_node} x `{plan.device}` wanted, this host has {have}"
-        yield error("wrong-gpu", "cluster.device", message, remedy)
-
-
-def _is_its_device(plan: RunPlan, host: HostFacts) -> bool:
-    return plan.device == CPU or bool(host.gpus)
-
-
-def _profile(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
+def _profile_and_uaq(inputs: InputFacts) -> Iterator[Finding]:
     if inputs.profile_problem:
         remedy = "point to a folder made by `appliance profile`, or use `auto`"
         yield error("profile", "quantization.profile", inputs.profile_problem, remedy)
-
-
-def _uaq(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     if inputs.uaq_problem:
         remedy = "leave out correction.uaq_scale, or use a model of a known family"
         yield error("uaq", "correction.uaq_scale", inputs.uaq_problem, remedy)
@@ -200,9 +181,31 @@ def _data(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
         yield error("data-unreachable", "task.train_file", message, "give a JSON-lines or parquet file")
 
 
-def _access(facts: AccessFacts, host: HostFacts) -> Iterator[Finding]:
-    """Who may not write the run root may not write the cache in it: one cause, one finding."""
-    return judge_access(replace(facts, cache_problem="") if host.run_root_problem else facts)
+def judge_stack(plan: RunPlan, host: HostFacts, facts: StackFacts) -> Iterator[Finding]:
+    """Nothing for a GPU's plan where there is none: it would only say that this is another host."""
+    if plan.device != CPU and not host.gpus:
+        return
+    remedy = "install the locked requirements: `make demo` does, or the image" + (
+        "" if plan.device == CPU else " of the gpu flavour"
+    )
+    for name, pinned, installed in facts.versions:
+        message = f"{installed or 'nothing'} is installed, the plan is for {pinned}"
+        yield error("version", name, message, remedy)
+    differ = {name for name, _, _ in facts.versions}
+    for name, why in facts.patches if not differ else ():  # another version has other sources: said once
+        yield error("patch", f"patch {name}", why, remedy)
+
+
+def judge_limits(limits: Limits, *, cores: int) -> Iterator[Finding]:
+    threads = max(_THREADS, _THREADS_PER_CORE * cores)
+    if limits.open_files < _FILES_OF_A_PROCESS:
+        message = f"a process may open {limits.open_files} files, Ray and vLLM want {_FILES_OF_A_PROCESS}"
+        remedy = "ulimit -Hn 65536, or in a container --ulimit nofile=65536:65536"
+        yield error("open-files", "ulimit -n", message, remedy)
+    if limits.threads < threads:
+        message = f"{limits.threads} processes and threads are allowed, a run on {cores} cores may start {threads}"
+        remedy = "raise it (ulimit -u), or in a container --pids-limit=-1"
+        yield warning("threads", "ulimit -u", message, remedy)
 
 
 def _folder(host: HostFacts) -> Iterator[Finding]:
@@ -211,20 +214,14 @@ def _folder(host: HostFacts) -> Iterator[Finding]:
         yield error("run-folder", "cluster.run_dir", host.run_root_problem, remedy)
 
 
-def _model_bytes(inputs: InputFacts) -> int:
-    return inputs.model_bytes or bytes_by_shape(inputs.model_shape)
-
-
 def estimates(plan: RunPlan, *, model_bytes: int = 0, shape: ModelShape | None = None) -> list[tuple[str, str]]:
     """(what, how much), for people. model_bytes: of its weights on disk, 0: by the shape where that is known."""
     model_bytes = model_bytes or bytes_by_shape(shape)
-    known = plan.model.builtin or model_bytes
-    found = [
-        ("disk", f"about {gib(disk_bytes(plan, model_bytes=model_bytes))}" if known else "unknown until downloaded")
-    ]
-    if of_host := host_memory.shape_of(plan, shape):
-        parts = ", ".join(f"{each.role} {each.size / _GIB:.1f}" for each in host_memory.held(plan, of_host))
-        found.append(("memory", f"about {gib(host_memory.peak(plan, of_host))}: {parts}"))
+    disk = f"about {gib(sum(needed_bytes(plan, model_bytes=model_bytes)))}"
+    found = [("disk", disk if plan.model.builtin or model_bytes else "unknown until downloaded")]
+    if of_host := shape_on_cpu(plan, shape):
+        parts = ", ".join(f"{role} {size / GIB:.1f}" for role, size in held(plan, of_host).items())
+        found.append(("memory", f"about {gib(peak(plan, of_host))}: {parts}"))
     for moment in moments(plan, shape) if shape else ():
         found.append((f"memory, {moment.name}", moment.text))
     if shape and moments(plan, shape) and (offloaded := host_bytes(plan, shape)):
@@ -240,13 +237,10 @@ def _time(plan: RunPlan) -> str:
         step_s = _TINY_STEP_S * max(1.0, sequences / _TINY_STEP_SEQUENCES)
         validations = 2 + (plan.steps - 1) // plan.validate_every
         seconds = _TINY_START_S + plan.steps * step_s + validations * _TINY_VALIDATION_S * plan.task.val_size / 512
-        return f"about {_duration(seconds)}: a start of {_TINY_START_S} s and {plan.steps} steps of {step_s:.1f} s"
+        total = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+        return f"about {total}: a start of {_TINY_START_S} s and {plan.steps} steps of {step_s:.1f} s"
     tokens = sequences * plan.task.max_response_tokens
     return f"known after the first step; each of {plan.steps} steps generates up to {tokens:,} tokens"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 def _shared_memory(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
@@ -260,13 +254,13 @@ def _shared_memory(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
 
 def _memory(plan: RunPlan, host: HostFacts, found: ModelShape | None) -> Iterator[Finding]:
     """Without a GPU. found: the model's sizes, None where they are not known."""
-    shape = host_memory.shape_of(plan, found)
+    shape = shape_on_cpu(plan, found)
     if shape is None:
         return
-    needed, free = host_memory.peak(plan, shape) // plan.nodes, host.memory_free_bytes
+    needed, free = peak(plan, shape) // plan.nodes, host.memory_free_bytes
     if free < needed:
         message = f"{gib(needed - free)} are missing: {gib(free)} free, the run takes about {gib(needed)}"
-        changes = host_memory.ladder(plan, shape, limit=free * plan.nodes)
+        changes = cpu_ladder(plan, shape, limit=free * plan.nodes)
         fits = f"by the same estimate it fits with {'; '.join(changes)}" if changes else "take a larger host"
         yield warning("memory", "memory", message, f"close other programs; {fits}")
 
@@ -282,12 +276,3 @@ def _sampling(plan: RunPlan) -> Iterator[Finding]:
     if plan.rollout.top_p < 1.0:
         message = f"{plan.rollout.top_p}: the engine's log-probs are of the cut distribution, the trainer's are not"
         yield warning("top-p", "rollout.top_p", message, "use 1.0, or read the mismatch with that in mind")
-
-
-def _container(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
-    return judge_container(
-        host.container,
-        needs_gpu=plan.device != CPU,
-        num_gpus=len(host.gpus),
-        writable=not host.run_root_problem,
-    )

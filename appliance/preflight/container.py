@@ -64,19 +64,33 @@ def judge_container(
     if facts is None:
         return
     if needs_gpu and not num_gpus:
-        yield _no_gpu(facts)
-    if not writable:
-        yield _not_writable(facts)
-    elif not facts.run_root_lasts:
+        message, remedy = "this container sees no GPU", "docker run --gpus all ..."
+        if facts.image == "cpu":
+            message, remedy = "this is the CPU image", f"use the image with the tag gpu, and {remedy}"
+        yield error("no-gpu-in-container", "cluster.device", message, remedy)
+    on_volume = f"docker run -v flashrl-runs:{facts.run_root} ..."
+    if writable and not facts.run_root_lasts:
         message = f"{facts.run_root} is not on a volume: the results go with the container"
-        remedy = f"to keep them: docker run -v flashrl-runs:{facts.run_root} ..."
-        yield warning("no-volume", "cluster.run_dir", message, remedy)
+        yield warning("no-volume", "cluster.run_dir", message, f"to keep them: {on_volume}")
+    elif not writable and not facts.run_root_lasts:
+        message = f"{facts.run_root} cannot be written in this container"
+        yield error("volume-owner", "cluster.run_dir", message, on_volume)
+    elif not writable:
+        message = f"{facts.run_root}: the volume does not let user {facts.uid}, group {facts.gid} write"
+        remedy = f"on the host, chown -R {facts.uid}:0 its folder; or docker run --user $(id -u):0 as its owner ..."
+        yield error("volume-owner", "cluster.run_dir", message, remedy)
     if facts.unwritable_cache:
         message = f"user {facts.uid}, group {facts.gid} cannot write"
         remedy = f"docker run -v flashrl-cache:{facts.unwritable_cache} --user {facts.uid}:0 ..."
         yield error("cache", facts.unwritable_cache, message, remedy)
     if facts.unreadable_token:
-        yield _no_token(facts)
+        # The hub's library would end in the middle of the preparation with a PermissionError.
+        owner = facts.token_owner
+        message = f"{facts.unreadable_token}: user {facts.uid} cannot read the file of user {owner}"
+        remedy = f"docker run --user {owner}:0 ..., or with compose RUN_AS={owner}:0"
+        if not owner:
+            remedy = f"on the host, a copy for it: install -m 0400 -o {facts.uid} FILE COPY"
+        yield error("hub-token", HUB_TOKEN_VARIABLE, message, remedy)
     if facts.open_token:
         remedy = f"mount it below {_SECRETS}, or give it the mode 0600"
         yield error("hub-token", HUB_TOKEN_VARIABLE, facts.open_token, remedy)
@@ -84,31 +98,3 @@ def judge_container(
         message = "programs cannot be started from it, and compiled kernels lie there"
         remedy = f"docker run --tmpfs {tempfile.gettempdir()}:exec ..."
         yield error("tmp-noexec", tempfile.gettempdir(), message, remedy)
-
-
-def _no_gpu(facts: ContainerFacts) -> Finding:
-    if facts.image == "cpu":
-        message, remedy = "this is the CPU image", "use the image with the tag gpu, and docker run --gpus all ..."
-    else:
-        message, remedy = "this container sees no GPU", "docker run --gpus all ..."
-    return error("no-gpu-in-container", "cluster.device", message, remedy)
-
-
-def _no_token(facts: ContainerFacts) -> Finding:
-    """The hub's library would end in the middle of the preparation with a PermissionError."""
-    message = f"{facts.unreadable_token}: user {facts.uid} cannot read the file of user {facts.token_owner}"
-    if facts.token_owner:
-        remedy = f"docker run --user {facts.token_owner}:0 ..., or with compose RUN_AS={facts.token_owner}:0"
-    else:
-        remedy = f"on the host, a copy for it: install -m 0400 -o {facts.uid} FILE COPY"
-    return error("hub-token", HUB_TOKEN_VARIABLE, message, remedy)
-
-
-def _not_writable(facts: ContainerFacts) -> Finding:
-    if not facts.run_root_lasts:
-        message = f"{facts.run_root} cannot be written in this container"
-        remedy = f"docker run -v flashrl-runs:{facts.run_root} ..."
-    else:
-        message = f"{facts.run_root}: the volume does not let user {facts.uid}, group {facts.gid} write"
-        remedy = f"on the host, chown -R {facts.uid}:0 its folder; or docker run --user $(id -u):0 as its owner ..."
-    return error("volume-owner", "cluster.run_dir", message, remedy)

@@ -6,21 +6,19 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from appliance.plan.memory import GIB
 from appliance.preflight.finding import Finding, error
+from appliance.record.checkpoints import FOLDER, step_of
 from appliance.record.plan import RunPlan
 from appliance.terms.shapes import ModelShape
 
-_GIB = 1 << 30
-_CHECKPOINTS = "checkpoints"  # in the run's folder
-_STEP = re.compile(r"global_step_([0-9]{1,18})")
-_FOR_LOGS = _GIB // 4
-_TINY_CHECKPOINT = _GIB // 8
+_FOR_LOGS = GIB // 4
+_TINY_CHECKPOINT = GIB // 8
 BYTES_SAVED_PER_WEIGHT = 4 + 8 + 4  # FP32 weights, two Adam moments, the model to export in FP32
 
 
@@ -46,14 +44,6 @@ class Disks:
 
 
 @dataclass(frozen=True)
-class Needed:
-    """About what a run still writes to each place, bytes."""
-
-    run: int
-    checkpoints: int
-
-
-@dataclass(frozen=True)
 class Written:
     """Of the run's folder, bytes. checkpoints: those that this attempt counts as its own; others are moved aside and
     stay.  scaled: the model that UAQ scaled."""
@@ -63,7 +53,7 @@ class Written:
 
 
 def read_disks(run_dir: Path) -> Disks:
-    return Disks(_disk(run_dir), checkpoints=_disk(run_dir / _CHECKPOINTS))
+    return Disks(_disk(run_dir), checkpoints=_disk(run_dir / FOLDER))
 
 
 def _disk(folder: Path) -> Disk:
@@ -79,18 +69,14 @@ def nearest_existing(path: Path) -> Path:
 
 def read_written(plan: RunPlan) -> Written:
     """Nothing for a run that was not resumed."""
-    resumed = Path(plan.resume_from) if plan.resume_from else None
-    kept = [each for each in resumed.parent.iterdir() if _is_kept(each, resumed)] if resumed else []
+    resumed = Path(plan.resume_from)
+    last = step_of(resumed)
+    there = resumed.parent.iterdir() if last is not None else ()
+    kept = [each for each in there if (step := step_of(each)) is not None and step <= last]  # as retention counts
     return Written(
         checkpoints=sum(_bytes_below(each) for each in kept),
         scaled=_bytes_below(Path(plan.uaq.folder)) if plan.uaq else 0,
     )
-
-
-def _is_kept(folder: Path, resumed: Path) -> bool:
-    """Whether a checkpoint is the one that is resumed, or an older one, which retention goes on to count."""
-    its, last = _STEP.fullmatch(folder.name), _STEP.fullmatch(resumed.name)
-    return its is not None and last is not None and int(its[1]) <= int(last[1])
 
 
 def _bytes_below(folder: Path) -> int:
@@ -100,40 +86,33 @@ def _bytes_below(folder: Path) -> int:
 
 def judge_disk(plan: RunPlan, disks: Disks, *, model_bytes: int, written: Written) -> Iterator[Finding]:
     """model_bytes: of the weights in BF16, 0 when unknown."""
-    needed = needed_bytes(plan, model_bytes=model_bytes, written=written)
+    in_run, in_checkpoints = needed_bytes(plan, model_bytes=model_bytes, written=written)
     if disks.are_one:
-        more = " more" if written != Written() else ""
-        message = f"the run needs about {gib(needed.run + needed.checkpoints)}{more}"
+        more, needed = " more" if written != Written() else "", in_run + in_checkpoints
+        message = f"the run needs about {gib(needed)}{more}"
         remedy = "free some space, or set cluster.run_dir to a roomier place"
-        yield from _short("cluster.run_dir", disks.run, needed.run + needed.checkpoints, message, remedy)
+        yield from _short("cluster.run_dir", disks.run, needed, message, remedy)
         return
     more = " more" if written.scaled else ""
-    message = f"the run needs about {gib(needed.run)}{more} besides its checkpoints"
-    yield from _short("cluster.run_dir", disks.run, needed.run, message, "free some space there")
+    message = f"the run needs about {gib(in_run)}{more} besides its checkpoints"
+    yield from _short("cluster.run_dir", disks.run, in_run, message, "free some space there")
     more = " more" if written.checkpoints else ""
-    message = f"the checkpoints need about {gib(needed.checkpoints)}{more}"
+    message = f"the checkpoints need about {gib(in_checkpoints)}{more}"
     remedy = "free some space there, or move them to a roomier disk, with a link in their place"
-    yield from _short(str(Path(plan.run_dir) / _CHECKPOINTS), disks.checkpoints, needed.checkpoints, message, remedy)
+    yield from _short(str(Path(plan.run_dir) / FOLDER), disks.checkpoints, in_checkpoints, message, remedy)
 
 
 def _short(place: str, disk: Disk, needed: int, message: str, remedy: str) -> Iterator[Finding]:
     if disk.free_bytes < needed:
-        what = f"{gib(disk.free_bytes)} free at {disk.folder}, {message}"
-        yield error("disk", place, what, remedy)
+        yield error("disk", place, f"{gib(disk.free_bytes)} free at {disk.folder}, {message}", remedy)
 
 
-def disk_bytes(plan: RunPlan, *, model_bytes: int) -> int:
-    """About what a new run writes in all. model_bytes: size of the weights on disk (BF16), 0 when unknown."""
-    needed = needed_bytes(plan, model_bytes=model_bytes, written=Written())
-    return needed.run + needed.checkpoints
-
-
-def needed_bytes(plan: RunPlan, *, model_bytes: int, written: Written) -> Needed:
+def needed_bytes(plan: RunPlan, *, model_bytes: int, written: Written = Written()) -> tuple[int, int]:
+    """(to the run's folder, to its checkpoints): about what is still to be written. model_bytes: as judge_disk."""
     each = model_bytes // 2 * BYTES_SAVED_PER_WEIGHT if model_bytes else _TINY_CHECKPOINT
-    checkpoints = max(0, checkpoints_at_once(plan) * each - written.checkpoints)
     scaled = max(0, 2 * model_bytes - written.scaled) if plan.uaq else 0  # most of it in FP32
     run = _FOR_LOGS + scaled + 2 * model_bytes  # `model/`, an earlier one goes to the logs
-    return Needed(run=run, checkpoints=checkpoints)
+    return run, max(0, checkpoints_at_once(plan) * each - written.checkpoints)
 
 
 def bytes_by_shape(shape: ModelShape | None) -> int:
@@ -153,4 +132,4 @@ def checkpoints_at_once(plan: RunPlan) -> int:
 
 def gib(size: int) -> str:
     """For people."""
-    return f"{size / _GIB:.1f} GiB"
+    return f"{size / GIB:.1f} GiB"

@@ -1,20 +1,32 @@
-"""Preflight from end to end: read, judge. And findings as text and as JSON values."""
+"""Preflight from end to end: plan, read, judge. And the plan with its findings, as text or as JSON."""
 
 from __future__ import annotations
 
 import json
+import shlex
+import textwrap
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from appliance import hub
 from appliance.plan.build import OriginalPlan, build_plan, hub_name
 from appliance.plan.host import HostFacts
-from appliance.plan.show import plan_text
 from appliance.preflight.checks import estimates, judge
 from appliance.preflight.finding import Finding, as_json, lines
-from appliance.preflight.probes import model_bytes, model_shape, read_host, read_inputs
+from appliance.preflight.inputs import model_bytes, model_shape, read_inputs
+from appliance.preflight.probes import read_host
 from appliance.recipe.load import to_plain, to_yaml
 from appliance.recipe.schema import Recipe
-from appliance.record.plan import RunPlan
+from appliance.record.plan import Choice, RunPlan
+
+# Heading -> the sections of a recipe whose choices stand below it; what no other names is of training.
+_GROUPS = {
+    "Rollouts": ("rollout", "engine", "quantization", "sync", "cluster"),
+    "Training": (),
+    "Guard and checkpoints": ("guard", "checkpoint"),
+}
+_NARROWEST = 40  # columns of a reason beside its choice; where a terminal has fewer it stands below
+_LONGEST_VALUE = 28
 
 
 def examine(
@@ -53,12 +65,7 @@ def _commit(recipe: Recipe, *, original: OriginalPlan | None, ask_hub: bool) -> 
     A tag or a branch that the recipe names stays what it was when the run began.
     """
     name, revision = hub_name(recipe), recipe.model.revision or ""
-    if (
-        original is not None
-        and revision
-        and (original.model, original.revision) == (name, revision)
-        and original.commit
-    ):
+    if original and original.commit and revision and (original.model, original.revision) == (name, revision):
         return original.commit
     return hub.revision(name, of=revision)[0] if name and ask_hub else ""
 
@@ -78,10 +85,86 @@ def plan_as(
     full: bool = False,
     columns: int | None = None,
 ) -> str:
-    """The plan with the findings attached, as JSON or as text. full, columns: of the text, as in plan/show.py."""
+    """The plan with the findings attached, as JSON or as text. full, columns: as plan_text."""
     if json_mode:
         document = {"schema_version": 1, "recipe": to_plain(recipe), "plan": plan.model_dump(mode="json")}
         return json.dumps({**document, "findings": as_json(findings)}, indent=2)
     needs = estimates(plan, model_bytes=model_bytes(plan), shape=model_shape(plan))
     recipe_yaml = to_yaml(recipe) if full else ""
     return plan_text(plan, needs=needs, findings=lines(findings), recipe_yaml=recipe_yaml, columns=columns)
+
+
+def plan_text(
+    plan: RunPlan,
+    *,
+    needs: Sequence[tuple[str, str]],
+    findings: Sequence[str] = (),
+    recipe_yaml: str = "",
+    columns: int | None = None,
+) -> str:
+    """needs: (what, how much) estimates.  findings: lines.  columns: of a terminal; None: one line for each thing.
+
+    recipe_yaml: the resolved recipe; given, it is shown with the child, at the end, a command line that a shell reads.
+    """
+    files = {
+        "run folder": plan.run_dir,
+        "model": plan.model.path,
+        "model commit": f"{plan.model.commit} of {plan.model.source}" if plan.model.commit else "",
+        "training data": plan.task.train_parquet,
+        "validation data": plan.task.val_parquet,
+    }
+    parts = [
+        [_headline(plan)],
+        *_decided(plan.choices, columns=columns),
+        ["Needs, estimated", *_pairs(needs, columns=columns)],
+        ["Files", *_pairs([(what, path) for what, path in files.items() if path], columns=None)],
+    ]
+    if findings:
+        parts.append(["Findings on this host", *findings])
+    if recipe_yaml:
+        parts += [["Recipe, resolved", recipe_yaml.rstrip()], ["Child", *_child(plan)]]
+    else:
+        parts.append(["`appliance plan RECIPE --full` adds the resolved recipe and the exact child."])
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
+def _headline(plan: RunPlan) -> str:
+    gpus = f"{plan.gpus_per_node} x {plan.device}" + (f" on each of {plan.nodes} nodes" if plan.nodes > 1 else "")
+    emulated = ", emulated" if plan.rollout.emulated else ""
+    batch = f"{plan.prompts_per_step} prompts x {plan.rollout.samples_per_prompt} samples"
+    rollouts = f"rollouts in {plan.rollout.label}{emulated}"
+    return f"{plan.name}: {plan.steps} steps of {batch}; {rollouts}; {plan.correction.text}; {gpus}"
+
+
+def _decided(choices: Sequence[Choice], *, columns: int | None) -> Iterator[list[str]]:
+    """A heading and its choices, for each group that has some."""
+    key = max(len(each.key) for each in choices)
+    value = min(_LONGEST_VALUE, max(len(each.value) for each in choices))
+    grouped: dict[str, list[str]] = {heading: [] for heading in _GROUPS}
+    for each in choices:
+        section = each.key.partition(".")[0]
+        heading = next((name for name, sections in _GROUPS.items() if section in sections), "Training")
+        grouped[heading] += _wrapped(f"  {each.key:<{key}}  {each.value:<{value}}  ", each.why, columns=columns)
+    yield from ([heading, *lines] for heading, lines in grouped.items() if lines)
+
+
+def _pairs(pairs: Sequence[tuple[str, str]], *, columns: int | None) -> Iterator[str]:
+    width = max(len(what) for what, _ in pairs)
+    for what, text in pairs:
+        yield from _wrapped(f"  {what:<{width}}  ", text, columns=columns)
+
+
+def _wrapped(begin: str, text: str, *, columns: int | None) -> list[str]:
+    """The text behind its beginning, or below it where there is no room beside."""
+    if columns is None or len(begin) + len(text) <= columns:
+        return [f"{begin}{text}"]
+    if columns - len(begin) < _NARROWEST:
+        indent = " " * 6
+        return [begin.rstrip(), *textwrap.wrap(text, columns, initial_indent=indent, subsequent_indent=indent)]
+    return textwrap.wrap(text, columns, initial_indent=begin, subsequent_indent=" " * len(begin))
+
+
+def _child(plan: RunPlan) -> Iterator[str]:
+    yield from (f"{name}={shlex.quote(value)} \\" for name, value in plan.env)
+    yield f"{shlex.join(plan.argv[:3])} \\"
+    yield " \\\n".join(f"  {shlex.quote(argument)}" for argument in plan.argv[3:])

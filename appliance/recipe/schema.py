@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from appliance.corrections.registry import DEFAULT, CorrectionMethod
 from appliance.guard.policy import ESS, K3_KL, TRUNCATED_FRACTION, WEIGHT_STD, Action
 from appliance.tasks.library import TASKS, TaskKind
+from appliance.terms.devices import Topology
 from appliance.terms.schemes import PROFILED, Scheme, listed
-from appliance.terms.topology import Topology
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 SchemeChoice = StrEnum("SchemeChoice", {"AUTO": "auto", **{each.name: each.value for each in Scheme}})

@@ -16,10 +16,9 @@ from appliance.corrections.base import ClipRange, Correction
 from appliance.corrections.registry import CorrectionMethod, correction_of
 from appliance.frozen import Frozen
 from appliance.guard.policy import Action
-from appliance.terms.devices import CPU
+from appliance.terms.devices import CPU, Topology
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
-from appliance.terms.topology import Topology
 
 SCHEMA_VERSION = 1
 
@@ -312,7 +311,7 @@ class ClusterPlan(Frozen):
     address: str
     """`host:port` of a Ray cluster that is there already; empty: this host becomes the head."""
     port: int
-    """Of the head's control store, the first of its ports (plan/ports.py)."""
+    """Of the head's control store, the first of its ports (plan/host.py)."""
     node_address: str
     """By which other nodes reach this host; empty: Ray's choice."""
     token_file: str

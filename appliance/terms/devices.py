@@ -93,12 +93,22 @@ def automatic_scheme(
     stored: decides on Ada and Hopper, which run INT8 and FP8 alike; elsewhere the rule does, and it is told.
     experts: whether experts would be quantised.
     """
-    if device != CPU and GPUS[device].has_fp8 and not GPUS[device].is_blackwell:
-        return _by_measurement(device, cpu_flags=cpu_flags, stored=stored, experts=experts)
     scheme, why = _by_rule(device, cpu_flags=cpu_flags, experts=experts)
-    if stored:
-        return scheme, f"{why}; by rule, {stored}"
-    return scheme, why if device == CPU else f"{why}; {_NOT_MEASURED}"
+    if device == CPU or not GPUS[device].has_fp8 or GPUS[device].is_blackwell:
+        if stored:
+            return scheme, f"{why}; by rule, {stored}"
+        return scheme, why if device == CPU else f"{why}; {_NOT_MEASURED}"
+    able = [
+        (ratio, each)
+        for each, ratio in (stored.ratios if stored else ())
+        if not why_not(each, device=device, cpu_flags=cpu_flags, experts=experts)
+    ]
+    if not able:
+        return scheme, f"{why}; {_NOT_MEASURED}: `appliance bench` measures it"
+    ratio, fastest = max(able, key=lambda each: each[0])
+    if ratio < PAYS_FROM:
+        return Scheme.BF16, f"quantising does not pay: {stored}"
+    return fastest, f"the fastest, {stored}"
 
 
 def _by_rule(device: str, *, cpu_flags: frozenset[str], experts: bool) -> tuple[Scheme, str]:
@@ -116,43 +126,19 @@ def _by_rule(device: str, *, cpu_flags: frozenset[str], experts: bool) -> tuple[
     return Scheme.INT8, f"{device} has INT8 tensor cores" + ("" if GPUS[device].has_fp8 else " and none for FP8")
 
 
-def _by_measurement(
-    device: str, *, cpu_flags: frozenset[str], stored: StoredResult | None, experts: bool
-) -> tuple[Scheme, str]:
-    able = [
-        (ratio, scheme)
-        for scheme, ratio in (stored.ratios if stored else ())
-        if not why_not(scheme, device=device, cpu_flags=cpu_flags, experts=experts)
-    ]
-    if not able:
-        scheme, why = _by_rule(device, cpu_flags=cpu_flags, experts=experts)
-        return scheme, f"{why}; {_NOT_MEASURED}: `appliance bench` measures it"
-    ratio, scheme = max(able, key=lambda each: each[0])
-    if ratio < PAYS_FROM:
-        return Scheme.BF16, f"quantising does not pay: {stored}"
-    return scheme, f"the fastest, {stored}"
-
-
 def why_not(scheme: Scheme, *, device: str, cpu_flags: frozenset[str], experts: bool = False) -> str:
     """Why nothing runs the scheme on the device, or an empty text. device: one of DEVICES.  experts: whether the
     scheme quantises experts."""
-    missing = _no_cpu(scheme, cpu_flags=cpu_flags) if device == CPU else _no_gpu(scheme, gpu=GPUS[device])
-    return missing or (_no_experts(scheme) if experts else "")
-
-
-def _no_cpu(scheme: Scheme, *, cpu_flags: frozenset[str]) -> str:
     spec = scheme.spec
-    has_amx = any(flag.startswith("amx") for flag in cpu_flags)
-    why = spec.not_on_cpu if has_amx else spec.not_without_amx or spec.not_on_cpu
-    return why.format(scheme=scheme)
-
-
-def _no_gpu(scheme: Scheme, *, gpu: Gpu) -> str:
-    spec = scheme.spec
-    if gpu.capability < spec.since:
-        needed, has = (".".join(map(str, each)) for each in (spec.since, gpu.capability))
-        return f"{spec.number} needs compute capability {needed}, {gpu.name} has {has}"
-    return why_outgrown(scheme, device=gpu.name)
+    if device == CPU:
+        has_amx = any(flag.startswith("amx") for flag in cpu_flags)
+        why = (spec.not_on_cpu if has_amx else spec.not_without_amx or spec.not_on_cpu).format(scheme=scheme)
+    elif (has := GPUS[device].capability) < spec.since:
+        needs = f"{spec.number} needs compute capability {spec.since[0]}.{spec.since[1]}"
+        why = f"{needs}, {device} has {has[0]}.{has[1]}"
+    else:
+        why = why_outgrown(scheme, device=device)
+    return why or (_no_experts(scheme) if experts else "")
 
 
 def why_outgrown(scheme: Scheme, *, device: str) -> str:
@@ -165,3 +151,30 @@ def why_outgrown(scheme: Scheme, *, device: str) -> str:
 
 def _no_experts(scheme: Scheme) -> str:
     return "" if scheme.spec.experts else f"experts in {scheme.spec.number} run emulated only"
+
+
+@dataclass(frozen=True)
+class Topology:
+    """How the GPUs of a training are shared out. Without a GPU, one CPU rank stands for one GPU."""
+
+    nodes: int
+    gpus_per_node: int
+    tensor_parallel: int
+    """GPUs that share one engine."""
+    sequence_parallel: int
+    """GPUs that share one sequence of the trainer."""
+
+    @property
+    def gpus(self) -> int:
+        """Of all nodes; each has one rank of the trainer."""
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def engines(self) -> int:
+        """At least 1: what does not divide is refused, and has no engines to speak of."""
+        return max(1, self.gpus // self.tensor_parallel)
+
+    @property
+    def data_parallel(self) -> int:
+        """Shares of a mini-batch, at least 1: what does not divide is refused."""
+        return max(1, self.gpus // self.sequence_parallel)

@@ -74,21 +74,17 @@ def child_env(
     if "trackio" in backends:
         env[TRACKIO_DIR_VARIABLE] = str(run_dir.parent / ".trackio")  # one database: it is there to compare runs
     if is_cpu:
-        env |= _cpu_env(threads=threads, kv_cache_gb=kv_cache_gb)
+        env |= {
+            PLATFORM_VARIABLE: "cpu",  # the platform that trainer/cpu_platform.py registers
+            "VERL_ENGINE_DEVICE": "cuda",  # verl registers its FSDP engine for cuda and npu only; it runs on any device
+            KV_CACHE_VARIABLE: str(kv_cache_gb),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the default pins one thread to core 0
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets an engine process hold its only worker, see plan/verl_args.py
+            "TORCHDYNAMO_DISABLE": "1",  # needs a C++ compiler and start-up time, gains nothing at these sizes
+            THREADS_VARIABLE: str(threads),  # Ray would set 1
+            "OMP_WAIT_POLICY": "PASSIVE",  # trainer and engine take turns: threads that spin take the other's core
+        }
     return tuple(sorted((env | _scales_of_blocks(capability)).items()))
-
-
-def _cpu_env(*, threads: int, kv_cache_gb: int) -> dict[str, str]:
-    return {
-        PLATFORM_VARIABLE: "cpu",  # the platform that trainer/cpu_platform.py registers
-        "VERL_ENGINE_DEVICE": "cuda",  # verl registers its FSDP engine for cuda and npu only; it runs on any device
-        KV_CACHE_VARIABLE: str(kv_cache_gb),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the default pins one thread to core 0
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets one engine process hold its only worker, see verl_args._engine
-        "TORCHDYNAMO_DISABLE": "1",  # needs a C++ compiler and start-up time, gains nothing at these sizes
-        THREADS_VARIABLE: str(threads),  # Ray would set 1
-        "OMP_WAIT_POLICY": "PASSIVE",  # trainer and engine take turns: threads that spin take the other's core
-    }
 
 
 def _scales_of_blocks(capability: tuple[int, int] | None) -> dict[str, str]:

@@ -43,9 +43,7 @@ class Unit:
 
 _ATTENTION = (
     Unit(
-        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        norm="input_layernorm",
-        fused="self_attn.qkv_proj",
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), norm="input_layernorm", fused="self_attn.qkv_proj"
     ),
     Unit(("self_attn.o_proj",)),
 )

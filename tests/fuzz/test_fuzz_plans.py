@@ -17,11 +17,11 @@ from plans import DISK, HOST
 
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostGpu
-from appliance.plan.show import plan_text
-from appliance.plan.verl_args import Override
+from appliance.plan.verl_args import hydra_value
 from appliance.preflight.checks import estimates, judge
 from appliance.preflight.disk import Disks
-from appliance.preflight.probes import InputFacts
+from appliance.preflight.inputs import InputFacts
+from appliance.preflight.report import plan_text
 from appliance.recipe.load import load_recipe, to_yaml
 from appliance.recipe.schema import SECTIONS
 from appliance.record.plan import RunPlan
@@ -50,7 +50,7 @@ ENVIRONMENT = {
 @pytest.fixture(scope="module", autouse=True)
 def hydra_is_warm() -> None:
     """What OmegaConf compiles at its first use is nothing that a text asked for."""
-    assert parsed(Override("a.b", ["${x", "y"]).text) == ("a.b", ["${x", "y"])
+    assert parsed(f"a.b={hydra_value(['${x', 'y'])}") == ("a.b", ["${x", "y"])
 
 
 def parsed(text: str) -> tuple[str, Any]:
@@ -120,5 +120,5 @@ def test_fuzz_overrides(room: Path, text: str, rest: list[str]) -> None:
     """A text is never another override, an interpolation or a list: what Hydra reads is that text."""
     text, *rest = (each.replace("\0", "").replace("\ud800", "") for each in (text, *rest))  # tree.py refuses these
     for value in (text, [text, *rest]):
-        override = Override("a.b", value)
-        assert attempt("overrides", lambda each=override: parsed(each.text), folder=room) == ("a.b", value)
+        override = f"a.b={hydra_value(value)}"
+        assert attempt("overrides", lambda each=override: parsed(each), folder=room) == ("a.b", value)

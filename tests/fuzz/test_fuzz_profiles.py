@@ -20,7 +20,7 @@ from profiles import read_profile
 from safetensors.torch import save
 
 from appliance.errors import RecipeError
-from appliance.preflight.model_files import profile_problem
+from appliance.preflight.inputs import profile_problem
 from appliance.profile import unpickle
 from appliance.profile.table import table
 from appliance.quant.files import HEADER_KEY, read_file_header

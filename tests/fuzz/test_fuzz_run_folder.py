@@ -16,7 +16,7 @@ from plans import make_plan
 
 from appliance.page import render
 from appliance.plan.bench_results import model_shapes
-from appliance.plan.experts import layers_with_experts
+from appliance.plan.engines import layers_with_experts
 from appliance.preflight.checks import estimates
 from appliance.record.events import StepMetrics, first_failure, run_started
 from appliance.record.plan import ModelPlan

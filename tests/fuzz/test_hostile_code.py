@@ -19,7 +19,7 @@ from appliance.launch.command import run_check, run_plan
 from appliance.plan.build import build_plan
 from appliance.preflight.checks import judge
 from appliance.preflight.finding import Finding, Severity
-from appliance.preflight.probes import read_inputs
+from appliance.preflight.inputs import read_inputs
 from appliance.recipe.load import load_recipe
 from appliance.record.events import append_event, parse_event, parse_metrics
 from appliance.record.plan import ModelPlan

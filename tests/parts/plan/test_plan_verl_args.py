@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from appliance.corrections.registry import CorrectionMethod
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostGpu
-from appliance.plan.verl_args import Override, hydra_value, overrides
+from appliance.plan.verl_args import Value, hydra_value, overrides
 from appliance.recipe.load import load_recipe
 
 VERL = Path(importlib.util.find_spec("verl").submodule_search_locations[0])
@@ -40,7 +40,11 @@ def verl_config(texts: list[str]) -> DictConfig:
         return compose(config_name="ppo_trainer", overrides=texts)
 
 
-def planned(case: str) -> list[Override]:
+def text(key: str, value: Value) -> str:
+    return f"{key}={hydra_value(value)}"
+
+
+def planned(case: str) -> list[tuple[str, Value]]:
     name, sets = CASES[case]
     recipe = load_recipe(name, sets=sets)
     run_dir = Path(recipe.cluster.run_dir).absolute() / "run-1"
@@ -50,17 +54,17 @@ def planned(case: str) -> list[Override]:
 @pytest.mark.parametrize("case", CASES)
 def test_verl_reads_every_override_as_the_value_and_type_meant(case):
     wanted = planned(case)
-    config = verl_config([each.text for each in wanted])
-    for each in wanted:
-        found = OmegaConf.select(config, each.key, throw_on_missing=True)
+    config = verl_config([text(*each) for each in wanted])
+    for key, value in wanted:
+        found = OmegaConf.select(config, key.lstrip("+"), throw_on_missing=True)
         found = OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
-        assert (each.key, type(found), found) == (each.key, type(each.value), each.value)
+        assert (key, type(found), found) == (key, type(value), value)
 
 
 @pytest.mark.parametrize("method", CorrectionMethod)
 def test_verl_corrects_nothing_by_itself(method):
     """trainer/correction.py does, whatever the method."""
-    config = verl_config([each.text for each in planned(str(method))])
+    config = verl_config([text(*each) for each in planned(str(method))])
     found = config.algorithm.rollout_correction
     assert (found.rollout_is, found.rollout_is_threshold, found.rollout_rs, found.rollout_rs_threshold) == (None,) * 4
     assert (found.bypass_mode, found.rollout_is_batch_normalize) == (False, False)
@@ -73,7 +77,7 @@ def test_verls_own_correction_leaves_such_a_batch_alone():
     from verl.protocol import DataProto
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 
-    setting = verl_config([each.text for each in planned("tis")]).algorithm.rollout_correction
+    setting = verl_config([text(*each) for each in planned("tis")]).algorithm.rollout_correction
     ones = torch.ones(2, 3)
     fields = {"old_log_probs": -ones, "rollout_log_probs": -5 * ones, "response_mask": ones.long()}
     batch, _ = compute_rollout_correction_and_add_to_batch(DataProto.from_single_dict(dict(fields)), setting)
@@ -84,7 +88,7 @@ def test_verls_own_correction_leaves_such_a_batch_alone():
 @pytest.mark.parametrize("method", CorrectionMethod)
 def test_no_method_is_ever_without_the_rollouts_log_probs(method):
     """None can be asked for without them: every recipe's engine returns them, after temperature, as the trainer's."""
-    said = {each.key: each.value for each in planned(str(method))}
+    said = dict(planned(str(method)))
     rollout = "actor_rollout_ref.rollout"
     assert said[f"{rollout}.calculate_log_probs"] is True
     assert said[f"{rollout}.logprobs_mode"] == "processed_logprobs"
@@ -92,25 +96,25 @@ def test_no_method_is_ever_without_the_rollouts_log_probs(method):
 
 
 def test_no_key_is_given_twice():
-    keys = [each.key for each in planned("cpu-int8")]
+    keys = [key.lstrip("+") for key, _ in planned("cpu-int8")]
     assert sorted(keys) == sorted(set(keys))
 
 
 def test_a_renamed_key_fails_here():
     with pytest.raises(ConfigCompositionException):
-        verl_config([Override("actor_rollout_ref.rollout.max_num_sequences", 8).text])
+        verl_config(["actor_rollout_ref.rollout.max_num_sequences=8"])
 
 
 def test_kinds_agree_with_verl_defaults():
     """A text where verl's default is a number, or a number where it is a truth value, is a slip of ours."""
     defaults = verl_config([])
-    for each in planned("gpu-packed"):
-        default = None if each.added else OmegaConf.to_container(defaults, resolve=False)
-        for part in each.key.split(".") if default else ():
+    for key, value in planned("gpu-packed"):
+        default = None if key.startswith("+") else OmegaConf.to_container(defaults, resolve=False)
+        for part in key.split(".") if default else ():
             default = default[part]
-        if default is None or each.value is None or (isinstance(default, str) and default.startswith(("${", "???"))):
+        if default is None or value is None or (isinstance(default, str) and default.startswith(("${", "???"))):
             continue
-        assert (each.key, kind(each.value)) == (each.key, kind(default))
+        assert (key, kind(value)) == (key, kind(default))
 
 
 def kind(value: object) -> str:
@@ -119,7 +123,7 @@ def kind(value: object) -> str:
 
 def test_added_keys_are_new_to_the_files_and_known_to_the_code():
     """`+` would hide that verl renamed a key: hold these to verl's code."""
-    added = {each.key for each in planned("cpu-int8") if each.added}
+    added = {key.lstrip("+") for key, _ in planned("cpu-int8") if key.startswith("+")}
     assert added == {
         "actor_rollout_ref.model.override_config.attn_implementation",
         "actor_rollout_ref.rollout.enable_sleep_mode",

@@ -15,7 +15,7 @@ from trainers import make_trainer
 
 from appliance.errors import EngineError
 from appliance.launch.export import run_export
-from appliance.preflight.probes import read_inputs, uaq_problem
+from appliance.preflight.inputs import read_inputs, uaq_problem
 from appliance.profile.job import job_of_run
 from appliance.profile.uaq import is_scaled, make_scaled, scaling_child
 from appliance.quant.uaq import MARK_FILE

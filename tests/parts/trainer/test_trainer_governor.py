@@ -16,7 +16,7 @@ from appliance.corrections.registry import CorrectionMethod
 from appliance.guard.governor import GovernorState, observe
 from appliance.guard.policy import Action, Policy
 from appliance.guard.signals import Signals
-from appliance.plan.guard import USUAL_ACTIONS
+from appliance.plan.engines import USUAL_ACTIONS
 from appliance.quant.mismatch import measure_mismatch
 from appliance.record.events import parse_event
 from appliance.record.plan import CorrectionPlan, RunPlan

@@ -16,7 +16,7 @@ from appliance.cluster.form import _of_workers
 from appliance.cluster.join import join_head
 from appliance.cluster.ray_command import NodeOffer, head_argv, node_environment, worker_argv
 from appliance.errors import PreflightError, RecipeError
-from appliance.plan.ports import Ports
+from appliance.plan.host import Ports
 from appliance.record.attestations import fingerprint
 from appliance.terms.environment import LOG_DIR_VARIABLE
 

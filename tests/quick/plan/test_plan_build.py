@@ -10,8 +10,8 @@ from appliance.corrections.registry import CorrectionMethod
 from appliance.errors import RecipeError
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostFacts, HostGpu
-from appliance.plan.show import plan_text
 from appliance.plan.verl_args import ROLLOUT, argv
+from appliance.preflight.report import plan_text
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import CorrectionPlan, ExpectedAttestation, ProfilePlan, RunPlan, read_plan
 from appliance.terms.schemes import Scheme

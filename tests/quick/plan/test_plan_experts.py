@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from plans import HOST, INPUTS
 
-from appliance.plan.bench_results import Kept, model_shapes, result_key, write_result
+from appliance.plan.bench_results import SchemeResult, model_shapes, result_key, write_result
 from appliance.plan.build import build_plan
-from appliance.plan.experts import keeps_experts
+from appliance.plan.engines import keeps_experts
 from appliance.plan.host import HostGpu
 from appliance.preflight.checks import judge
+from appliance.preflight.device import guard
 from appliance.preflight.finding import Severity
-from appliance.preflight.schemes import judge_guard
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import RunPlan, Switching
 from appliance.terms.schemes import Scheme
@@ -81,7 +81,7 @@ def test_int8_experts_on_a_gpu_get_an_engine_without_graphs_and_the_plan_says_wh
 def test_a_live_change_of_experts_is_refused_for_what_they_are(moe: Path) -> None:
     """Not for graphs: the engine has none."""
     plan = planned(moe, "rollout.scheme=int8", "guard.scheme_change=live", device="h100")
-    (found,) = judge_guard(plan, dataclasses.replace(INPUTS, model_shape=read_shape(moe / "config.json")))
+    (found,) = guard(plan, read_shape(moe / "config.json"))
     why = "quantised experts cannot change their scheme while the engine runs"
     assert found.message == f"a change of scheme cannot be `live`: {why}"
 
@@ -94,11 +94,11 @@ def test_on_a_cpu_experts_that_stay_in_bf16_are_nothing_that_could_not_change(mo
     for given, inputs in ((moe, INPUTS), (moe, named), (Path("owner/moe"), named)):
         more = (f"cluster.run_dir={moe.parent}",)
         kept = planned(given, *sets, KEPT, *more, device="cpu")
-        assert list(judge_guard(kept, inputs)) == []
-        (found,) = judge_guard(planned(given, *sets, *more, device="cpu"), inputs)
+        assert list(guard(kept, inputs.model_shape)) == []
+        (found,) = guard(planned(given, *sets, *more, device="cpu"), inputs.model_shape)
         assert found.code == "guard-scheme"
         one = "quantization.ignore=[model.layers.0.mlp.experts]"  # of two layers
-        (found,) = judge_guard(planned(given, *sets, one, *more, device="cpu"), inputs)
+        (found,) = guard(planned(given, *sets, one, *more, device="cpu"), inputs.model_shape)
         assert found.code == "guard-scheme"
     auto = planned(moe, *scheme.split(", "), KEPT, device="cpu")
     assert auto.guard.switching is Switching.LIVE
@@ -155,7 +155,7 @@ def test_auto_goes_by_what_was_measured_of_the_experts(moe: Path) -> None:
     plan = planned(moe, "rollout.scheme=auto", device="h100")
     key = result_key(device="h100", host=HOST, model=plan.model, pins=plan.pins)
     assert model_shapes(plan.model).endswith("-e8")
-    kept = (Kept(Scheme.FP8, 200.0, 2.0, 2.0, 2.0), Kept(Scheme.INT8, 120.0, 1.2, 1.2, 1.2))
+    kept = (SchemeResult(Scheme.FP8, 200.0, 2.0, 2.0, 2.0), SchemeResult(Scheme.INT8, 120.0, 1.2, 1.2, 1.2))
     write_result(key, cache_dir=Path(plan.cache_dir), kept=kept, what="bench", pairs=3, kv_memory_bytes=None)
     assert planned(moe, "rollout.scheme=auto", device="h100").rollout.scheme is Scheme.INT8  # FP8 cannot have run
 

@@ -11,11 +11,12 @@ from plans import HOST, INPUTS
 
 from appliance.guard.policy import Action
 from appliance.plan.build import build_plan
+from appliance.preflight.device import guard
 from appliance.preflight.finding import Finding
-from appliance.preflight.probes import InputFacts, ModelShape
-from appliance.preflight.schemes import judge_guard
+from appliance.preflight.inputs import InputFacts
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import RunPlan, Switching
+from appliance.terms.shapes import ModelShape
 
 USUAL = (Action.WARN, Action.TIGHTEN, Action.BF16, Action.STOP)
 STAYS = "new rollout engines take over, the trainer stays"
@@ -36,7 +37,7 @@ def choice(plan: RunPlan, key: str) -> tuple[str, str]:
 
 
 def findings(plan: RunPlan, inputs: InputFacts = INPUTS) -> list[tuple[str, str]]:
-    found: list[Finding] = list(judge_guard(plan, inputs))
+    found: list[Finding] = list(guard(plan, inputs.model_shape))
     assert all(str(each.severity) == "error" for each in found)
     return [(each.text, each.remedy) for each in found]
 

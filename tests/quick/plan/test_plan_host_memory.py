@@ -10,8 +10,7 @@ import pytest
 from plans import HOST
 
 from appliance.plan.build import build_plan
-from appliance.plan.host_memory import MIB, Role, held, kv_cache_gib, ladder, peak, shape_of
-from appliance.plan.memory import GIB
+from appliance.plan.memory import GIB, MIB, Role, cpu_ladder, held, kv_cache_gib, peak, shape_on_cpu
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import RunPlan
 from appliance.terms.shapes import KNOWN, ModelShape
@@ -26,35 +25,33 @@ def planned(*sets: str, model: bool = True) -> RunPlan:
     return build_plan(load_recipe("arithmetic-tiny-int8", sets=(*given, *sets)), run_dir=Path("/runs/a-1"), host=HOST)
 
 
-def of(plan: RunPlan, shape: ModelShape) -> dict[Role, int]:
-    return {each.role: each.size for each in held(plan, shape)}
-
-
 def test_the_trainers_state_is_sixteen_bytes_a_weight_and_the_forward_is_on_top() -> None:
     """By hand, of 0.5B with 4 sequences of 64 tokens: 151936 words at 12 bytes are the largest part of the forward."""
     plan = planned("task.max_response_tokens=56", "batch.micro_batch_sequences=4")
     smaller = planned("task.max_response_tokens=56", "batch.micro_batch_sequences=2")
     without = dataclasses.replace(SMALL, layers=12)
     state = 16 * SMALL.weights
-    assert of(plan, SMALL)[Role.TRAINER] > state
-    assert of(plan, SMALL)[Role.TRAINER] - of(plan, without)[Role.TRAINER] >= 16 * (SMALL.weights - without.weights)
-    assert of(plan, SMALL)[Role.TRAINER] == of(smaller, SMALL)[Role.TRAINER]  # at the save, the whole model counts more
+    assert held(plan, SMALL)[Role.TRAINER] > state
+    assert held(plan, SMALL)[Role.TRAINER] - held(plan, without)[Role.TRAINER] >= 16 * (SMALL.weights - without.weights)
+    assert (
+        held(plan, SMALL)[Role.TRAINER] == held(smaller, SMALL)[Role.TRAINER]
+    )  # at the save, the whole model counts more
     long = planned("task.max_response_tokens=2040", "batch.micro_batch_sequences=4")
     logits = 4 * 2048 * SMALL.vocab * 12
-    assert of(long, SMALL)[Role.TRAINER] > 760 * MIB + state + logits
+    assert held(long, SMALL)[Role.TRAINER] > 760 * MIB + state + logits
 
 
 def test_the_engine_holds_its_cache_and_its_weights() -> None:
     one, four = planned(), planned("rollout.kv_cache_gb=4")
     assert (kv_cache_gib(one), kv_cache_gib(four)) == (1, 4)
-    assert of(four, SMALL)[Role.ENGINE] - of(one, SMALL)[Role.ENGINE] == 3 * GIB
+    assert held(four, SMALL)[Role.ENGINE] - held(one, SMALL)[Role.ENGINE] == 3 * GIB
     bf16 = planned("rollout.scheme=bf16")
-    assert of(bf16, SMALL)[Role.ENGINE] - of(one, SMALL)[Role.ENGINE] == SMALL.linear_weights
-    assert of(planned("guard.reserve_bf16=true"), SMALL) == of(bf16, SMALL)
+    assert held(bf16, SMALL)[Role.ENGINE] - held(one, SMALL)[Role.ENGINE] == SMALL.linear_weights
+    assert held(planned("guard.reserve_bf16=true"), SMALL) == held(bf16, SMALL)
 
 
 def test_two_ranks_are_two_trainers_and_two_engines_that_share_the_state() -> None:
-    one, two = of(planned(), SMALL), of(planned("cluster.gpus_per_node=2"), SMALL)
+    one, two = held(planned(), SMALL), held(planned("cluster.gpus_per_node=2"), SMALL)
     assert two[Role.ENGINE] == 2 * one[Role.ENGINE]
     assert two[Role.TRAINER] - one[Role.TRAINER] < 16 * SMALL.weights
     assert two[Role.DRIVER] == one[Role.DRIVER]
@@ -63,25 +60,25 @@ def test_two_ranks_are_two_trainers_and_two_engines_that_share_the_state() -> No
 def test_the_ladder_takes_the_cache_first() -> None:
     plan = planned("rollout.kv_cache_gb=8", "task.max_response_tokens=2040", "batch.micro_batch_sequences=16")
     whole = peak(plan, SMALL)
-    assert ladder(plan, SMALL, limit=whole - 2 * GIB) == ("rollout.kv_cache_gb: 6",)
-    both = ladder(plan, SMALL, limit=whole - 20 * GIB)
+    assert cpu_ladder(plan, SMALL, limit=whole - 2 * GIB) == ("rollout.kv_cache_gb: 6",)
+    both = cpu_ladder(plan, SMALL, limit=whole - 20 * GIB)
     assert both[0] == "rollout.kv_cache_gb: 1" and both[1].startswith("batch.micro_batch_sequences: ")
-    assert ladder(plan, SMALL, limit=GIB) == ()
+    assert cpu_ladder(plan, SMALL, limit=GIB) == ()
 
 
 def test_what_cannot_be_counted_is_not_estimated() -> None:
     experts = dataclasses.replace(SMALL, architectures=("Qwen3MoeForCausalLM",))
-    assert shape_of(planned(), None) is None
-    assert shape_of(planned(), experts) is None
-    assert shape_of(planned().replace(device="a100"), SMALL) is None
-    assert shape_of(planned(model=False), None) is not None
+    assert shape_on_cpu(planned(), None) is None
+    assert shape_on_cpu(planned(), experts) is None
+    assert shape_on_cpu(planned().replace(device="a100"), SMALL) is None
+    assert shape_on_cpu(planned(model=False), None) is not None
 
 
 @pytest.mark.parametrize("setting", ["int8", "bf16"])
 def test_the_demo_holds_what_the_estimate_says(setting: str) -> None:
     """Peaks of the whole run, measured by benchmarks.demo. 15 %: the peaks of equal runs differ by 4 %."""
     plan = planned(f"rollout.scheme={setting}", model=False)
-    shape = shape_of(plan, None)
+    shape = shape_on_cpu(plan, None)
     assert shape is not None
     runs = [run for run in json.loads(DEMO.read_text())["runs"] if run["setting"] == setting]
     assert len(runs) >= 3
@@ -98,5 +95,5 @@ def test_three_sizes_hold_what_the_estimate_says() -> None:
         plan = planned(*measured["sets"], f"rollout.kv_cache_gb={SIZES[run['size']].kv_cache_gb}")
         moments = [dict(roles) for _, roles in run["peaks"]]
         assert peak(plan, shape) == pytest.approx(max(sum(each.values()) for each in moments), rel=0.10)
-        for role, estimated in of(plan, shape).items():
+        for role, estimated in held(plan, shape).items():
             assert estimated == pytest.approx(max(each[role] for each in moments), rel=0.35), (run["size"], role)

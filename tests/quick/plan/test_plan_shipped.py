@@ -21,7 +21,7 @@ from appliance.plan.host import HostGpu
 from appliance.preflight.checks import judge
 from appliance.preflight.disk import Disks
 from appliance.preflight.finding import Severity
-from appliance.preflight.probes import InputFacts
+from appliance.preflight.inputs import InputFacts
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import RunPlan
 from appliance.terms.devices import GPUS

@@ -9,7 +9,7 @@ from pathlib import Path
 import plans
 import pytest
 
-from appliance.plan.bench_results import Kept, ResultKey, model_shapes, read_result, write_result
+from appliance.plan.bench_results import ResultKey, SchemeResult, model_shapes, read_result, write_result
 from appliance.plan.build import OriginalPlan, build_plan
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.recipe.load import load_recipe
@@ -18,8 +18,8 @@ from appliance.terms.schemes import Scheme
 
 KEY = ResultKey(device="h100", processor="h100", shapes="h64-i128-a4-kv2", versions=(("torch", "1"), ("vllm", "2")))
 KEPT = (
-    Kept(Scheme.INT8, tokens_per_s=130, ratio=1.3, ratio_min=1.2, ratio_max=1.4),
-    Kept(Scheme.FP8, tokens_per_s=150, ratio=1.5, ratio_min=1.4, ratio_max=1.6),
+    SchemeResult(Scheme.INT8, tokens_per_s=130, ratio=1.3, ratio_min=1.2, ratio_max=1.4),
+    SchemeResult(Scheme.FP8, tokens_per_s=150, ratio=1.5, ratio_min=1.4, ratio_max=1.6),
 )
 HOST = dataclasses.replace(plans.HOST, processor="AMD EPYC, family 25, model 1")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from plans import make_plan
 
-from appliance.plan.ports import Ports
+from appliance.plan.host import Ports
 from appliance.preflight.access import AccessFacts, judge_access, ports_in_use, read_access
 from appliance.record.plan import ClusterPlan, ModelPlan, RunPlan
 
@@ -240,8 +240,10 @@ from huggingface_hub import constants, try_to_load_from_cache  # before nobody m
 from appliance import hub
 from appliance.preflight import checks
 from appliance.preflight.access import judge_access
-from appliance.preflight.probes import read_host, read_inputs, uaq_problem
-from appliance.preflight.probes import read_host, read_inputs
+from appliance.preflight.inputs import read_inputs, uaq_problem
+from appliance.preflight.probes import read_host
+from appliance.preflight.inputs import read_inputs
+from appliance.preflight.probes import read_host
 from appliance.terms.schemes import Scheme
 os.setgid(65534); os.setuid(65534)
 model = ModelPlan(path={model!r}, source={model!r}, builtin="", revision="", trust_remote_code=False)

@@ -10,7 +10,7 @@ from appliance.plan.host import HostFacts, HostGpu
 from appliance.preflight.checks import estimates, judge
 from appliance.preflight.disk import Disk, Disks, Written
 from appliance.preflight.finding import Finding, Severity, as_json, lines
-from appliance.preflight.probes import InputFacts
+from appliance.preflight.inputs import InputFacts
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import RunPlan
 from appliance.terms.shapes import ModelShape

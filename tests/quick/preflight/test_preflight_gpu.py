@@ -10,8 +10,8 @@ from plans import HOST
 
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostFacts, HostGpu
-from appliance.plan.memory import GIB, engine_share, engine_weights, host_bytes, ladder, moments, one_sequence
-from appliance.preflight import gpu
+from appliance.plan.memory import GIB, engine_share, engine_weights, gpu_ladder, host_bytes, moments, one_sequence
+from appliance.preflight import device
 from appliance.preflight.finding import Finding, Severity
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import RunPlan
@@ -45,15 +45,15 @@ IMAGE = "use the image's gpu flavour, which brings it"
 )
 def test_flash_attention_is_missed_where_it_is_needed(recipe: str, message: str, remedy: str) -> None:
     finding = Finding(Severity.ERROR, "flash-attention", "trainer.attention", message, remedy)
-    assert list(gpu.attention(planned(recipe), HOST)) == [finding]
-    assert list(gpu.attention(planned(recipe), with_flash())) == []
+    assert list(device.attention(planned(recipe), HOST)) == [finding]
+    assert list(device.attention(planned(recipe), with_flash())) == []
 
 
 @pytest.mark.parametrize(
     ("recipe", "sets"), [("gsm8k-0.5b-int8", ("trainer.attention=sdpa",)), ("arithmetic-tiny-int8", ())]
 )
 def test_flash_attention_is_not_missed_elsewhere(recipe: str, sets: tuple[str, ...]) -> None:
-    assert list(gpu.attention(planned(recipe, *sets), HOST)) == []
+    assert list(device.attention(planned(recipe, *sets), HOST)) == []
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_flash_attention_is_not_missed_elsewhere(recipe: str, sets: tuple[str, .
 )
 def test_heads_and_widths_divide(sets: tuple[str, ...], shape: ModelShape | None, found: list[tuple[str, str]]) -> None:
     sets = ("trainer.sequence_parallel=1", "rollout.tensor_parallel=1", *sets)
-    got = list(gpu.parallel(planned("dapo-32b-int8", *sets), shape))
+    got = list(device.parallel(planned("dapo-32b-int8", *sets), shape))
     assert [each.place.split(".")[0] for each in got] == [place for place, _ in found]
     assert [what in each.message for each, (_, what) in zip(got, found, strict=True)] == [True] * len(found)
 
@@ -111,7 +111,7 @@ def test_every_shipped_gpu_recipe_fits_by_the_estimate() -> None:
     names = [name for name in SHIPPED if moments(planned(name), KNOWN[SHIPPED[name]])]
     assert len(names) == 11
     assert [name for name in names if any(each.short for each in moments(planned(name), KNOWN[SHIPPED[name]]))] == []
-    assert [name for name in names if list(gpu.memory(planned(name), HOST, KNOWN[SHIPPED[name]]))] == []
+    assert [name for name in names if list(device.memory(planned(name), HOST, KNOWN[SHIPPED[name]]))] == []
 
 
 SHIPPED = {
@@ -160,11 +160,11 @@ ONE_GPU = (
 def test_the_ladder_says_what_makes_it_fit(recipe: str, sets: tuple[str, ...], changes: tuple[str, ...]) -> None:
     plan, shape = planned(recipe, *sets), KNOWN[SHIPPED[recipe]]
     assert any(moment.short for moment in moments(plan, shape))
-    assert ladder(plan, shape) == changes
+    assert gpu_ladder(plan, shape) == changes
 
 
 def test_a_shortage_is_an_error_only_where_it_is_certain() -> None:
-    found = list(gpu.memory(planned("qwen3-32b-fp8", *ONE_GPU), HOST, KNOWN["Qwen/Qwen3-32B"]))
+    found = list(device.memory(planned("qwen3-32b-fp8", *ONE_GPU), HOST, KNOWN["Qwen/Qwen3-32B"]))
     assert [(each.severity, each.place) for each in found] == [(Severity.ERROR, "cluster.device")]
     assert found[0].message == (
         "393.3 GiB are missing on each GPU while weights are updated: about 533 of 140 GiB on each GPU: weights 122.0, "
@@ -173,7 +173,7 @@ def test_a_shortage_is_an_error_only_where_it_is_certain() -> None:
     )
     assert found[0].remedy == "by the same estimate it fits with cluster.gpus_per_node: 8"
     sets = ("batch.max_tokens_per_gpu=65536",)
-    (only,) = gpu.memory(planned("gsm8k-0.5b-int8", *sets), HOST, KNOWN["Qwen/Qwen2.5-0.5B-Instruct"])
+    (only,) = device.memory(planned("gsm8k-0.5b-int8", *sets), HOST, KNOWN["Qwen/Qwen2.5-0.5B-Instruct"])
     assert only.severity is Severity.WARNING
     assert only.remedy == "by the same estimate it fits with batch.max_tokens_per_gpu: 1024"
 
@@ -183,7 +183,7 @@ UNUSED = ("guard.actions=[warn]", "trainer.validate_bf16_every=0")
 
 
 def engine_findings(*sets: str) -> list[tuple[Severity, str, str]]:
-    found = gpu.memory(planned("dapo-32b-int8", *sets), HOST, SHAPE_32B)
+    found = device.memory(planned("dapo-32b-int8", *sets), HOST, SHAPE_32B)
     return [(each.severity, each.place, each.message) for each in found if each.code == "engine-memory"]
 
 
@@ -236,7 +236,7 @@ def test_weights_in_bf16_that_are_more_than_the_share_are_refused(
     sets: tuple[str, ...], severity: Severity, otherwise: str
 ) -> None:
     """30.5 GiB of 28; INT8 fits. A half of the layers may fit as well."""
-    found = gpu.memory(planned("dapo-32b-int8", "rollout.gpu_memory_utilization=0.35", *sets), HOST, SHAPE_32B)
+    found = device.memory(planned("dapo-32b-int8", "rollout.gpu_memory_utilization=0.35", *sets), HOST, SHAPE_32B)
     (only,) = [each for each in found if each.code == "engine-memory"]
     assert (only.severity, only.place) == (severity, "guard.reserve_bf16")
     assert only.remedy == f"raise rollout.gpu_memory_utilization or rollout.tensor_parallel, or {otherwise}"
@@ -244,7 +244,7 @@ def test_weights_in_bf16_that_are_more_than_the_share_are_refused(
 
 def test_offloading_needs_the_hosts_memory() -> None:
     small = dataclasses.replace(HOST, gpus=(HostGpu("NVIDIA H200", 140 * GIB),) * 8, memory_bytes=200 * GIB)
-    (only,) = gpu.memory(planned("qwen3-32b-fp8"), small, KNOWN["Qwen/Qwen3-32B"])
+    (only,) = device.memory(planned("qwen3-32b-fp8"), small, KNOWN["Qwen/Qwen3-32B"])
     assert only.text == (
         "error: trainer.offload_optimizer: 366 GiB of the trainer's state are offloaded, this host has 200"
     )
@@ -253,7 +253,7 @@ def test_offloading_needs_the_hosts_memory() -> None:
 def test_what_cannot_be_counted_is_not_judged() -> None:
     experts = dataclasses.replace(SHAPE_32B, architectures=("Qwen3MoeForCausalLM",))
     for shape in (None, ModelShape(), experts):
-        assert list(gpu.memory(planned("dapo-32b-int8"), HOST, shape)) == []
+        assert list(device.memory(planned("dapo-32b-int8"), HOST, shape)) == []
     assert moments(planned("arithmetic-tiny-int8"), SHAPE_32B) == ()
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from appliance.plan.host import UNLIMITED, Limits
+from appliance.preflight.checks import judge_limits
 from appliance.preflight.finding import Severity
-from appliance.preflight.limits import judge_limits, read_limits
+from appliance.preflight.probes import read_limits
 
 
 def test_this_process_has_limits() -> None:

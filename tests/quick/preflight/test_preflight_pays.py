@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from plans import HOST, make_plan, make_rollout
 
-from appliance.plan.bench_results import Kept, result_key, write_result
+from appliance.plan.bench_results import SchemeResult, result_key, write_result
+from appliance.preflight.device import gain
 from appliance.preflight.finding import Severity
-from appliance.preflight.probes import read_inputs
-from appliance.preflight.schemes import judge_gain
+from appliance.preflight.inputs import read_inputs
 from appliance.record.plan import RunPlan
 from appliance.terms.devices import StoredResult
 from appliance.terms.schemes import Scheme
@@ -42,7 +42,7 @@ def stored(ratio: float) -> StoredResult:
     ],
 )
 def test_a_measurement_decides(ratio: float, severity: Severity, text: str, remedy: str) -> None:
-    (only,) = judge_gain(planned(), shape=SMALL, stored=stored(ratio))
+    (only,) = gain(planned(), shape=SMALL, stored=stored(ratio))
     assert (only.severity, only.message, only.remedy) == (severity, text, remedy)
 
 
@@ -65,7 +65,7 @@ def test_a_measurement_decides(ratio: float, severity: Severity, text: str, reme
     ],
 )
 def test_without_one_it_is_doubted(plan: RunPlan, shape, why: str) -> None:
-    (only,) = judge_gain(plan, shape=shape, stored=None)
+    (only,) = gain(plan, shape=shape, stored=None)
     assert only.text == (
         f"info: rollout.scheme: `int8` may be no faster than `bf16` here: {why}; not measured on this host"
     )
@@ -73,19 +73,19 @@ def test_without_one_it_is_doubted(plan: RunPlan, shape, why: str) -> None:
 
 
 def test_nothing_is_said_of_a_large_model_with_long_responses_nor_of_bf16() -> None:
-    assert list(judge_gain(planned(), shape=LARGE, stored=None)) == []
-    assert list(judge_gain(planned(Scheme.BF16, response=8), shape=SMALL, stored=stored(0.5))) == []
+    assert list(gain(planned(), shape=LARGE, stored=None)) == []
+    assert list(gain(planned(Scheme.BF16, response=8), shape=SMALL, stored=stored(0.5))) == []
 
 
 def test_a_result_of_another_scheme_says_nothing() -> None:
-    (only,) = judge_gain(planned(Scheme.FP8), shape=SMALL, stored=stored(0.5))
+    (only,) = gain(planned(Scheme.FP8), shape=SMALL, stored=stored(0.5))
     assert only.severity is Severity.INFO
 
 
 def test_what_bench_kept_is_found(tmp_path: Path) -> None:
     plan = make_plan(tmp_path / "runs" / "a-1", cache_dir=str(tmp_path))
     key = result_key(device="cpu", host=HOST, model=plan.model, pins=plan.pins)
-    kept = (Kept(Scheme.INT8, tokens_per_s=1.0, ratio=0.9, ratio_min=0.8, ratio_max=1.0),)
+    kept = (SchemeResult(Scheme.INT8, tokens_per_s=1.0, ratio=0.9, ratio_min=0.8, ratio_max=1.0),)
     write_result(key, cache_dir=tmp_path, kept=kept, what="5 pairs", pairs=5, kv_memory_bytes=None)
     assert read_inputs(plan, ask_hub=False, host=HOST).stored == StoredResult(((Scheme.INT8, 0.9),), "5 pairs")
     assert read_inputs(plan, ask_hub=False).stored is None

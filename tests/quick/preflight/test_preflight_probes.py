@@ -11,9 +11,11 @@ from appliance.plan.build import build_plan
 from appliance.plan.host import HostGpu
 from appliance.preflight import probes
 from appliance.preflight.disk import read_disks
+from appliance.preflight.inputs import read_inputs
 from appliance.recipe.load import load_recipe
 from appliance.record.checkpoints import FOLDER
 from appliance.record.plan import RunPlan
+from appliance.terms.shapes import ModelShape
 
 
 def planned(tmp_path: Path, *sets: str, recipe: str = "gsm8k-tiny-int8") -> RunPlan:
@@ -42,7 +44,7 @@ def test_disks_are_those_that_files_really_go_to(tmp_path: Path, disk_of: Callab
     assert not disks.are_one and disks.run.free_bytes > 1 << 20
     assert disks.checkpoints.folder == str(small / "a-1") and disks.checkpoints.free_bytes <= 1 << 20
     plan = build_plan(load_recipe("arithmetic-tiny-int8"), run_dir=run_dir, host=probes.read_host(tmp_path))
-    assert probes.read_inputs(plan, ask_hub=False).disks.checkpoints.folder == str(small / "a-1")
+    assert read_inputs(plan, ask_hub=False).disks.checkpoints.folder == str(small / "a-1")
     (tmp_path / "runs" / "a-2").symlink_to(small)
     disks = read_disks(tmp_path / "runs" / "a-2")
     assert disks.are_one and disks.run.folder == str(small) and disks.run.free_bytes <= 1 << 20
@@ -81,7 +83,7 @@ def test_nvidia_smi_without_a_driver(tmp_path, monkeypatch):
 def test_rows_are_read_and_told_with_their_line(tmp_path):
     data = tmp_path / "d.jsonl"
     data.write_text(json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n" + json.dumps({"question": "x"}) + "\n")
-    inputs = probes.read_inputs(planned(tmp_path, f"task.train_file={data}"), ask_hub=False)
+    inputs = read_inputs(planned(tmp_path, f"task.train_file={data}"), ask_hub=False)
     assert [message for message, _ in inputs.data_problems] == [f"{data}:2: the field `answer` is missing"]
 
 
@@ -89,7 +91,7 @@ def test_missing_and_empty_data_files(tmp_path):
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
     sets = (f"task.train_file={tmp_path}/no.jsonl", f"task.val_file={empty}")
-    inputs = probes.read_inputs(planned(tmp_path, *sets), ask_hub=False)
+    inputs = read_inputs(planned(tmp_path, *sets), ask_hub=False)
     assert [message for message, _ in inputs.data_problems] == [
         f"{tmp_path}/no.jsonl: no such file",
         f"{empty}: the file has no rows",
@@ -112,7 +114,7 @@ def test_parts_of_a_model_folder(tmp_path, files, missing):
     for name, text in files.items():
         (folder / name).write_text(text)
     plan = planned(tmp_path, "model.builtin=null", f"model.path={folder}")
-    assert probes.read_inputs(plan, ask_hub=False).model_missing == missing
+    assert read_inputs(plan, ask_hub=False).model_missing == missing
 
 
 @pytest.mark.parametrize(
@@ -128,14 +130,14 @@ def test_parts_of_a_model_folder(tmp_path, files, missing):
 def test_shape_of_a_model(tmp_path, text, shape):
     (tmp_path / "config.json").write_text(text)
     plan = planned(tmp_path, "model.builtin=null", f"model.path={tmp_path}")
-    found = probes.read_inputs(plan, ask_hub=False).model_shape
-    assert found == (probes.ModelShape(*shape) if shape else None)
+    found = read_inputs(plan, ask_hub=False).model_shape
+    assert found == (ModelShape(*shape) if shape else None)
 
 
 def test_a_snapshot_in_the_hub_cache_counts(tmp_path, monkeypatch):
     set_hub(monkeypatch, HF_HUB_CACHE=str(tmp_path / "hub"))
     plan = planned(tmp_path, "model.builtin=null", "model.path=owner/name")
-    assert not probes.read_inputs(plan, ask_hub=False).model_is_cached
+    assert not read_inputs(plan, ask_hub=False).model_is_cached
     snapshot = tmp_path / "hub" / "models--owner--name" / "snapshots" / ("a" * 40)
     snapshot.mkdir(parents=True)
     main = snapshot.parents[1] / "refs" / "main"
@@ -143,7 +145,7 @@ def test_a_snapshot_in_the_hub_cache_counts(tmp_path, monkeypatch):
     main.write_text(snapshot.name)
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (snapshot / name).write_text("x")
-    assert probes.read_inputs(plan, ask_hub=False).model_is_cached
+    assert read_inputs(plan, ask_hub=False).model_is_cached
 
 
 def test_the_hub_is_asked_only_when_it_is_needed(tmp_path, monkeypatch):
@@ -154,6 +156,6 @@ def test_the_hub_is_asked_only_when_it_is_needed(tmp_path, monkeypatch):
         monkeypatch.setenv("no_proxy", "127.0.0.1")
         needs, local = planned(tmp_path), planned(tmp_path, recipe="arithmetic-tiny-int8")
         refused = f"{endpoint} cannot be reached ([Errno 111] Connection refused)"
-        assert probes.read_inputs(needs, ask_hub=True).hub_problem == refused
-        assert probes.read_inputs(needs, ask_hub=False).hub_problem == ""
-        assert probes.read_inputs(local, ask_hub=True).hub_problem == ""
+        assert read_inputs(needs, ask_hub=True).hub_problem == refused
+        assert read_inputs(needs, ask_hub=False).hub_problem == ""
+        assert read_inputs(local, ask_hub=True).hub_problem == ""

@@ -7,6 +7,7 @@ import pytest
 
 from appliance.plan.build import build_plan
 from appliance.preflight import probes
+from appliance.preflight.inputs import read_inputs
 from appliance.recipe.load import load_recipe
 
 NORM = "model.layers.0.input_layernorm.weight"
@@ -53,7 +54,7 @@ def problem(tmp_path: Path, *sets: str) -> str:
     given = ("model.builtin=null", f"model.path={tmp_path}/model", f"quantization.profile={tmp_path}/p", *sets)
     recipe = load_recipe("arithmetic-tiny-int8", sets=given)
     plan = build_plan(recipe, run_dir=tmp_path / "runs" / "a-1", host=probes.read_host(tmp_path))
-    return probes.read_inputs(plan, ask_hub=False).profile_problem
+    return read_inputs(plan, ask_hub=False).profile_problem
 
 
 def test_a_profile_of_this_model_and_scheme_is_taken_without_a_yaml_file(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import PreflightError
-from appliance.preflight.ray_token import check_token, make_token
+from appliance.preflight.access import check_token, make_token
 from appliance.terms.environment import IMAGE_VARIABLE
 
 WORD = "0123456789abcdef0123456789abcdef"

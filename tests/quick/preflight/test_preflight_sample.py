@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from plans import make_plan
 
-from appliance.preflight import sample as sampling
-from appliance.preflight.sample import RewardProblem, reward_problem
+from appliance.preflight import inputs as sampling
+from appliance.preflight.inputs import RewardProblem, reward_problem
 from appliance.record.plan import RunPlan
 from appliance.tasks.grading import SAMPLES, Sample, Verdict, judge_sample, sampled
 

@@ -14,7 +14,8 @@ from plans import HOST, make_plan
 from appliance import patch
 from appliance.patch import recorded, source_of, why_unfit
 from appliance.plan.host import HostGpu
-from appliance.preflight.stack import StackFacts, judge_stack, read_stack
+from appliance.preflight.checks import judge_stack
+from appliance.preflight.inputs import StackFacts, read_stack
 from appliance.record.plan import ExpectedAttestation
 from appliance.terms.schemes import Scheme
 

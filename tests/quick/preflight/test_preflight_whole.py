@@ -13,10 +13,8 @@ from appliance.plan.host import ContainerFacts, Limits
 from appliance.preflight.access import AccessFacts
 from appliance.preflight.checks import judge
 from appliance.preflight.finding import Severity
-from appliance.preflight.probes import read_inputs
+from appliance.preflight.inputs import RewardProblem, StackFacts, read_inputs
 from appliance.preflight.report import examine
-from appliance.preflight.sample import RewardProblem
-from appliance.preflight.stack import StackFacts
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import Switching
 from appliance.terms.shapes import KNOWN

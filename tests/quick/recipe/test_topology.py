@@ -9,7 +9,7 @@ from plans import HOST
 
 from appliance.plan.build import build_plan
 from appliance.recipe.load import load_recipe
-from appliance.terms.topology import Topology
+from appliance.terms.devices import Topology
 
 
 @pytest.mark.parametrize(

@@ -320,7 +320,7 @@ def test_an_attempt_needs_room_for_the_rest_of_the_run_alone(tmp_path: Path, mon
     def disks(folder: Path) -> Disks:
         return Disks(disk := Disk(str(folder), free_bytes=free[0], number=1), checkpoints=disk)
 
-    monkeypatch.setattr("appliance.preflight.probes.read_disks", disks)
+    monkeypatch.setattr("appliance.preflight.inputs.read_disks", disks)
     again = load_recipe(str(run_dir / "recipe.yaml"))
 
     def attempt() -> int | None:

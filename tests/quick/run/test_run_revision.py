@@ -28,7 +28,7 @@ from appliance.launch.resume import find_start, find_target, original_plan, refu
 from appliance.plan.build import OriginalPlan, build_plan
 from appliance.preflight.checks import judge
 from appliance.preflight.finding import Severity
-from appliance.preflight.probes import read_inputs
+from appliance.preflight.inputs import read_inputs
 from appliance.preflight.report import examine
 from appliance.recipe.load import load_recipe, to_yaml
 from appliance.recipe.schema import Recipe

@@ -1,0 +1,224 @@
+"""What a plan asks of its device: schemes, experts, kernels, heads, memory; and whether it pays there. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from appliance.plan.engines import (
+    CHANGES_ENGINES,
+    finer_schemes,
+    keeps_experts,
+    layers_with_experts,
+    quantises_experts,
+    why_not_live,
+)
+from appliance.plan.host import HostFacts
+from appliance.plan.memory import GIB, engine_share, gpu_ladder, host_bytes, moments
+from appliance.preflight.finding import Finding, Severity, error, warning
+from appliance.record.plan import RunPlan, Switching
+from appliance.terms.devices import CPU, PAYS_FROM, StoredResult, gpu_of_product, why_not
+from appliance.terms.schemes import BLOCK, Scales
+from appliance.terms.shapes import ModelShape
+
+FLASH_PACKAGE = "flash_attn"
+_KEEP = r"keep them in BF16: quantization.ignore=['re:.*\.experts$']"
+# "Worth it from about 14B and long chains of thought": FlashRL's own account and its users' (Liu et al. 2025).
+_WEIGHTS_FROM = 14e9
+_LONG_RESPONSE = 4096  # tokens; DAPO's are up to 20480, GSM8K's a few hundred
+
+
+def wanted(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
+    if plan.device == CPU:
+        return
+    fitting = [gpu for gpu in host.gpus if (known := gpu_of_product(gpu.product)) and known.name == plan.device]
+    remedy = "run it there" + (", or try `--set cluster.device=cpu`" if plan.topology.gpus == 1 else "")
+    if not host.gpus:
+        if host.container is not None:  # judge_container names the flag
+            return
+        yield error("no-gpu", "cluster.device", f"`{plan.device}` is wanted, this host has no GPU", remedy)
+    elif len(fitting) < plan.gpus_per_node:
+        have = ", ".join(gpu.product for gpu in host.gpus)
+        message = f"{plan.gpus_per_node} x `{plan.device}` wanted, this host has {have}"
+        yield error("wrong-gpu", "cluster.device", message, remedy)
+
+
+def attention(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
+    """Without it verl's sequence parallelism would exchange nothing, and say nothing; packing would not start."""
+    if plan.device == CPU or not plan.trainer.packed or FLASH_PACKAGE in host.packages:
+        return
+    shares = plan.trainer.sequence_parallel > 1
+    what = "sharing a sequence over GPUs" if shares else "packing sequences without padding"
+    remedy = "use the image's gpu flavour, which brings it"
+    if not shares:
+        remedy += ", or trainer.attention: sdpa, which pads"
+    message = f"`{plan.trainer.attention}` is planned: {what} needs the package flash-attn, which is not installed"
+    yield error("flash-attention", "trainer.attention", message, remedy)
+
+
+def parallel(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
+    """verl checks the heads when its workers have started, vLLM after the weights are loaded."""
+    if shape is None or not shape.heads:
+        return
+    heads, columns = (shape.heads, "attention heads", False), (shape.intermediate, "columns of the MLP", False)
+    kv_heads = (shape.kv_heads, "KV heads", True)  # that several ranks may have a copy of
+    for place, sharing, divided in (
+        ("rollout.tensor_parallel", plan.rollout.tensor_parallel, (heads, columns, kv_heads)),
+        ("trainer.sequence_parallel", plan.trainer.sequence_parallel, (heads, kv_heads)),
+    ):
+        for count, what, may_repeat in divided:
+            if count % sharing and not (may_repeat and sharing % count == 0):
+                message = f"{sharing} does not divide the {count} {what} of {plan.model.source or plan.model.builtin}"
+                yield error("heads", place, message, "use a divisor")
+
+
+def memory(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> Iterator[Finding]:
+    """An error only where the weights alone are too much; the rest is by rule of thumb."""
+    for moment in moments(plan, shape) if shape else ():
+        if not moment.short:
+            continue
+        changes = gpu_ladder(plan, shape)
+        what = "weights are updated" if moment.name == "update" else "responses are generated"
+        message = f"{moment.short / GIB:.1f} GiB are missing on each GPU while {what}: {moment.text}"
+        remedy = f"by the same estimate it fits with {'; '.join(changes)}" if changes else "take more or larger GPUs"
+        severity = Severity.ERROR if moment.certainly_short else Severity.WARNING
+        yield Finding(severity, "gpu-memory", "cluster.device", message, remedy)
+    if shape:
+        yield from _engine(plan, shape)
+    yield from offloaded(plan, host, shape)
+
+
+def offloaded(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> Iterator[Finding]:
+    """The trainer's state that lies in each host's own memory."""
+    needed = host_bytes(plan, shape) if shape and moments(plan, shape) else 0
+    if host.gpus and needed > host.memory_bytes:
+        has = host.memory_bytes / GIB
+        message = f"{needed / GIB:.0f} GiB of the trainer's state are offloaded, this host has {has:.0f}"
+        remedy = "do not offload, or use more hosts"
+        yield error("host-memory", "trainer.offload_optimizer", message, remedy)
+
+
+def _engine(plan: RunPlan, shape: ModelShape) -> Iterator[Finding]:
+    """Its share, for the scheme that is planned or reserved; and for BF16, which the run may come to without either."""
+    place, planned = "rollout.gpu_memory_utilization", engine_share(plan, shape)
+    if planned is None:
+        return
+    if planned.short:
+        severity = Severity.ERROR if planned.certainly_short else Severity.WARNING
+        message = f"an engine needs more than its share: {planned.text}"
+        yield Finding(severity, "engine-memory", place, message, "raise it, or rollout.tensor_parallel")
+        return
+    actions = [each for each in CHANGES_ENGINES if each in plan.guard.actions]
+    validates = bool(plan.validate_bf16_every)
+    in_bf16 = engine_share(plan.replace(guard=plan.guard.replace(reserve_bf16=True)), shape)
+    if in_bf16 is None or not in_bf16.short or not (validates or actions):
+        return
+    wholly = validates or plan.guard.comes_to_bf16
+    severity = Severity.ERROR if wholly and in_bf16.certainly_short else Severity.WARNING
+    message = f"rollouts in BF16, which this run may come to, need more than the engine's share: {in_bf16.text}"
+    without = [f"leave {' and '.join(f'`{each}`' for each in actions)} out of guard.actions"] if actions else []
+    without += ["set trainer.validate_bf16_every to 0"] if validates else []
+    remedy = f"raise {place} or rollout.tensor_parallel, or {' and '.join(without)}"
+    yield Finding(severity, "engine-memory", "guard.reserve_bf16", message, remedy)
+
+
+def schemes(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
+    mixed = len({replica.scheme for replica in plan.rollout.replicas}) > 1
+    place = "rollout.replicas" if mixed else "rollout.scheme"
+    for replica in dict.fromkeys(plan.rollout.replicas):
+        reason = why_not(replica.scheme, device=plan.device, cpu_flags=host.cpu_flags)
+        if replica.emulated:
+            message = f"`{replica.scheme}` is emulated by rounding in float: its numbers are meant, its speed is not"
+            yield warning("scheme-emulated", "quantization.emulate", message, "use `int8` where speed matters")
+        elif reason:
+            emulate = ", or quantization.emulate for its numbers alone" if replica.scheme.spec.can_emulate else ""
+            yield error("scheme", place, reason, f"use `int8` or `bf16`, or `auto`{emulate}")
+        elif plan.device == CPU and (fast := replica.scheme.spec.fast_cpu_flags) and not host.cpu_flags & set(fast):
+            number = replica.scheme.spec.number
+            message = f"this processor has no VNNI and no AMX: {number} runs, but slower than BF16"
+            yield warning("scheme-slow", place, message, "use `auto` or `bf16`")
+
+
+def guard(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
+    yield from _live(plan, shape)
+    yield from _finer(plan, shape)
+
+
+def _finer(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
+    """vLLM refuses merged layers whose blocks are cut; our emulation only where ranks cut them."""
+    ranks = plan.rollout.tensor_parallel
+    in_blocks = [scheme for scheme in finer_schemes(plan) if scheme.spec.scales is Scales.BLOCK]
+    if shape is None or not in_blocks or (plan.rollout.emulated and ranks == 1):
+        return
+    widths = (shape.heads * shape.head_size, max(shape.kv_heads, ranks) * shape.head_size, shape.intermediate)
+    ragged = [width // ranks for width in widths if width // ranks % BLOCK]
+    if ragged:
+        cut = f"whose blocks cut the {ragged[0]} channels of a layer's part"
+        message = f"`raise-precision` ends with `{in_blocks[-1]}`, {cut}"
+        remedy = "leave it out of guard.actions, or use other values of rollout.scheme or rollout.tensor_parallel"
+        yield error("guard-blocks", "guard.actions", message, remedy)
+
+
+def _live(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
+    """A model of the hub may turn out to have experts only here."""
+    changes = plan.validate_bf16_every or any(action in CHANGES_ENGINES for action in plan.guard.actions)
+    if not changes or plan.guard.switching is Switching.RESTART or not plan.rollout.scheme.quantised:
+        return
+    layers = max(1, shape.layers) if shape and shape.has_experts else layers_with_experts(plan.model)
+    quantised = {each.ignore for each in plan.rollout.replicas if each.scheme.quantised}
+    has_some = any(quantises_experts(ignore, layers=layers) for ignore in quantised)
+    if prevents := why_not_live(plan.rollout, actions=plan.guard.actions, experts=has_some):
+        message = f"a change of scheme cannot be `live`: {prevents}"
+        yield error("guard-scheme", "guard.scheme_change", message, "set it to `restart`")
+
+
+def experts(plan: RunPlan, *, host: HostFacts, shape: ModelShape | None) -> Iterator[Finding]:
+    """shape: None where the model is built in, or not known yet. A model of the hub may turn out to have experts."""
+    if plan.device == CPU or shape is None or not shape.has_experts:
+        return
+    flags = host.cpu_flags
+    for replica in dict.fromkeys(plan.rollout.replicas):
+        scheme = replica.scheme
+        runs = replica.emulated or not why_not(scheme, device=plan.device, cpu_flags=flags)
+        kept = not scheme.quantised or keeps_experts(replica.ignore, layers=max(1, shape.layers))
+        if kept or not runs:  # what does not run at all is said of the scheme
+            continue
+        why = why_not(scheme, device=plan.device, cpu_flags=flags, experts=True)
+        if why and not replica.emulated:
+            yield error("experts", "rollout.scheme", f"`{scheme}`: {why}", f"use `bf16`, or {_KEEP}")
+        elif not plan.rollout.eager:
+            message = (
+                f"{plan.model.source} has experts, and quantised ones need engines without CUDA graphs: the plan of a "
+                "model that is only a name cannot see it"
+            )
+            remedy = f"give the model's folder in model.path, or {_KEEP}"
+            yield error("experts", "model.path", message, remedy)
+
+
+def gain(plan: RunPlan, *, shape: ModelShape | None, stored: StoredResult | None) -> Iterator[Finding]:
+    """shape: None where the model is built in, or not known yet.  stored: what counts for this plan."""
+    scheme = plan.rollout.scheme
+    if not scheme.quantised or plan.rollout.emulated:
+        return
+    ratio = dict(stored.ratios).get(scheme) if stored else None
+    if stored and ratio is not None:
+        slower = ratio < PAYS_FROM
+        message = f"{'quantising does not pay here' if slower else 'quantising pays here'}, {stored}"
+        severity = Severity.WARNING if slower else Severity.INFO
+        yield Finding(severity, "gain", "rollout.scheme", message, "use `bf16`" if slower else "")
+        return
+    if why := _doubt(plan, shape=shape):
+        message = f"`{scheme}` may be no faster than `bf16` here: {why}; not measured on this host"
+        yield Finding(
+            Severity.INFO, "gain", "rollout.scheme", message, "`appliance bench RECIPE` measures it, in minutes"
+        )
+
+
+def _doubt(plan: RunPlan, *, shape: ModelShape | None) -> str:
+    if plan.model.builtin:
+        return "the built-in model's time goes to the sampler and the processes around it"
+    reasons = []
+    if shape is not None and shape.is_dense and shape.weights < _WEIGHTS_FROM:
+        reasons.append(f"the model has {shape.weights / 1e9:.1f} billion weights (gains are reported from 14 on)")
+    if plan.task.max_response_tokens < _LONG_RESPONSE:
+        reasons.append(f"responses have up to {plan.task.max_response_tokens} tokens (long ones gain)")
+    return ", and ".join(reasons)

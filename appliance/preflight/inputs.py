@@ -1,0 +1,299 @@
+"""Reads what a plan wants to read and write: model, data, profile, disks, installed packages. Judges nothing.
+
+Files of a model, and of a profile for it, are read without torch: names, headers and sizes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os.path
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from appliance import hub
+from appliance.errors import EngineError
+from appliance.patch import recorded, why_unfit
+from appliance.plan.bench_results import read_result, result_key
+from appliance.plan.host import HostFacts
+from appliance.preflight.access import AccessFacts, read_access
+from appliance.preflight.disk import Disks, Written, read_disks, read_written
+from appliance.quant.files import PROFILE_FILE, read_file_header, tensor_end, tensor_shapes
+from appliance.quant.uaq import layers_to_scale, require_unscaled
+from appliance.record.attestations import version_of
+from appliance.record.plan import ModelPlan, RunPlan
+from appliance.tasks.library import TASKS, is_from_hub
+from appliance.tasks.sample import Sample, Verdict
+from appliance.terms.devices import StoredResult
+from appliance.terms.schemes import Scheme
+from appliance.terms.shapes import KNOWN, ModelShape, read_shape
+
+INDEX = "model.safetensors.index.json"
+_MOST_NAMED = 3  # damaged files
+_SCALE = "smoothing."  # before a norm's name in a profile: `quant.smoothing.scale_key`
+_STARTS_WITHIN_S = 60.0  # the child that grades a sample
+_SHOWN = 60  # characters
+
+
+@dataclass(frozen=True)
+class RewardProblem:
+    """is_rare: of half of the sample at most, so rows that can never be right rather than data of another task."""
+
+    message: str
+    is_rare: bool = False
+
+
+@dataclass(frozen=True)
+class StackFacts:
+    """versions: (distribution, what the plan pins, what is installed or empty) where they differ.
+
+    patches: (name, why it cannot be applied) of those that the plan wants to be live.
+    """
+
+    versions: tuple[tuple[str, str, str], ...] = ()
+    patches: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class InputFacts:
+    """What the plan's inputs look like from here. A problem is empty where there is none, or nobody asked.
+
+    model_missing: parts that the model folder lacks (`config.json`, `weights`, `tokenizer`).
+    model_bytes: size of its weights, 0 when unknown.  model_shape: by its config.json, None when unknown.
+    model_is_cached: a hub name whose files are in the local hub cache.
+    is_offline: the hub is needed, and HF_HUB_OFFLINE is set.  hub_problem: why it cannot be reached.
+    data_problems: (message, hint) with `file:line`.  has_data: the cache has the problems that are made of them.
+    disks: that the run writes to.  written: by earlier attempts of the run.
+    profile_problem, uaq_problem: as the functions of this name.
+    model_damage: what is wrong with its files of weights.  model_problem: why the hub, which answers, does not give it.
+    revision_problem: why it is not known which commit `model.revision` is.
+    reward_problem: what is wrong with the rewards of the first problems.  stored: of `bench`, where one counts here.
+    """
+
+    model_folder_exists: bool
+    model_missing: tuple[str, ...]
+    model_bytes: int
+    model_shape: ModelShape | None
+    model_is_cached: bool
+    is_offline: bool
+    hub_problem: str
+    data_problems: tuple[tuple[str, str], ...]
+    has_data: bool
+    disks: Disks
+    profile_problem: str = ""
+    uaq_problem: str = ""
+    model_damage: tuple[str, ...] = ()
+    model_problem: str = ""
+    revision_problem: str = ""
+    reward_problem: RewardProblem | None = None
+    access: AccessFacts = field(default_factory=AccessFacts)
+    stack: StackFacts = field(default_factory=StackFacts)
+    stored: StoredResult | None = None
+    written: Written = field(default_factory=Written)
+
+
+def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) -> InputFacts:
+    """Reads data files in full.
+
+    ask_hub: whether the network may be asked, and a child grade a sample, which takes seconds.
+    host: for what `bench` kept; None: it is not looked up.
+    """
+    from appliance.tasks.prepare import has_data
+
+    made, folder, name = has_data(plan), Path(plan.model.path), plan.model.hub_name
+    cached = bool(name) and _is_cached(plan.model)
+    needs_model = bool(name) and not cached
+    needs_hub = needs_model or (is_from_hub(plan.task) and not made)
+    is_offline = needs_hub and hub.is_offline()
+    asks = ask_hub and needs_hub and not is_offline
+    hub_problem = hub.problem() if asks else ""
+    data_files = dict.fromkeys(file for file in (plan.task.train_file, plan.task.val_file) if file)
+    data_problems = tuple(each for file in data_files for each in TASKS[plan.task.kind].check_rows(file))
+    access = read_access(plan, ask_network=ask_hub)  # before anything looks into the folder
+    is_barred = str(folder) in access.unreadable
+    is_folder = not plan.model.builtin and not name and folder.is_absolute()
+    may_look = is_folder and not is_barred and os.path.isdir(folder)
+    key = result_key(device=plan.device, host=host, model=plan.model, pins=plan.pins) if host else None
+    return InputFacts(
+        model_folder_exists=is_barred or os.path.isdir(folder),
+        model_missing=hub.missing_parts(folder) if may_look else (),
+        model_bytes=model_bytes(plan),
+        model_shape=model_shape(plan),
+        model_is_cached=cached,
+        is_offline=is_offline,
+        hub_problem=hub_problem,
+        data_problems=data_problems,
+        has_data=made,
+        disks=read_disks(Path(plan.run_dir)),
+        profile_problem=profile_problem(plan),
+        uaq_problem=uaq_problem(plan),
+        model_damage=damage(folder) if may_look else (),
+        # Where the commit is not known, of `main`: what stands against the revision is told by revision_problem.
+        model_problem=hub.refusal(name, revision=plan.model.commit) if asks and needs_model and not hub_problem else "",
+        revision_problem=_revision_problem(plan.model) if ask_hub else "",
+        reward_problem=reward_problem(plan) if ask_hub and not data_problems else None,
+        access=access,
+        stack=read_stack(plan),
+        stored=read_result(key, cache_dir=Path(plan.cache_dir))[0] if key else None,
+        written=read_written(plan),
+    )
+
+
+def _is_cached(model: ModelPlan) -> bool:
+    """Of a model with a revision: this very commit."""
+    if not model.revision:
+        return hub.is_cached(model.hub_name)
+    folder = Path(model.path)
+    return model.is_pinned and not hub.missing_parts(folder) and not damage(folder)
+
+
+def _revision_problem(model: ModelPlan) -> str:
+    if not model.revision or model.commit:
+        return ""
+    why = hub.revision(model.hub_name, of=model.revision)[1]
+    return f"it is not known which commit of `{model.hub_name}` `{model.revision}` is: {why}"
+
+
+def model_bytes(plan: RunPlan) -> int:
+    """Size of the weights in the model's folder, 0 when it is not on this host yet."""
+    folder = Path(plan.model.path)
+    return hub.weight_bytes(folder) if folder.is_absolute() else 0
+
+
+def uaq_problem(plan: RunPlan) -> str:
+    """Why `correction.uaq_scale` cannot be, empty where it can, or the model is not on this host yet."""
+    folder = Path(plan.model.path)
+    if plan.uaq is None or not os.path.isfile(folder / "config.json"):
+        return ""
+    try:
+        require_unscaled(folder)
+        layers_to_scale(folder)
+    except EngineError as error:
+        return error.message
+    return ""
+
+
+def model_shape(plan: RunPlan) -> ModelShape | None:
+    """By the model's config.json where that is on this host; else by its name, where we know it."""
+    folder = Path(plan.model.path)
+    if plan.model.builtin:
+        return None
+    if folder.is_absolute():
+        return read_shape(folder / "config.json") or (KNOWN.get(plan.model.source) if plan.model.is_pinned else None)
+    cached = hub.cached_snapshot(plan.model.source)
+    return (read_shape(cached / "config.json") if cached else None) or KNOWN.get(plan.model.source)
+
+
+def damage(folder: Path) -> tuple[str, ...]:
+    """What is wrong with the safetensors files: those that the index names and are not there, and those cut short."""
+    found = _missing_shards(folder)
+    found += [problem for file in sorted(folder.glob("*.safetensors")) if (problem := _cut_short(file))]
+    more = len(found) - _MOST_NAMED
+    return (*found[:_MOST_NAMED], f"and {more} more") if more > 0 else tuple(found)
+
+
+def _missing_shards(folder: Path) -> list[str]:
+    """Of the index, where there is one."""
+    try:
+        files = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return [f"{INDEX} cannot be read"]
+    missing = sorted(str(name) for name in files if not os.path.isfile(folder / str(name)))
+    return [f"{name} is missing, {INDEX} names it" for name in missing]
+
+
+def _cut_short(file: Path) -> str:
+    try:
+        wanted, has = tensor_end(file), file.stat().st_size
+    except PermissionError:
+        return ""  # preflight/access.py says so
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError):
+        return f"{file.name} is not a safetensors file"
+    return "" if has >= wanted else f"{file.name} has {has:,} of {wanted:,} bytes"
+
+
+def profile_problem(plan: RunPlan) -> str:
+    """Why the folder of `quantization.profile` has no profile for this plan; empty where it has, or none is named."""
+    if plan.profile is None or not plan.profile.source:
+        return ""
+    source = Path(plan.profile.source)
+    if not os.path.isfile(source / PROFILE_FILE):
+        return f"{source}: the folder has no {PROFILE_FILE}"
+    try:
+        header, shapes = read_file_header(source), tensor_shapes(source)
+        norms = {each["norm"]: shapes[_SCALE + each["norm"]] for each in header["smoothing"]}
+        if flat := [norm for norm, sizes in norms.items() if len(sizes) != 1]:
+            raise ValueError(f"the scales of {flat[0]} are no vector")
+    except EngineError as error:
+        return error.message
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        return f"{source / PROFILE_FILE}: its header cannot be used: {type(error).__name__}: {error}"
+    if (scheme := Scheme(header["scheme"])) is not plan.profile.scheme:
+        return f"{source}: a profile for `{scheme}`, and the plan's scheme is `{plan.profile.scheme}`"
+    return _of_another_model(norms, source=source, model=Path(plan.model.path))
+
+
+def _of_another_model(norms: dict[str, tuple[int, ...]], *, source: Path, model: Path) -> str:
+    """What the profile smooths and the model has not; nothing of a model that is not here yet, or cannot be read."""
+    try:
+        have = tensor_shapes(model) if model.is_absolute() else {}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return ""  # the model's own finding
+    for norm, scales in norms.items() if have else ():
+        if norm not in have:
+            return f"{source}: of another model: it smooths {norm}, which {model} does not have"
+        if have[norm] != scales:
+            return (
+                f"{source}: of another model: {norm} has {scales[0]} channels there and {list(have[norm])} in {model}"
+            )
+    return ""
+
+
+def reward_problem(plan: RunPlan) -> RewardProblem | None:
+    """What is wrong with the rewards of the first problems; None where nothing is, or the data is not here yet."""
+    task = plan.task
+    if is_from_hub(task):
+        return None
+    sample = Sample(task.kind, file=task.train_file, difficulty=task.difficulty, seed=task.seed)
+    within_s = _STARTS_WITHIN_S + task.reward_timeout_s
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "appliance.tasks.sample"],
+            input=json.dumps(dataclasses.asdict(sample)),
+            capture_output=True,
+            text=True,
+            timeout=within_s,
+        )
+    except subprocess.TimeoutExpired:
+        return RewardProblem(f"no reward of the first problems after {within_s:g} s")
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return RewardProblem(f"the reward function failed: {last}")
+    return _problem(done.stdout)
+
+
+def _problem(output: str) -> RewardProblem | None:
+    """output: the child's. A library may have printed before its last line, and at the end of its process after it."""
+    last = (output.strip().splitlines() or [""])[-1]
+    try:
+        verdict = Verdict(**json.loads(last))
+    except (ValueError, TypeError):
+        return RewardProblem(f"the child that grades the first problems ended with `{last[:_SHOWN]}`, not its verdict")
+    if not verdict.wrong:
+        return None
+    message = f"{verdict.wrong} of {verdict.sampled} sampled rewards are wrong: {verdict.first}"
+    return RewardProblem(message, is_rare=verdict.wrong * 2 <= verdict.sampled)
+
+
+def read_stack(plan: RunPlan) -> StackFacts:
+    installed = [(name, pinned, version_of(name)) for name, pinned in plan.pins]
+    wanted = {name for each in plan.attestations for name in each.patches}
+    problems = [(name, why_unfit(recorded()[name])) for name in sorted(wanted)]
+    return StackFacts(
+        versions=tuple(each for each in installed if each[1] != each[2]),
+        patches=tuple((name, why) for name, why in problems if why),
+    )
