@@ -25,6 +25,7 @@ import torch
 from numpy import float32, uint16, uint32
 from torch import Tensor
 
+from appliance.quant.codec import require_finite
 from appliance.quant.codec_fp8 import (
     Fp8Weight,
     fp8_scale,
@@ -34,7 +35,6 @@ from appliance.quant.codec_fp8 import (
     spread,
     weight_block,
 )
-from appliance.quant.codec_range import require_finite
 from appliance.terms.schemes import BLOCK, Scales, Scheme
 
 # The GIL is released, a division by zero gives what IEEE says. Numba widens integers: every result is narrowed again,
