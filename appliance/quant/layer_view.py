@@ -12,15 +12,15 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from appliance.quant.checkpoint import Ledger
+from appliance.quant.checkpoint import Ledger, place
 from appliance.quant.codec import QuantisedWeight, dequantise, quantise, quantise_tokens
 from appliance.quant.smoothing import Smoothing, SmoothingGroup, fold
-from appliance.quant.streamed import LayerCall
 from appliance.terms.families import DOWN, EXPERTS, GATE_UP, Family, Unit
 from appliance.terms.schemes import Scales, Scheme
 
@@ -62,8 +62,8 @@ class Errors:
 class LayerView:
     """A decoder layer with its weights in place.
 
-    prefix: of its parameters' names, such as `model.layers.3.`.  calls, valid: of each batch, how the layer is called
-    and [B, T] bool, false on padding.
+    prefix: of its parameters' names, such as `model.layers.3.`.  calls, valid: of each batch, the keywords that the
+    layer is called with, and [B, T] bool, false on padding.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class LayerView:
         scheme: Scheme,
         ignore: tuple[str, ...],
         ledger: Ledger,
-        calls: list[LayerCall],
+        calls: list[dict[str, Any]],
         valid: list[Tensor],
     ) -> None:
         self.layer = layer
@@ -95,11 +95,6 @@ class LayerView:
             or (unit.fused and is_ignored(prefix + unit.fused, ignore))
         )
 
-    @property
-    def valid_M(self) -> Tensor:
-        """[M] bool, false on padding, of the batch that runs now."""
-        return self._valid_BT.flatten()
-
     def weights(self, unit: Unit) -> list[Tensor]:
         """The unit's matrices [N, K], of an expert each where it has experts."""
         found = [self._weight(member) for member in unit.members]
@@ -116,9 +111,7 @@ class LayerView:
         for name, parameter in list(self.layer.named_parameters()):
             folded = fold(self.prefix + name, parameter, smoothing=smoothing)
             if folded is not parameter:
-                path, _, last = name.rpartition(".")
-                placed = self._ledger.enter(nn.Parameter(folded, requires_grad=False))
-                self.layer.get_submodule(path)._parameters[last] = placed
+                place(self.layer, name, self._ledger.enter(nn.Parameter(folded, requires_grad=False)))
 
     def group(self, unit: Unit, *, scale_K: Tensor) -> SmoothingGroup:
         names = [*(member if member == GATE_UP else f"{member}.weight" for member in unit.members)]
@@ -217,7 +210,7 @@ class LayerView:
         with self._multiplied_by(multiply), torch.no_grad():
             for hidden_BTH, call, valid_BT in zip(batches, self._calls, self._valid, strict=True):
                 self._valid_BT = valid_BT
-                outputs.append(self.layer(hidden_BTH, **call.kwargs))
+                outputs.append(self.layer(hidden_BTH, **call))
         return outputs
 
     @contextmanager
@@ -233,7 +226,7 @@ class LayerView:
                 changed.append(linear)
         if self._has_experts:
             experts = self.layer.get_submodule(EXPERTS)
-            experts.forward = _experts_forward(experts, view=self, multiply=multiply)
+            experts.forward = _experts_forward(experts, multiply=multiply, valid=lambda: self._valid_BT)
             changed.append(experts)
         try:
             yield
@@ -252,20 +245,18 @@ def is_ignored(name: str, ignore: tuple[str, ...]) -> bool:
 
 
 def _linear_forward(linear: nn.Module, *, member: str, index: int, multiply: Multiply) -> Callable[[Tensor], Tensor]:
-    def forward(x: Tensor) -> Tensor:
-        return multiply(member, x, linear.weight, linear.bias, index)
-
-    return forward
+    return lambda x: multiply(member, x, linear.weight, linear.bias, index)
 
 
 def _experts_forward(
-    experts: nn.Module, *, view: LayerView, multiply: Multiply
+    experts: nn.Module, *, multiply: Multiply, valid: Callable[[], Tensor]
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     def forward(hidden_MK: Tensor, chosen_MS: Tensor, weights_MS: Tensor) -> Tensor:
         """chosen_MS: int64, the S experts of each token.  weights_MS: their shares."""
+        valid_M = valid().flatten()
         total_MK = torch.zeros_like(hidden_MK)
         for expert in chosen_MS.unique().tolist():
-            token, slot = torch.where((chosen_MS == expert) & view.valid_M[:, None])
+            token, slot = torch.where((chosen_MS == expert) & valid_M[:, None])
             gate_up = multiply(GATE_UP, hidden_MK[token], experts.gate_up_proj[expert], None, expert)
             gate, up = gate_up.chunk(2, dim=-1)
             down = multiply(DOWN, experts.act_fn(gate) * up, experts.down_proj[expert], None, expert)
