@@ -26,7 +26,7 @@ from appliance.preflight.limits import read_limits
 from appliance.preflight.model_files import damage, profile_problem
 from appliance.preflight.sample import RewardProblem, reward_problem
 from appliance.preflight.stack import StackFacts, read_stack
-from appliance.quant.uaq import layers_to_scale, require_unscaled
+from appliance.quant.uaq import layers_to_scale
 from appliance.record.plan import ModelPlan, RunPlan
 from appliance.tasks.library import TASKS, is_from_hub
 from appliance.terms.devices import StoredResult
@@ -233,7 +233,6 @@ def uaq_problem(plan: RunPlan) -> str:
     if plan.uaq is None or not os.path.isfile(folder / "config.json"):
         return ""
     try:
-        require_unscaled(folder)
         layers_to_scale(folder)
     except EngineError as error:
         return error.message

@@ -5,6 +5,7 @@ Progress and failures are events, in the run's folder or in the command's; the e
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.metadata
 import sys
@@ -13,17 +14,21 @@ from pathlib import Path
 import pyarrow.parquet as pq
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from appliance.errors import EngineError
 from appliance.files import whole_folder
-from appliance.hub import download_model
-from appliance.profile.cache import find_profile, key_of, place_profile
-from appliance.profile.job import ProfileJob, cache_folder, job_of_run
+from appliance.profile.job import (
+    ProfileJob,
+    cache_folder,
+    find_profile,
+    job_of_run,
+    key_of,
+    model_folder,
+    place_profile,
+)
 from appliance.quant.calibrate import calibrate
 from appliance.quant.donor import recover
 from appliance.quant.files import PROFILE_FILE
 from appliance.quant.profile import Origin, Settings, write_profile
 from appliance.record.events import append_event, exit_code_of
-from appliance.record.heartbeat import Heartbeat
 from appliance.record.plan import read_plan
 from appliance.record.stacks import keep_stacks
 
@@ -64,7 +69,7 @@ def _make(job: ProfileJob) -> Path:
             folder,
             sequences=read_sequences(job, folder=folder),
             scheme=job.scheme,
-            settings=_settings(job),
+            settings=Settings(**job.model_dump(include={each.name for each in dataclasses.fields(Settings)})),
             origin=origin,
             on_layer=functools.partial(_report, Path(job.report_dir)),
         )
@@ -73,33 +78,8 @@ def _make(job: ProfileJob) -> Path:
     return target
 
 
-def _settings(job: ProfileJob) -> Settings:
-    return Settings(
-        strength=job.strength,
-        error_budget=job.error_budget,
-        ignore=job.ignore,
-        prompts=job.prompts,
-        max_tokens=job.max_tokens,
-    )
-
-
 def _report(report_dir: Path, done: int, total: int) -> None:
     append_event(report_dir, kind="progress", what=PHASE, done=done, total=total, note=f"layer {done} of {total}")
-
-
-def model_folder(model: str, *, revision: str) -> Path:
-    """The model's folder, from the hub where it is not one. Raises EngineError when the hub cannot be asked."""
-    if (Path(model) / "config.json").is_file():
-        return Path(model)
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    try:
-        return download_model(model, revision=revision, beat=Heartbeat().beat)
-    except (OSError, HfHubHTTPError, HFValidationError) as error:
-        raise EngineError(
-            f"{model}: neither a folder with config.json nor to be had from the hub: {error}",
-            hint="give a folder, or a name on the hub",
-        ) from error
 
 
 def read_sequences(job: ProfileJob, *, folder: Path) -> list[list[int]]:

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from appliance.profile.convert import REFUSED
+from appliance.errors import RecipeError
 
 _NOBODY = 65534
 _PR_SET_NO_NEW_PRIVS = 38
@@ -32,18 +32,8 @@ _CLONE_NEWUSER = 0x10000000
 _CPU_S = 120
 _SPARE_BYTES = 2 << 30
 _TORCH_SAYS = (  # of a file that is none
-    *(
-        RuntimeError,
-        EOFError,
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        OSError,
-        OverflowError,
-        AssertionError,
-    ),
-    struct.error,
+    *(AssertionError, AttributeError, EOFError, LookupError, OSError, OverflowError, RuntimeError, TypeError),
+    *(ValueError, struct.error),
 )
 _FIELDS = {"input_scale", "output_scale", "type"}
 
@@ -145,10 +135,10 @@ def main(arguments: list[str]) -> int:
             out.write(read(file))
         except pickle.UnpicklingError as error:
             out.write(f"it asks for more than tensors and plain containers: {_asked(error)}".encode())
-            return REFUSED
+            return RecipeError.exit_code
         except (NotAProfile, MemoryError) as error:
             out.write(_first_line(error).encode())
-            return REFUSED
+            return RecipeError.exit_code
     return 0
 
 

@@ -1,5 +1,6 @@
 """FlashRL's way to a profile: a BF16 checkpoint and a W8A8 checkpoint of the same model tell what smoothed the donor.
-FlashRL's own file of it, already out of its pickle, is taken over.
+FlashRL's own file of it, already out of its pickle, is taken over: `python -m appliance.quant.donor SCALES SOURCE
+FOLDER` writes the profile of what was in it, with problems as lines on stderr.
 
 Legend: N output and K input channels of a linear, q its int8 codes, c_n its channel scale, w the BF16 weight.
 
@@ -18,6 +19,7 @@ taken anew from the weights at every sync, as those of a donor no longer fit whe
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,9 +28,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from appliance.errors import RecipeError
+from appliance.errors import ApplianceError, RecipeError
 from appliance.quant.checkpoint import Checkpoint
-from appliance.quant.profile import INPUT_SCALE, OUTPUT_SCALE, Origin, Profile, Settings
+from appliance.quant.profile import INPUT_SCALE, OUTPUT_SCALE, Origin, Profile, Settings, write_profile
 from appliance.quant.smoothing import Smoothing, SmoothingGroup, power_of_two
 from appliance.terms.families import LLAMA_NORMS
 from appliance.terms.schemes import Scheme
@@ -202,3 +204,17 @@ def from_flashrl(scales: Path, *, source: str) -> Profile:
         input_scales=parts[INPUT_SCALE],
         output_scales=parts[OUTPUT_SCALE],
     )
+
+
+def main(arguments: list[str]) -> int:
+    scales, source, folder = arguments
+    try:
+        write_profile(from_flashrl(Path(scales), source=source), folder=Path(folder))
+    except ApplianceError as error:
+        sys.stderr.write(f"{error.message}\n")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

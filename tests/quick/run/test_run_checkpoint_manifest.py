@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from appliance.quant.uaq import MARK_FILE
 from appliance.record.checkpoint_manifest import (
     MANIFEST_FILE,
     CheckpointManifest,
@@ -19,7 +20,7 @@ from appliance.record.checkpoint_manifest import (
     read_manifest,
     seal,
 )
-from appliance.record.checkpoints import OF_A_STEP, PROFILE_FOLDER, UAQ_FILE
+from appliance.record.checkpoints import OF_A_STEP, PROFILE_FOLDER
 
 FACTS = Facts(step=3, world_size=1, reason="the end", time=1.5, val_reward=0.5, profile=(("p.safetensors", "ab"),))
 FILES = {  # every kind of file of a real checkpoint: tests/training flips a bit in a real one
@@ -36,7 +37,7 @@ FILES = {  # every kind of file of a real checkpoint: tests/training flips a bit
     f"{PROFILE_FOLDER}/profile.safetensors": b"scales" * 100,
     "data.pt": b"position",
     "state.json": b"{}",
-    UAQ_FILE: b"{}",
+    MARK_FILE: b"{}",
     **dict.fromkeys(OF_A_STEP, b"{}\n"),
 }
 
@@ -58,7 +59,7 @@ def test_a_sealed_folder_is_whole_and_says_what_it_is(sealed: Path) -> None:
     assert [file.path for file in manifest.files] == sorted(FILES)
     assert manifest.bytes == sum(map(len, FILES.values()))
     assert manifest.files[-2:] == tuple(
-        FileRecord(name, size=2, sha256=hash_file(sealed / name)) for name in ("state.json", UAQ_FILE)
+        FileRecord(name, size=2, sha256=hash_file(sealed / name)) for name in ("state.json", MARK_FILE)
     )
 
 
