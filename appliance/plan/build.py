@@ -6,7 +6,6 @@ config.json has, and what `bench` kept.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os.path
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from appliance.plan.verl_args import argv
 from appliance.recipe.rules import broken_on_cpu
 from appliance.recipe.schema import LongPrompts, Recipe, SchemeChoice
 from appliance.recipe.text import full_path
+from appliance.record.attestations import version_of
 from appliance.record.plan import (
     SCHEMA_VERSION,
     CheckpointPlan,
@@ -208,14 +208,7 @@ def pins_for(device: str) -> tuple[tuple[str, str], ...]:
 def installed_versions() -> dict[str, str | None]:
     """This program's version and those of the distributions that plans pin; None where one is not installed."""
     names = ("flashrl-appliance", *sorted(PINS | CPU_PINS | GPU_PINS))
-    return {name: _installed(name) for name in names}
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return {name: version_of(name) or None for name in names}
 
 
 def _device(recipe: Recipe, *, host: HostFacts, book: Book) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.errors import EngineError
-from appliance.quant.files import PROFILE_FILE, read_file_header, tensor_end, tensor_shapes
+from appliance.quant.files import PROFILE_FILE, SMOOTHING, read_file_header, tensor_end, tensor_shapes
 from appliance.record.plan import RunPlan
 from appliance.terms.schemes import Scheme
 
@@ -48,9 +48,6 @@ def _cut_short(file: Path) -> str:
     return "" if has >= wanted else f"{file.name} has {has:,} of {wanted:,} bytes"
 
 
-_SCALE = "smoothing."  # before a norm's name in the file: `quant.smoothing.scale_key`
-
-
 @dataclass(frozen=True)
 class _Profile:
     """norms: channels by name of the smoothed norm, as its scales in the file have them."""
@@ -81,9 +78,9 @@ def _read(source: Path) -> _Profile:
     """Raises EngineError for what is no profile; KeyError, TypeError and ValueError for a header that lacks a part."""
     header, shapes = read_file_header(source), tensor_shapes(source)
     norms = [each["norm"] for each in header["smoothing"]]
-    if flat := [norm for norm in norms if len(shapes[_SCALE + norm]) != 1]:
+    if flat := [norm for norm in norms if len(shapes[SMOOTHING + norm]) != 1]:
         raise ValueError(f"the scales of {flat[0]} are no vector")
-    return _Profile(Scheme(header["scheme"]), tuple((norm, shapes[_SCALE + norm][0]) for norm in norms))
+    return _Profile(Scheme(header["scheme"]), tuple((norm, shapes[SMOOTHING + norm][0]) for norm in norms))
 
 
 def _of_another_model(profile: _Profile, *, source: Path, model: Path) -> str:

@@ -5,13 +5,13 @@ A run asks again, in every process, when it applies a patch, and stops there; he
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from appliance.patch import recorded, why_unfit
 from appliance.plan.host import HostFacts
 from appliance.preflight.finding import Finding, error
+from appliance.record.attestations import version_of
 from appliance.record.plan import RunPlan
 from appliance.terms.devices import CPU
 
@@ -28,20 +28,13 @@ class StackFacts:
 
 
 def read_stack(plan: RunPlan) -> StackFacts:
-    installed = [(name, pinned, _installed(name)) for name, pinned in plan.pins]
+    installed = [(name, pinned, version_of(name)) for name, pinned in plan.pins]
     wanted = {name for each in plan.attestations for name in each.patches}
     problems = [(name, why_unfit(recorded()[name])) for name in sorted(wanted)]
     return StackFacts(
         versions=tuple(each for each in installed if each[1] != each[2]),
         patches=tuple((name, why) for name, why in problems if why),
     )
-
-
-def _installed(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def judge_stack(plan: RunPlan, host: HostFacts, facts: StackFacts) -> Iterator[Finding]:

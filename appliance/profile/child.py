@@ -6,8 +6,6 @@ Progress and failures are events, in the run's folder or in the command's; the e
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib.metadata
 import sys
 from pathlib import Path
 
@@ -28,22 +26,23 @@ from appliance.quant.calibrate import calibrate
 from appliance.quant.donor import recover
 from appliance.quant.files import PROFILE_FILE
 from appliance.quant.profile import Origin, Settings, write_profile
+from appliance.record.attestations import version_of
 from appliance.record.events import append_event, exit_code_of
 from appliance.record.plan import read_plan
 from appliance.record.stacks import keep_stacks
 
-PHASE = "profile"
+_PHASE = "profile"
 _VERSIONS = ("flashrl-appliance", "torch", "transformers", "safetensors")
 
 
 def make_profile(job: ProfileJob) -> Path:
     """The folder with the job's profile: found in the cache, or made. Raises what `calibrate` and `recover` raise."""
-    append_event(Path(job.report_dir), kind="phase", what=PHASE)
+    append_event(Path(job.report_dir), kind="phase", what=_PHASE)
     found = find_profile(job) or _make(job)
     folder = Path(job.target or found)
     if job.target:
         place_profile(found, target=folder)
-    append_event(Path(job.report_dir), kind=PHASE, what=str(folder))
+    append_event(Path(job.report_dir), kind=_PHASE, what=str(folder))
     return folder
 
 
@@ -60,8 +59,13 @@ def _make(job: ProfileJob) -> Path:
         model_hash=model_hash,
         data_hash=data_hash,
         donor=job.donor,
-        versions={name: importlib.metadata.version(name) for name in _VERSIONS},
+        versions={name: version_of(name) for name in _VERSIONS},
     )
+
+    def report(done: int, total: int) -> None:
+        note = f"layer {done} of {total}"
+        append_event(Path(job.report_dir), kind="progress", what=_PHASE, done=done, total=total, note=note)
+
     if job.donor:
         profile = recover(folder, donor=Path(job.donor), scheme=job.scheme, origin=origin)
     else:
@@ -71,15 +75,11 @@ def _make(job: ProfileJob) -> Path:
             scheme=job.scheme,
             settings=Settings(**job.model_dump(include={each.name for each in dataclasses.fields(Settings)})),
             origin=origin,
-            on_layer=functools.partial(_report, Path(job.report_dir)),
+            on_layer=report,
         )
     with whole_folder(target, others_count=True) as made:
         write_profile(profile, folder=made)
     return target
-
-
-def _report(report_dir: Path, done: int, total: int) -> None:
-    append_event(report_dir, kind="progress", what=PHASE, done=done, total=total, note=f"layer {done} of {total}")
 
 
 def read_sequences(job: ProfileJob, *, folder: Path) -> list[list[int]]:
@@ -108,7 +108,7 @@ def _tokens(row: dict, *, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def main(arguments: list[str]) -> int:
-    keep_stacks(PHASE)
+    keep_stacks(_PHASE)
     kind, path = arguments[0], Path(arguments[1])
     job = job_of_run(read_plan(path)) if kind == "--plan" else ProfileJob.model_validate_json(path.read_bytes())
     return exit_code_of(lambda: make_profile(job), run_dir=Path(job.report_dir))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.progress import Progress, TaskID
+from rich.progress import Progress
 
 from appliance import console
 from appliance.errors import EngineError, RecipeError
@@ -37,10 +37,10 @@ from appliance.preflight.probes import read_host
 from appliance.preflight.report import commit_for
 from appliance.profile.job import ProfileJob, find_profile, job_of_plan, job_of_run, model_hash, place_profile
 from appliance.profile.uaq import SCALING
-from appliance.quant.files import PROFILE_FILE, read_file_header
+from appliance.quant.files import PROFILE_FILE, kept_layers, read_file_header
 from appliance.recipe.schema import Recipe
 from appliance.recipe.text import path_problem
-from appliance.record.events import EVENTS_FILE, Event, Tail, append_event, parse_event
+from appliance.record.events import EVENTS_FILE, Tail, append_event, parse_event
 from appliance.record.plan import RunPlan
 from appliance.terms.schemes import PROFILED, Scheme
 from appliance.terms.settings import Quantisation
@@ -48,7 +48,6 @@ from appliance.terms.settings import Quantisation
 CONFIG_FILE = "quantization.yaml"
 CHILD_MODULE = "appliance.profile.child"
 _COMMAND = "profile"
-_CACHE = ".cache"
 _WORST_LAYERS = 8
 
 
@@ -109,7 +108,7 @@ def run_donor(*, model: str, quantized: Path, scheme: Scheme, output: Path) -> i
         job = ProfileJob(
             model=str(Path(model).absolute()),
             scheme=scheme,
-            cache_dir=str(folder / _CACHE),
+            cache_dir=str(folder / ".cache"),
             target=str(output.absolute()),
             report_dir=str(folder),
             donor=str(quantized.absolute()),
@@ -164,19 +163,15 @@ def _take(source: Path, *, plan: RunPlan) -> None:
     """Copy the profile that the recipe names. Its smoothing leaves any model's function as it is, so that one of
     another checkpoint of the same shapes is taken, with a note."""
     assert plan.profile is not None
-    header = read_file_header(source)
+    header, model = read_file_header(source), Path(plan.model.path)
     place_profile(source if source.is_dir() else source.parent, target=Path(plan.profile.folder))
-    if not _is_made_of(header, plan=plan):
+    if header["model_hash"] and (model / "config.json").is_file():
+        is_the_models = header["model_hash"] == model_hash(model, cache_dir=Path(plan.cache_dir))
+    else:
+        is_the_models = header["model"] == plan.model.path
+    if not is_the_models:
         what = f"the profile {source} was made of {header['model'] or 'an unnamed model'}"
         append_event(Path(plan.run_dir), kind="note", what=what, why="quantization.profile")
-
-
-def _is_made_of(header: dict[str, Any], *, plan: RunPlan) -> bool:
-    """Whether a profile is of the plan's model: by the hash of its files, where both are known, else by the name."""
-    folder = Path(plan.model.path)
-    if header["model_hash"] and (folder / "config.json").is_file():
-        return header["model_hash"] == model_hash(folder, cache_dir=Path(plan.cache_dir))
-    return header["model"] == plan.model.path
 
 
 def _refuse_existing(*paths: Path) -> None:
@@ -217,7 +212,7 @@ def _make(plan: RunPlan, *, output: Path | None) -> Path:
 
 def _write_config(plan: RunPlan, *, profile: Path | None, path: Path) -> None:
     """One entry for each replica; the layers that the profile keeps in BF16 are in `ignore`."""
-    kept = tuple(read_file_header(profile)["suggested_ignore"]) if profile else ()
+    kept = kept_layers(profile) if profile else ()
     replicas = []
     for each in plan.rollout.replicas:
         uses = bool(each.profile and profile)
@@ -264,19 +259,15 @@ def _run(job: ProfileJob, *, env: dict[str, str]) -> Path:
             for line in tail.read():
                 event = parse_event(line)
                 if event is not None and event.kind == "progress" and event.what == _COMMAND:
-                    _draw(bar, task, event)
+                    bar.update(task, completed=event.done, total=event.total)
+                    if bar.disable:
+                        console.say(f"profiling: {event.note}")
                 elif event is not None and event.kind == _COMMAND:
                     left.append(Path(event.what))
 
         module = [CHILD_MODULE, "--job", str(folder / "job.json")]
         run_child(module, command=_COMMAND, folder=folder, env=env, tick=tick)
     return left[-1]
-
-
-def _draw(bar: Progress, task: TaskID, event: Event) -> None:
-    bar.update(task, completed=event.done, total=event.total)
-    if bar.disable:
-        console.say(f"profiling: {event.note}")
 
 
 def _show(folder: Path, *, model: str = "") -> None:
@@ -324,11 +315,11 @@ def _errors(layers: list[dict[str, Any]]) -> list[str]:
 
 def _name(layer: dict[str, Any]) -> str:
     """`model.layers.3.self_attn.{q,k,v}_proj` for a fused layer."""
-    prefix = layer["linears"][0].rpartition(".")[0]
-    parts = [name.rpartition(".")[2] for name in layer["linears"]]
-    if len(parts) == 1:
-        return layer["linears"][0]
-    return f"{prefix}.{{{','.join(part.removesuffix('_proj') for part in parts)}}}_proj"
+    first, *others = layer["linears"]
+    if not others:
+        return first
+    parts = (name.rpartition(".")[2].removesuffix("_proj") for name in layer["linears"])
+    return f"{first.rpartition('.')[0]}.{{{','.join(parts)}}}_proj"
 
 
 def _smoothing(header: dict[str, Any]) -> str:
@@ -337,8 +328,7 @@ def _smoothing(header: dict[str, Any]) -> str:
         return f"{_norms(groups)}, as the donor has it, to the nearest powers of two"
     if not strength:
         return "off"
-    readers = sum("layernorm" in each["norm"] for each in header["smoothing"])
-    return f"strength {strength:g}: {_norms(readers)} with all they feed; others gain nothing by it"
+    return f"strength {strength:g}: {_norms(groups)} with all they feed; others gain nothing by it"
 
 
 def _norms(number: int) -> str:

@@ -110,14 +110,11 @@ def give_up_rights(*, room: Path, file_bytes: int) -> None:
 
 def _warm_up() -> None:
     """Everything that torch and safetensors import at first use, while the files can still be read."""
-    made = io.BytesIO()
-    torch.save({"x": {"input_scale": torch.nn.Parameter(torch.ones(1)) * 2, "type": torch.int8}}, made)
-    made.seek(0)
-    torch.load(made, weights_only=True)
-    made = io.BytesIO()
-    torch.save([1], made, _use_new_zipfile_serialization=False)
-    made.seek(0)
-    torch.load(made, weights_only=True)
+    profile = {"x": {"input_scale": torch.nn.Parameter(torch.ones(1)) * 2, "type": torch.int8}}
+    for value, zipped in ((profile, True), ([1], False)):
+        torch.save(value, made := io.BytesIO(), _use_new_zipfile_serialization=zipped)
+        made.seek(0)
+        torch.load(made, weights_only=True)
     save({"x": torch.ones(1)})
 
 

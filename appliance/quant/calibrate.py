@@ -35,8 +35,17 @@ from appliance.errors import EngineError
 from appliance.quant.checkpoint import Checkpoint, Ledger, StreamedModel
 from appliance.quant.layer_view import Errors, LayerView
 from appliance.quant.mismatch import measure_mismatch
-from appliance.quant.profile import LayerError, Memory, Origin, Predicted, Profile, Settings
-from appliance.quant.smoothing import Smoothing, SmoothingGroup, power_of_two
+from appliance.quant.profile import (
+    LayerError,
+    Memory,
+    Origin,
+    Predicted,
+    Profile,
+    Settings,
+    Smoothing,
+    SmoothingGroup,
+    power_of_two,
+)
 from appliance.terms.families import Unit
 from appliance.terms.schemes import Scheme
 

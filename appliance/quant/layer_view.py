@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from appliance.quant.checkpoint import Ledger, place
 from appliance.quant.codec import QuantisedWeight, dequantise, quantise, quantise_tokens
-from appliance.quant.smoothing import Smoothing, SmoothingGroup, fold
+from appliance.quant.profile import Smoothing, SmoothingGroup, fold
 from appliance.terms.families import DOWN, EXPERTS, GATE_UP, Family, Unit
 from appliance.terms.schemes import Scales, Scheme
 

@@ -1,15 +1,13 @@
 """UAQ, update-aware quantisation: a model rescaled once before training, so that the same update moves more INT8 codes.
 
-Every linear layer fed by a decoder layer's norm gets W / s, and that norm gets its weight times s: s cancels and the
-function is the same. With absmax scales the relative error of a quantised weight does not change either; what changes
-is how an update of Adam's, whose size does not depend on the gradient's, compares with the weight: it is s times
-larger. Whether that is more than a larger learning rate on the same layers is a question for an experiment
-(`optimizer.norm_fed_lr_scale`).
+Every linear layer fed by a decoder layer's norm gets W / s, and that norm gets its weight times s: the function is the
+same, and with absmax scales so is the relative error of a quantised weight. An update of Adam's, whose size does not
+depend on the gradient's, becomes s times larger beside the weight. (Whether that is more than a larger learning rate on
+the same layers, an experiment can say: `optimizer.norm_fed_lr_scale`.)
 
 A power of two moves exponents alone: the function, the INT8 codes and the file folded back are the same bit for bit.
 With another s, such as the source's 1.5, most scaled weights have no place in BF16; they are kept in float32 (an error
-of 2^-25 instead of 2^-9), so that trainer and engine round them to BF16 once, as they do without UAQ, and folding back
-gives the very file again.
+of 2^-25), so that trainer and engine round them once, as without UAQ, and folding back gives the very file again.
 
 Source: QuRL, arXiv 2602.13953; read from notes on it. Imports torch where it is needed only.
 """

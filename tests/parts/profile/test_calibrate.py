@@ -17,8 +17,7 @@ from appliance.quant.calibrate import batches_of, calibrate, scales
 from appliance.quant.checkpoint import Checkpoint, Ledger, StreamedModel
 from appliance.quant.codec import dequantise, quantise, quantise_tokens
 from appliance.quant.layer_view import Errors, LayerView
-from appliance.quant.profile import Origin, Profile, Settings, write_profile
-from appliance.quant.smoothing import fold
+from appliance.quant.profile import Origin, Profile, Settings, fold, write_profile
 from appliance.terms.schemes import Scheme
 
 ORIGIN = Origin(kind="calibrated", model="tiny")

@@ -19,7 +19,7 @@ from appliance.errors import RecipeError
 from appliance.profile import unpickle
 from appliance.profile.convert import reader_environment
 from appliance.quant.donor import from_flashrl
-from appliance.quant.smoothing import fold, load_smoothing
+from appliance.quant.profile import fold, load_smoothing
 
 ORDINARY = 1000  # a user that is not root
 NORM, QUERY = "model.layers.0.input_layernorm.weight", "model.layers.0.self_attn.q_proj.weight"
