@@ -1,13 +1,15 @@
-"""The commands around a profile: make one, write the configuration of an engine, take over a donor's.
+"""The commands around a profile: make one, write the configuration of an engine, take over a donor's or FlashRL's.
 
-The launcher's side: it imports no torch, finds what the cache has, and leaves the rest to a child.
+The launcher's side: it imports no torch, reads no pickle, finds what the cache has, and leaves the rest to children.
 """
 
 from __future__ import annotations
 
 import os
 import os.path
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
@@ -42,6 +44,7 @@ from appliance.recipe.schema import Recipe
 from appliance.recipe.text import path_problem
 from appliance.record.events import EVENTS_FILE, Tail, append_event, parse_event
 from appliance.record.plan import RunPlan
+from appliance.terms.environment import THREADS_VARIABLE
 from appliance.terms.schemes import PROFILED, Scheme
 from appliance.terms.settings import Quantisation
 
@@ -49,6 +52,10 @@ CONFIG_FILE = "quantization.yaml"
 CHILD_MODULE = "appliance.profile.child"
 _COMMAND = "profile"
 _WORST_LAYERS = 8
+_READER, _WRITER = "appliance.profile.unpickle", "appliance.quant.donor"  # of FlashRL's file, and of what was in it
+_REFUSED = RecipeError.exit_code  # of a child that did not like the file
+_READER_TIMEOUT_S = 300.0
+_HINT = "nothing in the file was run; give the profile.pt that `flashrl profile --fn int8` wrote"
 
 
 def run_profile(recipe: Recipe, *, output: Path | None) -> int:
@@ -118,6 +125,47 @@ def run_donor(*, model: str, quantized: Path, scheme: Scheme, output: Path) -> i
     write_config(output / CONFIG_FILE, [settings], model=job.model)
     _show(output)
     return 0
+
+
+def run_convert(file: Path, *, output: Path) -> int:
+    """Write `output/profile.safetensors`. Raises RecipeError for a file that is not FlashRL's, or that wants to run."""
+    if not os.path.isfile(file):
+        raise RecipeError([(f"{file}: no such file", "give FlashRL's profile.pt")])
+    with new_folder(output, option="-o"), tempfile.TemporaryDirectory(prefix="appliance-convert-") as folder:
+        scales = Path(folder) / "scales.safetensors"
+        _read_apart(file, scales=scales, room=Path(folder) / "room")
+        code, lines = _run_plain([_WRITER, str(scales), str(file), str(output)])
+        if code:
+            raise RecipeError([(line, "") for line in (lines if code == _REFUSED else lines[-1:])])
+    _show(output)
+    return 0
+
+
+def _read_apart(file: Path, *, scales: Path, room: Path) -> None:
+    """The pickle as safetensors, read by a process without rights."""
+    room.mkdir()
+    try:
+        command = [_READER, str(file), str(scales), str(room)]
+        code, lines = _run_plain(command, env=reader_environment(room), timeout=_READER_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise RecipeError([(f"{file}: not read within {_READER_TIMEOUT_S:.0f} s", _HINT)]) from error
+    if code == _REFUSED and scales.is_file():
+        raise RecipeError([(f"{file}: refused: {scales.read_text(errors='replace')[:400]}", _HINT)])
+    if code:
+        raise RecipeError([(f"{file}: refused: its reader ended: {lines[-1][:400]}", _HINT)])
+
+
+def _run_plain(module: list[str], **how: Any) -> tuple[int, list[str]]:
+    """(exit code, what the child said)."""
+    command = [sys.executable, "-m", *module]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, **how)
+    return done.returncode, done.stderr.decode(errors="replace").strip().splitlines() or [f"code {done.returncode}"]
+
+
+def reader_environment(room: Path) -> dict[str, str]:
+    """All that the reader gets. One thread: Linux gives no user a network namespace for a process with more."""
+    kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+    return {**kept, "TMPDIR": str(room), "HOME": str(room), THREADS_VARIABLE: "1"}
 
 
 def profile_child(plan: RunPlan) -> Child | None:

@@ -113,7 +113,8 @@ def file_hash(file: Path, *, cache_dir: Path) -> str:
         return known[name][2]
     with file.open("rb") as opened:
         found = hashlib.file_digest(opened, "sha256").hexdigest()
-    _write(memory, {**_read(memory), name: [*state, found]})
+    memory.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(memory, json.dumps({**_read(memory), name: [*state, found]}), durable=False)
     return found
 
 
@@ -157,8 +158,3 @@ def _read(memory: Path) -> dict[str, list]:
     except (OSError, ValueError):
         return {}  # none yet, or half of one: files are read again
     return known if isinstance(known, dict) else {}
-
-
-def _write(memory: Path, known: dict[str, list]) -> None:
-    memory.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(memory, json.dumps(known), durable=False)

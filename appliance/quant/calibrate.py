@@ -78,47 +78,47 @@ def calibrate(
     or an activation is not finite.
     """
     ledger = ledger or Ledger()
-    with Checkpoint(folder, ledger=ledger) as checkpoint:
-        model = StreamedModel(checkpoint)
-        batches = batches_of(sequences)
-        embedded = [model.embed(batch.tokens_BT) for batch in batches]
-        streams = _Streams(embedded, list(embedded))
-        calls = [model.layer_calls(batch) for batch in embedded]
-        layers: list[LayerError] = []
-        groups: list[SmoothingGroup] = []
-        activations: dict[str, Tensor] = {}
-        for index in range(model.num_layers):
-            with model.layer(index) as layer:
-                view = LayerView(
-                    layer,
-                    family=model.family,
-                    prefix=f"model.layers.{index}.",
-                    scheme=scheme,
-                    ignore=settings.ignore,
-                    ledger=ledger,
-                    calls=[each[index] for each in calls],
-                    valid=[batch.valid_BT for batch in batches],
-                )
-                layers_here, groups_here, activations_here = _one_layer(view, streams, settings=settings)
-                del view, layer
-            layers += layers_here
-            groups += groups_here
-            activations |= activations_here
-            on_layer(index + 1, model.num_layers)
-        return Profile(
-            origin=origin,
-            scheme=scheme,
-            settings=settings,
-            smoothing=Smoothing(tuple(groups)),
-            layers=tuple(layers),
-            predicted=_predicted(model, streams, batches=batches),
-            memory=Memory(
-                peak_bytes=ledger.peak_bytes,
-                largest_layer_bytes=model.largest_layer_bytes,
-                model_bytes=sum(2 * math.prod(checkpoint.shape(name)) for name in checkpoint.names),
-            ),
-            activations=activations,
-        )
+    checkpoint = Checkpoint(folder, ledger=ledger)
+    model = StreamedModel(checkpoint)
+    batches = batches_of(sequences)
+    embedded = [model.embed(batch.tokens_BT) for batch in batches]
+    streams = _Streams(embedded, list(embedded))
+    calls = [model.layer_calls(batch) for batch in embedded]
+    layers: list[LayerError] = []
+    groups: list[SmoothingGroup] = []
+    activations: dict[str, Tensor] = {}
+    for index in range(model.num_layers):
+        with model.layer(index) as layer:
+            view = LayerView(
+                layer,
+                family=model.family,
+                prefix=f"model.layers.{index}.",
+                scheme=scheme,
+                ignore=settings.ignore,
+                ledger=ledger,
+                calls=[each[index] for each in calls],
+                valid=[batch.valid_BT for batch in batches],
+            )
+            layers_here, groups_here, activations_here = _one_layer(view, streams, settings=settings)
+            del view, layer
+        layers += layers_here
+        groups += groups_here
+        activations |= activations_here
+        on_layer(index + 1, model.num_layers)
+    return Profile(
+        origin=origin,
+        scheme=scheme,
+        settings=settings,
+        smoothing=Smoothing(tuple(groups)),
+        layers=tuple(layers),
+        predicted=_predicted(model, streams, batches=batches),
+        memory=Memory(
+            peak_bytes=ledger.peak_bytes,
+            largest_layer_bytes=model.largest_layer_bytes,
+            model_bytes=sum(2 * math.prod(checkpoint.shape(name)) for name in checkpoint.names),
+        ),
+        activations=activations,
+    )
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -65,17 +64,10 @@ class Checkpoint:
         if index.is_file():
             files = [folder / name for name in _indexed(index)]
         try:
-            self._opened = [safe_open(file, framework="pt") for file in files]
+            opened = [safe_open(file, framework="pt") for file in files]
         except (SafetensorError, OSError) as error:
             raise EngineError(f"{folder}: safetensors that cannot be read: {error}") from error
-        self._place = {name: opened for opened in self._opened for name in opened.keys()}  # noqa: SIM118
-
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._place.clear()
-        self._opened.clear()
+        self._place = {name: each for each in opened for name in each.keys()}  # noqa: SIM118
 
     def __contains__(self, name: str) -> bool:
         return name in self._place

@@ -58,20 +58,20 @@ def recover(model: Path, *, donor: Path, scheme: Scheme, origin: Origin) -> Prof
     """
     if scheme is not Scheme.INT8:
         raise RecipeError([(f"--scheme {scheme}: a donor's scales are those of `int8`", "use --scheme int8")])
-    with Checkpoint(model) as ours, Checkpoint(donor) as theirs:
-        prefixes = [match.group(1) for name in ours.names if (match := _LAYER.fullmatch(name))]
-        problems = _differences(ours, theirs, prefixes=prefixes)
-        _refuse(problems, model=model, donor=donor)
-        inputs, outputs = dict[str, Tensor](), dict[str, Tensor]()  # by what a parameter's columns and rows are scaled
-        for prefix in prefixes:
-            _recover_layer(ours, theirs, prefix=prefix, inputs=inputs, outputs=outputs)
-            for name in (each for each in outputs if each.startswith(prefix)):
-                codes_NK = theirs.read(name).float()
-                made_NK = predicted_codes(ours.read(name), output_scale_N=outputs[name], input_scale_K=inputs.get(name))
-                residual = float((codes_NK - made_NK).norm() / codes_NK.norm().clamp(min=1))
-                if not residual <= _LARGEST_RESIDUAL:  # NaN too
-                    problems.append(f"{name}: the scales leave {residual:.2f} of the donor's codes unexplained")
-        _refuse(problems, model=model, donor=donor)
+    ours, theirs = Checkpoint(model), Checkpoint(donor)
+    prefixes = [match.group(1) for name in ours.names if (match := _LAYER.fullmatch(name))]
+    problems = _differences(ours, theirs, prefixes=prefixes)
+    _refuse(problems, model=model, donor=donor)
+    inputs, outputs = dict[str, Tensor](), dict[str, Tensor]()  # by what a parameter's columns and rows are scaled
+    for prefix in prefixes:
+        _recover_layer(ours, theirs, prefix=prefix, inputs=inputs, outputs=outputs)
+        for name in (each for each in outputs if each.startswith(prefix)):
+            codes_NK = theirs.read(name).float()
+            made_NK = predicted_codes(ours.read(name), output_scale_N=outputs[name], input_scale_K=inputs.get(name))
+            residual = float((codes_NK - made_NK).norm() / codes_NK.norm().clamp(min=1))
+            if not residual <= _LARGEST_RESIDUAL:  # NaN too
+                problems.append(f"{name}: the scales leave {residual:.2f} of the donor's codes unexplained")
+    _refuse(problems, model=model, donor=donor)
     return Profile(
         origin=origin,
         scheme=scheme,

@@ -17,7 +17,7 @@ from safetensors.torch import load, save_file
 
 from appliance.errors import RecipeError
 from appliance.profile import unpickle
-from appliance.profile.convert import reader_environment
+from appliance.profile.command import reader_environment
 from appliance.quant.donor import from_flashrl
 from appliance.quant.profile import fold, load_smoothing
 
