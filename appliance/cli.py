@@ -194,7 +194,7 @@ def convert_profile(
     output: Annotated[Path, typer.Option("-o", metavar="DIR", help="Where the profile goes.")],
 ) -> int:
     """Turn FlashRL's profile.pt, a pickle, into a profile. Nothing in the pickle is run."""
-    from appliance.profile.convert import run_convert
+    from appliance.profile.command import run_convert
 
     return run_convert(file, output=output)
 

@@ -9,8 +9,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from appliance.quant.files import PROFILE_FILE, LayerError, Memory, Origin, Predicted, Settings, read_file_header
-from appliance.quant.profile import ACTIVATION, INPUT_SCALE, OUTPUT_SCALE, Profile
-from appliance.quant.smoothing import load_smoothing
+from appliance.quant.profile import ACTIVATION, INPUT_SCALE, OUTPUT_SCALE, Profile, load_smoothing
 from appliance.terms.schemes import Scheme
 
 

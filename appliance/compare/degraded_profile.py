@@ -2,7 +2,7 @@
 
     python -m appliance.compare.degraded_profile -o DIR [--exponent 4] [--seed 1]
 
-Smoothing (quant/smoothing.py) multiplies each input channel of a layer by a power of two and divides the norm before it
+Smoothing (quant/profile.py) multiplies each input channel of a layer by a power of two and divides the norm before it
 by the same: the function is unchanged bit for bit, but rows of weights and tokens of activations now share one INT8
 scale over channels that differ by up to 2^(2 * exponent). The small ones lose their bits. So the engine, its kernels
 and its proofs are the real ones, nothing is emulated, and how coarse the rollouts are is one number: at 4, channels of
@@ -18,8 +18,7 @@ from pathlib import Path
 import torch
 
 from appliance import console
-from appliance.quant.profile import Origin, Profile, Settings, write_profile
-from appliance.quant.smoothing import MAX_EXPONENT, Smoothing, SmoothingGroup
+from appliance.quant.profile import MAX_EXPONENT, Origin, Profile, Settings, Smoothing, SmoothingGroup, write_profile
 from appliance.tasks.tiny_spec import TINY_MODELS, TinySpec
 from appliance.terms.families import LLAMA_NORMS
 from appliance.terms.schemes import Scheme

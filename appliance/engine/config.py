@@ -27,7 +27,7 @@ from appliance.engine.fp32_head import Fp32HeadMethod
 from appliance.engine.known_layers import layer_name, require_known_architecture, require_known_layer
 from appliance.engine.methods import experts_method, linear_method
 from appliance.errors import EngineError
-from appliance.quant.profile import kept_layers
+from appliance.quant.files import kept_layers
 from appliance.terms.families import FUSED_LAYERS
 from appliance.terms.settings import METHOD_NAME, Quantisation, quantisation_from_config
 

@@ -23,8 +23,8 @@ from appliance.engine.cpu_gemm import CpuGemm, pack
 from appliance.engine.kernel_proof import Int8Proof
 from appliance.engine.quantised import OnlineLinearMethod
 from appliance.errors import NumericsError
+from appliance.quant.codec import all_finite
 from appliance.quant.codec_int8 import Int8Weight, quantise_int8
-from appliance.quant.codec_range import all_finite
 from appliance.terms.schemes import Scheme
 
 

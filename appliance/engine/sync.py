@@ -25,7 +25,7 @@ from appliance.engine.first_scales import FirstScales, read_first_scales, write_
 from appliance.engine.precision import raised_layers
 from appliance.engine.update import Bucket, SyncReport, WeightUpdate
 from appliance.errors import SyncError
-from appliance.quant.smoothing import Smoothing, load_smoothing
+from appliance.quant.profile import Smoothing, load_smoothing
 from appliance.record.events import report_failures
 from appliance.record.plan import RunPlan, read_plan
 from appliance.sync.generation import read_generation

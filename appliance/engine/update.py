@@ -28,8 +28,8 @@ from appliance.engine.precision import PrecisionSwitch
 from appliance.engine.proof import Proven, SyncProof
 from appliance.engine.telemetry import TelemetryTap
 from appliance.errors import EngineError, NumericsError, SyncError
-from appliance.quant.codec_range import all_finite
-from appliance.quant.smoothing import Smoothing, fold, require_all_folded
+from appliance.quant.codec import all_finite
+from appliance.quant.profile import Smoothing, fold, require_all_folded
 from appliance.sync.manifest import (
     MANIFEST_NAME,
     Manifest,

@@ -6,7 +6,6 @@ them.
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +15,13 @@ from pydantic import BaseModel, ValidationError
 from appliance.errors import PreflightError, RecipeError
 from appliance.plan.build import OriginalPlan
 from appliance.plan.problems import Problems, has_problems
+from appliance.quant.uaq import MARK_FILE, read_mark
 from appliance.recipe.load import load_recipe, to_plain
 from appliance.recipe.schema import NAME_PATTERN, Recipe
 from appliance.recipe.text import full_path
 from appliance.record.checkpoints import (
     FOLDER,
     PROFILE_FOLDER,
-    UAQ_FILE,
     CheckpointSearch,
     Facts,
     Rejected,
@@ -37,7 +36,6 @@ from appliance.record.session import LOGS, RUN_FILE, RunRecord, RunStatus, has_l
 from appliance.terms.schemes import Scheme
 
 NEVER, AUTO = "never", "auto"
-_UNSCALED = (1.0, "")
 _CLAIMED = frozenset({LOGS, "recipe.yaml", "plan.json", "versions.json"})  # written before run.json
 
 _RAY_LOGS = "ray"  # of a run that failed: Ray's own, copied with the links in them and never written again
@@ -257,30 +255,16 @@ def _refuse_other_profile(folder: Path, *, facts: Facts, run_dir: Path) -> None:
 
 def _refuse_other_scale(folder: Path, *, uaq: UaqPlan | None) -> None:
     """Weights are scaled as the checkpoint's mark says. One of an older version has none: the run's own counts."""
-    here = Path(uaq.folder) / UAQ_FILE if uaq else None
-    saved = _read_mark(folder / UAQ_FILE)
-    now = _read_mark(here) if here else _UNSCALED
+    saved, now = read_mark(folder), read_mark(Path(uaq.folder)) if uaq else None
     if saved is None and (now is not None or uaq is None):
         return
-    scale, model = saved or _UNSCALED
-    wanted = uaq.scale if uaq else 1.0
+    scale, wanted = (each.scale if each else 1.0 for each in (saved, uaq))
     if scale != wanted:
         message = f"the weights of {folder.name} are scaled by {scale:g} (UAQ), and the plan says {wanted:g}"
         raise PreflightError(message, hint="put correction.uaq_scale back, or start a new run")
-    if here is not None and now is not None and now[1] != model:
-        message = f"{here} is of another model than {folder.name} was trained with"
+    if uaq and saved and now and now.model_hash != saved.model_hash:
+        message = f"{Path(uaq.folder) / MARK_FILE} is of another model than {folder.name} was trained with"
         raise PreflightError(message, hint="remove its folder, which is then made again, or start a new run")
-
-
-def _read_mark(path: Path) -> tuple[float, str] | None:
-    """(scale, hash of the model that was scaled), None without a mark. Raises PreflightError for another file."""
-    try:
-        raw = json.loads(path.read_text())
-        return float(raw["scale"]), str(raw["model_hash"])
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise PreflightError(f"{path}: not a mark of UAQ: {error}", hint="put it back, or start a new run") from error
 
 
 def _ranks(number: int) -> str:

@@ -20,19 +20,18 @@ from appliance.plan.bench_results import read_result, result_key
 from appliance.plan.host import HostFacts
 from appliance.preflight.access import AccessFacts, read_access
 from appliance.preflight.disk import Disks, Written, read_disks, read_written
-from appliance.quant.files import PROFILE_FILE, read_file_header, tensor_end, tensor_shapes
-from appliance.quant.uaq import layers_to_scale, require_unscaled
+from appliance.quant.files import PROFILE_FILE, SMOOTHING, read_file_header, tensor_end, tensor_shapes
+from appliance.quant.uaq import layers_to_scale
 from appliance.record.attestations import version_of
 from appliance.record.plan import ModelPlan, RunPlan
+from appliance.tasks.grading import Sample, Verdict
 from appliance.tasks.library import TASKS, is_from_hub
-from appliance.tasks.sample import Sample, Verdict
 from appliance.terms.devices import StoredResult
 from appliance.terms.schemes import Scheme
 from appliance.terms.shapes import KNOWN, ModelShape, read_shape
 
 INDEX = "model.safetensors.index.json"
 _MOST_NAMED = 3  # damaged files
-_SCALE = "smoothing."  # before a norm's name in a profile: `quant.smoothing.scale_key`
 _STARTS_WITHIN_S = 60.0  # the child that grades a sample
 _SHOWN = 60  # characters
 
@@ -168,7 +167,6 @@ def uaq_problem(plan: RunPlan) -> str:
     if plan.uaq is None or not os.path.isfile(folder / "config.json"):
         return ""
     try:
-        require_unscaled(folder)
         layers_to_scale(folder)
     except EngineError as error:
         return error.message
@@ -225,7 +223,7 @@ def profile_problem(plan: RunPlan) -> str:
         return f"{source}: the folder has no {PROFILE_FILE}"
     try:
         header, shapes = read_file_header(source), tensor_shapes(source)
-        norms = {each["norm"]: shapes[_SCALE + each["norm"]] for each in header["smoothing"]}
+        norms = {each["norm"]: shapes[SMOOTHING + each["norm"]] for each in header["smoothing"]}
         if flat := [norm for norm, sizes in norms.items() if len(sizes) != 1]:
             raise ValueError(f"the scales of {flat[0]} are no vector")
     except EngineError as error:
@@ -262,7 +260,7 @@ def reward_problem(plan: RunPlan) -> RewardProblem | None:
     within_s = _STARTS_WITHIN_S + task.reward_timeout_s
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "appliance.tasks.sample"],
+            [sys.executable, "-m", "appliance.tasks.grading"],
             input=json.dumps(dataclasses.asdict(sample)),
             capture_output=True,
             text=True,

@@ -5,39 +5,44 @@ Progress and failures are events, in the run's folder or in the command's; the e
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
+import dataclasses
 import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from appliance.errors import EngineError
 from appliance.files import whole_folder
-from appliance.hub import download_model
-from appliance.profile.cache import find_profile, key_of, place_profile
-from appliance.profile.job import ProfileJob, cache_folder, job_of_run
+from appliance.profile.job import (
+    ProfileJob,
+    cache_folder,
+    find_profile,
+    job_of_run,
+    key_of,
+    model_folder,
+    place_profile,
+)
 from appliance.quant.calibrate import calibrate
 from appliance.quant.donor import recover
 from appliance.quant.files import PROFILE_FILE
 from appliance.quant.profile import Origin, Settings, write_profile
+from appliance.record.attestations import version_of
 from appliance.record.events import append_event, exit_code_of
-from appliance.record.liveness import Heartbeat, keep_stacks
+from appliance.record.liveness import keep_stacks
 from appliance.record.plan import read_plan
 
-PHASE = "profile"
+_PHASE = "profile"
 _VERSIONS = ("flashrl-appliance", "torch", "transformers", "safetensors")
 
 
 def make_profile(job: ProfileJob) -> Path:
     """The folder with the job's profile: found in the cache, or made. Raises what `calibrate` and `recover` raise."""
-    append_event(Path(job.report_dir), kind="phase", what=PHASE)
+    append_event(Path(job.report_dir), kind="phase", what=_PHASE)
     found = find_profile(job) or _make(job)
     folder = Path(job.target or found)
     if job.target:
         place_profile(found, target=folder)
-    append_event(Path(job.report_dir), kind=PHASE, what=str(folder))
+    append_event(Path(job.report_dir), kind=_PHASE, what=str(folder))
     return folder
 
 
@@ -54,8 +59,13 @@ def _make(job: ProfileJob) -> Path:
         model_hash=model_hash,
         data_hash=data_hash,
         donor=job.donor,
-        versions={name: importlib.metadata.version(name) for name in _VERSIONS},
+        versions={name: version_of(name) for name in _VERSIONS},
     )
+
+    def report(done: int, total: int) -> None:
+        note = f"layer {done} of {total}"
+        append_event(Path(job.report_dir), kind="progress", what=_PHASE, done=done, total=total, note=note)
+
     if job.donor:
         profile = recover(folder, donor=Path(job.donor), scheme=job.scheme, origin=origin)
     else:
@@ -63,42 +73,13 @@ def _make(job: ProfileJob) -> Path:
             folder,
             sequences=read_sequences(job, folder=folder),
             scheme=job.scheme,
-            settings=_settings(job),
+            settings=Settings(**job.model_dump(include={each.name for each in dataclasses.fields(Settings)})),
             origin=origin,
-            on_layer=functools.partial(_report, Path(job.report_dir)),
+            on_layer=report,
         )
     with whole_folder(target, others_count=True) as made:
         write_profile(profile, folder=made)
     return target
-
-
-def _settings(job: ProfileJob) -> Settings:
-    return Settings(
-        strength=job.strength,
-        error_budget=job.error_budget,
-        ignore=job.ignore,
-        prompts=job.prompts,
-        max_tokens=job.max_tokens,
-    )
-
-
-def _report(report_dir: Path, done: int, total: int) -> None:
-    append_event(report_dir, kind="progress", what=PHASE, done=done, total=total, note=f"layer {done} of {total}")
-
-
-def model_folder(model: str, *, revision: str) -> Path:
-    """The model's folder, from the hub where it is not one. Raises EngineError when the hub cannot be asked."""
-    if (Path(model) / "config.json").is_file():
-        return Path(model)
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    try:
-        return download_model(model, revision=revision, beat=Heartbeat().beat)
-    except (OSError, HfHubHTTPError, HFValidationError) as error:
-        raise EngineError(
-            f"{model}: neither a folder with config.json nor to be had from the hub: {error}",
-            hint="give a folder, or a name on the hub",
-        ) from error
 
 
 def read_sequences(job: ProfileJob, *, folder: Path) -> list[list[int]]:
@@ -127,7 +108,7 @@ def _tokens(row: dict, *, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def main(arguments: list[str]) -> int:
-    keep_stacks(PHASE)
+    keep_stacks(_PHASE)
     kind, path = arguments[0], Path(arguments[1])
     job = job_of_run(read_plan(path)) if kind == "--plan" else ProfileJob.model_validate_json(path.read_bytes())
     return exit_code_of(lambda: make_profile(job), run_dir=Path(job.report_dir))

@@ -1,20 +1,22 @@
-"""The commands around a profile: make one, write the configuration of an engine, take over a donor's.
+"""The commands around a profile: make one, write the configuration of an engine, take over a donor's or FlashRL's.
 
-The launcher's side: it imports no torch, finds what the cache has, and leaves the rest to a child.
+The launcher's side: it imports no torch, reads no pickle, finds what the cache has, and leaves the rest to children.
 """
 
 from __future__ import annotations
 
 import os
 import os.path
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.progress import Progress, TaskID
+from rich.progress import Progress
 
 from appliance import console
 from appliance.errors import EngineError, RecipeError
@@ -35,22 +37,25 @@ from appliance.plan.build import build_plan
 from appliance.plan.engines import PROFILE_FOLDER
 from appliance.preflight.probes import read_host
 from appliance.preflight.report import commit_for
-from appliance.profile.cache import find_profile, model_hash, place_profile
-from appliance.profile.job import ProfileJob, job_of_plan, job_of_run
-from appliance.profile.table import table
+from appliance.profile.job import ProfileJob, find_profile, job_of_plan, job_of_run, model_hash, place_profile
 from appliance.profile.uaq import SCALING
-from appliance.quant.files import PROFILE_FILE, read_file_header
+from appliance.quant.files import PROFILE_FILE, kept_layers, read_file_header
 from appliance.recipe.schema import Recipe
 from appliance.recipe.text import path_problem
-from appliance.record.events import EVENTS_FILE, Event, Tail, append_event, parse_event
+from appliance.record.events import EVENTS_FILE, Tail, append_event, parse_event
 from appliance.record.plan import RunPlan
+from appliance.terms.environment import THREADS_VARIABLE
 from appliance.terms.schemes import PROFILED, Scheme
 from appliance.terms.settings import Quantisation
 
 CONFIG_FILE = "quantization.yaml"
 CHILD_MODULE = "appliance.profile.child"
 _COMMAND = "profile"
-_CACHE = ".cache"
+_WORST_LAYERS = 8
+_READER, _WRITER = "appliance.profile.unpickle", "appliance.quant.donor"  # of FlashRL's file, and of what was in it
+_REFUSED = RecipeError.exit_code  # of a child that did not like the file
+_READER_TIMEOUT_S = 300.0
+_HINT = "nothing in the file was run; give the profile.pt that `flashrl profile --fn int8` wrote"
 
 
 def run_profile(recipe: Recipe, *, output: Path | None) -> int:
@@ -109,15 +114,8 @@ def run_donor(*, model: str, quantized: Path, scheme: Scheme, output: Path) -> i
     with new_folder(output, option="-o"), folder_elsewhere(command=_COMMAND) as folder:
         job = ProfileJob(
             model=str(Path(model).absolute()),
-            revision="",
-            trust_remote_code=False,
-            parquet="",
             scheme=scheme,
-            strength=0.0,
-            error_budget=None,
-            ignore=(),
-            longest=0,
-            cache_dir=str(folder / _CACHE),
+            cache_dir=str(folder / ".cache"),
             target=str(output.absolute()),
             report_dir=str(folder),
             donor=str(quantized.absolute()),
@@ -127,6 +125,47 @@ def run_donor(*, model: str, quantized: Path, scheme: Scheme, output: Path) -> i
     write_config(output / CONFIG_FILE, [settings], model=job.model)
     _show(output)
     return 0
+
+
+def run_convert(file: Path, *, output: Path) -> int:
+    """Write `output/profile.safetensors`. Raises RecipeError for a file that is not FlashRL's, or that wants to run."""
+    if not os.path.isfile(file):
+        raise RecipeError([(f"{file}: no such file", "give FlashRL's profile.pt")])
+    with new_folder(output, option="-o"), tempfile.TemporaryDirectory(prefix="appliance-convert-") as folder:
+        scales = Path(folder) / "scales.safetensors"
+        _read_apart(file, scales=scales, room=Path(folder) / "room")
+        code, lines = _run_plain([_WRITER, str(scales), str(file), str(output)])
+        if code:
+            raise RecipeError([(line, "") for line in (lines if code == _REFUSED else lines[-1:])])
+    _show(output)
+    return 0
+
+
+def _read_apart(file: Path, *, scales: Path, room: Path) -> None:
+    """The pickle as safetensors, read by a process without rights."""
+    room.mkdir()
+    try:
+        command = [_READER, str(file), str(scales), str(room)]
+        code, lines = _run_plain(command, env=reader_environment(room), timeout=_READER_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise RecipeError([(f"{file}: not read within {_READER_TIMEOUT_S:.0f} s", _HINT)]) from error
+    if code == _REFUSED and scales.is_file():
+        raise RecipeError([(f"{file}: refused: {scales.read_text(errors='replace')[:400]}", _HINT)])
+    if code:
+        raise RecipeError([(f"{file}: refused: its reader ended: {lines[-1][:400]}", _HINT)])
+
+
+def _run_plain(module: list[str], **how: Any) -> tuple[int, list[str]]:
+    """(exit code, what the child said)."""
+    command = [sys.executable, "-m", *module]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, **how)
+    return done.returncode, done.stderr.decode(errors="replace").strip().splitlines() or [f"code {done.returncode}"]
+
+
+def reader_environment(room: Path) -> dict[str, str]:
+    """All that the reader gets. One thread: Linux gives no user a network namespace for a process with more."""
+    kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+    return {**kept, "TMPDIR": str(room), "HOME": str(room), THREADS_VARIABLE: "1"}
 
 
 def profile_child(plan: RunPlan) -> Child | None:
@@ -172,19 +211,15 @@ def _take(source: Path, *, plan: RunPlan) -> None:
     """Copy the profile that the recipe names. Its smoothing leaves any model's function as it is, so that one of
     another checkpoint of the same shapes is taken, with a note."""
     assert plan.profile is not None
-    header = read_file_header(source)
+    header, model = read_file_header(source), Path(plan.model.path)
     place_profile(source if source.is_dir() else source.parent, target=Path(plan.profile.folder))
-    if not _is_made_of(header, plan=plan):
+    if header["model_hash"] and (model / "config.json").is_file():
+        is_the_models = header["model_hash"] == model_hash(model, cache_dir=Path(plan.cache_dir))
+    else:
+        is_the_models = header["model"] == plan.model.path
+    if not is_the_models:
         what = f"the profile {source} was made of {header['model'] or 'an unnamed model'}"
         append_event(Path(plan.run_dir), kind="note", what=what, why="quantization.profile")
-
-
-def _is_made_of(header: dict[str, Any], *, plan: RunPlan) -> bool:
-    """Whether a profile is of the plan's model: by the hash of its files, where both are known, else by the name."""
-    folder = Path(plan.model.path)
-    if header["model_hash"] and (folder / "config.json").is_file():
-        return header["model_hash"] == model_hash(folder, cache_dir=Path(plan.cache_dir))
-    return header["model"] == plan.model.path
 
 
 def _refuse_existing(*paths: Path) -> None:
@@ -225,7 +260,7 @@ def _make(plan: RunPlan, *, output: Path | None) -> Path:
 
 def _write_config(plan: RunPlan, *, profile: Path | None, path: Path) -> None:
     """One entry for each replica; the layers that the profile keeps in BF16 are in `ignore`."""
-    kept = tuple(read_file_header(profile)["suggested_ignore"]) if profile else ()
+    kept = kept_layers(profile) if profile else ()
     replicas = []
     for each in plan.rollout.replicas:
         uses = bool(each.profile and profile)
@@ -272,7 +307,9 @@ def _run(job: ProfileJob, *, env: dict[str, str]) -> Path:
             for line in tail.read():
                 event = parse_event(line)
                 if event is not None and event.kind == "progress" and event.what == _COMMAND:
-                    _draw(bar, task, event)
+                    bar.update(task, completed=event.done, total=event.total)
+                    if bar.disable:
+                        console.say(f"profiling: {event.note}")
                 elif event is not None and event.kind == _COMMAND:
                     left.append(Path(event.what))
 
@@ -281,12 +318,72 @@ def _run(job: ProfileJob, *, env: dict[str, str]) -> Path:
     return left[-1]
 
 
-def _draw(bar: Progress, task: TaskID, event: Event) -> None:
-    bar.update(task, completed=event.done, total=event.total)
-    if bar.disable:
-        console.say(f"profiling: {event.note}")
-
-
 def _show(folder: Path, *, model: str = "") -> None:
     for line in table(read_file_header(folder), folder=str(folder), model=model):
         console.show(line)
+
+
+def table(header: dict[str, Any], *, folder: str, model: str = "") -> list[str]:
+    """header: of `profile.safetensors`.  folder: where the files lie.
+
+    model: the model as it is called here, where it is the same one; else it is called as where the profile was made.
+    """
+    origin = f"{model or header['model'] or 'a model'}{'@' + header['revision'] if header['revision'] else ''}"
+    rows = [("smoothing", _smoothing(header))]
+    if header["layers"]:
+        rows.append(("kept in BF16", _kept(header)))
+    if predicted := header["predicted"]:
+        numbers = f"KL {predicted['kl']:.1e}, k3-KL on the text {predicted['k3_kl']:.1e} nats"
+        rows.append(("mismatch", f"predicted against BF16, over {predicted['tokens']} tokens: {numbers}"))
+    if memory := header["memory"]:
+        parts = (memory["peak_bytes"], memory["largest_layer_bytes"], memory["model_bytes"])
+        peak, layer, whole = (f"{each / 2**20:.1f} MiB" for each in parts)
+        rows.append(("memory", f"{peak} of weights at the most; the largest layer has {layer}, the model {whole}"))
+    return [
+        f"profile of {origin} for {header['scheme']} ({header['kind']})",
+        "",
+        *([*_errors(header["layers"]), ""] if header["layers"] else []),
+        *console.table([*rows, ("files", folder)]).splitlines(),
+    ]
+
+
+def _errors(layers: list[dict[str, Any]]) -> list[str]:
+    worst = sorted(layers, key=lambda each: -each["output_error"])[:_WORST_LAYERS]
+    rows = [
+        (
+            _name(each),
+            *(f"{each[error]:.2%}" for error in ("weight_error", "output_error", "output_error_plain")),
+            "kept in BF16" if each["kept"] else "",
+        )
+        for each in worst
+    ]
+    head = ("layers with the largest error", "weights", "outputs", "not smoothed", "")
+    return console.table(rows, head=head, numbers=range(1, 4)).splitlines()
+
+
+def _name(layer: dict[str, Any]) -> str:
+    """`model.layers.3.self_attn.{q,k,v}_proj` for a fused layer."""
+    first, *others = layer["linears"]
+    if not others:
+        return first
+    parts = (name.rpartition(".")[2].removesuffix("_proj") for name in layer["linears"])
+    return f"{first.rpartition('.')[0]}.{{{','.join(parts)}}}_proj"
+
+
+def _smoothing(header: dict[str, Any]) -> str:
+    strength, groups = header["settings"]["strength"], len(header["smoothing"])
+    if header["kind"] != "calibrated":
+        return f"{_norms(groups)}, as the donor has it, to the nearest powers of two"
+    if not strength:
+        return "off"
+    return f"strength {strength:g}: {_norms(groups)} with all they feed; others gain nothing by it"
+
+
+def _norms(number: int) -> str:
+    return f"{number} norm{'' if number == 1 else 's'}"
+
+
+def _kept(header: dict[str, Any]) -> str:
+    kept, budget = header["suggested_ignore"], header["settings"]["error_budget"]
+    why = f"an output error above {budget:.2%}, or `ignore`" if budget else "`ignore`; no error budget is set"
+    return f"{', '.join(kept) if kept else 'none'} ({why})"

@@ -1,17 +1,27 @@
-"""What one profiling is, as a value that goes to its child process. Imports no torch."""
+"""What one profiling is, as a value that goes to its child process; and finding its profile again, by the hash of the
+model's files, of the text, and of every setting. Imports no torch.
+
+A file's hash is remembered with its size and time, so that it is read once.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import shutil
 from pathlib import Path
 
+from appliance.errors import EngineError
+from appliance.files import whole_file, write_whole
 from appliance.frozen import Frozen
+from appliance.hub import MODEL_FILES, download_model
+from appliance.quant.files import PROFILE_FILE
+from appliance.record.liveness import Heartbeat
 from appliance.record.plan import RunPlan
 from appliance.terms.schemes import Scheme
 
-PROMPTS = 64  # of the task, with their answers
-MAX_TOKENS = 2048  # of all prompts together
-PROFILES = "profiles"  # below the cache folder
-HASHES = "hashes.json"
+_VERSION = 1  # raise it when the same inputs give another profile
+_PLACES = {"target", "report_dir", "cache_dir", "model", "revision", "parquet", "trust_remote_code"}
 
 
 class ProfileJob(Frozen):
@@ -19,16 +29,16 @@ class ProfileJob(Frozen):
 
     model: str
     """Folder or hub name."""
-    revision: str
-    trust_remote_code: bool
-    parquet: str
+    revision: str = ""
+    trust_remote_code: bool = False
+    parquet: str = ""
     """The task's training data."""
     scheme: Scheme
-    strength: float
+    strength: float = 0.0
     """Of smoothing, 0..1."""
-    error_budget: float | None
-    ignore: tuple[str, ...]
-    longest: int
+    error_budget: float | None = None
+    ignore: tuple[str, ...] = ()
+    longest: int = 0
     """Tokens, where a prompt with its answer is cut."""
     cache_dir: str
     target: str
@@ -37,8 +47,10 @@ class ProfileJob(Frozen):
     """Where events go."""
     donor: str = ""
     """A W8A8 checkpoint, and then no text is read."""
-    prompts: int = PROMPTS
-    max_tokens: int = MAX_TOKENS
+    prompts: int = 64
+    """Of the task, with their answers."""
+    max_tokens: int = 2048
+    """Of all prompts together."""
 
 
 def job_of_run(plan: RunPlan) -> ProfileJob:
@@ -66,5 +78,83 @@ def job_of_plan(plan: RunPlan, *, target: str | None = None) -> ProfileJob:
     )
 
 
+def model_folder(model: str, *, revision: str) -> Path:
+    """The model's folder, from the hub where it is not one. Raises EngineError when the hub cannot be asked."""
+    if (Path(model) / "config.json").is_file():
+        return Path(model)
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return download_model(model, revision=revision, beat=Heartbeat().beat)
+    except (OSError, HfHubHTTPError, HFValidationError) as error:
+        raise EngineError(
+            f"{model}: neither a folder with config.json nor to be had from the hub: {error}",
+            hint="give a folder, or a name on the hub",
+        ) from error
+
+
+def model_hash(folder: Path, *, cache_dir: Path) -> str:
+    """sha256 over names and contents of the model's files. Raises OSError when one cannot be read."""
+    files = sorted({file for pattern in MODEL_FILES for file in folder.glob(pattern) if file.is_file()})
+    heart, hashes = Heartbeat(), []
+    for file in files:
+        hashes.append([file.name, file_hash(file, cache_dir=cache_dir)])
+        heart.beat()
+    return _digest(hashes)
+
+
+def file_hash(file: Path, *, cache_dir: Path) -> str:
+    """sha256 of a file's content, remembered in the cache by its size and time of change."""
+    memory = cache_dir / "hashes.json"
+    known = _read(memory)
+    now = file.stat()
+    name, state = str(file.resolve()), [now.st_size, now.st_mtime_ns]
+    if name in known and known[name][:2] == state:
+        return known[name][2]
+    with file.open("rb") as opened:
+        found = hashlib.file_digest(opened, "sha256").hexdigest()
+    memory.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(memory, json.dumps({**_read(memory), name: [*state, found]}), durable=False)
+    return found
+
+
+def key_of(job: ProfileJob, *, folder: Path) -> tuple[str, str, str]:
+    """(key, model hash, data hash). folder: the model's. Raises OSError when a file cannot be read."""
+    cache_dir = Path(job.cache_dir)
+    model = model_hash(folder, cache_dir=cache_dir)
+    source = Path(job.donor or job.parquet)
+    data = model_hash(source, cache_dir=cache_dir) if job.donor else file_hash(source, cache_dir=cache_dir)
+    settings = job.model_dump(mode="json", exclude=_PLACES)
+    return _digest({"version": _VERSION, "model": model, "data": data, **settings})[:16], model, data
+
+
+def find_profile(job: ProfileJob) -> Path | None:
+    """The folder in the cache that has this profile already, None when there is none or the model is not here."""
+    folder = Path(job.model)
+    if not (folder / "config.json").is_file() or not (job.donor or Path(job.parquet).is_file()):
+        return None
+    found = cache_folder(job, key=key_of(job, folder=folder)[0])
+    return found if (found / PROFILE_FILE).is_file() else None
+
+
+def place_profile(found: Path, *, target: Path) -> None:
+    """Copy a profile into a folder; it appears there whole or not at all. Raises OSError."""
+    target.mkdir(parents=True, exist_ok=True)
+    with whole_file(target / PROFILE_FILE) as partial:
+        shutil.copyfile(found / PROFILE_FILE, partial)
+
+
 def cache_folder(job: ProfileJob, *, key: str) -> Path:
-    return Path(job.cache_dir) / PROFILES / key
+    return Path(job.cache_dir) / "profiles" / key
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _read(memory: Path) -> dict[str, list]:
+    try:
+        known = json.loads(memory.read_text())
+    except (OSError, ValueError):
+        return {}  # none yet, or half of one: files are read again
+    return known if isinstance(known, dict) else {}

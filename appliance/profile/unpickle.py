@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from appliance.profile.convert import REFUSED
+from appliance.errors import RecipeError
 
 _NOBODY = 65534
 _PR_SET_NO_NEW_PRIVS = 38
@@ -32,18 +32,8 @@ _CLONE_NEWUSER = 0x10000000
 _CPU_S = 120
 _SPARE_BYTES = 2 << 30
 _TORCH_SAYS = (  # of a file that is none
-    *(
-        RuntimeError,
-        EOFError,
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        OSError,
-        OverflowError,
-        AssertionError,
-    ),
-    struct.error,
+    *(AssertionError, AttributeError, EOFError, LookupError, OSError, OverflowError, RuntimeError, TypeError),
+    *(ValueError, struct.error),
 )
 _FIELDS = {"input_scale", "output_scale", "type"}
 
@@ -120,14 +110,11 @@ def give_up_rights(*, room: Path, file_bytes: int) -> None:
 
 def _warm_up() -> None:
     """Everything that torch and safetensors import at first use, while the files can still be read."""
-    made = io.BytesIO()
-    torch.save({"x": {"input_scale": torch.nn.Parameter(torch.ones(1)) * 2, "type": torch.int8}}, made)
-    made.seek(0)
-    torch.load(made, weights_only=True)
-    made = io.BytesIO()
-    torch.save([1], made, _use_new_zipfile_serialization=False)
-    made.seek(0)
-    torch.load(made, weights_only=True)
+    profile = {"x": {"input_scale": torch.nn.Parameter(torch.ones(1)) * 2, "type": torch.int8}}
+    for value, zipped in ((profile, True), ([1], False)):
+        torch.save(value, made := io.BytesIO(), _use_new_zipfile_serialization=zipped)
+        made.seek(0)
+        torch.load(made, weights_only=True)
     save({"x": torch.ones(1)})
 
 
@@ -145,10 +132,10 @@ def main(arguments: list[str]) -> int:
             out.write(read(file))
         except pickle.UnpicklingError as error:
             out.write(f"it asks for more than tensors and plain containers: {_asked(error)}".encode())
-            return REFUSED
+            return RecipeError.exit_code
         except (NotAProfile, MemoryError) as error:
             out.write(_first_line(error).encode())
-            return REFUSED
+            return RecipeError.exit_code
     return 0
 
 

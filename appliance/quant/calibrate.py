@@ -11,11 +11,19 @@ quantised engine would have. For each layer:
    that reads it is dropped.
 4. Layers above the error budget stay in BF16, and the quantised stream goes on through the rest.
 
-Legend: B sequences of T tokens, M positions, H width, K input channels.
+At the end both streams go through the head, in bands of the vocabulary: the mismatch to expect.
+
+    z, z'   logits of the exact and of the quantised stream, float32
+    KL(p' || p) = sum_v p'_v (z'_v - z_v) - (lse z' - lse z)
+
+The sums run along the bands in float64 with a moving maximum: no more than one band of logits is ever held.
+
+Legend: B sequences of T tokens, M positions, H width, K input channels, R words of a band.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,16 +32,25 @@ import torch
 from torch import Tensor
 
 from appliance.errors import EngineError
-from appliance.quant.checkpoint import Checkpoint, Ledger
+from appliance.quant.checkpoint import Checkpoint, Ledger, StreamedModel
 from appliance.quant.layer_view import Errors, LayerView
-from appliance.quant.predict import predict_mismatch
-from appliance.quant.profile import LayerError, Memory, Origin, Predicted, Profile, Settings
-from appliance.quant.smoothing import Smoothing, SmoothingGroup, power_of_two
-from appliance.quant.streamed import StreamedModel
+from appliance.quant.mismatch import measure_mismatch
+from appliance.quant.profile import (
+    LayerError,
+    Memory,
+    Origin,
+    Predicted,
+    Profile,
+    Settings,
+    Smoothing,
+    SmoothingGroup,
+    power_of_two,
+)
 from appliance.terms.families import Unit
 from appliance.terms.schemes import Scheme
 
 _BATCH_TOKENS = 2048  # of one forward: bounds the activations inside a layer
+_POSITIONS = 1024  # of logits at a time
 
 
 @dataclass
@@ -58,53 +75,50 @@ def calibrate(
 
     sequences: token ids, each of at least one token.  on_layer: called with the layers done and their number.
     Raises EngineError for a model of an unknown family or a checkpoint that is not whole, NumericsError when a weight
-    or an activation is not finite, ValueError for a scheme that does not quantise.
+    or an activation is not finite.
     """
-    if not scheme.quantised:
-        raise ValueError(f"`{scheme}` does not quantise")
     ledger = ledger or Ledger()
-    with Checkpoint(folder, ledger=ledger) as checkpoint:
-        model = StreamedModel(checkpoint)
-        batches = batches_of(sequences)
-        embedded = [model.embed(batch.tokens_BT) for batch in batches]
-        streams = _Streams(embedded, list(embedded))
-        calls = [model.layer_calls(batch) for batch in embedded]
-        layers: list[LayerError] = []
-        groups: list[SmoothingGroup] = []
-        activations: dict[str, Tensor] = {}
-        for index in range(model.num_layers):
-            with model.layer(index) as layer:
-                view = LayerView(
-                    layer,
-                    family=model.family,
-                    prefix=f"model.layers.{index}.",
-                    scheme=scheme,
-                    ignore=settings.ignore,
-                    ledger=ledger,
-                    calls=[each[index] for each in calls],
-                    valid=[batch.valid_BT for batch in batches],
-                )
-                done = _one_layer(view, streams, settings=settings)
-                del view, layer
-            layers += done.layers
-            groups += done.groups
-            activations |= done.activations
-            on_layer(index + 1, model.num_layers)
-        predicted = _predicted(model, streams, batches=batches)
-        return Profile(
-            origin=origin,
-            scheme=scheme,
-            settings=settings,
-            smoothing=Smoothing(tuple(groups)),
-            layers=tuple(layers),
-            predicted=predicted,
-            memory=Memory(
-                peak_bytes=ledger.peak_bytes,
-                largest_layer_bytes=max(model.layer_bytes(each) for each in range(model.num_layers)),
-                model_bytes=sum(_bytes(checkpoint, name) for name in checkpoint.names),
-            ),
-            activations=activations,
-        )
+    checkpoint = Checkpoint(folder, ledger=ledger)
+    model = StreamedModel(checkpoint)
+    batches = batches_of(sequences)
+    embedded = [model.embed(batch.tokens_BT) for batch in batches]
+    streams = _Streams(embedded, list(embedded))
+    calls = [model.layer_calls(batch) for batch in embedded]
+    layers: list[LayerError] = []
+    groups: list[SmoothingGroup] = []
+    activations: dict[str, Tensor] = {}
+    for index in range(model.num_layers):
+        with model.layer(index) as layer:
+            view = LayerView(
+                layer,
+                family=model.family,
+                prefix=f"model.layers.{index}.",
+                scheme=scheme,
+                ignore=settings.ignore,
+                ledger=ledger,
+                calls=[each[index] for each in calls],
+                valid=[batch.valid_BT for batch in batches],
+            )
+            layers_here, groups_here, activations_here = _one_layer(view, streams, settings=settings)
+            del view, layer
+        layers += layers_here
+        groups += groups_here
+        activations |= activations_here
+        on_layer(index + 1, model.num_layers)
+    return Profile(
+        origin=origin,
+        scheme=scheme,
+        settings=settings,
+        smoothing=Smoothing(tuple(groups)),
+        layers=tuple(layers),
+        predicted=_predicted(model, streams, batches=batches),
+        memory=Memory(
+            peak_bytes=ledger.peak_bytes,
+            largest_layer_bytes=model.largest_layer_bytes,
+            model_bytes=sum(2 * math.prod(checkpoint.shape(name)) for name in checkpoint.names),
+        ),
+        activations=activations,
+    )
 
 
 @dataclass(frozen=True)
@@ -147,14 +161,10 @@ def scales(activation_K: Tensor, *, weight_K: Tensor, strength: float) -> Tensor
     return power_of_two(torch.exp2(log_K))
 
 
-@dataclass(frozen=True)
-class _Done:
-    layers: list[LayerError]
-    groups: list[SmoothingGroup]
-    activations: dict[str, Tensor]
-
-
-def _one_layer(view: LayerView, streams: _Streams, *, settings: Settings) -> _Done:
+def _one_layer(
+    view: LayerView, streams: _Streams, *, settings: Settings
+) -> tuple[list[LayerError], list[SmoothingGroup], dict[str, Tensor]]:
+    """Of the profile, what the layer adds; the streams go through it."""
     plain, ranges = Errors(), dict[str, Tensor]()
     outputs, samples = view.exact(streams.exact, errors=plain, ranges=ranges)
     groups = _groups(view, ranges=ranges, strength=settings.strength)
@@ -185,7 +195,7 @@ def _one_layer(view: LayerView, streams: _Streams, *, settings: Settings) -> _Do
     ]
     names = {unit.members[0]: unit.members for unit in view.units}
     activations = {view.prefix + member: value for key, value in ranges.items() for member in names[key]}
-    return _Done(layers, kept_groups, activations)
+    return layers, kept_groups, activations
 
 
 def _groups(view: LayerView, *, ranges: dict[str, Tensor], strength: float) -> dict[Unit, SmoothingGroup]:
@@ -205,12 +215,9 @@ def _groups(view: LayerView, *, ranges: dict[str, Tensor], strength: float) -> d
 def _kept(view: LayerView, *, errors: dict[str, float], budget: float | None) -> frozenset[str]:
     """First members of the units to keep in BF16: those above the budget, and their other half where one layer of the
     engine (experts) is two units."""
-    over = {name for unit in view.units if _is_over(errors.get(unit.members[0]), budget) for name in unit.layer}
+    most = math.inf if budget is None else budget
+    over = {name for unit in view.units if errors.get(unit.members[0], 0.0) > most for name in unit.layer}
     return frozenset(unit.members[0] for unit in view.units if over & set(unit.layer))
-
-
-def _is_over(error: float | None, budget: float | None) -> bool:
-    return error is not None and budget is not None and error > budget
 
 
 def _predicted(model: StreamedModel, streams: _Streams, *, batches: list[Batch]) -> Predicted | None:
@@ -227,18 +234,59 @@ def _predicted(model: StreamedModel, streams: _Streams, *, batches: list[Batch])
         )
         for stream in (streams.exact, streams.quantised)
     )
-    return predict_mismatch(
-        exact_MH,
-        quantised_MH=quantised_MH,
-        target_M=target_M,
-        checkpoint=model.checkpoint,
-        head_name=model.head_name,
+    parts = [slice(first, first + _POSITIONS) for first in range(0, len(target_M), _POSITIONS)]
+    exact, quantised = ([_Softmax(target_M[part]) for part in parts] for _ in range(2))
+    for start, rows_RH in model.checkpoint.rows(model.head_name):
+        rows_HR = rows_RH.float().t()
+        for part, softmax, softmax_q in zip(parts, exact, quantised, strict=True):
+            z_MR = exact_MH[part].float() @ rows_HR
+            zq_MR = quantised_MH[part].float() @ rows_HR
+            softmax.add(z_MR, difference_MR=zq_MR - z_MR, start=start)
+            softmax_q.add(zq_MR, difference_MR=zq_MR - z_MR, start=start)
+    pairs = zip(exact, quantised, strict=True)
+    kl_M = torch.cat([q.moment_M / q.mass_M - (q.lse_M - p.lse_M) for p, q in pairs])
+    on_text = measure_mismatch(
+        torch.cat([each.log_prob_M for each in exact]),
+        rollout_T=torch.cat([each.log_prob_M for each in quantised]),
+        cap=None,
+    )
+    return Predicted(
+        tokens=len(target_M),
+        kl=max(0.0, float(kl_M.mean())),  # rounding can leave -1e-9
+        k3_kl=on_text.k3_kl,
+        kl_tokens=on_text.kl,
+        probs_diff_mean=on_text.probs_diff_mean,
+        weight_max=on_text.weight_max,
     )
 
 
-def _bytes(checkpoint: Checkpoint, name: str) -> int:
-    """In BF16."""
-    size = 2
-    for each in checkpoint.shape(name):
-        size *= each
-    return size
+class _Softmax:
+    """Sums of one softmax along the bands: the maximum so far, exp(z - top), the same times d, and the target's z.
+
+    target_M: int64, the text's next tokens.
+    """
+
+    def __init__(self, target_M: Tensor) -> None:
+        self._target_M = target_M
+        self._top_M = torch.full(target_M.shape, -torch.inf, dtype=torch.float64)
+        self.mass_M, self.moment_M, self._logit_M = (torch.zeros_like(self._top_M) for _ in range(3))
+
+    @property
+    def lse_M(self) -> Tensor:
+        return self._top_M + self.mass_M.log()
+
+    @property
+    def log_prob_M(self) -> Tensor:
+        """Of the targets."""
+        return self._logit_M - self.lse_M
+
+    def add(self, logits_MR: Tensor, *, difference_MR: Tensor, start: int) -> None:
+        top_M = torch.maximum(self._top_M, logits_MR.amax(dim=1).double())
+        scale_M = (self._top_M - top_M).exp()
+        weight_MR = (logits_MR - top_M[:, None].float()).exp_()  # the maximum is one of the logits: exact in float32
+        self.mass_M = self.mass_M * scale_M + weight_MR.sum(dim=1, dtype=torch.float64)
+        moment_M = weight_MR.mul_(difference_MR).sum(dim=1, dtype=torch.float64)
+        self.moment_M = self.moment_M * scale_M + moment_M
+        self._top_M = top_M
+        inside_M = (self._target_M >= start) & (self._target_M < start + logits_MR.shape[1])
+        self._logit_M[inside_M] = logits_MR[inside_M, self._target_M[inside_M] - start].double()

@@ -1,34 +1,32 @@
-"""A model's folder of safetensors, read by name, with an account of what is alive of it. Loads no transformers."""
+"""A model's folder of safetensors, read by name, and its decoder layers, one at a time.
+
+The model is built without memory (torch's meta device). What its layers are called with (masks, rotary embeddings) is
+what the model's own forward calls them with; only the weights come and go. A ledger counts the bytes of every tensor
+that was handed out until it is really gone.
+
+Legend: B sequences of T tokens each, H the width of the residual stream.
+"""
 
 from __future__ import annotations
 
 import json
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from appliance.errors import EngineError
+from appliance.terms.families import EXPERT_PARTS, EXPERTS, FAMILIES
 
 _INDEX = "model.safetensors.index.json"
 _ROWS = 4096  # of embedding and head at a time
-
-
-def _indexed(index: Path) -> list[str]:
-    """The files that an index names: beside it, nowhere else. Raises EngineError."""
-    try:
-        named = set(json.loads(index.read_text())["weight_map"].values())
-        if outside := sorted(name for name in named if Path(name).name != name or name in ("", "..")):
-            raise EngineError(f"{index}: names a file outside of its folder: {outside[0]}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise EngineError(f"{index}: cannot be read: {type(error).__name__}: {error}") from error
-    return sorted(named)
+_FAMILIES = {family.model_type: family for family in FAMILIES.values()}
 
 
 @dataclass
@@ -66,17 +64,10 @@ class Checkpoint:
         if index.is_file():
             files = [folder / name for name in _indexed(index)]
         try:
-            self._opened = [safe_open(file, framework="pt") for file in files]
+            opened = [safe_open(file, framework="pt") for file in files]
         except (SafetensorError, OSError) as error:
             raise EngineError(f"{folder}: safetensors that cannot be read: {error}") from error
-        self._place = {name: opened for opened in self._opened for name in opened.keys()}  # noqa: SIM118
-
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._place.clear()
-        self._opened.clear()
+        self._place = {name: each for each in opened for name in each.keys()}  # noqa: SIM118
 
     def __contains__(self, name: str) -> bool:
         return name in self._place
@@ -102,3 +93,125 @@ class Checkpoint:
         if name not in self._place:
             raise EngineError(f"{self.folder}: the checkpoint has no {name}")
         return self._place[name]
+
+
+def _indexed(index: Path) -> list[str]:
+    """The files that an index names: beside it, nowhere else. Raises EngineError."""
+    try:
+        named = set(json.loads(index.read_text())["weight_map"].values())
+        if outside := sorted(name for name in named if Path(name).name != name or name in ("", "..")):
+            raise EngineError(f"{index}: names a file outside of its folder: {outside[0]}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise EngineError(f"{index}: cannot be read: {type(error).__name__}: {error}") from error
+    return sorted(named)
+
+
+class _Recorder(nn.Module):
+    """Stands where a decoder layer stood and notes how it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[dict[str, Any]] = []
+
+    def forward(self, hidden_BTH: Tensor, **kwargs: Any) -> Tensor:
+        self.calls.append(kwargs)
+        return hidden_BTH
+
+
+class StreamedModel:
+    """A causal language model of a known family, without its weights.
+
+    Raises EngineError for a family that this program does not know.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM  # seconds that reading a checkpoint does not need
+
+        folder = checkpoint.folder
+        try:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise EngineError(f"{folder}: config.json cannot be read: {error}") from error
+        if config.model_type not in _FAMILIES:
+            message = f"{folder}: a profile of `{config.model_type}` cannot be made"
+            raise EngineError(message, hint=f"known are {', '.join(_FAMILIES)}")
+        self.checkpoint = checkpoint
+        self.family = _FAMILIES[config.model_type]
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        self._model = model.model.eval()
+        self._layers = list(self._model.layers)
+        self._norm = self._model.norm
+        self._model.rotary_emb = type(self._model.rotary_emb)(config=self._model.config)  # has buffers, no weights
+        self.head_name = "lm_head.weight" if "lm_head.weight" in checkpoint else "model.embed_tokens.weight"
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    def embed(self, tokens_BT: Tensor) -> Tensor:
+        """[B, T, H] BF16: the embeddings, read in bands of rows."""
+        flat = tokens_BT.flatten()
+        hidden = torch.empty(flat.shape[0], self._norm.weight.shape[0], dtype=torch.bfloat16)
+        for start, rows in self.checkpoint.rows("model.embed_tokens.weight"):
+            inside = (flat >= start) & (flat < start + rows.shape[0])
+            hidden[inside] = rows[flat[inside] - start]
+        return hidden.view(*tokens_BT.shape, -1)
+
+    def layer_calls(self, hidden_BTH: Tensor) -> list[dict[str, Any]]:
+        """One per decoder layer: the keywords that the model's own forward gives it for a batch of this shape."""
+        recorders = [_Recorder() for _ in self._layers]
+        self._model.layers = nn.ModuleList(recorders)
+        self._model.norm = nn.Identity()
+        with torch.no_grad():
+            self._model(inputs_embeds=hidden_BTH, use_cache=False)
+        return [recorder.calls[0] for recorder in recorders]
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[nn.Module]:
+        """A decoder layer with its weights, in BF16, while the block lasts."""
+        layer, prefix = self._layers[index], f"model.layers.{index}."
+        for name, parameter in list(layer.named_parameters()):
+            value = self._parameter(prefix + name, shape=tuple(parameter.shape))
+            place(layer, name, self.checkpoint.ledger.enter(nn.Parameter(value, requires_grad=False)))
+            del value
+        try:
+            yield layer
+        finally:
+            for name, parameter in list(layer.named_parameters()):
+                place(layer, name, nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False))
+
+    def final_norm(self, hidden_BTH: Tensor) -> Tensor:
+        weight = self._parameter("model.norm.weight", shape=tuple(self._norm.weight.shape))
+        place(self._norm, "weight", self.checkpoint.ledger.enter(nn.Parameter(weight, requires_grad=False)))
+        with torch.no_grad():
+            return self._norm(hidden_BTH)
+
+    @property
+    def largest_layer_bytes(self) -> int:
+        return max(sum(2 * parameter.numel() for parameter in layer.parameters()) for layer in self._layers)
+
+    def _parameter(self, name: str, *, shape: tuple[int, ...]) -> Tensor:
+        """A parameter of the module tree in BF16, out of the checkpoint's own names: experts are stored one by one."""
+        if name not in self.checkpoint and ".experts." in name:
+            value = self._experts(name, shape=shape)
+        else:
+            value = self.checkpoint.read(name).to(torch.bfloat16)
+        if tuple(value.shape) != shape:
+            raise EngineError(f"{self.checkpoint.folder}: {name} is {list(value.shape)}, the config says {list(shape)}")
+        return value.contiguous()
+
+    def _experts(self, name: str, *, shape: tuple[int, ...]) -> Tensor:
+        prefix, _, kind = name.rpartition(".")
+        parts = EXPERT_PARTS[f"{EXPERTS}.{kind}"]
+        fused = torch.empty(shape, dtype=torch.bfloat16)
+        for expert in range(shape[0]):
+            read = [self.checkpoint.read(f"{prefix}.{expert}.{part}.weight") for part in parts]
+            fused[expert] = torch.cat(read) if len(read) > 1 else read[0]
+        return fused
+
+
+def place(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Make it the module's parameter of that name, which may be of a module below."""
+    path, _, last = name.rpartition(".")
+    module.get_submodule(path)._parameters[last] = parameter

@@ -43,15 +43,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from appliance.quant.codec import Codec
-from appliance.quant.codec_range import (
-    CHUNK_ELEMENTS,
-    block_absmax,
-    chunk_rows,
-    divided,
-    require_finite,
-    row_absmax,
-)
+from appliance.quant.codec import Codec, block_absmax, chunk_rows, divided, require_finite, row_absmax
 from appliance.terms.schemes import BLOCK, Scales, Scheme
 
 FP8_MAX = 448.0
@@ -60,7 +52,6 @@ _ROW_FLOOR = 512.0  # s >= 1 / (448 * 512)
 _BLOCK_FLOOR = 1e-4
 _GROUP_FLOOR = 1e-10
 _SMALLEST_PRECISE = 2.0**-117  # below it s or its reciprocal is rounded to fewer bits than float32 has
-_CHUNK_ELEMENTS = CHUNK_ELEMENTS
 
 
 @dataclass(frozen=True)
@@ -149,7 +140,7 @@ def quantise_fp8_tokens(tokens_MK: Tensor, *, scheme: Scheme, finite: bool = Tru
 
 def row_blocks(weight: Fp8Weight) -> Iterator[Fp8Weight]:
     """The same weight in parts of whole blocks that fit a core's cache when they are widened."""
-    rows = max(1, chunk_rows(weight.codes_NK, chunk_elements=_CHUNK_ELEMENTS) // BLOCK) * BLOCK
+    rows = max(1, chunk_rows(weight.codes_NK) // BLOCK) * BLOCK
     one_scale = weight.block[0] >= len(weight.codes_NK)
     for start in range(0, len(weight.codes_NK), rows):
         codes_RK = weight.codes_NK[start : start + rows]
@@ -217,7 +208,7 @@ def _codes(values_NK: Tensor, *, scale: Tensor, block: tuple[int, int], divide: 
 
 def _rows_at_once(values_NK: Tensor, *, block: tuple[int, int]) -> int:
     """As many as the cache takes, and never rows of two blocks."""
-    rows = chunk_rows(values_NK, chunk_elements=_CHUNK_ELEMENTS)
+    rows = chunk_rows(values_NK)
     if block[0] in (1, len(values_NK)):
         return rows
     return min(block[0], 1 << (rows.bit_length() - 1))  # a power of two divides a block of 128 rows

@@ -28,12 +28,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from appliance.quant.codec import Codec
-from appliance.quant.codec_range import CHUNK_ELEMENTS, chunk_rows, divided, require_finite, row_absmax
+from appliance.quant.codec import Codec, chunk_rows, divided, require_finite, row_absmax
 from appliance.terms.schemes import Scheme
 
 INT8_MAX = 127
-_CHUNK_ELEMENTS = CHUNK_ELEMENTS
 
 
 @dataclass(frozen=True)
@@ -64,19 +62,14 @@ def quantise_int8(weight_NK: Tensor, *, absmax_N1: Tensor | None = None) -> Int8
     weight_NK: [N, K] bfloat16, float16 or float32.  absmax_N1: [N, 1] float32, of the whole rows of a shard.
     Raises NumericsError when a value is not finite.
     """
-    scale_N1 = int8_scale(weight_NK, absmax_N1=absmax_N1)
+    own_N1 = require_finite(row_absmax(weight_NK), what="a weight")
+    scale_N1 = divided(own_N1 if absmax_N1 is None else absmax_N1, steps=float(INT8_MAX))
     codes_NK = torch.empty(weight_NK.shape, dtype=torch.int8, device=weight_NK.device)
-    rows = chunk_rows(weight_NK, chunk_elements=_CHUNK_ELEMENTS)
+    rows = chunk_rows(weight_NK)
     for start in range(0, weight_NK.shape[0], rows):
         part = slice(start, start + rows)
         codes_NK[part] = _codes(weight_NK[part], scale_N1=scale_N1[part])
     return Int8Weight(codes_NK=codes_NK, scale_N1=scale_N1)
-
-
-def int8_scale(weight_NK: Tensor, *, absmax_N1: Tensor | None = None) -> Tensor:
-    """[N, 1] float32, absmax / 127. Raises NumericsError when a value is not finite."""
-    own_N1 = require_finite(row_absmax(weight_NK), what="a weight")
-    return divided(own_N1 if absmax_N1 is None else absmax_N1, steps=float(INT8_MAX))
 
 
 def _codes(weight_NK: Tensor, *, scale_N1: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """FlashRL's way to a profile: a BF16 checkpoint and a W8A8 checkpoint of the same model tell what smoothed the donor.
-FlashRL's own file of it, already out of its pickle, is taken over.
+FlashRL's own file of it, already out of its pickle, is taken over: `python -m appliance.quant.donor SCALES SOURCE
+FOLDER` writes the profile of what was in it, with problems as lines on stderr.
 
 Legend: N output and K input channels of a linear, q its int8 codes, c_n its channel scale, w the BF16 weight.
 
@@ -18,33 +19,35 @@ taken anew from the weights at every sync, as those of a donor no longer fit whe
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from appliance.errors import RecipeError
+from appliance.errors import ApplianceError, RecipeError
 from appliance.quant.checkpoint import Checkpoint
-from appliance.quant.profile import INPUT_SCALE, OUTPUT_SCALE, Origin, Profile, Settings
-from appliance.quant.smoothing import Smoothing, SmoothingGroup, power_of_two
+from appliance.quant.profile import (
+    INPUT_SCALE,
+    OUTPUT_SCALE,
+    Origin,
+    Profile,
+    Settings,
+    Smoothing,
+    SmoothingGroup,
+    power_of_two,
+    write_profile,
+)
 from appliance.terms.families import LLAMA_NORMS
 from appliance.terms.schemes import Scheme
 
+_LINEARS = (*(reader for readers in LLAMA_NORMS.values() for reader in readers), "self_attn.o_proj", "mlp.down_proj")
 _NORM_WEIGHTS = tuple(f"{norm}.weight" for norm in LLAMA_NORMS)
 _LAYER = re.compile(r"(model\.layers\.\d+\.)input_layernorm\.weight")
 _LARGEST_RESIDUAL = 0.1  # |codes - predicted| / |codes|; rounding alone gives below 0.02, GPTQ below 0.05
 _MOST_PROBLEMS = 10
-
-
-@dataclass
-class _Scales:
-    """input_: what a parameter's last dimension is multiplied by.  output: what its rows are. By parameter name."""
-
-    input_: dict[str, Tensor] = field(default_factory=dict)
-    output: dict[str, Tensor] = field(default_factory=dict)
 
 
 def recover(model: Path, *, donor: Path, scheme: Scheme, origin: Origin) -> Profile:
@@ -55,22 +58,27 @@ def recover(model: Path, *, donor: Path, scheme: Scheme, origin: Origin) -> Prof
     """
     if scheme is not Scheme.INT8:
         raise RecipeError([(f"--scheme {scheme}: a donor's scales are those of `int8`", "use --scheme int8")])
-    with Checkpoint(model) as ours, Checkpoint(donor) as theirs:
-        prefixes = [match.group(1) for name in ours.names if (match := _LAYER.fullmatch(name))]
-        problems = _differences(ours, theirs, prefixes=prefixes)
-        _refuse(problems, model=model, donor=donor)
-        scales = _Scales()
-        for prefix in prefixes:
-            _recover_layer(ours, theirs, prefix=prefix, scales=scales)
-            problems += _unexplained(ours, theirs, prefix=prefix, scales=scales)
-        _refuse(problems, model=model, donor=donor)
+    ours, theirs = Checkpoint(model), Checkpoint(donor)
+    prefixes = [match.group(1) for name in ours.names if (match := _LAYER.fullmatch(name))]
+    problems = _differences(ours, theirs, prefixes=prefixes)
+    _refuse(problems, model=model, donor=donor)
+    inputs, outputs = dict[str, Tensor](), dict[str, Tensor]()  # by what a parameter's columns and rows are scaled
+    for prefix in prefixes:
+        _recover_layer(ours, theirs, prefix=prefix, inputs=inputs, outputs=outputs)
+        for name in (each for each in outputs if each.startswith(prefix)):
+            codes_NK = theirs.read(name).float()
+            made_NK = predicted_codes(ours.read(name), output_scale_N=outputs[name], input_scale_K=inputs.get(name))
+            residual = float((codes_NK - made_NK).norm() / codes_NK.norm().clamp(min=1))
+            if not residual <= _LARGEST_RESIDUAL:  # NaN too
+                problems.append(f"{name}: the scales leave {residual:.2f} of the donor's codes unexplained")
+    _refuse(problems, model=model, donor=donor)
     return Profile(
         origin=origin,
         scheme=scheme,
         settings=Settings(strength=0.0),
-        smoothing=smoothing_of_norms(scales.input_),
-        input_scales=scales.input_,
-        output_scales=scales.output,
+        smoothing=smoothing_of_norms(inputs),
+        input_scales=inputs,
+        output_scales=outputs,
     )
 
 
@@ -90,11 +98,13 @@ def smoothing_of_norms(input_scales: Mapping[str, Tensor]) -> Smoothing:
     return Smoothing(tuple(groups))
 
 
-def _recover_layer(ours: Checkpoint, theirs: Checkpoint, *, prefix: str, scales: _Scales) -> None:
+def _recover_layer(
+    ours: Checkpoint, theirs: Checkpoint, *, prefix: str, inputs: dict[str, Tensor], outputs: dict[str, Tensor]
+) -> None:
     for norm, readers in LLAMA_NORMS.items():
         name = f"{prefix}{norm}.weight"
         ratio_K = theirs.read(name) / ours.read(name).float()
-        scales.input_[name] = ratio_K
+        inputs[name] = ratio_K
         for reader in readers:
             weight = f"{prefix}{reader}.weight"
             scale_N1 = theirs.read(f"{weight}_scale").view(-1, 1)
@@ -103,13 +113,12 @@ def _recover_layer(ours: Checkpoint, theirs: Checkpoint, *, prefix: str, scales:
                 codes_NK = theirs.read(weight).float()
                 b_N1 = (codes_NK * fitted_NK).sum(dim=-1, keepdim=True) / (fitted_NK**2).sum(dim=-1, keepdim=True)
                 scale_N1 = scale_N1.float() / b_N1
-                down = f"{prefix}mlp.down_proj.weight"
-                scales.input_[down] = (1.0 / b_N1.view(1, -1)).view(-1)
-            scales.input_[weight] = 1.0 / ratio_K
-            scales.output[weight] = (1.0 / scale_N1.float()).view(-1)
+                inputs[f"{prefix}mlp.down_proj.weight"] = (1.0 / b_N1.view(1, -1)).view(-1)
+            inputs[weight] = 1.0 / ratio_K
+            outputs[weight] = (1.0 / scale_N1.float()).view(-1)
     for last in ("self_attn.o_proj", "mlp.down_proj"):
         weight = f"{prefix}{last}.weight"
-        scales.output[weight] = (1.0 / theirs.read(f"{weight}_scale").view(-1, 1).float()).view(-1)
+        outputs[weight] = (1.0 / theirs.read(f"{weight}_scale").view(-1, 1).float()).view(-1)
 
 
 def predicted_codes(weight_NK: Tensor, *, output_scale_N: Tensor, input_scale_K: Tensor | None) -> Tensor:
@@ -120,32 +129,17 @@ def predicted_codes(weight_NK: Tensor, *, output_scale_N: Tensor, input_scale_K:
     return scaled_NK.round().clamp(-128, 127)
 
 
-def _unexplained(ours: Checkpoint, theirs: Checkpoint, *, prefix: str, scales: _Scales) -> list[str]:
-    """Linears whose codes do not follow from the scales."""
-    problems = []
-    for name in (each for each in scales.output if each.startswith(prefix)):
-        codes_NK = theirs.read(name).float()
-        input_K = scales.input_.get(name)
-        made_NK = predicted_codes(ours.read(name), output_scale_N=scales.output[name], input_scale_K=input_K)
-        residual = float((codes_NK - made_NK).norm() / codes_NK.norm().clamp(min=1))
-        if not residual <= _LARGEST_RESIDUAL:  # NaN too
-            problems.append(f"{name}: the scales leave {residual:.2f} of the donor's codes unexplained")
-    return problems
-
-
 def _differences(ours: Checkpoint, theirs: Checkpoint, *, prefixes: list[str]) -> list[str]:
     """What keeps the two from being a pair, before any number is looked at."""
     if not prefixes:
         return ["the model has no model.layers.<i>.input_layernorm.weight"]
     layers = sum(_LAYER.fullmatch(name) is not None for name in theirs.names)
     problems = [f"the model has {len(prefixes)} layers, the donor {layers}"] if layers != len(prefixes) else []
-    linears = (*(reader for readers in LLAMA_NORMS.values() for reader in readers), "self_attn.o_proj", "mlp.down_proj")
     for prefix in prefixes:
-        for name in (f"{prefix}{norm}.weight" for norm in LLAMA_NORMS):
-            problems += _different(ours, theirs, name=name)
-        for name in (f"{prefix}{linear}.weight" for linear in linears):
+        for part in (*LLAMA_NORMS, *_LINEARS):
+            name = f"{prefix}{part}.weight"
             found = _different(ours, theirs, name=name)
-            problems += found or _not_int8(theirs, name=name)
+            problems += found or (_not_int8(theirs, name=name) if part in _LINEARS else [])
     return problems
 
 
@@ -202,3 +196,17 @@ def from_flashrl(scales: Path, *, source: str) -> Profile:
         input_scales=parts[INPUT_SCALE],
         output_scales=parts[OUTPUT_SCALE],
     )
+
+
+def main(arguments: list[str]) -> int:
+    scales, source, folder = arguments
+    try:
+        write_profile(from_flashrl(Path(scales), source=source), folder=Path(folder))
+    except ApplianceError as error:
+        sys.stderr.write(f"{error.message}\n")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -14,6 +14,7 @@ from appliance.errors import EngineError
 from appliance.terms.schemes import Scheme
 
 PROFILE_FILE = "profile.safetensors"
+SMOOTHING = "smoothing."  # before the name of a norm: the tensor of its scales
 HEADER_KEY = "appliance"  # of the safetensors metadata; its value is the JSON header of a profile
 SCHEMA_VERSION = 1
 _LENGTH_BYTES = 8
@@ -25,12 +26,30 @@ def read_file_header(folder: Path) -> dict[str, Any]:
     """The JSON header of the profile in a folder (or of that file). Raises EngineError when there is none of ours."""
     file = folder / PROFILE_FILE if folder.is_dir() else folder
     try:
-        metadata = _safetensors_header(file).get("__metadata__", {})
+        metadata = _read_header(file)[0].get("__metadata__", {})
     except OSError as error:
         raise EngineError(f"{file}: no profile: {error.strerror}", hint="make one with `appliance profile`") from error
     except ValueError as error:
         raise EngineError(f"{file}: not a safetensors file", hint=_HINT) from error
-    return parse_header(metadata, file=file)
+    text = metadata.get(HEADER_KEY)
+    try:
+        header = _json_object(text) if isinstance(text, str) else {}
+    except ValueError as error:
+        raise EngineError(f"{file}: its header is not JSON", hint=_HINT) from error
+    if header.get("schema_version") != SCHEMA_VERSION:
+        raise EngineError(f"{file}: not a profile of schema version {SCHEMA_VERSION}", hint=_HINT)
+    try:
+        _Header.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise EngineError(f"{file}: its header cannot be used: {why}", hint=_HINT) from error
+    return header
+
+
+def kept_layers(folder: Path) -> tuple[str, ...]:
+    """The layers that a profile keeps in BF16, as an `ignore` list. Raises EngineError when there is no profile."""
+    return tuple(read_file_header(folder)["suggested_ignore"])
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -40,7 +59,7 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """
     found: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        entries = _safetensors_header(file).items()
+        entries = _read_header(file)[0].items()
         found |= {name: _shape(entry["shape"]) for name, entry in entries if name != "__metadata__"}
     return found
 
@@ -56,10 +75,6 @@ def _shape(said: object) -> tuple[int, ...]:
     if not isinstance(said, list) or not all(type(size) is int for size in said):
         raise ValueError("a shape is no list of whole numbers")
     return tuple(said)
-
-
-def _safetensors_header(file: Path) -> dict[str, Any]:
-    return _read_header(file)[0]
 
 
 def _read_header(file: Path) -> tuple[dict[str, Any], int]:
@@ -82,24 +97,6 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("not a mapping")
     return value
-
-
-def parse_header(metadata: dict[str, str] | None, *, file: Path) -> dict[str, Any]:
-    """The JSON header out of the safetensors metadata. Raises EngineError when it is not one of this version."""
-    text = (metadata or {}).get(HEADER_KEY)
-    try:
-        header = _json_object(text) if isinstance(text, str) else {}
-    except ValueError as error:
-        raise EngineError(f"{file}: its header is not JSON", hint=_HINT) from error
-    if header.get("schema_version") != SCHEMA_VERSION:
-        raise EngineError(f"{file}: not a profile of schema version {SCHEMA_VERSION}", hint=_HINT)
-    try:
-        _Header.model_validate_json(text)
-    except ValidationError as error:
-        first = error.errors()[0]
-        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise EngineError(f"{file}: its header cannot be used: {why}", hint=_HINT) from error
-    return header
 
 
 Text_ = Annotated[str, Field(max_length=4096)]

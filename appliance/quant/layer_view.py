@@ -9,18 +9,17 @@ Legend: M tokens, N output and K input channels, E experts, I width of an expert
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from appliance.quant.checkpoint import Ledger
+from appliance.quant.checkpoint import Ledger, place
 from appliance.quant.codec import QuantisedWeight, dequantise, quantise, quantise_tokens
-from appliance.quant.smoothing import Smoothing, SmoothingGroup, fold
-from appliance.quant.streamed import LayerCall
+from appliance.quant.profile import Smoothing, SmoothingGroup, fold
 from appliance.terms.families import DOWN, EXPERTS, GATE_UP, Family, Unit
 from appliance.terms.schemes import Scales, Scheme
 
@@ -32,12 +31,11 @@ class _Part:
     """Some rows of a quantised weight."""
 
     quantised: QuantisedWeight
-    start: int
-    num_rows: int
+    rows: slice
 
     def dequantised(self) -> Tensor:
-        """[num_rows, K] float32."""
-        return dequantise(self.quantised)[self.start : self.start + self.num_rows]
+        """[rows, K] float32."""
+        return dequantise(self.quantised)[self.rows]
 
 
 @dataclass
@@ -62,8 +60,8 @@ class Errors:
 class LayerView:
     """A decoder layer with its weights in place.
 
-    prefix: of its parameters' names, such as `model.layers.3.`.  calls, valid: of each batch, how the layer is called
-    and [B, T] bool, false on padding.
+    prefix: of its parameters' names, such as `model.layers.3.`.  calls, valid: of each batch, the keywords that the
+    layer is called with, and [B, T] bool, false on padding.
     """
 
     def __init__(
@@ -75,7 +73,7 @@ class LayerView:
         scheme: Scheme,
         ignore: tuple[str, ...],
         ledger: Ledger,
-        calls: list[LayerCall],
+        calls: list[dict[str, Any]],
         valid: list[Tensor],
     ) -> None:
         self.layer = layer
@@ -86,7 +84,6 @@ class LayerView:
         self._valid = valid
         self._valid_BT = valid[0]  # of the batch that runs now
         self.units = family.units(name for name, _ in layer.named_parameters())
-        self._has_experts = any(GATE_UP in unit.members for unit in self.units)
         self._unit_of = {member: unit for unit in self.units for member in unit.members}
         self.ignored = frozenset(
             unit.members[0]
@@ -95,20 +92,11 @@ class LayerView:
             or (unit.fused and is_ignored(prefix + unit.fused, ignore))
         )
 
-    @property
-    def valid_M(self) -> Tensor:
-        """[M] bool, false on padding, of the batch that runs now."""
-        return self._valid_BT.flatten()
-
     def weights(self, unit: Unit) -> list[Tensor]:
         """The unit's matrices [N, K], of an expert each where it has experts."""
-        found = [self._weight(member) for member in unit.members]
-        return list(found[0].unbind()) if found[0].ndim == 3 else found
-
-    def _weight(self, member: str) -> Tensor:
-        if member in (GATE_UP, DOWN):
-            return self.layer.get_parameter(member)
-        return self.layer.get_submodule(member).weight
+        if unit.members[0] in (GATE_UP, DOWN):
+            return list(self.layer.get_parameter(unit.members[0]).unbind())
+        return [self.layer.get_submodule(member).weight for member in unit.members]
 
     def fold(self, group: SmoothingGroup) -> None:
         """Fold a group of this layer into its weights, one tensor at a time."""
@@ -116,9 +104,7 @@ class LayerView:
         for name, parameter in list(self.layer.named_parameters()):
             folded = fold(self.prefix + name, parameter, smoothing=smoothing)
             if folded is not parameter:
-                path, _, last = name.rpartition(".")
-                placed = self._ledger.enter(nn.Parameter(folded, requires_grad=False))
-                self.layer.get_submodule(path)._parameters[last] = placed
+                place(self.layer, name, self._ledger.enter(nn.Parameter(folded, requires_grad=False)))
 
     def group(self, unit: Unit, *, scale_K: Tensor) -> SmoothingGroup:
         names = [*(member if member == GATE_UP else f"{member}.weight" for member in unit.members)]
@@ -138,11 +124,10 @@ class LayerView:
         """Quantised as the engine does: members whose rows share scales are quantised as one fused weight."""
         weights = self.weights(unit)
         if len(unit.members) == 1 or self.scheme.spec.scales is Scales.CHANNEL:
-            return [_Part(self._quantised(weight), 0, weight.shape[0]) for weight in weights]
-        fused, parts, start = self._quantised(torch.cat(weights)), [], 0
+            return [_Part(self._quantised(weight), slice(None)) for weight in weights]
+        fused, parts, end = self._quantised(torch.cat(weights)), [], 0
         for weight in weights:
-            parts.append(_Part(fused, start, weight.shape[0]))
-            start += weight.shape[0]
+            parts.append(_Part(fused, slice(end, end := end + len(weight))))
         return parts
 
     def _quantised(self, weight_NK: Tensor) -> QuantisedWeight:
@@ -164,7 +149,7 @@ class LayerView:
         def multiply(member: str, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, index: int) -> Tensor:
             unit = self._unit_of[member]
             key = unit.members[0]
-            x_MK = self._real_tokens(x)
+            x_MK = x[self._valid_BT] if x.ndim == 3 else x  # experts get no padding
             if x_MK.shape[0]:
                 absmax_K = x_MK.abs().amax(dim=0).float()
                 ranges[key] = torch.maximum(ranges[key], absmax_K) if key in ranges else absmax_K
@@ -190,10 +175,6 @@ class LayerView:
         exact_MN = functional.linear(x_MK.float(), weight_NK.float())
         errors.add(unit, exact_MN=exact_MN, quantised_MN=self._product(x_MK, part))
 
-    def _real_tokens(self, x: Tensor) -> Tensor:
-        """[M, K]: without padding. The experts' inputs [M, K] have none."""
-        return x[self._valid_BT] if x.ndim == 3 else x
-
     def quantised(self, batches: list[Tensor], *, kept: frozenset[str]) -> list[Tensor]:
         """The layer's outputs with all units quantised but those in `kept` (first members) and the ignored."""
         codes = {u.members[0]: self._codes(u) for u in self.units if u.members[0] not in self.ignored | kept}
@@ -213,33 +194,26 @@ class LayerView:
         return functional.linear(dequantise(quantise_tokens(x_MK, scheme=self.scheme)), part.dequantised())
 
     def _run(self, batches: list[Tensor], *, multiply: Multiply) -> list[Tensor]:
-        outputs = []
-        with self._multiplied_by(multiply), torch.no_grad():
-            for hidden_BTH, call, valid_BT in zip(batches, self._calls, self._valid, strict=True):
-                self._valid_BT = valid_BT
-                outputs.append(self.layer(hidden_BTH, **call.kwargs))
-        return outputs
-
-    @contextmanager
-    def _multiplied_by(self, multiply: Multiply) -> Iterator[None]:
-        """Inside the block every GEMM of a unit is done by `multiply`."""
-        changed = []
+        """The layer's outputs, with every GEMM of a unit done by `multiply`."""
+        changed = set()
         for unit in self.units:
             for index, member in enumerate(unit.members):
-                if member in (GATE_UP, DOWN):
-                    continue
-                linear = self.layer.get_submodule(member)
-                linear.forward = _linear_forward(linear, member=member, index=index, multiply=multiply)
-                changed.append(linear)
-        if self._has_experts:
-            experts = self.layer.get_submodule(EXPERTS)
-            experts.forward = _experts_forward(experts, view=self, multiply=multiply)
-            changed.append(experts)
+                module = self.layer.get_submodule(EXPERTS if member in (GATE_UP, DOWN) else member)
+                if member == GATE_UP:
+                    module.forward = _experts_forward(module, multiply=multiply, valid=lambda: self._valid_BT)
+                elif member != DOWN:
+                    module.forward = _linear_forward(module, member=member, index=index, multiply=multiply)
+                changed.add(module)
+        outputs = []
         try:
-            yield
+            with torch.no_grad():
+                for hidden_BTH, call, valid_BT in zip(batches, self._calls, self._valid, strict=True):
+                    self._valid_BT = valid_BT
+                    outputs.append(self.layer(hidden_BTH, **call))
         finally:
             for module in changed:
                 del module.forward
+        return outputs
 
 
 Multiply = Callable[[str, Tensor, Tensor, Tensor | None, int], Tensor]
@@ -252,20 +226,18 @@ def is_ignored(name: str, ignore: tuple[str, ...]) -> bool:
 
 
 def _linear_forward(linear: nn.Module, *, member: str, index: int, multiply: Multiply) -> Callable[[Tensor], Tensor]:
-    def forward(x: Tensor) -> Tensor:
-        return multiply(member, x, linear.weight, linear.bias, index)
-
-    return forward
+    return lambda x: multiply(member, x, linear.weight, linear.bias, index)
 
 
 def _experts_forward(
-    experts: nn.Module, *, view: LayerView, multiply: Multiply
+    experts: nn.Module, *, multiply: Multiply, valid: Callable[[], Tensor]
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     def forward(hidden_MK: Tensor, chosen_MS: Tensor, weights_MS: Tensor) -> Tensor:
         """chosen_MS: int64, the S experts of each token.  weights_MS: their shares."""
+        valid_M = valid().flatten()
         total_MK = torch.zeros_like(hidden_MK)
         for expert in chosen_MS.unique().tolist():
-            token, slot = torch.where((chosen_MS == expert) & view.valid_M[:, None])
+            token, slot = torch.where((chosen_MS == expert) & valid_M[:, None])
             gate_up = multiply(GATE_UP, hidden_MK[token], experts.gate_up_proj[expert], None, expert)
             gate, up = gate_up.chunk(2, dim=-1)
             down = multiply(DOWN, experts.act_fn(gate) * up, experts.down_proj[expert], None, expert)

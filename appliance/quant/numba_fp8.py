@@ -25,6 +25,7 @@ import torch
 from numpy import float32, uint16, uint32
 from torch import Tensor
 
+from appliance.quant.codec import require_finite
 from appliance.quant.codec_fp8 import (
     Fp8Weight,
     fp8_scale,
@@ -34,7 +35,6 @@ from appliance.quant.codec_fp8 import (
     spread,
     weight_block,
 )
-from appliance.quant.codec_range import require_finite
 from appliance.terms.schemes import BLOCK, Scales, Scheme
 
 # The GIL is released, a division by zero gives what IEEE says. Numba widens integers: every result is narrowed again,
@@ -63,16 +63,25 @@ def quantise_fp8_numba_by(weight_NK: Tensor, *, scale: Tensor, scheme: Scheme) -
     if weight_NK.dtype is not torch.bfloat16 or weight_NK.device.type != "cpu":
         return quantise_fp8_by(weight_NK, scale=scale, scheme=scheme)
     bits_NK = weight_NK.contiguous().view(torch.uint16).numpy()
-    codes_NK = torch.empty(weight_NK.shape, dtype=torch.uint8, device="cpu")
+    codes = torch.empty(weight_NK.shape, dtype=torch.uint8, device="cpu")
+    codes_NK = codes.numpy()
+    rows, columns = block = weight_block(scheme, shape=tuple(weight_NK.shape))
     if scheme.spec.scales is Scales.CHANNEL:
-        _divide(bits_NK, scale, into_NK=codes_NK)
+        scale_N1 = scale.contiguous().numpy()
+        _in_parts(lambda part: _divided(bits_NK[part], scale_N1[part], codes_NK[part]), rows=len(bits_NK))
     else:
         factor = reciprocals(scale)
         if bool(factor.isinf().any()):  # 0 * inf has a rule of its own, and weights of this size no use
             return quantise_fp8_by(weight_NK, scale=scale, scheme=scheme)
-        _multiply(bits_NK, factor, scheme=scheme, into_NK=codes_NK)
-    block = weight_block(scheme, shape=tuple(weight_NK.shape))
-    return Fp8Weight(codes_NK.view(torch.float8_e4m3fn), scale=scale, block=block, scheme=scheme)
+        wide = spread(factor, block=(1, columns), shape=bits_NK.shape).expand(-1, bits_NK.shape[1])
+        factor_RK = wide.contiguous().numpy()
+
+        def some(part: slice) -> None:
+            own_RK = factor_RK[part.start // rows : -(-part.stop // rows)]
+            _multiplied(bits_NK[part], own_RK, rows, codes_NK[part])
+
+        _in_parts(some, rows=len(bits_NK))
+    return Fp8Weight(codes.view(torch.float8_e4m3fn), scale=scale, block=block, scheme=scheme)
 
 
 def _absmax(bits_NK: np.ndarray, *, scheme: Scheme) -> Tensor:
@@ -87,22 +96,6 @@ def _absmax(bits_NK: np.ndarray, *, scheme: Scheme) -> Tensor:
     _in_parts(some, rows=len(bits_NK))
     absmax = torch.from_numpy(most_RB).view(torch.bfloat16).float()
     return absmax.amax(dim=0, keepdim=True) if scales is Scales.TENSOR else absmax
-
-
-def _divide(bits_NK: np.ndarray, scale_N1: Tensor, *, into_NK: Tensor) -> None:
-    codes_NK, scales_N1 = into_NK.numpy(), scale_N1.contiguous().numpy()
-    _in_parts(lambda part: _divided(bits_NK[part], scales_N1[part], codes_NK[part]), rows=len(bits_NK))
-
-
-def _multiply(bits_NK: np.ndarray, factor: Tensor, *, scheme: Scheme, into_NK: Tensor) -> None:
-    rows, columns = weight_block(scheme, shape=bits_NK.shape)
-    wide = spread(factor, block=(1, columns), shape=bits_NK.shape).expand(-1, bits_NK.shape[1])
-    codes_NK, factor_RK = into_NK.numpy(), wide.contiguous().numpy()
-
-    def some(part: slice) -> None:
-        _multiplied(bits_NK[part], factor_RK[part.start // rows : -(-part.stop // rows)], rows, codes_NK[part])
-
-    _in_parts(some, rows=len(bits_NK))
 
 
 def _in_parts(work: Callable[[slice], None], *, rows: int) -> None:

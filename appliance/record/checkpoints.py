@@ -43,7 +43,6 @@ GUARD_FILE = "guard.json"  # the governor's memory
 FITS_FILE = "clipping.jsonl"  # the fits of calibrated clipping, from which the next step has its bounds
 OF_A_STEP = (GUARD_FILE, FITS_FILE)  # in the run's folder, and in a checkpoint as they were at the end of its step
 PROFILE_FOLDER = "profile"  # in both: the scales that every rollout of a run needs
-UAQ_FILE = "uaq.json"  # the mark of the run's scaled model, a copy in a checkpoint, whose weights are scaled by it
 _PARTIAL, _DELETING = "partial-", "deleting-"
 _NAME = re.compile(r"global_step_(0|[1-9][0-9]{0,17})")  # as it is written, so that a step has one name
 _LARGEST_MANIFEST = 16 << 20  # bytes; one of a large model on many ranks has some hundred kilobytes

@@ -14,7 +14,7 @@ from enum import StrEnum
 
 from appliance.errors import SyncError
 from appliance.guard.policy import ESS, K3_KL
-from appliance.plan.guard import finer_schemes
+from appliance.plan.engines import finer_schemes
 from appliance.record.attestations import check_attestations
 from appliance.record.events import StepMetrics
 from appliance.record.lines import read_lines

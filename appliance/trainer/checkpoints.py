@@ -25,12 +25,12 @@ from ray.exceptions import RayTaskError
 
 from appliance.errors import CheckpointError
 from appliance.files import is_full, is_refused, sync_to_disk
+from appliance.quant.uaq import MARK_FILE
 from appliance.record.checkpoints import (
     FOLDER,
     OF_A_STEP,
     PROFILE_FOLDER,
     STATE_FILE,
-    UAQ_FILE,
     CheckpointManifest,
     Facts,
     checkpoint_folder,
@@ -280,8 +280,8 @@ def copy_scales(plan: RunPlan, target: Path) -> None:
         (target / PROFILE_FOLDER).mkdir()
     for path in files:
         shutil.copyfile(path, target / PROFILE_FOLDER / path.name)
-    if plan.uaq is not None and (mark := Path(plan.uaq.folder) / UAQ_FILE).is_file():
-        shutil.copyfile(mark, target / UAQ_FILE)
+    if plan.uaq is not None and (mark := Path(plan.uaq.folder) / MARK_FILE).is_file():
+        shutil.copyfile(mark, target / MARK_FILE)
 
 
 def _full_folder(run_dir: Path, error: Exception) -> Path | None:

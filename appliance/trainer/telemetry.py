@@ -27,8 +27,7 @@ from torch import Tensor
 from transfer_queue import KVBatchMeta
 
 from appliance.errors import TrainingError
-from appliance.quant.mismatch import Mismatch, measure_mismatch
-from appliance.quant.mismatch_by_length import MismatchByLength, measure_by_length
+from appliance.quant.mismatch import Mismatch, MismatchByLength, measure_by_length, measure_mismatch
 
 _FIELDS = ("old_log_probs", "rollout_log_probs", "response_mask", "responses")
 

@@ -16,8 +16,7 @@ from appliance.plan.build import build_plan
 from appliance.plan.host import HostFacts
 from appliance.preflight.probes import read_host
 from appliance.preflight.report import commit_for
-from appliance.profile.cache import find_profile
-from appliance.profile.job import job_of_plan
+from appliance.profile.job import find_profile, job_of_plan
 from appliance.quant.files import read_file_header
 from appliance.recipe.schema import Recipe, SchemeChoice
 from appliance.record.plan import RunPlan

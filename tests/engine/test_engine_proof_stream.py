@@ -11,7 +11,7 @@ from faults import BIAS, EMBEDDING, NORM, WEIGHT, Bench, new_update, recover, se
 
 from appliance.engine.proof_schedule import ask
 from appliance.errors import EngineError, NumericsError, SyncError
-from appliance.quant.smoothing import Smoothing, SmoothingGroup
+from appliance.quant.profile import Smoothing, SmoothingGroup
 
 pytestmark = pytest.mark.engine
 

@@ -22,10 +22,19 @@ from safetensors.torch import save
 from appliance.errors import RecipeError
 from appliance.preflight.inputs import profile_problem
 from appliance.profile import unpickle
-from appliance.profile.table import table
+from appliance.profile.command import table
 from appliance.quant.files import HEADER_KEY, read_file_header
-from appliance.quant.profile import LayerError, Memory, Origin, Predicted, Profile, Settings
-from appliance.quant.smoothing import Smoothing, SmoothingGroup, fold
+from appliance.quant.profile import (
+    LayerError,
+    Memory,
+    Origin,
+    Predicted,
+    Profile,
+    Settings,
+    Smoothing,
+    SmoothingGroup,
+    fold,
+)
 from appliance.record.plan import ProfilePlan
 from appliance.terms.schemes import Scheme
 

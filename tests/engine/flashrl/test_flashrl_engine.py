@@ -108,7 +108,7 @@ def folded_checkpoint(folder: Path, *, profile: Path, to: Path) -> Path:
     """The checkpoint that a profile's smoothing makes of another one."""
     from safetensors.torch import load_file, save_file
 
-    from appliance.quant.smoothing import fold, load_smoothing
+    from appliance.quant.profile import fold, load_smoothing
 
     smoothing = load_smoothing(profile)
     shutil.copytree(folder, to)
@@ -121,8 +121,7 @@ def write_smoothing(folder: Path, *, hidden: int, layer: int = 0) -> Path:
     """A profile with nothing but the smoothing of one layer's two norms, by 1/2, 1 and 4 in turn."""
     import torch
 
-    from appliance.quant.profile import Origin, Profile, Settings, write_profile
-    from appliance.quant.smoothing import Smoothing, SmoothingGroup
+    from appliance.quant.profile import Origin, Profile, Settings, Smoothing, SmoothingGroup, write_profile
 
     scale_K = torch.tensor([0.5, 1.0, 4.0]).repeat(hidden)[:hidden].contiguous()
     readers = {"input_layernorm": ("self_attn", "qkv"), "post_attention_layernorm": ("mlp", ("gate", "up"))}

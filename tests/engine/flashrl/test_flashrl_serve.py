@@ -22,7 +22,7 @@ from engines import Engine, read_checkpoint, start_engine
 from trainings import Finished
 
 from appliance.profile.command import write_config
-from appliance.quant.smoothing import load_smoothing
+from appliance.quant.profile import load_smoothing
 from appliance.record.plan import read_plan
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation

@@ -14,12 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from appliance.errors import EngineError
 from appliance.quant.calibrate import batches_of, calibrate, scales
-from appliance.quant.checkpoint import Checkpoint, Ledger
+from appliance.quant.checkpoint import Checkpoint, Ledger, StreamedModel
 from appliance.quant.codec import dequantise, quantise, quantise_tokens
 from appliance.quant.layer_view import Errors, LayerView
-from appliance.quant.profile import Origin, Profile, Settings, write_profile
-from appliance.quant.smoothing import fold
-from appliance.quant.streamed import StreamedModel
+from appliance.quant.profile import Origin, Profile, Settings, fold, write_profile
 from appliance.terms.schemes import Scheme
 
 ORIGIN = Origin(kind="calibrated", model="tiny")
@@ -57,24 +55,24 @@ def test_the_exact_stream_is_the_models_own_forward(saved: tuple[nn.Module, Path
     batch = tokens()
     with torch.no_grad():
         expected = model.model(input_ids=batch, use_cache=False).last_hidden_state
-    with Checkpoint(folder) as checkpoint:
-        streamed = StreamedModel(checkpoint)
-        hidden = streamed.embed(batch)
-        calls = streamed.layer_calls(hidden)
-        for index in range(streamed.num_layers):
-            with streamed.layer(index) as layer:
-                view = LayerView(
-                    layer,
-                    family=streamed.family,
-                    prefix=f"model.layers.{index}.",
-                    scheme=Scheme.INT8,
-                    ignore=(),
-                    ledger=checkpoint.ledger,
-                    calls=[calls[index]],
-                    valid=[torch.ones_like(batch, dtype=torch.bool)],
-                )
-                (hidden,), _ = view.exact([hidden], errors=Errors(), ranges={})
-        assert torch.equal(streamed.final_norm(hidden), expected)
+    checkpoint = Checkpoint(folder)
+    streamed = StreamedModel(checkpoint)
+    hidden = streamed.embed(batch)
+    calls = streamed.layer_calls(hidden)
+    for index in range(streamed.num_layers):
+        with streamed.layer(index) as layer:
+            view = LayerView(
+                layer,
+                family=streamed.family,
+                prefix=f"model.layers.{index}.",
+                scheme=Scheme.INT8,
+                ignore=(),
+                ledger=checkpoint.ledger,
+                calls=[calls[index]],
+                valid=[torch.ones_like(batch, dtype=torch.bool)],
+            )
+            (hidden,), _ = view.exact([hidden], errors=Errors(), ranges={})
+    assert torch.equal(streamed.final_norm(hidden), expected)
 
 
 @pytest.mark.parametrize("scheme", [Scheme.INT8, Scheme.FP8, Scheme.FP8_CHANNEL, Scheme.FP8_BLOCK])

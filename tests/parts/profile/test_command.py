@@ -13,12 +13,11 @@ from appliance.errors import EngineError, RecipeError
 from appliance.plan.build import build_plan
 from appliance.preflight.probes import read_host
 from appliance.profile import command
-from appliance.profile.cache import file_hash, find_profile
 from appliance.profile.child import make_profile, read_sequences
-from appliance.profile.job import ProfileJob, job_of_plan, job_of_run
-from appliance.profile.table import table
+from appliance.profile.command import table
+from appliance.profile.job import ProfileJob, file_hash, find_profile, job_of_plan, job_of_run
 from appliance.quant.files import read_file_header
-from appliance.quant.smoothing import load_smoothing
+from appliance.quant.profile import load_smoothing
 from appliance.recipe.load import load_recipe
 from appliance.recipe.schema import Recipe
 from appliance.record.events import EVENTS_FILE, parse_event

@@ -15,8 +15,8 @@ from appliance.plan.build import build_plan
 from appliance.preflight.probes import read_host
 from appliance.profile import command
 from appliance.profile.child import make_profile
+from appliance.profile.command import table
 from appliance.profile.job import job_of_plan
-from appliance.profile.table import table
 from appliance.quant.files import PROFILE_FILE, read_file_header
 from appliance.recipe.load import load_recipe
 from appliance.recipe.schema import Recipe

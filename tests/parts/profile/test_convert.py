@@ -17,9 +17,9 @@ from safetensors.torch import load, save_file
 
 from appliance.errors import RecipeError
 from appliance.profile import unpickle
-from appliance.profile.convert import reader_environment
+from appliance.profile.command import reader_environment
 from appliance.quant.donor import from_flashrl
-from appliance.quant.smoothing import fold, load_smoothing
+from appliance.quant.profile import fold, load_smoothing
 
 ORDINARY = 1000  # a user that is not root
 NORM, QUERY = "model.layers.0.input_layernorm.weight", "model.layers.0.self_attn.q_proj.weight"

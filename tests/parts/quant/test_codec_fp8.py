@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from test_codec import DTYPES, WEIGHTS, random_weight
 
 from appliance.errors import NumericsError
-from appliance.quant import codec_fp8
+from appliance.quant import codec
 from appliance.quant.codec import dequantise, quantise, quantise_tokens, weight_absmax
 from appliance.quant.codec_fp8 import Fp8Weight, quantise_fp8_tokens
 from appliance.terms.schemes import Scheme
@@ -250,7 +250,7 @@ def test_ragged_blocks_are_those_of_a_weight_padded_with_zeros(shape: tuple[int,
 @pytest.mark.parametrize("scheme", FP8)
 def test_chunks_do_not_change_the_result(scheme: Scheme, chunk_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weight_NK = random_weight((140, 300), dtype=torch.bfloat16)
-    monkeypatch.setattr(codec_fp8, "_CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(codec, "CHUNK_ELEMENTS", chunk_elements)
     assert_is_reference(weight_NK, quantise(weight_NK, scheme=scheme), scheme=scheme)
     assert_is_reference(weight_NK, quantise_tokens(weight_NK, scheme=scheme), scheme=scheme, tokens=True)
 

@@ -7,14 +7,14 @@ import torch
 from test_codec import DTYPES, random_weight
 
 from appliance.errors import NumericsError
-from appliance.quant import codec_range
-from appliance.quant.codec_range import all_finite, block_absmax, require_finite, row_absmax
+from appliance.quant import codec
+from appliance.quant.codec import all_finite, block_absmax, require_finite, row_absmax
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk_elements", [1, 64, 10**6])
 def test_row_absmax(dtype: torch.dtype, chunk_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec_range, "CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(codec, "CHUNK_ELEMENTS", chunk_elements)
     values_MK = random_weight((50, 33), dtype=dtype)
     values_MK[7] = 0
     values_MK[8] = -0.0

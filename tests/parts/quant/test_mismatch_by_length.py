@@ -12,8 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.errors import NumericsError
-from appliance.quant.mismatch import measure_mismatch
-from appliance.quant.mismatch_by_length import LargestDifference, LengthBucket, MismatchByLength, measure_by_length
+from appliance.quant.mismatch import (
+    LargestDifference,
+    LengthBucket,
+    MismatchByLength,
+    measure_by_length,
+    measure_mismatch,
+)
 
 # Float64 sums of T terms differ from the extended ones by at most T * 2^-53 of their absolute sum; T is at most 5000
 # and every statistic is a smooth function of means of terms below 30 in size.

@@ -152,8 +152,7 @@ def test_a_finer_scheme_is_asked_for_by_name(tmp_path: Path) -> None:
 
 
 def profiled(plan: RunPlan, folder: Path) -> RunPlan:
-    from appliance.quant.profile import LayerError, Origin, Profile, Settings, write_profile
-    from appliance.quant.smoothing import Smoothing
+    from appliance.quant.profile import LayerError, Origin, Profile, Settings, Smoothing, write_profile
 
     def layer(name: str, *, error: float, kept: bool = False) -> LayerError:
         return LayerError((name,), (name,), weight_error=0.0, output_error=error, output_error_plain=0.0, kept=kept)

@@ -28,7 +28,6 @@ MISMATCH = Mismatch(
     weight_max=3.0,
     ess=0.99,
     truncated_fraction=0.01,
-    truncated_weight_mean=0.98,
 )
 VERL = {
     "critic/rewards/mean": 0.5,

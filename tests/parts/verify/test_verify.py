@@ -13,8 +13,7 @@ import pytest
 from appliance.errors import EngineError, PreflightError
 from appliance.plan.build import build_plan
 from appliance.preflight.probes import read_host
-from appliance.quant.profile import Origin, Profile, Settings, write_profile
-from appliance.quant.smoothing import Smoothing
+from appliance.quant.profile import Origin, Profile, Settings, Smoothing, write_profile
 from appliance.recipe.load import load_recipe
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     # on disk, and between processes
     "record": {"errors", "files", "frozen", "processes", *FACTS},
     "sync": {"errors", "files", "record", "terms"},
-    "quant": {"errors", "files", "terms"},
+    "quant": {"errors", "files", "frozen", "terms"},
     # the worker: in the processes of vLLM and verl
     "engine": {"errors", "files", "patch", "quant", "record", "sync", "terms"},
     "trainer": {
@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "report": {"console", "errors", "files", "guard", "page", "plan", "record", "sync", "terms"},
     "launch": {
         *("console", "errors", "files", "processes", "signals"),
-        *("plan", "preflight", "recipe", "record", "report", "sync", "tasks", "terms"),
+        *("plan", "preflight", "quant", "recipe", "record", "report", "sync", "tasks", "terms"),
     },
     "cluster": {*TOOLS, "launch", "plan", "preflight", "recipe", "record", "terms"},
     # commands beside the run

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from appliance.quant.uaq import MARK_FILE
 from appliance.record.checkpoints import (
     MANIFEST_FILE,
     OF_A_STEP,
     PROFILE_FOLDER,
-    UAQ_FILE,
     Facts,
     FileRecord,
     _own_hash,
@@ -37,7 +37,7 @@ FILES = {  # every kind of file of a real checkpoint: tests/training flips a bit
     f"{PROFILE_FOLDER}/profile.safetensors": b"scales" * 100,
     "data.pt": b"position",
     "state.json": b"{}",
-    UAQ_FILE: b"{}",
+    MARK_FILE: b"{}",
     **dict.fromkeys(OF_A_STEP, b"{}\n"),
 }
 
@@ -59,7 +59,7 @@ def test_a_sealed_folder_is_whole_and_says_what_it_is(sealed: Path) -> None:
     assert [file.path for file in manifest.files] == sorted(FILES)
     assert manifest.bytes == sum(map(len, FILES.values()))
     assert manifest.files[-2:] == tuple(
-        FileRecord(name, size=2, sha256=hash_file(sealed / name)) for name in ("state.json", UAQ_FILE)
+        FileRecord(name, size=2, sha256=hash_file(sealed / name)) for name in ("state.json", MARK_FILE)
     )
 
 

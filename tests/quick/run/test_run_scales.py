@@ -107,7 +107,7 @@ def test_a_profile_that_is_gone_and_was_not_copied_is_refused(tmp_path: Path, sm
         (mark(), mark(), None, "the weights of global_step_3 are scaled by 1.5 (UAQ), and the plan says 1"),
         (None, None, 1.5, "the weights of global_step_3 are scaled by 1 (UAQ), and the plan says 1.5"),
         (mark(), mark(model="bb"), 1.5, "uaq.json is of another model than global_step_3 was trained with"),
-        (mark(), b"[]", 1.5, "uaq.json: not a mark of UAQ: list indices must be integers or slices, not str"),
+        (mark(), b"[]", 1.5, "uaq.json: not a mark of UAQ: Input should be an object"),
     ],
 )
 def test_the_scale_of_the_weights_is_the_checkpoints(
