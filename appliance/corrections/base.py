@@ -2,7 +2,7 @@
 
 Quantised rollouts are sampled from a policy that is not quite the trainer's. A correction says what each token's loss
 is multiplied by, which tokens stay, and between which bounds the probability ratio is clipped. The driver writes all of
-that into the batch (trainer/correction.py), and one loss reads it there (trainer/corrected_loss.py), for every method.
+that into the batch, and one loss reads it there, for every method (trainer/correction.py).
 
 A new method is a subclass in a file of its own and its line in registry.py. Nothing here imports torch: a tensor brings
 its methods along.

@@ -21,8 +21,7 @@ from appliance.patch import Patch, apply_patch
 from appliance.record.events import append_event
 from appliance.record.plan import RunPlan
 from appliance.tasks.grading import Shaping
-from appliance.trainer.reward_faults import note_idle_death
-from appliance.trainer.reward_pool import RewardPool
+from appliance.trainer.rewards import RewardPool, note_idle_death
 from appliance.trainer.rollouts import Rollouts, Sampling
 from appliance.trainer.samples import SampleLog
 from appliance.trainer.stopping import StopAsked, Stopping

@@ -33,8 +33,7 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from appliance.errors import EngineError, TrainingError
 from appliance.record.heartbeat import Heartbeat
 from appliance.tasks.grading import Graded, Shaping
-from appliance.trainer.reward_faults import neutral_accuracies
-from appliance.trainer.reward_pool import RewardPool
+from appliance.trainer.rewards import RewardPool, neutral_accuracies
 from appliance.trainer.samples import SampleLog
 
 PROMPTS_PER_PUT = 64

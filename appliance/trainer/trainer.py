@@ -33,7 +33,7 @@ from appliance.trainer.governor import Governor, guard_stop, signals_of
 from appliance.trainer.metrics import Step, append_metrics, left_out, step_metrics, tracked
 from appliance.trainer.precision import RolloutPrecision
 from appliance.trainer.replay_buffer import DynamicSampling, choose_in_order, wait_for_rollouts
-from appliance.trainer.reward_faults import RewardFaults
+from appliance.trainer.rewards import RewardFaults
 from appliance.trainer.rollouts import Rollouts
 from appliance.trainer.stopping import StopAsked, Stopping
 from appliance.trainer.telemetry import keeping_fetched, measure_step

@@ -14,7 +14,7 @@ from killable import NAMED_WITHIN_S, Run, with_layer
 
 from appliance.record.checkpoint_manifest import damage
 from appliance.record.checkpoints import checkpoint_folder
-from appliance.trainer.reward_faults import IDLE_DEATH
+from appliance.trainer.rewards import IDLE_DEATH
 
 pytestmark = pytest.mark.torture
 

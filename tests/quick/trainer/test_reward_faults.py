@@ -10,7 +10,7 @@ import pytest
 
 from appliance.errors import GuardStop
 from appliance.tasks.grading import Fault, Graded
-from appliance.trainer.reward_faults import RewardFaults, neutral_accuracies
+from appliance.trainer.rewards import RewardFaults, neutral_accuracies
 
 FAILED = Graded(0.0, Fault.TIMED_OUT, "no grade after 30 s")
 
