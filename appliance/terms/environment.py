@@ -80,7 +80,7 @@ def child_env(
 
 def _cpu_env(*, threads: int, kv_cache_gb: int) -> dict[str, str]:
     return {
-        PLATFORM_VARIABLE: "cpu",  # the platform that trainer/cpu_platform.py registers
+        PLATFORM_VARIABLE: "cpu",  # the platform that trainer/worker.py registers
         "VERL_ENGINE_DEVICE": "cuda",  # verl registers its FSDP engine for cuda and npu only; it runs on any device
         KV_CACHE_VARIABLE: str(kv_cache_gb),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the default pins one thread to core 0
