@@ -13,7 +13,7 @@ from appliance.guard.policy import Action, Bounds, Collapse, MismatchBounds, Pat
 from appliance.guard.signals import Signals
 from appliance.record.events import append_event
 from appliance.record.plan import RunPlan
-from appliance.trainer.telemetry import StepTelemetry
+from appliance.trainer.metrics import StepTelemetry
 
 STATE_FILE = "guard.json"
 

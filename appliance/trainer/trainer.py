@@ -30,15 +30,20 @@ from appliance.trainer.correction import BatchCorrection
 from appliance.trainer.engines import RolloutEngines
 from appliance.trainer.export import export_checkpoint
 from appliance.trainer.governor import Governor, guard_stop, signals_of
-from appliance.trainer.metrics import Step, append_metrics, left_out, step_metrics, tracked
-from appliance.trainer.precision import RolloutPrecision
+from appliance.trainer.metrics import (
+    Step,
+    append_metrics,
+    keeping_fetched,
+    left_out,
+    measure_step,
+    step_metrics,
+    tracked,
+)
+from appliance.trainer.precision import RolloutPrecision, Validation, WeightUpdates
 from appliance.trainer.replay_buffer import DynamicSampling, choose_in_order, wait_for_rollouts
 from appliance.trainer.rewards import RewardFaults
 from appliance.trainer.rollouts import Rollouts
 from appliance.trainer.stopping import StopAsked, Stopping
-from appliance.trainer.telemetry import keeping_fetched, measure_step
-from appliance.trainer.validation import Validation
-from appliance.trainer.weight_updates import WeightUpdates
 
 BY_THE_GUARD = "stopped by the guard"
 
