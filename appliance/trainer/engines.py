@@ -145,8 +145,8 @@ def _started(start: Callable[[], LLMServerManager]) -> LLMServerManager:
         cause = getattr(error, "cause", None)  # what was raised inside a Ray worker
         if isinstance(cause, ApplianceError):
             raise cause from error
-        last = str(error).strip().splitlines()[-1:] or ["no message"]
-        raise EngineError(f"the new rollout engines did not start: {last[0]}", hint="see the log") from error
+        last = (str(error).strip().splitlines() or ["no message"])[-1]
+        raise EngineError(f"the new rollout engines did not start: {last}", hint="see the log") from error
 
 
 def _end(replicas: list[RolloutReplica]) -> tuple[int, ...]:

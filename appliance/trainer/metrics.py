@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -143,17 +144,10 @@ def equal_groups(responses: Iterable[Tensor], *, prompts: Iterable[str]) -> floa
     return sum(len(kinds[prompt]) == 1 for prompt in groups) / len(groups) if groups else 0.0
 
 
-@dataclass
-class Fetched:
-    """What came out of the queue last, None where nothing did."""
-
-    data: TensorDict | None = None
-
-
 @contextlib.contextmanager
-def keeping_fetched() -> Iterator[Fetched]:
-    """As long as it is open, this process's client of the queue leaves what it fetched last."""
-    client, fetched = transfer_queue.get_client(), Fetched()
+def keeping_fetched() -> Iterator[SimpleNamespace]:
+    """As long as it is open, this process's client of the queue leaves what it fetched last in `data`."""
+    client, fetched = transfer_queue.get_client(), SimpleNamespace(data=None)
     get = client.async_get_data
 
     async def get_and_keep(metadata: Any) -> TensorDict:
@@ -232,8 +226,7 @@ def step_metrics(
         raise TrainingError(f"step {number} ended without log-probabilities to compare")
     if step.sync is None:
         raise TrainingError(f"step {number} ended without a weight update")
-    missing = [name for name in _FROM_VERL.values() if name not in verl]
-    if missing:
+    if missing := [name for name in _FROM_VERL.values() if name not in verl]:
         raise TrainingError(f"verl did not report {', '.join(missing)} in step {number}")
     tokens = float(verl["response_length/mean"]) * plan.prompts_per_step * plan.rollout.samples_per_prompt
     mismatch, sync = step.telemetry.mismatch, step.sync.metrics()

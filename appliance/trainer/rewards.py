@@ -202,19 +202,18 @@ class RewardFaults:
         self._graded = 0
         self._faults: Counter[Fault] = Counter()
 
-    def end(self, what: str, *, graded: int, faults: Counter[Fault], last: Graded | None) -> int:
+    def end(self, what: str, *, pool: RewardPool) -> int:
         """The rewards of a step or a validation are in. Returns how many of them failed.
 
-        what: `step 3`, `the validation of step 3`.  graded, faults: since the start of the attempt.  last: the newest
-        fault.  Raises GuardStop when more than `most` of them failed.
+        what: `step 3`, `the validation of step 3`.  Raises GuardStop when more than `most` of them failed.
         """
-        new = faults - self._faults
-        count, of = new.total(), graded - self._graded
-        self._graded, self._faults = graded, Counter(faults)
+        new = pool.faults - self._faults
+        count, of = new.total(), pool.graded - self._graded
+        self._graded, self._faults = pool.graded, Counter(pool.faults)
         if not count:
             return 0
         kinds = ", ".join(f"{number} {fault}" for fault, number in sorted(new.items()))
-        why = last.why if last is not None else ""
+        why = pool.last_fault.why if pool.last_fault is not None else ""
         text = f"{count} of {of} rewards of {what} failed ({kinds})"
         append_event(self._run_dir, kind="reward", what=text, why=why, failed=count, graded=of)
         if count > self._most * of:

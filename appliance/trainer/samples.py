@@ -11,7 +11,7 @@ from appliance.record.samples import Sample, StepSamples, append_samples, shorte
 PROBLEMS = 4  # of each validation: the first ones
 _LINES = 20  # with samples of training, in a whole run: at its start each step, then a step in so many
 
-Group = tuple[str, list[dict[str, Any]]]  # as in trainer/rollouts.py
+Group = tuple[str, list[dict[str, Any]]]  # the prompt's uid, and the fields of each sample
 
 
 class SampleLog:

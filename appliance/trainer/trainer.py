@@ -302,9 +302,8 @@ class Trainer(PPOTrainerSync):
     def _end_rewards(self, what: str) -> int:
         """How many of them failed. Raises GuardStop, after the last finished step is saved: none is learnt from rewards
         that failed."""
-        pool = self.rollouts.pool
         try:
-            return self.reward_faults.end(what, graded=pool.graded, faults=pool.faults, last=pool.last_fault)
+            return self.reward_faults.end(what, pool=self.rollouts.pool)
         except GuardStop:
             self.checkpoints.save_now(BY_THE_GUARD)
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -33,7 +34,7 @@ def test_grades_stay_as_they_are() -> None:
 
 def end(faults: RewardFaults, *, graded: int, last: Graded | None = FAILED, **kinds: int) -> int:
     counted = Counter({Fault[name.upper()]: number for name, number in kinds.items()})
-    return faults.end("step 3", graded=graded, faults=counted, last=last)
+    return faults.end("step 3", pool=SimpleNamespace(graded=graded, faults=counted, last_fault=last))
 
 
 def test_failures_are_told_with_the_newest_reason(tmp_path: Path) -> None:
