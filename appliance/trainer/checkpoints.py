@@ -156,7 +156,11 @@ class Checkpoints:
                 time.sleep(NAMED_AFTER_S)  # a rank that waited for one that died fails as well, and may be heard first
             raise self._failed(folder, error) from error
         self.saved_step, self._saved_at_s = step, time.monotonic()
-        gone = self._remove_surplus()
+        gone, when = [], self._plan.checkpoint
+        try:
+            gone = remove_surplus(self._run_dir, keep=when.keep, keep_best=when.keep_best)
+        except OSError as error:  # a reader on a network file system: tried again after the next save
+            append_event(self._run_dir, kind="note", what=f"an older checkpoint could not be deleted: {error}")
         append_event(
             self._run_dir,
             kind="checkpoint",
@@ -168,15 +172,6 @@ class Checkpoints:
             removed=gone,
         )
         return folder
-
-    def _remove_surplus(self) -> list[int]:
-        """What cannot be deleted now (a reader on a network file system) is tried again after the next save."""
-        when = self._plan.checkpoint
-        try:
-            return remove_surplus(self._run_dir, keep=when.keep, keep_best=when.keep_best)
-        except OSError as error:
-            append_event(self._run_dir, kind="note", what=f"an older checkpoint could not be deleted: {error}")
-            return []
 
     def restore(self, folder: Path) -> None:
         """The driver's own part of a checkpoint, put back. Raises ValueError when state.json is not one of ours."""

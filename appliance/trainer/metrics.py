@@ -203,19 +203,16 @@ def _write_finite(batch: KVBatchMeta, fetched: TensorDict) -> KVBatchMeta:
 
 @dataclass
 class Step:
-    """What a step has brought so far, from the hooks of verl's, for its line."""
+    """What a step has brought so far, from the hooks of verl's, for its line.
+
+    rolled: what its rollouts are made in.  correction: of BatchCorrection.  sync: the weight update that ended it.
+    """
 
     rolled: Live
-    """What its rollouts are made in."""
-
     reward_failures: int = 0
     telemetry: StepTelemetry | None = None
-
     correction: dict[str, float | None] | None = None
-    """Of BatchCorrection, which wrote what went to the loss."""
-
     sync: SyncRecord | None = None
-    """The weight update that ended it. Its telemetry is null where no rollout is quantised."""
 
 
 def step_metrics(
@@ -262,16 +259,17 @@ def left_out(run_dir: Path, *, telemetry: StepTelemetry, step: int) -> dict[str,
 
 def append_metrics(run_dir: Path, line: dict[str, Any]) -> dict[str, Any]:
     """Append one line and return it as it is written: a value that is not finite becomes null."""
-    written = {key: None if _is_not_finite(value) else value for key, value in line.items()}
+    written = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()
+    }
     append_line(run_dir / METRICS_FILE, written)
     return written
 
 
 def tracked(line: dict[str, Any]) -> dict[str, float]:
     """The numbers of a line under the names that they have in TensorBoard and the like: `appliance/reward_mean`."""
-    numbers = {key: value for key, value in line.items() if isinstance(value, int | float)}
-    return {f"appliance/{key}": float(value) for key, value in numbers.items() if not _is_not_finite(value)}
+    return {f"appliance/{key}": float(value) for key, value in line.items() if _is_finite(value)}
 
 
-def _is_not_finite(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -38,7 +38,6 @@ class Live:
 
     label: str
     """`bf16+int8` where replicas differ."""
-
     emulated: bool
     bf16_layers: int = 0
     """Quantised layers that are in BF16 for now, of the engine that has most."""
@@ -126,7 +125,7 @@ class RolloutPrecision:
 
     @property
     def starts_in(self) -> Precision:
-        """What engines are started in; all else is asked of them with a weight update."""
+        """All else is asked of engines with a weight update."""
         return AS_PLANNED if self._is_live else self.wanted
 
     def validates_bf16(self, step: int) -> bool:
@@ -202,10 +201,8 @@ def worst_layers(plan: RunPlan, *, share: float) -> tuple[str, ...]:
     By the output errors of the run's profile; without one by what engines of this run measured of a layer's weights
     when it was quantised last.  share: 0..1.  Raises PreflightError when neither is there.
     """
-    ranked = _ranking(plan)
-    ranked.sort(key=lambda each: (-each[0], each[1]))
-    chosen = ranked[: math.ceil(share * len(ranked))]
-    return tuple(name for _, names in chosen for name in names)
+    ranked = sorted(_ranking(plan), key=lambda each: (-each[0], each[1]))
+    return tuple(name for _, names in ranked[: math.ceil(share * len(ranked))] for name in names)
 
 
 def _ranking(plan: RunPlan) -> list[tuple[float, tuple[str, ...]]]:

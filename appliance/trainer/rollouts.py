@@ -39,7 +39,6 @@ PROMPTS_PER_PUT = 64
 PUT_EVERY_S = 1.0
 LOOK_AGAIN_S = 1.0  # how long a wait for rollouts lasts at most before the buffer is looked at again
 _HINT = "the log has the whole story"
-_SEED_BITS = 62  # vLLM keeps seeds as signed 64-bit numbers, and the samples of a prompt count up from this one
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class PromptSeeds:
         self._seen: Counter[tuple[int, ...]] = Counter()
 
     def next(self, token_ids: Sequence[int], *, step: int) -> int:
-        """The seed of the next prompt of a step, 0 <= seed < 2^62. Prompts of one step come in their order."""
+        """Prompts of one step come in their order."""
         if step != self._step:
             self._step, self._seen = step, Counter()
         prompt = tuple(token_ids)
@@ -84,9 +83,9 @@ class PromptSeeds:
 
 
 def prompt_seed(token_ids: Sequence[int], *, run_seed: int, step: int, occurrence: int) -> int:
-    """0 <= seed < 2^62."""
+    """0 <= seed < 2^62: vLLM keeps seeds as signed 64-bit numbers, and a prompt's samples count up from this one."""
     text = f"{run_seed} {step} {occurrence}:{' '.join(map(str, token_ids))}"
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> (64 - _SEED_BITS)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 2
 
 
 class Rollouts:
@@ -141,16 +140,15 @@ class Rollouts:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is being generated, scored or put."""
         return any(not future.done() for future in self._futures)
 
     def finish(self) -> None:
-        """Wait until nothing is under way any more. Raises as `wait`."""
+        """Raises as `wait`."""
         while self.is_busy:
             self.wait(LOOK_AGAIN_S)
 
     def serve_by(self, servers: list[ActorHandle]) -> None:
-        """From now on by these. To be called while nothing is generated."""
+        """To be called while nothing is generated."""
         self._servers = servers
 
     def abandon(self) -> None:

@@ -259,11 +259,8 @@ class Trainer(PPOTrainerSync):
 
     def _open_checkpoints(self) -> Checkpoints:
         """With the driver's part of the checkpoint put back, when the weights were loaded from one."""
-        opened = Checkpoints(
-            self.plan,
-            save_workers=self._save_workers,
-            data_state=self.train_dataloader.state_dict,
-        )
+        data_state = self.train_dataloader.state_dict
+        opened = Checkpoints(self.plan, save_workers=self._save_workers, data_state=data_state)
         if self.plan.resume_from:
             self.train_dataloader_it = iter(self.train_dataloader)  # draws from the random state that is put back next
             opened.restore(Path(self.plan.resume_from))
@@ -309,7 +306,6 @@ class Trainer(PPOTrainerSync):
             raise
 
     def _write(self, line: dict[str, Any]) -> dict[str, Any]:
-        """As it is written."""
         written = append_metrics(self.run_dir, {**line, "time_s": round(time.time() - self._started, 3)})
         self.rollouts.samples.write(line["step"], scheme=line["scheme"])
         return written
