@@ -1,7 +1,7 @@
 """The control groups that this process is in, and the cores that they leave it. Both versions of the kernel's files.
 
 Version 1 has a tree of groups per controller, version 2 one for all, without a name. Here and not in preflight, because
-a training worker reads them too (trainer/cpu_platform.py), on its own node.
+a training worker reads them too (trainer/worker.py), on its own node.
 """
 
 from __future__ import annotations

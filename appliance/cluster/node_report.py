@@ -169,7 +169,7 @@ def warnings(
 
 
 def _fewer_cores(report: NodeReport, plan: RunPlan) -> Iterator[str]:
-    """On a CPU every node gets the plan's number, from the head's cores; trainer/cpu_platform.py lowers it there."""
+    """On a CPU every node gets the plan's number, from the head's cores; trainer/worker.py lowers it there."""
     threads = int(dict(plan.env).get(THREADS_VARIABLE, "0"))
     if report.facts and report.facts.cores < threads:
         cores = f"{report.facts.cores} core{'' if report.facts.cores == 1 else 's'}"

@@ -94,6 +94,5 @@ def mixing(found: Moments) -> float:
         return 0.0
     reliability = min(1.0, found.weight**2 / (found.tokens * found.weight_squared))  # rounding can pass 1
     severity = -math.expm1(-max(0.0, found.k3) / found.tokens / K3_SCALE)
-    plain = found.uncorrected_squared
-    amplification = max(1.0, found.corrected_squared / plain) if plain else 1.0
+    amplification = max(1.0, found.corrected_squared / found.uncorrected_squared) if found.uncorrected_squared else 1.0
     return reliability * severity / amplification

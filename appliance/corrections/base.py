@@ -2,7 +2,7 @@
 
 Quantised rollouts are sampled from a policy that is not quite the trainer's. A correction says what each token's loss
 is multiplied by, which tokens stay, and between which bounds the probability ratio is clipped. The driver writes all of
-that into the batch (trainer/correction.py), and one loss reads it there (trainer/corrected_loss.py), for every method.
+that into the batch, and one loss reads it there, for every method (trainer/correction.py).
 
 A new method is a subclass in a file of its own and its line in registry.py. Nothing here imports torch: a tensor brings
 its methods along.
@@ -54,7 +54,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Corrected:
-    """What a correction makes of some sequences. From `Correction.act`, None stands for what is left as it is."""
+    """What a correction makes of some sequences. None, from `Correction.act`: left as it is."""
 
     weights_BT: Tensor | None = None
     """What each token's loss is multiplied by, 0 at padding. None: 1."""
@@ -96,8 +96,6 @@ class Correction:
     reject_k3_above: float | None = None
     """Whatever the method, a sequence with a larger mean k3 is dropped, nats; None: none is."""
 
-    # what it does
-
     def act(self, x_BT: Tensor, *, real_BT: Tensor) -> Corrected:
         """The method itself, without `reject_k3_above`. What it says of padding is overwritten."""
         raise NotImplementedError
@@ -131,14 +129,10 @@ class Correction:
         """Where a token's importance weight is cut, None where it is not."""
         return self.cap if self.cuts_tokens else None
 
-    # what the guard makes of it
-
     def tightened(self) -> Correction:
         """While the guard asks for it: half of what the cap has above 1, and sequences with a large k3 dropped."""
         drops = replace(self, reject_k3_above=REJECT_K3_ABOVE)
         return drops if self.cap is None else replace(drops, cap=tighter(self.cap))
-
-    # what people give and read
 
     @classmethod
     def refusals(cls, *, cap: float | None, bounds: tuple[float, ...] | None, clip: ClipRange) -> Iterator[Refusal]:

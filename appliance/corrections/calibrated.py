@@ -14,13 +14,11 @@ the same tokens, and the bounds are moved to where B clips as many tokens as the
 The source fits clip bounds against a BF16 pass where training itself runs in FP8; only the idea and the period of 20
 steps were at hand. Chosen here:
 
-* The trainer of this program is in full precision, the rollouts are not. The noise is therefore in the denominator, and
-  the ratio to calibrate is B. (R needs no calibration: both sides are exact. That is the clipping of `tis`.)
+* The trainer is in full precision, the rollouts are not: the noise is in the denominator, and B is what to calibrate.
 * The shadow pass follows the step's update: before it p_theta is p_trainer, R is 1 and nothing is clipped.
 * Bounds are order statistics of the sample, matched on each side by itself: exact, with no model of the noise.
-* A bound is only ever widened. Where B clips no more than R the recipe's bound stays: a sample that nobody leaves says
-  nothing of where the policy may go. Without any mismatch the bounds are therefore exactly the recipe's.
-* No bound leaves 1/cap..cap, whatever the sample says.
+* A bound is only ever widened, and never beyond 1/cap..cap. Where B clips no more than R the recipe's bound stays: a
+  sample that nobody leaves says nothing of where the policy may go.
 * The first step has the recipe's bounds; a fit holds from the next step to the next fit.
 
 Legend: base.py; of a fit, T tokens of the shadow batch, without padding; float64.  Source: arXiv 2609.22870.

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from appliance.corrections.acr import Acr
 from appliance.corrections.adaptive import Adaptive
 from appliance.corrections.base import ClipRange, Correction
 from appliance.corrections.calibrated import CalibratedClipping
-from appliance.corrections.masks import GeometricMask, K3Reject, SequenceMask
-from appliance.corrections.weights import IcePop, NoCorrection, Tis, TisSequence
+from appliance.corrections.weights import (
+    Acr,
+    GeometricMask,
+    IcePop,
+    K3Reject,
+    NoCorrection,
+    SequenceMask,
+    Tis,
+    TisSequence,
+)
 
 METHODS: dict[str, type[Correction]] = {
     method.name: method
@@ -39,13 +46,8 @@ def correction_of(
     bounds: tuple[float, ...] | None = None,
     clip: ClipRange = ClipRange(),
 ) -> Correction:
-    """A method with its limits: a value that was given, else the usual one. A limit that the method lacks stays None.
-
-    bounds: (low, high).
-    """
+    """A method with its limits: what was given, else the usual one; None of a limit that the method lacks."""
     made = METHODS[method]
-    return made(
-        cap=made.usual_cap if made.usual_cap is None or cap is None else cap,
-        bounds=made.usual_bounds if made.usual_bounds is None or bounds is None else (bounds[0], bounds[1]),
-        clip=clip,
-    )
+    cap = made.usual_cap if made.usual_cap is None or cap is None else cap
+    bounds = made.usual_bounds if made.usual_bounds is None or bounds is None else tuple(bounds)
+    return made(cap=cap, bounds=bounds, clip=clip)

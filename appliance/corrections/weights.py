@@ -1,19 +1,42 @@
-"""No correction, and those that weigh each token's loss by an importance weight.
+"""The published corrections: none, those that weigh each token's loss, and those that drop a sequence whole.
 
-Sources: Yao et al. 2025 (truncated importance sampling), verl 0.9.1, trainer/ppo/rollout_corr_helper.py (the others).
+ACR (adaptive clipping range) is `tis` with a wider upper clip bound where a weight was cut. R = p_theta / p_trainer of
+a token, w = p_trainer / p_rollout, A its advantage, C the cap, e the clip range. To truncate w at C is to replace
+p_rollout by max(p_rollout, p_trainer / C); with r = min(1, C / w) the objective is
+
+    min(w, C) * min(R * A, clip(R, 1 - e_low, (1 + e_high) / r) * A)
+
+Only the upper bound moves, and only on truncated tokens. Where the source leaves room: a negative advantage keeps
+verl's dual clip, which the source does not mention, and the lower bound stays.
+
+Sources: Yao et al. 2025 (truncated importance sampling); QuRL, arXiv 2602.13953 (ACR); verl 0.9.1,
+trainer/ppo/rollout_corr_helper.py (the others), whose k1 is log(p_rollout / p_trainer), -x: bounds here are of w.
 Legend: base.py.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from appliance.corrections.base import CLAMP, REJECT_K3_ABOVE, Corrected, Correction, tighter, token_weights
+from appliance.corrections.base import (
+    CLAMP,
+    REJECT_K3_ABOVE,
+    ClipRange,
+    Corrected,
+    Correction,
+    Refusal,
+    mean_k3,
+    tighter,
+    token_weights,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+MAX_K3 = 1.0  # nats per token; a sequence this far away is another policy's
 
 
 class NoCorrection(Correction):
@@ -45,6 +68,33 @@ class Tis(Correction):
         return Corrected(weights_BT=w_BT.clamp(max=self.cap), acted_BT=w_BT > self.cap)
 
 
+class Acr(Tis):
+    name = "acr"
+    effect = "as `tis`; where `w` was cut, the upper clip bound `1 + clip_high` is multiplied by `w / cap`"
+    source = "the cap of tis"
+    clips = True
+
+    def act(self, x_BT: Tensor, *, real_BT: Tensor) -> Corrected:
+        w_BT = token_weights(x_BT)
+        return Corrected(
+            weights_BT=w_BT.clamp(max=self.cap),
+            acted_BT=w_BT > self.cap,
+            lower_BT=w_BT.new_full(w_BT.shape, 1 - self.clip.low),
+            upper_BT=(1 + self.clip.high) * (w_BT / self.cap).clamp(min=1),
+        )
+
+    def count(self, found: Corrected, *, real_BT: Tensor) -> dict[str, float]:
+        widened_BT = found.kept_BT & (found.upper_BT > 1 + self.clip.high)  # what the guard has dropped is not
+        widened = {"widened": int(widened_BT.sum()), "upper": float(found.upper_BT[widened_BT].sum())}
+        return super().count(found, real_BT=real_BT) | widened
+
+    def metrics(self, sums: Mapping[str, float]) -> dict[str, float | None]:
+        """`acr_widened_fraction`: of the tokens. `acr_bound_mean`: over those that were widened, None without any."""
+        mean = sums["upper"] / sums["widened"] if sums["widened"] else None
+        share = sums["widened"] / max(1, sums["tokens"])
+        return super().metrics(sums) | {"acr_widened_fraction": share, "acr_bound_mean": mean}
+
+
 class TisSequence(Correction):
     name = "tis-sequence"
     compared = "product of a sequence's `w`"
@@ -73,3 +123,57 @@ class IcePop(Correction):
     def tightened(self) -> Correction:
         """The upper bound loses half of what it has above 1, as a cap does."""
         return replace(super().tightened(), bounds=(self.bounds[0], tighter(self.bounds[1])))
+
+
+class SequenceMask(Correction):
+    name = "sequence-mask"
+    compared = "product of a sequence's `w`"
+    effect = "the sequence is dropped outside"
+    usual_bounds = (0.5, 2.0)
+    source = "verl's bounds for a product"
+
+    def log_statistic(self, x_BT: Tensor, *, real_BT: Tensor) -> Tensor:
+        """[B] log of what is compared with the bounds; 0 for a sequence without tokens."""
+        return x_BT.clamp(-CLAMP, CLAMP).sum(dim=-1)
+
+    def act(self, x_BT: Tensor, *, real_BT: Tensor) -> Corrected:
+        low, high = map(math.log, self.bounds)
+        log_B = self.log_statistic(x_BT, real_BT=real_BT)
+        return _dropped((log_B < low) | (log_B > high), real_BT=real_BT)
+
+
+class GeometricMask(SequenceMask):
+    name = "geometric-mask"
+    compared = "geometric mean of a sequence's `w`"
+    usual_bounds = (0.999, 1.001)
+    source = "verl's bounds for a geometric mean"
+
+    def log_statistic(self, x_BT: Tensor, *, real_BT: Tensor) -> Tensor:
+        return super().log_statistic(x_BT, real_BT=real_BT) / real_BT.sum(dim=-1).clamp(min=1)
+
+
+class K3Reject(Correction):
+    name = "k3-reject"
+    compared = "mean of `exp(x) - 1 - x` over a sequence, nats"
+    effect = "the sequence is dropped above"
+    usual_cap = REJECT_K3_ABOVE
+    source = "verl's limit for a sequence's k3-KL, nats"
+
+    def act(self, x_BT: Tensor, *, real_BT: Tensor) -> Corrected:
+        return _dropped(mean_k3(x_BT, real_BT=real_BT) > self.cap, real_BT=real_BT)
+
+    def tightened(self) -> Correction:
+        """It drops above half of its limit."""
+        return replace(self, cap=self.cap / 2)
+
+    @classmethod
+    def refusals(cls, *, cap: float | None, bounds: tuple[float, ...] | None, clip: ClipRange) -> Iterator[Refusal]:
+        yield from super().refusals(cap=cap, bounds=bounds, clip=clip)
+        if cap is not None and cap > MAX_K3:
+            message = f"the cap of `{cls.name}` is a sequence's k3-KL in nats, and {cap:g} rejects next to nothing"
+            yield ("correction.cap",), message, f"give one such as {cls.usual_cap:g}, or null"
+
+
+def _dropped(goes_B: Tensor, *, real_BT: Tensor) -> Corrected:
+    goes_BT = goes_B.unsqueeze(-1) & real_BT
+    return Corrected(kept_BT=~goes_BT, acted_BT=goes_BT)

@@ -36,7 +36,7 @@ def attest_driver(plan: RunPlan) -> None:
     """Write `attest/driver-0.json`: this process computes advantages and corrections, in float, and no model."""
     correction = plan.correction
     detail = {"correction": str(correction.method), "cap": correction.cap, "bounds": correction.bounds}
-    _write(plan, process="driver-0", role="driver", rank=0, scheme=Scheme.BF16, detail=detail)
+    _write(plan, role="driver", rank=0, detail=detail)
 
 
 def attest_trainers(plan: RunPlan, *, workers: list[ActorHandle]) -> None:
@@ -62,7 +62,7 @@ def _attest_worker(worker: Any, plan: RunPlan) -> None:
         "learning_rates": rates,
         "threads": torch.get_num_threads(),
     }
-    _write(plan, process=f"trainer-{worker.rank}", role="trainer", rank=worker.rank, scheme=Scheme.BF16, detail=detail)
+    _write(plan, role="trainer", rank=worker.rank, detail=detail)
 
 
 def compute_dtype(module: Module) -> torch.dtype:
@@ -71,14 +71,14 @@ def compute_dtype(module: Module) -> torch.dtype:
     return policy.param_dtype or next(module.parameters()).dtype
 
 
-def _write(plan: RunPlan, *, process: str, role: str, rank: int, scheme: Scheme, detail: dict[str, Any]) -> None:
+def _write(plan: RunPlan, *, role: str, rank: int, detail: dict[str, Any]) -> None:
     write_attestation(
         Path(plan.run_dir),
         Attestation(
-            process=process,
+            process=f"{role}-{rank}",
             role=role,
             rank=rank,
-            scheme=str(scheme),
+            scheme=str(Scheme.BF16),
             emulated=False,
             patches=tuple(patch.applied()),
             versions={name: importlib.metadata.version(name) for name, _ in plan.pins},

@@ -20,7 +20,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import TypeAdapter, ValidationError
 from ray.exceptions import RayTaskError
 
 from appliance.errors import CheckpointError
@@ -44,6 +43,7 @@ from appliance.record.checkpoints import (
     seal,
 )
 from appliance.record.events import METRICS_FILE, append_event
+from appliance.record.lines import read
 from appliance.record.plan import CheckpointPlan, RunPlan
 from appliance.trainer.precision import PrecisionState
 from appliance.trainer.process_watch import NAMED_AFTER_S
@@ -52,7 +52,14 @@ DATA_FILE = "data.pt"  # verl's name, read by its own resume
 ASK_FILE = "save"  # `touch RUN/save` asks for a checkpoint at the end of the step
 _FULL_BYTES = 16 << 20  # torch hides the reason of a failed write; with less than this free, the disk is full
 
-SaveWorkers = Callable[[Path, int], None]
+
+@dataclass(frozen=True)
+class DriverRandom:
+    """torch: hex bytes.  numpy, python: what their own `get_state` gives, as lists."""
+
+    torch: str
+    numpy: list[Any]
+    python: list[Any]
 
 
 @dataclass(frozen=True)
@@ -66,15 +73,6 @@ class DriverState:
 
     precision: PrecisionState
     schema_version: Literal[1] = 1
-
-
-@dataclass(frozen=True)
-class _StepEnd:
-    """data: of the data loader, as verl saves it.  files: (name, content) of those of OF_A_STEP that are there."""
-
-    state: DriverState
-    data: bytes
-    files: tuple[tuple[str, bytes], ...]
 
 
 def why_save(
@@ -95,22 +93,21 @@ def why_save(
 
 
 class Checkpoints:
-    """The checkpoints of one attempt. `end_step` after every step, `begin_update` before the weights move."""
+    """The checkpoints of one attempt. `end_step` after every step, `begin_update` before the weights move.
+
+    saved_step: the newest step that is saved, or was resumed from; 0 without one.
+    """
 
     def __init__(
-        self,
-        plan: RunPlan,
-        *,
-        save_workers: SaveWorkers,
-        data_state: Callable[[], dict[str, Any]],
+        self, plan: RunPlan, *, save_workers: Callable[[Path, int], None], data_state: Callable[[], dict[str, Any]]
     ) -> None:
         """save_workers: has every rank write its part into a folder.  data_state: of the data loader."""
         self._plan = plan
         self._run_dir = Path(plan.run_dir)
         self._save_workers = save_workers
         self._data_state = data_state
-        self._step_end: _StepEnd | None = None
-        self._saved_step = 0
+        self._step_end: tuple[DriverState, dict[str, bytes]] | None = None  # with what its files hold, by name
+        self.saved_step = 0
         self._saved_at_s = time.monotonic()
         self._best = max(
             (each.val_reward for each in read_saved(self._run_dir) if each.val_reward is not None), default=None
@@ -120,23 +117,13 @@ class Checkpoints:
         """From here to the end of the step there is nothing that could be saved."""
         self._step_end = None
 
-    @property
-    def saved_step(self) -> int:
-        """The newest step that is saved, or was resumed from; 0 without one."""
-        return self._saved_step
-
-    @property
-    def can_save(self) -> bool:
-        """Whether `save_now` would find a finished step whose weights are still those of its end."""
-        return self._step_end is not None
-
     def end_step(self, line: dict[str, Any], *, precision: PrecisionState, is_last: bool) -> None:
         """Remember the step that just ended, and save it when it is due. Raises as `save_now`.
 
         line: what metrics.jsonl got of it.
         """
         step, val_reward = line["step"], line.get("val_reward_mean")
-        self._step_end = self._take(step, line=line, precision=precision)
+        self._remember(DriverState(step=step, random=take_random(), line=line, precision=precision))
         is_best = val_reward is not None and (self._best is None or val_reward > self._best)
         self._best = val_reward if is_best else self._best
         ask = self._run_dir / ASK_FILE
@@ -160,20 +147,24 @@ class Checkpoints:
         """
         if self._step_end is None:
             return None
-        step = self._step_end.state.step
+        step = self._step_end[0].step
         folder = checkpoint_folder(self._run_dir, step=step)
-        if self._saved_step == step:
+        if self.saved_step == step:
             return folder
         append_event(self._run_dir, kind="phase", what="save")
         started = time.monotonic()
         try:
-            manifest = self._write(folder, end=self._step_end, reason=reason)
+            manifest = self._write(folder, *self._step_end, reason=reason)
         except (OSError, RuntimeError, RayTaskError) as error:  # Ray's others: a worker died, no fault of the disk's
             if isinstance(error, RayTaskError):
                 time.sleep(NAMED_AFTER_S)  # a rank that waited for one that died fails as well, and may be heard first
             raise self._failed(folder, error) from error
-        self._saved_step, self._saved_at_s = step, time.monotonic()
-        gone = self._remove_surplus()
+        self.saved_step, self._saved_at_s = step, time.monotonic()
+        gone, when = [], self._plan.checkpoint
+        try:
+            gone = remove_surplus(self._run_dir, keep=when.keep, keep_best=when.keep_best)
+        except OSError as error:  # a reader on a network file system: tried again after the next save
+            append_event(self._run_dir, kind="note", what=f"an older checkpoint could not be deleted: {error}")
         append_event(
             self._run_dir,
             kind="checkpoint",
@@ -186,47 +177,35 @@ class Checkpoints:
         )
         return folder
 
-    def _remove_surplus(self) -> list[int]:
-        """What cannot be deleted now (a reader on a network file system) is tried again after the next save."""
-        when = self._plan.checkpoint
-        try:
-            return remove_surplus(self._run_dir, keep=when.keep, keep_best=when.keep_best)
-        except OSError as error:
-            append_event(self._run_dir, kind="note", what=f"an older checkpoint could not be deleted: {error}")
-            return []
-
-    def restore(self, folder: Path) -> DriverState:
+    def restore(self, folder: Path) -> None:
         """The driver's own part of a checkpoint, put back. Raises ValueError when state.json is not one of ours."""
         state = read_state(folder)
         restore_random(state.random)
-        self._saved_step = state.step
-        self._step_end = self._take(state.step, line=state.line, precision=state.precision)
-        return state
+        self.saved_step = state.step
+        self._remember(state)
 
-    def _take(self, step: int, *, line: dict[str, Any], precision: PrecisionState) -> _StepEnd:
+    def _remember(self, state: DriverState) -> None:
         data = io.BytesIO()
         torch.save(self._data_state(), data)
-        state = DriverState(step=step, random=take_random(), line=line, precision=precision)
+        files = {DATA_FILE: data.getvalue(), STATE_FILE: (json.dumps(asdict(state)) + "\n").encode()}
         there = [path for name in OF_A_STEP if (path := self._run_dir / name).exists()]
-        return _StepEnd(state, data.getvalue(), tuple((path.name, path.read_bytes()) for path in there))
+        self._step_end = state, files | {path.name: path.read_bytes() for path in there}
 
-    def _write(self, folder: Path, *, end: _StepEnd, reason: str) -> CheckpointManifest:
+    def _write(self, folder: Path, state: DriverState, files: dict[str, bytes], *, reason: str) -> CheckpointManifest:
         partial = partial_of(folder)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        self._save_workers(partial, end.state.step)
-        (partial / DATA_FILE).write_bytes(end.data)
-        (partial / STATE_FILE).write_text(json.dumps(asdict(end.state)) + "\n")
-        for name, content in end.files:
+        self._save_workers(partial, state.step)
+        for name, content in files.items():
             (partial / name).write_bytes(content)
         copy_scales(self._plan, partial)
         sync_to_disk(self._run_dir / METRICS_FILE)  # a checkpoint must not outlive the lines it counts
         facts = Facts(
-            step=end.state.step,
+            step=state.step,
             world_size=self._plan.topology.gpus,
             reason=reason,
             time=time.time(),
-            val_reward=end.state.line.get("val_reward_mean"),
+            val_reward=state.line.get("val_reward_mean"),
             profile=profile_identity(self._run_dir),
         )
         manifest = seal(partial, facts=facts)
@@ -254,13 +233,7 @@ class Checkpoints:
 
 def read_state(folder: Path) -> DriverState:
     """`state.json` of a checkpoint. Raises OSError, ValueError."""
-    path = folder / STATE_FILE
-    try:
-        return TypeAdapter(DriverState).validate_json(path.read_text())
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{path}: not the state of a step: {place}: {first['msg']}") from error
+    return read(folder / STATE_FILE, DriverState)
 
 
 def profile_identity(run_dir: Path) -> tuple[tuple[str, str], ...]:
@@ -294,15 +267,6 @@ def _full_folder(run_dir: Path, error: Exception) -> Path | None:
     if is_full(getattr(error, "cause", error)) or "No space left" in str(error):
         return (full or folders)[0]
     return folders[0] if folders[0] in full else None
-
-
-@dataclass(frozen=True)
-class DriverRandom:
-    """torch: hex bytes.  numpy, python: what their own `get_state` gives, as lists."""
-
-    torch: str
-    numpy: list[Any]
-    python: list[Any]
 
 
 def take_random() -> DriverRandom:

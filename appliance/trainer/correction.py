@@ -1,17 +1,30 @@
-"""A run's correction on the driver: what each batch gets before the update, and that the loss used it.
+"""A run's correction: what each batch gets before the update, the loss that reads it there, and that the loss used it.
 
-Whatever the method, weights and mask, and bounds where it clips, are computed here in float64 and written into the
-batch, rounded to float32; verl's own correction stays off. What was written is read back from the batch that goes to
-the loss, and after the update the sums that the loss had in hand are held against it.
+Whatever the method, weights and mask, and bounds where it clips, are computed on the driver in float64 and written into
+the batch, rounded to float32; verl's own correction stays off. What was written is read back from the batch that goes
+to the loss, and after the update the sums that the loss had in hand are held against it. The fields travel with their
+batch: mini-batches, micro-batches and ranks share them, no worker has a state that a restart could lose.
+
+verl hands a policy loss a frozen configuration and a fixed list of tensors, but which function a worker calls as its
+loss is set by a call of verl's (`set_loss_fn`), and that function gets the whole micro-batch. Ours takes out of it
+which policy the ratio is to and, of a method that clips by itself, the two bounds of each token, puts them where verl's
+loss looks for its own, and calls verl's. Weights and mask verl's loss finds by their names. Dual clip, aggregation and
+metrics are verl's, and so is every operation.
+
+The shadow pass of calibrated clipping asks the new policy for log-probs in full precision after some updates. Each fit
+is a line of `clipping.jsonl`, from which another attempt takes the bounds that held at its step.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import transfer_queue
@@ -21,44 +34,36 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transfer_queue import KVBatchMeta
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.metric import AggregationType, Metric
+from verl.workers.config import ActorConfig
+from verl.workers.utils.losses import ppo_loss
+from verl.workers.utils.padding import response_from_nested
 
 from appliance.corrections.base import ClipRange, Correction, Part, log_ratio
-from appliance.errors import TrainingError
+from appliance.corrections.calibrated import fit_bounds
+from appliance.errors import NumericsError, TrainingError
+from appliance.record.checkpoints import FITS_FILE
+from appliance.record.events import append_event, append_line
 from appliance.record.plan import RunPlan
-from appliance.trainer.corrected_loss import (
-    CLIP_LOWER,
-    CLIP_UPPER,
-    KEPT,
-    REAL,
-    WEIGHTS,
-    check_used,
-    corrected_loss,
-    sums_of,
-)
-from appliance.trainer.shadow_pass import LogProbs, ShadowPass
 
 SEQUENCES_AT_ONCE = 64  # float64 copies of a batch of long sequences would not fit beside it
+REAL, KEPT, WEIGHTS = "loss_mask", "response_mask", "rollout_is_weights"  # verl's names; the first is never changed
+CLIP_LOWER, CLIP_UPPER = "clip_lower", "clip_upper"  # float32, the bounds themselves
+USED = "actor/correction_"  # nothing with `max` or `min` in it: verl would not take the mean over mini-batches
+_AGREE_WITHIN = 1e-9  # float64 sums in another order
+_HINT = "the correction did not reach the loss; report it with the log"
 
 Rows = tuple[Tensor, ...]  # a row of tokens per sequence, without padding
+LogProbs = Callable[[KVBatchMeta], Any]  # writes `log_probs` of a batch into the queue
 
 
-@dataclass(frozen=True)
-class Sequences:
+class Sequences(NamedTuple):
     """What a correction is computed from, a row per sequence. real: before anything was dropped."""
 
     trainer: Rows
     rollout: Rows
     real: Rows
     advantages: Rows
-
-
-@dataclass(frozen=True)
-class CorrectedStep:
-    """correction: as it was for this step.  fields: of the batch.  metrics: of the step's line."""
-
-    correction: Correction
-    fields: dict[str, Rows]
-    metrics: dict[str, float | None]
 
 
 class BatchCorrection:
@@ -87,13 +92,19 @@ class BatchCorrection:
         correction needs is not finite.
         """
         fitted_at, fitted = self._shadow.last_fit(before=step) if self._shadow else (None, None)
-        sequences = _read(batch)
-        found = correct_step(sequences, correction=correction, fitted=fitted)
-        batch = _write(batch, found.fields)
-        check_written(batch, found)
-        flat = {name: torch.cat(rows) for name, rows in ({REAL: sequences.real} | found.fields).items()}
-        self._meant = sums_of(flat)
-        self._metrics = found.metrics | ({"clip_fitted_step": fitted_at} if self._shadow else {})
+        names = ["old_log_probs", "rollout_log_probs", REAL, "advantages"]
+        data = _get(batch, names)
+        sequences = Sequences(*(data[name].unbind() for name in names))
+        correction = correction.for_step(_parts(sequences), fitted=fitted)
+        fields, sums = _fields_of(sequences, correction=correction)
+        nested = {name: torch.nested.as_nested_tensor(rows, layout=torch.jagged) for name, rows in fields.items()}
+        values = TensorDict(nested, batch_size=len(batch))
+        batch = transfer_queue.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=values)
+        if not _carries(batch, fields):
+            what = f"the batch of this step does not carry what `{correction.name}` makes of its log-probs"
+            raise TrainingError(what, hint=_HINT)
+        self._meant = sums_of({name: torch.cat(rows) for name, rows in ({REAL: sequences.real} | fields).items()})
+        self._metrics = correction.metrics(sums) | ({"clip_fitted_step": fitted_at} if self._shadow else {})
         return batch
 
     def after_update(self, batch: KVBatchMeta, *, step: int, reported: dict[str, Any], log_probs: LogProbs) -> None:
@@ -110,9 +121,17 @@ class BatchCorrection:
         return self._metrics
 
 
-def correct_step(sequences: Sequences, *, correction: Correction, fitted: ClipRange | None = None) -> CorrectedStep:
-    """fitted: as Correction.for_step.  Raises NumericsError when a number that the correction needs is not finite."""
-    correction = correction.for_step(_parts(sequences), fitted=fitted)
+def _parts(sequences: Sequences) -> Iterator[Part]:
+    for start in range(0, len(sequences.real), SEQUENCES_AT_ONCE):
+        trainer_BT, rollout_BT, real_BT, advantages_BT = (
+            pad_sequence(list(rows[start : start + SEQUENCES_AT_ONCE]), batch_first=True) for rows in sequences
+        )
+        real_BT = real_BT.bool()
+        yield Part(log_ratio(trainer_BT, rollout_BT=rollout_BT, real_BT=real_BT), real_BT, advantages_BT)
+
+
+def _fields_of(sequences: Sequences, *, correction: Correction) -> tuple[dict[str, list[Tensor]], Counter[str]]:
+    """What the correction makes of a step: rows by the batch's names, and the sums of Correction.count."""
     names = (KEPT, WEIGHTS, CLIP_LOWER, CLIP_UPPER) if correction.clips else (KEPT, WEIGHTS)
     fields: dict[str, list[Tensor]] = {name: [] for name in names}
     sums: Counter[str] = Counter()
@@ -124,45 +143,140 @@ def correct_step(sequences: Sequences, *, correction: Correction, fitted: ClipRa
         for name, value_BT in zip(names, values, strict=False):
             for row, real in zip(value_BT, sequences.real[done : done + len(value_BT)], strict=True):
                 fields[name].append(row[: len(real)].to(real.dtype if name == KEPT else torch.float32))
-    rows = {name: tuple(each) for name, each in fields.items()}
-    return CorrectedStep(correction, rows, correction.metrics(sums))
+    return fields, sums
 
 
-def check_written(batch: KVBatchMeta, step: CorrectedStep) -> None:
-    """Raises TrainingError when the batch that goes to the loss does not carry the step's correction, bit for bit."""
-    carries = set(step.fields) <= set(batch.fields or ())  # by this list the workers fetch
-    if carries:
-        found = _get(batch, list(step.fields))
-        pairs = (zip(found[name].unbind(), rows, strict=True) for name, rows in step.fields.items())
-        carries = all(torch.equal(one, other) for each in pairs for one, other in each)
-    if not carries:
-        raise TrainingError(
-            f"the batch of this step does not carry what `{step.correction.name}` makes of its log-probs",
-            hint="the correction did not reach the loss; report it with the log",
-        )
-
-
-def _parts(sequences: Sequences) -> Iterator[Part]:
-    for start in range(0, len(sequences.real), SEQUENCES_AT_ONCE):
-        trainer_BT, rollout_BT, real_BT, advantages_BT = (
-            pad_sequence(list(rows[start : start + SEQUENCES_AT_ONCE]), batch_first=True)
-            for rows in (sequences.trainer, sequences.rollout, sequences.real, sequences.advantages)
-        )
-        real_BT = real_BT.bool()
-        yield Part(log_ratio(trainer_BT, rollout_BT=rollout_BT, real_BT=real_BT), real_BT, advantages_BT)
-
-
-def _read(batch: KVBatchMeta) -> Sequences:
-    names = ["old_log_probs", "rollout_log_probs", REAL, "advantages"]
-    data = _get(batch, names)
-    return Sequences(*(data[name].unbind() for name in names))
+def _carries(batch: KVBatchMeta, fields: Mapping[str, list[Tensor]]) -> bool:
+    """Bit for bit."""
+    if not set(fields) <= set(batch.fields or ()):  # by this list the workers fetch
+        return False
+    found = _get(batch, list(fields))
+    pairs = (zip(found[name].unbind(), rows, strict=True) for name, rows in fields.items())
+    return all(torch.equal(one, other) for each in pairs for one, other in each)
 
 
 def _get(batch: KVBatchMeta, names: list[str]) -> TensorDict:
     return transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
 
 
-def _write(batch: KVBatchMeta, fields: dict[str, Rows]) -> KVBatchMeta:
-    nested = {name: torch.nested.as_nested_tensor(list(rows), layout=torch.jagged) for name, rows in fields.items()}
-    values = TensorDict(nested, batch_size=len(batch))
-    return transfer_queue.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=values)
+# in the training workers
+
+
+def corrected_loss(
+    config: ActorConfig,
+    model_output: dict[str, Tensor],
+    data: TensorDict,
+    dp_group: Any = None,
+    *,
+    ratio_to: str = "old_log_probs",
+    clips: bool = False,
+) -> tuple[Tensor, dict[str, Metric]]:
+    """verl's signature of a loss, and as Correction has them: ratio_to, clips.
+
+    Raises TrainingError for a batch that lacks what this loss reads, NumericsError when a number there is not finite.
+    """
+    bounds = (CLIP_LOWER, CLIP_UPPER) if clips else ()
+    reads = (WEIGHTS, ratio_to, *bounds)
+    if missing := [name for name in (REAL, *reads) if name not in data.keys()]:  # noqa: SIM118
+        raise TrainingError(f"the loss got a batch without {', '.join(missing)}", hint="report it with the log")
+    for name in reads:
+        if not bool(torch.isfinite(_flat(data[name])).all()):
+            raise NumericsError(f"a number in {name} of this step is not finite")
+    used = sums_of({name: _flat(data[name]) for name in (REAL, KEPT, WEIGHTS, *bounds)})
+    data = data.clone(recurse=False)
+    data["old_log_probs"] = data[ratio_to]
+    if clips:  # verl's loss takes a tensor as it takes a number
+        padded = data.select(*bounds).to_padded_tensor()
+        config = replace(config, **_as_offsets(padded[CLIP_LOWER], upper_BT=padded[CLIP_UPPER]))
+    loss, metrics = ppo_loss(config, model_output, data, dp_group)
+    used = {f"{USED}{name}": value for name, value in used.items()}
+    return loss, {**metrics, **Metric.from_dict(used, aggregation=AggregationType.SUM)}
+
+
+def _as_offsets(lower_BT: Tensor, *, upper_BT: Tensor) -> dict[str, Tensor]:
+    """So that verl's `1 - low` and `1 + high` are the bounds again: exactly from 0.5 on, below it to 2^-25."""
+    return {"clip_ratio_low": 1 - lower_BT, "clip_ratio_high": upper_BT - 1}
+
+
+def _flat(values: Tensor) -> Tensor:
+    return values.values() if values.is_nested else values
+
+
+def sums_of(fields: Mapping[str, Tensor]) -> dict[str, float]:
+    """Over the tokens that stay, by the names of the fields; `tokens`: before any was dropped. [N] each."""
+    kept_N = fields[KEPT].bool()
+    counts = {"tokens": float(fields[REAL].sum()), "kept": float(kept_N.sum())}
+    others = {name: fields[name] for name in (WEIGHTS, CLIP_LOWER, CLIP_UPPER) if name in fields}
+    return counts | {name: float(values_N[kept_N].double().sum()) for name, values_N in others.items()}
+
+
+def check_used(reported: Mapping[str, Any], *, meant: Mapping[str, float]) -> None:
+    """Raises TrainingError when the loss did not use what was meant, a sum of `sums_of` for a sum of `sums_of`.
+
+    reported: verl's metrics of an update, where each is divided by the same number of mini-batches and ranks.
+    """
+    for name, value in meant.items():
+        used, tokens = (float(reported.get(f"{USED}{each}", math.nan)) for each in (name, "tokens"))
+        if not (tokens > 0 and math.isclose(used * meant["tokens"], value * tokens, rel_tol=_AGREE_WITHIN)):
+            message = f"the loss used {name} {used:.10g} of {tokens:.10g} tokens, and {value:.10g} of"
+            raise TrainingError(f"{message} {meant['tokens']:.10g} was meant", hint=_HINT)
+
+
+# the shadow pass
+
+
+class ShadowPass:
+    """Of one run whose correction has one."""
+
+    def __init__(self, plan: RunPlan) -> None:
+        assert plan.correction.shadow is not None, "the plan of such a correction has a shadow pass"
+        self._shadow = plan.correction.shadow
+        self._nominal = plan.correction.resolved.clip
+        self._temperature = plan.rollout.temperature
+        self._run_dir = Path(plan.run_dir)
+
+    def last_fit(self, *, before: int) -> tuple[int | None, ClipRange | None]:
+        """(step after whose update it was made, range), both None before the first."""
+        fits = [fit for fit in read_fits(self._run_dir / FITS_FILE) if fit[0] < before]
+        return fits[-1] if fits else (None, None)
+
+    def run(self, batch: KVBatchMeta, *, step: int, log_probs: LogProbs) -> None:
+        """When it is due after this step's update. Raises NumericsError when a log-prob is not finite."""
+        if (step - 1) % self._shadow.every:
+            return
+        part = shadow_batch(batch, sequences=self._shadow.sequences)
+        part.extra_info = {
+            "calculate_entropy": False,
+            "compute_loss": False,
+            "temperature": self._temperature,
+            "micro_batch_size_per_gpu": self._shadow.micro_batch_sequences,
+        }
+        log_probs(part)
+        full_T, rollout_T = _ratios(part)
+        if not len(full_T):
+            return
+        numbers = asdict(fit_bounds(full_T, rollout_T=rollout_T, nominal=self._nominal))
+        bounds = numbers.pop("bounds")
+        append_line(self._run_dir / FITS_FILE, {"step": step, **bounds, **numbers})
+        what = f"clip bounds refitted to {1 - bounds['low']:.4g}..{1 + bounds['high']:.4g} after step {step}"
+        append_event(self._run_dir, kind="clipping", what=what, why=f"a shadow pass over {numbers['tokens']} tokens")
+
+
+def read_fits(path: Path) -> list[tuple[int, ClipRange]]:
+    """(step after whose update, bounds) in the order in which they were written."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [(raw["step"], ClipRange(raw["low"], raw["high"])) for raw in map(json.loads, lines)]
+
+
+def shadow_batch(batch: KVBatchMeta, *, sequences: int) -> KVBatchMeta:
+    """So many of the batch's sequences, spread evenly over it; rows that only pad the batch are left out."""
+    real = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
+    return batch.select_keys([real[index * len(real) // sequences] for index in range(sequences)])
+
+
+def _ratios(batch: KVBatchMeta) -> tuple[Tensor, Tensor]:
+    """(log R, log B) of the batch's tokens, float64."""
+    data = _get(batch, ["log_probs", "old_log_probs", "rollout_log_probs", "response_mask"])
+    new = response_from_nested(data["log_probs"], data["response_mask"]).values()
+    mask = data["response_mask"].values().bool()
+    return tuple((new.double() - data[old].values().double())[mask] for old in ("old_log_probs", "rollout_log_probs"))

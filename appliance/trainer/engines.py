@@ -44,19 +44,16 @@ _SERVER_NAMES = "vllm_server_"  # of verl's servers, see its vLLMReplica
 
 @dataclass(frozen=True)
 class Restart:
-    """One change of all engines of a run."""
+    """One change of all engines of a run.
+
+    generation: of the new ones.  ended: ids of the old ones' processes.  end_s: until they were gone.  start_s: from
+    then until the new ones stood.
+    """
 
     generation: Generation
-    """Of the new ones."""
-
     ended: tuple[int, ...]
-    """Ids of the old ones' processes."""
-
     end_s: float
-    """Seconds until the old ones were gone."""
-
     start_s: float
-    """And from then until the new ones stood."""
 
     @property
     def seconds(self) -> float:
@@ -64,8 +61,8 @@ class Restart:
 
     @property
     def text(self) -> str:
-        new = self.generation
-        return f"rollout engines of generation {new.number} in place of {new.number - 1}, after {self.seconds:.1f} s"
+        number = self.generation.number
+        return f"rollout engines of generation {number} in place of {number - 1}, after {self.seconds:.1f} s"
 
     def numbers(self) -> dict[str, object]:
         """For the event: JSON values."""
@@ -145,8 +142,8 @@ def _started(start: Callable[[], LLMServerManager]) -> LLMServerManager:
         cause = getattr(error, "cause", None)  # what was raised inside a Ray worker
         if isinstance(cause, ApplianceError):
             raise cause from error
-        last = str(error).strip().splitlines()[-1:] or ["no message"]
-        raise EngineError(f"the new rollout engines did not start: {last[0]}", hint="see the log") from error
+        last = (str(error).strip().splitlines() or ["no message"])[-1]
+        raise EngineError(f"the new rollout engines did not start: {last}", hint="see the log") from error
 
 
 def _end(replicas: list[RolloutReplica]) -> tuple[int, ...]:
@@ -226,7 +223,6 @@ def _left_over(worker: Any, pids: tuple[int, ...], within_s: float) -> list[int]
 
 
 def _living(processes: list[psutil.Process], *, within_s: float) -> list[psutil.Process]:
-    """Those that did not end within that time."""
     deadline = time.monotonic() + within_s
     while (living := [each for each in processes if _lives(each)]) and time.monotonic() < deadline:
         time.sleep(LOOK_EVERY_S)

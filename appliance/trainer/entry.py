@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from appliance.cluster.form import Cluster, cluster_of, lost
+from appliance.cluster.form import cluster_of, lost
 from appliance.errors import ApplianceError, GuardStop, Interrupted, ProcessDied, SavedAndStopped, TrainingError
 from appliance.record.checkpoints import step_of
 from appliance.record.events import append_event, append_failure, first_failure
@@ -72,8 +72,7 @@ def translate(error: Exception) -> ApplianceError:
     cause = getattr(error, "cause", None)
     if isinstance(cause, ApplianceError):
         return cause
-    text = str(error).strip()
-    last = text.splitlines()[-1] if text else "no message"
+    last = (str(error).strip().splitlines() or ["no message"])[-1]
     if type(error).__name__ in _OF_DEAD_ACTORS:  # heard before the watch of the processes saw it
         return ProcessDied(f"a worker died: {last}", hint="the log has its last words")
     return TrainingError(f"{type(error).__name__}: {last}", hint="the log has the whole story")
@@ -110,32 +109,26 @@ def _ray_of(plan: RunPlan) -> Iterator[Callable[[ApplianceError], None]]:
 
     Yields what to call, on any thread, when something that the trainer may be waiting for is gone; it does not return.
     """
-    run_dir = Path(plan.run_dir)
+    end = functools.partial(_end, Path(plan.run_dir))
     if plan.cluster is None:
         import ray
 
         _start_ray(plan)
         try:
-            yield functools.partial(_end, run_dir)
+            yield end
         finally:
             ray.shutdown()
         return
     store = CPU_OBJECT_STORE_BYTES if plan.device == "cpu" else None
-    end = functools.partial(_end, run_dir)
     with cluster_of(plan, plan.cluster, object_store_bytes=store, on_loss=end) as cluster:
         try:
-            yield functools.partial(_end_with_node, run_dir, cluster)
+            yield lambda error: end(lost(cluster) or error)  # a process may have died with its node
         except (SavedAndStopped, Interrupted, GuardStop):
             raise  # meant, whatever happened to a node
         except Exception as error:  # a boundary: a node that is gone fails every call there is, each in its own words
             if (loss := lost(cluster)) is not None:
                 raise loss from error
             raise
-
-
-def _end_with_node(run_dir: Path, cluster: Cluster, error: ApplianceError) -> None:
-    """As `_end`, for a process that may have died with its node."""
-    _end(run_dir, lost(cluster) or error)
 
 
 def _start_ray(plan: RunPlan) -> None:

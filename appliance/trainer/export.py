@@ -6,7 +6,6 @@ child: RUN (the run's folder) CHECKPOINT TARGET (the folder to make) REPORT (a f
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -15,12 +14,12 @@ from appliance.errors import PreflightError, TrainingError
 from appliance.files import whole_folder
 from appliance.quant.uaq import fold_back
 from appliance.record.events import exit_code_of
-from appliance.record.plan import UaqPlan
+from appliance.record.plan import UaqPlan, read_plan
 
 
 def main() -> int:
     run_dir, checkpoint, target, report = (Path(argument) for argument in sys.argv[1:])
-    return exit_code_of(lambda: _export(checkpoint, target=target, uaq=_uaq(run_dir)), run_dir=report)
+    return exit_code_of(lambda: _export(run_dir, checkpoint=checkpoint, target=target), run_dir=report)
 
 
 def export_checkpoint(checkpoint: Path, *, target: Path, uaq: UaqPlan | None) -> None:
@@ -38,19 +37,19 @@ def export_checkpoint(checkpoint: Path, *, target: Path, uaq: UaqPlan | None) ->
             fold_back(source, target=partial, scale=uaq.scale)
 
 
-def _export(checkpoint: Path, *, target: Path, uaq: UaqPlan | None) -> None:
-    """Raises PreflightError where the target cannot be written: what is read was read before, for its hashes."""
+def _export(run_dir: Path, *, checkpoint: Path, target: Path) -> None:
+    """Raises PreflightError for a plan that cannot be read, and where the target cannot be written: what else is read
+    was read before, for its hashes."""
     try:
-        export_checkpoint(checkpoint, target=target, uaq=uaq)
+        plan = read_plan(run_dir / "plan.json")
+    except (OSError, ValueError) as error:
+        hint = "export it with the version that made the run"
+        raise PreflightError(f"{run_dir / 'plan.json'}: {error}", hint=hint) from error
+    try:
+        export_checkpoint(checkpoint, target=target, uaq=plan.uaq)
     except OSError as error:
         message = f"{target}: cannot be written: {error.strerror or error}"
         raise PreflightError(message, hint="free some space, or set -o to another folder") from error
-
-
-def _uaq(run_dir: Path) -> UaqPlan | None:
-    """Of the run's plan, which may be of an older version otherwise."""
-    raw = json.loads((run_dir / "plan.json").read_text()).get("uaq")
-    return UaqPlan(**raw) if raw else None
 
 
 if __name__ == "__main__":

@@ -21,8 +21,7 @@ from appliance.patch import Patch, apply_patch
 from appliance.record.events import append_event
 from appliance.record.plan import RunPlan
 from appliance.tasks.grading import Shaping
-from appliance.trainer.reward_faults import note_idle_death
-from appliance.trainer.reward_pool import RewardPool
+from appliance.trainer.rewards import RewardPool, note_idle_death
 from appliance.trainer.rollouts import Rollouts, Sampling
 from appliance.trainer.samples import SampleLog
 from appliance.trainer.stopping import StopAsked, Stopping
@@ -99,11 +98,12 @@ def fit(
 
 
 def _rollouts(trainer: Trainer, *, plan: RunPlan, pool: RewardPool) -> Rollouts:
+    decode = functools.partial(trainer.tokenizer.decode, skip_special_tokens=True)
     return Rollouts(
         trainer.llm_server_manager.server_handles,
         tokenizer=trainer.tokenizer,
         pool=pool,
-        samples=SampleLog(trainer.run_dir, steps=plan.steps, decode=_decode(trainer.tokenizer)),
+        samples=SampleLog(trainer.run_dir, steps=plan.steps, decode=decode),
         shaping=Shaping(
             wrong=plan.algorithm.wrong_reward,
             max_tokens=plan.task.max_response_tokens,
@@ -120,10 +120,6 @@ def _rollouts(trainer: Trainer, *, plan: RunPlan, pool: RewardPool) -> Rollouts:
         seed=plan.seed,
         in_order=not plan.algorithm.filters,
     )
-
-
-def _decode(tokenizer: Any) -> Callable[[Any], str]:
-    return lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
 def finish_tracking(finish: Callable[[], object], *, run_dir: Path, within_s: float = FINISH_WITHIN_S) -> None:
@@ -145,11 +141,8 @@ def finish_tracking(finish: Callable[[], object], *, run_dir: Path, within_s: fl
     thread.start()
     thread.join(within_s)
     why = f"not done within {within_s:g} s" if thread.is_alive() else "".join(failed)
-    if why:
-        _note(run_dir, why)
-
-
-def _note(run_dir: Path, why: str) -> None:
+    if not why:
+        return
     what = "a backend of logging.backends did not end well: the last numbers may be missing there"
     try:
         append_event(run_dir, kind="note", what=what, why=why)

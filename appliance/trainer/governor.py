@@ -12,7 +12,7 @@ from appliance.guard.policy import Action, Bounds, Collapse, MismatchBounds, Pat
 from appliance.guard.signals import Signals
 from appliance.record.events import append_event
 from appliance.record.plan import RunPlan
-from appliance.trainer.telemetry import StepTelemetry
+from appliance.trainer.metrics import StepTelemetry
 
 STATE_FILE = "guard.json"
 
@@ -85,7 +85,7 @@ class Governor:
     def after_step(self, signals: Signals) -> Decision | None:
         """Each decision as an event with its numbers. Returns the one to stop the run, where there is one."""
         self._state, decisions = observe(self._state, signals, policy=self._policy)
-        self._keep()
+        write_whole(self._run_dir / STATE_FILE, self._state.to_json() + "\n", durable=False)  # a checkpoint has its own
         for decision in decisions:
             append_event(
                 self._run_dir,
@@ -124,10 +124,6 @@ class Governor:
             "correction_cap": correction.cap,
             "correction_reject_k3": correction.reject_k3_above,
         }
-
-    def _keep(self) -> None:
-        """A crash leaves the old memory or the new one, never half of it."""
-        write_whole(self._run_dir / STATE_FILE, self._state.to_json() + "\n", durable=False)  # a checkpoint has its own
 
 
 def guard_stop(decision: Decision, *, saved: Path) -> GuardStop:

@@ -1,18 +1,40 @@
-"""One line of `metrics.jsonl` per step, by the contract's names, from verl's metrics and timings."""
+"""A step's numbers: what its batch says, and its line of `metrics.jsonl`, by the contract's names.
+
+Beyond verl's metrics and timings it has the mismatch, by length of the response too (`mismatch_*`), and how many
+prompts have samples that are all the same (`equal_group_fraction`). That is read from the TransferQueue, and what must
+be finite there is written back. verl fetches log-probs, masks and responses of the batch as well, for an entropy, and
+adds `old_log_probs` to what it got. To fetch them a second time takes ten times as long as to measure them, so
+`keeping_fetched` keeps verl's.
+
+Legend: S sequences; N their response positions, sequence after sequence; T those of them that count.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
-from dataclasses import dataclass
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import torch
+import transfer_queue
+from tensordict import TensorDict
+from torch import Tensor
+from transfer_queue import KVBatchMeta
+
 from appliance.errors import TrainingError
+from appliance.quant.mismatch import Mismatch, MismatchByLength, measure_by_length, measure_mismatch
 from appliance.record.events import METRICS_FILE, append_event, append_line
 from appliance.record.plan import RunPlan
 from appliance.sync.records import SyncRecord
 from appliance.trainer.precision import Live
-from appliance.trainer.telemetry import StepTelemetry
 
 _FROM_VERL = {
     "reward_mean": "critic/rewards/mean",
@@ -31,23 +53,165 @@ _TIMINGS_S = {
     "validate_s": "testing",
     "step_s": "step",
 }
+_FIELDS = ("old_log_probs", "rollout_log_probs", "response_mask", "responses")
+
+
+@dataclass(frozen=True)
+class StepTelemetry:
+    """equal_group_fraction: prompts of which every sample is the same sequence of tokens, 0..1.
+
+    nonfinite_fraction: tokens of which a log-probability is not finite, 0..1. Where there are some, no number of
+    `mismatch` is finite either, and in `by_length` they count as equal.  seconds: that measuring took.
+    """
+
+    mismatch: Mismatch
+    by_length: MismatchByLength
+    equal_group_fraction: float
+    nonfinite_fraction: float = 0.0
+    seconds: float = 0.0
+
+    def metrics(self) -> dict[str, Any]:
+        """JSON values. `mismatch_by_length`: an object per bucket, in the words of LengthBucket."""
+        whole = self.by_length.whole
+        return {
+            "equal_group_fraction": self.equal_group_fraction,
+            "nonfinite_fraction": self.nonfinite_fraction,
+            "mismatch_chi2": whole.chi2,
+            "mismatch_ppl_gap": whole.ppl_gap,
+            "mismatch_largest_nats": whole.largest.nats,
+            "mismatch_largest_sequence": whole.largest.sequence,
+            "mismatch_largest_position": whole.largest.position,
+            "mismatch_by_length": [dataclasses.asdict(bucket) for bucket in self.by_length.buckets],
+        }
+
+
+def measure_batch(
+    trainer_N: Tensor,
+    *,
+    rollout_N: Tensor,
+    real_N: Tensor,
+    responses_N: Tensor,
+    row_S: Tensor,
+    prompts: Sequence[str],
+    cap: float | None,
+) -> StepTelemetry:
+    """trainer_N, rollout_N: log-probabilities in nats.  real_N: the tokens that count.  responses_N: tokens.
+
+    row_S: [S] int64, positions of each sequence, sum N.  prompts: the prompt's name per sequence.
+    cap: of a token's weight, > 0.  A sequence without a token that counts is padding of the batch.  A token without two
+    finite log-probs makes the whole mismatch not finite.
+    """
+    real_N = real_N.bool()
+    trainer_T, rollout_T = trainer_N[real_N], rollout_N[real_N]
+    broken = float((~finite_pairs(trainer_T, rollout_T)).double().mean())
+    if broken:
+        trainer_T, rollout_T = with_finite_pairs(trainer_T, rollout_T)
+    length_S = torch.segment_reduce(real_N.double(), "sum", lengths=row_S).long()
+    counted = length_S.bool().tolist()
+    mismatch = measure_mismatch(trainer_T, rollout_T=rollout_T, cap=cap)
+    return StepTelemetry(
+        mismatch=Mismatch(**dict.fromkeys(dataclasses.asdict(mismatch), math.nan)) if broken else mismatch,
+        by_length=measure_by_length(trainer_T, rollout_T=rollout_T, length_S=length_S, cap=cap),
+        equal_group_fraction=equal_groups(
+            compress(responses_N.split(row_S.tolist()), counted), prompts=compress(prompts, counted)
+        ),
+        nonfinite_fraction=broken,
+    )
+
+
+def finite_pairs(trainer: Tensor, rollout: Tensor) -> Tensor:
+    """Where both log-probs are finite, and the weight that they make is. As measure_mismatch asks for it."""
+    x = trainer.double() - rollout.double()
+    return torch.isfinite(x) & torch.isfinite(x.exp())
+
+
+def with_finite_pairs(trainer: Tensor, rollout: Tensor) -> tuple[Tensor, Tensor]:
+    """Both at 0 nats where one of them is not finite: nothing may be learned from such a step, but its numbers must
+    pass through what follows."""
+    good = finite_pairs(trainer, rollout)
+    return trainer.where(good, 0.0), rollout.where(good, 0.0)
+
+
+def equal_groups(responses: Iterable[Tensor], *, prompts: Iterable[str]) -> float:
+    """Share of prompts with more than one sample of which all are the same; 0 when there is no such prompt."""
+    kinds: dict[str, set[bytes]] = defaultdict(set)
+    samples: dict[str, int] = defaultdict(int)
+    for prompt, response in zip(prompts, responses, strict=True):
+        kinds[prompt].add(response.numpy().tobytes())
+        samples[prompt] += 1
+    groups = [prompt for prompt, count in samples.items() if count > 1]
+    return sum(len(kinds[prompt]) == 1 for prompt in groups) / len(groups) if groups else 0.0
+
+
+@contextlib.contextmanager
+def keeping_fetched() -> Iterator[SimpleNamespace]:
+    """As long as it is open, this process's client of the queue leaves what it fetched last in `data`."""
+    client, fetched = transfer_queue.get_client(), SimpleNamespace(data=None)
+    get = client.async_get_data
+
+    async def get_and_keep(metadata: Any) -> TensorDict:
+        fetched.data = await get(metadata)
+        return fetched.data
+
+    client.async_get_data = get_and_keep
+    try:
+        yield fetched
+    finally:
+        client.async_get_data = get
+
+
+def measure_step(
+    batch: KVBatchMeta, *, cap: float | None, fetched: TensorDict | None = None
+) -> tuple[KVBatchMeta, StepTelemetry]:
+    """cap: of a token's weight.  fetched: of this batch, fetched anew where a field is missing.
+
+    Log-probs that are not finite are 0 in the batch afterwards, on both sides: the step is not learned from, but verl's
+    advantages and metrics are computed all the same.  Raises TrainingError when rows differ in length.
+    """
+    started = time.perf_counter()
+    if fetched is None or len(fetched) != len(batch) or not {*_FIELDS} <= {*fetched.keys()}:
+        fetched = transfer_queue.kv_batch_get(
+            keys=batch.keys, partition_id=batch.partition_id, select_fields=list(_FIELDS)
+        )
+    offsets = fetched[_FIELDS[0]].offsets()
+    if not all(torch.equal(fetched[name].offsets(), offsets) for name in _FIELDS):
+        raise TrainingError("log-probs, masks and responses of this step have not the same lengths")
+    trainer_N, rollout_N, real_N, responses_N = (fetched[name].values() for name in _FIELDS)
+    telemetry = measure_batch(
+        trainer_N,
+        rollout_N=rollout_N,
+        real_N=real_N,
+        responses_N=responses_N,
+        row_S=offsets.diff(),
+        prompts=[key.rsplit("_", 2)[0] for key in batch.keys],  # verl's form: uid_session_index
+        cap=cap,
+    )
+    if telemetry.nonfinite_fraction:
+        batch = _write_finite(batch, fetched)
+    return batch, replace(telemetry, seconds=time.perf_counter() - started)
+
+
+def _write_finite(batch: KVBatchMeta, fetched: TensorDict) -> KVBatchMeta:
+    both = (fetched[name] for name in _FIELDS[:2])
+    pairs = [with_finite_pairs(one, other) for one, other in zip(*(rows.unbind() for rows in both), strict=True)]
+    columns = {name: [pair[place] for pair in pairs] for place, name in enumerate(_FIELDS[:2])}
+    nested = {name: torch.nested.as_nested_tensor(rows, layout=torch.jagged) for name, rows in columns.items()}
+    fields = TensorDict(nested, batch_size=len(batch))
+    return transfer_queue.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
 
 
 @dataclass
 class Step:
-    """What a step has brought so far, from the hooks of verl's, for its line."""
+    """What a step has brought so far, from the hooks of verl's, for its line.
+
+    rolled: what its rollouts are made in.  correction: of BatchCorrection.  sync: the weight update that ended it.
+    """
 
     rolled: Live
-    """What its rollouts are made in."""
-
     reward_failures: int = 0
     telemetry: StepTelemetry | None = None
-
     correction: dict[str, float | None] | None = None
-    """Of BatchCorrection, which wrote what went to the loss."""
-
     sync: SyncRecord | None = None
-    """The weight update that ended it. Its telemetry is null where no rollout is quantised."""
 
 
 def step_metrics(
@@ -58,8 +222,7 @@ def step_metrics(
         raise TrainingError(f"step {number} ended without log-probabilities to compare")
     if step.sync is None:
         raise TrainingError(f"step {number} ended without a weight update")
-    missing = [name for name in _FROM_VERL.values() if name not in verl]
-    if missing:
+    if missing := [name for name in _FROM_VERL.values() if name not in verl]:
         raise TrainingError(f"verl did not report {', '.join(missing)} in step {number}")
     tokens = float(verl["response_length/mean"]) * plan.prompts_per_step * plan.rollout.samples_per_prompt
     mismatch, sync = step.telemetry.mismatch, step.sync.metrics()
@@ -95,16 +258,17 @@ def left_out(run_dir: Path, *, telemetry: StepTelemetry, step: int) -> dict[str,
 
 def append_metrics(run_dir: Path, line: dict[str, Any]) -> dict[str, Any]:
     """Append one line and return it as it is written: a value that is not finite becomes null."""
-    written = {key: None if _is_not_finite(value) else value for key, value in line.items()}
+    written = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()
+    }
     append_line(run_dir / METRICS_FILE, written)
     return written
 
 
 def tracked(line: dict[str, Any]) -> dict[str, float]:
     """The numbers of a line under the names that they have in TensorBoard and the like: `appliance/reward_mean`."""
-    numbers = {key: value for key, value in line.items() if isinstance(value, int | float)}
-    return {f"appliance/{key}": float(value) for key, value in numbers.items() if not _is_not_finite(value)}
+    return {f"appliance/{key}": float(value) for key, value in line.items() if _is_finite(value)}
 
 
-def _is_not_finite(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -1,25 +1,33 @@
 """The precision of the rollouts in a run: what the governor asks for, told to the senders (or to new engines, see
-engines.py), and held against what the engines then say that they run.
+engines.py), and held against what the engines then say that they run; and what depends on it, weight updates and
+validation.
+
+No rollout before each rank has proven the very update that was sent. verl updates at the start, after each step and,
+with a colocated reward model, during validation: all by one call.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from appliance.errors import PreflightError, SyncError
+from appliance.errors import PreflightError, SyncError, TrainingError
 from appliance.guard.governor import Measures
 from appliance.quant.files import read_file_header
 from appliance.record.events import append_event
 from appliance.record.plan import RunPlan, Switching
 from appliance.sync.precision import AS_PLANNED, Precision
-from appliance.sync.records import SYNC_FOLDER, Acknowledgement, SyncRecord, layer_errors_file
+from appliance.sync.records import SYNC_FOLDER, Acknowledgement, SyncRecord, check_sync, layer_errors_file
 from appliance.sync.wanted_precision import write_wanted
 from appliance.terms.schemes import Scheme
+from appliance.trainer.engines import RolloutEngines
+
+Metrics = dict[str, float]  # verl's
 
 BF16 = Precision(Scheme.BF16)
 
@@ -30,7 +38,6 @@ class Live:
 
     label: str
     """`bf16+int8` where replicas differ."""
-
     emulated: bool
     bf16_layers: int = 0
     """Quantised layers that are in BF16 for now, of the engine that has most."""
@@ -58,7 +65,10 @@ class PrecisionState:
 
 
 class RolloutPrecision:
-    """`begin`, `want` something, let a weight update happen, and say what it brought with `took`."""
+    """`begin`, `want` something, let a weight update happen, and say what it brought with `took`.
+
+    wanted: what the next weight update is to bring; where that is not live, engines are to be started in it before.
+    """
 
     def __init__(self, plan: RunPlan) -> None:
         self._plan = plan
@@ -68,7 +78,7 @@ class RolloutPrecision:
         self._decided = AS_PLANNED
         self._lasting = AS_PLANNED
         self._brought = AS_PLANNED
-        self._wanted = AS_PLANNED
+        self.wanted = AS_PLANNED
         self._told = AS_PLANNED
         self._must_rank = plan.guard.ranks_layers
         self.live = Live(plan.rollout.label, plan.rollout.emulated)
@@ -83,8 +93,7 @@ class RolloutPrecision:
         if kept is None or (kept.planned, kept.scheme, kept.bf16_layer_fraction) != known:
             self.want(measures)
         else:
-            self._measured, self._decided = measured, kept.decided
-            self._lasting = kept.rollouts
+            self._measured, self._decided, self._lasting = measured, kept.decided, kept.rollouts
             self._ask(self._lasting)
         self._brought = self._lasting
 
@@ -115,14 +124,9 @@ class RolloutPrecision:
             self._ask(self._lasting)
 
     @property
-    def wanted(self) -> Precision:
-        """What the next weight update is to bring; where that is not live, engines are to be started in it before."""
-        return self._wanted
-
-    @property
     def starts_in(self) -> Precision:
-        """What engines are started in; all else is asked of them with a weight update."""
-        return AS_PLANNED if self._is_live else self._wanted
+        """All else is asked of engines with a weight update."""
+        return AS_PLANNED if self._is_live else self.wanted
 
     def validates_bf16(self, step: int) -> bool:
         """Whether the validation after this step (0: before training) is made in BF16 as well."""
@@ -136,7 +140,7 @@ class RolloutPrecision:
         return self.starts_in != present or (self.validates_bf16(step) and self.starts_in != BF16)
 
     def _ask(self, precision: Precision) -> None:
-        self._wanted = precision
+        self.wanted = precision
         if self._is_live:
             write_wanted(self._run_dir, precision)
 
@@ -163,17 +167,17 @@ class RolloutPrecision:
             bf16_layers=max(one.bf16_layers for one in said),
         )
         self._brought = self._lasting  # a run that is leaving may end its step in something else
-        if self._wanted == self._lasting != self._told:
+        if self.wanted == self._lasting != self._told:
             self._told = self._lasting
             self._tell(said)
 
     def _problem(self, said: Acknowledgement) -> str:
         own = self._plan.rollout.replicas[said.replica].scheme
-        wanted = (self._wanted.scheme or own) if own.quantised else own
+        wanted = (self.wanted.scheme or own) if own.quantised else own
         who = f"rollout rank {said.rank} of replica {said.replica}"
         if said.scheme != str(wanted):
             return f"{who} runs {said.scheme}, it was to run {wanted}"
-        some = own.quantised and bool(self._wanted.bf16_layers or self._wanted.scheme is Scheme.BF16)
+        some = own.quantised and bool(self.wanted.bf16_layers or self.wanted.scheme is Scheme.BF16)
         if some is (said.bf16_layers > 0):
             return ""
         return f"{who} raised {said.bf16_layers} layers to bf16, it was to raise {'some' if some else 'none'}"
@@ -197,15 +201,15 @@ def worst_layers(plan: RunPlan, *, share: float) -> tuple[str, ...]:
     By the output errors of the run's profile; without one by what engines of this run measured of a layer's weights
     when it was quantised last.  share: 0..1.  Raises PreflightError when neither is there.
     """
-    ranked = _ranking(plan)
-    ranked.sort(key=lambda each: (-each[0], each[1]))
-    chosen = ranked[: math.ceil(share * len(ranked))]
-    return tuple(name for _, names in chosen for name in names)
+    ranked = sorted(_ranking(plan), key=lambda each: (-each[0], each[1]))
+    return tuple(name for _, names in ranked[: math.ceil(share * len(ranked))] for name in names)
 
 
 def _ranking(plan: RunPlan) -> list[tuple[float, tuple[str, ...]]]:
-    """(error, names) of each layer, in any order, at least one. Raises PreflightError."""
-    ranked = _by_profile(Path(plan.profile.folder)) if plan.profile is not None else []
+    """(error, names) of each layer that the profile does not keep in BF16 anyway, in any order, at least one. Raises
+    PreflightError."""
+    layers = read_file_header(Path(plan.profile.folder))["layers"] if plan.profile is not None else []
+    ranked = [(float(each["output_error"]), tuple(each["layer"])) for each in layers if not each["kept"]]
     ranked = ranked or _by_engine(plan)
     if not ranked:
         raise PreflightError(
@@ -214,12 +218,6 @@ def _ranking(plan: RunPlan) -> list[tuple[float, tuple[str, ...]]]:
             hint="give a profile in quantization.profile, or leave `raise-precision` out of guard.actions",
         )
     return ranked
-
-
-def _by_profile(folder: Path) -> list[tuple[float, tuple[str, ...]]]:
-    """(error, names) of each layer that the profile does not keep in BF16 anyway."""
-    layers = read_file_header(folder)["layers"]
-    return [(float(each["output_error"]), tuple(each["layer"])) for each in layers if not each["kept"]]
 
 
 def _by_engine(plan: RunPlan) -> list[tuple[float, tuple[str, ...]]]:
@@ -231,3 +229,113 @@ def _by_engine(plan: RunPlan) -> list[tuple[float, tuple[str, ...]]]:
     for path in (*oldest_first, *([file] if file.exists() else [])):
         errors |= json.loads(path.read_text())
     return [(float(error), (name,)) for name, error in errors.items()]
+
+
+class WeightUpdates:
+    """count: so far.  last: what the newest one brought, None before the first."""
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        *,
+        precision: RolloutPrecision,
+        engines: RolloutEngines,
+        restart: Callable[[str], None],
+        is_leaving: Callable[[], bool],
+    ) -> None:
+        """restart: has engines started in `precision.starts_in`; gets why.  is_leaving: whether the run was asked to
+        stop: engines that start now would not be used."""
+        self.count = 0
+        self.last: SyncRecord | None = None
+        self._plan = plan
+        self._precision = precision
+        self._engines = engines
+        self._restart = restart
+        self._is_leaving = is_leaving
+
+    def proven(self, update: Callable[..., Any]) -> Callable[..., Any]:
+        """In place of verl's call. What it returns raises what `restart` raises, SyncError when a rank has not proven
+        the update, and as RolloutPrecision.took."""
+
+        def update_and_check(*args: Any, **kwargs: Any) -> Any:
+            present, wanted = self._engines.generation.precision, self._precision.starts_in
+            asks = nullcontext()
+            if wanted != present and self._is_leaving():
+                asks = self._precision.meanwhile(present)  # the step ends with a proven update all the same
+            elif wanted != present:
+                self._restart(f"rollouts are to be {wanted.text}")
+            with asks:
+                result = update(*args, **kwargs)
+                self.count += 1
+                self.last = check_sync(
+                    Path(self._plan.run_dir),
+                    sync=self.count,
+                    replicas=len(self._plan.rollout.replicas),
+                    ranks=self._plan.rollout.tensor_parallel,
+                    first=self._engines.generation.after_sync + 1,
+                )
+                self._precision.took(self.last)
+            return result
+
+        return update_and_check
+
+
+class Validation:
+    """In what the engines run and, when it is due, the same one with every layer in BF16.
+
+    scheme: what the newest one was made in."""
+
+    def __init__(self, plan: RunPlan, *, precision: RolloutPrecision, check_stop: Callable[[], None]) -> None:
+        """check_stop: raises StopAsked when no new validation is to begin."""
+        self.scheme = precision.live.label
+        self._plan = plan
+        self._precision = precision
+        self._check_stop = check_stop
+        self._line: dict[str, float | None] = {}
+
+    def make(
+        self, validate: Callable[[], Metrics], *, step: int, problems: Callable[[], int], update: Callable[[], None]
+    ) -> Metrics:
+        """verl's metrics of the validation after a step.
+
+        validate: verl's own.  problems: how many were scored so far.  update: sends the weights as they are once more.
+        Raises StopAsked, and TrainingError when verl reports no mean.
+        """
+        before = problems()
+        values = validate()
+        scored, self.scheme = problems() - before, self._precision.live.label
+        bf16 = self._mean_in_bf16(values, validate=validate, step=step, update=update)
+        self._line = {"val_reward_mean": mean_of(values), "val_reward_bf16_mean": bf16, "val_samples": scored}
+        return values
+
+    def take(self) -> dict[str, float | None]:
+        """The contract's keys of a validation that is in no line of metrics yet."""
+        line, self._line = self._line, {}
+        return line
+
+    def _mean_in_bf16(
+        self, values: Metrics, *, validate: Callable[[], Metrics], step: int, update: Callable[[], None]
+    ) -> float | None:
+        """By two more updates of the same weights. None: not due."""
+        self._check_stop()  # it may take new engines, twice
+        if self._precision.live.label == str(Scheme.BF16):
+            return mean_of(values)
+        if not self._precision.validates_bf16(step):
+            return None
+        with self._precision.meanwhile(BF16):
+            update()
+            if self._precision.live.label != str(Scheme.BF16):  # asked to stop a moment ago
+                return None
+            values = validate()
+        is_last = step >= self._plan.steps
+        if not (is_last and self._plan.guard.switching is Switching.RESTART):  # engines to end with: not worth a start
+            update()
+        return mean_of(values)
+
+
+def mean_of(verl: Metrics) -> float:
+    """The one mean of verl's validation metrics. Raises TrainingError when there is none."""
+    means = [value for name, value in verl.items() if name.startswith("val-core/") and "/mean@" in name]
+    if len(means) != 1:
+        raise TrainingError(f"expected one validation mean from verl, got {len(means)} in {sorted(verl)}")
+    return float(means[0])

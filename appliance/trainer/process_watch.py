@@ -21,10 +21,10 @@ LOOK_EVERY_S = 2.0
 NAMED_AFTER_S = 2 * LOOK_EVERY_S  # by then a worker that died has been named, and this process ended
 SERVICES_EVERY_S = 0.05  # without its raylet Ray ends this process at its next word to it: be there first
 SERVICES = {"raylet": "Ray's scheduler (raylet)", "gcs_server": "Ray's control service (GCS)"}
-SERVERS = frozenset({"GroupServer"})
+SERVER = "GroupServer"
 ROLES = {
     "WorkerDict": "a training worker",
-    "GroupServer": "a rollout server",
+    SERVER: "a rollout server",
     "TransferQueueController": "the TransferQueue's controller",
     "SimpleStorageUnit": "a storage unit of the TransferQueue",
 }
@@ -83,7 +83,7 @@ def death(actor: Mapping[str, Any]) -> ApplianceError | None:
     if any(words in cause for words in _MEANT):
         return None
     name = str(actor["ActorClassName"]).rpartition(".")[2]  # a class made in a function has the function's name, too
-    kind = EngineError if name in SERVERS else ProcessDied
+    kind = EngineError if name == SERVER else ProcessDied
     return kind(f"{ROLES.get(name, 'a worker')} died: {name}, process {actor['Pid']}", hint=_HINT)
 
 

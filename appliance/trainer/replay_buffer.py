@@ -8,8 +8,8 @@ meanwhile. The samples of what it picks stand in the batch as they came. Sums ov
 and then the weights: they are put into the order of their prompts.
 
 DAPO's filter is verl's own: a prompt whose samples are all right or all wrong teaches nothing and becomes two new ones,
-until a step has enough. What it no longer has is an end: `max_num_gen_batches` is ignored, and a model that solves all
-or nothing would generate for ever. The limit is ours.
+until a step has enough. Its end is ours: verl ignores `max_num_gen_batches`, and a model that solves all or nothing
+would generate for ever.
 """
 
 from __future__ import annotations
@@ -21,9 +21,6 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 from appliance.errors import TrainingError
 from appliance.trainer.rollouts import LOOK_AGAIN_S, Rollouts
-
-_FILTERED = "training/filter_groups/evicted_samples"
-_DISCARDED = "training/filter_groups/discarded_surplus_samples"
 
 Refill = Callable[[int], Any]
 
@@ -113,7 +110,7 @@ class DynamicSampling:
         self._asked = self._at_first
         return {
             "generated_prompts": prompts,
-            "filtered_prompts": int(verl.get(_FILTERED, 0)),
-            "discarded_prompts": int(verl.get(_DISCARDED, 0)),
+            "filtered_prompts": int(verl.get("training/filter_groups/evicted_samples", 0)),
+            "discarded_prompts": int(verl.get("training/filter_groups/discarded_surplus_samples", 0)),
             "rollout_tokens_per_s": tokens / rollout_s,
         }

@@ -1,10 +1,45 @@
-"""The reward function that verl loads from this file (`reward.custom_reward_function`)."""
+"""Rewards: how a response is graded, in processes of their own, and what one that could not be graded costs.
+
+A reward function that hangs, dies or raises costs its one response, not the run. math-verify needs processes anyway: it
+stops itself by `signal.alarm`, which works on a main thread only, and the big numbers of a wild answer keep the
+processor inside one instruction that no signal interrupts. pebble's pool ends such a process and starts another one.
+
+A reward function that raises, hangs, dies or returns no number in 0..1 says nothing about the response. In training
+such a sample gets the mean reward of the others of its prompt: its advantage is 0, so it teaches nothing, and the mean
+of the group stays what it is. (0 would teach that the response was wrong.) In validation it counts as wrong: there the
+mean must not become better by failures.
+
+verl loads `compute_score` from this file (`reward.custom_reward_function`).
+"""
 
 from __future__ import annotations
 
+import asyncio
+import multiprocessing
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import TimeoutError as GradingTimeout
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.context import BaseContext
+from pathlib import Path
 from typing import Any
 
-from appliance.tasks.library import score
+from pebble import ProcessExpired, ProcessPool
+from pebble.pool.process import PoolManager
+
+from appliance.errors import GuardStop
+from appliance.record.events import append_event
+from appliance.record.liveness import keep_stacks
+from appliance.tasks.grading import Fault, Graded, checked
+from appliance.tasks.library import TASKS, score
+
+TIMEOUT_S = 30.0  # of one response, from when a process takes it; math-verify's own limits are below
+MOST_WORKERS = 8
+IDLE_DEATH = "a reward process died while it waited for a response"
+_LOOK_EVERY_S = 1.0  # at the pool, while a grade is waited for
+
+Function = Callable[[str, str, str], float]
 
 
 def compute_score(
@@ -12,3 +47,176 @@ def compute_score(
 ) -> float:
     """The reward in [0, 1]. data_source: the task's name.  Raises ValueError for a task that we do not have."""
     return score(data_source, response=solution_str, truth=ground_truth)
+
+
+def num_workers(cores: int) -> int:
+    """Half of the cores, for the engines need some; at least one."""
+    return max(1, min(MOST_WORKERS, cores // 2))
+
+
+class _TellingProcesses(PoolManager):
+    """Hears of every process that ended by itself; pebble tells only of those that were at work."""
+
+    def __init__(self, on_idle_death: Callable[[], None], *others: Any) -> None:
+        super().__init__(*others)
+        self._on_idle_death = on_idle_death
+
+    def handle_worker_expiration(self, expiration: tuple[int, int]) -> None:
+        worker, _ = expiration
+        if worker not in {task.worker_id for task in tuple(self.task_manager.tasks.values())}:
+            self._on_idle_death()
+        super().handle_worker_expiration(expiration)
+
+
+class _TellingPool(ProcessPool):
+    def __init__(self, on_idle_death: Callable[[], None], *, context: BaseContext, **others: Any) -> None:
+        super().__init__(context=context, **others)
+        self._pool_manager = _TellingProcesses(on_idle_death, self._context, context)
+
+
+class RewardPool:
+    """Grades responses. graded: how many so far.  faults: how many of them could not be graded, by why.
+
+    last_fault: the newest of them, None when there is none.
+    """
+
+    def __init__(
+        self,
+        *,
+        kind: str,
+        function: Function = compute_score,
+        workers: int | None = None,
+        timeout_s: float = TIMEOUT_S,
+        on_idle_death: Callable[[], None] = lambda: None,
+    ) -> None:
+        """kind: the task, whose imports are made ahead of the first response.
+
+        function: (task kind, response, truth) -> 0..1, importable by its name in another process.
+        on_idle_death: called on a thread within seconds after a process died that was at no response.
+        """
+        self.graded = 0
+        self.faults: Counter[Fault] = Counter()
+        self.last_fault: Graded | None = None
+        self._function = function
+        self._timeout_s = timeout_s
+        self._kind = kind
+        self._workers = workers or num_workers(os.cpu_count() or 1)
+        self._on_idle_death = on_idle_death
+        self._is_closed = False
+        self._start()
+
+    def _start(self) -> None:
+        self._pool = _TellingPool(
+            self._on_idle_death,
+            max_workers=self._workers,
+            initializer=_begin,
+            initargs=(self._kind,),
+            # A fork of this process, with its threads and Ray's, may deadlock.
+            context=multiprocessing.get_context("spawn"),
+        )
+        self._pool.schedule(int)  # does nothing, and starts the processes now
+
+    async def grade(self, kind: str, response: str, truth: str) -> Graded:
+        """kind: the task of the response.  Never raises: what goes wrong with one response is counted."""
+        graded = await self._outcome(kind, response, truth)
+        self.graded += 1
+        if graded.fault is not None:
+            self.faults[graded.fault] += 1
+            self.last_fault = graded
+        return graded
+
+    async def _outcome(self, kind: str, response: str, truth: str) -> Graded:
+        try:
+            try:
+                value = await self._value(kind, response, truth)
+            except BrokenProcessPool:  # by a process that died while it waited: no fault of this response
+                value = await self._value(kind, response, truth)
+            return checked(value)
+        except GradingTimeout:
+            return Graded(0.0, Fault.TIMED_OUT, f"no grade after {self._timeout_s:g} s")
+        except ProcessExpired as error:
+            return Graded(0.0, Fault.DIED, f"the process of the reward function ended with {error.exitcode}")
+        except BrokenProcessPool:
+            return Graded(0.0, Fault.DIED, "the processes of the reward function are gone")
+        except Exception as error:  # the boundary of a reward function: counted, and the run goes on
+            first = (str(error).strip().splitlines() or ["no message"])[0]
+            return Graded(0.0, Fault.RAISED, f"{type(error).__name__}: {first}")
+
+    async def _value(self, kind: str, response: str, truth: str) -> object:
+        """What the reward function returns. Raises what it raises, and BrokenProcessPool.
+
+        pebble gives up a pool with all that waits in it when a process dies while none is at work: another one is made
+        then. What was on its way at that moment it forgets, so that its future alone is not to be waited for.
+        """
+        if self._is_closed:
+            raise BrokenProcessPool
+        if not self._pool.active:
+            self._end()
+            self._start()
+        pool = self._pool
+        scheduled = pool.schedule(self._function, args=(kind, response, truth), timeout=self._timeout_s)
+        future = asyncio.wrap_future(scheduled)
+        try:
+            while not (await asyncio.wait({future}, timeout=_LOOK_EVERY_S))[0]:
+                if not pool.active:
+                    raise BrokenProcessPool
+            return future.result()
+        finally:
+            future.cancel()  # for a rollout that is abandoned; one that is done stays so
+
+    def close(self) -> None:
+        """End the processes, whatever they are at. Nothing is graded any more."""
+        self._is_closed = True
+        self._end()
+
+    def _end(self) -> None:
+        self._pool.stop()
+        self._pool.join()
+
+
+def _begin(kind: str) -> None:
+    """In each process of the pool, before its first response."""
+    keep_stacks("reward")
+    TASKS[kind].import_reward()
+
+
+def note_idle_death(run_dir: Path) -> None:
+    """An event for people: it costs nothing."""
+    append_event(run_dir, kind="note", what=IDLE_DEATH, why="no reward is lost: the next response starts another one")
+
+
+def neutral_accuracies(graded: Sequence[Graded]) -> list[float]:
+    """0..1 per sample of one prompt; a fault gets the mean of those without one, 0 where there is none."""
+    known = [each.accuracy for each in graded if each.fault is None]
+    mean = sum(known) / len(known) if known else 0.0
+    return [mean if each.fault is not None else each.accuracy for each in graded]
+
+
+class RewardFaults:
+    """Counts per step, tells once a step and validation, and stops a run whose rewards say too little."""
+
+    def __init__(self, run_dir: Path, *, most: float) -> None:
+        """most: share of a step's responses that may fail, 0..1."""
+        self._run_dir = run_dir
+        self._most = most
+        self._graded = 0
+        self._faults: Counter[Fault] = Counter()
+
+    def end(self, what: str, *, pool: RewardPool) -> int:
+        """The rewards of a step or a validation are in. Returns how many of them failed.
+
+        what: `step 3`, `the validation of step 3`.  Raises GuardStop when more than `most` of them failed.
+        """
+        new = pool.faults - self._faults
+        count, of = new.total(), pool.graded - self._graded
+        self._graded, self._faults = pool.graded, Counter(pool.faults)
+        if not count:
+            return 0
+        kinds = ", ".join(f"{number} {fault}" for fault, number in sorted(new.items()))
+        why = pool.last_fault.why if pool.last_fault is not None else ""
+        text = f"{count} of {of} rewards of {what} failed ({kinds})"
+        append_event(self._run_dir, kind="reward", what=text, why=why, failed=count, graded=of)
+        if count > self._most * of:
+            hint = f"the last one: {why}; guard.reward_failures says how many may fail"
+            raise GuardStop(f"{text}, more than {self._most:.0%}", hint=hint)
+        return count

@@ -25,25 +25,20 @@ import torch
 import transfer_queue
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
-from tensordict import TensorDict
-from tensordict.tensorclass import NonTensorData, NonTensorStack
+from tensordict import TensorDict, is_non_tensor
 from torch import Tensor
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from appliance.errors import EngineError, TrainingError
 from appliance.record.liveness import Heartbeat
-from appliance.tasks.grading import Graded, Shaping
-from appliance.trainer.reward_faults import neutral_accuracies
-from appliance.trainer.reward_pool import RewardPool
-from appliance.trainer.samples import SampleLog
+from appliance.tasks.grading import Shaping
+from appliance.trainer.rewards import RewardPool, neutral_accuracies
+from appliance.trainer.samples import Group, SampleLog
 
 PROMPTS_PER_PUT = 64
 PUT_EVERY_S = 1.0
 LOOK_AGAIN_S = 1.0  # how long a wait for rollouts lasts at most before the buffer is looked at again
 _HINT = "the log has the whole story"
-_SEED_BITS = 62  # vLLM keeps seeds as signed 64-bit numbers, and the samples of a prompt count up from this one
-
-Group = tuple[str, list[dict[str, Any]]]  # the prompt's uid, and the fields of each sample
 
 
 @dataclass(frozen=True)
@@ -53,9 +48,6 @@ class Sampling:
     temperature: float
     top_p: float
     num_samples: int
-
-    def as_params(self) -> dict[str, float]:
-        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": -1}
 
 
 @dataclass(frozen=True)
@@ -81,7 +73,7 @@ class PromptSeeds:
         self._seen: Counter[tuple[int, ...]] = Counter()
 
     def next(self, token_ids: Sequence[int], *, step: int) -> int:
-        """The seed of the next prompt of a step, 0 <= seed < 2^62. Prompts of one step come in their order."""
+        """Prompts of one step come in their order."""
         if step != self._step:
             self._step, self._seen = step, Counter()
         prompt = tuple(token_ids)
@@ -91,9 +83,9 @@ class PromptSeeds:
 
 
 def prompt_seed(token_ids: Sequence[int], *, run_seed: int, step: int, occurrence: int) -> int:
-    """0 <= seed < 2^62."""
+    """0 <= seed < 2^62: vLLM keeps seeds as signed 64-bit numbers, and a prompt's samples count up from this one."""
     text = f"{run_seed} {step} {occurrence}:{' '.join(map(str, token_ids))}"
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> (64 - _SEED_BITS)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 2
 
 
 class Rollouts:
@@ -148,16 +140,15 @@ class Rollouts:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is being generated, scored or put."""
         return any(not future.done() for future in self._futures)
 
     def finish(self) -> None:
-        """Wait until nothing is under way any more. Raises as `wait`."""
+        """Raises as `wait`."""
         while self.is_busy:
             self.wait(LOOK_AGAIN_S)
 
     def serve_by(self, servers: list[ActorHandle]) -> None:
-        """From now on by these. To be called while nothing is generated."""
+        """To be called while nothing is generated."""
         self._servers = servers
 
     def abandon(self) -> None:
@@ -172,12 +163,12 @@ class Rollouts:
         when anything else did."""
         self._progress.wait(timeout_s)
         self._progress.clear()
-        if self._failure is not None:
-            if isinstance(self._failure, EngineError):
-                raise self._failure
-            kind = EngineError if isinstance(self._failure, RayError) else TrainingError
-            what = f"rollouts failed: {type(self._failure).__name__}: {_last_line(self._failure)}"
-            raise kind(what, hint=_HINT) from self._failure
+        if (error := self._failure) is None:
+            return
+        if isinstance(error, EngineError):
+            raise error
+        kind = EngineError if isinstance(error, RayError) else TrainingError
+        raise kind(f"rollouts failed: {type(error).__name__}: {_last_line(error)}", hint=_HINT) from error
 
     def _note_failure(self, future: Future[None]) -> None:
         if not future.cancelled():
@@ -197,7 +188,11 @@ class Rollouts:
             stream.add_done_callback(functools.partial(_leave_none_waiting, share, engine=number))
         try:
             async for ready in _in_order(tasks) if validate or self._in_order else _as_they_come(tasks):
-                self._count(ready, validate=validate)  # before: who sees the results may ask how many there are
+                if validate:  # counted before: who sees the results may ask how many there are
+                    self.validated += len(ready)
+                else:
+                    self.generated_prompts += len(ready)
+                    self.generated_tokens += sum(len(each["responses"]) for _, samples in ready for each in samples)
                 self.samples.note(ready, validate=validate)
                 await _put(ready, partition=partition)
                 self._progress.set()
@@ -205,15 +200,11 @@ class Rollouts:
             for task in (*tasks, *streams):
                 task.cancel()
 
-    def _count(self, ready: list[Group], *, validate: bool) -> None:
-        if validate:
-            self.validated += len(ready)
-            return
-        self.generated_prompts += len(ready)
-        self.generated_tokens += sum(len(sample["responses"]) for _, samples in ready for sample in samples)
-
     def _prompt(self, row: dict[str, Any], *, sampling: Sampling) -> _Prompt:
-        token_ids = self._tokenise(row["raw_prompt"])
+        ids = self._tokenizer.apply_chat_template(
+            list(row["raw_prompt"]), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        token_ids = list(ids)[-self._max_prompt_tokens :]
         seed = self._seeds.next(token_ids, step=int(row["global_steps"])) if sampling.temperature else None
         return _Prompt(row, token_ids, seed, self._loop.create_future())
 
@@ -226,7 +217,7 @@ class Rollouts:
             .remote(
                 [prompt.token_ids for prompt in share],
                 seeds=[prompt.seed for prompt in share],
-                sampling=sampling.as_params(),
+                sampling={"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": -1},
                 num_samples=sampling.num_samples,
             )
         )
@@ -240,31 +231,15 @@ class Rollouts:
 
     async def _scored(self, prompt: _Prompt, *, shaping: Shaping) -> Group:
         """(uid, one field dictionary per sample)."""
-        group = await prompt.group
-        graded = await asyncio.gather(*(self._grade(prompt.row, sample=sample) for sample in group.samples))
+        group, row = await prompt.group, prompt.row
+        texts = [self._tokenizer.decode(sample.token_ids, skip_special_tokens=True) for sample in group.samples]
+        grades = (self.pool.grade(row["data_source"], text, row["reward_model"]["ground_truth"]) for text in texts)
+        graded = await asyncio.gather(*grades)
         accuracies = neutral_accuracies(graded)  # a single sample, as validation has, counts as wrong
-        return prompt.row["uid"], [
-            _fields(
-                prompt.row,
-                prompt_ids=prompt.token_ids,
-                sample=sample,
-                version=group.weights_version,
-                session=session,
-                accuracy=accuracy,
-                reward=shaping.reward(accuracy, num_tokens=len(sample.token_ids)),
-            )
-            for session, (sample, accuracy) in enumerate(zip(group.samples, accuracies, strict=True))
+        return row["uid"], [
+            _fields(prompt, group=group, session=session, accuracy=accuracy, shaping=shaping)
+            for session, accuracy in enumerate(accuracies)
         ]
-
-    async def _grade(self, row: dict[str, Any], *, sample: Any) -> Graded:
-        text = self._tokenizer.decode(sample.token_ids, skip_special_tokens=True)
-        return await self.pool.grade(row["data_source"], text, row["reward_model"]["ground_truth"])
-
-    def _tokenise(self, messages: Any) -> list[int]:
-        ids = self._tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-        return list(ids)[-self._max_prompt_tokens :]
 
 
 def _named(error: RayError, *, engine: int) -> EngineError:
@@ -291,25 +266,17 @@ def _leave_none_waiting(prompts: list[_Prompt], stream: asyncio.Task[None], *, e
         prompt.group.set_exception(stream.exception() or few)
 
 
-def _fields(
-    row: dict[str, Any],
-    *,
-    prompt_ids: list[int],
-    sample: Any,
-    version: int,
-    session: int,
-    accuracy: float,
-    reward: float,
-) -> dict[str, Any]:
-    """What verl's trainer reads of one sample (verl/trainer/ppo/v1/agent_loop_tq.py).
+def _fields(prompt: _Prompt, *, group: Any, session: int, accuracy: float, shaping: Shaping) -> dict[str, Any]:
+    """What verl's trainer reads of one sample (verl/trainer/ppo/v1/agent_loop_tq.py). group: the engine's Group.
 
     `acc` is what it validates by, and what DAPO's filter compares (plan/verl_args.py, FILTER_METRIC).
     """
+    sample, prompt_ids = group.samples[session], prompt.token_ids
     response_mask = torch.ones(len(sample.token_ids), dtype=torch.int64)
     rewards = torch.zeros(len(sample.token_ids), dtype=torch.float32)
-    rewards[-1] = reward
+    rewards[-1] = shaping.reward(accuracy, num_tokens=len(sample.token_ids))
     input_ids = _ints(prompt_ids + sample.token_ids)
-    return row | {
+    return prompt.row | {
         "session_id": session,
         "prompts": _ints(prompt_ids),
         "responses": _ints(sample.token_ids),
@@ -322,8 +289,8 @@ def _fields(
         "multi_modal_inputs": {},
         "num_turns": 2,
         "extra_fields": {
-            "min_global_steps": version,
-            "max_global_steps": version,
+            "min_global_steps": group.weights_version,
+            "max_global_steps": group.weights_version,
             "reward_extra_info": {"acc": accuracy},
             "finished": sample.finished,
         },
@@ -352,29 +319,16 @@ async def _put(ready: list[Group], *, partition: str) -> None:
     keys, fields, tags = [], [], []
     for uid, samples in ready:
         for sample in samples:
+            versions = {name: sample["extra_fields"][name] for name in ("min_global_steps", "max_global_steps")}
+            tag = {"prompt_len": len(sample["prompts"]), "response_len": len(sample["responses"])} | versions
             keys.append(f"{uid}_{sample['session_id']}_0")
             fields.append(sample)
-            tags.append(_tag(sample))
-    await transfer_queue.async_kv_batch_put(
-        keys=keys, fields=list_of_dict_to_tensordict(fields), tags=tags, partition_id=partition
-    )
-    uids = [uid for uid, _ in ready]
-    await transfer_queue.async_kv_batch_put(
-        keys=uids, tags=[{"status": "finished"} for _ in uids], partition_id=partition
-    )
-
-
-def _tag(sample: dict[str, Any]) -> dict[str, Any]:
-    prompt_len, response_len = len(sample["prompts"]), len(sample["responses"])
-    return {
-        "status": "success",
-        "prompt_len": prompt_len,
-        "response_len": response_len,
-        "seq_len": prompt_len + response_len,
-        "global_steps": sample["global_steps"],
-        "min_global_steps": sample["extra_fields"]["min_global_steps"],
-        "max_global_steps": sample["extra_fields"]["max_global_steps"],
-    }
+            tags.append(
+                tag | {"status": "success", "seq_len": len(sample["input_ids"]), "global_steps": sample["global_steps"]}
+            )
+    put = functools.partial(transfer_queue.async_kv_batch_put, partition_id=partition)
+    await put(keys=keys, fields=list_of_dict_to_tensordict(fields), tags=tags)
+    await put(keys=[uid for uid, _ in ready], tags=[{"status": "finished"} for _ in ready])
 
 
 def _ints(ids: list[int]) -> Tensor:
@@ -383,15 +337,8 @@ def _ints(ids: list[int]) -> Tensor:
 
 def _rows(batch: TensorDict) -> list[dict[str, Any]]:
     """A batch of verl's data set, row by row."""
-    return [{key: _cell(value, index) for key, value in batch.items()} for index in range(len(batch))]
-
-
-def _cell(value: Any, index: int) -> Any:
-    if isinstance(value, NonTensorStack):
-        return value[index].data
-    if isinstance(value, NonTensorData):
-        return value.data
-    return value[index]
+    columns = {key: value.tolist() if is_non_tensor(value) else value for key, value in batch.items()}
+    return [{key: column[index] for key, column in columns.items()} for index in range(len(batch))]
 
 
 def _last_line(error: BaseException) -> str:

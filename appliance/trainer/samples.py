@@ -11,7 +11,7 @@ from appliance.record.samples import Sample, StepSamples, append_samples, shorte
 PROBLEMS = 4  # of each validation: the first ones
 _LINES = 20  # with samples of training, in a whole run: at its start each step, then a step in so many
 
-Group = tuple[str, list[dict[str, Any]]]  # as in trainer/rollouts.py
+Group = tuple[str, list[dict[str, Any]]]  # the prompt's uid, and the fields of each sample
 
 
 class SampleLog:
@@ -33,7 +33,7 @@ class SampleLog:
             if validate and len(kept) < PROBLEMS:
                 sample = self._sample(fields[0], validate=True)
                 kept += [] if sample.prompt in {each.prompt for each in kept} else [sample]
-            elif not validate and not kept and self._is_due(step):
+            elif not validate and not kept and (step % self._every == 0 or step == 1):
                 ordered = sorted(fields, key=lambda each: float(each["rm_scores"][-1]))
                 kept += [self._sample(each, validate=False) for each in (ordered[-1], ordered[0])[: len(ordered)]]
 
@@ -43,9 +43,6 @@ class SampleLog:
         self._validation, self._training = {}, {}
         if validation or training:
             append_samples(self._run_dir, StepSamples(step, scheme, tuple(validation), tuple(training)))
-
-    def _is_due(self, step: int) -> bool:
-        return step % self._every == 0 or step == 1
 
     def _sample(self, fields: dict[str, Any], *, validate: bool) -> Sample:
         return Sample(

@@ -43,7 +43,9 @@ class DigestedWeights:
     async def __aiter__(self) -> AsyncIterator[tuple[str, Tensor]]:
         records: list[TensorRecord] = []
         device = torch.device("cpu")
-        async for name, tensor in self._stream():
+        async for name, tensor in ensure_async_iterator(self._weights):
+            if not records and not self._precision.is_planned:
+                yield DIRECTIVE_NAME, directive(self._precision).to(tensor.device)
             rounded = as_the_trainer_computes(tensor)
             started = time.perf_counter()
             records.append(record(name, rounded))
@@ -52,14 +54,6 @@ class DigestedWeights:
             yield name, rounded
         self.manifest = Manifest(sync=self._sync, records=tuple(records))
         yield MANIFEST_NAME, self.manifest.to_tensor().to(device)
-
-    async def _stream(self) -> AsyncIterator[tuple[str, Tensor]]:
-        told = self._precision.is_planned
-        async for name, tensor in ensure_async_iterator(self._weights):
-            if not told:
-                yield DIRECTIVE_NAME, directive(self._precision).to(tensor.device)
-                told = True
-            yield name, tensor
 
 
 def as_the_trainer_computes(tensor: Tensor) -> Tensor:
@@ -93,13 +87,6 @@ class DigestingAdapter(ServerAdapter):
         digested = DigestedWeights(weights, sync=self._syncs, precision=precision)
         await super().update_weights(digested, global_steps=global_steps, **kwargs)
         if digested.manifest is not None and self._run_dir is not None:
-            append_sent(self._run_dir, self._sent(digested.manifest, digested.digest_s))
-
-    def _sent(self, manifest: Manifest, digest_s: float) -> Sent:
-        return Sent(
-            sync=manifest.sync,
-            replica=self.replica_rank,
-            rank=self.rollout_rank,
-            manifest=manifest.digest,
-            digest_s=digest_s,
-        )
+            place = {"replica": self.replica_rank, "rank": self.rollout_rank}
+            told = Sent(sync=self._syncs, manifest=digested.manifest.digest, digest_s=digested.digest_s, **place)
+            append_sent(self._run_dir, told)

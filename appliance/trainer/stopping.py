@@ -25,7 +25,10 @@ class StopAsked(Exception):
 
 
 class Stopping:
-    """finished: the last step whose line is written.  saved: the step of the newest complete checkpoint; 0: none."""
+    """finished: the last step whose line is written.  saved: the step of the newest complete checkpoint; 0: none.
+
+    why: the signal's name, or an empty text.
+    """
 
     def __init__(self, run_dir: Path, *, resumed_step: int = 0, end: Callable[[int], None] = os._exit) -> None:
         """resumed_step: of the checkpoint that this attempt goes on from, 0 without one.  end: leaves the process."""
@@ -34,16 +37,11 @@ class Stopping:
         self._run_dir = run_dir
         self._end = end
         self._asked = threading.Event()
-        self._why = ""
+        self.why = ""
         self._busy = False
         self._moving = threading.RLock()
         self._over = threading.Event()
         threading.Thread(target=self._watch, name="stop-watch", daemon=True).start()
-
-    @property
-    def why(self) -> str:
-        """The signal's name, or an empty text."""
-        return self._why
 
     @property
     def asked(self) -> bool:
@@ -77,21 +75,17 @@ class Stopping:
         """Write down how it ended, for the launcher, and return the error that ends this process."""
         with self._moving:
             self._over.set()
-            why, step = self._why or "a request", self.saved
-            if not step:
-                what = f"stopped by {why}, there was nothing to save"
-                append_event(self._run_dir, kind="stop", what=what, why=why)
-                return Interrupted(what)
-            what = f"stopped by {why}, the state after step {step} is saved"
-            append_event(self._run_dir, kind="stop", what=what, why=why, step=step)
-            return SavedAndStopped(what)
+            why, step = self.why or "a request", self.saved
+            outcome = f"the state after step {step} is saved" if step else "there was nothing to save"
+            what = f"stopped by {why}, {outcome}"
+            append_event(self._run_dir, kind="stop", what=what, why=why, **({"step": step} if step else {}))
+            return SavedAndStopped(what) if step else Interrupted(what)
 
     def _watch(self) -> None:
         while not self._over.wait(LOOK_EVERY_S):
-            if not self.asked:
-                self._why = asked_to_stop(self._run_dir)
-                if self._why:
-                    self._asked.set()
+            if not self.asked and (why := asked_to_stop(self._run_dir)):
+                self.why = why
+                self._asked.set()
             if self.asked:
                 with self._moving:
                     if not self._over.is_set() and not self._busy and self.finished == self.saved:

@@ -29,15 +29,20 @@ from appliance.trainer.correction import BatchCorrection
 from appliance.trainer.engines import RolloutEngines
 from appliance.trainer.export import export_checkpoint
 from appliance.trainer.governor import Governor, guard_stop, signals_of
-from appliance.trainer.metrics import Step, append_metrics, left_out, step_metrics, tracked
-from appliance.trainer.precision import RolloutPrecision
+from appliance.trainer.metrics import (
+    Step,
+    append_metrics,
+    keeping_fetched,
+    left_out,
+    measure_step,
+    step_metrics,
+    tracked,
+)
+from appliance.trainer.precision import RolloutPrecision, Validation, WeightUpdates
 from appliance.trainer.replay_buffer import DynamicSampling, choose_in_order, wait_for_rollouts
-from appliance.trainer.reward_faults import RewardFaults
+from appliance.trainer.rewards import RewardFaults
 from appliance.trainer.rollouts import Rollouts
 from appliance.trainer.stopping import StopAsked, Stopping
-from appliance.trainer.telemetry import keeping_fetched, measure_step
-from appliance.trainer.validation import Validation
-from appliance.trainer.weight_updates import WeightUpdates
 
 BY_THE_GUARD = "stopped by the guard"
 
@@ -253,11 +258,8 @@ class Trainer(PPOTrainerSync):
 
     def _open_checkpoints(self) -> Checkpoints:
         """With the driver's part of the checkpoint put back, when the weights were loaded from one."""
-        opened = Checkpoints(
-            self.plan,
-            save_workers=self._save_workers,
-            data_state=self.train_dataloader.state_dict,
-        )
+        data_state = self.train_dataloader.state_dict
+        opened = Checkpoints(self.plan, save_workers=self._save_workers, data_state=data_state)
         if self.plan.resume_from:
             self.train_dataloader_it = iter(self.train_dataloader)  # draws from the random state that is put back next
             opened.restore(Path(self.plan.resume_from))
@@ -296,15 +298,13 @@ class Trainer(PPOTrainerSync):
     def _end_rewards(self, what: str) -> int:
         """How many of them failed. Raises GuardStop, after the last finished step is saved: none is learnt from rewards
         that failed."""
-        pool = self.rollouts.pool
         try:
-            return self.reward_faults.end(what, graded=pool.graded, faults=pool.faults, last=pool.last_fault)
+            return self.reward_faults.end(what, pool=self.rollouts.pool)
         except GuardStop:
             self.checkpoints.save_now(BY_THE_GUARD)
             raise
 
     def _write(self, line: dict[str, Any]) -> dict[str, Any]:
-        """As it is written."""
         written = append_metrics(self.run_dir, {**line, "time_s": round(time.time() - self._started, 3)})
         self.rollouts.samples.write(line["step"], scheme=line["scheme"])
         return written

@@ -13,7 +13,7 @@ import pytest
 from killable import NAMED_WITHIN_S, Run, with_layer
 
 from appliance.record.checkpoints import checkpoint_folder, damage
-from appliance.trainer.reward_faults import IDLE_DEATH
+from appliance.trainer.rewards import IDLE_DEATH
 
 pytestmark = pytest.mark.torture
 

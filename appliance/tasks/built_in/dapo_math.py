@@ -2,7 +2,7 @@
 
 The prompt asks for the answer on a last line after `Answer:`; the reward reads the last such line, and where there is
 none the last `\\boxed{...}`. Text that differs is compared by math-verify, in sympy: only a worker of
-trainer/reward_pool.py may call `score`.
+trainer/rewards.py may call `score`.
 """
 
 from __future__ import annotations

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from appliance.corrections.acr import Acr
 from appliance.corrections.base import CLAMP, ClipRange, Corrected, log_ratio
-from appliance.corrections.weights import Tis, TisSequence
+from appliance.corrections.weights import Acr, Tis, TisSequence
 from appliance.errors import NumericsError
 
 ROWS = st.lists(st.lists(st.floats(-40, 40), min_size=1, max_size=12), min_size=1, max_size=8)

@@ -22,8 +22,17 @@ from appliance.corrections.registry import CorrectionMethod
 from appliance.errors import TrainingError
 from appliance.record.plan import CorrectionPlan, RunPlan, ShadowPlan
 from appliance.trainer import correction as module
-from appliance.trainer.corrected_loss import CLIP_LOWER, CLIP_UPPER, KEPT, REAL, USED, WEIGHTS, corrected_loss, sums_of
-from appliance.trainer.correction import BatchCorrection
+from appliance.trainer.correction import (
+    CLIP_LOWER,
+    CLIP_UPPER,
+    KEPT,
+    REAL,
+    USED,
+    WEIGHTS,
+    BatchCorrection,
+    corrected_loss,
+    sums_of,
+)
 
 SEQUENCES = 130  # more than one part of a step
 RTOL = 2.0**-23  # exp of a float64 difference of float32 numbers, rounded once to float32

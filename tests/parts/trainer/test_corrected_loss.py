@@ -14,10 +14,10 @@ from verl.utils.metric import Metric
 from verl.workers.config import FSDPActorConfig
 from verl.workers.utils.losses import ppo_loss
 
-from appliance.corrections.acr import Acr
 from appliance.corrections.base import ClipRange
+from appliance.corrections.weights import Acr
 from appliance.errors import NumericsError, TrainingError
-from appliance.trainer.corrected_loss import (
+from appliance.trainer.correction import (
     CLIP_LOWER,
     CLIP_UPPER,
     KEPT,

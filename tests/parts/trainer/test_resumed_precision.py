@@ -211,5 +211,5 @@ def test_a_step_that_a_stop_ended_otherwise_goes_on_as_it_was_to(run: Run) -> No
 def test_a_state_that_is_none_is_refused(run: Run, precision: Any) -> None:
     run.attempt()
     change_state(run, after=2, precision=precision)
-    with pytest.raises(ValueError, match=r"state\.json: not the state of a step: precision"):
+    with pytest.raises(ValueError, match=r"state\.json: precision.* is not one that this program writes"):
         read_state(checkpoint_folder(run.run_dir, step=2))

@@ -16,8 +16,8 @@ import pytest
 from pebble import ProcessPool
 
 from appliance.tasks.grading import Fault, Graded
-from appliance.trainer import reward_pool
-from appliance.trainer.reward_pool import RewardPool, num_workers
+from appliance.trainer import rewards
+from appliance.trainer.rewards import RewardPool, num_workers
 
 HANG_S = 1.0  # the pool's time limit here; a hang is ended after it
 
@@ -151,7 +151,7 @@ def test_a_response_that_a_breaking_pool_forgot_is_graded_by_the_next() -> None:
 
 def test_processes_that_cannot_live_cost_their_responses_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each response is tried twice, and the caller is told."""
-    monkeypatch.setattr(reward_pool, "_begin", ends_at_once)
+    monkeypatch.setattr(rewards, "_begin", ends_at_once)
     pool = RewardPool(kind="arithmetic", function=misbehave, workers=1, timeout_s=HANG_S)
     try:
         assert grade(pool, "7", "8") == [GONE, GONE]

@@ -20,10 +20,15 @@ from appliance.record.checkpoints import FITS_FILE
 from appliance.record.events import append_line
 from appliance.record.plan import CorrectionPlan, RunPlan, ShadowPlan
 from appliance.trainer import correction as module
-from appliance.trainer import shadow_pass
-from appliance.trainer.corrected_loss import CLIP_UPPER, USED, sums_of
-from appliance.trainer.correction import BatchCorrection
-from appliance.trainer.shadow_pass import ShadowPass, read_fits, shadow_batch
+from appliance.trainer.correction import (
+    CLIP_UPPER,
+    USED,
+    BatchCorrection,
+    ShadowPass,
+    read_fits,
+    shadow_batch,
+    sums_of,
+)
 
 EVERY = 3
 NOMINAL = ClipRange(0.2, 0.25)
@@ -81,7 +86,7 @@ class Run:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     made = Run()
-    monkeypatch.setattr(shadow_pass, "transfer_queue", SimpleNamespace(kv_batch_get=made.kv_batch_get))
+    monkeypatch.setattr(module, "transfer_queue", SimpleNamespace(kv_batch_get=made.kv_batch_get))
     return made
 
 

@@ -25,9 +25,8 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from appliance.corrections.registry import CorrectionMethod
 from appliance.errors import TrainingError
 from appliance.record.plan import CorrectionPlan
-from appliance.trainer import telemetry
-from appliance.trainer.metrics import left_out
-from appliance.trainer.telemetry import keeping_fetched, measure_step
+from appliance.trainer import metrics
+from appliance.trainer.metrics import keeping_fetched, left_out, measure_step
 
 BATCH = KVBatchMeta(keys=["a_0_0", "a_1_0"], tags=[{}, {}], partition_id="train", fields=[])
 
@@ -56,7 +55,7 @@ def written(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
         kv_batch_get=lambda *, keys, partition_id, select_fields: {name: columns[name] for name in select_fields},
         kv_batch_put=put,
     )
-    monkeypatch.setattr(telemetry, "transfer_queue", queue)
+    monkeypatch.setattr(metrics, "transfer_queue", queue)
     return back
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from appliance.trainer import cpu_platform
+from appliance.trainer import worker
 
 TRY = """
 import os, subprocess, sys
@@ -35,8 +35,8 @@ def test_a_worker_takes_no_more_threads_than_its_host_has_cores() -> None:
 
 def test_a_host_with_more_cores_than_threads_takes_the_plans_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """The built-in model has one thread on any host."""
-    monkeypatch.setattr(cpu_platform, "usable_cores", lambda: 64)
+    monkeypatch.setattr(worker, "usable_cores", lambda: 64)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     before = torch.get_num_threads()
-    cpu_platform.fit_threads_to_host()
+    worker.fit_threads_to_host()
     assert (torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]) == (before, "1")

@@ -22,7 +22,7 @@ from appliance.record.events import parse_event
 from appliance.record.plan import CorrectionPlan, RunPlan
 from appliance.terms.schemes import Scheme
 from appliance.trainer.governor import Governor, guard_stop, policy_of, signals_of
-from appliance.trainer.telemetry import equal_groups, measure_batch, with_finite_pairs
+from appliance.trainer.metrics import equal_groups, measure_batch, with_finite_pairs
 
 BAD = Signals(1, k3_kl=0.02)
 QUICK = make_guard(actions=(Action.WARN, Action.STOP), bad_steps=1, cooling_steps=0, fine_steps=2)

@@ -15,8 +15,7 @@ from appliance.record.events import append_failure
 from appliance.sync.records import Acknowledgement, Sent, SyncRecord, Telemetry
 from appliance.trainer.entry import report, translate
 from appliance.trainer.metrics import Step, append_metrics, step_metrics, tracked
-from appliance.trainer.precision import Live
-from appliance.trainer.validation import mean_of
+from appliance.trainer.precision import Live, mean_of
 
 MISMATCH = Mismatch(
     k3_kl=1e-4,

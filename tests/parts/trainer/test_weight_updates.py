@@ -18,10 +18,8 @@ from appliance.sync.precision import AS_PLANNED, Precision
 from appliance.sync.records import Sent, append_sent
 from appliance.terms.schemes import Scheme
 from appliance.trainer.engines import RolloutEngines
-from appliance.trainer.precision import BF16, RolloutPrecision
+from appliance.trainer.precision import BF16, RolloutPrecision, Validation, WeightUpdates
 from appliance.trainer.stopping import StopAsked
-from appliance.trainer.validation import Validation
-from appliance.trainer.weight_updates import WeightUpdates
 
 PLANNED = Measures(Scheme.INT8, bf16_layer_fraction=0.0, tight=False, stop=False)
 TOP = replace(PLANNED, scheme=Scheme.BF16, bf16_layer_fraction=1.0)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from appliance.errors import GuardStop
 from appliance.tasks.grading import Fault, Graded
-from appliance.trainer.reward_faults import RewardFaults, neutral_accuracies
+from appliance.trainer.rewards import RewardFaults, neutral_accuracies
 
 FAILED = Graded(0.0, Fault.TIMED_OUT, "no grade after 30 s")
 
@@ -33,7 +34,7 @@ def test_grades_stay_as_they_are() -> None:
 
 def end(faults: RewardFaults, *, graded: int, last: Graded | None = FAILED, **kinds: int) -> int:
     counted = Counter({Fault[name.upper()]: number for name, number in kinds.items()})
-    return faults.end("step 3", graded=graded, faults=counted, last=last)
+    return faults.end("step 3", pool=SimpleNamespace(graded=graded, faults=counted, last_fault=last))
 
 
 def test_failures_are_told_with_the_newest_reason(tmp_path: Path) -> None:
