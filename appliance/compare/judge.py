@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -97,9 +97,9 @@ def _arm(
     by_seed = () if is_baseline else tuple((pair[0].seed, _interval([pair])) for pair in pairs)
     stopped = [run.seed for run in runs if not run.rewards]
     below = [seed for seed, interval in by_seed if interval.high < -margin]
-    truncated = _numbers(steps, lambda row: row.is_truncated_fraction)
+    truncated = numbers(steps, "is_truncated_fraction")
     method = runs[0].method if runs else NONE
-    k3 = _numbers(steps, lambda row: row.mismatch_k3_kl)
+    k3 = numbers(steps, "mismatch_k3_kl")
     return ArmResult(
         arm=arm,
         method=method,
@@ -113,10 +113,10 @@ def _arm(
         truncated=_mean(truncated),
         truncated_max=max(truncated, default=None),
         inactive=bool(truncated) and method is not NONE and max(truncated) == 0.0,
-        k3_kl=statistics.median(k3) if k3 else None,
+        k3_kl=_median(k3),
         k3_max=max(k3, default=None),
-        codes_changed=_median(_numbers(steps, lambda row: row.codes_changed_fraction)),
-        step_s=_median(_numbers(steps, lambda row: row.step_s)),
+        codes_changed=_median(numbers(steps, "codes_changed_fraction")),
+        step_s=_median(numbers(steps, "step_s")),
         seconds=_mean(run.seconds for run in runs),
         busy=any(run.is_busy for run in runs),
         asked=seeds,
@@ -159,21 +159,18 @@ def verdict_text(row: ArmResult, *, margin: float) -> str:
     return f"{text}, inactive" if row.inactive else text
 
 
-def curve(
-    runs: Iterable[RunResult], value: Callable[[StepMetrics], float | None]
-) -> list[tuple[int, float, float, float]]:
-    """(step, mean, smallest, largest) over the runs that have the step."""
+def curve(runs: Iterable[RunResult], field: str) -> list[tuple[int, float, float, float]]:
+    """(step, mean, smallest, largest) over the runs that have the step. field: of StepMetrics."""
     by_step: dict[int, list[float]] = {}
     for run in runs:
         for row in run.steps:
-            found = value(row)
-            if found is not None:
-                by_step.setdefault(row.step, []).append(found)
-    return [(step, sum(v) / len(v), min(v), max(v)) for step, v in sorted(by_step.items())]
+            by_step.setdefault(row.step, []).extend(numbers([row], field))
+    return [(step, sum(v) / len(v), min(v), max(v)) for step, v in sorted(by_step.items()) if v]
 
 
-def _numbers(steps: Iterable[StepMetrics], value: Callable[[StepMetrics], float | None]) -> list[float]:
-    return [found for row in steps if (found := value(row)) is not None]
+def numbers(steps: Iterable[StepMetrics], field: str) -> list[float]:
+    """Of the steps that have one. field: of StepMetrics."""
+    return [found for row in steps if (found := getattr(row, field)) is not None]
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
