@@ -9,12 +9,9 @@ from pathlib import Path
 from appliance import console
 from appliance.bench.job import (
     GIB,
-    PROMPT_TOKENS,
     EngineFacts,
     Job,
     Measurement,
-    Shapes,
-    Verdict,
     Workload,
     judge,
     parse_shapes,
@@ -66,7 +63,7 @@ def run_bench(
         else:
             env |= {THREADS_VARIABLE: str(host.cores)}  # the plan's threads are for the recipe's own model
         job = Job(
-            workload=_shapes_workload(parsed) if parsed else _recipe_workload(plan),
+            workload=parsed.workload if parsed else _recipe_workload(plan),
             engines=tuple(_engine(recipe, scheme=scheme) for scheme in schemes),
             tensor_parallel=1 if parsed else plan.rollout.tensor_parallel,
             pairs=pairs,
@@ -79,8 +76,8 @@ def run_bench(
         measured, facts = _measure(job, folder=folder, env=env)
     verdicts = judge(measured, schemes=schemes)
     kept = _keep(verdicts, job=job, plan=plan, host=host)
-    show = as_json if json_mode else table
-    console.out(show(job, verdicts=verdicts, facts=facts, measured=measured, kept=kept))
+    shown = {"verdicts": verdicts, "facts": facts, "kept": kept}
+    console.out(as_json(job, measured=measured, **shown) if json_mode else table(job, **shown))
     return 0
 
 
@@ -102,21 +99,6 @@ def _engine(recipe: Recipe, *, scheme: Scheme) -> Quantisation:
     )
 
 
-def _shapes_workload(shapes: Shapes) -> Workload:
-    return Workload(
-        model_path="",
-        trust_remote_code=False,
-        prompts_parquet="",
-        num_prompts=shapes.batch,
-        samples_per_prompt=1,
-        max_prompt_tokens=PROMPT_TOKENS,
-        new_tokens=shapes.new_tokens,
-        temperature=1.0,
-        top_p=1.0,
-        shapes=shapes,
-    )
-
-
 def _recipe_workload(plan: RunPlan) -> Workload:
     return Workload(
         model_path=plan.model.path,
@@ -128,7 +110,6 @@ def _recipe_workload(plan: RunPlan) -> Workload:
         new_tokens=plan.task.max_response_tokens,
         temperature=plan.rollout.temperature,
         top_p=plan.rollout.top_p,
-        shapes=None,
     )
 
 
@@ -152,7 +133,7 @@ def _measure(job: Job, *, folder: Path, env: dict[str, str]) -> tuple[list[Measu
     return read_lines(job.results, Measurement), read_lines(job.facts, EngineFacts)
 
 
-def _keep(verdicts: list[Verdict], *, job: Job, plan: RunPlan, host: HostFacts) -> Path | None:
+def _keep(verdicts: list[Kept], *, job: Job, plan: RunPlan, host: HostFacts) -> Path | None:
     """Keep the result where it may count; says why where it does not."""
     workload, shapes = job.workload, job.workload.shapes
     key = result_key(device=plan.device, host=host, model=plan.model, pins=plan.pins)
@@ -166,7 +147,7 @@ def _keep(verdicts: list[Verdict], *, job: Job, plan: RunPlan, host: HostFacts) 
     return write_result(
         key,
         cache_dir=Path(plan.cache_dir),
-        kept=tuple(Kept(**dataclasses.asdict(verdict)) for verdict in verdicts[1:]),
+        kept=tuple(verdicts[1:]),
         what=f"bench of {model}, batch {workload.sequences}, {workload.new_tokens} new tokens",
         pairs=job.pairs,
         kv_memory_bytes=job.memory_bytes,
@@ -190,9 +171,7 @@ def _why_not_kept(key: ResultKey, *, device: str, host: HostFacts, job: Job) -> 
     return ""
 
 
-def table(
-    job: Job, *, verdicts: list[Verdict], facts: list[EngineFacts], measured: list[Measurement], kept: Path | None
-) -> str:
+def table(job: Job, *, verdicts: list[Kept], facts: list[EngineFacts], kept: Path | None) -> str:
     """One line per scheme, then one sentence per scheme but the base: whether it pays."""
     ratio = f"ratio to {job.schemes[0]} (median of {job.pairs} interleaved pairs, min-max)"
     rows = [
@@ -207,7 +186,7 @@ def table(
         for verdict, held in zip(verdicts, facts, strict=True)
     ]
     head = ("scheme", "tokens/s", "weights", "KV cache", "at once", ratio)
-    lines = [console.table(rows, head=head, numbers=range(1, 5), columns=console.stdout_columns())]
+    lines = [console.table(rows, head=head, numbers=range(1, 5), columns=console.columns())]
     lines += [_sentence(verdict, base=verdicts[0]) for verdict in verdicts[1:]]
     if job.memory_bytes:
         lines.append(f"each engine had {_size(job.memory_bytes)} a worker for weights and KV cache together")
@@ -216,7 +195,7 @@ def table(
     return "\n".join(lines)
 
 
-def _sentence(verdict: Verdict, *, base: Verdict) -> str:
+def _sentence(verdict: Kept, *, base: Kept) -> str:
     pays = "pays" if verdict.ratio >= PAYS_FROM else "does not pay"
     speeds = f"{verdict.tokens_per_s:.0f} against {base.tokens_per_s:.0f} tokens/s"
     return (
@@ -226,7 +205,7 @@ def _sentence(verdict: Verdict, *, base: Verdict) -> str:
 
 
 def as_json(
-    job: Job, *, verdicts: list[Verdict], facts: list[EngineFacts], measured: list[Measurement], kept: Path | None
+    job: Job, *, verdicts: list[Kept], facts: list[EngineFacts], measured: list[Measurement], kept: Path | None
 ) -> str:
     return json.dumps(
         {

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
 from appliance.errors import RecipeError
 from appliance.frozen import Frozen
+from appliance.plan.bench_results import Kept
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
 from appliance.terms.shapes import KNOWN, ModelShape
@@ -34,6 +34,32 @@ class Shapes(Frozen):
     def model(self) -> ModelShape:
         return ModelShape(hidden=self.hidden, intermediate=self.intermediate, heads=self.heads, kv_heads=self.kv_heads)
 
+    @property
+    def workload(self) -> Workload:
+        return Workload(num_prompts=self.batch, new_tokens=self.new_tokens, shapes=self)
+
+
+class Workload(Frozen):
+    """The rollouts that every engine makes. The defaults are those of `shapes`, which have no checkpoint."""
+
+    model_path: str = ""
+    trust_remote_code: bool = False
+    prompts_parquet: str = ""
+    """Where the prompts come from."""
+    num_prompts: int
+    samples_per_prompt: int = 1
+    max_prompt_tokens: int = PROMPT_TOKENS
+    new_tokens: int
+    temperature: float = 1.0
+    """> 0 samples, 0 is greedy."""
+    top_p: float = 1.0
+    shapes: Shapes | None = None
+
+    @property
+    def sequences(self) -> int:
+        """How many are generated at once when there is room."""
+        return self.num_prompts * self.samples_per_prompt
+
 
 def _layers_of(name: str, *, layers: int) -> Shapes:
     """Some layers of a model that we know."""
@@ -48,29 +74,6 @@ NAMED_SHAPES = {
     "qwen2.5-7b": _layers_of("Qwen/Qwen2.5-7B-Instruct", layers=6),
     "qwen2.5-32b": _layers_of("Qwen/Qwen2.5-32B", layers=1),
 }
-
-
-class Workload(Frozen):
-    """The rollouts that every engine makes."""
-
-    model_path: str
-    """A checkpoint, empty for `shapes`."""
-    trust_remote_code: bool
-    prompts_parquet: str
-    """Where the prompts come from, empty for `shapes`."""
-    num_prompts: int
-    samples_per_prompt: int
-    max_prompt_tokens: int
-    new_tokens: int
-    temperature: float
-    """> 0 samples, 0 is greedy."""
-    top_p: float
-    shapes: Shapes | None
-
-    @property
-    def sequences(self) -> int:
-        """How many are generated at once when there is room."""
-        return self.num_prompts * self.samples_per_prompt
 
 
 class Job(Frozen):
@@ -121,17 +124,6 @@ class Measurement(Frozen):
         return self.tokens / self.seconds
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Medians over the pairs. ratio: of the pairwise ratios to the base scheme."""
-
-    scheme: Scheme
-    tokens_per_s: float
-    ratio: float
-    ratio_min: float
-    ratio_max: float
-
-
 Line = TypeVar("Line", Measurement, EngineFacts)
 
 
@@ -141,15 +133,15 @@ def read_lines(path: str, kind: type[Line]) -> list[Line]:
     return [kind.model_validate_json(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-def judge(measured: list[Measurement], *, schemes: tuple[Scheme, ...]) -> list[Verdict]:
-    """One verdict per scheme, in order. Only complete pairs count; there must be one."""
+def judge(measured: list[Measurement], *, schemes: tuple[Scheme, ...]) -> list[Kept]:
+    """One verdict per scheme, in order; its ratios are to the first. Only complete pairs count; there must be one."""
     speed = {(m.pair, m.scheme): m.tokens_per_s for m in measured}
     pairs = [p for p in sorted({m.pair for m in measured}) if all((p, scheme) in speed for scheme in schemes)]
     verdicts = []
     for scheme in schemes:
         ratios = [speed[p, scheme] / speed[p, schemes[0]] for p in pairs]
         verdicts.append(
-            Verdict(
+            Kept(
                 scheme=scheme,
                 tokens_per_s=median(speed[p, scheme] for p in pairs),
                 ratio=median(ratios),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
 from appliance import hub
-from appliance.compare.file import Arm, Comparison, in_order, run_name
+from appliance.compare.file import Comparison, in_order, run_name
 from appliance.errors import GuardStop, PreflightError, RecipeError
 from appliance.launch.resume import Resume, Target, find_start, has_problems_of, original_plan, refuse_misfit
 from appliance.plan.build import CACHE_NAME, OriginalPlan, build_plan, hub_name
@@ -78,7 +78,8 @@ def _recipes(comparison: Comparison) -> dict[tuple[str, int], Recipe]:
     problems: list[Problem] = []
     for seed in comparison.seeds:
         for arm in comparison.arms:
-            settings = _settings(arm, comparison=comparison, seed=seed)
+            own = ((("seed",), seed), (("name",), comparison.name))
+            settings = [*arm.settings, *(Setting(path, Node(value, str(comparison.file))) for path, value in own)]
             try:
                 recipes[arm.name, seed] = load_recipe(str(comparison.recipe), settings=settings)
             except RecipeError as error:
@@ -89,12 +90,6 @@ def _recipes(comparison: Comparison) -> dict[tuple[str, int], Recipe]:
     if problems:
         raise RecipeError(in_order(problems, file=str(comparison.file)))
     return recipes
-
-
-def _settings(arm: Arm, *, comparison: Comparison, seed: int) -> Iterator[Setting]:
-    yield from arm.settings
-    yield Setting(("seed",), Node(seed, str(comparison.file)))
-    yield Setting(("name",), Node(comparison.name, str(comparison.file)))
 
 
 def _refuse_other_problems(planned: list[PlannedRun], *, comparison: Comparison) -> None:

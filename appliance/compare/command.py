@@ -59,7 +59,7 @@ def run_compare(name_or_path: str, *, json_mode: bool) -> int:
     )
     shown = Shown(comparison, rows=rows, where=_where(folder), command=command)
     _write(shown, folder=folder)
-    console.out(as_json(shown) if json_mode else table(shown, columns=console.stdout_columns()))
+    console.out(as_json(shown) if json_mode else table(shown, columns=console.columns()))
     console.say(f"page        {typed_path(folder / f'{comparison.name}.html')}  (and .json, .md)")
     for run, code in failed:
         console.say(f"warning: {run.label}: failed with exit code {code}, see {typed_path(run.run_dir)}")

@@ -22,9 +22,6 @@ class Interval:
     low: float
     high: float
 
-    def within(self, margin: float) -> bool:
-        return -margin <= self.low and self.high <= margin
-
 
 class Verdict(StrEnum):
     """WITHIN: the whole interval is.  FAILS, BETTER: the whole interval lies beyond.  OPEN: it reaches over a bound.
@@ -134,7 +131,7 @@ def _verdict(difference: Interval | None, *, runs: tuple[RunResult, ...], stoppe
         return Verdict.STOPPED
     if difference is None:
         return Verdict.MISSING
-    if difference.within(margin):
+    if -margin <= difference.low and difference.high <= margin:
         return Verdict.WITHIN
     if difference.high < -margin:
         return Verdict.FAILS

@@ -52,11 +52,13 @@ def run_verify(recipe: Recipe, *, schemes: tuple[Scheme, ...] | None, emulate: b
             make_inputs(plan, command="verify")
         rows, reference = [], None
         eager = any(each.rollout.eager for each in plans)  # all alike: they are compared
-        for each in _with_profiles(asked):
+        for each, own_plan in asked:
+            if each.profile:
+                each = _with_profile(each, profile=_profile(own_plan))
             seen = _look(each, plan=plan, eager=eager, host=host, folder=folder)
             rows += judge(each, seen=seen, reference=reference)
             reference = reference if each.scheme.quantised else seen.first
-    console.out(as_json(rows) if json_mode else table(rows, columns=console.stdout_columns()))
+    console.out(as_json(rows) if json_mode else table(rows, columns=console.columns()))
     if failed := [row for row in rows if row.problems]:
         message = f"verify: {len(failed)} of {len(rows)} workers failed: {label(failed[0])}: {failed[0].problems[0]}"
         raise EngineError(message, hint="do not train with this engine; all problems are above")
@@ -82,12 +84,6 @@ def _asked(plans: list[RunPlan]) -> tuple[tuple[Quantisation, RunPlan], ...]:
     return tuple(found.items())
 
 
-def _with_profiles(asked: tuple[tuple[Quantisation, RunPlan], ...]) -> Iterator[Quantisation]:
-    """What was planned, with the profile that is there in place of the one that a run would have in its folder."""
-    for each, plan in asked:
-        yield _with_profile(each, profile=_profile(plan)) if each.profile else each
-
-
 def _profile(plan: RunPlan) -> Path | None:
     """The profile that a run would use: the recipe's, else the one in the cache, where one has been made."""
     assert plan.profile is not None, "an engine of the plan has one"
@@ -101,6 +97,7 @@ def _profile(plan: RunPlan) -> Path | None:
 
 
 def _with_profile(asked: Quantisation, *, profile: Path | None) -> Quantisation:
+    """What was planned, with the profile that is there in place of the one that a run would have in its folder."""
     kept = tuple(read_file_header(profile)["suggested_ignore"]) if profile else ()
     return asked.replace(profile=str(profile or ""), ignore=tuple(dict.fromkeys((*asked.ignore, *kept))))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.bench.command import _recipe_workload, _shapes_workload, _why_not_kept, table
+from appliance.bench.command import _recipe_workload, _why_not_kept, table
 from appliance.bench.job import EngineFacts, Job, Measurement, Shapes, judge, parse_shapes, read_lines
 from appliance.errors import RecipeError
 from appliance.plan.bench_results import ResultKey
@@ -54,7 +54,7 @@ def test_every_scheme_is_compared_with_the_first() -> None:
 
 def make_job(*, memory_bytes: int | None) -> Job:
     return Job(
-        workload=_shapes_workload(Shapes(hidden=64, intermediate=128, heads=2, kv_heads=2, layers=1, batch=64)),
+        workload=Shapes(hidden=64, intermediate=128, heads=2, kv_heads=2, layers=1, batch=64).workload,
         engines=(Quantisation(scheme=Scheme.BF16), Quantisation(scheme=Scheme.INT8, ignore=("re:.*o_proj",))),
         tensor_parallel=1,
         pairs=5,
@@ -123,7 +123,7 @@ def test_the_table_says_whether_it_pays(int8: int, pays: str) -> None:
         EngineFacts(scheme=Scheme.BF16, weight_bytes=2 << 30, kv_bytes=1 << 30, sequences=10, kernels=()),
         EngineFacts(scheme=Scheme.INT8, weight_bytes=1 << 20, kv_bytes=2 << 30, sequences=200, kernels=()),
     ]
-    assert table(job, verdicts=verdicts, facts=facts, measured=[], kept=None).splitlines() == [
+    assert table(job, verdicts=verdicts, facts=facts, kept=None).splitlines() == [
         "scheme  tokens/s   weights  KV cache   at once  ratio to bf16 (median of 5 interleaved pairs, min-max)",
         "bf16         100  2.00 GiB  1.00 GiB  10 of 64  1.00 (1.00-1.00)",
         f"int8         {int8}   1.0 MiB  2.00 GiB  64 of 64  1.0{int8 % 10} (1.0{int8 % 10}-1.0{int8 % 10})",

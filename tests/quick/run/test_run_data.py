@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from appliance.data.command import make_data
 from appliance.errors import PreflightError, RecipeError
+from appliance.launch.data import make_data
 from appliance.tasks import dapo_math, gsm8k
 from appliance.tasks.dapo_math import AFTER, BEFORE
 
