@@ -79,45 +79,42 @@ def judge(
     margin: of a mean reward, > 0.  seeds: how many each arm was to have; a verdict from fewer says so.
     """
     by_arm = {arm: tuple(sorted((r for r in results if r.arm == arm), key=lambda r: r.seed)) for arm in arms}
-    return [
-        _arm(arm, by_arm[arm], base=by_arm[baseline], baseline=baseline, margin=margin, seeds=seeds) for arm in arms
-    ]
-
-
-def _arm(
-    arm: str, runs: tuple[RunResult, ...], *, base: tuple[RunResult, ...], baseline: str, margin: float, seeds: int
-) -> ArmResult:
-    steps = [row for run in runs for row in run.steps if row.reward_mean is not None]
-    pairs = [(run, other) for run in runs for other in base if run.seed == other.seed and run.rewards and other.rewards]
-    is_baseline = arm == baseline
-    difference = None if is_baseline or not pairs else _interval(pairs)
-    by_seed = () if is_baseline else tuple((pair[0].seed, _interval([pair])) for pair in pairs)
-    stopped = [run.seed for run in runs if not run.rewards]
-    below = [seed for seed, interval in by_seed if interval.high < -margin]
-    truncated = numbers(steps, "is_truncated_fraction")
-    method = runs[0].method if runs else NONE
-    k3 = numbers(steps, "mismatch_k3_kl")
-    return ArmResult(
-        arm=arm,
-        method=method,
-        runs=runs,
-        final=_mean(run.final for run in runs),
-        own=_mean(run.steps[-1].val_reward_mean for run in runs if run.rewards),
-        difference=difference,
-        by_seed=by_seed,
-        verdict=Verdict.BASELINE if is_baseline else _verdict(difference, runs=runs, stopped=stopped, margin=margin),
-        failing=tuple(sorted({*stopped, *below})),
-        truncated=_mean(truncated),
-        truncated_max=max(truncated, default=None),
-        inactive=bool(truncated) and method is not NONE and max(truncated) == 0.0,
-        k3_kl=_median(k3),
-        k3_max=max(k3, default=None),
-        codes_changed=_median(numbers(steps, "codes_changed_fraction")),
-        step_s=_median(numbers(steps, "step_s")),
-        seconds=_mean(run.seconds for run in runs),
-        busy=any(run.is_busy for run in runs),
-        asked=seeds,
-    )
+    base = {run.seed: run for run in by_arm[baseline] if run.rewards}
+    rows = []
+    for arm, runs in by_arm.items():
+        steps = [row for run in runs for row in run.steps if row.reward_mean is not None]
+        pairs = [(run, base[run.seed]) for run in runs if run.rewards and run.seed in base and arm != baseline]
+        difference = _interval(pairs) if pairs else None
+        by_seed = tuple((pair[0].seed, _interval([pair])) for pair in pairs)
+        stopped = [run.seed for run in runs if not run.rewards]
+        below = [seed for seed, interval in by_seed if interval.high < -margin]
+        verdict = Verdict.STOPPED if stopped else _verdict(difference, margin=margin)
+        truncated, k3 = numbers(steps, "is_truncated_fraction"), numbers(steps, "mismatch_k3_kl")
+        method = runs[0].method if runs else NONE
+        rows.append(
+            ArmResult(
+                arm=arm,
+                method=method,
+                runs=runs,
+                final=_mean(run.final for run in runs),
+                own=_mean(run.steps[-1].val_reward_mean for run in runs if run.rewards),
+                difference=difference,
+                by_seed=by_seed,
+                verdict=Verdict.BASELINE if arm == baseline else verdict,
+                failing=tuple(sorted({*stopped, *below})),
+                truncated=_mean(truncated),
+                truncated_max=max(truncated, default=None),
+                inactive=bool(truncated) and method is not NONE and max(truncated) == 0.0,
+                k3_kl=_median(k3),
+                k3_max=max(k3, default=None),
+                codes_changed=_median(numbers(steps, "codes_changed_fraction")),
+                step_s=_median(numbers(steps, "step_s")),
+                seconds=_mean(run.seconds for run in runs),
+                busy=any(run.is_busy for run in runs),
+                asked=seeds,
+            )
+        )
+    return rows
 
 
 def _interval(pairs: Sequence[tuple[RunResult, RunResult]]) -> Interval:
@@ -126,9 +123,7 @@ def _interval(pairs: Sequence[tuple[RunResult, RunResult]]) -> Interval:
     return paired_interval([list(a.rewards) for a, _ in pairs], baseline_SP=[list(b.rewards) for _, b in pairs])
 
 
-def _verdict(difference: Interval | None, *, runs: tuple[RunResult, ...], stopped: list[int], margin: float) -> Verdict:
-    if runs and stopped:
-        return Verdict.STOPPED
+def _verdict(difference: Interval | None, *, margin: float) -> Verdict:
     if difference is None:
         return Verdict.MISSING
     if -margin <= difference.low and difference.high <= margin:

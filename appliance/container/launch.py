@@ -11,13 +11,13 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 import docker
-from docker.errors import APIError, DockerException, ImageNotFound, NotFound
+from docker.errors import APIError, DockerException, ImageNotFound
 from docker.models.containers import Container
 from docker.types import DeviceRequest, Mount, Ulimit
 
@@ -69,7 +69,7 @@ class Order:
     user: str
     gpus: bool
     shm_bytes: int
-    folders: tuple[tuple[str, bool], ...] = field(default=())
+    folders: tuple[tuple[str, bool], ...] = ()
     network: str = ""  # empty: Docker's own
     token: str = ""
 
@@ -209,18 +209,14 @@ def _signals_stop(container: Container) -> Iterator[list[int]]:
 
     def stop(number: int, frame: FrameType | None) -> None:
         heard.append(number)
-        act = container.kill if len(heard) > 1 else lambda: container.stop(timeout=GRACE_S)
-        threading.Thread(target=_if_alive, args=(act,), daemon=True).start()  # a handler must not wait
+        threading.Thread(target=end, args=(len(heard) > 1,), daemon=True).start()  # a handler must not wait
+
+    def end(at_once: bool) -> None:
+        with suppress(APIError):  # it ended by itself meanwhile
+            container.kill() if at_once else container.stop(timeout=GRACE_S)
 
     with handled(stop):
         yield heard
-
-
-def _if_alive(act) -> None:
-    try:
-        act()
-    except (NotFound, APIError):
-        return  # it ended by itself meanwhile
 
 
 def of_the_host(findings: Sequence[Finding]) -> list[Finding]:
