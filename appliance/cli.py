@@ -69,7 +69,10 @@ def train(
     json_mode: JsonOption = False,
 ) -> int:
     """Everything, from recipe to trained model."""
-    _refuse_idle(("--force", force, "--resume", resume != "never"), ("--image", image, "--in-container", in_container))
+    idle = [("--force", "--resume")] if force and resume == "never" else []
+    idle += [("--image", "--in-container")] if image and not in_container else []
+    if idle:
+        raise RecipeError([(f"{each}: does nothing without {of}", f"add {of}, or leave it out") for each, of in idle])
     loaded = _load(recipe, sets)
     asked = {"name": name, "resume": resume, "dry_run": dry_run, "json_mode": json_mode}
     if in_container:
@@ -251,7 +254,7 @@ def data(
     ] = None,
 ) -> None:
     """Make a data set's parquet files: verl's schema, each problem once. What is there already is left alone."""
-    from appliance.data.command import make_data
+    from appliance.launch.data import make_data
 
     make_data(name, folder=output, sources=tuple(source or ()))
 
@@ -357,17 +360,6 @@ def recipes_cp(name: RecipeArgument, target: Annotated[Path, typer.Argument(help
     console.out(str(library.copy(name, target=target)))
 
 
-def _refuse_idle(*options: tuple[str, object, str, bool]) -> None:
-    """(option, its value, the option that it belongs to, whether that is given): raises where it would do nothing."""
-    idle = [
-        (f"{option}: does nothing without {of}", f"add {of}, or leave it out")
-        for option, value, of, is_given in options
-        if value and not is_given
-    ]
-    if idle:
-        raise RecipeError(idle)
-
-
 def _load(recipe: str, sets: list[str] | None) -> Recipe:
     from appliance.recipe.load import load_recipe
 
@@ -392,40 +384,34 @@ def main() -> None:
     try:
         with told_interruptions():
             app()
-    except ApplianceError as error:
-        _report(error)
-        sys.exit(error.exit_code)
-    except Exception as error:  # the boundary: our own fault, told as such, or a full disk behind stdout
-        sys.exit(_report_other(error))
+    except Exception as error:  # the boundary: an error of ours, a full disk behind stdout, or our own fault
+        sys.exit(_report(error))
 
 
-def _report(error: ApplianceError) -> None:
-    _trace(error)
-    for message, hint in error.shown if isinstance(error, RecipeError) else [(error.message, error.hint)]:
-        console.say(f"error: {message}")
-        if hint:
-            console.say(f"hint: {hint}")
-
-
-def _report_other(error: Exception) -> int:
-    import tempfile
-    import traceback
-
-    _trace(error)
-    if isinstance(error, console.StdoutError):
-        console.say(f"error: stdout: cannot be written: {error.strerror}")
-        console.say("hint: free some space, or send it elsewhere")
-        return error.exit_code
-    with tempfile.NamedTemporaryFile("w", prefix="appliance-error-", suffix=".txt", delete=False) as file:
-        traceback.print_exception(error, file=file)
-    console.say(f"error: {type(error).__name__}: {error}")
-    console.say(f"hint: this is our own fault, please report it with {file.name}")
-    return ApplianceError.exit_code
-
-
-def _trace(error: Exception) -> None:
-    """With --debug."""
+def _report(error: Exception) -> int:
+    """Tell it, with its traceback where --debug asks. Returns the exit code."""
     if "--debug" in sys.argv[1:]:
         import traceback
 
         console.say("".join(traceback.format_exception(error)).rstrip())
+    code = ApplianceError.exit_code
+    if isinstance(error, ApplianceError):
+        code, problems = error.exit_code, [(error.message, error.hint)]
+        if isinstance(error, RecipeError):
+            problems = error.shown
+    elif isinstance(error, console.StdoutError):
+        code = error.exit_code
+        problems = [(f"stdout: cannot be written: {error.strerror}", "free some space, or send it elsewhere")]
+    else:
+        import tempfile
+        import traceback
+
+        with tempfile.NamedTemporaryFile("w", prefix="appliance-error-", suffix=".txt", delete=False) as file:
+            traceback.print_exception(error, file=file)
+        hint = f"this is our own fault, please report it with {file.name}"
+        problems = [(f"{type(error).__name__}: {error}", hint)]
+    for message, hint in problems:
+        console.say(f"error: {message}")
+        if hint:
+            console.say(f"hint: {hint}")
+    return code

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from typing import IO, Any
 
 from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from appliance.errors import PreflightError
 
@@ -100,9 +102,6 @@ def table(
     head: names of the columns.  numbers: places of those that stand on the right.  columns: of a terminal, into which
     texts are folded, where that is enough; None: nothing is folded.
     """
-    from rich.table import Table
-    from rich.text import Text
-
     texts = [[Text(printable(cell)) for cell in row] for row in rows]
     names = [Text(name) for name in head] or [Text()] * max(map(len, texts), default=0)
     least = []
@@ -119,11 +118,6 @@ def table(
     for row in texts:
         drawn.add_row(*row)
     return plain_text(drawn, columns=columns if is_folded else _WIDEST)
-
-
-def stdout_columns() -> int | None:
-    """Of the terminal that stdout is; None where it is none."""
-    return Console().width if sys.stdout.isatty() else None
 
 
 def out(text: str) -> None:

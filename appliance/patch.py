@@ -7,12 +7,13 @@ A version or a source that does not match raises: there is no "warn and continue
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
-import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,10 +57,15 @@ def apply_patch(patch: Patch, replacement: Callable[[Callable[..., Any]], Callab
     """
     if patch.name in _APPLIED:
         return
-    _check_version(patch)
+    if why := _other_version(patch):
+        raise PatchError(f"patch {patch.name}: {why}", hint="install the locked requirements (make demo does)")
     owner, attribute = _resolve(patch)
     original = getattr(owner, attribute)
-    _check_source(patch, original)
+    if (found := source_hash(original)) != patch.source_sha256:
+        raise PatchError(
+            f"patch {patch.name}: the source of {patch.target} is not the one it was made for (sha256 {found})",
+            hint="reinstall the locked requirements, or renew the patch for the changed source",
+        )
     setattr(owner, attribute, replacement(original))
     _APPLIED[patch.name] = patch
 
@@ -69,39 +75,23 @@ def source_hash(target: Callable[..., Any]) -> str:
     return hashlib.sha256(inspect.getsource(target).encode()).hexdigest()
 
 
-def _check_version(patch: Patch) -> None:
-    if why := _other_version(patch):
-        raise PatchError(f"patch {patch.name}: {why}", hint="install the locked requirements (make demo does)")
-
-
 def _other_version(patch: Patch) -> str:
     try:
         installed = importlib.metadata.version(patch.distribution)
     except importlib.metadata.PackageNotFoundError:
         installed = "nothing"
-    return (
-        "" if installed == patch.version else f"made for {patch.distribution} {patch.version}, {installed} is installed"
-    )
-
-
-def _check_source(patch: Patch, original: Callable[..., Any]) -> None:
-    found = source_hash(original)
-    if found != patch.source_sha256:
-        raise PatchError(
-            f"patch {patch.name}: the source of {patch.target} is not the one it was made for (sha256 {found})",
-            hint="reinstall the locked requirements, or renew the patch for the changed source",
-        )
+    made_for = f"made for {patch.distribution} {patch.version}, {installed} is installed"
+    return "" if installed == patch.version else made_for
 
 
 def _resolve(patch: Patch) -> tuple[Any, str]:
-    module_name, _, qualified = patch.target.partition(":")
-    *path, attribute = qualified.split(".")
-    owner: Any = importlib.import_module(module_name)
-    for part in path:
-        owner = getattr(owner, part, None)
-    if not hasattr(owner, attribute):
-        raise PatchError(f"patch {patch.name}: {patch.target} does not exist")
-    return owner, attribute
+    module, _, qualified = patch.target.partition(":")
+    path, _, attribute = qualified.rpartition(".")
+    with contextlib.suppress(AttributeError):
+        owner = pkgutil.resolve_name(f"{module}:{path}")
+        if hasattr(owner, attribute):
+            return owner, attribute
+    raise PatchError(f"patch {patch.name}: {patch.target} does not exist")
 
 
 # Judged by the sources alone: what holds the records, and what they replace, both import torch.

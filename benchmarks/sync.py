@@ -189,7 +189,7 @@ def random_state(shapes: Shapes, *, folder: Path) -> dict[str, Tensor]:
     import torch
     from transformers import Qwen2ForCausalLM
 
-    from appliance.bench.measure import qwen2_config
+    from appliance.bench.child import qwen2_config
 
     config = qwen2_config(shapes)
     config.save_pretrained(folder)
@@ -256,14 +256,14 @@ def main() -> int:
     if given.output is not None:
         given.output.mkdir(parents=True, exist_ok=True)
     _set_environment(given.threads)
-    shapes = dataclasses.replace(NAMED_SHAPES[given.shapes], layers=given.layers)
+    shapes = NAMED_SHAPES[given.shapes].replace(layers=given.layers)
     schemes = tuple(Scheme(name) for name in given.schemes.split(","))
     measured = measure(shapes, schemes=schemes, pairs=given.pairs, prove_every=given.prove_every)
     found = rows(measured)
     text = f"{_heading(shapes, given)}\n\n{table(found)}\n\n{LEGEND}\n"
     console.out(text)
     if given.output is not None:
-        facts = {"shapes": dataclasses.asdict(shapes), "threads": given.threads, "prove_every": given.prove_every}
+        facts = {"shapes": shapes.model_dump(), "threads": given.threads, "prove_every": given.prove_every}
         value = {"schema_version": 1, **facts, **dataclasses.asdict(measured)}
         (given.output / "sync.json").write_text(json.dumps(value, indent=2) + "\n")
         (given.output / "sync.md").write_text(text)

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 
 from appliance import console
 from appliance.bench.job import (
     GIB,
-    PROMPT_TOKENS,
     EngineFacts,
     Job,
     Measurement,
-    Shapes,
-    Verdict,
     Workload,
     judge,
     parse_shapes,
-    read_facts,
-    read_measurements,
+    read_lines,
 )
-from appliance.bench.show import as_json, table
 from appliance.errors import PreflightError, RecipeError
 from appliance.launch.side_job import make_inputs, run_child
 from appliance.launch.workspace import OF_AN_ENGINE, OF_THE_DATA, OF_THE_MODEL, examine_for, work_folder
@@ -30,7 +27,7 @@ from appliance.preflight.probes import read_host
 from appliance.preflight.report import commit_for
 from appliance.recipe.schema import Recipe
 from appliance.record.plan import RunPlan
-from appliance.terms.devices import CPU, gpu_of_product, why_not
+from appliance.terms.devices import CPU, PAYS_FROM, gpu_of_product, why_not
 from appliance.terms.environment import PLAN_VARIABLE, THREADS_VARIABLE
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
@@ -66,7 +63,7 @@ def run_bench(
         else:
             env |= {THREADS_VARIABLE: str(host.cores)}  # the plan's threads are for the recipe's own model
         job = Job(
-            workload=_shapes_workload(parsed) if parsed else _recipe_workload(plan),
+            workload=parsed.workload if parsed else _recipe_workload(plan),
             engines=tuple(_engine(recipe, scheme=scheme) for scheme in schemes),
             tensor_parallel=1 if parsed else plan.rollout.tensor_parallel,
             pairs=pairs,
@@ -76,13 +73,11 @@ def run_bench(
             results=str(folder / "results.jsonl"),
             facts=str(folder / "facts.jsonl"),
         )
-        measured = _measure(job, folder=folder, env=env)
-        facts = read_facts(Path(job.facts))
+        measured, facts = _measure(job, folder=folder, env=env)
     verdicts = judge(measured, schemes=schemes)
-    key = result_key(device=plan.device, host=host, model=plan.model, pins=plan.pins)
-    kept = _keep(_with_shapes(key, shapes=parsed), plan=plan, host=host, job=job, verdicts=verdicts, what=_what(job))
-    show = as_json if json_mode else table
-    console.out(show(job, verdicts=verdicts, facts=facts, measured=measured, kept=kept))
+    kept = _keep(verdicts, job=job, plan=plan, host=host)
+    shown = {"verdicts": verdicts, "facts": facts, "kept": kept}
+    console.out(as_json(job, measured=measured, **shown) if json_mode else table(job, **shown))
     return 0
 
 
@@ -104,21 +99,6 @@ def _engine(recipe: Recipe, *, scheme: Scheme) -> Quantisation:
     )
 
 
-def _shapes_workload(shapes: Shapes) -> Workload:
-    return Workload(
-        model_path="",
-        trust_remote_code=False,
-        prompts_parquet="",
-        num_prompts=shapes.batch,
-        samples_per_prompt=1,
-        max_prompt_tokens=PROMPT_TOKENS,
-        new_tokens=shapes.new_tokens,
-        temperature=1.0,
-        top_p=1.0,
-        shapes=shapes,
-    )
-
-
 def _recipe_workload(plan: RunPlan) -> Workload:
     return Workload(
         model_path=plan.model.path,
@@ -130,62 +110,47 @@ def _recipe_workload(plan: RunPlan) -> Workload:
         new_tokens=plan.task.max_response_tokens,
         temperature=plan.rollout.temperature,
         top_p=plan.rollout.top_p,
-        shapes=None,
     )
 
 
-def _measure(job: Job, *, folder: Path, env: dict[str, str]) -> list[Measurement]:
+def _measure(job: Job, *, folder: Path, env: dict[str, str]) -> tuple[list[Measurement], list[EngineFacts]]:
     job_file = folder / "job.json"
-    job_file.write_text(job.to_json())
+    job_file.write_text(job.model_dump_json())
     loaded, shown = 0, 0
 
     def tick() -> None:
         nonlocal loaded, shown
-        for each in read_facts(Path(job.facts))[loaded:]:
-            console.say(_said(each))
+        for each in read_lines(job.facts, EngineFacts)[loaded:]:
+            console.say(f"{each.scheme}: " + ", ".join(f"{count} x {kernel}" for kernel, count in each.kernels))
             loaded += 1
-        for each in read_measurements(Path(job.results))[shown:]:
+        for each in read_lines(job.results, Measurement)[shown:]:
             console.say(f"pair {each.pair + 1}/{job.pairs}  {each.scheme:<11} {each.tokens_per_s:9.0f} tokens/s")
             shown += 1
 
     console.say(f"loading {len(job.engines)} engines and warming up")
     env.pop(PLAN_VARIABLE)  # no run's folder to attest in
-    run_child(["appliance.bench.measure", str(job_file)], command="bench", folder=folder, env=env, tick=tick)
-    return read_measurements(Path(job.results))
+    run_child(["appliance.bench.child", str(job_file)], command="bench", folder=folder, env=env, tick=tick)
+    return read_lines(job.results, Measurement), read_lines(job.facts, EngineFacts)
 
 
-def _said(facts: EngineFacts) -> str:
-    return f"{facts.scheme}: " + ", ".join(f"{count} x {kernel}" for kernel, count in facts.kernels)
-
-
-def _with_shapes(key: ResultKey, *, shapes: Shapes | None) -> ResultKey:
-    if shapes is None:
-        return key
-    slug = shapes.model.layer_slug
-    return ResultKey(key.device, key.processor, slug, key.versions)
-
-
-def _what(job: Job) -> str:
-    workload, shapes = job.workload, job.workload.shapes
-    model = f"random weights, {shapes.layers} layers" if shapes else "the recipe's model"
-    return f"bench of {model}, batch {workload.sequences}, {workload.new_tokens} new tokens"
-
-
-def _keep(
-    key: ResultKey, *, plan: RunPlan, host: HostFacts, job: Job, verdicts: list[Verdict], what: str
-) -> Path | None:
+def _keep(verdicts: list[SchemeResult], *, job: Job, plan: RunPlan, host: HostFacts) -> Path | None:
     """Keep the result where it may count; says why where it does not."""
-    why = _why_not_kept(key, device=plan.device, host=host, job=job)
-    if why:
+    workload, shapes = job.workload, job.workload.shapes
+    key = result_key(device=plan.device, host=host, model=plan.model, pins=plan.pins)
+    model = "the recipe's model"
+    if shapes:
+        key = dataclasses.replace(key, shapes=shapes.model.layer_slug)
+        model = f"random weights, {shapes.layers} layers"
+    if why := _why_not_kept(key, device=plan.device, host=host, job=job):
         console.say(f"not kept for `auto`: {why}")
         return None
-    kept = tuple(
-        SchemeResult(v.scheme, tokens_per_s=v.tokens_per_s, ratio=v.ratio, ratio_min=v.ratio_min, ratio_max=v.ratio_max)
-        for v in verdicts[1:]
-    )
-    cache_dir = Path(plan.cache_dir)
     return write_result(
-        key, cache_dir=cache_dir, kept=kept, what=what, pairs=job.pairs, kv_memory_bytes=job.memory_bytes
+        key,
+        cache_dir=Path(plan.cache_dir),
+        kept=tuple(verdicts[1:]),
+        what=f"bench of {model}, batch {workload.sequences}, {workload.new_tokens} new tokens",
+        pairs=job.pairs,
+        kv_memory_bytes=job.memory_bytes,
     )
 
 
@@ -204,3 +169,58 @@ def _why_not_kept(key: ResultKey, *, device: str, host: HostFacts, job: Job) -> 
     if device != CPU and not any((gpu := gpu_of_product(each.product)) and gpu.name == device for each in host.gpus):
         return f"it was not measured on `{device}`"
     return ""
+
+
+def table(job: Job, *, verdicts: list[SchemeResult], facts: list[EngineFacts], kept: Path | None) -> str:
+    """One line per scheme, then one sentence per scheme but the base: whether it pays."""
+    ratio = f"ratio to {job.schemes[0]} (median of {job.pairs} interleaved pairs, min-max)"
+    rows = [
+        (
+            str(verdict.scheme),
+            f"{verdict.tokens_per_s:.0f}",
+            _size(held.weight_bytes),
+            _size(held.kv_bytes),
+            f"{min(held.sequences, job.workload.sequences)} of {job.workload.sequences}",
+            f"{verdict.ratio:.2f} ({verdict.ratio_min:.2f}-{verdict.ratio_max:.2f})",
+        )
+        for verdict, held in zip(verdicts, facts, strict=True)
+    ]
+    head = ("scheme", "tokens/s", "weights", "KV cache", "at once", ratio)
+    lines = [console.table(rows, head=head, numbers=range(1, 5), columns=console.columns())]
+    lines += [_sentence(verdict, base=verdicts[0]) for verdict in verdicts[1:]]
+    if job.memory_bytes:
+        lines.append(f"each engine had {_size(job.memory_bytes)} a worker for weights and KV cache together")
+    if kept:
+        lines.append(f"kept: {kept}")
+    return "\n".join(lines)
+
+
+def _sentence(verdict: SchemeResult, *, base: SchemeResult) -> str:
+    pays = "pays" if verdict.ratio >= PAYS_FROM else "does not pay"
+    speeds = f"{verdict.tokens_per_s:.0f} against {base.tokens_per_s:.0f} tokens/s"
+    return (
+        f"{verdict.scheme} {pays} here for these rollouts: {verdict.ratio:.2f} times {base.scheme} ({speeds}; "
+        f"from {PAYS_FROM} on it does)"
+    )
+
+
+def as_json(
+    job: Job, *, verdicts: list[SchemeResult], facts: list[EngineFacts], measured: list[Measurement], kept: Path | None
+) -> str:
+    return json.dumps(
+        {
+            "schema_version": 1,
+            "workload": job.workload.model_dump(mode="json"),
+            "pairs": job.pairs,
+            "base": str(job.schemes[0]),
+            "memory_bytes": job.memory_bytes,
+            "schemes": [{**dataclasses.asdict(verdict), "pays": verdict.ratio >= PAYS_FROM} for verdict in verdicts],
+            "engines": [{**each.model_dump(mode="json"), "kernels": dict(each.kernels)} for each in facts],
+            "measurements": [each.model_dump(mode="json") for each in measured],
+            "kept": str(kept) if kept else None,
+        }
+    )
+
+
+def _size(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB // 10 else f"{size / (1 << 20):.1f} MiB"

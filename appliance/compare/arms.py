@@ -1,31 +1,32 @@
-"""The runs of a comparison: every recipe resolved and judged before the first one starts."""
+"""The runs of a comparison: all planned and judged before the first one starts, and what is there of them already."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 
 from appliance import hub
-from appliance.compare.file import Arm, Comparison, in_order, run_name
-from appliance.errors import RecipeError
-from appliance.launch.resume import Resume, Target, find_start, original_plan, refuse_misfit
-from appliance.plan.build import CACHE_NAME, build_plan, hub_name
+from appliance.compare.file import Comparison, in_order, run_name
+from appliance.errors import GuardStop, PreflightError, RecipeError
+from appliance.launch.resume import Resume, Target, find_start, has_problems_of, original_plan, refuse_misfit
+from appliance.plan.build import CACHE_NAME, OriginalPlan, build_plan, hub_name
 from appliance.plan.host import HostFacts
 from appliance.preflight.finding import Finding
 from appliance.preflight.probes import read_host
 from appliance.preflight.report import examine
-from appliance.recipe.load import Setting, load_recipe
+from appliance.recipe.load import Setting, load_recipe, to_yaml
 from appliance.recipe.schema import Recipe
 from appliance.recipe.text import Node, Problem, full_path
 from appliance.record.plan import RunPlan
-from appliance.record.session import read_record
+from appliance.record.session import RunRecord, RunStatus, cannot_write, has_launcher, read_record
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One arm with one seed. findings: what preflight let pass, of the arm.  resume: where it goes on, None: new."""
+    """One arm with one seed. findings: what preflight let pass.  resume: where it goes on, None: new."""
 
     arm: str
     seed: int
@@ -50,15 +51,16 @@ def plan_runs(comparison: Comparison) -> list[PlannedRun]:
     profiles are made once, for all runs and for those of `train`.
     """
     recipes = _recipes(comparison)
-    folder = comparison_folder(recipes, comparison=comparison)
+    folder = full_path(next(iter(recipes.values())).cluster.run_dir) / comparison.name
     cache_dir = folder.parent / CACHE_NAME
     judged: dict[str, tuple[HostFacts, tuple[Finding, ...], str]] = {}
-    planned: list[PlannedRun] = []
+    planned = []
     ask_hub = functools.cache(hub.revision)  # once: what it says of `main` or a tag may change between two arms
     for (arm, seed), recipe in recipes.items():
         run_dir = folder / run_name(arm, seed=seed)
         if arm not in judged:
-            commit = _commit(recipe, ask_hub=ask_hub)
+            name = hub_name(recipe)
+            commit = ask_hub(name, of=recipe.model.revision or "")[0] if name else ""
             _, host, findings = examine(recipe, run_dir=run_dir, ask_hub=True, cache_dir=cache_dir, commit=commit)
             judged[arm] = (host, tuple(findings), commit)
         host, found, commit = judged[arm]
@@ -68,10 +70,118 @@ def plan_runs(comparison: Comparison) -> list[PlannedRun]:
     return planned
 
 
-def _commit(recipe: Recipe, *, ask_hub: Callable[..., tuple[str, str]]) -> str:
-    """Of the recipe's model on the hub, empty where it has none or nobody knows. ask_hub: as hub.revision."""
-    name = hub_name(recipe)
-    return ask_hub(name, of=recipe.model.revision or "")[0] if name else ""
+def _recipes(comparison: Comparison) -> dict[tuple[str, int], Recipe]:
+    """By arm and seed, seed by seed."""
+    recipes: dict[tuple[str, int], Recipe] = {}
+    problems: list[Problem] = []
+    for seed in comparison.seeds:
+        for arm in comparison.arms:
+            own = ((("seed",), seed), (("name",), comparison.name))
+            settings = [*arm.settings, *(Setting(path, Node(value, str(comparison.file))) for path, value in own)]
+            try:
+                recipes[arm.name, seed] = load_recipe(str(comparison.recipe), settings=settings)
+            except RecipeError as error:
+                problems += error.problems
+    folders = {recipe.cluster.run_dir for recipe in recipes.values()}
+    if len(folders) > 1:
+        problems.append((f"{comparison.file}: cluster.run_dir: the arms have several", "set it once, in `set`"))
+    if problems:
+        raise RecipeError(in_order(problems, file=str(comparison.file)))
+    return recipes
+
+
+def _refuse_other_problems(planned: list[PlannedRun], *, comparison: Comparison) -> None:
+    """Rewards are paired problem by problem, so all arms are validated on the same ones. Raises RecipeError."""
+
+    def problems(run: PlannedRun) -> tuple[object, ...]:
+        return (run.plan.task.val_parquet, run.plan.task.max_response_tokens)  # the file's folder: all that makes it
+
+    first = planned[0]
+    others = dict.fromkeys(run.arm for run in planned if problems(run) != problems(first))
+    if others:
+        place = {arm.name: arm.place for arm in comparison.arms}
+        hint = f"`task` and the model's tokenizer must be as in the arm `{first.arm}` ({first.plan.task.kind})"
+        raise RecipeError([(f"{place[arm]}: arms.{arm}: it validates on other problems", hint) for arm in others])
+
+
+class Existing(Enum):
+    """DONE: the result of this very recipe is there, be it a model or a stop by the guard.  NOTHING: the way is free.
+
+    UNFINISHED: an attempt of this very recipe that did not end well.  OTHER: another recipe or other problems (their
+    files changed), or no run at all.
+    """
+
+    DONE = "done"
+    NOTHING = "nothing"
+    UNFINISHED = "unfinished"
+    OTHER = "other"
+
+
+def look(run: PlannedRun) -> Existing:
+    """Raises PreflightError when the run is being made by another program at this moment."""
+    folder = run.run_dir
+    if not folder.exists():
+        return Existing.NOTHING
+    try:
+        record, recipe = read_record(folder), (folder / "recipe.yaml").read_text()
+    except (OSError, ValueError):
+        return Existing.OTHER
+    if record.exit_code is None and has_launcher(folder):
+        raise PreflightError(f"{folder}: this run is going on", hint="wait for its end, or stop it")
+    if recipe != _as_begun(run) or not (_other_commit(run) or _has_its_problems(run)):
+        return Existing.OTHER
+    return Existing.DONE if has_result(record) else Existing.UNFINISHED
+
+
+def refuse_other_commit(runs: Iterable[PlannedRun], *, file: Path) -> None:
+    """Rewards are compared, so all runs train one commit of a model on the hub. Raises PreflightError with the way on.
+
+    runs: that are there already.  file: of the comparison.
+    """
+    for run in runs:
+        if began_with := _other_commit(run):
+            model = run.plan.model
+            message = f"{run.label}: {model.hub_name}: {model.revision or 'main'} is {model.commit} on the hub now, "
+            hint = f"to go on with what is there: model.revision: {began_with} in {file}, under `set` or in the arm"
+            raise PreflightError(f"{message}the run began with {began_with}", hint=hint)
+
+
+def _other_commit(run: PlannedRun) -> str:
+    """The commit that the run began with, where the same revision is another one now. Empty where it is not, or nobody
+    knows: an offline hub."""
+    original, model = _original_plan(run), run.plan.model
+    if original is None or original.model != model.hub_name or not model.commit or original.commit == model.commit:
+        return ""
+    return original.commit
+
+
+def _as_begun(run: PlannedRun) -> str:
+    """The recipe; one that names the very commit that the run began with, as the run has it, without or by a tag."""
+    original = _original_plan(run)
+    model = run.recipe.model
+    if original is not None and model.revision and original.commit == model.revision:
+        model = model.model_copy(update={"revision": original.revision or None})
+    return to_yaml(run.recipe.model_copy(update={"model": model}))
+
+
+def _original_plan(run: PlannedRun) -> OriginalPlan | None:
+    """None where the run's plan cannot be read."""
+    try:
+        return original_plan(Target(run.run_dir, read_record(run.run_dir)))
+    except (RecipeError, OSError, ValueError):
+        return None
+
+
+def _has_its_problems(run: PlannedRun) -> bool:
+    try:
+        return has_problems_of(run.plan, run_dir=run.run_dir)
+    except RecipeError:  # its plan cannot be read
+        return False
+
+
+def has_result(record: RunRecord) -> bool:
+    """Done, or stopped by a guard, which is what the recipe asked for."""
+    return record.state is RunStatus.DONE or record.exit_code == GuardStop.exit_code
 
 
 def go_on(run: PlannedRun) -> PlannedRun | None:
@@ -95,46 +205,13 @@ def go_on(run: PlannedRun) -> PlannedRun | None:
     return replace(run, plan=plan, resume=start)
 
 
-def comparison_folder(recipes: dict[tuple[str, int], Recipe], *, comparison: Comparison) -> Path:
-    first = next(iter(recipes.values()))
-    return full_path(first.cluster.run_dir) / comparison.name
-
-
-def _recipes(comparison: Comparison) -> dict[tuple[str, int], Recipe]:
-    """By arm and seed, seed by seed."""
-    recipes: dict[tuple[str, int], Recipe] = {}
-    problems: list[Problem] = []
-    for seed in comparison.seeds:
-        for arm in comparison.arms:
-            try:
-                recipes[arm.name, seed] = load_recipe(
-                    str(comparison.recipe), settings=_of_run(arm, comparison=comparison, seed=seed)
-                )
-            except RecipeError as error:
-                problems += error.problems
-    folders = {recipe.cluster.run_dir for recipe in recipes.values()}
-    if len(folders) > 1:
-        problems.append((f"{comparison.file}: cluster.run_dir: the arms have several", "set it once, in `set`"))
-    if problems:
-        raise RecipeError(in_order(problems, file=str(comparison.file)))
-    return recipes
-
-
-def _of_run(arm: Arm, *, comparison: Comparison, seed: int) -> Iterator[Setting]:
-    yield from arm.settings
-    yield Setting(("seed",), Node(seed, str(comparison.file)))
-    yield Setting(("name",), Node(comparison.name, str(comparison.file)))
-
-
-def _refuse_other_problems(planned: list[PlannedRun], *, comparison: Comparison) -> None:
-    """Rewards are paired problem by problem, so all arms are validated on the same ones. Raises RecipeError."""
-    first = planned[0].plan.task
-    others = {run.arm: run for run in planned if _problems(run.plan) != _problems(planned[0].plan)}
-    if others:
-        place = {arm.name: arm.place for arm in comparison.arms}
-        hint = f"`task` and the model's tokenizer must be as in the arm `{planned[0].arm}` ({first.kind})"
-        raise RecipeError([(f"{place[arm]}: arms.{arm}: it validates on other problems", hint) for arm in others])
-
-
-def _problems(plan: RunPlan) -> tuple[object, ...]:
-    return (plan.task.val_parquet, plan.task.max_response_tokens)  # the file's folder is named by all that makes it
+def set_aside(folder: Path) -> Path:
+    """Rename a folder that is in the way, and return its new name. Nothing is deleted. Raises PreflightError."""
+    number = 1
+    while (target := folder.with_name(f"{folder.name}.aside-{number}")).exists():
+        number += 1
+    try:
+        folder.rename(target)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+    return target

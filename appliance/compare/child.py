@@ -11,8 +11,7 @@ import pyarrow.parquet as pq
 from transformers import AutoTokenizer
 from vllm import LLM, SamplingParams
 
-from appliance.compare.final import Job, read_job
-from appliance.compare.results import write_final
+from appliance.compare.results import Job, write_final
 from appliance.record.events import exit_code_of
 from appliance.tasks.library import score
 
@@ -22,7 +21,7 @@ _AT_ONCE = 256  # sequences in the engine; the others wait in its queue
 
 def main() -> int:
     file = Path(sys.argv[1])
-    return exit_code_of(lambda: validate(read_job(file.read_text())), run_dir=file.parent)
+    return exit_code_of(lambda: validate(Job.model_validate_json(file.read_bytes())), run_dir=file.parent)
 
 
 def validate(job: Job) -> None:
@@ -54,7 +53,10 @@ def _rewards(model: Path, *, rows: list[dict[str, Any]], job: Job) -> list[float
         detokenize=False,
         stop_token_ids=[stops] if isinstance(stops, int) else list(stops),
     )
-    prompts = [{"prompt_token_ids": _tokens(tokenizer, row["prompt"], limit=job.max_prompt_tokens)} for row in rows]
+    prompts = []
+    for row in rows:
+        ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=True, return_dict=False)
+        prompts.append({"prompt_token_ids": list(ids)[-job.max_prompt_tokens :]})
     outputs = llm.generate(prompts, params, use_tqdm=False)
     texts = [tokenizer.decode(each.outputs[0].token_ids, skip_special_tokens=True) for each in outputs]
     del llm
@@ -63,11 +65,6 @@ def _rewards(model: Path, *, rows: list[dict[str, Any]], job: Job) -> list[float
         score(row["data_source"], response=text, truth=row["reward_model"]["ground_truth"])
         for row, text in zip(rows, texts, strict=True)
     ]
-
-
-def _tokens(tokenizer: Any, messages: list[dict[str, str]], *, limit: int) -> list[int]:
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-    return list(ids)[-limit:]
 
 
 if __name__ == "__main__":

@@ -8,15 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from appliance import console
-from appliance.compare.arms import PlannedRun, go_on, plan_runs
-from appliance.compare.existing import Existing, look, refuse_other_commit, set_aside
-from appliance.compare.file import Comparison, load_comparison
-from appliance.compare.final import validate_models
-from appliance.compare.judge import ArmResult, judge
-from appliance.compare.page import page
-from appliance.compare.results import busy_share, note_busy, read_result
-from appliance.compare.show import Shown, as_json, markdown, table
-from appliance.errors import Interrupted
+from appliance.compare.arms import Existing, PlannedRun, go_on, look, plan_runs, refuse_other_commit, set_aside
+from appliance.compare.file import load_comparison
+from appliance.compare.judge import judge
+from appliance.compare.results import busy_share, note_busy, read_result, validate_models
+from appliance.compare.show import Shown, as_json, markdown, page, table
+from appliance.errors import GuardStop, Interrupted, SavedAndStopped
 from appliance.files import write_whole
 from appliance.launch.train import run_training
 from appliance.launch.workspace import stop_on_errors
@@ -28,8 +25,7 @@ from appliance.report import draw
 from appliance.report.summary import typed_path
 from appliance.signals import Interrupts
 
-_SIGNALLED = (75, 130)
-_GUARD_STOPPED = 6
+_SIGNALLED = (SavedAndStopped.exit_code, Interrupted.exit_code)
 _MOST_FAILURES = 2  # in a row: the next one would fail as well
 
 
@@ -53,9 +49,16 @@ def run_compare(name_or_path: str, *, json_mode: bool) -> int:
 
         failed = _train(todo, total=len(runs), stop=stop, command=command)
         validate_models(runs, stop=stop)
-    shown = Shown(comparison, rows=_rows(comparison, runs), where=_where(folder), command=command)
+    rows = judge(
+        [result for result in map(read_result, runs) if result is not None],
+        arms=[arm.name for arm in comparison.arms],
+        baseline=comparison.baseline,
+        margin=comparison.margin,
+        seeds=len(comparison.seeds),
+    )
+    shown = Shown(comparison, rows=rows, where=_where(folder), command=command)
     _write(shown, folder=folder)
-    console.out(as_json(shown) if json_mode else table(shown, columns=console.stdout_columns()))
+    console.out(as_json(shown) if json_mode else table(shown, columns=console.columns()))
     console.say(f"page        {typed_path(folder / f'{comparison.name}.html')}  (and .json, .md)")
     for run, code in failed:
         console.say(f"warning: {run.label}: failed with exit code {code}, see {typed_path(run.run_dir)}")
@@ -118,7 +121,7 @@ def _train(
             note_busy(run.run_dir, share=busy)
         if code in _SIGNALLED or asked_to_stop(run.run_dir):  # it may have come with a fault, or when all was done
             raise _stopped(command)
-        if code in (0, _GUARD_STOPPED):
+        if code in (0, GuardStop.exit_code):
             in_a_row = 0
             console.say(_line(run))
             continue
@@ -137,14 +140,6 @@ def _line(run: PlannedRun) -> str:
     climb = f"reward {rewards[0]:.3f} -> {rewards[-1]:.3f}, " if rewards else ""
     end = "" if not result.reason else f", {result.reason}"
     return f"{run.label}: {climb}{len(rewards)} steps in {draw.duration(result.seconds)}{end}"
-
-
-def _rows(comparison: Comparison, runs: list[PlannedRun]) -> list[ArmResult]:
-    results = [result for result in map(read_result, runs) if result is not None]
-    arms = [arm.name for arm in comparison.arms]
-    return judge(
-        results, arms=arms, baseline=comparison.baseline, margin=comparison.margin, seeds=len(comparison.seeds)
-    )
 
 
 def _where(folder: Path) -> str:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import difflib
 import json
 import os.path
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -66,8 +67,10 @@ class Arm:
     @property
     def texts(self) -> tuple[str, ...]:
         """The settings as `dotted.key=value`; of a key that is given twice, the one that holds."""
-        values = {".".join(setting.path): _text(_plain(setting.node)) for setting in self.settings}
-        return tuple(f"{dotted}={value}" for dotted, value in values.items())
+        values = {".".join(setting.path): _plain(setting.node) for setting in self.settings}
+        return tuple(
+            f"{dotted}={value if isinstance(value, str) else json.dumps(value)}" for dotted, value in values.items()
+        )
 
 
 @dataclass(frozen=True)
@@ -101,10 +104,23 @@ def load_comparison(name_or_path: str) -> Comparison:
     path = find(name_or_path)
     problems: list[Problem] = []
     tree = _read(path, problems)
-    read = _validated(tree, file=str(path), problems=problems)
+    read = recipe = None
+    try:
+        read = _File.model_validate({key: _plain(node) for key, node in tree.items()})
+    except ValidationError as error:
+        problems += [_explained(each, tree=tree, file=str(path)) for each in error.errors()]
     shared = _settings(tree.get("set"), key="set", problems=problems)
-    arms = _arms(tree.get("arms"), problems=problems)
-    recipe = _recipe(tree.get("recipe"), beside=path.parent, problems=problems)
+    named = tree["arms"].value if "arms" in tree else None
+    arms = [
+        Arm(name, each.place, tuple(_settings(each, key=f"arms.{name}", problems=problems)))
+        for name, each in (named.items() if isinstance(named, dict) else ())
+    ]
+    node = tree.get("recipe")
+    if node is not None and isinstance(node.value, str):
+        try:
+            recipe = library.find(node.value, beside=path.parent)
+        except RecipeError as error:
+            problems += [(f"{node.place}: recipe: {message}", hint) for message, hint in error.problems]
     _check_names(tree, name=path.stem, file=str(path), problems=problems)
     if problems:
         raise RecipeError(in_order(problems, file=str(path)))
@@ -147,26 +163,20 @@ def _read(path: Path, problems: list[Problem]) -> dict[str, Node]:
     return root.value
 
 
-def _validated(tree: dict[str, Node], *, file: str, problems: list[Problem]) -> _File | None:
-    try:
-        return _File.model_validate({key: _plain(node) for key, node in tree.items()})
-    except ValidationError as error:
-        for each in error.errors():
-            problems.append(_explained(each, tree=tree, file=file))
-    return None
-
-
 def _explained(error: Any, *, tree: dict[str, Node], file: str) -> Problem:
-    key, *rest = (str(part) for part in error["loc"])
-    dotted = ".".join((key, *rest))
+    dotted = ".".join(map(str, error["loc"]))
+    key = str(error["loc"][0])
     if error["type"] == "missing":
         return f"{file}: {key}: the key is missing", _EXAMPLES[key]
     if error["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(key, _File.model_fields, n=1)
-        legal = ", ".join(f"`{each}`" for each in _File.model_fields)
-        return f"{tree[key].place}: {key}: unknown key", f"did you mean `{near[0]}`?" if near else f"use one of {legal}"
+        return f"{tree[key].place}: {key}: unknown key", _nearest(key, of=_File.model_fields)
     message, hint = explain(error)
     return f"{_place(tree, key, file=file)}: {dotted}: {message}", hint
+
+
+def _nearest(word: str, *, of: Collection[str]) -> str:
+    near = difflib.get_close_matches(word, of, n=1)
+    return f"did you mean `{near[0]}`?" if near else "use one of " + ", ".join(f"`{each}`" for each in of)
 
 
 _EXAMPLES = {
@@ -185,21 +195,8 @@ def _plain(node: Node) -> Any:
     return None if node.value is Refused.VALUE else node.value
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
 def _place(tree: dict[str, Node], key: str, *, file: str) -> str:
     return tree[key].place if key in tree else file
-
-
-def _arms(node: Node | None, *, problems: list[Problem]) -> list[Arm]:
-    if node is None or not isinstance(node.value, dict):
-        return []
-    return [
-        Arm(name, each.place, tuple(_settings(each, key=f"arms.{name}", problems=problems)))
-        for name, each in node.value.items()
-    ]
 
 
 def _settings(node: Node | None, *, key: str, problems: list[Problem]) -> list[Setting]:
@@ -227,16 +224,6 @@ def _settings(node: Node | None, *, key: str, problems: list[Problem]) -> list[S
     return settings
 
 
-def _recipe(node: Node | None, *, beside: Path, problems: list[Problem]) -> Path | None:
-    if node is None or not isinstance(node.value, str):
-        return None
-    try:
-        return library.find(node.value, beside=beside)
-    except RecipeError as error:
-        problems.extend((f"{node.place}: recipe: {message}", hint) for message, hint in error.problems)
-    return None
-
-
 def _check_names(tree: dict[str, Node], *, name: str, file: str, problems: list[Problem]) -> None:
     """What keys say of each other. A value of the wrong kind is somebody else's problem."""
     hint = "use letters, digits, `.`, `_` and `-`, at most 80 with the seed, no space or slash"
@@ -251,10 +238,8 @@ def _check_names(tree: dict[str, Node], *, name: str, file: str, problems: list[
     if len(set(seeds)) < len(seeds):
         problems.append((f"{tree['seeds'].place}: seeds: a seed is named twice", "name each once"))
     if arms and isinstance(baseline, str) and baseline not in arms:
-        near = difflib.get_close_matches(baseline, list(arms), n=1)
-        legal = "use one of " + ", ".join(f"`{each}`" for each in arms)
         message = f"{tree['baseline'].place}: baseline: no arm is called `{baseline}`"
-        problems.append((message, f"did you mean `{near[0]}`?" if near else legal))
+        problems.append((message, _nearest(baseline, of=arms)))
 
 
 def run_name(arm: str, *, seed: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -21,9 +21,6 @@ class Interval:
     mean: float
     low: float
     high: float
-
-    def within(self, margin: float) -> bool:
-        return -margin <= self.low and self.high <= margin
 
 
 class Verdict(StrEnum):
@@ -82,45 +79,42 @@ def judge(
     margin: of a mean reward, > 0.  seeds: how many each arm was to have; a verdict from fewer says so.
     """
     by_arm = {arm: tuple(sorted((r for r in results if r.arm == arm), key=lambda r: r.seed)) for arm in arms}
-    return [
-        _arm(arm, by_arm[arm], base=by_arm[baseline], baseline=baseline, margin=margin, seeds=seeds) for arm in arms
-    ]
-
-
-def _arm(
-    arm: str, runs: tuple[RunResult, ...], *, base: tuple[RunResult, ...], baseline: str, margin: float, seeds: int
-) -> ArmResult:
-    steps = [row for run in runs for row in run.steps if row.reward_mean is not None]
-    pairs = [(run, other) for run in runs for other in base if run.seed == other.seed and run.rewards and other.rewards]
-    is_baseline = arm == baseline
-    difference = None if is_baseline or not pairs else _interval(pairs)
-    by_seed = () if is_baseline else tuple((pair[0].seed, _interval([pair])) for pair in pairs)
-    stopped = [run.seed for run in runs if not run.rewards]
-    below = [seed for seed, interval in by_seed if interval.high < -margin]
-    truncated = _numbers(steps, lambda row: row.is_truncated_fraction)
-    method = runs[0].method if runs else NONE
-    k3 = _numbers(steps, lambda row: row.mismatch_k3_kl)
-    return ArmResult(
-        arm=arm,
-        method=method,
-        runs=runs,
-        final=_mean(run.final for run in runs),
-        own=_mean(run.steps[-1].val_reward_mean for run in runs if run.rewards),
-        difference=difference,
-        by_seed=by_seed,
-        verdict=Verdict.BASELINE if is_baseline else _verdict(difference, runs=runs, stopped=stopped, margin=margin),
-        failing=tuple(sorted({*stopped, *below})),
-        truncated=_mean(truncated),
-        truncated_max=max(truncated, default=None),
-        inactive=bool(truncated) and method is not NONE and max(truncated) == 0.0,
-        k3_kl=statistics.median(k3) if k3 else None,
-        k3_max=max(k3, default=None),
-        codes_changed=_median(_numbers(steps, lambda row: row.codes_changed_fraction)),
-        step_s=_median(_numbers(steps, lambda row: row.step_s)),
-        seconds=_mean(run.seconds for run in runs),
-        busy=any(run.is_busy for run in runs),
-        asked=seeds,
-    )
+    base = {run.seed: run for run in by_arm[baseline] if run.rewards}
+    rows = []
+    for arm, runs in by_arm.items():
+        steps = [row for run in runs for row in run.steps if row.reward_mean is not None]
+        pairs = [(run, base[run.seed]) for run in runs if run.rewards and run.seed in base and arm != baseline]
+        difference = _interval(pairs) if pairs else None
+        by_seed = tuple((pair[0].seed, _interval([pair])) for pair in pairs)
+        stopped = [run.seed for run in runs if not run.rewards]
+        below = [seed for seed, interval in by_seed if interval.high < -margin]
+        verdict = Verdict.STOPPED if stopped else _verdict(difference, margin=margin)
+        truncated, k3 = numbers(steps, "is_truncated_fraction"), numbers(steps, "mismatch_k3_kl")
+        method = runs[0].method if runs else NONE
+        rows.append(
+            ArmResult(
+                arm=arm,
+                method=method,
+                runs=runs,
+                final=_mean(run.final for run in runs),
+                own=_mean(run.steps[-1].val_reward_mean for run in runs if run.rewards),
+                difference=difference,
+                by_seed=by_seed,
+                verdict=Verdict.BASELINE if arm == baseline else verdict,
+                failing=tuple(sorted({*stopped, *below})),
+                truncated=_mean(truncated),
+                truncated_max=max(truncated, default=None),
+                inactive=bool(truncated) and method is not NONE and max(truncated) == 0.0,
+                k3_kl=_median(k3),
+                k3_max=max(k3, default=None),
+                codes_changed=_median(numbers(steps, "codes_changed_fraction")),
+                step_s=_median(numbers(steps, "step_s")),
+                seconds=_mean(run.seconds for run in runs),
+                busy=any(run.is_busy for run in runs),
+                asked=seeds,
+            )
+        )
+    return rows
 
 
 def _interval(pairs: Sequence[tuple[RunResult, RunResult]]) -> Interval:
@@ -129,12 +123,10 @@ def _interval(pairs: Sequence[tuple[RunResult, RunResult]]) -> Interval:
     return paired_interval([list(a.rewards) for a, _ in pairs], baseline_SP=[list(b.rewards) for _, b in pairs])
 
 
-def _verdict(difference: Interval | None, *, runs: tuple[RunResult, ...], stopped: list[int], margin: float) -> Verdict:
-    if runs and stopped:
-        return Verdict.STOPPED
+def _verdict(difference: Interval | None, *, margin: float) -> Verdict:
     if difference is None:
         return Verdict.MISSING
-    if difference.within(margin):
+    if -margin <= difference.low and difference.high <= margin:
         return Verdict.WITHIN
     if difference.high < -margin:
         return Verdict.FAILS
@@ -159,21 +151,18 @@ def verdict_text(row: ArmResult, *, margin: float) -> str:
     return f"{text}, inactive" if row.inactive else text
 
 
-def curve(
-    runs: Iterable[RunResult], value: Callable[[StepMetrics], float | None]
-) -> list[tuple[int, float, float, float]]:
-    """(step, mean, smallest, largest) over the runs that have the step."""
+def curve(runs: Iterable[RunResult], field: str) -> list[tuple[int, float, float, float]]:
+    """(step, mean, smallest, largest) over the runs that have the step. field: of StepMetrics."""
     by_step: dict[int, list[float]] = {}
     for run in runs:
         for row in run.steps:
-            found = value(row)
-            if found is not None:
-                by_step.setdefault(row.step, []).append(found)
-    return [(step, sum(v) / len(v), min(v), max(v)) for step, v in sorted(by_step.items())]
+            by_step.setdefault(row.step, []).extend(numbers([row], field))
+    return [(step, sum(v) / len(v), min(v), max(v)) for step, v in sorted(by_step.items()) if v]
 
 
-def _numbers(steps: Iterable[StepMetrics], value: Callable[[StepMetrics], float | None]) -> list[float]:
-    return [found for row in steps if (found := value(row)) is not None]
+def numbers(steps: Iterable[StepMetrics], field: str) -> list[float]:
+    """Of the steps that have one. field: of StepMetrics."""
+    return [found for row in steps if (found := getattr(row, field)) is not None]
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -1,22 +1,33 @@
-"""What the runs of a comparison left in their folders, read back as values."""
+"""What the runs of a comparison left in their folders, read back as values, and the validation of their models.
+
+The final validation: every run's `model/`, in a plain BF16 engine, on the same problems, greedily. Not the trainer's
+own: that one is in the run's scheme, and a comparison asks what was trained. On a CPU one child validates all models
+that lack it, so that the engine's imports are paid once.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from appliance.compare.arms import PlannedRun
-from appliance.compare.existing import has_result
+from appliance import console
+from appliance.compare.arms import PlannedRun, has_result
 from appliance.corrections.registry import CorrectionMethod
 from appliance.files import write_whole
+from appliance.frozen import Frozen
+from appliance.launch.resume import problems_of
+from appliance.launch.side_job import run_child
+from appliance.launch.workspace import work_folder
 from appliance.record.events import Event, StepMetrics, append_event, read_events, read_metrics
 from appliance.record.lines import finite, json_object
-from appliance.record.session import RunRecord, read_record
+from appliance.record.session import read_record
+from appliance.terms.devices import CPU
+from appliance.terms.environment import PLAN_VARIABLE
 
 FINAL_FILE = "final-validation.json"
 _LOAD = "load"
@@ -60,10 +71,8 @@ def read_result(run: PlannedRun) -> RunResult | None:
         record = read_record(run.run_dir)
     except (OSError, ValueError):
         return None
-    return _result(run, record=record) if has_result(record) else None
-
-
-def _result(run: PlannedRun, *, record: RunRecord) -> RunResult:
+    if not has_result(record):
+        return None
     events = read_events(run.run_dir)
     shares = [finite(json_object(event.line).get("share")) for event in events if event.kind == _LOAD]
     return RunResult(
@@ -99,6 +108,24 @@ def busy_share() -> float:
     return psutil.cpu_percent(interval=_LOOK_S) / 100
 
 
+# The final validation
+
+
+class Job(Frozen):
+    """What the child (compare/child.py) is to do."""
+
+    run_dirs: tuple[str, ...]
+    """Of runs, each with `model/`."""
+    parquet: str
+    """The problems."""
+    max_prompt_tokens: int
+    max_response_tokens: int
+    trust_remote_code: bool
+    tensor_parallel: int
+    enforce_eager: bool
+    seed: int
+
+
 def write_final(run_dir: Path, rewards: list[float]) -> None:
     """The rewards of the final validation, in the order of the problems. Appears whole or not at all."""
     write_whole(run_dir / FINAL_FILE, json.dumps({"schema_version": 1, "scheme": "bf16", "rewards": rewards}) + "\n")
@@ -110,3 +137,49 @@ def read_final(run_dir: Path) -> tuple[float, ...]:
     except (OSError, ValueError):
         return ()
     return tuple(float(each) for each in raw["rewards"])
+
+
+def validate_models(runs: list[PlannedRun], *, stop: Callable[[], None]) -> None:
+    """Validate the models of these runs that have none yet. stop: called often; what it raises ends the work.
+
+    Raises EngineError when the engine fails, RecipeError when the plan of a run cannot be read.
+    """
+    waiting = [run for run in runs if (run.run_dir / "model").is_dir() and not read_final(run.run_dir)]
+    at_once = len(waiting) if all(run.plan.device == CPU for run in waiting) else 1
+    for start in range(0, len(waiting), max(1, at_once)):
+        _validate(waiting[start : start + at_once], stop=stop)
+
+
+def _validate(runs: list[PlannedRun], *, stop: Callable[[], None]) -> None:
+    plan = runs[0].plan
+    # The file that the run was made with. The plan of now may name another, which nobody made: it is named by the
+    # commit of a tag that moved since, or by the one that the run began with.
+    planned = Path(plan.task.val_parquet)
+    own = Path(problems_of(runs[0].run_dir).parquet).with_name(planned.name)
+    job = Job(
+        run_dirs=tuple(str(run.run_dir) for run in runs),
+        parquet=str(own if own.is_file() else planned),
+        max_prompt_tokens=plan.task.max_prompt_tokens,
+        max_response_tokens=plan.task.max_response_tokens,
+        trust_remote_code=plan.model.trust_remote_code,
+        tensor_parallel=plan.rollout.tensor_parallel,
+        enforce_eager=plan.device == CPU,
+        seed=plan.seed,
+    )
+    label = runs[0].label if len(runs) == 1 else f"{len(runs)} models"
+    console.say(f"final validation of {label}: BF16, greedy")
+    told: set[Path] = set()
+
+    def tick() -> None:
+        stop()
+        for run in runs:
+            rewards = read_final(run.run_dir) if run.run_dir not in told else ()
+            if rewards:
+                told.add(run.run_dir)
+                console.say(f"{run.label}: {sum(rewards) / len(rewards):.4f} on {len(rewards)} problems")
+
+    with work_folder(str(runs[0].run_dir.parent), command="compare") as folder:
+        job_file = folder / "job.json"
+        job_file.write_text(job.model_dump_json())
+        env = {name: value for name, value in plan.env if name != PLAN_VARIABLE}  # no run's folder to attest in
+        run_child(["appliance.compare.child", str(job_file)], command="compare", folder=folder, env=env, tick=tick)

@@ -1,4 +1,4 @@
-"""A comparison's table for people, its JSON for machines, its page in Markdown. Pure."""
+"""A comparison's table for people, its JSON for machines, its pages in Markdown and HTML. Pure."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 from appliance import console
 from appliance.compare.file import Comparison
-from appliance.compare.judge import CONFIDENCE, ArmResult, Interval, verdict_text
+from appliance.compare.judge import CONFIDENCE, ArmResult, Interval, curve, numbers, verdict_text
 from appliance.compare.results import RunResult
 from appliance.corrections.registry import NONE
+from appliance.page import svg
+from appliance.page.render import render
 from appliance.report import draw
 
 TIMES_NOTE = "Other work was on the machine while some of these ran: their times are no measurements."
@@ -28,7 +30,7 @@ class Shown:
     command: str
 
 
-HEAD = (
+_HEAD = (
     *("arm", "final", "difference", "95 % interval", "in its scheme", "k3 median", "k3 max", "truncated"),
     *("codes changed", "step", "run", "verdict"),
 )
@@ -42,11 +44,19 @@ _CURVES = {  # name in our JSON: that in metrics.jsonl
     "step_s": "step_s",
     "validation": "val_reward_mean",
 }
-NUMBERS = range(1, len(HEAD) - 1)  # places of the columns that stand on the right
+_CHARTS = (  # title, unit, field, logarithmic
+    ("Reward of sampled responses", "mean and range of the seeds", "reward_mean", False),
+    ("Mismatch, k3", "nats, logarithmic", "mismatch_k3_kl", True),
+    ("Truncated share", "of the tokens", "is_truncated_fraction", False),
+    ("Largest weight before truncation", "logarithmic", "is_weight_max", True),
+    ("Codes changed by an update", "share", "codes_changed_fraction", False),
+    ("Time of a step", "s", "step_s", False),
+)
+_NUMBERS = range(1, len(_HEAD) - 1)  # places of the columns that stand on the right
 assert CONFIDENCE == 0.95  # in the heading
 
 
-def cells(row: ArmResult, *, margin: float) -> tuple[str, ...]:
+def _cells(row: ArmResult, *, margin: float) -> tuple[str, ...]:
     """One text per column of the heading."""
     about = "~" if row.busy else ""
     interval = row.difference
@@ -68,20 +78,21 @@ def cells(row: ArmResult, *, margin: float) -> tuple[str, ...]:
 
 def table(shown: Shown, *, columns: int | None = None) -> str:
     """A line per arm, then notes. columns: as of console.table."""
-    rows = [cells(row, margin=shown.comparison.margin) for row in shown.rows]
-    return "\n".join([console.table(rows, head=HEAD, numbers=NUMBERS, columns=columns), *notes(shown)])
+    rows = [_cells(row, margin=shown.comparison.margin) for row in shown.rows]
+    return "\n".join([console.table(rows, head=_HEAD, numbers=_NUMBERS, columns=columns), *_notes(shown)])
 
 
-def notes(shown: Shown) -> list[str]:
+def _notes(shown: Shown) -> list[str]:
     """Sentences that belong below the table."""
+    runs = [run for row in shown.rows for run in row.runs]
     seeds = ", ".join(map(str, shown.comparison.seeds))
+    counts = sorted({len(run.rewards) for run in runs if run.rewards})  # there may be fewer than `validation`
     said = [
-        f"final: mean reward of model/ in BF16, greedy, {_problems(shown)} problems, seeds {seeds}; "
-        f"difference to {shown.comparison.baseline}, paired by seed and problem."
+        f"final: mean reward of model/ in BF16, greedy, {' or '.join(map(str, counts)) or 'no'} problems, "
+        f"seeds {seeds}; difference to {shown.comparison.baseline}, paired by seed and problem."
     ]
     if any(row.inactive for row in shown.rows):
         said.append(INACTIVE_NOTE)
-    runs = [run for row in shown.rows for run in row.runs]
     said += [note for run in runs if (note := _schemes(run))]
     about = "~" if any(row.busy for row in shown.rows) else ""
     if runs:
@@ -98,12 +109,6 @@ def _schemes(run: RunResult) -> str:
     changes = [now for before, now in itertools.pairwise(steps) if now.scheme != before.scheme]
     told = ", ".join(f"from step {step.step} on in {step.scheme}" for step in changes)
     return f"{run.arm}, seed {run.seed}: rollouts in {steps[0].scheme}, {told}." if changes else ""
-
-
-def _problems(shown: Shown) -> str:
-    """How many each model was really asked; as many as there are may be fewer than `validation`."""
-    counts = sorted({len(run.rewards) for row in shown.rows for run in row.runs if run.rewards})
-    return " or ".join(map(str, counts)) or "no"
 
 
 def as_json(shown: Shown) -> str:
@@ -127,13 +132,9 @@ def as_json(shown: Shown) -> str:
 
 def _arm(row: ArmResult, *, comparison: Comparison) -> dict[str, object]:
     settings = next(arm for arm in comparison.arms if arm.name == row.arm).texts
-    plain = {
-        field.name: getattr(row, field.name)
-        for field in dataclasses.fields(row)
-        if field.name not in ("runs", "difference", "by_seed")
-    }
+    names = [field.name for field in dataclasses.fields(row)]
     return {
-        **plain,
+        **{name: getattr(row, name) for name in names if name not in ("runs", "difference", "by_seed")},
         "text": verdict_text(row, margin=comparison.margin),
         "settings": list(settings),
         "difference": dataclasses.asdict(row.difference) if row.difference else None,
@@ -166,11 +167,11 @@ def markdown(shown: Shown) -> str:
         f"Made by `{shown.command}`; every number and curve is in `{comparison.name}.json`.",
         shown.where,
         "",
-        f"| {' | '.join(HEAD)} |",
-        f"|{' --- |' * len(HEAD)}",
-        *(f"| {' | '.join(cells(row, margin=comparison.margin))} |" for row in shown.rows),
+        f"| {' | '.join(_HEAD)} |",
+        f"|{' --- |' * len(_HEAD)}",
+        *(f"| {' | '.join(_cells(row, margin=comparison.margin))} |" for row in shown.rows),
         "",
-        *(f"{note}\n" for note in notes(shown)),
+        *(f"{note}\n" for note in _notes(shown)),
         "## By seed",
         "",
         "| arm | seed | state | steps | final | difference | 95 % interval | k3 max | truncated, worst step |",
@@ -192,10 +193,8 @@ def _seed_lines(row: ArmResult) -> list[str]:
     lines = []
     for run in row.runs:
         interval = intervals.get(run.seed)
-        k3 = max((step.mismatch_k3_kl for step in run.steps if step.mismatch_k3_kl is not None), default=None)
-        truncated = max(
-            (step.is_truncated_fraction for step in run.steps if step.is_truncated_fraction is not None), default=None
-        )
+        k3 = max(numbers(run.steps, "mismatch_k3_kl"), default=None)
+        truncated = max(numbers(run.steps, "is_truncated_fraction"), default=None)
         difference = "- | -" if interval is None else f"{interval.mean:+.4f} | {_bounds(interval)}"
         steps = run.steps[-1].step if run.steps else 0
         lines.append(
@@ -220,3 +219,44 @@ def _share(value: float | None) -> str:
     if value == 0:
         return "0"
     return f"{100 * value:.2f} %" if value >= 1e-4 else "< 0.01 %"
+
+
+def page(shown: Shown) -> str:
+    """One HTML file that needs nothing else. Everything that a user wrote is escaped."""
+    comparison, rows = shown.comparison, shown.rows
+    intervals = [
+        (row.arm, row.difference.mean, row.difference.low, row.difference.high, index)
+        for index, row in enumerate(rows)
+        if row.difference is not None
+    ]
+    about = f"mean difference and 95 % interval; the band is ±{comparison.margin:g}"
+    return render(
+        "comparison.html.j2",
+        title=comparison.name,
+        command=shown.command,
+        where=shown.where,
+        head=_HEAD,
+        numbers=_NUMBERS,
+        rows=[_cells(row, margin=comparison.margin) for row in rows],
+        notes=map(_emphasised, _notes(shown)),
+        intervals=svg.interval_chart(about, intervals, margin=comparison.margin),
+        verdicts=[f"{row.arm}: {verdict_text(row, margin=comparison.margin)}" for row in rows],
+        legend=[(svg.swatch(index), row.arm) for index, row in enumerate(rows)],
+        charts=[
+            svg.line_chart(
+                svg.Chart(title, unit, logarithmic=logarithmic),
+                [svg.Series(row.arm, curve(row.runs, field), index) for index, row in enumerate(rows)],
+            )
+            for title, unit, field, logarithmic in _CHARTS
+        ],
+        recipe=comparison.recipe.stem,
+        arms=comparison.arms,
+        reload_s=0,
+        written=0,
+    )
+
+
+def _emphasised(note: str) -> tuple[str, str]:
+    """(word, the rest) of a note that begins with `*word*`, as Markdown has it."""
+    word, _, rest = note[1:].partition("*") if note.startswith("*") else ("", "", note)
+    return word, rest

@@ -11,13 +11,13 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 import docker
-from docker.errors import APIError, DockerException, ImageNotFound, NotFound
+from docker.errors import APIError, DockerException, ImageNotFound
 from docker.models.containers import Container
 from docker.types import DeviceRequest, Mount, Ulimit
 
@@ -45,6 +45,10 @@ _OF_THE_IMAGE = frozenset(  # findings of the program inside, which looks again
 )
 _OWN_FOLDERS = ("/opt/venv", "/opt/appliance", "/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/cache")
 _TOKEN = "/run/secrets/hf_token"  # of the hub, inside: as compose has it
+_GPU_LIMITS = [  # NCCL pins memory and opens many files; a CPU run needs no more than an engine gives by itself
+    Ulimit(name=name, soft=limit, hard=limit)
+    for name, limit in (("memlock", -1), ("stack", 67108864), ("nofile", 65535))
+]
 _TEMPORARY = "/tmp"  # its own is in memory; a folder below it is taken
 _PATHS = (  # keys of a recipe where `~` means the home of who types it, and inside would mean another
     *("model.path", "task.train_file", "task.val_file", "quantization.profile"),
@@ -65,7 +69,7 @@ class Order:
     user: str
     gpus: bool
     shm_bytes: int
-    folders: tuple[tuple[str, bool], ...] = field(default=())
+    folders: tuple[tuple[str, bool], ...] = ()
     network: str = ""  # empty: Docker's own
     token: str = ""
 
@@ -97,15 +101,14 @@ def make_order(plan: RunPlan, argv: Sequence[str], *, typed: str, image: str | N
             read.append(token)  # and nothing that lies beside it
         else:
             written.append(token.parent)  # the head makes it
-    written, read = list(map(_as_docker_reads, written)), list(map(_as_docker_reads, read))
-    for each in (*written, *read):
-        if _hides_the_images_own(each):
-            hint = "use folders of their own for runs, models and data"
-            raise RecipeError([(f"--in-container: {each} would hide the image's own files", hint)])
     folders = {str(folder): False}  # path: read-only. Docker mounts a path once: what is written is not read-only
-    for each in (*written, *read):
-        if not each.is_relative_to(folder):
-            folders.setdefault(str(each), each not in written)
+    for path, read_only in (*((each, False) for each in written), *((each, True) for each in read)):
+        path = Path("/" + os.path.normpath(path).lstrip("/"))  # to pathlib `//etc` lies elsewhere than `/etc`
+        if _hides_the_images_own(path):
+            hint = "use folders of their own for runs, models and data"
+            raise RecipeError([(f"--in-container: {path} would hide the image's own files", hint)])
+        if not path.is_relative_to(folder):
+            folders.setdefault(str(path), read_only)
     is_cpu = plan.device == CPU
     return Order(
         image=image or f"{IMAGE_NAME}:{'cpu' if is_cpu else 'gpu'}",
@@ -128,11 +131,6 @@ def _hides_the_images_own(path: Path) -> bool:
     """Whether a mount at `path` would lie over the image's own files, or inside of them. path: absolute."""
     inside = any(path.is_relative_to(own) for own in _OWN_FOLDERS)
     return inside or any(Path(own).is_relative_to(path) for own in (*_OWN_FOLDERS, _TEMPORARY))
-
-
-def _as_docker_reads(path: Path) -> Path:
-    """Without `..`, and from one root: to pathlib `//etc` lies elsewhere than `/etc`."""
-    return Path("/" + os.path.normpath(path).lstrip("/"))
 
 
 def run_in_container(order: Order) -> int:
@@ -175,7 +173,7 @@ def _start(client: docker.DockerClient, order: Order) -> Container:
             read_only=True,
             tmpfs={"/tmp": "exec,mode=1777"},
             shm_size=order.shm_bytes,
-            ulimits=_ulimits(gpus=order.gpus),
+            ulimits=_GPU_LIMITS if order.gpus else [],
             cap_drop=["ALL"],
             security_opt=["no-new-privileges:true"],
             network_mode=order.network or None,
@@ -186,12 +184,6 @@ def _start(client: docker.DockerClient, order: Order) -> Container:
         raise PreflightError(f"there is no image {order.image}", hint=f"build it with `make {flavour}`") from error
     except APIError as error:
         raise PreflightError(f"the container does not start: {error.explanation or error}") from error
-
-
-def _ulimits(*, gpus: bool) -> list[Ulimit]:
-    """NCCL pins memory and opens many files; a CPU run needs no more than an engine gives by itself."""
-    limits = (("memlock", -1), ("stack", 67108864), ("nofile", 65535))
-    return [Ulimit(name=name, soft=limit, hard=limit) for name, limit in limits] if gpus else []
 
 
 def _follow(container: Container, *, heard: list[int]) -> None:
@@ -217,18 +209,14 @@ def _signals_stop(container: Container) -> Iterator[list[int]]:
 
     def stop(number: int, frame: FrameType | None) -> None:
         heard.append(number)
-        act = container.kill if len(heard) > 1 else lambda: container.stop(timeout=GRACE_S)
-        threading.Thread(target=_if_alive, args=(act,), daemon=True).start()  # a handler must not wait
+        threading.Thread(target=end, args=(len(heard) > 1,), daemon=True).start()  # a handler must not wait
+
+    def end(at_once: bool) -> None:
+        with suppress(APIError):  # it ended by itself meanwhile
+            container.kill() if at_once else container.stop(timeout=GRACE_S)
 
     with handled(stop):
         yield heard
-
-
-def _if_alive(act) -> None:
-    try:
-        act()
-    except (NotFound, APIError):
-        return  # it ended by itself meanwhile
 
 
 def of_the_host(findings: Sequence[Finding]) -> list[Finding]:

@@ -20,7 +20,6 @@ from appliance.record.plan import RunPlan
 from appliance.signals import handled
 from appliance.tasks.prepare import is_prepared
 
-ERROR_MARK = "error: "  # before the message of an error of ours, in the output of a child
 _LOOK_EVERY_S = 0.2
 
 
@@ -53,8 +52,8 @@ def run_child(
             kind = error_class(failure.error) or EngineError
             raise kind.retold(failure.what, hint=failure.hint)
         kept = _keep(log, beside=folder, command=command)
-        message = failure.what if failure else _last_error(kept)
-        raise EngineError(message or f"{command}: {module[0]} ended with code {code}", hint=f"its log: {kept}")
+        message = failure.what if failure else f"{command}: {module[0]} ended with code {code}"
+        raise EngineError(message, hint=f"its log: {kept}")
 
 
 def _keep(log: Path, *, beside: Path, command: str) -> Path:
@@ -66,12 +65,6 @@ def _keep(log: Path, *, beside: Path, command: str) -> Path:
         descriptor, own = tempfile.mkstemp(prefix=f"{command}-failed-", suffix=".log", dir=beside.parent)
         os.close(descriptor)
         return log.replace(own)
-
-
-def _last_error(log: Path) -> str:
-    """What a child of ours said last after ERROR_MARK, or an empty text."""
-    lines = log.read_text(errors="replace").splitlines()
-    return next((line.removeprefix(ERROR_MARK) for line in reversed(lines) if line.startswith(ERROR_MARK)), "")
 
 
 def _run(module: list[str], *, log: Path, env: dict[str, str], tick: Callable[[], None]) -> int:

@@ -5,6 +5,7 @@ One child per scheme, one after the other: an engine that dies takes nothing wit
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,9 +25,7 @@ from appliance.terms.devices import CPU, why_not
 from appliance.terms.environment import PLAN_VARIABLE, THREADS_VARIABLE
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
-from appliance.verify.job import CheckResult, EngineOutput, Job
-from appliance.verify.judge import Row, judge, label
-from appliance.verify.show import as_json, table
+from appliance.verify.job import CheckResult, Job, Row, judge, label
 
 CHILD = "appliance.verify.child"
 _MOST_PROMPT_TOKENS = 24
@@ -52,12 +51,16 @@ def run_verify(recipe: Recipe, *, schemes: tuple[Scheme, ...] | None, emulate: b
             make_inputs(plan, command="verify")
         rows, reference = [], None
         eager = any(each.rollout.eager for each in plans)  # all alike: they are compared
-        for each in _with_profiles(asked):
+        for each, own_plan in asked:
+            if each.profile:
+                each = _with_profile(each, profile=_profile(own_plan))
             seen = _look(each, plan=plan, eager=eager, host=host, folder=folder)
             rows += judge(each, seen=seen, reference=reference)
-            reference = _reference(each, seen=seen, before=reference)
-    console.out(as_json(rows) if json_mode else table(rows, columns=console.stdout_columns()))
-    _raise_on_problems(rows)
+            reference = reference if each.scheme.quantised else seen.first
+    console.out(as_json(rows) if json_mode else table(rows, columns=console.columns()))
+    if failed := [row for row in rows if row.problems]:
+        message = f"verify: {len(failed)} of {len(rows)} workers failed: {label(failed[0])}: {failed[0].problems[0]}"
+        raise EngineError(message, hint="do not train with this engine; all problems are above")
     return 0
 
 
@@ -80,12 +83,6 @@ def _asked(plans: list[RunPlan]) -> tuple[tuple[Quantisation, RunPlan], ...]:
     return tuple(found.items())
 
 
-def _with_profiles(asked: tuple[tuple[Quantisation, RunPlan], ...]) -> Iterator[Quantisation]:
-    """What was planned, with the profile that is there in place of the one that a run would have in its folder."""
-    for each, plan in asked:
-        yield _with_profile(each, profile=_profile(plan)) if each.profile else each
-
-
 def _profile(plan: RunPlan) -> Path | None:
     """The profile that a run would use: the recipe's, else the one in the cache, where one has been made."""
     assert plan.profile is not None, "an engine of the plan has one"
@@ -99,6 +96,7 @@ def _profile(plan: RunPlan) -> Path | None:
 
 
 def _with_profile(asked: Quantisation, *, profile: Path | None) -> Quantisation:
+    """What was planned, with the profile that is there in place of the one that a run would have in its folder."""
     kept = tuple(read_file_header(profile)["suggested_ignore"]) if profile else ()
     return asked.replace(profile=str(profile or ""), ignore=tuple(dict.fromkeys((*asked.ignore, *kept))))
 
@@ -124,7 +122,7 @@ def _look(asked: Quantisation, *, plan: RunPlan, eager: bool, host: HostFacts, f
         result=str(result_file),
     )
     job_file.write_text(job.model_dump_json())
-    console.say(f"{label(asked.scheme, emulated=asked.emulated)}: an engine, and three weight updates")
+    console.say(f"{label(asked)}: an engine, and three weight updates")
     env = {name: value for name, value in plan.env if name != PLAN_VARIABLE}  # no run's folder to attest in
     if plan.device == CPU and job.tensor_parallel > 1:  # here nothing takes turns with the workers but themselves
         env[THREADS_VARIABLE] = str(max(1, host.cores // job.tensor_parallel))
@@ -135,15 +133,56 @@ def _look(asked: Quantisation, *, plan: RunPlan, eager: bool, host: HostFacts, f
     return CheckResult.model_validate_json(result_file.read_bytes())
 
 
-def _reference(asked: Quantisation, *, seen: CheckResult, before: EngineOutput | None) -> EngineOutput | None:
-    return before if asked.scheme.quantised else seen.first
+_HEAD = ("scheme", "worker", "moved by", "layers moved", "returned", "from bf16", "verdict", "kernels")
 
 
-def _raise_on_problems(rows: list[Row]) -> None:
-    failed = [row for row in rows if row.problems]
-    if failed:
-        first = failed[0]
-        message = (
-            f"verify: {len(failed)} of {len(rows)} workers failed: {label(first.scheme, emulated=first.emulated)}: "
-        )
-        raise EngineError(message + first.problems[0], hint="do not train with this engine; all problems are above")
+def table(rows: list[Row], *, columns: int | None = None) -> str:
+    """A line per worker, then a line per problem. columns: as of console.table."""
+    problems = [
+        f"{label(row)}{f' worker {row.worker.rank}' if row.worker else ''}: {problem}"
+        for row in rows
+        for problem in row.problems
+    ]
+    return "\n".join([console.table(map(_cells, rows), head=_HEAD, columns=columns), *problems])
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    verdict = "FAILED" if row.problems else "live"
+    if row.worker is None:
+        return label(row), "-", "-", "-", "-", "-", verdict, "-"
+    worker = row.worker
+    return (
+        label(row),
+        str(worker.rank),
+        _nats(row.moved),
+        f"{worker.layers - len(worker.unmoved)} of {worker.layers}",
+        "bit for bit" if row.returned and not worker.unreturned else "no",
+        _nats(row.from_bf16),
+        verdict,
+        "; ".join(f"{count} x {name}" for name, count in worker.kernels),
+    )
+
+
+def _nats(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2g} nats"
+
+
+def as_json(rows: list[Row]) -> str:
+    return json.dumps(
+        {"schema_version": 1, "live": not any(row.problems for row in rows), "workers": [*map(_plain, rows)]}
+    )
+
+
+def _plain(row: Row) -> dict[str, object]:
+    """A flat object per worker; nats, and names of layers."""
+    worker = {"rank": None, "kernels": {}, "layers": 0, "unmoved": [], "unreturned": []}
+    if row.worker:
+        worker |= {**row.worker.model_dump(mode="json"), "kernels": dict(row.worker.kernels)}
+    return worker | {
+        "scheme": str(row.scheme),
+        "emulated": row.emulated,
+        "moved": row.moved,
+        "returned": row.returned,
+        "from_bf16": row.from_bf16,
+        "problems": list(row.problems),
+    }

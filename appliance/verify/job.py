@@ -1,6 +1,9 @@
-"""What one check of an engine is told and what it saw, as values that go through files. Imports no torch."""
+"""What one check of an engine is told and what it saw, as values that go through files, and what that says: is the
+patch live? Imports no torch."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from pydantic import ConfigDict
 
@@ -27,14 +30,19 @@ class Job(Frozen):
     """The file for the CheckResult."""
 
 
-class LayerProbe(Frozen):
-    """One worker at one moment: what is live, and what each of its layers gives for a fixed input."""
+class _Live(Frozen):
+    """What is live in one worker."""
 
     scheme: Scheme
     emulated: bool
     lm_head_fp32: bool
     kernels: tuple[tuple[str, int], ...]
     """Name and number of layers."""
+
+
+class LayerProbe(_Live):
+    """One worker at one moment: what is live, and what each of its layers gives for a fixed input."""
+
     layers: tuple[tuple[str, str], ...]
     """Name and digest of the output, for every layer that holds weights."""
 
@@ -62,15 +70,10 @@ class EngineOutput(Frozen):
         return sum(abs(mine - theirs) for mine, theirs in pairs) / len(pairs)
 
 
-class Worker(Frozen):
+class Worker(_Live):
     """One rank of an engine."""
 
     rank: int
-    scheme: Scheme
-    emulated: bool
-    lm_head_fp32: bool
-    kernels: tuple[tuple[str, int], ...]
-    """Name and number of layers."""
     layers: int
     unmoved: tuple[str, ...]
     """Layers that gave the same with other weights."""
@@ -94,3 +97,74 @@ class CheckResult(Frozen):
     returned: bool = False
     """Whether it said the same again after the third, to the last bit."""
     workers: tuple[Worker, ...] = ()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One worker of one engine, or an engine that failed (worker None). problems: what speaks against it, none: live.
+
+    moved, from_bf16: mean absolute difference of log-probs, nats; None where there is nothing to compare.
+    """
+
+    scheme: Scheme
+    emulated: bool
+    worker: Worker | None
+    moved: float | None
+    returned: bool
+    from_bf16: float | None
+    problems: tuple[str, ...]
+
+
+def judge(asked: Quantisation, *, seen: CheckResult, reference: EngineOutput | None) -> list[Row]:
+    """One row per worker. reference: what the BF16 engine said, None for that engine itself or where it failed."""
+    if seen.failed or seen.first is None:
+        return [Row(asked.scheme, asked.emulated, None, None, False, None, (seen.failed or "it said nothing",))]
+    common = _of_the_engine(asked, seen=seen, reference=reference)
+    return [
+        Row(
+            scheme=asked.scheme,
+            emulated=asked.emulated,
+            worker=worker,
+            moved=seen.moved,
+            returned=seen.returned,
+            from_bf16=seen.first.distance(reference) if reference else None,
+            problems=(*_of_a_worker(asked, worker=worker), *common),
+        )
+        for worker in seen.workers
+    ]
+
+
+def _of_the_engine(asked: Quantisation, *, seen: CheckResult, reference: EngineOutput | None) -> tuple[str, ...]:
+    found = []
+    if not asked.profile and not seen.same_as_loaded:  # a profile is folded in at the first update
+        found.append("the checkpoint's own weights, sent as an update, changed what it says")
+    if not seen.moved > 0:
+        found.append("the logits did not move with other weights")
+    if not seen.returned:
+        found.append("tokens or log-probs did not return with the old weights")
+    if asked.scheme.quantised and reference is not None and seen.first == reference:
+        found.append("it says to the last bit what bf16 says: nothing is quantised")
+    return tuple(found)
+
+
+def _of_a_worker(asked: Quantisation, *, worker: Worker) -> tuple[str, ...]:
+    found = []
+    if label(worker) != label(asked):
+        found.append(f"it runs {label(worker)}, asked for {label(asked)}")
+    if worker.lm_head_fp32 != asked.lm_head_fp32:
+        runs, wanted = ("FP32", "BF16") if worker.lm_head_fp32 else ("BF16", "FP32")
+        found.append(f"lm_head is in {runs}, asked for {wanted}")
+    if worker.unmoved:
+        found.append(f"{_layers(worker.unmoved)} the same with other weights")
+    if worker.unreturned:
+        found.append(f"{_layers(worker.unreturned)} something else with the old weights back")
+    return tuple(found)
+
+
+def _layers(names: tuple[str, ...]) -> str:
+    others = f" and {len(names) - 1} other layers give" if len(names) > 1 else " gives"
+    return names[0] + others
+
+
+def label(of: Quantisation | Worker | Row) -> str:
+    return f"{of.scheme} (emulated)" if of.emulated else str(of.scheme)

@@ -185,7 +185,7 @@ def test_a_log_whose_place_is_taken_stays_under_another_name(tmp_path: Path, mon
     (tmp_path / "some-failed.log").mkdir()
     (tmp_path / "dead_child.py").write_text("print('error: it broke'); raise SystemExit(1)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(EngineError, match="it broke") as raised:
+    with pytest.raises(EngineError, match="some: dead_child ended with code 1") as raised:
         run_child(["dead_child"], command="some", folder=folder, env={})
     (log,) = tmp_path.glob("some-failed-*.log")
     assert raised.value.hint == f"its log: {log}"

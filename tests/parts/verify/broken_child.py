@@ -8,7 +8,7 @@ import sys
 from appliance.engine.update import WeightUpdate
 from appliance.terms.settings import Quantisation
 from appliance.verify import child
-from appliance.verify.worker import VerifyWorker
+from appliance.verify.child import VerifyWorker
 
 
 class StaleRank(VerifyWorker):

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from appliance.bench.command import _recipe_workload, _shapes_workload, _why_not_kept
-from appliance.bench.job import EngineFacts, Job, Measurement, Shapes, judge, parse_shapes, read_job, read_measurements
-from appliance.bench.show import table
+from appliance.bench.command import _recipe_workload, _why_not_kept, table
+from appliance.bench.job import EngineFacts, Job, Measurement, Shapes, judge, parse_shapes, read_lines
 from appliance.errors import RecipeError
 from appliance.plan.bench_results import ResultKey
 from appliance.plan.build import build_plan, installed_versions
@@ -55,7 +54,7 @@ def test_every_scheme_is_compared_with_the_first() -> None:
 
 def make_job(*, memory_bytes: int | None) -> Job:
     return Job(
-        workload=_shapes_workload(Shapes(hidden=64, intermediate=128, heads=2, kv_heads=2, layers=1, batch=64)),
+        workload=Shapes(hidden=64, intermediate=128, heads=2, kv_heads=2, layers=1, batch=64).workload,
         engines=(Quantisation(scheme=Scheme.BF16), Quantisation(scheme=Scheme.INT8, ignore=("re:.*o_proj",))),
         tensor_parallel=1,
         pairs=5,
@@ -69,7 +68,7 @@ def make_job(*, memory_bytes: int | None) -> Job:
 
 def test_a_job_reads_back_the_same() -> None:
     job = make_job(memory_bytes=7)
-    assert read_job(job.to_json()) == job
+    assert Job.model_validate_json(job.model_dump_json()) == job
 
 
 PLAIN = (Quantisation(scheme=Scheme.BF16), Quantisation(scheme=Scheme.INT8))
@@ -111,7 +110,7 @@ def test_only_a_result_that_is_what_its_key_says_is_kept(
 ) -> None:
     versions = (("torch", torch or installed_versions()["torch"] or ""),)
     key = ResultKey(device, processor="p", shapes="h1", versions=versions)
-    job = dataclasses.replace(make_job(memory_bytes=None), engines=engines)
+    job = make_job(memory_bytes=None).replace(engines=engines)
     host: HostFacts = dataclasses.replace(read_host(tmp_path), gpus=gpus)
     assert _why_not_kept(key, device=device, host=host, job=job) == why
 
@@ -121,10 +120,10 @@ def test_the_table_says_whether_it_pays(int8: int, pays: str) -> None:
     job = make_job(memory_bytes=3 << 30)
     verdicts = judge([measured(0, Scheme.BF16, 100), measured(0, Scheme.INT8, int8)], schemes=job.schemes)
     facts = [
-        EngineFacts(Scheme.BF16, weight_bytes=2 << 30, kv_bytes=1 << 30, sequences=10, kernels=()),
-        EngineFacts(Scheme.INT8, weight_bytes=1 << 20, kv_bytes=2 << 30, sequences=200, kernels=()),
+        EngineFacts(scheme=Scheme.BF16, weight_bytes=2 << 30, kv_bytes=1 << 30, sequences=10, kernels=()),
+        EngineFacts(scheme=Scheme.INT8, weight_bytes=1 << 20, kv_bytes=2 << 30, sequences=200, kernels=()),
     ]
-    assert table(job, verdicts=verdicts, facts=facts, measured=[], kept=None).splitlines() == [
+    assert table(job, verdicts=verdicts, facts=facts, kept=None).splitlines() == [
         "scheme  tokens/s   weights  KV cache   at once  ratio to bf16 (median of 5 interleaved pairs, min-max)",
         "bf16         100  2.00 GiB  1.00 GiB  10 of 64  1.00 (1.00-1.00)",
         f"int8         {int8}   1.0 MiB  2.00 GiB  64 of 64  1.0{int8 % 10} (1.0{int8 % 10}-1.0{int8 % 10})",
@@ -138,7 +137,7 @@ def test_half_a_line_is_not_read(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
     line = json.dumps({"pair": 0, "scheme": "int8", "tokens": 5, "seconds": 0.5})
     file.write_text(f"{line}\n{line[:20]}")
-    assert read_measurements(file) == [Measurement(pair=0, scheme=Scheme.INT8, tokens=5, seconds=0.5)]
+    assert read_lines(str(file), Measurement) == [Measurement(pair=0, scheme=Scheme.INT8, tokens=5, seconds=0.5)]
 
 
 def test_shapes_by_name_with_changes() -> None:
@@ -221,7 +220,7 @@ def test_weights_that_leave_no_room_are_said(tmp_path: Path) -> None:
     held = (BF16_BYTES + 2 * (MATRICES // 2 + 2 * 128 + 256)) / (1 << 30)
     assert done.stderr.splitlines()[-2:] == [
         f"error: bench: the weights take {held:.4f} GiB, --kv-memory gives 0.0010 GiB",
-        f"hint: its log: {tmp_path}/bench-failed.log",
+        "hint: give more: it is the memory for weights and KV cache together",
     ]
 
 
@@ -262,17 +261,17 @@ class Asked(Exception):
 @pytest.mark.parametrize("trusted", [False, True])
 def test_an_engine_is_asked_for_as_a_run_asks(trusted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The recipe's word on remote code, and BF16 whatever the checkpoint's own dtype is."""
-    from appliance.bench import measure
+    from appliance.bench import child
 
-    class Recorded(measure.LLM):
+    class Recorded(child.LLM):
         def __init__(self, model: str, **arguments: object) -> None:
             raise Asked(model, arguments["trust_remote_code"], arguments["dtype"])
 
-    monkeypatch.setattr(measure, "LLM", Recorded)
+    monkeypatch.setattr(child, "LLM", Recorded)
     sets = ("model.builtin=null", f"model.path={tmp_path}", f"model.trust_remote_code={str(trusted).lower()}")
     recipe = load_recipe("arithmetic-tiny-int8", sets=sets)
     plan = build_plan(recipe, run_dir=tmp_path / "run", host=read_host(tmp_path))
-    job = dataclasses.replace(make_job(memory_bytes=None), workload=_recipe_workload(plan))
+    job = make_job(memory_bytes=None).replace(workload=_recipe_workload(plan))
     with pytest.raises(Asked) as raised:
-        measure._engine(job, quantisation=job.engines[0], model_path=job.workload.model_path)
+        child._engine(job, quantisation=job.engines[0], model_path=job.workload.model_path)
     assert raised.value.args == (str(tmp_path), trusted, "bfloat16")

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from appliance.compare import command, final, results
-from appliance.compare.arms import PlannedRun, go_on, plan_runs
+from appliance.compare import command, results
+from appliance.compare.arms import Existing, PlannedRun, go_on, look, plan_runs, set_aside
 from appliance.compare.command import _ready
-from appliance.compare.existing import Existing, look, set_aside
 from appliance.compare.file import load_comparison
-from appliance.compare.final import read_job, validate_models
-from appliance.compare.results import busy_share, note_busy, read_final, read_result, write_final
+from appliance.compare.results import Job, busy_share, note_busy, read_final, read_result, validate_models, write_final
 from appliance.errors import Interrupted, PreflightError, RecipeError
 from appliance.recipe.load import to_yaml
 from appliance.record.checkpoints import Facts, checkpoint_folder, seal
@@ -159,9 +157,11 @@ def test_a_model_is_validated_on_the_problems_that_its_run_was_made_with(
 ) -> None:
     """The tag of its model moved since: the plan of now names others, which nobody made."""
     validated: list[str] = []
-    monkeypatch.setattr(
-        final, "run_child", lambda argv, **_: validated.append(read_job(Path(argv[1]).read_text()).parquet)
-    )
+
+    def child(argv: list[str], **_: object) -> None:
+        validated.append(Job.model_validate_json(Path(argv[1]).read_text()).parquet)
+
+    monkeypatch.setattr(results, "run_child", child)
     run = planned[0]
     end(run, state=RunStatus.DONE, code=0)
     (run.run_dir / "model").mkdir()

@@ -11,9 +11,8 @@ from page_parts import Parts
 
 from appliance.compare.file import Arm, Comparison
 from appliance.compare.judge import Verdict, curve, judge, verdict_text
-from appliance.compare.page import page
 from appliance.compare.results import RunResult
-from appliance.compare.show import INACTIVE_NOTE, TIMES_NOTE, Shown, as_json, markdown, table
+from appliance.compare.show import INACTIVE_NOTE, TIMES_NOTE, Shown, as_json, markdown, page, table
 from appliance.corrections.registry import NONE, CorrectionMethod
 from appliance.record.events import StepMetrics
 
@@ -126,7 +125,7 @@ def test_only_seeds_that_both_have_are_compared() -> None:
 
 def test_a_curve_has_the_mean_and_the_range_of_the_runs_that_have_the_step() -> None:
     short = a_run("arm", steps=(a_step(1, reward_mean=0.4),))
-    found = curve([a_run("arm"), short], lambda row: row.reward_mean)
+    found = curve([a_run("arm"), short], "reward_mean")
     assert found == [(1, pytest.approx(0.25), 0.1, 0.4), (2, 0.2, 0.2, 0.2)]
 
 

@@ -40,7 +40,6 @@ MAY_IMPORT = {
     },
     "cluster": {*TOOLS, "launch", "plan", "preflight", "recipe", "record", "terms"},
     # commands beside the run
-    "data": {"console", "errors", "files", "launch", "record", "tasks"},
     "profile": {*TOOLS, "launch", "plan", "preflight", "quant", "recipe", "record", "terms"},
     "bench": {*TOOLS, "engine", "launch", "plan", "preflight", "recipe", "record", "terms"},
     "verify": {*TOOLS, "engine", "launch", "plan", "preflight", "profile", "quant", "recipe", "record", "terms"},

@@ -19,9 +19,8 @@ from stopped_runs import save, stopped
 
 from appliance import hub
 from appliance.cluster.node_report import describe_node, question_of
-from appliance.compare.arms import PlannedRun, go_on, plan_runs
+from appliance.compare.arms import Existing, PlannedRun, go_on, look, plan_runs
 from appliance.compare.command import _todo
-from appliance.compare.existing import Existing, look
 from appliance.compare.file import load_comparison
 from appliance.errors import PreflightError, RecipeError
 from appliance.launch.resume import find_start, find_target, original_plan, refuse_changes, refuse_misfit

@@ -8,9 +8,8 @@ import pytest
 
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
-from appliance.verify.job import CheckResult, EngineOutput, Worker
-from appliance.verify.judge import judge
-from appliance.verify.show import table
+from appliance.verify.command import table
+from appliance.verify.job import CheckResult, EngineOutput, Worker, judge
 
 INT8 = Quantisation(scheme=Scheme.INT8)
 SAID = EngineOutput(tokens=((3, 4),), log_probs=((-1.0, -2.0),), prompt_log_probs=((-0.5, -1.5),))

@@ -80,14 +80,10 @@ def _make(task: Task, file: DataFile, *, folder: Path, source: str) -> Path:
         write_parquet(found.problems, path=partial, kind=task.kind, split=file.split)
     made = DataInfo(source or file.hub, digest, found.rows, len(found.problems), found.repeated, found.conflicting)
     write_whole(about, json.dumps(dataclasses.asdict(made), indent=2) + "\n")  # last: without it, it is made again
-    console.say(f"{target.name}: {_counts(made)}")
-    return target
-
-
-def _counts(made: DataInfo) -> str:
     again = f", {made.repeated} rows repeat one of them" if made.repeated else ""
     other = f" ({made.conflicting} with another answer: the first one counts)" if made.conflicting else ""
-    return f"{made.rows} rows, {made.problems} problems{again}{other}"
+    console.say(f"{target.name}: {made.rows} rows, {made.problems} problems{again}{other}")
+    return target
 
 
 def _digest(source: str) -> str:

@@ -1,53 +1,56 @@
-"""The child that measures: an engine per scheme in this process, taking turns (`-m appliance.bench.measure JOB`).
+"""The child that measures: an engine per scheme in this process, taking turns (`-m appliance.bench.child JOB`), and
+vLLM's worker with two additions: a budget for weights and KV cache together, and what it holds, in numbers.
 
 Results go to the job's file, one JSON object a line; everything printed is vLLM's.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn import Module
 from transformers import Qwen2Config
 from vllm import LLM, SamplingParams
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.platforms import current_platform
+from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 
-from appliance.bench.job import (
-    PROMPT_TOKENS,
-    EngineFacts,
-    Job,
-    Measurement,
-    Shapes,
-    Workload,
-    facts_from_json,
-    read_job,
-)
-from appliance.bench.worker import MEMORY_KEY, WORKER
-from appliance.errors import ApplianceError, EngineError
-from appliance.launch.side_job import ERROR_MARK
+from appliance.bench.job import GIB, PROMPT_TOKENS, EngineFacts, Job, Measurement, Shapes, Workload
+from appliance.engine.attest import live_scheme
+from appliance.engine.quantised import Quantising
+from appliance.errors import EngineError
+from appliance.record.events import exit_code_of
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as DeviceWorker
+else:
+    from vllm.v1.worker.gpu_worker import Worker as DeviceWorker
+
+WORKER = "appliance.bench.child.BudgetWorker"
+MEMORY_KEY = "appliance_memory_bytes"  # in vLLM's additional_config
 
 Prompts = list[list[int]]
 
 
 def main() -> int:
-    job = read_job(Path(sys.argv[1]).read_text())
-    try:
-        run(job)
-    except ApplianceError as error:
-        sys.stderr.write(f"\n{ERROR_MARK}{error.message}\n")
-        return error.exit_code
-    return 0
+    file = Path(sys.argv[1])
+    job = Job.model_validate_json(file.read_bytes())
+    return exit_code_of(lambda: run(job), run_dir=file.parent)
 
 
 def run(job: Job) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        model_path = job.workload.model_path or _random_model(job.workload.shapes, folder=folder)
+        model_path = job.workload.model_path or folder
+        if job.workload.shapes:  # nothing but a configuration: vLLM fills the weights (`load_format=dummy`)
+            qwen2_config(job.workload.shapes).save_pretrained(folder)
         engines = {each.scheme: _engine(job, quantisation=each, model_path=model_path) for each in job.engines}
         prompts = _prompts(job.workload, model_path=model_path)
         for pair in range(-1, job.pairs):  # -1 warms up and is not written
@@ -68,7 +71,7 @@ def _engine(job: Job, *, quantisation: Quantisation, model_path: str) -> LLM:
         load_format="dummy" if workload.shapes else "auto",
         tensor_parallel_size=job.tensor_parallel,
         enforce_eager=True,
-        max_model_len=workload.longest,
+        max_model_len=workload.max_prompt_tokens + workload.new_tokens,
         max_num_seqs=workload.sequences,
         kv_cache_memory_bytes=job.memory_bytes or job.kv_bytes,
         worker_cls=WORKER,
@@ -78,7 +81,7 @@ def _engine(job: Job, *, quantisation: Quantisation, model_path: str) -> LLM:
         seed=job.seed,
         **quantisation.engine_arguments(),
     )
-    workers = [facts_from_json(text) for text in llm.collective_rpc("bench_facts")]
+    workers = [EngineFacts.model_validate_json(text) for text in llm.collective_rpc("bench_facts")]
     other = [each.scheme for each in workers if each.scheme != scheme]
     if other:
         raise EngineError(f"bench: asked for {scheme}, the engine runs {other[0]}")
@@ -104,12 +107,11 @@ def _prompts(workload: Workload, *, model_path: str) -> Prompts:
     tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=workload.trust_remote_code)
     column = pyarrow.parquet.read_table(workload.prompts_parquet, columns=["prompt"])["prompt"].to_pylist()
     chosen = [column[index % len(column)] for index in range(workload.num_prompts)]
-    return [
-        list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False))[
-            -workload.max_prompt_tokens :
-        ]
+    ids = [
+        tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
         for chat in chosen
     ]
+    return [list(each)[-workload.max_prompt_tokens :] for each in ids]
 
 
 def _measure(engine: LLM, *, prompts: Prompts, workload: Workload, pair: int, scheme: Scheme) -> Measurement:
@@ -131,14 +133,7 @@ def _measure(engine: LLM, *, prompts: Prompts, workload: Workload, pair: int, sc
 
 def _write(line: Measurement | EngineFacts, *, path: str) -> None:
     with Path(path).open("a") as file:
-        file.write(json.dumps(dataclasses.asdict(line)) + "\n")
-
-
-def _random_model(shapes: Shapes | None, *, folder: str) -> str:
-    """A folder with nothing but a configuration: vLLM fills the weights (`load_format=dummy`)."""
-    assert shapes is not None
-    qwen2_config(shapes).save_pretrained(folder)
-    return folder
+        file.write(line.model_dump_json() + "\n")
 
 
 def qwen2_config(shapes: Shapes) -> Qwen2Config:
@@ -155,6 +150,62 @@ def qwen2_config(shapes: Shapes) -> Qwen2Config:
         tie_word_embeddings=False,
         dtype="bfloat16",
     )
+
+
+class BudgetWorker(DeviceWorker):
+    """Named in `worker_cls`."""
+
+    def determine_available_memory(self) -> int:
+        """vLLM calls it when the model stands and the KV cache does not. Raises EngineError when no room is left."""
+        budget = self.vllm_config.additional_config[MEMORY_KEY]
+        if budget is not None:
+            weights = weight_bytes(self.model_runner.model)
+            if weights >= budget:
+                raise EngineError(
+                    f"bench: the weights take {weights / GIB:.4f} GiB, --kv-memory gives {budget / GIB:.4f} GiB",
+                    hint="give more: it is the memory for weights and KV cache together",
+                )
+            self.cache_config.kv_cache_memory_bytes = budget - weights
+        return super().determine_available_memory()
+
+    def bench_facts(self) -> str:
+        """EngineFacts of this worker as JSON, which every way to reach a worker can carry."""
+        runner = self.model_runner
+        live = live_scheme(runner.model)
+        cache = runner.kv_cache_config
+        return EngineFacts(
+            scheme=live.scheme,
+            weight_bytes=weight_bytes(runner.model),
+            kv_bytes=sum(tensor.size for tensor in cache.kv_cache_tensors),
+            sequences=int(get_max_concurrency_for_kv_cache_config(self.vllm_config, cache)),
+            kernels=tuple(sorted(live.kernels.items())),
+        ).model_dump_json()
+
+
+def weight_bytes(model: Module) -> int:
+    """Bytes of a loaded model's weights, each once, in the form that is multiplied.
+
+    A CPU kernel that packs a weight leaves nothing of it in the layer. What it holds is counted from the shape that
+    vLLM recorded before loading: one byte an element where the layer is quantised, else the recorded type.
+    """
+    live: dict[int, int] = {}
+    held = 0
+    for layer in model.modules():
+        for tensor in layer.parameters(recurse=False):
+            live[tensor.data_ptr() if tensor.numel() else 0] = tensor.nbytes
+        for name, recorded in get_layerwise_info(layer).restore_metadata[0].items():
+            if _is_gone(getattr(layer, name, None)):
+                held += recorded.numel() * _item_bytes(layer, recorded)
+    return sum(live.values()) + held
+
+
+def _is_gone(tensor: Tensor | None) -> bool:
+    return tensor is None or not tensor.numel() or tensor.device == torch.device("meta")
+
+
+def _item_bytes(layer: Module, recorded: Tensor) -> int:
+    is_code = isinstance(getattr(layer, "quant_method", None), Quantising) and recorded.ndim > 1
+    return 1 if is_code else recorded.itemsize
 
 
 if __name__ == "__main__":
