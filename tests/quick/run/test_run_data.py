@@ -8,9 +8,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from appliance.data import command
 
 from appliance.errors import PreflightError, RecipeError
+from appliance.launch import data as command
 from appliance.launch.data import make_data
 from appliance.tasks.built_in import dapo_math, gsm8k
 from appliance.tasks.built_in.dapo_math import AFTER, BEFORE

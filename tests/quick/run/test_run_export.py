@@ -88,7 +88,7 @@ def test_the_log_of_a_failure_is_ours_alone(run_dir: Path, tmp_path: Path, monke
     monkeypatch.setattr("tempfile.tempdir", str(temporary.parent))
     monkeypatch.setattr(export, "CHILD_MODULE", "dead_child")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    with pytest.raises(EngineError, match="it broke") as caught:
+    with pytest.raises(EngineError, match="export: dead_child ended with code 1") as caught:
         run_export(str(run_dir), run_root=tmp_path, step=2, output=tmp_path / "out")
     log = Path(caught.value.hint.removeprefix("its log: "))
     assert log.read_text() == "error: it broke\n"
