@@ -93,5 +93,5 @@ def _problems(run: PlannedRun) -> str:
     """The file that the run was made with. The plan of now may name another, which nobody made: it is named by the
     commit of a tag that moved since, or by the one that the run began with."""
     planned = Path(run.plan.task.val_parquet)
-    own = Path(problems_of(run.run_dir).parquet).with_name(planned.name)
+    own = problems_of(run.run_dir).with_name(planned.name)
     return str(own if own.is_file() else planned)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import is_restartable
-from appliance.launch.restarts import keep_going
+from appliance.launch.command import keep_going
 from appliance.record import checkpoint_manifest as seal_module
 from appliance.record.checkpoint_manifest import Facts, seal
 from appliance.record.checkpoints import CheckpointSearch, checkpoint_folder
