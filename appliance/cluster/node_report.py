@@ -2,11 +2,15 @@
 
 Ray compares nothing but its own version. Nodes with other sources, another Python, other GPUs, another model or another
 file system would fail late, or would not fail at all. And each is judged as `check` judges the head's host.
+
+A node in turn learns where the run is that it works for, and from there how it ended: a head that ended its training
+and one that was killed look the same on the network. The run's folder is on a file system that every node shares.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import secrets
 import socket
@@ -14,8 +18,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pydantic.dataclasses
+
 from appliance import hub
-from appliance.cluster.run_notice import write_notice
+from appliance.files import write_whole
 from appliance.patch import recorded, why_unfit
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.preflight.checks import judge_node
@@ -23,37 +29,24 @@ from appliance.preflight.finding import Severity
 from appliance.preflight.model_files import damage
 from appliance.preflight.probes import read_gpus, read_host
 from appliance.record.attestations import fingerprint, version_of
+from appliance.record.lines import STRICT, as_json, read
 from appliance.record.plan import RunPlan
+from appliance.record.session import RunRecord, RunStatus, read_record
 from appliance.terms.devices import CPU, gpu_of_product, why_not
-from appliance.terms.environment import THREADS_VARIABLE
+from appliance.terms.environment import NODE_VARIABLE, THREADS_VARIABLE
 from appliance.terms.shapes import ModelShape
 
 CANARY_FILE = ".canary"
 PLAN_FILE = "plan.json"
-_NOTHING = ""
+NOTICE_FILE = "training.json"
 _MIB = 1 << 20
 _ALIKE_PERCENT = 98  # of the head's GPU memory: drivers and ECC take some of it, not the same everywhere
 _SHOWN = 12  # characters of a hash
-_LAST_PORT = 65535
-
-
-@dataclass(frozen=True)
-class NodeQuestion:
-    """What a node is asked. run_dir: with the head's canary and the plan.  model: a folder, or a name on the hub.
-
-    on_gpus: whether the plan is for GPUs.  patches: names of those that the plan wants to be live.
-    """
-
-    run_dir: str
-    model: str
-    on_gpus: bool
-    distributions: tuple[str, ...]
-    patches: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """The answer. name: the host's.  versions: (distribution, version or empty).  canary: what it read there, or empty.
+    """The answer. name: the host's.  versions: (distribution, version or empty).  canary: what it read, or empty.
 
     plan: hash of the run's plan.json, or empty.  model: hash of the folder's config.json, or the commit on the hub that
     loading would take, or empty; model_problem says why, or what its folder lacks.  cpu_flags: as in /proc/cpuinfo.
@@ -81,34 +74,25 @@ def plant_canary(run_dir: Path) -> str:
     return word
 
 
-def question_of(plan: RunPlan) -> NodeQuestion:
-    return NodeQuestion(
-        run_dir=plan.run_dir,
-        model=plan.model.path,
-        on_gpus=plan.device != CPU,
-        distributions=tuple(name for name, _ in plan.pins),
-        patches=tuple(sorted({name for each in plan.attestations for name in each.patches})),
-    )
-
-
-def describe_node(question: NodeQuestion) -> NodeReport:
+def describe_node(plan: RunPlan) -> NodeReport:
     """Run on each node, in a process of Ray's. The node's `join` learns there what its node is for."""
-    run_dir = Path(question.run_dir)
+    run_dir = Path(plan.run_dir)
     write_notice(run_dir)
-    model, model_problem = _model_seen(question.model)
+    model, model_problem = _model_seen(plan.model.path)
+    patches = sorted({name for each in plan.attestations for name in each.patches})
     return NodeReport(
         name=socket.gethostname(),
         python=platform.python_version(),
         fingerprint=fingerprint(),
-        versions=tuple((name, version_of(name)) for name in question.distributions),
+        versions=tuple((name, version_of(name)) for name, _ in plan.pins),
         canary=_read(run_dir / CANARY_FILE),
         plan=_hash_of(run_dir / PLAN_FILE),
         model=model,
         model_problem=model_problem,
         cpu_flags=_cpu_flags(),
-        gpus=read_gpus() if question.on_gpus else (),
+        gpus=read_gpus() if plan.device != CPU else (),
         facts=read_host(run_dir),
-        patches=tuple((name, why) for name in question.patches if (why := why_unfit(recorded()[name]))),
+        patches=tuple((name, why) for name in patches if (why := why_unfit(recorded()[name]))),
     )
 
 
@@ -119,21 +103,21 @@ def _model_seen(model: str) -> tuple[str, str]:
     folder = Path(model)
     seen = _hash_of(folder / "config.json")
     if not seen:
-        return _NOTHING, "no such folder, or without config.json"
+        return "", "no such folder, or without config.json"
     parts = hub.missing_parts(folder)
     return seen, "; ".join(([f"it has no {' and no '.join(parts)}"] if parts else []) + list(damage(folder)))
 
 
 def _hash_of(file: Path) -> str:
     text = _read(file)
-    return hashlib.sha256(text.encode()).hexdigest() if text else _NOTHING
+    return hashlib.sha256(text.encode()).hexdigest() if text else ""
 
 
 def _read(file: Path) -> str:
     try:
         return file.read_text()
     except OSError:
-        return _NOTHING
+        return ""
 
 
 def _cpu_flags() -> frozenset[str]:
@@ -236,9 +220,47 @@ def _fitting(report: NodeReport, *, device: str) -> list[int]:
     ]
 
 
-def host_of(address: str) -> str:
-    """Of `host:port`, IPv6 in brackets."""
-    host, _, port = address.rpartition(":")
-    if not host or not (port.isascii() and port.isdigit()) or int(port) > _LAST_PORT:
-        raise ValueError(f"`{address}` is not host:port")
-    return host.strip("[]")
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class RunNotice:
+    """attempt: of the run, when this node became part of it."""
+
+    run_dir: Path
+    attempt: int
+
+
+def write_notice(run_dir: Path) -> None:
+    """On a node, in a process of Ray's: tell `join` what its node is for. Elsewhere, and without a run there: nothing.
+
+    Raises OSError when it cannot be written.
+    """
+    folder, record = os.environ.get(NODE_VARIABLE), record_of(run_dir)
+    if folder and record is not None:
+        write_whole(Path(folder) / NOTICE_FILE, as_json(RunNotice(run_dir, record.attempt)), durable=False)
+
+
+def read_notice(folder: Path) -> RunNotice | None:
+    """None before there are any. Raises OSError, ValueError."""
+    file = folder / NOTICE_FILE
+    return read(file, RunNotice) if file.exists() else None
+
+
+def record_of(run_dir: Path) -> RunRecord | None:
+    """The run's run.json; None where there is none, or none that can be read just now."""
+    try:
+        return read_record(run_dir)
+    except (OSError, ValueError):
+        return None
+
+
+def end_of(training: RunNotice) -> RunRecord | None:
+    """How that attempt ended, None while it goes on, and when nobody has written it."""
+    record = record_of(training.run_dir)
+    if record is None or record.attempt != training.attempt or record.state in (RunStatus.STARTING, RunStatus.RUNNING):
+        return None
+    return record
+
+
+def is_resumed(training: RunNotice) -> bool:
+    """Whether the run has a newer attempt than the one that this node was part of."""
+    record = record_of(training.run_dir)
+    return record is not None and record.attempt > training.attempt

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from appliance.cluster.form import Cluster, cluster_of, lost
+from appliance.cluster.form import Cluster, cluster_of
 from appliance.errors import ApplianceError, GuardStop, Interrupted, ProcessDied, SavedAndStopped, TrainingError
 from appliance.record.checkpoints import step_of
 from appliance.record.events import append_event, append_failure, first_failure
@@ -128,14 +128,14 @@ def _ray_of(plan: RunPlan) -> Iterator[Callable[[ApplianceError], None]]:
         except (SavedAndStopped, Interrupted, GuardStop):
             raise  # meant, whatever happened to a node
         except Exception as error:  # a boundary: a node that is gone fails every call there is, each in its own words
-            if (loss := lost(cluster)) is not None:
+            if (loss := cluster.lost()) is not None:
                 raise loss from error
             raise
 
 
 def _end_with_node(run_dir: Path, cluster: Cluster, error: ApplianceError) -> None:
     """As `_end`, for a process that may have died with its node."""
-    _end(run_dir, lost(cluster) or error)
+    _end(run_dir, cluster.lost() or error)
 
 
 def _start_ray(plan: RunPlan) -> None:

@@ -86,10 +86,11 @@ def test_join_names_the_ports_that_somebody_has(tmp_path: Path) -> None:
     assert caught.value.message == f"in use on this host: ports {base + 2}, {base + 6}"
 
 
-def test_join_refuses_what_is_no_address(tmp_path: Path) -> None:
+@pytest.mark.parametrize("address", ["host:", ":80", "host:port", "host:65536", "host:\u0663", "host:" + "9" * 5000])
+def test_join_refuses_what_is_no_address(tmp_path: Path, address: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        join_head("host:port", token_file=token_of(tmp_path), gpus=None, port=7000, node_address=None, wait_s=1.0)
-    assert caught.value.message == "--head: `host:port` is not host:port"
+        join_head(address, token_file=token_of(tmp_path), gpus=None, port=7000, node_address=None, wait_s=1.0)
+    assert caught.value.message == f"--head: `{address}` is not host:port"
 
 
 def test_join_refuses_a_token_file_that_cannot_be(tmp_path: Path) -> None:

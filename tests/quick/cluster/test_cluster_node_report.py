@@ -14,13 +14,10 @@ from plans import HOST, make_plan, make_rollout
 
 from appliance.cluster import node_report
 from appliance.cluster.node_report import (
-    NodeQuestion,
     NodeReport,
     describe_node,
     differences,
-    host_of,
     plant_canary,
-    question_of,
     warnings,
 )
 from appliance.patch import recorded
@@ -244,26 +241,26 @@ def test_a_node_describes_what_it_sees(tmp_path: Path) -> None:
     (model / "config.json").write_text("{}")
     plan = plan_of(tmp_path)
     plan = plan.replace(model=plan.model.replace(path=str(model)))
-    here = describe_node(dataclasses.replace(question_of(plan), distributions=("ray",)))
+    here = describe_node(plan.replace(pins=(("ray", ""),)))
     assert here.canary == word and here.python.startswith("3.11")
     assert here.plan == here.model == hashlib.sha256(b"{}").hexdigest()
     assert dict(here.versions)["ray"] == "2.60.0"
     assert here.model_problem == "it has no weights and no tokenizer"
-    blind = describe_node(NodeQuestion(str(tmp_path / "elsewhere"), "/nowhere", on_gpus=False, distributions=("none",)))
+    model = plan.model.replace(path="/nowhere")
+    elsewhere = plan.replace(run_dir=str(tmp_path / "elsewhere"), model=model, pins=(("none", ""),))
+    blind = describe_node(elsewhere)
     assert (blind.canary, blind.plan, blind.model, blind.versions) == ("", "", "", (("none", ""),))
     assert blind.model_problem == "no such folder, or without config.json"
 
 
 def test_a_node_tries_the_patches_that_the_plan_wants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = load_and_plan(tmp_path)
-    asked = question_of(plan)
-    assert asked.patches and set(asked.patches) == {name for each in plan.attestations for name in each.patches}
-    assert describe_node(asked).patches == ()
-    name = asked.patches[0]
+    name = min(name for each in plan.attestations for name in each.patches)
+    assert describe_node(plan).patches == ()
     unfit = {**recorded(), name: dataclasses.replace(recorded()[name], source_sha256="0" * 64)}
     monkeypatch.setattr(node_report, "recorded", lambda: unfit)
     target = unfit[name].target
-    assert describe_node(asked).patches == ((name, f"the source of {target} is not the one it was made for"),)
+    assert describe_node(plan).patches == ((name, f"the source of {target} is not the one it was made for"),)
 
 
 def test_a_node_reads_its_gpus_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,16 +269,6 @@ def test_a_node_reads_its_gpus_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     set_hub(monkeypatch, HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(tmp_path))
-    report = describe_node(question_of(plan_on_gpus(tmp_path)))
+    report = describe_node(plan_on_gpus(tmp_path))
     assert report.gpus == (HostGpu("NVIDIA H100 80GB HBM3", 81559 << 20),)
     assert (report.model, report.model_problem) == ("", "HF_HUB_OFFLINE is set")
-
-
-@pytest.mark.parametrize("address", ["host", "host:", ":80", "host:port", "host:65536", "host:\u0663"])
-def test_an_address_without_host_or_port_is_refused(address: str) -> None:
-    with pytest.raises(ValueError, match="is not host:port"):
-        host_of(address)
-
-
-def test_an_address_of_ipv6_is_read() -> None:
-    assert host_of("[::1]:6379") == "::1"
