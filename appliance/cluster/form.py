@@ -323,7 +323,7 @@ def _connect(plan: RunPlan, *, address: str) -> None:
     deadline = time.monotonic() + _HEAD_STARTS_WITHIN_S
     while True:
         try:
-            ray.init(address=address, log_to_driver=True, runtime_env={"env_vars": dict(_of_workers(plan))})
+            ray.init(address=address, log_to_driver=True, runtime_env={"env_vars": _of_workers(plan)})
             return
         except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
             if time.monotonic() > deadline:
@@ -332,11 +332,9 @@ def _connect(plan: RunPlan, *, address: str) -> None:
             time.sleep(_LOOK_EVERY_S)
 
 
-def _of_workers(plan: RunPlan) -> Iterator[tuple[str, str]]:
+def _of_workers(plan: RunPlan) -> dict[str, str]:
     """What a worker on another host needs to know. On this host they would inherit it; there nobody has it.
 
     Not where logs go: a file of stacks is named by a process id, which the launcher signals on its own host.
     """
-    yield from plan.env
-    yield PLAN_VARIABLE, str(Path(plan.run_dir) / "plan.json")
-    yield RUN_VARIABLE, plan.run_dir
+    return {**dict(plan.env), PLAN_VARIABLE: str(Path(plan.run_dir) / "plan.json"), RUN_VARIABLE: plan.run_dir}

@@ -55,8 +55,11 @@ def join_head(
         raise RecipeError([(f"--head: `{head}` is not host:port", "give it as host:port")])
     if problem := path_problem(str(token_file.absolute())):
         raise RecipeError([(f"--token-file {token_file}: {problem}", "give the path of the head's token file")])
-    if _is_there(token_file):  # else the head makes it when it starts
+    try:
         check_token(token_file)
+    except PreflightError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):  # else the head makes it when it starts
+            raise
     if taken := ports_in_use(Ports(port).of_a_node):
         raise PreflightError(
             f"in use on this host: ports {', '.join(map(str, taken))}",
@@ -95,14 +98,6 @@ def join_head(
         if not watch.has_joined and not head_problem(head):
             raise _not_joined(head, code=code, log=log)
         return _end(head, training=read_notice(folder), was_silent=watch.was_silent, code=code, log=log)
-
-
-def _is_there(token_file: Path) -> bool:
-    """Also where its folder may not be entered: reading it says so."""
-    try:
-        return token_file.exists()
-    except OSError:
-        return True
 
 
 def _own_folder() -> tempfile.TemporaryDirectory[str]:

@@ -23,11 +23,11 @@ import pydantic.dataclasses
 from appliance import hub
 from appliance.files import write_whole
 from appliance.patch import recorded, why_unfit
-from appliance.plan.host import HostFacts, HostGpu
+from appliance.plan.host import HostFacts
 from appliance.preflight.checks import judge_node
 from appliance.preflight.finding import Severity
 from appliance.preflight.model_files import damage
-from appliance.preflight.probes import read_gpus, read_host
+from appliance.preflight.probes import read_host
 from appliance.record.attestations import fingerprint, version_of
 from appliance.record.lines import STRICT, as_json, read
 from appliance.record.plan import RunPlan
@@ -49,8 +49,8 @@ class NodeReport:
     """The answer. name: the host's.  versions: (distribution, version or empty).  canary: what it read, or empty.
 
     plan: hash of the run's plan.json, or empty.  model: hash of the folder's config.json, or the commit on the hub that
-    loading would take, or empty; model_problem says why, or what its folder lacks.  cpu_flags: as in /proc/cpuinfo.
-    facts: of the host, for preflight.  patches: (name, why it cannot be applied there).
+    loading would take, or empty; model_problem says why, or what its folder lacks.  facts: of the host.
+    patches: (name, why it cannot be applied there).
     """
 
     name: str
@@ -61,9 +61,7 @@ class NodeReport:
     plan: str
     model: str
     model_problem: str
-    cpu_flags: frozenset[str]
-    gpus: tuple[HostGpu, ...] = ()
-    facts: HostFacts | None = None
+    facts: HostFacts
     patches: tuple[tuple[str, str], ...] = ()
 
 
@@ -89,8 +87,6 @@ def describe_node(plan: RunPlan) -> NodeReport:
         plan=_hash_of(run_dir / PLAN_FILE),
         model=model,
         model_problem=model_problem,
-        cpu_flags=_cpu_flags(),
-        gpus=read_gpus() if plan.device != CPU else (),
         facts=read_host(run_dir),
         patches=tuple((name, why) for name in patches if (why := why_unfit(recorded()[name]))),
     )
@@ -118,11 +114,6 @@ def _read(file: Path) -> str:
         return file.read_text()
     except OSError:
         return ""
-
-
-def _cpu_flags() -> frozenset[str]:
-    lines = _read(Path("/proc/cpuinfo")).splitlines()
-    return next((frozenset(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), frozenset())
 
 
 def differences(
@@ -155,13 +146,13 @@ def warnings(
 def _fewer_cores(report: NodeReport, plan: RunPlan) -> Iterator[str]:
     """On a CPU every node gets the plan's number, from the head's cores; trainer/cpu_platform.py lowers it there."""
     threads = int(dict(plan.env).get(THREADS_VARIABLE, "0"))
-    if report.facts and report.facts.cores < threads:
+    if report.facts.cores < threads:
         cores = f"{report.facts.cores} core{'' if report.facts.cores == 1 else 's'}"
         yield f"has {cores}: a process there takes as many threads, not the plan's {threads}"
 
 
 def _found(report: NodeReport, plan: RunPlan, shape: ModelShape | None, severity: Severity) -> Iterator[str]:
-    for finding in judge_node(plan, report.facts, shape) if report.facts else ():
+    for finding in judge_node(plan, report.facts, shape):
         if finding.severity is severity:
             yield f"{finding.place}: {finding.message}"
 
@@ -199,13 +190,13 @@ def _model_problems(report: NodeReport, *, head: NodeReport, model: str) -> Iter
 def _device_problems(report: NodeReport, *, head: NodeReport, plan: RunPlan) -> Iterator[str]:
     """A scheme needs its kernels, and the plan its GPUs: as many, of that kind, with memory like the head's."""
     for scheme in dict.fromkeys(each.scheme for each in plan.rollout.replicas if not each.emulated):
-        if reason := why_not(scheme, device=plan.device, cpu_flags=report.cpu_flags):
+        if reason := why_not(scheme, device=plan.device, cpu_flags=report.facts.cpu_flags):
             yield f"cannot run `{scheme}`: {reason}"
     if plan.device == CPU:
         return
     fitting, of_the_head = _fitting(report, device=plan.device), _fitting(head, device=plan.device)
     if len(fitting) < plan.gpus_per_node:
-        have = ", ".join(each.product for each in report.gpus) or "none"
+        have = ", ".join(each.product for each in report.facts.gpus) or "none"
         yield f"has {have}, the plan wants {plan.gpus_per_node} x `{plan.device}`"
     elif of_the_head and min(fitting) * 100 < min(of_the_head) * _ALIKE_PERCENT:
         yield f"has GPUs of {min(fitting) // _MIB} MiB, the head of {min(of_the_head) // _MIB}"
@@ -215,7 +206,7 @@ def _fitting(report: NodeReport, *, device: str) -> list[int]:
     """Memory of the GPUs of that kind, bytes."""
     return [
         each.memory_bytes
-        for each in report.gpus
+        for each in report.facts.gpus
         if (known := gpu_of_product(each.product)) is not None and known.name == device
     ]
 

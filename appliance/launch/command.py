@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from appliance import console
@@ -45,99 +46,94 @@ def run_train(
     """resume: `never`, `auto` or a path.  steps: of the run, before its training. Raises the error that ends it."""
     root = full_path(recipe.cluster.run_dir)
     target = resuming.find_target(resume, root=root, recipe_name=recipe.name, name=name)
-    if target is not None:
+    attempts = Attempts(recipe, steps, json_mode=json_mode, dry_run=dry_run)
+    if target is None:
+        run_dir = new_run_dir(recipe, name=name)
+        plan, _, findings = examine(recipe, run_dir=run_dir, ask_hub=True)
+        code = attempts.begin(plan, findings, name=name)
+    else:
         run_dir = target.run_dir
         with told_interruptions(lambda: newest_step(run_dir)):
-            code = _go_on(recipe, target, force=force, dry_run=dry_run, json_mode=json_mode, steps=steps)
-        return code if dry_run else through_faults(code, recipe, run_dir, json_mode=json_mode, steps=steps)
-    plan, _, findings = examine(recipe, run_dir=new_run_dir(recipe, name=name), ask_hub=True)
-    if dry_run:
-        print_plan(plan, recipe=recipe, findings=findings, json_mode=json_mode)
-        raise_on_errors(findings)
-        return 0
-    stop_on_errors(findings)
-    code = run_training(
-        plan,
-        recipe_yaml=to_yaml(recipe),
-        findings=findings,
-        name=name,
-        json_mode=json_mode,
-        steps=steps,
-        may_restart=most_restarts(recipe) > 0,
-    )
-    return through_faults(code, recipe, Path(plan.run_dir), json_mode=json_mode, steps=steps)
+            code = attempts.go_on(target, force=force)
+    return code if dry_run else attempts.through_faults(code, run_dir)
 
 
-def _go_on(
-    recipe: Recipe,
-    target: resuming.Target,
-    *,
-    force: bool,
-    dry_run: bool,
-    json_mode: bool,
-    steps: tuple[Step, ...],
-    found: CheckpointSearch | None = None,
-) -> int:
-    """The next attempt of a run. found: a look at its checkpoints, None: it is still to be made."""
-    resuming.refuse_changes(recipe, target=target, force=force)
-    name = target.run_dir.name
-    if resuming.is_done(target, steps=steps_of(recipe)[0]):
-        console.say(f"the run {name} is done: {target.run_dir / 'model'}")
-        return 0
-    start = resuming.find_start(target) if found is None else resuming.Resume(target, found)
-    resuming.warn_of_rejected(start.found)
-    plan, _, findings = examine(
-        recipe,
-        run_dir=target.run_dir,
-        ask_hub=True,
-        cache_dir=resuming.cache_of(target),
-        resume_from=start.found.newest,
-        original=resuming.original_plan(target),
-    )
-    resuming.refuse_misfit(start, plan=plan)
-    has_none = "has no whole checkpoint: it starts from the beginning"
-    how = f"goes on after step {start.step}" if start.found.newest else has_none
-    if dry_run:
-        console.say(f"the run {name} {how}")
-        print_plan(plan, recipe=recipe, findings=findings, json_mode=json_mode)
-        raise_on_errors(findings)
-        return 0
-    stop_on_errors(findings)
-    console.say(f"the run {name} {how}")
-    return run_training(
-        plan,
-        recipe_yaml=to_yaml(recipe),
-        findings=findings,
-        name=name,
-        json_mode=json_mode,
-        steps=steps,
-        resume=start,
-        may_restart=most_restarts(recipe) > 0,
-    )
+@dataclass(frozen=True)
+class Attempts:
+    """The attempts of one run, by what `train` was asked for. dry_run: its plan is printed instead."""
 
+    recipe: Recipe
+    steps: tuple[Step, ...] = ()
+    json_mode: bool = False
+    dry_run: bool = False
 
-def through_faults(code: int, recipe: Recipe, run_dir: Path, *, json_mode: bool, steps: tuple[Step, ...]) -> int:
-    """What is left of a run after its first attempt ended with this code. Returns the last exit code."""
+    @property
+    def most_restarts(self) -> int:
+        """How many attempts may follow the first one by themselves."""
+        cluster = self.recipe.cluster
+        has_nodes_of_its_own = cluster.nodes > 1 and cluster.address is None  # they left with the head of this attempt
+        return 0 if has_nodes_of_its_own else self.recipe.trainer.max_restarts
 
-    def again(found: CheckpointSearch) -> int:
-        target = resuming.find_target(str(run_dir), root=run_dir.parent, recipe_name=recipe.name, name=run_dir.name)
-        assert target is not None, "a run's own folder is a target"
-        return _go_on(recipe, target, force=True, dry_run=False, json_mode=json_mode, steps=steps, found=found)
+    def begin(
+        self, plan: RunPlan, findings: list[Finding], *, name: str | None, resume: resuming.Resume | None = None
+    ) -> int:
+        """name: as of run_training.  resume: the run to go on with, None for a new one."""
+        if self.dry_run:
+            print_plan(plan, recipe=self.recipe, findings=findings, json_mode=self.json_mode)
+        else:
+            stop_on_errors(findings)
+        if resume is not None:
+            has_none = "has no whole checkpoint: it starts from the beginning"
+            console.say(f"the run {name} {f'goes on after step {resume.step}' if resume.found.newest else has_none}")
+        if self.dry_run:
+            raise_on_errors(findings)
+            return 0
+        return run_training(
+            plan,
+            recipe_yaml=to_yaml(self.recipe),
+            findings=findings,
+            name=name,
+            json_mode=self.json_mode,
+            steps=self.steps,
+            resume=resume,
+            may_restart=self.most_restarts > 0,
+        )
 
-    restarts = most_restarts(recipe)
-    try:
-        with told_interruptions(lambda: newest_step(run_dir)):
-            return keep_going(code, run_dir=run_dir, max_restarts=restarts, again=again)
-    finally:
-        if code and restarts:  # the page of the last attempt may still wait for another one
-            LivePage(run_dir).write()
+    def go_on(self, target: resuming.Target, *, force: bool, found: CheckpointSearch | None = None) -> int:
+        """found: a look at the run's checkpoints, None: it is still to be made."""
+        resuming.refuse_changes(self.recipe, target=target, force=force)
+        if resuming.is_done(target, steps=steps_of(self.recipe)[0]):
+            console.say(f"the run {target.run_dir.name} is done: {target.run_dir / 'model'}")
+            return 0
+        start = resuming.find_start(target) if found is None else resuming.Resume(target, found)
+        resuming.warn_of_rejected(start.found)
+        plan, _, findings = examine(
+            self.recipe,
+            run_dir=target.run_dir,
+            ask_hub=True,
+            cache_dir=resuming.cache_of(target),
+            resume_from=start.found.newest,
+            original=resuming.original_plan(target),
+        )
+        resuming.refuse_misfit(start, plan=plan)
+        return self.begin(plan, findings, name=target.run_dir.name, resume=start)
 
+    def through_faults(self, code: int, run_dir: Path) -> int:
+        """What is left of a run after its first attempt ended with this code. Returns the last exit code."""
 
-def most_restarts(recipe: Recipe) -> int:
-    """How many attempts may follow the first one by themselves."""
-    cluster = recipe.cluster
-    has_nodes_of_its_own = cluster.nodes > 1 and cluster.address is None  # they left with the head of this attempt
-    return 0 if has_nodes_of_its_own else recipe.trainer.max_restarts
+        def again(found: CheckpointSearch) -> int:
+            name = run_dir.name
+            target = resuming.find_target(str(run_dir), root=run_dir.parent, recipe_name=self.recipe.name, name=name)
+            assert target is not None, "a run's own folder is a target"
+            return self.go_on(target, force=True, found=found)
+
+        restarts = self.most_restarts
+        try:
+            with told_interruptions(lambda: newest_step(run_dir)):
+                return keep_going(code, run_dir=run_dir, max_restarts=restarts, again=again)
+        finally:
+            if code and restarts:  # the page of the last attempt may still wait for another one
+                LivePage(run_dir).write()
 
 
 def keep_going(code: int, *, run_dir: Path, max_restarts: int, again: Callable[[CheckpointSearch], int]) -> int:

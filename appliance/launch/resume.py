@@ -68,9 +68,11 @@ _RAY_LOGS = "ray"  # of a run that failed: Ray's own, copied with the links in t
 _MODEL = "model"
 
 # What may change between two attempts: how long, what is watched, kept and shown, and where; never what is computed.
-HARMLESS = frozenset({"name", "cluster.run_dir", "rollout.kv_cache_gb", "rollout.gpu_memory_utilization"})
-HARMLESS_TRAINER = frozenset({"steps", "epochs", "validate_before", "validate_every", "max_restarts"})
-HARMLESS_SECTIONS = frozenset({"checkpoint", "guard", "logging"})
+_HARMLESS_SECTIONS = ("checkpoint.", "guard.", "logging.")
+_HARMLESS = {
+    *("name", "cluster.run_dir", "rollout.kv_cache_gb", "rollout.gpu_memory_utilization", "trainer.steps"),
+    *("trainer.epochs", "trainer.validate_before", "trainer.validate_every", "trainer.max_restarts"),
+}
 
 
 @dataclass(frozen=True)
@@ -183,18 +185,14 @@ def _is_begun_with(key: str, recipe: Recipe, *, target: Target) -> bool:
 
 def is_harmless(key: str) -> bool:
     """Whether a dotted key may differ between two attempts of one run."""
-    section, _, name = key.partition(".")
-    return key in HARMLESS or section in HARMLESS_SECTIONS or (section == "trainer" and name in HARMLESS_TRAINER)
+    return key in _HARMLESS or key.startswith(_HARMLESS_SECTIONS)
 
 
 def _flat(recipe: Recipe) -> dict[str, object]:
-    flat: dict[str, object] = {}
-    for key, value in to_plain(recipe).items():
-        if isinstance(value, dict):
-            flat |= {f"{key}.{inner}": each for inner, each in value.items()}
-        else:
-            flat[key] = value
-    return flat
+    plain = to_plain(recipe)
+    sections = {name: keys for name, keys in plain.items() if isinstance(keys, dict)}
+    inner = {f"{name}.{key}": value for name, keys in sections.items() for key, value in keys.items()}
+    return {name: value for name, value in plain.items() if name not in sections} | inner
 
 
 def is_done(target: Target, *, steps: int) -> bool:
@@ -220,8 +218,9 @@ def original_plan(target: Target) -> OriginalPlan | None:
 
 def cache_of(target: Target) -> Path | None:
     """The cache that the run was made with, where it is still there: not always the one beside the run's folder."""
-    folder = Path(_plan_before(target.run_dir).cache_dir) if target.record.attempt else None
-    return folder if folder is not None and folder.is_dir() else None
+    if target.record.attempt and (folder := Path(_plan_before(target.run_dir).cache_dir)).is_dir():
+        return folder
+    return None
 
 
 def find_start(target: Target) -> Resume:
@@ -235,8 +234,7 @@ def find_start(target: Target) -> Resume:
         raise RecipeError([(f"{where} leads to {os.readlink(where)}, which is not there", hint)])
     if target.checkpoint is None:
         return Resume(target, find_newest(target.run_dir))
-    problems = damage(target.checkpoint)
-    if problems:
+    if problems := damage(target.checkpoint):
         message = f"--resume {target.checkpoint}: damaged: {problems[0]}"
         raise RecipeError([(message, "use --resume auto, which takes the newest whole one")])
     return Resume(target, CheckpointSearch(target.checkpoint))
@@ -250,7 +248,8 @@ def refuse_misfit(resume: Resume, *, plan: RunPlan) -> None:
     facts = read_manifest(folder).facts
     ranks = plan.topology.gpus
     if facts.world_size != ranks:
-        message = f"{folder.name} was saved by {_ranks(facts.world_size)}, the plan has {ranks}"
+        s = "" if facts.world_size == 1 else "s"
+        message = f"{folder.name} was saved by {facts.world_size} rank{s}, the plan has {ranks}"
         hint = "verl loads it with the same number only: set cluster.nodes and cluster.gpus_per_node back"
         raise PreflightError(message, hint=hint)
     if resume.step > plan.steps:
@@ -301,10 +300,6 @@ def _read_mark(path: Path) -> tuple[float, str] | None:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise PreflightError(f"{path}: not a mark of UAQ: {error}", hint="put it back, or start a new run") from error
-
-
-def _ranks(number: int) -> str:
-    return f"{number} rank{'' if number == 1 else 's'}"
 
 
 def plan_profile_file(run_dir: Path, name: str) -> Path:

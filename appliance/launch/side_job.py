@@ -53,7 +53,9 @@ def run_child(
             kind = error_class(failure.error) or EngineError
             raise kind.retold(failure.what, hint=failure.hint)
         kept = _keep(log, beside=folder, command=command)
-        message = failure.what if failure else _last_error(kept)
+        lines = [line for line in kept.read_text(errors="replace").splitlines() if line.startswith(ERROR_MARK)]
+        said = lines[-1].removeprefix(ERROR_MARK) if lines else ""
+        message = failure.what if failure else said
         raise EngineError(message or f"{command}: {module[0]} ended with code {code}", hint=f"its log: {kept}")
 
 
@@ -66,12 +68,6 @@ def _keep(log: Path, *, beside: Path, command: str) -> Path:
         descriptor, own = tempfile.mkstemp(prefix=f"{command}-failed-", suffix=".log", dir=beside.parent)
         os.close(descriptor)
         return log.replace(own)
-
-
-def _last_error(log: Path) -> str:
-    """What a child of ours said last after ERROR_MARK, or an empty text."""
-    lines = log.read_text(errors="replace").splitlines()
-    return next((line.removeprefix(ERROR_MARK) for line in reversed(lines) if line.startswith(ERROR_MARK)), "")
 
 
 def _run(module: list[str], *, log: Path, env: dict[str, str], tick: Callable[[], None]) -> int:
@@ -96,5 +92,4 @@ def _run(module: list[str], *, log: Path, env: dict[str, str], tick: Callable[[]
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """What was begun is cleaned up, as it is after Ctrl-C."""
-    raise Interrupted("stopped by SIGTERM")
+    raise Interrupted("stopped by SIGTERM")  # what was begun is cleaned up, as it is after Ctrl-C

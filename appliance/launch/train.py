@@ -201,8 +201,10 @@ class _Training:
             return self._train() if outcome == DONE else outcome
 
     def _train(self) -> Outcome:
-        plan = self._plan
-        with _ray_dir(plan) as ray_dir:
+        """Ray's sockets and files are where the plan says, for as long as they are needed."""
+        plan, wanted = self._plan, dict(self._plan.env).get(RAY_DIR_VARIABLE)
+        ray_dir = make_ray_dir(wanted) if wanted else None
+        try:
             if plan.cluster is not None:
                 ray_token = Path(plan.cluster.token_file)
             else:
@@ -219,6 +221,9 @@ class _Training:
                     keep_ray_logs(ray_dir, target=self._session.log_dir / "ray")
                 except OSError as error:
                     console.say(f"warning: Ray's own logs could not be kept: {error}")
+        finally:
+            if ray_dir is not None:
+                shutil.rmtree(ray_dir, ignore_errors=True)
         return outcome
 
     def _ask_to_stop(self, why: str) -> None:
@@ -292,11 +297,14 @@ class _Training:
                 training=child.name == "train",
                 saved_step=self._saved_step,
             )
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _LOG_TAIL_BYTES))
+            log_tail = file.read().decode(errors="replace")
         return failed(
             child,
             returncode=returncode,
             state=self.state,
-            log_tail=_tail_of(log),
+            log_tail=log_tail,
             log=summary.typed_path(log),
             run=summary.quoted_path(self._session.run_dir),
         )
@@ -351,18 +359,6 @@ def _child_environment(plan: RunPlan, *, log_dir: Path, ray_token: Path | None) 
     return environment if ray_token is None else with_ray_token(environment, ray_token, is_ours=is_ours)
 
 
-@contextlib.contextmanager
-def _ray_dir(plan: RunPlan) -> Iterator[Path | None]:
-    """Where Ray of this attempt keeps its sockets and files; None for a plan that names no folder for it."""
-    wanted = dict(plan.env).get(RAY_DIR_VARIABLE)
-    folder = make_ray_dir(wanted) if wanted else None
-    try:
-        yield folder
-    finally:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
 def make_ray_dir(wanted: str) -> Path:
     """Make the folder, private to this user: Ray opens its own one in it to everybody, and the token lies beside that.
     What a run that was killed left there is removed first.
@@ -402,12 +398,6 @@ def keep_ray_logs(ray_dir: Path, *, target: Path) -> None:
     for logs in sorted(ray_dir.glob(f"{RAY_OWN}/session_*/logs")):
         if not logs.parent.is_symlink():
             shutil.copytree(logs, target, symlinks=True, dirs_exist_ok=True)
-
-
-def _tail_of(log: Path) -> str:
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _LOG_TAIL_BYTES))
-        return file.read().decode(errors="replace")
 
 
 def _tell(plan: RunPlan, state: RunState, *, outcome: Outcome, seconds: float, json_mode: bool, quiet: bool) -> None:

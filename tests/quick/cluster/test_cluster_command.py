@@ -65,7 +65,7 @@ def test_no_secret_is_on_a_command_line_or_in_the_environment(tmp_path: Path) ->
 def test_no_worker_of_another_host_has_a_file_for_its_stacks(tmp_path: Path) -> None:
     """Its name is a process id: the launcher would signal that process of its own host, which may die of it."""
     plan = make_plan(tmp_path / "run", env=(("OMP_NUM_THREADS", "1"),))
-    given = dict(_of_workers(plan)) | node_environment({}, token_file=token_of(tmp_path))
+    given = _of_workers(plan) | node_environment({}, token_file=token_of(tmp_path))
     assert given["OMP_NUM_THREADS"] == "1" and LOG_DIR_VARIABLE not in given
 
 

@@ -37,12 +37,16 @@ HEAD = NodeReport(
     plan="a" * 64,
     model="0" * 64,
     model_problem="",
-    cpu_flags=frozenset({"avx512_vnni"}),
+    facts=HOST,
 )
 
 
 H100 = HostGpu("NVIDIA H100 80GB HBM3", 80 << 30)
 HUB_NAME = "Qwen/Qwen2.5-32B"
+
+
+def with_gpus(report: NodeReport, *gpus: HostGpu) -> NodeReport:
+    return dataclasses.replace(report, facts=dataclasses.replace(report.facts, gpus=gpus))
 
 
 def plan_of(run_dir: Path, scheme: Scheme = Scheme.INT8) -> RunPlan:
@@ -118,7 +122,7 @@ def test_what_a_nodes_host_lacks_is_named(tmp_path: Path) -> None:
     recipe = load_recipe("dapo-7b-int8", sets=[f"cluster.run_dir={tmp_path}"])
     on_gpus = build_plan(recipe, run_dir=tmp_path / "run", host=HOST)
     gpus = (H100,) * on_gpus.gpus_per_node
-    head, bare = dataclasses.replace(HEAD, gpus=gpus), dataclasses.replace(HOST, gpus=gpus)
+    head, bare = with_gpus(HEAD, *gpus), dataclasses.replace(HOST, gpus=gpus)
     [problem] = differences(
         [dataclasses.replace(head, name="beta", facts=bare)], head=head, plan=on_gpus, canary="word"
     )
@@ -148,7 +152,7 @@ def test_a_node_with_too_little_memory_for_what_is_offloaded_is_named(tmp_path: 
     recipe = load_recipe("dapo-32b-bf16", sets=["trainer.offload_optimizer=true", f"cluster.run_dir={tmp_path}"])
     plan = build_plan(recipe, run_dir=tmp_path / "run", host=HOST)
     gpus = (H100,) * 8
-    head = dataclasses.replace(HEAD, gpus=gpus)
+    head = with_gpus(HEAD, *gpus)
     small = dataclasses.replace(HOST, gpus=gpus, memory_bytes=50 << 30, packages=frozenset({"flash_attn"}))
     other = dataclasses.replace(head, name="beta", facts=small)
     shape = KNOWN["Qwen/Qwen2.5-32B"]
@@ -170,7 +174,7 @@ def test_warnings_of_other_hosts_are_said_and_stop_nothing(tmp_path: Path) -> No
 
 def test_a_worker_with_fewer_cores_than_threads_is_told(tmp_path: Path) -> None:
     """HOST has 2 cores. The head's own number is the plan's."""
-    beta, gamma = (dataclasses.replace(HEAD, name=name, facts=HOST) for name in ("beta", "gamma"))
+    beta, gamma = (dataclasses.replace(HEAD, name=name) for name in ("beta", "gamma"))
     one = dataclasses.replace(gamma, facts=dataclasses.replace(HOST, cores=1))
     plan = plan_of(tmp_path).replace(env=(("OMP_NUM_THREADS", "2"),))
     assert warnings([HEAD, beta, one], head=HEAD, plan=plan) == [
@@ -202,7 +206,7 @@ def test_a_node_that_has_no_kernels_for_the_scheme_is_refused(tmp_path: Path) ->
 
 
 def test_gpus_of_another_kind_too_few_or_smaller_ones_are_refused(tmp_path: Path) -> None:
-    plan, head = plan_on_gpus(tmp_path), dataclasses.replace(HEAD, gpus=(H100, H100))
+    plan, head = plan_on_gpus(tmp_path), with_gpus(HEAD, H100, H100)
     a100 = HostGpu("NVIDIA A100-SXM4-80GB", 80 << 30)
     cases = {
         "has NVIDIA H100 80GB HBM3, the plan wants 2 x `h100`": (H100,),
@@ -211,19 +215,19 @@ def test_gpus_of_another_kind_too_few_or_smaller_ones_are_refused(tmp_path: Path
         "has GPUs of 65536 MiB, the head of 81920": (H100, HostGpu("NVIDIA H100", 64 << 30)),
     }
     for sentence, gpus in cases.items():
-        other = dataclasses.replace(head, name="beta", gpus=gpus)
+        other = dataclasses.replace(with_gpus(head, *gpus), name="beta")
         assert differences([head, other], head=head, plan=plan, canary="word") == [f"beta: {sentence}"]
     alike = HostGpu(H100.product, (80 << 30) * 99 // 100)
-    assert differences([dataclasses.replace(head, gpus=(alike, alike))], head=head, plan=plan, canary="word") == []
+    assert differences([with_gpus(head, alike, alike)], head=head, plan=plan, canary="word") == []
     less = HostGpu(H100.product, (80 << 30) * 97 // 100)
-    [problem] = differences([dataclasses.replace(head, gpus=(less, less))], head=head, plan=plan, canary="word")
+    [problem] = differences([with_gpus(head, less, less)], head=head, plan=plan, canary="word")
     assert problem == "alpha: has GPUs of 79462 MiB, the head of 81920"
-    more = dataclasses.replace(head, name="beta", gpus=(H100, H100, H100, HostGpu("NVIDIA H100 NVL", 94 << 30)))
+    more = with_gpus(dataclasses.replace(head, name="beta"), H100, H100, H100, HostGpu("NVIDIA H100 NVL", 94 << 30))
     assert differences([head, more], head=head, plan=plan, canary="word") == []
 
 
 def test_a_model_of_the_hub_is_compared_by_its_commit(tmp_path: Path) -> None:
-    plan, head = plan_on_gpus(tmp_path), dataclasses.replace(HEAD, gpus=(H100, H100), model="1" * 40)
+    plan, head = plan_on_gpus(tmp_path), dataclasses.replace(with_gpus(HEAD, H100, H100), model="1" * 40)
     cases = {
         f"would load {HUB_NAME} at 222222222222, the head at 111111111111": {"model": "2" * 40},
         f"does not see {HUB_NAME}: HF_HUB_OFFLINE is set": {"model": "", "model_problem": "HF_HUB_OFFLINE is set"},
@@ -270,5 +274,5 @@ def test_a_node_reads_its_gpus_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     set_hub(monkeypatch, HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(tmp_path))
     report = describe_node(plan_on_gpus(tmp_path))
-    assert report.gpus == (HostGpu("NVIDIA H100 80GB HBM3", 81559 << 20),)
+    assert report.facts.gpus == (HostGpu("NVIDIA H100 80GB HBM3", 81559 << 20),)
     assert (report.model, report.model_problem) == ("", "HF_HUB_OFFLINE is set")

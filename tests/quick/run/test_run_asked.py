@@ -70,7 +70,7 @@ def test_between_two_attempts_the_saved_state_counts(
     made, run_dir = failed_run(tmp_path)
     monkeypatch.setattr(command, "find_newest", lambda _: signal.raise_signal(number))
     with pytest.raises(SystemExit) as left:
-        command.through_faults(5, made, run_dir, json_mode=False, steps=())
+        command.Attempts(made).through_faults(5, run_dir)
     assert left.value.code == code
     assert capsys.readouterr().err == f"stopped by {number.name}, the state after step 3 is saved\n"
     with pytest.raises(Unheard):  # what was there before it holds again

@@ -326,7 +326,7 @@ def test_an_attempt_needs_room_for_the_rest_of_the_run_alone(tmp_path: Path, mon
         )
 
     assert attempt() == 0
-    assert command.through_faults(5, again, run_dir, json_mode=False, steps=()) == 0
+    assert command.Attempts(again).through_faults(5, run_dir) == 0
     free[0] = 438 * mib
     with pytest.raises(PreflightError, match="this host cannot run the plan: 1 finding above"):
         attempt()
@@ -340,7 +340,7 @@ def test_a_restart_reads_its_checkpoint_once(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(seal_module, "hash_file", lambda path: hashed.append(path.name) or hash_file(path))
     told: list[bool] = []
     monkeypatch.setattr(command, "run_training", lambda *_, may_restart, **__: told.append(may_restart) or 0)
-    assert command.through_faults(5, recipe(*sets), run_dir, json_mode=False, steps=()) == 0
+    assert command.Attempts(recipe(*sets)).through_faults(5, run_dir) == 0
     assert told == [True]
     assert sorted(hashed) == ["data.pt", "guard.json", "state.json"]
 
@@ -351,7 +351,7 @@ def test_the_page_stops_waiting_when_no_restart_follows(tmp_path: Path) -> None:
     write_record(run_dir, RunRecord(RunStatus.FAILED, exit_code=5))
     write_page(run_dir, target=run_dir / "report.html", may_restart=True)
     assert 'data-reload-s="10"' in (run_dir / "report.html").read_text()
-    assert command.through_faults(5, recipe(*sets), run_dir, json_mode=False, steps=()) == 5  # there is no checkpoint
+    assert command.Attempts(recipe(*sets)).through_faults(5, run_dir) == 5  # there is no checkpoint
     assert 'data-reload-s="0"' in (run_dir / "report.html").read_text()
 
 
