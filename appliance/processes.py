@@ -36,27 +36,23 @@ class Process:
         return f"{self.name} ({self.pid})"
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """ended: what had to be told to end.  left: what would not."""
-
-    ended: tuple[str, ...] = ()
-    left: tuple[str, ...] = ()
-
-
 def find_processes(mark: str, *, below: int | None = None) -> list[Process]:
     """All living processes that carry the mark or descend from `below`, without this one.
 
     mark: `NAME=value`.  below: a process id, or None for the mark alone.
     """
-    table = {one.pid: one for one in map(_read, _pids()) if one is not None}
+    pids = (int(entry) for entry in os.listdir(_PROC) if entry.isdigit())
+    table = {one.pid: one for one in map(_read, pids) if one is not None}
     found = {pid for pid in table if _carries(pid, mark)}
     found |= _descendants(table, below) if below is not None else set()
     return [table[pid] for pid in sorted(found - {os.getpid(), below})]
 
 
-def end_processes(find: Callable[[], list[Process]], *, patience_s: float, pause: Callable[[float], bool]) -> Sweep:
-    """Wait for what `find` finds to go, then SIGTERM, then SIGKILL.
+def end_processes(
+    find: Callable[[], list[Process]], *, patience_s: float, pause: Callable[[float], bool]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Wait for what `find` finds to go, then SIGTERM, then SIGKILL. Returns what had to be told to end, and what would
+    not.
 
     patience_s: how long to wait before SIGTERM and again before SIGKILL.  pause(seconds): waits, and returns True when
     there is no more time to be patient.
@@ -67,7 +63,7 @@ def end_processes(find: Callable[[], list[Process]], *, patience_s: float, pause
         _send(process, signal.SIGTERM)
     found = _wait(find, patience_s, pause)
     ended |= dict.fromkeys(map(str, found))
-    return Sweep(ended=tuple(ended), left=tuple(map(str, _kill(find, pause))))
+    return tuple(ended), tuple(map(str, _kill(find, pause)))
 
 
 def _wait(find: Callable[[], list[Process]], seconds: float, pause: Callable[[float], bool]) -> list[Process]:
@@ -99,10 +95,6 @@ def _send(process: Process, number: signal.Signals) -> None:
                 signal.pidfd_send_signal(descriptor, number)
         finally:
             os.close(descriptor)
-
-
-def _pids() -> list[int]:
-    return [int(entry) for entry in os.listdir(_PROC) if entry.isdigit()]
 
 
 def _read(pid: int) -> Process | None:

@@ -1,7 +1,9 @@
 """The driver's side of a cluster: start its head here (or find one), wait for the nodes, compare them, watch them.
 
 Runs in the training child. What goes wrong is a PreflightError before training (exit 3, with the node's name) and a
-ProcessDied after (exit 5).
+ProcessDied after (exit 5). Waiting is for resources and not for a number of nodes. Who leaves while the others are
+waited for is told at once. A node that somebody stopped may come back whenever they like. One that died has a moment to
+come back (a restarted container does), and then the waiting ends with its name.
 """
 
 from __future__ import annotations
@@ -11,12 +13,11 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.cluster import membership
-from appliance.cluster.membership import RETURNS_WITHIN_S, Needed, Node, Roll
-from appliance.cluster.node_report import NodeReport, describe_node, differences, plant_canary, question_of, warnings
+from appliance.cluster.node_report import NodeReport, describe_node, differences, plant_canary, warnings
 from appliance.cluster.ray_command import FINGERPRINT_LABEL, NodeOffer, head_argv, label_of, node_environment
 from appliance.errors import ApplianceError, PreflightError, ProcessDied
 from appliance.plan.host import Ports
@@ -24,8 +25,9 @@ from appliance.preflight.access import check_token, make_token
 from appliance.preflight.inputs import model_shape
 from appliance.record.events import append_event
 from appliance.record.plan import ClusterPlan, RunPlan
-from appliance.terms.environment import RAY_DIR_VARIABLE, RAY_OWN, ray_node_env
+from appliance.terms.environment import PLAN_VARIABLE, RAY_DIR_VARIABLE, RAY_OWN, RUN_VARIABLE, ray_node_env
 
+RETURNS_WITHIN_S = 45.0  # with the seconds that Ray takes to see a killed node, less than a minute
 _LOOK_EVERY_S = 1.0
 _WATCH_EVERY_S = 1.0
 _ANSWER_WITHIN_S = 120.0
@@ -33,6 +35,92 @@ _HEAD_STARTS_WITHIN_S = 120.0
 _ENDS_WITHIN_S = 10.0
 _STOPPED = (1, 3, 4)  # of Ray's NodeDeathInfo.Reason: expected termination, drained for preemption, drained when idle
 _KEPT_FOR_S = 30.0  # how long a death may take to arrive in the control store after its effects: a whole host, long
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of the cluster as Ray's control store has it. gpus: of Ray's resource `GPU`.
+
+    program: label with the fingerprint of the program that made the node, empty for a node that somebody else made.
+    """
+
+    id: str
+    name: str
+    address: str
+    gpus: int
+    program: str = ""
+
+    @property
+    def text(self) -> str:
+        return f"{self.name} ({self.address})"
+
+
+@dataclass(frozen=True)
+class Needed:
+    """nodes with gpus_per_node GPUs each."""
+
+    nodes: int
+    gpus_per_node: int
+
+
+def useful(nodes: Sequence[Node], needed: Needed) -> list[Node]:
+    """Those with the GPUs that one node of the training needs."""
+    return [node for node in nodes if node.gpus >= needed.gpus_per_node]
+
+
+def missing(nodes: Sequence[Node], needed: Needed) -> str:
+    """What is there and what is not, as one line."""
+    have = len(useful(nodes, needed))
+    gpus = "a GPU" if needed.gpus_per_node == 1 else f"{needed.gpus_per_node} GPUs"
+    there = f"{have} of {needed.nodes} nodes with {gpus}"
+    small = [f"{node.name} has {node.gpus}" for node in nodes if node.gpus < needed.gpus_per_node]
+    return there + (f" ({', '.join(small)})" if small else "")
+
+
+def not_among(nodes: Sequence[Node], others: Sequence[Node]) -> list[Node]:
+    known = {node.id for node in others}
+    return [node for node in nodes if node.id not in known]
+
+
+@dataclass(frozen=True)
+class Roll:
+    """present: who was there at the last look, as they came.  absent: who died since the first look and is not back,
+    with the time when it was missed."""
+
+    present: tuple[Node, ...] = ()
+    absent: tuple[tuple[Node, float], ...] = ()
+
+    def overdue(self, *, at: float) -> list[Node]:
+        return [node for node, since in self.absent if at - since >= RETURNS_WITHIN_S]
+
+
+def call(
+    roll: Roll, now: Sequence[Node], *, deaths: Mapping[str, str], needed: Needed, at: float
+) -> tuple[Roll, list[str]]:
+    """The roll after one more look, and a line about each who came or went.
+
+    deaths: by id, Ray's words for the end of nodes that nobody stopped.  at: s, of a clock that only goes forward.
+    A host that starts again is another node, with the same `text`. Of several nodes on one host any will do.
+    """
+    absent, lines, there, gone = list(roll.absent), [], missing(now, needed), not_among(roll.present, now)
+    present = [node for node in roll.present if node not in gone]
+    for node in not_among(now, roll.present):
+        known = next((each for each in absent if node.text == each[0].text), None)
+        if known is not None:
+            absent.remove(known)
+        lines.append(f"{node.text} {'is back' if known else 'joined'}: {there}")
+        present.append(node)
+    for node in gone:
+        # A host that starts again may be there before Ray tells of its death.
+        later = [each for each in present if each not in roll.present[: roll.present.index(node)]]
+        if node.id not in deaths:
+            lines.append(f"{node.text} left: {there}")
+        elif any(node.text == each.text for each in later):
+            lines.append(f"{node.text} had died ({deaths[node.id]}) and is back: {there}")
+        else:
+            absent.append((node, at))
+            lines.append(f"{node.text} died ({deaths[node.id]}): {there}; it has {RETURNS_WITHIN_S:g} s to come back")
+    return Roll(tuple(present), tuple(absent)), lines
 
 
 class Cluster:
@@ -51,28 +139,28 @@ class Cluster:
         deadline, roll = time.monotonic() + wait_s, Roll()
         while True:
             now, deaths = look_around()
-            roll, lines = membership.call(roll, now, deaths=deaths, needed=needed, at=time.monotonic())
+            roll, lines = call(roll, now, deaths=deaths, needed=needed, at=time.monotonic())
             for line in lines:
                 self._say(line)
-            if membership.is_enough(now, needed):
-                self._members = membership.useful(now, needed)
+            if len(members := useful(now, needed)) >= needed.nodes:
+                self._members = members
                 return
             if overdue := roll.overdue(at=time.monotonic()):
                 names = " and ".join(node.text for node in overdue)
                 raise PreflightError(
-                    f"{names} died and was not back after {RETURNS_WITHIN_S:g} s: {membership.missing(now, needed)}",
+                    f"{names} died and was not back after {RETURNS_WITHIN_S:g} s: {missing(now, needed)}",
                     hint="its own log says why; start `train` again, and `join` there",
                 )
             if time.monotonic() > deadline:
                 raise PreflightError(
-                    f"after {wait_s:g} s: {membership.missing(now, needed)}",
+                    f"after {wait_s:g} s: {missing(now, needed)}",
                     hint=f"on each other host: appliance join --head {self._address()}",
                 )
             time.sleep(_LOOK_EVERY_S)
 
     def compare(self) -> None:
         """Every node runs the same program on the same files. Raises PreflightError with all differences."""
-        head = describe_node(question_of(self._plan))
+        head = describe_node(self._plan)
         # Ray gives the driver's paths to its workers: what joined speaks for itself, in a label.
         problems = [
             f"{node.text}: joined with other sources or locks than the head"
@@ -94,7 +182,7 @@ class Cluster:
 
         def ask(node: Node) -> ray.ObjectRef:
             here = NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)
-            return describe.options(num_cpus=0, scheduling_strategy=here).remote(question_of(self._plan))
+            return describe.options(num_cpus=0, scheduling_strategy=here).remote(self._plan)
 
         describe, reports = ray.remote(describe_node), []
         for node, asked in [(node, ask(node)) for node in self._members]:  # all at once
@@ -109,15 +197,20 @@ class Cluster:
 
     def watch_head(self, on_loss: Callable[[ApplianceError], None]) -> None:
         """The same for the head alone, from its start on: connecting to one that died ends this process wordless."""
-        if (head := self._head) is not None:
-            self._watch(lambda: None if head.poll() is None else _head_error(head.returncode), on_loss=on_loss)
+        if (head := self._head) is None:
+            return
+
+        def look() -> ProcessDied | None:
+            what, hint = "the Ray head on this host ended with code", "the log has Ray's words; is cluster.port in use?"
+            return None if head.poll() is None else ProcessDied(f"{what} {head.returncode}", hint=hint)
+
+        self._watch(look, on_loss=on_loss)
 
     def watch(self, on_loss: Callable[[ApplianceError], None]) -> None:
         """Call `on_loss`, once and on another thread, when a node is gone while the training goes on."""
+        self._watch(self._loss, on_loss=on_loss)
 
-        self._watch(lambda: _loss_error(problem) if (problem := self._loss()) else None, on_loss=on_loss)
-
-    def _watch(self, look: Callable[[], ApplianceError | None], *, on_loss: Callable[[ApplianceError], None]) -> None:
+    def _watch(self, look: Callable[[], ProcessDied | None], *, on_loss: Callable[[ApplianceError], None]) -> None:
         def watch() -> None:
             while not self._stopped.wait(_WATCH_EVERY_S):
                 if (error := look()) is not None:
@@ -126,18 +219,21 @@ class Cluster:
 
         threading.Thread(target=watch, name="cluster-watch", daemon=True).start()
 
-    def why_lost(self) -> str:
-        """Whether something that failed just now failed for a lost node: its name, or an empty text."""
+    def lost(self) -> ProcessDied | None:
+        """The error that names the lost node for which something may have failed just now."""
         deadline = time.monotonic() + _KEPT_FOR_S
         while time.monotonic() < deadline:
-            if problem := self._loss():
-                return problem
+            if (error := self._loss()) is not None:
+                return error
             time.sleep(0.5)
-        return ""
+        return None
 
-    def _loss(self) -> str:
-        gone = membership.left(self._members, living_nodes())
-        return " and ".join(f"node {node.text} left the cluster" for node in gone)
+    def _loss(self) -> ProcessDied | None:
+        gone = not_among(self._members, look_around()[0])
+        what = " and ".join(f"node {node.text} left the cluster" for node in gone)
+        return (
+            ProcessDied(what, hint="bring the node back; the newest checkpoint is where it goes on") if gone else None
+        )
 
     def stop(self) -> None:
         """Disconnect, and end the head if it is ours: the nodes that joined it see that and end too."""
@@ -157,10 +253,6 @@ class Cluster:
 
     def _say(self, what: str) -> None:
         append_event(self._run_dir, kind="cluster", what=what)
-
-
-def living_nodes() -> list[Node]:
-    return look_around()[0]
 
 
 def look_around() -> tuple[list[Node], dict[str, str]]:
@@ -231,7 +323,7 @@ def _connect(plan: RunPlan, *, address: str) -> None:
     deadline = time.monotonic() + _HEAD_STARTS_WITHIN_S
     while True:
         try:
-            ray.init(address=address, log_to_driver=True, runtime_env={"env_vars": dict(_of_workers(plan))})
+            ray.init(address=address, log_to_driver=True, runtime_env={"env_vars": _of_workers(plan)})
             return
         except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
             if time.monotonic() > deadline:
@@ -240,29 +332,9 @@ def _connect(plan: RunPlan, *, address: str) -> None:
             time.sleep(_LOOK_EVERY_S)
 
 
-def _of_workers(plan: RunPlan) -> Iterator[tuple[str, str]]:
+def _of_workers(plan: RunPlan) -> dict[str, str]:
     """What a worker on another host needs to know. On this host they would inherit it; there nobody has it.
 
     Not where logs go: a file of stacks is named by a process id, which the launcher signals on its own host.
     """
-    from appliance.terms.environment import PLAN_VARIABLE, RUN_VARIABLE
-
-    yield from plan.env
-    yield PLAN_VARIABLE, str(Path(plan.run_dir) / "plan.json")
-    yield RUN_VARIABLE, plan.run_dir
-
-
-def lost(cluster: Cluster) -> ProcessDied | None:
-    """The error that says so when a node was lost, else None."""
-    problem = cluster.why_lost()
-    return _loss_error(problem) if problem else None
-
-
-def _head_error(code: int) -> ProcessDied:
-    return ProcessDied(
-        f"the Ray head on this host ended with code {code}", hint="the log has Ray's words; is cluster.port in use?"
-    )
-
-
-def _loss_error(problem: str) -> ProcessDied:
-    return ProcessDied(problem, hint="bring the node back; the newest checkpoint is where it goes on")
+    return {**dict(plan.env), PLAN_VARIABLE: str(Path(plan.run_dir) / "plan.json"), RUN_VARIABLE: plan.run_dir}

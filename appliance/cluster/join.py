@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 from appliance import console
-from appliance.cluster.node_report import host_of
-from appliance.cluster.node_watch import LOOK_EVERY_S, NodeIsOver, NodeWatch
+from appliance.cluster.node_report import RunNotice, end_of, is_resumed, read_notice
 from appliance.cluster.ray_command import NodeOffer, node_environment, worker_argv
-from appliance.cluster.run_notice import RunNotice, end_of, is_resumed, read_notice
 from appliance.errors import EngineError, Interrupted, PreflightError, ProcessDied, RecipeError, TrainingError
 from appliance.launch.supervise import supervise
 from appliance.plan.host import DEFAULT_BASE, Ports
 from appliance.preflight.access import check_token, head_problem, ports_in_use
 from appliance.preflight.probes import read_host
+from appliance.processes import find_processes
 from appliance.recipe.text import path_problem
 from appliance.record.session import RunStatus, cannot_write
 from appliance.signals import Interrupts
-from appliance.terms.environment import NODE_VARIABLE, RAY_OWN, short_root
+from appliance.terms.environment import NODE_VARIABLE, RAY_OWN, RECONNECT_S, RUN_VARIABLE, short_root
 
+_LOOK_EVERY_S = 2.0
+_LOOKS_WITHOUT = 3  # Ray says why its scheduler died a second or two after its death
 _LOG_TAIL_LINES = 12
 _CPU_OBJECT_STORE_BYTES = 256 << 20
 _FOLDER = "appliance-node-"
+_LAST_PORT = 65535
 _RANDOM = 8  # characters that tempfile adds
 _REFUSED = ("Unauthenticated", "authentication", "token")
 
@@ -43,14 +49,16 @@ def join_head(
     TrainingError (the training failed, or its head is gone).
     """
     head = head if ":" in head else f"{head}:{DEFAULT_BASE}"
-    try:
-        host_of(head)
-    except ValueError as error:
-        raise RecipeError([(f"--head: {error}", "give it as host:port")]) from error
+    host, _, at = head.rpartition(":")
+    if not host or not (at.isascii() and at.isdigit() and len(at) <= 5 and int(at) <= _LAST_PORT):
+        raise RecipeError([(f"--head: `{head}` is not host:port", "give it as host:port")])
     if problem := path_problem(str(token_file.absolute())):
         raise RecipeError([(f"--token-file {token_file}: {problem}", "give the path of the head's token file")])
-    if _is_there(token_file):  # else the head makes it when it starts
+    try:
         check_token(token_file)
+    except PreflightError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):  # else the head makes it when it starts
+            raise
     if taken := ports_in_use(Ports(port).of_a_node):
         raise PreflightError(
             f"in use on this host: ports {', '.join(map(str, taken))}",
@@ -91,14 +99,6 @@ def join_head(
         return _end(head, training=read_notice(folder), was_silent=watch.was_silent, code=code, log=log)
 
 
-def _is_there(token_file: Path) -> bool:
-    """Also where its folder may not be entered: reading it says so."""
-    try:
-        return token_file.exists()
-    except OSError:
-        return True
-
-
 def _own_folder() -> tempfile.TemporaryDirectory[str]:
     """Of this `join`, gone with it: nobody else may enter it, and Ray's sockets and files lie in it.
 
@@ -124,7 +124,7 @@ def _wait_for(head: str, *, wait_s: float, stop: Callable[[], bool]) -> None:
         if not said:
             console.say(f"waiting for the head at {head}")
             said = True
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(_LOOK_EVERY_S)
 
 
 def _end(head: str, *, training: RunNotice | None, was_silent: bool, code: int | None, log: Path) -> int:
@@ -163,3 +163,91 @@ def _with(code: int | None) -> str:
 def _show_end_of(log: Path) -> None:
     for line in log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]:
         console.say(f"  {line}")
+
+
+class NodeIsOver(Exception):
+    """Ends Ray on this node: there is nothing that it could still do."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """silent_s: since when the head has not answered, 0 while it does.  ended: its training did, by run.json.
+
+    without_scheduler: how many looks, the last one included, have found none.
+    """
+
+    silent_s: float = 0.0
+    ended: bool = False
+    without_scheduler: int = 0
+
+
+def is_over(look: Look) -> bool:
+    """A head that is silent may only be slow, but not when its training ended."""
+    is_gone = look.silent_s >= RECONNECT_S or (look.silent_s > 0 and look.ended)
+    return is_gone or look.without_scheduler >= _LOOKS_WITHOUT
+
+
+class NodeWatch:
+    """Whether a node that joined is still of use, looked after from beside Ray, which may wait for ever.
+
+    `ray start --block` goes on when its scheduler ended without an error, and a scheduler hears nothing of a head whose
+    host went silent. So `join` looks for itself, on a thread of its own, for a host that went silent takes seconds to
+    not answer: does the head's port answer, is there a scheduler, what does run.json say?
+
+    folder: of `join`, the mark of the node's processes.  log: of Ray.
+    """
+
+    def __init__(self, head: str, *, folder: Path, log: Path) -> None:
+        self._head = head
+        self._folder = folder
+        self._log = log
+        self._look = Look()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="node-watch", daemon=True)
+        self._silent_at = -math.inf
+        self.has_joined = False
+
+    @property
+    def was_silent(self) -> bool:
+        """Whether the head was silent a moment ago: one that was started anew ends the nodes of the one before."""
+        return time.monotonic() - self._silent_at < RECONNECT_S
+
+    def __enter__(self) -> NodeWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._over.set()
+
+    def tick(self) -> None:
+        """Say, once, that Ray runs here. Raises NodeIsOver."""
+        if (
+            not self.has_joined
+            and self._log.exists()
+            and "Ray runtime started" in self._log.read_text(errors="replace")
+        ):
+            self.has_joined = True
+            console.say("joined; this node works for the training until it ends")
+        if is_over(self._look):
+            raise NodeIsOver
+
+    def _watch(self) -> None:
+        answered = time.monotonic()
+        while not self._over.wait(_LOOK_EVERY_S):
+            if not head_problem(self._head):
+                answered = time.monotonic()
+                silent_s = 0.0
+            else:
+                self._silent_at = time.monotonic()
+                silent_s = self._silent_at - answered
+            training = read_notice(self._folder)
+            has_scheduler = not self.has_joined or self._has_scheduler()
+            self._look = Look(
+                silent_s=silent_s,
+                ended=training is not None and end_of(training) is not None,
+                without_scheduler=0 if has_scheduler else self._look.without_scheduler + 1,
+            )
+
+    def _has_scheduler(self) -> bool:
+        ours = find_processes(f"{RUN_VARIABLE}={self._folder}", below=os.getpid())
+        return any(process.name == "raylet" for process in ours)

@@ -2,11 +2,15 @@
 
 Ray compares nothing but its own version. Nodes with other sources, another Python, other GPUs, another model or another
 file system would fail late, or would not fail at all. And each is judged as `check` judges the head's host.
+
+A node in turn learns where the run is that it works for, and from there how it ended: a head that ended its training
+and one that was killed look the same on the network. The run's folder is on a file system that every node shares.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import secrets
 import socket
@@ -14,50 +18,39 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pydantic.dataclasses
+
 from appliance import hub
-from appliance.cluster.run_notice import write_notice
+from appliance.files import write_whole
 from appliance.patch import recorded, why_unfit
-from appliance.plan.host import HostFacts, HostGpu
+from appliance.plan.host import HostFacts
 from appliance.preflight.checks import judge_node
 from appliance.preflight.finding import Severity
 from appliance.preflight.inputs import damage
-from appliance.preflight.probes import read_gpus, read_host
+from appliance.preflight.probes import read_host
 from appliance.record.attestations import fingerprint, version_of
+from appliance.record.lines import STRICT, as_json, read
 from appliance.record.plan import RunPlan
+from appliance.record.session import RunRecord, RunStatus, read_record
 from appliance.terms.devices import CPU, gpu_of_product, why_not
-from appliance.terms.environment import THREADS_VARIABLE
+from appliance.terms.environment import NODE_VARIABLE, THREADS_VARIABLE
 from appliance.terms.shapes import ModelShape
 
 CANARY_FILE = ".canary"
 PLAN_FILE = "plan.json"
-_NOTHING = ""
+NOTICE_FILE = "training.json"
 _MIB = 1 << 20
 _ALIKE_PERCENT = 98  # of the head's GPU memory: drivers and ECC take some of it, not the same everywhere
 _SHOWN = 12  # characters of a hash
-_LAST_PORT = 65535
-
-
-@dataclass(frozen=True)
-class NodeQuestion:
-    """What a node is asked. run_dir: with the head's canary and the plan.  model: a folder, or a name on the hub.
-
-    on_gpus: whether the plan is for GPUs.  patches: names of those that the plan wants to be live.
-    """
-
-    run_dir: str
-    model: str
-    on_gpus: bool
-    distributions: tuple[str, ...]
-    patches: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """The answer. name: the host's.  versions: (distribution, version or empty).  canary: what it read there, or empty.
+    """The answer. name: the host's.  versions: (distribution, version or empty).  canary: what it read, or empty.
 
     plan: hash of the run's plan.json, or empty.  model: hash of the folder's config.json, or the commit on the hub that
-    loading would take, or empty; model_problem says why, or what its folder lacks.  cpu_flags: as in /proc/cpuinfo.
-    facts: of the host, for preflight.  patches: (name, why it cannot be applied there).
+    loading would take, or empty; model_problem says why, or what its folder lacks.  facts: of the host.
+    patches: (name, why it cannot be applied there).
     """
 
     name: str
@@ -68,9 +61,7 @@ class NodeReport:
     plan: str
     model: str
     model_problem: str
-    cpu_flags: frozenset[str]
-    gpus: tuple[HostGpu, ...] = ()
-    facts: HostFacts | None = None
+    facts: HostFacts
     patches: tuple[tuple[str, str], ...] = ()
 
 
@@ -81,34 +72,23 @@ def plant_canary(run_dir: Path) -> str:
     return word
 
 
-def question_of(plan: RunPlan) -> NodeQuestion:
-    return NodeQuestion(
-        run_dir=plan.run_dir,
-        model=plan.model.path,
-        on_gpus=plan.device != CPU,
-        distributions=tuple(name for name, _ in plan.pins),
-        patches=tuple(sorted({name for each in plan.attestations for name in each.patches})),
-    )
-
-
-def describe_node(question: NodeQuestion) -> NodeReport:
+def describe_node(plan: RunPlan) -> NodeReport:
     """Run on each node, in a process of Ray's. The node's `join` learns there what its node is for."""
-    run_dir = Path(question.run_dir)
+    run_dir = Path(plan.run_dir)
     write_notice(run_dir)
-    model, model_problem = _model_seen(question.model)
+    model, model_problem = _model_seen(plan.model.path)
+    patches = sorted({name for each in plan.attestations for name in each.patches})
     return NodeReport(
         name=socket.gethostname(),
         python=platform.python_version(),
         fingerprint=fingerprint(),
-        versions=tuple((name, version_of(name)) for name in question.distributions),
+        versions=tuple((name, version_of(name)) for name, _ in plan.pins),
         canary=_read(run_dir / CANARY_FILE),
         plan=_hash_of(run_dir / PLAN_FILE),
         model=model,
         model_problem=model_problem,
-        cpu_flags=_cpu_flags(),
-        gpus=read_gpus() if question.on_gpus else (),
         facts=read_host(run_dir),
-        patches=tuple((name, why) for name in question.patches if (why := why_unfit(recorded()[name]))),
+        patches=tuple((name, why) for name in patches if (why := why_unfit(recorded()[name]))),
     )
 
 
@@ -119,26 +99,21 @@ def _model_seen(model: str) -> tuple[str, str]:
     folder = Path(model)
     seen = _hash_of(folder / "config.json")
     if not seen:
-        return _NOTHING, "no such folder, or without config.json"
+        return "", "no such folder, or without config.json"
     parts = hub.missing_parts(folder)
     return seen, "; ".join(([f"it has no {' and no '.join(parts)}"] if parts else []) + list(damage(folder)))
 
 
 def _hash_of(file: Path) -> str:
     text = _read(file)
-    return hashlib.sha256(text.encode()).hexdigest() if text else _NOTHING
+    return hashlib.sha256(text.encode()).hexdigest() if text else ""
 
 
 def _read(file: Path) -> str:
     try:
         return file.read_text()
     except OSError:
-        return _NOTHING
-
-
-def _cpu_flags() -> frozenset[str]:
-    lines = _read(Path("/proc/cpuinfo")).splitlines()
-    return next((frozenset(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), frozenset())
+        return ""
 
 
 def differences(
@@ -171,13 +146,13 @@ def warnings(
 def _fewer_cores(report: NodeReport, plan: RunPlan) -> Iterator[str]:
     """On a CPU every node gets the plan's number, from the head's cores; trainer/worker.py lowers it there."""
     threads = int(dict(plan.env).get(THREADS_VARIABLE, "0"))
-    if report.facts and report.facts.cores < threads:
+    if report.facts.cores < threads:
         cores = f"{report.facts.cores} core{'' if report.facts.cores == 1 else 's'}"
         yield f"has {cores}: a process there takes as many threads, not the plan's {threads}"
 
 
 def _found(report: NodeReport, plan: RunPlan, shape: ModelShape | None, severity: Severity) -> Iterator[str]:
-    for finding in judge_node(plan, report.facts, shape) if report.facts else ():
+    for finding in judge_node(plan, report.facts, shape):
         if finding.severity is severity:
             yield f"{finding.place}: {finding.message}"
 
@@ -215,13 +190,13 @@ def _model_problems(report: NodeReport, *, head: NodeReport, model: str) -> Iter
 def _device_problems(report: NodeReport, *, head: NodeReport, plan: RunPlan) -> Iterator[str]:
     """A scheme needs its kernels, and the plan its GPUs: as many, of that kind, with memory like the head's."""
     for scheme in dict.fromkeys(each.scheme for each in plan.rollout.replicas if not each.emulated):
-        if reason := why_not(scheme, device=plan.device, cpu_flags=report.cpu_flags):
+        if reason := why_not(scheme, device=plan.device, cpu_flags=report.facts.cpu_flags):
             yield f"cannot run `{scheme}`: {reason}"
     if plan.device == CPU:
         return
     fitting, of_the_head = _fitting(report, device=plan.device), _fitting(head, device=plan.device)
     if len(fitting) < plan.gpus_per_node:
-        have = ", ".join(each.product for each in report.gpus) or "none"
+        have = ", ".join(each.product for each in report.facts.gpus) or "none"
         yield f"has {have}, the plan wants {plan.gpus_per_node} x `{plan.device}`"
     elif of_the_head and min(fitting) * 100 < min(of_the_head) * _ALIKE_PERCENT:
         yield f"has GPUs of {min(fitting) // _MIB} MiB, the head of {min(of_the_head) // _MIB}"
@@ -231,14 +206,52 @@ def _fitting(report: NodeReport, *, device: str) -> list[int]:
     """Memory of the GPUs of that kind, bytes."""
     return [
         each.memory_bytes
-        for each in report.gpus
+        for each in report.facts.gpus
         if (known := gpu_of_product(each.product)) is not None and known.name == device
     ]
 
 
-def host_of(address: str) -> str:
-    """Of `host:port`, IPv6 in brackets."""
-    host, _, port = address.rpartition(":")
-    if not host or not (port.isascii() and port.isdigit()) or int(port) > _LAST_PORT:
-        raise ValueError(f"`{address}` is not host:port")
-    return host.strip("[]")
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class RunNotice:
+    """attempt: of the run, when this node became part of it."""
+
+    run_dir: Path
+    attempt: int
+
+
+def write_notice(run_dir: Path) -> None:
+    """On a node, in a process of Ray's: tell `join` what its node is for. Elsewhere, and without a run there: nothing.
+
+    Raises OSError when it cannot be written.
+    """
+    folder, record = os.environ.get(NODE_VARIABLE), record_of(run_dir)
+    if folder and record is not None:
+        write_whole(Path(folder) / NOTICE_FILE, as_json(RunNotice(run_dir, record.attempt)), durable=False)
+
+
+def read_notice(folder: Path) -> RunNotice | None:
+    """None before there are any. Raises OSError, ValueError."""
+    file = folder / NOTICE_FILE
+    return read(file, RunNotice) if file.exists() else None
+
+
+def record_of(run_dir: Path) -> RunRecord | None:
+    """The run's run.json; None where there is none, or none that can be read just now."""
+    try:
+        return read_record(run_dir)
+    except (OSError, ValueError):
+        return None
+
+
+def end_of(training: RunNotice) -> RunRecord | None:
+    """How that attempt ended, None while it goes on, and when nobody has written it."""
+    record = record_of(training.run_dir)
+    if record is None or record.attempt != training.attempt or record.state in (RunStatus.STARTING, RunStatus.RUNNING):
+        return None
+    return record
+
+
+def is_resumed(training: RunNotice) -> bool:
+    """Whether the run has a newer attempt than the one that this node was part of."""
+    record = record_of(training.run_dir)
+    return record is not None and record.attempt > training.attempt

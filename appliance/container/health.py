@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.cluster.run_notice import read_notice
+from appliance.cluster.node_report import read_notice
 from appliance.record.session import RunRecord, RunStatus, has_launcher, read_record
 from appliance.report.display import phase_text
 from appliance.terms.environment import NODE_VARIABLE, RUN_VARIABLE

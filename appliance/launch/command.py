@@ -1,24 +1,35 @@
-"""The commands `train`, `plan` and `check`: what a recipe means on this host, and the training of it."""
+"""The commands `train`, `plan` and `check`: what a recipe means on this host, its training, and each further attempt.
+
+A new attempt follows a fault: a process that died, an engine that hung, an update that did not arrive. Only from a
+checkpoint that verifies, and only while attempts get further: a training that fails twice at the same step would fail
+there for ever. What a guard stopped, what the recipe or the host is to blame for, and a patch that does not fit are no
+faults of this kind. Nor is one beside a signal: whoever stops a service may send it to all of its processes.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from appliance import console
 from appliance.errors import PreflightError, RecipeError
+from appliance.launch import resume as resuming
+from appliance.launch.train import Step, run_training
 from appliance.launch.workspace import raise_on_errors, stop_on_errors
+from appliance.plan.derive import steps_of
 from appliance.preflight.finding import Finding, has_error
 from appliance.preflight.report import as_json, examine, lines, plan_as
 from appliance.recipe.load import to_yaml
 from appliance.recipe.schema import NAME_PATTERN, Recipe
 from appliance.recipe.text import full_path
+from appliance.record.checkpoints import CheckpointSearch, find_newest, newest_step, step_of
+from appliance.record.events import append_event, may_restart
 from appliance.record.plan import RunPlan
-from appliance.record.session import cannot_write, free_run_dir
-
-if TYPE_CHECKING:
-    from appliance.launch.train import Step
+from appliance.record.session import asked_to_stop, cannot_write, free_run_dir
+from appliance.report.write import LivePage
+from appliance.signals import told_interruptions
 
 
 def run_train(
@@ -32,31 +43,126 @@ def run_train(
     steps: tuple[Step, ...],
 ) -> int:
     """resume: `never`, `auto` or a path.  steps: of the run, before its training. Raises the error that ends it."""
-    from appliance.launch.attempts import most_restarts, resume_training, through_faults
-    from appliance.launch.train import run_training
+    root = full_path(recipe.cluster.run_dir)
+    target = resuming.find_target(resume, root=root, recipe_name=recipe.name, name=name)
+    attempts = Attempts(recipe, steps, json_mode=json_mode, dry_run=dry_run)
+    if target is None:
+        run_dir = new_run_dir(recipe, name=name)
+        plan, _, findings = examine(recipe, run_dir=run_dir, ask_hub=True)
+        code = attempts.begin(plan, findings, name=name)
+    else:
+        run_dir = target.run_dir
+        with told_interruptions(lambda: newest_step(run_dir)):
+            code = attempts.go_on(target, force=force)
+    return code if dry_run else attempts.through_faults(code, run_dir)
 
-    if resume != "never":
-        code = resume_training(
-            recipe, resume=resume, name=name, force=force, dry_run=dry_run, json_mode=json_mode, steps=steps
+
+@dataclass(frozen=True)
+class Attempts:
+    """The attempts of one run, by what `train` was asked for. dry_run: its plan is printed instead."""
+
+    recipe: Recipe
+    steps: tuple[Step, ...] = ()
+    json_mode: bool = False
+    dry_run: bool = False
+
+    @property
+    def most_restarts(self) -> int:
+        """How many attempts may follow the first one by themselves."""
+        cluster = self.recipe.cluster
+        has_nodes_of_its_own = cluster.nodes > 1 and cluster.address is None  # they left with the head of this attempt
+        return 0 if has_nodes_of_its_own else self.recipe.trainer.max_restarts
+
+    def begin(
+        self, plan: RunPlan, findings: list[Finding], *, name: str | None, resume: resuming.Resume | None = None
+    ) -> int:
+        """name: as of run_training.  resume: the run to go on with, None for a new one."""
+        if self.dry_run:
+            print_plan(plan, recipe=self.recipe, findings=findings, json_mode=self.json_mode)
+        else:
+            stop_on_errors(findings)
+        if resume is not None:
+            has_none = "has no whole checkpoint: it starts from the beginning"
+            console.say(f"the run {name} {f'goes on after step {resume.step}' if resume.found.newest else has_none}")
+        if self.dry_run:
+            raise_on_errors(findings)
+            return 0
+        return run_training(
+            plan,
+            recipe_yaml=to_yaml(self.recipe),
+            findings=findings,
+            name=name,
+            json_mode=self.json_mode,
+            steps=self.steps,
+            resume=resume,
+            may_restart=self.most_restarts > 0,
         )
-        if code is not None:
+
+    def go_on(self, target: resuming.Target, *, force: bool, found: CheckpointSearch | None = None) -> int:
+        """found: a look at the run's checkpoints, None: it is still to be made."""
+        resuming.refuse_changes(self.recipe, target=target, force=force)
+        if resuming.is_done(target, steps=steps_of(self.recipe)[0]):
+            console.say(f"the run {target.run_dir.name} is done: {target.run_dir / 'model'}")
+            return 0
+        start = resuming.find_start(target) if found is None else resuming.Resume(target, found)
+        resuming.warn_of_rejected(start.found)
+        plan, _, findings = examine(
+            self.recipe,
+            run_dir=target.run_dir,
+            ask_hub=True,
+            cache_dir=resuming.cache_of(target),
+            resume_from=start.found.newest,
+            original=resuming.original_plan(target),
+        )
+        resuming.refuse_misfit(start, plan=plan)
+        return self.begin(plan, findings, name=target.run_dir.name, resume=start)
+
+    def through_faults(self, code: int, run_dir: Path) -> int:
+        """What is left of a run after its first attempt ended with this code. Returns the last exit code."""
+
+        def again(found: CheckpointSearch) -> int:
+            name = run_dir.name
+            target = resuming.find_target(str(run_dir), root=run_dir.parent, recipe_name=self.recipe.name, name=name)
+            assert target is not None, "a run's own folder is a target"
+            return self.go_on(target, force=True, found=found)
+
+        restarts = self.most_restarts
+        try:
+            with told_interruptions(lambda: newest_step(run_dir)):
+                return keep_going(code, run_dir=run_dir, max_restarts=restarts, again=again)
+        finally:
+            if code and restarts:  # the page of the last attempt may still wait for another one
+                LivePage(run_dir).write()
+
+
+def keep_going(code: int, *, run_dir: Path, max_restarts: int, again: Callable[[CheckpointSearch], int]) -> int:
+    """Start the run again after faults. Returns the last exit code.
+
+    code: of the first attempt.  again: resumes the run from what was found, every byte of which was read just now, and
+    returns its exit code; raises as it does.  Raises PreflightError when the run's folder cannot be written.
+    """
+    reached = -1
+    for number in range(1, max_restarts + 1):
+        if not may_restart(run_dir, code=code):
             return code
-    plan, _, findings = examine(recipe, run_dir=new_run_dir(recipe, name=name), ask_hub=True)
-    if dry_run:
-        print_plan(plan, recipe=recipe, findings=findings, json_mode=json_mode)
-        raise_on_errors(findings)
-        return 0
-    stop_on_errors(findings)
-    code = run_training(
-        plan,
-        recipe_yaml=to_yaml(recipe),
-        findings=findings,
-        name=name,
-        json_mode=json_mode,
-        steps=steps,
-        may_restart=most_restarts(recipe) > 0,
-    )
-    return through_faults(code, recipe, Path(plan.run_dir), json_mode=json_mode, steps=steps)
+        if signal := asked_to_stop(run_dir):
+            console.say(f"not restarted: stopped by {signal}")
+            return code
+        found = find_newest(run_dir)
+        step = -1 if found.newest is None else step_of(found.newest) or 0
+        if step <= reached:
+            why = f"it got no further than step {step} again" if found.newest else "there is no whole checkpoint"
+            console.say(f"not restarted: {why}")
+            return code
+        reached = step
+        what = f"restart {number} of {max_restarts}, from the state after step {step}"
+        try:
+            append_event(run_dir, kind="restart", what=what, why="trainer.max_restarts", step=step)
+        except OSError as error:
+            raise cannot_write(run_dir, error) from error
+        console.say(what)
+        code = again(found)
+    return code
 
 
 def run_plan(recipe: Recipe, *, name: str | None, full: bool, json_mode: bool) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from appliance import console
 from appliance.errors import PreflightError, RecipeError
-from appliance.launch.resume import rejected_texts
+from appliance.launch.resume import warn_of_rejected
 from appliance.launch.side_job import run_child
 from appliance.launch.workspace import folder_elsewhere, new_folder
 from appliance.recipe.text import full_path
@@ -50,8 +50,7 @@ def run_export(run: str, *, run_root: Path, step: int | None, output: Path) -> i
 def _checkpoint(run_dir: Path, *, step: int | None) -> Path:
     if step is None:
         found = find_newest(run_dir)
-        for line in rejected_texts(found.rejected):
-            console.say(f"warning: {line}")
+        warn_of_rejected(found)
         if found.newest is None:
             raise RecipeError([(f"{run_dir} has no whole checkpoint", "see its events.jsonl")])
         return found.newest

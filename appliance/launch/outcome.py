@@ -1,12 +1,13 @@
-"""How a run ended: a state, an exit code, a reason and lines for the person. Pure."""
+"""How a run ended: a state, an exit code, a reason, and for the person at most eight lines. Pure."""
 
 from __future__ import annotations
 
+import re
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from appliance.errors import GuardStop, Interrupted
-from appliance.launch import failure
 from appliance.record.events import Event
 from appliance.record.session import RunStatus
 from appliance.record.state import RunState
@@ -14,6 +15,9 @@ from appliance.signals import code_of, stopped_by
 
 _CODES_OF_CHILDREN = frozenset({2, 3, 4, 5, 6})
 _NO_RESULT = "TrainingError: it ended without writing its result"
+_MOST_LINES = 8
+_LONGEST = 300
+_VAGUE = frozenset({"", "TrainingError", "ApplianceError"})  # errors that may hide a symptom we know
 
 
 @dataclass(frozen=True)
@@ -66,28 +70,161 @@ def failed(child: Child, *, returncode: int, state: RunState, log_tail: str, log
 
     returncode: negative for a signal, 0 for a child that ended well without its result.  log, run: paths to show.
     """
-    if state.failure is not None and state.failure.error == GuardStop.__name__:
-        return _guarded(state.failure, run=run)
-    log_tail = log_tail if returncode else _NO_RESULT
-    said = state.failure.exit_code if state.failure else None
-    code = next((code for code in (said, returncode) if code in _CODES_OF_CHILDREN), child.default_code)
+    failure, next_line = state.failure, f"next: appliance logs {run}"
+    if failure is not None and failure.error == GuardStop.__name__:  # on purpose, after it was saved
+        advice = (failure.what, *_hint(failure.hint), next_line)
+        return Outcome(RunStatus.STOPPED, exit_code=GuardStop.exit_code, reason=failure.what, advice=advice)
+    codes = (failure.exit_code if failure else None, returncode)
+    what, hint = _what_and_hint(returncode, failure=failure, log_tail=log_tail if returncode else _NO_RESULT)
+    tail = (*_hint(hint), f"log: {log}", next_line)
+    lines = (f"error: {child.title} failed in phase {state.phase}: {what[0]}", *what[1:])
     return Outcome(
         RunStatus.FAILED,
-        exit_code=code,
-        reason=failure.reason(returncode=returncode, failure=state.failure, log_tail=log_tail),
-        advice=failure.explain(
-            child=child.title,
-            phase=state.phase,
-            returncode=returncode,
-            failure=state.failure,
-            log_tail=log_tail,
-            log=log,
-            next_command=f"appliance logs {run}",
-        ),
+        exit_code=next((code for code in codes if code in _CODES_OF_CHILDREN), child.default_code),
+        reason=what[0],
+        advice=(*lines[: _MOST_LINES - len(tail)], *tail),
     )
 
 
-def _guarded(said: Event, *, run: str) -> Outcome:
-    """The governor ended the run on purpose, after it was saved: no fault of a program."""
-    advice = (said.what, *([f"hint: {said.hint}"] if said.hint else []), f"next: appliance logs {run}")
-    return Outcome(RunStatus.STOPPED, exit_code=said.exit_code or 6, reason=said.what, advice=advice)
+def _hint(hint: str) -> tuple[str, ...]:
+    return (f"hint: {hint}",) if hint else ()
+
+
+def _what_and_hint(returncode: int, *, failure: Event | None, log_tail: str) -> tuple[list[str], str]:
+    said = [] if failure is None else [_short(line) for line in failure.what.splitlines() if line.strip()]
+    if failure is not None and said and failure.error not in _VAGUE:
+        return said, failure.hint
+    # A log that ended well is full of texts that name what a failure would: optional parts that are not installed.
+    text = said or [line for line in log_tail.splitlines() if not _WARNING.search(line)]
+    for pattern, what, advice in SYMPTOMS:
+        if re.search(pattern, "\n".join(text)):
+            return [what, *said], advice
+    if failure is not None and said:
+        return said, failure.hint
+    if returncode < 0:
+        return _by_signal(-returncode)
+    last = _last_error(log_tail)
+    return [f"{last} (exit code {returncode})" if last else f"exit code {returncode}, and no word in the log"], ""
+
+
+def _by_signal(number: int) -> tuple[list[str], str]:
+    try:
+        known = signal.Signals(number)
+    except ValueError:
+        return [f"ended by signal {number}"], ""
+    why, hint = _SIGNALS.get(known, ("", ""))
+    return [f"ended by signal {number} ({known.name}){', ' + why if why else ''}"], hint
+
+
+def _last_error(log_tail: str) -> str:
+    """The last line of a log that reads like the end of a traceback, without colours and Ray's prefix; else empty."""
+    lines = [_NOISE.sub("", _NOISE.sub("", line)).strip() for line in log_tail.splitlines()]
+    return next((_short(line) for line in reversed(lines) if _ERROR_LINE.match(line)), "")
+
+
+def _short(line: str) -> str:
+    line = line.strip()
+    return line if len(line) <= _LONGEST else line[: _LONGEST - 3] + "..."
+
+
+_NOISE = re.compile(r"\x1b\[[0-9;]*m|^\s*\((?:[\w:.]+ )?pid=\d+(?:, ip=[\d.]+)?\)\s*|^\s*\(\w+ pid=\d+\)\s*")
+_WARNING = re.compile(r"\bWARN|[Ww]arn(?:ing)?\b|not available:|is not installed")
+_ERROR_LINE = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit)(?::\s|$)")
+
+# (searched in the failure's text, or, where the child said nothing, in the end of its log; the fact; the remedy)
+SYMPTOMS = (
+    (
+        r"Raylet is terminated",  # Ray adds what may have been the reason, a bus error among others
+        "Ray's scheduler (raylet) died",
+        "often the kernel ended it for want of memory (sudo dmesg | tail)",
+    ),
+    (
+        r"CUDA out of memory|torch\.OutOfMemoryError|CUDA error: out of memory",
+        "the GPU ran out of memory",
+        "lower rollout.gpu_memory_utilization, batch.max_tokens_per_gpu or batch.micro_batch_sequences",
+    ),
+    (
+        r"No available memory for the cache blocks|larger than the available KV cache memory",
+        "the rollout engine has no memory for its KV cache",
+        "raise rollout.gpu_memory_utilization, or lower task.max_response_tokens",
+    ),
+    (
+        r"AF_UNIX path length|AF_UNIX path too long",
+        "a socket's path is too long",
+        "set TMPDIR to a short path such as /tmp",
+    ),
+    (
+        r"Bus error|SIGBUS|No space left on device.*/dev/shm|/dev/shm.*No space left on device",
+        "shared memory (/dev/shm) is full",
+        "in a container start it with --shm-size=2g or more; df -h /dev/shm shows what is free",
+    ),
+    (r"No space left on device|Errno 28\b|Disk quota exceeded", "the disk is full", "free some space: df -h"),
+    (
+        r"ray\.exceptions\.OutOfMemoryError|\bMemoryError\b|Cannot allocate memory|can't allocate memory"
+        r"|killed due to the node running low on memory",
+        "this host ran out of memory",
+        "close other programs, or lower batch.prompts_per_step and rollout.samples_per_prompt",
+    ),
+    (
+        r"libnuma\.so|_OpNamespace' '_C[\w]*' object has no attribute",
+        "vLLM's kernels did not load: the system library libnuma1 is missing",
+        "install it: sudo apt-get install libnuma1",
+    ),
+    (
+        r"InvalidCxxCompiler|No working C\+\+ compiler",
+        "a C++ compiler is missing",
+        "install one: sudo apt-get install g++",
+    ),
+    (
+        r"GCS may have been killed|Failed to connect to GCS within",
+        "the Ray head of the cluster is gone",
+        "start the head again, then the other nodes: docs/cluster.md",
+    ),
+    (
+        r"The current node timed out during startup",
+        "Ray did not start within its 30 s",
+        "this host is too busy: close other programs, and start again",
+    ),
+    (
+        r"Address already in use|EADDRINUSE",
+        "a port is in use",
+        "end the program that holds it (ss -ltnp lists them), and start again",
+    ),
+    (
+        r"Temporary failure in name resolution|Name or service not known|LocalEntryNotFoundError|OfflineModeIsEnabled"
+        r"|We couldn't connect to 'https://huggingface\.co'",
+        "the model hub cannot be reached",
+        "set model.path to a folder that has the model, or give this host a network",
+    ),
+    (
+        r"GatedRepoError|401 Client Error|403 Client Error",
+        "the model hub refuses access",
+        "accept the model's licence on its page and log in: hf auth login",
+    ),
+    (
+        r"Read-only file system|Errno 30\b",
+        "a folder is read-only",
+        "set cluster.run_dir to a folder that can be written",
+    ),
+    (
+        r"PermissionError: \[Errno (?:1|13)\]",
+        "a file or folder cannot be written or read",
+        "let this user write there, and in cluster.run_dir until the run ends",
+    ),
+    (r"Too many open files|Errno 24\b", "this user may not open more files", "raise the limit: ulimit -n 65535"),
+    (
+        r"No module named '([\w.]+)'",
+        "a Python package is missing",
+        "set up again: make demo installs the locked requirements",
+    ),
+)
+
+_SIGNALS = {
+    signal.SIGKILL: (
+        "most likely by the kernel, for want of memory",
+        "sudo dmesg | tail shows it; use a smaller batch",
+    ),
+    signal.SIGSEGV: ("in native code", "start again; if it stays, report it with the log"),
+    signal.SIGILL: ("this processor lacks an instruction", "use a processor with AVX2 or AVX-512"),
+    signal.SIGBUS: ("shared memory (/dev/shm) may be full", "in a container start it with --shm-size=2g or more"),
+}

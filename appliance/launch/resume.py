@@ -1,49 +1,79 @@
-"""Which run a `train --resume` means, whether it may go on, and from where. Looks only; launch/rewind.py does it.
+"""Which run a `train --resume` means, whether it may go on and from where; and its folder put back to that step.
 
 Only the run's own checkpoints are ever loaded, and only those whose every byte verifies: verl unpickles what is in
-them.
+them. Up to `begin_attempt` nothing is written. Every move of that can be repeated: a launcher that is killed in between
+leaves a folder that can be resumed all the same, for `run.json` gets the new number of the attempt last.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
+from appliance import console
 from appliance.errors import PreflightError, RecipeError
+from appliance.files import partial_prefix, write_whole
 from appliance.plan.build import OriginalPlan
-from appliance.plan.problems import Problems, has_problems
 from appliance.quant.uaq import MARK_FILE, read_mark
 from appliance.recipe.load import load_recipe, to_plain
 from appliance.recipe.schema import NAME_PATTERN, Recipe
 from appliance.recipe.text import full_path
+from appliance.record.attestations import ATTEST_FOLDER
 from appliance.record.checkpoints import (
+    DAMAGED,
+    FITS_FILE,
     FOLDER,
+    GUARD_FILE,
     PROFILE_FOLDER,
     CheckpointSearch,
     Facts,
-    Rejected,
     damage,
     find_newest,
+    half_done,
     hash_file,
+    in_order,
+    is_leaving,
+    owed_line,
     read_manifest,
+    set_aside,
     step_of,
 )
+from appliance.record.events import EVENTS_FILE, METRICS_FILE, append_event, end_torn_line
 from appliance.record.plan import Choice, ModelPlan, RunPlan, UaqPlan, sentence
-from appliance.record.session import LOGS, RUN_FILE, RunRecord, RunStatus, has_launcher, newest_run_dir, read_record
+from appliance.record.samples import SAMPLES_FILE
+from appliance.record.session import (
+    LOGS,
+    RUN_FILE,
+    RunRecord,
+    RunStatus,
+    Session,
+    cannot_write,
+    has_launcher,
+    log_dir,
+    newest_run_dir,
+    read_record,
+    versions,
+    write_record,
+)
+from appliance.sync.records import SYNC_FOLDER
+from appliance.tasks.library import data_key
 from appliance.terms.schemes import Scheme
 
-NEVER, AUTO = "never", "auto"
 _CLAIMED = frozenset({LOGS, "recipe.yaml", "plan.json", "versions.json"})  # written before run.json
-
 _RAY_LOGS = "ray"  # of a run that failed: Ray's own, copied with the links in them and never written again
+_MODEL = "model"
 
 # What may change between two attempts: how long, what is watched, kept and shown, and where; never what is computed.
-HARMLESS = frozenset({"name", "cluster.run_dir", "rollout.kv_cache_gb", "rollout.gpu_memory_utilization"})
-HARMLESS_TRAINER = frozenset({"steps", "epochs", "validate_before", "validate_every", "max_restarts"})
-HARMLESS_SECTIONS = frozenset({"checkpoint", "guard", "logging"})
+_HARMLESS_SECTIONS = ("checkpoint.", "guard.", "logging.")
+_HARMLESS = {
+    *("name", "cluster.run_dir", "rollout.kv_cache_gb", "rollout.gpu_memory_utilization", "trainer.steps"),
+    *("trainer.epochs", "trainer.validate_before", "trainer.validate_every", "trainer.max_restarts"),
+}
 
 
 @dataclass(frozen=True)
@@ -73,12 +103,12 @@ def find_target(resume: str, *, root: Path, recipe_name: str, name: str | None) 
 
     Raises RecipeError when there is none where one was named, or its launcher still lives.
     """
-    if resume == NEVER:
+    if resume == "never":
         return None
     checkpoint = None
     if name is not None and not NAME_PATTERN.fullmatch(name):
         raise RecipeError([(f"--name: `{name}` is no name of a run", "use letters, digits, `.`, `_` and `-`")])
-    if resume == AUTO:
+    if resume == "auto":
         run_dir = root / name if name else newest_run_dir(root, name=recipe_name)
         if run_dir is None or not run_dir.exists():
             return None
@@ -156,18 +186,14 @@ def _is_begun_with(key: str, recipe: Recipe, *, target: Target) -> bool:
 
 def is_harmless(key: str) -> bool:
     """Whether a dotted key may differ between two attempts of one run."""
-    section, _, name = key.partition(".")
-    return key in HARMLESS or section in HARMLESS_SECTIONS or (section == "trainer" and name in HARMLESS_TRAINER)
+    return key in _HARMLESS or key.startswith(_HARMLESS_SECTIONS)
 
 
 def _flat(recipe: Recipe) -> dict[str, object]:
-    flat: dict[str, object] = {}
-    for key, value in to_plain(recipe).items():
-        if isinstance(value, dict):
-            flat |= {f"{key}.{inner}": each for inner, each in value.items()}
-        else:
-            flat[key] = value
-    return flat
+    plain = to_plain(recipe)
+    sections = {name: keys for name, keys in plain.items() if isinstance(keys, dict)}
+    inner = {f"{name}.{key}": value for name, keys in sections.items() for key, value in keys.items()}
+    return {name: value for name, value in plain.items() if name not in sections} | inner
 
 
 def is_done(target: Target, *, steps: int) -> bool:
@@ -184,7 +210,7 @@ def original_plan(target: Target) -> OriginalPlan | None:
     before = _plan_before(target.run_dir)
     return OriginalPlan(
         before.device,
-        before.automatic,
+        next((Scheme(each.value) for each in before.choices if each.key == "rollout.scheme"), None),  # if it was `auto`
         model=before.model.hub_name,
         revision=before.model.revision,
         commit=before.model.commit,
@@ -193,8 +219,9 @@ def original_plan(target: Target) -> OriginalPlan | None:
 
 def cache_of(target: Target) -> Path | None:
     """The cache that the run was made with, where it is still there: not always the one beside the run's folder."""
-    folder = Path(_plan_before(target.run_dir).cache_dir) if target.record.attempt else None
-    return folder if folder is not None and folder.is_dir() else None
+    if target.record.attempt and (folder := Path(_plan_before(target.run_dir).cache_dir)).is_dir():
+        return folder
+    return None
 
 
 def find_start(target: Target) -> Resume:
@@ -208,8 +235,7 @@ def find_start(target: Target) -> Resume:
         raise RecipeError([(f"{where} leads to {os.readlink(where)}, which is not there", hint)])
     if target.checkpoint is None:
         return Resume(target, find_newest(target.run_dir))
-    problems = damage(target.checkpoint)
-    if problems:
+    if problems := damage(target.checkpoint):
         message = f"--resume {target.checkpoint}: damaged: {problems[0]}"
         raise RecipeError([(message, "use --resume auto, which takes the newest whole one")])
     return Resume(target, CheckpointSearch(target.checkpoint))
@@ -223,7 +249,8 @@ def refuse_misfit(resume: Resume, *, plan: RunPlan) -> None:
     facts = read_manifest(folder).facts
     ranks = plan.topology.gpus
     if facts.world_size != ranks:
-        message = f"{folder.name} was saved by {_ranks(facts.world_size)}, the plan has {ranks}"
+        s = "" if facts.world_size == 1 else "s"
+        message = f"{folder.name} was saved by {facts.world_size} rank{s}, the plan has {ranks}"
         hint = "verl loads it with the same number only: set cluster.nodes and cluster.gpus_per_node back"
         raise PreflightError(message, hint=hint)
     if resume.step > plan.steps:
@@ -235,7 +262,7 @@ def refuse_misfit(resume: Resume, *, plan: RunPlan) -> None:
         what = plan.model.revision or "main"
         message = f"{original.model}: {what} is {now} on the hub now, the run began with {original.commit}"
         raise PreflightError(message, hint=f"go on with what it began with: --set model.revision={original.commit}")
-    if not has_problems(plan, _plan_before(resume.target.run_dir).problems):
+    if not has_problems_of(plan, run_dir=resume.target.run_dir):
         message = "the training problems are not those that the run began with"
         raise PreflightError(message, hint="put the data file or the version of this program back, or start a new run")
     _refuse_other_profile(folder, facts=facts, run_dir=resume.target.run_dir)
@@ -243,21 +270,17 @@ def refuse_misfit(resume: Resume, *, plan: RunPlan) -> None:
 
 
 def _refuse_other_profile(folder: Path, *, facts: Facts, run_dir: Path) -> None:
-    """A file that is gone is restored by attempt.py where the checkpoint has a copy; older ones have none."""
+    """One that is gone comes back from the checkpoint."""
     for name, digest in facts.profile:
         path = plan_profile_file(run_dir, name)
-        has_copy = (folder / PROFILE_FOLDER / name).is_file()
-        if hash_file(path) != digest if path.is_file() else not has_copy:
+        if path.is_file() and hash_file(path) != digest:
             message = f"{path} is not the one that {folder.name} was trained with"
-            remedy = "remove it, and the checkpoint's copy is taken" if has_copy else "put it back"
-            raise PreflightError(message, hint=f"{remedy}, or start a new run")
+            raise PreflightError(message, hint="remove it, and the checkpoint's copy is taken, or start a new run")
 
 
 def _refuse_other_scale(folder: Path, *, uaq: UaqPlan | None) -> None:
-    """Weights are scaled as the checkpoint's mark says. One of an older version has none: the run's own counts."""
+    """Weights are scaled as the checkpoint's mark says, and not at all without one."""
     saved, now = read_mark(folder), read_mark(Path(uaq.folder)) if uaq else None
-    if saved is None and (now is not None or uaq is None):
-        return
     scale, wanted = (each.scale if each else 1.0 for each in (saved, uaq))
     if scale != wanted:
         message = f"the weights of {folder.name} are scaled by {scale:g} (UAQ), and the plan says {wanted:g}"
@@ -265,10 +288,6 @@ def _refuse_other_scale(folder: Path, *, uaq: UaqPlan | None) -> None:
     if uaq and saved and now and now.model_hash != saved.model_hash:
         message = f"{Path(uaq.folder) / MARK_FILE} is of another model than {folder.name} was trained with"
         raise PreflightError(message, hint="remove its folder, which is then made again, or start a new run")
-
-
-def _ranks(number: int) -> str:
-    return f"{number} rank{'' if number == 1 else 's'}"
 
 
 def plan_profile_file(run_dir: Path, name: str) -> Path:
@@ -292,16 +311,6 @@ class _PlanBefore(BaseModel, strict=True):
     task: _TaskBefore
     choices: tuple[Choice, ...]
 
-    @property
-    def problems(self) -> Problems:
-        model = self.model
-        return Problems(self.task.train_parquet, model=model.identity, builtin=model.builtin, commit=model.commit)
-
-    @property
-    def automatic(self) -> Scheme | None:
-        """What `auto` meant for it, None where nothing asked."""
-        return next((Scheme(each.value) for each in self.choices if each.key == "rollout.scheme"), None)
-
 
 def _plan_before(run_dir: Path) -> _PlanBefore:
     """Raises RecipeError when the run's plan cannot be read."""
@@ -313,15 +322,198 @@ def _plan_before(run_dir: Path) -> _PlanBefore:
         raise RecipeError([(f"{path}: cannot be read: {why}", "start a new run")]) from error
 
 
+def problems_of(run_dir: Path) -> Path:
+    """The file of the training problems of a run that was made. Raises RecipeError when its plan cannot be read."""
+    return Path(_plan_before(run_dir).task.train_parquet)
+
+
 def has_problems_of(plan: RunPlan, *, run_dir: Path) -> bool:
-    """Whether the plan's problems are those of a run that was made. Raises RecipeError when its plan cannot be read."""
-    return has_problems(plan, problems_of(run_dir))
+    """Whether the plan asks for the very problems of a run that was made. May read the data files that the plan names.
+
+    They are compared by the hash in their folder's name, of all that makes them. It knows a built-in model by its path,
+    so that a cache elsewhere has other names for the same; and a commit of the hub by whether the recipe named it.
+    Raises RecipeError when the run's plan cannot be read.
+    """
+    before, task, model = _plan_before(run_dir), plan.task, plan.model
+    if task.train_parquet == before.task.train_parquet:
+        return True
+    made = before.model
+    if model.builtin:
+        is_same_model = model.builtin == made.builtin
+    else:
+        named = made.identity.partition("@")[0]
+        is_same_model = bool(made.commit) and (model.hub_name, model.commit) == (named, made.commit)
+    key = data_key(
+        task.kind,
+        difficulty=task.difficulty,
+        seed=task.seed,
+        train_file=task.train_file,
+        val_file=task.val_file,
+        train_size=task.train_size,
+        val_size=task.val_size,
+        max_prompt_tokens=task.max_prompt_tokens,
+        truncate_prompts=task.truncate_prompts,
+        model=made.identity if is_same_model else model.identity,
+    )
+    return Path(before.task.train_parquet).parent.name == f"{task.kind}-{key}"
 
 
-def problems_of(run_dir: Path) -> Problems:
-    """Of a run that was made, by its own plan. Raises RecipeError when that cannot be read."""
-    return _plan_before(run_dir).problems
+def warn_of_rejected(found: CheckpointSearch) -> None:
+    for each in found.rejected:
+        console.say(f"warning: {each.folder.name} is passed over: {each.why}")
 
 
-def rejected_texts(rejected: tuple[Rejected, ...]) -> list[str]:
-    return [f"{each.folder.name} is passed over: {each.why}" for each in rejected]
+# The next attempt.
+
+
+def begin_attempt(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> Session:
+    """Claim the run and bring its folder back to the end of the last step that is kept; nothing is thrown away.
+
+    Raises RecipeError when another launcher has it, PreflightError when the folder cannot be written.
+    """
+    run_dir, before = resume.target.run_dir, resume.target.record.attempt
+    taken = RecipeError([(f"--resume: another program has just taken the run {run_dir}", "wait for its end")])
+    try:
+        session = Session(run_dir, record=RunRecord(attempt=before + 1), must_lock=True)
+    except BlockingIOError:
+        raise taken from None
+    except OSError as error:
+        raise cannot_write(run_dir, error) from error
+    try:
+        if _record(run_dir).attempt != before:
+            raise taken
+        _put_back(plan, resume=resume, recipe_yaml=recipe_yaml)
+        write_record(run_dir, session.record)
+    except OSError as error:
+        session.release()
+        raise cannot_write(run_dir, error) from error
+    except RecipeError:
+        session.release()
+        raise
+    return session
+
+
+def _put_back(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> None:
+    run_dir, attempt, checkpoint = resume.target.run_dir, resume.target.record.attempt, resume.found.newest
+    logs = log_dir(run_dir, attempt=attempt)
+    logs.mkdir(parents=True, exist_ok=True)
+    log_dir(run_dir, attempt=attempt + 1).mkdir(exist_ok=True)
+    end_torn_line(run_dir / EVENTS_FILE)
+    how = f"goes on after step {resume.step}" if checkpoint else "starts from the beginning: no whole checkpoint"
+    what = f"attempt {attempt + 1} {how}"
+    append_event(run_dir, kind="resume", what=what, step=resume.step, attempt=attempt + 1)
+    _put_checkpoints_aside(resume)
+    after = resume.step if checkpoint else -1
+    # The last step's line is written again, whole, after the validation that a stop cut.
+    owed = owed_line(run_dir, checkpoint=checkpoint, plan=plan) is not None
+    for name, last in ((METRICS_FILE, after - owed), (FITS_FILE, after), (SAMPLES_FILE, after)):
+        cut = cut_lines(run_dir / name, after=last, attempt=attempt, may_repeat=name == SAMPLES_FILE)
+        if cut is not None:
+            what = f"the lines of {name} after step {max(0, last)} are cut off"
+            append_event(run_dir, kind="note", what=what, why=f"kept in {cut.name}")
+    _restore(run_dir, checkpoint=checkpoint)
+    for folder in (SYNC_FOLDER, ATTEST_FOLDER, _MODEL):
+        if (run_dir / folder).exists():
+            (run_dir / folder).rename(logs / folder)
+    for partial in run_dir.glob(f"{partial_prefix(run_dir / _MODEL)}*"):  # of an attempt that was killed
+        shutil.rmtree(partial)
+    now = versions(plan)
+    _tell_versions(run_dir, now=now)
+    made = {
+        "recipe.yaml": recipe_yaml,
+        "plan.json": plan.to_json() + "\n",
+        "versions.json": json.dumps(now, indent=2) + "\n",
+    }
+    for name, text in made.items():
+        if (run_dir / name).is_file() and not (logs / name).exists():
+            shutil.copyfile(run_dir / name, logs / name)
+        write_whole(run_dir / name, text)
+
+
+def _tell_versions(run_dir: Path, *, now: dict[str, object]) -> None:
+    """A note where this program or what it drives is another version than in the attempt before."""
+    try:
+        before = json.loads((run_dir / "versions.json").read_text())
+    except (OSError, ValueError):
+        return
+    changed = [name for name in ("distributions", "python", "fingerprint") if before.get(name) != now.get(name)]
+    if changed:
+        what = f"this attempt runs with other versions than the one before: {', '.join(changed)}"
+        append_event(run_dir, kind="note", what=what, why="versions.json, and logs/ for those before")
+
+
+def _put_checkpoints_aside(resume: Resume) -> None:
+    run_dir = resume.target.run_dir
+
+    def put(folder: Path, what: str, *, why: str, below: str = DAMAGED) -> None:
+        aside = set_aside(folder, below=below).relative_to(run_dir)
+        append_event(run_dir, kind="checkpoint", what=f"{folder.name} {what} set aside", why=why, aside=str(aside))
+
+    for each in resume.found.rejected:
+        put(each.folder, "is damaged and", why=each.why)
+    for folder in half_done(run_dir):
+        if is_leaving(folder):
+            shutil.rmtree(folder)
+        else:
+            put(folder, "was half written and is", why="")
+    for folder in in_order(run_dir):
+        if (step_of(folder) or 0) > resume.step:
+            why = f"the run goes on after step {resume.step}"
+            put(folder, "is later and", why=why, below=f"cut-{resume.target.record.attempt}")
+
+
+def cut_lines(path: Path, *, after: int, attempt: int, may_repeat: bool = False) -> Path | None:
+    """Keep the lines of steps up to `after`, each step once; move the others into a file beside it, which is returned.
+
+    A line that was torn by the end of a process is one of the others. None when there was nothing to cut.
+    may_repeat: a step may have several lines.
+    """
+    if not path.exists():
+        return None
+    kept: list[bytes] = []
+    cut: list[bytes] = []
+    seen: set[int] = set()
+    for line in path.read_bytes().splitlines(keepends=True):
+        step = _step(line)
+        if step is not None and step <= after and (may_repeat or step not in seen):
+            kept.append(line)
+            seen.add(step)
+        else:
+            cut.append(line)
+    if not cut:
+        return None
+    aside = path.with_name(f"{path.stem}.cut-{attempt}{path.suffix}")
+    write_whole(aside, b"".join(cut))
+    write_whole(path, b"".join(kept))
+    return aside
+
+
+def _step(line: bytes) -> int | None:
+    """The step of a whole line, None for another one."""
+    try:
+        raw = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    step = raw.get("step") if isinstance(raw, dict) else None
+    return step if type(step) is int else None
+
+
+def _restore(run_dir: Path, *, checkpoint: Path | None) -> None:
+    """The governor's memory as it was at the end of the step, none at the beginning; and what the next step needs and
+    the run's folder has lost: files of the profile, the fits up to the step."""
+    if checkpoint is None or not (checkpoint / GUARD_FILE).is_file():
+        (run_dir / GUARD_FILE).unlink(missing_ok=True)
+    else:
+        write_whole(run_dir / GUARD_FILE, (checkpoint / GUARD_FILE).read_bytes())
+    if checkpoint is None:
+        return
+    profile = run_dir / PROFILE_FOLDER
+    lost = [each for each in (checkpoint / PROFILE_FOLDER).glob("*") if not (profile / each.name).exists()]
+    fits, here = checkpoint / FITS_FILE, run_dir / FITS_FILE
+    if fits.is_file() and not (here.is_file() and here.read_bytes() == fits.read_bytes()):
+        lost.append(fits)
+    for file in lost:
+        name = file.relative_to(checkpoint)
+        (run_dir / name).parent.mkdir(exist_ok=True)
+        write_whole(run_dir / name, file.read_bytes())
+        append_event(run_dir, kind="note", what=f"{name} is restored", why=f"from {checkpoint.name}")

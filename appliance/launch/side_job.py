@@ -89,5 +89,4 @@ def _run(module: list[str], *, log: Path, env: dict[str, str], tick: Callable[[]
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """What was begun is cleaned up, as it is after Ctrl-C."""
-    raise Interrupted("stopped by SIGTERM")
+    raise Interrupted("stopped by SIGTERM")  # what was begun is cleaned up, as it is after Ctrl-C

@@ -82,13 +82,13 @@ class _Subreaper:
             self._pause(1.0)
             if self._hurried or (self._kill_at is not None and time.monotonic() >= self._kill_at):
                 self._send(signal.SIGKILL)
-        sweep = end_processes(
+        ended, left = end_processes(
             lambda: find_processes(self._order.mark, below=os.getpid()),
             patience_s=0.0 if self._hurried else self._order.patience_s,
             pause=self._pause,
         )
         self._bury()
-        return SubreaperReport(self._status, ended=sweep.ended, left=sweep.left)
+        return SubreaperReport(self._status, ended=ended, left=left)
 
     def _start(self) -> int:
         subreaper = os.getpid()

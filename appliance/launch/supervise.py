@@ -62,27 +62,25 @@ def supervise(
     )
     with log.open("ab") as file, os.fdopen(receive, "rb") as answer:
         try:
-            subreaper = _start_subreaper(order, env={**env, RUN_VARIABLE: str(run_dir)}, log=file.fileno())
+            subreaper = subprocess.Popen(
+                [sys.executable, "-m", "appliance.launch.subreaper", json.dumps(asdict(order))],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env={**env, RUN_VARIABLE: str(run_dir)},
+                pass_fds=(report,),
+                start_new_session=True,
+            )
         finally:
             os.close(report)
         try:
             _watch(subreaper, interrupts=interrupts, ask=ask, on_tick=on_tick)
         finally:
-            _end_at_once(subreaper)
+            if subreaper.poll() is None:  # the watch was left by an error
+                subreaper.send_signal(signal.SIGUSR1)
+                subreaper.wait()
         said = answer.read()
     return SubreaperReport.from_json(said) if said else _without_subreaper(mark, before=before)
-
-
-def _start_subreaper(order: SubreaperOrder, *, env: Mapping[str, str], log: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "appliance.launch.subreaper", json.dumps(asdict(order))],
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        env=dict(env),
-        pass_fds=(order.report,),
-        start_new_session=True,
-    )
 
 
 def _watch(
@@ -94,10 +92,12 @@ def _watch(
         if heard > told:
             if heard > 1:
                 subreaper.send_signal(signal.SIGUSR1)
-            elif ask is None:
-                end_at = 0.0
             else:
-                end_at = time.monotonic() + (ask.budget_s if _told(ask, interrupts.names[0]) else 0.0)
+                end_at = time.monotonic()
+                with contextlib.suppress(OSError):  # a full disk: it would have nowhere to save to either
+                    if ask is not None:
+                        ask.tell(interrupts.names[0])
+                        end_at = time.monotonic() + ask.budget_s
             told = heard
         if time.monotonic() >= end_at:
             subreaper.send_signal(signal.SIGTERM)
@@ -109,21 +109,6 @@ def _watch(
             continue
         on_tick()
         return
-
-
-def _told(ask: Ask, name: str) -> bool:
-    try:
-        ask.tell(name)
-    except OSError:  # a full disk: it would have nowhere to save to either
-        return False
-    return True
-
-
-def _end_at_once(subreaper: subprocess.Popen[bytes]) -> None:
-    """Nothing to do unless the watch was left by an error."""
-    if subreaper.poll() is None:
-        subreaper.send_signal(signal.SIGUSR1)
-        subreaper.wait()
 
 
 def _without_subreaper(mark: str, *, before: set[int]) -> SubreaperReport:
@@ -138,10 +123,5 @@ def _without_subreaper(mark: str, *, before: set[int]) -> SubreaperReport:
                 os.waitpid(pid, os.WNOHANG)
         return found
 
-    sweep = end_processes(orphans, patience_s=0.0, pause=_sleep)
-    return SubreaperReport(-signal.SIGKILL, ended=sweep.ended, left=sweep.left)
-
-
-def _sleep(seconds: float) -> bool:
-    time.sleep(seconds)
-    return False
+    ended, left = end_processes(orphans, patience_s=0.0, pause=lambda seconds: bool(time.sleep(seconds)))
+    return SubreaperReport(-signal.SIGKILL, ended=ended, left=left)

@@ -18,15 +18,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from appliance import console
+from appliance.errors import ApplianceError, EngineError, PreflightError, TrainingError
 from appliance.launch.outcome import DONE, Child, Outcome, failed, interrupted
-from appliance.launch.ray_dir import keep_ray_logs, make_ray_dir, make_ray_token
-from appliance.launch.resume import Resume
-from appliance.launch.rewind import begin_attempt
-from appliance.launch.stalls import Stalled, StallWatch, ask_around
+from appliance.launch.resume import Resume, begin_attempt
 from appliance.launch.subreaper import SubreaperReport
 from appliance.launch.supervise import Ask, supervise
+from appliance.preflight.access import write_token
 from appliance.preflight.finding import Finding, Severity
+from appliance.processes import find_processes
 from appliance.record.events import MemoryWatch, RunTail, append_event, append_failure
+from appliance.record.liveness import STACKS_FOLDER, dump_stacks, last_beat
 from appliance.record.plan import RunPlan
 from appliance.record.session import (
     RUN_FILE,
@@ -39,14 +40,24 @@ from appliance.record.session import (
     forget_stop,
 )
 from appliance.record.state import RunState, fold
-from appliance.report import summary
+from appliance.report import draw, summary
 from appliance.report.display import Progress, choose_progress, json_line
 from appliance.report.write import LivePage
 from appliance.signals import Interrupts
 from appliance.tasks.prepare import is_prepared
-from appliance.terms.environment import LOG_DIR_VARIABLE, PLAN_VARIABLE, RAY_DIR_VARIABLE, with_ray_token
+from appliance.terms.environment import (
+    LOG_DIR_VARIABLE,
+    LONGEST_RAY_DIR,
+    PLAN_VARIABLE,
+    RAY_DIR_VARIABLE,
+    RAY_OWN,
+    RAY_TOKEN,
+    RUN_VARIABLE,
+    with_ray_token,
+)
 
 _LOG_TAIL_BYTES = 65536
+_ENGINE_PHASES = frozenset({"load-engine", "restart-engines", "rollout", "validate"})  # the trainer waits for an engine
 SAVING = "saving, then stopping (press Ctrl-C again to stop at once)"
 
 
@@ -85,7 +96,10 @@ def run_training(
     """
     started = time.monotonic()
     with Interrupts() as interrupts, contextlib.ExitStack() as at_the_end:
-        session = _open_session(plan, recipe_yaml=recipe_yaml, name=name, resume=resume)
+        if resume is None:
+            session = create_session(plan, recipe_yaml=recipe_yaml, is_chosen=name is None)
+        else:
+            session = begin_attempt(plan, resume=resume, recipe_yaml=recipe_yaml)
         at_the_end.enter_context(_host_is_to_blame(session.run_dir))
         page = LivePage(session.run_dir)
         at_the_end.callback(_pass_on, interrupts, run_dir=session.run_dir)  # one that came while the page was written
@@ -151,12 +165,6 @@ def _reader_of(interrupts: Interrupts) -> Iterator[None]:
             raise
 
 
-def _open_session(plan: RunPlan, *, recipe_yaml: str, name: str | None, resume: Resume | None) -> Session:
-    if resume is None:
-        return create_session(plan, recipe_yaml=recipe_yaml, is_chosen=name is None)
-    return begin_attempt(plan, resume=resume, recipe_yaml=recipe_yaml)
-
-
 class _Training:
     """The children of one run in their order, and the state that their events add up to."""
 
@@ -188,30 +196,40 @@ class _Training:
         with self._progress:
             outcome = DONE
             if not is_prepared(self._plan):
-                outcome = self._run_child(_prepare_child(self._plan), is_done=is_prepared)
+                argv = (sys.executable, "-m", "appliance.tasks.prepare", str(Path(self._plan.run_dir) / "plan.json"))
+                child = Child("prepare", "preparation", argv, default_code=1)
+                outcome = self._run_child(child, is_done=is_prepared)
             for step in steps:
+                if outcome == DONE and (child := step.child(self._plan)) is not None:
+                    outcome = self._run_child(child, is_done=step.is_done)
                 if outcome == DONE:
-                    outcome = self._step(step)
+                    step.finish(self._plan)
             return self._train() if outcome == DONE else outcome
 
-    def _step(self, step: Step) -> Outcome:
-        child = step.child(self._plan)
-        outcome = DONE if child is None else self._run_child(child, is_done=step.is_done)
-        if outcome == DONE:
-            step.finish(self._plan)
-        return outcome
-
     def _train(self) -> Outcome:
-        with _ray_dir(self._plan) as ray_dir:
+        """Ray's sockets and files are where the plan says, for as long as they are needed."""
+        plan, wanted = self._plan, dict(self._plan.env).get(RAY_DIR_VARIABLE)
+        ray_dir = make_ray_dir(wanted) if wanted else None
+        try:
+            if plan.cluster is not None:
+                ray_token = Path(plan.cluster.token_file)
+            else:
+                ray_token = make_ray_token(ray_dir) if ray_dir else None
             outcome = self._run_child(
-                _train_child(self._plan),
-                is_done=_has_model,
-                ask=Ask(self._ask_to_stop, budget_s=self._plan.guard.save_budget_s),
+                Child("train", "training", plan.argv, default_code=5),
+                is_done=lambda plan: (Path(plan.run_dir) / "model" / "config.json").is_file(),
+                ask=Ask(self._ask_to_stop, budget_s=plan.guard.save_budget_s),
                 remove=str(ray_dir or ""),
-                ray_token=_ray_token(self._plan, ray_dir),
+                ray_token=ray_token,
             )
             if ray_dir is not None and outcome.state is RunStatus.FAILED:
-                self._keep_ray_logs(ray_dir)
+                try:
+                    keep_ray_logs(ray_dir, target=self._session.log_dir / "ray")
+                except OSError as error:
+                    console.say(f"warning: Ray's own logs could not be kept: {error}")
+        finally:
+            if ray_dir is not None:
+                shutil.rmtree(ray_dir, ignore_errors=True)
         return outcome
 
     def _ask_to_stop(self, why: str) -> None:
@@ -244,23 +262,21 @@ class _Training:
                 ask=ask,
                 remove=remove,
             )
-        except Stalled as stalled:
-            append_failure(self._session.run_dir, stalled.error)
+        except (EngineError, TrainingError) as stall:
+            append_failure(self._session.run_dir, stall)
             self._tick()
             report = SubreaperReport(-signal.SIGKILL, ended=(), left=())
         self._note_processes(report)
         return self._judge(child, returncode=report.returncode, is_done=is_done(self._plan), log=log)
 
     def _watched_tick(self) -> Callable[[], None]:
-        """A tick that raises Stalled when the child stands still."""
+        """A tick that raises EngineError or TrainingError when the child stands still."""
         stall_s, log_dir = self._plan.guard.stall_s, self._session.log_dir
         watch = StallWatch(stall_s=stall_s, log_dir=log_dir, now=time.monotonic())
 
         def tick() -> None:
             if watch.is_stalled(news=self._tick(), now=time.monotonic()):
-                raise Stalled(
-                    ask_around(self._session.run_dir, log_dir=log_dir, phase=self.state.phase, stall_s=stall_s)
-                )
+                raise ask_around(self._session.run_dir, log_dir=log_dir, phase=self.state.phase, stall_s=stall_s)
 
         return tick
 
@@ -287,11 +303,14 @@ class _Training:
                 training=child.name == "train",
                 saved_step=self._saved_step,
             )
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _LOG_TAIL_BYTES))
+            log_tail = file.read().decode(errors="replace")
         return failed(
             child,
             returncode=returncode,
             state=self.state,
-            log_tail=_tail_of(log),
+            log_tail=log_tail,
             log=summary.typed_path(log),
             run=summary.quoted_path(self._session.run_dir),
         )
@@ -304,20 +323,39 @@ class _Training:
         if report.left:
             console.say(f"warning: processes of this run could not be ended: {', '.join(report.left)}")
 
-    def _keep_ray_logs(self, ray_dir: Path) -> None:
-        try:
-            keep_ray_logs(ray_dir, target=self._session.log_dir / "ray")
-        except OSError as error:
-            console.say(f"warning: Ray's own logs could not be kept: {error}")
+
+class StallWatch:
+    """Progress is an event, a line of metrics or a heartbeat; the state of a process is not."""
+
+    def __init__(self, *, stall_s: float, log_dir: Path, now: float) -> None:
+        """stall_s: without progress, then it is cut.  log_dir: of the attempt.  now: s of any steady clock."""
+        self._stall_s = stall_s
+        self._log_dir = log_dir
+        self._beat = last_beat(log_dir)
+        self._moved_at = now
+
+    def is_stalled(self, *, news: bool, now: float) -> bool:
+        """news: whether an event or a line of metrics has come since the last call."""
+        beat = last_beat(self._log_dir)
+        if news or beat != self._beat:
+            self._beat, self._moved_at = beat, now
+        return now - self._moved_at >= self._stall_s
 
 
-def _prepare_child(plan: RunPlan) -> Child:
-    argv = (sys.executable, "-m", "appliance.tasks.prepare", str(Path(plan.run_dir) / "plan.json"))
-    return Child("prepare", "preparation", argv, default_code=1)
+def ask_around(run_dir: Path, *, log_dir: Path, phase: str, stall_s: float) -> ApplianceError:
+    """Have every process say what it is doing, and return the error that names it.
 
-
-def _train_child(plan: RunPlan) -> Child:
-    return Child("train", "training", plan.argv, default_code=5)
+    EngineError where the trainer waits for an engine, else TrainingError.
+    """
+    living = {process.pid for process in find_processes(f"{RUN_VARIABLE}={run_dir}", below=os.getpid())}
+    dumps = dump_stacks(log_dir, living=living)
+    what = f"no progress for {draw.duration(stall_s)} in phase {phase}"
+    with contextlib.suppress(OSError):  # a full disk: the error is told all the same
+        append_event(run_dir, kind="stall", what=what, why="guard.stall_s", stacks=[path.name for path in dumps])
+    folder = summary.typed_path(log_dir / STACKS_FOLDER)
+    hint = f"what {len(dumps)} processes were doing is in {folder}; if they are only slow, raise guard.stall_s"
+    kind = EngineError if phase in _ENGINE_PHASES else TrainingError
+    return kind(f"{what}: cut", hint=hint if dumps else "no process said what it was doing: see the log")
 
 
 def _child_environment(plan: RunPlan, *, log_dir: Path, ray_token: Path | None) -> dict[str, str]:
@@ -327,33 +365,45 @@ def _child_environment(plan: RunPlan, *, log_dir: Path, ray_token: Path | None) 
     return environment if ray_token is None else with_ray_token(environment, ray_token, is_ours=is_ours)
 
 
-def _has_model(plan: RunPlan) -> bool:
-    return (Path(plan.run_dir) / "model" / "config.json").is_file()
+def make_ray_dir(wanted: str) -> Path:
+    """Make the folder, private to this user: Ray opens its own one in it to everybody, and the token lies beside that.
+    What a run that was killed left there is removed first.
 
-
-@contextlib.contextmanager
-def _ray_dir(plan: RunPlan) -> Iterator[Path | None]:
-    """Ray's folder while it is needed; None for a plan that names none."""
-    wanted = dict(plan.env).get(RAY_DIR_VARIABLE)
-    folder = make_ray_dir(wanted) if wanted else None
+    Raises PreflightError when it cannot be made, is too long for a socket, or belongs to somebody else.
+    """
+    folder = Path(wanted)
+    if len(os.fsencode(folder)) > LONGEST_RAY_DIR:
+        problem = f"{folder}: too long for Ray's sockets, which have {LONGEST_RAY_DIR} bytes for it"
+        raise PreflightError(problem, hint="set TMPDIR to a short path such as /tmp")
     try:
-        yield folder
-    finally:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+        if os.path.lexists(folder):
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                raise PreflightError(f"{folder}: belongs to somebody else", hint="have it removed, or set TMPDIR")
+            shutil.rmtree(folder)
+        folder.mkdir(mode=0o700)
+    except OSError as error:
+        raise cannot_write(folder, error, setting="TMPDIR") from error
+    return folder
 
 
-def _ray_token(plan: RunPlan, ray_dir: Path | None) -> Path | None:
-    """The file with the token of the training's Ray: the cluster's, else a new one. None for a plan without a Ray."""
-    if plan.cluster is not None:
-        return Path(plan.cluster.token_file)
-    return None if ray_dir is None else make_ray_token(ray_dir)
+def make_ray_token(folder: Path) -> Path:
+    """The file with the token of a Ray on one host, new in every attempt, in a folder that `make_ray_dir` has made.
+
+    Raises PreflightError.
+    """
+    file = folder / RAY_TOKEN
+    try:
+        write_token(file)
+    except OSError as error:
+        raise cannot_write(file, error, setting="TMPDIR") from error
+    return file
 
 
-def _tail_of(log: Path) -> str:
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _LOG_TAIL_BYTES))
-        return file.read().decode(errors="replace")
+def keep_ray_logs(ray_dir: Path, *, target: Path) -> None:
+    """Copy Ray's own logs beside the child's, for a run that failed. Raises OSError."""
+    for logs in sorted(ray_dir.glob(f"{RAY_OWN}/session_*/logs")):
+        if not logs.parent.is_symlink():
+            shutil.copytree(logs, target, symlinks=True, dirs_exist_ok=True)
 
 
 def _tell(plan: RunPlan, state: RunState, *, outcome: Outcome, seconds: float, json_mode: bool, quiet: bool) -> None:

@@ -21,9 +21,8 @@ from appliance.record.session import cannot_write
 # Codes of findings, by what a command uses.
 OF_THE_MODEL = frozenset(
     {
-        *("remote-code", "model-missing", "model-incomplete", "model-damaged", "model-unreachable", "model-refused"),
-        "model-revision",
-        *("model-unreadable", "architecture"),
+        *("remote-code", "architecture", "model-missing", "model-incomplete", "model-damaged", "model-unreachable"),
+        *("model-refused", "model-revision", "model-unreadable"),
     }
 )
 OF_THE_DATA = frozenset({"data", "data-unreachable"})

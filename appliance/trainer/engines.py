@@ -5,7 +5,7 @@ LLMServerManager), under the same names, so that the senders of weights find the
 `sync/engines.json` before they start. They hold the model that the run began with until their first weight update,
 which proves all of them whole; the trainer lets nothing generate before.
 
-Nothing here waits without a limit but the start itself, which is watched as the first one is (launch/stalls.py).
+Nothing here waits without a limit but the start itself, which is watched as the first one is (launch/train.py).
 """
 
 from __future__ import annotations

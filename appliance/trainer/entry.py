@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from appliance.cluster.form import cluster_of, lost
+from appliance.cluster.form import cluster_of
 from appliance.errors import ApplianceError, GuardStop, Interrupted, ProcessDied, SavedAndStopped, TrainingError
 from appliance.record.checkpoints import step_of
 from appliance.record.events import append_event, append_failure, first_failure
@@ -122,11 +122,11 @@ def _ray_of(plan: RunPlan) -> Iterator[Callable[[ApplianceError], None]]:
     store = CPU_OBJECT_STORE_BYTES if plan.device == "cpu" else None
     with cluster_of(plan, plan.cluster, object_store_bytes=store, on_loss=end) as cluster:
         try:
-            yield lambda error: end(lost(cluster) or error)  # a process may have died with its node
+            yield lambda error: end(cluster.lost() or error)  # a process may have died with its node
         except (SavedAndStopped, Interrupted, GuardStop):
             raise  # meant, whatever happened to a node
         except Exception as error:  # a boundary: a node that is gone fails every call there is, each in its own words
-            if (loss := lost(cluster)) is not None:
+            if (loss := cluster.lost()) is not None:
                 raise loss from error
             raise
 

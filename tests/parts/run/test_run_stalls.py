@@ -16,8 +16,7 @@ from plans import make_guard
 
 from appliance.errors import EngineError, TrainingError
 from appliance.launch.outcome import Child
-from appliance.launch.stalls import StallWatch, ask_around
-from appliance.launch.train import Step, run_training
+from appliance.launch.train import StallWatch, Step, ask_around, run_training
 from appliance.record.liveness import HEARTBEAT_FILE, Heartbeat, dump_stacks, last_beat
 from appliance.record.session import RunStatus, read_record
 from appliance.terms.environment import LOG_DIR_VARIABLE

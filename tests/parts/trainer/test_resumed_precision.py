@@ -75,7 +75,7 @@ class Run:
 
     def attempt(self, *, after: int = 0, then: Callable[[Trainer], None] = lambda trainer: None) -> list[Rolled]:
         """then: once the engines have their first weights."""
-        if (sync := self.run_dir / "sync").exists():  # as launch/rewind.py does, and below
+        if (sync := self.run_dir / "sync").exists():  # as launch/resume.py does, and below
             shutil.move(sync, self.run_dir / "logs" / str(self._attempts) / "sync")
         self._attempts += 1
         if after:

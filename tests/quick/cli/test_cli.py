@@ -16,8 +16,7 @@ from hub_variables import set_hub
 from plans import HOST
 
 from appliance import cli
-from appliance.launch import attempts as go_on
-from appliance.launch import command, train
+from appliance.launch import command
 from appliance.plan.build import build_plan
 
 HELP_LIMIT_S = 0.4
@@ -362,8 +361,8 @@ def test_the_first_attempt_is_told_whether_another_may_follow(tmp_path, monkeypa
     monkeypatch.setattr(
         command, "examine", lambda recipe, *, run_dir, **_: (build_plan(recipe, run_dir=run_dir, host=HOST), HOST, [])
     )
-    monkeypatch.setattr(train, "run_training", lambda plan, *, may_restart, **_: heard.append(may_restart) or 5)
-    monkeypatch.setattr(go_on, "through_faults", lambda code, *_, **__: heard.append(code) or 75)
+    monkeypatch.setattr(command, "run_training", lambda plan, *, may_restart, **_: heard.append(may_restart) or 5)
+    monkeypatch.setattr(command.Attempts, "through_faults", lambda _, code, run_dir: heard.append(code) or 75)
     sets = [f"trainer.max_restarts={restarts}", f"cluster.run_dir={tmp_path}"]
     assert cli.train("arithmetic-tiny-int8", sets=sets) == 75
     assert heard == [told, 5]

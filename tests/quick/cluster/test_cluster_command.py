@@ -65,7 +65,7 @@ def test_no_secret_is_on_a_command_line_or_in_the_environment(tmp_path: Path) ->
 def test_no_worker_of_another_host_has_a_file_for_its_stacks(tmp_path: Path) -> None:
     """Its name is a process id: the launcher would signal that process of its own host, which may die of it."""
     plan = make_plan(tmp_path / "run", env=(("OMP_NUM_THREADS", "1"),))
-    given = dict(_of_workers(plan)) | node_environment({}, token_file=token_of(tmp_path))
+    given = _of_workers(plan) | node_environment({}, token_file=token_of(tmp_path))
     assert given["OMP_NUM_THREADS"] == "1" and LOG_DIR_VARIABLE not in given
 
 
@@ -86,10 +86,11 @@ def test_join_names_the_ports_that_somebody_has(tmp_path: Path) -> None:
     assert caught.value.message == f"in use on this host: ports {base + 2}, {base + 6}"
 
 
-def test_join_refuses_what_is_no_address(tmp_path: Path) -> None:
+@pytest.mark.parametrize("address", ["host:", ":80", "host:port", "host:65536", "host:\u0663", "host:" + "9" * 5000])
+def test_join_refuses_what_is_no_address(tmp_path: Path, address: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        join_head("host:port", token_file=token_of(tmp_path), gpus=None, port=7000, node_address=None, wait_s=1.0)
-    assert caught.value.message == "--head: `host:port` is not host:port"
+        join_head(address, token_file=token_of(tmp_path), gpus=None, port=7000, node_address=None, wait_s=1.0)
+    assert caught.value.message == f"--head: `{address}` is not host:port"
 
 
 def test_join_refuses_a_token_file_that_cannot_be(tmp_path: Path) -> None:

@@ -10,20 +10,8 @@ from pathlib import Path
 import pytest
 from plans import make_plan
 
-from appliance.cluster import form, membership
-from appliance.cluster.form import Cluster
-from appliance.cluster.membership import (
-    RETURNS_WITHIN_S,
-    Needed,
-    Node,
-    Roll,
-    call,
-    is_enough,
-    joined,
-    left,
-    missing,
-    useful,
-)
+from appliance.cluster import form
+from appliance.cluster.form import RETURNS_WITHIN_S, Cluster, Needed, Node, Roll, call, missing, not_among, useful
 from appliance.errors import PreflightError
 
 HEAD = Node("a", "alpha", "10.0.0.1", gpus=8)
@@ -33,8 +21,7 @@ NEEDED = Needed(nodes=2, gpus_per_node=8)
 
 
 def test_gpus_count_and_not_nodes() -> None:
-    assert not is_enough([HEAD, SMALL], NEEDED)
-    assert is_enough([HEAD, SMALL, OTHER], NEEDED)
+    assert useful([HEAD, SMALL], NEEDED) == [HEAD]
     assert useful([HEAD, SMALL, OTHER], NEEDED) == [HEAD, OTHER]
 
 
@@ -45,10 +32,9 @@ def test_what_is_missing_names_nodes_that_are_too_small() -> None:
 
 
 def test_joined_and_left_are_told_by_id() -> None:
-    assert joined([HEAD], [HEAD, OTHER]) == [OTHER]
-    assert left([HEAD, OTHER], [HEAD]) == [OTHER]
+    assert not_among([HEAD, OTHER], [HEAD]) == [OTHER]
     again = Node("d", "beta", "10.0.0.2", gpus=8)  # the same host, started again: another node
-    assert left([HEAD, OTHER], [HEAD, again]) == [OTHER]
+    assert not_among([HEAD, OTHER], [HEAD, again]) == [OTHER]
 
 
 def told(roll: Roll, *now: Node, deaths: dict[str, str] | None = None, at: float = 0.0) -> tuple[Roll, list[str]]:
@@ -88,10 +74,10 @@ def test_the_wait_ends_with_the_name_of_who_is_not_back(tmp_path: Path, monkeypa
     answers = iter([([HEAD, SMALL], {}), *[([HEAD], {SMALL.id: "killed"})] * 9])
     monkeypatch.setattr(form, "look_around", lambda: next(answers))
     monkeypatch.setattr(form, "_LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(membership, "RETURNS_WITHIN_S", 0.03)
+    monkeypatch.setattr(form, "RETURNS_WITHIN_S", 0.03)
     with pytest.raises(PreflightError) as caught:
         Cluster(plan, head=None).wait(wait_s=60)
-    assert caught.value.message == ("gamma (10.0.0.3) died and was not back after 45 s: 1 of 2 nodes with 8 GPUs")
+    assert caught.value.message == ("gamma (10.0.0.3) died and was not back after 0.03 s: 1 of 2 nodes with 8 GPUs")
     told = [json.loads(line)["what"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [words.partition(": ")[0] for words in told] == [
         *("alpha (10.0.0.1) joined", "gamma (10.0.0.3) joined", "gamma (10.0.0.3) died (killed)"),

@@ -14,13 +14,10 @@ from plans import HOST, make_plan, make_rollout
 
 from appliance.cluster import node_report
 from appliance.cluster.node_report import (
-    NodeQuestion,
     NodeReport,
     describe_node,
     differences,
-    host_of,
     plant_canary,
-    question_of,
     warnings,
 )
 from appliance.patch import recorded
@@ -40,12 +37,16 @@ HEAD = NodeReport(
     plan="a" * 64,
     model="0" * 64,
     model_problem="",
-    cpu_flags=frozenset({"avx512_vnni"}),
+    facts=HOST,
 )
 
 
 H100 = HostGpu("NVIDIA H100 80GB HBM3", 80 << 30)
 HUB_NAME = "Qwen/Qwen2.5-32B"
+
+
+def with_gpus(report: NodeReport, *gpus: HostGpu) -> NodeReport:
+    return dataclasses.replace(report, facts=dataclasses.replace(report.facts, gpus=gpus))
 
 
 def plan_of(run_dir: Path, scheme: Scheme = Scheme.INT8) -> RunPlan:
@@ -121,7 +122,7 @@ def test_what_a_nodes_host_lacks_is_named(tmp_path: Path) -> None:
     recipe = load_recipe("dapo-7b-int8", sets=[f"cluster.run_dir={tmp_path}"])
     on_gpus = build_plan(recipe, run_dir=tmp_path / "run", host=HOST)
     gpus = (H100,) * on_gpus.gpus_per_node
-    head, bare = dataclasses.replace(HEAD, gpus=gpus), dataclasses.replace(HOST, gpus=gpus)
+    head, bare = with_gpus(HEAD, *gpus), dataclasses.replace(HOST, gpus=gpus)
     [problem] = differences(
         [dataclasses.replace(head, name="beta", facts=bare)], head=head, plan=on_gpus, canary="word"
     )
@@ -151,7 +152,7 @@ def test_a_node_with_too_little_memory_for_what_is_offloaded_is_named(tmp_path: 
     recipe = load_recipe("dapo-32b-bf16", sets=["trainer.offload_optimizer=true", f"cluster.run_dir={tmp_path}"])
     plan = build_plan(recipe, run_dir=tmp_path / "run", host=HOST)
     gpus = (H100,) * 8
-    head = dataclasses.replace(HEAD, gpus=gpus)
+    head = with_gpus(HEAD, *gpus)
     small = dataclasses.replace(HOST, gpus=gpus, memory_bytes=50 << 30, packages=frozenset({"flash_attn"}))
     other = dataclasses.replace(head, name="beta", facts=small)
     shape = KNOWN["Qwen/Qwen2.5-32B"]
@@ -173,7 +174,7 @@ def test_warnings_of_other_hosts_are_said_and_stop_nothing(tmp_path: Path) -> No
 
 def test_a_worker_with_fewer_cores_than_threads_is_told(tmp_path: Path) -> None:
     """HOST has 2 cores. The head's own number is the plan's."""
-    beta, gamma = (dataclasses.replace(HEAD, name=name, facts=HOST) for name in ("beta", "gamma"))
+    beta, gamma = (dataclasses.replace(HEAD, name=name) for name in ("beta", "gamma"))
     one = dataclasses.replace(gamma, facts=dataclasses.replace(HOST, cores=1))
     plan = plan_of(tmp_path).replace(env=(("OMP_NUM_THREADS", "2"),))
     assert warnings([HEAD, beta, one], head=HEAD, plan=plan) == [
@@ -205,7 +206,7 @@ def test_a_node_that_has_no_kernels_for_the_scheme_is_refused(tmp_path: Path) ->
 
 
 def test_gpus_of_another_kind_too_few_or_smaller_ones_are_refused(tmp_path: Path) -> None:
-    plan, head = plan_on_gpus(tmp_path), dataclasses.replace(HEAD, gpus=(H100, H100))
+    plan, head = plan_on_gpus(tmp_path), with_gpus(HEAD, H100, H100)
     a100 = HostGpu("NVIDIA A100-SXM4-80GB", 80 << 30)
     cases = {
         "has NVIDIA H100 80GB HBM3, the plan wants 2 x `h100`": (H100,),
@@ -214,19 +215,19 @@ def test_gpus_of_another_kind_too_few_or_smaller_ones_are_refused(tmp_path: Path
         "has GPUs of 65536 MiB, the head of 81920": (H100, HostGpu("NVIDIA H100", 64 << 30)),
     }
     for sentence, gpus in cases.items():
-        other = dataclasses.replace(head, name="beta", gpus=gpus)
+        other = dataclasses.replace(with_gpus(head, *gpus), name="beta")
         assert differences([head, other], head=head, plan=plan, canary="word") == [f"beta: {sentence}"]
     alike = HostGpu(H100.product, (80 << 30) * 99 // 100)
-    assert differences([dataclasses.replace(head, gpus=(alike, alike))], head=head, plan=plan, canary="word") == []
+    assert differences([with_gpus(head, alike, alike)], head=head, plan=plan, canary="word") == []
     less = HostGpu(H100.product, (80 << 30) * 97 // 100)
-    [problem] = differences([dataclasses.replace(head, gpus=(less, less))], head=head, plan=plan, canary="word")
+    [problem] = differences([with_gpus(head, less, less)], head=head, plan=plan, canary="word")
     assert problem == "alpha: has GPUs of 79462 MiB, the head of 81920"
-    more = dataclasses.replace(head, name="beta", gpus=(H100, H100, H100, HostGpu("NVIDIA H100 NVL", 94 << 30)))
+    more = with_gpus(dataclasses.replace(head, name="beta"), H100, H100, H100, HostGpu("NVIDIA H100 NVL", 94 << 30))
     assert differences([head, more], head=head, plan=plan, canary="word") == []
 
 
 def test_a_model_of_the_hub_is_compared_by_its_commit(tmp_path: Path) -> None:
-    plan, head = plan_on_gpus(tmp_path), dataclasses.replace(HEAD, gpus=(H100, H100), model="1" * 40)
+    plan, head = plan_on_gpus(tmp_path), dataclasses.replace(with_gpus(HEAD, H100, H100), model="1" * 40)
     cases = {
         f"would load {HUB_NAME} at 222222222222, the head at 111111111111": {"model": "2" * 40},
         f"does not see {HUB_NAME}: HF_HUB_OFFLINE is set": {"model": "", "model_problem": "HF_HUB_OFFLINE is set"},
@@ -244,26 +245,26 @@ def test_a_node_describes_what_it_sees(tmp_path: Path) -> None:
     (model / "config.json").write_text("{}")
     plan = plan_of(tmp_path)
     plan = plan.replace(model=plan.model.replace(path=str(model)))
-    here = describe_node(dataclasses.replace(question_of(plan), distributions=("ray",)))
+    here = describe_node(plan.replace(pins=(("ray", ""),)))
     assert here.canary == word and here.python.startswith("3.11")
     assert here.plan == here.model == hashlib.sha256(b"{}").hexdigest()
     assert dict(here.versions)["ray"] == "2.60.0"
     assert here.model_problem == "it has no weights and no tokenizer"
-    blind = describe_node(NodeQuestion(str(tmp_path / "elsewhere"), "/nowhere", on_gpus=False, distributions=("none",)))
+    model = plan.model.replace(path="/nowhere")
+    elsewhere = plan.replace(run_dir=str(tmp_path / "elsewhere"), model=model, pins=(("none", ""),))
+    blind = describe_node(elsewhere)
     assert (blind.canary, blind.plan, blind.model, blind.versions) == ("", "", "", (("none", ""),))
     assert blind.model_problem == "no such folder, or without config.json"
 
 
 def test_a_node_tries_the_patches_that_the_plan_wants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = load_and_plan(tmp_path)
-    asked = question_of(plan)
-    assert asked.patches and set(asked.patches) == {name for each in plan.attestations for name in each.patches}
-    assert describe_node(asked).patches == ()
-    name = asked.patches[0]
+    name = min(name for each in plan.attestations for name in each.patches)
+    assert describe_node(plan).patches == ()
     unfit = {**recorded(), name: dataclasses.replace(recorded()[name], source_sha256="0" * 64)}
     monkeypatch.setattr(node_report, "recorded", lambda: unfit)
     target = unfit[name].target
-    assert describe_node(asked).patches == ((name, f"the source of {target} is not the one it was made for"),)
+    assert describe_node(plan).patches == ((name, f"the source of {target} is not the one it was made for"),)
 
 
 def test_a_node_reads_its_gpus_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,16 +273,6 @@ def test_a_node_reads_its_gpus_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     set_hub(monkeypatch, HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(tmp_path))
-    report = describe_node(question_of(plan_on_gpus(tmp_path)))
-    assert report.gpus == (HostGpu("NVIDIA H100 80GB HBM3", 81559 << 20),)
+    report = describe_node(plan_on_gpus(tmp_path))
+    assert report.facts.gpus == (HostGpu("NVIDIA H100 80GB HBM3", 81559 << 20),)
     assert (report.model, report.model_problem) == ("", "HF_HUB_OFFLINE is set")
-
-
-@pytest.mark.parametrize("address", ["host", "host:", ":80", "host:port", "host:65536", "host:\u0663"])
-def test_an_address_without_host_or_port_is_refused(address: str) -> None:
-    with pytest.raises(ValueError, match="is not host:port"):
-        host_of(address)
-
-
-def test_an_address_of_ipv6_is_read() -> None:
-    assert host_of("[::1]:6379") == "::1"

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from appliance.cluster import node_watch
-from appliance.cluster.membership import RETURNS_WITHIN_S
-from appliance.cluster.node_watch import Look, NodeIsOver, NodeWatch, is_over
-from appliance.cluster.run_notice import write_notice
+from appliance.cluster import join
+from appliance.cluster.form import RETURNS_WITHIN_S
+from appliance.cluster.join import Look, NodeIsOver, NodeWatch, is_over
+from appliance.cluster.node_report import write_notice
 from appliance.record.session import RunRecord, RunStatus, write_record
 from appliance.terms.environment import NODE_VARIABLE, RUN_VARIABLE, ray_node_env
 
@@ -25,7 +25,7 @@ SOON_S = 10.0
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_watch, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(join, "_LOOK_EVERY_S", 0.05)
 
 
 @pytest.mark.parametrize(
@@ -96,12 +96,12 @@ def test_a_scheduler_that_ends_ends_the_node(tmp_path: Path, head: str, capsys: 
 
 
 def test_a_silence_of_long_ago_says_nothing_of_this_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_watch, "head_problem", lambda _: next(problems, ""))
+    monkeypatch.setattr(join, "head_problem", lambda _: next(problems, ""))
     problems = iter(["refused"])
     with joined("127.0.0.1:1", tmp_path) as watch:
         time.sleep(0.5)
         assert watch.was_silent
-        monkeypatch.setattr(node_watch, "RECONNECT_S", 0.1)
+        monkeypatch.setattr(join, "RECONNECT_S", 0.1)
         assert not watch.was_silent
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from appliance.cluster.join import _end
-from appliance.cluster.run_notice import RunNotice, end_of, is_resumed, read_notice, write_notice
+from appliance.cluster.node_report import RunNotice, end_of, is_resumed, read_notice, write_notice
 from appliance.errors import EngineError, ProcessDied, TrainingError
 from appliance.record.session import RunRecord, RunStatus, write_record
 from appliance.terms.environment import NODE_VARIABLE

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.cluster.run_notice import write_notice
+from appliance.cluster.node_report import write_notice
 from appliance.container.health import QUIET_S, Health, judge, look, marked
 from appliance.record.session import RunRecord, RunStatus, write_record
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.launch.rewind import cut_lines
+from appliance.launch.resume import cut_lines
 from appliance.record.samples import SAMPLES_FILE, Sample, read_samples, shortened
 from appliance.report.page import Answer
 from appliance.trainer.samples import SampleLog

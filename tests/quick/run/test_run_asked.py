@@ -11,8 +11,7 @@ import pytest
 from plans import HOST
 from stopped_runs import recipe, save, stopped
 
-from appliance.launch import attempts as going_on
-from appliance.launch import restarts, train
+from appliance.launch import command, train
 from appliance.launch.subreaper import SubreaperReport
 from appliance.launch.train import run_training
 from appliance.plan.build import build_plan
@@ -68,9 +67,9 @@ def test_between_two_attempts_the_saved_state_counts(
 ) -> None:
     """While a checkpoint is verified, which takes seconds per gigabyte."""
     made, run_dir = failed_run(tmp_path)
-    monkeypatch.setattr(restarts, "find_newest", lambda _: signal.raise_signal(number))
+    monkeypatch.setattr(command, "find_newest", lambda _: signal.raise_signal(number))
     with pytest.raises(SystemExit) as left:
-        going_on.through_faults(5, made, run_dir, json_mode=False, steps=())
+        command.Attempts(made).through_faults(5, run_dir)
     assert left.value.code == code
     assert capsys.readouterr().err == f"stopped by {number.name}, the state after step 3 is saved\n"
     with pytest.raises(Unheard):  # what was there before it holds again
@@ -82,10 +81,10 @@ def test_in_the_preflight_of_a_resume_the_saved_state_counts(
     number: signal.Signals, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     made, run_dir = failed_run(tmp_path)
-    monkeypatch.setattr(going_on, "examine", lambda *_, **__: signal.raise_signal(number))
+    monkeypatch.setattr(command, "examine", lambda *_, **__: signal.raise_signal(number))
     how = {"resume": "auto", "name": run_dir.name, "force": False, "json_mode": False, "steps": ()}
     with pytest.raises(SystemExit) as left:
-        going_on.resume_training(made, dry_run=False, **how)
+        command.run_train(made, dry_run=False, **how)
     assert left.value.code == code
     assert capsys.readouterr().err == f"stopped by {number.name}, the state after step 3 is saved\n"
 
@@ -100,7 +99,7 @@ def test_before_the_training_of_a_resumed_run_the_saved_state_counts(
         train, "supervise", lambda *_, **__: signal.raise_signal(number) or SubreaperReport(-15, (), ())
     )
     how = {"resume": "auto", "name": run_dir.name, "force": False, "json_mode": False, "steps": ()}
-    assert going_on.resume_training(made, dry_run=False, **how) == code
+    assert command.run_train(made, dry_run=False, **how) == code
     reason = f"stopped by {number.name}, the state after step 3 is saved"
     record = read_record(run_dir)
     assert (record.state, record.attempt, record.exit_code) == (RunStatus.STOPPED, 2, code)
@@ -154,5 +153,5 @@ def restarts_after(run_dir: Path, *, code: int) -> list[object]:
     """What the restarts of a run whose first attempt ended with this code would go on from."""
     save(run_dir, 3)
     found: list[object] = []
-    restarts.keep_going(code, run_dir=run_dir, max_restarts=3, again=lambda each: found.append(each) or 0)
+    command.keep_going(code, run_dir=run_dir, max_restarts=3, again=lambda each: found.append(each) or 0)
     return found

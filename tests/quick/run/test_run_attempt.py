@@ -12,11 +12,12 @@ from stopped_runs import events, metric, recipe, resumed, save, steps_in, stoppe
 from appliance.errors import RecipeError
 from appliance.launch.resume import (
     Resume,
+    begin_attempt,
+    cut_lines,
     find_start,
     find_target,
     refuse_changes,
 )
-from appliance.launch.rewind import begin_attempt, cut_lines
 from appliance.record.checkpoints import CheckpointSearch, owed_line
 from appliance.record.events import first_failure
 from appliance.record.session import RunStatus, read_record

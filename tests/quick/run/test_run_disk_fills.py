@@ -10,7 +10,7 @@ import pytest
 from stopped_runs import resumed, save, steps_in, stopped
 
 from appliance.errors import PreflightError
-from appliance.launch.rewind import begin_attempt
+from appliance.launch.resume import begin_attempt
 from appliance.record.checkpoints import find_newest
 from appliance.record.events import append_event, append_line, end_torn_line
 from appliance.record.session import create_session, read_record

@@ -12,7 +12,7 @@ import pytest
 from trainings import holding
 
 from appliance.errors import PreflightError
-from appliance.launch.ray_dir import make_ray_dir, make_ray_token
+from appliance.launch.train import make_ray_dir, make_ray_token
 from appliance.record.plan import ClusterPlan
 
 # What Ray's processes would find, and who could read it.

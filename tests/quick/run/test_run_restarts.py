@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import is_restartable
-from appliance.launch.restarts import keep_going
+from appliance.launch.command import keep_going
 from appliance.record import checkpoints as seal_module
 from appliance.record.checkpoints import CheckpointSearch, Facts, checkpoint_folder, seal
 from appliance.record.events import append_event

@@ -14,7 +14,7 @@ from plans import HOST
 from stopped_runs import recipe, resumed, save, stopped, target_of
 
 from appliance.errors import PreflightError, RecipeError
-from appliance.launch import attempts as going_on
+from appliance.launch import command
 from appliance.launch.resume import (
     Target,
     cache_of,
@@ -251,15 +251,13 @@ def test_the_next_attempt_is_planned_as_the_run_began(tmp_path: Path, monkeypatc
     (run_dir / "recipe.yaml").write_text(to_yaml(recipe(*sets)))
     made: list[RunPlan] = []
     hosts: list[Path] = []  # the host is asked once for all of it
-    monkeypatch.setattr(going_on, "run_training", lambda plan, **_: made.append(plan) or 0)
+    monkeypatch.setattr(command, "run_training", lambda plan, **_: made.append(plan) or 0)
     monkeypatch.setattr(report, "read_host", lambda root: hosts.append(root) or HOST)
     monkeypatch.chdir(tmp_path)
     words = shlex.split(go_on_command(run_dir))
     assert words == ["appliance", "train", "comparison/small-1/recipe.yaml", "--resume", "comparison/small-1"]
     again = load_recipe(words[2])
-    code = going_on.resume_training(
-        again, resume=words[4], name=None, force=False, dry_run=False, json_mode=False, steps=()
-    )
+    code = command.run_train(again, resume=words[4], name=None, force=False, dry_run=False, json_mode=False, steps=())
     assert code == 0 and len(made) == 1 and len(hosts) == 1
     assert (made[0].rollout.scheme, made[0].rollout.label) == (Scheme.BF16, "bf16")
     assert (made[0].cache_dir, made[0].run_dir) == (str(cache), str(run_dir))
@@ -274,10 +272,8 @@ def test_a_dry_run_of_a_resume_prints_its_plan_and_changes_nothing(
     save(stopped(build_plan(again, run_dir=run_dir, host=HOST, original=OriginalPlan("cpu", Scheme.INT8))), 3)
     (run_dir / "recipe.yaml").write_text(to_yaml(again))
     before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
-    monkeypatch.setattr(going_on, "run_training", lambda *_, **__: pytest.fail("a training was started"))
-    code = going_on.resume_training(
-        again, resume=str(run_dir), name=None, force=False, dry_run=True, json_mode=True, steps=()
-    )
+    monkeypatch.setattr(command, "run_training", lambda *_, **__: pytest.fail("a training was started"))
+    code = command.run_train(again, resume=str(run_dir), name=None, force=False, dry_run=True, json_mode=True, steps=())
     said = capsys.readouterr()
     assert code == 0
     assert Path(json.loads(said.out)["plan"]["resume_from"]).name == "global_step_3"
@@ -313,7 +309,7 @@ def test_an_attempt_needs_room_for_the_rest_of_the_run_alone(tmp_path: Path, mon
     (run_dir / "checkpoints" / "global_step_5" / "data.pt").write_bytes(b"y" * 5)
     (run_dir / "checkpoints" / "damaged").mkdir()
     (run_dir / "checkpoints" / "damaged" / "other").write_bytes(bytes(mib))
-    monkeypatch.setattr(going_on, "run_training", lambda *_, **__: 0)
+    monkeypatch.setattr(command, "run_training", lambda *_, **__: 0)
     free = [441 * mib]  # a quarter of a GiB, 3 checkpoints of an eighth, less 2 of 100 MiB
     monkeypatch.setattr("appliance.preflight.report.read_host", lambda _: HOST)
 
@@ -324,12 +320,12 @@ def test_an_attempt_needs_room_for_the_rest_of_the_run_alone(tmp_path: Path, mon
     again = load_recipe(str(run_dir / "recipe.yaml"))
 
     def attempt() -> int | None:
-        return going_on.resume_training(
+        return command.run_train(
             again, resume="auto", name="small-1", force=False, dry_run=False, json_mode=False, steps=()
         )
 
     assert attempt() == 0
-    assert going_on.through_faults(5, again, run_dir, json_mode=False, steps=()) == 0
+    assert command.Attempts(again).through_faults(5, run_dir) == 0
     free[0] = 438 * mib
     with pytest.raises(PreflightError, match="this host cannot run the plan: 1 finding above"):
         attempt()
@@ -342,8 +338,8 @@ def test_a_restart_reads_its_checkpoint_once(tmp_path: Path, monkeypatch: pytest
     hashed: list[str] = []
     monkeypatch.setattr(seal_module, "hash_file", lambda path: hashed.append(path.name) or hash_file(path))
     told: list[bool] = []
-    monkeypatch.setattr(going_on, "run_training", lambda *_, may_restart, **__: told.append(may_restart) or 0)
-    assert going_on.through_faults(5, recipe(*sets), run_dir, json_mode=False, steps=()) == 0
+    monkeypatch.setattr(command, "run_training", lambda *_, may_restart, **__: told.append(may_restart) or 0)
+    assert command.Attempts(recipe(*sets)).through_faults(5, run_dir) == 0
     assert told == [True]
     assert sorted(hashed) == ["data.pt", "guard.json", "state.json"]
 
@@ -354,7 +350,7 @@ def test_the_page_stops_waiting_when_no_restart_follows(tmp_path: Path) -> None:
     write_record(run_dir, RunRecord(RunStatus.FAILED, exit_code=5))
     write_page(run_dir, target=run_dir / "report.html", may_restart=True)
     assert 'data-reload-s="10"' in (run_dir / "report.html").read_text()
-    assert going_on.through_faults(5, recipe(*sets), run_dir, json_mode=False, steps=()) == 5  # there is no checkpoint
+    assert command.Attempts(recipe(*sets)).through_faults(5, run_dir) == 5  # there is no checkpoint
     assert 'data-reload-s="0"' in (run_dir / "report.html").read_text()
 
 

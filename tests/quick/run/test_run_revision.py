@@ -18,7 +18,7 @@ from plans import HOST
 from stopped_runs import save, stopped
 
 from appliance import hub
-from appliance.cluster.node_report import describe_node, question_of
+from appliance.cluster.node_report import describe_node
 from appliance.compare.arms import Existing, PlannedRun, go_on, look, plan_runs
 from appliance.compare.command import _todo
 from appliance.compare.file import load_comparison
@@ -192,11 +192,11 @@ def test_the_hub_is_asked_for_the_revision_of_the_recipe(
 
 def test_nodes_are_compared_by_the_folder_of_the_commit(tmp_path: Path, cache: Path) -> None:
     plan = planned(tmp_path, "model.revision=v1")
-    report = describe_node(question_of(plan))
+    report = describe_node(plan)
     assert report.model and report.model_problem == ""
-    assert report.model != describe_node(question_of(planned(tmp_path, "model.revision=main"))).model
+    assert report.model != describe_node(planned(tmp_path, "model.revision=main")).model
     (cache / "snapshots" / OLD / "config.json").unlink()
-    assert describe_node(question_of(plan)).model_problem == "no such folder, or without config.json"
+    assert describe_node(plan).model_problem == "no such folder, or without config.json"
 
 
 # preparation

@@ -13,7 +13,7 @@ import pytest
 from plans import make_plan
 from ray_from_outside import REFUSED_BY_GRPC, REFUSED_BY_HTTP, look
 
-from appliance.launch.ray_dir import make_ray_dir, make_ray_token
+from appliance.launch.train import make_ray_dir, make_ray_token
 from appliance.terms.environment import RAY_DIR_VARIABLE, RAY_OWN, RUN_VARIABLE, with_ray_token
 
 # With a worker of Ray's, which has to be heard, too.
