@@ -155,7 +155,7 @@ def _validate(runs: list[PlannedRun], *, stop: Callable[[], None]) -> None:
     # The file that the run was made with. The plan of now may name another, which nobody made: it is named by the
     # commit of a tag that moved since, or by the one that the run began with.
     planned = Path(plan.task.val_parquet)
-    own = Path(problems_of(runs[0].run_dir).parquet).with_name(planned.name)
+    own = problems_of(runs[0].run_dir).with_name(planned.name)
     job = Job(
         run_dirs=tuple(str(run.run_dir) for run in runs),
         parquet=str(own if own.is_file() else planned),
