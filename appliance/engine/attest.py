@@ -22,7 +22,7 @@ from appliance.engine.quantised import Quantising
 from appliance.errors import EngineError
 from appliance.record.attestations import Attestation, fingerprint, write_attestation
 from appliance.record.plan import RunPlan, read_plan
-from appliance.sync.generation import read_generation
+from appliance.sync.precision import read_generation
 from appliance.terms.environment import PLAN_VARIABLE
 from appliance.terms.schemes import Scheme
 

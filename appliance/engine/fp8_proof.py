@@ -53,7 +53,7 @@ from appliance.engine.tensor_slots import LocalShape, Slot, rounded
 from appliance.errors import SyncError
 from appliance.quant.codec import dequantise, weight_absmax
 from appliance.quant.codec_fp8 import Fp8Weight, fp8_scale, quantise_fp8_by, row_blocks, widened_fp8
-from appliance.sync.digest import digest
+from appliance.sync.manifest import digest
 from appliance.terms.schemes import BLOCK, Scales, Scheme
 
 TOKENS = 16  # of a probe for vLLM's own methods

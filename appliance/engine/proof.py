@@ -21,7 +21,7 @@ from appliance.engine.proof_schedule import Ask, ask
 from appliance.engine.quantised import Quantising
 from appliance.engine.tensor_slots import LocalShape, Slot, expert_gemms, expert_shape, local_shape, slots
 from appliance.errors import SyncError
-from appliance.sync.digest import digest
+from appliance.sync.manifest import digest
 from appliance.terms.schemes import Scheme
 
 

@@ -22,8 +22,7 @@ import psutil
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
 from appliance.record.plan import read_plan
-from appliance.sync.generation import read_generation
-from appliance.sync.precision import quantisation_at
+from appliance.sync.precision import quantisation_at, read_generation
 from appliance.terms.environment import PLAN_VARIABLE
 
 ENGINE_ENDS_WITHIN_S = 20.0

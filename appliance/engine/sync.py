@@ -28,7 +28,7 @@ from appliance.errors import SyncError
 from appliance.quant.smoothing import Smoothing, load_smoothing
 from appliance.record.events import report_failures
 from appliance.record.plan import RunPlan, read_plan
-from appliance.sync.generation import read_generation
+from appliance.sync.precision import read_generation
 from appliance.sync.records import (
     Acknowledgement,
     add_layer_errors,

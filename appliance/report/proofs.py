@@ -17,7 +17,7 @@ from appliance.record.attestations import Judged, judge_attestations
 from appliance.record.events import Tail
 from appliance.record.plan import ExpectedAttestation
 from appliance.report.folder import RunView
-from appliance.sync.generation import Generation, attestations_at, read_generation
+from appliance.sync.precision import Generation, attestations_at, read_generation
 from appliance.sync.records import SYNC_FOLDER
 from appliance.terms.schemes import Scheme
 

@@ -116,7 +116,7 @@ def test_the_error_names_the_tensor_both_digests_and_the_rank(int8: Bench) -> No
     bad = flip_bit(dict(stream)[NORM], at=0.5, bit=0)
     with pytest.raises(SyncError) as raised:
         take(int8.engine, replaced(stream, NORM, bad))
-    from appliance.sync.digest import digest
+    from appliance.sync.manifest import digest
 
     was, came = digest(dict(stream)[NORM]), digest(bad)
     said = f"weight update 1: {NORM} arrived with digest {came}, it was sent with {was} (rank 0)"
