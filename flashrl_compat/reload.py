@@ -59,8 +59,8 @@ def reload_checkpoints(model: Module, checkpoints: list[str], *, vllm_config: An
                 checkpoint,
                 report.tensors,
                 report.seconds,
-                report.proven.layers_proven,
-                report.proven.layers,
+                report.layers_proven,
+                report.layers,
             )
 
 

@@ -23,8 +23,9 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import amax_for_t
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.model_executor.parameter import ModelWeightParameter
 
+from appliance.errors import EngineError
 from appliance.quant.codec import QuantisedWeight, weight_absmax
-from appliance.terms.schemes import Scales, Scheme
+from appliance.terms.schemes import BLOCK, Scales, Scheme
 
 QuantisedHook = Callable[[Module, Tensor, QuantisedWeight], None]
 
@@ -49,9 +50,9 @@ class Quantising:
     def kernel_name(self) -> str:
         """What multiplies, for the attestation."""
 
-    @abstractmethod
     def held_scale(self, layer: Module) -> Tensor | None:
         """float32: the very memory that the kernel reads the weight's scales from, or None before the first load."""
+        return None
 
 
 class OnlineLinearMethod(Quantising, LinearMethodBase):
@@ -91,20 +92,14 @@ class OnlineLinearMethod(Quantising, LinearMethodBase):
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             return
         weight_NK = layer.weight.data
-        quantised = self.quantise(weight_NK, absmax=self._absmax(weight_NK))
+        absmax = None
+        if self._needs_whole:
+            absmax = self._whole.of(weight_NK, scheme=self.scheme, ask=lambda own: amax_for_tp_weight_quant(own, True))
+        quantised = self.quantise(weight_NK, absmax=absmax)
         self.install(layer, quantised)
         if self.on_quantised is not None:
             self.on_quantised(layer, weight_NK, quantised)
         layer._already_called_process_weights_after_loading = True
-
-    def _absmax(self, weight_NK: Tensor) -> Tensor | None:
-        """Of the whole tensor, where this rank's part does not show it."""
-        if not self._needs_whole:
-            return None
-        whole = self._whole.take()
-        if whole is None:  # dummy weights, which no loader brings: the ranks ask each other, as vLLM's own methods do
-            return amax_for_tp_weight_quant(weight_absmax(weight_NK, scheme=self.scheme), True)
-        return whole.to(weight_NK.device)
 
     @abstractmethod
     def quantise(self, weight_NK: Tensor, *, absmax: Tensor | None) -> QuantisedWeight:
@@ -128,6 +123,20 @@ def is_cut(scheme: Scheme, *, rows_are_cut: bool, num_ranks: int) -> bool:
     return rows_are_cut and scheme.spec.scales is Scales.CHANNEL
 
 
+def refuse_cut_blocks(name: str, sizes: list[int], *, scheme: Scheme, num_ranks: int, what: str = "channels") -> None:
+    """Blocks are counted from the start of a rank's part: cut ones would differ with the number of ranks.
+
+    sizes: of a layer's cut dimensions, on this rank.  Raises EngineError.
+    """
+    ragged = [size for size in sizes if size % BLOCK]
+    if scheme.spec.scales is Scales.BLOCK and ragged:
+        raise EngineError(
+            f"{name}: `{scheme}` over {num_ranks} ranks leaves {ragged[0]} {what} to a rank, "
+            f"which is not a multiple of {BLOCK}",
+            hint="use `fp8-channel`, or fewer ranks for tensor parallelism",
+        )
+
+
 class WholeAbsmax:
     """The absmax of a layer's whole tensors, taken when a loader cuts this rank's part out of them.
 
@@ -136,7 +145,7 @@ class WholeAbsmax:
     """
 
     def __init__(self) -> None:
-        self._by_part: dict[object, Tensor] = {}
+        self._by_part: dict[tuple[object, object], Tensor] = {}  # by number of the expert, and part
 
     def recording(self, loader: Callable[..., Any], *, scheme: Scheme) -> Callable[..., Any]:
         """loader: a bound method of the layer."""
@@ -148,19 +157,27 @@ class WholeAbsmax:
             # Layerwise loading calls twice: first on the meta device, to count elements.
             if not values["param"].is_meta:
                 held = values["loaded_weight"].to(values["param"].dtype)  # a trainer's float32 is rounded first
-                self._by_part[self._part(values)] = weight_absmax(held, scheme=scheme)
+                place = values.get("expert_id"), values.get("shard_id", values.get("loaded_shard_id"))
+                self._by_part[place] = weight_absmax(held, scheme=scheme)
             return loader(*args, **kwargs)
 
         return recording_loader
 
-    def _part(self, values: dict[str, Any]) -> object:
-        """Which part of the layer a loader's arguments bring."""
-        return values.get("loaded_shard_id")
+    def of(
+        self,
+        weight_NK: Tensor,
+        *,
+        scheme: Scheme,
+        ask: Callable[[Tensor], Tensor],
+        expert: int | None = None,
+        shards: tuple[str, ...] = (),
+    ) -> Tensor:
+        """Of a rank's part of a weight, in the shape of the scale, and forgotten: the next load brings its own.
 
-    def take(self) -> Tensor | None:
-        """In the shape of the scale, and forgotten: the next load brings its own. None when no loader ran."""
-        parts = list(self._by_part.values())
-        self._by_part.clear()
-        if not parts:
-            return None
-        return parts[0] if len(parts) == 1 else torch.stack(parts).amax(dim=0)
+        ask: the other ranks, where no loader ran: dummy weights, as vLLM's own methods do.  shards: all where none is
+        named.
+        """
+        wanted = [key for key in self._by_part if key[0] == expert and (not shards or key[1] in shards)]
+        if not wanted:
+            return ask(weight_absmax(weight_NK, scheme=scheme))
+        return torch.stack([self._by_part.pop(key) for key in wanted]).amax(dim=0).to(weight_NK.device)

@@ -72,8 +72,8 @@ def test_an_update_without_a_fault_is_proven(scheme: str, request: pytest.Fixtur
         report = take(bench.engine, sent(state, number=number), update=update)
         assert report.sync == number
         assert report.tensors == len(state) == 38
-        assert (report.proven.layers, report.proven.layers_proven, report.proven.unproven) == (13, 13, 0)
-        assert report.proven.parameters == 17  # norms, biases, embedding
+        assert (report.layers, report.layers_proven, report.unproven) == (13, 13, 0)
+        assert report.parameters_proven == 17  # norms, biases, embedding
     assert len(report.manifest) == 32
     recover(bench.engine, bench.old)
 

@@ -1,21 +1,26 @@
-"""FP8 by vLLM's own online methods, which a GPU runs: vLLM's classes, and what each of their layers says of itself.
+"""FP8 for vLLM's linear layers: by vLLM's own online methods, which a GPU runs, and emulated, for tests and numerics.
 
-`fp8` and `fp8-channel` have the codec's numbers. `fp8-block` has them up to rounding: its quantiser is compiled, and a
-compiled division need not be rounded as IEEE has it. Where its kernel is DeepGEMM, vLLM would make the scales powers of
-two and quantise the codes once more: the codec has no such numbers, and a plan sees to it that vLLM does not
-(terms/environment.py).
+vLLM's `fp8` and `fp8-channel` have the codec's numbers. `fp8-block` has them up to rounding: its quantiser is compiled,
+and a compiled division need not be rounded as IEEE has it. Where its kernel is DeepGEMM, vLLM would make the scales
+powers of two and quantise the codes once more: the codec has no such numbers, and a plan sees to it that vLLM does not
+(terms/environment.py). Per tensor and per channel they ask the other ranks for the absmax of a weight that is cut; per
+block they do not, and refuse cut blocks.
 
-Per tensor and per channel they ask the other ranks for the absmax of a weight that is cut; per block they do not, and
-refuse cut blocks.
+Emulated: quantise-dequantise of weights and activations by the codec, never used unless a run asks for it. Codes and
+scales are held as a kernel would hold them, so a sync and its proof are the real ones; the product is computed in
+float32 and is slow.
 
-Legend: N output channels, K input channels of this rank's part of the layer.
+Legend: M tokens, N output channels, K input channels of this rank's part of the layer.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.functional import linear
 from vllm import envs
 from vllm.model_executor.kernels.linear.scaled_mm.cutlass import (
     CutlassFp8BlockScaledMMKernel,
@@ -37,11 +42,12 @@ from vllm.model_executor.layers.quantization.online.fp8 import (
     Fp8PerTensorOnlineLinearMethod,
     Fp8PtpcOnlineLinearMethod,
 )
+from vllm.model_executor.utils import replace_parameter
 
-from appliance.engine.fp8_block_proof import NativeBlockProof
-from appliance.engine.fp8_proof import NativeFp8Proof
-from appliance.engine.quantised import Quantising
-from appliance.quant.codec_fp8 import Fp8Weight, weight_block
+from appliance.engine.fp8_proof import EmulatedProof, NativeBlockProof, NativeFp8Proof
+from appliance.engine.quantised import OnlineLinearMethod, Quantising, refuse_cut_blocks
+from appliance.quant.codec import QuantisedWeight
+from appliance.quant.codec_fp8 import Fp8Weight, dequantise_fp8, quantise_fp8_tokens, row_blocks, weight_block
 from appliance.terms.schemes import Scheme
 
 # Kernels that read codes in rows, as they were made: [K, N] with strides (1, K), CUTLASS's padded to multiples of 16,
@@ -68,20 +74,14 @@ class NativeFp8Method(Quantising):
 
     def process_weights_after_loading(self, layer: Module) -> None:
         is_done = getattr(layer, "_already_called_process_weights_after_loading", False)
-        if is_done or self.on_quantised is None:
-            super().process_weights_after_loading(layer)
-            return
         weight_NK = layer.weight.data
         super().process_weights_after_loading(layer)
-        held = self.held_weight(layer)
-        if held is not None:
+        if self.on_quantised is not None and not is_done and (held := self.held_weight(layer)) is not None:
             self.on_quantised(layer, weight_NK, held)
 
     def held_weight(self, layer: Module) -> Fp8Weight | None:
         """Codes [N, K] and scales where the kernel reads them, without padding. None where it packs them."""
-        if type(self.fp8_linear) not in _READ_ROWS:
-            return None
-        scale = self.held_scale(layer)
+        scale = self.held_scale(layer) if type(self.fp8_linear) in _READ_ROWS else None
         rows, columns = layer.output_size_per_partition, layer.input_size_per_partition
         block = weight_block(self.scheme, shape=(rows, columns))
         blocks = -(-rows // block[0]), -(-columns // block[1])
@@ -92,11 +92,9 @@ class NativeFp8Method(Quantising):
 
     def held_scale(self, layer: Module) -> Tensor | None:
         held = getattr(layer, "weight_scale_inv" if self.scheme is Scheme.FP8_BLOCK else "weight_scale", None)
-        if held is None:
-            return None
-        if self.scheme is Scheme.FP8:
-            return held.data.view(-1, 1)
-        return held.data[: layer.output_size_per_partition] if self.scheme is Scheme.FP8_CHANNEL else held.data
+        if held is None or self.scheme is Scheme.FP8_BLOCK:
+            return None if held is None else held.data
+        return held.data.view(-1, 1) if self.scheme is Scheme.FP8 else held.data[: layer.output_size_per_partition]
 
     @property
     def provable(self) -> bool:
@@ -141,3 +139,58 @@ _METHODS = {kind.scheme: kind for kind in (NativeTensorMethod, NativeChannelMeth
 def native_fp8_method(scheme: Scheme) -> NativeFp8Method:
     """scheme: one of FP8. vLLM raises ValueError where the GPU has no kernel for it."""
     return _METHODS[scheme]()
+
+
+class EmulatedLinearMethod(OnlineLinearMethod):
+    """One per layer. layer.weight: float8 codes [N, K].  layer.weight_scale: float32, see the codec."""
+
+    emulated = True
+    proof = EmulatedProof
+
+    def create_weights(
+        self,
+        layer: Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        cut_columns = [input_size_per_partition] if input_size_per_partition != input_size else []
+        cut_rows = output_partition_sizes if layer.tp_size > 1 and not cut_columns else []
+        refuse_cut_blocks(layer.prefix, cut_rows + cut_columns, scheme=self.scheme, num_ranks=layer.tp_size)
+        super().create_weights(
+            layer, input_size_per_partition, output_partition_sizes, input_size, output_size, *args, **kwargs
+        )
+
+    def quantise(self, weight_NK: Tensor, *, absmax: Tensor | None) -> QuantisedWeight:
+        from appliance.quant.numba_fp8 import quantise_fp8_numba  # a compiler that other schemes do not need
+
+        return quantise_fp8_numba(weight_NK, scheme=self.scheme, absmax=absmax)
+
+    def install(self, layer: Module, quantised: Fp8Weight) -> None:
+        replace_parameter(layer, "weight", quantised.codes_NK)
+        replace_parameter(layer, "weight_scale", quantised.scale)
+
+    def apply(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """In float32, rounded once to the type of `x`. A token that is not finite stays so, as in a kernel."""
+        tokens = quantise_fp8_tokens(x.reshape(-1, x.shape[-1]), scheme=self.scheme, finite=False)
+        tokens_MK = dequantise_fp8(tokens)
+        parts = row_blocks(self.held_weight(layer))
+        y_MN = torch.cat([linear(tokens_MK, dequantise_fp8(part)) for part in parts], dim=1)
+        if bias is not None:
+            y_MN += bias.float()
+        return y_MN.to(x.dtype).reshape(*x.shape[:-1], -1)
+
+    def held_weight(self, layer: Module) -> Fp8Weight:
+        codes_NK = layer.weight.data
+        block = weight_block(self.scheme, shape=codes_NK.shape)
+        return Fp8Weight(codes_NK, scale=layer.weight_scale.data, block=block, scheme=self.scheme)
+
+    def held_scale(self, layer: Module) -> Tensor | None:
+        return layer.weight_scale.data if hasattr(layer, "weight_scale") else None
+
+    @property
+    def kernel_name(self) -> str:
+        return f"QuantiseDequantise[{self.scheme}]"
