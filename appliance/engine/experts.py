@@ -112,10 +112,8 @@ class OnlineExpertsMethod(Quantising, OnlineMoEMethodBase):
         """Quantise every expert and drop the BF16 weights. Raises NumericsError."""
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             return
-        weights, ranks = (
-            {GATE_UP: layer.w13_weight.data, DOWN: layer.w2_weight.data},
-            self.moe.moe_parallel_config.tp_size,
-        )
+        weights = {GATE_UP: layer.w13_weight.data, DOWN: layer.w2_weight.data}
+        ranks = self.moe.moe_parallel_config.tp_size
         for gemm in self.gemms:
             weight_NK = weights[gemm.part][gemm.expert]
             absmax = None

@@ -22,21 +22,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import linear
 from vllm import envs
-from vllm.model_executor.kernels.linear.scaled_mm.cutlass import (
-    CutlassFp8BlockScaledMMKernel,
-    CutlassFP8ScaledMMLinearKernel,
-)
-from vllm.model_executor.kernels.linear.scaled_mm.deep_gemm import DeepGemmFp8BlockScaledMMKernel
-from vllm.model_executor.kernels.linear.scaled_mm.flashinfer import (
-    FlashInferFp8DeepGEMMDynamicBlockScaledKernel,
-    FlashInferFP8ScaledMMLinearKernel,
-)
-from vllm.model_executor.kernels.linear.scaled_mm.pytorch import (
-    BlockWiseTorchFP8ScaledMMLinearKernel,
-    ChannelWiseTorchFP8ScaledMMLinearKernel,
-    PerTensorTorchFP8ScaledMMLinearKernel,
-)
-from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
+from vllm.model_executor.kernels.linear.scaled_mm import cutlass, deep_gemm, flashinfer, pytorch, triton
 from vllm.model_executor.layers.quantization.online.fp8 import (
     Fp8PerBlockOnlineLinearMethod,
     Fp8PerTensorOnlineLinearMethod,
@@ -54,15 +40,15 @@ from appliance.terms.schemes import Scheme
 # and [N, K] for blocks. Marlin, Humming, B12X and the CPU's AMX kernel pack them in orders of their own.
 _READ_ROWS = frozenset(
     {
-        BlockWiseTorchFP8ScaledMMLinearKernel,
-        ChannelWiseTorchFP8ScaledMMLinearKernel,
-        CutlassFP8ScaledMMLinearKernel,
-        CutlassFp8BlockScaledMMKernel,
-        DeepGemmFp8BlockScaledMMKernel,
-        FlashInferFP8ScaledMMLinearKernel,
-        FlashInferFp8DeepGEMMDynamicBlockScaledKernel,
-        PerTensorTorchFP8ScaledMMLinearKernel,
-        TritonFp8BlockScaledMMKernel,
+        pytorch.BlockWiseTorchFP8ScaledMMLinearKernel,
+        pytorch.ChannelWiseTorchFP8ScaledMMLinearKernel,
+        cutlass.CutlassFP8ScaledMMLinearKernel,
+        cutlass.CutlassFp8BlockScaledMMKernel,
+        deep_gemm.DeepGemmFp8BlockScaledMMKernel,
+        flashinfer.FlashInferFP8ScaledMMLinearKernel,
+        flashinfer.FlashInferFp8DeepGEMMDynamicBlockScaledKernel,
+        pytorch.PerTensorTorchFP8ScaledMMLinearKernel,
+        triton.TritonFp8BlockScaledMMKernel,
     }
 )
 
@@ -104,7 +90,7 @@ class NativeFp8Method(Quantising):
     @property
     def multiplies_in_bf16(self) -> bool:
         """Batch-invariant: `apply` widens the weights and multiplies in BF16, without this kernel."""
-        return envs.VLLM_BATCH_INVARIANT and not isinstance(self.fp8_linear, CutlassFP8ScaledMMLinearKernel)
+        return envs.VLLM_BATCH_INVARIANT and not isinstance(self.fp8_linear, cutlass.CutlassFP8ScaledMMLinearKernel)
 
     @property
     def kernel_name(self) -> str:
@@ -128,8 +114,9 @@ class NativeBlockMethod(NativeFp8Method, Fp8PerBlockOnlineLinearMethod):
     @property
     def provable(self) -> bool:
         kernel = self.fp8_linear
-        deep = kernel.fallback if isinstance(kernel, FlashInferFp8DeepGEMMDynamicBlockScaledKernel) else kernel
-        rounds_up = isinstance(deep, DeepGemmFp8BlockScaledMMKernel) and deep.use_deep_gemm_e8m0
+        if isinstance(kernel, flashinfer.FlashInferFp8DeepGEMMDynamicBlockScaledKernel):
+            kernel = kernel.fallback
+        rounds_up = isinstance(kernel, deep_gemm.DeepGemmFp8BlockScaledMMKernel) and kernel.use_deep_gemm_e8m0
         return super().provable and not rounds_up
 
 

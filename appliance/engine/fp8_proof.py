@@ -1,20 +1,18 @@
 """Whether an FP8 layer holds and multiplies what was received: codes and scales bit for bit, and one probe.
 
-All scales, as the codec computes them, and the codes of a rotating eighth of the rows (in blocks of 128, at least one)
-are compared bit for bit. In a full proof (kernel_proof.py) all rows are.
+All scales, as the codec computes them, and the codes of a rotating eighth of the rows (in blocks of 128, at least one;
+all of them in a full proof) are compared bit for bit.
 
-Legend: N output channels, K input channels of this rank's part of the layer; R rows; T tokens of a probe.
+Legend: N output channels, K input channels of this rank's part of the layer; R rows; T tokens of a probe; u = 2^-24.
 
 Emulated. The codes are expected as the compiled quantiser makes them. The engine makes codes by that same code: an
 error of it is seen only by the reference codec, which is asked for a few rows in each proof (`_check_quantiser`). Where
 it is the layer's turn its method also answers a probe of signs x_k = +-1, within float32's bound for a sum of K terms,
-twice K u sum_k |w'_nk|, u = 2^-24, and BF16's rounding: what can go wrong beyond codes and scales is code, and the same
-for all layers.
+twice K u sum_k |w'_nk|, and BF16's rounding: what can go wrong beyond codes and scales is code, which all layers share.
 
-By vLLM's own methods (fp8.py). For `fp8` and `fp8-channel` the codec itself says what the codes are, and each proof
-asks the kernel. The probe has T = 16 tokens; each is x = +-1, 2, 4 or 8 at one input channel and 0 elsewhere, the
-channels drawn from T equal parts of K, others at each sync. So every answer is one weight times x, exact but for its
-rounding:
+By vLLM's own methods. For `fp8` and `fp8-channel` the codec itself says what the codes are, and each proof asks the
+kernel. The probe has T = 16 tokens; each is x = +-1, 2, 4 or 8 at one input channel and 0 elsewhere, the channels drawn
+from T equal parts of K, others at each sync. So every answer is one weight times x, exact but for its rounding:
 
 * The activation. s_x is |x| / 448, or 8 / 448 where one scale is for all tokens, to a few u (a division, or a product
   with a reciprocal); the code is 448, 224, 112 or 56, whose neighbours in E4M3 are 1/16 away; s_x times it is |x| to a
@@ -30,11 +28,11 @@ rounding:
   are rounded to BF16 each, the activation is not quantised. Twice 2 * 2^-8 is allowed: 2^-6.
 * Below 448^2 * 2^-126 = 2^-108 a product of scales may be a denormal, and flushed: allowed in addition, times 8.
 
-Neighbouring codes differ by 1/16 of their value or more, so in these T columns of all rows the kernel multiplies by
-exactly the code expected, or is caught; so is a scale that is off by more than the bound, and a token that got another
-token's. The activation's quantiser is asked as it is, not as torch.compile fused it into the model's graph. Where the
-scale is 0 (`fp8`, all of a layer's weights 0) vLLM's quantiser makes codes of 0 * inf: they are not compared, the probe
-is. A kernel that packs codes its own way is not asked: `NativeFp8Method.provable`.
+Neighbouring codes differ by 1/16 of their value or more, so in these T columns of all rows a wrong code is caught; so
+is a scale that is off by more than the bound, and a token that got another token's. The activation's quantiser is asked
+as it is, not as torch.compile fused it into the model's graph. Where the scale is 0 (`fp8`, all of a layer's weights 0)
+vLLM's quantiser makes codes of 0 * inf: they are not compared, the probe is. A kernel that packs codes its own way is
+not asked: `NativeFp8Method.provable`.
 
 `fp8-block`: the same, but a compiler decides the last bits of its quantiser
 (`utils/deep_gemm.py:per_block_cast_to_fp8`), so some codes count as one.
@@ -46,11 +44,10 @@ is. A kernel that packs codes its own way is not asked: `NativeFp8Method.provabl
   converts at once. (Read off the PTX that Triton 3.7.1 writes: `cvt.rn.satfinite.e4m3x2` from `.f16x2`, from `.f32`.)
   Rounding is monotone: as the difference is less than 2^-10, the code lies between the codec's for s * (1 + 2^-10) and
   for s * (1 - 2^-10). These are one code or neighbours, as midpoints of codes are further apart. Both pass: the weight
-  is within 2^-10 of their midpoint, so the one is as good as the other to 2^-10 of the weight. One weight in 40 or
-  so lies that near; every other code is expected exactly.
+  is within 2^-10 of their midpoint. One weight in 40 or so is; every other code is expected exactly.
 * Zeros. Which sign one has is not asked: it makes no difference to a sum.
 * The answer. s_x is that of 128 channels of which one is not 0, so |x| / 448 as above; other groups have a finite scale
-  and codes 0. 128 products at a time are summed in the tensor core, exact as above, multiplied by s_x and s_n in
+  and codes 0. The tensor core sums 128 products at a time, exact as above; they are multiplied by s_x and s_n in
   float32, and added to zeros. So the bound is the same, 2^-7; where two codes pass, of the answer of one of them.
 
 On Hopper FlashInfer's kernel serves fewer than 32 tokens and DeepGEMM's the rest: probes have 32 and 16 by turns. Where

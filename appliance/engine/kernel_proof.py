@@ -95,12 +95,9 @@ class Mismatch:
 
     def __str__(self) -> str:
         allowed = f" (allowed difference {self.bound:.3g})" if self.bound else ""
-        numbers = f"there is {_shown(self.kernel)}, the tensor received gives {_shown(self.expected)}"
-        return f"{self.what}: {numbers}{allowed}"
-
-
-def _shown(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:.9g}"
+        sides = (self.kernel, self.expected)
+        held, wanted = (side if isinstance(side, str) else f"{side:.9g}" for side in sides)
+        return f"{self.what}: there is {held}, the tensor received gives {wanted}{allowed}"
 
 
 @dataclass(eq=False)
@@ -265,9 +262,7 @@ def first_beyond(kernel_N: Tensor, expected_N: Tensor, *, bound_N: Tensor) -> Mi
     worst = int(excess_N.argmax())
     if float(excess_N[worst]) <= 1:
         return None
-    return Mismatch(
-        f"probe, output channel {worst}", float(kernel_N[worst]), float(expected_N[worst]), float(bound_N[worst])
-    )
+    return Mismatch(f"probe, output channel {worst}", *(float(each[worst]) for each in (kernel_N, expected_N, bound_N)))
 
 
 def first_scale(held: Tensor, expected: Tensor, *, within: float = 0.0) -> Mismatch | None:

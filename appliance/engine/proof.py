@@ -87,12 +87,13 @@ class SyncProof:
         """The checkpoint's name of the tensor that a layer's weight comes from, or nothing."""
         return next((name for name, found in self._slots.items() if any(slot.layer == layer for slot in found)), "")
 
-    def fits(self, name: str, tensor: Tensor) -> bool:
-        """Whether a tensor is large enough for the parts that its layers want of it."""
-        return all(slot.fits(tensor) for slot in self._slots.get(name, ()))
+    def take(self, name: str, tensor: Tensor, *, known: str = "") -> bool:
+        """Expect this tensor. known: its digest, or empty. Raises NumericsError where it cannot be quantised.
 
-    def take(self, name: str, tensor: Tensor, *, known: str = "") -> None:
-        """Expect this tensor. known: its digest, or empty. Raises NumericsError where it cannot be quantised."""
+        Returns False, and expects nothing, where it is not as large as its layers want it.
+        """
+        if not all(slot.fits(tensor) for slot in self._slots.get(name, ())):
+            return False
         self._unproven += name not in self._slots
         for slot in self._slots.get(name, ()):
             if slot.layer in self._kernels and slot.parameter == "weight":
@@ -102,6 +103,7 @@ class SyncProof:
                 self._unproven += 1
             elif slot.layer in self._due and (slot.layer not in self._provable or slot.parameter != "weight"):
                 self._expect_held(slot, tensor, known=known)
+        return True
 
     def _expect_held(self, slot: Slot, tensor: Tensor, *, known: str) -> None:
         parameter = getattr(self._layers[slot.layer], slot.parameter, None)

@@ -177,7 +177,8 @@ class WholeAbsmax:
         ask: the other ranks, where no loader ran: dummy weights, as vLLM's own methods do.  shards: all where none is
         named.
         """
-        wanted = [key for key in self._by_part if key[0] == expert and (not shards or key[1] in shards)]
-        if not wanted:
+        wanted = [(expert, shard) for shard in shards] if shards else list(self._by_part)
+        parts = [self._by_part.pop(place) for place in wanted if place in self._by_part]
+        if not parts:
             return ask(weight_absmax(weight_NK, scheme=scheme))
-        return torch.stack([self._by_part.pop(key) for key in wanted]).amax(dim=0).to(weight_NK.device)
+        return torch.stack(parts).amax(dim=0).to(weight_NK.device)

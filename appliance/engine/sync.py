@@ -113,7 +113,8 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
             """Everything that can fail happens in here: outside the receiver nobody would answer the sender."""
             nonlocal update
             if update is None:
-                _refuse_adapters(peft_config)
+                if peft_config:
+                    raise SyncError("weight update: LoRA adapters are not supported with quantised rollouts")
                 update = self._weight_update()
                 update.begin()
             update.load(bucket)
@@ -174,11 +175,5 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
 
 def _smoothing(quant_config: object) -> Smoothing | None:
     """What the engine's own settings name: the same that its first load folded in."""
-    if not isinstance(quant_config, ApplianceConfig) or not quant_config.quantisation.profile:
-        return None
-    return load_smoothing(Path(quant_config.quantisation.profile))
-
-
-def _refuse_adapters(peft_config: dict | None) -> None:
-    if peft_config:
-        raise SyncError("weight update: LoRA adapters are not supported with quantised rollouts")
+    profile = quant_config.quantisation.profile if isinstance(quant_config, ApplianceConfig) else ""
+    return load_smoothing(Path(profile)) if profile else None

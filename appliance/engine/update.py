@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -161,11 +161,13 @@ class WeightUpdate:
         with self._naming(name):
             folded = fold(name, tensor, smoothing=self._now.smoothing)
             known = self._now.arrived[name].digest if name in self._now.arrived and folded is tensor else ""
-            fits = self._expect(name, folded, known=known)
+            started = time.perf_counter()
+            fits = self._proof.take(name, folded, known=known)
+            self._now.proof_s += time.perf_counter() - started
             given = self._give(name, folded)
         if not given and not self._is_tied_head(name):
             self._fail(f"{name} is not a weight of this model", f"brought {name}, which this model does not have")
-        if not fits:
+        if not fits:  # vLLM's own words for it come first, but its loaders take some (a bias that is too long)
             shape = list(tensor.shape)
             self._fail(f"{name} of shape {shape} is not as large as the model's", f"brought {name} in another shape")
         self._now.names.add(name)
@@ -184,16 +186,6 @@ class WeightUpdate:
             said = error.message if what in error.message else f"{what}: {error.message}"
             raise SyncError(f"weight update: {said}", hint=error.hint) from error
         self.broken = "did not finish"
-
-    def _expect(self, name: str, tensor: Tensor, *, known: str) -> bool:
-        """What the model must hold and answer, before vLLM gets the tensor. False: the shape is another one; vLLM's
-        words for that come first, but its loaders take some (a bias that is too long)."""
-        started = time.perf_counter()
-        fits = self._proof.fits(name, tensor)
-        if fits:
-            self._proof.take(name, tensor, known=known)
-        self._now.proof_s += time.perf_counter() - started
-        return fits
 
     def _take_manifest(self, tensor: Tensor) -> None:
         if self._now.manifest is not None:
@@ -299,10 +291,7 @@ class WeightUpdate:
             manifest="" if self._now.manifest is None else self._now.manifest.digest,
             tensors=len(self._now.names),
             bytes=self._now.bytes,
-            layers=proven.layers,
-            layers_proven=proven.layers_proven,
-            parameters_proven=proven.parameters_proven,
-            unproven=proven.unproven,
+            **asdict(proven),
             waiting_bytes=self._now.waiting_most,
             digest_s=self._now.digest_s,
             proof_s=self._now.proof_s + checked - started + self.telemetry.seconds,
@@ -316,25 +305,19 @@ class WeightUpdate:
 def tied_layers(model: Module) -> list[Module]:
     """Layers of the running reload that wait for weights of their own and whose every parameter is one that a complete
     layer has: an `lm_head` tied to the embedding. No checkpoint brings tensors for them."""
-    complete = {id(parameter) for layer in model.modules() for parameter in _complete_parameters(layer)}
-    return [layer for layer in model.modules() if _is_tied(layer, complete=complete)]
-
-
-def _complete_parameters(layer: Module) -> Iterable[Tensor]:
-    info = get_layerwise_info(layer)
-    if not info.can_load():
-        return layer.parameters(recurse=False)
-    if info.kernel_tensors is not None and 0 < info.load_numel >= loadable_elements(layer):
-        return info.kernel_tensors[0].values()  # a padded vocabulary: vLLM processes it at the end
-    return ()
-
-
-def _is_tied(layer: Module, *, complete: set[int]) -> bool:
-    info = get_layerwise_info(layer)
-    if not info.can_load() or info.load_numel or info.kernel_tensors is None:
-        return False
-    parameters, _ = info.kernel_tensors
-    return bool(parameters) and all(id(parameter) in complete for parameter in parameters.values())
+    complete: set[int] = set()
+    waiting: list[tuple[Module, set[int]]] = []
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if not info.can_load():
+            complete |= {id(parameter) for parameter in layer.parameters(recurse=False)}
+        elif info.kernel_tensors is not None:
+            held = {id(parameter) for parameter in info.kernel_tensors[0].values()}
+            if 0 < info.load_numel >= loadable_elements(layer):  # a padded vocabulary: vLLM processes it at the end
+                complete |= held
+            elif held and not info.load_numel:
+                waiting.append((layer, held))
+    return [layer for layer, held in waiting if held <= complete]
 
 
 def _process_again(layer: Module) -> None:
