@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 
 from appliance.engine.update import WeightUpdate
 from flashrl_compat.loader import smoothing_of
-from flashrl_compat.log import LOGGER
+from flashrl_compat.variables import LOGGER
 
 WORKER_CLASS = f"{__name__}.ReloadingWorker"
 RELOAD_KEY = "flashrl_test_reload"  # in vLLM's `additional_config`, which reaches every worker

@@ -45,6 +45,7 @@ from appliance.engine.experts import OnlineExpertsMethod
 from appliance.engine.fp8 import EmulatedLinearMethod, native_fp8_method
 from appliance.engine.int8 import Int8LinearMethod
 from appliance.engine.quantised import Quantising
+from appliance.engine.tensor_slots import part_names
 from appliance.errors import EngineError
 from appliance.quant.profile import kept_layers
 from appliance.terms.families import FUSED_LAYERS, why_unknown
@@ -249,20 +250,14 @@ def require_ignored_layers(model: Module, config: object) -> None:
     """
     if not isinstance(config, ApplianceConfig):
         return
-    names = [layer_name(layer, name=name) for name, layer in _holding_layers(model)]
-    for entry in config.quantisation.ignore:
-        if not any(_names_layer(entry, name) for name in names):
+    names = {layer_name(layer, name=name) for name, layer in _holding_layers(model)}
+    parts = {part for name in names for part in part_names(name)}
+    for entry in config.quantisation.ignore:  # as should_ignore_layer has it: a fused layer's own name, or its parts'
+        if entry not in names and not any(check_equal_or_regex_match(part, [entry]) for part in parts):
             raise EngineError(
                 f"ignore: `{entry}` is no layer of this model",
                 hint="write the whole name, such as model.layers.0.mlp.down_proj, or `re:` and a pattern",
             )
-
-
-def _names_layer(entry: str, name: str) -> bool:
-    """As should_ignore_layer has it: a fused layer goes by the names of its parts, or by its own, exactly."""
-    parent, _, leaf = name.rpartition(".")
-    parts = [f"{parent}.{part}" for part in FUSED_LAYERS.get(leaf, [leaf])] if parent else [name]
-    return entry == name or any(check_equal_or_regex_match(part, [entry]) for part in parts)
 
 
 def is_router(layer: Module, *, prefix: str) -> bool:

@@ -81,7 +81,7 @@ class OnlineExpertsMethod(Quantising, OnlineMoEMethodBase):
         _refuse_unknown(layer)
         self.scheme, self.emulated, self._make = scheme, emulated, make
         self.gemms: tuple[ExpertGemm, ...] = ()
-        self._whole = WholeAbsmax()
+        self._whole = WholeAbsmax(scheme)
 
     def create_weights(
         self,
@@ -100,7 +100,7 @@ class OnlineExpertsMethod(Quantising, OnlineMoEMethodBase):
             DOWN: is_cut(self.scheme, rows_are_cut=ranks > 1, num_ranks=ranks),
         }
         if any(self._cut.values()):
-            kwargs["weight_loader"] = self._whole.recording(kwargs["weight_loader"], scheme=self.scheme)
+            kwargs["weight_loader"] = self._whole.recording(kwargs["weight_loader"])
         self.gemms = tuple(
             ExpertGemm(self._make(), prefix=layer.layer_name, expert=expert, part=part)
             for expert in range(num_experts)
@@ -120,7 +120,6 @@ class OnlineExpertsMethod(Quantising, OnlineMoEMethodBase):
             if self._cut[gemm.part]:
                 absmax = self._whole.of(
                     weight_NK,
-                    scheme=self.scheme,
                     ask=lambda own: amax_for_moe_weight_quant(own, ranks),
                     expert=gemm.expert,
                     shards=_SHARDS[gemm.part],

@@ -20,9 +20,9 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from appliance.engine.config import ApplianceConfig, KeptLinearMethod
 from appliance.engine.quantised import OnlineLinearMethod, Quantising
+from appliance.engine.tensor_slots import part_names
 from appliance.errors import SyncError
 from appliance.sync.precision import Precision
-from appliance.terms.families import FUSED_LAYERS
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
 
@@ -92,8 +92,7 @@ class PrecisionSwitch:
         """Layers by their own name, or by those of all their parts. An entry that names nothing is refused."""
         asked, known, found = set(entries), set[str](), []
         for name in self._layers:
-            parent, _, leaf = name.rpartition(".")
-            parts = [f"{parent}.{part}" for part in FUSED_LAYERS.get(leaf, (leaf,))]  # as a checkpoint has them
+            parts = part_names(name)
             known |= {name, *parts}
             if name in asked or asked.issuperset(parts):
                 found.append(name)

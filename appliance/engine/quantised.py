@@ -62,7 +62,7 @@ class OnlineLinearMethod(Quantising, LinearMethodBase):
 
     def __init__(self, scheme: Scheme) -> None:
         self.scheme = self.planned = scheme
-        self._whole = WholeAbsmax()
+        self._whole = WholeAbsmax(scheme)
 
     def create_weights(
         self,
@@ -82,7 +82,7 @@ class OnlineLinearMethod(Quantising, LinearMethodBase):
             data=torch.empty(sum(output_partition_sizes), input_size_per_partition, device="meta", dtype=params_dtype),
             input_dim=1,
             output_dim=0,
-            weight_loader=self._whole.recording(loader, scheme=self.scheme) if self._needs_whole else loader,
+            weight_loader=self._whole.recording(loader) if self._needs_whole else loader,
         )
         layer.register_parameter("weight", weight_NK)
         initialize_online_processing(layer)
@@ -94,7 +94,7 @@ class OnlineLinearMethod(Quantising, LinearMethodBase):
         weight_NK = layer.weight.data
         absmax = None
         if self._needs_whole:
-            absmax = self._whole.of(weight_NK, scheme=self.scheme, ask=lambda own: amax_for_tp_weight_quant(own, True))
+            absmax = self._whole.of(weight_NK, ask=lambda own: amax_for_tp_weight_quant(own, True))
         quantised = self.quantise(weight_NK, absmax=absmax)
         self.install(layer, quantised)
         if self.on_quantised is not None:
@@ -144,10 +144,11 @@ class WholeAbsmax:
     leave another one waiting in the middle of a sync.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, scheme: Scheme) -> None:
+        self._scheme = scheme
         self._by_part: dict[tuple[object, object], Tensor] = {}  # by number of the expert, and part
 
-    def recording(self, loader: Callable[..., Any], *, scheme: Scheme) -> Callable[..., Any]:
+    def recording(self, loader: Callable[..., Any]) -> Callable[..., Any]:
         """loader: a bound method of the layer."""
         signature = inspect.signature(loader)
 
@@ -158,7 +159,7 @@ class WholeAbsmax:
             if not values["param"].is_meta:
                 held = values["loaded_weight"].to(values["param"].dtype)  # a trainer's float32 is rounded first
                 place = values.get("expert_id"), values.get("shard_id", values.get("loaded_shard_id"))
-                self._by_part[place] = weight_absmax(held, scheme=scheme)
+                self._by_part[place] = weight_absmax(held, scheme=self._scheme)
             return loader(*args, **kwargs)
 
         return recording_loader
@@ -167,7 +168,6 @@ class WholeAbsmax:
         self,
         weight_NK: Tensor,
         *,
-        scheme: Scheme,
         ask: Callable[[Tensor], Tensor],
         expert: int | None = None,
         shards: tuple[str, ...] = (),
@@ -180,5 +180,5 @@ class WholeAbsmax:
         wanted = [(expert, shard) for shard in shards] if shards else list(self._by_part)
         parts = [self._by_part.pop(place) for place in wanted if place in self._by_part]
         if not parts:
-            return ask(weight_absmax(weight_NK, scheme=scheme))
+            return ask(weight_absmax(weight_NK, scheme=self._scheme))
         return torch.stack(parts).amax(dim=0).to(weight_NK.device)

@@ -105,11 +105,14 @@ def slots(model: Module, *, tied_head: bool) -> dict[str, tuple[Slot, ...]]:
     return {source: tuple(places) for source, places in found.items()}
 
 
-def _linear(name: str, layer: LinearBase) -> Iterator[tuple[str, Slot]]:
+def part_names(name: str) -> list[str]:
+    """A layer's names in a checkpoint: those of its parts where it is fused."""
     parent, _, leaf = name.rpartition(".")
-    packed = families.FUSED_LAYERS
-    sources = [f"{parent}.{part}" for part in packed[leaf]] if leaf in packed else [name]
-    parts = _parts(name, layer)
+    return [f"{parent}.{part}" for part in families.FUSED_LAYERS.get(leaf, ())] or [name]
+
+
+def _linear(name: str, layer: LinearBase) -> Iterator[tuple[str, Slot]]:
+    sources, parts = part_names(name), _parts(name, layer)
     if len(sources) != len(parts):
         raise EngineError(f"{name} has {len(parts)} parts, the model names {len(sources)} for it: {sources}")
     columns = ALL

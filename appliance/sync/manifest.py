@@ -12,11 +12,10 @@ and the shape.
 * Two bytes or blocks of a row that changed places go unseen when 16 pairs of independent numbers agree: 126^-16, below
   2^-111. Rows that changed places, other rows, another dtype or shape: BLAKE2b's 2^-128.
 
-Why this one: on one core 8 to 10 GB/s, an integer matrix product that CPU and CUDA both have, one read of the tensor.
-A sum over 64-bit words with odd factors is as fast and certain for one bit, but does not see two words change places
-that differ in their highest bit only. XXH3 (39 GB/s) proves nothing about one bit and has no CUDA version: every tensor
-would go through the host. At |number| <= 63 a pair of products of bytes fits in 16 bits, where some CPUs without VNNI
-saturate.
+On one core that is 8 to 10 GB/s, by an integer matrix product that CPU and CUDA both have. A sum over 64-bit words
+with odd factors does not see two words change places that differ in their highest bit only; XXH3 (39 GB/s) proves
+nothing about one bit and has no CUDA version. At |number| <= 63 a pair of products of bytes fits in 16 bits, where some
+CPUs without VNNI saturate.
 """
 
 from __future__ import annotations
