@@ -72,6 +72,7 @@ class OnlineExpertsMethod(Quantising, OnlineMoEMethodBase):
     """One object per layer of experts. `gemms` has two entries per expert of this rank: w13, then w2."""
 
     provable = False  # each of `gemms` is a layer of its own
+    supports_eplb = False
 
     def __init__(
         self, scheme: Scheme, *, emulated: bool, make: Callable[[], OnlineLinearMethod], layer: RoutedExperts
@@ -184,10 +185,6 @@ class OnlineExpertsMethod(Quantising, OnlineMoEMethodBase):
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         return None
-
-    @property
-    def supports_eplb(self) -> bool:
-        return False
 
     @property
     def kernel_name(self) -> str:

@@ -15,8 +15,6 @@ Legend: M tokens, N output channels, K input channels of this rank's part of the
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import Module
@@ -31,7 +29,7 @@ from vllm.model_executor.layers.quantization.online.fp8 import (
 from vllm.model_executor.utils import replace_parameter
 
 from appliance.engine.fp8_proof import EmulatedProof, NativeBlockProof, NativeFp8Proof
-from appliance.engine.quantised import OnlineLinearMethod, Quantising, refuse_cut_blocks
+from appliance.engine.quantised import OnlineLinearMethod, Quantising
 from appliance.quant.codec import QuantisedWeight
 from appliance.quant.codec_fp8 import Fp8Weight, dequantise_fp8, quantise_fp8_tokens, row_blocks, weight_block
 from appliance.terms.schemes import Scheme
@@ -133,23 +131,6 @@ class EmulatedLinearMethod(OnlineLinearMethod):
 
     emulated = True
     proof = EmulatedProof
-
-    def create_weights(
-        self,
-        layer: Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        cut_columns = [input_size_per_partition] if input_size_per_partition != input_size else []
-        cut_rows = output_partition_sizes if layer.tp_size > 1 and not cut_columns else []
-        refuse_cut_blocks(layer.prefix, cut_rows + cut_columns, scheme=self.scheme, num_ranks=layer.tp_size)
-        super().create_weights(
-            layer, input_size_per_partition, output_partition_sizes, input_size, output_size, *args, **kwargs
-        )
 
     def quantise(self, weight_NK: Tensor, *, absmax: Tensor | None) -> QuantisedWeight:
         from appliance.quant.numba_fp8 import quantise_fp8_numba  # a compiler that other schemes do not need

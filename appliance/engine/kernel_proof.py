@@ -70,18 +70,18 @@ class Ask:
     thorough: bool
 
 
-def ask(turn: int, *, sync: int, every: int, all_of_all: bool = False) -> Ask | None:
+def ask(turn: int, *, sync: int, every: int, everyone: bool = False) -> Ask | None:
     """None when the layer is not asked. turn: number of the layer.  sync: from 1.  every: at least 1.
 
-    all_of_all: as at sync 1.
+    everyone: all layers fully, as at sync 1.
     """
     number, rest = divmod(sync, ROTATION * every)
-    all_of_all |= sync == 1
-    full = all_of_all or rest == 0
+    everyone |= sync == 1
+    full = everyone or rest == 0
     if not full and (turn - sync) % every != 0:
         return None
     is_turn = rest == 0 and (turn - number) % ROTATION == 0
-    return Ask(sync=sync, round=sync // every, full=full, thorough=all_of_all or is_turn)
+    return Ask(sync=sync, round=sync // every, full=full, thorough=everyone or is_turn)
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class SyncProof:
         self._held.clear()
         self._unproven = 0
         asked = {
-            name: ask(turn, sync=sync, every=self._every, all_of_all=changed) for turn, name in enumerate(self._layers)
+            name: ask(turn, sync=sync, every=self._every, everyone=changed) for turn, name in enumerate(self._layers)
         }
         self._due = {name: how for name, how in asked.items() if how is not None}
         self._kernels = {name: make(ask=self._due[name]) for name, make in self._provable.items() if name in self._due}

@@ -76,6 +76,8 @@ class OnlineLinearMethod(Quantising, LinearMethodBase):
     ) -> None:
         layer.logical_widths = output_partition_sizes
         rows_are_cut = input_size_per_partition != input_size
+        cut = [input_size_per_partition] if rows_are_cut else output_partition_sizes if layer.tp_size > 1 else []
+        refuse_cut_blocks(layer.prefix, cut, scheme=self.scheme, num_ranks=layer.tp_size)
         loader = extra_weight_attrs["weight_loader"]
         self._needs_whole = is_cut(self.scheme, rows_are_cut=rows_are_cut, num_ranks=layer.tp_size)
         weight_NK = ModelWeightParameter(
