@@ -49,8 +49,7 @@ class DrainingReceiver(BucketedWeightReceiver):
             self._init_buffer()
             while not self._last_seen:
                 metadata = self._receive()
-                bucket = [(name, self._tensor(meta)) for name, meta in metadata["bucket_meta"].items()]
-                on_bucket_received(bucket, self._last_seen)
+                on_bucket_received(self._bucket(metadata), self._last_seen)
                 if not self._last_seen:
                     self._answer()
         finally:
@@ -83,6 +82,9 @@ class DrainingReceiver(BucketedWeightReceiver):
             if self._owed:
                 self._answer()
             self._receive()
+
+    def _bucket(self, metadata: dict) -> Bucket:
+        return [(name, self._tensor(meta)) for name, meta in metadata["bucket_meta"].items()]
 
     def _tensor(self, meta: dict) -> Tensor:
         """A copy: the sender reuses the bucket, and on a CPU a view would also keep the shared segment open."""
