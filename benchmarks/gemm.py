@@ -1,6 +1,6 @@
 """The GEMMs of one layer on a CPU, kernel by kernel: `python -m benchmarks.gemm [--shapes qwen2.5-7b] [-o FILE]`.
 
-vLLM's BF16 against both INT8 kernels (engine/cpu_gemm.py), with the weights that a decoder layer has as vLLM fuses
+vLLM's BF16 against both INT8 kernels (engine/int8.py), with the weights that a decoder layer has as vLLM fuses
 them: milliseconds of a multiplication, quantising the activations included, and of packing a weight. The kernels take
 turns; a ratio is the median of those of single turns.
 """
@@ -22,7 +22,7 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from appliance import console
 from appliance.bench.job import NAMED_SHAPES, Shapes
 from appliance.control_groups import usable_cores
-from appliance.engine.cpu_gemm import OneDnnGemm, SglGemm, has_packed_kernel, packs_quickly
+from appliance.engine.int8 import OneDnnGemm, SglGemm, has_packed_kernel, packs_quickly
 from appliance.quant.codec_int8 import quantise_int8
 
 BF16 = "bf16"

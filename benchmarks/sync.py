@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 from appliance import console
 from appliance.bench.job import NAMED_SHAPES, Shapes
 from appliance.control_groups import usable_cores
-from appliance.engine.proof_schedule import ROTATION
 from appliance.terms.environment import PLAN_VARIABLE, child_env
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
@@ -135,7 +134,7 @@ class Engine:
             digest_s=report.digest_s,
             proof_s=report.proof_s - report.telemetry_s,
             telemetry_s=report.telemetry_s,
-            layers_proven=report.proven.layers_proven,
+            layers_proven=report.layers_proven,
             waiting_bytes=report.waiting_bytes,
         )
 
@@ -252,10 +251,12 @@ def main() -> int:
     parser.add_argument("--schemes", default=",".join(SCHEMES))
     parser.add_argument("-o", "--output", type=Path)
     given = parser.parse_args()
+    _set_environment(given.threads)
+    from appliance.engine.kernel_proof import ROTATION
+
     given.pairs = given.pairs or ROTATION * given.prove_every
     if given.output is not None:
         given.output.mkdir(parents=True, exist_ok=True)
-    _set_environment(given.threads)
     shapes = NAMED_SHAPES[given.shapes].replace(layers=given.layers)
     schemes = tuple(Scheme(name) for name in given.schemes.split(","))
     measured = measure(shapes, schemes=schemes, pairs=given.pairs, prove_every=given.prove_every)

@@ -21,11 +21,10 @@ from appliance.errors import ApplianceError, RecipeError
 from appliance.patch import Patch, apply_patch
 from appliance.terms.devices import CPU, gpu_of_product, why_not
 from appliance.terms.settings import Quantisation
+from flashrl_compat.config_file import EngineSettings, engine_settings
 from flashrl_compat.loader import LOAD_FORMAT
-from flashrl_compat.log import LOGGER, tell_hints
 from flashrl_compat.reload import RELOAD_KEY, WORKER_CLASS
-from flashrl_compat.settings import EngineSettings, engine_settings
-from flashrl_compat.variables import CONFIG_VARIABLE, RELOAD_VARIABLE, Variables, read_variables
+from flashrl_compat.variables import CONFIG_VARIABLE, LOGGER, RELOAD_VARIABLE, Variables, read_variables, tell_hints
 
 ENGINE_ARGUMENTS = Patch(
     name="flashrl-engine-arguments",

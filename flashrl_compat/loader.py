@@ -20,7 +20,7 @@ from appliance.engine.attest import live_scheme
 from appliance.engine.config import require_ignored_layers
 from appliance.quant.profile import Smoothing, fold, load_smoothing, require_all_folded
 from appliance.terms.settings import METHOD_NAME, quantisation_from_config
-from flashrl_compat.log import LOGGER
+from flashrl_compat.variables import LOGGER
 
 LOAD_FORMAT = "appliance"
 

@@ -64,18 +64,8 @@ OWN_NAMES: tuple[Name, ...] = tuple(
     if scheme not in {name.scheme for name in NAMES}
 )
 
-_BY_NAME = {name.theirs: name for name in NAMES}
-_IN_FILES = {name.theirs: name for name in (*NAMES, *OWN_NAMES)}
-
-
-def find_name(word: str) -> Name | None:
-    """What a word in `FLASHRL_CONFIG` stands for."""
-    return _BY_NAME.get(word)
-
-
-def find_file_name(word: str) -> Name | None:
-    """What a word in `fn:` of a file stands for."""
-    return _IN_FILES.get(word)
+BY_NAME = {name.theirs: name for name in NAMES}  # what a word in `FLASHRL_CONFIG` stands for
+IN_FILES = {name.theirs: name for name in (*NAMES, *OWN_NAMES)}  # and one in `fn:` of a file
 
 
 def listed(names: tuple[Name, ...]) -> str:

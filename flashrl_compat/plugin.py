@@ -17,8 +17,14 @@ def register() -> None:
     import flashrl_compat.loader  # noqa: F401  registers the load format by its name
     from appliance.engine.plugin import register as register_engine
     from appliance.errors import ApplianceError
-    from flashrl_compat.log import LOGGER, start_logging, tell_hints
-    from flashrl_compat.variables import CONFIG_VARIABLE, idle_variables, read_variables
+    from flashrl_compat.variables import (
+        CONFIG_VARIABLE,
+        LOGGER,
+        idle_variables,
+        read_variables,
+        start_logging,
+        tell_hints,
+    )
 
     register_engine()
     try:

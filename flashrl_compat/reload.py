@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 
 from appliance.engine.update import WeightUpdate
 from flashrl_compat.loader import smoothing_of
-from flashrl_compat.log import LOGGER
+from flashrl_compat.variables import LOGGER
 
 WORKER_CLASS = f"{__name__}.ReloadingWorker"
 RELOAD_KEY = "flashrl_test_reload"  # in vLLM's `additional_config`, which reaches every worker
@@ -59,8 +59,8 @@ def reload_checkpoints(model: Module, checkpoints: list[str], *, vllm_config: An
                 checkpoint,
                 report.tensors,
                 report.seconds,
-                report.proven.layers_proven,
-                report.proven.layers,
+                report.layers_proven,
+                report.layers,
             )
 
 

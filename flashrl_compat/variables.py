@@ -1,6 +1,7 @@
-"""The one place that reads FlashRL's environment variables. Imports no torch.
+"""The one place that reads FlashRL's environment variables, and the log that they ask for. Imports no torch.
 
-Every problem is told at once. Outside `FLASHRL_CONFIG` nothing of FlashRL's is on, as in FlashRL itself.
+Every problem is told at once. Outside `FLASHRL_CONFIG` nothing of FlashRL's is on, as in FlashRL itself. The lines that
+answer "is the patch even on?" go to stderr and FLASHRL_LOGGING_FILE, in FlashRL's format.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.errors import RecipeError
+from appliance.errors import ApplianceError, RecipeError
 from appliance.recipe.text import full_path
-from flashrl_compat.names import NAMES, Name, find_name, listed
+from flashrl_compat.names import BY_NAME, NAMES, Name, listed
 
 CONFIG_VARIABLE = "FLASHRL_CONFIG"
 LM_HEAD_VARIABLE = "FLASHRL_LMHEAD_FP32"
@@ -23,8 +24,10 @@ FILE_VARIABLE = "FLASHRL_LOGGING_FILE"
 RELOAD_VARIABLE = "FLASHRL_TEST_RELOAD"
 VARIABLES = (CONFIG_VARIABLE, LM_HEAD_VARIABLE, LEVEL_VARIABLE, FILE_VARIABLE, RELOAD_VARIABLE)
 
+LOGGER = logging.getLogger("flashrl")
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
+_FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
 _HUB_FILE = re.compile(r"([\w.-]+/[\w.-]+)/((?:[\w.-]+/)*[\w.-]+\.ya?ml)")
 _HUB_MODEL = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -93,7 +96,7 @@ def _unknown_variables(given: Mapping[str, str]) -> list[Problem]:
 
 
 def _config(value: str, problems: list[Problem]) -> Name | Path | HubFile | None:
-    if name := find_name(value):
+    if name := BY_NAME.get(value):
         return name
     path = full_path(value)
     if os.path.isfile(path):
@@ -143,3 +146,28 @@ def _checkpoints(value: str | None, problems: list[Problem]) -> tuple[str, ...]:
         elif not _HUB_MODEL.fullmatch(checkpoint):
             problems.append((f"{RELOAD_VARIABLE}: `{checkpoint[:80]}` is no checkpoint", hint))
     return checkpoints
+
+
+def start_logging(variables: Variables) -> None:
+    """Once per process; a second call changes nothing. Raises RecipeError when the file cannot be opened."""
+    if LOGGER.handlers:
+        return
+    handlers: list[logging.Handler] = [logging.StreamHandler()]
+    if variables.log_file:
+        try:
+            handlers.append(logging.FileHandler(variables.log_file, mode="a"))
+        except OSError as error:
+            fact = f"{FILE_VARIABLE}: {variables.log_file} cannot be written: {error.strerror}"
+            raise RecipeError([(fact, "name a file in a folder that you can write to")]) from error
+    LOGGER.setLevel(variables.log_level)
+    LOGGER.propagate = False  # vLLM's processes may have a root handler: one line, not two
+    for handler in handlers:
+        handler.setFormatter(logging.Formatter(_FORMAT))
+        LOGGER.addHandler(handler)
+
+
+def tell_hints(error: ApplianceError) -> None:
+    """Let the hints stand below the error in a traceback: no command of ours is there to print them."""
+    hints = [hint for _, hint in error.problems] if isinstance(error, RecipeError) else [error.hint]
+    for hint in dict.fromkeys(filter(None, hints)):
+        error.add_note(f"hint: {hint}")

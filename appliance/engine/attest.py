@@ -15,14 +15,19 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from appliance import patch
-from appliance.engine.config import KeptExpertsMethod, KeptLinearMethod, is_router, require_ignored_layers
-from appliance.engine.fp32_head import Fp32HeadMethod
-from appliance.engine.known_layers import require_known_layers
+from appliance.engine.config import (
+    Fp32HeadMethod,
+    KeptExpertsMethod,
+    KeptLinearMethod,
+    is_router,
+    require_ignored_layers,
+    require_known_layers,
+)
 from appliance.engine.quantised import Quantising
 from appliance.errors import EngineError
 from appliance.record.attestations import Attestation, fingerprint, write_attestation
 from appliance.record.plan import RunPlan, read_plan
-from appliance.sync.generation import read_generation
+from appliance.sync.precision import read_generation
 from appliance.terms.environment import PLAN_VARIABLE
 from appliance.terms.schemes import Scheme
 
@@ -45,39 +50,44 @@ def live_scheme(model: Module) -> LiveScheme:
     Raises EngineError when only a part of the layers that should be quantised is, or layers differ in their scheme.
     """
     methods = {name: layer.quant_method for name, layer in model.named_modules() if hasattr(layer, "quant_method")}
-    schemes = {name: scheme for name, method in methods.items() if (scheme := _scheme(method)) is not None}
-    fallen = [name for name, method in methods.items() if _is_plain(method) and not _is_router(model, name=name)]
-    if len(set(schemes.values())) > 1:
-        raise EngineError(f"layers of one engine run {', '.join(sorted(set(schemes.values())))}")
-    scheme = next(iter(schemes.values()), Scheme.BF16)
+    quantising = [method for method in methods.values() if isinstance(method, Quantising)]
+    schemes = sorted({method.scheme for method in quantising})
+    if len(schemes) > 1:
+        raise EngineError(f"layers of one engine run {', '.join(schemes)}")
     if schemes:
         require_known_layers(model)
-    if schemes and fallen:
-        raise EngineError(f"{len(fallen)} layers are not {scheme} and were not to be left out, first {fallen[0]}")
+        fallen = [name for name, method in methods.items() if _has_fallen(method, model.get_submodule(name), name=name)]
+        if fallen:
+            raise EngineError(
+                f"{len(fallen)} layers are not {schemes[0]} and were not to be left out, first {fallen[0]}"
+            )
+    kernels = [
+        method.kernel_name if isinstance(method, Quantising) else type(method).__name__ for method in methods.values()
+    ]
     return LiveScheme(
-        scheme=scheme,
-        emulated=any(method.emulated for method in methods.values() if isinstance(method, Quantising)),
+        scheme=schemes[0] if schemes else Scheme.BF16,
+        emulated=any(method.emulated for method in quantising),
         lm_head_fp32=any(isinstance(method, Fp32HeadMethod) for method in methods.values()),
-        kernels=dict(Counter(_kernel(method) for method in methods.values())),
+        kernels=dict(Counter(kernels)),
     )
 
 
-def _scheme(method: object) -> Scheme | None:
-    return method.scheme if isinstance(method, Quantising) else None
+def _has_fallen(method: object, layer: Module, *, name: str) -> bool:
+    """In BF16, and not on purpose. Some models make their routers without a quantisation config, so that the method
+    does not say it."""
+    if isinstance(method, KeptLinearMethod | KeptExpertsMethod) or is_router(layer, prefix=name):
+        return False
+    return isinstance(method, UnquantizedLinearMethod | UnquantizedFusedMoEMethod)
 
 
-def _kernel(method: object) -> str:
-    return method.kernel_name if isinstance(method, Quantising) else type(method).__name__
+def plan_of_process() -> RunPlan | None:
+    """None outside a run, where nobody sends a list and nobody asks."""
+    path = os.environ.get(PLAN_VARIABLE)
+    return read_plan(Path(path)) if path else None
 
 
-def _is_plain(method: object) -> bool:
-    kinds, kept = (UnquantizedLinearMethod, UnquantizedFusedMoEMethod), (KeptLinearMethod, KeptExpertsMethod)
-    return isinstance(method, kinds) and not isinstance(method, kept)
-
-
-def _is_router(model: Module, *, name: str) -> bool:
-    """Some models make their routers without a quantisation config, so the method does not say it."""
-    return is_router(model.get_submodule(name), prefix=name)
+def replica_of_process() -> int:
+    return int(os.environ.get(REPLICA_VARIABLE, "0"))
 
 
 def attest_rollout_worker(model: Module, *, vllm_config: Any, rank: int) -> None:
@@ -87,12 +97,10 @@ def attest_rollout_worker(model: Module, *, vllm_config: Any, rank: int) -> None
     Raises EngineError, outside a run too, where the model is not what the settings say.
     """
     require_ignored_layers(model, vllm_config.quant_config)
-    plan_path = os.environ.get(PLAN_VARIABLE)
-    if not plan_path:
+    plan = plan_of_process()
+    if plan is None:
         return
-    plan = read_plan(Path(plan_path))
-    live = live_scheme(model)
-    replica = int(os.environ.get(REPLICA_VARIABLE, "0"))
+    live, replica = live_scheme(model), replica_of_process()
     write_attestation(
         Path(plan.run_dir),
         Attestation(
@@ -102,7 +110,7 @@ def attest_rollout_worker(model: Module, *, vllm_config: Any, rank: int) -> None
             scheme=str(live.scheme),
             emulated=live.emulated,
             patches=tuple(patch.applied()),
-            versions=_versions(plan),
+            versions={name: importlib.metadata.version(name) for name, _ in plan.pins},
             fingerprint=fingerprint(),
             detail={
                 "kernels": live.kernels,
@@ -115,7 +123,3 @@ def attest_rollout_worker(model: Module, *, vllm_config: Any, rank: int) -> None
             },
         ),
     )
-
-
-def _versions(plan: RunPlan) -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name, _ in plan.pins}

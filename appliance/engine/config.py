@@ -1,18 +1,32 @@
 """How vLLM builds each layer under our quantisation method: the settings of one engine, dispatched by kind of layer.
 
-Embeddings, `lm_head`, norms and routers stay as the checkpoint has them, whatever the scheme.
+Embeddings, `lm_head`, norms and routers stay as the checkpoint has them, whatever the scheme. Models and layers that
+the quantised engine does not know are refused by name, not served half-quantised.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module
+from torch.nn.functional import linear
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear, UnquantizedLinearMethod
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.utils import (
@@ -20,16 +34,49 @@ from vllm.model_executor.layers.quantization.compressed_tensors.utils import (
     should_ignore_layer,
 )
 from vllm.model_executor.layers.utils import MOE_LAYER_ROUTER_GATE_SUFFIXES
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.platforms import current_platform
 
-from appliance.engine.fp32_head import Fp32HeadMethod
-from appliance.engine.known_layers import layer_name, require_known_architecture, require_known_layer
-from appliance.engine.methods import experts_method, linear_method
+from appliance.engine.experts import OnlineExpertsMethod
+from appliance.engine.fp8 import EmulatedLinearMethod, native_fp8_method
+from appliance.engine.int8 import Int8LinearMethod
+from appliance.engine.quantised import Quantising
+from appliance.engine.tensor_slots import part_names
 from appliance.errors import EngineError
 from appliance.quant.files import kept_layers
-from appliance.terms.families import FUSED_LAYERS
+from appliance.terms.families import FUSED_LAYERS, why_unknown
+from appliance.terms.schemes import Scheme
 from appliance.terms.settings import METHOD_NAME, Quantisation, quantisation_from_config
+
+# The linear methods by the names that schemes have for them (`terms/schemes.py`): one line each. vLLM raises ValueError
+# where a GPU has no kernel for it.
+METHODS: dict[str, Callable[[Scheme], Quantising]] = {
+    "int8": Int8LinearMethod,
+    "vllm-fp8": native_fp8_method,
+    "emulated-fp8": EmulatedLinearMethod,
+}
+
+# Exactly these classes: a subclass may hold or multiply its weights in another way.
+KNOWN_LAYERS = frozenset(
+    {
+        Attention,
+        ColumnParallelLinear,
+        MergedColumnParallelLinear,
+        ParallelLMHead,
+        QKVParallelLinear,
+        ReplicatedLinear,
+        RMSNorm,
+        RoutedExperts,
+        RowParallelLinear,
+        VocabParallelEmbedding,
+    }
+)
+_HINT = "use a model of a known family"
+_CHUNK_ELEMENTS = 1 << 20  # 4 MiB in float32: large enough for a GEMM, small enough to be still in the cache
 
 
 class KeptLinearMethod(UnquantizedLinearMethod):
@@ -38,6 +85,42 @@ class KeptLinearMethod(UnquantizedLinearMethod):
 
 class KeptExpertsMethod(UnquantizedFusedMoEMethod):
     """Experts that `ignore` keeps in BF16 on purpose."""
+
+
+class Fp32HeadMethod(UnquantizedEmbeddingMethod):
+    """The last projection in FP32: the checkpoint's BF16 weights, multiplied and summed in float32.
+
+    vLLM's LogitsProcessor calls `lm_head.quant_method.apply` and keeps the type of what comes back; the sampler works
+    in float32 anyway, so logits are rounded to BF16 nowhere. vLLM has a setting of its own (`head_dtype`), which on a
+    CPU makes a float32 copy of the whole weight for each step; here a part that fits the cache is widened at a time.
+
+    What is multiplied is the layer's own tensor, not a copy made after loading, so the head is right after a reload,
+    and where it is the embedding's.
+    """
+
+    def process_weights_after_loading(self, layer: Module) -> None:
+        """Nothing: vLLM's CPU backend would pack a BF16 copy that only its own `apply` reads."""
+
+    def apply(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[M, V] float32. layer.weight: [V, K]; V: this rank's part of the vocabulary, padding included."""
+        x_MK = x.reshape(-1, x.shape[-1])
+        if x.is_cuda:  # products of BF16 values are exact in float32, and so are sums in it: no copy needed (read only)
+            out_MV = torch.mm(x_MK, layer.weight.t(), out_dtype=torch.float32)
+        else:
+            out_MV = _widened_product(x_MK, layer.weight)
+        if bias is not None:
+            out_MV += bias.float()
+        return out_MV.reshape(*x.shape[:-1], -1)
+
+
+def _widened_product(x_MK: Tensor, weight_VK: Tensor) -> Tensor:
+    x_MK = x_MK.float()
+    out_MV = torch.empty((len(x_MK), len(weight_VK)), dtype=torch.float32)
+    rows = max(1, _CHUNK_ELEMENTS // weight_VK.shape[1])
+    for start in range(0, len(weight_VK), rows):
+        part = slice(start, start + rows)
+        out_MV[:, part] = linear(x_MK, weight_VK[part].float())
+    return out_MV
 
 
 @register_quantization_config(METHOD_NAME)
@@ -82,12 +165,13 @@ class ApplianceConfig(QuantizationConfig):
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """vLLM calls it with the model's configuration, in the process that starts the engine. Raises EngineError."""
-        require_known_architecture(hf_config, model=model_name)
+        if why := why_unknown(getattr(hf_config, "architectures", None)):
+            raise EngineError(f"{model_name}: {why}", hint=_HINT)
 
     def get_quant_method(self, layer: Module, prefix: str) -> QuantizeMethodBase | None:
         """None: vLLM's own choice for that kind of layer. Raises EngineError, or ValueError where `ignore` splits a
         fused layer."""
-        require_known_layer(layer, name=prefix)
+        _require_known_layer(layer, name=prefix)
         if isinstance(layer, VocabParallelEmbedding):  # ParallelLMHead is one
             return Fp32HeadMethod() if self.quantisation.lm_head_fp32 else None
         if isinstance(layer, LinearBase):
@@ -103,12 +187,11 @@ class ApplianceConfig(QuantizationConfig):
         return isinstance(layer, RoutedExperts) or (isinstance(layer, LinearBase) and not is_router(layer, prefix=name))
 
     def _linear(self, layer: LinearBase, *, prefix: str) -> QuantizeMethodBase:
-        scheme = self.quantisation.scheme
-        if not scheme.quantised:
+        if not self.quantisation.scheme.quantised:
             return UnquantizedLinearMethod()
         if is_router(layer, prefix=prefix) or self._is_ignored(prefix):
             return KeptLinearMethod()
-        return linear_method(scheme, emulated=self.quantisation.emulated)
+        return self._quantising()
 
     def _experts(self, layer: RoutedExperts, *, prefix: str) -> QuantizeMethodBase:
         scheme, emulated = self.quantisation.scheme, self.quantisation.emulated
@@ -118,11 +201,45 @@ class ApplianceConfig(QuantizationConfig):
             return KeptExpertsMethod(layer.moe_config)
         if not scheme.spec.experts and not emulated:
             raise EngineError(f"{prefix}: experts in `{scheme}` run emulated only", hint="use int8")
-        return experts_method(scheme, emulated=emulated, layer=layer)
+        return OnlineExpertsMethod(scheme, emulated=emulated, make=self._quantising, layer=layer)
+
+    def _quantising(self) -> Quantising:
+        """A new one, for one linear layer or one GEMM of an expert."""
+        scheme = self.quantisation.scheme
+        return METHODS[scheme.spec.emulation if self.quantisation.emulated else scheme.spec.method](scheme)
 
     def _is_ignored(self, prefix: str) -> bool:
         ignore = [*self.quantisation.ignore, *self._kept]
         return should_ignore_layer(prefix, ignore=ignore, fused_mapping=FUSED_LAYERS)
+
+
+def layer_name(layer: Module, *, name: str) -> str:
+    """How `ignore`, a profile and telemetry call a layer: as vLLM asks for its method. name: of the module.
+
+    Experts lie in a module below their name: `….mlp.experts.routed_experts` is `….mlp.experts`.
+    """
+    return layer.layer_name if isinstance(layer, RoutedExperts) else name
+
+
+def _holding_layers(model: Module) -> Iterator[tuple[str, Module]]:
+    """Every module with parameters or a kernel of its own, by its name."""
+    for name, layer in model.named_modules():
+        if hasattr(layer, "quant_method") or any(True for _ in layer.parameters(recurse=False)):
+            yield name, layer
+
+
+def require_known_layers(model: Module) -> None:
+    """Raises EngineError for a layer of another class than KNOWN_LAYERS."""
+    for name, layer in _holding_layers(model):
+        _require_known_layer(layer, name=name)
+
+
+def _require_known_layer(layer: Module, *, name: str) -> None:
+    if type(layer) not in KNOWN_LAYERS:
+        raise EngineError(
+            f"{name} is a {type(layer).__name__}: the quantised engine does not know how it holds its weights",
+            hint=_HINT,
+        )
 
 
 def require_ignored_layers(model: Module, config: object) -> None:
@@ -133,24 +250,14 @@ def require_ignored_layers(model: Module, config: object) -> None:
     """
     if not isinstance(config, ApplianceConfig):
         return
-    names = [
-        layer_name(layer, name=name)
-        for name, layer in model.named_modules()
-        if hasattr(layer, "quant_method") or any(True for _ in layer.parameters(recurse=False))
-    ]
-    for entry in config.quantisation.ignore:
-        if not any(_names_layer(entry, name) for name in names):
+    names = {layer_name(layer, name=name) for name, layer in _holding_layers(model)}
+    parts = {part for name in names for part in part_names(name)}
+    for entry in config.quantisation.ignore:  # as should_ignore_layer has it: a fused layer's own name, or its parts'
+        if entry not in names and not any(check_equal_or_regex_match(part, [entry]) for part in parts):
             raise EngineError(
                 f"ignore: `{entry}` is no layer of this model",
                 hint="write the whole name, such as model.layers.0.mlp.down_proj, or `re:` and a pattern",
             )
-
-
-def _names_layer(entry: str, name: str) -> bool:
-    """As should_ignore_layer has it: a fused layer goes by the names of its parts, or by its own, exactly."""
-    parent, _, leaf = name.rpartition(".")
-    parts = [f"{parent}.{part}" for part in FUSED_LAYERS.get(leaf, [leaf])] if parent else [name]
-    return entry == name or any(check_equal_or_regex_match(part, [entry]) for part in parts)
 
 
 def is_router(layer: Module, *, prefix: str) -> bool:

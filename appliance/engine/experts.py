@@ -13,7 +13,7 @@ Legend: E experts, M tokens, T experts of one token, N output channels, K input 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,10 +30,10 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import amax_for_m
 from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 
-from appliance.engine.quantised import OnlineLinearMethod, Quantising, WholeAbsmax, is_cut
+from appliance.engine.quantised import OnlineLinearMethod, Quantising, WholeAbsmax, is_cut, refuse_cut_blocks
 from appliance.errors import EngineError
-from appliance.quant.codec import QuantisedWeight, weight_absmax
-from appliance.terms.schemes import BLOCK, Scales, Scheme
+from appliance.quant.codec import QuantisedWeight
+from appliance.terms.schemes import Scheme
 
 GATE_UP, DOWN = "w13", "w2"  # vLLM's names of the two weights of an expert
 _SHARDS = {GATE_UP: ("w1", "w3"), DOWN: ("w2",)}  # and of the checkpoint's tensors that each is made of
@@ -68,20 +68,11 @@ class ExpertGemm(Module):
         return self.quant_method.apply(self, x_MK)
 
 
-class ExpertsAbsmax(WholeAbsmax):
-    def _part(self, values: dict[str, Any]) -> object:
-        return values["shard_id"], values["expert_id"]
-
-    def take_expert(self, shards: Iterable[str], *, expert: int) -> Tensor | None:
-        """In the shape of the scale, and forgotten. None when no loader ran."""
-        parts = [self._by_part.pop((shard, expert)) for shard in shards if (shard, expert) in self._by_part]
-        return torch.stack(parts).amax(dim=0) if parts else None
-
-
 class OnlineExpertsMethod(Quantising, OnlineMoEMethodBase):
     """One object per layer of experts. `gemms` has two entries per expert of this rank: w13, then w2."""
 
     provable = False  # each of `gemms` is a layer of its own
+    supports_eplb = False
 
     def __init__(
         self, scheme: Scheme, *, emulated: bool, make: Callable[[], OnlineLinearMethod], layer: RoutedExperts
@@ -91,7 +82,7 @@ class OnlineExpertsMethod(Quantising, OnlineMoEMethodBase):
         _refuse_unknown(layer)
         self.scheme, self.emulated, self._make = scheme, emulated, make
         self.gemms: tuple[ExpertGemm, ...] = ()
-        self._whole = ExpertsAbsmax()
+        self._whole = WholeAbsmax(scheme)
 
     def create_weights(
         self,
@@ -103,18 +94,14 @@ class OnlineExpertsMethod(Quantising, OnlineMoEMethodBase):
         **kwargs: Any,
     ) -> None:
         ranks = self.moe.moe_parallel_config.tp_size
-        if self.scheme.spec.scales is Scales.BLOCK and ranks > 1 and intermediate_size_per_partition % BLOCK:
-            raise EngineError(
-                f"{layer.layer_name}: `{self.scheme}` over {ranks} ranks leaves {intermediate_size_per_partition} "
-                f"channels of an expert to a rank, which is not a multiple of {BLOCK}",
-                hint="use `fp8-channel`, or fewer ranks for tensor parallelism",
-            )
+        cut = [intermediate_size_per_partition] if ranks > 1 else []
+        refuse_cut_blocks(layer.layer_name, cut, scheme=self.scheme, num_ranks=ranks, what="channels of an expert")
         self._cut = {
             GATE_UP: is_cut(self.scheme, rows_are_cut=False, num_ranks=ranks),
             DOWN: is_cut(self.scheme, rows_are_cut=ranks > 1, num_ranks=ranks),
         }
         if any(self._cut.values()):
-            kwargs["weight_loader"] = self._whole.recording(kwargs["weight_loader"], scheme=self.scheme)
+            kwargs["weight_loader"] = self._whole.recording(kwargs["weight_loader"])
         self.gemms = tuple(
             ExpertGemm(self._make(), prefix=layer.layer_name, expert=expert, part=part)
             for expert in range(num_experts)
@@ -127,23 +114,23 @@ class OnlineExpertsMethod(Quantising, OnlineMoEMethodBase):
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             return
         weights = {GATE_UP: layer.w13_weight.data, DOWN: layer.w2_weight.data}
+        ranks = self.moe.moe_parallel_config.tp_size
         for gemm in self.gemms:
             weight_NK = weights[gemm.part][gemm.expert]
-            quantised = gemm.quantise(weight_NK, absmax=self._absmax(gemm, weight_NK))
+            absmax = None
+            if self._cut[gemm.part]:
+                absmax = self._whole.of(
+                    weight_NK,
+                    ask=lambda own: amax_for_moe_weight_quant(own, ranks),
+                    expert=gemm.expert,
+                    shards=_SHARDS[gemm.part],
+                )
+            quantised = gemm.quantise(weight_NK, absmax=absmax)
             if self.on_quantised is not None:
                 self.on_quantised(layer, weight_NK, quantised)
         replace_parameter(layer, "w13_weight", None)
         replace_parameter(layer, "w2_weight", None)
         layer._already_called_process_weights_after_loading = True
-
-    def _absmax(self, gemm: ExpertGemm, weight_NK: Tensor) -> Tensor | None:
-        if not self._cut[gemm.part]:
-            return None
-        whole = self._whole.take_expert(_SHARDS[gemm.part], expert=gemm.expert)
-        if whole is None:  # dummy weights, which no loader brings: the ranks ask each other, as vLLM's own methods do
-            own = weight_absmax(weight_NK, scheme=self.scheme)
-            return amax_for_moe_weight_quant(own, self.moe.moe_parallel_config.tp_size)
-        return whole.to(weight_NK.device)
 
     @property
     def is_monolithic(self) -> bool:
@@ -200,17 +187,9 @@ class OnlineExpertsMethod(Quantising, OnlineMoEMethodBase):
         return None
 
     @property
-    def supports_eplb(self) -> bool:
-        return False
-
-    @property
     def kernel_name(self) -> str:
         names = dict.fromkeys(gemm.quant_method.kernel_name for gemm in self.gemms)
         return f"{' and '.join(names)}, expert by expert"
-
-    def held_scale(self, layer: Module) -> Tensor | None:
-        """None: each entry of `gemms` is a layer with a method and scales of its own."""
-        return None
 
 
 def _refuse_unknown(layer: RoutedExperts) -> None:

@@ -3,11 +3,23 @@
 Weights are quantised when a layer has been loaded and again at every sync; activations are quantised per token by
 vLLM's own kernel. vLLM 0.28 has online FP8 methods for linear layers and no INT8 one.
 
-Legend: N output channels, K input channels of this rank's part of the layer.
+On a CPU two kernels of vLLM's multiply. `sgl`: its packed kernel of AVX-512 VNNI. On a host without AMX it packs a
+weight several times faster than oneDNN (whose reorder with compensation has no fast version there) and multiplies as
+fast, as long as 32 tokens and 32 rows of codes fit the core's cache together; beyond that it reads everything again and
+again (docs/results/gemm.md). vLLM itself takes it on hosts with AMX only. `onednn`: everything else, and every host
+with AMX, where oneDNN has the matrix unit.
+
+Both quantise activations inside and make s = a / 127; oneDNN's path multiplies by 1 / s and gives the codec's codes;
+sgl's multiplies by 127 / a, rounded once instead of twice, so that a code may differ by one where x / s lies within
+127 * 2^-23 of a half (x = a / 2 does), and takes a below 1e-7 as 1e-7. Either is within the codec's bound. For a probe
+of integers with a = 127 both factors are exactly 1.
+
+Legend: M tokens, N output channels, K input channels of this rank's part of the layer.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -17,19 +29,22 @@ from vllm import _custom_ops as ops
 from vllm.model_executor.kernels.linear import init_int8_linear_kernel
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
 from vllm.model_executor.utils import replace_parameter
-from vllm.platforms import current_platform
+from vllm.platforms import CpuArchEnum, current_platform
 
-from appliance.engine.cpu_gemm import CpuGemm, pack
-from appliance.engine.kernel_proof import Int8Proof
+from appliance.engine.kernel_proof import Int8Proof, quantise_rows
 from appliance.engine.quantised import OnlineLinearMethod
 from appliance.errors import NumericsError
 from appliance.quant.codec import all_finite
 from appliance.quant.codec_int8 import Int8Weight, quantise_int8
 from appliance.terms.schemes import Scheme
 
+LONGEST_PACKED_ROW = 8192
+_TILE = 32  # rows and columns: what sgl's kernel takes without a rest
+_ONEDNN_CACHED_PRIMITIVES = 32  # as vLLM's kernel has it
+
 
 class Int8LinearMethod(OnlineLinearMethod):
-    """One per layer."""
+    """One per layer. gemm: on a CPU, what multiplies."""
 
     proof = Int8Proof
 
@@ -41,7 +56,7 @@ class Int8LinearMethod(OnlineLinearMethod):
             input_symmetric=True,
             module_name=type(self).__name__,
         )
-        self.gemm: CpuGemm | None = None
+        self.gemm: OneDnnGemm | SglGemm | None = None
 
     def create_weights(self, layer: Module, *args: Any, **kwargs: Any) -> None:
         super().create_weights(layer, *args, **kwargs)
@@ -60,7 +75,8 @@ class Int8LinearMethod(OnlineLinearMethod):
         replace_parameter(layer, "weight_scale", quantised.scale_N1)
         if isinstance(self.kernel, CPUInt8ScaledMMLinearKernel):
             layer.weight = None
-            self.gemm = pack(quantised.codes_NK, scale_N1=quantised.scale_N1)
+            packed = SglGemm if packs_quickly(*quantised.codes_NK.shape) else OneDnnGemm
+            self.gemm = packed(quantised.codes_NK, scale_N1=quantised.scale_N1)
         else:
             replace_parameter(layer, "weight", quantised.codes_NK)
             self.kernel.process_weights_after_loading(layer)
@@ -98,15 +114,64 @@ def quantise_for_kernel(weight_NK: Tensor, *, absmax_N1: Tensor | None = None) -
         return quantise(weight_NK.contiguous(), absmax_N1=absmax_N1)
     if not all_finite(weight_NK):
         raise NumericsError("a weight to quantise has a value that is not finite")
-    if absmax_N1 is None:
-        codes_NK, scale_N1, _ = ops.onednn_scaled_int8_quant(weight_NK.contiguous(), None, None, True)
-    else:  # the quantiser takes no scales: one more column that has the absmax, which is a value of the whole row
-        wider_NK = torch.cat([weight_NK, absmax_N1.to(weight_NK.dtype)], dim=1)
-        codes_NK, scale_N1, _ = ops.onednn_scaled_int8_quant(wider_NK, None, None, True)
-        codes_NK = codes_NK[:, :-1].contiguous()
-    # Zero rows and rows of denormals: the kernel multiplies by 1/s = inf and uses the code -128.
-    overflow_N = scale_N1.reciprocal().isinf().squeeze(1)
-    if bool(overflow_N.any()):
-        absmax_M1 = None if absmax_N1 is None else absmax_N1[overflow_N]
-        codes_NK[overflow_N] = quantise_int8(weight_NK[overflow_N], absmax_N1=absmax_M1).codes_NK
-    return Int8Weight(codes_NK=codes_NK, scale_N1=scale_N1)
+    # The quantiser takes no scales: one more column that has the absmax, which is a value of the whole row.
+    whole_NK = weight_NK if absmax_N1 is None else torch.cat([weight_NK, absmax_N1.to(weight_NK.dtype)], dim=1)
+    quantised = quantise_rows(whole_NK, into_NK=whole_NK.new_empty(whole_NK.shape, dtype=torch.int8))
+    return Int8Weight(quantised.codes_NK[:, : weight_NK.shape[1]].contiguous(), quantised.scale_N1)
+
+
+class OneDnnGemm:
+    """A weight, packed. scale_N1: the very memory that is multiplied with.
+
+    The handle keeps the address of the scale tensor, and nothing else does: held here for as long as it lives.
+    """
+
+    name = "onednn"
+
+    def __init__(self, codes_NK: Tensor, *, scale_N1: Tensor) -> None:
+        """As `process_weights_for_onednn` of vLLM's kernel, without the sum of each row of codes. Only asymmetric
+        activations need that; it makes a float32 copy of the codes and takes as long as all the rest of a sync's work
+        on a large layer. Remove when: vLLM computes `azp_adj` for asymmetric activations only."""
+        self.scale_N1 = scale_N1
+        self._handle = ops.create_onednn_scaled_mm(
+            codes_NK.t(), scale_N1, torch.get_default_dtype(), True, False, _ONEDNN_CACHED_PRIMITIVES
+        )
+
+    def __call__(self, x_MK: Tensor, bias_N: Tensor | None) -> Tensor:
+        """[M, N] in the type of `x_MK`: quantised per token, multiplied, plus the bias in float32, rounded once."""
+        codes_MK, scale_M1, _ = ops.onednn_scaled_int8_quant(x_MK, None, None, True)
+        y_MN = torch.empty((len(x_MK), self._handle.n), dtype=x_MK.dtype)
+        ops.onednn_scaled_mm(self._handle, codes_MK, y_MN, scale_M1, None, None, bias_N)
+        return y_MN
+
+
+class SglGemm:
+    """As OneDnnGemm. Codes and scales are handed over at every call: no address outlives its memory."""
+
+    name = "sgl"
+
+    def __init__(self, codes_NK: Tensor, *, scale_N1: Tensor) -> None:
+        self.scale_N1 = scale_N1
+        self._packed = torch.ops._C.convert_weight_packed(codes_NK)
+
+    def __call__(self, x_MK: Tensor, bias_N: Tensor | None) -> Tensor:
+        bias_N = None if bias_N is None else bias_N.float()
+        return torch.ops._C.int8_scaled_mm_with_quant(x_MK, self._packed, self.scale_N1, bias_N, x_MK.dtype, True)
+
+
+def packs_quickly(rows: int, columns: int) -> bool:
+    """Whether a weight of this shape gets sgl's kernel on this host."""
+    return rows % _TILE == 0 and columns % _TILE == 0 and columns <= LONGEST_PACKED_ROW and has_packed_kernel()
+
+
+@functools.cache
+def has_packed_kernel() -> bool:
+    """The kernel is compiled for AVX-512 with VNNI and BF16 and checks nothing. AMX is asked of the processor itself:
+    `_is_amx_tile_supported` is patched (plugin.py)."""
+    return (
+        current_platform.get_cpu_architecture() == CpuArchEnum.X86
+        and hasattr(torch.ops._C, "convert_weight_packed")
+        and torch.cpu._is_vnni_supported()
+        and torch.cpu._is_avx512_bf16_supported()
+        and not torch.cpu.get_capabilities().get("amx_tile", False)
+    )

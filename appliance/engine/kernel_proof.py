@@ -22,7 +22,12 @@ BF16. Signs on 64 neighbouring columns that move on from round to round, zeros e
 2 * 64 u sum |w_nk| plus 2^-8 of the rest. It sees a weight of ordinary size in these columns that is off by one unit of
 BF16, so a packed copy that stayed behind, is another layer's or another part of the tensor.
 
-FP8: fp8_proof.py and fp8_block_proof.py.
+FP8: fp8_proof.py.
+
+Which layers an update proves, and how thoroughly. With `every` = n a layer has its turn once in each round of n syncs.
+Where a proof looks at a part of a layer (rows, columns) it moves on by one part in each round. At sync 1 and at the
+last sync of each ROTATION rounds all layers are asked, and the proof is full: it looks at all that a layer holds. What
+is too dear even for that is asked of all layers at sync 1 and then of each in turn, one in ROTATION at each full proof.
 """
 
 from __future__ import annotations
@@ -38,7 +43,6 @@ from torch import Tensor
 from torch.nn import Module
 from vllm import _custom_ops  # noqa: F401  registers torch.ops._C
 
-from appliance.engine.proof_schedule import Ask
 from appliance.engine.tensor_slots import LocalShape, Slot, rounded
 from appliance.errors import SyncError
 from appliance.quant.codec_int8 import Int8Weight, quantise_int8
@@ -48,8 +52,36 @@ U = 2.0**-24  # half a unit of float32, relative
 BF16_U = 2.0**-8  # BF16 rounds by at most so much, relative
 TINY = 1e-35  # products of denormals may be flushed
 COLUMNS = 64
+ROTATION = 8
 _CHUNK_ELEMENTS = 1 << 22  # 4 MiB of codes at once: what is quantised, multiplied and dropped
 _SAMPLED_ELEMENTS = 1 << 19  # of so many the codec quantises one row
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Of one layer at one sync. round: how many times n syncs went by; which part is looked at follows from it.
+
+    thorough: a full proof in which it is this layer's turn for what is dear.
+    """
+
+    sync: int
+    round: int
+    full: bool
+    thorough: bool
+
+
+def ask(turn: int, *, sync: int, every: int, everyone: bool = False) -> Ask | None:
+    """None when the layer is not asked. turn: number of the layer.  sync: from 1.  every: at least 1.
+
+    everyone: all layers fully, as at sync 1.
+    """
+    number, rest = divmod(sync, ROTATION * every)
+    everyone |= sync == 1
+    full = everyone or rest == 0
+    if not full and (turn - sync) % every != 0:
+        return None
+    is_turn = rest == 0 and (turn - number) % ROTATION == 0
+    return Ask(sync=sync, round=sync // every, full=full, thorough=everyone or is_turn)
 
 
 @dataclass(frozen=True)
@@ -63,24 +95,25 @@ class Mismatch:
 
     def __str__(self) -> str:
         allowed = f" (allowed difference {self.bound:.3g})" if self.bound else ""
-        numbers = f"there is {_shown(self.kernel)}, the tensor received gives {_shown(self.expected)}"
-        return f"{self.what}: {numbers}{allowed}"
+        sides = (self.kernel, self.expected)
+        held, wanted = (side if isinstance(side, str) else f"{side:.9g}" for side in sides)
+        return f"{self.what}: there is {held}, the tensor received gives {wanted}{allowed}"
 
 
-def _shown(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:.9g}"
-
-
+@dataclass(eq=False)
 class KernelProof(ABC):
     """Of one layer in one sync: `take` every tensor of its weight, then `check`.
 
     What it keeps is on the CPU, whatever torch's default device is.
     """
 
-    def __init__(self, name: str, *, shape: LocalShape, scheme: Scheme, ask: Ask) -> None:
-        self.name = name
-        self.num_channels, self.length = shape.channels, shape.length
-        self._generator = torch.Generator("cpu").manual_seed(zlib.crc32(f"{name} {ask.sync}".encode()))
+    name: str
+    shape: LocalShape
+    scheme: Scheme
+    ask: Ask
+
+    def __post_init__(self) -> None:
+        self._generator = torch.Generator("cpu").manual_seed(zlib.crc32(f"{self.name} {self.ask.sync}".encode()))
 
     @abstractmethod
     def take(self, slot: Slot, tensor: Tensor) -> None:
@@ -98,50 +131,64 @@ class KernelProof(ABC):
 
 
 class Int8Proof(KernelProof):
-    def __init__(self, name: str, *, shape: LocalShape, scheme: Scheme, ask: Ask) -> None:
-        super().__init__(name, shape=shape, scheme=scheme, ask=ask)
-        self.probe_K = self._integers(COLUMNS, 128, count=self.length) * self._signs(self.length)
-        self.probe_K[ask.sync % self.length] = 127
-        self._sums_N = torch.zeros(self.num_channels, dtype=torch.float64, device="cpu")
-        self._scale_N = torch.zeros(self.num_channels, dtype=torch.float32, device="cpu")
-        self.sample = _Sample(self._generator)
+    """samples: numbers of rows, the rows, their codes and scales.
+
+    The engine uses the same quantiser as `quantise_rows`, and an error of it would be in both answers: so the codec
+    itself quantises one row of every _SAMPLED_ELEMENTS, another one at each sync (`check_quantiser`).
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        length = self.shape.length
+        self.probe_K = self._integers(COLUMNS, 128, count=length) * self._signs(length)
+        self.probe_K[self.ask.sync % length] = 127
+        self._sums_N = torch.zeros(self.shape.channels, dtype=torch.float64, device="cpu")
+        self._scale_N = torch.zeros(self.shape.channels, dtype=torch.float32, device="cpu")
+        self.samples: list[tuple[Tensor, Tensor, Int8Weight]] = []
 
     def take(self, slot: Slot, tensor: Tensor) -> None:
         whole_NK = rounded(tensor[slot.rows])
         probe_K = self.probe_K.to(whole_NK.device, torch.int8)
         rows = max(1, _CHUNK_ELEMENTS // whole_NK.shape[1])
         codes_NK = whole_NK.new_empty((min(rows, len(whole_NK)), whole_NK.shape[1]), dtype=torch.int8)
-        for start in range(0, len(whole_NK), rows):
-            quantised = quantise_rows(whole_NK[start : start + rows], into_NK=codes_NK)
-            self.sample.keep(whole_NK[start : start + rows], quantised, start=slot.start + start)
-            part = slice(slot.start + start, slot.start + start + len(quantised.codes_NK))
+        for start in range(slot.start, slot.start + len(whole_NK), rows):
+            chunk_NK = whole_NK[start - slot.start :][:rows]
+            quantised = quantise_rows(chunk_NK, into_NK=codes_NK)
+            if chunk_NK.device.type == "cpu":
+                self._sample(chunk_NK, quantised, start=start)
+            part = slice(start, start + len(chunk_NK))
             self._sums_N[part] = exact_product(quantised.codes_NK[:, slot.columns], probe_K)
             self._scale_N[part] = quantised.scale_N1.squeeze(1).cpu()
 
+    def _sample(self, chunk_NK: Tensor, quantised: Int8Weight, *, start: int) -> None:
+        """start: number of its first row."""
+        height = max(1, _SAMPLED_ELEMENTS // chunk_NK.shape[1])
+        starts = torch.arange(0, len(chunk_NK), height, device="cpu")
+        rows = (starts + self._integers(0, height, count=len(starts))).clamp_(max=len(chunk_NK) - 1)
+        codes = Int8Weight(quantised.codes_NK[rows], quantised.scale_N1[rows])
+        self.samples.append((start + rows, chunk_NK[rows], codes))
+
     def check(self, layer: Module) -> Mismatch | None:
         held_N = layer.quant_method.held_scale(layer).reshape(-1).cpu()
-        return first_scale(held_N, self._scale_N) or self._first_answer(layer)
-
-    def _first_answer(self, layer: Module) -> Mismatch | None:
         exact_N = self._sums_N * self._scale_N.double()
-        bias_N = -exact_N.to(torch.bfloat16)
-        rest_N = answer(layer, self.probe_K[None], bias_N=bias_N)[0]
-        wanted_N = exact_N + bias_N.double()
-        return first_beyond(rest_N, wanted_N, bound_N=4 * U * exact_N.abs() + BF16_U * wanted_N.abs() + TINY)
+        return first_scale(held_N, self._scale_N) or first_answer(
+            layer, self.probe_K, exact_N=exact_N, bound_N=4 * U * exact_N.abs()
+        )
 
 
 class Bf16Proof(KernelProof):
     """A layer that is not quantised: its kernel may multiply by a packed copy."""
 
-    def __init__(self, name: str, *, shape: LocalShape, scheme: Scheme, ask: Ask) -> None:
-        super().__init__(name, shape=shape, scheme=scheme, ask=ask)
-        blocks = -(-self.length // COLUMNS)  # the last one ends with the row, and may share columns with its neighbour
-        first = min(ask.round % blocks * COLUMNS, max(0, self.length - COLUMNS))
-        self._block = slice(first, min(first + COLUMNS, self.length))
-        self._probe_K = torch.zeros(self.length, dtype=torch.float32, device="cpu")
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        length = self.shape.length
+        blocks = -(-length // COLUMNS)  # the last one ends with the row, and may share columns with its neighbour
+        first = min(self.ask.round % blocks * COLUMNS, max(0, length - COLUMNS))
+        self._block = slice(first, min(first + COLUMNS, length))
+        self._probe_K = torch.zeros(length, dtype=torch.float32, device="cpu")
         self._probe_K[self._block] = self._signs(len(self._probe_K[self._block])).float()
-        self._answer_N = torch.zeros(self.num_channels, dtype=torch.float64, device="cpu")
-        self._bound_N = torch.zeros(self.num_channels, dtype=torch.float64, device="cpu")
+        self._answer_N = torch.zeros(self.shape.channels, dtype=torch.float64, device="cpu")
+        self._bound_N = torch.zeros(self.shape.channels, dtype=torch.float64, device="cpu")
 
     def take(self, slot: Slot, tensor: Tensor) -> None:
         few_NB = rounded(slot.cut(tensor)[:, self._block]).float()
@@ -150,10 +197,15 @@ class Bf16Proof(KernelProof):
         self._bound_N[part] = 2 * COLUMNS * U * few_NB.abs_().sum(dim=1).double().cpu()
 
     def check(self, layer: Module) -> Mismatch | None:
-        bias_N = -self._answer_N.to(torch.bfloat16)
-        rest_N = answer(layer, self._probe_K[None], bias_N=bias_N)[0]
-        wanted_N = self._answer_N + bias_N.double()
-        return first_beyond(rest_N, wanted_N, bound_N=self._bound_N + BF16_U * wanted_N.abs() + TINY)
+        return first_answer(layer, self._probe_K, exact_N=self._answer_N, bound_N=self._bound_N)
+
+
+def first_answer(layer: Module, probe_K: Tensor, *, exact_N: Tensor, bound_N: Tensor) -> Mismatch | None:
+    """What the layer answers otherwise than it must. bound_N: before the rest is rounded to BF16."""
+    bias_N = -exact_N.to(torch.bfloat16)
+    rest_N = answer(layer, probe_K[None], bias_N=bias_N)[0]
+    wanted_N = exact_N + bias_N.double()
+    return first_beyond(rest_N, wanted_N, bound_N=bound_N + BF16_U * wanted_N.abs() + TINY)
 
 
 def answer(layer: Module, probe_MK: Tensor, *, bias_N: Tensor | None) -> Tensor:
@@ -165,9 +217,9 @@ def answer(layer: Module, probe_MK: Tensor, *, bias_N: Tensor | None) -> Tensor:
 
 
 def quantise_rows(weight_NK: Tensor, *, into_NK: Tensor) -> Int8Weight:
-    """What should be the codec's result, by vLLM's row quantiser on a CPU: see _Sample.
+    """What should be the codec's result, by vLLM's row quantiser on a CPU: see Int8Proof.
 
-    weight_NK: [N, K] BF16, finite, rows whole.  into_NK: int8, memory for the codes.
+    weight_NK: [N, K] finite, rows whole.  into_NK: [N or more, K] int8, memory for the codes.
     """
     if weight_NK.device.type != "cpu":
         return quantise_int8(weight_NK)
@@ -179,30 +231,11 @@ def quantise_rows(weight_NK: Tensor, *, into_NK: Tensor) -> Int8Weight:
     return Int8Weight(codes_NK=codes_NK, scale_N1=scale_N1)
 
 
-class _Sample:
-    """Rows of a layer that the codec itself quantises: the engine uses the same quantiser as `quantise_rows`, and an
-    error of it would be in both answers. One of every _SAMPLED_ELEMENTS, another one at each sync."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        self._generator = generator
-        self.chunks: list[tuple[Tensor, Tensor, Int8Weight]] = []
-
-    def keep(self, weight_NK: Tensor, quantised: Int8Weight, *, start: int) -> None:
-        """Of a chunk: numbers of rows, the rows, their codes and scales. start: number of its first row."""
-        if weight_NK.device.type == "cpu":
-            height = max(1, _SAMPLED_ELEMENTS // weight_NK.shape[1])
-            starts = torch.arange(0, len(weight_NK), height, device="cpu")
-            drawn = torch.randint(height, starts.shape, generator=self._generator, device="cpu")
-            rows = (starts + drawn).clamp_(max=len(weight_NK) - 1)
-            codes = Int8Weight(quantised.codes_NK[rows], quantised.scale_N1[rows])
-            self.chunks.append((start + rows, weight_NK[rows], codes))
-
-
 def check_quantiser(proofs: Mapping[str, KernelProof]) -> None:
     """All samples of an update together. Raises SyncError where the quantiser's numbers are not the codec's."""
     by_length = defaultdict(list)
     for name, proof in proofs.items():
-        for rows, weight_NK, codes in proof.sample.chunks if isinstance(proof, Int8Proof) else ():
+        for rows, weight_NK, codes in proof.samples if isinstance(proof, Int8Proof) else ():
             by_length[weight_NK.shape[1]].append((name, rows, weight_NK, codes))
     for found in by_length.values():
         codec = quantise_int8(torch.cat([weight_NK for *_, weight_NK, _ in found]))
@@ -229,9 +262,7 @@ def first_beyond(kernel_N: Tensor, expected_N: Tensor, *, bound_N: Tensor) -> Mi
     worst = int(excess_N.argmax())
     if float(excess_N[worst]) <= 1:
         return None
-    return Mismatch(
-        f"probe, output channel {worst}", float(kernel_N[worst]), float(expected_N[worst]), float(bound_N[worst])
-    )
+    return Mismatch(f"probe, output channel {worst}", *(float(each[worst]) for each in (kernel_N, expected_N, bound_N)))
 
 
 def first_scale(held: Tensor, expected: Tensor, *, within: float = 0.0) -> Mismatch | None:

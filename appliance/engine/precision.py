@@ -20,9 +20,9 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from appliance.engine.config import ApplianceConfig, KeptLinearMethod
 from appliance.engine.quantised import OnlineLinearMethod, Quantising
+from appliance.engine.tensor_slots import part_names
 from appliance.errors import SyncError
 from appliance.sync.precision import Precision
-from appliance.terms.families import FUSED_LAYERS
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
 
@@ -71,26 +71,28 @@ class PrecisionSwitch:
 
         An engine without quantised layers has nothing to change, whatever is wanted.
         """
-        goals = self._goals(wanted)
-        changed = [name for name, scheme in goals.items() if _scheme(self._layers[name]) is not scheme]
-        for name in changed:
-            _become(self._layers[name], goals[name])
-        self._changed = [self._layers[name] for name in changed]
-        return tuple(changed)
-
-    def _goals(self, wanted: Precision) -> dict[str, Scheme]:
         if self._fixed and not wanted.is_planned:
             raise SyncError(f"weight update: {self._fixed} cannot change its precision while the engine runs")
         goals = {name: wanted.scheme or _own(layer).planned for name, layer in self._layers.items()}
         for name, scheme in goals.items():
             _require_possible(name, self._layers[name], scheme)
-        return goals | dict.fromkeys(self._named(wanted.bf16_layers), Scheme.BF16)
+        goals |= dict.fromkeys(self._named(wanted.bf16_layers), Scheme.BF16)
+        changed = [name for name, scheme in goals.items() if _scheme(self._layers[name]) is not scheme]
+        for name in changed:
+            layer, method = self._layers[name], _own(self._layers[name])
+            if goals[name] is Scheme.BF16:
+                layer.quant_method = RaisedLinearMethod(method)
+            else:
+                method.scheme = goals[name]
+                layer.quant_method = method
+        self._changed = [self._layers[name] for name in changed]
+        return tuple(changed)
 
     def _named(self, entries: tuple[str, ...]) -> list[str]:
         """Layers by their own name, or by those of all their parts. An entry that names nothing is refused."""
         asked, known, found = set(entries), set[str](), []
         for name in self._layers:
-            parts = _parts(name)
+            parts = part_names(name)
             known |= {name, *parts}
             if name in asked or asked.issuperset(parts):
                 found.append(name)
@@ -111,12 +113,6 @@ class PrecisionSwitch:
                 del layer.cpu_linear
 
 
-def _parts(name: str) -> tuple[str, ...]:
-    """A layer's names in a checkpoint."""
-    parent, _, leaf = name.rpartition(".")
-    return tuple(f"{parent}.{part}" for part in FUSED_LAYERS.get(leaf, (leaf,)))
-
-
 def _own(layer: Module) -> OnlineLinearMethod:
     method = layer.quant_method
     return method.quantised if isinstance(method, RaisedLinearMethod) else method
@@ -133,12 +129,3 @@ def _require_possible(name: str, layer: Module, scheme: Scheme) -> None:
     alike = method.emulated and scheme.spec.emulation == method.scheme.spec.emulation
     if not alike or layer.tp_size > 1:
         raise SyncError(f"weight update: {name} is {method.scheme} and cannot become {scheme} while the engine runs")
-
-
-def _become(layer: Module, scheme: Scheme) -> None:
-    method = _own(layer)
-    if scheme is Scheme.BF16:
-        layer.quant_method = RaisedLinearMethod(method)
-        return
-    method.scheme = scheme
-    layer.quant_method = method

@@ -3,39 +3,42 @@
 It does not trust vLLM's loaders, reload or kernels: what a layer must hold and answer comes from the tensors received,
 by a mapping (tensor_slots.py) and by quantising them again. That is done by the engine's own quantiser (vLLM's rows for
 INT8, Numba's code for emulated FP8), and the reference codec is asked for sampled rows (kernel_proof.py); for vLLM's
-own FP8 methods by the codec (fp8_proof.py, fp8_block_proof.py).
+own FP8 methods by the codec (fp8_proof.py).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 from torch import Tensor
 from torch.nn import Module
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from appliance.engine.kernel_proof import Bf16Proof, KernelProof, Mismatch, check_quantiser
-from appliance.engine.proof_schedule import Ask, ask
+from appliance.engine.kernel_proof import Ask, Bf16Proof, KernelProof, Mismatch, ask, check_quantiser
 from appliance.engine.quantised import Quantising
-from appliance.engine.tensor_slots import LocalShape, Slot, expert_gemms, expert_shape, local_shape, slots
+from appliance.engine.tensor_slots import Slot, expert_gemms, expert_shape, local_shape, slots
 from appliance.errors import SyncError
-from appliance.sync.digest import digest
+from appliance.sync.manifest import digest
 from appliance.terms.schemes import Scheme
+
+Expecting = Callable[..., KernelProof]  # of `ask=`
 
 
 @dataclass(frozen=True)
 class Proven:
-    """layers: how many have a kernel.  layers_proven: in this sync.  parameters: used as they are, and as received.
+    """As in an Acknowledgement.
 
-    unproven: tensors whose digest was right and of which nothing more is known (experts in BF16, weights that a kernel
-    of vLLM's own FP8 methods packs its own way or rescales by powers of two).
+    unproven: experts in BF16, weights that a kernel of vLLM's own FP8 methods packs its own way or rescales by powers
+    of two, and tensors that no layer of ours has.
     """
 
     layers: int
     layers_proven: int
-    parameters: int
+    parameters_proven: int
     unproven: int
 
 
@@ -43,7 +46,7 @@ class SyncProof:
     """`begin`, `take` every tensor, and when vLLM has finished `check`."""
 
     def __init__(self, model: Module, *, tied_head: bool, rank: int, every: int) -> None:
-        """rank: within the engine.  every: see proof_schedule.py."""
+        """rank: within the engine.  every: see kernel_proof.py."""
         self._model = model
         self._rank = rank
         self._every = every
@@ -53,11 +56,9 @@ class SyncProof:
         quantised = {name for name, layer in self._layers.items() if isinstance(_method(layer), Quantising)}
         self._unasked = quantised - self._provable.keys()
         self._layers |= {name: gemm for name, (_, gemm) in expert_gemms(model).items()}
-        self._turns = {name: turn for turn, name in enumerate(self._layers)}
         self._sync = 0
-        self._everyone = False
         self._unproven = 0
-        self._due: set[str] = set()
+        self._due: dict[str, Ask] = {}
         self._kernels: dict[str, KernelProof] = {}
         self._missing: set[tuple[str, int]] = set()
         self._held: list[tuple[Slot, str]] = []
@@ -66,25 +67,17 @@ class SyncProof:
         """sync: number of the update, from 1.  changed: layers have another precision than at the update before, so
         all are asked, as at the first."""
         self._sync = sync
-        self._everyone = changed
         if changed:
             self._provable = _provable(self._model)
         self._held.clear()
         self._unproven = 0
-        due = {name: asked for name in self._layers if (asked := self._ask(name)) is not None}
-        self._due = set(due)
-        self._kernels = {
-            name: how.make(name, shape=how.shape, scheme=how.scheme, ask=due[name])
-            for name, how in self._provable.items()
-            if name in due
+        asked = {
+            name: ask(turn, sync=sync, every=self._every, everyone=changed) for turn, name in enumerate(self._layers)
         }
+        self._due = {name: how for name, how in asked.items() if how is not None}
+        self._kernels = {name: make(ask=self._due[name]) for name, make in self._provable.items() if name in self._due}
         places = (slot for found in self._slots.values() for slot in found if slot.parameter == "weight")
         self._missing = {(slot.layer, slot.part) for slot in places if slot.layer in self._kernels}
-
-    def _ask(self, layer: str) -> Ask | None:
-        if self._everyone:
-            return Ask(sync=self._sync, round=self._sync // self._every, full=True, thorough=True)
-        return ask(self._turns[layer], sync=self._sync, every=self._every)
 
     def layers_of(self, name: str) -> list[Module]:
         """The layers that a checkpoint's tensor has a part in."""
@@ -94,12 +87,13 @@ class SyncProof:
         """The checkpoint's name of the tensor that a layer's weight comes from, or nothing."""
         return next((name for name, found in self._slots.items() if any(slot.layer == layer for slot in found)), "")
 
-    def fits(self, name: str, tensor: Tensor) -> bool:
-        """Whether a tensor is large enough for the parts that its layers want of it."""
-        return all(slot.fits(tensor) for slot in self._slots.get(name, ()))
+    def take(self, name: str, tensor: Tensor, *, known: str = "") -> bool:
+        """Expect this tensor. known: its digest, or empty. Raises NumericsError where it cannot be quantised.
 
-    def take(self, name: str, tensor: Tensor, *, known: str = "") -> None:
-        """Expect this tensor. known: its digest, or empty. Raises NumericsError where it cannot be quantised."""
+        Returns False, and expects nothing, where it is not as large as its layers want it.
+        """
+        if not all(slot.fits(tensor) for slot in self._slots.get(name, ())):
+            return False
         self._unproven += name not in self._slots
         for slot in self._slots.get(name, ()):
             if slot.layer in self._kernels and slot.parameter == "weight":
@@ -109,6 +103,7 @@ class SyncProof:
                 self._unproven += 1
             elif slot.layer in self._due and (slot.layer not in self._provable or slot.parameter != "weight"):
                 self._expect_held(slot, tensor, known=known)
+        return True
 
     def _expect_held(self, slot: Slot, tensor: Tensor, *, known: str) -> None:
         parameter = getattr(self._layers[slot.layer], slot.parameter, None)
@@ -122,55 +117,41 @@ class SyncProof:
         for layer, part in sorted(self._missing):
             raise SyncError(f"weight update {self._sync}: nothing to prove {layer} with (part {part} never came)")
         for slot, received in self._held:
-            self._fail_on(slot.layer, self._held_mismatch(slot, received))
+            held = digest(slot.within(getattr(self._layers[slot.layer], slot.parameter).data))
+            if held != received:
+                self._fail_on(slot.layer, Mismatch(f"digest of {slot.parameter}", held, received))
         check_quantiser(self._kernels)
         for name, proof in self._kernels.items():
-            self._fail_on(name, proof.check(self._layers[name]))
+            if mismatch := proof.check(self._layers[name]):
+                self._fail_on(name, mismatch)
         return Proven(
             layers=len(self._provable),
             layers_proven=len(self._kernels),
-            parameters=len(self._held),
+            parameters_proven=len(self._held),
             unproven=self._unproven,
         )
 
-    def _held_mismatch(self, slot: Slot, received: str) -> Mismatch | None:
-        parameter = getattr(self._layers[slot.layer], slot.parameter)
-        held = digest(slot.within(parameter.data))
-        return None if held == received else Mismatch(f"digest of {slot.parameter}", held, received)
-
-    def _fail_on(self, layer: str, mismatch: Mismatch | None) -> None:
-        if mismatch is not None:
-            raise SyncError(
-                f"weight update {self._sync}: {layer} on rank {self._rank} is not as received: {mismatch}",
-                hint="no rollouts were made with these weights",
-            )
+    def _fail_on(self, layer: str, mismatch: Mismatch) -> NoReturn:
+        raise SyncError(
+            f"weight update {self._sync}: {layer} on rank {self._rank} is not as received: {mismatch}",
+            hint="no rollouts were made with these weights",
+        )
 
 
-@dataclass(frozen=True)
-class _Provable:
-    """How one layer's kernel is proven."""
-
-    make: Callable[..., KernelProof]
-    shape: LocalShape
-    scheme: Scheme
-
-
-def _provable(model: Module) -> dict[str, _Provable]:
-    found = {name: how for name, layer in model.named_modules() if (how := _how(layer)) is not None}
+def _provable(model: Module) -> dict[str, Expecting]:
+    """The layers whose kernels can be asked. Without one: experts (each GEMM is a layer of its own)."""
+    found: dict[str, Expecting] = {}
+    for name, layer in model.named_modules():
+        method = _method(layer)
+        if isinstance(method, Quantising):
+            if method.provable:
+                found[name] = functools.partial(method.proof, name, local_shape(layer), method.scheme)
+        elif isinstance(layer, ParallelLMHead) or isinstance(method, UnquantizedLinearMethod):
+            found[name] = functools.partial(Bf16Proof, name, local_shape(layer), Scheme.BF16)
     for name, (layer, gemm) in expert_gemms(model).items():
         method = gemm.quant_method
-        found[name] = _Provable(method.proof, shape=expert_shape(layer, gemm), scheme=method.scheme)
+        found[name] = functools.partial(method.proof, name, expert_shape(layer, gemm), method.scheme)
     return found
-
-
-def _how(layer: Module) -> _Provable | None:
-    """None: a layer without a kernel, experts (each GEMM is a layer of its own), or a method that nothing can ask."""
-    method = _method(layer)
-    if isinstance(method, Quantising):
-        return _Provable(method.proof, shape=local_shape(layer), scheme=method.scheme) if method.provable else None
-    if isinstance(layer, ParallelLMHead) or isinstance(method, UnquantizedLinearMethod):
-        return _Provable(Bf16Proof, shape=local_shape(layer), scheme=Scheme.BF16)
-    return None
 
 
 def _method(layer: Module) -> object:

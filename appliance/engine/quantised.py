@@ -23,8 +23,9 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import amax_for_t
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.model_executor.parameter import ModelWeightParameter
 
+from appliance.errors import EngineError
 from appliance.quant.codec import QuantisedWeight, weight_absmax
-from appliance.terms.schemes import Scales, Scheme
+from appliance.terms.schemes import BLOCK, Scales, Scheme
 
 QuantisedHook = Callable[[Module, Tensor, QuantisedWeight], None]
 
@@ -49,9 +50,9 @@ class Quantising:
     def kernel_name(self) -> str:
         """What multiplies, for the attestation."""
 
-    @abstractmethod
     def held_scale(self, layer: Module) -> Tensor | None:
         """float32: the very memory that the kernel reads the weight's scales from, or None before the first load."""
+        return None
 
 
 class OnlineLinearMethod(Quantising, LinearMethodBase):
@@ -61,7 +62,7 @@ class OnlineLinearMethod(Quantising, LinearMethodBase):
 
     def __init__(self, scheme: Scheme) -> None:
         self.scheme = self.planned = scheme
-        self._whole = WholeAbsmax()
+        self._whole = WholeAbsmax(scheme)
 
     def create_weights(
         self,
@@ -75,13 +76,15 @@ class OnlineLinearMethod(Quantising, LinearMethodBase):
     ) -> None:
         layer.logical_widths = output_partition_sizes
         rows_are_cut = input_size_per_partition != input_size
+        cut = [input_size_per_partition] if rows_are_cut else output_partition_sizes if layer.tp_size > 1 else []
+        refuse_cut_blocks(layer.prefix, cut, scheme=self.scheme, num_ranks=layer.tp_size)
         loader = extra_weight_attrs["weight_loader"]
         self._needs_whole = is_cut(self.scheme, rows_are_cut=rows_are_cut, num_ranks=layer.tp_size)
         weight_NK = ModelWeightParameter(
             data=torch.empty(sum(output_partition_sizes), input_size_per_partition, device="meta", dtype=params_dtype),
             input_dim=1,
             output_dim=0,
-            weight_loader=self._whole.recording(loader, scheme=self.scheme) if self._needs_whole else loader,
+            weight_loader=self._whole.recording(loader) if self._needs_whole else loader,
         )
         layer.register_parameter("weight", weight_NK)
         initialize_online_processing(layer)
@@ -91,20 +94,14 @@ class OnlineLinearMethod(Quantising, LinearMethodBase):
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             return
         weight_NK = layer.weight.data
-        quantised = self.quantise(weight_NK, absmax=self._absmax(weight_NK))
+        absmax = None
+        if self._needs_whole:
+            absmax = self._whole.of(weight_NK, ask=lambda own: amax_for_tp_weight_quant(own, True))
+        quantised = self.quantise(weight_NK, absmax=absmax)
         self.install(layer, quantised)
         if self.on_quantised is not None:
             self.on_quantised(layer, weight_NK, quantised)
         layer._already_called_process_weights_after_loading = True
-
-    def _absmax(self, weight_NK: Tensor) -> Tensor | None:
-        """Of the whole tensor, where this rank's part does not show it."""
-        if not self._needs_whole:
-            return None
-        whole = self._whole.take()
-        if whole is None:  # dummy weights, which no loader brings: the ranks ask each other, as vLLM's own methods do
-            return amax_for_tp_weight_quant(weight_absmax(weight_NK, scheme=self.scheme), True)
-        return whole.to(weight_NK.device)
 
     @abstractmethod
     def quantise(self, weight_NK: Tensor, *, absmax: Tensor | None) -> QuantisedWeight:
@@ -128,6 +125,20 @@ def is_cut(scheme: Scheme, *, rows_are_cut: bool, num_ranks: int) -> bool:
     return rows_are_cut and scheme.spec.scales is Scales.CHANNEL
 
 
+def refuse_cut_blocks(name: str, sizes: list[int], *, scheme: Scheme, num_ranks: int, what: str = "channels") -> None:
+    """Blocks are counted from the start of a rank's part: cut ones would differ with the number of ranks.
+
+    sizes: of a layer's cut dimensions, on this rank.  Raises EngineError.
+    """
+    ragged = [size for size in sizes if size % BLOCK]
+    if scheme.spec.scales is Scales.BLOCK and ragged:
+        raise EngineError(
+            f"{name}: `{scheme}` over {num_ranks} ranks leaves {ragged[0]} {what} to a rank, "
+            f"which is not a multiple of {BLOCK}",
+            hint="use `fp8-channel`, or fewer ranks for tensor parallelism",
+        )
+
+
 class WholeAbsmax:
     """The absmax of a layer's whole tensors, taken when a loader cuts this rank's part out of them.
 
@@ -135,10 +146,11 @@ class WholeAbsmax:
     leave another one waiting in the middle of a sync.
     """
 
-    def __init__(self) -> None:
-        self._by_part: dict[object, Tensor] = {}
+    def __init__(self, scheme: Scheme) -> None:
+        self._scheme = scheme
+        self._by_part: dict[tuple[object, object], Tensor] = {}  # by number of the expert, and part
 
-    def recording(self, loader: Callable[..., Any], *, scheme: Scheme) -> Callable[..., Any]:
+    def recording(self, loader: Callable[..., Any]) -> Callable[..., Any]:
         """loader: a bound method of the layer."""
         signature = inspect.signature(loader)
 
@@ -148,19 +160,27 @@ class WholeAbsmax:
             # Layerwise loading calls twice: first on the meta device, to count elements.
             if not values["param"].is_meta:
                 held = values["loaded_weight"].to(values["param"].dtype)  # a trainer's float32 is rounded first
-                self._by_part[self._part(values)] = weight_absmax(held, scheme=scheme)
+                place = values.get("expert_id"), values.get("shard_id", values.get("loaded_shard_id"))
+                self._by_part[place] = weight_absmax(held, scheme=self._scheme)
             return loader(*args, **kwargs)
 
         return recording_loader
 
-    def _part(self, values: dict[str, Any]) -> object:
-        """Which part of the layer a loader's arguments bring."""
-        return values.get("loaded_shard_id")
+    def of(
+        self,
+        weight_NK: Tensor,
+        *,
+        ask: Callable[[Tensor], Tensor],
+        expert: int | None = None,
+        shards: tuple[str, ...] = (),
+    ) -> Tensor:
+        """Of a rank's part of a weight, in the shape of the scale, and forgotten: the next load brings its own.
 
-    def take(self) -> Tensor | None:
-        """In the shape of the scale, and forgotten: the next load brings its own. None when no loader ran."""
-        parts = list(self._by_part.values())
-        self._by_part.clear()
+        ask: the other ranks, where no loader ran: dummy weights, as vLLM's own methods do.  shards: all where none is
+        named.
+        """
+        wanted = [(expert, shard) for shard in shards] if shards else list(self._by_part)
+        parts = [self._by_part.pop(place) for place in wanted if place in self._by_part]
         if not parts:
-            return None
-        return parts[0] if len(parts) == 1 else torch.stack(parts).amax(dim=0)
+            return ask(weight_absmax(weight_NK, scheme=self._scheme))
+        return torch.stack(parts).amax(dim=0).to(weight_NK.device)

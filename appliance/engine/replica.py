@@ -22,8 +22,7 @@ import psutil
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
 from appliance.record.plan import read_plan
-from appliance.sync.generation import read_generation
-from appliance.sync.precision import quantisation_at
+from appliance.sync.precision import quantisation_at, read_generation
 from appliance.terms.environment import PLAN_VARIABLE
 
 ENGINE_ENDS_WITHIN_S = 20.0
@@ -96,7 +95,11 @@ def load_replica() -> type[RolloutReplica]:
 
         async def _group(self, place: int, queue: Any) -> tuple[int, Group]:
             final = await queue.get()
-            samples = [_sample(completion) for completion in final.outputs]
+            samples = []
+            for one in final.outputs:
+                ids = list(one.token_ids)
+                log_probs = [step[token].logprob for token, step in zip(ids, one.logprobs, strict=True)]
+                samples.append(Sample(ids, log_probs, finished=one.finish_reason == "stop"))
             return place, Group(samples, weights_version=self.global_steps or 0)
 
         async def engine_problem(self) -> str:
@@ -119,13 +122,6 @@ def load_replica() -> type[RolloutReplica]:
             self.server_class = ray.remote(GroupServer)
 
     return GroupReplica
-
-
-def _sample(completion: Any) -> Sample:
-    """From vLLM's CompletionOutput."""
-    ids = list(completion.token_ids)
-    log_probs = [step[token].logprob for token, step in zip(ids, completion.logprobs, strict=True)]
-    return Sample(token_ids=ids, log_probs=log_probs, finished=completion.finish_reason == "stop")
 
 
 RolloutReplicaRegistry.register("vllm", load_replica)

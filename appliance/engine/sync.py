@@ -5,9 +5,11 @@ Inside a run every update is acknowledged in the run's folder once it is proven;
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,22 +21,16 @@ from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import (
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from vllm.config import set_current_vllm_config
 
-from appliance.engine.attest import REPLICA_VARIABLE, attest_rollout_worker, live_scheme
+from appliance.engine.attest import attest_rollout_worker, live_scheme, plan_of_process, replica_of_process
 from appliance.engine.config import ApplianceConfig
-from appliance.engine.first_scales import FirstScales, read_first_scales, write_first_scales
 from appliance.engine.precision import raised_layers
-from appliance.engine.update import Bucket, SyncReport, WeightUpdate
+from appliance.engine.telemetry import read_first_scales, write_first_scales
+from appliance.engine.update import Bucket, WeightUpdate
 from appliance.errors import SyncError
 from appliance.quant.profile import Smoothing, load_smoothing
 from appliance.record.events import report_failures
-from appliance.record.plan import RunPlan, read_plan
-from appliance.sync.generation import read_generation
-from appliance.sync.records import (
-    Acknowledgement,
-    add_layer_errors,
-    append_acknowledgement,
-    layer_errors_file,
-)
+from appliance.sync.precision import read_generation
+from appliance.sync.records import Acknowledgement, add_layer_errors, append_acknowledgement, layer_errors_file
 from appliance.terms.environment import PLAN_VARIABLE, weight_socket
 
 
@@ -119,7 +115,8 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
             """Everything that can fail happens in here: outside the receiver nobody would answer the sender."""
             nonlocal update
             if update is None:
-                _refuse_adapters(peft_config)
+                if peft_config:
+                    raise SyncError("weight update: LoRA adapters are not supported with quantised rollouts")
                 update = self._weight_update()
                 update.begin()
             update.load(bucket)
@@ -137,83 +134,48 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
 
     def _weight_update(self) -> WeightUpdate:
         if not hasattr(self, "_appliance_update"):
-            runner, plan = self.model_runner, _plan()
+            config, plan, replica = self.model_runner.vllm_config, plan_of_process(), replica_of_process()
+            of_run: dict[str, Any] = {}
+            if plan is not None:
+                run_dir = Path(plan.run_dir)
+                first = read_first_scales(run_dir, replica=replica, rank=self.rank)
+                of_run = {
+                    "prove_every": plan.rollout.prove_every,
+                    "needs_manifest": True,
+                    "first_scales": {place: scale_RS.to(self.device or "cpu") for place, scale_RS in first.items()},
+                    "taken_before": read_generation(run_dir).after_sync,
+                }
+            self._kept_scales = 0
             self._appliance_update = WeightUpdate(
-                runner.model,
-                model_config=runner.vllm_config.model_config,
+                self.model_runner.model,
+                model_config=config.model_config,
+                replica=replica,
                 rank=self.rank,
-                prove_every=1 if plan is None else plan.rollout.prove_every,
-                needs_manifest=plan is not None,
-                smoothing=_smoothing(runner.vllm_config.quant_config),
-                first_scales=self._first_scales(plan),
-                taken_before=0 if plan is None else read_generation(Path(plan.run_dir)).after_sync,
+                smoothing=_smoothing(config.quant_config),
+                **of_run,
             )
         return self._appliance_update
 
-    def _first_scales(self, plan: RunPlan | None) -> FirstScales:
-        found = {} if plan is None else read_first_scales(Path(plan.run_dir), replica=_replica(), rank=self.rank)
-        self._kept_scales = 0
-        return {place: scale_RS.to(self.device or "cpu") for place, scale_RS in found.items()}
-
-    def _keep_first_scales(self, first: FirstScales, *, run_dir: Path) -> None:
-        if len(first) > self._kept_scales:
-            write_first_scales(run_dir, first, replica=_replica(), rank=self.rank)
-            self._kept_scales = len(first)
-
-    def _acknowledge(self, report: SyncReport) -> None:
-        plan = _plan()
+    def _acknowledge(self, taken: Acknowledgement) -> None:
+        plan = plan_of_process()
         if plan is None:
             return
-        runner = self.model_runner
-        if report.switched:
+        runner, run_dir, telemetry = self.model_runner, Path(plan.run_dir), self._weight_update().telemetry
+        place = {"replica": taken.replica, "rank": taken.rank}
+        if taken.switched:
             attest_rollout_worker(runner.model, vllm_config=runner.vllm_config, rank=self.rank)
-        live, run_dir = live_scheme(runner.model), Path(plan.run_dir)
-        replica = _replica()
-        self._keep_first_scales(self._weight_update().first_scales, run_dir=run_dir)
+        if len(telemetry.first) > self._kept_scales:
+            write_first_scales(run_dir, telemetry.first, **place)
+            self._kept_scales = len(telemetry.first)
         if plan.guard.ranks_layers:
-            add_layer_errors(layer_errors_file(run_dir, replica=replica, rank=self.rank), report.layer_errors)
-        acknowledgement = Acknowledgement(
-            sync=report.sync,
-            replica=replica,
-            rank=self.rank,
-            manifest=report.manifest,
-            tensors=report.tensors,
-            bytes=report.bytes,
-            layers=report.proven.layers,
-            layers_proven=report.proven.layers_proven,
-            parameters_proven=report.proven.parameters,
-            unproven=report.proven.unproven,
-            waiting_bytes=report.waiting_bytes,
-            digest_s=report.digest_s,
-            proof_s=report.proof_s,
-            seconds=report.seconds,
-            telemetry=report.telemetry,
-            telemetry_s=report.telemetry_s,
-            scheme=str(live.scheme),
-            emulated=live.emulated,
-            bf16_layers=raised_layers(runner.model, planned=plan.rollout.replicas[replica]),
-            switched=report.switched,
-        )
-        append_acknowledgement(run_dir, acknowledgement)
-
-
-def _replica() -> int:
-    return int(os.environ.get(REPLICA_VARIABLE, "0"))
-
-
-def _plan() -> RunPlan | None:
-    """Of the run this process belongs to; None outside one, where nobody sends a list and nobody asks."""
-    path = os.environ.get(PLAN_VARIABLE)
-    return read_plan(Path(path)) if path else None
+            add_layer_errors(layer_errors_file(run_dir, **place), telemetry.layer_errors)
+        live = live_scheme(runner.model)
+        raised = raised_layers(runner.model, planned=plan.rollout.replicas[taken.replica])
+        now = dataclasses.replace(taken, scheme=str(live.scheme), emulated=live.emulated, bf16_layers=raised)
+        append_acknowledgement(run_dir, now)
 
 
 def _smoothing(quant_config: object) -> Smoothing | None:
     """What the engine's own settings name: the same that its first load folded in."""
-    if not isinstance(quant_config, ApplianceConfig) or not quant_config.quantisation.profile:
-        return None
-    return load_smoothing(Path(quant_config.quantisation.profile))
-
-
-def _refuse_adapters(peft_config: dict | None) -> None:
-    if peft_config:
-        raise SyncError("weight update: LoRA adapters are not supported with quantised rollouts")
+    profile = quant_config.quantisation.profile if isinstance(quant_config, ApplianceConfig) else ""
+    return load_smoothing(Path(profile)) if profile else None

@@ -9,26 +9,37 @@ sync; their codes are kept from one update to the next.
     scale_drift     mean over the scales of these rows of |log(s / s_first)|, s_first from the first update that made
                     codes of this kind, whatever the layer computed in since; a scale of 0 counts as 0
     layer_error     largest over the layers of ||W - W'|| / ||W|| (Frobenius) over the sampled rows
+
+The scales of a run's first update are kept in `sync/` of its folder: later engines and attempts start there.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import Module
 
-from appliance.engine.first_scales import FirstScales, Key, Kind
-from appliance.engine.known_layers import layer_name
+from appliance.engine.config import layer_name
 from appliance.engine.quantised import Quantising
+from appliance.files import whole_file
 from appliance.quant.codec import Codec, QuantisedWeight, codec_of
-from appliance.sync.records import Telemetry
+from appliance.record.events import append_event
+from appliance.sync.records import SYNC_FOLDER, Telemetry
 
 SAMPLED_ROWS = 8
 _TOGETHER = 1 << 21  # codes that are measured at once: 22 MiB with all intermediates
+
+Key = tuple[str, int]  # name of a layer, number of one of its weights
+Kind = tuple[float, int, torch.Size]  # of codes: largest magnitude, columns that share a scale, shape of the scales
+FirstScales = dict[tuple[Key, Kind], Tensor]  # [R, S] of R sampled rows, S scales in each
 
 
 @dataclass(frozen=True)
@@ -58,7 +69,6 @@ class _Sums:
     drift: float = 0.0
     scales: int = 0
     error_max: float = 0.0
-    seconds: float = 0.0
 
 
 class TelemetryTap:
@@ -66,19 +76,22 @@ class TelemetryTap:
 
     A layer's sample is copied when the layer comes, and measured with many others: it is so small that the number of
     operations is what costs.
+    first: scales of the run's first update.  seconds: spent here since `begin`.
+    layer_errors: of each layer, when it was quantised last.
     """
 
     def __init__(self, model: Module, *, first: FirstScales | None = None) -> None:
-        """first: scales of the run's first update, where an earlier attempt made it."""
-        self._codes: dict[Key, Tensor] = {}  # [R, K], of the last update
+        """first: where an earlier attempt made it."""
         self.first: FirstScales = dict(first or {})
+        self.layer_errors: dict[str, float] = {}
+        self.seconds = 0.0
+        self._sums = _Sums()
+        self._codes: dict[Key, Tensor] = {}  # [R, K], of the last update
         self._waiting: dict[Key, _Sample] = {}
         self._codes_waiting = 0
-        self._sums = _Sums()
         self._errors: dict[str, float] = {}  # of the running update
         self._names: dict[int, str] = {}
         self._weights_of: dict[str, int] = {}
-        self.layer_errors: dict[str, float] = {}  # of each layer, when it was quantised last
         for name, layer in model.named_modules():
             method = getattr(layer, "quant_method", None)
             if isinstance(method, Quantising):
@@ -87,23 +100,18 @@ class TelemetryTap:
 
     def begin(self, switched: tuple[str, ...] = ()) -> None:
         """switched: layers that change their precision with this update, and have no codes to compare with."""
-        self._sums = _Sums()
+        self._sums, self.seconds = _Sums(), 0.0
         self._forget_waiting()
         self._weights_of.clear()
         self._errors.clear()
         self._codes = {key: codes_RK for key, codes_RK in self._codes.items() if key[0] not in switched}
 
-    @property
-    def seconds(self) -> float:
-        """Spent here since `begin`."""
-        return self._sums.seconds
-
     def read(self) -> Telemetry | None:
         """Of the update since `begin`; None when nothing was quantised."""
         started = time.perf_counter()
         self._measure_waiting()
+        self.seconds += time.perf_counter() - started
         sums = self._sums
-        sums.seconds += time.perf_counter() - started
         if not sums.codes:
             return None
         return Telemetry(
@@ -121,7 +129,7 @@ class TelemetryTap:
         self._codes_waiting += sample.codes_RK.numel()
         if self._codes_waiting > _TOGETHER:
             self._measure_waiting()
-        self._sums.seconds += time.perf_counter() - started
+        self.seconds += time.perf_counter() - started
 
     def _measure_waiting(self) -> None:
         """Samples of one kind and shape together: those with codes to compare with, and the others."""
@@ -175,3 +183,48 @@ def _sample(weight_NK: Tensor, quantised: QuantisedWeight) -> _Sample:
     blocks = [row // block_rows for row in range(0, len(weight_NK), step)]
     codec = codec_of(quantised.scheme)
     return _Sample(weight_NK[rows].clone(), quantised.codes_NK[rows].clone(), quantised.scale[blocks], columns, codec)
+
+
+def read_first_scales(run_dir: Path, *, replica: int, rank: int) -> FirstScales:
+    """As an engine before this one left them, in this attempt or in the newest one that had an update: with all that it
+    read itself. Empty for the first engine of a run.
+
+    A file that cannot be read counts as none, with a `note`: it is about a metric. Raises OSError where that cannot be
+    written.
+    """
+    path = _scales_file(run_dir, replica, rank)
+    before = run_dir.glob(f"logs/*/{SYNC_FOLDER}/{path.name}")
+    for file in (path, *sorted(before, key=lambda file: int(file.parts[-3]), reverse=True)):
+        try:
+            return _read(file)
+        except FileNotFoundError:
+            continue
+        except (OSError, SafetensorError, ValueError, TypeError) as error:
+            what = f"{file.relative_to(run_dir)} cannot be read: scale_drift counts from an older file, or from now"
+            append_event(run_dir, kind="note", what=what, why=f"{type(error).__name__}: {error}")
+    return {}
+
+
+def _read(file: Path) -> FirstScales:
+    """Raises OSError, SafetensorError, and ValueError or TypeError for names that are not ours."""
+    first: FirstScales = {}
+    for text, scale_RS in load_file(file).items():
+        name, number, largest, columns = json.loads(text)
+        first[(name, number), (largest, columns, scale_RS.shape)] = scale_RS
+    return first
+
+
+def write_first_scales(run_dir: Path, first: FirstScales, *, replica: int, rank: int) -> None:
+    """Whole or not at all. Raises OSError."""
+    path = _scales_file(run_dir, replica, rank)
+    path.parent.mkdir(exist_ok=True)
+    named = {
+        json.dumps([*key, largest, columns]): scale_RS.contiguous()
+        for (key, (largest, columns, _)), scale_RS in first.items()
+    }
+    with whole_file(path) as partial:
+        save_file(named, partial)
+
+
+def _scales_file(run_dir: Path, replica: int, rank: int) -> Path:
+    return run_dir / SYNC_FOLDER / f"scales-{replica}-{rank}.safetensors"

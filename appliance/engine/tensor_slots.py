@@ -9,7 +9,7 @@ Legend: N output channels, K input channels.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -50,7 +50,6 @@ class Slot:
     shape: tuple[int, ...] = ()
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether it is the tensor that is meant, by its shape."""
         return not self.shape or tensor.shape == self.shape
 
     def cut(self, tensor: Tensor) -> Tensor:
@@ -83,78 +82,69 @@ def slots(model: Module, *, tied_head: bool) -> dict[str, tuple[Slot, ...]]:
     class is unknown here.
     """
     found: dict[str, list[Slot]] = defaultdict(list)
-    embedding = next((name for name, layer in model.named_modules() if _is_embedding(layer)), "")
+    heads = {name for name, layer in model.named_modules() if isinstance(layer, ParallelLMHead)}
+    embeddings = (name for name, layer in model.named_modules() if isinstance(layer, VocabParallelEmbedding))
+    embedding = next((name for name in embeddings if name not in heads), "")
     for name, layer in model.named_modules():
         if isinstance(layer, LinearBase):
-            for source, slot in _linear(name, layer, packed=families.FUSED_LAYERS):
-                found[source].append(slot)
+            places = _linear(name, layer)
         elif isinstance(getattr(layer, "quant_method", None), OnlineExpertsMethod):
-            for source, slot in _experts(layer):
-                found[source].append(slot)
+            places = _experts(layer)
         elif isinstance(layer, VocabParallelEmbedding):
-            source = embedding if tied_head and isinstance(layer, ParallelLMHead) else name
-            shape = (layer.org_vocab_size, layer.embedding_dim)
-            found[f"{source}.weight"].append(Slot(name, "weight", rows=_vocabulary(layer), shape=shape))
+            held = layer.shard_indices  # rows of the checkpoint; vLLM pads the vocabulary after them
+            rows = slice(held.org_vocab_start_index, held.org_vocab_end_index)
+            slot = Slot(name, "weight", rows=rows, shape=(layer.org_vocab_size, layer.embedding_dim))
+            places = [(f"{embedding if tied_head and name in heads else name}.weight", slot)]
         elif not hasattr(layer, "quant_method"):  # experts and attention have one, and parameters of another kind
-            for parameter, held in layer.named_parameters(recurse=False):
-                found[f"{name}.{parameter}"].append(Slot(name, parameter, shape=tuple(held.shape)))
+            own = layer.named_parameters(recurse=False)
+            places = [(f"{name}.{key}", Slot(name, key, shape=tuple(held.shape))) for key, held in own]
+        else:
+            places = []
+        for source, slot in places:
+            found[source].append(slot)
     return {source: tuple(places) for source, places in found.items()}
 
 
-def _is_embedding(layer: Module) -> bool:
-    return isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
-
-
-def _vocabulary(layer: VocabParallelEmbedding) -> slice:
-    """Rows of the checkpoint; vLLM pads the vocabulary after them."""
-    held = layer.shard_indices
-    return slice(held.org_vocab_start_index, held.org_vocab_end_index)
-
-
-def _linear(name: str, layer: LinearBase, *, packed: Mapping[str, list[str]]) -> Iterator[tuple[str, Slot]]:
+def part_names(name: str) -> list[str]:
+    """A layer's names in a checkpoint: those of its parts where it is fused."""
     parent, _, leaf = name.rpartition(".")
-    sources = [f"{parent}.{part}" for part in packed[leaf]] if leaf in packed else [name]
-    widths = _widths(name, layer)
-    if len(sources) != len(widths):
-        raise EngineError(f"{name} has {len(widths)} parts, the model names {len(sources)} for it: {sources}")
+    return [f"{parent}.{part}" for part in families.FUSED_LAYERS.get(leaf, ())] or [name]
+
+
+def _linear(name: str, layer: LinearBase) -> Iterator[tuple[str, Slot]]:
+    sources, parts = part_names(name), _parts(name, layer)
+    if len(sources) != len(parts):
+        raise EngineError(f"{name} has {len(parts)} parts, the model names {len(sources)} for it: {sources}")
     columns = ALL
     if isinstance(layer, RowParallelLinear):
         width = layer.input_size_per_partition
         columns = slice(layer.tp_rank * width, (layer.tp_rank + 1) * width)
     start = 0
-    for part, (source, (width, index)) in enumerate(zip(sources, widths, strict=True)):
-        rows = slice(index * width, (index + 1) * width)
-        shape = (_whole_rows(layer, part), layer.input_size)
+    for part, (source, (whole, width, index)) in enumerate(zip(sources, parts, strict=True)):
+        rows, shape = slice(index * width, (index + 1) * width), (whole, layer.input_size)
         yield f"{source}.weight", Slot(name, "weight", part, start=start, rows=rows, columns=columns, shape=shape)
         yield f"{source}.bias", Slot(name, "bias", part, start=start, rows=rows, shape=shape[:1])
         start += width
 
 
-def _widths(name: str, layer: LinearBase) -> list[tuple[int, int]]:
-    """For each part of a layer: its rows on this rank, and the number of this rank's portion of them."""
+def _parts(name: str, layer: LinearBase) -> list[tuple[int, int, int]]:
+    """Of each part of a layer: its rows in the checkpoint, on this rank, and the number of this rank's portion."""
     rank, ranks = layer.tp_rank, layer.tp_size
     if isinstance(layer, QKVParallelLinear):
         kv_rank = rank // layer.num_kv_head_replicas  # ranks beyond the key-value heads hold copies
-        return [
-            (layer.num_heads * layer.head_size, rank),
-            (layer.num_kv_heads * layer.head_size, kv_rank),
-            (layer.num_kv_heads * layer.v_head_size, kv_rank),
+        heads = [
+            (layer.total_num_heads, layer.num_heads, layer.head_size, rank),
+            (layer.total_num_kv_heads, layer.num_kv_heads, layer.head_size, kv_rank),
+            (layer.total_num_kv_heads, layer.num_kv_heads, layer.v_head_size, kv_rank),
         ]
+        return [(total * size, own * size, portion) for total, own, size, portion in heads]
     if isinstance(layer, MergedColumnParallelLinear):
-        return [(size // ranks, rank) for size in layer.output_sizes]
+        return [(size, size // ranks, rank) for size in layer.output_sizes]
     if isinstance(layer, ColumnParallelLinear):
-        return [(layer.output_size // ranks, rank)]
+        return [(layer.output_size, layer.output_size // ranks, rank)]
     if isinstance(layer, RowParallelLinear | ReplicatedLinear):
-        return [(layer.output_size, 0)]
+        return [(layer.output_size, layer.output_size, 0)]
     raise EngineError(f"{name} is a {type(layer).__name__}: no proof knows how it is cut over ranks")
-
-
-def _whole_rows(layer: LinearBase, part: int) -> int:
-    """Rows of a part's tensor in the checkpoint."""
-    if isinstance(layer, QKVParallelLinear):
-        sizes = (layer.head_size, layer.head_size, layer.v_head_size)
-        return (layer.total_num_heads if part == 0 else layer.total_num_kv_heads) * sizes[part]
-    return layer.output_sizes[part] if isinstance(layer, MergedColumnParallelLinear) else layer.output_size
 
 
 def _experts(layer: RoutedExperts) -> Iterator[tuple[str, Slot]]:
@@ -164,15 +154,12 @@ def _experts(layer: RoutedExperts) -> Iterator[tuple[str, Slot]]:
     own, whole = slice(parallel.tp_rank * width, (parallel.tp_rank + 1) * width), parallel.tp_size * width
     for gemm in layer.quant_method.gemms:
         source = f"{layer.layer_name}.{gemm.expert}"
-        if gemm.part == GATE_UP:
-            for part, name in enumerate(families.EXPERT_PARTS[families.GATE_UP]):
-                yield (
-                    f"{source}.{name}.weight",
-                    Slot(gemm.prefix, "weight", part, start=part * width, rows=own, shape=(whole, hidden)),
-                )
-        else:
-            assert gemm.part == DOWN
+        if gemm.part == DOWN:
             yield f"{source}.down_proj.weight", Slot(gemm.prefix, "weight", columns=own, shape=(hidden, whole))
+            continue
+        for part, name in enumerate(families.EXPERT_PARTS[families.GATE_UP]):
+            slot = Slot(gemm.prefix, "weight", part, start=part * width, rows=own, shape=(whole, hidden))
+            yield f"{source}.{name}.weight", slot
 
 
 def expert_gemms(model: Module) -> dict[str, tuple[RoutedExperts, ExpertGemm]]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -23,10 +23,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from appliance.engine.experts import pack_experts_anew
-from appliance.engine.first_scales import FirstScales
 from appliance.engine.precision import PrecisionSwitch
-from appliance.engine.proof import Proven, SyncProof
-from appliance.engine.telemetry import TelemetryTap
+from appliance.engine.proof import SyncProof
+from appliance.engine.telemetry import FirstScales, TelemetryTap
 from appliance.errors import EngineError, NumericsError, SyncError
 from appliance.quant.codec import all_finite
 from appliance.quant.profile import Smoothing, fold, require_all_folded
@@ -40,46 +39,28 @@ from appliance.sync.manifest import (
     record,
 )
 from appliance.sync.precision import AS_PLANNED, DIRECTIVE_NAME, Precision
-from appliance.sync.records import Telemetry
+from appliance.sync.records import Acknowledgement
 from appliance.terms.schemes import Scheme
 
 Bucket = list[tuple[str, Tensor]]
 
 
-@dataclass(frozen=True)
-class SyncReport:
-    """What one update brought: numbers of tensors and bytes, and the seconds from first bucket to last proof.
-
-    sync: by this worker's count.  manifest: its digest, empty where none was asked for.  waiting_bytes: most that
-    waited at once for the rest of a layer.  digest_s, proof_s: parts of `seconds`; telemetry counts as proof.
-    telemetry_s: of proof_s.  switched: layers that changed their precision with this update.
-    layer_errors: of each quantised layer, at its last update.
-    """
-
-    sync: int
-    tensors: int
-    bytes: int
-    seconds: float
-    manifest: str
-    proven: Proven
-    waiting_bytes: int
-    digest_s: float
-    proof_s: float
-    telemetry: Telemetry | None
-    telemetry_s: float = 0.0
-    switched: int = 0
-    layer_errors: dict[str, float] = field(default_factory=dict)
-
-
 @dataclass
-class _Tally:
-    """Of the running update."""
+class _Running:
+    """The update that is under way, from its first bucket. waiting_most: bytes at once, for the rest of a layer."""
 
-    started: float
+    smoothing: Smoothing
+    started: float = field(default_factory=time.perf_counter)
+    is_open: bool = False
+    switched: tuple[str, ...] = ()
+    names: set[str] = field(default_factory=set)
+    arrived: dict[str, TensorRecord] = field(default_factory=dict)
+    manifest: Manifest | None = None
+    waiting: dict[Module, int] = field(default_factory=dict)
+    waiting_most: int = 0
     bytes: int = 0
     digest_s: float = 0.0
     proof_s: float = 0.0
-    waiting_most: int = 0
 
 
 class WeightUpdate:
@@ -93,6 +74,7 @@ class WeightUpdate:
         model: Module,
         *,
         model_config: Any,
+        replica: int = 0,
         rank: int = 0,
         prove_every: int = 1,
         needs_manifest: bool = False,
@@ -109,38 +91,23 @@ class WeightUpdate:
         self.model = model
         self.model_config = model_config
         self.broken = ""
+        self.telemetry = TelemetryTap(model, first=first_scales)
         self._needs_manifest = needs_manifest
         self._smoothing = smoothing or Smoothing()
         self._proof = SyncProof(
             model, tied_head=model_config.hf_text_config.tie_word_embeddings, rank=rank, every=prove_every
         )
-        self._telemetry = TelemetryTap(model, first=first_scales)
         self._precision = PrecisionSwitch(model)
-        self._switched: tuple[str, ...] = ()
-        self._folded = self._smoothing
-        self._rank, self._open = rank, False
+        self._replica, self._rank = replica, rank
         self._sync = self._taken_before = taken_before
-        self._names: set[str] = set()
-        self._arrived: dict[str, TensorRecord] = {}
-        self._manifest: Manifest | None = None
-        self._waiting: dict[Module, int] = {}
-        self._tally = _Tally(started=0.0)
-
-    @property
-    def first_scales(self) -> FirstScales:
-        return self._telemetry.first
+        self._now = _Running(self._smoothing)
 
     def begin(self) -> None:
         if self.broken:
             raise SyncError(f"weight update: the engine's weights are half-updated, an earlier update {self.broken}")
         self.broken = "did not finish"
         self._sync += 1
-        self._names.clear()
-        self._arrived.clear()
-        self._waiting.clear()
-        self._manifest = None
-        self._tally = _Tally(started=time.perf_counter())
-        self._open = False
+        self._now = _Running(self._smoothing)
 
     def load(self, bucket: Bucket) -> None:
         """bucket: (name, tensor) with the checkpoint's names; the first of an update may say in which precision. The
@@ -156,52 +123,55 @@ class WeightUpdate:
                 self._load_one(name, tensor)
 
     def _take_directive(self, tensor: Tensor) -> None:
-        if self._open:
+        if self._now.is_open:
             self._fail("the precision came after the first tensor", "brought a precision after its first tensor")
-        self._arrived[DIRECTIVE_NAME] = record(DIRECTIVE_NAME, tensor)
+        self._now.arrived[DIRECTIVE_NAME] = record(DIRECTIVE_NAME, tensor)
         self.broken = "asked for a precision that this engine cannot have"
         self._begin_reload(read_directive(tensor))
         self.broken = "did not finish"
 
     def _begin_reload(self, precision: Precision) -> None:
         """Smoothing is for quantised layers: rollouts in BF16 are those of an engine that knows no profile."""
-        self._open = True
-        self._folded = Smoothing() if precision.scheme is Scheme.BF16 else self._smoothing
+        self._now.is_open = True
+        if precision.scheme is Scheme.BF16:
+            self._now.smoothing = Smoothing()
         pack_experts_anew(self.model)
-        self._switched = self._precision.change(precision)
+        self._now.switched = self._precision.change(precision)
         initialize_layerwise_reload(self.model)
         self._precision.release()
         started = time.perf_counter()
         is_first = self._sync == self._taken_before + 1
-        self._proof.begin(self._sync, changed=is_first or bool(self._switched))
-        self._tally.proof_s += time.perf_counter() - started
-        self._telemetry.begin(self._switched)
+        self._proof.begin(self._sync, changed=is_first or bool(self._now.switched))
+        self._now.proof_s += time.perf_counter() - started
+        self.telemetry.begin(self._now.switched)
 
     def _load_one(self, name: str, tensor: Tensor) -> None:
-        if not self._open:
+        if not self._now.is_open:
             self._begin_reload(AS_PLANNED)
-        if name in self._names:  # vLLM counts elements: twice the one half of a layer would pass for both halves
+        if name in self._now.names:  # vLLM counts elements: twice the one half of a layer would pass for both halves
             self._fail(f"{name} came twice", f"brought {name} twice")
-        if self._manifest is not None:
+        if self._now.manifest is not None:
             self._fail(f"{name} came after the list of what was sent", f"brought {name} after its end")
         if self._needs_manifest:
             started = time.perf_counter()
-            self._arrived[name] = record(name, tensor)
-            self._tally.digest_s += time.perf_counter() - started
+            self._now.arrived[name] = record(name, tensor)
+            self._now.digest_s += time.perf_counter() - started
         if not all_finite(tensor):
             self._fail(f"{name} has a value that is not finite", f"brought values that are not finite in {name}")
         with self._naming(name):
-            folded = fold(name, tensor, smoothing=self._folded)
-            known = self._arrived[name].digest if name in self._arrived and folded is tensor else ""
-            fits = self._expect(name, folded, known=known)
+            folded = fold(name, tensor, smoothing=self._now.smoothing)
+            known = self._now.arrived[name].digest if name in self._now.arrived and folded is tensor else ""
+            started = time.perf_counter()
+            fits = self._proof.take(name, folded, known=known)
+            self._now.proof_s += time.perf_counter() - started
             given = self._give(name, folded)
         if not given and not self._is_tied_head(name):
             self._fail(f"{name} is not a weight of this model", f"brought {name}, which this model does not have")
-        if not fits:
+        if not fits:  # vLLM's own words for it come first, but its loaders take some (a bias that is too long)
             shape = list(tensor.shape)
             self._fail(f"{name} of shape {shape} is not as large as the model's", f"brought {name} in another shape")
-        self._names.add(name)
-        self._tally.bytes += tensor.nbytes
+        self._now.names.add(name)
+        self._now.bytes += tensor.nbytes
         self._count_waiting(name, folded)
 
     @contextmanager
@@ -217,31 +187,21 @@ class WeightUpdate:
             raise SyncError(f"weight update: {said}", hint=error.hint) from error
         self.broken = "did not finish"
 
-    def _expect(self, name: str, tensor: Tensor, *, known: str) -> bool:
-        """What the model must hold and answer, before vLLM gets the tensor. False: the shape is another one; vLLM's
-        words for that come first, but its loaders take some (a bias that is too long)."""
-        started = time.perf_counter()
-        fits = self._proof.fits(name, tensor)
-        if fits:
-            self._proof.take(name, tensor, known=known)
-        self._tally.proof_s += time.perf_counter() - started
-        return fits
-
     def _take_manifest(self, tensor: Tensor) -> None:
-        if self._manifest is not None:
+        if self._now.manifest is not None:
             self._fail("the list of what was sent came twice", "brought two lists")
         self.broken = "brought a list of tensors that cannot be read"
-        self._manifest = read_manifest(tensor)
+        self._now.manifest = read_manifest(tensor)
         self.broken = "did not finish"
 
     def _count_waiting(self, name: str, tensor: Tensor) -> None:
         for layer in self._proof.layers_of(name):
             info = get_layerwise_info(layer)
             if info.can_load() and info.load_numel:  # a tied head has no tensor that could wait for it
-                self._waiting[layer] = self._waiting.get(layer, 0) + tensor.nbytes
+                self._now.waiting[layer] = self._now.waiting.get(layer, 0) + tensor.nbytes
             else:
-                self._waiting.pop(layer, None)
-        self._tally.waiting_most = max(self._tally.waiting_most, sum(self._waiting.values()))
+                self._now.waiting.pop(layer, None)
+        self._now.waiting_most = max(self._now.waiting_most, sum(self._now.waiting.values()))
 
     def _give(self, name: str, tensor: Tensor) -> set[str]:
         """One at a time: only what `load_weights` returns shows that vLLM did not skip a name (any `*.bias`)."""
@@ -260,12 +220,12 @@ class WeightUpdate:
         self.broken = broken
         raise SyncError(f"weight update: {message}")
 
-    def finish(self) -> SyncReport:
+    def finish(self) -> Acknowledgement:
         """Hold what came against what was sent, complete what waits for the end (attention, tied weights), and prove.
 
-        Raises SyncError; until then nothing of the update may generate.
+        What the layers then run is not in the result.  Raises SyncError; until then nothing of the update may generate.
         """
-        if not self._open:
+        if not self._now.is_open:
             self._begin_reload(AS_PLANNED)
         self._check_arrival()
         tied = tied_layers(self.model)
@@ -285,23 +245,23 @@ class WeightUpdate:
         if not self._needs_manifest:
             return
         self.broken = "brought something else than was sent"
-        if self._manifest is None:
+        if self._now.manifest is None:
             raise SyncError(f"weight update {self._sync}: the list of what was sent is missing")
-        if self._manifest.sync != self._sync:
+        if self._now.manifest.sync != self._sync:
             raise SyncError(
-                f"weight update {self._sync}: the trainer sent number {self._manifest.sync}, "
+                f"weight update {self._sync}: the trainer sent number {self._now.manifest.sync}, "
                 f"this worker has taken {self._sync - 1} before"
             )
-        check_arrival(self._manifest, self._arrived, rank=self._rank)
+        check_arrival(self._now.manifest, self._now.arrived, rank=self._rank)
         self._check_tied_head()
 
     def _check_tied_head(self) -> None:
         """vLLM drops the tensor of a tied head unread: it must be the embedding."""
-        head = next((name for name in self._arrived if self._is_tied_head(name)), None)
+        head = next((name for name in self._now.arrived if self._is_tied_head(name)), None)
         source = self._proof.source_of("lm_head")
-        if head is None or source not in self._arrived:
+        if head is None or source not in self._now.arrived:
             return
-        ours, embedding = self._arrived[head].digest, self._arrived[source].digest
+        ours, embedding = self._now.arrived[head].digest, self._now.arrived[source].digest
         if ours != embedding:
             raise SyncError(
                 f"weight update {self._sync}: this model's head is tied, and {head} is not {source}: "
@@ -311,58 +271,53 @@ class WeightUpdate:
     def _check_smoothing(self) -> None:
         """A norm divided by its scales and a linear layer that was not multiplied by them is another function."""
         try:
-            require_all_folded(self._names, smoothing=self._folded)
+            require_all_folded(self._now.names, smoothing=self._now.smoothing)
         except EngineError as error:
             self.broken = "was smoothed by a profile of another model"
             raise SyncError(f"weight update {self._sync}: {error.message}", hint=error.hint) from error
 
-    def _prove(self) -> SyncReport:
+    def _prove(self) -> Acknowledgement:
         self.broken = "could not be proven"
         started = time.perf_counter()
         proven = self._proof.check()
         checked = time.perf_counter()
-        telemetry = self._telemetry.read()
+        telemetry = self.telemetry.read()
         now = time.perf_counter()
         self.broken = ""
-        return SyncReport(
+        return Acknowledgement(
             sync=self._sync,
-            tensors=len(self._names),
-            bytes=self._tally.bytes,
-            seconds=now - self._tally.started,
-            manifest="" if self._manifest is None else self._manifest.digest,
-            proven=proven,
-            waiting_bytes=self._tally.waiting_most,
-            digest_s=self._tally.digest_s,
-            proof_s=self._tally.proof_s + checked - started + self._telemetry.seconds,
+            replica=self._replica,
+            rank=self._rank,
+            manifest="" if self._now.manifest is None else self._now.manifest.digest,
+            tensors=len(self._now.names),
+            bytes=self._now.bytes,
+            **asdict(proven),
+            waiting_bytes=self._now.waiting_most,
+            digest_s=self._now.digest_s,
+            proof_s=self._now.proof_s + checked - started + self.telemetry.seconds,
+            seconds=now - self._now.started,
             telemetry=telemetry,
-            telemetry_s=self._telemetry.seconds,
-            switched=len(self._switched),
-            layer_errors=self._telemetry.layer_errors,
+            telemetry_s=self.telemetry.seconds,
+            switched=len(self._now.switched),
         )
 
 
 def tied_layers(model: Module) -> list[Module]:
     """Layers of the running reload that wait for weights of their own and whose every parameter is one that a complete
     layer has: an `lm_head` tied to the embedding. No checkpoint brings tensors for them."""
-    complete = {id(parameter) for layer in model.modules() for parameter in _complete_parameters(layer)}
-    return [layer for layer in model.modules() if _is_tied(layer, complete=complete)]
-
-
-def _complete_parameters(layer: Module) -> Iterable[Tensor]:
-    info = get_layerwise_info(layer)
-    if not info.can_load():
-        return layer.parameters(recurse=False)
-    if info.kernel_tensors is not None and 0 < info.load_numel >= loadable_elements(layer):
-        return info.kernel_tensors[0].values()  # a padded vocabulary: vLLM processes it at the end
-    return ()
-
-
-def _is_tied(layer: Module, *, complete: set[int]) -> bool:
-    info = get_layerwise_info(layer)
-    if not info.can_load() or info.load_numel or info.kernel_tensors is None:
-        return False
-    parameters, _ = info.kernel_tensors
-    return bool(parameters) and all(id(parameter) in complete for parameter in parameters.values())
+    complete: set[int] = set()
+    waiting: list[tuple[Module, set[int]]] = []
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if not info.can_load():
+            complete |= {id(parameter) for parameter in layer.parameters(recurse=False)}
+        elif info.kernel_tensors is not None:
+            held = {id(parameter) for parameter in info.kernel_tensors[0].values()}
+            if 0 < info.load_numel >= loadable_elements(layer):  # a padded vocabulary: vLLM processes it at the end
+                complete |= held
+            elif held and not info.load_numel:
+                waiting.append((layer, held))
+    return [layer for layer, held in waiting if held <= complete]
 
 
 def _process_again(layer: Module) -> None:

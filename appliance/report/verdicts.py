@@ -24,7 +24,7 @@ from appliance.record.state import judge
 from appliance.report import display, draw
 from appliance.report.folder import RunView
 from appliance.report.summary import go_on_command, result
-from appliance.sync.generation import Generation, attestations_at, read_generation
+from appliance.sync.precision import Generation, attestations_at, read_generation
 from appliance.sync.records import SYNC_FOLDER, Acknowledgement, Sent
 from appliance.terms.schemes import Scheme
 

@@ -1,22 +1,31 @@
 """What rollouts compute in when it is not what the plan says: the guard's wish, or a validation in BF16. No torch.
 
 It travels with every weight update that is not as planned, so that what an engine does never depends on what it did
-before: an update that says nothing is as planned.
+before: an update that says nothing is as planned. The driver writes what the next update asks for to
+`sync/precision.json`, and what the present engines were started in to `sync/engines.json`, before they start.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Annotated
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from appliance.errors import SyncError
+from appliance.files import write_whole
+from appliance.record.lines import STRICT, as_json, parse, read
+from appliance.record.plan import ExpectedAttestation, RunPlan
+from appliance.sync.records import SYNC_FOLDER
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
 
 DIRECTIVE_NAME = "appliance.precision"  # of the first tensor of an update that is not as planned
+_WANTED_FILE = "precision.json"
+_GENERATION_FILE = "engines.json"
 
 
 @dataclass(frozen=True)
@@ -46,21 +55,13 @@ class Precision:
     @classmethod
     def from_json(cls, text: str) -> Precision:
         """Raises ValueError when the text is no precision."""
-        try:
-            found = _reader().validate_json(text)
-        except ValidationError as error:
-            raise ValueError(f"not a precision: {error.errors()[0]['msg']}") from error
+        found = parse(text, cls, place="not a precision")
         if left_out := {each.name for each in fields(cls)} - json.loads(text).keys():  # nothing is planned by silence
             raise ValueError(f"not a precision: it does not say {', '.join(sorted(left_out))}")
         return found
 
 
 AS_PLANNED = Precision()
-
-
-@functools.cache
-def _reader() -> TypeAdapter[Precision]:
-    return TypeAdapter(Precision)
 
 
 def quantisation_at(planned: Quantisation, precision: Precision) -> Quantisation:
@@ -71,3 +72,77 @@ def quantisation_at(planned: Quantisation, precision: Precision) -> Quantisation
         return Quantisation(scheme=Scheme.BF16, lm_head_fp32=planned.lm_head_fp32)
     ignore = tuple(dict.fromkeys((*planned.ignore, *precision.bf16_layers)))
     return planned.replace(scheme=precision.scheme or planned.scheme, ignore=ignore)
+
+
+def attestations_at(plan: RunPlan, precision: Precision) -> tuple[ExpectedAttestation, ...]:
+    """What the processes say when the rollout engines were started in a precision."""
+
+    def at(expected: ExpectedAttestation) -> ExpectedAttestation:
+        if expected.role != "rollout":
+            return expected
+        told = quantisation_at(plan.rollout.replicas[expected.rank // plan.rollout.tensor_parallel], precision)
+        return expected.replace(scheme=told.scheme, emulated=told.emulated)
+
+    return tuple(at(expected) for expected in plan.attestations)
+
+
+def write_wanted(run_dir: Path, precision: Precision) -> None:
+    """What the next weight update asks of the engines. No file: as planned. Raises OSError."""
+    target = run_dir / SYNC_FOLDER / _WANTED_FILE
+    if precision.is_planned:
+        target.unlink(missing_ok=True)
+        return
+    target.parent.mkdir(exist_ok=True)
+    write_whole(target, precision.to_json() + "\n", durable=False)
+
+
+def read_wanted(run_dir: Path) -> Precision:
+    """Raises SyncError when the file cannot be read."""
+    path = run_dir / SYNC_FOLDER / _WANTED_FILE
+    try:
+        return Precision.from_json(path.read_text())
+    except FileNotFoundError:
+        return AS_PLANNED
+    except (OSError, ValueError) as error:
+        raise SyncError(f"{path}: the wanted precision cannot be read: {error}") from error
+
+
+@dataclass(frozen=True, config=STRICT)
+class Generation:
+    """Engines that were started together. precision: what they were started in.
+
+    firsts: number of the first weight update of each generation of the attempt, this one's last.
+    """
+
+    precision: Precision = AS_PLANNED
+    firsts: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] = (1,)
+
+    @property
+    def number(self) -> int:
+        """From 1, in an attempt."""
+        return len(self.firsts)
+
+    @property
+    def after_sync(self) -> int:
+        """Weight updates of the attempt before these engines."""
+        return self.firsts[-1] - 1
+
+    def next(self, precision: Precision, *, after_sync: int) -> Generation:
+        return Generation(precision, firsts=(*self.firsts, after_sync + 1))
+
+
+def write_generation(run_dir: Path, generation: Generation) -> None:
+    """Raises OSError."""
+    target = run_dir / SYNC_FOLDER / _GENERATION_FILE
+    target.parent.mkdir(exist_ok=True)
+    write_whole(target, as_json(generation) + "\n", durable=False)
+
+
+def read_generation(run_dir: Path) -> Generation:
+    """The present engines; without a file the first ones. Raises SyncError when it cannot be read."""
+    try:
+        return read(run_dir / SYNC_FOLDER / _GENERATION_FILE, Generation)
+    except FileNotFoundError:
+        return Generation()
+    except (OSError, ValueError) as error:
+        raise SyncError(f"the engines' generation cannot be read: {error}") from error

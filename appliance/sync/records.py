@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic.dataclasses import dataclass
 
@@ -82,12 +82,20 @@ class Acknowledgement:
 
 
 def append_sent(run_dir: Path, sent: Sent) -> None:
-    _append(run_dir, f"trainer-{sent.replica}-{sent.rank}", dataclasses.asdict(sent))
+    _append(_lines_of(run_dir, "trainer", sent.replica, sent.rank), sent)
 
 
-def append_acknowledgement(run_dir: Path, acknowledgement: Acknowledgement) -> None:
-    name = f"rollout-{acknowledgement.replica}-{acknowledgement.rank}"
-    _append(run_dir, name, dataclasses.asdict(acknowledgement))
+def append_acknowledgement(run_dir: Path, taken: Acknowledgement) -> None:
+    _append(_lines_of(run_dir, "rollout", taken.replica, taken.rank), taken)
+
+
+def _append(path: Path, said: Sent | Acknowledgement) -> None:
+    path.parent.mkdir(exist_ok=True)
+    append_line(path, dataclasses.asdict(said))
+
+
+def _lines_of(run_dir: Path, role: str, replica: int, rank: int) -> Path:
+    return run_dir / SYNC_FOLDER / f"{role}-{replica}-{rank}.jsonl"
 
 
 def layer_errors_file(run_dir: Path, *, replica: int, rank: int) -> Path:
@@ -101,12 +109,6 @@ def add_layer_errors(path: Path, errors: dict[str, float]) -> None:
     path.parent.mkdir(exist_ok=True)
     known = json.loads(path.read_text()) if path.exists() else {}
     write_whole(path, json.dumps(known | errors) + "\n", durable=False)
-
-
-def _append(run_dir: Path, name: str, line: dict[str, Any]) -> None:
-    folder = run_dir / SYNC_FOLDER
-    folder.mkdir(exist_ok=True)
-    append_line(folder / f"{name}.jsonl", line)
 
 
 @dataclass(frozen=True)
@@ -123,9 +125,7 @@ class SyncRecord:
         return {
             "proof_s": round(max(one.proof_s for one in self.acknowledgements), 6),
             "telemetry_s": round(max(one.telemetry_s for one in self.acknowledgements), 6),
-            "digest_s": round(
-                max(one.digest_s for one in self.sent) + max(one.digest_s for one in self.acknowledgements), 6
-            ),
+            "digest_s": round(sum(max(one.digest_s for one in end) for end in (self.sent, self.acknowledgements)), 6),
             "codes_changed_fraction": _mean(changed),
             "saturated_fraction": _mean([one.saturated_fraction for one in telemetry]),
             "scale_drift": _mean([one.scale_drift for one in telemetry]),
@@ -145,37 +145,38 @@ def check_sync(run_dir: Path, *, sync: int, replicas: int, ranks: int, first: in
     Raises SyncError unless each took this very update, as its trainer rank sent it, and all were sent the same.
     """
     places = [(replica, rank) for replica in range(replicas) for rank in range(ranks)]
-    sent = {place: _last(run_dir, "trainer", place, kind=Sent) for place in places}
-    taken = {place: _last(run_dir, "rollout", place, kind=Acknowledgement) for place in places}
-    reference = next((one.manifest for one in sent.values() if one is not None and one.sync == sync), "")
-    problems = []
-    for place in places:
-        problems += _problems(place, sent=sent[place], taken=taken[place], sync=sync, first=first, manifest=reference)
-    if problems:
-        raise SyncError(f"weight update {sync}: " + "; ".join(problems), hint="see sync/ in the run folder")
-    return SyncRecord(
-        sent=tuple(one for one in sent.values() if one is not None),
-        acknowledgements=tuple(one for one in taken.values() if one is not None),
-    )
+    sent = [_last(_lines_of(run_dir, "trainer", *place), kind=Sent) for place in places]
+    taken = [_last(_lines_of(run_dir, "rollout", *place), kind=Acknowledgement) for place in places]
+    manifest = next((one.manifest for one in sent if one is not None and one.sync == sync), "")
+    said = [
+        _problem(*each, sync=sync, is_first=sync == first, manifest=manifest)
+        for each in zip(places, sent, taken, strict=True)
+    ]
+    if problems := "; ".join(filter(None, said)):
+        raise SyncError(f"weight update {sync}: {problems}", hint="see sync/ in the run folder")
+    return SyncRecord(sent=tuple(filter(None, sent)), acknowledgements=tuple(filter(None, taken)))
 
 
-def _problems(
-    place: tuple[int, int], *, sent: Sent | None, taken: Acknowledgement | None, sync: int, first: int, manifest: str
-) -> list[str]:
+def _problem(
+    place: tuple[int, int],
+    sent: Sent | None,
+    taken: Acknowledgement | None,
+    *,
+    sync: int,
+    is_first: bool,
+    manifest: str,
+) -> str:
     who = f"rollout rank {place[1]} of replica {place[0]}"
     if sent is None or sent.sync != sync:
-        return [f"the trainer sent {who} {_number(sent)}"]
+        return f"the trainer sent {who} {_number(sent)}"
     if taken is None or taken.sync != sync:
-        return [f"{who} has proven {_number(taken)}"]
+        return f"{who} has proven {_number(taken)}"
     if not (sent.manifest == taken.manifest == manifest):
-        return [f"{who} took the weights {taken.manifest}, it was sent {sent.manifest}, the first rank {manifest}"]
-    everything = taken.switched or sync == first
-    if everything and taken.layers_proven < taken.layers:
-        return [f"{who} has proven {taken.layers_proven} of {taken.layers} layers"]
+        return f"{who} took the weights {taken.manifest}, it was sent {sent.manifest}, the first rank {manifest}"
+    if (taken.switched or is_first) and taken.layers_proven < taken.layers:
+        return f"{who} has proven {taken.layers_proven} of {taken.layers} layers"
     # Some are quantised, and in any scheme lm_head's kernel at least is asked.
-    if taken.telemetry is not None and not taken.layers:
-        return [f"{who} has proven none of its layers"]
-    return []
+    return f"{who} has proven none of its layers" if taken.telemetry is not None and not taken.layers else ""
 
 
 def _number(said: Sent | Acknowledgement | None) -> str:
@@ -185,8 +186,7 @@ def _number(said: Sent | Acknowledgement | None) -> str:
 Line = TypeVar("Line", Sent, Acknowledgement)
 
 
-def _last(run_dir: Path, role: str, place: tuple[int, int], *, kind: type[Line]) -> Line | None:
-    path = run_dir / SYNC_FOLDER / f"{role}-{place[0]}-{place[1]}.jsonl"
+def _last(path: Path, *, kind: type[Line]) -> Line | None:
     lines = path.read_text().splitlines() if path.exists() else []
     if not lines:
         return None

@@ -1,6 +1,6 @@
 """What a model family is: one row per model class that the quantised engine knows. No torch.
 
-A new family is a row here, and where vLLM builds it of layers that `engine/known_layers.py` does not list, those there;
+A new family is a row here, and where vLLM builds it of layers that `engine/config.py` does not list, those there;
 and its row in the matrix test with the real class. Most have the decoder layer of Llama, which is the default.
 """
 

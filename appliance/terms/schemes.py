@@ -1,7 +1,7 @@
 """What a scheme is: how the rollout engine holds and multiplies weights. One row each; no torch.
 
 A new scheme is a member and a row here, its codec (`quant/codec_<codec>.py`), its linear method with the proof of it
-(a file in `engine/`) and one line in `engine/methods.py`. Everything else reads the row.
+(a file in `engine/`) and one line in `engine/config.py`. Everything else reads the row.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SchemeSpec:
     codec: str = ""
     """`quant/codec_<codec>.py`."""
     method: str = ""
-    """The linear method of the engine, with its proof: a name of `engine/methods.py`."""
+    """The linear method of the engine, with its proof: a name of `engine/config.py`."""
     emulation: str = ""
     """The linear method that emulates it in float where there are no kernels, for numerics only; empty: none does."""
     experts: bool = True

@@ -16,8 +16,7 @@ from appliance import patch
 from appliance.errors import AttestationError
 from appliance.record.attestations import Attestation, check_attestations, fingerprint, write_attestation
 from appliance.record.plan import RunPlan
-from appliance.sync.generation import attestations_at
-from appliance.sync.precision import Precision
+from appliance.sync.precision import Precision, attestations_at
 from appliance.terms.schemes import Scheme
 
 

@@ -25,8 +25,7 @@ from ray.actor import ActorHandle
 
 from appliance.errors import ApplianceError, EngineError
 from appliance.record.attestations import set_attestations_aside
-from appliance.sync.generation import Generation, write_generation
-from appliance.sync.precision import AS_PLANNED, Precision
+from appliance.sync.precision import AS_PLANNED, Generation, Precision, write_generation
 
 if TYPE_CHECKING:
     from verl.workers.rollout.llm_server import LLMServerManager

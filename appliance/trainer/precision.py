@@ -21,9 +21,8 @@ from appliance.guard.governor import Measures
 from appliance.quant.files import read_file_header
 from appliance.record.events import append_event
 from appliance.record.plan import RunPlan, Switching
-from appliance.sync.precision import AS_PLANNED, Precision
+from appliance.sync.precision import AS_PLANNED, Precision, write_wanted
 from appliance.sync.records import SYNC_FOLDER, Acknowledgement, SyncRecord, check_sync, layer_errors_file
-from appliance.sync.wanted_precision import write_wanted
 from appliance.terms.schemes import Scheme
 from appliance.trainer.engines import RolloutEngines
 

@@ -18,9 +18,8 @@ from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from appliance.errors import SyncError
 from appliance.sync.manifest import MANIFEST_NAME, Manifest, TensorRecord, directive, record
-from appliance.sync.precision import AS_PLANNED, DIRECTIVE_NAME, Precision
+from appliance.sync.precision import AS_PLANNED, DIRECTIVE_NAME, Precision, read_wanted
 from appliance.sync.records import Sent, append_sent
-from appliance.sync.wanted_precision import read_wanted
 from appliance.terms.environment import PLAN_VARIABLE, weight_socket
 
 Weights = AsyncIterator[tuple[str, Tensor]] | Iterable[tuple[str, Tensor]]

@@ -20,10 +20,11 @@ from faults import before_proof
 from torch import Tensor
 from torch.nn import Module
 
-from appliance.engine.update import SyncReport, WeightUpdate
-from appliance.engine.vllm_fp8 import native_fp8_method
+from appliance.engine.fp8 import native_fp8_method
+from appliance.engine.update import WeightUpdate
 from appliance.errors import SyncError
 from appliance.quant.codec_fp8 import BLOCK, spread
+from appliance.sync.records import Acknowledgement
 from appliance.terms.schemes import Scheme
 
 GATE_UP, DOWN = "mlp.gate_up_proj", "mlp.down_proj"
@@ -124,7 +125,7 @@ def new_update(model: Mlp, **settings: int) -> WeightUpdate:
     return WeightUpdate(model, model_config=untied, **settings)
 
 
-def take(update: WeightUpdate, stream: Tensors) -> SyncReport:
+def take(update: WeightUpdate, stream: Tensors) -> Acknowledgement:
     update.begin()
     update.load([(name, tensor.clone()) for name, tensor in stream])
     return update.finish()

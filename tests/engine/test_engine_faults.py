@@ -72,8 +72,8 @@ def test_an_update_without_a_fault_is_proven(scheme: str, request: pytest.Fixtur
         report = take(bench.engine, sent(state, number=number), update=update)
         assert report.sync == number
         assert report.tensors == len(state) == 38
-        assert (report.proven.layers, report.proven.layers_proven, report.proven.unproven) == (13, 13, 0)
-        assert report.proven.parameters == 17  # norms, biases, embedding
+        assert (report.layers, report.layers_proven, report.unproven) == (13, 13, 0)
+        assert report.parameters_proven == 17  # norms, biases, embedding
     assert len(report.manifest) == 32
     recover(bench.engine, bench.old)
 
@@ -116,7 +116,7 @@ def test_the_error_names_the_tensor_both_digests_and_the_rank(int8: Bench) -> No
     bad = flip_bit(dict(stream)[NORM], at=0.5, bit=0)
     with pytest.raises(SyncError) as raised:
         take(int8.engine, replaced(stream, NORM, bad))
-    from appliance.sync.digest import digest
+    from appliance.sync.manifest import digest
 
     was, came = digest(dict(stream)[NORM]), digest(bad)
     said = f"weight update 1: {NORM} arrived with digest {came}, it was sent with {was} (rank 0)"

@@ -271,7 +271,7 @@ def flipping(held: Callable[[], torch.Tensor], *, place: float, bit: int) -> Cal
 def test_faults_in_emulated_layers(scheme: str, checkpoints: tuple[Path, Path]) -> None:
     tally = Tally(f"bit of a code or a scale ({scheme}, emulated)")
     for bench in start_bench(checkpoints, scheme=scheme, emulated=True):
-        assert take(bench.engine, sent(bench.new)).proven.layers_proven == 13
+        assert take(bench.engine, sent(bench.new)).layers_proven == 13
         recover(bench.engine, bench.old)
         for name in LAYERS:
             layer = linear_layers(bench.engine)[name]

@@ -107,13 +107,13 @@ def test_the_bf16_head_is_another_one(shape: str, tmp_path: Path, monkeypatch: p
 
 def test_parts_of_the_vocabulary_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weight is widened some rows at a time: rows are independent, whatever their number."""
-    from appliance.engine import fp32_head
+    from appliance.engine import config
 
     x_MK, weight_VK = torch.randn(5, 96), torch.randn(333, 96).to(torch.bfloat16)
     x_MK = x_MK.to(torch.bfloat16)
     wanted_MV = x_MK.double() @ weight_VK.double().t()
     bound_MV = 96 * 2.0**-24 * (x_MK.double().abs() @ weight_VK.double().abs().t())
     for elements in (1, 96, 1000, 10**6):
-        monkeypatch.setattr(fp32_head, "_CHUNK_ELEMENTS", elements)
-        found_MV = fp32_head._widened_product(x_MK, weight_VK)
+        monkeypatch.setattr(config, "_CHUNK_ELEMENTS", elements)
+        found_MV = config._widened_product(x_MK, weight_VK)
         assert bool(((found_MV.double() - wanted_MV).abs() <= bound_MV).all())

@@ -29,7 +29,7 @@ from native_layers import (
 from torch import Tensor
 from torch.nn import Module
 
-from appliance.engine import vllm_fp8
+from appliance.engine import fp8
 from appliance.engine.attest import live_scheme
 from appliance.errors import SyncError
 from appliance.quant.codec import quantise
@@ -72,7 +72,7 @@ def test_what_is_loaded_and_reloaded_is_the_codecs_and_proven(scheme: Scheme) ->
     update = new_update(model)
     for number in range(1, 18):  # all rows at 1, 8 and 16, and each part of them in between
         stream = tensors(1 + number % 3)
-        proven = take(update, stream).proven
+        proven = take(update, stream)
         assert (proven.layers, proven.layers_proven, proven.unproven) == (2, 2, 0)
         assert_holds(model, stream, scheme=scheme)
     live = live_scheme(model)
@@ -81,7 +81,7 @@ def test_what_is_loaded_and_reloaded_is_the_codecs_and_proven(scheme: Scheme) ->
 
 def test_a_layer_whose_turn_it_is_not_is_not_unproven() -> None:
     update = new_update(served(Scheme.FP8_CHANNEL), prove_every=2)
-    proven = [take(update, tensors(number)).proven for number in range(1, 6)]
+    proven = [take(update, tensors(number)) for number in range(1, 6)]
     assert [one.layers_proven for one in proven] == [2, 1, 1, 1, 1]
     assert {(one.layers, one.unproven) for one in proven} == {(2, 0)}
 
@@ -95,7 +95,7 @@ def test_the_kernel_that_multiplies_in_bf16_is_proven(scheme: Scheme, monkeypatc
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     model = served(scheme)
     assert model.mlp.down_proj.quant_method.multiplies_in_bf16
-    assert take(new_update(model), tensors(2)).proven.layers_proven == 2
+    assert take(new_update(model), tensors(2)).layers_proven == 2
 
 
 @pytest.mark.parametrize("name", [GATE_UP, DOWN])
@@ -192,16 +192,15 @@ def test_a_layer_of_zeros(scheme: Scheme) -> None:
     """As models begin that were made deeper. Per tensor its scale is 0, and vLLM's quantiser makes codes of 0 * inf."""
     zeros = [(name, torch.zeros_like(tensor) if "down" in name else tensor) for name, tensor in tensors(2)]
     update = new_update(served(scheme))
-    assert take(update, zeros).proven.layers_proven == 2
-    assert take(update, tensors(3)).proven.layers_proven == 2
+    assert take(update, zeros).layers_proven == 2
+    assert take(update, tensors(3)).layers_proven == 2
 
 
 @pytest.mark.parametrize("scheme", EXACT)
 def test_an_answer_is_one_weight_and_the_bound_is_met_with_room(scheme: Scheme) -> None:
     """The derivation: a BF16 rounding of the codec's weight, 2^-8, and float32's few: half of what is allowed."""
     from appliance.engine.fp8_proof import NativeFp8Proof
-    from appliance.engine.kernel_proof import answer
-    from appliance.engine.proof_schedule import Ask
+    from appliance.engine.kernel_proof import Ask, answer
     from appliance.engine.tensor_slots import local_shape
 
     model, seen = served(scheme), set()
@@ -227,7 +226,7 @@ def test_telemetry_of_vllms_own_methods(scheme: Scheme) -> None:
     assert other.codes_changed_fraction > 0.5
     assert (first.scale_drift, same.scale_drift) == (0.0, 0.0) and other.scale_drift > 0
     assert 0.0 < first.layer_error_max < 1 / 16  # the codec's bound for one weight, so for their norm
-    assert set(update._telemetry.layer_errors) == {GATE_UP, DOWN}
+    assert set(update.telemetry.layer_errors) == {GATE_UP, DOWN}
     layer, heard = model.mlp.down_proj, []
     layer.quant_method.on_quantised = lambda *what: heard.append(what)
     layer.quant_method.process_weights_after_loading(layer)  # as vLLM does once more when all is loaded
@@ -236,11 +235,10 @@ def test_telemetry_of_vllms_own_methods(scheme: Scheme) -> None:
 
 def test_what_cannot_be_asked_is_counted_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that packs its codes (here by the list, on a GPU Marlin): digests only, and the count says so."""
-    monkeypatch.setattr(vllm_fp8, "_READ_ROWS", frozenset())
+    monkeypatch.setattr(fp8, "_READ_ROWS", frozenset())
     update = new_update(served(Scheme.FP8_CHANNEL))
     report = take(update, tensors(2))
-    proven = report.proven
-    assert (proven.layers, proven.layers_proven, proven.unproven, report.telemetry) == (0, 0, 3, None)
+    assert (report.layers, report.layers_proven, report.unproven, report.telemetry) == (0, 0, 3, None)
 
 
 def test_padding_of_a_kernel_is_no_part_of_the_weight() -> None:

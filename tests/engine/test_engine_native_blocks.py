@@ -28,10 +28,10 @@ from native_layers import (
 from torch import Tensor
 from torch.nn import Module
 
-from appliance.engine.fp8_block_proof import SLACK, NativeBlockProof
-from appliance.engine.proof_schedule import Ask
+from appliance.engine.fp8 import native_fp8_method
+from appliance.engine.fp8_proof import SLACK, NativeBlockProof
+from appliance.engine.kernel_proof import Ask
 from appliance.engine.tensor_slots import LocalShape, Slot
-from appliance.engine.vllm_fp8 import native_fp8_method
 from appliance.quant.codec import dequantise, quantise
 from appliance.quant.codec_fp8 import BLOCK, spread
 from appliance.terms.schemes import Scheme
@@ -163,7 +163,7 @@ def test_updates_by_such_a_quantiser_are_proven(by: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(fp8, "per_block_cast_to_fp8", cast_by(QUANTISERS[by]))
     update = new_update(served(Scheme.FP8_BLOCK))
     for number in range(1, 11):
-        proven = take(update, tensors(number)).proven
+        proven = take(update, tensors(number))
         assert (proven.layers, proven.layers_proven, proven.unproven) == (2, 2, 0)
 
 
@@ -322,7 +322,7 @@ def test_zeros() -> None:
         tensor[: len(tensor) // 2] = 0.0
         stream.append((name, torch.zeros_like(tensor) if "gate" in name else tensor))
     model = served(Scheme.FP8_BLOCK)
-    assert take(new_update(model), stream).proven.layers_proven == 2
+    assert take(new_update(model), stream).layers_proven == 2
     weight_NK = received(DOWN, stream)
     codec = quantise(weight_NK, scheme=Scheme.FP8_BLOCK)
     codes_NK = codec.codes_NK.clone()

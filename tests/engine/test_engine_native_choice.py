@@ -17,7 +17,7 @@ from vllm.model_executor.kernels.linear.scaled_mm.humming import HummingFP8Scale
 from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
 from vllm.platforms.interface import PlatformEnum
 
-from appliance.engine.vllm_fp8 import _READ_ROWS
+from appliance.engine.fp8 import _READ_ROWS
 from appliance.terms.devices import GPUS, Gpu
 
 pytestmark = pytest.mark.engine

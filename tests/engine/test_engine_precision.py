@@ -111,7 +111,7 @@ def test_bf16_and_back_answer_as_engines_that_were_built_so(
     int8.begin_anew()
     assert built["bf16"] != built["int8"] != built["raised"]
     report = int8.to(BF16, new)
-    assert (report.switched, report.proven.layers, report.proven.layers_proven) == (12, 13, 13)
+    assert (report.switched, report.layers, report.layers_proven) == (12, 13, 13)
     assert (int8.scheme(), set(int8.methods()), report.telemetry) == (
         ("bf16", False),
         {"RaisedLinearMethod"},
@@ -122,7 +122,7 @@ def test_bf16_and_back_answer_as_engines_that_were_built_so(
     again = int8.to(BF16, new)
     assert (again.switched, int8.engine.generate()) == (0, built["bf16"])
     back = int8.to(AS_PLANNED, new)
-    assert (back.switched, back.proven.layers_proven, int8.scheme()) == (12, 13, ("int8", False))
+    assert (back.switched, back.layers_proven, int8.scheme()) == (12, 13, ("int8", False))
     assert back.telemetry.codes_changed_fraction is None  # nothing to compare with
     assert int8.engine.generate() == built["int8"]
     assert raised_layers(int8.engine.model, planned=Quantisation(scheme=Scheme.INT8)) == 0
@@ -162,12 +162,12 @@ def test_an_engine_that_is_started_in_a_precision_answers_as_one_that_changed(
     restarted = Switched(engine, taken_before=4, prove_every=8)
     restarted.begin_anew(number=4)
     report = restarted.to(AS_PLANNED, new)
-    assert (report.sync, report.switched, report.proven.layers, report.proven.layers_proven) == (5, 0, 13, 13)
+    assert (report.sync, report.switched, report.layers, report.layers_proven) == (5, 0, 13, 13)
     assert engine.generate() == built[like]
     assert raised_layers(engine.model, planned=planned) == raised
     assert raised_layers(engine.model, planned=told) == 0
     later = restarted.to(AS_PLANNED, new)
-    assert 0 < later.proven.layers_proven < 13
+    assert 0 < later.layers_proven < 13
     with pytest.raises(SyncError, match="the trainer sent number 9, this worker has taken 6 before"):
         restarted.to(AS_PLANNED, new, stream=sent(new, precision=AS_PLANNED, number=9))
     free_engine(engine)
@@ -189,10 +189,11 @@ def test_experts_are_kept_raised_and_ranked_by_one_name(tmp_path: Path) -> None:
         started = Switched(start_engine(folder, scheme=str(told.scheme), ignore=told.ignore))
         model = started.engine.model
         require_ignored_layers(model, ApplianceConfig(told))
-        report = started.to(AS_PLANNED, read_checkpoint(folder))
+        started.to(AS_PLANNED, read_checkpoint(folder))
         assert raised_layers(model, planned=planned) == raised
-        assert (experts in report.layer_errors) is (precision == AS_PLANNED)
-        assert {name.rpartition(".")[2] for name in report.layer_errors} <= {
+        errors = started._update.telemetry.layer_errors
+        assert (experts in errors) is (precision == AS_PLANNED)
+        assert {name.rpartition(".")[2] for name in errors} <= {
             *("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "experts")
         }
         free_engine(started.engine)
@@ -292,7 +293,7 @@ def test_an_emulated_scheme_becomes_a_finer_one_and_back(checkpoints: tuple[Path
     switched = Switched(start_engine(checkpoints[0], scheme="fp8", emulated=True))
     own = switched.to(AS_PLANNED, new) and switched.engine.generate()
     finer = switched.to(Precision(Scheme.FP8_BLOCK), new)
-    assert (finer.switched, finer.proven.layers_proven) == (12, 13)
+    assert (finer.switched, finer.layers_proven) == (12, 13)
     assert (switched.scheme(), switched.engine.generate()) == (("fp8-block", True), blocks)
     assert switched.to(BF16, new).switched == 12
     assert (switched.scheme(), switched.engine.generate()) == (("bf16", False), plain)

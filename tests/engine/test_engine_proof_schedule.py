@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 
 from appliance.engine import kernel_proof
-from appliance.engine.fp8_block_proof import NativeBlockProof
-from appliance.engine.fp8_proof import EmulatedProof, NativeFp8Proof
-from appliance.engine.kernel_proof import Bf16Proof, Int8Proof, KernelProof
-from appliance.engine.proof_schedule import ROTATION, ask
+from appliance.engine.fp8_proof import EmulatedProof, NativeBlockProof, NativeFp8Proof
+from appliance.engine.kernel_proof import ROTATION, Bf16Proof, Int8Proof, KernelProof, ask
 from appliance.engine.tensor_slots import LocalShape, Slot
 from appliance.errors import SyncError
 from appliance.quant import numba_fp8
@@ -58,7 +56,7 @@ def test_every_row_of_an_emulated_layer_is_looked_at(every: int, channels: int, 
         one = proof(EmulatedProof, Scheme.FP8, channels=channels, length=8, turn=turn, sync=sync, every=every)
         if one is not None:
             rows = {row for part in one._due_rows() for row in range(channels)[part]}
-            assert rows and (one._ask.full or len(rows) <= 256)
+            assert rows and (one.ask.full or len(rows) <= 256)
             seen[sync] = rows
     for first in range(1, ROTATION):
         last = (first + ROTATION) * every

@@ -9,7 +9,7 @@ import pytest
 import torch
 from faults import BIAS, EMBEDDING, NORM, WEIGHT, Bench, new_update, recover, sent, start_bench, take
 
-from appliance.engine.proof_schedule import ask
+from appliance.engine.kernel_proof import ask
 from appliance.errors import EngineError, NumericsError, SyncError
 from appliance.quant.profile import Smoothing, SmoothingGroup
 
@@ -106,14 +106,14 @@ def test_a_method_of_vllms_that_cannot_be_asked_is_unproven(int8: Bench, monkeyp
     monkeypatch.setattr(layer.quant_method, "provable", False)
     report = take(int8.engine, sent(int8.new))
     recover(int8.engine, int8.old)
-    assert (report.proven.layers, report.proven.layers_proven, report.proven.unproven) == (12, 12, 2)
+    assert (report.layers, report.layers_proven, report.unproven) == (12, 12, 2)
 
 
 def test_the_layers_of_an_update_are_those_whose_turn_it_is(int8: Bench) -> None:
     update = new_update(int8.engine, prove_every=2)
     for number in range(1, 18):
-        proven = take(int8.engine, sent(int8.new, number=number), update=update).proven
-        turns = update._proof._turns
+        proven = take(int8.engine, sent(int8.new, number=number), update=update)
+        turns = {name: turn for turn, name in enumerate(update._proof._layers)}
         due = {name for name in update._proof._provable if ask(turns[name], sync=number, every=2)}
         assert set(update._proof._kernels) == due and proven.layers_proven == len(due)
         assert (len(due) == 13) == (number in (1, 16))

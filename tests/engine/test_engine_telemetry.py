@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from appliance.engine import telemetry
-from appliance.engine.first_scales import read_first_scales, write_first_scales
 from appliance.engine.quantised import Quantising
-from appliance.engine.telemetry import TelemetryTap
+from appliance.engine.telemetry import TelemetryTap, read_first_scales, write_first_scales
 from appliance.quant.codec import dequantise, quantise
 from appliance.sync.records import Telemetry
 from appliance.terms.schemes import Scheme

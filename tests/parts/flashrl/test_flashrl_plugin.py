@@ -16,9 +16,8 @@ from appliance.errors import RecipeError
 from appliance.plan.build import build_plan
 from appliance.preflight.probes import read_host
 from appliance.recipe.load import load_recipe
-from flashrl_compat.log import LOGGER, start_logging
 from flashrl_compat.plugin import register
-from flashrl_compat.variables import VARIABLES, Variables
+from flashrl_compat.variables import LOGGER, VARIABLES, Variables, start_logging
 
 PATCH = "flashrl-engine-arguments"
 

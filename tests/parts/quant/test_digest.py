@@ -7,7 +7,7 @@ import hashlib
 import pytest
 import torch
 
-from appliance.sync.digest import COLUMNS, MIN_ROWS, ROW_BYTES, _factors, digest
+from appliance.sync.manifest import COLUMNS, MIN_ROWS, ROW_BYTES, _factors, digest
 
 LARGE = MIN_ROWS * ROW_BYTES  # bytes from which rows are multiplied
 

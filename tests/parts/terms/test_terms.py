@@ -19,8 +19,8 @@ QUANTISED = [scheme for scheme in Scheme if scheme.quantised]
 # in INT8; what `auto` prefers.
 OF_ONE_SCHEME = {
     "compare/degraded_profile.py",
-    "engine/fp8_block_proof.py",
-    "engine/vllm_fp8.py",
+    "engine/fp8.py",
+    "engine/fp8_proof.py",
     "quant/codec_int8.py",
     "quant/donor.py",
     "report/summary.py",

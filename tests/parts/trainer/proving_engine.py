@@ -6,10 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from appliance.record.plan import Switching
-from appliance.sync.generation import read_generation
-from appliance.sync.precision import AS_PLANNED, Precision
+from appliance.sync.precision import AS_PLANNED, Precision, read_generation, read_wanted
 from appliance.sync.records import Acknowledgement, Sent, append_acknowledgement, append_sent
-from appliance.sync.wanted_precision import read_wanted
 from appliance.terms.schemes import Scheme
 from appliance.trainer.precision import BF16
 

@@ -16,7 +16,7 @@ import pytest
 import ray
 
 from appliance.errors import ApplianceError, EngineError, SyncError
-from appliance.sync.generation import Generation, read_generation
+from appliance.sync.precision import Generation, read_generation
 from appliance.trainer import engines
 from appliance.trainer.engines import _beside, _empty_cache, _free_memory, _left_over, _started
 from appliance.trainer.precision import BF16
@@ -31,7 +31,7 @@ import ray
 from appliance.errors import SyncError
 from appliance.sync.precision import Precision
 from appliance.terms.schemes import Scheme
-from appliance.sync.generation import read_generation
+from appliance.sync.precision import read_generation
 from appliance.trainer import engines
 from appliance.trainer.entry import translate
 ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)

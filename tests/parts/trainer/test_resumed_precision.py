@@ -20,8 +20,7 @@ from appliance.guard.policy import Action
 from appliance.guard.signals import Signals
 from appliance.record.checkpoints import checkpoint_folder
 from appliance.record.plan import RunPlan, Switching
-from appliance.sync.generation import write_generation
-from appliance.sync.precision import AS_PLANNED, Precision
+from appliance.sync.precision import AS_PLANNED, Precision, write_generation
 from appliance.sync.records import Acknowledgement, SyncRecord, add_layer_errors, layer_errors_file
 from appliance.terms.schemes import Scheme
 from appliance.trainer import trainer as room

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from appliance.errors import SyncError
-from appliance.sync.digest import digest
 from appliance.sync.manifest import (
     MANIFEST_NAME,
     Manifest,
     check_arrival,
+    digest,
     read_directive,
     read_manifest,
     record,

@@ -13,8 +13,7 @@ from proving_engine import ProvingEngine
 from appliance.errors import SyncError
 from appliance.guard.governor import Measures
 from appliance.record.plan import Switching
-from appliance.sync.generation import write_generation
-from appliance.sync.precision import AS_PLANNED, Precision
+from appliance.sync.precision import AS_PLANNED, Precision, write_generation
 from appliance.sync.records import Sent, append_sent
 from appliance.terms.schemes import Scheme
 from appliance.trainer.engines import RolloutEngines

@@ -10,8 +10,7 @@ from appliance.errors import RecipeError
 from appliance.profile.command import write_config
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
-from flashrl_compat.config_file import entry_of_rank, read_config
-from flashrl_compat.settings import engine_settings
+from flashrl_compat.config_file import engine_settings, entry_of_rank, read_config
 from flashrl_compat.variables import HubFile, Variables
 
 KEYS = (

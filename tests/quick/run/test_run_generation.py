@@ -9,8 +9,15 @@ from plans import make_plan, make_rollout
 
 from appliance.errors import SyncError
 from appliance.record.plan import ExpectedAttestation
-from appliance.sync.generation import Generation, attestations_at, read_generation, write_generation
-from appliance.sync.precision import AS_PLANNED, Precision, quantisation_at
+from appliance.sync.precision import (
+    AS_PLANNED,
+    Generation,
+    Precision,
+    attestations_at,
+    quantisation_at,
+    read_generation,
+    write_generation,
+)
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
 
