@@ -42,9 +42,7 @@ class DigestedWeights:
     async def __aiter__(self) -> AsyncIterator[tuple[str, Tensor]]:
         records: list[TensorRecord] = []
         device = torch.device("cpu")
-        async for name, tensor in ensure_async_iterator(self._weights):
-            if not records and not self._precision.is_planned:
-                yield DIRECTIVE_NAME, directive(self._precision).to(tensor.device)
+        async for name, tensor in self._stream():
             rounded = as_the_trainer_computes(tensor)
             started = time.perf_counter()
             records.append(record(name, rounded))
@@ -53,6 +51,14 @@ class DigestedWeights:
             yield name, rounded
         self.manifest = Manifest(sync=self._sync, records=tuple(records))
         yield MANIFEST_NAME, self.manifest.to_tensor().to(device)
+
+    async def _stream(self) -> AsyncIterator[tuple[str, Tensor]]:
+        told = self._precision.is_planned
+        async for name, tensor in ensure_async_iterator(self._weights):
+            if not told:
+                yield DIRECTIVE_NAME, directive(self._precision).to(tensor.device)
+                told = True
+            yield name, tensor
 
 
 def as_the_trainer_computes(tensor: Tensor) -> Tensor:

@@ -121,7 +121,10 @@ def test_one_that_waits_while_another_is_at_work_is_told_too(tmp_path: Path) -> 
 
     try:
         assert grade(pool, "die")[0].fault is Fault.DIED  # at work: that is told with its response
-        assert grade(pool, *(str(tmp_path / name) for name in names[:2])) == [Graded(0.0)] * 2
+        for _ in range(10):  # until the one that died has been replaced, both go to the other
+            assert grade(pool, *(str(tmp_path / name) for name in names[:2])) == [Graded(0.0)] * 2
+            if len({(tmp_path / name).read_text() for name in names[:2]}) == 2:
+                break
         assert asyncio.run(hang_and_kill()).fault is Fault.TIMED_OUT
         assert told.wait(60)
     finally:
