@@ -10,6 +10,7 @@ import ast
 import contextlib
 import functools
 import hashlib
+import importlib
 import importlib.metadata
 import importlib.util
 import inspect
@@ -87,6 +88,7 @@ def _other_version(patch: Patch) -> str:
 def _resolve(patch: Patch) -> tuple[Any, str]:
     module, _, qualified = patch.target.partition(":")
     path, _, attribute = qualified.rpartition(".")
+    importlib.import_module(module)  # an error of its own is told as it is
     with contextlib.suppress(AttributeError):
         owner = pkgutil.resolve_name(f"{module}:{path}")
         if hasattr(owner, attribute):

@@ -58,9 +58,12 @@ class NativeFp8Method(Quantising):
 
     def process_weights_after_loading(self, layer: Module) -> None:
         is_done = getattr(layer, "_already_called_process_weights_after_loading", False)
+        if is_done or self.on_quantised is None:  # holds nothing: vLLM frees the weight as soon as it has replaced it
+            super().process_weights_after_loading(layer)
+            return
         weight_NK = layer.weight.data
         super().process_weights_after_loading(layer)
-        if self.on_quantised is not None and not is_done and (held := self.held_weight(layer)) is not None:
+        if (held := self.held_weight(layer)) is not None:
             self.on_quantised(layer, weight_NK, held)
 
     def held_weight(self, layer: Module) -> Fp8Weight | None:

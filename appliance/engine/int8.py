@@ -20,6 +20,7 @@ Legend: M tokens, N output channels, K input channels of this rank's part of the
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from vllm.platforms import CpuArchEnum, current_platform
 from appliance.engine.kernel_proof import Int8Proof, quantise_rows
 from appliance.engine.quantised import OnlineLinearMethod
 from appliance.errors import NumericsError
+from appliance.patch import Patch
 from appliance.quant.codec import all_finite
 from appliance.quant.codec_int8 import Int8Weight, quantise_int8
 from appliance.terms.schemes import Scheme
@@ -167,7 +169,7 @@ def packs_quickly(rows: int, columns: int) -> bool:
 @functools.cache
 def has_packed_kernel() -> bool:
     """The kernel is compiled for AVX-512 with VNNI and BF16 and checks nothing. AMX is asked of the processor itself:
-    `_is_amx_tile_supported` is patched (plugin.py)."""
+    `_is_amx_tile_supported` is patched, below."""
     return (
         current_platform.get_cpu_architecture() == CpuArchEnum.X86
         and hasattr(torch.ops._C, "convert_weight_packed")
@@ -175,3 +177,27 @@ def has_packed_kernel() -> bool:
         and torch.cpu._is_avx512_bf16_supported()
         and not torch.cpu.get_capabilities().get("amx_tile", False)
     )
+
+
+NO_AMX_TILES = Patch(
+    name="cpu-no-amx-tiles",
+    target="torch.cpu:_is_amx_tile_supported",
+    why=(
+        "on a CPU with AMX, vLLM mixes kernels that each leave the tile registers in a state of their own (packed "
+        "GEMMs through brgemm, attention): seen here as an illegal instruction in cpu_attention_with_kv_cache in some "
+        "runs and not in others. vLLM asks this function; oneDNN, which restores the tiles, decides for itself and "
+        "keeps using AMX"
+    ),
+    upstream="https://github.com/sgl-project/sglang/issues/28992",
+    distribution="torch",
+    version="2.13.0+cpu",
+    source_sha256="cd8eeae518a7a395caa813bf636111bd3cc0748680abd0f0c135c42dabd8707b",
+    remove_when="a vLLM release passes a day of generation with packed GEMMs and attention on an AMX host",
+)
+
+
+def no_amx_tiles(original: Callable[[], bool]) -> Callable[[], bool]:
+    def _is_amx_tile_supported() -> bool:
+        return False
+
+    return _is_amx_tile_supported

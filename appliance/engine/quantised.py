@@ -50,9 +50,9 @@ class Quantising:
     def kernel_name(self) -> str:
         """What multiplies, for the attestation."""
 
+    @abstractmethod
     def held_scale(self, layer: Module) -> Tensor | None:
         """float32: the very memory that the kernel reads the weight's scales from, or None before the first load."""
-        return None
 
 
 class OnlineLinearMethod(Quantising, LinearMethodBase):

@@ -164,12 +164,12 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
         place = {"replica": taken.replica, "rank": taken.rank}
         if taken.switched:
             attest_rollout_worker(runner.model, vllm_config=runner.vllm_config, rank=self.rank)
+        live = live_scheme(runner.model)
         if len(telemetry.first) > self._kept_scales:
             write_first_scales(run_dir, telemetry.first, **place)
             self._kept_scales = len(telemetry.first)
         if plan.guard.ranks_layers:
             add_layer_errors(layer_errors_file(run_dir, **place), telemetry.layer_errors)
-        live = live_scheme(runner.model)
         raised = raised_layers(runner.model, planned=plan.rollout.replicas[taken.replica])
         now = dataclasses.replace(taken, scheme=str(live.scheme), emulated=live.emulated, bf16_layers=raised)
         append_acknowledgement(run_dir, now)

@@ -77,14 +77,13 @@ class Attempts:
         self, plan: RunPlan, findings: list[Finding], *, name: str | None, resume: resuming.Resume | None = None
     ) -> int:
         """name: as of run_training.  resume: the run to go on with, None for a new one."""
-        if self.dry_run:
-            print_plan(plan, recipe=self.recipe, findings=findings, json_mode=self.json_mode)
-        else:
+        if not self.dry_run:
             stop_on_errors(findings)
         if resume is not None:
             has_none = "has no whole checkpoint: it starts from the beginning"
             console.say(f"the run {name} {f'goes on after step {resume.step}' if resume.found.newest else has_none}")
         if self.dry_run:
+            print_plan(plan, recipe=self.recipe, findings=findings, json_mode=self.json_mode)
             raise_on_errors(findings)
             return 0
         return run_training(

@@ -270,12 +270,14 @@ def refuse_misfit(resume: Resume, *, plan: RunPlan) -> None:
 
 
 def _refuse_other_profile(folder: Path, *, facts: Facts, run_dir: Path) -> None:
-    """One that is gone comes back from the checkpoint."""
+    """One that is gone comes back from the checkpoint, if that has a copy."""
     for name, digest in facts.profile:
         path = plan_profile_file(run_dir, name)
-        if path.is_file() and hash_file(path) != digest:
+        has_copy = (folder / PROFILE_FOLDER / name).is_file()
+        if hash_file(path) != digest if path.is_file() else not has_copy:
             message = f"{path} is not the one that {folder.name} was trained with"
-            raise PreflightError(message, hint="remove it, and the checkpoint's copy is taken, or start a new run")
+            remedy = "remove it, and the checkpoint's copy is taken" if has_copy else "put it back"
+            raise PreflightError(message, hint=f"{remedy}, or start a new run")
 
 
 def _refuse_other_scale(folder: Path, *, uaq: UaqPlan | None) -> None:

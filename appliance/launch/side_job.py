@@ -48,10 +48,12 @@ def run_child(
     code = _run(module, log=log, env=env, tick=tick)
     if code:
         failure = first_failure(folder)
-        if failure is not None and failure.exit_code not in (None, ApplianceError.exit_code):
-            kind = error_class(failure.error) or EngineError
-            raise kind.retold(failure.what, hint=failure.hint)
+        is_told = failure is not None and failure.exit_code not in (None, ApplianceError.exit_code)
+        if is_told and failure.hint:
+            raise (error_class(failure.error) or EngineError).retold(failure.what, hint=failure.hint)
         kept = _keep(log, beside=folder, command=command)
+        if is_told:
+            raise (error_class(failure.error) or EngineError).retold(failure.what, hint=f"its log: {kept}")
         message = failure.what if failure else f"{command}: {module[0]} ended with code {code}"
         raise EngineError(message, hint=f"its log: {kept}")
 

@@ -11,7 +11,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from appliance.errors import EngineError
+from appliance.errors import EngineError, PreflightError
 from appliance.files import partial_prefix, whole_folder
 from appliance.launch.outcome import Child
 from appliance.launch.train import Step
@@ -29,7 +29,10 @@ def is_scaled(plan: RunPlan) -> bool:
     if plan.uaq is None:
         return True
     folder, source, resumed = Path(plan.uaq.folder), Path(plan.model.path), Path(plan.resume_from)
-    mark = read_mark(folder)
+    try:
+        mark = read_mark(folder)
+    except PreflightError as error:
+        raise EngineError(f"not a model that UAQ scaled: {error.message}", hint="remove the folder") from error
     if mark is None and folder.exists():
         raise EngineError(f"{folder}: not a model that UAQ scaled: it has no {MARK_FILE}", hint="remove the folder")
     if mark is None:

@@ -73,7 +73,7 @@ def parse_line(text: str, kind: type[Kind]) -> Kind | None:
 
 def lines_of(path: Path) -> list[str]:
     """Of a file that only grows and may not be there yet. Raises OSError."""
-    return path.read_text(errors="replace").split("\n") if path.exists() else []
+    return path.read_text(errors="replace").split("\n") if path.is_file() else []
 
 
 def read_lines(path: Path, kind: type[Kind]) -> list[Kind]:

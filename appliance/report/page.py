@@ -39,11 +39,12 @@ class Answer:
 
     @property
     def accuracy(self) -> str:
-        return _number(self.sample.accuracy)
+        return "-" if self.sample.accuracy is None else f"{self.sample.accuracy:g}"
 
     @property
     def reward(self) -> str:
-        return self.accuracy if self.sample.reward is None else _number(self.sample.reward)
+        value = self.sample.accuracy if self.sample.reward is None else self.sample.reward
+        return "-" if value is None else f"{value:.3g}"
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,3 @@ def _some(told: list) -> list:
     if len(told) <= _MOST_TIMES:
         return told
     return [told[round(place * (len(told) - 1) / (_MOST_TIMES - 1))] for place in range(_MOST_TIMES)]
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"

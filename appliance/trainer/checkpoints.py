@@ -123,7 +123,8 @@ class Checkpoints:
         line: what metrics.jsonl got of it.
         """
         step, val_reward = line["step"], line.get("val_reward_mean")
-        self._remember(DriverState(step=step, random=take_random(), line=line, precision=precision))
+        data = self._data()  # before the random state: the loader's own may draw from it
+        self._remember(DriverState(step=step, random=take_random(), line=line, precision=precision), data=data)
         is_best = val_reward is not None and (self._best is None or val_reward > self._best)
         self._best = val_reward if is_best else self._best
         ask = self._run_dir / ASK_FILE
@@ -182,12 +183,15 @@ class Checkpoints:
         state = read_state(folder)
         restore_random(state.random)
         self.saved_step = state.step
-        self._remember(state)
+        self._remember(state, data=self._data())
 
-    def _remember(self, state: DriverState) -> None:
+    def _data(self) -> bytes:
         data = io.BytesIO()
         torch.save(self._data_state(), data)
-        files = {DATA_FILE: data.getvalue(), STATE_FILE: (json.dumps(asdict(state)) + "\n").encode()}
+        return data.getvalue()
+
+    def _remember(self, state: DriverState, *, data: bytes) -> None:
+        files = {DATA_FILE: data, STATE_FILE: (json.dumps(asdict(state)) + "\n").encode()}
         there = [path for name in OF_A_STEP if (path := self._run_dir / name).exists()]
         self._step_end = state, files | {path.name: path.read_bytes() for path in there}
 

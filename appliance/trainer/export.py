@@ -6,6 +6,7 @@ child: RUN (the run's folder) CHECKPOINT TARGET (the folder to make) REPORT (a f
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from appliance.errors import PreflightError, TrainingError
 from appliance.files import whole_folder
 from appliance.quant.uaq import fold_back
 from appliance.record.events import exit_code_of
-from appliance.record.plan import UaqPlan, read_plan
+from appliance.record.plan import UaqPlan
 
 
 def main() -> int:
@@ -40,13 +41,14 @@ def export_checkpoint(checkpoint: Path, *, target: Path, uaq: UaqPlan | None) ->
 def _export(run_dir: Path, *, checkpoint: Path, target: Path) -> None:
     """Raises PreflightError for a plan that cannot be read, and where the target cannot be written: what else is read
     was read before, for its hashes."""
-    try:
-        plan = read_plan(run_dir / "plan.json")
-    except (OSError, ValueError) as error:
+    try:  # no more of the plan: the rest may be of another version
+        raw = json.loads((run_dir / "plan.json").read_bytes())["uaq"]
+        uaq = None if raw is None else UaqPlan.model_validate(raw)
+    except (OSError, ValueError, KeyError, TypeError) as error:
         hint = "export it with the version that made the run"
         raise PreflightError(f"{run_dir / 'plan.json'}: {error}", hint=hint) from error
     try:
-        export_checkpoint(checkpoint, target=target, uaq=plan.uaq)
+        export_checkpoint(checkpoint, target=target, uaq=uaq)
     except OSError as error:
         message = f"{target}: cannot be written: {error.strerror or error}"
         raise PreflightError(message, hint="free some space, or set -o to another folder") from error

@@ -118,7 +118,7 @@ def test_fuzz_plans(room: Path, tree: dict[str, Any], host: int) -> None:
 )
 def test_fuzz_overrides(room: Path, text: str, rest: list[str]) -> None:
     """A text is never another override, an interpolation or a list: what Hydra reads is that text."""
-    text, *rest = (each.replace("\0", "").replace("\ud800", "") for each in (text, *rest))  # tree.py refuses these
+    text, *rest = (each.replace("\0", "").replace("\ud800", "") for each in (text, *rest))  # recipe/text.py refuses
     for value in (text, [text, *rest]):
         override = f"a.b={hydra_value(value)}"
         assert attempt("overrides", lambda each=override: parsed(each), folder=room) == ("a.b", value)

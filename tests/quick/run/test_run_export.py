@@ -41,6 +41,29 @@ def test_the_newest_whole_checkpoint_is_exported(
     assert "warning: global_step_4 is passed over: actor/huggingface/config.json has other content" in said.err
 
 
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        ('{"uaq": null, "of another version": 1}', None),
+        ('{"of another version": 1}', "'uaq'"),
+        ("{", "Expecting property name"),
+        ("[]", "list indices"),
+        ('{"uaq": {"scale": "x"}}', "validation error"),
+    ],
+)
+def test_the_plan_of_another_version_will_do_if_it_says_how_the_model_was_scaled(
+    run_dir: Path, tmp_path: Path, plan: str, why: str | None
+) -> None:
+    (run_dir / "plan.json").write_text(plan)
+    target = tmp_path / "out"
+    if why is None:
+        assert run_export(str(run_dir), run_root=tmp_path, step=2, output=target) == 0 and target.is_dir()
+        return
+    with pytest.raises(PreflightError, match=f"plan.json: .*{why}") as caught:
+        run_export(str(run_dir), run_root=tmp_path, step=2, output=target)
+    assert caught.value.hint == "export it with the version that made the run" and not target.exists()
+
+
 def test_what_cannot_be_exported_is_refused(run_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as caught:
         run_export(str(run_dir), run_root=tmp_path, step=3, output=tmp_path / "out")

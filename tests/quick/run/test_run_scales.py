@@ -61,17 +61,34 @@ def test_what_is_there_is_left_alone_and_later_fits_are_cut(tmp_path: Path, smal
     assert [what for what, _ in events(run_dir, "note") if "restored" in what] == []
 
 
-def test_another_profile_is_refused(tmp_path: Path, small_plan: Callable) -> None:
+@pytest.mark.parametrize(
+    ("copies", "remedy"),
+    [
+        ({"profile/profile.safetensors": SCALES}, "remove it, and the checkpoint's copy is taken, or start a new run"),
+        ({}, "put it back, or start a new run"),
+    ],
+)
+def test_another_profile_is_refused(
+    tmp_path: Path, small_plan: Callable, copies: dict[str, bytes], remedy: str
+) -> None:
     plan = small_plan(tmp_path, steps=9)
     run_dir = stopped(plan)
-    save(run_dir, 3, files={"profile/profile.safetensors": SCALES}, profile=SEALED)
+    save(run_dir, 3, files=copies, profile=SEALED)
     (run_dir / "profile").mkdir()
     (run_dir / "profile" / "profile.safetensors").write_bytes(b"others")
     with pytest.raises(PreflightError) as caught:
         go_on(run_dir, plan)
     path = run_dir / "profile" / "profile.safetensors"
     assert caught.value.message == f"{path} is not the one that global_step_3 was trained with"
-    assert caught.value.hint == "remove it, and the checkpoint's copy is taken, or start a new run"
+    assert caught.value.hint == remedy
+
+
+def test_a_profile_that_is_gone_and_was_not_copied_is_refused(tmp_path: Path, small_plan: Callable) -> None:
+    plan = small_plan(tmp_path, steps=9)
+    run_dir = stopped(plan)
+    save(run_dir, 3, profile=SEALED)
+    with pytest.raises(PreflightError, match="is not the one that global_step_3 was trained with"):
+        go_on(run_dir, plan)
 
 
 # UAQ: `here` is the mark of the run's scaled model, None: the folder is gone.
