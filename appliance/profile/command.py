@@ -376,7 +376,8 @@ def _smoothing(header: dict[str, Any]) -> str:
         return f"{_norms(groups)}, as the donor has it, to the nearest powers of two"
     if not strength:
         return "off"
-    return f"strength {strength:g}: {_norms(groups)} with all they feed; others gain nothing by it"
+    readers = sum("layernorm" in each["norm"] for each in header["smoothing"])
+    return f"strength {strength:g}: {_norms(readers)} with all they feed; others gain nothing by it"
 
 
 def _norms(number: int) -> str:

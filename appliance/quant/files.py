@@ -39,12 +39,12 @@ def read_file_header(folder: Path) -> dict[str, Any]:
     if header.get("schema_version") != SCHEMA_VERSION:
         raise EngineError(f"{file}: not a profile of schema version {SCHEMA_VERSION}", hint=_HINT)
     try:
-        _Header.model_validate_json(text)
+        settings = _Header.model_validate_json(text).model_dump(mode="json", include={"settings"})
     except ValidationError as error:
         first = error.errors()[0]
         why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise EngineError(f"{file}: its header cannot be used: {why}", hint=_HINT) from error
-    return header
+    return header | settings  # all of them: one that is left out has its default
 
 
 def kept_layers(folder: Path) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import fuzz_surface as surface
 import pytest
 from hypothesis import settings
+from rich.cells import cell_len
 from two_workers import tell
 
 from appliance.recipe.schema import Recipe
@@ -23,8 +24,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def warm() -> None:
-    """What pydantic imports at its first use is no import that a file asked for."""
+    """What pydantic and rich import at their first use is no import that a file asked for."""
     Recipe.model_json_schema()
+    cell_len("\u6f22")
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from appliance.errors import RecipeError
 from appliance.preflight.inputs import profile_problem
 from appliance.profile import unpickle
 from appliance.profile.command import table
-from appliance.quant.files import HEADER_KEY, read_file_header
+from appliance.quant.files import HEADER_KEY, PROFILE_FILE, read_file_header
 from appliance.quant.profile import (
     LayerError,
     Memory,
@@ -233,3 +233,10 @@ def test_the_pieces_of_a_pickle_run_where_one_is_trusted(room: Path) -> None:
     marker = room / "marker"
     pickle.loads(b"cposix\nsystem\n(Vtouch " + str(marker).encode() + b"\ntR.")
     assert marker.exists()
+
+
+def test_settings_that_a_header_leaves_out_have_their_defaults(room: Path) -> None:
+    good = json.loads(as_json(GOOD))
+    (room / PROFILE_FILE).write_bytes(safetensors(json.dumps(good | {"settings": {}})))
+    header = read_file_header(room)
+    assert header["settings"]["strength"] == Settings().strength and table(header, folder=str(room))
