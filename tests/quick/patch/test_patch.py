@@ -126,6 +126,23 @@ def test_a_missing_target_is_refused(target, missing: str) -> None:
     assert applied() == ()
 
 
+def test_an_error_of_the_targets_own_import_is_told_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "half_broken.py").write_text("import sys\nsys.no_such_thing\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    record = Patch(
+        name="p",
+        target="half_broken:f",
+        why="",
+        upstream="",
+        distribution="pytest",
+        version=importlib.metadata.version("pytest"),
+        source_sha256="",
+        remove_when="",
+    )
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        apply_patch(record, lambda original: original)
+
+
 def test_one_changed_letter_changes_the_hash(target, tmp_path: Path) -> None:
     before = source_hash(target.double)
     (tmp_path / "patch_target_2.py").write_text(SOURCE.replace("2 * value", "3 * value"))
