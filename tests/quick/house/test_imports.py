@@ -144,6 +144,6 @@ def test_command_line_starts_without_torch() -> None:
 
 def test_what_vllm_imports_of_ours_imports_nothing() -> None:
     """vLLM goes on without a plugin whose import fails (appliance/engine/plugin.py)."""
-    code = "import sys, appliance.engine.plugin; print(sorted(each for each in sys.modules if each.startswith('appliance')))"
+    code = "import sys, appliance.engine.plugin; print(sorted(n for n in sys.modules if n.startswith('appliance')))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "['appliance', 'appliance.engine', 'appliance.engine.plugin']\n"
