@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import shutil
 import tempfile
@@ -26,6 +27,17 @@ def is_full(error: BaseException) -> bool:
 def is_refused(error: BaseException) -> bool:
     """Whether something may not be written, by its rights or because its file system is read-only."""
     return getattr(error, "errno", None) in _REFUSED
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file, 64 hex digits; empty where it cannot be read, or is none: a pipe might be read for ever."""
+    try:
+        if not path.is_file():
+            return ""
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except (OSError, ValueError):
+        return ""
 
 
 def write_whole(path: Path, content: str | bytes, *, durable: bool = True) -> None:

@@ -86,6 +86,9 @@ def make_plan(run_dir: Path, **changes: object) -> RunPlan:
             max_response_tokens=8,
             truncate_prompts=False,
             reward_timeout_s=30.0,
+            reward_workers=None,
+            val_sets=(),
+            own=None,
         ),
         rollout=make_rollout(Scheme.INT8),
         engine=EnginePlan(

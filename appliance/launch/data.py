@@ -6,7 +6,6 @@ A file is renamed in when it is whole, so that one which is there is finished: a
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 from contextlib import nullcontext
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from appliance import console
 from appliance.errors import RecipeError
-from appliance.files import whole_file, write_whole
+from appliance.files import digest_of, whole_file, write_whole
 from appliance.launch.workspace import new_folder
 from appliance.record.session import cannot_write
 from appliance.tasks.library import TASKS
@@ -69,7 +68,7 @@ def make_data(name: str, *, folder: Path, sources: tuple[str, ...] = ()) -> None
 
 def _make(task: Task, file: DataFile, *, folder: Path, source: str) -> Path:
     target = folder / f"{file.name}.parquet"
-    about, digest = target.with_suffix(".json"), _digest(source)
+    about, digest = target.with_suffix(".json"), digest_of(Path(source)) if source else ""
     if target.is_file() and _is_of(about, source=source or file.hub, digest=digest):
         console.say(f"{target.name}: is there, made of {source or file.hub}")
         return target
@@ -84,15 +83,6 @@ def _make(task: Task, file: DataFile, *, folder: Path, source: str) -> Path:
     other = f" ({made.conflicting} with another answer: the first one counts)" if made.conflicting else ""
     console.say(f"{target.name}: {made.rows} rows, {made.problems} problems{again}{other}")
     return target
-
-
-def _digest(source: str) -> str:
-    """SHA-256 of a file; empty for the hub and for one that cannot be read, of which reading it says why."""
-    try:
-        with Path(source).open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError:
-        return ""
 
 
 def _is_of(about: Path, *, source: str, digest: str) -> bool:

@@ -345,18 +345,7 @@ def has_problems_of(plan: RunPlan, *, run_dir: Path) -> bool:
     else:
         named = made.identity.partition("@")[0]
         is_same_model = bool(made.commit) and (model.hub_name, model.commit) == (named, made.commit)
-    key = data_key(
-        task.kind,
-        difficulty=task.difficulty,
-        seed=task.seed,
-        train_file=task.train_file,
-        val_file=task.val_file,
-        train_size=task.train_size,
-        val_size=task.val_size,
-        max_prompt_tokens=task.max_prompt_tokens,
-        truncate_prompts=task.truncate_prompts,
-        model=made.identity if is_same_model else model.identity,
-    )
+    key = data_key(task, model=made.identity if is_same_model else model.identity)
     return Path(before.task.train_parquet).parent.name == f"{task.kind}-{key}"
 
 

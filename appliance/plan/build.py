@@ -12,26 +12,31 @@ from pathlib import Path
 
 from appliance import hub
 from appliance.errors import RecipeError
+from appliance.files import digest_of
 from appliance.plan import derive, engines
 from appliance.plan.bench_results import read_result, result_key
 from appliance.plan.host import HostFacts
 from appliance.plan.verl_args import argv
 from appliance.recipe.rules import broken_on_cpu
-from appliance.recipe.schema import LongPrompts, Recipe, SchemeChoice
+from appliance.recipe.schema import LongPrompts, Recipe, Reward, SchemeChoice, Task, ValSet
 from appliance.recipe.text import full_path
 from appliance.record.attestations import version_of
 from appliance.record.plan import (
     SCHEMA_VERSION,
     CheckpointPlan,
     ClusterPlan,
+    CodeFile,
     ExpectedAttestation,
     ModelPlan,
     OptimizerPlan,
+    OwnPlan,
+    RewardPlan,
     RolloutPlan,
     RunPlan,
     TaskPlan,
+    ValSetPlan,
 )
-from appliance.tasks.library import builtin_model_key, data_key, is_from_hub
+from appliance.tasks.library import OWN, builtin_model_key, data_key, is_from_hub
 from appliance.terms.devices import AUTO, CPU, GPUS, automatic_scheme, gpu_of_product
 from appliance.terms.environment import child_env
 from appliance.terms.schemes import Scheme
@@ -252,19 +257,56 @@ def is_folder(source: str) -> bool:
 
 def _task(recipe: Recipe, *, cache_dir: Path, model: ModelPlan) -> TaskPlan:
     task = recipe.task
-    fields = task.model_dump(include={"difficulty", "seed", "train_size", "val_size", "max_prompt_tokens"})
-    fields |= {"train_file": _absolute(task.train_file), "val_file": _absolute(task.val_file)}
-    fields |= {"truncate_prompts": task.long_prompts is LongPrompts.TRUNCATE}
-    key = data_key(str(task.kind), **fields, model=model.identity)
-    folder = cache_dir / "data" / f"{task.kind}-{key}"
-    return TaskPlan(
-        **fields,
+    plan = TaskPlan(
         kind=str(task.kind),
-        train_parquet=str(folder / "train.parquet"),
-        val_parquet=str(folder / "val.parquet"),
+        difficulty=task.difficulty,
+        seed=task.seed,
+        train_file=_absolute(task.train_file),
+        val_file=_absolute(task.val_file),
+        train_size=task.train_size,
+        val_size=task.val_size,
+        train_parquet="",
+        val_parquet="",
+        max_prompt_tokens=task.max_prompt_tokens,
         max_response_tokens=task.max_response_tokens,
+        truncate_prompts=task.long_prompts is LongPrompts.TRUNCATE,
         reward_timeout_s=task.reward_timeout_s,
+        reward_workers=task.reward_workers,
+        val_sets=tuple(_val_set(name, each, recipe=recipe) for name, each in task.val_sets.items()),
+        own=_own(task) if task.kind == OWN else None,
     )
+    folder = cache_dir / "data" / f"{task.kind}-{data_key(plan, model=model.identity)}"
+    return plan.replace(train_parquet=str(folder / "train.parquet"), val_parquet=str(folder / "val.parquet"))
+
+
+def _val_set(name: str, given: ValSet, *, recipe: Recipe) -> ValSetPlan:
+    usual = recipe.rollout.temperature if given.samples > 1 else 0.0
+    temperature = usual if given.temperature is None else given.temperature
+    return ValSetPlan(
+        name=name, file=_absolute(given.file), size=given.size, samples=given.samples, temperature=temperature
+    )
+
+
+def _own(task: Task) -> OwnPlan:
+    rewards = tuple(map(_reward, task.rewards))
+    tools = _absolute(task.tools)
+    files = dict.fromkeys(file for file in (*(each.file for each in rewards), tools) if file)
+    return OwnPlan(
+        **{name: getattr(task, name) or "" for name in ("data", "config", "template", "system", "truth")},
+        split=task.split,
+        prompt=task.prompt,
+        rewards=rewards,
+        tools=tools,
+        max_turns=task.max_turns,
+        code=tuple(CodeFile(path=file, sha256=digest_of(Path(file))) for file in files),
+    )
+
+
+def _reward(given: Reward) -> RewardPlan:
+    file, colon, function = given.name.rpartition(":")
+    options = given.model_dump(exclude={"name", "weight"}, exclude_none=True)
+    name = function if colon else given.name
+    return RewardPlan(name=name, weight=given.weight, function=name, file=_absolute(file), options=options)
 
 
 def _absolute(file: str | None) -> str:

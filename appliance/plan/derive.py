@@ -10,6 +10,7 @@ from appliance.corrections.registry import correction_of
 from appliance.recipe.rules import shadow_sequences
 from appliance.recipe.schema import AlgorithmKind, Attention, Recipe
 from appliance.record.plan import AlgorithmPlan, Choice, CorrectionPlan, EnginePlan, ShadowPlan, TrainerPlan, UaqPlan
+from appliance.tasks.library import OWN
 
 Value = TypeVar("Value", int, str, bool)
 
@@ -145,7 +146,7 @@ def plan_algorithm(recipe: Recipe, *, book: Book) -> AlgorithmPlan:
     return AlgorithmPlan(
         kind=str(algorithm.kind),
         dual_clip=algorithm.dual_clip,
-        wrong_reward=-1.0 if is_dapo else 0.0,
+        wrong_reward=-1.0 if is_dapo and recipe.task.kind != OWN else 0.0,
         overlong_tokens=algorithm.overlong_tokens,
         overlong_penalty=algorithm.overlong_penalty if algorithm.overlong_tokens else 0.0,
         generation_batches=generated,

@@ -5,7 +5,6 @@ Files of a model, and of a profile for it, are read without torch: names, header
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os.path
 import subprocess
@@ -24,8 +23,8 @@ from appliance.quant.files import PROFILE_FILE, SMOOTHING, read_file_header, ten
 from appliance.quant.uaq import layers_to_scale
 from appliance.record.attestations import version_of
 from appliance.record.plan import ModelPlan, RunPlan
-from appliance.tasks.grading import Sample, Verdict
-from appliance.tasks.library import TASKS, is_from_hub
+from appliance.tasks.grading import Verdict
+from appliance.tasks.library import is_from_hub, task_of
 from appliance.terms.devices import StoredResult
 from appliance.terms.schemes import Scheme
 from appliance.terms.shapes import KNOWN, ModelShape, read_shape
@@ -109,7 +108,7 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) 
     asks = ask_hub and needs_hub and not is_offline
     hub_problem = hub.problem() if asks else ""
     data_files = dict.fromkeys(file for file in (plan.task.train_file, plan.task.val_file) if file)
-    data_problems = tuple(each for file in data_files for each in TASKS[plan.task.kind].check_rows(file))
+    data_problems = tuple(each for file in data_files for each in task_of(plan.task).check_rows(file))
     access = read_access(plan, ask_network=ask_hub)  # before anything looks into the folder
     is_barred = str(folder) in access.unreadable
     is_folder = not plan.model.builtin and not name and folder.is_absolute()
@@ -256,12 +255,11 @@ def reward_problem(plan: RunPlan) -> RewardProblem | None:
     task = plan.task
     if is_from_hub(task):
         return None
-    sample = Sample(task.kind, file=task.train_file, difficulty=task.difficulty, seed=task.seed)
     within_s = _STARTS_WITHIN_S + task.reward_timeout_s
     try:
         done = subprocess.run(
             [sys.executable, "-m", "appliance.tasks.grading"],
-            input=json.dumps(dataclasses.asdict(sample)),
+            input=task.model_dump_json(),
             capture_output=True,
             text=True,
             timeout=within_s,

@@ -11,17 +11,18 @@ from appliance.corrections.base import ClipRange
 from appliance.corrections.registry import METHODS
 from appliance.guard.policy import Action
 from appliance.quant.uaq import MOST
-from appliance.recipe.schema import Algorithm, AlgorithmKind, Attention, Correction, Recipe, SchemeChoice
+from appliance.recipe.schema import Algorithm, AlgorithmKind, Attention, Correction, Recipe, SchemeChoice, Task
 from appliance.recipe.text import path_problem, pattern_problem
-from appliance.tasks.library import TASKS
+from appliance.tasks.library import OWN, TASKS
 from appliance.tasks.tiny_spec import TINY_MODELS
 from appliance.terms.devices import AUTO, CPU, DEVICES, why_outgrown
 from appliance.terms.schemes import Scheme, listed
 
 PATHS = (
-    *("model.path", "task.train_file", "task.val_file", "quantization.profile"),
+    *("model.path", "task.train_file", "task.val_file", "task.tools", "quantization.profile"),
     *("cluster.run_dir", "cluster.token_file"),
 )
+OF_OWN = ("data", "config", "split", "prompt", "template", "system", "truth", "rewards", "tools", "max_turns")
 AVAILABLE_ALGORITHMS = (AlgorithmKind.GRPO, AlgorithmKind.DAPO)  # `ppo` needs a critic, and a model for it
 
 
@@ -63,7 +64,15 @@ def _model(recipe: Recipe) -> Iterator[Broken]:
 
 
 def _task(recipe: Recipe) -> Iterator[Broken]:
-    task, made = recipe.task, TASKS[recipe.task.kind]
+    task = recipe.task
+    if task.kind == OWN:
+        yield from _own_task(task)
+        return
+    made = TASKS[task.kind]
+    for key in OF_OWN:
+        if getattr(task, key) != Task.model_fields[key].default:
+            message = f"`{task.kind}` has no such thing, it is of `own`"
+            yield Broken((f"task.{key}", "task.kind"), message, "remove it, or set task.kind to `own`")
     if made.source is None:
         for key, value in (("task.train_file", task.train_file), ("task.val_file", task.val_file)):
             if value:
@@ -76,6 +85,17 @@ def _task(recipe: Recipe) -> Iterator[Broken]:
         for text, hint in made.check_sizes(difficulty=task.difficulty, seed=task.seed, **sizes):
             key, _, message = text.partition(": ")
             yield Broken((key, "task.difficulty"), message, hint)
+
+
+def _own_task(task: Task) -> Iterator[Broken]:
+    if not task.train_file and not task.data:
+        keys = ("task.train_file", "task.data")
+        yield Broken(keys, "a task of your own has no problems", "give task.train_file, or a data set as task.data")
+    if task.train_file and task.data:
+        yield Broken(("task.data", "task.train_file"), "`data` and `train_file` exclude each other", "remove one")
+    if not task.rewards:
+        hint = "such as [{name: math}]; docs/own-task.md has them all"
+        yield Broken(("task.rewards",), "a task of your own has no rewards", hint)
 
 
 def _rollout(recipe: Recipe) -> Iterator[Broken]:

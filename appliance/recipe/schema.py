@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from appliance.corrections.registry import DEFAULT, CorrectionMethod
 from appliance.guard.policy import ESS, K3_KL, TRUNCATED_FRACTION, WEIGHT_STD, Action
-from appliance.tasks.library import TASKS, TaskKind
+from appliance.tasks.library import TaskKind
 from appliance.terms.devices import Topology
 from appliance.terms.schemes import PROFILED, Scheme, listed
 
@@ -79,10 +79,44 @@ class Model(Section):
     """run Python code that comes with the model"""
 
 
+class Reward(Section):
+    """One reward of a task of your own: several are weighed and summed."""
+
+    name: str = Field(min_length=1, max_length=4096)
+    """a built-in one, or `rewards.py:function`"""
+    weight: float = 1.0
+    """of its value in the sum"""
+    pattern: str | None = Field(None, min_length=1)
+    """of `regex`: what a response must have; null: the truth is one"""
+    target: int | None = Field(None, ge=1)
+    """of `length`: characters that a response may have"""
+    url: str | None = Field(None, min_length=1)
+    """of `judge`: an OpenAI-compatible API, up to `/v1`"""
+    model: str | None = Field(None, min_length=1)
+    """of `judge`: as the API names it"""
+    prompt: str | None = Field(None, min_length=1)
+    """of `judge`: with {prompt}, {response}, {truth}; asks for 0 to 1"""
+    key_variable: str | None = Field(None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    """of `judge`: the environment variable that holds its key"""
+
+
+class ValSet(Section):
+    """One of several validations."""
+
+    file: str | None = Field(None, min_length=1)
+    """JSON lines or parquet; null: held out of the training data"""
+    size: int = Field(0, ge=0)
+    """problems; 0: all of the file"""
+    samples: int = Field(1, ge=1, le=1024)
+    """of each problem"""
+    temperature: float | None = Field(None, ge=0, le=10)
+    """null: greedy, or with several samples rollout.temperature"""
+
+
 class Task(Section):
     """What to learn. Paths are relative to the folder in which the program is started."""
 
-    kind: Lax[TaskKind] = Field(TaskKind("arithmetic"), description=listed(TASKS))
+    kind: Lax[TaskKind] = Field(TaskKind("arithmetic"), description=listed(tuple(TaskKind)))
     difficulty: int = Field(2, ge=2, le=6)
     """digits of the operands of `arithmetic`"""
     train_file: str | None = Field(None, min_length=1)
@@ -103,6 +137,30 @@ class Task(Section):
     """a response is cut here"""
     reward_timeout_s: float = Field(30, gt=0)
     """for one response, then its reward has failed"""
+    reward_workers: int | None = Field(None, ge=1, le=256)
+    """processes that grade; null: half of the cores, at most 8"""
+    data: str | None = Field(None, min_length=1)
+    """of `own`: a data set on the hub in place of train_file"""
+    config: str | None = Field(None, min_length=1)
+    """of `data`: its configuration; null: its default"""
+    split: str = Field("train", min_length=1)
+    """of `data`: its split"""
+    prompt: str = Field("prompt", min_length=1)
+    """of `own`: the field with the text, or with chat messages"""
+    template: str | None = Field(None, min_length=1)
+    """of `own`, in place of `prompt`: text with {fields}"""
+    system: str | None = Field(None, min_length=1)
+    """of `own`: a system message before each prompt"""
+    truth: str | None = Field(None, min_length=1)
+    """of `own`: the field that rewards get, dotted; null: verl's, or none"""
+    rewards: Lax[tuple[Reward, ...]] = ()
+    """of `own`: docs/own-task.md"""
+    val_sets: dict[Annotated[str, Field(pattern=NAME_PATTERN.pattern)], ValSet] = {}
+    """several validations, the first one is the one that counts; {}: val_file"""
+    tools: str | None = Field(None, min_length=1)
+    """of `own`: a Python file whose functions the model may call"""
+    max_turns: int = Field(1, ge=1, le=64)
+    """of `tools`: times that the model speaks"""
 
     @property
     def longest(self) -> int:

@@ -75,6 +75,68 @@ class UaqPlan(Frozen):
     """Of the scaled model, in the run's folder; filled before training."""
 
 
+class RewardPlan(Frozen):
+    """One reward of a task of the user's own."""
+
+    name: str
+    """Its metric is `reward/<name>`."""
+    weight: float
+    function: str
+    """A built-in reward, or a function of `file`."""
+    file: str
+    """The user's Python file, empty for a built-in reward."""
+    options: dict[str, str | int]
+    """Of a built-in reward, by the recipe's keys."""
+
+
+class ValSetPlan(Frozen):
+    """One of several validations."""
+
+    name: str
+    file: str
+    """The user's own, or empty: held out of the training data."""
+    size: int
+    """Problems; 0: all of the file."""
+    samples: int
+    """Of each problem."""
+    temperature: float
+    """0: greedy."""
+
+
+class CodeFile(Frozen):
+    """A Python file of the user's that the run executes."""
+
+    path: str
+    sha256: str
+    """When the plan was made; empty where it could not be read."""
+
+
+class OwnPlan(Frozen):
+    """A task of the user's own."""
+
+    data: str
+    """A data set on the hub, or empty: the files of the TaskPlan."""
+    config: str
+    """Of `data`, or empty."""
+    split: str
+    """Of `data`."""
+    prompt: str
+    """The field with the text or the chat messages."""
+    template: str
+    """In place of `prompt`, or empty."""
+    system: str
+    """A message before each prompt, or empty."""
+    truth: str
+    """Dotted path of the field; empty: verl's, or none."""
+    rewards: tuple[RewardPlan, ...]
+    tools: str
+    """The user's Python file, or empty."""
+    max_turns: int
+    """Times that the model speaks."""
+    code: tuple[CodeFile, ...]
+    """The files of `rewards` and `tools`, each once."""
+
+
 class TaskPlan(Frozen):
     """What to learn."""
 
@@ -100,6 +162,12 @@ class TaskPlan(Frozen):
     """Whether longer prompts lose their beginning; else they are left out."""
     reward_timeout_s: float
     """For one response, then its reward has failed."""
+    reward_workers: int | None
+    """Processes that grade; None: as many as the host can spare."""
+    val_sets: tuple[ValSetPlan, ...]
+    """The first one counts. Empty: one, of val_file and val_size."""
+    own: OwnPlan | None
+    """Of the kind `own`."""
 
     @property
     def longest(self) -> int:

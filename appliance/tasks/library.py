@@ -1,4 +1,4 @@
-"""Every task by its name, and what its data is told apart by. Imports no torch."""
+"""Every built-in task by its name, the user's own, and what data is told apart by. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pkgutil
 from enum import StrEnum
 from pathlib import Path
 
+from appliance.files import digest_of
 from appliance.record.plan import TaskPlan
-from appliance.tasks import built_in
-from appliance.tasks.task import Task
+from appliance.tasks import built_in, own
+from appliance.tasks.task import Reward, Task
 from appliance.tasks.tiny_spec import TINY_MODELS
 
 _FIRST = ("arithmetic", "gsm8k")  # where tasks are listed; the others follow by name
@@ -26,34 +27,39 @@ def _tasks() -> dict[str, Task]:
 
 
 TASKS = _tasks()
-TaskKind = StrEnum("TaskKind", {kind.upper().replace("-", "_"): kind for kind in TASKS}, module=__name__)
+OWN = "own"
+_KINDS = (*TASKS, OWN)
+TaskKind = StrEnum("TaskKind", {kind.upper().replace("-", "_"): kind for kind in _KINDS}, module=__name__)
 _DATA_VERSION = 2  # raise it when the same fields give other rows
+_MAKES_ROWS = ("seed", "train_size", "val_size", "max_prompt_tokens", "truncate_prompts")
+_OF_OWN = ("data", "config", "split", "prompt", "template", "system", "truth")
 
 
-def data_key(
-    kind: str,
-    *,
-    difficulty: int,
-    seed: int,
-    train_file: str,
-    val_file: str,
-    train_size: int,
-    val_size: int,
-    max_prompt_tokens: int,
-    truncate_prompts: bool,
-    model: str,
-) -> str:
+def task_of(plan: TaskPlan) -> Task:
+    """A built-in task, or the user's own. Runs no code of the user's."""
+    return TASKS[plan.kind] if plan.own is None else own.task(plan.own)
+
+
+def rewards_of(plan: TaskPlan) -> tuple[Reward, ...]:
+    """For a process that grades: it may run the user's code, and raises what that raises."""
+    return task_of(plan).rewards()
+
+
+def data_key(plan: TaskPlan, *, model: str) -> str:
     """Hash of everything that determines the parquet files: 12 hex digits. Reads the files it names, never fails.
 
     model: path or name of the model, whose tokenizer decides which prompts are too long.
     """
-    fields: dict[str, str | int] = {"version": _DATA_VERSION, "kind": kind, "seed": seed}
-    fields |= {"train_size": train_size, "val_size": val_size}
-    fields |= {"max_prompt_tokens": max_prompt_tokens, "truncate_prompts": truncate_prompts, "model": model}
-    if TASKS[kind].source is None:
-        fields["difficulty"] = difficulty
+    fields: dict[str, object] = {"version": _DATA_VERSION, "kind": plan.kind, "model": model}
+    fields |= {name: getattr(plan, name) for name in _MAKES_ROWS}
+    if plan.own is None and TASKS[plan.kind].source is None:
+        fields["difficulty"] = plan.difficulty
     else:
-        fields |= {"train": _fingerprint(train_file), "val": _fingerprint(val_file)}
+        fields |= {"train": _fingerprint(plan.train_file), "val": _fingerprint(plan.val_file)}
+    if plan.own is not None:
+        fields["own"] = {name: getattr(plan.own, name) for name in _OF_OWN}
+    if plan.val_sets:
+        fields["val_sets"] = [{**each.model_dump(), "file": _fingerprint(each.file)} for each in plan.val_sets]
     return _short_hash(fields)
 
 
@@ -67,26 +73,12 @@ def builtin_model_key(builtin: str, *, difficulty: int) -> str:
 
 def is_from_hub(task: TaskPlan) -> bool:
     """Whether its problems come from the hub."""
-    return TASKS[task.kind].source is not None and not task.train_file
-
-
-def score(kind: str, *, response: str, truth: str) -> float:
-    """The reward in [0, 1] of a response. Raises ValueError for an unknown task."""
-    if kind not in TASKS:
-        raise ValueError(f"no task is called {kind!r}, the tasks are {', '.join(TASKS)}")
-    return TASKS[kind].score(response=response, truth=truth)
+    return (task.own is not None or TASKS[task.kind].source is not None) and not task.train_file
 
 
 def _fingerprint(path: str) -> str:
-    if not path:
-        return "none"
-    try:
-        if not Path(path).is_file():  # a pipe or a device would be read for ever
-            return "unreadable"
-        with Path(path).open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError:
-        return "unreadable"  # preflight and the making of the data say why
+    """Preflight and the making of the data say why a file cannot be read."""
+    return digest_of(Path(path)) or "unreadable" if path else "none"
 
 
 def _short_hash(fields: dict[str, object]) -> str:

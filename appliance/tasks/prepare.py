@@ -18,7 +18,7 @@ from appliance.hub import download_model
 from appliance.record.events import append_event, exit_code_of
 from appliance.record.liveness import Heartbeat, keep_stacks
 from appliance.record.plan import RunPlan, read_plan
-from appliance.tasks.library import TASKS
+from appliance.tasks.library import task_of
 from appliance.tasks.rows import Problem, write_parquet
 from appliance.tasks.task import Splits
 from appliance.tasks.tiny_spec import TINY_MODELS
@@ -108,7 +108,7 @@ def _reporter(run_dir: Path, *, label: str, total: int) -> Callable[[int, float]
 
 def _make_data(plan: RunPlan) -> None:
     task = plan.task
-    found = TASKS[task.kind].splits(
+    found = task_of(task).splits(
         difficulty=task.difficulty,
         train_file=task.train_file,
         val_file=task.val_file,
@@ -141,8 +141,8 @@ def _short_enough(made: Splits, *, plan: RunPlan) -> Splits:
 
     def fits(problem: Problem) -> bool:
         heart.beat()  # of millions of prompts this takes long
-        message = [{"role": "user", "content": problem.prompt}]
-        return len(tokenizer.apply_chat_template(message, add_generation_prompt=True)["input_ids"]) <= limit
+        messages = [{"role": role, "content": content} for role, content in problem.messages]
+        return len(tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]) <= limit
 
     kept = Splits(train=[each for each in made.train if fits(each)], val=[each for each in made.val if fits(each)])
     before, after = len(made.train) + len(made.val), len(kept.train) + len(kept.val)

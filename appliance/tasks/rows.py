@@ -25,12 +25,23 @@ Row = dict[str, Any]
 Faults = list[tuple[str, str]]  # (message, hint)
 
 
+Message = tuple[str, str]  # (role, content)
+
+
 @dataclass(frozen=True)
 class Problem:
     prompt: str
-    """What the user says, one chat message."""
+    """What the user says last."""
     truth: str
-    """The reference that the reward compares with."""
+    """The reference that the reward compares with; the JSON of what is not text."""
+    before: tuple[Message, ...] = ()
+    """What was said before the prompt."""
+    row: str = ""
+    """The JSON object that it was made of, for rewards that want it."""
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        return (*self.before, ("user", self.prompt))
 
 
 @dataclass(frozen=True)
@@ -38,9 +49,11 @@ class Source:
     """What the rows of a task's data are."""
 
     parse: Callable[[Row], Problem | str]
-    """The problem of a row, or what is wrong with it. Rows in verl's schema never come here."""
+    """The problem of a row, or what is wrong with it."""
     hint: str
     """What a row looks like: for who gave another one."""
+    knows_verl: bool = False
+    """Whether `parse` takes rows in verl's schema, too."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +93,7 @@ def read_file(path: str | Path, *, source: Source, name: str = "", most_rows: in
 
 
 def _collected(rows: Iterator[tuple[int, Row | str]], *, name: str, source: Source) -> ProblemSet:
-    truths: dict[str, str] = {}
+    problems: dict[tuple[Message, ...], Problem] = {}
     faults: Faults = []
     seen = bad = conflicting = 0
     for place, row in rows:
@@ -90,14 +103,13 @@ def _collected(rows: Iterator[tuple[int, Row | str]], *, name: str, source: Sour
             bad += 1
             if bad <= MAX_PROBLEMS:
                 faults.append((f"{name}:{place}: {made}", source.hint))
-        elif truths.setdefault(made.prompt, made.truth) != made.truth:
+        elif problems.setdefault(made.messages, made).truth != made.truth:
             conflicting += 1
     if not seen:
         faults = [(f"{name}: the file has no rows", source.hint)]
     if bad > MAX_PROBLEMS:
         faults.append((f"{name}: and {bad - MAX_PROBLEMS} more", ""))
-    problems = [Problem(prompt, truth) for prompt, truth in truths.items()]
-    return ProblemSet(problems, rows=seen, conflicting=conflicting, faults=faults)
+    return ProblemSet([*problems.values()], rows=seen, conflicting=conflicting, faults=faults)
 
 
 def without_faults(*read: ProblemSet) -> list[ProblemSet]:
@@ -151,10 +163,16 @@ def _json_row(line: bytes) -> Row | str:
 
 
 def _problem(row: Row, *, source: Source) -> Problem | str:
-    made = _of_verl(row) if "prompt" in row and "reward_model" in row else source.parse(row)
-    if isinstance(made, Problem) and any("\ud800" <= each <= "\udfff" for each in made.prompt + made.truth):
+    is_verls = not source.knows_verl and "prompt" in row and "reward_model" in row
+    made = _of_verl(row) if is_verls else source.parse(row)
+    if isinstance(made, Problem) and not _is_whole(made):
         return "half a character, such as `\\ud800`, which no tokenizer can read"
     return made
+
+
+def _is_whole(made: Problem) -> bool:
+    texts = (made.truth, *(text for message in made.messages for text in message))
+    return not any("\ud800" <= each <= "\udfff" for text in texts for each in text)
 
 
 def _of_verl(row: Row) -> Problem | str:
@@ -192,15 +210,15 @@ def write_parquet(problems: list[Problem], *, path: Path, kind: str, split: str)
         "prompt": pa.list_(message),
         "ability": pa.string(),
         "reward_model": pa.struct([("style", pa.string()), ("ground_truth", pa.string())]),
-        "extra_info": pa.struct([("split", pa.string()), ("index", pa.int64())]),
+        "extra_info": pa.struct([("split", pa.string()), ("index", pa.int64()), ("row", pa.string())]),
     }
     rows = [
         {
             "data_source": kind,
-            "prompt": [{"role": "user", "content": problem.prompt}],
+            "prompt": [{"role": role, "content": content} for role, content in problem.messages],
             "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": problem.truth},
-            "extra_info": {"split": split, "index": index},
+            "extra_info": {"split": split, "index": index, "row": problem.row},
         }
         for index, problem in enumerate(problems)
     ]

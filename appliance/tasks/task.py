@@ -23,6 +23,26 @@ class Score(Protocol):
 
 
 @dataclass(frozen=True)
+class Response:
+    """What rewards judge. truth, row: of its Problem."""
+
+    text: str
+    truth: str
+    row: str = ""
+
+
+@dataclass(frozen=True)
+class Reward:
+    """What a response is worth, or one part of it."""
+
+    name: str
+    weight: float
+    """Of the value in the sum."""
+    value: Callable[[Response], object]
+    """A number, or None where it does not apply; whatever else it returns is a fault."""
+
+
+@dataclass(frozen=True)
 class DataFile:
     """A file of a data set on the hub, JSON lines or parquet."""
 
@@ -76,6 +96,15 @@ class Task:
     """The same of such a task, before anything is made: what it cannot serve."""
     import_reward: Callable[[], object] = lambda: None
     """Import now what `score` will need, where that takes long to load."""
+    load_rewards: Callable[[], tuple[Reward, ...]] | None = None
+    """In place of `score`, for a task whose rewards may be the user's code: only a process of its own may call it."""
+
+    def rewards(self) -> tuple[Reward, ...]:
+        """Ready to be asked. Raises what the user's code raises."""
+        if self.load_rewards is not None:
+            return self.load_rewards()
+        self.import_reward()
+        return (Reward(self.kind, 1.0, lambda response: self.score(response=response.text, truth=response.truth)),)
 
     def splits(
         self, *, difficulty: int, train_file: str, val_file: str, seed: int, train_size: int, val_size: int
@@ -93,8 +122,8 @@ class Task:
         train = found["train"].problems
         if "val" in found:
             val = found["val"].problems
-            seen = {problem.prompt for problem in val}
-            left = [problem for problem in train if problem.prompt not in seen]
+            seen = {problem.messages for problem in val}
+            left = [problem for problem in train if problem.messages not in seen]
             if shared := len(train) - len(left):
                 notes.append(f"train: {shared} problems are in the validation data as well and are left out")
         else:
@@ -134,7 +163,7 @@ def _counts(name: str, found: ProblemSet) -> list[str]:
 
 def _hold_out(problems: list[Problem], *, path: str, seed: int, val_size: int) -> tuple[list[Problem], list[Problem]]:
     """(train, val): val_size problems drawn by the seed."""
-    distinct = sorted(problems, key=lambda each: each.prompt)
+    distinct = sorted(problems, key=lambda each: (each.prompt, each.before))
     if not 0 < val_size < len(distinct):
         message = f"task.val_size: {val_size} of the {len(distinct)} problems in {path} leaves none for one side"
         raise RecipeError([(message, f"use 1 to {max(1, len(distinct) - 1)}, or give task.val_file")])

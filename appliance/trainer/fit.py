@@ -21,6 +21,7 @@ from appliance.patch import Patch, apply_patch
 from appliance.record.events import append_event
 from appliance.record.plan import RunPlan
 from appliance.tasks.grading import Shaping
+from appliance.tasks.library import rewards_of
 from appliance.trainer.rewards import RewardPool, note_idle_death
 from appliance.trainer.rollouts import Rollouts, Sampling
 from appliance.trainer.samples import SampleLog
@@ -77,7 +78,8 @@ def fit(
     try:
         trainer = Trainer(config=config, plan=plan, stopping=stopping, on_engine_death=on_engine_death)
         pool = RewardPool(
-            kind=plan.task.kind,
+            load=functools.partial(rewards_of, plan.task),
+            workers=plan.task.reward_workers,
             timeout_s=plan.task.reward_timeout_s,
             on_idle_death=functools.partial(note_idle_death, trainer.run_dir),
         )

@@ -4,7 +4,7 @@ A reward function that hangs, dies or raises costs its one response, not the run
 stops itself by `signal.alarm`, which works on a main thread only, and the big numbers of a wild answer keep the
 processor inside one instruction that no signal interrupts. pebble's pool ends such a process and starts another one.
 
-A reward function that raises, hangs, dies or returns no number in 0..1 says nothing about the response. In training
+A reward function that raises, hangs, dies or returns no finite number says nothing about the response. In training
 such a sample gets the mean reward of the others of its prompt: its advantage is 0, so it teaches nothing, and the mean
 of the group stays what it is. (0 would teach that the response was wrong.) In validation it counts as wrong: there the
 mean must not become better by failures.
@@ -15,6 +15,7 @@ verl loads `compute_score` from this file (`reward.custom_reward_function`).
 from __future__ import annotations
 
 import asyncio
+import functools
 import multiprocessing
 import os
 from collections import Counter
@@ -23,7 +24,7 @@ from concurrent.futures import TimeoutError as GradingTimeout
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.context import BaseContext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pebble import ProcessExpired, ProcessPool
 from pebble.pool.process import PoolManager
@@ -31,22 +32,26 @@ from pebble.pool.process import PoolManager
 from appliance.errors import GuardStop
 from appliance.record.events import append_event
 from appliance.record.liveness import keep_stacks
-from appliance.tasks.grading import Fault, Graded, checked
-from appliance.tasks.library import TASKS, score
+from appliance.tasks.grading import Fault, Graded, Values, grade, weighed
+from appliance.tasks.library import TASKS
+from appliance.tasks.task import Response, Reward
 
 TIMEOUT_S = 30.0  # of one response, from when a process takes it; math-verify's own limits are below
 MOST_WORKERS = 8
 IDLE_DEATH = "a reward process died while it waited for a response"
 _LOOK_EVERY_S = 1.0  # at the pool, while a grade is waited for
 
-Function = Callable[[str, str, str], float]
+T = TypeVar("T")
+_load: Callable[[], Sequence[Reward]]  # in a process of the pool
 
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None, **kwargs: Any
 ) -> float:
     """The reward in [0, 1]. data_source: the task's name.  Raises ValueError for a task that we do not have."""
-    return score(data_source, response=solution_str, truth=ground_truth)
+    if data_source not in TASKS:
+        raise ValueError(f"no task is called {data_source!r}, the tasks are {', '.join(TASKS)}")
+    return TASKS[data_source].score(response=solution_str, truth=ground_truth)
 
 
 def num_workers(cores: int) -> int:
@@ -83,23 +88,20 @@ class RewardPool:
     def __init__(
         self,
         *,
-        kind: str,
-        function: Function = compute_score,
+        load: Callable[[], Sequence[Reward]],
         workers: int | None = None,
         timeout_s: float = TIMEOUT_S,
         on_idle_death: Callable[[], None] = lambda: None,
     ) -> None:
-        """kind: the task, whose imports are made ahead of the first response.
+        """load: gives the rewards; called in each process ahead of its first response, so it can be pickled.
 
-        function: (task kind, response, truth) -> 0..1, importable by its name in another process.
         on_idle_death: called on a thread within seconds after a process died that was at no response.
         """
         self.graded = 0
         self.faults: Counter[Fault] = Counter()
         self.last_fault: Graded | None = None
-        self._function = function
         self._timeout_s = timeout_s
-        self._kind = kind
+        self._load = load
         self._workers = workers or num_workers(os.cpu_count() or 1)
         self._on_idle_death = on_idle_death
         self._is_closed = False
@@ -110,28 +112,28 @@ class RewardPool:
             self._on_idle_death,
             max_workers=self._workers,
             initializer=_begin,
-            initargs=(self._kind,),
+            initargs=(self._load,),
             # A fork of this process, with its threads and Ray's, may deadlock.
             context=multiprocessing.get_context("spawn"),
         )
-        self._pool.schedule(int)  # does nothing, and starts the processes now
+        self._pool.schedule(_ready, timeout=self._timeout_s)  # starts the processes; what fails here fails again
 
-    async def grade(self, kind: str, response: str, truth: str) -> Graded:
-        """kind: the task of the response.  Never raises: what goes wrong with one response is counted."""
-        graded = await self._outcome(kind, response, truth)
+    async def grade(self, response: Response) -> Graded:
+        """Never raises: what goes wrong with one response is counted."""
+        graded = await self._outcome(response)
         self.graded += 1
         if graded.fault is not None:
             self.faults[graded.fault] += 1
             self.last_fault = graded
         return graded
 
-    async def _outcome(self, kind: str, response: str, truth: str) -> Graded:
+    async def _outcome(self, response: Response) -> Graded:
         try:
             try:
-                value = await self._value(kind, response, truth)
+                values = await self._run(_values, response)
             except BrokenProcessPool:  # by a process that died while it waited: no fault of this response
-                value = await self._value(kind, response, truth)
-            return checked(value)
+                values = await self._run(_values, response)
+            return weighed(values)
         except GradingTimeout:
             return Graded(0.0, Fault.TIMED_OUT, f"no grade after {self._timeout_s:g} s")
         except ProcessExpired as error:
@@ -142,8 +144,8 @@ class RewardPool:
             first = (str(error).strip().splitlines() or ["no message"])[0]
             return Graded(0.0, Fault.RAISED, f"{type(error).__name__}: {first}")
 
-    async def _value(self, kind: str, response: str, truth: str) -> object:
-        """What the reward function returns. Raises what it raises, and BrokenProcessPool.
+    async def _run(self, function: Callable[..., T], *arguments: object) -> T:
+        """In a process of the pool, within the time limit. Raises what it raises, and BrokenProcessPool.
 
         pebble gives up a pool with all that waits in it when a process dies while none is at work: another one is made
         then. What was on its way at that moment it forgets, so that its future alone is not to be waited for.
@@ -154,7 +156,7 @@ class RewardPool:
             self._end()
             self._start()
         pool = self._pool
-        scheduled = pool.schedule(self._function, args=(kind, response, truth), timeout=self._timeout_s)
+        scheduled = pool.schedule(function, args=arguments, timeout=self._timeout_s)
         future = asyncio.wrap_future(scheduled)
         try:
             while not (await asyncio.wait({future}, timeout=_LOOK_EVERY_S))[0]:
@@ -174,10 +176,19 @@ class RewardPool:
         self._pool.join()
 
 
-def _begin(kind: str) -> None:
-    """In each process of the pool, before its first response."""
+def _begin(load: Callable[[], Sequence[Reward]]) -> None:
+    """In each process of the pool, at its start. Loading may run the user's code: it waits for a time limit."""
     keep_stacks("reward")
-    TASKS[kind].import_reward()
+    global _load
+    _load = functools.cache(load)
+
+
+def _ready() -> None:
+    _load()
+
+
+def _values(response: Response) -> Values:
+    return grade(_load(), response)
 
 
 def note_idle_death(run_dir: Path) -> None:
@@ -186,7 +197,7 @@ def note_idle_death(run_dir: Path) -> None:
 
 
 def neutral_accuracies(graded: Sequence[Graded]) -> list[float]:
-    """0..1 per sample of one prompt; a fault gets the mean of those without one, 0 where there is none."""
+    """Per sample of one prompt; a fault gets the mean of those without one, 0 where there is none."""
     known = [each.accuracy for each in graded if each.fault is None]
     mean = sum(known) / len(known) if known else 0.0
     return [mean if each.fault is not None else each.accuracy for each in graded]

@@ -32,6 +32,7 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from appliance.errors import EngineError, TrainingError
 from appliance.record.liveness import Heartbeat
 from appliance.tasks.grading import Shaping
+from appliance.tasks.task import Response
 from appliance.trainer.rewards import RewardPool, neutral_accuracies
 from appliance.trainer.samples import Group, SampleLog
 
@@ -233,13 +234,16 @@ class Rollouts:
         """(uid, one field dictionary per sample)."""
         group, row = await prompt.group, prompt.row
         texts = [self._tokenizer.decode(sample.token_ids, skip_special_tokens=True) for sample in group.samples]
-        grades = (self.pool.grade(row["data_source"], text, row["reward_model"]["ground_truth"]) for text in texts)
-        graded = await asyncio.gather(*grades)
+        graded = await asyncio.gather(*(self.pool.grade(_response(text, row)) for text in texts))
         accuracies = neutral_accuracies(graded)  # a single sample, as validation has, counts as wrong
         return row["uid"], [
             _fields(prompt, group=group, session=session, accuracy=accuracy, shaping=shaping)
             for session, accuracy in enumerate(accuracies)
         ]
+
+
+def _response(text: str, row: dict[str, Any]) -> Response:
+    return Response(text, row["reward_model"]["ground_truth"], row["extra_info"].get("row") or "")
 
 
 def _named(error: RayError, *, engine: int) -> EngineError:

@@ -198,13 +198,13 @@ def test_an_index_names_files_beside_it(room: Path, name: object) -> None:
 
 def test_a_pipe_or_a_device_is_no_data(room: Path) -> None:
     os.mkfifo(room / "data.jsonl")
-    key = {"difficulty": 2, "seed": 0, "val_file": "", "train_size": 0, "val_size": 1, "max_prompt_tokens": 9}
+    task = make_plan(room / "runs" / "a-1").task.replace(kind="gsm8k")
     for file in (str(room / "data.jsonl"), "/dev/zero"):
         found = attempt("JSON lines", lambda file=file: gsm8k.TASK.check_rows(file), folder=room)
         assert found[0][0] == f"{file}: cannot be read: not a regular file"
         made = attempt(
             "JSON lines",
-            lambda file=file: data_key("gsm8k", train_file=file, truncate_prompts=False, model="m", **key),
+            lambda file=file: data_key(task.replace(train_file=file), model="m"),
             folder=room,
         )
         assert len(made) == 12

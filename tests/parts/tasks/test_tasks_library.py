@@ -7,23 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from plans import make_plan
 
 from appliance.tasks import built_in
-from appliance.tasks.library import TASKS, builtin_model_key, data_key, score
+from appliance.tasks.library import TASKS, TaskKind, builtin_model_key, data_key
 from appliance.tasks.tiny_spec import TINY_MODELS
 from appliance.trainer.rewards import compute_score
 
-FIELDS = {
-    "difficulty": 2,
-    "seed": 0,
-    "train_file": "",
-    "val_file": "",
-    "train_size": 0,
-    "val_size": 512,
-    "max_prompt_tokens": 16,
-    "truncate_prompts": False,
-    "model": "m",
-}
+
+def key(kind: str, *, model: str = "m", **changes: object) -> str:
+    return data_key(make_plan(Path("/runs/a-1")).task.replace(kind=kind, **changes), model=model)
 
 
 MAKES_ARITHMETIC = [("difficulty", 3), ("seed", 1), ("train_size", 9), ("val_size", 9), ("max_prompt_tokens", 9)]
@@ -31,28 +24,28 @@ MAKES_ARITHMETIC = [("difficulty", 3), ("seed", 1), ("train_size", 9), ("val_siz
 
 @pytest.mark.parametrize(("field", "value"), [*MAKES_ARITHMETIC, ("model", "n"), ("truncate_prompts", True)])
 def test_data_key_changes_with_what_makes_arithmetic(field: str, value: int | str) -> None:
-    assert data_key("arithmetic", **{**FIELDS, field: value}) != data_key("arithmetic", **FIELDS)
+    assert key("arithmetic", **{field: value}) != key("arithmetic")
 
 
 def test_data_key_of_arithmetic_ignores_data_files() -> None:
-    assert data_key("arithmetic", **{**FIELDS, "train_file": "x"}) == data_key("arithmetic", **FIELDS)
+    assert key("arithmetic", train_file="x") == key("arithmetic")
 
 
 def test_data_key_follows_the_content_of_a_file(tmp_path: Path) -> None:
     first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     first.write_text("{}")
     second.write_text("{}")
-    same = {data_key("gsm8k", **{**FIELDS, "train_file": str(path)}) for path in (first, second)}
+    same = {key("gsm8k", train_file=str(path)) for path in (first, second)}
     second.write_text("{ }")
-    other = data_key("gsm8k", **{**FIELDS, "train_file": str(second)})
-    missing = data_key("gsm8k", **{**FIELDS, "train_file": str(tmp_path / "none")})
+    other = key("gsm8k", train_file=str(second))
+    missing = key("gsm8k", train_file=str(tmp_path / "none"))
     assert len(same) == 1
-    assert len({*same, other, missing, data_key("gsm8k", **FIELDS)}) == 4
+    assert len({*same, other, missing, key("gsm8k")}) == 4
 
 
 @pytest.mark.parametrize(("field", "value"), [("model", "n"), ("max_prompt_tokens", 9), ("val_file", "x"), ("seed", 1)])
 def test_data_key_changes_with_what_makes_gsm8k(field: str, value: int | str) -> None:
-    assert data_key("gsm8k", **{**FIELDS, field: value}) != data_key("gsm8k", **FIELDS)
+    assert key("gsm8k", **{field: value}) != key("gsm8k")
 
 
 def test_builtin_model_key_depends_on_difficulty() -> None:
@@ -75,9 +68,10 @@ def test_score_finds_the_reward_by_the_kind() -> None:
     assert tuple(TASKS) == ("arithmetic", "gsm8k", "dapo-math")
     files = {path.stem.replace("_", "-") for path in Path(built_in.__path__[0]).glob("[!_]*.py")}
     assert files == set(TASKS)
-    assert score("arithmetic", response="12", truth="12") == 1.0
-    assert score("gsm8k", response="12", truth="12") == 0.0
-    assert score("gsm8k", response="#### 12", truth="12") == 1.0
+    assert tuple(TaskKind) == (*TASKS, "own")
+    assert TASKS["arithmetic"].score(response="12", truth="12") == 1.0
+    assert TASKS["gsm8k"].score(response="12", truth="12") == 0.0
+    assert TASKS["gsm8k"].score(response="#### 12", truth="12") == 1.0
 
 
 def test_compute_score_is_what_verl_calls() -> None:

@@ -161,7 +161,7 @@ def test_parquet_is_what_verl_reads(small: RunPlan, tmp_path: Path) -> None:
     assert message["role"] == "user"
     assert sum(map(int, message["content"].split("+"))) == int(row["reward_model"]["ground_truth"])
     assert row["data_source"] == "arithmetic"
-    assert row["extra_info"] == {"split": "val", "index": 3}
+    assert row["extra_info"] == {"split": "val", "index": 3, "row": ""}
     assert not {row["raw_prompt"][0]["content"] for row in train} & {row["raw_prompt"][0]["content"] for row in val}
 
 

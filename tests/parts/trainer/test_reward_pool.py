@@ -16,13 +16,19 @@ import pytest
 from pebble import ProcessPool
 
 from appliance.tasks.grading import Fault, Graded
+from appliance.tasks.library import TASKS
+from appliance.tasks.task import Response, Reward
 from appliance.trainer import rewards
 from appliance.trainer.rewards import RewardPool, num_workers
 
 HANG_S = 1.0  # the pool's time limit here; a hang is ended after it
 
 
-def misbehave(kind: str, response: str, truth: str) -> float:
+def misbehaving() -> tuple[Reward, ...]:
+    return (Reward("it", 1.0, lambda response: misbehave(response.text, response.truth)),)
+
+
+def misbehave(response: str, truth: str) -> float:
     """What the response says."""
     match response:
         case "raise":
@@ -39,8 +45,6 @@ def misbehave(kind: str, response: str, truth: str) -> float:
             return float("nan")
         case "text":
             return "1"  # type: ignore[return-value]
-        case "two":
-            return 2.0
         case _ if response.startswith("/"):
             Path(response).write_text(str(os.getpid()))
             time.sleep({"slow": HANG_S / 2, "hang": 600}.get(Path(response).name[:4], 0))
@@ -49,20 +53,20 @@ def misbehave(kind: str, response: str, truth: str) -> float:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RewardPool]:
-    made = RewardPool(kind="arithmetic", function=misbehave, workers=2, timeout_s=HANG_S)
+    made = RewardPool(load=misbehaving, workers=2, timeout_s=HANG_S)
     yield made
     made.close()
 
 
 def grade(pool: RewardPool, *responses: str) -> list[Graded]:
     async def all_of_them() -> list[Graded]:
-        return list(await asyncio.gather(*(pool.grade("arithmetic", each, "7") for each in responses)))
+        return list(await asyncio.gather(*(pool.grade(Response(each, "7")) for each in responses)))
 
     return asyncio.run(all_of_them())
 
 
 GONE = Graded(0.0, Fault.DIED, "the processes of the reward function are gone")
-NOT = "the reward function returned {}, not a number in 0..1"
+NOT = "the reward `it` returned {}, not a finite number"
 
 
 @pytest.mark.parametrize(
@@ -74,7 +78,6 @@ NOT = "the reward function returned {}, not a number in 0..1"
         ("die", Fault.DIED, "the process of the reward function ended with 3"),
         ("nan", Fault.NOT_A_GRADE, NOT.format("nan")),
         ("text", Fault.NOT_A_GRADE, NOT.format("'1'")),
-        ("two", Fault.NOT_A_GRADE, NOT.format("2.0")),
     ],
 )
 def test_a_fault_costs_its_own_response_and_no_other(pool: RewardPool, response: str, fault: Fault, why: str) -> None:
@@ -93,7 +96,7 @@ def test_more_responses_than_processes_wait_for_their_turn(pool: RewardPool) -> 
 
 def test_a_process_that_is_killed_while_it_waits_costs_nothing_and_is_told(tmp_path: Path) -> None:
     told = threading.Event()
-    pool = RewardPool(kind="arithmetic", function=misbehave, workers=1, timeout_s=HANG_S, on_idle_death=told.set)
+    pool = RewardPool(load=misbehaving, workers=1, timeout_s=HANG_S, on_idle_death=told.set)
     try:
         assert grade(pool, str(tmp_path / "waiting")) == [Graded(0.0)]
         os.kill(int((tmp_path / "waiting").read_text()), signal.SIGKILL)
@@ -108,11 +111,11 @@ def test_a_process_that_is_killed_while_it_waits_costs_nothing_and_is_told(tmp_p
 
 def test_one_that_waits_while_another_is_at_work_is_told_too(tmp_path: Path) -> None:
     told = threading.Event()
-    pool = RewardPool(kind="arithmetic", function=misbehave, workers=2, timeout_s=HANG_S, on_idle_death=told.set)
+    pool = RewardPool(load=misbehaving, workers=2, timeout_s=HANG_S, on_idle_death=told.set)
     names = ("slow-1", "slow-2", "hang")
 
     async def hang_and_kill() -> Graded:
-        at_work = asyncio.ensure_future(pool.grade("arithmetic", str(tmp_path / "hang"), "7"))
+        at_work = asyncio.ensure_future(pool.grade(Response(str(tmp_path / "hang"), "7")))
         await asyncio.sleep(HANG_S / 2)
         first, second, busy = ((tmp_path / name).read_text() for name in names)
         assert first != second and not told.is_set()
@@ -144,7 +147,7 @@ class Forgetful:
 
 
 def test_a_response_that_a_breaking_pool_forgot_is_graded_by_the_next() -> None:
-    pool = RewardPool(kind="arithmetic", function=misbehave, workers=1, timeout_s=HANG_S)
+    pool = RewardPool(load=misbehaving, workers=1, timeout_s=HANG_S)
     pool._pool = Forgetful(pool._pool)
     try:
         assert grade(pool, "7") == [Graded(1.0)]
@@ -155,20 +158,20 @@ def test_a_response_that_a_breaking_pool_forgot_is_graded_by_the_next() -> None:
 def test_processes_that_cannot_live_cost_their_responses_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each response is tried twice, and the caller is told."""
     monkeypatch.setattr(rewards, "_begin", ends_at_once)
-    pool = RewardPool(kind="arithmetic", function=misbehave, workers=1, timeout_s=HANG_S)
+    pool = RewardPool(load=misbehaving, workers=1, timeout_s=HANG_S)
     try:
         assert grade(pool, "7", "8") == [GONE, GONE]
     finally:
         pool.close()
 
 
-def ends_at_once(kind: str) -> None:
+def ends_at_once(load: object) -> None:
     os._exit(1)
 
 
 def test_a_pool_that_was_closed_starts_no_process_again() -> None:
     before = set(multiprocessing.active_children())
-    pool = RewardPool(kind="arithmetic", function=misbehave, workers=1, timeout_s=HANG_S)
+    pool = RewardPool(load=misbehaving, workers=1, timeout_s=HANG_S)
     assert grade(pool, "7") == [Graded(1.0)]
     pool.close()
     assert grade(pool, "7") == [GONE]
@@ -180,14 +183,18 @@ def test_workers_leave_cores_to_the_engines(cores: int, workers: int) -> None:
     assert num_workers(cores) == workers
 
 
+def mathematics() -> tuple[Reward, ...]:
+    return TASKS["dapo-math"].rewards()
+
+
 def test_math_verify_grades_in_a_worker() -> None:
     """Its time limits work there: the event loop of a run is no main thread."""
-    pool = RewardPool(kind="dapo-math", workers=1)
+    pool = RewardPool(load=mathematics, workers=1)
     try:
         responses = [("Answer: \\frac{1}{2}", "0.5"), ("Answer: \\frac{1}{3}", "0.5")]
 
         async def all_of_them() -> list[Graded]:
-            return list(await asyncio.gather(*(pool.grade("dapo-math", *each) for each in responses)))
+            return list(await asyncio.gather(*(pool.grade(Response(*each)) for each in responses)))
 
         assert asyncio.run(all_of_them()) == [Graded(1.0), Graded(0.0)]
     finally:

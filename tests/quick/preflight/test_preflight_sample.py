@@ -12,12 +12,12 @@ from plans import make_plan
 
 from appliance.preflight import inputs as sampling
 from appliance.preflight.inputs import RewardProblem, reward_problem
-from appliance.record.plan import RunPlan
-from appliance.tasks.grading import SAMPLES, Sample, Verdict, judge_sample, sampled
+from appliance.record.plan import RunPlan, TaskPlan
+from appliance.tasks.grading import SAMPLES, Verdict, judge_sample
 
 
-def of(kind: str, file: Path | None = None) -> Sample:
-    return Sample(kind, file=str(file or ""), difficulty=2, seed=0)
+def of(kind: str, file: Path | None = None) -> TaskPlan:
+    return make_plan(Path("/runs/a-1")).task.replace(kind=kind, train_file=str(file or ""))
 
 
 def rows(file: Path, *made: dict[str, str]) -> Path:
@@ -30,14 +30,12 @@ def math_rows(*answers: str) -> tuple[dict[str, str], ...]:
 
 
 def test_arithmetic_grades_its_own_problems() -> None:
-    assert len(sampled(of("arithmetic"))) == SAMPLES
     assert judge_sample(of("arithmetic")) == Verdict(SAMPLES, 0, "")
 
 
 def test_gsm8k_grades_the_first_rows(tmp_path: Path) -> None:
     made = [{"question": f"{number} + 1?", "answer": f"so #### {number + 1:,}"} for number in range(1234, 1250)]
     file = rows(tmp_path / "d.jsonl", *made)
-    assert len(sampled(of("gsm8k", file))) == SAMPLES
     assert judge_sample(of("gsm8k", file)) == Verdict(SAMPLES, 0, "")
 
 

@@ -39,7 +39,7 @@ def test_a_file_is_in_verls_schema_and_counted(tmp_path: Path, source: str, caps
         "prompt": [{"role": "user", "content": f"{BEFORE}What is 0?{AFTER}"}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": "0"},
-        "extra_info": {"split": "train", "index": 0},
+        "extra_info": {"split": "train", "index": 0, "row": ""},
     }
     about = json.loads(target.with_suffix(".json").read_text())
     assert (about["source"], about["rows"], about["problems"], about["conflicting"]) == (source, 10, 3, 1)

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import pytest
 
-from appliance.tasks.grading import Fault, Graded, Shaping, checked, overlong_penalty
+from appliance.tasks.grading import Fault, Graded, Shaping, overlong_penalty, weighed
 
 
-@pytest.mark.parametrize("value", [0, 1, 0.5, 1.0])
-def test_a_number_in_range_is_a_grade(value: float) -> None:
-    assert checked(value) == Graded(float(value))
+@pytest.mark.parametrize("value", [0, 1, 0.5, -3.5, True, Fraction(1, 4)])
+def test_a_finite_number_is_a_grade(value: float) -> None:
+    graded = weighed([("one", 1.0, value)])
+    assert (graded, graded.parts) == (Graded(float(value)), (("one", float(value)),))
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.1, 1.1, None, "1", True, [1]])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "1", [1], 1j])
 def test_anything_else_is_a_fault(value: object) -> None:
-    why = f"the reward function returned {value!r}, not a number in 0..1"
-    assert checked(value) == Graded(0.0, Fault.NOT_A_GRADE, why)
+    why = f"the reward `two` returned {value!r}, not a finite number"
+    assert weighed([("one", 1.0, 1.0), ("two", 1.0, value)]) == Graded(0.0, Fault.NOT_A_GRADE, why)
+
+
+def test_rewards_are_weighed_and_summed_and_what_does_not_apply_is_left_out() -> None:
+    graded = weighed([("one", 1.0, 0.5), ("two", 0.25, -2.0), ("three", 9.0, None)])
+    assert (graded, graded.parts) == (Graded(0.0), (("one", 0.5), ("two", -2.0)))
+    assert weighed([("one", 1.0, None)]) == Graded(0.0, Fault.NOT_A_GRADE, "no reward applies")
 
 
 def test_penalty_starts_where_the_buffer_does_and_ends_at_the_whole() -> None:

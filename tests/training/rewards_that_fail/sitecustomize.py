@@ -16,7 +16,7 @@ from types import ModuleType
 
 from after_import import after_import
 
-LIBRARY = "appliance.tasks.library"
+GRADING = "appliance.tasks.grading"
 
 
 def is_reward_process() -> bool:
@@ -25,11 +25,11 @@ def is_reward_process() -> bool:
 
 
 def spoil(module: ModuleType) -> None:
-    module.score = failing(module.score, folder=Path(os.environ["REWARDS_THAT_FAIL"]))
+    module.grade = failing(module.grade, folder=Path(os.environ["REWARDS_THAT_FAIL"]))
 
 
-def failing(score: Callable[..., float], *, folder: Path) -> Callable[..., float]:
-    def graded(kind: str, *, response: str, truth: str) -> float:
+def failing(grade: Callable[..., list], *, folder: Path) -> Callable[..., list]:
+    def graded(*asked: object) -> list:
         if (folder / "all").exists():
             raise ValueError("every reward was asked to fail")
         for what in ("raise", "nan", "hang", "die"):
@@ -37,8 +37,8 @@ def failing(score: Callable[..., float], *, folder: Path) -> Callable[..., float
                 (folder / what).rename(folder / f"{what}-taken")
             except FileNotFoundError:
                 continue
-            return fail(what, folder=folder)
-        return score(kind, response=response, truth=truth)
+            return [("arithmetic", 1.0, fail(what, folder=folder))]
+        return grade(*asked)
 
     return graded
 
@@ -56,4 +56,4 @@ def fail(what: str, *, folder: Path) -> float:
 
 
 if is_reward_process():
-    after_import(LIBRARY, spoil)
+    after_import(GRADING, spoil)
