@@ -86,7 +86,7 @@ def _packers(weight_NK: Tensor) -> dict[str, Callable[[], Multiply]]:
     kinds = (OneDnnGemm, SglGemm) if has_packed_kernel() else (OneDnnGemm,)
 
     def pack(kind: type[OneDnnGemm | SglGemm]) -> Multiply:
-        kernel = kind(quantised.codes_NK, scale_N1=quantised.scale_N1)
+        kernel = kind(quantised.codes_NK, scale_N1=quantised.scale)
         return lambda x_MK: kernel(x_MK, None)
 
     def bf16() -> Multiply:

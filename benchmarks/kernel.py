@@ -56,7 +56,7 @@ def measure() -> dict[str, object]:
                 "layer": name,
                 "shape": list(shape),
                 "equals_codec": bool(torch.equal(found.codes_NK.cpu(), wanted.codes_NK))
-                and bool(torch.equal(found.scale_N1.cpu(), wanted.scale_N1)),
+                and bool(torch.equal(found.scale.cpu(), wanted.scale)),
                 "kernel_us": kernel_s * 1e6,
                 "copy_us": copy_s * 1e6,
                 "kernel_gb_per_s": 3 * weight_NK.numel() / kernel_s / 1e9,

@@ -31,7 +31,7 @@ from vllm.model_executor.utils import replace_parameter
 from appliance.engine.fp8_proof import EmulatedProof, NativeBlockProof, NativeFp8Proof
 from appliance.engine.quantised import OnlineLinearMethod, Quantising
 from appliance.quant.codec import QuantisedWeight
-from appliance.quant.codec_fp8 import Fp8Weight, dequantise_fp8, quantise_fp8_tokens, row_blocks, weight_block
+from appliance.quant.codec_fp8 import dequantise_fp8, quantise_fp8_tokens, row_blocks, weight_block
 from appliance.terms.schemes import Scheme
 
 # Kernels that read codes in rows, as they were made: [K, N] with strides (1, K), CUTLASS's padded to multiples of 16,
@@ -66,7 +66,7 @@ class NativeFp8Method(Quantising):
         if (held := self.held_weight(layer)) is not None:
             self.on_quantised(layer, weight_NK, held)
 
-    def held_weight(self, layer: Module) -> Fp8Weight | None:
+    def held_weight(self, layer: Module) -> QuantisedWeight | None:
         """Codes [N, K] and scales where the kernel reads them, without padding. None where it packs them."""
         scale = self.held_scale(layer) if type(self.fp8_linear) in _READ_ROWS else None
         rows, columns = layer.output_size_per_partition, layer.input_size_per_partition
@@ -75,7 +75,7 @@ class NativeFp8Method(Quantising):
         if scale is None or scale.dtype is not torch.float32 or scale.shape != blocks:  # DeepGEMM may pack scales
             return None
         codes = layer.weight.data if self.scheme is Scheme.FP8_BLOCK else layer.weight.data.t()
-        return Fp8Weight(codes[:rows, :columns], scale=scale, block=block, scheme=self.scheme)
+        return QuantisedWeight(codes[:rows, :columns], scale=scale, block=block, scheme=self.scheme)
 
     def held_scale(self, layer: Module) -> Tensor | None:
         held = getattr(layer, "weight_scale_inv" if self.scheme is Scheme.FP8_BLOCK else "weight_scale", None)
@@ -140,7 +140,7 @@ class EmulatedLinearMethod(OnlineLinearMethod):
 
         return quantise_fp8_numba(weight_NK, scheme=self.scheme, absmax=absmax)
 
-    def install(self, layer: Module, quantised: Fp8Weight) -> None:
+    def install(self, layer: Module, quantised: QuantisedWeight) -> None:
         replace_parameter(layer, "weight", quantised.codes_NK)
         replace_parameter(layer, "weight_scale", quantised.scale)
 
@@ -154,13 +154,10 @@ class EmulatedLinearMethod(OnlineLinearMethod):
             y_MN += bias.float()
         return y_MN.to(x.dtype).reshape(*x.shape[:-1], -1)
 
-    def held_weight(self, layer: Module) -> Fp8Weight:
+    def held_weight(self, layer: Module) -> QuantisedWeight:
         codes_NK = layer.weight.data
         block = weight_block(self.scheme, shape=codes_NK.shape)
-        return Fp8Weight(codes_NK, scale=layer.weight_scale.data, block=block, scheme=self.scheme)
-
-    def held_scale(self, layer: Module) -> Tensor | None:
-        return layer.weight_scale.data if hasattr(layer, "weight_scale") else None
+        return QuantisedWeight(codes_NK, scale=layer.weight_scale.data, block=block, scheme=self.scheme)
 
     @property
     def kernel_name(self) -> str:

@@ -77,8 +77,8 @@ from appliance.engine.kernel_proof import (
 )
 from appliance.engine.tensor_slots import Slot, rounded
 from appliance.errors import SyncError
-from appliance.quant.codec import dequantise, weight_absmax
-from appliance.quant.codec_fp8 import Fp8Weight, fp8_scale, quantise_fp8_by, row_blocks, widened_fp8
+from appliance.quant.codec import QuantisedWeight, dequantise, weight_absmax
+from appliance.quant.codec_fp8 import fp8_scale, quantise_fp8_by, row_blocks, widened_fp8
 from appliance.sync.manifest import digest
 from appliance.terms.schemes import BLOCK, Scales, Scheme
 
@@ -104,11 +104,11 @@ class Fp8Proof(KernelProof):
         self._scale = torch.empty(0, device="cpu")
 
     @abstractmethod
-    def _quantised(self, weight_RK: Tensor, *, scale: Tensor) -> Fp8Weight:
+    def _quantised(self, weight_RK: Tensor, *, scale: Tensor) -> QuantisedWeight:
         """The rows that are due, as the layer must hold them."""
 
     @abstractmethod
-    def _expect_answer(self, parts: list[Tensor], due: Fp8Weight) -> None:
+    def _expect_answer(self, parts: list[Tensor], due: QuantisedWeight) -> None:
         """Keep what the kernel must answer. parts: of the whole weight, in order.  due: the rows that are due."""
 
     @abstractmethod
@@ -181,14 +181,14 @@ class EmulatedProof(Fp8Proof):
         super().__post_init__()
         self._signs_K = self._signs(self.shape.length)
 
-    def _quantised(self, weight_RK: Tensor, *, scale: Tensor) -> Fp8Weight:
+    def _quantised(self, weight_RK: Tensor, *, scale: Tensor) -> QuantisedWeight:
         from appliance.quant.numba_fp8 import quantise_fp8_numba_by  # a compiler that other schemes do not need
 
         due = quantise_fp8_numba_by(weight_RK, scale=scale, scheme=self.scheme)
         self._check_quantiser(weight_RK, due)
         return due
 
-    def _check_quantiser(self, weight_RK: Tensor, expected: Fp8Weight) -> None:
+    def _check_quantiser(self, weight_RK: Tensor, expected: QuantisedWeight) -> None:
         """Some rows by the reference codec: engine and proof quantise by the same compiled code, and an error of it
         would be in both answers. Raises SyncError."""
         first = int(self._integers(0, -(-len(weight_RK) // _SAMPLED_ROWS), count=1)) * _SAMPLED_ROWS
@@ -202,7 +202,7 @@ class EmulatedProof(Fp8Proof):
                 f"{rows.start} to {rows.stop - 1} of those that were looked at"
             )
 
-    def _expect_answer(self, parts: list[Tensor], due: Fp8Weight) -> None:
+    def _expect_answer(self, parts: list[Tensor], due: QuantisedWeight) -> None:
         """[N] each, float64: sum_k x_k w'_nk, and its bound for any order of summation in float32."""
         if not self.ask.thorough:  # in a full proof all rows are due
             return
@@ -238,10 +238,10 @@ class NativeFp8Proof(Fp8Proof):
         probe_TK[torch.arange(len(probe_TK), device="cpu"), self.columns_T] = self._values_T.float()
         return probe_TK
 
-    def _quantised(self, weight_RK: Tensor, *, scale: Tensor) -> Fp8Weight:
+    def _quantised(self, weight_RK: Tensor, *, scale: Tensor) -> QuantisedWeight:
         return quantise_fp8_by(weight_RK, scale=scale, scheme=self.scheme)
 
-    def _expect_answer(self, parts: list[Tensor], due: Fp8Weight) -> None:
+    def _expect_answer(self, parts: list[Tensor], due: QuantisedWeight) -> None:
         self._expect_columns(torch.cat([part[:, self.columns_T.to(part.device)] for part in parts]))
 
     def _expect_columns(self, weight_NT: Tensor) -> None:
@@ -278,7 +278,7 @@ class NativeBlockProof(NativeFp8Proof):
     def _most_tokens(self) -> int:
         return TOKENS * (1 + self.ask.round % 2)
 
-    def _quantised(self, weight_RK: Tensor, *, scale: Tensor) -> Fp8Weight:
+    def _quantised(self, weight_RK: Tensor, *, scale: Tensor) -> QuantisedWeight:
         """The codes nearer to 0; those of which the next one passes too are remembered, with the next one."""
         inner, outer = _around(weight_RK, scale=scale, scheme=self.scheme)
         differ_R = (inner.codes_NK.view(torch.uint8) != outer.codes_NK.view(torch.uint8)).view(-1)
@@ -327,7 +327,7 @@ class NativeBlockProof(NativeFp8Proof):
         return torch.where((out_TN - inner_TN).abs() <= (out_TN - outer_TN).abs(), inner_TN, outer_TN)
 
 
-def _around(weight_RK: Tensor, *, scale: Tensor, scheme: Scheme) -> tuple[Fp8Weight, Fp8Weight]:
+def _around(weight_RK: Tensor, *, scale: Tensor, scheme: Scheme) -> tuple[QuantisedWeight, QuantisedWeight]:
     """By scales that are larger and smaller: equal codes, or neighbours of which the second one is further from 0."""
     inner, outer = (quantise_fp8_by(weight_RK, scale=scale * by, scheme=scheme) for by in (1 + SLACK, 1 - SLACK))
     return inner, outer

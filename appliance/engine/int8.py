@@ -36,8 +36,8 @@ from appliance.engine.kernel_proof import Int8Proof, quantise_rows
 from appliance.engine.quantised import OnlineLinearMethod
 from appliance.errors import NumericsError
 from appliance.patch import Patch
-from appliance.quant.codec import all_finite
-from appliance.quant.codec_int8 import Int8Weight, quantise_int8
+from appliance.quant.codec import QuantisedWeight, all_finite
+from appliance.quant.codec_int8 import int8_rows, quantise_int8
 from appliance.terms.schemes import Scheme
 
 LONGEST_PACKED_ROW = 8192
@@ -65,20 +65,20 @@ class Int8LinearMethod(OnlineLinearMethod):
         for name in ("input_scale", "input_zero_point", "azp_adj"):  # the kernel looks for them
             layer.register_parameter(name, None)
 
-    def quantise(self, weight_NK: Tensor, *, absmax: Tensor | None) -> Int8Weight:
-        return quantise_for_kernel(weight_NK, absmax_N1=absmax)
+    def quantise(self, weight_NK: Tensor, *, absmax: Tensor | None) -> QuantisedWeight:
+        return quantise_for_kernel(weight_NK, absmax=absmax)
 
-    def install(self, layer: Module, quantised: Int8Weight) -> None:
+    def install(self, layer: Module, quantised: QuantisedWeight) -> None:
         """Hand codes and scales to vLLM's kernel.
 
         On a CPU the packed weight is this object's and not the layer's: a layerwise reload copies what a layer holds
         into the tensors that it held before, and the pass would cost as much as packing.
         """
-        replace_parameter(layer, "weight_scale", quantised.scale_N1)
+        replace_parameter(layer, "weight_scale", quantised.scale)
         if isinstance(self.kernel, CPUInt8ScaledMMLinearKernel):
             layer.weight = None
             packed = SglGemm if packs_quickly(*quantised.codes_NK.shape) else OneDnnGemm
-            self.gemm = packed(quantised.codes_NK, scale_N1=quantised.scale_N1)
+            self.gemm = packed(quantised.codes_NK, scale_N1=quantised.scale)
         else:
             replace_parameter(layer, "weight", quantised.codes_NK)
             self.kernel.process_weights_after_loading(layer)
@@ -92,9 +92,7 @@ class Int8LinearMethod(OnlineLinearMethod):
         return self.gemm(x.reshape(-1, x.shape[-1]), bias).reshape(*x.shape[:-1], -1)
 
     def held_scale(self, layer: Module) -> Tensor | None:
-        if self.gemm is not None:
-            return self.gemm.scale_N1
-        return layer.weight_scale.data if hasattr(layer, "weight_scale") else None
+        return super().held_scale(layer) if self.gemm is None else self.gemm.scale_N1
 
     @property
     def kernel_name(self) -> str:
@@ -103,23 +101,23 @@ class Int8LinearMethod(OnlineLinearMethod):
         return type(self.kernel).__name__ + suffix
 
 
-def quantise_for_kernel(weight_NK: Tensor, *, absmax_N1: Tensor | None = None) -> Int8Weight:
+def quantise_for_kernel(weight_NK: Tensor, *, absmax: Tensor | None = None) -> QuantisedWeight:
     """The codec's result bit for bit, by vLLM's row quantiser on a CPU, by a Triton kernel on a GPU.
 
-    weight_NK: [N, K].  absmax_N1: [N, 1] float32, of the whole rows where these are a part.
+    weight_NK: [N, K].  absmax: [N, 1] float32, of the whole rows where these are a part.
     Raises NumericsError when a value is not finite (vLLM's quantiser would not notice).
     """
     if not current_platform.is_cpu():
         from appliance.quant.triton_int8 import WIDEST_ROW, quantise_int8_triton  # Triton has no build for a CPU
 
         quantise = quantise_int8_triton if weight_NK.shape[1] <= WIDEST_ROW else quantise_int8
-        return quantise(weight_NK.contiguous(), absmax_N1=absmax_N1)
+        return quantise(weight_NK.contiguous(), absmax=absmax)
     if not all_finite(weight_NK):
         raise NumericsError("a weight to quantise has a value that is not finite")
     # The quantiser takes no scales: one more column that has the absmax, which is a value of the whole row.
-    whole_NK = weight_NK if absmax_N1 is None else torch.cat([weight_NK, absmax_N1.to(weight_NK.dtype)], dim=1)
+    whole_NK = weight_NK if absmax is None else torch.cat([weight_NK, absmax.to(weight_NK.dtype)], dim=1)
     quantised = quantise_rows(whole_NK, into_NK=whole_NK.new_empty(whole_NK.shape, dtype=torch.int8))
-    return Int8Weight(quantised.codes_NK[:, : weight_NK.shape[1]].contiguous(), quantised.scale_N1)
+    return int8_rows(quantised.codes_NK[:, : weight_NK.shape[1]].contiguous(), scale_N1=quantised.scale)
 
 
 class OneDnnGemm:

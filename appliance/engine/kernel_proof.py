@@ -45,7 +45,8 @@ from vllm import _custom_ops  # noqa: F401  registers torch.ops._C
 
 from appliance.engine.tensor_slots import LocalShape, Slot, rounded
 from appliance.errors import SyncError
-from appliance.quant.codec_int8 import Int8Weight, quantise_int8
+from appliance.quant.codec import QuantisedWeight
+from appliance.quant.codec_int8 import int8_rows, quantise_int8
 from appliance.terms.schemes import Scheme
 
 U = 2.0**-24  # half a unit of float32, relative
@@ -144,7 +145,7 @@ class Int8Proof(KernelProof):
         self.probe_K[self.ask.sync % length] = 127
         self._sums_N = torch.zeros(self.shape.channels, dtype=torch.float64, device="cpu")
         self._scale_N = torch.zeros(self.shape.channels, dtype=torch.float32, device="cpu")
-        self.samples: list[tuple[Tensor, Tensor, Int8Weight]] = []
+        self.samples: list[tuple[Tensor, Tensor, QuantisedWeight]] = []
 
     def take(self, slot: Slot, tensor: Tensor) -> None:
         whole_NK = rounded(tensor[slot.rows])
@@ -158,14 +159,14 @@ class Int8Proof(KernelProof):
                 self._sample(chunk_NK, quantised, start=start)
             part = slice(start, start + len(chunk_NK))
             self._sums_N[part] = exact_product(quantised.codes_NK[:, slot.columns], probe_K)
-            self._scale_N[part] = quantised.scale_N1.squeeze(1).cpu()
+            self._scale_N[part] = quantised.scale.squeeze(1).cpu()
 
-    def _sample(self, chunk_NK: Tensor, quantised: Int8Weight, *, start: int) -> None:
+    def _sample(self, chunk_NK: Tensor, quantised: QuantisedWeight, *, start: int) -> None:
         """start: number of its first row."""
         height = max(1, _SAMPLED_ELEMENTS // chunk_NK.shape[1])
         starts = torch.arange(0, len(chunk_NK), height, device="cpu")
         rows = (starts + self._integers(0, height, count=len(starts))).clamp_(max=len(chunk_NK) - 1)
-        codes = Int8Weight(quantised.codes_NK[rows], quantised.scale_N1[rows])
+        codes = int8_rows(quantised.codes_NK[rows], scale_N1=quantised.scale[rows])
         self.samples.append((start + rows, chunk_NK[rows], codes))
 
     def check(self, layer: Module) -> Mismatch | None:
@@ -216,7 +217,7 @@ def answer(layer: Module, probe_MK: Tensor, *, bias_N: Tensor | None) -> Tensor:
     return out_MN.double().cpu()
 
 
-def quantise_rows(weight_NK: Tensor, *, into_NK: Tensor) -> Int8Weight:
+def quantise_rows(weight_NK: Tensor, *, into_NK: Tensor) -> QuantisedWeight:
     """What should be the codec's result, by vLLM's row quantiser on a CPU: see Int8Proof.
 
     weight_NK: [N, K] finite, rows whole.  into_NK: [N or more, K] int8, memory for the codes.
@@ -228,7 +229,7 @@ def quantise_rows(weight_NK: Tensor, *, into_NK: Tensor) -> Int8Weight:
     no_reciprocal = scale_N1.reciprocal().isinf().squeeze(1)  # zero rows and rows of denormals
     if bool(no_reciprocal.any()):
         codes_NK[no_reciprocal] = quantise_int8(weight_NK[no_reciprocal]).codes_NK
-    return Int8Weight(codes_NK=codes_NK, scale_N1=scale_N1)
+    return int8_rows(codes_NK, scale_N1=scale_N1)
 
 
 def check_quantiser(proofs: Mapping[str, KernelProof]) -> None:
@@ -240,10 +241,10 @@ def check_quantiser(proofs: Mapping[str, KernelProof]) -> None:
     for found in by_length.values():
         codec = quantise_int8(torch.cat([weight_NK for *_, weight_NK, _ in found]))
         codes_NK = torch.cat([codes.codes_NK for *_, codes in found])
-        scale_N1 = torch.cat([codes.scale_N1 for *_, codes in found])
-        if torch.equal(codes_NK, codec.codes_NK) and torch.equal(scale_N1, codec.scale_N1):
+        scale_N1 = torch.cat([codes.scale for *_, codes in found])
+        if torch.equal(codes_NK, codec.codes_NK) and torch.equal(scale_N1, codec.scale):
             continue
-        differs_N = ((codes_NK != codec.codes_NK) | (scale_N1 != codec.scale_N1)).any(dim=1)
+        differs_N = ((codes_NK != codec.codes_NK) | (scale_N1 != codec.scale)).any(dim=1)
         places = [(name, row) for name, rows, *_ in found for row in rows.tolist()]
         name, row = places[int(differs_N.nonzero()[0])]
         raise SyncError(f"weight update: {name}: this CPU's row quantiser differs from the codec in row {row}")

@@ -111,6 +111,9 @@ class OnlineLinearMethod(Quantising, LinearMethodBase):
     def install(self, layer: Module, quantised: QuantisedWeight) -> None:
         """Replace the layer's weight by codes and scales, in the layout that the kernel wants."""
 
+    def held_scale(self, layer: Module) -> Tensor | None:
+        return layer.weight_scale.data if hasattr(layer, "weight_scale") else None
+
     def release(self) -> None:
         """Let go of what is held beside the layer's tensors: the layer is in BF16 until the next `install`."""
 

@@ -14,7 +14,6 @@ import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,17 +26,17 @@ _GPU_CHUNK_ELEMENTS = 1 << 24  # there it is the number of launches that counts;
 _BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
 
-class QuantisedWeight(Protocol):
-    """A weight, or the tokens of an activation: codes [N, K], scales, and (rows, columns) that share one."""
+@dataclass(frozen=True)
+class QuantisedWeight:
+    """A weight, or the tokens of an activation."""
 
-    @property
-    def codes_NK(self) -> Tensor: ...
-    @property
-    def scale(self) -> Tensor: ...
-    @property
-    def block(self) -> tuple[int, int]: ...
-    @property
-    def scheme(self) -> Scheme: ...
+    codes_NK: Tensor
+    """int8 in [-127, 127], or float8_e4m3fn."""
+    scale: Tensor
+    """float32, >= 0, one for each block: [1, 1], [N, 1] or [ceil(N/rows), ceil(K/128)]."""
+    block: tuple[int, int]
+    """(rows, columns) that share a scale."""
+    scheme: Scheme
 
 
 @dataclass(frozen=True)

@@ -38,12 +38,11 @@ row-parallel layer sees a part of each token only and scales it by its own large
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from appliance.quant.codec import Codec, block_absmax, chunk_rows, divided, require_finite, row_absmax
+from appliance.quant.codec import Codec, QuantisedWeight, block_absmax, chunk_rows, divided, require_finite, row_absmax
 from appliance.terms.schemes import BLOCK, Scales, Scheme
 
 FP8_MAX = 448.0
@@ -52,20 +51,6 @@ _ROW_FLOOR = 512.0  # s >= 1 / (448 * 512)
 _BLOCK_FLOOR = 1e-4
 _GROUP_FLOOR = 1e-10
 _SMALLEST_PRECISE = 2.0**-117  # below it s or its reciprocal is rounded to fewer bits than float32 has
-
-
-@dataclass(frozen=True)
-class Fp8Weight:
-    """A weight, or the tokens of an activation.
-
-    codes_NK: float8_e4m3fn.  scale: float32, >= 0, one for each block: [1, 1], [N, 1] or [ceil(N/rows), ceil(K/128)].
-    block: (rows, columns) that share a scale.
-    """
-
-    codes_NK: Tensor
-    scale: Tensor
-    block: tuple[int, int]
-    scheme: Scheme
 
 
 def fp8_absmax(weight_NK: Tensor, *, scheme: Scheme) -> Tensor:
@@ -89,7 +74,7 @@ def _with_row_floor(scale: Tensor) -> Tensor:
     return scale.clamp_min(1.0 / torch.tensor(FP8_MAX * _ROW_FLOOR, dtype=torch.float32, device=scale.device))
 
 
-def quantise_fp8(weight_NK: Tensor, *, scheme: Scheme, absmax: Tensor | None = None) -> Fp8Weight:
+def quantise_fp8(weight_NK: Tensor, *, scheme: Scheme, absmax: Tensor | None = None) -> QuantisedWeight:
     """weight_NK: [N, K] bfloat16, float16 or float32.  absmax: in the scale's shape, where the weight is a shard.
 
     Raises NumericsError when a value is not finite.
@@ -101,12 +86,12 @@ def quantise_fp8(weight_NK: Tensor, *, scheme: Scheme, absmax: Tensor | None = N
     return quantise_fp8_by(weight_NK, scale=scale, scheme=scheme, saturates=saturates)
 
 
-def quantise_fp8_by(weight_NK: Tensor, *, scale: Tensor, scheme: Scheme, saturates: bool = True) -> Fp8Weight:
+def quantise_fp8_by(weight_NK: Tensor, *, scale: Tensor, scheme: Scheme, saturates: bool = True) -> QuantisedWeight:
     """With scales that are known. weight_NK: finite.  saturates: whether |x| may be above 448 by more than rounding."""
     block = weight_block(scheme, shape=tuple(weight_NK.shape))
     divide = scheme.spec.scales is Scales.CHANNEL
     codes_NK = _codes(weight_NK, scale=scale, block=block, divide=divide, saturates=saturates)
-    return Fp8Weight(codes_NK=codes_NK, scale=scale, block=block, scheme=scheme)
+    return QuantisedWeight(codes_NK=codes_NK, scale=scale, block=block, scheme=scheme)
 
 
 def weight_block(scheme: Scheme, *, shape: tuple[int, int]) -> tuple[int, int]:
@@ -120,7 +105,7 @@ def reciprocals(scale: Tensor) -> Tensor:
     return torch.where(scale > 0, scale.reciprocal(), torch.zeros_like(scale))
 
 
-def quantise_fp8_tokens(tokens_MK: Tensor, *, scheme: Scheme, finite: bool = True) -> Fp8Weight:
+def quantise_fp8_tokens(tokens_MK: Tensor, *, scheme: Scheme, finite: bool = True) -> QuantisedWeight:
     """The activations of M tokens, each by itself.
 
     finite: raise NumericsError when a value is not finite; otherwise that token (block) becomes NaN, as in a kernel.
@@ -135,10 +120,10 @@ def quantise_fp8_tokens(tokens_MK: Tensor, *, scheme: Scheme, finite: bool = Tru
     else:
         scale = _with_row_floor(divided(absmax, steps=FP8_MAX))
     codes_MK = _codes(tokens_MK, scale=scale, block=block, divide=True)
-    return Fp8Weight(codes_NK=codes_MK, scale=scale, block=block, scheme=scheme)
+    return QuantisedWeight(codes_NK=codes_MK, scale=scale, block=block, scheme=scheme)
 
 
-def row_blocks(weight: Fp8Weight) -> Iterator[Fp8Weight]:
+def row_blocks(weight: QuantisedWeight) -> Iterator[QuantisedWeight]:
     """The same weight in parts of whole blocks that fit a core's cache when they are widened."""
     rows = max(1, chunk_rows(weight.codes_NK) // BLOCK) * BLOCK
     one_scale = weight.block[0] >= len(weight.codes_NK)
@@ -146,10 +131,10 @@ def row_blocks(weight: Fp8Weight) -> Iterator[Fp8Weight]:
         codes_RK = weight.codes_NK[start : start + rows]
         first, end = start // weight.block[0], -(-(start + len(codes_RK)) // weight.block[0])
         scale = weight.scale if one_scale else weight.scale[first:end]
-        yield Fp8Weight(codes_RK, scale=scale, block=weight.block, scheme=weight.scheme)
+        yield QuantisedWeight(codes_RK, scale=scale, block=weight.block, scheme=weight.scheme)
 
 
-def dequantise_fp8(quantised: Fp8Weight) -> Tensor:
+def dequantise_fp8(quantised: QuantisedWeight) -> Tensor:
     """[N, K] float32."""
     codes_NK, block = quantised.codes_NK, quantised.block
     scale = spread(quantised.scale, block=(1, block[1]), shape=tuple(codes_NK.shape))  # columns only

@@ -23,53 +23,29 @@ layer sees a part of each token only and scales it by its own largest value, as 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from appliance.quant.codec import Codec, chunk_rows, divided, require_finite, row_absmax
+from appliance.quant.codec import Codec, QuantisedWeight, chunk_rows, divided, require_finite, row_absmax
 from appliance.terms.schemes import Scheme
 
 INT8_MAX = 127
 
 
-@dataclass(frozen=True)
-class Int8Weight:
-    """codes_NK: int8 in [-127, 127].  scale_N1: float32, >= 0."""
-
-    codes_NK: Tensor
-    scale_N1: Tensor
-
-    @property
-    def scheme(self) -> Scheme:
-        return Scheme.INT8
-
-    @property
-    def scale(self) -> Tensor:
-        """[N, 1]: under the name that every scheme has."""
-        return self.scale_N1
-
-    @property
-    def block(self) -> tuple[int, int]:
-        """(rows, columns) that share a scale."""
-        return 1, self.codes_NK.shape[1]
-
-
-def quantise_int8(weight_NK: Tensor, *, absmax_N1: Tensor | None = None) -> Int8Weight:
+def quantise_int8(weight_NK: Tensor, *, scheme: Scheme = Scheme.INT8, absmax: Tensor | None = None) -> QuantisedWeight:
     """Symmetric INT8 per row.
 
-    weight_NK: [N, K] bfloat16, float16 or float32.  absmax_N1: [N, 1] float32, of the whole rows of a shard.
+    weight_NK: [N, K] bfloat16, float16 or float32.  absmax: [N, 1] float32, of the whole rows of a shard.
     Raises NumericsError when a value is not finite.
     """
-    own_N1 = require_finite(row_absmax(weight_NK), what="a weight")
-    scale_N1 = divided(own_N1 if absmax_N1 is None else absmax_N1, steps=float(INT8_MAX))
+    own = int8_absmax(weight_NK)
+    scale_N1 = divided(own if absmax is None else absmax, steps=float(INT8_MAX))
     codes_NK = torch.empty(weight_NK.shape, dtype=torch.int8, device=weight_NK.device)
     rows = chunk_rows(weight_NK)
     for start in range(0, weight_NK.shape[0], rows):
         part = slice(start, start + rows)
         codes_NK[part] = _codes(weight_NK[part], scale_N1=scale_N1[part])
-    return Int8Weight(codes_NK=codes_NK, scale_N1=scale_N1)
+    return int8_rows(codes_NK, scale_N1=scale_N1)
 
 
 def _codes(weight_NK: Tensor, *, scale_N1: Tensor) -> Tensor:
@@ -78,16 +54,25 @@ def _codes(weight_NK: Tensor, *, scale_N1: Tensor) -> Tensor:
     return scaled_NK.round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
 
 
-def dequantise_int8(quantised: Int8Weight) -> Tensor:
+def int8_rows(codes_NK: Tensor, *, scale_N1: Tensor) -> QuantisedWeight:
+    return QuantisedWeight(codes_NK, scale=scale_N1, block=(1, codes_NK.shape[1]), scheme=Scheme.INT8)
+
+
+def int8_absmax(weight_NK: Tensor, *, scheme: Scheme = Scheme.INT8) -> Tensor:
+    """[N, 1] float32. Raises NumericsError when a value is not finite."""
+    return require_finite(row_absmax(weight_NK), what="a weight")
+
+
+def dequantise_int8(quantised: QuantisedWeight) -> Tensor:
     """[N, K] float32."""
-    return quantised.codes_NK.float() * quantised.scale_N1
+    return quantised.codes_NK.float() * quantised.scale
 
 
 CODEC = Codec(
     largest=INT8_MAX,
     values=Tensor.float,
-    quantise=lambda weight_NK, *, scheme, absmax: quantise_int8(weight_NK, absmax_N1=absmax),
-    weight_absmax=lambda weight_NK, *, scheme: require_finite(row_absmax(weight_NK), what="a weight"),
-    quantise_tokens=lambda tokens_MK, *, scheme: quantise_int8(tokens_MK),
+    quantise=quantise_int8,
+    weight_absmax=int8_absmax,
+    quantise_tokens=quantise_int8,
     dequantise=dequantise_int8,
 )

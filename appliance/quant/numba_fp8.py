@@ -25,9 +25,8 @@ import torch
 from numpy import float32, uint16, uint32
 from torch import Tensor
 
-from appliance.quant.codec import require_finite
+from appliance.quant.codec import QuantisedWeight, require_finite
 from appliance.quant.codec_fp8 import (
-    Fp8Weight,
     fp8_scale,
     quantise_fp8,
     quantise_fp8_by,
@@ -47,7 +46,7 @@ _BIAS = uint32((127 - 7) << 3)
 _STEPS, _STEPS_BITS = float32(2.0**14), uint32((127 + 14) << 23)
 
 
-def quantise_fp8_numba(weight_NK: Tensor, *, scheme: Scheme, absmax: Tensor | None = None) -> Fp8Weight:
+def quantise_fp8_numba(weight_NK: Tensor, *, scheme: Scheme, absmax: Tensor | None = None) -> QuantisedWeight:
     """As `quantise_fp8`, which takes what is not BF16 on a CPU. Raises NumericsError when a value is not finite."""
     if weight_NK.dtype is not torch.bfloat16 or weight_NK.device.type != "cpu":
         return quantise_fp8(weight_NK, scheme=scheme, absmax=absmax)
@@ -58,7 +57,7 @@ def quantise_fp8_numba(weight_NK: Tensor, *, scheme: Scheme, absmax: Tensor | No
     )
 
 
-def quantise_fp8_numba_by(weight_NK: Tensor, *, scale: Tensor, scheme: Scheme) -> Fp8Weight:
+def quantise_fp8_numba_by(weight_NK: Tensor, *, scale: Tensor, scheme: Scheme) -> QuantisedWeight:
     """As `quantise_fp8_by`, with scales that are known. weight_NK: finite."""
     if weight_NK.dtype is not torch.bfloat16 or weight_NK.device.type != "cpu":
         return quantise_fp8_by(weight_NK, scale=scale, scheme=scheme)
@@ -81,7 +80,7 @@ def quantise_fp8_numba_by(weight_NK: Tensor, *, scale: Tensor, scheme: Scheme) -
             _multiplied(bits_NK[part], own_RK, rows, codes_NK[part])
 
         _in_parts(some, rows=len(bits_NK))
-    return Fp8Weight(codes.view(torch.float8_e4m3fn), scale=scale, block=block, scheme=scheme)
+    return QuantisedWeight(codes.view(torch.float8_e4m3fn), scale=scale, block=block, scheme=scheme)
 
 
 def _absmax(bits_NK: np.ndarray, *, scheme: Scheme) -> Tensor:

@@ -18,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from appliance.errors import NumericsError
-from appliance.quant.codec_int8 import INT8_MAX, Int8Weight
+from appliance.quant.codec import QuantisedWeight
+from appliance.quant.codec_int8 import INT8_MAX, int8_rows
 
 WIDEST_ROW = 1 << 15  # a row lives in the registers of one program: 32 values in each of 1024 threads
 _VALUES_PER_THREAD = 32
@@ -59,10 +60,10 @@ def _row_kernel(
     tl.store(scale + row, s)
 
 
-def quantise_int8_triton(weight_NK: Tensor, *, absmax_N1: Tensor | None = None) -> Int8Weight:
+def quantise_int8_triton(weight_NK: Tensor, *, absmax: Tensor | None = None) -> QuantisedWeight:
     """As `quantise_int8`, in one read and one write.
 
-    weight_NK: [N, K] bfloat16, float16 or float32, rows contiguous, K <= WIDEST_ROW.  absmax_N1: [N, 1] float32, of
+    weight_NK: [N, K] bfloat16, float16 or float32, rows contiguous, K <= WIDEST_ROW.  absmax: [N, 1] float32, of
     the full row where this is a slice of it.  Raises NumericsError when a value is not finite, ValueError for a row
     that is too wide.
     """
@@ -77,18 +78,18 @@ def quantise_int8_triton(weight_NK: Tensor, *, absmax_N1: Tensor | None = None) 
         weight_NK,
         codes_NK,
         scale_N1,
-        scale_N1 if absmax_N1 is None else absmax_N1.contiguous(),
+        scale_N1 if absmax is None else absmax.contiguous(),
         K,
         weight_NK.stride(0),
         codes_NK.stride(0),
-        HAS_ABSMAX=absmax_N1 is not None,
+        HAS_ABSMAX=absmax is not None,
         BLOCK=block,
         num_warps=warps,
         enable_fp_fusion=False,
     )
     if not bool(torch.isfinite(scale_N1).all()):
         raise NumericsError("a weight to quantise has a value that is not finite")
-    return Int8Weight(codes_NK=codes_NK, scale_N1=scale_N1)
+    return int8_rows(codes_NK, scale_N1=scale_N1)
 
 
 assert INT8_MAX == 127  # written out in the kernel

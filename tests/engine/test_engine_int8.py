@@ -15,7 +15,8 @@ from engines import Engine, int8_kernel, make_checkpoint, read_checkpoint, start
 from torch import Tensor
 
 from appliance.patch import applied
-from appliance.quant.codec_int8 import Int8Weight, quantise_int8
+from appliance.quant.codec import QuantisedWeight
+from appliance.quant.codec_int8 import int8_rows, quantise_int8
 
 pytestmark = pytest.mark.engine
 
@@ -80,20 +81,20 @@ def held_codes(layer: torch.nn.Module, *, scale_N1: Tensor, length: int) -> Tens
     return (out_KN.double() / scale_N1.double().t()).round().t().to(torch.int8)
 
 
-def quantised_tokens(x_MK: Tensor, *, by: str) -> Int8Weight:
+def quantised_tokens(x_MK: Tensor, *, by: str) -> QuantisedWeight:
     """As the kernel `by` quantises activations: the codec, or sgl's factor 127 / a in place of 1 / (a / 127)."""
     if not by.endswith("[sgl]"):
         return quantise_int8(x_MK)
     absmax_M1 = x_MK.float().abs().amax(dim=1, keepdim=True).clamp_min(1e-7)
     most = torch.tensor(127.0)  # dividing by a Python number may be lowered to a product
-    return Int8Weight((x_MK.float() * (most / absmax_M1)).round().to(torch.int8), scale_N1=absmax_M1 / most)
+    return int8_rows((x_MK.float() * (most / absmax_M1)).round().to(torch.int8), scale_N1=absmax_M1 / most)
 
 
-def reference(x_MK: Tensor, *, weight: Int8Weight, bias_N: Tensor | None, by: str) -> Tensor:
+def reference(x_MK: Tensor, *, weight: QuantisedWeight, bias_N: Tensor | None, by: str) -> Tensor:
     """[M, N] float64: the exact sum of products of codes, times both scales, plus the bias."""
     x = quantised_tokens(x_MK, by=by)
     sums_MN = x.codes_NK.double() @ weight.codes_NK.double().t()
-    y_MN = sums_MN * x.scale_N1.double() * weight.scale_N1.double().t()
+    y_MN = sums_MN * x.scale.double() * weight.scale.double().t()
     return y_MN if bias_N is None else y_MN + bias_N.double()
 
 
@@ -106,7 +107,7 @@ def assert_computes(layer: torch.nn.Module, *, weight_NK: Tensor, bias_N: Tensor
     quantised = quantise_int8(weight_NK)
     length = weight_NK.shape[1]
     assert length * 127**2 < 2**24
-    codes_NK = held_codes(layer, scale_N1=quantised.scale_N1, length=length)
+    codes_NK = held_codes(layer, scale_N1=quantised.scale, length=length)
     assert torch.equal(codes_NK, quantised.codes_NK), name
     for num_tokens in (1, 2, 5, 33):
         x_MK = torch.randn(num_tokens, length, generator=torch.Generator().manual_seed(num_tokens)).to(torch.bfloat16)

@@ -12,8 +12,7 @@ from appliance.engine.kernel_proof import ROTATION, Bf16Proof, Int8Proof, Kernel
 from appliance.engine.tensor_slots import LocalShape, Slot
 from appliance.errors import SyncError
 from appliance.quant import numba_fp8
-from appliance.quant.codec_fp8 import Fp8Weight
-from appliance.quant.codec_int8 import Int8Weight
+from appliance.quant.codec import QuantisedWeight
 from appliance.terms.schemes import Scheme
 
 EVERY = (1, 3, 8, 20)
@@ -115,7 +114,7 @@ def test_a_quantiser_that_is_not_the_codec_is_found(monkeypatch: pytest.MonkeyPa
     def run(sync: int, *, bad: slice) -> bool:
         chunks = iter(range(2))
 
-        def quantise(rows_NK: Tensor, *, into_NK: Tensor) -> Int8Weight:
+        def quantise(rows_NK: Tensor, *, into_NK: Tensor) -> QuantisedWeight:
             right, chunk = original(rows_NK, into_NK=into_NK), next(chunks)
             own = [row for row in range(32) if chunk * 32 + row in range(64)[bad]]
             right.codes_NK[own] ^= 1
@@ -144,7 +143,7 @@ def test_a_compiled_codec_that_is_not_the_codec_is_found(scheme: Scheme, monkeyp
     original = numba_fp8.quantise_fp8_numba_by
 
     def run(sync: int, *, bad: slice) -> bool:
-        def quantise(rows_NK: Tensor, **how: object) -> Fp8Weight:
+        def quantise(rows_NK: Tensor, **how: object) -> QuantisedWeight:
             right = original(rows_NK, **how)
             right.codes_NK.view(torch.uint8)[bad, 139] ^= 1
             return right

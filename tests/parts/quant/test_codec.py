@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from appliance.errors import NumericsError
 from appliance.quant import codec
-from appliance.quant.codec_int8 import Int8Weight, dequantise_int8, quantise_int8
+from appliance.quant.codec import QuantisedWeight
+from appliance.quant.codec_int8 import dequantise_int8, quantise_int8
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = ((1, 1), (1, 64), (64, 1), (3, 7), (16, 33), (65, 128), (40, 1000))
@@ -39,14 +40,14 @@ def reference_float32(weight_NK: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     return np.clip(np.rint(scaled_NK), -127, 127).astype(np.int8), scale_N1
 
 
-def assert_within_bound(weight_NK: torch.Tensor, quantised: Int8Weight) -> None:
+def assert_within_bound(weight_NK: torch.Tensor, quantised: QuantisedWeight) -> None:
     """|w - w'| <= s * (1/2 + 127 * 2^-22), in float64.
 
     Rounding to a code costs 1/2 step. The reciprocal, the product with it and the product codes * s are rounded to
     float32, each by 2^-24 of a value that is at most 127 steps (and a little): 3 * 127 * 2^-24 < 127 * 2^-22.
     """
-    scale_N1 = quantised.scale_N1.double()
-    held_N = ((scale_N1 >= NORMAL) & torch.isfinite(quantised.scale_N1 * 127)).squeeze(1)
+    scale_N1 = quantised.scale.double()
+    held_N = ((scale_N1 >= NORMAL) & torch.isfinite(quantised.scale * 127)).squeeze(1)
     error_NK = (weight_NK.double() - dequantise_int8(quantised).double()).abs()
     assert bool((error_NK <= scale_N1 * (0.5 + 127 * 2.0**-22))[held_N].all())
 
@@ -58,10 +59,10 @@ def test_codes_and_scales_equal_the_formulas(shape: tuple[int, int], dtype: torc
     codes_NK, scale_N1 = reference_float32(weight_NK)
     quantised = quantise_int8(weight_NK)
     assert quantised.codes_NK.dtype == torch.int8
-    assert quantised.scale_N1.dtype == torch.float32
-    assert quantised.scale_N1.shape == (shape[0], 1)
+    assert quantised.scale.dtype == torch.float32
+    assert quantised.scale.shape == (shape[0], 1)
     assert np.array_equal(quantised.codes_NK.numpy(), codes_NK)
-    assert np.array_equal(quantised.scale_N1.numpy(), scale_N1)
+    assert np.array_equal(quantised.scale.numpy(), scale_N1)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -78,7 +79,7 @@ def test_codes_are_the_exact_quotient_but_for_ties() -> None:
     """
     weight_NK = random_weight((256, 999), dtype=torch.float32)
     quantised = quantise_int8(weight_NK)
-    exact_NK = weight_NK.double() / quantised.scale_N1.double()
+    exact_NK = weight_NK.double() / quantised.scale.double()
     off_NK = (quantised.codes_NK.double() - exact_NK.round()).abs()
     beside_a_half_NK = ((exact_NK - exact_NK.floor()) - 0.5).abs() <= 127 * 2.0**-23
     assert float(off_NK.max()) <= 1
@@ -96,7 +97,7 @@ def test_zero_rows_have_scale_and_codes_zero(dtype: torch.dtype) -> None:
     weight_NK = random_weight((5, 40), dtype=dtype)
     weight_NK[[1, 4]] = 0
     quantised = quantise_int8(weight_NK)
-    assert (quantised.scale_N1.squeeze(1) == 0).tolist() == [False, True, False, False, True]
+    assert (quantised.scale.squeeze(1) == 0).tolist() == [False, True, False, False, True]
     assert not bool(quantised.codes_NK[[1, 4]].any())
     assert not bool(dequantise_int8(quantised)[[1, 4]].any())
     assert_within_bound(weight_NK, quantised)
@@ -113,7 +114,7 @@ def test_rows_of_denormals_stay_finite_and_keep_their_signs() -> None:
 def test_a_scale_that_underflows_is_a_zero_row() -> None:
     smallest = 2.0**-149
     quantised = quantise_int8(torch.tensor([[smallest, -smallest, 0.0]]))
-    assert quantised.scale_N1.tolist() == [[0.0]]
+    assert quantised.scale.tolist() == [[0.0]]
     assert quantised.codes_NK.tolist() == [[0, 0, 0]]
 
 
@@ -162,7 +163,7 @@ def test_a_shard_of_rows_gives_the_shard_of_codes() -> None:
     for num_ranks in (2, 3, 16, 48):
         parts = [quantise_int8(part) for part in weight_NK.chunk(num_ranks)]
         assert torch.equal(torch.cat([part.codes_NK for part in parts]), whole.codes_NK)
-        assert torch.equal(torch.cat([part.scale_N1 for part in parts]), whole.scale_N1)
+        assert torch.equal(torch.cat([part.scale for part in parts]), whole.scale)
 
 
 @pytest.mark.parametrize("chunk_elements", [1, 99, 100, 101, 250, 700, 10**6])
@@ -173,7 +174,7 @@ def test_chunks_do_not_change_the_result(chunk_elements: int, monkeypatch: pytes
     monkeypatch.setattr(codec, "CHUNK_ELEMENTS", chunk_elements)
     quantised = quantise_int8(weight_NK)
     assert np.array_equal(quantised.codes_NK.numpy(), codes_NK)
-    assert np.array_equal(quantised.scale_N1.numpy(), scale_N1)
+    assert np.array_equal(quantised.scale.numpy(), scale_N1)
 
 
 def test_strides_do_not_change_the_result() -> None:
@@ -181,7 +182,7 @@ def test_strides_do_not_change_the_result() -> None:
     whole = quantise_int8(weight_NK)
     transposed = quantise_int8(weight_NK.t().contiguous().t())
     assert torch.equal(transposed.codes_NK, whole.codes_NK)
-    assert torch.equal(transposed.scale_N1, whole.scale_N1)
+    assert torch.equal(transposed.scale, whole.scale)
     every_other = quantise_int8(weight_NK[::2])
     assert torch.equal(every_other.codes_NK, whole.codes_NK[::2])
     sliced_NK = torch.cat([weight_NK, weight_NK * 1000], dim=1)[:, :60]
@@ -201,7 +202,7 @@ def test_quantising_twice_gives_the_same_codes() -> None:
     first = quantise_int8(weight_NK)
     second = quantise_int8(dequantise_int8(first))
     assert torch.equal(second.codes_NK, first.codes_NK)
-    assert torch.allclose(second.scale_N1, first.scale_N1, rtol=2.0**-22, atol=0)
+    assert torch.allclose(second.scale, first.scale, rtol=2.0**-22, atol=0)
 
 
 def bit_patterns(dtype: torch.dtype, *, bits: int) -> st.SearchStrategy[torch.Tensor]:
@@ -229,7 +230,7 @@ def test_any_finite_weight(weight_NK: torch.Tensor) -> None:
     quantised = quantise_int8(weight_NK)
     codes_NK, scale_N1 = reference_float32(weight_NK)
     assert np.array_equal(quantised.codes_NK.numpy(), codes_NK)
-    assert np.array_equal(quantised.scale_N1.numpy(), scale_N1)
+    assert np.array_equal(quantised.scale.numpy(), scale_N1)
     assert int(quantised.codes_NK.min()) >= -127
     assert_within_bound(weight_NK, quantised)
 
@@ -239,4 +240,4 @@ def test_any_finite_weight(weight_NK: torch.Tensor) -> None:
 def test_negating_a_weight_negates_its_codes(weight_NK: torch.Tensor) -> None:
     one, other = quantise_int8(weight_NK), quantise_int8(-weight_NK)
     assert torch.equal(one.codes_NK, -other.codes_NK)
-    assert torch.equal(one.scale_N1, other.scale_N1)
+    assert torch.equal(one.scale, other.scale)

@@ -13,8 +13,8 @@ from test_codec import DTYPES, WEIGHTS, random_weight
 
 from appliance.errors import NumericsError
 from appliance.quant import codec
-from appliance.quant.codec import dequantise, quantise, quantise_tokens, weight_absmax
-from appliance.quant.codec_fp8 import Fp8Weight, quantise_fp8_tokens
+from appliance.quant.codec import QuantisedWeight, dequantise, quantise, quantise_tokens, weight_absmax
+from appliance.quant.codec_fp8 import quantise_fp8_tokens
 from appliance.terms.schemes import Scheme
 
 FP8 = (Scheme.FP8, Scheme.FP8_CHANNEL, Scheme.FP8_BLOCK)
@@ -73,7 +73,9 @@ def reference(values_NK: torch.Tensor, *, scheme: Scheme, tokens: bool = False) 
     return round_to_e4m3(x_NK), scale
 
 
-def assert_is_reference(values_NK: torch.Tensor, quantised: Fp8Weight, *, scheme: Scheme, tokens: bool = False) -> None:
+def assert_is_reference(
+    values_NK: torch.Tensor, quantised: QuantisedWeight, *, scheme: Scheme, tokens: bool = False
+) -> None:
     codes_NK, scale = reference(values_NK, scheme=scheme, tokens=tokens)
     assert quantised.codes_NK.dtype == torch.float8_e4m3fn
     assert quantised.scale.dtype == torch.float32
@@ -83,7 +85,7 @@ def assert_is_reference(values_NK: torch.Tensor, quantised: Fp8Weight, *, scheme
     assert np.array_equal(quantised.codes_NK.float().numpy(), codes_NK)
 
 
-def assert_within_bound(values_NK: torch.Tensor, quantised: Fp8Weight) -> None:
+def assert_within_bound(values_NK: torch.Tensor, quantised: QuantisedWeight) -> None:
     """The bound of the codec's docstring, in float64, for scales of at least 2^-117."""
     shape = tuple(values_NK.shape)
     scale_NK = torch.from_numpy(spread(quantised.scale.double().numpy(), block=quantised.block, shape=shape))

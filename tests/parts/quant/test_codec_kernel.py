@@ -20,8 +20,8 @@ def assert_identical(weight_NK: torch.Tensor) -> None:
     from appliance.engine.int8 import quantise_for_kernel
 
     found, wanted = quantise_for_kernel(weight_NK), quantise_int8(weight_NK)
-    assert found.scale_N1.shape == wanted.scale_N1.shape
-    assert torch.equal(found.scale_N1, wanted.scale_N1)
+    assert found.scale.shape == wanted.scale.shape
+    assert torch.equal(found.scale, wanted.scale)
     assert torch.equal(found.codes_NK, wanted.codes_NK)
 
 
@@ -111,7 +111,7 @@ def test_a_shard_of_columns_with_the_absmax_of_whole_rows(dtype: torch.dtype) ->
     whole = quantise_int8(weight_NK)
     absmax_N1 = weight_NK.abs().amax(dim=1, keepdim=True).float()
     for rank, shard_NK in enumerate(weight_NK.chunk(4, dim=1)):
-        found = quantise_for_kernel(shard_NK, absmax_N1=absmax_N1)
-        assert torch.equal(found.scale_N1, whole.scale_N1)
+        found = quantise_for_kernel(shard_NK, absmax=absmax_N1)
+        assert torch.equal(found.scale, whole.scale)
         assert torch.equal(found.codes_NK, whole.codes_NK.chunk(4, dim=1)[rank])
         assert found.codes_NK.is_contiguous()

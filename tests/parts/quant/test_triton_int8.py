@@ -21,9 +21,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def assert_same(weight_NK: torch.Tensor, *, absmax_N1: torch.Tensor | None = None) -> None:
     """The reference runs on the CPU: its float operations are IEEE's, whatever the device."""
     absmax = None if absmax_N1 is None else absmax_N1.to(DEVICE)
-    found = quantise_int8_triton(weight_NK.to(DEVICE), absmax_N1=absmax)
-    wanted = quantise_int8(weight_NK, absmax_N1=absmax_N1)
-    assert torch.equal(found.scale_N1.cpu().view(torch.int32), wanted.scale_N1.view(torch.int32))
+    found = quantise_int8_triton(weight_NK.to(DEVICE), absmax=absmax)
+    wanted = quantise_int8(weight_NK, absmax=absmax_N1)
+    assert torch.equal(found.scale.cpu().view(torch.int32), wanted.scale.view(torch.int32))
     assert torch.equal(found.codes_NK.cpu(), wanted.codes_NK)
 
 
@@ -48,7 +48,7 @@ def test_kernel_equals_codec_on_every_bfloat16() -> None:
 def test_kernel_takes_the_scale_of_the_whole_row() -> None:
     torch.manual_seed(0)
     whole_NK = torch.randn(16, 512).to(torch.bfloat16)
-    assert_same(whole_NK[:, :256].contiguous(), absmax_N1=whole_NK.abs().amax(dim=1, keepdim=True).float())
+    assert_same(whole_NK[:, :256].contiguous(), absmax=whole_NK.abs().amax(dim=1, keepdim=True).float())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
