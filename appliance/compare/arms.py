@@ -184,7 +184,7 @@ def has_result(record: RunRecord) -> bool:
     return record.state is RunStatus.DONE or record.exit_code == GuardStop.exit_code
 
 
-def go_on(run: PlannedRun) -> PlannedRun | None:
+def resumed_run(run: PlannedRun) -> PlannedRun | None:
     """The run from its newest whole checkpoint, or None where it has none. Raises as find_start and refuse_misfit."""
     target = Target(run.run_dir, read_record(run.run_dir))
     start = find_start(target)

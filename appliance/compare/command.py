@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from appliance import console
-from appliance.compare.arms import Existing, PlannedRun, go_on, look, plan_runs, refuse_other_commit, set_aside
+from appliance.compare.arms import Existing, PlannedRun, look, plan_runs, refuse_other_commit, resumed_run, set_aside
 from appliance.compare.file import load_comparison
 from appliance.compare.judge import judge
 from appliance.compare.results import busy_share, note_busy, read_result, validate_models
@@ -88,7 +88,7 @@ def _ready(run: PlannedRun, *, found: Existing) -> PlannedRun:
     """The run as it is to be started: from its newest whole checkpoint, or anew, with what is in its way set aside."""
     if found is Existing.NOTHING:
         return run
-    resumed = go_on(run) if found is Existing.UNFINISHED else None
+    resumed = resumed_run(run) if found is Existing.UNFINISHED else None
     if resumed is not None and resumed.resume is not None:
         console.say(f"{run.label}: goes on after step {resumed.resume.step}")
         return resumed

@@ -93,7 +93,7 @@ def replica_of_process() -> int:
 def attest_rollout_worker(model: Module, *, vllm_config: Any, rank: int) -> None:
     """Write `attest/rollout-<replica>-<rank>.json`. Outside a run of ours (no plan named) there is nothing to write to.
 
-    rank: within the engine (tensor parallel). The attested rank counts over replicas: replica * tensor_parallel + rank.
+    rank: within the engine (tensor parallel). The attested rank counts over replicas.
     Raises EngineError, outside a run too, where the model is not what the settings say.
     """
     require_ignored_layers(model, vllm_config.quant_config)
@@ -106,7 +106,7 @@ def attest_rollout_worker(model: Module, *, vllm_config: Any, rank: int) -> None
         Attestation(
             process=f"rollout-{replica}-{rank}",
             role="rollout",
-            rank=replica * vllm_config.parallel_config.tensor_parallel_size + rank,
+            rank=plan.topology.rollout_rank(replica, rank=rank),
             scheme=str(live.scheme),
             emulated=live.emulated,
             patches=tuple(patch.applied()),

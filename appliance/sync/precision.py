@@ -80,7 +80,7 @@ def attestations_at(plan: RunPlan, precision: Precision) -> tuple[ExpectedAttest
     def at(expected: ExpectedAttestation) -> ExpectedAttestation:
         if expected.role != "rollout":
             return expected
-        told = quantisation_at(plan.rollout.replicas[expected.rank // plan.rollout.tensor_parallel], precision)
+        told = quantisation_at(plan.rollout.replicas[plan.topology.engine_of(expected.rank)], precision)
         return expected.replace(scheme=told.scheme, emulated=told.emulated)
 
     return tuple(at(expected) for expected in plan.attestations)

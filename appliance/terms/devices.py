@@ -178,3 +178,10 @@ class Topology:
     def data_parallel(self) -> int:
         """Shares of a mini-batch, at least 1: what does not divide is refused."""
         return max(1, self.gpus // self.sequence_parallel)
+
+    def rollout_rank(self, engine: int, *, rank: int) -> int:
+        """Counted over all engines. rank: within the engine."""
+        return engine * self.tensor_parallel + rank
+
+    def engine_of(self, rollout_rank: int) -> int:
+        return rollout_rank // self.tensor_parallel

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from appliance.compare import command, results
-from appliance.compare.arms import Existing, PlannedRun, go_on, look, plan_runs, set_aside
+from appliance.compare.arms import Existing, PlannedRun, look, plan_runs, resumed_run, set_aside
 from appliance.compare.command import _ready
 from appliance.compare.file import load_comparison
 from appliance.compare.results import Job, busy_share, note_busy, read_final, read_result, validate_models, write_final
@@ -74,7 +74,7 @@ def test_a_folder_that_is_no_run_is_not_taken_for_one(planned: list[PlannedRun])
 def test_a_run_without_a_whole_checkpoint_is_done_again(planned: list[PlannedRun]) -> None:
     end(planned[0], state=RunStatus.STOPPED, code=130)
     (planned[0].run_dir / "checkpoints" / "global_step_3").mkdir(parents=True)  # no manifest: not whole
-    assert go_on(planned[0]) is None
+    assert resumed_run(planned[0]) is None
 
 
 def test_a_run_whose_disk_of_checkpoints_is_gone_is_not_done_again(planned: list[PlannedRun]) -> None:

@@ -17,6 +17,11 @@ BOUNDARIES = {
     *("trainer.engines", "trainer.entry", "trainer.fit", "trainer.rewards"),
 }
 VAGUE = re.compile(r"(?i)utils?$|helper|manager$")
+SAID_NOTHING = {"watched", "governed", "go_on", "seal", "keeper", "ahead", "pays", "said_failures"}
+OF_A_TOPOLOGY = {
+    *("nodes", "gpus_per_node", "gpus", "world_size", "engines", "replica", "replicas", "rank"),
+    *("tensor_parallel", "tensor_parallel_size", "sequence_parallel", "data_parallel"),
+}
 UNFINISHED = re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME)\b")
 OF_ONE_MACHINE = re.compile(r"(?<![\w.}])/(?:home|root|Users|work)/\w")
 
@@ -108,6 +113,37 @@ def test_names_say_what_a_thing_is(modules: dict[str, ast.Module]) -> None:
     }
     names = defined | {module: module.rpartition(".")[2] for module in modules}
     assert {place for place, name in names.items() if VAGUE.search(name)} == set()
+
+
+def test_no_name_is_one_that_said_nothing(modules: dict[str, ast.Module]) -> None:
+    """Of files, classes and functions; `seal` is what a function does to a checkpoint."""
+    defined = {
+        f"{module}.{node.name}": node.name.strip("_")
+        for module, tree in modules.items()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name != "seal"
+    }
+    names = defined | {module: module.rpartition(".")[2] for module in modules}
+    assert {place for place, name in names.items() if name in SAID_NOTHING} == set()
+
+
+def test_the_ranks_of_a_topology_are_computed_in_one_place(modules: dict[str, ast.Module]) -> None:
+    """What nodes, GPUs and shares of them come to together: `Topology`. Divisibility and bytes a node are others'."""
+    wrong = [
+        f"{module}: {ast.unparse(node)}"
+        for module, tree in modules.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.FloorDiv)
+        if module != "terms.devices" and {named(node.left), named(node.right)} <= OF_A_TOPOLOGY
+    ]
+    assert wrong == []
+
+
+def named(node: ast.expr) -> str:
+    """The last part of a name, also where its length is meant."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "len":
+        return named(node.args[0])
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 def test_nothing_is_unfinished_or_bound_to_one_machine(root: Path) -> None:
