@@ -1,6 +1,4 @@
 """FlashRL's way to a profile: a BF16 checkpoint and a W8A8 checkpoint of the same model tell what smoothed the donor.
-FlashRL's own file of it, already out of its pickle, is taken over: `python -m appliance.quant.donor SCALES SOURCE
-FOLDER` writes the profile of what was in it, with problems as lines on stderr.
 
 Legend: N output and K input channels of a linear, q its int8 codes, c_n its channel scale, w the BF16 weight.
 
@@ -19,32 +17,19 @@ taken anew from the weights at every sync, as those of a donor no longer fit whe
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from appliance.errors import ApplianceError, RecipeError
+from appliance.errors import RecipeError
 from appliance.quant.checkpoint import Checkpoint
-from appliance.quant.profile import (
-    INPUT_SCALE,
-    OUTPUT_SCALE,
-    Origin,
-    Profile,
-    Settings,
-    Smoothing,
-    SmoothingGroup,
-    power_of_two,
-    write_profile,
-)
+from appliance.quant.profile import Origin, Profile, Settings, Smoothing, SmoothingGroup, power_of_two
 from appliance.terms.families import LLAMA_NORMS
 from appliance.terms.schemes import Scheme
 
 _LINEARS = (*(reader for readers in LLAMA_NORMS.values() for reader in readers), "self_attn.o_proj", "mlp.down_proj")
-_NORM_WEIGHTS = tuple(f"{norm}.weight" for norm in LLAMA_NORMS)
 _LAYER = re.compile(r"(model\.layers\.\d+\.)input_layernorm\.weight")
 _LARGEST_RESIDUAL = 0.1  # |codes - predicted| / |codes|; rounding alone gives below 0.02, GPTQ below 0.05
 _MOST_PROBLEMS = 10
@@ -169,44 +154,3 @@ def _refuse(problems: list[str], *, model: Path, donor: Path) -> None:
     more = [f"and {len(problems) - _MOST_PROBLEMS} more"] if len(problems) > _MOST_PROBLEMS else []
     hint = f"{donor} must be a W8A8 checkpoint (compressed-tensors, int8, per channel, symmetric) of {model}"
     raise RecipeError([(f"--quantized: {each}", hint) for each in (*problems[:_MOST_PROBLEMS], *more)])
-
-
-def from_flashrl(scales: Path, *, source: str) -> Profile:
-    """scales: safetensors with `input_scale.<parameter>` and `output_scale.<parameter>`, flat, 1.0 left out.
-
-    source: how the pickle was called.  Raises RecipeError when no norm's ratio is in it, or one is not positive.
-    """
-    parts: dict[str, dict[str, Tensor]] = {INPUT_SCALE: {}, OUTPUT_SCALE: {}}
-    with safe_open(scales, framework="pt") as tensors:
-        for key in tensors.keys():  # noqa: SIM118 - the handle is no mapping
-            prefix = f"{key.partition('.')[0]}."
-            parts[prefix][key.removeprefix(prefix)] = tensors.get_tensor(key)
-    norms = {name: ratio_K for name, ratio_K in parts[INPUT_SCALE].items() if name.endswith(_NORM_WEIGHTS)}
-    if not norms:
-        problem = f"{source}: has no scale of a norm ({' or '.join(_NORM_WEIGHTS)})"
-        raise RecipeError([(problem, "FlashRL's int8 profiles are of Llama- and Qwen-like models")])
-    bad = [name for name, ratio_K in norms.items() if not bool(((ratio_K > 0) & torch.isfinite(ratio_K)).all())]
-    if bad:
-        raise RecipeError([(f"{source}: {name}: a scale is not positive", "make the profile again") for name in bad])
-    return Profile(
-        origin=Origin(kind="flashrl", model="", donor=source),
-        scheme=Scheme.INT8,
-        settings=Settings(strength=0.0),
-        smoothing=smoothing_of_norms(norms),
-        input_scales=parts[INPUT_SCALE],
-        output_scales=parts[OUTPUT_SCALE],
-    )
-
-
-def main(arguments: list[str]) -> int:
-    scales, source, folder = arguments
-    try:
-        write_profile(from_flashrl(Path(scales), source=source), folder=Path(folder))
-    except ApplianceError as error:
-        sys.stderr.write(f"{error.message}\n")
-        return error.exit_code
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -10,7 +10,6 @@ from fuzz_surface import attempt
 
 from appliance import cli, console
 from appliance.errors import EngineError, RecipeError
-from appliance.profile import unpickle
 from appliance.quant.files import read_file_header, tensor_shapes
 from appliance.recipe import library
 from appliance.recipe.load import load_recipe
@@ -19,6 +18,7 @@ from appliance.record.events import first_failure, parse_event, parse_metrics
 from appliance.record.session import read_record
 from appliance.tasks.built_in import dapo_math, gsm8k
 from appliance.terms.shapes import read_shape
+from flashrl_compat import unpickle
 from flashrl_compat.variables import read_variables
 
 

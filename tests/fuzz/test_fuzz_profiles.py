@@ -21,7 +21,6 @@ from safetensors.torch import save
 
 from appliance.errors import RecipeError
 from appliance.preflight.inputs import profile_problem
-from appliance.profile import unpickle
 from appliance.profile.command import table
 from appliance.quant.files import HEADER_KEY, PROFILE_FILE, read_file_header
 from appliance.quant.profile import (
@@ -37,6 +36,7 @@ from appliance.quant.profile import (
 )
 from appliance.record.plan import ProfilePlan
 from appliance.terms.schemes import Scheme
+from flashrl_compat import unpickle
 
 NORM = "model.layers.0.input_layernorm.weight"
 GOOD = Profile(

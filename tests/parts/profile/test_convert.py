@@ -16,10 +16,10 @@ from profiles import read_profile
 from safetensors.torch import load, save_file
 
 from appliance.errors import RecipeError
-from appliance.profile import unpickle
 from appliance.profile.command import reader_environment
-from appliance.quant.donor import from_flashrl
 from appliance.quant.profile import fold, load_smoothing
+from flashrl_compat import unpickle
+from flashrl_compat.profile_file import from_flashrl
 
 ORDINARY = 1000  # a user that is not root
 NORM, QUERY = "model.layers.0.input_layernorm.weight", "model.layers.0.self_attn.q_proj.weight"
@@ -131,7 +131,7 @@ def test_a_profile_without_a_norm_is_refused(tmp_path: Path) -> None:
 TRIED = """
 import os, socket, sys, torch
 from pathlib import Path
-from appliance.profile import unpickle
+from flashrl_compat import unpickle
 room, own, user = sys.argv[1:]
 unpickle._warm_up()
 server = socket.create_server(("127.0.0.1", 0))

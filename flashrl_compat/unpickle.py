@@ -1,4 +1,4 @@
-"""Reads FlashRL's `profile.pt`, a pickle, where it can do no harm: `appliance.profile.unpickle FILE OUT ROOM`.
+"""Reads FlashRL's `profile.pt`, a pickle, where it can do no harm: `flashrl_compat.unpickle FILE OUT ROOM`.
 
 Everything is imported and every file is open before the pickle is looked at. Then this process gives up what it has:
 its network where the host allows it, its user (nobody, when it was root), its groups, new privileges for ever, memory,
