@@ -12,10 +12,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from appliance.errors import ApplianceError, RecipeError
-from appliance.quant.donor import smoothing_of_norms
 from appliance.quant.profile import INPUT_SCALE, OUTPUT_SCALE, Origin, Profile, Settings, write_profile
 from appliance.terms.families import LLAMA_NORMS
 from appliance.terms.schemes import Scheme
+from flashrl_compat.donor import smoothing_of_norms
 
 _NORM_WEIGHTS = tuple(f"{norm}.weight" for norm in LLAMA_NORMS)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -23,9 +24,8 @@ from appliance.profile.job import (
     place_profile,
 )
 from appliance.quant.calibrate import calibrate
-from appliance.quant.donor import recover
 from appliance.quant.files import PROFILE_FILE
-from appliance.quant.profile import Origin, Settings, write_profile
+from appliance.quant.profile import Origin, Profile, Settings, write_profile
 from appliance.record.attestations import version_of
 from appliance.record.events import append_event, exit_code_of
 from appliance.record.liveness import keep_stacks
@@ -35,10 +35,34 @@ _PHASE = "profile"
 _VERSIONS = ("flashrl-appliance", "torch", "transformers", "safetensors")
 
 
-def make_profile(job: ProfileJob) -> Path:
-    """The folder with the job's profile: found in the cache, or made. Raises what `calibrate` and `recover` raise."""
+def calibrated(job: ProfileJob, folder: Path, origin: Origin) -> Profile:
+    def report(done: int, total: int) -> None:
+        note = f"layer {done} of {total}"
+        append_event(Path(job.report_dir), kind="progress", what=_PHASE, done=done, total=total, note=note)
+
+    return calibrate(
+        folder,
+        sequences=read_sequences(job, folder=folder),
+        scheme=job.scheme,
+        settings=Settings(**job.model_dump(include={each.name for each in dataclasses.fields(Settings)})),
+        origin=origin,
+        on_layer=report,
+    )
+
+
+ProfileOf = Callable[[ProfileJob, Path, Origin], Profile]  # folder: of the model
+
+
+def run(job: ProfileJob, *, profile_of: ProfileOf = calibrated) -> int:
+    """The exit code of the job's child."""
+    keep_stacks(_PHASE)
+    return exit_code_of(lambda: make_profile(job, profile_of=profile_of), run_dir=Path(job.report_dir))
+
+
+def make_profile(job: ProfileJob, *, profile_of: ProfileOf = calibrated) -> Path:
+    """The folder with the job's profile: found in the cache, or made. Raises what `profile_of` raises."""
     append_event(Path(job.report_dir), kind="phase", what=_PHASE)
-    found = find_profile(job) or _make(job)
+    found = find_profile(job) or _make(job, profile_of=profile_of)
     folder = Path(job.target or found)
     if job.target:
         place_profile(found, target=folder)
@@ -46,7 +70,7 @@ def make_profile(job: ProfileJob) -> Path:
     return folder
 
 
-def _make(job: ProfileJob) -> Path:
+def _make(job: ProfileJob, *, profile_of: ProfileOf) -> Path:
     folder = model_folder(job.model, revision=job.revision)
     key, model_hash, data_hash = key_of(job, folder=folder)
     target = cache_folder(job, key=key)
@@ -61,22 +85,7 @@ def _make(job: ProfileJob) -> Path:
         donor=job.donor,
         versions={name: version_of(name) for name in _VERSIONS},
     )
-
-    def report(done: int, total: int) -> None:
-        note = f"layer {done} of {total}"
-        append_event(Path(job.report_dir), kind="progress", what=_PHASE, done=done, total=total, note=note)
-
-    if job.donor:
-        profile = recover(folder, donor=Path(job.donor), scheme=job.scheme, origin=origin)
-    else:
-        profile = calibrate(
-            folder,
-            sequences=read_sequences(job, folder=folder),
-            scheme=job.scheme,
-            settings=Settings(**job.model_dump(include={each.name for each in dataclasses.fields(Settings)})),
-            origin=origin,
-            on_layer=report,
-        )
+    profile = profile_of(job, folder, origin)
     with whole_folder(target, others_count=True) as made:
         write_profile(profile, folder=made)
     return target
@@ -108,10 +117,9 @@ def _tokens(row: dict, *, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def main(arguments: list[str]) -> int:
-    keep_stacks(_PHASE)
     kind, path = arguments[0], Path(arguments[1])
     job = job_of_run(read_plan(path)) if kind == "--plan" else ProfileJob.model_validate_json(path.read_bytes())
-    return exit_code_of(lambda: make_profile(job), run_dir=Path(job.report_dir))
+    return run(job)
 
 
 if __name__ == "__main__":

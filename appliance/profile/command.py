@@ -52,6 +52,7 @@ CONFIG_FILE = "quantization.yaml"
 CHILD_MODULE = "appliance.profile.child"
 _COMMAND = "profile"
 _WORST_LAYERS = 8
+_DONOR = "flashrl_compat.donor"
 _READER, _WRITER = "flashrl_compat.unpickle", "flashrl_compat.profile_file"  # of FlashRL's file, and of what was in it
 _REFUSED = RecipeError.exit_code  # of a child that did not like the file
 _READER_TIMEOUT_S = 300.0
@@ -313,7 +314,8 @@ def _run(job: ProfileJob, *, env: dict[str, str]) -> Path:
                 elif event is not None and event.kind == _COMMAND:
                     left.append(Path(event.what))
 
-        module = [CHILD_MODULE, "--job", str(folder / "job.json")]
+        job_file = str(folder / "job.json")
+        module = [_DONOR, job_file] if job.donor else [CHILD_MODULE, "--job", job_file]
         run_child(module, command=_COMMAND, folder=folder, env=env, tick=tick)
     return left[-1]
 

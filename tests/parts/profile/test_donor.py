@@ -15,9 +15,9 @@ from tiny_models import tiny
 from torch import Tensor
 
 from appliance.errors import RecipeError
-from appliance.quant.donor import predicted_codes, recover
 from appliance.quant.profile import Origin, Profile
 from appliance.terms.schemes import Scheme
+from flashrl_compat.donor import predicted_codes, recover
 
 ORIGIN = Origin(kind="donor", model="tiny")
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")

@@ -15,14 +15,12 @@ from appliance.terms.schemes import SPECS, Scheme
 
 ROOM = Path(appliance.__file__).parent
 QUANTISED = [scheme for scheme in Scheme if scheme.quantised]
-# What is of one scheme by its nature: its codec, its method and proof; FlashRL's names, files and donors; an experiment
-# in INT8; what `auto` prefers.
+# What is of one scheme by its nature: its codec, its method and proof; an experiment in INT8; what `auto` prefers.
 OF_ONE_SCHEME = {
     "compare/degraded_profile.py",
     "engine/fp8.py",
     "engine/fp8_proof.py",
     "quant/codec_int8.py",
-    "quant/donor.py",
     "report/summary.py",
     "terms/devices.py",
     "terms/schemes.py",

@@ -1,4 +1,5 @@
 """FlashRL's way to a profile: a BF16 checkpoint and a W8A8 checkpoint of the same model tell what smoothed the donor.
+`python -m flashrl_compat.donor JOB` makes it, as `appliance.profile.child` makes one by calibration.
 
 Legend: N output and K input channels of a linear, q its int8 codes, c_n its channel scale, w the BF16 weight.
 
@@ -17,6 +18,7 @@ taken anew from the weights at every sync, as those of a donor no longer fit whe
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -24,6 +26,8 @@ import torch
 from torch import Tensor
 
 from appliance.errors import RecipeError
+from appliance.profile.child import run
+from appliance.profile.job import ProfileJob
 from appliance.quant.checkpoint import Checkpoint
 from appliance.quant.profile import Origin, Profile, Settings, Smoothing, SmoothingGroup, power_of_two
 from appliance.terms.families import LLAMA_NORMS
@@ -154,3 +158,11 @@ def _refuse(problems: list[str], *, model: Path, donor: Path) -> None:
     more = [f"and {len(problems) - _MOST_PROBLEMS} more"] if len(problems) > _MOST_PROBLEMS else []
     hint = f"{donor} must be a W8A8 checkpoint (compressed-tensors, int8, per channel, symmetric) of {model}"
     raise RecipeError([(f"--quantized: {each}", hint) for each in (*problems[:_MOST_PROBLEMS], *more)])
+
+
+def _of_job(job: ProfileJob, folder: Path, origin: Origin) -> Profile:
+    return recover(folder, donor=Path(job.donor), scheme=job.scheme, origin=origin)
+
+
+if __name__ == "__main__":
+    sys.exit(run(ProfileJob.model_validate_json(Path(sys.argv[1]).read_bytes()), profile_of=_of_job))
