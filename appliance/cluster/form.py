@@ -25,6 +25,7 @@ from appliance.preflight.access import check_token, make_token
 from appliance.preflight.inputs import model_shape
 from appliance.record.events import append_event
 from appliance.record.plan import ClusterPlan, RunPlan
+from appliance.terms.devices import Topology
 from appliance.terms.environment import PLAN_VARIABLE, RAY_DIR_VARIABLE, RAY_OWN, RUN_VARIABLE, ray_node_env
 
 RETURNS_WITHIN_S = 45.0  # with the seconds that Ray takes to see a killed node, less than a minute
@@ -55,20 +56,12 @@ class Node:
         return f"{self.name} ({self.address})"
 
 
-@dataclass(frozen=True)
-class Needed:
-    """nodes with gpus_per_node GPUs each."""
-
-    nodes: int
-    gpus_per_node: int
-
-
-def useful(nodes: Sequence[Node], needed: Needed) -> list[Node]:
+def useful(nodes: Sequence[Node], needed: Topology) -> list[Node]:
     """Those with the GPUs that one node of the training needs."""
     return [node for node in nodes if node.gpus >= needed.gpus_per_node]
 
 
-def missing(nodes: Sequence[Node], needed: Needed) -> str:
+def missing(nodes: Sequence[Node], needed: Topology) -> str:
     """What is there and what is not, as one line."""
     have = len(useful(nodes, needed))
     gpus = "a GPU" if needed.gpus_per_node == 1 else f"{needed.gpus_per_node} GPUs"
@@ -95,7 +88,7 @@ class Roll:
 
 
 def call(
-    roll: Roll, now: Sequence[Node], *, deaths: Mapping[str, str], needed: Needed, at: float
+    roll: Roll, now: Sequence[Node], *, deaths: Mapping[str, str], needed: Topology, at: float
 ) -> tuple[Roll, list[str]]:
     """The roll after one more look, and a line about each who came or went.
 
@@ -135,7 +128,7 @@ class Cluster:
 
     def wait(self, *, wait_s: float) -> None:
         """Until the nodes are there that the plan needs, each said as it comes and goes. Raises PreflightError."""
-        needed = Needed(self._plan.nodes, self._plan.gpus_per_node)
+        needed = self._plan.topology
         deadline, roll = time.monotonic() + wait_s, Roll()
         while True:
             now, deaths = look_around()

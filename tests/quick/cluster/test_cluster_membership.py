@@ -11,13 +11,14 @@ import pytest
 from plans import make_plan
 
 from appliance.cluster import form
-from appliance.cluster.form import RETURNS_WITHIN_S, Cluster, Needed, Node, Roll, call, missing, not_among, useful
+from appliance.cluster.form import RETURNS_WITHIN_S, Cluster, Node, Roll, call, missing, not_among, useful
 from appliance.errors import PreflightError
+from appliance.terms.devices import Topology
 
 HEAD = Node("a", "alpha", "10.0.0.1", gpus=8)
 OTHER = Node("b", "beta", "10.0.0.2", gpus=8)
 SMALL = Node("c", "gamma", "10.0.0.3", gpus=2)
-NEEDED = Needed(nodes=2, gpus_per_node=8)
+NEEDED = Topology(nodes=2, gpus_per_node=8, tensor_parallel=1, sequence_parallel=1)
 
 
 def test_gpus_count_and_not_nodes() -> None:
@@ -28,7 +29,7 @@ def test_gpus_count_and_not_nodes() -> None:
 def test_what_is_missing_names_nodes_that_are_too_small() -> None:
     assert missing([HEAD], NEEDED) == "1 of 2 nodes with 8 GPUs"
     assert missing([HEAD, SMALL], NEEDED) == "1 of 2 nodes with 8 GPUs (gamma has 2)"
-    assert missing([], Needed(nodes=2, gpus_per_node=1)) == "0 of 2 nodes with a GPU"
+    assert missing([], dataclasses.replace(NEEDED, gpus_per_node=1)) == "0 of 2 nodes with a GPU"
 
 
 def test_joined_and_left_are_told_by_id() -> None:
