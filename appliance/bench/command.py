@@ -27,7 +27,7 @@ from appliance.preflight.probes import read_host
 from appliance.preflight.report import commit_for
 from appliance.recipe.schema import Recipe
 from appliance.record.plan import RunPlan
-from appliance.terms.devices import CPU, PAYS_FROM, gpu_of_product, why_not
+from appliance.terms.devices import CPU, PAYS_FROM, why_not
 from appliance.terms.environment import PLAN_VARIABLE, THREADS_VARIABLE
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
@@ -166,7 +166,7 @@ def _why_not_kept(key: ResultKey, *, device: str, host: HostFacts, job: Job) -> 
         return "quantization.ignore leaves layers in BF16"
     if any(engine.lm_head_fp32 for engine in job.engines):
         return "rollout.lm_head_fp32 makes every engine another one"
-    if device != CPU and not any((gpu := gpu_of_product(each.product)) and gpu.name == device for each in host.gpus):
+    if device != CPU and not host.gpus_of(device):
         return f"it was not measured on `{device}`"
     return ""
 

@@ -32,7 +32,7 @@ from appliance.record.attestations import fingerprint, version_of
 from appliance.record.lines import STRICT, as_json, read
 from appliance.record.plan import RunPlan
 from appliance.record.session import RunRecord, RunStatus, read_record
-from appliance.terms.devices import CPU, gpu_of_product, why_not
+from appliance.terms.devices import CPU, why_not
 from appliance.terms.environment import NODE_VARIABLE, THREADS_VARIABLE
 from appliance.terms.shapes import ModelShape
 
@@ -194,21 +194,12 @@ def _device_problems(report: NodeReport, *, head: NodeReport, plan: RunPlan) -> 
             yield f"cannot run `{scheme}`: {reason}"
     if plan.device == CPU:
         return
-    fitting, of_the_head = _fitting(report, device=plan.device), _fitting(head, device=plan.device)
+    fitting, of_the_head = ([gpu.memory_bytes for gpu in each.facts.gpus_of(plan.device)] for each in (report, head))
     if len(fitting) < plan.gpus_per_node:
         have = ", ".join(each.product for each in report.facts.gpus) or "none"
         yield f"has {have}, the plan wants {plan.gpus_per_node} x `{plan.device}`"
     elif of_the_head and min(fitting) * 100 < min(of_the_head) * _ALIKE_PERCENT:
         yield f"has GPUs of {min(fitting) // _MIB} MiB, the head of {min(of_the_head) // _MIB}"
-
-
-def _fitting(report: NodeReport, *, device: str) -> list[int]:
-    """Memory of the GPUs of that kind, bytes."""
-    return [
-        each.memory_bytes
-        for each in report.facts.gpus
-        if (known := gpu_of_product(each.product)) is not None and known.name == device
-    ]
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)

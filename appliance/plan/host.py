@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from appliance.control_groups import UNLIMITED
+from appliance.terms.devices import gpu_of_product
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,10 @@ class HostFacts:
     processor: str = ""
     container: ContainerFacts | None = None
     limits: Limits = Limits()
+
+    def gpus_of(self, device: str) -> list[HostGpu]:
+        """Those of that kind. device: one of DEVICES."""
+        return [gpu for gpu in self.gpus if (known := gpu_of_product(gpu.product)) and known.name == device]
 
 
 DEFAULT_BASE = 6379  # Ray's own

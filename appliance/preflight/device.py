@@ -16,7 +16,7 @@ from appliance.plan.host import HostFacts
 from appliance.plan.memory import GIB, engine_share, gpu_ladder, host_bytes, moments
 from appliance.preflight.finding import Finding, Severity, error, warning
 from appliance.record.plan import RunPlan, Switching
-from appliance.terms.devices import CPU, PAYS_FROM, StoredResult, gpu_of_product, why_not
+from appliance.terms.devices import CPU, PAYS_FROM, StoredResult, why_not
 from appliance.terms.schemes import BLOCK, Scales
 from appliance.terms.shapes import ModelShape
 
@@ -30,13 +30,12 @@ _LONG_RESPONSE = 4096  # tokens; DAPO's are up to 20480, GSM8K's a few hundred
 def wanted(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
     if plan.device == CPU:
         return
-    fitting = [gpu for gpu in host.gpus if (known := gpu_of_product(gpu.product)) and known.name == plan.device]
     remedy = "run it there" + (", or try `--set cluster.device=cpu`" if plan.topology.gpus == 1 else "")
     if not host.gpus:
         if host.container is not None:  # judge_container names the flag
             return
         yield error("no-gpu", "cluster.device", f"`{plan.device}` is wanted, this host has no GPU", remedy)
-    elif len(fitting) < plan.gpus_per_node:
+    elif len(host.gpus_of(plan.device)) < plan.gpus_per_node:
         have = ", ".join(gpu.product for gpu in host.gpus)
         message = f"{plan.gpus_per_node} x `{plan.device}` wanted, this host has {have}"
         yield error("wrong-gpu", "cluster.device", message, remedy)
