@@ -23,9 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from appliance.errors import RecipeError
+from appliance.frozen import Frozen
 from appliance.recipe import library
 from appliance.recipe.load import Setting, read_option
 from appliance.recipe.messages import explain, shown
@@ -42,10 +43,8 @@ _GIVEN_ELSEWHERE = {
 Seed_ = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class _File(BaseModel):
+class _File(Frozen):
     """The keys and what they may hold; the settings in `set` and `arms` are read from the tree, with their lines."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     recipe: str = Field(min_length=1)
     set: Any = None

@@ -16,6 +16,7 @@ from appliance.files import whole_file, write_whole
 from appliance.frozen import Frozen
 from appliance.hub import MODEL_FILES, download_model
 from appliance.quant.files import PROFILE_FILE
+from appliance.record.checkpoints import hash_file
 from appliance.record.liveness import Heartbeat
 from appliance.record.plan import RunPlan
 from appliance.terms.schemes import Scheme
@@ -111,8 +112,7 @@ def file_hash(file: Path, *, cache_dir: Path) -> str:
     name, state = str(file.resolve()), [now.st_size, now.st_mtime_ns]
     if name in known and known[name][:2] == state:
         return known[name][2]
-    with file.open("rb") as opened:
-        found = hashlib.file_digest(opened, "sha256").hexdigest()
+    found = hash_file(file)
     memory.parent.mkdir(parents=True, exist_ok=True)
     write_whole(memory, json.dumps({**_read(memory), name: [*state, found]}), durable=False)
     return found
