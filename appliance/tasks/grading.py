@@ -22,7 +22,8 @@ from appliance.tasks.rows import Problem
 from appliance.tasks.task import Response, Reward, Task
 
 SAMPLES = 8
-_SHOWN = 60  # characters of a truth
+_SHOWN = 60  # characters of a truth or a value
+_LONGEST = 300  # of a message
 
 
 class Fault(StrEnum):
@@ -59,13 +60,23 @@ def weighed(values: Values) -> Graded:
     for name, weight, value in values:
         if value is None:
             continue
-        if not isinstance(value, numbers.Real) or not math.isfinite(value):
-            return Graded(0.0, Fault.NOT_A_GRADE, f"the reward `{name}` returned {value!r:.60}, not a finite number")
-        total += weight * value
-        parts.append((name, float(value)))
+        if not isinstance(value, numbers.Real) or not math.isfinite(number := float(value)):
+            why = f"the reward `{name}` returned {repr(value)[:_SHOWN]}, not a finite number"
+            return Graded(0.0, Fault.NOT_A_GRADE, why)
+        total += weight * number
+        parts.append((name, number))
     if not parts:
         return Graded(0.0, Fault.NOT_A_GRADE, "no reward applies")
     return Graded(total, parts=tuple(parts))
+
+
+def in_words(error: BaseException) -> str:
+    """Its type and first line. Never raises, though the user's own may not be printable."""
+    try:
+        first = (str(error).strip().splitlines() or ["no message"])[0][:_LONGEST]
+    except Exception:
+        first = "its message cannot be made"
+    return f"{type(error).__name__}: {first}"
 
 
 def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int, penalty: float) -> float:
