@@ -60,7 +60,7 @@ def weighed(values: Values) -> Graded:
     for name, weight, value in values:
         if value is None:
             continue
-        if not isinstance(value, numbers.Real) or not math.isfinite(number := float(value)):
+        if (number := _finite(value)) is None:
             why = f"the reward `{name}` returned {repr(value)[:_SHOWN]}, not a finite number"
             return Graded(0.0, Fault.NOT_A_GRADE, why)
         total += weight * number
@@ -68,6 +68,14 @@ def weighed(values: Values) -> Graded:
     if not parts:
         return Graded(0.0, Fault.NOT_A_GRADE, "no reward applies")
     return Graded(total, parts=tuple(parts))
+
+
+def _finite(value: object) -> float | None:
+    try:
+        number = float(value) if isinstance(value, numbers.Real) else math.nan
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def in_words(error: BaseException) -> str:

@@ -18,6 +18,7 @@ import asyncio
 import functools
 import multiprocessing
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as GradingTimeout
@@ -99,11 +100,14 @@ class RewardPool:
         self,
         *,
         load: Callable[[], Sequence[Reward]],
+        import_path: Sequence[str] = (),
         workers: int | None = None,
         timeout_s: float = TIMEOUT_S,
         on_idle_death: Callable[[], None] = lambda: None,
     ) -> None:
         """load: gives the rewards; called in each process ahead of its first response, so it can be pickled.
+
+        import_path: further folders of modules, for each process.
 
         on_idle_death: called on a thread within seconds after a process died that was at no response.
         """
@@ -112,6 +116,7 @@ class RewardPool:
         self.last_fault: Graded | None = None
         self._timeout_s = timeout_s
         self._load = load
+        self._import_path = tuple(import_path)
         self._workers = workers or num_workers(os.cpu_count() or 1)
         self._on_idle_death = on_idle_death
         self._is_closed = False
@@ -122,7 +127,7 @@ class RewardPool:
             self._on_idle_death,
             max_workers=self._workers,
             initializer=_begin,
-            initargs=(self._load,),
+            initargs=(self._load, self._import_path),
             # A fork of this process, with its threads and Ray's, may deadlock.
             context=multiprocessing.get_context("spawn"),
         )
@@ -200,12 +205,13 @@ class RewardPool:
         self._pool.join()
 
 
-def _begin(load: Callable[[], Sequence[Reward]]) -> None:
+def _begin(load: Callable[[], Sequence[Reward]], import_path: tuple[str, ...]) -> None:
     """In each process of the pool, at its start. Loading may run the user's code: it waits for a time limit."""
     keep_stacks("reward")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # what reads stdin finds its end
     os.close(nothing)
+    sys.path.extend(import_path)
     global _load
     _load = functools.cache(load)
 
