@@ -25,7 +25,7 @@ def task(plan: OwnPlan) -> Task:
     return Task(
         kind=KIND,
         score=_unused,
-        answers=lambda truth: (truth,),
+        answers=_answers,
         source=Source(parse=functools.partial(parse_row, plan=plan), hint=_hint(plan), knows_verl=True),
         load_rewards=functools.partial(load_rewards, plan, given=functools.partial(as_given, plan=plan)),
     )
@@ -108,6 +108,12 @@ def _templated(row: Row, *, template: str) -> list[Message] | str:
 def _hint(plan: OwnPlan) -> str:
     wanted = "the fields of task.template" if plan.template else f"`{plan.prompt}`, text or chat messages"
     return f"each row is a JSON object with {wanted}" + (f" and `{plan.truth}`" if plan.truth else "")
+
+
+def _answers(truth: str) -> tuple[str, ...]:
+    """Forms in which a model may be asked to answer."""
+    marked = (f"#### {truth}", f"\\boxed{{{truth}}}", f"Answer: {truth}", f"<answer>{truth}</answer>")
+    return (truth, *marked, f"<think>\n\n</think>\n<answer>{truth}</answer>")
 
 
 def _unused(*, response: str, truth: str) -> float:
