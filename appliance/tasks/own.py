@@ -143,7 +143,8 @@ def _templated(row: Row, *, template: str) -> list[Message] | str:
             if value is None:
                 return f"the field `{name}` of task.template is null"
             made.append(as_text(value))
-    return [("user", "".join(made))]
+    said = "".join(made)
+    return [("user", said)] if said.strip() else "task.template makes an empty prompt of it"
 
 
 def _missing(row: Row, path: str, *, of: str = "") -> str:

@@ -31,6 +31,7 @@ SHARES = {
     "comparisons": (200, 7_000),
     "FlashRL YAML": (300, 11_000),
     "JSON lines": (300, 14_000),
+    "own rows": (300, 8_000),
     "profile headers": (250, 10_000),
     "profile.pt": (250, 8_000),
     "manifests": (200, 7_000),

@@ -156,6 +156,7 @@ BAD: dict[str, tuple[Any, dict[str, str], str]] = {
         "the field `prompt` begins with a system message, and task.system is another one",
     ),
     "null in a template": ({"q": None}, {"template": "{q}"}, "the field `q` of task.template is null"),
+    "an empty template": ({"q": " "}, {"template": "{q}"}, "task.template makes an empty prompt of it"),
     "half a character": (
         '{"prompt": "1 \\ud800"}',
         {},
