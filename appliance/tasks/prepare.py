@@ -169,19 +169,24 @@ def load_tokenizer(plan: RunPlan) -> PreTrainedTokenizerBase:
 
 
 def prompt_ids(problem: Problem, *, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that the model gets. Raises RecipeError where its chat template refuses the messages."""
+    """The tokens that the model gets. Raises RecipeError where its chat template does not take the messages."""
     import jinja2
 
+    if not tokenizer.chat_template:
+        message = "the model has no chat template: its tokenizer does not say how a prompt is put to it"
+        raise RecipeError([(message, "take an instruct model, or add a chat_template.jinja to the model's folder")])
     messages = [{"role": role, "content": content} for role, content in problem.messages]
     try:
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        lost = [role for role, said in problem.before if role == "system" and said.strip() not in text]
+        why = "it leaves out the system message" if lost else ""
     except (jinja2.TemplateError, ValueError, TypeError) as error:
+        why = str(error)
+    if why:
         roles = ", ".join(role for role, _ in problem.messages)
-        message = f"the model's chat template does not take `{problem.prompt[:60]}` ({roles}): {error}"
-        raise RecipeError(
-            [(message, "a model without system messages needs task.system null, and none in the rows")]
-        ) from error
-    return list(ids)
+        message = f"the model's chat template does not take `{problem.prompt[:60]}` ({roles}): {why}"
+        raise RecipeError([(message, "a model without system messages needs task.system null, and none in the rows")])
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
 
 
 def main(arguments: list[str]) -> int:

@@ -16,6 +16,7 @@ import pytest
 from appliance.errors import RecipeError
 from appliance.record.plan import OwnPlan, RewardPlan
 from appliance.tasks import own
+from appliance.tasks.built_in import arithmetic
 from appliance.tasks.own import template_parts
 from appliance.tasks.rows import MAX_ROW, Problem, ProblemSet, read_file
 
@@ -278,3 +279,17 @@ def test_more_held_out_than_there_are_is_refused(file: Path) -> None:
         splits(file, val_size=512)
     message = f"task.val_size: 512 of the 2 problems in {file} leaves none for one side"
     assert error.value.problems == [(message, "use 1 to 1, or give task.val_file")]
+
+
+def test_the_examples_problems_are_unseen_by_the_warm_start_and_by_each_other() -> None:
+    folder = Path(__file__).parents[3] / "examples" / "own-task"
+    pools = {}
+    for name in ("problems", "unseen"):
+        rows = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        assert all(sum_of(row["question"]) == row["answer"] for row in rows)
+        pools[name] = {arithmetic.pool_of(*map(int, row["question"].split("+"))) for row in rows}
+    assert pools == {"problems": {arithmetic.Pool.TRAIN}, "unseen": {arithmetic.Pool.VALIDATION}}
+
+
+def sum_of(question: str) -> str:
+    return str(sum(map(int, question.split("+"))))
