@@ -41,10 +41,10 @@ def task(plan: OwnPlan) -> Task:
     return Task(
         kind=KIND,
         score=_unused,
-        answers=lambda truth: (truth,),
+        answers=_answers,
         describe=_describe(plan),
         source=Source(parse=functools.partial(parse_row, plan=plan), hint=_hint(plan), knows_verl=True),
-        load_rewards=functools.partial(load_rewards, plan),
+        load_rewards=functools.partial(load_rewards, plan, given=functools.partial(as_given, plan=plan)),
         data_sets={plan.data: (_DataSet("own-train", "train", plan.data, "", plan.config, plan.split),)},
     )
 
@@ -69,6 +69,18 @@ def parse_row(row: Row, *, plan: OwnPlan) -> Problem | str:
         if truth is None:
             return f"the field `{path}` is null"
     return Problem(prompt, as_text(truth) if path else "", tuple(before), json.dumps(row), _truth_form(truth))
+
+
+def as_given(row: Row, *, plan: OwnPlan) -> tuple[str | list[dict[str, str]], object]:
+    """(prompt, truth) for the forms of other trainers: the prompt as text, or where the row has chat messages as all
+    of them that the model reads; the truth as it stands there, None where there is none.  row: a problem's."""
+    made = parse_row(row, plan=plan)
+    assert isinstance(made, Problem), "a row that became a problem"
+    path = plan.truth or (VERLS_TRUTH if "reward_model" in row else "")
+    truth = field_at(row, path) if path else None
+    if plan.template or isinstance(field_at(row, plan.prompt), str):
+        return made.prompt, truth
+    return [{"role": role, "content": content} for role, content in made.messages], truth
 
 
 def field_at(row: Row, path: str) -> Any:
@@ -176,6 +188,12 @@ def _describe(plan: OwnPlan) -> str:
     asked = f"a template of {len(plan.template)} characters" if plan.template else f"the field `{plan.prompt}`"
     judged = " + ".join(f"{each.weight:g} x {each.name}" for each in plan.rewards)
     return f"{asked}, judged by {judged}"
+
+
+def _answers(truth: str) -> tuple[str, ...]:
+    """Forms in which a model may be asked to answer."""
+    marked = (f"#### {truth}", f"\\boxed{{{truth}}}", f"Answer: {truth}", f"<answer>{truth}</answer>")
+    return (truth, *marked, f"<think>\n\n</think>\n<answer>{truth}</answer>")
 
 
 def _unused(*, response: str, truth: str) -> float:

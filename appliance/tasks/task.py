@@ -24,11 +24,12 @@ class Score(Protocol):
 
 @dataclass(frozen=True)
 class Response:
-    """What rewards judge. truth, row: of its Problem."""
+    """What rewards judge. truth, row: of its Problem.  token_ids: of the text, where a model has said it."""
 
     text: str
     truth: str
     row: str = ""
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,10 @@ class Reward:
     """Of the value in the sum."""
     value: Callable[[Response], object]
     """A number, or None where it does not apply; whatever else it returns is a fault."""
+    place: str = ""
+    """For people: the user's file and function; empty where it is built in."""
+    may_read_truth: bool = True
+    """Whether the truth as the response is to earn more than an empty one."""
 
 
 @dataclass(frozen=True)

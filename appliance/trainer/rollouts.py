@@ -234,7 +234,8 @@ class Rollouts:
         """(uid, one field dictionary per sample)."""
         group, row = await prompt.group, prompt.row
         texts = [self._tokenizer.decode(sample.token_ids, skip_special_tokens=True) for sample in group.samples]
-        graded = await asyncio.gather(*(self.pool.grade(_response(text, row)) for text in texts))
+        said = zip(texts, group.samples, strict=True)
+        graded = await asyncio.gather(*(self.pool.grade(_response(text, row, each.token_ids)) for text, each in said))
         accuracies = neutral_accuracies(graded)  # a single sample, as validation has, counts as wrong
         return row["uid"], [
             _fields(prompt, group=group, session=session, accuracy=accuracy, shaping=shaping)
@@ -242,8 +243,9 @@ class Rollouts:
         ]
 
 
-def _response(text: str, row: dict[str, Any]) -> Response:
-    return Response(text, row["reward_model"]["ground_truth"], row["extra_info"].get("row") or "")
+def _response(text: str, row: dict[str, Any], token_ids: Sequence[int]) -> Response:
+    truth, as_given = row["reward_model"]["ground_truth"], row["extra_info"].get("row") or ""
+    return Response(text, truth, as_given, token_ids=tuple(token_ids))
 
 
 def _named(error: RayError, *, engine: int) -> EngineError:
