@@ -195,25 +195,41 @@ def _plain_rows(batches: Iterable[pa.RecordBatch | pa.Table], left_out: set[str]
                 left_out.add(name)
                 continue
             try:
-                columns[name] = [_as_json(value) for value in column.to_pylist(maps_as_pydicts="lossy")]
+                values = column.to_pylist(maps_as_pydicts="lossy")
+                columns[name] = values if _is_json(column.type) else [*map(_as_json, values)]
             except (TypeError, ValueError, ArithmeticError, NotImplementedError, RecursionError):
                 left_out.add(name)
-        yield from ({name: columns[name][row] for name in columns} for row in range(batch.num_rows))
+        empty = [()] * batch.num_rows  # rows all of whose fields are left out
+        yield from (
+            dict(zip(columns, values, strict=True)) for values in (zip(*columns.values()) if columns else empty)
+        )
+
+
+def _leaves(kind: pa.DataType) -> Iterator[pa.DataType]:
+    """The types that a type is made of."""
+    yield from (leaf for place in range(kind.num_fields) for leaf in _leaves(kind.field(place).type))
+    if not kind.num_fields:
+        yield kind
 
 
 def _has_bytes(kind: pa.DataType) -> bool:
     from pyarrow import types
 
-    if types.is_nested(kind):
-        return any(_has_bytes(kind.field(place).type) for place in range(kind.num_fields))
-    return types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)
+    of_bytes = (types.is_binary, types.is_large_binary, types.is_fixed_size_binary)
+    return any(is_such(leaf) for leaf in _leaves(kind) for is_such in of_bytes)
+
+
+def _is_json(kind: pa.DataType) -> bool:
+    """Whether `to_pylist` gives what JSON has, so that millions of rows need no second look."""
+    from pyarrow import types
+
+    of_json = (types.is_string, types.is_large_string, types.is_boolean, types.is_integer, types.is_floating)
+    return all(any(is_such(leaf) for is_such in of_json) for leaf in _leaves(kind))
 
 
 def _as_json(value: Any) -> Any:
     """Raises TypeError for what JSON cannot have."""
-    return (
-        value if value is None or isinstance(value, str | int | float) else json.loads(json.dumps(value, default=_text))
-    )
+    return json.loads(json.dumps(value, default=_text))
 
 
 def _text(value: object) -> str:
