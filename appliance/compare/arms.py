@@ -82,6 +82,10 @@ def _recipes(comparison: Comparison) -> dict[tuple[str, int], Recipe]:
                 recipes[arm.name, seed] = load_recipe(str(comparison.recipe), settings=settings)
             except RecipeError as error:
                 problems += error.problems
+            else:
+                if recipes[arm.name, seed].task.val_sets:
+                    message = "a comparison validates once, on `validation` problems that all arms share"
+                    problems.append((f"{comparison.recipe}: task.val_sets: {message}", "compare a recipe without it"))
     folders = {recipe.cluster.run_dir for recipe in recipes.values()}
     if len(folders) > 1:
         problems.append((f"{comparison.file}: cluster.run_dir: the arms have several", "set it once, in `set`"))

@@ -90,7 +90,7 @@ def make_order(plan: RunPlan, argv: Sequence[str], *, typed: str, image: str | N
         raise RecipeError([(f"--in-container: the current folder {folder} would hide the image's own", hint)])
     profile = plan.profile.source if plan.profile else ""
     model = "" if plan.model.builtin or plan.model.hub_name else plan.model.path
-    inputs = (model, plan.task.train_file, plan.task.val_file, profile)
+    inputs = (model, *plan.task.files, profile)
     read = [Path(each) for each in inputs if each.startswith("/")]
     if Path(typed).is_file():
         read.append(Path(typed).absolute().parent)  # what it extends lies beside it

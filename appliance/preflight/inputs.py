@@ -107,8 +107,7 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) 
     is_offline = needs_hub and hub.is_offline()
     asks = ask_hub and needs_hub and not is_offline
     hub_problem = hub.problem() if asks else ""
-    data_files = dict.fromkeys(file for file in (plan.task.train_file, plan.task.val_file) if file)
-    data_problems = tuple(each for file in data_files for each in task_of(plan.task).check_rows(file))
+    data_problems = tuple(each for file in plan.task.files for each in task_of(plan.task).check_rows(file))
     access = read_access(plan, ask_network=ask_hub)  # before anything looks into the folder
     is_barred = str(folder) in access.unreadable
     is_folder = not plan.model.builtin and not name and folder.is_absolute()

@@ -22,6 +22,7 @@ from appliance.tasks.rows import Problem
 from appliance.tasks.task import Response, Reward, Task
 
 SAMPLES = 8
+LARGEST = 1e15  # of a reward: a group's variance is computed in float32, which ends at 3e38
 _SHOWN = 60  # characters of a truth
 
 
@@ -61,10 +62,12 @@ def weighed(values: Values) -> Graded:
             continue
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
             return Graded(0.0, Fault.NOT_A_GRADE, f"the reward `{name}` returned {value!r:.60}, not a finite number")
-        total += weight * value
+        total += weight * float(value)
         parts.append((name, float(value)))
     if not parts:
         return Graded(0.0, Fault.NOT_A_GRADE, "no reward applies")
+    if not abs(total) <= LARGEST:
+        return Graded(0.0, Fault.NOT_A_GRADE, f"the rewards come to {total:g}, which is not within ±{LARGEST:g}")
     return Graded(total, parts=tuple(parts))
 
 

@@ -59,7 +59,7 @@ def data_key(plan: TaskPlan, *, model: str) -> str:
     if plan.own is not None:
         fields["own"] = {name: getattr(plan.own, name) for name in _OF_OWN}
     if plan.val_sets:
-        fields["val_sets"] = [{**each.model_dump(), "file": _fingerprint(each.file)} for each in plan.val_sets]
+        fields["val_sets"] = [(each.name, _fingerprint(each.file), each.size) for each in plan.val_sets]
     return _short_hash(fields)
 
 
