@@ -141,7 +141,7 @@ def test_a_built_in_task_makes_the_problems_of_its_one_set() -> None:
     ]
 
 
-def test_a_comparison_refuses_a_recipe_with_sets(recipe: Path) -> None:
+def test_a_comparison_refuses_a_task_of_the_users_own_and_several_validations(recipe: Path) -> None:
     file = recipe.with_name("c.yaml")
     file.write_text("recipe: r.yaml\nseeds: [0]\nbaseline: a\nvalidation: 512\narms: {a: {}}\n")
     with pytest.raises(RecipeError) as caught:
@@ -150,5 +150,9 @@ def test_a_comparison_refuses_a_recipe_with_sets(recipe: Path) -> None:
         (
             f"{recipe}: task.val_sets: a comparison validates once, on `validation` problems that all arms share",
             "compare a recipe without it",
-        )
+        ),
+        (
+            f"{recipe}: task.kind: the final validation of a comparison has the rewards of built-in tasks only",
+            "use one of `arithmetic`, `gsm8k`, `dapo-math`",
+        ),
     ]
