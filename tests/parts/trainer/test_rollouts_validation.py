@@ -115,7 +115,7 @@ def run(made: Rollouts, rows: Batch) -> None:
     made.finish()
 
 
-GRADES = {"0": [graded(1.0, 0.5), FAULT], "1": [graded(0.0, 1.0)], "2": [graded(1.0, 2.0), graded(0.25)]}
+GRADES = {"0": [FAULT, graded(1.0, 0.5)], "1": [graded(0.0, 1.0)], "2": [graded(1.0, 2.0), graded(0.25)]}
 SPLITS = ["hard", "held_out", "hard"]
 
 
@@ -136,6 +136,7 @@ def test_each_set_is_sampled_as_it_is_to_be_and_told_by_its_name(make: Make) -> 
     }
     assert made.validated == 2  # problems of the first set
     assert [(uid, len(samples)) for uid, samples in was_put] == [("v4-0", 1), ("v4-2", 1), ("v4-1", 1)]
+    assert was_put[0][1][0]["extra_fields"]["reward_extra_info"] == {"acc": 0.0}
 
 
 def test_a_validation_has_its_seeds_however_often_it_is_made(make: Make) -> None:
