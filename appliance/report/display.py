@@ -98,7 +98,7 @@ def set_text(metrics: Mapping[str, float], *, before: Mapping[str, float] | None
     names = list(metrics)
     return ", ".join(
         f"{name} {metrics[name]:.3f}" + (f" ({before[name]:.3f} before)" if before and name in before else "")
-        for name in dict.fromkeys((names[0], *([names[-1]] if len(names) > 2 else [])))
+        for name in (names[0], *names[1:][-1:])
     )
 
 

@@ -69,14 +69,14 @@ def _learned(view: RunView) -> list[str]:
 
 
 def _of_sets(start: str) -> Callable[[StepMetrics], dict[str, float]]:
-    """By `<set> pass@<k>`, of a line; a single try is the mean reward's business."""
+    """By `<set> avg@<n>` or `<set> pass@<k>`, of a line."""
 
     def found(line: StepMetrics) -> dict[str, float]:
         return {
             f"{name} {metric}": value
             for name, metrics in by_set(line).items()
             for metric, value in metrics.items()
-            if metric.startswith(start) and metric != "pass@1"
+            if metric.startswith(start)
         }
 
     return found

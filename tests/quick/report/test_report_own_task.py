@@ -57,10 +57,10 @@ def test_a_step_is_told_with_its_rewards_and_each_validation(step_line: Callable
     line = step_line(2, reward_mean=-0.5, val_reward_mean=0.25, **REWARDS, **VALIDATED, **OTHER)
     told = display.plain_step(folded(before(), line), line, now=0.0)
     start = "step 2/9  reward -0.500  rewards math 0.12  short -2.50  validation 0.250"
-    assert told.startswith(f"{start}  hard avg@4 0.250, pass@4 0.600  held_out avg@1 -3.500  ")
+    assert told.startswith(f"{start}  hard avg@4 0.250, pass@4 0.600  held_out avg@1 -3.500, pass@1 0.000  ")
     assert display.plain_validation(before()) == (
         "validation before training 0.125 (30 problems, hard avg@4)  hard avg@4 0.125, pass@4 0.300  "
-        "held_out avg@1 -3.500"
+        "held_out avg@1 -3.500, pass@1 0.000"
     )
 
 
@@ -71,7 +71,7 @@ def test_panel_summary_and_status_show_every_validation_and_which_one_counts(
     state, plan = folded(before(), line), with_sets(small_plan(tmp_path), own)
     sets = {
         "hard": "avg@4 0.250 (0.125 before), pass@4 0.600 (0.300 before)",
-        "held_out": "avg@1 -3.500 (-3.500 before)",
+        "held_out": "avg@1 -3.500 (-3.500 before), pass@1 0.000 (0.000 before)",
     }
     rows = dict(display._rows(state, now=0.0, bars=False, ascii_only=False))
     assert rows["rewards"] == "math 0.12  short -2.50"
@@ -116,10 +116,9 @@ def test_the_page_has_a_curve_for_each_name(
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(metrics_line(5, **added)) + "\n")
     text = page(read_view(run_dir), now=0.0)
-    for name in ("math", "short", "hard avg@4", "held_out avg@1", "hard pass@2", "hard pass@4"):
+    for name in ("math", "short", "hard avg@4", "held_out avg@1", "hard pass@1", "hard pass@4", "held_out pass@1"):
         assert f"<title>{name}</title>" in text or f'"{name}"'.replace('"', "&quot;") in text
     for title in ("Rewards", "Validations", "Passed"):
         assert f"<strong>{title}</strong>" in text and f"<strong>{title}</strong>" not in plain
-    assert "hard pass@1" not in text
     (cost,) = [each for each in verdicts(read_view(run_dir)) if each.question == "What does the scheme cost?"]
     assert (cost.word, cost.text) == (Word.OPEN, "0.250 in int8, 0.900 in bf16, after step 5")
