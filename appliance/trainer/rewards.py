@@ -203,14 +203,14 @@ def neutral_accuracies(graded: Sequence[Graded]) -> list[float]:
     The mean is exact: that of equal numbers is that number, and a group of them stays one for DAPO's filter.
     """
     known = [each.accuracy for each in graded if each.fault is None]
-    mean = statistics.mean(known) if known else 0.0
+    mean = statistics.mean(known) if 0 < len(known) < len(graded) else 0.0
     return [mean if each.fault is not None else each.accuracy for each in graded]
 
 
 def neutral_parts(graded: Sequence[Graded]) -> list[dict[str, float]]:
     """Per sample of one prompt what each reward gave, where it applies; a fault has the means of those without one."""
     known = [dict(each.parts) for each in graded if each.fault is None]
-    means = _means(known)
+    means = _means(known) if len(known) < len(graded) else {}
     return [means if each.fault is not None else dict(each.parts) for each in graded]
 
 
