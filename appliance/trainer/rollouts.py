@@ -199,10 +199,13 @@ class Rollouts:
 
         keys: the TransferQueue's, of what the step trains on: what a filter generated beside it does not count.
         """
-        parts, known = [], {uid: neutral_parts(graded) for uid, (_, graded) in self._graded.items()}
+        graded = self._graded.copy()  # the loop's thread may add some for the next step
+        parts, known = [], {uid: neutral_parts(samples) for uid, (_, samples) in graded.items()}
         for uid, session, _ in (key.rsplit("_", 2) for key in keys):
             parts += known[uid][int(session) : int(session) + 1] if uid in known else []
-        self._graded = {uid: each for uid, each in self._graded.items() if each[0] >= step}
+        for uid, (of, _) in graded.items():
+            if of < step:
+                del self._graded[uid]
         return reward_means(parts, names=self._rewards)
 
     async def _generate(self, rows: list[dict[str, Any]], *, validate: bool) -> None:
