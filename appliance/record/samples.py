@@ -20,8 +20,9 @@ _HEAD, _TAIL = 1200, 800  # characters of a longer text that are kept: the end h
 
 @dataclass(frozen=True, config=STRICT)
 class Sample:
-    """One response. truth: the right answer as the task has it.  accuracy: 0..1.  reward: what trained, which shaping
-    may have moved; None in a validation.  finished: the model ended it, not the limit of tokens."""
+    """One response. truth: the right answer as the task has it.  accuracy: 0..1, of a task of the user's own any
+    number.  reward: what trained, which shaping may have moved; None in a validation.  finished: the model ended it,
+    not the limit of tokens."""
 
     prompt: str
     response: str

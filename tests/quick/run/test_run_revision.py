@@ -19,7 +19,7 @@ from stopped_runs import save, stopped
 
 from appliance import hub
 from appliance.cluster.node_report import describe_node
-from appliance.compare.arms import Existing, PlannedRun, go_on, look, plan_runs
+from appliance.compare.arms import Existing, PlannedRun, resumed_run, look, plan_runs
 from appliance.compare.command import _todo
 from appliance.compare.file import load_comparison
 from appliance.errors import PreflightError, RecipeError
@@ -283,10 +283,10 @@ def test_a_hub_that_moved_on_is_refused_and_what_the_run_began_with_is_taken(tmp
 def test_a_run_of_a_comparison_refuses_a_hub_that_moved_on_as_well(tmp_path: Path, cache: Path) -> None:
     begun_run(tmp_path, commit=OLD)
     now = PlannedRun("a", 0, recipe=recipe(), plan=planned(tmp_path, commit=OLD), findings=())
-    resumed = go_on(now)
+    resumed = resumed_run(now)
     assert resumed is not None and resumed.plan.model.commit == OLD
     with pytest.raises(PreflightError, match=f"{NAME}: main is {NEW} on the hub now"):
-        go_on(replace(now, plan=planned(tmp_path, commit=NEW)))
+        resumed_run(replace(now, plan=planned(tmp_path, commit=NEW)))
 
 
 @pytest.mark.parametrize("revision", [None, "v1"])
