@@ -145,10 +145,6 @@ def _own_code(task: Task) -> Iterator[Broken]:
         yield Broken(("task.rewards",), "a task of your own has no rewards", hint)
     elif not any(each.weight for each in task.rewards):
         yield Broken(("task.rewards",), "all weights are 0, so no response earns anything", "give one a weight")
-    names = [each.name.rpartition(":")[2] for each in task.rewards]
-    for name in sorted({each for each in names if names.count(each) > 1}):
-        message = f"two rewards are called `{name}`, and so would their metrics be"
-        yield Broken(("task.rewards",), message, "keep one, or give the function another name")
     for each in task.rewards:
         yield from (Broken(("task.rewards",), message, hint) for message, hint in _broken_reward(each))
     if task.tools and (why := _no_code(task.tools)):

@@ -19,7 +19,7 @@ from stopped_runs import save, stopped
 
 from appliance import hub
 from appliance.cluster.node_report import describe_node
-from appliance.compare.arms import Existing, PlannedRun, resumed_run, look, plan_runs
+from appliance.compare.arms import Existing, PlannedRun, look, plan_runs, resumed_run
 from appliance.compare.command import _todo
 from appliance.compare.file import load_comparison
 from appliance.errors import PreflightError, RecipeError
