@@ -131,7 +131,8 @@ class RewardPool:
             # A fork of this process, with its threads and Ray's, may deadlock.
             context=multiprocessing.get_context("spawn"),
         )
-        self._pool.schedule(_ready, timeout=self._timeout_s)  # starts the processes; what fails here fails again
+        for _ in range(self._workers):  # starts the processes; what fails here fails again
+            self._pool.schedule(_ready, timeout=self._timeout_s)
 
     async def grade(self, response: Response) -> Graded:
         """Never raises: what goes wrong with one response is counted."""
