@@ -33,8 +33,9 @@ from pebble.pool.process import PoolManager
 from appliance.errors import GuardStop
 from appliance.record.events import append_event
 from appliance.record.liveness import keep_stacks
+from appliance.record.plan import RunPlan
 from appliance.tasks.grading import Fault, Graded, grade, in_words, weighed
-from appliance.tasks.library import TASKS
+from appliance.tasks.library import TASKS, rewards_of
 from appliance.tasks.task import Response, Reward
 
 TIMEOUT_S = 30.0  # of one response, from when a process takes it; math-verify's own limits are below
@@ -203,6 +204,18 @@ class RewardPool:
     def _end(self) -> None:
         self._pool.stop()
         self._pool.join()
+
+
+def pool_for(plan: RunPlan) -> RewardPool:
+    """As a run has it: it executes the run's copies of the user's files."""
+    own = plan.task.own.with_copies(plan.run_dir) if plan.task.own is not None else None
+    return RewardPool(
+        load=functools.partial(rewards_of, plan.task.replace(own=own)),
+        import_path=own.import_path if own is not None else (),
+        workers=plan.task.reward_workers,
+        timeout_s=plan.task.reward_timeout_s,
+        on_idle_death=functools.partial(note_idle_death, Path(plan.run_dir)),
+    )
 
 
 def _begin(load: Callable[[], Sequence[Reward]], import_path: tuple[str, ...]) -> None:
