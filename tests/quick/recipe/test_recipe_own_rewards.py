@@ -55,13 +55,6 @@ CODE = "it is code that the run executes: copy it here first, and read it"
             "[{name: zzz}]",
             ("no reward is called `zzz`", f"use one of {ALL}, or a function of a file: `rewards.py:name`"),
         ),
-        (
-            "[{name: exact}, {name: 'a.py:f'}, {name: 'b.py:f'}]",
-            (
-                "two rewards are called `f`, and so would their metrics be",
-                "keep one, or give the function another name",
-            ),
-        ),
         ("[{name: exact, weight: 0}]", ("all weights are 0, so no response earns anything", "give one a weight")),
         ("[{name: exact, pattern: x}]", ("`exact` has no `pattern`, it is of `regex`", "remove it")),
         ("[{name: 'a.py:f', target: 3}]", ("`f` has no `target`, it is of `length`", "remove it")),
