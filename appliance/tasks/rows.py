@@ -195,35 +195,35 @@ def _plain_rows(batches: Iterable[pa.RecordBatch | pa.Table], left_out: set[str]
                 left_out.add(name)
                 continue
             try:
-                values = column.to_pylist(maps_as_pydicts="lossy")
-                columns[name] = values if _is_json(column.type) else [*map(_as_json, values)]
+                if _is_json(column.type):
+                    columns[name] = column.to_pylist()
+                else:
+                    columns[name] = [*map(_as_json, column.to_pylist(maps_as_pydicts="lossy"))]
             except (TypeError, ValueError, ArithmeticError, NotImplementedError, RecursionError):
                 left_out.add(name)
-        empty = [()] * batch.num_rows  # rows all of whose fields are left out
-        for values in zip(*columns.values(), strict=True) if columns else empty:
-            yield dict(zip(columns, values, strict=True))
+        yield from ({name: columns[name][row] for name in columns} for row in range(batch.num_rows))
 
 
-def _leaves(kind: pa.DataType) -> Iterator[pa.DataType]:
-    """The types that a type is made of."""
-    yield from (leaf for place in range(kind.num_fields) for leaf in _leaves(kind.field(place).type))
-    if not kind.num_fields:
-        yield kind
+def _parts(kind: pa.DataType) -> Iterator[pa.DataType]:
+    """A type and those that it is made of."""
+    yield kind
+    yield from (part for place in range(kind.num_fields) for part in _parts(kind.field(place).type))
 
 
 def _has_bytes(kind: pa.DataType) -> bool:
     from pyarrow import types
 
     of_bytes = (types.is_binary, types.is_large_binary, types.is_fixed_size_binary)
-    return any(is_such(leaf) for leaf in _leaves(kind) for is_such in of_bytes)
+    return any(is_such(part) for part in _parts(kind) for is_such in of_bytes)
 
 
 def _is_json(kind: pa.DataType) -> bool:
-    """Whether `to_pylist` gives what JSON has, so that millions of rows need no second look."""
+    """Whether a plain `to_pylist` gives what JSON has: of millions of rows the long way takes minutes."""
     from pyarrow import types
 
-    of_json = (types.is_string, types.is_large_string, types.is_boolean, types.is_integer, types.is_floating)
-    return all(any(is_such(leaf) for is_such in of_json) for leaf in _leaves(kind))
+    scalar = (types.is_string, types.is_large_string, types.is_boolean, types.is_integer, types.is_floating)
+    of_json = (*scalar, types.is_struct, types.is_list, types.is_large_list)
+    return all(any(is_such(part) for is_such in of_json) for part in _parts(kind))
 
 
 def _as_json(value: Any) -> Any:
