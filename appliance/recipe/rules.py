@@ -14,7 +14,7 @@ from appliance.quant.uaq import MOST
 from appliance.recipe.schema import Algorithm, AlgorithmKind, Attention, Correction, Recipe, SchemeChoice, Task
 from appliance.recipe.text import path_problem, pattern_problem
 from appliance.tasks.library import OWN, TASKS
-from appliance.tasks.tiny_spec import TINY_MODELS
+from appliance.tasks.tiny_spec import TINY_MODELS, CalculatorSpec
 from appliance.terms.devices import AUTO, CPU, DEVICES, why_outgrown
 from appliance.terms.schemes import Scheme, listed
 
@@ -67,6 +67,10 @@ def _task(recipe: Recipe) -> Iterator[Broken]:
     task = recipe.task
     if task.kind == OWN:
         yield from _own_task(task)
+        calls = isinstance(TINY_MODELS.get(recipe.model.builtin or ""), CalculatorSpec)
+        if task.tools and recipe.model.builtin in TINY_MODELS and not calls:
+            message = f"the chat template of `{recipe.model.builtin}` has no tools"
+            yield Broken(("task.tools", "model.builtin"), message, "use `tiny-calculator`")
         return
     made = TASKS[task.kind]
     for key in OF_OWN:
@@ -93,6 +97,8 @@ def _own_task(task: Task) -> Iterator[Broken]:
         yield Broken(keys, "a task of your own has no problems", "give task.train_file, or a data set as task.data")
     if task.train_file and task.data:
         yield Broken(("task.data", "task.train_file"), "`data` and `train_file` exclude each other", "remove one")
+    if task.max_turns and not task.tools:
+        yield Broken(("task.max_turns", "task.tools"), "there are no tools to take turns with", "remove it")
     if not task.rewards:
         hint = "such as [{name: math}]; docs/own-task.md has them all"
         yield Broken(("task.rewards",), "a task of your own has no rewards", hint)

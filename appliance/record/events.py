@@ -200,6 +200,9 @@ class StepMetrics:
     grad_norm: Number | None = None
     entropy: Number | None = None
     reward_failures: Number | None = None
+    turns_mean: Number | None = None
+    tool_calls_mean: Number | None = None
+    tool_calls_failed_fraction: Number | None = None
     line: str = field(default="", compare=False, repr=False)
 
 

@@ -58,6 +58,7 @@ def data_key(plan: TaskPlan, *, model: str) -> str:
         fields |= {"train": _fingerprint(plan.train_file), "val": _fingerprint(plan.val_file)}
     if plan.own is not None:
         fields["own"] = {name: getattr(plan.own, name) for name in _OF_OWN}
+        fields |= {"tools": _fingerprint(plan.tools)} if plan.tools else {}
     if plan.val_sets:
         fields["val_sets"] = [{**each.model_dump(), "file": _fingerprint(each.file)} for each in plan.val_sets]
     return _short_hash(fields)

@@ -22,6 +22,7 @@ from appliance.tasks.library import task_of
 from appliance.tasks.rows import Problem, write_parquet
 from appliance.tasks.task import Splits
 from appliance.tasks.tiny_spec import TINY_MODELS
+from appliance.tasks.tools import Asked, Schema, read_tools, write_schemas
 
 PHASE = "prepare"
 _PROGRESS_EVERY_S = 0.5
@@ -34,7 +35,8 @@ def is_prepared(plan: RunPlan) -> bool:
 
 def has_data(plan: RunPlan) -> bool:
     """Whether the cache has the plan's problems."""
-    return os.path.isfile(plan.task.train_parquet) and os.path.isfile(plan.task.val_parquet)
+    task = plan.task
+    return all(map(os.path.isfile, filter(None, (task.train_parquet, task.val_parquet, task.schemas_file))))
 
 
 def _has_model(plan: RunPlan) -> bool:
@@ -118,15 +120,18 @@ def _make_data(plan: RunPlan) -> None:
     )
     for note in found.notes:
         append_event(Path(plan.run_dir), kind="note", what=note, why="task.train_file")
-    made = _short_enough(found, plan=plan)
+    schemas = read_tools(Asked(task.tools, plan.model.path, plan.model.trust_remote_code)) if task.tools else []
+    made = _short_enough(found, plan=plan, tools=schemas)
     with whole_folder(Path(task.train_parquet).parent, others_count=True) as folder:
         write_parquet(made.train, path=folder / Path(task.train_parquet).name, kind=task.kind, split="train")
         write_parquet(made.val, path=folder / Path(task.val_parquet).name, kind=task.kind, split="val")
+        if task.tools:
+            write_schemas(schemas, folder / Path(task.schemas_file).name)
     sizes = f"{len(made.train)} problems to train on, {len(made.val)} to validate"
     append_event(Path(plan.run_dir), kind="progress", what="data", done=1, total=1, note=sizes)
 
 
-def _short_enough(made: Splits, *, plan: RunPlan) -> Splits:
+def _short_enough(made: Splits, *, plan: RunPlan, tools: list[Schema]) -> Splits:
     """Leave out prompts of more than max_prompt_tokens, and say how many. Raises RecipeError when none is left.
 
     A plan that truncates them keeps them all: trainer/rollouts.py cuts the tokens.
@@ -142,7 +147,8 @@ def _short_enough(made: Splits, *, plan: RunPlan) -> Splits:
     def fits(problem: Problem) -> bool:
         heart.beat()  # of millions of prompts this takes long
         messages = [{"role": role, "content": content} for role, content in problem.messages]
-        return len(tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]) <= limit
+        made = tokenizer.apply_chat_template(messages, tools=tools or None, add_generation_prompt=True)
+        return len(made["input_ids"]) <= limit
 
     kept = Splits(train=[each for each in made.train if fits(each)], val=[each for each in made.val if fits(each)])
     before, after = len(made.train) + len(made.val), len(kept.train) + len(kept.val)

@@ -14,7 +14,7 @@ from typing import Protocol
 from appliance.errors import RecipeError
 from appliance.hub import download_data
 from appliance.record.liveness import Heartbeat
-from appliance.tasks.rows import Faults, Problem, ProblemSet, Source, read_file, without_faults
+from appliance.tasks.rows import Faults, Message, Problem, ProblemSet, Source, read_file, without_faults
 
 
 class Score(Protocol):
@@ -24,11 +24,15 @@ class Score(Protocol):
 
 @dataclass(frozen=True)
 class Response:
-    """What rewards judge. truth, row: of its Problem."""
+    """What rewards judge. text: of the model's last turn.  truth, row: of its Problem.
+
+    messages: with tools, all that was said, (role, content): the prompt's, the model's turns, the tools'.
+    """
 
     text: str
     truth: str
     row: str = ""
+    messages: tuple[Message, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,14 @@ class RewardPool:
             first = (str(error).strip().splitlines() or ["no message"])[0]
             return Graded(0.0, Fault.RAISED, f"{type(error).__name__}: {first}")
 
-    async def _run(self, function: Callable[..., T], *arguments: object) -> T:
+    async def call(self, function: Callable[..., T], *arguments: object, timeout_s: float) -> T:
+        """Raises what it raises, and as `_run`. Counts as no grade."""
+        try:
+            return await self._run(function, *arguments, timeout_s=timeout_s)
+        except BrokenProcessPool:  # by a process that died while it waited
+            return await self._run(function, *arguments, timeout_s=timeout_s)
+
+    async def _run(self, function: Callable[..., T], *arguments: object, timeout_s: float | None = None) -> T:
         """In a process of the pool, within the time limit. Raises what it raises, and BrokenProcessPool.
 
         pebble gives up a pool with all that waits in it when a process dies while none is at work: another one is made
@@ -156,7 +163,7 @@ class RewardPool:
             self._end()
             self._start()
         pool = self._pool
-        scheduled = pool.schedule(function, args=arguments, timeout=self._timeout_s)
+        scheduled = pool.schedule(function, args=arguments, timeout=timeout_s or self._timeout_s)
         future = asyncio.wrap_future(scheduled)
         try:
             while not (await asyncio.wait({future}, timeout=_LOOK_EVERY_S))[0]:

@@ -35,6 +35,7 @@ from appliance.tasks.grading import Shaping
 from appliance.tasks.task import Response
 from appliance.trainer.rewards import RewardPool, neutral_accuracies
 from appliance.trainer.samples import Group, SampleLog
+from appliance.trainer.turns import Opening, Spoken, SpokenGroup, Turns, one_turn
 
 PROMPTS_PER_PUT = 64
 PUT_EVERY_S = 1.0
@@ -95,7 +96,8 @@ class Rollouts:
     generated_prompts, generated_tokens: of training, since the start, filtered ones included.
     servers: one handle per rollout replica.  pool: grades responses.  shaping: from a grade to the reward that trains;
     validation reads grades.  in_order: results are put in the order of the prompts, so that a run can be repeated;
-    else as they come, for a filter that looks at them and asks for others.  seed: the run's."""
+    else as they come, for a filter that looks at them and asks for others.  seed: the run's.  turns: of a task with
+    tools."""
 
     def __init__(
         self,
@@ -110,7 +112,9 @@ class Rollouts:
         max_prompt_tokens: int,
         seed: int,
         in_order: bool,
+        turns: Turns | None = None,
     ) -> None:
+        self._turns = turns
         self._servers = servers
         self._seeds = PromptSeeds(seed)
         self._tokenizer = tokenizer
@@ -142,6 +146,10 @@ class Rollouts:
     @property
     def is_busy(self) -> bool:
         return any(not future.done() for future in self._futures)
+
+    def take_turns(self) -> dict[str, float]:
+        """Of what was generated for training since they were taken last; nothing of a run without tools."""
+        return {} if self._turns is None else self._turns.take_metrics()
 
     def finish(self) -> None:
         """Raises as `wait`."""
@@ -193,7 +201,8 @@ class Rollouts:
                     self.validated += len(ready)
                 else:
                     self.generated_prompts += len(ready)
-                    self.generated_tokens += sum(len(each["responses"]) for _, samples in ready for each in samples)
+                    masks = (each["response_mask"] for _, samples in ready for each in samples)
+                    self.generated_tokens += sum(int(mask.sum()) for mask in masks)
                 self.samples.note(ready, validate=validate)
                 await _put(ready, partition=partition)
                 self._progress.set()
@@ -202,9 +211,13 @@ class Rollouts:
                 task.cancel()
 
     def _prompt(self, row: dict[str, Any], *, sampling: Sampling) -> _Prompt:
-        ids = self._tokenizer.apply_chat_template(
-            list(row["raw_prompt"]), add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+        messages = list(row["raw_prompt"])
+        if self._turns is not None:
+            ids = self._turns.prompt_ids(messages)
+        else:
+            ids = self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
         token_ids = list(ids)[-self._max_prompt_tokens :]
         seed = self._seeds.next(token_ids, step=int(row["global_steps"])) if sampling.temperature else None
         return _Prompt(row, token_ids, seed, self._loop.create_future())
@@ -212,29 +225,55 @@ class Rollouts:
     async def _stream(self, number: int, prompts: list[_Prompt], *, sampling: Sampling) -> None:
         """Every n-th prompt to this one of n engines, and their groups back as they come."""
         share = prompts[number :: len(self._servers)]
+        ask = functools.partial(self._ask, number, sampling=sampling)
+        if self._turns is None:
+            ids, seeds = [prompt.token_ids for prompt in share], [prompt.seed for prompt in share]
+            async for place, group in ask(ids, seeds=seeds, num_samples=sampling.num_samples):
+                spoken = [one_turn(sample, text=self._decoded(sample.token_ids)) for sample in group.samples]
+                share[place].group.set_result(SpokenGroup(spoken, group.weights_version))
+        else:
+            openings = [Opening(list(each.row["raw_prompt"]), each.token_ids, each.seed) for each in share]
+            async for place, played in self._turns.play(openings, ask=ask, num_samples=sampling.num_samples):
+                share[place].group.set_result(played)
+
+    async def _ask(
+        self,
+        number: int,
+        prompts: list[list[int]],
+        *,
+        seeds: list[int | None],
+        num_samples: int,
+        sampling: Sampling,
+        already: list[int] | None = None,
+    ) -> AsyncIterator[tuple[int, Any]]:
+        """`generate_groups` of an engine."""
         answers = (
             self._servers[number]
             .generate_groups.options(num_returns="streaming")
             .remote(
-                [prompt.token_ids for prompt in share],
-                seeds=[prompt.seed for prompt in share],
+                prompts,
+                seeds=seeds,
                 sampling={"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": -1},
-                num_samples=sampling.num_samples,
+                num_samples=num_samples,
+                already=already,
             )
         )
         try:
             async for answer in answers:
-                place, group = await answer
-                share[place].group.set_result(group)
+                yield await answer
                 self._heartbeat.beat()
         except RayError as error:
             raise _named(error, engine=number) from error
 
+    def _decoded(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
     async def _scored(self, prompt: _Prompt, *, shaping: Shaping) -> Group:
         """(uid, one field dictionary per sample)."""
         group, row = await prompt.group, prompt.row
-        texts = [self._tokenizer.decode(sample.token_ids, skip_special_tokens=True) for sample in group.samples]
-        graded = await asyncio.gather(*(self.pool.grade(_response(text, row)) for text in texts))
+        graded = await asyncio.gather(*(self.pool.grade(_response(each, row)) for each in group.samples))
+        if self._turns is not None and shaping is self._shaping:
+            self._turns.tally.extend(group.samples)
         accuracies = neutral_accuracies(graded)  # a single sample, as validation has, counts as wrong
         return row["uid"], [
             _fields(prompt, group=group, session=session, accuracy=accuracy, shaping=shaping)
@@ -242,8 +281,10 @@ class Rollouts:
         ]
 
 
-def _response(text: str, row: dict[str, Any]) -> Response:
-    return Response(text, row["reward_model"]["ground_truth"], row["extra_info"].get("row") or "")
+def _response(spoken: Spoken, row: dict[str, Any]) -> Response:
+    truth, own_row = row["reward_model"]["ground_truth"], row["extra_info"].get("row") or ""
+    before = tuple((each["role"], each["content"]) for each in row["raw_prompt"]) if spoken.said else ()
+    return Response(spoken.text, truth, own_row, messages=(*before, *spoken.said))
 
 
 def _named(error: RayError, *, engine: int) -> EngineError:
@@ -270,15 +311,15 @@ def _leave_none_waiting(prompts: list[_Prompt], stream: asyncio.Task[None], *, e
         prompt.group.set_exception(stream.exception() or few)
 
 
-def _fields(prompt: _Prompt, *, group: Any, session: int, accuracy: float, shaping: Shaping) -> dict[str, Any]:
-    """What verl's trainer reads of one sample (verl/trainer/ppo/v1/agent_loop_tq.py). group: the engine's Group.
+def _fields(prompt: _Prompt, *, group: SpokenGroup, session: int, accuracy: float, shaping: Shaping) -> dict[str, Any]:
+    """What verl's trainer reads of one sample (verl/trainer/ppo/v1/agent_loop_tq.py).
 
     `acc` is what it validates by, and what DAPO's filter compares (plan/verl_args.py, FILTER_METRIC).
     """
     sample, prompt_ids = group.samples[session], prompt.token_ids
-    response_mask = torch.ones(len(sample.token_ids), dtype=torch.int64)
+    response_mask = _ints(sample.mask)
     rewards = torch.zeros(len(sample.token_ids), dtype=torch.float32)
-    rewards[-1] = shaping.reward(accuracy, num_tokens=len(sample.token_ids))
+    rewards[-1] = shaping.reward(accuracy, num_tokens=sample.generated)  # the last token is the model's
     input_ids = _ints(prompt_ids + sample.token_ids)
     return prompt.row | {
         "session_id": session,
@@ -291,12 +332,13 @@ def _fields(prompt: _Prompt, *, group: Any, session: int, accuracy: float, shapi
         "input_ids": input_ids,
         "position_ids": torch.arange(len(input_ids)),
         "multi_modal_inputs": {},
-        "num_turns": 2,
+        "num_turns": 2 * sample.turns,
         "extra_fields": {
             "min_global_steps": group.weights_version,
             "max_global_steps": group.weights_version,
             "reward_extra_info": {"acc": accuracy},
             "finished": sample.finished,
+            **({"turns": sample.said} if sample.said else {}),
         },
     }
 

@@ -211,7 +211,7 @@ class Trainer(PPOTrainerSync):
         line |= self.engines.take_restart() | self._step.rolled.metrics() | self.governor.metrics()
         if self.plan.algorithm.filters:
             line |= self.sampling.end_step(metrics, rollouts=self.rollouts, rollout_s=timing_raw["gen"])
-        line |= self._step.telemetry.metrics() | self.validation.take()
+        line |= self._step.telemetry.metrics() | self.validation.take() | self.rollouts.take_turns()
         written = self._write({**line, "reward_failures": self._step.reward_failures})
         metrics.update(tracked(written))  # verl sends `metrics` to the backends next
         signals = signals_of(line, telemetry=self._step.telemetry, cap=self.correction.token_cap)
