@@ -17,6 +17,8 @@ from appliance.record.plan import (
     GuardPlan,
     ModelPlan,
     OptimizerPlan,
+    OwnPlan,
+    RewardPlan,
     RolloutPlan,
     RunPlan,
     Switching,
@@ -174,3 +176,14 @@ def make_algorithm(**changes: object) -> AlgorithmPlan:
         max_generated_prompts=0,
     )
     return plan.replace(**changes)
+
+
+def own_plan(*rewards: RewardPlan, **changes: object) -> OwnPlan:
+    """A task of the user's own, of the field `prompt` and nothing else."""
+    empty = dict.fromkeys(("data", "config", "template", "system", "truth", "tools"), "")
+    plan = OwnPlan(**empty, split="train", prompt="prompt", rewards=rewards, max_turns=1, code=())
+    return plan.replace(**changes)
+
+
+def reward_plan(function: str = "exact", *, file: object = "", name: str = "", **options: object) -> RewardPlan:
+    return RewardPlan(name=name or function, weight=1.0, function=function, file=str(file), options=options)

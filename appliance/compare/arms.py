@@ -11,7 +11,15 @@ from pathlib import Path
 from appliance import hub
 from appliance.compare.file import Comparison, in_order, run_name
 from appliance.errors import GuardStop, PreflightError, RecipeError
-from appliance.launch.resume import Resume, Target, find_start, has_problems_of, original_plan, refuse_misfit
+from appliance.launch.resume import (
+    Resume,
+    Target,
+    find_start,
+    has_problems_of,
+    original_plan,
+    refuse_misfit,
+    with_code_of,
+)
 from appliance.plan.build import CACHE_NAME, OriginalPlan, build_plan, hub_name
 from appliance.plan.host import HostFacts
 from appliance.preflight.finding import Finding
@@ -202,6 +210,7 @@ def go_on(run: PlannedRun) -> PlannedRun | None:
         commit=run.plan.model.commit,
     )
     refuse_misfit(start, plan=plan)
+    plan = with_code_of(target, plan=plan, force=False, alone=True)
     return replace(run, plan=plan, resume=start)
 
 

@@ -28,6 +28,7 @@ from appliance.launch.workspace import stop_on_errors
 from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.report import examine
 from appliance.recipe.schema import Recipe
+from appliance.record.code import code_of
 from appliance.record.plan import RunPlan
 from appliance.signals import handled
 from appliance.tasks.library import is_from_hub
@@ -51,7 +52,7 @@ _GPU_LIMITS = [  # NCCL pins memory and opens many files; a CPU run needs no mor
 ]
 _TEMPORARY = "/tmp"  # its own is in memory; a folder below it is taken
 _PATHS = (  # keys of a recipe where `~` means the home of who types it, and inside would mean another
-    *("model.path", "task.train_file", "task.val_file", "quantization.profile"),
+    *("model.path", "task.train_file", "task.val_file", "task.tools", "quantization.profile"),
     *("cluster.run_dir", "cluster.token_file"),
 )
 
@@ -90,7 +91,9 @@ def make_order(plan: RunPlan, argv: Sequence[str], *, typed: str, image: str | N
         raise RecipeError([(f"--in-container: the current folder {folder} would hide the image's own", hint)])
     profile = plan.profile.source if plan.profile else ""
     model = "" if plan.model.builtin or plan.model.hub_name else plan.model.path
-    inputs = (model, plan.task.train_file, plan.task.val_file, profile)
+    code = (str(Path(each.path).parent) for each in code_of(plan))  # it may import what lies beside it
+    sets = (each.file for each in plan.task.val_sets)
+    inputs = (model, plan.task.train_file, plan.task.val_file, *sets, *code, profile)
     read = [Path(each) for each in inputs if each.startswith("/")]
     if Path(typed).is_file():
         read.append(Path(typed).absolute().parent)  # what it extends lies beside it

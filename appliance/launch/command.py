@@ -114,6 +114,7 @@ class Attempts:
             original=resuming.original_plan(target),
         )
         resuming.refuse_misfit(start, plan=plan)
+        plan = resuming.with_code_of(target, plan=plan, force=force, alone=found is not None)
         return self.begin(plan, findings, name=target.run_dir.name, resume=start)
 
     def through_faults(self, code: int, run_dir: Path) -> int:

@@ -43,8 +43,9 @@ from appliance.record.checkpoints import (
     set_aside,
     step_of,
 )
+from appliance.record.code import code_of, copy_code
 from appliance.record.events import EVENTS_FILE, METRICS_FILE, append_event, end_torn_line
-from appliance.record.plan import Choice, ModelPlan, RunPlan, UaqPlan, sentence
+from appliance.record.plan import CODE_FOLDER, Choice, CodeFile, ModelPlan, RunPlan, UaqPlan, sentence
 from appliance.record.samples import SAMPLES_FILE
 from appliance.record.session import (
     LOGS,
@@ -269,6 +270,26 @@ def refuse_misfit(resume: Resume, *, plan: RunPlan) -> None:
     _refuse_other_scale(folder, uaq=plan.uaq)
 
 
+def with_code_of(target: Target, *, plan: RunPlan, force: bool, alone: bool) -> RunPlan:
+    """The plan of the next attempt, with the user's files as they are to run.
+
+    force: take those that have changed.  alone: nobody asked for this attempt: it goes on with the run's own copies.
+    Raises RecipeError for each that has changed, where neither is so.
+    """
+    before = {each.path: each for each in _plan_before(target.run_dir).task.code} if target.record.attempt else {}
+    changed = [each for each in code_of(plan) if each.path in before and each.sha256 != before[each.path].sha256]
+    if plan.task.own is None or not changed or (force and not alone):
+        return plan
+    if not alone:
+        hint = "put it back, start a new run with another --name, or take the change with --force"
+        raise RecipeError([(f"{each.path}: it is not the file that the run began with", hint) for each in changed])
+    for each in changed:
+        what = f"{each.path} has changed since the run began: this attempt runs the copy in {CODE_FOLDER}/"
+        append_event(target.run_dir, kind="note", what=what, why=f"SHA-256 {before[each.path].sha256}")
+    kept = tuple(each.replace(sha256=before[each.path].sha256) if each in changed else each for each in code_of(plan))
+    return plan.replace(task=plan.task.replace(own=plan.task.own.replace(code=kept)))
+
+
 def _refuse_other_profile(folder: Path, *, facts: Facts, run_dir: Path) -> None:
     """One that is gone comes back from the checkpoint, if that has a copy."""
     for name, digest in facts.profile:
@@ -299,8 +320,17 @@ def plan_profile_file(run_dir: Path, name: str) -> Path:
     return run_dir / PROFILE_FOLDER / name
 
 
+class _OwnBefore(BaseModel):
+    code: tuple[CodeFile, ...]
+
+
 class _TaskBefore(BaseModel):
     train_parquet: str
+    own: _OwnBefore | None = None
+
+    @property
+    def code(self) -> tuple[CodeFile, ...]:
+        return self.own.code if self.own else ()
 
 
 class _PlanBefore(BaseModel, strict=True):
@@ -390,6 +420,7 @@ def _put_back(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> None:
     logs.mkdir(parents=True, exist_ok=True)
     log_dir(run_dir, attempt=attempt + 1).mkdir(exist_ok=True)
     end_torn_line(run_dir / EVENTS_FILE)
+    copy_code(plan)
     how = f"goes on after step {resume.step}" if checkpoint else "starts from the beginning: no whole checkpoint"
     what = f"attempt {attempt + 1} {how}"
     append_event(run_dir, kind="resume", what=what, step=resume.step, attempt=attempt + 1)

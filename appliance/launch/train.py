@@ -26,6 +26,7 @@ from appliance.launch.supervise import Ask, supervise
 from appliance.preflight.access import write_token
 from appliance.preflight.finding import Finding, Severity
 from appliance.processes import find_processes
+from appliance.record.code import code_of
 from appliance.record.events import MemoryWatch, RunTail, append_event, append_failure
 from appliance.record.liveness import STACKS_FOLDER, dump_stacks, last_beat
 from appliance.record.plan import RunPlan
@@ -109,6 +110,9 @@ def run_training(
             if finding.severity is Severity.WARNING:
                 what = "; ".join(filter(None, (f"{finding.place}: {finding.message}", finding.remedy)))
                 append_event(session.run_dir, kind="note", what=what, why="preflight")
+        for code in code_of(plan):
+            what = f"{code.path} is code that this run executes"
+            append_event(session.run_dir, kind="note", what=what, why=f"SHA-256 {code.sha256}")
         progress = choose_progress(plan, json_mode=json_mode, quiet=quiet)
         training = _Training(plan, session, interrupts, progress, page, saved_step=resume.step if resume else 0)
         outcome = training.run(steps)

@@ -291,7 +291,7 @@ def _val_set(name: str, given: ValSet, *, recipe: Recipe) -> ValSetPlan:
 def _own(task: Task) -> OwnPlan:
     rewards = tuple(map(_reward, task.rewards))
     tools = _absolute(task.tools)
-    files = dict.fromkeys(file for file in (*(each.file for each in rewards), tools) if file)
+    files = list(dict.fromkeys(file for file in (*(each.file for each in rewards), tools) if file))
     return OwnPlan(
         **{name: getattr(task, name) or "" for name in ("data", "config", "template", "system", "truth")},
         split=task.split,
@@ -299,8 +299,15 @@ def _own(task: Task) -> OwnPlan:
         rewards=rewards,
         tools=tools,
         max_turns=(task.max_turns or USUAL_TURNS) if tools else 1,
-        code=tuple(CodeFile(path=file, sha256=digest_of(Path(file))) for file in files),
+        code=tuple(_code_file(file, number=number, files=files) for number, file in enumerate(files)),
     )
+
+
+def _code_file(file: str, *, number: int, files: list[str]) -> CodeFile:
+    """Of two files of one name the copies have their numbers before it."""
+    is_alone = [Path(each).name for each in files].count(Path(file).name) == 1
+    name = Path(file).name if is_alone else f"{number}-{Path(file).name}"
+    return CodeFile(path=file, copy_name=name, sha256=digest_of(Path(file)))
 
 
 def _reward(given: Reward) -> RewardPlan:

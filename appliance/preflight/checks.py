@@ -177,7 +177,10 @@ def _data(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     if problem := inputs.reward_problem:
         severity = Severity.WARNING if problem.is_rare else Severity.ERROR
         place = "task.train_file" if plan.task.train_file else "task.kind"
-        yield Finding(severity, "reward", place, problem.message, "mend the rows, or give the task that they are of")
+        remedy = "mend the rows, or give the task that they are of"
+        if plan.task.own is not None:
+            place, remedy = "task.rewards", problem.remedy
+        yield Finding(severity, "reward", place, problem.message, remedy)
     if is_from_hub(plan.task) and not inputs.has_data and (inputs.is_offline or inputs.hub_problem):
         why = "HF_HUB_OFFLINE is set" if inputs.is_offline else inputs.hub_problem
         message = f"none is given, so the data comes from the hub, and {why}"

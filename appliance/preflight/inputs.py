@@ -5,12 +5,17 @@ Files of a model, and of a profile for it, are read without torch: names, header
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import os.path
+import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from appliance import hub
 from appliance.errors import EngineError, RecipeError
@@ -22,9 +27,10 @@ from appliance.preflight.disk import Disks, Written, read_disks, read_written
 from appliance.quant.files import PROFILE_FILE, SMOOTHING, read_file_header, tensor_end, tensor_shapes
 from appliance.quant.uaq import layers_to_scale
 from appliance.record.attestations import version_of
+from appliance.record.code import code_of
 from appliance.record.plan import ModelPlan, RunPlan
-from appliance.tasks.grading import Verdict
 from appliance.tasks.library import is_from_hub, task_of
+from appliance.tasks.sample import Verdict
 from appliance.tasks.tools import Asked, read_tools
 from appliance.terms.devices import StoredResult
 from appliance.terms.schemes import Scheme
@@ -33,15 +39,18 @@ from appliance.terms.shapes import KNOWN, ModelShape, read_shape
 INDEX = "model.safetensors.index.json"
 _MOST_NAMED = 3  # damaged files
 _STARTS_WITHIN_S = 60.0  # the child that grades a sample
-_SHOWN = 60  # characters
+_SHOWN_OF_LOG = 200  # characters
+_TAIL_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class RewardProblem:
-    """is_rare: of half of the sample at most, so rows that can never be right rather than data of another task."""
+    """is_rare: of half of the sample at most, so rows that can never be right rather than data of another task; or
+    a reward of the user's that says little, which is theirs to judge."""
 
     message: str
     is_rare: bool = False
+    remedy: str = "mend the function, or task.truth, or take a reward that reads such answers"
 
 
 @dataclass(frozen=True)
@@ -257,23 +266,33 @@ def _of_another_model(norms: dict[str, tuple[int, ...]], *, source: Path, model:
 def reward_problem(plan: RunPlan) -> RewardProblem | None:
     """What is wrong with the rewards of the first problems; None where nothing is, or the data is not here yet."""
     task = plan.task
+    for each in code_of(plan):
+        if not each.sha256:
+            return RewardProblem(f"{each.path}: no such file, or it cannot be read")
     if is_from_hub(task):
         return None
     within_s = _STARTS_WITHIN_S + task.reward_timeout_s
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "appliance.tasks.grading"],
-            input=task.model_dump_json(),
-            capture_output=True,
+    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as printed:  # a pipe may outlive its child
+        child = subprocess.Popen(
+            [sys.executable, "-m", "appliance.tasks.sample"],
+            stdin=subprocess.PIPE,
+            stdout=said,
+            stderr=printed,
             text=True,
-            timeout=within_s,
+            start_new_session=True,
         )
-    except subprocess.TimeoutExpired:
-        return RewardProblem(f"no reward of the first problems after {within_s:g} s")
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return RewardProblem(f"the reward function failed: {last}")
-    return _problem(done.stdout)
+        try:
+            child.communicate(task.model_dump_json(), timeout=within_s)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # with all that the user's code has left
+                os.killpg(child.pid, signal.SIGKILL)
+            code = child.wait()
+        said.seek(0)
+        printed.seek(0, os.SEEK_END)
+        printed.seek(max(0, printed.tell() - _TAIL_BYTES))
+        return _problem(said.read(), code=code, printed=printed.read(), within_s=within_s, is_own=task.own is not None)
 
 
 def tool_problems(plan: RunPlan, *, template: bool) -> tuple[tuple[str, str], ...]:
@@ -288,16 +307,27 @@ def tool_problems(plan: RunPlan, *, template: bool) -> tuple[tuple[str, str], ..
     return ()
 
 
-def _problem(output: str) -> RewardProblem | None:
-    """output: the child's. A library may have printed before its last line, and at the end of its process after it."""
-    last = (output.strip().splitlines() or [""])[-1]
-    try:
-        verdict = Verdict(**json.loads(last))
-    except (ValueError, TypeError):
-        return RewardProblem(f"the child that grades the first problems ended with `{last[:_SHOWN]}`, not its verdict")
+def _problem(output: str, *, code: int, printed: str, within_s: float, is_own: bool) -> RewardProblem | None:
+    """output: the child's words; before its first one a library may have printed."""
+    words: dict[str, Any] = {}
+    for line in output.splitlines():
+        with contextlib.suppress(ValueError, TypeError):
+            words |= json.loads(line)
+    doing = words.get("doing", "the rewards of the first problems")
+    if "verdict" not in words:
+        if code == -signal.SIGKILL:
+            return RewardProblem(f"{doing}: no end after {within_s:g} s")
+        last = (printed.strip().splitlines() or ["no message"])[-1][:_SHOWN_OF_LOG]
+        return RewardProblem(f"{doing}: its process ended with {code}: {last}")
+    verdict = Verdict(**words["verdict"])
+    if verdict.failure:
+        return RewardProblem(verdict.failure)
     if not verdict.wrong:
         return None
-    message = f"{verdict.wrong} of {verdict.sampled} sampled rewards are wrong: {verdict.first}"
+    share = f"{verdict.wrong} of {verdict.sampled}"
+    if is_own:
+        return RewardProblem(f"in {share} sampled rows the right answer earns nothing: {verdict.first}", is_rare=True)
+    message = f"{share} sampled rewards are wrong: {verdict.first}"
     return RewardProblem(message, is_rare=verdict.wrong * 2 <= verdict.sampled)
 
 

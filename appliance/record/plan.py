@@ -21,6 +21,7 @@ from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
 
 SCHEMA_VERSION = 1
+CODE_FOLDER = "code"  # of the run's folder: copies of the user's Python files
 
 
 class Choice(Frozen):
@@ -107,6 +108,9 @@ class CodeFile(Frozen):
     """A Python file of the user's that the run executes."""
 
     path: str
+    """The user's own."""
+    copy_name: str
+    """Of the copy that runs, in `code/` of the run's folder."""
     sha256: str
     """When the plan was made; empty where it could not be read."""
 
@@ -135,6 +139,17 @@ class OwnPlan(Frozen):
     """Times that the model speaks."""
     code: tuple[CodeFile, ...]
     """The files of `rewards` and `tools`, each once."""
+
+    @property
+    def import_path(self) -> tuple[str, ...]:
+        """The user's folders, whose modules the files may import."""
+        return tuple(dict.fromkeys(str(Path(each.path).parent) for each in self.code))
+
+    def with_copies(self, run_dir: str) -> OwnPlan:
+        """The same with the run's copies in place of the user's files: what a run executes."""
+        copies = {each.path: str(Path(run_dir) / CODE_FOLDER / each.copy_name) for each in self.code}
+        rewards = tuple(each.replace(file=copies.get(each.file, "")) for each in self.rewards)
+        return self.replace(rewards=rewards, tools=copies.get(self.tools, ""))
 
 
 class TaskPlan(Frozen):

@@ -21,6 +21,7 @@ from pydantic.dataclasses import dataclass
 from appliance.errors import PreflightError, RecipeError
 from appliance.files import is_full, is_refused, write_whole
 from appliance.record.attestations import fingerprint, version_of
+from appliance.record.code import copy_code
 from appliance.record.lines import STRICT, Code, as_json, read
 from appliance.record.plan import RunPlan
 
@@ -113,7 +114,8 @@ def create_session(plan: RunPlan, *, recipe_yaml: str, is_chosen: bool) -> Sessi
     """Claim the run's name and write its folder, whole or not at all.
 
     is_chosen: the name is one that we chose, so that losing it to another launcher is no mistake of the user.
-    Raises RecipeError when the name is in use, PreflightError when the folder cannot be written.
+    Raises RecipeError when the name is in use or a file of the user's code has changed,
+    PreflightError when the folder cannot be written.
     """
     run_dir = Path(plan.run_dir)
     try:
@@ -126,11 +128,15 @@ def create_session(plan: RunPlan, *, recipe_yaml: str, is_chosen: bool) -> Sessi
     record = RunRecord()
     try:
         log_dir(run_dir, attempt=record.attempt).mkdir(parents=True)
+        copy_code(plan)
         (run_dir / "recipe.yaml").write_text(recipe_yaml)
         plan.write(run_dir / "plan.json")
         (run_dir / "versions.json").write_text(json.dumps(versions(plan), indent=2) + "\n")
         write_record(run_dir, record)
         return Session(run_dir, record=record)
+    except RecipeError:
+        shutil.rmtree(run_dir, ignore_errors=True)
+        raise
     except OSError as error:
         shutil.rmtree(run_dir, ignore_errors=True)
         raise cannot_write(run_dir, error) from error

@@ -1,28 +1,17 @@
-"""What grading a response gives: how right it is, or why it could not be graded. Imports no torch.
-
-`python -m appliance.tasks.grading` grades a few problems before a run, a TaskPlan as JSON on stdin: the right answer,
-in the form that the task asks for, must have reward 1, and an empty response 0. A process of its own: math-verify stops
-itself by signals, sympy is a second to load, and the user's code runs. Says on the last line of stdout, as JSON, a
-Verdict: libraries may print before it. A reward that raises ends it with a traceback.
-"""
+"""What grading a response gives: how right it is, or why it could not be graded. Imports no torch."""
 
 from __future__ import annotations
 
-import json
 import math
 import numbers
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 
-from appliance.record.plan import TaskPlan
-from appliance.tasks.library import task_of
-from appliance.tasks.rows import Problem
-from appliance.tasks.task import Response, Reward, Task
+from appliance.tasks.task import Response, Reward
 
-SAMPLES = 8
-_SHOWN = 60  # characters of a truth
+_SHOWN = 60  # characters of a truth or a value
+_LONGEST = 600  # of a message
 
 
 class Fault(StrEnum):
@@ -59,13 +48,31 @@ def weighed(values: Values) -> Graded:
     for name, weight, value in values:
         if value is None:
             continue
-        if not isinstance(value, numbers.Real) or not math.isfinite(value):
-            return Graded(0.0, Fault.NOT_A_GRADE, f"the reward `{name}` returned {value!r:.60}, not a finite number")
-        total += weight * value
-        parts.append((name, float(value)))
+        if (number := _finite(value)) is None:
+            why = f"the reward `{name}` returned {repr(value)[:_SHOWN]}, not a finite number"
+            return Graded(0.0, Fault.NOT_A_GRADE, why)
+        total += weight * number
+        parts.append((name, number))
     if not parts:
         return Graded(0.0, Fault.NOT_A_GRADE, "no reward applies")
     return Graded(total, parts=tuple(parts))
+
+
+def _finite(value: object) -> float | None:
+    try:
+        number = float(value) if isinstance(value, numbers.Real) else math.nan
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def in_words(error: BaseException) -> str:
+    """Its type and first line. Never raises, though the user's own may not be printable."""
+    try:
+        first = (str(error).strip().splitlines() or ["no message"])[0][:_LONGEST]
+    except Exception:
+        first = "its message cannot be made"
+    return f"{type(error).__name__}: {first}"
 
 
 def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int, penalty: float) -> float:
@@ -99,52 +106,3 @@ class Shaping:
         return graded + overlong_penalty(
             num_tokens, max_tokens=self.max_tokens, buffer_tokens=self.buffer_tokens, penalty=self.penalty
         )
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """wrong: how many of the sampled problems have wrong rewards.  first: what is wrong with the first of them."""
-
-    sampled: int
-    wrong: int
-    first: str
-
-
-def judge_sample(plan: TaskPlan) -> Verdict:
-    """Of the first problems of the file, or of the task's own. Runs the user's rewards."""
-    task = task_of(plan)
-    problems = task.first_problems(SAMPLES, file=plan.train_file, difficulty=plan.difficulty, seed=plan.seed)
-    rewards, wrong = task.rewards(), []
-    for problem in problems:
-        right = _best_grade(problem, task=task, rewards=rewards)
-        empty = _graded("", problem, rewards=rewards)
-        if plan.own is not None:
-            if right.why or empty.why or right.accuracy <= empty.accuracy:
-                earned = f"{right.why or right.accuracy}, an empty response {empty.why or empty.accuracy}"
-                wrong.append(f"the truth `{problem.truth[:_SHOWN]}` as the response has {earned}")
-        elif right.why or right.accuracy != 1.0:
-            wrong.append(f"the right answer `{problem.truth[:_SHOWN]}` has {right.why or f'{right.accuracy:g}'}, not 1")
-        elif empty.why or empty.accuracy != 0.0:
-            wrong.append(f"an empty response has {empty.why or f'{empty.accuracy:g}'}, not 0")
-    return Verdict(sampled=len(problems), wrong=len(wrong), first=next(iter(wrong), ""))
-
-
-def _graded(text: str, problem: Problem, *, rewards: Sequence[Reward]) -> Graded:
-    return weighed(grade(rewards, Response(text, problem.truth, problem.row)))
-
-
-def _best_grade(problem: Problem, *, task: Task, rewards: Sequence[Reward]) -> Graded:
-    """Of the forms in which a right answer may come; the first one's where none has 1."""
-    graded = (_graded(text, problem, rewards=rewards) for text in task.answers(problem.truth))
-    first = next(graded)
-    return first if first.accuracy == 1.0 else next((each for each in graded if each.accuracy == 1.0), first)
-
-
-def main() -> int:
-    verdict = judge_sample(TaskPlan.model_validate_json(sys.stdin.read()))
-    sys.stdout.write(f"\n{json.dumps(asdict(verdict))}\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

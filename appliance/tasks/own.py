@@ -25,9 +25,9 @@ def task(plan: OwnPlan) -> Task:
     return Task(
         kind=KIND,
         score=_unused,
-        answers=lambda truth: (truth,),
+        answers=_answers,
         source=Source(parse=functools.partial(parse_row, plan=plan), hint=_hint(plan), knows_verl=True),
-        load_rewards=functools.partial(load_rewards, plan),
+        load_rewards=functools.partial(load_rewards, plan, given=functools.partial(as_given, plan=plan)),
     )
 
 
@@ -51,6 +51,18 @@ def parse_row(row: Row, *, plan: OwnPlan) -> Problem | str:
     text = truth if isinstance(truth, str) else json.dumps(truth, default=str, ensure_ascii=False)
     kept = json.dumps(row, default=str, ensure_ascii=False)
     return Problem(prompt, "" if truth is None else text, tuple(before), kept)
+
+
+def as_given(row: Row, *, plan: OwnPlan) -> tuple[str | list[dict[str, str]], object]:
+    """(prompt, truth) for the forms of other trainers: the prompt as text, or where the row has chat messages as all
+    of them that the model reads; the truth as it stands there, None where there is none.  row: a problem's."""
+    made = parse_row(row, plan=plan)
+    assert isinstance(made, Problem), "a row that became a problem"
+    path = plan.truth or (VERLS_TRUTH if "reward_model" in row else "")
+    truth = field_at(row, path) if path else None
+    if plan.template or isinstance(field_at(row, plan.prompt), str):
+        return made.prompt, truth
+    return [{"role": role, "content": content} for role, content in made.messages], truth
 
 
 def field_at(row: Row, path: str) -> Any:
@@ -96,6 +108,12 @@ def _templated(row: Row, *, template: str) -> list[Message] | str:
 def _hint(plan: OwnPlan) -> str:
     wanted = "the fields of task.template" if plan.template else f"`{plan.prompt}`, text or chat messages"
     return f"each row is a JSON object with {wanted}" + (f" and `{plan.truth}`" if plan.truth else "")
+
+
+def _answers(truth: str) -> tuple[str, ...]:
+    """Forms in which a model may be asked to answer."""
+    marked = (f"#### {truth}", f"\\boxed{{{truth}}}", f"Answer: {truth}", f"<answer>{truth}</answer>")
+    return (truth, *marked, f"<think>\n\n</think>\n<answer>{truth}</answer>")
 
 
 def _unused(*, response: str, truth: str) -> float:

@@ -6,16 +6,19 @@ from collections.abc import Callable
 
 from appliance.record.plan import OwnPlan, RewardPlan
 from appliance.tasks.task import Response, Reward
-from appliance.tasks.user_code import load_function
+from appliance.tasks.user_code import Given, load_function
 
 
-def load_rewards(plan: OwnPlan) -> tuple[Reward, ...]:
-    """Runs the user's files. Raises what they raise, and RewardError for a function that is none of the three forms."""
-    return tuple(Reward(each.name, each.weight, _value(each)) for each in plan.rewards)
+def load_rewards(plan: OwnPlan, *, given: Given) -> tuple[Reward, ...]:
+    """Runs the user's files. Raises what they raise, and UserCodeError for a function that is none of the forms."""
+    return tuple(_reward(each, given=given) for each in plan.rewards)
 
 
-def _value(reward: RewardPlan) -> Callable[[Response], object]:
-    return load_function(reward.file, reward.function) if reward.file else BUILT_IN[reward.function]
+def _reward(reward: RewardPlan, *, given: Given) -> Reward:
+    if not reward.file:
+        return Reward(reward.name, reward.weight, BUILT_IN[reward.function])
+    value = load_function(reward.file, reward.function, given=given)
+    return Reward(reward.name, reward.weight, value, place=f"{reward.file}:{reward.function}")
 
 
 def exact(response: Response) -> float:

@@ -24,7 +24,8 @@ class Score(Protocol):
 
 @dataclass(frozen=True)
 class Response:
-    """What rewards judge. text: of the model's last turn.  truth, row: of its Problem.
+    """What rewards judge. text: of the model's last turn.  truth, row: of its Problem.  token_ids: of the text, where a
+    model has said it.
 
     messages: with tools, all that was said, (role, content): the prompt's, the model's turns, the tools'.
     """
@@ -32,6 +33,7 @@ class Response:
     text: str
     truth: str
     row: str = ""
+    token_ids: tuple[int, ...] = ()
     messages: tuple[Message, ...] = ()
 
 
@@ -44,6 +46,10 @@ class Reward:
     """Of the value in the sum."""
     value: Callable[[Response], object]
     """A number, or None where it does not apply; whatever else it returns is a fault."""
+    place: str = ""
+    """For people: the user's file and function; empty where it is built in."""
+    may_read_truth: bool = True
+    """Whether the truth as the response is to earn more than an empty one."""
 
 
 @dataclass(frozen=True)

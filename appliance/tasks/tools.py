@@ -188,6 +188,7 @@ def template_problem(asked: Asked, schemas: list[Schema]) -> str:
 
 def main(arguments: list[str]) -> int:
     asked = Asked(**json.loads(arguments[0]))
+    sys.path.append(str(Path(asked.file).parent))  # what lies beside it, as in the pool
     found = describe(load_module(asked.file))
     problems = [f"{asked.file}: {problem}" for problem in found.problems]
     if asked.model and found.schemas and (problem := template_problem(asked, found.schemas)):

@@ -1,36 +1,129 @@
-"""Functions of the user's Python files. Whatever is imported here runs: only a process of its own may do it."""
+"""Functions of the user's Python files. Whatever is imported here runs: only a process of its own may do it.
+
+A reward function has one of three forms, told apart by the names of its parameters. Each gets those values of its form
+that it names, by name, or all of them where it takes `**`: what it requires besides is refused.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
+import inspect
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from appliance.tasks.rows import Row
 from appliance.tasks.task import Response
 
+FORMS = (
+    "f(response, truth, *, row, messages), of which it needs no more than it names; "
+    "TRL's f(prompts, completions, completion_ids, **columns); "
+    "verl's compute_score(data_source, solution_str, ground_truth, extra_info)"
+)
+_OURS, _TRLS, _VERLS = (
+    ("response", "truth", "row", "messages"),
+    ("prompts", "completions", "completion_ids"),
+    ("data_source", "solution_str", "ground_truth", "extra_info"),
+)
 
-def load_function(file: str, name: str) -> Callable[[Response], object]:
-    """Raises what the file raises when it is imported, and AttributeError without such a function."""
-    function = getattr(load_module(file), name)
+Given = Callable[[Row], tuple[str | list[dict[str, str]], object]]  # a row's (prompt, truth), as it stands in the row
+Values = dict[str, object]
+
+
+class UserCodeError(ValueError):
+    """The user's file has no such function, or one that cannot be called as a reward, or it returned no reward."""
+
+
+def load_function(file: str, name: str, *, given: Given) -> Callable[[Response], object]:
+    """Raises what the file raises when it is imported, and UserCodeError."""
+    function = getattr(load_module(file), name, None)
+    if not callable(function):
+        raise UserCodeError(f"{file}: there is no function `{name}` in it")
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):
+        raise UserCodeError(f"{file}: `{name}` does not say what it takes; a reward is one of {FORMS}") from None
+    takes = signature.parameters
+    named = {each.name for each in takes.values() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    needed = {each.name for each in takes.values() if each.default is each.empty and each.kind not in _ANY}
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in takes.values())
+    form = next((form for form in (_verls, _trls, _ours) if named & _MARKS[form]), None)
+    unknown = sorted(needed - named) or ([] if form is _trls else sorted(needed - _NAMES.get(form, set())))
+    if form is None or unknown:
+        raise UserCodeError(f"{file}: `{name}{signature}` is none of the three forms of a reward: {FORMS}")
 
     def value(response: Response) -> object:
-        row: dict[str, Any] = json.loads(response.row) if response.row else {}
-        return function(response.text, response.truth, row=row)
+        row: Row = json.loads(response.row) if response.row else {}
+        values = form(response, row, given)
+        if missing := sorted(needed - values.keys()):
+            raise UserCodeError(f"{file}: `{name}` wants `{missing[0]}`, which the row does not have")
+        returned = function(**(values if takes_all else {key: values[key] for key in named & values.keys()}))
+        if inspect.isawaitable(returned):
+            returned = asyncio.run(_awaited(returned))
+        return _reward(returned, form=form, name=name)
 
     return value
 
 
+def _ours(response: Response, row: Row, _: Given) -> Values:
+    said = [{"role": role, "content": content} for role, content in response.messages]
+    return dict(zip(_OURS, (response.text, response.truth, row, said), strict=True))
+
+
+def _trls(response: Response, row: Row, given: Given) -> Values:
+    """Lists of one. A completion is a list of messages where the prompt is one: of several turns the last."""
+    prompt, _ = given(row)
+    said = [{"role": "assistant", "content": response.text}] if isinstance(prompt, list) else response.text
+    columns = {name: [value] for name, value in row.items() if name not in ("prompt", "completion")}
+    ids = list(response.token_ids)
+    return columns | dict(zip(_TRLS, ([prompt], [said], [ids]), strict=True))
+
+
+def _verls(response: Response, row: Row, given: Given) -> Values:
+    """The truth as it stands in the row, text or not."""
+    source, extra = row.get("data_source") or "own", row.get("extra_info") or {}
+    return dict(zip(_VERLS, (source, response.text, given(row)[1], extra), strict=True))
+
+
+_Form = Callable[[Response, Row, Given], Values]
+_ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_MARKS: dict[_Form, set[str]] = {_verls: {"solution_str"}, _trls: set(_TRLS), _ours: {"response"}}
+_NAMES: dict[_Form | None, set[str]] = {_verls: set(_VERLS), _trls: set(_TRLS), _ours: set(_OURS)}
+
+
+def _reward(returned: object, *, form: _Form, name: str) -> object:
+    """What is held to be a finite number or None. Raises UserCodeError."""
+    if form is _trls:
+        if not isinstance(returned, Sequence) or isinstance(returned, str) or len(returned) != 1:
+            told = f"a list of {len(returned)}" if isinstance(returned, list) else repr(returned)[:60]
+            raise UserCodeError(f"`{name}` returned {told} for one completion, not a list of one")
+        return returned[0]
+    if form is _verls and isinstance(returned, Mapping):
+        if "score" not in returned:
+            raise UserCodeError(f"`{name}` returned a mapping without `score`")
+        return returned["score"]
+    return returned
+
+
+async def _awaited(returned: Any) -> object:
+    return await returned
+
+
 def load_module(file: str) -> ModuleType:
-    """Each file once in a process."""
+    """Each file once in a process. What lies beside the user's own imports by `sys.path`, which the process has."""
     name = f"_user_code_{file}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, Path(file))
         assert spec is not None and spec.loader is not None, "a path ends in .py"
         module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        sys.modules[name] = module
+        sys.modules[name] = module  # a dataclass in it looks there for its own module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
     return sys.modules[name]

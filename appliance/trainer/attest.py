@@ -15,6 +15,7 @@ from torch.nn import Module
 from appliance import patch
 from appliance.errors import AttestationError
 from appliance.record.attestations import Attestation, check_attestations, fingerprint, write_attestation
+from appliance.record.code import attested_code
 from appliance.record.plan import RunPlan
 from appliance.sync.precision import Precision, attestations_at
 from appliance.terms.schemes import Scheme
@@ -32,9 +33,12 @@ def check_attested(plan: RunPlan, *, precision: Precision) -> None:
 
 
 def attest_driver(plan: RunPlan) -> None:
-    """Write `attest/driver-0.json`: this process computes advantages and corrections, in float, and no model."""
+    """Write `attest/driver-0.json`: this process computes advantages and corrections, in float, and no model; its pool
+    runs the user's code."""
     correction = plan.correction
-    detail = {"correction": str(correction.method), "cap": correction.cap, "bounds": correction.bounds}
+    detail: dict[str, Any] = {"correction": str(correction.method), "cap": correction.cap, "bounds": correction.bounds}
+    if code := attested_code(plan):
+        detail["code"] = code
     _write(plan, role="driver", rank=0, detail=detail)
 
 

@@ -80,8 +80,10 @@ def fit(
     transfer_queue.init(config.transfer_queue)
     try:
         trainer = Trainer(config=config, plan=plan, stopping=stopping, on_engine_death=on_engine_death)
+        own = plan.task.own.with_copies(plan.run_dir) if plan.task.own else None
         pool = RewardPool(
-            load=functools.partial(rewards_of, plan.task),
+            load=functools.partial(rewards_of, plan.task.replace(own=own)),
+            import_path=own.import_path if own else (),
             workers=plan.task.reward_workers,
             timeout_s=plan.task.reward_timeout_s,
             on_idle_death=functools.partial(note_idle_death, trainer.run_dir),
@@ -137,7 +139,7 @@ def _turns(trainer: Trainer, *, plan: RunPlan, pool: RewardPool) -> Turns:
         schemas=read_schemas(task.schemas_file),
         max_turns=task.own.max_turns,
         max_tokens=task.max_response_tokens,
-        call=in_pool(pool, file=task.tools, timeout_s=task.reward_timeout_s),
+        call=in_pool(pool, file=task.own.with_copies(plan.run_dir).tools, timeout_s=task.reward_timeout_s),
     )
 
 

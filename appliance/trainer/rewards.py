@@ -18,13 +18,15 @@ import asyncio
 import functools
 import multiprocessing
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as GradingTimeout
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pebble import ProcessExpired, ProcessPool
 from pebble.pool.process import PoolManager
@@ -32,7 +34,7 @@ from pebble.pool.process import PoolManager
 from appliance.errors import GuardStop
 from appliance.record.events import append_event
 from appliance.record.liveness import keep_stacks
-from appliance.tasks.grading import Fault, Graded, Values, grade, weighed
+from appliance.tasks.grading import Fault, Graded, grade, in_words, weighed
 from appliance.tasks.library import TASKS
 from appliance.tasks.task import Response, Reward
 
@@ -57,6 +59,15 @@ def compute_score(
 def num_workers(cores: int) -> int:
     """Half of the cores, for the engines need some; at least one."""
     return max(1, min(MOST_WORKERS, cores // 2))
+
+
+class CallFailed(Exception):
+    """A function that was called in the pool gave nothing. fault: how.  why: in words."""
+
+    def __init__(self, fault: Fault, why: str) -> None:
+        super().__init__(why)
+        self.fault = fault
+        self.why = why
 
 
 class _TellingProcesses(PoolManager):
@@ -89,11 +100,14 @@ class RewardPool:
         self,
         *,
         load: Callable[[], Sequence[Reward]],
+        import_path: Sequence[str] = (),
         workers: int | None = None,
         timeout_s: float = TIMEOUT_S,
         on_idle_death: Callable[[], None] = lambda: None,
     ) -> None:
         """load: gives the rewards; called in each process ahead of its first response, so it can be pickled.
+
+        import_path: further folders of modules, for each process.
 
         on_idle_death: called on a thread within seconds after a process died that was at no response.
         """
@@ -102,6 +116,7 @@ class RewardPool:
         self.last_fault: Graded | None = None
         self._timeout_s = timeout_s
         self._load = load
+        self._import_path = tuple(import_path)
         self._workers = workers or num_workers(os.cpu_count() or 1)
         self._on_idle_death = on_idle_death
         self._is_closed = False
@@ -112,7 +127,7 @@ class RewardPool:
             self._on_idle_death,
             max_workers=self._workers,
             initializer=_begin,
-            initargs=(self._load,),
+            initargs=(self._load, self._import_path),
             # A fork of this process, with its threads and Ray's, may deadlock.
             context=multiprocessing.get_context("spawn"),
         )
@@ -129,29 +144,36 @@ class RewardPool:
 
     async def _outcome(self, response: Response) -> Graded:
         try:
-            try:
-                values = await self._run(_values, response)
-            except BrokenProcessPool:  # by a process that died while it waited: no fault of this response
-                values = await self._run(_values, response)
-            return weighed(values)
-        except GradingTimeout:
-            return Graded(0.0, Fault.TIMED_OUT, f"no grade after {self._timeout_s:g} s")
-        except ProcessExpired as error:
-            return Graded(0.0, Fault.DIED, f"the process of the reward function ended with {error.exitcode}")
-        except BrokenProcessPool:
-            return Graded(0.0, Fault.DIED, "the processes of the reward function are gone")
-        except Exception as error:  # the boundary of a reward function: counted, and the run goes on
-            first = (str(error).strip().splitlines() or ["no message"])[0]
-            return Graded(0.0, Fault.RAISED, f"{type(error).__name__}: {first}")
+            return await self.call(_grade, response)
+        except CallFailed as failed:
+            return Graded(0.0, failed.fault, failed.why)
 
-    async def call(self, function: Callable[..., T], *arguments: object, timeout_s: float) -> T:
-        """Raises what it raises, and as `_run`. Counts as no grade."""
+    async def call(self, function: Callable[..., T], *arguments: object, timeout_s: float | None = None) -> T:
+        """What the function returns, called in a process of the pool: `await pool.call(use_tool, file, name, text)`.
+
+        function: of a module of ours, which is found by its name there; it, its arguments and its value are pickled.
+        timeout_s: from when a process takes it; None: the pool's, of one response.
+        Raises CallFailed when it raises, hangs or its process dies: that costs this call and no other.
+        """
+        timeout_s = timeout_s or self._timeout_s
         try:
-            return await self._run(function, *arguments, timeout_s=timeout_s)
-        except BrokenProcessPool:  # by a process that died while it waited
-            return await self._run(function, *arguments, timeout_s=timeout_s)
+            try:
+                answer = await self._run(_called, function, arguments, timeout_s=timeout_s)
+            except BrokenProcessPool:  # by a process that died while it waited: no fault of this call
+                answer = await self._run(_called, function, arguments, timeout_s=timeout_s)
+        except GradingTimeout:
+            raise CallFailed(Fault.TIMED_OUT, f"no answer after {timeout_s:g} s") from None
+        except ProcessExpired as error:
+            raise CallFailed(Fault.DIED, f"the process of the function ended with {error.exitcode}") from None
+        except BrokenProcessPool:
+            raise CallFailed(Fault.DIED, "the processes of the pool are gone") from None
+        except Exception as error:  # what it returned cannot be pickled
+            raise CallFailed(Fault.RAISED, in_words(error)) from None
+        if answer.raised:
+            raise CallFailed(Fault.RAISED, answer.raised)
+        return answer.value
 
-    async def _run(self, function: Callable[..., T], *arguments: object, timeout_s: float | None = None) -> T:
+    async def _run(self, function: Callable[..., T], *arguments: object, timeout_s: float) -> T:
         """In a process of the pool, within the time limit. Raises what it raises, and BrokenProcessPool.
 
         pebble gives up a pool with all that waits in it when a process dies while none is at work: another one is made
@@ -163,7 +185,7 @@ class RewardPool:
             self._end()
             self._start()
         pool = self._pool
-        scheduled = pool.schedule(function, args=arguments, timeout=timeout_s or self._timeout_s)
+        scheduled = pool.schedule(function, args=arguments, timeout=timeout_s)
         future = asyncio.wrap_future(scheduled)
         try:
             while not (await asyncio.wait({future}, timeout=_LOOK_EVERY_S))[0]:
@@ -183,9 +205,13 @@ class RewardPool:
         self._pool.join()
 
 
-def _begin(load: Callable[[], Sequence[Reward]]) -> None:
+def _begin(load: Callable[[], Sequence[Reward]], import_path: tuple[str, ...]) -> None:
     """In each process of the pool, at its start. Loading may run the user's code: it waits for a time limit."""
     keep_stacks("reward")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)  # what reads stdin finds its end
+    os.close(nothing)
+    sys.path.extend(import_path)
     global _load
     _load = functools.cache(load)
 
@@ -194,8 +220,27 @@ def _ready() -> None:
     _load()
 
 
-def _values(response: Response) -> Values:
-    return grade(_load(), response)
+@dataclass(frozen=True)
+class _Answer(Generic[T]):
+    value: T
+    raised: str = ""
+
+
+def _called(function: Callable[..., T], arguments: tuple[object, ...]) -> _Answer[T] | _Answer[None]:
+    """In a process of the pool. An exception comes back in words: to read one of the user's is to run code of it."""
+    own = os.getpid()
+    answer: _Answer[T] | _Answer[None]
+    try:
+        answer = _Answer(function(*arguments))
+    except (Exception, SystemExit) as error:  # the boundary of the user's code: counted, and the run goes on
+        answer = _Answer(None, raised=in_words(error))
+    if os.getpid() != own:
+        os._exit(0)  # a fork that the function left behind: it would answer as well
+    return answer
+
+
+def _grade(response: Response) -> Graded:
+    return weighed(grade(_load(), response))
 
 
 def note_idle_death(run_dir: Path) -> None:

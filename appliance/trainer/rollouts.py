@@ -282,9 +282,10 @@ class Rollouts:
 
 
 def _response(spoken: Spoken, row: dict[str, Any]) -> Response:
-    truth, own_row = row["reward_model"]["ground_truth"], row["extra_info"].get("row") or ""
+    truth, as_given = row["reward_model"]["ground_truth"], row["extra_info"].get("row") or ""
     before = tuple((each["role"], each["content"]) for each in row["raw_prompt"]) if spoken.said else ()
-    return Response(spoken.text, truth, own_row, messages=(*before, *spoken.said))
+    ids = tuple(spoken.last_turn)
+    return Response(spoken.text, truth, as_given, token_ids=ids, messages=(*before, *spoken.said))
 
 
 def _named(error: RayError, *, engine: int) -> EngineError:

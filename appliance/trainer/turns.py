@@ -16,17 +16,15 @@ import hashlib
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from pebble import ProcessExpired
 from verl.experimental.agent_loop import tool_parser
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
 from appliance.tasks.rows import Message
 from appliance.tasks.tools import Answer, Schema, call_tool, failure
-from appliance.trainer.rewards import RewardPool
+from appliance.trainer.rewards import CallFailed, RewardPool
 
 FORMAT = "hermes"  # of calls: <tool_call>{"name": ..., "arguments": {...}}</tool_call>
 BEGINS = "<tool_call>"
@@ -63,6 +61,12 @@ class Spoken:
     def generated(self) -> int:
         """Tokens of the model's own."""
         return sum(self.mask)
+
+    @property
+    def last_turn(self) -> list[int]:
+        """Its tokens."""
+        begins = len(self.mask) - self.mask[::-1].index(0) if 0 in self.mask else 0
+        return self.token_ids[begins:]
 
 
 @dataclass(frozen=True)
@@ -195,8 +199,7 @@ class Turns:
     async def _answered(self, conversation: _Conversation, *, is_last: bool) -> bool:
         """The model's turn is over: whether it called tools, and its token budget has room for what they said."""
         spoken = conversation.spoken
-        begins = len(spoken.mask) - spoken.mask[::-1].index(0) if 0 in spoken.mask else 0
-        ids = spoken.token_ids[begins:]
+        ids = spoken.last_turn
         spoken.text = self._tokenizer.decode(ids, skip_special_tokens=True)
         spoken.said.append(("assistant", spoken.text))
         content, calls = await self._parser.extract_tool_calls(ids, self._schemas)
@@ -229,10 +232,8 @@ def in_pool(pool: RewardPool, *, file: str, timeout_s: float) -> Callable[[str, 
     async def call(name: str, arguments: str) -> Answer:
         try:
             return await pool.call(call_tool, file, name, arguments, timeout_s=timeout_s)
-        except TimeoutError:
-            return failure(f"`{name}` gave no answer within {timeout_s:g} s")
-        except (ProcessExpired, BrokenProcessPool):
-            return failure(f"the process of `{name}` ended")
+        except CallFailed as failed:
+            return failure(f"`{name}`: {failed.why}")
 
     return call
 

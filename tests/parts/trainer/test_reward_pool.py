@@ -6,6 +6,7 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from appliance.tasks.grading import Fault, Graded
 from appliance.tasks.library import TASKS
 from appliance.tasks.task import Response, Reward
 from appliance.trainer import rewards
-from appliance.trainer.rewards import RewardPool, num_workers
+from appliance.trainer.rewards import CallFailed, RewardPool, num_workers
 
 HANG_S = 1.0  # the pool's time limit here; a hang is ended after it
 
@@ -41,6 +42,14 @@ def misbehave(response: str, truth: str) -> float:
                 pass
         case "die":
             os._exit(3)
+        case "leave":
+            sys.exit(3)
+        case "unprintable":
+            raise Unprintable
+        case "read":
+            return float(input())
+        case "fork":
+            return float(os.fork() == 0)  # the child's answer would be 1, and come as well
         case "nan":
             return float("nan")
         case "text":
@@ -49,6 +58,14 @@ def misbehave(response: str, truth: str) -> float:
             Path(response).write_text(str(os.getpid()))
             time.sleep({"slow": HANG_S / 2, "hang": 600}.get(Path(response).name[:4], 0))
     return float(response == truth)
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (os._exit, (7,))  # of the process that reads it
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +82,7 @@ def grade(pool: RewardPool, *responses: str) -> list[Graded]:
     return asyncio.run(all_of_them())
 
 
-GONE = Graded(0.0, Fault.DIED, "the processes of the reward function are gone")
+GONE = Graded(0.0, Fault.DIED, "the processes of the pool are gone")
 NOT = "the reward `it` returned {}, not a finite number"
 
 
@@ -73,9 +90,12 @@ NOT = "the reward `it` returned {}, not a finite number"
     ("response", "fault", "why"),
     [
         ("raise", Fault.RAISED, "ValueError: no such thing"),
-        ("hang", Fault.TIMED_OUT, "no grade after 1 s"),
-        ("hang deaf", Fault.TIMED_OUT, "no grade after 1 s"),
-        ("die", Fault.DIED, "the process of the reward function ended with 3"),
+        ("hang", Fault.TIMED_OUT, "no answer after 1 s"),
+        ("hang deaf", Fault.TIMED_OUT, "no answer after 1 s"),
+        ("die", Fault.DIED, "the process of the function ended with 3"),
+        ("leave", Fault.RAISED, "SystemExit: 3"),
+        ("unprintable", Fault.RAISED, "Unprintable: its message cannot be made"),
+        ("read", Fault.RAISED, "EOFError: EOF when reading a line"),
         ("nan", Fault.NOT_A_GRADE, NOT.format("nan")),
         ("text", Fault.NOT_A_GRADE, NOT.format("'1'")),
     ],
@@ -85,6 +105,26 @@ def test_a_fault_costs_its_own_response_and_no_other(pool: RewardPool, response:
     assert grade(pool, "7", response, "8", "7") == [Graded(1.0), Graded(0.0, fault, why), Graded(0.0), Graded(1.0)]
     assert (pool.graded, pool.faults[fault]) == (graded + 4, before + 1)
     assert pool.last_fault == Graded(0.0, fault, why)
+
+
+def test_a_fork_that_a_function_leaves_behind_answers_nothing(pool: RewardPool) -> None:
+    assert grade(pool, *["fork"] * 20, *["7"] * 20) == [Graded(0.0)] * 20 + [Graded(1.0)] * 20
+
+
+def test_any_function_is_called_in_the_pool(pool: RewardPool) -> None:
+    graded = pool.graded
+    assert asyncio.run(pool.call(divmod, 7, 2)) == (3, 1)
+    for function, timeout_s, fault, why in (
+        (time.sleep, 0.2, Fault.TIMED_OUT, "no answer after 0.2 s"),
+        (os._exit, None, Fault.DIED, "the process of the function ended with 3"),
+        (int, None, Fault.RAISED, "ValueError: invalid literal for int() with base 10: 'x'"),
+        (threading.Lock, None, Fault.RAISED, "TypeError: cannot pickle '_thread.lock' object"),
+    ):
+        arguments = {time.sleep: (9,), os._exit: (3,), int: ("x",)}.get(function, ())
+        with pytest.raises(CallFailed) as raised:
+            asyncio.run(pool.call(function, *arguments, timeout_s=timeout_s))
+        assert (raised.value.fault, raised.value.why) == (fault, why)
+    assert pool.graded == graded
 
 
 def test_more_responses_than_processes_wait_for_their_turn(pool: RewardPool) -> None:
@@ -165,7 +205,7 @@ def test_processes_that_cannot_live_cost_their_responses_and_no_more(monkeypatch
         pool.close()
 
 
-def ends_at_once(load: object) -> None:
+def ends_at_once(*_: object) -> None:
     os._exit(1)
 
 

@@ -184,8 +184,8 @@ def test_greedy_has_no_seed_in_any_turn(file: str) -> None:
     ("asked", "said"),
     [
         (call("raises"), "error: ValueError: no such number"),
-        (call("hang"), "error: `hang` gave no answer within 2 s"),
-        (call("die"), "error: the process of `die` ended"),
+        (call("hang"), "error: `hang`: no answer after 2 s"),
+        (call("die"), "error: `die`: the process of the function ended with 3"),
         (call("circle"), "error: ValueError: Circular reference detected"),
         (call("divide", a=1), "error: there is no tool `divide`, only multiply, hang, die, leave, "),
         (call("multiply", a=1), "error: `multiply`: missing a required argument: 'b'"),

@@ -63,7 +63,7 @@ def test_hangup_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
 # Preflight's own child, which grades a few problems, stands still: every Python imports this at its start.
 STILL = (
     "import os, pathlib, sys, time\n"
-    "if 'appliance.tasks.grading' in sys.orig_argv:\n"
+    "if 'appliance.tasks.sample' in sys.orig_argv:\n"
     "    pathlib.Path(os.environ['SAYS_SO']).touch(); time.sleep(100)\n"
 )
 

@@ -13,7 +13,7 @@ from plans import make_plan
 from appliance.preflight import inputs as sampling
 from appliance.preflight.inputs import RewardProblem, reward_problem
 from appliance.record.plan import RunPlan, TaskPlan
-from appliance.tasks.grading import SAMPLES, Verdict, judge_sample
+from appliance.tasks.sample import SAMPLES, Verdict, judge_sample
 
 
 def of(kind: str, file: Path | None = None) -> TaskPlan:
@@ -81,7 +81,7 @@ def test_a_plan_is_graded_in_a_child(tmp_path: Path, answers: tuple[str, ...], s
         ("print('a library says hello')", None),
         (
             "import atexit; atexit.register(print, 'a library says goodbye')",
-            "the child that grades the first problems ended with `a library says goodbye`, not its verdict",
+            None,
         ),
     ],
 )
@@ -101,10 +101,11 @@ def test_data_that_is_not_here_yet_is_not_graded(tmp_path: Path) -> None:
 def test_a_reward_function_that_raises_is_told(tmp_path: Path) -> None:
     """Problems that cannot be made stand in for a reward that fails."""
     found = reward_problem(planned(tmp_path, "arithmetic", None, difficulty=99))
-    assert found is not None and found.message.startswith("the reward function failed: ") and "99" in found.message
+    message = "the rewards of the first problems: its process ended with 1: "
+    assert found is not None and found.message.startswith(message) and "99" in found.message
 
 
 def test_a_reward_function_that_hangs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "_STARTS_WITHIN_S", 0.0)
     found = reward_problem(planned(tmp_path, "arithmetic", None, reward_timeout_s=0.001))
-    assert found == RewardProblem("no reward of the first problems after 0.001 s")
+    assert found == RewardProblem("the rewards of the first problems: no end after 0.001 s")

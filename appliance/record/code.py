@@ -1,0 +1,44 @@
+"""The user's Python files in the run's folder: what its processes execute is what was planned, in every attempt."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from appliance.errors import AttestationError, RecipeError
+from appliance.files import digest_of, write_whole
+from appliance.record.plan import CODE_FOLDER, CodeFile, RunPlan
+
+
+def code_of(plan: RunPlan) -> tuple[CodeFile, ...]:
+    return plan.task.own.code if plan.task.own is not None else ()
+
+
+def copy_of(each: CodeFile, *, run_dir: str) -> Path:
+    return Path(run_dir) / CODE_FOLDER / each.copy_name
+
+
+def copy_code(plan: RunPlan) -> None:
+    """A copy that is as the plan has it stays. Raises RecipeError for files that are not, OSError for the folder."""
+    changed = []
+    for each in code_of(plan):
+        copy = copy_of(each, run_dir=plan.run_dir)
+        if each.sha256 and digest_of(copy) == each.sha256:
+            continue
+        content = Path(each.path).read_bytes() if digest_of(Path(each.path)) else b""
+        if hashlib.sha256(content).hexdigest() != each.sha256:
+            changed.append((f"{each.path}: it is not the file that was planned, it changed since", "start again"))
+            continue
+        copy.parent.mkdir(exist_ok=True)
+        write_whole(copy, content)
+    if changed:
+        raise RecipeError(changed)
+
+
+def attested_code(plan: RunPlan) -> dict[str, str]:
+    """SHA-256 of each copy, by the user's path. Raises AttestationError where one is not what the plan has."""
+    found = {each.path: digest_of(copy_of(each, run_dir=plan.run_dir)) for each in code_of(plan)}
+    if other := [each for each in code_of(plan) if found[each.path] != each.sha256]:
+        copy = copy_of(other[0], run_dir=plan.run_dir)
+        raise AttestationError(f"{copy} is not the file that was planned", hint="resume the run, which copies it again")
+    return found

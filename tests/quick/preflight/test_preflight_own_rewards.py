@@ -1,0 +1,134 @@
+"""The rewards of a task of the user's own on three real rows: what they do to the child that asks them, and say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from plans import HOST, INPUTS, make_plan, own_plan, reward_plan
+
+from appliance.preflight import inputs
+from appliance.preflight.checks import judge
+from appliance.preflight.finding import Severity
+from appliance.preflight.inputs import RewardProblem, reward_problem
+from appliance.record.plan import CodeFile, RewardPlan, RunPlan
+from appliance.tasks.user_code import FORMS
+
+ROWS = [{"prompt": f"{number} + 1?", "answer": str(number + 1)} for number in range(1, 9)]
+
+
+def planned(folder: Path, *rewards: RewardPlan, truth: str = "answer", rows: list[dict[str, str]] = ROWS) -> RunPlan:
+    data = folder / "d.jsonl"
+    data.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    files = dict.fromkeys(each.file for each in rewards if each.file)
+    code = tuple(CodeFile(path=file, copy_name=Path(file).name, sha256="0" * 64) for file in files)
+    plan = make_plan(folder / "runs" / "a-1")
+    own = own_plan(*rewards, truth=truth, code=code)
+    return plan.replace(task=plan.task.replace(kind="own", train_file=str(data), own=own, reward_timeout_s=1.0))
+
+
+def of_program(folder: Path, program: str, **changes: object) -> RewardProblem | None:
+    file = folder / "rewards.py"
+    file.write_text(program)
+    return reward_problem(planned(folder, reward_plan("f", file=file), **changes))
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "def f(response, truth): return response == truth",
+        "import sys\nprint('{\"verdict\": 1}')\ndef f(response, truth):\n    print(response)\n"
+        "    sys.stdout.flush()\n    return response == truth",
+        "import os\nos.fork()\ndef f(response, truth):\n    os.fork()\n    return response == truth",
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()\n"
+        "def f(response, truth): return response == truth",
+        "import subprocess\nsubprocess.Popen(['sleep', '600'])\ndef f(response, truth): return response == truth",
+        "import sys\ndef f(response, truth): return (response == truth) - len(sys.stdin.read())",
+        "from beside import same\ndef f(response, truth): return same(response, truth)",
+        "def f(completions, answer, **_): return [float(c == a) for c, a in zip(completions, answer)]",
+    ],
+)
+def test_what_a_function_does_beside_its_value_disturbs_nothing(tmp_path: Path, program: str) -> None:
+    (tmp_path / "beside.py").write_text("def same(a, b): return a == b")
+    assert of_program(tmp_path, program) is None
+
+
+IMPORT, CALL = "the import of {file}", "{file}:f on the truth of row 1"
+FAILED = "{file}:f failed on the truth of row 1: "
+LENGTH = "UserCodeError: `f` returned a list of 2 for one completion, not a list of one"
+EMPTY = "{file}:f failed on an empty response: ZeroDivisionError: division by zero"
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("import no_such_module", IMPORT + " failed: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("def f(:", IMPORT + " failed: SyntaxError: invalid syntax (rewards.py, line 1)"),
+        ("raise SystemExit(3)", IMPORT + " failed: SystemExit: 3"),
+        ("def g(response): return 1", "{file}: there is no function `f` in it"),
+        ("import os\nos._exit(5)", IMPORT + ": its process ended with 5: no message"),
+        ("while True: pass", IMPORT + ": no end after 4 s"),
+        ("def f(response): raise ValueError('no\\nsuch')", FAILED + "ValueError: no"),
+        (
+            "def f(response): return 1 / len(response)",
+            "{file}:f failed on an empty response: ZeroDivisionError: division by zero",
+        ),
+        ("import sys\ndef f(response): sys.exit('bye')", FAILED + "SystemExit: bye"),
+        ("import os\ndef f(response): os._exit(0)", CALL + ": its process ended with 0: no message"),
+        ("def f(response):\n    while True: pass", CALL + ": no end after 4 s"),
+        ("def f(response): return 'much'", CALL + ": the reward `f` returned 'much', not a finite number"),
+        ("def f(response): return float('nan')", CALL + ": the reward `f` returned nan, not a finite number"),
+        ("def f(response): return None", "no reward applies to the truth of row 1"),
+        (
+            "def f(completions): return [1.0, 1.0]",
+            FAILED + LENGTH,
+        ),
+    ],
+)
+def test_a_function_that_gives_no_reward_is_an_error_that_names_file_and_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, message: str
+) -> None:
+    monkeypatch.setattr(inputs, "_STARTS_WITHIN_S", 3.0)
+    assert of_program(tmp_path, program) == RewardProblem(message.format(file=tmp_path / "rewards.py"))
+
+
+def test_a_function_of_another_form_is_an_error_that_shows_the_three(tmp_path: Path) -> None:
+    found = of_program(tmp_path, "def f(text, label): return 1.0")
+    file = tmp_path / "rewards.py"
+    assert found == RewardProblem(f"{file}: `f(text, label)` is none of the three forms of a reward: {FORMS}")
+
+
+def test_a_truth_that_earns_nothing_is_a_warning(tmp_path: Path) -> None:
+    found = of_program(tmp_path, "def f(response, truth): return response == truth.upper() + '.'")
+    what = "the truth `2` as the response earns 0, an empty response 0"
+    message = f"in 3 of 3 sampled rows the right answer earns nothing: {what}"
+    assert found == RewardProblem(message, is_rare=True)
+
+
+def test_a_reward_that_wants_the_answer_marked_is_asked_with_its_marks(tmp_path: Path) -> None:
+    assert of_program(tmp_path, "def f(response, truth): return response == f'#### {truth}'") is None
+
+
+def test_without_a_truth_numbers_are_enough(tmp_path: Path) -> None:
+    assert of_program(tmp_path, "def f(response): return 0.0", truth="") is None
+
+
+def test_a_file_that_is_not_there_is_told_before_any_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a child"))
+    plan = planned(tmp_path, reward_plan("f", file="/no/rewards.py"))
+    assert plan.task.own is not None
+    code = (CodeFile(path="/no/rewards.py", copy_name="rewards.py", sha256=""),)
+    plan = plan.replace(task=plan.task.replace(own=plan.task.own.replace(code=code)))
+    assert reward_problem(plan) == RewardProblem("/no/rewards.py: no such file, or it cannot be read")
+
+
+def test_what_is_found_stands_at_the_rewards(tmp_path: Path) -> None:
+    plan = planned(tmp_path, reward_plan("exact"))
+    for is_rare, severity in ((True, Severity.WARNING), (False, Severity.ERROR)):
+        facts = INPUTS.__class__(**{**vars(INPUTS), "reward_problem": RewardProblem("it is odd", is_rare=is_rare)})
+        found = [each for each in judge(plan, host=HOST, inputs=facts) if each.code == "reward"]
+        assert [(each.severity, each.place, each.message) for each in found] == [
+            (severity, "task.rewards", "it is odd")
+        ]
