@@ -181,6 +181,10 @@ def _data(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
         if plan.task.own is not None:
             place, remedy = "task.rewards", problem.remedy
         yield Finding(severity, "reward", place, problem.message, remedy)
+    if plan.task.own is not None and any(not each.file and each.function == "code" for each in plan.task.own.rewards):
+        message = "`code` runs the programs that the model writes as you: it limits them, and it is no sandbox"
+        remedy = "train in a container or a machine that has nothing to lose: --in-container"
+        yield warning("no-sandbox", "task.rewards", message, remedy)
     if is_from_hub(plan.task) and not inputs.has_data and (inputs.is_offline or inputs.hub_problem):
         why = "HF_HUB_OFFLINE is set" if inputs.is_offline else inputs.hub_problem
         message = f"none is given, so the data comes from the hub, and {why}"

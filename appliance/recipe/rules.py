@@ -11,9 +11,10 @@ from appliance.corrections.base import ClipRange
 from appliance.corrections.registry import METHODS
 from appliance.guard.policy import Action
 from appliance.quant.uaq import MOST
-from appliance.recipe.schema import Algorithm, AlgorithmKind, Attention, Correction, Recipe, SchemeChoice, Task
+from appliance.recipe.schema import Algorithm, AlgorithmKind, Attention, Correction, Recipe, Reward, SchemeChoice, Task
 from appliance.recipe.text import path_problem, pattern_problem
 from appliance.tasks.library import OWN, TASKS
+from appliance.tasks.rewards import BUILT_IN
 from appliance.tasks.tiny_spec import TINY_MODELS, CalculatorSpec
 from appliance.terms.devices import AUTO, CPU, DEVICES, why_outgrown
 from appliance.terms.schemes import Scheme, listed
@@ -97,11 +98,60 @@ def _own_task(task: Task) -> Iterator[Broken]:
         yield Broken(keys, "a task of your own has no problems", "give task.train_file, or a data set as task.data")
     if task.train_file and task.data:
         yield Broken(("task.data", "task.train_file"), "`data` and `train_file` exclude each other", "remove one")
+    yield from _own_code(task)
+
+
+def _own_code(task: Task) -> Iterator[Broken]:
+    """Rewards and tools: what is built in, and the user's files."""
     if task.max_turns and not task.tools:
         yield Broken(("task.max_turns", "task.tools"), "there are no tools to take turns with", "remove it")
     if not task.rewards:
         hint = "such as [{name: math}]; docs/own-task.md has them all"
         yield Broken(("task.rewards",), "a task of your own has no rewards", hint)
+    elif not any(each.weight for each in task.rewards):
+        yield Broken(("task.rewards",), "all weights are 0, so no response earns anything", "give one a weight")
+    names = [each.name.rpartition(":")[2] for each in task.rewards]
+    for name in sorted({each for each in names if names.count(each) > 1}):
+        message = f"two rewards are called `{name}`, and so would their metrics be"
+        yield Broken(("task.rewards",), message, "keep one, or give the function another name")
+    for each in task.rewards:
+        yield from (Broken(("task.rewards",), message, hint) for message, hint in _broken_reward(each))
+    if task.tools and (why := _no_code(task.tools)):
+        yield Broken(("task.tools",), *why)
+
+
+def _no_code(file: str) -> tuple[str, str] | None:
+    """Why this names no Python file."""
+    if "://" in file or not file.endswith(".py"):
+        hint = "it is code that the run executes: copy it here first, and read it"
+        return f"`{file[:60]}` is not the path of a Python file on this host", hint
+    why = path_problem(file)
+    return (f"`{file[:60]}`: {why}", "correct the path") if why else None
+
+
+def _broken_reward(reward: Reward) -> Iterator[tuple[str, str]]:
+    given = reward.model_dump(exclude={"name", "weight"}, exclude_none=True)
+    file, colon, name = reward.name.rpartition(":")
+    built_in = None if colon else BUILT_IN.get(name)
+    if colon:
+        if why := _no_code(file):
+            yield why
+        elif not name.isidentifier():
+            yield f"`{name[:60]}` is not the name of a function", f"give one of {PurePath(file).name}: `{file}:name`"
+    elif built_in is None:
+        near = difflib.get_close_matches(name, BUILT_IN, n=1)
+        use = f"use one of {listed(BUILT_IN)}, or a function of a file: `rewards.py:{near[0] if near else 'name'}`"
+        yield f"no reward is called `{name[:60]}`", f"did you mean `{near[0]}`? {use}" if near else use
+    if colon or built_in is not None:
+        for key in sorted(given.keys() - set(built_in.options if built_in else ())):
+            of = [each for each, other in BUILT_IN.items() if key in other.options]
+            yield f"`{name}` has no `{key}`, it is of `{of[0]}`", "remove it"
+        for key in sorted(set(built_in.needs if built_in else ()) - given.keys()):
+            yield f"`{name}` has no `{key}`", f"give it: `{{name: {name}, {key}: ...}}`"
+    if reward.pattern and (why := pattern_problem(reward.pattern)):
+        yield f"`{reward.pattern[:60]}` is not a regular expression: {why}", "correct it"
+    if reward.url and not (reward.url.startswith(("http://", "https://")) and "@" not in reward.url):
+        yield f"`{reward.url[:60]}` is no address of an API", "such as `http://localhost:8000/v1`, without a password"
 
 
 def _rollout(recipe: Recipe) -> Iterator[Broken]:

@@ -1,12 +1,60 @@
-"""The rewards of a task of the user's own, built in by name or in the user's files: only for processes that grade."""
+"""The rewards of a task of the user's own, built in by name or in the user's files: only for processes that grade.
+
+Each built-in one is a function of the response, and of the recipe's options for it. None imports anything heavy before
+its first response.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
 
 from appliance.record.plan import OwnPlan, RewardPlan
+from appliance.tasks.built_in.dapo_math import PARSING_S, braced, import_verifier, is_same
+from appliance.tasks.built_in.gsm8k import FINAL
 from appliance.tasks.task import Response, Reward
 from appliance.tasks.user_code import Given, load_function
+
+CODE_S = 10.0  # for all tests of one program: what is not done by then has failed
+JUDGE_S = 25.0  # for its answer, less than a response has by default
+_OUTPUT_BYTES = 16 << 20
+_PROGRAM_BYTES = 2 << 30  # of memory
+_TAIL = 1000  # characters that are searched where an answer is not marked
+_PR_SET_PDEATHSIG = 1
+JUDGE_PROMPT = (
+    "Question:\n{prompt}\n\nReference answer:\n{truth}\n\nAnswer to grade:\n{response}\n\n"
+    "How right is the answer to grade? Reply with a number from 0 to 1 and nothing else."
+)
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A reward that a recipe names."""
+
+    grade: Callable[..., object]
+    """(response, **options)"""
+    options: tuple[str, ...] = ()
+    """Keys of the recipe that are its own."""
+    needs: tuple[str, ...] = ()
+    """Those that must be given."""
+    may_read_truth: bool = True
+    """As of `Reward`."""
+    prepare: Callable[[], object] = lambda: None
+    """Import now what it will need."""
 
 
 def load_rewards(plan: OwnPlan, *, given: Given) -> tuple[Reward, ...]:
@@ -15,15 +63,264 @@ def load_rewards(plan: OwnPlan, *, given: Given) -> tuple[Reward, ...]:
 
 
 def _reward(reward: RewardPlan, *, given: Given) -> Reward:
-    if not reward.file:
-        return Reward(reward.name, reward.weight, BUILT_IN[reward.function])
-    value = load_function(reward.file, reward.function, given=given)
-    return Reward(reward.name, reward.weight, value, place=f"{reward.file}:{reward.function}")
+    if reward.file:
+        value = load_function(reward.file, reward.function, given=given)
+        return Reward(reward.name, reward.weight, value, place=f"{reward.file}:{reward.function}")
+    built_in, options = BUILT_IN[reward.function], dict(reward.options)
+    built_in.prepare()
+    more = {"given": given} if built_in.grade is judge else {}
+    value = functools.partial(built_in.grade, **options, **more)
+    may_read_truth = built_in.may_read_truth and (reward.function != "regex" or "pattern" in options)
+    return Reward(reward.name, reward.weight, value, may_read_truth=may_read_truth)
+
+
+def _truth(response: Response) -> str:
+    """Raises ValueError where the row has none."""
+    if not response.truth.strip():
+        raise ValueError("the row has no truth to compare with: task.truth names its field")
+    return response.truth
 
 
 def exact(response: Response) -> float:
     """1.0 when the response is the truth, white space around either ignored."""
-    return float(response.text.strip() == response.truth.strip())
+    return float(response.text.strip() == _truth(response).strip())
 
 
-BUILT_IN: dict[str, Callable[[Response], float]] = {"exact": exact}
+_NUMBER = re.compile(r"(?<![\w.])-?\$?(?:\d+(?:,\d{3})+|\d+)(?:\.\d+)?|(?<![\w.])-?\$?\.\d+")
+
+
+def _numbers(text: str) -> list[Decimal]:
+    return [Decimal(each.replace(",", "").replace("$", "")) for each in _NUMBER.findall(text)]
+
+
+def number(response: Response) -> float:
+    """1.0 when the last number of the response is the last one of the truth, commas and dollar signs ignored."""
+    wanted = _numbers(_truth(response))
+    if not wanted:
+        raise ValueError(f"the truth `{response.truth[:60]}` has no number")
+    return float(_numbers(response.text)[-1:] == wanted[-1:])
+
+
+_MARKS = (re.compile(r"(?is)<answer>(.*?)</answer>"), re.compile(r"(?i)\banswer[ \t]*:[ \t]*([^\n]+)"))
+_LINE = re.compile(r"####[ \t]*([^\n]*\S)")
+_MORE_MATHS = re.compile(r"[\d/^*=+\\]")
+
+
+def marked_answer(text: str) -> str | None:
+    """What the last mark of an answer says: `#### x`, `\\boxed{x}`, `Answer: x` or `<answer>x</answer>`.
+
+    Of `####` the last one with a number, as in GSM8K, without the unit behind it; without a number the last one.
+    """
+    found = [(each.start(), each[1]) for mark in _MARKS for each in mark.finditer(text)]
+    if (start := text.rfind("\\boxed{")) >= 0 and (inner := braced(text[start + len("\\boxed{") :])) is not None:
+        found.append((start, inner))
+    numbers, lines = list(FINAL.finditer(text)), list(_LINE.finditer(text))
+    if numbers:
+        rest = text[numbers[-1].end() :].partition("\n")[0]
+        line = numbers[-1][1] + rest if _MORE_MATHS.search(rest) else numbers[-1][1].replace(",", "").replace("$", "")
+        found.append((numbers[-1].start(), line))
+    elif lines:
+        found.append((lines[-1].start(), lines[-1][1]))
+    if not found:
+        return None
+    said = max(found)[1].strip().strip("*").strip()
+    inner = marked_answer(said)  # such as a box in the tags
+    return said if inner is None else inner
+
+
+def math(response: Response) -> float:
+    """1.0 when the answer is the truth, as text or by math-verify. The answer is what `marked_answer` says, else the
+    whole response, else what math-verify finds at its end. Of a truth that is a solution it is read the same way."""
+    from math_verify import parse, verify
+
+    truth = _truth(response)
+    wanted = marked_answer(truth) or truth.strip()
+    answer = marked_answer(response.text)
+    if answer is not None:
+        return float(_same_number(answer, wanted) or is_same(answer, truth=wanted))
+    if response.text.strip() == wanted:
+        return 1.0
+    found = parse(response.text[-_TAIL:], parsing_timeout=PARSING_S)
+    gold = parse(f"\\boxed{{{wanted}}}", parsing_timeout=PARSING_S)
+    return float(bool(found and gold) and verify(gold, found, timeout_seconds=PARSING_S))
+
+
+def _same_number(one: str, other: str) -> bool:
+    values = [_numbers(each) for each in (one, other) if _NUMBER.fullmatch(each)]
+    return len(values) == 2 and values[0] == values[1]
+
+
+_LETTER = r"[*(\[{\s]*([A-J])(?![A-Za-z])"
+_CHOSEN = re.compile(
+    rf"(?:(?i:answer|choice|option)(?i:\s+is)?[ \t]*:?|\\boxed{{(?:\\text{{)?|<answer>)[ \t\n]*{_LETTER}"
+)
+_ALONE = re.compile(r"(?m)^[*(\[\s]*([A-J])[*)\].:\s]*$")
+_BRACKETED = re.compile(r"\(([A-J])\)")
+
+
+def choice(response: Response) -> float:
+    """1.0 when the letter that is chosen last, A to J, is the truth: after `answer is`, `Answer:`, in a box or the
+    answer tags; else alone on a line; else in brackets."""
+    wanted = _truth(response).strip().strip("().").upper()
+    if not re.fullmatch("[A-J]", wanted):
+        raise ValueError(f"the truth `{response.truth[:60]}` is not a letter from A to J")
+    for pattern in (_CHOSEN, _ALONE, _BRACKETED):
+        if found := pattern.findall(response.text):
+            return float(found[-1] == wanted)
+    return 0.0
+
+
+def regex(response: Response, *, pattern: str = "") -> float:
+    """1.0 when the pattern is found in the response; without one in the recipe the truth is it. One that takes for
+    ever ends at task.reward_timeout_s, and costs its sample."""
+    return float(re.search(pattern or _truth(response), response.text) is not None)
+
+
+_FORMAT = re.compile(r"(?s)\s*<think>(?!.*<think>).*?</think>\s*<answer>(?!.*<answer>).*?</answer>\s*")
+
+
+def format_tags(response: Response) -> float:
+    """1.0 when the response is `<think>...</think>` and then `<answer>...</answer>`, each once and nothing else."""
+    return float(_FORMAT.fullmatch(response.text) is not None)
+
+
+def length(response: Response, *, target: int) -> float:
+    """1.0 for up to `target` characters, then falling in a line to 0.0 at twice as many."""
+    return min(1.0, max(0.0, 2.0 - len(response.text) / target))
+
+
+_FENCED = re.compile(r"(?s)```(?:python|py)?[ \t]*\n(.*?)```")
+
+
+def code(response: Response) -> float:
+    """The share of tests that the program of the response passes: the last fenced block, else all of it.
+
+    The truth is JSON, `[{"input": ..., "output": ...}, ...]` or `{"inputs": [...], "outputs": [...]}`: texts for stdin
+    and stdout, white space at the ends of lines ignored. **This is no sandbox**: the model's program runs as you, with
+    limits on time, memory, processes and file sizes, and with the network and your files within its reach.
+    """
+    tests, until = _tests(_truth(response)), time.monotonic() + CODE_S
+    found = _FENCED.findall(response.text)
+    with tempfile.TemporaryDirectory(prefix="appliance-code-") as folder:
+        program = Path(folder) / "main.py"
+        program.write_text(found[-1] if found else response.text, errors="replace")
+        passed = sum(_passes(program, given, wanted, within_s=until - time.monotonic()) for given, wanted in tests)
+    return passed / len(tests)
+
+
+def _tests(truth: str) -> list[tuple[str, str]]:
+    """Raises ValueError for what are none."""
+    try:
+        made = json.loads(truth)
+        if isinstance(made, Mapping):
+            pairs = list(zip(made["inputs"], made["outputs"], strict=True))
+        else:
+            pairs = [(each["input"], each["output"]) for each in made]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        pairs = []
+    if not pairs or not all(isinstance(text, str) for pair in pairs for text in pair):
+        hint = '`[{"input": "1 2", "output": "3"}]` or `{"inputs": ["1 2"], "outputs": ["3"]}`'
+        raise ValueError(f"the truth `{truth[:60]}` has no tests: it is JSON such as {hint}")
+    return pairs
+
+
+def _passes(program: Path, given: str, wanted: str, *, within_s: float) -> bool:
+    if within_s <= 0:
+        return False
+    with tempfile.TemporaryFile(dir=program.parent) as said:
+        child = subprocess.Popen(
+            [sys.executable, "-I", "-B", str(program)],
+            stdin=subprocess.PIPE,
+            stdout=said,
+            stderr=subprocess.DEVNULL,
+            cwd=program.parent,
+            env={"PATH": "/usr/bin:/bin", "HOME": str(program.parent), "OMP_NUM_THREADS": "1", "LANG": "C.UTF-8"},
+            start_new_session=True,
+            preexec_fn=_limit,
+        )
+        try:
+            child.communicate(given.encode(errors="replace"), timeout=within_s)
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        said.seek(0)
+        return child.returncode == 0 and _lines(said.read().decode(errors="replace")) == _lines(wanted)
+
+
+def _limit() -> None:
+    """In the program's process, before it begins. It ends with the process that grades."""
+    seconds = int(CODE_S) + 1
+    for kind, value in (
+        (resource.RLIMIT_CPU, seconds),
+        (resource.RLIMIT_AS, _PROGRAM_BYTES),
+        (resource.RLIMIT_FSIZE, _OUTPUT_BYTES),
+        (resource.RLIMIT_NPROC, 0),  # of this user: no new process or thread, but for root
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(kind, (value, value))
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]
+
+
+_SCORE = re.compile(r"(?<![\w.])(?:0?\.\d+|[01](?:\.\d+)?)(?![\w]|\.\d)")
+
+
+def judge(
+    response: Response, *, given: Given, url: str, model: str, prompt: str = JUDGE_PROMPT, key_variable: str = ""
+) -> float:
+    """The last number from 0 to 1 in what a model says at an OpenAI-compatible API about prompt, response and truth.
+
+    Raises ValueError where it says none, and what httpx raises: no grade is a fault of the judge, not of the response.
+    """
+    import httpx
+
+    asked = given(json.loads(response.row))[0] if response.row else ""
+    asked = asked if isinstance(asked, str) else "\n\n".join(each["content"] for each in asked)
+    values = {"prompt": asked, "response": response.text, "truth": response.truth}
+    text = re.sub(r"\{(prompt|response|truth)\}", lambda found: values[found[1]], prompt)
+    headers = {"Authorization": f"Bearer {_key(key_variable)}"} if key_variable else {}
+    body = {"model": model, "messages": [{"role": "user", "content": text}], "temperature": 0}
+    answer = httpx.post(f"{url.rstrip('/')}/chat/completions", json=body, headers=headers, timeout=JUDGE_S)
+    if answer.is_error:
+        raise ValueError(f"{url} answered {answer.status_code}")
+    try:
+        said = answer.json()["choices"][0]["message"]["content"]
+    except (ValueError, TypeError, KeyError, IndexError):
+        said = None
+    found = [float(each) for each in _SCORE.findall(said)] if isinstance(said, str) else []
+    if not found or found[-1] > 1:
+        raise ValueError(f"{url} gave no number from 0 to 1")
+    return found[-1]
+
+
+def _key(variable: str) -> str:
+    """It goes into a header and nowhere else."""
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise ValueError(f"the environment variable {variable} holds no key")
+    return key
+
+
+BUILT_IN: dict[str, BuiltIn] = {
+    "math": BuiltIn(math, prepare=import_verifier),
+    "number": BuiltIn(number),
+    "exact": BuiltIn(exact),
+    "choice": BuiltIn(choice),
+    "regex": BuiltIn(regex, options=("pattern",)),
+    "format": BuiltIn(format_tags, may_read_truth=False),
+    "length": BuiltIn(length, options=("target",), needs=("target",), may_read_truth=False),
+    "code": BuiltIn(code, may_read_truth=False),
+    "judge": BuiltIn(
+        judge,
+        options=("url", "model", "prompt", "key_variable"),
+        needs=("url", "model"),
+        may_read_truth=False,
+    ),
+}

@@ -6,7 +6,7 @@ that it names, by name, or all of them where it takes `**`: what it requires bes
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import importlib.util
 import inspect
 import json
@@ -63,6 +63,8 @@ def load_function(file: str, name: str, *, given: Given) -> Callable[[Response],
             raise UserCodeError(f"{file}: `{name}` wants `{missing[0]}`, which the row does not have")
         returned = function(**(values if takes_all else {key: values[key] for key in named & values.keys()}))
         if inspect.isawaitable(returned):
+            import asyncio  # the launcher, which knows this file, does without
+
             returned = asyncio.run(_awaited(returned))
         return _reward(returned, form=form, name=name)
 
@@ -120,10 +122,9 @@ def load_module(file: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(name, Path(file))
         assert spec is not None and spec.loader is not None, "a path ends in .py"
         module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # a dataclass in it looks there for its own module
-        try:
+        with contextlib.ExitStack() as undo:
+            sys.modules[name] = module  # a dataclass in it looks there for its own module
+            undo.callback(sys.modules.pop, name)
             spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
+            undo.pop_all()
     return sys.modules[name]

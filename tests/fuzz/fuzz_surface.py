@@ -31,6 +31,8 @@ SHARES = {
     "comparisons": (200, 7_000),
     "FlashRL YAML": (300, 11_000),
     "JSON lines": (300, 14_000),
+    "rewards": (300, 10_000),
+    "rows of rewards": (150, 5_000),
     "profile headers": (250, 10_000),
     "profile.pt": (250, 8_000),
     "manifests": (200, 7_000),

@@ -36,10 +36,10 @@ def final_answer(response: str) -> str | None:
     if found:
         return found[-1].strip().strip("*").strip()
     start = response.rfind("\\boxed{")
-    return _braced(response[start + len("\\boxed{") :]) if start >= 0 else None
+    return braced(response[start + len("\\boxed{") :]) if start >= 0 else None
 
 
-def _braced(text: str) -> str | None:
+def braced(text: str) -> str | None:
     """Up to the brace that closes one opened before the text; None when there is none."""
     depth = 1
     for index, character in enumerate(text):
@@ -55,14 +55,19 @@ def score(*, response: str, truth: str) -> float:
     Uses signal.alarm: main thread only.  Raises what math-verify raises, its time-outs included.
     """
     answer = final_answer(response)
-    if answer is None or not 0 < len(answer) <= _LONGEST_ANSWER:
-        return 0.0
+    return float(answer is not None and is_same(answer, truth=truth))
+
+
+def is_same(answer: str, *, truth: str) -> bool:
+    """As text or, by math-verify, as mathematics. Raises, and uses signals, as `score`."""
+    if not 0 < len(answer) <= _LONGEST_ANSWER:
+        return False
     given, wanted = _plain(answer), _plain(truth)
     if given == wanted:
-        return 1.0
+        return True
     if _INTEGER.fullmatch(given) and _INTEGER.fullmatch(wanted):
-        return float(int(given) == int(wanted))
-    return float(_equal(answer, truth=truth))
+        return int(given) == int(wanted)
+    return _equal(answer, truth=truth)
 
 
 def _plain(text: str) -> str:

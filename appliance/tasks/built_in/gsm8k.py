@@ -14,12 +14,12 @@ from appliance.tasks.task import DataFile, Task
 HUB_NAME = "openai/gsm8k"
 INSTRUCTION = ' Let\'s think step by step and output the final answer after "####".'
 HINT = 'each line is a JSON object with `question` and `answer`, both text, the number after "####" in `answer`'
-_FINAL = re.compile(r"####[ \t]*((?:-\$?|\$-?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+))(?!\.?\w)")
+FINAL = re.compile(r"####[ \t]*((?:-\$?|\$-?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+))(?!\.?\w)")
 
 
 def final_number(text: str) -> Decimal | None:
     """The number after the last `####` that has one; commas and a dollar sign are dropped. None when there is none."""
-    found = _FINAL.findall(text)
+    found = FINAL.findall(text)
     return Decimal(found[-1].replace(",", "").replace("$", "")) if found else None
 
 

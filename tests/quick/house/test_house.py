@@ -14,7 +14,8 @@ WRITTEN_BY_HAND = ("*.py", "*.sh", "*.md", "*.yaml", "*.yml", "*.toml", "Makefil
 # that the launcher writes beside its work, and the end of the backends of `logging.backends`.
 BOUNDARIES = {
     *("cli", "record.events", "report.write"),
-    *("tasks.tools", "trainer.engines", "trainer.entry", "trainer.fit", "trainer.rewards"),
+    *("tasks.grading", "tasks.sample", "tasks.tools"),
+    *("trainer.engines", "trainer.entry", "trainer.fit", "trainer.rewards"),
 }
 VAGUE = re.compile(r"(?i)utils?$|helper|manager$")
 UNFINISHED = re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME)\b")

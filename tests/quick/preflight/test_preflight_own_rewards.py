@@ -132,3 +132,13 @@ def test_what_is_found_stands_at_the_rewards(tmp_path: Path) -> None:
         assert [(each.severity, each.place, each.message) for each in found] == [
             (severity, "task.rewards", "it is odd")
         ]
+
+
+def test_code_of_the_model_is_warned_of(tmp_path: Path) -> None:
+    def found(*rewards: RewardPlan) -> list[tuple[Severity, str]]:
+        findings = judge(planned(tmp_path, *rewards), host=HOST, inputs=INPUTS)
+        return [(each.severity, each.message) for each in findings if each.code == "no-sandbox"]
+
+    message = "`code` runs the programs that the model writes as you: it limits them, and it is no sandbox"
+    assert found(reward_plan("code"), reward_plan("exact")) == [(Severity.WARNING, message)]
+    assert found(reward_plan("code", file="/a/rewards.py"), reward_plan("exact")) == []

@@ -1,0 +1,116 @@
+"""Rules about the rewards and files of a task of the user's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from plans import HOST
+
+from appliance.errors import RecipeError
+from appliance.plan.build import build_plan
+from appliance.recipe.load import load_recipe
+from appliance.tasks.rewards import BUILT_IN
+
+RECIPE = """
+name: own
+model: {{builtin: tiny-arithmetic}}
+task:
+  kind: own
+  train_file: d.jsonl
+  max_prompt_tokens: 8
+  max_response_tokens: 6
+  rewards: {rewards}
+  {more}
+cluster: {{device: cpu}}
+trainer: {{steps: 1}}
+"""
+ALL = ", ".join(f"`{each}`" for each in BUILT_IN)
+
+
+def problems(folder: Path, rewards: str, more: str = "") -> list[tuple[str, str]]:
+    file = folder / "r.yaml"
+    file.write_text(RECIPE.format(rewards=rewards, more=more))
+    try:
+        load_recipe(str(file))
+    except RecipeError as error:
+        return [(message.partition(": ")[2], hint) for message, hint in error.problems]
+    return []
+
+
+CODE = "it is code that the run executes: copy it here first, and read it"
+
+
+@pytest.mark.parametrize(
+    ("rewards", "problem"),
+    [
+        (
+            "[{name: mathe}]",
+            (
+                "no reward is called `mathe`",
+                f"did you mean `math`? use one of {ALL}, or a function of a file: `rewards.py:math`",
+            ),
+        ),
+        (
+            "[{name: zzz}]",
+            ("no reward is called `zzz`", f"use one of {ALL}, or a function of a file: `rewards.py:name`"),
+        ),
+        (
+            "[{name: exact}, {name: 'a.py:f'}, {name: 'b.py:f'}]",
+            (
+                "two rewards are called `f`, and so would their metrics be",
+                "keep one, or give the function another name",
+            ),
+        ),
+        ("[{name: exact, weight: 0}]", ("all weights are 0, so no response earns anything", "give one a weight")),
+        ("[{name: exact, pattern: x}]", ("`exact` has no `pattern`, it is of `regex`", "remove it")),
+        ("[{name: 'a.py:f', target: 3}]", ("`f` has no `target`, it is of `length`", "remove it")),
+        ("[{name: length}]", ("`length` has no `target`", "give it: `{name: length, target: ...}`")),
+        ("[{name: judge, url: 'http://x/v1'}]", ("`judge` has no `model`", "give it: `{name: judge, model: ...}`")),
+        (
+            "[{name: judge, model: m, url: 'http://me:word@x/v1'}]",
+            ("`http://me:word@x/v1` is no address of an API", "such as `http://localhost:8000/v1`, without a password"),
+        ),
+        (
+            "[{name: regex, pattern: '('}]",
+            ("`(` is not a regular expression: missing ), unterminated subpattern at position 0", "correct it"),
+        ),
+        ("[{name: 'https://x/a.py:f'}]", ("`https://x/a.py` is not the path of a Python file on this host", CODE)),
+        ("[{name: 'owner/name:f'}]", ("`owner/name` is not the path of a Python file on this host", CODE)),
+        ("[{name: 'a.py:f-g'}]", ("`f-g` is not the name of a function", "give one of a.py: `a.py:name`")),
+        ("[{name: 'a.py:'}]", ("`` is not the name of a function", "give one of a.py: `a.py:name`")),
+    ],
+)
+def test_a_reward_that_cannot_be_is_refused(tmp_path: Path, rewards: str, problem: tuple[str, str]) -> None:
+    (message, hint), *more = problems(tmp_path, rewards)
+    assert more == [] and message.startswith("task.rewards: ")
+    assert (message.removeprefix("task.rewards: "), hint) == problem
+
+
+def test_tools_are_a_file_of_this_host(tmp_path: Path) -> None:
+    message = "task.tools: `hf://owner/tools.py` is not the path of a Python file on this host"
+    assert problems(tmp_path, "[{name: exact}]", "tools: hf://owner/tools.py") == [(message, CODE)]
+
+
+def test_what_may_be_is_taken(tmp_path: Path) -> None:
+    judge = "{name: judge, url: 'http://127.0.0.1:1/v1', model: m, key_variable: KEY, prompt: '{response}'}"
+    others = "{name: regex, pattern: a+}, {name: length, target: 9, weight: -0.5}, {name: 'a b/c.py:f'}, {name: math}"
+    assert problems(tmp_path, f"[{judge}, {others}]") == []
+
+
+def test_two_files_of_one_name_have_a_copy_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "r.py").write_text(folder)
+    file = tmp_path / "r.yaml"
+    file.write_text(RECIPE.format(rewards="[{name: 'a/r.py:f'}, {name: 'b/r.py:g'}, {name: 'a/r.py:h'}]", more=""))
+    plan = build_plan(load_recipe(str(file)), run_dir=tmp_path / "runs" / "own-1", host=HOST)
+    own = plan.task.own
+    assert own is not None
+    assert [(each.path, each.copy_name) for each in own.code] == [
+        (str(tmp_path / "a" / "r.py"), "0-r.py"),
+        (str(tmp_path / "b" / "r.py"), "1-r.py"),
+    ]
+    copies = [each.file for each in own.with_copies(plan.run_dir).rewards]
+    assert copies == [f"{plan.run_dir}/code/{name}" for name in ("0-r.py", "1-r.py", "0-r.py")]

@@ -1,0 +1,253 @@
+"""The built-in rewards of a task of the user's own."""
+
+from __future__ import annotations
+
+import json
+import math as numbers
+import os
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from plans import own_plan, reward_plan
+
+from appliance.record.plan import RewardPlan
+from appliance.tasks import rewards
+from appliance.tasks.rewards import BUILT_IN, load_rewards
+from appliance.tasks.task import Response
+
+
+def graded(name: str, text: str, truth: str = "", **options: object) -> object:
+    plan = own_plan(reward_plan(name, **options))
+    (reward,) = load_rewards(plan, given=lambda row: (row["prompt"], None))
+    return reward.value(Response(text, truth, json.dumps({"prompt": "1+1?"})))
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "value"),
+    [
+        ("#### 1,234", "1234", 1.0),
+        ("#### 12 apples", "12", 1.0),
+        ("#### 3/4", "0.75", 1.0),
+        ("#### 3/4", "3", 0.0),
+        ("#### \\frac{1}{2}", "0.5", 1.0),
+        ("so \\boxed{x^2+1}", "1+x^2", 1.0),
+        ("Answer: $\\frac{3}{6}$", "\\frac{1}{2}", 1.0),
+        ("<think>#### 4</think><answer>5</answer>", "5", 1.0),
+        ("<answer>\\boxed{5}</answer>", "5", 1.0),
+        ("\\boxed{4} no: \\boxed{5}", "5", 1.0),
+        ("\\boxed{5} no: \\boxed{4}", "5", 0.0),
+        ("I think that the answer is 5.", "5", 1.0),
+        ("the area is $\\pi r^2$", "\\pi r^2", 1.0),
+        ("5", "It is 2+3.\n#### 5", 1.0),
+        ("\\boxed{5}", "Thus $x = \\boxed{5}$.", 1.0),
+        ("", "5", 0.0),
+        ("no", "5", 0.0),
+        ("####", "5", 0.0),
+        ("\\boxed{", "5", 0.0),
+        ("#### " + "9" * 5000, "5", 0.0),
+    ],
+)
+def test_math_reads_what_is_marked_and_compares_as_mathematics(text: str, truth: str, value: float) -> None:
+    assert graded("math", text, truth) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "value"),
+    [
+        ("it is 12, no, 1,234.50 dollars", "1234.5", 1.0),
+        ("$-3", "-3", 1.0),
+        ("-$3", "-3", 1.0),
+        ("5-3", "3", 1.0),
+        (".5", "0.50", 1.0),
+        ("room A12 has 7.", "7", 1.0),
+        ("none", "7", 0.0),
+        ("#### 7 or 8", "so\n#### 8", 1.0),
+    ],
+)
+def test_number_compares_the_last_one(text: str, truth: str, value: float) -> None:
+    assert graded("number", text, truth) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        *(("The answer is (C).", 1.0), ("Answer: C", 1.0), ("**Answer:** C", 1.0), ("\\boxed{\\text{C}}", 1.0)),
+        *(("A is wrong.\nC", 1.0), ("I choose (A), no, (C)", 1.0), ("<answer>C</answer>", 1.0), ("(C)", 1.0)),
+        *(("The answer is A.\nThe answer is C", 1.0), ("Answer: Cat", 0.0), ("A cat", 0.0), ("", 0.0), ("D", 0.0)),
+    ],
+)
+def test_choice_takes_the_letter_that_is_chosen_last(text: str, value: float) -> None:
+    assert graded("choice", text, "C") == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("<think>a\nb</think>\n<answer>c</answer>", 1.0),
+        (" <think></think><answer></answer>\n", 1.0),
+        ("<think>a</think>c", 0.0),
+        ("<think>a<think>b</think></think><answer>c</answer>", 0.0),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", 0.0),
+        ("well <think>a</think><answer>c</answer>", 0.0),
+        ("<answer>c</answer>", 0.0),
+    ],
+)
+def test_format_wants_both_tags_once(text: str, value: float) -> None:
+    assert graded("format", text) == value
+
+
+def test_regex_length_and_exact() -> None:
+    assert [graded("regex", text, pattern=r"\d+ cm") for text in ("it is 12 cm", "cm")] == [1.0, 0.0]
+    assert [graded("regex", text, "ye[sp]") for text in ("yep", "no")] == [1.0, 0.0]
+    assert [graded("length", "x" * size, target=100) for size in (0, 100, 150, 200, 900)] == [1.0, 1.0, 0.5, 0.0, 0.0]
+    assert [graded("exact", text, "a b\n") for text in (" a b", "a  b")] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["math", "number", "exact", "choice", "regex", "code"])
+def test_without_a_truth_there_is_nothing_to_compare_with(name: str) -> None:
+    with pytest.raises(ValueError, match=r"^the row has no truth to compare with: task\.truth names its field$"):
+        graded(name, "1", " ")
+
+
+@pytest.mark.parametrize(
+    ("name", "truth", "message"),
+    [
+        ("number", "seven", "the truth `seven` has no number"),
+        ("choice", "K", "the truth `K` is not a letter from A to J"),
+        ("code", "[]", "the truth `[]` has no tests: it is JSON such as "),
+        ("code", '{"inputs": ["1"], "outputs": []}', 'the truth `{"inputs": ["1"], "outputs": []}` has no tests'),
+        ("code", '[{"input": 1, "output": 2}]', 'the truth `[{"input": 1, "output": 2}]` has no tests'),
+    ],
+)
+def test_a_truth_of_another_kind_is_named(name: str, truth: str, message: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        graded(name, "1", truth)
+    assert str(raised.value).startswith(message)
+
+
+# code
+
+TESTS = json.dumps([{"input": "1 2\n", "output": "3"}, {"input": "5 5", "output": "10\n"}])
+SUM = "print(sum(map(int, input().split())))"
+
+
+@pytest.mark.parametrize(
+    ("program", "value"),
+    [
+        (SUM, 1.0),
+        (f"Like this:\n```python\nprint(0)\n```\nor rather\n```python\n{SUM}\n```\nDone.", 1.0),
+        ("print(3)", 0.5),
+        ("print(", 0.0),
+        (f"{SUM}\nraise SystemExit(1)", 0.0),
+        (f"import os\nos.fork()\n{SUM}", 0.0 if os.getuid() else None),
+        ("x = bytearray(3 << 30)", 0.0),
+        ("open('x', 'wb').write(bytes(32 << 20))\nprint(3)", 0.0),
+        (f"import os\nassert 'HF_TOKEN' not in os.environ and not set(os.listdir()) - {{'main.py'}}\n{SUM}", 1.0),
+        ("import sys\nfor _ in range(10 ** 9): sys.stdout.write('x' * 10 ** 6)", 0.0),
+    ],
+)
+def test_code_is_run_on_each_test_within_limits(
+    monkeypatch: pytest.MonkeyPatch, program: str, value: float | None
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    found = graded("code", program, TESTS)
+    assert value is None or found == value
+
+
+def test_code_that_never_ends_fails_its_tests_and_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rewards, "CODE_S", 1.0)
+    started = time.monotonic()
+    program = f"import os\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\nwhile True: pass"
+    assert graded("code", program, TESTS) == 0.0
+    assert time.monotonic() - started < 5
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
+
+
+def test_code_takes_tests_as_two_lists() -> None:
+    assert graded("code", SUM, json.dumps({"inputs": ["1 2", "1 1"], "outputs": ["3", "3"]})) == 0.5
+
+
+# judge
+
+
+class Api(BaseHTTPRequestHandler):
+    """Says what the test wants, and keeps what it was asked."""
+
+    says: object = "0.5"
+    status = 200
+    asked: ClassVar[list[tuple[str, str, dict]]] = []
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append((self.path, self.headers.get("Authorization", ""), body))
+        self.send_response(self.status)
+        self.end_headers()
+        self.wfile.write(json.dumps({"choices": [{"message": {"content": self.says}}]}).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Api)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    Api.asked.clear()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    server.server_close()
+
+
+def test_judge_asks_an_api_with_its_key_and_reads_a_number(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGES_KEY", "sesame")
+    monkeypatch.setattr(Api, "says", "Hm, 7 of 10 points. So: 0.7")
+    prompt = "{prompt} {response} {truth} {other}"
+    value = graded("judge", "{truth}!", "2", url=api, model="m", prompt=prompt, key_variable="JUDGES_KEY")
+    assert value == 0.7
+    message = {"role": "user", "content": "1+1? {truth}! 2 {other}"}
+    body = {"model": "m", "messages": [message], "temperature": 0}
+    assert Api.asked == [("/v1/chat/completions", "Bearer sesame", body)]
+
+
+@pytest.mark.parametrize(("says", "value"), [("1", 1.0), ("0", 0.0), ("Score: 0.25.", 0.25), (".5", 0.5), ("1.0", 1.0)])
+def test_judge_reads_numbers_from_0_to_1(api: str, monkeypatch: pytest.MonkeyPatch, says: str, value: float) -> None:
+    monkeypatch.setattr(Api, "says", says)
+    assert graded("judge", "2", "2", url=api, model="m") == value
+
+
+@pytest.mark.parametrize("says", ["good", "10", "7", "1.5", None, ["1"], ""])
+def test_a_judge_that_says_no_number_is_a_fault(api: str, monkeypatch: pytest.MonkeyPatch, says: object) -> None:
+    monkeypatch.setattr(Api, "says", says)
+    with pytest.raises(ValueError, match=rf"^{api} gave no number from 0 to 1$"):
+        graded("judge", "2", url=api, model="m")
+
+
+def test_a_judge_that_refuses_or_has_no_key_says_so_without_it(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Api, "status", 401)
+    monkeypatch.setenv("JUDGES_KEY", "sesame")
+    with pytest.raises(ValueError, match=rf"^{api} answered 401$"):
+        graded("judge", "2", url=api, model="m", key_variable="JUDGES_KEY")
+    monkeypatch.delenv("JUDGES_KEY")
+    with pytest.raises(ValueError, match=r"^the environment variable JUDGES_KEY holds no key$"):
+        graded("judge", "2", url=api, model="m", key_variable="JUDGES_KEY")
+
+
+def test_each_says_what_it_does_and_gives_a_number_to_anything() -> None:
+    plans = {"length": reward_plan("length", target=9)}
+    for name, each in BUILT_IN.items():
+        assert each.grade.__doc__, name
+        if name in ("judge", "code"):
+            continue
+        plan: RewardPlan = plans.get(name, reward_plan(name))
+        (reward,) = load_rewards(own_plan(plan), given=lambda row: ("", None))
+        for text in ("", "\0", "\\boxed{" * 50, "####" * 50, "<answer>" * 50, "9" * 400, "(" * 300, "A" * 5000):
+            value = reward.value(Response(text, "C" if name == "choice" else "7"))
+            assert isinstance(value, float) and numbers.isfinite(value), (name, text)

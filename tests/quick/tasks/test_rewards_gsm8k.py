@@ -1,0 +1,104 @@
+"""Rows of GSM8K through `kind: own` with `math` have the grades of `kind: gsm8k`, but where `math` reads more.
+
+The rows are the real ones where they lie beside the checkout, and else made as GSM8K's are.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+
+from plans import own_plan
+
+from appliance.tasks import own
+from appliance.tasks.built_in import gsm8k
+from appliance.tasks.rewards import math
+from appliance.tasks.rows import Row
+from appliance.tasks.task import Response
+
+FILE = Path(__file__).resolve().parents[3].parent / "shared" / "data" / "gsm8k" / "train.jsonl"
+ANSWERS, ODD = 1000, 400
+GROUPED = "{:,}".format
+
+# The same grade by both: each from (solution, its number), where the number is right, or one of another problem.
+SAME: dict[str, Callable[[str, str], str]] = {
+    "the solution": lambda text, number: text,
+    "the number": lambda text, number: f"So it is\n#### {number}",
+    "without a blank": lambda text, number: f"####{number}",
+    "commas": lambda text, number: f"#### {GROUPED(Decimal(number))}",
+    "dollars": lambda text, number: f"#### ${number}",
+    "dollars and cents": lambda text, number: f"#### ${GROUPED(Decimal(number))}.00",
+    "a trailing dot": lambda text, number: f"#### {number}.",
+    "a unit": lambda text, number: f"#### {number} clips",
+    "percent": lambda text, number: f"#### {number}%",
+    "minus": lambda text, number: f"#### -{number}",
+    "minus dollars": lambda text, number: f"#### -${number}",
+    "several": lambda text, number: f"#### {number}1\n#### 17\n#### {number}",
+    "several, the last one wrong": lambda text, number: f"#### {number}\n#### {number}1",
+    "one without a number behind": lambda text, number: f"#### {number}\n#### done",
+    "half of more": lambda text, number: f"#### {number}.5",
+    "zeros behind": lambda text, number: f"#### {number}.0",
+    "a zero before": lambda text, number: f"#### 0{number}",
+    "words only": lambda text, number: "#### I do not know",
+    "nothing": lambda text, number: "",
+    "a mark only": lambda text, number: "####",
+    "bold": lambda text, number: f"#### {number}**",
+    "and more text": lambda text, number: f"#### {number}\nI am sure.",
+}
+# `math` gives 1 to a right answer where `gsm8k` gives 0: it is marked otherwise, or by nothing.
+MORE: dict[str, Callable[[str, str], str]] = {
+    "a box": lambda text, number: f"So it is \\boxed{{{number}}}.",
+    "a line": lambda text, number: f"Hm.\nAnswer: {number}",
+    "tags": lambda text, number: f"<think>Hm.</think><answer>{number}</answer>",
+    "a sentence": lambda text, number: f"Therefore the answer is {number}.",
+    "glued to a word": lambda text, number: f"#### {number}kg",
+    "bold behind the mark": lambda text, number: f"#### **{number}**",
+}
+# `gsm8k` reads the first number behind the mark, `math` all of it: a right answer by the one, a wrong one by the other.
+OTHER: dict[str, Callable[[str, str], str]] = {
+    "a fraction": lambda text, number: f"#### {number}/7",
+}
+
+
+def rows() -> list[Row]:
+    if FILE.is_file():
+        with FILE.open() as file:
+            return [json.loads(line) for line, _ in zip(file, range(ANSWERS + ODD), strict=False)]
+    return [
+        {"question": f"{n} + {n}?", "answer": f"It is {n}+{n}=<<{n}+{n}={2 * n}>>{2 * n}.\n#### {2 * n}"}
+        for n in range(2, ANSWERS + ODD + 2)
+    ]
+
+
+def test_real_rows_have_the_same_grades_but_where_math_reads_more() -> None:
+    made, draw = rows(), random.Random(0)
+    found: Counter[tuple[str, str]] = Counter()
+    plan = own_plan(prompt="question", truth="answer")
+    for number, row in enumerate(made):
+        mine, theirs = own.parse_row(row, plan=plan), gsm8k.parse_row(row)
+        assert not isinstance(mine, str) and not isinstance(theirs, str)
+        is_right = draw.random() < 0.5
+        text = row["answer"] if is_right else draw.choice(made)["answer"]
+        said = str(gsm8k.final_number(text))
+        kind, forms = ("same", SAME) if number < ANSWERS else ("more", MORE) if number % 2 else ("other", OTHER)
+        form = draw.choice(sorted(forms))
+        response = forms[form](text, said)
+        grades = (gsm8k.score(response=response, truth=theirs.truth), math(Response(response, mine.truth)))
+        is_right = said == theirs.truth
+        found[kind, f"{grades[0]:g}{grades[1]:g}"] += 1
+        if kind == "same":
+            assert grades[0] == grades[1], (form, response, theirs.truth)
+        elif kind == "more":
+            assert grades == (0.0, float(is_right)), (form, response, theirs.truth)
+        else:
+            is_worth_it = Fraction(said) / 7 == Fraction(theirs.truth)
+            assert grades == (float(is_right), float(is_worth_it)), (form, response, theirs.truth)
+    sys.stdout.write(f"{dict(sorted(found.items()))}\n")
+    assert found["same", "11"] + found["same", "00"] == ANSWERS and found.total() == ANSWERS + ODD
+    assert min(found["same", "11"], found["same", "00"]) > 300 and len(made) == ANSWERS + ODD
