@@ -36,6 +36,7 @@ app = typer.Typer(
 recipes = typer.Typer(help="The shipped recipes.", no_args_is_help=True)
 
 RUN_ROOT = Path("runs")
+_DATA_FORMS = "use `appliance data preview RECIPE`, or `appliance data NAME -o DIR`"
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A file, or the name of a shipped recipe.")]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or its name in ./runs.")]
 SetOption = Annotated[
@@ -246,17 +247,37 @@ def join(
 
 @app.command()
 def data(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="dapo-math-17k, aime-2024 or gsm8k.")],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Where the files go.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME|preview", help="dapo-math-17k, aime-2024 or gsm8k; or `preview`.")
+    ],
+    recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="Of `preview`.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="DIR", help="Where the files go.")] = None,
     source: Annotated[
         list[str] | None,
         typer.Option("--from", metavar="FILE", help="A file of this host instead of the hub; one per file made."),
     ] = None,
+    sets: SetOption = None,
+    json_mode: JsonOption = False,
 ) -> None:
-    """Make a data set's parquet files: verl's schema, each problem once. What is there already is left alone."""
-    from appliance.launch.data import make_data
+    """`data preview RECIPE`: what the model will really read. `data NAME -o DIR`: make a data set's parquet files.
 
-    make_data(name, folder=output, sources=tuple(source or ()))
+    They have verl's schema, each problem once. What is there already is left alone.
+    """
+    from appliance.launch import data as command
+
+    is_preview = name == command.PREVIEW
+    given = {"RECIPE": recipe, "--set": sets, "--json": json_mode, "-o": output, "--from": source}
+    other = ("-o", "--from") if is_preview else ("RECIPE", "--set", "--json")
+    wrong = [(f"{each}: `data {name}` has no such thing", _DATA_FORMS) for each in other if given[each]]
+    wanted = "RECIPE" if is_preview else "-o"
+    if not given[wanted]:
+        wrong.append((f"data {name}: {wanted} is missing", _DATA_FORMS))
+    if wrong:
+        raise RecipeError(wrong)
+    if recipe is not None:
+        command.preview(_load(recipe, sets), json_mode=json_mode)
+    elif output is not None:
+        command.make_data(name, folder=output, sources=tuple(source or ()))
 
 
 @app.command()

@@ -1,4 +1,5 @@
-"""Data sets as parquet files in verl's schema, beside each a JSON file that tells what it was made of.
+"""Data sets as parquet files in verl's schema, beside each a JSON file that tells what it was made of; a recipe's
+problems as the model will read them.
 
 A file is renamed in when it is whole, so that one which is there is finished: a second run makes what is missing.
 """
@@ -15,13 +16,21 @@ from pathlib import Path
 from appliance import console
 from appliance.errors import RecipeError
 from appliance.files import digest_of, whole_file, write_whole
-from appliance.launch.workspace import new_folder
+from appliance.launch.side_job import run_child
+from appliance.launch.workspace import folder_elsewhere, new_folder
+from appliance.plan.build import build_plan
+from appliance.preflight.probes import read_host
+from appliance.preflight.report import commit_for
+from appliance.recipe.schema import Recipe
 from appliance.record.session import cannot_write
-from appliance.tasks.library import TASKS
+from appliance.tasks.library import TASKS, task_of
+from appliance.tasks.preview import Preview
 from appliance.tasks.rows import read_file, without_faults, write_parquet
 from appliance.tasks.task import DataFile, Task
 
 SCHEMA_VERSION = 1
+PREVIEW = "preview"
+_SHOWN = 2000  # characters of a prompt, a truth, a row
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,37 @@ def make_data(name: str, *, folder: Path, sources: tuple[str, ...] = ()) -> None
             except OSError as error:
                 raise cannot_write(folder, error, setting="-o") from error
             console.out(str(made))
+
+
+def preview(recipe: Recipe, *, json_mode: bool) -> None:
+    """Print what the model will read, and what was left out. Raises RecipeError for bad rows, EngineError without the
+    model's tokenizer."""
+    with folder_elsewhere(command="data-preview") as folder:
+        plan = build_plan(recipe, run_dir=folder, host=read_host(folder), commit=commit_for(recipe))
+        plan_file, result = folder / "plan.json", folder / "preview.json"
+        plan.write(plan_file)
+        module = ["appliance.tasks.preview", str(plan_file), str(result)]
+        run_child(module, command="data-preview", folder=folder, env=dict(plan.env))
+        found = Preview.model_validate_json(result.read_bytes())
+    if json_mode:
+        console.out(json.dumps({"schema_version": SCHEMA_VERSION, **found.model_dump()}, indent=2))
+    else:
+        console.show(_preview_text(found, about=f"{plan.task.kind}: {task_of(plan.task).describe}"))
+
+
+def _preview_text(found: Preview, *, about: str) -> str:
+    rows = [("task", about), ("problems", f"{found.train} to train on, {found.val} to validate")]
+    rows += [("note", note) for note in found.notes]
+    for number, each in enumerate(found.problems, start=1):
+        rows += [("", ""), (f"problem {number}", f"{each.tokens} tokens of {found.max_prompt_tokens}")]
+        named = (("", each.prompt), ("truth", each.truth), ("row", each.row))
+        rows += [(name if not line else "", text) for name, value in named for line, text in enumerate(_lines(value))]
+    return console.table(rows)
+
+
+def _lines(text: str) -> list[str]:
+    more = f" ... ({len(text)} characters)" if len(text) > _SHOWN else ""
+    return (text[:_SHOWN] + more).splitlines() or (["(none)"])
 
 
 def _make(task: Task, file: DataFile, *, folder: Path, source: str) -> Path:

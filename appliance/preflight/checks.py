@@ -187,6 +187,11 @@ def _data(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
         yield warning("no-sandbox", "task.rewards", message, remedy)
     if is_from_hub(plan.task) and not inputs.has_data and (inputs.is_offline or inputs.hub_problem):
         why = "HF_HUB_OFFLINE is set" if inputs.is_offline else inputs.hub_problem
+        if plan.task.own is not None:  # `datasets` keeps what it loaded once
+            message = f"{plan.task.own.data} is a data set of the hub, and {why}"
+            hint = "it must have been loaded here before; else give task.train_file"
+            yield Finding(Severity.WARNING, "data-unreachable", "task.data", message, hint)
+            return
         message = f"none is given, so the data comes from the hub, and {why}"
         yield error("data-unreachable", "task.train_file", message, "give a JSON-lines or parquet file")
 

@@ -28,8 +28,8 @@ from appliance.quant.files import PROFILE_FILE, SMOOTHING, read_file_header, ten
 from appliance.quant.uaq import layers_to_scale
 from appliance.record.attestations import version_of
 from appliance.record.code import code_of
-from appliance.record.plan import ModelPlan, RunPlan
-from appliance.tasks.library import is_from_hub, task_of
+from appliance.record.plan import ModelPlan, RunPlan, TaskPlan
+from appliance.tasks.library import is_from_hub, splits_of, task_of
 from appliance.tasks.sample import Verdict
 from appliance.tasks.tools import Asked, read_tools
 from appliance.terms.devices import StoredResult
@@ -119,8 +119,7 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) 
     is_offline = needs_hub and hub.is_offline()
     asks = ask_hub and needs_hub and not is_offline
     hub_problem = hub.problem() if asks else ""
-    data_files = dict.fromkeys(file for file in (plan.task.train_file, plan.task.val_file) if file)
-    data_problems = tuple(each for file in data_files for each in task_of(plan.task).check_rows(file))
+    data_problems = _data_problems(plan.task)
     access = read_access(plan, ask_network=ask_hub)  # before anything looks into the folder
     is_barred = str(folder) in access.unreadable
     is_folder = not plan.model.builtin and not name and folder.is_absolute()
@@ -150,6 +149,19 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) 
         stored=read_result(key, cache_dir=Path(plan.cache_dir))[0] if key else None,
         written=read_written(plan),
     )
+
+
+def _data_problems(task: TaskPlan) -> tuple[tuple[str, str], ...]:
+    """Of the rows; and where those of a task of the user's own are fine, of what is to be made of them."""
+    files = dict.fromkeys(file for file in (task.train_file, task.val_file) if file)
+    found = tuple(each for file in files for each in task_of(task).check_rows(file))
+    if found or task.own is None or not task.train_file:
+        return found
+    try:
+        splits_of(task)
+    except RecipeError as error:
+        return tuple(error.problems)
+    return ()
 
 
 def _is_cached(model: ModelPlan) -> bool:

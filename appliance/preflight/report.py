@@ -18,6 +18,7 @@ from appliance.preflight.probes import read_host
 from appliance.recipe.load import to_plain, to_yaml
 from appliance.recipe.schema import Recipe
 from appliance.record.plan import Choice, RunPlan
+from appliance.tasks.library import task_of
 
 # Heading -> the sections of a recipe whose choices stand below it; what no other names is of training.
 _GROUPS = {
@@ -114,7 +115,7 @@ def plan_text(
         "validation data": plan.task.val_parquet,
     }
     parts = [
-        [_headline(plan)],
+        [_headline(plan), f"{plan.task.kind}: {task_of(plan.task).describe}"],
         *_decided(plan.choices, columns=columns),
         ["Needs, estimated", *_pairs(needs, columns=columns)],
         ["Files", *_pairs([(what, path) for what, path in files.items() if path], columns=None)],

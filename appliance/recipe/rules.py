@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator
 from pathlib import PurePath
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from appliance.quant.uaq import MOST
 from appliance.recipe.schema import Algorithm, AlgorithmKind, Attention, Correction, Recipe, Reward, SchemeChoice, Task
 from appliance.recipe.text import path_problem, pattern_problem
 from appliance.tasks.library import OWN, TASKS
+from appliance.tasks.own import template_parts
 from appliance.tasks.rewards import BUILT_IN
 from appliance.tasks.tiny_spec import TINY_MODELS, CalculatorSpec
 from appliance.terms.devices import AUTO, CPU, DEVICES, why_outgrown
@@ -24,6 +26,7 @@ PATHS = (
     *("cluster.run_dir", "cluster.token_file"),
 )
 OF_OWN = ("data", "config", "split", "prompt", "template", "system", "truth", "rewards", "tools", "max_turns")
+_DATA_SET = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 AVAILABLE_ALGORITHMS = (AlgorithmKind.GRPO, AlgorithmKind.DAPO)  # `ppo` needs a critic, and a model for it
 
 
@@ -98,6 +101,14 @@ def _own_task(task: Task) -> Iterator[Broken]:
         yield Broken(keys, "a task of your own has no problems", "give task.train_file, or a data set as task.data")
     if task.train_file and task.data:
         yield Broken(("task.data", "task.train_file"), "`data` and `train_file` exclude each other", "remove one")
+    if task.data and not _DATA_SET.fullmatch(task.data):
+        hint = "a data set of the hub is `owner/name`; a file is task.train_file"
+        yield Broken(("task.data",), f"`{task.data}` is no name of a data set", hint)
+    for key in ("config", "split"):
+        if not task.data and getattr(task, key) != Task.model_fields[key].default:
+            message = "it is of a data set on the hub, and `data` names none"
+            yield Broken((f"task.{key}", "task.data"), message, "remove it, or give task.data")
+    yield from _asked(task)
     yield from _own_code(task)
 
 
@@ -152,6 +163,23 @@ def _broken_reward(reward: Reward) -> Iterator[tuple[str, str]]:
         yield f"`{reward.pattern[:60]}` is not a regular expression: {why}", "correct it"
     if reward.url and not (reward.url.startswith(("http://", "https://")) and "@" not in reward.url):
         yield f"`{reward.url[:60]}` is no address of an API", "such as `http://localhost:8000/v1`, without a password"
+
+
+def _asked(task: Task) -> Iterator[Broken]:
+    """How a row becomes a prompt."""
+    if task.template is None:
+        return
+    if task.prompt != Task.model_fields["prompt"].default:
+        keys = ("task.template", "task.prompt")
+        yield Broken(
+            keys, "`template` and `prompt` exclude each other", "remove one; a template names its fields itself"
+        )
+    hint = "write {field} or {field.inner} for a field's value, {{ and }} for braces"
+    try:
+        if not any(name for _, name in template_parts(task.template)):
+            yield Broken(("task.template",), "it names no field, so that all prompts are the same", hint)
+    except ValueError as error:
+        yield Broken(("task.template",), str(error), hint)
 
 
 def _rollout(recipe: Recipe) -> Iterator[Broken]:

@@ -10,10 +10,11 @@ import pkgutil
 from enum import StrEnum
 from pathlib import Path
 
+from appliance.errors import RecipeError
 from appliance.files import digest_of
 from appliance.record.plan import TaskPlan
 from appliance.tasks import built_in, own
-from appliance.tasks.task import Reward, Task
+from appliance.tasks.task import Reward, Splits, Task
 from appliance.tasks.tiny_spec import TINY_MODELS
 
 _FIRST = ("arithmetic", "gsm8k")  # where tasks are listed; the others follow by name
@@ -38,6 +39,23 @@ _OF_OWN = ("data", "config", "split", "prompt", "template", "system", "truth")
 def task_of(plan: TaskPlan) -> Task:
     """A built-in task, or the user's own. Runs no code of the user's."""
     return TASKS[plan.kind] if plan.own is None else own.task(plan.own)
+
+
+def splits_of(plan: TaskPlan) -> Splits:
+    """Its problems. Raises RecipeError as `Task.splits`, and for a train_size that there is not."""
+    task = task_of(plan)
+    found = task.splits(
+        difficulty=plan.difficulty,
+        train_file=plan.train_file,
+        val_file=plan.val_file,
+        seed=plan.seed,
+        train_size=plan.train_size,
+        val_size=plan.val_size,
+    )
+    if plan.train_size > (most := len(found.train)):
+        message = f"task.train_size: {plan.train_size} is more than the {most} problems there are to train on"
+        raise RecipeError([(message, "lower it, or use 0 for all of them")])
+    return found
 
 
 def rewards_of(plan: TaskPlan) -> tuple[Reward, ...]:

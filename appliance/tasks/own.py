@@ -8,17 +8,33 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import string
+from dataclasses import dataclass
 from typing import Any
 
 from appliance.record.plan import OwnPlan
 from appliance.tasks.rewards import load_rewards
-from appliance.tasks.rows import Message, Problem, Row, Source
-from appliance.tasks.task import Task
+from appliance.tasks.rows import Message, Problem, ProblemSet, Row, Source, read_data_set, without_faults
+from appliance.tasks.task import DataFile, Task
 
 KIND = "own"
 VERLS_TRUTH = "reward_model.ground_truth"
 _ROLES = ("system", "user", "assistant")
+_PATH = re.compile(r"[^{}\[\]!:.\s]+(\.[^{}\[\]!:.\s]+)*")
+_MOST_NAMED = 12  # fields of a row, in a message
+
+
+@dataclass(frozen=True)
+class _DataSet(DataFile):
+    """A whole data set of the hub, whatever its files are."""
+
+    config: str
+    part: str
+    """Its own split."""
+
+    def read(self, source: Source) -> ProblemSet:
+        return without_faults(read_data_set(self.hub, config=self.config, split=self.part, source=source))[0]
 
 
 def task(plan: OwnPlan) -> Task:
@@ -26,8 +42,10 @@ def task(plan: OwnPlan) -> Task:
         kind=KIND,
         score=_unused,
         answers=_answers,
+        describe=_describe(plan),
         source=Source(parse=functools.partial(parse_row, plan=plan), hint=_hint(plan), knows_verl=True),
         load_rewards=functools.partial(load_rewards, plan, given=functools.partial(as_given, plan=plan)),
+        data_sets={plan.data: (_DataSet("own-train", "train", plan.data, "", plan.config, plan.split),)},
     )
 
 
@@ -36,10 +54,10 @@ def parse_row(row: Row, *, plan: OwnPlan) -> Problem | str:
     said = _templated(row, template=plan.template) if plan.template else _said(row, field=plan.prompt)
     if isinstance(said, str):
         return said
-    *before, (role, prompt) = said
-    if role != "user":
-        return f"the last message of `{plan.prompt}` is not the user's"
+    *before, (_, prompt) = said
     if plan.system:
+        if before and before[0][0] == "system":
+            return f"the field `{plan.prompt}` begins with a system message, and task.system is another one"
         before.insert(0, ("system", plan.system))
     truth: Any = None
     path = plan.truth or (VERLS_TRUTH if "reward_model" in row else "")
@@ -47,10 +65,10 @@ def parse_row(row: Row, *, plan: OwnPlan) -> Problem | str:
         try:
             truth = field_at(row, path)
         except KeyError:
-            return f"the field `{path}` is missing"
-    text = truth if isinstance(truth, str) else json.dumps(truth, default=str, ensure_ascii=False)
-    kept = json.dumps(row, default=str, ensure_ascii=False)
-    return Problem(prompt, "" if truth is None else text, tuple(before), kept)
+            return _missing(row, path)
+        if truth is None:
+            return f"the field `{path}` is null"
+    return Problem(prompt, as_text(truth) if path else "", tuple(before), json.dumps(row), _truth_form(truth))
 
 
 def as_given(row: Row, *, plan: OwnPlan) -> tuple[str | list[dict[str, str]], object]:
@@ -66,7 +84,9 @@ def as_given(row: Row, *, plan: OwnPlan) -> tuple[str | list[dict[str, str]], ob
 
 
 def field_at(row: Row, path: str) -> Any:
-    """The value at a dotted path. Raises KeyError."""
+    """The value at a dotted path; a field whose own name has dots in it comes first. Raises KeyError."""
+    if path in row:
+        return row[path]
     value: Any = row
     for name in path.split("."):
         if not isinstance(value, dict) or name not in value:
@@ -75,39 +95,99 @@ def field_at(row: Row, path: str) -> Any:
     return value
 
 
+def as_text(value: object) -> str:
+    """Text as it is, everything else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def template_parts(template: str) -> list[tuple[str, str]]:
+    """(text, path of the field after it or empty), as `str.format` reads braces, without its attributes and formats.
+
+    Raises ValueError with what is wrong.
+    """
+    parts = []
+    for text, name, form, conversion in string.Formatter().parse(template):
+        if name is not None and (form or conversion or not _PATH.fullmatch(name)):
+            given = f"{name}{f'!{conversion}' if conversion else ''}{f':{form}' if form else ''}"
+            raise ValueError(f"`{{{given}}}` names no field")
+        parts.append((text, name or ""))
+    return parts
+
+
 def _said(row: Row, *, field: str) -> list[Message] | str:
+    """What is said up to the answer: the last message is the user's."""
     try:
         value = field_at(row, field)
     except KeyError:
-        return f"the field `{field}` is missing"
+        return _missing(row, field)
     if isinstance(value, str):
         return [("user", value)] if value.strip() else f"the field `{field}` is empty"
-    if not isinstance(value, list) or not value:
-        return f"the field `{field}` is neither text nor a list of chat messages"
+    if not isinstance(value, list):
+        return f"the field `{field}` is {_form(value)}, neither text nor a list of chat messages"
+    if not value:
+        return f"the field `{field}` has no messages"
     said = []
-    for message in value:
-        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-        if role not in _ROLES or not isinstance(content, str):
-            return f"the field `{field}` has a message without a `role` of {', '.join(_ROLES)} and a text as `content`"
+    for number, message in enumerate(value, start=1):
+        where = f"message {number} of the field `{field}`"
+        if not isinstance(message, dict):
+            return f"{where} is {_form(message)}, not an object with `role` and `content`"
+        role, content = message.get("role"), message.get("content")
+        if role not in _ROLES:
+            what = "has no `role`" if role is None else f"has the role {as_text(role)[:40]}"
+            return f"{where} {what}, and a prompt is made of {', '.join(_ROLES)}"
+        if not isinstance(content, str):
+            return f"{where} has no text as `content`"
         said.append((role, content))
-    return said
+    if said[-1][0] != "user":
+        return f"the last message of the field `{field}` is not the user's"
+    return said if said[-1][1].strip() else f"the last message of the field `{field}` is empty"
 
 
 def _templated(row: Row, *, template: str) -> list[Message] | str:
     made = []
-    for text, name, _, _ in string.Formatter().parse(template):
+    for text, name in template_parts(template):
         made.append(text)
-        if name is not None:
+        if name:
             try:
-                made.append(str(field_at(row, name)))
+                value = field_at(row, name)
             except KeyError:
-                return f"the field `{name}` of task.template is missing"
-    return [("user", "".join(made))]
+                return _missing(row, name, of=" of task.template")
+            if value is None:
+                return f"the field `{name}` of task.template is null"
+            made.append(as_text(value))
+    said = "".join(made)
+    return [("user", said)] if said.strip() else "task.template makes an empty prompt of it"
+
+
+def _missing(row: Row, path: str, *, of: str = "") -> str:
+    names = [f"`{name[:40]}`" for name in row]
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    has = f"the row has {', '.join(names[:_MOST_NAMED])}{more}" if names else "the row is empty"
+    return f"the field `{path}`{of} is missing: {has}"
+
+
+def _form(value: object) -> str:
+    """What kind of thing a value is, in words."""
+    if isinstance(value, bool):
+        return "true or false"
+    forms = {str: "text", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    return next((form for kind, form in forms.items() if isinstance(value, kind)), "null")
+
+
+def _truth_form(value: object) -> str:
+    """132 and "132" are the same truth."""
+    return "text or a number" if (form := _form(value)) in ("text", "a number") else form
 
 
 def _hint(plan: OwnPlan) -> str:
     wanted = "the fields of task.template" if plan.template else f"`{plan.prompt}`, text or chat messages"
-    return f"each row is a JSON object with {wanted}" + (f" and `{plan.truth}`" if plan.truth else "")
+    return f"each row is a JSON object with {wanted}" + (f", and `{plan.truth}`" if plan.truth else "")
+
+
+def _describe(plan: OwnPlan) -> str:
+    asked = f"a template of {len(plan.template)} characters" if plan.template else f"the field `{plan.prompt}`"
+    judged = " + ".join(f"{each.weight:g} x {each.name}" for each in plan.rewards)
+    return f"{asked}, judged by {judged}"
 
 
 def _answers(truth: str) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from appliance.errors import EngineError, RecipeError
 from appliance.files import whole_folder
@@ -18,11 +19,14 @@ from appliance.hub import download_model
 from appliance.record.events import append_event, exit_code_of
 from appliance.record.liveness import Heartbeat, keep_stacks
 from appliance.record.plan import RunPlan, read_plan
-from appliance.tasks.library import task_of
+from appliance.tasks.library import splits_of
 from appliance.tasks.rows import Problem, write_parquet
 from appliance.tasks.task import Splits
-from appliance.tasks.tiny_spec import TINY_MODELS
+from appliance.tasks.tiny_spec import TINY_MODELS, CalculatorSpec
 from appliance.tasks.tools import Asked, Schema, read_tools, write_schemas
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PHASE = "prepare"
 _PROGRESS_EVERY_S = 0.5
@@ -110,18 +114,16 @@ def _reporter(run_dir: Path, *, label: str, total: int) -> Callable[[int, float]
 
 def _make_data(plan: RunPlan) -> None:
     task = plan.task
-    found = task_of(task).splits(
-        difficulty=task.difficulty,
-        train_file=task.train_file,
-        val_file=task.val_file,
-        seed=task.seed,
-        train_size=task.train_size,
-        val_size=task.val_size,
-    )
+    found = splits_of(task)
     for note in found.notes:
         append_event(Path(plan.run_dir), kind="note", what=note, why="task.train_file")
-    schemas = read_tools(Asked(task.tools, plan.model.path, plan.model.trust_remote_code)) if task.tools else []
-    made = _short_enough(found, plan=plan, tools=schemas)
+    schemas = read_tools(Asked(task.tools, plan.model.path, plan.model.trust_remote_code))
+    made = found
+    if not task.truncate_prompts:  # a plan that truncates them keeps them all: trainer/rollouts.py cuts the tokens
+        made, too_long = short_enough(found, plan=plan, tokenizer=load_tokenizer(plan), tools=schemas)
+        for note in too_long:
+            append_event(Path(plan.run_dir), kind="note", what=note, why="task.max_prompt_tokens")
+    _refuse_too_few(made, plan=plan)
     with whole_folder(Path(task.train_parquet).parent, others_count=True) as folder:
         write_parquet(made.train, path=folder / Path(task.train_parquet).name, kind=task.kind, split="train")
         write_parquet(made.val, path=folder / Path(task.val_parquet).name, kind=task.kind, split="val")
@@ -131,34 +133,69 @@ def _make_data(plan: RunPlan) -> None:
     append_event(Path(plan.run_dir), kind="progress", what="data", done=1, total=1, note=sizes)
 
 
-def _short_enough(made: Splits, *, plan: RunPlan, tools: list[Schema]) -> Splits:
-    """Leave out prompts of more than max_prompt_tokens, and say how many. Raises RecipeError when none is left.
+def _refuse_too_few(made: Splits, *, plan: RunPlan) -> None:
+    if len(made.train) < (prompts := plan.prompts_per_step):
+        message = f"task.train_file: {len(made.train)} problems are left to train on, a step takes {prompts}"
+        raise RecipeError([(message, "lower batch.prompts_per_step, or give more problems")])
 
-    A plan that truncates them keeps them all: trainer/rollouts.py cuts the tokens.
-    """
-    if plan.task.truncate_prompts:
-        return made
-    from transformers import AutoTokenizer
 
-    source = plan.model.path or plan.model.source
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=plan.model.trust_remote_code)
+def short_enough(
+    made: Splits, *, plan: RunPlan, tokenizer: PreTrainedTokenizerBase, tools: list[Schema]
+) -> tuple[Splits, tuple[str, ...]]:
+    """Without prompts of more than max_prompt_tokens, and how many they are. Raises RecipeError when none is left."""
     limit, heart = plan.task.max_prompt_tokens, Heartbeat()
 
     def fits(problem: Problem) -> bool:
         heart.beat()  # of millions of prompts this takes long
-        messages = [{"role": role, "content": content} for role, content in problem.messages]
-        made = tokenizer.apply_chat_template(messages, tools=tools or None, add_generation_prompt=True)
-        return len(made["input_ids"]) <= limit
+        return len(prompt_ids(problem, tokenizer=tokenizer, tools=tools)) <= limit
 
     kept = Splits(train=[each for each in made.train if fits(each)], val=[each for each in made.val if fits(each)])
     before, after = len(made.train) + len(made.val), len(kept.train) + len(kept.val)
     if not kept.train or not kept.val:
         message = f"task.max_prompt_tokens: {limit} leaves {len(kept.train)} training and {len(kept.val)} validation"
         raise RecipeError([(f"{message} problems", "raise it")])
-    if after < before:
-        what = f"{before - after} of {before} problems have prompts of more than {limit} tokens and are left out"
-        append_event(Path(plan.run_dir), kind="note", what=what, why="task.max_prompt_tokens")
-    return kept
+    if after == before:
+        return kept, ()
+    return kept, (f"{before - after} of {before} problems have prompts of more than {limit} tokens and are left out",)
+
+
+def load_tokenizer(plan: RunPlan) -> PreTrainedTokenizerBase:
+    """The model's, whose weights need not be here yet. Raises OSError when the hub does not give it."""
+    from transformers import AutoTokenizer
+
+    model = plan.model
+    if os.path.isdir(model.path):
+        return AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    if model.builtin:
+        from appliance.tasks.tiny_model import byte_tokenizer  # loads torch
+
+        spec = TINY_MODELS[model.builtin]
+        return byte_tokenizer(max_positions=spec.max_positions, calls_tools=isinstance(spec, CalculatorSpec))
+    return AutoTokenizer.from_pretrained(
+        model.source, revision=model.commit or None, trust_remote_code=model.trust_remote_code
+    )
+
+
+def prompt_ids(problem: Problem, *, tokenizer: PreTrainedTokenizerBase, tools: list[Schema]) -> list[int]:
+    """The tokens that the model gets, with the schemas of its tools. Raises RecipeError where its chat template does not take the messages."""
+    import jinja2
+
+    if not tokenizer.chat_template:
+        message = "the model has no chat template: its tokenizer does not say how a prompt is put to it"
+        raise RecipeError([(message, "take an instruct model, or add a chat_template.jinja to the model's folder")])
+    messages = [{"role": role, "content": content} for role, content in problem.messages]
+    try:
+        text = tokenizer.apply_chat_template(messages, tools=tools or None, add_generation_prompt=True, tokenize=False)
+        lost = [role for role, said in problem.before if role == "system" and said.strip() not in text]
+        why = "it leaves out the system message" if lost else ""
+    except (jinja2.TemplateError, ValueError, TypeError) as error:
+        why = str(error)
+    if why:
+        roles = ", ".join(role for role, _ in problem.messages)
+        message = f"the model's chat template does not take `{problem.prompt[:60]}` ({roles}): {why}"
+        raise RecipeError([(message, "a model without system messages needs task.system null, and none in the rows")])
+    made = tokenizer.apply_chat_template(messages, tools=tools or None, add_generation_prompt=True)
+    return list(made["input_ids"])
 
 
 def main(arguments: list[str]) -> int:

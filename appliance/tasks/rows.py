@@ -6,19 +6,27 @@ one chat message of the user, and `reward_model.ground_truth`. Imports pyarrow, 
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import errno
 import itertools
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import os
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from appliance.errors import RecipeError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 PARQUET = ".parquet"
 MAX_PROBLEMS = 20
 MAX_LINE = 16 << 20  # bytes: a line is held in memory, and what has no line ends would be held whole
+MAX_ROW = 8 << 20  # characters: every sample carries its problem's row to the reward
 ROWS_AT_A_TIME = 8192  # of a parquet file: DAPO-Math-17k has 1.8 million
 
 Row = dict[str, Any]
@@ -38,6 +46,8 @@ class Problem:
     """What was said before the prompt."""
     row: str = ""
     """The JSON object that it was made of, for rewards that want it."""
+    form: str = field(default="", compare=False)
+    """What kind of thing its truth is, in words: the same for all problems of a file."""
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -68,6 +78,8 @@ class ProblemSet:
     """Rows whose prompt came before with another truth; the first one counts."""
     faults: Faults = field(default_factory=list)
     """Each bad row with `file:line`, after 20 of them their number."""
+    left_out: tuple[str, ...] = ()
+    """Fields that are not in a problem's row: what they hold is no JSON."""
 
     @property
     def repeated(self) -> int:
@@ -81,9 +93,12 @@ def read_file(path: str | Path, *, source: Source, name: str = "", most_rows: in
     try:
         if Path(path).exists() and not (Path(path).is_file() or Path(path).is_dir()):
             raise OSError(errno.EINVAL, "not a regular file")  # a pipe or a device: its reading may never end
-        return _collected(itertools.islice(_rows(Path(path)), most_rows), name=name, source=source)
+        left_out: set[str] = set()
+        rows = itertools.islice(_rows(Path(path), left_out), most_rows)
+        return _collected(rows, name=name, source=source, left_out=left_out)
     except FileNotFoundError:
-        fault = (f"{name}: no such file", f"give the path of a {kind} file")
+        hint = f"give the path of a {kind} file; a relative one begins in the folder where the program is started"
+        fault = (f"{name}: no such file", hint)
     except OSError as error:
         fault = (f"{name}: cannot be read: {error.strerror or error}", f"give the path of a readable {kind} file")
     except ValueError as error:  # pyarrow's, for what is no parquet
@@ -92,13 +107,36 @@ def read_file(path: str | Path, *, source: Source, name: str = "", most_rows: in
     return ProblemSet([], faults=[fault])
 
 
-def _collected(rows: Iterator[tuple[int, Row | str]], *, name: str, source: Source) -> ProblemSet:
+def read_data_set(name: str, *, config: str, split: str, source: Source) -> ProblemSet:
+    """A data set of the hub, or of the cache where that is away; runs no code of it. Raises RecipeError."""
+    if os.path.exists(name):  # `datasets` would take it in the place of the hub's
+        raise RecipeError([(f"task.data: {name}: a file or folder of this name is here", "use task.train_file")])
+    import datasets  # a second, and a network client
+    import httpx
+
+    try:
+        data = datasets.load_dataset(name, config or None, split=split).with_format("arrow")
+    except (OSError, ValueError, RuntimeError, httpx.HTTPError, datasets.exceptions.DatasetsError) as error:
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        hint = "look at its name, task.config and task.split; without a network give task.train_file"
+        raise RecipeError([(f"task.data: {name} cannot be had: {why}", hint)]) from error
+    left_out: set[str] = set()
+    rows = enumerate(_plain_rows(data.iter(ROWS_AT_A_TIME), left_out), start=1)
+    return _collected(rows, name=name, source=source, left_out=left_out)
+
+
+def _collected(rows: Iterable[tuple[int, Row | str]], *, name: str, source: Source, left_out: set[str]) -> ProblemSet:
     problems: dict[tuple[Message, ...], Problem] = {}
     faults: Faults = []
     seen = bad = conflicting = 0
+    form = ""
     for place, row in rows:
         seen += 1
         made = row if isinstance(row, str) else _problem(row, source=source)
+        if isinstance(made, Problem):
+            form = form or made.form
+            if made.form != form:
+                made = f"its truth is {made.form}, and in the rows before {form}"
         if isinstance(made, str):
             bad += 1
             if bad <= MAX_PROBLEMS:
@@ -109,7 +147,8 @@ def _collected(rows: Iterator[tuple[int, Row | str]], *, name: str, source: Sour
         faults = [(f"{name}: the file has no rows", source.hint)]
     if bad > MAX_PROBLEMS:
         faults.append((f"{name}: and {bad - MAX_PROBLEMS} more", ""))
-    return ProblemSet([*problems.values()], rows=seen, conflicting=conflicting, faults=faults)
+    found = ProblemSet([*problems.values()], rows=seen, conflicting=conflicting, faults=faults)
+    return replace(found, left_out=tuple(sorted(left_out)))
 
 
 def without_faults(*read: ProblemSet) -> list[ProblemSet]:
@@ -119,10 +158,10 @@ def without_faults(*read: ProblemSet) -> list[ProblemSet]:
     return list(read)
 
 
-def _rows(path: Path) -> Iterator[tuple[int, Row | str]]:
-    """(line or row number, the row or what is wrong with it)."""
+def _rows(path: Path, left_out: set[str]) -> Iterator[tuple[int, Row | str]]:
+    """(line or row number, the row or what is wrong with it). left_out: takes the fields that are not in them."""
     if path.suffix == PARQUET:
-        yield from _parquet_rows(path)
+        yield from enumerate(_plain_rows(_parquet_batches(path, left_out), left_out), start=1)
         return
     with path.open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), start=1):
@@ -133,19 +172,56 @@ def _rows(path: Path) -> Iterator[tuple[int, Row | str]]:
                 yield number, _json_row(line.rstrip(b"\n"))
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[int, Row]]:
+def _parquet_batches(path: Path, left_out: set[str]) -> Iterator[pa.RecordBatch]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    number = 0
     with path.open("rb") as file:
         try:
-            for batch in pq.ParquetFile(file).iter_batches(batch_size=ROWS_AT_A_TIME):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield number, row
+            data = pq.ParquetFile(file)
+            left_out |= {field.name for field in data.schema_arrow if _has_bytes(field.type)}
+            names = [name for name in data.schema_arrow.names if name not in left_out]  # bytes are not even read
+            yield from data.iter_batches(batch_size=ROWS_AT_A_TIME, columns=names)
         except pa.ArrowException as error:  # not all of them are a ValueError
             raise ValueError(str(error)) from error
+
+
+def _plain_rows(batches: Iterable[pa.RecordBatch | pa.Table], left_out: set[str]) -> Iterator[Row]:
+    """As JSON would have them: a date, a decimal number as text. A column of bytes, such as images, is left out."""
+    for batch in batches:
+        columns = {}
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            if name in left_out or _has_bytes(column.type):
+                left_out.add(name)
+                continue
+            try:
+                columns[name] = [_as_json(value) for value in column.to_pylist(maps_as_pydicts="lossy")]
+            except (TypeError, ValueError, ArithmeticError, NotImplementedError, RecursionError):
+                left_out.add(name)
+        yield from ({name: columns[name][row] for name in columns} for row in range(batch.num_rows))
+
+
+def _has_bytes(kind: pa.DataType) -> bool:
+    from pyarrow import types
+
+    if types.is_nested(kind):
+        return any(_has_bytes(kind.field(place).type) for place in range(kind.num_fields))
+    return types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)
+
+
+def _as_json(value: Any) -> Any:
+    """Raises TypeError for what JSON cannot have."""
+    return (
+        value if value is None or isinstance(value, str | int | float) else json.loads(json.dumps(value, default=_text))
+    )
+
+
+def _text(value: object) -> str:
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, datetime.timedelta | decimal.Decimal | uuid.UUID):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} is not JSON")
 
 
 def _json_row(line: bytes) -> Row | str:
@@ -164,9 +240,17 @@ def _json_row(line: bytes) -> Row | str:
 
 def _problem(row: Row, *, source: Source) -> Problem | str:
     is_verls = not source.knows_verl and "prompt" in row and "reward_model" in row
-    made = _of_verl(row) if is_verls else source.parse(row)
-    if isinstance(made, Problem) and not _is_whole(made):
+    try:
+        made = _of_verl(row) if is_verls else source.parse(row)
+    except RecursionError:
+        return "nested too deeply"
+    if isinstance(made, str):
+        return made
+    if not _is_whole(made):
         return "half a character, such as `\\ud800`, which no tokenizer can read"
+    if (size := max(len(made.row), *(len(text) for _, text in made.messages))) > MAX_ROW:
+        largest = max(row, key=lambda name: len(json.dumps(row[name])))
+        return f"{size / 1e6:.1f} MB, most of them in the field `{largest[:40]}`: a row has at most {MAX_ROW >> 20} MiB"
     return made
 
 

@@ -94,6 +94,8 @@ class Task:
     score: Score
     answers: Callable[[str], Iterable[str]]
     """Responses with this truth: in the form that the task asks for, then in others that its reward reads."""
+    describe: str = ""
+    """What is asked and how it is judged, in a line."""
     source: Source | None = None
     """Of rows in a file or on the hub; None: the task makes its problems itself."""
     data_sets: Mapping[str, tuple[DataFile, ...]] = field(default_factory=dict)
@@ -137,7 +139,7 @@ class Task:
             if shared := len(train) - len(left):
                 notes.append(f"train: {shared} problems are in the validation data as well and are left out")
         else:
-            left, val = _hold_out(train, path=train_file, seed=seed, val_size=val_size)
+            left, val = _hold_out(train, path=train_file or "the data set", seed=seed, val_size=val_size)
         random.Random(f"{seed}-train").shuffle(left)
         return Splits(train=left[: train_size or None], val=val[: val_size or None], notes=tuple(notes))
 
@@ -168,6 +170,9 @@ def _counts(name: str, found: ProblemSet) -> list[str]:
         notes.append(f"{name}: {found.rows} rows, {len(found.problems)} distinct problems: each counts once")
     if found.conflicting:
         notes.append(f"{name}: {found.conflicting} rows repeat a problem with another answer: the first one counts")
+    if found.left_out:
+        fields = ", ".join(f"`{each}`" for each in found.left_out)
+        notes.append(f"{name}: {fields}: not in the rows that rewards get, bytes are no JSON")
     return notes
 
 

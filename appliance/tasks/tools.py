@@ -140,7 +140,10 @@ class Asked:
 
 
 def read_tools(asked: Asked) -> list[Schema]:
-    """The schemas of the file's functions, made in a child. Raises RecipeError with all that is wrong with them."""
+    """The schemas of the file's functions, made in a child; none without a file. Raises RecipeError with all that is
+    wrong with them."""
+    if not asked.file:
+        return []
     command = [sys.executable, "-m", "appliance.tasks.tools", json.dumps(asdict(asked))]
     try:
         done = subprocess.run(

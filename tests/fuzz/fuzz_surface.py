@@ -33,6 +33,7 @@ SHARES = {
     "JSON lines": (300, 14_000),
     "rewards": (300, 10_000),
     "rows of rewards": (150, 5_000),
+    "own rows": (300, 8_000),
     "profile headers": (250, 10_000),
     "profile.pt": (250, 8_000),
     "manifests": (200, 7_000),

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from fuzz_surface import attempt, fuzzed
 from fuzz_text import VARIANTS, as_json, broken, deep, raw, seeds, values, variants, wild_text
 from hypothesis import strategies as st
 
 from appliance.errors import RecipeError
+from appliance.record.plan import OwnPlan
+from appliance.tasks import own
 from appliance.tasks.built_in import dapo_math, gsm8k
-from appliance.tasks.rows import ProblemSet, read_file, without_faults
+from appliance.tasks.own import template_parts
+from appliance.tasks.rows import ProblemSet, read_file, without_faults, write_parquet
 
 GOOD = [
     {"question": "What is 1 + 2?", "answer": "It is 3.\n#### 3"},
@@ -75,6 +81,74 @@ def test_fuzz_json_lines(room: Path, content: bytes, is_gsm8k: bool, seed: int) 
     for each in variants(content, seed):
         (room / "data.jsonl").write_bytes(each)
         attempt("JSON lines", lambda: read(room / "data.jsonl", task=task), folder=room)
+
+
+OWN = [
+    {"prompt": "1 + 2?", "answer": 3},
+    {"prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 2?"}], "answer": "3"},
+    {"prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": {"a": [3]}}, "data_source": "x"},
+]
+TEMPLATES = (
+    "{prompt}",
+    "{answer} {reward_model.ground_truth}",
+    "{{{prompt}}}",
+    "{prompt!r}",
+    "{}",
+    "{a.b.c}",
+    "{",
+    "}",
+)
+
+
+@st.composite
+def own_rows(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """Rows of each form with wild values in them."""
+    rows = []
+    for _ in range(draw(st.integers(1, 3))):
+        row: dict[str, Any] = dict(draw(st.sampled_from(OWN)))
+        for _ in range(draw(st.integers(0, 2))):
+            row[draw(st.sampled_from([*PARTS, "data_source", "extra"]))] = draw(odd)
+        if draw(st.integers(0, 2)) == 0:
+            roles = st.sampled_from(["user", "system", "assistant", "tool", "", 3])
+            row["prompt"] = [{"role": draw(roles), "content": draw(odd)} for _ in range(draw(st.integers(0, 3)))]
+        rows.append(row)
+    return rows
+
+
+@fuzzed(
+    "own rows",
+    rows=own_rows(),
+    template=st.one_of(st.just(""), st.just(""), st.just("{prompt}"), st.sampled_from(TEMPLATES), wild_text),
+    path=st.sampled_from(["", "answer", "reward_model.ground_truth", "a..b", "."]),
+    is_parquet=st.booleans(),
+)
+def test_fuzz_own_rows(room: Path, rows: list[dict[str, Any]], template: str, path: str, is_parquet: bool) -> None:
+    file = room / ("own.parquet" if is_parquet else "own.jsonl")
+    try:
+        pq.write_table(pa.Table.from_pylist(rows), file) if is_parquet else file.write_text(
+            "\n".join(map(as_json, rows))
+        )
+    except (pa.ArrowException, OverflowError, UnicodeEncodeError, TypeError):  # no parquet file can be this
+        file = room / "own.jsonl"
+        file.write_text("\n".join(map(as_json, rows)))
+    attempt("own rows", lambda: read_own(file, template=template, truth=path), folder=room)
+
+
+def read_own(file: Path, *, template: str, truth: str) -> None:
+    try:
+        template_parts(template)
+    except ValueError as error:  # a rule of recipes says so
+        raise RecipeError([(f"task.template: {error}", "")]) from error
+    values = {"data": "", "config": "", "split": "train", "prompt": "prompt", "system": "", "tools": "", "max_turns": 1}
+    plan = OwnPlan(**values, template=template, truth=truth, rewards=(), code=())
+    source = own.task(plan).source
+    assert source is not None
+    found = read_file(file, source=source)
+    assert all(message.startswith(str(file)) for message, _ in found.faults)
+    for problem in without_faults(found)[0].problems:
+        assert problem.prompt.strip()
+        assert isinstance(json.loads(problem.row), dict)
+        write_parquet([problem], path=file.parent / "made.parquet", kind="own", split="train")
 
 
 @pytest.mark.parametrize("number", range(len(DIGITS)))

@@ -117,4 +117,11 @@ def score(*, response: str, truth: str) -> float:
     return float(response.strip() == truth)
 
 
-TASK = Task(kind="arithmetic", score=score, answers=lambda truth: (truth,), make=splits, check_sizes=check)
+TASK = Task(
+    kind="arithmetic",
+    score=score,
+    answers=lambda truth: (truth,),
+    describe="a sum of two numbers; 1 for exactly its digits, else 0",
+    make=splits,
+    check_sizes=check,
+)

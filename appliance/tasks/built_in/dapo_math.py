@@ -107,6 +107,7 @@ TASK = Task(
     kind="dapo-math",
     score=score,
     answers=lambda truth: (f"Answer: {truth}", f"\\boxed{{{truth}}}"),
+    describe="a competition problem; 1 for the right answer after the last `Answer:` or in `\\boxed{}`, else 0",
     source=Source(parse=parse_row, hint=HINT),
     checked_rows=20_000,  # a file may have millions; its preparation reads the rest
     import_reward=import_verifier,

@@ -45,6 +45,7 @@ TASK = Task(
     kind="gsm8k",
     score=score,
     answers=lambda truth: (f"#### {truth}",),
+    describe="a word problem; 1 for the right number after the last `####`, else 0",
     source=Source(parse=parse_row, hint=HINT),
     data_sets={
         "gsm8k": (

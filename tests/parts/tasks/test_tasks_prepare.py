@@ -16,6 +16,8 @@ from appliance.tasks.prepare import is_prepared, main, prepare
 from appliance.tasks.tiny_spec import TINY_MODELS
 from appliance.terms.schemes import Scheme
 
+NO_FILE = "give the path of a {} file; a relative one begins in the folder where the program is started"
+
 BUILTIN = "tiny-arithmetic"
 SMALL = {
     "hidden_size": 64,
@@ -215,7 +217,7 @@ def test_main_reports_a_failure_with_its_exit_code(small: RunPlan, tmp_path: Pat
         "what": f"{missing}: no such file",
         "why": "",
         "error": "RecipeError",
-        "hint": "give the path of a JSON-lines file",
+        "hint": NO_FILE.format("JSON-lines"),
         "exit_code": 2,
     }
     assert not (tmp_path / "cache").exists()

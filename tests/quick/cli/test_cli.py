@@ -89,9 +89,10 @@ def test_plan_prints_what_was_decided_and_needs(appliance, tmp_path):
     done = appliance("plan", "arithmetic-tiny-int8")
     assert (done.returncode, done.stderr) == (0, "")
     first, *parts = done.stdout.split("\n\n")
-    assert first == (
-        "arithmetic-tiny-int8-1: 30 steps of 32 prompts x 8 samples; rollouts in int8; tis with cap 2; 1 x cpu"
-    )
+    assert first.splitlines() == [
+        "arithmetic-tiny-int8-1: 30 steps of 32 prompts x 8 samples; rollouts in int8; tis with cap 2; 1 x cpu",
+        "arithmetic: a sum of two numbers; 1 for exactly its digits, else 0",
+    ]
     headings = [part.splitlines()[0] for part in parts]
     assert headings[:-2] == ["Rollouts", "Training", "Guard and checkpoints", "Needs, estimated", "Files"]
     assert headings[-2:] == ["Findings on this host", parts[-1].strip()] and "--full" in parts[-1]

@@ -29,7 +29,7 @@ MAY_IMPORT = {
         *("cluster", "quant", "record", "sync", "tasks", *FACTS),
     },
     # the launcher: recipe -> plan -> everything else
-    "tasks": {"errors", "files", "hub", "record", "terms"},
+    "tasks": {"errors", "files", "frozen", "hub", "record", "terms"},
     "recipe": {"errors", "quant", "tasks", *FACTS},
     "plan": {"control_groups", "errors", "files", "hub", "recipe", "record", "tasks", *FACTS},
     "preflight": {"control_groups", "errors", "hub", "patch", "plan", "quant", "recipe", "record", "tasks", "terms"},

@@ -15,6 +15,8 @@ from appliance.launch.data import make_data
 from appliance.tasks.built_in import dapo_math, gsm8k
 from appliance.tasks.built_in.dapo_math import AFTER, BEFORE
 
+NO_FILE = "give the path of a {} file; a relative one begins in the folder where the program is started"
+
 
 @pytest.fixture
 def source(tmp_path: Path) -> str:
@@ -154,7 +156,7 @@ def test_a_folder_that_cannot_be_made_is_no_fault_of_what_was_typed(source: str)
             ("a",),
             ("--from: 1 given, and `gsm8k` is made of 2", "for gsm8k-train.parquet, gsm8k-val.parquet"),
         ),
-        ("aime-2024", ("none.jsonl",), ("none.jsonl: no such file", "give the path of a JSON-lines file")),
+        ("aime-2024", ("none.jsonl",), ("none.jsonl: no such file", NO_FILE.format("JSON-lines"))),
     ],
 )
 def test_what_cannot_be_made(tmp_path: Path, name: str, sources: tuple[str, ...], problem: tuple[str, str]) -> None:

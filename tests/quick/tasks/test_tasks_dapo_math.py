@@ -17,6 +17,8 @@ from appliance.tasks.built_in import dapo_math
 from appliance.tasks.built_in.dapo_math import AFTER, BEFORE, HINT, TASK, final_answer, score
 from appliance.tasks.rows import Problem
 
+NO_FILE = "give the path of a {} file; a relative one begins in the folder where the program is started"
+
 # The columns of the files on the hub, as their cards tell them. AIME's extra_info has the bare problem too.
 MESSAGES = pa.list_(pa.struct([("content", pa.string()), ("role", pa.string())]))
 REWARD = pa.struct([("ground_truth", pa.string()), ("style", pa.string())])
@@ -124,7 +126,7 @@ def test_what_is_no_parquet_is_said(tmp_path: Path) -> None:
     assert message.startswith(f"{path}: not a parquet file: ")
     assert hint == HINT
     missing = tmp_path / "none.parquet"
-    assert TASK.check_rows(missing) == [(f"{missing}: no such file", "give the path of a parquet file")]
+    assert TASK.check_rows(missing) == [(f"{missing}: no such file", NO_FILE.format("parquet"))]
 
 
 def test_without_the_hub_it_says_what_to_give(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from appliance.errors import RecipeError
 from appliance.tasks.built_in.gsm8k import INSTRUCTION, TASK, final_number, score
 from appliance.tasks.rows import Problem
 
+NO_FILE = "give the path of a {} file; a relative one begins in the folder where the program is started"
+
 HINT = 'each line is a JSON object with `question` and `answer`, both text, the number after "####" in `answer`'
 
 
@@ -88,7 +90,7 @@ def test_check_rows_finds_nothing_in_good_rows(tmp_path: Path) -> None:
 
 def test_check_rows_names_a_missing_file(tmp_path: Path) -> None:
     path = tmp_path / "none.jsonl"
-    assert TASK.check_rows(path) == [(f"{path}: no such file", "give the path of a JSON-lines file")]
+    assert TASK.check_rows(path) == [(f"{path}: no such file", NO_FILE.format("JSON-lines"))]
 
 
 def test_check_rows_names_a_folder(tmp_path: Path) -> None:

@@ -1,0 +1,84 @@
+"""What the model will really read of a recipe's problems. `python -m appliance.tasks.preview PLAN RESULT`.
+
+A process of its own: it needs the model's tokenizer, and a data set may have to be fetched.
+"""
+
+from __future__ import annotations
+
+import os.path
+import sys
+from pathlib import Path
+
+from appliance.errors import EngineError
+from appliance.files import write_whole
+from appliance.frozen import Frozen
+from appliance.record.events import exit_code_of
+from appliance.record.plan import RunPlan, read_plan
+from appliance.tasks.library import splits_of
+from appliance.tasks.prepare import load_tokenizer, prompt_ids, short_enough
+from appliance.tasks.tools import Asked, read_tools
+
+_PROBLEMS = 2
+
+
+class PreviewedProblem(Frozen):
+    prompt: str
+    """As the chat template renders it, with special tokens."""
+    tokens: int
+    truth: str
+    """What a reward compares with; empty: nothing."""
+    row: str
+    """The JSON object that a reward gets; empty: none."""
+
+
+class Preview(Frozen):
+    """Written by the child, read by the launcher."""
+
+    train: int
+    """Problems that are left to train on."""
+    val: int
+    max_prompt_tokens: int
+    notes: tuple[str, ...]
+    """What was left out, and why."""
+    problems: tuple[PreviewedProblem, ...]
+    """The first of training."""
+
+
+def preview(plan: RunPlan) -> Preview:
+    """Raises as `prepare`."""
+    found = splits_of(plan.task)
+    try:
+        tokenizer = load_tokenizer(plan)
+    except (OSError, ValueError) as error:
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        hint = "look at model.path; without a network give a folder"
+        raise EngineError(f"the tokenizer of {plan.model.identity} cannot be had: {why}", hint=hint) from error
+    template = plan.model.path if os.path.isdir(plan.model.path) else ""  # a model of the hub is asked when it is here
+    tools = read_tools(Asked(plan.task.tools, template, plan.model.trust_remote_code))
+    left, too_long = found, ()
+    if not plan.task.truncate_prompts:
+        left, too_long = short_enough(found, plan=plan, tokenizer=tokenizer, tools=tools)
+    limit, shown = plan.task.max_prompt_tokens, []
+    for each in left.train[:_PROBLEMS]:
+        ids = prompt_ids(each, tokenizer=tokenizer, tools=tools)[-limit:]
+        shown.append(PreviewedProblem(prompt=tokenizer.decode(ids), tokens=len(ids), truth=each.truth, row=each.row))
+    return Preview(
+        train=len(left.train),
+        val=len(left.val),
+        max_prompt_tokens=limit,
+        notes=(*found.notes, *too_long),
+        problems=tuple(shown),
+    )
+
+
+def main(arguments: list[str]) -> int:
+    plan = read_plan(Path(arguments[0]))
+
+    def work() -> None:
+        write_whole(Path(arguments[1]), preview(plan).model_dump_json())
+
+    return exit_code_of(work, run_dir=Path(plan.run_dir))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,161 @@
+"""`appliance data preview`: what the model will really read, by its own tokenizer; and what was left out."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from appliance.errors import RecipeError
+from appliance.tasks.prepare import prompt_ids
+from appliance.tasks.rows import Problem
+from appliance.tasks.tiny_model import byte_tokenizer
+
+ROWS = [
+    {"q": "1+2", "a": 3},
+    {"q": "1+2", "a": 4},
+    {"q": "one and two?", "a": 3},
+    {"q": "4+5", "a": 9},
+    {"q": "5+5", "a": "10"},
+    {"q": "6+5", "a": 11},
+]
+OWN = (
+    *("task.kind=own", "task.rewards=[{name: exact}]", "task.train_file=rows.jsonl", "task.prompt=q", "task.truth=a"),
+    *("task.val_size=1", "batch.prompts_per_step=2", "batch.mini_batch_prompts=2", "rollout.samples_per_prompt=4"),
+)
+
+
+def run(folder: Path, *arguments: str, sets: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    pairs = [part for pair in sets for part in ("--set", pair)]
+    line = [sys.executable, "-m", "appliance", "data", *arguments, *pairs]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
+    return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def preview(folder: Path, *sets: str, json_mode: bool = False) -> subprocess.CompletedProcess[str]:
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
+    more = ("--json",) if json_mode else ()
+    return run(folder, "preview", "arithmetic-tiny-int8", *more, sets=(*OWN, *sets))
+
+
+@pytest.mark.slow
+def test_two_rows_as_the_model_reads_them_and_what_was_left_out(tmp_path: Path) -> None:
+    done = preview(tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    head, *problems = done.stdout.split("\n\n")
+    assert head.splitlines() == [
+        "task       own: the field `q`, judged by 1 x exact",
+        "problems   3 to train on, 1 to validate",
+        "note       train: 6 rows, 5 distinct problems: each counts once",
+        "note       train: 1 rows repeat a problem with another answer: the first one counts",
+        "note       1 of 5 problems have prompts of more than 8 tokens and are left out",
+    ]
+    assert len(problems) == 2
+    assert problems[0].splitlines() == [
+        "problem 1  4 tokens of 8",
+        "           4+5=",
+        "truth      9",
+        'row        {"q": "4+5", "a": 9}',
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+@pytest.mark.slow
+def test_preview_as_json(tmp_path: Path) -> None:
+    found = json.loads(preview(tmp_path, json_mode=True).stdout)
+    assert (found["train"], found["val"], found["max_prompt_tokens"]) == (3, 1, 8)
+    assert found["problems"][0] == {"prompt": "4+5=", "tokens": 4, "truth": "9", "row": '{"q": "4+5", "a": 9}'}
+
+
+@pytest.mark.slow
+def test_a_task_that_is_built_in_has_a_preview(tmp_path: Path) -> None:
+    done = run(tmp_path, "preview", "arithmetic-tiny-int8")
+    lines = done.stdout.splitlines()
+    assert lines[:2] == [
+        "task       arithmetic: a sum of two numbers; 1 for exactly its digits, else 0",
+        "problems   1431 to train on, 512 to validate",
+    ]
+    assert lines[-1] == "row        (none)"
+
+
+@pytest.mark.slow
+def test_a_bad_row_is_named_and_nothing_is_printed(tmp_path: Path) -> None:
+    done = preview(tmp_path, "task.truth=answer")
+    assert (done.returncode, done.stdout) == (2, "")
+    first, *_, last = done.stderr.splitlines()
+    assert first == f"error: {tmp_path}/rows.jsonl:1: the field `answer` is missing: the row has `q`, `a`"
+    assert last == "hint: each row is a JSON object with `q`, text or chat messages, and `answer`"
+
+
+@pytest.mark.slow
+def test_prompts_that_are_all_too_long_are_refused(tmp_path: Path) -> None:
+    done = preview(tmp_path, "task.max_prompt_tokens=2")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "error: task.max_prompt_tokens: 2 leaves 0 training and 0 validation problems\nhint: raise it\n"
+    )
+
+
+@pytest.mark.slow
+def test_a_train_size_that_there_is_not_is_refused(tmp_path: Path) -> None:
+    done = preview(tmp_path, "task.train_size=100")
+    assert done.stderr == (
+        "error: task.train_size: 100 is more than the 4 problems there are to train on\n"
+        "hint: lower it, or use 0 for all of them\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("preview",), "data preview: RECIPE is missing"),
+        (("preview", "r.yaml", "-o", "x"), "-o: `data preview` has no such thing"),
+        (("gsm8k",), "data gsm8k: -o is missing"),
+        (("gsm8k", "r.yaml", "-o", "x"), "RECIPE: `data gsm8k` has no such thing"),
+    ],
+)
+def test_the_two_forms_of_the_command(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    done = run(tmp_path, *arguments)
+    assert done.returncode == 2
+    hint = "use `appliance data preview RECIPE`, or `appliance data NAME -o DIR`"
+    assert done.stderr == f"error: {message}\nhint: {hint}\n"
+
+
+def tokenizer_with(template: str | None) -> PreTrainedTokenizerFast:
+    tokenizer = byte_tokenizer(max_positions=64)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+SYSTEM = Problem("1 + 2?", "3", before=(("system", "Be short."),))
+HINT = "a model without system messages needs task.system null, and none in the rows"
+
+
+def test_a_chat_template_without_system_messages_says_so() -> None:
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    with pytest.raises(RecipeError) as error:
+        prompt_ids(SYSTEM, tokenizer=tokenizer_with(template))
+    message = "the model's chat template does not take `1 + 2?` (system, user): System role not supported"
+    assert error.value.problems == [(message, HINT)]
+
+
+def test_a_chat_template_that_drops_the_system_message_says_so() -> None:
+    template = "{% for message in messages if message.role == 'user' %}{{ message.content }}{% endfor %}"
+    with pytest.raises(RecipeError) as error:
+        prompt_ids(SYSTEM, tokenizer=tokenizer_with(template))
+    message = "the model's chat template does not take `1 + 2?` (system, user): it leaves out the system message"
+    assert error.value.problems == [(message, HINT)]
+
+
+def test_a_tokenizer_without_a_chat_template_says_so() -> None:
+    with pytest.raises(RecipeError) as error:
+        prompt_ids(Problem("1 + 2?", "3"), tokenizer=tokenizer_with(None))
+    message = "the model has no chat template: its tokenizer does not say how a prompt is put to it"
+    assert error.value.problems == [
+        (message, "take an instruct model, or add a chat_template.jinja to the model's folder")
+    ]

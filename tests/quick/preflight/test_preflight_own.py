@@ -1,0 +1,50 @@
+"""What `check` says of the data of a task of the user's own: the errors of a newcomer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from plans import HOST
+
+from appliance.plan.build import build_plan
+from appliance.preflight.inputs import read_inputs
+from appliance.recipe.load import load_recipe
+
+FIRST = "{cwd}/rows.jsonl:1: the field `{field}` is missing: the row has `question`, `answer`"
+HINT = "each row is a JSON object with `{}`, text or chat messages, and `{}`"
+NO_FILE = "give the path of a {} file; a relative one begins in the folder where the program is started"
+WRONG = {
+    "a wrong prompt": (["prompt=problem"], FIRST.replace("{field}", "problem"), HINT.format("problem", "answer")),
+    "a wrong truth": (["truth=solution"], FIRST.replace("{field}", "solution"), HINT.format("question", "solution")),
+    "a path of another folder": (
+        ["train_file=data/rows.jsonl"],
+        "{cwd}/data/rows.jsonl: no such file",
+        NO_FILE.format("JSON-lines"),
+    ),
+    "no validation file": (["val_file=v.parquet"], "{cwd}/v.parquet: no such file", NO_FILE.format("parquet")),
+    "all held out": (
+        ["val_size=512"],
+        "task.val_size: 512 of the 3 problems in {cwd}/rows.jsonl leaves none for one side",
+        "use 1 to 2, or give task.val_file",
+    ),
+    "more than there are": (
+        ["val_size=1", "train_size=32"],
+        "task.train_size: 32 is more than the 2 problems there are to train on",
+        "lower it, or use 0 for all of them",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_a_newcomer_gets_wrong(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": f"{number}+1?", "answer": number + 1} for number in range(3)]
+    Path("rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    sets, message, hint = WRONG[name]
+    task = ("kind=own", "rewards=[{name: exact}]", "train_file=rows.jsonl", "prompt=question", "truth=answer", *sets)
+    recipe = load_recipe("arithmetic-tiny-int8", sets=[f"task.{each}" for each in task])
+    plan = build_plan(recipe, run_dir=tmp_path / "runs" / "1", host=HOST)
+    found = read_inputs(plan, ask_hub=False).data_problems
+    assert found[0] == (message.format(cwd=tmp_path), hint)

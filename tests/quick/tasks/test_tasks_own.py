@@ -1,0 +1,295 @@
+"""A task of the user's own: rows of every form become problems, and a bad row is named by file, line and field."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from appliance.errors import RecipeError
+from appliance.record.plan import OwnPlan, RewardPlan
+from appliance.tasks import own
+from appliance.tasks.built_in import arithmetic
+from appliance.tasks.own import template_parts
+from appliance.tasks.rows import MAX_ROW, Problem, ProblemSet, read_file
+
+EXACT = RewardPlan(name="exact", weight=1.0, function="exact", file="", options={})
+SAID = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "1 + 2?"}]
+
+
+def plan_of(**given: str) -> OwnPlan:
+    usual = {"data": "", "config": "", "split": "train", "prompt": "prompt", "template": "", "system": "", "truth": ""}
+    return OwnPlan(**(usual | given), rewards=(EXACT,), tools="", max_turns=1, code=())
+
+
+def read(path: Path, *rows: object, **given: str) -> ProblemSet:
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+    return read_parts(path, **given)
+
+
+def read_parts(path: Path, **given: str) -> ProblemSet:
+    source = own.task(plan_of(**given)).source
+    assert source is not None
+    return read_file(path, source=source, name=path.name)
+
+
+def fault_of(path: Path, *rows: object, **given: str) -> str:
+    ((message, hint),) = read(path, *rows, **given).faults
+    assert hint
+    return message
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "own.jsonl"
+
+
+def test_text_and_truth_come_from_the_named_fields(file: Path) -> None:
+    row = {"question": "1 + 2?", "meta": {"answer": "3"}, "id": 7}
+    (problem,) = read(file, row, prompt="question", truth="meta.answer").problems
+    assert problem == Problem("1 + 2?", "3", (), json.dumps(row))
+
+
+@pytest.mark.parametrize("truth", [132, "132"])
+def test_a_number_is_the_same_truth_as_its_text(file: Path, truth: object) -> None:
+    (problem,) = read(file, {"prompt": "1?", "answer": truth}, truth="answer").problems
+    assert problem.truth == "132"
+
+
+def test_numbers_and_texts_may_stand_in_one_file(file: Path) -> None:
+    found = read(file, {"prompt": "1?", "answer": 1}, {"prompt": "2?", "answer": "2"}, truth="answer")
+    assert ([each.truth for each in found.problems], found.faults) == (["1", "2"], [])
+
+
+def test_chat_messages_keep_what_was_said_before(file: Path) -> None:
+    (problem,) = read(file, {"prompt": SAID}).problems
+    assert (problem.prompt, problem.before) == ("1 + 2?", (("system", "Be short."),))
+
+
+def test_a_system_message_comes_first(file: Path) -> None:
+    (problem,) = read(file, {"prompt": "1 + 2?"}, system="Be short.").problems
+    assert problem.messages == (("system", "Be short."), ("user", "1 + 2?"))
+
+
+def test_a_template_has_fields_dotted_fields_and_braces(file: Path) -> None:
+    row = {"q": "1 + 2?", "meta": {"choices": ["3", "é"], "n": 2}}
+    template = "{q}\n{meta.n}: {meta.choices} in \\boxed{{}}"
+    (problem,) = read(file, row, template=template).problems
+    assert problem.prompt == '1 + 2?\n2: ["3", "é"] in \\boxed{}'
+
+
+def test_a_field_whose_name_has_a_dot_comes_before_a_path(file: Path) -> None:
+    (problem,) = read(file, {"a.b": "whole", "a": {"b": "path"}}, prompt="a.b").problems
+    assert problem.prompt == "whole"
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{}", "`{}` names no field"),
+        ("\\boxed{3}", None),
+        ("{a!r}", "`{a!r}` names no field"),
+        ("{a:>9}", "`{a:>9}` names no field"),
+        ("{a[0]}", "`{a[0]}` names no field"),
+        ("{a:{b}}", "`{a:{b}}` names no field"),
+        ("{a b}", "`{a b}` names no field"),
+        ("{a", "expected '}' before end of string"),
+        ("a}", "Single '}' encountered in format string"),
+    ],
+)
+def test_only_fields_stand_between_braces(template: str, why: str | None) -> None:
+    if why is None:
+        assert template_parts(template) == [("\\boxed", "3")]
+        return
+    with pytest.raises(ValueError) as error:
+        template_parts(template)
+    assert str(error.value) == why
+
+
+def test_a_template_reads_no_attribute_of_a_value(file: Path) -> None:
+    message = fault_of(file, {"q": "x"}, template="{q.__class__}")
+    assert message == "own.jsonl:1: the field `q.__class__` of task.template is missing: the row has `q`"
+
+
+BAD: dict[str, tuple[Any, dict[str, str], str]] = {
+    "no prompt": ({"question": "1?", "a": 1}, {}, "the field `prompt` is missing: the row has `question`, `a`"),
+    "no field at all": ({}, {}, "the field `prompt` is missing: the row is empty"),
+    "no truth": ({"prompt": "1?"}, {"truth": "a.b"}, "the field `a.b` is missing: the row has `prompt`"),
+    "null truth": ({"prompt": "1?", "a": None}, {"truth": "a"}, "the field `a` is null"),
+    "empty": ({"prompt": " "}, {}, "the field `prompt` is empty"),
+    "a number": ({"prompt": 3}, {}, "the field `prompt` is a number, neither text nor a list of chat messages"),
+    "no messages": ({"prompt": []}, {}, "the field `prompt` has no messages"),
+    "no message": (
+        {"prompt": ["hello"]},
+        {},
+        "message 1 of the field `prompt` is text, not an object with `role` and `content`",
+    ),
+    "no role": (
+        {"prompt": [{"content": "1?"}]},
+        {},
+        "message 1 of the field `prompt` has no `role`, and a prompt is made of system, user, assistant",
+    ),
+    "a tool": (
+        {"prompt": [*SAID, {"role": "tool", "content": "3"}]},
+        {},
+        "message 3 of the field `prompt` has the role tool, and a prompt is made of system, user, assistant",
+    ),
+    "no text": (
+        {"prompt": [{"role": "user", "content": None}]},
+        {},
+        "message 1 of the field `prompt` has no text as `content`",
+    ),
+    "an answer last": (
+        {"prompt": [*SAID, {"role": "assistant", "content": "3"}]},
+        {},
+        "the last message of the field `prompt` is not the user's",
+    ),
+    "two system messages": (
+        {"prompt": SAID},
+        {"system": "Think."},
+        "the field `prompt` begins with a system message, and task.system is another one",
+    ),
+    "null in a template": ({"q": None}, {"template": "{q}"}, "the field `q` of task.template is null"),
+    "an empty template": ({"q": " "}, {"template": "{q}"}, "task.template makes an empty prompt of it"),
+    "half a character": (
+        '{"prompt": "1 \\ud800"}',
+        {},
+        "half a character, such as `\\ud800`, which no tokenizer can read",
+    ),
+    "half of a truth": (
+        '{"prompt": "1?", "a": ["\\udc00"]}',
+        {"truth": "a"},
+        "half a character, such as `\\ud800`, which no tokenizer can read",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_row_is_named(file: Path, name: str) -> None:
+    row, given, why = BAD[name]
+    assert fault_of(file, row, **given) == f"own.jsonl:1: {why}"
+
+
+def test_a_missing_field_in_row_812(file: Path) -> None:
+    rows = [{"prompt": f"{number}?", "answer": number} for number in range(1000)]
+    del rows[811]["answer"]
+    message = fault_of(file, *rows, truth="answer")
+    assert message == "own.jsonl:812: the field `answer` is missing: the row has `prompt`"
+
+
+def test_truths_of_two_kinds_are_refused(file: Path) -> None:
+    message = fault_of(file, {"prompt": "1?", "a": "1"}, {"prompt": "2?", "a": ["2"]}, truth="a")
+    assert message == "own.jsonl:2: its truth is a list, and in the rows before text or a number"
+
+
+def test_ten_megabytes_in_one_row_are_refused_with_their_field(file: Path) -> None:
+    message = fault_of(file, {"prompt": "1?", "tests": "x" * 10_000_000})
+    assert message == "own.jsonl:1: 10.0 MB, most of them in the field `tests`: a row has at most 8 MiB"
+    assert MAX_ROW == 8 << 20
+
+
+def test_an_empty_file(file: Path) -> None:
+    assert fault_of(file) == "own.jsonl: the file has no rows"
+
+
+def test_half_a_character_elsewhere_reaches_a_reward_as_json(file: Path) -> None:
+    (problem,) = read(file, '{"prompt": "1?", "note": "\\ud800"}').problems
+    assert problem.row == '{"prompt": "1?", "note": "\\ud800"}'
+
+
+def test_verls_parquet_is_taken_unchanged(tmp_path: Path) -> None:
+    row = {
+        "data_source": "mine",
+        "prompt": SAID,
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": {"answer": [3, 4], "unit": None}},
+        "extra_info": {"split": "train", "index": 5},
+    }
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "train.parquet")
+    (problem,) = read_parts(tmp_path / "train.parquet").problems
+    assert problem.messages == (("system", "Be short."), ("user", "1 + 2?"))
+    assert json.loads(problem.truth) == {"answer": [3, 4], "unit": None}
+    assert json.loads(problem.row) == row
+
+
+def test_columns_of_every_type_are_json_or_left_out(tmp_path: Path) -> None:
+    day = datetime.datetime(2026, 11, 23, 12, 30)
+    columns = {
+        "prompt": ["1?", "2?"],
+        "when": [day, None],
+        "nanoseconds": pa.array([1, 2], pa.timestamp("ns")),
+        "money": [decimal.Decimal("1.50"), decimal.Decimal("2")],
+        "half": pa.array([0.5, None], pa.float16()),
+        "none": [float("nan"), 1.0],
+        "byte": pa.array([1, 2], pa.int8()),
+        "tags": pa.array([[("a", 1)], []], pa.map_(pa.string(), pa.int32())),
+        "kind": pa.array(["x", "y"]).dictionary_encode(),
+        "image": [{"bytes": b"\xff\x00", "path": "a.png"}, None],
+        "raw": [b"\x00", b"\x01"],
+    }
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    found = read_parts(tmp_path / "rows.parquet")
+    assert (found.faults, found.left_out) == ([], ("image", "raw"))
+    first = json.loads(found.problems[0].row)
+    assert str(first.pop("none")) == "nan"
+    assert first == {
+        "prompt": "1?",
+        "when": "2026-11-23T12:30:00",
+        "nanoseconds": "1970-01-01T00:00:00.000000001",
+        "money": "1.50",
+        "half": 0.5,
+        "byte": 1,
+        "tags": {"a": 1},
+        "kind": "x",
+    }
+
+
+def test_what_was_left_out_is_told(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": ["1?", "2?", "3?"], "raw": [b"", b"", b""]}), tmp_path / "rows.parquet")
+    made = splits(tmp_path / "rows.parquet", val_size=1)
+    assert made.notes == ("train: `raw`: not in the rows that rewards get, bytes are no JSON",)
+
+
+def splits(path: Path, *, val_size: int, seed: int = 0, train_size: int = 0, **given: str) -> Any:
+    task = own.task(plan_of(**given))
+    return task.splits(
+        difficulty=2, train_file=str(path), val_file="", seed=seed, train_size=train_size, val_size=val_size
+    )
+
+
+def test_what_is_held_out_does_not_depend_on_the_order_of_rows(file: Path) -> None:
+    rows = [{"prompt": f"{number}?"} for number in range(50)]
+    read(file, *rows)
+    one = splits(file, val_size=9).val
+    read(file, *random.Random(3).sample(rows, 50))
+    other = splits(file, val_size=9).val
+    assert [each.prompt for each in one] == [each.prompt for each in other]
+
+
+def test_more_held_out_than_there_are_is_refused(file: Path) -> None:
+    read(file, {"prompt": "1?"}, {"prompt": "2?"})
+    with pytest.raises(RecipeError) as error:
+        splits(file, val_size=512)
+    message = f"task.val_size: 512 of the 2 problems in {file} leaves none for one side"
+    assert error.value.problems == [(message, "use 1 to 1, or give task.val_file")]
+
+
+def test_the_examples_problems_are_unseen_by_the_warm_start_and_by_each_other() -> None:
+    folder = Path(__file__).parents[3] / "examples" / "own-task"
+    pools = {}
+    for name in ("problems", "unseen"):
+        rows = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        assert all(sum_of(row["question"]) == row["answer"] for row in rows)
+        pools[name] = {arithmetic.pool_of(*map(int, row["question"].split("+"))) for row in rows}
+    assert pools == {"problems": {arithmetic.Pool.TRAIN}, "unseen": {arithmetic.Pool.VALIDATION}}
+
+
+def sum_of(question: str) -> str:
+    return str(sum(map(int, question.split("+"))))
