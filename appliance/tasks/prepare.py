@@ -9,7 +9,7 @@ from __future__ import annotations
 import os.path
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -176,8 +176,11 @@ def load_tokenizer(plan: RunPlan) -> PreTrainedTokenizerBase:
     )
 
 
-def prompt_ids(problem: Problem, *, tokenizer: PreTrainedTokenizerBase, tools: list[Schema]) -> list[int]:
-    """The tokens that the model gets, with the schemas of its tools. Raises RecipeError where its chat template does not take the messages."""
+def prompt_ids(problem: Problem, *, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Schema] = ()) -> list[int]:
+    """The tokens that the model gets, with the schemas of its tools.
+
+    Raises RecipeError where its chat template does not take the messages.
+    """
     import jinja2
 
     if not tokenizer.chat_template:
@@ -185,7 +188,9 @@ def prompt_ids(problem: Problem, *, tokenizer: PreTrainedTokenizerBase, tools: l
         raise RecipeError([(message, "take an instruct model, or add a chat_template.jinja to the model's folder")])
     messages = [{"role": role, "content": content} for role, content in problem.messages]
     try:
-        text = tokenizer.apply_chat_template(messages, tools=tools or None, add_generation_prompt=True, tokenize=False)
+        text = tokenizer.apply_chat_template(
+            messages, tools=list(tools) or None, add_generation_prompt=True, tokenize=False
+        )
         lost = [role for role, said in problem.before if role == "system" and said.strip() not in text]
         why = "it leaves out the system message" if lost else ""
     except (jinja2.TemplateError, ValueError, TypeError) as error:
@@ -194,7 +199,7 @@ def prompt_ids(problem: Problem, *, tokenizer: PreTrainedTokenizerBase, tools: l
         roles = ", ".join(role for role, _ in problem.messages)
         message = f"the model's chat template does not take `{problem.prompt[:60]}` ({roles}): {why}"
         raise RecipeError([(message, "a model without system messages needs task.system null, and none in the rows")])
-    made = tokenizer.apply_chat_template(messages, tools=tools or None, add_generation_prompt=True)
+    made = tokenizer.apply_chat_template(messages, tools=list(tools) or None, add_generation_prompt=True)
     return list(made["input_ids"])
 
 
