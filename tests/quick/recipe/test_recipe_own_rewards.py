@@ -104,7 +104,11 @@ def test_two_files_of_one_name_have_a_copy_each(tmp_path: Path, monkeypatch: pyt
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "r.py").write_text(folder)
     file = tmp_path / "r.yaml"
-    file.write_text(RECIPE.format(rewards="[{name: 'a/r.py:f'}, {name: 'b/r.py:g'}, {name: 'a/r.py:h'}]", more=""))
+    file.write_text(
+        RECIPE.format(
+            rewards="[{name: 'a/r.py:f'}, {name: 'b/r.py:g'}, {name: 'a/r.py:h'}]", more="", model="tiny-calculator"
+        )
+    )
     plan = build_plan(load_recipe(str(file)), run_dir=tmp_path / "runs" / "own-1", host=HOST)
     own = plan.task.own
     assert own is not None
