@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -26,10 +26,12 @@ from appliance.preflight.finding import Finding
 from appliance.preflight.probes import read_host
 from appliance.preflight.report import examine
 from appliance.recipe.load import Setting, load_recipe, to_yaml
-from appliance.recipe.schema import Recipe
+from appliance.recipe.schema import Recipe, Task
 from appliance.recipe.text import Node, Problem, full_path
 from appliance.record.plan import RunPlan
 from appliance.record.session import RunRecord, RunStatus, cannot_write, has_launcher, read_record
+from appliance.tasks.library import OWN, TASKS
+from appliance.terms.schemes import listed
 
 
 @dataclass(frozen=True)
@@ -90,12 +92,23 @@ def _recipes(comparison: Comparison) -> dict[tuple[str, int], Recipe]:
                 recipes[arm.name, seed] = load_recipe(str(comparison.recipe), settings=settings)
             except RecipeError as error:
                 problems += error.problems
+            else:
+                problems += _not_compared(recipes[arm.name, seed].task, file=comparison.recipe)
     folders = {recipe.cluster.run_dir for recipe in recipes.values()}
     if len(folders) > 1:
         problems.append((f"{comparison.file}: cluster.run_dir: the arms have several", "set it once, in `set`"))
     if problems:
         raise RecipeError(in_order(problems, file=str(comparison.file)))
     return recipes
+
+
+def _not_compared(task: Task, *, file: Path) -> Iterator[Problem]:
+    if task.val_sets:
+        message = "a comparison validates once, on `validation` problems that all arms share"
+        yield f"{file}: task.val_sets: {message}", "compare a recipe without it"
+    if task.kind == OWN:
+        message = "the final validation of a comparison has the rewards of built-in tasks only"
+        yield f"{file}: task.kind: {message}", f"use one of {listed(tuple(TASKS))}"
 
 
 def _refuse_other_problems(planned: list[PlannedRun], *, comparison: Comparison) -> None:

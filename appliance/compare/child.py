@@ -13,7 +13,7 @@ from vllm import LLM, SamplingParams
 
 from appliance.compare.results import Job, write_final
 from appliance.record.events import exit_code_of
-from appliance.tasks.library import score
+from appliance.tasks.library import TASKS
 
 _KV_CACHE_BYTES = 256 << 20
 _AT_ONCE = 256  # sequences in the engine; the others wait in its queue
@@ -62,7 +62,7 @@ def _rewards(model: Path, *, rows: list[dict[str, Any]], job: Job) -> list[float
     del llm
     gc.collect()
     return [
-        score(row["data_source"], response=text, truth=row["reward_model"]["ground_truth"])
+        TASKS[row["data_source"]].score(response=text, truth=row["reward_model"]["ground_truth"])
         for row, text in zip(rows, texts, strict=True)
     ]
 

@@ -38,6 +38,7 @@ _GIVEN_ELSEWHERE = {
     "name": "a run is named by its arm and seed",
     "seed": "the seeds are `seeds`",
     "task.val_size": "it is `validation`",
+    "task.val_sets": "a comparison validates once, on `validation` problems",
 }
 Seed_ = Annotated[int, Field(ge=0, lt=2**31)]
 

@@ -92,8 +92,7 @@ def make_order(plan: RunPlan, argv: Sequence[str], *, typed: str, image: str | N
     profile = plan.profile.source if plan.profile else ""
     model = "" if plan.model.builtin or plan.model.hub_name else plan.model.path
     code = (str(Path(each.path).parent) for each in code_of(plan))  # it may import what lies beside it
-    sets = (each.file for each in plan.task.val_sets)
-    inputs = (model, plan.task.train_file, plan.task.val_file, *sets, *code, profile)
+    inputs = (model, *plan.task.files, *code, profile)
     read = [Path(each) for each in inputs if each.startswith("/")]
     if Path(typed).is_file():
         read.append(Path(typed).absolute().parent)  # what it extends lies beside it

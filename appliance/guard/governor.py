@@ -192,6 +192,7 @@ class GovernorState:
             level, memory = raw.pop("level"), raw.pop("watches")
             watches = Watches(
                 rewards=tuple(memory["rewards"]),
+                first_rewards=tuple(memory.get("first_rewards", ())),  # a state of an earlier version has none
                 best_reward=memory["best_reward"],
                 first_entropies=tuple(memory["first_entropies"]),
                 watches=tuple(Watch(**each) for each in memory["watches"]),

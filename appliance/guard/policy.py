@@ -80,7 +80,10 @@ class Collapse:
     reward: the mean of the last reward_window steps has lost reward_lost_fraction of what the best such mean had above
       the floor. A best mean within reward_least_gain of the range cannot collapse.
     The others can also mean that the task is solved, so they hold only while the mean reward of the last steps is below
-    solved_fraction of the range from reward_floor to reward_ceiling:
+    solved_fraction of the range from reward_floor to reward_ceiling.
+    Rewards of the user's own have no known range, reward_ceiling is None: what counts is what was seen. The floor is 0,
+    or the mean of the first reward_window steps where that is below, and the best such mean stands for the ceiling. The
+    reward can collapse once the best is further above the floor than those first steps differ from each other.
     entropy: below entropy_left_fraction of its mean over the first entropy_window steps.
     equal_samples: more than equal_above of the prompts got samples that are all the same: nothing to learn from.
     runaway_length: the mean response is longer than runaway_above of max_response_tokens (0: unknown, not judged).
@@ -96,7 +99,7 @@ class Collapse:
     reward_lost_fraction: float = 0.5
     reward_least_gain: float = 0.1
     reward_floor: float = 0.0
-    reward_ceiling: float = 1.0
+    reward_ceiling: float | None = 1.0
     solved_fraction: float = 0.9
     entropy_window: int = 5
     entropy_left_fraction: float = 0.02

@@ -147,10 +147,12 @@ class Watch:
 class Watches:
     """The memory of all guards. rewards: of the last steps.  best_reward: of means of reward_window steps.
 
-    first_entropies: of the first steps.  Only finite numbers are kept.  watches: one per Guard, in its order.
+    first_rewards, first_entropies: of the first steps.  Only finite numbers are kept.  watches: one per Guard, in its
+    order.
     """
 
     rewards: tuple[float, ...] = ()
+    first_rewards: tuple[float, ...] = ()
     best_reward: float | None = None
     first_entropies: tuple[float, ...] = ()
     watches: tuple[Watch, ...] = (Watch(),) * len(Guard)
@@ -212,13 +214,15 @@ def _advance(
 
 def _remember(before: Watches, signals: Signals, *, limits: Collapse) -> Watches:
     rewards, best, entropies = before.rewards, before.best_reward, before.first_entropies
+    first = before.first_rewards
     if signals.reward_mean is not None and math.isfinite(signals.reward_mean):
         rewards = (*rewards, signals.reward_mean)[-limits.reward_window :]
+        first = first if len(first) == limits.reward_window else (*first, signals.reward_mean)
         if len(rewards) == limits.reward_window:
             best = max(_mean(rewards), -math.inf if best is None else best)
     if signals.entropy is not None and math.isfinite(signals.entropy) and len(entropies) < limits.entropy_window:
         entropies = (*entropies, signals.entropy)
-    return replace(before, rewards=rewards, best_reward=best, first_entropies=entropies)
+    return replace(before, rewards=rewards, first_rewards=first, best_reward=best, first_entropies=entropies)
 
 
 def _gradient(value: float, memory: Watches, limits: Collapse) -> Cause | None:
@@ -232,8 +236,13 @@ def _log_probs(value: float, memory: Watches, limits: Collapse) -> Cause | None:
 def _reward(value: float, memory: Watches, limits: Collapse) -> Cause | None:
     if memory.best_reward is None or len(memory.rewards) < limits.reward_window:
         return None
-    gained = memory.best_reward - limits.reward_floor
-    if gained < limits.reward_least_gain * (limits.reward_ceiling - limits.reward_floor):
+    floor = _floor(memory, limits=limits)
+    gained = memory.best_reward - floor
+    if limits.reward_ceiling is not None:
+        is_noise = gained < limits.reward_least_gain * (limits.reward_ceiling - floor)
+    else:
+        is_noise = gained <= max(memory.first_rewards, default=math.inf) - min(memory.first_rewards, default=0.0)
+    if is_noise:
         return None
     lowest = memory.best_reward - limits.reward_lost_fraction * gained
     return outside(f"reward_mean of {limits.reward_window} steps", _mean(memory.rewards), (lowest, math.inf))
@@ -271,8 +280,17 @@ _CONDITIONS: dict[Guard, tuple[str, Callable[[float, Watches, Collapse], Cause |
 
 
 def _solved(memory: Watches, *, limits: Collapse) -> bool:
-    high_enough = limits.reward_floor + limits.solved_fraction * (limits.reward_ceiling - limits.reward_floor)
-    return bool(memory.rewards) and _mean(memory.rewards) >= high_enough
+    floor, highest = _floor(memory, limits=limits), limits.reward_ceiling
+    if highest is None and (memory.best_reward is None or memory.best_reward <= floor):
+        return False
+    highest = memory.best_reward if highest is None else highest
+    return bool(memory.rewards) and _mean(memory.rewards) >= floor + limits.solved_fraction * (highest - floor)
+
+
+def _floor(memory: Watches, *, limits: Collapse) -> float:
+    if limits.reward_ceiling is not None or not memory.first_rewards:
+        return limits.reward_floor
+    return min(limits.reward_floor, _mean(memory.first_rewards))
 
 
 def _mean(values: tuple[float, ...]) -> float:

@@ -116,7 +116,7 @@ def _make(task: Task, file: DataFile, *, folder: Path, source: str) -> Path:
     assert rows is not None, "only a task that reads rows has data sets"
     found = without_faults(read_file(source, source=rows))[0] if source else file.read(rows)
     with whole_file(target) as partial:
-        write_parquet(found.problems, path=partial, kind=task.kind, split=file.split)
+        write_parquet({file.split: found.problems}, path=partial, kind=task.kind)
     made = DataInfo(source or file.hub, digest, found.rows, len(found.problems), found.repeated, found.conflicting)
     write_whole(about, json.dumps(dataclasses.asdict(made), indent=2) + "\n")  # last: without it, it is made again
     again = f", {made.repeated} rows repeat one of them" if made.repeated else ""

@@ -7,6 +7,8 @@ config.json has, and what `bench` kept.
 from __future__ import annotations
 
 import os.path
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,6 +101,9 @@ def build_plan(
     if is_cpu and (broken := list(broken_on_cpu(recipe))):
         raise RecipeError([(f"{each.keys[0]}: {each.message}", each.hint) for each in broken])
     task = _task(recipe, cache_dir=cache_dir, model=model)
+    if task.val_sets:
+        why = "the first one counts: checkpoint.keep_best, val_reward_mean and the summary go by its mean reward"
+        book.note("task.val_sets", task.val_sets[0].name, why)
     rollout = engines.plan_rollout(
         recipe, automatic=automatic, run_dir=run_dir, is_cpu=is_cpu, experts=experts, book=book
     )
@@ -289,7 +294,7 @@ def _val_set(name: str, given: ValSet, *, recipe: Recipe) -> ValSetPlan:
 
 
 def _own(task: Task) -> OwnPlan:
-    rewards = tuple(map(_reward, task.rewards))
+    rewards = _distinct(map(_reward, task.rewards))
     tools = _absolute(task.tools)
     files = list(dict.fromkeys(file for file in (*(each.file for each in rewards), tools) if file))
     return OwnPlan(
@@ -315,6 +320,16 @@ def _reward(given: Reward) -> RewardPlan:
     options = given.model_dump(exclude={"name", "weight"}, exclude_none=True)
     name = function if colon else given.name
     return RewardPlan(name=name, weight=given.weight, function=name, file=_absolute(file), options=options)
+
+
+def _distinct(rewards: Iterable[RewardPlan]) -> tuple[RewardPlan, ...]:
+    """Two of one name have two metrics: the second is `<name>-2`."""
+    seen: Counter[str] = Counter()
+    named = []
+    for each in rewards:
+        seen[each.name] += 1
+        named.append(each.replace(name=f"{each.name}-{seen[each.name]}") if seen[each.name] > 1 else each)
+    return tuple(named)
 
 
 def _absolute(file: str | None) -> str:

@@ -251,7 +251,8 @@ def _time(plan: RunPlan) -> str:
     if plan.model.builtin and plan.device == CPU:
         step_s = _TINY_STEP_S * max(1.0, sequences / _TINY_STEP_SEQUENCES)
         validations = 2 + (plan.steps - 1) // plan.validate_every
-        seconds = _TINY_START_S + plan.steps * step_s + validations * _TINY_VALIDATION_S * plan.task.val_size / 512
+        validation_s = _TINY_VALIDATION_S * plan.task.validated_samples / 512
+        seconds = _TINY_START_S + plan.steps * step_s + validations * validation_s
         total = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
         return f"about {total}: a start of {_TINY_START_S} s and {plan.steps} steps of {step_s:.1f} s"
     tokens = sequences * plan.task.max_response_tokens

@@ -153,8 +153,7 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) 
 
 def _data_problems(task: TaskPlan) -> tuple[tuple[str, str], ...]:
     """Of the rows; and where those of a task of the user's own are fine, of what is to be made of them."""
-    files = dict.fromkeys(file for file in (task.train_file, task.val_file) if file)
-    found = tuple(each for file in files for each in task_of(task).check_rows(file))
+    found = tuple(each for file in task.files for each in task_of(task).check_rows(file))
     if found or task.own is None or not task.train_file:
         return found
     try:

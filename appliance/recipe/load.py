@@ -219,7 +219,7 @@ def _explain_all(error: ValidationError, *, tree: dict[str, Node], file: str, pr
     explanation looks for a similar name."""
     found = []
     for each in error.errors(include_url=False):
-        path = tuple(str(part) for part in each["loc"])
+        path = tuple(str(part) for part in each["loc"] if part != "[key]")  # pydantic's mark: the key itself is meant
         found.append((f"{_place(tree, path, file=file)}: {'.'.join(path)}", path, each))
     found.sort(key=lambda one: _line(one[0], file=file))
     for number, (what, _, each) in enumerate(found):

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
-from appliance.recipe.schema import SECTIONS, Recipe
+from appliance.recipe.schema import SECTIONS, Recipe, Reward, ValSet
 from appliance.recipe.text import scalar
 from appliance.terms.schemes import listed
 
@@ -29,6 +29,8 @@ _BOUNDS = {
     "less_than": ("must be less than", "lt"),
     "less_than_equal": ("must be at most", "le"),
 }
+
+_NESTED = {"rewards": Reward, "val_sets": ValSet}  # keys of `task` whose values have keys of their own
 
 
 def explain(error: ErrorDetails) -> tuple[str, str]:
@@ -73,6 +75,9 @@ def _in_yaml(value: bool | int | float) -> str:
 
 def _similar_key(path: list[str]) -> str:
     """Where an unknown key may belong."""
+    if len(path) == 4 and path[1] in _NESTED:
+        near = difflib.get_close_matches(path[-1], _NESTED[path[1]].model_fields, n=1)
+        return f"did you mean `{near[0]}`?" if near else f"use one of {listed(_NESTED[path[1]].model_fields)}"
     section = SECTIONS.get(path[0]) if len(path) > 1 else None
     fields = section.model_fields if section else Recipe.model_fields
     if near := difflib.get_close_matches(path[-1], fields, n=1):

@@ -69,6 +69,7 @@ def _model(recipe: Recipe) -> Iterator[Broken]:
 
 def _task(recipe: Recipe) -> Iterator[Broken]:
     task = recipe.task
+    yield from _val_sets(task)
     if task.kind == OWN:
         yield from _own_task(task)
         calls = isinstance(TINY_MODELS.get(recipe.model.builtin or ""), CalculatorSpec)
@@ -82,17 +83,46 @@ def _task(recipe: Recipe) -> Iterator[Broken]:
             message = f"`{task.kind}` has no such thing, it is of `own`"
             yield Broken((f"task.{key}", "task.kind"), message, "remove it, or set task.kind to `own`")
     if made.source is None:
-        for key, value in (("task.train_file", task.train_file), ("task.val_file", task.val_file)):
+        of_sets = {f"task.val_sets.{name}.file": each.file for name, each in task.val_sets.items()}
+        for key, value in {"task.train_file": task.train_file, "task.val_file": task.val_file, **of_sets}.items():
             if value:
                 yield Broken((key, "task.kind"), f"`{task.kind}` makes its own problems", "remove it")
     elif task.val_file and not task.train_file:
         keys = ("task.val_file", "task.train_file")
         yield Broken(keys, "there is no `train_file` beside it", "give task.train_file too")
     if made.check_sizes is not None:
-        sizes = {"train_size": task.train_size, "val_size": task.val_size}
+        name, usual = next(((name, each) for name, each in task.val_sets.items() if not each.file), ("", None))
+        sizes = {"train_size": task.train_size, "val_size": usual.size if usual else task.val_size}
         for text, hint in made.check_sizes(difficulty=task.difficulty, seed=task.seed, **sizes):
             key, _, message = text.partition(": ")
+            key = f"task.val_sets.{name}.size" if usual and key == "task.val_size" else key
             yield Broken((key, "task.difficulty"), message, hint)
+
+
+def _val_sets(task: Task) -> Iterator[Broken]:
+    """What they are is in tasks/task.py, `splits`; how many problems a file has is seen when it is read."""
+    if not task.val_sets:
+        return
+    for key in ("val_file", "val_size"):
+        if getattr(task, key) != Task.model_fields[key].default:
+            message = f"`{key}` and `val_sets` exclude each other"
+            yield Broken(
+                (f"task.{key}", "task.val_sets"), message, "remove one: a set has a file and a size of its own"
+            )
+    held_out = [name for name, each in task.val_sets.items() if not each.file]
+    if len(held_out) > 1:
+        message = f"{listed(held_out)} have no file: only one validation can be held out of the training data"
+        yield Broken((f"task.val_sets.{held_out[1]}", "task.val_sets"), message, "give the others a `file`")
+    for name, each in task.val_sets.items():
+        place = f"task.val_sets.{name}"
+        if not each.file and not each.size:
+            message = "how many problems are held out of the training data is not given"
+            yield Broken((f"{place}.size", place, "task.val_sets"), message, "give `size`, or a `file`")
+        if each.samples > 1 and each.temperature == 0:
+            message = f"{each.samples} samples at temperature 0 are all the same"
+            yield Broken(
+                (f"{place}.samples", f"{place}.temperature"), message, "use 1 sample, or a temperature above 0"
+            )
 
 
 def _own_task(task: Task) -> Iterator[Broken]:
@@ -394,6 +424,9 @@ def _texts(recipe: Recipe) -> Iterator[Broken]:
         value = getattr(getattr(recipe, section), name)
         if value and (why := path_problem(value)):
             yield Broken((key,), why, "correct the path")
+    for name, each in recipe.task.val_sets.items():
+        if each.file and (why := path_problem(each.file)):
+            yield Broken((f"task.val_sets.{name}.file",), why, "correct the path")
     for rule in recipe.quantization.ignore:
         if rule.startswith("re:") and (why := pattern_problem(rule[3:])):
             message = f"`{rule[:60]}` is not a regular expression: {why}"

@@ -155,7 +155,7 @@ class Task(Section):
     """of `own`: the field that rewards get, dotted; null: verl's, or none"""
     rewards: Lax[tuple[Reward, ...]] = ()
     """of `own`: docs/own-task.md"""
-    val_sets: dict[Annotated[str, Field(pattern=NAME_PATTERN.pattern)], ValSet] = {}
+    val_sets: dict[Annotated[str, Field(pattern=f"^{NAME_PATTERN.pattern}$")], ValSet] = {}
     """several validations, the first one is the one that counts; {}: val_file"""
     tools: str | None = Field(None, min_length=1)
     """of `own`: a Python file whose functions the model may call"""
@@ -177,7 +177,7 @@ class Rollout(Section):
     samples_per_prompt: int = Field(8, ge=2)
     """responses to each prompt: the group of GRPO"""
     temperature: float = Field(1.0, gt=0, le=10)
-    """of sampling; validation is greedy"""
+    """of sampling; validation is greedy, but for task.val_sets"""
     top_p: float = Field(1.0, gt=0, le=1)
     """nucleus sampling; below 1 the mismatch grows"""
     tensor_parallel: int = Field(1, ge=1)

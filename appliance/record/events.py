@@ -19,12 +19,13 @@ from pydantic.dataclasses import dataclass
 
 from appliance.errors import ApplianceError, is_restartable
 from appliance.processes import find_processes
-from appliance.record.lines import STRICT, Code, Count, Number, lines_of, parse_line, read_lines
+from appliance.record.lines import STRICT, Code, Count, Number, finite, json_object, lines_of, parse_line, read_lines
 from appliance.terms.environment import PLAN_VARIABLE, RUN_VARIABLE
 
 EVENTS_FILE = "events.jsonl"
 METRICS_FILE = "metrics.jsonl"
 MEMORY_FILE = "memory.jsonl"
+_NAMED = ("reward/", "val/")
 _TORN_AFTER_LOOKS = 20  # half a second: a write takes microseconds, but its process may have to wait for a core
 _BETWEEN_LOOKS_S = 0.025
 _MEMORY_EVERY_S = 5.0
@@ -203,6 +204,8 @@ class StepMetrics:
     turns_mean: Number | None = None
     tool_calls_mean: Number | None = None
     tool_calls_failed_fraction: Number | None = None
+    named: dict[str, float] = field(default_factory=dict)
+    """What has a name of the user's in its key, in the line's order: `reward/<name>`, `val/<set>/avg@<n>`."""
     line: str = field(default="", compare=False, repr=False)
 
 
@@ -216,7 +219,11 @@ def parse_event(line: str) -> Event | None:
 
 def parse_metrics(line: str) -> StepMetrics | None:
     """The metrics of one line, None when the line is none."""
-    return _with_line(parse_line(line, StepMetrics), line)
+    parsed = _with_line(parse_line(line, StepMetrics), line)
+    if parsed is not None and any(f'"{start}' in line for start in _NAMED):
+        numbers = {key: finite(value) for key, value in json_object(line).items() if key.startswith(_NAMED)}
+        object.__setattr__(parsed, "named", {key: value for key, value in numbers.items() if value is not None})
+    return parsed
 
 
 def _with_line(parsed: Parsed | None, line: str) -> Parsed | None:

@@ -199,6 +199,17 @@ class TaskPlan(Frozen):
         """Tokens of the longest prompt and the longest response."""
         return self.max_prompt_tokens + self.max_response_tokens
 
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The user's own, each once."""
+        files = (self.train_file, self.val_file, *(each.file for each in self.val_sets))
+        return tuple(dict.fromkeys(file for file in files if file))
+
+    @property
+    def validated_samples(self) -> int:
+        """Of one validation; a set that is all of a file counts as val_size problems."""
+        return sum((each.size or self.val_size) * each.samples for each in self.val_sets) or self.val_size
+
 
 class RolloutPlan(Frozen):
     """How responses are generated, and by which engines."""

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from appliance.guard.policy import ESS, K3_KL, WEIGHT_MEAN
 from appliance.record.events import Event, StepMetrics
 
+GREEDY = "greedy"
 _STEPS_FOR_AN_ESTIMATE = 20
+
+BySet = Mapping[str, Mapping[str, float]]  # `avg@<n>`, then `pass@<k>`, by the name of the validation
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class RunState:
 
     steps: how many are planned.  val_first / val_last: greedy validation before training / the newest.
     val_bf16: the newest in BF16, where that was measured beside it and rollouts were in another scheme.
+    val_how: of `val_how`.  sets_first / sets_last: several validations, before training / the newest.
     """
 
     steps: int
@@ -44,6 +49,9 @@ class RunState:
     val_last: float | None = None
     val_last_step: int = 0
     val_samples: int = 0
+    val_how: str = GREEDY
+    sets_first: BySet = field(default_factory=dict)
+    sets_last: BySet = field(default_factory=dict)
     val_bf16: float | None = None
     unhealthy_steps: int = 0
     note: str = ""
@@ -79,6 +87,27 @@ def fold(state: RunState, news: Event | StepMetrics) -> RunState:
             return state
 
 
+def by_set(line: StepMetrics) -> BySet:
+    """Of several validations, the one that counts first; empty where there is one."""
+    found: dict[str, dict[str, float]] = {}
+    for key, value in line.named.items():
+        if key.startswith("val/"):
+            name, _, metric = key.removeprefix("val/").rpartition("/")
+            found.setdefault(name, {})[metric] = value
+    return found
+
+
+def val_how(line: StepMetrics) -> str:
+    """How the validation that counts was sampled: `greedy`, or of several ones `<set> avg@<n>`."""
+    return next((f"{name} {next(iter(metrics))}" for name, metrics in by_set(line).items()), GREEDY)
+
+
+def rewards_of(line: StepMetrics) -> dict[str, float]:
+    """The mean of each reward of a task of the user's own, by its name."""
+    start = "reward/"
+    return {key.removeprefix(start): value for key, value in line.named.items() if key.startswith(start)}
+
+
 def _work(before: Work | None, event: Event) -> Work | None:
     if event.done is None or not event.total:
         return before
@@ -89,6 +118,7 @@ def _work(before: Work | None, event: Event) -> Work | None:
 
 def _fold_metrics(state: RunState, line: StepMetrics) -> RunState:
     if line.val_reward_mean is not None:
+        sets = by_set(line)
         state = replace(
             state,
             val_first=line.val_reward_mean if line.step == 0 else state.val_first,
@@ -96,6 +126,9 @@ def _fold_metrics(state: RunState, line: StepMetrics) -> RunState:
             val_last_step=line.step,
             val_samples=state.val_samples if line.val_samples is None else int(line.val_samples),
             val_bf16=None if line.scheme == "bf16" else line.val_reward_bf16_mean,
+            val_how=val_how(line),
+            sets_first=sets if line.step == 0 else state.sets_first,
+            sets_last=sets,
         )
     if line.reward_mean is None:
         return state

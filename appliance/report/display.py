@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from rich.console import Console, RenderableType
@@ -19,7 +19,7 @@ from appliance.console import printable
 from appliance.guard.policy import ESS, K3_KL, WEIGHT_MEAN
 from appliance.record.events import Event, StepMetrics
 from appliance.record.plan import RunPlan
-from appliance.record.state import RunState, judge, remaining_s
+from appliance.record.state import RunState, by_set, judge, remaining_s, rewards_of, val_how
 from appliance.report import draw
 
 PHASES = {
@@ -34,7 +34,7 @@ PHASES = {
     "restart-engines": "starting new rollout engines",
     "attest": "checking what every worker runs",
     "sync": "sending the weights to the rollout engine",
-    "validate": "validating, greedy",
+    "validate": "validating",
     "rollout": "generating rollouts",
     "log-probs": "computing log-probabilities",
     "update": "updating the policy",
@@ -68,7 +68,9 @@ def plain_step(state: RunState, step: StepMetrics, *, now: float) -> str:
     parts = (
         f"step {step.step}/{state.steps}",
         f"reward {draw.number(step.reward_mean)}",
+        f"rewards {rewards_text(step)}" if step.named and rewards_text(step) else "",
         "" if step.val_reward_mean is None else f"validation {_validated(step)}",
+        *(f"{name} {set_text(metrics)}" for name, metrics in by_set(step).items()),
         draw.tokens_per_s(step.rollout_tokens_per_s),
         _plain_times(step),
         _scheme(step),
@@ -81,8 +83,32 @@ def plain_step(state: RunState, step: StepMetrics, *, now: float) -> str:
 
 def plain_validation(step: StepMetrics) -> str:
     """The line of a validation that belongs to no step: the one before training."""
-    samples = "" if step.val_samples is None else f" ({step.val_samples:.0f} problems, greedy)"
-    return f"validation before training {_validated(step)}{samples}"
+    samples = "" if step.val_samples is None else f" ({step.val_samples:.0f} problems, {val_how(step)})"
+    sets = (f"  {name} {set_text(metrics)}" for name, metrics in by_set(step).items())
+    return f"validation before training {_validated(step)}{samples}{''.join(sets)}"
+
+
+def rewards_text(step: StepMetrics) -> str:
+    """`right_sum 0.92  digits_only 1.00`; empty but for a task of the user's own."""
+    return "  ".join(f"{name} {value:.2f}" for name, value in rewards_of(step).items())
+
+
+def set_text(metrics: Mapping[str, float], *, before: Mapping[str, float] | None = None) -> str:
+    """`avg@4 0.250, pass@4 0.600`, of several tries the most; each with its value before training where it is known."""
+    names = list(metrics)
+    return ", ".join(
+        f"{name} {metrics[name]:.3f}" + (f" ({before[name]:.3f} before)" if before and name in before else "")
+        for name in (names[0], *names[1:][-1:])
+    )
+
+
+def set_rows(state: RunState) -> list[tuple[str, str]]:
+    """(label, text) pairs of several validations; none where there is one."""
+    now = bool(state.val_last_step)
+    return [
+        (name, set_text(metrics, before=state.sets_first.get(name) if now else None))
+        for name, metrics in state.sets_last.items()
+    ]
 
 
 def _validated(step: StepMetrics) -> str:
@@ -156,8 +182,11 @@ def _rows(state: RunState, *, now: float, bars: bool, ascii_only: bool) -> Itera
     if state.rewards:
         spark = draw.sparkline(state.rewards, width=_SPARK_WIDTH, ascii_only=ascii_only) if bars else ""
         yield "reward", f"{state.rewards[-1]:.3f}  {spark}".rstrip()
+    if last is not None and (rewards := rewards_text(last)):
+        yield "rewards", rewards
     if state.val_last is not None:
         yield "validation", validation_text(state)
+        yield from set_rows(state)
     if last is not None:
         yield "speed", f"{draw.tokens_per_s(last.rollout_tokens_per_s)} of rollout in {_scheme(last)}"
         yield "step time", _times_text(last, bars=bars, ascii_only=ascii_only)
@@ -183,12 +212,12 @@ def _sync_text(step: StepMetrics) -> str:
 
 
 def validation_text(state: RunState) -> str:
-    """Greedy validation before training and the newest one after a step."""
+    """The validation that counts before training, and the newest one after a step."""
     before = "" if state.val_first is None else f"{state.val_first:.3f} before"
     now = f"{state.val_last:.3f} after step {state.val_last_step}" if state.val_last_step else ""
     if now and state.val_bf16 is not None:
         now += f" (bf16 {state.val_bf16:.3f})"
-    samples = f"  ({state.val_samples} problems, greedy)" if state.val_samples else ""
+    samples = f"  ({state.val_samples} problems, {state.val_how})" if state.val_samples else ""
     return ", ".join(part for part in (before, now) if part) + samples
 
 

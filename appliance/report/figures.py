@@ -9,6 +9,7 @@ from appliance.guard.policy import ESS, K3_KL, WEIGHT_MEAN
 from appliance.page.stacked import LANE_NAMES, Band, Lane, stacked_chart, time_chart
 from appliance.page.svg import MOST, Bound, Chart, Mark, Point, Series, line_chart, thinned
 from appliance.record.events import Event, StepMetrics
+from appliance.record.state import by_set, rewards_of
 from appliance.report import draw
 from appliance.report.display import step_parts
 from appliance.report.folder import RunView
@@ -54,9 +55,13 @@ def _learned(view: RunView) -> list[str]:
     validation = [Series(scheme, _known(view.lines, lambda line: line.val_reward_mean), 0, dotted=True)]
     if scheme != str(Scheme.BF16):
         validation.append(Series("bf16", _known(view.lines, lambda line: line.val_reward_bf16_mean), 1, dotted=True))
+    how = view.state.val_how if view.plan.task.val_sets else "greedy, unseen problems"
     return [
         _curve(view, Chart("Reward", "sampled, mean of a step", marks=marks), lambda s: s.reward_mean),
-        line_chart(Chart("Validation", "greedy, unseen problems", marks=marks, legend=True), validation),
+        *_by_name(view, Chart("Rewards", "each one's mean of a step", marks=marks, legend=True), rewards_of),
+        line_chart(Chart("Validation", how, marks=marks, legend=True), validation),
+        *_by_name(view, Chart("Validations", "mean reward", marks=marks, legend=True), _of_sets("avg@")),
+        *_by_name(view, Chart("Passed", "of several tries one", marks=marks, legend=True), _of_sets("pass@")),
         _curve(view, Chart("Response", "tokens, mean", marks=marks, from_zero=True), lambda s: s.response_tokens_mean),
         _curve(view, Chart("Entropy", "nats per token", marks=marks), lambda s: s.entropy),
         _curve(view, Chart("Gradient norm", "before clipping", marks=marks, from_zero=True), lambda s: s.grad_norm),
@@ -79,6 +84,33 @@ def _right(step: StepMetrics) -> float | None:
     """Calls of a sample that a tool answered without an error."""
     calls, failed = step.tool_calls_mean, step.tool_calls_failed_fraction
     return None if calls is None or failed is None else calls * (1 - failed)
+
+
+def _of_sets(start: str) -> Callable[[StepMetrics], dict[str, float]]:
+    """By `<set> avg@<n>` or `<set> pass@<k>`, of a line."""
+
+    def found(line: StepMetrics) -> dict[str, float]:
+        return {
+            f"{name} {metric}": value
+            for name, metrics in by_set(line).items()
+            for metric, value in metrics.items()
+            if metric.startswith(start)
+        }
+
+    return found
+
+
+def _by_name(view: RunView, chart: Chart, values: Callable[[StepMetrics], dict[str, float]]) -> list[str]:
+    """A curve for each name that a line has; no figure where there is none."""
+    names = dict.fromkeys(name for line in view.lines for name in values(line))
+    if not names:
+        return []
+    few = chart.title != "Rewards"  # validations are few, so each has a dot
+    curves = [
+        Series(name, _known(view.lines, lambda line, name=name: values(line).get(name)), index, dotted=few)
+        for index, name in enumerate(names)
+    ]
+    return [line_chart(chart, curves)]
 
 
 def _mismatch(view: RunView) -> list[str]:

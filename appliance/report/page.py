@@ -25,15 +25,18 @@ _MOST_TIMES = 12  # that one problem's answers are shown: the first, the last an
 
 @dataclass(frozen=True)
 class Answer:
-    """A response in a step. grade: a class of the pages' style.  accuracy: as the page says it."""
+    """A response in a step. grade: a class of the pages' style.  accuracy: as the page says it.
+
+    is_graded: 1 is right and 0 wrong; of rewards of the user's own nobody knows."""
 
     step: int
     sample: Sample
+    is_graded: bool = True
 
     @property
     def grade(self) -> str:
         accuracy = self.sample.accuracy
-        if accuracy is None:
+        if accuracy is None or not self.is_graded:
             return ""
         return "fine" if accuracy >= 1 else "bad" if accuracy <= 0 else "warn"
 
@@ -146,7 +149,8 @@ def _validation(view: RunView) -> list[Story]:
     by_prompt: dict[str, list[Answer]] = {}
     for samples in view.samples:
         for sample in samples.validation:
-            by_prompt.setdefault(sample.prompt, []).append(Answer(samples.step, sample))
+            answer = Answer(samples.step, sample, is_graded=view.plan.task.own is None)
+            by_prompt.setdefault(sample.prompt, []).append(answer)
     numbered = enumerate(by_prompt.values(), start=1)
     return [Story(f"validation{number}", f"problem {number}", told) for number, told in numbered]
 
@@ -154,7 +158,11 @@ def _validation(view: RunView) -> list[Story]:
 def _training(view: RunView) -> list[Story]:
     """A story per step, some of them, of one prompt: its best and its worst sample."""
     told = _some([samples for samples in view.samples if samples.training])
-    return [Story(f"training{s.step}", f"step {s.step}", [Answer(s.step, each) for each in s.training]) for s in told]
+    is_graded = view.plan.task.own is None
+    return [
+        Story(f"training{s.step}", f"step {s.step}", [Answer(s.step, each, is_graded=is_graded) for each in s.training])
+        for s in told
+    ]
 
 
 def _are_short(stories: Sequence[Story]) -> bool:

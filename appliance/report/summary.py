@@ -15,7 +15,7 @@ from appliance.record.checkpoints import in_order, step_of
 from appliance.record.events import RunTail
 from appliance.record.plan import RunPlan
 from appliance.record.session import RunRecord, RunStatus
-from appliance.record.state import RunState, fold, median_tokens_per_s, remaining_s, step_seconds
+from appliance.record.state import RunState, fold, median_tokens_per_s, remaining_s, rewards_of, step_seconds
 from appliance.report import display, draw
 from appliance.report.folder import UNFINISHED, find_run, read_run, reading
 from appliance.terms.schemes import Scheme
@@ -27,37 +27,42 @@ _FEW = 5
 
 @dataclass(frozen=True)
 class Result:
-    """Means before and after, 0..1 for exact-answer rewards. greedy: from validation, else from sampled rollouts."""
+    """Means before and after. validated: from validation, else from sampled rollouts."""
 
     before: float | None
     after: float | None
-    greedy: bool
+    validated: bool
 
-    @property
-    def climbed(self) -> bool:
-        """Whether the reward rose by more than noise."""
-        return self.before is not None and self.after is not None and self.after > self.before + _CLIMB
+    def climbed(self, plan: RunPlan) -> bool:
+        """Whether the reward rose by more than noise. Of rewards of the user's own nobody knows the range: there it is
+        the same share of what was reached."""
+        if self.before is None or self.after is None:
+            return False
+        scale = max(abs(self.before), abs(self.after)) if plan.task.own else 1.0
+        return self.after > self.before + _CLIMB * scale
 
 
 def result(state: RunState) -> Result:
     """By validation where there is one before and one after, else by the sampled rewards at both ends."""
     if state.val_first is not None and state.val_last_step > 0:
-        return Result(state.val_first, state.val_last, greedy=True)
+        return Result(state.val_first, state.val_last, validated=True)
     if not state.rewards:
-        return Result(state.val_first, None, greedy=True)
+        return Result(state.val_first, None, validated=True)
     first, last = state.rewards[:_FEW], state.rewards[-_FEW:]
-    return Result(sum(first) / len(first), sum(last) / len(last), greedy=False)
+    return Result(sum(first) / len(first), sum(last) / len(last), validated=False)
 
 
 def summary_rows(plan: RunPlan, state: RunState, *, seconds: float, folder: str) -> tuple[tuple[str, str], ...]:
     """(label, text) pairs. seconds: of the whole run.  folder: the run's folder as a person would type it."""
     found, per_step = result(state), draw.number(step_seconds(state), digits=1)
-    how = f"greedy, {state.val_samples} problems of the validation set" if found.greedy else "sampled, while training"
-    beside = f" (bf16 {draw.number(state.val_bf16)})" if found.greedy and state.val_bf16 is not None else ""
+    how = f"{state.val_how}, {state.val_samples} problems of the validation set"
+    how = how if found.validated else "sampled, while training"
+    beside = f" (bf16 {draw.number(state.val_bf16)})" if found.validated and state.val_bf16 is not None else ""
     reward = f"{draw.number(found.before)} before, {draw.number(found.after)}{beside} after ({how})"
     return (
         ("done", f"{state.step} steps in {draw.duration(seconds)}"),
         ("reward", reward),
+        *display.set_rows(state),
         ("speed", f"{draw.tokens_per_s(median_tokens_per_s(state))} of rollout, {per_step} s a step (medians)"),
         ("mismatch", _mismatch(state)),
         ("model", f"{folder}/model"),
@@ -76,7 +81,7 @@ def try_next(plan: RunPlan, state: RunState, *, folder: str) -> tuple[str, ...]:
     longer, lines = f"--set trainer.steps={2 * plan.steps}", []
     if state.unhealthy_steps:
         lines.append("the mismatch left its bounds: compare with --set rollout.scheme=bf16")
-    if not result(state).climbed:
+    if not result(state).climbed(plan):
         lines.append(f"the reward did not climb: more steps ({longer}) or a higher learning rate")
     if not lines:
         other = Scheme.BF16 if plan.rollout.scheme.quantised else Scheme.INT8
@@ -98,8 +103,9 @@ def summary_object(
         "seconds": round(seconds, 1),
         "reward_before": found.before,
         "reward_after": found.after,
-        "greedy": found.greedy,
+        "greedy": found.validated and not any(each.temperature for each in plan.task.val_sets[:1]),
         "reward_after_bf16": state.val_bf16,
+        "val_sets": state.sets_last,
         "rollout_tokens_per_s": median_tokens_per_s(state),
         "step_s": step_seconds(state),
     }
@@ -123,7 +129,9 @@ def print_status(run: str, *, run_root: Path, json_mode: bool = False) -> None:
         "steps": state.steps,
         "reward_mean": state.rewards[-1] if state.rewards else None,
         "val_reward_before": state.val_first,
+        "rewards": rewards_of(state.last) if state.last else {},
         "val_reward_mean": state.val_last,
+        "val_sets": state.sets_last,
         "rollout_tokens_per_s": median_tokens_per_s(state),
         "checkpoint_steps": [step_of(folder) for folder in saved],
     }
@@ -141,8 +149,10 @@ def status_rows(plan: RunPlan, record: RunRecord, state: RunState, *, folder: st
     rows.append(("step", f"{state.step} of {state.steps}" + (f", about {draw.duration(left)} left" if left else "")))
     if state.rewards:
         rows.append(("reward", f"{state.rewards[-1]:.3f} in step {state.step}, {state.rewards[0]:.3f} in the first"))
+    if state.last is not None:
+        rows.append(("rewards", display.rewards_text(state.last)))
     if state.val_last is not None:
-        rows.append(("validation", display.validation_text(state)))
+        rows += [("validation", display.validation_text(state)), *display.set_rows(state)]
     if state.last is not None:
         rows.append(("speed", f"{draw.tokens_per_s(median_tokens_per_s(state))} of rollout (median)"))
         rows.append(("mismatch", _mismatch(state)))

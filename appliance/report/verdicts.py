@@ -105,9 +105,13 @@ def _reward(view: RunView) -> _Said:
     found = result(view.state)
     if found.before is None or found.after is None:
         return Word.OPEN, "no step to compare with yet"
-    how = f"greedy, {view.state.val_samples} problems" if found.greedy else "sampled, means of five steps"
+    how = (
+        f"{view.state.val_how}, {view.state.val_samples} problems"
+        if found.validated
+        else "sampled, means of five steps"
+    )
     text = f"{draw.number(found.before)} before, {draw.number(found.after)} after ({how})"
-    word = Word.FINE if found.climbed else Word.OPEN if view.is_live else Word.WARN
+    word = Word.FINE if found.climbed(view.plan) else Word.OPEN if view.is_live else Word.WARN
     return word, text
 
 
@@ -132,7 +136,7 @@ def _worst(steps: Sequence[StepMetrics]) -> Iterator[str]:
 
 
 def _precision(view: RunView) -> _Said | None:
-    """The model's greedy reward in the rollouts' scheme against BF16's, of the newest validation that has both."""
+    """The model's validation in the rollouts' scheme against BF16's, the newest that has both."""
     both = [
         (line, own, bf16)
         for line in view.lines
@@ -145,7 +149,7 @@ def _precision(view: RunView) -> _Said | None:
     line, own, bf16 = both[-1]
     problems = line.val_samples
     text = f"{own:.3f} in {line.scheme}, {bf16:.3f} in bf16, after step {line.step}"
-    if not problems or not 0.0 <= bf16 <= 1.0:  # only of rewards of 0 or 1 the mean tells the noise
+    if not problems or view.plan.task.own is not None:  # only of rewards of 0 or 1 the mean tells the noise
         return Word.OPEN, text
     noise = 2 * math.sqrt(2 * max(bf16 * (1 - bf16), 1 / problems) / problems)
     text += f"; {problems:.0f} problems can tell apart ±{noise:.3f} (two standard errors, not paired)"

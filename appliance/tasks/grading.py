@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from appliance.tasks.task import Response, Reward
 
+LARGEST = 1e15  # of a reward: a group's variance is computed in float32, which ends at 3e38
 _SHOWN = 60  # characters of a truth or a value
 _LONGEST = 600  # of a message
 
@@ -55,6 +56,8 @@ def weighed(values: Values) -> Graded:
         parts.append((name, number))
     if not parts:
         return Graded(0.0, Fault.NOT_A_GRADE, "no reward applies")
+    if not abs(total) <= LARGEST:
+        return Graded(0.0, Fault.NOT_A_GRADE, f"the rewards come to {total:g}, which is not within ±{LARGEST:g}")
     return Graded(total, parts=tuple(parts))
 
 

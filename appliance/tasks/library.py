@@ -51,6 +51,7 @@ def splits_of(plan: TaskPlan) -> Splits:
         seed=plan.seed,
         train_size=plan.train_size,
         val_size=plan.val_size,
+        val_sets=plan.val_sets,
     )
     if plan.train_size > (most := len(found.train)):
         message = f"task.train_size: {plan.train_size} is more than the {most} problems there are to train on"
@@ -78,7 +79,7 @@ def data_key(plan: TaskPlan, *, model: str) -> str:
         fields["own"] = {name: getattr(plan.own, name) for name in _OF_OWN}
         fields |= {"tools": _fingerprint(plan.tools)} if plan.tools else {}
     if plan.val_sets:
-        fields["val_sets"] = [{**each.model_dump(), "file": _fingerprint(each.file)} for each in plan.val_sets]
+        fields["val_sets"] = [(each.name, _fingerprint(each.file), each.size) for each in plan.val_sets]
     return _short_hash(fields)
 
 

@@ -125,11 +125,12 @@ def _make_data(plan: RunPlan) -> None:
             append_event(Path(plan.run_dir), kind="note", what=note, why="task.max_prompt_tokens")
     _refuse_too_few(made, plan=plan)
     with whole_folder(Path(task.train_parquet).parent, others_count=True) as folder:
-        write_parquet(made.train, path=folder / Path(task.train_parquet).name, kind=task.kind, split="train")
-        write_parquet(made.val, path=folder / Path(task.val_parquet).name, kind=task.kind, split="val")
+        write_parquet({"train": made.train}, path=folder / Path(task.train_parquet).name, kind=task.kind)
+        write_parquet(made.validations, path=folder / Path(task.val_parquet).name, kind=task.kind)
         if task.tools:
             write_schemas(schemas, folder / Path(task.schemas_file).name)
-    sizes = f"{len(made.train)} problems to train on, {len(made.val)} to validate"
+    to_validate = ", ".join(f"{len(made.val_sets[name])} ({name})" for name in made.val_sets) or str(len(made.val))
+    sizes = f"{len(made.train)} problems to train on, {to_validate} to validate"
     append_event(Path(plan.run_dir), kind="progress", what="data", done=1, total=1, note=sizes)
 
 
@@ -149,10 +150,18 @@ def short_enough(
         heart.beat()  # of millions of prompts this takes long
         return len(prompt_ids(problem, tokenizer=tokenizer, tools=tools)) <= limit
 
-    kept = Splits(train=[each for each in made.train if fits(each)], val=[each for each in made.val if fits(each)])
-    before, after = len(made.train) + len(made.val), len(kept.train) + len(kept.val)
-    if not kept.train or not kept.val:
-        message = f"task.max_prompt_tokens: {limit} leaves {len(kept.train)} training and {len(kept.val)} validation"
+    kept = Splits(
+        train=[each for each in made.train if fits(each)],
+        val=[each for each in made.val if fits(each)],
+        val_sets={name: [each for each in problems if fits(each)] for name, problems in made.val_sets.items()},
+    )
+    before, after = len(made), len(kept)
+    if not kept.train or not all(kept.validations.values()):
+        left = ", ".join(
+            f"{len(problems)} validation{f' ({name})' if made.val_sets else ''}"
+            for name, problems in kept.validations.items()
+        )
+        message = f"task.max_prompt_tokens: {limit} leaves {len(kept.train)} training and {left}"
         raise RecipeError([(f"{message} problems", "raise it")])
     if after == before:
         return kept, ()

@@ -13,7 +13,7 @@ import itertools
 import json
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -283,8 +283,11 @@ def text_fields(row: Row, *names: str) -> tuple[str, ...] | str:
     return tuple(row[name] for name in names)
 
 
-def write_parquet(problems: list[Problem], *, path: Path, kind: str, split: str) -> None:
-    """As verl's RLHFDataset reads it, a row per problem, in order. kind: the task's name: its reward is found by it."""
+def write_parquet(by_split: Mapping[str, Sequence[Problem]], *, path: Path, kind: str) -> None:
+    """As verl's RLHFDataset reads it, a row per problem, in order. kind: the task's name: its reward is found by it.
+
+    by_split: `train`, `val`, or the names of several validations.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -304,6 +307,7 @@ def write_parquet(problems: list[Problem], *, path: Path, kind: str, split: str)
             "reward_model": {"style": "rule", "ground_truth": problem.truth},
             "extra_info": {"split": split, "index": index, "row": problem.row},
         }
+        for split, problems in by_split.items()
         for index, problem in enumerate(problems)
     ]
     pq.write_table(pa.Table.from_pylist(rows, schema=pa.schema(columns)), path)

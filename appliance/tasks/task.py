@@ -6,14 +6,15 @@ Problems come out of rows, of files or of the hub, or are made by the task: disj
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 from appliance.errors import RecipeError
 from appliance.hub import download_data
 from appliance.record.liveness import Heartbeat
+from appliance.record.plan import ValSetPlan
 from appliance.tasks.rows import Faults, Message, Problem, ProblemSet, Source, read_file, without_faults
 
 
@@ -85,6 +86,15 @@ class Splits:
     val: list[Problem]
     notes: tuple[str, ...] = ()
     """What was counted on the way, for people."""
+    val_sets: Mapping[str, list[Problem]] = field(default_factory=dict)
+    """Several validations in place of `val`, by name; they may share problems."""
+
+    @property
+    def validations(self) -> Mapping[str, list[Problem]]:
+        return self.val_sets or {"val": self.val}
+
+    def __len__(self) -> int:
+        return len(self.train) + sum(map(len, self.validations.values()))
 
 
 @dataclass(frozen=True)
@@ -119,37 +129,64 @@ class Task:
         return (Reward(self.kind, 1.0, lambda response: self.score(response=response.text, truth=response.truth)),)
 
     def splits(
-        self, *, difficulty: int, train_file: str, val_file: str, seed: int, train_size: int, val_size: int
+        self,
+        *,
+        difficulty: int,
+        train_file: str,
+        val_file: str,
+        seed: int,
+        train_size: int,
+        val_size: int,
+        val_sets: Sequence[ValSetPlan] = (),
     ) -> Splits:
         """What the task makes, or reads: from files or, without a train_file, from the hub.
 
         A size of 0 takes all; training is in the seed's order. Without a val_file the seed holds out val_size problems
-        of the train_file. Raises RecipeError for bad rows of both files at once, for sizes that leave nothing or that
-        the task cannot serve, and when the hub is away.
+        of the train_file. val_sets: in place of val_file and val_size; the one without a file is what validates without
+        a val_file. No problem of any of them is trained on. Raises RecipeError for bad rows of all files at once, for
+        sizes that leave nothing or that the task cannot serve, and when the hub is away.
         """
+        usual = next((each for each in val_sets if not each.file), None)
+        size = usual.size if usual else val_size
         if self.make is not None:
-            return self.make(difficulty=difficulty, seed=seed, train_size=train_size, val_size=val_size)
-        found = self._read(train_file, val_file)
+            made = self.make(difficulty=difficulty, seed=seed, train_size=train_size, val_size=size)
+            return replace(made, val=[], val_sets={usual.name: made.val}) if usual else made
+        files = {_key(each): each.file for each in val_sets if each.file}
+        found = self._read(train_file, val_file, files)
         notes = [note for name, each in found.items() for note in _counts(name, each)]
-        train = found["train"].problems
+        train = found.pop("train").problems
+        seen = {problem.messages for each in found.values() for problem in each.problems}
+        left = [problem for problem in train if problem.messages not in seen]
+        if shared := len(train) - len(left):
+            notes.append(f"train: {shared} problems are in the validation data as well and are left out")
+        faults = [fault for each in val_sets if each.file for fault in _too_few(each, found[_key(each)])]
+        held: list[Problem] = []
         if "val" in found:
-            val = found["val"].problems
-            seen = {problem.messages for problem in val}
-            left = [problem for problem in train if problem.messages not in seen]
-            if shared := len(train) - len(left):
-                notes.append(f"train: {shared} problems are in the validation data as well and are left out")
-        else:
-            left, val = _hold_out(train, path=train_file or "the data set", seed=seed, val_size=val_size)
+            held = found["val"].problems[: size or None]
+        elif usual or not val_sets:
+            key = f"task.{_key(usual)}.size" if usual else "task.val_size"
+            faults += _cannot_hold_out(left, path=train_file or "the data set", val_size=size, key=key)
+            left, held = _hold_out(left, seed=seed, val_size=size)
+        if faults:
+            raise RecipeError(faults)
         random.Random(f"{seed}-train").shuffle(left)
-        return Splits(train=left[: train_size or None], val=val[: val_size or None], notes=tuple(notes))
+        made = Splits(train=left[: train_size or None], val=[] if val_sets else held, notes=tuple(notes))
+        by_set = {
+            each.name: found[_key(each)].problems[: each.size or None] if each.file else held for each in val_sets
+        }
+        return replace(made, val_sets=by_set)
 
-    def _read(self, train_file: str, val_file: str) -> dict[str, ProblemSet]:
+    def _read(self, train_file: str, val_file: str, others: Mapping[str, str]) -> dict[str, ProblemSet]:
+        """`train`, `val` where there is one, and the others by their names."""
         assert self.source is not None, "a task makes its problems or reads them"
-        if not train_file:
-            return {file.split: file.read(self.source) for files in self.data_sets.values() for file in files}
-        files = {"train": train_file} | ({"val": val_file} if val_file else {})
-        read = without_faults(*(read_file(file, source=self.source) for file in files.values()))
-        return dict(zip(files, read, strict=True))
+        files = {"train": train_file, "val": val_file, **others}
+        files = {name: file for name, file in files.items() if file}
+        read = dict(
+            zip(files, without_faults(*(read_file(file, source=self.source) for file in files.values())), strict=True)
+        )
+        if train_file:
+            return read
+        return {file.split: file.read(self.source) for each in self.data_sets.values() for file in each} | read
 
     def check_rows(self, path: str | Path) -> Faults:
         """For the rows of a data file, each `file:line: message`; after 20 of them their number."""
@@ -176,11 +213,27 @@ def _counts(name: str, found: ProblemSet) -> list[str]:
     return notes
 
 
-def _hold_out(problems: list[Problem], *, path: str, seed: int, val_size: int) -> tuple[list[Problem], list[Problem]]:
+def _key(val_set: ValSetPlan) -> str:
+    return f"val_sets.{val_set.name}"
+
+
+def _too_few(val_set: ValSetPlan, found: ProblemSet) -> Faults:
+    """Where a set is to have more problems than its file."""
+    if val_set.size <= (most := len(found.problems)):
+        return []
+    message = f"task.{_key(val_set)}.size: {val_set.size} is more than the {most} problems in {val_set.file}"
+    return [(message, f"use 1 to {most}, or 0 for all of them")]
+
+
+def _cannot_hold_out(problems: list[Problem], *, path: str, val_size: int, key: str) -> Faults:
+    if 0 < val_size < len(problems):
+        return []
+    message = f"{key}: {val_size} of the {len(problems)} problems in {path} leaves none for one side"
+    return [(message, f"use 1 to {max(1, len(problems) - 1)}, or give {key.removesuffix('size')}file")]
+
+
+def _hold_out(problems: list[Problem], *, seed: int, val_size: int) -> tuple[list[Problem], list[Problem]]:
     """(train, val): val_size problems drawn by the seed."""
     distinct = sorted(problems, key=lambda each: (each.prompt, each.before))
-    if not 0 < val_size < len(distinct):
-        message = f"task.val_size: {val_size} of the {len(distinct)} problems in {path} leaves none for one side"
-        raise RecipeError([(message, f"use 1 to {max(1, len(distinct) - 1)}, or give task.val_file")])
     random.Random(f"{seed}-hold-out").shuffle(distinct)
     return distinct[val_size:], distinct[:val_size]

@@ -126,6 +126,11 @@ def _rollouts(trainer: Trainer, *, plan: RunPlan, pool: RewardPool) -> Rollouts:
         max_prompt_tokens=plan.task.max_prompt_tokens,
         seed=plan.seed,
         in_order=not plan.algorithm.filters,
+        val_sets={
+            each.name: Sampling(each.temperature, plan.rollout.top_p if each.temperature else 1.0, each.samples)
+            for each in plan.task.val_sets
+        },
+        rewards=[each.name for each in plan.task.own.rewards] if plan.task.own else (),
         turns=_turns(trainer, plan=plan, pool=pool) if plan.task.tools else None,
     )
 

@@ -38,6 +38,7 @@ def policy_of(plan: RunPlan) -> Policy:
             gradient=Patience(warn_after=1, stop_after=guard.gradient_steps),
             log_probs=Patience(warn_after=1, stop_after=guard.gradient_steps),
             reward_floor=plan.algorithm.wrong_reward,
+            reward_ceiling=1.0 if plan.task.own is None else None,
             max_response_tokens=plan.task.max_response_tokens,
         ),
     )

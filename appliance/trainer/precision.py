@@ -293,18 +293,31 @@ class Validation:
         self._line: dict[str, float | None] = {}
 
     def make(
-        self, validate: Callable[[], Metrics], *, step: int, problems: Callable[[], int], update: Callable[[], None]
+        self,
+        validate: Callable[[], Metrics],
+        *,
+        step: int,
+        problems: Callable[[], int],
+        update: Callable[[], None],
+        by_set: Callable[[], Metrics] = dict,
     ) -> Metrics:
-        """verl's metrics of the validation after a step.
+        """verl's metrics of the validation after a step, or those of each of several sets.
 
         validate: verl's own.  problems: how many were scored so far.  update: sends the weights as they are once more.
+        by_set: of the newest validation, the mean that counts first; empty where there are no sets.
         Raises StopAsked, and TrainingError when verl reports no mean.
         """
+
+        def measured() -> tuple[float, Metrics]:
+            values, sets = validate(), by_set()
+            return (next(iter(sets.values())), sets) if sets else (mean_of(values), values)
+
         before = problems()
-        values = validate()
+        mean, values = measured()
         scored, self.scheme = problems() - before, self._precision.live.label
-        bf16 = self._mean_in_bf16(values, validate=validate, step=step, update=update)
-        self._line = {"val_reward_mean": mean_of(values), "val_reward_bf16_mean": bf16, "val_samples": scored}
+        sets = by_set()
+        bf16 = self._mean_in_bf16(mean, validate=lambda: measured()[0], step=step, update=update)
+        self._line = {"val_reward_mean": mean, "val_reward_bf16_mean": bf16, "val_samples": scored, **sets}
         return values
 
     def take(self) -> dict[str, float | None]:
@@ -313,23 +326,23 @@ class Validation:
         return line
 
     def _mean_in_bf16(
-        self, values: Metrics, *, validate: Callable[[], Metrics], step: int, update: Callable[[], None]
+        self, mean: float, *, validate: Callable[[], float], step: int, update: Callable[[], None]
     ) -> float | None:
-        """By two more updates of the same weights. None: not due."""
+        """By two more updates of the same weights. None: not due.  mean: in what the engines run."""
         self._check_stop()  # it may take new engines, twice
         if self._precision.live.label == str(Scheme.BF16):
-            return mean_of(values)
+            return mean
         if not self._precision.validates_bf16(step):
             return None
         with self._precision.meanwhile(BF16):
             update()
             if self._precision.live.label != str(Scheme.BF16):  # asked to stop a moment ago
                 return None
-            values = validate()
+            mean = validate()
         is_last = step >= self._plan.steps
         if not (is_last and self._plan.guard.switching is Switching.RESTART):  # engines to end with: not worth a start
             update()
-        return mean_of(values)
+        return mean
 
 
 def mean_of(verl: Metrics) -> float:

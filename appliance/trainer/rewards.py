@@ -18,9 +18,10 @@ import asyncio
 import functools
 import multiprocessing
 import os
+import statistics
 import sys
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import TimeoutError as GradingTimeout
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -249,10 +250,34 @@ def note_idle_death(run_dir: Path) -> None:
 
 
 def neutral_accuracies(graded: Sequence[Graded]) -> list[float]:
-    """Per sample of one prompt; a fault gets the mean of those without one, 0 where there is none."""
+    """Per sample of one prompt; a fault gets the mean of those without one, 0 where there is none.
+
+    The mean is exact: that of equal numbers is that number, and a group of them stays one for DAPO's filter.
+    """
     known = [each.accuracy for each in graded if each.fault is None]
-    mean = sum(known) / len(known) if known else 0.0
+    mean = statistics.mean(known) if 0 < len(known) < len(graded) else 0.0
     return [mean if each.fault is not None else each.accuracy for each in graded]
+
+
+def neutral_parts(graded: Sequence[Graded]) -> list[dict[str, float]]:
+    """Per sample of one prompt what each reward gave, where it applies; a fault has the means of those without one."""
+    known = [dict(each.parts) for each in graded if each.fault is None]
+    means = _means(known) if len(known) < len(graded) else {}
+    return [means if each.fault is not None else dict(each.parts) for each in graded]
+
+
+def reward_means(parts: Iterable[Mapping[str, float]], *, names: Iterable[str]) -> dict[str, float | None]:
+    """`reward/<name>`: the mean over the samples to which it applies, None where there is none."""
+    means = _means(parts)
+    return {f"reward/{name}": means.get(name) for name in names}
+
+
+def _means(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    values: dict[str, list[float]] = defaultdict(list)
+    for each in parts:
+        for name, value in each.items():
+            values[name].append(value)
+    return {name: statistics.mean(found) for name, found in values.items()}
 
 
 class RewardFaults:

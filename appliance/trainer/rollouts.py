@@ -16,7 +16,7 @@ import hashlib
 import threading
 from asyncio import FIRST_EXCEPTION
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -31,9 +31,10 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from appliance.errors import EngineError, TrainingError
 from appliance.record.liveness import Heartbeat
-from appliance.tasks.grading import Shaping
+from appliance.tasks.grading import Graded, Shaping
 from appliance.tasks.task import Response
-from appliance.trainer.rewards import RewardPool, neutral_accuracies
+from appliance.tasks.validation import set_metrics
+from appliance.trainer.rewards import RewardPool, neutral_accuracies, neutral_parts, reward_means
 from appliance.trainer.samples import Group, SampleLog
 from appliance.trainer.turns import Opening, Spoken, SpokenGroup, Turns, one_turn
 
@@ -69,8 +70,10 @@ class PromptSeeds:
     verl's own switch gives all samples one seed, so that the samples of a prompt would all be equal.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, val_set: str = "") -> None:
+        """val_set: of several validations the one whose samples these are: each has seeds of its own."""
         self._seed = seed
+        self._val_set = val_set
         self._step = -1
         self._seen: Counter[tuple[int, ...]] = Counter()
 
@@ -79,25 +82,27 @@ class PromptSeeds:
         if step != self._step:
             self._step, self._seen = step, Counter()
         prompt = tuple(token_ids)
-        seed = prompt_seed(prompt, run_seed=self._seed, step=step, occurrence=self._seen[prompt])
+        seed = prompt_seed(prompt, run_seed=self._seed, step=step, occurrence=self._seen[prompt], val_set=self._val_set)
         self._seen[prompt] += 1
         return seed
 
 
-def prompt_seed(token_ids: Sequence[int], *, run_seed: int, step: int, occurrence: int) -> int:
+def prompt_seed(token_ids: Sequence[int], *, run_seed: int, step: int, occurrence: int, val_set: str = "") -> int:
     """0 <= seed < 2^62: vLLM keeps seeds as signed 64-bit numbers, and a prompt's samples count up from this one."""
-    text = f"{run_seed} {step} {occurrence}:{' '.join(map(str, token_ids))}"
+    before = f"{val_set} " if val_set else ""
+    text = f"{before}{run_seed} {step} {occurrence}:{' '.join(map(str, token_ids))}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 2
 
 
 class Rollouts:
-    """validated: how many validation problems were generated and scored so far.
+    """validated: how many validation problems were generated and scored so far, of several sets those of the first.
 
     generated_prompts, generated_tokens: of training, since the start, filtered ones included.
     servers: one handle per rollout replica.  pool: grades responses.  shaping: from a grade to the reward that trains;
     validation reads grades.  in_order: results are put in the order of the prompts, so that a run can be repeated;
-    else as they come, for a filter that looks at them and asks for others.  seed: the run's.  turns: of a task with
-    tools."""
+    else as they come, for a filter that looks at them and asks for others.  seed: the run's.  val_sets: where there are
+    several validations, how each is sampled, in place of `validation`.  rewards: names, of a task of the user's own.
+    turns: of a task with tools."""
 
     def __init__(
         self,
@@ -112,10 +117,13 @@ class Rollouts:
         max_prompt_tokens: int,
         seed: int,
         in_order: bool,
+        val_sets: Mapping[str, Sampling] | None = None,
+        rewards: Sequence[str] = (),
         turns: Turns | None = None,
     ) -> None:
         self._turns = turns
         self._servers = servers
+        self._seed = seed
         self._seeds = PromptSeeds(seed)
         self._tokenizer = tokenizer
         self.pool = pool
@@ -125,6 +133,10 @@ class Rollouts:
         self._training = training
         self._validation = validation
         self._max_prompt_tokens = max_prompt_tokens
+        self._val_sets = val_sets or {}
+        self._validated: dict[str, list[list[Graded]]] = {}  # by set, of each problem its samples
+        self._rewards = rewards
+        self._graded: dict[str, tuple[int, list[Graded]]] = {}  # by uid: the step, and the samples
         self.validated = 0
         self._heartbeat = Heartbeat()
         self.generated_prompts = 0
@@ -184,13 +196,45 @@ class Rollouts:
             self._failure = self._failure or future.exception()
         self._progress.set()
 
+    def by_set(self) -> dict[str, float]:
+        """What the newest of several validations says, the mean of the first set first. Empty where there is one."""
+        first_reward = self._rewards[0] if self._rewards else ""
+        found = (set_metrics(name, graded, first_reward=first_reward) for name, graded in self._validated.items())
+        return {name: value for metrics in found for name, value in metrics.items()}
+
+    def reward_means(self, keys: Iterable[str], *, step: int) -> dict[str, float | None]:
+        """Of each reward of the user's own task its mean over a step's samples.
+
+        keys: the TransferQueue's, of what the step trains on: what a filter generated beside it does not count.
+        """
+        graded = self._graded.copy()  # the loop's thread may add some for the next step
+        parts, known = [], {uid: neutral_parts(samples) for uid, (_, samples) in graded.items()}
+        for uid, session, _ in (key.rsplit("_", 2) for key in keys):
+            parts += known[uid][int(session) : int(session) + 1] if uid in known else []
+        for uid, (of, _) in graded.items():
+            if of < step:
+                del self._graded[uid]
+        return reward_means(parts, names=self._rewards)
+
     async def _generate(self, rows: list[dict[str, Any]], *, validate: bool) -> None:
-        sampling = self._validation if validate else self._training
+        if not (validate and self._val_sets):
+            sampling = self._validation if validate else self._training
+            await self._sampled(rows, sampling=sampling, seeds=self._seeds, validate=validate)
+            return
+        self._validated = {name: [] for name in self._val_sets}
+        for name, sampling in self._val_sets.items():
+            share = [row for row in rows if row["extra_info"]["split"] == name]
+            seeds = PromptSeeds(self._seed, val_set=name)
+            await self._sampled(share, sampling=sampling, seeds=seeds, validate=True, val_set=name)
+
+    async def _sampled(
+        self, rows: list[dict[str, Any]], *, sampling: Sampling, seeds: PromptSeeds, validate: bool, val_set: str = ""
+    ) -> None:
         partition = "val" if validate else "train"
         shaping = Shaping() if validate else self._shaping
-        prompts = [self._prompt(row, sampling=sampling) for row in rows]
+        prompts = [self._prompt(row, sampling=sampling, seeds=seeds) for row in rows]
         engines = [self._stream(number, prompts, sampling=sampling) for number in range(len(self._servers))]
-        tasks = [asyncio.create_task(self._scored(prompt, shaping=shaping)) for prompt in prompts]
+        tasks = [asyncio.create_task(self._scored(prompt, shaping=shaping, validate=validate)) for prompt in prompts]
         streams = [asyncio.create_task(engine) for engine in engines]
         for number, stream in enumerate(streams):
             share = prompts[number :: len(streams)]
@@ -198,7 +242,7 @@ class Rollouts:
         try:
             async for ready in _in_order(tasks) if validate or self._in_order else _as_they_come(tasks):
                 if validate:  # counted before: who sees the results may ask how many there are
-                    self.validated += len(ready)
+                    ready = self._counted(ready, val_set=val_set)
                 else:
                     self.generated_prompts += len(ready)
                     masks = (each["response_mask"] for _, samples in ready for each in samples)
@@ -210,7 +254,15 @@ class Rollouts:
             for task in (*tasks, *streams):
                 task.cancel()
 
-    def _prompt(self, row: dict[str, Any], *, sampling: Sampling) -> _Prompt:
+    def _counted(self, ready: list[Group], *, val_set: str) -> list[Group]:
+        """Of each problem the first sample: verl's own numbers of several validations are not used."""
+        if val_set:
+            self._validated[val_set] += [self._graded.pop(uid)[1] for uid, _ in ready]
+        if val_set in ("", next(iter(self._val_sets), "")):
+            self.validated += len(ready)
+        return [(uid, samples[:1]) for uid, samples in ready]
+
+    def _prompt(self, row: dict[str, Any], *, sampling: Sampling, seeds: PromptSeeds) -> _Prompt:
         messages = list(row["raw_prompt"])
         if self._turns is not None:
             ids = self._turns.prompt_ids(messages)
@@ -219,7 +271,7 @@ class Rollouts:
                 messages, add_generation_prompt=True, tokenize=True, return_dict=False
             )
         token_ids = list(ids)[-self._max_prompt_tokens :]
-        seed = self._seeds.next(token_ids, step=int(row["global_steps"])) if sampling.temperature else None
+        seed = seeds.next(token_ids, step=int(row["global_steps"])) if sampling.temperature else None
         return _Prompt(row, token_ids, seed, self._loop.create_future())
 
     async def _stream(self, number: int, prompts: list[_Prompt], *, sampling: Sampling) -> None:
@@ -268,13 +320,15 @@ class Rollouts:
     def _decoded(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
-    async def _scored(self, prompt: _Prompt, *, shaping: Shaping) -> Group:
+    async def _scored(self, prompt: _Prompt, *, shaping: Shaping, validate: bool) -> Group:
         """(uid, one field dictionary per sample)."""
         group, row = await prompt.group, prompt.row
         graded = await asyncio.gather(*(self.pool.grade(_response(each, row)) for each in group.samples))
-        if self._turns is not None and shaping is self._shaping:
+        if self._val_sets if validate else self._rewards:
+            self._graded[row["uid"]] = int(row["global_steps"]), graded
+        if self._turns is not None and not validate:
             self._turns.tally.extend(group.samples)
-        accuracies = neutral_accuracies(graded)  # a single sample, as validation has, counts as wrong
+        accuracies = [each.accuracy for each in graded] if validate else neutral_accuracies(graded)
         return row["uid"], [
             _fields(prompt, group=group, session=session, accuracy=accuracy, shaping=shaping)
             for session, accuracy in enumerate(accuracies)

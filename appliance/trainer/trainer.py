@@ -187,6 +187,7 @@ class Trainer(PPOTrainerSync):
                 super()._validate,
                 step=self.global_steps,
                 problems=lambda: self.rollouts.validated,
+                by_set=self.rollouts.by_set,
                 update=lambda: self.checkpoint_manager.update_weights(self.global_steps),
             )
         except StopAsked:
@@ -201,7 +202,7 @@ class Trainer(PPOTrainerSync):
             if self.global_steps == 0:
                 raise
             self._stop_after_step = error  # the step's weights have moved: it is written down first, and saved
-        return values
+        return tracked(values) if self.plan.task.val_sets else values
 
     def _compute_metrics(
         self, batch: KVBatchMeta, metrics: dict[str, Any], timing_raw: dict[str, float], global_steps: int, epoch: int
@@ -211,6 +212,8 @@ class Trainer(PPOTrainerSync):
         line |= self.engines.take_restart() | self._step.rolled.metrics() | self.governor.metrics()
         if self.plan.algorithm.filters:
             line |= self.sampling.end_step(metrics, rollouts=self.rollouts, rollout_s=timing_raw["gen"])
+        if self.plan.task.own is not None:
+            line |= self.rollouts.reward_means(batch.keys, step=global_steps)
         line |= self._step.telemetry.metrics() | self.validation.take() | self.rollouts.take_turns()
         written = self._write({**line, "reward_failures": self._step.reward_failures})
         metrics.update(tracked(written))  # verl sends `metrics` to the backends next

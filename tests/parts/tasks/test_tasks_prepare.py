@@ -10,7 +10,7 @@ import pytest
 from plans import FILES_OF_BUILTIN, make_plan, make_rollout
 
 from appliance.errors import RecipeError
-from appliance.record.plan import RunPlan
+from appliance.record.plan import RunPlan, ValSetPlan
 from appliance.tasks import prepare as preparation
 from appliance.tasks.prepare import is_prepared, main, prepare
 from appliance.tasks.tiny_spec import TINY_MODELS
@@ -197,6 +197,35 @@ def test_prepare_refuses_a_limit_that_leaves_no_problem(small: RunPlan, tmp_path
     message = "task.max_prompt_tokens: 8 leaves 0 training and 0 validation problems"
     assert caught.value.problems == [(message, "raise it")]
     assert not is_prepared(plan)
+
+
+def test_prepare_writes_each_validation_by_its_name(small: RunPlan, tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(f'{{"question": "What is {n}?", "answer": "#### {n}"}}\n' for n in (2, 3, 40)))
+    plan = gsm8k_plan(small, root=tmp_path, max_prompt_tokens=128)
+    sizes = {"size": 0, "samples": 1, "temperature": 0.0}
+    sets = (ValSetPlan(name="other", file=str(other), **sizes), ValSetPlan(name="held", file="", **sizes | {"size": 4}))
+    plan = plan.replace(task=plan.task.replace(val_sets=sets))
+    prepare(plan)
+    train, val = (pq.read_table(path).to_pylist() for path in (plan.task.train_parquet, plan.task.val_parquet))
+    named = [(row["extra_info"]["split"], row["extra_info"]["index"]) for row in val]
+    assert named[:4] == [("other", 0), ("other", 1), ("other", 2), ("held", 0)]
+    assert {name for name, _ in named[3:]} == {"held"}
+    prompts = [row["prompt"][0]["content"] for row in (*train, *val)]
+    assert len(prompts) == len(set(prompts))
+    sizes_said = events_of(plan)[-1]["note"]
+    assert sizes_said == f"{len(train)} problems to train on, 3 (other), {len(named) - 3} (held) to validate"
+
+
+def test_prepare_says_which_validation_a_limit_leaves_without_problems(small: RunPlan, tmp_path: Path) -> None:
+    plan = gsm8k_plan(small, root=tmp_path, max_prompt_tokens=8)
+    held = ValSetPlan(name="held", file="", size=4, samples=1, temperature=0.0)
+    with pytest.raises(RecipeError) as caught:
+        prepare(plan.replace(task=plan.task.replace(val_sets=(held,))))
+    message = "task.max_prompt_tokens: 8 leaves 0 training and 0 validation (held) problems"
+    assert caught.value.problems == [(message, "raise it")]
 
 
 def test_prepare_refuses_operands_that_do_not_fit(small: RunPlan, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]) ->
         faults = Counter({Fault.RAISED: failed} if failed else {})
         pool = SimpleNamespace(graded=512, faults=faults, last_fault=None)
         checkpoints = SimpleNamespace(save_now=lambda reason: None)
-        rollouts = SimpleNamespace(validated=512, pool=pool, samples=samples)
+        rollouts = SimpleNamespace(validated=512, by_set=dict, pool=pool, samples=samples)
         made = make_trainer(plan, stopping=stopping, global_steps=5, rollouts=rollouts, checkpoints=checkpoints)
         made.plan = plan.replace(resume_from=str(folder))
         return made

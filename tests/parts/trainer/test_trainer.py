@@ -110,7 +110,7 @@ def trainer(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) ->
     made.llm_server_manager = SimpleNamespace(server_handles=[])
     made.checkpoint_manager = SimpleNamespace(update_weights=None)
     pool = SimpleNamespace(graded=0, faults=Counter(), last_fault=None)
-    made.rollouts = SimpleNamespace(pool=pool, samples=Part("samples", said), validated=0)
+    made.rollouts = SimpleNamespace(pool=pool, samples=Part("samples", said), validated=0, by_set=dict)
     made.timing_raw = {"update_weights": 1.0}
     made._step = Step(INT8, telemetry=telemetry)
     return made

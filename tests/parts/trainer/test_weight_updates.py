@@ -58,12 +58,20 @@ class Parts:
         if not self.may_validate:
             raise StopAsked
 
-    def validate(self, step: int) -> dict[str, float | None]:
+    def validate(self, step: int, *, sets: tuple[dict[str, float], ...] = ()) -> dict[str, float | None]:
+        """sets: of the first and of the second validation, those of several sets."""
+
         def validate() -> dict[str, float]:
             self.said.append("validate")
             return {"val-core/arithmetic/reward/mean@1": 0.75}
 
-        self._validation.make(validate, step=step, problems=lambda: 0, update=lambda: self.update(step))
+        def by_set() -> dict[str, float]:
+            return sets[self.said.count("validate") - 1] if sets else {}
+
+        made = self._validation.make(
+            validate, step=step, problems=lambda: 0, update=lambda: self.update(step), by_set=by_set
+        )
+        assert made == (sets[0] if sets else {"val-core/arithmetic/reward/mean@1": 0.75})
         return self._validation.take()
 
 
@@ -138,6 +146,12 @@ def test_a_stop_just_before_the_engines_are_in_bf16_leaves_that_validation_out(p
     made = parts(is_leaving=True, every=1)
     assert made.validate(1) == {"val_reward_mean": 0.75, "val_reward_bf16_mean": None, "val_samples": 0}
     assert made.said == ["validate", "update int8"]
+
+
+def test_of_several_validations_the_first_counts_in_each_precision(parts: Callable[..., Parts]) -> None:
+    sets = ({"val/a/avg@2": 0.25, "val/b/avg@1": 9.0}, {"val/a/avg@2": 0.5, "val/b/avg@1": 8.0})
+    means = {"val_reward_mean": 0.25, "val_reward_bf16_mean": 0.5, "val_samples": 0}
+    assert parts(every=1).validate(4, sets=sets) == {**means, **sets[0]}
 
 
 @pytest.mark.parametrize("step", [3, 4])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
 from dataclasses import replace
@@ -179,3 +180,52 @@ def test_a_guard_that_warns_and_stops_at_once_says_both() -> None:
 
 def test_every_guard_has_a_patience_of_its_name() -> None:
     assert [type(getattr(Collapse(), guard.value)) for guard in Guard] == [Patience] * len(Guard)
+
+
+# Rewards of the user's own: no range is known
+
+OWN = {"reward_ceiling": None}
+
+
+def test_an_own_reward_of_any_scale_that_lost_half_of_its_best_stops_the_run() -> None:
+    """40, then 0: as with 0.4 and a known range. It never climbed, but 0 is a floor for what begins above it."""
+    _, made = run([{"reward_mean": 40.0}] * 30 + [{"reward_mean": 0.0}] * 40, policy=collapse(**OWN))
+    assert told(made) == [(36, "reward", "warn"), (55, "reward", "stop")]
+    assert made[0].causes[0].text == "reward_mean of 10 steps 16 below 20"
+
+
+def test_an_own_reward_below_zero_loses_what_it_gained_since_the_first_steps() -> None:
+    """From -5 to -1: -2 is still better than the middle, -4 is not."""
+    climb = [{"reward_mean": -5.0}] * 10 + [{"reward_mean": -1.0}] * 20
+    _, made = run([*climb, *[{"reward_mean": -2.0}] * 60], policy=collapse(**OWN))
+    assert made == []
+    _, made = run([*climb, *[{"reward_mean": -4.0}] * 60], policy=collapse(**OWN))
+    assert told(made)[-1][1:] == ("reward", "stop")
+
+
+def test_the_noise_of_an_own_reward_is_no_collapse() -> None:
+    """Between -1 and -0.9 from the beginning: what its best mean gained is less than its first steps differ."""
+    noisy = [{"reward_mean": -1.0 + 0.1 * (step % 7) / 6} for step in range(200)]
+    _, made = run(noisy, policy=collapse(**OWN))
+    assert made == []
+
+
+@pytest.mark.parametrize("best", [0.01, 40.0, -0.5])
+def test_equal_samples_at_the_best_of_an_own_reward_are_a_solved_task(best: float) -> None:
+    climb = [{"reward_mean": best - abs(best)}] * 10 + [{"reward_mean": best}] * 20
+    equal = {"equal_group_fraction": 1.0, "entropy": 0.0, "response_tokens_mean": 100.0}
+    _, made = run([*climb, *[{"reward_mean": best, **equal}] * 60], policy=collapse(**OWN))
+    assert made == []
+
+
+@pytest.mark.parametrize("stuck", [0.0, -3.0])
+def test_equal_samples_of_an_own_reward_that_never_rose_stop_the_run(stuck: float) -> None:
+    state, made = run([{"reward_mean": stuck, "equal_group_fraction": 1.0}] * 40, policy=collapse(**OWN))
+    assert told(made)[0] == (5, "equal_samples", "warn") and state.stopped
+
+
+def test_a_state_of_before_own_rewards_can_be_read() -> None:
+    state, _ = run([{}] * 12)
+    kept = json.loads(state.to_json())
+    assert len(kept["watches"].pop("first_rewards")) == 10
+    assert GovernorState.from_json(json.dumps(kept)).watches == replace(state.watches, first_rewards=())

@@ -113,7 +113,7 @@ def test_plain_lines_of_a_run(capsys: pytest.CaptureFixture[str], step_line: Cal
         "warm start 6/8  loss 1.2",
         "warm start 8/8  loss 1.2",
         "phase start: starting Ray",
-        "phase validate: validating, greedy",
+        "phase validate: validating",
         "validation before training 0.211 (512 problems, greedy)",
         "phase rollout: generating rollouts",
         "step 1/2  reward 0.215  413 tokens/s  took 4.0 s (rollout 2.6, log-probs 0.4, update 0.8, sync 0.1, rest 0.1)"
@@ -176,7 +176,7 @@ def test_summary_of_a_run_that_did_not(tmp_path: Path, small_plan: Callable, ste
         "the reward did not climb: more steps (--set trainer.steps=4) or a higher learning rate",
         "appliance status runs/a",
     )
-    assert summary.result(state) == summary.Result(0.2148, 0.2148, greedy=False)
+    assert summary.result(state) == summary.Result(0.2148, 0.2148, validated=False)
 
 
 def test_durations() -> None:

@@ -75,6 +75,8 @@ def test_status_for_machines(tmp_path: Path, small_plan: Callable, capsys: pytes
         "reward_mean": 0.35,
         "val_reward_before": 0.2,
         "val_reward_mean": 0.2,
+        "rewards": {},
+        "val_sets": {},
         "rollout_tokens_per_s": 450.0,
         "checkpoint_steps": [],
     }

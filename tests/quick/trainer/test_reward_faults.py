@@ -11,7 +11,7 @@ import pytest
 
 from appliance.errors import GuardStop
 from appliance.tasks.grading import Fault, Graded
-from appliance.trainer.rewards import RewardFaults, neutral_accuracies
+from appliance.trainer.rewards import RewardFaults, neutral_accuracies, neutral_parts, reward_means
 
 FAILED = Graded(0.0, Fault.TIMED_OUT, "no grade after 30 s")
 
@@ -70,3 +70,24 @@ def test_share_that_is_just_allowed_goes_on_and_one_more_stops(tmp_path: Path) -
     assert raised.value.message == "9 of 64 rewards of step 3 failed (9 raised), more than 12%"
     assert raised.value.hint == "the last one: no grade after 30 s; guard.reward_failures says how many may fail"
     assert raised.value.exit_code == 6
+
+
+def test_equal_grades_with_a_fault_stay_equal_to_the_last_bit() -> None:
+    """DAPO's filter looks for groups without any spread; three times 0.1 over three is not 0.1 in floats."""
+    assert (0.1 + 0.1 + 0.1) / 3 != 0.1
+    assert neutral_accuracies([Graded(0.1), Graded(0.1), FAILED, Graded(0.1)]) == [0.1] * 4
+
+
+def test_rewards_of_any_size_have_a_mean() -> None:
+    assert neutral_accuracies([Graded(1e15), Graded(-3e15), FAILED]) == [1e15, -3e15, -1e15]
+
+
+def test_a_fault_has_the_means_of_its_groups_rewards() -> None:
+    graded = [Graded(1.0, parts=(("a", 1.0), ("b", 4.0))), FAILED, Graded(0.5, parts=(("a", 0.5),))]
+    assert neutral_parts(graded) == [{"a": 1.0, "b": 4.0}, {"a": 0.75, "b": 4.0}, {"a": 0.5}]
+    assert neutral_parts([FAILED, FAILED]) == [{}, {}]
+
+
+def test_the_mean_of_a_reward_is_over_the_samples_to_which_it_applies() -> None:
+    parts = [{"a": 1.0}, {"a": 0.0, "b": -5.0}, {}]
+    assert reward_means(parts, names=("b", "a", "c")) == {"reward/b": -5.0, "reward/a": 0.5, "reward/c": None}

@@ -1,0 +1,203 @@
+"""Several validations, and the means of the rewards of a step. Engine, pool and queue are fakes, the loop is real."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from appliance.tasks.grading import Fault, Graded, Shaping
+from appliance.tasks.task import Response
+from appliance.trainer import rollouts as room
+from appliance.trainer.rollouts import PromptSeeds, Rollouts, Sampling
+from appliance.trainer.samples import Group, SampleLog
+
+GREEDY = Sampling(temperature=0.0, top_p=1.0, num_samples=1)
+TRAINING = Sampling(temperature=1.0, top_p=1.0, num_samples=3)
+SETS = {"hard": Sampling(temperature=0.5, top_p=0.9, num_samples=2), "held_out": GREEDY}
+FAULT = Graded(0.0, Fault.RAISED, "it raised")
+
+
+class Batch(dict):
+    """What is used of verl's batch."""
+
+    def __len__(self) -> int:
+        return len(self["raw_prompt"])
+
+
+def batch(*, step: int, validate: bool, splits: list[str]) -> Batch:
+    """A prompt for each split, named by its place."""
+    places = range(len(splits))
+    rows = {
+        "raw_prompt": [[place] for place in places],
+        "global_steps": [step] * len(splits),
+        "uid": [f"{'v' if validate else 't'}{step}-{place}" for place in places],
+        "reward_model": [{"ground_truth": str(place)} for place in places],
+        "extra_info": [{"split": split, "row": ""} for split in splits],
+    }
+    return Batch({**rows, **({"validate": True} if validate else {})})
+
+
+class Engine:
+    """Answers each prompt with as many samples as it is asked for; `asked` has what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.generate_groups = self
+
+    def options(self, **_: object) -> Engine:
+        return self
+
+    async def remote(self, prompts: list[list[int]], **asked: Any) -> AsyncIterator[Any]:
+        self.asked.append({"prompts": prompts, **asked})
+        for place in range(len(prompts)):
+            sample = SimpleNamespace(token_ids=[7], log_probs=[-1.0], finished=True)
+            yield _answer((place, SimpleNamespace(samples=[sample] * asked["num_samples"], weights_version=1)))
+
+
+async def _answer(answer: object) -> object:
+    return answer
+
+
+Made = tuple[Rollouts, Engine, list[Group]]
+Make = Callable[..., Made]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Rollouts, their engine, and what was put into the queue. grades: of the samples, by the truth, in turns."""
+
+    def made(grades: dict[str, list[Graded]], **changes: object) -> Made:
+        engine, was_put = Engine(), []
+        waiting = {truth: list(each) for truth, each in grades.items()}
+
+        async def put(ready: list[Group], *, partition: str) -> None:
+            was_put.extend(ready)
+
+        async def grade(response: Response) -> Graded:
+            waiting[response.truth] = [*waiting[response.truth][1:], (first := waiting[response.truth][0])]
+            return first
+
+        monkeypatch.setattr(room, "_put", put)
+        return (
+            Rollouts(
+                [engine],
+                tokenizer=SimpleNamespace(
+                    apply_chat_template=lambda messages, **_: [1, *messages], decode=lambda ids, **_: "said"
+                ),
+                pool=SimpleNamespace(grade=grade),
+                shaping=Shaping(),
+                training=TRAINING,
+                validation=GREEDY,
+                max_prompt_tokens=8,
+                seed=3,
+                in_order=True,
+                samples=SampleLog(Path("run"), steps=1, decode=str),
+                **{"val_sets": SETS, "rewards": ("right", "short"), **changes},
+            ),
+            engine,
+            was_put,
+        )
+
+    return made
+
+
+def graded(right: float, short: float | None = None) -> Graded:
+    parts = (("right", right), *(() if short is None else (("short", short),)))
+    return Graded(sum(value for _, value in parts), parts=parts)
+
+
+def run(made: Rollouts, rows: Batch) -> None:
+    made.generate_sequences(rows)
+    made.finish()
+
+
+GRADES = {"0": [FAULT, graded(1.0, 0.5)], "1": [graded(0.0, 1.0)], "2": [graded(1.0, 2.0), graded(0.25)]}
+SPLITS = ["hard", "held_out", "hard"]
+
+
+def test_each_set_is_sampled_as_it_is_to_be_and_told_by_its_name(make: Make) -> None:
+    """A fault counts 0 in a validation: the other sample of its problem does not stand for it."""
+    made, engine, was_put = make(GRADES)
+    run(made, batch(step=4, validate=True, splits=SPLITS))
+    assert [(each["prompts"], each["num_samples"], each["sampling"]) for each in engine.asked] == [
+        ([[1, 0], [1, 2]], 2, {"temperature": 0.5, "top_p": 0.9, "top_k": -1}),
+        ([[1, 1]], 1, {"temperature": 0.0, "top_p": 1.0, "top_k": -1}),
+    ]
+    assert made.by_set() == {
+        "val/hard/avg@2": (1.5 + 0.0 + 3.0 + 0.25) / 4,
+        "val/hard/pass@1": 0.5,
+        "val/hard/pass@2": 1.0,
+        "val/held_out/avg@1": 1.0,
+        "val/held_out/pass@1": 0.0,
+    }
+    assert made.validated == 2  # problems of the first set
+    assert [(uid, len(samples)) for uid, samples in was_put] == [("v4-0", 1), ("v4-2", 1), ("v4-1", 1)]
+    assert was_put[0][1][0]["extra_fields"]["reward_extra_info"] == {"acc": 0.0}
+
+
+def test_a_validation_has_its_seeds_however_often_it_is_made(make: Make) -> None:
+    made, engine, _ = make(GRADES)
+    for step in (4, 4, 5):
+        run(made, batch(step=step, validate=True, splits=SPLITS))
+    first, greedy, again, _, later, _ = (each["seeds"] for each in engine.asked)
+    own = PromptSeeds(3, val_set="hard")
+    assert first == again == [own.next([1, 0], step=4), own.next([1, 2], step=4)]
+    assert greedy == [None]
+    assert not {*first} & {*later}
+    assert not {*first} & {PromptSeeds(3).next([1, 0], step=4), PromptSeeds(3, val_set="other").next([1, 0], step=4)}
+
+
+def test_a_validation_does_not_move_the_seeds_of_training(make: Make) -> None:
+    made, engine, _ = make(GRADES)
+    train = batch(step=4, validate=False, splits=["train"])
+    run(made, train)
+    run(made, batch(step=4, validate=True, splits=SPLITS))
+    run(made, batch(step=4, validate=False, splits=["train"]))
+    before, *_, after = (each["seeds"] for each in engine.asked)
+    alone = PromptSeeds(3)
+    assert [*before, *after] == [alone.next([1, 0], step=4), alone.next([1, 0], step=4)]
+
+
+def test_the_newest_validation_alone_is_told(make: Make) -> None:
+    made, _, _ = make(GRADES)
+    for _ in range(2):
+        run(made, batch(step=4, validate=True, splits=SPLITS))
+    assert len(made.by_set()) == 5 and made.validated == 4
+    assert made.by_set()["val/hard/pass@2"] == 1.0
+
+
+def test_without_sets_nothing_is_kept_and_a_fault_is_wrong(make: Make) -> None:
+    made, _, was_put = make({"0": [FAULT]}, val_sets=None)
+    run(made, batch(step=4, validate=True, splits=["val"]))
+    assert made.by_set() == {} and made.validated == 1 and made._graded == {}
+    assert was_put[0][1][0]["extra_fields"]["reward_extra_info"] == {"acc": 0.0}
+
+
+def test_rewards_are_means_over_the_samples_that_are_trained_on(make: Make) -> None:
+    """Two of three prompts: the first's fault has the means of its others, the third's second reward applies once."""
+    grades = {
+        "0": [graded(1.0, 0.5), FAULT, graded(0.0, 1.0)],
+        "1": [graded(-9.0, -9.0)],
+        "2": [graded(1.0), graded(0.0), graded(0.5, 4.0)],
+    }
+    made, _, was_put = make(grades)
+    run(made, batch(step=4, validate=False, splits=["train"] * 3))
+    keys = [f"{uid}_{session}_0" for uid, samples in was_put for session in range(len(samples))]
+    trained = [key for key in keys if not key.startswith("t4-1_")]
+    assert len(keys) == 9 and len(trained) == 6
+    assert made.reward_means(trained, step=4) == {
+        "reward/right": (1.0 + 0.5 + 0.0 + 1.0 + 0.0 + 0.5) / 6,
+        "reward/short": (0.5 + 0.75 + 1.0 + 4.0) / 4,
+    }
+
+
+def test_what_no_step_trained_on_is_forgotten_with_the_next(make: Make) -> None:
+    made, _, _ = make({"0": [graded(1.0)]})
+    for step in (4, 5):
+        run(made, batch(step=step, validate=False, splits=["train"]))
+        assert made.reward_means([f"t{step}-0_0_0"], step=step) == {"reward/right": 1.0, "reward/short": None}
+    assert made.reward_means(["t4-0_0_0"], step=6) == {"reward/right": None, "reward/short": None}

@@ -1,0 +1,130 @@
+"""Several validations: which problems they are, and what their samples say."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from appliance.errors import RecipeError
+from appliance.record.plan import OwnPlan, RewardPlan, ValSetPlan
+from appliance.tasks import own
+from appliance.tasks.built_in import arithmetic
+from appliance.tasks.grading import Fault, Graded
+from appliance.tasks.task import Splits, Task
+from appliance.tasks.validation import pass_at, set_metrics, tries
+
+RIGHT, HALF, WRONG = Graded(1.5, parts=(("math", 1.0), ("short", 0.5))), Graded(0.5), Graded(0.0)
+
+
+def val_set(name: str, *, file: Path | str = "", size: int = 0, samples: int = 1) -> ValSetPlan:
+    return ValSetPlan(name=name, file=str(file), size=size, samples=samples, temperature=0.0)
+
+
+@pytest.fixture
+def task() -> Task:
+    exact = RewardPlan(name="exact", weight=1.0, function="exact", file="", options={})
+    texts = dict.fromkeys(("data", "config", "template", "system", "tools"), "")
+    return own.task(OwnPlan(**texts, split="train", prompt="q", truth="a", rewards=(exact,), max_turns=1, code=()))
+
+
+def file_of(folder: Path, name: str, *, first: int, count: int) -> Path:
+    path = folder / f"{name}.jsonl"
+    rows = [{"q": f"problem {number}", "a": str(number)} for number in range(first, first + count)]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def splits(task: Task, train: Path | str, *val_sets: ValSetPlan, train_size: int = 0) -> Splits:
+    sizes = {"train_size": train_size, "val_size": 512}
+    return task.splits(difficulty=2, train_file=str(train), val_file="", seed=0, **sizes, val_sets=val_sets)
+
+
+@pytest.mark.parametrize("samples", range(1, 8))
+def test_pass_at_k_is_the_share_of_draws_with_one_that_passes(samples: int) -> None:
+    """Against all draws of k of n samples, counted."""
+    for passed, k in itertools.product(range(samples + 1), range(1, samples + 1)):
+        draws = list(itertools.combinations([True] * passed + [False] * (samples - passed), k))
+        share = sum(map(any, draws)) / len(draws)
+        assert pass_at(k, samples=samples, passed=passed) == pytest.approx(share, abs=1e-15)
+
+
+def test_pass_at_k_of_many_samples_is_finite_and_exact_at_the_ends() -> None:
+    assert pass_at(512, samples=1024, passed=0) == 0.0
+    assert pass_at(512, samples=1024, passed=600) == 1.0
+    assert pass_at(1, samples=1024, passed=256) == 0.25
+
+
+def test_tries_are_powers_of_two_and_the_number_of_samples() -> None:
+    assert [list(tries(samples)) for samples in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+
+
+def test_the_mean_is_over_problems_and_samples_and_what_passes_by_the_first_reward() -> None:
+    """Two problems of two samples: one of four passes. The second reward of 1 says nothing, a fault is 0 and fails."""
+    generous = Graded(1.0, parts=(("math", 0.0), ("short", 1.0)))
+    found = set_metrics("aime", [[RIGHT, generous], [HALF, Graded(0.0, Fault.RAISED)]], first_reward="math")
+    assert found == {"val/aime/avg@2": 0.75, "val/aime/pass@1": 0.25, "val/aime/pass@2": 0.5}
+    assert next(iter(found)) == "val/aime/avg@2"
+
+
+def test_a_reward_that_does_not_apply_does_not_pass_and_that_of_a_built_in_task_needs_no_name() -> None:
+    other = Graded(1.0, parts=(("short", 1.0),))
+    assert set_metrics("a", [[other]], first_reward="math")["val/a/pass@1"] == 0.0
+    assert set_metrics("a", [[other]], first_reward="")["val/a/pass@1"] == 1.0
+
+
+def test_sets_of_files_and_one_that_is_held_out_share_nothing_with_training(tmp_path: Path, task: Task) -> None:
+    """Two files with common problems, which are 25..54 of 0..39 to train on."""
+    first, second = file_of(tmp_path, "a", first=30, count=20), file_of(tmp_path, "b", first=25, count=30)
+    train = file_of(tmp_path, "train", first=0, count=40)
+    sets = (val_set("train", file=first, size=12), val_set("held", size=5), val_set("b", file=second))
+    made = splits(task, train, *sets)
+    assert list(made.val_sets) == ["train", "held", "b"] and made.val == []
+    assert [each.truth for each in made.val_sets["train"]] == [str(number) for number in range(30, 42)]
+    assert len(made.val_sets["b"]) == 30 and len(made.val_sets["held"]) == 5
+    seen = {each.prompt for problems in made.val_sets.values() for each in problems}
+    assert len(made.train) == 20 and not seen & {each.prompt for each in made.train}
+    assert made.notes == ("train: 15 problems are in the validation data as well and are left out",)
+    assert splits(task, train, *sets) == made
+
+
+def test_one_set_that_is_held_out_is_the_validation_without_sets(tmp_path: Path, task: Task) -> None:
+    train = file_of(tmp_path, "train", first=0, count=40)
+    plain = task.splits(difficulty=2, train_file=str(train), val_file="", seed=0, train_size=0, val_size=8)
+    made = splits(task, train, val_set("held", size=8))
+    assert (made.train, made.val_sets) == (plain.train, {"held": plain.val})
+
+
+def test_sizes_that_files_do_not_have_are_all_said(tmp_path: Path, task: Task) -> None:
+    train, file = (file_of(tmp_path, name, first=0, count=6) for name in ("train", "a"))
+    other = file_of(tmp_path, "b", first=50, count=3)
+    with pytest.raises(RecipeError) as caught:
+        splits(task, train, val_set("a", file=file, size=7), val_set("b", file=other, size=4), val_set("c", size=1))
+    assert caught.value.problems == [
+        (f"task.val_sets.a.size: 7 is more than the 6 problems in {file}", "use 1 to 6, or 0 for all of them"),
+        (f"task.val_sets.b.size: 4 is more than the 3 problems in {other}", "use 1 to 3, or 0 for all of them"),
+        (
+            f"task.val_sets.c.size: 1 of the 0 problems in {train} leaves none for one side",
+            "use 1 to 1, or give task.val_sets.c.file",
+        ),
+    ]
+
+
+def test_bad_rows_of_every_file_are_said_at_once(tmp_path: Path, task: Task) -> None:
+    train, file = tmp_path / "train.jsonl", tmp_path / "a.jsonl"
+    train.write_text('{"q": "1"}\n')
+    file.write_text('{"a": "1"}\n')
+    with pytest.raises(RecipeError) as caught:
+        splits(task, train, val_set("a", file=file))
+    assert [message for message, _ in caught.value.problems] == [
+        f"{train}:1: the field `a` is missing",
+        f"{file}:1: the field `q` is missing",
+    ]
+
+
+def test_a_task_that_makes_its_problems_makes_those_of_its_set() -> None:
+    plain = arithmetic.TASK.splits(difficulty=2, train_file="", val_file="", seed=0, train_size=64, val_size=32)
+    made = splits(arithmetic.TASK, "", val_set("unseen", size=32), train_size=64)
+    assert (made.train, made.val_sets, made.val) == (plain.train, {"unseen": plain.val}, [])
