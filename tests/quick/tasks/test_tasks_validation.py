@@ -119,8 +119,8 @@ def test_bad_rows_of_every_file_are_said_at_once(tmp_path: Path, task: Task) -> 
     with pytest.raises(RecipeError) as caught:
         splits(task, train, val_set("a", file=file))
     assert [message for message, _ in caught.value.problems] == [
-        f"{train}:1: the field `a` is missing",
-        f"{file}:1: the field `q` is missing",
+        f"{train}:1: the field `a` is missing: the row has `q`",
+        f"{file}:1: the field `q` is missing: the row has `a`",
     ]
 
 
