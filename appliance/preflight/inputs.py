@@ -142,8 +142,9 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) 
         # Where the commit is not known, of `main`: what stands against the revision is told by revision_problem.
         model_problem=hub.refusal(name, revision=plan.model.commit) if asks and needs_model and not hub_problem else "",
         revision_problem=_revision_problem(plan.model) if ask_hub else "",
-        reward_problem=reward_problem(plan) if ask_hub and not data_problems else None,
-        tool_problems=tool_problems(plan, template=may_look or cached) if ask_hub else (),
+        reward_problem=(missing := missing_code(plan))
+        or (reward_problem(plan) if ask_hub and not data_problems else None),
+        tool_problems=tool_problems(plan, template=may_look or cached) if ask_hub and not missing else (),
         access=access,
         stack=read_stack(plan),
         stored=read_result(key, cache_dir=Path(plan.cache_dir))[0] if key else None,
@@ -274,13 +275,19 @@ def _of_another_model(norms: dict[str, tuple[int, ...]], *, source: Path, model:
     return ""
 
 
+def missing_code(plan: RunPlan) -> RewardProblem | None:
+    """The files of the user's code that cannot be read."""
+    files = ", ".join(each.path for each in code_of(plan) if not each.sha256)
+    return RewardProblem(f"{files}: no such file, or it cannot be read", remedy="correct the path") if files else None
+
+
 def reward_problem(plan: RunPlan) -> RewardProblem | None:
-    """What is wrong with the rewards of the first problems; None where nothing is, or the data is not here yet."""
+    """What is wrong with the rewards of the first problems; None where nothing is, or the data is not here yet.
+
+    The user's code is imported in any case.
+    """
     task = plan.task
-    for each in code_of(plan):
-        if not each.sha256:
-            return RewardProblem(f"{each.path}: no such file, or it cannot be read")
-    if is_from_hub(task):
+    if is_from_hub(task) and not code_of(plan):
         return None
     within_s = _STARTS_WITHIN_S + task.reward_timeout_s
     with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as printed:  # a pipe may outlive its child

@@ -28,6 +28,7 @@ from appliance.tasks.built_in.dapo_math import PARSING_S, braced, import_verifie
 from appliance.tasks.built_in.gsm8k import FINAL
 from appliance.tasks.task import Response, Reward
 from appliance.tasks.user_code import Given, load_function
+from appliance.terms.environment import THREADS_VARIABLE
 
 CODE_S = 10.0  # for all tests of one program: what is not done by then has failed
 JUDGE_S = 25.0  # for its answer, less than a response has by default
@@ -234,7 +235,7 @@ def _passes(program: Path, given: str, wanted: str, *, within_s: float) -> bool:
             stdout=said,
             stderr=subprocess.DEVNULL,
             cwd=program.parent,
-            env={"PATH": "/usr/bin:/bin", "HOME": str(program.parent), "OMP_NUM_THREADS": "1", "LANG": "C.UTF-8"},
+            env={"PATH": "/usr/bin:/bin", "HOME": str(program.parent), THREADS_VARIABLE: "1", "LANG": "C.UTF-8"},
             start_new_session=True,
             preexec_fn=_limit,
         )

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 
 from appliance.record.plan import TaskPlan
 from appliance.tasks.grading import Graded, grade, in_words, weighed
-from appliance.tasks.library import task_of
+from appliance.tasks.library import is_from_hub, task_of
 from appliance.tasks.rows import Problem
 from appliance.tasks.task import Response, Reward, Task
 from appliance.tasks.user_code import UserCodeError
@@ -45,7 +45,9 @@ class Verdict:
 def judge_sample(plan: TaskPlan, *, tell: Tell = lambda _: None) -> Verdict:
     """Of the first problems of the file, or of the task's own. Runs the user's rewards."""
     task, count = task_of(plan), SAMPLES if plan.own is None else SAMPLES_OF_OWN
-    problems = task.first_problems(count, file=plan.train_file, difficulty=plan.difficulty, seed=plan.seed)
+    problems: list[Problem] = []  # of the hub's none are here yet
+    if not is_from_hub(plan):
+        problems = task.first_problems(count, file=plan.train_file, difficulty=plan.difficulty, seed=plan.seed)
     if plan.own is None:
         rewards = task.rewards()
         wrong = [each for problem in problems if (each := _wrong(problem, task=task, rewards=rewards))]

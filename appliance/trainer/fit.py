@@ -22,9 +22,8 @@ from appliance.patch import Patch, apply_patch
 from appliance.record.events import append_event
 from appliance.record.plan import RunPlan
 from appliance.tasks.grading import Shaping
-from appliance.tasks.library import rewards_of
 from appliance.tasks.tools import read_schemas
-from appliance.trainer.rewards import RewardPool, note_idle_death
+from appliance.trainer.rewards import RewardPool, pool_for
 from appliance.trainer.rollouts import Rollouts, Sampling
 from appliance.trainer.samples import SampleLog
 from appliance.trainer.stopping import StopAsked, Stopping
@@ -80,14 +79,7 @@ def fit(
     transfer_queue.init(config.transfer_queue)
     try:
         trainer = Trainer(config=config, plan=plan, stopping=stopping, on_engine_death=on_engine_death)
-        own = plan.task.own.with_copies(plan.run_dir) if plan.task.own else None
-        pool = RewardPool(
-            load=functools.partial(rewards_of, plan.task.replace(own=own)),
-            import_path=own.import_path if own else (),
-            workers=plan.task.reward_workers,
-            timeout_s=plan.task.reward_timeout_s,
-            on_idle_death=functools.partial(note_idle_death, trainer.run_dir),
-        )
+        pool = pool_for(plan)
         try:
             trainer.init()
             trainer.fit(_rollouts(trainer, plan=plan, pool=pool))

@@ -24,10 +24,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import TimeoutError as GradingTimeout
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from pebble import ProcessExpired, ProcessPool
 from pebble.pool.process import PoolManager
@@ -35,8 +34,9 @@ from pebble.pool.process import PoolManager
 from appliance.errors import GuardStop
 from appliance.record.events import append_event
 from appliance.record.liveness import keep_stacks
+from appliance.record.plan import RunPlan
 from appliance.tasks.grading import Fault, Graded, grade, in_words, weighed
-from appliance.tasks.library import TASKS
+from appliance.tasks.library import TASKS, rewards_of
 from appliance.tasks.task import Response, Reward
 
 TIMEOUT_S = 30.0  # of one response, from when a process takes it; math-verify's own limits are below
@@ -132,7 +132,8 @@ class RewardPool:
             # A fork of this process, with its threads and Ray's, may deadlock.
             context=multiprocessing.get_context("spawn"),
         )
-        self._pool.schedule(_ready, timeout=self._timeout_s)  # starts the processes; what fails here fails again
+        for _ in range(self._workers):  # starts the processes; what fails here fails again
+            self._pool.schedule(_ready, timeout=self._timeout_s)
 
     async def grade(self, response: Response) -> Graded:
         """Never raises: what goes wrong with one response is counted."""
@@ -206,6 +207,18 @@ class RewardPool:
         self._pool.join()
 
 
+def pool_for(plan: RunPlan) -> RewardPool:
+    """As a run has it: it executes the run's copies of the user's files."""
+    own = plan.task.own.with_copies(plan.run_dir) if plan.task.own is not None else None
+    return RewardPool(
+        load=functools.partial(rewards_of, plan.task.replace(own=own)),
+        import_path=own.import_path if own is not None else (),
+        workers=plan.task.reward_workers,
+        timeout_s=plan.task.reward_timeout_s,
+        on_idle_death=functools.partial(note_idle_death, Path(plan.run_dir)),
+    )
+
+
 def _begin(load: Callable[[], Sequence[Reward]], import_path: tuple[str, ...]) -> None:
     """In each process of the pool, at its start. Loading may run the user's code: it waits for a time limit."""
     keep_stacks("reward")
@@ -221,8 +234,7 @@ def _ready() -> None:
     _load()
 
 
-@dataclass(frozen=True)
-class _Answer(Generic[T]):
+class _Answer(NamedTuple, Generic[T]):  # no dataclass: verl loads this file as a module that nobody finds by its name
     value: T
     raised: str = ""
 

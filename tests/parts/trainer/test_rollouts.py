@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +14,9 @@ from ray.exceptions import RayActorError, RayError
 
 from appliance.errors import ApplianceError, EngineError, TrainingError
 from appliance.tasks.grading import Shaping
+from appliance.tasks.task import Reward
+from appliance.trainer import rollouts as module
+from appliance.trainer.rewards import RewardPool
 from appliance.trainer.rollouts import Rollouts, Sampling
 from appliance.trainer.samples import SampleLog
 
@@ -107,3 +112,46 @@ def test_what_is_abandoned_is_no_failure() -> None:
     made.generate_sequences(Batch({"raw_prompt": [], "global_steps": []}))
     made.abandon()
     made.wait(0.1)
+
+
+BETWEEN_S, REWARD_S, PROMPTS = 0.3, 0.2, 6  # the next group comes when the rewards of the one before are in
+
+
+class SlowEngine(Engine):
+    """One sample of each prompt, one prompt at a time."""
+
+    async def remote(self, *_: object, **__: object) -> AsyncIterator[Any]:
+        for place in range(PROMPTS):
+            await asyncio.sleep(BETWEEN_S)
+            sample = SimpleNamespace(token_ids=[1], log_probs=[0.0], finished=True)
+            yield _answer((place, SimpleNamespace(samples=[sample], weights_version=0)))
+
+
+def slow_rewards() -> tuple[Reward, ...]:
+    return (Reward("slow", 1.0, lambda _: time.sleep(REWARD_S) or 1.0),)
+
+
+def test_a_slow_reward_overlaps_with_rollouts_that_still_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Six rewards of 0.2 s in one process: 1.2 s if they waited for the rollouts to end, 0.2 s beside them."""
+    made, put = rollouts(SlowEngine()), []
+
+    async def note(ready: list[Any], *, partition: str) -> None:
+        put.append((time.monotonic(), len(ready)))
+
+    monkeypatch.setattr(module, "_put", note)
+    made._tokenizer.decode = lambda *_, **__: "7"
+    made.samples = SampleLog(tmp_path, steps=1, decode=str)
+    made.pool = RewardPool(load=slow_rewards, workers=1)
+    try:
+        asyncio.run(made.pool.call(int))  # its process is there
+        row = {"reward_model": {"ground_truth": "7"}, "extra_info": {}, "data_source": "own"}
+        batch = {"raw_prompt": [[]] * PROMPTS, "global_steps": [1] * PROMPTS, "uid": [*"abcdef"]}
+        since = time.monotonic()
+        made.generate_sequences(Batch(batch | {name: [value] * PROMPTS for name, value in row.items()}))
+        while sum(count for _, count in put) < PROMPTS:
+            made.wait(1.0)
+        seconds = put[-1][0] - since
+    finally:
+        made.pool.close()
+    rollouts_s = PROMPTS * BETWEEN_S
+    assert rollouts_s + REWARD_S <= seconds < rollouts_s + PROMPTS * REWARD_S - REWARD_S

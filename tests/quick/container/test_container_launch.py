@@ -11,7 +11,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from hub_variables import set_hub
-from plans import make_plan
+from plans import make_plan, own_plan
 
 from appliance.container import launch
 from appliance.container.launch import (
@@ -26,7 +26,7 @@ from appliance.container.launch import (
 from appliance.errors import PreflightError, RecipeError
 from appliance.preflight.finding import Finding, Severity
 from appliance.recipe.load import load_recipe
-from appliance.record.plan import ClusterPlan
+from appliance.record.plan import ClusterPlan, CodeFile, ValSetPlan
 
 FOLDER = Path("/srv/mine")
 
@@ -60,6 +60,15 @@ def test_what_lies_elsewhere_is_mounted_too_inputs_read_only(tmp_path: Path) -> 
         ("/models/qwen", True),
         (str(tmp_path), True),
     )
+
+
+def test_code_of_the_users_is_mounted_with_what_lies_beside_it(tmp_path: Path) -> None:
+    plan = make_plan(Path("/srv/mine/runs/a-1"))
+    code = (CodeFile(path="/code/rewards.py", copy_name="rewards.py", sha256=""),)
+    val = ValSetPlan(name="aime", file="/data/aime.jsonl", size=0, samples=1, temperature=0.0)
+    plan = plan.replace(task=plan.task.replace(kind="own", own=own_plan(code=code), val_sets=(val,)))
+    made = make_order(plan, ("train", "a"), folder=Path("/srv/mine"), user="1000:0", typed="a", image=None)
+    assert made.folders[-2:] == (("/data/aime.jsonl", True), ("/code", True))
 
 
 def test_a_folder_is_mounted_once_and_to_write_where_the_run_writes(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from plans import HOST, INPUTS, make_plan, own_plan, reward_plan
 from appliance.preflight import inputs
 from appliance.preflight.checks import judge
 from appliance.preflight.finding import Severity
-from appliance.preflight.inputs import RewardProblem, reward_problem
+from appliance.preflight.inputs import RewardProblem, read_inputs, reward_problem
 from appliance.record.plan import CodeFile, RewardPlan, RunPlan
 from appliance.tasks.user_code import FORMS
 
@@ -115,13 +115,26 @@ def test_without_a_truth_numbers_are_enough(tmp_path: Path) -> None:
     assert of_program(tmp_path, "def f(response): return 0.0", truth="") is None
 
 
-def test_a_file_that_is_not_there_is_told_before_any_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_are_not_there_are_told_before_any_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a child"))
     plan = planned(tmp_path, reward_plan("f", file="/no/rewards.py"))
     assert plan.task.own is not None
-    code = (CodeFile(path="/no/rewards.py", copy_name="rewards.py", sha256=""),)
+    names = ("/no/rewards.py", "/no/tools.py")
+    code = tuple(CodeFile(path=name, copy_name=Path(name).name, sha256="") for name in names)
     plan = plan.replace(task=plan.task.replace(own=plan.task.own.replace(code=code)))
-    assert reward_problem(plan) == RewardProblem("/no/rewards.py: no such file, or it cannot be read")
+    message = "/no/rewards.py, /no/tools.py: no such file, or it cannot be read"
+    for ask_hub in (True, False):
+        found = read_inputs(plan, ask_hub=ask_hub).reward_problem
+        assert found == RewardProblem(message, remedy="correct the path")
+
+
+def test_code_for_data_of_the_hub_is_imported(tmp_path: Path) -> None:
+    file = tmp_path / "rewards.py"
+    for program, message in (("def f(response): return 1", ""), ("1 / 0", "ZeroDivisionError: division by zero")):
+        file.write_text(program)
+        plan = planned(tmp_path, reward_plan("f", file=file))
+        found = reward_problem(plan.replace(task=plan.task.replace(train_file="")))
+        assert found == (RewardProblem(f"the import of {file} failed: {message}") if message else None)
 
 
 def test_what_is_found_stands_at_the_rewards(tmp_path: Path) -> None:
