@@ -197,19 +197,25 @@ def prompt_ids(problem: Problem, *, tokenizer: PreTrainedTokenizerBase, tools: S
         raise RecipeError([(message, "take an instruct model, or add a chat_template.jinja to the model's folder")])
     messages = [{"role": role, "content": content} for role, content in problem.messages]
     try:
-        text = tokenizer.apply_chat_template(
-            messages, tools=list(tools) or None, add_generation_prompt=True, tokenize=False
-        )
-        lost = [role for role, said in problem.before if role == "system" and said.strip() not in text]
-        why = "it leaves out the system message" if lost else ""
+        made = tokenizer.apply_chat_template(messages, tools=list(tools) or None, add_generation_prompt=True)
+        is_lost = _loses_system(problem, messages, tokenizer=tokenizer)
+        why = "it leaves out the system message" if is_lost else ""
     except (jinja2.TemplateError, ValueError, TypeError) as error:
         why = str(error)
     if why:
         roles = ", ".join(role for role, _ in problem.messages)
         message = f"the model's chat template does not take `{problem.prompt[:60]}` ({roles}): {why}"
         raise RecipeError([(message, "a model without system messages needs task.system null, and none in the rows")])
-    made = tokenizer.apply_chat_template(messages, tools=list(tools) or None, add_generation_prompt=True)
     return list(made["input_ids"])
+
+
+def _loses_system(problem: Problem, messages: list[dict[str, str]], *, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the template drops a system message."""
+    said = [each.strip() for role, each in problem.before if role == "system"]
+    if not said:
+        return False
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return any(each not in text for each in said)
 
 
 def main(arguments: list[str]) -> int:

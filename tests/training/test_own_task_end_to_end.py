@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -11,16 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+from three_forms import EXAMPLE, REWARDS, data_of
 from trainings import Finished, command
 
 from appliance.files import digest_of
 
 pytestmark = pytest.mark.e2e
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "own-task"
 MOST_SECONDS = 240  # on two cores, without the making of the model
 
 
@@ -45,43 +42,6 @@ def test_the_example_learns_with_int8_rollouts(with_tiny_cache: Callable[[Path],
     assert {line["scheme"] for line in lines} == {"int8"}
     assert lines[0]["val_samples"] == 512
     assert took_s < MOST_SECONDS
-
-
-REWARDS = {
-    "ours": "def right(response, truth, *, row):\n    return float(response.strip() == truth)\n",
-    "trls": (
-        "def right(completions, answer, **columns):\n"
-        "    return [float(said.strip() == str(one)) for said, one in zip(completions, answer)]\n"
-    ),
-    "verls": (
-        "def right(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    assert data_source == 'sums' and extra_info['index'] >= 0\n"
-        "    return {'score': float(solution_str.strip() == ground_truth), 'said': solution_str}\n"
-    ),
-}
-
-
-def data_of(form: str, folder: Path) -> dict[str, str]:
-    """The example's problems as users of each trainer have them, and what the recipe says of them."""
-    rows = [json.loads(line) for line in (EXAMPLE / "problems.jsonl").read_text().splitlines()]
-    if form == "verls":
-        made = [
-            {
-                "data_source": "sums",
-                "prompt": [{"role": "user", "content": row["question"]}],
-                "ability": "math",
-                "reward_model": {"style": "rule", "ground_truth": row["answer"]},
-                "extra_info": {"split": "train", "index": index},
-            }
-            for index, row in enumerate(rows)
-        ]
-        pq.write_table(pa.Table.from_pylist(made), folder / "train.parquet")
-        return {"train_file": "train.parquet"}
-    made = [{"prompt": row["question"], "answer": int(row["answer"]), "id": n} for n, row in enumerate(rows)]
-    lines = rows if form == "ours" else made
-    (folder / f"{form}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in lines))
-    fields = {"prompt": "question", "truth": "answer"} if form == "ours" else {"prompt": "prompt", "truth": "null"}
-    return {"train_file": f"{form}.jsonl", **fields}
 
 
 def test_three_forms_of_one_task_are_the_same_run(with_tiny_cache: Callable[[Path], Path], tmp_path: Path) -> None:

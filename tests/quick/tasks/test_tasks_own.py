@@ -12,21 +12,25 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from three_forms import REWARDS, data_of
 
 from appliance.errors import RecipeError
 from appliance.record.plan import OwnPlan, RewardPlan
 from appliance.tasks import own
 from appliance.tasks.built_in import arithmetic
+from appliance.tasks.grading import grade
 from appliance.tasks.own import template_parts
 from appliance.tasks.rows import MAX_ROW, Problem, ProblemSet, read_file
+from appliance.tasks.task import Response
 
 EXACT = RewardPlan(name="exact", weight=1.0, function="exact", file="", options={})
+SIZES = {"difficulty": 2, "seed": 0, "train_size": 0}
 SAID = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "1 + 2?"}]
 
 
-def plan_of(**given: str) -> OwnPlan:
+def plan_of(**given: Any) -> OwnPlan:
     usual = {"data": "", "config": "", "split": "train", "prompt": "prompt", "template": "", "system": "", "truth": ""}
-    return OwnPlan(**(usual | given), rewards=(EXACT,), tools="", max_turns=1, code=())
+    return OwnPlan(**(usual | {"rewards": (EXACT,), "tools": "", "max_turns": 1, "code": ()} | given))
 
 
 def read(path: Path, *rows: object, **given: str) -> ProblemSet:
@@ -293,3 +297,26 @@ def test_the_examples_problems_are_unseen_by_the_warm_start_and_by_each_other() 
 
 def sum_of(question: str) -> str:
     return str(sum(map(int, question.split("+"))))
+
+
+def test_three_forms_of_one_task_are_the_same_problems_and_grades(tmp_path: Path) -> None:
+    seen = {}
+    for form, code in REWARDS.items():
+        (tmp_path / f"{form}.py").write_text(code)
+        given = {key: "" if value == "null" else value for key, value in data_of(form, tmp_path).items()}
+        reward = RewardPlan(name="right", weight=1.0, function="right", file=str(tmp_path / f"{form}.py"), options={})
+        task = own.task(
+            plan_of(**{key: value for key, value in given.items() if key != "train_file"}, rewards=(reward,))
+        )
+        found = task.splits(**SIZES, train_file=str(tmp_path / given["train_file"]), val_file="", val_size=64)
+        rewards = task.rewards()
+        seen[form] = [
+            (
+                problem.messages,
+                [grade(rewards, Response(said, problem.truth, problem.row)) for said in ("119", " 119\n", "")],
+            )
+            for problem in (*found.train, *found.val)
+        ]
+    assert len(seen["ours"]) == 1200 and any(grades[0][0][2] == 1.0 for _, grades in seen["ours"])
+    assert seen["trls"] == seen["ours"]
+    assert seen["verls"] == seen["ours"]
