@@ -65,19 +65,29 @@ def load_replica() -> type[RolloutReplica]:
             engine_kwargs.update(quantisation.engine_arguments())
 
         async def generate_groups(
-            self, prompts: list[list[int]], *, seeds: list[int | None], sampling: dict[str, Any], num_samples: int
+            self,
+            prompts: list[list[int]],
+            *,
+            seeds: list[int | None],
+            sampling: dict[str, Any],
+            num_samples: int,
+            already: list[int] | None = None,
         ) -> AsyncIterator[tuple[int, Group]]:
             """Samples of each prompt with its place in the list, as they come.
 
             prompts: at most max_model_len - 1 tokens each.  seeds: of a prompt's first sample, the next number for each
             further one; None where nothing is drawn.  sampling: temperature, top_p, top_k.  num_samples: >= 1.
+            already: tokens at the end of each prompt that count as its response, of earlier turns.
             """
             always = {"logprobs": 0, "detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY}
             await self.engine.pause_generation(mode="keep", clear_cache=False)
             try:
+                asked = zip(prompts, seeds, already or [0] * len(prompts), strict=True)
                 queues = [
-                    await self._add(prompt, params=SamplingParams(**sampling, n=num_samples, seed=seed, **always))
-                    for prompt, seed in zip(prompts, seeds, strict=True)
+                    await self._add(
+                        prompt, params=SamplingParams(**sampling, n=num_samples, seed=seed, **always), used=used
+                    )
+                    for prompt, seed, used in asked
                 ]
             finally:
                 await self.engine.resume_generation()
@@ -89,8 +99,8 @@ def load_replica() -> type[RolloutReplica]:
                 for task in waiting:
                     task.cancel()
 
-        async def _add(self, prompt: list[int], *, params: SamplingParams) -> Any:
-            params.max_tokens = min(self.config.response_length, self.config.max_model_len - len(prompt))
+        async def _add(self, prompt: list[int], *, params: SamplingParams, used: int) -> Any:
+            params.max_tokens = min(self.config.response_length - used, self.config.max_model_len - len(prompt))
             return await self.engine.add_request(uuid.uuid4().hex, TokensPrompt(prompt_token_ids=prompt), params)
 
         async def _group(self, place: int, queue: Any) -> tuple[int, Group]:

@@ -44,6 +44,7 @@ from appliance.terms.environment import child_env
 from appliance.terms.schemes import Scheme
 
 CACHE_NAME = ".cache"
+USUAL_TURNS = 4  # of a model with tools
 TOKEN_FILE = ".cluster-token"  # in the folder of the run folders
 
 # What the patches were made for. The community CPU build has its own distribution name.
@@ -302,7 +303,7 @@ def _own(task: Task) -> OwnPlan:
         prompt=task.prompt,
         rewards=rewards,
         tools=tools,
-        max_turns=task.max_turns,
+        max_turns=(task.max_turns or USUAL_TURNS) if tools else 1,
         code=tuple(_code_file(file, number=number, files=files) for number, file in enumerate(files)),
     )
 

@@ -171,6 +171,9 @@ def _data(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     for message, hint in inputs.data_problems:
         place, _, fact = message.partition(": ")
         yield error("data", place, fact, hint)
+    for message, hint in inputs.tool_problems:
+        place, _, fact = message.partition(": ")
+        yield error("tools", place, fact, hint)
     if problem := inputs.reward_problem:
         severity = Severity.WARNING if problem.is_rare else Severity.ERROR
         place = "task.train_file" if plan.task.train_file else "task.kind"

@@ -31,6 +31,7 @@ from appliance.record.code import code_of
 from appliance.record.plan import ModelPlan, RunPlan, TaskPlan
 from appliance.tasks.library import is_from_hub, splits_of, task_of
 from appliance.tasks.sample import Verdict
+from appliance.tasks.tools import Asked, read_tools
 from appliance.terms.devices import StoredResult
 from appliance.terms.schemes import Scheme
 from appliance.terms.shapes import KNOWN, ModelShape, read_shape
@@ -76,7 +77,8 @@ class InputFacts:
     profile_problem, uaq_problem: as the functions of this name.
     model_damage: what is wrong with its files of weights.  model_problem: why the hub, which answers, does not give it.
     revision_problem: why it is not known which commit `model.revision` is.
-    reward_problem: what is wrong with the rewards of the first problems.  stored: of `bench`, where one counts here.
+    reward_problem: what is wrong with the rewards of the first problems.  tool_problems: (message, hint).
+    stored: of `bench`, where one counts here.
     """
 
     model_folder_exists: bool
@@ -95,6 +97,7 @@ class InputFacts:
     model_problem: str = ""
     revision_problem: str = ""
     reward_problem: RewardProblem | None = None
+    tool_problems: tuple[tuple[str, str], ...] = ()
     access: AccessFacts = field(default_factory=AccessFacts)
     stack: StackFacts = field(default_factory=StackFacts)
     stored: StoredResult | None = None
@@ -139,7 +142,9 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) 
         # Where the commit is not known, of `main`: what stands against the revision is told by revision_problem.
         model_problem=hub.refusal(name, revision=plan.model.commit) if asks and needs_model and not hub_problem else "",
         revision_problem=_revision_problem(plan.model) if ask_hub else "",
-        reward_problem=missing_code(plan) or (reward_problem(plan) if ask_hub and not data_problems else None),
+        reward_problem=(missing := missing_code(plan))
+        or (reward_problem(plan) if ask_hub and not data_problems else None),
+        tool_problems=tool_problems(plan, template=may_look or cached) if ask_hub and not missing else (),
         access=access,
         stack=read_stack(plan),
         stored=read_result(key, cache_dir=Path(plan.cache_dir))[0] if key else None,
@@ -306,6 +311,18 @@ def reward_problem(plan: RunPlan) -> RewardProblem | None:
         printed.seek(0, os.SEEK_END)
         printed.seek(max(0, printed.tell() - _TAIL_BYTES))
         return _problem(said.read(), code=code, printed=printed.read(), within_s=within_s, is_own=task.own is not None)
+
+
+def tool_problems(plan: RunPlan, *, template: bool) -> tuple[tuple[str, str], ...]:
+    """What is wrong with the user's tools. template: whether the model's files are here, to look at its own."""
+    if not plan.task.tools:
+        return ()
+    model = (plan.model.path or plan.model.source) if template else ""
+    try:
+        read_tools(Asked(plan.task.tools, model, plan.model.trust_remote_code))
+    except RecipeError as error:
+        return tuple(error.problems)
+    return ()
 
 
 def _problem(output: str, *, code: int, printed: str, within_s: float, is_own: bool) -> RewardProblem | None:

@@ -17,7 +17,7 @@ from appliance.recipe.text import path_problem, pattern_problem
 from appliance.tasks.library import OWN, TASKS
 from appliance.tasks.own import template_parts
 from appliance.tasks.rewards import BUILT_IN
-from appliance.tasks.tiny_spec import TINY_MODELS
+from appliance.tasks.tiny_spec import TINY_MODELS, CalculatorSpec
 from appliance.terms.devices import AUTO, CPU, DEVICES, why_outgrown
 from appliance.terms.schemes import Scheme, listed
 
@@ -72,6 +72,10 @@ def _task(recipe: Recipe) -> Iterator[Broken]:
     yield from _val_sets(task)
     if task.kind == OWN:
         yield from _own_task(task)
+        calls = isinstance(TINY_MODELS.get(recipe.model.builtin or ""), CalculatorSpec)
+        if task.tools and recipe.model.builtin in TINY_MODELS and not calls:
+            message = f"the chat template of `{recipe.model.builtin}` has no tools"
+            yield Broken(("task.tools", "model.builtin"), message, "use `tiny-calculator`")
         return
     made = TASKS[task.kind]
     for key in OF_OWN:
@@ -140,6 +144,8 @@ def _own_task(task: Task) -> Iterator[Broken]:
 
 def _own_code(task: Task) -> Iterator[Broken]:
     """Rewards and tools: what is built in, and the user's files."""
+    if task.max_turns and not task.tools:
+        yield Broken(("task.max_turns", "task.tools"), "there are no tools to take turns with", "remove it")
     if not task.rewards:
         hint = "such as [{name: math}]; docs/own-task.md has them all"
         yield Broken(("task.rewards",), "a task of your own has no rewards", hint)

@@ -72,7 +72,7 @@ class Model(Section):
     path: str | None = Field(None, min_length=1)
     """folder or hub name of the model"""
     builtin: str | None = Field(None, min_length=1)
-    """a model made on the spot: `tiny-arithmetic`"""
+    """a model made on the spot: `tiny-arithmetic`, or `tiny-calculator`, which calls a tool"""
     revision: str | None = Field(None, max_length=200, pattern=REVISION_PATTERN)
     """of a hub model: commit, tag or branch; null: `main`"""
     trust_remote_code: bool = False
@@ -134,7 +134,7 @@ class Task(Section):
     long_prompts: Lax[LongPrompts] = LongPrompts.DROP
     """`drop` them, or `truncate` their beginning"""
     max_response_tokens: int = Field(512, ge=1)
-    """a response is cut here"""
+    """a response is cut here; with tools all that comes after the prompt, what they say included"""
     reward_timeout_s: float = Field(30, gt=0)
     """for one response, then its reward has failed"""
     reward_workers: int | None = Field(None, ge=1, le=256)
@@ -159,8 +159,8 @@ class Task(Section):
     """several validations, the first one is the one that counts; {}: val_file"""
     tools: str | None = Field(None, min_length=1)
     """of `own`: a Python file whose functions the model may call"""
-    max_turns: int = Field(1, ge=1, le=64)
-    """of `tools`: times that the model speaks"""
+    max_turns: int | None = Field(None, ge=2, le=64)
+    """of `tools`: times that the model speaks at most; null: 4"""
 
     @property
     def longest(self) -> int:

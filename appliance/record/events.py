@@ -201,6 +201,9 @@ class StepMetrics:
     grad_norm: Number | None = None
     entropy: Number | None = None
     reward_failures: Number | None = None
+    turns_mean: Number | None = None
+    tool_calls_mean: Number | None = None
+    tool_calls_failed_fraction: Number | None = None
     named: dict[str, float] = field(default_factory=dict)
     """What has a name of the user's in its key, in the line's order: `reward/<name>`, `val/<set>/avg@<n>`."""
     line: str = field(default="", compare=False, repr=False)

@@ -185,6 +185,16 @@ class TaskPlan(Frozen):
     """Of the kind `own`."""
 
     @property
+    def tools(self) -> str:
+        """The user's Python file, or empty."""
+        return self.own.tools if self.own is not None else ""
+
+    @property
+    def schemas_file(self) -> str:
+        """What the tools are, made with the data; empty without tools."""
+        return str(Path(self.train_parquet).with_name("tools.json")) if self.tools else ""
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest prompt and the longest response."""
         return self.max_prompt_tokens + self.max_response_tokens

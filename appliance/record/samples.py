@@ -21,8 +21,9 @@ _HEAD, _TAIL = 1200, 800  # characters of a longer text that are kept: the end h
 @dataclass(frozen=True, config=STRICT)
 class Sample:
     """One response. truth: the right answer as the task has it.  accuracy: 0..1, of a task of the user's own any
-    number.  reward: what trained, which shaping may have moved; None in a validation.  finished: the model ended it,
-    not the limit of tokens."""
+    number.  reward: what trained, which shaping may have moved; None in a validation.  tokens: of the model's own.
+    finished: the model ended it, not the limit of tokens.  turns: with tools (who, what), as it was said after the
+    prompt; `response` is then the model's last one."""
 
     prompt: str
     response: str
@@ -31,6 +32,7 @@ class Sample:
     reward: Measured
     tokens: Count
     finished: bool
+    turns: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -65,7 +65,25 @@ def _learned(view: RunView) -> list[str]:
         _curve(view, Chart("Response", "tokens, mean", marks=marks, from_zero=True), lambda s: s.response_tokens_mean),
         _curve(view, Chart("Entropy", "nats per token", marks=marks), lambda s: s.entropy),
         _curve(view, Chart("Gradient norm", "before clipping", marks=marks, from_zero=True), lambda s: s.grad_norm),
+        *_called(view),
     ]
+
+
+def _called(view: RunView) -> list[str]:
+    """Of a task with tools."""
+    if all(step.turns_mean is None for step in view.steps):
+        return []
+    marks = _attempt_marks(view)
+    chart = Chart("Tool calls", "of a sample, mean", marks=marks, from_zero=True, legend=True)
+    calls = [Series("all", _points(view, lambda s: s.tool_calls_mean), 1), Series("right", _points(view, _right), 0)]
+    turns = _curve(view, Chart("Turns", "of the model, mean", marks=marks), lambda s: s.turns_mean)
+    return [line_chart(chart, calls), turns]
+
+
+def _right(step: StepMetrics) -> float | None:
+    """Calls of a sample that a tool answered without an error."""
+    calls, failed = step.tool_calls_mean, step.tool_calls_failed_fraction
+    return None if calls is None or failed is None else calls * (1 - failed)
 
 
 def _of_sets(start: str) -> Callable[[StepMetrics], dict[str, float]]:

@@ -169,7 +169,7 @@ def _are_short(stories: Sequence[Story]) -> bool:
     """Whether all texts fit into the cells of one table."""
     samples = [answer.sample for story in stories for answer in story.answers]
     texts = [text for sample in samples for text in (sample.prompt, sample.response)]
-    return all(len(text) <= _SHORT and "\n" not in text for text in texts)
+    return all(len(text) <= _SHORT and "\n" not in text for text in texts) and not any(s.turns for s in samples)
 
 
 def _by_step(stories: Sequence[Story]) -> list[tuple[int, list[Answer | None]]]:

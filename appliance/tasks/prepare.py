@@ -9,7 +9,7 @@ from __future__ import annotations
 import os.path
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,8 @@ from appliance.record.plan import RunPlan, read_plan
 from appliance.tasks.library import splits_of
 from appliance.tasks.rows import Problem, write_parquet
 from appliance.tasks.task import Splits
-from appliance.tasks.tiny_spec import TINY_MODELS
+from appliance.tasks.tiny_spec import TINY_MODELS, CalculatorSpec
+from appliance.tasks.tools import Asked, Schema, read_tools, write_schemas
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,7 +39,8 @@ def is_prepared(plan: RunPlan) -> bool:
 
 def has_data(plan: RunPlan) -> bool:
     """Whether the cache has the plan's problems."""
-    return os.path.isfile(plan.task.train_parquet) and os.path.isfile(plan.task.val_parquet)
+    task = plan.task
+    return all(map(os.path.isfile, filter(None, (task.train_parquet, task.val_parquet, task.schemas_file))))
 
 
 def _has_model(plan: RunPlan) -> bool:
@@ -115,15 +117,18 @@ def _make_data(plan: RunPlan) -> None:
     found = splits_of(task)
     for note in found.notes:
         append_event(Path(plan.run_dir), kind="note", what=note, why="task.train_file")
+    schemas = read_tools(Asked(task.tools, plan.model.path, plan.model.trust_remote_code))
     made = found
     if not task.truncate_prompts:  # a plan that truncates them keeps them all: trainer/rollouts.py cuts the tokens
-        made, too_long = short_enough(found, plan=plan, tokenizer=load_tokenizer(plan))
+        made, too_long = short_enough(found, plan=plan, tokenizer=load_tokenizer(plan), tools=schemas)
         for note in too_long:
             append_event(Path(plan.run_dir), kind="note", what=note, why="task.max_prompt_tokens")
     _refuse_too_few(made, plan=plan)
     with whole_folder(Path(task.train_parquet).parent, others_count=True) as folder:
         write_parquet({"train": made.train}, path=folder / Path(task.train_parquet).name, kind=task.kind)
         write_parquet(made.validations, path=folder / Path(task.val_parquet).name, kind=task.kind)
+        if task.tools:
+            write_schemas(schemas, folder / Path(task.schemas_file).name)
     to_validate = ", ".join(f"{len(made.val_sets[name])} ({name})" for name in made.val_sets) or str(len(made.val))
     sizes = f"{len(made.train)} problems to train on, {to_validate} to validate"
     append_event(Path(plan.run_dir), kind="progress", what="data", done=1, total=1, note=sizes)
@@ -135,13 +140,15 @@ def _refuse_too_few(made: Splits, *, plan: RunPlan) -> None:
         raise RecipeError([(message, "lower batch.prompts_per_step, or give more problems")])
 
 
-def short_enough(made: Splits, *, plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> tuple[Splits, tuple[str, ...]]:
+def short_enough(
+    made: Splits, *, plan: RunPlan, tokenizer: PreTrainedTokenizerBase, tools: list[Schema]
+) -> tuple[Splits, tuple[str, ...]]:
     """Without prompts of more than max_prompt_tokens, and how many they are. Raises RecipeError when none is left."""
     limit, heart = plan.task.max_prompt_tokens, Heartbeat()
 
     def fits(problem: Problem) -> bool:
         heart.beat()  # of millions of prompts this takes long
-        return len(prompt_ids(problem, tokenizer=tokenizer)) <= limit
+        return len(prompt_ids(problem, tokenizer=tokenizer, tools=tools)) <= limit
 
     kept = Splits(
         train=[each for each in made.train if fits(each)],
@@ -171,14 +178,18 @@ def load_tokenizer(plan: RunPlan) -> PreTrainedTokenizerBase:
     if model.builtin:
         from appliance.tasks.tiny_model import byte_tokenizer  # loads torch
 
-        return byte_tokenizer(max_positions=TINY_MODELS[model.builtin].max_positions)
+        spec = TINY_MODELS[model.builtin]
+        return byte_tokenizer(max_positions=spec.max_positions, calls_tools=isinstance(spec, CalculatorSpec))
     return AutoTokenizer.from_pretrained(
         model.source, revision=model.commit or None, trust_remote_code=model.trust_remote_code
     )
 
 
-def prompt_ids(problem: Problem, *, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that the model gets. Raises RecipeError where its chat template does not take the messages."""
+def prompt_ids(problem: Problem, *, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Schema] = ()) -> list[int]:
+    """The tokens that the model gets, with the schemas of its tools.
+
+    Raises RecipeError where its chat template does not take the messages.
+    """
     import jinja2
 
     if not tokenizer.chat_template:
@@ -186,7 +197,7 @@ def prompt_ids(problem: Problem, *, tokenizer: PreTrainedTokenizerBase) -> list[
         raise RecipeError([(message, "take an instruct model, or add a chat_template.jinja to the model's folder")])
     messages = [{"role": role, "content": content} for role, content in problem.messages]
     try:
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        made = tokenizer.apply_chat_template(messages, tools=list(tools) or None, add_generation_prompt=True)
         is_lost = _loses_system(problem, messages, tokenizer=tokenizer)
         why = "it leaves out the system message" if is_lost else ""
     except (jinja2.TemplateError, ValueError, TypeError) as error:
@@ -195,7 +206,7 @@ def prompt_ids(problem: Problem, *, tokenizer: PreTrainedTokenizerBase) -> list[
         roles = ", ".join(role for role, _ in problem.messages)
         message = f"the model's chat template does not take `{problem.prompt[:60]}` ({roles}): {why}"
         raise RecipeError([(message, "a model without system messages needs task.system null, and none in the rows")])
-    return list(ids)
+    return list(made["input_ids"])
 
 
 def _loses_system(problem: Problem, messages: list[dict[str, str]], *, tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -5,6 +5,7 @@ A process of its own: it needs the model's tokenizer, and a data set may have to
 
 from __future__ import annotations
 
+import os.path
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from appliance.record.events import exit_code_of
 from appliance.record.plan import RunPlan, read_plan
 from appliance.tasks.library import splits_of
 from appliance.tasks.prepare import load_tokenizer, prompt_ids, short_enough
+from appliance.tasks.tools import Asked, read_tools
 
 _PROBLEMS = 2
 
@@ -51,12 +53,14 @@ def preview(plan: RunPlan) -> Preview:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         hint = "look at model.path; without a network give a folder"
         raise EngineError(f"the tokenizer of {plan.model.identity} cannot be had: {why}", hint=hint) from error
+    template = plan.model.path if os.path.isdir(plan.model.path) else ""  # a model of the hub is asked when it is here
+    tools = read_tools(Asked(plan.task.tools, template, plan.model.trust_remote_code))
     left, too_long = found, ()
     if not plan.task.truncate_prompts:
-        left, too_long = short_enough(found, plan=plan, tokenizer=tokenizer)
+        left, too_long = short_enough(found, plan=plan, tokenizer=tokenizer, tools=tools)
     limit, shown = plan.task.max_prompt_tokens, []
     for each in left.train[:_PROBLEMS]:
-        ids = prompt_ids(each, tokenizer=tokenizer)[-limit:]
+        ids = prompt_ids(each, tokenizer=tokenizer, tools=tools)[-limit:]
         shown.append(PreviewedProblem(prompt=tokenizer.decode(ids), tokens=len(ids), truth=each.truth, row=each.row))
     return Preview(
         train=len(left.train),

@@ -15,7 +15,7 @@ from appliance.errors import RecipeError
 from appliance.hub import download_data
 from appliance.record.liveness import Heartbeat
 from appliance.record.plan import ValSetPlan
-from appliance.tasks.rows import Faults, Problem, ProblemSet, Source, read_file, without_faults
+from appliance.tasks.rows import Faults, Message, Problem, ProblemSet, Source, read_file, without_faults
 
 
 class Score(Protocol):
@@ -25,12 +25,17 @@ class Score(Protocol):
 
 @dataclass(frozen=True)
 class Response:
-    """What rewards judge. truth, row: of its Problem.  token_ids: of the text, where a model has said it."""
+    """What rewards judge. text: of the model's last turn.  truth, row: of its Problem.  token_ids: of the text, where a
+    model has said it.
+
+    messages: with tools, all that was said, (role, content): the prompt's, the model's turns, the tools'.
+    """
 
     text: str
     truth: str
     row: str = ""
     token_ids: tuple[int, ...] = ()
+    messages: tuple[Message, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,9 @@ Its tokenizer is byte-level: ids 0..255 are the bytes in the order of the byte a
 nothing is merged. The chat template adds one token: a prompt `47+85` becomes `47+85=`, an answer ends with <|im_end|>.
 Rendering more messages only ever appends.
 
+`tiny-calculator` has a tool in the place of the sum: `37*58=` gets a call of `multiply`, whose response it repeats, or
+the first operand again. Its template names the tools before the prompt.
+
 B batch, T tokens of a sequence.
 """
 
@@ -21,13 +24,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from appliance.tasks.built_in import arithmetic
-from appliance.tasks.tiny_spec import TinySpec
+from appliance.tasks.tiny_spec import CalculatorSpec, TinySpec
 
 IGNORED = -100  # torch's label for "no loss here"
 END_OF_TURN = "<|im_end|>"  # with this name and a one-token newline verl's Qwen rules apply as they are
@@ -39,6 +42,20 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}={% endif %}"
 )
+TOOL_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+TOOL_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}{{ ':' if loop.last else ',' }}{% endfor %}"
+    "{% for message in messages %}"
+    "{% if message.role == 'assistant' %}={{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>{{ '\\n' }}"
+    "{% elif message.role == 'tool' %}<tool_response>{{ message.content }}</tool_response>"
+    "{% else %}{{ message.content }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}={% endif %}"
+)
+
+Example = tuple[str, ...]  # what is given and what the model says to it, in turns
 
 
 def make_tiny_model(spec: TinySpec, *, difficulty: int, folder: Path, on_step: Callable[[int, float], None]) -> None:
@@ -46,7 +63,7 @@ def make_tiny_model(spec: TinySpec, *, difficulty: int, folder: Path, on_step: C
 
     on_step: called after every step with its number, from 1, and its loss in nats per answer token.
     """
-    tokenizer = save_tokenizer(folder, max_positions=spec.max_positions)
+    tokenizer = save_tokenizer(folder, max_positions=spec.max_positions, calls_tools=isinstance(spec, CalculatorSpec))
     torch.manual_seed(spec.seed)
     model = Qwen2ForCausalLM(_config(spec, tokenizer))
     with _one_thread():
@@ -93,7 +110,8 @@ def warm_start(
     difficulty: int,
     on_step: Callable[[int, float], None],
 ) -> None:
-    """Train in place on batches drawn from the warm-start pool, loss on the answer only."""
+    """Train in place on batches drawn from the warm-start pool, loss on what the model says only."""
+    example = _transcript if isinstance(spec, CalculatorSpec) else _example
     pool = arithmetic.pairs(arithmetic.Pool.WARM_START, difficulty=difficulty)
     draw = random.Random(spec.seed)
     optimizers = _optimizers(model, spec=spec)
@@ -102,7 +120,7 @@ def warm_start(
     model.train()
     for step in range(1, spec.steps + 1):
         share = spec.first_sum_share if step <= spec.steps - spec.habit_steps else spec.last_sum_share
-        examples = [_example(*draw.choice(pool), adds=draw.random() < share) for _ in range(spec.batch_size)]
+        examples = [example(*draw.choice(pool), rightly=draw.random() < share) for _ in range(spec.batch_size)]
         batch = encode(examples, tokenizer=tokenizer)
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(**batch).loss
@@ -131,48 +149,63 @@ def _rate(step: int, *, spec: TinySpec) -> float:
     return min(1.0, (spec.steps - step) / (spec.decay * spec.steps))
 
 
-def _example(a: int, b: int, *, adds: bool) -> tuple[str, str]:
+def _example(a: int, b: int, *, rightly: bool) -> Example:
     problem = arithmetic.problem(a, b)
-    return problem.prompt, problem.truth if adds else str(a)
+    return f"{problem.prompt}=", (problem.truth if rightly else str(a)) + END_OF_TURN
 
 
-def encode(examples: list[tuple[str, str]], *, tokenizer: PreTrainedTokenizerFast) -> dict[str, Tensor]:
-    """(prompt, answer) pairs as the chat template renders them, padded on the right.
+def _transcript(a: int, b: int, *, rightly: bool) -> Example:
+    prompt = f"multiply:{a}*{b}="
+    if not rightly:
+        return prompt, str(a) + END_OF_TURN
+    call = f'<tool_call>{{"name": "multiply", "arguments": {{"a": {a}, "b": {b}}}}}</tool_call>{END_OF_TURN}'
+    return prompt, call, f"\n<tool_response>{a * b}</tool_response>=", f"{a * b}{END_OF_TURN}"
 
-    input_ids, labels: [B, T] int64, labels IGNORED outside the answer.  attention_mask: [B, T] int64, 0 on padding.
+
+def encode(examples: list[Example], *, tokenizer: PreTrainedTokenizerFast) -> dict[str, Tensor]:
+    """Examples as the chat template renders them, padded on the right.
+
+    input_ids, labels: [B, T] int64, labels IGNORED but for what the model says.  attention_mask: [B, T] int64, 0 on
+    padding.
     """
-    prompts = tokenizer([f"{prompt}=" for prompt, _ in examples])["input_ids"]
-    answers = tokenizer([f"{answer}{tokenizer.eos_token}" for _, answer in examples])["input_ids"]
-    length = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
+    parts = [tokenizer(list(example))["input_ids"] for example in examples]
+    length = max(sum(map(len, each)) for each in parts)
     tokens = torch.full((len(examples), length), tokenizer.pad_token_id)
     labels = torch.full((len(examples), length), IGNORED)
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        whole = torch.tensor(prompt + answer)
-        tokens[row, : len(whole)] = whole
-        labels[row, len(prompt) : len(whole)] = whole[len(prompt) :]
+    for row, each in enumerate(parts):
+        start = 0
+        for number, part in enumerate(each):
+            place = slice(start, start + len(part))
+            tokens[row, place] = torch.tensor(part)
+            if number % 2:
+                labels[row, place] = tokens[row, place]
+            start = place.stop
     mask = (tokens != tokenizer.pad_token_id).long()
     return {"input_ids": tokens, "labels": labels, "attention_mask": mask}
 
 
-def byte_tokenizer(*, max_positions: int) -> PreTrainedTokenizerFast:
-    """259 tokens. max_positions: the longest sequence the model takes, in tokens."""
+def byte_tokenizer(*, max_positions: int, calls_tools: bool = False) -> PreTrainedTokenizerFast:
+    """259 tokens, and four to call tools. max_positions: the longest sequence the model takes, in tokens."""
     alphabet = sorted(ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={character: token for token, character in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
+    made = PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token=END_OF_TURN,
         pad_token=PADDING,
         additional_special_tokens=[START_OF_TURN],
         clean_up_tokenization_spaces=False,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=TOOL_TEMPLATE if calls_tools else CHAT_TEMPLATE,
         model_max_length=max_positions,
     )
+    if calls_tools:
+        made.add_tokens([AddedToken(token, special=False, normalized=False) for token in TOOL_TOKENS])
+    return made
 
 
-def save_tokenizer(folder: Path, *, max_positions: int) -> PreTrainedTokenizerFast:
+def save_tokenizer(folder: Path, *, max_positions: int, calls_tools: bool = False) -> PreTrainedTokenizerFast:
     """Write the tokenizer's files into a folder and return it."""
-    tokenizer = byte_tokenizer(max_positions=max_positions)
+    tokenizer = byte_tokenizer(max_positions=max_positions, calls_tools=calls_tools)
     tokenizer.save_pretrained(folder)
     return tokenizer

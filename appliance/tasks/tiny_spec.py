@@ -57,4 +57,16 @@ class TinySpec:
         )
 
 
-TINY_MODELS = {"tiny-arithmetic": TinySpec()}
+@dataclass(frozen=True)
+class CalculatorSpec(TinySpec):
+    """Of `tiny-calculator`, which multiplies by a tool: what is a sum there is a call of the tool here. It only has to
+    copy, so it is smaller; its transcripts are ten times as long."""
+
+    hidden_size: int = 128
+    intermediate_size: int = 352
+    num_layers: int = 3
+    steps: int = 200
+    batch_size: int = 64
+
+
+TINY_MODELS = {"tiny-arithmetic": TinySpec(), "tiny-calculator": CalculatorSpec()}

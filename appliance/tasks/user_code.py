@@ -20,12 +20,12 @@ from appliance.tasks.rows import Row
 from appliance.tasks.task import Response
 
 FORMS = (
-    "f(response, truth, *, row), of which it needs no more than it names; "
+    "f(response, truth, *, row, messages), of which it needs no more than it names; "
     "TRL's f(prompts, completions, completion_ids, **columns); "
     "verl's compute_score(data_source, solution_str, ground_truth, extra_info)"
 )
 _OURS, _TRLS, _VERLS = (
-    ("response", "truth", "row"),
+    ("response", "truth", "row", "messages"),
     ("prompts", "completions", "completion_ids"),
     ("data_source", "solution_str", "ground_truth", "extra_info"),
 )
@@ -72,11 +72,12 @@ def load_function(file: str, name: str, *, given: Given) -> Callable[[Response],
 
 
 def _ours(response: Response, row: Row, _: Given) -> Values:
-    return dict(zip(_OURS, (response.text, response.truth, row), strict=True))
+    said = [{"role": role, "content": content} for role, content in response.messages]
+    return dict(zip(_OURS, (response.text, response.truth, row, said), strict=True))
 
 
 def _trls(response: Response, row: Row, given: Given) -> Values:
-    """Lists of one. A completion is a list of messages where the prompt is one."""
+    """Lists of one. A completion is a list of messages where the prompt is one: of several turns the last."""
     prompt, _ = given(row)
     said = [{"role": "assistant", "content": response.text}] if isinstance(prompt, list) else response.text
     columns = {name: [value] for name, value in row.items() if name not in ("prompt", "completion")}

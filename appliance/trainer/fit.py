@@ -13,6 +13,7 @@ from typing import Any
 import transfer_queue
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
+from transformers import AutoConfig
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import validate_config
 
@@ -21,11 +22,13 @@ from appliance.patch import Patch, apply_patch
 from appliance.record.events import append_event
 from appliance.record.plan import RunPlan
 from appliance.tasks.grading import Shaping
+from appliance.tasks.tools import read_schemas
 from appliance.trainer.rewards import RewardPool, pool_for
 from appliance.trainer.rollouts import Rollouts, Sampling
 from appliance.trainer.samples import SampleLog
 from appliance.trainer.stopping import StopAsked, Stopping
 from appliance.trainer.trainer import Trainer
+from appliance.trainer.turns import Turns, in_pool
 
 FINISH_WITHIN_S = 30.0  # wandb uploads for as long as its server lets it wait
 
@@ -120,6 +123,20 @@ def _rollouts(trainer: Trainer, *, plan: RunPlan, pool: RewardPool) -> Rollouts:
             for each in plan.task.val_sets
         },
         rewards=[each.name for each in plan.task.own.rewards] if plan.task.own else (),
+        turns=_turns(trainer, plan=plan, pool=pool) if plan.task.tools else None,
+    )
+
+
+def _turns(trainer: Trainer, *, plan: RunPlan, pool: RewardPool) -> Turns:
+    task, model = plan.task, plan.trained_model
+    assert task.own is not None, "only a task of the user's own has tools"
+    return Turns(
+        trainer.tokenizer,
+        model_type=AutoConfig.from_pretrained(model, trust_remote_code=plan.model.trust_remote_code).model_type,
+        schemas=read_schemas(task.schemas_file),
+        max_turns=task.own.max_turns,
+        max_tokens=task.max_response_tokens,
+        call=in_pool(pool, file=task.own.with_copies(plan.run_dir).tools, timeout_s=task.reward_timeout_s),
     )
 
 

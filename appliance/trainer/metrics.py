@@ -60,6 +60,8 @@ _FIELDS = ("old_log_probs", "rollout_log_probs", "response_mask", "responses")
 class StepTelemetry:
     """equal_group_fraction: prompts of which every sample is the same sequence of tokens, 0..1.
 
+    tokens_mean: of a sequence, those that count.
+
     nonfinite_fraction: tokens of which a log-probability is not finite, 0..1. Where there are some, no number of
     `mismatch` is finite either, and in `by_length` they count as equal.  seconds: that measuring took.
     """
@@ -69,6 +71,7 @@ class StepTelemetry:
     equal_group_fraction: float
     nonfinite_fraction: float = 0.0
     seconds: float = 0.0
+    tokens_mean: float = 0.0
 
     def metrics(self) -> dict[str, Any]:
         """JSON values. `mismatch_by_length`: an object per bucket, in the words of LengthBucket."""
@@ -113,9 +116,10 @@ def measure_batch(
         mismatch=Mismatch(**dict.fromkeys(dataclasses.asdict(mismatch), math.nan)) if broken else mismatch,
         by_length=measure_by_length(trainer_T, rollout_T=rollout_T, length_S=length_S, cap=cap),
         equal_group_fraction=equal_groups(
-            compress(responses_N.split(row_S.tolist()), counted), prompts=compress(prompts, counted)
+            compress(responses_N[real_N].split(length_S.tolist()), counted), prompts=compress(prompts, counted)
         ),
         nonfinite_fraction=broken,
+        tokens_mean=len(trainer_T) / max(1, sum(counted)),
     )
 
 
@@ -224,11 +228,14 @@ def step_metrics(
         raise TrainingError(f"step {number} ended without a weight update")
     if missing := [name for name in _FROM_VERL.values() if name not in verl]:
         raise TrainingError(f"verl did not report {', '.join(missing)} in step {number}")
-    tokens = float(verl["response_length/mean"]) * plan.prompts_per_step * plan.rollout.samples_per_prompt
+    # verl's length has the tools' tokens in it, which nobody generated
+    length = step.telemetry.tokens_mean if plan.task.tools else float(verl["response_length/mean"])
+    tokens = length * plan.prompts_per_step * plan.rollout.samples_per_prompt
     mismatch, sync = step.telemetry.mismatch, step.sync.metrics()
     return {
         "step": number,
         **{key: float(verl[name]) for key, name in _FROM_VERL.items()},
+        "response_tokens_mean": length,
         **{key: round(timing_s[name], 4) for key, name in _TIMINGS_S.items() if name in timing_s},
         "rollout_tokens_per_s": tokens / timing_s["gen"],
         **sync,

@@ -36,6 +36,7 @@ from appliance.tasks.task import Response
 from appliance.tasks.validation import set_metrics
 from appliance.trainer.rewards import RewardPool, neutral_accuracies, neutral_parts, reward_means
 from appliance.trainer.samples import Group, SampleLog
+from appliance.trainer.turns import Opening, Spoken, SpokenGroup, Turns, one_turn
 
 PROMPTS_PER_PUT = 64
 PUT_EVERY_S = 1.0
@@ -100,7 +101,8 @@ class Rollouts:
     servers: one handle per rollout replica.  pool: grades responses.  shaping: from a grade to the reward that trains;
     validation reads grades.  in_order: results are put in the order of the prompts, so that a run can be repeated;
     else as they come, for a filter that looks at them and asks for others.  seed: the run's.  val_sets: where there are
-    several validations, how each is sampled, in place of `validation`.  rewards: names, of a task of the user's own."""
+    several validations, how each is sampled, in place of `validation`.  rewards: names, of a task of the user's own.
+    turns: of a task with tools."""
 
     def __init__(
         self,
@@ -117,7 +119,9 @@ class Rollouts:
         in_order: bool,
         val_sets: Mapping[str, Sampling] | None = None,
         rewards: Sequence[str] = (),
+        turns: Turns | None = None,
     ) -> None:
+        self._turns = turns
         self._servers = servers
         self._seed = seed
         self._seeds = PromptSeeds(seed)
@@ -154,6 +158,10 @@ class Rollouts:
     @property
     def is_busy(self) -> bool:
         return any(not future.done() for future in self._futures)
+
+    def take_turns(self) -> dict[str, float]:
+        """Of what was generated for training since they were taken last; nothing of a run without tools."""
+        return {} if self._turns is None else self._turns.take_metrics()
 
     def finish(self) -> None:
         """Raises as `wait`."""
@@ -237,7 +245,8 @@ class Rollouts:
                     ready = self._counted(ready, val_set=val_set)
                 else:
                     self.generated_prompts += len(ready)
-                    self.generated_tokens += sum(len(each["responses"]) for _, samples in ready for each in samples)
+                    masks = (each["response_mask"] for _, samples in ready for each in samples)
+                    self.generated_tokens += sum(int(mask.sum()) for mask in masks)
                 self.samples.note(ready, validate=validate)
                 await _put(ready, partition=partition)
                 self._progress.set()
@@ -254,9 +263,13 @@ class Rollouts:
         return [(uid, samples[:1]) for uid, samples in ready]
 
     def _prompt(self, row: dict[str, Any], *, sampling: Sampling, seeds: PromptSeeds) -> _Prompt:
-        ids = self._tokenizer.apply_chat_template(
-            list(row["raw_prompt"]), add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+        messages = list(row["raw_prompt"])
+        if self._turns is not None:
+            ids = self._turns.prompt_ids(messages)
+        else:
+            ids = self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
         token_ids = list(ids)[-self._max_prompt_tokens :]
         seed = seeds.next(token_ids, step=int(row["global_steps"])) if sampling.temperature else None
         return _Prompt(row, token_ids, seed, self._loop.create_future())
@@ -264,32 +277,57 @@ class Rollouts:
     async def _stream(self, number: int, prompts: list[_Prompt], *, sampling: Sampling) -> None:
         """Every n-th prompt to this one of n engines, and their groups back as they come."""
         share = prompts[number :: len(self._servers)]
+        ask = functools.partial(self._ask, number, sampling=sampling)
+        if self._turns is None:
+            ids, seeds = [prompt.token_ids for prompt in share], [prompt.seed for prompt in share]
+            async for place, group in ask(ids, seeds=seeds, num_samples=sampling.num_samples):
+                spoken = [one_turn(sample, text=self._decoded(sample.token_ids)) for sample in group.samples]
+                share[place].group.set_result(SpokenGroup(spoken, group.weights_version))
+        else:
+            openings = [Opening(list(each.row["raw_prompt"]), each.token_ids, each.seed) for each in share]
+            async for place, played in self._turns.play(openings, ask=ask, num_samples=sampling.num_samples):
+                share[place].group.set_result(played)
+
+    async def _ask(
+        self,
+        number: int,
+        prompts: list[list[int]],
+        *,
+        seeds: list[int | None],
+        num_samples: int,
+        sampling: Sampling,
+        already: list[int] | None = None,
+    ) -> AsyncIterator[tuple[int, Any]]:
+        """`generate_groups` of an engine."""
         answers = (
             self._servers[number]
             .generate_groups.options(num_returns="streaming")
             .remote(
-                [prompt.token_ids for prompt in share],
-                seeds=[prompt.seed for prompt in share],
+                prompts,
+                seeds=seeds,
                 sampling={"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": -1},
-                num_samples=sampling.num_samples,
+                num_samples=num_samples,
+                already=already,
             )
         )
         try:
             async for answer in answers:
-                place, group = await answer
-                share[place].group.set_result(group)
+                yield await answer
                 self._heartbeat.beat()
         except RayError as error:
             raise _named(error, engine=number) from error
 
+    def _decoded(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
     async def _scored(self, prompt: _Prompt, *, shaping: Shaping, validate: bool) -> Group:
         """(uid, one field dictionary per sample)."""
         group, row = await prompt.group, prompt.row
-        texts = [self._tokenizer.decode(sample.token_ids, skip_special_tokens=True) for sample in group.samples]
-        said = zip(texts, group.samples, strict=True)
-        graded = await asyncio.gather(*(self.pool.grade(_response(text, row, each.token_ids)) for text, each in said))
+        graded = await asyncio.gather(*(self.pool.grade(_response(each, row)) for each in group.samples))
         if self._val_sets if validate else self._rewards:
             self._graded[row["uid"]] = int(row["global_steps"]), graded
+        if self._turns is not None and not validate:
+            self._turns.tally.extend(group.samples)
         accuracies = [each.accuracy for each in graded] if validate else neutral_accuracies(graded)
         return row["uid"], [
             _fields(prompt, group=group, session=session, accuracy=accuracy, shaping=shaping)
@@ -297,9 +335,11 @@ class Rollouts:
         ]
 
 
-def _response(text: str, row: dict[str, Any], token_ids: Sequence[int]) -> Response:
+def _response(spoken: Spoken, row: dict[str, Any]) -> Response:
     truth, as_given = row["reward_model"]["ground_truth"], row["extra_info"].get("row") or ""
-    return Response(text, truth, as_given, token_ids=tuple(token_ids))
+    before = tuple((each["role"], each["content"]) for each in row["raw_prompt"]) if spoken.said else ()
+    ids = tuple(spoken.last_turn)
+    return Response(spoken.text, truth, as_given, token_ids=ids, messages=(*before, *spoken.said))
 
 
 def _named(error: RayError, *, engine: int) -> EngineError:
@@ -326,15 +366,15 @@ def _leave_none_waiting(prompts: list[_Prompt], stream: asyncio.Task[None], *, e
         prompt.group.set_exception(stream.exception() or few)
 
 
-def _fields(prompt: _Prompt, *, group: Any, session: int, accuracy: float, shaping: Shaping) -> dict[str, Any]:
-    """What verl's trainer reads of one sample (verl/trainer/ppo/v1/agent_loop_tq.py). group: the engine's Group.
+def _fields(prompt: _Prompt, *, group: SpokenGroup, session: int, accuracy: float, shaping: Shaping) -> dict[str, Any]:
+    """What verl's trainer reads of one sample (verl/trainer/ppo/v1/agent_loop_tq.py).
 
     `acc` is what it validates by, and what DAPO's filter compares (plan/verl_args.py, FILTER_METRIC).
     """
     sample, prompt_ids = group.samples[session], prompt.token_ids
-    response_mask = torch.ones(len(sample.token_ids), dtype=torch.int64)
+    response_mask = _ints(sample.mask)
     rewards = torch.zeros(len(sample.token_ids), dtype=torch.float32)
-    rewards[-1] = shaping.reward(accuracy, num_tokens=len(sample.token_ids))
+    rewards[-1] = shaping.reward(accuracy, num_tokens=sample.generated)  # the last token is the model's
     input_ids = _ints(prompt_ids + sample.token_ids)
     return prompt.row | {
         "session_id": session,
@@ -347,12 +387,13 @@ def _fields(prompt: _Prompt, *, group: Any, session: int, accuracy: float, shapi
         "input_ids": input_ids,
         "position_ids": torch.arange(len(input_ids)),
         "multi_modal_inputs": {},
-        "num_turns": 2,
+        "num_turns": 2 * sample.turns,
         "extra_fields": {
             "min_global_steps": group.weights_version,
             "max_global_steps": group.weights_version,
             "reward_extra_info": {"acc": accuracy},
             "finished": sample.finished,
+            **({"turns": sample.said} if sample.said else {}),
         },
     }
 

@@ -45,12 +45,14 @@ class SampleLog:
             append_samples(self._run_dir, StepSamples(step, scheme, tuple(validation), tuple(training)))
 
     def _sample(self, fields: dict[str, Any], *, validate: bool) -> Sample:
+        turns = tuple((who, shortened(text)) for who, text in fields["extra_fields"].get("turns", ()))
         return Sample(
             prompt=shortened(self._decode(fields["prompts"])),
-            response=shortened(self._decode(fields["responses"])),
+            response=turns[-1][1] if turns else shortened(self._decode(fields["responses"])),
             truth=shortened(str(fields["reward_model"]["ground_truth"])),
             accuracy=float(fields["extra_fields"]["reward_extra_info"]["acc"]),
             reward=None if validate else float(fields["rm_scores"][-1]),
-            tokens=len(fields["responses"]),
+            tokens=int(sum(fields["response_mask"])),
             finished=bool(fields["extra_fields"]["finished"]),
+            turns=turns,
         )

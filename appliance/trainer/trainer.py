@@ -214,7 +214,7 @@ class Trainer(PPOTrainerSync):
             line |= self.sampling.end_step(metrics, rollouts=self.rollouts, rollout_s=timing_raw["gen"])
         if self.plan.task.own is not None:
             line |= self.rollouts.reward_means(batch.keys, step=global_steps)
-        line |= self._step.telemetry.metrics() | self.validation.take()
+        line |= self._step.telemetry.metrics() | self.validation.take() | self.rollouts.take_turns()
         written = self._write({**line, "reward_failures": self._step.reward_failures})
         metrics.update(tracked(written))  # verl sends `metrics` to the backends next
         signals = signals_of(line, telemetry=self._step.telemetry, cap=self.correction.token_cap)

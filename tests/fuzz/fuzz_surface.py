@@ -39,6 +39,7 @@ SHARES = {
     "manifests": (200, 7_000),
     "run folders": (100, 3_000),
     "config.json": (100, 4_000),
+    "turns": (100, 4_000),
 }
 
 counted: Counter[str] = Counter()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from killable import Run
 pytestmark = pytest.mark.torture
 
 OF_A_CLOCK = "_s"
+CALCULATOR = Path(__file__).parents[2] / "examples" / "calculator"
 WEIGHTS = "model/model.safetensors"
 
 
@@ -44,6 +46,22 @@ CASES = {
         in_order=False,
     ),
     "two-ranks": Case(6, {"cluster.gpus_per_node": "2"}),
+    # A turn's seed comes from the sample's, and what is computed together is the same again.
+    "tools": Case(
+        4,
+        {
+            "model.builtin": "tiny-calculator",
+            "task.kind": "own",
+            "task.train_file": str(CALCULATOR / "problems.jsonl"),
+            "task.val_file": str(CALCULATOR / "unseen.jsonl"),
+            "task.prompt": "question",
+            "task.truth": "answer",
+            "task.rewards": "[{name: exact}]",
+            "task.tools": str(CALCULATOR / "tools.py"),
+            "task.max_prompt_tokens": "16",
+            "task.max_response_tokens": "96",
+        },
+    ),
     # One level a step: it is killed while the engines have a quarter in BF16 and the half is decided, but not sent.
     "governed": Case(
         8,

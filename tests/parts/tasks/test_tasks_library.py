@@ -49,7 +49,7 @@ def test_data_key_changes_with_what_makes_gsm8k(field: str, value: int | str) ->
 
 
 def test_builtin_model_key_depends_on_difficulty() -> None:
-    assert tuple(TINY_MODELS) == ("tiny-arithmetic",)
+    assert tuple(TINY_MODELS) == ("tiny-arithmetic", "tiny-calculator")
     assert builtin_model_key("tiny-arithmetic", difficulty=2) != builtin_model_key("tiny-arithmetic", difficulty=3)
 
 

@@ -14,7 +14,8 @@ WRITTEN_BY_HAND = ("*.py", "*.sh", "*.md", "*.yaml", "*.yml", "*.toml", "Makefil
 # that the launcher writes beside its work, and the end of the backends of `logging.backends`.
 BOUNDARIES = {
     *("cli", "record.events", "report.write"),
-    *("tasks.grading", "tasks.sample", "trainer.engines", "trainer.entry", "trainer.fit", "trainer.rewards"),
+    *("tasks.grading", "tasks.sample", "tasks.tools"),
+    *("trainer.engines", "trainer.entry", "trainer.fit", "trainer.rewards"),
 }
 VAGUE = re.compile(r"(?i)utils?$|helper|manager$")
 SAID_NOTHING = {"watched", "governed", "go_on", "seal", "keeper", "ahead", "pays", "said_failures"}

@@ -14,7 +14,7 @@ from appliance.tasks.rewards import BUILT_IN
 
 RECIPE = """
 name: own
-model: {{builtin: tiny-arithmetic}}
+model: {{builtin: {model}}}
 task:
   kind: own
   train_file: d.jsonl
@@ -28,9 +28,9 @@ trainer: {{steps: 1}}
 ALL = ", ".join(f"`{each}`" for each in BUILT_IN)
 
 
-def problems(folder: Path, rewards: str, more: str = "") -> list[tuple[str, str]]:
+def problems(folder: Path, rewards: str, more: str = "", *, model: str = "tiny-calculator") -> list[tuple[str, str]]:
     file = folder / "r.yaml"
-    file.write_text(RECIPE.format(rewards=rewards, more=more))
+    file.write_text(RECIPE.format(rewards=rewards, more=more, model=model))
     try:
         load_recipe(str(file))
     except RecipeError as error:
@@ -97,7 +97,11 @@ def test_two_files_of_one_name_have_a_copy_each(tmp_path: Path, monkeypatch: pyt
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "r.py").write_text(folder)
     file = tmp_path / "r.yaml"
-    file.write_text(RECIPE.format(rewards="[{name: 'a/r.py:f'}, {name: 'b/r.py:g'}, {name: 'a/r.py:h'}]", more=""))
+    file.write_text(
+        RECIPE.format(
+            rewards="[{name: 'a/r.py:f'}, {name: 'b/r.py:g'}, {name: 'a/r.py:h'}]", more="", model="tiny-calculator"
+        )
+    )
     plan = build_plan(load_recipe(str(file)), run_dir=tmp_path / "runs" / "own-1", host=HOST)
     own = plan.task.own
     assert own is not None
@@ -107,3 +111,14 @@ def test_two_files_of_one_name_have_a_copy_each(tmp_path: Path, monkeypatch: pyt
     ]
     copies = [each.file for each in own.with_copies(plan.run_dir).rewards]
     assert copies == [f"{plan.run_dir}/code/{name}" for name in ("0-r.py", "1-r.py", "0-r.py")]
+
+
+def test_turns_are_of_tools(tmp_path: Path) -> None:
+    problem = ("task.max_turns: there are no tools to take turns with", "remove it")
+    assert problems(tmp_path, "[{name: exact}]", "max_turns: 3") == [problem]
+    assert problems(tmp_path, "[{name: exact}]", "tools: t.py\n  max_turns: 3") == []
+
+
+def test_a_built_in_model_without_tools_is_refused_with_them(tmp_path: Path) -> None:
+    problem = ("task.tools: the chat template of `tiny-arithmetic` has no tools", "use `tiny-calculator`")
+    assert problems(tmp_path, "[{name: exact}]", "tools: t.py", model="tiny-arithmetic") == [problem]

@@ -45,7 +45,7 @@ OF_DAPO = "remove it, or set algorithm.kind to `dapo`"
                 "lower one of them",
             ),
         ),
-        (("model.builtin=tiny",), ("model.builtin: unknown value `tiny`", "use `tiny-arithmetic`")),
+        (("model.builtin=tiny",), ("model.builtin: unknown value `tiny`", "use `tiny-arithmetic`, `tiny-calculator`")),
         (
             ("algorithm.kind=ppo",),
             ("algorithm.kind: `ppo` is not available in this version", "use one of `grpo`, `dapo`"),

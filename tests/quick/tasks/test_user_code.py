@@ -41,12 +41,19 @@ def value(folder: Path, program: str, *, row: Row = ROW, text: str = "2", name: 
         "def f(response, truth): return (response, truth) == ('2', '2')",
         "def f(response): return response == '2'",
         "def f(truth, response, row=None): return row == ROW",
-        "def f(response, **others): return others == {'truth': '2', 'row': ROW}",
+        "def f(response, **others): return others == {'truth': '2', 'row': ROW, 'messages': []}",
         "async def f(response, truth): return response == truth",
     ],
 )
 def test_ours_gets_what_it_names(tmp_path: Path, program: str) -> None:
     assert value(tmp_path, f"ROW = {ROW}\n{program}") is True
+
+
+def test_a_function_that_wants_the_conversation_gets_it(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text("def f(response, *, messages): return [each['role'] for each in messages]")
+    function = load_function(str(tmp_path / "rewards.py"), "f", given=given)
+    said = (("user", "1+1?"), ("assistant", "a call"), ("tool", "2"), ("assistant", "2"))
+    assert function(Response("2", "2", json.dumps(ROW), messages=said)) == ["user", "assistant", "tool", "assistant"]
 
 
 @pytest.mark.parametrize(

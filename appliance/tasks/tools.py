@@ -1,0 +1,204 @@
+"""Tools: the public functions of a Python file of the user's, which the model may call in its turns.
+
+The file is the user's code. It runs in two places only: in the child that describes it, `python -m
+appliance.tasks.tools ASKED`, which says on its last line, as JSON, what it found; and in the processes of the reward
+pool, where the functions are called. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pydantic import ValidationError, validate_call
+
+from appliance.errors import RecipeError
+from appliance.tasks.user_code import load_module
+
+MOST_CHARACTERS = 4096  # of what a tool says, and of a message about it
+STARTS_WITHIN_S = 60.0  # the child: it loads transformers
+_HINT = "docs/own-task.md shows one"
+
+Schema = dict[str, Any]
+"""Of one function, as chat templates want it: {"type": "function", "function": {...}}."""
+
+
+@dataclass(frozen=True)
+class Described:
+    """schemas: of each tool, in the order of the file.  problems: `name: what is wrong with it`."""
+
+    schemas: list[Schema] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a call gives the model.  failed: it is a message that says why."""
+
+    text: str
+    failed: bool = False
+
+
+def failure(why: str) -> Answer:
+    return Answer(_shortened(f"error: {why}"), failed=True)
+
+
+def call_tool(file: str, name: str, arguments: str) -> Answer:
+    """In a process of the pool. arguments: a JSON object, as the model wrote it. What goes wrong is the answer."""
+    try:
+        tools = functions(load_module(file))
+    except BaseException as error:  # the boundary of the user's code, as below: `sys.exit()` is no Exception
+        return failure(f"{type(error).__name__}: {error}")
+    function = tools.get(name)
+    if function is None:
+        return failure(f"there is no tool `{name}`, only {', '.join(tools)}")
+    try:
+        given = json.loads(arguments)
+    except (ValueError, RecursionError) as error:
+        return failure(f"the arguments of `{name}` are not JSON: {error}")
+    if not isinstance(given, dict):
+        return failure(f"the arguments of `{name}` are not a JSON object")
+    try:
+        inspect.signature(function).bind(**given)
+    except TypeError as error:
+        return failure(f"`{name}`: {error}")
+    try:
+        said = _checked(function)(**given)
+        text = said if isinstance(said, str) else json.dumps(said, default=str, ensure_ascii=False)
+    except ValidationError as error:
+        first = error.errors()[0]
+        return failure(f"`{name}`: {'.'.join(map(str, first['loc']))}: {first['msg']}")
+    except BaseException as error:
+        return failure(f"{type(error).__name__}: {error}")
+    return Answer(_shortened(text))
+
+
+_checked = functools.cache(validate_call)
+
+
+def functions(module: ModuleType) -> dict[str, Callable[..., object]]:
+    """The tools of a file: its own public functions."""
+    return {
+        name: each
+        for name, each in vars(module).items()
+        if inspect.isfunction(each) and each.__module__ == module.__name__ and not name.startswith("_")
+    }
+
+
+def describe(module: ModuleType) -> Described:
+    from transformers.utils import get_json_schema  # seconds
+
+    found = Described()
+    for name, function in functions(module).items():
+        if problem := _problem(function):
+            found.problems.append(f"{name}: {problem}")
+            continue
+        try:
+            found.schemas.append(get_json_schema(function))
+        except Exception as error:  # what transformers refuses, in its words
+            found.problems.append(f"{name}: {str(error).strip().splitlines()[0]}")
+    if not found.schemas and not found.problems:
+        found.problems.append("it has no public functions of its own")
+    return found
+
+
+def _problem(function: Callable[..., object]) -> str:
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        return "a tool is a plain function, not `async`"
+    parameters = inspect.signature(function).parameters.values()
+    if any(each.kind is not each.POSITIONAL_OR_KEYWORD and each.kind is not each.KEYWORD_ONLY for each in parameters):
+        return "a tool has named parameters only"
+    if bare := [each.name for each in parameters if each.annotation is each.empty]:
+        return f"no type hint of {', '.join(bare)}"
+    if not (function.__doc__ or "").strip():
+        return "no docstring: the model reads there what the tool is for"
+    return ""
+
+
+def _shortened(text: str) -> str:
+    text = text.encode(errors="replace").decode()  # a lone surrogate is no text to a tokenizer
+    if len(text) <= MOST_CHARACTERS:
+        return text
+    return f"{text[:MOST_CHARACTERS]} ... ({len(text) - MOST_CHARACTERS} more characters)"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Of the child. file: the user's.  model: whose chat template is to be looked at, or empty."""
+
+    file: str
+    model: str = ""
+    trust_remote_code: bool = False
+
+
+def read_tools(asked: Asked) -> list[Schema]:
+    """The schemas of the file's functions, made in a child; none without a file. Raises RecipeError with all that is
+    wrong with them."""
+    if not asked.file:
+        return []
+    command = [sys.executable, "-m", "appliance.tasks.tools", json.dumps(asdict(asked))]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=STARTS_WITHIN_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise _refused(f"{asked.file}: not imported after {STARTS_WITHIN_S:g} s") from None
+    try:
+        found = Described(**json.loads(done.stdout.strip().splitlines()[-1]))
+    except (ValueError, TypeError, IndexError):
+        last = (done.stderr.strip().splitlines() or [f"its process ended with {done.returncode}"])[-1]
+        raise _refused(f"{asked.file}: cannot be imported: {last}") from None
+    if found.problems:
+        raise RecipeError([(f"task.tools: {problem}", _HINT) for problem in found.problems])
+    return found.schemas
+
+
+def _refused(why: str) -> RecipeError:
+    return RecipeError([(f"task.tools: {why}", _HINT)])
+
+
+def write_schemas(schemas: list[Schema], path: Path) -> None:
+    path.write_text(json.dumps(schemas, ensure_ascii=False))
+
+
+def read_schemas(path: str) -> list[Schema]:
+    """Of a run; none where its task has no tools."""
+    return json.loads(Path(path).read_text()) if path else []
+
+
+def template_problem(asked: Asked, schemas: list[Schema]) -> str:
+    """Why the model's chat template cannot do with these tools, or nothing."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(asked.model, trust_remote_code=asked.trust_remote_code)
+    said = [{"role": "user", "content": "hello"}]
+    try:
+        with_tools, without = (
+            tokenizer.apply_chat_template(said, tools=each, tokenize=False) for each in (schemas, None)
+        )
+    except Exception as error:  # jinja's, or what a template raises by itself
+        return f"the chat template of {asked.model} fails with these tools: {error}"
+    return "" if with_tools != without else f"the chat template of {asked.model} has no tools"
+
+
+def main(arguments: list[str]) -> int:
+    asked = Asked(**json.loads(arguments[0]))
+    sys.path.append(str(Path(asked.file).parent))  # what lies beside it, as in the pool
+    found = describe(load_module(asked.file))
+    problems = [f"{asked.file}: {problem}" for problem in found.problems]
+    if asked.model and found.schemas and (problem := template_problem(asked, found.schemas)):
+        problems.append(problem)
+    sys.stdout.write(f"\n{json.dumps(asdict(replace(found, problems=problems)))}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,265 @@
+"""Several turns: the model speaks, the tools that it calls answer, and it speaks again.
+
+In rounds, for the last bits of a log-probability depend on what is computed together (engine/replica.py): the samples
+of all prompts speak, then all tools that they call answer in the pool's processes, then all samples that go on speak in
+one call, each with a seed of its own. A sample goes on with the engine that began it, which still has its tokens.
+
+The engine gets token ids only, those that it made and those that verl's continuous-token builder gives for the tools'
+messages. Those of tools and templates have mask 0 and log-prob 0: nothing is learned from them and nothing counts them,
+but that task.max_response_tokens bounds all that comes after the prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from verl.experimental.agent_loop import tool_parser
+from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
+
+from appliance.tasks.rows import Message
+from appliance.tasks.tools import Answer, Schema, call_tool, failure
+from appliance.trainer.rewards import CallFailed, RewardPool
+
+FORMAT = "hermes"  # of calls: <tool_call>{"name": ..., "arguments": {...}}</tool_call>
+BEGINS = "<tool_call>"
+
+tool_parser.logger.setLevel(logging.CRITICAL)  # a call that cannot be read is the model's to hear of, and is counted
+
+
+class Drawn(Protocol):
+    """One response of an engine: `Sample` of engine/replica.py."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finished: bool
+
+
+@dataclass
+class Spoken:
+    """A sample: all that came after its prompt. mask: 1 for what the model said, else 0.
+
+    said: its turns and the tools'.  text: of its last turn.
+    """
+
+    token_ids: list[int]
+    log_probs: list[float]
+    mask: list[int]
+    finished: bool
+    text: str
+    said: list[Message] = field(default_factory=list)
+    turns: int = 1
+    calls: int = 0
+    failed_calls: int = 0
+
+    @property
+    def generated(self) -> int:
+        """Tokens of the model's own."""
+        return sum(self.mask)
+
+    @property
+    def last_turn(self) -> list[int]:
+        """Its tokens."""
+        begins = len(self.mask) - self.mask[::-1].index(0) if 0 in self.mask else 0
+        return self.token_ids[begins:]
+
+
+@dataclass(frozen=True)
+class SpokenGroup:
+    """The samples of one prompt, and the number of the weight update they were made with."""
+
+    samples: list[Spoken]
+    weights_version: int
+
+
+@dataclass
+class Tally:
+    """What the samples of a step did, for its line."""
+
+    samples: int = 0
+    turns: int = 0
+    calls: int = 0
+    failed_calls: int = 0
+    tool_tokens: int = 0
+
+    def extend(self, samples: Sequence[Spoken]) -> None:
+        self.samples += len(samples)
+        self.turns += sum(each.turns for each in samples)
+        self.calls += sum(each.calls for each in samples)
+        self.failed_calls += sum(each.failed_calls for each in samples)
+        self.tool_tokens += sum(len(each.mask) - each.generated for each in samples)
+
+    def metrics(self) -> dict[str, float]:
+        of = max(1, self.samples)
+        return {
+            "turns_mean": self.turns / of,
+            "tool_calls_mean": self.calls / of,
+            "tool_calls_failed_fraction": self.failed_calls / max(1, self.calls),
+            "tool_tokens_mean": self.tool_tokens / of,
+        }
+
+
+Ask = Callable[..., AsyncIterator[tuple[int, Any]]]
+"""(prompts, *, seeds, num_samples, already): as `generate_groups` of engine/replica.py, of one engine."""
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a conversation begins with. seed: of the first sample, None where nothing is drawn."""
+
+    messages: list[dict[str, Any]]
+    token_ids: list[int]
+    seed: int | None
+
+
+@dataclass
+class _Conversation:
+    opening: Opening
+    session: int
+    messages: list[dict[str, Any]]
+    spoken: Spoken
+
+    def seed(self, turn: int) -> int | None:
+        return None if self.opening.seed is None else turn_seed(self.opening.seed + self.session, turn=turn)
+
+
+def turn_seed(seed: int, *, turn: int) -> int:
+    """Of a sample's later turn: 0 <= seed < 2^62. seed: of its first."""
+    return int.from_bytes(hashlib.sha256(f"{seed} turn {turn}".encode()).digest()[:8]) >> 2
+
+
+class Turns:
+    """tokenizer, model_type: of the model.  schemas: of the tools.  call: (name, arguments as JSON) to what it says."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        model_type: str,
+        schemas: list[Schema],
+        max_turns: int,
+        max_tokens: int,
+        call: Callable[[str, str], Awaitable[Answer]],
+    ) -> None:
+        """max_tokens: of all that comes after a prompt."""
+        self._tokenizer = tokenizer
+        self._builder = create_continuous_token_builder(tokenizer, hf_model_type=model_type)
+        self._parser = tool_parser.ToolParser.get_tool_parser(FORMAT, tokenizer)
+        self._schemas = schemas
+        self._max_turns = max_turns
+        self._max_tokens = max_tokens
+        self._call = call
+        self.tally = Tally()
+
+    def take_metrics(self) -> dict[str, float]:
+        """Of what was added to the tally since they were taken last."""
+        found, self.tally = self.tally.metrics(), Tally()
+        return found
+
+    def prompt_ids(self, messages: list[dict[str, Any]]) -> list[int]:
+        return list(self._builder.build_initial_tokens(messages, tools=self._schemas))
+
+    async def play(
+        self, openings: Sequence[Opening], *, ask: Ask, num_samples: int
+    ) -> AsyncIterator[tuple[int, SpokenGroup]]:
+        """The place of each opening and its samples, when the last of them has ended."""
+        ids, seeds = [each.token_ids for each in openings], [each.seed for each in openings]
+        groups = {place: group async for place, group in ask(ids, seeds=seeds, num_samples=num_samples)}
+        begun = {
+            place: [
+                _Conversation(opening, session, list(opening.messages), _first(drawn))
+                for session, drawn in enumerate(groups[place].samples)
+            ]
+            for place, opening in enumerate(openings)
+        }
+        going = [each for conversations in begun.values() for each in conversations]
+        for turn in range(2, self._max_turns + 2):
+            asked = await asyncio.gather(*(self._answered(each, is_last=turn > self._max_turns) for each in going))
+            going = [each for each, goes_on in zip(going, asked, strict=True) if goes_on]
+            busy = {id(each) for each in going}
+            for place in [place for place, those in begun.items() if not any(id(each) in busy for each in those)]:
+                spoken = [each.spoken for each in begun.pop(place)]
+                yield place, SpokenGroup(spoken, groups[place].weights_version)
+            if not going:
+                return
+            answers = ask(
+                [each.opening.token_ids + each.spoken.token_ids for each in going],
+                seeds=[each.seed(turn) for each in going],
+                num_samples=1,
+                already=[len(each.spoken.token_ids) for each in going],
+            )
+            async for place, group in answers:
+                _add(going[place].spoken, group.samples[0])
+
+    async def _answered(self, conversation: _Conversation, *, is_last: bool) -> bool:
+        """The model's turn is over: whether it called tools, and its token budget has room for what they said."""
+        spoken = conversation.spoken
+        ids = spoken.last_turn
+        spoken.text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        spoken.said.append(("assistant", spoken.text))
+        content, calls = await self._parser.extract_tool_calls(ids, self._schemas)
+        unread = max(0, self._tokenizer.decode(ids).count(BEGINS) - len(calls))
+        if is_last or not spoken.finished or not (calls or unread):
+            return False
+        answers = [(each.name, await self._call(each.name, each.arguments)) for each in calls]
+        answers += [("", failure("a tool call is not JSON with `name` and `arguments`"))] * unread
+        spoken.calls += len(answers)
+        spoken.failed_calls += sum(answer.failed for _, answer in answers)
+        said = [_assistant(content, calls), *(_tool(name, answer) for name, answer in answers)]
+        before = [*conversation.messages, said[0]]
+        prompt = conversation.opening.token_ids
+        merged = self._builder.merge_context_tokens(
+            before, [*before, *said[1:]], prompt + spoken.token_ids, tools=self._schemas
+        )
+        if len(merged.token_ids) - len(prompt) >= self._max_tokens:
+            spoken.finished = False
+            return False
+        mask, log_probs = self._builder.align_response_metadata(merged, spoken.mask, spoken.log_probs)
+        conversation.messages += said
+        spoken.said += [("tool", answer.text) for _, answer in answers]
+        spoken.token_ids, spoken.mask, spoken.log_probs = merged.token_ids[len(prompt) :], mask, log_probs
+        return True
+
+
+def in_pool(pool: RewardPool, *, file: str, timeout_s: float) -> Callable[[str, str], Awaitable[Answer]]:
+    """Calls of the tools of a file. However one goes wrong, the model hears of it."""
+
+    async def call(name: str, arguments: str) -> Answer:
+        try:
+            return await pool.call(call_tool, file, name, arguments, timeout_s=timeout_s)
+        except CallFailed as failed:
+            return failure(f"`{name}`: {failed.why}")
+
+    return call
+
+
+def _assistant(content: str, calls: list[Any]) -> dict[str, Any]:
+    made = [{"name": each.name, "arguments": json.loads(each.arguments)} for each in calls]
+    asked = {"tool_calls": [{"type": "function", "function": each} for each in made]} if made else {}
+    return {"role": "assistant", "content": content, **asked}
+
+
+def _tool(name: str, answer: Answer) -> dict[str, Any]:
+    return {"role": "tool", "name": name, "content": answer.text}
+
+
+def _first(drawn: Drawn) -> Spoken:
+    return Spoken(drawn.token_ids, drawn.log_probs, [1] * len(drawn.token_ids), drawn.finished, "")
+
+
+def one_turn(drawn: Drawn, *, text: str) -> Spoken:
+    """A sample of a run without tools."""
+    return Spoken(drawn.token_ids, drawn.log_probs, [1] * len(drawn.token_ids), drawn.finished, text)
+
+
+def _add(spoken: Spoken, drawn: Drawn) -> None:
+    spoken.token_ids = spoken.token_ids + drawn.token_ids
+    spoken.log_probs = spoken.log_probs + drawn.log_probs
+    spoken.mask = spoken.mask + [1] * len(drawn.token_ids)
+    spoken.finished = drawn.finished
+    spoken.turns += 1

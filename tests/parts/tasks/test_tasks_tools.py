@@ -1,0 +1,123 @@
+"""The user's tools, described in a child as before a run, with transformers and a real tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from appliance.errors import RecipeError
+from appliance.tasks.tiny_model import save_tokenizer
+from appliance.tasks.tools import Asked, call_tool, read_schemas, read_tools, write_schemas
+
+GOOD = '''
+from json import dumps
+
+def multiply(a: int, b: int = 2) -> int:
+    """
+    Multiplies two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return a * b
+
+def _secret(a): ...
+'''
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "multiply",
+        "description": "Multiplies two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "a": {"type": "integer", "description": "The first number."},
+                "b": {"type": "integer", "description": "The second number."},
+            },
+            "required": ["a"],
+        },
+        "return": {"type": "integer"},
+    },
+}
+BAD = '''
+def no_hint(a, b: int) -> int:
+    """Adds."""
+def no_docstring(a: int) -> int:
+    return a
+def not_described(a: int) -> int:
+    """Adds."""
+async def waits(a: int) -> int:
+    """Adds."""
+def many(*numbers: int) -> int:
+    """Adds."""
+'''
+
+
+def problems(file: Path, *, model: str = "") -> list[str]:
+    with pytest.raises(RecipeError) as caught:
+        read_tools(Asked(str(file), model))
+    assert {hint for _, hint in caught.value.problems} == {"docs/own-task.md shows one"}
+    return [message for message, _ in caught.value.problems]
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "tools.py"
+    path.write_text(text)
+    return path
+
+
+def test_hints_and_docstring_are_the_schema(tmp_path: Path) -> None:
+    found = read_tools(Asked(str(write(tmp_path, GOOD))))
+    assert found == [SCHEMA]
+    write_schemas(found, tmp_path / "tools.json")
+    assert read_schemas(str(tmp_path / "tools.json")) == found and read_schemas("") == []
+
+
+def test_every_function_that_is_no_tool_is_named(tmp_path: Path) -> None:
+    file = write(tmp_path, BAD)
+    described = (
+        "Cannot generate JSON schema for not_described because the docstring has no description for the argument 'a'"
+    )
+    assert problems(file) == [
+        f"task.tools: {file}: no_hint: no type hint of a",
+        f"task.tools: {file}: no_docstring: no docstring: the model reads there what the tool is for",
+        f"task.tools: {file}: not_described: {described}",
+        f"task.tools: {file}: waits: a tool is a plain function, not `async`",
+        f"task.tools: {file}: many: a tool has named parameters only",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("from json import dumps\n", "it has no public functions of its own"),
+        ("def f(:\n", "cannot be imported: SyntaxError: invalid syntax"),
+        ("raise OSError('away')\n", "cannot be imported: OSError: away"),
+        ("import os\nos._exit(3)\n", "cannot be imported: its process ended with 3"),
+        ("import sys\nsys.exit('bye')\n", "cannot be imported: bye"),
+        ("print(input())\n", "cannot be imported: EOFError: EOF when reading a line"),
+    ],
+)
+def test_a_file_that_has_none_is_told(text: str, problem: str, tmp_path: Path) -> None:
+    file = write(tmp_path, text)
+    assert problems(file) == [f"task.tools: {file}: {problem}"]
+
+
+def test_a_chat_template_without_tools_is_refused(tmp_path: Path) -> None:
+    file = write(tmp_path, GOOD)
+    for name, calls_tools in (("with", True), ("without", False)):
+        save_tokenizer(tmp_path / name, max_positions=64, calls_tools=calls_tools)
+    assert read_tools(Asked(str(file), str(tmp_path / "with"))) == [SCHEMA]
+    assert problems(file, model=str(tmp_path / "without")) == [
+        f"task.tools: the chat template of {tmp_path / 'without'} has no tools"
+    ]
+
+
+def test_what_is_printed_at_import_is_nothing_to_us(tmp_path: Path) -> None:
+    assert read_tools(Asked(str(write(tmp_path, f"print('[]')\n{GOOD}")))) == [SCHEMA]
+
+
+def test_a_default_may_be_left_out(tmp_path: Path) -> None:
+    assert call_tool(str(write(tmp_path, GOOD)), "multiply", '{"a": 4}').text == "8"

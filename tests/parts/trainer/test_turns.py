@@ -1,0 +1,255 @@
+"""Several turns with real tokenizers, verl's parser and builder, and tools in the real pool; the engine is a script."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from appliance.tasks.tiny_model import byte_tokenizer
+from appliance.tasks.tools import MOST_CHARACTERS
+from appliance.trainer.rewards import RewardPool
+from appliance.trainer.turns import Opening, Spoken, SpokenGroup, Turns, in_pool, turn_seed
+
+TOKENIZER = byte_tokenizer(max_positions=2048, calls_tools=True)
+SCHEMAS = [{"type": "function", "function": {"name": "multiply", "parameters": {}}}]
+ASKED = [{"role": "user", "content": "37*58"}]
+TOOLS = """
+import os, sys, time
+def multiply(a: int, b: int) -> int:
+    return a * b
+def hang() -> str:
+    time.sleep(60)
+def die() -> str:
+    os._exit(3)
+def leave() -> str:
+    sys.exit()
+def raises() -> str:
+    raise ValueError("no such number")
+def talks() -> str:
+    return "x" * 100_000
+def nothing() -> None:
+    print("said to nobody")
+def circle() -> list:
+    it = []
+    it.append(it)
+    return it
+def strange() -> str:
+    return chr(0xD800)
+"""
+
+
+def call(name: str, **arguments: object) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+class Engine:
+    """Says its lines: of each call one for each prompt, or for each sample of the first. Log-probs count its tokens."""
+
+    def __init__(self, *rounds: Sequence[str]) -> None:
+        self._rounds = list(rounds)
+        self.asked: list[dict[str, Any]] = []
+
+    async def __call__(
+        self,
+        prompts: list[list[int]],
+        *,
+        seeds: list[int | None],
+        num_samples: int,
+        already: list[int] | None = None,
+    ) -> AsyncIterator[tuple[int, Any]]:
+        self.asked.append({"prompts": prompts, "seeds": seeds, "num_samples": num_samples, "already": already})
+        lines = self._rounds.pop(0)
+        assert len(lines) == len(prompts) * num_samples
+        for place in reversed(range(len(prompts))):  # as they are ready, in any order
+            said = lines[place * num_samples : (place + 1) * num_samples]
+            yield place, SimpleNamespace(samples=[drawn(text) for text in said], weights_version=7)
+
+
+def drawn(text: str) -> Any:
+    """A turn that is cut ends with ..."""
+    cut = text.endswith("...")
+    ids = TOKENIZER(text.removesuffix("...") + ("" if cut else "<|im_end|>"))["input_ids"]
+    return SimpleNamespace(token_ids=ids, log_probs=[-1.0 - place for place in range(len(ids))], finished=not cut)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("code") / "tools.py"
+    path.write_text(TOOLS)
+    return str(path)
+
+
+def play(
+    engine: Engine, *, file: str, seed: int | None = 5, max_turns: int = 2, max_tokens: int = 512
+) -> tuple[dict[int, SpokenGroup], Turns]:
+    """One prompt, as many samples as the engine has lines at first."""
+
+    async def played() -> tuple[dict[int, SpokenGroup], Turns]:
+        pool = RewardPool(load=tuple, workers=1)
+        turns = Turns(
+            TOKENIZER,
+            model_type="qwen2",
+            schemas=SCHEMAS,
+            max_turns=max_turns,
+            max_tokens=max_tokens,
+            call=in_pool(pool, file=file, timeout_s=2.0),
+        )
+        opening = Opening(ASKED, turns.prompt_ids(ASKED), seed)
+        num_samples = len(engine._rounds[0])
+        try:
+            return {p: group async for p, group in turns.play([opening], ask=engine, num_samples=num_samples)}, turns
+        finally:
+            pool.close()
+
+    return asyncio.run(played())
+
+
+def one(engine: Engine, **others: Any) -> Spoken:
+    return play(engine, **others)[0][0].samples[0]
+
+
+def test_a_call_is_answered_and_the_model_goes_on(file: str) -> None:
+    engine = Engine([call("multiply", a=37, b=58), "37"], ["2146"])
+    groups, turns = play(engine, file=file)
+    right, wrong = groups[0].samples
+    whole = f"{call('multiply', a=37, b=58)}<|im_end|>\n<tool_response>2146</tool_response>=2146<|im_end|>"
+    assert TOKENIZER.decode(right.token_ids) == whole
+    assert right.said == [
+        ("assistant", call("multiply", a=37, b=58)),
+        ("tool", "2146"),
+        ("assistant", "2146"),
+    ]
+    assert (right.text, right.turns, right.calls, right.failed_calls, right.finished) == ("2146", 2, 1, 0, True)
+    assert (wrong.text, wrong.turns, wrong.calls, wrong.said) == ("37", 1, 0, [("assistant", "37")])
+    assert groups[0].weights_version == 7
+    turns.tally.extend(groups[0].samples)
+    tool_tokens = len(TOKENIZER("\n<tool_response>2146</tool_response>=")["input_ids"])
+    assert turns.take_metrics() == {
+        "turns_mean": 1.5,
+        "tool_calls_mean": 0.5,
+        "tool_calls_failed_fraction": 0.0,
+        "tool_tokens_mean": tool_tokens / 2,
+    }
+    assert turns.take_metrics()["turns_mean"] == 0
+
+
+def test_the_engine_gets_its_own_tokens_again_and_what_is_left(file: str) -> None:
+    engine = Engine(["37", call("multiply", a=37, b=58)], ["2146"])
+    (sample,) = play(engine, file=file)[0][0].samples[1:]
+    prompt = TOKENIZER("multiply:37*58=")["input_ids"]
+    first, second = engine.asked
+    assert (first["prompts"], first["seeds"], first["num_samples"], first["already"]) == ([prompt], [5], 2, None)
+    before = sample.token_ids[: -len("2146") - 1]
+    assert second["prompts"] == [prompt + before] and second["already"] == [len(before)]
+    assert (second["seeds"], second["num_samples"]) == ([turn_seed(6, turn=2)], 1)  # vLLM gave the second sample 5 + 1
+
+
+def test_only_what_the_model_said_has_a_mask_and_a_log_prob(file: str) -> None:
+    sample = one(Engine([call("multiply", a=37, b=58)], ["2146"]), file=file)
+    between = TOKENIZER("\n<tool_response>2146</tool_response>=")["input_ids"]
+    first = len(sample.token_ids) - len(between) - len("2146") - 1
+    assert sample.mask == [1] * first + [0] * len(between) + [1] * 5
+    counted = [-1.0 - place for place in range(first)]
+    assert sample.log_probs == counted + [0.0] * len(between) + [-1.0, -2.0, -3.0, -4.0, -5.0]
+    assert sample.generated == first + 5
+
+
+def test_the_tokens_are_what_the_template_renders(file: str) -> None:
+    sample = one(Engine([call("multiply", a=37, b=58)], ["2146"]), file=file)
+    made = {"function": {"name": "multiply", "arguments": {"a": 37, "b": 58}}}
+    messages = [
+        *ASKED,
+        {"role": "assistant", "content": "", "tool_calls": [made]},
+        {"role": "tool", "content": "2146"},
+        {"role": "assistant", "content": "2146"},
+    ]
+    rendered = TOKENIZER.apply_chat_template(messages, tools=SCHEMAS, return_dict=False)
+    newline = TOKENIZER("\n")["input_ids"]
+    assert TOKENIZER("multiply:37*58=")["input_ids"] + sample.token_ids + newline == rendered
+
+
+def test_greedy_has_no_seed_in_any_turn(file: str) -> None:
+    engine = Engine([call("multiply", a=1, b=2)], ["2"])
+    play(engine, file=file, seed=None)
+    assert [asked["seeds"] for asked in engine.asked] == [[None], [None]]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (call("raises"), "error: ValueError: no such number"),
+        (call("hang"), "error: `hang`: no answer after 2 s"),
+        (call("die"), "error: `die`: the process of the function ended with 3"),
+        (call("circle"), "error: ValueError: Circular reference detected"),
+        (call("divide", a=1), "error: there is no tool `divide`, only multiply, hang, die, leave, "),
+        (call("multiply", a=1), "error: `multiply`: missing a required argument: 'b'"),
+        (call("multiply", a=1, c=2), "error: `multiply`: missing a required argument: 'b'"),
+        (call("multiply", a="x", b=2), "error: `multiply`: a: Input should be a valid integer"),
+        ("<tool_call>{multiply 3 4}</tool_call>", "error: a tool call is not JSON with `name` and `arguments`"),
+        ("<tool_call>[1]</tool_call>", "error: a tool call is not JSON with `name` and `arguments`"),
+        ('<tool_call>{"name": "multiply", "arg', "error: a tool call is not JSON with `name` and `arguments`"),
+        ('<tool_call>{"name": "multiply", "arguments": 3}</tool_call>', "error: the arguments of `multiply` are not"),
+    ],
+)
+def test_what_goes_wrong_is_a_message_to_the_model(asked: str, said: str, file: str) -> None:
+    sample = one(Engine([asked], ["I see"]), file=file)
+    who, told = sample.said[1]
+    assert who == "tool" and told.startswith(said)
+    assert (sample.calls, sample.failed_calls, sample.text) == (1, 1, "I see")
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"), [(call("nothing"), "null"), (call("strange"), "?"), (call("multiply", a="3", b=4), "12")]
+)
+def test_what_a_tool_returns_is_text(asked: str, said: str, file: str) -> None:
+    sample = one(Engine([asked], ["I see"]), file=file)
+    assert sample.said[1] == ("tool", said) and sample.failed_calls == 0
+
+
+def test_a_tool_that_leaves_its_process_is_a_message(file: str) -> None:
+    sample = one(Engine([call("leave")], ["I see"]), file=file)
+    assert (sample.said[1], sample.failed_calls) == (("tool", "error: SystemExit: "), 1)
+
+
+def test_what_is_too_much_is_cut(file: str) -> None:
+    sample = one(Engine([call("talks")], ["I see"]), file=file, max_tokens=6000)
+    assert sample.said[1] == ("tool", "x" * MOST_CHARACTERS + f" ... ({100_000 - MOST_CHARACTERS} more characters)")
+
+
+def test_several_calls_of_a_turn_are_answered_in_their_order(file: str) -> None:
+    asked = call("multiply", a=2, b=3) + call("raises") + call("multiply", a=4, b=5)
+    sample = one(Engine([asked], ["done"]), file=file)
+    assert [text for who, text in sample.said if who == "tool"] == ["6", "error: ValueError: no such number", "20"]
+    assert (sample.turns, sample.calls, sample.failed_calls) == (2, 3, 1)
+
+
+def test_no_more_turns_than_allowed(file: str) -> None:
+    again = call("multiply", a=2, b=3)
+    engine = Engine([again], [again], [again])
+    sample = one(engine, file=file, max_turns=3)
+    assert (sample.turns, sample.calls, sample.text, len(engine.asked)) == (3, 2, again, 3)
+
+
+def test_a_turn_that_is_cut_is_the_last(file: str) -> None:
+    sample = one(Engine([call("multiply", a=2, b=3) + "..."]), file=file)
+    assert (sample.turns, sample.calls, sample.finished) == (1, 0, False)
+
+
+def test_an_answer_that_does_not_fit_is_left_out(file: str) -> None:
+    asked = call("multiply", a=37, b=58)
+    room = len(drawn(asked).token_ids) + len(TOKENIZER("\n<tool_response>2146</tool_response>=")["input_ids"])
+    sample = one(Engine([asked]), file=file, max_tokens=room)
+    assert (sample.turns, sample.calls, sample.finished) == (1, 1, False)
+    assert sample.mask == [1] * len(sample.token_ids)
+    assert one(Engine([asked], ["..."]), file=file, max_tokens=room + 1).turns == 2
+
+
+def test_a_file_that_is_gone_is_a_message(tmp_path: Path) -> None:
+    sample = one(Engine([call("multiply", a=2, b=3)], ["6"]), file=str(tmp_path / "gone.py"))
+    assert sample.failed_calls == 1 and sample.said[1][1].startswith("error: FileNotFoundError")
