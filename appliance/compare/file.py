@@ -28,10 +28,10 @@ from pydantic import Field, ValidationError
 from appliance.errors import RecipeError
 from appliance.frozen import Frozen
 from appliance.recipe import library
-from appliance.recipe.load import Setting, read_option
+from appliance.recipe.load import Setting, line_of, read_option, read_tree
 from appliance.recipe.messages import explain, shown
 from appliance.recipe.schema import NAME_PATTERN
-from appliance.recipe.text import MAX_BYTES, Node, Problem, Refused, parse
+from appliance.recipe.text import Node, Problem, Refused
 
 FOLDER = "comparisons"
 _SUFFIX = ".yaml"
@@ -103,7 +103,7 @@ def load_comparison(name_or_path: str) -> Comparison:
     """Raises RecipeError with all problems of the file, in the order of its lines. The arms are not looked into."""
     path = find(name_or_path)
     problems: list[Problem] = []
-    tree = _read(path, problems)
+    tree = read_tree(path, problems, what="comparison", hint="see docs/experiments.md")
     read = recipe = None
     try:
         read = _File.model_validate({key: _plain(node) for key, node in tree.items()})
@@ -140,27 +140,7 @@ def load_comparison(name_or_path: str) -> Comparison:
 
 def in_order(problems: list[Problem], *, file: str) -> list[Problem]:
     """Each once, by the lines of the file; what stands elsewhere comes last, in the order found."""
-
-    def line(problem: Problem) -> tuple[int, int]:
-        number = problem[0].removeprefix(f"{file}:").partition(":")[0] if problem[0].startswith(f"{file}:") else ""
-        return (0, int(number)) if number.isdigit() else (1, 0)
-
-    return sorted(dict.fromkeys(problems), key=line)
-
-
-def _read(path: Path, problems: list[Problem]) -> dict[str, Node]:
-    try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise RecipeError([(f"{path}: cannot be read: {error.strerror}", "")]) from error
-    root, found = parse(raw, file=str(path))
-    problems.extend(found)
-    if root is None:
-        raise RecipeError(problems)
-    if not isinstance(root.value, dict):
-        raise RecipeError([*problems, (f"{root.place}: a comparison is a mapping of keys", "see docs/experiments.md")])
-    return root.value
+    return sorted(dict.fromkeys(problems), key=lambda problem: line_of(problem[0], file=file))
 
 
 def _explained(error: Any, *, tree: dict[str, Node], file: str) -> Problem:

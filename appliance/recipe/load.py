@@ -41,7 +41,7 @@ def load_recipe(name_or_path: str, *, sets: Iterable[str] = (), settings: Iterab
     """
     path = library.find(name_or_path)
     problems: list[Problem] = []
-    tree = _with_parent(_read(path, problems), path=path, problems=problems)
+    tree = _with_parent(read_tree(path, problems), path=path, problems=problems)
     given = [read_option(option, place=f"--set {option}", problems=problems) for option in sets]
     for setting in filter(None, (*settings, *given)):
         node = setting.node
@@ -81,7 +81,9 @@ def to_plain(recipe: Recipe) -> dict[str, Any]:
 # Files and options to a tree
 
 
-def _read(path: Path, problems: list[Problem]) -> dict[str, Node]:
+def read_tree(
+    path: Path, problems: list[Problem], *, what: str = "recipe", hint: str = "see `appliance recipes show reference`"
+) -> dict[str, Node]:
     """The top level of a file. Raises RecipeError when there is none; smaller problems are added to the list."""
     try:
         with path.open("rb") as file:
@@ -95,8 +97,7 @@ def _read(path: Path, problems: list[Problem]) -> dict[str, Node]:
     if root.value is None:
         return {}
     if not isinstance(root.value, dict):
-        message = f"{root.place}: a recipe is a mapping of keys"
-        raise RecipeError([*problems, (message, "see `appliance recipes show reference`")])
+        raise RecipeError([*problems, (f"{root.place}: a {what} is a mapping of keys", hint)])
     return root.value
 
 
@@ -118,7 +119,7 @@ def _with_parent(
         refused = Node(Refused.VALUE, extends.place)
         sections = {name: dict.fromkeys(section.model_fields, refused) for name, section in SECTIONS.items()}
         return _merged({name: Node(fields, extends.place) for name, fields in sections.items()}, tree)
-    parent = _with_parent(_read(parent_path, problems), path=parent_path, problems=problems, above=chain)
+    parent = _with_parent(read_tree(parent_path, problems), path=parent_path, problems=problems, above=chain)
     parent.pop("name", None)
     return _merged(parent, tree)
 
@@ -194,7 +195,7 @@ def _validated(tree: dict[str, Node], *, file: str, problems: list[Problem]) -> 
             written = next((key for key in keys if _find(tree, key)), keys[0])
             where = _place(tree, written, file=file)
             problems.append((f"{where}: {'.'.join(written)}: {broken.message}", broken.hint))
-    problems.sort(key=lambda problem: _line(problem[0], file=file))
+    problems.sort(key=lambda problem: line_of(problem[0], file=file))
     return recipe
 
 
@@ -221,14 +222,14 @@ def _explain_all(error: ValidationError, *, tree: dict[str, Node], file: str, pr
     for each in error.errors(include_url=False):
         path = tuple(str(part) for part in each["loc"] if part != "[key]")  # pydantic's mark: the key itself is meant
         found.append((f"{_place(tree, path, file=file)}: {'.'.join(path)}", path, each))
-    found.sort(key=lambda one: _line(one[0], file=file))
+    found.sort(key=lambda one: line_of(one[0], file=file))
     for number, (what, _, each) in enumerate(found):
         message, hint = explain(each) if number < MOST_SHOWN else (each["msg"], "")
         problems.append((f"{what}: {message}", hint))
     return {path[:2] for _, path, _ in found}
 
 
-def _line(message: str, *, file: str) -> tuple[int, int]:
+def line_of(message: str, *, file: str) -> tuple[int, int]:
     """Sorts by line of the recipe's own file; what stands elsewhere comes last, in the order found."""
     number = message.removeprefix(f"{file}:").partition(":")[0] if message.startswith(f"{file}:") else ""
     return (0, int(number)) if number.isdigit() else (1, 0)
