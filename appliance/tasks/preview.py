@@ -64,7 +64,7 @@ def preview(plan: RunPlan) -> Preview:
         shown.append(PreviewedProblem(prompt=tokenizer.decode(ids), tokens=len(ids), truth=each.truth, row=each.row))
     return Preview(
         train=len(left.train),
-        val=len(left.val),
+        val=sum(map(len, left.validations.values())),
         max_prompt_tokens=limit,
         notes=(*found.notes, *too_long),
         problems=tuple(shown),
