@@ -89,7 +89,7 @@ def plain_validation(step: StepMetrics) -> str:
 
 
 def rewards_text(step: StepMetrics) -> str:
-    """`right_sum 0.92  digits_only 1.00`; empty but for a task of the user's own."""
+    """`right_sum 0.92  only_digits -0.02`; empty but for a task of the user's own."""
     return "  ".join(f"{name} {value:.2f}" for name, value in rewards_of(step).items())
 
 

@@ -18,8 +18,6 @@ from appliance.files import digest_of
 
 pytestmark = pytest.mark.e2e
 
-MOST_SECONDS = 240  # on two cores, without the making of the model
-
 
 def train_in(folder: Path, *sets: str, root: Path, name: str, timeout_s: float = 900) -> Finished:
     """As `appliance train recipe.yaml` in that folder."""
@@ -41,7 +39,6 @@ def test_the_example_learns_with_int8_rollouts(with_tiny_cache: Callable[[Path],
     assert before <= 0.10 and after >= 0.90
     assert {line["scheme"] for line in lines} == {"int8"}
     assert lines[0]["val_samples"] == 512
-    assert took_s < MOST_SECONDS
 
 
 def test_three_forms_of_one_task_are_the_same_run(with_tiny_cache: Callable[[Path], Path], tmp_path: Path) -> None:

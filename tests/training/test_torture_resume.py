@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from killable import Run
+from test_val_sets_end_to_end import RECIPE as VAL_SETS
 
 pytestmark = pytest.mark.torture
 
@@ -62,6 +63,7 @@ CASES = {
             "task.max_response_tokens": "96",
         },
     ),
+    "val-sets": Case(4, {**VAL_SETS, "trainer.validate_every": "1"}),
     # One level a step: it is killed while the engines have a quarter in BF16 and the half is decided, but not sent.
     "governed": Case(
         8,
