@@ -328,7 +328,8 @@ class Rollouts:
             self._graded[row["uid"]] = int(row["global_steps"]), graded
         if self._turns is not None and not validate:
             self._turns.tally.extend(group.samples)
-        accuracies = [each.accuracy for each in graded] if validate else neutral_accuracies(graded)
+        known = [each.accuracy for each in graded] if validate else neutral_accuracies(graded)
+        accuracies = [shaping.comparable(each) for each in known]
         return row["uid"], [
             _fields(prompt, group=group, session=session, accuracy=accuracy, shaping=shaping)
             for session, accuracy in enumerate(accuracies)
