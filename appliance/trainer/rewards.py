@@ -15,6 +15,7 @@ verl loads `compute_score` from this file (`reward.custom_reward_function`).
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import functools
 import multiprocessing
 import os
@@ -40,12 +41,13 @@ from appliance.tasks.library import TASKS, rewards_of
 from appliance.tasks.task import Response, Reward
 
 TIMEOUT_S = 30.0  # of one response, from when a process takes it; math-verify's own limits are below
+LOADS_WITHIN_S = 60.0  # a process its rewards, before its first response
 MOST_WORKERS = 8
 IDLE_DEATH = "a reward process died while it waited for a response"
 _LOOK_EVERY_S = 1.0  # at the pool, while a grade is waited for
 
 T = TypeVar("T")
-_load: Callable[[], Sequence[Reward]]  # in a process of the pool
+_loaded: Sequence[Reward] | BaseException  # in a process of the pool, or why there are none
 
 
 def compute_score(
@@ -106,7 +108,8 @@ class RewardPool:
         timeout_s: float = TIMEOUT_S,
         on_idle_death: Callable[[], None] = lambda: None,
     ) -> None:
-        """load: gives the rewards; called in each process ahead of its first response, so it can be pickled.
+        """load: gives the rewards; called in each process at its start, so it can be pickled. What it raises costs each
+        response; a process whose loading takes more than LOADS_WITHIN_S ends.
 
         import_path: further folders of modules, for each process.
 
@@ -132,8 +135,7 @@ class RewardPool:
             # A fork of this process, with its threads and Ray's, may deadlock.
             context=multiprocessing.get_context("spawn"),
         )
-        for _ in range(self._workers):  # starts the processes; what fails here fails again
-            self._pool.schedule(_ready, timeout=self._timeout_s)
+        self._pool.schedule(os.getpid)  # starts the processes
 
     async def grade(self, response: Response) -> Graded:
         """Never raises: what goes wrong with one response is counted."""
@@ -220,18 +222,23 @@ def pool_for(plan: RunPlan) -> RewardPool:
 
 
 def _begin(load: Callable[[], Sequence[Reward]], import_path: tuple[str, ...]) -> None:
-    """In each process of the pool, at its start. Loading may run the user's code: it waits for a time limit."""
+    """In each process of the pool, at its start. Loading may run the user's code, in its own time and not in that of
+    the first response: whatever it holds, a thread that needs no interpreter ends the process after LOADS_WITHIN_S."""
     keep_stacks("reward")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # what reads stdin finds its end
     os.close(nothing)
     sys.path.extend(import_path)
-    global _load
-    _load = functools.cache(load)
-
-
-def _ready() -> None:
-    _load()
+    global _loaded
+    own = os.getpid()
+    faulthandler.dump_traceback_later(LOADS_WITHIN_S, exit=True)
+    try:
+        _loaded = load()
+    except (Exception, SystemExit) as error:  # the boundary of the user's code: each response is told
+        _loaded = error
+    if os.getpid() != own:
+        os._exit(0)  # as below
+    faulthandler.cancel_dump_traceback_later()
 
 
 class _Answer(NamedTuple, Generic[T]):  # no dataclass: verl loads this file as a module that nobody finds by its name
@@ -253,7 +260,9 @@ def _called(function: Callable[..., T], arguments: tuple[object, ...]) -> _Answe
 
 
 def _grade(response: Response) -> Graded:
-    return weighed(grade(_load(), response))
+    if isinstance(_loaded, BaseException):
+        raise _loaded.with_traceback(None)  # which would grow with each response
+    return weighed(grade(_loaded, response))
 
 
 def note_idle_death(run_dir: Path) -> None:

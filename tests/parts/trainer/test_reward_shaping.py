@@ -67,7 +67,7 @@ def test_equal_rewards_of_an_own_task_teach_nothing_and_are_filtered(accuracy: f
         advantages, _ = compute_grpo_outcome_advantage(rewards, torch.ones(samples, 4), np.array(["uid"] * samples))
         assert not advantages.any()
     assert np.std([shaping.comparable(accuracy)] * samples) == 0.0
-    assert shaping.comparable(accuracy) == pytest.approx(accuracy, rel=2 * samples * 2.0**-24)  # half a unit of its bits
+    assert shaping.comparable(accuracy) == pytest.approx(accuracy, rel=2 * samples * 2.0**-24)
 
 
 def test_rewards_of_built_in_tasks_are_left_as_they_are() -> None:
