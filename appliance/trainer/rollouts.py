@@ -237,8 +237,7 @@ class Rollouts:
         tasks = [asyncio.create_task(self._scored(prompt, shaping=shaping, validate=validate)) for prompt in prompts]
         streams = [asyncio.create_task(engine) for engine in engines]
         for number, stream in enumerate(streams):
-            share = prompts[number :: len(streams)]
-            stream.add_done_callback(functools.partial(_leave_none_waiting, share, engine=number))
+            stream.add_done_callback(functools.partial(_leave_none_waiting, prompts[number :: len(streams)]))
         try:
             async for ready in _in_order(tasks) if validate or self._in_order else _as_they_come(tasks):
                 if validate:  # counted before: who sees the results may ask how many there are
@@ -298,7 +297,7 @@ class Rollouts:
         sampling: Sampling,
         already: list[int] | None = None,
     ) -> AsyncIterator[tuple[int, Any]]:
-        """`generate_groups` of an engine."""
+        """`generate_groups` of an engine. Raises EngineError when it fails, or leaves prompts out."""
         answers = (
             self._servers[number]
             .generate_groups.options(num_returns="streaming")
@@ -310,12 +309,16 @@ class Rollouts:
                 already=already,
             )
         )
+        answered = 0
         try:
             async for answer in answers:
                 yield await answer
+                answered += 1
                 self._heartbeat.beat()
         except RayError as error:
             raise _named(error, engine=number) from error
+        if answered < len(prompts):
+            raise EngineError(f"rollout engine {number} answered {answered} of {len(prompts)} prompts", hint=_HINT)
 
     def _decoded(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -354,17 +357,16 @@ def _named(error: RayError, *, engine: int) -> EngineError:
     return EngineError(f"rollout engine {engine} {problem}", hint=_HINT)
 
 
-def _leave_none_waiting(prompts: list[_Prompt], stream: asyncio.Task[None], *, engine: int) -> None:
+def _leave_none_waiting(prompts: list[_Prompt], stream: asyncio.Task[None]) -> None:
     """However an engine's answers ended: who waits for one that did not come hears why."""
     waiting = [prompt for prompt in prompts if not prompt.group.done()]
     if stream.cancelled():
         for prompt in waiting:
             prompt.group.cancel()
         return
-    answered = len(prompts) - len(waiting)
-    few = EngineError(f"rollout engine {engine} answered {answered} of {len(prompts)} prompts", hint=_HINT)
-    for prompt in waiting:
-        prompt.group.set_exception(stream.exception() or few)
+    if waiting and (error := stream.exception()):
+        for prompt in waiting:
+            prompt.group.set_exception(error)
 
 
 def _fields(prompt: _Prompt, *, group: SpokenGroup, session: int, accuracy: float, shaping: Shaping) -> dict[str, Any]:

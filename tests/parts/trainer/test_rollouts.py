@@ -15,13 +15,18 @@ from ray.exceptions import RayActorError, RayError
 from appliance.errors import ApplianceError, EngineError, TrainingError
 from appliance.tasks.grading import Shaping
 from appliance.tasks.task import Reward
+from appliance.tasks.tiny_model import byte_tokenizer
+from appliance.tasks.tools import Answer
 from appliance.trainer import rollouts as module
 from appliance.trainer.rewards import RewardPool
 from appliance.trainer.rollouts import Rollouts, Sampling
 from appliance.trainer.samples import SampleLog
+from appliance.trainer.turns import Turns
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, num_samples=1)
 DONE = SimpleNamespace(samples=[], weights_version=0)
+TOKENIZER = byte_tokenizer(max_positions=2048, calls_tools=True)
+CALL = '<tool_call>{"name": "seven", "arguments": {}}</tool_call>'
 
 
 class Engine:
@@ -63,7 +68,7 @@ def rollouts(*engines: Engine) -> Rollouts:
 def generate(made: Rollouts, *, num_prompts: int) -> ApplianceError:
     """What a waiting trainer gets; fails when that is nothing, which would be for ever."""
     batch = {
-        "raw_prompt": [[] for _ in range(num_prompts)],
+        "raw_prompt": [[{"role": "user", "content": "7"}] for _ in range(num_prompts)],
         "global_steps": [1] * num_prompts,
         "uid": ["u"] * num_prompts,
     }
@@ -89,6 +94,32 @@ def test_an_engine_that_leaves_prompts_out_is_said() -> None:
     error = generate(rollouts(Engine((0, DONE)), Engine()), num_prompts=3)
     assert type(error) is EngineError and error.exit_code == 4
     assert error.message == "rollout engine 1 answered 0 of 1 prompts"
+
+
+class Rounds(Engine):
+    """Says each round's line to as many of its prompts as are left in it."""
+
+    def __init__(self, *rounds: list[str]) -> None:
+        super().__init__()
+        self._rounds = list(rounds)
+
+    async def remote(self, *_: object, **__: object) -> AsyncIterator[Any]:
+        for place, text in enumerate(self._rounds.pop(0)):
+            ids = TOKENIZER(text + "<|im_end|>")["input_ids"]
+            sample = SimpleNamespace(token_ids=ids, log_probs=[0.0] * len(ids), finished=True)
+            yield _answer((place, SimpleNamespace(samples=[sample], weights_version=0)))
+
+
+@pytest.mark.parametrize("rounds", [[[CALL]], [[CALL, CALL], ["7"]]])
+def test_an_engine_that_leaves_prompts_out_in_any_turn_is_said(rounds: list[list[str]]) -> None:
+    made = rollouts(Rounds(*rounds))
+
+    async def call(*_: str) -> Answer:
+        return Answer("7")
+
+    made._turns = Turns(TOKENIZER, model_type="qwen2", schemas=[], max_turns=2, max_tokens=256, call=call)
+    error = generate(made, num_prompts=2)
+    assert type(error) is EngineError and error.message == "rollout engine 0 answered 1 of 2 prompts"
 
 
 @pytest.mark.parametrize(
