@@ -34,7 +34,7 @@ from pebble.pool.process import PoolManager
 
 from appliance.errors import GuardStop
 from appliance.record.events import append_event
-from appliance.record.liveness import keep_stacks
+from appliance.record.liveness import Heartbeat, keep_stacks
 from appliance.record.plan import RunPlan
 from appliance.tasks.grading import Fault, Graded, grade, in_words, weighed
 from appliance.tasks.library import TASKS, rewards_of
@@ -123,6 +123,7 @@ class RewardPool:
         self._import_path = tuple(import_path)
         self._workers = workers or num_workers(os.cpu_count() or 1)
         self._on_idle_death = on_idle_death
+        self._heartbeat = Heartbeat()
         self._is_closed = False
         self._start()
 
@@ -173,6 +174,8 @@ class RewardPool:
             raise CallFailed(Fault.DIED, "the processes of the pool are gone") from None
         except Exception as error:  # what it returned cannot be pickled
             raise CallFailed(Fault.RAISED, in_words(error)) from None
+        finally:
+            self._heartbeat.beat()  # what takes long and has its time limit is no stall
         if answer.raised:
             raise CallFailed(Fault.RAISED, answer.raised)
         return answer.value

@@ -28,6 +28,7 @@ from appliance.trainer.rewards import CallFailed, RewardPool
 
 FORMAT = "hermes"  # of calls: <tool_call>{"name": ..., "arguments": {...}}</tool_call>
 BEGINS = "<tool_call>"
+MOST_CALLS = 16  # that are made of a turn, one after the other
 
 tool_parser.logger.setLevel(logging.CRITICAL)  # a call that cannot be read is the model's to hear of, and is counted
 
@@ -206,7 +207,8 @@ class Turns:
         unread = max(0, self._tokenizer.decode(ids).count(BEGINS) - len(calls))
         if is_last or not spoken.finished or not (calls or unread):
             return False
-        answers = [(each.name, await self._call(each.name, each.arguments)) for each in calls]
+        answers = [(each.name, await self._call(each.name, each.arguments)) for each in calls[:MOST_CALLS]]
+        answers += [(each.name, failure(f"only {MOST_CALLS} calls of a turn are made")) for each in calls[MOST_CALLS:]]
         answers += [("", failure("a tool call is not JSON with `name` and `arguments`"))] * unread
         spoken.calls += len(answers)
         spoken.failed_calls += sum(answer.failed for _, answer in answers)

@@ -18,9 +18,11 @@ from typing import Any
 import pytest
 from pebble import ProcessPool
 
+from appliance.record.liveness import Heartbeat, last_beat
 from appliance.tasks.grading import Fault, Graded
 from appliance.tasks.library import TASKS
 from appliance.tasks.task import Response, Reward
+from appliance.terms.environment import LOG_DIR_VARIABLE
 from appliance.trainer import rewards
 from appliance.trainer.rewards import CallFailed, RewardPool, num_workers
 
@@ -107,6 +109,17 @@ def test_a_fault_costs_its_own_response_and_no_other(pool: RewardPool, response:
     assert grade(pool, "7", response, "8", "7") == [Graded(1.0), Graded(0.0, fault, why), Graded(0.0), Graded(1.0)]
     assert (pool.graded, pool.faults[fault]) == (graded + 4, before + 1)
     assert pool.last_fault == Graded(0.0, fault, why)
+
+
+@pytest.mark.parametrize("response", ["7", "hang"])
+def test_every_call_that_ends_is_progress(
+    pool: RewardPool, response: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LOG_DIR_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(pool, "_heartbeat", Heartbeat())
+    assert last_beat(tmp_path) == 0.0
+    grade(pool, response)
+    assert last_beat(tmp_path) > 0.0
 
 
 def test_a_fork_that_a_function_leaves_behind_answers_nothing(pool: RewardPool) -> None:

@@ -229,6 +229,13 @@ def test_several_calls_of_a_turn_are_answered_in_their_order(file: str) -> None:
     assert (sample.turns, sample.calls, sample.failed_calls) == (2, 3, 1)
 
 
+def test_only_so_many_calls_of_a_turn_are_made(file: str) -> None:
+    sample = one(Engine([call("multiply", a=2, b=3) * 18], ["done"]), file=file, max_tokens=2048)
+    told = [text for who, text in sample.said if who == "tool"]
+    assert told == ["6"] * 16 + ["error: only 16 calls of a turn are made"] * 2
+    assert (sample.turns, sample.calls, sample.failed_calls) == (2, 18, 2)
+
+
 def test_no_more_turns_than_allowed(file: str) -> None:
     again = call("multiply", a=2, b=3)
     engine = Engine([again], [again], [again])
