@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from jinja2 import TemplateError
 from verl.experimental.agent_loop import tool_parser
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
@@ -215,10 +216,13 @@ class Turns:
         said = [_assistant(content, calls), *(_tool(name, answer) for name, answer in answers)]
         before = [*conversation.messages, said[0]]
         prompt = conversation.opening.token_ids
-        merged = self._builder.merge_context_tokens(
-            before, [*before, *said[1:]], prompt + spoken.token_ids, tools=self._schemas
-        )
-        if len(merged.token_ids) - len(prompt) >= self._max_tokens:
+        try:
+            merged = self._builder.merge_context_tokens(
+                before, [*before, *said[1:]], prompt + spoken.token_ids, tools=self._schemas
+            )
+        except (TemplateError, TypeError, ValueError):  # what a chat template refuses, or cannot do with
+            merged = None
+        if merged is None or len(merged.token_ids) - len(prompt) >= self._max_tokens:
             spoken.finished = False
             return False
         mask, log_probs = self._builder.align_response_metadata(merged, spoken.mask, spoken.log_probs)

@@ -257,6 +257,17 @@ def test_an_answer_that_does_not_fit_is_left_out(file: str) -> None:
     assert one(Engine([asked], ["..."]), file=file, max_tokens=room + 1).turns == 2
 
 
+@pytest.mark.parametrize("fails", ["raise_exception('only single tool-calls')", "message.content.name.first", "1 + ''"])
+def test_what_the_chat_template_refuses_ends_the_sample(fails: str, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuses = f"{{% if messages[-1].role == 'tool' %}}{{{{ {fails} }}}}{{% endif %}}"
+    monkeypatch.setattr(TOKENIZER, "chat_template", refuses + TOKENIZER.chat_template)
+    asked = call("multiply", a=37, b=58)
+    groups, _ = play(Engine([asked, "37"]), file=file)
+    refused, other = groups[0].samples
+    assert (refused.turns, refused.finished, refused.said) == (1, False, [("assistant", asked)])
+    assert (other.turns, other.finished) == (1, True)
+
+
 def test_a_file_that_is_gone_is_a_message(tmp_path: Path) -> None:
     sample = one(Engine([call("multiply", a=2, b=3)], ["6"]), file=str(tmp_path / "gone.py"))
     assert sample.failed_calls == 1 and sample.said[1][1].startswith("error: FileNotFoundError")
