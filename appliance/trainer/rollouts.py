@@ -36,12 +36,13 @@ from appliance.tasks.task import Response
 from appliance.tasks.validation import set_metrics
 from appliance.trainer.rewards import RewardPool, neutral_accuracies, neutral_parts, reward_means
 from appliance.trainer.samples import Group, SampleLog
-from appliance.trainer.turns import Opening, Spoken, SpokenGroup, Turns, one_turn
+from appliance.trainer.turns import Opening, Spoken, SpokenGroup, Tally, Turns, one_turn
 
 PROMPTS_PER_PUT = 64
 PUT_EVERY_S = 1.0
 LOOK_AGAIN_S = 1.0  # how long a wait for rollouts lasts at most before the buffer is looked at again
 _HINT = "the log has the whole story"
+_NOT_PUT = ("extra_info", "turns")  # whole rows and conversations: rewards and SampleLog read them, verl does not
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ class Rollouts:
         turns: Turns | None = None,
     ) -> None:
         self._turns = turns
+        self._tally = Tally()
         self._servers = servers
         self._seed = seed
         self._seeds = PromptSeeds(seed)
@@ -161,7 +163,8 @@ class Rollouts:
 
     def take_turns(self) -> dict[str, float]:
         """Of what was generated for training since they were taken last; nothing of a run without tools."""
-        return {} if self._turns is None else self._turns.take_metrics()
+        found, self._tally = self._tally, Tally()
+        return found.metrics() if self._turns is not None else {}
 
     def finish(self) -> None:
         """Raises as `wait`."""
@@ -329,8 +332,8 @@ class Rollouts:
         graded = await asyncio.gather(*(self.pool.grade(_response(each, row)) for each in group.samples))
         if self._val_sets if validate else self._rewards:
             self._graded[row["uid"]] = int(row["global_steps"]), graded
-        if self._turns is not None and not validate:
-            self._turns.tally.extend(group.samples)
+        if not validate:
+            self._tally.extend(group.samples)
         known = [each.accuracy for each in graded] if validate else neutral_accuracies(graded)
         accuracies = [shaping.comparable(each) for each in known]
         return row["uid"], [
@@ -396,8 +399,8 @@ def _fields(prompt: _Prompt, *, group: SpokenGroup, session: int, accuracy: floa
             "max_global_steps": group.weights_version,
             "reward_extra_info": {"acc": accuracy},
             "finished": sample.finished,
-            **({"turns": sample.said} if sample.said else {}),
         },
+        "turns": sample.said,
     }
 
 
@@ -426,7 +429,7 @@ async def _put(ready: list[Group], *, partition: str) -> None:
             versions = {name: sample["extra_fields"][name] for name in ("min_global_steps", "max_global_steps")}
             tag = {"prompt_len": len(sample["prompts"]), "response_len": len(sample["responses"])} | versions
             keys.append(f"{uid}_{sample['session_id']}_0")
-            fields.append(sample)
+            fields.append({name: value for name, value in sample.items() if name not in _NOT_PUT})
             tags.append(
                 tag | {"status": "success", "seq_len": len(sample["input_ids"]), "global_steps": sample["global_steps"]}
             )

@@ -156,12 +156,6 @@ class Turns:
         self._max_turns = max_turns
         self._max_tokens = max_tokens
         self._call = call
-        self.tally = Tally()
-
-    def take_metrics(self) -> dict[str, float]:
-        """Of what was added to the tally since they were taken last."""
-        found, self.tally = self.tally.metrics(), Tally()
-        return found
 
     def prompt_ids(self, messages: list[dict[str, Any]]) -> list[int]:
         return list(self._builder.build_initial_tokens(messages, tools=self._schemas))

@@ -21,7 +21,7 @@ from appliance.trainer import rollouts as module
 from appliance.trainer.rewards import RewardPool
 from appliance.trainer.rollouts import Rollouts, Sampling
 from appliance.trainer.samples import SampleLog
-from appliance.trainer.turns import Turns
+from appliance.trainer.turns import Spoken, SpokenGroup, Turns
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, num_samples=1)
 DONE = SimpleNamespace(samples=[], weights_version=0)
@@ -186,3 +186,22 @@ def test_a_slow_reward_overlaps_with_rollouts_that_still_run(monkeypatch: pytest
         made.pool.close()
     rollouts_s = PROMPTS * BETWEEN_S
     assert rollouts_s + REWARD_S <= seconds < rollouts_s + PROMPTS * REWARD_S - REWARD_S
+
+
+def test_rows_and_conversations_are_not_put(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verl reads neither, and each sample would carry its prompt's whole row."""
+    put = []
+
+    async def keep(**what: Any) -> None:
+        put.append(what)
+
+    monkeypatch.setattr(module.transfer_queue, "async_kv_batch_put", keep)
+    row = {"uid": "u", "global_steps": 1, "raw_prompt": [], "extra_info": {"row": "{}"}}
+    prompt = SimpleNamespace(row=row, token_ids=[1])
+    spoken = Spoken([7], [0.0], [1], True, "7", said=[("assistant", "7")])
+    fields = module._fields(prompt, group=SpokenGroup([spoken], 0), session=0, accuracy=1.0, shaping=Shaping())
+    assert fields["turns"] == [("assistant", "7")] and row["extra_info"] == {"row": "{}"}
+    asyncio.run(module._put([("u", [fields])], partition="train"))
+    samples, finished = put
+    assert sorted(samples["fields"].keys()) == sorted({*fields} - {"extra_info", "turns"})
+    assert samples["keys"] == ["u_0_0"] and "fields" not in finished
