@@ -282,9 +282,10 @@ _CONDITIONS: dict[Guard, tuple[str, Callable[[float, Watches, Collapse], Cause |
 
 def _solved(memory: Watches, *, limits: Collapse) -> bool:
     floor, highest = _floor(memory, limits=limits), limits.reward_ceiling
-    if highest is None and (memory.best_reward is None or memory.best_reward <= floor):
-        return False
-    highest = memory.best_reward if highest is None else highest
+    if highest is None:
+        highest = memory.best_reward
+        if highest is None or not memory.first_rewards or highest - _mean(memory.first_rewards) <= _noise(memory):
+            return False
     return bool(memory.rewards) and _mean(memory.rewards) >= floor + limits.solved_fraction * (highest - floor)
 
 

@@ -225,7 +225,7 @@ def test_equal_samples_at_the_best_of_an_own_reward_are_a_solved_task(best: floa
     assert made == []
 
 
-@pytest.mark.parametrize("stuck", [0.0, -3.0])
+@pytest.mark.parametrize("stuck", [0.0, 0.05, -3.0])
 def test_equal_samples_of_an_own_reward_that_never_rose_stop_the_run(stuck: float) -> None:
     state, made = run([{"reward_mean": stuck, "equal_group_fraction": 1.0}] * 40, policy=collapse(**OWN))
     assert told(made)[0] == (5, "equal_samples", "warn") and state.stopped
