@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import itertools
 import threading
 from asyncio import FIRST_EXCEPTION
 from collections import Counter
@@ -33,7 +34,7 @@ from appliance.errors import EngineError, TrainingError
 from appliance.record.liveness import Heartbeat
 from appliance.tasks.grading import Graded, Shaping
 from appliance.tasks.task import Response
-from appliance.tasks.validation import set_metrics
+from appliance.tasks.validation import set_metrics, with_wrong_faults
 from appliance.trainer.rewards import RewardPool, neutral_accuracies, neutral_parts, reward_means
 from appliance.trainer.samples import Group, SampleLog
 from appliance.trainer.turns import Opening, Spoken, SpokenGroup, Turns, one_turn
@@ -234,7 +235,11 @@ class Rollouts:
         shaping = Shaping() if validate else self._shaping
         prompts = [self._prompt(row, sampling=sampling, seeds=seeds) for row in rows]
         engines = [self._stream(number, prompts, sampling=sampling) for number in range(len(self._servers))]
-        tasks = [asyncio.create_task(self._scored(prompt, shaping=shaping, validate=validate)) for prompt in prompts]
+        grades = [asyncio.create_task(self._grades(prompt)) for prompt in prompts]
+        tasks = [
+            asyncio.create_task(self._scored(prompt, place, grades=grades, shaping=shaping, validate=validate))
+            for place, prompt in enumerate(prompts)
+        ]
         streams = [asyncio.create_task(engine) for engine in engines]
         for number, stream in enumerate(streams):
             share = prompts[number :: len(streams)]
@@ -251,7 +256,7 @@ class Rollouts:
                 await _put(ready, partition=partition)
                 self._progress.set()
         finally:
-            for task in (*tasks, *streams):
+            for task in (*tasks, *grades, *streams):
                 task.cancel()
 
     def _counted(self, ready: list[Group], *, val_set: str) -> list[Group]:
@@ -320,10 +325,23 @@ class Rollouts:
     def _decoded(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
-    async def _scored(self, prompt: _Prompt, *, shaping: Shaping, validate: bool) -> Group:
-        """(uid, one field dictionary per sample)."""
-        group, row = await prompt.group, prompt.row
-        graded = await asyncio.gather(*(self.pool.grade(_response(each, row)) for each in group.samples))
+    async def _grades(self, prompt: _Prompt) -> list[Graded]:
+        group = await prompt.group
+        return await asyncio.gather(*(self.pool.grade(_response(each, prompt.row)) for each in group.samples))
+
+    async def _scored(
+        self,
+        prompt: _Prompt,
+        place: int,
+        *,
+        grades: Sequence[asyncio.Task[list[Graded]]],
+        shaping: Shaping,
+        validate: bool,
+    ) -> Group:
+        """(uid, one field dictionary per sample). grades: of all prompts, this one's in its place."""
+        graded, group, row = await grades[place], await prompt.group, prompt.row
+        if validate and any(each.fault for each in graded):  # what that counts is known when all are graded
+            graded = with_wrong_faults(graded, among=itertools.chain(*await asyncio.gather(*grades)))
         if self._val_sets if validate else self._rewards:
             self._graded[row["uid"]] = int(row["global_steps"]), graded
         if self._turns is not None and not validate:

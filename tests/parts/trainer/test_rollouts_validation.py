@@ -177,6 +177,21 @@ def test_without_sets_nothing_is_kept_and_a_fault_is_wrong(make: Make) -> None:
     assert was_put[0][1][0]["extra_fields"]["reward_extra_info"] == {"acc": 0.0}
 
 
+@pytest.mark.parametrize("val_sets", [None, SETS])
+def test_a_fault_in_a_validation_is_as_wrong_as_the_worst_of_its_set(
+    make: Make, val_sets: dict[str, Sampling] | None
+) -> None:
+    """The fault comes before the worst is graded. Of another set none counts."""
+    grades = {"0": [FAULT], "1": [graded(-9.0)], "2": [graded(-3.0)]}
+    made, _, was_put = make(grades, val_sets=val_sets)
+    run(made, batch(step=4, validate=True, splits=SPLITS))
+    worst = -9.0 if val_sets is None else -3.0
+    assert was_put[0][0] == "v4-0"
+    assert was_put[0][1][0]["extra_fields"]["reward_extra_info"] == {"acc": worst}
+    assert was_put[0][1][0]["rm_scores"].sum() == worst
+    assert made.by_set().get("val/hard/avg@2", -3.0) == -3.0
+
+
 def test_rewards_are_means_over_the_samples_that_are_trained_on(make: Make) -> None:
     """Two of three prompts: the first's fault has the means of its others, the third's second reward applies once."""
     grades = {
