@@ -150,11 +150,20 @@ def _die_with(parent: int, *, by: signal.Signals) -> None:
         os.kill(os.getpid(), by)
 
 
+def _number(folder: str) -> int | None:
+    """Of its inode: which folder of this name it is. None where there is none."""
+    try:
+        return os.stat(folder).st_ino
+    except OSError:
+        return None
+
+
 def main(argument: str) -> int:
     order = SubreaperOrder(**json.loads(argument))
     os.set_inheritable(order.report, False)  # held by a daemon it would keep the launcher waiting
+    made = _number(order.remove)
     report = _Subreaper(order).keep()
-    if order.remove and os.getppid() != order.launcher:
+    if order.remove and os.getppid() != order.launcher and _number(order.remove) == made:  # not the next attempt's
         shutil.rmtree(Path(order.remove), ignore_errors=True)
     with contextlib.suppress(BrokenPipeError):  # nobody is left to hear it
         os.write(order.report, json.dumps(asdict(report)).encode())

@@ -11,6 +11,7 @@ import contextlib
 import os
 import shutil
 import signal
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -380,14 +381,21 @@ def make_ray_dir(wanted: str) -> Path:
         problem = f"{folder}: too long for Ray's sockets, which have {LONGEST_RAY_DIR} bytes for it"
         raise PreflightError(problem, hint="set TMPDIR to a short path such as /tmp")
     try:
-        if os.path.lexists(folder):
-            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        with contextlib.suppress(FileNotFoundError):
+            found = folder.lstat()
+            if stat.S_ISLNK(found.st_mode) or found.st_uid != os.getuid():
                 raise PreflightError(f"{folder}: belongs to somebody else", hint="have it removed, or set TMPDIR")
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, onerror=_unless_gone)
         folder.mkdir(mode=0o700)
     except OSError as error:
         raise cannot_write(folder, error, setting="TMPDIR") from error
     return folder
+
+
+def _unless_gone(function: object, path: str, error: tuple[type, BaseException, object]) -> None:
+    """What the subreaper of the run that was killed is removing at this moment, too. error: sys.exc_info()."""
+    if not isinstance(error[1], FileNotFoundError):
+        raise error[1]
 
 
 def make_ray_token(folder: Path) -> Path:

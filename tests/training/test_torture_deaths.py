@@ -19,7 +19,7 @@ STALL_S, STALLED = 60, "no progress for 1 min 0 s in phase "  # a model has take
 DEATHS = {
     "VLLM::EngineCor": ("rollout engine 0 died: its core process is gone", 4),
     "ray::GroupServe": ("rollout", 4),  # the engine watch or Ray's table, whichever looks first
-    "ray::WorkerDict": ("a training worker died: WorkerDict", 5),
+    "ray::WorkerDict": ("worker died: ", 5),  # the watch says it, or the call that waits for it
     "ray::SimpleStor": ("a storage unit of the TransferQueue died", 5),
     "ray::TransferQu": ("the TransferQueue's controller died", 5),
     "raylet": ("Ray's scheduler (raylet) died: signal 9 (SIGKILL)", 5),

@@ -93,7 +93,7 @@ def test_a_training_that_is_killed_in_each_phase_of_a_save(
         named = run.events("failure")
         error, begins = NAMED[point.split()[0]]
         assert len(named) == number, (point, named)
-        assert named[-1]["error"] == error and named[-1]["what"].startswith(begins), (point, named[-1])
+        assert named[-1].get("error", "") == error and named[-1]["what"].startswith(begins), (point, named[-1])
         slowest_s = max(slowest_s, named[-1]["time"] - (tmp_path / "taken").stat().st_ctime)
         step = run.steps[-1]  # the one that was being saved
         assert number == 1 or step == before + 1, point
@@ -129,7 +129,7 @@ def test_a_rank_that_dies_in_a_save_while_the_other_waits_for_it(new_run: Callab
     assert run.end() == 0 and layer.is_taken, run.said[-3000:]
     (failure,) = run.events("failure")
     error, begins = NAMED["rank"]
-    assert failure["error"] == error and failure["what"].startswith(begins), failure
+    assert failure.get("error", "") == error and failure["what"].startswith(begins), failure
     assert len(run.events("restart")) == 1 and run.record()["attempt"] == 2
     assert run.steps == [1, 2, 3]
     assert run.damaged_files() == [] and run.processes() == []

@@ -133,6 +133,23 @@ def test_ray_dir_is_private_and_replaces_a_leftover(tmp_path: Path) -> None:
         folder.rmdir()
 
 
+def test_ray_dir_is_made_while_somebody_else_removes_the_leftover(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The subreaper of a run that was killed, whose launcher is started again at once."""
+    folder, unlink = Path("/tmp") / f"ray-dir-test-{os.getpid()}", os.unlink
+
+    def twice(*where: object, **how: object) -> None:
+        unlink(*where, **how)
+        unlink(*where, **how)
+
+    try:
+        make_ray_dir(str(folder))
+        (folder / "old").touch()
+        monkeypatch.setattr(os, "unlink", twice)
+        assert list(make_ray_dir(str(folder)).iterdir()) == []
+    finally:
+        folder.rmdir()
+
+
 def test_ray_dir_too_long_for_a_socket_is_refused() -> None:
     wanted = "/tmp/" + "x" * 60
     with pytest.raises(PreflightError) as caught:
