@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 
 from appliance.tasks.grading import Graded
 
 PASSES = 1.0  # what the first reward of a sample that passes is at least
-
-
-def with_wrong_faults(graded: Iterable[Graded], *, among: Iterable[Graded]) -> list[Graded]:
-    """Each fault as wrong as it gets: it has 0, or the least that a sample of its set has where that is below 0.
-
-    graded: some of the samples of a set.  among: all of them.
-    """
-    least = min((0.0, *(each.accuracy for each in among)))
-    return [each if each.fault is None else replace(each, accuracy=least) for each in graded]
 
 
 def set_metrics(name: str, graded: Sequence[Sequence[Graded]], *, first_reward: str) -> dict[str, float]:

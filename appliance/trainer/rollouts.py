@@ -13,13 +13,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
-import itertools
 import threading
 from asyncio import FIRST_EXCEPTION
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from appliance.errors import EngineError, TrainingError
 from appliance.record.liveness import Heartbeat
 from appliance.tasks.grading import Graded, Shaping
 from appliance.tasks.task import Response
-from appliance.tasks.validation import set_metrics, with_wrong_faults
+from appliance.tasks.validation import set_metrics
 from appliance.trainer.rewards import RewardPool, neutral_accuracies, neutral_parts, reward_means
 from appliance.trainer.samples import Group, SampleLog
 from appliance.trainer.turns import Opening, Spoken, SpokenGroup, Turns, one_turn
@@ -236,9 +235,10 @@ class Rollouts:
         prompts = [self._prompt(row, sampling=sampling, seeds=seeds) for row in rows]
         engines = [self._stream(number, prompts, sampling=sampling) for number in range(len(self._servers))]
         grades = [asyncio.create_task(self._grades(prompt)) for prompt in prompts]
+        least = asyncio.create_task(_least(grades))
         tasks = [
-            asyncio.create_task(self._scored(prompt, place, grades=grades, shaping=shaping, validate=validate))
-            for place, prompt in enumerate(prompts)
+            asyncio.create_task(self._scored(prompt, graded, least=least, shaping=shaping, validate=validate))
+            for prompt, graded in zip(prompts, grades, strict=True)
         ]
         streams = [asyncio.create_task(engine) for engine in engines]
         for number, stream in enumerate(streams):
@@ -256,7 +256,7 @@ class Rollouts:
                 await _put(ready, partition=partition)
                 self._progress.set()
         finally:
-            for task in (*tasks, *grades, *streams):
+            for task in (*tasks, least, *grades, *streams):
                 task.cancel()
 
     def _counted(self, ready: list[Group], *, val_set: str) -> list[Group]:
@@ -332,16 +332,16 @@ class Rollouts:
     async def _scored(
         self,
         prompt: _Prompt,
-        place: int,
+        grades: asyncio.Task[list[Graded]],
         *,
-        grades: Sequence[asyncio.Task[list[Graded]]],
+        least: asyncio.Task[float],
         shaping: Shaping,
         validate: bool,
     ) -> Group:
-        """(uid, one field dictionary per sample). grades: of all prompts, this one's in its place."""
-        graded, group, row = await grades[place], await prompt.group, prompt.row
-        if validate and any(each.fault for each in graded):  # what that counts is known when all are graded
-            graded = with_wrong_faults(graded, among=itertools.chain(*await asyncio.gather(*grades)))
+        """(uid, one field dictionary per sample). least: what a fault has in a validation."""
+        graded, group, row = await grades, await prompt.group, prompt.row
+        if validate:
+            graded = [replace(each, accuracy=await least) if each.fault else each for each in graded]
         if self._val_sets if validate else self._rewards:
             self._graded[row["uid"]] = int(row["global_steps"]), graded
         if self._turns is not None and not validate:
@@ -351,6 +351,11 @@ class Rollouts:
             _fields(prompt, group=group, session=session, accuracy=accuracy, shaping=shaping)
             for session, accuracy in enumerate(accuracies)
         ]
+
+
+async def _least(grades: list[asyncio.Task[list[Graded]]]) -> float:
+    """0, or the least of all samples where that is below 0: known when all are graded."""
+    return min((0.0, *(each.accuracy for graded in await asyncio.gather(*grades) for each in graded)))
 
 
 def _response(spoken: Spoken, row: dict[str, Any]) -> Response:
