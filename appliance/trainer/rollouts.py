@@ -138,6 +138,7 @@ class Rollouts:
         self._rewards = rewards
         self._graded: dict[str, tuple[int, list[Graded]]] = {}  # by uid: the step, and the samples
         self.validated = 0
+        self._validates = False  # the newest that was asked for is a validation
         self._heartbeat = Heartbeat()
         self.generated_prompts = 0
         self.generated_tokens = 0
@@ -217,6 +218,9 @@ class Rollouts:
         return reward_means(parts, names=self._rewards)
 
     async def _generate(self, rows: list[dict[str, Any]], *, validate: bool) -> None:
+        has_validated, self._validates = self._validates, validate
+        if has_validated and not validate:  # a resumed run does not validate first: nothing is cached there either
+            await asyncio.gather(*(server.clear_kv_cache.remote() for server in self._servers))
         if not (validate and self._val_sets):
             sampling = self._validation if validate else self._training
             await self._sampled(rows, sampling=sampling, seeds=self._seeds, validate=validate)

@@ -42,11 +42,17 @@ def batch(*, step: int, validate: bool, splits: list[str]) -> Batch:
 
 
 class Engine:
-    """Answers each prompt with as many samples as it is asked for; `asked` has what it was asked."""
+    """Answers each prompt with as many samples as it is asked for; `asked` has what it was asked, `cleared` how much of
+    that was before each time that its cache was emptied."""
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
+        self.cleared: list[int] = []
         self.generate_groups = self
+        self.clear_kv_cache = SimpleNamespace(remote=self._clear)
+
+    async def _clear(self) -> None:
+        self.cleared.append(len(self.asked))
 
     def options(self, **_: object) -> Engine:
         return self
@@ -160,6 +166,15 @@ def test_a_validation_does_not_move_the_seeds_of_training(make: Make) -> None:
     before, *_, after = (each["seeds"] for each in engine.asked)
     alone = PromptSeeds(3)
     assert [*before, *after] == [alone.next([1, 0], step=4), alone.next([1, 0], step=4)]
+
+
+def test_no_rollout_of_training_finds_what_a_validation_cached(make: Make) -> None:
+    """Emptied once after each validation, of however many sets, so that a step's further rollouts share again."""
+    made, engine, _ = make(GRADES)
+    train = batch(step=4, validate=False, splits=["train"])
+    for validate in (False, True, False, False, True, True, False):
+        run(made, batch(step=4, validate=True, splits=SPLITS) if validate else Batch(train))
+    assert engine.cleared == [3, 9]
 
 
 def test_the_newest_validation_alone_is_told(make: Make) -> None:
