@@ -26,8 +26,8 @@ class Fault(StrEnum):
 
 @dataclass(frozen=True)
 class Graded:
-    """accuracy: 0..1, of a task of the user's own any finite number; 0 with a fault.  why: the fault in words, empty
-    without one.  parts: what each reward gave, where there are several or they have names."""
+    """accuracy: 0..1, of a task of the user's own any finite number; 0 with a fault, or less in a validation.  why: the
+    fault in words, empty without one.  parts: what each reward gave, where there are several or they have names."""
 
     accuracy: float
     fault: Fault | None = None

@@ -6,8 +6,8 @@ processor inside one instruction that no signal interrupts. pebble's pool ends s
 
 A reward function that raises, hangs, dies or returns no finite number says nothing about the response. In training
 such a sample gets the mean reward of the others of its prompt: its advantage is 0, so it teaches nothing, and the mean
-of the group stays what it is. (0 would teach that the response was wrong.) In validation it counts as wrong: there the
-mean must not become better by failures.
+of the group stays what it is. (0 would teach that the response was wrong.) In validation it counts as wrong (0, or the
+least of its set where rewards go below 0): there the mean must not become better by failures.
 
 verl loads `compute_score` from this file (`reward.custom_reward_function`).
 """

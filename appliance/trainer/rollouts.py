@@ -18,7 +18,7 @@ from asyncio import FIRST_EXCEPTION
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -140,6 +140,7 @@ class Rollouts:
         self._rewards = rewards
         self._graded: dict[str, tuple[int, list[Graded]]] = {}  # by uid: the step, and the samples
         self.validated = 0
+        self._validates = False  # the newest that was asked for is a validation
         self._heartbeat = Heartbeat()
         self.generated_prompts = 0
         self.generated_tokens = 0
@@ -220,6 +221,9 @@ class Rollouts:
         return reward_means(parts, names=self._rewards)
 
     async def _generate(self, rows: list[dict[str, Any]], *, validate: bool) -> None:
+        has_validated, self._validates = self._validates, validate
+        if has_validated and not validate:  # a resumed run does not validate first: nothing is cached there either
+            await asyncio.gather(*(server.clear_kv_cache.remote() for server in self._servers))
         if not (validate and self._val_sets):
             sampling = self._validation if validate else self._training
             await self._sampled(rows, sampling=sampling, seeds=self._seeds, validate=validate)
@@ -237,7 +241,12 @@ class Rollouts:
         shaping = Shaping() if validate else self._shaping
         prompts = [self._prompt(row, sampling=sampling, seeds=seeds) for row in rows]
         engines = [self._stream(number, prompts, sampling=sampling) for number in range(len(self._servers))]
-        tasks = [asyncio.create_task(self._scored(prompt, shaping=shaping, validate=validate)) for prompt in prompts]
+        grades = [asyncio.create_task(self._grades(prompt)) for prompt in prompts]
+        least = asyncio.create_task(_least(grades))
+        tasks = [
+            asyncio.create_task(self._scored(prompt, graded, least=least, shaping=shaping, validate=validate))
+            for prompt, graded in zip(prompts, grades, strict=True)
+        ]
         streams = [asyncio.create_task(engine) for engine in engines]
         for number, stream in enumerate(streams):
             stream.add_done_callback(functools.partial(_leave_none_waiting, prompts[number :: len(streams)]))
@@ -253,7 +262,7 @@ class Rollouts:
                 await _put(ready, partition=partition)
                 self._progress.set()
         finally:
-            for task in (*tasks, *streams):
+            for task in (*tasks, least, *grades, *streams):
                 task.cancel()
 
     def _counted(self, ready: list[Group], *, val_set: str) -> list[Group]:
@@ -326,10 +335,23 @@ class Rollouts:
     def _decoded(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
-    async def _scored(self, prompt: _Prompt, *, shaping: Shaping, validate: bool) -> Group:
-        """(uid, one field dictionary per sample)."""
-        group, row = await prompt.group, prompt.row
-        graded = await asyncio.gather(*(self.pool.grade(_response(each, row)) for each in group.samples))
+    async def _grades(self, prompt: _Prompt) -> list[Graded]:
+        group = await prompt.group
+        return await asyncio.gather(*(self.pool.grade(_response(each, prompt.row)) for each in group.samples))
+
+    async def _scored(
+        self,
+        prompt: _Prompt,
+        grades: asyncio.Task[list[Graded]],
+        *,
+        least: asyncio.Task[float],
+        shaping: Shaping,
+        validate: bool,
+    ) -> Group:
+        """(uid, one field dictionary per sample). least: what a fault has in a validation."""
+        graded, group, row = await grades, await prompt.group, prompt.row
+        if validate:
+            graded = [replace(each, accuracy=await least) if each.fault else each for each in graded]
         if self._val_sets if validate else self._rewards:
             self._graded[row["uid"]] = int(row["global_steps"]), graded
         if not validate:
@@ -340,6 +362,11 @@ class Rollouts:
             _fields(prompt, group=group, session=session, accuracy=accuracy, shaping=shaping)
             for session, accuracy in enumerate(accuracies)
         ]
+
+
+async def _least(grades: list[asyncio.Task[list[Graded]]]) -> float:
+    """0, or the least of all samples where that is below 0: known when all are graded."""
+    return min((0.0, *(each.accuracy for graded in await asyncio.gather(*grades) for each in graded)))
 
 
 def _response(spoken: Spoken, row: dict[str, Any]) -> Response:
