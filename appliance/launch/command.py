@@ -112,6 +112,7 @@ class Attempts:
             cache_dir=resuming.cache_of(target),
             resume_from=start.found.newest,
             original=resuming.original_plan(target),
+            ask_code=found is None,  # the copies were asked when the run began
         )
         resuming.refuse_misfit(start, plan=plan)
         plan = resuming.with_code_of(target, plan=plan, force=force, alone=found is not None)
