@@ -18,11 +18,10 @@ from appliance.quant.triton_int8 import WIDEST_ROW, quantise_int8_triton
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def assert_same(weight_NK: torch.Tensor, *, absmax_N1: torch.Tensor | None = None) -> None:
+def assert_same(weight_NK: torch.Tensor, *, absmax: torch.Tensor | None = None) -> None:
     """The reference runs on the CPU: its float operations are IEEE's, whatever the device."""
-    absmax = None if absmax_N1 is None else absmax_N1.to(DEVICE)
-    found = quantise_int8_triton(weight_NK.to(DEVICE), absmax=absmax)
-    wanted = quantise_int8(weight_NK, absmax=absmax_N1)
+    found = quantise_int8_triton(weight_NK.to(DEVICE), absmax=None if absmax is None else absmax.to(DEVICE))
+    wanted = quantise_int8(weight_NK, absmax=absmax)
     assert torch.equal(found.scale.cpu().view(torch.int32), wanted.scale.view(torch.int32))
     assert torch.equal(found.codes_NK.cpu(), wanted.codes_NK)
 
