@@ -27,11 +27,11 @@ from appliance.preflight.disk import Disks, Written, read_disks, read_written
 from appliance.quant.files import PROFILE_FILE, SMOOTHING, read_file_header, tensor_end, tensor_shapes
 from appliance.quant.uaq import layers_to_scale
 from appliance.record.attestations import version_of
-from appliance.record.code import code_of
+from appliance.record.code import as_it_runs, code_of
 from appliance.record.plan import ModelPlan, RunPlan, TaskPlan
 from appliance.tasks.library import is_from_hub, splits_of, task_of
 from appliance.tasks.sample import Verdict
-from appliance.tasks.tools import Asked, read_tools
+from appliance.tasks.tools import asked_of, read_tools
 from appliance.terms.devices import StoredResult
 from appliance.terms.schemes import Scheme
 from appliance.terms.shapes import KNOWN, ModelShape, read_shape
@@ -104,13 +104,10 @@ class InputFacts:
     written: Written = field(default_factory=Written)
 
 
-def read_inputs(
-    plan: RunPlan, *, ask_hub: bool, ask_code: bool = True, host: HostFacts | None = None
-) -> InputFacts:
+def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) -> InputFacts:
     """Reads data files in full.
 
     ask_hub: whether the network may be asked, and a child grade a sample, which takes seconds.
-    ask_code: False where the user's files are not what will run: an attempt that goes on with the run's own copies.
     host: for what `bench` kept; None: it is not looked up.
     """
     from appliance.tasks.prepare import has_data
@@ -123,7 +120,6 @@ def read_inputs(
     asks = ask_hub and needs_hub and not is_offline
     hub_problem = hub.problem() if asks else ""
     data_problems = _data_problems(plan.task)
-    missing, asks_code = missing_code(plan) if ask_code else None, ask_hub and (ask_code or not code_of(plan))
     access = read_access(plan, ask_network=ask_hub)  # before anything looks into the folder
     is_barred = str(folder) in access.unreadable
     is_folder = not plan.model.builtin and not name and folder.is_absolute()
@@ -146,8 +142,9 @@ def read_inputs(
         # Where the commit is not known, of `main`: what stands against the revision is told by revision_problem.
         model_problem=hub.refusal(name, revision=plan.model.commit) if asks and needs_model and not hub_problem else "",
         revision_problem=_revision_problem(plan.model) if ask_hub else "",
-        reward_problem=missing or (reward_problem(plan) if asks_code and not data_problems else None),
-        tool_problems=tool_problems(plan, template=may_look or cached) if asks_code and not missing else (),
+        reward_problem=(missing := missing_code(plan))
+        or (reward_problem(plan) if ask_hub and not data_problems else None),
+        tool_problems=tool_problems(plan, template=may_look or cached) if ask_hub and not missing else (),
         access=access,
         stack=read_stack(plan),
         stored=read_result(key, cache_dir=Path(plan.cache_dir))[0] if key else None,
@@ -287,9 +284,9 @@ def missing_code(plan: RunPlan) -> RewardProblem | None:
 def reward_problem(plan: RunPlan) -> RewardProblem | None:
     """What is wrong with the rewards of the first problems; None where nothing is, or the data is not here yet.
 
-    The user's code is imported in any case.
+    The user's code is imported in any case, as it runs: a run's own copies, where there are some.
     """
-    task = plan.task
+    task = as_it_runs(plan)
     if is_from_hub(task) and not code_of(plan):
         return None
     within_s = _STARTS_WITHIN_S + task.reward_timeout_s
@@ -322,7 +319,7 @@ def tool_problems(plan: RunPlan, *, template: bool) -> tuple[tuple[str, str], ..
         return ()
     model = (plan.model.path or plan.model.source) if template else ""
     try:
-        read_tools(Asked(plan.task.tools, model, plan.model.trust_remote_code))
+        read_tools(asked_of(plan, model=model))
     except RecipeError as error:
         return tuple(error.problems)
     return ()

@@ -39,14 +39,12 @@ def examine(
     resume_from: Path | None = None,
     original: OriginalPlan | None = None,
     commit: str | None = None,
-    ask_code: bool = True,
 ) -> tuple[RunPlan, HostFacts, list[Finding]]:
     """The plan of a run and everything that this host has against it.
 
     run_dir: absolute.  ask_hub: whether the network and a child may be asked, which can take seconds.
     cache_dir: None: beside the run's folder.  resume_from, original: as build_plan.
     commit: of the recipe's model on the hub, from whoever has asked for it; None: the hub is asked where it may be.
-    ask_code: as read_inputs.
     Raises RecipeError where the plan cannot be made.
     """
     host = read_host(run_dir.parent)
@@ -59,8 +57,7 @@ def examine(
         original=original,
         commit=_commit(recipe, original=original, ask_hub=ask_hub) if commit is None else commit,
     )
-    inputs = read_inputs(plan, ask_hub=ask_hub, ask_code=ask_code, host=host)
-    return plan, host, judge(plan, host=host, inputs=inputs)
+    return plan, host, judge(plan, host=host, inputs=read_inputs(plan, ask_hub=ask_hub, host=host))
 
 
 def _commit(recipe: Recipe, *, original: OriginalPlan | None, ask_hub: bool) -> str:

@@ -77,7 +77,8 @@ def data_key(plan: TaskPlan, *, model: str) -> str:
         fields |= {"train": _fingerprint(plan.train_file), "val": _fingerprint(plan.val_file)}
     if plan.own is not None:
         fields["own"] = {name: getattr(plan.own, name) for name in _OF_OWN}
-        fields |= {"tools": _fingerprint(plan.tools)} if plan.tools else {}
+        sums = {each.path: each.sha256 or "unreadable" for each in plan.own.code}
+        fields |= {"tools": sums[plan.tools]} if plan.tools else {}
     if plan.val_sets:
         fields["val_sets"] = [(each.name, _fingerprint(each.file), each.size) for each in plan.val_sets]
     return _short_hash(fields)

@@ -23,7 +23,7 @@ from appliance.tasks.library import splits_of
 from appliance.tasks.rows import Problem, write_parquet
 from appliance.tasks.task import Splits
 from appliance.tasks.tiny_spec import TINY_MODELS, CalculatorSpec
-from appliance.tasks.tools import Asked, Schema, read_tools, write_schemas
+from appliance.tasks.tools import Schema, asked_of, read_tools, write_schemas
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -117,7 +117,7 @@ def _make_data(plan: RunPlan) -> None:
     found = splits_of(task)
     for note in found.notes:
         append_event(Path(plan.run_dir), kind="note", what=note, why="task.train_file")
-    schemas = read_tools(Asked(task.tools, plan.model.path, plan.model.trust_remote_code))
+    schemas = read_tools(asked_of(plan, model=plan.model.path))
     made = found
     if not task.truncate_prompts:  # a plan that truncates them keeps them all: trainer/rollouts.py cuts the tokens
         made, too_long = short_enough(found, plan=plan, tokenizer=load_tokenizer(plan), tools=schemas)
