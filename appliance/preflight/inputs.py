@@ -28,8 +28,8 @@ from appliance.quant.files import PROFILE_FILE, SMOOTHING, read_file_header, ten
 from appliance.quant.uaq import layers_to_scale
 from appliance.record.attestations import version_of
 from appliance.record.code import as_it_runs, code_of
-from appliance.record.plan import ModelPlan, RunPlan, TaskPlan
-from appliance.tasks.library import is_from_hub, splits_of, task_of
+from appliance.record.plan import ModelPlan, RunPlan
+from appliance.tasks.library import is_from_hub, splits_of, task_of, too_few_problems
 from appliance.tasks.sample import Verdict
 from appliance.tasks.tools import asked_of, read_tools
 from appliance.terms.devices import StoredResult
@@ -119,7 +119,7 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) 
     is_offline = needs_hub and hub.is_offline()
     asks = ask_hub and needs_hub and not is_offline
     hub_problem = hub.problem() if asks else ""
-    data_problems = _data_problems(plan.task)
+    data_problems = _data_problems(plan)
     access = read_access(plan, ask_network=ask_hub)  # before anything looks into the folder
     is_barred = str(folder) in access.unreadable
     is_folder = not plan.model.builtin and not name and folder.is_absolute()
@@ -152,16 +152,16 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) 
     )
 
 
-def _data_problems(task: TaskPlan) -> tuple[tuple[str, str], ...]:
-    """Of the rows; and where those of a task of the user's own are fine, of what is to be made of them."""
+def _data_problems(plan: RunPlan) -> tuple[tuple[str, str], ...]:
+    """Of the rows; and where all of them are read and fine, of what is to be made of them."""
+    task = plan.task
     found = tuple(each for file in task.files for each in task_of(task).check_rows(file))
-    if found or task.own is None or not task.train_file:
+    if found or not task.train_file or task_of(task).checked_rows:
         return found
     try:
-        splits_of(task)
+        return tuple(too_few_problems(splits_of(task), prompts_per_step=plan.prompts_per_step))
     except RecipeError as error:
         return tuple(error.problems)
-    return ()
 
 
 def _is_cached(model: ModelPlan) -> bool:

@@ -14,6 +14,7 @@ from appliance.errors import RecipeError
 from appliance.files import digest_of
 from appliance.record.plan import TaskPlan
 from appliance.tasks import built_in, own
+from appliance.tasks.rows import Faults
 from appliance.tasks.task import Reward, Splits, Task
 from appliance.tasks.tiny_spec import TINY_MODELS
 
@@ -57,6 +58,13 @@ def splits_of(plan: TaskPlan) -> Splits:
         message = f"task.train_size: {plan.train_size} is more than the {most} problems there are to train on"
         raise RecipeError([(message, "lower it, or use 0 for all of them")])
     return found
+
+
+def too_few_problems(made: Splits, *, prompts_per_step: int) -> Faults:
+    if len(made.train) >= prompts_per_step:
+        return []
+    message = f"task.train_file: {len(made.train)} problems are left to train on, a step takes {prompts_per_step}"
+    return [(message, "lower batch.prompts_per_step, or give more problems")]
 
 
 def rewards_of(plan: TaskPlan) -> tuple[Reward, ...]:

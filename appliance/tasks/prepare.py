@@ -19,7 +19,7 @@ from appliance.hub import download_model
 from appliance.record.events import append_event, exit_code_of
 from appliance.record.liveness import Heartbeat, keep_stacks
 from appliance.record.plan import RunPlan, read_plan
-from appliance.tasks.library import splits_of
+from appliance.tasks.library import splits_of, too_few_problems
 from appliance.tasks.rows import Problem, write_parquet
 from appliance.tasks.task import Splits
 from appliance.tasks.tiny_spec import TINY_MODELS, CalculatorSpec
@@ -123,7 +123,8 @@ def _make_data(plan: RunPlan) -> None:
         made, too_long = short_enough(found, plan=plan, tokenizer=load_tokenizer(plan), tools=schemas)
         for note in too_long:
             append_event(Path(plan.run_dir), kind="note", what=note, why="task.max_prompt_tokens")
-    _refuse_too_few(made, plan=plan)
+    if too_few := too_few_problems(made, prompts_per_step=plan.prompts_per_step):
+        raise RecipeError(too_few)
     with whole_folder(Path(task.train_parquet).parent, others_count=True) as folder:
         write_parquet({"train": made.train}, path=folder / Path(task.train_parquet).name, kind=task.kind)
         write_parquet(made.validations, path=folder / Path(task.val_parquet).name, kind=task.kind)
@@ -132,12 +133,6 @@ def _make_data(plan: RunPlan) -> None:
     to_validate = ", ".join(f"{len(made.val_sets[name])} ({name})" for name in made.val_sets) or str(len(made.val))
     sizes = f"{len(made.train)} problems to train on, {to_validate} to validate"
     append_event(Path(plan.run_dir), kind="progress", what="data", done=1, total=1, note=sizes)
-
-
-def _refuse_too_few(made: Splits, *, plan: RunPlan) -> None:
-    if len(made.train) < (prompts := plan.prompts_per_step):
-        message = f"task.train_file: {len(made.train)} problems are left to train on, a step takes {prompts}"
-        raise RecipeError([(message, "lower batch.prompts_per_step, or give more problems")])
 
 
 def short_enough(
