@@ -21,7 +21,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from ray.exceptions import RayTaskError
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from appliance.errors import CheckpointError
 from appliance.files import is_full, is_refused, sync_to_disk
@@ -274,9 +273,9 @@ def _full_folder(run_dir: Path, error: Exception) -> Path | None:
     return folders[0] if folders[0] in full else None
 
 
-def at_its_place(data: StatefulDataLoader) -> Iterator[Any]:
-    """The data from where the checkpoint was; from the beginning of an epoch where there are fewer problems than that:
-    a resume with other tools, whose schemas left more prompts too long."""
+def at_its_place(data: Any) -> Iterator[Any]:
+    """Of a StatefulDataLoader, from where the checkpoint was; from the beginning of an epoch where there are fewer
+    problems than that: a resume with other tools, whose schemas left more prompts too long."""
     try:
         return iter(data)
     except StopIteration:
