@@ -28,7 +28,7 @@ from appliance.tasks.built_in.dapo_math import PARSING_S, braced, import_verifie
 from appliance.tasks.built_in.gsm8k import FINAL
 from appliance.tasks.task import Response, Reward
 from appliance.tasks.user_code import Given, load_function
-from appliance.terms.environment import THREADS_VARIABLE
+from appliance.terms.environment import JUDGE_KEY_VARIABLE, THREADS_VARIABLE
 
 CODE_S = 10.0  # for all tests of one program: what is not done by then has failed
 JUDGE_S = 25.0  # for its answer, less than a response has by default
@@ -273,9 +273,7 @@ def _lines(text: str) -> list[str]:
 _SCORE = re.compile(r"(?<![\w.])(?:0?\.\d+|[01](?:\.\d+)?)(?![\w]|\.\d)")
 
 
-def judge(
-    response: Response, *, given: Given, url: str, model: str, prompt: str = JUDGE_PROMPT, key_variable: str = ""
-) -> float:
+def judge(response: Response, *, given: Given, url: str, model: str, prompt: str = JUDGE_PROMPT) -> float:
     """The last number from 0 to 1 in what a model says at an OpenAI-compatible API about prompt, response and truth.
 
     Raises ValueError where it says none, and what httpx raises: no grade is a fault of the judge, not of the response.
@@ -286,11 +284,12 @@ def judge(
     asked = asked if isinstance(asked, str) else "\n\n".join(each["content"] for each in asked)
     values = {"prompt": asked, "response": response.text, "truth": response.truth}
     text = re.sub(r"\{(prompt|response|truth)\}", lambda found: values[found[1]], prompt)
-    headers = {"Authorization": f"Bearer {_key(key_variable)}"} if key_variable else {}
+    headers = {"Authorization": f"Bearer {key}"} if (key := _judge_key()) else {}
     body = {"model": model, "messages": [{"role": "user", "content": text}], "temperature": 0}
     answer = httpx.post(f"{url.rstrip('/')}/chat/completions", json=body, headers=headers, timeout=JUDGE_S)
     if answer.is_error:
-        raise ValueError(f"{url} answered {answer.status_code}")
+        without = "" if key else f", and {JUDGE_KEY_VARIABLE} is not set"
+        raise ValueError(f"{url} answered {answer.status_code}{without if answer.status_code == 401 else ''}")
     try:
         said = answer.json()["choices"][0]["message"]["content"]
     except (ValueError, TypeError, KeyError, IndexError):
@@ -301,11 +300,11 @@ def judge(
     return found[-1]
 
 
-def _key(variable: str) -> str:
-    """It goes into a header and nowhere else."""
-    key = os.environ.get(variable, "").strip()
-    if not key:
-        raise ValueError(f"the environment variable {variable} holds no key")
+def _judge_key() -> str:
+    """Empty without one. It goes into one header and nowhere else: httpx would quote a header that cannot be."""
+    key = os.environ.get(JUDGE_KEY_VARIABLE, "").strip()
+    if not re.fullmatch("[!-~]*", key):
+        raise ValueError(f"{JUDGE_KEY_VARIABLE} holds no key: one has no spaces, line breaks or letters beyond ASCII")
     return key
 
 
@@ -318,10 +317,5 @@ BUILT_IN: dict[str, BuiltIn] = {
     "format": BuiltIn(format_tags, may_read_truth=False),
     "length": BuiltIn(length, options=("target",), needs=("target",), may_read_truth=False),
     "code": BuiltIn(code, may_read_truth=False),
-    "judge": BuiltIn(
-        judge,
-        options=("url", "model", "prompt", "key_variable"),
-        needs=("url", "model"),
-        may_read_truth=False,
-    ),
+    "judge": BuiltIn(judge, options=("url", "model", "prompt"), needs=("url", "model"), may_read_truth=False),
 }

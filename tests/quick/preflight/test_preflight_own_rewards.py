@@ -155,3 +155,14 @@ def test_code_of_the_model_is_warned_of(tmp_path: Path) -> None:
     message = "`code` runs the programs that the model writes as you: it limits them, and it is no sandbox"
     assert found(reward_plan("code"), reward_plan("exact")) == [(Severity.WARNING, message)]
     assert found(reward_plan("code", file="/a/rewards.py"), reward_plan("exact")) == []
+
+
+def test_where_a_judge_is_is_warned_of(tmp_path: Path) -> None:
+    judges = [reward_plan("judge", url=url, model="m") for url in ("http://b/v1", "http://a/v1", "http://b/v1")]
+    plan = planned(tmp_path, *judges, reward_plan("judge", file="/a/rewards.py"))
+    found = [each for each in judge(plan, host=HOST, inputs=INPUTS) if each.code == "judge"]
+    sent = "and the key of APPLIANCE_JUDGE_KEY if it is set"
+    assert [each.text for each in found] == [
+        f"warning: task.rewards: `judge` sends prompts, truths and responses to {url}, {sent}"
+        for url in ("http://a/v1", "http://b/v1")
+    ]

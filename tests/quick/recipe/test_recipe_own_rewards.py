@@ -80,13 +80,20 @@ def test_a_reward_that_cannot_be_is_refused(tmp_path: Path, rewards: str, proble
     assert (message.removeprefix("task.rewards: "), hint) == problem
 
 
+def test_a_recipe_cannot_choose_which_variable_a_judge_gets(tmp_path: Path) -> None:
+    """A recipe from elsewhere would have HF_TOKEN sent to an address of its own."""
+    judge = "{name: judge, url: 'http://x/v1', model: m, key_variable: HF_TOKEN}"
+    hint = "use one of `name`, `weight`, `pattern`, `target`, `url`, `model`, `prompt`"
+    assert problems(tmp_path, f"[{judge}]") == [("task.rewards.0.key_variable: unknown key", hint)]
+
+
 def test_tools_are_a_file_of_this_host(tmp_path: Path) -> None:
     message = "task.tools: `hf://owner/tools.py` is not the path of a Python file on this host"
     assert problems(tmp_path, "[{name: exact}]", "tools: hf://owner/tools.py") == [(message, CODE)]
 
 
 def test_what_may_be_is_taken(tmp_path: Path) -> None:
-    judge = "{name: judge, url: 'http://127.0.0.1:1/v1', model: m, key_variable: KEY, prompt: '{response}'}"
+    judge = "{name: judge, url: 'http://127.0.0.1:1/v1', model: m, prompt: '{response}'}"
     others = "{name: regex, pattern: a+}, {name: length, target: 9, weight: -0.5}, {name: 'a b/c.py:f'}, {name: math}"
     assert problems(tmp_path, f"[{judge}, {others}]") == []
 
