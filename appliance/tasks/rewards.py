@@ -60,12 +60,12 @@ class BuiltIn:
 
 def load_rewards(plan: OwnPlan, *, given: Given) -> tuple[Reward, ...]:
     """Runs the user's files. Raises what they raise, and UserCodeError for a function that is none of the forms."""
-    return tuple(_reward(each, given=given) for each in plan.rewards)
+    return tuple(_reward(each, plan=plan, given=given) for each in plan.rewards)
 
 
-def _reward(reward: RewardPlan, *, given: Given) -> Reward:
+def _reward(reward: RewardPlan, *, plan: OwnPlan, given: Given) -> Reward:
     if reward.file:
-        value = load_function(reward.file, reward.function, given=given)
+        value = load_function(reward.file, reward.function, given=given, sha256=plan.sha256_of(reward.file))
         return Reward(reward.name, reward.weight, value, place=f"{reward.file}:{reward.function}")
     built_in, options = BUILT_IN[reward.function], dict(reward.options)
     built_in.prepare()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from plans import HOST, INPUTS, make_plan, own_plan, reward_plan
 
+from appliance.files import digest_of
 from appliance.preflight import inputs
 from appliance.preflight.checks import judge
 from appliance.preflight.finding import Severity
@@ -23,7 +24,7 @@ def planned(folder: Path, *rewards: RewardPlan, truth: str = "answer", rows: lis
     data = folder / "d.jsonl"
     data.write_text("".join(json.dumps(each) + "\n" for each in rows))
     files = dict.fromkeys(each.file for each in rewards if each.file)
-    code = tuple(CodeFile(path=file, copy_name=Path(file).name, sha256="0" * 64) for file in files)
+    code = tuple(CodeFile(path=file, copy_name=Path(file).name, sha256=digest_of(Path(file))) for file in files)
     plan = make_plan(folder / "runs" / "a-1")
     own = own_plan(*rewards, truth=truth, code=code)
     return plan.replace(task=plan.task.replace(kind="own", train_file=str(data), own=own, reward_timeout_s=1.0))
