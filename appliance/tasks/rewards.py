@@ -38,7 +38,7 @@ _TAIL = 1000  # characters that are searched where an answer is not marked
 _PR_SET_PDEATHSIG = 1
 JUDGE_PROMPT = (
     "Question:\n{prompt}\n\nReference answer:\n{truth}\n\nAnswer to grade:\n{response}\n\n"
-    "How right is the answer to grade? Reply with a number from 0 to 1 and nothing else."
+    "How right is the answer to grade? Reply with one number from 0 to 1, such as 0.25, and nothing else."
 )
 
 
@@ -270,13 +270,15 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
-_SCORE = re.compile(r"(?<![\w.])(?:0?\.\d+|[01](?:\.\d+)?)(?![\w]|\.\d)")
+_SCORE = re.compile(r"0?\.[0-9]+|0(?:\.[0-9]*)?|1(?:\.0*)?")
+_MARKDOWN = "*_` \t"
 
 
 def judge(response: Response, *, given: Given, url: str, model: str, prompt: str = JUDGE_PROMPT) -> float:
-    """The last number from 0 to 1 in what a model says at an OpenAI-compatible API about prompt, response and truth.
+    """What a model says at an OpenAI-compatible API about prompt, response and truth: its last line, without marks of
+    markdown, is a number from 0 to 1 and nothing else.
 
-    Raises ValueError where it says none, and what httpx raises: no grade is a fault of the judge, not of the response.
+    Raises ValueError where it is not, and what httpx raises: no grade is a fault of the judge, not of the response.
     """
     import httpx
 
@@ -294,10 +296,11 @@ def judge(response: Response, *, given: Given, url: str, model: str, prompt: str
         said = answer.json()["choices"][0]["message"]["content"]
     except (ValueError, TypeError, KeyError, IndexError):
         said = None
-    found = [float(each) for each in _SCORE.findall(said)] if isinstance(said, str) else []
-    if not found or found[-1] > 1:
-        raise ValueError(f"{url} gave no number from 0 to 1")
-    return found[-1]
+    lines = [line.strip().strip(_MARKDOWN) for line in said.splitlines()] if isinstance(said, str) else []
+    last = next(filter(None, reversed(lines)), "")
+    if not _SCORE.fullmatch(last):
+        raise ValueError(f"{url} gave no number from 0 to 1 as its last line")
+    return float(last)
 
 
 def _judge_key() -> str:

@@ -208,7 +208,7 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def test_judge_asks_an_api_with_its_key_and_reads_a_number(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("APPLIANCE_JUDGE_KEY", "sesame")
-    monkeypatch.setattr(Api, "says", "Hm, 7 of 10 points. So: 0.7")
+    monkeypatch.setattr(Api, "says", "Hm, 7 of 10 points. So:\n\n**0.7**\n")
     prompt = "{prompt} {response} {truth} {other}"
     value = graded("judge", "{truth}!", "2", url=api, model="m", prompt=prompt)
     assert value == 0.7
@@ -217,16 +217,25 @@ def test_judge_asks_an_api_with_its_key_and_reads_a_number(api: str, monkeypatch
     assert Api.asked == [("/v1/chat/completions", "Bearer sesame", body)]
 
 
-@pytest.mark.parametrize(("says", "value"), [("1", 1.0), ("0", 0.0), ("Score: 0.25.", 0.25), (".5", 0.5), ("1.0", 1.0)])
+@pytest.mark.parametrize(
+    ("says", "value"),
+    [("1", 1.0), ("0", 0.0), (" 0.25\n", 0.25), (".5", 0.5), ("1.0", 1.0), ("0.5 at most\n```\n0.3\n```", 0.3)],
+)
 def test_judge_reads_numbers_from_0_to_1(api: str, monkeypatch: pytest.MonkeyPatch, says: str, value: float) -> None:
     monkeypatch.setattr(Api, "says", says)
     assert graded("judge", "2", "2", url=api, model="m") == value
 
 
-@pytest.mark.parametrize("says", ["good", "10", "7", "1.5", None, ["1"], ""])
+AMBIGUOUS = (
+    *("-1", "- 1", "0.3/1", "0.2 on a scale from 0 to 1", "0,5", "1,000", "0.5.1", "1.01", "1e-1", "50%", "0.7 or 0.8"),
+    *("Score: 0.25.", "0.5\nof 1", "> 0.5", "\u0661", "1 0", "***", "nan"),
+)
+
+
+@pytest.mark.parametrize("says", ["good", "10", "7", "1.5", None, ["1"], "", *AMBIGUOUS])
 def test_a_judge_that_says_no_number_is_a_fault(api: str, monkeypatch: pytest.MonkeyPatch, says: object) -> None:
     monkeypatch.setattr(Api, "says", says)
-    with pytest.raises(ValueError, match=rf"^{api} gave no number from 0 to 1$"):
+    with pytest.raises(ValueError, match=rf"^{api} gave no number from 0 to 1 as its last line$"):
         graded("judge", "2", url=api, model="m")
 
 
