@@ -54,6 +54,8 @@ class BuiltIn:
     """Those that must be given."""
     may_read_truth: bool = True
     """As of `Reward`."""
+    most_s: float = 0.0
+    """Its own limit for one response, where it has one."""
     prepare: Callable[[], object] = lambda: None
     """Import now what it will need."""
 
@@ -319,6 +321,8 @@ BUILT_IN: dict[str, BuiltIn] = {
     "regex": BuiltIn(regex, options=("pattern",)),
     "format": BuiltIn(format_tags, may_read_truth=False),
     "length": BuiltIn(length, options=("target",), needs=("target",), may_read_truth=False),
-    "code": BuiltIn(code, may_read_truth=False),
-    "judge": BuiltIn(judge, options=("url", "model", "prompt"), needs=("url", "model"), may_read_truth=False),
+    "code": BuiltIn(code, may_read_truth=False, most_s=CODE_S),
+    "judge": BuiltIn(
+        judge, options=("url", "model", "prompt"), needs=("url", "model"), may_read_truth=False, most_s=JUDGE_S
+    ),
 }

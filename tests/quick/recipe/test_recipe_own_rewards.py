@@ -87,6 +87,19 @@ def test_a_recipe_cannot_choose_which_variable_a_judge_gets(tmp_path: Path) -> N
     assert problems(tmp_path, f"[{judge}]") == [("task.rewards.0.key_variable: unknown key", hint)]
 
 
+def test_a_response_has_more_time_than_its_rewards_may_take(tmp_path: Path) -> None:
+    """Else the limit of the pool ends what a reward would have ended by itself, and the sample has no reward."""
+    code, judge = "{name: code}", "{name: judge, url: 'http://x/v1', model: m}"
+    for rewards, more in (([code], ""), ([judge], ""), ([code, judge], "reward_timeout_s: 36"), ([], "")):
+        assert problems(tmp_path, f"[{', '.join([*rewards, '{name: exact}'])}]", more) == []
+    hint = "give task.reward_timeout_s more than 35"
+    message = "task.rewards: `code`, `judge` may take 35 s, and a response has 30 s"
+    assert problems(tmp_path, f"[{code}, {judge}]") == [(message, hint)]
+    message = "task.reward_timeout_s: `code` may take 10 s, and a response has 10 s"
+    hint = "give task.reward_timeout_s more than 10"
+    assert problems(tmp_path, f"[{code}]", "reward_timeout_s: 10") == [(message, hint)]
+
+
 def test_tools_are_a_file_of_this_host(tmp_path: Path) -> None:
     message = "task.tools: `hf://owner/tools.py` is not the path of a Python file on this host"
     assert problems(tmp_path, "[{name: exact}]", "tools: hf://owner/tools.py") == [(message, CODE)]
