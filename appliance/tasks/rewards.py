@@ -200,7 +200,7 @@ def code(response: Response) -> float:
 
     The truth is JSON, `[{"input": ..., "output": ...}, ...]` or `{"inputs": [...], "outputs": [...]}`: texts for stdin
     and stdout, white space at the ends of lines ignored. **This is no sandbox**: the model's program runs as you, with
-    limits on time, memory, processes and file sizes, and with the network and your files within its reach.
+    limits on time, memory, processes and file sizes, and with the network, your files and processes within its reach.
     """
     tests, until = _tests(_truth(response)), time.monotonic() + CODE_S
     found = _FENCED.findall(response.text)
