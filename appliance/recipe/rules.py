@@ -166,6 +166,7 @@ def _no_code(file: str) -> tuple[str, str] | None:
     """Why this names no Python file."""
     if "://" in file or not file.endswith(".py"):
         hint = "it is code that the run executes: copy it here first, and read it"
+        hint = hint if "/" in file else "give the path of a file that ends in .py, such as `rewards.py`"
         return f"`{file[:60]}` is not the path of a Python file on this host", hint
     why = path_problem(file)
     return (f"`{file[:60]}`: {why}", "correct the path") if why else None

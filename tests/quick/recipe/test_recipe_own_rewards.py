@@ -69,6 +69,13 @@ CODE = "it is code that the run executes: copy it here first, and read it"
             ("`(` is not a regular expression: missing ), unterminated subpattern at position 0", "correct it"),
         ),
         ("[{name: 'https://x/a.py:f'}]", ("`https://x/a.py` is not the path of a Python file on this host", CODE)),
+        (
+            "[{name: 'rewards:f'}]",
+            (
+                "`rewards` is not the path of a Python file on this host",
+                "give the path of a file that ends in .py, such as `rewards.py`",
+            ),
+        ),
         ("[{name: 'owner/name:f'}]", ("`owner/name` is not the path of a Python file on this host", CODE)),
         ("[{name: 'a.py:f-g'}]", ("`f-g` is not the name of a function", "give one of a.py: `a.py:name`")),
         ("[{name: 'a.py:'}]", ("`` is not the name of a function", "give one of a.py: `a.py:name`")),
@@ -78,6 +85,22 @@ def test_a_reward_that_cannot_be_is_refused(tmp_path: Path, rewards: str, proble
     (message, hint), *more = problems(tmp_path, rewards)
     assert more == [] and message.startswith("task.rewards: ")
     assert (message.removeprefix("task.rewards: "), hint) == problem
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message", "hint"),
+    [
+        ("[math]", "task.rewards.0: expected a mapping of keys, got the text `math`", "write `[{name: math}]`"),
+        ("math", "task.rewards: expected a list, got the text `math`", "write `[{name: math}]`"),
+        ("{name: exact}", "task.rewards: expected a list, got a mapping", "write `[{name: math}]`"),
+        ("r.py:f", "task.rewards: expected a list, got the text `r.py:f`", "write `[{name: r.py:f}]`"),
+        ("[{name: 3}]", "task.rewards.0.name: expected text, got `3`", 'put it in quotes: "3"'),
+    ],
+)
+def test_rewards_that_are_no_list_of_mappings_have_a_hint(
+    tmp_path: Path, rewards: str, message: str, hint: str
+) -> None:
+    assert problems(tmp_path, rewards) == [(message, hint)]
 
 
 def test_a_recipe_cannot_choose_which_variable_a_judge_gets(tmp_path: Path) -> None:
