@@ -316,9 +316,9 @@ def own_of(recipe: Recipe) -> OwnPlan | None:
 
 
 def _code_file(file: str, *, number: int, files: list[str]) -> CodeFile:
-    """Of two files of one name the copies have their numbers before it."""
-    is_alone = [Path(each).name for each in files].count(Path(file).name) == 1
-    name = Path(file).name if is_alone else f"{number}-{Path(file).name}"
+    """Where two files have one name, all copies have their numbers before theirs."""
+    are_distinct = len({Path(each).name for each in files}) == len(files)
+    name = Path(file).name if are_distinct else f"{number}-{Path(file).name}"
     return CodeFile(path=file, copy_name=name, sha256=digest_of(Path(file)))
 
 

@@ -146,6 +146,11 @@ class OwnPlan(Frozen):
         """The user's folders, whose modules the files may import."""
         return tuple(dict.fromkeys(str(Path(each.path).parent) for each in self.code))
 
+    def sha256_of(self, file: str) -> str:
+        """As planned, of a file of the user's or of the run's copy of it."""
+        planned = {name: each.sha256 for each in self.code for name in (each.path, each.copy_name)}
+        return planned[file if file in planned else Path(file).name]
+
     def with_copies(self, run_dir: str) -> OwnPlan:
         """The same with the run's copies in place of the user's files: what a run executes."""
         copies = {each.path: str(Path(run_dir) / CODE_FOLDER / each.copy_name) for each in self.code}

@@ -57,10 +57,13 @@ def failure(why: str) -> Answer:
     return Answer(_shortened(f"error: {why}"), failed=True)
 
 
-def call_tool(file: str, name: str, arguments: str) -> Answer:
-    """In a process of the pool. arguments: a JSON object, as the model wrote it. What goes wrong is the answer."""
+def call_tool(file: str, sha256: str | None, name: str, arguments: str) -> Answer:
+    """In a process of the pool. sha256: as of load_module.  arguments: a JSON object, as the model wrote it.
+
+    What goes wrong is the answer.
+    """
     try:
-        tools = functions(load_module(file))
+        tools = functions(load_module(file, sha256=sha256))
     except BaseException as error:  # the boundary of the user's code, as below: `sys.exit()` is no Exception
         return failure(f"{type(error).__name__}: {error}")
     function = tools.get(name)

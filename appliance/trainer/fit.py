@@ -137,7 +137,12 @@ def _turns(trainer: Trainer, *, plan: RunPlan, pool: RewardPool) -> Turns:
         schemas=read_schemas(task.schemas_file),
         max_turns=task.own.max_turns,
         max_tokens=task.max_response_tokens,
-        call=in_pool(pool, file=task.own.with_copies(plan.run_dir).tools, timeout_s=task.reward_timeout_s),
+        call=in_pool(
+            pool,
+            file=task.own.with_copies(plan.run_dir).tools,
+            sha256=task.own.sha256_of(task.tools),
+            timeout_s=task.reward_timeout_s,
+        ),
     )
 
 

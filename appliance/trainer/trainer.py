@@ -20,6 +20,7 @@ from verl.workers.rollout.llm_server import LLMServerManager
 from appliance.errors import ApplianceError, GuardStop
 from appliance.guard.signals import Signals
 from appliance.record.checkpoints import checkpoint_folder, owed_line
+from appliance.record.code import attested_code
 from appliance.record.events import append_event, run_started
 from appliance.record.plan import RunPlan
 from appliance.terms.devices import CPU
@@ -140,6 +141,7 @@ class Trainer(PPOTrainerSync):
 
     def on_sample_end(self) -> None:
         super().on_sample_end()
+        attested_code(self.plan)  # a copy that changed is refused by each new process of the pool
         self._step.reward_failures = self._end_rewards(f"step {self.global_steps}")
         self.stopping.check()
 

@@ -226,12 +226,12 @@ class Turns:
         return True
 
 
-def in_pool(pool: RewardPool, *, file: str, timeout_s: float) -> Callable[[str, str], Awaitable[Answer]]:
-    """Calls of the tools of a file. However one goes wrong, the model hears of it."""
+def in_pool(pool: RewardPool, *, file: str, sha256: str, timeout_s: float) -> Callable[[str, str], Awaitable[Answer]]:
+    """Calls of the tools of a file, as it was planned. However one goes wrong, the model hears of it."""
 
     async def call(name: str, arguments: str) -> Answer:
         try:
-            return await pool.call(call_tool, file, name, arguments, timeout_s=timeout_s)
+            return await pool.call(call_tool, file, sha256, name, arguments, timeout_s=timeout_s)
         except CallFailed as failed:
             return failure(f"`{name}`: {failed.why}")
 

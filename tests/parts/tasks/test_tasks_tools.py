@@ -157,7 +157,7 @@ def test_what_is_printed_at_import_is_nothing_to_us(tmp_path: Path) -> None:
 
 
 def test_a_default_may_be_left_out(tmp_path: Path) -> None:
-    assert call_tool(str(write(tmp_path, GOOD)), "multiply", '{"a": 4}').text == "8"
+    assert call_tool(str(write(tmp_path, GOOD)), None, "multiply", '{"a": 4}').text == "8"
 
 
 def test_a_run_describes_its_copy_which_may_import_what_lies_beside_the_users_file(tmp_path: Path) -> None:
@@ -174,3 +174,10 @@ def test_a_run_describes_its_copy_which_may_import_what_lies_beside_the_users_fi
     file.write_text("def other(:")
     asked = asked_of(plan, model="")
     assert (asked.file, read_tools(asked)) == (str(tmp_path / "run" / "code" / "tools.py"), [SCHEMA])
+
+
+def test_a_file_that_was_not_planned_answers_nothing(tmp_path: Path) -> None:
+    file = write(tmp_path, GOOD)
+    answer = call_tool(str(file), "0" * 64, "multiply", '{"a": 4}')
+    why = f"error: UserCodeError: {file}: it is not the file that was planned, it changed since"
+    assert (answer.text, answer.failed) == (why, True)

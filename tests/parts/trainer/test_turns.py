@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from appliance.files import digest_of
 from appliance.tasks.tiny_model import byte_tokenizer
 from appliance.tasks.tools import MOST_CHARACTERS
 from appliance.trainer.rewards import RewardPool
@@ -98,7 +99,7 @@ def play(
             schemas=SCHEMAS,
             max_turns=max_turns,
             max_tokens=max_tokens,
-            call=in_pool(pool, file=file, timeout_s=2.0),
+            call=in_pool(pool, file=file, sha256=digest_of(Path(file)), timeout_s=2.0),
         )
         opening = Opening(ASKED, turns.prompt_ids(ASKED), seed)
         num_samples = len(engine._rounds[0])
