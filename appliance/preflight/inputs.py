@@ -11,7 +11,6 @@ import os
 import os.path
 import signal
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ from appliance.plan.bench_results import read_result, result_key
 from appliance.plan.host import HostFacts
 from appliance.preflight.access import AccessFacts, read_access
 from appliance.preflight.disk import Disks, Written, read_disks, read_written
+from appliance.processes import module_argv
 from appliance.quant.files import PROFILE_FILE, SMOOTHING, read_file_header, tensor_end, tensor_shapes
 from appliance.quant.uaq import layers_to_scale
 from appliance.record.attestations import version_of
@@ -292,7 +292,7 @@ def reward_problem(plan: RunPlan) -> RewardProblem | None:
     within_s = _STARTS_WITHIN_S + task.reward_timeout_s
     with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as printed:  # a pipe may outlive its child
         child = subprocess.Popen(
-            [sys.executable, "-m", "appliance.tasks.sample"],
+            module_argv("appliance.tasks.sample"),
             stdin=subprocess.PIPE,
             stdout=said,
             stderr=printed,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import os.path
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -37,6 +36,7 @@ from appliance.plan.build import build_plan
 from appliance.plan.engines import PROFILE_FOLDER
 from appliance.preflight.probes import read_host
 from appliance.preflight.report import commit_for
+from appliance.processes import module_argv
 from appliance.profile.job import ProfileJob, find_profile, job_of_plan, job_of_run, model_hash, place_profile
 from appliance.profile.uaq import SCALING
 from appliance.quant.files import PROFILE_FILE, kept_layers, read_file_header
@@ -158,7 +158,7 @@ def _read_apart(file: Path, *, scales: Path, room: Path) -> None:
 
 def _run_plain(module: list[str], **how: Any) -> tuple[int, list[str]]:
     """(exit code, what the child said)."""
-    command = [sys.executable, "-m", *module]
+    command = module_argv(*module)
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, **how)
     return done.returncode, done.stderr.decode(errors="replace").strip().splitlines() or [f"code {done.returncode}"]
 
@@ -185,7 +185,7 @@ def profile_child(plan: RunPlan) -> Child | None:
         place_profile(found, target=Path(plan.profile.folder))
         append_event(Path(plan.run_dir), kind="note", what="the model's profile was found in the cache", why=str(found))
         return None
-    argv = (sys.executable, "-m", CHILD_MODULE, "--plan", str(Path(plan.run_dir) / "plan.json"))
+    argv = module_argv(CHILD_MODULE, "--plan", str(Path(plan.run_dir) / "plan.json"))
     return Child(_COMMAND, "profiling", argv, default_code=4)
 
 
