@@ -18,7 +18,6 @@ from appliance.launch.resume import (
     has_problems_of,
     original_plan,
     refuse_misfit,
-    with_code_of,
 )
 from appliance.plan.build import CACHE_NAME, OriginalPlan, build_plan, hub_name
 from appliance.plan.host import HostFacts
@@ -219,11 +218,10 @@ def resumed_run(run: PlannedRun) -> PlannedRun | None:
         host=host,
         cache_dir=Path(run.plan.cache_dir),
         resume_from=newest,
-        original=original_plan(target),
+        original=original_plan(target, alone=True),
         commit=run.plan.model.commit,
     )
     refuse_misfit(start, plan=plan)
-    plan = with_code_of(target, plan=plan, force=False, alone=True)
     return replace(run, plan=plan, resume=start)
 
 

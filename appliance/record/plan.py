@@ -6,6 +6,7 @@ has a default that a recipe has too: plan/build.py says them all.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Literal
@@ -150,6 +151,11 @@ class OwnPlan(Frozen):
         copies = {each.path: str(Path(run_dir) / CODE_FOLDER / each.copy_name) for each in self.code}
         rewards = tuple(each.replace(file=copies.get(each.file, "")) for each in self.rewards)
         return self.replace(rewards=rewards, tools=copies.get(self.tools, ""))
+
+    def with_sums(self, sums: Mapping[str, str]) -> OwnPlan:
+        """The same with other SHA-256 of its files. sums: by the names of the copies, of all or some."""
+        code = tuple(each.replace(sha256=sums.get(each.copy_name, each.sha256)) for each in self.code)
+        return self.replace(code=code)
 
 
 class TaskPlan(Frozen):

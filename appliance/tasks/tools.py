@@ -22,6 +22,8 @@ from pydantic import ValidationError, validate_call
 
 from appliance.errors import RecipeError
 from appliance.processes import module_argv
+from appliance.record.code import as_it_runs
+from appliance.record.plan import RunPlan
 from appliance.tasks.user_code import load_module
 
 MOST_CHARACTERS = 4096  # of what a tool says, and of a message about it
@@ -133,11 +135,18 @@ def _shortened(text: str) -> str:
 
 @dataclass(frozen=True)
 class Asked:
-    """Of the child. file: the user's.  model: whose chat template is to be looked at, or empty."""
+    """Of the child. model: whose chat template is to be looked at, or empty.  import_path: of what lies beside it."""
 
     file: str
     model: str = ""
     trust_remote_code: bool = False
+    import_path: tuple[str, ...] = ()
+
+
+def asked_of(plan: RunPlan, *, model: str) -> Asked:
+    """What runs: the run's copy, where there is one."""
+    own = as_it_runs(plan).own
+    return Asked(own.tools, model, plan.model.trust_remote_code, own.import_path) if own else Asked("")
 
 
 def read_tools(asked: Asked) -> list[Schema]:
@@ -192,7 +201,7 @@ def template_problem(asked: Asked, schemas: list[Schema]) -> str:
 
 def main(arguments: list[str]) -> int:
     asked = Asked(**json.loads(arguments[0]))
-    sys.path.append(str(Path(asked.file).parent))  # what lies beside it, as in the pool
+    sys.path.extend(asked.import_path)  # as in the pool
     found = describe(load_module(asked.file))
     problems = [f"{asked.file}: {problem}" for problem in found.problems]
     if asked.model and found.schemas and (problem := template_problem(asked, found.schemas)):

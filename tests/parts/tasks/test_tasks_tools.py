@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
+from plans import make_plan, own_plan
 
 from appliance.errors import RecipeError
+from appliance.record.code import copy_code
+from appliance.record.plan import CodeFile
 from appliance.tasks.tiny_model import save_tokenizer
-from appliance.tasks.tools import Asked, call_tool, read_schemas, read_tools, write_schemas
+from appliance.tasks.tools import Asked, asked_of, call_tool, read_schemas, read_tools, write_schemas
 
 GOOD = '''
 from json import dumps
@@ -121,3 +125,19 @@ def test_what_is_printed_at_import_is_nothing_to_us(tmp_path: Path) -> None:
 
 def test_a_default_may_be_left_out(tmp_path: Path) -> None:
     assert call_tool(str(write(tmp_path, GOOD)), "multiply", '{"a": 4}').text == "8"
+
+
+def test_a_run_describes_its_copy_which_may_import_what_lies_beside_the_users_file(tmp_path: Path) -> None:
+    text = f"from beside import NOTHING\n{GOOD}"
+    for folder in ("a", "run"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "a" / "beside.py").write_text("NOTHING = 0")
+    file = write(tmp_path / "a", text)
+    code = CodeFile(path=str(file), copy_name="tools.py", sha256=hashlib.sha256(text.encode()).hexdigest())
+    plan = make_plan(tmp_path / "run")
+    plan = plan.replace(task=plan.task.replace(kind="own", own=own_plan(tools=str(file), code=(code,))))
+    assert asked_of(plan, model="") == Asked(str(file), import_path=(str(tmp_path / "a"),))  # there is none yet
+    copy_code(plan)
+    file.write_text("def other(:")
+    asked = asked_of(plan, model="")
+    assert (asked.file, read_tools(asked)) == (str(tmp_path / "run" / "code" / "tools.py"), [SCHEMA])

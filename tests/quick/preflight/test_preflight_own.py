@@ -15,6 +15,8 @@ from appliance.recipe.load import load_recipe
 FIRST = "{cwd}/rows.jsonl:1: the field `{field}` is missing: the row has `question`, `answer`"
 HINT = "each row is a JSON object with `{}`, text or chat messages, and `{}`"
 NO_FILE = "give the path of a {} file; a relative one begins in the folder where the program is started"
+ALL_VALIDATED = "{cwd}/rows.jsonl: each of its problems is in the validation data as well"
+NONE_LEFT = "none is left to train on: validate on others, or leave that file out and give a size"
 WRONG = {
     "a wrong prompt": (["prompt=problem"], FIRST.replace("{field}", "problem"), HINT.format("problem", "answer")),
     "a wrong truth": (["truth=solution"], FIRST.replace("{field}", "solution"), HINT.format("question", "solution")),
@@ -34,6 +36,13 @@ WRONG = {
         "task.train_size: 32 is more than the 2 problems there are to train on",
         "lower it, or use 0 for all of them",
     ),
+    "fewer than a step takes": (
+        ["val_size=1"],
+        "task.train_file: 2 problems are left to train on, a step takes 32",
+        "lower batch.prompts_per_step, or give more problems",
+    ),
+    "the training file to validate": (["val_file=rows.jsonl"], ALL_VALIDATED, NONE_LEFT),
+    "the training file to validate, of several": (["val_sets={a: {file: rows.jsonl}}"], ALL_VALIDATED, NONE_LEFT),
 }
 
 

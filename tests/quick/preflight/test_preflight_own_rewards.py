@@ -111,6 +111,21 @@ def test_a_reward_that_wants_the_answer_marked_is_asked_with_its_marks(tmp_path:
     assert of_program(tmp_path, "def f(response, truth): return response == f'#### {truth}'") is None
 
 
+RAISES = "def f(response, truth): return {} if not response or response.isdigit() else {}"
+
+
+@pytest.mark.parametrize("marked", ["int(response)", "__import__('sys').exit(2)"])
+def test_a_reward_that_raises_on_a_marked_answer_has_no_right_one_in_it(tmp_path: Path, marked: str) -> None:
+    what = "the truth `2` as the response earns 0, an empty response 0"
+    message = f"in 3 of 3 sampled rows the right answer earns nothing: {what}"
+    assert of_program(tmp_path, RAISES.format(0, marked)) == RewardProblem(message, is_rare=True)
+
+
+def test_a_marked_answer_that_ends_the_process_is_to_blame_itself(tmp_path: Path) -> None:
+    message = "the rewards on the truth of row 1, marked as an answer: its process ended with 3: no message"
+    assert of_program(tmp_path, RAISES.format(0, "__import__('os')._exit(3)")) == RewardProblem(message)
+
+
 def test_without_a_truth_numbers_are_enough(tmp_path: Path) -> None:
     assert of_program(tmp_path, "def f(response): return 0.0", truth="") is None
 
