@@ -153,11 +153,10 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) 
 
 
 def _data_problems(plan: RunPlan) -> tuple[tuple[str, str], ...]:
-    """Of the rows; and where all of them are read and fine, of what is to be made of them."""
+    """Of the rows; where all of them are to be read, also of what is to be made of them: each file is read once."""
     task = plan.task
-    found = tuple(each for file in task.files for each in task_of(task).check_rows(file))
-    if found or not task.train_file or task_of(task).checked_rows:
-        return found
+    if not task.train_file or task_of(task).checked_rows:
+        return tuple(each for file in task.files for each in task_of(task).check_rows(file))
     try:
         return tuple(too_few_problems(splits_of(task), prompts_per_step=plan.prompts_per_step))
     except RecipeError as error:

@@ -12,6 +12,7 @@ import errno
 import itertools
 import json
 import os
+import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,7 @@ PARQUET = ".parquet"
 MAX_PROBLEMS = 20
 MAX_LINE = 16 << 20  # bytes: a line is held in memory, and what has no line ends would be held whole
 MAX_ROW = 8 << 20  # characters: every sample carries its problem's row to the reward
+_HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")
 ROWS_AT_A_TIME = 8192  # of a parquet file: DAPO-Math-17k has 1.8 million
 
 Row = dict[str, Any]
@@ -271,7 +273,7 @@ def _problem(row: Row, *, source: Source) -> Problem | str:
 
 def _is_whole(made: Problem) -> bool:
     texts = (made.truth, *(text for message in made.messages for text in message))
-    return not any("\ud800" <= each <= "\udfff" for text in texts for each in text)
+    return not any(map(_HALF_A_CHARACTER.search, texts))
 
 
 def _of_verl(row: Row) -> Problem | str:
