@@ -109,15 +109,18 @@ def read_file(path: str | Path, *, source: Source, name: str = "", most_rows: in
     return ProblemSet([], faults=[fault])
 
 
-def read_data_set(name: str, *, config: str, split: str, source: Source) -> ProblemSet:
-    """A data set of the hub, or of the cache where that is away; runs no code of it. Raises RecipeError."""
+def read_data_set(name: str, *, config: str, split: str, commit: str, source: Source) -> ProblemSet:
+    """A data set of the hub, or of the cache where that is away; runs no code of it. Raises RecipeError.
+
+    commit: empty: `main`.
+    """
     if os.path.exists(name):  # `datasets` would take it in the place of the hub's
         raise RecipeError([(f"task.data: {name}: a file or folder of this name is here", "use task.train_file")])
     import datasets  # a second, and a network client
     import httpx
 
     try:
-        data = datasets.load_dataset(name, config or None, split=split).with_format("arrow")
+        data = datasets.load_dataset(name, config or None, split=split, revision=commit or None).with_format("arrow")
     except (OSError, ValueError, RuntimeError, httpx.HTTPError, datasets.exceptions.DatasetsError) as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         hint = "look at its name, task.config and task.split; without a network give task.train_file"
