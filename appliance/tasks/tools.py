@@ -7,9 +7,11 @@ pool, where the functions are called. Imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -28,6 +30,8 @@ from appliance.tasks.user_code import load_module
 
 MOST_CHARACTERS = 4096  # of what a tool says, and of a message about it
 STARTS_WITHIN_S = 60.0  # the child: it loads transformers
+_BEGUN = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
+_SAID = "what the tool says"
 _HINT = "docs/own-task.md shows one"
 
 Schema = dict[str, Any]
@@ -189,14 +193,42 @@ def template_problem(asked: Asked, schemas: list[Schema]) -> str:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(asked.model, trust_remote_code=asked.trust_remote_code)
-    said = [{"role": "user", "content": "hello"}]
+    render = functools.partial(tokenizer.apply_chat_template, tokenize=False)
     try:
-        with_tools, without = (
-            tokenizer.apply_chat_template(said, tools=each, tokenize=False) for each in (schemas, None)
-        )
+        if render(_BEGUN, tools=schemas) == render(_BEGUN):
+            problem = "has no tools"
+        else:
+            name = schemas[0]["function"]["name"]
+            with_tools = functools.partial(render, tools=schemas)
+            problem = _turn_problem(with_tools, [name]) or _turn_problem(with_tools, [name, name])
     except Exception as error:  # jinja's, or what a template raises by itself
-        return f"the chat template of {asked.model} fails with these tools: {error}"
-    return "" if with_tools != without else f"the chat template of {asked.model} has no tools"
+        problem = f"fails with these tools: {error}"
+    return problem and f"the chat template of {asked.model} {problem}"
+
+
+def _turn_problem(render: Callable[..., str], names: list[str]) -> str:
+    """Of a turn that calls these tools, and what they say, as verl's continuous-token builder has them rendered."""
+    made = [{"name": name, "arguments": {"a": 1}} for name in names]
+    calls = [{"id": f"call{n:05}", "type": "function", "function": each} for n, each in enumerate(made)]
+    turn = {"role": "assistant", "content": "", "reasoning_content": "reasons", "tool_calls": calls}
+    tools = [
+        {"role": "tool", "name": name, "tool_call_id": each["id"], "content": _SAID}
+        for name, each in zip(names, calls, strict=True)
+    ]
+    before, after = render([*_BEGUN, turn]), render([*_BEGUN, turn, *tools], add_generation_prompt=True)
+    if _hermes_calls(before)[-len(made) :] != made:
+        return 'has no calls of the hermes form, <tool_call>{"name": ..., "arguments": {...}}</tool_call>'
+    if not after.startswith(before):
+        return "changes what was said when a tool answers"
+    return "" if after.count(_SAID) == len(made) else "leaves out what a tool says"
+
+
+def _hermes_calls(text: str) -> list[object]:
+    found = []
+    for inner in re.findall("<tool_call>(.*?)</tool_call>", text, re.DOTALL):
+        with contextlib.suppress(ValueError):  # a template that says what a call looks like
+            found.append(json.loads(inner))
+    return found
 
 
 def main(arguments: list[str]) -> int:

@@ -108,6 +108,7 @@ def _rollouts(trainer: Trainer, *, plan: RunPlan, pool: RewardPool) -> Rollouts:
             max_tokens=plan.task.max_response_tokens,
             buffer_tokens=plan.algorithm.overlong_tokens,
             penalty=plan.algorithm.overlong_penalty,
+            samples=plan.rollout.samples_per_prompt if plan.task.own else 0,
         ),
         training=Sampling(
             temperature=plan.rollout.temperature,

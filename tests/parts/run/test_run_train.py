@@ -146,6 +146,7 @@ def test_json_mode_gives_lines_for_machines(
         "reward_after_bf16": None,
         "rollout_tokens_per_s": 400.0,
         "step_s": 1.0,
+        "val_sets": {},
     }
 
 

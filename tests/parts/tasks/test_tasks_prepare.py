@@ -206,8 +206,8 @@ def test_prepare_writes_each_validation_by_its_name(small: RunPlan, tmp_path: Pa
     other.write_text("".join(f'{{"question": "What is {n}?", "answer": "#### {n}"}}\n' for n in (2, 3, 40)))
     plan = gsm8k_plan(small, root=tmp_path, max_prompt_tokens=128)
     sizes = {"size": 0, "samples": 1, "temperature": 0.0}
-    sets = (ValSetPlan(name="other", file=str(other), **sizes), ValSetPlan(name="held", file="", **sizes | {"size": 4}))
-    plan = plan.replace(task=plan.task.replace(val_sets=sets), prompts_per_step=3)
+    sets = (ValSetPlan(name="other", file=str(other), **sizes), ValSetPlan(name="held", file="", **sizes | {"size": 2}))
+    plan = plan.replace(task=plan.task.replace(val_sets=sets))
     prepare(plan)
     train, val = (pq.read_table(path).to_pylist() for path in (plan.task.train_parquet, plan.task.val_parquet))
     named = [(row["extra_info"]["split"], row["extra_info"]["index"]) for row in val]

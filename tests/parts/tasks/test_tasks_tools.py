@@ -11,8 +11,8 @@ from plans import make_plan, own_plan
 from appliance.errors import RecipeError
 from appliance.record.code import copy_code
 from appliance.record.plan import CodeFile
-from appliance.tasks.tiny_model import save_tokenizer
-from appliance.tasks.tools import Asked, asked_of, call_tool, read_schemas, read_tools, write_schemas
+from appliance.tasks.tiny_model import TOOL_TEMPLATE, save_tokenizer
+from appliance.tasks.tools import Asked, asked_of, call_tool, read_schemas, read_tools, template_problem, write_schemas
 
 GOOD = '''
 from json import dumps
@@ -117,6 +117,39 @@ def test_a_chat_template_without_tools_is_refused(tmp_path: Path) -> None:
     assert problems(file, model=str(tmp_path / "without")) == [
         f"task.tools: the chat template of {tmp_path / 'without'} has no tools"
     ]
+
+
+LLAMA = """{"name": {{ call.function.name | tojson }}, "parameters": {{ call.function.arguments | tojson }}}"""
+CODER = "<tool_call><function={{ call.function.name }}></function></tool_call>"
+HERMES = "<tool_call>{{ call.function | tojson }}</tool_call>"
+ANSWER = "<tool_response>{{ message.content }}</tool_response>"
+ONE_CALL = "{% if (message.tool_calls or []) | length > 1 %}{{ raise_exception('only single tool-calls') }}{% endif %}"
+NOT_HERMES = 'has no calls of the hermes form, <tool_call>{"name": ..., "arguments": {...}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("part", "instead", "problem"),
+    [
+        (HERMES, LLAMA, NOT_HERMES),
+        (HERMES, CODER, NOT_HERMES),
+        (HERMES, "", NOT_HERMES),
+        (HERMES, ONE_CALL + HERMES, "fails with these tools: only single tool-calls"),
+        (ANSWER, "{{ raise_exception('no role tool') }}", "fails with these tools: no role tool"),
+        (ANSWER, "{{ message.content.name.first }}", "fails with these tools: 'str object' has no attribute 'name'"),
+        (ANSWER, "", "leaves out what a tool says"),
+        (
+            "{% if message.role == 'assistant' %}=",
+            "{% if message.role == 'assistant' %}={{ loop.last }}",
+            "changes what was said when a tool answers",
+        ),
+    ],
+)
+def test_a_chat_template_of_another_form_is_refused(part: str, instead: str, problem: str, tmp_path: Path) -> None:
+    tokenizer = save_tokenizer(tmp_path, max_positions=64, calls_tools=True)
+    assert part in TOOL_TEMPLATE
+    tokenizer.chat_template = TOOL_TEMPLATE.replace(part, instead)
+    tokenizer.save_pretrained(tmp_path)
+    assert template_problem(Asked("", str(tmp_path)), [SCHEMA]) == f"the chat template of {tmp_path} {problem}"
 
 
 def test_what_is_printed_at_import_is_nothing_to_us(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_a_run_ends_as_it_did_whatever_its_backends_do(
     monkeypatch.setattr(fit, "compose_config", lambda overrides: SimpleNamespace(transfer_queue=None))
     monkeypatch.setattr(fit, "apply_patch", lambda *_: None)
     monkeypatch.setattr(fit, "transfer_queue", queue)
-    monkeypatch.setattr(fit, "RewardPool", lambda **_: pool)
+    monkeypatch.setattr(fit, "pool_for", lambda plan: pool)
     monkeypatch.setattr(fit, "_rollouts", lambda *_, **__: None)
     monkeypatch.setattr(fit, "Trainer", lambda **_: Tracked(tmp_path, ends=ends))
     stopping = Stopping(tmp_path)

@@ -110,7 +110,7 @@ def trainer(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) ->
     made.llm_server_manager = SimpleNamespace(server_handles=[])
     made.checkpoint_manager = SimpleNamespace(update_weights=None)
     pool = SimpleNamespace(graded=0, faults=Counter(), last_fault=None)
-    made.rollouts = SimpleNamespace(pool=pool, samples=Part("samples", said), validated=0, by_set=dict)
+    made.rollouts = SimpleNamespace(pool=pool, samples=Part("samples", said), validated=0, by_set=dict, take_turns=dict)
     made.timing_raw = {"update_weights": 1.0}
     made._step = Step(INT8, telemetry=telemetry)
     return made
@@ -302,7 +302,9 @@ def test_the_line_of_a_step_is_in_its_checkpoint(tmp_path: Path, monkeypatch: py
         governor=SimpleNamespace(metrics=dict, after_step=lambda signals: None, measures=None),
         precision=SimpleNamespace(want=said.append, state=before, restarts_in=lambda step, present: False),
         validation=SimpleNamespace(take=lambda: validated),
-        rollouts=SimpleNamespace(samples=SimpleNamespace(write=lambda step, scheme: said.append(f"{step} {scheme}"))),
+        rollouts=SimpleNamespace(
+            samples=SimpleNamespace(write=lambda step, scheme: said.append(f"{step} {scheme}")), take_turns=dict
+        ),
     )
     telemetry = SimpleNamespace(metrics=lambda: {"mismatch_chi2": float("inf")})
     trainer._step = Step(INT8, reward_failures=2, telemetry=telemetry)

@@ -176,7 +176,7 @@ def test_padding_of_a_batch_counts_nowhere() -> None:
         torch.tensor([-1.0, -2.0, -9.0, -5.0, -5.0, -3.0, -1.0, -1.0]),
         rollout_N=torch.tensor([-1.0, -1.0, -1.0, -0.1, -0.1, -1.0, -1.0, -1.5]),
         real_N=torch.tensor([1, 1, 0, 0, 0, 0, 1, 1]),
-        responses_N=torch.tensor([4, 5, 6, 0, 0, 4, 5, 6]),
+        responses_N=torch.tensor([4, 5, 6, 0, 0, 9, 4, 5]),
         row_S=torch.tensor([3, 2, 3]),
         prompts=["a", "a", "a"],
         cap=1.5,

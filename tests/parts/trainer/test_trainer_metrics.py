@@ -65,6 +65,7 @@ STEP = Step(
 )
 PLAN = SimpleNamespace(
     prompts_per_step=32,
+    task=SimpleNamespace(tools=""),
     rollout=SimpleNamespace(samples_per_prompt=8, scheme="int8", label="int8", emulated=False),
 )
 
