@@ -226,6 +226,8 @@ def original_plan(target: Target, *, alone: bool = False) -> OriginalPlan | None
         model=before.model.hub_name,
         revision=before.model.revision,
         commit=before.model.commit,
+        data=before.task.own.data if before.task.own else "",
+        data_commit=before.task.own.commit if before.task.own else "",
         code=before.task.sums if alone else {},
     )
 
@@ -321,6 +323,8 @@ def _with_code_before(plan: RunPlan, run_dir: Path) -> RunPlan:
 
 class _OwnBefore(BaseModel):
     code: tuple[CodeFile, ...]
+    data: str = ""
+    commit: str = ""
 
 
 class _TaskBefore(BaseModel):

@@ -71,6 +71,10 @@ class OriginalPlan:
     """As the recipe had it."""
     commit: str = ""
     """Of a model of the hub, empty where it was not known."""
+    data: str = ""
+    """Data set of the hub of a task of the user's own, empty where there was none."""
+    data_commit: str = ""
+    """Its commit, empty where it was not known."""
     code: Mapping[str, str] = field(default_factory=dict)
     """SHA-256 of the run's copies of the user's files, by their names, where it goes on with them whatever the files
     are by now."""
@@ -85,12 +89,14 @@ def build_plan(
     resume_from: Path | None = None,
     original: OriginalPlan | None = None,
     commit: str = "",
+    data_commit: str = "",
 ) -> RunPlan:
     """The plan of one run. host: decides only what the recipe leaves to `auto`, and the threads on a CPU.
 
     run_dir: absolute.  cache_dir: of models, data and profiles; None: beside the run's folder.
     resume_from: a verified checkpoint of this run to go on from.  original: of the run's attempts before this one.
-    commit: that the model's revision is on the hub, empty where nobody asked.
+    commit: that the model's revision is on the hub, empty where nobody asked.  data_commit: of `task.data` likewise; a
+    run that is resumed keeps its own.
     Raises RecipeError when `auto` finds a device that cannot do it or that we do not know.
     """
     cache_dir, book = cache_dir or run_dir.parent / CACHE_NAME, derive.Book()
@@ -103,7 +109,10 @@ def build_plan(
         book.note("rollout.scheme", automatic, why)
     if is_cpu and (broken := list(broken_on_cpu(recipe))):
         raise RecipeError([(f"{each.keys[0]}: {each.message}", each.hint) for each in broken])
-    task = _task(recipe, cache_dir=cache_dir, model=model, code=original.code if original else {})
+    if original and original.data == recipe.task.data:
+        data_commit = original.data_commit
+    code = original.code if original else {}
+    task = _task(recipe, cache_dir=cache_dir, model=model, code=code, data_commit=data_commit)
     if task.val_sets:
         why = "the first one counts: checkpoint.keep_best, val_reward_mean and the summary go by its mean reward"
         book.note("task.val_sets", task.val_sets[0].name, why)
@@ -264,7 +273,7 @@ def is_folder(source: str) -> bool:
     return os.path.isdir(full_path(source)) or source.startswith(("/", ".", "~")) or source.count("/") > 1
 
 
-def _task(recipe: Recipe, *, cache_dir: Path, model: ModelPlan, code: Mapping[str, str]) -> TaskPlan:
+def _task(recipe: Recipe, *, cache_dir: Path, model: ModelPlan, code: Mapping[str, str], data_commit: str) -> TaskPlan:
     task, own = recipe.task, own_of(recipe)
     plan = TaskPlan(
         kind=str(task.kind),
@@ -282,7 +291,7 @@ def _task(recipe: Recipe, *, cache_dir: Path, model: ModelPlan, code: Mapping[st
         reward_timeout_s=task.reward_timeout_s,
         reward_workers=task.reward_workers,
         val_sets=tuple(_val_set(name, each, recipe=recipe) for name, each in task.val_sets.items()),
-        own=own.with_sums(code) if own else None,
+        own=own.with_sums(code).replace(commit=data_commit) if own else None,
     )
     folder = cache_dir / "data" / f"{task.kind}-{data_key(plan, model=model.identity)}"
     return plan.replace(train_parquet=str(folder / "train.parquet"), val_parquet=str(folder / "val.parquet"))

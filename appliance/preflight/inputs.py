@@ -11,7 +11,6 @@ import os
 import os.path
 import signal
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ from appliance.plan.bench_results import read_result, result_key
 from appliance.plan.host import HostFacts
 from appliance.preflight.access import AccessFacts, read_access
 from appliance.preflight.disk import Disks, Written, read_disks, read_written
+from appliance.processes import module_argv
 from appliance.quant.files import PROFILE_FILE, SMOOTHING, read_file_header, tensor_end, tensor_shapes
 from appliance.quant.uaq import layers_to_scale
 from appliance.record.attestations import version_of
@@ -153,11 +153,10 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) 
 
 
 def _data_problems(plan: RunPlan) -> tuple[tuple[str, str], ...]:
-    """Of the rows; and where all of them are read and fine, of what is to be made of them."""
+    """Of the rows; where all of them are to be read, also of what is to be made of them: each file is read once."""
     task = plan.task
-    found = tuple(each for file in task.files for each in task_of(task).check_rows(file))
-    if found or not task.train_file or task_of(task).checked_rows:
-        return found
+    if not task.train_file or task_of(task).checked_rows:
+        return tuple(each for file in task.files for each in task_of(task).check_rows(file))
     try:
         return tuple(too_few_problems(splits_of(task), prompts_per_step=plan.prompts_per_step))
     except RecipeError as error:
@@ -292,7 +291,7 @@ def reward_problem(plan: RunPlan) -> RewardProblem | None:
     within_s = _STARTS_WITHIN_S + task.reward_timeout_s
     with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as printed:  # a pipe may outlive its child
         child = subprocess.Popen(
-            [sys.executable, "-m", "appliance.tasks.sample"],
+            module_argv("appliance.tasks.sample"),
             stdin=subprocess.PIPE,
             stdout=said,
             stderr=printed,

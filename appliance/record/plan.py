@@ -140,6 +140,8 @@ class OwnPlan(Frozen):
     """Times that the model speaks."""
     code: tuple[CodeFile, ...]
     """The files of `rewards` and `tools`, each once."""
+    commit: str = ""
+    """Of `data`, which is read at it; empty where the hub was not asked or did not say: its `main`, whatever it is."""
 
     @property
     def import_path(self) -> tuple[str, ...]:

@@ -85,6 +85,7 @@ def data_key(plan: TaskPlan, *, model: str) -> str:
         fields |= {"train": _fingerprint(plan.train_file), "val": _fingerprint(plan.val_file)}
     if plan.own is not None:
         fields["own"] = {name: getattr(plan.own, name) for name in _OF_OWN}
+        fields |= {"commit": plan.own.commit} if plan.own.commit else {}
         sums = {each.path: each.sha256 or "unreadable" for each in plan.own.code}
         fields |= {"tools": sums[plan.tools]} if plan.tools else {}
     if plan.val_sets:

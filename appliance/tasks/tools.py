@@ -23,6 +23,7 @@ from typing import Any
 from pydantic import ValidationError, validate_call
 
 from appliance.errors import RecipeError
+from appliance.processes import module_argv
 from appliance.record.code import as_it_runs
 from appliance.record.plan import RunPlan
 from appliance.tasks.user_code import load_module
@@ -160,7 +161,7 @@ def read_tools(asked: Asked) -> list[Schema]:
     wrong with them."""
     if not asked.file:
         return []
-    command = [sys.executable, "-m", "appliance.tasks.tools", json.dumps(asdict(asked))]
+    command = module_argv("appliance.tasks.tools", json.dumps(asdict(asked)))
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=STARTS_WITHIN_S, check=False
