@@ -120,7 +120,12 @@ def read_data_set(name: str, *, config: str, split: str, commit: str, source: So
     import httpx
 
     try:
-        data = datasets.load_dataset(name, config or None, split=split, revision=commit or None).with_format("arrow")
+        builder = datasets.load_dataset_builder(name, config or None, revision=commit or None)
+        if commit and builder.hash != commit:  # the hub does not give it: `datasets` takes what it loaded last
+            message = f"task.data: {name} cannot be had at {commit}: the hub does not give it, here is {builder.hash}"
+            raise RecipeError([(message, "start when the hub gives it, or give task.train_file")])
+        builder.download_and_prepare()
+        data = builder.as_dataset(split=split).with_format("arrow")
     except (OSError, ValueError, RuntimeError, httpx.HTTPError, datasets.exceptions.DatasetsError) as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         hint = "look at its name, task.config and task.split; without a network give task.train_file"

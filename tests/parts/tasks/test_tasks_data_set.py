@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import datasets
@@ -14,27 +15,32 @@ from appliance.record.plan import OwnPlan
 from appliance.tasks import own
 
 ROWS = [{"question": f"{n}+1?", "answer": n + 1, "image": b"\x00"} for n in range(5)]
+OLD, NEW = "0" * 40, "1" * 40
 HINT = "look at its name, task.config and task.split; without a network give task.train_file"
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The cache of `datasets` with `me/sums` in it; no hub."""
-    folder = tmp_path / "cache" / "me___sums" / "default" / "0.0.0" / ("0" * 40)
-    folder.mkdir(parents=True)
-    data = datasets.Dataset.from_list(ROWS)
-    with ArrowWriter(path=str(folder / "sums-train.arrow"), features=data.features) as writer:
-        for row in ROWS:
-            writer.write(row)
-        rows, size = writer.finalize()
-    splits = datasets.SplitDict({"train": datasets.SplitInfo("train", size, rows, dataset_name="sums")})
-    names = {"builder_name": "parquet", "dataset_name": "sums", "config_name": "default", "version": "0.0.0"}
-    datasets.DatasetInfo(features=data.features, splits=splits, **names).write_to_directory(str(folder))
+    """The cache of `datasets` with `me/sums` in it, at one commit; no hub."""
+    put(tmp_path / "cache", commit=OLD, rows=ROWS)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     return tmp_path / "cache"
+
+
+def put(cache: Path, *, commit: str, rows: list[dict[str, object]]) -> None:
+    folder = cache / "me___sums" / "default" / "0.0.0" / commit
+    folder.mkdir(parents=True)
+    data = datasets.Dataset.from_list(rows)
+    with ArrowWriter(path=str(folder / "sums-train.arrow"), features=data.features) as writer:
+        for row in rows:
+            writer.write(row)
+        count, size = writer.finalize()
+    splits = datasets.SplitDict({"train": datasets.SplitInfo("train", size, count, dataset_name="sums")})
+    names = {"builder_name": "parquet", "dataset_name": "sums", "config_name": "default", "version": "0.0.0"}
+    datasets.DatasetInfo(features=data.features, splits=splits, **names).write_to_directory(str(folder))
 
 
 def splits(name: str = "me/sums", *, config: str = "", split: str = "train", commit: str = ""):
@@ -70,13 +76,25 @@ def test_a_data_set_in_the_cache_needs_no_hub(cache: Path) -> None:
     assert made.notes == ("train: `image`: not in the rows that rewards get, bytes are no JSON",)
 
 
-def test_a_data_set_is_read_at_its_commit(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    load, revisions = datasets.load_dataset, []
+def test_a_data_set_is_read_at_its_commit_or_not_at_all(cache: Path) -> None:
+    """Of two versions in the cache `datasets` takes the newest."""
+    begun = splits(commit=OLD)
+    assert begun == splits()
+    put(cache, commit=NEW, rows=[row | {"answer": -1} for row in ROWS])
+    for commit, time in ((OLD, 1), (NEW, 2)):
+        os.utime(cache / "me___sums" / "default" / "0.0.0" / commit, (time, time))
+    assert {each.truth for each in splits(commit=NEW).train} == {"-1"}
+    message = f"task.data: me/sums cannot be had at {OLD}: the hub does not give it, here is {NEW}"
+    assert refusal(commit=OLD) == (message, "start when the hub gives it, or give task.train_file")
+
+
+def test_a_data_set_is_asked_of_the_hub_at_its_commit(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load, revisions = datasets.load_dataset_builder, []
     monkeypatch.setattr(
-        datasets, "load_dataset", lambda *of, **how: revisions.append(how["revision"]) or load(*of, **how)
+        datasets, "load_dataset_builder", lambda *of, **how: revisions.append(how["revision"]) or load(*of, **how)
     )
-    assert splits(commit="0" * 40) == splits()
-    assert revisions == ["0" * 40, None]
+    assert splits(commit=OLD) == splits()
+    assert revisions == [OLD, None]
 
 
 def test_an_unknown_split_names_those_there_are(cache: Path) -> None:
