@@ -234,7 +234,7 @@ def examine_and_train(
     """`appliance train --in-container`. typed: the recipe's name or file.  Raises as the functions below and above."""
     # The name of a run that is resumed is judged inside: it has its folder already.
     run_dir = new_run_dir(recipe, name=name if resume == "never" else None)
-    plan, _, findings = examine(recipe, run_dir=run_dir, ask_hub=True)
+    plan, _, findings = examine(recipe, run_dir=run_dir, ask_hub=True, run_code=False)  # that is asked inside
     if dry_run and resume == "never":
         print_plan(plan, recipe=recipe, findings=of_the_host(findings), json_mode=json_mode)
     elif dry_run:

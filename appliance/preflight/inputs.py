@@ -104,10 +104,11 @@ class InputFacts:
     written: Written = field(default_factory=Written)
 
 
-def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) -> InputFacts:
+def read_inputs(plan: RunPlan, *, ask_hub: bool, run_code: bool = True, host: HostFacts | None = None) -> InputFacts:
     """Reads data files in full.
 
-    ask_hub: whether the network may be asked, and a child grade a sample, which takes seconds.
+    ask_hub: whether the network may be asked, and children, which takes seconds.  run_code: whether these may grade a
+    sample and describe tools: the user's code runs in them, and a judge is asked.
     host: for what `bench` kept; None: it is not looked up.
     """
     from appliance.tasks.prepare import has_data
@@ -120,6 +121,8 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) 
     asks = ask_hub and needs_hub and not is_offline
     hub_problem = hub.problem() if asks else ""
     data_problems = _data_problems(plan)
+    missing = missing_code(plan)
+    asks_code = ask_hub and run_code and not missing
     access = read_access(plan, ask_network=ask_hub)  # before anything looks into the folder
     is_barred = str(folder) in access.unreadable
     is_folder = not plan.model.builtin and not name and folder.is_absolute()
@@ -142,9 +145,8 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) 
         # Where the commit is not known, of `main`: what stands against the revision is told by revision_problem.
         model_problem=hub.refusal(name, revision=plan.model.commit) if asks and needs_model and not hub_problem else "",
         revision_problem=_revision_problem(plan.model) if ask_hub else "",
-        reward_problem=(missing := missing_code(plan))
-        or (reward_problem(plan) if ask_hub and not data_problems else None),
-        tool_problems=tool_problems(plan, template=may_look or cached) if ask_hub and not missing else (),
+        reward_problem=missing or (reward_problem(plan) if asks_code and not data_problems else None),
+        tool_problems=tool_problems(plan, template=may_look or cached) if asks_code else (),
         access=access,
         stack=read_stack(plan),
         stored=read_result(key, cache_dir=Path(plan.cache_dir))[0] if key else None,

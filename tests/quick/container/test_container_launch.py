@@ -16,6 +16,7 @@ from plans import HOST, make_plan, own_plan
 from appliance.container import launch
 from appliance.container.launch import (
     Order,
+    examine_and_train,
     inner_argv,
     make_order,
     run_in_container,
@@ -199,6 +200,7 @@ def test_paths_below_the_home_reach_the_container_in_full(monkeypatch: pytest.Mo
 
 
 OWN = ("task.kind=own", "task.truth=answer", "task.rewards=[{name: ~/c/r.py:f, weight: 2}, {name: exact}]")
+MODEL = ("model.builtin=null", "model.path=/no/model")  # the built-in one has no tools
 SEVERAL = "task.val_sets={x.y: {file: ~/b/v.jsonl, samples: 4}, z: {size: 9}}"
 READ_BELOW_HOME = {
     "one validation": (("task.train_file=~/a/t.jsonl", "task.val_file=~/b/v.jsonl"), ("a/t.jsonl", "b/v.jsonl", "c")),
@@ -297,3 +299,29 @@ def test_a_container_that_saves_is_not_removed_because_nobody_reads(
     if stream == "stdout":
         with pytest.raises(BrokenPipeError):
             docker_was_told(order())
+
+
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_code_of_the_users_runs_in_the_container_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], resume: str
+) -> None:
+    """Not on the host, which says what it sees without."""
+    rows = (f'{{"question": "{number}+1?", "answer": "{number + 1}"}}\n' for number in range(40))
+    (tmp_path / "d.jsonl").write_text("".join(rows))
+    names = (tmp_path / "rewards.py", tmp_path / "tools.py")
+    task = ("kind=own", f"train_file={tmp_path}/d.jsonl", "prompt=question", "truth=answer", f"tools={names[1]}")
+    sets = [f"task.{each}" for each in (*task, f"rewards=[{{name: '{names[0]}:f'}}]")]
+    recipe = load_recipe("arithmetic-tiny-int8", sets=[*sets, *MODEL, f"cluster.run_dir={tmp_path}"])
+
+    def errors() -> str:
+        given = {"name": None, "resume": resume, "dry_run": True, "json_mode": False, "image": None}
+        with pytest.raises(PreflightError):
+            examine_and_train(recipe, typed="a", **given)
+        return capsys.readouterr().err
+
+    missing = f"error: task.rewards: {names[0]}, {names[1]}: no such file, or it cannot be read\n"
+    assert missing in errors()
+    for each in names:
+        each.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    assert missing not in errors()
+    assert not (tmp_path / "ran").exists()
