@@ -320,15 +320,14 @@ def own_of(recipe: Recipe) -> OwnPlan | None:
         rewards=rewards,
         tools=tools,
         max_turns=(task.max_turns or USUAL_TURNS) if tools else 1,
-        code=tuple(_code_file(file, number=number, files=files) for number, file in enumerate(files)),
+        code=tuple(_code_file(file, number=number) for number, file in enumerate(files)),
     )
 
 
-def _code_file(file: str, *, number: int, files: list[str]) -> CodeFile:
-    """Where two files have one name, all copies have their numbers before theirs."""
-    are_distinct = len({Path(each).name for each in files}) == len(files)
-    name = Path(file).name if are_distinct else f"{number}-{Path(file).name}"
-    return CodeFile(path=file, copy_name=name, sha256=digest_of(Path(file)))
+def _code_file(file: str, *, number: int) -> CodeFile:
+    """Two files may have one name; and a copy called `__init__.py` would make `code/` a package, which hides Python's
+    own `code`."""
+    return CodeFile(path=file, copy_name=f"{number}-{Path(file).name}", sha256=digest_of(Path(file)))
 
 
 def _reward(given: Reward) -> RewardPlan:

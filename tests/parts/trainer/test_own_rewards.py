@@ -91,7 +91,7 @@ def test_a_run_grades_with_the_copies_of_its_files(plan: RunPlan, tmp_path: Path
 
 
 def test_a_process_that_begins_later_runs_no_other_copy(plan: RunPlan) -> None:
-    copy = Path(plan.run_dir) / "code" / "rewards.py"
+    copy = Path(plan.run_dir) / "code" / "0-rewards.py"
     row = json.dumps({"question": "1+1?", "answer": "2", "level": 3})
     pool = pool_for(plan)
 

@@ -134,15 +134,17 @@ def test_what_may_be_is_taken(tmp_path: Path) -> None:
     assert problems(tmp_path, f"[{judge}, {others}]") == []
 
 
-def test_two_files_of_one_name_have_a_copy_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_file_has_a_copy_of_its_own_name_which_is_no_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("a/r.py", "b/r.py", "c/0-r.py"):
+    for name in ("a/r.py", "b/r.py", "c/__init__.py"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(name)
     file = tmp_path / "r.yaml"
     file.write_text(
         RECIPE.format(
-            rewards="[{name: 'a/r.py:f'}, {name: 'b/r.py:g'}, {name: 'a/r.py:h'}, {name: 'c/0-r.py:f'}]",
+            rewards="[{name: 'a/r.py:f'}, {name: 'b/r.py:g'}, {name: 'a/r.py:h'}, {name: 'c/__init__.py:f'}]",
             more="",
             model="tiny-calculator",
         )
@@ -153,10 +155,10 @@ def test_two_files_of_one_name_have_a_copy_each(tmp_path: Path, monkeypatch: pyt
     assert [(each.path, each.copy_name) for each in own.code] == [
         (str(tmp_path / "a" / "r.py"), "0-r.py"),
         (str(tmp_path / "b" / "r.py"), "1-r.py"),
-        (str(tmp_path / "c" / "0-r.py"), "2-0-r.py"),
+        (str(tmp_path / "c" / "__init__.py"), "2-__init__.py"),
     ]
     copies = [each.file for each in own.with_copies(plan.run_dir).rewards]
-    assert copies == [f"{plan.run_dir}/code/{name}" for name in ("0-r.py", "1-r.py", "0-r.py", "2-0-r.py")]
+    assert copies == [f"{plan.run_dir}/code/{name}" for name in ("0-r.py", "1-r.py", "0-r.py", "2-__init__.py")]
     assert own.sha256_of(copies[3]) == own.code[2].sha256 == own.sha256_of(own.code[2].path) != own.sha256_of(copies[0])
 
 

@@ -158,7 +158,7 @@ def test_what_is_forced_runs_and_its_prompts_are_measured_anew(
     mine(tmp_path / "a", "def f(response): return 2", TOOLS)
     seen, before = attempts(monkeypatch), read_plan(tmp_path / "small-1" / "plan.json")
     assert resume(own, force=True) == 0
-    assert (tmp_path / "small-1" / "code" / "tools.py").read_text() == TOOLS and attested_code(seen[0])
+    assert (tmp_path / "small-1" / "code" / "1-tools.py").read_text() == TOOLS and attested_code(seen[0])
     assert seen[0].task.schemas_file != before.task.schemas_file
     assert not told_of(tmp_path / "small-1", "changed")
 
@@ -187,7 +187,7 @@ def test_an_attempt_that_nobody_asked_for_goes_on_with_the_copies(
         (tmp_path / "a" / name).unlink() if text is None else (tmp_path / "a" / name).write_text(text)
     assert command.Attempts(own).through_faults(5, run_dir) == 0
     assert seen[1].task == seen[0].task
-    assert attested_code(seen[1]) and (run_dir / "code" / "tools.py").read_text() == TOOLS
+    assert attested_code(seen[1]) and (run_dir / "code" / "1-tools.py").read_text() == TOOLS
     what = "has changed since the run began: this attempt runs the copy in code/"
     assert told_of(run_dir, "changed") == [
         (f"{tmp_path / 'a' / 'rewards.py'} {what}", f"SHA-256 {digest(GOOD)}"),
