@@ -424,7 +424,7 @@ def _put_back(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> None:
     logs.mkdir(parents=True, exist_ok=True)
     log_dir(run_dir, attempt=attempt + 1).mkdir(exist_ok=True)
     end_torn_line(run_dir / EVENTS_FILE)
-    copy_code(plan)
+    copy_code(plan, logs=logs)
     for each in changed_code(plan):
         what = f"{each.path} has changed since the run began: this attempt runs the copy in {CODE_FOLDER}/"
         append_event(run_dir, kind="note", what=what, why=f"SHA-256 {each.sha256}")

@@ -18,9 +18,12 @@ def copy_of(each: CodeFile, *, run_dir: str) -> Path:
     return Path(run_dir) / CODE_FOLDER / each.copy_name
 
 
-def copy_code(plan: RunPlan) -> None:
-    """A copy that is as the plan has it stays. Raises RecipeError for files that are not, OSError for the folder."""
-    changed = []
+def copy_code(plan: RunPlan, *, logs: Path | None = None) -> None:
+    """A copy that is as the plan has it stays. Raises RecipeError for files that are not, OSError for the folder.
+
+    logs: of the attempt before, which keep what it ran and this one replaces.
+    """
+    made, changed = {}, []
     for each in code_of(plan):
         copy = copy_of(each, run_dir=plan.run_dir)
         if each.sha256 and digest_of(copy) == each.sha256:
@@ -29,10 +32,15 @@ def copy_code(plan: RunPlan) -> None:
         if hashlib.sha256(content).hexdigest() != each.sha256:
             changed.append((f"{each.path}: it is not the file that was planned, it changed since", "start again"))
             continue
-        copy.parent.mkdir(exist_ok=True)
-        write_whole(copy, content)
+        made[copy] = content
     if changed:
         raise RecipeError(changed)
+    for copy, content in made.items():
+        copy.parent.mkdir(exist_ok=True)
+        if logs is not None and copy.exists() and not (kept := logs / CODE_FOLDER / copy.name).exists():
+            kept.parent.mkdir(exist_ok=True)
+            write_whole(kept, copy.read_bytes())
+        write_whole(copy, content)
 
 
 def changed_code(plan: RunPlan) -> list[CodeFile]:

@@ -6,12 +6,13 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from plans import HOST, own_plan, reward_plan
 from stopped_runs import save, stopped, target_of
 
-from appliance.errors import AttestationError, RecipeError
+from appliance.errors import AttestationError, PreflightError, RecipeError
 from appliance.launch import command
 from appliance.launch.resume import Resume, begin_attempt, refuse_changes
 from appliance.plan.build import build_plan
@@ -198,6 +199,31 @@ def test_an_attempt_that_nobody_asked_for_goes_on_with_the_copies(
 def told_of(run_dir: Path, word: str) -> list[tuple[str, str]]:
     told = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     return [(each["what"], each["why"]) for each in told if word in each["what"]]
+
+
+def test_the_code_of_the_steps_before_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: Recipe) -> None:
+    """Of an attempt that is begun twice, for the disk was full the first time, what ran is kept and nothing else."""
+    run_dir = tmp_path / "small-1"
+    before = {each.name: each.read_text() for each in (run_dir / "code").iterdir()}
+    attempts(monkeypatch)
+    for rewards in ("def f(response): return 2", "def f(response): return 3"):
+        mine(tmp_path / "a", rewards, TOOLS)
+        with monkeypatch.context() as full:
+            full.setattr("appliance.launch.resume.write_record", MagicMock(side_effect=OSError("full")))
+            with pytest.raises(PreflightError):
+                resume(own, force=True)
+        assert (run_dir / "code" / "0-rewards.py").read_text() == rewards
+        assert {each.name: each.read_text() for each in (run_dir / "logs").rglob("*.py")} == before
+
+
+def test_of_several_files_none_is_copied_where_one_changed(tmp_path: Path, own: Recipe) -> None:
+    plan = read_plan(tmp_path / "small-1" / "plan.json")
+    copies = [tmp_path / "small-1" / "code" / name for name in ("0-rewards.py", "1-tools.py")]
+    for each in (*copies, tmp_path / "a" / "tools.py"):
+        each.unlink()
+    with pytest.raises(RecipeError):
+        copy_code(plan)
+    assert not any(each.exists() for each in copies)
 
 
 def test_a_copy_that_was_lost_is_made_again(plan: RunPlan) -> None:
