@@ -168,7 +168,7 @@ def refuse_changes(recipe: Recipe, *, target: Target, force: bool) -> None:
     """
     if force:
         return
-    kept, problems = target.run_dir / "recipe.yaml", []
+    kept, problems, missing = target.run_dir / "recipe.yaml", [], []
     if kept.is_file():
         before, now = _flat(load_recipe(str(kept))), _flat(recipe)
         problems = [
@@ -180,11 +180,17 @@ def refuse_changes(recipe: Recipe, *, target: Target, force: bool) -> None:
         ]
     if (own := own_of(recipe)) and target.record.attempt:
         sums = _plan_before(target.run_dir).task.sums
-        other = [each for each in own.code if each.sha256 != sums.get(each.copy_name)]
+        other = [each for each in own.code if each.sha256 and each.sha256 != sums.get(each.copy_name)]
         problems += [f"{each.path}: it is not the file that the run began with" for each in other]
-    if problems:
-        hint = "give what the run has, start a new one with another --name, or take the change with --force"
-        raise RecipeError([*((each, "") for each in problems[:-1]), (problems[-1], hint)])
+        missing = [f"{each.path}: no such file, or it cannot be read" for each in own.code if not each.sha256]
+    hint = "give what the run has, start a new one with another --name, or take the change with --force"
+    if told := [*_with_hint(missing, "correct the path"), *_with_hint(problems, hint)]:
+        raise RecipeError(told)
+
+
+def _with_hint(problems: list[str], hint: str) -> list[tuple[str, str]]:
+    """Which is said once, with the last one."""
+    return [(each, hint if number == len(problems) else "") for number, each in enumerate(problems, start=1)]
 
 
 def _is_begun_with(key: str, recipe: Recipe, *, target: Target) -> bool:

@@ -30,7 +30,10 @@ def copy_code(plan: RunPlan, *, logs: Path | None = None) -> None:
             continue
         content = Path(each.path).read_bytes() if digest_of(Path(each.path)) else b""
         if hashlib.sha256(content).hexdigest() != each.sha256:
-            changed.append((f"{each.path}: it is not the file that was planned, it changed since", "start again"))
+            fact, hint = "it is not the file that was planned, it changed since", "start again"
+            if copy.exists():
+                fact, hint = f"{fact}, and so did the run's copy {copy}", "put one of them back, or start a new run"
+            changed.append((f"{each.path}: {fact}", hint))
             continue
         made[copy] = content
     if changed:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from appliance.tasks.task import Response, Reward
+from appliance.tasks.user_code import line_of
 
 LARGEST = 1e15  # of a reward: a group's variance is computed in float32, which ends at 3e38
 _SHOWN = 60  # characters of a truth or a value
@@ -70,9 +71,10 @@ def _finite(value: object) -> float | None:
 
 
 def in_words(error: BaseException) -> str:
-    """Its type and first line. Never raises, though the user's own may not be printable."""
+    """Its type and first line, and which line of the user's file it is of. Never raises, though one of the user's may
+    not be printable."""
     try:
-        first = (str(error).strip().splitlines() or ["no message"])[0][:_LONGEST]
+        first = (str(error).strip().splitlines() or ["no message"])[0][:_LONGEST] + line_of(error)
     except Exception:
         first = "its message cannot be made"
     return f"{type(error).__name__}: {first}"

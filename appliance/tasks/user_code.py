@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import json
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -30,6 +31,8 @@ _OURS, _TRLS, _VERLS = (
     ("prompts", "completions", "completion_ids"),
     ("data_source", "solution_str", "ground_truth", "extra_info"),
 )
+
+_MODULE = "_user_code_"  # the names of all begin so
 
 Given = Callable[[Row], tuple[str | list[dict[str, str]], object]]  # a row's (prompt, truth), as it stands in the row
 Values = dict[str, object]
@@ -116,13 +119,24 @@ async def _awaited(returned: Any) -> object:
     return await returned
 
 
+def line_of(error: BaseException) -> str:
+    """` (rewards.py, line 3)`: the last one of the user's file on the way to the error, as Python has it for a syntax
+    error; empty where there is none."""
+    lines = [
+        f" ({Path(frame.f_code.co_filename).name}, line {line})"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if str(frame.f_globals.get("__name__")).startswith(_MODULE)
+    ]
+    return lines[-1] if lines else ""
+
+
 def load_module(file: str, *, sha256: str | None = None) -> ModuleType:
     """Each file once in a process. What lies beside the user's own imports by `sys.path`, which the process has.
 
     sha256: what the plan has, and nothing else runs: neither another file nor a `.pyc`; None: whatever is there.
     Raises what the file raises, and UserCodeError.
     """
-    name = f"_user_code_{file}"
+    name = f"{_MODULE}{file}"
     if name not in sys.modules:
         content = Path(file).read_bytes()
         if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:

@@ -59,24 +59,29 @@ def test_what_a_function_does_beside_its_value_disturbs_nothing(tmp_path: Path, 
 IMPORT, CALL = "the import of {file}", "{file}:f on the truth of row 1"
 FAILED = "{file}:f failed on the truth of row 1: "
 LENGTH = "UserCodeError: `f` returned a list of 2 for one completion, not a list of one"
-EMPTY = "{file}:f failed on an empty response: ZeroDivisionError: division by zero"
 
 
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        ("import no_such_module", IMPORT + " failed: ModuleNotFoundError: No module named 'no_such_module'"),
+        (
+            "import no_such_module",
+            IMPORT + " failed: ModuleNotFoundError: No module named 'no_such_module' (rewards.py, line 1)",
+        ),
         ("def f(:", IMPORT + " failed: SyntaxError: invalid syntax (rewards.py, line 1)"),
-        ("raise SystemExit(3)", IMPORT + " failed: SystemExit: 3"),
+        ("raise SystemExit(3)", IMPORT + " failed: SystemExit: 3 (rewards.py, line 1)"),
         ("def g(response): return 1", "{file}: there is no function `f` in it"),
         ("import os\nos._exit(5)", IMPORT + ": its process ended with 5: no message"),
         ("while True: pass", IMPORT + ": no end after 4 s"),
-        ("def f(response): raise ValueError('no\\nsuch')", FAILED + "ValueError: no"),
+        (
+            "def f(response):\n    g()\ndef g(): raise ValueError('no\\nsuch')",
+            FAILED + "ValueError: no (rewards.py, line 3)",
+        ),
         (
             "def f(response): return 1 / len(response)",
-            "{file}:f failed on an empty response: ZeroDivisionError: division by zero",
+            "{file}:f failed on an empty response: ZeroDivisionError: division by zero (rewards.py, line 1)",
         ),
-        ("import sys\ndef f(response): sys.exit('bye')", FAILED + "SystemExit: bye"),
+        ("import sys\ndef f(response): sys.exit('bye')", FAILED + "SystemExit: bye (rewards.py, line 2)"),
         ("import os\ndef f(response): os._exit(0)", CALL + ": its process ended with 0: no message"),
         ("def f(response):\n    while True: pass", CALL + ": no end after 4 s"),
         ("def f(response): return 'much'", CALL + ": the reward `f` returned 'much', not a finite number"),
@@ -146,7 +151,10 @@ def test_files_that_are_not_there_are_told_before_any_child(tmp_path: Path, monk
 
 def test_code_for_data_of_the_hub_is_imported(tmp_path: Path) -> None:
     file = tmp_path / "rewards.py"
-    for program, message in (("def f(response): return 1", ""), ("1 / 0", "ZeroDivisionError: division by zero")):
+    for program, message in (
+        ("def f(response): return 1", ""),
+        ("1 / 0", "ZeroDivisionError: division by zero (rewards.py, line 1)"),
+    ):
         file.write_text(program)
         plan = planned(tmp_path, reward_plan("f", file=file))
         found = reward_problem(plan.replace(task=plan.task.replace(train_file="")))

@@ -123,6 +123,22 @@ OTHER = "it is not the file that the run began with"
 GIVE = "give what the run has, start a new one with another --name, or take the change with --force"
 
 
+@pytest.mark.parametrize("force", [False, True])
+def test_a_resume_with_a_file_that_is_not_there_says_so(
+    tmp_path: Path, own: Recipe, capsys: pytest.CaptureFixture[str], force: bool
+) -> None:
+    """Which no --force helps against."""
+    file = tmp_path / "a" / "rewards.py"
+    file.unlink()
+    message, hint = f"{file}: no such file, or it cannot be read", "correct the path"
+    with pytest.raises(PreflightError if force else RecipeError) as caught:
+        resume(own, force=force)
+    if isinstance(caught.value, RecipeError):
+        assert caught.value.problems == [(message, hint)]
+    else:
+        assert f"error: task.rewards: {message}\nhint: {hint}\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("folder", ["a", "b"])
 def test_a_resume_with_other_files_is_refused_by_their_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: Recipe, folder: str
@@ -214,6 +230,17 @@ def test_the_code_of_the_steps_before_is_kept(tmp_path: Path, monkeypatch: pytes
                 resume(own, force=True)
         assert (run_dir / "code" / "0-rewards.py").read_text() == rewards
         assert {each.name: each.read_text() for each in (run_dir / "logs").rglob("*.py")} == before
+
+
+def test_a_copy_that_changed_like_its_file_is_named(tmp_path: Path, own: Recipe) -> None:
+    plan, file = read_plan(tmp_path / "small-1" / "plan.json"), tmp_path / "a" / "rewards.py"
+    copy = tmp_path / "small-1" / "code" / "0-rewards.py"
+    for each in (file, copy):
+        each.write_text("other")
+    with pytest.raises(RecipeError) as caught:
+        copy_code(plan)
+    message = f"{file}: it is not the file that was planned, it changed since, and so did the run's copy {copy}"
+    assert caught.value.problems == [(message, "put one of them back, or start a new run")]
 
 
 def test_of_several_files_none_is_copied_where_one_changed(tmp_path: Path, own: Recipe) -> None:
