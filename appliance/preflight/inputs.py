@@ -104,10 +104,11 @@ class InputFacts:
     written: Written = field(default_factory=Written)
 
 
-def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) -> InputFacts:
+def read_inputs(plan: RunPlan, *, ask_hub: bool, run_code: bool = True, host: HostFacts | None = None) -> InputFacts:
     """Reads data files in full.
 
     ask_hub: whether the network may be asked, and a child grade a sample, which takes seconds.
+    run_code: whether that child, and one for tools, may be: they run the user's code, and send a judge's key.
     host: for what `bench` kept; None: it is not looked up.
     """
     from appliance.tasks.prepare import has_data
@@ -117,7 +118,7 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) 
     needs_model = bool(name) and not cached
     needs_hub = needs_model or (is_from_hub(plan.task) and not made)
     is_offline = needs_hub and hub.is_offline()
-    asks = ask_hub and needs_hub and not is_offline
+    asks, runs_code = ask_hub and needs_hub and not is_offline, ask_hub and run_code
     hub_problem = hub.problem() if asks else ""
     data_problems = _data_problems(plan)
     access = read_access(plan, ask_network=ask_hub)  # before anything looks into the folder
@@ -143,8 +144,8 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) 
         model_problem=hub.refusal(name, revision=plan.model.commit) if asks and needs_model and not hub_problem else "",
         revision_problem=_revision_problem(plan.model) if ask_hub else "",
         reward_problem=(missing := missing_code(plan))
-        or (reward_problem(plan) if ask_hub and not data_problems else None),
-        tool_problems=tool_problems(plan, template=may_look or cached) if ask_hub and not missing else (),
+        or (reward_problem(plan) if runs_code and not data_problems else None),
+        tool_problems=tool_problems(plan, template=may_look or cached) if runs_code and not missing else (),
         access=access,
         stack=read_stack(plan),
         stored=read_result(key, cache_dir=Path(plan.cache_dir))[0] if key else None,

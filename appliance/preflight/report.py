@@ -35,6 +35,7 @@ def examine(
     *,
     run_dir: Path,
     ask_hub: bool,
+    run_code: bool = True,
     cache_dir: Path | None = None,
     resume_from: Path | None = None,
     original: OriginalPlan | None = None,
@@ -44,7 +45,7 @@ def examine(
     """The plan of a run and everything that this host has against it.
 
     run_dir: absolute.  ask_hub: whether the network and a child may be asked, which can take seconds.
-    cache_dir: None: beside the run's folder.  resume_from, original: as build_plan.
+    run_code: as read_inputs.  cache_dir: None: beside the run's folder.  resume_from, original: as build_plan.
     commit, data_commit: of the recipe's model and `task.data` on the hub, from whoever has asked for it; None: the hub
     is asked where it may be.
     Raises RecipeError where the plan cannot be made.
@@ -60,7 +61,7 @@ def examine(
         commit=_commit(recipe, original=original, ask_hub=ask_hub) if commit is None else commit,
         data_commit=_data_commit(recipe, original=original, ask_hub=ask_hub) if data_commit is None else data_commit,
     )
-    return plan, host, judge(plan, host=host, inputs=read_inputs(plan, ask_hub=ask_hub, host=host))
+    return plan, host, judge(plan, host=host, inputs=read_inputs(plan, ask_hub=ask_hub, run_code=run_code, host=host))
 
 
 def _commit(recipe: Recipe, *, original: OriginalPlan | None, ask_hub: bool) -> str:

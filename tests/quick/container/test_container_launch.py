@@ -264,6 +264,22 @@ def test_the_program_inside_gets_the_same_line_without_the_container() -> None:
     assert inner_argv(line) == ("train", "a.yaml", "--set", "seed=1", "--json")
 
 
+def test_the_users_code_does_not_run_outside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = f"""open({str(tmp_path / "ran")!r}, "a").close()\n"""
+    (tmp_path / "rewards.py").write_text(f"{code}def f(response): return 1")
+    (tmp_path / "tools.py").write_text(f"{code}def g(): return 1")
+    (tmp_path / "d.jsonl").write_text("".join(f'{{"prompt": "{each} + 1?"}}\n' for each in range(99)))
+    own = ("kind=own", "train_file=d.jsonl", "val_size=9", "rewards=[{name: rewards.py:f}]", "tools=tools.py")
+    sets = [*(f"task.{each}" for each in own), "model.builtin=tiny-calculator", f"cluster.run_dir={tmp_path / 'runs'}"]
+    recipe = load_recipe("arithmetic-tiny-int8", sets=sets)
+    given = {"typed": "a", "name": None, "resume": "never", "json_mode": False, "image": None}
+    assert launch.examine_and_train(recipe, dry_run=True, **given) == 0
+    assert "judged by 1 x f" in capsys.readouterr().out and not (tmp_path / "ran").exists()
+
+
 def test_what_the_image_brings_does_not_stop_it_and_a_missing_gpu_does(capsys: pytest.CaptureFixture[str]) -> None:
     brought = [Finding(Severity.ERROR, code, "a", "is missing") for code in ("flash-attention", "patch")]
     stop_without([*brought, Finding(Severity.WARNING, "memory", "memory", "is small")])
