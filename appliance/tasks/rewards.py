@@ -54,6 +54,8 @@ class BuiltIn:
     """Those that must be given."""
     may_read_truth: bool = True
     """As of `Reward`."""
+    remedy: str = ""
+    """As of `Reward`."""
     most_s: float = 0.0
     """Its own limit for one response, where it has one."""
     prepare: Callable[[], object] = lambda: None
@@ -74,7 +76,7 @@ def _reward(reward: RewardPlan, *, plan: OwnPlan, given: Given) -> Reward:
     more = {"given": given} if built_in.grade is judge else {}
     value = functools.partial(built_in.grade, **options, **more)
     may_read_truth = built_in.may_read_truth and (reward.function != "regex" or "pattern" in options)
-    return Reward(reward.name, reward.weight, value, may_read_truth=may_read_truth)
+    return Reward(reward.name, reward.weight, value, may_read_truth=may_read_truth, remedy=built_in.remedy)
 
 
 def _truth(response: Response) -> str:
@@ -323,6 +325,11 @@ BUILT_IN: dict[str, BuiltIn] = {
     "length": BuiltIn(length, options=("target",), needs=("target",), may_read_truth=False),
     "code": BuiltIn(code, may_read_truth=False, most_s=CODE_S),
     "judge": BuiltIn(
-        judge, options=("url", "model", "prompt"), needs=("url", "model"), may_read_truth=False, most_s=JUDGE_S
+        judge,
+        options=("url", "model", "prompt"),
+        needs=("url", "model"),
+        may_read_truth=False,
+        remedy=f"see that the API at its url answers and has its model; {JUDGE_KEY_VARIABLE} holds the key",
+        most_s=JUDGE_S,
     ),
 }

@@ -34,13 +34,15 @@ Tell = Callable[[str], None]  # what is being done
 class Verdict:
     """wrong: how many of the sampled problems have wrong rewards.  first: what is wrong with the first of them.
 
-    failure: why there are no rewards at all, in words that name the file; empty where there are.
+    failure: why there are no rewards at all, in words that name the file; empty where there are.  remedy: against it,
+    where a reward has one of its own.
     """
 
     sampled: int
     wrong: int = 0
     first: str = ""
     failure: str = ""
+    remedy: str = ""
 
 
 def judge_sample(plan: TaskPlan, *, tell: Tell = lambda _: None) -> Verdict:
@@ -70,14 +72,16 @@ def _judge_own(problems: Sequence[Problem], *, task: Task, rewards: Sequence[Rew
         earned = []
         for what, text in ((f"the truth of row {number}", problem.truth), ("an empty response", "")):
             graded = _graded_by_each(text, what, problem, rewards=rewards, tell=tell)
-            if isinstance(graded, str):
-                return Verdict(len(problems), failure=graded)
+            if isinstance(graded, Verdict):
+                return graded
             earned.append(graded.accuracy)
         judges = [each for each in rewards if each.may_read_truth]
         if not problem.truth or not judges or earned[0] > earned[1]:
             continue
-        tell(f"the rewards on the truth of row {number}, marked as an answer")
-        right = max(_earned(text, problem, rewards=judges) for text in task.answers(problem.truth))
+        right = -math.inf
+        for text in task.answers(problem.truth):
+            tell(f"the rewards on the truth of row {number}, marked as an answer")
+            right = max(right, _earned(text, problem, rewards=judges))
         nothing = _graded("", problem, rewards=judges).accuracy
         if right <= nothing:
             earns = f"earns {right:g}, an empty response {nothing:g}"
@@ -93,7 +97,9 @@ def _earned(text: str, problem: Problem, *, rewards: Sequence[Reward]) -> float:
         return -math.inf
 
 
-def _graded_by_each(text: str, what: str, problem: Problem, *, rewards: Sequence[Reward], tell: Tell) -> Graded | str:
+def _graded_by_each(
+    text: str, what: str, problem: Problem, *, rewards: Sequence[Reward], tell: Tell
+) -> Graded | Verdict:
     """The grade of all, or what is wrong with the first reward that gives none."""
     response = Response(text, problem.truth, problem.row, token_ids=tuple(text.encode()))
     values = []
@@ -103,12 +109,12 @@ def _graded_by_each(text: str, what: str, problem: Problem, *, rewards: Sequence
         try:
             values += grade((reward,), response)
         except (Exception, SystemExit) as error:  # the boundary of the user's code
-            return f"{place} failed on {what}: {in_words(error)}"
+            return Verdict(0, failure=f"{place} failed on {what}: {in_words(error)}", remedy=reward.remedy)
         graded = weighed(values[-1:])
         if graded.fault is not None and values[-1][2] is not None:
-            return f"{place} on {what}: {graded.why}"
+            return Verdict(0, failure=f"{place} on {what}: {graded.why}")
     graded = weighed(values)
-    return f"{graded.why} to {what}" if graded.fault is not None else graded
+    return Verdict(0, failure=f"{graded.why} to {what}") if graded.fault is not None else graded
 
 
 def _wrong(problem: Problem, *, task: Task, rewards: Sequence[Reward]) -> str:

@@ -95,6 +95,22 @@ def test_a_function_that_gives_no_reward_is_an_error_that_names_file_and_functio
     assert of_program(tmp_path, program) == RewardProblem(message.format(file=tmp_path / "rewards.py"))
 
 
+SLOW = "import time\ndef f(response, truth):\n    time.sleep(0.3)\n    return response == f'<answer>{truth}</answer>'"
+
+
+def test_the_time_is_that_of_one_grading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """27 of them here, of 0.3 s each, and an import: within 4 s each."""
+    monkeypatch.setattr(inputs, "_STARTS_WITHIN_S", 3.0)
+    assert of_program(tmp_path, SLOW) is None
+
+
+def test_a_judge_that_fails_has_a_hint_of_its_own(tmp_path: Path) -> None:
+    found = reward_problem(planned(tmp_path, reward_plan("judge", url="http://127.0.0.1:9/v1", model="m")))
+    failed = "the reward `judge` failed on the truth of row 1: ConnectError: [Errno 111] Connection refused"
+    remedy = "see that the API at its url answers and has its model; APPLIANCE_JUDGE_KEY holds the key"
+    assert found == RewardProblem(failed, remedy=remedy)
+
+
 def test_a_function_of_another_form_is_an_error_that_shows_the_three(tmp_path: Path) -> None:
     found = of_program(tmp_path, "def f(text, label): return 1.0")
     file = tmp_path / "rewards.py"
