@@ -289,7 +289,7 @@ def reward_problem(plan: RunPlan) -> RewardProblem | None:
     The user's code is imported in any case, as it runs: a run's own copies, where there are some.
     """
     task = as_it_runs(plan)
-    if is_from_hub(task) and not code_of(plan):
+    if is_from_hub(task) and not code_of(plan) and (task.own is None or not os.path.isfile(task.train_parquet)):
         return None
     within_s = _STARTS_WITHIN_S + task.reward_timeout_s
     with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as printed:  # a pipe may outlive its child

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from appliance.record.plan import TaskPlan
 from appliance.tasks.grading import Graded, grade, in_words, weighed
 from appliance.tasks.library import is_from_hub, task_of
-from appliance.tasks.rows import Problem
+from appliance.tasks.rows import Problem, Source, read_file
 from appliance.tasks.task import Response, Reward, Task
 from appliance.tasks.user_code import UserCodeError
 
@@ -46,10 +46,14 @@ class Verdict:
 
 
 def judge_sample(plan: TaskPlan, *, tell: Tell = lambda _: None) -> Verdict:
-    """Of the first problems of the file, or of the task's own. Runs the user's rewards."""
+    """Of the first problems of the file, of the hub's that a run has made, or of the task's own.
+
+    Runs the user's rewards.
+    """
     task, count = task_of(plan), SAMPLES if plan.own is None else SAMPLES_OF_OWN
-    problems: list[Problem] = []  # of the hub's none are here yet
-    if not is_from_hub(plan):
+    if is_from_hub(plan):
+        problems = _prepared(plan, task=task, count=count)
+    else:
         problems = task.first_problems(count, file=plan.train_file, difficulty=plan.difficulty, seed=plan.seed)
     if plan.own is None:
         rewards = task.rewards()
@@ -64,6 +68,16 @@ def judge_sample(plan: TaskPlan, *, tell: Tell = lambda _: None) -> Verdict:
     except (Exception, SystemExit) as error:  # the boundary of the user's code
         return Verdict(len(problems), failure=f"the import of {files} failed: {in_words(error)}")
     return _judge_own(problems, task=task, rewards=rewards, tell=tell)
+
+
+def _prepared(plan: TaskPlan, *, task: Task, count: int) -> list[Problem]:
+    """The first ones that a run has made of the hub's rows; none where there are none yet, or of a built-in task."""
+    if plan.own is None or not os.path.isfile(plan.train_parquet):
+        return []
+    assert task.source is not None, "a task of the user's own reads its problems"
+    parse = task.source.parse
+    made = Source(lambda row: parse(json.loads(row["extra_info"]["row"])), hint=task.source.hint, knows_verl=True)
+    return read_file(plan.train_parquet, source=made, most_rows=count).problems
 
 
 def _judge_own(problems: Sequence[Problem], *, task: Task, rewards: Sequence[Reward], tell: Tell) -> Verdict:

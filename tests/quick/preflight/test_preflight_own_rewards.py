@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 from pathlib import Path
@@ -15,6 +16,8 @@ from appliance.preflight.checks import judge
 from appliance.preflight.finding import Severity
 from appliance.preflight.inputs import RewardProblem, read_inputs, reward_problem
 from appliance.record.plan import CodeFile, RewardPlan, RunPlan
+from appliance.tasks.own import parse_row
+from appliance.tasks.rows import write_parquet
 from appliance.tasks.user_code import FORMS
 
 ROWS = [{"prompt": f"{number} + 1?", "answer": str(number + 1)} for number in range(1, 9)]
@@ -167,6 +170,32 @@ def test_code_for_data_of_the_hub_is_imported(tmp_path: Path) -> None:
         plan = planned(tmp_path, reward_plan("f", file=file))
         found = reward_problem(plan.replace(task=plan.task.replace(train_file="")))
         assert found == (RewardProblem(f"the import of {file} failed: {message}") if message else None)
+
+
+def test_rows_of_the_hub_are_graded_once_a_run_has_made_its_data(tmp_path: Path) -> None:
+    plan = planned(tmp_path, reward_plan("exact"))
+    plan = plan.replace(task=plan.task.replace(train_file="", train_parquet=str(tmp_path / "train.parquet")))
+    assert reward_problem(plan) is None and plan.task.own is not None
+    made = [parse_row(each | {"answer": ""}, plan=plan.task.own) for each in ROWS]
+    write_parquet({"train": made}, path=tmp_path / "train.parquet", kind="own")
+    message = "the reward `exact` failed on the truth of row 1: ValueError: "
+    why = "the row has no truth to compare with: task.truth names its field"
+    assert reward_problem(plan) == RewardProblem(f"{message}{why}")
+
+
+def test_rows_of_the_hub_that_are_not_graded_are_told(tmp_path: Path) -> None:
+    plan = planned(tmp_path, reward_plan("exact"))
+    assert plan.task.own is not None
+    from_hub = plan.replace(task=plan.task.replace(train_file="", own=plan.task.own.replace(data="owner/sums")))
+    message = "info: task.data: rewards are not tried on rows of owner/sums before a run has made its data of them"
+    hint = "look at its rows with `appliance data preview`; on those of a task.train_file they are tried at once"
+
+    def found(plan: RunPlan, **facts: object) -> list[tuple[str, str]]:
+        findings = judge(plan, host=HOST, inputs=dataclasses.replace(INPUTS, **facts))
+        return [(each.text, each.remedy) for each in findings if each.code == "not-scored"]
+
+    assert found(from_hub, has_data=False) == [(message, hint)]
+    assert found(from_hub, has_data=True) == found(plan, has_data=False) == []
 
 
 def test_what_is_found_stands_at_the_rewards(tmp_path: Path) -> None:
