@@ -284,6 +284,8 @@ def judge(response: Response, *, given: Given, url: str, model: str, prompt: str
 
     Raises ValueError where it is not, and what httpx raises: no grade is a fault of the judge, not of the response.
     """
+    import asyncio  # neither is loaded before its first response
+
     import httpx
 
     asked = given(json.loads(response.row))[0] if response.row else ""
@@ -292,7 +294,15 @@ def judge(response: Response, *, given: Given, url: str, model: str, prompt: str
     text = re.sub(r"\{(prompt|response|truth)\}", lambda found: values[found[1]], prompt)
     headers = {"Authorization": f"Bearer {key}"} if (key := _judge_key()) else {}
     body = {"model": model, "messages": [{"role": "user", "content": text}], "temperature": 0}
-    answer = httpx.post(f"{url.rstrip('/')}/chat/completions", json=body, headers=headers, timeout=JUDGE_S)
+
+    async def ask() -> httpx.Response:
+        async with asyncio.timeout(JUDGE_S), httpx.AsyncClient(timeout=None) as client:  # httpx limits each read alone
+            return await client.post(f"{url.rstrip('/')}/chat/completions", json=body, headers=headers)
+
+    try:
+        answer = asyncio.run(ask())
+    except TimeoutError:
+        raise ValueError(f"{url} gave no whole answer within {JUDGE_S:g} s") from None
     if answer.is_error:
         without = "" if key else f", and {JUDGE_KEY_VARIABLE} is not set"
         raise ValueError(f"{url} answered {answer.status_code}{without if answer.status_code == 401 else ''}")
