@@ -109,7 +109,7 @@ def test_the_time_is_that_of_one_grading(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_judge_that_fails_has_a_hint_of_its_own(tmp_path: Path) -> None:
     found = reward_problem(planned(tmp_path, reward_plan("judge", url="http://127.0.0.1:9/v1", model="m")))
-    failed = "the reward `judge` failed on the truth of row 1: ConnectError: [Errno 111] Connection refused"
+    failed = "the reward `judge` failed on the truth of row 1: ConnectError: All connection attempts failed"
     remedy = "see that the API at its url answers and has its model; APPLIANCE_JUDGE_KEY holds the key"
     assert found == RewardProblem(failed, remedy=remedy)
 
