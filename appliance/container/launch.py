@@ -231,10 +231,13 @@ def stop_without(findings: Sequence[Finding]) -> None:
 def examine_and_train(
     recipe: Recipe, *, typed: str, name: str | None, resume: str, dry_run: bool, json_mode: bool, image: str | None
 ) -> int:
-    """`appliance train --in-container`. typed: the recipe's name or file.  Raises as the functions below and above."""
+    """`appliance train --in-container`. typed: the recipe's name or file.  Raises as the functions below and above.
+
+    Rewards and tools are not asked here: the program inside asks them, the user's code runs in the container only.
+    """
     # The name of a run that is resumed is judged inside: it has its folder already.
     run_dir = new_run_dir(recipe, name=name if resume == "never" else None)
-    plan, _, findings = examine(recipe, run_dir=run_dir, ask_hub=True, run_code=False)  # that is asked inside
+    plan, _, findings = examine(recipe, run_dir=run_dir, ask_hub=True, run_code=False)
     if dry_run and resume == "never":
         print_plan(plan, recipe=recipe, findings=of_the_host(findings), json_mode=json_mode)
     elif dry_run:

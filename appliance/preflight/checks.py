@@ -192,6 +192,10 @@ def _data(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
             f"`judge` sends prompts, truths and responses to {url}, and the key of {JUDGE_KEY_VARIABLE} if it is set"
         )
         yield warning("judge", "task.rewards", message, "train only with an address that may have them")
+    if is_from_hub(plan.task) and not inputs.has_data and plan.task.own is not None:
+        message = f"rewards are not tried on rows of {plan.task.own.data} before a run has made its data of them"
+        remedy = "look at its rows with `appliance data preview`; on those of a task.train_file they are tried at once"
+        yield Finding(Severity.INFO, "not-scored", "task.data", message, remedy)
     if is_from_hub(plan.task) and not inputs.has_data and (inputs.is_offline or inputs.hub_problem):
         why = "HF_HUB_OFFLINE is set" if inputs.is_offline else inputs.hub_problem
         if plan.task.own is not None:  # `datasets` keeps what it loaded once

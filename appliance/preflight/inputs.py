@@ -12,9 +12,10 @@ import os.path
 import signal
 import subprocess
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from appliance import hub
 from appliance.errors import EngineError, RecipeError
@@ -38,7 +39,8 @@ from appliance.terms.shapes import KNOWN, ModelShape, read_shape
 
 INDEX = "model.safetensors.index.json"
 _MOST_NAMED = 3  # damaged files
-_STARTS_WITHIN_S = 60.0  # the child that grades a sample
+_STARTS_WITHIN_S = 60.0  # the child that grades a sample, and what a grading may take longer than in a run
+_POLL_S = 0.1
 _SHOWN_OF_LOG = 200  # characters
 _TAIL_BYTES = 4096
 
@@ -288,7 +290,7 @@ def reward_problem(plan: RunPlan) -> RewardProblem | None:
     The user's code is imported in any case, as it runs: a run's own copies, where there are some.
     """
     task = as_it_runs(plan)
-    if is_from_hub(task) and not code_of(plan):
+    if is_from_hub(task) and not code_of(plan) and (task.own is None or not os.path.isfile(task.train_parquet)):
         return None
     within_s = _STARTS_WITHIN_S + task.reward_timeout_s
     with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as printed:  # a pipe may outlive its child
@@ -301,9 +303,7 @@ def reward_problem(plan: RunPlan) -> RewardProblem | None:
             start_new_session=True,
         )
         try:
-            child.communicate(task.model_dump_json(), timeout=within_s)
-        except subprocess.TimeoutExpired:
-            pass
+            _await(child, given=task.model_dump_json(), said=said, within_s=within_s)
         finally:
             with contextlib.suppress(ProcessLookupError):  # with all that the user's code has left
                 os.killpg(child.pid, signal.SIGKILL)
@@ -312,6 +312,20 @@ def reward_problem(plan: RunPlan) -> RewardProblem | None:
         printed.seek(0, os.SEEK_END)
         printed.seek(max(0, printed.tell() - _TAIL_BYTES))
         return _problem(said.read(), code=code, printed=printed.read(), within_s=within_s, is_own=task.own is not None)
+
+
+def _await(child: subprocess.Popen[str], *, given: str, said: IO[str], within_s: float) -> None:
+    """Its end, or that it has said nothing new for so long: the time is that of one grading, not of all of them."""
+    unsent: str | None = given
+    length, since_s = 0, time.monotonic()
+    while time.monotonic() - since_s < within_s:
+        try:
+            child.communicate(unsent, timeout=_POLL_S)
+            return
+        except subprocess.TimeoutExpired:
+            unsent = None  # it is sent on by the next call
+        if (now := os.fstat(said.fileno()).st_size) > length:
+            length, since_s = now, time.monotonic()
 
 
 def tool_problems(plan: RunPlan, *, template: bool) -> tuple[tuple[str, str], ...]:
@@ -340,7 +354,7 @@ def _problem(output: str, *, code: int, printed: str, within_s: float, is_own: b
         return RewardProblem(f"{doing}: its process ended with {code}: {last}")
     verdict = Verdict(**words["verdict"])
     if verdict.failure:
-        return RewardProblem(verdict.failure)
+        return RewardProblem(verdict.failure, **({"remedy": verdict.remedy} if verdict.remedy else {}))
     if not verdict.wrong:
         return None
     share = f"{verdict.wrong} of {verdict.sampled}"

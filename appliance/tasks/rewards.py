@@ -54,6 +54,8 @@ class BuiltIn:
     """Those that must be given."""
     may_read_truth: bool = True
     """As of `Reward`."""
+    remedy: str = ""
+    """As of `Reward`."""
     most_s: float = 0.0
     """Its own limit for one response, where it has one."""
     prepare: Callable[[], object] = lambda: None
@@ -74,7 +76,7 @@ def _reward(reward: RewardPlan, *, plan: OwnPlan, given: Given) -> Reward:
     more = {"given": given} if built_in.grade is judge else {}
     value = functools.partial(built_in.grade, **options, **more)
     may_read_truth = built_in.may_read_truth and (reward.function != "regex" or "pattern" in options)
-    return Reward(reward.name, reward.weight, value, may_read_truth=may_read_truth)
+    return Reward(reward.name, reward.weight, value, may_read_truth=may_read_truth, remedy=built_in.remedy)
 
 
 def _truth(response: Response) -> str:
@@ -282,6 +284,8 @@ def judge(response: Response, *, given: Given, url: str, model: str, prompt: str
 
     Raises ValueError where it is not, and what httpx raises: no grade is a fault of the judge, not of the response.
     """
+    import asyncio  # neither is loaded before its first response
+
     import httpx
 
     asked = given(json.loads(response.row))[0] if response.row else ""
@@ -290,7 +294,15 @@ def judge(response: Response, *, given: Given, url: str, model: str, prompt: str
     text = re.sub(r"\{(prompt|response|truth)\}", lambda found: values[found[1]], prompt)
     headers = {"Authorization": f"Bearer {key}"} if (key := _judge_key()) else {}
     body = {"model": model, "messages": [{"role": "user", "content": text}], "temperature": 0}
-    answer = httpx.post(f"{url.rstrip('/')}/chat/completions", json=body, headers=headers, timeout=JUDGE_S)
+
+    async def ask() -> httpx.Response:
+        async with asyncio.timeout(JUDGE_S), httpx.AsyncClient(timeout=None) as client:  # httpx limits each read alone
+            return await client.post(f"{url.rstrip('/')}/chat/completions", json=body, headers=headers)
+
+    try:
+        answer = asyncio.run(ask())
+    except TimeoutError:
+        raise ValueError(f"{url} gave no whole answer within {JUDGE_S:g} s") from None
     if answer.is_error:
         without = "" if key else f", and {JUDGE_KEY_VARIABLE} is not set"
         raise ValueError(f"{url} answered {answer.status_code}{without if answer.status_code == 401 else ''}")
@@ -323,6 +335,11 @@ BUILT_IN: dict[str, BuiltIn] = {
     "length": BuiltIn(length, options=("target",), needs=("target",), may_read_truth=False),
     "code": BuiltIn(code, may_read_truth=False, most_s=CODE_S),
     "judge": BuiltIn(
-        judge, options=("url", "model", "prompt"), needs=("url", "model"), may_read_truth=False, most_s=JUDGE_S
+        judge,
+        options=("url", "model", "prompt"),
+        needs=("url", "model"),
+        may_read_truth=False,
+        remedy=f"see that the API at its url answers and has its model; {JUDGE_KEY_VARIABLE} holds the key",
+        most_s=JUDGE_S,
     ),
 }

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from appliance.record.plan import TaskPlan
 from appliance.tasks.grading import Graded, grade, in_words, weighed
 from appliance.tasks.library import is_from_hub, task_of
-from appliance.tasks.rows import Problem
+from appliance.tasks.rows import Problem, Source, read_file
 from appliance.tasks.task import Response, Reward, Task
 from appliance.tasks.user_code import UserCodeError
 
@@ -34,20 +34,26 @@ Tell = Callable[[str], None]  # what is being done
 class Verdict:
     """wrong: how many of the sampled problems have wrong rewards.  first: what is wrong with the first of them.
 
-    failure: why there are no rewards at all, in words that name the file; empty where there are.
+    failure: why there are no rewards at all, in words that name the file; empty where there are.  remedy: against it,
+    where a reward has one of its own.
     """
 
     sampled: int
     wrong: int = 0
     first: str = ""
     failure: str = ""
+    remedy: str = ""
 
 
 def judge_sample(plan: TaskPlan, *, tell: Tell = lambda _: None) -> Verdict:
-    """Of the first problems of the file, or of the task's own. Runs the user's rewards."""
+    """Of the first problems of the file, of the hub's that a run has made, or of the task's own.
+
+    Runs the user's rewards.
+    """
     task, count = task_of(plan), SAMPLES if plan.own is None else SAMPLES_OF_OWN
-    problems: list[Problem] = []  # of the hub's none are here yet
-    if not is_from_hub(plan):
+    if is_from_hub(plan):
+        problems = _prepared(plan, task=task, count=count)
+    else:
         problems = task.first_problems(count, file=plan.train_file, difficulty=plan.difficulty, seed=plan.seed)
     if plan.own is None:
         rewards = task.rewards()
@@ -64,20 +70,32 @@ def judge_sample(plan: TaskPlan, *, tell: Tell = lambda _: None) -> Verdict:
     return _judge_own(problems, task=task, rewards=rewards, tell=tell)
 
 
+def _prepared(plan: TaskPlan, *, task: Task, count: int) -> list[Problem]:
+    """The first ones that a run has made of the hub's rows; none where there are none yet, or of a built-in task."""
+    if plan.own is None or not os.path.isfile(plan.train_parquet):
+        return []
+    assert task.source is not None, "a task of the user's own reads its problems"
+    parse = task.source.parse
+    made = Source(lambda row: parse(json.loads(row["extra_info"]["row"])), hint=task.source.hint, knows_verl=True)
+    return read_file(plan.train_parquet, source=made, most_rows=count).problems
+
+
 def _judge_own(problems: Sequence[Problem], *, task: Task, rewards: Sequence[Reward], tell: Tell) -> Verdict:
     wrong = []
     for number, problem in enumerate(problems, start=1):
         earned = []
         for what, text in ((f"the truth of row {number}", problem.truth), ("an empty response", "")):
             graded = _graded_by_each(text, what, problem, rewards=rewards, tell=tell)
-            if isinstance(graded, str):
-                return Verdict(len(problems), failure=graded)
+            if isinstance(graded, Verdict):
+                return graded
             earned.append(graded.accuracy)
         judges = [each for each in rewards if each.may_read_truth]
         if not problem.truth or not judges or earned[0] > earned[1]:
             continue
-        tell(f"the rewards on the truth of row {number}, marked as an answer")
-        right = max(_earned(text, problem, rewards=judges) for text in task.answers(problem.truth))
+        right = -math.inf
+        for text in task.answers(problem.truth):
+            tell(f"the rewards on the truth of row {number}, marked as an answer")
+            right = max(right, _earned(text, problem, rewards=judges))
         nothing = _graded("", problem, rewards=judges).accuracy
         if right <= nothing:
             earns = f"earns {right:g}, an empty response {nothing:g}"
@@ -93,7 +111,9 @@ def _earned(text: str, problem: Problem, *, rewards: Sequence[Reward]) -> float:
         return -math.inf
 
 
-def _graded_by_each(text: str, what: str, problem: Problem, *, rewards: Sequence[Reward], tell: Tell) -> Graded | str:
+def _graded_by_each(
+    text: str, what: str, problem: Problem, *, rewards: Sequence[Reward], tell: Tell
+) -> Graded | Verdict:
     """The grade of all, or what is wrong with the first reward that gives none."""
     response = Response(text, problem.truth, problem.row, token_ids=tuple(text.encode()))
     values = []
@@ -103,12 +123,12 @@ def _graded_by_each(text: str, what: str, problem: Problem, *, rewards: Sequence
         try:
             values += grade((reward,), response)
         except (Exception, SystemExit) as error:  # the boundary of the user's code
-            return f"{place} failed on {what}: {in_words(error)}"
+            return Verdict(0, failure=f"{place} failed on {what}: {in_words(error)}", remedy=reward.remedy)
         graded = weighed(values[-1:])
         if graded.fault is not None and values[-1][2] is not None:
-            return f"{place} on {what}: {graded.why}"
+            return Verdict(0, failure=f"{place} on {what}: {graded.why}")
     graded = weighed(values)
-    return f"{graded.why} to {what}" if graded.fault is not None else graded
+    return Verdict(0, failure=f"{graded.why} to {what}") if graded.fault is not None else graded
 
 
 def _wrong(problem: Problem, *, task: Task, rewards: Sequence[Reward]) -> str:

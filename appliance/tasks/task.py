@@ -51,6 +51,8 @@ class Reward:
     """For people: the user's file and function; empty where it is built in."""
     may_read_truth: bool = True
     """Whether the truth as the response is to earn more than an empty one."""
+    remedy: str = ""
+    """Where it fails, if its own: else what a function of the user's needs."""
 
 
 @dataclass(frozen=True)

@@ -142,18 +142,24 @@ def _shortened(text: str) -> str:
 
 @dataclass(frozen=True)
 class Asked:
-    """Of the child. model: whose chat template is to be looked at, or empty.  import_path: of what lies beside it."""
+    """Of the child. model: whose chat template is to be looked at, or empty.  import_path: of what lies beside it.
+
+    sha256: as of load_module.
+    """
 
     file: str
     model: str = ""
     trust_remote_code: bool = False
     import_path: tuple[str, ...] = ()
+    sha256: str | None = None
 
 
 def asked_of(plan: RunPlan, *, model: str) -> Asked:
     """What runs: the run's copy, where there is one."""
     own = as_it_runs(plan).own
-    return Asked(own.tools, model, plan.model.trust_remote_code, own.import_path) if own else Asked("")
+    if own is None or not own.tools:
+        return Asked("")
+    return Asked(own.tools, model, plan.model.trust_remote_code, own.import_path, own.sha256_of(own.tools))
 
 
 def read_tools(asked: Asked) -> list[Schema]:
@@ -237,7 +243,7 @@ def _hermes_calls(text: str) -> list[object]:
 def main(arguments: list[str]) -> int:
     asked = Asked(**json.loads(arguments[0]))
     sys.path.extend(asked.import_path)  # as in the pool
-    found = describe(load_module(asked.file))
+    found = describe(load_module(asked.file, sha256=asked.sha256))
     problems = [f"{asked.file}: {problem}" for problem in found.problems]
     if asked.model and found.schemas and (problem := template_problem(asked, found.schemas)):
         problems.append(problem)

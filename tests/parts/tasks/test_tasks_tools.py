@@ -169,11 +169,16 @@ def test_a_run_describes_its_copy_which_may_import_what_lies_beside_the_users_fi
     code = CodeFile(path=str(file), copy_name="tools.py", sha256=hashlib.sha256(text.encode()).hexdigest())
     plan = make_plan(tmp_path / "run")
     plan = plan.replace(task=plan.task.replace(kind="own", own=own_plan(tools=str(file), code=(code,))))
-    assert asked_of(plan, model="") == Asked(str(file), import_path=(str(tmp_path / "a"),))  # there is none yet
+    assert asked_of(plan, model="") == Asked(
+        str(file), import_path=(str(tmp_path / "a"),), sha256=code.sha256
+    )  # there is no copy yet
     copy_code(plan)
     file.write_text("def other(:")
     asked = asked_of(plan, model="")
     assert (asked.file, read_tools(asked)) == (str(tmp_path / "run" / "code" / "tools.py"), [SCHEMA])
+    (tmp_path / "run" / "code" / "tools.py").unlink()
+    with pytest.raises(RecipeError, match="it is not the file that was planned"):
+        read_tools(asked_of(plan, model=""))
 
 
 def test_a_file_that_was_not_planned_answers_nothing(tmp_path: Path) -> None:

@@ -188,6 +188,14 @@ def test_a_slow_reward_overlaps_with_rollouts_that_still_run(monkeypatch: pytest
     assert rollouts_s + REWARD_S <= seconds < rollouts_s + PROMPTS * REWARD_S - REWARD_S
 
 
+def test_the_overlong_penalty_counts_what_the_model_said() -> None:
+    """Of 8 tokens 5 are a tool's: the 3 of the model are 1 of 2 into the buffer, which costs half of the penalty."""
+    spoken = Spoken([7] * 8, [0.0] * 8, [1, 1, 0, 0, 0, 0, 0, 1], True, "7")
+    prompt, shaping = SimpleNamespace(row={}, token_ids=[1]), Shaping(max_tokens=4, buffer_tokens=2, penalty=1.0)
+    fields = module._fields(prompt, group=SpokenGroup([spoken], 0), session=0, accuracy=1.0, shaping=shaping)
+    assert fields["rm_scores"].tolist() == [0.0] * 7 + [0.5]
+
+
 def test_rows_and_conversations_are_not_put(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verl reads neither, and each sample would carry its prompt's whole row."""
     put = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 from pathlib import Path
@@ -15,6 +16,8 @@ from appliance.preflight.checks import judge
 from appliance.preflight.finding import Severity
 from appliance.preflight.inputs import RewardProblem, read_inputs, reward_problem
 from appliance.record.plan import CodeFile, RewardPlan, RunPlan
+from appliance.tasks.own import parse_row
+from appliance.tasks.rows import write_parquet
 from appliance.tasks.user_code import FORMS
 
 ROWS = [{"prompt": f"{number} + 1?", "answer": str(number + 1)} for number in range(1, 9)]
@@ -100,6 +103,22 @@ def test_a_function_that_gives_no_reward_is_an_error_that_names_file_and_functio
     assert of_program(tmp_path, program) == RewardProblem(message.format(file=tmp_path / "rewards.py"))
 
 
+SLOW = "import time\ndef f(response, truth):\n    time.sleep(0.3)\n    return response == f'<answer>{truth}</answer>'"
+
+
+def test_the_time_is_that_of_one_grading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """27 of them here, of 0.3 s each, and an import: within 4 s each."""
+    monkeypatch.setattr(inputs, "_STARTS_WITHIN_S", 3.0)
+    assert of_program(tmp_path, SLOW) is None
+
+
+def test_a_judge_that_fails_has_a_hint_of_its_own(tmp_path: Path) -> None:
+    found = reward_problem(planned(tmp_path, reward_plan("judge", url="http://127.0.0.1:9/v1", model="m")))
+    failed = "the reward `judge` failed on the truth of row 1: ConnectError: All connection attempts failed"
+    remedy = "see that the API at its url answers and has its model; APPLIANCE_JUDGE_KEY holds the key"
+    assert found == RewardProblem(failed, remedy=remedy)
+
+
 def test_a_function_of_another_form_is_an_error_that_shows_the_three(tmp_path: Path) -> None:
     found = of_program(tmp_path, "def f(text, label): return 1.0")
     file = tmp_path / "rewards.py"
@@ -159,6 +178,32 @@ def test_code_for_data_of_the_hub_is_imported(tmp_path: Path) -> None:
         plan = planned(tmp_path, reward_plan("f", file=file))
         found = reward_problem(plan.replace(task=plan.task.replace(train_file="")))
         assert found == (RewardProblem(f"the import of {file} failed: {message}") if message else None)
+
+
+def test_rows_of_the_hub_are_graded_once_a_run_has_made_its_data(tmp_path: Path) -> None:
+    plan = planned(tmp_path, reward_plan("exact"))
+    plan = plan.replace(task=plan.task.replace(train_file="", train_parquet=str(tmp_path / "train.parquet")))
+    assert reward_problem(plan) is None and plan.task.own is not None
+    made = [parse_row(each | {"answer": ""}, plan=plan.task.own) for each in ROWS]
+    write_parquet({"train": made}, path=tmp_path / "train.parquet", kind="own")
+    message = "the reward `exact` failed on the truth of row 1: ValueError: "
+    why = "the row has no truth to compare with: task.truth names its field"
+    assert reward_problem(plan) == RewardProblem(f"{message}{why}")
+
+
+def test_rows_of_the_hub_that_are_not_graded_are_told(tmp_path: Path) -> None:
+    plan = planned(tmp_path, reward_plan("exact"))
+    assert plan.task.own is not None
+    from_hub = plan.replace(task=plan.task.replace(train_file="", own=plan.task.own.replace(data="owner/sums")))
+    message = "info: task.data: rewards are not tried on rows of owner/sums before a run has made its data of them"
+    hint = "look at its rows with `appliance data preview`; on those of a task.train_file they are tried at once"
+
+    def found(plan: RunPlan, **facts: object) -> list[tuple[str, str]]:
+        findings = judge(plan, host=HOST, inputs=dataclasses.replace(INPUTS, **facts))
+        return [(each.text, each.remedy) for each in findings if each.code == "not-scored"]
+
+    assert found(from_hub, has_data=False) == [(message, hint)]
+    assert found(from_hub, has_data=True) == found(plan, has_data=False) == []
 
 
 def test_what_is_found_stands_at_the_rewards(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math as numbers
 import os
@@ -182,6 +183,7 @@ class Api(BaseHTTPRequestHandler):
 
     says: object = "0.5"
     status = 200
+    pause_s = 0.0
     asked: ClassVar[list[tuple[str, str, dict]]] = []
 
     def do_POST(self) -> None:
@@ -189,7 +191,11 @@ class Api(BaseHTTPRequestHandler):
         self.asked.append((self.path, self.headers.get("Authorization", ""), body))
         self.send_response(self.status)
         self.end_headers()
-        self.wfile.write(json.dumps({"choices": [{"message": {"content": self.says}}]}).encode())
+        said = json.dumps({"choices": [{"message": {"content": self.says}}]}).encode()
+        with contextlib.suppress(OSError):  # who asked has gone
+            for each in [said[at : at + 1] for at in range(len(said))] if self.pause_s else [said]:
+                self.wfile.write(each)
+                time.sleep(self.pause_s)
 
     def log_message(self, *_: object) -> None:
         pass
@@ -246,6 +252,14 @@ def test_a_judge_that_refuses_says_so_without_the_key(api: str, monkeypatch: pyt
         graded("judge", "2", url=api, model="m")
     monkeypatch.delenv("APPLIANCE_JUDGE_KEY")
     with pytest.raises(ValueError, match=rf"^{api} answered 401, and APPLIANCE_JUDGE_KEY is not set$"):
+        graded("judge", "2", url=api, model="m")
+
+
+def test_a_judge_has_its_time_for_the_whole_answer(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a byte each 0.1 s no read is too long."""
+    monkeypatch.setattr(Api, "pause_s", 0.1)
+    monkeypatch.setattr(rewards, "JUDGE_S", 0.5)
+    with pytest.raises(ValueError, match=rf"^{api} gave no whole answer within 0\.5 s$"):
         graded("judge", "2", url=api, model="m")
 
 

@@ -1,6 +1,6 @@
 """Rows of GSM8K through `kind: own` with `math` have the grades of `kind: gsm8k`, but where `math` reads more.
 
-The rows are the real ones where they lie beside the checkout, and else made as GSM8K's are.
+The rows are the real ones, where they lie beside the checkout, and others made as GSM8K's are.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 
+import pytest
 from plans import own_plan
 
 from appliance.tasks import own
@@ -66,17 +67,22 @@ OTHER: dict[str, Callable[[str, str], str]] = {
 }
 
 
-def rows() -> list[Row]:
-    if FILE.is_file():
-        with FILE.open() as file:
-            return [json.loads(line) for line, _ in zip(file, range(ANSWERS + ODD), strict=False)]
+def real() -> list[Row]:
+    if not FILE.is_file():
+        pytest.skip("GSM8K does not lie in ../shared/data")
+    with FILE.open() as file:
+        return [json.loads(line) for line, _ in zip(file, range(ANSWERS + ODD), strict=False)]
+
+
+def made_up() -> list[Row]:
     return [
         {"question": f"{n} + {n}?", "answer": f"It is {n}+{n}=<<{n}+{n}={2 * n}>>{2 * n}.\n#### {2 * n}"}
         for n in range(2, ANSWERS + ODD + 2)
     ]
 
 
-def test_real_rows_have_the_same_grades_but_where_math_reads_more() -> None:
+@pytest.mark.parametrize("rows", [real, made_up])
+def test_rows_have_the_same_grades_but_where_math_reads_more(rows: Callable[[], list[Row]]) -> None:
     made, draw = rows(), random.Random(0)
     found: Counter[tuple[str, str]] = Counter()
     plan = own_plan(prompt="question", truth="answer")
