@@ -21,6 +21,7 @@ from appliance.sync.manifest import MANIFEST_NAME, Manifest, TensorRecord, direc
 from appliance.sync.precision import AS_PLANNED, DIRECTIVE_NAME, Precision, read_wanted
 from appliance.sync.records import Sent, append_sent
 from appliance.terms.environment import PLAN_VARIABLE, weight_socket
+from appliance.trainer.rollout_forward import follow_engines
 
 Weights = AsyncIterator[tuple[str, Tensor]] | Iterable[tuple[str, Tensor]]
 
@@ -89,6 +90,7 @@ class DigestingAdapter(ServerAdapter):
             raise SyncError(f"weight update: the wire format {wire_format} has no digests", hint="use the full update")
         self._syncs += 1
         precision = AS_PLANNED if self._run_dir is None else read_wanted(self._run_dir)
+        follow_engines(precision)
         digested = DigestedWeights(weights, sync=self._syncs, precision=precision)
         await super().update_weights(digested, global_steps=global_steps, **kwargs)
         if digested.manifest is not None and self._run_dir is not None:
