@@ -1,4 +1,4 @@
-"""A trainer's forward that is the rollouts': the engine's layers, fused and quantised as it has them, and its operations.
+"""A trainer's forward that is the rollouts': the engine's layers, fused and quantised as it has them, its operations.
 
 The policy that learns is then the policy that sampled, log-probs included. What transformers built keeps its modules,
 parameters and their names; only what they do is another thing (`put_in`), so checkpoints, weight updates, digests and

@@ -3,8 +3,8 @@
 verl looks for an engine by device and vendor, and lets VERL_ENGINE_VENDOR name the vendor (terms/environment.py). Ours
 is one.
 
-The rollouts' own forward (`trainer.forward: rollout`): put in before FSDP wraps the model, told by the sender of weights
-what the engines compute in from the next update on.
+The rollouts' own forward (`trainer.forward: rollout`): put in before FSDP wraps the model, and told by the sender of
+weights what the engines compute in from an update on.
 
 Another learning rate for the layers that UAQ scales: two groups of parameters. UAQ by s makes a step of Adam's s times
 larger beside the weight, on the linear layers that a norm feeds. This does the same to the same layers without touching
