@@ -139,6 +139,21 @@ def revision(name: str, *, of: str = "") -> tuple[str, str]:
     return (folder.name, "") if folder is not None and not missing_parts(folder) else ("", why)
 
 
+def data_commit(name: str) -> str:
+    """The commit that `main` of a data set is on the hub now; empty where the hub does not say."""
+    from huggingface_hub import HfApi
+
+    found: list[str] = []
+
+    def ask() -> int:
+        found.append(HfApi().dataset_info(name, timeout=_ANSWERS_WITHIN_S).sha or "")
+        return 200
+
+    if not is_offline():
+        _status(ask)
+    return found[0] if found else ""
+
+
 def _asked(name: str, of: str) -> tuple[str, str]:
     """(commit, why the hub gives none)."""
     from huggingface_hub import HfApi

@@ -1,4 +1,4 @@
-"""The processes of a run: found by descent and by a mark in their environment, and ended so that none is left.
+"""Processes of a run: how ours start; found by descent and by a mark in their environment; ended so that none is left.
 
 Linux only, standard library only. A mark is an environment entry `NAME=value` that every process of a run inherits: it
 finds what has left its parents and its session. (A process that rewrites its title, as Ray's do, may lose the mark:
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +35,12 @@ class Process:
 
     def __str__(self) -> str:
         return f"{self.name} ({self.pid})"
+
+
+def module_argv(module: str, *arguments: str) -> tuple[str, ...]:
+    """Of a child that runs one of our modules, or of our libraries'. -P: the current folder is the user's, and Python
+    would look there first: a `random.py` of theirs would take the place of its own."""
+    return (sys.executable, "-P", "-m", module, *arguments)
 
 
 def find_processes(mark: str, *, below: int | None = None) -> list[Process]:

@@ -24,7 +24,7 @@ from appliance.plan.bench_results import ResultKey, SchemeResult, result_key, wr
 from appliance.plan.build import build_plan, installed_versions
 from appliance.plan.host import HostFacts
 from appliance.preflight.probes import read_host
-from appliance.preflight.report import commit_for
+from appliance.preflight.report import commits_for
 from appliance.recipe.schema import Recipe
 from appliance.record.plan import RunPlan
 from appliance.terms.devices import CPU, PAYS_FROM, why_not
@@ -53,7 +53,7 @@ def run_bench(
     parsed = parse_shapes(shapes) if shapes else None
     with work_folder(recipe.cluster.run_dir, command="bench") as folder:
         host = read_host(folder)
-        plan = build_plan(recipe, run_dir=folder, host=host, commit=commit_for(recipe))
+        plan = build_plan(recipe, run_dir=folder, host=host, **commits_for(recipe))
         _refuse_without_kernels(schemes, plan=plan, host=host)
         of_the_recipe = OF_THE_MODEL | OF_THE_DATA if parsed is None else frozenset()
         examine_for((plan,), host=host, about=OF_AN_ENGINE | of_the_recipe)

@@ -316,7 +316,8 @@ def _connect(plan: RunPlan, *, address: str) -> None:
     deadline = time.monotonic() + _HEAD_STARTS_WITHIN_S
     while True:
         try:
-            ray.init(address=address, log_to_driver=True, runtime_env={"env_vars": _of_workers(plan)})
+            with contextlib.chdir(plan.run_dir):  # its workers import from the folder where it is called
+                ray.init(address=address, log_to_driver=True, runtime_env={"env_vars": _of_workers(plan)})
             return
         except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
             if time.monotonic() > deadline:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.plan.host import Ports
+from appliance.processes import module_argv
 from appliance.record.attestations import fingerprint
 from appliance.terms.environment import ray_node_env, with_ray_token
 
@@ -50,7 +50,7 @@ def _start(offer: NodeOffer, *, ports: Ports, ray_dir: Path) -> tuple[str, ...]:
         "--node-ip-address": offer.address or None,
     }
     return (
-        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
+        *module_argv("ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
         "--log-color=false",
         f"--labels={FINGERPRINT_LABEL}={label_of(fingerprint())}",
         f"--num-cpus={max(MIN_CPUS, offer.cores)}",

@@ -18,7 +18,6 @@ from appliance.launch.resume import (
     has_problems_of,
     original_plan,
     refuse_misfit,
-    with_code_of,
 )
 from appliance.plan.build import CACHE_NAME, OriginalPlan, build_plan, hub_name
 from appliance.plan.host import HostFacts
@@ -63,18 +62,21 @@ def plan_runs(comparison: Comparison) -> list[PlannedRun]:
     recipes = _recipes(comparison)
     folder = full_path(next(iter(recipes.values())).cluster.run_dir) / comparison.name
     cache_dir = folder.parent / CACHE_NAME
-    judged: dict[str, tuple[HostFacts, tuple[Finding, ...], str]] = {}
+    judged: dict[str, tuple[HostFacts, tuple[Finding, ...], dict[str, str]]] = {}
     planned = []
-    ask_hub = functools.cache(hub.revision)  # once: what it says of `main` or a tag may change between two arms
+    # Once: what it says of `main` or a tag may change between two arms.
+    ask_hub, ask_data = functools.cache(hub.revision), functools.cache(hub.data_commit)
     for (arm, seed), recipe in recipes.items():
         run_dir = folder / run_name(arm, seed=seed)
         if arm not in judged:
             name = hub_name(recipe)
             commit = ask_hub(name, of=recipe.model.revision or "")[0] if name else ""
-            _, host, findings = examine(recipe, run_dir=run_dir, ask_hub=True, cache_dir=cache_dir, commit=commit)
-            judged[arm] = (host, tuple(findings), commit)
-        host, found, commit = judged[arm]
-        plan = build_plan(recipe, run_dir=run_dir, host=host, cache_dir=cache_dir, commit=commit)
+            data_commit = ask_data(recipe.task.data) if recipe.task.data else ""
+            commits = {"commit": commit, "data_commit": data_commit}
+            _, host, findings = examine(recipe, run_dir=run_dir, ask_hub=True, cache_dir=cache_dir, **commits)
+            judged[arm] = (host, tuple(findings), commits)
+        host, found, commits = judged[arm]
+        plan = build_plan(recipe, run_dir=run_dir, host=host, cache_dir=cache_dir, **commits)
         planned.append(PlannedRun(arm, seed, recipe=recipe, plan=plan, findings=found))
     _refuse_other_problems(planned, comparison=comparison)
     return planned
@@ -219,11 +221,10 @@ def resumed_run(run: PlannedRun) -> PlannedRun | None:
         host=host,
         cache_dir=Path(run.plan.cache_dir),
         resume_from=newest,
-        original=original_plan(target),
+        original=original_plan(target, alone=True),
         commit=run.plan.model.commit,
     )
     refuse_misfit(start, plan=plan)
-    plan = with_code_of(target, plan=plan, force=False, alone=True)
     return replace(run, plan=plan, resume=start)
 
 

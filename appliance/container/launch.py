@@ -27,6 +27,7 @@ from appliance.launch.command import new_run_dir, print_plan
 from appliance.launch.workspace import stop_on_errors
 from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.report import examine
+from appliance.recipe.rules import PATHS
 from appliance.recipe.schema import Recipe
 from appliance.record.code import code_of
 from appliance.record.plan import RunPlan
@@ -51,10 +52,6 @@ _GPU_LIMITS = [  # NCCL pins memory and opens many files; a CPU run needs no mor
     for name, limit in (("memlock", -1), ("stack", 67108864), ("nofile", 65535))
 ]
 _TEMPORARY = "/tmp"  # its own is in memory; a folder below it is taken
-_PATHS = (  # keys of a recipe where `~` means the home of who types it, and inside would mean another
-    *("model.path", "task.train_file", "task.val_file", "task.tools", "quantization.profile"),
-    *("cluster.run_dir", "cluster.token_file"),
-)
 
 
 @dataclass(frozen=True)
@@ -265,12 +262,19 @@ def train_in_container(
 
 
 def without_home(recipe: Recipe) -> Iterator[str]:
-    """`--set` for each path of the recipe that begins with `~`, as it reads outside."""
-    for key in _PATHS:
+    """`--set` for each path of the recipe that begins with `~`, as it reads outside: inside it means another home."""
+    for key in PATHS:
         section, _, name = key.partition(".")
         value = getattr(getattr(recipe, section), name)
         if value and value.startswith("~"):
-            yield from ("--set", f"{key}={json.dumps(str(Path(value).expanduser()))}")
+            yield from ("--set", f"{key}={json.dumps(os.path.expanduser(value))}")
+    sets, rewards = recipe.task.val_sets, recipe.task.rewards
+    if any((each.file or "").startswith("~") for each in sets.values()):
+        files = {name: {"file": os.path.expanduser(each.file)} for name, each in sets.items() if each.file}
+        yield from ("--set", f"task.val_sets={json.dumps(files)}")
+    if any(each.name.startswith("~") for each in rewards):  # a list is replaced as a whole
+        named = [each.model_dump(exclude_unset=True) | {"name": os.path.expanduser(each.name)} for each in rewards]
+        yield from ("--set", f"task.rewards={json.dumps(named)}")
 
 
 def inner_argv(arguments: Sequence[str]) -> tuple[str, ...]:

@@ -83,7 +83,8 @@ class Collapse:
     solved_fraction of the range from reward_floor to reward_ceiling.
     Rewards of the user's own have no known range, reward_ceiling is None: what counts is what was seen. The floor is 0,
     or the mean of the first reward_window steps where that is below, and the best such mean stands for the ceiling. The
-    reward can collapse once the best is further above the floor than those first steps differ from each other.
+    reward can collapse once the best is further above the floor than it fell within those first steps, and the task can
+    be solved once the best is so much above their mean.
     entropy: below entropy_left_fraction of its mean over the first entropy_window steps.
     equal_samples: more than equal_above of the prompts got samples that are all the same: nothing to learn from.
     runaway_length: the mean response is longer than runaway_above of max_response_tokens (0: unknown, not judged).

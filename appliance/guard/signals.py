@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
+from itertools import accumulate
 
 from appliance.guard.policy import Action, Collapse, MismatchBounds, Patience
 
@@ -241,7 +242,7 @@ def _reward(value: float, memory: Watches, limits: Collapse) -> Cause | None:
     if limits.reward_ceiling is not None:
         is_noise = gained < limits.reward_least_gain * (limits.reward_ceiling - floor)
     else:
-        is_noise = gained <= max(memory.first_rewards, default=math.inf) - min(memory.first_rewards, default=0.0)
+        is_noise = gained <= _noise(memory)
     if is_noise:
         return None
     lowest = memory.best_reward - limits.reward_lost_fraction * gained
@@ -281,9 +282,10 @@ _CONDITIONS: dict[Guard, tuple[str, Callable[[float, Watches, Collapse], Cause |
 
 def _solved(memory: Watches, *, limits: Collapse) -> bool:
     floor, highest = _floor(memory, limits=limits), limits.reward_ceiling
-    if highest is None and (memory.best_reward is None or memory.best_reward <= floor):
-        return False
-    highest = memory.best_reward if highest is None else highest
+    if highest is None:
+        highest = memory.best_reward
+        if highest is None or not memory.first_rewards or highest - _mean(memory.first_rewards) <= _noise(memory):
+            return False
     return bool(memory.rewards) and _mean(memory.rewards) >= floor + limits.solved_fraction * (highest - floor)
 
 
@@ -291,6 +293,12 @@ def _floor(memory: Watches, *, limits: Collapse) -> float:
     if limits.reward_ceiling is not None or not memory.first_rewards:
         return limits.reward_floor
     return min(limits.reward_floor, _mean(memory.first_rewards))
+
+
+def _noise(memory: Watches) -> float:
+    """How far the reward fell within the first steps: what only rises there learns, and its range would be a gain."""
+    highest = accumulate(memory.first_rewards, max)
+    return max((high - value for high, value in zip(highest, memory.first_rewards, strict=True)), default=math.inf)
 
 
 def _mean(values: tuple[float, ...]) -> float:

@@ -111,10 +111,9 @@ class Attempts:
             ask_hub=True,
             cache_dir=resuming.cache_of(target),
             resume_from=start.found.newest,
-            original=resuming.original_plan(target),
+            original=resuming.original_plan(target, alone=found is not None),
         )
         resuming.refuse_misfit(start, plan=plan)
-        plan = resuming.with_code_of(target, plan=plan, force=force, alone=found is not None)
         return self.begin(plan, findings, name=target.run_dir.name, resume=start)
 
     def through_faults(self, code: int, run_dir: Path) -> int:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from appliance import console
 from appliance.errors import PreflightError, RecipeError
 from appliance.files import partial_prefix, write_whole
-from appliance.plan.build import OriginalPlan
+from appliance.plan.build import OriginalPlan, own_of
 from appliance.quant.uaq import MARK_FILE, read_mark
 from appliance.recipe.load import load_recipe, to_plain
 from appliance.recipe.schema import NAME_PATTERN, Recipe
@@ -43,7 +43,7 @@ from appliance.record.checkpoints import (
     set_aside,
     step_of,
 )
-from appliance.record.code import code_of, copy_code
+from appliance.record.code import changed_code, copy_code
 from appliance.record.events import EVENTS_FILE, METRICS_FILE, append_event, end_torn_line
 from appliance.record.plan import CODE_FOLDER, Choice, CodeFile, ModelPlan, RunPlan, UaqPlan, sentence
 from appliance.record.samples import SAMPLES_FILE
@@ -161,22 +161,30 @@ def _record(run_dir: Path) -> RunRecord:
 
 
 def refuse_changes(recipe: Recipe, *, target: Target, force: bool) -> None:
-    """Raises RecipeError, a problem a key, when the recipe is another one than the run's where that matters.
+    """Raises RecipeError, a problem a key, when the recipe is another one than the run's where that matters; and one
+    for each of the user's Python files that the run has not, or has otherwise.
 
     force: let them pass.
     """
-    kept = target.run_dir / "recipe.yaml"
-    if force or not kept.is_file():
+    if force:
         return
-    before, now = _flat(load_recipe(str(kept))), _flat(recipe)
-    problems = [
-        (f"{key}: the run has {before.get(key)!r}, the recipe {now.get(key)!r}", "")
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not is_harmless(key) and not _is_begun_with(key, recipe, target=target)
-    ]
+    kept, problems = target.run_dir / "recipe.yaml", []
+    if kept.is_file():
+        before, now = _flat(load_recipe(str(kept))), _flat(recipe)
+        problems = [
+            f"{key}: the run has {before.get(key)!r}, the recipe {now.get(key)!r}"
+            for key in sorted(before.keys() | now.keys())
+            if before.get(key) != now.get(key)
+            and not is_harmless(key)
+            and not _is_begun_with(key, recipe, target=target)
+        ]
+    if (own := own_of(recipe)) and target.record.attempt:
+        sums = _plan_before(target.run_dir).task.sums
+        other = [each for each in own.code if each.sha256 != sums.get(each.copy_name)]
+        problems += [f"{each.path}: it is not the file that the run began with" for each in other]
     if problems:
         hint = "give what the run has, start a new one with another --name, or take the change with --force"
-        raise RecipeError([*problems[:-1], (problems[-1][0], hint)])
+        raise RecipeError([*((each, "") for each in problems[:-1]), (problems[-1], hint)])
 
 
 def _is_begun_with(key: str, recipe: Recipe, *, target: Target) -> bool:
@@ -204,8 +212,11 @@ def is_done(target: Target, *, steps: int) -> bool:
     return _plan_before(target.run_dir).steps >= steps
 
 
-def original_plan(target: Target) -> OriginalPlan | None:
-    """What the run was planned for; None for one that never began. Raises RecipeError when its plan cannot be read."""
+def original_plan(target: Target, *, alone: bool = False) -> OriginalPlan | None:
+    """What the run was planned for; None for one that never began. Raises RecipeError when its plan cannot be read.
+
+    alone: nobody asked for this attempt, which goes on with the run's own copies of the user's files.
+    """
     if not target.record.attempt:
         return None
     before = _plan_before(target.run_dir)
@@ -215,6 +226,9 @@ def original_plan(target: Target) -> OriginalPlan | None:
         model=before.model.hub_name,
         revision=before.model.revision,
         commit=before.model.commit,
+        data=before.task.own.data if before.task.own else "",
+        data_commit=before.task.own.commit if before.task.own else "",
+        code=before.task.sums if alone else {},
     )
 
 
@@ -263,31 +277,11 @@ def refuse_misfit(resume: Resume, *, plan: RunPlan) -> None:
         what = plan.model.revision or "main"
         message = f"{original.model}: {what} is {now} on the hub now, the run began with {original.commit}"
         raise PreflightError(message, hint=f"go on with what it began with: --set model.revision={original.commit}")
-    if not has_problems_of(plan, run_dir=resume.target.run_dir):
+    if not has_problems_of(_with_code_before(plan, resume.target.run_dir), run_dir=resume.target.run_dir):
         message = "the training problems are not those that the run began with"
         raise PreflightError(message, hint="put the data file or the version of this program back, or start a new run")
     _refuse_other_profile(folder, facts=facts, run_dir=resume.target.run_dir)
     _refuse_other_scale(folder, uaq=plan.uaq)
-
-
-def with_code_of(target: Target, *, plan: RunPlan, force: bool, alone: bool) -> RunPlan:
-    """The plan of the next attempt, with the user's files as they are to run.
-
-    force: take those that have changed.  alone: nobody asked for this attempt: it goes on with the run's own copies.
-    Raises RecipeError for each that has changed, where neither is so.
-    """
-    before = {each.path: each for each in _plan_before(target.run_dir).task.code} if target.record.attempt else {}
-    changed = [each for each in code_of(plan) if each.path in before and each.sha256 != before[each.path].sha256]
-    if plan.task.own is None or not changed or (force and not alone):
-        return plan
-    if not alone:
-        hint = "put it back, start a new run with another --name, or take the change with --force"
-        raise RecipeError([(f"{each.path}: it is not the file that the run began with", hint) for each in changed])
-    for each in changed:
-        what = f"{each.path} has changed since the run began: this attempt runs the copy in {CODE_FOLDER}/"
-        append_event(target.run_dir, kind="note", what=what, why=f"SHA-256 {before[each.path].sha256}")
-    kept = tuple(each.replace(sha256=before[each.path].sha256) if each in changed else each for each in code_of(plan))
-    return plan.replace(task=plan.task.replace(own=plan.task.own.replace(code=kept)))
 
 
 def _refuse_other_profile(folder: Path, *, facts: Facts, run_dir: Path) -> None:
@@ -320,8 +314,17 @@ def plan_profile_file(run_dir: Path, name: str) -> Path:
     return run_dir / PROFILE_FOLDER / name
 
 
+def _with_code_before(plan: RunPlan, run_dir: Path) -> RunPlan:
+    """Other tools, which somebody has asked for by now, may leave other prompts too long."""
+    own = plan.task.own
+    sums = _plan_before(run_dir).task.sums
+    return plan.replace(task=plan.task.replace(own=own.with_sums(sums))) if own else plan
+
+
 class _OwnBefore(BaseModel):
     code: tuple[CodeFile, ...]
+    data: str = ""
+    commit: str = ""
 
 
 class _TaskBefore(BaseModel):
@@ -329,8 +332,9 @@ class _TaskBefore(BaseModel):
     own: _OwnBefore | None = None
 
     @property
-    def code(self) -> tuple[CodeFile, ...]:
-        return self.own.code if self.own else ()
+    def sums(self) -> dict[str, str]:
+        """SHA-256 of the user's Python files, by the names of their copies."""
+        return {each.copy_name: each.sha256 for each in self.own.code} if self.own else {}
 
 
 class _PlanBefore(BaseModel, strict=True):
@@ -421,6 +425,9 @@ def _put_back(plan: RunPlan, *, resume: Resume, recipe_yaml: str) -> None:
     log_dir(run_dir, attempt=attempt + 1).mkdir(exist_ok=True)
     end_torn_line(run_dir / EVENTS_FILE)
     copy_code(plan)
+    for each in changed_code(plan):
+        what = f"{each.path} has changed since the run began: this attempt runs the copy in {CODE_FOLDER}/"
+        append_event(run_dir, kind="note", what=what, why=f"SHA-256 {each.sha256}")
     how = f"goes on after step {resume.step}" if checkpoint else "starts from the beginning: no whole checkpoint"
     what = f"attempt {attempt + 1} {how}"
     append_event(run_dir, kind="resume", what=what, step=resume.step, attempt=attempt + 1)

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from types import FrameType
 
 from appliance import console
 from appliance.errors import ApplianceError, EngineError, Interrupted, error_class
+from appliance.processes import module_argv
 from appliance.record.events import first_failure
 from appliance.record.plan import RunPlan
 from appliance.signals import handled
@@ -72,7 +72,7 @@ def _keep(log: Path, *, beside: Path, command: str) -> Path:
 def _run(module: list[str], *, log: Path, env: dict[str, str], tick: Callable[[], None]) -> int:
     with log.open("wb") as out, handled(_end, numbers=(signal.SIGTERM,)):
         process = subprocess.Popen(
-            [sys.executable, "-m", *module],
+            module_argv(*module),
             stdout=out,
             stderr=subprocess.STDOUT,
             env=os.environ | env,

@@ -7,14 +7,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from appliance.launch.subreaper import SubreaperOrder, SubreaperReport, become_subreaper
-from appliance.processes import Process, end_processes, find_processes
+from appliance.processes import Process, end_processes, find_processes, module_argv
 from appliance.signals import Interrupts
 from appliance.terms.environment import RUN_VARIABLE
 
@@ -63,7 +62,7 @@ def supervise(
     with log.open("ab") as file, os.fdopen(receive, "rb") as answer:
         try:
             subreaper = subprocess.Popen(
-                [sys.executable, "-m", "appliance.launch.subreaper", json.dumps(asdict(order))],
+                module_argv("appliance.launch.subreaper", json.dumps(asdict(order))),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,

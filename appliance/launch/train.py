@@ -12,7 +12,6 @@ import os
 import shutil
 import signal
 import stat
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from appliance.launch.subreaper import SubreaperReport
 from appliance.launch.supervise import Ask, supervise
 from appliance.preflight.access import write_token
 from appliance.preflight.finding import Finding, Severity
-from appliance.processes import find_processes
+from appliance.processes import find_processes, module_argv
 from appliance.record.code import code_of
 from appliance.record.events import MemoryWatch, RunTail, append_event, append_failure
 from appliance.record.liveness import STACKS_FOLDER, dump_stacks, last_beat
@@ -201,7 +200,7 @@ class _Training:
         with self._progress:
             outcome = DONE
             if not is_prepared(self._plan):
-                argv = (sys.executable, "-m", "appliance.tasks.prepare", str(Path(self._plan.run_dir) / "plan.json"))
+                argv = module_argv("appliance.tasks.prepare", str(Path(self._plan.run_dir) / "plan.json"))
                 child = Child("prepare", "preparation", argv, default_code=1)
                 outcome = self._run_child(child, is_done=is_prepared)
             for step in steps:

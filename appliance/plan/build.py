@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os.path
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from appliance import hub
@@ -20,7 +20,7 @@ from appliance.plan.bench_results import read_result, result_key
 from appliance.plan.host import HostFacts
 from appliance.plan.verl_args import argv
 from appliance.recipe.rules import broken_on_cpu
-from appliance.recipe.schema import LongPrompts, Recipe, Reward, SchemeChoice, Task, ValSet
+from appliance.recipe.schema import LongPrompts, Recipe, Reward, SchemeChoice, ValSet
 from appliance.recipe.text import full_path
 from appliance.record.attestations import version_of
 from appliance.record.plan import (
@@ -71,6 +71,13 @@ class OriginalPlan:
     """As the recipe had it."""
     commit: str = ""
     """Of a model of the hub, empty where it was not known."""
+    data: str = ""
+    """Data set of the hub of a task of the user's own, empty where there was none."""
+    data_commit: str = ""
+    """Its commit, empty where it was not known."""
+    code: Mapping[str, str] = field(default_factory=dict)
+    """SHA-256 of the run's copies of the user's files, by their names, where it goes on with them whatever the files
+    are by now."""
 
 
 def build_plan(
@@ -82,12 +89,14 @@ def build_plan(
     resume_from: Path | None = None,
     original: OriginalPlan | None = None,
     commit: str = "",
+    data_commit: str = "",
 ) -> RunPlan:
     """The plan of one run. host: decides only what the recipe leaves to `auto`, and the threads on a CPU.
 
     run_dir: absolute.  cache_dir: of models, data and profiles; None: beside the run's folder.
     resume_from: a verified checkpoint of this run to go on from.  original: of the run's attempts before this one.
-    commit: that the model's revision is on the hub, empty where nobody asked.
+    commit: that the model's revision is on the hub, empty where nobody asked.  data_commit: of `task.data` likewise; a
+    run that is resumed keeps its own.
     Raises RecipeError when `auto` finds a device that cannot do it or that we do not know.
     """
     cache_dir, book = cache_dir or run_dir.parent / CACHE_NAME, derive.Book()
@@ -100,7 +109,10 @@ def build_plan(
         book.note("rollout.scheme", automatic, why)
     if is_cpu and (broken := list(broken_on_cpu(recipe))):
         raise RecipeError([(f"{each.keys[0]}: {each.message}", each.hint) for each in broken])
-    task = _task(recipe, cache_dir=cache_dir, model=model)
+    if original and original.data == recipe.task.data:
+        data_commit = original.data_commit
+    code = original.code if original else {}
+    task = _task(recipe, cache_dir=cache_dir, model=model, code=code, data_commit=data_commit)
     if task.val_sets:
         why = "the first one counts: checkpoint.keep_best, val_reward_mean and the summary go by its mean reward"
         book.note("task.val_sets", task.val_sets[0].name, why)
@@ -261,8 +273,8 @@ def is_folder(source: str) -> bool:
     return os.path.isdir(full_path(source)) or source.startswith(("/", ".", "~")) or source.count("/") > 1
 
 
-def _task(recipe: Recipe, *, cache_dir: Path, model: ModelPlan) -> TaskPlan:
-    task = recipe.task
+def _task(recipe: Recipe, *, cache_dir: Path, model: ModelPlan, code: Mapping[str, str], data_commit: str) -> TaskPlan:
+    task, own = recipe.task, own_of(recipe)
     plan = TaskPlan(
         kind=str(task.kind),
         difficulty=task.difficulty,
@@ -279,7 +291,7 @@ def _task(recipe: Recipe, *, cache_dir: Path, model: ModelPlan) -> TaskPlan:
         reward_timeout_s=task.reward_timeout_s,
         reward_workers=task.reward_workers,
         val_sets=tuple(_val_set(name, each, recipe=recipe) for name, each in task.val_sets.items()),
-        own=_own(task) if task.kind == OWN else None,
+        own=own.with_sums(code).replace(commit=data_commit) if own else None,
     )
     folder = cache_dir / "data" / f"{task.kind}-{data_key(plan, model=model.identity)}"
     return plan.replace(train_parquet=str(folder / "train.parquet"), val_parquet=str(folder / "val.parquet"))
@@ -293,7 +305,11 @@ def _val_set(name: str, given: ValSet, *, recipe: Recipe) -> ValSetPlan:
     )
 
 
-def _own(task: Task) -> OwnPlan:
+def own_of(recipe: Recipe) -> OwnPlan | None:
+    """None for a built-in task. Reads the user's Python files."""
+    task = recipe.task
+    if task.kind != OWN:
+        return None
     rewards = _distinct(map(_reward, task.rewards))
     tools = _absolute(task.tools)
     files = list(dict.fromkeys(file for file in (*(each.file for each in rewards), tools) if file))
@@ -309,9 +325,9 @@ def _own(task: Task) -> OwnPlan:
 
 
 def _code_file(file: str, *, number: int, files: list[str]) -> CodeFile:
-    """Of two files of one name the copies have their numbers before it."""
-    is_alone = [Path(each).name for each in files].count(Path(file).name) == 1
-    name = Path(file).name if is_alone else f"{number}-{Path(file).name}"
+    """Where two files have one name, all copies have their numbers before theirs."""
+    are_distinct = len({Path(each).name for each in files}) == len(files)
+    name = Path(file).name if are_distinct else f"{number}-{Path(file).name}"
     return CodeFile(path=file, copy_name=name, sha256=digest_of(Path(file)))
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
+from appliance.processes import module_argv
 from appliance.record.plan import RunPlan
 
 ACTOR = "actor_rollout_ref.actor"
@@ -45,7 +45,7 @@ def _quoted(text: str) -> str:
 
 def argv(plan: RunPlan) -> tuple[str, ...]:
     """The command line of the child that trains."""
-    return (sys.executable, "-m", ENTRY_MODULE, *(f"{key}={hydra_value(value)}" for key, value in overrides(plan)))
+    return module_argv(ENTRY_MODULE, *(f"{key}={hydra_value(value)}" for key, value in overrides(plan)))
 
 
 def overrides(plan: RunPlan) -> list[tuple[str, Value]]:

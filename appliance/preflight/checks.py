@@ -17,6 +17,7 @@ from appliance.preflight.inputs import InputFacts, StackFacts
 from appliance.record.plan import RunPlan
 from appliance.tasks.library import is_from_hub
 from appliance.terms.devices import CPU
+from appliance.terms.environment import JUDGE_KEY_VARIABLE
 from appliance.terms.families import why_unknown
 from appliance.terms.shapes import ModelShape
 
@@ -181,10 +182,16 @@ def _data(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
         if plan.task.own is not None:
             place, remedy = "task.rewards", problem.remedy
         yield Finding(severity, "reward", place, problem.message, remedy)
-    if plan.task.own is not None and any(not each.file and each.function == "code" for each in plan.task.own.rewards):
+    built_in = [each for each in plan.task.own.rewards if not each.file] if plan.task.own is not None else []
+    if any(each.function == "code" for each in built_in):
         message = "`code` runs the programs that the model writes as you: it limits them, and it is no sandbox"
         remedy = "train in a container or a machine that has nothing to lose: --in-container"
         yield warning("no-sandbox", "task.rewards", message, remedy)
+    for url in sorted({str(each.options["url"]) for each in built_in if each.function == "judge"}):
+        message = (
+            f"`judge` sends prompts, truths and responses to {url}, and the key of {JUDGE_KEY_VARIABLE} if it is set"
+        )
+        yield warning("judge", "task.rewards", message, "train only with an address that may have them")
     if is_from_hub(plan.task) and not inputs.has_data and (inputs.is_offline or inputs.hub_problem):
         why = "HF_HUB_OFFLINE is set" if inputs.is_offline else inputs.hub_problem
         if plan.task.own is not None:  # `datasets` keeps what it loaded once

@@ -11,7 +11,6 @@ import os
 import os.path
 import signal
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,14 +23,15 @@ from appliance.plan.bench_results import read_result, result_key
 from appliance.plan.host import HostFacts
 from appliance.preflight.access import AccessFacts, read_access
 from appliance.preflight.disk import Disks, Written, read_disks, read_written
+from appliance.processes import module_argv
 from appliance.quant.files import PROFILE_FILE, SMOOTHING, read_file_header, tensor_end, tensor_shapes
 from appliance.quant.uaq import layers_to_scale
 from appliance.record.attestations import version_of
-from appliance.record.code import code_of
-from appliance.record.plan import ModelPlan, RunPlan, TaskPlan
-from appliance.tasks.library import is_from_hub, splits_of, task_of
+from appliance.record.code import as_it_runs, code_of
+from appliance.record.plan import ModelPlan, RunPlan
+from appliance.tasks.library import is_from_hub, splits_of, task_of, too_few_problems
 from appliance.tasks.sample import Verdict
-from appliance.tasks.tools import Asked, read_tools
+from appliance.tasks.tools import asked_of, read_tools
 from appliance.terms.devices import StoredResult
 from appliance.terms.schemes import Scheme
 from appliance.terms.shapes import KNOWN, ModelShape, read_shape
@@ -119,7 +119,7 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) 
     is_offline = needs_hub and hub.is_offline()
     asks = ask_hub and needs_hub and not is_offline
     hub_problem = hub.problem() if asks else ""
-    data_problems = _data_problems(plan.task)
+    data_problems = _data_problems(plan)
     access = read_access(plan, ask_network=ask_hub)  # before anything looks into the folder
     is_barred = str(folder) in access.unreadable
     is_folder = not plan.model.builtin and not name and folder.is_absolute()
@@ -152,16 +152,15 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, host: HostFacts | None = None) 
     )
 
 
-def _data_problems(task: TaskPlan) -> tuple[tuple[str, str], ...]:
-    """Of the rows; and where those of a task of the user's own are fine, of what is to be made of them."""
-    found = tuple(each for file in task.files for each in task_of(task).check_rows(file))
-    if found or task.own is None or not task.train_file:
-        return found
+def _data_problems(plan: RunPlan) -> tuple[tuple[str, str], ...]:
+    """Of the rows; where all of them are to be read, also of what is to be made of them: each file is read once."""
+    task = plan.task
+    if not task.train_file or task_of(task).checked_rows:
+        return tuple(each for file in task.files for each in task_of(task).check_rows(file))
     try:
-        splits_of(task)
+        return tuple(too_few_problems(splits_of(task), prompts_per_step=plan.prompts_per_step))
     except RecipeError as error:
         return tuple(error.problems)
-    return ()
 
 
 def _is_cached(model: ModelPlan) -> bool:
@@ -284,15 +283,15 @@ def missing_code(plan: RunPlan) -> RewardProblem | None:
 def reward_problem(plan: RunPlan) -> RewardProblem | None:
     """What is wrong with the rewards of the first problems; None where nothing is, or the data is not here yet.
 
-    The user's code is imported in any case.
+    The user's code is imported in any case, as it runs: a run's own copies, where there are some.
     """
-    task = plan.task
+    task = as_it_runs(plan)
     if is_from_hub(task) and not code_of(plan):
         return None
     within_s = _STARTS_WITHIN_S + task.reward_timeout_s
     with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as printed:  # a pipe may outlive its child
         child = subprocess.Popen(
-            [sys.executable, "-m", "appliance.tasks.sample"],
+            module_argv("appliance.tasks.sample"),
             stdin=subprocess.PIPE,
             stdout=said,
             stderr=printed,
@@ -319,7 +318,7 @@ def tool_problems(plan: RunPlan, *, template: bool) -> tuple[tuple[str, str], ..
         return ()
     model = (plan.model.path or plan.model.source) if template else ""
     try:
-        read_tools(Asked(plan.task.tools, model, plan.model.trust_remote_code))
+        read_tools(asked_of(plan, model=model))
     except RecipeError as error:
         return tuple(error.problems)
     return ()

@@ -39,12 +39,14 @@ def examine(
     resume_from: Path | None = None,
     original: OriginalPlan | None = None,
     commit: str | None = None,
+    data_commit: str | None = None,
 ) -> tuple[RunPlan, HostFacts, list[Finding]]:
     """The plan of a run and everything that this host has against it.
 
     run_dir: absolute.  ask_hub: whether the network and a child may be asked, which can take seconds.
     cache_dir: None: beside the run's folder.  resume_from, original: as build_plan.
-    commit: of the recipe's model on the hub, from whoever has asked for it; None: the hub is asked where it may be.
+    commit, data_commit: of the recipe's model and `task.data` on the hub, from whoever has asked for it; None: the hub
+    is asked where it may be.
     Raises RecipeError where the plan cannot be made.
     """
     host = read_host(run_dir.parent)
@@ -56,6 +58,7 @@ def examine(
         resume_from=resume_from,
         original=original,
         commit=_commit(recipe, original=original, ask_hub=ask_hub) if commit is None else commit,
+        data_commit=_data_commit(recipe, original=original, ask_hub=ask_hub) if data_commit is None else data_commit,
     )
     return plan, host, judge(plan, host=host, inputs=read_inputs(plan, ask_hub=ask_hub, host=host))
 
@@ -71,10 +74,18 @@ def _commit(recipe: Recipe, *, original: OriginalPlan | None, ask_hub: bool) -> 
     return hub.revision(name, of=revision)[0] if name and ask_hub else ""
 
 
-def commit_for(recipe: Recipe) -> str:
-    """The commit that the recipe's `model.revision` is; empty without one, and where that cannot be told."""
+def _data_commit(recipe: Recipe, *, original: OriginalPlan | None, ask_hub: bool) -> str:
+    """Of `task.data`, empty where there is none, nobody asks, or the run keeps the one that it began with."""
+    name = recipe.task.data or ""
+    return hub.data_commit(name) if name and ask_hub and not (original and original.data == name) else ""
+
+
+def commits_for(recipe: Recipe) -> dict[str, str]:
+    """For build_plan: the commits that the recipe's `model.revision` and `task.data` are; empty without one, and where
+    that cannot be told."""
     name, wanted = hub_name(recipe), recipe.model.revision
-    return hub.revision(name, of=wanted)[0] if name and wanted else ""
+    commit = hub.revision(name, of=wanted)[0] if name and wanted else ""
+    return {"commit": commit, "data_commit": _data_commit(recipe, original=None, ask_hub=True)}
 
 
 def plan_as(
@@ -111,6 +122,7 @@ def plan_text(
         "run folder": plan.run_dir,
         "model": plan.model.path,
         "model commit": f"{plan.model.commit} of {plan.model.source}" if plan.model.commit else "",
+        "data commit": f"{own.commit} of {own.data}" if (own := plan.task.own) and own.commit else "",
         "training data": plan.task.train_parquet,
         "validation data": plan.task.val_parquet,
     }

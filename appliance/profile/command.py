@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import os.path
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -36,7 +35,8 @@ from appliance.launch.workspace import (
 from appliance.plan.build import build_plan
 from appliance.plan.engines import PROFILE_FOLDER
 from appliance.preflight.probes import read_host
-from appliance.preflight.report import commit_for
+from appliance.preflight.report import commits_for
+from appliance.processes import module_argv
 from appliance.profile.job import ProfileJob, find_profile, job_of_plan, job_of_run, model_hash, place_profile
 from appliance.profile.uaq import SCALING
 from appliance.quant.files import PROFILE_FILE, kept_layers, read_file_header
@@ -66,7 +66,7 @@ def run_profile(recipe: Recipe, *, output: Path | None) -> int:
     """
     with work_folder(recipe.cluster.run_dir, command=_COMMAND) as folder:
         host = read_host(folder)
-        plan = build_plan(recipe, run_dir=folder, host=host, commit=commit_for(recipe))
+        plan = build_plan(recipe, run_dir=folder, host=host, **commits_for(recipe))
         if plan.profile is None:
             message = f"rollout.scheme: `{plan.rollout.scheme}` has no profile"
             hint = f"use {' or '.join(f'`{each}`' for each in PROFILED)}, and quantization.profile `auto`"
@@ -88,7 +88,7 @@ def run_setup(recipe: Recipe, *, output: Path) -> int:
     beside = output.parent / f"{output.stem}-profile"  # unlike with_name it takes `.`, which is then there already
     with work_folder(recipe.cluster.run_dir, command="setup") as folder:
         host = read_host(folder)
-        plan = build_plan(recipe, run_dir=folder, host=host, commit=commit_for(recipe))
+        plan = build_plan(recipe, run_dir=folder, host=host, **commits_for(recipe))
         _refuse_existing(output, *((beside,) if plan.profile else ()))
         examine_for((plan,), host=host, about=OF_THE_MODEL | OF_THE_DATA | OF_A_PROFILE)
         with new_folder(output.absolute().parent, option="-o"):
@@ -158,7 +158,7 @@ def _read_apart(file: Path, *, scales: Path, room: Path) -> None:
 
 def _run_plain(module: list[str], **how: Any) -> tuple[int, list[str]]:
     """(exit code, what the child said)."""
-    command = [sys.executable, "-m", *module]
+    command = module_argv(*module)
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, **how)
     return done.returncode, done.stderr.decode(errors="replace").strip().splitlines() or [f"code {done.returncode}"]
 
@@ -185,7 +185,7 @@ def profile_child(plan: RunPlan) -> Child | None:
         place_profile(found, target=Path(plan.profile.folder))
         append_event(Path(plan.run_dir), kind="note", what="the model's profile was found in the cache", why=str(found))
         return None
-    argv = (sys.executable, "-m", CHILD_MODULE, "--plan", str(Path(plan.run_dir) / "plan.json"))
+    argv = module_argv(CHILD_MODULE, "--plan", str(Path(plan.run_dir) / "plan.json"))
     return Child(_COMMAND, "profiling", argv, default_code=4)
 
 

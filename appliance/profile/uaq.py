@@ -15,6 +15,7 @@ from appliance.errors import EngineError, PreflightError
 from appliance.files import partial_prefix, whole_folder
 from appliance.launch.outcome import Child
 from appliance.launch.train import Step
+from appliance.processes import module_argv
 from appliance.profile.job import model_folder, model_hash
 from appliance.quant.uaq import MARK_FILE, Mark, read_mark, scale_folder
 from appliance.record.events import append_event, exit_code_of
@@ -56,7 +57,7 @@ def _hash(source: Path, plan: RunPlan) -> str:
 
 def scaling_child(plan: RunPlan) -> Child | None:
     """The child that makes the scaled model, None where none is needed or it is there. Raises as is_scaled."""
-    argv = (sys.executable, "-m", "appliance.profile.uaq", str(Path(plan.run_dir) / "plan.json"))
+    argv = module_argv("appliance.profile.uaq", str(Path(plan.run_dir) / "plan.json"))
     return None if is_scaled(plan) else Child(_PHASE, "scaling (UAQ)", argv, default_code=4)
 
 

@@ -39,7 +39,9 @@ def explain(error: ErrorDetails) -> tuple[str, str]:
     if kind == "extra_forbidden":
         return "unknown key", _similar_key([str(part) for part in path])
     if kind in _KINDS:
-        return f"expected {_KINDS[kind]}, got {shown(value)}", _quoting_hint(kind, value)
+        is_reward = path[:2] == ("task", "rewards") and len(path) < 4
+        hint = _rewards_hint(value) if is_reward else _quoting_hint(kind, value)
+        return f"expected {_KINDS[kind]}, got {shown(value)}", hint
     if kind in _BOUNDS:
         text, name = _BOUNDS[kind]
         bound = context[name]
@@ -95,6 +97,11 @@ def _leaving_out(path: tuple[int | str, ...]) -> str:
     if len(path) > 2:
         return "remove it from the list"
     return "null leaves it out" if field.default is None else f"its default is `{field.default}`"
+
+
+def _rewards_hint(value: Any) -> str:
+    is_name = isinstance(value, str) and re.fullmatch(r"[\w./:-]{1,60}", value)
+    return f"write `[{{name: {value if is_name else 'math'}}}]`"
 
 
 def _quoting_hint(kind: str, value: Any) -> str:

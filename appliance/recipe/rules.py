@@ -161,6 +161,11 @@ def _own_code(task: Task) -> Iterator[Broken]:
         yield Broken(("task.rewards",), "a task of your own has no rewards", hint)
     elif not any(each.weight for each in task.rewards):
         yield Broken(("task.rewards",), "all weights are 0, so no response earns anything", "give one a weight")
+    timed = [each.name for each in task.rewards if each.name in BUILT_IN and BUILT_IN[each.name].most_s]
+    if (most_s := sum(BUILT_IN[name].most_s for name in timed)) >= task.reward_timeout_s:
+        message = f"{listed(timed)} may take {most_s:g} s, and a response has {task.reward_timeout_s:g} s"
+        hint = f"give task.reward_timeout_s more than {most_s:g}"
+        yield Broken(("task.reward_timeout_s", "task.rewards"), message, hint)
     for each in task.rewards:
         yield from (Broken(("task.rewards",), message, hint) for message, hint in _broken_reward(each))
     if task.tools and (why := _no_code(task.tools)):
@@ -171,6 +176,7 @@ def _no_code(file: str) -> tuple[str, str] | None:
     """Why this names no Python file."""
     if "://" in file or not file.endswith(".py"):
         hint = "it is code that the run executes: copy it here first, and read it"
+        hint = hint if "/" in file else "give the path of a file that ends in .py, such as `rewards.py`"
         return f"`{file[:60]}` is not the path of a Python file on this host", hint
     why = path_problem(file)
     return (f"`{file[:60]}`: {why}", "correct the path") if why else None

@@ -101,8 +101,6 @@ class Reward(Section):
     """of `judge`: as the API names it"""
     prompt: str | None = Field(None, min_length=1)
     """of `judge`: with {prompt}, {response}, {truth}; asks for 0 to 1"""
-    key_variable: str | None = Field(None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
-    """of `judge`: the environment variable that holds its key"""
 
 
 class ValSet(Section):

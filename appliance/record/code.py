@@ -7,7 +7,7 @@ from pathlib import Path
 
 from appliance.errors import AttestationError, RecipeError
 from appliance.files import digest_of, write_whole
-from appliance.record.plan import CODE_FOLDER, CodeFile, RunPlan
+from appliance.record.plan import CODE_FOLDER, CodeFile, RunPlan, TaskPlan
 
 
 def code_of(plan: RunPlan) -> tuple[CodeFile, ...]:
@@ -33,6 +33,19 @@ def copy_code(plan: RunPlan) -> None:
         write_whole(copy, content)
     if changed:
         raise RecipeError(changed)
+
+
+def changed_code(plan: RunPlan) -> list[CodeFile]:
+    """Those that are not what was planned: a run that has the copies goes on with them."""
+    return [each for each in code_of(plan) if digest_of(Path(each.path)) != each.sha256]
+
+
+def as_it_runs(plan: RunPlan) -> TaskPlan:
+    """The task with the run's copies in place of the user's files, where the run has what was planned."""
+    own = plan.task.own
+    if own is None or not all(e.sha256 and digest_of(copy_of(e, run_dir=plan.run_dir)) == e.sha256 for e in own.code):
+        return plan.task
+    return plan.task.replace(own=own.with_copies(plan.run_dir))
 
 
 def attested_code(plan: RunPlan) -> dict[str, str]:

@@ -6,6 +6,7 @@ has a default that a recipe has too: plan/build.py says them all.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Literal
@@ -139,17 +140,29 @@ class OwnPlan(Frozen):
     """Times that the model speaks."""
     code: tuple[CodeFile, ...]
     """The files of `rewards` and `tools`, each once."""
+    commit: str = ""
+    """Of `data`, which is read at it; empty where the hub was not asked or did not say: its `main`, whatever it is."""
 
     @property
     def import_path(self) -> tuple[str, ...]:
         """The user's folders, whose modules the files may import."""
         return tuple(dict.fromkeys(str(Path(each.path).parent) for each in self.code))
 
+    def sha256_of(self, file: str) -> str:
+        """As planned, of a file of the user's or of the run's copy of it."""
+        planned = {name: each.sha256 for each in self.code for name in (each.path, each.copy_name)}
+        return planned[file if file in planned else Path(file).name]
+
     def with_copies(self, run_dir: str) -> OwnPlan:
         """The same with the run's copies in place of the user's files: what a run executes."""
         copies = {each.path: str(Path(run_dir) / CODE_FOLDER / each.copy_name) for each in self.code}
         rewards = tuple(each.replace(file=copies.get(each.file, "")) for each in self.rewards)
         return self.replace(rewards=rewards, tools=copies.get(self.tools, ""))
+
+    def with_sums(self, sums: Mapping[str, str]) -> OwnPlan:
+        """The same with other SHA-256 of its files. sums: by the names of the copies, of all or some."""
+        code = tuple(each.replace(sha256=sums.get(each.copy_name, each.sha256)) for each in self.code)
+        return self.replace(code=code)
 
 
 class TaskPlan(Frozen):

@@ -58,10 +58,14 @@ def _learned(view: RunView) -> list[str]:
     how = view.state.val_how if view.plan.task.val_sets else "greedy, unseen problems"
     return [
         _curve(view, Chart("Reward", "sampled, mean of a step", marks=marks), lambda s: s.reward_mean),
-        *_by_name(view, Chart("Rewards", "each one's mean of a step", marks=marks, legend=True), rewards_of),
+        *_by_name(
+            view, Chart("Rewards", "each one's mean of a step", marks=marks, legend=True), rewards_of, dotted=False
+        ),
         line_chart(Chart("Validation", how, marks=marks, legend=True), validation),
-        *_by_name(view, Chart("Validations", "mean reward", marks=marks, legend=True), _of_sets("avg@")),
-        *_by_name(view, Chart("Passed", "of several tries one", marks=marks, legend=True), _of_sets("pass@")),
+        *_by_name(view, Chart("Validations", "mean reward", marks=marks, legend=True), _of_sets("avg@"), dotted=True),
+        *_by_name(
+            view, Chart("Passed", "of several tries one", marks=marks, legend=True), _of_sets("pass@"), dotted=True
+        ),
         _curve(view, Chart("Response", "tokens, mean", marks=marks, from_zero=True), lambda s: s.response_tokens_mean),
         _curve(view, Chart("Entropy", "nats per token", marks=marks), lambda s: s.entropy),
         _curve(view, Chart("Gradient norm", "before clipping", marks=marks, from_zero=True), lambda s: s.grad_norm),
@@ -100,14 +104,15 @@ def _of_sets(start: str) -> Callable[[StepMetrics], dict[str, float]]:
     return found
 
 
-def _by_name(view: RunView, chart: Chart, values: Callable[[StepMetrics], dict[str, float]]) -> list[str]:
-    """A curve for each name that a line has; no figure where there is none."""
+def _by_name(
+    view: RunView, chart: Chart, values: Callable[[StepMetrics], dict[str, float]], *, dotted: bool
+) -> list[str]:
+    """A curve for each name that a line has; no figure where there is none. dotted: few lines have them."""
     names = dict.fromkeys(name for line in view.lines for name in values(line))
     if not names:
         return []
-    few = chart.title != "Rewards"  # validations are few, so each has a dot
     curves = [
-        Series(name, _known(view.lines, lambda line, name=name: values(line).get(name)), index, dotted=few)
+        Series(name, _known(view.lines, lambda line, name=name: values(line).get(name)), index, dotted=dotted)
         for index, name in enumerate(names)
     ]
     return [line_chart(chart, curves)]

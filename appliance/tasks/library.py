@@ -14,6 +14,7 @@ from appliance.errors import RecipeError
 from appliance.files import digest_of
 from appliance.record.plan import TaskPlan
 from appliance.tasks import built_in, own
+from appliance.tasks.rows import Faults
 from appliance.tasks.task import Reward, Splits, Task
 from appliance.tasks.tiny_spec import TINY_MODELS
 
@@ -59,6 +60,13 @@ def splits_of(plan: TaskPlan) -> Splits:
     return found
 
 
+def too_few_problems(made: Splits, *, prompts_per_step: int) -> Faults:
+    if len(made.train) >= prompts_per_step:
+        return []
+    message = f"task.train_file: {len(made.train)} problems are left to train on, a step takes {prompts_per_step}"
+    return [(message, "lower batch.prompts_per_step, or give more problems")]
+
+
 def rewards_of(plan: TaskPlan) -> tuple[Reward, ...]:
     """For a process that grades: it may run the user's code, and raises what that raises."""
     return task_of(plan).rewards()
@@ -77,7 +85,9 @@ def data_key(plan: TaskPlan, *, model: str) -> str:
         fields |= {"train": _fingerprint(plan.train_file), "val": _fingerprint(plan.val_file)}
     if plan.own is not None:
         fields["own"] = {name: getattr(plan.own, name) for name in _OF_OWN}
-        fields |= {"tools": _fingerprint(plan.tools)} if plan.tools else {}
+        fields |= {"commit": plan.own.commit} if plan.own.commit else {}
+        sums = {each.path: each.sha256 or "unreadable" for each in plan.own.code}
+        fields |= {"tools": sums[plan.tools]} if plan.tools else {}
     if plan.val_sets:
         fields["val_sets"] = [(each.name, _fingerprint(each.file), each.size) for each in plan.val_sets]
     return _short_hash(fields)

@@ -32,9 +32,12 @@ class _DataSet(DataFile):
     config: str
     part: str
     """Its own split."""
+    commit: str
+    """Empty: of `main`."""
 
     def read(self, source: Source) -> ProblemSet:
-        return without_faults(read_data_set(self.hub, config=self.config, split=self.part, source=source))[0]
+        found = read_data_set(self.hub, config=self.config, split=self.part, commit=self.commit, source=source)
+        return without_faults(found)[0]
 
 
 def task(plan: OwnPlan) -> Task:
@@ -45,7 +48,7 @@ def task(plan: OwnPlan) -> Task:
         describe=_describe(plan),
         source=Source(parse=functools.partial(parse_row, plan=plan), hint=_hint(plan), knows_verl=True),
         load_rewards=functools.partial(load_rewards, plan, given=functools.partial(as_given, plan=plan)),
-        data_sets={plan.data: (_DataSet("own-train", "train", plan.data, "", plan.config, plan.split),)},
+        data_sets={plan.data: (_DataSet("own-train", "train", plan.data, "", plan.config, plan.split, plan.commit),)},
     )
 
 

@@ -19,11 +19,11 @@ from appliance.hub import download_model
 from appliance.record.events import append_event, exit_code_of
 from appliance.record.liveness import Heartbeat, keep_stacks
 from appliance.record.plan import RunPlan, read_plan
-from appliance.tasks.library import splits_of
+from appliance.tasks.library import splits_of, too_few_problems
 from appliance.tasks.rows import Problem, write_parquet
 from appliance.tasks.task import Splits
 from appliance.tasks.tiny_spec import TINY_MODELS, CalculatorSpec
-from appliance.tasks.tools import Asked, Schema, read_tools, write_schemas
+from appliance.tasks.tools import Schema, asked_of, read_tools, write_schemas
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -117,13 +117,14 @@ def _make_data(plan: RunPlan) -> None:
     found = splits_of(task)
     for note in found.notes:
         append_event(Path(plan.run_dir), kind="note", what=note, why="task.train_file")
-    schemas = read_tools(Asked(task.tools, plan.model.path, plan.model.trust_remote_code))
+    schemas = read_tools(asked_of(plan, model=plan.model.path))
     made = found
     if not task.truncate_prompts:  # a plan that truncates them keeps them all: trainer/rollouts.py cuts the tokens
         made, too_long = short_enough(found, plan=plan, tokenizer=load_tokenizer(plan), tools=schemas)
         for note in too_long:
             append_event(Path(plan.run_dir), kind="note", what=note, why="task.max_prompt_tokens")
-    _refuse_too_few(made, plan=plan)
+    if too_few := too_few_problems(made, prompts_per_step=plan.prompts_per_step):
+        raise RecipeError(too_few)
     with whole_folder(Path(task.train_parquet).parent, others_count=True) as folder:
         write_parquet({"train": made.train}, path=folder / Path(task.train_parquet).name, kind=task.kind)
         write_parquet(made.validations, path=folder / Path(task.val_parquet).name, kind=task.kind)
@@ -132,12 +133,6 @@ def _make_data(plan: RunPlan) -> None:
     to_validate = ", ".join(f"{len(made.val_sets[name])} ({name})" for name in made.val_sets) or str(len(made.val))
     sizes = f"{len(made.train)} problems to train on, {to_validate} to validate"
     append_event(Path(plan.run_dir), kind="progress", what="data", done=1, total=1, note=sizes)
-
-
-def _refuse_too_few(made: Splits, *, plan: RunPlan) -> None:
-    if len(made.train) < (prompts := plan.prompts_per_step):
-        message = f"task.train_file: {len(made.train)} problems are left to train on, a step takes {prompts}"
-        raise RecipeError([(message, "lower batch.prompts_per_step, or give more problems")])
 
 
 def short_enough(

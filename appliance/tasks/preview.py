@@ -16,7 +16,7 @@ from appliance.record.events import exit_code_of
 from appliance.record.plan import RunPlan, read_plan
 from appliance.tasks.library import splits_of
 from appliance.tasks.prepare import load_tokenizer, prompt_ids, short_enough
-from appliance.tasks.tools import Asked, read_tools
+from appliance.tasks.tools import asked_of, read_tools
 
 _PROBLEMS = 2
 
@@ -54,7 +54,7 @@ def preview(plan: RunPlan) -> Preview:
         hint = "look at model.path; without a network give a folder"
         raise EngineError(f"the tokenizer of {plan.model.identity} cannot be had: {why}", hint=hint) from error
     template = plan.model.path if os.path.isdir(plan.model.path) else ""  # a model of the hub is asked when it is here
-    tools = read_tools(Asked(plan.task.tools, template, plan.model.trust_remote_code))
+    tools = read_tools(asked_of(plan, model=template))
     left, too_long = found, ()
     if not plan.task.truncate_prompts:
         left, too_long = short_enough(found, plan=plan, tokenizer=tokenizer, tools=tools)

@@ -28,7 +28,7 @@ from appliance.tasks.built_in.dapo_math import PARSING_S, braced, import_verifie
 from appliance.tasks.built_in.gsm8k import FINAL
 from appliance.tasks.task import Response, Reward
 from appliance.tasks.user_code import Given, load_function
-from appliance.terms.environment import THREADS_VARIABLE
+from appliance.terms.environment import JUDGE_KEY_VARIABLE, THREADS_VARIABLE
 
 CODE_S = 10.0  # for all tests of one program: what is not done by then has failed
 JUDGE_S = 25.0  # for its answer, less than a response has by default
@@ -38,7 +38,7 @@ _TAIL = 1000  # characters that are searched where an answer is not marked
 _PR_SET_PDEATHSIG = 1
 JUDGE_PROMPT = (
     "Question:\n{prompt}\n\nReference answer:\n{truth}\n\nAnswer to grade:\n{response}\n\n"
-    "How right is the answer to grade? Reply with a number from 0 to 1 and nothing else."
+    "How right is the answer to grade? Reply with one number from 0 to 1, such as 0.25, and nothing else."
 )
 
 
@@ -54,18 +54,20 @@ class BuiltIn:
     """Those that must be given."""
     may_read_truth: bool = True
     """As of `Reward`."""
+    most_s: float = 0.0
+    """Its own limit for one response, where it has one."""
     prepare: Callable[[], object] = lambda: None
     """Import now what it will need."""
 
 
 def load_rewards(plan: OwnPlan, *, given: Given) -> tuple[Reward, ...]:
     """Runs the user's files. Raises what they raise, and UserCodeError for a function that is none of the forms."""
-    return tuple(_reward(each, given=given) for each in plan.rewards)
+    return tuple(_reward(each, plan=plan, given=given) for each in plan.rewards)
 
 
-def _reward(reward: RewardPlan, *, given: Given) -> Reward:
+def _reward(reward: RewardPlan, *, plan: OwnPlan, given: Given) -> Reward:
     if reward.file:
-        value = load_function(reward.file, reward.function, given=given)
+        value = load_function(reward.file, reward.function, given=given, sha256=plan.sha256_of(reward.file))
         return Reward(reward.name, reward.weight, value, place=f"{reward.file}:{reward.function}")
     built_in, options = BUILT_IN[reward.function], dict(reward.options)
     built_in.prepare()
@@ -198,7 +200,7 @@ def code(response: Response) -> float:
 
     The truth is JSON, `[{"input": ..., "output": ...}, ...]` or `{"inputs": [...], "outputs": [...]}`: texts for stdin
     and stdout, white space at the ends of lines ignored. **This is no sandbox**: the model's program runs as you, with
-    limits on time, memory, processes and file sizes, and with the network and your files within its reach.
+    limits on time, memory, processes and file sizes, and with the network, your files and processes within its reach.
     """
     tests, until = _tests(_truth(response)), time.monotonic() + CODE_S
     found = _FENCED.findall(response.text)
@@ -270,15 +272,15 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
-_SCORE = re.compile(r"(?<![\w.])(?:0?\.\d+|[01](?:\.\d+)?)(?![\w]|\.\d)")
+_SCORE = re.compile(r"0?\.[0-9]+|0(?:\.[0-9]*)?|1(?:\.0*)?")
+_MARKDOWN = "*_` \t"
 
 
-def judge(
-    response: Response, *, given: Given, url: str, model: str, prompt: str = JUDGE_PROMPT, key_variable: str = ""
-) -> float:
-    """The last number from 0 to 1 in what a model says at an OpenAI-compatible API about prompt, response and truth.
+def judge(response: Response, *, given: Given, url: str, model: str, prompt: str = JUDGE_PROMPT) -> float:
+    """What a model says at an OpenAI-compatible API about prompt, response and truth: its last line, without marks of
+    markdown, is a number from 0 to 1 and nothing else.
 
-    Raises ValueError where it says none, and what httpx raises: no grade is a fault of the judge, not of the response.
+    Raises ValueError where it is not, and what httpx raises: no grade is a fault of the judge, not of the response.
     """
     import httpx
 
@@ -286,26 +288,28 @@ def judge(
     asked = asked if isinstance(asked, str) else "\n\n".join(each["content"] for each in asked)
     values = {"prompt": asked, "response": response.text, "truth": response.truth}
     text = re.sub(r"\{(prompt|response|truth)\}", lambda found: values[found[1]], prompt)
-    headers = {"Authorization": f"Bearer {_key(key_variable)}"} if key_variable else {}
+    headers = {"Authorization": f"Bearer {key}"} if (key := _judge_key()) else {}
     body = {"model": model, "messages": [{"role": "user", "content": text}], "temperature": 0}
     answer = httpx.post(f"{url.rstrip('/')}/chat/completions", json=body, headers=headers, timeout=JUDGE_S)
     if answer.is_error:
-        raise ValueError(f"{url} answered {answer.status_code}")
+        without = "" if key else f", and {JUDGE_KEY_VARIABLE} is not set"
+        raise ValueError(f"{url} answered {answer.status_code}{without if answer.status_code == 401 else ''}")
     try:
         said = answer.json()["choices"][0]["message"]["content"]
     except (ValueError, TypeError, KeyError, IndexError):
         said = None
-    found = [float(each) for each in _SCORE.findall(said)] if isinstance(said, str) else []
-    if not found or found[-1] > 1:
-        raise ValueError(f"{url} gave no number from 0 to 1")
-    return found[-1]
+    lines = [line.strip().strip(_MARKDOWN) for line in said.splitlines()] if isinstance(said, str) else []
+    last = next(filter(None, reversed(lines)), "")
+    if not _SCORE.fullmatch(last):
+        raise ValueError(f"{url} gave no number from 0 to 1 as its last line")
+    return float(last)
 
 
-def _key(variable: str) -> str:
-    """It goes into a header and nowhere else."""
-    key = os.environ.get(variable, "").strip()
-    if not key:
-        raise ValueError(f"the environment variable {variable} holds no key")
+def _judge_key() -> str:
+    """Empty without one. It goes into one header and nowhere else: httpx would quote a header that cannot be."""
+    key = os.environ.get(JUDGE_KEY_VARIABLE, "").strip()
+    if not re.fullmatch("[!-~]*", key):
+        raise ValueError(f"{JUDGE_KEY_VARIABLE} holds no key: one has no spaces, line breaks or letters beyond ASCII")
     return key
 
 
@@ -317,11 +321,8 @@ BUILT_IN: dict[str, BuiltIn] = {
     "regex": BuiltIn(regex, options=("pattern",)),
     "format": BuiltIn(format_tags, may_read_truth=False),
     "length": BuiltIn(length, options=("target",), needs=("target",), may_read_truth=False),
-    "code": BuiltIn(code, may_read_truth=False),
+    "code": BuiltIn(code, may_read_truth=False, most_s=CODE_S),
     "judge": BuiltIn(
-        judge,
-        options=("url", "model", "prompt", "key_variable"),
-        needs=("url", "model"),
-        may_read_truth=False,
+        judge, options=("url", "model", "prompt"), needs=("url", "model"), may_read_truth=False, most_s=JUDGE_S
     ),
 }

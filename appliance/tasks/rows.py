@@ -12,6 +12,7 @@ import errno
 import itertools
 import json
 import os
+import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,7 @@ PARQUET = ".parquet"
 MAX_PROBLEMS = 20
 MAX_LINE = 16 << 20  # bytes: a line is held in memory, and what has no line ends would be held whole
 MAX_ROW = 8 << 20  # characters: every sample carries its problem's row to the reward
+_HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")
 ROWS_AT_A_TIME = 8192  # of a parquet file: DAPO-Math-17k has 1.8 million
 
 Row = dict[str, Any]
@@ -107,15 +109,18 @@ def read_file(path: str | Path, *, source: Source, name: str = "", most_rows: in
     return ProblemSet([], faults=[fault])
 
 
-def read_data_set(name: str, *, config: str, split: str, source: Source) -> ProblemSet:
-    """A data set of the hub, or of the cache where that is away; runs no code of it. Raises RecipeError."""
+def read_data_set(name: str, *, config: str, split: str, commit: str, source: Source) -> ProblemSet:
+    """A data set of the hub, or of the cache where that is away; runs no code of it. Raises RecipeError.
+
+    commit: empty: `main`.
+    """
     if os.path.exists(name):  # `datasets` would take it in the place of the hub's
         raise RecipeError([(f"task.data: {name}: a file or folder of this name is here", "use task.train_file")])
     import datasets  # a second, and a network client
     import httpx
 
     try:
-        data = datasets.load_dataset(name, config or None, split=split).with_format("arrow")
+        data = datasets.load_dataset(name, config or None, split=split, revision=commit or None).with_format("arrow")
     except (OSError, ValueError, RuntimeError, httpx.HTTPError, datasets.exceptions.DatasetsError) as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         hint = "look at its name, task.config and task.split; without a network give task.train_file"
@@ -271,7 +276,7 @@ def _problem(row: Row, *, source: Source) -> Problem | str:
 
 def _is_whole(made: Problem) -> bool:
     texts = (made.truth, *(text for message in made.messages for text in message))
-    return not any("\ud800" <= each <= "\udfff" for text in texts for each in text)
+    return not any(map(_HALF_A_CHARACTER.search, texts))
 
 
 def _of_verl(row: Row) -> Problem | str:

@@ -11,6 +11,7 @@ is being done, and at the end a Verdict. What anybody else prints goes to stderr
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -75,12 +76,21 @@ def _judge_own(problems: Sequence[Problem], *, task: Task, rewards: Sequence[Rew
         judges = [each for each in rewards if each.may_read_truth]
         if not problem.truth or not judges or earned[0] > earned[1]:
             continue
-        right = max(_graded(text, problem, rewards=judges).accuracy for text in task.answers(problem.truth))
+        tell(f"the rewards on the truth of row {number}, marked as an answer")
+        right = max(_earned(text, problem, rewards=judges) for text in task.answers(problem.truth))
         nothing = _graded("", problem, rewards=judges).accuracy
         if right <= nothing:
             earns = f"earns {right:g}, an empty response {nothing:g}"
             wrong.append(f"the truth `{problem.truth[:_SHOWN]}` as the response {earns}")
     return Verdict(len(problems), len(wrong), first=next(iter(wrong), ""))
+
+
+def _earned(text: str, problem: Problem, *, rewards: Sequence[Reward]) -> float:
+    """Nothing where a reward raises: the form is not the one that it wants."""
+    try:
+        return _graded(text, problem, rewards=rewards).accuracy
+    except (Exception, SystemExit):  # the boundary of the user's code
+        return -math.inf
 
 
 def _graded_by_each(text: str, what: str, problem: Problem, *, rewards: Sequence[Reward], tell: Tell) -> Graded | str:

@@ -161,9 +161,14 @@ class Task:
             notes.append(f"train: {shared} problems are in the validation data as well and are left out")
         faults = [fault for each in val_sets if each.file for fault in _too_few(each, found[_key(each)])]
         held: list[Problem] = []
+        if train and not left:
+            message = f"{train_file or 'the data set'}: each of its problems is in the validation data as well"
+            faults.append(
+                (message, "none is left to train on: validate on others, or leave that file out and give a size")
+            )
         if "val" in found:
             held = found["val"].problems[: size or None]
-        elif usual or not val_sets:
+        elif left and (usual or not val_sets):
             key = f"task.{_key(usual)}.size" if usual else "task.val_size"
             faults += _cannot_hold_out(left, path=train_file or "the data set", val_size=size, key=key)
             left, held = _hold_out(left, seed=seed, val_size=size)

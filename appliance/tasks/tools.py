@@ -7,9 +7,11 @@ pool, where the functions are called. Imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,10 +23,15 @@ from typing import Any
 from pydantic import ValidationError, validate_call
 
 from appliance.errors import RecipeError
+from appliance.processes import module_argv
+from appliance.record.code import as_it_runs
+from appliance.record.plan import RunPlan
 from appliance.tasks.user_code import load_module
 
 MOST_CHARACTERS = 4096  # of what a tool says, and of a message about it
 STARTS_WITHIN_S = 60.0  # the child: it loads transformers
+_BEGUN = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
+_SAID = "what the tool says"
 _HINT = "docs/own-task.md shows one"
 
 Schema = dict[str, Any]
@@ -51,10 +58,13 @@ def failure(why: str) -> Answer:
     return Answer(_shortened(f"error: {why}"), failed=True)
 
 
-def call_tool(file: str, name: str, arguments: str) -> Answer:
-    """In a process of the pool. arguments: a JSON object, as the model wrote it. What goes wrong is the answer."""
+def call_tool(file: str, sha256: str | None, name: str, arguments: str) -> Answer:
+    """In a process of the pool. sha256: as of load_module.  arguments: a JSON object, as the model wrote it.
+
+    What goes wrong is the answer.
+    """
     try:
-        tools = functions(load_module(file))
+        tools = functions(load_module(file, sha256=sha256))
     except BaseException as error:  # the boundary of the user's code, as below: `sys.exit()` is no Exception
         return failure(f"{type(error).__name__}: {error}")
     function = tools.get(name)
@@ -132,11 +142,18 @@ def _shortened(text: str) -> str:
 
 @dataclass(frozen=True)
 class Asked:
-    """Of the child. file: the user's.  model: whose chat template is to be looked at, or empty."""
+    """Of the child. model: whose chat template is to be looked at, or empty.  import_path: of what lies beside it."""
 
     file: str
     model: str = ""
     trust_remote_code: bool = False
+    import_path: tuple[str, ...] = ()
+
+
+def asked_of(plan: RunPlan, *, model: str) -> Asked:
+    """What runs: the run's copy, where there is one."""
+    own = as_it_runs(plan).own
+    return Asked(own.tools, model, plan.model.trust_remote_code, own.import_path) if own else Asked("")
 
 
 def read_tools(asked: Asked) -> list[Schema]:
@@ -144,7 +161,7 @@ def read_tools(asked: Asked) -> list[Schema]:
     wrong with them."""
     if not asked.file:
         return []
-    command = [sys.executable, "-m", "appliance.tasks.tools", json.dumps(asdict(asked))]
+    command = module_argv("appliance.tasks.tools", json.dumps(asdict(asked)))
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=STARTS_WITHIN_S, check=False
@@ -179,19 +196,47 @@ def template_problem(asked: Asked, schemas: list[Schema]) -> str:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(asked.model, trust_remote_code=asked.trust_remote_code)
-    said = [{"role": "user", "content": "hello"}]
+    render = functools.partial(tokenizer.apply_chat_template, tokenize=False)
     try:
-        with_tools, without = (
-            tokenizer.apply_chat_template(said, tools=each, tokenize=False) for each in (schemas, None)
-        )
+        if render(_BEGUN, tools=schemas) == render(_BEGUN):
+            problem = "has no tools"
+        else:
+            name = schemas[0]["function"]["name"]
+            with_tools = functools.partial(render, tools=schemas)
+            problem = _turn_problem(with_tools, [name]) or _turn_problem(with_tools, [name, name])
     except Exception as error:  # jinja's, or what a template raises by itself
-        return f"the chat template of {asked.model} fails with these tools: {error}"
-    return "" if with_tools != without else f"the chat template of {asked.model} has no tools"
+        problem = f"fails with these tools: {error}"
+    return problem and f"the chat template of {asked.model} {problem}"
+
+
+def _turn_problem(render: Callable[..., str], names: list[str]) -> str:
+    """Of a turn that calls these tools, and what they say, as verl's continuous-token builder has them rendered."""
+    made = [{"name": name, "arguments": {"a": 1}} for name in names]
+    calls = [{"id": f"call{n:05}", "type": "function", "function": each} for n, each in enumerate(made)]
+    turn = {"role": "assistant", "content": "", "reasoning_content": "reasons", "tool_calls": calls}
+    tools = [
+        {"role": "tool", "name": name, "tool_call_id": each["id"], "content": _SAID}
+        for name, each in zip(names, calls, strict=True)
+    ]
+    before, after = render([*_BEGUN, turn]), render([*_BEGUN, turn, *tools], add_generation_prompt=True)
+    if _hermes_calls(before)[-len(made) :] != made:
+        return 'has no calls of the hermes form, <tool_call>{"name": ..., "arguments": {...}}</tool_call>'
+    if not after.startswith(before):
+        return "changes what was said when a tool answers"
+    return "" if after.count(_SAID) == len(made) else "leaves out what a tool says"
+
+
+def _hermes_calls(text: str) -> list[object]:
+    found = []
+    for inner in re.findall("<tool_call>(.*?)</tool_call>", text, re.DOTALL):
+        with contextlib.suppress(ValueError):  # a template that says what a call looks like
+            found.append(json.loads(inner))
+    return found
 
 
 def main(arguments: list[str]) -> int:
     asked = Asked(**json.loads(arguments[0]))
-    sys.path.append(str(Path(asked.file).parent))  # what lies beside it, as in the pool
+    sys.path.extend(asked.import_path)  # as in the pool
     found = describe(load_module(asked.file))
     problems = [f"{asked.file}: {problem}" for problem in found.problems]
     if asked.model and found.schemas and (problem := template_problem(asked, found.schemas)):

@@ -7,6 +7,7 @@ that it names, by name, or all of them where it takes `**`: what it requires bes
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import inspect
 import json
@@ -38,9 +39,9 @@ class UserCodeError(ValueError):
     """The user's file has no such function, or one that cannot be called as a reward, or it returned no reward."""
 
 
-def load_function(file: str, name: str, *, given: Given) -> Callable[[Response], object]:
-    """Raises what the file raises when it is imported, and UserCodeError."""
-    function = getattr(load_module(file), name, None)
+def load_function(file: str, name: str, *, given: Given, sha256: str | None = None) -> Callable[[Response], object]:
+    """sha256: as of load_module. Raises what the file raises when it is imported, and UserCodeError."""
+    function = getattr(load_module(file, sha256=sha256), name, None)
     if not callable(function):
         raise UserCodeError(f"{file}: there is no function `{name}` in it")
     try:
@@ -115,16 +116,23 @@ async def _awaited(returned: Any) -> object:
     return await returned
 
 
-def load_module(file: str) -> ModuleType:
-    """Each file once in a process. What lies beside the user's own imports by `sys.path`, which the process has."""
+def load_module(file: str, *, sha256: str | None = None) -> ModuleType:
+    """Each file once in a process. What lies beside the user's own imports by `sys.path`, which the process has.
+
+    sha256: what the plan has, and nothing else runs: neither another file nor a `.pyc`; None: whatever is there.
+    Raises what the file raises, and UserCodeError.
+    """
     name = f"_user_code_{file}"
     if name not in sys.modules:
+        content = Path(file).read_bytes()
+        if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
+            raise UserCodeError(f"{file}: it is not the file that was planned, it changed since")
         spec = importlib.util.spec_from_file_location(name, Path(file))
-        assert spec is not None and spec.loader is not None, "a path ends in .py"
+        assert spec is not None, "a path ends in .py"
         module = importlib.util.module_from_spec(spec)
         with contextlib.ExitStack() as undo:
             sys.modules[name] = module  # a dataclass in it looks there for its own module
             undo.callback(sys.modules.pop, name)
-            spec.loader.exec_module(module)
+            exec(compile(content, file, "exec", dont_inherit=True), vars(module))
             undo.pop_all()
     return sys.modules[name]

@@ -13,7 +13,7 @@ PASSES = 1.0  # what the first reward of a sample that passes is at least
 def set_metrics(name: str, graded: Sequence[Sequence[Graded]], *, first_reward: str) -> dict[str, float]:
     """By the contract's names, the mean first: `val/<name>/avg@<n>`, then `val/<name>/pass@<k>` for k = 1, 2, 4 .. n.
 
-    graded: of each problem its n samples, n >= 1 and the same for all; a fault counts 0 and does not pass.
+    graded: of each problem its n samples, n >= 1 and the same for all; a fault counts what it has, and does not pass.
     first_reward: by which a sample passes; empty: there is one.
     """
     samples = len(graded[0])

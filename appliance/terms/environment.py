@@ -23,6 +23,7 @@ TENSORBOARD_DIR_VARIABLE = "TENSORBOARD_DIR"
 KV_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"  # GiB
 WANDB_MODE_VARIABLE = "WANDB_MODE"
 WANDB_KEY_VARIABLE = "WANDB_API_KEY"  # never set by us: the user's secret
+JUDGE_KEY_VARIABLE = "APPLIANCE_JUDGE_KEY"  # nor this one; fixed: a recipe that named it could name any secret
 TRACKIO_DIR_VARIABLE = "TRACKIO_DIR"
 PRELOAD_VARIABLE = "APPLIANCE_PRELOAD"  # in the processes of rollout servers, see trainer/preload.py
 SERVER_VARIABLES = {PRELOAD_VARIABLE: "1"}  # what our platform gives a rollout server

@@ -13,7 +13,7 @@ import json
 import random
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -271,6 +271,16 @@ def _full_folder(run_dir: Path, error: Exception) -> Path | None:
     if is_full(getattr(error, "cause", error)) or "No space left" in str(error):
         return (full or folders)[0]
     return folders[0] if folders[0] in full else None
+
+
+def at_its_place(data: Any) -> Iterator[Any]:
+    """Of a StatefulDataLoader, from where the checkpoint was; from the beginning of an epoch where there are fewer
+    problems than that: a resume with other tools, whose schemas left more prompts too long."""
+    try:
+        return iter(data)
+    except StopIteration:
+        data.next_iter_state = None  # what its load_state_dict has set
+        return iter(data)
 
 
 def take_random() -> DriverRandom:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import multiprocessing  # noqa: F401  here, since what it spawns begins in the folder where it was imported
 import os
 import sys
 import threading
@@ -140,15 +141,16 @@ def _start_ray(plan: RunPlan) -> None:
     import ray
 
     on_cpu = plan.device == "cpu"
-    ray.init(
-        address="local",  # never a cluster that RAY_ADDRESS names
-        num_cpus=max(MIN_RAY_CPUS, os.cpu_count() or 1),
-        num_gpus=plan.gpus_per_node if on_cpu else None,
-        include_dashboard=False,
-        object_store_memory=CPU_OBJECT_STORE_BYTES if on_cpu else None,
-        _temp_dir=str(Path(os.environ[RAY_DIR_VARIABLE], RAY_OWN)),
-        log_to_driver=True,
-    )
+    with contextlib.chdir(plan.run_dir):  # Ray's workers import from the folder where it is called
+        ray.init(
+            address="local",  # never a cluster that RAY_ADDRESS names
+            num_cpus=max(MIN_RAY_CPUS, os.cpu_count() or 1),
+            num_gpus=plan.gpus_per_node if on_cpu else None,
+            include_dashboard=False,
+            object_store_memory=CPU_OBJECT_STORE_BYTES if on_cpu else None,
+            _temp_dir=str(Path(os.environ[RAY_DIR_VARIABLE], RAY_OWN)),
+            log_to_driver=True,
+        )
     if on_cpu:
         preload.order(len(plan.rollout.replicas), env=SERVER_ENV)
 

@@ -108,6 +108,7 @@ def _rollouts(trainer: Trainer, *, plan: RunPlan, pool: RewardPool) -> Rollouts:
             max_tokens=plan.task.max_response_tokens,
             buffer_tokens=plan.algorithm.overlong_tokens,
             penalty=plan.algorithm.overlong_penalty,
+            samples=plan.rollout.samples_per_prompt if plan.task.own else 0,
         ),
         training=Sampling(
             temperature=plan.rollout.temperature,
@@ -136,7 +137,12 @@ def _turns(trainer: Trainer, *, plan: RunPlan, pool: RewardPool) -> Turns:
         schemas=read_schemas(task.schemas_file),
         max_turns=task.own.max_turns,
         max_tokens=task.max_response_tokens,
-        call=in_pool(pool, file=task.own.with_copies(plan.run_dir).tools, timeout_s=task.reward_timeout_s),
+        call=in_pool(
+            pool,
+            file=task.own.with_copies(plan.run_dir).tools,
+            sha256=task.own.sha256_of(task.tools),
+            timeout_s=task.reward_timeout_s,
+        ),
     )
 
 

@@ -308,14 +308,13 @@ class Validation:
         Raises StopAsked, and TrainingError when verl reports no mean.
         """
 
-        def measured() -> tuple[float, Metrics]:
+        def measured() -> tuple[float, Metrics, Metrics]:
             values, sets = validate(), by_set()
-            return (next(iter(sets.values())), sets) if sets else (mean_of(values), values)
+            return (next(iter(sets.values())), sets, sets) if sets else (mean_of(values), sets, values)
 
         before = problems()
-        mean, values = measured()
+        mean, sets, values = measured()
         scored, self.scheme = problems() - before, self._precision.live.label
-        sets = by_set()
         bf16 = self._mean_in_bf16(mean, validate=lambda: measured()[0], step=step, update=update)
         self._line = {"val_reward_mean": mean, "val_reward_bf16_mean": bf16, "val_samples": scored, **sets}
         return values

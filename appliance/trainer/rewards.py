@@ -6,8 +6,8 @@ processor inside one instruction that no signal interrupts. pebble's pool ends s
 
 A reward function that raises, hangs, dies or returns no finite number says nothing about the response. In training
 such a sample gets the mean reward of the others of its prompt: its advantage is 0, so it teaches nothing, and the mean
-of the group stays what it is. (0 would teach that the response was wrong.) In validation it counts as wrong: there the
-mean must not become better by failures.
+of the group stays what it is. (0 would teach that the response was wrong.) In validation it counts as wrong (0, or the
+least of its set where rewards go below 0): there the mean must not become better by failures.
 
 verl loads `compute_score` from this file (`reward.custom_reward_function`).
 """
@@ -15,6 +15,7 @@ verl loads `compute_score` from this file (`reward.custom_reward_function`).
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import functools
 import multiprocessing
 import os
@@ -33,19 +34,20 @@ from pebble.pool.process import PoolManager
 
 from appliance.errors import GuardStop
 from appliance.record.events import append_event
-from appliance.record.liveness import keep_stacks
+from appliance.record.liveness import Heartbeat, keep_stacks
 from appliance.record.plan import RunPlan
 from appliance.tasks.grading import Fault, Graded, grade, in_words, weighed
 from appliance.tasks.library import TASKS, rewards_of
 from appliance.tasks.task import Response, Reward
 
 TIMEOUT_S = 30.0  # of one response, from when a process takes it; math-verify's own limits are below
+LOADS_WITHIN_S = 60.0  # a process its rewards, before its first response
 MOST_WORKERS = 8
 IDLE_DEATH = "a reward process died while it waited for a response"
 _LOOK_EVERY_S = 1.0  # at the pool, while a grade is waited for
 
 T = TypeVar("T")
-_load: Callable[[], Sequence[Reward]]  # in a process of the pool
+_loaded: Sequence[Reward] | BaseException  # in a process of the pool, or why there are none
 
 
 def compute_score(
@@ -106,7 +108,8 @@ class RewardPool:
         timeout_s: float = TIMEOUT_S,
         on_idle_death: Callable[[], None] = lambda: None,
     ) -> None:
-        """load: gives the rewards; called in each process ahead of its first response, so it can be pickled.
+        """load: gives the rewards; called in each process at its start, so it can be pickled. What it raises costs each
+        response; a process whose loading takes more than LOADS_WITHIN_S ends.
 
         import_path: further folders of modules, for each process.
 
@@ -120,6 +123,7 @@ class RewardPool:
         self._import_path = tuple(import_path)
         self._workers = workers or num_workers(os.cpu_count() or 1)
         self._on_idle_death = on_idle_death
+        self._heartbeat = Heartbeat()
         self._is_closed = False
         self._start()
 
@@ -132,8 +136,7 @@ class RewardPool:
             # A fork of this process, with its threads and Ray's, may deadlock.
             context=multiprocessing.get_context("spawn"),
         )
-        for _ in range(self._workers):  # starts the processes; what fails here fails again
-            self._pool.schedule(_ready, timeout=self._timeout_s)
+        self._pool.schedule(os.getpid)  # starts the processes
 
     async def grade(self, response: Response) -> Graded:
         """Never raises: what goes wrong with one response is counted."""
@@ -171,6 +174,8 @@ class RewardPool:
             raise CallFailed(Fault.DIED, "the processes of the pool are gone") from None
         except Exception as error:  # what it returned cannot be pickled
             raise CallFailed(Fault.RAISED, in_words(error)) from None
+        finally:
+            self._heartbeat.beat()  # what takes long and has its time limit is no stall
         if answer.raised:
             raise CallFailed(Fault.RAISED, answer.raised)
         return answer.value
@@ -220,18 +225,23 @@ def pool_for(plan: RunPlan) -> RewardPool:
 
 
 def _begin(load: Callable[[], Sequence[Reward]], import_path: tuple[str, ...]) -> None:
-    """In each process of the pool, at its start. Loading may run the user's code: it waits for a time limit."""
+    """In each process of the pool, at its start. Loading may run the user's code, in its own time and not in that of
+    the first response: whatever it holds, a thread that needs no interpreter ends the process after LOADS_WITHIN_S."""
     keep_stacks("reward")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # what reads stdin finds its end
     os.close(nothing)
     sys.path.extend(import_path)
-    global _load
-    _load = functools.cache(load)
-
-
-def _ready() -> None:
-    _load()
+    global _loaded
+    own = os.getpid()
+    faulthandler.dump_traceback_later(LOADS_WITHIN_S, exit=True)
+    try:
+        _loaded = load()
+    except (Exception, SystemExit) as error:  # the boundary of the user's code: each response is told
+        _loaded = error
+    if os.getpid() != own:
+        os._exit(0)  # as below
+    faulthandler.cancel_dump_traceback_later()
 
 
 class _Answer(NamedTuple, Generic[T]):  # no dataclass: verl loads this file as a module that nobody finds by its name
@@ -253,7 +263,9 @@ def _called(function: Callable[..., T], arguments: tuple[object, ...]) -> _Answe
 
 
 def _grade(response: Response) -> Graded:
-    return weighed(grade(_load(), response))
+    if isinstance(_loaded, BaseException):
+        raise _loaded.with_traceback(None)  # which would grow with each response
+    return weighed(grade(_loaded, response))
 
 
 def note_idle_death(run_dir: Path) -> None:

@@ -18,7 +18,7 @@ from asyncio import FIRST_EXCEPTION
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,12 +36,13 @@ from appliance.tasks.task import Response
 from appliance.tasks.validation import set_metrics
 from appliance.trainer.rewards import RewardPool, neutral_accuracies, neutral_parts, reward_means
 from appliance.trainer.samples import Group, SampleLog
-from appliance.trainer.turns import Opening, Spoken, SpokenGroup, Turns, one_turn
+from appliance.trainer.turns import Opening, Spoken, SpokenGroup, Tally, Turns, one_turn
 
 PROMPTS_PER_PUT = 64
 PUT_EVERY_S = 1.0
 LOOK_AGAIN_S = 1.0  # how long a wait for rollouts lasts at most before the buffer is looked at again
 _HINT = "the log has the whole story"
+_NOT_PUT = ("extra_info", "turns")  # whole rows and conversations: rewards and SampleLog read them, verl does not
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ class Rollouts:
         turns: Turns | None = None,
     ) -> None:
         self._turns = turns
+        self._tally = Tally()
         self._servers = servers
         self._seed = seed
         self._seeds = PromptSeeds(seed)
@@ -138,6 +140,7 @@ class Rollouts:
         self._rewards = rewards
         self._graded: dict[str, tuple[int, list[Graded]]] = {}  # by uid: the step, and the samples
         self.validated = 0
+        self._validates = False  # the newest that was asked for is a validation
         self._heartbeat = Heartbeat()
         self.generated_prompts = 0
         self.generated_tokens = 0
@@ -161,7 +164,8 @@ class Rollouts:
 
     def take_turns(self) -> dict[str, float]:
         """Of what was generated for training since they were taken last; nothing of a run without tools."""
-        return {} if self._turns is None else self._turns.take_metrics()
+        found, self._tally = self._tally, Tally()
+        return found.metrics() if self._turns is not None else {}
 
     def finish(self) -> None:
         """Raises as `wait`."""
@@ -217,6 +221,9 @@ class Rollouts:
         return reward_means(parts, names=self._rewards)
 
     async def _generate(self, rows: list[dict[str, Any]], *, validate: bool) -> None:
+        has_validated, self._validates = self._validates, validate
+        if has_validated and not validate:  # a resumed run does not validate first: nothing is cached there either
+            await asyncio.gather(*(server.clear_kv_cache.remote() for server in self._servers))
         if not (validate and self._val_sets):
             sampling = self._validation if validate else self._training
             await self._sampled(rows, sampling=sampling, seeds=self._seeds, validate=validate)
@@ -234,11 +241,15 @@ class Rollouts:
         shaping = Shaping() if validate else self._shaping
         prompts = [self._prompt(row, sampling=sampling, seeds=seeds) for row in rows]
         engines = [self._stream(number, prompts, sampling=sampling) for number in range(len(self._servers))]
-        tasks = [asyncio.create_task(self._scored(prompt, shaping=shaping, validate=validate)) for prompt in prompts]
+        grades = [asyncio.create_task(self._grades(prompt)) for prompt in prompts]
+        least = asyncio.create_task(_least(grades))
+        tasks = [
+            asyncio.create_task(self._scored(prompt, graded, least=least, shaping=shaping, validate=validate))
+            for prompt, graded in zip(prompts, grades, strict=True)
+        ]
         streams = [asyncio.create_task(engine) for engine in engines]
         for number, stream in enumerate(streams):
-            share = prompts[number :: len(streams)]
-            stream.add_done_callback(functools.partial(_leave_none_waiting, share, engine=number))
+            stream.add_done_callback(functools.partial(_leave_none_waiting, prompts[number :: len(streams)]))
         try:
             async for ready in _in_order(tasks) if validate or self._in_order else _as_they_come(tasks):
                 if validate:  # counted before: who sees the results may ask how many there are
@@ -251,7 +262,7 @@ class Rollouts:
                 await _put(ready, partition=partition)
                 self._progress.set()
         finally:
-            for task in (*tasks, *streams):
+            for task in (*tasks, least, *grades, *streams):
                 task.cancel()
 
     def _counted(self, ready: list[Group], *, val_set: str) -> list[Group]:
@@ -298,7 +309,7 @@ class Rollouts:
         sampling: Sampling,
         already: list[int] | None = None,
     ) -> AsyncIterator[tuple[int, Any]]:
-        """`generate_groups` of an engine."""
+        """`generate_groups` of an engine. Raises EngineError when it fails, or leaves prompts out."""
         answers = (
             self._servers[number]
             .generate_groups.options(num_returns="streaming")
@@ -310,29 +321,52 @@ class Rollouts:
                 already=already,
             )
         )
+        answered = 0
         try:
             async for answer in answers:
                 yield await answer
+                answered += 1
                 self._heartbeat.beat()
         except RayError as error:
             raise _named(error, engine=number) from error
+        if answered < len(prompts):
+            raise EngineError(f"rollout engine {number} answered {answered} of {len(prompts)} prompts", hint=_HINT)
 
     def _decoded(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
-    async def _scored(self, prompt: _Prompt, *, shaping: Shaping, validate: bool) -> Group:
-        """(uid, one field dictionary per sample)."""
-        group, row = await prompt.group, prompt.row
-        graded = await asyncio.gather(*(self.pool.grade(_response(each, row)) for each in group.samples))
+    async def _grades(self, prompt: _Prompt) -> list[Graded]:
+        group = await prompt.group
+        return await asyncio.gather(*(self.pool.grade(_response(each, prompt.row)) for each in group.samples))
+
+    async def _scored(
+        self,
+        prompt: _Prompt,
+        grades: asyncio.Task[list[Graded]],
+        *,
+        least: asyncio.Task[float],
+        shaping: Shaping,
+        validate: bool,
+    ) -> Group:
+        """(uid, one field dictionary per sample). least: what a fault has in a validation."""
+        graded, group, row = await grades, await prompt.group, prompt.row
+        if validate:
+            graded = [replace(each, accuracy=await least) if each.fault else each for each in graded]
         if self._val_sets if validate else self._rewards:
             self._graded[row["uid"]] = int(row["global_steps"]), graded
-        if self._turns is not None and not validate:
-            self._turns.tally.extend(group.samples)
-        accuracies = [each.accuracy for each in graded] if validate else neutral_accuracies(graded)
+        if not validate:
+            self._tally.extend(group.samples)
+        known = [each.accuracy for each in graded] if validate else neutral_accuracies(graded)
+        accuracies = [shaping.comparable(each) for each in known]
         return row["uid"], [
             _fields(prompt, group=group, session=session, accuracy=accuracy, shaping=shaping)
             for session, accuracy in enumerate(accuracies)
         ]
+
+
+async def _least(grades: list[asyncio.Task[list[Graded]]]) -> float:
+    """0, or the least of all samples where that is below 0: known when all are graded."""
+    return min((0.0, *(each.accuracy for graded in await asyncio.gather(*grades) for each in graded)))
 
 
 def _response(spoken: Spoken, row: dict[str, Any]) -> Response:
@@ -353,17 +387,16 @@ def _named(error: RayError, *, engine: int) -> EngineError:
     return EngineError(f"rollout engine {engine} {problem}", hint=_HINT)
 
 
-def _leave_none_waiting(prompts: list[_Prompt], stream: asyncio.Task[None], *, engine: int) -> None:
+def _leave_none_waiting(prompts: list[_Prompt], stream: asyncio.Task[None]) -> None:
     """However an engine's answers ended: who waits for one that did not come hears why."""
     waiting = [prompt for prompt in prompts if not prompt.group.done()]
     if stream.cancelled():
         for prompt in waiting:
             prompt.group.cancel()
         return
-    answered = len(prompts) - len(waiting)
-    few = EngineError(f"rollout engine {engine} answered {answered} of {len(prompts)} prompts", hint=_HINT)
-    for prompt in waiting:
-        prompt.group.set_exception(stream.exception() or few)
+    if waiting and (error := stream.exception()):
+        for prompt in waiting:
+            prompt.group.set_exception(error)
 
 
 def _fields(prompt: _Prompt, *, group: SpokenGroup, session: int, accuracy: float, shaping: Shaping) -> dict[str, Any]:
@@ -393,8 +426,8 @@ def _fields(prompt: _Prompt, *, group: SpokenGroup, session: int, accuracy: floa
             "max_global_steps": group.weights_version,
             "reward_extra_info": {"acc": accuracy},
             "finished": sample.finished,
-            **({"turns": sample.said} if sample.said else {}),
         },
+        "turns": sample.said,
     }
 
 
@@ -423,7 +456,7 @@ async def _put(ready: list[Group], *, partition: str) -> None:
             versions = {name: sample["extra_fields"][name] for name in ("min_global_steps", "max_global_steps")}
             tag = {"prompt_len": len(sample["prompts"]), "response_len": len(sample["responses"])} | versions
             keys.append(f"{uid}_{sample['session_id']}_0")
-            fields.append(sample)
+            fields.append({name: value for name, value in sample.items() if name not in _NOT_PUT})
             tags.append(
                 tag | {"status": "success", "seq_len": len(sample["input_ids"]), "global_steps": sample["global_steps"]}
             )

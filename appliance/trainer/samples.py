@@ -45,7 +45,7 @@ class SampleLog:
             append_samples(self._run_dir, StepSamples(step, scheme, tuple(validation), tuple(training)))
 
     def _sample(self, fields: dict[str, Any], *, validate: bool) -> Sample:
-        turns = tuple((who, shortened(text)) for who, text in fields["extra_fields"].get("turns", ()))
+        turns = tuple((who, shortened(text)) for who, text in fields.get("turns", ()))
         return Sample(
             prompt=shortened(self._decode(fields["prompts"])),
             response=turns[-1][1] if turns else shortened(self._decode(fields["responses"])),

@@ -20,11 +20,12 @@ from verl.workers.rollout.llm_server import LLMServerManager
 from appliance.errors import ApplianceError, GuardStop
 from appliance.guard.signals import Signals
 from appliance.record.checkpoints import checkpoint_folder, owed_line
+from appliance.record.code import attested_code
 from appliance.record.events import append_event, run_started
 from appliance.record.plan import RunPlan
 from appliance.terms.devices import CPU
 from appliance.trainer.attest import attest_driver, attest_trainers, check_attested
-from appliance.trainer.checkpoints import Checkpoints, read_state
+from appliance.trainer.checkpoints import Checkpoints, at_its_place, read_state
 from appliance.trainer.correction import BatchCorrection
 from appliance.trainer.engines import RolloutEngines
 from appliance.trainer.export import export_checkpoint
@@ -140,6 +141,7 @@ class Trainer(PPOTrainerSync):
 
     def on_sample_end(self) -> None:
         super().on_sample_end()
+        attested_code(self.plan)  # a copy that changed is refused by each new process of the pool
         self._step.reward_failures = self._end_rewards(f"step {self.global_steps}")
         self.stopping.check()
 
@@ -264,7 +266,7 @@ class Trainer(PPOTrainerSync):
         data_state = self.train_dataloader.state_dict
         opened = Checkpoints(self.plan, save_workers=self._save_workers, data_state=data_state)
         if self.plan.resume_from:
-            self.train_dataloader_it = iter(self.train_dataloader)  # draws from the random state that is put back next
+            self.train_dataloader_it = at_its_place(self.train_dataloader)  # draws from the random state put back next
             opened.restore(Path(self.plan.resume_from))
         return opened
 

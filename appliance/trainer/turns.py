@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from jinja2 import TemplateError
 from verl.experimental.agent_loop import tool_parser
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
@@ -28,6 +29,7 @@ from appliance.trainer.rewards import CallFailed, RewardPool
 
 FORMAT = "hermes"  # of calls: <tool_call>{"name": ..., "arguments": {...}}</tool_call>
 BEGINS = "<tool_call>"
+MOST_CALLS = 16  # that are made of a turn, one after the other
 
 tool_parser.logger.setLevel(logging.CRITICAL)  # a call that cannot be read is the model's to hear of, and is counted
 
@@ -154,12 +156,6 @@ class Turns:
         self._max_turns = max_turns
         self._max_tokens = max_tokens
         self._call = call
-        self.tally = Tally()
-
-    def take_metrics(self) -> dict[str, float]:
-        """Of what was added to the tally since they were taken last."""
-        found, self.tally = self.tally.metrics(), Tally()
-        return found
 
     def prompt_ids(self, messages: list[dict[str, Any]]) -> list[int]:
         return list(self._builder.build_initial_tokens(messages, tools=self._schemas))
@@ -206,17 +202,21 @@ class Turns:
         unread = max(0, self._tokenizer.decode(ids).count(BEGINS) - len(calls))
         if is_last or not spoken.finished or not (calls or unread):
             return False
-        answers = [(each.name, await self._call(each.name, each.arguments)) for each in calls]
+        answers = [(each.name, await self._call(each.name, each.arguments)) for each in calls[:MOST_CALLS]]
+        answers += [(each.name, failure(f"only {MOST_CALLS} calls of a turn are made")) for each in calls[MOST_CALLS:]]
         answers += [("", failure("a tool call is not JSON with `name` and `arguments`"))] * unread
         spoken.calls += len(answers)
         spoken.failed_calls += sum(answer.failed for _, answer in answers)
         said = [_assistant(content, calls), *(_tool(name, answer) for name, answer in answers)]
         before = [*conversation.messages, said[0]]
         prompt = conversation.opening.token_ids
-        merged = self._builder.merge_context_tokens(
-            before, [*before, *said[1:]], prompt + spoken.token_ids, tools=self._schemas
-        )
-        if len(merged.token_ids) - len(prompt) >= self._max_tokens:
+        try:
+            merged = self._builder.merge_context_tokens(
+                before, [*before, *said[1:]], prompt + spoken.token_ids, tools=self._schemas
+            )
+        except (TemplateError, TypeError, ValueError):  # what a chat template refuses, or cannot do with
+            merged = None
+        if merged is None or len(merged.token_ids) - len(prompt) >= self._max_tokens:
             spoken.finished = False
             return False
         mask, log_probs = self._builder.align_response_metadata(merged, spoken.mask, spoken.log_probs)
@@ -226,12 +226,12 @@ class Turns:
         return True
 
 
-def in_pool(pool: RewardPool, *, file: str, timeout_s: float) -> Callable[[str, str], Awaitable[Answer]]:
-    """Calls of the tools of a file. However one goes wrong, the model hears of it."""
+def in_pool(pool: RewardPool, *, file: str, sha256: str, timeout_s: float) -> Callable[[str, str], Awaitable[Answer]]:
+    """Calls of the tools of a file, as it was planned. However one goes wrong, the model hears of it."""
 
     async def call(name: str, arguments: str) -> Answer:
         try:
-            return await pool.call(call_tool, file, name, arguments, timeout_s=timeout_s)
+            return await pool.call(call_tool, file, sha256, name, arguments, timeout_s=timeout_s)
         except CallFailed as failed:
             return failure(f"`{name}`: {failed.why}")
 

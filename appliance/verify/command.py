@@ -16,7 +16,7 @@ from appliance.launch.workspace import OF_A_PROFILE, OF_AN_ENGINE, OF_THE_MODEL,
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostFacts
 from appliance.preflight.probes import read_host
-from appliance.preflight.report import commit_for
+from appliance.preflight.report import commits_for
 from appliance.profile.job import find_profile, job_of_plan
 from appliance.quant.files import read_file_header
 from appliance.recipe.schema import Recipe, SchemeChoice
@@ -41,7 +41,7 @@ def run_verify(recipe: Recipe, *, schemes: tuple[Scheme, ...] | None, emulate: b
     with work_folder(recipe.cluster.run_dir, command="verify") as folder:
         host = read_host(folder)
         plans = [
-            build_plan(each, run_dir=folder, host=host, commit=commit_for(each))
+            build_plan(each, run_dir=folder, host=host, **commits_for(each))
             for each in _recipes(recipe, schemes=schemes, emulate=emulate)
         ]
         plan, asked = plans[0], _asked(plans)

@@ -63,7 +63,7 @@ def played(texts: list[str], *, tokenizer: Any, file: Path) -> Spoken:
     lines = itertools.cycle(texts)
 
     async def call(name: str, arguments: str) -> Answer:
-        return call_tool(str(file), name, arguments)
+        return call_tool(str(file), None, name, arguments)
 
     async def ask(prompts: list[list[int]], **asked: Any) -> AsyncIterator[tuple[int, Any]]:
         room = TOKENS - (asked.get("already") or [0])[0]

@@ -37,7 +37,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def splits(name: str = "me/sums", *, config: str = "", split: str = "train"):
+def splits(name: str = "me/sums", *, config: str = "", split: str = "train", commit: str = ""):
     plan = OwnPlan(
         data=name,
         config=config,
@@ -50,6 +50,7 @@ def splits(name: str = "me/sums", *, config: str = "", split: str = "train"):
         tools="",
         max_turns=1,
         code=(),
+        commit=commit,
     )
     return own.task(plan).splits(difficulty=2, train_file="", val_file="", seed=0, train_size=0, val_size=2)
 
@@ -67,6 +68,15 @@ def test_a_data_set_in_the_cache_needs_no_hub(cache: Path) -> None:
     assert {each.prompt: each.truth for each in (*made.train, *made.val)} == {f"{n}+1?": str(n + 1) for n in range(5)}
     assert made.train[0].row == f'{{"question": "{made.train[0].prompt}", "answer": {made.train[0].truth}}}'
     assert made.notes == ("train: `image`: not in the rows that rewards get, bytes are no JSON",)
+
+
+def test_a_data_set_is_read_at_its_commit(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load, revisions = datasets.load_dataset, []
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *of, **how: revisions.append(how["revision"]) or load(*of, **how)
+    )
+    assert splits(commit="0" * 40) == splits()
+    assert revisions == ["0" * 40, None]
 
 
 def test_an_unknown_split_names_those_there_are(cache: Path) -> None:

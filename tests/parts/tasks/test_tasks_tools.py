@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
+from plans import make_plan, own_plan
 
 from appliance.errors import RecipeError
-from appliance.tasks.tiny_model import save_tokenizer
-from appliance.tasks.tools import Asked, call_tool, read_schemas, read_tools, write_schemas
+from appliance.record.code import copy_code
+from appliance.record.plan import CodeFile
+from appliance.tasks.tiny_model import TOOL_TEMPLATE, save_tokenizer
+from appliance.tasks.tools import Asked, asked_of, call_tool, read_schemas, read_tools, template_problem, write_schemas
 
 GOOD = '''
 from json import dumps
@@ -115,9 +119,65 @@ def test_a_chat_template_without_tools_is_refused(tmp_path: Path) -> None:
     ]
 
 
+LLAMA = """{"name": {{ call.function.name | tojson }}, "parameters": {{ call.function.arguments | tojson }}}"""
+CODER = "<tool_call><function={{ call.function.name }}></function></tool_call>"
+HERMES = "<tool_call>{{ call.function | tojson }}</tool_call>"
+ANSWER = "<tool_response>{{ message.content }}</tool_response>"
+ONE_CALL = "{% if (message.tool_calls or []) | length > 1 %}{{ raise_exception('only single tool-calls') }}{% endif %}"
+NOT_HERMES = 'has no calls of the hermes form, <tool_call>{"name": ..., "arguments": {...}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("part", "instead", "problem"),
+    [
+        (HERMES, LLAMA, NOT_HERMES),
+        (HERMES, CODER, NOT_HERMES),
+        (HERMES, "", NOT_HERMES),
+        (HERMES, ONE_CALL + HERMES, "fails with these tools: only single tool-calls"),
+        (ANSWER, "{{ raise_exception('no role tool') }}", "fails with these tools: no role tool"),
+        (ANSWER, "{{ message.content.name.first }}", "fails with these tools: 'str object' has no attribute 'name'"),
+        (ANSWER, "", "leaves out what a tool says"),
+        (
+            "{% if message.role == 'assistant' %}=",
+            "{% if message.role == 'assistant' %}={{ loop.last }}",
+            "changes what was said when a tool answers",
+        ),
+    ],
+)
+def test_a_chat_template_of_another_form_is_refused(part: str, instead: str, problem: str, tmp_path: Path) -> None:
+    tokenizer = save_tokenizer(tmp_path, max_positions=64, calls_tools=True)
+    assert part in TOOL_TEMPLATE
+    tokenizer.chat_template = TOOL_TEMPLATE.replace(part, instead)
+    tokenizer.save_pretrained(tmp_path)
+    assert template_problem(Asked("", str(tmp_path)), [SCHEMA]) == f"the chat template of {tmp_path} {problem}"
+
+
 def test_what_is_printed_at_import_is_nothing_to_us(tmp_path: Path) -> None:
     assert read_tools(Asked(str(write(tmp_path, f"print('[]')\n{GOOD}")))) == [SCHEMA]
 
 
 def test_a_default_may_be_left_out(tmp_path: Path) -> None:
-    assert call_tool(str(write(tmp_path, GOOD)), "multiply", '{"a": 4}').text == "8"
+    assert call_tool(str(write(tmp_path, GOOD)), None, "multiply", '{"a": 4}').text == "8"
+
+
+def test_a_run_describes_its_copy_which_may_import_what_lies_beside_the_users_file(tmp_path: Path) -> None:
+    text = f"from beside import NOTHING\n{GOOD}"
+    for folder in ("a", "run"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "a" / "beside.py").write_text("NOTHING = 0")
+    file = write(tmp_path / "a", text)
+    code = CodeFile(path=str(file), copy_name="tools.py", sha256=hashlib.sha256(text.encode()).hexdigest())
+    plan = make_plan(tmp_path / "run")
+    plan = plan.replace(task=plan.task.replace(kind="own", own=own_plan(tools=str(file), code=(code,))))
+    assert asked_of(plan, model="") == Asked(str(file), import_path=(str(tmp_path / "a"),))  # there is none yet
+    copy_code(plan)
+    file.write_text("def other(:")
+    asked = asked_of(plan, model="")
+    assert (asked.file, read_tools(asked)) == (str(tmp_path / "run" / "code" / "tools.py"), [SCHEMA])
+
+
+def test_a_file_that_was_not_planned_answers_nothing(tmp_path: Path) -> None:
+    file = write(tmp_path, GOOD)
+    answer = call_tool(str(file), "0" * 64, "multiply", '{"a": 4}')
+    why = f"error: UserCodeError: {file}: it is not the file that was planned, it changed since"
+    assert (answer.text, answer.failed) == (why, True)

@@ -27,7 +27,7 @@ from appliance.record.plan import CheckpointPlan, UaqPlan
 from appliance.sync.precision import AS_PLANNED
 from appliance.terms.schemes import Scheme
 from appliance.trainer import checkpoints
-from appliance.trainer.checkpoints import ASK_FILE, Checkpoints, restore_random, take_random, why_save
+from appliance.trainer.checkpoints import ASK_FILE, Checkpoints, at_its_place, restore_random, take_random, why_save
 from appliance.trainer.entry import translate
 from appliance.trainer.metrics import append_metrics
 from appliance.trainer.precision import PrecisionState
@@ -255,19 +255,22 @@ def test_a_random_state_survives_json() -> None:
 
 
 class Problems(Dataset):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
     def __len__(self) -> int:
-        return 10
+        return self.count
 
     def __getitem__(self, index: int) -> int:
         return index
 
 
-def loader() -> StatefulDataLoader:
+def loader(count: int = 10) -> StatefulDataLoader:
     from omegaconf import OmegaConf
 
     config = OmegaConf.create({"shuffle": True, "seed": 0})
-    sampler = create_rl_sampler(config, Problems())
-    return StatefulDataLoader(Problems(), batch_size=4, num_workers=0, drop_last=True, sampler=sampler)
+    sampler = create_rl_sampler(config, Problems(count))
+    return StatefulDataLoader(Problems(count), batch_size=4, num_workers=0, drop_last=True, sampler=sampler)
 
 
 def batches(data: StatefulDataLoader, first: Iterator | None = None) -> Iterator[list[int]]:
@@ -291,8 +294,19 @@ def test_the_data_goes_on_where_it_was_over_the_end_of_an_epoch(after: int) -> N
     meant = [next(running) for _ in range(9)]
     other = loader()
     other.load_state_dict(state)
-    going_on = batches(other, iter(other))
+    going_on = batches(other, at_its_place(other))
     assert [next(going_on) for _ in range(9)] == meant
+
+
+@pytest.mark.parametrize("after", range(1, 6))
+def test_fewer_problems_than_a_run_had_are_a_new_epoch_at_most(after: int) -> None:
+    whole, fewer = loader(20), loader(8)
+    running = batches(whole)
+    for _ in range(after):
+        next(running)
+    fewer.load_state_dict(whole.state_dict())
+    going_on = batches(fewer, at_its_place(fewer))
+    assert all(max(next(going_on)) < 8 for _ in range(9))
 
 
 def test_a_full_disk_leaves_the_older_checkpoint_and_a_clear_end(disk_of: Callable[[str], Path]) -> None:

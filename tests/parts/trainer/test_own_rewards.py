@@ -88,3 +88,21 @@ def test_a_run_grades_with_the_copies_of_its_files(plan: RunPlan, tmp_path: Path
     assert (spaced.accuracy, wrong.accuracy, last.accuracy) == (1.5, 0.0, 0.0)
     assert [name for name, _ in skipped.parts] == ["number", "ours", "compute_score"]
     assert (dead.fault, last.fault, pool.faults.total()) == (Fault.DIED, None, 1)
+
+
+def test_a_process_that_begins_later_runs_no_other_copy(plan: RunPlan) -> None:
+    copy = Path(plan.run_dir) / "code" / "rewards.py"
+    row = json.dumps({"question": "1+1?", "answer": "2", "level": 3})
+    pool = pool_for(plan)
+
+    async def graded() -> tuple[Graded, ...]:
+        first = await pool.grade(Response("2", "2", row))
+        copy.write_text(PROGRAM.replace('row["level"] == 3', "True"))
+        return first, *[await pool.grade(Response(text, "2", row)) for text in ("die", "2")]
+
+    try:
+        first, died, later = asyncio.run(graded())
+    finally:
+        pool.close()
+    assert [each.fault for each in (first, died, later)] == [None, Fault.DIED, Fault.RAISED]
+    assert later.why == f"UserCodeError: {copy}: it is not the file that was planned, it changed since"

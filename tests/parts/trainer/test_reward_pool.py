@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pebble import ProcessPool
 
+from appliance.record.liveness import Heartbeat, last_beat
 from appliance.tasks.grading import Fault, Graded
 from appliance.tasks.library import TASKS
 from appliance.tasks.task import Response, Reward
+from appliance.terms.environment import LOG_DIR_VARIABLE
 from appliance.trainer import rewards
 from appliance.trainer.rewards import CallFailed, RewardPool, num_workers
 
@@ -105,6 +109,17 @@ def test_a_fault_costs_its_own_response_and_no_other(pool: RewardPool, response:
     assert grade(pool, "7", response, "8", "7") == [Graded(1.0), Graded(0.0, fault, why), Graded(0.0), Graded(1.0)]
     assert (pool.graded, pool.faults[fault]) == (graded + 4, before + 1)
     assert pool.last_fault == Graded(0.0, fault, why)
+
+
+@pytest.mark.parametrize("response", ["7", "hang"])
+def test_every_call_that_ends_is_progress(
+    pool: RewardPool, response: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LOG_DIR_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(pool, "_heartbeat", Heartbeat())
+    assert last_beat(tmp_path) == 0.0
+    grade(pool, response)
+    assert last_beat(tmp_path) > 0.0
 
 
 def test_a_fork_that_a_function_leaves_behind_answers_nothing(pool: RewardPool) -> None:
@@ -207,6 +222,54 @@ def test_processes_that_cannot_live_cost_their_responses_and_no_more(monkeypatch
 
 def ends_at_once(*_: object) -> None:
     os._exit(1)
+
+
+def slow_to_load() -> tuple[Reward, ...]:
+    time.sleep(2 * HANG_S)
+    return misbehaving()
+
+
+def slow_to_fail() -> tuple[Reward, ...]:
+    time.sleep(2 * HANG_S)
+    raise ValueError("no such file\nas this")
+
+
+def hangs_in_c() -> tuple[Reward, ...]:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    re.fullmatch("(a|aa)+", "a" * 99 + "b")  # with the interpreter's lock
+    return ()
+
+
+@pytest.mark.parametrize(
+    ("load", "graded"),
+    [
+        (slow_to_load, [Graded(1.0), Graded(0.0)]),
+        (slow_to_fail, [Graded(0.0, Fault.RAISED, "ValueError: no such file")] * 2),
+    ],
+)
+def test_loading_takes_no_time_of_a_response(load: Callable[[], tuple[Reward, ...]], graded: list[Graded]) -> None:
+    pool = RewardPool(load=load, workers=1, timeout_s=HANG_S)
+    try:
+        assert grade(pool, "7", "8") == graded
+    finally:
+        pool.close()
+
+
+def begins_soon(*arguments: Any) -> None:
+    rewards.LOADS_WITHIN_S = HANG_S
+    BEGIN(*arguments)
+
+
+BEGIN = rewards._begin
+
+
+def test_a_load_that_hangs_costs_its_responses_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewards, "_begin", begins_soon)
+    pool = RewardPool(load=hangs_in_c, workers=1, timeout_s=HANG_S)
+    try:
+        assert grade(pool, "7", "8") == [GONE, GONE]
+    finally:
+        pool.close()
 
 
 def test_a_pool_that_was_closed_starts_no_process_again() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
 from verl import DataProto
 from verl.experimental.reward_loop.reward_manager.dapo import DAPORewardManager
+from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
 from appliance.tasks.grading import Shaping
 from appliance.tasks.tiny_model import byte_tokenizer
@@ -52,3 +54,21 @@ def test_rewards_are_verls_at_every_length(right: bool) -> None:
     theirs = [verls_reward(length, right=right) for length in range(1, MAX_TOKENS + 1)]
     assert ours == pytest.approx(theirs, abs=1e-6)
     assert min(ours) == pytest.approx((1.0 if right else -1.0) - PENALTY)
+
+
+@pytest.mark.parametrize("samples", [2, 3, 6, 7, 8, 12, 16, 64])
+@pytest.mark.parametrize("accuracy", [0.1, 0.3, 1.2, 50.3, 100.3, -7e-9, 9e14])
+def test_equal_rewards_of_an_own_task_teach_nothing_and_are_filtered(accuracy: float, samples: int) -> None:
+    """By verl's advantages in float32, and by its filter, which asks whether np.std is 0."""
+    shaping = Shaping(max_tokens=MAX_TOKENS, buffer_tokens=BUFFER, penalty=PENALTY, samples=samples)
+    for num_tokens in (1, MAX_TOKENS - 3, MAX_TOKENS):
+        reward = shaping.reward(shaping.comparable(accuracy), num_tokens=num_tokens)
+        rewards = torch.zeros(samples, 4).index_fill_(1, torch.tensor([3]), reward)
+        advantages, _ = compute_grpo_outcome_advantage(rewards, torch.ones(samples, 4), np.array(["uid"] * samples))
+        assert not advantages.any()
+    assert np.std([shaping.comparable(accuracy)] * samples) == 0.0
+    assert shaping.comparable(accuracy) == pytest.approx(accuracy, rel=2 * samples * 2.0**-24)
+
+
+def test_rewards_of_built_in_tasks_are_left_as_they_are() -> None:
+    assert Shaping().reward(0.1, num_tokens=1) == Shaping().comparable(0.1) == 0.1

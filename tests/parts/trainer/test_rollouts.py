@@ -15,13 +15,18 @@ from ray.exceptions import RayActorError, RayError
 from appliance.errors import ApplianceError, EngineError, TrainingError
 from appliance.tasks.grading import Shaping
 from appliance.tasks.task import Reward
+from appliance.tasks.tiny_model import byte_tokenizer
+from appliance.tasks.tools import Answer
 from appliance.trainer import rollouts as module
 from appliance.trainer.rewards import RewardPool
 from appliance.trainer.rollouts import Rollouts, Sampling
 from appliance.trainer.samples import SampleLog
+from appliance.trainer.turns import Spoken, SpokenGroup, Turns
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, num_samples=1)
 DONE = SimpleNamespace(samples=[], weights_version=0)
+TOKENIZER = byte_tokenizer(max_positions=2048, calls_tools=True)
+CALL = '<tool_call>{"name": "seven", "arguments": {}}</tool_call>'
 
 
 class Engine:
@@ -63,7 +68,7 @@ def rollouts(*engines: Engine) -> Rollouts:
 def generate(made: Rollouts, *, num_prompts: int) -> ApplianceError:
     """What a waiting trainer gets; fails when that is nothing, which would be for ever."""
     batch = {
-        "raw_prompt": [[] for _ in range(num_prompts)],
+        "raw_prompt": [[{"role": "user", "content": "7"}] for _ in range(num_prompts)],
         "global_steps": [1] * num_prompts,
         "uid": ["u"] * num_prompts,
     }
@@ -89,6 +94,32 @@ def test_an_engine_that_leaves_prompts_out_is_said() -> None:
     error = generate(rollouts(Engine((0, DONE)), Engine()), num_prompts=3)
     assert type(error) is EngineError and error.exit_code == 4
     assert error.message == "rollout engine 1 answered 0 of 1 prompts"
+
+
+class Rounds(Engine):
+    """Says each round's line to as many of its prompts as are left in it."""
+
+    def __init__(self, *rounds: list[str]) -> None:
+        super().__init__()
+        self._rounds = list(rounds)
+
+    async def remote(self, *_: object, **__: object) -> AsyncIterator[Any]:
+        for place, text in enumerate(self._rounds.pop(0)):
+            ids = TOKENIZER(text + "<|im_end|>")["input_ids"]
+            sample = SimpleNamespace(token_ids=ids, log_probs=[0.0] * len(ids), finished=True)
+            yield _answer((place, SimpleNamespace(samples=[sample], weights_version=0)))
+
+
+@pytest.mark.parametrize("rounds", [[[CALL]], [[CALL, CALL], ["7"]]])
+def test_an_engine_that_leaves_prompts_out_in_any_turn_is_said(rounds: list[list[str]]) -> None:
+    made = rollouts(Rounds(*rounds))
+
+    async def call(*_: str) -> Answer:
+        return Answer("7")
+
+    made._turns = Turns(TOKENIZER, model_type="qwen2", schemas=[], max_turns=2, max_tokens=256, call=call)
+    error = generate(made, num_prompts=2)
+    assert type(error) is EngineError and error.message == "rollout engine 0 answered 1 of 2 prompts"
 
 
 @pytest.mark.parametrize(
@@ -155,3 +186,22 @@ def test_a_slow_reward_overlaps_with_rollouts_that_still_run(monkeypatch: pytest
         made.pool.close()
     rollouts_s = PROMPTS * BETWEEN_S
     assert rollouts_s + REWARD_S <= seconds < rollouts_s + PROMPTS * REWARD_S - REWARD_S
+
+
+def test_rows_and_conversations_are_not_put(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verl reads neither, and each sample would carry its prompt's whole row."""
+    put = []
+
+    async def keep(**what: Any) -> None:
+        put.append(what)
+
+    monkeypatch.setattr(module.transfer_queue, "async_kv_batch_put", keep)
+    row = {"uid": "u", "global_steps": 1, "raw_prompt": [], "extra_info": {"row": "{}"}}
+    prompt = SimpleNamespace(row=row, token_ids=[1])
+    spoken = Spoken([7], [0.0], [1], True, "7", said=[("assistant", "7")])
+    fields = module._fields(prompt, group=SpokenGroup([spoken], 0), session=0, accuracy=1.0, shaping=Shaping())
+    assert fields["turns"] == [("assistant", "7")] and row["extra_info"] == {"row": "{}"}
+    asyncio.run(module._put([("u", [fields])], partition="train"))
+    samples, finished = put
+    assert sorted(samples["fields"].keys()) == sorted({*fields} - {"extra_info", "turns"})
+    assert samples["keys"] == ["u_0_0"] and "fields" not in finished

@@ -42,11 +42,17 @@ def batch(*, step: int, validate: bool, splits: list[str]) -> Batch:
 
 
 class Engine:
-    """Answers each prompt with as many samples as it is asked for; `asked` has what it was asked."""
+    """Answers each prompt with as many samples as it is asked for; `asked` has what it was asked, `cleared` how much of
+    that was before each time that its cache was emptied."""
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
+        self.cleared: list[int] = []
         self.generate_groups = self
+        self.clear_kv_cache = SimpleNamespace(remote=self._clear)
+
+    async def _clear(self) -> None:
+        self.cleared.append(len(self.asked))
 
     def options(self, **_: object) -> Engine:
         return self
@@ -162,6 +168,15 @@ def test_a_validation_does_not_move_the_seeds_of_training(make: Make) -> None:
     assert [*before, *after] == [alone.next([1, 0], step=4), alone.next([1, 0], step=4)]
 
 
+def test_no_rollout_of_training_finds_what_a_validation_cached(make: Make) -> None:
+    """Emptied once after each validation, of however many sets, so that a step's further rollouts share again."""
+    made, engine, _ = make(GRADES)
+    train = batch(step=4, validate=False, splits=["train"])
+    for validate in (False, True, False, False, True, True, False):
+        run(made, batch(step=4, validate=True, splits=SPLITS) if validate else Batch(train))
+    assert engine.cleared == [3, 9]
+
+
 def test_the_newest_validation_alone_is_told(make: Make) -> None:
     made, _, _ = make(GRADES)
     for _ in range(2):
@@ -175,6 +190,21 @@ def test_without_sets_nothing_is_kept_and_a_fault_is_wrong(make: Make) -> None:
     run(made, batch(step=4, validate=True, splits=["val"]))
     assert made.by_set() == {} and made.validated == 1 and made._graded == {}
     assert was_put[0][1][0]["extra_fields"]["reward_extra_info"] == {"acc": 0.0}
+
+
+@pytest.mark.parametrize("val_sets", [None, SETS])
+def test_a_fault_in_a_validation_is_as_wrong_as_the_worst_of_its_set(
+    make: Make, val_sets: dict[str, Sampling] | None
+) -> None:
+    """The fault comes before the worst is graded. Of another set none counts."""
+    grades = {"0": [FAULT], "1": [graded(-9.0)], "2": [graded(-3.0)]}
+    made, _, was_put = make(grades, val_sets=val_sets)
+    run(made, batch(step=4, validate=True, splits=SPLITS))
+    worst = -9.0 if val_sets is None else -3.0
+    assert was_put[0][0] == "v4-0"
+    assert was_put[0][1][0]["extra_fields"]["reward_extra_info"] == {"acc": worst}
+    assert was_put[0][1][0]["rm_scores"].sum() == worst
+    assert made.by_set().get("val/hard/avg@2", -3.0) == -3.0
 
 
 def test_rewards_are_means_over_the_samples_that_are_trained_on(make: Make) -> None:

@@ -84,7 +84,9 @@ def trainer(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(room, "keeping_fetched", keeping_fetched)
     telemetry = SimpleNamespace(nonfinite_fraction=0.0, mismatch=None, metrics=dict)
     results = {
-        **{name: None for name in ("attest_driver", "attest_trainers", "check_attested", "signals_of")},
+        **{
+            name: None for name in ("attest_driver", "attest_trainers", "check_attested", "attested_code", "signals_of")
+        },
         **{"measure_step": (BATCH, telemetry), "append_metrics": {"step": 3}},
         **{"step_metrics": {"step": 3, "scheme": "int8"}, "guard_stop": GuardStop("stopped")},
     }
@@ -124,7 +126,7 @@ ORDERS = {
     "on_train_begin": ["verl", "precision.want"],
     "on_step_begin": ["stopping.check", "verl"],
     "on_sample_begin": ["phase rollout", "verl"],
-    "on_sample_end": ["verl", "reward_faults.end", "stopping.check"],
+    "on_sample_end": ["verl", "attested_code", "reward_faults.end", "stopping.check"],
     "_compute_old_log_prob": ["phase log-probs", "verl", "measure_step", "stopping.check"],
     "_compute_advantage": ["verl", "correction.prepare", "correction.metrics"],
     "_update_actor": [
@@ -195,7 +197,7 @@ def test_rewards_that_fail_stop_the_run_before_they_are_learnt_from(trainer: Tra
     trainer.reward_faults = Part("reward_faults", said, end=GuardStop("too many"))
     with pytest.raises(GuardStop, match="too many"):
         trainer.on_sample_end()
-    assert said == ["verl", "reward_faults.end", "checkpoints.save_now"]
+    assert said == ["verl", "attested_code", "reward_faults.end", "checkpoints.save_now"]
 
 
 def test_rewards_that_fail_in_a_validation_stop_the_run_when_its_step_is_saved(

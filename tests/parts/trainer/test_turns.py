@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from appliance.files import digest_of
 from appliance.tasks.tiny_model import byte_tokenizer
 from appliance.tasks.tools import MOST_CHARACTERS
 from appliance.trainer.rewards import RewardPool
-from appliance.trainer.turns import Opening, Spoken, SpokenGroup, Turns, in_pool, turn_seed
+from appliance.trainer.turns import Opening, Spoken, SpokenGroup, Tally, Turns, in_pool, turn_seed
 
 TOKENIZER = byte_tokenizer(max_positions=2048, calls_tools=True)
 SCHEMAS = [{"type": "function", "function": {"name": "multiply", "parameters": {}}}]
@@ -87,10 +88,10 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def play(
     engine: Engine, *, file: str, seed: int | None = 5, max_turns: int = 2, max_tokens: int = 512
-) -> tuple[dict[int, SpokenGroup], Turns]:
+) -> dict[int, SpokenGroup]:
     """One prompt, as many samples as the engine has lines at first."""
 
-    async def played() -> tuple[dict[int, SpokenGroup], Turns]:
+    async def played() -> dict[int, SpokenGroup]:
         pool = RewardPool(load=tuple, workers=1)
         turns = Turns(
             TOKENIZER,
@@ -98,12 +99,12 @@ def play(
             schemas=SCHEMAS,
             max_turns=max_turns,
             max_tokens=max_tokens,
-            call=in_pool(pool, file=file, timeout_s=2.0),
+            call=in_pool(pool, file=file, sha256=digest_of(Path(file)), timeout_s=2.0),
         )
         opening = Opening(ASKED, turns.prompt_ids(ASKED), seed)
         num_samples = len(engine._rounds[0])
         try:
-            return {p: group async for p, group in turns.play([opening], ask=engine, num_samples=num_samples)}, turns
+            return {p: group async for p, group in turns.play([opening], ask=engine, num_samples=num_samples)}
         finally:
             pool.close()
 
@@ -111,12 +112,12 @@ def play(
 
 
 def one(engine: Engine, **others: Any) -> Spoken:
-    return play(engine, **others)[0][0].samples[0]
+    return play(engine, **others)[0].samples[0]
 
 
 def test_a_call_is_answered_and_the_model_goes_on(file: str) -> None:
     engine = Engine([call("multiply", a=37, b=58), "37"], ["2146"])
-    groups, turns = play(engine, file=file)
+    groups = play(engine, file=file)
     right, wrong = groups[0].samples
     whole = f"{call('multiply', a=37, b=58)}<|im_end|>\n<tool_response>2146</tool_response>=2146<|im_end|>"
     assert TOKENIZER.decode(right.token_ids) == whole
@@ -128,20 +129,20 @@ def test_a_call_is_answered_and_the_model_goes_on(file: str) -> None:
     assert (right.text, right.turns, right.calls, right.failed_calls, right.finished) == ("2146", 2, 1, 0, True)
     assert (wrong.text, wrong.turns, wrong.calls, wrong.said) == ("37", 1, 0, [("assistant", "37")])
     assert groups[0].weights_version == 7
-    turns.tally.extend(groups[0].samples)
+    tally = Tally()
+    tally.extend(groups[0].samples)
     tool_tokens = len(TOKENIZER("\n<tool_response>2146</tool_response>=")["input_ids"])
-    assert turns.take_metrics() == {
+    assert tally.metrics() == {
         "turns_mean": 1.5,
         "tool_calls_mean": 0.5,
         "tool_calls_failed_fraction": 0.0,
         "tool_tokens_mean": tool_tokens / 2,
     }
-    assert turns.take_metrics()["turns_mean"] == 0
 
 
 def test_the_engine_gets_its_own_tokens_again_and_what_is_left(file: str) -> None:
     engine = Engine(["37", call("multiply", a=37, b=58)], ["2146"])
-    (sample,) = play(engine, file=file)[0][0].samples[1:]
+    (sample,) = play(engine, file=file)[0].samples[1:]
     prompt = TOKENIZER("multiply:37*58=")["input_ids"]
     first, second = engine.asked
     assert (first["prompts"], first["seeds"], first["num_samples"], first["already"]) == ([prompt], [5], 2, None)
@@ -229,6 +230,13 @@ def test_several_calls_of_a_turn_are_answered_in_their_order(file: str) -> None:
     assert (sample.turns, sample.calls, sample.failed_calls) == (2, 3, 1)
 
 
+def test_only_so_many_calls_of_a_turn_are_made(file: str) -> None:
+    sample = one(Engine([call("multiply", a=2, b=3) * 18], ["done"]), file=file, max_tokens=2048)
+    told = [text for who, text in sample.said if who == "tool"]
+    assert told == ["6"] * 16 + ["error: only 16 calls of a turn are made"] * 2
+    assert (sample.turns, sample.calls, sample.failed_calls) == (2, 18, 2)
+
+
 def test_no_more_turns_than_allowed(file: str) -> None:
     again = call("multiply", a=2, b=3)
     engine = Engine([again], [again], [again])
@@ -248,6 +256,17 @@ def test_an_answer_that_does_not_fit_is_left_out(file: str) -> None:
     assert (sample.turns, sample.calls, sample.finished) == (1, 1, False)
     assert sample.mask == [1] * len(sample.token_ids)
     assert one(Engine([asked], ["..."]), file=file, max_tokens=room + 1).turns == 2
+
+
+@pytest.mark.parametrize("fails", ["raise_exception('only single tool-calls')", "message.content.name.first", "1 + ''"])
+def test_what_the_chat_template_refuses_ends_the_sample(fails: str, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuses = f"{{% if messages[-1].role == 'tool' %}}{{{{ {fails} }}}}{{% endif %}}"
+    monkeypatch.setattr(TOKENIZER, "chat_template", refuses + TOKENIZER.chat_template)
+    asked = call("multiply", a=37, b=58)
+    groups = play(Engine([asked, "37"]), file=file)
+    refused, other = groups[0].samples
+    assert (refused.turns, refused.finished, refused.said) == (1, False, [("assistant", asked)])
+    assert (other.turns, other.finished) == (1, True)
 
 
 def test_a_file_that_is_gone_is_a_message(tmp_path: Path) -> None:

@@ -32,8 +32,8 @@ def token_of(folder: Path) -> Path:
 
 def test_the_head_has_fixed_ports_and_no_dashboard(tmp_path: Path) -> None:
     argv = head_argv(OFFER, ports=Ports(7000), ray_dir=tmp_path)
-    assert argv[2:] == (
-        *("ray.scripts.scripts", "start", "--block", "--disable-usage-stats", "--log-color=false"),
+    assert argv[1:] == (
+        *("-P", "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", "--log-color=false"),
         f"--labels=appliance.fingerprint={fingerprint()[:32]}",
         *("--num-cpus=8", "--num-gpus=1", "--object-store-memory=268435456"),
         *("--node-manager-port=7001", "--object-manager-port=7002", "--runtime-env-agent-port=7003"),

@@ -11,7 +11,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from hub_variables import set_hub
-from plans import make_plan, own_plan
+from plans import HOST, make_plan, own_plan
 
 from appliance.container import launch
 from appliance.container.launch import (
@@ -24,6 +24,7 @@ from appliance.container.launch import (
     without_home,
 )
 from appliance.errors import PreflightError, RecipeError
+from appliance.plan.build import build_plan
 from appliance.preflight.finding import Finding, Severity
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import ClusterPlan, CodeFile, ValSetPlan
@@ -195,6 +196,35 @@ def test_paths_below_the_home_reach_the_container_in_full(monkeypatch: pytest.Mo
     inside = load_recipe("arithmetic-tiny-int8", sets=(*sets, "task.train_file=/data/a.jsonl", *line[1::2]))
     assert inside.model.path == "/srv/me: it's/models/qwen"
     assert (inside.cluster.run_dir, inside.task.train_file) == ("/srv/me: it's/runs", "/data/a.jsonl")
+
+
+OWN = ("task.kind=own", "task.truth=answer", "task.rewards=[{name: ~/c/r.py:f, weight: 2}, {name: exact}]")
+SEVERAL = "task.val_sets={x.y: {file: ~/b/v.jsonl, samples: 4}, z: {size: 9}}"
+READ_BELOW_HOME = {
+    "one validation": (("task.train_file=~/a/t.jsonl", "task.val_file=~/b/v.jsonl"), ("a/t.jsonl", "b/v.jsonl", "c")),
+    "several": (("task.train_file=~/a/t.jsonl", SEVERAL), ("a/t.jsonl", "b/v.jsonl", "c")),
+    "tools": (("task.train_file=t.jsonl", "task.tools=~/d/t.py", "model.builtin=tiny-calculator"), ("c", "d")),
+}
+
+
+@pytest.mark.parametrize("name", READ_BELOW_HOME)
+def test_files_of_a_task_of_ones_own_below_the_home_are_mounted_and_read_inside(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative path begins in the current folder, which is the container's own; `~` is that of who types it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/srv/me: it's")
+    given, read = READ_BELOW_HOME[name]
+    sets = (*OWN, *given)
+    typed = load_recipe("arithmetic-tiny-int8", sets=sets)
+    plan = build_plan(typed, run_dir=tmp_path / "runs" / "a-1", host=HOST)
+    made = make_order(plan, (), typed="a", image=None, folder=tmp_path, user="1000:0")
+    below = [(f"/srv/me: it's/{each}", True) for each in read]
+    assert made.folders == ((str(tmp_path), False), *below)
+    line = tuple(without_home(typed))
+    monkeypatch.setenv("HOME", "/another")
+    inside = load_recipe("arithmetic-tiny-int8", sets=(*sets, *line[1::2]))
+    assert build_plan(inside, run_dir=tmp_path / "runs" / "a-1", host=HOST).task == plan.task
 
 
 def test_a_folder_beside_the_images_own_is_taken() -> None:

@@ -210,6 +210,13 @@ def test_the_noise_of_an_own_reward_is_no_collapse() -> None:
     assert made == []
 
 
+def test_what_an_own_reward_learned_in_its_first_steps_is_no_noise() -> None:
+    """0 to 1 within four steps, then 0: all was lost."""
+    learned = [{"reward_mean": value} for value in (0.0, 0.3, 0.6, *[1.0] * 27)]
+    state, made = run([*learned, *[{"reward_mean": 0.0}] * 60], policy=collapse(**OWN))
+    assert told(made) == [(36, "reward", "warn"), (55, "reward", "stop")] and state.stopped
+
+
 @pytest.mark.parametrize("best", [0.01, 40.0, -0.5])
 def test_equal_samples_at_the_best_of_an_own_reward_are_a_solved_task(best: float) -> None:
     climb = [{"reward_mean": best - abs(best)}] * 10 + [{"reward_mean": best}] * 20
@@ -218,7 +225,7 @@ def test_equal_samples_at_the_best_of_an_own_reward_are_a_solved_task(best: floa
     assert made == []
 
 
-@pytest.mark.parametrize("stuck", [0.0, -3.0])
+@pytest.mark.parametrize("stuck", [0.0, 0.05, -3.0])
 def test_equal_samples_of_an_own_reward_that_never_rose_stop_the_run(stuck: float) -> None:
     state, made = run([{"reward_mean": stuck, "equal_group_fraction": 1.0}] * 40, policy=collapse(**OWN))
     assert told(made)[0] == (5, "equal_samples", "warn") and state.stopped

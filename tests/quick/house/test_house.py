@@ -105,6 +105,11 @@ def test_environment_of_children_is_named_in_one_file(modules: dict[str, ast.Mod
     assert wrong == set()
 
 
+def test_how_python_starts_a_module_is_said_in_one_file(modules: dict[str, ast.Module]) -> None:
+    """Without `-P` the files of the user's folder would take the place of modules."""
+    assert [module for module, tree in modules.items() if "-m" in strings(tree)] == ["processes"]
+
+
 def test_names_say_what_a_thing_is(modules: dict[str, ast.Module]) -> None:
     defined = {
         f"{module}.{node.name}": node.name

@@ -29,10 +29,13 @@ MAY_IMPORT = {
         *("cluster", "quant", "record", "sync", "tasks", *FACTS),
     },
     # the launcher: recipe -> plan -> everything else
-    "tasks": {"errors", "files", "frozen", "hub", "record", "terms"},
+    "tasks": {"errors", "files", "frozen", "hub", "processes", "record", "terms"},
     "recipe": {"errors", "quant", "tasks", *FACTS},
-    "plan": {"control_groups", "errors", "files", "hub", "recipe", "record", "tasks", *FACTS},
-    "preflight": {"control_groups", "errors", "hub", "patch", "plan", "quant", "recipe", "record", "tasks", "terms"},
+    "plan": {"control_groups", "errors", "files", "hub", "processes", "recipe", "record", "tasks", *FACTS},
+    "preflight": {
+        *("control_groups", "errors", "hub", "patch", "processes"),
+        *("plan", "quant", "recipe", "record", "tasks", "terms"),
+    },
     "report": {"console", "errors", "files", "guard", "page", "plan", "record", "sync", "terms"},
     "launch": {
         *("console", "errors", "files", "processes", "signals"),

@@ -41,7 +41,7 @@ def test_the_plan_reads_back_the_same():
 
 
 def test_the_child_is_our_entry_under_this_python():
-    assert planned().argv[:3] == (sys.executable, "-m", "appliance.trainer.entry")
+    assert planned().argv[:4] == (sys.executable, "-P", "-m", "appliance.trainer.entry")
 
 
 def test_caches_lie_beside_the_runs():

@@ -25,7 +25,7 @@ def differing(one: dict[str, str], other: dict[str, str]) -> set[str]:
 
 def overrides(plan: RunPlan) -> dict[str, str]:
     """By the last part of the key, as people know it; `trainer.device` by two."""
-    pairs = (each.lstrip("+").split("=", maxsplit=1) for each in plan.argv[3:])
+    pairs = (each.lstrip("+").split("=", maxsplit=1) for each in plan.argv[4:])
     return {key if key == "trainer.device" else key.rsplit(".", 1)[-1]: value for key, value in pairs}
 
 

@@ -83,7 +83,7 @@ def verl_config(plan: RunPlan) -> DictConfig:
 
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
-        return compose(config_name="ppo_trainer", overrides=list(plan.argv[3:]))
+        return compose(config_name="ppo_trainer", overrides=list(plan.argv[4:]))
 
 
 @pytest.mark.slow

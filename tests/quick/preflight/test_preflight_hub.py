@@ -19,10 +19,10 @@ NO_TOKEN = dict.fromkeys(("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"))
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Answers for one model, as the hub's API does."""
+    """Answers for one model and one data set, as the hub's API does."""
 
     def do_GET(self) -> None:
-        known = self.path == f"/api/models/{NAME}"
+        known = self.path in (f"/api/models/{NAME}", f"/api/datasets/{NAME}")
         body = json.dumps({"id": NAME, "sha": ON_THE_HUB} if known else {"error": "Repository not found"}).encode()
         self.send_response(200 if known else 404)
         self.send_header("Content-Type", "application/json")
@@ -42,6 +42,13 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
+
+
+def test_the_commit_of_a_data_set_is_the_hubs(answering: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hub.data_commit(NAME) == ON_THE_HUB
+    assert hub.data_commit("owner/other") == ""
+    set_hub(monkeypatch, HF_HUB_OFFLINE="1")
+    assert hub.data_commit(NAME) == ""
 
 
 @pytest.fixture

@@ -11,10 +11,14 @@ from plans import HOST
 from appliance.plan.build import build_plan
 from appliance.preflight.inputs import read_inputs
 from appliance.recipe.load import load_recipe
+from appliance.tasks import task as tasks
+from appliance.tasks.rows import read_file
 
 FIRST = "{cwd}/rows.jsonl:1: the field `{field}` is missing: the row has `question`, `answer`"
 HINT = "each row is a JSON object with `{}`, text or chat messages, and `{}`"
 NO_FILE = "give the path of a {} file; a relative one begins in the folder where the program is started"
+ALL_VALIDATED = "{cwd}/rows.jsonl: each of its problems is in the validation data as well"
+NONE_LEFT = "none is left to train on: validate on others, or leave that file out and give a size"
 WRONG = {
     "a wrong prompt": (["prompt=problem"], FIRST.replace("{field}", "problem"), HINT.format("problem", "answer")),
     "a wrong truth": (["truth=solution"], FIRST.replace("{field}", "solution"), HINT.format("question", "solution")),
@@ -34,6 +38,13 @@ WRONG = {
         "task.train_size: 32 is more than the 2 problems there are to train on",
         "lower it, or use 0 for all of them",
     ),
+    "fewer than a step takes": (
+        ["val_size=1"],
+        "task.train_file: 2 problems are left to train on, a step takes 32",
+        "lower batch.prompts_per_step, or give more problems",
+    ),
+    "the training file to validate": (["val_file=rows.jsonl"], ALL_VALIDATED, NONE_LEFT),
+    "the training file to validate, of several": (["val_sets={a: {file: rows.jsonl}}"], ALL_VALIDATED, NONE_LEFT),
 }
 
 
@@ -48,3 +59,20 @@ def test_what_a_newcomer_gets_wrong(name: str, tmp_path: Path, monkeypatch: pyte
     plan = build_plan(recipe, run_dir=tmp_path / "runs" / "1", host=HOST)
     found = read_inputs(plan, ask_hub=False).data_problems
     assert found[0] == (message.format(cwd=tmp_path), hint)
+
+
+def test_each_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 300,000 rows the second time would cost as much as the first one."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        rows = [{"question": f"{number}+1={name}", "answer": number + 1} for number in range(40)]
+        Path(f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    files = ("train_file=a.jsonl", "val_file=b.jsonl")
+    task = ("kind=own", "rewards=[{name: exact}]", *files, "prompt=question", "truth=answer")
+    recipe = load_recipe("arithmetic-tiny-int8", sets=[f"task.{each}" for each in task])
+    read: list[str] = []
+    monkeypatch.setattr(tasks, "read_file", lambda path, **how: read.append(Path(path).name) or read_file(path, **how))
+    assert (
+        read_inputs(build_plan(recipe, run_dir=tmp_path / "runs" / "1", host=HOST), ask_hub=False).data_problems == ()
+    )
+    assert read == ["a.jsonl", "b.jsonl"]

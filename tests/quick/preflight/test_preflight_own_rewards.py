@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from plans import HOST, INPUTS, make_plan, own_plan, reward_plan
 
+from appliance.files import digest_of
 from appliance.preflight import inputs
 from appliance.preflight.checks import judge
 from appliance.preflight.finding import Severity
@@ -23,7 +24,7 @@ def planned(folder: Path, *rewards: RewardPlan, truth: str = "answer", rows: lis
     data = folder / "d.jsonl"
     data.write_text("".join(json.dumps(each) + "\n" for each in rows))
     files = dict.fromkeys(each.file for each in rewards if each.file)
-    code = tuple(CodeFile(path=file, copy_name=Path(file).name, sha256="0" * 64) for file in files)
+    code = tuple(CodeFile(path=file, copy_name=Path(file).name, sha256=digest_of(Path(file))) for file in files)
     plan = make_plan(folder / "runs" / "a-1")
     own = own_plan(*rewards, truth=truth, code=code)
     return plan.replace(task=plan.task.replace(kind="own", train_file=str(data), own=own, reward_timeout_s=1.0))
@@ -111,6 +112,21 @@ def test_a_reward_that_wants_the_answer_marked_is_asked_with_its_marks(tmp_path:
     assert of_program(tmp_path, "def f(response, truth): return response == f'#### {truth}'") is None
 
 
+RAISES = "def f(response, truth): return {} if not response or response.isdigit() else {}"
+
+
+@pytest.mark.parametrize("marked", ["int(response)", "__import__('sys').exit(2)"])
+def test_a_reward_that_raises_on_a_marked_answer_has_no_right_one_in_it(tmp_path: Path, marked: str) -> None:
+    what = "the truth `2` as the response earns 0, an empty response 0"
+    message = f"in 3 of 3 sampled rows the right answer earns nothing: {what}"
+    assert of_program(tmp_path, RAISES.format(0, marked)) == RewardProblem(message, is_rare=True)
+
+
+def test_a_marked_answer_that_ends_the_process_is_to_blame_itself(tmp_path: Path) -> None:
+    message = "the rewards on the truth of row 1, marked as an answer: its process ended with 3: no message"
+    assert of_program(tmp_path, RAISES.format(0, "__import__('os')._exit(3)")) == RewardProblem(message)
+
+
 def test_without_a_truth_numbers_are_enough(tmp_path: Path) -> None:
     assert of_program(tmp_path, "def f(response): return 0.0", truth="") is None
 
@@ -155,3 +171,14 @@ def test_code_of_the_model_is_warned_of(tmp_path: Path) -> None:
     message = "`code` runs the programs that the model writes as you: it limits them, and it is no sandbox"
     assert found(reward_plan("code"), reward_plan("exact")) == [(Severity.WARNING, message)]
     assert found(reward_plan("code", file="/a/rewards.py"), reward_plan("exact")) == []
+
+
+def test_where_a_judge_is_is_warned_of(tmp_path: Path) -> None:
+    judges = [reward_plan("judge", url=url, model="m") for url in ("http://b/v1", "http://a/v1", "http://b/v1")]
+    plan = planned(tmp_path, *judges, reward_plan("judge", file="/a/rewards.py"))
+    found = [each for each in judge(plan, host=HOST, inputs=INPUTS) if each.code == "judge"]
+    sent = "and the key of APPLIANCE_JUDGE_KEY if it is set"
+    assert [each.text for each in found] == [
+        f"warning: task.rewards: `judge` sends prompts, truths and responses to {url}, {sent}"
+        for url in ("http://a/v1", "http://b/v1")
+    ]

@@ -94,6 +94,14 @@ def test_what_a_library_prints_in_the_child_is_no_verdict(
     assert found == (RewardProblem(message) if message else None)
 
 
+def test_a_file_of_the_current_folder_takes_no_place_of_a_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "random.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.chdir(tmp_path)
+    assert reward_problem(planned(tmp_path, "arithmetic", None)) is None
+
+
 def test_data_that_is_not_here_yet_is_not_graded(tmp_path: Path) -> None:
     assert reward_problem(planned(tmp_path, "gsm8k", None)) is None
 

@@ -69,6 +69,13 @@ CODE = "it is code that the run executes: copy it here first, and read it"
             ("`(` is not a regular expression: missing ), unterminated subpattern at position 0", "correct it"),
         ),
         ("[{name: 'https://x/a.py:f'}]", ("`https://x/a.py` is not the path of a Python file on this host", CODE)),
+        (
+            "[{name: 'rewards:f'}]",
+            (
+                "`rewards` is not the path of a Python file on this host",
+                "give the path of a file that ends in .py, such as `rewards.py`",
+            ),
+        ),
         ("[{name: 'owner/name:f'}]", ("`owner/name` is not the path of a Python file on this host", CODE)),
         ("[{name: 'a.py:f-g'}]", ("`f-g` is not the name of a function", "give one of a.py: `a.py:name`")),
         ("[{name: 'a.py:'}]", ("`` is not the name of a function", "give one of a.py: `a.py:name`")),
@@ -80,26 +87,64 @@ def test_a_reward_that_cannot_be_is_refused(tmp_path: Path, rewards: str, proble
     assert (message.removeprefix("task.rewards: "), hint) == problem
 
 
+@pytest.mark.parametrize(
+    ("rewards", "message", "hint"),
+    [
+        ("[math]", "task.rewards.0: expected a mapping of keys, got the text `math`", "write `[{name: math}]`"),
+        ("math", "task.rewards: expected a list, got the text `math`", "write `[{name: math}]`"),
+        ("{name: exact}", "task.rewards: expected a list, got a mapping", "write `[{name: math}]`"),
+        ("r.py:f", "task.rewards: expected a list, got the text `r.py:f`", "write `[{name: r.py:f}]`"),
+        ("[{name: 3}]", "task.rewards.0.name: expected text, got `3`", 'put it in quotes: "3"'),
+    ],
+)
+def test_rewards_that_are_no_list_of_mappings_have_a_hint(
+    tmp_path: Path, rewards: str, message: str, hint: str
+) -> None:
+    assert problems(tmp_path, rewards) == [(message, hint)]
+
+
+def test_a_recipe_cannot_choose_which_variable_a_judge_gets(tmp_path: Path) -> None:
+    """A recipe from elsewhere would have HF_TOKEN sent to an address of its own."""
+    judge = "{name: judge, url: 'http://x/v1', model: m, key_variable: HF_TOKEN}"
+    hint = "use one of `name`, `weight`, `pattern`, `target`, `url`, `model`, `prompt`"
+    assert problems(tmp_path, f"[{judge}]") == [("task.rewards.0.key_variable: unknown key", hint)]
+
+
+def test_a_response_has_more_time_than_its_rewards_may_take(tmp_path: Path) -> None:
+    """Else the limit of the pool ends what a reward would have ended by itself, and the sample has no reward."""
+    code, judge = "{name: code}", "{name: judge, url: 'http://x/v1', model: m}"
+    for rewards, more in (([code], ""), ([judge], ""), ([code, judge], "reward_timeout_s: 36"), ([], "")):
+        assert problems(tmp_path, f"[{', '.join([*rewards, '{name: exact}'])}]", more) == []
+    hint = "give task.reward_timeout_s more than 35"
+    message = "task.rewards: `code`, `judge` may take 35 s, and a response has 30 s"
+    assert problems(tmp_path, f"[{code}, {judge}]") == [(message, hint)]
+    message = "task.reward_timeout_s: `code` may take 10 s, and a response has 10 s"
+    hint = "give task.reward_timeout_s more than 10"
+    assert problems(tmp_path, f"[{code}]", "reward_timeout_s: 10") == [(message, hint)]
+
+
 def test_tools_are_a_file_of_this_host(tmp_path: Path) -> None:
     message = "task.tools: `hf://owner/tools.py` is not the path of a Python file on this host"
     assert problems(tmp_path, "[{name: exact}]", "tools: hf://owner/tools.py") == [(message, CODE)]
 
 
 def test_what_may_be_is_taken(tmp_path: Path) -> None:
-    judge = "{name: judge, url: 'http://127.0.0.1:1/v1', model: m, key_variable: KEY, prompt: '{response}'}"
+    judge = "{name: judge, url: 'http://127.0.0.1:1/v1', model: m, prompt: '{response}'}"
     others = "{name: regex, pattern: a+}, {name: length, target: 9, weight: -0.5}, {name: 'a b/c.py:f'}, {name: math}"
     assert problems(tmp_path, f"[{judge}, {others}]") == []
 
 
 def test_two_files_of_one_name_have_a_copy_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "r.py").write_text(folder)
+    for name in ("a/r.py", "b/r.py", "c/0-r.py"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(name)
     file = tmp_path / "r.yaml"
     file.write_text(
         RECIPE.format(
-            rewards="[{name: 'a/r.py:f'}, {name: 'b/r.py:g'}, {name: 'a/r.py:h'}]", more="", model="tiny-calculator"
+            rewards="[{name: 'a/r.py:f'}, {name: 'b/r.py:g'}, {name: 'a/r.py:h'}, {name: 'c/0-r.py:f'}]",
+            more="",
+            model="tiny-calculator",
         )
     )
     plan = build_plan(load_recipe(str(file)), run_dir=tmp_path / "runs" / "own-1", host=HOST)
@@ -108,9 +153,11 @@ def test_two_files_of_one_name_have_a_copy_each(tmp_path: Path, monkeypatch: pyt
     assert [(each.path, each.copy_name) for each in own.code] == [
         (str(tmp_path / "a" / "r.py"), "0-r.py"),
         (str(tmp_path / "b" / "r.py"), "1-r.py"),
+        (str(tmp_path / "c" / "0-r.py"), "2-0-r.py"),
     ]
     copies = [each.file for each in own.with_copies(plan.run_dir).rewards]
-    assert copies == [f"{plan.run_dir}/code/{name}" for name in ("0-r.py", "1-r.py", "0-r.py")]
+    assert copies == [f"{plan.run_dir}/code/{name}" for name in ("0-r.py", "1-r.py", "0-r.py", "2-0-r.py")]
+    assert own.sha256_of(copies[3]) == own.code[2].sha256 == own.sha256_of(own.code[2].path) != own.sha256_of(copies[0])
 
 
 def test_turns_are_of_tools(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_a_kept_recipe_reads_back_with_its_sets_in_their_order(recipe: Path) -> 
             ("task.rewards=[{name: exact, factor: 2}]",),
             (
                 "task.rewards.0.factor: unknown key",
-                "use one of `name`, `weight`, `pattern`, `target`, `url`, `model`, `prompt`, `key_variable`",
+                "use one of `name`, `weight`, `pattern`, `target`, `url`, `model`, `prompt`",
             ),
         ),
         (

@@ -8,13 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from plans import own_plan, reward_plan
-from stopped_runs import resumed, save, stopped, target_of
+from plans import HOST, own_plan, reward_plan
+from stopped_runs import save, stopped, target_of
 
 from appliance.errors import AttestationError, RecipeError
-from appliance.launch.resume import begin_attempt, with_code_of
+from appliance.launch import command
+from appliance.launch.resume import Resume, begin_attempt, refuse_changes
+from appliance.plan.build import build_plan
+from appliance.recipe.load import load_recipe, to_yaml
+from appliance.recipe.schema import Recipe, Reward
 from appliance.record.code import attested_code, copy_code
-from appliance.record.plan import CodeFile, RunPlan
+from appliance.record.plan import CodeFile, RunPlan, read_plan
 from appliance.record.session import create_session
 
 
@@ -59,35 +63,141 @@ def test_a_file_that_changed_since_it_was_planned_is_refused_and_no_folder_is_le
         assert not Path(plan.run_dir).exists()
 
 
-def test_a_resume_with_another_file_is_refused_unless_it_is_forced(tmp_path: Path, plan: RunPlan) -> None:
-    run_dir = stopped(plan)
+RECIPE = """
+name: small
+model: {builtin: tiny-calculator}
+task:
+  kind: own
+  train_file: DATA
+  val_size: 1
+  max_prompt_tokens: 16
+  max_response_tokens: 6
+  rewards: [{name: rewards.py:f}]
+  tools: tools.py
+batch: {prompts_per_step: 4}
+cluster: {device: cpu, run_dir: RUNS}
+trainer: {steps: 9, max_restarts: 1}
+"""
+GOOD, BROKEN = "def f(response): return len(response)", "def f(response:"
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    """Of a run that failed after step 3, with the current folder's files, and what a further attempt is told."""
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps({"prompt": f"{n} + 1?"}) + "\n" for n in range(9)))
+    (tmp_path / "r.yaml").write_text(RECIPE.replace("DATA", str(tmp_path / "d.jsonl")).replace("RUNS", str(tmp_path)))
+    monkeypatch.chdir(mine(tmp_path / "a"))
+    made = load_recipe(str(tmp_path / "r.yaml"))
+    run_dir = stopped(build_plan(made, run_dir=tmp_path / "small-1", host=HOST))
+    (run_dir / "recipe.yaml").write_text(to_yaml(made))
     save(run_dir, 3)
-    assert with_code_of(target_of(run_dir), plan=plan, force=False, alone=False) == plan
-    file = tmp_path / "a" / "rewards.py"
-    other = with_code(plan, file, "two")
+    return made
+
+
+def mine(folder: Path, rewards: str = GOOD, tools: str = "def g(): return 1") -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "rewards.py").write_text(rewards)
+    (folder / "tools.py").write_text(tools)
+    return folder
+
+
+def attempts(monkeypatch: pytest.MonkeyPatch) -> list[RunPlan]:
+    """The plans of those that come, which do nothing."""
+    seen: list[RunPlan] = []
+
+    def run(plan: RunPlan, *, resume: Resume, recipe_yaml: str, **_: object) -> int:
+        begin_attempt(plan, resume=resume, recipe_yaml=recipe_yaml).release()
+        seen.append(plan)
+        return 0
+
+    monkeypatch.setattr(command, "run_training", run)
+    return seen
+
+
+def resume(made: Recipe, *, force: bool = False) -> int:
+    return command.run_train(made, resume="auto", name=None, force=force, dry_run=False, json_mode=False, steps=())
+
+
+OTHER = "it is not the file that the run began with"
+GIVE = "give what the run has, start a new one with another --name, or take the change with --force"
+
+
+@pytest.mark.parametrize("folder", ["a", "b"])
+def test_a_resume_with_other_files_is_refused_by_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: Recipe, folder: str
+) -> None:
+    """From another folder a path of the recipe means another file. Nobody runs it before it is refused."""
+    monkeypatch.chdir(mine(tmp_path / folder, BROKEN, "while True: pass"))
     with pytest.raises(RecipeError) as caught:
-        with_code_of(target_of(run_dir), plan=other, force=False, alone=False)
-    hint = "put it back, start a new run with another --name, or take the change with --force"
-    assert caught.value.problems == [(f"{file}: it is not the file that the run began with", hint)]
-    taken = with_code_of(target_of(run_dir), plan=other, force=True, alone=False)
-    begin_attempt(taken, resume=resumed(run_dir), recipe_yaml="").release()
-    assert (run_dir / "code" / "rewards.py").read_text() == "two" and attested_code(taken)
+        resume(own)
+    rewards, tools = (str(tmp_path / folder / name) for name in ("rewards.py", "tools.py"))
+    assert caught.value.problems == [(f"{rewards}: {OTHER}", ""), (f"{tools}: {OTHER}", GIVE)]
 
 
-def test_an_attempt_that_nobody_asked_for_goes_on_with_the_copies(tmp_path: Path, plan: RunPlan) -> None:
-    """Somebody who writes the next reward while a run is at work must not change it, nor end it."""
-    run_dir = stopped(plan)
-    save(run_dir, 3)
-    file = tmp_path / "a" / "rewards.py"
-    again = with_code_of(target_of(run_dir), plan=with_code(plan, file, "two"), force=True, alone=True)
-    assert again == plan
-    begin_attempt(again, resume=resumed(run_dir), recipe_yaml="").release()
-    assert (run_dir / "code" / "rewards.py").read_text() == "one"
-    told = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-    what = f"{file} has changed since the run began: this attempt runs the copy in code/"
-    assert [(each["what"], each["why"]) for each in told if "changed" in each["what"]] == [
-        (what, f"SHA-256 {digest('one')}")
+def test_the_same_files_in_another_folder_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: Recipe
+) -> None:
+    monkeypatch.chdir(mine(tmp_path / "b"))
+    refuse_changes(own, target=target_of(tmp_path / "small-1"), force=False)
+
+
+def test_a_file_that_the_run_never_had_is_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: Recipe
+) -> None:
+    (tmp_path / "small-1" / "recipe.yaml").unlink()  # it says by itself that task.rewards is another one
+    (tmp_path / "a" / "more.py").write_text(GOOD)
+    task = own.task.model_copy(update={"rewards": [Reward(name="more.py:f")]})
+    with pytest.raises(RecipeError) as caught:
+        refuse_changes(own.model_copy(update={"task": task}), target=target_of(tmp_path / "small-1"), force=False)
+    assert caught.value.problems == [(f"{tmp_path / 'a' / 'more.py'}: {OTHER}", GIVE)]
+
+
+def test_what_is_forced_runs_and_its_prompts_are_measured_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: Recipe
+) -> None:
+    mine(tmp_path / "a", "def f(response): return 2", TOOLS)
+    seen, before = attempts(monkeypatch), read_plan(tmp_path / "small-1" / "plan.json")
+    assert resume(own, force=True) == 0
+    assert (tmp_path / "small-1" / "code" / "tools.py").read_text() == TOOLS and attested_code(seen[0])
+    assert seen[0].task.schemas_file != before.task.schemas_file
+    assert not told_of(tmp_path / "small-1", "changed")
+
+
+TOOLS = """
+def g(a: int) -> int:
+    '''
+    Adds.
+
+    Args:
+        a: A number.
+    '''
+    return a
+"""
+
+
+@pytest.mark.parametrize("text", [BROKEN, None])
+def test_an_attempt_that_nobody_asked_for_goes_on_with_the_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: Recipe, text: str | None
+) -> None:
+    """Somebody who writes the next version while a run is at work must not change it, nor end it."""
+    run_dir, seen = tmp_path / "small-1", attempts(monkeypatch)
+    mine(tmp_path / "a", GOOD, TOOLS)
+    resume(own, force=True)
+    for name in ("rewards.py", "tools.py"):
+        (tmp_path / "a" / name).unlink() if text is None else (tmp_path / "a" / name).write_text(text)
+    assert command.Attempts(own).through_faults(5, run_dir) == 0
+    assert seen[1].task == seen[0].task
+    assert attested_code(seen[1]) and (run_dir / "code" / "tools.py").read_text() == TOOLS
+    what = "has changed since the run began: this attempt runs the copy in code/"
+    assert told_of(run_dir, "changed") == [
+        (f"{tmp_path / 'a' / 'rewards.py'} {what}", f"SHA-256 {digest(GOOD)}"),
+        (f"{tmp_path / 'a' / 'tools.py'} {what}", f"SHA-256 {digest(TOOLS)}"),
     ]
+
+
+def told_of(run_dir: Path, word: str) -> list[tuple[str, str]]:
+    told = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    return [(each["what"], each["why"]) for each in told if word in each["what"]]
 
 
 def test_a_copy_that_was_lost_is_made_again(plan: RunPlan) -> None:

@@ -207,37 +207,57 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_judge_asks_an_api_with_its_key_and_reads_a_number(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JUDGES_KEY", "sesame")
-    monkeypatch.setattr(Api, "says", "Hm, 7 of 10 points. So: 0.7")
+    monkeypatch.setenv("APPLIANCE_JUDGE_KEY", "sesame")
+    monkeypatch.setattr(Api, "says", "Hm, 7 of 10 points. So:\n\n**0.7**\n")
     prompt = "{prompt} {response} {truth} {other}"
-    value = graded("judge", "{truth}!", "2", url=api, model="m", prompt=prompt, key_variable="JUDGES_KEY")
+    value = graded("judge", "{truth}!", "2", url=api, model="m", prompt=prompt)
     assert value == 0.7
     message = {"role": "user", "content": "1+1? {truth}! 2 {other}"}
     body = {"model": "m", "messages": [message], "temperature": 0}
     assert Api.asked == [("/v1/chat/completions", "Bearer sesame", body)]
 
 
-@pytest.mark.parametrize(("says", "value"), [("1", 1.0), ("0", 0.0), ("Score: 0.25.", 0.25), (".5", 0.5), ("1.0", 1.0)])
+@pytest.mark.parametrize(
+    ("says", "value"),
+    [("1", 1.0), ("0", 0.0), (" 0.25\n", 0.25), (".5", 0.5), ("1.0", 1.0), ("0.5 at most\n```\n0.3\n```", 0.3)],
+)
 def test_judge_reads_numbers_from_0_to_1(api: str, monkeypatch: pytest.MonkeyPatch, says: str, value: float) -> None:
     monkeypatch.setattr(Api, "says", says)
     assert graded("judge", "2", "2", url=api, model="m") == value
 
 
-@pytest.mark.parametrize("says", ["good", "10", "7", "1.5", None, ["1"], ""])
+AMBIGUOUS = (
+    *("-1", "- 1", "0.3/1", "0.2 on a scale from 0 to 1", "0,5", "1,000", "0.5.1", "1.01", "1e-1", "50%", "0.7 or 0.8"),
+    *("Score: 0.25.", "0.5\nof 1", "> 0.5", "\u0661", "1 0", "***", "nan"),
+)
+
+
+@pytest.mark.parametrize("says", ["good", "10", "7", "1.5", None, ["1"], "", *AMBIGUOUS])
 def test_a_judge_that_says_no_number_is_a_fault(api: str, monkeypatch: pytest.MonkeyPatch, says: object) -> None:
     monkeypatch.setattr(Api, "says", says)
-    with pytest.raises(ValueError, match=rf"^{api} gave no number from 0 to 1$"):
+    with pytest.raises(ValueError, match=rf"^{api} gave no number from 0 to 1 as its last line$"):
         graded("judge", "2", url=api, model="m")
 
 
-def test_a_judge_that_refuses_or_has_no_key_says_so_without_it(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_judge_that_refuses_says_so_without_the_key(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Api, "status", 401)
-    monkeypatch.setenv("JUDGES_KEY", "sesame")
+    monkeypatch.setenv("APPLIANCE_JUDGE_KEY", "sesame")
     with pytest.raises(ValueError, match=rf"^{api} answered 401$"):
-        graded("judge", "2", url=api, model="m", key_variable="JUDGES_KEY")
-    monkeypatch.delenv("JUDGES_KEY")
-    with pytest.raises(ValueError, match=r"^the environment variable JUDGES_KEY holds no key$"):
-        graded("judge", "2", url=api, model="m", key_variable="JUDGES_KEY")
+        graded("judge", "2", url=api, model="m")
+    monkeypatch.delenv("APPLIANCE_JUDGE_KEY")
+    with pytest.raises(ValueError, match=rf"^{api} answered 401, and APPLIANCE_JUDGE_KEY is not set$"):
+        graded("judge", "2", url=api, model="m")
+
+
+@pytest.mark.parametrize("key", ["sesame\nX-Other: 1", "sesame\r\nopen", "open sesame", "s\u00e9same", "ses\tame"])
+def test_a_key_that_no_header_carries_is_refused_without_quoting_it(
+    api: str, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("APPLIANCE_JUDGE_KEY", key)
+    with pytest.raises(ValueError) as raised:
+        graded("judge", "2", url=api, model="m")
+    why = "APPLIANCE_JUDGE_KEY holds no key: one has no spaces, line breaks or letters beyond ASCII"
+    assert (str(raised.value), Api.asked) == (why, [])
 
 
 def test_each_says_what_it_does_and_gives_a_number_to_anything() -> None:

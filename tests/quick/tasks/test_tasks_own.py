@@ -15,7 +15,8 @@ import pytest
 from three_forms import REWARDS, data_of
 
 from appliance.errors import RecipeError
-from appliance.record.plan import OwnPlan, RewardPlan
+from appliance.files import digest_of
+from appliance.record.plan import CodeFile, OwnPlan, RewardPlan
 from appliance.tasks import own
 from appliance.tasks.built_in import arithmetic
 from appliance.tasks.grading import grade
@@ -302,11 +303,15 @@ def sum_of(question: str) -> str:
 def test_three_forms_of_one_task_are_the_same_problems_and_grades(tmp_path: Path) -> None:
     seen = {}
     for form, code in REWARDS.items():
-        (tmp_path / f"{form}.py").write_text(code)
+        file = tmp_path / f"{form}.py"
+        file.write_text(code)
+        files = (CodeFile(path=str(file), copy_name=file.name, sha256=digest_of(file)),)
         given = {key: "" if value == "null" else value for key, value in data_of(form, tmp_path).items()}
-        reward = RewardPlan(name="right", weight=1.0, function="right", file=str(tmp_path / f"{form}.py"), options={})
+        reward = RewardPlan(name="right", weight=1.0, function="right", file=str(file), options={})
         task = own.task(
-            plan_of(**{key: value for key, value in given.items() if key != "train_file"}, rewards=(reward,))
+            plan_of(
+                **{key: value for key, value in given.items() if key != "train_file"}, rewards=(reward,), code=files
+            )
         )
         found = task.splits(**SIZES, train_file=str(tmp_path / given["train_file"]), val_file="", val_size=64)
         rewards = task.rewards()

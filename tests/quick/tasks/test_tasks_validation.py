@@ -98,16 +98,16 @@ def test_one_set_that_is_held_out_is_the_validation_without_sets(tmp_path: Path,
 
 
 def test_sizes_that_files_do_not_have_are_all_said(tmp_path: Path, task: Task) -> None:
-    train, file = (file_of(tmp_path, name, first=0, count=6) for name in ("train", "a"))
+    train, file = (file_of(tmp_path, name, first=first, count=6) for name, first in (("train", 0), ("a", 20)))
     other = file_of(tmp_path, "b", first=50, count=3)
     with pytest.raises(RecipeError) as caught:
-        splits(task, train, val_set("a", file=file, size=7), val_set("b", file=other, size=4), val_set("c", size=1))
+        splits(task, train, val_set("a", file=file, size=7), val_set("b", file=other, size=4), val_set("c", size=6))
     assert caught.value.problems == [
         (f"task.val_sets.a.size: 7 is more than the 6 problems in {file}", "use 1 to 6, or 0 for all of them"),
         (f"task.val_sets.b.size: 4 is more than the 3 problems in {other}", "use 1 to 3, or 0 for all of them"),
         (
-            f"task.val_sets.c.size: 1 of the 0 problems in {train} leaves none for one side",
-            "use 1 to 1, or give task.val_sets.c.file",
+            f"task.val_sets.c.size: 6 of the 6 problems in {train} leaves none for one side",
+            "use 1 to 5, or give task.val_sets.c.file",
         ),
     ]
 

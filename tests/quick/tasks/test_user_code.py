@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import py_compile
+import sys
 from pathlib import Path
 
 import pytest
 
+from appliance.files import digest_of
 from appliance.tasks.grading import grade, weighed
 from appliance.tasks.own import as_given
 from appliance.tasks.rows import Row
@@ -152,3 +155,30 @@ def test_the_prompt_of_another_trainers_function_is_what_the_row_has() -> None:
     assert as_given(ROW, plan=own_plan(template="Q: {answer}", system="Be brief.")) == ("Q: 2", None)
     assert as_given(CHAT, plan=own_plan(system="Be brief.")) == (messages, None)
     assert as_given(VERL, plan=own_plan()) == (VERL["prompt"], [2, "two"])
+
+
+def test_only_the_file_that_was_planned_runs(tmp_path: Path) -> None:
+    file = tmp_path / "rewards.py"
+    file.write_text("def f(response): return 1.0")
+    planned = digest_of(file)
+    assert load_function(str(file), "f", given=given, sha256=planned)(Response("2", "2")) == 1.0
+    sys.modules.pop(f"_user_code_{file}")  # as another process has it
+    file.write_text("def f(response): return 2.0")
+    with pytest.raises(UserCodeError) as raised:
+        load_function(str(file), "f", given=given, sha256=planned)
+    assert str(raised.value) == f"{file}: it is not the file that was planned, it changed since"
+
+
+def test_what_somebody_compiled_does_not_run_in_its_place(tmp_path: Path) -> None:
+    file = tmp_path / "rewards.py"
+    file.write_text("def f(response): return 2.0")
+    py_compile.compile(str(file), invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+    file.write_text("def f(response): return 1.0")
+    assert load_function(str(file), "f", given=given)(Response("2", "2")) == 1.0
+
+
+def test_a_file_is_compiled_by_its_own_future_imports_and_encoding(tmp_path: Path) -> None:
+    file = tmp_path / "rewards.py"
+    program = "# coding: latin-1\ndef f(response: int): return 'é' + f.__annotations__['response'].__name__"
+    file.write_bytes(program.encode("latin-1"))
+    assert load_function(str(file), "f", given=given)(Response("2", "2")) == "éint"

@@ -24,7 +24,8 @@ from appliance.record.plan import read_plan
 from appliance.trainer.entry import _start_ray
 import ray
 _start_ray(read_plan(Path(sys.argv[1])))
-print("worker", ray.get(ray.remote(lambda: os.getpid()).remote()) != os.getpid(), flush=True)
+pid, path = ray.get(ray.remote(lambda: (os.getpid(), sys.path)).remote())
+print("worker", pid != os.getpid(), os.getcwd(), os.getcwd() in path, flush=True)
 sys.stdin.read()
 ray.shutdown()
 """
@@ -33,7 +34,8 @@ ray.shutdown()
 @pytest.mark.slow
 def test_the_ray_of_a_training_answers_only_those_who_have_its_token(tmp_path: Path) -> None:
     """Its own folder is open to everybody, and lies in one that is not. What a shell says of tokens counts for nothing,
-    and none is made below HOME, where Ray would keep one for all of its user's."""
+    and none is made below HOME, where Ray would keep one for all of its user's. Workers import nothing that lies in the
+    folder where the program was started."""
     run_dir = tmp_path / "a-1"
     run_dir.mkdir()
     make_plan(run_dir, device="H100").write(run_dir / "plan.json")  # nothing is imported ahead, as it is on a CPU
@@ -41,14 +43,15 @@ def test_the_ray_of_a_training_answers_only_those_who_have_its_token(tmp_path: P
     shell = {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "0123456789abcdef", "HOME": str(tmp_path)}
     ours = {RAY_DIR_VARIABLE: str(folder), RUN_VARIABLE: str(run_dir), "RAY_prestart_worker_first_driver": "0"}
     process = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, str(run_dir / "plan.json")],
+        [sys.executable, "-P", "-c", DRIVER, str(run_dir / "plan.json")],
+        cwd=tmp_path,
         env=with_ray_token({**os.environ, **shell, **ours}, make_ray_token(folder)),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
     try:
-        assert "worker True" in map(str.strip, process.stdout)
+        assert next(line for line in process.stdout if line.startswith("worker")) == f"worker True {tmp_path} False\n"
         seen = look(folder, run_dir=run_dir, launcher=process.pid)
         open_to_all = stat.S_IMODE((folder / RAY_OWN).stat().st_mode)
         process.communicate(timeout=60)
