@@ -18,7 +18,7 @@ def problems_of(*sets: str) -> list[tuple[str, str]]:
 
 def without_place(message: str) -> str:
     """From the dotted key on."""
-    return re.search(r"(?:^|: )([a-z]+\.[a-z_]+(?:\.[0-9]+)?: .*)", message)[1]
+    return re.search(r"(?:^|: )([a-z]+\.[a-z0-9_]+(?:\.[0-9]+)?: .*)", message)[1]
 
 
 def only(*sets: str) -> tuple[str, str]:
