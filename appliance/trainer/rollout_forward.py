@@ -6,12 +6,18 @@ the exported model do not change. Parameters are FP32 masters; FSDP gives a forw
 what a weight update sends.
 
 Operations are vLLM's CPU kernels, and torch's where vLLM has torch's. What is not a product of weights has the gradient
-of its plain formula, at the inputs that the kernel had. A quantised layer is passed straight through: with codes of
-weights and activations W^ and X^, in BF16,
+of its plain formula, at the inputs that the kernel had (norms: one rounding from them). A quantised layer is passed
+straight through: with codes of weights and activations W^ and X^, in BF16,
 
     Y = W^ X^ + b     dX = dY W^     dW = dY^T X^     db = sum dY
 
-and its activations are kept for that as codes and scales. Scales by the largest value never clip, so nothing is masked.
+and its activations are kept for that as codes and scales, or made again from what is kept before them (`gated`). Scales
+by the largest value never clip, so nothing is masked.
+
+The codes kept are the codec's. oneDNN's are the same. sgl's kernel divides in another way and may round a tie to the
+other side, and nothing else: x and a = 127 s are BF16, of significands X and A < 256, and 127 X / (2^k A) is n + 1/2
+or off by 1 / (254 X) of it at least. The other code is as near to x; dW is another one by sum_t s_t |dY_tn| at most,
+over tokens with a tie in channel k.
 
 Legend: T tokens of all sequences in a row, S sequences, D channels of a head, N output and K input channels of a layer,
 H width of the residual stream, V vocabulary.
@@ -52,38 +58,54 @@ _WHOLE_ROWS = 32  # channels that a head has to be a multiple of for the kernel'
 
 
 class _Plain(Function):
-    """forward: the kernel, or the plain formula itself.  backward: that of the plain formula, computed again."""
+    """forward: the kernel.  backward: that of the plain formula, computed again. All inputs want gradients."""
 
     @staticmethod
-    def forward(ctx: Any, kernel: Callable[..., Tensor], plain: Callable[..., Any], *inputs: Tensor) -> Any:
+    def forward(ctx: Any, kernel: Callable[..., Tensor], plain: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         ctx.plain = plain
         ctx.save_for_backward(*inputs)
         return kernel(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[2:]
-        inputs = [each.detach().requires_grad_(need) for each, need in zip(ctx.saved_tensors, needed, strict=True)]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = [each.detach().requires_grad_() for each in ctx.saved_tensors]
         with torch.enable_grad():
-            outputs = ctx.plain(*inputs)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        found = iter(torch.autograd.grad(outputs, [each for each in inputs if each.requires_grad], grads))
-        return None, None, *(next(found) if need else None for need in needed)
+            output = ctx.plain(*inputs)
+        return None, None, *torch.autograd.grad(output, inputs, grad)
 
 
 def add_norm(x_TH: Tensor, residual_TH: Tensor | None, weight_H: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
     """(normed, new residual), both in the type of `x`: added and normed in float32, each rounded once."""
-    formula = functools.partial(_add_norm, eps=eps)
-    inputs = (x_TH, weight_H) if residual_TH is None else (x_TH, weight_H, residual_TH)
-    return _Plain.apply(formula, formula, *inputs)
+    return _AddNorm.apply(x_TH, residual_TH, weight_H, eps)
 
 
-def _add_norm(
-    x_TH: Tensor, weight_H: Tensor, residual_TH: Tensor | None = None, *, eps: float
-) -> tuple[Tensor, Tensor]:
-    summed = x_TH.float() if residual_TH is None else x_TH.float() + residual_TH.float()
+def _norm(summed: Tensor, weight_H: Tensor, *, eps: float) -> Tensor:
     normed = summed * torch.rsqrt(summed.pow(2).mean(dim=-1, keepdim=True) + eps)
-    return normed.to(weight_H.dtype) * weight_H, summed.to(x_TH.dtype)
+    return normed.to(weight_H.dtype) * weight_H
+
+
+class _AddNorm(Function):
+    """Keeps the new residual, one rounding from what was normed, in place of both inputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TH: Tensor, residual_TH: Tensor | None, weight_H: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        summed = x_TH.float() if residual_TH is None else x_TH.float() + residual_TH.float()
+        kept = summed.to(x_TH.dtype)
+        ctx.eps = eps
+        ctx.save_for_backward(x_TH if residual_TH is None else kept, weight_H)
+        return _norm(summed, weight_H, eps=eps), kept
+
+    @staticmethod
+    def backward(ctx: Any, grad_normed: Tensor, grad_kept: Tensor) -> tuple[Tensor | None, ...]:
+        kept, weight_H = ctx.saved_tensors
+        summed, weight_H = kept.float().requires_grad_(), weight_H.detach().requires_grad_()
+        with torch.enable_grad():
+            normed = _norm(summed, weight_H, eps=ctx.eps)
+        of_sum, of_weight = torch.autograd.grad(normed, (summed, weight_H), grad_normed)
+        grad = (of_sum + grad_kept).to(kept.dtype)
+        return grad, grad if ctx.needs_input_grad[1] else None, of_weight, None
 
 
 def head_norm(x: Tensor, weight_D: Tensor, *, eps: float) -> Tensor:
@@ -93,10 +115,6 @@ def head_norm(x: Tensor, weight_D: Tensor, *, eps: float) -> Tensor:
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """[T, I] of [T, 2I]."""
-    return _Plain.apply(_silu_and_mul, _silu_and_mul, gate_up)
-
-
-def _silu_and_mul(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up
 
@@ -245,26 +263,40 @@ class Int8Weight:
         kind = SglGemm if packs_quickly(*quantised.codes_NK.shape) else OneDnnGemm
         return cls(quantised, kind(quantised.codes_NK, scale_N1=quantised.scale), factor_K)
 
-    def __call__(self, x_TK: Tensor, weights: Sequence[Tensor], bias_N: Tensor | None) -> Tensor:
-        """[T, N] BF16. weights: those that it was made of, before folding: they get the gradients."""
-        return _Int8Linear.apply(self, x_TK, bias_N, *weights)
+    def __call__(
+        self, x_TK: Tensor, weights: Sequence[Tensor], bias_N: Tensor | None, *, gated: bool = False
+    ) -> Tensor:
+        """[T, N] BF16. weights: those that it was made of, before folding: they get the gradients.
+
+        gated: x is [T, 2K], and `silu_and_mul` of it is multiplied.
+        """
+        return _Int8Linear.apply(self, gated, x_TK, bias_N, *weights)
 
 
 class _Int8Linear(Function):
     @staticmethod
-    def forward(ctx: Any, layer: Int8Weight, x_TK: Tensor, bias_N: Tensor | None, *weights: Tensor) -> Tensor:
-        ctx.layer, ctx.rows = layer, [len(each) for each in weights]
+    def forward(ctx: Any, layer: Int8Weight, gated: bool, x: Tensor, bias_N: Tensor | None, *weights: Tensor) -> Tensor:
+        ctx.layer, ctx.gated, ctx.rows = layer, gated, [len(each) for each in weights]
+        x_TK = silu_and_mul(x) if gated else x
         if any(ctx.needs_input_grad):
-            codes = quantise_int8(x_TK)
-            ctx.save_for_backward(codes.codes_NK, codes.scale)
+            codes = None if gated else quantise_int8(x_TK)
+            ctx.save_for_backward(*((x,) if codes is None else (codes.codes_NK, codes.scale)))
         return layer.gemm(x_TK, bias_N)
 
     @staticmethod
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
-        codes_TK, scale_T1 = ctx.saved_tensors
-        needs_x, needs_bias, *needs_weights = ctx.needs_input_grad[1:]
+        needs_x, needs_bias, *needs_weights = ctx.needs_input_grad[2:]
         weight = ctx.layer.quantised
         grad_x = grad_TN @ (weight.codes_NK * weight.scale).to(grad_TN.dtype) if needs_x else None
+        if ctx.gated:
+            gate_up = ctx.saved_tensors[0].detach().requires_grad_()
+            with torch.enable_grad():
+                x_TK = silu_and_mul(gate_up)
+            codes = quantise_int8(x_TK.detach())
+            codes_TK, scale_T1 = codes.codes_NK, codes.scale
+            grad_x = torch.autograd.grad(x_TK, gate_up, grad_x)[0] if needs_x else None
+        else:
+            codes_TK, scale_T1 = ctx.saved_tensors
         grad_bias = grad_TN.sum(0, dtype=torch.float32).to(grad_TN.dtype) if needs_bias else None
         grads: list[Tensor | None] = [None] * len(ctx.rows)
         if any(needs_weights):
@@ -272,7 +304,7 @@ class _Int8Linear(Function):
             if ctx.layer.factor_K is not None:
                 grad_NK *= ctx.layer.factor_K.to(grad_NK.dtype)
             grads = list(grad_NK.split(ctx.rows))
-        return None, grad_x, grad_bias, *grads
+        return None, None, grad_x, grad_bias, *grads
 
 
 class EngineLayer:
@@ -296,8 +328,8 @@ class EngineLayer:
         """The weights have changed."""
         self._weight = None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, N] of [T, K]. Raises NumericsError for a weight that is not finite."""
+    def __call__(self, x: Tensor, *, gated: bool = False) -> Tensor:
+        """[T, N] of [T, K]; gated: of [T, 2K]. Raises NumericsError for a weight that is not finite."""
         weights = [part.weight for _, part in self._parts]
         biases = [part.bias for _, part in self._parts if part.bias is not None]
         bias_N = torch.cat(biases) if biases else None
@@ -305,14 +337,14 @@ class EngineLayer:
             weight_NK = torch.cat(weights)
             if self._factor_K is not None:
                 weight_NK = weight_NK * self._factor_K.to(weight_NK.dtype)
-            return functional.linear(x, weight_NK, bias_N)
+            return functional.linear(silu_and_mul(x) if gated else x, weight_NK, bias_N)
         if self._weight is None:
             folded = [
                 fold(f"{name}.weight", weight.detach(), smoothing=self._smoothing)
                 for (name, _), weight in zip(self._parts, weights, strict=True)
             ]
             self._weight = Int8Weight.of(folded, factor_K=self._factor_K)
-        return self._weight(x, weights, bias_N)
+        return self._weight(x, weights, bias_N, gated=gated)
 
 
 class DecoderLayer:
@@ -348,7 +380,7 @@ class DecoderLayer:
         attended = batch.attend(q.contiguous(), k.contiguous(), v.contiguous())
         x = self._o(attended.reshape(len(x), -1))
         x, residual = self._norm(1, x, residual)
-        return self._down(silu_and_mul(self._gate_up(x))), residual
+        return self._down(self._gate_up(x), gated=True), residual
 
     def _norm(self, place: int, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         norm, factor_H = self._norms[place]
