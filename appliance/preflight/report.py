@@ -179,5 +179,5 @@ def _wrapped(begin: str, text: str, *, columns: int | None) -> list[str]:
 
 def _child(plan: RunPlan) -> Iterator[str]:
     yield from (f"{name}={shlex.quote(value)} \\" for name, value in plan.env)
-    yield f"{shlex.join(plan.argv[:3])} \\"
-    yield " \\\n".join(f"  {shlex.quote(argument)}" for argument in plan.argv[3:])
+    yield f"{shlex.join(plan.argv[:4])} \\"
+    yield " \\\n".join(f"  {shlex.quote(argument)}" for argument in plan.argv[4:])
