@@ -7,8 +7,8 @@ codes fit the core's cache together; beyond that it reads everything again and a
 takes it on hosts with AMX only. `onednn`: everything else, and every host with AMX, where oneDNN has the matrix unit.
 
 Both quantise activations inside and make s = a / 127; oneDNN's path multiplies by 1 / s and gives the codec's codes;
-sgl's multiplies by 127 / a, rounded once instead of twice, so that a code may differ by one where x / s lies within
-127 * 2^-23 of a half (x = a / 2 does), and takes a below 1e-7 as 1e-7. Either is within the codec's bound. For a probe
+sgl's multiplies by a 127 / a of its own rounding, so that a code may differ by one where x / s lies within 127 * 2^-23
+of a half (x = a / 2 does), and takes a below 1e-7 as 1e-7. Either is within the codec's bound. For a probe
 of integers with a = 127 both factors are exactly 1.
 
 Legend: M tokens, N output channels, K input channels of this rank's part of the layer.

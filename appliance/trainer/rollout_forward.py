@@ -334,7 +334,7 @@ class EngineLayer:
         biases = [part.bias for _, part in self._parts if part.bias is not None]
         bias_N = torch.cat(biases) if biases else None
         if not self.quantised:
-            weight_NK = torch.cat(weights)
+            weight_NK = torch.cat(weights) if len(weights) > 1 else weights[0]  # a copy would be kept for backward
             if self._factor_K is not None:
                 weight_NK = weight_NK * self._factor_K.to(weight_NK.dtype)
             return functional.linear(silu_and_mul(x) if gated else x, weight_NK, bias_N)
