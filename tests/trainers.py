@@ -19,7 +19,7 @@ GOLDEN = Path(__file__).parent / "quick" / "plan" / "golden" / "gsm8k-0.5b-int8.
 @functools.cache
 def verls_config() -> DictConfig:
     """Of a shipped recipe: no test of the trainer is about what stands in it."""
-    return compose_config(json.loads(GOLDEN.read_text())["argv"][3:])
+    return compose_config(json.loads(GOLDEN.read_text())["argv"][4:])
 
 
 def make_trainer(plan: RunPlan, *, stopping: Any, **others: Any) -> Trainer:
