@@ -302,7 +302,8 @@ class EngineLayer:
 
     def _check_sent(self) -> None:
         for name, part in self._parts:
-            ours, theirs = digest(part.weight), self.sent[name]
+            # of a copy: FSDP frees a weight by its storage's size, which is fixed for ever once numpy has looked at it
+            ours, theirs = digest(part.weight.detach().clone()), self.sent[name]
             if ours != theirs:
                 raise SyncError(f"{name}.weight: the trainer computes with digest {ours}, the engines got {theirs}")
         self.sent = {}

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from plans import make_guard, make_plan, make_rollout
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
@@ -141,8 +141,10 @@ def change(model: Qwen2ForCausalLM) -> Tensor:
 
 def test_the_first_forward_after_an_update_computes_with_what_was_sent(model: Qwen2ForCausalLM) -> None:
     flow, manifest = flow_of(model), manifest_of(model)
+    model.get_submodule(UP).weight = nn.Parameter(model.get_submodule(UP).weight.detach().clone())
     flow.note_sent(manifest)
     log_probs(model)
+    assert model.get_submodule(UP).weight.untyped_storage().resizable()  # as FSDP needs it
     flow.note_sent(manifest)
     weight = change(model)
     with pytest.raises(SyncError) as raised:
