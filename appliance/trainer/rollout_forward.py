@@ -38,13 +38,14 @@ from torch.nn import functional
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from verl.models.transformers.dense_common import CausalLMOutputForPPO
 
-from appliance.errors import TrainingError
+from appliance.errors import SyncError, TrainingError
 from appliance.quant.codec import QuantisedWeight
 from appliance.quant.codec_int8 import quantise_int8
 from appliance.quant.cpu_gemm import OneDnnGemm, SglGemm, load_kernels, packs_quickly
 from appliance.quant.files import kept_layers
 from appliance.quant.layer_view import is_ignored
 from appliance.quant.profile import Smoothing, fold, load_smoothing
+from appliance.sync.manifest import Manifest, digest
 from appliance.sync.precision import AS_PLANNED, Precision, quantisation_at
 from appliance.terms.families import FAMILIES, Unit
 from appliance.terms.schemes import Scheme
@@ -310,11 +311,13 @@ class _Int8Linear(Function):
 class EngineLayer:
     """A linear layer as the engine has it: of one or several modules. name: the engine's.
 
-    quantised: whether it computes in INT8 now.
+    quantised: whether it computes in INT8 now.  sent: of each module's weight the digest with which the engines got it,
+    to be held against what the next forward computes with; empty where that was done, or the weights have changed.
     """
 
     def __init__(self, name: str, parts: Sequence[tuple[str, nn.Linear]], *, smoothing: Smoothing) -> None:
         self.name, self.quantised = name, False
+        self.sent: dict[str, str] = {}
         self._smoothing = smoothing
         self._parts = parts
         self._factor_K = smoothing.factor_of(f"{parts[0][0]}.weight")
@@ -327,9 +330,21 @@ class EngineLayer:
     def forget(self) -> None:
         """The weights have changed."""
         self._weight = None
+        self.sent = {}
+
+    def _check_sent(self) -> None:
+        for name, part in self._parts:
+            # of a copy: FSDP frees a weight by its storage's size, which is fixed for ever once numpy has looked at it
+            ours, theirs = digest(part.weight.detach().clone()), self.sent[name]
+            if ours != theirs:
+                raise SyncError(f"{name}.weight: the trainer computes with digest {ours}, the engines got {theirs}")
+        self.sent = {}
 
     def __call__(self, x: Tensor, *, gated: bool = False) -> Tensor:
-        """[T, N] of [T, K]; gated: of [T, 2K]. Raises NumericsError for a weight that is not finite."""
+        """[T, N] of [T, K]; gated: of [T, 2K]. Raises NumericsError for a weight that is not finite, SyncError for one
+        that the engines have otherwise."""
+        if self.sent:
+            self._check_sent()
         weights = [part.weight for _, part in self._parts]
         biases = [part.bias for _, part in self._parts if part.bias is not None]
         bias_N = torch.cat(biases) if biases else None
@@ -426,6 +441,12 @@ class RolloutForward:
                 is_ignored(layer.name, ignore) or all(is_ignored(name, ignore) for name in layer.part_names)
             )
 
+    def note_sent(self, manifest: Manifest) -> None:
+        """The engines have this now, and so has this model until its weights change."""
+        sent = {one.name: one.digest for one in manifest.records}
+        for layer in self.linears():
+            layer.sent = {name: sent.get(f"{name}.weight", "none") for name in layer.part_names}
+
     def linears(self) -> list[EngineLayer]:
         return [linear for layer in self._layers for linear in layer.layers]
 
@@ -488,6 +509,17 @@ def follow_engines(precision: Precision) -> None:
     """What the engines beside this process compute in from this update on. Nothing where the forward is BF16."""
     for flow in _PRESENT:
         flow.follow(precision)
+
+
+def note_sent(manifest: Manifest) -> None:
+    """As RolloutForward.note_sent. Nothing where the forward is BF16."""
+    for flow in _PRESENT:
+        flow.note_sent(manifest)
+
+
+def quantised_layers() -> list[str]:
+    """What computes in INT8 in this process now, by the engine's names."""
+    return [layer.name for flow in _PRESENT for layer in flow.linears() if layer.quantised]
 
 
 def _cos_sin(model: nn.Module) -> Tensor:
