@@ -22,8 +22,8 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from appliance import console
 from appliance.bench.job import NAMED_SHAPES, Shapes
 from appliance.control_groups import usable_cores
-from appliance.engine.int8 import OneDnnGemm, SglGemm, has_packed_kernel, packs_quickly
 from appliance.quant.codec_int8 import quantise_int8
+from appliance.quant.cpu_gemm import OneDnnGemm, SglGemm, has_packed_kernel, packs_quickly
 
 BF16 = "bf16"
 PACK = 0  # in the place of a number of tokens

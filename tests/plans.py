@@ -125,6 +125,7 @@ def make_plan(run_dir: Path, **changes: object) -> RunPlan:
         trainer=TrainerPlan(
             attention="sdpa",
             packed=False,
+            one_flow=False,
             sequence_parallel=1,
             offload_parameters=False,
             offload_optimizer=False,

@@ -72,6 +72,10 @@ def live_scheme(model: Module) -> LiveScheme:
     )
 
 
+def _quantised(model: Module) -> list[str]:
+    return [name for name, each in model.named_modules() if isinstance(getattr(each, "quant_method", None), Quantising)]
+
+
 def _has_fallen(method: object, layer: Module, *, name: str) -> bool:
     """In BF16, and not on purpose. Some models make their routers without a quantisation config, so that the method
     does not say it."""
@@ -114,6 +118,7 @@ def attest_rollout_worker(model: Module, *, vllm_config: Any, rank: int) -> None
             fingerprint=fingerprint(),
             detail={
                 "kernels": live.kernels,
+                "quantised": _quantised(model),
                 "lm_head_fp32": live.lm_head_fp32,
                 "dtype": str(vllm_config.model_config.dtype),
                 "model": vllm_config.model_config.model,

@@ -63,6 +63,7 @@ class Patience:
 class MismatchBounds:
     """When a step's mismatch is bad; a field per signal of that name."""
 
+    differing_fraction: Bounds = field(default=Bounds.below(0.0))
     k3_kl: Bounds = field(default=Bounds.below(K3_KL))
     weight_mean: Bounds = Bounds(bad=WEIGHT_MEAN, fine=(0.75, 1.5))
     weight_std: Bounds = field(default=Bounds.below(WEIGHT_STD))

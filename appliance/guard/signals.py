@@ -23,9 +23,11 @@ class Signals:
     grad_norm: before it is scaled down.  reward_mean: in the unit of the task's reward.  entropy: nats per token.
     equal_group_fraction: prompts whose samples are all the same, 0..1.  response_tokens_mean: tokens.
     nonfinite_fraction: tokens with a log-probability that is not finite, 0..1.
+    differing_fraction: tokens whose two log-probs are not the same, 0..1, where they are to be.
     """
 
     step: int
+    differing_fraction: float | None = None
     k3_kl: float | None = None
     weight_mean: float | None = None
     weight_std: float | None = None

@@ -177,7 +177,7 @@ def build_plan(
             kv_cache_gb=recipe.rollout.kv_cache_gb,
             offline=not is_from_hub(task) and (bool(model.builtin) or is_folder(model.source)),
             backends=backends,
-            layer_rates=recipe.optimizer.norm_fed_lr_scale != 1,
+            own_engine=trainer.one_flow or recipe.optimizer.norm_fed_lr_scale != 1,
             capability=None if is_cpu else GPUS[device].capability,
         ),
         pins=pins_for(device),

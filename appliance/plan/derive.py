@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from appliance.corrections.registry import correction_of
 from appliance.recipe.rules import shadow_sequences
-from appliance.recipe.schema import AlgorithmKind, Attention, Recipe
+from appliance.recipe.schema import AlgorithmKind, Attention, Forward, Recipe
 from appliance.record.plan import AlgorithmPlan, Choice, CorrectionPlan, EnginePlan, ShadowPlan, TrainerPlan, UaqPlan
 from appliance.tasks.library import OWN
 
@@ -58,13 +58,15 @@ def attention_of(recipe: Recipe, *, is_cpu: bool) -> tuple[str, str]:
 
 def plan_trainer(recipe: Recipe, *, attention: str, book: Book) -> TrainerPlan:
     is_builtin = bool(recipe.model.builtin)
+    one_flow = recipe.trainer.forward is Forward.ROLLOUT
     mini = recipe.batch.mini_batch_prompts or recipe.batch.prompts_per_step
     recomputes = "activations are recomputed: less memory, a third more time"
     keeps = "the model is tiny: recomputing costs time and saves nothing"
     why = "as given" if recipe.batch.mini_batch_prompts else "the whole step"
     return TrainerPlan(
         attention=attention,
-        packed=attention == FLASH,
+        packed=one_flow or attention == FLASH,
+        one_flow=one_flow,
         sequence_parallel=recipe.trainer.sequence_parallel,
         offload_parameters=recipe.trainer.offload_parameters,
         offload_optimizer=recipe.trainer.offload_optimizer,

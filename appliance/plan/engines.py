@@ -6,9 +6,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from appliance.errors import RecipeError
 from appliance.guard.policy import Action
 from appliance.plan.derive import Book
-from appliance.recipe.schema import Recipe, SchemeChange, SchemeChoice
+from appliance.recipe.schema import Forward, Recipe, SchemeChange, SchemeChoice
 from appliance.recipe.text import full_path
 from appliance.record.plan import GuardPlan, ModelPlan, ProfilePlan, RolloutPlan, RunPlan, Switching
 from appliance.terms.families import EXPERTS
@@ -44,6 +45,8 @@ def plan_rollout(
         prove_every=recipe.quantization.prove_every or (1 if recipe.model.builtin else _PROVE_EVERY),
         eager=eager,
     )
+    if recipe.trainer.forward is Forward.ROLLOUT:
+        _require_one_flow(planned, is_cpu=is_cpu, experts=experts)
     if planned.scheme.quantised:
         book.note("quantization.prove_every", planned.prove_every, _why_so_often(recipe))
     if any(replica.profile for replica in planned.replicas):
@@ -56,6 +59,17 @@ def plan_rollout(
     if eager and not is_cpu:
         book.note("rollout.enforce_eager", True, "quantised experts run one by one, which no graph holds")
     return planned
+
+
+def _require_one_flow(rollout: RolloutPlan, *, is_cpu: bool, experts: bool) -> None:
+    """What a recipe alone does not show. Raises RecipeError."""
+    place, hint = "trainer.forward", "use `bf16`"
+    if not is_cpu:
+        raise RecipeError([(f"{place}: `rollout` runs on a CPU only", hint)])
+    if rollout.scheme is not Scheme.INT8:
+        raise RecipeError([(f"{place}: `rollout` does not know `{rollout.scheme}`", "use rollout.scheme: int8")])
+    if experts:
+        raise RecipeError([(f"{place}: `rollout` does not know experts", hint)])
 
 
 def _why_so_often(recipe: Recipe) -> str:

@@ -90,6 +90,7 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
         (f"{MODEL}.path", plan.trained_model),
         (f"{MODEL}.trust_remote_code", plan.model.trust_remote_code),
         (f"{MODEL}.use_remove_padding", trainer.packed),
+        (f"{MODEL}.use_fused_kernels", trainer.one_flow),  # log-probs come from the model, not from logits
         (f"{MODEL}.enable_gradient_checkpointing", trainer.gradient_checkpointing),
         (f"+{MODEL}.override_config.attn_implementation", trainer.attention),
         (f"{ACTOR}.strategy", "fsdp2"),

@@ -12,7 +12,17 @@ from appliance.corrections.base import ClipRange
 from appliance.corrections.registry import METHODS
 from appliance.guard.policy import Action
 from appliance.quant.uaq import MOST
-from appliance.recipe.schema import Algorithm, AlgorithmKind, Attention, Correction, Recipe, Reward, SchemeChoice, Task
+from appliance.recipe.schema import (
+    Algorithm,
+    AlgorithmKind,
+    Attention,
+    Correction,
+    Forward,
+    Recipe,
+    Reward,
+    SchemeChoice,
+    Task,
+)
 from appliance.recipe.text import path_problem, pattern_problem
 from appliance.tasks.library import OWN, TASKS
 from appliance.tasks.own import template_parts
@@ -42,7 +52,7 @@ class Broken(NamedTuple):
 def broken_rules(recipe: Recipe) -> list[Broken]:
     """Every rule the recipe breaks, in the order of the file's sections."""
     rules = (_availability, _model, _task, _rollout, _quantization, _correction, _dapo, _batch, _packing)
-    rules = (*rules, _length, _cluster, _guard, _texts)
+    rules = (*rules, _length, _cluster, _guard, _one_flow, _texts)
     return [broken for rule in rules for broken in rule(recipe)]
 
 
@@ -227,6 +237,27 @@ def _rollout(recipe: Recipe) -> Iterator[Broken]:
         message = f"{len(rollout.replicas)} schemes for {engines} engine{'' if engines == 1 else 's'}"
         keys = ("rollout.replicas", "cluster.gpus_per_node", "cluster.nodes", "rollout.tensor_parallel")
         yield Broken(keys, message, "an engine takes tensor_parallel GPUs; raise cluster.gpus_per_node, or list fewer")
+
+
+def _one_flow(recipe: Recipe) -> Iterator[Broken]:
+    """What the trainer's own form of the rollouts' forward does not have. `plan.build` asks for the device, too."""
+    if recipe.trainer.forward is not Forward.ROLLOUT:
+        return
+    key = "trainer.forward"
+    if other := next((each for each in _named_schemes(recipe) if each is not Scheme.INT8), None):
+        yield Broken((key, _scheme_key(recipe)), f"`rollout` does not know `{other}`", "use rollout.scheme: int8")
+    if recipe.trainer.attention is not Attention.AUTO:
+        yield Broken(("trainer.attention", key), "with `rollout` attention is the engine's", "remove it")
+    refused = {
+        "rollout.tensor_parallel": (1, "a layer in parts rounds in another way"),
+        "rollout.lm_head_fp32": (False, "the last projection of `rollout` is in BF16"),
+        "rollout.top_p": (1.0, "a trainer's log-probs know no cut"),
+        "trainer.sequence_parallel": (1, "`rollout` does not share sequences"),
+    }
+    for name, (usual, message) in refused.items():
+        section, _, field = name.partition(".")
+        if getattr(getattr(recipe, section), field) != usual:
+            yield Broken((name, key), message, f"use {usual}, or trainer.forward: bf16".replace("False", "false"))
 
 
 def _scheme_key(recipe: Recipe) -> str:

@@ -36,6 +36,11 @@ class Attention(StrEnum):
     EAGER = "eager"
 
 
+class Forward(StrEnum):
+    BF16 = "bf16"
+    ROLLOUT = "rollout"
+
+
 class LongPrompts(StrEnum):
     DROP = "drop"
     TRUNCATE = "truncate"
@@ -290,6 +295,8 @@ class Trainer(Section):
     """steps; 0: only at the end; the end is always validated"""
     validate_bf16_every: int | None = Field(None, ge=0)
     """in BF16 as well; 0: never; null: at the end"""
+    forward: Lax[Forward] = Forward.BF16
+    """`rollout`: the trainer computes as the engines do: no mismatch"""
     attention: Lax[Attention] = Attention.AUTO
     """`auto`: sdpa on a CPU, flash_attention_2 on a GPU"""
     offload_parameters: bool = False

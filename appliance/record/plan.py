@@ -368,6 +368,8 @@ class TrainerPlan(Frozen):
     """transformers' name of the implementation."""
     packed: bool
     """Whether sequences lie behind one another without padding, which needs flash attention."""
+    one_flow: bool
+    """Whether the forward is the rollouts' own (trainer/rollout_forward.py)."""
     sequence_parallel: int
     """GPUs that share a sequence."""
     offload_parameters: bool

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -66,10 +67,19 @@ def summary_rows(plan: RunPlan, state: RunState, *, seconds: float, folder: str)
         ("speed", f"{draw.tokens_per_s(median_tokens_per_s(state))} of rollout, {per_step} s a step (medians)"),
         ("mismatch", _mismatch(state)),
         ("model", f"{folder}/model"),
+        *_serving(plan, folder=folder),
         ("report", f"{folder}/{REPORT_FILE}"),
         ("run folder", f"{folder}  (metrics.jsonl, events.jsonl, logs/)"),
         *(("try next", line) for line in try_next(plan, state, folder=folder)),
     )
+
+
+def _serving(plan: RunPlan, *, folder: str) -> Iterator[tuple[str, str]]:
+    """With one precision flow the policy that was trained is the one in the rollouts' scheme."""
+    if plan.trainer.one_flow:
+        run = shlex.quote(folder)
+        command = f"FLASHRL_CONFIG={run}/profile/quantization.yaml vllm serve {run}/model"
+        yield "serve it", f"in {plan.rollout.label}, as it was trained: {command}"
 
 
 def _mismatch(state: RunState) -> str:

@@ -138,6 +138,13 @@ def write_generation(run_dir: Path, generation: Generation) -> None:
     write_whole(target, as_json(generation) + "\n", durable=False)
 
 
+def read_present(run_dir: Path) -> Precision:
+    """What the engines compute in from the next update on: what it tells them, or what they were started in. Raises
+    SyncError."""
+    told = read_wanted(run_dir)
+    return read_generation(run_dir).precision if told.is_planned else told
+
+
 def read_generation(run_dir: Path) -> Generation:
     """The present engines; without a file the first ones. Raises SyncError when it cannot be read."""
     try:

@@ -28,7 +28,8 @@ TRACKIO_DIR_VARIABLE = "TRACKIO_DIR"
 PRELOAD_VARIABLE = "APPLIANCE_PRELOAD"  # in the processes of rollout servers, see trainer/preload.py
 SERVER_VARIABLES = {PRELOAD_VARIABLE: "1"}  # what our platform gives a rollout server
 RECONNECT_S = 30  # a head that has not answered for so long is gone: for Ray, and for cluster/join.py
-ENGINE_VENDOR = "appliance"  # under this name trainer/layer_rates.py registers an engine of verl's
+VENDOR_VARIABLE = "VERL_ENGINE_VENDOR"
+ENGINE_VENDOR = "appliance"  # under this name trainer/verl_engine.py registers an engine of verl's
 LONGEST_RAY_DIR = 36  # bytes of the folder that has RAY_OWN in it
 _TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
 _KUBERNETES_VARIABLE = "RAY_ENABLE_K8S_TOKEN_AUTH"  # has Kubernetes judge tokens, which knows none of ours
@@ -43,13 +44,13 @@ def child_env(
     kv_cache_gb: int,
     offline: bool,
     backends: tuple[str, ...],
-    layer_rates: bool = False,
+    own_engine: bool = False,
     capability: tuple[int, int] | None = None,
 ) -> tuple[tuple[str, str], ...]:
     """(name, value) pairs that the child gets on top of the launcher's own environment.
 
     offline: model and data are on this host, so nothing asks the hub.  threads, kv_cache_gb (GiB): per process, CPU.
-    layer_rates: some layers have a learning rate of their own.  capability: of the GPUs, None on a CPU.
+    own_engine: verl trains with trainer/verl_engine.py.  capability: of the GPUs, None on a CPU.
     """
     env = {
         PLAN_VARIABLE: str(run_dir / "plan.json"),
@@ -66,8 +67,8 @@ def child_env(
     }
     if offline:
         env["HF_HUB_OFFLINE"] = "1"
-    if layer_rates:
-        env["VERL_ENGINE_VENDOR"] = ENGINE_VENDOR
+    if own_engine:
+        env[VENDOR_VARIABLE] = ENGINE_VENDOR
     if "wandb" not in backends:
         env[WANDB_MODE_VARIABLE] = "disabled"
     if "tensorboard" in backends:

@@ -4,6 +4,7 @@ whether all of a run, the engines too, said what the plan wants."""
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,18 @@ from torch.nn import Module
 
 from appliance import patch
 from appliance.errors import AttestationError
-from appliance.record.attestations import Attestation, check_attestations, fingerprint, write_attestation
+from appliance.record.attestations import (
+    Attestation,
+    check_attestations,
+    fingerprint,
+    read_attestations,
+    write_attestation,
+)
 from appliance.record.code import attested_code
 from appliance.record.plan import RunPlan
-from appliance.sync.precision import Precision, attestations_at
+from appliance.sync.precision import Precision, attestations_at, read_generation
 from appliance.terms.schemes import Scheme
+from appliance.trainer.rollout_forward import follow_engines, quantised_layers
 
 
 def check_attested(plan: RunPlan, *, precision: Precision) -> None:
@@ -28,8 +36,18 @@ def check_attested(plan: RunPlan, *, precision: Precision) -> None:
     """
     expected = attestations_at(plan, precision)
     found = check_attestations(Path(plan.run_dir), expected, pins=plan.pins, fingerprint=fingerprint())
-    if found.problems:
-        raise AttestationError("; ".join(found.problems), hint="see attest/ in the run folder")
+    problems = found.problems or ([*_other_layers(Path(plan.run_dir))] if plan.trainer.one_flow else [])
+    if problems:
+        raise AttestationError("; ".join(problems), hint="see attest/ in the run folder")
+
+
+def _other_layers(run_dir: Path) -> Iterator[str]:
+    """Where trainer ranks and engines do not quantise the same."""
+    said, _ = read_attestations(run_dir)
+    (first, layers), *others = [(one.process, {*one.detail["quantised"]}) for one in said if one.role != "driver"]
+    for process, found in others:
+        if differ := sorted(layers ^ found):
+            yield f"{first} and {process} do not quantise the same: {len(differ)} layers differ, first {differ[0]}"
 
 
 def attest_driver(plan: RunPlan) -> None:
@@ -58,13 +76,16 @@ def _attest_worker(worker: Any, plan: RunPlan) -> None:
     if rates[1:] != ([] if plan.norm_fed_lr_scale == 1 else [rates[0] * plan.norm_fed_lr_scale]):
         asked = f"the plan asks for one of {plan.norm_fed_lr_scale:g} times the rate"
         raise AttestationError(f"trainer rank {worker.rank} has the learning rates {rates}, {asked}")
-    detail = {
+    detail: dict[str, Any] = {
         "parameters": str(next(module.parameters()).dtype),
         "compute": str(compute),
         "class": type(module).__name__,
         "learning_rates": rates,
         "threads": torch.get_num_threads(),
     }
+    if plan.trainer.one_flow:
+        follow_engines(read_generation(Path(plan.run_dir)).precision)
+        detail |= {"forward": "rollout", "quantised": quantised_layers()}
     _write(plan, role="trainer", rank=worker.rank, detail=detail)
 
 

@@ -44,10 +44,13 @@ def policy_of(plan: RunPlan) -> Policy:
     )
 
 
-def signals_of(line: dict[str, object], *, telemetry: StepTelemetry, cap: float | None) -> Signals:
+def signals_of(
+    line: dict[str, object], *, telemetry: StepTelemetry, cap: float | None, is_exact: bool = False
+) -> Signals:
     """line: the step's metrics by the contract's names, before what is not finite became null.
 
     cap: where a token's weight is cut. Without one no share of tokens is truncated, whatever the method drops.
+    is_exact: as Step.is_exact.
     """
     mismatch = telemetry.mismatch
     names = ["reward_mean", "entropy", "response_tokens_mean"]
@@ -55,6 +58,7 @@ def signals_of(line: dict[str, object], *, telemetry: StepTelemetry, cap: float 
         names.append("grad_norm")
     return Signals(
         step=int(line["step"]),
+        differing_fraction=telemetry.differing_fraction if is_exact else None,
         k3_kl=mismatch.k3_kl,
         weight_mean=mismatch.weight_mean,
         weight_std=mismatch.weight_std,

@@ -30,6 +30,7 @@ from torch import Tensor
 from transfer_queue import KVBatchMeta
 
 from appliance.errors import TrainingError
+from appliance.guard.policy import Action
 from appliance.quant.mismatch import Mismatch, MismatchByLength, measure_by_length, measure_mismatch
 from appliance.record.events import METRICS_FILE, append_event, append_line
 from appliance.record.plan import RunPlan
@@ -64,6 +65,8 @@ class StepTelemetry:
 
     nonfinite_fraction: tokens of which a log-probability is not finite, 0..1. Where there are some, no number of
     `mismatch` is finite either, and in `by_length` they count as equal.  seconds: that measuring took.
+
+    differing_tokens: whose two log-probs are not the same float32.
     """
 
     mismatch: Mismatch
@@ -72,6 +75,11 @@ class StepTelemetry:
     nonfinite_fraction: float = 0.0
     seconds: float = 0.0
     tokens_mean: float = 0.0
+    differing_tokens: int = 0
+
+    @property
+    def differing_fraction(self) -> float:
+        return self.differing_tokens / self.by_length.whole.num_tokens
 
     def metrics(self) -> dict[str, Any]:
         """JSON values. `mismatch_by_length`: an object per bucket, in the words of LengthBucket."""
@@ -79,6 +87,7 @@ class StepTelemetry:
         return {
             "equal_group_fraction": self.equal_group_fraction,
             "nonfinite_fraction": self.nonfinite_fraction,
+            "mismatch_equal_fraction": 1 - self.differing_fraction,
             "mismatch_chi2": whole.chi2,
             "mismatch_ppl_gap": whole.ppl_gap,
             "mismatch_largest_nats": whole.largest.nats,
@@ -106,6 +115,7 @@ def measure_batch(
     """
     real_N = real_N.bool()
     trainer_T, rollout_T = trainer_N[real_N], rollout_N[real_N]
+    differing = int((trainer_T.float() != rollout_T.float()).sum())
     broken = float((~finite_pairs(trainer_T, rollout_T)).double().mean())
     if broken:
         trainer_T, rollout_T = with_finite_pairs(trainer_T, rollout_T)
@@ -120,6 +130,7 @@ def measure_batch(
         ),
         nonfinite_fraction=broken,
         tokens_mean=len(trainer_T) / max(1, sum(counted)),
+        differing_tokens=differing,
     )
 
 
@@ -217,6 +228,10 @@ class Step:
     correction: dict[str, float | None] | None = None
     sync: SyncRecord | None = None
 
+    def is_exact(self, plan: RunPlan) -> bool:
+        """Whether its log-probs are to be the rollouts' bit by bit. What is in BF16 for now depends on the batch."""
+        return plan.trainer.one_flow and self.rolled == Live(plan.rollout.label, plan.rollout.emulated)
+
 
 def step_metrics(
     step: Step, *, verl: dict[str, Any], timing_s: dict[str, float], plan: RunPlan, number: int
@@ -260,6 +275,20 @@ def left_out(run_dir: Path, *, telemetry: StepTelemetry, step: int) -> dict[str,
     append_event(run_dir, kind="note", what=what, why="an update with them would ruin the weights", step=step)
     return dict.fromkeys(
         (name for name in _FROM_VERL.values() if name.startswith("actor/") and name != "actor/entropy"), math.nan
+    )
+
+
+def tell_differing(run_dir: Path, *, telemetry: StepTelemetry, step: int) -> None:
+    """The guard's first bound, said at once and with its place; the ladder counts the step as a bad one."""
+    whole = telemetry.by_length.whole
+    append_event(
+        run_dir,
+        kind="guard",
+        what=f"step {step}: {telemetry.differing_tokens} of {whole.num_tokens} log-probs are not the rollouts'",
+        why=f"the largest difference is {whole.largest.nats:.4g} nats, at token {whole.largest.position} of sequence "
+        f"{whole.largest.sequence}",
+        step=step,
+        action=str(Action.WARN),
     )
 
 

@@ -18,9 +18,10 @@ from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from appliance.errors import SyncError
 from appliance.sync.manifest import MANIFEST_NAME, Manifest, TensorRecord, directive, record
-from appliance.sync.precision import AS_PLANNED, DIRECTIVE_NAME, Precision, read_wanted
+from appliance.sync.precision import AS_PLANNED, DIRECTIVE_NAME, Precision, read_present, read_wanted
 from appliance.sync.records import Sent, append_sent
 from appliance.terms.environment import PLAN_VARIABLE, weight_socket
+from appliance.trainer.rollout_forward import follow_engines, note_sent
 
 Weights = AsyncIterator[tuple[str, Tensor]] | Iterable[tuple[str, Tensor]]
 
@@ -89,9 +90,13 @@ class DigestingAdapter(ServerAdapter):
             raise SyncError(f"weight update: the wire format {wire_format} has no digests", hint="use the full update")
         self._syncs += 1
         precision = AS_PLANNED if self._run_dir is None else read_wanted(self._run_dir)
+        follow_engines(AS_PLANNED if self._run_dir is None else read_present(self._run_dir))
         digested = DigestedWeights(weights, sync=self._syncs, precision=precision)
         await super().update_weights(digested, global_steps=global_steps, **kwargs)
-        if digested.manifest is not None and self._run_dir is not None:
+        if digested.manifest is None:
+            return
+        note_sent(digested.manifest)
+        if self._run_dir is not None:
             place = {"replica": self.replica_rank, "rank": self.rollout_rank}
             told = Sent(sync=self._syncs, manifest=digested.manifest.digest, digest_s=digested.digest_s, **place)
             append_sent(self._run_dir, told)

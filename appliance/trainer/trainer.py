@@ -37,6 +37,7 @@ from appliance.trainer.metrics import (
     left_out,
     measure_step,
     step_metrics,
+    tell_differing,
     tracked,
 )
 from appliance.trainer.precision import RolloutPrecision, Validation, WeightUpdates
@@ -219,7 +220,10 @@ class Trainer(PPOTrainerSync):
         line |= self._step.telemetry.metrics() | self.validation.take() | self.rollouts.take_turns()
         written = self._write({**line, "reward_failures": self._step.reward_failures})
         metrics.update(tracked(written))  # verl sends `metrics` to the backends next
-        signals = signals_of(line, telemetry=self._step.telemetry, cap=self.correction.token_cap)
+        telemetry, is_exact = self._step.telemetry, self._step.is_exact(self.plan)
+        if is_exact and telemetry.differing_tokens:
+            tell_differing(self.run_dir, telemetry=telemetry, step=global_steps)
+        signals = signals_of(line, telemetry=telemetry, cap=self.correction.token_cap, is_exact=is_exact)
         self._end_step(written, signals=signals)
 
     # the end
@@ -296,6 +300,7 @@ class Trainer(PPOTrainerSync):
         self.checkpoint_manager.add_replicas(self.llm_server_manager.get_replicas())
         self.checkpoint_manager.sleep_replicas()  # as verl does with the first ones: an update wakes them
         self.rollouts.serve_by(self.llm_server_manager.server_handles)
+        attest_trainers(self.plan, workers=self.actor_rollout_wg.workers)
         check_attested(self.plan, precision=self.engines.generation.precision)
         append_event(self.run_dir, kind="note", what=restart.text, why=why, **restart.numbers())
         self._phase(before)

@@ -12,7 +12,6 @@ import importlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -24,8 +23,13 @@ from verl.workers.rollout import base
 from appliance.control_groups import usable_cores
 from appliance.patch import Patch, apply_patch
 from appliance.record.liveness import WORKER_ROLE, keep_stacks
-from appliance.record.plan import read_plan
-from appliance.terms.environment import PLAN_VARIABLE, PLATFORM_VARIABLE, SERVER_VARIABLES, THREADS_VARIABLE
+from appliance.terms.environment import (
+    ENGINE_VENDOR,
+    PLATFORM_VARIABLE,
+    SERVER_VARIABLES,
+    THREADS_VARIABLE,
+    VENDOR_VARIABLE,
+)
 
 PROCESS_GROUP = Patch(
     name="cpu-process-group",
@@ -148,5 +152,5 @@ if os.environ.get(PLATFORM_VARIABLE) == "cpu":
 # By name: the module imports vLLM's side of verl, which only workers that send weights need.
 base._ROLLOUT_REGISTRY[("vllm", "async")] = "appliance.trainer.sender.DigestingAdapter"
 
-if PLAN_VARIABLE in os.environ and read_plan(Path(os.environ[PLAN_VARIABLE])).norm_fed_lr_scale != 1:
-    importlib.import_module("appliance.trainer.layer_rates")  # parts of verl that no other process of a run needs
+if os.environ.get(VENDOR_VARIABLE) == ENGINE_VENDOR:
+    importlib.import_module("appliance.trainer.verl_engine")  # parts of verl that no other process of a run needs

@@ -50,7 +50,7 @@ def read_checkpoint(folder: Path) -> list[tuple[str, object]]:
 
 def int8_kernel(rows: int = 128, columns: int = 128) -> str:
     """The name of the kernel that an INT8 layer of this shape gets on this host."""
-    from appliance.engine.int8 import packs_quickly
+    from appliance.quant.cpu_gemm import packs_quickly
 
     return f"CPUInt8ScaledMMLinearKernel[{'sgl' if packs_quickly(rows, columns) else 'onednn'}]"
 

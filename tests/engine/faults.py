@@ -263,7 +263,7 @@ def free_scale(layer: torch.nn.Module, codes_NK: Tensor) -> bool:
 def both_int8_kernels() -> Iterator[None]:
     """On a host where short rows get the one and long rows the other: rows of 128 here, and of 352."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("appliance.engine.int8.LONGEST_PACKED_ROW", 128)
+        patch.setattr("appliance.quant.cpu_gemm.LONGEST_PACKED_ROW", 128)
         yield
 
 

@@ -41,7 +41,7 @@ ENVIRONMENT = {
         kv_cache_gb=1,
         offline=True,
         backends=backends,
-        layer_rates=True,
+        own_engine=True,
         capability=capability,
     )
 }

@@ -39,6 +39,7 @@ CONTRACT_KEYS = {
     "emulated",
     "mismatch_k3_kl",
     "mismatch_kl",
+    "mismatch_equal_fraction",
     "probs_diff_mean",
     "probs_diff_max",
     "is_weight_mean",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from appliance.bench.job import NAMED_SHAPES, Shapes
-from appliance.engine.int8 import has_packed_kernel
+from appliance.quant.cpu_gemm import has_packed_kernel
 from benchmarks import gemm
 from benchmarks.gemm import BF16, PACK, measure, table, weights_of
 

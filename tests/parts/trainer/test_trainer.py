@@ -254,7 +254,7 @@ def test_new_engines_take_the_place_of_the_old_ones_everywhere(trainer: Trainer,
     assert trainer.llm_server_manager is new
     assert said == [
         *("phase restart-engines", "rollouts.finish", "engines.restart", "verls.remove_replicas"),
-        *("verls.add_replicas", "verls.sleep_replicas", "rollouts.serve_by", "check_attested"),
+        *("verls.add_replicas", "verls.sleep_replicas", "rollouts.serve_by", "attest_trainers", "check_attested"),
         *("note new engines", "phase start"),
     ]
 

@@ -18,7 +18,7 @@ def problems_of(*sets: str) -> list[tuple[str, str]]:
 
 def without_place(message: str) -> str:
     """From the dotted key on."""
-    return re.search(r"(?:^|: )([a-z]+\.[a-z_]+(?:\.[0-9]+)?: .*)", message)[1]
+    return re.search(r"(?:^|: )([a-z]+\.[a-z0-9_]+(?:\.[0-9]+)?: .*)", message)[1]
 
 
 def only(*sets: str) -> tuple[str, str]:
@@ -277,6 +277,32 @@ OF_DAPO = "remove it, or set algorithm.kind to `dapo`"
         (
             (*GPU, "trainer.sequence_parallel=3"),
             ("trainer.sequence_parallel: 3 does not divide the GPUs of the cluster", ""),
+        ),
+        (
+            ("trainer.forward=rollout", "rollout.scheme=fp8", "quantization.emulate=true"),
+            ("trainer.forward: `rollout` does not know `fp8`", "use rollout.scheme: int8"),
+        ),
+        (
+            ("trainer.forward=rollout", "trainer.attention=sdpa"),
+            ("trainer.attention: with `rollout` attention is the engine's", "remove it"),
+        ),
+        (
+            ("trainer.forward=rollout", "rollout.tensor_parallel=2", "cluster.gpus_per_node=2"),
+            (
+                "rollout.tensor_parallel: a layer in parts rounds in another way",
+                "use 1, or trainer.forward: bf16",
+            ),
+        ),
+        (
+            ("trainer.forward=rollout", "rollout.lm_head_fp32=true"),
+            (
+                "rollout.lm_head_fp32: the last projection of `rollout` is in BF16",
+                "use false, or trainer.forward: bf16",
+            ),
+        ),
+        (
+            ("trainer.forward=rollout", "rollout.top_p=0.9"),
+            ("rollout.top_p: a trainer's log-probs know no cut", "use 1.0, or trainer.forward: bf16"),
         ),
     ],
 )

@@ -169,6 +169,17 @@ def test_summary_of_a_run_that_climbed(tmp_path: Path, small_plan: Callable, ste
     )
 
 
+def test_summary_says_how_to_serve_what_was_trained_in_the_rollouts_scheme(
+    tmp_path: Path, small_plan: Callable, step_line: Callable
+) -> None:
+    plan = small_plan(tmp_path)
+    plan = plan.replace(trainer=plan.trainer.replace(one_flow=True))
+    rows = dict(summary.summary_rows(plan, folded(step_line(1)), seconds=1, folder="runs/a b"))
+    assert rows["serve it"] == (
+        "in int8, as it was trained: FLASHRL_CONFIG='runs/a b'/profile/quantization.yaml vllm serve 'runs/a b'/model"
+    )
+
+
 def test_summary_of_a_run_that_did_not(tmp_path: Path, small_plan: Callable, step_line: Callable) -> None:
     state = folded(step_line(1), step_line(2, is_weight_mean=3.0))
     assert summary.try_next(small_plan(tmp_path, steps=2), state, folder="runs/a") == (

@@ -11,7 +11,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from appliance.terms.environment import ENGINE_VENDOR, child_env
-from appliance.trainer.layer_rates import LayerRatesEngine, split_rates
+from appliance.trainer.verl_engine import ApplianceEngine, split_rates
 
 ENDS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")
 
@@ -54,7 +54,7 @@ def test_verl_finds_the_engine_by_the_plans_vendor_and_its_own_without(monkeypat
     assert EngineRegistry.get_engine_cls("language_model", "fsdp2") is FSDPEngineWithLMHead
     settings = {"is_cpu": True, "threads": 1, "kv_cache_gb": 1, "offline": True, "backends": ()}
     assert "VERL_ENGINE_VENDOR" not in dict(child_env(Path("/runs/a"), **settings))
-    vendor = dict(child_env(Path("/runs/a"), **settings, layer_rates=True))["VERL_ENGINE_VENDOR"]
+    vendor = dict(child_env(Path("/runs/a"), **settings, own_engine=True))["VERL_ENGINE_VENDOR"]
     assert vendor == ENGINE_VENDOR
     monkeypatch.setenv("VERL_ENGINE_VENDOR", vendor)
-    assert EngineRegistry.get_engine_cls("language_model", "fsdp2") is LayerRatesEngine
+    assert EngineRegistry.get_engine_cls("language_model", "fsdp2") is ApplianceEngine

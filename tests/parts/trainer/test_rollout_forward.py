@@ -1,0 +1,463 @@
+"""Gradients of the rollouts' forward against a float64 reference of the straight-through formula.
+
+U is BF16's unit roundoff: 8 significant bits, so a rounding changes a number by at most 2^-8 of itself. Sums are in
+float32, n terms by at most n * 2^-24 of the sum of magnitudes, which SLACK holds for all sizes here, with products of
+two roundings. Every bound is for each element: the magnitudes that it is made of, times its roundings.
+
+Legend: as the module's, and I channels between gate and down.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from appliance.quant.codec_int8 import dequantise_int8, quantise_int8
+from appliance.quant.cpu_gemm import OneDnnGemm, SglGemm, has_packed_kernel
+from appliance.terms.schemes import Scheme
+from appliance.terms.settings import Quantisation
+from appliance.trainer.rollout_forward import (
+    Batch,
+    Int8Weight,
+    RolloutForward,
+    add_norm,
+    head_norm,
+    silu_and_mul,
+)
+
+U = 2.0**-8
+SLACK = 1.05
+EPS = 1e-6
+LENGTHS = (1, 33, 7, 40)  # around a block of 32
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+}
+MODELS = {
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen3": (
+        Qwen3ForCausalLM,
+        Qwen3Config,
+        {"tie_word_embeddings": False, "num_attention_heads": 4, "num_key_value_heads": 2},
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def random(*shape: int, scale: float = 1.0) -> Tensor:
+    """BF16, and asking for its gradient."""
+    return (torch.randn(shape) * scale).to(torch.bfloat16).requires_grad_()
+
+
+def wide(*tensors: Tensor) -> list[Tensor]:
+    return [each.detach().double().requires_grad_() for each in tensors]
+
+
+def assert_within(found: Tensor | None, wanted: Tensor, bound: Tensor) -> None:
+    """`found` is the gradient, in BF16: its own rounding is of the bound too. The bound is not a hundred times off."""
+    assert found is not None
+    share = ((found.double() - wanted).abs() / (SLACK * bound + 1e-30)).max()
+    assert 0.01 < share <= 1, f"{float(share):.3f} of the bound"
+
+
+# --- quantised layers
+
+
+@pytest.mark.parametrize("smoothed", [False, True])
+@pytest.mark.parametrize(("rows", "columns"), [((64, 32), 96), ((50, 30), 90)], ids=["sgl", "onednn"])
+def test_quantised_layer_passes_gradients_straight_through(
+    rows: tuple[int, int], columns: int, *, smoothed: bool
+) -> None:
+    """dX = dY W^ and dW = dY^T X^: W^, X^ and the product are rounded once each, 2 U of |dY| |W^|; db: one rounding."""
+    factor_K = 2.0 ** torch.randint(-3, 4, (columns,)) if smoothed else None
+    weights = [random(each, columns) for each in rows]
+    x_TK, bias_N, grad_TN = random(41, columns), random(sum(rows)), random(41, sum(rows)).detach()
+    folded = [each.detach() if factor_K is None else (each.detach() * factor_K).to(torch.bfloat16) for each in weights]
+    layer = Int8Weight.of(folded, factor_K=factor_K)
+    assert isinstance(layer.gemm, SglGemm if columns == 96 and has_packed_kernel() else OneDnnGemm)
+    layer(x_TK, weights, bias_N).backward(grad_TN)
+    dequantised_NK = dequantise_int8(layer.quantised).double()
+    passed_TK = dequantise_int8(quantise_int8(x_TK.detach())).double()
+    grad_TN = grad_TN.double()
+    assert_within(x_TK.grad, grad_TN @ dequantised_NK, 2 * U * (grad_TN.abs() @ dequantised_NK.abs()))
+    factor_K = torch.ones(columns) if factor_K is None else factor_K
+    wanted_NK, bound_NK = grad_TN.t() @ passed_TK * factor_K, 2 * U * (grad_TN.abs().t() @ passed_TK.abs()) * factor_K
+    for weight, wanted, bound in zip(weights, wanted_NK.split(rows), bound_NK.split(rows), strict=True):
+        assert_within(weight.grad, wanted, bound)
+    assert_within(bias_N.grad, grad_TN.sum(0), U * grad_TN.sum(0).abs() + 41 * 2.0**-24 * grad_TN.abs().sum(0))
+
+
+@pytest.mark.parametrize("columns", [96, 90], ids=["sgl", "onednn"])
+def test_codes_kept_for_the_gradient_are_those_that_were_multiplied(columns: int) -> None:
+    """The identity shows them: y = code * s, rounded to BF16, and 127 * U / (1 + U) < 1/2. The other half of the tokens
+    is all ties that BF16 has: half the largest value, and the odd multiples of its 254th part. There sgl's kernel may
+    choose the other side."""
+    x_TK = torch.randn(200, columns).to(torch.bfloat16)
+    x_TK[100:] = torch.randint(-127, 128, (100, columns)) * 2
+    x_TK[100:] += x_TK[100:].sign()
+    x_TK[100:, 1] = 254
+    x_TK[100:] *= 2.0 ** torch.randint(-8, 8, (100, 1))
+    x_TK[:100, 0] = x_TK[:100].abs().amax(dim=1) / 2
+    layer = Int8Weight.of([torch.eye(columns, dtype=torch.bfloat16)], factor_K=None)
+    kept = quantise_int8(x_TK)
+    scale_TK = 127 * kept.scale.double() * layer.quantised.scale.double().t()
+    shown_TK = (layer.gemm(x_TK, None).double() / scale_TK).round()
+    steps_TK = x_TK.double() * 127 / x_TK.double().abs().amax(dim=1, keepdim=True)
+    differs = shown_TK != kept.codes_NK
+    if isinstance(layer.gemm, SglGemm):
+        assert float((steps_TK - shown_TK).abs().max()) <= 0.5
+        assert bool(((steps_TK - steps_TK.trunc()).abs() == 0.5)[differs].all())
+    else:
+        assert not differs.any()
+
+
+# --- what is between them
+
+
+def float64_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + EPS) * weight
+
+
+def norm_bounds(summed: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """(of d sum, of d weight), for n = i s, dn = w dy, ds = i (dn - n mean(dn n)), dw = sum(dy n).
+
+    Rounded are s (kept in BF16, so i by U and n by 2 U) and dn; for dw: n again, the product, and the sum.
+    """
+    inverse = torch.rsqrt(summed.pow(2).mean(dim=-1, keepdim=True) + EPS)
+    normed, turned = (summed * inverse).abs(), (grad * weight).abs()
+    each = 2 * turned + 6 * normed * (turned * normed).mean(dim=-1, keepdim=True)
+    return U * inverse * each, 5 * U * (grad.abs() * normed).reshape(-1, len(weight)).sum(0)
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_add_norm(*, with_residual: bool) -> None:
+    """Both inputs get the gradient of the sum: that of the norm plus that of the new residual, rounded once more."""
+    x, residual, weight = random(70, 64), random(70, 64, scale=4.0), random(64)
+    grad_normed, grad_kept = random(70, 64).detach(), random(70, 64).detach()
+    normed, kept = add_norm(x, residual if with_residual else None, weight, eps=EPS)
+    torch.autograd.backward([normed, kept], [grad_normed, grad_kept])
+    x_, residual_, weight_ = wide(x, residual, weight)
+    summed = x_ + residual_ if with_residual else x_ * 1
+    torch.autograd.backward([float64_norm(summed, weight_), summed], [grad_normed.double(), grad_kept.double()])
+    assert float((kept.double() - summed).detach().abs().max()) <= U * float(summed.detach().abs().max())
+    of_sum, of_weight = norm_bounds(summed.detach(), weight_.detach(), grad_normed.double())
+    assert_within(x.grad, x_.grad, of_sum + U * x_.grad.abs())
+    assert_within(weight.grad, weight_.grad, of_weight)
+    if with_residual:
+        assert torch.equal(x.grad, residual.grad)
+
+
+def test_only_the_new_residual_is_used() -> None:
+    """As where everything behind a norm is frozen: its own output gets no gradient."""
+    x, residual, weight = random(9, 64), random(9, 64), random(64)
+    add_norm(x, residual, weight, eps=EPS)[1].sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+    assert torch.equal(residual.grad, torch.ones_like(x))
+
+
+def test_head_norm() -> None:
+    qkv, weight, grad = random(30, 6, 32), random(32), random(30, 4, 32).detach()
+    head_norm(qkv[:, :4], weight, eps=EPS).backward(grad)
+    qkv_, weight_ = wide(qkv, weight)
+    float64_norm(qkv_[:, :4], weight_).backward(grad.double())
+    of_x, of_weight = norm_bounds(qkv_.detach()[:, :4], weight_.detach(), grad.double())
+    assert_within(qkv.grad[:, :4], qkv_.grad[:, :4], of_x + U * qkv_.grad[:, :4].abs())
+    assert_within(weight.grad, weight_.grad, of_weight)
+    assert not qkv.grad[:, 4:].any()
+
+
+def test_silu_and_mul_before_a_quantised_layer() -> None:
+    """As the layer alone, and dY W^ then goes on: with `e` its bound, d up = d silu(g), d g = d up s (1 + g (1 - s)),
+    each of a factor rounded (silu(g); d up) and itself rounded: 2 U, and `e` in place of `d`. The bracket is 0 at
+    g = -1.28 and computed in float32."""
+    gate_up, weight, grad_TN = random(50, 2 * 96, scale=3.0), random(64, 96), random(50, 64).detach()
+    layer = Int8Weight.of([weight], factor_K=None)
+    layer(gate_up, [weight], None, gated=True).backward(grad_TN)
+    passed_TK = dequantise_int8(quantise_int8(silu_and_mul(gate_up.detach()))).double()
+    dequantised_NK, grad_TN = dequantise_int8(layer.quantised).double(), grad_TN.double()
+    assert_within(weight.grad, grad_TN.t() @ passed_TK, 2 * U * (grad_TN.abs().t() @ passed_TK.abs()))
+    (gate_up_,) = wide(gate_up)
+    gate, up = gate_up_.chunk(2, dim=-1)
+    grad_TK, off_TK = grad_TN @ dequantised_NK, 2 * U * (grad_TN.abs() @ dequantised_NK.abs())
+    (functional.silu(gate) * up).backward(grad_TK)
+    with torch.no_grad():
+        sigmoid = gate.sigmoid()
+        slope = (sigmoid * (1 + gate * (1 - sigmoid))).abs()
+        carried = torch.cat([off_TK * up.abs() * slope, off_TK * functional.silu(gate).abs()], dim=-1)
+        near_zero = torch.cat([(grad_TK * up).abs() * (1 + gate.abs()), torch.zeros_like(up)], dim=-1)
+    assert_within(gate_up.grad, gate_up_.grad, carried + 2 * U * gate_up_.grad.abs() + 2.0**-21 * near_zero)
+
+
+# --- tokens that see each other
+
+
+def batch_of(lengths: tuple[int, ...], *, window: int | None = None) -> Batch:
+    positions_T = torch.cat([torch.arange(each) for each in lengths])
+    angles = torch.outer(torch.arange(64.0), 10000.0 ** (-torch.arange(0, 32, 2) / 32))
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1).to(torch.bfloat16)
+    return Batch(positions_T, heads=4, kv_heads=2, head_dim=32, cos_sin=cos_sin, scale=0.3, window=window)
+
+
+def float64_rotated(x: Tensor, positions_T: Tensor, cos_sin: Tensor) -> Tensor:
+    cos, sin = cos_sin.double()[positions_T][:, None].chunk(2, dim=-1)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def test_rotary() -> None:
+    """In float32, and rounded once: U of the result; what cancels, 4 roundings of float32 of the two numbers."""
+    batch, qk, grad = batch_of(LENGTHS), random(81, 6, 32), random(81, 6, 32).detach()
+    rotated = batch.rotate(qk)
+    rotated.backward(grad)
+    (qk_,) = wide(qk)
+    wanted = float64_rotated(qk_, batch.positions_T, batch.cos_sin)
+    wanted.backward(grad.double())
+    both = grad.double().unflatten(-1, (2, 16)).abs().sum(dim=-2).repeat(1, 1, 2)
+    assert_within(qk.grad, qk_.grad, U * qk_.grad.abs() + 2.0**-22 * both)
+    assert float((rotated.double() - wanted).abs().max()) <= 3 * U * float(wanted.abs().max())
+
+
+def float64_attended(q: Tensor, k: Tensor, v: Tensor, *, lengths: tuple[int, ...], scale: float, window: int) -> Tensor:
+    """By the definition, in whatever type `q` has."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    places = torch.cat([torch.arange(each) for each in lengths])
+    sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    behind = places[:, None] - places
+    seen = (sequence[:, None] == sequence) & (behind >= 0) & (behind < window)
+    scores = torch.einsum("ihd,jhd->hij", q, k) * scale
+    return torch.einsum("hij,jhd->ihd", scores.masked_fill(~seen, -torch.inf).softmax(dim=-1), v)
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_attention_of_packed_sequences_with_grouped_queries(window: int | None) -> None:
+    """O = P V, dV = P^T dO, dS = P (dO V^T - dO O), dQ = c dS K, dK = c dS^T Q, P the probabilities, c the scale.
+
+    Rounded are P, O, dS and what comes out; dK and dV are sums over the two queries of a group, each rounded before: 2.
+    With magnitudes throughout |dS| <= M = P (|dO| |V| + |dO| P |V|), off by 2 U M for O and dS. Scores in float32 are
+    exact beside that.
+    """
+    batch = batch_of(LENGTHS, window=window)
+    q, k, v, grad = random(81, 4, 32), random(81, 2, 32), random(81, 2, 32), random(81, 4, 32).detach()
+    batch.attend(q, k, v).backward(grad)
+    q_, k_, v_ = wide(q, k, v)
+    settings = {"lengths": LENGTHS, "scale": 0.3, "window": window or 81}
+    float64_attended(q_, k_, v_, **settings).backward(grad.double())
+    with torch.no_grad():
+        # P itself: what one-hot values are attended to
+        probabilities = float64_attended(q_, k_, torch.eye(81).double()[:, None].repeat(1, 2, 1), **settings)
+        p = probabilities.transpose(0, 1)
+        v2, k2, dy = v_.abs().repeat_interleave(2, dim=1), k_.abs().repeat_interleave(2, dim=1), grad.double().abs()
+        reached = torch.einsum("ihd,jhd->hij", dy, v2)
+        m = p * (reached + (p * reached).sum(dim=-1, keepdim=True))
+        of_q = 0.3 * torch.einsum("hij,jhd->ihd", m, k2)
+        of_k = 0.3 * torch.einsum("hij,ihd->jhd", m, q_.abs()).unflatten(1, (2, 2)).sum(dim=2)
+        of_v = torch.einsum("hij,ihd->jhd", p, dy).unflatten(1, (2, 2)).sum(dim=2)
+    assert_within(q.grad, q_.grad, 2 * U * of_q + U * q_.grad.abs())
+    assert_within(k.grad, k_.grad, (2 + 2) * U * of_k)
+    assert_within(v.grad, v_.grad, (1 + 2) * U * of_v)
+
+
+def test_no_gradient_leaves_its_sequence() -> None:
+    batch = batch_of(LENGTHS)
+    for place in range(len(LENGTHS)):
+        q, k, v = random(81, 4, 32), random(81, 2, 32), random(81, 2, 32)
+        batch.attend(q, k, v).split(LENGTHS)[place].float().pow(2).sum().backward()
+        for each in (q, k, v):
+            inside = [bool(part.any()) for part in each.grad.split(LENGTHS)]
+            # a token that sees only itself always has the same weight: one
+            alone = LENGTHS[place] == 1 and each is not v
+            assert inside == [other == place and not alone for other in range(len(LENGTHS))]
+
+
+# --- whole models
+
+
+def tiny(name: str, **sizes: object) -> PreTrainedModel:
+    model, config, own = MODELS[name]
+    made = model(config(**(SIZES | own | sizes)))
+    for parameter in made.parameters():
+        spread = 0.1 * torch.randn(parameter.shape)
+        parameter.data = spread if parameter.ndim > 1 else parameter.data + spread
+    return made.to(torch.bfloat16)
+
+
+def put_in(model: nn.Module) -> RolloutForward:
+    return RolloutForward(model, quantisation=Quantisation(scheme=Scheme.INT8), num_tokens=model.config.vocab_size)
+
+
+def packed(model: nn.Module, lengths: tuple[int, ...] = LENGTHS) -> dict[str, Tensor]:
+    ids = torch.randint(0, model.config.vocab_size, (1, sum(lengths)))
+    positions = torch.cat([torch.arange(each) for each in lengths])[None]
+    return {"input_ids": ids, "position_ids": positions, "shift_labels": ids.roll(-1, 1)}
+
+
+def float64_log_probs(
+    model: nn.Module, named: dict[str, Tensor], inputs: dict[str, Tensor], passed: list[Tensor]
+) -> Tensor:
+    """[T]: transformers' formulas with each layer's input and weights in place of themselves dequantised.
+
+    named: the parameters in float64.  passed: dequantised inputs, in the order in which the layers ran.
+    """
+    config, inputs_of = model.config, iter(passed)
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    positions_T = inputs["position_ids"][0]
+    theta = config.rope_parameters["rope_theta"]
+    angles = torch.outer(torch.arange(512.0), 1.0 / theta ** (torch.arange(0, size, 2.0) / size))
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1).to(torch.bfloat16)
+
+    def instead(value: Tensor, exact: Tensor) -> Tensor:
+        return exact + (value - exact).detach()
+
+    def linear(x: Tensor, *names: str) -> Tensor:
+        weight = torch.cat([named[f"{name}.weight"] for name in names])
+        codes = Int8Weight.of([weight.to(torch.bfloat16)], factor_K=None).quantised
+        biases = [named[f"{name}.bias"] for name in names if f"{name}.bias" in named]
+        y = instead(next(inputs_of), x) @ instead(dequantise_int8(codes).double(), weight).t()
+        return y + torch.cat(biases) if biases else y
+
+    x = named["model.embed_tokens.weight"][inputs["input_ids"][0]]
+    for place in range(config.num_hidden_layers):
+        here = f"model.layers.{place}."
+        y = float64_norm(x, named[here + "input_layernorm.weight"])
+        qkv = linear(y, *(f"{here}self_attn.{each}_proj" for each in "qkv")).unflatten(-1, (-1, size))
+        q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+        if here + "self_attn.q_norm.weight" in named:
+            q = float64_norm(q, named[here + "self_attn.q_norm.weight"])
+            k = float64_norm(k, named[here + "self_attn.k_norm.weight"])
+        q, k = (float64_rotated(each, positions_T, cos_sin) for each in (q, k))
+        attended = float64_attended(q, k, v, lengths=LENGTHS, scale=size**-0.5, window=81)
+        x = x + linear(attended.flatten(1), here + "self_attn.o_proj")
+        y = float64_norm(x, named[here + "post_attention_layernorm.weight"])
+        gate, up = linear(y, here + "mlp.gate_proj", here + "mlp.up_proj").chunk(2, dim=-1)
+        x = x + linear(functional.silu(gate) * up, here + "mlp.down_proj")
+    y = float64_norm(x, named["model.norm.weight"])
+    logits = y @ named.get("lm_head.weight", named["model.embed_tokens.weight"]).t() / 0.8
+    return logits.log_softmax(dim=-1).gather(1, inputs["shift_labels"][0][:, None]).flatten()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_of_a_whole_model(
+    name: str, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, str], None]
+) -> None:
+    """A path from the loss to a parameter has some 12 roundings of gradients and 12 of operands for each of 2 layers.
+    Independent, uniform: sqrt(48) * U / sqrt(3) = 0.016 of the norm; twice that is allowed. A token's path that is
+    left out, or a factor, is more than a tenth."""
+    model, passed = tiny(name), []
+
+    def recording(kind: type) -> None:
+        call = kind.__call__
+
+        def recorded(gemm: SglGemm | OneDnnGemm, x_TK: Tensor, bias_N: Tensor | None) -> Tensor:
+            passed.append(dequantise_int8(quantise_int8(x_TK)).double())
+            return call(gemm, x_TK, bias_N)
+
+        monkeypatch.setattr(kind, "__call__", recorded)
+
+    recording(SglGemm)
+    recording(OneDnnGemm)
+    put_in(model)
+    inputs, weights_T = packed(model), torch.randn(81)
+    found = model(**inputs, temperature=0.8).log_probs[0]
+    (found * weights_T).sum().backward()
+    assert len(passed) == 8
+    named = dict(zip(dict(model.named_parameters()), wide(*model.parameters()), strict=True))
+    wanted = float64_log_probs(model, named, inputs, passed)
+    (wanted * weights_T).sum().backward()
+    gaps, cosines = {}, {}
+    for each, parameter in model.named_parameters():
+        mine, other = parameter.grad.double().flatten(), named[each].grad.flatten()
+        if each.endswith("k_proj.bias"):
+            continue  # moves all scores of a query alike, but for the rotation: next to nothing remains
+        gaps[each] = float((mine - other).norm() / other.norm())
+        cosines[each] = float(functional.cosine_similarity(mine, other, dim=0))
+    record_property("said", f"{name}: gradients at most {max(gaps.values()):.4f} from float64's")
+    assert max(gaps.values()) < 0.032, gaps
+    assert min(cosines.values()) > 1 - 0.032**2 / 2, cosines
+    assert float((found - wanted).abs().max()) < 0.1
+
+
+def test_a_sequence_learns_nothing_from_another_one() -> None:
+    """Tokens of one kind stand in each sequence: a sequence's log-probs move the embeddings of its own tokens only."""
+    model = tiny("qwen3")
+    put_in(model)
+    inputs = packed(model)
+    inputs["input_ids"] = torch.cat([torch.full((each,), place) for place, each in enumerate(LENGTHS)])[None]
+    for place in range(len(LENGTHS)):
+        model.zero_grad()
+        model(**inputs, temperature=1.0).log_probs[0].split(LENGTHS)[place].sum().backward()
+        moved = model.model.embed_tokens.weight.grad.any(dim=1).nonzero().flatten()
+        assert moved.tolist() == [place]
+
+
+def bytes_saved(model: nn.Module, run: Callable[[], object]) -> int:
+    """Of all tensors that `run` keeps for the gradients, storages counted once and the model's own not at all."""
+    held = {each.untyped_storage().data_ptr(): each for each in model.parameters()}
+    own = set(held)
+
+    def pack(tensor: Tensor) -> Tensor:
+        held[tensor.untyped_storage().data_ptr()] = tensor  # kept, so that no other one gets its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
+        run()
+    return sum(each.untyped_storage().nbytes() for address, each in held.items() if address not in own)
+
+
+def test_a_layer_keeps_half_of_what_transformers_keeps(record_property: Callable[[str, str], None]) -> None:
+    """An eighth of Qwen2.5-7B's width (heads of 64 in place of 128, 7 in place of 28), 512 tokens: what a second layer
+    adds. Transformers' layer in BF16 with sdpa, as FSDP runs it."""
+    sizes = {"hidden_size": 448, "intermediate_size": 2368, "num_attention_heads": 7, "head_dim": 64}
+    added = {}
+    for kind in ("transformers", "rollout"):
+        totals = []
+        for layers in (1, 2):
+            model = tiny("qwen2", **sizes, num_hidden_layers=layers, attn_implementation="sdpa")
+            inputs = packed(model, (512,))
+            if kind == "rollout":
+                put_in(model)
+                inputs["temperature"] = 1.0
+            else:
+                inputs["use_cache"] = False
+                del inputs["shift_labels"]
+            totals.append(bytes_saved(model, functools.partial(model, **inputs)))
+        added[kind] = totals[1] - totals[0]
+    share = added["rollout"] / added["transformers"]
+    record_property("said", f"saved for the gradients, bytes a layer: {added}, {share:.3f} of transformers'")
+    assert share < 0.5
+
+
+def test_gradient_checkpointing_changes_no_bit() -> None:
+    model = tiny("qwen2").train()
+    put_in(model)
+    inputs, calls = packed(model), []
+    for layer in model.model.layers:
+        own = layer.forward
+        layer.forward = lambda *args, own=own: calls.append(1) or own(*args)
+    found = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.zero_grad()
+        log_probs = model(**inputs, temperature=1.0).log_probs
+        log_probs.sum().backward()
+        found.append([log_probs.detach(), *(each.grad.clone() for each in model.parameters())])
+    assert len(calls) == 2 + 4
+    assert all(map(torch.equal, *found))
