@@ -148,7 +148,7 @@ def read_own(file: Path, *, template: str, truth: str) -> None:
     for problem in without_faults(found)[0].problems:
         assert problem.prompt.strip()
         assert isinstance(json.loads(problem.row), dict)
-        write_parquet([problem], path=file.parent / "made.parquet", kind="own", split="train")
+        write_parquet({"train": [problem]}, path=file.parent / "made.parquet", kind="own")
 
 
 @pytest.mark.parametrize("number", range(len(DIGITS)))
