@@ -66,7 +66,7 @@ def _require_one_flow(rollout: RolloutPlan, *, is_cpu: bool, experts: bool) -> N
     place, hint = "trainer.forward", "use `bf16`"
     if not is_cpu:
         raise RecipeError([(f"{place}: `rollout` runs on a CPU only", hint)])
-    if rollout.scheme is not Scheme.INT8:
+    if not rollout.scheme.spec.trained_in:
         raise RecipeError([(f"{place}: `rollout` does not know `{rollout.scheme}`", "use rollout.scheme: int8")])
     if experts:
         raise RecipeError([(f"{place}: `rollout` does not know experts", hint)])

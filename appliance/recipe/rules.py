@@ -244,7 +244,7 @@ def _one_flow(recipe: Recipe) -> Iterator[Broken]:
     if recipe.trainer.forward is not Forward.ROLLOUT:
         return
     key = "trainer.forward"
-    if other := next((each for each in _named_schemes(recipe) if each is not Scheme.INT8), None):
+    if other := next((each for each in _named_schemes(recipe) if not each.spec.trained_in), None):
         yield Broken((key, _scheme_key(recipe)), f"`rollout` does not know `{other}`", "use rollout.scheme: int8")
     if recipe.trainer.attention is not Attention.AUTO:
         yield Broken(("trainer.attention", key), "with `rollout` attention is the engine's", "remove it")

@@ -59,6 +59,8 @@ class SchemeSpec:
     """The linear method that emulates it in float where there are no kernels, for numerics only; empty: none does."""
     experts: bool = True
     """Whether its method runs the experts of a mixture; else they are emulated or nothing."""
+    trained_in: bool = False
+    """Whether a trainer computes in it, too: `trainer.forward: rollout`."""
     takes_profile: bool = False
     """Whether a profile is made for it: smoothing is worth something where a scale is of a channel."""
     finer: tuple[Scheme, ...] = ()
@@ -108,6 +110,7 @@ SPECS: dict[Scheme, SchemeSpec] = {
         scales=Scales.CHANNEL,
         codec="int8",
         method="int8",
+        trained_in=True,
         takes_profile=True,
         # Nothing is finer: E4M3 has 3 bits of mantissa and rounds most weights more coarsely than 8 bits of their
         # row's range.

@@ -48,7 +48,6 @@ from appliance.quant.profile import Smoothing, fold, load_smoothing
 from appliance.sync.manifest import Manifest, digest
 from appliance.sync.precision import AS_PLANNED, Precision, quantisation_at
 from appliance.terms.families import FAMILIES, Unit
-from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
 
 _HINT = "use trainer.forward: bf16"
@@ -437,7 +436,7 @@ class RolloutForward:
         ignore = (*told.ignore, *self._kept)
         for layer in self.linears():
             layer.forget()
-            layer.quantised = told.scheme is Scheme.INT8 and not (
+            layer.quantised = told.scheme.quantised and not (
                 is_ignored(layer.name, ignore) or all(is_ignored(name, ignore) for name in layer.part_names)
             )
 
