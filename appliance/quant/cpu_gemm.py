@@ -98,7 +98,8 @@ def packs_quickly(rows: int, columns: int) -> bool:
 @functools.cache
 def has_packed_kernel() -> bool:
     """The kernel is compiled for AVX-512 with VNNI and BF16 and checks nothing. AMX is asked of the processor itself:
-    `_is_amx_tile_supported` is patched, below."""
+    `_is_amx_tile_supported` is patched in engines."""
+    load_kernels()
     return (
         platform.machine() == "x86_64"
         and hasattr(torch.ops._C, "convert_weight_packed")
