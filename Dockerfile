@@ -4,20 +4,17 @@
 # installed by pip from a mount: the image has no pip, no compiler (the gpu target: what just-in-time kernels need) and
 # no cache. There is no `# syntax=` line: it would be pulled, and BuildKit's own front end knows all that is used here.
 
-# A registry's name, tag and digest. Without a registry container/base.sh makes a base, see container/build.sh.
+# A registry's name, tag and digest, of both targets: CUDA comes from the wheels that gpu.txt locks. Without a registry
+# container/base.sh makes a base, see container/build.sh.
 ARG PYTHON_BASE=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
-ARG CUDA_BASE=nvidia/cuda:13.0.2-devel-ubuntu24.04@sha256:5dc1bca23d05bd37b011be68ec470c03b403a5da07ec3a86e41af9470e9d0cc6
-# What the last stages stand on: it belongs to the target, and container/build.sh sets both.
+# What the last stages stand on: it belongs to the target, and container/build.sh sets it.
 ARG FLAVOUR=cpu
 
 FROM ${PYTHON_BASE} AS pip
 RUN python3.11 -m venv /opt/pip
 
-
-# ---- cpu ----
-
 # The official base brings pip, setuptools and wheel, and nothing else in site-packages.
-FROM ${PYTHON_BASE} AS cpu-system
+FROM ${PYTHON_BASE} AS system
 # Debian's own release pins these: the newest security fix is wanted, not a version.
 # hadolint ignore=DL3008
 RUN apt-get update \
@@ -26,8 +23,11 @@ RUN apt-get update \
     && rm -rf /usr/local/bin/pip* /usr/local/bin/wheel /usr/local/lib/python3.11/site-packages/* \
     && python3.11 -m venv --without-pip /opt/venv
 
+
+# ---- cpu ----
+
 # The +cpu build: from container/wheels where the host put it there, else from PyTorch's own index.
-FROM cpu-system AS cpu-torch
+FROM system AS cpu-torch
 RUN --mount=type=bind,from=pip,source=/opt/pip,target=/opt/pip \
     --mount=type=bind,source=container/pip.sh,target=/opt/pip.sh \
     --mount=type=bind,source=container/wheels,target=/opt/wheels \
@@ -53,52 +53,42 @@ RUN --mount=type=bind,from=pip,source=/opt/pip,target=/opt/pip \
     && rm /opt/setuptools.txt
 
 
-# ---- gpu: written from the sources and the documentation of its parts, never built (docs/container.md) ----
+# ---- gpu ----
 
-# Ubuntu 24.04 has no Python 3.11: it comes from the official image, whose libraries have the same names here.
-FROM ${PYTHON_BASE} AS python
-FROM ${CUDA_BASE} AS gpu-system
-COPY --from=python /usr/local/bin/python3.11 /usr/local/bin/
-COPY --from=python /usr/local/lib/libpython3.11.so.1.0 /usr/local/lib/
-COPY --from=python /usr/local/lib/python3.11 /usr/local/lib/python3.11
-COPY --from=python /usr/local/include/python3.11 /usr/local/include/python3.11
-# gcc and the CUDA toolkit of the base stay: Triton and FlashInfer compile kernels on first use.
+# Triton and FlashInfer compile kernels on first use: a C and a C++ compiler, and Python's headers where the base has none.
+FROM system AS gpu-system
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends ca-certificates gcc g++ libbz2-1.0 libffi8 liblzma5 libncursesw6 \
-        libnuma1 libreadline8t64 libsqlite3-0 libssl3t64 libuuid1 tini zlib1g \
-    && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/* \
-    && rm -rf /usr/local/bin/pip* /usr/local/bin/wheel /usr/local/lib/python3.11/site-packages/* \
-    && ldconfig \
-    && python3.11 -m venv --without-pip /opt/venv
-ENV CUDA_HOME=/usr/local/cuda
+    && apt-get install -y --no-install-recommends gcc g++ libc6-dev \
+    && { [ -e "$(python3.11 -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] \
+        || apt-get install -y --no-install-recommends libpython3.11-dev; } \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/*
 
-FROM gpu-system AS gpu-locked
+# torch, Triton and all of CUDA: half of the image, and what changes least. setuptools, as above.
+FROM gpu-system AS gpu-torch
 RUN --mount=type=bind,from=pip,source=/opt/pip,target=/opt/pip \
     --mount=type=bind,source=container/pip.sh,target=/opt/pip.sh \
     --mount=type=bind,source=requirements/gpu.txt,target=/opt/gpu.txt \
     --mount=type=cache,target=/var/cache/pip \
     --mount=type=secret,id=ca \
-    awk '/^[^ #]/ { keep = /^setuptools==/ } keep' /opt/gpu.txt >/opt/setuptools.txt \
-    && /opt/pip.sh --require-hashes -r /opt/setuptools.txt \
-    && /opt/pip.sh --require-hashes --no-build-isolation --use-pep517 -r /opt/gpu.txt \
-    && rm /opt/setuptools.txt
+    awk '/^[^ #]/ { keep = /^(setuptools==|torch==|triton==|cuda-|nvidia-)/ } keep' /opt/gpu.txt >/opt/torch.txt \
+    && /opt/pip.sh --require-hashes -r /opt/torch.txt \
+    && rm /opt/torch.txt
+# nvcc links with libraries in lib64 and by names without a version, as CUDA's own packages have them.
+RUN ln -s /opt/venv/lib/python3.11/site-packages/nvidia/cu13 /usr/local/cuda \
+    && ln -s lib /usr/local/cuda/lib64 \
+    && for library in cudart nvrtc cublas cublasLt; do ln -s "lib$library.so.13" "/usr/local/cuda/lib/lib$library.so"; done
+# The last two are what an image of NVIDIA's says to its container runtime: which GPUs, and which parts of the driver.
+ENV CUDA_HOME=/usr/local/cuda PATH=${PATH}:/usr/local/cuda/bin FLASHINFER_WORKSPACE_BASE=/cache \
+    NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 
-# There is no wheel of flash-attn for this torch. An hour on a large machine; MAX_JOBS takes some 4 GB each.
-FROM gpu-locked AS flash-attn
-ARG FLASH_ATTN_CUDA_ARCHS="80;90;100;120"
-ARG MAX_JOBS=8
-ENV FLASH_ATTENTION_FORCE_BUILD=TRUE
+FROM gpu-torch AS gpu-packages
 RUN --mount=type=bind,from=pip,source=/opt/pip,target=/opt/pip \
     --mount=type=bind,source=container/pip.sh,target=/opt/pip.sh \
-    --mount=type=bind,source=requirements/flash-attn.txt,target=/opt/flash-attn.txt \
+    --mount=type=bind,source=requirements/gpu.txt,target=/opt/gpu.txt \
     --mount=type=cache,target=/var/cache/pip \
     --mount=type=secret,id=ca \
-    /opt/pip.sh --require-hashes --no-binary flash-attn --no-build-isolation --use-pep517 \
-        --target /opt/flash-attn -r /opt/flash-attn.txt
-
-FROM gpu-locked AS gpu-packages
-COPY --from=flash-attn /opt/flash-attn /opt/venv/lib/python3.11/site-packages
+    /opt/pip.sh --require-hashes --no-build-isolation --use-pep517 -r /opt/gpu.txt
 
 
 # ---- both ----
@@ -121,6 +111,7 @@ COPY recipes /opt/appliance/recipes
 COPY comparisons /opt/appliance/comparisons
 COPY appliance /opt/appliance/appliance
 COPY flashrl_compat /opt/appliance/flashrl_compat
+COPY benchmarks /opt/appliance/benchmarks
 # The smoke test applies every patch of this flavour to what was installed: another version or source ends the build.
 RUN --mount=type=bind,from=pip,source=/opt/pip,target=/opt/pip \
     --mount=type=bind,source=container,target=/opt/build \

@@ -1,14 +1,12 @@
 # Every command of this project, one line each: `make help`. The first one that needs it builds .venv.
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test torture fuzz test-long test-container test-triton image image-gpu setup lint lock golden clean
+.PHONY: accept bundle help demo quick test torture fuzz test-long test-container test-triton test-gpu-lock image image-gpu setup lint lock golden clean
 MAKEFLAGS += --no-print-directory
 
 RECIPES := $(sort $(filter-out reference,$(basename $(notdir $(wildcard recipes/*.yaml)))))
 ARGS ?=
 # Two, whatever the host has: a training takes 6 GB. tests/two_workers.py says who takes what.
 TWO_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
-# Seconds of wall time on two cores that have nothing else to do. CI sets it; without it the time is only printed.
-QUICK_BUDGET_S ?=
 
 demo: setup ## set up, then train the tiny model with quantised rollouts, on any CPU
 	@.venv/bin/appliance train arithmetic-tiny-int8 --set rollout.scheme=auto $(ARGS); code=$$?; \
@@ -20,11 +18,10 @@ test: setup ## set up, then all tests but the longest, two files at a time: ARGS
 quick: setup ## no engine, no training, no torch: what to run while you work, under 90 s on two cores
 	@begin=$$(date +%s); \
 	.venv/bin/python -m pytest $(TWO_WORKERS) tests/quick -m "not slow and not engine" $(ARGS) || exit; \
-	took=$$(($$(date +%s) - begin)); echo "quick: $$took s$(QUICK_BUDGET_S:%=, of % s)"; \
-	[ -z "$(QUICK_BUDGET_S)" ] || [ "$$took" -le "$(QUICK_BUDGET_S)" ]
+	echo "quick: $$(($$(date +%s) - begin)) s"
 
-test-long: setup ## the longest trainings: a comparison, two engines that differ, new engines in mid-run, a lost head of two nodes
-	@.venv/bin/python -m pytest -m long $(ARGS)
+test-long: setup ## the longest: a comparison, two engines that differ, new engines in mid-run, a lost head of two nodes, `accept` rehearsed
+	@.venv/bin/python -m pytest $(TWO_WORKERS) -m long $(ARGS)
 
 test-container: setup ## the tests of the image `make image` has built: they need a Docker engine
 	@.venv/bin/python -m pytest -m docker tests/container $(ARGS)
@@ -36,14 +33,23 @@ test-triton: setup ## the GPU's INT8 quantiser in Triton's interpreter, for whic
 		--requirement "$$triton/lock.txt" --target "$$triton/lib" && \
 	PYTHONPATH="$$triton/lib" .venv/bin/python -m pytest tests/parts/quant/test_triton_int8.py $(ARGS)
 
+test-gpu-lock: setup ## the GPU lock in an environment that goes again (8.2 GB, no GPU): patches, plans, kernel choices, stand-ins
+	@tests/gpu_lock/run.sh $(ARGS)
+
 image: ## build the image flashrl-appliance:cpu
 	@container/build.sh cpu
 
-image-gpu: ## build the image flashrl-appliance:gpu: compiles flash-attn, needs some 60 GB of disk
+image-gpu: ## build the image flashrl-appliance:gpu of 9.5 GB: no GPU is needed for it
 	@container/build.sh gpu
 
 setup: ## build .venv from the locks; changes nothing when it is up to date
 	@requirements/setup.sh
+
+accept: setup ## rehearse on this CPU what a GPU has never run; on a GPU: the image's command `accept`, docs/real-hardware.md
+	@.venv/bin/appliance accept $(ARGS)
+
+bundle: setup ## environment and code in parts of 60 MB, for a GPU host that reaches no index: ARGS="--python 3.12 --has FREEZE"
+	@.venv/bin/python -m container.bundle.pack $(ARGS)
 
 torture: setup ## kill real trainings again and again, up to two hours: ARGS="-k kills" picks some
 	@.venv/bin/python -m pytest -m torture -s tests/training $(ARGS)

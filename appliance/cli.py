@@ -131,6 +131,24 @@ def bench(
 
 
 @app.command()
+def accept(
+    only: Annotated[list[str] | None, typer.Option("--only", metavar="ROW", help="Of these rows alone.")] = None,
+    show: Annotated[bool, typer.Option("--list", help="The rows, and what each should take.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", metavar="DIR", help="Of page and archive; else docs/results, or runs.")
+    ] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Rehearse on the CPU, as without a GPU.")] = False,
+) -> int:
+    """On a host with a GPU: everything that was never run on one, row by row."""
+    from benchmarks.accept.command import print_rows, run_accept
+
+    if show:
+        print_rows()
+        return 0
+    return run_accept(only=tuple(only or ()), output=output, run_root=RUN_ROOT, rehearse=cpu)
+
+
+@app.command()
 def verify(
     recipe: RecipeArgument,
     sets: SetOption = None,
@@ -402,11 +420,22 @@ def main() -> None:
     """The program: `appliance` and `python -m appliance`. Ends the process with the exit code of the contract."""
     from appliance.signals import told_interruptions
 
+    console.open_closed()
     try:
         with told_interruptions():
             app()
     except Exception as error:  # the boundary: an error of ours, a full disk behind stdout, or our own fault
         sys.exit(_report(error))
+    finally:
+        console.drop_unwritten()
+
+
+def _is_of_library(error: Exception) -> bool:
+    """Whether what draws help could not write it."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is not None and frame.tb_frame.f_globals["__name__"].partition(".")[0] in ("rich", "typer", "click")
 
 
 def _report(error: Exception) -> int:
@@ -423,6 +452,8 @@ def _report(error: Exception) -> int:
     elif isinstance(error, console.StdoutError):
         code = error.exit_code
         problems = [(f"stdout: cannot be written: {error.strerror}", "free some space, or send it elsewhere")]
+    elif isinstance(error, OSError) and _is_of_library(error):
+        return _report(console.StdoutError(error.errno, error.strerror))
     else:
         import tempfile
         import traceback

@@ -135,6 +135,23 @@ def out(text: str) -> None:
         raise StdoutError(error.errno, error.strerror) from error
 
 
+def open_closed() -> None:
+    """Streams for a process that was started without (`>&-`): stdout cannot be written, stderr is lost."""
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+
+
+def drop_unwritten() -> None:
+    """What stdout and stderr did not take is lost. Else Python tries again as it ends, and ends with 120."""
+    for file in (sys.stdout, sys.stderr):
+        try:
+            file.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+
+
 def show(text: str) -> None:
     """Text for people on stdout, as `say` has it on stderr. Raises as `out` does."""
     out(printable(text))

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -53,7 +54,7 @@ def whole_file(path: Path, *, durable: bool = True) -> Iterator[Path]:
     durable: it is on the disk, name and content, when this returns. Else a crash of the host may leave it empty: for
     what is of no use after one, or is made again.  Raises OSError.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")  # containers may share a folder
     try:
         yield partial
         if durable:

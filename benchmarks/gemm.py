@@ -1,8 +1,9 @@
-"""The GEMMs of one layer on a CPU, kernel by kernel: `python -m benchmarks.gemm [--shapes qwen2.5-7b] [-o FILE]`.
+"""The GEMMs of one layer, kernel by kernel: `python -m benchmarks.gemm [--shapes qwen2.5-7b] [-o FILE]`.
 
-vLLM's BF16 against both INT8 kernels (engine/int8.py), with the weights that a decoder layer has as vLLM fuses
-them: milliseconds of a multiplication, quantising the activations included, and of packing a weight. The kernels take
-turns; a ratio is the median of those of single turns.
+vLLM's BF16 against both INT8 kernels for a CPU (engine/int8.py), on a GPU against CUTLASS's INT8 and FP8, with the
+weights that a decoder layer has as vLLM fuses them: milliseconds of a multiplication, quantising the activations
+included, and of packing a weight (on a GPU: quantising it). The kernels take turns; a ratio is the median of those of
+single turns.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from appliance.bench.job import NAMED_SHAPES, Shapes
 from appliance.control_groups import usable_cores
 from appliance.quant.codec_int8 import quantise_int8
 from appliance.quant.cpu_gemm import OneDnnGemm, SglGemm, has_packed_kernel, packs_quickly
+from appliance.terms.schemes import Scheme
 
 BF16 = "bf16"
+CUTLASS = "cutlass"
 PACK = 0  # in the place of a number of tokens
 TOKENS = (16, 32, 64, 128, 512)
 
@@ -60,13 +63,14 @@ def weights_of(shapes: Shapes) -> dict[str, tuple[int, int]]:
 
 def measure(shapes: Shapes, *, tokens: tuple[int, ...], turns: int) -> list[Row]:
     found = []
+    on_gpu = torch.cuda.is_available()
     for layer, (rows, columns) in weights_of(shapes).items():
-        weight_NK = torch.randn(rows, columns).to(torch.bfloat16)
-        packers = _packers(weight_NK)
-        chosen = SglGemm.name if packs_quickly(rows, columns) else OneDnnGemm.name
+        weight_NK = torch.randn(rows, columns, device="cuda" if on_gpu else "cpu").to(torch.bfloat16)
+        packers = _on_gpu(weight_NK) if on_gpu else _packers(weight_NK)
+        chosen = CUTLASS if on_gpu else SglGemm.name if packs_quickly(rows, columns) else OneDnnGemm.name
         kernels: dict[str, Multiply] = {name: pack() for name, pack in packers.items()}
         for count in (PACK, *tokens):
-            x_MK = torch.randn(count, columns).to(torch.bfloat16)
+            x_MK = torch.randn(count, columns, device=weight_NK.device).to(torch.bfloat16)
             calls = {name: (lambda k=k, x=x_MK: k(x)) for name, k in kernels.items()} if count else packers
             times = _take_turns(calls, turns=turns)
             ms = {name: 1e3 * median(each) for name, each in times.items()}
@@ -98,6 +102,35 @@ def _packers(weight_NK: Tensor) -> dict[str, Callable[[], Multiply]]:
     return {BF16: bf16, **{kind.name: (lambda kind=kind: pack(kind)) for kind in kinds}}
 
 
+def _on_gpu(weight_NK: Tensor) -> dict[str, Callable[[], Multiply]]:
+    """As _packers, for CUDA: vLLM's quantisers of tokens and CUTLASS. FP8 where the GPU has kernels for it."""
+    from vllm import _custom_ops
+
+    from appliance.engine.int8 import quantise_for_kernel
+
+    def scaled(codes_NK: Tensor, scale: Tensor, quantise: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Multiply:
+        def multiply(x_MK: Tensor) -> Tensor:
+            codes_MK, scale_M1 = quantise(x_MK)
+            return _custom_ops.cutlass_scaled_mm(
+                codes_MK, codes_NK.t(), scale_a=scale_M1, scale_b=scale, out_dtype=torch.bfloat16
+            )
+
+        return multiply
+
+    def int8() -> Multiply:
+        held = quantise_for_kernel(weight_NK)
+        return scaled(held.codes_NK, held.scale, lambda x_MK: _custom_ops.scaled_int8_quant(x_MK, symmetric=True)[:2])
+
+    def fp8() -> Multiply:
+        codes_NK, scale = _custom_ops.scaled_fp8_quant(weight_NK)
+        return scaled(codes_NK, scale, lambda x_MK: _custom_ops.scaled_fp8_quant(x_MK, use_per_token_if_dynamic=True))
+
+    able = torch.cuda.get_device_capability()
+    kinds = {Scheme.INT8: int8, Scheme.FP8: fp8}
+    has = {str(s): make for s, make in kinds.items() if s.spec.since <= able < (s.spec.until or (99, 0))}
+    return {BF16: lambda: lambda x_MK: torch.nn.functional.linear(x_MK, weight_NK), **has}
+
+
 def _take_turns(calls: dict[str, Callable[[], object]], *, turns: int) -> dict[str, list[float]]:
     """Seconds by kernel and turn, after a turn that does not count."""
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -105,6 +138,8 @@ def _take_turns(calls: dict[str, Callable[[], object]], *, turns: int) -> dict[s
         for name, call in calls.items():
             started = time.perf_counter()
             call()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             if turn >= 0:
                 times[name].append(time.perf_counter() - started)
     return times

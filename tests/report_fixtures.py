@@ -30,6 +30,7 @@ def _line(step: int, **changes: object) -> dict[str, object]:
         **{"rollout_s": 0.5, "logprob_s": 0.5, "update_s": 1.0, "sync_s": 0.1, "step_s": 2.4, "proof_s": 0.01},
         **{"scheme": "int8", "emulated": False, "mismatch_k3_kl": 1e-4, "is_ess": 0.99, "is_weight_mean": 1.0},
         **{"is_weight_max": 1.2, "is_truncated_fraction": 0.0, "entropy": 0.3, "grad_norm": 1.0},
+        "clipped_negative_fraction": 0.007,
         **{
             "codes_changed_fraction": 0.1,
             "saturated_fraction": 0.003,

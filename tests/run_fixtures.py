@@ -45,6 +45,7 @@ METRICS_LINE = {
     "is_ess": 0.9998,
     "is_truncated_fraction": 0.0,
     "clip_fraction": 0.0,
+    "clipped_negative_fraction": 0.0,
     "grad_norm": 0.61,
     "entropy": 1.31,
 }
@@ -88,7 +89,7 @@ def _python(code: str) -> tuple[str, ...]:
     return (sys.executable, "-c", code)
 
 
-def _wait_until(condition: Callable[[], object], *, seconds: float = 10.0) -> None:
+def _wait_until(condition: Callable[[], object], *, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
@@ -106,6 +107,7 @@ def _is_alive(pid: int) -> bool:
 _LAUNCHER = """
 import sys
 from pathlib import Path
+from appliance import console
 from appliance.errors import ApplianceError
 from appliance.record.plan import read_plan
 from appliance.launch.train import run_training
@@ -115,6 +117,8 @@ try:
 except ApplianceError as error:
     sys.stderr.write(error.message + "\\n" + error.hint + "\\n")
     sys.exit(error.exit_code)
+finally:  # as `appliance` ends
+    console.drop_unwritten()
 """
 
 

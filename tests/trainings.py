@@ -22,6 +22,7 @@ SHORT = (
     f"task.val_size={VALIDATION_PROBLEMS}",
     "logging.backends=[tensorboard, trackio]",
 )
+FEW = "task.val_size=64"  # of trainings that do not look at validation; those of `tiny_cache` have this data
 
 
 SECRETS = ("planted-key-of-wandb-9d41", "hf_plantedTokenOfTheHub7c02")  # words that are nowhere else
@@ -54,6 +55,10 @@ class Finished:
 
     def json_lines(self, name: str) -> list[dict]:
         return [json.loads(line) for line in (self.run_dir / name).read_text().splitlines()]
+
+
+def ray_dir(run_dir: Path) -> Path:
+    return Path(dict(json.loads((run_dir / "plan.json").read_text())["env"])["APPLIANCE_RAY_DIR"])
 
 
 def command(root: Path, *sets: str, name: str, recipe: str = "arithmetic-tiny-int8") -> list[str]:

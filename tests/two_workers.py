@@ -43,11 +43,18 @@ class FromBothEnds(LoadFileScheduling):
 
 
 def trainings_first(items: list[pytest.Item]) -> list[pytest.Item]:
-    """By file: those with trainings, those with engines, and the others, each in the order that they had."""
-    marks: dict[Path, set[str]] = {}
+    """By file: those with trainings, the longest one first, so that short ones are left where the workers meet; those
+    with engines; and the others. Each in the order that they had."""
+    marks: dict[Path, dict[str, pytest.Mark]] = {}
     for item in items:
-        marks.setdefault(item.path, set()).update(mark.name for mark in item.iter_markers())
-    return sorted(items, key=lambda item: ("e2e" not in marks[item.path], "engine" not in marks[item.path]))
+        marks.setdefault(item.path, {}).update((mark.name, mark) for mark in item.iter_markers())
+
+    def place(item: pytest.Item) -> tuple[float, bool]:
+        found = marks[item.path]
+        minutes = found["e2e"].kwargs.get("minutes", 1) if "e2e" in found else 0
+        return -minutes, "engine" not in found
+
+    return sorted(items, key=place)
 
 
 def is_worker(config: pytest.Config) -> bool:

@@ -29,10 +29,14 @@ from appliance.record.events import exit_code_of
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
 
+# Of a GPU's memory: what each engine must find free at its start, though its KV cache is of a given size.
+SHARE: dict[str, float] = {}
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as DeviceWorker
 else:
     from vllm.v1.worker.gpu_worker import Worker as DeviceWorker
+
+    SHARE["gpu_memory_utilization"] = 0.01  # vLLM's own 0.92 refuses the second engine of a process
 
 WORKER = "appliance.bench.child.BudgetWorker"
 MEMORY_KEY = "appliance_memory_bytes"  # in vLLM's additional_config
@@ -79,6 +83,7 @@ def _engine(job: Job, *, quantisation: Quantisation, model_path: str) -> LLM:
         logprobs_mode="processed_logprobs",
         enable_prefix_caching=False,
         seed=job.seed,
+        **SHARE,
         **quantisation.engine_arguments(),
     )
     workers = [EngineFacts.model_validate_json(text) for text in llm.collective_rpc("bench_facts")]

@@ -18,12 +18,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.cluster.node_report import NodeReport, describe_node, differences, plant_canary, warnings
-from appliance.cluster.ray_command import FINGERPRINT_LABEL, NodeOffer, head_argv, label_of, node_environment
+from appliance.cluster.ray_command import (
+    FINGERPRINT_LABEL,
+    NodeOffer,
+    cpus_for_ray,
+    head_argv,
+    label_of,
+    node_environment,
+)
 from appliance.errors import ApplianceError, PreflightError, ProcessDied
 from appliance.plan.host import Ports
 from appliance.preflight.access import check_token, make_token
 from appliance.preflight.inputs import model_shape
 from appliance.record.events import append_event
+from appliance.record.liveness import WORKER_HOOK
 from appliance.record.plan import ClusterPlan, RunPlan
 from appliance.terms.devices import Topology
 from appliance.terms.environment import PLAN_VARIABLE, RAY_DIR_VARIABLE, RAY_OWN, RUN_VARIABLE, ray_node_env
@@ -96,19 +104,22 @@ def call(
     A host that starts again is another node, with the same `text`. Of several nodes on one host any will do.
     """
     absent, lines, there, gone = list(roll.absent), [], missing(now, needed), not_among(roll.present, now)
-    present = [node for node in roll.present if node not in gone]
+    places = {node.id: place for place, node in enumerate(roll.present)}
+    lost = {node.id for node in gone}
+    present = [node for node in roll.present if node.id not in lost]
     for node in not_among(now, roll.present):
         known = next((each for each in absent if node.text == each[0].text), None)
         if known is not None:
             absent.remove(known)
         lines.append(f"{node.text} {'is back' if known else 'joined'}: {there}")
         present.append(node)
+    latest = {node.text: places.get(node.id, len(places)) for node in present}
     for node in gone:
         # A host that starts again may be there before Ray tells of its death.
-        later = [each for each in present if each not in roll.present[: roll.present.index(node)]]
+        is_later_there = latest.get(node.text, -1) > places[node.id]
         if node.id not in deaths:
             lines.append(f"{node.text} left: {there}")
-        elif any(node.text == each.text for each in later):
+        elif is_later_there:
             lines.append(f"{node.text} had died ({deaths[node.id]}) and is back: {there}")
         else:
             absent.append((node, at))
@@ -173,9 +184,11 @@ class Cluster:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+        plan = ray.put(self._plan)  # once: of 1,024 nodes it has 1.6 MB
+
         def ask(node: Node) -> ray.ObjectRef:
             here = NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)
-            return describe.options(num_cpus=0, scheduling_strategy=here).remote(self._plan)
+            return describe.options(num_cpus=0, scheduling_strategy=here).remote(plan)
 
         describe, reports = ray.remote(describe_node), []
         for node, asked in [(node, ask(node)) for node in self._members]:  # all at once
@@ -297,8 +310,8 @@ def cluster_of(
 
 def _start_head(plan: RunPlan, wanted: ClusterPlan, *, object_store_bytes: int | None) -> subprocess.Popen[bytes]:
     offer = NodeOffer(
-        gpus=plan.gpus_per_node if plan.device == "cpu" else None,
-        cores=os.cpu_count() or 1,
+        gpus=plan.gpus_per_node if plan.is_cpu else None,
+        cpus=cpus_for_ray(os.cpu_count() or 1, ranks=plan.gpus_per_node, is_cpu=plan.is_cpu),
         object_store_bytes=object_store_bytes,
         address=wanted.node_address,
     )
@@ -317,7 +330,8 @@ def _connect(plan: RunPlan, *, address: str) -> None:
     while True:
         try:
             with contextlib.chdir(plan.run_dir):  # its workers import from the folder where it is called
-                ray.init(address=address, log_to_driver=True, runtime_env={"env_vars": _of_workers(plan)})
+                every_worker = {"env_vars": _of_workers(plan), "worker_process_setup_hook": WORKER_HOOK}
+                ray.init(address=address, log_to_driver=True, runtime_env=every_worker)
             return
         except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
             if time.monotonic() > deadline:

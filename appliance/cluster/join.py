@@ -16,7 +16,7 @@ from types import TracebackType
 
 from appliance import console
 from appliance.cluster.node_report import RunNotice, end_of, is_resumed, read_notice
-from appliance.cluster.ray_command import NodeOffer, node_environment, worker_argv
+from appliance.cluster.ray_command import NodeOffer, cpus_for_ray, node_environment, worker_argv
 from appliance.errors import EngineError, Interrupted, PreflightError, ProcessDied, RecipeError, TrainingError
 from appliance.launch.supervise import supervise
 from appliance.plan.host import DEFAULT_BASE, Ports
@@ -67,7 +67,7 @@ def join_head(
     facts = read_host(Path.cwd())
     offer = NodeOffer(
         gpus=gpus if facts.gpus or gpus is not None else 1,
-        cores=facts.cores,
+        cpus=cpus_for_ray(facts.cores, ranks=gpus or len(facts.gpus) or 1, is_cpu=not facts.gpus),
         object_store_bytes=None if facts.gpus else _CPU_OBJECT_STORE_BYTES,
         address=node_address or "",
     )

@@ -6,22 +6,32 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.plan.host import Ports
+from appliance.plan.verl_args import STORAGE_UNITS
 from appliance.processes import module_argv
 from appliance.record.attestations import fingerprint
 from appliance.terms.environment import ray_node_env, with_ray_token
 
 FINGERPRINT_LABEL = "appliance.fingerprint"
-MIN_CPUS = 8  # verl asks for a CPU per actor; on a small host they share the cores
+_CPUS_OF_A_RANK = 4  # verl reserves 3, and an engine's server needs one while it starts
+_CPUS_OF_SERVICES = 3  # the TransferQueue's controller, and two for what is started in passing
 
 
 @dataclass(frozen=True)
 class NodeOffer:
-    """What a node brings. gpus: None lets Ray count them; on a CPU one "GPU" is one rank.  cores: of the host."""
+    """What a node brings. gpus: None lets Ray count them; on a CPU one "GPU" is one rank.  cpus: see cpus_for_ray."""
 
     gpus: int | None
-    cores: int
+    cpus: int
     object_store_bytes: int | None
     address: str = ""  # the one that other nodes reach this host by; empty: Ray's choice
+
+
+def cpus_for_ray(cores: int, *, ranks: int, is_cpu: bool) -> int:
+    """What a node offers as CPUs: processes that Ray may start, which share the cores of a small host.
+
+    cores: of the host.  ranks: of the trainer, here.  With fewer than they ask for, verl waits for ever, wordless.
+    """
+    return max(cores, _CPUS_OF_SERVICES + STORAGE_UNITS[is_cpu] + _CPUS_OF_A_RANK * ranks)
 
 
 def head_argv(offer: NodeOffer, *, ports: Ports, ray_dir: Path) -> tuple[str, ...]:
@@ -53,7 +63,7 @@ def _start(offer: NodeOffer, *, ports: Ports, ray_dir: Path) -> tuple[str, ...]:
         *module_argv("ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
         "--log-color=false",
         f"--labels={FINGERPRINT_LABEL}={label_of(fingerprint())}",
-        f"--num-cpus={max(MIN_CPUS, offer.cores)}",
+        f"--num-cpus={offer.cpus}",
         *(f"{option}={value}" for option, value in optional.items() if value is not None),
         *ports.arguments,
         f"--temp-dir={ray_dir}",

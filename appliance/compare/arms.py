@@ -27,10 +27,9 @@ from appliance.preflight.report import examine
 from appliance.recipe.load import Setting, load_recipe, to_yaml
 from appliance.recipe.schema import Recipe, Task
 from appliance.recipe.text import Node, Problem, full_path
-from appliance.record.plan import RunPlan
+from appliance.record.code import code_of
+from appliance.record.plan import RunPlan, TaskPlan
 from appliance.record.session import RunRecord, RunStatus, cannot_write, has_launcher, read_record
-from appliance.tasks.library import OWN, TASKS
-from appliance.terms.schemes import listed
 
 
 @dataclass(frozen=True)
@@ -85,8 +84,8 @@ def plan_runs(comparison: Comparison) -> list[PlannedRun]:
 def _recipes(comparison: Comparison) -> dict[tuple[str, int], Recipe]:
     """By arm and seed, seed by seed."""
     recipes: dict[tuple[str, int], Recipe] = {}
-    problems: list[Problem] = []
-    for seed in comparison.seeds:
+    problems = _several_validations(comparison.recipe)
+    for seed in comparison.seeds if not problems else ():
         for arm in comparison.arms:
             own = ((("seed",), seed), (("name",), comparison.name))
             settings = [*arm.settings, *(Setting(path, Node(value, str(comparison.file))) for path, value in own)]
@@ -104,34 +103,52 @@ def _recipes(comparison: Comparison) -> dict[tuple[str, int], Recipe]:
     return recipes
 
 
+def _several_validations(file: Path) -> list[Problem]:
+    """Looked for before `validation`, which no recipe with some can take."""
+    try:
+        task = load_recipe(str(file)).task
+    except RecipeError:  # with the settings of the arms it may be whole
+        return []
+    message = f"{file}: task.val_sets: a comparison validates once, on `validation` problems that all arms share"
+    hint = "compare a recipe without them: task.val_file may be the file of one of them"
+    return [(message, hint)] if task.val_sets else []
+
+
 def _not_compared(task: Task, *, file: Path) -> Iterator[Problem]:
-    if task.val_sets:
-        message = "a comparison validates once, on `validation` problems that all arms share"
-        yield f"{file}: task.val_sets: {message}", "compare a recipe without it"
-    if task.kind == OWN:
-        message = "the final validation of a comparison has the rewards of built-in tasks only"
-        yield f"{file}: task.kind: {message}", f"use one of {listed(tuple(TASKS))}"
+    if task.tools:
+        message = "in the final validation of a comparison the model speaks once, and calls nothing"
+        yield f"{file}: task.tools: {message}", "compare a recipe without tools"
 
 
 def _refuse_other_problems(planned: list[PlannedRun], *, comparison: Comparison) -> None:
-    """Rewards are paired problem by problem, so all arms are validated on the same ones. Raises RecipeError."""
+    """Rewards are paired problem by problem, so all arms are validated on the same ones, by the same rewards. Raises
+    RecipeError."""
+    first, faults = planned[0], []
+    for arm, place in ((arm.name, arm.place) for arm in comparison.arms):
+        task = next(run.plan.task for run in planned if run.arm == arm)
+        if _validated(task) != _validated(first.plan.task):
+            hint = f"`task` and the model's tokenizer must be as in the arm `{first.arm}` ({first.plan.task.kind})"
+            faults.append((f"{place}: arms.{arm}: it validates on other problems", hint))
+        elif _judged(task) != _judged(first.plan.task):
+            hint = f"`task.rewards` must be as in the arm `{first.arm}`"
+            faults.append((f"{place}: arms.{arm}: it is judged by other rewards", hint))
+    if faults:
+        raise RecipeError(faults)
 
-    def problems(run: PlannedRun) -> tuple[object, ...]:
-        return (run.plan.task.val_parquet, run.plan.task.max_response_tokens)  # the file's folder: all that makes it
 
-    first = planned[0]
-    others = dict.fromkeys(run.arm for run in planned if problems(run) != problems(first))
-    if others:
-        place = {arm.name: arm.place for arm in comparison.arms}
-        hint = f"`task` and the model's tokenizer must be as in the arm `{first.arm}` ({first.plan.task.kind})"
-        raise RecipeError([(f"{place[arm]}: arms.{arm}: it validates on other problems", hint) for arm in others])
+def _validated(task: TaskPlan) -> tuple[object, ...]:
+    return task.val_parquet, task.max_response_tokens  # the file's folder: all that makes it
+
+
+def _judged(task: TaskPlan) -> tuple[object, ...]:
+    return (task.own.rewards, task.own.code) if task.own is not None else ()
 
 
 class Existing(Enum):
     """DONE: the result of this very recipe is there, be it a model or a stop by the guard.  NOTHING: the way is free.
 
     UNFINISHED: an attempt of this very recipe that did not end well.  OTHER: another recipe or other problems (their
-    files changed), or no run at all.
+    files changed) or the user's code, or no run at all.
     """
 
     DONE = "done"
@@ -151,7 +168,7 @@ def look(run: PlannedRun) -> Existing:
         return Existing.OTHER
     if record.exit_code is None and has_launcher(folder):
         raise PreflightError(f"{folder}: this run is going on", hint="wait for its end, or stop it")
-    if recipe != _as_begun(run) or not (_other_commit(run) or _has_its_problems(run)):
+    if recipe != _as_begun(run) or not (_other_commit(run) or _has_its_problems(run)) or not _has_its_code(run):
         return Existing.OTHER
     return Existing.DONE if has_result(record) else Existing.UNFINISHED
 
@@ -190,9 +207,14 @@ def _as_begun(run: PlannedRun) -> str:
 def _original_plan(run: PlannedRun) -> OriginalPlan | None:
     """None where the run's plan cannot be read."""
     try:
-        return original_plan(Target(run.run_dir, read_record(run.run_dir)))
+        return original_plan(Target(run.run_dir, read_record(run.run_dir)), alone=True)
     except (RecipeError, OSError, ValueError):
         return None
+
+
+def _has_its_code(run: PlannedRun) -> bool:
+    original = _original_plan(run)
+    return original is None or original.code == {each.copy_name: each.sha256 for each in code_of(run.plan)}
 
 
 def _has_its_problems(run: PlannedRun) -> bool:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import gc
 import sys
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-from transformers import AutoTokenizer
-from vllm import LLM, SamplingParams
-
 from appliance.compare.results import Job, write_final
+from appliance.errors import TrainingError
 from appliance.record.events import exit_code_of
-from appliance.tasks.library import TASKS
+from appliance.tasks.grading import Graded
+from appliance.tasks.library import rewards_of
+from appliance.tasks.task import Response
+from appliance.trainer.rewards import RewardPool
 
 _KV_CACHE_BYTES = 256 << 20
 _AT_ONCE = 256  # sequences in the engine; the others wait in its queue
@@ -25,13 +27,44 @@ def main() -> int:
 
 
 def validate(job: Job) -> None:
-    rows = pq.read_table(job.parquet).to_pylist()
-    for run_dir in map(Path, job.run_dirs):
-        write_final(run_dir, _rewards(run_dir / "model", rows=rows, job=job))
+    import pyarrow.parquet as pq  # none of it is for the pool's processes, which import this file
+
+    rows, own = pq.read_table(job.parquet).to_pylist(), job.task.own
+    pool = RewardPool(
+        load=functools.partial(rewards_of, job.task),
+        import_path=own.import_path if own is not None else (),
+        workers=job.task.reward_workers,
+        timeout_s=job.task.reward_timeout_s,
+    )
+    try:
+        for run_dir in map(Path, job.run_dirs):
+            responses = _responses(run_dir / "model", rows=rows, job=job)
+            write_final(run_dir, rewards(responses, pool=pool, most_failures=job.reward_failures))
+    finally:
+        pool.close()
 
 
-def _rewards(model: Path, *, rows: list[dict[str, Any]], job: Job) -> list[float]:
-    """One per problem, in the order of the rows: prompts and scores as in training (trainer/rollouts.py)."""
+def rewards(responses: list[Response], *, pool: RewardPool, most_failures: float) -> list[float]:
+    """One per problem, in their order. A failed one counts 0, or the least of all where that is below 0, as in every
+    validation. most_failures: share of them.  Raises TrainingError where more fail."""
+
+    async def grades() -> list[Graded]:
+        return list(await asyncio.gather(*map(pool.grade, responses)))
+
+    graded = asyncio.run(grades())
+    failed = [each.why for each in graded if each.fault is not None]
+    if len(failed) > most_failures * len(graded):
+        text = f"{len(failed)} of {len(graded)} rewards of the final validation failed, more than {most_failures:.0%}"
+        raise TrainingError(text, hint=f"the last one: {failed[-1]}; guard.reward_failures says how many may fail")
+    least = min(0.0, *(each.accuracy for each in graded))
+    return [least if each.fault is not None else each.accuracy for each in graded]
+
+
+def _responses(model: Path, *, rows: list[dict[str, Any]], job: Job) -> list[Response]:
+    """One per problem, in the order of the rows: as in training (trainer/rollouts.py)."""
+    from transformers import AutoTokenizer
+    from vllm import LLM, SamplingParams
+
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=job.trust_remote_code)
     llm = LLM(
         str(model),
@@ -58,12 +91,17 @@ def _rewards(model: Path, *, rows: list[dict[str, Any]], job: Job) -> list[float
         ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=True, return_dict=False)
         prompts.append({"prompt_token_ids": list(ids)[-job.max_prompt_tokens :]})
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    texts = [tokenizer.decode(each.outputs[0].token_ids, skip_special_tokens=True) for each in outputs]
+    said = [list(each.outputs[0].token_ids) for each in outputs]
     del llm
     gc.collect()
     return [
-        TASKS[row["data_source"]].score(response=text, truth=row["reward_model"]["ground_truth"])
-        for row, text in zip(rows, texts, strict=True)
+        Response(
+            tokenizer.decode(ids, skip_special_tokens=True),
+            row["reward_model"]["ground_truth"],
+            row["extra_info"].get("row") or "",
+            token_ids=tuple(ids),
+        )
+        for row, ids in zip(rows, said, strict=True)
     ]
 
 

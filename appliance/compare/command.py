@@ -136,10 +136,10 @@ def _train(
 def _line(run: PlannedRun) -> str:
     result = read_result(run)
     assert result is not None, "it has just ended"
-    rewards = [step.reward_mean for step in result.steps if step.reward_mean is not None]
-    climb = f"reward {rewards[0]:.3f} -> {rewards[-1]:.3f}, " if rewards else ""
+    steps = [step for step in result.steps if step.reward_mean is not None]
+    climb = f"reward {steps[0].reward_mean:.3f} -> {steps[-1].reward_mean:.3f}, " if steps else ""
     end = "" if not result.reason else f", {result.reason}"
-    return f"{run.label}: {climb}{len(rewards)} steps in {draw.duration(result.seconds)}{end}"
+    return f"{run.label}: {climb}{steps[-1].step if steps else 0} steps in {draw.duration(result.seconds)}{end}"
 
 
 def _where(folder: Path) -> str:

@@ -1,12 +1,13 @@
-"""A profile that is bad on purpose: INT8 rollouts far from the trainer, for experiments about corrections.
+"""A profile that is bad on purpose: rollouts far from the trainer, for experiments about corrections.
 
-    python -m appliance.compare.degraded_profile -o DIR [--exponent 4] [--seed 1]
+    python -m appliance.compare.degraded_profile -o DIR [--exponent 4] [--seed 1] [--scheme int8]
 
 Smoothing (quant/profile.py) multiplies each input channel of a layer by a power of two and divides the norm before it
 by the same: the function is unchanged bit for bit, but rows of weights and tokens of activations now share one INT8
 scale over channels that differ by up to 2^(2 * exponent). The small ones lose their bits. So the engine, its kernels
 and its proofs are the real ones, nothing is emulated, and how coarse the rollouts are is one number: at 4, channels of
-the tiny model keep between 8 and 0 bits. A profile of another model or checkpoint does the same by accident.
+the tiny model keep between 8 and 0 bits. A profile of another model or checkpoint does the same by accident. FP8 has
+an exponent in each code and loses nothing up to 8.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from appliance.terms.families import LLAMA_NORMS
 from appliance.terms.schemes import Scheme
 
 
-def degraded_profile(spec: TinySpec, *, name: str, exponent: float, seed: int) -> Profile:
+def degraded_profile(spec: TinySpec, *, name: str, exponent: float, seed: int, scheme: Scheme = Scheme.INT8) -> Profile:
     """Scales 2^e with e uniform in -exponent..exponent, rounded, for every channel of every norm that feeds layers.
 
     exponent: 0..MAX_EXPONENT; with a part after the point only few channels have the largest scales.
@@ -45,7 +46,7 @@ def degraded_profile(spec: TinySpec, *, name: str, exponent: float, seed: int) -
                 )
             )
     origin = Origin(kind="calibrated", model=name)
-    return Profile(origin, Scheme.INT8, settings=Settings(), smoothing=Smoothing(tuple(groups)))
+    return Profile(origin, scheme, settings=Settings(), smoothing=Smoothing(tuple(groups)))
 
 
 def main(arguments: list[str]) -> int:
@@ -54,11 +55,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--model", choices=sorted(TINY_MODELS), default="tiny-arithmetic")
     parser.add_argument("--exponent", type=float, default=4.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--scheme", choices=[str(each) for each in Scheme if each.quantised], default="int8")
     given = parser.parse_args(arguments)
     if not 0 <= given.exponent <= MAX_EXPONENT:
         parser.error(f"--exponent: between 0 and {MAX_EXPONENT}")
     spec = TINY_MODELS[given.model]
-    profile = degraded_profile(spec, name=given.model, exponent=given.exponent, seed=given.seed)
+    profile = degraded_profile(
+        spec, name=given.model, exponent=given.exponent, seed=given.seed, scheme=Scheme(given.scheme)
+    )
     console.say(str(write_profile(profile, folder=given.output)))
     return 0
 

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from appliance.compare.results import RunResult
+from appliance.compare.results import RunResult, Step
 from appliance.corrections.registry import NONE, CorrectionMethod
-from appliance.record.events import StepMetrics
 
 CONFIDENCE = 0.95
 
@@ -152,7 +151,7 @@ def verdict_text(row: ArmResult, *, margin: float) -> str:
 
 
 def curve(runs: Iterable[RunResult], field: str) -> list[tuple[int, float, float, float]]:
-    """(step, mean, smallest, largest) over the runs that have the step. field: of StepMetrics."""
+    """(step, mean, smallest, largest) over the runs that have the step. field: of Step."""
     by_step: dict[int, list[float]] = {}
     for run in runs:
         for row in run.steps:
@@ -160,8 +159,8 @@ def curve(runs: Iterable[RunResult], field: str) -> list[tuple[int, float, float
     return [(step, sum(v) / len(v), min(v), max(v)) for step, v in sorted(by_step.items()) if v]
 
 
-def numbers(steps: Iterable[StepMetrics], field: str) -> list[float]:
-    """Of the steps that have one. field: of StepMetrics."""
+def numbers(steps: Iterable[Step], field: str) -> list[float]:
+    """Of the steps that have one. field: of Step."""
     return [found for row in steps if (found := getattr(row, field)) is not None]
 
 

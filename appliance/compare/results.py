@@ -7,11 +7,12 @@ that lack it, so that the engine's imports are paid once.
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -23,8 +24,10 @@ from appliance.frozen import Frozen
 from appliance.launch.resume import problems_of
 from appliance.launch.side_job import run_child
 from appliance.launch.workspace import work_folder
-from appliance.record.events import Event, StepMetrics, append_event, read_events, read_metrics
+from appliance.record.code import as_it_runs
+from appliance.record.events import append_event, read_events, read_metrics
 from appliance.record.lines import finite, json_object
+from appliance.record.plan import TaskPlan
 from appliance.record.session import read_record
 from appliance.terms.devices import CPU
 from appliance.terms.environment import PLAN_VARIABLE
@@ -33,6 +36,23 @@ FINAL_FILE = "final-validation.json"
 _LOAD = "load"
 _BUSY = 0.1  # of all cores, before the start
 _LOOK_S = 3.0
+
+
+class Step(NamedTuple):
+    """Of a line of metrics what a comparison asks for, as of StepMetrics: 300 bytes, where a whole line takes 2 KiB."""
+
+    step: int
+    scheme: str = ""
+    reward_mean: float | None = None
+    val_reward_mean: float | None = None
+    mismatch_k3_kl: float | None = None
+    is_truncated_fraction: float | None = None
+    is_weight_max: float | None = None
+    codes_changed_fraction: float | None = None
+    step_s: float | None = None
+
+
+_of_step = attrgetter(*Step._fields)
 
 
 @dataclass(frozen=True)
@@ -50,7 +70,7 @@ class RunResult:
     method: CorrectionMethod
     state: str
     reason: str
-    steps: tuple[StepMetrics, ...]
+    steps: tuple[Step, ...]
     rewards: tuple[float, ...]
     seconds: float
     busy: float | None
@@ -73,8 +93,7 @@ def read_result(run: PlannedRun) -> RunResult | None:
         return None
     if not has_result(record):
         return None
-    events = read_events(run.run_dir)
-    shares = [finite(json_object(event.line).get("share")) for event in events if event.kind == _LOAD]
+    seconds, share = _read_events(run.run_dir)
     return RunResult(
         arm=run.arm,
         seed=run.seed,
@@ -82,17 +101,25 @@ def read_result(run: PlannedRun) -> RunResult | None:
         method=run.plan.correction.method,
         state=str(record.state),
         reason=record.reason,
-        steps=read_metrics(run.run_dir),
+        steps=tuple(Step(*_of_step(line)) for line in read_metrics(run.run_dir)),
         rewards=read_final(run.run_dir),
-        seconds=_seconds([event for event in events if event.kind != _LOAD]),  # written when the run was over
-        busy=shares[-1] if shares else None,
+        seconds=seconds,
+        busy=share,
     )
 
 
-def _seconds(events: Sequence[Event]) -> float:
-    starts = [0, *(place for place, event in enumerate(events) if event.kind == "resume"), len(events)]
-    attempts = [events[start:end] for start, end in itertools.pairwise(starts) if start < end]
-    return sum(attempt[-1].time - attempt[0].time for attempt in attempts)
+def _read_events(run_dir: Path) -> tuple[float, float | None]:
+    """(seconds of the attempts, share of the cores that others kept busy before, where it is known)."""
+    attempts: list[list[float]] = []  # the first and the last sign of each
+    share = None
+    for event in read_events(run_dir):
+        if event.kind == _LOAD:  # written when the run was over
+            share = finite(json_object(event.line).get("share"))
+        elif event.kind == "resume" or not attempts:
+            attempts.append([event.time, event.time])
+        else:
+            attempts[-1][1] = event.time
+    return sum(end - start for start, end in attempts), share
 
 
 def note_busy(run_dir: Path, *, share: float) -> None:
@@ -118,6 +145,10 @@ class Job(Frozen):
     """Of runs, each with `model/`."""
     parquet: str
     """The problems."""
+    task: TaskPlan
+    """Whose rewards judge: with the first run's copies of the user's files."""
+    reward_failures: float
+    """Share of a model's rewards that may fail."""
     max_prompt_tokens: int
     max_response_tokens: int
     trust_remote_code: bool
@@ -159,6 +190,8 @@ def _validate(runs: list[PlannedRun], *, stop: Callable[[], None]) -> None:
     job = Job(
         run_dirs=tuple(str(run.run_dir) for run in runs),
         parquet=str(own if own.is_file() else planned),
+        task=as_it_runs(plan),
+        reward_failures=plan.guard.reward_failures,
         max_prompt_tokens=plan.task.max_prompt_tokens,
         max_response_tokens=plan.task.max_response_tokens,
         trust_remote_code=plan.model.trust_remote_code,

@@ -52,6 +52,7 @@ _CHARTS = (  # title, unit, field, logarithmic
     ("Codes changed by an update", "share", "codes_changed_fraction", False),
     ("Time of a step", "s", "step_s", False),
 )
+_MOST_POINTS = 4096  # of a curve that is drawn
 _NUMBERS = range(1, len(_HEAD) - 1)  # places of the columns that stand on the right
 assert CONFIDENCE == 0.95  # in the heading
 
@@ -245,7 +246,7 @@ def page(shown: Shown) -> str:
         charts=[
             svg.line_chart(
                 svg.Chart(title, unit, logarithmic=logarithmic),
-                [svg.Series(row.arm, curve(row.runs, field), index) for index, row in enumerate(rows)],
+                [_series(row, field, index=index) for index, row in enumerate(rows)],
             )
             for title, unit, field, logarithmic in _CHARTS
         ],
@@ -254,6 +255,12 @@ def page(shown: Shown) -> str:
         reload_s=0,
         written=0,
     )
+
+
+def _series(row: ArmResult, field: str, *, index: int) -> svg.Series:
+    """field: of Step."""
+    points = curve(row.runs, field)
+    return svg.Series(row.arm, svg.thinned(points, most=_MOST_POINTS), index, newest=points[-1][1] if points else None)
 
 
 def _emphasised(note: str) -> tuple[str, str]:

@@ -41,6 +41,7 @@ class Adaptive(Correction):
     usual_cap = 2.0
     source = "the cap of tis"
     cuts_tokens = True
+    of_tokens = True
 
     share: float | None = None
     """How much of the correction this step gets; None before it is measured."""

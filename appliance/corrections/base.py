@@ -15,6 +15,9 @@ All of it is detached: a weight changes the measure, never the objective. verl d
 of the batch, dropped ones included: dropping makes a step smaller, not louder. Its group advantages also still count
 dropped sequences.
 
+What a correction corrects is a loss, and the two must fit: a loss whose ratio is of a whole response has no use for
+what acts on its tokens one by one.
+
 Source: Yao et al. 2025 (truncated importance sampling).
 """
 
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
 from appliance.errors import NumericsError
@@ -41,6 +45,43 @@ class ClipRange:
 
     low: float = 0.2
     high: float = 0.2
+
+
+class Loss(StrEnum):
+    PPO = "ppo"
+    TBPO = "tbpo"
+
+    @property
+    def spec(self) -> LossSpec:
+        return LOSSES[self]
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """What recipe, plan and corrections know of a loss. Its formula is verl's, or in trainer/correction.py."""
+
+    clip: ClipRange = ClipRange()
+    """Where the recipe gives none."""
+    dual_clip: float = 3.0
+    """Where the recipe gives none: the bound of the ratio where the advantage is negative, > 1."""
+    source: str = ""
+    """Of these bounds."""
+    correction: str = ""
+    """The method that its source has with it."""
+    of_sequences: bool = False
+    """Whether its ratio is one number for a response, the geometric mean of its tokens' ratios."""
+
+
+LOSSES: dict[Loss, LossSpec] = {
+    Loss.PPO: LossSpec(),
+    Loss.TBPO: LossSpec(
+        clip=ClipRange(low=3e-4, high=4e-4),
+        dual_clip=1.0007,
+        source="the bounds of TBPO, of a response's mean ratio",
+        correction="tis-geometric",
+        of_sequences=True,
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -86,6 +127,8 @@ class Correction:
     ratio_to: ClassVar[str] = "old_log_probs"
     """The field of the batch with the policy that the probability ratio is to."""
     has_shadow_pass: ClassVar[bool] = False
+    of_tokens: ClassVar[bool] = False
+    """Whether it weighs or clips the tokens of a response one by one."""
 
     cap: float | None = None
     """> 0"""
@@ -93,6 +136,8 @@ class Correction:
     """0 < low <= 1 <= high"""
     clip: ClipRange = ClipRange()
     """The recipe's."""
+    loss: Loss = Loss.PPO
+    """What it corrects."""
     reject_k3_above: float | None = None
     """Whatever the method, a sequence with a larger mean k3 is dropped, nats; None: none is."""
 

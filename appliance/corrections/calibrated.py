@@ -51,6 +51,7 @@ class CalibratedClipping(Correction):
     clips = True
     ratio_to = "rollout_log_probs"
     has_shadow_pass = True
+    of_tokens = True
 
     fitted: ClipRange | None = None
     """By the last shadow pass; None before the first."""

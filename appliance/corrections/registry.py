@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from appliance.corrections.adaptive import Adaptive
-from appliance.corrections.base import ClipRange, Correction
+from appliance.corrections.base import ClipRange, Correction, Loss
 from appliance.corrections.calibrated import CalibratedClipping
 from appliance.corrections.weights import (
     Acr,
@@ -15,6 +15,7 @@ from appliance.corrections.weights import (
     NoCorrection,
     SequenceMask,
     Tis,
+    TisGeometric,
     TisSequence,
 )
 
@@ -24,6 +25,7 @@ METHODS: dict[str, type[Correction]] = {
         NoCorrection,
         Tis,
         TisSequence,
+        TisGeometric,
         IcePop,
         SequenceMask,
         GeometricMask,
@@ -45,9 +47,10 @@ def correction_of(
     cap: float | None = None,
     bounds: tuple[float, ...] | None = None,
     clip: ClipRange = ClipRange(),
+    loss: Loss = Loss.PPO,
 ) -> Correction:
     """A method with its limits: what was given, else the usual one; None of a limit that the method lacks."""
     made = METHODS[method]
     cap = made.usual_cap if made.usual_cap is None or cap is None else cap
     bounds = made.usual_bounds if made.usual_bounds is None or bounds is None else tuple(bounds)
-    return made(cap=cap, bounds=bounds, clip=clip)
+    return made(cap=cap, bounds=bounds, clip=clip, loss=loss)

@@ -9,7 +9,8 @@ p_rollout by max(p_rollout, p_trainer / C); with r = min(1, C / w) the objective
 Only the upper bound moves, and only on truncated tokens. Where the source leaves room: a negative advantage keeps
 verl's dual clip, which the source does not mention, and the lower bound stays.
 
-Sources: Yao et al. 2025 (truncated importance sampling); QuRL, arXiv 2602.13953 (ACR); verl 0.9.1,
+Sources: Yao et al. 2025 (truncated importance sampling); QuRL, arXiv 2602.13953 (ACR); QaRL, arXiv 2604.07853 (the
+geometric mean as a weight); verl 0.9.1,
 trainer/ppo/rollout_corr_helper.py (the others), whose k1 is log(p_rollout / p_trainer), -x: bounds here are of w.
 Legend: base.py.
 """
@@ -47,8 +48,9 @@ class NoCorrection(Correction):
         return Corrected()
 
     def tightened(self) -> Correction:
-        """Weighed as `tis` does."""
-        return Tis(cap=Tis.usual_cap, clip=self.clip, reject_k3_above=REJECT_K3_ABOVE)
+        """Weighed as `tis` does, or `tis-geometric` where the loss takes a response as a whole."""
+        method = TisGeometric if self.loss.spec.of_sequences else Tis
+        return method(cap=method.usual_cap, clip=self.clip, loss=self.loss, reject_k3_above=REJECT_K3_ABOVE)
 
     @property
     def text(self) -> str:
@@ -62,6 +64,7 @@ class Tis(Correction):
     usual_cap = 2.0
     source = "the cap in most published runs"
     cuts_tokens = True
+    of_tokens = True
 
     def act(self, x_BT: Tensor, *, real_BT: Tensor) -> Corrected:
         w_BT = token_weights(x_BT)
@@ -107,12 +110,26 @@ class TisSequence(Correction):
         return Corrected(weights_BT=product_BT.clamp(max=self.cap), acted_BT=product_BT > self.cap)
 
 
+class TisGeometric(Correction):
+    name = "tis-geometric"
+    compared = "geometric mean of a sequence's `w`"
+    effect = "every token of it is weighed by `min(mean, cap)`"
+    usual_cap = 2.0
+    source = "the cap of TBPO's weight"
+
+    def act(self, x_BT: Tensor, *, real_BT: Tensor) -> Corrected:
+        mean_B1 = x_BT.sum(dim=-1, keepdim=True) / real_BT.sum(dim=-1, keepdim=True).clamp(min=1)
+        mean_BT = token_weights(mean_B1).expand_as(x_BT)
+        return Corrected(weights_BT=mean_BT.clamp(max=self.cap), acted_BT=mean_BT > self.cap)
+
+
 class IcePop(Correction):
     name = "icepop"
     compared = "`w` of a token"
     effect = "weighed by `w` inside, 0 outside"
     usual_bounds = (0.5, 5.0)
     source = "the bounds of IcePop"
+    of_tokens = True
 
     def act(self, x_BT: Tensor, *, real_BT: Tensor) -> Corrected:
         x_BT = x_BT.clamp(-CLAMP, CLAMP)

@@ -7,8 +7,8 @@ powers of two and quantise the codes once more: the codec has no such numbers, a
 block they do not, and refuse cut blocks.
 
 Emulated: quantise-dequantise of weights and activations by the codec, never used unless a run asks for it. Codes and
-scales are held as a kernel would hold them, so a sync and its proof are the real ones; the product is computed in
-float32 and is slow.
+scales are held as a kernel would hold them, so a sync and its proof are the real ones; the product (quant/cpu_gemm.py)
+is slow, and a token's does not depend on the others.
 
 Legend: M tokens, N output channels, K input channels of this rank's part of the layer.
 """
@@ -18,7 +18,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.functional import linear
 from vllm import envs
 from vllm.model_executor.kernels.linear.scaled_mm import cutlass, deep_gemm, flashinfer, pytorch, triton
 from vllm.model_executor.layers.quantization.online.fp8 import (
@@ -31,7 +30,8 @@ from vllm.model_executor.utils import replace_parameter
 from appliance.engine.fp8_proof import EmulatedProof, NativeBlockProof, NativeFp8Proof
 from appliance.engine.quantised import OnlineLinearMethod, Quantising
 from appliance.quant.codec import QuantisedWeight
-from appliance.quant.codec_fp8 import dequantise_fp8, quantise_fp8_tokens, row_blocks, weight_block
+from appliance.quant.codec_fp8 import weight_block
+from appliance.quant.cpu_gemm import multiply_fp8
 from appliance.terms.schemes import Scheme
 
 # Kernels that read codes in rows, as they were made: [K, N] with strides (1, K), CUTLASS's padded to multiples of 16,
@@ -145,14 +145,8 @@ class EmulatedLinearMethod(OnlineLinearMethod):
         replace_parameter(layer, "weight_scale", quantised.scale)
 
     def apply(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """In float32, rounded once to the type of `x`. A token that is not finite stays so, as in a kernel."""
-        tokens = quantise_fp8_tokens(x.reshape(-1, x.shape[-1]), scheme=self.scheme, finite=False)
-        tokens_MK = dequantise_fp8(tokens)
-        parts = row_blocks(self.held_weight(layer))
-        y_MN = torch.cat([linear(tokens_MK, dequantise_fp8(part)) for part in parts], dim=1)
-        if bias is not None:
-            y_MN += bias.float()
-        return y_MN.to(x.dtype).reshape(*x.shape[:-1], -1)
+        y_MN = multiply_fp8(x.reshape(-1, x.shape[-1]), self.held_weight(layer), bias)
+        return y_MN.reshape(*x.shape[:-1], -1)
 
     def held_weight(self, layer: Module) -> QuantisedWeight:
         codes_NK = layer.weight.data

@@ -21,14 +21,16 @@ from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLine
 from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 
-from appliance.engine.kernel_proof import Int8Proof, quantise_rows
+from appliance.engine.kernel_proof import Int8Proof
 from appliance.engine.quantised import OnlineLinearMethod
-from appliance.errors import NumericsError
+from appliance.errors import EngineError
 from appliance.patch import Patch
-from appliance.quant.codec import QuantisedWeight, all_finite
+from appliance.quant.codec import QuantisedWeight
 from appliance.quant.codec_int8 import int8_rows, quantise_int8
-from appliance.quant.cpu_gemm import OneDnnGemm, SglGemm, packs_quickly
+from appliance.quant.cpu_gemm import OneDnnGemm, SglGemm, packs_quickly, quantise_weight
 from appliance.terms.schemes import Scheme
+
+_CUTLASS = 16
 
 
 class Int8LinearMethod(OnlineLinearMethod):
@@ -66,6 +68,7 @@ class Int8LinearMethod(OnlineLinearMethod):
             packed = SglGemm if packs_quickly(*quantised.codes_NK.shape) else OneDnnGemm
             self.gemm = packed(quantised.codes_NK, scale_N1=quantised.scale)
         else:
+            refuse_ragged(layer.prefix, quantised.codes_NK)
             replace_parameter(layer, "weight", quantised.codes_NK)
             self.kernel.process_weights_after_loading(layer)
 
@@ -87,6 +90,19 @@ class Int8LinearMethod(OnlineLinearMethod):
         return type(self.kernel).__name__ + suffix
 
 
+def refuse_ragged(name: str, codes_NK: Tensor) -> None:
+    """vLLM gives such a layer to a Triton kernel that rounds before it adds the bias: no proof holds it.
+
+    Raises EngineError.
+    """
+    if any(size % _CUTLASS for size in codes_NK.shape):
+        raise EngineError(
+            f"{name}: {codes_NK.shape[0]} x {codes_NK.shape[1]} on this rank; on a GPU `int8` needs multiples of "
+            f"{_CUTLASS}, as its CUTLASS kernel does",
+            hint="name the layer in quantization.ignore, or use fewer ranks for tensor parallelism",
+        )
+
+
 def quantise_for_kernel(weight_NK: Tensor, *, absmax: Tensor | None = None) -> QuantisedWeight:
     """The codec's result bit for bit, by vLLM's row quantiser on a CPU, by a Triton kernel on a GPU.
 
@@ -98,11 +114,9 @@ def quantise_for_kernel(weight_NK: Tensor, *, absmax: Tensor | None = None) -> Q
 
         quantise = quantise_int8_triton if weight_NK.shape[1] <= WIDEST_ROW else quantise_int8
         return quantise(weight_NK.contiguous(), absmax=absmax)
-    if not all_finite(weight_NK):
-        raise NumericsError("a weight to quantise has a value that is not finite")
     # The quantiser takes no scales: one more column that has the absmax, which is a value of the whole row.
     whole_NK = weight_NK if absmax is None else torch.cat([weight_NK, absmax.to(weight_NK.dtype)], dim=1)
-    quantised = quantise_rows(whole_NK, into_NK=whole_NK.new_empty(whole_NK.shape, dtype=torch.int8))
+    quantised = quantise_weight(whole_NK)
     return int8_rows(quantised.codes_NK[:, : weight_NK.shape[1]].contiguous(), scale_N1=quantised.scale)
 
 

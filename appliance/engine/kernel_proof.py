@@ -20,7 +20,8 @@ most, and each sync has another probe. The scale is compared bit for bit where t
 
 BF16. Signs on 64 neighbouring columns that move on from round to round, zeros elsewhere, with the bias trick: bound
 2 * 64 u sum |w_nk| plus 2^-8 of the rest. It sees a weight of ordinary size in these columns that is off by one unit of
-BF16, so a packed copy that stayed behind, is another layer's or another part of the tensor.
+BF16, so a packed copy that stayed behind, is another layer's or another part of the tensor. The bound is for sums in
+float32 from end to end: cuBLAS may else cut a row into parts and add these in BF16.
 
 FP8: fp8_proof.py.
 
@@ -35,7 +36,8 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +49,7 @@ from appliance.engine.tensor_slots import LocalShape, Slot, rounded
 from appliance.errors import SyncError
 from appliance.quant.codec import QuantisedWeight
 from appliance.quant.codec_int8 import int8_rows, quantise_int8
+from appliance.quant.cpu_gemm import quantise_rows
 from appliance.terms.schemes import Scheme
 
 U = 2.0**-24  # half a unit of float32, relative
@@ -213,23 +216,21 @@ def answer(layer: Module, probe_MK: Tensor, *, bias_N: Tensor | None) -> Tensor:
     """[M, N] float64 on the CPU: what the layer's method makes of a probe, with a bias of ours in place of its own."""
     device = torch.get_default_device()
     bias_N = None if bias_N is None else bias_N.to(device)
-    out_MN = layer.quant_method.apply(layer, probe_MK.to(device, torch.bfloat16), bias_N)
+    with _summed_in_float32():
+        out_MN = layer.quant_method.apply(layer, probe_MK.to(device, torch.bfloat16), bias_N)
     return out_MN.double().cpu()
 
 
-def quantise_rows(weight_NK: Tensor, *, into_NK: Tensor) -> QuantisedWeight:
-    """What should be the codec's result, by vLLM's row quantiser on a CPU: see Int8Proof.
-
-    weight_NK: [N, K] finite, rows whole.  into_NK: [N or more, K] int8, memory for the codes.
-    """
-    if weight_NK.device.type != "cpu":
-        return quantise_int8(weight_NK)
-    codes_NK, scale_N1 = into_NK[: len(weight_NK)], torch.empty((len(weight_NK), 1), dtype=torch.float32, device="cpu")
-    torch.ops._C.dynamic_scaled_int8_quant(codes_NK, weight_NK.contiguous(), scale_N1, None)
-    no_reciprocal = scale_N1.reciprocal().isinf().squeeze(1)  # zero rows and rows of denormals
-    if bool(no_reciprocal.any()):
-        codes_NK[no_reciprocal] = quantise_int8(weight_NK[no_reciprocal]).codes_NK
-    return int8_rows(codes_NK, scale_N1=scale_N1)
+@contextmanager
+def _summed_in_float32() -> Iterator[None]:
+    """No BF16 product of cuBLAS is split over K, or added up in BF16."""
+    matmul, name = torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"
+    before = getattr(matmul, name), getattr(matmul, f"{name}_split_k")
+    setattr(matmul, name, (False, False))
+    try:
+        yield
+    finally:
+        setattr(matmul, name, before)
 
 
 def check_quantiser(proofs: Mapping[str, KernelProof]) -> None:

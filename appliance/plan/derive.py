@@ -8,19 +8,24 @@ from typing import TypeVar
 
 from appliance.corrections.registry import correction_of
 from appliance.recipe.rules import shadow_sequences
-from appliance.recipe.schema import AlgorithmKind, Attention, Forward, Recipe
+from appliance.recipe.schema import AlgorithmKind, Attention, Backward, Forward, OldLogProbs, Recipe
 from appliance.record.plan import AlgorithmPlan, Choice, CorrectionPlan, EnginePlan, ShadowPlan, TrainerPlan, UaqPlan
 from appliance.tasks.library import OWN
+from appliance.terms.devices import CPU, GPUS, USUAL_SEQUENCES_AT_ONCE
+from appliance.terms.settings import ATTENTION_NAME
 
 Value = TypeVar("Value", int, str, bool)
 
 SCALED_FOLDER = "scaled"
-_LARGEST_CONCURRENCY = 256
 _TOKENS_OF_AN_ENGINE_STEP = {True: 4096, False: 8192}  # by "is a CPU"
 _TOKENS_OF_A_FORWARD = {True: 16384, False: 4096}  # by "is built-in": logits of a 150 000-word vocabulary are large
 _BUCKET_MIB = {True: 64, False: 512}  # by "is built-in"
 _MOST_AGENT_WORKERS = 8
-FLASH = str(Attention.FLASH_ATTENTION_2)
+_ATTENTIONS = {
+    Attention.AUTO: "ours: PyTorch's kernels for sequences that lie in a row, without padding",
+    Attention.FLASH_ATTENTION_2: "as given: by the package flash-attn; `auto` needs none",
+}
+_REUSES = "the engines': no pass over the batch before an update; a correction has nothing to act on"
 
 
 class Book:
@@ -48,25 +53,29 @@ def every(given: int, *, steps: int) -> tuple[int, str]:
     return (given, "as given, and at the end") if given else (steps, "only at the end")
 
 
-def attention_of(recipe: Recipe, *, is_cpu: bool) -> tuple[str, str]:
-    if recipe.trainer.attention is not Attention.AUTO:
-        return str(recipe.trainer.attention), "as given"
-    if is_cpu:
-        return "sdpa", "PyTorch's own; flash_attention_2 needs a GPU"
-    return FLASH, "packs sequences without padding"
+def attention_of(recipe: Recipe) -> tuple[str, str]:
+    """(transformers' name of it, why)."""
+    asked = recipe.trainer.attention
+    return (ATTENTION_NAME if asked is Attention.AUTO else str(asked)), _ATTENTIONS[asked]
 
 
 def plan_trainer(recipe: Recipe, *, attention: str, book: Book) -> TrainerPlan:
     is_builtin = bool(recipe.model.builtin)
     one_flow = recipe.trainer.forward is Forward.ROLLOUT
+    if fp8_backward := recipe.trainer.backward is Backward.FP8_BLOCK:
+        book.note("trainer.backward", str(recipe.trainer.backward), "as given; emulated: its numbers are meant")
     mini = recipe.batch.mini_batch_prompts or recipe.batch.prompts_per_step
     recomputes = "activations are recomputed: less memory, a third more time"
     keeps = "the model is tiny: recomputing costs time and saves nothing"
     why = "as given" if recipe.batch.mini_batch_prompts else "the whole step"
+    reuses = recipe.trainer.old_log_probs is OldLogProbs.ROLLOUT
+    if reuses:
+        book.note("trainer.old_log_probs", recipe.trainer.old_log_probs, _REUSES)
     return TrainerPlan(
         attention=attention,
-        packed=one_flow or attention == FLASH,
         one_flow=one_flow,
+        fp8_backward=fp8_backward,
+        reuses_log_probs=reuses,
         sequence_parallel=recipe.trainer.sequence_parallel,
         offload_parameters=recipe.trainer.offload_parameters,
         offload_optimizer=recipe.trainer.offload_optimizer,
@@ -94,9 +103,12 @@ def _largest_divisor(number: int, *, most: int) -> int:
     return next(each for each in range(min(most, number), 0, -1) if number % each == 0)
 
 
-def plan_engine(recipe: Recipe, *, is_cpu: bool, book: Book) -> EnginePlan:
+def plan_engine(recipe: Recipe, *, device: str, book: Book) -> EnginePlan:
+    """device: one of DEVICES."""
+    is_cpu = device == CPU
+    most = USUAL_SEQUENCES_AT_ONCE if is_cpu else GPUS[device].sequences_at_once
     longest, sequences = recipe.task.longest, math.ceil(_sequences_of_a_step(recipe) / recipe.topology.engines)
-    at_once = f"at most {_LARGEST_CONCURRENCY}" if sequences > _LARGEST_CONCURRENCY else "all"
+    at_once = f"at most {most}" if sequences > most else "all"
     batched = max(longest, _TOKENS_OF_AN_ENGINE_STEP[is_cpu])
     workers = min(_MOST_AGENT_WORKERS, recipe.topology.gpus), f"one per GPU, at most {_MOST_AGENT_WORKERS}"
     if is_cpu:
@@ -105,7 +117,7 @@ def plan_engine(recipe: Recipe, *, is_cpu: bool, book: Book) -> EnginePlan:
         max_model_tokens=book.note("engine.max_model_tokens", longest, "longest prompt and longest response"),
         max_concurrent_sequences=book.note(
             "engine.max_concurrent_sequences",
-            min(sequences, _LARGEST_CONCURRENCY),
+            min(sequences, most),
             f"{sequences} sequences of a step on an engine, {at_once} at once",
         ),
         max_batched_tokens=book.note(
@@ -122,7 +134,8 @@ def _sequences_of_a_step(recipe: Recipe) -> int:
 
 
 def _chunked_prefill(recipe: Recipe, *, is_cpu: bool, book: Book) -> bool:
-    """Not noted where it is as given. vLLM 0.28 winds a sample's generator back after a part of a prompt."""
+    """Not noted where it is as given. vLLM 0.28's V1 runner, the one of a CPU, winds a sample's generator back after a
+    part of a prompt; the V2 runner, CUDA's for dense models, draws by seed and position."""
     if not (is_cpu and recipe.rollout.chunked_prefill):
         return recipe.rollout.chunked_prefill
     why = "each sample has a seed, and on a CPU vLLM cannot take back what it drew after a part of a prompt"
@@ -132,6 +145,9 @@ def _chunked_prefill(recipe: Recipe, *, is_cpu: bool, book: Book) -> bool:
 def plan_algorithm(recipe: Recipe, *, book: Book) -> AlgorithmPlan:
     """DAPO's reward of a wrong answer is -1 (eq. 7 of its paper): half as far from 1 its penalty would weigh double."""
     algorithm, is_dapo = recipe.algorithm, recipe.algorithm.kind is AlgorithmKind.DAPO
+    for key, bound in algorithm.bounds.items():
+        if getattr(algorithm, key) is None and algorithm.loss.spec.source:
+            book.note(f"algorithm.{key}", f"{bound:g}", algorithm.loss.spec.source)
     generated, most = 1, 0  # steps' worth of prompts at a time, prompts
     if is_dapo:
         prompts = recipe.batch.prompts_per_step
@@ -147,7 +163,7 @@ def plan_algorithm(recipe: Recipe, *, book: Book) -> AlgorithmPlan:
             most = book.note("algorithm.max_generated_prompts", batches * at_a_time, why)
     return AlgorithmPlan(
         kind=str(algorithm.kind),
-        dual_clip=algorithm.dual_clip,
+        dual_clip=algorithm.bounds["dual_clip"],
         wrong_reward=-1.0 if is_dapo and recipe.task.kind != OWN else 0.0,
         overlong_tokens=algorithm.overlong_tokens,
         overlong_penalty=algorithm.overlong_penalty if algorithm.overlong_tokens else 0.0,
@@ -176,8 +192,9 @@ def plan_correction(recipe: Recipe, *, micro_batch_sequences: int, book: Book) -
         method=asked.method,
         cap=hold.cap,
         bounds=hold.bounds,
-        clip_high=recipe.algorithm.clip_high,
-        clip_low=recipe.algorithm.clip_low,
+        clip_high=recipe.algorithm.clip.high,
+        clip_low=recipe.algorithm.clip.low,
+        loss=recipe.algorithm.loss,
         shadow=shadow,
     )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from appliance.errors import RecipeError
 from appliance.guard.policy import Action
 from appliance.plan.derive import Book
-from appliance.recipe.schema import Forward, Recipe, SchemeChange, SchemeChoice
+from appliance.recipe.schema import Backward, Forward, OldLogProbs, Recipe, SchemeChange, SchemeChoice
 from appliance.recipe.text import full_path
 from appliance.record.plan import GuardPlan, ModelPlan, ProfilePlan, RolloutPlan, RunPlan, Switching
 from appliance.terms.families import EXPERTS
@@ -46,7 +46,8 @@ def plan_rollout(
         eager=eager,
     )
     if recipe.trainer.forward is Forward.ROLLOUT:
-        _require_one_flow(planned, is_cpu=is_cpu, experts=experts)
+        in_fp8 = recipe.trainer.backward is Backward.FP8_BLOCK
+        _require_one_flow(planned, in_fp8=in_fp8, is_cpu=is_cpu, experts=experts)
     if planned.scheme.quantised:
         book.note("quantization.prove_every", planned.prove_every, _why_so_often(recipe))
     if any(replica.profile for replica in planned.replicas):
@@ -61,13 +62,17 @@ def plan_rollout(
     return planned
 
 
-def _require_one_flow(rollout: RolloutPlan, *, is_cpu: bool, experts: bool) -> None:
-    """What a recipe alone does not show. Raises RecipeError."""
+def _require_one_flow(rollout: RolloutPlan, *, in_fp8: bool, is_cpu: bool, experts: bool) -> None:
+    """What a recipe alone does not show. in_fp8: the gradients, too. Raises RecipeError."""
     place, hint = "trainer.forward", "use `bf16`"
     if not is_cpu:
-        raise RecipeError([(f"{place}: `rollout` runs on a CPU only", hint)])
+        backward = [("trainer.backward: `fp8-block` is emulated, on a CPU only", hint)] if in_fp8 else []
+        raise RecipeError([(f"{place}: `rollout` runs on a CPU only", hint), *backward])
     if not rollout.scheme.spec.trained_in:
         raise RecipeError([(f"{place}: `rollout` does not know `{rollout.scheme}`", "use rollout.scheme: int8")])
+    if in_fp8 and rollout.scheme is not Scheme.FP8_BLOCK:
+        message = f"trainer.backward: `fp8-block` does not know `{rollout.scheme}`"
+        raise RecipeError([(message, "use rollout.scheme: fp8-block")])
     if experts:
         raise RecipeError([(f"{place}: `rollout` does not know experts", hint)])
 
@@ -81,12 +86,14 @@ def _why_so_often(recipe: Recipe) -> str:
 
 
 def _quantisation(recipe: Recipe, *, scheme: Scheme, profile: str) -> Quantisation:
+    """profile: the run's own folder, for the one that is made, or given."""
     quantization = recipe.quantization
+    uses = scheme.quantised and (scheme.spec.takes_profile or quantization.profile != _AUTO)
     return Quantisation(
         scheme=scheme,
         emulated=quantization.emulate and scheme.spec.can_emulate,
         ignore=quantization.ignore if scheme.quantised else (),
-        profile=profile if scheme.spec.takes_profile else "",
+        profile=profile if uses else "",
         lm_head_fp32=recipe.rollout.lm_head_fp32,
     )
 
@@ -137,7 +144,11 @@ def _names(entry: str, name: str) -> bool:
 def plan_guard(recipe: Recipe, *, rollout: RolloutPlan, experts: bool, book: Book) -> GuardPlan:
     """experts: whether a quantised engine has some in it, False where that is not known yet."""
     asked = recipe.guard.model_dump(exclude={"scheme_change", "actions"})
-    actions = USUAL_ACTIONS if recipe.guard.actions is None else recipe.guard.actions
+    usual, why_usual = USUAL_ACTIONS, "the usual ladder"
+    if recipe.trainer.old_log_probs is OldLogProbs.ROLLOUT:
+        usual = tuple(each for each in usual if each is not Action.TIGHTEN)
+        why_usual = "without `tighten`: a correction has nothing to act on"
+    actions = usual if recipe.guard.actions is None else recipe.guard.actions
     if recipe.guard.scheme_change is not SchemeChange.AUTO:
         switching, why = Switching(recipe.guard.scheme_change.value), "as given"
     elif prevents := why_not_live(rollout, actions=actions, experts=experts):
@@ -148,7 +159,7 @@ def plan_guard(recipe: Recipe, *, rollout: RolloutPlan, experts: bool, book: Boo
     if rollout.scheme.quantised:
         book.note("rollout.scheme_changes", switching, why)
     if recipe.guard.actions is None:
-        book.note("guard.actions", ", ".join(actions), "the usual ladder")
+        book.note("guard.actions", ", ".join(actions), why_usual)
     return GuardPlan(**asked, actions=actions, switching=switching)
 
 

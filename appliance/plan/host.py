@@ -77,8 +77,11 @@ class HostFacts:
     limits: Limits = Limits()
 
     def gpus_of(self, device: str) -> list[HostGpu]:
-        """Those of that kind. device: one of DEVICES."""
-        return [gpu for gpu in self.gpus if (known := gpu_of_product(gpu.product)) and known.name == device]
+        """Those of that kind, and those that this version does not know: the user has named the most similar one.
+
+        device: one of GPUS.
+        """
+        return [gpu for gpu in self.gpus if (known := gpu_of_product(gpu.product)) is None or known.name == device]
 
 
 DEFAULT_BASE = 6379  # Ray's own

@@ -29,10 +29,13 @@ from appliance.terms.shapes import ModelShape
 MIB, GIB = 1 << 20, 1 << 30
 _CONTEXT = 3 * GIB // 2  # CUDA and its libraries, of each of the two processes on a GPU
 _GRAPHS = 2 * GIB  # the engine's captured graphs and work space
+_GRAPHS_ASLEEP = GIB  # of them, what sleep mode does not free
+_COUNT = 4  # bytes per sequence and word: vLLM's V2 runner counts what was said, penalties or not
 _MASTER, _GRADIENT, _ADAM = 4, 4, 8  # bytes per weight, FP32, shared by all ranks
 _GATHERED = 4  # bytes per weight, of the rank that writes `huggingface/` at a save: the whole model in FP32
 _LOGITS = 8  # bytes per token and word: BF16 logits, their gradient, what the entropy needs
 _LOGITS_ON_CPU = 12  # the same in FP32
+_PACKED = 2  # bytes per weight that a rank of `trainer.forward: rollout` quantises itself: codes, and what multiplies
 _SHARINGS = (1, 2, 4, 8)
 _LARGEST_SHARE, _SMALLEST_SHARE, _STEP_OF_SHARE = 90, 30, 5  # percent of a GPU's memory that the engine takes
 
@@ -85,14 +88,15 @@ def moments(plan: RunPlan, shape: ModelShape) -> tuple[Moment, ...]:
 def _rollout(plan: RunPlan, shape: ModelShape, *, limit: int) -> Moment:
     """The engine takes its share whatever it needs; what it needs may be more."""
     share = int(plan.trainer.gpu_memory_utilization * limit)
-    weights = engine_weights(plan, shape)
+    weights, counts = engine_weights(plan, shape), _counts(plan, shape)
     state = (0 if plan.trainer.offload_parameters else _MASTER) + (0 if plan.trainer.offload_optimizer else _ADAM)
     return Moment(
         "rollout",
         (
             Part("engine's weights", weights, certain=True),
             Part("its graphs", _GRAPHS),
-            Part("its KV cache", max(one_sequence(plan, shape), share - weights - _GRAPHS)),
+            Part("its counts for penalties", counts),
+            Part("its KV cache", max(one_sequence(plan, shape), share - weights - _GRAPHS - counts)),
             Part("trainer's state", shape.weights * state // plan.topology.gpus, certain=True),
             Part("CUDA", _CONTEXT),
         ),
@@ -111,7 +115,7 @@ def _update(plan: RunPlan, shape: ModelShape, *, limit: int) -> Moment:
             Part("gathered layers", 2 * (2 * shape.linear_weights // shape.layers + others)),
             Part("activations", _activations(plan, shape)),
             Part("logits", _tokens_of_a_forward(plan) * shape.vocab * _LOGITS),
-            Part("CUDA and the sleeping engine", 2 * _CONTEXT),
+            Part("CUDA and the sleeping engine", 2 * _CONTEXT + _GRAPHS_ASLEEP),
         ),
         limit,
     )
@@ -125,6 +129,7 @@ def engine_share(plan: RunPlan, shape: ModelShape) -> Moment | None:
     parts = (
         Part("weights", engine_weights(plan, shape), certain=True),
         Part("graphs", _GRAPHS),
+        Part("counts for penalties", _counts(plan, shape)),
         Part("one sequence", one_sequence(plan, shape)),
     )
     return Moment("engine", parts, int(plan.trainer.gpu_memory_utilization * gpu.memory_gib * GIB))
@@ -136,6 +141,10 @@ def engine_weights(plan: RunPlan, shape: ModelShape) -> int:
     schemes = [Scheme.BF16] if in_bf16 else [replica.scheme for replica in plan.rollout.replicas]
     linear = int(shape.linear_weights * max(scheme.spec.bytes_per_weight for scheme in schemes))
     return (linear + 2 * (shape.weights - shape.linear_weights)) // plan.rollout.tensor_parallel
+
+
+def _counts(plan: RunPlan, shape: ModelShape) -> int:
+    return plan.engine.max_concurrent_sequences * shape.vocab * _COUNT
 
 
 def one_sequence(plan: RunPlan, shape: ModelShape) -> int:
@@ -154,9 +163,10 @@ def _activations(plan: RunPlan, shape: ModelShape) -> int:
 
 
 def _tokens_of_a_forward(plan: RunPlan) -> int:
-    """T: what one GPU has of a packed forward, or of a micro-batch of full length."""
+    """T: what one GPU has of a packed forward at most."""
     trainer = plan.trainer
-    return trainer.max_tokens_per_gpu or trainer.micro_batch_sequences * plan.task.longest // trainer.sequence_parallel
+    of_all = trainer.micro_batch_sequences * plan.task.longest // trainer.sequence_parallel
+    return trainer.max_tokens_per_gpu or of_all
 
 
 def host_bytes(plan: RunPlan, shape: ModelShape) -> int:
@@ -188,6 +198,8 @@ def held(plan: RunPlan, shape: ModelShape) -> dict[Role, int]:
     """Bytes of all processes of each role, on all hosts together, without a GPU."""
     ranks, engines = plan.topology.gpus, len(plan.rollout.replicas)
     forward = _activations(plan, shape) + _tokens_of_a_forward(plan) * shape.vocab * _LOGITS_ON_CPU
+    if plan.trainer.one_flow:  # gone when the weights change, and so at a save
+        forward += _PACKED * shape.linear_weights
     state = shape.weights * (_MASTER + _GRADIENT + _ADAM)
     engine = _BASE[Role.ENGINE] + kv_cache_gib(plan) * GIB + engine_weights(plan, shape)
     return {

@@ -9,6 +9,7 @@ import json
 import re
 from pathlib import Path
 
+from appliance.corrections.base import Loss
 from appliance.processes import module_argv
 from appliance.record.plan import RunPlan
 
@@ -18,13 +19,16 @@ MODEL = "actor_rollout_ref.model"
 VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
 ENTRY_MODULE = "appliance.trainer.entry"
 REWARDS_FILE = Path(__file__).resolve().parents[1] / "trainer" / "rewards.py"
+STORAGE_UNITS = {True: 1, False: 8}  # of the TransferQueue, a process each, by "is a CPU"
 FILTER_METRIC = "acc"  # of reward_extra_info, by trainer/rollouts.py: the grade, not the reward with its penalty
 WORKER_EXTENSION = "appliance.engine.sync.SyncWorkerExtension"
+
+LOSS_MODES = {Loss.PPO: "vanilla", Loss.TBPO: "tbpo"}  # in verl's registry; tbpo is ours, trainer/correction.py
 
 _BARE = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
 _NOT_BARE = frozenset({"null", "true", "false", "nan", "inf"})
 
-Value = None | bool | int | float | str | list[str]
+Value = None | bool | int | float | str | list[str] | dict[str, str]
 
 
 def hydra_value(value: Value) -> str:
@@ -51,8 +55,9 @@ def argv(plan: RunPlan) -> tuple[str, ...]:
 def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
     """Everything verl is told, (key, value) in the order of its configuration. `+` before a key: verl's has it not.
 
-    verl's own correction is off, key by key: trainer/correction.py corrects, and no default of verl's may. What each
-    engine quantises is not here: verl has one place for all replicas, see engine/replica.py.
+    verl's own correction is off, key by key: trainer/correction.py corrects, and no default of verl's may. Its
+    `bypass_mode` is the old log-probs taken from the rollouts, and nothing else without its own loss. What each engine
+    quantises is not here: verl has one place for all replicas, see engine/replica.py.
 
     Never verl's own search for a checkpoint: it crashes on an empty tracker file and starts anew on one that names no
     folder. A step that is resumed from was validated, where it was due, before it was saved.
@@ -75,7 +80,7 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
         (f"{correction}.rollout_is_batch_normalize", False),
         (f"{correction}.rollout_rs", None),
         (f"{correction}.rollout_rs_threshold", None),
-        (f"{correction}.bypass_mode", False),
+        (f"{correction}.bypass_mode", trainer.reuses_log_probs),
         ("data.train_files", plan.task.train_parquet),
         ("data.val_files", plan.task.val_parquet),
         ("data.train_batch_size", plan.prompts_per_step),
@@ -89,10 +94,11 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
         ("data.trust_remote_code", plan.model.trust_remote_code),
         (f"{MODEL}.path", plan.trained_model),
         (f"{MODEL}.trust_remote_code", plan.model.trust_remote_code),
-        (f"{MODEL}.use_remove_padding", trainer.packed),
+        (f"{MODEL}.use_remove_padding", True),
         (f"{MODEL}.use_fused_kernels", trainer.one_flow),  # log-probs come from the model, not from logits
         (f"{MODEL}.enable_gradient_checkpointing", trainer.gradient_checkpointing),
         (f"+{MODEL}.override_config.attn_implementation", trainer.attention),
+        (f"+{MODEL}.override_config.model_config", {}),  # else that name goes into the trained model's config.json
         (f"{ACTOR}.strategy", "fsdp2"),
         ("actor_rollout_ref.ref.strategy", "fsdp2"),
         (f"{ACTOR}.use_kl_loss", False),
@@ -100,11 +106,11 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
         (f"{ACTOR}.fsdp_config.use_torch_compile", not plan.is_cpu),
         (f"{ACTOR}.fsdp_config.seed", plan.seed),
         (f"{ACTOR}.data_loader_seed", plan.seed),
-        (f"{ACTOR}.policy_loss.loss_mode", "vanilla"),
+        (f"{ACTOR}.policy_loss.loss_mode", LOSS_MODES[plan.correction.loss]),
         (f"{ACTOR}.clip_ratio_low", plan.correction.clip_low),
         (f"{ACTOR}.clip_ratio_high", plan.correction.clip_high),
         (f"{ACTOR}.clip_ratio_c", plan.algorithm.dual_clip),
-        (f"{ACTOR}.loss_agg_mode", "token-mean"),  # verl's default, and DAPO's
+        (f"{ACTOR}.loss_agg_mode", "token-mean"),  # verl's default, and DAPO's; `tbpo` has its own
         (f"{ACTOR}.entropy_coeff", 0.0),
         (f"{ACTOR}.fsdp_config.param_offload", trainer.offload_parameters),
         (f"{ACTOR}.fsdp_config.optimizer_offload", trainer.offload_optimizer),
@@ -159,7 +165,7 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
         ("trainer.test_freq", plan.validate_every),
         ("trainer.save_freq", -1),  # trainer/checkpoints.py saves, when a step's metrics are written
         ("trainer.default_local_dir", str(Path(plan.run_dir) / "checkpoints")),
-        ("transfer_queue.backend.SimpleStorage.num_data_storage_units", 1 if plan.is_cpu else 8),
+        ("transfer_queue.backend.SimpleStorage.num_data_storage_units", STORAGE_UNITS[plan.is_cpu]),
         ("trainer.val_before_train", plan.validate_before and not plan.resume_from),
         *resume,
     ]

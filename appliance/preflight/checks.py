@@ -50,6 +50,7 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
         device.schemes(plan, host),
         device.experts(plan, host=host, shape=inputs.model_shape),
         _profile_and_uaq(inputs),
+        device.flow(plan, shape=inputs.model_shape, expected_kl=inputs.expected_kl),
         _model(plan, inputs),
         _shape(plan, inputs),
         device.parallel(plan, inputs.model_shape),
@@ -182,12 +183,12 @@ def _data(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
         if plan.task.own is not None:
             place, remedy = "task.rewards", problem.remedy
         yield Finding(severity, "reward", place, problem.message, remedy)
-    built_in = [each for each in plan.task.own.rewards if not each.file] if plan.task.own is not None else []
-    if any(each.function == "code" for each in built_in):
+    own = plan.task.own
+    if own is not None and any(not each.file and each.function == "code" for each in own.rewards):
         message = "`code` runs the programs that the model writes as you: it limits them, and it is no sandbox"
         remedy = "train in a container or a machine that has nothing to lose: --in-container"
         yield warning("no-sandbox", "task.rewards", message, remedy)
-    for url in sorted({str(each.options["url"]) for each in built_in if each.function == "judge"}):
+    for url in own.judges if own is not None else ():
         message = (
             f"`judge` sends prompts, truths and responses to {url}, and the key of {JUDGE_KEY_VARIABLE} if it is set"
         )

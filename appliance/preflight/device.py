@@ -15,12 +15,13 @@ from appliance.plan.engines import (
 from appliance.plan.host import HostFacts
 from appliance.plan.memory import GIB, engine_share, gpu_ladder, host_bytes, moments
 from appliance.preflight.finding import Finding, Severity, error, warning
+from appliance.recipe.schema import Attention
 from appliance.record.plan import RunPlan, Switching
 from appliance.terms.devices import CPU, PAYS_FROM, StoredResult, why_not
 from appliance.terms.schemes import BLOCK, Scales
 from appliance.terms.shapes import ModelShape
 
-FLASH_PACKAGE = "flash_attn"
+FLASH, FLASH_PACKAGE = str(Attention.FLASH_ATTENTION_2), "flash_attn"
 _KEEP = r"keep them in BF16: quantization.ignore=['re:.*\.experts$']"
 # "Worth it from about 14B and long chains of thought": FlashRL's own account and its users' (Liu et al. 2025).
 _WEIGHTS_FROM = 14e9
@@ -42,16 +43,9 @@ def wanted(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
 
 
 def attention(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
-    """Without it verl's sequence parallelism would exchange nothing, and say nothing; packing would not start."""
-    if plan.device == CPU or not plan.trainer.packed or FLASH_PACKAGE in host.packages:
-        return
-    shares = plan.trainer.sequence_parallel > 1
-    what = "sharing a sequence over GPUs" if shares else "packing sequences without padding"
-    remedy = "use the image's gpu flavour, which brings it"
-    if not shares:
-        remedy += ", or trainer.attention: sdpa, which pads"
-    message = f"`{plan.trainer.attention}` is planned: {what} needs the package flash-attn, which is not installed"
-    yield error("flash-attention", "trainer.attention", message, remedy)
+    if plan.trainer.attention == FLASH and FLASH_PACKAGE not in host.packages:
+        message = f"`{FLASH}` needs the package flash-attn, which is not installed"
+        yield error("flash-attention", "trainer.attention", message, "remove it: `auto` needs no package")
 
 
 def parallel(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
@@ -210,6 +204,24 @@ def gain(plan: RunPlan, *, shape: ModelShape | None, stored: StoredResult | None
         yield Finding(
             Severity.INFO, "gain", "rollout.scheme", message, "`appliance bench RECIPE` measures it, in minutes"
         )
+
+
+def flow(plan: RunPlan, *, shape: ModelShape | None, expected_kl: float | None) -> Iterator[Finding]:
+    """Where no correction is needed. shape: as of `gain`.  expected_kl: nats per token."""
+    rollout, trainer, bound = plan.rollout, plan.trainer, plan.guard.k3_kl
+    if trainer.one_flow or expected_kl is None or expected_kl <= bound:
+        return
+    can = (
+        plan.device == CPU
+        and not (shape and shape.has_experts)
+        and all(each.scheme.spec.trained_in and not each.lm_head_fp32 for each in rollout.replicas)
+        and len({each.scheme for each in rollout.replicas}) == 1
+        and (rollout.tensor_parallel, rollout.top_p, trainer.sequence_parallel) == (1, 1.0, 1)
+    )
+    if can:
+        message = f"the profile predicts a mismatch of {expected_kl:.2g} nats per token; above {bound:g} a step is bad"
+        remedy = "with `rollout`, and `trainer.attention: auto`, there is none (docs/one-flow.md)"
+        yield warning("mismatch", "trainer.forward", message, remedy)
 
 
 def _doubt(plan: RunPlan, *, shape: ModelShape | None) -> str:

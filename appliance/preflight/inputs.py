@@ -5,26 +5,19 @@ Files of a model, and of a profile for it, are read without torch: names, header
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import os.path
-import signal
-import subprocess
-import tempfile
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
 
-from appliance import hub
+from appliance import console, hub
 from appliance.errors import EngineError, RecipeError
 from appliance.patch import recorded, why_unfit
 from appliance.plan.bench_results import read_result, result_key
 from appliance.plan.host import HostFacts
 from appliance.preflight.access import AccessFacts, read_access
 from appliance.preflight.disk import Disks, Written, read_disks, read_written
-from appliance.processes import module_argv
 from appliance.quant.files import PROFILE_FILE, SMOOTHING, read_file_header, tensor_end, tensor_shapes
 from appliance.quant.uaq import layers_to_scale
 from appliance.record.attestations import version_of
@@ -33,6 +26,7 @@ from appliance.record.plan import ModelPlan, RunPlan
 from appliance.tasks.library import is_from_hub, splits_of, task_of, too_few_problems
 from appliance.tasks.sample import Verdict
 from appliance.tasks.tools import asked_of, read_tools
+from appliance.tasks.user_code import Heard, heard
 from appliance.terms.devices import StoredResult
 from appliance.terms.schemes import Scheme
 from appliance.terms.shapes import KNOWN, ModelShape, read_shape
@@ -40,9 +34,6 @@ from appliance.terms.shapes import KNOWN, ModelShape, read_shape
 INDEX = "model.safetensors.index.json"
 _MOST_NAMED = 3  # damaged files
 _STARTS_WITHIN_S = 60.0  # the child that grades a sample, and what a grading may take longer than in a run
-_POLL_S = 0.1
-_SHOWN_OF_LOG = 200  # characters
-_TAIL_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -76,7 +67,7 @@ class InputFacts:
     is_offline: the hub is needed, and HF_HUB_OFFLINE is set.  hub_problem: why it cannot be reached.
     data_problems: (message, hint) with `file:line`.  has_data: the cache has the problems that are made of them.
     disks: that the run writes to.  written: by earlier attempts of the run.
-    profile_problem, uaq_problem: as the functions of this name.
+    profile_problem, uaq_problem, expected_kl: as the functions of this name.
     model_damage: what is wrong with its files of weights.  model_problem: why the hub, which answers, does not give it.
     revision_problem: why it is not known which commit `model.revision` is.
     reward_problem: what is wrong with the rewards of the first problems.  tool_problems: (message, hint).
@@ -94,6 +85,7 @@ class InputFacts:
     has_data: bool
     disks: Disks
     profile_problem: str = ""
+    expected_kl: float | None = None
     uaq_problem: str = ""
     model_damage: tuple[str, ...] = ()
     model_problem: str = ""
@@ -142,6 +134,7 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, run_code: bool = True, host: Ho
         has_data=made,
         disks=read_disks(Path(plan.run_dir)),
         profile_problem=profile_problem(plan),
+        expected_kl=expected_kl(plan),
         uaq_problem=uaq_problem(plan),
         model_damage=damage(folder) if may_look else (),
         # Where the commit is not known, of `main`: what stands against the revision is told by revision_problem.
@@ -278,6 +271,15 @@ def _of_another_model(norms: dict[str, tuple[int, ...]], *, source: Path, model:
     return ""
 
 
+def expected_kl(plan: RunPlan) -> float | None:
+    """The mismatch that the profile of `quantization.profile` predicts, nats per token. None where it does not say, or
+    has a problem."""
+    if plan.profile is None or not plan.profile.source or profile_problem(plan):
+        return None
+    predicted = read_file_header(Path(plan.profile.source))["predicted"]
+    return predicted["kl"] if predicted else None
+
+
 def missing_code(plan: RunPlan) -> RewardProblem | None:
     """The files of the user's code that cannot be read."""
     files = ", ".join(each.path for each in code_of(plan) if not each.sha256)
@@ -292,40 +294,11 @@ def reward_problem(plan: RunPlan) -> RewardProblem | None:
     task = as_it_runs(plan)
     if is_from_hub(task) and not code_of(plan) and (task.own is None or not os.path.isfile(task.train_parquet)):
         return None
+    for url in task.own.judges if task.own is not None else ():
+        console.say(f"note: `judge` sends what it is tried on to {url}: the first rows, their truths and responses")
     within_s = _STARTS_WITHIN_S + task.reward_timeout_s
-    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as printed:  # a pipe may outlive its child
-        child = subprocess.Popen(
-            module_argv("appliance.tasks.sample"),
-            stdin=subprocess.PIPE,
-            stdout=said,
-            stderr=printed,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            _await(child, given=task.model_dump_json(), said=said, within_s=within_s)
-        finally:
-            with contextlib.suppress(ProcessLookupError):  # with all that the user's code has left
-                os.killpg(child.pid, signal.SIGKILL)
-            code = child.wait()
-        said.seek(0)
-        printed.seek(0, os.SEEK_END)
-        printed.seek(max(0, printed.tell() - _TAIL_BYTES))
-        return _problem(said.read(), code=code, printed=printed.read(), within_s=within_s, is_own=task.own is not None)
-
-
-def _await(child: subprocess.Popen[str], *, given: str, said: IO[str], within_s: float) -> None:
-    """Its end, or that it has said nothing new for so long: the time is that of one grading, not of all of them."""
-    unsent: str | None = given
-    length, since_s = 0, time.monotonic()
-    while time.monotonic() - since_s < within_s:
-        try:
-            child.communicate(unsent, timeout=_POLL_S)
-            return
-        except subprocess.TimeoutExpired:
-            unsent = None  # it is sent on by the next call
-        if (now := os.fstat(said.fileno()).st_size) > length:
-            length, since_s = now, time.monotonic()
+    found = heard("appliance.tasks.sample", given=task.model_dump_json(), within_s=within_s)
+    return _problem(found, within_s=within_s, is_own=task.own is not None)
 
 
 def tool_problems(plan: RunPlan, *, template: bool) -> tuple[tuple[str, str], ...]:
@@ -340,19 +313,13 @@ def tool_problems(plan: RunPlan, *, template: bool) -> tuple[tuple[str, str], ..
     return ()
 
 
-def _problem(output: str, *, code: int, printed: str, within_s: float, is_own: bool) -> RewardProblem | None:
-    """output: the child's words; before its first one a library may have printed."""
-    words: dict[str, Any] = {}
-    for line in output.splitlines():
-        with contextlib.suppress(ValueError, TypeError):
-            words |= json.loads(line)
-    doing = words.get("doing", "the rewards of the first problems")
-    if "verdict" not in words:
-        if code == -signal.SIGKILL:
+def _problem(found: Heard, *, within_s: float, is_own: bool) -> RewardProblem | None:
+    doing = found.words.get("doing", "the rewards of the first problems")
+    if "verdict" not in found.words:
+        if found.is_late:
             return RewardProblem(f"{doing}: no end after {within_s:g} s")
-        last = (printed.strip().splitlines() or ["no message"])[-1][:_SHOWN_OF_LOG]
-        return RewardProblem(f"{doing}: its process ended with {code}: {last}")
-    verdict = Verdict(**words["verdict"])
+        return RewardProblem(f"{doing}: its process ended with {found.code}: {found.printed}")
+    verdict = Verdict(**found.words["verdict"])
     if verdict.failure:
         return RewardProblem(verdict.failure, **({"remedy": verdict.remedy} if verdict.remedy else {}))
     if not verdict.wrong:

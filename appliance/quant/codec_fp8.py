@@ -38,6 +38,7 @@ row-parallel layer sees a part of each token only and scales it by its own large
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -132,6 +133,11 @@ def row_blocks(weight: QuantisedWeight) -> Iterator[QuantisedWeight]:
         first, end = start // weight.block[0], -(-(start + len(codes_RK)) // weight.block[0])
         scale = weight.scale if one_scale else weight.scale[first:end]
         yield QuantisedWeight(codes_RK, scale=scale, block=weight.block, scheme=weight.scheme)
+
+
+def transposed(weight: QuantisedWeight) -> QuantisedWeight:
+    """[K, N] of [N, K], the same codes and scales. weight: of `fp8-block`, whose blocks are square."""
+    return replace(weight, codes_NK=weight.codes_NK.t(), scale=weight.scale.t())
 
 
 def dequantise_fp8(quantised: QuantisedWeight) -> Tensor:

@@ -39,7 +39,16 @@ def quantise_int8(weight_NK: Tensor, *, scheme: Scheme = Scheme.INT8, absmax: Te
     Raises NumericsError when a value is not finite.
     """
     own = int8_absmax(weight_NK)
-    scale_N1 = divided(own if absmax is None else absmax, steps=float(INT8_MAX))
+    return _by_absmax(weight_NK, own if absmax is None else absmax)
+
+
+def quantise_int8_tokens(tokens_MK: Tensor, *, scheme: Scheme = Scheme.INT8) -> QuantisedWeight:
+    """The activations of M tokens, each by itself, as quantise_int8 would. Raises NumericsError."""
+    return _by_absmax(tokens_MK, require_finite(row_absmax(tokens_MK), what="an activation"))
+
+
+def _by_absmax(weight_NK: Tensor, absmax: Tensor) -> QuantisedWeight:
+    scale_N1 = divided(absmax, steps=float(INT8_MAX))
     codes_NK = torch.empty(weight_NK.shape, dtype=torch.int8, device=weight_NK.device)
     rows = chunk_rows(weight_NK)
     for start in range(0, weight_NK.shape[0], rows):
@@ -68,11 +77,21 @@ def dequantise_int8(quantised: QuantisedWeight) -> Tensor:
     return quantised.codes_NK.float() * quantised.scale
 
 
+def dequantise_rows(codes_NK: Tensor, scale_N1: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """As `dequantise_int8`, each rounded once, a cache's worth at a time: in float32 a whole weight is large."""
+    values_NK = torch.empty(codes_NK.shape, dtype=dtype, device=codes_NK.device)
+    rows = chunk_rows(codes_NK)
+    for start in range(0, len(codes_NK), rows):
+        part = slice(start, start + rows)
+        values_NK[part] = codes_NK[part] * scale_N1[part]
+    return values_NK
+
+
 CODEC = Codec(
     largest=INT8_MAX,
     values=Tensor.float,
     quantise=quantise_int8,
     weight_absmax=int8_absmax,
-    quantise_tokens=quantise_int8,
+    quantise_tokens=quantise_int8_tokens,
     dequantise=dequantise_int8,
 )

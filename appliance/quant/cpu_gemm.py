@@ -1,5 +1,5 @@
-"""The INT8 GEMMs of vLLM's CPU library, which loads in a process without vLLM: rollouts and training multiply with the
-same kernel, chosen in the same way.
+"""What multiplies on a CPU: rollouts and training do it with the same code, chosen in the same way. INT8: by vLLM's CPU
+library, which loads in a process without vLLM. FP8 is emulated.
 
 `sgl`: its packed kernel of AVX-512 VNNI. On a host without AMX it packs a weight several times faster than oneDNN
 (whose reorder with compensation has no fast version there) and multiplies as fast, as long as 32 tokens and 32 rows of
@@ -10,6 +10,15 @@ Both quantise activations inside and make s = a / 127; oneDNN's path multiplies 
 sgl's multiplies by a 127 / a of its own rounding, so that a code may differ by one where x / s lies within 127 * 2^-23
 of a half (x = a / 2 does), and takes a below 1e-7 as 1e-7. Either is within the codec's bound. For a probe
 of integers with a = 127 both factors are exactly 1.
+
+FP8: operands of codes p, q and float32 scales s, t; blocks B of the input channels share a scale in either
+
+    y_mn = sum_B s_mB t_nB (sum_{k in B} p_mk q_nk)
+
+with float64 sums. Codes are multiples of 2^-9 of magnitude 448 at most: of up to 2^17 products every partial sum is a
+multiple of 2^-18 below 2^35, which float64 has. So the inner sums are exact in any order, and what a kernel does for
+another number of tokens or threads changes nothing; scales and blocks follow element by element, in one order. Then
+float32, the bias, and one more rounding. In float32 the sums would depend on the batch, and they would be faster.
 
 Legend: M tokens, N output channels, K input channels of this rank's part of the layer.
 """
@@ -23,10 +32,17 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
+
+from appliance.errors import NumericsError
+from appliance.quant.codec import QuantisedWeight, all_finite
+from appliance.quant.codec_fp8 import quantise_fp8_tokens, row_blocks, spread, widened_fp8
+from appliance.quant.codec_int8 import int8_rows, quantise_int8
 
 LONGEST_PACKED_ROW = 8192
 _TILE = 32  # rows and columns: what sgl's kernel takes without a rest
 _ONEDNN_CACHED_PRIMITIVES = 32  # as vLLM's kernel has it
+_AT_ONCE = 256  # tokens whose sums in float64 fit a core's cache
 
 
 @functools.cache
@@ -41,6 +57,28 @@ def load_kernels() -> None:
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError("vllm is not installed")
     torch.ops.load_library(Path(spec.submodule_search_locations[0]) / f"{name}.abi3.so")
+
+
+def quantise_rows(weight_NK: Tensor, *, into_NK: Tensor) -> QuantisedWeight:
+    """What should be the codec's result, by vLLM's row quantiser on a CPU: see Int8Proof.
+
+    weight_NK: [N, K] finite, rows whole.  into_NK: [N or more, K] int8, memory for the codes.
+    """
+    if weight_NK.device.type != "cpu":
+        return quantise_int8(weight_NK)
+    codes_NK, scale_N1 = into_NK[: len(weight_NK)], torch.empty((len(weight_NK), 1), dtype=torch.float32, device="cpu")
+    torch.ops._C.dynamic_scaled_int8_quant(codes_NK, weight_NK.contiguous(), scale_N1, None)
+    no_reciprocal = scale_N1.reciprocal().isinf().squeeze(1)  # zero rows and rows of denormals
+    if bool(no_reciprocal.any()):
+        codes_NK[no_reciprocal] = quantise_int8(weight_NK[no_reciprocal]).codes_NK
+    return int8_rows(codes_NK, scale_N1=scale_N1)
+
+
+def quantise_weight(weight_NK: Tensor) -> QuantisedWeight:
+    """As `quantise_rows`. Raises NumericsError when a value is not finite: vLLM's quantiser would not notice."""
+    if not all_finite(weight_NK):
+        raise NumericsError("a weight to quantise has a value that is not finite")
+    return quantise_rows(weight_NK, into_NK=weight_NK.new_empty(weight_NK.shape, dtype=torch.int8))
 
 
 class OneDnnGemm:
@@ -88,6 +126,40 @@ class SglGemm:
     def __call__(self, x_MK: Tensor, bias_N: Tensor | None) -> Tensor:
         bias_N = None if bias_N is None else bias_N.float()
         return torch.ops._C.int8_scaled_mm_with_quant(x_MK, self._packed, self.scale_N1, bias_N, x_MK.dtype, True)
+
+
+def fp8_product(left: QuantisedWeight, right: QuantisedWeight) -> Tensor:
+    """[M, N] float32: left [M, K] times right [N, K] transposed, each element by itself.
+
+    Both have blocks of as many input channels, or of all, and `left` of one row. Inside: T of the rows of the left one,
+    R of the right one's, B blocks.
+    """
+    columns = left.codes_NK.shape[1]
+    width = min(left.block[1], columns)
+    left_MK, product_MN = widened_fp8(left.codes_NK).double(), []
+    for part in row_blocks(right):
+        right_RK = widened_fp8(part.codes_NK).double()
+        scale_BR = spread(part.scale, block=(part.block[0], 1), shape=(len(right_RK), -1)).double().t()
+        sums = []
+        for own_TK, scale_TB in zip(left_MK.split(_AT_ONCE), left.scale.double().split(_AT_ONCE), strict=True):
+            sum_TR: Tensor | None = None
+            for place, start in enumerate(range(0, columns, width)):
+                block = slice(start, start + width)
+                one_TR = linear(own_TK[:, block], right_RK[:, block])
+                one_TR.mul_(scale_TB[:, place : place + 1]).mul_(scale_BR[place])
+                sum_TR = one_TR if sum_TR is None else sum_TR.add_(one_TR)
+            sums.append(sum_TR.float())
+        product_MN.append(torch.cat(sums))
+    return torch.cat(product_MN, dim=1)
+
+
+def multiply_fp8(x_MK: Tensor, weight: QuantisedWeight, bias_N: Tensor | None) -> Tensor:
+    """[M, N] in the type of `x_MK`: quantised per token, multiplied, plus the bias in float32, rounded once more.
+
+    A token that is not finite stays so, as in a kernel.
+    """
+    y_MN = fp8_product(quantise_fp8_tokens(x_MK, scheme=weight.scheme, finite=False), weight)
+    return (y_MN if bias_N is None else y_MN + bias_N.float()).to(x_MK.dtype)
 
 
 def packs_quickly(rows: int, columns: int) -> bool:

@@ -4,6 +4,7 @@ held to its shape before anything reads it."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from appliance.errors import EngineError
+from appliance.files import digest_of, whole_file
 from appliance.terms.schemes import Scheme
 
 PROFILE_FILE = "profile.safetensors"
@@ -18,6 +20,7 @@ SMOOTHING = "smoothing."  # before the name of a norm: the tensor of its scales
 HEADER_KEY = "appliance"  # of the safetensors metadata; its value is the JSON header of a profile
 SCHEMA_VERSION = 1
 _LENGTH_BYTES = 8
+_NAME_DIGITS = 16
 _LONGEST_HEADER = 64 << 20
 _HINT = "make it again with `appliance profile`"
 
@@ -50,6 +53,22 @@ def read_file_header(folder: Path) -> dict[str, Any]:
 def kept_layers(folder: Path) -> tuple[str, ...]:
     """The layers that a profile keeps in BF16, as an `ignore` list. Raises EngineError when there is no profile."""
     return tuple(read_file_header(folder)["suggested_ignore"])
+
+
+def by_content(folder: Path, *, cache_dir: Path) -> Path:
+    """The folder of the cache with a copy of this profile, by a name that its content makes; made where there is none.
+
+    For what hashes its settings: vLLM keeps compiled code by them, so a run's own folder would never find any.
+    A folder without a profile is returned as it is.  Raises OSError.
+    """
+    if not (digest := digest_of(folder / PROFILE_FILE)):
+        return folder
+    found = cache_dir / "profiles" / f"content-{digest[:_NAME_DIGITS]}"
+    if digest_of(found / PROFILE_FILE) != digest:
+        found.mkdir(parents=True, exist_ok=True)
+        with whole_file(found / PROFILE_FILE) as partial:
+            shutil.copyfile(folder / PROFILE_FILE, partial)
+    return found
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

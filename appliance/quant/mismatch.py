@@ -13,12 +13,16 @@ By length every statistic is a function of sums over a group of tokens, of x, d 
     weight mean = 1 + mean(d)   weight std = sqrt(mean(d^2) - mean(d)^2)   chi2 = mean(d^2) + 2 mean(d)
     ess = (1 + mean(d))^2 / (1 + chi2)
 d and not w, because w is near 1: a spread of 1e-6 is lost in the last digits of w^2, and is 1e-12 in d^2.
+
+Where it is to be none, both sides trace one sequence: `first_difference` is the layer to look at.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -212,3 +216,37 @@ def _bucket(sequences: _Sequences, inside_S: Tensor, *, low: int, high: int | No
             position=int(sequences.position_S[inside_S][largest]),
         ),
     )
+
+
+Place = tuple[str, int]  # a layer, and a row of its output: a token of the sequence
+
+
+@dataclass
+class LayerTrace:
+    """What a forward of one sequence, alone, puts out.
+
+    kept: of which the values are wanted.  digests: of each layer, in the order of the forward and by the engine's
+    names, one per token; the last layer has the last token only.  values: of `kept`.  log_prob: of a token after the
+    sequence, nats.
+    """
+
+    kept: Place | None = None
+    digests: dict[str, list[str]] = field(default_factory=dict)
+    values: list[float] = field(default_factory=list)
+    log_prob: float = math.nan
+
+    def note(self, name: str, output: Tensor) -> None:
+        """output: [T, ...]. Equal values have one digest, in whatever type: 0 and -0 too."""
+        rows_TN = output.detach().reshape(len(output), -1).float() + 0.0
+        self.digests[name] = [hashlib.blake2b(row_N, digest_size=8).hexdigest() for row_N in rows_TN.numpy()]
+        if self.kept is not None and self.kept[0] == name:
+            self.values = rows_TN[self.kept[1]].tolist()
+
+
+def first_difference(ours: Mapping[str, list[str]], *, theirs: Mapping[str, list[str]]) -> Place | None:
+    """Of two traces' digests: the first layer of the forward that differs anywhere, and its first token that does."""
+    for name, digests in ours.items():
+        for token, (one, other) in enumerate(zip(digests, theirs[name], strict=True)):
+            if one != other:
+                return name, token
+    return None

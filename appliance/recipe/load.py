@@ -64,7 +64,8 @@ def to_yaml(recipe: Recipe) -> str:
 
 
 def to_plain(recipe: Recipe) -> dict[str, Any]:
-    """JSON values, every key written out, in the order of the schema. The correction's usual limits become values.
+    """JSON values, every key written out, in the order of the schema. What is usual for the loss and for the correction
+    becomes values.
 
     Without a profile to make, what it would be made by is left out: no value of it would be true.
     """
@@ -72,6 +73,7 @@ def to_plain(recipe: Recipe) -> dict[str, Any]:
     correction = recipe.correction
     hold = correction_of(correction.method, cap=correction.cap, bounds=correction.bounds)
     plain["correction"] |= {"cap": hold.cap, "bounds": list(hold.bounds) if hold.bounds else None}
+    plain["algorithm"] |= recipe.algorithm.bounds
     if recipe.quantization.profile != "auto":
         for key in ("smoothing", "error_budget"):
             del plain["quantization"][key]

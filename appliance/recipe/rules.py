@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import PurePath
 from typing import NamedTuple
 
-from appliance.corrections.base import ClipRange
 from appliance.corrections.registry import METHODS
 from appliance.guard.policy import Action
 from appliance.quant.uaq import MOST
@@ -16,8 +15,10 @@ from appliance.recipe.schema import (
     Algorithm,
     AlgorithmKind,
     Attention,
+    Backward,
     Correction,
     Forward,
+    OldLogProbs,
     Recipe,
     Reward,
     SchemeChoice,
@@ -37,6 +38,7 @@ PATHS = (
 )
 OF_OWN = ("data", "config", "split", "prompt", "template", "system", "truth", "rewards", "tools", "max_turns")
 _DATA_SET = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+MOST_OF_A_MEAN = 0.1  # from 1: a response whose mean ratio is farther away is another policy's
 AVAILABLE_ALGORITHMS = (AlgorithmKind.GRPO, AlgorithmKind.DAPO)  # `ppo` needs a critic, and a model for it
 
 
@@ -52,7 +54,7 @@ class Broken(NamedTuple):
 def broken_rules(recipe: Recipe) -> list[Broken]:
     """Every rule the recipe breaks, in the order of the file's sections."""
     rules = (_availability, _model, _task, _rollout, _quantization, _correction, _dapo, _batch, _packing)
-    rules = (*rules, _length, _cluster, _guard, _one_flow, _texts)
+    rules = (*rules, _length, _cluster, _guard, _one_flow, _old_log_probs, _texts)
     return [broken for rule in rules for broken in rule(recipe)]
 
 
@@ -241,13 +243,19 @@ def _rollout(recipe: Recipe) -> Iterator[Broken]:
 
 def _one_flow(recipe: Recipe) -> Iterator[Broken]:
     """What the trainer's own form of the rollouts' forward does not have. `plan.build` asks for the device, too."""
+    key, backward, schemes = "trainer.forward", "trainer.backward", _named_schemes(recipe)
+    in_fp8 = recipe.trainer.backward is Backward.FP8_BLOCK
+    if in_fp8 and any(each is not Scheme.FP8_BLOCK for each in schemes):
+        message = "`fp8-block` takes the codes of a forward in `fp8-block`"
+        yield Broken((backward, _scheme_key(recipe)), message, "use rollout.scheme: fp8-block, or backward: bf16")
     if recipe.trainer.forward is not Forward.ROLLOUT:
+        if in_fp8:
+            yield Broken((backward, key), "`fp8-block` needs the rollouts' forward", "use trainer.forward: rollout")
         return
-    key = "trainer.forward"
-    if other := next((each for each in _named_schemes(recipe) if not each.spec.trained_in), None):
+    if other := next((each for each in schemes if not each.spec.trained_in), None):
         yield Broken((key, _scheme_key(recipe)), f"`rollout` does not know `{other}`", "use rollout.scheme: int8")
-    if recipe.trainer.attention is not Attention.AUTO:
-        yield Broken(("trainer.attention", key), "with `rollout` attention is the engine's", "remove it")
+    if len({*schemes}) > 1:
+        yield Broken((key, "rollout.replicas"), "`rollout` is one scheme, not several", "name one scheme")
     refused = {
         "rollout.tensor_parallel": (1, "a layer in parts rounds in another way"),
         "rollout.lm_head_fp32": (False, "the last projection of `rollout` is in BF16"),
@@ -258,6 +266,24 @@ def _one_flow(recipe: Recipe) -> Iterator[Broken]:
         section, _, field = name.partition(".")
         if getattr(getattr(recipe, section), field) != usual:
             yield Broken((name, key), message, f"use {usual}, or trainer.forward: bf16".replace("False", "false"))
+
+
+def _old_log_probs(recipe: Recipe) -> Iterator[Broken]:
+    """What asks how far the rollouts' log-probs are from the trainer's, which are then the same numbers."""
+    if recipe.trainer.old_log_probs is not OldLogProbs.ROLLOUT:
+        return
+    key, hint = "trainer.old_log_probs", "or trainer.old_log_probs: recompute"
+    if recipe.trainer.forward is not Forward.ROLLOUT:
+        message = "`rollout` takes the engines' log-probs for the trainer's, and a BF16 forward has others"
+        yield Broken((key, "trainer.forward"), message, f"use trainer.forward: rollout, {hint}")
+    if METHODS[recipe.correction.method].has_shadow_pass:
+        message = (
+            f"`{recipe.correction.method}` fits bounds to how log-probs differ from the engines', and these do not"
+        )
+        yield Broken((key, "correction.method"), message, f"use another method, {hint}")
+    if Action.TIGHTEN in (recipe.guard.actions or ()):
+        message = "`tighten` is for a correction, which has nothing to act on where old log-probs are the engines'"
+        yield Broken(("guard.actions", key), message, f"remove `tighten`, {hint}")
 
 
 def _scheme_key(recipe: Recipe) -> str:
@@ -284,14 +310,32 @@ def _quantization(recipe: Recipe) -> Iterator[Broken]:
 
 
 def _correction(recipe: Recipe) -> Iterator[Broken]:
-    correction, algorithm = recipe.correction, recipe.algorithm
-    clip = ClipRange(algorithm.clip_low, algorithm.clip_high)
-    for refusal in METHODS[correction.method].refusals(cap=correction.cap, bounds=correction.bounds, clip=clip):
+    correction, method = recipe.correction, METHODS[recipe.correction.method]
+    for refusal in method.refusals(cap=correction.cap, bounds=correction.bounds, clip=recipe.algorithm.clip):
         yield Broken(*refusal)
     if (scale := correction.uaq_scale) is not None and (scale == 1 or not 1 / MOST <= scale <= MOST):
         message = "1 scales nothing" if scale == 1 else f"{scale:g} does not lie between {1 / MOST:g} and {MOST:g}"
         yield Broken(("correction.uaq_scale",), message, "give one such as 1.5, or null")
     yield from _shadow(recipe)
+    yield from _of_sequences(recipe)
+
+
+def _of_sequences(recipe: Recipe) -> Iterator[Broken]:
+    """What does not go with a loss that has one ratio for a response."""
+    loss, method = recipe.algorithm.loss, METHODS[recipe.correction.method]
+    if not loss.spec.of_sequences:
+        return
+    if method.of_tokens:
+        does = "clips" if method.clips else "weighs"
+        message = f"`{method.name}` {does} a response token by token, and `{loss}` has one ratio for all of them"
+        fitting = listed(name for name, each in METHODS.items() if not each.of_tokens)
+        hint = f"use `{loss.spec.correction}` as its source does, or another one of {fitting}"
+        yield Broken(("correction.method", "algorithm.loss"), message, hint)
+    usual = Algorithm(loss=loss).bounds
+    for key, bound in recipe.algorithm.bounds.items():
+        if (bound - 1 if key == "dual_clip" else bound) > MOST_OF_A_MEAN:
+            message = f"`{loss}` bounds the mean ratio of a response, and {bound:g} is a bound for a token's"
+            yield Broken((f"algorithm.{key}", "algorithm.loss"), message, f"give one such as {usual[key]:g}, or null")
 
 
 def _shadow(recipe: Recipe) -> Iterator[Broken]:
@@ -387,9 +431,6 @@ def _length(recipe: Recipe) -> Iterator[Broken]:
         yield Broken(keys, "the length of the training is not given", "give `steps` or `epochs`")
     if trainer.epochs and not recipe.task.train_size:
         yield Broken(("trainer.epochs", "task.train_size"), "`epochs` needs task.train_size", "give it, or `steps`")
-    if trainer.sequence_parallel > 1 and trainer.attention in (Attention.SDPA, Attention.EAGER):
-        message = f"`{trainer.attention}` cannot share a sequence over {trainer.sequence_parallel} GPUs"
-        yield Broken(("trainer.attention", "trainer.sequence_parallel"), message, "use `flash_attention_2`")
     if recipe.topology.gpus % trainer.sequence_parallel:
         message = f"{trainer.sequence_parallel} does not divide the GPUs of the cluster"
         yield Broken(("trainer.sequence_parallel", "cluster.gpus_per_node", "cluster.nodes"), message)
@@ -442,9 +483,7 @@ def _device(recipe: Recipe) -> Iterator[Broken]:
 def broken_on_cpu(recipe: Recipe) -> Iterator[Broken]:
     """What a CPU cannot do; `plan.build` asks again when `auto` finds one."""
     if recipe.trainer.attention is Attention.FLASH_ATTENTION_2:
-        yield Broken(("trainer.attention", "cluster.device"), "`flash_attention_2` needs a GPU", "use `sdpa`")
-    if recipe.trainer.sequence_parallel > 1:
-        yield Broken(("trainer.sequence_parallel", "cluster.device"), "sharing a sequence needs GPUs", "use 1")
+        yield Broken(("trainer.attention", "cluster.device"), "`flash_attention_2` needs a GPU", "use `auto`")
     for key in ("offload_parameters", "offload_optimizer"):
         if getattr(recipe.trainer, key):
             message = "on a CPU everything is in the host's memory already"

@@ -12,6 +12,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from appliance.corrections.base import ClipRange, Loss
 from appliance.corrections.registry import DEFAULT, CorrectionMethod
 from appliance.guard.policy import ESS, K3_KL, TRUNCATED_FRACTION, WEIGHT_STD, Action
 from appliance.tasks.library import TaskKind
@@ -31,13 +32,21 @@ class AlgorithmKind(StrEnum):
 
 class Attention(StrEnum):
     AUTO = "auto"
-    SDPA = "sdpa"
     FLASH_ATTENTION_2 = "flash_attention_2"
-    EAGER = "eager"
 
 
 class Forward(StrEnum):
     BF16 = "bf16"
+    ROLLOUT = "rollout"
+
+
+class Backward(StrEnum):
+    BF16 = "bf16"
+    FP8_BLOCK = "fp8-block"
+
+
+class OldLogProbs(StrEnum):
+    RECOMPUTE = "recompute"
     ROLLOUT = "rollout"
 
 
@@ -238,18 +247,34 @@ class Algorithm(Section):
 
     kind: Lax[AlgorithmKind] = AlgorithmKind.GRPO
     """`grpo`, or `dapo`: no prompt with equal answers"""
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    """the probability ratio is clipped at 1 - clip_low"""
-    clip_high: float = Field(0.2, gt=0)
-    """and at 1 + clip_high"""
-    dual_clip: float = Field(3.0, gt=1)
-    """and where the advantage is negative at this ratio"""
+    loss: Lax[Loss] = Loss.PPO
+    """`ppo`, or `tbpo`: a ratio for each response, docs/corrections.md"""
+    clip_low: float | None = Field(None, gt=0, lt=1)
+    """the probability ratio is clipped at 1 - clip_low; null: the loss's usual, of `ppo` 0.2"""
+    clip_high: float | None = Field(None, gt=0)
+    """and at 1 + clip_high; null: of `ppo` 0.2"""
+    dual_clip: float | None = Field(None, gt=1)
+    """and where the advantage is negative at this ratio; null: of `ppo` 3"""
     max_generation_batches: int = Field(10, ge=0)
     """of `dapo`: more to fill a step ends the run; 0: any"""
     overlong_tokens: int = Field(0, ge=0)
     """of `dapo`: the last tokens of a response that cost; 0: none"""
     overlong_penalty: float = Field(1.0, ge=0)
     """of `dapo`: reward that a response of full length loses"""
+
+    @property
+    def bounds(self) -> dict[str, float]:
+        """clip_low, clip_high and dual_clip: what is given, else what is usual for the loss."""
+        usual = self.loss.spec
+        return {
+            "clip_low": usual.clip.low if self.clip_low is None else self.clip_low,
+            "clip_high": usual.clip.high if self.clip_high is None else self.clip_high,
+            "dual_clip": usual.dual_clip if self.dual_clip is None else self.dual_clip,
+        }
+
+    @property
+    def clip(self) -> ClipRange:
+        return ClipRange(self.bounds["clip_low"], self.bounds["clip_high"])
 
 
 class Optimizer(Section):
@@ -297,8 +322,12 @@ class Trainer(Section):
     """in BF16 as well; 0: never; null: at the end"""
     forward: Lax[Forward] = Forward.BF16
     """`rollout`: the trainer computes as the engines do: no mismatch"""
+    backward: Lax[Backward] = Backward.BF16
+    """`fp8-block`: gradients of such layers in FP8, too; emulated"""
+    old_log_probs: Lax[OldLogProbs] = OldLogProbs.RECOMPUTE
+    """`rollout`: the engines' own, no pass for them; with that forward only"""
     attention: Lax[Attention] = Attention.AUTO
-    """`auto`: sdpa on a CPU, flash_attention_2 on a GPU"""
+    """`auto`: ours, which needs no package; `flash_attention_2`: the package flash-attn"""
     offload_parameters: bool = False
     """weights wait in the host's memory when not at work"""
     offload_optimizer: bool = False

@@ -318,5 +318,5 @@ def owed_line(run_dir: Path, *, checkpoint: Path | None, plan: RunPlan) -> dict[
     line = json.loads((checkpoint / STATE_FILE).read_text()).get("line")
     if not line or line.get("val_reward_mean") is not None:
         return None
-    written = read_metrics(run_dir)
-    return None if any(each.step == plan.steps and each.val_reward_mean is not None for each in written) else line
+    is_written = any(each.step == plan.steps and each.val_reward_mean is not None for each in read_metrics(run_dir))
+    return None if is_written else line

@@ -7,25 +7,29 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import heapq
+import itertools
 import json
 import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, field
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from pydantic.dataclasses import dataclass
 
 from appliance.errors import ApplianceError, is_restartable
 from appliance.processes import find_processes
-from appliance.record.lines import STRICT, Code, Count, Number, finite, json_object, lines_of, parse_line, read_lines
+from appliance.record.lines import STRICT, Code, Count, Number, finite, json_object, lines_of, parse_line
 from appliance.terms.environment import PLAN_VARIABLE, RUN_VARIABLE
 
 EVENTS_FILE = "events.jsonl"
 METRICS_FILE = "metrics.jsonl"
 MEMORY_FILE = "memory.jsonl"
-_NAMED = ("reward/", "val/")
+LINES_AT_ONCE = 500  # of a file that is read from its start: what it takes of memory
+REWARD, VALIDATION = _NAMED = "reward/", "val/"  # that keys begin with which have a name of the user's in them
 _TORN_AFTER_LOOKS = 20  # half a second: a write takes microseconds, but its process may have to wait for a core
 _BETWEEN_LOOKS_S = 0.025
 _MEMORY_EVERY_S = 5.0
@@ -136,8 +140,8 @@ def may_restart(run_dir: Path, *, code: int) -> bool:
 
 def run_started(run_dir: Path) -> float:
     """Unix time of a run's first event, s; now when it has none yet."""
-    events = read_events(run_dir)
-    return events[0].time if events else time.time()
+    first = next(read_events(run_dir), None)
+    return time.time() if first is None else first.time
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -200,6 +204,7 @@ class StepMetrics:
     val_samples: Number | None = None
     grad_norm: Number | None = None
     entropy: Number | None = None
+    clipped_negative_fraction: Number | None = None
     reward_failures: Number | None = None
     turns_mean: Number | None = None
     tool_calls_mean: Number | None = None
@@ -232,16 +237,55 @@ def _with_line(parsed: Parsed | None, line: str) -> Parsed | None:
     return parsed
 
 
-def read_events(run_dir: Path) -> list[Event]:
-    """In their order; what is none is left out. Raises OSError."""
-    return [event for event in map(parse_event, lines_of(run_dir / EVENTS_FILE)) if event is not None]
+def read_events(run_dir: Path) -> Iterator[Event]:
+    """In their order, as they are read; what is none is left out. Raises OSError."""
+    return (event for event in map(parse_event, lines_of(run_dir / EVENTS_FILE)) if event is not None)
 
 
-def read_metrics(run_dir: Path) -> tuple[StepMetrics, ...]:
-    """Each step once, in their order; of a step that was done again the later line. Raises OSError."""
-    lines = map(parse_metrics, lines_of(run_dir / METRICS_FILE))
-    found = {each.step: each for each in lines if each is not None}
-    return tuple(found[step] for step in sorted(found))
+def read_metrics(run_dir: Path) -> Iterator[StepMetrics]:
+    """Each step once, in their order, as they are read; of a step that was done again the later line. Raises OSError.
+
+    The file is a few stretches in which steps only grow, one for each time that steps were done again. They are read
+    side by side.
+    """
+    path = run_dir / METRICS_FILE
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        stretches = [_metrics_between(file, *ends) for ends in reversed(_stretches(file))]
+        done = -1
+        for line in heapq.merge(*stretches, key=attrgetter("step")):  # of equal ones the later stretch's comes first
+            if line.step > done:
+                yield line
+                done = line.step
+
+
+@dataclass(frozen=True, config=STRICT)
+class _Numbered:
+    """What tells the order of a line of metrics."""
+
+    step: Count
+
+
+def _stretches(file: BinaryIO) -> list[tuple[int, int]]:
+    """(start, end) in bytes; a line that is none may lie anywhere."""
+    starts, at, before = [0], 0, -1
+    for raw in file:
+        if (line := parse_line(raw.decode(errors="replace"), _Numbered)) is not None:
+            if line.step <= before:
+                starts.append(at)
+            before = line.step
+        at += len(raw)
+    return [*itertools.pairwise((*starts, at))]
+
+
+def _metrics_between(file: BinaryIO, start: int, end: int) -> Iterator[StepMetrics]:
+    while start < end:
+        file.seek(start)  # others read it, too
+        raw = file.readline()
+        start += len(raw)
+        if (line := parse_metrics(raw.decode(errors="replace").removesuffix("\n"))) is not None:
+            yield line
 
 
 class Tail:
@@ -250,19 +294,20 @@ class Tail:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
-        self._half = b""
 
-    def read(self) -> list[str]:
-        """The lines that were completed since the last call, without their line ends. Raises OSError."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                new = file.read()
-        except FileNotFoundError:
-            return []
-        self._offset += len(new)
-        *whole, self._half = (self._half + new).split(b"\n")
-        return [line.decode(errors="replace") for line in whole]
+    def read(self, *, most: int | None = None) -> list[str]:
+        """The lines that were completed since the last call, without their line ends. Raises OSError.
+
+        most: this many at once, the others with the next call; None: all.
+        """
+        lines: list[str] = []
+        with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
+            file.seek(self._offset)
+            for raw in itertools.islice(file, most):
+                if raw.endswith(b"\n"):
+                    lines.append(raw[:-1].decode(errors="replace"))
+                    self._offset += len(raw)
+        return lines
 
 
 class RunTail:
@@ -272,8 +317,13 @@ class RunTail:
         self._tails = ((Tail(run_dir / EVENTS_FILE), parse_event), (Tail(run_dir / METRICS_FILE), parse_metrics))
 
     def read(self) -> list[Event | StepMetrics]:
-        news = (parse(line) for tail, parse in self._tails for line in tail.read())
-        return [item for item in news if item is not None]
+        return [*self.stream()]
+
+    def stream(self) -> Iterator[Event | StepMetrics]:
+        """The same as they are read: a run that goes on may have millions."""
+        for tail, parse in self._tails:
+            while lines := tail.read(most=LINES_AT_ONCE):
+                yield from (item for item in map(parse, lines) if item is not None)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -315,6 +365,6 @@ def pss_bytes(pid: int) -> int:
     return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")) << 10
 
 
-def read_memory(run_dir: Path) -> list[MemorySample]:
-    """In their order; lines that cannot be read are left out."""
-    return read_lines(run_dir / MEMORY_FILE, MemorySample)
+def parse_memory(line: str) -> MemorySample | None:
+    """The sample of one line, None when the line is none."""
+    return parse_line(line, MemorySample)

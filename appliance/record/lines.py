@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -71,14 +72,11 @@ def parse_line(text: str, kind: type[Kind]) -> Kind | None:
         return None
 
 
-def lines_of(path: Path) -> list[str]:
-    """Of a file that only grows and may not be there yet. Raises OSError."""
-    return path.read_text(errors="replace").split("\n") if path.is_file() else []
-
-
-def read_lines(path: Path, kind: type[Kind]) -> list[Kind]:
-    """Those of this kind, the others are left out. Raises OSError."""
-    return [found for line in lines_of(path) if (found := parse_line(line, kind)) is not None]
+def lines_of(path: Path) -> Iterator[str]:
+    """Of a file that only grows and may not be there yet, as they are read. Raises OSError."""
+    if path.is_file():
+        with path.open(errors="replace") as file:
+            yield from (line.removesuffix("\n") for line in file)
 
 
 def json_object(text: str) -> dict[str, Any]:

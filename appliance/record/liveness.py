@@ -22,8 +22,9 @@ from appliance.terms.environment import LOG_DIR_VARIABLE
 
 HEARTBEAT_FILE = ".heartbeat"
 STACKS_FOLDER = "stacks"
+WORKER_HOOK = "appliance.record.liveness.keep_stacks_of_worker"  # for Ray, which calls it in each worker of a run
 RAY_ROLE = "ray"  # of an actor or an idle worker of Ray's that loads nothing of ours: its title says which
-WORKER_ROLE = "worker"  # of every process that imports verl
+WORKER_ROLE = "worker"  # of every process that imports verl; a fork of one has it from its title
 WRITE_WITHIN_S = 5.0
 _BEAT_EVERY_S = 1.0
 _SIGNAL = signal.SIGUSR2  # SIGUSR1 is the subreaper's
@@ -90,6 +91,20 @@ def keep_stacks(role: str) -> None:
             file = path.open("w")
             faulthandler.register(_SIGNAL, file=file, all_threads=True)
         _kept = _StacksFile(os.getpid(), role, path, file)
+
+
+def forget_stacks() -> None:
+    """In a fork: it shares the file of the process that it was."""
+    global _kept
+    if _kept is not None:
+        faulthandler.unregister(_SIGNAL)
+        _kept.file.close()
+        _kept = None
+
+
+def keep_stacks_of_worker() -> None:
+    """Before a worker's first work: actors that load nothing else of ours write their stacks, too."""
+    keep_stacks(RAY_ROLE)
 
 
 def dump_stacks(log_dir: Path, *, living: Collection[int]) -> list[Path]:

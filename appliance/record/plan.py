@@ -13,7 +13,7 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from appliance.corrections.base import ClipRange, Correction
+from appliance.corrections.base import ClipRange, Correction, Loss
 from appliance.corrections.registry import CorrectionMethod, correction_of
 from appliance.frozen import Frozen
 from appliance.guard.policy import Action
@@ -64,7 +64,10 @@ class ModelPlan(Frozen):
 
     @property
     def identity(self) -> str:
-        """What problems are told apart by: the path, but that of a snapshot, which differs from host to host."""
+        """What problems are told apart by: the path; but of a snapshot its name and commit, of a built-in model its
+        folder's name, for their paths differ from host to host."""
+        if self.builtin:
+            return Path(self.path).name
         return f"{self.source}@{self.commit}" if self.is_pinned else self.path
 
 
@@ -147,6 +150,12 @@ class OwnPlan(Frozen):
     def import_path(self) -> tuple[str, ...]:
         """The user's folders, whose modules the files may import."""
         return tuple(dict.fromkeys(str(Path(each.path).parent) for each in self.code))
+
+    @property
+    def judges(self) -> tuple[str, ...]:
+        """The addresses that the built-in reward `judge` asks."""
+        found = (each for each in self.rewards if not each.file and each.function == "judge")
+        return tuple(sorted({str(each.options["url"]) for each in found}))
 
     def sha256_of(self, file: str) -> str:
         """As planned, of a file of the user's or of the run's copy of it."""
@@ -295,7 +304,7 @@ class ShadowPlan(Frozen):
 
 
 class CorrectionPlan(Frozen):
-    """What corrects the loss."""
+    """The loss, and what corrects it."""
 
     method: CorrectionMethod
     cap: float | None = None
@@ -307,15 +316,17 @@ class CorrectionPlan(Frozen):
     clip_low: float = 0.2
     """The recipe's."""
     shadow: ShadowPlan | None = None
+    loss: Loss = Loss.PPO
 
     @property
     def resolved(self) -> Correction:
         clip = ClipRange(self.clip_low, self.clip_high)
-        return correction_of(self.method, cap=self.cap, bounds=self.bounds, clip=clip)
+        return correction_of(self.method, cap=self.cap, bounds=self.bounds, clip=clip, loss=self.loss)
 
     @property
     def text(self) -> str:
-        return self.resolved.text
+        """`tis with cap 2`, `tbpo, tis-geometric with cap 2`."""
+        return self.resolved.text if self.loss is Loss.PPO else f"{self.loss}, {self.resolved.text}"
 
 
 class Switching(StrEnum):
@@ -328,7 +339,7 @@ class Switching(StrEnum):
 
 
 class AlgorithmPlan(Frozen):
-    """The policy gradient, but for its clip range, which is with the correction."""
+    """The policy gradient, but for its loss and its clip range, which are with the correction."""
 
     kind: str
     """`grpo` or `dapo`."""
@@ -366,10 +377,12 @@ class TrainerPlan(Frozen):
 
     attention: str
     """transformers' name of the implementation."""
-    packed: bool
-    """Whether sequences lie behind one another without padding, which needs flash attention."""
     one_flow: bool
     """Whether the forward is the rollouts' own (trainer/rollout_forward.py)."""
+    fp8_backward: bool = False
+    """Whether gradients of quantised layers are computed in FP8, too: emulated."""
+    reuses_log_probs: bool = False
+    """Whether the rollouts' log-probs are the old ones, so that nothing is computed before a step's first update."""
     sequence_parallel: int
     """GPUs that share a sequence."""
     offload_parameters: bool

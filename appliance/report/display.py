@@ -124,9 +124,10 @@ def _guarded(step: StepMetrics) -> str:
 
 
 def step_parts(step: StepMetrics) -> dict[str, float]:
-    """How a step's seconds split, in the order of the work; `rest` is what no part accounts for."""
+    """How a step's seconds split, in the order of the work, without parts that it does not have; `rest` is what no part
+    accounts for."""
     named = {"rollout": step.rollout_s, "log-probs": step.logprob_s, "update": step.update_s, "sync": step.sync_s}
-    known = {name: seconds for name, seconds in named.items() if seconds is not None}
+    known = {name: seconds for name, seconds in named.items() if seconds}
     rest = (step.step_s or 0.0) - sum(known.values())
     return {**known, "rest": rest} if rest >= 0.05 else known
 
@@ -180,8 +181,8 @@ def _rows(state: RunState, *, now: float, bars: bool, ascii_only: bool) -> Itera
     until = f"  {about}" if about and work is None and state.step < state.steps else ""
     yield "step", f"{bar(state.step, state.steps)}{state.step} of {state.steps}{until}"
     if state.rewards:
-        spark = draw.sparkline(state.rewards, width=_SPARK_WIDTH, ascii_only=ascii_only) if bars else ""
-        yield "reward", f"{state.rewards[-1]:.3f}  {spark}".rstrip()
+        spark = draw.sparkline(state.rewards.some, width=_SPARK_WIDTH, ascii_only=ascii_only) if bars else ""
+        yield "reward", f"{state.rewards.last[-1]:.3f}  {spark}".rstrip()
     if last is not None and (rewards := rewards_text(last)):
         yield "rewards", rewards
     if state.val_last is not None:

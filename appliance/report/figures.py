@@ -2,43 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 from appliance.guard.policy import ESS, K3_KL, WEIGHT_MEAN
 from appliance.page.stacked import LANE_NAMES, Band, Lane, stacked_chart, time_chart
-from appliance.page.svg import MOST, Bound, Chart, Mark, Point, Series, line_chart, thinned
-from appliance.record.events import Event, StepMetrics
-from appliance.record.state import by_set, rewards_of
+from appliance.page.svg import Bound, Chart, Mark, Series, line_chart
+from appliance.record.events import REWARD, VALIDATION, Event
 from appliance.report import draw
-from appliance.report.display import step_parts
-from appliance.report.folder import RunView
+from appliance.report.folder import DOING, PARTS, RunView
 from appliance.terms.schemes import Scheme
 
-Value = Callable[[StepMetrics], float | None]
-
 GIB = 1 << 30
-_PARTS = {"rollout": 0, "log-probs": 5, "update": 2, "sync": 4, "rest": 7}  # of a step's time, with their colours
+_PARTS = dict(zip(PARTS, (0, 5, 2, 4, 7), strict=True))  # their colours
 _WIDTH = 1180
-_PREPARING, _LOADING, _TRAINING, _VALIDATING, _SAVING = "preparing", "loading", "training", "validating", "saving"
-_COLOURS = {_PREPARING: 7, _LOADING: 5, _TRAINING: 2, _VALIDATING: 3, _SAVING: 4}
-_DOING = {
-    **dict.fromkeys(("starting", "preflight", "prepare", "scale", "profile"), _PREPARING),
-    **dict.fromkeys(("start", "load-model", "load-engine", "restart-engines", "attest"), _LOADING),
-    **dict.fromkeys(("rollout", "log-probs", "update", "sync"), _TRAINING),
-    "validate": _VALIDATING,
-    **dict.fromkeys(("save", "export"), _SAVING),
-}
+_COLOURS = dict(zip(DOING, (7, 5, 2, 3, 4), strict=True))
 _LANES = (  # name, class of the frame's style, kinds of events
     ("checkpoints", "fine", ("checkpoint",)),
     ("guard", "warn", ("guard",)),
     ("notes", "open", ("note", "reward", "cluster", "clipping", "calibrated", "profile")),
     ("faults, stops", "bad", ("failure", "stall", "sweep", "stop", "restart")),
 )
-_BEGINNINGS = frozenset({"resume", "restart"})  # the first events of an attempt: whatever went on had ended before
-_MOMENTS = frozenset({"phase", "failure", "stop", *_BEGINNINGS})
-_NOT_LISTED = frozenset({"phase", "progress"})
-_MOST_EVENTS = 400
 
 
 def curves(view: RunView) -> list[tuple[str, list[str]]]:
@@ -52,70 +35,56 @@ def curves(view: RunView) -> list[tuple[str, list[str]]]:
 
 def _learned(view: RunView) -> list[str]:
     marks, scheme = _attempt_marks(view), view.plan.rollout.label
-    validation = [Series(scheme, _known(view.lines, lambda line: line.val_reward_mean), 0, dotted=True)]
+    validation = [_known(view, "val_reward_mean", name=scheme, index=0)]
     if scheme != str(Scheme.BF16):
-        validation.append(Series("bf16", _known(view.lines, lambda line: line.val_reward_bf16_mean), 1, dotted=True))
+        validation.append(_known(view, "val_reward_bf16_mean", name="bf16", index=1))
     how = view.state.val_how if view.plan.task.val_sets else "greedy, unseen problems"
+    clipped = "of the tokens with a negative advantage; where it rises with the entropy, the clip cuts noise"
+    rewards = Chart("Rewards", "each one's mean of a step", marks=marks, legend=True)
+    averages = Chart("Validations", "mean reward", marks=marks, legend=True)
+    passed = Chart("Passed", "of several tries one", marks=marks, legend=True)
     return [
-        _curve(view, Chart("Reward", "sampled, mean of a step", marks=marks), lambda s: s.reward_mean),
-        *_by_name(
-            view, Chart("Rewards", "each one's mean of a step", marks=marks, legend=True), rewards_of, dotted=False
-        ),
+        _curve(view, Chart("Reward", "sampled, mean of a step", marks=marks), "reward_mean"),
+        *_by_name(view, rewards, _named_rewards(view), dotted=False),
         line_chart(Chart("Validation", how, marks=marks, legend=True), validation),
-        *_by_name(view, Chart("Validations", "mean reward", marks=marks, legend=True), _of_sets("avg@"), dotted=True),
-        *_by_name(
-            view, Chart("Passed", "of several tries one", marks=marks, legend=True), _of_sets("pass@"), dotted=True
-        ),
-        _curve(view, Chart("Response", "tokens, mean", marks=marks, from_zero=True), lambda s: s.response_tokens_mean),
-        _curve(view, Chart("Entropy", "nats per token", marks=marks), lambda s: s.entropy),
-        _curve(view, Chart("Gradient norm", "before clipping", marks=marks, from_zero=True), lambda s: s.grad_norm),
+        *_by_name(view, averages, _named_sets(view, "avg@"), dotted=True),
+        *_by_name(view, passed, _named_sets(view, "pass@"), dotted=True),
+        _curve(view, Chart("Response", "tokens, mean", marks=marks, from_zero=True), "response_tokens_mean"),
+        _curve(view, Chart("Entropy", "nats per token", marks=marks), "entropy"),
+        _curve(view, Chart("Clipped share", clipped, marks=marks, from_zero=True), "clipped_negative_fraction"),
+        _curve(view, Chart("Gradient norm", "before clipping", marks=marks, from_zero=True), "grad_norm"),
         *_called(view),
     ]
 
 
 def _called(view: RunView) -> list[str]:
     """Of a task with tools."""
-    if all(step.turns_mean is None for step in view.steps):
+    if view.steps.curves["turns_mean"].last is None:
         return []
     marks = _attempt_marks(view)
     chart = Chart("Tool calls", "of a sample, mean", marks=marks, from_zero=True, legend=True)
-    calls = [Series("all", _points(view, lambda s: s.tool_calls_mean), 1), Series("right", _points(view, _right), 0)]
-    turns = _curve(view, Chart("Turns", "of the model, mean", marks=marks), lambda s: s.turns_mean)
-    return [line_chart(chart, calls), turns]
+    calls = [_series(view, "tool_calls_mean", name="all", index=1), _series(view, "calls_right", name="right")]
+    return [line_chart(chart, calls), _curve(view, Chart("Turns", "of the model, mean", marks=marks), "turns_mean")]
 
 
-def _right(step: StepMetrics) -> float | None:
-    """Calls of a sample that a tool answered without an error."""
-    calls, failed = step.tool_calls_mean, step.tool_calls_failed_fraction
-    return None if calls is None or failed is None else calls * (1 - failed)
+def _named_rewards(view: RunView) -> dict[str, str]:
+    """Key in StepHistory.known -> name of the curve, of each reward of a task of the user's own."""
+    return {key: key.removeprefix(REWARD) for key in view.steps.known if key.startswith(REWARD)}
 
 
-def _of_sets(start: str) -> Callable[[StepMetrics], dict[str, float]]:
-    """By `<set> avg@<n>` or `<set> pass@<k>`, of a line."""
-
-    def found(line: StepMetrics) -> dict[str, float]:
-        return {
-            f"{name} {metric}": value
-            for name, metrics in by_set(line).items()
-            for metric, value in metrics.items()
-            if metric.startswith(start)
-        }
-
-    return found
+def _named_sets(view: RunView, start: str) -> dict[str, str]:
+    """The same for `<set> avg@<n>` or `<set> pass@<k>`. start: of the metric."""
+    keys = [key for key in view.steps.known if key.startswith(VALIDATION)]
+    split = {key: key.removeprefix(VALIDATION).rpartition("/") for key in keys}
+    return {key: f"{name} {metric}" for key, (name, _, metric) in split.items() if metric.startswith(start)}
 
 
-def _by_name(
-    view: RunView, chart: Chart, values: Callable[[StepMetrics], dict[str, float]], *, dotted: bool
-) -> list[str]:
-    """A curve for each name that a line has; no figure where there is none. dotted: few lines have them."""
-    names = dict.fromkeys(name for line in view.lines for name in values(line))
-    if not names:
-        return []
+def _by_name(view: RunView, chart: Chart, names: dict[str, str], *, dotted: bool) -> list[str]:
+    """A curve for each; no figure where there is none. dotted: few lines have them."""
     curves = [
-        Series(name, _known(view.lines, lambda line, name=name: values(line).get(name)), index, dotted=dotted)
-        for index, name in enumerate(names)
+        _known(view, key, name=name, index=index, dotted=dotted) for index, (key, name) in enumerate(names.items())
     ]
-    return [line_chart(chart, curves)]
+    return [line_chart(chart, curves)] if curves else []
 
 
 def _mismatch(view: RunView) -> list[str]:
@@ -129,50 +98,44 @@ def _mismatch(view: RunView) -> list[str]:
     k3 = Chart("Mismatch, k3", "nats per token, logarithmic", logarithmic=True, bounds=of_k3, marks=marks)
     before = "before truncation, logarithmic"
     weights = Chart("Importance weights", before, logarithmic=True, bounds=of_weights, marks=marks, legend=True)
-    mean, largest = _points(view, lambda s: s.is_weight_mean), _points(view, lambda s: s.is_weight_max)
+    both = [
+        _series(view, "is_weight_mean", name="mean"),
+        _series(view, "is_weight_max", name="largest", index=1),
+    ]
     acted = Chart("Truncated", "share of the tokens that the correction acted on", marks=marks, from_zero=True)
     return [
-        _curve(view, k3, lambda s: s.mismatch_k3_kl),
-        _curve(view, Chart("Effective sample size", "share", bounds=of_ess, marks=marks), lambda s: s.is_ess),
-        line_chart(weights, [Series("mean", mean, 0), Series("largest", largest, 1)]),
-        _curve(view, acted, lambda s: s.is_truncated_fraction),
+        _curve(view, k3, "mismatch_k3_kl"),
+        _curve(view, Chart("Effective sample size", "share", bounds=of_ess, marks=marks), "is_ess"),
+        line_chart(weights, both),
+        _curve(view, acted, "is_truncated_fraction"),
     ]
 
 
 def _quantised(view: RunView) -> list[str]:
     """What weight updates did to the codes; nothing for a run whose rollouts are in BF16 throughout."""
-    if all(step.codes_changed_fraction is None for step in view.steps):
+    if view.steps.curves["codes_changed_fraction"].last is None:
         return []
     marks = [*_attempt_marks(view), *_guard_marks(view)]
-    shown: tuple[tuple[str, str, Value], ...] = (
-        ("Codes changed", "share, by an update", lambda s: s.codes_changed_fraction),
-        ("Saturated codes", "share, at the largest value", lambda s: s.saturated_fraction),
-        ("Scale drift", "mean |log(scale / first scale)|", lambda s: s.scale_drift),
-        ("Quantisation error", "relative, of the worst layer", lambda s: s.layer_error_max),
+    shown = (
+        ("Codes changed", "share, by an update", "codes_changed_fraction"),
+        ("Saturated codes", "share, at the largest value", "saturated_fraction"),
+        ("Scale drift", "mean |log(scale / first scale)|", "scale_drift"),
+        ("Quantisation error", "relative, of the worst layer", "layer_error_max"),
     )
-    return [_curve(view, Chart(title, unit, marks=marks, from_zero=True), value) for title, unit, value in shown]
+    return [_curve(view, Chart(title, unit, marks=marks, from_zero=True), number) for title, unit, number in shown]
 
 
 def _spent(view: RunView) -> list[str]:
     marks = _attempt_marks(view)
-    timed = [(float(step.step), step_parts(step)) for step in view.steps if step.step_s is not None]
-    there = [name for name in _PARTS if any(known.get(name, 0.0) > 0 for _, known in timed)]
-    rows = _together([(x, [max(0.0, known.get(name, 0.0)) for name in there]) for x, known in timed])
+    parts = {name: thinned.points() for name, thinned in view.steps.parts.items()}
+    there = [name for name, points in parts.items() if any(high > 0 for _, _, _, high in points)]
+    columns = [parts[name] for name in there]
+    rows = [(each[0][0], [mean for _, mean, _, _ in each]) for each in zip(*columns, strict=True)]
     speed = Chart("Rollout speed", "tokens per second", marks=marks, from_zero=True)
     split = Chart("Time of a step", "s", marks=marks, legend=True)
     return [
-        _curve(view, speed, lambda s: s.rollout_tokens_per_s),
+        _curve(view, speed, "rollout_tokens_per_s"),
         stacked_chart(split, there, rows, colours=[_PARTS[name] for name in there]),
-    ]
-
-
-def _together(rows: Sequence[tuple[float, list[float]]]) -> list[tuple[float, list[float]]]:
-    """Means of runs of steps where there are too many to draw."""
-    size = max(1, -(-len(rows) // MOST))
-    runs = [rows[start : start + size] for start in range(0, len(rows), size)]
-    return [
-        (run[len(run) // 2][0], [sum(parts) / len(run) for parts in zip(*(each for _, each in run), strict=True)])
-        for run in runs
     ]
 
 
@@ -185,22 +148,24 @@ def _attempt_marks(view: RunView) -> list[Mark]:
 
 
 def _guard_marks(view: RunView) -> list[Mark]:
-    told = [event for event in view.events if event.kind == "guard" and event.step is not None]
+    told = [event for event in view.events.of_kinds(["guard"]) if event.step is not None]
     return [Mark(float(event.step or 0), event.what, kind="mark warn") for event in told]
 
 
-def _curve(view: RunView, chart: Chart, value: Value) -> str:
-    return line_chart(chart, [Series("value", _points(view, value), 0)])
+def _curve(view: RunView, chart: Chart, number: str) -> str:
+    return line_chart(chart, [_series(view, number, name="value")])
 
 
-def _points(view: RunView, value: Value) -> list[Point]:
-    """Where a step has no value the curve breaks."""
-    return thinned([(float(step.step), value(step)) for step in view.steps])
+def _series(view: RunView, number: str, *, name: str, index: int = 0) -> Series:
+    """Where a step has no value the curve breaks. number: of StepHistory.curves."""
+    found = view.steps.curves[number]
+    return Series(name, found.points(), index, newest=found.last)
 
 
-def _known(lines: Sequence[StepMetrics], value: Value) -> list[Point]:
-    """Of what most lines do not have: the curve goes on over them."""
-    return thinned([(float(line.step), known) for line in lines if (known := value(line)) is not None])
+def _known(view: RunView, number: str, *, name: str, index: int, dotted: bool = True) -> Series:
+    """Of what most lines do not have: the curve goes on over them. number: of StepHistory.known."""
+    found = view.steps.known[number]
+    return Series(name, found.points(), index, dotted=dotted, newest=found.last)
 
 
 def timeline(view: RunView) -> list[str]:
@@ -225,29 +190,24 @@ def timeline(view: RunView) -> list[str]:
         height=180,
         left=LANE_NAMES,
     )
-    points = thinned([(sample.time - view.started, sample.pss_bytes / GIB) for sample in view.memory])
+    found = view.memory.curve
+    points = [(x - view.started, mean / GIB, low / GIB, high / GIB) for x, mean, low, high in found.points()]
+    newest = None if found.last is None else found.last / GIB
     return [
         time_chart(chart, [Lane("doing", bands=doing), *_event_lanes(view)], seconds=seconds, colours=colours),
-        line_chart(memory, [Series("memory, GiB", points, 0)]),
+        line_chart(memory, [Series("memory, GiB", points, 0, newest=newest)]),
     ]
 
 
 def bands(view: RunView) -> Iterator[Band]:
-    """From each phase to the next one, to the failure or stop that ended it, or to the last sign of its attempt."""
-    moments = [(place, event) for place, event in enumerate(view.events) if event.kind in _MOMENTS]
-    for (_, event), (place, after) in itertools.zip_longest(moments, moments[1:], fillvalue=(0, None)):
-        name = _DOING.get(event.what)
-        if event.kind != "phase" or name is None:
-            continue
-        end = view.ended if after is None else after.time
-        if after is not None and after.kind in _BEGINNINGS:
-            end = view.events[place - 1].time
-        yield Band(event.time - view.started, end - view.started, name, _COLOURS[name])
+    """What went on, as of EventHistory.doing, in seconds since the first event."""
+    for band in view.events.doing(ended=view.ended):
+        yield Band(band.start - view.started, band.end - view.started, band.name, _COLOURS[band.name])
 
 
 def _event_lanes(view: RunView) -> Iterator[Lane]:
     for name, style, kinds in _LANES:
-        told = [event for event in view.events if event.kind in kinds]
+        told = view.events.of_kinds(kinds)
         if told:
             yield Lane(name, marks=[Mark(event.time - view.started, _words(event), kind=style) for event in told])
 
@@ -257,11 +217,8 @@ def _words(event: Event) -> str:
 
 
 def event_rows(view: RunView) -> tuple[list[tuple[str, ...]], int]:
-    """(after, kind, what, why) of everything that happened but phases and progress; of very many the first and the
-    last, and how many are left out."""
-    told = [event for event in view.events if event.kind not in _NOT_LISTED]
-    left_out = max(0, len(told) - _MOST_EVENTS)
-    kept = told if not left_out else [*told[: _MOST_EVENTS // 4], *told[-3 * _MOST_EVENTS // 4 :]]
+    """(after, kind, what, why), and how many are left out, as of EventHistory.listed."""
+    kept, left_out = view.events.listed()
     rows = [
         (draw.duration(event.time - view.started), event.kind, event.what, event.why or event.note) for event in kept
     ]

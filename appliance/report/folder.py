@@ -1,25 +1,74 @@
-"""What a run's folder says, read at one moment: half a line, half a run and values that are not finite included."""
+"""What a run's folder says, read at one moment: half a line, half a run and values that are not finite included.
+
+A run may have millions of steps. What is read becomes what a page shows at once: curves of a bounded number of points,
+some of the events, counts, extremes and the last. So memory does not grow with a run, and each line is read once.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import os.path
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
+from typing import Generic, TypeVar
 
-from appliance.errors import RecipeError
+from appliance.errors import RecipeError, SyncError
+from appliance.page.stacked import Band, merged
+from appliance.page.svg import Thinned
 from appliance.record.attestations import Attestation, read_attestations
-from appliance.record.events import Event, MemorySample, StepMetrics, read_events, read_memory, read_metrics
-from appliance.record.lines import json_object
+from appliance.record.events import (
+    EVENTS_FILE,
+    LINES_AT_ONCE,
+    MEMORY_FILE,
+    METRICS_FILE,
+    Event,
+    MemorySample,
+    StepMetrics,
+    Tail,
+    parse_event,
+    parse_memory,
+    parse_metrics,
+    read_metrics,
+)
+from appliance.record.lines import json_object, parse_line
 from appliance.record.plan import RunPlan, read_plan
-from appliance.record.samples import StepSamples, read_samples
+from appliance.record.samples import SampleReader, StepSamples
 from appliance.record.session import RUN_FILE, RunRecord, RunStatus, has_launcher, read_record
-from appliance.record.state import RunState, fold
+from appliance.record.state import Judgement, RunState, fold, judge
+from appliance.report.display import step_parts
+from appliance.sync.precision import Generation, read_generation
+from appliance.sync.records import Acknowledgement, Sent, lines_of_rank
+from appliance.terms.schemes import Scheme
 
+PARTS = ("rollout", "log-probs", "update", "sync", "rest")  # of a step's time
+DOING = {  # the phases of what a run does
+    "preparing": ("starting", "preflight", "prepare", "scale", "profile"),
+    "loading": ("start", "load-model", "load-engine", "restart-engines", "attest"),
+    "training": ("rollout", "log-probs", "update", "sync"),
+    "validating": ("validate",),
+    "saving": ("save", "export"),
+}
 UNFINISHED = (RunStatus.STARTING, RunStatus.RUNNING)
 _LOST = "its launcher is gone"
 _MOST_NAMES = 10
+_MOST_KEPT = 1000  # of a kind of event
+_MOST_LISTED = 400
+_MOST_BANDS = 4096
+_LEAST_OF_ALL = 1 / 2000  # of a run's time: a band that is shorter is too narrow to be drawn
+_MOST_WAITING = 20_000  # acknowledgements that wait for those of other ranks
+_LEAST_AT_ONCE = 100  # lines, however many ranks: a file is opened anew for each time
+_PHASE_KINDS = frozenset({"phase", "failure", "stop", "resume", "restart"})
+_BEGINNINGS = frozenset({"resume", "restart"})  # the first events of an attempt: whatever went on had ended before
+_DOING_IN = {phase: name for name, phases in DOING.items() for phase in phases}
+_NOT_LISTED = frozenset({"phase", "progress"})
+_NUMBERS = tuple(each.name for each in dataclasses.fields(StepMetrics) if each.default is None)
+
+Kept = TypeVar("Kept")
 
 
 @dataclass(frozen=True)
@@ -31,36 +80,323 @@ class Attempt:
     after: int
 
 
+class Some(Generic[Kept]):
+    """Things as they come, and of many some, evenly, with the first and the newest."""
+
+    def __init__(self, *, most: int = _MOST_KEPT) -> None:
+        self.count = 0
+        self.newest: Kept | None = None
+        self._most = most
+        self._every = 1
+        self._kept: list[Kept] = []
+
+    def add(self, item: Kept) -> None:
+        if self.count % self._every == 0:
+            self._kept.append(item)
+            if len(self._kept) > self._most:
+                self._kept, self._every = self._kept[::2], 2 * self._every
+        self.count, self.newest = self.count + 1, item
+
+    def all(self) -> list[Kept]:
+        is_last = (self.count - 1) % self._every == 0
+        return self._kept if is_last or self.newest is None else [*self._kept, self.newest]
+
+
+class StepHistory:
+    """What the lines of a run come to, each step once and in order.
+
+    curves: by name of a number of StepMetrics, and `calls_right`, over the steps.  known: by the same names and those
+    of StepMetrics.named, over the lines that have it.  parts: of a step's seconds, by name, over the steps that have
+    them.  judged, bad: steps with a mismatch, and those out of its bounds.  last_bad, newest: of those, as judged.
+    k3, ess: the largest and the smallest, with their step.  both: the last line with a validation in the rollouts' own
+    scheme and one in BF16.  failures: rewards.  broken: steps that nothing was learned from.
+    """
+
+    def __init__(self) -> None:
+        self.last_step = -1
+        self.count = 0
+        self.curves: defaultdict[str, Thinned] = defaultdict(Thinned)
+        self.known: defaultdict[str, Thinned] = defaultdict(Thinned)
+        self.parts: dict[str, Thinned] = {}
+        self.judged = self.bad = self.broken = self.last_broken = 0
+        self.last_bad: tuple[int, Judgement] | None = None
+        self.newest: Judgement | None = None
+        self.k3: tuple[float, int] | None = None
+        self.ess: tuple[float, int] | None = None
+        self.both: StepMetrics | None = None
+        self.failures = 0.0
+
+    def extend(self, lines: Sequence[StepMetrics]) -> None:
+        """After those before. Many at once cost little each."""
+        steps = [line for line in lines if line.reward_mean is not None or line.step > 0]
+        xs = [float(line.step) for line in steps]
+        for name in _NUMBERS:
+            self.curves[name].extend(xs, [*map(attrgetter(name), steps)])
+        self.curves["calls_right"].extend(xs, [*map(_calls_right, steps)])
+        self._extend_parts([step for step in steps if step.step_s is not None])
+        for line in lines:
+            self._extend_known(line)
+        for step in steps:
+            self._judge(step)
+        self.count += len(steps)
+        self.last_step = lines[-1].step if lines else self.last_step
+
+    def follows(self, lines: Sequence[StepMetrics]) -> bool:
+        """Whether these lines are later ones, in order."""
+        return all(before < after for before, after in itertools.pairwise([self.last_step, *(o.step for o in lines)]))
+
+    def _extend_parts(self, steps: Sequence[StepMetrics]) -> None:
+        xs, parts = [float(step.step) for step in steps], [step_parts(step) for step in steps]
+        for name in PARTS:
+            values = [max(0.0, each.get(name, 0.0)) for each in parts]
+            self.parts.setdefault(name, Thinned()).extend(xs, values)
+
+    def _extend_known(self, line: StepMetrics) -> None:
+        own, bf16 = line.val_reward_mean, line.val_reward_bf16_mean
+        validated = {"val_reward_mean": own, "val_reward_bf16_mean": bf16}
+        for name, value in (*validated.items(), *line.named.items()):
+            if value is not None:
+                self.known[name].extend([float(line.step)], [value])
+        if own is not None and bf16 is not None and line.scheme != str(Scheme.BF16):
+            self.both = line
+
+    def _judge(self, step: StepMetrics) -> None:
+        self.failures += step.reward_failures or 0
+        if step.nonfinite_fraction:
+            self.broken, self.last_broken = self.broken + 1, step.step
+        if step.mismatch_k3_kl is not None:
+            self.k3 = max(self.k3 or (step.mismatch_k3_kl, step.step), (step.mismatch_k3_kl, step.step))
+        if step.is_ess is not None:
+            self.ess = min(self.ess or (step.is_ess, step.step), (step.is_ess, step.step))
+        found = judge(step)
+        if found.word == "unknown":
+            return
+        self.judged, self.newest = self.judged + 1, found
+        if not found.healthy:
+            self.bad, self.last_bad = self.bad + 1, (step.step, found)
+
+
+def _calls_right(step: StepMetrics) -> float | None:
+    """Calls of a sample that a tool answered without an error."""
+    calls, failed = step.tool_calls_mean, step.tool_calls_failed_fraction
+    return None if calls is None or failed is None else calls * (1 - failed)
+
+
+class EventHistory:
+    """What the events of a run come to, in their order.
+
+    started, newest: unix s of the first and the last, 0 before there are any.  by_kind: all but phases and progress,
+    with their place.  findings: of preflight.
+    """
+
+    def __init__(self) -> None:
+        self.started = self.newest = 0.0
+        self.attempts: list[Attempt] = []
+        self.by_kind: defaultdict[str, Some[tuple[int, Event]]] = defaultdict(Some)
+        self.findings: Some[str] = Some()
+        self.num_listed = 0
+        self._first: list[Event] = []
+        self._last: deque[Event] = deque(maxlen=3 * _MOST_LISTED // 4)
+        self._bands: list[Band] = []
+        self._open: Event | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.attempts)
+
+    def add(self, event: Event) -> None:
+        if not self.attempts:
+            self.started = event.time
+            self.attempts.append(Attempt(1, event.time, after=0))
+        if event.kind == "resume":
+            self.attempts.append(Attempt(len(self.attempts) + 1, event.time, after=event.step or 0))
+        if event.kind in _PHASE_KINDS:
+            self._close(self.newest if event.kind in _BEGINNINGS else event.time)
+            self._open = event
+        if event.kind not in _NOT_LISTED:
+            self._list(event)
+        self.newest = event.time
+
+    def _list(self, event: Event) -> None:
+        self.by_kind[event.kind].add((self.num_listed, event))
+        self.num_listed += 1
+        self._last.append(event)
+        if len(self._first) < _MOST_LISTED:
+            self._first.append(event)
+        if event.kind == "note" and event.why == "preflight":
+            self.findings.add(event.what)
+
+    def _close(self, end: float) -> None:
+        self._bands[-1:] = self._last_until(end)
+        if len(self._bands) > _MOST_BANDS:
+            self._bands = merged(self._bands, least=_LEAST_OF_ALL * (end - self.started))
+
+    def _last_until(self, end: float) -> list[Band]:
+        """The last band and what has gone on since, one band where they are of one kind."""
+        event = self._open
+        if event is None or event.kind != "phase" or event.what not in _DOING_IN:
+            return self._bands[-1:]
+        return merged([*self._bands[-1:], Band(event.time, end, _DOING_IN[event.what], 0)], least=0.0)
+
+    def doing(self, *, ended: float) -> list[Band]:
+        """Names of DOING, each from its first phase to one of another, to the failure or stop that ended it, or to the
+        last sign of its attempt. Unix s; of very many, short ones are put together.
+
+        ended: of the run.
+        """
+        return [*self._bands[:-1], *self._last_until(ended)]
+
+    def of_kinds(self, kinds: Sequence[str]) -> list[Event]:
+        """In their order; of very many some."""
+        return [event for _, event in sorted(each for kind in kinds for each in self.by_kind[kind].all())]
+
+    def listed(self) -> tuple[list[Event], int]:
+        """Everything that happened but phases and progress; of very many the first and the last, and how many are left
+        out."""
+        left_out = max(0, self.num_listed - _MOST_LISTED)
+        return ([*self._first[: _MOST_LISTED // 4], *self._last] if left_out else self._first), left_out
+
+
+@dataclass
+class RankUpdates:
+    """What one rank of an engine acknowledged. sent, taken: by number of the update, of the few that another rank has
+    not reached yet: the manifest that the trainer sent it, and what it took."""
+
+    name: str
+    count: int = 0
+    first: Acknowledgement | None = None
+    newest: Acknowledgement | None = None
+    has_switched: bool = False
+    sent: dict[int, str] = dataclasses.field(default_factory=dict)
+    taken: dict[int, Acknowledgement] = dataclasses.field(default_factory=dict)
+
+
+class UpdateHistory:
+    """The weight updates of the newest attempt: what was sent to each rank of an engine, held against what it took."""
+
+    def __init__(self, run_dir: Path, *, places: Sequence[tuple[int, int]]) -> None:
+        """places: (replica, rank of it)."""
+        self.ranks = [RankUpdates(f"rollout-{replica}-{rank}") for replica, rank in places]
+        self._run_dir = run_dir
+        self._tails = [
+            tuple(Tail(lines_of_rank(run_dir, role, *place)) for role in ("trainer", "rollout")) for place in places
+        ]
+        self._newest = self._settled = 0
+        self._misses: list[str] = []
+        self._num_misses = 0
+
+    def read(self) -> None:
+        """What is new. All ranks side by side: what all are beyond needs no room any more. Raises OSError."""
+        most = max(_LEAST_AT_ONCE, _MOST_WAITING // max(1, len(self.ranks)))
+        while any([self._read_rank(*each, most=most) for each in zip(self.ranks, self._tails, strict=True)]):
+            self._settle()
+
+    def _read_rank(self, rank: RankUpdates, tails: tuple[Tail, ...], *, most: int) -> bool:
+        of_trainer, of_engine = (tail.read(most=most) for tail in tails)
+        for sent in filter(None, (parse_line(line, Sent) for line in of_trainer)):
+            if sent.sync > self._settled:
+                rank.sent[sent.sync] = sent.manifest
+        for taken in filter(None, (parse_line(line, Acknowledgement) for line in of_engine)):
+            if taken.sync > self._settled:
+                rank.count += taken.sync not in rank.taken
+                rank.taken[taken.sync] = taken
+                rank.first = taken if taken.sync == 1 else rank.first
+                rank.newest = taken if rank.newest is None or taken.sync >= rank.newest.sync else rank.newest
+                rank.has_switched |= bool(taken.switched)
+        self._newest = max(self._newest, *rank.sent, *rank.taken, 0)
+        return bool(of_trainer or of_engine)
+
+    def _settle(self) -> None:
+        """Up to the number that all have reached: each file is in order, so what it lacks below does not come."""
+        firsts = self.generation().firsts
+        told = [max(each, default=self._settled) for rank in self.ranks for each in (rank.sent, rank.taken)]
+        for number in range(self._settled + 1, min(told) + 1):
+            misses = [*self._misses_of(number, firsts=firsts, is_over=True)]
+            self._misses = [*self._misses, *misses][:_MOST_NAMES]
+            self._num_misses += len(misses)
+            for rank in self.ranks:
+                rank.sent.pop(number, None)
+                rank.taken.pop(number, None)
+            self._settled = number
+
+    def generation(self) -> Generation:
+        """The present engines; where the file cannot be read the first ones, which are held against the plan."""
+        try:
+            return read_generation(self._run_dir)
+        except SyncError:
+            return Generation()
+
+    def misses(self, *, is_done: bool) -> tuple[list[str], int]:
+        """Updates that an engine did not take as they were sent: the first sentences, and how many there are.
+
+        is_done: False where the newest update may be on its way, or was when the run ended.
+        """
+        firsts = self.generation().firsts
+        waiting = [
+            miss
+            for number in range(self._settled + 1, self._newest + 1)
+            for miss in self._misses_of(number, firsts=firsts, is_over=is_done or number < self._newest)
+        ]
+        return [*self._misses, *waiting][:_MOST_NAMES], self._num_misses + len(waiting)
+
+    def _misses_of(self, number: int, *, firsts: Sequence[int], is_over: bool) -> Iterator[str]:
+        reference = next((rank.sent[number] for rank in self.ranks if number in rank.sent), None)
+        for rank in self.ranks:
+            taken = rank.taken.get(number)
+            if taken is None:
+                if is_over:
+                    yield f"{rank.name} did not acknowledge update {number}"
+            elif not (taken.manifest == rank.sent.get(number) == reference):
+                yield f"{rank.name} took other weights than were sent with update {number}"
+            elif (number in firsts or taken.switched) and taken.layers_proven < taken.layers:
+                yield f"{rank.name} proved {taken.layers_proven} of {taken.layers} layers at update {number}"
+
+
+class MemoryHistory:
+    """curve: bytes over unix s.  peak: bytes.  newest: unix s, 0 before there is a sample."""
+
+    def __init__(self) -> None:
+        self.curve = Thinned()
+        self.peak: int | None = None
+        self.newest = 0.0
+
+    def extend(self, samples: Sequence[MemorySample]) -> None:
+        """After those before."""
+        self.curve.extend([each.time for each in samples], [float(each.pss_bytes) for each in samples])
+        if samples:
+            self.peak = max(self.peak or 0, *(each.pss_bytes for each in samples))
+            self.newest = samples[-1].time
+
+
 @dataclass(frozen=True)
 class RunView:
-    """All that a page shows. lines: each step once, in order, and a validation before training.  versions: (of, it)."""
+    """All that a page shows. versions: (of, it)."""
 
     run_dir: Path
     plan: RunPlan
     record: RunRecord
     state: RunState
-    lines: tuple[StepMetrics, ...]
-    events: tuple[Event, ...]
-    attempts: tuple[Attempt, ...]
-    memory: list[MemorySample]
+    steps: StepHistory
+    events: EventHistory
+    memory: MemoryHistory
+    updates: UpdateHistory
     samples: list[StepSamples]
     attests: list[Attestation]
     versions: list[tuple[str, str]]
     recipe_yaml: str
 
     @property
-    def steps(self) -> tuple[StepMetrics, ...]:
-        return tuple(line for line in self.lines if line.reward_mean is not None or line.step > 0)
+    def attempts(self) -> list[Attempt]:
+        return self.events.attempts
 
     @property
     def started(self) -> float:
         """Unix s of the first event, 0 before it."""
-        return self.events[0].time if self.events else 0.0
+        return self.events.started
 
     @property
     def ended(self) -> float:
         """Unix s of the last sign of the run."""
-        return max(sign.time for sign in (*self.events[-1:], *self.memory[-1:])) if self.events or self.memory else 0.0
+        return max(self.events.newest, self.memory.newest)
 
     @property
     def is_live(self) -> bool:
@@ -99,27 +435,80 @@ def read_run(run_dir: Path) -> tuple[RunPlan, RunRecord]:
 
 def read_view(run_dir: Path) -> RunView:
     """Raises RecipeError when the folder cannot be read as a run."""
-    plan, record = read_run(run_dir)
-    events, lines = tuple(read_events(run_dir)), read_metrics(run_dir)
-    state = RunState(steps=plan.steps)
-    for news in (*events, *lines):
-        state = fold(state, news)
-    resumed = [event for event in events if event.kind == "resume"]
-    later = (Attempt(number, event.time, after=event.step or 0) for number, event in enumerate(resumed, start=2))
-    return RunView(
-        run_dir=run_dir,
-        plan=plan,
-        record=record,
-        state=state,
-        lines=lines,
-        events=events,
-        attempts=(*(Attempt(1, event.time, after=0) for event in events[:1]), *later),
-        memory=read_memory(run_dir),
-        samples=read_samples(run_dir),
-        attests=read_attestations(run_dir)[0],
-        versions=_versions(json_object(_text(run_dir / "versions.json"))),
-        recipe_yaml=_text(run_dir / "recipe.yaml"),
-    )
+    return RunReader(run_dir).view()
+
+
+class RunReader:
+    """Reads a run again and again, while it goes on: only what is new. A last line without its end is half a line."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._state: RunState | None = None  # before the first look
+        self._is_ordered = True
+
+    def view(self) -> RunView:
+        """As it is now. Raises RecipeError when the folder cannot be read as a run, OSError."""
+        plan, record = read_run(self._run_dir)
+        if self._state is None:
+            self._begin(plan)
+        self._read_events()
+        self._read_steps(plan)
+        while lines := self._memory_tail.read(most=LINES_AT_ONCE):
+            self._memory.extend([*filter(None, map(parse_memory, lines))])
+        self._updates.read()
+        assert self._state is not None, "it has begun"
+        return RunView(
+            run_dir=self._run_dir,
+            plan=plan,
+            record=record,
+            state=self._state,
+            steps=self._steps,
+            events=self._events,
+            memory=self._memory,
+            updates=self._updates,
+            samples=self._samples.read(),
+            attests=read_attestations(self._run_dir)[0],
+            versions=_versions(json_object(_text(self._run_dir / "versions.json"))),
+            recipe_yaml=_text(self._run_dir / "recipe.yaml"),
+        )
+
+    def _begin(self, plan: RunPlan) -> None:
+        run_dir, rollout = self._run_dir, plan.rollout
+        places = [*itertools.product(range(len(rollout.replicas)), range(rollout.tensor_parallel))]
+        self._state = RunState(steps=plan.steps)
+        self._event_tail, self._step_tail = Tail(run_dir / EVENTS_FILE), Tail(run_dir / METRICS_FILE)
+        self._memory_tail, self._samples = Tail(run_dir / MEMORY_FILE), SampleReader(run_dir)
+        self._steps, self._events, self._memory = StepHistory(), EventHistory(), MemoryHistory()
+        self._updates = UpdateHistory(run_dir, places=places)
+
+    def _read_events(self) -> None:
+        for event in filter(None, map(parse_event, _lines_of(self._event_tail))):
+            self._state = fold(self._state, event)
+            self._events.add(event)
+
+    def _read_steps(self, plan: RunPlan) -> None:
+        """Where steps were done again, which a resume cuts out of the file, all is read anew, in their order."""
+        while self._is_ordered and (raw := self._step_tail.read(most=LINES_AT_ONCE)):
+            lines = [*filter(None, map(parse_metrics, raw))]
+            self._is_ordered = self._steps.follows(lines)
+            if self._is_ordered:
+                self._take(lines)
+        if not self._is_ordered:
+            self._begin(plan)
+            self._read_events()
+            ordered = read_metrics(self._run_dir)
+            while lines := [*itertools.islice(ordered, LINES_AT_ONCE)]:
+                self._take(lines)
+
+    def _take(self, lines: Sequence[StepMetrics]) -> None:
+        for line in lines:
+            self._state = fold(self._state, line)
+        self._steps.extend(lines)
+
+
+def _lines_of(tail: Tail) -> Iterator[str]:
+    while lines := tail.read(most=LINES_AT_ONCE):
+        yield from lines
 
 
 def _versions(raw: dict[str, object]) -> list[tuple[str, str]]:

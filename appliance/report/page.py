@@ -100,7 +100,7 @@ def page(view: RunView, *, now: float, awaits_restart: bool = False) -> str:
         training_is_short=_are_short(training),
         recipe_yaml=view.recipe_yaml,
         choices=[(each.key, each.value, each.why) for each in view.plan.choices],
-        findings=[(event.what,) for event in view.events if event.kind == "note" and event.why == "preflight"],
+        findings=[(what,) for what in view.events.findings.all()],
         attests=[_attest(each) for each in view.attests],
         versions=view.versions,
         argv=view.plan.argv,
@@ -124,7 +124,7 @@ def _about(view: RunView, *, now: float, awaits_restart: bool) -> str:
 def _tiles(view: RunView, *, now: float) -> list[tuple[str, str]]:
     """(value, what it is) pairs."""
     state, found, per_step = view.state, result(view.state), step_seconds(view.state)
-    peak = max((sample.pss_bytes for sample in view.memory), default=None)
+    peak = view.memory.peak
     took = (now if view.is_live else view.ended) - view.started if view.started else 0.0
     left = remaining_s(state, now=now) if view.is_live and state.work is None else None
     return [
@@ -140,8 +140,9 @@ def _tiles(view: RunView, *, now: float) -> list[tuple[str, str]]:
 def _attest(said: Attestation) -> tuple[str, ...]:
     scheme, kernels = said.scheme + (", emulated" if said.emulated else ""), said.detail.get("kernels")
     counts = kernels.items() if isinstance(kernels, dict) else ()
-    told = ", ".join(f"{count} × {name}" for name, count in counts)
-    return said.process, said.role, scheme, ", ".join(said.patches) or "none", told
+    told = [f"{count} × {name}" for name, count in counts]
+    told += [f"gradients in {each}" for each in [said.detail.get("backward")] if str(each).endswith("emulated")]
+    return said.process, said.role, scheme, ", ".join(said.patches) or "none", ", ".join(told)
 
 
 def _validation(view: RunView) -> list[Story]:

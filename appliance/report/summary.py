@@ -23,7 +23,6 @@ from appliance.terms.schemes import Scheme
 
 REPORT_FILE = "report.html"
 _CLIMB = 0.02  # a difference of greedy validation that is more than noise at 500 problems
-_FEW = 5
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ def result(state: RunState) -> Result:
         return Result(state.val_first, state.val_last, validated=True)
     if not state.rewards:
         return Result(state.val_first, None, validated=True)
-    first, last = state.rewards[:_FEW], state.rewards[-_FEW:]
+    first, last = state.rewards.first, state.rewards.last
     return Result(sum(first) / len(first), sum(last) / len(last), validated=False)
 
 
@@ -59,13 +58,16 @@ def summary_rows(plan: RunPlan, state: RunState, *, seconds: float, folder: str)
     how = f"{state.val_how}, {state.val_samples} problems of the validation set"
     how = how if found.validated else "sampled, while training"
     beside = f" (bf16 {draw.number(state.val_bf16)})" if found.validated and state.val_bf16 is not None else ""
+    only_after = [] if found.validated or not state.val_last_step else [("validation", display.validation_text(state))]
     reward = f"{draw.number(found.before)} before, {draw.number(found.after)}{beside} after ({how})"
     return (
         ("done", f"{state.step} steps in {draw.duration(seconds)}"),
         ("reward", reward),
+        *only_after,
         *display.set_rows(state),
         ("speed", f"{draw.tokens_per_s(median_tokens_per_s(state))} of rollout, {per_step} s a step (medians)"),
         ("mismatch", _mismatch(state)),
+        *((("gradients", "of quantised layers in fp8-block, emulated"),) if plan.trainer.fp8_backward else ()),
         ("model", f"{folder}/model"),
         *_serving(plan, folder=folder),
         ("report", f"{folder}/{REPORT_FILE}"),
@@ -83,7 +85,7 @@ def _serving(plan: RunPlan, *, folder: str) -> Iterator[tuple[str, str]]:
 
 
 def _mismatch(state: RunState) -> str:
-    return f"fine in {len(state.rewards) - state.unhealthy_steps} of {len(state.rewards)} steps"
+    return f"fine in {state.rewards.count - state.unhealthy_steps} of {state.rewards.count} steps"
 
 
 def try_next(plan: RunPlan, state: RunState, *, folder: str) -> tuple[str, ...]:
@@ -115,6 +117,7 @@ def summary_object(
         "reward_after": found.after,
         "greedy": found.validated and not any(each.temperature for each in plan.task.val_sets[:1]),
         "reward_after_bf16": state.val_bf16,
+        "val_reward_mean": state.val_last,
         "val_sets": state.sets_last,
         "rollout_tokens_per_s": median_tokens_per_s(state),
         "step_s": step_seconds(state),
@@ -128,7 +131,7 @@ def print_status(run: str, *, run_root: Path, json_mode: bool = False) -> None:
     state = RunState(steps=plan.steps)
     with reading(run_dir):
         saved = in_order(run_dir)
-        for news in RunTail(run_dir).read():
+        for news in RunTail(run_dir).stream():
             state = fold(state, news)
     if not json_mode:
         rows = status_rows(plan, record, state, folder=typed_path(run_dir))
@@ -137,7 +140,7 @@ def print_status(run: str, *, run_root: Path, json_mode: bool = False) -> None:
     numbers = {
         "step": state.step,
         "steps": state.steps,
-        "reward_mean": state.rewards[-1] if state.rewards else None,
+        "reward_mean": state.rewards.last[-1] if state.rewards else None,
         "val_reward_before": state.val_first,
         "rewards": rewards_of(state.last) if state.last else {},
         "val_reward_mean": state.val_last,
@@ -158,7 +161,8 @@ def status_rows(plan: RunPlan, record: RunRecord, state: RunState, *, folder: st
     left = remaining_s(state, now=0.0) if state.work is None and is_live else None
     rows.append(("step", f"{state.step} of {state.steps}" + (f", about {draw.duration(left)} left" if left else "")))
     if state.rewards:
-        rows.append(("reward", f"{state.rewards[-1]:.3f} in step {state.step}, {state.rewards[0]:.3f} in the first"))
+        first, last = state.rewards.first[0], state.rewards.last[-1]
+        rows.append(("reward", f"{last:.3f} in step {state.step}, {first:.3f} in the first"))
     if state.last is not None:
         rows.append(("rewards", display.rewards_text(state.last)))
     if state.val_last is not None:

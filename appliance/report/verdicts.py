@@ -6,9 +6,8 @@ updates, read anew from `attest/` and `sync/`, which hold the newest attempt. A 
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -16,16 +15,12 @@ from appliance.errors import SyncError
 from appliance.guard.policy import ESS, K3_KL
 from appliance.plan.engines import finer_schemes
 from appliance.record.attestations import check_attestations
-from appliance.record.events import StepMetrics
-from appliance.record.lines import read_lines
 from appliance.record.plan import ExpectedAttestation
 from appliance.record.session import RunStatus
-from appliance.record.state import judge
 from appliance.report import display, draw
-from appliance.report.folder import RunView
+from appliance.report.folder import RankUpdates, RunView
 from appliance.report.summary import go_on_command, result
-from appliance.sync.precision import Generation, attestations_at, read_generation
-from appliance.sync.records import SYNC_FOLDER, Acknowledgement, Sent
+from appliance.sync.precision import attestations_at
 from appliance.terms.schemes import Scheme
 
 _MOST_SENTENCES = 3
@@ -53,19 +48,6 @@ class Verdict:
 
 
 _Said = tuple[Word, str]
-
-
-@dataclass(frozen=True)
-class _Trail:
-    """Of one rank of an engine, by number of the update. sent: digest of what the trainer sent it."""
-
-    name: str
-    sent: dict[int, str]
-    taken: dict[int, Acknowledgement]
-
-    @property
-    def newest(self) -> Acknowledgement | None:
-        return self.taken[max(self.taken)] if self.taken else None
 
 
 def verdicts(view: RunView) -> list[Verdict]:
@@ -116,38 +98,27 @@ def _reward(view: RunView) -> _Said:
 
 
 def _mismatch(view: RunView) -> _Said:
-    judged = [(step, found) for step in view.steps if (found := judge(step)).word != "unknown"]
-    if not judged:
+    steps = view.steps
+    if steps.newest is None:
         return Word.OPEN, "no step has a mismatch yet"
-    bad = [(step, found) for step, found in judged if not found.healthy]
-    said = [f"within the bounds in {len(judged) - len(bad)} of {len(judged)} steps", *_worst(view.steps)]
-    said += [f"step {step.step}: {', '.join(found.reasons)}" for step, found in bad[-1:]]
-    word = Word.FINE if not bad else Word.WARN if judged[-1][1].healthy else Word.BAD
-    return word, "; ".join(said)
-
-
-def _worst(steps: Sequence[StepMetrics]) -> Iterator[str]:
-    k3 = [(step.mismatch_k3_kl, step.step) for step in steps if step.mismatch_k3_kl is not None]
-    ess = [(step.is_ess, step.step) for step in steps if step.is_ess is not None]
-    if k3:
-        yield "largest k3 {:.1e} in step {} (bound {})".format(*max(k3), K3_KL)
-    if ess:
-        yield "smallest effective sample size {:.3f} in step {} (bound {})".format(*min(ess), ESS)
+    said = [f"within the bounds in {steps.judged - steps.bad} of {steps.judged} steps"]
+    if steps.k3 is not None:
+        said.append("largest k3 {:.1e} in step {} (bound {})".format(*steps.k3, K3_KL))
+    if steps.ess is not None:
+        said.append("smallest effective sample size {:.3f} in step {} (bound {})".format(*steps.ess, ESS))
+    if steps.last_bad is None:
+        return Word.FINE, "; ".join(said)
+    step, found = steps.last_bad
+    said.append(f"step {step}: {', '.join(found.reasons)}")
+    return Word.WARN if steps.newest.healthy else Word.BAD, "; ".join(said)
 
 
 def _precision(view: RunView) -> _Said | None:
     """The model's validation in the rollouts' scheme against BF16's, the newest that has both."""
-    both = [
-        (line, own, bf16)
-        for line in view.lines
-        if (own := line.val_reward_mean) is not None
-        and (bf16 := line.val_reward_bf16_mean) is not None
-        and line.scheme != str(Scheme.BF16)
-    ]
-    if not both:
+    if (line := view.steps.both) is None:
         return None
-    line, own, bf16 = both[-1]
-    problems = line.val_samples
+    own, bf16, problems = line.val_reward_mean, line.val_reward_bf16_mean, line.val_samples
+    assert own is not None and bf16 is not None, "it has both"
     text = f"{own:.3f} in {line.scheme}, {bf16:.3f} in bf16, after step {line.step}"
     if not problems or view.plan.task.own is not None:  # only of rewards of 0 or 1 the mean tells the noise
         return Word.OPEN, text
@@ -158,64 +129,24 @@ def _precision(view: RunView) -> _Said | None:
 
 def _updates(view: RunView) -> _Said:
     is_done = view.record.state is RunStatus.DONE
-    trails, failure = _trails(view), view.state.failure
+    ranks, failure = view.updates.ranks, view.state.failure
     if view.record.state is RunStatus.FAILED and failure is not None and failure.error == SyncError.__name__:
         return Word.BAD, failure.what
-    if wrong := list(_misses(trails, engines=_engines(view), is_done=is_done)):
-        return Word.BAD, _first(wrong)
-    if not any(trail.taken for trail in trails):
+    wrong, count = view.updates.misses(is_done=is_done)
+    if wrong:
+        return Word.BAD, _first(wrong, count=count)
+    if not any(rank.count for rank in ranks):
         return Word.WARN if is_done else Word.OPEN, "no engine has acknowledged an update in sync/"
-    return Word.FINE, _arrived(trails, attempt=view.record.attempt)
+    return Word.FINE, _arrived(ranks, attempt=view.record.attempt)
 
 
-def _trails(view: RunView) -> list[_Trail]:
-    """One per rank of each engine of the plan, in the order of ranks; a line that cannot be read is left out."""
-    rollout, folder = view.plan.rollout, view.run_dir / SYNC_FOLDER
-    ranks = itertools.product(range(len(rollout.replicas)), range(rollout.tensor_parallel))
-    return [
-        _Trail(
-            name=f"rollout-{place}",
-            sent={each.sync: each.manifest for each in read_lines(folder / f"trainer-{place}.jsonl", Sent)},
-            taken={each.sync: each for each in read_lines(folder / f"rollout-{place}.jsonl", Acknowledgement)},
-        )
-        for place in (f"{replica}-{rank}" for replica, rank in ranks)
-    ]
-
-
-def _engines(view: RunView) -> Generation:
-    """The present ones; where the file cannot be read the first ones, which are held against the plan."""
-    try:
-        return read_generation(view.run_dir)
-    except SyncError:
-        return Generation()
-
-
-def _misses(trails: Sequence[_Trail], *, engines: Generation, is_done: bool) -> Iterator[str]:
-    """Updates that an engine did not take as they were sent, one sentence each.
-
-    is_done: False where the newest update may be on its way, or was when the run ended.
-    """
-    newest = max((number for trail in trails for number in (*trail.sent, *trail.taken)), default=0)
-    reference = {number: digest for trail in reversed(trails) for number, digest in trail.sent.items()}
-    for number in range(1, newest + 1):
-        for trail in trails:
-            taken = trail.taken.get(number)
-            if taken is None:
-                if is_done or number < newest:
-                    yield f"{trail.name} did not acknowledge update {number}"
-            elif not (taken.manifest == trail.sent.get(number) == reference.get(number)):
-                yield f"{trail.name} took other weights than were sent with update {number}"
-            elif (number in engines.firsts or taken.switched) and taken.layers_proven < taken.layers:
-                yield f"{trail.name} proved {taken.layers_proven} of {taken.layers} layers at update {number}"
-
-
-def _arrived(trails: Sequence[_Trail], *, attempt: int) -> str:
-    updates, of = min(len(trail.taken) for trail in trails), f" of attempt {attempt}" if attempt > 1 else ""
-    count = f"{sum(bool(trail.taken) for trail in trails)} of {len(trails)} engines' processes"
+def _arrived(ranks: Sequence[RankUpdates], *, attempt: int) -> str:
+    updates, of = min(rank.count for rank in ranks), f" of attempt {attempt}" if attempt > 1 else ""
+    count = f"{sum(bool(rank.count) for rank in ranks)} of {len(ranks)} engines' processes"
     told = [f"{updates} updates{of} arrived with the digests sent, at {count}"]
     for words, taken in (
-        ("first", [trail.taken[1] for trail in trails if 1 in trail.taken]),
-        ("newest", [trail.newest for trail in trails if trail.newest is not None]),
+        ("first", [rank.first for rank in ranks if rank.first is not None]),
+        ("newest", [rank.newest for rank in ranks if rank.newest is not None]),
     ):
         proven, layers = sum(each.layers_proven for each in taken), sum(each.layers for each in taken)
         told.append(f"kernels proved {proven} of {layers} layers at the {words}")
@@ -226,8 +157,8 @@ def _arrived(trails: Sequence[_Trail], *, attempt: int) -> str:
 def _attested(view: RunView) -> _Said:
     """By the plan, the program that began the attempt, what the present engines were started in, and what updates
     changed an engine's precision to since."""
-    trails, plan = _trails(view), view.plan
-    expected = [_by_now(view, each, trails=trails) for each in attestations_at(plan, _engines(view).precision)]
+    plan = view.plan
+    expected = [_by_now(view, each) for each in attestations_at(plan, view.updates.generation().precision)]
     fingerprint = dict(view.versions).get("fingerprint", "")
     found = check_attestations(view.run_dir, expected, pins=plan.pins, fingerprint=fingerprint)
     said = len(expected) - len(found.missing)
@@ -242,41 +173,41 @@ def _attested(view: RunView) -> _Said:
     return word, "; ".join([text, *([_first(found.missing)] if found.missing else [])])
 
 
-def _by_now(view: RunView, planned: ExpectedAttestation, *, trails: Sequence[_Trail]) -> ExpectedAttestation:
+def _by_now(view: RunView, planned: ExpectedAttestation) -> ExpectedAttestation:
     """A worker whose layers changed their precision with an update has attested anew what they run since."""
-    if planned.role != "rollout" or planned.rank >= len(trails):
+    ranks = view.updates.ranks
+    if planned.role != "rollout" or planned.rank >= len(ranks):
         return planned
-    trail, raised_to = trails[planned.rank], (Scheme.BF16, *finer_schemes(view.plan))
-    newest = trail.newest if any(each.switched for each in trail.taken.values()) else None
+    rank, raised_to = ranks[planned.rank], (Scheme.BF16, *finer_schemes(view.plan))
+    newest = rank.newest if rank.has_switched else None
     if newest is None or newest.scheme not in raised_to:
         return planned
     return planned.replace(scheme=Scheme(newest.scheme), emulated=newest.emulated)
 
 
-def _first(sentences: Sequence[str]) -> str:
-    more = len(sentences) - _MOST_SENTENCES
+def _first(sentences: Sequence[str], *, count: int | None = None) -> str:
+    """count: of all of them, where not all are given."""
+    more = (len(sentences) if count is None else count) - _MOST_SENTENCES
     return "; ".join([*sentences[:_MOST_SENTENCES], *([f"and {more} more"] if more > 0 else [])])
 
 
 def _guard(view: RunView) -> _Said:
-    told = [event for event in view.events if event.kind == "guard"]
+    told = view.events.by_kind["guard"]
     if not view.plan.guard.actions:
         return Word.OPEN, "it may do nothing: guard.actions is empty"
-    if not told:
+    if told.newest is None:
         return Word.FINE, "no step gave it a reason to"
-    times = "once" if len(told) == 1 else f"{len(told)} times"
-    return Word.WARN, f"{times}, the last: {told[-1].what} ({told[-1].why})"
+    _, last = told.newest
+    times = "once" if told.count == 1 else f"{told.count} times"
+    return Word.WARN, f"{times}, the last: {last.what} ({last.why})"
 
 
 def _rewards(view: RunView) -> _Said | None:
     """What could not be graded, and steps that nothing was learned from; nothing to say where all went well."""
-    failed = sum(step.reward_failures or 0 for step in view.steps)
-    broken = [step.step for step in view.steps if step.nonfinite_fraction]
-    said = []
-    if failed:
-        said.append(f"{failed:.0f} rewards failed")
-    if broken:
-        said.append(
-            f"{len(broken)} steps were not learned from: log-probabilities were not finite, last in {broken[-1]}"
-        )
+    steps, said = view.steps, []
+    if steps.failures:
+        said.append(f"{steps.failures:.0f} rewards failed")
+    if steps.broken:
+        last = f"log-probabilities were not finite, last in {steps.last_broken}"
+        said.append(f"{steps.broken} steps were not learned from: {last}")
     return (Word.WARN, "; ".join(said)) if said else None

@@ -11,7 +11,7 @@ from appliance.errors import RecipeError
 from appliance.files import write_whole
 from appliance.record import events
 from appliance.record.session import RunStatus, cannot_write
-from appliance.report.folder import find_run, read_view, reading
+from appliance.report.folder import RunReader, RunView, find_run, read_view, reading
 from appliance.report.page import page
 from appliance.report.summary import REPORT_FILE, typed_path
 
@@ -30,7 +30,7 @@ def print_report(run: str, *, run_root: Path, output: Path | None) -> None:
     if output is not None and os.path.isdir(output):  # unlike Path.is_dir it takes any text
         raise RecipeError([(f"-o: {output} is a folder", "name a file, or leave -o out")])
     with reading(run_dir):
-        content = _content(run_dir, may_restart=False)
+        content = _content(read_view(run_dir), may_restart=False)
     try:
         write_whole(target, content, durable=False)
     except OSError as error:
@@ -38,16 +38,15 @@ def print_report(run: str, *, run_root: Path, output: Path | None) -> None:
     console.out(typed_path(target.absolute()))
 
 
-def write_page(run_dir: Path, *, target: Path, may_restart: bool = False) -> None:
+def write_page(run: RunReader, *, target: Path, may_restart: bool = False) -> None:
     """may_restart: as of LivePage. Raises OSError and RecipeError."""
-    write_whole(target, _content(run_dir, may_restart=may_restart), durable=False)
+    write_whole(target, _content(run.view(), may_restart=may_restart), durable=False)
 
 
-def _content(run_dir: Path, *, may_restart: bool) -> bytes:
-    """Text that is no UTF-8 costs only itself."""
-    view = read_view(run_dir)
+def _content(view: RunView, *, may_restart: bool) -> bytes:
+    """Text that is no UTF-8 costs only itself. may_restart: as of LivePage."""
     awaits = may_restart and view.record.state is RunStatus.FAILED
-    awaits = awaits and events.may_restart(run_dir, code=view.record.exit_code or 0)
+    awaits = awaits and events.may_restart(view.run_dir, code=view.record.exit_code or 0)
     return page(view, now=time.time(), awaits_restart=awaits).encode(errors="replace")
 
 
@@ -62,6 +61,7 @@ class LivePage:
     def __init__(self, run_dir: Path) -> None:
         self.may_restart = False
         self._run_dir = run_dir
+        self._run = RunReader(run_dir)
         self._next = 0.0
         self._stale = True
         self._written = 0.0
@@ -82,7 +82,7 @@ class LivePage:
         if self._broken:
             return
         try:
-            write_page(self._run_dir, target=self._run_dir / REPORT_FILE, may_restart=self.may_restart)
+            write_page(self._run, target=self._run_dir / REPORT_FILE, may_restart=self.may_restart)
         except Exception as error:  # the boundary, see above
             self._broken = not isinstance(error, OSError)
             if not self._warned:

@@ -48,7 +48,8 @@ def digest(tensor: Tensor) -> str:
     if rows:
         bytes_RC = flat[: rows * ROW_BYTES].view(torch.int8).view(rows, ROW_BYTES)
         state.update(_bytes(torch._int_mm(bytes_RC, _factors(tensor.device))))
-    state.update(_bytes(flat[rows * ROW_BYTES :]))
+    # of a copy: FSDP frees a weight by its storage's size, which is fixed for ever once numpy has looked at it
+    state.update(_bytes(flat[rows * ROW_BYTES :].clone()))
     return state.hexdigest()
 
 
@@ -58,10 +59,14 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 @functools.cache
 def _factors(device: torch.device) -> Tensor:
-    """[ROW_BYTES, COLUMNS] int8 in -63..63, never 0; from SHAKE-256, so the same everywhere and for ever."""
+    """[ROW_BYTES, COLUMNS] int8 in -63..63, never 0; from SHAKE-256, so the same everywhere and for ever.
+
+    Column by column in memory: with both operands row by row cuBLAS 13 has no INT8 product (pytorch #169956).
+    """
     stream = hashlib.shake_256(b"flashrl-appliance digest 1").digest(ROW_BYTES * COLUMNS)
     number = torch.frombuffer(bytearray(stream), dtype=torch.uint8).to(torch.int16) % (2 * _LARGEST) - _LARGEST
-    return torch.where(number >= 0, number + 1, number).to(torch.int8).view(ROW_BYTES, COLUMNS).to(device)
+    factors = torch.where(number >= 0, number + 1, number).to(torch.int8).view(ROW_BYTES, COLUMNS)
+    return factors.t().contiguous().t().to(device)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ from appliance.record.events import append_line
 from appliance.record.lines import STRICT, parse
 
 SYNC_FOLDER = "sync"
+_LONGEST_LINE = 4096  # bytes; an acknowledgement has some 700
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -82,11 +84,11 @@ class Acknowledgement:
 
 
 def append_sent(run_dir: Path, sent: Sent) -> None:
-    _append(_lines_of(run_dir, "trainer", sent.replica, sent.rank), sent)
+    _append(lines_of_rank(run_dir, "trainer", sent.replica, sent.rank), sent)
 
 
 def append_acknowledgement(run_dir: Path, taken: Acknowledgement) -> None:
-    _append(_lines_of(run_dir, "rollout", taken.replica, taken.rank), taken)
+    _append(lines_of_rank(run_dir, "rollout", taken.replica, taken.rank), taken)
 
 
 def _append(path: Path, said: Sent | Acknowledgement) -> None:
@@ -94,7 +96,8 @@ def _append(path: Path, said: Sent | Acknowledgement) -> None:
     append_line(path, dataclasses.asdict(said))
 
 
-def _lines_of(run_dir: Path, role: str, replica: int, rank: int) -> Path:
+def lines_of_rank(run_dir: Path, role: str, replica: int, rank: int) -> Path:
+    """role: `trainer` or `rollout`."""
     return run_dir / SYNC_FOLDER / f"{role}-{replica}-{rank}.jsonl"
 
 
@@ -145,8 +148,8 @@ def check_sync(run_dir: Path, *, sync: int, replicas: int, ranks: int, first: in
     Raises SyncError unless each took this very update, as its trainer rank sent it, and all were sent the same.
     """
     places = [(replica, rank) for replica in range(replicas) for rank in range(ranks)]
-    sent = [_last(_lines_of(run_dir, "trainer", *place), kind=Sent) for place in places]
-    taken = [_last(_lines_of(run_dir, "rollout", *place), kind=Acknowledgement) for place in places]
+    sent = [_last(lines_of_rank(run_dir, "trainer", *place), kind=Sent) for place in places]
+    taken = [_last(lines_of_rank(run_dir, "rollout", *place), kind=Acknowledgement) for place in places]
     manifest = next((one.manifest for one in sent if one is not None and one.sync == sync), "")
     said = [
         _problem(*each, sync=sync, is_first=sync == first, manifest=manifest)
@@ -187,7 +190,13 @@ Line = TypeVar("Line", Sent, Acknowledgement)
 
 
 def _last(path: Path, *, kind: type[Line]) -> Line | None:
-    lines = path.read_text().splitlines() if path.exists() else []
+    """Of the file's end alone: it grows by a line with every update, and there are two for each rank."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LONGEST_LINE))
+            lines = file.read().decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return None
     if not lines:
         return None
     try:

@@ -1,16 +1,19 @@
-"""What grading a response gives: how right it is, or why it could not be graded. Imports no torch."""
+"""What grading a response gives: how right it is, or why it could not be graded; and what a validation's grades say.
+
+Imports no torch."""
 
 from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from appliance.tasks.task import Response, Reward
 from appliance.tasks.user_code import line_of
 
+PASSES = 1.0  # what the first reward of a sample that passes is at least
 LARGEST = 1e15  # of a reward: a group's variance is computed in float32, which ends at 3e38
 _SHOWN = 60  # characters of a truth or a value
 _LONGEST = 600  # of a message
@@ -75,7 +78,7 @@ def in_words(error: BaseException) -> str:
     not be printable."""
     try:
         first = (str(error).strip().splitlines() or ["no message"])[0][:_LONGEST] + line_of(error)
-    except Exception:
+    except Exception:  # the boundary of the user's code: an error's own `__str__` may raise anything
         first = "its message cannot be made"
     return f"{type(error).__name__}: {first}"
 
@@ -132,3 +135,41 @@ def exact_in_sums(value: float, *, of: int) -> float:
     bits = 24 - (of - 1).bit_length()
     mantissa, exponent = math.frexp(value)
     return math.ldexp(round(math.ldexp(mantissa, bits)), exponent - bits)
+
+
+def set_metrics(name: str, graded: Sequence[Sequence[Graded]], *, first_reward: str) -> dict[str, float]:
+    """By the contract's names, the mean first: `val/<name>/avg@<n>`, then `val/<name>/pass@<k>` for k = 1, 2, 4 .. n.
+
+    graded: of each problem its n samples, n >= 1 and the same for all; a fault counts what it has, and does not pass.
+    first_reward: by which a sample passes; empty: there is one.
+    """
+    samples = len(graded[0])
+    accuracies = [each.accuracy for problem in graded for each in problem]
+    passed = [sum(passes(each, first_reward=first_reward) for each in problem) for problem in graded]
+    return {f"val/{name}/avg@{samples}": math.fsum(accuracies) / len(accuracies)} | {
+        f"val/{name}/pass@{k}": math.fsum(pass_at(k, samples=samples, passed=each) for each in passed) / len(passed)
+        for k in tries(samples)
+    }
+
+
+def passes(graded: Graded, *, first_reward: str) -> bool:
+    """Whether the reward of that name, empty: the only one, applies and is at least 1."""
+    return any(value >= PASSES for name, value in graded.parts if not first_reward or name == first_reward)
+
+
+def pass_at(k: int, *, samples: int, passed: int) -> float:
+    """1 - C(n - c, k) / C(n, k): the chance that of k samples, drawn from these n without putting back, one passes.
+
+    samples: n.  passed: c, 0..n.  k: 1..n.
+    Source: Chen et al. 2021, "Evaluating Large Language Models Trained on Code", the unbiased estimator of pass@k.
+    """
+    return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
+
+
+def tries(samples: int) -> Iterator[int]:
+    """Powers of two below the number of samples, and that number."""
+    k = 1
+    while k < samples:
+        yield k
+        k *= 2
+    yield samples

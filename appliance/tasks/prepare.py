@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 PHASE = "prepare"
 _PROGRESS_EVERY_S = 0.5
+# What a chat template, which is a program, may raise beside jinja's own.
+_OF_A_PROGRAM = (ArithmeticError, AttributeError, LookupError, MemoryError)
+_OF_A_PROGRAM += (RuntimeError, SyntaxError, TypeError, ValueError)
 
 
 def is_prepared(plan: RunPlan) -> bool:
@@ -195,8 +198,8 @@ def prompt_ids(problem: Problem, *, tokenizer: PreTrainedTokenizerBase, tools: S
         made = tokenizer.apply_chat_template(messages, tools=list(tools) or None, add_generation_prompt=True)
         is_lost = _loses_system(problem, messages, tokenizer=tokenizer)
         why = "it leaves out the system message" if is_lost else ""
-    except (jinja2.TemplateError, ValueError, TypeError) as error:
-        why = str(error)
+    except (jinja2.TemplateError, *_OF_A_PROGRAM) as error:
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if why:
         roles = ", ".join(role for role, _ in problem.messages)
         message = f"the model's chat template does not take `{problem.prompt[:60]}` ({roles}): {why}"

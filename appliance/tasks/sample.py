@@ -4,8 +4,7 @@ A built-in task must give the right answer, in the form that it asks for, 1 and 
 user's own the truth as the response must earn more than an empty response, wherever there is a truth.
 
 A process of its own: math-verify stops itself by signals, sympy is a second to load, and the user's code runs, which
-may print, end the process or never end. So each line of what was stdout at the start is a word of ours, as JSON: what
-is being done, and at the end a Verdict. What anybody else prints goes to stderr.
+may print, end the process or never end. It says what is being done, and at the end a Verdict.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from appliance.tasks.grading import Graded, grade, in_words, weighed
 from appliance.tasks.library import is_from_hub, task_of
 from appliance.tasks.rows import Problem, Source, read_file
 from appliance.tasks.task import Response, Reward, Task
-from appliance.tasks.user_code import UserCodeError
+from appliance.tasks.user_code import UserCodeError, voice
 
 SAMPLES, SAMPLES_OF_OWN = 8, 3
 _SHOWN = 60  # characters of a truth
@@ -116,19 +115,18 @@ def _graded_by_each(
 ) -> Graded | Verdict:
     """The grade of all, or what is wrong with the first reward that gives none."""
     response = Response(text, problem.truth, problem.row, token_ids=tuple(text.encode()))
-    values = []
-    for reward in rewards:
-        place = reward.place or f"the reward `{reward.name}`"
+    values, places = [], [each.place or f"the reward `{each.name}`" for each in rewards]
+    for reward, place in zip(rewards, places, strict=True):
         tell(f"{place} on {what}")
         try:
             values += grade((reward,), response)
+            graded = weighed(values[-1:])
         except (Exception, SystemExit) as error:  # the boundary of the user's code
             return Verdict(0, failure=f"{place} failed on {what}: {in_words(error)}", remedy=reward.remedy)
-        graded = weighed(values[-1:])
         if graded.fault is not None and values[-1][2] is not None:
             return Verdict(0, failure=f"{place} on {what}: {graded.why}")
     graded = weighed(values)
-    return Verdict(0, failure=f"{graded.why} to {what}") if graded.fault is not None else graded
+    return Verdict(0, failure=f"{', '.join(places)}: {graded.why} to {what}") if graded.fault is not None else graded
 
 
 def _wrong(problem: Problem, *, task: Task, rewards: Sequence[Reward]) -> str:
@@ -151,18 +149,9 @@ def _best_grade(problem: Problem, *, task: Task, rewards: Sequence[Reward]) -> G
 
 
 def main() -> int:
-    plan, own = TaskPlan.model_validate_json(sys.stdin.read()), os.getpid()
-    ours = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    plan = TaskPlan.model_validate_json(sys.stdin.read())
+    say = voice()
     sys.path.extend(plan.own.import_path if plan.own is not None else ())
-
-    def say(kind: str, value: object) -> None:
-        if os.getpid() != own:
-            os._exit(0)  # a fork that the user's code left behind
-        ours.write(f"{json.dumps({kind: value})}\n")
-        ours.flush()
-
     say("verdict", asdict(judge_sample(plan, tell=lambda what: say("doing", what))))
     os._exit(0)  # threads and exit handlers of the user's are none of ours
 

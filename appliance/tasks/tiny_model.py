@@ -65,7 +65,10 @@ def make_tiny_model(spec: TinySpec, *, difficulty: int, folder: Path, on_step: C
     """
     tokenizer = save_tokenizer(folder, max_positions=spec.max_positions, calls_tools=isinstance(spec, CalculatorSpec))
     torch.manual_seed(spec.seed)
-    model = Qwen2ForCausalLM(_config(spec, tokenizer))
+    config = config_of(
+        spec, bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    model = Qwen2ForCausalLM(config)
     with _one_thread():
         warm_start(model, tokenizer, spec=spec, difficulty=difficulty, on_step=on_step)
     model.generation_config = GenerationConfig(
@@ -86,7 +89,8 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _config(spec: TinySpec, tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
+def config_of(spec: TinySpec, **tokens: int | None) -> Qwen2Config:
+    """tokens: transformers' names of special ones."""
     return Qwen2Config(
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
@@ -96,9 +100,7 @@ def _config(spec: TinySpec, tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
         num_key_value_heads=spec.num_kv_heads,
         max_position_embeddings=spec.max_positions,
         tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        **tokens,
     )
 
 

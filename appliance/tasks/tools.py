@@ -1,8 +1,8 @@
 """Tools: the public functions of a Python file of the user's, which the model may call in its turns.
 
 The file is the user's code. It runs in two places only: in the child that describes it, `python -m
-appliance.tasks.tools ASKED`, which says on its last line, as JSON, what it found; and in the processes of the reward
-pool, where the functions are called. Imports no torch.
+appliance.tasks.tools` with an Asked as JSON on stdin; and in the processes of the reward pool, where the functions are
+called. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import contextlib
 import functools
 import inspect
 import json
+import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -23,10 +23,10 @@ from typing import Any
 from pydantic import ValidationError, validate_call
 
 from appliance.errors import RecipeError
-from appliance.processes import module_argv
 from appliance.record.code import as_it_runs
 from appliance.record.plan import RunPlan
-from appliance.tasks.user_code import load_module
+from appliance.tasks.grading import in_words
+from appliance.tasks.user_code import UserCodeError, heard, load_module, voice
 
 MOST_CHARACTERS = 4096  # of what a tool says, and of a message about it
 STARTS_WITHIN_S = 60.0  # the child: it loads transformers
@@ -113,8 +113,8 @@ def describe(module: ModuleType) -> Described:
             continue
         try:
             found.schemas.append(get_json_schema(function))
-        except Exception as error:  # what transformers refuses, in its words
-            found.problems.append(f"{name}: {str(error).strip().splitlines()[0]}")
+        except Exception as error:  # the boundary of the user's hints and docstrings: what transformers says of them
+            found.problems.append(f"{name}: {(str(error).strip().splitlines() or [type(error).__name__])[0]}")
     if not found.schemas and not found.problems:
         found.problems.append("it has no public functions of its own")
     return found
@@ -167,18 +167,12 @@ def read_tools(asked: Asked) -> list[Schema]:
     wrong with them."""
     if not asked.file:
         return []
-    command = module_argv("appliance.tasks.tools", json.dumps(asdict(asked)))
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=STARTS_WITHIN_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise _refused(f"{asked.file}: not imported after {STARTS_WITHIN_S:g} s") from None
-    try:
-        found = Described(**json.loads(done.stdout.strip().splitlines()[-1]))
-    except (ValueError, TypeError, IndexError):
-        last = (done.stderr.strip().splitlines() or [f"its process ended with {done.returncode}"])[-1]
-        raise _refused(f"{asked.file}: cannot be imported: {last}") from None
+    said = heard("appliance.tasks.tools", given=json.dumps(asdict(asked)), within_s=STARTS_WITHIN_S)
+    if "tools" not in said.words:
+        if said.is_late:
+            raise _refused(f"{asked.file}: not imported after {STARTS_WITHIN_S:g} s")
+        raise _refused(f"{asked.file}: its process ended with {said.code}: {said.printed}")
+    found = Described(**said.words["tools"])
     if found.problems:
         raise RecipeError([(f"task.tools: {problem}", _HINT) for problem in found.problems])
     return found.schemas
@@ -201,17 +195,17 @@ def template_problem(asked: Asked, schemas: list[Schema]) -> str:
     """Why the model's chat template cannot do with these tools, or nothing."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(asked.model, trust_remote_code=asked.trust_remote_code)
-    render = functools.partial(tokenizer.apply_chat_template, tokenize=False)
     try:
+        tokenizer = AutoTokenizer.from_pretrained(asked.model, trust_remote_code=asked.trust_remote_code)
+        render = functools.partial(tokenizer.apply_chat_template, tokenize=False)
         if render(_BEGUN, tools=schemas) == render(_BEGUN):
             problem = "has no tools"
         else:
             name = schemas[0]["function"]["name"]
             with_tools = functools.partial(render, tools=schemas)
             problem = _turn_problem(with_tools, [name]) or _turn_problem(with_tools, [name, name])
-    except Exception as error:  # jinja's, or what a template raises by itself
-        problem = f"fails with these tools: {error}"
+    except Exception as error:  # the boundary of the model's template, which is a program: jinja's errors and Python's
+        problem = f"fails with these tools: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
     return problem and f"the chat template of {asked.model} {problem}"
 
 
@@ -240,16 +234,27 @@ def _hermes_calls(text: str) -> list[object]:
     return found
 
 
-def main(arguments: list[str]) -> int:
-    asked = Asked(**json.loads(arguments[0]))
+def main() -> int:
+    asked = Asked(**json.loads(sys.stdin.read()))
+    say = voice()
     sys.path.extend(asked.import_path)  # as in the pool
-    found = describe(load_module(asked.file, sha256=asked.sha256))
+    say("tools", asdict(_described(asked)))
+    os._exit(0)  # threads and exit handlers of the user's are none of ours
+
+
+def _described(asked: Asked) -> Described:
+    try:
+        module = load_module(asked.file, sha256=asked.sha256)
+    except UserCodeError as error:
+        return Described(problems=[str(error)])
+    except (Exception, SystemExit) as error:  # the boundary of the user's code
+        return Described(problems=[f"{asked.file}: cannot be imported: {in_words(error)}"])
+    found = describe(module)
     problems = [f"{asked.file}: {problem}" for problem in found.problems]
     if asked.model and found.schemas and (problem := template_problem(asked, found.schemas)):
         problems.append(problem)
-    sys.stdout.write(f"\n{json.dumps(asdict(replace(found, problems=problems)))}\n")
-    return 0
+    return replace(found, problems=problems)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

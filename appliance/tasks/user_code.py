@@ -1,5 +1,8 @@
 """Functions of the user's Python files. Whatever is imported here runs: only a process of its own may do it.
 
+`heard` starts such a process and `voice` speaks in it: what the user's code prints, leaves behind or breaks is heard by
+nobody.
+
 A reward function has one of three forms, told apart by the names of its parameters. Each gets those values of its form
 that it names, by name, or all of them where it takes `**`: what it requires besides is refused.
 """
@@ -11,13 +14,20 @@ import hashlib
 import importlib.util
 import inspect
 import json
+import os
+import signal
+import subprocess
 import sys
+import tempfile
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import IO, Any
 
+from appliance.processes import module_argv
 from appliance.tasks.rows import Row
 from appliance.tasks.task import Response
 
@@ -33,6 +43,9 @@ _OURS, _TRLS, _VERLS = (
 )
 
 _MODULE = "_user_code_"  # the names of all begin so
+_POLL_S = 0.1
+_TAIL_BYTES = 4096
+_SHOWN = 200  # characters
 
 Given = Callable[[Row], tuple[str | list[dict[str, str]], object]]  # a row's (prompt, truth), as it stands in the row
 Values = dict[str, object]
@@ -150,3 +163,81 @@ def load_module(file: str, *, sha256: str | None = None) -> ModuleType:
             exec(compile(content, file, "exec", dont_inherit=True), vars(module))
             undo.pop_all()
     return sys.modules[name]
+
+
+@dataclass(frozen=True)
+class Heard:
+    """Of a child that has ended. words: what it said, later values in the place of earlier ones.
+
+    code: its exit code.  is_late: it was ended.  printed: the last line of what anybody else wrote, in short.
+    """
+
+    words: Mapping[str, Any]
+    code: int
+    is_late: bool
+    printed: str
+
+
+def heard(module: str, *, given: str, within_s: float) -> Heard:
+    """What a child that may run the user's code says. It is ended, with all that it left, at its end or when it has
+    said nothing new for so long: the time is that of one thing that it does, not of all of them.
+
+    module: of ours, whose `main` speaks by `voice`.  given: on its stdin.
+    """
+    with (  # no pipes, which may outlive their child; of its text a byte may be none of UTF-8
+        tempfile.TemporaryFile("w+", errors="replace") as said,
+        tempfile.TemporaryFile("w+", errors="replace") as printed,
+    ):
+        child = subprocess.Popen(
+            module_argv(module),
+            stdin=subprocess.PIPE,
+            stdout=said,
+            stderr=printed,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            is_late = not _ends(child, given=given, said=said, within_s=within_s)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            code = child.wait()
+        said.seek(0)
+        words: dict[str, Any] = {}
+        for line in said.read().splitlines():  # before the first one a library may have printed
+            with contextlib.suppress(ValueError, TypeError):
+                words |= json.loads(line)
+        printed.seek(0, os.SEEK_END)
+        printed.seek(max(0, printed.tell() - _TAIL_BYTES))
+        last = (printed.read().strip().splitlines() or ["no message"])[-1]
+        return Heard(words, code, is_late, last[:_SHOWN])
+
+
+def _ends(child: subprocess.Popen[str], *, given: str, said: IO[str], within_s: float) -> bool:
+    unsent: str | None = given
+    length, since_s = 0, time.monotonic()
+    while time.monotonic() - since_s < within_s:
+        try:
+            child.communicate(unsent, timeout=_POLL_S)
+            return True
+        except subprocess.TimeoutExpired:
+            unsent = None  # it is sent on by the next call
+        if (now := os.fstat(said.fileno()).st_size) > length:
+            length, since_s = now, time.monotonic()
+    return False
+
+
+def voice() -> Callable[[str, object], None]:
+    """In the child, once stdin is read: what says (word, value) as a line of what was stdout. From now on stdin is
+    empty, and what anybody prints goes to stderr. A fork that the user's code left behind ends where it speaks."""
+    own, ours = os.getpid(), os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+
+    def say(word: str, value: object) -> None:
+        if os.getpid() != own:
+            os._exit(0)
+        ours.write(f"{json.dumps({word: value})}\n")
+        ours.flush()
+
+    return say

@@ -5,6 +5,7 @@ The rules were read in vendors' and vLLM's documents. Imports no torch.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from appliance.terms.schemes import Scheme
@@ -13,6 +14,9 @@ CPU = "cpu"
 AUTO = "auto"
 
 PAYS_FROM = 1.05  # times BF16; below this a median ratio is within what such measurements scatter
+
+USUAL_SEQUENCES_AT_ONCE = 256
+_MANY_FROM_GIB = 70
 
 _NOT_MEASURED = "by rule, not measured"
 _SLOW_EXPERTS = "INT8 experts run one after the other and without CUDA graphs: correct, and not fast"
@@ -38,6 +42,11 @@ class Gpu:
     def is_blackwell(self) -> bool:
         return self.capability >= (10, 0)
 
+    @property
+    def sequences_at_once(self) -> int:
+        """The most in one engine, vLLM's own default: there are small A100s."""
+        return 1024 if self.memory_gib >= _MANY_FROM_GIB and self.name != "a100" else USUAL_SEQUENCES_AT_ONCE
+
 
 @dataclass(frozen=True)
 class StoredResult:
@@ -54,7 +63,7 @@ class StoredResult:
         return f"measured: {found} ({self.what})"
 
 
-# In the order of matching: `l40s` before `l40` before `l4`.
+# In the order of matching: `l40s` before `l40`.
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
@@ -80,9 +89,9 @@ DEVICES: tuple[str, ...] = (CPU, *GPUS)
 
 
 def gpu_of_product(product: str) -> Gpu | None:
-    """The GPU that nvidia-smi calls `product`, such as `NVIDIA A100-SXM4-80GB`."""
+    """The GPU that nvidia-smi calls `product`, such as `NVIDIA A100-SXM4-80GB`. A GH200 is no H200, an A1000 no A10."""
     text = product.lower()
-    return next((gpu for gpu in GPUS.values() if gpu.product in text), None)
+    return next((gpu for gpu in GPUS.values() if re.search(rf"(?<![a-z0-9]){gpu.product}(?![0-9])", text)), None)
 
 
 def automatic_scheme(

@@ -25,8 +25,8 @@ WANDB_MODE_VARIABLE = "WANDB_MODE"
 WANDB_KEY_VARIABLE = "WANDB_API_KEY"  # never set by us: the user's secret
 JUDGE_KEY_VARIABLE = "APPLIANCE_JUDGE_KEY"  # nor this one; fixed: a recipe that named it could name any secret
 TRACKIO_DIR_VARIABLE = "TRACKIO_DIR"
-PRELOAD_VARIABLE = "APPLIANCE_PRELOAD"  # in the processes of rollout servers, see trainer/preload.py
-SERVER_VARIABLES = {PRELOAD_VARIABLE: "1"}  # what our platform gives a rollout server
+SPARE_VARIABLE = "APPLIANCE_SPARE"  # in the processes of rollout servers, see trainer/forks.py
+SERVER_VARIABLES = {SPARE_VARIABLE: "1"}  # what our platform gives a rollout server
 RECONNECT_S = 30  # a head that has not answered for so long is gone: for Ray, and for cluster/join.py
 VENDOR_VARIABLE = "VERL_ENGINE_VENDOR"
 ENGINE_VENDOR = "appliance"  # under this name trainer/verl_engine.py registers an engine of verl's
@@ -60,7 +60,6 @@ def child_env(
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_preload_python_modules": "appliance.trainer.preload",
         "RAY_prestart_worker_first_driver": "0",  # a process per core that no actor of verl's can use
         "TOKENIZERS_PARALLELISM": "false",  # forks after use would warn in every process
         "PYTHONUNBUFFERED": "1",

@@ -60,7 +60,7 @@ class SchemeSpec:
     experts: bool = True
     """Whether its method runs the experts of a mixture; else they are emulated or nothing."""
     trained_in: bool = False
-    """Whether a trainer computes in it, too: `trainer.forward: rollout`."""
+    """Whether a trainer computes in it, too, on a CPU: `trainer.forward: rollout`."""
     takes_profile: bool = False
     """Whether a profile is made for it: smoothing is worth something where a scale is of a channel."""
     finer: tuple[Scheme, ...] = ()
@@ -92,6 +92,7 @@ _FP8 = SchemeSpec(
     method="vllm-fp8",
     emulation="emulated-fp8",
     experts=False,
+    trained_in=True,
     finer=(Scheme.FP8_CHANNEL, Scheme.FP8_BLOCK),
     vllm_name="fp8",
     since=_ADA,

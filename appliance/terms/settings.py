@@ -11,6 +11,7 @@ from appliance.frozen import Frozen
 from appliance.terms.schemes import Scheme
 
 METHOD_NAME = "appliance"  # the name of our quantisation method in vLLM
+ATTENTION_NAME = "appliance_packed"  # of our attention in transformers
 
 
 class Quantisation(Frozen):

@@ -1,20 +1,25 @@
 """What the processes that train say of themselves: the driver, and every worker that holds a part of the model. And
-whether all of a run, the engines too, said what the plan wants."""
+whether all of a run, the engines too, said what the plan wants. Where log-probs that are to be equal are not, in which
+layer both differ."""
 
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
+import transfer_queue
 from ray.actor import ActorHandle
+from torch import Tensor
 from torch.nn import Module
+from transfer_queue import KVBatchMeta
 
 from appliance import patch
 from appliance.errors import AttestationError
+from appliance.quant.mismatch import LayerTrace, first_difference
 from appliance.record.attestations import (
     Attestation,
     check_attestations,
@@ -23,10 +28,13 @@ from appliance.record.attestations import (
     write_attestation,
 )
 from appliance.record.code import attested_code
+from appliance.record.events import append_event
 from appliance.record.plan import RunPlan
 from appliance.sync.precision import Precision, attestations_at, read_generation
 from appliance.terms.schemes import Scheme
-from appliance.trainer.rollout_forward import follow_engines, quantised_layers
+from appliance.trainer.rollout_forward import HEAD, backward, follow_engines, quantised_layers
+
+SEARCH_EVERY = 50  # steps: both sides compute a sequence twice, and digest all that its layers put out
 
 
 def check_attested(plan: RunPlan, *, precision: Precision) -> None:
@@ -54,7 +62,8 @@ def attest_driver(plan: RunPlan) -> None:
     """Write `attest/driver-0.json`: this process computes advantages and corrections, in float, and no model; its pool
     runs the user's code."""
     correction = plan.correction
-    detail: dict[str, Any] = {"correction": str(correction.method), "cap": correction.cap, "bounds": correction.bounds}
+    detail: dict[str, Any] = {"loss": str(correction.loss), "correction": str(correction.method)}
+    detail |= {"cap": correction.cap, "bounds": correction.bounds}
     if code := attested_code(plan):
         detail["code"] = code
     _write(plan, role="driver", rank=0, detail=detail)
@@ -67,12 +76,12 @@ def attest_trainers(plan: RunPlan, *, workers: list[ActorHandle]) -> None:
 
 def _attest_worker(worker: Any, plan: RunPlan) -> None:
     """Runs inside verl's worker. `worker_dict` holds the one role that has the actor."""
-    actor = next(role.actor for role in worker.worker_dict.values() if role.actor is not None)
-    module: Module = actor.engine.module
+    engine = _engine(worker)
+    module: Module = engine.module
     compute = compute_dtype(module)
     if compute is not torch.bfloat16:
         raise AttestationError(f"trainer rank {worker.rank} computes in {compute}, the plan says bf16")
-    rates = [group["initial_lr"] for group in actor.engine.optimizer.param_groups]
+    rates = [group["initial_lr"] for group in engine.optimizer.param_groups]
     if rates[1:] != ([] if plan.norm_fed_lr_scale == 1 else [rates[0] * plan.norm_fed_lr_scale]):
         asked = f"the plan asks for one of {plan.norm_fed_lr_scale:g} times the rate"
         raise AttestationError(f"trainer rank {worker.rank} has the learning rates {rates}, {asked}")
@@ -85,8 +94,83 @@ def _attest_worker(worker: Any, plan: RunPlan) -> None:
     }
     if plan.trainer.one_flow:
         follow_engines(read_generation(Path(plan.run_dir)).precision)
-        detail |= {"forward": "rollout", "quantised": quantised_layers()}
+        detail |= {"forward": "rollout", "backward": backward(), "quantised": quantised_layers()}
     _write(plan, role="trainer", rank=worker.rank, detail=detail)
+
+
+def _engine(worker: Any) -> Any:
+    """verl's, inside its worker."""
+    return next(role.actor for role in worker.worker_dict.values() if role.actor is not None).engine
+
+
+def tell_layer(
+    batch: KVBatchMeta, *, plan: RunPlan, step: int, workers: list[ActorHandle], servers: list[ActorHandle]
+) -> None:
+    """As an event, which layer makes log-probs differ that are to be equal. Before the weights change, while nothing is
+    generated."""
+    fields = ["prompts", "responses", "old_log_probs", "rollout_log_probs", "loss_mask"]
+    data = transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+    ids, token, *then = first_differing(zip(*(data[name].unbind() for name in fields), strict=True))
+    asked = {"token": token, "temperature": plan.rollout.temperature}
+
+    def by_trainer(ids: list[int], **more: Any) -> LayerTrace:
+        return ray.get([worker.__ray_call__.remote(_traced, ids, asked | more) for worker in workers])[0]
+
+    by_engines = [lambda ids, of=each, **more: ray.get(of.traced.remote(ids, **asked, **more)) for each in servers]
+    what, why = search(ids, by_trainer=by_trainer, by_engines=by_engines, then=(then[0], then[1]))
+    append_event(Path(plan.run_dir), kind="note", what=f"step {step}: {what}", why=why, step=step)
+
+
+def _traced(worker: Any, ids: list[int], asked: dict[str, Any]) -> LayerTrace:
+    """Runs inside verl's worker."""
+    return _engine(worker).traced(ids, **asked)
+
+
+def first_differing(rows: Iterable[tuple[Tensor, ...]]) -> tuple[list[int], int, float, float]:
+    """(what is before the first token that differs, the token, its log-prob in the trainer, in the rollouts).
+
+    rows: of each sequence prompt, response, both log-probs of the response and whether a token counts. One differs.
+    """
+    for prompt, response, trainer, rollout, real in rows:
+        for place in (real.bool() & (trainer.float() != rollout.float())).nonzero().flatten().tolist():
+            ids = [*prompt.tolist(), *response[:place].tolist()]
+            return ids, int(response[place]), float(trainer[place]), float(rollout[place])
+    raise AssertionError("no token differs")
+
+
+def search(
+    ids: list[int],
+    *,
+    by_trainer: Callable[..., LayerTrace],
+    by_engines: Sequence[Callable[..., LayerTrace]],
+    then: tuple[float, float],
+) -> tuple[str, str]:
+    """(what differs, what it means). by_trainer, by_engines: `traced` of each.  then: the trainer's and the rollouts'
+    log-prob of the token after `ids` in the step; of several engines nobody knows which one sampled."""
+    ours = by_trainer(ids)
+    names = list(ours.digests)
+    assert names, "the trainer's forward has traced nothing"
+    asked = [(ask, ask(ids, names=names)) for ask in by_engines]
+    ask, theirs = next((pair for pair in asked if pair[1].log_prob == then[1]), asked[0])
+    means = [
+        f"{side} does not repeat its log-prob: {before:.9g} in the batch, {trace.log_prob:.9g} alone"
+        for side, before, trace in (("the trainer", then[0], ours), ("the engine", then[1], theirs))
+        if before != trace.log_prob
+    ]
+    place = first_difference(ours.digests, theirs=theirs.digests)
+    if place is None:
+        means = means or ["what follows the layers differs: the temperature, the tokens that are masked, the softmax"]
+        return f"no layer differs where both read the sequence of {len(ids)} tokens again", "; ".join(means)
+    values = by_trainer(ids, kept=place).values, ask(ids, names=names, kept=place).values
+    gaps = [abs(one - other) for one, other in zip(*values, strict=True)]
+    name, token = place
+    what = (
+        f"{name} is the first layer that differs from the engine's: token {len(ids) - 1 if name == HEAD else token} of "
+        f"{len(ids)}, {sum(map(bool, gaps))} of {len(gaps)} values by up to {max(gaps):.4g}"
+    )
+    part = " (rotary embedding and norms of heads are part of it)" if name.endswith(".attn") else ""
+    where = f"all before it is equal: its weights or their codes differ, or what it computes{part}"
+    return what, "; ".join([where, *means])
 
 
 def compute_dtype(module: Module) -> torch.dtype:

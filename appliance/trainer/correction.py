@@ -9,7 +9,10 @@ verl hands a policy loss a frozen configuration and a fixed list of tensors, but
 loss is set by a call of verl's (`set_loss_fn`), and that function gets the whole micro-batch. Ours takes out of it
 which policy the ratio is to and, of a method that clips by itself, the two bounds of each token, puts them where verl's
 loss looks for its own, and calls verl's. Weights and mask verl's loss finds by their names. Dual clip, aggregation and
-metrics are verl's, and so is every operation.
+metrics are verl's, and so is every operation of `ppo`. A loss that verl lacks is a function in its registry: `tbpo`.
+Whatever the loss, ours counts the tokens with a negative advantage that it clips.
+
+Legend: B sequences of a micro-batch, T tokens of the longest response, padded.
 
 The shadow pass of calibrated clipping asks the new policy for log-probs in full precision after some updates. Each fit
 is a line of `clipping.jsonl`, from which another attempt takes the bounds that held at its step.
@@ -33,13 +36,15 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.metric import AggregationType, Metric
+from verl.utils.torch_functional import masked_mean
 from verl.workers.config import ActorConfig
 from verl.workers.utils.losses import ppo_loss
-from verl.workers.utils.padding import response_from_nested
+from verl.workers.utils.padding import no_padding_2_padding, response_from_nested
 
-from appliance.corrections.base import ClipRange, Correction, Part, log_ratio
+from appliance.corrections.base import CLAMP, ClipRange, Correction, Loss, Part, log_ratio
 from appliance.corrections.calibrated import fit_bounds
 from appliance.errors import NumericsError, TrainingError
 from appliance.record.checkpoints import FITS_FILE
@@ -50,6 +55,7 @@ SEQUENCES_AT_ONCE = 64  # float64 copies of a batch of long sequences would not 
 REAL, KEPT, WEIGHTS = "loss_mask", "response_mask", "rollout_is_weights"  # verl's names; the first is never changed
 CLIP_LOWER, CLIP_UPPER = "clip_lower", "clip_upper"  # float32, the bounds themselves
 USED = "actor/correction_"  # nothing with `max` or `min` in it: verl would not take the mean over mini-batches
+NEGATIVE, CLIPPED_NEGATIVE = "actor/negative_tokens", "actor/negative_tokens_clipped"  # as USED
 _AGREE_WITHIN = 1e-9  # float64 sums in another order
 _HINT = "the correction did not reach the loss; report it with the log"
 
@@ -82,7 +88,7 @@ class BatchCorrection:
 
     def install(self, workers: Any, *, actor: DictConfig) -> None:
         """Give every training worker our loss. workers: verl's group of them.  actor: their configuration."""
-        how = {"ratio_to": self._planned.ratio_to, "clips": self._planned.clips}
+        how = {"ratio_to": self._planned.ratio_to, "clips": self._planned.clips, "kind": self._planned.loss}
         workers.set_loss_fn(partial(corrected_loss, config=omega_conf_to_dataclass(actor), **how))
 
     def prepare(self, batch: KVBatchMeta, *, step: int, correction: Correction) -> KVBatchMeta:
@@ -170,8 +176,9 @@ def corrected_loss(
     *,
     ratio_to: str = "old_log_probs",
     clips: bool = False,
+    kind: Loss = Loss.PPO,
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """verl's signature of a loss, and as Correction has them: ratio_to, clips.
+    """verl's signature of a loss, and as Correction has them: ratio_to, clips, kind (its loss).
 
     Raises TrainingError for a batch that lacks what this loss reads, NumericsError when a number there is not finite.
     """
@@ -190,12 +197,90 @@ def corrected_loss(
         config = replace(config, **_as_offsets(padded[CLIP_LOWER], upper_BT=padded[CLIP_UPPER]))
     loss, metrics = ppo_loss(config, model_output, data, dp_group)
     used = {f"{USED}{name}": value for name, value in used.items()}
+    used |= clipped_negatives(config, model_output, data, of_sequences=kind.spec.of_sequences)
     return loss, {**metrics, **Metric.from_dict(used, aggregation=AggregationType.SUM)}
 
 
 def _as_offsets(lower_BT: Tensor, *, upper_BT: Tensor) -> dict[str, Tensor]:
     """So that verl's `1 - low` and `1 + high` are the bounds again: exactly from 0.5 on, below it to 2^-25."""
     return {"clip_ratio_low": 1 - lower_BT, "clip_ratio_high": upper_BT - 1}
+
+
+def clipped_negatives(
+    config: ActorConfig, model_output: dict[str, Tensor], data: TensorDict, *, of_sequences: bool
+) -> dict[str, float]:
+    """Tokens that stay and have a negative advantage, and those of them that learn nothing because the ratio lies
+    outside of 1 - clip_low .. dual_clip. Where it is one for a response, they are all of its tokens.
+
+    config: with the bounds of each token, where a correction clips.
+    """
+    log_prob_BT = no_padding_2_padding(model_output["log_probs"], data).detach()
+    padded = data.select("old_log_probs", "advantages", KEPT).to_padded_tensor()
+    kept_BT, old_BT = padded[KEPT].bool(), padded["old_log_probs"]
+    log_BT = log_prob_BT - old_BT
+    if of_sequences:
+        log_BT = mean_log_ratio(log_prob_BT, old_BT=old_BT, kept_BT=kept_BT).expand_as(log_BT)
+    ratio_BT = log_BT.clamp(-CLAMP, CLAMP).exp()
+    outside_BT = (ratio_BT < 1 - config.clip_ratio_low) | (ratio_BT > config.clip_ratio_c)
+    negative_BT = kept_BT & (padded["advantages"] < 0)
+    return {NEGATIVE: float(negative_BT.sum()), CLIPPED_NEGATIVE: float((negative_BT & outside_BT).sum())}
+
+
+def clipped_negative_fraction(reported: Mapping[str, Any]) -> float | None:
+    """Of a step's tokens with a negative advantage; None where it has none, or made no update.
+
+    reported: verl's metrics of the update, as for check_used.
+    """
+    negative = float(reported.get(NEGATIVE, 0.0))
+    return float(reported[CLIPPED_NEGATIVE]) / negative if negative else None
+
+
+def mean_log_ratio(log_prob_BT: Tensor, *, old_BT: Tensor, kept_BT: Tensor) -> Tensor:
+    """[B, 1] float64, nats: the mean of log_prob - old over a sequence's tokens, 0 for one without any. TBPO's bounds
+    of it are 3e-4 wide, and a sum of thousands of float32 is not that exact."""
+    log_BT = (log_prob_BT.double() - old_BT.double()).masked_fill(~kept_BT, 0.0)
+    return log_BT.sum(dim=-1, keepdim=True) / kept_BT.sum(dim=-1, keepdim=True).clamp(min=1)
+
+
+@register_policy_loss(str(Loss.TBPO))
+def tbpo(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "",
+    config: ActorConfig | None = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """TBPO (trust-band policy optimisation) in verl's signature of a policy loss: [B, T] each, nats; the loss, and
+    verl's metrics of it. With r = exp(mean over the response of log p_theta / p_trainer) the objective of a response is
+
+        w * A * min(r, 1 + clip_high)                                        A >= 0
+        w * A * r     where 1 - clip_low <= r <= dual_clip, else 0           A < 0
+
+    w is what the correction wrote: of `tis-geometric` min(exp(mean of log p_trainer / p_rollout), cap), detached.
+
+    Source: QaRL, arXiv 2604.07853, of which notes were at hand: r, the three bounds, that a negative response outside
+    is dropped, and w. Read into them: r is the geometric mean, as GSPO's; what is dropped adds 0 and still counts; the
+    loss is the mean over responses, each of one weight whatever its length, so that loss_agg_mode is not asked.
+    """
+    assert config is not None, "verl always hands it over"
+    kept_BT = response_mask.bool()
+    log_B1 = mean_log_ratio(log_prob, old_BT=old_log_prob, kept_BT=kept_BT).clamp(-CLAMP, CLAMP)
+    ratio_BT = log_B1.exp().expand_as(advantages)
+    negative_BT = advantages < 0
+    above_BT = ~negative_BT & (ratio_BT > 1 + config.clip_ratio_high)
+    below_BT, beyond_BT = (ratio_BT < 1 - config.clip_ratio_low), (ratio_BT > config.clip_ratio_c)
+    held_BT = ratio_BT.clamp(max=1 + config.clip_ratio_high)
+    banded_BT = ratio_BT.masked_fill(below_BT | beyond_BT, 0.0)
+    loss_BT = -advantages * torch.where(negative_BT, banded_BT, held_BT)
+    if rollout_is_weights is not None:
+        loss_BT = loss_BT * rollout_is_weights
+    loss = agg_loss(loss_BT, response_mask, "seq-mean-token-mean", **config.global_batch_info)
+    clipped = {"pg_clipfrac": above_BT | (negative_BT & below_BT), "pg_clipfrac_lower": negative_BT & beyond_BT}
+    kl = masked_mean(old_log_prob - log_prob, kept_BT)
+    metrics = {"ppo_kl": kl, **{name: masked_mean(found.float(), kept_BT) for name, found in clipped.items()}}
+    return loss, {f"actor/{name}": value.item() for name, value in metrics.items()}
 
 
 def _flat(values: Tensor) -> Tensor:

@@ -18,26 +18,41 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from appliance.cluster.form import cluster_of
+from appliance.cluster.ray_command import cpus_for_ray
 from appliance.errors import ApplianceError, GuardStop, Interrupted, ProcessDied, SavedAndStopped, TrainingError
 from appliance.record.checkpoints import step_of
 from appliance.record.events import append_event, append_failure, first_failure
-from appliance.record.liveness import keep_stacks
+from appliance.record.liveness import WORKER_HOOK, keep_stacks
 from appliance.record.plan import RunPlan, read_plan
-from appliance.terms.environment import PLAN_VARIABLE, RAY_DIR_VARIABLE, RAY_OWN, SERVER_VARIABLES
-from appliance.trainer import preload
+from appliance.record.session import asked_to_stop
+from appliance.terms.environment import PLAN_VARIABLE, RAY_DIR_VARIABLE, RAY_OWN
+from appliance.trainer import forks
 from appliance.trainer.stopping import Stopping
 
 _OF_DEAD_ACTORS = frozenset({"ActorDiedError", "ActorUnavailableError"})  # Ray's, by name: it is not imported yet
-MIN_RAY_CPUS = 8  # verl asks for a CPU per actor; on a small host they share the cores
 CPU_OBJECT_STORE_BYTES = 256 << 20  # batches travel through the TransferQueue, Ray carries only references and settings
-# What verl gives a rollout server on this platform.
-SERVER_ENV = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", **SERVER_VARIABLES}
+# What the processes of a run import; these import the rest.
+_IMPORTS = (
+    "torch",
+    "transformers",
+    "vllm.v1.worker.cpu_worker",
+    "appliance.trainer.fit",
+    "verl.workers.rollout.vllm_rollout.vllm_async_server",
+)
 
 
 def main() -> int:
     plan = read_plan(Path(os.environ[PLAN_VARIABLE]))
     keep_stacks("driver")
     try:
+        append_event(Path(plan.run_dir), kind="phase", what="start")
+        if _has_forks(plan):
+            with forks.as_ray_worker():
+                for name in _IMPORTS:
+                    if asked_to_stop(Path(plan.run_dir)):
+                        break  # `train` hears it, and ends this process
+                    importlib.import_module(name)
+            forks.start_server(_forks_address())
         train(plan, overrides=sys.argv[1:])
     except (SavedAndStopped, Interrupted) as asked:
         return asked.exit_code
@@ -82,10 +97,10 @@ def translate(error: Exception) -> ApplianceError:
 def train(plan: RunPlan, *, overrides: list[str]) -> None:
     """Start Ray, build verl's trainer, fit, stop Ray. Raises what went wrong, after Ray is stopped.
 
-    Importing verl takes seconds of one core, and so does starting Ray, mostly in other processes: they overlap.
+    Importing verl takes seconds of one core, and so does starting Ray, mostly in other processes: they overlap, where
+    no forks were to have the imports.
     """
     run_dir = Path(plan.run_dir)
-    append_event(run_dir, kind="phase", what="start")
     resumed = step_of(Path(plan.resume_from)) if plan.resume_from else None
     stopping = Stopping(run_dir, resumed_step=resumed or 0)
     importing = threading.Thread(target=importlib.import_module, args=("appliance.trainer.fit",))
@@ -132,27 +147,35 @@ def _ray_of(plan: RunPlan) -> Iterator[Callable[[ApplianceError], None]]:
             raise
 
 
+def _has_forks(plan: RunPlan) -> bool:
+    return plan.device == "cpu" and plan.cluster is None
+
+
+def _forks_address() -> Path:
+    return Path(os.environ[RAY_DIR_VARIABLE], "forks")
+
+
 def _start_ray(plan: RunPlan) -> None:
     """A Ray of this run's own, on this host. Its GPUs are the plan's ranks; its processes inherit this one's variables,
     and with them where the token is that it asks for.
-
-    On a CPU a worker begins at once to import what the rollout server will need, while the trainer is built.
     """
     import ray
 
     on_cpu = plan.device == "cpu"
+    every_worker = {"worker_process_setup_hook": WORKER_HOOK}
+    if _has_forks(plan):
+        every_worker["py_executable"] = forks.worker_command(_forks_address())
     with contextlib.chdir(plan.run_dir):  # Ray's workers import from the folder where it is called
         ray.init(
             address="local",  # never a cluster that RAY_ADDRESS names
-            num_cpus=max(MIN_RAY_CPUS, os.cpu_count() or 1),
+            num_cpus=cpus_for_ray(os.cpu_count() or 1, ranks=plan.gpus_per_node, is_cpu=on_cpu),
             num_gpus=plan.gpus_per_node if on_cpu else None,
             include_dashboard=False,
             object_store_memory=CPU_OBJECT_STORE_BYTES if on_cpu else None,
             _temp_dir=str(Path(os.environ[RAY_DIR_VARIABLE], RAY_OWN)),
             log_to_driver=True,
+            runtime_env=every_worker,
         )
-    if on_cpu:
-        preload.order(len(plan.rollout.replicas), env=SERVER_ENV)
 
 
 if __name__ == "__main__":

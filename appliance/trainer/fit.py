@@ -21,11 +21,11 @@ from appliance.errors import ApplianceError
 from appliance.patch import Patch, apply_patch
 from appliance.record.events import append_event
 from appliance.record.plan import RunPlan
+from appliance.record.samples import SampleLog
 from appliance.tasks.grading import Shaping
 from appliance.tasks.tools import read_schemas
 from appliance.trainer.rewards import RewardPool, pool_for
 from appliance.trainer.rollouts import Rollouts, Sampling
-from appliance.trainer.samples import SampleLog
 from appliance.trainer.stopping import StopAsked, Stopping
 from appliance.trainer.trainer import Trainer
 from appliance.trainer.turns import Turns, in_pool

@@ -6,6 +6,9 @@ be finite there is written back. verl fetches log-probs, masks and responses of 
 adds `old_log_probs` to what it got. To fetch them a second time takes ten times as long as to measure them, so
 `keeping_fetched` keeps verl's.
 
+Where the rollouts' log-probs are the old ones (`trainer.old_log_probs: rollout`) they equal themselves. What is then
+held against them are those of the step's first update, whose weights are still those that sampled: `measure_held`.
+
 Legend: S sequences; N their response positions, sequence after sequence; T those of them that count.
 """
 
@@ -35,7 +38,9 @@ from appliance.quant.mismatch import Mismatch, MismatchByLength, measure_by_leng
 from appliance.record.events import METRICS_FILE, append_event, append_line
 from appliance.record.plan import RunPlan
 from appliance.sync.records import SyncRecord
+from appliance.trainer.correction import clipped_negative_fraction
 from appliance.trainer.precision import Live
+from appliance.trainer.rollout_forward import Held
 
 _FROM_VERL = {
     "reward_mean": "critic/rewards/mean",
@@ -67,6 +72,8 @@ class StepTelemetry:
     `mismatch` is finite either, and in `by_length` they count as equal.  seconds: that measuring took.
 
     differing_tokens: whose two log-probs are not the same float32.
+
+    With `measure_held` all of these but `equal_group_fraction` and `tokens_mean` are of the tokens that were held.
     """
 
     mismatch: Mismatch
@@ -114,24 +121,30 @@ def measure_batch(
     finite log-probs makes the whole mismatch not finite.
     """
     real_N = real_N.bool()
-    trainer_T, rollout_T = trainer_N[real_N], rollout_N[real_N]
+    length_S = torch.segment_reduce(real_N.double(), "sum", lengths=row_S).long()
+    counted = length_S.bool().tolist()
+    return StepTelemetry(
+        **_compared(trainer_N[real_N], rollout_T=rollout_N[real_N], length_S=length_S, cap=cap),
+        equal_group_fraction=equal_groups(
+            compress(responses_N[real_N].split(length_S.tolist()), counted), prompts=compress(prompts, counted)
+        ),
+        tokens_mean=int(real_N.sum()) / max(1, sum(counted)),
+    )
+
+
+def _compared(trainer_T: Tensor, *, rollout_T: Tensor, length_S: Tensor, cap: float | None) -> dict[str, Any]:
+    """The part of StepTelemetry that says how far one is from the other."""
     differing = int((trainer_T.float() != rollout_T.float()).sum())
     broken = float((~finite_pairs(trainer_T, rollout_T)).double().mean())
     if broken:
         trainer_T, rollout_T = with_finite_pairs(trainer_T, rollout_T)
-    length_S = torch.segment_reduce(real_N.double(), "sum", lengths=row_S).long()
-    counted = length_S.bool().tolist()
     mismatch = measure_mismatch(trainer_T, rollout_T=rollout_T, cap=cap)
-    return StepTelemetry(
-        mismatch=Mismatch(**dict.fromkeys(dataclasses.asdict(mismatch), math.nan)) if broken else mismatch,
-        by_length=measure_by_length(trainer_T, rollout_T=rollout_T, length_S=length_S, cap=cap),
-        equal_group_fraction=equal_groups(
-            compress(responses_N[real_N].split(length_S.tolist()), counted), prompts=compress(prompts, counted)
-        ),
-        nonfinite_fraction=broken,
-        tokens_mean=len(trainer_T) / max(1, sum(counted)),
-        differing_tokens=differing,
-    )
+    return {
+        "mismatch": Mismatch(**dict.fromkeys(dataclasses.asdict(mismatch), math.nan)) if broken else mismatch,
+        "by_length": measure_by_length(trainer_T, rollout_T=rollout_T, length_S=length_S, cap=cap),
+        "nonfinite_fraction": broken,
+        "differing_tokens": differing,
+    }
 
 
 def finite_pairs(trainer: Tensor, rollout: Tensor) -> Tensor:
@@ -206,6 +219,49 @@ def measure_step(
     return batch, replace(telemetry, seconds=time.perf_counter() - started)
 
 
+def measure_held(
+    step: StepTelemetry,
+    *,
+    keys: Sequence[str],
+    fetched: TensorDict,
+    held: Sequence[Held],
+    sequences: int,
+    cap: float | None,
+) -> tuple[StepTelemetry, float]:
+    """(`step` with the mismatch of the tokens held, their mean entropy in nats).
+
+    step: as `measure_step` says it.  keys: of its sequences.  fetched: what that was said of.  held: of all ranks.
+    sequences: of an update.  cap: of a token's weight.
+    Raises TrainingError when not so many were held, or a sequence's log-probs are not as many as its rollout's.
+    """
+    started = time.perf_counter()
+    rows = {
+        key: values
+        for each in held
+        for key, *values in zip(each.keys, *(_rows(each, of) for of in (each.log_probs_N, each.entropy_N)), strict=True)
+    }
+    if not sum(key in rows for key in keys) == len(rows) == sequences:
+        what = f"{len(rows)} sequences of this step's first update were held against the rollouts, of {sequences}"
+        raise TrainingError(what, hint="report it with the log; trainer.old_log_probs: recompute goes on without it")
+    columns = (fetched[name].unbind() for name in ("rollout_log_probs", "response_mask"))
+    length_S, found = [], []
+    for key, rollout, real in zip(keys, *columns, strict=True):
+        length_S.append(int(real.sum()) if key in rows else 0)
+        if key in rows:
+            log_probs, entropy = rows[key]
+            if len(log_probs) != len(rollout):
+                raise TrainingError("log-probs of this step's first update have not the rollouts' lengths")
+            found.append([each[real.bool()] for each in (log_probs, rollout, entropy)])
+    trainer_T, rollout_T, entropy_T = (torch.cat(each) for each in zip(*found, strict=True))
+    compared = _compared(trainer_T, rollout_T=rollout_T, length_S=torch.tensor(length_S), cap=cap)
+    seconds = step.seconds + time.perf_counter() - started
+    return replace(step, **compared, seconds=seconds), float(entropy_T.double().mean())
+
+
+def _rows(held: Held, values_N: Tensor) -> tuple[Tensor, ...]:
+    return values_N.split(held.length_S.tolist())
+
+
 def _write_finite(batch: KVBatchMeta, fetched: TensorDict) -> KVBatchMeta:
     both = (fetched[name] for name in _FIELDS[:2])
     pairs = [with_finite_pairs(one, other) for one, other in zip(*(rows.unbind() for rows in both), strict=True)]
@@ -219,12 +275,14 @@ def _write_finite(batch: KVBatchMeta, fetched: TensorDict) -> KVBatchMeta:
 class Step:
     """What a step has brought so far, from the hooks of verl's, for its line.
 
-    rolled: what its rollouts are made in.  correction: of BatchCorrection.  sync: the weight update that ended it.
+    rolled: what its rollouts are made in.  fetched: what `telemetry` was measured in.  correction: of BatchCorrection.
+    sync: the weight update that ended it.
     """
 
     rolled: Live
     reward_failures: int = 0
     telemetry: StepTelemetry | None = None
+    fetched: TensorDict | None = None
     correction: dict[str, float | None] | None = None
     sync: SyncRecord | None = None
 
@@ -250,8 +308,10 @@ def step_metrics(
     return {
         "step": number,
         **{key: float(verl[name]) for key, name in _FROM_VERL.items()},
+        "clipped_negative_fraction": clipped_negative_fraction(verl),
         "response_tokens_mean": length,
         **{key: round(timing_s[name], 4) for key, name in _TIMINGS_S.items() if name in timing_s},
+        **({"logprob_s": 0.0} if plan.trainer.reuses_log_probs else {}),  # there is no pass; what took time fetched
         "rollout_tokens_per_s": tokens / timing_s["gen"],
         **sync,
         "telemetry_s": round(sync["telemetry_s"] + step.telemetry.seconds, 6),

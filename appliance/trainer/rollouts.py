@@ -31,11 +31,10 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from appliance.errors import EngineError, TrainingError
 from appliance.record.liveness import Heartbeat
-from appliance.tasks.grading import Graded, Shaping
+from appliance.record.samples import Group, SampleLog
+from appliance.tasks.grading import Graded, Shaping, set_metrics
 from appliance.tasks.task import Response
-from appliance.tasks.validation import set_metrics
 from appliance.trainer.rewards import RewardPool, neutral_accuracies, neutral_parts, reward_means
-from appliance.trainer.samples import Group, SampleLog
 from appliance.trainer.turns import Opening, Spoken, SpokenGroup, Tally, Turns, one_turn
 
 PROMPTS_PER_PUT = 64

@@ -6,11 +6,13 @@ says in which order the parts do their work.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ray
 from omegaconf import DictConfig
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.utils import Role
@@ -24,7 +26,7 @@ from appliance.record.code import attested_code
 from appliance.record.events import append_event, run_started
 from appliance.record.plan import RunPlan
 from appliance.terms.devices import CPU
-from appliance.trainer.attest import attest_driver, attest_trainers, check_attested
+from appliance.trainer.attest import SEARCH_EVERY, attest_driver, attest_trainers, check_attested, tell_layer
 from appliance.trainer.checkpoints import Checkpoints, at_its_place, read_state
 from appliance.trainer.correction import BatchCorrection
 from appliance.trainer.engines import RolloutEngines
@@ -35,6 +37,7 @@ from appliance.trainer.metrics import (
     append_metrics,
     keeping_fetched,
     left_out,
+    measure_held,
     measure_step,
     step_metrics,
     tell_differing,
@@ -43,6 +46,7 @@ from appliance.trainer.metrics import (
 from appliance.trainer.precision import RolloutPrecision, Validation, WeightUpdates
 from appliance.trainer.replay_buffer import DynamicSampling, choose_in_order, wait_for_rollouts
 from appliance.trainer.rewards import RewardFaults
+from appliance.trainer.rollout_forward import take_held
 from appliance.trainer.rollouts import Rollouts
 from appliance.trainer.stopping import StopAsked, Stopping
 
@@ -86,6 +90,7 @@ class Trainer(PPOTrainerSync):
         )
         self.validation = Validation(plan, precision=self.precision, check_stop=stopping.check)
         self.correction = BatchCorrection(plan)
+        self._search_from = 0  # the next step in which a layer may be searched for
         self.reward_faults = RewardFaults(self.run_dir, most=plan.guard.reward_failures)
         self.sampling = DynamicSampling(
             at_first=plan.prompts_per_step, max_prompts=plan.algorithm.max_generated_prompts
@@ -147,11 +152,19 @@ class Trainer(PPOTrainerSync):
         self.stopping.check()
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        self._phase("log-probs")
+        if self.plan.trainer.reuses_log_probs:
+            metrics["actor/entropy"] = math.nan  # until the update has said one
+        else:
+            self._phase("log-probs")
         with keeping_fetched() as fetched:
             batch = super()._compute_old_log_prob(batch, metrics=metrics)
-        batch, self._step.telemetry = measure_step(batch, cap=self.correction.token_cap, fetched=fetched.data)
+            batch, self._step.telemetry = measure_step(batch, cap=self.correction.token_cap, fetched=fetched.data)
+        if self.plan.trainer.reuses_log_probs:
+            self._step.fetched = fetched.data  # of measure_step: verl fetched one field
         self.stopping.check()
+        found = self._step.telemetry
+        if found.differing_tokens and not found.nonfinite_fraction and self._step.is_exact(self.plan):
+            self._search_layer(batch)
         return batch
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
@@ -169,10 +182,25 @@ class Trainer(PPOTrainerSync):
         self._phase("update")
         self.checkpoints.begin_update()
         batch = super()._update_actor(batch, metrics=metrics)
+        if self.plan.trainer.reuses_log_probs:
+            self._hold_update(batch, metrics)
         self.correction.after_update(
             batch, step=self.global_steps, reported=metrics, log_probs=self.actor_rollout_wg.compute_log_prob
         )
         return batch
+
+    def _hold_update(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> None:
+        """Log-probs of the first update against the rollouts': its weights were still those that sampled."""
+        trainer, workers = self.plan.trainer, self.actor_rollout_wg.workers
+        self._step.telemetry, metrics["actor/entropy"] = measure_held(
+            self._step.telemetry,
+            keys=batch.keys,
+            fetched=self._step.fetched,
+            held=[each for found in ray.get([one.__ray_call__.remote(take_held) for one in workers]) for each in found],
+            sequences=trainer.mini_batch_prompts * self.plan.rollout.samples_per_prompt,
+            cap=self.correction.token_cap,
+        )
+        self._step.fetched = None
 
     def on_step_end(self) -> None:
         self._phase("sync")
@@ -304,6 +332,13 @@ class Trainer(PPOTrainerSync):
         check_attested(self.plan, precision=self.engines.generation.precision)
         append_event(self.run_dir, kind="note", what=restart.text, why=why, **restart.numbers())
         self._phase(before)
+
+    def _search_layer(self, batch: KVBatchMeta) -> None:
+        step, servers = self.global_steps, self.llm_server_manager.server_handles
+        if step >= self._search_from:
+            self._search_from = step + SEARCH_EVERY
+            self.rollouts.finish()
+            tell_layer(batch, plan=self.plan, step=step, workers=self.actor_rollout_wg.workers, servers=servers)
 
     def _end_rewards(self, what: str) -> int:
         """How many of them failed. Raises GuardStop, after the last finished step is saved: none is learnt from rewards

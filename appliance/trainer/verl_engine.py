@@ -4,7 +4,8 @@ verl looks for an engine by device and vendor, and lets VERL_ENGINE_VENDOR name 
 is one.
 
 The rollouts' own forward (`trainer.forward: rollout`): put in before FSDP wraps the model, and told by the sender of
-weights what the engines compute in from an update on.
+weights what the engines compute in from an update on. Without a pass for log-probs before the update
+(`trainer.old_log_probs: rollout`) it holds those of the first one, for the driver to compare.
 
 Another learning rate for the layers that UAQ scales: two groups of parameters. UAQ by s makes a step of Adam's s times
 larger beside the weight, on the linear layers that a norm feeds. This does the same to the same layers without touching
@@ -20,11 +21,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+from tensordict import TensorDict
+from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+from appliance.quant.mismatch import LayerTrace, Place
 from appliance.record.plan import RunPlan, read_plan
 from appliance.terms.environment import ENGINE_VENDOR, PLAN_VARIABLE
 from appliance.terms.families import norm_fed
@@ -41,10 +46,28 @@ class ApplianceEngine(FSDPEngineWithLMHead):
         module = super()._build_module()
         self._flow: RolloutForward | None = None
         if _plan().trainer.one_flow:
-            self._flow = put_in(
-                module, quantisation=_plan().rollout.replicas[0], num_tokens=len(self.model_config.tokenizer)
+            flow = RolloutForward(
+                module,
+                quantisation=_plan().rollout.replicas[0],
+                num_tokens=len(self.model_config.tokenizer),
+                fp8_backward=_plan().trainer.fp8_backward,
+                keeps=_plan().trainer.reuses_log_probs,
             )
+            self._flow = put_in(flow)
         return module
+
+    def prepare_model_outputs(
+        self, output: Any, output_args: dict[str, Any], micro_batch: TensorDict, logits_processor_func: Any
+    ) -> dict[str, Tensor]:
+        """verl gives an update's log-probs to its loss, and then drops them."""
+        found: dict[str, Tensor] = super().prepare_model_outputs(
+            output, output_args, micro_batch, logits_processor_func
+        )
+        if self._flow is not None and self._flow.holds:
+            entropy_T = self._gather_and_unpad_packed(output.entropy[0], output_args["pad_size"])
+            entropy = torch.nested.nested_tensor_from_jagged(entropy_T, micro_batch["input_ids"].offsets())
+            self._flow.hold(micro_batch, log_probs=found["log_probs"], entropy=entropy)
+        return found
 
     def _build_optimizer(self, module: Module) -> Optimizer:
         optimizer = super()._build_optimizer(module)
@@ -57,6 +80,21 @@ class ApplianceEngine(FSDPEngineWithLMHead):
         if self._flow is not None:
             self._flow.forget()
         return norm
+
+    def traced(self, ids: list[int], *, token: int, temperature: float, kept: Place | None = None) -> LayerTrace:
+        """Of `token` after `ids`, by the rollouts' forward. On all ranks at once."""
+        ids_1T, labels_1T = torch.tensor([ids]), torch.tensor([[*ids[1:], token]])
+        trace = LayerTrace(kept)
+        with self.eval_mode(), torch.no_grad(), torch.autocast(ids_1T.device.type, dtype=self._autocast_dtype):
+            out = self.module(
+                input_ids=ids_1T,
+                position_ids=torch.arange(len(ids))[None],
+                shift_labels=labels_1T,
+                temperature=temperature,
+                trace=trace.note,
+            )
+        trace.log_prob = float(out.log_probs[0, -1])
+        return trace
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super().load_checkpoint(*args, **kwargs)

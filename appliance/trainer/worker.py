@@ -2,7 +2,10 @@
 
 It gives verl our sender of weights and, where the plan asks for it, our engine, by verl's own registries, and the CPU
 as one of verl's platforms: torch.cpu with the calls that verl makes on torch.cuda, and gloo. In a run on a CPU it
-repairs the one call that cannot work there, and fits the threads to the host.
+repairs the one call that cannot work there, and fits the threads to the host. Log-probs are taken in chunks of tokens,
+and transformers knows our attention (trainer/attention.py).
+
+Legend: T tokens, V words.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 from verl.workers.rollout import base
@@ -41,6 +45,59 @@ PROCESS_GROUP = Patch(
     source_sha256="761a94d1a2e058d31a0ac231c89a142abf5daf822e333bac75e84cafcf7507ac",
     remove_when="verl builds the backend string from a set of devices",
 )
+
+
+LOG_PROBS = Patch(
+    name="chunked-log-probs",
+    target="verl.utils.torch_functional:logprobs_from_logits_v2",
+    why=(
+        "without flash-attn's kernel verl takes one log_softmax per token in a loop of Python, and keeps each result "
+        "for the backward pass; of BF16 logits on a CPU it also rounds the log-probs to BF16"
+    ),
+    upstream="https://github.com/verl-project/verl/blob/v0.9.1/verl/utils/torch_functional.py",
+    distribution="verl",
+    version="0.9.1",
+    source_sha256="1074be97faf338ae07d3c2351db0752714541a17e0616a785ee65b6fc14ea262",
+    remove_when="verl's log-probs without flash-attn are in float32 and take many tokens at a time",
+)
+CHUNK_ROWS = 1024
+_CPU_LOGITS = 1 << 20  # of a chunk, 4 MiB: what its cache holds
+
+
+class LogProbs(torch.autograd.Function):
+    """log softmax(x) of one word for each token, and its gradient g (onehot(label) - softmax(x)), in float32.
+
+    At most CHUNK_ROWS tokens at a time: of the size of the logits x, which are kept, there is only their gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_TV: Tensor, label_T: Tensor) -> Tensor:
+        """[T] float32 (float64 of float64), nats.  x_TV: [T, V] of any float.  label_T: [T] int64 in 0..V-1."""
+        ctx.save_for_backward(x_TV, label_T)
+        wide = torch.promote_types(x_TV.dtype, torch.float32)
+        chunks = zip(*(each.split(_rows(x_TV)) for each in (x_TV, label_T[:, None])), strict=True)
+        return torch.cat([x.log_softmax(dim=-1, dtype=wide).gather(1, label) for x, label in chunks])[:, 0]
+
+    @staticmethod
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        x_TV, label_T = ctx.saved_tensors
+        grad_TV = torch.empty_like(x_TV)
+        tensors = (grad_TV, x_TV, label_T[:, None], grad_T[:, None])
+        for into, x, label, grad in zip(*(each.split(_rows(x_TV)) for each in tensors), strict=True):
+            into.copy_(x.softmax(dim=-1, dtype=grad.dtype).mul_(-grad).scatter_add_(1, label, grad))
+        return grad_TV, None
+
+
+def _rows(x_TV: Tensor) -> int:
+    return min(CHUNK_ROWS, max(1, _CPU_LOGITS // x_TV.shape[1])) if x_TV.device.type == "cpu" else CHUNK_ROWS
+
+
+def _in_chunks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def log_probs(logits: Tensor, labels: Tensor) -> Tensor:
+        return LogProbs.apply(logits.flatten(0, -2), labels.flatten()).view(labels.shape)
+
+    return log_probs
 
 
 def _gloo_only(original: Callable[..., None]) -> Callable[..., None]:
@@ -75,7 +132,7 @@ def _device_namespace() -> SimpleNamespace:
 
 @PlatformRegistry.register(platform="cpu")
 class CpuPlatform(PlatformBase):
-    """One "GPU" of verl's plan is one CPU rank. Chosen by VERL_PLATFORM=cpu.
+    """One "GPU" of verl's plan is one CPU rank. Chosen by VERL_PLATFORM=cpu, and never found by itself.
 
     Ray's resource stays `GPU`, because verl's resource check counts only GPU and NPU; the run's Ray is started with
     as many of them as the plan has ranks.
@@ -93,6 +150,10 @@ class CpuPlatform(PlatformBase):
 
     def is_available(self) -> bool:
         return True
+
+    def is_platform_available(self, use_smi_check: bool = False) -> bool:
+        """verl asks where nothing is named: in a run on GPUs it must not take a process that sees none for ours."""
+        return _is_run_on_cpu()
 
     def current_device(self) -> str:  # type: ignore[override]
         """`cpu`: an index would become `cuda:0`."""
@@ -132,6 +193,10 @@ class CpuPlatform(PlatformBase):
         return SERVER_VARIABLES
 
 
+def _is_run_on_cpu() -> bool:
+    return os.environ.get(PLATFORM_VARIABLE) == "cpu"
+
+
 def fit_threads_to_host() -> None:
     """At most as many as this host has cores. Every process is given the plan's number, made from the head's cores.
 
@@ -144,8 +209,10 @@ def fit_threads_to_host() -> None:
 
 
 keep_stacks(WORKER_ROLE)
+apply_patch(LOG_PROBS, _in_chunks)
+importlib.import_module("appliance.trainer.attention")  # transformers knows it then
 
-if os.environ.get(PLATFORM_VARIABLE) == "cpu":
+if _is_run_on_cpu():
     fit_threads_to_host()
     apply_patch(PROCESS_GROUP, _gloo_only)
 

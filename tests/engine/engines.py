@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import importlib
 import os
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -118,8 +125,6 @@ def start_engine(
     """settings: further ones of vLLM's LLM."""
     import torch
     from vllm import LLM
-    from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
-    from vllm.model_executor.layers import rotary_embedding
 
     from appliance.terms.schemes import Scheme
     from appliance.terms.settings import Quantisation
@@ -128,10 +133,7 @@ def start_engine(
         scheme=Scheme(scheme), emulated=emulated, ignore=tuple(ignore), lm_head_fp32=lm_head_fp32
     )
     torch.set_num_threads(1)  # where torch was imported before the line above
-    destroy_model_parallel()  # a dense model made no group of experts; engines that live on use the new groups
-    destroy_distributed_environment()
-    rotary_embedding._ROPE_DICT.clear()  # engines of one process share them, and with them a broken update
-
+    forget_engines()
     llm = LLM(
         str(folder),
         skip_tokenizer_init=True,
@@ -144,17 +146,46 @@ def start_engine(
     return Engine(llm=llm, scheme=scheme)
 
 
+def forget_engines() -> None:
+    """Before an engine is started in this process, where others were."""
+    from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+    from vllm.model_executor.layers import rotary_embedding
+    from vllm.v1.engine import core
+
+    core.freeze_gc_heap = lambda: None  # it collects three times, and hides the engine's own garbage
+    destroy_model_parallel()  # a dense model made no group of experts; engines that live on use the new groups
+    destroy_distributed_environment()
+    rotary_embedding._ROPE_DICT.clear()  # engines of one process share them, and with them a broken update
+
+
+def run_here(module: list[str], *, log: Path, tick: Callable[[], None], **_: object) -> int:
+    """In place of `side_job._run`: a child of ours in this process, which has imported vLLM already. Its exit code."""
+    log.touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", module)
+        code = importlib.import_module(module[0]).main()
+    tick()
+    return code
+
+
+@functools.cache
+def freeze_once() -> None:
+    """What is there when the first engine is gone, vLLM's modules above all, is not looked through at the end of each
+    later one, which took a second."""
+    gc.freeze()
+
+
 def free_engine(engine: Engine) -> None:
     """Let go of a whole engine: weights, KV cache and handles. `engine` is of no use afterwards."""
-    import gc
-
     from vllm.config import get_cached_compilation_config
     from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
     for layer in engine.model.modules():  # online quantisation hides a reference to the layer in the value
         LAYERWISE_INFO.pop(layer, None)
-    engine.llm.llm_engine.engine_core.engine_core.model_executor.shutdown()
-    gc.unfreeze()  # as the engine's own shutdown does, which also ends the process groups of the engines that live on
-    engine.llm = None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "unfreeze", lambda: None)
+        engine.llm.llm_engine.engine_core.engine_core.model_executor.shutdown()
+    engine.llm = None  # its own shutdown would also end the process groups of the engines that live on
     get_cached_compilation_config.cache_clear()
     gc.collect()
+    freeze_once()

@@ -1,6 +1,7 @@
 """What the test of two ranks runs outside its own process: an engine over several ranks, and a reader inside each.
 
-python ranks_worker.py RANKS SCHEME OUT OLD NEW: generates with OLD, updates to NEW, to OLD again, and saves it all.
+python ranks_worker.py RANKS SCHEME FOLDER...: generates with FOLDER/1, updates to FOLDER/2, to FOLDER/1 again, and
+saves it all in FOLDER/two.pt. One engine after the other.
 """
 
 from __future__ import annotations
@@ -67,22 +68,28 @@ def prompt_log_probs(engine: Engine) -> list[list[float]]:
 
 
 def main() -> None:
-    ranks, scheme, out, old, new = sys.argv[1:]
+    ranks, scheme, *folders = sys.argv[1:]
+    for folder in map(Path, folders):
+        torch.save(look(int(ranks), scheme=scheme, old=folder / "1", new=folder / "2"), folder / "two.pt")
+
+
+def look(ranks: int, *, scheme: str, old: Path, new: Path) -> dict[str, object]:
     engine = start_engine(
-        Path(old),
+        old,
         scheme=scheme,
-        tensor_parallel_size=int(ranks),
+        tensor_parallel_size=ranks,
         distributed_executor_backend="mp",
         worker_extension_cls="ranks_worker.ReadingWorker",
     )
-    held = engine.llm.collective_rpc("held_int8")
-    found = {"held_old": held, "old": prompt_log_probs(engine)}
-    tensors = engine.llm.collective_rpc("update_from", args=(new,))
-    assert tensors == [len(read_checkpoint(Path(new)))] * int(ranks)
-    found |= {"held_new": engine.llm.collective_rpc("held_int8"), "new": prompt_log_probs(engine)}
-    engine.llm.collective_rpc("update_from", args=(old,))
+    llm = engine.llm
+    found = {"held_old": llm.collective_rpc("held_int8"), "old": prompt_log_probs(engine)}
+    tensors = llm.collective_rpc("update_from", args=(str(new),))
+    assert tensors == [len(read_checkpoint(new))] * ranks
+    found |= {"held_new": llm.collective_rpc("held_int8"), "new": prompt_log_probs(engine)}
+    llm.collective_rpc("update_from", args=(str(old),))
     found |= {"old_again": prompt_log_probs(engine)}
-    torch.save(found, out)
+    llm.llm_engine.engine_core.shutdown()
+    return found
 
 
 if __name__ == "__main__":

@@ -338,3 +338,36 @@ def test_a_layer_that_fell_out_of_int8_is_an_error(engine: Engine, monkeypatch: 
     assert raised.value.message == (
         "1 layers are not int8 and were not to be left out, first model.layers.1.mlp.down_proj"
     )
+
+
+class OnGpu:
+    """In the place of vLLM's kernel on a GPU: takes the layer as it is."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        self.taken = layer.weight.shape
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(32, 64), (40, 64), (32, 72)])
+def test_a_gpu_takes_only_layers_of_whole_sixteens(rows: int, columns: int) -> None:
+    """vLLM's CUTLASS kernel has no others, and the Triton kernel in its place rounds before it adds the bias."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    from appliance.engine.int8 import Int8LinearMethod
+    from appliance.errors import EngineError
+    from appliance.terms.schemes import Scheme
+
+    with set_current_vllm_config(VllmConfig()):
+        method = Int8LinearMethod(Scheme.INT8)
+    method.kernel, layer = OnGpu(), torch.nn.Module()
+    layer.prefix, layer.weight = "model.layers.0.mlp.down_proj", torch.nn.Parameter(torch.ones(rows, columns))
+    codes = quantise_int8(torch.ones(rows, columns, dtype=torch.bfloat16))
+    if (rows, columns) == (32, 64):
+        method.install(layer, codes)
+        assert method.kernel.taken == (rows, columns)
+        return
+    with pytest.raises(EngineError) as raised:
+        method.install(layer, codes)
+    assert raised.value.message == (
+        f"model.layers.0.mlp.down_proj: {rows} x {columns} on this rank; on a GPU `int8` needs multiples of 16, as its "
+        "CUTLASS kernel does"
+    )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from faults import flip_bit, given_to_vllm, overwrite
+from faults import before_proof, flip_bit, given_to_vllm, overwrite
 from native_layers import (
     DOWN,
     GATE_UP,
@@ -253,3 +253,28 @@ def test_padding_of_a_kernel_is_no_part_of_the_weight() -> None:
     wanted, held = quantise(received(GATE_UP, tensors(1)), scheme=Scheme.FP8_CHANNEL), method.held_weight(layer)
     assert torch.equal(held.codes_NK.view(torch.uint8), wanted.codes_NK.view(torch.uint8)[:315, :97])
     assert torch.equal(held.scale, wanted.scale[:315]) and method.provable
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_update_moves_no_tensor_that_a_cuda_graph_may_read(scheme: Scheme) -> None:
+    update = new_update(served(scheme), captured=True)
+    assert {take(update, tensors(seed)).layers_proven for seed in (1, 2, 3)} == {2}
+
+
+def test_a_tensor_that_moved_is_refused_though_the_layer_answers_right() -> None:
+    """The proof asks the layer, which finds its new tensor; a graph would replay with the old one."""
+    model = served(Scheme.FP8_CHANNEL)
+    layer = model.get_submodule(DOWN)
+
+    def move() -> bool:
+        layer.weight.data = layer.weight.data.t().clone().t()
+        return True
+
+    eager = new_update(model)
+    with before_proof(move):
+        assert take(eager, tensors(2)).layers_proven == 2
+    update = new_update(model, captured=True)
+    assert refusal(model, inject=move, update=update) == (
+        f"weight update 1: CUDA graphs read the old place of {DOWN}.weight"
+    )
+    assert update.broken == "moved a tensor that CUDA graphs read"

@@ -5,23 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engines import free_engine, start_engine
+from engines import Engine, free_engine, start_engine
 from families import FAMILIES, make_family
 
+FP8 = ("fp8", "fp8-channel", "fp8-block")
 DENSE = [name for name in FAMILIES if "moe" not in name]
 PROMPTS = [[(7 * place + step * step) % 490 for step in range(3 + 5 * place)] for place in range(12)]
 
 
-def sampled(folder: Path, *, temperature: float, **settings: object) -> list[tuple[list[int], list[int], list[float]]]:
-    """(prompt, response, log-probs) of an INT8 engine."""
+def sampled(engine: Engine, *, temperature: float) -> list[tuple[list[int], list[int], list[float]]]:
+    """(prompt, response, log-probs)"""
     from vllm import SamplingParams
 
-    engine = start_engine(folder, scheme="int8", **settings)
     params = SamplingParams(
         temperature=temperature, max_tokens=40, ignore_eos=True, logprobs=0, detokenize=False, seed=3
     )
     outputs = engine.llm.generate([{"prompt_token_ids": each} for each in PROMPTS], params, use_tqdm=False)
-    found = [
+    return [
         (
             list(each.prompt_token_ids),
             list(each.outputs[0].token_ids),
@@ -32,11 +32,9 @@ def sampled(folder: Path, *, temperature: float, **settings: object) -> list[tup
         )
         for each in outputs
     ]
-    free_engine(engine)
-    return found
 
 
-def recomputed(folder: Path, rows: list, *, temperature: float, ignore: tuple[str, ...] = ()) -> list[list[float]]:
+def recomputed(folder: Path, rows: list, *, temperature: float, scheme: str = "int8") -> list[list[float]]:
     """The same log-probs by the trainer's forward, all sequences in one row."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -46,9 +44,8 @@ def recomputed(folder: Path, rows: list, *, temperature: float, ignore: tuple[st
     from appliance.trainer.rollout_forward import RolloutForward
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    RolloutForward(
-        model, quantisation=Quantisation(scheme=Scheme.INT8, ignore=ignore), num_tokens=model.config.vocab_size
-    )
+    quantisation = Quantisation(scheme=Scheme(scheme), emulated=scheme in FP8)
+    RolloutForward(model, quantisation=quantisation, num_tokens=model.config.vocab_size)
     texts = [prompt + response for prompt, response, _ in rows]
     ids = torch.tensor([[token for text in texts for token in text]])
     positions = torch.cat([torch.arange(len(text)) for text in texts])[None]
@@ -63,11 +60,26 @@ def recomputed(folder: Path, rows: list, *, temperature: float, ignore: tuple[st
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("family", DENSE)
-def test_log_probs_are_the_engines(family: str, temperature: float, tmp_path: Path) -> None:
+def test_log_probs_are_the_engines(family: str, tmp_path: Path) -> None:
     folder = make_family(tmp_path, name=family, seed=1)
-    rows = sampled(folder, temperature=temperature)
-    found = recomputed(folder, rows, temperature=temperature)
+    engine = start_engine(folder, scheme="int8")
+    rows = {temperature: sampled(engine, temperature=temperature) for temperature in (1.0, 0.7)}
+    free_engine(engine)
+    for temperature, each in rows.items():
+        found = recomputed(folder, each, temperature=temperature)
+        assert found == [log_probs for _, _, log_probs in each]
+        assert sum(map(len, found)) == 480
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("scheme", FP8)
+def test_log_probs_are_those_of_engines_that_emulate_fp8(scheme: str, tmp_path: Path) -> None:
+    """Weights of q, k and v share blocks and, per tensor, a scale: the layers are fused here as they are there."""
+    folder = make_family(tmp_path, name="qwen2", seed=1)
+    engine = start_engine(folder, scheme=scheme, emulated=True)
+    rows = sampled(engine, temperature=0.7)
+    free_engine(engine)
+    found = recomputed(folder, rows, temperature=0.7, scheme=scheme)
     assert found == [log_probs for _, _, log_probs in rows]
     assert sum(map(len, found)) == 480

@@ -8,9 +8,13 @@ import pytest
 import torch
 from engines import Engine, free_engine, start_engine
 from families import make_family
+from plans import make_plan, make_rollout
 from safetensors.torch import load_file, save_file
+from vllm.engine.arg_utils import EngineArgs
 
+from appliance.engine.replica import told
 from appliance.quant.calibrate import calibrate
+from appliance.quant.files import PROFILE_FILE
 from appliance.quant.mismatch import measure_mismatch
 from appliance.quant.profile import Origin, Profile, Settings, write_profile
 from appliance.terms.schemes import Scheme
@@ -47,6 +51,22 @@ def profile_of(folder: Path, target: Path, **settings: object) -> Profile:
 def engine_with(folder: Path, *, profile: Path | None, scheme: str = "int8") -> Engine:
     settings = Quantisation(scheme=Scheme(scheme), profile=str(profile or "")).engine_arguments()
     return start_engine(folder, scheme=scheme, load_format="appliance" if profile else "auto", **settings)
+
+
+def test_engines_of_two_runs_share_their_compiled_code_by_the_profile(tmp_path: Path) -> None:
+    """vLLM's hash of what it compiles has the profile's folder in it. Another profile keeps other layers in BF16."""
+    folder = make_family(tmp_path / "model", name="qwen2", seed=3)
+    hashes = []
+    for run, settings in (("a", {}), ("b", {}), ("c", {"strength": 0.0})):
+        profile = tmp_path / run / "profile"
+        profile_of(folder, profile, **settings)
+        asked = Quantisation(scheme=Scheme.INT8, profile=str(profile))
+        rollout = make_rollout(Scheme.INT8).replace(replicas=(asked,))
+        given = told(make_plan(tmp_path / run, rollout=rollout, cache_dir=str(tmp_path / "cache")), replica=0)
+        assert (Path(given.profile) / PROFILE_FILE).read_bytes() == (profile / PROFILE_FILE).read_bytes()
+        arguments = EngineArgs(model=str(folder), skip_tokenizer_init=True, **given.engine_arguments())
+        hashes.append(arguments.create_model_config().compute_hash())
+    assert hashes[0] == hashes[1] != hashes[2]
 
 
 def log_probs(engine: Engine) -> torch.Tensor:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from appliance.engine import kernel_proof
 from appliance.engine.fp8_proof import EmulatedProof, NativeBlockProof, NativeFp8Proof
-from appliance.engine.kernel_proof import ROTATION, Bf16Proof, Int8Proof, KernelProof, ask
+from appliance.engine.kernel_proof import ROTATION, Bf16Proof, Int8Proof, KernelProof, answer, ask
 from appliance.engine.tensor_slots import LocalShape, Slot
 from appliance.errors import SyncError
 from appliance.quant import numba_fp8
@@ -16,6 +17,21 @@ from appliance.quant.codec import QuantisedWeight
 from appliance.terms.schemes import Scheme
 
 EVERY = (1, 3, 8, 20)
+
+
+class Asked(Module):
+    """Has no kernel, and keeps what cuBLAS was allowed when it was asked."""
+
+    quant_method = property(lambda self: self)
+
+    def apply(self, layer: Module, probe_MK: Tensor, bias_N: Tensor | None) -> Tensor:
+        self.allowed = reduced_precision()
+        raise SyncError("no kernel")
+
+
+def reduced_precision() -> tuple[bool, bool]:
+    matmul = torch.backends.cuda.matmul
+    return matmul.allow_bf16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction_split_k
 
 
 def proof(kind: type[KernelProof], scheme: Scheme, *, channels: int, length: int, **when: int) -> KernelProof | None:
@@ -161,3 +177,12 @@ def test_a_compiled_codec_that_is_not_the_codec_is_found(scheme: Scheme, monkeyp
     assert all(run(sync, bad=slice(0, 300)) for sync in range(1, 9))
     # A quarter of the rows that are looked at, 4 drawn: unseen in 60 syncs with a probability of 3e-8; seeds are fixed.
     assert any(run(sync, bad=slice(8, 40)) for sync in range(1, 61))
+
+
+def test_a_kernel_is_asked_for_sums_in_float32_and_the_setting_is_put_back() -> None:
+    """The bound of the BF16 proof leaves no room for partial sums in BF16, which torch allows cuBLAS."""
+    assert reduced_precision() == (True, True)
+    layer = Asked()
+    with pytest.raises(SyncError, match="no kernel"):
+        answer(layer, torch.ones(1, 8), bias_N=None)
+    assert layer.allowed == (False, False) and reduced_precision() == (True, True)

@@ -25,21 +25,36 @@ FAMILIES = ("llama", "qwen3-moe")
 CUT_IN_ROWS = ("o_proj", "down_proj", "w2")
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """What one rank and two ranks hold and answer, for the same two checkpoints."""
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for each family: checkpoints of two seeds, and `two.pt`, what two ranks made of them."""
     root = tmp_path_factory.mktemp("ranks")
-    old, new = (make_family(root / str(seed), name=request.param, seed=seed) for seed in (1, 2))
-    out = root / "two.pt"
+    for name in FAMILIES:
+        for seed in ("1", "2"):
+            make_family(root / name / seed, name=name, seed=int(seed))
     child = subprocess.run(
-        [sys.executable, Path(__file__).parent / "ranks_worker.py", str(RANKS), "int8", out, old, new],
+        [
+            sys.executable,
+            Path(__file__).parent / "ranks_worker.py",
+            str(RANKS),
+            "int8",
+            *(root / name for name in FAMILIES),
+        ],
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=900,
     )
     assert child.returncode == 0, child.stderr[-3000:]
-    answers = {"family": request.param, "two": torch.load(out)}
+    return root
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def found(request: pytest.FixtureRequest, two_ranks: Path) -> dict:
+    """What one rank and two ranks hold and answer, for the same two checkpoints."""
+    folder = two_ranks / request.param
+    old, new = folder / "1", folder / "2"
+    answers = {"family": request.param, "two": torch.load(folder / "two.pt")}
     for name, scheme, folder in (("bf16", "bf16", old), ("old", "int8", old), ("new", "int8", new)):
         engine = start_engine(folder, scheme=scheme)
         answers[name] = prompt_log_probs(engine)

@@ -40,6 +40,10 @@ SHARES = {
     "run folders": (100, 3_000),
     "config.json": (100, 4_000),
     "turns": (100, 4_000),
+    "reward functions": (80, 2_000),
+    "broken files": (40, 1_000),
+    "tools": (80, 2_000),
+    "chat templates": (150, 4_000),
 }
 
 counted: Counter[str] = Counter()
@@ -72,15 +76,15 @@ def fuzzed(
     return lambda test: chosen(given(**drawn)(test))
 
 
-def attempt(surface: str, work: Callable[[], Any], *, folder: Path) -> Any:
+def attempt(surface: str, work: Callable[[], Any], *, folder: Path, may: frozenset[str] = frozenset()) -> Any:
     """What the work returns, or None when it refuses the input as the contract says. Counts one case.
 
-    folder: the only one that may change.  Raises AssertionError for an error that nobody should see, Forbidden, Hang,
-    and whatever else the work raises: all of them are findings.
+    folder: the only one that may change.  may: as of watched.  Raises AssertionError for an error that nobody should
+    see, Forbidden, Hang, and whatever else the work raises: all of them are findings.
     """
     counted[surface] += 1
     try:
-        with watched(folder):
+        with watched(folder, may=may):
             return work()
     except ApplianceError as error:
         assert error.exit_code in CODES, f"{type(error).__name__} ends with {error.exit_code}: {error.message}"

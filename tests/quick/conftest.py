@@ -15,3 +15,9 @@ def no_torch(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     marked = any(request.node.get_closest_marker(name) for name in ("slow", "engine"))
     assert had_it or marked or "torch" not in sys.modules, "this test loads torch: it belongs to tests/parts"
+
+
+@pytest.fixture
+def no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Preflight without the child that tries the rewards, 0.3 s each: test_preflight_sample.py has it."""
+    monkeypatch.setattr("appliance.preflight.inputs.reward_problem", lambda _: None)

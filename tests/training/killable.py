@@ -17,17 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from left_behind import Bystanders, bystanders, left_of
+from trainings import FEW
 
 from appliance.processes import Process, find_processes
 from appliance.record.checkpoints import DAMAGED, FOLDER, damage, in_order
 from appliance.terms.environment import RAY_DIR_VARIABLE, RUN_VARIABLE
+from appliance.trainer import forks
 
 RECIPE = "arithmetic-tiny-int8"
 # As small as a step can be: what is tried is how a run ends, and each attempt starts vLLM, verl and Ray again.
 SMALL = {
     "trainer.validate_before": "false",
     "trainer.validate_every": "0",
-    "task.val_size": "8",
+    **dict([FEW.split("=")]),
     "batch.prompts_per_step": "8",
     "checkpoint.every_steps": "1",
 }
@@ -162,8 +164,8 @@ class Run:
         return find_processes(f"{RUN_VARIABLE}={self.run_dir}", below=self.launcher.pid)
 
     def by_command(self, argument: str) -> list[Process]:
-        """Those that have it as one of the words of their command line."""
-        return [process for process in self.processes() if argument in command_of(process)]
+        """Those that were started with it as one of the words of their command line."""
+        return [each for each in self.processes() if each.name != forks.NAME and argument in command_of(each)]
 
     def kill(self, name: str) -> Process:
         """SIGKILL to the one process whose name begins so, or whose command has it as a word."""

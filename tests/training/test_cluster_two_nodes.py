@@ -20,13 +20,13 @@ from pathlib import Path
 import pytest
 from left_behind import bystanders, left_of
 from ray_from_outside import JOBS, REFUSED_BY_HTTP, statuses
-from trainings import holding
+from trainings import FEW, holding
 
 import appliance
 from appliance.processes import find_processes
 from appliance.terms.environment import NODE_VARIABLE, RAY_OWN, RECONNECT_S, RUN_VARIABLE
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.e2e(minutes=2)
 
 HEAD_PORT = 26379  # not Ray's own: another test may run a cluster, too
 NODE_PORT = 28379
@@ -40,7 +40,7 @@ def train(root: Path, *, name: str, steps: int = STEPS, port: int = HEAD_PORT, n
     sets = (
         *(f"cluster.nodes={nodes}", f"cluster.run_dir={root}", f"cluster.port={port}", f"cluster.wait_s={PATIENCE_S}"),
         *(f"trainer.steps={steps}", "trainer.validate_before=false", "trainer.validate_every=1000"),
-        *("task.val_size=16", "quantization.profile=none", "checkpoint.every_steps=1"),
+        *(FEW, "quantization.profile=none", "checkpoint.every_steps=1"),
     )
     options = [part for each in sets for part in ("--set", each)]
     return [sys.executable, "-m", "appliance", "train", "arithmetic-tiny-int8", "--name", name, *options]

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from trainings import Finished, train
+from trainings import FEW, Finished, train
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.e2e(minutes=2)
 
 STEPS = 7
 # A bound that every step breaks, and no pause: one level a step. What is decided in step n is sent at the end of step
@@ -25,7 +25,7 @@ HALF = "raise-precision (int8, 50% of layers in bf16)"
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, with_tiny_cache: Callable[[Path], Path]) -> Finished:
     root = with_tiny_cache(tmp_path_factory.mktemp("runs"))
-    sizes = (f"trainer.steps={STEPS}", "trainer.validate_before=false", "trainer.validate_every=3")
+    sizes = (FEW, f"trainer.steps={STEPS}", "trainer.validate_before=false", "trainer.validate_every=3")
     finished = train(root, *CLIMBING, *ACR, ACTIONS, *sizes, "trainer.validate_bf16_every=3", name="climbs")
     assert finished.code == 0, finished.stderr[-4000:]
     return finished
@@ -103,7 +103,7 @@ def test_both_validations_are_made_and_shown(run: Finished) -> None:
     """In step 3 two of them; in step 6 and 7 the rollouts are in BF16 anyway, or the switch is for both."""
     validated = [line for line in run.json_lines("metrics.jsonl") if "val_reward_mean" in line]
     assert [line["step"] for line in validated] == [3, 6, 7]
-    assert all(line["val_samples"] == 512 and line["val_reward_bf16_mean"] is not None for line in validated)
+    assert all(line["val_samples"] == 64 and line["val_reward_bf16_mean"] is not None for line in validated)
     assert abs(validated[0]["val_reward_bf16_mean"] - validated[0]["val_reward_mean"]) < 0.1
     assert all(line["val_reward_bf16_mean"] == line["val_reward_mean"] for line in validated[1:])
     shown = next(line for line in run.stderr.splitlines() if line.startswith("step 3/"))

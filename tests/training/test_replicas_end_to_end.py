@@ -1,4 +1,5 @@
-"""One real training whose two engines differ: FP8 per channel, emulated and with a profile, beside BF16."""
+"""One real training whose two engines differ: FP8 per channel, emulated and with a profile, beside BF16. The trainer's
+two ranks share each sequence."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from trainings import Finished, train
+from trainings import FEW, Finished, train
 
 from appliance.quant.files import read_file_header
 from appliance.record.plan import read_plan
@@ -22,11 +23,12 @@ ICEPOP = ("correction.method=icepop", "correction.cap=null", "correction.bounds=
 ENGINES = ("rollout.scheme=auto", "rollout.replicas=[fp8-channel, bf16]", "quantization.emulate=true")
 SIZES = (
     "cluster.gpus_per_node=2",
+    "trainer.sequence_parallel=2",
     f"trainer.steps={STEPS}",
     "trainer.validate_before=false",
     "trainer.validate_every=0",
     "trainer.validate_bf16_every=0",
-    "task.val_size=8",
+    FEW,
     "batch.prompts_per_step=8",
 )
 
@@ -56,6 +58,12 @@ def test_each_engine_acknowledges_every_update_in_its_scheme(run: Finished) -> N
     assert {(line["scheme"], line["emulated"]) for line in second} == {("bf16", False)}
     assert all(line["layers_proven"] == line["layers"] == 17 and line["telemetry"] for line in first)
     assert all(line["layers_proven"] and line["telemetry"] is None for line in second)
+
+
+def test_the_ranks_share_each_sequence(run: Finished) -> None:
+    """What they compute together is what the engines computed: `mismatch_k3_kl` below."""
+    overrides = read_plan(run.run_dir / "plan.json").argv
+    assert "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2" in overrides
 
 
 def test_metrics_say_both_schemes_and_that_one_is_emulated(run: Finished) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from trainings import Finished, train
+from trainings import FEW, Finished, train
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -18,7 +18,7 @@ LAYERS = 16  # 4 decoder layers of 4 quantised ones
 SETS = (
     *("guard.k3_kl=1e-12", "guard.bad_steps=1", "guard.cooling_steps=0", "guard.actions=[bf16]"),
     *("guard.scheme_change=restart", "trainer.validate_bf16_every=1", "trainer.validate_every=1"),
-    *("trainer.steps=3", "trainer.validate_before=false", "correction.method=adaptive"),
+    *(FEW, "trainer.steps=3", "trainer.validate_before=false", "correction.method=adaptive"),
 )
 
 

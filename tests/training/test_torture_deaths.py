@@ -10,6 +10,8 @@ from collections.abc import Callable
 import pytest
 from killable import Run
 
+from appliance.trainer import forks
+
 pytestmark = pytest.mark.torture
 
 NAMED_WITHIN_S = 60.0
@@ -48,6 +50,15 @@ def test_death_is_named_within_a_minute(victim: str, new_run: Callable[..., Run]
     assert run.processes() == []
 
 
+def test_nobody_misses_the_server_of_forks(new_run: Callable[..., Run]) -> None:
+    run = new_run("forks", trainer__steps="4", checkpoint__every_steps="0")
+    run.start()
+    assert run.wait_for(lambda: run.steps), run.said[-3000:]
+    run.kill(forks.NAME)
+    assert run.end() == 0, run.said[-3000:]
+    assert run.events("failure") == []
+
+
 @pytest.mark.parametrize("victim", ["VLLM::EngineCor", "ray::WorkerDict"])
 def test_process_that_stands_still_is_cut_with_stacks_of_the_others(victim: str, new_run: Callable[..., Run]) -> None:
     """SIGSTOP: it is there, holds its connections and does nothing."""
@@ -60,7 +71,7 @@ def test_process_that_stands_still_is_cut_with_stacks_of_the_others(victim: str,
     assert failure["what"].startswith(STALLED) or "did not answer" in failure["what"]
     if failure["what"].startswith("no progress"):
         (stall,) = run.events("stall")
-        other = "worker" if victim.startswith("VLLM") else "engine"  # the rollout server's process is one too
+        other = "WorkerDict" if victim.startswith("VLLM") else "engine"  # the rollout server's process is one too
         roles = {name.split("-")[0] for name in stall["stacks"]}
         assert roles >= {"driver", "reward", "TransferQueueController", "SimpleStorageUnit", other}
     assert run.processes() == []

@@ -21,11 +21,8 @@ import pytest
 from engines import Engine, read_checkpoint, start_engine
 from trainings import Finished
 
-from appliance.profile.command import write_config
 from appliance.quant.profile import load_smoothing
 from appliance.record.plan import read_plan
-from appliance.terms.schemes import Scheme
-from appliance.terms.settings import Quantisation
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -129,36 +126,29 @@ def lines_of(log: Path) -> list[str]:
     return [line.split(" - ", 3)[3] for line in log.read_text().splitlines()]
 
 
-def test_serve_is_int8_by_the_variable_alone(two_checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
-    model = two_checkpoints[0]
+def test_serve_is_int8_by_variables_alone_and_reloads_on_both_ranks(
+    two_checkpoints: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Tensor parallel 2, the head in FP32, nothing of verl, and a checkpoint taken after the start in both workers."""
+    first, second = two_checkpoints
     (tmp_path / "no-verl").mkdir()
     (tmp_path / "no-verl" / "verl.py").write_text('raise RuntimeError("somebody wanted verl")')
-    places = os.pathsep.join(filter(None, (str(tmp_path / "no-verl"), os.environ.get("PYTHONPATH"))))
-    with served(model, folder=tmp_path, FLASHRL_CONFIG="int8", PYTHONPATH=places) as server:
-        answer = server.answer()
-    assert answer == told(model, scheme="int8")
-    assert answer != told(model, scheme="bf16")
-    assert "somebody wanted verl" not in (tmp_path / "server.txt").read_text()
-    lines = lines_of(server.log)
-    assert sum(line.startswith("FLASHRL_CONFIG=int8: replica 0 gets the scheme int8: ") for line in lines) == 1
-    [kernels] = [line for line in lines if line.startswith("rank 0 has the scheme int8; layers by kernel: ")]
-    assert sum(map(int, re.findall(r"(\d+) CPUInt8ScaledMMLinearKernel\[", kernels))) == 8
-
-
-def test_serve_by_a_file_on_two_ranks_reloads_on_both(two_checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
-    """The file that a run writes, tensor parallel 2, and a checkpoint taken after the start in both workers."""
-    first, second = two_checkpoints
-    write_config(tmp_path / "q.yaml", [Quantisation(scheme=Scheme.INT8, lm_head_fp32=True)], model=str(first))
     environ = {
-        "FLASHRL_CONFIG": str(tmp_path / "q.yaml"),
+        "FLASHRL_CONFIG": "int8",
+        "FLASHRL_LMHEAD_FP32": "1",
         "FLASHRL_TEST_RELOAD": f"{first},{second}",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(tmp_path / "no-verl"), os.environ.get("PYTHONPATH")))),
     }
     with served(first, folder=tmp_path, more=("--tensor-parallel-size", "2"), **environ) as server:
         answer = server.answer()
+    assert "somebody wanted verl" not in (tmp_path / "server.txt").read_text()
     lines = lines_of(server.log)
+    assert sum(line.startswith("FLASHRL_CONFIG=int8: replica 0 gets the scheme int8: ") for line in lines) == 1
     for rank in (0, 1):
-        assert sum(f"rank {rank} has the scheme int8, lm_head in FP32;" in line for line in lines) == 1
+        begins = f"rank {rank} has the scheme int8, lm_head in FP32; layers by kernel: "
+        [kernels] = [line for line in lines if line.startswith(begins)]
+        assert sum(map(int, re.findall(r"(\d+) CPUInt8ScaledMMLinearKernel\[", kernels))) == 8
         taken = [
             re.search(r"took (\S+): 26 tensors in .* of \d+ layers", line)
             for line in lines
@@ -171,9 +161,9 @@ def test_serve_by_a_file_on_two_ranks_reloads_on_both(two_checkpoints: tuple[Pat
     assert abs(answer.log_probs[0] - alone) < 0.1 < abs(answer.log_probs[0] - other)
 
 
-@pytest.mark.e2e
+@pytest.mark.e2e(minutes=2)
 def test_the_file_that_a_run_wrote_serves_its_engine(short: Finished, tmp_path: Path) -> None:
-    """Its model, read from disk, its profile folded in: against an engine as the plan has it, to which the same
+    """Its model, read from disk, its profile folded in: to the last bit an engine as the plan has it, to which the same
     weights come by an update."""
     run_dir = short.run_dir
     file, model = run_dir / "profile" / "quantization.yaml", run_dir / "model"

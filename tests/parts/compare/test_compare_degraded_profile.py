@@ -45,13 +45,23 @@ def test_weights_lose_bits() -> None:
     assert error(scale_K) > 10 * error(torch.ones_like(scale_K))
 
 
-def test_the_command_writes_a_profile_that_reads_back(tmp_path: Path) -> None:
-    assert main(["-o", str(tmp_path / "coarse"), "--exponent", "2"]) == 0
+@pytest.mark.parametrize(("arguments", "scheme"), [([], Scheme.INT8), (["--scheme", "fp8-block"], Scheme.FP8_BLOCK)])
+def test_the_command_writes_a_profile_that_reads_back(arguments: list[str], scheme: Scheme, tmp_path: Path) -> None:
+    assert main(["-o", str(tmp_path / "coarse"), "--exponent", "2", *arguments]) == 0
     read = read_profile(tmp_path / "coarse")
     made = degraded_profile(SPEC, name="tiny-arithmetic", exponent=2, seed=1)
-    assert (read.scheme, read.origin.model) == (Scheme.INT8, "tiny-arithmetic")
+    assert (read.scheme, read.origin.model) == (scheme, "tiny-arithmetic")
     for ours, theirs in zip(made.smoothing.groups, read.smoothing.groups, strict=True):
         assert ours.norm == theirs.norm and torch.equal(ours.scale_K, theirs.scale_K)
+
+
+@pytest.mark.parametrize("exponent", [4, 8, 12])
+def test_fp8_keeps_its_bits_where_the_exponent_of_a_code_makes_up_for_the_scale(exponent: float) -> None:
+    weight_NK = torch.randn(64, SPEC.hidden_size, generator=torch.Generator().manual_seed(0))
+    scale_K = degraded_profile(SPEC, name="m", exponent=exponent, seed=1).smoothing.groups[0].scale_K
+    there_NK = dequantise(quantise(weight_NK * scale_K, scheme=Scheme.FP8_BLOCK)) / scale_K
+    error = float((there_NK - weight_NK).norm() / weight_NK.norm())
+    assert (error < 0.04) is (exponent <= 4) and (error < 0.1) is (exponent <= 8), error
 
 
 @pytest.mark.parametrize("exponent", [-1, 13])

@@ -46,6 +46,14 @@ def test_every_correction_equals_its_definition(name: str, seed: int) -> None:
     assert 0.05 < found.acted_BT[case.mask_BT].double().mean() < 0.95 or name == "none"  # every limit is at work
 
 
+@pytest.mark.parametrize("name", OF_A_STEP)
+def test_a_method_that_makes_the_same_of_all_tokens_of_a_response_says_so(name: str) -> None:
+    case, correction = make_case(0), OF_A_STEP[name]
+    found = correction.apply(case.part.x_BT, real_BT=case.mask_BT)
+    rows = (row for values in (found.weights_BT, found.kept_BT) for row in case.rows(values))
+    assert correction.of_tokens == (correction.clips or any(len(row.unique()) > 1 for row in rows))
+
+
 @given(rows=ROWS, cap=CAP)
 @EXAMPLES
 def test_weights_lie_above_zero_and_at_most_at_the_cap(rows: list[list[float]], cap: float) -> None:

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 from corrections_reference import CORRECTIONS, OF_A_STEP, make_case, reference
 
-from appliance.corrections.base import tighter
-from appliance.corrections.weights import Tis
+from appliance.corrections.base import Loss, tighter
+from appliance.corrections.registry import correction_of
+from appliance.corrections.weights import Tis, TisGeometric
 
 CAPPED = {"cap": 1.25, "reject_k3_above": 0.01}
 
@@ -20,6 +21,7 @@ CAPPED = {"cap": 1.25, "reject_k3_above": 0.01}
         ("adaptive", CAPPED),
         ("acr", CAPPED),
         ("tis-sequence", CAPPED),
+        ("tis-geometric", {"cap": 1.025, "reject_k3_above": 0.01}),
         ("calibrated-clipping", {"cap": 1.5, "reject_k3_above": 0.01}),
         ("icepop", {"bounds": (0.75, 2.0), "reject_k3_above": 0.01}),
         ("sequence-mask", {"reject_k3_above": 0.01}),
@@ -33,6 +35,11 @@ def test_every_method_has_something_to_tighten(name: str, changes: dict[str, obj
 
 def test_no_correction_weighs_as_tis_does() -> None:
     assert CORRECTIONS["none"].tightened() == Tis(cap=2.0, reject_k3_above=0.01)
+
+
+def test_no_correction_of_a_loss_of_sequences_weighs_sequences() -> None:
+    tight = correction_of("none", loss=Loss.TBPO).tightened()
+    assert tight == TisGeometric(cap=2.0, reject_k3_above=0.01, loss=Loss.TBPO)
 
 
 @pytest.mark.parametrize(("limit", "tight"), [(2.0, 1.5), (1.0, 1.0), (0.5, 0.5), (1.2, 1.1)])

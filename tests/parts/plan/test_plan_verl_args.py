@@ -27,6 +27,8 @@ CASES = {
         f"{method}": ("arithmetic-tiny-int8", (f"correction.method={method}", "correction.cap=null"))
         for method in CorrectionMethod
     },
+    "reuses": ("arithmetic-tiny-int8", ("trainer.forward=rollout", "trainer.old_log_probs=rollout")),
+    "tbpo": ("arithmetic-tiny-int8", ("algorithm.loss=tbpo", "correction.method=tis-geometric")),
     "logging": ("arithmetic-tiny-int8", ("logging.backends=[tensorboard, wandb]", "checkpoint.every_steps=5")),
     "odd-paths": ("arithmetic-tiny-int8", ("cluster.run_dir=/tmp/with space,=[${a}]'\\x/1e5",)),
     "gpu-packed": ("gsm8k-0.5b-int8", ()),
@@ -95,6 +97,13 @@ def test_no_method_is_ever_without_the_rollouts_log_probs(method):
     assert said["algorithm.rollout_correction.bypass_mode"] is False  # and the trainer computes its own
 
 
+def test_with_the_engines_log_probs_as_the_old_ones_verl_computes_none():
+    """And keeps its usual loss: another one belongs to the same mode."""
+    config = verl_config([text(*each) for each in planned("reuses")])
+    assert config.algorithm.rollout_correction.bypass_mode is True
+    assert config.actor_rollout_ref.actor.policy_loss.loss_mode == "vanilla"
+
+
 def test_no_key_is_given_twice():
     keys = [key.lstrip("+") for key, _ in planned("cpu-int8")]
     assert sorted(keys) == sorted(set(keys))
@@ -126,6 +135,7 @@ def test_added_keys_are_new_to_the_files_and_known_to_the_code():
     added = {key.lstrip("+") for key, _ in planned("cpu-int8") if key.startswith("+")}
     assert added == {
         "actor_rollout_ref.model.override_config.attn_implementation",
+        "actor_rollout_ref.model.override_config.model_config",
         "actor_rollout_ref.rollout.enable_sleep_mode",
         "actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend",
         "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls",
@@ -136,7 +146,9 @@ def test_added_keys_are_new_to_the_files_and_known_to_the_code():
     assert "self._preprocess_engine_kwargs(engine_kwargs)" in server  # where engine/replica.py adds what is quantised
     assert '"distributed_executor_backend": "mp"' in server
     assert "**engine_kwargs," in server
-    assert 'override_config.get("attn_implementation"' in (VERL / "workers" / "config" / "model.py").read_text()
+    model = (VERL / "workers" / "config" / "model.py").read_text()
+    assert 'override_config.get("attn_implementation"' in model
+    assert 'override_config["model_config"] if "model_config" in self.override_config' in model
 
 
 def fields_of(file: Path, class_name: str) -> set[str]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from appliance.errors import NumericsError
 from appliance.quant import codec
 from appliance.quant.codec import QuantisedWeight
-from appliance.quant.codec_int8 import dequantise_int8, quantise_int8
+from appliance.quant.codec_int8 import dequantise_int8, quantise_int8, quantise_int8_tokens
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = ((1, 1), (1, 64), (64, 1), (3, 7), (16, 33), (65, 128), (40, 1000))
@@ -151,9 +151,18 @@ def test_minus_128_is_never_used(dtype: torch.dtype) -> None:
 def test_a_value_that_is_not_finite_raises(bad: float, dtype: torch.dtype) -> None:
     weight_NK = random_weight((4, 9), dtype=dtype)
     weight_NK[2, 5] = bad
-    with pytest.raises(NumericsError) as raised:
-        quantise_int8(weight_NK)
-    assert raised.value.message == "a weight to quantise has a value that is not finite"
+    for function, what in ((quantise_int8, "a weight"), (quantise_int8_tokens, "an activation")):
+        with pytest.raises(NumericsError) as raised:
+            function(weight_NK)
+        assert raised.value.message == f"{what} to quantise has a value that is not finite"
+
+
+def test_activations_have_the_codes_of_weights() -> None:
+    tokens_MK = random_weight((300, 70), dtype=torch.bfloat16)
+    tokens_MK[3] = 0
+    found, wanted = quantise_int8_tokens(tokens_MK), quantise_int8(tokens_MK)
+    assert torch.equal(found.codes_NK, wanted.codes_NK) and torch.equal(found.scale, wanted.scale)
+    assert (found.block, found.scheme) == (wanted.block, wanted.scheme)
 
 
 def test_a_shard_of_rows_gives_the_shard_of_codes() -> None:

@@ -55,6 +55,11 @@ def test_no_factor_is_zero_and_none_large() -> None:
     assert len({tuple(row) for row in factors.tolist()}) == ROW_BYTES  # so no two bytes of a row can change places
 
 
+def test_the_product_is_in_a_layout_that_cuda_has() -> None:
+    """Rows times columns: cuBLAS 13 refuses two operands that are both row by row."""
+    assert _factors(torch.device("cpu")).stride() == (1, ROW_BYTES)
+
+
 @pytest.mark.parametrize("size", [2, 8, 1024, ROW_BYTES])
 def test_what_changed_places_is_seen(size: int) -> None:
     """Neighbours, within a row and across rows; words that differ in their highest bit only, too."""

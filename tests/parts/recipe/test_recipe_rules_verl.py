@@ -35,7 +35,7 @@ def drawn(seed: int) -> Iterator[Recipe]:
                 micro_batch_sequences=None if packs else draw.choice((None, 1, 2, 4)),
                 max_tokens_per_gpu=draw.choice((8, 16, 24, 32, 64)) if packs else None,
             ),
-            trainer=Trainer(steps=1, sequence_parallel=sharing, attention="flash_attention_2"),
+            trainer=Trainer(steps=1, sequence_parallel=sharing),
             cluster=Cluster(device="h100", gpus_per_node=draw.choice((1, 2, 3, 4))),
         )
 

@@ -10,11 +10,12 @@ import pytest
 from browser import Browser, find_browser
 
 from appliance.record.session import RunRecord, RunStatus, Session
+from appliance.report.folder import RunReader
 from appliance.report.write import write_page
 
 pytestmark = pytest.mark.slow
 
-FIGURES = 17
+FIGURES = 18
 BOXES = """[...document.querySelectorAll('svg.chart polyline.curve, svg.chart polygon.part, svg.chart rect.band')]
     .map(each => each.getBoundingClientRect()).map(box => [box.width, box.height])"""
 CONTRAST = """(() => {
@@ -44,7 +45,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 def made(run_dir: Path) -> Path:
-    write_page(run_dir, target=run_dir / "report.html")
+    write_page(RunReader(run_dir), target=run_dir / "report.html")
     return run_dir / "report.html"
 
 

@@ -178,11 +178,13 @@ for roles in (["ray", "worker"], ["worker", "engine"], ["engine", "worker", "ray
 
 
 def test_an_actor_that_loads_nothing_of_ours_has_the_name_that_ray_gives_it(tmp_path: Path) -> None:
-    """Every worker of Ray's imports trainer/preload.py. Its title is there when it is asked."""
+    """Ray calls WORKER_HOOK in every worker. Its title is there when it is asked."""
     code = """
-import importlib, time
+import pkgutil, time
 from setproctitle import setproctitle
-importlib.import_module("appliance.trainer.preload")
+from appliance.record.liveness import WORKER_HOOK
+module, _, function = WORKER_HOOK.rpartition(".")
+pkgutil.resolve_name(f"{module}:{function}")()
 setproctitle("ray::TransferQueueController.put_data")
 def waits():
     print("ready", flush=True)
@@ -211,9 +213,9 @@ def test_slow_training_with_a_heartbeat_is_left_alone(
     )
     plan = small_plan(tmp_path, argv=python(beating)).replace(guard=make_guard(stall_s=4.0, save_budget_s=0.1))
     process = launch(plan)
-    wait_until(lambda: (Path(plan.run_dir) / "ready").exists(), seconds=30)
+    wait_until(lambda: (Path(plan.run_dir) / "ready").exists(), seconds=60)
     time.sleep(6.0)
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
+    process.communicate(timeout=60)
     assert process.returncode == 130

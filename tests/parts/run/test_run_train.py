@@ -91,7 +91,7 @@ def with_budget(plan: RunPlan, seconds: float) -> RunPlan:
 def test_run_that_ends_well(tmp_path: Path, small_plan: Callable, python: Callable, launch: Callable) -> None:
     plan = small_plan(tmp_path, argv=python(TRAINER + EXPORT))
     process = launch(plan)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert out == ""
     lines = err.splitlines()
@@ -126,7 +126,7 @@ def test_json_mode_gives_lines_for_machines(
     tmp_path: Path, small_plan: Callable, python: Callable, launch: Callable
 ) -> None:
     process = launch(small_plan(tmp_path, argv=python(TRAINER + EXPORT)), "--json")
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=60)
     lines = [json.loads(line) for line in out.splitlines()]
     assert err == ""
     assert [line["type"] for line in lines].count("metrics") == 4
@@ -144,6 +144,7 @@ def test_json_mode_gives_lines_for_machines(
         "reward_after": 0.5,
         "greedy": True,
         "reward_after_bf16": None,
+        "val_reward_mean": 0.5,
         "rollout_tokens_per_s": 400.0,
         "step_s": 1.0,
         "val_sets": {},
@@ -160,7 +161,7 @@ def test_failed_training_says_what_and_where(
     )
     plan = small_plan(tmp_path, argv=python(code))
     process = launch(plan)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 4
     assert err.splitlines()[-4:] == [
         "error: training failed in phase rollout: rollout-0-0 runs bf16, the plan says int8",
@@ -179,7 +180,7 @@ def test_training_without_a_result_failed(
 ) -> None:
     plan = small_plan(tmp_path, argv=python(TRAINER))
     process = launch(plan, "--may-restart")
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 5
     assert (
         "error: training failed in phase rollout: TrainingError: it ended without writing its result (exit code 0)"
@@ -208,7 +209,7 @@ def test_name_in_use_is_refused(tmp_path: Path, small_plan: Callable, python: Ca
     plan = small_plan(tmp_path, argv=python(TRAINER + EXPORT))
     Path(plan.run_dir).mkdir()
     process = launch(plan)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (
         2,
         f"run name `small-1` is in use: {plan.run_dir}\nchoose another --name, or leave it out\n",
@@ -232,7 +233,7 @@ def test_signal_stops_the_run_and_leaves_no_process(
     process = launch(plan)
     children = started(process, run_dir, wait_until=wait_until)
     process.send_signal(number)
-    _, err = process.communicate(timeout=15)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     reason = f"stopped by {number.name}, and the state was not saved in time; what was not saved before is lost"
     assert err.splitlines()[-1] == reason
@@ -257,7 +258,7 @@ def test_signal_saves_and_stops(
     process = launch(plan)
     started(process, run_dir, wait_until=wait_until)
     process.send_signal(number)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == code
     said = f"stopped by {number.name}, the state after step 3 is saved"
     note = "note: saving, then stopping (press Ctrl-C again to stop at once)"
@@ -294,7 +295,7 @@ def test_signal_while_the_model_loads_has_nothing_to_save(
     process = launch(plan)
     started(process, Path(plan.run_dir), wait_until=wait_until)
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert err.splitlines()[-1] == "stopped by SIGTERM, there was nothing to save"
 
@@ -310,11 +311,11 @@ def test_second_signal_does_not_wait(
     time.sleep(0.3)
     assert process.poll() is None  # the child hears nothing, and has 300 s
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=15)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     said = "stopped at once by SIGINT, the second signal; what was not saved before is lost"
     assert err.splitlines()[-1] == said
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < 60
     assert not any(map(is_alive, children))
 
 
@@ -328,7 +329,7 @@ def test_signal_while_preparing_starts_no_training(
     run_dir = Path(plan.run_dir)
     wait_until(lambda: (run_dir / "events.jsonl").exists())
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=15)
+    process.communicate(timeout=60)
     assert process.returncode == 130
     record = read_record(run_dir)
     assert (record.state, record.phase, record.exit_code) == (RunStatus.STOPPED, "prepare", 130)
@@ -373,7 +374,7 @@ def test_ray_logs_are_kept_when_training_failed(
     )
     plan = with_ray_dir(small_plan(tmp_path, argv=python(code)), ray_dir)
     process = launch(plan)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 5
     assert err.splitlines()[-3] == "error: training failed in phase starting: RuntimeError: bad (exit code 1)"
     assert (Path(plan.run_dir) / "logs" / "1" / "ray" / "raylet.err").read_text() == "why"
@@ -386,7 +387,7 @@ def test_reader_that_goes_away_ends_the_run(
     plan = small_plan(tmp_path, argv=python("import time; time.sleep(0.5)\n" + TRAINER + WAITING))
     process = launch(plan, "--json")
     process.stdout.close()
-    assert process.wait(timeout=15) == 1
+    assert process.wait(timeout=60) == 1
     record = read_record(Path(plan.run_dir))
     assert (record.state, record.exit_code) == (RunStatus.FAILED, 1)
     assert record.reason == "BrokenPipeError: [Errno 32] Broken pipe"

@@ -6,12 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from called import called
 from transformers import PreTrainedTokenizerFast
 
+from appliance import console
 from appliance.errors import RecipeError
+from appliance.launch import side_job
+from appliance.tasks import preview as preview_child
 from appliance.tasks.prepare import prompt_ids
 from appliance.tasks.rows import Problem
 from appliance.tasks.tiny_model import byte_tokenizer
@@ -30,22 +35,48 @@ OWN = (
 )
 
 
-def run(folder: Path, *arguments: str, sets: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    pairs = [part for pair in sets for part in ("--set", pair)]
-    line = [sys.executable, "-m", "appliance", "data", *arguments, *pairs]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
-    return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def preview(folder: Path, *sets: str, json_mode: bool = False) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """`appliance data`, and its child, in this process, which has imported transformers."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NO_COLOR", "1")
+    console.err_console.cache_clear()  # it has read the variable
+
+    def child(module: list[str], *, log: Path, **_: object) -> int:
+        log.touch()
+        assert module[0] == preview_child.__name__
+        return preview_child.main(module[1:])
+
+    monkeypatch.setattr(side_job, "_run", child)
+
+    def run(*arguments: str, sets: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+        pairs = [part for pair in sets for part in ("--set", pair)]
+        return called("data", *arguments, *pairs, monkeypatch=monkeypatch, capfd=capfd)
+
+    yield run
+    console.err_console.cache_clear()
+
+
+def rows(folder: Path) -> None:
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
+
+
+def preview(run: Run, folder: Path, *sets: str, json_mode: bool = False) -> subprocess.CompletedProcess[str]:
+    rows(folder)
     more = ("--json",) if json_mode else ()
-    return run(folder, "preview", "arithmetic-tiny-int8", *more, sets=(*OWN, *sets))
+    return run("preview", "arithmetic-tiny-int8", *more, sets=(*OWN, *sets))
 
 
 @pytest.mark.slow
 def test_two_rows_as_the_model_reads_them_and_what_was_left_out(tmp_path: Path) -> None:
-    done = preview(tmp_path)
+    rows(tmp_path)
+    pairs = [part for pair in OWN for part in ("--set", pair)]
+    line = [sys.executable, "-m", "appliance", "data", "preview", "arithmetic-tiny-int8", *pairs]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
+    done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     head, *problems = done.stdout.split("\n\n")
     assert head.splitlines() == [
@@ -65,16 +96,14 @@ def test_two_rows_as_the_model_reads_them_and_what_was_left_out(tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
-@pytest.mark.slow
-def test_preview_as_json(tmp_path: Path) -> None:
-    found = json.loads(preview(tmp_path, json_mode=True).stdout)
+def test_preview_as_json(run: Run, tmp_path: Path) -> None:
+    found = json.loads(preview(run, tmp_path, json_mode=True).stdout)
     assert (found["train"], found["val"], found["max_prompt_tokens"]) == (3, 1, 8)
     assert found["problems"][0] == {"prompt": "4+5=", "tokens": 4, "truth": "9", "row": '{"q": "4+5", "a": 9}'}
 
 
-@pytest.mark.slow
-def test_a_task_that_is_built_in_has_a_preview(tmp_path: Path) -> None:
-    done = run(tmp_path, "preview", "arithmetic-tiny-int8")
+def test_a_task_that_is_built_in_has_a_preview(run: Run) -> None:
+    done = run("preview", "arithmetic-tiny-int8")
     lines = done.stdout.splitlines()
     assert lines[:2] == [
         "task       arithmetic: a sum of two numbers; 1 for exactly its digits, else 0",
@@ -83,27 +112,24 @@ def test_a_task_that_is_built_in_has_a_preview(tmp_path: Path) -> None:
     assert lines[-1] == "row        (none)"
 
 
-@pytest.mark.slow
-def test_a_bad_row_is_named_and_nothing_is_printed(tmp_path: Path) -> None:
-    done = preview(tmp_path, "task.truth=answer")
+def test_a_bad_row_is_named_and_nothing_is_printed(run: Run, tmp_path: Path) -> None:
+    done = preview(run, tmp_path, "task.truth=answer")
     assert (done.returncode, done.stdout) == (2, "")
     first, *_, last = done.stderr.splitlines()
     assert first == f"error: {tmp_path}/rows.jsonl:1: the field `answer` is missing: the row has `q`, `a`"
     assert last == "hint: each row is a JSON object with `q`, text or chat messages, and `answer`"
 
 
-@pytest.mark.slow
-def test_prompts_that_are_all_too_long_are_refused(tmp_path: Path) -> None:
-    done = preview(tmp_path, "task.max_prompt_tokens=2")
+def test_prompts_that_are_all_too_long_are_refused(run: Run, tmp_path: Path) -> None:
+    done = preview(run, tmp_path, "task.max_prompt_tokens=2")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "error: task.max_prompt_tokens: 2 leaves 0 training and 0 validation problems\nhint: raise it\n"
     )
 
 
-@pytest.mark.slow
-def test_a_train_size_that_there_is_not_is_refused(tmp_path: Path) -> None:
-    done = preview(tmp_path, "task.train_size=100")
+def test_a_train_size_that_there_is_not_is_refused(run: Run, tmp_path: Path) -> None:
+    done = preview(run, tmp_path, "task.train_size=100")
     assert done.stderr == (
         "error: task.train_size: 100 is more than the 4 problems there are to train on\n"
         "hint: lower it, or use 0 for all of them\n"
@@ -119,8 +145,8 @@ def test_a_train_size_that_there_is_not_is_refused(tmp_path: Path) -> None:
         (("gsm8k", "r.yaml", "-o", "x"), "RECIPE: `data gsm8k` has no such thing"),
     ],
 )
-def test_the_two_forms_of_the_command(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
-    done = run(tmp_path, *arguments)
+def test_the_two_forms_of_the_command(run: Run, arguments: tuple[str, ...], message: str) -> None:
+    done = run(*arguments)
     assert done.returncode == 2
     hint = "use `appliance data preview RECIPE`, or `appliance data NAME -o DIR`"
     assert done.stderr == f"error: {message}\nhint: {hint}\n"

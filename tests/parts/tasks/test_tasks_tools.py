@@ -11,6 +11,7 @@ from plans import make_plan, own_plan
 from appliance.errors import RecipeError
 from appliance.record.code import copy_code
 from appliance.record.plan import CodeFile
+from appliance.tasks import tools
 from appliance.tasks.tiny_model import TOOL_TEMPLATE, save_tokenizer
 from appliance.tasks.tools import Asked, asked_of, call_tool, read_schemas, read_tools, template_problem, write_schemas
 
@@ -97,16 +98,22 @@ def test_every_function_that_is_no_tool_is_named(tmp_path: Path) -> None:
     ("text", "problem"),
     [
         ("from json import dumps\n", "it has no public functions of its own"),
-        ("def f(:\n", "cannot be imported: SyntaxError: invalid syntax"),
-        ("raise OSError('away')\n", "cannot be imported: OSError: away"),
-        ("import os\nos._exit(3)\n", "cannot be imported: its process ended with 3"),
-        ("import sys\nsys.exit('bye')\n", "cannot be imported: bye"),
-        ("print(input())\n", "cannot be imported: EOFError: EOF when reading a line"),
+        ("def f(:\n", "cannot be imported: SyntaxError: invalid syntax (tools.py, line 1)"),
+        ("raise OSError('away')\n", "cannot be imported: OSError: away (tools.py, line 1)"),
+        ("import os\nos._exit(3)\n", "its process ended with 3: no message"),
+        ("import sys\nsys.exit('bye')\n", "cannot be imported: SystemExit: bye (tools.py, line 2)"),
+        ("print(input())\n", "cannot be imported: EOFError: EOF when reading a line (tools.py, line 1)"),
     ],
 )
 def test_a_file_that_has_none_is_told(text: str, problem: str, tmp_path: Path) -> None:
     file = write(tmp_path, text)
     assert problems(file) == [f"task.tools: {file}: {problem}"]
+
+
+def test_a_file_whose_import_never_ends_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tools, "STARTS_WITHIN_S", 2.0)
+    file = write(tmp_path, "while True: pass")
+    assert problems(file) == [f"task.tools: {file}: not imported after 2 s"]
 
 
 def test_a_chat_template_without_tools_is_refused(tmp_path: Path) -> None:
@@ -152,8 +159,22 @@ def test_a_chat_template_of_another_form_is_refused(part: str, instead: str, pro
     assert template_problem(Asked("", str(tmp_path)), [SCHEMA]) == f"the chat template of {tmp_path} {problem}"
 
 
-def test_what_is_printed_at_import_is_nothing_to_us(tmp_path: Path) -> None:
-    assert read_tools(Asked(str(write(tmp_path, f"print('[]')\n{GOOD}")))) == [SCHEMA]
+AT_ITS_IMPORT = """
+print('[]')
+print('{"tools": {}}')
+import atexit
+atexit.register(print, 'bye')
+import subprocess
+subprocess.Popen(['sleep', '600'])
+import threading, time
+threading.Thread(target=time.sleep, args=(600,)).start()
+import os
+os.fork()
+"""
+
+
+def test_what_a_file_does_at_its_import_is_nothing_to_us(tmp_path: Path) -> None:
+    assert read_tools(Asked(str(write(tmp_path, f"{AT_ITS_IMPORT}{GOOD}")))) == [SCHEMA]
 
 
 def test_a_default_may_be_left_out(tmp_path: Path) -> None:

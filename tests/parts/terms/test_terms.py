@@ -15,15 +15,20 @@ from appliance.terms.schemes import SPECS, Scheme
 
 ROOM = Path(appliance.__file__).parent
 QUANTISED = [scheme for scheme in Scheme if scheme.quantised]
-# What is of one scheme by its nature: its codec, its method and proof; an experiment in INT8; what `auto` prefers.
+# What is of one scheme by its nature: its codec, its method and proof; an experiment in INT8; what `auto` prefers; a
+# trainer's INT8 kernels, and gradients in `fp8-block`.
 OF_ONE_SCHEME = {
     "compare/degraded_profile.py",
     "engine/fp8.py",
     "engine/fp8_proof.py",
+    "plan/engines.py",
     "quant/codec_int8.py",
+    "recipe/rules.py",
     "report/summary.py",
     "terms/devices.py",
     "terms/schemes.py",
+    "trainer/rollout_forward.py",
+    "trainer/rollout_ops.py",
 }
 
 

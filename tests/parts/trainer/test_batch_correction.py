@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transfer_queue import KVBatchMeta
 
 from appliance.corrections.adaptive import mixing, moments
-from appliance.corrections.base import Correction, Part
+from appliance.corrections.base import Correction, Loss, Part
 from appliance.corrections.registry import CorrectionMethod
 from appliance.errors import TrainingError
 from appliance.record.plan import CorrectionPlan, RunPlan, ShadowPlan
@@ -194,6 +194,6 @@ def test_every_training_worker_gets_our_loss(tmp_path: Path, monkeypatch: pytest
     assert loss.func is corrected_loss
     to = "rollout_log_probs" if name == "calibrated-clipping" else "old_log_probs"
     clips = name in ("acr", "calibrated-clipping")
-    assert loss.keywords == {"config": "actor", "ratio_to": to, "clips": clips}
+    assert loss.keywords == {"config": "actor", "ratio_to": to, "clips": clips, "kind": Loss.PPO}
     tight = CORRECTIONS[name].tightened()  # the loss stays when the guard tightens
     assert (tight.ratio_to, tight.clips) == (to, clips)

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from plans import make_guard, make_plan, make_rollout
+from tensordict import NonTensorStack, TensorDict
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
+from verl.utils import tensordict_utils
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
+from verl.workers.utils.padding import response_from_nested
 
-from appliance.errors import AttestationError, SyncError
+from appliance.errors import AttestationError, SyncError, TrainingError
 from appliance.guard.policy import Action
 from appliance.guard.signals import Signals
+from appliance.quant.mismatch import LayerTrace, Place, first_difference
 from appliance.record.attestations import Attestation, fingerprint, write_attestation
 from appliance.record.events import parse_event
 from appliance.record.plan import RunPlan
@@ -24,13 +31,14 @@ from appliance.sync.manifest import Manifest, digest, record
 from appliance.sync.precision import AS_PLANNED, Generation, Precision, read_present, write_generation, write_wanted
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
-from appliance.trainer import rollout_forward
-from appliance.trainer.attest import check_attested
+from appliance.trainer import attest, rollout_forward, rollout_ops
+from appliance.trainer.attest import check_attested, first_differing, search
 from appliance.trainer.governor import Governor, signals_of
-from appliance.trainer.metrics import Step, StepTelemetry, measure_batch, tell_differing
+from appliance.trainer.metrics import Step, StepTelemetry, measure_batch, measure_held, tell_differing
 from appliance.trainer.precision import Live
-from appliance.trainer.rollout_forward import RolloutForward, put_in, quantised_layers
+from appliance.trainer.rollout_forward import Held, RolloutForward, backward, put_in, quantised_layers, take_held
 from appliance.trainer.sender import DigestingAdapter
+from appliance.trainer.verl_engine import ApplianceEngine
 
 BF16 = Precision(Scheme.BF16)
 UP = "model.layers.1.mlp.up_proj"
@@ -106,6 +114,118 @@ def test_only_steps_in_the_planned_precision_are_to_be_equal(tmp_path: Path) -> 
     assert not Step(planned).is_exact(make_plan(tmp_path, rollout=make_rollout(Scheme.INT8)))
 
 
+# Which layer differs
+
+
+def traced(model: Qwen2ForCausalLM) -> Callable[..., LayerTrace]:
+    """`traced` of a trainer, and of an engine."""
+
+    def ask(ids: list[int], *, names: list[str] | None = None, kept: Place | None = None) -> LayerTrace:
+        trace, ids_1T = LayerTrace(kept), torch.tensor([ids])
+        with torch.no_grad():
+            out = model(
+                input_ids=ids_1T,
+                position_ids=torch.arange(len(ids))[None],
+                shift_labels=ids_1T,
+                temperature=1.0,
+                trace=trace.note,
+            )
+        assert names in (None, list(trace.digests))
+        trace.log_prob = float(out.log_probs[0, -1])
+        return trace
+
+    return ask
+
+
+def test_the_first_token_that_differs_and_what_is_before_it() -> None:
+    """One that does not count is none."""
+    prompts, responses = torch.tensor([[7, 8], [9, 6]]), torch.tensor([[1, 2, 3], [4, 5, 0]])
+    trainer, rollout = torch.tensor([[-1.0, -2.0, -3.0]] * 2), torch.tensor([[-9.0, -2.0, -3.0], [-1.0, NEXT, -9.0]])
+    real = torch.tensor([[0, 1, 1], [1, 1, 0]])
+    rows = list(zip(prompts, responses, trainer, rollout, real, strict=True))
+    assert first_differing(rows) == ([9, 6, 4], 5, -2.0, NEXT)
+
+
+def test_the_engine_that_repeats_its_log_prob_is_held_against_the_trainer(model: Qwen2ForCausalLM) -> None:
+    """Of several nobody knows which one sampled."""
+    flow_of(model)
+    other = copy.deepcopy(model)
+    RolloutForward(other, quantisation=Quantisation(scheme=Scheme.INT8), num_tokens=64)
+    change(other)
+    ids = [5, 9, 33, 2]
+    ours, theirs = traced(model)(ids).log_prob, traced(other)(ids).log_prob
+    engines = [traced(model), traced(other)]
+    what, why = search(ids, by_trainer=traced(model), by_engines=engines, then=(ours, theirs))
+    place, _, by = what.rpartition(" ")
+    assert place == (
+        "model.layers.1.mlp.gate_up_proj is the first layer that differs from the engine's: token 0 of 4, "
+        "1 of 512 values by up to"
+    )
+    assert float(by) > 0
+    assert why == "all before it is equal: its weights or their codes differ, or what it computes"
+    what, why = search(ids, by_trainer=traced(model), by_engines=engines, then=(ours, -9.0))
+    assert what == "no layer differs where both read the sequence of 4 tokens again"
+    assert why == f"the engine does not repeat its log-prob: -9 in the batch, {ours:.9g} alone"
+
+
+def called(work: Callable[..., object]) -> SimpleNamespace:
+    """As a method of a Ray actor: `ray.get` of what `remote` returns is the value."""
+    return SimpleNamespace(remote=work)
+
+
+def test_the_driver_asks_ranks_and_engines_and_says_what_it_found(
+    model: Qwen2ForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows as the queue has them. The trainer's engine is verl's, as it enters and leaves an evaluation."""
+    flow_of(model)
+    other = copy.deepcopy(model)
+    RolloutForward(other, quantisation=Quantisation(scheme=Scheme.INT8), num_tokens=64)
+    change(other)
+    engine = ApplianceEngine.__new__(ApplianceEngine)
+    engine.module, engine._autocast_dtype = other, torch.bfloat16
+    engine.engine_config, engine.ulysses_parallel_group = SimpleNamespace(fsdp_size=1, forward_only=False), None
+    engine._is_offload_param = engine._is_offload_optimizer = False
+    worker = SimpleNamespace(worker_dict={"actor": SimpleNamespace(actor=SimpleNamespace(engine=engine))})
+    worker.__ray_call__ = called(lambda of, *args: of(worker, *args))
+
+    def traced_there(ids: list[int], *, token: int, temperature: float, **more: Any) -> LayerTrace:
+        assert (token, temperature) == (9, 1.0)
+        return traced(model)(ids, **more)
+
+    fields = {
+        "prompts": torch.tensor([[1, 2], [3, 4]]),
+        "responses": torch.tensor([[5, 6, 7], [8, 9, 10]]),
+        "old_log_probs": torch.tensor([[-1.0, -2.0, -3.0]] * 2),
+        "rollout_log_probs": torch.tensor([[-1.0, -2.0, -3.0], [-1.0, -2.5, -3.5]]),
+        "loss_mask": torch.ones(2, 3, dtype=torch.int64),
+    }
+    queue = SimpleNamespace(kv_batch_get=lambda *, select_fields, **_: {name: fields[name] for name in select_fields})
+    monkeypatch.setattr(attest, "transfer_queue", queue)
+    monkeypatch.setattr(attest, "ray", SimpleNamespace(get=lambda answer: answer))
+    attest.tell_layer(
+        SimpleNamespace(keys=["a_0_0", "a_1_0"], partition_id="train"),
+        plan=make_plan(tmp_path),
+        step=7,
+        workers=[worker] * 2,
+        servers=[SimpleNamespace(traced=called(traced_there))],
+    )
+    event = json.loads((tmp_path / "events.jsonl").read_text())
+    named = "step 7: model.layers.1.mlp.gate_up_proj is the first layer that differs from the engine's: token 0 of 3, "
+    assert event["what"].startswith(named)
+    assert (event["kind"], event["step"], engine.mode) == ("note", 7, None)
+    assert "the trainer does not repeat its log-prob: -2 in the batch, " in event["why"]
+    assert "the engine does not repeat its log-prob: -2.5 in the batch, " in event["why"]
+
+
+def test_a_trace_knows_values_whatever_their_type_and_shape() -> None:
+    one, other = LayerTrace(("a", 1)), LayerTrace()
+    one.note("a", torch.tensor([[1.0, -0.0], [2.0, 3.0]]))
+    other.note("a", torch.tensor([[[1.0], [0.0]], [[2.0], [3.5]]], dtype=torch.bfloat16))
+    assert one.values == [2.0, 3.0]
+    assert first_difference(one.digests, theirs=other.digests) == ("a", 1)
+    assert first_difference(one.digests, theirs=one.digests) is None
+
+
 # What was sent
 
 
@@ -118,7 +238,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Qwen2ForCausalLM:
 
 
 def flow_of(model: Qwen2ForCausalLM) -> RolloutForward:
-    return put_in(model, quantisation=Quantisation(scheme=Scheme.INT8), num_tokens=64)
+    return put_in(RolloutForward(model, quantisation=Quantisation(scheme=Scheme.INT8), num_tokens=64))
 
 
 def manifest_of(model: Qwen2ForCausalLM) -> Manifest:
@@ -177,6 +297,12 @@ def test_weights_of_an_optimizers_step_were_not_sent_yet(model: Qwen2ForCausalLM
     log_probs(model)
 
 
+def adapter_of(run_dir: Path) -> DigestingAdapter:
+    made = DigestingAdapter.__new__(DigestingAdapter)
+    made._syncs, made._run_dir, made.replica_rank, made.rollout_rank = 0, run_dir, 0, 0
+    return made
+
+
 def test_the_sender_tells_the_forward_what_it_sent(
     model: Qwen2ForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,8 +315,7 @@ def test_the_sender_tells_the_forward_what_it_sent(
         async for _one in weights:
             pass
 
-    adapter = DigestingAdapter.__new__(DigestingAdapter)
-    adapter._syncs, adapter._run_dir, adapter.replica_rank, adapter.rollout_rank = 0, tmp_path, 0, 0
+    adapter = adapter_of(tmp_path)
     monkeypatch.setattr(ServerAdapter, "update_weights", send)
     for wanted in (AS_PLANNED, BF16, AS_PLANNED):
         write_wanted(tmp_path, wanted)
@@ -214,6 +339,220 @@ def test_engines_that_were_started_in_another_precision_are_followed(tmp_path: P
     assert read_present(tmp_path) == some
 
 
+# Without a pass before the update
+
+
+UPDATE = [("a", 0, [1, 2], [3, 4, 5]), ("a", 1, [1, 2], [6]), ("b", 0, [7], [8, 9])]  # uid, session, prompt, response
+
+
+def update_of(sequences: list[tuple[str, int, list[int], list[int]]]) -> TensorDict:
+    """What a worker has of them."""
+    uids, sessions, prompts, responses = zip(*sequences, strict=True)
+    whole = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+    columns = {"input_ids": whole, "position_ids": [[*range(len(each))] for each in whole], "responses": responses}
+    columns["response_mask"] = [[1] * len(each) for each in responses]
+    nested = {name: jagged(each, dtype=torch.int64) for name, each in columns.items()}
+    names = {"uid": NonTensorStack(*uids), "session_id": NonTensorStack(*sessions)}
+    settings = {"use_fused_kernels": True, "use_remove_padding": True, "temperature": 1.0}
+    data = TensorDict({**nested, **names}, batch_size=len(sequences))
+    tensordict_utils.assign_non_tensor(data, **settings)
+    return data
+
+
+def jagged(rows: Iterable[list[float]], *, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.nested.as_nested_tensor([torch.tensor(each, dtype=dtype) for each in rows], layout=torch.jagged)
+
+
+def engine_of(model: Qwen2ForCausalLM) -> ApplianceEngine:
+    engine = ApplianceEngine.__new__(ApplianceEngine)
+    engine.module, engine.use_ulysses_sp, engine.pad_to_length = model, False, None
+    engine._flow = put_in(
+        RolloutForward(model, quantisation=Quantisation(scheme=Scheme.INT8), num_tokens=64, keeps=True)
+    )
+    engine._flow.note_sent(manifest_of(model))
+    return engine
+
+
+def forward(engine: ApplianceEngine, data: TensorDict) -> Tensor:
+    """As verl's forward_step."""
+    inputs, arguments = engine.prepare_model_inputs(data)
+    output = engine.module(**inputs, use_cache=False)
+    found = engine.prepare_model_outputs(output, arguments, data, None)
+    return response_from_nested(found["log_probs"], data["response_mask"]).values()
+
+
+def test_an_updates_log_probs_are_held_by_the_queues_keys_while_the_weights_are_those_sent(
+    model: Qwen2ForCausalLM,
+) -> None:
+    engine, data = engine_of(model), update_of(UPDATE)
+    with torch.no_grad():
+        sampled = forward(engine, data)
+    assert take_held() == []  # a pass, and no update
+    found = forward(engine, data)
+    assert found.requires_grad and torch.equal(found, sampled)
+    (held,) = take_held()
+    assert (held.keys, held.length_S.tolist()) == (["a_0_0", "a_1_0", "b_0_0"], [3, 1, 2])
+    assert torch.equal(held.log_probs_N, sampled) and not held.log_probs_N.requires_grad
+    assert take_held() == []
+    forward(engine, data)
+    engine._flow.forget()  # the optimizer's step
+    forward(engine, data)
+    assert len(take_held()) == 1
+    engine._flow.note_sent(manifest_of(model))
+    forward(engine, data)
+    engine._flow.note_sent(manifest_of(model))
+    assert take_held() == []  # of weights before these
+    engine._flow.follow(BF16)  # and not yet sent
+    forward(engine, data)
+    assert take_held() == []
+    forward(engine_of(model), data)
+    engine._flow = flow_of(model)  # which keeps nothing
+    engine._flow.note_sent(manifest_of(model))
+    forward(engine, data)
+    assert take_held() == []
+
+
+def test_after_each_change_of_precision_the_next_update_is_held(
+    model: Qwen2ForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what was sampled in the precision that came with the weights, as the governor asked."""
+
+    async def send(self: ServerAdapter, weights: AsyncIterator[object], **_: object) -> None:
+        async for _one in weights:
+            pass
+
+    engine, data, adapter = engine_of(model), update_of(UPDATE), adapter_of(tmp_path)
+    monkeypatch.setattr(ServerAdapter, "update_weights", send)
+    found = []
+    for wanted in (AS_PLANNED, Precision(bf16_layers=(LAYERS[3],)), BF16, AS_PLANNED):
+        write_wanted(tmp_path, wanted)
+        asyncio.run(adapter.update_weights(list(model.state_dict().items())))
+        with torch.no_grad():
+            sampled = forward(engine, data)
+        forward(engine, data)
+        engine._flow.forget()
+        (held,) = take_held()
+        assert torch.equal(held.log_probs_N, sampled)
+        found.append(sampled)
+    assert torch.equal(found[0], found[3])
+    assert not any(torch.equal(found[0], other) for other in found[1:3])
+
+
+def test_the_entropy_that_is_held_is_a_passs_and_has_no_gradient(model: Qwen2ForCausalLM) -> None:
+    engine, data = engine_of(model), update_of(UPDATE[:1])
+    inputs, _ = engine.prepare_model_inputs(data)
+    with torch.no_grad():
+        wanted = engine.module(**inputs).entropy
+    forward(engine, data)
+    (held,) = take_held()
+    assert torch.equal(held.entropy_N, wanted[0, 1:-1]) and not held.entropy_N.requires_grad
+    assert engine.module(**inputs).entropy.requires_grad is False
+    engine._flow.forget()
+    assert engine.module(**inputs).entropy is None  # who does not ask does not pay
+
+
+KEYS = ["a_1_0", "b_0_0", "a_0_0"]
+WHOLE = StepTelemetry(**{**vars(EQUAL), "equal_group_fraction": 0.5, "tokens_mean": 2.0, "seconds": 1.0})
+
+
+def held_against(held: Iterable[Held], *, sequences: int = 2, of_a: Iterable[float] = (-1.0, -2.0, -3.0)) -> Any:
+    """of_a: log-probs of the rollout `a_0_0`, whose last token does not count."""
+    rows = {
+        "rollout_log_probs": jagged([[-0.5], [-4.0, -5.0], [*of_a]]),
+        "response_mask": jagged([[1], [1, 1], [1, 1, 0]]),
+    }
+    fetched = TensorDict(rows, batch_size=3)
+    return measure_held(WHOLE, keys=KEYS, fetched=fetched, held=[*held], sequences=sequences, cap=2.0)
+
+
+def held_of(**log_probs: list[float]) -> Held:
+    values = [value for each in log_probs.values() for value in each]
+    lengths = torch.tensor([len(each) for each in log_probs.values()])
+    return Held(list(log_probs), lengths, torch.tensor(values), torch.arange(float(len(values))))
+
+
+RANKS = (held_of(a_0_0=[-1.0, -2.0, -9.0]), held_of(b_0_0=[-4.0, -5.0]))  # as the update has them, of two ranks
+
+
+def test_the_tokens_of_the_first_update_are_held_against_the_rollouts() -> None:
+    """A token that does not count may differ; what the whole step says of itself stays."""
+    found, entropy = held_against(RANKS)
+    assert entropy == (0 + 1 + 0 + 1) / 4
+    assert (found.differing_tokens, found.by_length.whole.num_tokens, found.nonfinite_fraction) == (0, 4, 0)
+    assert (found.equal_group_fraction, found.tokens_mean, found.mismatch.k3_kl) == (0.5, 2.0, 0.0)
+    assert found.seconds > WHOLE.seconds
+
+
+@pytest.mark.parametrize("token", [0, 1])
+def test_a_token_that_differs_is_found_by_its_row_in_the_step(token: int) -> None:
+    of_a = torch.tensor([-1.0, -2.0, -3.0])
+    of_a[token] = of_a[token].nextafter(torch.tensor(0.0))
+    found, _ = held_against(RANKS, of_a=of_a.tolist())
+    largest = found.by_length.whole.largest
+    assert (found.differing_tokens, found.differing_fraction) == (1, 0.25)
+    assert (largest.sequence, largest.position) == (2, token)  # of KEYS
+
+
+def test_a_log_prob_of_the_update_that_is_no_number_is_counted() -> None:
+    held = (held_of(a_0_0=[-1.0, float("nan"), 0.0]), held_of(b_0_0=[-4.0, -5.0]))
+    found, _ = held_against(held)
+    assert (found.nonfinite_fraction, found.differing_fraction) == (0.25, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("held", "sequences", "message"),
+    [
+        ((), 2, "0 sequences of this step's first update were held against the rollouts, of 2"),
+        (RANKS, 3, "2 sequences of this step's first update were held against the rollouts, of 3"),
+        (
+            (*RANKS, held_of(c_0_0=[-1.0])),
+            2,
+            "3 sequences of this step's first update were held against the rollouts, of 2",
+        ),
+        (
+            (*RANKS[:1], held_of(c_0_0=[-1.0])),
+            2,
+            "2 sequences of this step's first update were held against the rollouts, of 2",
+        ),
+        ((held_of(a_0_0=[-1.0]),), 1, "log-probs of this step's first update have not the rollouts' lengths"),
+    ],
+)
+def test_a_step_without_its_proof_ends_the_run(held: tuple[Held, ...], sequences: int, message: str) -> None:
+    with pytest.raises(TrainingError) as raised:
+        held_against(held, sequences=sequences)
+    assert raised.value.message == message
+
+
+def test_a_forward_that_differs_in_the_update_is_noticed(
+    model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one rounding in one norm, in the update only."""
+    engine, data = engine_of(model), update_of(UPDATE)
+    with torch.no_grad():
+        sampled = forward(engine, data)
+    rows = {"rollout_log_probs": sampled, "response_mask": torch.ones(6)}
+    offsets = data["response_mask"].offsets()
+    fetched = TensorDict(
+        {name: torch.nested.nested_tensor_from_jagged(each, offsets) for name, each in rows.items()}, 3
+    )
+    keys = ["a_0_0", "a_1_0", "b_0_0"]
+
+    def noticed() -> float:
+        forward(engine, data)
+        found, _ = measure_held(WHOLE, keys=keys, fetched=fetched, held=take_held(), sequences=3, cap=2.0)
+        return found.differing_fraction
+
+    assert noticed() == 0
+    norm, calls = rollout_ops._norm, []
+
+    def other(summed: Tensor, weight_H: Tensor, *, eps: float) -> Tensor:
+        calls.append(1)
+        return norm(summed, weight_H, eps=eps) * (1 + 2**-7 * (len(calls) == 1))
+
+    monkeypatch.setattr(rollout_ops, "_norm", other)
+    assert noticed() > 0.5
+
+
 # What is attested
 
 
@@ -224,12 +563,18 @@ def attested(run_dir: Path, role: str, *, layers: list[str]) -> None:
     )
 
 
+def test_gradients_in_fp8_are_attested_as_emulated(model: Qwen2ForCausalLM) -> None:
+    told = Quantisation(scheme=Scheme.FP8_BLOCK, emulated=True)
+    put_in(RolloutForward(model, quantisation=told, num_tokens=64, fp8_backward=True))
+    assert (quantised_layers(), backward()) == (LAYERS, "fp8-block, emulated")
+
+
 def test_trainer_and_engines_are_to_attest_the_same_layers(
     model: Qwen2ForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("appliance.trainer.attest.check_attestations", lambda *_, **__: SimpleNamespace(problems=[]))
     flow_of(model)
-    assert quantised_layers() == LAYERS
+    assert (quantised_layers(), backward()) == (LAYERS, "bf16")
     attested(tmp_path, "trainer", layers=quantised_layers())
     attested(tmp_path, "rollout", layers=LAYERS[::-1])
     check_attested(one_flow(tmp_path), precision=AS_PLANNED)

@@ -79,9 +79,9 @@ def pool() -> Iterator[RewardPool]:
     made.close()
 
 
-def grade(pool: RewardPool, *responses: str) -> list[Graded]:
+def grade(pool: RewardPool, *responses: str, truth: str = "7") -> list[Graded]:
     async def all_of_them() -> list[Graded]:
-        return list(await asyncio.gather(*(pool.grade(Response(each, "7")) for each in responses)))
+        return list(await asyncio.gather(*(pool.grade(Response(each, truth)) for each in responses)))
 
     return asyncio.run(all_of_them())
 
@@ -294,11 +294,7 @@ def test_math_verify_grades_in_a_worker() -> None:
     """Its time limits work there: the event loop of a run is no main thread."""
     pool = RewardPool(load=mathematics, workers=1)
     try:
-        responses = [("Answer: \\frac{1}{2}", "0.5"), ("Answer: \\frac{1}{3}", "0.5")]
-
-        async def all_of_them() -> list[Graded]:
-            return list(await asyncio.gather(*(pool.grade(Response(*each)) for each in responses)))
-
-        assert asyncio.run(all_of_them()) == [Graded(1.0), Graded(0.0)]
+        answers = ("Answer: \\frac{1}{2}", "Answer: \\frac{1}{3}")
+        assert grade(pool, *answers, truth="0.5") == [Graded(1.0), Graded(0.0)]
     finally:
         pool.close()

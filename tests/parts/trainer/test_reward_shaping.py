@@ -18,7 +18,7 @@ from appliance.tasks.tiny_model import byte_tokenizer
 MAX_TOKENS, BUFFER, PENALTY = 20, 8, 0.75
 
 
-def verls_reward(num_tokens: int, *, right: bool) -> float:
+def verls_reward(num_tokens: int, *, score: float) -> float:
     tokenizer = byte_tokenizer(max_positions=64)
     config = OmegaConf.create(
         {
@@ -30,8 +30,7 @@ def verls_reward(num_tokens: int, *, right: bool) -> float:
             }
         }
     )
-    graded = {"score": 1.0 if right else -1.0, "acc": right}
-    manager = DAPORewardManager(config, tokenizer, lambda **_: graded)
+    manager = DAPORewardManager(config, tokenizer, lambda **_: {"score": score, "acc": score > 0})
     responses = torch.full((1, MAX_TOKENS), 65)
     mask = (torch.arange(4 + MAX_TOKENS) < 4 + num_tokens).long()[None]
     batch = DataProto.from_dict(
@@ -51,9 +50,19 @@ def test_rewards_are_verls_at_every_length(right: bool) -> None:
     """float32 there, float64 here: equal to 1e-6 of rewards up to 2."""
     shaping = Shaping(wrong=-1.0, max_tokens=MAX_TOKENS, buffer_tokens=BUFFER, penalty=PENALTY)
     ours = [shaping.reward(float(right), num_tokens=length) for length in range(1, MAX_TOKENS + 1)]
-    theirs = [verls_reward(length, right=right) for length in range(1, MAX_TOKENS + 1)]
+    theirs = [verls_reward(length, score=1.0 if right else -1.0) for length in range(1, MAX_TOKENS + 1)]
     assert ours == pytest.approx(theirs, abs=1e-6)
     assert min(ours) == pytest.approx((1.0 if right else -1.0) - PENALTY)
+
+
+@pytest.mark.parametrize("value", [-3.2, 0.0, 0.1, 1.0, 7.25])
+def test_rewards_of_an_own_task_are_verls_at_every_length(value: float) -> None:
+    """Any number less the penalty: a wrong answer is not turned into -1. To 22 bits, see `exact_in_sums`."""
+    shaping = Shaping(max_tokens=MAX_TOKENS, buffer_tokens=BUFFER, penalty=PENALTY, samples=4)
+    ours = [shaping.reward(value, num_tokens=length) for length in range(1, MAX_TOKENS + 1)]
+    theirs = [verls_reward(length, score=value) for length in range(1, MAX_TOKENS + 1)]
+    assert ours == pytest.approx(theirs, rel=2.0**-21, abs=1e-6)
+    assert ours[MAX_TOKENS - BUFFER - 1] == shaping.comparable(value) and min(ours) == ours[-1]
 
 
 @pytest.mark.parametrize("samples", [2, 3, 6, 7, 8, 12, 16, 64])

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from appliance.record.samples import Group, SampleLog
 from appliance.tasks.grading import Fault, Graded, Shaping
 from appliance.tasks.task import Response
 from appliance.trainer import rollouts as room
 from appliance.trainer.rollouts import PromptSeeds, Rollouts, Sampling
-from appliance.trainer.samples import Group, SampleLog
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, num_samples=1)
 TRAINING = Sampling(temperature=1.0, top_p=1.0, num_samples=3)

@@ -130,6 +130,24 @@ def test_a_step_is_measured_by_one_fetch(client: Client, verls: SimpleNamespace,
     assert trainer._step.telemetry.mismatch.kl == pytest.approx(0.25 / 4)
 
 
+def test_without_a_pass_the_old_log_probs_are_the_rollouts(
+    client: Client, verls: SimpleNamespace, tmp_path: Path
+) -> None:
+    """And what a step is measured in is kept for its first update."""
+    verls.config.algorithm = {"rollout_correction": {"bypass_mode": True}}
+    verls.actor_rollout_wg.compute_log_prob = None
+    plan = make_plan(tmp_path)
+    plan = plan.replace(trainer=plan.trainer.replace(reuses_log_probs=True))
+    trainer = make_trainer(plan, stopping=SimpleNamespace(check=lambda: None, asked=False), **vars(verls))
+    trainer._compute_old_log_prob(BATCH, metrics={})
+    kept = trainer._step.fetched
+    for fields in (client.columns, kept):
+        old, rollout = (fields[name].values() for name in ("old_log_probs", "rollout_log_probs"))
+        assert torch.equal(old, rollout)
+    assert torch.equal(kept["response_mask"].values(), client.columns["response_mask"].values())
+    assert trainer._step.telemetry.tokens_mean == 2
+
+
 def test_what_verl_fetched_is_measured_and_nothing_fetched_again(client: Client, verls: SimpleNamespace) -> None:
     with keeping_fetched() as fetched:
         PPOTrainer._compute_old_log_prob(verls, BATCH, metrics={})

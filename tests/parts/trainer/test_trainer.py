@@ -82,7 +82,7 @@ def trainer(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) ->
         yield SimpleNamespace(data=None)
 
     monkeypatch.setattr(room, "keeping_fetched", keeping_fetched)
-    telemetry = SimpleNamespace(nonfinite_fraction=0.0, mismatch=None, metrics=dict)
+    telemetry = SimpleNamespace(nonfinite_fraction=0.0, differing_tokens=0, mismatch=None, metrics=dict)
     results = {
         **{
             name: None for name in ("attest_driver", "attest_trainers", "check_attested", "attested_code", "signals_of")
@@ -156,6 +156,57 @@ def test_the_parts_do_their_work_in_this_order(trainer: Trainer, said: list[str]
     trainer.checkpoints.saved_step = 3
     call(trainer, hook)
     assert said == [each for each in ORDERS[hook] if each != "checkpoints.saved_step"]
+
+
+@pytest.mark.parametrize(("differing", "broken", "searched"), [(0, 0.0, 0), (1, 0.0, 1), (1, 0.25, 0)])
+def test_a_layer_is_searched_for_where_all_log_probs_are_finite(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, differing: int, broken: float, searched: int
+) -> None:
+    """A step with others is left out: both sides of its batch have been made equal."""
+    found = SimpleNamespace(nonfinite_fraction=broken, differing_tokens=differing)
+    monkeypatch.setattr(room, "measure_step", lambda *_, **__: (BATCH, found))
+    monkeypatch.setattr(type(trainer._step), "is_exact", lambda *_: True)
+    calls: list[object] = []
+    monkeypatch.setattr(trainer, "_search_layer", calls.append)
+    trainer._compute_old_log_prob(BATCH, {})
+    assert len(calls) == searched
+
+
+def reuse(trainer: Trainer) -> None:
+    trainer.plan = trainer.plan.replace(trainer=trainer.plan.trainer.replace(reuses_log_probs=True))
+
+
+def test_without_a_pass_there_is_no_phase_of_it_and_no_entropy_yet(trainer: Trainer, said: list[str]) -> None:
+    reuse(trainer)
+    metrics: dict[str, float] = {}
+    trainer._compute_old_log_prob(BATCH, metrics)
+    assert said == ["verl", "measure_step", "stopping.check"]
+    assert list(metrics) == ["actor/entropy"] and math.isnan(metrics["actor/entropy"])
+
+
+def test_without_a_pass_the_update_is_the_proof(
+    trainer: Trainer, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all ranks, at once: the shadow pass and whatever else comes later is of other weights."""
+    reuse(trainer)
+    before, found, told = trainer._step.telemetry, SimpleNamespace(), {}
+
+    def measure_held(step: object, **how: object) -> tuple[object, float]:
+        said.append("measure_held")
+        told.update(how, step=step)
+        return found, 0.25
+
+    monkeypatch.setattr(room, "measure_held", measure_held)
+    asked = SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda what: [what.__name__]))
+    monkeypatch.setattr(room.ray, "get", lambda answers: answers)
+    trainer.actor_rollout_wg.workers = [asked, asked]
+    metrics = {"actor/entropy": math.nan}
+    trainer._update_actor(BATCH, metrics)
+    assert said[-3:] == ["verl", "measure_held", "correction.after_update"]
+    assert (trainer._step.telemetry, metrics) == (found, {"actor/entropy": 0.25})
+    sequences = trainer.plan.trainer.mini_batch_prompts * trainer.plan.rollout.samples_per_prompt
+    of_step = {"step": before, "fetched": trainer._step.fetched, "keys": BATCH.keys}
+    assert told == {**of_step, "held": ["take_held"] * 2, "sequences": sequences, "cap": 2.0}
 
 
 def test_every_hook_of_verls_is_overridden_once_and_by_name() -> None:

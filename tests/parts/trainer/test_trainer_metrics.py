@@ -66,6 +66,7 @@ STEP = Step(
 PLAN = SimpleNamespace(
     prompts_per_step=32,
     task=SimpleNamespace(tools=""),
+    trainer=SimpleNamespace(reuses_log_probs=False),
     rollout=SimpleNamespace(samples_per_prompt=8, scheme="int8", label="int8", emulated=False),
 )
 
@@ -82,6 +83,19 @@ def test_tokens_per_second_is_all_generated_tokens_over_the_rollout() -> None:
     line = written(VERL)
     assert line["rollout_tokens_per_s"] == 4.0 * 32 * 8 / 2.0
     assert (line["step"], line["reward_mean"], line["sync_s"], line["is_weight_max"]) == (3, 0.5, 0.1, 3.0)
+
+
+def test_there_are_no_seconds_of_a_pass_that_is_not_made() -> None:
+    plan = SimpleNamespace(**{**vars(PLAN), "trainer": SimpleNamespace(reuses_log_probs=True)})
+    assert (written(VERL)["logprob_s"], written(VERL, plan=plan)["logprob_s"]) == (0.5, 0.0)
+
+
+def test_the_share_of_clipped_negatives_is_of_the_sums_over_a_step() -> None:
+    """None where no token had a negative advantage, and where no update was made."""
+    sums = {"actor/negative_tokens": 5.0, "actor/negative_tokens_clipped": 1.25}  # over four mini-batches
+    assert written(VERL | sums)["clipped_negative_fraction"] == 0.25
+    assert written(VERL | dict.fromkeys(sums, 0.0))["clipped_negative_fraction"] is None
+    assert written(VERL)["clipped_negative_fraction"] is None
 
 
 def test_a_metric_that_verl_no_longer_reports_is_an_error() -> None:

@@ -1,4 +1,4 @@
-"""The benchmark's judgement on given numbers, its table, its shapes, and real runs of real engines."""
+"""The benchmark's judgement on given numbers, its table, its shapes. Its engines: tests/engine/test_engine_bench.py."""
 
 from __future__ import annotations
 
@@ -158,70 +158,9 @@ def test_shapes_report_every_problem() -> None:
     ]
 
 
-SHAPES = "hidden=128,intermediate=352,heads=4,kv_heads=2,layers=2,vocabulary=512,batch=8,new_tokens=8"
-# qkv 128 x 256, o 128 x 128, gate and up 128 x 704, down 352 x 128: elements of two layers, and their output channels.
-MATRICES = 2 * (128 * 256 + 128 * 128 + 128 * 704 + 352 * 128)
-CHANNELS = 2 * (256 + 128 + 704 + 128)
-# Embedding and head, five norms, the bias of each qkv: BF16 under every scheme.
-OTHERS = 2 * 512 * 128 + 5 * 128 + 2 * 256
-BF16_BYTES = 2 * (MATRICES + OTHERS)
-INT8_BYTES = MATRICES + 4 * CHANNELS + 2 * OTHERS
-SEQUENCE_BYTES = 128 * 2 * 2 * 2 * 32 * 2  # one block of 128 tokens: 2 layers, K and V, 2 heads of 32, BF16
-
-
 def bench(tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]:
     argv = [*BENCH, *options, "--set", f"cluster.run_dir={tmp_path}"]
     return subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
-
-
-@pytest.mark.engine
-def test_bench_measures_both_schemes_and_keeps_the_result(tmp_path: Path) -> None:
-    done = bench(tmp_path, "--pairs", "5", "--json", "--shapes", SHAPES)
-    assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads(done.stdout)
-    assert [(m["pair"], m["scheme"], m["tokens"]) for m in report["measurements"]] == [
-        (pair, scheme, 64) for pair in range(5) for scheme in ("bf16", "int8")
-    ]
-    assert report["schemes"][0]["ratio"] == 1.0 and report["schemes"][1]["ratio"] > 0
-    assert [(e["weight_bytes"], e["sequences"] >= 8) for e in report["engines"]] == [
-        (BF16_BYTES, True),
-        (INT8_BYTES, True),
-    ]
-    kept = Path(report["kept"])
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [kept], "nothing else is left behind"
-    assert kept.parent == tmp_path / ".cache" / "bench"
-    stored = json.loads(kept.read_text())
-    assert (stored["device"], stored["shapes"], stored["pairs"]) == ("cpu", "h128-i352-a4-kv2", 5)
-    assert [each["ratio"] for each in stored["schemes"]] == [report["schemes"][1]["ratio"]]
-
-
-@pytest.mark.engine
-def test_little_memory_leaves_room_for_more_sequences_beside_int8_weights(tmp_path: Path) -> None:
-    budget = BF16_BYTES + 3 * SEQUENCE_BYTES + SEQUENCE_BYTES // 2
-    done = bench(tmp_path, "--kv-memory", str(budget / (1 << 30)), "--shapes", SHAPES, "--json")
-    assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads(done.stdout)
-    assert report["memory_bytes"] == budget
-    found = [(e["scheme"], e["weight_bytes"], e["kv_bytes"], e["sequences"]) for e in report["engines"]]
-    fits = (budget - INT8_BYTES) // SEQUENCE_BYTES
-    assert fits > 3
-    assert found == [
-        ("bf16", BF16_BYTES, 3 * SEQUENCE_BYTES, 3),
-        ("int8", INT8_BYTES, fits * SEQUENCE_BYTES, fits),
-    ]
-    assert {m["tokens"] for m in report["measurements"]} == {64}, "all sequences, whatever is made at once"
-    assert "-kvmem-" in report["kept"]
-
-
-@pytest.mark.engine
-def test_weights_that_leave_no_room_are_said(tmp_path: Path) -> None:
-    done = bench(tmp_path, "--kv-memory", "0.001", "--shapes", SHAPES.replace("layers=2", "layers=3"))
-    assert (done.returncode, done.stdout) == (4, "")
-    held = (BF16_BYTES + 2 * (MATRICES // 2 + 2 * 128 + 256)) / (1 << 30)
-    assert done.stderr.splitlines()[-2:] == [
-        f"error: bench: the weights take {held:.4f} GiB, --kv-memory gives 0.0010 GiB",
-        "hint: give more: it is the memory for weights and KV cache together",
-    ]
 
 
 def test_bench_stops_at_preflight_before_an_engine_starts(tmp_path: Path) -> None:

@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 from appliance.cli import app
 from appliance.cluster.form import _of_workers
 from appliance.cluster.join import join_head
-from appliance.cluster.ray_command import NodeOffer, head_argv, node_environment, worker_argv
+from appliance.cluster.ray_command import NodeOffer, cpus_for_ray, head_argv, node_environment, worker_argv
 from appliance.errors import PreflightError, RecipeError
 from appliance.plan.host import Ports
 from appliance.record.attestations import fingerprint
 from appliance.terms.environment import LOG_DIR_VARIABLE
 
-OFFER = NodeOffer(gpus=1, cores=2, object_store_bytes=1 << 28)
+OFFER = NodeOffer(gpus=1, cpus=8, object_store_bytes=1 << 28)
 
 
 def token_of(folder: Path) -> Path:
@@ -45,10 +45,16 @@ def test_the_head_has_fixed_ports_and_no_dashboard(tmp_path: Path) -> None:
 
 
 def test_a_worker_names_its_head_and_lets_ray_count_its_gpus(tmp_path: Path) -> None:
-    offer = NodeOffer(gpus=None, cores=64, object_store_bytes=None, address="10.0.0.2")
+    offer = NodeOffer(gpus=None, cpus=64, object_store_bytes=None, address="10.0.0.2")
     argv = worker_argv(offer, ports=Ports(), head="10.0.0.1:6379", ray_dir=tmp_path)
     assert "--address=10.0.0.1:6379" in argv and "--node-ip-address=10.0.0.2" in argv and "--num-cpus=64" in argv
     assert not [each for each in argv if each.startswith(("--num-gpus", "--object-store", "--head"))]
+
+
+def test_a_node_offers_its_cores_and_no_fewer_than_its_ranks_ask_for() -> None:
+    assert cpus_for_ray(64, ranks=1, is_cpu=False) == 64
+    assert [cpus_for_ray(12, ranks=ranks, is_cpu=False) for ranks in (1, 8)] == [15, 43]
+    assert cpus_for_ray(2, ranks=1, is_cpu=True) == 8
 
 
 def test_no_secret_is_on_a_command_line_or_in_the_environment(tmp_path: Path) -> None:
@@ -69,7 +75,8 @@ def test_no_worker_of_another_host_has_a_file_for_its_stacks(tmp_path: Path) -> 
     assert given["OMP_NUM_THREADS"] == "1" and LOG_DIR_VARIABLE not in given
 
 
-def test_join_gives_up_when_no_head_answers(tmp_path: Path) -> None:
+def test_join_gives_up_when_no_head_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("appliance.cluster.join._LOOK_EVERY_S", 0.05)
     with pytest.raises(PreflightError) as caught:
         join_head("127.0.0.1:1", token_file=token_of(tmp_path), gpus=None, port=7000, node_address=None, wait_s=0.1)
     assert caught.value.message == "no answer from 127.0.0.1:1 after 0.1 s"

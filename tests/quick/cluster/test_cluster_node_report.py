@@ -107,7 +107,7 @@ def test_a_node_is_judged_as_the_heads_host_is(tmp_path: Path) -> None:
 
 
 def test_what_a_nodes_host_lacks_is_named(tmp_path: Path) -> None:
-    """A library, a folder that can be written, memory (a warning), and on GPUs the package for attention."""
+    """A library, a folder that can be written, memory (a warning), and a package that is asked for."""
     poor = dataclasses.replace(
         HOST, missing_libraries=("libnuma.so.1",), run_root_problem="/runs cannot be written", memory_free_bytes=1 << 30
     )
@@ -119,14 +119,14 @@ def test_what_a_nodes_host_lacks_is_named(tmp_path: Path) -> None:
     ]
     [said] = warnings([HEAD, other], head=HEAD, plan=plan)
     assert re.match(r"beta: memory: \d+\.\d GiB are missing: 1\.0 GiB free, the run takes about ", said), said
-    recipe = load_recipe("dapo-7b-int8", sets=[f"cluster.run_dir={tmp_path}"])
+    recipe = load_recipe("dapo-7b-int8", sets=[f"cluster.run_dir={tmp_path}", "trainer.attention=flash_attention_2"])
     on_gpus = build_plan(recipe, run_dir=tmp_path / "run", host=HOST)
     gpus = (H100,) * on_gpus.gpus_per_node
     head, bare = with_gpus(HEAD, *gpus), dataclasses.replace(HOST, gpus=gpus)
     [problem] = differences(
         [dataclasses.replace(head, name="beta", facts=bare)], head=head, plan=on_gpus, canary="word"
     )
-    assert problem.startswith("beta: trainer.attention: `flash_attention_2` is planned")
+    assert problem.startswith("beta: trainer.attention: `flash_attention_2` needs the package")
 
 
 def test_a_node_with_another_version_is_not_told_of_its_patches_too(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_node_with_too_little_memory_for_what_is_offloaded_is_named(tmp_path: 
     plan = build_plan(recipe, run_dir=tmp_path / "run", host=HOST)
     gpus = (H100,) * 8
     head = with_gpus(HEAD, *gpus)
-    small = dataclasses.replace(HOST, gpus=gpus, memory_bytes=50 << 30, packages=frozenset({"flash_attn"}))
+    small = dataclasses.replace(HOST, gpus=gpus, memory_bytes=50 << 30)
     other = dataclasses.replace(head, name="beta", facts=small)
     shape = KNOWN["Qwen/Qwen2.5-32B"]
     [problem] = differences([other], head=head, plan=plan, canary="word", shape=shape)

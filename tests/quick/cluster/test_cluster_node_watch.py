@@ -20,7 +20,7 @@ from appliance.cluster.node_report import write_notice
 from appliance.record.session import RunRecord, RunStatus, write_record
 from appliance.terms.environment import NODE_VARIABLE, RUN_VARIABLE, ray_node_env
 
-SOON_S = 10.0
+SOON_S = 60.0
 
 
 @pytest.fixture(autouse=True)

@@ -12,13 +12,24 @@ from appliance.compare import command, results
 from appliance.compare.arms import Existing, PlannedRun, look, plan_runs, resumed_run, set_aside
 from appliance.compare.command import _ready
 from appliance.compare.file import load_comparison
-from appliance.compare.results import Job, busy_share, note_busy, read_final, read_result, validate_models, write_final
+from appliance.compare.results import (
+    Job,
+    Step,
+    busy_share,
+    note_busy,
+    read_final,
+    read_result,
+    validate_models,
+    write_final,
+)
 from appliance.errors import Interrupted, PreflightError, RecipeError
 from appliance.recipe.load import to_yaml
 from appliance.record.checkpoints import Facts, checkpoint_folder, seal
 from appliance.record.events import append_event, append_line
 from appliance.record.plan import RunPlan
 from appliance.record.session import RunStatus, ask_to_stop, create_session
+
+pytestmark = pytest.mark.usefixtures("no_sample")
 
 TEXT = """\
 recipe: arithmetic-tiny-int8
@@ -201,6 +212,16 @@ def test_a_result_has_the_curves_the_times_and_the_rewards(planned: list[Planned
     assert (result.rewards, result.final, result.busy, result.is_busy) == ((1.0, 0.0, 1.0), 2 / 3, 0.235, True)
     assert (str(result.method), result.steps[1].mismatch_k3_kl, result.steps[1].scheme) == ("icepop", 1e-4, "int8")
     assert result.seconds >= 0
+
+
+def test_a_result_has_every_step_of_a_long_run(planned: list[PlannedRun]) -> None:
+    run = planned[0]
+    end(run, state=RunStatus.DONE, code=0)
+    lines = [json.dumps({"step": step, "time_s": 1.0, "is_weight_max": step / 8}) for step in range(9001)]
+    (run.run_dir / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    result = read_result(run)
+    assert result is not None
+    assert result.steps == tuple(Step(step, is_weight_max=step / 8) for step in range(9001))
 
 
 def test_a_pause_is_no_time_of_a_run(planned: list[PlannedRun]) -> None:

@@ -11,6 +11,8 @@ from appliance.compare.file import FOLDER, load_comparison
 from appliance.errors import RecipeError
 from appliance.recipe import library
 
+pytestmark = pytest.mark.usefixtures("no_sample")
+
 TEXT = """\
 recipe: arithmetic-tiny-int8
 set:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,19 +12,17 @@ from page_parts import Parts
 
 from appliance.compare.file import Arm, Comparison
 from appliance.compare.judge import Verdict, curve, judge, verdict_text
-from appliance.compare.results import RunResult
+from appliance.compare.results import RunResult, Step
 from appliance.compare.show import INACTIVE_NOTE, TIMES_NOTE, Shown, as_json, markdown, page, table
 from appliance.corrections.registry import NONE, CorrectionMethod
-from appliance.record.events import StepMetrics
 
 PROBLEMS = 400
 MARGIN = 0.03
 
 
-def a_step(number: int, **changes: object) -> StepMetrics:
-    row = StepMetrics(
+def a_step(number: int, **changes: object) -> Step:
+    row = Step(
         step=number,
-        time_s=2.0 * number,
         reward_mean=0.1 * number,
         mismatch_k3_kl=1e-4 * number,
         is_truncated_fraction=0.0,
@@ -33,7 +32,7 @@ def a_step(number: int, **changes: object) -> StepMetrics:
         val_reward_mean=None,
         scheme="int8",
     )
-    return replace(row, **changes)
+    return row._replace(**changes)
 
 
 def a_run(arm: str, *, seed: int = 0, right: int = 380, **changes: object) -> RunResult:
@@ -127,6 +126,23 @@ def test_a_curve_has_the_mean_and_the_range_of_the_runs_that_have_the_step() -> 
     short = a_run("arm", steps=(a_step(1, reward_mean=0.4),))
     found = curve([a_run("arm"), short], "reward_mean")
     assert found == [(1, pytest.approx(0.25), 0.1, 0.4), (2, 0.2, 0.2, 0.2)]
+
+
+def test_of_a_long_run_every_step_counts_and_some_points_are_drawn(shown: Shown) -> None:
+    """A validation every 37 steps, the share truncated large between them: what is left out of either shows."""
+    steps = [a_step(0, reward_mean=None, val_reward_mean=0.1)]
+    for number in range(1, 9001):
+        validated = 0.5 if number % 37 == 0 else None
+        steps.append(a_step(number, is_truncated_fraction=(number % 4) / 10, val_reward_mean=validated))
+    runs = [a_run("base"), a_run("bad", steps=tuple(steps))]
+    rows = judge(runs, arms=["base", "bad"], baseline="base", margin=MARGIN)
+    assert rows[1].truncated == pytest.approx(0.15) and rows[1].truncated_max == 0.3
+    assert (rows[1].k3_kl, rows[1].k3_max) == (pytest.approx(1e-4 * 4500.5), pytest.approx(0.9))
+    document = json.loads(as_json(replace(shown, rows=[rows[1]])))
+    run = document["arms"][0]["runs"][0]
+    assert (run["step"], run["validation"].count(0.5)) == ([*range(9001)], 9000 // 37)
+    of_arm = re.findall(r'class="curve" points="([^"]+)"', page(replace(shown, rows=rows)))[1::2]
+    assert {len(points.split()) for points in of_arm} == {3000, 3001}  # one for three, and of step 0 not all
 
 
 @pytest.fixture

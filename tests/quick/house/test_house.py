@@ -15,7 +15,7 @@ WRITTEN_BY_HAND = ("*.py", "*.sh", "*.md", "*.yaml", "*.yml", "*.toml", "Makefil
 BOUNDARIES = {
     *("cli", "record.events", "report.write"),
     *("tasks.grading", "tasks.sample", "tasks.tools"),
-    *("trainer.engines", "trainer.entry", "trainer.fit", "trainer.rewards"),
+    *("trainer.engines", "trainer.entry", "trainer.fit", "trainer.forks", "trainer.rewards"),
 }
 VAGUE = re.compile(r"(?i)utils?$|helper|manager$")
 SAID_NOTHING = {"watched", "governed", "go_on", "seal", "keeper", "ahead", "pays", "said_failures"}

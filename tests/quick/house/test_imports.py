@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "recipe": {"errors", "quant", "tasks", *FACTS},
     "plan": {"control_groups", "errors", "files", "hub", "processes", "recipe", "record", "tasks", *FACTS},
     "preflight": {
-        *("control_groups", "errors", "hub", "patch", "processes"),
+        *("console", "control_groups", "errors", "hub", "patch"),
         *("plan", "quant", "recipe", "record", "tasks", "terms"),
     },
     "report": {"console", "errors", "files", "guard", "page", "plan", "record", "sync", "terms"},
@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "compare": {
         *TOOLS,
         *("corrections", "launch", "page", "plan", "preflight", "profile", "quant", "recipe", "record", "report"),
-        *("tasks", "terms"),
+        *("tasks", "terms", "trainer"),
     },
     "container": {*TOOLS, "cluster", "launch", "preflight", "recipe", "record", "report", "tasks", "terms"},
 }

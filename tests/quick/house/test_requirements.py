@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-LOCKS = ("torch-cpu.txt", "cpu.txt", "dev.txt", "gpu.txt", "flash-attn.txt")
+LOCKS = ("torch-cpu.txt", "cpu.txt", "dev.txt", "gpu.txt")
 ENTRY = re.compile(
     r"^(?P<name>[a-z0-9][a-z0-9._-]*)==(?P<version>[^ ]+) \\\n(?P<hashes>(?:    --hash=sha256:\w{64}.*\n)+)", re.M
 )
@@ -60,7 +60,7 @@ def test_what_is_imported_is_asked_for(root: Path, modules: dict[str, ast.Module
     found = importlib.metadata.packages_distributions()
     names = {
         each: {each, *(distribution.lower().replace("_", "-") for distribution in found.get(each, ()))}
-        for each in packages - sys.stdlib_module_names - {"appliance"}
+        for each in packages - sys.stdlib_module_names - {"appliance", "benchmarks"}
     }
     assert {each for each, known in names.items() if not known & asked} == set()
 
@@ -78,6 +78,15 @@ def test_both_flavours_are_one_stack(root: Path) -> None:
     assert gpu["torch"] + "+cpu" == pins(root, "torch-cpu.txt")["torch"]
     for name in ("verl", "ray", "transformers", "transferqueue", "numpy", "tensordict"):
         assert gpu[name] == cpu[name], name
+
+
+def test_nvcc_is_of_the_cuda_whose_headers_it_takes(root: Path) -> None:
+    """CUDA's own C++ headers (CCCL) end a compilation where the compiler and the runtime differ in their first two
+    numbers; vLLM's packages ask for any nvcc from 13.0 on."""
+    gpu = pins(root, "gpu.txt")
+    parts = ("nvidia-cuda-runtime", "nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm")
+    toolkit = gpu["cuda-toolkit"].split(".")[:2]
+    assert {name: gpu[name] for name in parts if gpu[name].split(".")[:2] != toolkit} == {}
 
 
 def test_cpu_lock_has_no_cuda(root: Path) -> None:

@@ -15,10 +15,10 @@ from appliance.page.svg import (
     Bound,
     Chart,
     Series,
+    Thinned,
     line_chart,
     log_ticks,
     number_label,
-    thinned,
     time_label,
     time_ticks,
     whole_ticks,
@@ -26,7 +26,15 @@ from appliance.page.svg import (
 
 
 def points(*values: float | None) -> list[tuple[float, float, float, float]]:
-    return thinned([(float(step), value) for step, value in enumerate(values, start=1)])
+    return curve(*values).points()
+
+
+def curve(*values: float | None, most: int = 100) -> Thinned:
+    """Steps from 1, each by itself."""
+    made = Thinned(most=most)
+    for step, value in enumerate(values, start=1):
+        made.extend([float(step)], [value])
+    return made
 
 
 def hover_of(figure: str) -> dict:
@@ -59,9 +67,21 @@ def test_titles_and_names_are_escaped() -> None:
 
 
 def test_many_points_become_means_with_their_range() -> None:
-    kept = thinned([(float(step), float(step % 2)) for step in range(1000)], most=100)
-    assert len(kept) == 100 and kept[0] == (5.0, 0.5, 0.0, 1.0)
-    assert math.isnan(thinned([(1.0, None)])[0][1])
+    few = [float(value % 7) for value in range(100)]
+    assert points(*few) == [(float(step), value, value, value) for step, value in enumerate(few, start=1)]
+    many = curve(*(float(step % 2) for step in range(1001)))  # runs of 16: 62 whole ones, and 9
+    assert len(many.points()) == 63 and many.points()[0] == (16.0, 0.5, 0.0, 1.0)
+    assert many.points()[-1] == (1001.0, 4 / 9, 0.0, 1.0) and many.last == 0.0
+    at_once = Thinned(most=100)
+    at_once.extend([float(step) for step in range(1, 1002)], [float(step % 2) for step in range(1001)])
+    assert at_once.points() == many.points()
+    assert math.isnan(points(None)[0][1])
+
+
+def test_a_curve_of_means_ends_with_its_newest_value() -> None:
+    """In the caption: that the last run of steps had another mean, nobody asks."""
+    kept = curve(*(0.0 for _ in range(1000)), 3.0)
+    assert "<b>3</b>" in line_chart(Chart("a"), [Series("value", kept.points(), 0, newest=kept.last)])
 
 
 def test_parts_lie_on_one_another() -> None:
@@ -78,6 +98,12 @@ def test_short_bands_belong_to_their_neighbour_and_gaps_stay() -> None:
     assert merged(bands, least=1.0) == [Band(0, 20, "a", 0), Band(50, 60, "a", 0)]
     many_short = [Band(0, 5, "a", 0), *(Band(5 + each / 2, 5.5 + each / 2, "b", 1) for each in range(20))]
     assert merged(many_short, least=1.0) == [Band(0, 5, "a", 0), Band(5, 15, "b", 1)]  # together they are long
+    in_turn = [
+        Band(at, at + width, name, 0)
+        for each in range(9)
+        for at, width, name in ((each, 0.2, "b"), (each + 0.2, 0.8, "a"))
+    ]
+    assert merged(in_turn, least=2.0) == [Band(0, 9, "a", 0)]  # though "b" is the first
 
 
 def test_ticks_are_round_and_few() -> None:

@@ -191,7 +191,7 @@ print("applied", json.dumps(applied()))
 def test_every_patch_fits_what_is_installed() -> None:
     """In a process of its own, as verl's workers start: the platform is chosen before verl is imported."""
     records = patch_records()
-    assert set(records.values()) >= {"cpu-process-group", "no-load-balancer", "cpu-no-amx-tiles"}
+    assert set(records.values()) >= {"chunked-log-probs", "cpu-process-group", "no-load-balancer", "cpu-no-amx-tiles"}
     environment = os.environ | {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "appliance.trainer.worker"}
     environment.pop("APPLIANCE_PLAN", None)
     child = subprocess.run(

@@ -52,6 +52,13 @@ def test_caches_lie_beside_the_runs():
     assert Path(plan.task.val_parquet).parent == Path(plan.task.train_parquet).parent
 
 
+def test_the_data_of_a_cache_is_found_where_it_is_moved():
+    recipe = load_recipe("arithmetic-tiny-int8")
+    plans = [build_plan(recipe, run_dir=Path(folder), host=HOST) for folder in ("/runs/a", "/mnt/runs/a")]
+    here, there = (Path(plan.task.train_parquet).relative_to(plan.cache_dir) for plan in plans)
+    assert here == there
+
+
 def test_the_seed_of_the_run_leaves_model_and_data_alone():
     one, other = planned("seed=1"), planned("seed=2")
     assert (one.model, one.task) == (other.model, other.task)
@@ -95,10 +102,46 @@ def test_auto_on_an_unknown_gpu():
     assert raised.value.problems == [(message, "name the most similar GPU in cluster.device, or `cpu`")]
 
 
+def test_an_unknown_gpu_counts_as_the_one_that_is_named():
+    unknown = with_gpu("NVIDIA GH200 480GB")
+    assert unknown.gpus_of("h200") == unknown.gpus_of("h100") == [*unknown.gpus]
+    assert with_gpu("NVIDIA A100-SXM4-80GB").gpus_of("h200") == []
+
+
 def test_auto_that_finds_a_cpu_judges_as_for_a_cpu():
     with pytest.raises(RecipeError) as raised:
         planned("cluster.device=auto", "trainer.attention=flash_attention_2")
-    assert raised.value.problems == [("trainer.attention: `flash_attention_2` needs a GPU", "use `sdpa`")]
+    assert raised.value.problems == [("trainer.attention: `flash_attention_2` needs a GPU", "use `auto`")]
+
+
+def test_gradients_in_fp8_are_emulated_and_said_to_be():
+    flow = ("trainer.forward=rollout", "trainer.backward=fp8-block", "rollout.scheme=fp8-block")
+    plan = planned(*flow, "quantization.emulate=true")
+    assert plan.trainer.fp8_backward
+    assert choice(plan, "trainer.backward") == ("fp8-block", "as given; emulated: its numbers are meant")
+    assert "; rollouts in fp8-block, emulated; gradients in fp8-block, emulated; " in plan_text(
+        plan, needs=[("disk", "1 GiB")]
+    )
+    assert not planned("trainer.forward=rollout").trainer.fp8_backward
+    with pytest.raises(RecipeError) as raised:
+        planned(*flow, "cluster.device=h100")
+    assert raised.value.problems == [
+        ("trainer.forward: `rollout` runs on a CPU only", "use `bf16`"),
+        ("trainer.backward: `fp8-block` is emulated, on a CPU only", "use `bf16`"),
+    ]
+    with pytest.raises(RecipeError) as raised:
+        planned(*flow[:2], "rollout.scheme=auto")
+    problem = ("trainer.backward: `fp8-block` does not know `int8`", "use rollout.scheme: fp8-block")
+    assert raised.value.problems == [problem]
+
+
+def test_a_given_profile_is_used_by_schemes_for_which_none_is_made():
+    scheme = ("rollout.scheme=fp8-block", "quantization.emulate=true")
+    plan = planned(*scheme, "quantization.profile=/mine")
+    assert plan.profile is not None and (plan.profile.source, plan.profile.scheme) == ("/mine", Scheme.FP8_BLOCK)
+    assert plan.rollout.replicas[0].profile == "/runs/arithmetic-1/profile"
+    assert planned(*scheme).profile is None
+    assert planned("rollout.scheme=bf16", "quantization.profile=/mine").profile is None
 
 
 def test_the_recipe_decides_and_not_this_host():
@@ -110,15 +153,19 @@ def test_the_recipe_decides_and_not_this_host():
 
 def test_every_worker_and_the_trainer_must_attest():
     plan = planned("cluster.gpus_per_node=4", "rollout.tensor_parallel=2")
-    patches = ("cpu-no-amx-tiles", "cpu-process-group")
+    patches = ("chunked-log-probs", "cpu-no-amx-tiles", "cpu-process-group")
     rollout = tuple(
         ExpectedAttestation(role="rollout", rank=rank, scheme=Scheme.INT8, patches=patches) for rank in range(4)
     )
     trainers = tuple(
-        ExpectedAttestation(role="trainer", rank=rank, scheme=Scheme.BF16, patches=patches[1:]) for rank in range(4)
+        ExpectedAttestation(role="trainer", rank=rank, scheme=Scheme.BF16, patches=(patches[0], patches[2]))
+        for rank in range(4)
     )
     driver = ExpectedAttestation(
-        role="driver", rank=0, scheme=Scheme.BF16, patches=("cpu-process-group", "no-load-balancer")
+        role="driver",
+        rank=0,
+        scheme=Scheme.BF16,
+        patches=("chunked-log-probs", "cpu-process-group", "no-load-balancer"),
     )
     assert plan.attestations == (*rollout, *trainers, driver)
     assert [replica.scheme for replica in plan.rollout.replicas] == [Scheme.INT8, Scheme.INT8]
@@ -175,6 +222,17 @@ def test_a_sequence_longer_than_a_forward_goes_alone():
     plan = planned("task.max_response_tokens=20000", "model.builtin=null", "model.path=/m")
     assert choice(plan, "batch.micro_batch_sequences")[0] == "1"
     assert choice(plan, "engine.max_batched_tokens")[0] == "20008"
+
+
+@pytest.mark.parametrize(
+    ("device", "most"), [("cpu", 256), ("a100", 256), ("l40s", 256), ("h100", 1024), ("h200", 1024), ("b200", 1024)]
+)
+def test_an_engine_takes_as_many_sequences_at_once_as_vllm_would(device, most):
+    sizes = ("batch.prompts_per_step=256", "rollout.samples_per_prompt=8")
+    plan = planned(f"cluster.device={device}", "rollout.scheme=auto", *sizes)
+    why = f"2048 sequences of a step on an engine, at most {most} at once"
+    assert choice(plan, "engine.max_concurrent_sequences") == (str(most), why)
+    assert f"{ROLLOUT}.max_num_seqs={most}" in plan.argv
 
 
 def test_no_part_of_a_prompt_is_read_where_a_generator_has_no_offset():

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from plans import HOST
 
-from appliance.corrections.base import ClipRange
+from appliance.corrections.base import ClipRange, Loss
+from appliance.corrections.weights import TisGeometric
 from appliance.plan.build import build_plan
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import RunPlan, ShadowPlan, UaqPlan
@@ -38,6 +39,20 @@ def test_a_forward_of_the_shadow_pass_divides_it(fraction: float, micro: int, wa
     sets = (f"correction.shadow_fraction={fraction}", f"batch.micro_batch_sequences={micro}")
     shadow = planned("correction.method=calibrated-clipping", *sets).correction.shadow
     assert (shadow.sequences, shadow.micro_batch_sequences) == wanted
+
+
+def test_tbpo_has_the_bounds_of_its_source_where_none_are_given() -> None:
+    plan = planned("algorithm.loss=tbpo", "correction.method=tis-geometric", "algorithm.clip_high=0.001")
+    assert plan.correction.resolved == TisGeometric(cap=2.0, clip=ClipRange(3e-4, 1e-3), loss=Loss.TBPO)
+    assert (plan.algorithm.dual_clip, plan.correction.text) == (1.0007, "tbpo, tis-geometric with cap 2")
+    told = {each.key: (each.value, each.why) for each in plan.choices if each.key.startswith("algorithm.")}
+    source = "the bounds of TBPO, of a response's mean ratio"
+    assert told == {"algorithm.clip_low": ("0.0003", source), "algorithm.dual_clip": ("1.0007", source)}
+    actor = "actor_rollout_ref.actor"
+    bounds = ("clip_ratio_low=0.0003", "clip_ratio_high=0.001", "clip_ratio_c=1.0007")
+    assert {f"{actor}.policy_loss.loss_mode=tbpo", *(f"{actor}.{each}" for each in bounds)} < set(plan.argv)
+    assert RunPlan.model_validate_json(plan.to_json()) == plan
+    assert not [each for each in planned().choices if each.key.startswith("algorithm.")]
 
 
 def test_no_other_method_has_one() -> None:

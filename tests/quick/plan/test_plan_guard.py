@@ -186,3 +186,16 @@ def test_blocks_are_ranked_by_their_engine_where_there_is_no_profile(device: str
     plan = planned(f"cluster.device={device}", RAISE, "rollout.scheme=fp8-block", "quantization.profile=none")
     assert plan.profile is None and plan.guard.ranks_layers
     assert findings(plan) == []
+
+
+def test_with_the_engines_log_probs_there_is_no_correction_to_tighten() -> None:
+    plan = planned("trainer.forward=rollout", "trainer.old_log_probs=rollout")
+    assert plan.guard.actions == (Action.WARN, Action.BF16, Action.STOP)
+    why = "without `tighten`: a correction has nothing to act on"
+    assert choice(plan, "guard.actions") == ("warn, bf16, stop", why)
+    assert plan.trainer.reuses_log_probs
+    why = "the engines': no pass over the batch before an update; a correction has nothing to act on"
+    assert choice(plan, "trainer.old_log_probs") == ("rollout", why)
+    recomputes = planned("trainer.forward=rollout")
+    assert (recomputes.trainer.reuses_log_probs, recomputes.guard.actions) == (False, USUAL)
+    assert not any(each.key == "trainer.old_log_probs" for each in recomputes.choices)

@@ -41,6 +41,21 @@ def test_the_trainers_state_is_sixteen_bytes_a_weight_and_the_forward_is_on_top(
     assert held(long, SMALL)[Role.TRAINER] > 760 * MIB + state + logits
 
 
+def test_one_flow_holds_codes_and_packed_weights_on_each_rank_beside_its_forward() -> None:
+    """And none at a save, where the whole model counts more as long as sequences are short."""
+    long, short = (
+        ("task.max_response_tokens=2040", "batch.micro_batch_sequences=4"),
+        ("task.max_response_tokens=56", "batch.micro_batch_sequences=2"),
+    )
+    flow = "trainer.forward=rollout"
+    for ranks in (1, 2):
+        sets = (f"cluster.gpus_per_node={ranks}", *long)
+        found, usual = held(planned(flow, *sets), SMALL), held(planned(*sets), SMALL)
+        assert found[Role.TRAINER] - usual[Role.TRAINER] == ranks * 2 * SMALL.linear_weights
+        assert found[Role.ENGINE] == usual[Role.ENGINE]
+    assert held(planned(flow, *short), SMALL) == held(planned(*short), SMALL)
+
+
 def test_the_engine_holds_its_cache_and_its_weights() -> None:
     one, four = planned(), planned("rollout.kv_cache_gb=4")
     assert (kv_cache_gib(one), kv_cache_gib(four)) == (1, 4)

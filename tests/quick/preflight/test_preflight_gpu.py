@@ -9,7 +9,7 @@ import pytest
 from plans import HOST
 
 from appliance.plan.build import build_plan
-from appliance.plan.host import HostFacts, HostGpu
+from appliance.plan.host import HostGpu
 from appliance.plan.memory import GIB, engine_share, engine_weights, gpu_ladder, host_bytes, moments, one_sequence
 from appliance.preflight import device
 from appliance.preflight.finding import Finding, Severity
@@ -24,36 +24,16 @@ def planned(recipe: str, *sets: str) -> RunPlan:
     return build_plan(load_recipe(recipe, sets=sets), run_dir=Path("/runs/a-1"), host=HOST)
 
 
-def with_flash(host: HostFacts = HOST) -> HostFacts:
-    return dataclasses.replace(host, packages=frozenset({"flash_attn"}))
-
-
-NEEDS = "needs the package flash-attn, which is not installed"
-IMAGE = "use the image's gpu flavour, which brings it"
-
-
-@pytest.mark.parametrize(
-    ("recipe", "message", "remedy"),
-    [
-        ("dapo-7b-int8", f"`flash_attention_2` is planned: sharing a sequence over GPUs {NEEDS}", IMAGE),
-        (
-            "gsm8k-0.5b-int8",
-            f"`flash_attention_2` is planned: packing sequences without padding {NEEDS}",
-            f"{IMAGE}, or trainer.attention: sdpa, which pads",
-        ),
-    ],
-)
-def test_flash_attention_is_missed_where_it_is_needed(recipe: str, message: str, remedy: str) -> None:
-    finding = Finding(Severity.ERROR, "flash-attention", "trainer.attention", message, remedy)
-    assert list(device.attention(planned(recipe), HOST)) == [finding]
-    assert list(device.attention(planned(recipe), with_flash())) == []
-
-
-@pytest.mark.parametrize(
-    ("recipe", "sets"), [("gsm8k-0.5b-int8", ("trainer.attention=sdpa",)), ("arithmetic-tiny-int8", ())]
-)
-def test_flash_attention_is_not_missed_elsewhere(recipe: str, sets: tuple[str, ...]) -> None:
-    assert list(device.attention(planned(recipe, *sets), HOST)) == []
+def test_the_package_is_missed_only_by_who_asks_for_it() -> None:
+    message = "`flash_attention_2` needs the package flash-attn, which is not installed"
+    remedy = "remove it: `auto` needs no package"
+    asks = planned("dapo-7b-int8", "trainer.attention=flash_attention_2")
+    assert list(device.attention(asks, HOST)) == [
+        Finding(Severity.ERROR, "flash-attention", "trainer.attention", message, remedy)
+    ]
+    assert list(device.attention(asks, dataclasses.replace(HOST, packages=frozenset({"flash_attn"})))) == []
+    for recipe in (*SHIPPED, "arithmetic-tiny-int8"):
+        assert list(device.attention(planned(recipe), HOST)) == []
 
 
 @pytest.mark.parametrize(
@@ -105,6 +85,33 @@ def test_the_sizes_that_are_certain() -> None:
     update = {part.what: part.size for part in moments(plan, SHAPE_32B)[1].parts}
     assert update["Adam"] == SHAPE_32B.weights * 8 // 32
     assert update["logits"] == 22528 * 152064 * 8
+
+
+def test_an_engine_holds_a_count_for_each_sequence_and_word_and_its_graphs_while_it_sleeps() -> None:
+    """By hand, of 1024 sequences at once: 4 bytes for each of 151936 words, out of what the KV cache would have."""
+    plan, shape = planned("gsm8k-0.5b-fp8"), KNOWN["Qwen/Qwen2.5-0.5B-Instruct"]
+    rollout, update = ({part.what: part.size for part in moment.parts} for moment in moments(plan, shape))
+    assert rollout["its counts for penalties"] == 1024 * 151936 * 4
+    share = sum(size for what, size in rollout.items() if what.startswith(("engine's", "its")))
+    assert share == int(plan.trainer.gpu_memory_utilization * 80 * GIB)
+    assert update["CUDA and the sleeping engine"] == 2 * rollout["CUDA"] + GIB
+    kept = {part.what: part.size for part in engine_share(plan, shape).parts}
+    assert kept["counts for penalties"] == rollout["its counts for penalties"]
+
+
+def test_a_forward_has_the_tokens_of_its_sequences_at_most() -> None:
+    """By hand: 16384 as given, and 8 sequences of 1024, in halves where two GPUs share them."""
+    shape = KNOWN["Qwen/Qwen2.5-0.5B-Instruct"]
+    sets = ("task.max_prompt_tokens=512", "task.max_response_tokens=512", "cluster.gpus_per_node=2")
+
+    def logits(*more: str) -> int:
+        parts = moments(planned("gsm8k-0.5b-int8", *sets, *more), shape)[1].parts
+        return next(part.size for part in parts if part.what == "logits")
+
+    assert logits("batch.max_tokens_per_gpu=16384") == 16384 * 151936 * 8
+    eight = ("batch.max_tokens_per_gpu=null", "batch.micro_batch_sequences=8")
+    assert logits(*eight) == 8 * 1024 * 151936 * 8
+    assert logits(*eight, "trainer.sequence_parallel=2") == 4 * 1024 * 151936 * 8
 
 
 def test_every_shipped_gpu_recipe_fits_by_the_estimate() -> None:
@@ -167,9 +174,9 @@ def test_a_shortage_is_an_error_only_where_it_is_certain() -> None:
     found = list(device.memory(planned("qwen3-32b-fp8", *ONE_GPU), HOST, KNOWN["Qwen/Qwen3-32B"]))
     assert [(each.severity, each.place) for each in found] == [(Severity.ERROR, "cluster.device")]
     assert found[0].message == (
-        "393.3 GiB are missing on each GPU while weights are updated: about 533 of 140 GiB on each GPU: weights 122.0, "
+        "394.3 GiB are missing on each GPU while weights are updated: about 534 of 140 GiB on each GPU: weights 122.0, "
         "gradients 122.0, Adam 244.1, gathered layers 4.7, activations 16.5, logits 20.9, CUDA and the sleeping engine "
-        "3.0"
+        "4.0"
     )
     assert found[0].remedy == "by the same estimate it fits with cluster.gpus_per_node: 8"
     sets = ("batch.max_tokens_per_gpu=65536",)
@@ -198,7 +205,7 @@ def test_rollouts_in_bf16_are_counted_where_they_are_reserved() -> None:
 
 def test_a_share_too_small_for_rollouts_in_bf16_is_said_before_the_run_comes_to_them() -> None:
     share = "rollout.gpu_memory_utilization=0.4"
-    needs = "about 35 of 32 GiB on each GPU: weights 30.5, graphs 2.0, one sequence 2.8"
+    needs = "about 36 of 32 GiB on each GPU: weights 30.5, graphs 2.0, counts for penalties 0.3, one sequence 2.8"
     later = f"rollouts in BF16, which this run may come to, need more than the engine's share: {needs}"
     assert engine_findings(share) == [(Severity.WARNING, "guard.reserve_bf16", later)]
     assert engine_findings(share, *UNUSED) == []

@@ -18,7 +18,7 @@ from appliance.preflight.inputs import RewardProblem, read_inputs, reward_proble
 from appliance.record.plan import CodeFile, RewardPlan, RunPlan
 from appliance.tasks.own import parse_row
 from appliance.tasks.rows import write_parquet
-from appliance.tasks.user_code import FORMS
+from appliance.tasks.user_code import FORMS, Heard
 
 ROWS = [{"prompt": f"{number} + 1?", "answer": str(number + 1)} for number in range(1, 9)]
 
@@ -75,7 +75,8 @@ LENGTH = "UserCodeError: `f` returned a list of 2 for one completion, not a list
         ("raise SystemExit(3)", IMPORT + " failed: SystemExit: 3 (rewards.py, line 1)"),
         ("def g(response): return 1", "{file}: there is no function `f` in it"),
         ("import os\nos._exit(5)", IMPORT + ": its process ended with 5: no message"),
-        ("while True: pass", IMPORT + ": no end after 4 s"),
+        ("import os\nos.kill(os.getpid(), 9)", IMPORT + ": its process ended with -9: no message"),
+        pytest.param("while True: pass", IMPORT + ": no end after 4 s", marks=pytest.mark.slow),
         (
             "def f(response):\n    g()\ndef g(): raise ValueError('no\\nsuch')",
             FAILED + "ValueError: no (rewards.py, line 3)",
@@ -86,10 +87,14 @@ LENGTH = "UserCodeError: `f` returned a list of 2 for one completion, not a list
         ),
         ("import sys\ndef f(response): sys.exit('bye')", FAILED + "SystemExit: bye (rewards.py, line 2)"),
         ("import os\ndef f(response): os._exit(0)", CALL + ": its process ended with 0: no message"),
-        ("def f(response):\n    while True: pass", CALL + ": no end after 4 s"),
+        pytest.param("def f(response):\n    while True: pass", CALL + ": no end after 4 s", marks=pytest.mark.slow),
         ("def f(response): return 'much'", CALL + ": the reward `f` returned 'much', not a finite number"),
         ("def f(response): return float('nan')", CALL + ": the reward `f` returned nan, not a finite number"),
-        ("def f(response): return None", "no reward applies to the truth of row 1"),
+        ("def f(response): return None", "{file}:f: no reward applies to the truth of row 1"),
+        (
+            "class R:\n    def __repr__(self): return 1 / 0\ndef f(response): return R()",
+            FAILED + "ZeroDivisionError: division by zero (rewards.py, line 2)",
+        ),
         (
             "def f(completions): return [1.0, 1.0]",
             FAILED + LENGTH,
@@ -99,17 +104,34 @@ LENGTH = "UserCodeError: `f` returned a list of 2 for one completion, not a list
 def test_a_function_that_gives_no_reward_is_an_error_that_names_file_and_function(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, message: str
 ) -> None:
-    monkeypatch.setattr(inputs, "_STARTS_WITHIN_S", 3.0)
+    if "no end after 4 s" in message:
+        monkeypatch.setattr(inputs, "_STARTS_WITHIN_S", 3.0)
     assert of_program(tmp_path, program) == RewardProblem(message.format(file=tmp_path / "rewards.py"))
 
 
 SLOW = "import time\ndef f(response, truth):\n    time.sleep(0.3)\n    return response == f'<answer>{truth}</answer>'"
 
 
+@pytest.mark.slow  # 8 s, by the clock
 def test_the_time_is_that_of_one_grading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """27 of them here, of 0.3 s each, and an import: within 4 s each."""
     monkeypatch.setattr(inputs, "_STARTS_WITHIN_S", 3.0)
     assert of_program(tmp_path, SLOW) is None
+
+
+def test_where_a_judge_is_is_told_before_it_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(
+        inputs,
+        "heard",
+        lambda *_, **__: told.append(capsys.readouterr().err) or Heard({}, 0, is_late=False, printed=""),
+    )
+    judges = [reward_plan("judge", url=url, model="m") for url in ("http://b/v1", "http://a/v1", "http://b/v1")]
+    reward_problem(planned(tmp_path, *judges, reward_plan("judge", file="/a/rewards.py")))
+    sends = "note: `judge` sends what it is tried on to {}: the first rows, their truths and responses\n"
+    assert told == [sends.format("http://a/v1") + sends.format("http://b/v1")]
 
 
 def test_a_judge_that_fails_has_a_hint_of_its_own(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from appliance.plan.build import build_plan
 from appliance.preflight import probes
-from appliance.preflight.inputs import read_inputs
+from appliance.preflight.inputs import InputFacts, read_inputs
 from appliance.recipe.load import load_recipe
 
 NORM = "model.layers.0.input_layernorm.weight"
@@ -48,13 +48,17 @@ def write_profile(folder: Path, *, header: dict = HEADER, channels: int = 64) ->
     return folder
 
 
-def problem(tmp_path: Path, *sets: str) -> str:
+def facts(tmp_path: Path, *sets: str) -> InputFacts:
     """With a model of one norm of 64 channels and the profile in `p`."""
     write_tensors(tmp_path / "model" / "model.safetensors", shapes={NORM: [64]})
     given = ("model.builtin=null", f"model.path={tmp_path}/model", f"quantization.profile={tmp_path}/p", *sets)
     recipe = load_recipe("arithmetic-tiny-int8", sets=given)
     plan = build_plan(recipe, run_dir=tmp_path / "runs" / "a-1", host=probes.read_host(tmp_path))
-    return read_inputs(plan, ask_hub=False).profile_problem
+    return read_inputs(plan, ask_hub=False)
+
+
+def problem(tmp_path: Path, *sets: str) -> str:
+    return facts(tmp_path, *sets).profile_problem
 
 
 def test_a_profile_of_this_model_and_scheme_is_taken_without_a_yaml_file(tmp_path):
@@ -112,3 +116,13 @@ def test_a_profile_of_a_wider_model(tmp_path):
     write_profile(tmp_path / "p", channels=128)
     said = f"{tmp_path}/p: of another model: {NORM} has 128 channels there and [64] in {tmp_path}/model"
     assert problem(tmp_path) == said
+
+
+def test_what_a_profile_predicts_is_known_where_it_is_one(tmp_path):
+    predicted = {"tokens": 8, "kl": 0.25, "k3_kl": 0.5, "kl_tokens": 0.5, "probs_diff_mean": 0.0, "weight_max": 1.0}
+    write_profile(tmp_path / "p")
+    assert facts(tmp_path).expected_kl is None
+    write_profile(tmp_path / "p", header=HEADER | {"predicted": predicted})
+    assert facts(tmp_path).expected_kl == 0.25
+    write_profile(tmp_path / "p", header=HEADER | {"predicted": predicted, "scheme": "fp8"})
+    assert facts(tmp_path).expected_kl is None

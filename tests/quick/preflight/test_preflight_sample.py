@@ -83,6 +83,7 @@ def test_a_plan_is_graded_in_a_child(tmp_path: Path, answers: tuple[str, ...], s
             "import atexit; atexit.register(print, 'a library says goodbye')",
             None,
         ),
+        ("import os; os.write(1, bytes([255, 10])); os.write(2, bytes([255, 10]))", None),
     ],
 )
 def test_what_a_library_prints_in_the_child_is_no_verdict(

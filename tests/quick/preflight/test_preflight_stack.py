@@ -29,6 +29,7 @@ REMEDY = "install the locked requirements: `make demo` does, or the image"
 
 def test_every_record_fits_what_is_installed() -> None:
     assert set(recorded()) == {
+        "chunked-log-probs",
         "cpu-no-amx-tiles",
         "cpu-process-group",
         "no-load-balancer",

@@ -68,7 +68,7 @@ PACKED = "batch.max_tokens_per_gpu=18432"
     ("recipe", "sets", "host", "shape", "code"),
     [
         ("qwen3-32b-fp8", (*ON_ONE_GPU, PACKED), {}, "Qwen/Qwen3-32B", "gpu-memory"),
-        ("dapo-7b-int8", (), {}, "", "flash-attention"),
+        ("dapo-7b-int8", ("trainer.attention=flash_attention_2",), {}, "", "flash-attention"),
         ("arithmetic-tiny-int8", (), {"container": IN_A_CONTAINER}, "", "no-volume"),
         ("arithmetic-tiny-int8", (), {"memory_free_bytes": 1 << 30}, "", "memory"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.terms.devices import GPUS, StoredResult, automatic_scheme, why_not
+from appliance.terms.devices import GPUS, StoredResult, automatic_scheme, gpu_of_product, why_not
 from appliance.terms.schemes import Scheme
 
 NONE = frozenset[str]()
@@ -21,6 +21,29 @@ def measured(**ratios: float) -> StoredResult:
 
 def test_every_gpu_belongs_to_a_generation() -> None:
     assert set(GPUS) == {*AMPERE, *ADA_AND_HOPPER, *BLACKWELL}
+
+
+@pytest.mark.parametrize(
+    ("product", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A10G", "a10"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GeForce RTX 4090 D", "rtx4090"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H20-3e", "h20"),
+        ("NVIDIA B200", "b200"),
+    ],
+)
+def test_a_gpu_by_the_name_of_its_maker(product: str, name: str) -> None:
+    assert gpu_of_product(product) is GPUS[name]
+
+
+@pytest.mark.parametrize("product", ["NVIDIA GH200 480GB", "NVIDIA GB200", "NVIDIA RTX A1000", "NVIDIA H800"])
+def test_a_name_that_has_anothers_in_it_is_not_known(product: str) -> None:
+    assert gpu_of_product(product) is None
 
 
 @pytest.mark.parametrize("gpu", AMPERE)

@@ -232,10 +232,26 @@ def test_the_resolved_recipe_reads_back_the_same_with_its_limits(write, method):
     sets = ["optimizer.learning_rate=1e-6", f"correction.method={method}", "correction.cap=null"]
     recipe = load_recipe("arithmetic-tiny-int8", sets=sets)
     again = load_recipe(write(to_yaml(recipe)))
-    assert again.model_dump(exclude={"correction"}) == recipe.model_dump(exclude={"correction"})
+    given = {"correction": True, "algorithm": set(recipe.algorithm.bounds)}
+    assert again.model_dump(exclude=given) == recipe.model_dump(exclude=given)
     usual = METHODS[method]
     wanted = (method, usual.usual_cap, usual.usual_bounds)
     assert (again.correction.method, again.correction.cap, again.correction.bounds) == wanted
+
+
+@pytest.mark.parametrize(
+    ("sets", "bounds"),
+    [
+        ((), (0.2, 0.2, 3.0)),
+        (("algorithm.clip_high=0.28",), (0.2, 0.28, 3.0)),
+        (("algorithm.loss=tbpo", "correction.method=none", "correction.cap=null"), (3e-4, 4e-4, 1.0007)),
+    ],
+)
+def test_the_resolved_recipe_has_the_bounds_of_its_loss(write, sets, bounds):
+    recipe = load_recipe("arithmetic-tiny-int8", sets=sets)
+    again = load_recipe(write(to_yaml(recipe)))
+    assert tuple(again.algorithm.bounds.values()) == tuple(recipe.algorithm.bounds.values()) == bounds
+    assert (again.algorithm.clip_low, again.algorithm.clip_high, again.algorithm.dual_clip) == bounds
 
 
 def test_messages_do_not_carry_a_whole_value(write):

@@ -7,7 +7,9 @@ from appliance.errors import RecipeError
 from appliance.recipe.load import load_recipe
 
 ICEPOP = ("correction.method=icepop", "correction.cap=null")
+REUSES = ("trainer.forward=rollout", "trainer.old_log_probs=rollout")
 GPU = ("cluster.device=h100", "cluster.gpus_per_node=8")
+EMULATED, TWO_ENGINES = "quantization.emulate=true", "cluster.gpus_per_node=2"
 
 
 def problems_of(*sets: str) -> list[tuple[str, str]]:
@@ -264,11 +266,7 @@ OF_DAPO = "remove it, or set algorithm.kind to `dapo`"
         ),
         (
             ("trainer.attention=flash_attention_2",),
-            ("trainer.attention: `flash_attention_2` needs a GPU", "use `sdpa`"),
-        ),
-        (
-            (*GPU, "trainer.sequence_parallel=8", "trainer.attention=sdpa"),
-            ("trainer.attention: `sdpa` cannot share a sequence over 8 GPUs", "use `flash_attention_2`"),
+            ("trainer.attention: `flash_attention_2` needs a GPU", "use `auto`"),
         ),
         (
             (*GPU, "rollout.tensor_parallel=3"),
@@ -279,12 +277,23 @@ OF_DAPO = "remove it, or set algorithm.kind to `dapo`"
             ("trainer.sequence_parallel: 3 does not divide the GPUs of the cluster", ""),
         ),
         (
-            ("trainer.forward=rollout", "rollout.scheme=fp8", "quantization.emulate=true"),
-            ("trainer.forward: `rollout` does not know `fp8`", "use rollout.scheme: int8"),
+            ("trainer.forward=rollout", "rollout.scheme=bf16"),
+            ("trainer.forward: `rollout` does not know `bf16`", "use rollout.scheme: int8"),
         ),
         (
-            ("trainer.forward=rollout", "trainer.attention=sdpa"),
-            ("trainer.attention: with `rollout` attention is the engine's", "remove it"),
+            ("trainer.forward=rollout", "rollout.scheme=auto", "rollout.replicas=[int8, fp8]", TWO_ENGINES),
+            ("trainer.forward: `rollout` is one scheme, not several", "name one scheme"),
+        ),
+        (
+            ("trainer.backward=fp8-block", "rollout.scheme=fp8-block", EMULATED),
+            ("trainer.backward: `fp8-block` needs the rollouts' forward", "use trainer.forward: rollout"),
+        ),
+        (
+            ("trainer.backward=fp8-block", "trainer.forward=rollout", "rollout.scheme=fp8", EMULATED),
+            (
+                "trainer.backward: `fp8-block` takes the codes of a forward in `fp8-block`",
+                "use rollout.scheme: fp8-block, or backward: bf16",
+            ),
         ),
         (
             ("trainer.forward=rollout", "rollout.tensor_parallel=2", "cluster.gpus_per_node=2"),
@@ -303,6 +312,30 @@ OF_DAPO = "remove it, or set algorithm.kind to `dapo`"
         (
             ("trainer.forward=rollout", "rollout.top_p=0.9"),
             ("rollout.top_p: a trainer's log-probs know no cut", "use 1.0, or trainer.forward: bf16"),
+        ),
+        (
+            ("trainer.old_log_probs=rollout",),
+            (
+                "trainer.old_log_probs: `rollout` takes the engines' log-probs for the trainer's, and a BF16 forward "
+                "has others",
+                "use trainer.forward: rollout, or trainer.old_log_probs: recompute",
+            ),
+        ),
+        (
+            (*REUSES, "correction.method=calibrated-clipping", "correction.cap=null"),
+            (
+                "trainer.old_log_probs: `calibrated-clipping` fits bounds to how log-probs differ from the engines', "
+                "and these do not",
+                "use another method, or trainer.old_log_probs: recompute",
+            ),
+        ),
+        (
+            (*REUSES, "guard.actions=[warn, tighten]"),
+            (
+                "guard.actions: `tighten` is for a correction, which has nothing to act on where old log-probs are the "
+                "engines'",
+                "remove `tighten`, or trainer.old_log_probs: recompute",
+            ),
         ),
     ],
 )

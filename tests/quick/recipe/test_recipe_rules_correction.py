@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from appliance.corrections.registry import METHODS
 from appliance.errors import RecipeError
 from appliance.recipe.load import load_recipe
 
@@ -82,6 +83,38 @@ def test_a_shadow_pass_is_of_calibrated_clipping_alone(tmp_path: Path, key: str)
     path, name = tmp_path / "r.yaml", key.partition(":")[0]
     message = f"{path}:3: correction.{name}: `tis` has no shadow pass"
     assert problems_of(path, f"correction:\n  {key}\n") == [(message, "remove it, or use `calibrated-clipping`")]
+
+
+TBPO = ("algorithm.loss=tbpo", "correction.cap=null")
+FITTING = "`none`, `tis-sequence`, `tis-geometric`, `sequence-mask`, `geometric-mask`, `k3-reject`"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_acts_on_single_tokens_does_not_go_with_a_loss_of_responses(tmp_path: Path, method: str) -> None:
+    sets, does = (*TBPO, f"correction.method={method}"), {"acr": "clips", "calibrated-clipping": "clips"}
+    if f"`{method}`" in FITTING:
+        assert load_recipe("arithmetic-tiny-int8", sets=sets).correction.method == method
+        return
+    message = (
+        f"`{method}` {does.get(method, 'weighs')} a response token by token, and `tbpo` has one ratio for all of them"
+    )
+    hint = f"use `tis-geometric` as its source does, or another one of {FITTING}"
+    (problem,) = problems_of(tmp_path / "r.yaml", "", *sets)
+    assert problem == (f"--set correction.method={method}: correction.method: {message}", hint)
+
+
+@pytest.mark.parametrize(
+    ("line", "usual"), [("clip_low: 0.2", "0.0003"), ("clip_high: 0.11", "0.0004"), ("dual_clip: 3", "1.0007")]
+)
+def test_bounds_of_a_token_do_not_go_with_a_loss_of_responses(tmp_path: Path, line: str, usual: str) -> None:
+    path, (key, _, bound) = tmp_path / "r.yaml", line.partition(": ")
+    text = f"correction: {{method: tis-geometric}}\nalgorithm:\n  loss: tbpo\n  {line}\n"
+    message = f"`tbpo` bounds the mean ratio of a response, and {bound} is a bound for a token's"
+    (problem,) = problems_of(path, text)
+    assert problem == (f"{path}:5: algorithm.{key}: {message}", f"give one such as {usual}, or null")
+    narrow = {"clip_low": "0.1", "clip_high": "0.1", "dual_clip": "1.05"}[key]
+    path.write_text(path.read_text().replace(bound, narrow))
+    assert load_recipe(str(path)).algorithm.bounds[key] == float(narrow)
 
 
 def test_a_cap_that_is_no_number_has_its_place(tmp_path: Path) -> None:

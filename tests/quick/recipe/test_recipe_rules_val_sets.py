@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 from plans import HOST
 
-from appliance.compare.arms import plan_runs
-from appliance.compare.file import load_comparison
 from appliance.errors import RecipeError
 from appliance.plan.build import build_plan
 from appliance.recipe.load import load_recipe, to_yaml
@@ -138,21 +136,4 @@ def test_a_built_in_task_makes_the_problems_of_its_one_set() -> None:
     assert [message[message.index(": task.val_") + 2 :] for message, _ in found] == [
         "task.val_sets.a.file: `arithmetic` makes its own problems",
         "task.val_sets.b.size: 9000 is more than the 998 validation problems of difficulty 2",
-    ]
-
-
-def test_a_comparison_refuses_a_task_of_the_users_own_and_several_validations(recipe: Path) -> None:
-    file = recipe.with_name("c.yaml")
-    file.write_text("recipe: r.yaml\nseeds: [0]\nbaseline: a\nvalidation: 512\narms: {a: {}}\n")
-    with pytest.raises(RecipeError) as caught:
-        plan_runs(load_comparison(str(file)))
-    assert caught.value.problems == [
-        (
-            f"{recipe}: task.val_sets: a comparison validates once, on `validation` problems that all arms share",
-            "compare a recipe without it",
-        ),
-        (
-            f"{recipe}: task.kind: the final validation of a comparison has the rewards of built-in tasks only",
-            "use one of `arithmetic`, `gsm8k`, `dapo-math`",
-        ),
     ]

@@ -19,6 +19,7 @@ FIGURES = {  # a curve's title -> what else must be written in its figure
     "Validation": ("int8 |0.9", "bf16 |0.91"),
     "Response": ("tokens, mean",),
     "Entropy": ("0.3",),
+    "Clipped share": ("0.007", "of the tokens with a negative advantage"),
     "Gradient norm": ("before clipping",),
     "Mismatch, k3": ("1.0e-04", "bound 0.015"),
     "Effective sample size": ("0.99", "bound 0.3"),

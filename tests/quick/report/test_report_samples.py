@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from appliance.launch.resume import cut_lines
-from appliance.record.samples import SAMPLES_FILE, Sample, read_samples, shortened
+from appliance.record.samples import SAMPLES_FILE, Sample, SampleLog, SampleReader, shortened
 from appliance.report.page import Answer
-from appliance.trainer.samples import SampleLog
 
 
 def group(prompt: str, *rewards: float, step: int = 1) -> tuple[str, list[dict]]:
@@ -44,7 +43,7 @@ def test_the_best_and_the_worst_of_a_prompt_and_the_first_problems(tmp_path: Pat
     kept.note([group(f"v{number}", 1.0) for number in range(6)], validate=True)
     kept.note([group("v9", 0.0)], validate=True)  # the same problems again, in BF16
     kept.write(1, scheme="int8")
-    (found,) = read_samples(tmp_path)
+    (found,) = SampleReader(tmp_path).read()
     assert responses(found.training) == ["r1", "r-1"] and [each.reward for each in found.training] == [1.0, -1.0]
     assert [sample.prompt for sample in found.validation] == ["v0", "v1", "v2", "v3"]
     assert found.validation[0].reward is None and found.scheme == "int8"
@@ -55,7 +54,7 @@ def test_a_second_validation_of_few_problems_adds_nothing(tmp_path: Path) -> Non
     for reward in (1.0, 0.0):
         kept.note([group("v0", reward)], validate=True)
     kept.write(1, scheme="int8")
-    assert responses(read_samples(tmp_path)[0].validation) == ["r1"]
+    assert responses(SampleReader(tmp_path).read()[0].validation) == ["r1"]
 
 
 def test_a_long_run_keeps_a_bounded_number_of_lines(tmp_path: Path) -> None:
@@ -63,7 +62,7 @@ def test_a_long_run_keeps_a_bounded_number_of_lines(tmp_path: Path) -> None:
     for step in range(1, 1001):
         kept.note([group("a", 1.0, step=step)], validate=False)
         kept.write(step, scheme="int8")
-    assert [samples.step for samples in read_samples(tmp_path)] == [1, *range(50, 1001, 50)]
+    assert [samples.step for samples in SampleReader(tmp_path).read()] == [1, *range(50, 1001, 50)]
 
 
 def test_a_resume_cuts_the_samples_of_later_steps(tmp_path: Path) -> None:
@@ -72,7 +71,7 @@ def test_a_resume_cuts_the_samples_of_later_steps(tmp_path: Path) -> None:
         kept.note([group("a", 1.0, step=step)], validate=False)
         kept.write(step, scheme="int8")
     cut_lines(tmp_path / SAMPLES_FILE, after=2, attempt=1)
-    assert [samples.step for samples in read_samples(tmp_path)] == [1, 2]
+    assert [samples.step for samples in SampleReader(tmp_path).read()] == [1, 2]
 
 
 def test_a_final_validation_made_again_leaves_the_step_its_training(tmp_path: Path) -> None:
@@ -82,7 +81,7 @@ def test_a_final_validation_made_again_leaves_the_step_its_training(tmp_path: Pa
     again.note([group("v0", 1.0)], validate=True)
     again.write(1, scheme="int8")
     for _ in range(2):
-        (found,) = read_samples(tmp_path)
+        (found,) = SampleReader(tmp_path).read()
         assert [each.prompt for each in (*found.training, *found.validation)] == ["a", "v0"]
         assert cut_lines(tmp_path / SAMPLES_FILE, after=1, attempt=1, may_repeat=True) is None
 
@@ -91,8 +90,10 @@ def test_lines_that_are_none_are_left_out_and_later_ones_hold(tmp_path: Path) ->
     line = {"step": 1, "scheme": "int8", "validation": [], "training": []}
     torn = ["[]", "null", '{"step": 1}', json.dumps({**line, "step": "x"}), json.dumps({**line, "training": [{}]}), "{"]
     torn += [json.dumps({**line, "step": float("inf")}), json.dumps({**line, "step": 10**400}), "[" * 100_000]
-    (tmp_path / SAMPLES_FILE).write_text("\n".join([json.dumps(line), *torn, json.dumps({**line, "scheme": "bf16"})]))
-    assert [(samples.step, samples.scheme) for samples in read_samples(tmp_path)] == [(1, "bf16")]
+    (tmp_path / SAMPLES_FILE).write_text(
+        "\n".join([json.dumps(line), *torn, json.dumps({**line, "scheme": "bf16"}), ""])
+    )
+    assert [(samples.step, samples.scheme) for samples in SampleReader(tmp_path).read()] == [(1, "bf16")]
 
 
 def test_a_long_text_keeps_its_head_and_its_end() -> None:

@@ -19,6 +19,7 @@ from appliance.recipe.load import to_yaml
 from appliance.recipe.schema import Recipe
 from appliance.record.session import RunStatus, Session, asked_to_stop, read_record
 from appliance.report import write as report
+from appliance.report.folder import RunReader
 
 SIGNALS = [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)]
 # Its engine dies while it leaves, as where all processes of a service get the signal.
@@ -139,8 +140,8 @@ def test_a_signal_that_comes_while_the_last_page_is_written_is_heard(
 ) -> None:
     plan = small_plan(tmp_path, argv=python("raise SystemExit(5)"))
 
-    def write(run_dir: Path, **_: object) -> None:
-        if read_record(run_dir).exit_code is not None:
+    def write(run: RunReader, **_: object) -> None:
+        if run.view().record.exit_code is not None:
             signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(report, "write_page", write)

@@ -16,11 +16,13 @@ from appliance.errors import AttestationError, PreflightError, RecipeError
 from appliance.launch import command
 from appliance.launch.resume import Resume, begin_attempt, refuse_changes
 from appliance.plan.build import build_plan
+from appliance.preflight import inputs
 from appliance.recipe.load import load_recipe, to_yaml
 from appliance.recipe.schema import Recipe, Reward
 from appliance.record.code import attested_code, copy_code
 from appliance.record.plan import CodeFile, RunPlan, read_plan
 from appliance.record.session import create_session
+from appliance.tasks.tools import Asked, Schema
 
 
 def digest(text: str) -> str:
@@ -115,6 +117,17 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> list[RunPlan]:
     return seen
 
 
+@pytest.fixture
+def described(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tools, without the child that describes them, which loads transformers: once is enough for this file."""
+
+    def read(asked: Asked) -> list[Schema]:
+        assert Path(asked.file).read_text() == TOOLS
+        return []
+
+    monkeypatch.setattr(inputs, "read_tools", read)
+
+
 def resume(made: Recipe, *, force: bool = False) -> int:
     return command.run_train(made, resume="auto", name=None, force=force, dry_run=False, json_mode=False, steps=())
 
@@ -180,6 +193,22 @@ def test_what_is_forced_runs_and_its_prompts_are_measured_anew(
     assert not told_of(tmp_path / "small-1", "changed")
 
 
+@pytest.mark.parametrize("tools", ["better.py", None])
+def test_tools_of_another_name_and_none_at_all_are_forced_like_changed_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: Recipe, tools: str | None
+) -> None:
+    (tmp_path / "a" / "better.py").write_text(TOOLS)
+    seen, before = attempts(monkeypatch), read_plan(tmp_path / "small-1" / "plan.json")
+    task = {"tools": tools, "max_turns": None}
+    changed = own.model_copy(update={"task": own.task.model_copy(update=task)})
+    assert resume(changed, force=True) == 0
+    assert Path(seen[0].task.tools).name == (tools or "") and seen[0].task.schemas_file != before.task.schemas_file
+    assert (tmp_path / "small-1" / "code" / "1-better.py").exists() == bool(tools) and attested_code(seen[0])
+    (tmp_path / "a" / "tools.py").write_text(TOOLS)
+    assert resume(own, force=True) == 0  # and added again
+    assert Path(seen[1].task.tools).name == "tools.py" and attested_code(seen[1])
+
+
 TOOLS = """
 def g(a: int) -> int:
     '''
@@ -192,6 +221,7 @@ def g(a: int) -> int:
 """
 
 
+@pytest.mark.usefixtures("described")
 @pytest.mark.parametrize("text", [BROKEN, None])
 def test_an_attempt_that_nobody_asked_for_goes_on_with_the_copies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: Recipe, text: str | None
@@ -217,6 +247,7 @@ def told_of(run_dir: Path, word: str) -> list[tuple[str, str]]:
     return [(each["what"], each["why"]) for each in told if word in each["what"]]
 
 
+@pytest.mark.usefixtures("described")
 def test_the_code_of_the_steps_before_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: Recipe) -> None:
     """Of an attempt that is begun twice, for the disk was full the first time, what ran is kept and nothing else."""
     run_dir = tmp_path / "small-1"

@@ -47,6 +47,12 @@ def test_panel_shows_a_training_whole(tmp_path: Path, small_plan: Callable, step
     )
 
 
+def test_a_step_without_a_pass_for_log_probs_shows_none(tmp_path: Path, step_line: Callable) -> None:
+    step = step_line(1, logprob_s=0.0)
+    assert list(display.step_parts(step)) == ["rollout", "update", "sync", "rest"]
+    assert "(rollout 2.6, update 0.8, sync 0.1, rest 0.5)" in display.plain_step(folded(step), step, now=1.0)
+
+
 def test_panel_shows_the_warm_start(tmp_path: Path, small_plan: Callable) -> None:
     state = folded(
         Event(100.0, "phase", "prepare"),
@@ -169,12 +175,27 @@ def test_summary_of_a_run_that_climbed(tmp_path: Path, small_plan: Callable, ste
     )
 
 
+def test_summary_of_a_run_that_was_validated_after_training_only(
+    tmp_path: Path, small_plan: Callable, step_line: Callable
+) -> None:
+    plan, state = (
+        small_plan(tmp_path),
+        folded(step_line(1), step_line(2, val_reward_mean=0.8, val_samples=512), steps=2),
+    )
+    rows = dict(summary.summary_rows(plan, state, seconds=1, folder="a"))
+    assert rows["reward"] == "0.215 before, 0.215 after (sampled, while training)"
+    assert rows["validation"] == "0.800 after step 2  (512 problems, greedy)"
+    told = summary.summary_object(plan, state, state_name="done", exit_code=0, reason="", seconds=9.0)
+    assert (told["reward_after"], told["val_reward_mean"], told["greedy"]) == (0.2148, 0.8, False)
+
+
 def test_summary_says_how_to_serve_what_was_trained_in_the_rollouts_scheme(
     tmp_path: Path, small_plan: Callable, step_line: Callable
 ) -> None:
     plan = small_plan(tmp_path)
-    plan = plan.replace(trainer=plan.trainer.replace(one_flow=True))
+    plan = plan.replace(trainer=plan.trainer.replace(one_flow=True, fp8_backward=True))
     rows = dict(summary.summary_rows(plan, folded(step_line(1)), seconds=1, folder="runs/a b"))
+    assert rows["gradients"] == "of quantised layers in fp8-block, emulated"
     assert rows["serve it"] == (
         "in int8, as it was trained: FLASHRL_CONFIG='runs/a b'/profile/quantization.yaml vllm serve 'runs/a b'/model"
     )

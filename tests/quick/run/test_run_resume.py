@@ -35,7 +35,7 @@ from appliance.record.checkpoints import hash_file
 from appliance.record.plan import RunPlan
 from appliance.record.session import RunRecord, RunStatus, create_session, read_record, write_record
 from appliance.record.state import RunState
-from appliance.report.folder import read_run
+from appliance.report.folder import RunReader, read_run
 from appliance.report.summary import go_on_command, try_next
 from appliance.report.write import write_page
 from appliance.terms.schemes import Scheme
@@ -348,7 +348,7 @@ def test_the_page_stops_waiting_when_no_restart_follows(tmp_path: Path) -> None:
     sets = ("trainer.steps=9", f"cluster.run_dir={tmp_path}")
     run_dir = stopped(build_plan(recipe(*sets), run_dir=tmp_path / "small-1", host=HOST))
     write_record(run_dir, RunRecord(RunStatus.FAILED, exit_code=5))
-    write_page(run_dir, target=run_dir / "report.html", may_restart=True)
+    write_page(RunReader(run_dir), target=run_dir / "report.html", may_restart=True)
     assert 'data-reload-s="10"' in (run_dir / "report.html").read_text()
     assert command.Attempts(recipe(*sets)).through_faults(5, run_dir) == 5  # there is no checkpoint
     assert 'data-reload-s="0"' in (run_dir / "report.html").read_text()

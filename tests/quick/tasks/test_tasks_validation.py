@@ -12,9 +12,8 @@ from appliance.errors import RecipeError
 from appliance.record.plan import OwnPlan, RewardPlan, ValSetPlan
 from appliance.tasks import own
 from appliance.tasks.built_in import arithmetic
-from appliance.tasks.grading import Fault, Graded
+from appliance.tasks.grading import Fault, Graded, pass_at, set_metrics, tries
 from appliance.tasks.task import Splits, Task
-from appliance.tasks.validation import pass_at, set_metrics, tries
 
 RIGHT, HALF, WRONG = Graded(1.5, parts=(("math", 1.0), ("short", 0.5))), Graded(0.5), Graded(0.0)
 

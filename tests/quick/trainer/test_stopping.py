@@ -11,7 +11,15 @@ import pytest
 
 from appliance.errors import Interrupted, SavedAndStopped
 from appliance.record.session import ask_to_stop, asked_to_stop, forget_stop
+from appliance.trainer import stopping as looking
 from appliance.trainer.stopping import StopAsked, Stopping
+
+LOOKS_S = 0.2  # several looks of the thread
+
+
+@pytest.fixture(autouse=True)
+def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looking, "LOOK_EVERY_S", LOOKS_S / 4)
 
 
 class Ended:
@@ -86,7 +94,7 @@ def test_finished_step_that_is_not_saved_waits_for_the_main_thread(tmp_path: Pat
     wait_until(lambda: stopping.asked)
     with pytest.raises(StopAsked):
         stopping.check()
-    time.sleep(1.2)  # two looks of the thread
+    time.sleep(LOOKS_S)
     assert ended.codes == []
     stopping.note_saved(1)
     error = stopping.leave()
@@ -101,7 +109,7 @@ def test_weights_ahead_of_the_last_line_are_no_time_to_stop(tmp_path: Path) -> N
     stopping.begin_change()
     ask_to_stop(tmp_path, why="SIGTERM")
     wait_until(lambda: stopping.asked)
-    time.sleep(1.2)
+    time.sleep(LOOKS_S)
     assert ended.codes == []
     stopping.end_step(2, saved=2)  # the step's own checkpoint
     wait_until(lambda: ended.codes)
@@ -113,7 +121,7 @@ def test_request_after_the_end_changes_nothing(tmp_path: Path) -> None:
     stopping = Stopping(tmp_path, end=ended)
     stopping.over()
     ask_to_stop(tmp_path, why="SIGTERM")
-    time.sleep(1.2)
+    time.sleep(LOOKS_S)
     assert ended.codes == []
 
 

@@ -24,8 +24,12 @@ from file_operations import FileOperations
 OF_A_SAVE = {"driver": "appliance.trainer.checkpoints", "rank": "verl.utils.checkpoint.fsdp_checkpoint_manager"}
 
 
+_STARTED = os.getpid()
+
+
 def who() -> str:
-    return "driver" if "appliance.trainer.entry" in sys.orig_argv else "rank"
+    """A rank may be a fork of the driver, with its arguments."""
+    return "driver" if "appliance.trainer.entry" in sys.orig_argv and os.getpid() == _STARTED else "rank"
 
 
 class Points:

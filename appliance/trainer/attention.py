@@ -1,0 +1,178 @@
+"""Attention of sequences that lie behind one another in one row, without padding, on CUDA and on a CPU.
+
+verl packs a micro-batch (`use_remove_padding`) and transformers gives each layer's attention the row and its positions:
+where they are 0 a sequence starts, so no mask over the row is needed, which would be quadratic in its length.
+transformers finds this one by its name, in every process that imports trainer/worker.py.
+
+On CUDA it is torch's own `varlen_attn`, FlashAttention 2 inside torch; where the package of a newer one is installed,
+that one. On a CPU it is torch's attention, sequence by sequence.
+
+With several GPUs to a sequence (Ulysses) each has a part of the row and all heads; for the attention they exchange, so
+that each has the whole row and a part of the heads. verl does that in transformers' flash attention only, so it is done
+here again, with verl's own exchange. KV heads that are fewer than GPUs are repeated first.
+
+Legend: T tokens of all sequences in a row, S sequences, H heads, G KV heads, D channels of a head.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from inspect import signature
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention import activate_flash_attention_impl
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
+from verl.utils.ulysses import (
+    all_gather_tensor,
+    gather_heads_scatter_seq,
+    gather_seq_scatter_heads,
+    get_ulysses_sequence_parallel_world_size,
+)
+
+from appliance.errors import TrainingError
+from appliance.terms.settings import ATTENTION_NAME
+
+_logger = logging.getLogger(__name__)
+_NEWER = {9: ("FA3", "flash_attn_interface"), 10: ("FA4", "flash_attn.cute.interface")}  # by compute capability
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Where they lie in a row. lengths: of each.  starts_S1: [S + 1] int32, on the row's device, the last one is T."""
+
+    lengths: list[int]
+    starts_S1: Tensor
+
+    @staticmethod
+    def of(positions_T: Tensor) -> Sequences:
+        """positions_T: int64, from 0 at each sequence's start."""
+        starts_S = torch.nonzero(positions_T == 0).flatten()
+        starts_S1 = functional.pad(starts_S, (0, 1), value=len(positions_T))
+        return Sequences(starts_S1.diff().tolist(), starts_S1.int())
+
+
+def attend_row(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    position_ids: Tensor,
+    scaling: float,
+    sliding_window: int | None = None,
+    dropout: float = 0.0,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """[1, T, H, D], as transformers calls it.
+
+    query: [1, H, T, D].  key, value: [1, G, T, D].  position_ids: [1, T]; of several GPUs each has its part of T.
+    dropout: left out, whatever the model's config says: what was sampled had none.
+    Raises TrainingError for more than one row, and for what no family of ours has.
+    """
+    for name in ("softcap", "s_aux"):
+        if others.get(name) is not None:
+            raise TrainingError(f"attention got `{name}`, which it does not know")
+    if len(query) != 1:
+        message = f"attention got {len(query)} rows of {query.shape[2]} tokens, and takes one with all sequences"
+        raise TrainingError(message)
+    q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
+    sharing = get_ulysses_sequence_parallel_world_size()
+    if sharing > 1:
+        repeats = max(1, sharing // k.shape[1])
+        k, v = (each.repeat_interleave(repeats, dim=1) for each in (k, v))
+        q, k, v = (gather_seq_scatter_heads(each, seq_dim=0, head_dim=1) for each in (q, k, v))
+    sequences = _sequences(position_ids)
+    attend = _attend_on_cuda if q.is_cuda else attend_each
+    out = attend(q, k, v, sequences=sequences, scale=scaling, window=sliding_window)
+    if sharing > 1:
+        out = gather_heads_scatter_seq(out, head_dim=1, seq_dim=0)
+    return out[None], None
+
+
+@functools.lru_cache(maxsize=1)  # by identity: the layers of a forward, and their recomputation, get the same tensor
+def _sequences(positions_1T: Tensor) -> Sequences:
+    positions_T = positions_1T[0]
+    if get_ulysses_sequence_parallel_world_size() > 1:
+        positions_T = all_gather_tensor(positions_T)
+    return Sequences.of(positions_T)
+
+
+def attend_each(
+    q: Tensor, k: Tensor, v: Tensor, *, sequences: Sequences, scale: float, window: int | None = None
+) -> Tensor:
+    """[T, H, D], causal: softmax(scale q k) v of each sequence by itself, in float32 at least: on a CPU the gradients
+    take half the time then that they take in BF16.
+
+    q: the same.  k, v: [T, G, D].  window: tokens that a token sees at most, itself among them; None, all before it.
+    """
+    wide, parts = torch.promote_types(q.dtype, torch.float32), []
+    with torch.autocast(q.device.type, enabled=False):
+        for q_, k_, v_ in zip(*(each.to(wide).split(sequences.lengths) for each in (q, k, v)), strict=True):
+            mask = None
+            if window is not None and len(q_) > window:
+                places = torch.arange(len(q_), device=q.device)
+                behind = places[:, None] - places
+                mask = (behind >= 0) & (behind < window)
+            parts.append(
+                functional.scaled_dot_product_attention(
+                    q_.transpose(0, 1)[None],
+                    k_.transpose(0, 1)[None],
+                    v_.transpose(0, 1)[None],
+                    attn_mask=mask,
+                    is_causal=mask is None,
+                    scale=scale,
+                    enable_gqa=True,
+                )[0].transpose(0, 1)
+            )
+        return torch.cat(parts).to(q.dtype)
+
+
+@functools.cache
+def _shared_heads(attend: Callable[..., Tensor]) -> dict[str, bool]:
+    """To have KV heads shared: nothing in torch 2.11, which a bundle may find on its host."""
+    return {"enable_gqa": True} if "enable_gqa" in signature(attend).parameters else {}
+
+
+def _attend_on_cuda(
+    q: Tensor, k: Tensor, v: Tensor, *, sequences: Sequences, scale: float, window: int | None
+) -> Tensor:
+    """As attend_each, in FP16 or BF16."""
+    _take_newer(torch.cuda.get_device_capability(q.device)[0])
+    shared = _shared_heads(varlen_attn)
+    if not shared:
+        k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v))
+    starts_S1, longest = sequences.starts_S1, max(sequences.lengths)
+    behind = -1 if window is None else window - 1
+    out: Tensor = varlen_attn(
+        *(q.to(v.dtype), k.to(v.dtype), v),
+        *(starts_S1, starts_S1, longest, longest),
+        scale=scale,
+        window_size=(behind, 0),
+        **shared,
+    )
+    return out
+
+
+@functools.cache
+def _take_newer(capability: int) -> None:
+    """Once in a process. capability: the major number."""
+    name, module = _NEWER.get(capability, ("", ""))
+    try:
+        if name and all(map(find_spec, accumulate(module.split("."), "{}.{}".format))):  # None: a package without it
+            activate_flash_attention_impl(name)
+            _logger.warning("attention: %s of %s in place of PyTorch's FlashAttention 2", name, module)
+    except (ImportError, AttributeError, RuntimeError) as error:  # installed, but another release, or not whole
+        _logger.warning("attention: %s of %s is not taken: %s", name, module, error)
+
+
+AttentionInterface.register(ATTENTION_NAME, attend_row)  # transformers makes no mask for a name without one of its own

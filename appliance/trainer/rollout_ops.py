@@ -1,0 +1,422 @@
+"""The operations of the rollouts' forward, with their gradients (trainer/rollout_forward.py puts them together).
+
+They are vLLM's CPU kernels, and torch's where vLLM has torch's. What is not a product of weights has the gradient
+of its plain formula, at the inputs that the kernel had (norms: one rounding from them). A quantised layer is passed
+straight through: with codes of weights and activations W^ and X^, in BF16,
+
+    Y = W^ X^ + b     dX = dY W^     dW = dY^T X^     db = sum dY
+
+and its activations are kept for that as codes and scales, or made again from what is kept before them (`gated`). Scales
+by the largest value never clip, so nothing is masked.
+
+Or in E4M3 (`fp8_backward`, of layers in `fp8-block`; emulated as the forward is, quant/cpu_gemm.py), as Jet-RL has it
+(arXiv 2601.14243): what is multiplied shares a scale over 128 of the dimension that is summed over, and weights over
+128 x 128. With Q of 1 x 128 blocks of its rows, of the codec's floor,
+
+    dX = Q(dY) W^     dW = Q(dY^T) Q(X^^T)^T     in float64 by block, rounded to BF16
+
+W^ by the codes of the forward; X^ by those that it kept, dequantised and quantised again along tokens. The last block
+of tokens is shorter, which is as good as padded: zeros add nothing, and to no largest value.
+
+The codes kept are the codec's. oneDNN's are the same. sgl's kernel divides in another way and may round a tie to the
+other side, and nothing else: x and a = 127 s are BF16, of significands X and A < 256, and 127 X / (2^k A) is n + 1/2
+or off by 1 / (254 X) of it at least. The other code is as near to x; dW is another one by sum_t s_t |dY_tn| at most,
+over tokens with a tie in channel k.
+
+Legend: T tokens of all sequences in a row, S sequences, D channels of a head, N output and K input channels of a layer,
+H width of the residual stream, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional
+
+from appliance.errors import NumericsError
+from appliance.quant.codec import QuantisedWeight, chunk_rows, dequantise, quantise, quantise_tokens
+from appliance.quant.codec_fp8 import quantise_fp8_tokens, transposed
+from appliance.quant.codec_int8 import dequantise_rows, int8_rows
+from appliance.quant.cpu_gemm import (
+    OneDnnGemm,
+    SglGemm,
+    fp8_product,
+    load_kernels,
+    multiply_fp8,
+    packs_quickly,
+    quantise_weight,
+)
+from appliance.terms.schemes import Scheme
+from appliance.trainer.attention import Sequences, attend_each
+
+Note = Callable[[str, Tensor], None]  # LayerTrace.note itself: of a dataclass FSDP hands on a copy
+_HEAD_CHUNKS = 4  # of a thread at once: a row of a large vocabulary is half of one
+_BLOCK = 32  # tokens of a block of the attention's cache
+_WHOLE_ROWS = 32  # channels that a head has to be a multiple of for the kernel's wide form
+
+
+class _Plain(Function):
+    """forward: the kernel.  backward: that of the plain formula, computed again. All inputs want gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, kernel: Callable[..., Tensor], plain: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        ctx.plain = plain
+        ctx.save_for_backward(*inputs)
+        return kernel(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = [each.detach().requires_grad_() for each in ctx.saved_tensors]
+        with torch.enable_grad():
+            output = ctx.plain(*inputs)
+        return None, None, *torch.autograd.grad(output, inputs, grad)
+
+
+def add_norm(x_TH: Tensor, residual_TH: Tensor | None, weight_H: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
+    """(normed, new residual), both in the type of `x`: added and normed in float32, each rounded once."""
+    return _AddNorm.apply(x_TH, residual_TH, weight_H, eps)
+
+
+def _norm(summed: Tensor, weight_H: Tensor, *, eps: float) -> Tensor:
+    normed = summed * torch.rsqrt(summed.pow(2).mean(dim=-1, keepdim=True) + eps)
+    return normed.to(weight_H.dtype) * weight_H
+
+
+class _AddNorm(Function):
+    """Keeps the new residual, one rounding from what was normed, in place of both inputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TH: Tensor, residual_TH: Tensor | None, weight_H: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        summed = x_TH.float() if residual_TH is None else x_TH.float() + residual_TH.float()
+        kept = summed.to(x_TH.dtype)
+        ctx.eps = eps
+        ctx.save_for_backward(x_TH if residual_TH is None else kept, weight_H)
+        return _norm(summed, weight_H, eps=eps), kept
+
+    @staticmethod
+    def backward(ctx: Any, grad_normed: Tensor, grad_kept: Tensor) -> tuple[Tensor | None, ...]:
+        kept, weight_H = ctx.saved_tensors
+        summed, weight_H = kept.float().requires_grad_(), weight_H.detach().requires_grad_()
+        with torch.enable_grad():
+            normed = _norm(summed, weight_H, eps=ctx.eps)
+        of_sum, of_weight = torch.autograd.grad(normed, (summed, weight_H), grad_normed)
+        grad = (of_sum + grad_kept).to(kept.dtype)
+        return grad, grad if ctx.needs_input_grad[1] else None, of_weight, None
+
+
+def head_norm(x: Tensor, weight_D: Tensor, *, eps: float) -> Tensor:
+    """x: [T, heads, D]."""
+    return add_norm(x, None, weight_D, eps=eps)[0]
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """[T, I] of [T, 2I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+class Batch:
+    """Sequences in one row, and what rotary embedding and attention need to know of them.
+
+    positions_T: int64, from 0 at each sequence's start.  cos_sin: [positions, D], D / 2 cosines and then as many sines.
+    window: tokens that a token sees at most; None, all before it.  trace: of a single sequence, what gets its layers.
+    """
+
+    def __init__(
+        self,
+        positions_T: Tensor,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        cos_sin: Tensor,
+        scale: float,
+        window: int | None = None,
+        trace: Note | None = None,
+    ) -> None:
+        load_kernels()
+        self._trace = trace
+        self.positions_T, self.cos_sin, self.scale, self.window = positions_T, cos_sin, scale, window
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self._sequences = Sequences.of(positions_T)
+        self._lengths_S = self._sequences.starts_S1.diff()
+        lengths_S = self._lengths_S.long()
+        blocks_S = (lengths_S + _BLOCK - 1) // _BLOCK
+        first_S = blocks_S.cumsum(0) - blocks_S
+        self._blocks = int(blocks_S.sum())
+        self._table = (first_S[:, None] + torch.arange(int(blocks_S.max()))).int()
+        # blocks of a sequence stand one after another: a token's slot is its position after its sequence's first
+        self._slots_T = first_S.repeat_interleave(lengths_S) * _BLOCK + positions_T
+        self._isa = "vec" if head_dim % _WHOLE_ROWS == 0 else "vec16"
+        self._schedule = torch.ops._C.get_scheduler_metadata(
+            len(self._sequences.lengths),
+            heads,
+            kv_heads,
+            head_dim,
+            self._lengths_S,
+            torch.bfloat16,
+            self._sequences.starts_S1,
+            True,
+            -1 if window is None else window,
+            self._isa,
+            True,
+            None,
+            "auto",
+        )
+
+    def note(self, name: str, output: Tensor) -> Tensor:
+        """The same tensor. name: the engine's."""
+        if self._trace is not None:
+            self._trace(name, output)
+        return output
+
+    def rotate(self, qk: Tensor) -> Tensor:
+        """qk: [T, heads, D], of any number of heads."""
+        return _Rotary.apply(qk, self.positions_T, self.cos_sin)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """[T, heads, D]; q: the same.  k, v: [T, kv_heads, D]."""
+        return _Plain.apply(self._kernel, self._formula, q, k, v)
+
+    def _kernel(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cache = torch.zeros(self._blocks, self.kv_heads, 2 * _BLOCK, self.head_dim, dtype=q.dtype)
+        keys, values = cache.chunk(2, dim=2)
+        out = torch.empty_like(q)
+        torch.ops._C.cpu_attn_reshape_and_cache(k, v, keys, values, self._slots_T, self._isa, 1.0, 1.0, "auto")
+        window = -1 if self.window is None else self.window
+        torch.ops._C.cpu_attention_with_kv_cache(
+            q,
+            keys,
+            values,
+            out,
+            self._sequences.starts_S1,
+            self._lengths_S,
+            self.scale,
+            True,
+            None,
+            window,
+            self._table,
+            0.0,
+            self._schedule,
+            None,
+            None,
+            1.0,
+            1.0,
+            "auto",
+        )
+        return out
+
+    def _formula(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend_each(q, k, v, sequences=self._sequences, scale=self.scale, window=self.window)
+
+
+class _Rotary(Function):
+    """A rotation of pairs of channels; its gradient is the rotation back."""
+
+    @staticmethod
+    def forward(ctx: Any, qk: Tensor, positions_T: Tensor, cos_sin: Tensor) -> Tensor:
+        ctx.save_for_backward(positions_T, cos_sin)
+        rotated = qk.reshape(len(qk), -1).clone(memory_format=torch.contiguous_format)
+        torch.ops._C.rotary_embedding(positions_T, rotated, None, qk.shape[-1], cos_sin, True)
+        return rotated.view(qk.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        positions_T, cos_sin = ctx.saved_tensors
+        cos, sin = cos_sin[positions_T].float()[:, None].chunk(2, dim=-1)
+        first, second = grad.float().chunk(2, dim=-1)
+        return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1).to(grad.dtype), None, None
+
+
+@dataclass(frozen=True)
+class EngineWeight:
+    """Of one layer of the engine, until the next update: what multiplies, and what the gradients need.
+
+    gemm: [T, N] of activations [T, K] and a bias [N] or None.  factor_K: of smoothing, powers of two; the weights times
+    it are quantised.  fp8_backward: multiply gradients in E4M3; `quantised` is in `fp8-block`.  name: of the layer, for
+    errors.
+    """
+
+    quantised: QuantisedWeight
+    gemm: Callable[[Tensor, Tensor | None], Tensor]
+    factor_K: Tensor | None
+    fp8_backward: bool = False
+    name: str = "a layer"
+
+    @classmethod
+    def of(
+        cls,
+        weights: Sequence[Tensor],
+        *,
+        scheme: Scheme,
+        factor_K: Tensor | None,
+        fp8_backward: bool = False,
+        name: str = "a layer",
+    ) -> EngineWeight:
+        """weights: of the linears that the engine fuses, [N, K] BF16 each, folded. Raises NumericsError."""
+        if scheme is not Scheme.INT8:
+            quantised = quantise(torch.cat([each.detach() for each in weights]), scheme=scheme)
+            return cls(
+                quantised, lambda x_TK, bias_N: multiply_fp8(x_TK, quantised, bias_N), factor_K, fp8_backward, name
+            )
+        load_kernels()
+        parts = [quantise_weight(each.detach()) for each in weights]
+        codes_NK = torch.cat([each.codes_NK for each in parts])
+        quantised = int8_rows(codes_NK, scale_N1=torch.cat([each.scale for each in parts]))
+        kind = SglGemm if packs_quickly(*quantised.codes_NK.shape) else OneDnnGemm
+        return cls(quantised, kind(quantised.codes_NK, scale_N1=quantised.scale), factor_K, name=name)
+
+    def codes_of(self, x_TK: Tensor) -> QuantisedWeight:
+        """Of activations. Raises NumericsError."""
+        try:
+            return quantise_tokens(x_TK, scheme=self.quantised.scheme)
+        except NumericsError as error:
+            raise NumericsError(f"{self.name} in training: {error.message}") from None
+
+    def __call__(
+        self, x_TK: Tensor, weights: Sequence[Tensor], bias_N: Tensor | None, *, gated: bool = False
+    ) -> Tensor:
+        """[T, N] BF16. weights: those that it was made of, before folding: they get the gradients.
+
+        gated: x is [T, 2K], and `silu_and_mul` of it is multiplied.
+        """
+        if not torch.is_grad_enabled():
+            return self.gemm(silu_and_mul(x_TK) if gated else x_TK, bias_N)
+        place_TN = _EngineLinear.apply(self, gated, x_TK, bias_N, *weights)
+        return _Multiplied.apply(place_TN, self.gemm, x_TK.detach(), bias_N, gated)
+
+    def grad_of_input(self, grad_TN: Tensor) -> Tensor:
+        """[T, K] in the type of `grad_TN`. A token whose gradient is not finite stays so."""
+        if self.fp8_backward:
+            return fp8_product(_in_blocks(grad_TN), transposed(self.quantised)).to(grad_TN.dtype)
+        return grad_TN @ _rounded(self.quantised, dtype=grad_TN.dtype)
+
+    def grad_of_weight(self, grad_TN: Tensor, passed: QuantisedWeight) -> Tensor:
+        """[N, K] in the type of `grad_TN`. passed: the activations [T, K]. What is not finite stays so."""
+        if self.fp8_backward:
+            grad_NK = fp8_product(_in_blocks(grad_TN.t()), _in_blocks(dequantise(passed).t())).to(grad_TN.dtype)
+        else:
+            grad_NK = grad_TN.t() @ _rounded(passed, dtype=grad_TN.dtype)
+        return grad_NK if self.factor_K is None else grad_NK * self.factor_K.to(grad_NK.dtype)
+
+
+def _in_blocks(values: Tensor) -> QuantisedWeight:
+    return quantise_fp8_tokens(values.contiguous(), scheme=Scheme.FP8_BLOCK, finite=False)
+
+
+def _rounded(quantised: QuantisedWeight, *, dtype: torch.dtype) -> Tensor:
+    if quantised.scheme is Scheme.INT8:
+        return dequantise_rows(quantised.codes_NK, quantised.scale, dtype=dtype)
+    return dequantise(quantised).to(dtype)
+
+
+class _Multiplied(Function):
+    """What is multiplied is kept before it (`_EngineLinear`): gradient checkpointing stops there when it computes
+    again, as it does for torch's own layers, and leaves out a layer's last product."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        place_TN: Tensor,
+        gemm: Callable[[Tensor, Tensor | None], Tensor],
+        x: Tensor,
+        bias_N: Tensor | None,
+        gated: bool,
+    ) -> Tensor:
+        return gemm(silu_and_mul(x) if gated else x, bias_N)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
+        return grad_TN, None, None, None, None
+
+
+class _EngineLinear(Function):
+    """[T, N] without values: where the gradient of the product goes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, layer: EngineWeight, gated: bool, x: Tensor, bias_N: Tensor | None, *weights: Tensor
+    ) -> Tensor:
+        ctx.layer, ctx.gated, ctx.rows = layer, gated, [len(each) for each in weights]
+        codes = None if gated else layer.codes_of(x)
+        ctx.save_for_backward(*((x,) if codes is None else (codes.codes_NK, codes.scale)))
+        ctx.block = None if codes is None else codes.block
+        return x.new_empty(1).expand(len(x), sum(ctx.rows))
+
+    @staticmethod
+    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
+        needs_x, needs_bias, *needs_weights = ctx.needs_input_grad[2:]
+        weight = ctx.layer.quantised
+        grad_x = ctx.layer.grad_of_input(grad_TN) if needs_x else None
+        if ctx.gated:
+            gate_up = ctx.saved_tensors[0].detach().requires_grad_()
+            with torch.enable_grad():
+                x_TK = silu_and_mul(gate_up)
+            passed = ctx.layer.codes_of(x_TK.detach())
+            grad_x = torch.autograd.grad(x_TK, gate_up, grad_x)[0] if needs_x else None
+        else:
+            codes_TK, scale = ctx.saved_tensors
+            passed = QuantisedWeight(codes_TK, scale=scale, block=ctx.block, scheme=weight.scheme)
+        grad_bias = grad_TN.sum(0, dtype=torch.float32).to(grad_TN.dtype) if needs_bias else None
+        grads: list[Tensor | None] = [None] * len(ctx.rows)
+        if any(needs_weights):
+            grads = list(ctx.layer.grad_of_weight(grad_TN, passed).split(ctx.rows))
+        return None, None, grad_x, grad_bias, *grads
+
+
+def log_probs_of(
+    logits_TV: Tensor, labels_T: Tensor, *, num_tokens: int, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(log-probs of `labels_T`, entropy, which has no gradient): [T] float32, nats, over the first `num_tokens`."""
+    return _LogProbs.apply(logits_TV, labels_T, num_tokens, temperature, with_entropy)
+
+
+class _LogProbs(Function):
+    """Some tokens at a time, in float32; between forward and backward only the logits in their own type are kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_TV: Tensor, labels_T: Tensor, num_tokens: int, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.num_tokens, ctx.temperature = num_tokens, temperature
+        ctx.save_for_backward(logits_TV, labels_T)
+        found: list[Tensor] = []
+        entropies: list[Tensor] = []
+        rows = chunk_rows(logits_TV, chunks=_HEAD_CHUNKS)
+        for logits, labels in zip(logits_TV.split(rows), labels_T.split(rows), strict=True):
+            log_probs = _scaled(logits, num_tokens=num_tokens, temperature=temperature).log_softmax(dim=-1)
+            found.append(log_probs.gather(1, labels[:, None]).flatten())
+            if with_entropy:
+                entropies.append(-log_probs.exp().mul_(log_probs)[:, :num_tokens].sum(dim=-1))
+        entropy_T = torch.cat(entropies) if with_entropy else None
+        if entropy_T is not None:
+            ctx.mark_non_differentiable(entropy_T)
+        return torch.cat(found), entropy_T
+
+    @staticmethod
+    def backward(ctx: Any, grad_T: Tensor, _: object) -> tuple[Tensor | None, ...]:
+        """With p = softmax(z / t): dz = dy (1[label] - p) / t."""
+        logits_TV, labels_T = ctx.saved_tensors
+        grad_TV = torch.empty_like(logits_TV)
+        rows = chunk_rows(logits_TV, chunks=_HEAD_CHUNKS)
+        parts = (each.split(rows) for each in (logits_TV, labels_T, grad_T, grad_TV))
+        for logits, labels, grad, into in zip(*parts, strict=True):
+            minus = _scaled(logits, num_tokens=ctx.num_tokens, temperature=ctx.temperature).softmax(dim=-1)
+            minus.scatter_add_(1, labels[:, None], minus.new_full((len(labels), 1), -1.0))
+            into.copy_(minus.mul_(-grad[:, None] / ctx.temperature))
+        grad_TV[:, ctx.num_tokens :] = 0
+        return grad_TV, None, None, None, None
+
+
+def _scaled(logits_RV: Tensor, *, num_tokens: int, temperature: float) -> Tensor:
+    """A copy in float32; -inf for what is never sampled."""
+    logits_RV = logits_RV.to(torch.float32, copy=True)
+    logits_RV[:, num_tokens:] = -torch.inf
+    return logits_RV if temperature == 1 else logits_RV.div_(temperature)

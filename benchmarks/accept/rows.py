@@ -1,0 +1,300 @@
+"""The rows of `appliance accept`: what each holds, what it needs, how long it should take. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from appliance.errors import EngineError, RecipeError, TrainingError
+from appliance.terms.schemes import Scheme
+
+LIMIT_S = 300  # then a row is ended: a first start reads gigabytes of libraries
+ENGINE_LIMIT_S = 600  # with a first compilation of its graphs
+LONGEST_LIMIT_S = 900  # of a training, and where nvcc compiles kernels
+_INT8, _FP8 = "`int8`, linear layers", "`fp8`, `fp8-channel`, `fp8-block`, linear layers"
+_QUANTISER = "INT8 quantiser of a sync"
+_NATIVE = "proof of the kernels, vLLM's own"
+_ARRIVES = "weights from trainer to engine"
+_DENSE = ("qwen2", "qwen3", "llama", "mistral+head")
+
+
+@dataclass(frozen=True)
+class Row:
+    """code: `module:function`, called with a Ground and the arguments.  estimate_s: on one H100, read off no clock.
+
+    covers: parts of docs/gpu.md, as the first column of its table names them.  gpus: how many it needs.
+    scheme: that the GPU must have kernels for.  needs_nvcc: kernels are compiled at first use.
+    is_plain: PyTorch and compiled kernels are enough: no compiler, and on a CPU no vLLM.
+    """
+
+    id: str
+    what: str
+    code: str
+    estimate_s: int
+    covers: tuple[str, ...] = ()
+    arguments: tuple[tuple[str, object], ...] = ()
+    gpus: int = 1
+    scheme: Scheme | None = None
+    needs_nvcc: bool = False
+    is_plain: bool = False
+
+    @property
+    def trains(self) -> bool:
+        return ".training:" in self.code
+
+    @property
+    def needs_compiler(self) -> bool:
+        """For what Triton makes."""
+        return not self.is_plain and not self.code.endswith(":int8_gemm")
+
+    @property
+    def limit_s(self) -> int:
+        if self.trains or self.needs_nvcc:
+            return LONGEST_LIMIT_S
+        return ENGINE_LIMIT_S if ".engines:" in self.code else LIMIT_S
+
+    @property
+    def exit_code(self) -> int:
+        """Of the command, where this row fails."""
+        return (TrainingError if self.trains else EngineError).exit_code
+
+
+def _kernel(name: str, code: str, estimate_s: int, what: str, *covers: str, **needs: Scheme | bool) -> Row:
+    return Row(name, what, f"benchmarks.accept.{code}", estimate_s, covers=covers, **needs)  # type: ignore[arg-type]
+
+
+def _reload(scheme: Scheme, estimate_s: int, *covers: str, families: tuple[str, ...] = _DENSE, name: str = "") -> Row:
+    return Row(
+        f"reload-{scheme}{name}",
+        f"{scheme}: other weights and back, proven, in {', '.join(families)}",
+        "benchmarks.accept.engines:reload",
+        estimate_s,
+        covers=covers,
+        arguments=(("by", str(scheme)), ("families", families)),
+        scheme=scheme,
+        needs_nvcc=scheme is Scheme.FP8_BLOCK,
+    )
+
+
+def _engines(
+    name: str,
+    function: str,
+    estimate_s: int,
+    what: str,
+    *covers: str,
+    scheme: Scheme | None = None,
+    **arguments: object,
+) -> Row:
+    code = f"benchmarks.accept.{function}"
+    return Row(name, what, code, estimate_s, covers=covers, arguments=tuple(arguments.items()), scheme=scheme)
+
+
+def _sync(size: str, *, layers: int) -> Row:
+    return _engines(
+        f"sync-{size}",
+        "engines:sync",
+        40,
+        f"{size.upper()}'s layers by CUDA IPC, in large buckets and in small ones with handles beside them",
+        _ARRIVES,
+        scheme=Scheme.INT8,
+        shapes=f"qwen2.5-{size}",
+        layers=layers,
+    )
+
+
+def _training(scheme: Scheme, estimate_s: int, *covers: str, size: str, layers: int, name: str = "") -> Row:
+    return Row(
+        f"train-{scheme}{name}",
+        f"two steps by {scheme} at the size of {size}, {layers} layers, and the memory used of the estimate",
+        "benchmarks.accept.training:train",
+        estimate_s,
+        covers=covers,
+        arguments=(("by", str(scheme)), ("size", size), ("layers", layers)),
+        scheme=scheme,
+    )
+
+
+ROWS: tuple[Row, ...] = (
+    _kernel(
+        "digest",
+        "kernels:digests",
+        10,
+        "a tensor has one digest on both sides",
+        "digests of every tensor",
+        is_plain=True,
+    ),
+    _kernel(
+        "int8-quantiser",
+        "kernels:int8_quantiser",
+        20,
+        "the INT8 quantiser is the codec, bit for bit",
+        _QUANTISER,
+        scheme=Scheme.INT8,
+    ),
+    _kernel(
+        "quantiser-bandwidth",
+        "speed:bandwidth",
+        20,
+        "the INT8 quantiser's share of a copy's bandwidth",
+        _QUANTISER,
+        scheme=Scheme.INT8,
+    ),
+    _kernel(
+        "int8-gemm",
+        "kernels:int8_gemm",
+        20,
+        "the INT8 product is the exact one, rounded",
+        _INT8,
+        scheme=Scheme.INT8,
+    ),
+    _kernel(
+        "fp8-quantiser",
+        "fp8:quantisers",
+        20,
+        "vLLM's FP8 quantisers are the codec, bit for bit",
+        _FP8,
+        scheme=Scheme.FP8,
+        is_plain=True,
+    ),
+    _kernel(
+        "fp8-gemm",
+        "fp8:gemm",
+        20,
+        "FP8 products are float64's within what tensor cores cut off",
+        _FP8,
+        scheme=Scheme.FP8,
+        is_plain=True,
+    ),
+    _engines("gemm-7b", "speed:gemm", 20, "INT8 and FP8 products against BF16's at 7B's shapes", shapes="qwen2.5-7b"),
+    _engines("gemm-32b", "speed:gemm", 20, "the same at 32B's shapes", shapes="qwen2.5-32b"),
+    _kernel(
+        "log-probs",
+        "attention:log_probs",
+        20,
+        "log-probs by chunks: values, gradient, memory",
+        "log-probs of the trainer without flash-attn, by `chunked-log-probs`",
+        is_plain=True,
+    ),
+    _kernel(
+        "packed-attention",
+        "attention:packed",
+        15,
+        "packed attention is each sequence's own, and its gradient",
+        "attention of the trainer, `auto`: sequences in one row, without padding",
+        is_plain=True,
+    ),
+    Row(
+        "sequence-parallel",
+        "attention over two GPUs is that of one, and its gradient",
+        "benchmarks.accept.attention:sequence_parallel",
+        45,
+        covers=("sequence parallelism (Ulysses)",),
+        arguments=(("ranks", 2),),
+        gpus=2,
+        is_plain=True,
+    ),
+    _reload(
+        Scheme.BF16,
+        60,
+        "one weight update (layerwise reload)",
+        "CUDA graphs, `torch.compile` of the engine",
+        "proof of the kernels, `bf16`",
+        "`lm_head` in FP32",
+    ),
+    _reload(Scheme.INT8, 60, _INT8, "proof of the kernels, `int8`"),
+    _reload(Scheme.FP8, 60, _FP8, f"{_NATIVE} `fp8`", "telemetry of a sync, vLLM's own FP8 methods"),
+    _reload(Scheme.FP8_CHANNEL, 60, _FP8, f"{_NATIVE} `fp8-channel`"),
+    _reload(Scheme.FP8_BLOCK, 75, _FP8, f"{_NATIVE} `fp8-block`", families=("qwen3",)),
+    _reload(Scheme.INT8, 40, "`int8`, experts (Qwen3-MoE)", families=("qwen3-moe",), name="-experts"),
+    _sync("7b", layers=4),
+    _sync("32b", layers=2),
+    _engines(
+        "sleep",
+        "engines:sleep",
+        40,
+        "an engine sleeps, wakes, is updated, and answers as before",
+        "sleep mode, freeing of the KV cache",
+    ),
+    _engines(
+        "restart",
+        "engines:restart",
+        60,
+        "an engine ends, its memory is free, the next one starts",
+        "start of an engine, and again at each change of scheme",
+        "change of scheme in a run, validation in both precisions",
+        scheme=Scheme.INT8,
+        schemes=("int8", "bf16"),
+    ),
+    _engines(
+        "throughput-7b",
+        "engines:throughput",
+        70,
+        "rollouts at 7B's layer shapes by BF16, INT8 and FP8, in turns",
+        shapes="qwen2.5-7b",
+        schemes=("bf16", "int8", "fp8"),
+        pairs=5,
+    ),
+    _training(
+        Scheme.BF16,
+        95,
+        "FSDP2 training, one rank and two",
+        "truncated importance sampling and the mismatch metrics",
+        size="0.5b",
+        layers=8,
+    ),
+    _training(Scheme.INT8, 95, "`gsm8k-0.5b-int8`", size="0.5b", layers=24),
+    _training(Scheme.FP8, 95, size="0.5b", layers=8),
+    _training(Scheme.INT8, 115, "memory of a GPU in plan and preflight", size="1.5b", layers=28, name="-1.5b"),
+)
+
+_TWO = "needs two GPUs or hosts, and a model"
+_HOST = "no line of it depends on the device"
+_ITSELF = "is what this command runs in, or stands beside it"
+
+# What docs/gpu.md calls read only, and no row runs.
+BEYOND: dict[str, str] = {
+    "lock, `requirements/cpu.txt` and `requirements/gpu.txt`": _ITSELF,
+    "FP8 experts": "refused",
+    "INT8 on Blackwell": "refused",
+    "tensor parallel 2 in one engine": _TWO,
+    "mixed replicas (`rollout.replicas`)": _TWO,
+    "two nodes of one cluster": _TWO,
+    "recipes `dapo-*`, `qwen3-*`, `qwen2.5-1.5b-int8`, `gsm8k-0.5b-*`": _TWO,
+    "the compiled code of an engine, kept by vLLM (`~/.cache/vllm/torch_compile_cache`)": "seen in a second start",
+    "profile (calibration)": _HOST,
+    "`FLASHRL_CONFIG` under `vllm serve`": "needs a donor checkpoint",
+    "attention `flash_attention_2`": "needs flash-attn",
+    "checkpoints, resume, signals, restarts": _HOST,
+    "DAPO (dynamic sampling, overlong penalty)": _HOST,
+    "own tasks: rows, built-in rewards and functions, several validations": _HOST,
+    "reward `code`": _HOST,
+    "reward `judge`": _HOST,
+    "tools over several turns": _HOST,
+    "image, target `gpu`": _ITSELF,
+    "`make RECIPE` for GPUs": _ITSELF,
+    "`train --in-container`": _ITSELF,
+    "compose: `train`": _ITSELF,
+    "compose: `head` and `worker`": _TWO,
+}
+
+
+def minutes(rows: tuple[Row, ...]) -> float:
+    """On a host with one GPU."""
+    return sum(row.estimate_s for row in rows if row.gpus == 1) / 60
+
+
+def row_of(name: str) -> Row:
+    """Of an outcome that there is."""
+    return next(row for row in ROWS if row.id == name)
+
+
+def chosen(names: tuple[str, ...]) -> tuple[Row, ...]:
+    """In the order of ROWS; all where none is named. Raises RecipeError with every name that there is not."""
+    known = {row.id: row for row in ROWS}
+    unknown = [
+        (f"--only {name}: there is no such row", "`appliance accept --list` shows them")
+        for name in names
+        if name not in known
+    ]
+    if unknown:
+        raise RecipeError(unknown)
+    return tuple(row for row in ROWS if not names or row.id in names)

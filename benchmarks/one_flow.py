@@ -1,0 +1,567 @@
+"""One precision flow against BF16 training, at layer shapes: `python -m benchmarks.one_flow [-o docs/results]`.
+
+The parts of a step, each side in turns with the other, composed into a step of three settings: all in BF16, INT8
+rollouts with BF16 training, one flow. One decoder layer with random weights and a small vocabulary, so that layers
+are what is measured; the head of a full vocabulary apart. Training is as verl has it: FSDP2 of one rank over float32
+masters, computing in BF16 under autocast; activations are recomputed, which is the default of a model that is not tiny.
+Both sides take their sequences in one row, BF16 with the attention that a plan without one flow has.
+Rollouts are real engines of two layers, halved. A ratio is the median of those of single turns, and their range.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+from textwrap import fill
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from appliance import console
+from appliance.bench.job import GIB, NAMED_SHAPES, PROMPT_TOKENS, Job, Measurement, Shapes, read_lines
+from appliance.control_groups import usable_cores
+from appliance.terms.environment import PLAN_VARIABLE, child_env
+from appliance.terms.schemes import Scheme
+from appliance.terms.settings import ATTENTION_NAME, Quantisation
+from appliance.terms.shapes import KNOWN
+from benchmarks.demo import BUSY_SAMPLE_S, processor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+    from transformers import PreTrainedModel
+
+    from appliance.sync.manifest import Manifest
+    from appliance.trainer.rollout_forward import RolloutForward
+
+SCHEMES = (Scheme.BF16, Scheme.INT8)
+BF16, FLOW = "BF16", "one flow"
+ENGINE_LAYERS = 2
+PAGE_WIDTH = 120
+HEAD_TOKENS = 512
+SAVED_TOKENS = 2048
+EQUAL_LAYERS = 4
+EQUAL_PROMPTS = [[(7 * place + step * step) % 1000 for step in range(3 + 5 * place)] for place in range(16)]
+EQUAL_TOKENS = 96
+VOCABULARY = KNOWN["Qwen/Qwen2.5-7B-Instruct"].vocab
+
+Times = dict[str, list[float]]
+"""Seconds by side, turn by turn."""
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What a step makes: one update of `sequences` in micro-batches."""
+
+    sequences: int
+    response_tokens: int
+    micro_batch: int
+
+    @property
+    def length(self) -> int:
+        return PROMPT_TOKENS + self.response_tokens
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.length
+
+    def __str__(self) -> str:
+        return (
+            f"{self.sequences} sequences of {PROMPT_TOKENS} prompt and {self.response_tokens} response tokens, all "
+            f"generated at once, micro-batches of {self.micro_batch * self.length} tokens, one update a step"
+        )
+
+
+# --- rollouts and engines
+
+
+def rollouts(shapes: Shapes, *, mix: Mix, turns: int, threads: int) -> Times:
+    """Of one layer, by scheme: `appliance bench`'s child."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(
+            workload=shapes.replace(layers=ENGINE_LAYERS, batch=mix.sequences, new_tokens=mix.response_tokens).workload,
+            engines=tuple(Quantisation(scheme=scheme) for scheme in SCHEMES),
+            tensor_parallel=1,
+            pairs=turns,
+            kv_bytes=GIB // 4,
+            memory_bytes=None,
+            seed=0,
+            results=str(Path(folder, "results.jsonl")),
+            facts=str(Path(folder, "facts.jsonl")),
+        )
+        file, log = Path(folder, "job.json"), Path(folder, "log")
+        file.write_text(job.model_dump_json())
+        with log.open("w") as output:
+            command = [sys.executable, "-m", "appliance.bench.child", str(file)]
+            done = subprocess.run(command, env=environment(threads), stdout=output, stderr=output, check=False)
+        if done.returncode:
+            console.say(log.read_text()[-4000:])
+            raise SystemExit(done.returncode)
+        measured = read_lines(job.results, Measurement)
+    return {scheme: [one.seconds / ENGINE_LAYERS for one in measured if one.scheme == scheme] for scheme in SCHEMES}
+
+
+def environment(threads: int) -> dict[str, str]:
+    """Of a process with an engine."""
+    settings = {"is_cpu": True, "threads": threads, "kv_cache_gb": 1, "offline": True, "backends": ()}
+    env = os.environ | dict(child_env(Path(tempfile.gettempdir()), **settings))
+    del env[PLAN_VARIABLE]  # no run's folder to attest in
+    return env
+
+
+@dataclass(frozen=True)
+class Sampled:
+    prompt: list[int]
+    response: list[int]
+    log_probs: list[float]
+
+
+def sample(folder: Path, scheme: Scheme, env: dict[str, str]) -> list[Sampled]:
+    """By a real engine, in a process of its own."""
+    os.environ.update(env)
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        str(folder),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=256,
+        kv_cache_memory_bytes=GIB // 4,
+        logprobs_mode="processed_logprobs",
+        **Quantisation(scheme=scheme).engine_arguments(),
+    )
+    params = SamplingParams(max_tokens=EQUAL_TOKENS, ignore_eos=True, logprobs=0, detokenize=False, seed=3)
+    outputs = llm.generate([{"prompt_token_ids": each} for each in EQUAL_PROMPTS], params, use_tqdm=False)
+    found = []
+    for output in outputs:
+        ids = list(output.outputs[0].token_ids)
+        steps = zip(output.outputs[0].logprobs, ids, strict=True)
+        found.append(Sampled(list(output.prompt_token_ids), ids, [step[token].logprob for step, token in steps]))
+    return found
+
+
+def equal_tokens(*, threads: int) -> list[str]:
+    """Rows: tokens whose log-prob in the trainer's forward is the engine's, at 0.5B layer shapes."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        random_model(NAMED_SHAPES["qwen2.5-0.5b"].replace(layers=EQUAL_LAYERS)).bfloat16().save_pretrained(folder)
+        rows: dict[Scheme, list[Sampled]] = {}
+        for scheme in SCHEMES:
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+                rows[scheme] = pool.submit(sample, Path(folder), scheme, environment(threads)).result()
+        lines = ["| rollouts | training | tokens equal | mean difference, nats |", "| --- | --- | --- | --- |"]
+        for scheme, training in ((Scheme.INT8, FLOW), (Scheme.INT8, BF16), (Scheme.BF16, FLOW), (Scheme.BF16, BF16)):
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
+            ours = again(model, rows[scheme], scheme=scheme if training == FLOW else None)
+            theirs = [each for one in rows[scheme] for each in one.log_probs]
+            gaps = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
+            equal = sum(gap == 0 for gap in gaps)
+            lines.append(f"| {scheme} | {training} | {equal} of {len(gaps)} | {sum(gaps) / len(gaps):.1e} |")
+    return lines
+
+
+def again(model: Module, rows: list[Sampled], *, scheme: Scheme | None) -> list[float]:
+    """Log-probs of the responses. scheme: of one flow, all sequences in a row; None: BF16, each sequence by itself."""
+    import torch
+    from verl.utils.torch_functional import logprobs_from_logits
+
+    texts = [torch.tensor([one.prompt + one.response]) for one in rows]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        if scheme is None:
+            found = [logprobs_from_logits(model(each).logits[0], each[0].roll(-1)) for each in texts]
+        else:
+            put_in(model, scheme=scheme)
+            ids, positions = torch.cat(texts, dim=1), torch.cat([torch.arange(each.shape[1]) for each in texts])
+            out = model(input_ids=ids, position_ids=positions[None], shift_labels=ids.roll(-1, 1), temperature=1.0)
+            found = out.log_probs[0].split([each.shape[1] for each in texts])
+    return [
+        value
+        for one, log_probs in zip(rows, found, strict=True)
+        for value in log_probs[len(one.prompt) - 1 : -1].float().tolist()
+    ]
+
+
+def put_in(model: Module, *, scheme: Scheme = Scheme.INT8) -> RolloutForward:
+    from appliance.trainer.rollout_forward import RolloutForward
+
+    return RolloutForward(model, quantisation=Quantisation(scheme=scheme), num_tokens=model.config.vocab_size)
+
+
+# --- training
+
+
+def random_model(shapes: Shapes) -> PreTrainedModel:
+    """In float32: verl's masters."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    import appliance.trainer.attention  # noqa: F401 - transformers knows it then
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=shapes.vocabulary,
+        hidden_size=shapes.hidden,
+        intermediate_size=shapes.intermediate,
+        num_hidden_layers=shapes.layers,
+        num_attention_heads=shapes.heads,
+        num_key_value_heads=shapes.kv_heads,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        attn_implementation=ATTENTION_NAME,
+    )
+    model = Qwen2ForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    return model
+
+
+class Trainer:
+    """One model, whose forward is of either side: `use`."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        import torch
+        from torch.distributed import init_process_group
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+        from verl.utils.fsdp_utils import apply_fsdp2
+
+        init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        self.model = random_model(shapes).train()
+        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        own = self._forwards()
+        self.flow = put_in(self.model)
+        self._sides = {BF16: own, FLOW: self._forwards()}
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
+        settings = {"mesh": mesh, "mp_policy": policy, "offload_policy": None, "reshard_after_forward": True}
+        apply_fsdp2(self.model, settings, {})
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, weight_decay=0.01)
+
+    def _forwards(self) -> list[Callable[..., Any]]:
+        return [module.forward for module in (self.model, *self.model.model.layers)]
+
+    def use(self, side: str) -> None:
+        for module, forward in zip((self.model, *self.model.model.layers), self._sides[side], strict=True):
+            module.forward = forward
+
+    def log_probs(self, side: str, ids_SL: Tensor) -> Tensor:
+        """[S * L]. As verl asks for them: with the entropy where no gradient is wanted."""
+        import torch
+        from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits
+
+        sequences, length = ids_SL.shape
+        labels, positions_SL = ids_SL.reshape(-1).roll(-1), torch.arange(length).repeat(sequences, 1)
+        row = {"input_ids": ids_SL.reshape(1, -1), "position_ids": positions_SL.reshape(1, -1), "use_cache": False}
+        with torch.autocast("cpu", torch.bfloat16):
+            if side == FLOW:
+                return self.model(**row, shift_labels=labels[None], temperature=1.0).log_probs[0]
+            logits = self.model(**row, attention_mask=None).logits[0]
+            if not torch.is_grad_enabled():
+                entropy_from_logits(logits)
+            return logprobs_from_logits(logits, labels)
+
+    def pass_without_gradients(self, side: str, ids_SL: Tensor, *, micro_batch: int) -> None:
+        import torch
+
+        self.use(side)
+        with torch.no_grad():
+            for part in ids_SL.split(micro_batch):
+                self.log_probs(side, part)
+
+    def forward_and_backward(self, side: str, ids_SL: Tensor, *, micro_batch: int) -> None:
+        """A policy gradient with made-up advantages, summed over the micro-batches."""
+        import torch
+
+        self.use(side)
+        for part in ids_SL.split(micro_batch):
+            (self.log_probs(side, part).float() * torch.linspace(-1, 1, part.numel())).mean().backward()
+
+    def step(self) -> None:
+        """Clip, and step; then what is quantised is so no more."""
+        from torch.nn.utils import clip_grad_norm_
+
+        clip_grad_norm_(self.model.parameters(), max_norm=1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.flow.forget()
+
+    def sync(self, scheme: Scheme) -> Manifest:
+        """What both ends of a weight update compute, in one process: cast, digest, copy; copy, digest, pack."""
+        import torch
+
+        from appliance.quant.cpu_gemm import OneDnnGemm, SglGemm, load_kernels, packs_quickly, quantise_weight
+        from appliance.sync.manifest import Manifest, record
+
+        load_kernels()
+        records, received = [], {}
+        for name, parameter in self.model.named_parameters():
+            sent = parameter.detach().full_tensor().to(torch.bfloat16)
+            records.append(record(name, sent))
+            received[name] = sent.clone().clone()
+            record(name, received[name])
+        for linear in self.flow.linears():
+            weight_NK = torch.cat([received[f"{name}.weight"] for name in linear.part_names])
+            if scheme is Scheme.INT8:
+                quantised = quantise_weight(weight_NK)
+                kind = SglGemm if packs_quickly(*weight_NK.shape) else OneDnnGemm
+                kind(quantised.codes_NK, scale_N1=quantised.scale)
+            else:
+                handle = torch.ops._C.create_onednn_mm_handler(weight_NK.t(), 32)
+                torch.ops._C.release_dnnl_matmul_handler(handle)
+        return Manifest(sync=1, records=tuple(records))
+
+
+@dataclass
+class Parts:
+    """Of a step, of one layer.  quantising: of the trainer, checks of digests and a pass of a few tokens with it.
+    of_tokens: passes without gradients by their tokens.
+    """
+
+    log_probs: Times = field(default_factory=lambda: {BF16: [], FLOW: []})
+    update: Times = field(default_factory=lambda: {BF16: [], FLOW: []})
+    optimizer: Times = field(default_factory=lambda: {BF16: [], FLOW: []})
+    sync: Times = field(default_factory=lambda: {scheme: [] for scheme in SCHEMES})
+    quantising: list[float] = field(default_factory=list)
+    of_tokens: dict[int, Times] = field(default_factory=dict)
+
+
+def train(shapes: Shapes, *, mix: Mix, turns: int, of_tokens: Sequence[int]) -> Parts:
+    import torch
+
+    trainer, parts = Trainer(shapes), Parts()
+    ids_SL = torch.randint(0, shapes.vocabulary, (mix.sequences, mix.length))
+    for turn in range(-1, turns):
+        found = Parts() if turn < 0 else parts  # the first turn warms up
+        batch = ids_SL[: mix.micro_batch] if turn < 0 else ids_SL
+        settings = {"micro_batch": mix.micro_batch}
+        for side in (BF16, FLOW):
+            if side == FLOW:
+                for scheme in SCHEMES:
+                    manifest = timed(found.sync[scheme], trainer.sync, scheme)
+                trainer.flow.note_sent(manifest)
+                timed(found.quantising, trainer.pass_without_gradients, side, batch[:1, :PROMPT_TOKENS], micro_batch=1)
+            timed(found.log_probs[side], trainer.pass_without_gradients, side, batch, **settings)
+            timed(found.update[side], trainer.forward_and_backward, side, batch, **settings)
+            timed(found.optimizer[side], trainer.step)
+        for tokens in of_tokens:
+            few = ids_SL[: max(1, tokens // mix.length)]
+            trainer.pass_without_gradients(FLOW, few[:1], micro_batch=1)  # quantised before the clock starts
+            for side in (BF16, FLOW):
+                times = found.of_tokens.setdefault(tokens, {BF16: [], FLOW: []})[side]
+                timed(times, trainer.pass_without_gradients, side, few, micro_batch=len(few))
+    torch.distributed.destroy_process_group()
+    return parts
+
+
+def timed(times: list[float], work: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
+    started = time.perf_counter()
+    result = work(*arguments, **settings)
+    times.append(time.perf_counter() - started)
+    return result
+
+
+def head(*, hidden: int, turns: int) -> tuple[Times, Times]:
+    """(without gradients, forward and backward), of HEAD_TOKENS and a full vocabulary."""
+    import torch
+    from torch.nn.functional import linear
+    from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits
+
+    from appliance.trainer.rollout_ops import log_probs_of
+
+    weight_VH = torch.empty(VOCABULARY, hidden, dtype=torch.bfloat16).normal_(std=0.02).requires_grad_()
+    x_TH = torch.randn(HEAD_TOKENS, hidden).to(torch.bfloat16).requires_grad_()
+    labels_T = torch.randint(0, VOCABULARY, (HEAD_TOKENS,))
+
+    def log_probs(side: str, *, with_entropy: bool) -> Tensor:
+        logits_TV = linear(x_TH, weight_VH)
+        if side == FLOW:
+            settings = {"num_tokens": VOCABULARY, "temperature": 1.0, "with_entropy": with_entropy}
+            return log_probs_of(logits_TV, labels_T, **settings)[0]
+        if with_entropy:
+            entropy_from_logits(logits_TV)
+        return logprobs_from_logits(logits_TV, labels_T)
+
+    def update(side: str) -> None:
+        log_probs(side, with_entropy=False).float().mean().backward()
+        weight_VH.grad = x_TH.grad = None
+
+    without, whole = Parts().log_probs, Parts().update
+    for turn in range(-1, turns):
+        for side in (BF16, FLOW):
+            with torch.no_grad():
+                timed(without[side] if turn >= 0 else [], log_probs, side, with_entropy=True)
+            timed(whole[side] if turn >= 0 else [], update, side)
+    return without, whole
+
+
+def saved_bytes(shapes: Shapes, *, length: int) -> dict[str, int]:
+    """What a layer keeps for backward of SAVED_TOKENS, without recomputing: each storage once, weights not at all."""
+    import torch
+
+    model = random_model(shapes).to(torch.bfloat16)
+    layer = model.model.layers[0]
+    ids_SL = torch.randint(0, shapes.vocabulary, (SAVED_TOKENS // length, length))
+    positions_SL = torch.arange(length).expand_as(ids_SL)
+    found = {}
+    for side in (BF16, FLOW):
+        held = {each.untyped_storage().data_ptr(): each for each in model.parameters()}
+        own = set(held)
+
+        def pack(tensor: Tensor, held: dict[int, Tensor] = held) -> Tensor:
+            held[tensor.untyped_storage().data_ptr()] = tensor  # kept, so that no other one gets its address
+            return tensor
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        ends = [
+            layer.register_forward_pre_hook(lambda *_, hooks=hooks: hooks.__enter__()),
+            layer.register_forward_hook(lambda *_, hooks=hooks: hooks.__exit__()),
+        ]
+        row = {"input_ids": ids_SL.reshape(1, -1), "position_ids": positions_SL.reshape(1, -1), "use_cache": False}
+        if side == FLOW:
+            put_in(model)
+            model(**row, shift_labels=row["input_ids"], temperature=1.0)
+        else:
+            model(**row, attention_mask=None)
+        for each in ends:
+            each.remove()
+        found[side] = sum(each.untyped_storage().nbytes() for address, each in held.items() if address not in own)
+    return found
+
+
+# --- the page
+
+
+def ratios(base: Sequence[float], other: Sequence[float]) -> str:
+    """How many times as fast `other` is."""
+    found = [a / b for a, b in zip(base, other, strict=True)]
+    return f"{median(found):.2f} ({min(found):.2f}-{max(found):.2f})"
+
+
+def row(name: str, times: Times) -> str:
+    base, other = times.values()
+    return f"| {name} | {median(base):.2f} | {median(other):.2f} | {ratios(base, other)} |"
+
+
+def step_rows(of_rollouts: Times, parts: Parts) -> Iterator[str]:
+    """Sums of the parts, turn by turn."""
+    int8, flow = parts.sync[Scheme.INT8], plus(parts.sync[Scheme.INT8], parts.quantising)
+    none = [0.0] * len(int8)
+    settings = (
+        ("all BF16", Scheme.BF16, parts.sync[Scheme.BF16], BF16, parts.log_probs[BF16]),
+        ("INT8 rollouts", Scheme.INT8, int8, BF16, parts.log_probs[BF16]),
+        (FLOW, Scheme.INT8, flow, FLOW, parts.log_probs[FLOW]),
+        (f"{FLOW}, without that pass", Scheme.INT8, flow, FLOW, none),
+    )
+    base: list[float] = []
+    for name, scheme, sync, side, log_probs in settings:
+        columns = (of_rollouts[scheme], sync, log_probs, parts.update[side], parts.optimizer[side])
+        total = plus(*columns)
+        base = base or total
+        seconds = " | ".join(f"{median(each):.2f}" for each in (*columns, total))
+        yield f"| {name} | {seconds} | {ratios(base, total)} |"
+
+
+def plus(*columns: list[float]) -> list[float]:
+    return [sum(each) for each in zip(*columns, strict=True)]
+
+
+def page(given: argparse.Namespace, *, mix: Mix) -> Iterator[str]:
+    import torch
+
+    torch.set_num_threads(given.threads)
+    shapes = NAMED_SHAPES[given.shapes].replace(layers=1)
+    busy = psutil.cpu_percent(interval=BUSY_SAMPLE_S) / 100
+    of_rollouts = rollouts(shapes, mix=mix, turns=given.turns, threads=given.threads)
+    console.say("rollouts measured")
+    parts = train(shapes, mix=mix, turns=given.turns, of_tokens=given.tokens)
+    console.say("training measured")
+    of_head = head(hidden=shapes.hidden, turns=given.turns)
+    saved = saved_bytes(shapes, length=mix.length)
+    console.say("head and memory measured")
+    today = datetime.date.today().isoformat()
+    yield "# One precision flow, measured"
+    yield ""
+    yield fill(
+        f"`python -m benchmarks.one_flow`, {today}: {processor()}, {given.threads} threads of {os.cpu_count()} cores, "
+        f"of which others used {busy:.0%} just before; torch {torch.__version__}. One decoder layer of "
+        f"`{given.shapes}`, random weights, a vocabulary of {shapes.vocabulary}. Seconds, medians of {given.turns} "
+        "turns; ratios are how many times as fast, medians of those of the turns, and their range.",
+        PAGE_WIDTH,
+    )
+    yield ""
+    yield fill(
+        f"A step: {mix}. Training is FSDP2 of one rank, activations recomputed; BF16 trains packed rows with the "
+        f"trainer's attention. Rollouts are real engines of {ENGINE_LAYERS} layers, halved. `sync` is what both ends "
+        "compute, without transport; in one flow the trainer checks, quantises and packs too. Its log-probs are the "
+        "rollouts', so the last row leaves that pass out.",
+        PAGE_WIDTH,
+    )
+    yield ""
+    yield "| | rollouts | sync | log-probs | update | optimizer | step | to all BF16 |"
+    yield "| --- |" + " --- |" * 7
+    yield from step_rows(of_rollouts, parts)
+    yield ""
+    yield f"| of a step, {mix.tokens} tokens | BF16 | {FLOW} | ratio |"
+    yield "| --- |" + " --- |" * 3
+    yield row("rollouts", of_rollouts)
+    yield row("log-probs", parts.log_probs)
+    with_quantising = plus(parts.log_probs[FLOW], parts.quantising)
+    yield row("log-probs, with the trainer's quantising", {BF16: parts.log_probs[BF16], FLOW: with_quantising})
+    yield row("update: forward twice, backward", parts.update)
+    yield ""
+    yield f"| log-prob pass, sequences of {mix.length} | BF16 | {FLOW} | ratio |"
+    yield "| --- |" + " --- |" * 3
+    for tokens, times in parts.of_tokens.items():
+        yield row(f"{tokens} tokens", times)
+    yield ""
+    yield f"| head, {HEAD_TOKENS} tokens, {VOCABULARY} words, BF16 on both sides | BF16 | {FLOW} | ratio |"
+    yield "| --- |" + " --- |" * 3
+    yield row("log-probs", of_head[0])
+    yield row("forward and backward", of_head[1])
+    yield ""
+    sizes = ", ".join(f"{side} {size / 2**20:.0f} MiB" for side, size in saved.items())
+    share = saved[FLOW] / saved[BF16]
+    yield f"Kept for backward by a layer for {SAVED_TOKENS} tokens, nothing recomputed: {sizes}, {share:.2f} of it."
+    yield ""
+    yield f"Tokens whose log-prob in training is the engine's, {EQUAL_LAYERS} layers of `qwen2.5-0.5b`, random weights:"
+    yield ""
+    yield from equal_tokens(threads=given.threads)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.one_flow", description=__doc__)
+    parser.add_argument("--shapes", choices=sorted(NAMED_SHAPES), default="qwen2.5-7b")
+    parser.add_argument("--sequences", type=int, default=16)
+    parser.add_argument("--response-tokens", type=int, default=240)
+    parser.add_argument("--micro-batch", type=int, default=16, help="sequences of one forward in training")
+    parser.add_argument("--tokens", type=int, nargs="+", default=(512, 1024, 2048), help="of log-prob passes")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=usable_cores())
+    parser.add_argument("-o", "--output", type=Path, help="folder for one-flow-speed.md")
+    given = parser.parse_args()
+    mix = Mix(given.sequences, response_tokens=given.response_tokens, micro_batch=given.micro_batch)
+    if given.output is not None:
+        given.output.mkdir(parents=True, exist_ok=True)
+    text = "\n".join(page(given, mix=mix))
+    console.out(text)
+    if given.output is not None:
+        (given.output / "one-flow-speed.md").write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,84 @@
+"""From the command to the end of the first step, phase by phase: `python -m benchmarks.start [-o FOLDER]`.
+
+The demo as `make demo` runs it, with what it caches already there, once to fill that cache and then TURNS times. A
+phase begins with its event; the first one with the command. Processor seconds are those of all processes of a run, to
+its end. `start.md` goes into FOLDER.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import psutil
+
+from appliance import console
+from benchmarks.demo import BUSY_SAMPLE_S, MAX_BUSY, processor
+
+TURNS = 5
+COMMAND = ("train", "arithmetic-tiny-int8", "--set", "rollout.scheme=auto", "--set", "trainer.steps=1")
+
+
+def run(folder: Path, name: str) -> tuple[dict[str, float], float]:
+    """Seconds of each phase until the first step's end, in order; processor seconds of the run.
+
+    Raises CalledProcessError where the training fails.
+    """
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    marks = [("command", time.time())]
+    argv = [sys.executable, "-m", "appliance", *COMMAND, "--name", name, "--set", f"cluster.run_dir={folder}"]
+    subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    events = [json.loads(line) for line in (folder / name / "events.jsonl").read_text().splitlines()]
+    phases = [(event["what"], event["time"]) for event in events if event["kind"] == "phase"]
+    stepped = [what for what, _ in phases].index("update")
+    marks += phases[: stepped + 2]  # the step ends with its sync, where the next phase begins
+    seconds: dict[str, float] = {}
+    for (what, begin), (_, end) in itertools.pairwise([*marks, phases[stepped + 2]]):
+        seconds[what] = seconds.get(what, 0.0) + end - begin
+    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def table(runs: list[tuple[dict[str, float], float]]) -> str:
+    """Medians over the runs."""
+    lines = ["| phase | s |", "| --- | --- |"]
+    lines += [f"| {what} | {median(seconds[what] for seconds, _ in runs):.1f} |" for what in runs[0][0]]
+    totals = sorted(sum(seconds.values()) for seconds, _ in runs)
+    lines.append(f"| **to the end of the first step** | **{median(totals):.1f}** ({totals[0]:.1f}-{totals[-1]:.1f}) |")
+    lines.append(f"| processor seconds, to the end of the run | {median(spent for _, spent in runs):.1f} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path)
+    output = parser.parse_args().output
+    with tempfile.TemporaryDirectory() as folder:
+        run(Path(folder), "cache")
+        busy = psutil.cpu_percent(interval=BUSY_SAMPLE_S) / 100
+        runs = [run(Path(folder), f"turn-{turn}") for turn in range(TURNS)]
+    when = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
+    where = f"{when}: {processor()}, {os.cpu_count()} cores, others used {busy:.0%} before"
+    page = (
+        f"Made by `python -m benchmarks.start`. {where}{', so its times are no measurement' * (busy > MAX_BUSY)}.\n\n"
+        + table(runs)
+    )
+    console.out(page)
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "start.md").write_text(page)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

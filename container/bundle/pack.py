@@ -1,0 +1,310 @@
+"""`make bundle`: environment and code in parts that fit through a narrow door, for a GPU host that reaches no index.
+
+Wheels come from the lock (requirements/gpu.txt, every hash checked), for the Python of that host; of what has sources
+alone one is built here. Left out is torch and what belongs to it, what --has (the output of `pip freeze` there) has in
+the lock's version, and what a training of dense models does not load. Of CUDA code one architecture stays. Parts are
+one stream of tar and xz, cut.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import lzma
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from packaging.version import InvalidVersion, Version
+
+from appliance import console
+from appliance.errors import PreflightError, RecipeError
+from container.bundle.fat_binary import keep_one
+from container.bundle.put_together import LIST
+
+ROOT = Path(__file__).parents[2]
+LOCK = ROOT / "requirements" / "gpu.txt"
+MOST_BYTES = 60_000_000  # of a part
+CODE = ("appliance", "benchmarks", "flashrl_compat", "recipes", "comparisons", "requirements", "pyproject.toml")
+PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in range(35, 16, -1)), "manylinux2014_x86_64")
+ENTRY = re.compile(
+    r"^(?P<name>[a-z0-9][a-z0-9._-]*)==(?P<version>[^ ]+) \\\n(?P<hashes>(?:    --hash=sha256:\w{64}.*\n)+)"
+    r"(?P<via>(?:    #.*\n)*)",
+    re.M,
+)
+# torch brings its own CUDA; the others compile or serve kernels that dense INT8 and FP8 models do not need.
+OF_TORCH = re.compile(r"torch(audio|vision)?|triton|nvidia-.*|cuda-.*|apache-tvm-ffi|tilelang")
+NOT_LOADED = re.compile(
+    r"flashinfer-.*|quack-kernels|humming-kernels.*|opencv-.*|tokenspeed-.*|fastsafetensors|torchcodec|pynvvideocodec|wandb"
+)
+# In vLLM's own wheel: kernels for other models and GPUs, and a front end of its own. FA3 serves Hopper, FA2 the others.
+NOT_IN_VLLM = re.compile(r"vllm/(vllm-rs$|_flashmla\w*_C.*\.so$|third_party/(deep_gemm|fmha_sm100|tml_fa4)/)")
+UNREACHABLE = re.compile(r"Retrying \(|Connection(Error|Pool)|Timeout|ProxyError|SSLError|HTTPError|name resolution")
+GLIBC = re.compile(r"manylinux_(\d+)_(\d+)_x86_64|manylinux(2014|2010|1)_x86_64")
+OLD_GLIBC = {"2014": (2, 17), "2010": (2, 12), "1": (2, 5)}  # before a tag had the version in it
+FA2, HOPPER = re.compile(r"vllm/vllm_flash_attn/_vllm_fa2_C.*\.so$"), 90
+RUN = """#!/bin/sh
+# `appliance accept` with the packages of this bundle before those of the host.
+here=$(cd "$(dirname "$0")" && pwd)
+export PYTHONPATH="$here:$here/site${{PYTHONPATH:+:$PYTHONPATH}}"
+exec "${{PYTHON:-python{python}}}" -P -m appliance accept "$@"
+"""
+
+
+def wanted(lock: str, *, engine_alone: bool, has: frozenset[str]) -> list[str]:
+    """Entries of the lock. engine_alone: what vLLM and our launcher need, without verl and Ray.
+
+    has: names that the host has as the lock has them. What only they or what is left out brought into the lock stays
+    out, too.
+    """
+    entries = {entry["name"]: entry for entry in ENTRY.finditer(lock)}
+    others = frozenset({"verl", "ray", "transferqueue", "trackio"}) if engine_alone else frozenset()
+    out = {name for name in entries if OF_TORCH.fullmatch(name) or NOT_LOADED.fullmatch(name)} | others | has
+    taken: set[str] = set()
+    edge = {name for name, entry in entries.items() if "-r " in entry["via"]} - out
+    while edge:
+        taken |= edge
+        edge = {name for name, entry in entries.items() if _parents(entry["via"]) & edge} - taken - out
+    return [entries[name].group(0) for name in sorted(taken)]
+
+
+def _parents(via: str) -> set[str]:
+    return set(re.findall(r"#\s+(?:via )?([a-z0-9][a-z0-9._-]*)$", via, re.M))
+
+
+def normal(freeze: str) -> dict[str, str]:
+    """What `pip freeze` prints: names as the lock has them, and versions, empty where it says none."""
+    found = {}
+    for line in freeze.splitlines():
+        name, _, rest = line.partition("#")[0].partition("==")
+        name = re.split(r"[@<>~ ;\[]", name.strip(), maxsplit=1)[0]
+        if name and not name.startswith("-"):
+            found[re.sub(r"[-_.]+", "-", name).lower()] = rest.partition(";")[0].strip()
+    return found
+
+
+def compare(lock: str, host: dict[str, str]) -> tuple[frozenset[str], dict[str, str]]:
+    """What the host has in the lock's version, and a line about each other one that both have, by its name.
+
+    host: as of `normal`. The version of a build, such as `+cu130`, does not count.
+    """
+    same, others = set(), {}
+    for entry in ENTRY.finditer(lock):
+        name, version = entry["name"], entry["version"]
+        if (there := host.get(name)) is None:
+            continue
+        if _public(there) == _public(version):
+            same.add(name)
+        else:
+            others[name] = f"{name}: the host has {there or 'a version that it does not say'}, the lock {version}"
+    return frozenset(same), others
+
+
+def _public(version: str) -> str:
+    try:
+        return Version(version).public
+    except InvalidVersion:
+        return version
+
+
+def download(entries: list[str], *, folder: Path, python: str) -> list[Path]:
+    """Wheels, hashes checked by pip. Where not all have one, each by itself; of what has sources alone one is built,
+    and what that would have to compile is named and left out.
+
+    Raises PreflightError where the index cannot be reached.
+    """
+    if _fetch(entries, folder=folder, python=python):
+        for entry in entries:
+            if _fetch([entry], folder=folder, python=python) and (why := _build(entry, folder=folder)):
+                console.say(f"left out: {entry.partition('=')[0]}: {why}")
+    return sorted(folder.glob("*.whl"))
+
+
+def _fetch(entries: list[str], *, folder: Path, python: str) -> str:
+    """As _pip."""
+    command = ["download", "--only-binary=:all:", "--python-version", python, "--implementation", "cp"]
+    command += [part for each in PLATFORMS for part in ("--platform", each)]
+    return _pip([*command, "-d", str(folder)], entries)
+
+
+def _build(entry: str, *, folder: Path) -> str:
+    """A wheel that any Python takes, by the setuptools of this environment. As _pip, or why it was not kept."""
+    name = entry.partition("=")[0]
+    with tempfile.TemporaryDirectory() as made:
+        if why := _pip(["wheel", "--no-build-isolation", f"--no-binary={name}", "-w", made], [entry]):
+            return why
+        (wheel,) = Path(made).glob("*.whl")
+        if not wheel.name.endswith("-none-any.whl"):
+            return "it has no wheel for that host, and its sources have to be compiled there"
+        shutil.move(wheel, folder)
+    return ""
+
+
+def _pip(arguments: list[str], entries: list[str]) -> str:
+    """What pip says last where it fails. Raises PreflightError where it does not reach the index, or finds something
+    else there than the lock names."""
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as requirements:
+        lines = (line for entry in entries for line in entry.splitlines() if not line.strip().startswith("#"))
+        requirements.write("".join(f"{line}\n" for line in lines))
+        requirements.flush()
+        command = [sys.executable, "-m", "pip", *arguments, "--quiet", "--disable-pip-version-check", "--no-input"]
+        command += ["--no-deps", "--require-hashes", "-r", requirements.name]
+        done = subprocess.run(command, capture_output=True, text=True)
+    if not done.returncode:
+        return ""
+    if "DO NOT MATCH THE HASHES" in done.stderr:
+        names = ", ".join(entry.partition("=")[0] for entry in entries[:3]) + (", ..." if len(entries) > 3 else "")
+        raise PreflightError(f"what pip found is not what the lock names: {names}", hint="is the index a copy?")
+    if unreachable := [line for line in done.stderr.splitlines() if UNREACHABLE.search(line)]:
+        raise PreflightError(
+            f"pip does not reach the package index: {unreachable[0].strip()}", hint="try again where it is reached"
+        )
+    return (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+
+
+def glibc_of(wheels: Iterable[Path]) -> tuple[tuple[int, int], str]:
+    """The oldest glibc that all wheels run with, and the name of one that needs it; (0, 0) where none says."""
+    needed = ((0, 0), "")
+    for wheel in wheels:
+        tags = [*GLIBC.finditer(wheel.name.rpartition("-")[2])]
+        found = [OLD_GLIBC[tag[3]] if tag[3] else (int(tag[1]), int(tag[2])) for tag in tags]
+        if found and min(found) > needed[0]:
+            needed = (min(found), wheel.name.partition("-")[0])
+    return needed
+
+
+def files_of(wheel: Path, *, architecture: int | None) -> Iterator[tuple[str, bytes]]:
+    """(path below site/, content). Of `*.data` the libraries; scripts name a Python that is not there."""
+    with zipfile.ZipFile(wheel) as packed:
+        for entry in packed.infolist():
+            path = re.sub(r"^[^/]+\.data/(purelib|platlib)/", "", entry.filename)
+            if entry.is_dir() or ".data/" in path or NOT_IN_VLLM.match(path):
+                continue
+            if architecture == HOPPER and FA2.match(path):
+                continue
+            content = packed.read(entry)
+            if architecture is not None and re.search(r"\.so(\.\d+)*$", path):
+                content = keep_one(content, architecture=architecture)
+            yield path, content
+
+
+def code(*, python: str) -> Iterator[tuple[str, bytes]]:
+    """The project's files as git has them, and what vLLM looks for to find our plugins. python: such as 3.12."""
+    listed = subprocess.run(["git", "ls-files", *CODE], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in listed.stdout.split():
+        yield name, (ROOT / name).read_bytes()
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    info = f"flashrl_appliance-{project['version']}.dist-info"
+    yield (
+        f"{info}/METADATA",
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n".encode(),
+    )
+    groups = {"console_scripts": project["scripts"], **project["entry-points"]}
+    lines = [f"[{group}]\n" + "".join(f"{n} = {v}\n" for n, v in named.items()) for group, named in groups.items()]
+    yield f"{info}/entry_points.txt", "\n".join(lines).encode()
+    yield "accept.sh", RUN.format(python=python).encode()
+
+
+class Cut(io.RawIOBase):
+    """A file that is many, each of at most so many bytes."""
+
+    def __init__(self, folder: Path, *, most: int) -> None:
+        self._folder, self._most, self._left = folder, most, 0
+        self.parts: list[Path] = []
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]
+        given = memoryview(data)
+        while given:
+            if not self._left:
+                self.parts.append(self._folder / f"part-{len(self.parts) + 1:02d}")
+                self._left = self._most
+            piece, given = given[: self._left], given[self._left :]
+            with self.parts[-1].open("ab") as file:
+                file.write(piece)
+            self._left -= len(piece)
+        return len(data)
+
+
+def pack(
+    files: Iterable[tuple[str, bytes]],
+    *,
+    folder: Path,
+    most: int = MOST_BYTES,
+    preset: int = 6,
+    python: str = "",
+    glibc: tuple[tuple[int, int], str] = ((0, 0), ""),
+) -> list[Path]:
+    """Parts, their list and the script that puts them together, into a new folder.
+
+    python: that the host must have, such as 3.12; empty: any.  glibc: as of glibc_of.
+    """
+    folder.mkdir(parents=True)
+    cut = Cut(folder, most=most)
+    with lzma.open(cut, "wb", preset=preset) as packed, tarfile.open(fileobj=packed, mode="w|") as archive:
+        for path, content in files:
+            info = tarfile.TarInfo(path)
+            is_program = content.startswith((b"\x7fELF", b"#!"))  # Ray's are among them
+            info.size, info.mode = len(content), 0o755 if is_program else 0o644
+            archive.addfile(info, io.BytesIO(content))
+    listed = [
+        {"name": part.name, "bytes": part.stat().st_size, "sha256": hashlib.sha256(part.read_bytes()).hexdigest()}
+        for part in cut.parts
+    ]
+    needs = {"python": python, "glibc": list(glibc[0]), "glibc_of": glibc[1]}
+    (folder / LIST).write_text(json.dumps({"schema_version": 1, **needs, "parts": listed}, indent=1) + "\n")
+    shutil.copy(ROOT / "container" / "bundle" / "put_together.py", folder)
+    return cut.parts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make bundle ARGS=", description=__doc__.splitlines()[0])
+    parser.add_argument("-o", dest="folder", type=Path, default=ROOT / "dist" / "bundle", help="a new folder")
+    parser.add_argument("--python", default="3.11", help="of that host, such as 3.12")
+    parser.add_argument("--architecture", type=int, default=90, help="of its GPU: 80, 89, 90; 0 keeps all")
+    parser.add_argument("--has", type=Path, help="what `pip freeze` says there")
+    parser.add_argument("--engine", action="store_true", help="without verl and Ray: rows of kernels and engines alone")
+    given = parser.parse_args()
+    if given.folder.exists():
+        raise RecipeError([(f"-o {given.folder}: it is there already", "name a new folder, or remove it")])
+    has, others = compare(LOCK.read_text(), normal(given.has.read_text()) if given.has else {})
+    with tempfile.TemporaryDirectory() as work:
+        entries = wanted(LOCK.read_text(), engine_alone=given.engine, has=has)
+        for name, line in others.items():
+            packed = any(entry.startswith(f"{name}==") for entry in entries)
+            console.say(f"{line}: {'packed' if packed else 'left to the host'}")
+        console.say(f"{len(entries)} packages of the lock")
+        wheels = download(entries, folder=Path(work), python=given.python)
+        site = (
+            (f"site/{path}", content)
+            for wheel in wheels
+            for path, content in files_of(wheel, architecture=given.architecture or None)
+        )
+        files = (each for part in (code(python=given.python), site) for each in part)
+        parts = pack(files, folder=given.folder, python=given.python, glibc=glibc_of(wheels))
+    total = sum(part.stat().st_size for part in parts)
+    console.show(f"{given.folder}: {len(parts)} parts, {total / 1e6:.1f} MB")
+    console.say(
+        "copy the folder to the host, and there: python" + given.python + " put_together.py FOLDER && FOLDER/accept.sh"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (RecipeError, PreflightError) as error:
+        console.say(f"error: {error.message}\nhint: {error.hint}" if error.hint else f"error: {error.message}")
+        sys.exit(error.exit_code)

@@ -1,0 +1,91 @@
+"""`appliance bench` on real engines: as users start it, and what it says of memory with its child in this process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from engines import forget_engines, run_here
+
+from appliance.bench.command import run_bench
+from appliance.errors import EngineError
+from appliance.launch import side_job
+from appliance.recipe.load import load_recipe
+from appliance.terms.schemes import Scheme
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+SHAPES = "hidden=128,intermediate=352,heads=4,kv_heads=2,layers=2,vocabulary=512,batch=8,new_tokens=8"
+# qkv 128 x 256, o 128 x 128, gate and up 128 x 704, down 352 x 128: elements of two layers, and their output channels.
+MATRICES = 2 * (128 * 256 + 128 * 128 + 128 * 704 + 352 * 128)
+CHANNELS = 2 * (256 + 128 + 704 + 128)
+# Embedding and head, five norms, the bias of each qkv: BF16 under every scheme.
+OTHERS = 2 * 512 * 128 + 5 * 128 + 2 * 256
+BF16_BYTES = 2 * (MATRICES + OTHERS)
+INT8_BYTES = MATRICES + 4 * CHANNELS + 2 * OTHERS
+SEQUENCE_BYTES = 128 * 2 * 2 * 2 * 32 * 2  # one block of 128 tokens: 2 layers, K and V, 2 heads of 32, BF16
+
+
+def test_it_measures_both_schemes_and_keeps_the_result(tmp_path: Path) -> None:
+    more = ("--pairs", "5", "--json", "--shapes", SHAPES, "--set", f"cluster.run_dir={tmp_path}")
+    command = [sys.executable, "-m", "appliance", "bench", "arithmetic-tiny-int8", *more]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout)
+    assert [(m["pair"], m["scheme"], m["tokens"]) for m in report["measurements"]] == [
+        (pair, scheme, 64) for pair in range(5) for scheme in ("bf16", "int8")
+    ]
+    assert report["schemes"][0]["ratio"] == 1.0 and report["schemes"][1]["ratio"] > 0
+    assert [(e["weight_bytes"], e["sequences"] >= 8) for e in report["engines"]] == [
+        (BF16_BYTES, True),
+        (INT8_BYTES, True),
+    ]
+    kept = Path(report["kept"])
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [kept], "nothing else is left behind"
+    assert kept.parent == tmp_path / ".cache" / "bench"
+    stored = json.loads(kept.read_text())
+    assert (stored["device"], stored["shapes"], stored["pairs"]) == ("cpu", "h128-i352-a4-kv2", 5)
+    assert [each["ratio"] for each in stored["schemes"]] == [report["schemes"][1]["ratio"]]
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Takes what run_bench takes."""
+    forget_engines()
+    monkeypatch.setattr(side_job, "_run", run_here)
+    recipe = load_recipe("arithmetic-tiny-int8", sets=(f"cluster.run_dir={tmp_path}",))
+    settings = {"schemes": (Scheme.BF16, Scheme.INT8), "pairs": 5, "json_mode": True}
+    return lambda **sizes: run_bench(recipe, **settings, **sizes)
+
+
+def test_little_memory_leaves_room_for_more_sequences_beside_int8_weights(
+    bench: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    budget = BF16_BYTES + 3 * SEQUENCE_BYTES + SEQUENCE_BYTES // 2
+    assert bench(shapes=SHAPES, kv_memory_gb=budget / (1 << 30)) == 0
+    report = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert report["memory_bytes"] == budget
+    found = [(e["scheme"], e["weight_bytes"], e["kv_bytes"], e["sequences"]) for e in report["engines"]]
+    fits = (budget - INT8_BYTES) // SEQUENCE_BYTES
+    assert fits > 3
+    assert found == [
+        ("bf16", BF16_BYTES, 3 * SEQUENCE_BYTES, 3),
+        ("int8", INT8_BYTES, fits * SEQUENCE_BYTES, fits),
+    ]
+    assert {m["tokens"] for m in report["measurements"]} == {64}, "all sequences, whatever is made at once"
+    assert "-kvmem-" in report["kept"]
+
+
+def test_weights_that_leave_no_room_are_said(bench: Callable[..., int]) -> None:
+    with pytest.raises(EngineError) as raised:
+        bench(shapes=SHAPES.replace("layers=2", "layers=3"), kv_memory_gb=0.001)
+    held = (BF16_BYTES + 2 * (MATRICES // 2 + 2 * 128 + 256)) / (1 << 30)
+    assert (raised.value.message, raised.value.hint, raised.value.exit_code) == (
+        f"bench: the weights take {held:.4f} GiB, --kv-memory gives 0.0010 GiB",
+        "give more: it is the memory for weights and KV cache together",
+        4,
+    )

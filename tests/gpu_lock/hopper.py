@@ -1,0 +1,124 @@
+"""A Hopper that is not there: vLLM's CUDA platform with capability 9.0, and in the kernels' place the same operations
+in torch, registered for the CPU under the kernels' own names. For configurations, choices, and all around a kernel.
+
+Legend: M tokens, N output channels, K input channels.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from ctypes import CDLL, RTLD_GLOBAL
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+MEMORY_BYTES = 80 << 30
+FP8_MAX = 448.0
+
+
+def load_without_driver(folder: Path) -> None:
+    """Make and load a libcuda.so.1 whose every function fails, so that vLLM's compiled parts load. Needs a C compiler.
+
+    folder: where the library and its source go.  Raises CalledProcessError where one of the tools fails.
+    """
+    import vllm
+
+    package = Path(vllm.__file__).parent
+    names = {name for library in package.rglob("*.so") for name in driver_functions(library)}
+    source, library = folder / "driver.c", folder / "libcuda.so.1"
+    source.write_text("".join(f"int {name}() {{ return 100; }}\n" for name in sorted(names)))
+    subprocess.run(["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, source], check=True)
+    CDLL(str(library), mode=RTLD_GLOBAL)
+
+
+def driver_functions(library: Path) -> set[str]:
+    """What a library asks of CUDA's driver: `cuInit`, and so on."""
+    said = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True).stdout
+    names = {line.split()[-1].partition("@")[0] for line in said.splitlines()}
+    return {name for name in names if name.startswith("cu") and name[2:3].isupper()}
+
+
+def take_its_place() -> None:
+    """Before anything asks vLLM for its platform."""
+    from vllm import platforms
+    from vllm.platforms.cuda import NonNvmlCudaPlatform
+    from vllm.platforms.interface import DeviceCapability
+
+    class Hopper(NonNvmlCudaPlatform):
+        @classmethod
+        def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
+            return DeviceCapability(9, 0)
+
+        @classmethod
+        def get_device_name(cls, device_id: int = 0) -> str:
+            return "NVIDIA H100 80GB HBM3"
+
+        @classmethod
+        def get_device_total_memory(cls, device_id: int = 0) -> int:
+            return MEMORY_BYTES
+
+        @classmethod
+        def is_fully_connected(cls, ids: list[int]) -> bool:
+            return True
+
+        @classmethod
+        def device_count(cls) -> int:
+            return 8
+
+        @classmethod
+        def num_compute_units(cls, device_id: int = 0) -> int:
+            return 132
+
+        @classmethod
+        def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
+            pass
+
+        @classmethod
+        def is_pin_memory_available(cls) -> bool:
+            return False
+
+    platforms._current_platform = Hopper()
+    import vllm.config.vllm
+    import vllm.triton_utils
+
+    vllm.config.vllm.HAS_TRITON = True
+
+
+def register_kernels() -> torch.library.Library:
+    """vLLM's own operators get an implementation for the CPU; it goes when the library that is returned does."""
+    library = torch.library.Library("_C", "IMPL")
+    library.impl("dynamic_scaled_int8_quant", quantise_tokens_int8, "CPU")
+    library.impl("static_scaled_fp8_quant", quantise_fp8, "CPU")
+    library.impl("dynamic_per_token_scaled_fp8_quant", quantise_tokens_fp8, "CPU")
+    library.impl("cutlass_scaled_mm", scaled_mm, "CPU")
+    return library
+
+
+def quantise_tokens_int8(out_MK: Tensor, input_MK: Tensor, scale_M1: Tensor, azp: Tensor | None) -> None:
+    from appliance.quant.codec_int8 import quantise_int8
+
+    assert azp is None, "symmetric"
+    quantised = quantise_int8(input_MK.reshape(-1, input_MK.shape[-1]))
+    out_MK.copy_(quantised.codes_NK.view(out_MK.shape))
+    scale_M1.copy_(quantised.scale)
+
+
+def quantise_fp8(out_NK: Tensor, input_NK: Tensor, scale: Tensor, *_: object) -> None:
+    """As csrc/quantization/fp8/common.cuh: the product with 1 / scale, cut at the largest number."""
+    out_NK.copy_((input_NK.float() * scale.reciprocal()).clamp(-FP8_MAX, FP8_MAX).to(out_NK.dtype))
+
+
+def quantise_tokens_fp8(out_MK: Tensor, input_MK: Tensor, scale_M1: Tensor, scale_ub: Tensor | None) -> None:
+    assert scale_ub is None, "no upper bound"
+    scale_M1.copy_(input_MK.float().abs().amax(dim=-1, keepdim=True).clamp_min(1e-12) / FP8_MAX)
+    quantise_fp8(out_MK, input_MK, scale_M1)
+
+
+def scaled_mm(
+    out_MN: Tensor, a_MK: Tensor, b_KN: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None
+) -> None:
+    """As CUTLASS: sums in a wide format, both scales, the bias, and one rounding at the end."""
+    sums_MN = a_MK.double() @ b_KN.double()
+    answer_MN = sums_MN * b_scale.double().view(1, -1) * a_scale.double().view(-1, 1)
+    out_MN.copy_(answer_MN if bias is None else answer_MN + bias.double())

@@ -1,0 +1,268 @@
+"""A run of any length is shown from flat memory, and what was read once is not read again."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from appliance.page.stacked import Band, merged
+from appliance.record.events import Tail, append_event, parse_event, parse_metrics, read_metrics
+from appliance.record.samples import SAMPLES_FILE, SampleReader
+from appliance.record.state import Numbers
+from appliance.report import folder
+from appliance.report.figures import bands
+from appliance.report.folder import RunReader, Some, UpdateHistory, read_view
+from appliance.report.page import page
+from appliance.sync.records import Acknowledgement, Sent, append_acknowledgement, append_sent
+
+FEW, MANY = 20_000, 100_000
+GROWTH_KIB = 4 << 10  # 80,000 lines of metrics alone, held as they are read, would be 100 MiB
+SHOW = """
+import re, sys
+from pathlib import Path
+from appliance.cli import main
+from appliance.launch.resume import cut_lines
+
+run, steps = sys.argv[1:]
+for command in ("report", "status", "logs"):
+    sys.argv = ["appliance", command, run]
+    try:
+        main()
+    except SystemExit as ended:
+        assert not ended.code, command
+assert cut_lines(Path(run) / "metrics.jsonl", after=int(steps) - 10, attempt=1) is not None
+print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])  # getrusage has the parent's in it
+"""
+
+
+def lengthen(run_dir: Path, *, steps: int, line: Callable[..., dict[str, object]]) -> None:
+    """As a run of so many steps leaves its folder: a validation every tenth, checkpoints, updates, memory, a log."""
+    of_step = json.dumps(line(7))
+    events, metrics, memory, sent, taken, samples = [], [], [], [], [], []
+    last = {name: (run_dir / f"sync/{name}-0-0.jsonl").read_text().splitlines()[0] for name in ("trainer", "rollout")}
+    said = json.loads((run_dir / SAMPLES_FILE).read_text().splitlines()[-1])
+    for step in range(1, steps + 1):
+        text = of_step.replace('"step": 7,', f'"step": {step},')
+        metrics.append(text if step % 10 else text.replace("}", ', "val_reward_mean": 0.5, "val_samples": 512}'))
+        events.append(f'{{"time": {10 * step + 1}, "kind": "phase", "what": "rollout"}}')
+        events.append(f'{{"time": {10 * step + 5}, "kind": "phase", "what": "update"}}')
+        memory.append(f'{{"time": {10 * step + 6}, "pss_bytes": {step}, "processes": 9}}')
+        if step % 10 == 0:
+            what = f"step {step} is saved"
+            events.append(json.dumps({"time": 10 * step + 9, "kind": "checkpoint", "what": what, "step": step}))
+            samples.append(json.dumps({**said, "step": step, "training": []}))
+        for name, lines in (("trainer", sent), ("rollout", taken)):
+            lines.append(last[name].replace('"sync": 1,', f'"sync": {step},'))
+    (run_dir / "logs/1").mkdir(parents=True)
+    for name, lines in (
+        *(("events.jsonl", events), ("metrics.jsonl", metrics), ("memory.jsonl", memory), (SAMPLES_FILE, samples)),
+        *(("sync/trainer-0-0.jsonl", sent), ("sync/rollout-0-0.jsonl", taken), ("logs/1/train.log", metrics)),
+    ):
+        (run_dir / name).write_text("\n".join(lines) + "\n")
+
+
+def test_memory_does_not_grow_with_the_steps(tmp_path: Path, make_run: Callable[..., Path], metrics_line) -> None:
+    """report, status, logs and what a resume cuts, in one process."""
+    peak_kib = {}
+    for steps in (FEW, MANY):
+        run_dir = make_run(tmp_path, name=f"of-{steps}", steps=steps, done=2)
+        lengthen(run_dir, steps=steps, line=metrics_line)
+        done = subprocess.run(
+            [sys.executable, "-c", SHOW, str(run_dir), str(steps)], capture_output=True, text=True, cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stderr
+        assert (run_dir / "report.html").stat().st_size < 600_000
+        assert f"{steps} updates arrived" in (run_dir / "report.html").read_text()
+        peak_kib[steps] = int(done.stdout.splitlines()[-1])
+    assert peak_kib[MANY] < peak_kib[FEW] + GROWTH_KIB
+
+
+def test_a_page_that_was_read_in_pieces_is_the_page(
+    tmp_path: Path, make_run: Callable[..., Path], metrics_line
+) -> None:
+    whole = make_run(tmp_path, done=40, steps=40)
+    append_event(whole, kind="guard", what="step 3: warn", why="k3", step=3, time=97.0)
+    expected = page(read_view(whole), now=1000.0)
+    files = {file: file.read_text() for file in sorted(whole.rglob("*.jsonl"))}
+    for file in files:
+        file.write_text("")
+    run = RunReader(whole)
+    for part in range(1, 8):
+        for file, text in files.items():
+            file.write_text(text[: len(text) * part // 7])
+        found = page(run.view(), now=1000.0)
+    assert found == expected
+
+
+def test_what_was_read_is_not_read_again(
+    tmp_path: Path, make_run: Callable[..., Path], metrics_line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(folder, "parse_metrics", lambda line: read.append(line) or parse_metrics(line))
+    run_dir = make_run(tmp_path, done=30, steps=40)
+    run = RunReader(run_dir)
+    assert run.view().steps.count == 30 and len(read) == 31  # a validation before them
+    for step in (31, 32):
+        with (run_dir / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(metrics_line(step)) + "\n")
+        assert run.view().steps.count == step and len(read) == step + 1
+
+
+def test_steps_that_are_done_again_under_a_reader_count_once(
+    tmp_path: Path, make_run: Callable[..., Path], metrics_line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = make_run(tmp_path, done=6)
+    run = RunReader(run_dir)
+    assert run.view().steps.count == 6
+    for steps in ((5, 6), (6, 7)):
+        with (run_dir / "metrics.jsonl").open("a") as file:
+            file.writelines(json.dumps(metrics_line(step, reward_mean=0.7)) + "\n" for step in steps)
+        view = run.view()
+        assert (view.steps.count, view.state.rewards.count, view.steps.last_step) == (steps[1], steps[1], steps[1])
+        assert view.state.rewards.last[-2:] == (0.7, 0.7)
+    read: list[str] = []
+    monkeypatch.setattr(folder, "parse_event", lambda line: read.append(line) or parse_event(line))
+    assert run.view().steps.count == 7
+    assert read == (run_dir / "events.jsonl").read_text().splitlines()  # each once
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lines_in_any_order_are_each_step_once_and_the_later_one(tmp_path: Path, seed: int) -> None:
+    chosen = random.Random(seed)
+    steps = [chosen.randrange(12) for _ in range(30)] if seed % 2 else [*range(9), *range(4, 11), *range(2, 6), 10]
+    lines = [json.dumps({"step": step, "time_s": place}) for place, step in enumerate(steps)]
+    lines.insert(chosen.randrange(len(lines)), '{"step": 3, "ti')
+    lines.insert(chosen.randrange(len(lines)), '{"step": 3, "time_s": "none"}')
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    last = {step: place for place, step in enumerate(steps)}
+    assert [(line.step, line.time_s) for line in read_metrics(tmp_path)] == sorted(last.items())
+
+
+def test_steps_only_grow_also_in_a_file_that_changes_under_its_reader(tmp_path: Path) -> None:
+    def write(*steps: int) -> None:
+        lines = [
+            json.dumps({"step": step, "time_s": 1.0, "more": "-" * 9000}) + "\n" for step in steps
+        ]  # past a buffer
+        (tmp_path / "metrics.jsonl").write_text("".join(lines))
+
+    write(1, 5, 6, 7, 8)
+    lines = read_metrics(tmp_path)
+    assert next(lines).step == 1
+    write(1, 5, 2, 4, 8)
+    assert [line.step for line in lines] == [5, 8]
+
+
+def test_of_many_numbers_some_are_kept_and_both_ends() -> None:
+    numbers = few = Numbers()
+    for value in range(5000):
+        numbers = numbers.and_one(float(value))
+        few = numbers if value == 999 else few
+    assert few.some == tuple(map(float, range(1000)))
+    assert (numbers.count, numbers.every, numbers.some) == (5000, 8, tuple(map(float, range(0, 5000, 8))))
+    assert (numbers.first, numbers.last) == ((0, 1, 2, 3, 4), (4995, 4996, 4997, 4998, 4999))
+    some: Some[int] = Some(most=10)
+    for value in range(10):
+        some.add(value)
+    assert some.all() == [*range(10)]
+    for value in range(10, 99):
+        some.add(value)
+    assert (some.all(), some.count, some.newest) == ([0, 16, 32, 48, 64, 80, 96, 98], 99, 98)
+
+
+def test_of_many_validations_some_are_kept_evenly(tmp_path: Path, make_run: Callable[..., Path]) -> None:
+    run_dir = make_run(tmp_path)
+    said = {**json.loads((run_dir / SAMPLES_FILE).read_text().splitlines()[-1]), "training": []}
+    for count in (200, 3000):
+        lines = [json.dumps({**said, "step": step}) for step in range(1, count + 1)]
+        (run_dir / SAMPLES_FILE).write_text("\n".join(lines) + "\n")
+        found = [samples.step for samples in SampleReader(run_dir).read()]
+        every = 1 if count == 200 else 16
+        assert found == sorted({*range(1, count + 1, every), count})
+    trained = json.dumps({**said, "step": 0, "validation": [], "training": said["validation"]})
+    (run_dir / SAMPLES_FILE).write_text("\n".join([trained, *lines[:-1]]) + "\n")
+    assert [samples.step for samples in SampleReader(run_dir).read()] == [0, *found[:-1], 2999]
+
+
+@pytest.mark.parametrize("every", [50, 1])
+def test_what_a_long_run_was_doing_is_what_took_its_time(
+    tmp_path: Path, make_run: Callable[..., Path], every: int
+) -> None:
+    """Steps of 5 s in four phases, and a validation of 0.6 s for each. Drawn, a pixel is what most of it was."""
+    lines, now, took = [], 0.0, Counter[str]()
+    for step in range(20_000):
+        phases = {"load-engine": 60.0} if step == 0 else {"validate": 0.625 * every} if step % every == 0 else {}
+        for phase, seconds in (phases | dict.fromkeys(("rollout", "log-probs", "update", "sync"), 1.25)).items():
+            lines.append(f'{{"time": {now}, "kind": "phase", "what": "{phase}"}}')
+            took[{"load-engine": "loading", "validate": "validating"}.get(phase, "training")] += seconds
+            now += seconds
+    lines.append(f'{{"time": {now}, "kind": "stop", "what": "done"}}')
+    run_dir = make_run(tmp_path, done=0)
+    (run_dir / "events.jsonl").write_text("\n".join(lines) + "\n")
+    found = [*bands(read_view(run_dir))]
+    drawn = merged(found, least=now / 1500)
+    if every == 50:  # 800 bands
+        assert seconds_of(found) == took
+    assert len(found) < 5000
+    assert drawn == [Band(0.0, now, "training", drawn[0].colour)]
+
+
+def seconds_of(bands: Sequence[Band]) -> Counter[str]:
+    seconds = Counter[str]()
+    for band in bands:
+        seconds[band.name] += band.end - band.start
+    return seconds
+
+
+@pytest.mark.parametrize("most", [1, 4, 20_000])
+def test_updates_of_several_ranks_are_held_against_each_other(
+    tmp_path: Path, taken: Callable[..., Acknowledgement], monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """However many lines are read at once; what is missing in the middle is told, and only the newest waits."""
+    monkeypatch.setattr(folder, "_MOST_WAITING", most)
+    monkeypatch.setattr(folder, "_LEAST_AT_ONCE", 1)
+    places = [(0, 0), (0, 1), (1, 0)]
+    history = UpdateHistory(tmp_path, places=places)
+    for sync in range(1, 31):
+        for replica, rank in places:
+            if (sync, replica) != (5, 1):
+                append_sent(tmp_path, Sent(sync=sync, replica=replica, rank=rank, manifest=f"of {sync}", digest_s=0.1))
+            changes = {"manifest": "other"} if (sync, replica) in ((4, 1), (25, 1)) else {}
+            changes |= {"switched": 1} if (sync, rank) == (20, 1) else {}
+            if (sync, rank) not in ((12, 1), (30, 1)):
+                append_acknowledgement(tmp_path, taken(sync, replica=replica, rank=rank, **changes))
+        if sync in (3, 17):
+            history.read()
+    history.read()
+    told = ["rollout-1-0 took other weights than were sent with update 4"]
+    told += ["rollout-1-0 took other weights than were sent with update 5"]
+    told += ["rollout-0-1 did not acknowledge update 12", "rollout-0-1 proved 4 of 16 layers at update 20"]
+    told += ["rollout-1-0 took other weights than were sent with update 25"]
+    assert history.misses(is_done=False) == (told, 5)
+    assert history.misses(is_done=True) == ([*told, "rollout-0-1 did not acknowledge update 30"], 6)
+    assert {*itertools.chain(*((*rank.sent, *rank.taken) for rank in history.ranks))} == {30}
+    assert [rank.count for rank in history.ranks] == [30, 28, 30]
+    assert [rank.newest.sync for rank in history.ranks if rank.newest] == [30, 29, 30]
+    assert [rank.has_switched for rank in history.ranks] == [False, True, False]
+
+
+def test_of_many_ranks_many_lines_are_read_at_once(
+    tmp_path: Path, taken: Callable[..., Acknowledgement], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int | None] = []
+    read = Tail.read
+    monkeypatch.setattr(Tail, "read", lambda tail, most: asked.append(most) or read(tail, most=most))
+    monkeypatch.setattr(folder, "_MOST_WAITING", 4)
+    history = UpdateHistory(tmp_path, places=[(0, 0), (0, 1)])
+    for sync in range(1, 31):
+        append_sent(tmp_path, Sent(sync=sync, replica=0, rank=0, manifest=f"of {sync}", digest_s=0.1))
+        append_acknowledgement(tmp_path, taken(sync, replica=0, rank=0))
+    history.read()
+    assert asked == [100] * 8  # four files: all their lines, and once more for what came meanwhile

@@ -1,0 +1,317 @@
+"""Our attention in transformers: sequences in a row give what each gives by itself, on one rank or shared by several.
+
+Models are in float64, and so is what they are held to: torch's attention of each sequence by itself. Both round 2^-53
+of a value in each of at most 2 layers x 40 operations, in sums of at most 288 terms (words), and a tiny model's norms
+multiply what comes in by at most 24 (their largest weight): twice 80 x 288 x 24 x 2^-53 = 1.2e-10 of the largest value.
+(Norms and rotations, which transformers rounds to float32, are given the same.) A token of another sequence is off by
+1e-3.
+
+Legend: T tokens of all sequences in a row, H heads, G KV heads, D channels of a head.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import FAMILIES, tiny
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from appliance.errors import TrainingError
+from appliance.terms.settings import ATTENTION_NAME
+from appliance.trainer import attention
+from appliance.trainer.attention import Sequences, attend_each, attend_row
+
+LENGTHS = (3, 1, 40, 8, 19)
+BOUND = 1.2e-10
+U = 2.0**-8  # of what is rounded to BF16, at most
+WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}  # Qwen: of the second layer
+CASES = [*((name, {}) for name in FAMILIES), ("qwen2", WINDOWS), ("qwen3", WINDOWS), ("qwen3-moe", WINDOWS)]
+
+
+def tokens() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(2, 288, (length,), generator=generator) for length in LENGTHS]
+
+
+def positions_T() -> Tensor:
+    return torch.cat([torch.arange(length) for length in LENGTHS])
+
+
+def made(family: str, *, implementation: str, checkpointing: bool = False, **changes: object) -> PreTrainedModel:
+    model = tiny(family, dtype=torch.float64, attn_implementation=implementation, **changes).train()
+    model.set_experts_implementation("eager")  # torch's grouped GEMM takes no float64
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def loss_of(logits_TV: Tensor) -> Tensor:
+    """In which each word weighs otherwise."""
+    weights = torch.linspace(-1, 1, logits_TV.shape[-1], dtype=logits_TV.dtype)
+    return (logits_TV.log_softmax(dim=-1) * weights).sum()
+
+
+def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def of_each(family: str, **changes: object) -> tuple[Tensor, dict[str, Tensor]]:
+    """(logits, gradients) of the sequences one by one, by transformers' use of torch's attention."""
+    model = made(family, implementation="sdpa", **changes)
+    logits = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in tokens()]
+    loss_of(torch.cat(logits)).backward()
+    return torch.cat(logits).detach(), gradients(model)
+
+
+def packed(model: PreTrainedModel) -> Tensor:
+    """[T, V]: as verl calls a model with `use_remove_padding`."""
+    ids = torch.cat(tokens())[None]
+    found = model(input_ids=ids, attention_mask=None, position_ids=positions_T()[None], use_cache=False)
+    return found.logits[0]
+
+
+def assert_close(found: Tensor, wanted: Tensor, what: str, *, bound: float = BOUND) -> None:
+    off = ((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)).item()
+    assert off <= bound, f"{what}: off by {off:.2g} of the largest value"
+
+
+@pytest.mark.parametrize(("family", "changes"), CASES)
+def test_a_row_gives_what_each_sequence_gives(family: str, changes: dict[str, object]) -> None:
+    model = made(family, implementation=ATTENTION_NAME, **changes)
+    logits_TV = packed(model)
+    loss_of(logits_TV).backward()
+    wanted_TV, wanted = of_each(family, **changes)
+    assert_close(logits_TV.detach(), wanted_TV, "logits")
+    for name, gradient in gradients(model).items():
+        assert_close(gradient, wanted[name], name)
+
+
+def test_a_sliding_window_changes_the_answer() -> None:
+    """So that the cases above see it."""
+    near, far = (of_each("qwen2", **changes)[0] for changes in (WINDOWS, {}))
+    assert (near - far).abs().max() > 1e-3
+
+
+def test_starts_are_looked_for_once_in_a_forward_and_its_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    original = Sequences.of
+    monkeypatch.setattr(Sequences, "of", lambda positions: calls.append(1) or original(positions))
+    model = made("qwen2", implementation=ATTENTION_NAME, checkpointing=True)
+    for count in (1, 2):
+        loss_of(packed(model)).backward()
+        assert len(calls) == count
+
+
+def test_where_sequences_lie() -> None:
+    found = Sequences.of(positions_T())
+    assert found.lengths == list(LENGTHS)
+    assert found.starts_S1.tolist() == [0, 3, 4, 44, 52, 71] and found.starts_S1.dtype is torch.int32
+
+
+def test_more_than_one_row_is_refused() -> None:
+    rows = torch.zeros(2, 1, 7, 4)
+    with pytest.raises(TrainingError) as raised:
+        attend_row(torch.nn.Module(), rows, rows, rows, None, position_ids=torch.arange(7)[None], scaling=1.0)
+    assert raised.value.message == "attention got 2 rows of 7 tokens, and takes one with all sequences"
+
+
+@pytest.mark.parametrize("setting", ["softcap", "s_aux"])
+def test_what_another_family_would_need_is_refused(setting: str) -> None:
+    row, ids = torch.zeros(1, 1, 7, 4), torch.arange(7)[None]
+    attend_row(torch.nn.Module(), row, row, row, None, position_ids=ids, scaling=1.0, **{setting: None})
+    with pytest.raises(TrainingError) as raised:
+        attend_row(torch.nn.Module(), row, row, row, None, position_ids=ids, scaling=1.0, **{setting: 30.0})
+    assert raised.value.message == f"attention got `{setting}`, which it does not know"
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_attention_in_bf16_against_float64(window: int | None) -> None:
+    """O = P V: only O is rounded, by U of P |V| at most; a tenth more for sums in float32. Under autocast, too."""
+    torch.manual_seed(0)
+    q, k, v = (random(71, heads, 16, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    settings = {"sequences": Sequences.of(positions_T()), "scale": 0.25, "window": window}
+    with torch.autocast("cpu", torch.bfloat16):
+        found = attend_each(q, k, v, **settings).double()
+    wanted, magnitude = (
+        attend_each(q.double(), k.double(), each, **settings) for each in (v.double(), v.double().abs())
+    )
+    assert bool(((found - wanted).abs() <= 1.1 * U * magnitude).all())
+
+
+# --- CUDA: torch's kernel is stood in for by what its page says it does
+
+
+def as_documented(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts_q: Tensor,
+    starts_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    *,
+    enable_gqa: bool = False,
+    **settings: object,
+) -> Tensor:
+    """torch.nn.attention.varlen.varlen_attn with grouped queries and a window (behind, 0), by a mask over the row."""
+    assert starts_q.dtype is starts_k.dtype is torch.int32 and longest_q == longest_k == max(LENGTHS)
+    behind, ahead = settings["window_size"]
+    assert ahead == 0 and q.dtype is k.dtype is v.dtype
+    assert enable_gqa or q.shape[1] == k.shape[1] == v.shape[1]
+    places = torch.arange(len(q))
+    sequence = torch.bucketize(places, starts_q[1:], right=True)
+    seen = (sequence[:, None] == sequence) & (places[:, None] >= places)
+    if behind >= 0:
+        seen &= places[:, None] - places <= behind
+    k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v))
+    scores = torch.einsum("ihd,jhd->hij", q, k) * settings["scale"]
+    return torch.einsum("hij,jhd->ihd", scores.masked_fill(~seen, -torch.inf).softmax(dim=-1), v)
+
+
+def as_in_torch_2_11(*given: object, scale: float, window_size: tuple[int, int]) -> Tensor:
+    return as_documented(*given, scale=scale, window_size=window_size)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(attention, "varlen_attn", as_documented)
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("kernel", [as_documented, as_in_torch_2_11])
+def test_cudas_attention_is_called_as_documented(
+    kernel: Callable[..., Tensor], window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    torch.manual_seed(0)
+    q, k, v = (random(71, heads, 16) for heads in (4, 2, 2))
+    settings = {"sequences": Sequences.of(positions_T()), "scale": 0.25, "window": window}
+    found, wanted = attention._attend_on_cuda(q, k, v, **settings), attend_each(q, k, v, **settings)
+    assert_close(found.detach(), wanted.detach(), "output")
+    attention._attend_on_cuda(q.float(), k.float(), v, **settings)  # the kernel takes one dtype
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "taken"),
+    [
+        (9, "flash_attn_interface", "FA3"),
+        (10, "flash_attn.cute.interface", "FA4"),
+        (10, "flash_attn", ""),  # FlashAttention 2, of which a part of that name is asked for
+        (9, "", ""),
+        (8, "flash_attn_interface", ""),
+    ],
+)
+def test_a_newer_flash_attention_is_taken_where_it_is(
+    capability: int,
+    installed: str,
+    taken: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    activated: list[str] = []
+    folder = tmp_path.joinpath(*installed.split("."))
+    folder.mkdir(parents=True, exist_ok=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", activated.append)
+    attention._take_newer.__wrapped__(capability)
+    said = f"attention: {taken} of {installed} in place of PyTorch's FlashAttention 2"
+    assert (activated, caplog.messages) == (([taken], [said]) if taken else ([], []))
+    for name in [each for each in sys.modules if each.partition(".")[0] == "flash_attn"]:
+        del sys.modules[name]
+
+
+def test_a_newer_flash_attention_that_is_broken_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One whose package cannot be imported, and one that has no kernels for torch."""
+    (tmp_path / "flash_attn/cute").mkdir(parents=True)
+    (tmp_path / "flash_attn/cute/__init__.py").write_text("import no_such_package")
+    (tmp_path / "flash_attn_interface").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    attention._take_newer.__wrapped__(10)
+    attention._take_newer.__wrapped__(9)
+    cute, interface = caplog.messages
+    assert cute == "attention: FA4 of flash_attn.cute.interface is not taken: No module named 'no_such_package'"
+    assert interface.startswith("attention: FA3 of flash_attn_interface is not taken: ")
+    for name in [each for each in sys.modules if each.partition(".")[0] in ("flash_attn", "flash_attn_interface")]:
+        del sys.modules[name]
+
+
+# --- a sequence shared by several ranks
+
+SHARINGS = (2, 4)  # 71 tokens are padded for both, 2 KV heads are repeated for 4
+SHARED = [("qwen2", {}, True), ("qwen3-moe", WINDOWS, False)]  # (family, changes, with checkpointing)
+
+
+def one_rank(rank: int, meet: str) -> None:
+    """A rank's process. It leaves what `shared` returns, by ranks that share and case, in `<meet>.<rank>`."""
+    from torch.distributed import destroy_process_group, init_process_group, new_subgroups
+    from verl.utils.ulysses import set_ulysses_sequence_parallel_group
+
+    torch.set_num_threads(1)
+    init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=max(SHARINGS))
+    found = {}
+    for ranks in SHARINGS:
+        set_ulysses_sequence_parallel_group(new_subgroups(ranks)[0])
+        found[ranks] = [shared(*case, ranks=ranks) for case in SHARED]
+    torch.save(found, f"{meet}.{rank}")
+    destroy_process_group()
+
+
+def shared(
+    family: str, changes: dict[str, object], checkpointing: bool, *, ranks: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(log-probs, gradients), as verl's FSDP engine takes them of a micro-batch; FSDP takes the mean over ranks."""
+    from torch.distributed import all_reduce
+    from verl.utils import ulysses
+
+    model = made(family, implementation=ATTENTION_NAME, checkpointing=checkpointing, **changes)
+    ids_1T = torch.cat(tokens())[None]
+    ids, positions, padding = ulysses.ulysses_pad_and_slice_inputs(ids_1T, positions_T()[None], ranks)
+    labels, _, _ = ulysses.ulysses_pad_and_slice_inputs(ids_1T.roll(-1, 1), None, ranks)
+    logits = model(input_ids=ids, attention_mask=None, position_ids=positions, use_cache=False).logits[0]
+    own_T = logits.log_softmax(dim=-1).gather(1, labels[0][:, None])[:, 0]
+    log_probs_T = ulysses.gather_outputs_and_unpad(own_T, gather_dim=0, unpad_dim=0, padding_size=padding)
+    weighed(log_probs_T).backward()
+    for parameter in model.parameters():
+        all_reduce(parameter.grad, group=ulysses.get_ulysses_sequence_parallel_group())
+        parameter.grad /= ranks
+    return log_probs_T.detach(), gradients(model)
+
+
+def weighed(log_probs_T: Tensor) -> Tensor:
+    return (log_probs_T * torch.linspace(-1, 1, len(log_probs_T), dtype=torch.float64)).sum()
+
+
+def test_ranks_that_share_a_row_are_one(tmp_path: Path) -> None:
+    meet, context = str(tmp_path / "meet"), multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["appliance.trainer.attention"])  # imported once for all
+    ranks = [context.Process(target=one_rank, args=(rank, meet)) for rank in range(max(SHARINGS))]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join(timeout=300)
+    assert [each.exitcode for each in ranks] == [0] * len(ranks)
+    by_rank = [torch.load(f"{meet}.{rank}") for rank in range(len(ranks))]
+    for place, (family, changes, _) in enumerate(SHARED):
+        model = made(family, implementation=ATTENTION_NAME, **changes)
+        labels_T = torch.cat(tokens()).roll(-1)
+        wanted_T = packed(model).log_softmax(dim=-1).gather(1, labels_T[:, None])[:, 0]
+        weighed(wanted_T).backward()
+        for sharing, found in ((sharing, found[sharing][place]) for found in by_rank for sharing in SHARINGS):
+            assert_close(found[0], wanted_T.detach(), f"{family} on {sharing}: log-probs")
+            for name, gradient in gradients(model).items():
+                assert_close(found[1][name], gradient, f"{family} on {sharing}: {name}")
