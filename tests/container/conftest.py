@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import tarfile
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from docker.models.containers import Container
-from images import IMAGE, USER, give_to, open_to_all, remove_our_volumes, removed_at_the_end, said_by, unavailable
+from images import IMAGE, USER, fingerprint_of, give_to, open_to_all, remove_our_volumes, removed_at_the_end, unavailable
 
 from appliance.record.attestations import fingerprint
 
@@ -38,13 +37,9 @@ def engine():
 @pytest.fixture(scope="session")
 def image(engine) -> str:
     """The image of this checkout: one made from other sources is no subject of a test."""
-    import docker
-
-    try:
-        said = said_by(engine, IMAGE, ["version", "--json"])
-    except docker.errors.ImageNotFound:
+    if fingerprint_of(engine, IMAGE) is None:
         unavailable(f"there is no image {IMAGE}")
-    if json.loads(said)["fingerprint"] != fingerprint():
+    if fingerprint_of(engine, IMAGE) != fingerprint():
         unavailable(f"{IMAGE} has other sources than this checkout: make image")
     return IMAGE
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Collection, Iterator, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from docker import DockerClient
+from docker.errors import ImageNotFound
 from docker.models.containers import Container
 
 IMAGE = "flashrl-appliance:cpu"
@@ -39,6 +41,18 @@ def said_by(engine: DockerClient, image: str, arguments: Sequence[str], **option
         code = container.wait()["StatusCode"]
         assert code == 0, container.logs()
         return container.logs(stdout=True, stderr=False)
+
+
+def fingerprint_of(engine: DockerClient, image: str) -> str | None:
+    """The sources that an image was made of, None where there is no such image.
+
+    It is looked for first: `run` would ask a registry for one that is not there, and fail by its answer.
+    """
+    try:
+        engine.images.get(image)
+    except ImageNotFound:
+        return None
+    return json.loads(said_by(engine, image, ["version", "--json"]))["fingerprint"]
 
 
 def remove_our_volumes(engine: DockerClient, *, known: Collection[str]) -> None:

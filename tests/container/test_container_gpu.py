@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 from docker import DockerClient
-from docker.errors import ImageNotFound
-from images import removed_at_the_end, said_by
+from images import fingerprint_of, removed_at_the_end, said_by
 
 from appliance.plan import build
 from appliance.recipe.library import names
@@ -36,11 +35,9 @@ RECIPES = [name for name in names() if name != "reference" and load_recipe(name)
 
 @pytest.fixture(scope="session")
 def gpu_image(engine: DockerClient) -> str:
-    try:
-        said = said_by(engine, IMAGE, ["version", "--json"])
-    except ImageNotFound:
+    if fingerprint_of(engine, IMAGE) is None:
         pytest.skip(f"there is no image {IMAGE}")
-    if json.loads(said)["fingerprint"] != fingerprint():
+    if fingerprint_of(engine, IMAGE) != fingerprint():
         pytest.skip(f"{IMAGE} has other sources than this checkout: make image-gpu")
     return IMAGE
 
