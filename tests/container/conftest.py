@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 from docker.models.containers import Container
-from images import IMAGE, USER, fingerprint_of, give_to, open_to_all, remove_our_volumes, removed_at_the_end, unavailable
+from images import (
+    IMAGE,
+    USER,
+    fingerprint_of,
+    give_to,
+    open_to_all,
+    remove_our_volumes,
+    removed_at_the_end,
+    unavailable,
+)
 
 from appliance.record.attestations import fingerprint
 
