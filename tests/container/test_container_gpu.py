@@ -89,13 +89,14 @@ def test_accept_lists_its_rows_and_refuses_a_host_without_a_gpu(engine: DockerCl
         b"s",
         b"what",
     ]
-    with removed_at_the_end(engine.containers.run(gpu_image, ["accept"], detach=True, **STRANGER)) as container:
+    with_runs = STRANGER | {"user": "12345:0", "tmpfs": STRANGER["tmpfs"] | {"/appliance/runs": ""}}
+    with removed_at_the_end(engine.containers.run(gpu_image, ["accept"], detach=True, **with_runs)) as container:
         code = container.wait()["StatusCode"]
         said = container.logs().decode()
     assert code == 3, said
     assert re.search(
         r"^error: nvidia-smi shows no GPU, and torch \S+ is installed, which needs one\n"
-        r"hint: in a container: docker run --gpus all; a rehearsal takes the CPU flavour$",
+        r"hint: in a container: docker run --gpus all; --cpu rehearses what needs no vLLM for CPUs$",
         said,
         re.M,
     )
