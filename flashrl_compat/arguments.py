@@ -23,8 +23,8 @@ from appliance.terms.devices import CPU, gpu_of_product, why_not
 from appliance.terms.settings import Quantisation
 from flashrl_compat.config_file import EngineSettings, engine_settings
 from flashrl_compat.loader import LOAD_FORMAT
-from flashrl_compat.reload import RELOAD_KEY, WORKER_CLASS
 from flashrl_compat.variables import CONFIG_VARIABLE, LOGGER, RELOAD_VARIABLE, Variables, read_variables, tell_hints
+from flashrl_compat.worker import RELOAD_KEY, WORKER_CLASS
 
 ENGINE_ARGUMENTS = Patch(
     name="flashrl-engine-arguments",
@@ -128,8 +128,8 @@ def _wanted(arguments: Any, settings: EngineSettings) -> dict[str, Any]:
         wanted["worker_extension_cls"] = SYNC_EXTENSION
     if settings.backend:
         wanted["distributed_executor_backend"] = settings.backend
+    wanted["worker_cls"] = WORKER_CLASS
     if settings.reload:
-        wanted["worker_cls"] = WORKER_CLASS
         wanted["additional_config"] = {RELOAD_KEY: list(settings.reload)}
     return wanted
 
@@ -162,7 +162,7 @@ def _conflict(arguments: Any, name: str, value: Any) -> Problem | None:
 
 
 def _asked_by(name: str) -> str:
-    return RELOAD_VARIABLE if name in ("worker_cls", "additional_config") else CONFIG_VARIABLE
+    return RELOAD_VARIABLE if name == "additional_config" else CONFIG_VARIABLE
 
 
 def _unfit(arguments: Any, settings: EngineSettings) -> list[Problem]:

@@ -39,5 +39,7 @@ def register() -> None:
             LOGGER.warning("%s does nothing without %s; FLASHRL_CONFIG=bf16 is enough", name, CONFIG_VARIABLE)
         return
     from flashrl_compat.arguments import patch_engine_arguments
+    from flashrl_compat.core import patch_core
 
     patch_engine_arguments()
+    patch_core()
