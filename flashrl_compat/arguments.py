@@ -44,7 +44,7 @@ ENGINE_ARGUMENTS = Patch(
 ENGINE_ARGUMENTS_GPU = dataclasses.replace(ENGINE_ARGUMENTS, version="0.28.0")
 
 RANK_VARIABLE = "RANK"  # torchrun's, which FlashRL reads
-# verl's own extension loads weights into layers that are quantised already, which only its FP8 survives.
+# verl's own extension loads weights into layers that are processed already, and processes them again.
 VERL_EXTENSION = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension"
 SYNC_EXTENSION = "appliance.engine.sync.SyncWorkerExtension"
 LOGPROBS_MODE = "processed_logprobs"  # of the distribution that was sampled from: what FlashRL patches the sampler for
@@ -124,7 +124,7 @@ def _wanted(arguments: Any, settings: EngineSettings) -> dict[str, Any]:
         wanted["load_format"] = settings.load_format
     elif arguments.load_format == "auto" or (settings.quantisation.profile and arguments.load_format != "dummy"):
         wanted["load_format"] = LOAD_FORMAT  # `dummy` needs no smoothing: the first sync brings it
-    if arguments.worker_extension_cls == VERL_EXTENSION and not settings.quantisation.is_plain:
+    if arguments.worker_extension_cls == VERL_EXTENSION:
         wanted["worker_extension_cls"] = SYNC_EXTENSION
     if settings.backend:
         wanted["distributed_executor_backend"] = settings.backend

@@ -40,6 +40,8 @@ def register() -> None:
         return
     from flashrl_compat.arguments import patch_engine_arguments
     from flashrl_compat.core import patch_core
+    from flashrl_compat.shared_memory import register as register_backend
 
     patch_engine_arguments()
     patch_core()
+    register_backend()

@@ -31,13 +31,13 @@ else:
 
 
 class ProvenWorker(Worker):
-    _ways_in: WaysIn
+    appliance_ways_in: WaysIn
 
     def load_model(self, **kwargs: Any) -> None:
         super().load_model(**kwargs)
         model = self.model_runner.get_model()
         smoothing = smoothing_of(self.vllm_config.model_config)
-        self._ways_in = WaysIn(
+        self.appliance_ways_in = WaysIn(
             model, vllm_config=self.vllm_config, rank=self.rank, smoothing=smoothing, tell=LOGGER.info
         )
 
@@ -64,20 +64,20 @@ class ProvenWorker(Worker):
         if weights_iterator is None:
             weights_iterator = _weights(self.model_runner.get_model(), checkpoint, vllm_config=self.vllm_config)
         by = f"reload_weights of {checkpoint}"
-        self._ways_in.begin(by)
-        self._ways_in.load(weights_iterator, by=by)
-        self._ways_in.finish()
+        self.appliance_ways_in.begin(by)
+        self.appliance_ways_in.load(weights_iterator, by=by)
+        self.appliance_ways_in.finish()
         self.model_runner.reset_lora_state()
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Raises SyncError while an update is open, and for good after one that failed."""
         if scheduler_output.total_num_scheduled_tokens:
-            self._ways_in.require_whole()
+            self.appliance_ways_in.require_whole()
         return super().execute_model(scheduler_output)
 
     def appliance_weights(self, settles: bool) -> tuple[int, str, str]:
         """WeightState, for the engine's core. settles: an update that says no end ends here, or raises SyncError."""
-        state = self._ways_in.settle() if settles else self._ways_in.state
+        state = self.appliance_ways_in.settle() if settles else self.appliance_ways_in.state
         return state.version, state.open, state.broken
 
 

@@ -55,7 +55,7 @@ class WaysIn:
         model_config = vllm_config.model_config
         self._dtype = model_config.dtype
         captured = self._device.type == "cuda" and not model_config.enforce_eager
-        self._update = WeightUpdate(model, model_config=model_config, rank=rank, smoothing=smoothing, captured=captured)
+        self.update = WeightUpdate(model, model_config=model_config, rank=rank, smoothing=smoothing, captured=captured)
         self._version = 0
         self._open = ""
         self._ends_itself = False
@@ -66,7 +66,7 @@ class WaysIn:
 
     @property
     def state(self) -> WeightState:
-        broken = self._update.broken
+        broken = self.update.broken
         return WeightState(version=self._version, open=self._open, broken="" if self._open else broken)
 
     def begin(self, by: str) -> None:
@@ -76,7 +76,7 @@ class WaysIn:
             self._break(f"was begun by {self._open}, and then by {by} as well")
         if self._vllm_config.lora_config is not None:
             raise SyncError("weight update: the engine has LoRA adapters: not supported under FLASHRL_CONFIG")
-        self._update.begin()
+        self.update.begin()
         self._open, self._ends_itself, self._manifest_seen = by, False, False
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, by: str) -> set[str]:
@@ -90,8 +90,8 @@ class WaysIn:
                     self.begin(by)
                     self._ends_itself = True
                 if name == DIRECTIVE_NAME:
-                    self._update.expect_manifest()
-                self._update.load([(name, self._own(tensor))])
+                    self.update.expect_manifest()
+                self.update.load([(name, self._own(tensor))])
                 self._manifest_seen |= name == MANIFEST_NAME
                 taken.add(name)
                 if self._ends_itself and self._has_all():
@@ -104,7 +104,7 @@ class WaysIn:
             self._require_sound()
             raise SyncError("weight update: it was ended, and none had begun")
         with self._broken_by_an_error():
-            taken = self._update.finish()
+            taken = self.update.finish()
         by, self._open = self._open, ""
         self._version += 1
         digests = ", every digest as sent" if taken.manifest else ""
@@ -131,13 +131,13 @@ class WaysIn:
             raise SyncError(f"weight update: {self._open} has not ended it, so nothing is generated{self._missing()}")
 
     def _require_sound(self) -> None:
-        if not self._open and self._update.broken:
-            why = f"weight update: the engine's weights are half-updated, an update {self._update.broken}"
+        if not self._open and self.update.broken:
+            why = f"weight update: the engine's weights are half-updated, an update {self.update.broken}"
             raise SyncError(why, hint=FINAL)
 
     def _break(self, how: str) -> None:
         self._open = ""
-        self._update.broken = how
+        self.update.broken = how
         raise SyncError(f"weight update: it {how}", hint=FINAL)
 
     @contextmanager
@@ -153,24 +153,24 @@ class WaysIn:
     def _own(self, tensor: Tensor) -> Tensor:
         """A copy: a layer's tensors wait for the last one, and senders use their memory again. What no list of digests
         is kept of is rounded to the model's dtype, as vLLM would round it."""
-        rounds = tensor.is_floating_point() and not self._update.keeps_digests
+        rounds = tensor.is_floating_point() and not self.update.keeps_digests
         return tensor.detach().to(device=self._device, dtype=self._dtype if rounds else None, copy=True)
 
     def _has_all(self) -> bool:
-        if self._update.keeps_digests:
+        if self.update.keeps_digests:
             return self._manifest_seen
-        return self._update.is_open and not self._incomplete()
+        return self.update.is_open and not self._incomplete()
 
     def _incomplete(self) -> list[str]:
         return incomplete_layers(self._model, tied=tied_layers(self._model))
 
     def _missing(self) -> str:
-        missing = self._incomplete() if self._update.is_open else []
+        missing = self._incomplete() if self.update.is_open else []
         return f": {missing[0]} and {len(missing) - 1} more layers wait for weights" if missing else ""
 
     def _is_the_tied_head(self, name: str, tensor: Tensor) -> bool:
         """After the last layer: some senders' state has a tied `lm_head` too. Raises SyncError where it is another."""
-        if self._update.broken or not self._version or not self._update.is_tied_head(name):
+        if self.update.broken or not self._version or not self.update.is_tied_head(name):
             return False
         embedding = next(
             (each for its, each in self._model.named_parameters() if its.endswith("embed_tokens.weight")), None

@@ -150,7 +150,7 @@ def test_serve_is_int8_by_variables_alone_and_reloads_on_both_ranks(
         [kernels] = [line for line in lines if line.startswith(begins)]
         assert sum(map(int, re.findall(r"(\d+) CPUInt8ScaledMMLinearKernel\[", kernels))) == 8
         taken = [
-            re.search(r"took (\S+): 26 tensors in .* of \d+ layers", line)
+            re.search(r"by reload_weights of (\S+): 26 tensors in .* of \d+ layers", line)
             for line in lines
             if f"rank {rank} took" in line
         ]
