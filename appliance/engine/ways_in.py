@@ -144,12 +144,13 @@ class WaysIn:
     @contextmanager
     def _broken_by_an_error(self) -> Iterator[None]:
         """What vLLM sets around a load; and after any error, an interrupt too, the update stays broken."""
+        whole = False
         try:
             with set_current_vllm_config(self._vllm_config), self._device, torch.no_grad():
                 yield
-        except BaseException:
-            self._open = ""
-            raise
+            whole = True
+        finally:
+            self._open = self._open if whole else ""
 
     def _own(self, tensor: Tensor) -> Tensor:
         """A copy: a layer's tensors wait for the last one, and senders use their memory again. What no list of digests
