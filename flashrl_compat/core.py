@@ -57,15 +57,26 @@ BEFORE_RESUMING = Patch(
     source_sha256="206f103ac66e1ee743bdfc16bb86740b866c6ba1ae2b329cbffff5dfaad44ade",
     remove_when="vLLM's core refuses requests while weights are updated",
 )
+REFUSED_REQUESTS = Patch(
+    name="flashrl-engine-forgets-refused-requests",
+    target="vllm.v1.engine.llm_engine:LLMEngine.add_request",
+    why="vLLM waits for ever for a request that a core in the same process did not take",
+    upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/v1/engine/llm_engine.py",
+    distribution="vllm",
+    version="0.28.0+cpu",
+    source_sha256="f7b2dcc28fd156e809d9a8723523dfba7dcdf656082ac2d98bfff15907d7e190",
+    remove_when="LLMEngine.add_request takes a request back that its core refuses",
+)
 
 
 def patch_core() -> None:
-    """Raises PatchError. The sources are the same in the GPU wheel (make test-gpu-lock)."""
+    """Raises PatchError. The sources are the same in the GPU wheel: compared, not run there."""
     replacements = {
         AFTER_CALLS: _follows,
         BEFORE_RESETS: _settles,
         BEFORE_REQUESTS: _refuses_requests,
         BEFORE_RESUMING: _refuses_to_resume,
+        REFUSED_REQUESTS: _forgets,
     }
     for patch, replacement in replacements.items():
         here = patch if current_platform.is_cpu() else dataclasses.replace(patch, version="0.28.0")
@@ -147,6 +158,19 @@ def _refuses_requests(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, request)
 
     return preprocess_add_request
+
+
+def _forgets(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def add_request(self: Any, *args: Any, **kwargs: Any) -> str:
+        try:
+            return original(self, *args, **kwargs)
+        except SyncError:  # of a core in this process
+            taken = self.engine_core.engine_core.scheduler.requests
+            self.abort_request([each for each in self.output_processor.request_states if each not in taken], True)
+            raise
+
+    return add_request
 
 
 def _refuses_to_resume(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,8 +8,6 @@ What is not complete when somebody asks for tokens, or resets the cache, is an e
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,9 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from appliance.engine.update import WeightUpdate, incomplete_layers, tied_layers
+from appliance.engine.update import WeightUpdate, incomplete_layers, loadable_elements, tied_layers
 from appliance.errors import SyncError
 from appliance.quant.profile import Smoothing
 from appliance.sync.manifest import MANIFEST_NAME
@@ -60,9 +60,9 @@ class WaysIn:
         self._open = ""
         self._ends_itself = False
         self._manifest_seen = False
+        self._waiting: list[Module] | None = None
         model.__dict__[_ATTRIBUTE] = self
         model.__dict__["load_weights"] = self._load_weights
-        _route_reloads()
 
     @property
     def state(self) -> WeightState:
@@ -78,6 +78,7 @@ class WaysIn:
             raise SyncError("weight update: the engine has LoRA adapters: not supported under FLASHRL_CONFIG")
         self.update.begin()
         self._open, self._ends_itself, self._manifest_seen = by, False, False
+        self._waiting = None  # the layers that may not be complete, looked at from the last: each once
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, by: str) -> set[str]:
         """The names of the tensors that were taken. Outside of an update it begins one that ends itself."""
@@ -143,12 +144,13 @@ class WaysIn:
     @contextmanager
     def _broken_by_an_error(self) -> Iterator[None]:
         """What vLLM sets around a load; and after any error, an interrupt too, the update stays broken."""
+        whole = False
         try:
             with set_current_vllm_config(self._vllm_config), self._device, torch.no_grad():
                 yield
-        except BaseException:
-            self._open = ""
-            raise
+            whole = True
+        finally:
+            self._open = self._open if whole else ""
 
     def _own(self, tensor: Tensor) -> Tensor:
         """A copy: a layer's tensors wait for the last one, and senders use their memory again. What no list of digests
@@ -159,7 +161,13 @@ class WaysIn:
     def _has_all(self) -> bool:
         if self.update.keeps_digests:
             return self._manifest_seen
-        return self.update.is_open and not self._incomplete()
+        if not self.update.is_open:
+            return False
+        if self._waiting is None:
+            self._waiting = [layer for layer in self._model.modules() if not isinstance(layer, ParallelLMHead)]
+        while self._waiting and not _waits(self._waiting[-1]):
+            self._waiting.pop()
+        return not self._waiting and not self._incomplete()
 
     def _incomplete(self) -> list[str]:
         return incomplete_layers(self._model, tied=tied_layers(self._model))
@@ -187,39 +195,11 @@ class WaysIn:
         return self.load(weights, by="load_weights")
 
 
-def _route_reloads() -> None:
-    """vLLM's two functions of layerwise reload, wherever a module of its has them by name: for a model of ours they
-    begin and end an update, for any other one they are what they were.
-
-    No patch of a source: `initialize_layerwise_reload(model)` and `finalize_layerwise_reload(model, model_config)` are
-    the documented way in (docs: training/layerwise), and both stay callable as before.
-    """
-    for original, ours in ((initialize_layerwise_reload, _begin_for), (finalize_layerwise_reload, _finish_for)):
-        routed = ours(original)
-        for name, module in list(sys.modules.items()):
-            if name.startswith("vllm") and getattr(module, original.__name__, None) is original:
-                setattr(module, original.__name__, routed)
+def ways_into(model: Module) -> WaysIn | None:
+    """Of a model whose updates are ours."""
+    return model.__dict__.get(_ATTRIBUTE)
 
 
-def _begin_for(original: Callable[[Module], None]) -> Callable[[Module], None]:
-    @functools.wraps(original)
-    def initialize(model: Module) -> None:
-        ways = model.__dict__.get(_ATTRIBUTE)
-        if ways is None:
-            original(model)
-        else:
-            ways.begin("a layerwise reload")
-
-    return initialize
-
-
-def _finish_for(original: Callable[[Module, Any], None]) -> Callable[[Module, Any], None]:
-    @functools.wraps(original)
-    def finalize(model: Module, model_config: Any) -> None:
-        ways = model.__dict__.get(_ATTRIBUTE)
-        if ways is None:
-            original(model, model_config)
-        else:
-            ways.finish()
-
-    return finalize
+def _waits(layer: Module) -> bool:
+    info = get_layerwise_info(layer)
+    return info.can_load() and not is_deferred_attention_layer(layer) and info.load_numel < loadable_elements(layer)

@@ -81,12 +81,12 @@ def test_two_updates_are_proven_and_the_engine_is_as_a_fresh_one(
     two_checkpoints: tuple[Path, Path],
     told: dict,
     tmp_path: Path,
-    flashrl: pytest.MonkeyPatch,
+    ways_in: pytest.MonkeyPatch,
     way: Update,
     scheme: str,
 ) -> None:
     old, new = map(read_checkpoint, two_checkpoints)
-    flashrl.setenv("FLASHRL_CONFIG", scheme)
+    ways_in.setenv("FLASHRL_CONFIG", scheme)
     engine = start(two_checkpoints[0], way)
     before = engine.generate()
     way(engine, new, tmp_path / "new")
@@ -100,9 +100,9 @@ def test_two_updates_are_proven_and_the_engine_is_as_a_fresh_one(
 @pytest.mark.parametrize("lost", LAYER_OF, ids=lambda name: name.split(".")[-2])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_a_tensor_that_never_comes_is_an_error_that_names_its_layer(
-    two_checkpoints, tmp_path: Path, flashrl: pytest.MonkeyPatch, way: Update, lost: str
+    two_checkpoints, tmp_path: Path, ways_in: pytest.MonkeyPatch, way: Update, lost: str
 ) -> None:
-    flashrl.setenv("FLASHRL_CONFIG", "int8")
+    ways_in.setenv("FLASHRL_CONFIG", "int8")
     engine = start(two_checkpoints[0], way)
     with pytest.raises(SyncError, match=re.escape(LAYER_OF[lost])):
         way(engine, [(name, tensor) for name, tensor in read_checkpoint(two_checkpoints[1]) if name != lost], tmp_path)
