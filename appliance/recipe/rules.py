@@ -91,7 +91,7 @@ def _lora(recipe: Recipe) -> Iterator[Broken]:
         "optimizer.norm_fed_lr_scale": (1.0, "it is a rate of the weights that a norm feeds, and LoRA trains none"),
         "trainer.forward": (
             Forward.BF16,
-            "the rollouts' forward has the codes of the weights, and an adapter has none",
+            "the rollouts' forward has codes of weights, and an adapter has none",
         ),
     }
     for name, (usual, message) in refused.items():

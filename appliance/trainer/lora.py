@@ -2,8 +2,8 @@
 
 What a layer computes is x (W + s B A)^T, with s = alpha / rank, A [R, in] drawn at random and B [out, R] zero at first.
 The adapter is in FP32 with an optimizer of its own; W has no gradient and stays in BF16, the format of the checkpoint.
-For each update of weights verl merges, W + bf16(s B A), sends that, and puts a copy of W back, bit for bit. So engines,
-quantisation, digests and proof know nothing of it.
+For each update of weights verl merges, W + bf16(s B A), sends that, and puts a copy of W back, bit for bit: the digest
+of W is asked before each. So engines, quantisation, digests of what is sent and proof know nothing of it.
 
 Checkpoints have the adapter alone, as a rank's shards and whole as PEFT reads it. `model/` is merged from it by the
 same code of PEFT's as the weights that were sent.
@@ -24,9 +24,10 @@ from torch.nn import Module
 from transformers import AutoModelForCausalLM
 from verl.utils.device import get_device_id
 
-from appliance.errors import EngineError
+from appliance.errors import EngineError, SyncError
 from appliance.record.checkpoints import ADAPTER_FOLDER
 from appliance.record.plan import LoraPlan, ModelPlan
+from appliance.sync.manifest import digest
 
 _WEIGHTS = "adapter_model.safetensors"  # PEFT's name
 
@@ -51,6 +52,22 @@ def put_adapter_in(module: Module, *, lora: LoraPlan, seed: int) -> PeftModel:
         return get_peft_model(module, config)  # type: ignore[arg-type, return-value]
 
 
+class Frozen:
+    """The weights that do not move. Merging writes into them: a copy that was not put back would be merged again."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, str] = {}
+
+    def check(self, module: Module) -> None:
+        """Before each merge. Raises SyncError where one is another than at the first call, on this rank."""
+        found = {name: _digest(each) for name, each in module.named_parameters() if not each.requires_grad}
+        self._first = self._first or found
+        if changed := [name for name, before in self._first.items() if found.get(name) != before]:
+            name = changed[0].replace(".base_layer", "").removeprefix("base_model.model.")
+            message = f"weight update: {len(changed)} weights that LoRA leaves alone have changed, first {name}"
+            raise SyncError(message, hint="an adapter that was merged stayed in them; resume from the last checkpoint")
+
+
 def save_adapter(module: Module, *, folder: Path, model: ModelPlan) -> None:
     """As PEFT reads it. Every rank calls it, the first one writes. folder: new.  model: that it belongs to."""
     whole = {name: _whole(each) for name, each in module.named_parameters() if each.requires_grad}
@@ -64,6 +81,10 @@ def save_adapter(module: Module, *, folder: Path, model: ModelPlan) -> None:
     config.save_pretrained(str(folder))
     config.base_model_name_or_path, config.revision = kept
     save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
+
+
+def _digest(shard: Tensor) -> str:
+    return digest(shard.to_local() if isinstance(shard, DTensor) else shard)
 
 
 def _whole(shard: Tensor) -> Tensor:

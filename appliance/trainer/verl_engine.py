@@ -19,7 +19,7 @@ smaller, and the share of these layers in the gradient's norm.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from appliance.record.checkpoints import ADAPTER_FOLDER
 from appliance.record.plan import RunPlan, read_plan
 from appliance.terms.environment import ENGINE_VENDOR, PLAN_VARIABLE
 from appliance.terms.families import norm_fed
-from appliance.trainer.lora import put_adapter_in, save_adapter
+from appliance.trainer.lora import Frozen, put_adapter_in, save_adapter
 from appliance.trainer.rollout_forward import RolloutForward, put_in
 
 
@@ -64,7 +64,12 @@ class ApplianceEngine(FSDPEngineWithLMHead):
         """In place of verl's, which has no dropout and rounds the adapter to what the model is held in."""
         lora = _plan().lora
         assert lora is not None, "verl asks where a rank is set"
+        self._frozen = Frozen()
         return put_adapter_in(module, lora=lora, seed=_plan().seed)
+
+    def _merged_lora_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
+        self._frozen.check(self.module)
+        yield from super()._merged_lora_per_tensor_param()
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         super().save_checkpoint(local_path, *args, **kwargs)
