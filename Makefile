@@ -15,10 +15,10 @@ demo: setup ## set up, then train the tiny model with quantised rollouts, on any
 test: setup ## set up, then all tests but the longest, two files at a time: ARGS="-k sync" picks some, "-n 0" goes one by one
 	@.venv/bin/python -m pytest $(TWO_WORKERS) -m "not docker" $(ARGS)
 
+quick: SHELL := /bin/bash
 quick: setup ## no engine, no training, no torch: what to run while you work, under 90 s on two cores
-	@begin=$$(date +%s); \
-	.venv/bin/python -m pytest $(TWO_WORKERS) tests/quick -m "not slow and not engine" $(ARGS) || exit; \
-	echo "quick: $$(($$(date +%s) - begin)) s"
+	@TIMEFORMAT='quick: %0R s, %0U + %0S s of processor time'; \
+	time .venv/bin/python -m pytest $(TWO_WORKERS) tests/quick -m "not slow and not engine" $(ARGS)
 
 test-long: setup ## the longest: a comparison, two engines that differ, new engines in mid-run, a lost head of two nodes, `accept` rehearsed
 	@.venv/bin/python -m pytest $(TWO_WORKERS) -m long $(ARGS)

@@ -114,6 +114,7 @@ def test_a_row_that_holds_has_its_checks_and_figures(tmp_path: Path) -> None:
     assert [figure.text for figure in outcome.figures] == ["a figure: 2.5 GB/s"]
 
 
+@pytest.mark.slow  # by the clock
 def test_a_row_that_hangs_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "LIMIT_S", 5)
     outcome = ended(row("by_hanging"), folder=tmp_path)
@@ -124,6 +125,7 @@ def test_a_row_that_hangs_leaves_nothing_behind(tmp_path: Path, monkeypatch: pyt
     assert find_processes(f"{process.MARK}={tmp_path / 'by-hanging'}") == []
 
 
+@pytest.mark.slow  # by the clock
 def test_what_hung_writes_the_stacks_of_its_threads_and_keeps_what_a_training_wrote(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +179,7 @@ def test_a_part_that_a_bundle_cannot_run_is_skipped(names: list[str], state: Sta
     assert (outcome.state, outcome.why) == (state, outcome.parts[-1].why if state is State.SKIPPED else "")
 
 
+@pytest.mark.slow  # by the clock
 def test_parts_after_one_that_hung_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "LIMIT_S", 4)
     outcome = ended(row("in_parts", names=["hangs", "last"]), folder=tmp_path)

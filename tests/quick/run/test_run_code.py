@@ -182,6 +182,7 @@ def test_a_file_that_the_run_never_had_is_another_one(
     assert caught.value.problems == [(f"{tmp_path / 'a' / 'more.py'}: {OTHER}", GIVE)]
 
 
+@pytest.mark.slow  # seconds each
 def test_what_is_forced_runs_and_its_prompts_are_measured_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: Recipe
 ) -> None:
@@ -193,6 +194,7 @@ def test_what_is_forced_runs_and_its_prompts_are_measured_anew(
     assert not told_of(tmp_path / "small-1", "changed")
 
 
+@pytest.mark.slow  # seconds each
 @pytest.mark.parametrize("tools", ["better.py", None])
 def test_tools_of_another_name_and_none_at_all_are_forced_like_changed_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: Recipe, tools: str | None
