@@ -9,10 +9,20 @@ from typing import TypeVar
 from appliance.corrections.registry import correction_of
 from appliance.recipe.rules import shadow_sequences
 from appliance.recipe.schema import AlgorithmKind, Attention, Backward, Forward, OldLogProbs, Recipe
-from appliance.record.plan import AlgorithmPlan, Choice, CorrectionPlan, EnginePlan, ShadowPlan, TrainerPlan, UaqPlan
+from appliance.record.plan import (
+    AlgorithmPlan,
+    Choice,
+    CorrectionPlan,
+    EnginePlan,
+    LoraPlan,
+    ShadowPlan,
+    TrainerPlan,
+    UaqPlan,
+)
 from appliance.tasks.library import OWN
 from appliance.terms.devices import CPU, GPUS, USUAL_SEQUENCES_AT_ONCE
 from appliance.terms.settings import ATTENTION_NAME
+from appliance.terms.shapes import Linear
 
 Value = TypeVar("Value", int, str, bool)
 
@@ -207,3 +217,18 @@ def plan_uaq(recipe: Recipe, *, run_dir: Path, book: Book) -> UaqPlan | None:
     why = f"what a norm feeds is divided by {scale:g} once before training, and model/ is folded back"
     book.note("correction.uaq_scale", f"{scale:g}", why)
     return UaqPlan(scale=scale, folder=str(run_dir / SCALED_FOLDER))
+
+
+def plan_lora(recipe: Recipe, *, book: Book) -> LoraPlan | None:
+    """None where all weights are trained."""
+    asked = recipe.model.lora
+    if asked is None:
+        return None
+    targets = asked.targets or tuple(Linear)
+    book.note("model.lora", f"rank {asked.rank}", "merged at each update of weights: engines see a model as any other")
+    return LoraPlan(
+        rank=asked.rank,
+        alpha=asked.alpha if asked.alpha else book.note("model.lora.alpha", asked.rank, "as the rank"),
+        targets=tuple(map(str, targets)),
+        dropout=asked.dropout,
+    )

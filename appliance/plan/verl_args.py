@@ -62,13 +62,25 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
     Never verl's own search for a checkpoint: it crashes on an empty tracker file and starts anew on one that names no
     folder. A step that is resumed from was validated, where it was due, before it was saved.
     """
-    trainer, optimizer, rollout = plan.trainer, plan.optimizer, plan.rollout
+    trainer, optimizer, rollout, lora = plan.trainer, plan.optimizer, plan.rollout, plan.lora
     correction = "algorithm.rollout_correction"
     sleeps = not plan.is_cpu  # vLLM's sleep mode frees GPU memory
     one_process = plan.is_cpu and rollout.tensor_parallel == 1  # a worker of its own costs 6 s and 0.6 GB
     resume: list[tuple[str, Value]] = [("trainer.resume_mode", "disable")]
     if plan.resume_from:
         resume = [("trainer.resume_mode", "resume_path"), ("trainer.resume_from_path", plan.resume_from)]
+    saved = ["model", "optimizer", "extra", "hf_model"]
+    adapter: list[tuple[str, Value]] = []
+    if lora:  # `hf_model` would be the model without the adapter: trainer/lora.py saves that beside it
+        saved = saved[:3]
+        adapter = [
+            (f"{MODEL}.lora_rank", lora.rank),
+            (f"{MODEL}.lora_alpha", lora.alpha),
+            (f"{MODEL}.target_modules", list(lora.targets)),
+            (f"{MODEL}.lora.merge", True),
+            (f"{ACTOR}.fsdp_config.model_dtype", "bf16"),  # of what is not trained
+            (f"+{ACTOR}.checkpoint.save_lora_only", True),
+        ]
     return [
         ("algorithm.adv_estimator", "grpo"),
         ("algorithm.use_kl_in_reward", False),
@@ -99,6 +111,7 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
         (f"{MODEL}.enable_gradient_checkpointing", trainer.gradient_checkpointing),
         (f"+{MODEL}.override_config.attn_implementation", trainer.attention),
         (f"+{MODEL}.override_config.model_config", {}),  # else that name goes into the trained model's config.json
+        *adapter,
         (f"{ACTOR}.strategy", "fsdp2"),
         ("actor_rollout_ref.ref.strategy", "fsdp2"),
         (f"{ACTOR}.use_kl_loss", False),
@@ -124,7 +137,7 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
         (f"{ACTOR}.optim.lr_warmup_steps", optimizer.warmup_steps),
         (f"{ACTOR}.optim.lr_warmup_steps_ratio", 0.0),
         (f"{ACTOR}.optim.clip_grad", optimizer.max_grad_norm),
-        (f"{ACTOR}.checkpoint.save_contents", ["model", "optimizer", "extra", "hf_model"]),
+        (f"{ACTOR}.checkpoint.save_contents", saved),
         (f"{ROLLOUT}.name", "vllm"),
         (f"{ROLLOUT}.n", rollout.samples_per_prompt),
         (f"{ROLLOUT}.temperature", rollout.temperature),

@@ -146,7 +146,7 @@ def _merged(below: dict[str, Node], above: dict[str, Node]) -> dict[str, Node]:
         if old is not None and isinstance(old.value, dict):
             if isinstance(node.value, dict):
                 node = Node(_merged(old.value, node.value), node.place)
-            elif node.value is None:  # a section with nothing but comments
+            elif node.value is None and key in SECTIONS:  # one with nothing but comments
                 node = old
         merged[key] = node
     return merged

@@ -53,7 +53,7 @@ class Broken(NamedTuple):
 
 def broken_rules(recipe: Recipe) -> list[Broken]:
     """Every rule the recipe breaks, in the order of the file's sections."""
-    rules = (_availability, _model, _task, _rollout, _quantization, _correction, _dapo, _batch, _packing)
+    rules = (_availability, _model, _lora, _task, _rollout, _quantization, _correction, _dapo, _batch, _packing)
     rules = (*rules, _length, _cluster, _guard, _one_flow, _old_log_probs, _texts)
     return [broken for rule in rules for broken in rule(recipe)]
 
@@ -77,6 +77,27 @@ def _model(recipe: Recipe) -> Iterator[Broken]:
     elif model.builtin and recipe.task.longest > (most := TINY_MODELS[model.builtin].max_positions):
         message = f"prompt and response are up to {recipe.task.longest} tokens, `{model.builtin}` takes {most}"
         yield Broken(("task.max_response_tokens", "task.max_prompt_tokens"), message, "lower one of them")
+
+
+def _lora(recipe: Recipe) -> Iterator[Broken]:
+    """What acts on weights that LoRA does not train. `plan.build` asks for experts, too."""
+    key, lora = "model.lora", recipe.model.lora
+    if lora is None:
+        return
+    if lora.targets and len(set(lora.targets)) < len(lora.targets):
+        yield Broken((f"{key}.targets", key), "a layer is named twice", "name each once")
+    refused = {
+        "correction.uaq_scale": (None, "UAQ scales weights so that an update moves them more, and LoRA moves none"),
+        "optimizer.norm_fed_lr_scale": (1.0, "it is a rate of the weights that a norm feeds, and LoRA trains none"),
+        "trainer.forward": (
+            Forward.BF16,
+            "the rollouts' forward has codes of weights, and an adapter has none",
+        ),
+    }
+    for name, (usual, message) in refused.items():
+        section, _, field = name.partition(".")
+        if getattr(getattr(recipe, section), field) != usual:
+            yield Broken((name, key), message, "remove it, or set model.lora to null")
 
 
 def _task(recipe: Recipe) -> Iterator[Broken]:

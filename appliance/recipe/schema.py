@@ -18,6 +18,7 @@ from appliance.guard.policy import ESS, K3_KL, TRUNCATED_FRACTION, WEIGHT_STD, A
 from appliance.tasks.library import TaskKind
 from appliance.terms.devices import Topology
 from appliance.terms.schemes import PROFILED, Scheme, listed
+from appliance.terms.shapes import Linear
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 SchemeChoice = StrEnum("SchemeChoice", {"AUTO": "auto", **{each.name: each.value for each in Scheme}})
@@ -80,6 +81,19 @@ class Section(BaseModel):
     )
 
 
+class Lora(Section):
+    """An adapter: the product of two narrow matrices beside each linear layer is trained, the model itself is not."""
+
+    rank: int = Field(32, ge=1, le=1024)
+    """width of both matrices"""
+    alpha: int | None = Field(None, ge=1)
+    """their product counts alpha / rank times; null: as the rank"""
+    targets: Lax[tuple[Lax[Linear], ...]] | None = Field(None, min_length=1)
+    """linear layers that get one; null: all of a decoder layer"""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """of what enters the adapter, in updates"""
+
+
 class Model(Section):
     """The model to train. Give exactly one of `path` and `builtin`."""
 
@@ -91,6 +105,8 @@ class Model(Section):
     """of a hub model: commit, tag or branch; null: `main`"""
     trust_remote_code: bool = False
     """run Python code that comes with the model"""
+    lora: Lora | None = None
+    """train an adapter: rank (32), alpha, targets, dropout, as {rank: 16}"""
 
 
 class Reward(Section):

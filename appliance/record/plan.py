@@ -71,6 +71,17 @@ class ModelPlan(Frozen):
         return f"{self.source}@{self.commit}" if self.is_pinned else self.path
 
 
+class LoraPlan(Frozen):
+    """An adapter in FP32 is trained beside the model, which stays as it is, in BF16."""
+
+    rank: int
+    alpha: int
+    """The adapter's product counts alpha / rank times."""
+    targets: tuple[str, ...]
+    """Of `terms.shapes.Linear`."""
+    dropout: float
+
+
 class UaqPlan(Frozen):
     """UAQ: trainer and engine read a model that was scaled once."""
 
@@ -522,6 +533,8 @@ class RunPlan(Frozen):
     """Steps between validations in BF16 beside the run's scheme, 0 for none; the end is always one."""
     algorithm: AlgorithmPlan
     trainer: TrainerPlan
+    lora: LoraPlan | None = None
+    """None: all weights are trained."""
     schema_version: Literal[1]
 
     @property

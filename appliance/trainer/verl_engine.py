@@ -7,6 +7,8 @@ The rollouts' own forward (`trainer.forward: rollout`): put in before FSDP wraps
 weights what the engines compute in from an update on. Without a pass for log-probs before the update
 (`trainer.old_log_probs: rollout`) it holds those of the first one, for the driver to compare.
 
+LoRA (`model.lora`): see trainer/lora.py.
+
 Another learning rate for the layers that UAQ scales: two groups of parameters. UAQ by s makes a step of Adam's s times
 larger beside the weight, on the linear layers that a norm feeds. This does the same to the same layers without touching
 the model: their learning rate is multiplied. The decoupled weight decay is learning rate times decay, so the decay is
@@ -17,7 +19,7 @@ smaller, and the share of these layers in the gradient's norm.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +32,11 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from appliance.quant.mismatch import LayerTrace, Place
+from appliance.record.checkpoints import ADAPTER_FOLDER
 from appliance.record.plan import RunPlan, read_plan
 from appliance.terms.environment import ENGINE_VENDOR, PLAN_VARIABLE
 from appliance.terms.families import norm_fed
+from appliance.trainer.lora import Frozen, put_adapter_in, save_adapter
 from appliance.trainer.rollout_forward import RolloutForward, put_in
 
 
@@ -55,6 +59,22 @@ class ApplianceEngine(FSDPEngineWithLMHead):
             )
             self._flow = put_in(flow)
         return module
+
+    def _build_lora_module(self, module: Module) -> Module:
+        """In place of verl's, which has no dropout and rounds the adapter to what the model is held in."""
+        lora = _plan().lora
+        assert lora is not None, "verl asks where a rank is set"
+        self._frozen = Frozen()
+        return put_adapter_in(module, lora=lora, seed=_plan().seed)
+
+    def _merged_lora_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
+        self._frozen.check(self.module)
+        yield from super()._merged_lora_per_tensor_param()
+
+    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        super().save_checkpoint(local_path, *args, **kwargs)
+        if _plan().lora:
+            save_adapter(self.module, folder=Path(local_path) / ADAPTER_FOLDER, model=_plan().model)
 
     def prepare_model_outputs(
         self, output: Any, output_args: dict[str, Any], micro_batch: TensorDict, logits_processor_func: Any

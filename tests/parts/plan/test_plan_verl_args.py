@@ -29,6 +29,7 @@ CASES = {
     },
     "reuses": ("arithmetic-tiny-int8", ("trainer.forward=rollout", "trainer.old_log_probs=rollout")),
     "tbpo": ("arithmetic-tiny-int8", ("algorithm.loss=tbpo", "correction.method=tis-geometric")),
+    "lora": ("arithmetic-tiny-lora-int8", ("model.lora.targets=[q_proj, v_proj]",)),
     "logging": ("arithmetic-tiny-int8", ("logging.backends=[tensorboard, wandb]", "checkpoint.every_steps=5")),
     "odd-paths": ("arithmetic-tiny-int8", ("cluster.run_dir=/tmp/with space,=[${a}]'\\x/1e5",)),
     "gpu-packed": ("gsm8k-0.5b-int8", ()),
