@@ -1,6 +1,6 @@
 # Every command of this project, one line each: `make help`. The first one that needs it builds .venv.
 .DEFAULT_GOAL := help
-.PHONY: accept bundle help demo quick test torture fuzz test-long test-container test-triton test-gpu-lock image image-gpu setup lint lock golden clean
+.PHONY: accept bundle help demo quick test torture fuzz test-long test-container test-triton test-trl test-gpu-lock image image-gpu setup lint lock golden clean
 MAKEFLAGS += --no-print-directory
 
 RECIPES := $(sort $(filter-out reference,$(basename $(notdir $(wildcard recipes/*.yaml)))))
@@ -32,6 +32,12 @@ test-triton: setup ## the GPU's INT8 quantiser in Triton's interpreter, for whic
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
 		--requirement "$$triton/lock.txt" --target "$$triton/lib" && \
 	PYTHONPATH="$$triton/lib" .venv/bin/python -m pytest tests/parts/quant/test_triton_int8.py $(ARGS)
+
+test-trl: setup ## the example for TRL's users, in BF16 and INT8: TRL alone is fetched, .venv has the rest
+	@trl=$$(mktemp -d) && trap 'rm -rf "$$trl"' EXIT && \
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
+		--requirement requirements/trl.txt --target "$$trl" && \
+	PYTHONPATH="$$trl" .venv/bin/python -m pytest tests/training/test_trl.py $(ARGS)
 
 test-gpu-lock: setup ## the GPU lock in an environment that goes again (8.2 GB, no GPU): patches, plans, kernel choices, stand-ins
 	@tests/gpu_lock/run.sh $(ARGS)

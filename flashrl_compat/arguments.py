@@ -23,8 +23,8 @@ from appliance.terms.devices import CPU, gpu_of_product, why_not
 from appliance.terms.settings import Quantisation
 from flashrl_compat.config_file import EngineSettings, engine_settings
 from flashrl_compat.loader import LOAD_FORMAT
-from flashrl_compat.reload import RELOAD_KEY, WORKER_CLASS
 from flashrl_compat.variables import CONFIG_VARIABLE, LOGGER, RELOAD_VARIABLE, Variables, read_variables, tell_hints
+from flashrl_compat.worker import RELOAD_KEY, WORKER_CLASS
 
 ENGINE_ARGUMENTS = Patch(
     name="flashrl-engine-arguments",
@@ -44,7 +44,7 @@ ENGINE_ARGUMENTS = Patch(
 ENGINE_ARGUMENTS_GPU = dataclasses.replace(ENGINE_ARGUMENTS, version="0.28.0")
 
 RANK_VARIABLE = "RANK"  # torchrun's, which FlashRL reads
-# verl's own extension loads weights into layers that are quantised already, which only its FP8 survives.
+# verl's own extension loads weights into layers that are processed already, and processes them again.
 VERL_EXTENSION = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension"
 SYNC_EXTENSION = "appliance.engine.sync.SyncWorkerExtension"
 LOGPROBS_MODE = "processed_logprobs"  # of the distribution that was sampled from: what FlashRL patches the sampler for
@@ -124,12 +124,12 @@ def _wanted(arguments: Any, settings: EngineSettings) -> dict[str, Any]:
         wanted["load_format"] = settings.load_format
     elif arguments.load_format == "auto" or (settings.quantisation.profile and arguments.load_format != "dummy"):
         wanted["load_format"] = LOAD_FORMAT  # `dummy` needs no smoothing: the first sync brings it
-    if arguments.worker_extension_cls == VERL_EXTENSION and not settings.quantisation.is_plain:
+    if arguments.worker_extension_cls == VERL_EXTENSION:
         wanted["worker_extension_cls"] = SYNC_EXTENSION
     if settings.backend:
         wanted["distributed_executor_backend"] = settings.backend
+    wanted["worker_cls"] = WORKER_CLASS
     if settings.reload:
-        wanted["worker_cls"] = WORKER_CLASS
         wanted["additional_config"] = {RELOAD_KEY: list(settings.reload)}
     return wanted
 
@@ -162,7 +162,7 @@ def _conflict(arguments: Any, name: str, value: Any) -> Problem | None:
 
 
 def _asked_by(name: str) -> str:
-    return RELOAD_VARIABLE if name in ("worker_cls", "additional_config") else CONFIG_VARIABLE
+    return RELOAD_VARIABLE if name == "additional_config" else CONFIG_VARIABLE
 
 
 def _unfit(arguments: Any, settings: EngineSettings) -> list[Problem]:

@@ -39,5 +39,11 @@ def register() -> None:
             LOGGER.warning("%s does nothing without %s; FLASHRL_CONFIG=bf16 is enough", name, CONFIG_VARIABLE)
         return
     from flashrl_compat.arguments import patch_engine_arguments
+    from flashrl_compat.core import patch_core
+    from flashrl_compat.layerwise import patch_layerwise
+    from flashrl_compat.shared_memory import register as register_backend
 
     patch_engine_arguments()
+    patch_core()
+    patch_layerwise()
+    register_backend()

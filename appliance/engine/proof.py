@@ -9,7 +9,7 @@ own FP8 methods by the codec (fp8_proof.py).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -82,6 +82,19 @@ class SyncProof:
     def layers_of(self, name: str) -> list[Module]:
         """The layers that a checkpoint's tensor has a part in."""
         return [self._layers[slot.layer] for slot in self._slots.get(name, ())]
+
+    def missing(self, arrived: Set[str]) -> dict[str, str]:
+        """The checkpoint's tensors that never came, each with a layer that has a part of it."""
+        return {
+            name: slot.layer
+            for name, found in self._slots.items()
+            for slot in found
+            if name not in arrived and self._has(slot)
+        }
+
+    def _has(self, slot: Slot) -> bool:
+        """A kernel may have taken the weight away; a bias is None where a layer has none."""
+        return slot.parameter == "weight" or getattr(self._layers[slot.layer], slot.parameter, None) is not None
 
     def source_of(self, layer: str) -> str:
         """The checkpoint's name of the tensor that a layer's weight comes from, or nothing."""

@@ -154,6 +154,9 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
     def _weight_update(self) -> WeightUpdate:
         if not hasattr(self, "_appliance_update"):
             config, plan, replica = self.model_runner.vllm_config, plan_of_process(), replica_of_process()
+            ways_in = getattr(self, "appliance_ways_in", None)  # of a worker under FLASHRL_CONFIG
+            if plan is None and ways_in is not None:
+                return ways_in.update
             of_run: dict[str, Any] = {}
             if plan is not None:
                 run_dir = Path(plan.run_dir)

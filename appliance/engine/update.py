@@ -94,7 +94,7 @@ class WeightUpdate:
         self.model_config = model_config
         self.broken = ""
         self.telemetry = TelemetryTap(model, first=first_scales)
-        self._needs_manifest = needs_manifest
+        self._wants_manifest = self._needs_manifest = needs_manifest
         self._smoothing = smoothing or Smoothing()
         self._proof = SyncProof(
             model, tied_head=model_config.hf_text_config.tie_word_embeddings, rank=rank, every=prove_every
@@ -105,12 +105,27 @@ class WeightUpdate:
         self._now = _Running(self._smoothing)
         self._addresses = addresses(model) if captured else {}
 
+    @property
+    def is_open(self) -> bool:
+        """Whether vLLM's reload is entered: with the first tensor."""
+        return self._now.is_open
+
+    @property
+    def keeps_digests(self) -> bool:
+        """Whether this update must end with the list of what was sent."""
+        return self._needs_manifest
+
     def begin(self) -> None:
         if self.broken:
             raise SyncError(f"weight update: the engine's weights are half-updated, an earlier update {self.broken}")
         self.broken = "did not finish"
         self._sync += 1
+        self._needs_manifest = self._wants_manifest
         self._now = _Running(self._smoothing)
+
+    def expect_manifest(self) -> None:
+        """This update's sender has a list. Before its first tensor."""
+        self._needs_manifest = True
 
     def load(self, bucket: Bucket) -> None:
         """bucket: (name, tensor) with the checkpoint's names; the first of an update may say in which precision. The
@@ -168,7 +183,7 @@ class WeightUpdate:
             fits = self._proof.take(name, folded, known=known)
             self._now.proof_s += time.perf_counter() - started
             given = self._give(name, folded)
-        if not given and not self._is_tied_head(name):
+        if not given and not self.is_tied_head(name):
             self._fail(f"{name} is not a weight of this model", f"brought {name}, which this model does not have")
         if not fits:  # vLLM's own words for it come first, but its loaders take some (a bias that is too long)
             shape = list(tensor.shape)
@@ -209,13 +224,13 @@ class WeightUpdate:
     def _give(self, name: str, tensor: Tensor) -> set[str]:
         """One at a time: only what `load_weights` returns shows that vLLM did not skip a name (any `*.bias`)."""
         try:
-            return self.model.load_weights([(name, tensor)])
+            return type(self.model).load_weights(self.model, [(name, tensor)])  # past engine/ways_in.py
         except (ValueError, AssertionError, RuntimeError, LookupError) as error:  # how vLLM's loaders refuse
             reason = textwrap.shorten(f"{type(error).__name__}: {error}", width=200, placeholder=" ...")
             self.broken = f"brought {name}, which vLLM refused"
             raise SyncError(f"weight update: vLLM refused {name} of shape {list(tensor.shape)}: {reason}") from error
 
-    def _is_tied_head(self, name: str) -> bool:
+    def is_tied_head(self, name: str) -> bool:
         """The trainer's state has an lm_head even where it is the embedding; vLLM skips it."""
         return name == "lm_head.weight" and self.model_config.hf_text_config.tie_word_embeddings
 
@@ -237,12 +252,20 @@ class WeightUpdate:
             shown = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
             self.broken = f"left {len(missing)} layers incomplete"
             raise SyncError(f"weight update: {len(missing)} layers did not receive all their weights: {shown}")
+        self._check_all_came()
         self._check_smoothing()
         with self._naming("the layers that are completed last"):
             finalize_layerwise_reload(self.model, self.model_config)
             for layer in tied:
                 _process_again(layer)
         return self._prove()
+
+    def _check_all_came(self) -> None:
+        """Where somebody else has ended vLLM's reload already, no layer waits for anything any more."""
+        never = {} if self._needs_manifest else self._proof.missing(self._now.names)
+        for name, layer in sorted(never.items()):
+            if not self.is_tied_head(name):
+                self._fail(f"{name}, which {layer} has a part of, never came", f"never brought {name}")
 
     def _check_arrival(self) -> None:
         if not self._needs_manifest:
@@ -260,7 +283,7 @@ class WeightUpdate:
 
     def _check_tied_head(self) -> None:
         """vLLM drops the tensor of a tied head unread: it must be the embedding."""
-        head = next((name for name in self._now.arrived if self._is_tied_head(name)), None)
+        head = next((name for name in self._now.arrived if self.is_tied_head(name)), None)
         source = self._proof.source_of("lm_head")
         if head is None or source not in self._now.arrived:
             return

@@ -41,3 +41,20 @@ def flashrl(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)  # put back at the end
     patch_engine_arguments()
     yield monkeypatch
+
+
+@pytest.fixture
+def ways_in(flashrl: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """FLASHRL_CONFIG as the plugin has it, whole: the core follows its workers' updates."""
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from flashrl_compat import core, layerwise, shared_memory
+
+    for name in ("collective_rpc", "reset_prefix_cache", "preprocess_add_request", "resume_scheduler"):
+        flashrl.setattr(EngineCore, name, getattr(EngineCore, name))  # put back at the end
+    flashrl.setattr(LLMEngine, "add_request", LLMEngine.add_request)
+    core.patch_core()
+    layerwise.patch_layerwise()
+    shared_memory.register()
+    return flashrl

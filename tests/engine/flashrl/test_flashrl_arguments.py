@@ -49,7 +49,7 @@ def test_int8_reaches_the_settings_of_the_model(model: Path, flashrl: pytest.Mon
     assert config.model_config.hf_config.rope_theta == 5000.0
     assert config.model_config.logprobs_mode == "processed_logprobs"
     assert config.load_config.load_format == "appliance"
-    assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+    assert config.parallel_config.worker_cls == "flashrl_compat.worker.ProvenWorker"
 
 
 def test_bf16_is_vllms_own_engine_with_exact_log_probs(model: Path, flashrl: pytest.MonkeyPatch) -> None:
@@ -62,7 +62,7 @@ def test_bf16_is_vllms_own_engine_with_exact_log_probs(model: Path, flashrl: pyt
     ("name", "given", "wanted"),
     [
         ("int8", "VERL_EXTENSION", "SYNC_EXTENSION"),
-        ("bf16", "VERL_EXTENSION", "VERL_EXTENSION"),  # vLLM's own engine: verl's way of loading is right
+        ("bf16", "VERL_EXTENSION", "SYNC_EXTENSION"),
         ("int8", "", ""),
     ],
 )
@@ -163,8 +163,8 @@ def test_what_contradicts_the_variables_is_refused_at_once(model: Path, flashrl:
             "leave --logprobs-mode out, or unset FLASHRL_CONFIG",
         ),
         (
-            "--worker-cls: `my.Worker` is given, and FLASHRL_TEST_RELOAD wants `flashrl_compat.reload.ReloadingWorker`",
-            "leave --worker-cls out, or unset FLASHRL_TEST_RELOAD",
+            "--worker-cls: `my.Worker` is given, and FLASHRL_CONFIG wants `flashrl_compat.worker.ProvenWorker`",
+            "leave --worker-cls out, or unset FLASHRL_CONFIG",
         ),
     ]
 

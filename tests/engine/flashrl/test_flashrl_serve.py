@@ -14,10 +14,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import requests
 from engines import Engine, read_checkpoint, start_engine
 from trainings import Finished
 
@@ -150,7 +153,7 @@ def test_serve_is_int8_by_variables_alone_and_reloads_on_both_ranks(
         [kernels] = [line for line in lines if line.startswith(begins)]
         assert sum(map(int, re.findall(r"(\d+) CPUInt8ScaledMMLinearKernel\[", kernels))) == 8
         taken = [
-            re.search(r"took (\S+): 26 tensors in .* of \d+ layers", line)
+            re.search(r"by reload_weights of (\S+): 26 tensors in .* of \d+ layers", line)
             for line in lines
             if f"rank {rank} took" in line
         ]
@@ -190,3 +193,53 @@ def test_a_value_that_means_nothing_stops_serve(two_checkpoints: tuple[Path, Pat
     said = child.stderr.splitlines()
     assert "appliance.errors.RecipeError: FLASHRL_CONFIG: unknown value `fp8-block`" in said
     assert any(line.startswith("hint: use one of `bf16`, `fp8`, `fp8_vllm`") for line in said)
+
+
+def test_updates_over_http_while_requests_are_in_flight(two_checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
+    """vLLM's native weight transfer: no request mixes two versions, and after a broken update none is answered."""
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+
+    from flashrl_compat.shared_memory import ManifestSource, ShmTrainer
+
+    first, second = two_checkpoints
+    environ = {"FLASHRL_CONFIG": "int8", "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    more = ("--weight-transfer-config", '{"backend": "shm"}')
+    weights = {folder: read_checkpoint(folder) for folder in two_checkpoints}
+    with served(first, folder=tmp_path, more=more, **environ) as server:
+        url = f"http://127.0.0.1:{server.port}"
+        old = server.answer()
+        client = HTTPVLLMWeightSyncClient(url)
+        client.init_weight_transfer_engine({})
+        alone = {folder: long_answer(url) for folder in (first,)}
+        for number, folder in enumerate((second, first, second), start=1):
+            with ThreadPoolExecutor() as pool:
+                flying = [pool.submit(long_answer, url) for _ in range(4)]
+                time.sleep(0.2)
+                source = ManifestSource(weights[folder], taken_before=number - 1)
+                ShmTrainer(client=client, source=source, chunk_bytes=40_000).send_weights()
+                alone[folder] = long_answer(url)
+                texts = [each.result() for each in flying]
+            whole = [tokens for tokens, reason in alone.values() if reason == "length"]
+            assert len(whole) == len(alone)
+            assert all(any(one[: len(tokens)] == tokens for one in whole) for tokens, _ in texts), texts
+            assert requests.get(f"{url}/weight_info", timeout=60).json()["weight_version"] == str(number)
+        assert server.answer() == told(second, scheme="int8") != old
+        client.start_weight_update()
+        broken = SimpleNamespace(
+            start_weight_update=lambda: None, update_weights=client.update_weights, finish_weight_update=lambda: None
+        )
+        ShmTrainer(client=broken, source=weights[first][:9], chunk_bytes=1 << 20).send_weights()
+        assert requests.post(f"{url}/finish_weight_update", timeout=60).status_code == 500
+        with pytest.raises(urllib.error.HTTPError, match="500"):
+            server.answer()
+    said = (tmp_path / "server.txt").read_text()
+    assert "layers did not receive all their weights: model.layers.0." in said
+    assert re.search(r"request \S+: the weights of rank 0 are half-updated, an update left \d+ layers incomplete", said)
+
+
+def long_answer(url: str) -> tuple[tuple[int, ...], str]:
+    """Greedy tokens of one prompt, and why they end."""
+    body = {"model": "served", "prompt": PROMPT, "max_tokens": 120, "temperature": 0, "ignore_eos": True}
+    said = requests.post(f"{url}/v1/completions", json=body | {"return_token_ids": True}, timeout=120).json()
+    choice = said["choices"][0]
+    return tuple(choice["token_ids"]), choice["finish_reason"]

@@ -6,6 +6,8 @@ import ast
 import logging
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +21,14 @@ from appliance.recipe.load import load_recipe
 from flashrl_compat.plugin import register
 from flashrl_compat.variables import LOGGER, VARIABLES, Variables, start_logging
 
-PATCH = "flashrl-engine-arguments"
+PATCHES = {
+    "flashrl-engine-arguments",
+    "flashrl-core-follows-updates",
+    "flashrl-core-settles-updates",
+    "flashrl-core-refuses-requests",
+    "flashrl-core-refuses-to-resume",
+    "flashrl-engine-forgets-refused-requests",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -40,13 +49,23 @@ def silent_logger() -> Iterator[None]:
 def process(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A vLLM process in which nothing but the engine's own plugin was called and no variable is set."""
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.llm_engine import LLMEngine
 
     for name in [*VARIABLES, "APPLIANCE_PLAN"]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(patch, "_APPLIED", {})
     monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)
+    for name in ("collective_rpc", "reset_prefix_cache", "preprocess_add_request", "resume_scheduler"):
+        monkeypatch.setattr(EngineCore, name, getattr(EngineCore, name))
+    monkeypatch.setattr(LLMEngine, "add_request", LLMEngine.add_request)
     monkeypatch.setattr("appliance.engine.plugin.register", lambda: None)
     return monkeypatch
+
+
+def applied() -> set[str]:
+    """But for the two of the reload, which a process has for good, and which do nothing to models of others."""
+    return set(patch.applied()) - {"flashrl-reload-begins", "flashrl-reload-ends"}
 
 
 @pytest.mark.engine
@@ -55,7 +74,7 @@ def test_the_patch_is_on_where_the_variable_is(process: pytest.MonkeyPatch) -> N
     assert patch.applied() == ()
     process.setenv("FLASHRL_CONFIG", "bf16")
     register()
-    assert patch.applied() == (PATCH,)
+    assert applied() == PATCHES
 
 
 @pytest.mark.engine
@@ -82,7 +101,7 @@ def test_the_engine_s_own_plugin_comes_first_whatever_vllm_s_order(process: pyte
     process.setattr(plugin, "register", lambda: told.append(os.environ["FLASHRL_CONFIG"]))
     process.setenv("FLASHRL_CONFIG", "int8")
     register()
-    assert (told, patch.applied()) == (["int8"], (PATCH,))
+    assert (told, applied()) == (["int8"], PATCHES)
 
 
 def test_the_core_does_without(root: Path) -> None:
@@ -124,6 +143,18 @@ def test_a_log_file_that_cannot_be_opened_stops_the_process_with_its_hint(proces
     assert str(raised.value) == "FLASHRL_LOGGING_FILE: /proc/flash.log cannot be written: No such file or directory"
     assert raised.value.__notes__ == ["hint: name a file in a folder that you can write to"]
     assert (patch.applied(), LOGGER.handlers) == ((), [])
+
+
+@pytest.mark.engine
+def test_the_plugin_imports_nothing_of_verl() -> None:
+    """Nor does the worker, the core, or the sender of a trainer. (Ray is there where vLLM finds it.)"""
+    code = (
+        "import sys, flashrl_compat.plugin as plugin; plugin.register(); "
+        "import flashrl_compat.worker, flashrl_compat.sender; print('verl' in sys.modules)"
+    )
+    environ = {**os.environ, "FLASHRL_CONFIG": "int8"}
+    child = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    assert child.stdout.splitlines()[-1] == "False"
 
 
 @pytest.mark.engine

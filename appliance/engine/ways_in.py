@@ -1,0 +1,205 @@
+"""Weight updates of a vLLM worker that somebody else drives: each becomes one `WeightUpdate`, whoever calls what.
+
+Trainers update an engine in three ways: vLLM's layerwise reload (its native weight transfer, `reload_weights`, SkyRL
+and prime-rl), which says where an update begins and ends; plain `model.load_weights`, tensor by tensor or in buckets,
+which says neither (TRL, OpenRLHF, NeMo-RL); and a checkpoint folder. The second ends when every layer is complete.
+What is not complete when somebody asks for tokens, or resets the cache, is an error that names the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from appliance.engine.update import WeightUpdate, incomplete_layers, loadable_elements, tied_layers
+from appliance.errors import SyncError
+from appliance.quant.profile import Smoothing
+from appliance.sync.manifest import MANIFEST_NAME
+from appliance.sync.precision import DIRECTIVE_NAME
+from appliance.sync.records import Acknowledgement
+
+_ATTRIBUTE = "_appliance_ways_in"  # of a model whose updates are ours
+FINAL = "start the engine anew: its weights are neither the old ones nor the new ones"
+
+
+@dataclass(frozen=True)
+class WeightState:
+    """version: how many updates have been proven.  open: what begun one and has not ended it, or nothing.  broken: what
+    is wrong with the weights, for good, or nothing."""
+
+    version: int
+    open: str
+    broken: str
+
+
+class WaysIn:
+    """The updates of one worker's model."""
+
+    def __init__(
+        self, model: Module, *, vllm_config: Any, rank: int, smoothing: Smoothing, tell: Callable[[str], None]
+    ) -> None:
+        """vllm_config: the engine's.  rank: within the engine.  tell: takes a line about each update that was proven.
+        From here on the model's updates are ours."""
+        self._model, self._vllm_config, self._rank, self._tell = model, vllm_config, rank, tell
+        self._device = torch.device(vllm_config.device_config.device)
+        model_config = vllm_config.model_config
+        self._dtype = model_config.dtype
+        captured = self._device.type == "cuda" and not model_config.enforce_eager
+        self.update = WeightUpdate(model, model_config=model_config, rank=rank, smoothing=smoothing, captured=captured)
+        self._version = 0
+        self._open = ""
+        self._ends_itself = False
+        self._manifest_seen = False
+        self._waiting: list[Module] | None = None
+        model.__dict__[_ATTRIBUTE] = self
+        model.__dict__["load_weights"] = self._load_weights
+
+    @property
+    def state(self) -> WeightState:
+        broken = self.update.broken
+        return WeightState(version=self._version, open=self._open, broken="" if self._open else broken)
+
+    def begin(self, by: str) -> None:
+        """Raises SyncError where an update is open, which is then broken for good, and where one was broken before."""
+        self._require_sound()
+        if self._open:
+            self._break(f"was begun by {self._open}, and then by {by} as well")
+        if self._vllm_config.lora_config is not None:
+            raise SyncError("weight update: the engine has LoRA adapters: not supported under FLASHRL_CONFIG")
+        self.update.begin()
+        self._open, self._ends_itself, self._manifest_seen = by, False, False
+        self._waiting = None  # the layers that may not be complete, looked at from the last: each once
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], *, by: str) -> set[str]:
+        """The names of the tensors that were taken. Outside of an update it begins one that ends itself."""
+        taken = set()
+        with self._broken_by_an_error():
+            for name, tensor in weights:
+                if not self._open and self._is_the_tied_head(name, tensor):
+                    continue
+                if not self._open:
+                    self.begin(by)
+                    self._ends_itself = True
+                if name == DIRECTIVE_NAME:
+                    self.update.expect_manifest()
+                self.update.load([(name, self._own(tensor))])
+                self._manifest_seen |= name == MANIFEST_NAME
+                taken.add(name)
+                if self._ends_itself and self._has_all():
+                    self.finish()
+        return taken
+
+    def finish(self) -> Acknowledgement:
+        """Raises SyncError for what is missing and for what cannot be proven."""
+        if not self._open:
+            self._require_sound()
+            raise SyncError("weight update: it was ended, and none had begun")
+        with self._broken_by_an_error():
+            taken = self.update.finish()
+        by, self._open = self._open, ""
+        self._version += 1
+        digests = ", every digest as sent" if taken.manifest else ""
+        self._tell(
+            f"rank {self._rank} took weight update {self._version} by {by}: {taken.tensors} tensors in "
+            f"{taken.seconds:.2f} s, {taken.layers_proven} of {taken.layers} layers proven{digests}"
+        )
+        return taken
+
+    def settle(self) -> WeightState:
+        """Before a cache is reset or a token is asked for: an update that nobody ends is then ended.
+
+        Raises SyncError where weights are missing.
+        """
+        if self._open and self._ends_itself:
+            self.finish()
+        return self.state
+
+    def require_whole(self) -> None:
+        """Before a forward. Raises SyncError for what `settle` raises, and where an update is open or was broken."""
+        self.settle()
+        self._require_sound()
+        if self._open:
+            raise SyncError(f"weight update: {self._open} has not ended it, so nothing is generated{self._missing()}")
+
+    def _require_sound(self) -> None:
+        if not self._open and self.update.broken:
+            why = f"weight update: the engine's weights are half-updated, an update {self.update.broken}"
+            raise SyncError(why, hint=FINAL)
+
+    def _break(self, how: str) -> None:
+        self._open = ""
+        self.update.broken = how
+        raise SyncError(f"weight update: it {how}", hint=FINAL)
+
+    @contextmanager
+    def _broken_by_an_error(self) -> Iterator[None]:
+        """What vLLM sets around a load; and after any error, an interrupt too, the update stays broken."""
+        whole = False
+        try:
+            with set_current_vllm_config(self._vllm_config), self._device, torch.no_grad():
+                yield
+            whole = True
+        finally:
+            self._open = self._open if whole else ""
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        """A copy: a layer's tensors wait for the last one, and senders use their memory again. What no list of digests
+        is kept of is rounded to the model's dtype, as vLLM would round it."""
+        rounds = tensor.is_floating_point() and not self.update.keeps_digests
+        return tensor.detach().to(device=self._device, dtype=self._dtype if rounds else None, copy=True)
+
+    def _has_all(self) -> bool:
+        if self.update.keeps_digests:
+            return self._manifest_seen
+        if not self.update.is_open:
+            return False
+        if self._waiting is None:
+            self._waiting = [layer for layer in self._model.modules() if not isinstance(layer, ParallelLMHead)]
+        while self._waiting and not _waits(self._waiting[-1]):
+            self._waiting.pop()
+        return not self._waiting and not self._incomplete()
+
+    def _incomplete(self) -> list[str]:
+        return incomplete_layers(self._model, tied=tied_layers(self._model))
+
+    def _missing(self) -> str:
+        missing = self._incomplete() if self.update.is_open else []
+        return f": {missing[0]} and {len(missing) - 1} more layers wait for weights" if missing else ""
+
+    def _is_the_tied_head(self, name: str, tensor: Tensor) -> bool:
+        """After the last layer: some senders' state has a tied `lm_head` too. Raises SyncError where it is another."""
+        if self.update.broken or not self._version or not self.update.is_tied_head(name):
+            return False
+        embedding = next(
+            (each for its, each in self._model.named_parameters() if its.endswith("embed_tokens.weight")), None
+        )
+        if embedding is None:
+            return False
+        rows = embedding[: tensor.shape[0]]
+        if rows.shape != tensor.shape or not torch.equal(rows, tensor.to(rows)):
+            self._break(f"brought {name}, which is tied to the embedding and is not equal to it")
+        return True
+
+    def _load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """In the place of the model's own."""
+        return self.load(weights, by="load_weights")
+
+
+def ways_into(model: Module) -> WaysIn | None:
+    """Of a model whose updates are ours."""
+    return model.__dict__.get(_ATTRIBUTE)
+
+
+def _waits(layer: Module) -> bool:
+    info = get_layerwise_info(layer)
+    return info.can_load() and not is_deferred_attention_layer(layer) and info.load_numel < loadable_elements(layer)

@@ -1,0 +1,183 @@
+"""The engine's core under FLASHRL_CONFIG: it follows the weight updates of its workers.
+
+While an update is open or broken no request is taken, and those in flight end as aborted, so none mixes two versions.
+When it is proven, caches of the old weights go, and vLLM's own weight version counts up (`GET /weight_info`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from vllm.platforms import current_platform
+
+from appliance.engine.ways_in import FINAL, WeightState
+from appliance.errors import SyncError
+from appliance.patch import Patch, apply_patch
+
+AFTER_CALLS = Patch(
+    name="flashrl-core-follows-updates",
+    target="vllm.v1.engine.core:EngineCore.collective_rpc",
+    why="vLLM generates from weights that an update has half written, with the cache of the old ones",
+    upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/v1/engine/core.py",
+    distribution="vllm",
+    version="0.28.0+cpu",
+    source_sha256="f0d85bf03430af63d87552f56bef8f06bf490da92d09e50d3006ba2e1bf79e8b",
+    remove_when="vLLM's core refuses requests while weights are updated, and resets its caches with them",
+)
+BEFORE_RESETS = Patch(
+    name="flashrl-core-settles-updates",
+    target="vllm.v1.engine.core:EngineCore.reset_prefix_cache",
+    why="trainers that load tensor by tensor say no end but this one",
+    upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/v1/engine/core.py",
+    distribution="vllm",
+    version="0.28.0+cpu",
+    source_sha256="cc6090fc8fd2c90cabb7a2272e6ffaea7a4d0765d8e906dc8a57bedaea6bef45",
+    remove_when="toolkits that call load_weights say where an update ends",
+)
+BEFORE_REQUESTS = Patch(
+    name="flashrl-core-refuses-requests",
+    target="vllm.v1.engine.core:EngineCore.preprocess_add_request",
+    why="vLLM generates from weights that an update has half written",
+    upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/v1/engine/core.py",
+    distribution="vllm",
+    version="0.28.0+cpu",
+    source_sha256="a8b386db3f85cf76bf4af1cc3e77a31469e4ccb93fab7a9d987e4ec491f89d2f",
+    remove_when="vLLM's core refuses requests while weights are updated",
+)
+BEFORE_RESUMING = Patch(
+    name="flashrl-core-refuses-to-resume",
+    target="vllm.v1.engine.core:EngineCore.resume_scheduler",
+    why="vLLM generates from weights that an update has half written",
+    upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/v1/engine/core.py",
+    distribution="vllm",
+    version="0.28.0+cpu",
+    source_sha256="206f103ac66e1ee743bdfc16bb86740b866c6ba1ae2b329cbffff5dfaad44ade",
+    remove_when="vLLM's core refuses requests while weights are updated",
+)
+REFUSED_REQUESTS = Patch(
+    name="flashrl-engine-forgets-refused-requests",
+    target="vllm.v1.engine.llm_engine:LLMEngine.add_request",
+    why="vLLM waits for ever for a request that a core in the same process did not take",
+    upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/v1/engine/llm_engine.py",
+    distribution="vllm",
+    version="0.28.0+cpu",
+    source_sha256="f7b2dcc28fd156e809d9a8723523dfba7dcdf656082ac2d98bfff15907d7e190",
+    remove_when="LLMEngine.add_request takes a request back that its core refuses",
+)
+
+
+def patch_core() -> None:
+    """Raises PatchError. The sources are the same in the GPU wheel: compared, not run there."""
+    replacements = {
+        AFTER_CALLS: _follows,
+        BEFORE_RESETS: _settles,
+        BEFORE_REQUESTS: _refuses_requests,
+        BEFORE_RESUMING: _refuses_to_resume,
+        REFUSED_REQUESTS: _forgets,
+    }
+    for patch, replacement in replacements.items():
+        here = patch if current_platform.is_cpu() else dataclasses.replace(patch, version="0.28.0")
+        apply_patch(here, replacement)
+
+
+@dataclasses.dataclass
+class _Known:
+    """What a core knows of its workers' weights. closed: why nothing is generated, or nothing."""
+
+    version: int = 0
+    closed: str = ""
+    paused: bool = False
+
+
+def _known(core: Any) -> _Known:
+    return core.__dict__.setdefault("_appliance_known", _Known())
+
+
+def _follows(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def collective_rpc(self: Any, method: Any, timeout: float | None = None, args: tuple = (), kwargs: Any = None):
+        try:
+            return original(self, method, timeout, args, kwargs)
+        finally:
+            if _follow(self, settles=False):
+                self._reset_caches()
+
+    return collective_rpc
+
+
+def _settles(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def reset_prefix_cache(self: Any, *args: Any, **kwargs: Any) -> bool:
+        _follow(self, settles=True)
+        return original(self, *args, **kwargs)
+
+    return reset_prefix_cache
+
+
+def _follow(core: Any, *, settles: bool) -> bool:
+    """Whether there are new weights."""
+    told = core.model_executor.collective_rpc("appliance_weights", args=(settles,))
+    states = [WeightState(*each) for each in told]
+    known = _known(core)
+    known.closed = why_closed(states)
+    if known.closed and not core.is_scheduler_paused():
+        core.pause_scheduler("abort", clear_cache=False)
+        known.paused = True
+    is_new = not known.closed and states[0].version > known.version
+    if is_new:
+        known.version = states[0].version
+        core.set_weight_version(str(known.version))
+        if known.paused:
+            known.paused = False
+            core.resume_scheduler()
+    return is_new
+
+
+def why_closed(ranks: list[WeightState]) -> str:
+    """Why an engine of these ranks must not generate, or nothing."""
+    for rank, state in enumerate(ranks):
+        if state.broken:
+            return f"the weights of rank {rank} are half-updated, an update {state.broken}"
+        if state.open:
+            return f"a weight update is open on rank {rank}, begun by {state.open}"
+    versions = sorted({state.version for state in ranks})
+    return f"ranks have taken different numbers of weight updates: {versions}" if len(versions) > 1 else ""
+
+
+def _refuses_requests(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Where somebody has paused the engine himself, requests wait as they would."""
+
+    @functools.wraps(original)
+    def preprocess_add_request(self: Any, request: Any) -> Any:
+        known = _known(self)
+        if known.closed and (known.paused or not self.is_scheduler_paused()):
+            raise SyncError(f"request {request.request_id}: {known.closed}", hint=FINAL)
+        return original(self, request)
+
+    return preprocess_add_request
+
+
+def _forgets(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def add_request(self: Any, *args: Any, **kwargs: Any) -> str:
+        try:
+            return original(self, *args, **kwargs)
+        except SyncError:  # of a core in this process
+            taken = self.engine_core.engine_core.scheduler.requests
+            self.abort_request([each for each in self.output_processor.request_states if each not in taken], True)
+            raise
+
+    return add_request
+
+
+def _refuses_to_resume(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def resume_scheduler(self: Any) -> Any:
+        if closed := _known(self).closed:
+            raise SyncError(f"the engine stays paused: {closed}", hint=FINAL)
+        return original(self)
+
+    return resume_scheduler

@@ -1,0 +1,88 @@
+"""vLLM's layerwise reload under FLASHRL_CONFIG: for a model of ours it begins and ends a proven update.
+
+vLLM's own weight transfer, `reload_weights`, SkyRL and prime-rl enter a reload by these two functions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch.nn import Module
+from vllm.model_executor.model_loader.reload import layerwise
+from vllm.platforms import current_platform
+
+from appliance.engine.ways_in import ways_into
+from appliance.patch import Patch, apply_patch
+
+BEGINS = Patch(
+    name="flashrl-reload-begins",
+    target="vllm.model_executor.model_loader.reload.layerwise:initialize_layerwise_reload",
+    why="a reload says nowhere that the weights are half-updated, nor holds what came against what the model has",
+    upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/model_executor/model_loader/reload/layerwise.py",
+    distribution="vllm",
+    version="0.28.0+cpu",
+    source_sha256="0487a168bbd9083ffe48ba25e65f2006aa4540e134e45c9c087bc2672a1a588a",
+    remove_when="vLLM has hooks around a layerwise reload",
+)
+ENDS = Patch(
+    name="flashrl-reload-ends",
+    target="vllm.model_executor.model_loader.reload.layerwise:finalize_layerwise_reload",
+    why="a layer that is not complete is filled from memory that nobody wrote, with a line for debugging",
+    upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/model_executor/model_loader/reload/layerwise.py",
+    distribution="vllm",
+    version="0.28.0+cpu",
+    source_sha256="10b5e19091c0ff524c603f9ad2f6b17e5102baa545f921695473cb7427c69df9",
+    remove_when="vLLM has hooks around a layerwise reload",
+)
+
+_ORIGINALS: dict[str, Callable[..., None]] = {}
+
+
+def patch_layerwise() -> None:
+    """Before a trainer's worker extension is imported, which may hold the functions by name. Raises PatchError."""
+    if not _ORIGINALS:
+        for patch, replacement in ((BEGINS, _begins), (ENDS, _ends)):
+            here = patch if current_platform.is_cpu() else dataclasses.replace(patch, version="0.28.0")
+            apply_patch(here, replacement)
+    route()
+
+
+def route() -> None:
+    """Modules that have one of the functions by name get ours, but for our own, which mean vLLM's."""
+    for name, original in _ORIGINALS.items():
+        for module in list(sys.modules.values()):
+            held = getattr(module, "__dict__", {})  # not getattr: some modules import what they are asked for
+            if held.get(name) is original and not module.__name__.startswith("appliance."):
+                held[name] = getattr(layerwise, name)
+
+
+def _begins(original: Callable[[Module], None]) -> Callable[[Module], None]:
+    _ORIGINALS[original.__name__] = original
+
+    @functools.wraps(original)
+    def initialize_layerwise_reload(model: Module) -> None:
+        ways = ways_into(model)
+        if ways is None:
+            original(model)
+        else:
+            ways.begin("a layerwise reload")
+
+    return initialize_layerwise_reload
+
+
+def _ends(original: Callable[..., None]) -> Callable[..., None]:
+    _ORIGINALS[original.__name__] = original
+
+    @functools.wraps(original)
+    def finalize_layerwise_reload(model: Module, model_config: Any) -> None:
+        ways = ways_into(model)
+        if ways is None:
+            original(model, model_config)
+        else:
+            ways.finish()
+
+    return finalize_layerwise_reload

@@ -1,0 +1,35 @@
+"""For a trainer: digests travel with the weights, so that what arrives is held against what was sent.
+
+Torch alone: neither vLLM nor verl. Any transport that carries named tensors carries it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from appliance.sync.manifest import MANIFEST_NAME, Manifest, directive, record
+from appliance.sync.precision import AS_PLANNED, DIRECTIVE_NAME
+
+
+def with_manifest(weights: Iterable[tuple[str, Tensor]], *, number: int) -> Iterator[tuple[str, Tensor]]:
+    """One whole weight update: (name, tensor) of each weight, FP32 rounded to BF16 as engines have it, and two tensors
+    of bytes, first and last.
+
+    weights: all of a checkpoint's, each once, on any device.  number: of the update, from 1: how many this engine has
+    had, and one.  An engine under FLASHRL_CONFIG generates nothing until all of it has arrived as it was sent.
+    """
+    start = directive(AS_PLANNED)
+    records = [record(DIRECTIVE_NAME, start)]
+    device = None
+    for name, tensor in weights:
+        sent = tensor.detach()
+        sent = sent.to(torch.bfloat16) if sent.dtype is torch.float32 else sent
+        if device is None:
+            device = sent.device
+            yield DIRECTIVE_NAME, start.to(device)
+        records.append(record(name, sent))
+        yield name, sent
+    yield MANIFEST_NAME, Manifest(sync=number, records=tuple(records)).to_tensor().to(device or "cpu")

@@ -1,0 +1,94 @@
+"""The worker of an engine under FLASHRL_CONFIG: every weight update is proven, and no half-updated weights generate.
+
+vLLM starts it by its name in `worker_cls`. FLASHRL_TEST_RELOAD: it takes other checkpoints when the engine has started,
+each as one weight update, and speaks as the last one.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.platforms import current_platform
+
+from appliance.engine.ways_in import WaysIn
+from appliance.errors import EngineError, SyncError
+from flashrl_compat.layerwise import patch_layerwise
+from flashrl_compat.loader import smoothing_of
+from flashrl_compat.variables import LOGGER
+
+WORKER_CLASS = f"{__name__}.ProvenWorker"
+RELOAD_KEY = "flashrl_test_reload"  # in vLLM's `additional_config`, which reaches every worker
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as Worker
+else:
+    from vllm.v1.worker.gpu_worker import Worker
+
+
+class ProvenWorker(Worker):
+    appliance_ways_in: WaysIn
+
+    def load_model(self, **kwargs: Any) -> None:
+        transfer = self.vllm_config.weight_transfer_config
+        if transfer is not None and transfer.backend == "sparse_nccl":
+            raise EngineError("weight transfer by sparse_nccl writes into the kernels' tensors: nothing can be proven")
+        super().load_model(**kwargs)
+        patch_layerwise()  # also modules that were imported since the plugin was
+        model = self.model_runner.get_model()
+        smoothing = smoothing_of(self.vllm_config.model_config)
+        self.appliance_ways_in = WaysIn(
+            model, vllm_config=self.vllm_config, rank=self.rank, smoothing=smoothing, tell=LOGGER.info
+        )
+
+    def compile_or_warm_up_model(self) -> Any:
+        """The last step of an engine's start: memory is measured, and CUDA graphs hold the addresses of the weights."""
+        times = super().compile_or_warm_up_model()
+        config = self.vllm_config.additional_config
+        for checkpoint in config.get(RELOAD_KEY, ()) if isinstance(config, dict) else ():
+            self.reload_weights(weights_path=checkpoint)
+        return times
+
+    def reload_weights(
+        self,
+        weights_iterator: Iterable[tuple[str, Tensor]] | None = None,
+        weights_path: str | None = None,
+        is_checkpoint_format: bool = True,
+    ) -> None:
+        """vLLM's, as one proven update. The profile's smoothing is folded in once, by the update. Raises SyncError."""
+        if not is_checkpoint_format:
+            raise SyncError(
+                "weight update: weights in a kernel's own format cannot be proven", hint="send checkpoints'"
+            )
+        checkpoint = weights_path or self.vllm_config.model_config.model
+        if weights_iterator is None:
+            weights_iterator = _weights(self.model_runner.get_model(), checkpoint, vllm_config=self.vllm_config)
+        by = f"reload_weights of {checkpoint}"
+        self.appliance_ways_in.begin(by)
+        self.appliance_ways_in.load(weights_iterator, by=by)
+        self.appliance_ways_in.finish()
+        self.model_runner.reset_lora_state()
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Raises SyncError while an update is open, and for good after one that failed."""
+        if scheduler_output.total_num_scheduled_tokens:
+            self.appliance_ways_in.require_whole()
+        return super().execute_model(scheduler_output)
+
+    def appliance_weights(self, settles: bool) -> tuple[int, str, str]:
+        """WeightState, for the engine's core. settles: an update that says no end ends here, or raises SyncError."""
+        state = self.appliance_ways_in.settle() if settles else self.appliance_ways_in.state
+        return state.version, state.open, state.broken
+
+
+def _weights(model: Module, checkpoint: str, *, vllm_config: Any) -> Iterator[tuple[str, Tensor]]:
+    """As vLLM's own loader reads them, whatever loader the engine was started with."""
+    model_config = copy.copy(vllm_config.model_config)
+    model_config.model, model_config.revision = checkpoint, None
+    load_config = dataclasses.replace(vllm_config.load_config, load_format="auto", use_tqdm_on_load=False)
+    return DefaultModelLoader(load_config).get_all_weights(model_config, model)

@@ -1,0 +1,276 @@
+"""Each way in which a trainer updates an engine that it did not configure: proven, or no token."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from engines import Engine, free_engine, read_checkpoint, start_engine
+from torch import Tensor
+
+from appliance.errors import SyncError
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+Weights = list[tuple[str, Tensor]]
+SCHEMES = ("bf16", "int8")
+RELOAD = "vllm.model_executor.model_loader.reload"
+
+
+def start(folder: Path) -> Engine:
+    from vllm.config.weight_transfer import WeightTransferConfig
+
+    return start_engine(folder, scheme="bf16", weight_transfer_config=WeightTransferConfig(backend="shm"))
+
+
+def by_tensor(engine: Engine, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """TRL (colocated) and OpenRLHF."""
+    for each in weights:
+        engine.model.load_weights([each])
+
+
+def by_buckets(engine: Engine, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """NeMo-RL."""
+    weights = iter(weights)
+    while bucket := list(itertools.islice(weights, 5)):
+        engine.model.load_weights(bucket)
+
+
+def by_reload(engine: Engine, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """SkyRL and prime-rl."""
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    initialize_layerwise_reload(engine.model)
+    by_buckets(engine, weights)
+    finalize_layerwise_reload(engine.model, engine.runner.model_config)
+
+
+def by_transfer(engine: Engine, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """vLLM's native weight transfer."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    from flashrl_compat.shared_memory import ShmTrainerInitInfo
+
+    client = SimpleNamespace(
+        init_weight_transfer_engine=lambda info: engine.llm.init_weight_transfer_engine({"init_info": info}),
+        start_weight_update=engine.llm.start_weight_update,
+        update_weights=lambda info: engine.llm.update_weights({"update_info": info}),
+        finish_weight_update=engine.llm.finish_weight_update,
+    )
+    init = ShmTrainerInitInfo(rank=0, chunk_bytes=40_000)
+    WeightTransferTrainerFactory.trainer_init(init, client=client, source=weights).send_weights()
+
+
+WAYS = {"tensors": by_tensor, "buckets": by_buckets, "reload": by_reload, "transfer": by_transfer}
+Way = Callable[[Engine, Iterable[tuple[str, Tensor]]], None]
+
+
+def listed(weights: Weights) -> Weights:
+    from flashrl_compat.sender import with_manifest
+
+    return list(with_manifest(weights, number=1))
+
+
+def of_fp32(weights: Weights) -> Weights:
+    return [(name, tensor.float()) for name, tensor in weights]
+
+
+@pytest.fixture(scope="module")
+def told(two_checkpoints: tuple[Path, Path]) -> dict[str, list]:
+    """What an engine of the second checkpoint says, by scheme."""
+    return {scheme: start_engine(two_checkpoints[1], scheme=scheme).generate() for scheme in SCHEMES}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_way_ends_in_the_engine_of_the_new_weights(
+    two_checkpoints: tuple[Path, Path], told: dict[str, list], ways_in: pytest.MonkeyPatch, scheme: str
+) -> None:
+    """One engine, update after update, to and fro; with and without a list of digests, and of FP32 masters."""
+    ways_in.setenv("FLASHRL_CONFIG", scheme)
+    engine = start(two_checkpoints[0])
+    old, new = engine.generate(), told[scheme]
+    assert old != new
+    first, second = map(read_checkpoint, two_checkpoints)
+    version = 0
+    for way in WAYS.values():
+        for weights, says in ((second, new), (of_fp32(first), old)):
+            way(engine, weights)
+            version += 1
+            assert (engine.generate(), engine.llm.llm_engine.get_weight_version()) == (says, str(version))
+    engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(two_checkpoints[1])})
+    assert (engine.generate(), engine.llm.llm_engine.get_weight_version()) == (new, str(version + 1))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_any_order_and_any_buckets_end_in_the_same_engine(
+    two_checkpoints: tuple[Path, Path], told: dict[str, list], ways_in: pytest.MonkeyPatch, scheme: str, record_property
+) -> None:
+    ways_in.setenv("FLASHRL_CONFIG", scheme)
+    engine = start(two_checkpoints[0])
+    first, second = map(read_checkpoint, two_checkpoints)
+    shuffled, tried = random.Random(0), 0
+    for _ in range(20):
+        for weights in (first, second):
+            shuffled.shuffle(weights)
+            rest = iter(weights)
+            while bucket := list(itertools.islice(rest, shuffled.randint(1, 9))):
+                engine.model.load_weights(bucket)
+        assert engine.generate() == told[scheme]
+        tried += 2
+    record_property("said", f"orders and buckets of weight updates in {scheme}: {tried}")
+    assert tried == 40
+
+
+def dropped(weights: Weights) -> Weights:
+    return weights[:7] + weights[8:]
+
+
+def doubled(weights: Weights) -> Weights:
+    return weights[:8] + weights[7:]
+
+
+def cropped(weights: Weights) -> Weights:
+    return [(name, tensor[:-1] if number == 7 else tensor) for number, (name, tensor) in enumerate(weights)]
+
+
+def not_finite(weights: Weights) -> Weights:
+    return [
+        (name, tensor.fill_(float("nan")) if number == 7 else tensor) for number, (name, tensor) in enumerate(weights)
+    ]
+
+
+def unknown(weights: Weights) -> Weights:
+    return [*weights[:7], ("model.layers.0.mlp.extra_proj.weight", weights[7][1]), *weights[7:]]
+
+
+def swapped(weights: Weights) -> Weights:
+    """Two of one shape, on their way: only a list of digests sees that."""
+    places = [
+        number for number, (name, _) in enumerate(weights) if name.endswith(("gate_proj.weight", "up_proj.weight"))
+    ]
+    one, other = places[:2]
+    found = list(weights)
+    found[one], found[other] = (weights[one][0], weights[other][1]), (weights[other][0], weights[one][1])
+    return found
+
+
+def flipped(weights: Weights) -> Weights:
+    """The lowest bit of one value."""
+    place = next(number for number, (name, _) in enumerate(weights) if name.endswith("down_proj.weight"))
+    name, tensor = weights[place]
+    bits = tensor.clone().contiguous()
+    bits.view(torch.int16).view(-1)[3] ^= 1
+    return [*weights[:place], (name, bits), *weights[place + 1 :]]
+
+
+def cut_short(weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    """A sender that dies half-way."""
+    yield from weights[:9]
+    raise ConnectionError("the sender died")
+
+
+IN_THE_WEIGHTS = (dropped, doubled, cropped, not_finite, unknown, cut_short)
+ON_THE_WAY = (dropped, doubled, cropped, swapped, flipped)  # with a list of digests, made before
+
+
+def generates_nothing(engine: Engine) -> bool:
+    """Asked twice, and once past the core."""
+    caught = 0
+    for _ in range(2):
+        with pytest.raises(SyncError, match=r"half-updated|did not receive|list of what was sent|is open on rank 0"):
+            engine.generate()
+        caught += 1
+    with pytest.raises(SyncError):
+        engine.worker.execute_model(SimpleNamespace(total_num_scheduled_tokens=1))
+    return caught == 2
+
+
+def test_every_fault_by_every_way_is_caught_and_never_sampled_from(
+    two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch, record_property
+) -> None:
+    cases = [(way, fault, False) for way in WAYS for fault in IN_THE_WEIGHTS]
+    cases += [(way, fault, True) for way in WAYS for fault in ON_THE_WAY]
+    caught = []
+    for turn, (way, fault, is_listed) in enumerate(cases):
+        ways_in.setenv("FLASHRL_CONFIG", SCHEMES[turn % 2])
+        engine = start(two_checkpoints[0])
+        weights = read_checkpoint(two_checkpoints[1])
+        try:
+            WAYS[way](engine, fault(listed(weights) if is_listed else weights))
+            said = ""
+        except (SyncError, ConnectionError) as error:
+            said = str(error)
+        if generates_nothing(engine) and (said or WAYS[way] in (by_tensor, by_buckets)):
+            caught.append((way, fault.__name__, is_listed))
+        free_engine(engine)
+    record_property("said", f"faults in weight updates by {len(WAYS)} ways: {len(cases)}, caught: {len(caught)}")
+    assert len(caught) == len(cases) == 44
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_two_updates_at_once_are_refused(
+    two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch, scheme: str
+) -> None:
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+    ways_in.setenv("FLASHRL_CONFIG", scheme)
+    engine = start(two_checkpoints[0])
+    initialize_layerwise_reload(engine.model)
+    by_buckets(engine, read_checkpoint(two_checkpoints[1])[:6])
+    with pytest.raises(SyncError) as caught:
+        initialize_layerwise_reload(engine.model)
+    assert (
+        str(caught.value) == "weight update: it was begun by a layerwise reload, and then by a layerwise reload as well"
+    )
+    assert generates_nothing(engine)
+
+
+def test_an_open_update_refuses_requests_by_its_name_until_it_is_finished(
+    two_checkpoints: tuple[Path, Path], told: dict[str, list], ways_in: pytest.MonkeyPatch
+) -> None:
+    from flashrl_compat.shared_memory import ShmTrainer
+
+    ways_in.setenv("FLASHRL_CONFIG", "int8")
+    engine = start(two_checkpoints[0])
+    engine.llm.start_weight_update()
+    is_open = "a weight update is open on rank 0, begun by a layerwise reload$"
+    with pytest.raises(SyncError, match=rf"^request \S+: {is_open}"):
+        engine.generate()
+    with pytest.raises(SyncError, match=f"^the engine stays paused: {is_open}"):
+        engine.llm.llm_engine.engine_core.engine_core.resume_scheduler()
+    client = SimpleNamespace(
+        start_weight_update=lambda: None,
+        update_weights=lambda info: engine.llm.update_weights({"update_info": info}),
+        finish_weight_update=engine.llm.finish_weight_update,
+    )
+    ShmTrainer(client=client, source=read_checkpoint(two_checkpoints[1]), chunk_bytes=1 << 20).send_weights()
+    assert engine.generate() == told["int8"]
+
+
+def test_a_tied_head_may_come_after_the_last_layer_if_it_is_the_embedding(
+    two_checkpoints: tuple[Path, Path], told: dict[str, list], ways_in: pytest.MonkeyPatch
+) -> None:
+    ways_in.setenv("FLASHRL_CONFIG", "int8")
+    engine = start(two_checkpoints[0])
+    weights = read_checkpoint(two_checkpoints[1])
+    embedding = dict(weights)["model.embed_tokens.weight"]
+    by_tensor(engine, [*weights, ("lm_head.weight", embedding)])
+    assert engine.generate() == told["int8"]
+    with pytest.raises(SyncError, match=r"lm_head.weight, which is tied to the embedding and is not equal to it$"):
+        by_tensor(engine, [("lm_head.weight", embedding + 1)])
+    assert generates_nothing(engine)
+
+
+def test_weights_in_a_kernels_format_are_refused(
+    two_checkpoints: tuple[Path, Path], told: dict[str, list], ways_in: pytest.MonkeyPatch
+) -> None:
+    ways_in.setenv("FLASHRL_CONFIG", "int8")
+    engine = start(two_checkpoints[1])
+    with pytest.raises(SyncError, match="in a kernel's own format cannot be proven"):
+        engine.llm.collective_rpc("reload_weights", kwargs={"is_checkpoint_format": False})
+    assert engine.generate() == told["int8"]

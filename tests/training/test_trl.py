@@ -1,0 +1,80 @@
+"""TRL's GRPOTrainer as it is released, on a CPU, with vLLM in its process: the example. `make test-trl` brings TRL."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+if importlib.util.find_spec("trl") is None:
+    pytest.skip("TRL is not installed: make test-trl", allow_module_level=True)
+
+pytestmark = pytest.mark.e2e(minutes=4)
+
+STEPS = 20
+LAYERS = 17  # of the tiny model that hold a weight of their own: four in each of four layers, and the head
+PROVEN = rf"took weight update (\d+) by load_weights: 50 tensors in [\d.]+ s, {LAYERS} of {LAYERS} layers proven"
+STEP = re.compile(r"step (\d+): reward ([\d.]+), ratio ([\d.]+) \(([\d.]+) to ([\d.]+)\), (\d+) updates proven")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the first run of the script makes it."""
+    return tmp_path_factory.mktemp("trl") / "tiny-arithmetic"
+
+
+def run(program: Path, *arguments: object, scheme: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(program), *map(str, arguments)]
+    root = Path(__file__).parents[2]
+    found = os.pathsep.join([os.environ["PYTHONPATH"], *map(str, (root / "examples/trl", root / "tests/engine"))])
+    settings = {**os.environ, "FLASHRL_CONFIG": scheme, "VLLM_LOGGING_LEVEL": "WARNING", "PYTHONPATH": found}
+    return subprocess.run(command, cwd=folder, env=settings, capture_output=True, text=True, timeout=1200)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "bf16"])
+def test_the_example_trains_and_every_update_is_proven(scheme: str, root: Path, model: Path, tmp_path: Path) -> None:
+    arguments = ("--model", model, "--steps", STEPS)
+    done = run(root / "examples/trl/train.py", *arguments, scheme=scheme, folder=tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+    before = float(re.search(r"^before: ([\d.]+) of 512 unseen problems$", done.stdout, re.M)[1])
+    after, proven = re.search(r"^after: ([\d.]+), (\d+) updates proven$", done.stdout, re.M).groups()
+    assert before < 0.1
+    assert float(after) >= 0.9
+    assert int(proven) == STEPS + 1  # one before each step, one before the last look
+    lines = re.findall(
+        rf"took weight update (\d+) by load_weights: 50 tensors in [\d.]+ s, {LAYERS} of {LAYERS} layers proven",
+        done.stderr,
+    )
+    assert lines == [str(number) for number in range(1, STEPS + 2)]
+    assert f"has the scheme {scheme};" in done.stderr
+
+    steps = STEP.findall(done.stdout)
+    assert [(int(step), int(count)) for step, *_, count in steps] == [(step, step) for step in range(1, STEPS + 1)]
+    assert all(0.95 < float(mean) < 1.05 for _, _, mean, *_ in steps)  # TRL's: trainer's probability over rollout's
+    assert all(0 < float(low) <= 1 <= float(high) < 3 for *_, low, high, _ in steps)
+
+
+def test_a_flipped_bit_is_named_and_the_engine_does_not_generate(root: Path, model: Path, tmp_path: Path) -> None:
+    program = root / "tests/training/trl_flipped_bit.py"
+    done = run(program, model, scheme="int8", folder=tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    update, request, proven = done.stdout.splitlines()[-3:]
+    assert update.startswith("weight update 2: model.layers.2.mlp.gate_up_proj on rank 0 is not as received: ")
+    assert "half-updated" in request
+    assert proven == "1 updates proven"
+
+
+def test_the_lock_of_the_cpu_flavour_has_all_that_trl_needs() -> None:
+    needed = [Requirement(line) for line in importlib.metadata.requires("trl")]
+    asked = [each for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})]
+    unmet = [str(each) for each in asked if not each.specifier.contains(importlib.metadata.version(each.name))]
+    assert len(asked) >= 4
+    assert unmet == []
