@@ -7,6 +7,8 @@ The rollouts' own forward (`trainer.forward: rollout`): put in before FSDP wraps
 weights what the engines compute in from an update on. Without a pass for log-probs before the update
 (`trainer.old_log_probs: rollout`) it holds those of the first one, for the driver to compare.
 
+A learning rate that sinks linearly, where verl's FSDP engine has a constant and a cosine.
+
 Another learning rate for the layers that UAQ scales: two groups of parameters. UAQ by s makes a step of Adam's s times
 larger beside the weight, on the linear layers that a norm feeds. This does the same to the same layers without touching
 the model: their learning rate is multiplied. The decoupled weight decay is learning rate times decay, so the decay is
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
@@ -33,6 +37,7 @@ from appliance.quant.mismatch import LayerTrace, Place
 from appliance.record.plan import RunPlan, read_plan
 from appliance.terms.environment import ENGINE_VENDOR, PLAN_VARIABLE
 from appliance.terms.families import norm_fed
+from appliance.terms.settings import Schedule
 from appliance.trainer.rollout_forward import RolloutForward, put_in
 
 
@@ -74,6 +79,18 @@ class ApplianceEngine(FSDPEngineWithLMHead):
         if (scale := _plan().norm_fed_lr_scale) != 1:
             split_rates(optimizer, named=module.named_parameters(), scale=scale)
         return optimizer
+
+    def _build_lr_scheduler(self, optimizer: Optimizer) -> LRScheduler:
+        planned = _plan().optimizer
+        if planned.schedule is not Schedule.LINEAR:
+            return super()._build_lr_scheduler(optimizer)
+        rate = partial(
+            planned.schedule.rate,
+            steps=self.optimizer_config.total_training_steps,
+            warmup_steps=planned.warmup_steps,
+            least=planned.min_lr_ratio,
+        )
+        return LambdaLR(optimizer, rate)
 
     def optimizer_step(self) -> float:
         norm = super().optimizer_step()

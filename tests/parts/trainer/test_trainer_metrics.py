@@ -66,6 +66,7 @@ STEP = Step(
 PLAN = SimpleNamespace(
     prompts_per_step=32,
     task=SimpleNamespace(tools=""),
+    algorithm=SimpleNamespace(kl=None),
     trainer=SimpleNamespace(reuses_log_probs=False),
     rollout=SimpleNamespace(samples_per_prompt=8, scheme="int8", label="int8", emulated=False),
 )
