@@ -44,7 +44,7 @@ from appliance.trainer.precision import Live
 from appliance.trainer.rollout_forward import Held
 
 _FROM_VERL = {
-    "reward_mean": "critic/rewards/mean",
+    "reward_mean": "critic/score/mean",  # without what a divergence takes off
     "response_tokens_mean": "response_length/mean",
     "clip_fraction": "actor/pg_clipfrac",
     "grad_norm": "actor/grad_norm",
