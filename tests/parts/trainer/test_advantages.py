@@ -7,13 +7,18 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
 from verl.protocol import DataProto
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo.ray_trainer import compute_advantage
 
 from appliance.corrections.objective import Advantage
 from appliance.plan.verl_args import ESTIMATORS
-from appliance.trainer.advantages import gdpo
+from appliance.tasks.grading import Fault, Graded
+from appliance.trainer import advantages as module
+from appliance.trainer.advantages import gdpo, with_gdpo
+from appliance.trainer.rollouts import Rollouts
 
 GROUPS, SAMPLES, TOKENS = 6, 4, 9
 ATOL = 2e-5  # float32 sums of some hundred terms of size 1, divided by deviations of 0.1 and more
@@ -108,3 +113,41 @@ def test_gdpo_normalises_each_reward_by_itself() -> None:
             mask_BT=torch.from_numpy(mask),
         )
         np.testing.assert_allclose(found.numpy(), whitened(sum(each), mask) * mask, atol=1e-4)
+
+
+class Queue:
+    """A partition of the TransferQueue with two prompts' samples, of lengths 2, 1, 3, 2."""
+
+    def __init__(self) -> None:
+        self.columns = {"response_mask": [torch.ones(length, dtype=torch.int64) for length in (2, 1, 3, 2)]}
+
+    def batch(self) -> KVBatchMeta:
+        keys = ["a_0_0", "a_1_0", "b_0_0", "b_1_0"]
+        return KVBatchMeta(keys=keys, tags=[{}] * 4, partition_id="train", fields=list(self.columns))
+
+    def kv_batch_get(self, *, keys: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
+        rows = {name: torch.nested.as_nested_tensor(self.columns[name], layout=torch.jagged) for name in select_fields}
+        return TensorDict(rows, batch_size=4)
+
+    def kv_batch_put(self, *, keys: list[str], partition_id: str, fields: TensorDict) -> KVBatchMeta:
+        self.columns |= {name: list(rows.unbind()) for name, rows in fields.items()}
+        return self.batch()
+
+
+def test_gdpo_is_written_over_what_verl_made_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what the driver graded; a reward that does not apply counts 0, and a fault has its group's mean."""
+    queue, rollouts = Queue(), Rollouts.__new__(Rollouts)
+    monkeypatch.setattr(module, "transfer_queue", queue)
+    rollouts._rewards = ("right", "short")
+    rollouts._graded = {
+        "a": (1, [Graded(1.0, parts=(("right", 1.0), ("short", 0.5))), Graded(0.0, parts=(("right", 0.0),))]),
+        "b": (1, [Graded(1.0, parts=(("right", 1.0), ("short", 2.0))), Graded(0.0, Fault.RAISED)]),
+    }
+    parts = rollouts.reward_parts(queue.batch().keys)
+    assert parts == {"right": [1.0, 0.0, 1.0, 1.0], "short": [0.5, 0.0, 2.0, 2.0]}
+    batch = with_gdpo(queue.batch(), parts=parts, weights={"right": 1.0, "short": 0.1})
+    assert {"advantages", "returns"} <= set(batch.fields)
+    lengths = [len(row) for row in queue.columns["advantages"]]
+    assert lengths == [2, 1, 3, 2]
+    first, second, *others = (row.tolist() for row in queue.columns["advantages"])
+    assert min(first) > 0 > max(second) and len({value for row in others for value in row}) == 1
