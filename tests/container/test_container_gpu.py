@@ -1,6 +1,6 @@
 """The GPU image, on a host without a GPU: whole, and of use to a stranger in a read-only container.
 
-`make image-gpu` builds it. Where that was not done these tests are skipped by name, in CI too.
+`make image-gpu` builds it. Where that was not done these tests are skipped by name.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from docker import DockerClient
-from images import fingerprint_of, removed_at_the_end, said_by
+from images import fingerprint_of, removed_at_the_end, said_by, unavailable
 
 from appliance.plan import build
 from appliance.recipe.library import names
@@ -36,9 +36,9 @@ RECIPES = [name for name in names() if name != "reference" and load_recipe(name)
 @pytest.fixture(scope="session")
 def gpu_image(engine: DockerClient) -> str:
     if fingerprint_of(engine, IMAGE) is None:
-        pytest.skip(f"there is no image {IMAGE}")
+        unavailable(f"there is no image {IMAGE}")
     if fingerprint_of(engine, IMAGE) != fingerprint():
-        pytest.skip(f"{IMAGE} has other sources than this checkout: make image-gpu")
+        unavailable(f"{IMAGE} has other sources than this checkout: make image-gpu")
     return IMAGE
 
 
@@ -89,13 +89,14 @@ def test_accept_lists_its_rows_and_refuses_a_host_without_a_gpu(engine: DockerCl
         b"s",
         b"what",
     ]
-    with removed_at_the_end(engine.containers.run(gpu_image, ["accept"], detach=True, **STRANGER)) as container:
+    with_runs = STRANGER | {"user": "12345:0", "tmpfs": STRANGER["tmpfs"] | {"/appliance/runs": ""}}
+    with removed_at_the_end(engine.containers.run(gpu_image, ["accept"], detach=True, **with_runs)) as container:
         code = container.wait()["StatusCode"]
         said = container.logs().decode()
     assert code == 3, said
     assert re.search(
         r"^error: nvidia-smi shows no GPU, and torch \S+ is installed, which needs one\n"
-        r"hint: in a container: docker run --gpus all; a rehearsal takes the CPU flavour$",
+        r"hint: in a container: docker run --gpus all; --cpu rehearses what needs no vLLM for CPUs$",
         said,
         re.M,
     )
