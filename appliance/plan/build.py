@@ -183,6 +183,7 @@ def build_plan(
                 trainer.one_flow
                 or recipe.optimizer.norm_fed_lr_scale != 1
                 or recipe.optimizer.schedule is Schedule.LINEAR
+                or (is_cpu and algorithm.kl is not None)
             ),
             capability=None if is_cpu else GPUS[device].capability,
         ),

@@ -36,7 +36,7 @@ _GATHERED = 4  # bytes per weight, of the rank that writes `huggingface/` at a s
 _LOGITS = 8  # bytes per token and word: BF16 logits, their gradient, what the entropy needs
 _LOGITS_ON_CPU = 12  # the same in FP32
 _PACKED = 2  # bytes per weight that a rank of `trainer.forward: rollout` quantises itself: codes, and what multiplies
-_REFERENCE = 2  # bytes per weight, BF16, shared by all ranks
+_REFERENCE = 4  # bytes per weight, FP32, shared by all ranks
 _SHARINGS = (1, 2, 4, 8)
 _LARGEST_SHARE, _SMALLEST_SHARE, _STEP_OF_SHARE = 90, 30, 5  # percent of a GPU's memory that the engine takes
 
@@ -99,7 +99,6 @@ def _rollout(plan: RunPlan, shape: ModelShape, *, limit: int) -> Moment:
             Part("its counts for penalties", counts),
             Part("its KV cache", max(one_sequence(plan, shape), share - weights - _GRAPHS - counts)),
             Part("trainer's state", shape.weights * state // plan.topology.gpus, certain=True),
-            Part("reference", _reference(plan, shape), certain=True),
             Part("CUDA", _CONTEXT),
         ),
         limit,
@@ -114,7 +113,6 @@ def _update(plan: RunPlan, shape: ModelShape, *, limit: int) -> Moment:
             Part("weights", shape.weights * _MASTER // gpus, certain=True),
             Part("gradients", shape.weights * _GRADIENT // gpus, certain=True),
             Part("Adam", shape.weights * _ADAM // gpus, certain=True),
-            Part("reference", _reference(plan, shape), certain=True),
             Part("gathered layers", 2 * (2 * shape.linear_weights // shape.layers + others)),
             Part("activations", _activations(plan, shape)),
             Part("logits", _tokens_of_a_forward(plan) * shape.vocab * _LOGITS),
@@ -122,12 +120,6 @@ def _update(plan: RunPlan, shape: ModelShape, *, limit: int) -> Moment:
         ),
         limit,
     )
-
-
-def _reference(plan: RunPlan, shape: ModelShape) -> int:
-    """Bytes on one GPU of the model at the start; none where nothing asks for it, or where it waits on the host."""
-    stays = plan.algorithm.kl is not None and not plan.trainer.offload_parameters
-    return shape.weights * _REFERENCE // plan.topology.gpus if stays else 0
 
 
 def engine_share(plan: RunPlan, shape: ModelShape) -> Moment | None:
@@ -179,9 +171,9 @@ def _tokens_of_a_forward(plan: RunPlan) -> int:
 
 
 def host_bytes(plan: RunPlan, shape: ModelShape) -> int:
-    """Of each host, while responses are generated: what is offloaded."""
+    """Of each host, while responses are generated: what is offloaded, and a reference, which verl keeps there."""
     state = (_MASTER if plan.trainer.offload_parameters else 0) + (_ADAM if plan.trainer.offload_optimizer else 0)
-    if plan.algorithm.kl is not None and plan.trainer.offload_parameters:
+    if plan.algorithm.kl is not None:
         state += _REFERENCE
     return shape.weights * state // plan.nodes
 

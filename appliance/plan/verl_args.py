@@ -202,9 +202,8 @@ def _kl_in(plan: RunPlan) -> KlPlace | None:
 
 
 def _where_asked(plan: RunPlan) -> list[tuple[str, Value]]:
-    """Keys of which verl's default holds where the recipe asks for nothing else.
-
-    The reference's weights are in BF16, as every forward has them: half of the memory of verl's default.
+    """Keys of which verl's default holds where the recipe asks for nothing else. One that stays is the reference's
+    FP32: with weights in BF16 its log-probs at the start are not the policy's to the last bit.
     """
     algorithm, optimizer, kl = plan.algorithm, plan.optimizer, plan.algorithm.kl
     found: list[tuple[str, Value]] = []
@@ -220,9 +219,7 @@ def _where_asked(plan: RunPlan) -> list[tuple[str, Value]]:
         reference = "actor_rollout_ref.ref"
         found += [
             (f"{reference}.log_prob_micro_batch_size_per_gpu", plan.trainer.micro_batch_sequences),
-            (f"{reference}.fsdp_config.model_dtype", "bf16"),
             (f"{reference}.fsdp_config.use_torch_compile", not plan.is_cpu),
-            (f"{reference}.fsdp_config.param_offload", plan.trainer.offload_parameters),
         ]
     if optimizer.schedule is Schedule.COSINE:  # `linear` is trainer/verl_engine.py's
         found += [

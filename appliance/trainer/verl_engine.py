@@ -7,7 +7,7 @@ The rollouts' own forward (`trainer.forward: rollout`): put in before FSDP wraps
 weights what the engines compute in from an update on. Without a pass for log-probs before the update
 (`trainer.old_log_probs: rollout`) it holds those of the first one, for the driver to compare.
 
-A learning rate that sinks linearly, where verl's FSDP engine has a constant and a cosine.
+A learning rate that sinks linearly, where verl's FSDP engine has a constant and a cosine. A reference on a CPU.
 
 Another learning rate for the layers that UAQ scales: two groups of parameters. UAQ by s makes a step of Adam's s times
 larger beside the weight, on the linear layers that a norm feeds. This does the same to the same layers without touching
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,16 @@ class ApplianceEngine(FSDPEngineWithLMHead):
             )
             self._flow = put_in(flow)
         return module
+
+    def _build_fsdp_module(self, module: Module) -> Module:
+        """verl pins the weights of a reference in the host's memory, for a GPU: there is none on a CPU."""
+        given = self.engine_config
+        if _plan().is_cpu and given.forward_only:
+            self.engine_config = replace(given, forward_only=False)
+        try:
+            return super()._build_fsdp_module(module)
+        finally:
+            self.engine_config = given
 
     def prepare_model_outputs(
         self, output: Any, output_args: dict[str, Any], micro_batch: TensorDict, logits_processor_func: Any

@@ -1,5 +1,5 @@
 """Each value of each key of `algorithm` and of the optimizer's schedule in a real training of three steps with INT8
-rollouts: several keys in each. Two of the trainings are in `make test`, the others in `make test-long`."""
+rollouts: several keys in each. In `make test-long`; that none is missing is in `make test`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from appliance.recipe.load import load_recipe
 from appliance.recipe.schema import Recipe
 from appliance.terms.settings import Schedule
 
-pytestmark = pytest.mark.e2e(minutes=3)
+pytestmark = pytest.mark.e2e(minutes=1)
 
 STEPS = 3
 COMMON = (
@@ -69,7 +69,6 @@ TRAININGS: dict[str, tuple[str, ...]] = {
     "geo-mean": ("algorithm.loss=geo-mean", "correction.method=tis-geometric", "algorithm.entropy_bonus=0.001"),
     "gdpo": (*OWN, "algorithm.loss=tbpo", "algorithm.advantage=gdpo", "correction.method=tis-geometric"),
 }
-IN_EVERY_TEST = ("dr-grpo", "gspo")
 ENUMS: dict[str, type[StrEnum]] = {
     "advantage": Advantage,
     "aggregate": Aggregate,
@@ -132,9 +131,8 @@ def lines_of(done: Finished) -> list[dict]:
     return lines
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in IN_EVERY_TEST else pytest.mark.long) for name in TRAININGS]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", TRAININGS)
 def test_three_steps_with_int8_rollouts(with_tiny_cache: Callable[[Path], Path], tmp_path: Path, name: str) -> None:
     """That the loss had the correction's weights in hand is held in every step, or the run ends; here: that it is the
     loss and the advantage which were asked for, that a reference was asked, and the rate of each step."""
