@@ -42,6 +42,7 @@ from appliance.tasks.library import OWN, builtin_model_key, data_key, is_from_hu
 from appliance.terms.devices import AUTO, CPU, GPUS, automatic_scheme, gpu_of_product
 from appliance.terms.environment import child_env
 from appliance.terms.schemes import Scheme
+from appliance.terms.settings import Schedule
 
 CACHE_NAME = ".cache"
 USUAL_TURNS = 4  # of a model with tools
@@ -184,7 +185,13 @@ def build_plan(
             kv_cache_gb=recipe.rollout.kv_cache_gb,
             offline=not is_from_hub(task) and (bool(model.builtin) or is_folder(model.source)),
             backends=backends,
-            own_engine=trainer.one_flow or lora is not None or recipe.optimizer.norm_fed_lr_scale != 1,
+            own_engine=(
+                trainer.one_flow
+                or lora is not None
+                or recipe.optimizer.norm_fed_lr_scale != 1
+                or recipe.optimizer.schedule is Schedule.LINEAR
+                or (is_cpu and algorithm.kl is not None)
+            ),
             capability=None if is_cpu else GPUS[device].capability,
         ),
         pins=pins_for(device),

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import TypeVar
 
+from appliance.corrections.objective import Aggregate
 from appliance.corrections.registry import correction_of
 from appliance.recipe.rules import shadow_sequences
 from appliance.recipe.schema import AlgorithmKind, Attention, Backward, Forward, OldLogProbs, Recipe
@@ -14,6 +15,7 @@ from appliance.record.plan import (
     Choice,
     CorrectionPlan,
     EnginePlan,
+    KlPlan,
     LoraPlan,
     ShadowPlan,
     TrainerPlan,
@@ -155,9 +157,18 @@ def _chunked_prefill(recipe: Recipe, *, is_cpu: bool, book: Book) -> bool:
 def plan_algorithm(recipe: Recipe, *, book: Book) -> AlgorithmPlan:
     """DAPO's reward of a wrong answer is -1 (eq. 7 of its paper): half as far from 1 its penalty would weigh double."""
     algorithm, is_dapo = recipe.algorithm, recipe.algorithm.kind is AlgorithmKind.DAPO
+    spec = algorithm.loss.spec
+    for key in algorithm.preset:
+        book.note(f"algorithm.{key}", str(getattr(algorithm, key)), f"algorithm.kind: {algorithm.kind}")
+    if algorithm.aggregate is None and algorithm.aggregated is not Aggregate.TOKEN_MEAN:
+        book.note("algorithm.aggregate", str(spec.aggregate), f"of `{algorithm.loss}`")
     for key, bound in algorithm.bounds.items():
-        if getattr(algorithm, key) is None and algorithm.loss.spec.source:
-            book.note(f"algorithm.{key}", f"{bound:g}", algorithm.loss.spec.source)
+        if getattr(algorithm, key) is None and key in spec.bounds and spec.source:
+            book.note(f"algorithm.{key}", f"{bound:g}", spec.source)
+    kl = KlPlan(coefficient=algorithm.kl, estimator=algorithm.kl_estimator, place=algorithm.kl_in)
+    if algorithm.kl:
+        why = "the model at the start, beside the one that is trained: one more pass over each step's batch"
+        book.note("reference", f"{algorithm.kl_estimator} in the {algorithm.kl_in}", why)
     generated, most = 1, 0  # steps' worth of prompts at a time, prompts
     if is_dapo:
         prompts = recipe.batch.prompts_per_step
@@ -179,6 +190,10 @@ def plan_algorithm(recipe: Recipe, *, book: Book) -> AlgorithmPlan:
         overlong_penalty=algorithm.overlong_penalty if algorithm.overlong_tokens else 0.0,
         generation_batches=generated,
         max_generated_prompts=most,
+        advantage=algorithm.advantage,
+        aggregate=algorithm.aggregated,
+        kl=kl if algorithm.kl else None,
+        entropy_bonus=algorithm.entropy_bonus,
     )
 
 

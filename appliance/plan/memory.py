@@ -40,6 +40,7 @@ _GATHERED = 4  # bytes per weight, of the rank that writes `huggingface/` at a s
 _LOGITS = 8  # bytes per token and word: BF16 logits, their gradient, what the entropy needs
 _LOGITS_ON_CPU = 12  # the same in FP32
 _PACKED = 2  # bytes per weight that a rank of `trainer.forward: rollout` quantises itself: codes, and what multiplies
+_REFERENCE = 4  # bytes per weight, FP32, shared by all ranks
 _SHARINGS = (1, 2, 4, 8)
 _LARGEST_SHARE, _SMALLEST_SHARE, _STEP_OF_SHARE = 90, 30, 5  # percent of a GPU's memory that the engine takes
 
@@ -187,10 +188,15 @@ def _tokens_of_a_forward(plan: RunPlan) -> int:
 
 
 def host_bytes(plan: RunPlan, shape: ModelShape) -> int:
-    """Of each host: what is offloaded while responses are generated, and LoRA's copy while weights are sent."""
+    """Of each host, while responses are generated: what is offloaded, a reference, which verl keeps there (with LoRA it
+    is the base), and LoRA's copy while weights are sent."""
     state = _parameters(plan, shape) if plan.trainer.offload_parameters else 0
     state += _ADAM * trained_weights(plan, shape) if plan.trainer.offload_optimizer else 0
-    return (state + (_FROZEN * shape.weights if plan.lora else 0)) // plan.nodes
+    if plan.lora:
+        state += _FROZEN * shape.weights
+    elif plan.algorithm.kl is not None:
+        state += _REFERENCE * shape.weights
+    return state // plan.nodes
 
 
 class Role(StrEnum):
@@ -219,6 +225,7 @@ def held(plan: RunPlan, shape: ModelShape) -> dict[Role, int]:
     if plan.trainer.one_flow:  # gone when the weights change, and so at a save
         forward += _PACKED * shape.linear_weights
     state = _parameters(plan, shape) + trained_weights(plan, shape) * (_GRADIENT + _ADAM)
+    state += _REFERENCE * shape.weights if plan.algorithm.kl and not plan.lora else 0
     whole = (_FROZEN if plan.lora else _GATHERED) * shape.weights  # while weights are sent, at a save
     engine = _BASE[Role.ENGINE] + kv_cache_gib(plan) * GIB + engine_weights(plan, shape)
     return {

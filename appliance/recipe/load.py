@@ -73,7 +73,9 @@ def to_plain(recipe: Recipe) -> dict[str, Any]:
     correction = recipe.correction
     hold = correction_of(correction.method, cap=correction.cap, bounds=correction.bounds)
     plain["correction"] |= {"cap": hold.cap, "bounds": list(hold.bounds) if hold.bounds else None}
-    plain["algorithm"] |= recipe.algorithm.bounds
+    algorithm, has = recipe.algorithm, recipe.algorithm.loss.spec.bounds
+    plain["algorithm"] |= {key: bound for key, bound in algorithm.bounds.items() if key in has}
+    plain["algorithm"]["aggregate"] = str(algorithm.aggregated)
     if recipe.quantization.profile != "auto":
         for key in ("smoothing", "error_budget"):
             del plain["quantization"][key]

@@ -62,8 +62,8 @@ def attest_driver(plan: RunPlan) -> None:
     """Write `attest/driver-0.json`: this process computes advantages and corrections, in float, and no model; its pool
     runs the user's code."""
     correction = plan.correction
-    detail: dict[str, Any] = {"loss": str(correction.loss), "correction": str(correction.method)}
-    detail |= {"cap": correction.cap, "bounds": correction.bounds}
+    detail: dict[str, Any] = {"loss": str(correction.loss), "advantage": str(plan.algorithm.advantage)}
+    detail |= {"correction": str(correction.method), "cap": correction.cap, "bounds": correction.bounds}
     if code := attested_code(plan):
         detail["code"] = code
     _write(plan, role="driver", rank=0, detail=detail)

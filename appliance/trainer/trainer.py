@@ -19,6 +19,7 @@ from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.workers.rollout.llm_server import LLMServerManager
 
+from appliance.corrections.objective import Advantage
 from appliance.errors import ApplianceError, GuardStop
 from appliance.guard.signals import Signals
 from appliance.record.checkpoints import checkpoint_folder, owed_line
@@ -26,6 +27,7 @@ from appliance.record.code import attested_code
 from appliance.record.events import append_event, run_started
 from appliance.record.plan import RunPlan
 from appliance.terms.devices import CPU
+from appliance.trainer.advantages import with_gdpo
 from appliance.trainer.attest import SEARCH_EVERY, attest_driver, attest_trainers, check_attested, tell_layer
 from appliance.trainer.checkpoints import Checkpoints, at_its_place, read_state
 from appliance.trainer.correction import BatchCorrection
@@ -169,6 +171,9 @@ class Trainer(PPOTrainerSync):
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         batch = super()._compute_advantage(batch, metrics=metrics)
+        if self.plan.algorithm.advantage is Advantage.GDPO and self.plan.task.own is not None:
+            weights = {each.name: each.weight for each in self.plan.task.own.rewards}
+            batch = with_gdpo(batch, parts=self.rollouts.reward_parts(batch.keys), weights=weights)
         batch = self.correction.prepare(batch, step=self.global_steps, correction=self.governor.correction)
         self._step.correction = self.correction.metrics()
         return batch

@@ -272,3 +272,12 @@ def test_a_shape_is_read_from_a_config(tmp_path: Path) -> None:
         '"max_position_embeddings": 40960, "tie_word_embeddings": false}'
     )
     assert read_shape(tmp_path / "config.json") == KNOWN["Qwen/Qwen3-32B"]
+
+
+def test_the_reference_of_a_divergence_is_on_the_host() -> None:
+    """In FP32, in verl's FSDP2 always: on the GPUs only the layer that computes."""
+    asked = planned("gsm8k-0.5b-int8", "algorithm.kl=0.01")
+    without = asked.replace(algorithm=asked.algorithm.replace(kl=None))
+    shape = KNOWN[SHIPPED["gsm8k-0.5b-int8"]]
+    assert moments(asked, shape) == moments(without, shape)
+    assert host_bytes(asked, shape) - host_bytes(without, shape) == 4 * shape.weights
