@@ -36,7 +36,7 @@ OWN = (
     "task.kind=own",
     "task.train_file=problems.jsonl",
     "task.truth=answer",
-    "task.rewards=[{name: number}, {name: length, weight: 0.1, target: 3}]",
+    'task.rewards=[{name: regex, pattern: "^[3-6]"}, {name: regex, pattern: "[0-4]$", weight: 0.3}]',
 )
 TRAININGS: dict[str, tuple[str, ...]] = {
     "dr-grpo": (
