@@ -39,10 +39,8 @@ class ModelPlan(Frozen):
     """Where the weights come from. Exactly one of `source` and `builtin` is not empty."""
 
     path: str
-    """What the trainer and the engine read: a folder, or a name on the hub.
-
-    For a builtin it lies in the cache, made on first use; with a revision it is the hub's snapshot of it, fetched on
-    first use.
+    """What the trainer and the engine read: a folder, or a name on the hub. For a builtin it lies in the cache, made on
+    first use; with a revision it is the hub's snapshot of it, fetched on first use.
     """
     source: str
     """The folder or the hub name, as the recipe has it."""
@@ -354,7 +352,6 @@ class KlPlan(Frozen):
     """The divergence from the model at the start, which a reference of it in each trainer rank computes."""
 
     coefficient: float
-    """> 0"""
     estimator: Estimator
     place: KlPlace
 

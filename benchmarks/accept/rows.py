@@ -263,6 +263,7 @@ BEYOND: dict[str, str] = {
     "the compiled code of an engine, kept by vLLM (`~/.cache/vllm/torch_compile_cache`)": "seen in a second start",
     "profile (calibration)": _HOST,
     "`FLASHRL_CONFIG` under `vllm serve`": "needs a donor checkpoint",
+    "weight updates from other trainers": "not in a row yet",
     "attention `flash_attention_2`": "needs flash-attn",
     "checkpoints, resume, signals, restarts": _HOST,
     "DAPO (dynamic sampling, overlong penalty)": _HOST,
