@@ -337,11 +337,12 @@ def export(
     run: RunArgument,
     output: Annotated[Path, typer.Option("-o", metavar="DIR", help="A new folder for the model.")],
     step: Annotated[int | None, typer.Option(min=1, help="Of the checkpoint; left out: the newest.")] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="The adapter alone, for PEFT.")] = False,
 ) -> int:
     """The trained model of a checkpoint, for plain transformers and plain vLLM."""
     from appliance.launch.export import run_export
 
-    return run_export(run, run_root=RUN_ROOT, step=step, output=output)
+    return run_export(run, run_root=RUN_ROOT, step=step, output=output, adapter=adapter)
 
 
 @app.command()

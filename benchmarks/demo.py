@@ -2,10 +2,10 @@
 
 Trains the tiny recipe as a user does, once per setting and seed, one after the other, and writes `demo.json` (every
 number and curve) and `demo.md` (the tables). Settings: INT8, which is `rollout.scheme=auto` as in `make demo` (a host
-where that means another scheme is refused), BF16, and INT8 with learning rate 0, which shows what part of a climb is
-learning. The model and its profile are made before the clock starts. What `demo.json` in FOLDER holds of
-other settings and seeds stays: `--seeds 0` measures one again. A time with `~` was taken while the machine had other
-work.
+where that means another scheme is refused), the same with one precision flow, with and without a pass for the old
+log-probs, BF16, and INT8 with learning rate 0, which shows what part of a climb is learning. The model and its profile
+are made before the clock starts. What `demo.json` in FOLDER holds of other settings and seeds stays: `--seeds 0`
+measures one again. A time with `~` was taken while the machine had other work.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from appliance.terms.environment import RUN_VARIABLE
 RECIPE = "arithmetic-tiny-int8"
 SETTINGS = {
     "int8": ("rollout.scheme=auto",),
+    "int8, one flow": ("trainer.forward=rollout",),
+    "int8, one flow, no pass": ("trainer.forward=rollout", "trainer.old_log_probs=rollout"),
     "bf16": ("rollout.scheme=bf16",),
     "int8, learning rate 0": ("optimizer.learning_rate=0",),
 }

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from appliance.corrections.adaptive import Adaptive
-from appliance.corrections.base import ClipRange, Correction, Part, log_ratio
+from appliance.corrections.base import Correction, Part, log_ratio
+from appliance.corrections.objective import ClipRange
 from appliance.corrections.registry import METHODS, correction_of
 
 SHARE = 0.4  # of the correction that `adaptive` applies

@@ -24,7 +24,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING
 
-from appliance.corrections.base import CLAMP, ClipRange, Corrected, Correction, Part, token_weights
+from appliance.corrections.base import CLAMP, Corrected, Correction, Part, token_weights
+from appliance.corrections.objective import ClipRange
 from appliance.errors import NumericsError
 
 if TYPE_CHECKING:

@@ -25,9 +25,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
+from appliance.corrections.objective import PLAIN, ClipRange, Loss
 from appliance.errors import NumericsError
 
 if TYPE_CHECKING:
@@ -37,51 +37,6 @@ CLAMP = 20.0  # nats
 REJECT_K3_ABOVE = 0.01  # nats per token: the usual limit of `k3-reject`
 
 Refusal = tuple[tuple[str, ...], str, str]  # keys of the recipe, message, hint
-
-
-@dataclass(frozen=True)
-class ClipRange:
-    """The probability ratio is clipped to 1 - low .. 1 + high. low: 0..1, high: > 0."""
-
-    low: float = 0.2
-    high: float = 0.2
-
-
-class Loss(StrEnum):
-    PPO = "ppo"
-    TBPO = "tbpo"
-
-    @property
-    def spec(self) -> LossSpec:
-        return LOSSES[self]
-
-
-@dataclass(frozen=True)
-class LossSpec:
-    """What recipe, plan and corrections know of a loss. Its formula is verl's, or in trainer/correction.py."""
-
-    clip: ClipRange = ClipRange()
-    """Where the recipe gives none."""
-    dual_clip: float = 3.0
-    """Where the recipe gives none: the bound of the ratio where the advantage is negative, > 1."""
-    source: str = ""
-    """Of these bounds."""
-    correction: str = ""
-    """The method that its source has with it."""
-    of_sequences: bool = False
-    """Whether its ratio is one number for a response, the geometric mean of its tokens' ratios."""
-
-
-LOSSES: dict[Loss, LossSpec] = {
-    Loss.PPO: LossSpec(),
-    Loss.TBPO: LossSpec(
-        clip=ClipRange(low=3e-4, high=4e-4),
-        dual_clip=1.0007,
-        source="the bounds of TBPO, of a response's mean ratio",
-        correction="tis-geometric",
-        of_sequences=True,
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -134,7 +89,7 @@ class Correction:
     """> 0"""
     bounds: tuple[float, float] | None = None
     """0 < low <= 1 <= high"""
-    clip: ClipRange = ClipRange()
+    clip: ClipRange = PLAIN
     """The recipe's."""
     loss: Loss = Loss.PPO
     """What it corrects."""
@@ -196,6 +151,17 @@ class Correction:
         elif not bounds[0] <= 1 <= bounds[1]:
             span = f"[{bounds[0]:g}, {bounds[1]:g}]"
             yield keys, f"{span} leaves out 1, the weight where rollout and trainer agree", hint
+
+    @classmethod
+    def conflict(cls, loss: Loss) -> str:
+        """Why it has no meaning beside that loss; empty where it has one."""
+        does = "clips" if cls.clips else "weighs"
+        if cls.of_tokens and loss.spec.weighs_responses:
+            of = "one ratio" if loss.spec.of_sequences else "one product"
+            return f"`{cls.name}` {does} a response token by token, and `{loss}` has {of} for all of them"
+        if cls.clips and loss.spec.fixed_bounds:
+            return f"`{cls.name}` moves the clip bounds of single tokens, and `{loss}` {loss.spec.fixed_bounds}"
+        return ""
 
     @property
     def text(self) -> str:

@@ -31,7 +31,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from appliance.corrections.base import CLAMP, ClipRange, Corrected, Correction, Part, Refusal
+from appliance.corrections.base import CLAMP, Corrected, Correction, Part, Refusal
+from appliance.corrections.objective import ClipRange
 from appliance.errors import NumericsError
 
 if TYPE_CHECKING:

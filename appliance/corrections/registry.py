@@ -5,8 +5,9 @@ from __future__ import annotations
 from enum import StrEnum
 
 from appliance.corrections.adaptive import Adaptive
-from appliance.corrections.base import ClipRange, Correction, Loss
+from appliance.corrections.base import Correction
 from appliance.corrections.calibrated import CalibratedClipping
+from appliance.corrections.objective import ClipRange, Loss
 from appliance.corrections.weights import (
     Acr,
     GeometricMask,

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING
 from appliance.corrections.base import (
     CLAMP,
     REJECT_K3_ABOVE,
-    ClipRange,
     Corrected,
     Correction,
     Refusal,
@@ -33,6 +32,7 @@ from appliance.corrections.base import (
     tighter,
     token_weights,
 )
+from appliance.corrections.objective import ClipRange
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,8 +48,8 @@ class NoCorrection(Correction):
         return Corrected()
 
     def tightened(self) -> Correction:
-        """Weighed as `tis` does, or `tis-geometric` where the loss takes a response as a whole."""
-        method = TisGeometric if self.loss.spec.of_sequences else Tis
+        """Weighed as `tis` does, or `tis-geometric` where a weight acts on a whole response."""
+        method = TisGeometric if self.loss.spec.weighs_responses else Tis
         return method(cap=method.usual_cap, clip=self.clip, loss=self.loss, reject_k3_above=REJECT_K3_ABOVE)
 
     @property

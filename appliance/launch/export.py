@@ -16,11 +16,12 @@ from appliance.record.checkpoints import checkpoint_folder, damage, find_newest,
 from appliance.record.session import cannot_write
 from appliance.report.folder import find_run, reading
 
-CHILD_MODULE = "appliance.trainer.export"
+CHILD_MODULE, ADAPTER_ONLY = "appliance.trainer.export", "adapter"
 
 
-def run_export(run: str, *, run_root: Path, step: int | None, output: Path) -> int:
+def run_export(run: str, *, run_root: Path, step: int | None, output: Path, adapter: bool = False) -> int:
     """Make the folder `output`, which must not be there. step: of the checkpoint, None for the newest whole one.
+    adapter: LoRA's alone.
 
     Raises RecipeError for a run or a step that is not there, PreflightError for a damaged checkpoint or an output that
     cannot be written.
@@ -35,14 +36,14 @@ def run_export(run: str, *, run_root: Path, step: int | None, output: Path) -> i
         try:
             with folder_elsewhere(command="export") as folder:
                 run_child(
-                    [CHILD_MODULE, str(run_dir), str(checkpoint), str(target), str(folder)],
+                    [CHILD_MODULE, *map(str, (run_dir, checkpoint, target, folder)), *([ADAPTER_ONLY] * adapter)],
                     command="export",
                     folder=folder,
                     env={},
                 )
         except OSError as error:  # what concerns the target is told by the child
             raise cannot_write(Path(tempfile.gettempdir()), error, setting="TMPDIR") from error
-    console.say(f"the model of {checkpoint.name} is in {target}")
+    console.say(f"the {'adapter' if adapter else 'model'} of {checkpoint.name} is in {target}")
     console.out(str(target))
     return 0
 

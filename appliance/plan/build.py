@@ -42,6 +42,7 @@ from appliance.tasks.library import OWN, builtin_model_key, data_key, is_from_hu
 from appliance.terms.devices import AUTO, CPU, GPUS, automatic_scheme, gpu_of_product
 from appliance.terms.environment import child_env
 from appliance.terms.schemes import Scheme
+from appliance.terms.settings import Schedule
 
 CACHE_NAME = ".cache"
 USUAL_TURNS = 4  # of a model with tools
@@ -135,6 +136,11 @@ def build_plan(
     if is_cpu:
         book.note("threads_per_process", threads, why)
     uaq = derive.plan_uaq(recipe, run_dir=run_dir, book=book)
+    lora = derive.plan_lora(recipe, book=book)
+    if lora and engines.layers_with_experts(model):
+        raise RecipeError(
+            [("model.lora: this model has experts, whose weights are no linear layers", "set it to null")]
+        )
     correction = derive.plan_correction(recipe, micro_batch_sequences=trainer.micro_batch_sequences, book=book)
     guard = engines.plan_guard(recipe, rollout=rollout, experts=experts, book=book)
     validate_bf16_every, why = engines.plan_validation(recipe, rollout=rollout, switching=guard.switching, steps=steps)
@@ -156,6 +162,7 @@ def build_plan(
         profile=engines.plan_profile(recipe, rollout=rollout),
         correction=correction,
         uaq=uaq,
+        lora=lora,
         optimizer=OptimizerPlan(**recipe.optimizer.model_dump(include=set(OptimizerPlan.model_fields))),
         norm_fed_lr_scale=recipe.optimizer.norm_fed_lr_scale,
         cluster=_cluster(recipe, root=run_dir.parent),
@@ -178,7 +185,13 @@ def build_plan(
             kv_cache_gb=recipe.rollout.kv_cache_gb,
             offline=not is_from_hub(task) and (bool(model.builtin) or is_folder(model.source)),
             backends=backends,
-            own_engine=trainer.one_flow or recipe.optimizer.norm_fed_lr_scale != 1,
+            own_engine=(
+                trainer.one_flow
+                or lora is not None
+                or recipe.optimizer.norm_fed_lr_scale != 1
+                or recipe.optimizer.schedule is Schedule.LINEAR
+                or (is_cpu and algorithm.kl is not None)
+            ),
             capability=None if is_cpu else GPUS[device].capability,
         ),
         pins=pins_for(device),

@@ -6,13 +6,25 @@ import math
 from pathlib import Path
 from typing import TypeVar
 
+from appliance.corrections.objective import Aggregate
 from appliance.corrections.registry import correction_of
 from appliance.recipe.rules import shadow_sequences
 from appliance.recipe.schema import AlgorithmKind, Attention, Backward, Forward, OldLogProbs, Recipe
-from appliance.record.plan import AlgorithmPlan, Choice, CorrectionPlan, EnginePlan, ShadowPlan, TrainerPlan, UaqPlan
+from appliance.record.plan import (
+    AlgorithmPlan,
+    Choice,
+    CorrectionPlan,
+    EnginePlan,
+    KlPlan,
+    LoraPlan,
+    ShadowPlan,
+    TrainerPlan,
+    UaqPlan,
+)
 from appliance.tasks.library import OWN
 from appliance.terms.devices import CPU, GPUS, USUAL_SEQUENCES_AT_ONCE
 from appliance.terms.settings import ATTENTION_NAME
+from appliance.terms.shapes import Linear
 
 Value = TypeVar("Value", int, str, bool)
 
@@ -145,9 +157,18 @@ def _chunked_prefill(recipe: Recipe, *, is_cpu: bool, book: Book) -> bool:
 def plan_algorithm(recipe: Recipe, *, book: Book) -> AlgorithmPlan:
     """DAPO's reward of a wrong answer is -1 (eq. 7 of its paper): half as far from 1 its penalty would weigh double."""
     algorithm, is_dapo = recipe.algorithm, recipe.algorithm.kind is AlgorithmKind.DAPO
+    spec = algorithm.loss.spec
+    for key in algorithm.preset:
+        book.note(f"algorithm.{key}", str(getattr(algorithm, key)), f"algorithm.kind: {algorithm.kind}")
+    if algorithm.aggregate is None and algorithm.aggregated is not Aggregate.TOKEN_MEAN:
+        book.note("algorithm.aggregate", str(spec.aggregate), f"of `{algorithm.loss}`")
     for key, bound in algorithm.bounds.items():
-        if getattr(algorithm, key) is None and algorithm.loss.spec.source:
-            book.note(f"algorithm.{key}", f"{bound:g}", algorithm.loss.spec.source)
+        if getattr(algorithm, key) is None and key in spec.bounds and spec.source:
+            book.note(f"algorithm.{key}", f"{bound:g}", spec.source)
+    kl = KlPlan(coefficient=algorithm.kl, estimator=algorithm.kl_estimator, place=algorithm.kl_in)
+    if algorithm.kl:
+        why = "the model at the start, beside the one that is trained: one more pass over each step's batch"
+        book.note("reference", f"{algorithm.kl_estimator} in the {algorithm.kl_in}", why)
     generated, most = 1, 0  # steps' worth of prompts at a time, prompts
     if is_dapo:
         prompts = recipe.batch.prompts_per_step
@@ -169,6 +190,10 @@ def plan_algorithm(recipe: Recipe, *, book: Book) -> AlgorithmPlan:
         overlong_penalty=algorithm.overlong_penalty if algorithm.overlong_tokens else 0.0,
         generation_batches=generated,
         max_generated_prompts=most,
+        advantage=algorithm.advantage,
+        aggregate=algorithm.aggregated,
+        kl=kl if algorithm.kl else None,
+        entropy_bonus=algorithm.entropy_bonus,
     )
 
 
@@ -207,3 +232,18 @@ def plan_uaq(recipe: Recipe, *, run_dir: Path, book: Book) -> UaqPlan | None:
     why = f"what a norm feeds is divided by {scale:g} once before training, and model/ is folded back"
     book.note("correction.uaq_scale", f"{scale:g}", why)
     return UaqPlan(scale=scale, folder=str(run_dir / SCALED_FOLDER))
+
+
+def plan_lora(recipe: Recipe, *, book: Book) -> LoraPlan | None:
+    """None where all weights are trained."""
+    asked = recipe.model.lora
+    if asked is None:
+        return None
+    targets = asked.targets or tuple(Linear)
+    book.note("model.lora", f"rank {asked.rank}", "merged at each update of weights: engines see a model as any other")
+    return LoraPlan(
+        rank=asked.rank,
+        alpha=asked.alpha if asked.alpha else book.note("model.lora.alpha", asked.rank, "as the rank"),
+        targets=tuple(map(str, targets)),
+        dropout=asked.dropout,
+    )

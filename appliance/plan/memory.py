@@ -9,6 +9,9 @@ Without a GPU each role of processes is taken at its own largest moment, so the 
 any one time. The bases are measured on models so small that nothing else counts; docs/results/memory.md holds the whole
 against measured runs.
 
+With LoRA the model is held in BF16, and gradients and Adam are the adapter's; while weights are sent, each host has a
+copy of the model besides.
+
 P weights, N GPUs, T tokens of one forward on one GPU, h hidden, q attention's width, i intermediate, V vocabulary,
 L layers.
 """
@@ -31,11 +34,13 @@ _CONTEXT = 3 * GIB // 2  # CUDA and its libraries, of each of the two processes 
 _GRAPHS = 2 * GIB  # the engine's captured graphs and work space
 _GRAPHS_ASLEEP = GIB  # of them, what sleep mode does not free
 _COUNT = 4  # bytes per sequence and word: vLLM's V2 runner counts what was said, penalties or not
-_MASTER, _GRADIENT, _ADAM = 4, 4, 8  # bytes per weight, FP32, shared by all ranks
+_MASTER, _GRADIENT, _ADAM = 4, 4, 8  # bytes per weight that is trained, FP32, shared by all ranks
+_FROZEN = 2  # bytes per weight that is not, BF16, shared by all ranks
 _GATHERED = 4  # bytes per weight, of the rank that writes `huggingface/` at a save: the whole model in FP32
 _LOGITS = 8  # bytes per token and word: BF16 logits, their gradient, what the entropy needs
 _LOGITS_ON_CPU = 12  # the same in FP32
 _PACKED = 2  # bytes per weight that a rank of `trainer.forward: rollout` quantises itself: codes, and what multiplies
+_REFERENCE = 4  # bytes per weight, FP32, shared by all ranks
 _SHARINGS = (1, 2, 4, 8)
 _LARGEST_SHARE, _SMALLEST_SHARE, _STEP_OF_SHARE = 90, 30, 5  # percent of a GPU's memory that the engine takes
 
@@ -89,7 +94,8 @@ def _rollout(plan: RunPlan, shape: ModelShape, *, limit: int) -> Moment:
     """The engine takes its share whatever it needs; what it needs may be more."""
     share = int(plan.trainer.gpu_memory_utilization * limit)
     weights, counts = engine_weights(plan, shape), _counts(plan, shape)
-    state = (0 if plan.trainer.offload_parameters else _MASTER) + (0 if plan.trainer.offload_optimizer else _ADAM)
+    state = 0 if plan.trainer.offload_parameters else _parameters(plan, shape)
+    state += 0 if plan.trainer.offload_optimizer else _ADAM * trained_weights(plan, shape)
     return Moment(
         "rollout",
         (
@@ -97,7 +103,7 @@ def _rollout(plan: RunPlan, shape: ModelShape, *, limit: int) -> Moment:
             Part("its graphs", _GRAPHS),
             Part("its counts for penalties", counts),
             Part("its KV cache", max(one_sequence(plan, shape), share - weights - _GRAPHS - counts)),
-            Part("trainer's state", shape.weights * state // plan.topology.gpus, certain=True),
+            Part("trainer's state", state // plan.topology.gpus, certain=True),
             Part("CUDA", _CONTEXT),
         ),
         limit,
@@ -106,12 +112,13 @@ def _rollout(plan: RunPlan, shape: ModelShape, *, limit: int) -> Moment:
 
 def _update(plan: RunPlan, shape: ModelShape, *, limit: int) -> Moment:
     gpus, others = plan.topology.gpus, shape.weights - shape.linear_weights
+    trained = trained_weights(plan, shape)
     return Moment(
         "update",
         (
-            Part("weights", shape.weights * _MASTER // gpus, certain=True),
-            Part("gradients", shape.weights * _GRADIENT // gpus, certain=True),
-            Part("Adam", shape.weights * _ADAM // gpus, certain=True),
+            Part("weights", _parameters(plan, shape) // gpus, certain=True),
+            Part("gradients", trained * _GRADIENT // gpus, certain=True),
+            Part("Adam", trained * _ADAM // gpus, certain=True),
             Part("gathered layers", 2 * (2 * shape.linear_weights // shape.layers + others)),
             Part("activations", _activations(plan, shape)),
             Part("logits", _tokens_of_a_forward(plan) * shape.vocab * _LOGITS),
@@ -119,6 +126,17 @@ def _update(plan: RunPlan, shape: ModelShape, *, limit: int) -> Moment:
         ),
         limit,
     )
+
+
+def trained_weights(plan: RunPlan, shape: ModelShape) -> int:
+    """Number of those that have a gradient: all, or the adapter's."""
+    lora = plan.lora
+    return shape.adapter_weights(lora.rank, targets=lora.targets) if lora else shape.weights
+
+
+def _parameters(plan: RunPlan, shape: ModelShape) -> int:
+    """Bytes of what the trainer holds weights in, all ranks together."""
+    return _MASTER * trained_weights(plan, shape) + (_FROZEN * shape.weights if plan.lora else 0)
 
 
 def engine_share(plan: RunPlan, shape: ModelShape) -> Moment | None:
@@ -170,9 +188,15 @@ def _tokens_of_a_forward(plan: RunPlan) -> int:
 
 
 def host_bytes(plan: RunPlan, shape: ModelShape) -> int:
-    """Of each host, while responses are generated: what is offloaded."""
-    state = (_MASTER if plan.trainer.offload_parameters else 0) + (_ADAM if plan.trainer.offload_optimizer else 0)
-    return shape.weights * state // plan.nodes
+    """Of each host, while responses are generated: what is offloaded, a reference, which verl keeps there (with LoRA it
+    is the base), and LoRA's copy while weights are sent."""
+    state = _parameters(plan, shape) if plan.trainer.offload_parameters else 0
+    state += _ADAM * trained_weights(plan, shape) if plan.trainer.offload_optimizer else 0
+    if plan.lora:
+        state += _FROZEN * shape.weights
+    elif plan.algorithm.kl is not None:
+        state += _REFERENCE * shape.weights
+    return state // plan.nodes
 
 
 class Role(StrEnum):
@@ -200,12 +224,14 @@ def held(plan: RunPlan, shape: ModelShape) -> dict[Role, int]:
     forward = _activations(plan, shape) + _tokens_of_a_forward(plan) * shape.vocab * _LOGITS_ON_CPU
     if plan.trainer.one_flow:  # gone when the weights change, and so at a save
         forward += _PACKED * shape.linear_weights
-    state = shape.weights * (_MASTER + _GRADIENT + _ADAM)
+    state = _parameters(plan, shape) + trained_weights(plan, shape) * (_GRADIENT + _ADAM)
+    state += _REFERENCE * shape.weights if plan.algorithm.kl and not plan.lora else 0
+    whole = (_FROZEN if plan.lora else _GATHERED) * shape.weights  # while weights are sent, at a save
     engine = _BASE[Role.ENGINE] + kv_cache_gib(plan) * GIB + engine_weights(plan, shape)
     return {
-        Role.TRAINER: ranks * _BASE[Role.TRAINER] + state + max(ranks * forward, _GATHERED * shape.weights),
+        Role.TRAINER: ranks * _BASE[Role.TRAINER] + state + max(ranks * forward, whole),
         Role.ENGINE: engines * engine,
-        Role.DRIVER: _BASE[Role.DRIVER],
+        Role.DRIVER: _BASE[Role.DRIVER] + (_FROZEN * shape.weights if plan.lora else 0),  # `model/` is merged in it
         Role.SERVICES: _BASE[Role.SERVICES],
     }
 

@@ -9,9 +9,10 @@ import json
 import re
 from pathlib import Path
 
-from appliance.corrections.base import Loss
+from appliance.corrections.objective import Advantage, Aggregate, KlPlace, Loss
 from appliance.processes import module_argv
 from appliance.record.plan import RunPlan
+from appliance.terms.settings import Schedule
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -23,18 +24,42 @@ STORAGE_UNITS = {True: 1, False: 8}  # of the TransferQueue, a process each, by 
 FILTER_METRIC = "acc"  # of reward_extra_info, by trainer/rollouts.py: the grade, not the reward with its penalty
 WORKER_EXTENSION = "appliance.engine.sync.SyncWorkerExtension"
 
-LOSS_MODES = {Loss.PPO: "vanilla", Loss.TBPO: "tbpo"}  # in verl's registry; tbpo is ours, trainer/correction.py
+LOSS_MODES = {
+    Loss.PPO: "vanilla",
+    Loss.GSPO: "gspo",
+    Loss.CISPO: "cispo",
+    Loss.SAPO: "sapo",
+    Loss.GEO_MEAN: "geo-mean",
+    Loss.TBPO: "tbpo",
+}  # in verl's registry; the last two are ours, trainer/correction.py
+AGGREGATES = {
+    Aggregate.TOKEN_MEAN: "token-mean",
+    Aggregate.SEQUENCE_MEAN: "seq-mean-token-mean",
+    Aggregate.CONSTANT: "seq-mean-token-sum-norm",
+}
+ESTIMATORS = {
+    Advantage.GRPO: "grpo",
+    Advantage.DR_GRPO: "grpo",
+    Advantage.RLOO: "rloo",
+    Advantage.REINFORCE_PLUS_PLUS: "reinforce_plus_plus",
+    Advantage.OPO: "opo",
+    Advantage.GDPO: "grpo",  # and then ours, trainer/advantages.py: verl's has not the rewards one by one
+}
+
+USUAL_BETAS, USUAL_EPSILON = (0.9, 0.999), 1e-8  # of torch's AdamW, and verl's
 
 _BARE = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
 _NOT_BARE = frozenset({"null", "true", "false", "nan", "inf"})
 
-Value = None | bool | int | float | str | list[str] | dict[str, str]
+Value = None | bool | int | float | str | list[str] | list[float] | dict[str, float]
 
 
 def hydra_value(value: Value) -> str:
     """In Hydra's override grammar. Text is quoted unless it can only read as text."""
     if isinstance(value, list):
         return "[" + ",".join(hydra_value(each) for each in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{hydra_value(each)}" for key, each in value.items()) + "}"
     if not isinstance(value, str):
         return json.dumps(value)
     return value if _BARE.fullmatch(value) and value.lower() not in _NOT_BARE else _quoted(value)
@@ -62,16 +87,28 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
     Never verl's own search for a checkpoint: it crashes on an empty tracker file and starts anew on one that names no
     folder. A step that is resumed from was validated, where it was due, before it was saved.
     """
-    trainer, optimizer, rollout = plan.trainer, plan.optimizer, plan.rollout
+    trainer, optimizer, rollout, lora = plan.trainer, plan.optimizer, plan.rollout, plan.lora
     correction = "algorithm.rollout_correction"
     sleeps = not plan.is_cpu  # vLLM's sleep mode frees GPU memory
     one_process = plan.is_cpu and rollout.tensor_parallel == 1  # a worker of its own costs 6 s and 0.6 GB
     resume: list[tuple[str, Value]] = [("trainer.resume_mode", "disable")]
     if plan.resume_from:
         resume = [("trainer.resume_mode", "resume_path"), ("trainer.resume_from_path", plan.resume_from)]
+    saved = ["model", "optimizer", "extra", "hf_model"]
+    adapter: list[tuple[str, Value]] = []
+    if lora:  # `hf_model` would be the model without the adapter: trainer/lora.py saves that beside it
+        saved = saved[:3]
+        adapter = [
+            (f"{MODEL}.lora_rank", lora.rank),
+            (f"{MODEL}.lora_alpha", lora.alpha),
+            (f"{MODEL}.target_modules", list(lora.targets)),
+            (f"{MODEL}.lora.merge", True),
+            (f"{ACTOR}.fsdp_config.model_dtype", "bf16"),  # of what is not trained
+            (f"+{ACTOR}.checkpoint.save_lora_only", True),
+        ]
     return [
-        ("algorithm.adv_estimator", "grpo"),
-        ("algorithm.use_kl_in_reward", False),
+        ("algorithm.adv_estimator", ESTIMATORS[plan.algorithm.advantage]),
+        ("algorithm.use_kl_in_reward", _kl_in(plan) is KlPlace.REWARD),
         ("algorithm.filter_groups.enable", plan.algorithm.filters),
         ("algorithm.filter_groups.metric", FILTER_METRIC),
         ("algorithm.filter_groups.max_inflight_gen_batches", plan.algorithm.generation_batches),
@@ -99,9 +136,10 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
         (f"{MODEL}.enable_gradient_checkpointing", trainer.gradient_checkpointing),
         (f"+{MODEL}.override_config.attn_implementation", trainer.attention),
         (f"+{MODEL}.override_config.model_config", {}),  # else that name goes into the trained model's config.json
+        *adapter,
         (f"{ACTOR}.strategy", "fsdp2"),
         ("actor_rollout_ref.ref.strategy", "fsdp2"),
-        (f"{ACTOR}.use_kl_loss", False),
+        (f"{ACTOR}.use_kl_loss", _kl_in(plan) is KlPlace.LOSS),
         (f"{ACTOR}.use_torch_compile", not plan.is_cpu),
         (f"{ACTOR}.fsdp_config.use_torch_compile", not plan.is_cpu),
         (f"{ACTOR}.fsdp_config.seed", plan.seed),
@@ -110,8 +148,9 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
         (f"{ACTOR}.clip_ratio_low", plan.correction.clip_low),
         (f"{ACTOR}.clip_ratio_high", plan.correction.clip_high),
         (f"{ACTOR}.clip_ratio_c", plan.algorithm.dual_clip),
-        (f"{ACTOR}.loss_agg_mode", "token-mean"),  # verl's default, and DAPO's; `tbpo` has its own
-        (f"{ACTOR}.entropy_coeff", 0.0),
+        (f"{ACTOR}.loss_agg_mode", AGGREGATES[plan.algorithm.aggregate]),
+        (f"{ACTOR}.entropy_coeff", plan.algorithm.entropy_bonus),
+        *_where_asked(plan),
         (f"{ACTOR}.fsdp_config.param_offload", trainer.offload_parameters),
         (f"{ACTOR}.fsdp_config.optimizer_offload", trainer.offload_optimizer),
         (f"{ACTOR}.ppo_mini_batch_size", trainer.mini_batch_prompts),
@@ -124,7 +163,7 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
         (f"{ACTOR}.optim.lr_warmup_steps", optimizer.warmup_steps),
         (f"{ACTOR}.optim.lr_warmup_steps_ratio", 0.0),
         (f"{ACTOR}.optim.clip_grad", optimizer.max_grad_norm),
-        (f"{ACTOR}.checkpoint.save_contents", ["model", "optimizer", "extra", "hf_model"]),
+        (f"{ACTOR}.checkpoint.save_contents", saved),
         (f"{ROLLOUT}.name", "vllm"),
         (f"{ROLLOUT}.n", rollout.samples_per_prompt),
         (f"{ROLLOUT}.temperature", rollout.temperature),
@@ -169,3 +208,39 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
         ("trainer.val_before_train", plan.validate_before and not plan.resume_from),
         *resume,
     ]
+
+
+def _kl_in(plan: RunPlan) -> KlPlace | None:
+    return plan.algorithm.kl.place if plan.algorithm.kl else None
+
+
+def _where_asked(plan: RunPlan) -> list[tuple[str, Value]]:
+    """Keys of which verl's default holds where the recipe asks for nothing else. One that stays is the reference's
+    FP32: with weights in BF16 its log-probs at the start are not the policy's to the last bit.
+    """
+    algorithm, optimizer, kl = plan.algorithm, plan.optimizer, plan.algorithm.kl
+    found: list[tuple[str, Value]] = []
+    if algorithm.advantage is Advantage.DR_GRPO:
+        found.append(("algorithm.norm_adv_by_std_in_grpo", False))
+    if algorithm.aggregate is Aggregate.CONSTANT:  # without it verl divides by the longest of a micro-batch
+        found.append((f"{ACTOR}.loss_scale_factor", plan.task.max_response_tokens))
+    if kl and kl.place is KlPlace.LOSS:
+        found += [(f"{ACTOR}.kl_loss_coef", kl.coefficient), (f"{ACTOR}.kl_loss_type", str(kl.estimator))]
+    elif kl:
+        found += [("algorithm.kl_ctrl.kl_coef", kl.coefficient), ("algorithm.kl_penalty", str(kl.estimator))]
+    if kl:
+        reference = "actor_rollout_ref.ref"
+        found += [
+            (f"{reference}.log_prob_micro_batch_size_per_gpu", plan.trainer.micro_batch_sequences),
+            (f"{reference}.fsdp_config.use_torch_compile", not plan.is_cpu),
+        ]
+    if optimizer.schedule is Schedule.COSINE:  # `linear` is trainer/verl_engine.py's
+        found += [
+            (f"{ACTOR}.optim.lr_scheduler_type", "cosine"),
+            (f"{ACTOR}.optim.min_lr_ratio", optimizer.min_lr_ratio),
+        ]
+    if optimizer.betas != USUAL_BETAS:
+        found.append((f"{ACTOR}.optim.betas", list(optimizer.betas)))
+    if optimizer.epsilon != USUAL_EPSILON:
+        found.append((f"{ACTOR}.optim.override_optimizer_config", {"eps": optimizer.epsilon}))
+    return found

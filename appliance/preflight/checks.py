@@ -58,7 +58,7 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts) -> list[Finding
         _data(plan, inputs),
         device.gain(plan, shape=inputs.model_shape, stored=inputs.stored) if plan.device == CPU or host.gpus else (),
         _folder(host),
-        judge_disk(plan, inputs.disks, model_bytes=model_bytes, written=inputs.written),
+        judge_disk(plan, inputs.disks, model_bytes=model_bytes, shape=inputs.model_shape, written=inputs.written),
         _memory(plan, host, inputs.model_shape),
         _shared_memory(plan, host),
         _logging(plan, host),
@@ -244,7 +244,7 @@ def _folder(host: HostFacts) -> Iterator[Finding]:
 def estimates(plan: RunPlan, *, model_bytes: int = 0, shape: ModelShape | None = None) -> list[tuple[str, str]]:
     """(what, how much), for people. model_bytes: of its weights on disk, 0: by the shape where that is known."""
     model_bytes = model_bytes or bytes_by_shape(shape)
-    disk = f"about {gib(sum(needed_bytes(plan, model_bytes=model_bytes)))}"
+    disk = f"about {gib(sum(needed_bytes(plan, model_bytes=model_bytes, shape=shape)))}"
     found = [("disk", disk if plan.model.builtin or model_bytes else "unknown until downloaded")]
     if of_host := shape_on_cpu(plan, shape):
         parts = ", ".join(f"{role} {size / GIB:.1f}" for role, size in held(plan, of_host).items())

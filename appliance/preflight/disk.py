@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.plan.memory import GIB
+from appliance.plan.memory import GIB, trained_weights
 from appliance.preflight.finding import Finding, error
 from appliance.record.checkpoints import FOLDER, step_of
 from appliance.record.plan import RunPlan
@@ -19,7 +19,7 @@ from appliance.terms.shapes import ModelShape
 
 _FOR_LOGS = GIB // 4
 _TINY_CHECKPOINT = GIB // 8
-BYTES_SAVED_PER_WEIGHT = 4 + 8 + 4  # FP32 weights, two Adam moments, the model to export in FP32
+BYTES_SAVED_PER_WEIGHT = 4 + 8 + 4  # FP32 weights, two Adam moments, what is exported in FP32
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,11 @@ def _bytes_below(folder: Path) -> int:
     return sum(os.lstat(file).st_size for file in files if os.path.isfile(file))
 
 
-def judge_disk(plan: RunPlan, disks: Disks, *, model_bytes: int, written: Written) -> Iterator[Finding]:
-    """model_bytes: of the weights in BF16, 0 when unknown."""
-    in_run, in_checkpoints = needed_bytes(plan, model_bytes=model_bytes, written=written)
+def judge_disk(
+    plan: RunPlan, disks: Disks, *, model_bytes: int, shape: ModelShape | None = None, written: Written
+) -> Iterator[Finding]:
+    """model_bytes: of the weights in BF16, 0 when unknown.  shape: of the model, None where it is not known."""
+    in_run, in_checkpoints = needed_bytes(plan, model_bytes=model_bytes, shape=shape, written=written)
     if disks.are_one:
         more, needed = " more" if written != Written() else "", in_run + in_checkpoints
         message = f"the run needs about {gib(needed)}{more}"
@@ -107,9 +109,13 @@ def _short(place: str, disk: Disk, needed: int, message: str, remedy: str) -> It
         yield error("disk", place, f"{gib(disk.free_bytes)} free at {disk.folder}, {message}", remedy)
 
 
-def needed_bytes(plan: RunPlan, *, model_bytes: int, written: Written = Written()) -> tuple[int, int]:
-    """(to the run's folder, to its checkpoints): about what is still to be written. model_bytes: as judge_disk."""
-    each = model_bytes // 2 * BYTES_SAVED_PER_WEIGHT if model_bytes else _TINY_CHECKPOINT
+def needed_bytes(
+    plan: RunPlan, *, model_bytes: int, shape: ModelShape | None = None, written: Written = Written()
+) -> tuple[int, int]:
+    """(to the run's folder, to its checkpoints): about what is still to be written. model_bytes, shape: as judge_disk;
+    without a shape an adapter counts as the whole model."""
+    weights = trained_weights(plan, shape) if plan.lora and shape and shape.is_dense else model_bytes // 2
+    each = weights * BYTES_SAVED_PER_WEIGHT if model_bytes else _TINY_CHECKPOINT
     scaled = max(0, 2 * model_bytes - written.scaled) if plan.uaq else 0  # most of it in FP32
     run = _FOR_LOGS + scaled + 2 * model_bytes  # `model/`, an earlier one goes to the logs
     return run, max(0, checkpoints_at_once(plan) * each - written.checkpoints)

@@ -115,8 +115,8 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, run_code: bool = True, host: Ho
     asks = ask_hub and needs_hub and not is_offline
     hub_problem = hub.problem() if asks else ""
     data_problems = _data_problems(plan)
-    missing = missing_code(plan)
-    asks_code = ask_hub and run_code and not missing
+    no_rewards, no_tools = missing_code(plan)
+    asks_code = ask_hub and run_code and not (no_rewards or no_tools)
     access = read_access(plan, ask_network=ask_hub)  # before anything looks into the folder
     is_barred = str(folder) in access.unreadable
     is_folder = not plan.model.builtin and not name and folder.is_absolute()
@@ -140,8 +140,8 @@ def read_inputs(plan: RunPlan, *, ask_hub: bool, run_code: bool = True, host: Ho
         # Where the commit is not known, of `main`: what stands against the revision is told by revision_problem.
         model_problem=hub.refusal(name, revision=plan.model.commit) if asks and needs_model and not hub_problem else "",
         revision_problem=_revision_problem(plan.model) if ask_hub else "",
-        reward_problem=missing or (reward_problem(plan) if asks_code and not data_problems else None),
-        tool_problems=tool_problems(plan, template=may_look or cached) if asks_code else (),
+        reward_problem=no_rewards or (reward_problem(plan) if asks_code and not data_problems else None),
+        tool_problems=tool_problems(plan, template=may_look or cached) if asks_code else no_tools,
         access=access,
         stack=read_stack(plan),
         stored=read_result(key, cache_dir=Path(plan.cache_dir))[0] if key else None,
@@ -280,10 +280,13 @@ def expected_kl(plan: RunPlan) -> float | None:
     return predicted["kl"] if predicted else None
 
 
-def missing_code(plan: RunPlan) -> RewardProblem | None:
-    """The files of the user's code that cannot be read."""
-    files = ", ".join(each.path for each in code_of(plan) if not each.sha256)
-    return RewardProblem(f"{files}: no such file, or it cannot be read", remedy="correct the path") if files else None
+def missing_code(plan: RunPlan) -> tuple[RewardProblem | None, tuple[tuple[str, str], ...]]:
+    """Where files of the user's code cannot be read: the reward_problem and the tool_problems."""
+    why, remedy = "no such file, or it cannot be read", "correct the path"
+    gone = [each.path for each in code_of(plan) if not each.sha256]
+    tools = tuple((f"task.tools: {each}: {why}", remedy) for each in gone if each == plan.task.tools)
+    rewards = ", ".join(each for each in gone if each != plan.task.tools)
+    return RewardProblem(f"{rewards}: {why}", remedy=remedy) if rewards else None, tools
 
 
 def reward_problem(plan: RunPlan) -> RewardProblem | None:

@@ -73,7 +73,9 @@ def to_plain(recipe: Recipe) -> dict[str, Any]:
     correction = recipe.correction
     hold = correction_of(correction.method, cap=correction.cap, bounds=correction.bounds)
     plain["correction"] |= {"cap": hold.cap, "bounds": list(hold.bounds) if hold.bounds else None}
-    plain["algorithm"] |= recipe.algorithm.bounds
+    algorithm, has = recipe.algorithm, recipe.algorithm.loss.spec.bounds
+    plain["algorithm"] |= {key: bound for key, bound in algorithm.bounds.items() if key in has}
+    plain["algorithm"]["aggregate"] = str(algorithm.aggregated)
     if recipe.quantization.profile != "auto":
         for key in ("smoothing", "error_budget"):
             del plain["quantization"][key]
@@ -146,7 +148,7 @@ def _merged(below: dict[str, Node], above: dict[str, Node]) -> dict[str, Node]:
         if old is not None and isinstance(old.value, dict):
             if isinstance(node.value, dict):
                 node = Node(_merged(old.value, node.value), node.place)
-            elif node.value is None:  # a section with nothing but comments
+            elif node.value is None and key in SECTIONS:  # one with nothing but comments
                 node = old
         merged[key] = node
     return merged

@@ -6,11 +6,12 @@ import difflib
 import re
 from collections.abc import Iterator
 from pathlib import PurePath
-from typing import NamedTuple
 
 from appliance.corrections.registry import METHODS
 from appliance.guard.policy import Action
 from appliance.quant.uaq import MOST
+from appliance.recipe.broken import Broken
+from appliance.recipe.objective import broken_objective
 from appliance.recipe.schema import (
     Algorithm,
     AlgorithmKind,
@@ -38,23 +39,13 @@ PATHS = (
 )
 OF_OWN = ("data", "config", "split", "prompt", "template", "system", "truth", "rewards", "tools", "max_turns")
 _DATA_SET = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
-MOST_OF_A_MEAN = 0.1  # from 1: a response whose mean ratio is farther away is another policy's
-AVAILABLE_ALGORITHMS = (AlgorithmKind.GRPO, AlgorithmKind.DAPO)  # `ppo` needs a critic, and a model for it
-
-
-class Broken(NamedTuple):
-    """A rule over several keys that a recipe breaks."""
-
-    keys: tuple[str, ...]
-    """The dotted keys concerned; the message stands at the first that the user wrote."""
-    message: str
-    hint: str = ""
+AVAILABLE_ALGORITHMS = tuple(kind for kind in AlgorithmKind if kind is not AlgorithmKind.PPO)  # which needs a critic
 
 
 def broken_rules(recipe: Recipe) -> list[Broken]:
     """Every rule the recipe breaks, in the order of the file's sections."""
-    rules = (_availability, _model, _task, _rollout, _quantization, _correction, _dapo, _batch, _packing)
-    rules = (*rules, _length, _cluster, _guard, _one_flow, _old_log_probs, _texts)
+    rules = (_availability, _model, _lora, _task, _rollout, _quantization, _correction, broken_objective, _dapo)
+    rules = (*rules, _batch, _packing, _length, _cluster, _guard, _one_flow, _old_log_probs, _texts)
     return [broken for rule in rules for broken in rule(recipe)]
 
 
@@ -77,6 +68,27 @@ def _model(recipe: Recipe) -> Iterator[Broken]:
     elif model.builtin and recipe.task.longest > (most := TINY_MODELS[model.builtin].max_positions):
         message = f"prompt and response are up to {recipe.task.longest} tokens, `{model.builtin}` takes {most}"
         yield Broken(("task.max_response_tokens", "task.max_prompt_tokens"), message, "lower one of them")
+
+
+def _lora(recipe: Recipe) -> Iterator[Broken]:
+    """What acts on weights that LoRA does not train. `plan.build` asks for experts, too."""
+    key, lora = "model.lora", recipe.model.lora
+    if lora is None:
+        return
+    if lora.targets and len(set(lora.targets)) < len(lora.targets):
+        yield Broken((f"{key}.targets", key), "a layer is named twice", "name each once")
+    refused = {
+        "correction.uaq_scale": (None, "UAQ scales weights so that an update moves them more, and LoRA moves none"),
+        "optimizer.norm_fed_lr_scale": (1.0, "it is a rate of the weights that a norm feeds, and LoRA trains none"),
+        "trainer.forward": (
+            Forward.BF16,
+            "the rollouts' forward has codes of weights, and an adapter has none",
+        ),
+    }
+    for name, (usual, message) in refused.items():
+        section, _, field = name.partition(".")
+        if getattr(getattr(recipe, section), field) != usual:
+            yield Broken((name, key), message, "remove it, or set model.lora to null")
 
 
 def _task(recipe: Recipe) -> Iterator[Broken]:
@@ -317,25 +329,6 @@ def _correction(recipe: Recipe) -> Iterator[Broken]:
         message = "1 scales nothing" if scale == 1 else f"{scale:g} does not lie between {1 / MOST:g} and {MOST:g}"
         yield Broken(("correction.uaq_scale",), message, "give one such as 1.5, or null")
     yield from _shadow(recipe)
-    yield from _of_sequences(recipe)
-
-
-def _of_sequences(recipe: Recipe) -> Iterator[Broken]:
-    """What does not go with a loss that has one ratio for a response."""
-    loss, method = recipe.algorithm.loss, METHODS[recipe.correction.method]
-    if not loss.spec.of_sequences:
-        return
-    if method.of_tokens:
-        does = "clips" if method.clips else "weighs"
-        message = f"`{method.name}` {does} a response token by token, and `{loss}` has one ratio for all of them"
-        fitting = listed(name for name, each in METHODS.items() if not each.of_tokens)
-        hint = f"use `{loss.spec.correction}` as its source does, or another one of {fitting}"
-        yield Broken(("correction.method", "algorithm.loss"), message, hint)
-    usual = Algorithm(loss=loss).bounds
-    for key, bound in recipe.algorithm.bounds.items():
-        if (bound - 1 if key == "dual_clip" else bound) > MOST_OF_A_MEAN:
-            message = f"`{loss}` bounds the mean ratio of a response, and {bound:g} is a bound for a token's"
-            yield Broken((f"algorithm.{key}", "algorithm.loss"), message, f"give one such as {usual[key]:g}, or null")
 
 
 def _shadow(recipe: Recipe) -> Iterator[Broken]:

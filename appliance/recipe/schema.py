@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from appliance.corrections.base import ClipRange, Loss
+from appliance.corrections.objective import Advantage, Aggregate, ClipRange, Estimator, KlPlace, Loss
 from appliance.corrections.registry import DEFAULT, CorrectionMethod
 from appliance.guard.policy import ESS, K3_KL, TRUNCATED_FRACTION, WEIGHT_STD, Action
 from appliance.tasks.library import TaskKind
 from appliance.terms.devices import Topology
 from appliance.terms.schemes import PROFILED, Scheme, listed
+from appliance.terms.settings import Schedule
+from appliance.terms.shapes import Linear
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 SchemeChoice = StrEnum("SchemeChoice", {"AUTO": "auto", **{each.name: each.value for each in Scheme}})
@@ -27,7 +29,16 @@ SchemeChoice.__doc__ = "`auto` and the schemes of `terms.schemes.Scheme`."
 class AlgorithmKind(StrEnum):
     GRPO = "grpo"
     DAPO = "dapo"
+    DR_GRPO = "dr-grpo"
+    GSPO = "gspo"
     PPO = "ppo"
+
+
+PRESETS: dict[AlgorithmKind, dict[str, str]] = {
+    AlgorithmKind.DR_GRPO: {"advantage": Advantage.DR_GRPO.value, "aggregate": Aggregate.CONSTANT.value},
+    AlgorithmKind.GSPO: {"loss": Loss.GSPO.value, "aggregate": Aggregate.SEQUENCE_MEAN.value},
+}
+"""A kind is a name for these keys; the others have none but their rules."""
 
 
 class Attention(StrEnum):
@@ -38,6 +49,11 @@ class Attention(StrEnum):
 class Forward(StrEnum):
     BF16 = "bf16"
     ROLLOUT = "rollout"
+
+
+class Dtype(StrEnum):
+    BF16 = "bf16"
+    FP16 = "fp16"
 
 
 class Backward(StrEnum):
@@ -80,6 +96,19 @@ class Section(BaseModel):
     )
 
 
+class Lora(Section):
+    """An adapter: the product of two narrow matrices beside each linear layer is trained, the model itself is not."""
+
+    rank: int = Field(32, ge=1, le=1024)
+    """width of both matrices"""
+    alpha: int | None = Field(None, ge=1)
+    """their product counts alpha / rank times; null: as the rank"""
+    targets: Lax[tuple[Lax[Linear], ...]] | None = Field(None, min_length=1)
+    """linear layers that get one; null: all of a decoder layer"""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """of what enters the adapter, in updates"""
+
+
 class Model(Section):
     """The model to train. Give exactly one of `path` and `builtin`."""
 
@@ -91,6 +120,8 @@ class Model(Section):
     """of a hub model: commit, tag or branch; null: `main`"""
     trust_remote_code: bool = False
     """run Python code that comes with the model"""
+    lora: Lora | None = None
+    """train an adapter: rank (32), alpha, targets, dropout, as {rank: 16}"""
 
 
 class Reward(Section):
@@ -246,9 +277,18 @@ class Algorithm(Section):
     """The policy gradient."""
 
     kind: Lax[AlgorithmKind] = AlgorithmKind.GRPO
-    """`grpo`, or `dapo`: no prompt with equal answers"""
-    loss: Lax[Loss] = Loss.PPO
-    """`ppo`, or `tbpo`: a ratio for each response, docs/corrections.md"""
+    """`grpo`, `dapo` (no prompt with equal answers), `dr-grpo`, `gspo`"""
+    advantage: Lax[Advantage] = Field(Advantage.GRPO, description=listed(tuple(Advantage)))
+    loss: Lax[Loss] = Field(Loss.PPO, description=f"{listed(tuple(Loss))}: docs/algorithms.md")
+    aggregate: Lax[Aggregate] | None = Field(None, description=f"{listed(tuple(Aggregate))}; null: the loss's usual")
+    kl: float = Field(0.0, ge=0)
+    """weight of the divergence from the model at the start; 0: none"""
+    kl_estimator: Lax[Estimator] = Estimator.K3
+    """`k1`, `k2` or `k3`, of a token"""
+    kl_in: Lax[KlPlace] = KlPlace.LOSS
+    """`loss`, or `reward`"""
+    entropy_bonus: float = Field(0.0, ge=0)
+    """weight of the entropy of each token in the loss; 0: none"""
     clip_low: float | None = Field(None, gt=0, lt=1)
     """the probability ratio is clipped at 1 - clip_low; null: the loss's usual, of `ppo` 0.2"""
     clip_high: float | None = Field(None, gt=0)
@@ -261,6 +301,21 @@ class Algorithm(Section):
     """of `dapo`: the last tokens of a response that cost; 0: none"""
     overlong_penalty: float = Field(1.0, ge=0)
     """of `dapo`: reward that a response of full length loses"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, given: Any) -> Any:
+        """A preset says what is not given."""
+        return {**PRESETS.get(given.get("kind"), {}), **given} if isinstance(given, dict) else given
+
+    @property
+    def preset(self) -> dict[str, str]:
+        """What its kind says."""
+        return PRESETS.get(self.kind, {})
+
+    @property
+    def aggregated(self) -> Aggregate:
+        return self.aggregate or self.loss.spec.aggregate
 
     @property
     def bounds(self) -> dict[str, float]:
@@ -281,11 +336,19 @@ class Optimizer(Section):
     """AdamW."""
 
     learning_rate: float = Field(1e-6, ge=0, le=1)
-    """constant after the warm-up"""
+    """after the warm-up"""
+    schedule: Lax[Schedule] = Schedule.CONSTANT
+    """from there: `constant`, or `cosine` or `linear` down to the last step"""
+    min_lr_ratio: float = Field(0.0, ge=0, lt=1)
+    """what is left of it at the end"""
+    betas: Lax[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]]] = (0.9, 0.999)
+    """decay of the two averages"""
+    epsilon: float = Field(1e-8, gt=0, le=1)
+    """beside the root of the second average"""
     weight_decay: float = Field(0.01, ge=0, le=1)
     """decoupled from the gradient"""
     warmup_steps: int = Field(0, ge=0)
-    """linear from 0, in optimizer steps"""
+    """linear from 0, in steps"""
     max_grad_norm: float = Field(1.0, gt=0)
     """longer gradients are scaled down to this norm"""
     norm_fed_lr_scale: float = Field(1.0, gt=0)
@@ -322,6 +385,8 @@ class Trainer(Section):
     """in BF16 as well; 0: never; null: at the end"""
     forward: Lax[Forward] = Forward.BF16
     """`rollout`: the trainer computes as the engines do: no mismatch"""
+    dtype: Lax[Dtype] = Dtype.BF16
+    """of forward and backward; masters are in FP32"""
     backward: Lax[Backward] = Backward.BF16
     """`fp8-block`: gradients of such layers in FP8, too; emulated"""
     old_log_probs: Lax[OldLogProbs] = OldLogProbs.RECOMPUTE

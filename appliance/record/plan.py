@@ -13,13 +13,14 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from appliance.corrections.base import ClipRange, Correction, Loss
+from appliance.corrections.base import Correction
+from appliance.corrections.objective import Advantage, Aggregate, ClipRange, Estimator, KlPlace, Loss
 from appliance.corrections.registry import CorrectionMethod, correction_of
 from appliance.frozen import Frozen
 from appliance.guard.policy import Action
 from appliance.terms.devices import CPU, Topology
 from appliance.terms.schemes import Scheme
-from appliance.terms.settings import Quantisation
+from appliance.terms.settings import Quantisation, Schedule
 
 SCHEMA_VERSION = 1
 CODE_FOLDER = "code"  # of the run's folder: copies of the user's Python files
@@ -38,10 +39,8 @@ class ModelPlan(Frozen):
     """Where the weights come from. Exactly one of `source` and `builtin` is not empty."""
 
     path: str
-    """What the trainer and the engine read: a folder, or a name on the hub.
-
-    For a builtin it lies in the cache, made on first use; with a revision it is the hub's snapshot of it, fetched on
-    first use.
+    """What the trainer and the engine read: a folder, or a name on the hub. For a builtin it lies in the cache, made on
+    first use; with a revision it is the hub's snapshot of it, fetched on first use.
     """
     source: str
     """The folder or the hub name, as the recipe has it."""
@@ -69,6 +68,17 @@ class ModelPlan(Frozen):
         if self.builtin:
             return Path(self.path).name
         return f"{self.source}@{self.commit}" if self.is_pinned else self.path
+
+
+class LoraPlan(Frozen):
+    """An adapter in FP32 is trained beside the model, which stays as it is, in BF16."""
+
+    rank: int
+    alpha: int
+    """The adapter's product counts alpha / rank times."""
+    targets: tuple[str, ...]
+    """Of `terms.shapes.Linear`."""
+    dropout: float
 
 
 class UaqPlan(Frozen):
@@ -338,11 +348,19 @@ class Switching(StrEnum):
     """New engines take over."""
 
 
+class KlPlan(Frozen):
+    """The divergence from the model at the start, which a reference of it in each trainer rank computes."""
+
+    coefficient: float
+    estimator: Estimator
+    place: KlPlace
+
+
 class AlgorithmPlan(Frozen):
     """The policy gradient, but for its loss and its clip range, which are with the correction."""
 
     kind: str
-    """`grpo` or `dapo`."""
+    """The recipe's preset, whose keys are written out here."""
     dual_clip: float
     """Where the advantage is negative the ratio is clipped here."""
     wrong_reward: float
@@ -355,6 +373,11 @@ class AlgorithmPlan(Frozen):
     """Steps' worth of prompts that `dapo` generates at a time."""
     max_generated_prompts: int
     """A step of `dapo` that needs more ends the run; 0: any number."""
+    advantage: Advantage = Advantage.GRPO
+    aggregate: Aggregate = Aggregate.TOKEN_MEAN
+    kl: KlPlan | None = None
+    """Of the divergence from the model at the start; None: nothing asks for it."""
+    entropy_bonus: float = 0.0
 
     @property
     def filters(self) -> bool:
@@ -368,8 +391,13 @@ class OptimizerPlan(Frozen):
     learning_rate: float
     weight_decay: float
     warmup_steps: int
-    """In optimizer steps."""
+    """In steps of the training, whatever the updates of each: verl moves the rate once a step."""
     max_grad_norm: float
+    schedule: Schedule = Schedule.CONSTANT
+    min_lr_ratio: float = 0.0
+    """What is left of the rate at the end."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-8
 
 
 class TrainerPlan(Frozen):
@@ -522,6 +550,8 @@ class RunPlan(Frozen):
     """Steps between validations in BF16 beside the run's scheme, 0 for none; the end is always one."""
     algorithm: AlgorithmPlan
     trainer: TrainerPlan
+    lora: LoraPlan | None = None
+    """None: all weights are trained."""
     schema_version: Literal[1]
 
     @property

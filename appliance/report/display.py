@@ -28,6 +28,7 @@ PHASES = {
     "prepare": "making what the cache lacks",
     "scale": "scaling the model (UAQ)",
     "profile": "profiling the model",
+    "import": "importing PyTorch, vLLM and verl",
     "start": "starting Ray",
     "load-model": "loading the trainer's model",
     "load-engine": "starting the rollout engine",

@@ -48,7 +48,7 @@ from appliance.terms.schemes import Scheme
 PARTS = ("rollout", "log-probs", "update", "sync", "rest")  # of a step's time
 DOING = {  # the phases of what a run does
     "preparing": ("starting", "preflight", "prepare", "scale", "profile"),
-    "loading": ("start", "load-model", "load-engine", "restart-engines", "attest"),
+    "loading": ("import", "start", "load-model", "load-engine", "restart-engines", "attest"),
     "training": ("rollout", "log-probs", "update", "sync"),
     "validating": ("validate",),
     "saving": ("save", "export"),

@@ -5,6 +5,7 @@ The value travels to vLLM as `hf_overrides.quantization_config`, together with `
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Any
 
 from appliance.frozen import Frozen
@@ -12,6 +13,22 @@ from appliance.terms.schemes import Scheme
 
 METHOD_NAME = "appliance"  # the name of our quantisation method in vLLM
 ATTENTION_NAME = "appliance_packed"  # of our attention in transformers
+
+
+class Schedule(StrEnum):
+    """Of the learning rate, after the warm-up."""
+
+    CONSTANT = "constant"
+    COSINE = "cosine"
+    LINEAR = "linear"
+
+    def rate(self, step: int, *, steps: int, warmup_steps: int, least: float) -> float:
+        """Of `linear`, as a part of the whole: step 0.., in a run of `steps`; least: what is left at the end."""
+        assert self is Schedule.LINEAR, "verl has the others"
+        if step < warmup_steps:
+            return step / warmup_steps
+        done = (step - warmup_steps) / max(1, steps - warmup_steps)
+        return max(least, 1 - (1 - least) * done)
 
 
 class Quantisation(Frozen):

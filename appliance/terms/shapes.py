@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from appliance.terms.families import FAMILIES
 
 _LARGEST = 2**31  # of a size of a model; what is larger is not one
+
+
+class Linear(StrEnum):
+    """The linears of a dense decoder layer, by their last names, which are the same in every family."""
+
+    Q = "q_proj"
+    K = "k_proj"
+    V = "v_proj"
+    O = "o_proj"  # noqa: E741
+    GATE = "gate_proj"
+    UP = "up_proj"
+    DOWN = "down_proj"
 
 
 @dataclass(frozen=True)
@@ -66,6 +80,16 @@ class ModelShape:
     def weights(self) -> int:
         """All of them but norms and biases, which are below a thousandth."""
         return self.linear_weights + (1 if self.tied else 2) * self.vocab * self.hidden
+
+    def adapter_weights(self, rank: int, *, targets: Iterable[str]) -> int:
+        """Of LoRA: A [rank, in] and B [out, rank] beside each of these linears. targets: of Linear."""
+        queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
+        both = {  # in + out
+            **dict.fromkeys((Linear.Q, Linear.O), self.hidden + queries),
+            **dict.fromkeys((Linear.K, Linear.V), self.hidden + keys),
+            **dict.fromkeys((Linear.GATE, Linear.UP, Linear.DOWN), self.hidden + self.intermediate),
+        }
+        return self.layers * rank * sum(both[Linear(each)] for each in targets)
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -62,8 +62,8 @@ def attest_driver(plan: RunPlan) -> None:
     """Write `attest/driver-0.json`: this process computes advantages and corrections, in float, and no model; its pool
     runs the user's code."""
     correction = plan.correction
-    detail: dict[str, Any] = {"loss": str(correction.loss), "correction": str(correction.method)}
-    detail |= {"cap": correction.cap, "bounds": correction.bounds}
+    detail: dict[str, Any] = {"loss": str(correction.loss), "advantage": str(plan.algorithm.advantage)}
+    detail |= {"correction": str(correction.method), "cap": correction.cap, "bounds": correction.bounds}
     if code := attested_code(plan):
         detail["code"] = code
     _write(plan, role="driver", rank=0, detail=detail)
@@ -85,7 +85,12 @@ def _attest_worker(worker: Any, plan: RunPlan) -> None:
     if rates[1:] != ([] if plan.norm_fed_lr_scale == 1 else [rates[0] * plan.norm_fed_lr_scale]):
         asked = f"the plan asks for one of {plan.norm_fed_lr_scale:g} times the rate"
         raise AttestationError(f"trainer rank {worker.rank} has the learning rates {rates}, {asked}")
+    trained, all_of_it = trained_tensors(module), sum(1 for _ in module.parameters())
+    if (trained < all_of_it) != bool(plan.lora):
+        asked = "an adapter alone" if plan.lora else "all"
+        raise AttestationError(f"trainer rank {worker.rank} trains {trained} of {all_of_it}, the plan says {asked}")
     detail: dict[str, Any] = {
+        "trained": trained,
         "parameters": str(next(module.parameters()).dtype),
         "compute": str(compute),
         "class": type(module).__name__,
@@ -171,6 +176,11 @@ def search(
     part = " (rotary embedding and norms of heads are part of it)" if name.endswith(".attn") else ""
     where = f"all before it is equal: its weights or their codes differ, or what it computes{part}"
     return what, "; ".join([where, *means])
+
+
+def trained_tensors(module: Module) -> int:
+    """How many of its parameters have a gradient."""
+    return sum(each.requires_grad for each in module.parameters())
 
 
 def compute_dtype(module: Module) -> torch.dtype:

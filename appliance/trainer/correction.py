@@ -9,8 +9,9 @@ verl hands a policy loss a frozen configuration and a fixed list of tensors, but
 loss is set by a call of verl's (`set_loss_fn`), and that function gets the whole micro-batch. Ours takes out of it
 which policy the ratio is to and, of a method that clips by itself, the two bounds of each token, puts them where verl's
 loss looks for its own, and calls verl's. Weights and mask verl's loss finds by their names. Dual clip, aggregation and
-metrics are verl's, and so is every operation of `ppo`. A loss that verl lacks is a function in its registry: `tbpo`.
-Whatever the loss, ours counts the tokens with a negative advantage that it clips.
+metrics are verl's, and so is every operation of the losses that it has. A loss that it lacks is a function in its
+registry: `tbpo`, and `geo-mean`, of which verl's own forgets the other micro-batches and ranks. Whatever the loss, ours
+counts the tokens with a negative advantage that it clips.
 
 Legend: B sequences of a micro-batch, T tokens of the longest response, padded.
 
@@ -36,7 +37,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
+from verl.trainer.ppo.core_algos import agg_loss, compute_policy_loss_geo_mean, register_policy_loss
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.metric import AggregationType, Metric
 from verl.utils.torch_functional import masked_mean
@@ -44,8 +45,9 @@ from verl.workers.config import ActorConfig
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding, response_from_nested
 
-from appliance.corrections.base import CLAMP, ClipRange, Correction, Loss, Part, log_ratio
+from appliance.corrections.base import CLAMP, Correction, Part, log_ratio
 from appliance.corrections.calibrated import fit_bounds
+from appliance.corrections.objective import ClipRange, Loss
 from appliance.errors import NumericsError, TrainingError
 from appliance.record.checkpoints import FITS_FILE
 from appliance.record.events import append_event, append_line
@@ -197,7 +199,7 @@ def corrected_loss(
         config = replace(config, **_as_offsets(padded[CLIP_LOWER], upper_BT=padded[CLIP_UPPER]))
     loss, metrics = ppo_loss(config, model_output, data, dp_group)
     used = {f"{USED}{name}": value for name, value in used.items()}
-    used |= clipped_negatives(config, model_output, data, of_sequences=kind.spec.of_sequences)
+    used |= clipped_negatives(config, model_output, data, kind=kind)
     return loss, {**metrics, **Metric.from_dict(used, aggregation=AggregationType.SUM)}
 
 
@@ -207,23 +209,28 @@ def _as_offsets(lower_BT: Tensor, *, upper_BT: Tensor) -> dict[str, Tensor]:
 
 
 def clipped_negatives(
-    config: ActorConfig, model_output: dict[str, Tensor], data: TensorDict, *, of_sequences: bool
+    config: ActorConfig, model_output: dict[str, Tensor], data: TensorDict, *, kind: Loss
 ) -> dict[str, float]:
     """Tokens that stay and have a negative advantage, and those of them that learn nothing because the ratio lies
-    outside of 1 - clip_low .. dual_clip. Where it is one for a response, they are all of its tokens.
+    outside of the loss's bounds: 1 - clip_low, and dual_clip where it has one. Where the ratio is one for a response,
+    they are all of its tokens.
 
     config: with the bounds of each token, where a correction clips.
     """
+    spec = kind.spec
     log_prob_BT = no_padding_2_padding(model_output["log_probs"], data).detach()
     padded = data.select("old_log_probs", "advantages", KEPT).to_padded_tensor()
     kept_BT, old_BT = padded[KEPT].bool(), padded["old_log_probs"]
     log_BT = log_prob_BT - old_BT
-    if of_sequences:
+    if spec.of_sequences:
         log_BT = mean_log_ratio(log_prob_BT, old_BT=old_BT, kept_BT=kept_BT).expand_as(log_BT)
     ratio_BT = log_BT.clamp(-CLAMP, CLAMP).exp()
-    outside_BT = (ratio_BT < 1 - config.clip_ratio_low) | (ratio_BT > config.clip_ratio_c)
+    outside_BT = log_BT < -config.clip_ratio_low if spec.in_nats else ratio_BT < 1 - config.clip_ratio_low
+    if "dual_clip" in spec.bounds:
+        outside_BT = outside_BT | (ratio_BT > config.clip_ratio_c)
     negative_BT = kept_BT & (padded["advantages"] < 0)
-    return {NEGATIVE: float(negative_BT.sum()), CLIPPED_NEGATIVE: float((negative_BT & outside_BT).sum())}
+    clipped = 0.0 if spec.keeps_gradient else float((negative_BT & outside_BT).sum())
+    return {NEGATIVE: float(negative_BT.sum()), CLIPPED_NEGATIVE: clipped}
 
 
 def clipped_negative_fraction(reported: Mapping[str, Any]) -> float | None:
@@ -281,6 +288,35 @@ def tbpo(
     kl = masked_mean(old_log_prob - log_prob, kept_BT)
     metrics = {"ppo_kl": kl, **{name: masked_mean(found.float(), kept_BT) for name, found in clipped.items()}}
     return loss, {f"actor/{name}": value.item() for name, value in metrics.items()}
+
+
+@register_policy_loss(str(Loss.GEO_MEAN))
+def geo_mean(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "",
+    config: ActorConfig | None = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """GMPO in verl's signature of a policy loss, and by verl's own function, whose mean is over a micro-batch: here it
+    is over the responses of an update, however they are shared out. With x = log p_theta / p_trainer of a token the
+    objective of a response is
+
+        w * A * exp(mean of min(x, clip_high))                                   A >= 0
+        w * A * exp(mean of max(x, -clip_low))                                   A < 0
+
+    w is the geometric mean of the weights that the correction wrote, which are the same for all tokens of a response.
+
+    Source: GMPO, arXiv 2507.20673; verl 0.9.1, `geo_mean`.
+    """
+    assert config is not None, "verl always hands it over"
+    loss, metrics = compute_policy_loss_geo_mean(
+        old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights
+    )
+    whole = config.global_batch_info
+    return loss * len(advantages) / whole["global_batch_size"] * whole["dp_size"], metrics
 
 
 def _flat(values: Tensor) -> Tensor:

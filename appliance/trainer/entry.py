@@ -45,14 +45,15 @@ def main() -> int:
     plan = read_plan(Path(os.environ[PLAN_VARIABLE]))
     keep_stacks("driver")
     try:
-        append_event(Path(plan.run_dir), kind="phase", what="start")
         if _has_forks(plan):
+            append_event(Path(plan.run_dir), kind="phase", what="import")
             with forks.as_ray_worker():
                 for name in _IMPORTS:
                     if asked_to_stop(Path(plan.run_dir)):
                         break  # `train` hears it, and ends this process
                     importlib.import_module(name)
             forks.start_server(_forks_address())
+        append_event(Path(plan.run_dir), kind="phase", what="start")
         train(plan, overrides=sys.argv[1:])
     except (SavedAndStopped, Interrupted) as asked:
         return asked.exit_code

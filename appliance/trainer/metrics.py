@@ -32,6 +32,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 
+from appliance.corrections.objective import KlPlace
 from appliance.errors import TrainingError
 from appliance.guard.policy import Action
 from appliance.quant.mismatch import Mismatch, MismatchByLength, measure_by_length, measure_mismatch
@@ -43,7 +44,7 @@ from appliance.trainer.precision import Live
 from appliance.trainer.rollout_forward import Held
 
 _FROM_VERL = {
-    "reward_mean": "critic/rewards/mean",
+    "reward_mean": "critic/score/mean",  # without what a divergence takes off
     "response_tokens_mean": "response_length/mean",
     "clip_fraction": "actor/pg_clipfrac",
     "grad_norm": "actor/grad_norm",
@@ -309,6 +310,7 @@ def step_metrics(
         "step": number,
         **{key: float(verl[name]) for key, name in _FROM_VERL.items()},
         "clipped_negative_fraction": clipped_negative_fraction(verl),
+        **_reference_kl(verl, plan=plan),
         "response_tokens_mean": length,
         **{key: round(timing_s[name], 4) for key, name in _TIMINGS_S.items() if name in timing_s},
         **({"logprob_s": 0.0} if plan.trainer.reuses_log_probs else {}),  # there is no pass; what took time fetched
@@ -325,6 +327,14 @@ def step_metrics(
         "is_ess": mismatch.ess,
         **step.correction,
     }
+
+
+def _reference_kl(verl: dict[str, Any], *, plan: RunPlan) -> dict[str, float]:
+    """`reference_kl`, nats: the estimator's mean over what the step was trained on, where something asks for it."""
+    if plan.algorithm.kl is None:
+        return {}
+    name = {KlPlace.LOSS: "actor/kl_loss", KlPlace.REWARD: "actor/reward_kl_penalty"}[plan.algorithm.kl.place]
+    return {"reference_kl": float(verl.get(name, math.nan))}
 
 
 def left_out(run_dir: Path, *, telemetry: StepTelemetry, step: int) -> dict[str, float]:

@@ -16,7 +16,7 @@ import hashlib
 import threading
 from asyncio import FIRST_EXCEPTION
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -210,14 +210,23 @@ class Rollouts:
 
         keys: the TransferQueue's, of what the step trains on: what a filter generated beside it does not count.
         """
-        graded = self._graded.copy()  # the loop's thread may add some for the next step
-        parts, known = [], {uid: neutral_parts(samples) for uid, (_, samples) in graded.items()}
-        for uid, session, _ in (key.rsplit("_", 2) for key in keys):
-            parts += known[uid][int(session) : int(session) + 1] if uid in known else []
-        for uid, (of, _) in graded.items():
+        parts = [each for each in self._parts(keys) if each is not None]
+        for uid, (of, _) in self._graded.copy().items():
             if of < step:
                 del self._graded[uid]
         return reward_means(parts, names=self._rewards)
+
+    def reward_parts(self, keys: Iterable[str]) -> dict[str, list[float]]:
+        """By reward of the user's own task what each sample got, 0 where it does not apply. keys: as `reward_means`."""
+        parts = [each or {} for each in self._parts(keys)]
+        return {name: [each.get(name, 0.0) for each in parts] for name in self._rewards}
+
+    def _parts(self, keys: Iterable[str]) -> Iterator[dict[str, float] | None]:
+        """A sample's rewards by their names, None of a row that only pads the batch."""
+        graded = self._graded.copy()  # the loop's thread may add some for the next step
+        known = {uid: neutral_parts(samples) for uid, (_, samples) in graded.items()}
+        for uid, session, _ in (key.rsplit("_", 2) for key in keys):
+            yield next(iter(known[uid][int(session) : int(session) + 1]), None) if uid in known else None
 
     async def _generate(self, rows: list[dict[str, Any]], *, validate: bool) -> None:
         has_validated, self._validates = self._validates, validate

@@ -19,6 +19,7 @@ from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.workers.rollout.llm_server import LLMServerManager
 
+from appliance.corrections.objective import Advantage
 from appliance.errors import ApplianceError, GuardStop
 from appliance.guard.signals import Signals
 from appliance.record.checkpoints import checkpoint_folder, owed_line
@@ -26,6 +27,7 @@ from appliance.record.code import attested_code
 from appliance.record.events import append_event, run_started
 from appliance.record.plan import RunPlan
 from appliance.terms.devices import CPU
+from appliance.trainer.advantages import with_gdpo
 from appliance.trainer.attest import SEARCH_EVERY, attest_driver, attest_trainers, check_attested, tell_layer
 from appliance.trainer.checkpoints import Checkpoints, at_its_place, read_state
 from appliance.trainer.correction import BatchCorrection
@@ -169,6 +171,9 @@ class Trainer(PPOTrainerSync):
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         batch = super()._compute_advantage(batch, metrics=metrics)
+        if self.plan.algorithm.advantage is Advantage.GDPO and self.plan.task.own is not None:
+            weights = {each.name: each.weight for each in self.plan.task.own.rewards}
+            batch = with_gdpo(batch, parts=self.rollouts.reward_parts(batch.keys), weights=weights)
         batch = self.correction.prepare(batch, step=self.global_steps, correction=self.governor.correction)
         self._step.correction = self.correction.metrics()
         return batch
@@ -277,7 +282,7 @@ class Trainer(PPOTrainerSync):
         """`model/`: what the last checkpoint holds, see trainer/export.py."""
         self._phase("export")
         last = checkpoint_folder(self.run_dir, step=self.plan.steps)
-        export_checkpoint(last, target=self.run_dir / "model", uaq=self.plan.uaq)
+        export_checkpoint(last, target=self.run_dir / "model", uaq=self.plan.uaq, model=self.plan.model)
 
     def save_and_stop(self) -> ApplianceError:
         """Save the last finished step, if it is not saved yet. Between two steps that is what the workers hold: a step

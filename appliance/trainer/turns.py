@@ -1,8 +1,9 @@
 """Several turns: the model speaks, the tools that it calls answer, and it speaks again.
 
 In rounds, for the last bits of a log-probability depend on what is computed together (engine/replica.py): the samples
-of all prompts speak, then all tools that they call answer in the pool's processes, then all samples that go on speak in
-one call, each with a seed of its own. A sample goes on with the engine that began it, which still has its tokens.
+of all prompts speak, the tools that they call answer in the pool's processes, and then all samples that go on speak in
+one call, each with a seed of its own. A sample goes on with the engine that began it, which still has its tokens. Tools
+and rewards do not wait for the round: a call is answered, and a prompt given, as soon as its samples have spoken.
 
 The engine gets token ids only, those that it made and those that verl's continuous-token builder gives for the tools'
 messages. Those of tools and templates have mask 0 and log-prob 0: nothing is learned from them and nothing counts them,
@@ -15,7 +16,7 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -121,10 +122,16 @@ class Opening:
 
 @dataclass
 class _Conversation:
+    """content, calls, unread: of the newest turn what is no call, the calls, and how many of them cannot be read."""
+
     opening: Opening
     session: int
     messages: list[dict[str, Any]]
     spoken: Spoken
+    content: str = ""
+    calls: list[Any] = field(default_factory=list)
+    unread: int = 0
+    has_ended: bool = False
 
     def seed(self, turn: int) -> int | None:
         return None if self.opening.seed is None else turn_seed(self.opening.seed + self.session, turn=turn)
@@ -163,51 +170,74 @@ class Turns:
     async def play(
         self, openings: Sequence[Opening], *, ask: Ask, num_samples: int
     ) -> AsyncIterator[tuple[int, SpokenGroup]]:
-        """The place of each opening and its samples, when the last of them has ended."""
-        ids, seeds = [each.token_ids for each in openings], [each.seed for each in openings]
-        groups = {place: group async for place, group in ask(ids, seeds=seeds, num_samples=num_samples)}
-        begun = {
-            place: [
-                _Conversation(opening, session, list(opening.messages), _first(drawn))
-                for session, drawn in enumerate(groups[place].samples)
-            ]
-            for place, opening in enumerate(openings)
-        }
-        going = [each for conversations in begun.values() for each in conversations]
-        for turn in range(2, self._max_turns + 2):
-            asked = await asyncio.gather(*(self._answered(each, is_last=turn > self._max_turns) for each in going))
-            going = [each for each, goes_on in zip(going, asked, strict=True) if goes_on]
-            busy = {id(each) for each in going}
-            for place in [place for place, those in begun.items() if not any(id(each) in busy for each in those)]:
-                spoken = [each.spoken for each in begun.pop(place)]
-                yield place, SpokenGroup(spoken, groups[place].weights_version)
-            if not going:
-                return
-            answers = ask(
-                [each.opening.token_ids + each.spoken.token_ids for each in going],
-                seeds=[each.seed(turn) for each in going],
-                num_samples=1,
-                already=[len(each.spoken.token_ids) for each in going],
-            )
-            async for place, group in answers:
-                _add(going[place].spoken, group.samples[0])
+        """The place of each opening and its samples, as soon as the last of them has ended."""
+        begun: dict[int, list[_Conversation]] = {}
+        versions: dict[int, int] = {}
 
-    async def _answered(self, conversation: _Conversation, *, is_last: bool) -> bool:
-        """The model's turn is over: whether it called tools, and its token budget has room for what they said."""
-        spoken = conversation.spoken
-        ids = spoken.last_turn
+        def ended(places: Iterable[int]) -> list[tuple[int, SpokenGroup]]:
+            over = [place for place in places if all(each.has_ended for each in begun[place])]
+            return [(place, SpokenGroup([each.spoken for each in begun.pop(place)], versions[place])) for place in over]
+
+        async def opened() -> AsyncIterator[tuple[int, list[_Conversation]]]:
+            ids, seeds = [each.token_ids for each in openings], [each.seed for each in openings]
+            async for place, group in ask(ids, seeds=seeds, num_samples=num_samples):
+                versions[place] = group.weights_version
+                begun[place] = [
+                    _Conversation(openings[place], session, list(openings[place].messages), _first(drawn))
+                    for session, drawn in enumerate(group.samples)
+                ]
+                yield place, begun[place]
+
+        async def gone_on(turn: int) -> AsyncIterator[tuple[int, list[_Conversation]]]:
+            going = [(place, each) for place in sorted(begun) for each in begun[place] if not each.has_ended]
+            answers = ask(
+                [each.opening.token_ids + each.spoken.token_ids for _, each in going],
+                seeds=[each.seed(turn) for _, each in going],
+                num_samples=1,
+                already=[len(each.spoken.token_ids) for _, each in going],
+            )
+            async for number, group in answers:
+                place, each = going[number]
+                _add(each.spoken, group.samples[0])
+                yield place, [each]
+
+        for turn in range(1, self._max_turns + 1):
+            answering: list[asyncio.Task[None]] = []
+            try:
+                async for place, those in opened() if turn == 1 else gone_on(turn):
+                    for each in those:
+                        await self._read(each)
+                        each.has_ended |= turn == self._max_turns
+                    answering += [asyncio.create_task(self._answer(each)) for each in those if not each.has_ended]
+                    for group in ended([place]):
+                        yield group
+                await asyncio.gather(*answering)
+            finally:
+                for task in answering:
+                    task.cancel()
+            for group in ended([*begun]):  # an answer had no room
+                yield group
+            if not begun:
+                return
+
+    async def _read(self, conversation: _Conversation) -> None:
+        """The model's turn is over: what it says, and whether it ends there, for it calls no tool or was cut."""
+        spoken, ids = conversation.spoken, conversation.spoken.last_turn
         spoken.text = self._tokenizer.decode(ids, skip_special_tokens=True)
         spoken.said.append(("assistant", spoken.text))
-        content, calls = await self._parser.extract_tool_calls(ids, self._schemas)
-        unread = max(0, self._tokenizer.decode(ids).count(BEGINS) - len(calls))
-        if is_last or not spoken.finished or not (calls or unread):
-            return False
+        conversation.content, conversation.calls = await self._parser.extract_tool_calls(ids, self._schemas)
+        conversation.unread = max(0, self._tokenizer.decode(ids).count(BEGINS) - len(conversation.calls))
+        conversation.has_ended = not spoken.finished or not (conversation.calls or conversation.unread)
+
+    async def _answer(self, conversation: _Conversation) -> None:
+        """What the tools say that it called. It ends where its token budget has no room for that."""
+        spoken, calls = conversation.spoken, conversation.calls
         answers = [(each.name, await self._call(each.name, each.arguments)) for each in calls[:MOST_CALLS]]
         answers += [(each.name, failure(f"only {MOST_CALLS} calls of a turn are made")) for each in calls[MOST_CALLS:]]
-        answers += [("", failure("a tool call is not JSON with `name` and `arguments`"))] * unread
+        answers += [("", failure("a tool call is not JSON with `name` and `arguments`"))] * conversation.unread
         spoken.calls += len(answers)
         spoken.failed_calls += sum(answer.failed for _, answer in answers)
-        said = [_assistant(content, calls), *(_tool(name, answer) for name, answer in answers)]
+        said = [_assistant(conversation.content, calls), *(_tool(name, answer) for name, answer in answers)]
         before = [*conversation.messages, said[0]]
         prompt = conversation.opening.token_ids
         try:
@@ -217,13 +247,12 @@ class Turns:
         except (TemplateError, TypeError, ValueError):  # what a chat template refuses, or cannot do with
             merged = None
         if merged is None or len(merged.token_ids) - len(prompt) >= self._max_tokens:
-            spoken.finished = False
-            return False
+            spoken.finished, conversation.has_ended = False, True
+            return
         mask, log_probs = self._builder.align_response_metadata(merged, spoken.mask, spoken.log_probs)
         conversation.messages += said
         spoken.said += [("tool", answer.text) for _, answer in answers]
         spoken.token_ids, spoken.mask, spoken.log_probs = merged.token_ids[len(prompt) :], mask, log_probs
-        return True
 
 
 def in_pool(pool: RewardPool, *, file: str, sha256: str, timeout_s: float) -> Callable[[str, str], Awaitable[Answer]]:

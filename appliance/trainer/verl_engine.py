@@ -7,6 +7,9 @@ The rollouts' own forward (`trainer.forward: rollout`): put in before FSDP wraps
 weights what the engines compute in from an update on. Without a pass for log-probs before the update
 (`trainer.old_log_probs: rollout`) it holds those of the first one, for the driver to compare.
 
+LoRA (`model.lora`): see trainer/lora.py. A learning rate that sinks linearly, where verl's FSDP engine has a constant
+and a cosine. A reference on a CPU.
+
 Another learning rate for the layers that UAQ scales: two groups of parameters. UAQ by s makes a step of Adam's s times
 larger beside the weight, on the linear layers that a norm feeds. This does the same to the same layers without touching
 the model: their learning rate is multiplied. The decoupled weight decay is learning rate times decay, so the decay is
@@ -17,7 +20,9 @@ smaller, and the share of these layers in the gradient's norm.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +31,17 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from appliance.quant.mismatch import LayerTrace, Place
+from appliance.record.checkpoints import ADAPTER_FOLDER
 from appliance.record.plan import RunPlan, read_plan
 from appliance.terms.environment import ENGINE_VENDOR, PLAN_VARIABLE
 from appliance.terms.families import norm_fed
+from appliance.terms.settings import Schedule
+from appliance.trainer.lora import Frozen, put_adapter_in, save_adapter
 from appliance.trainer.rollout_forward import RolloutForward, put_in
 
 
@@ -56,6 +65,32 @@ class ApplianceEngine(FSDPEngineWithLMHead):
             self._flow = put_in(flow)
         return module
 
+    def _build_lora_module(self, module: Module) -> Module:
+        """In place of verl's, which has no dropout and rounds the adapter to what the model is held in."""
+        lora = _plan().lora
+        assert lora is not None, "verl asks where a rank is set"
+        self._frozen = Frozen()
+        return put_adapter_in(module, lora=lora, seed=_plan().seed)
+
+    def _merged_lora_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
+        self._frozen.check(self.module)
+        yield from super()._merged_lora_per_tensor_param()
+
+    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        super().save_checkpoint(local_path, *args, **kwargs)
+        if _plan().lora:
+            save_adapter(self.module, folder=Path(local_path) / ADAPTER_FOLDER, model=_plan().model)
+
+    def _build_fsdp_module(self, module: Module) -> Module:
+        """verl pins the weights of a reference in the host's memory, for a GPU: there is none on a CPU."""
+        given = self.engine_config
+        if _plan().is_cpu and given.forward_only:
+            self.engine_config = replace(given, forward_only=False)
+        try:
+            return super()._build_fsdp_module(module)
+        finally:
+            self.engine_config = given
+
     def prepare_model_outputs(
         self, output: Any, output_args: dict[str, Any], micro_batch: TensorDict, logits_processor_func: Any
     ) -> dict[str, Tensor]:
@@ -74,6 +109,18 @@ class ApplianceEngine(FSDPEngineWithLMHead):
         if (scale := _plan().norm_fed_lr_scale) != 1:
             split_rates(optimizer, named=module.named_parameters(), scale=scale)
         return optimizer
+
+    def _build_lr_scheduler(self, optimizer: Optimizer) -> LRScheduler:
+        planned = _plan().optimizer
+        if planned.schedule is not Schedule.LINEAR:
+            return super()._build_lr_scheduler(optimizer)
+        rate = partial(
+            planned.schedule.rate,
+            steps=self.optimizer_config.total_training_steps,
+            warmup_steps=planned.warmup_steps,
+            least=planned.min_lr_ratio,
+        )
+        return LambdaLR(optimizer, rate)
 
     def optimizer_step(self) -> float:
         norm = super().optimizer_step()

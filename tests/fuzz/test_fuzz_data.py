@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from appliance.errors import RecipeError
 from appliance.record.plan import OwnPlan
 from appliance.tasks import own
+from appliance.tasks import rows as row_files
 from appliance.tasks.built_in import dapo_math, gsm8k
 from appliance.tasks.own import template_parts
 from appliance.tasks.rows import ProblemSet, read_file, without_faults, write_parquet
@@ -88,6 +89,8 @@ OWN = [
     {"prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 2?"}], "answer": "3"},
     {"prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": {"a": [3]}}, "data_source": "x"},
 ]
+MOST = 100_000  # characters of a row here: of the 8 MiB that one may have, hundreds would take minutes
+LARGE = ("prompt", "answer", "extra")
 TEMPLATES = (
     "{prompt}",
     "{answer} {reward_model.ground_truth}",
@@ -102,12 +105,14 @@ TEMPLATES = (
 
 @st.composite
 def own_rows(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Rows of each form with wild values in them."""
+    """Rows of each form with wild values in them, some too large; none: an empty file."""
     rows = []
-    for _ in range(draw(st.integers(1, 3))):
+    for _ in range(draw(st.integers(0, 3))):
         row: dict[str, Any] = dict(draw(st.sampled_from(OWN)))
         for _ in range(draw(st.integers(0, 2))):
             row[draw(st.sampled_from([*PARTS, "data_source", "extra"]))] = draw(odd)
+        if draw(st.integers(0, 9)) == 0:
+            row[draw(st.sampled_from(LARGE))] = "x" * 2 * MOST
         if draw(st.integers(0, 2)) == 0:
             roles = st.sampled_from(["user", "system", "assistant", "tool", "", 3])
             row["prompt"] = [{"role": draw(roles), "content": draw(odd)} for _ in range(draw(st.integers(0, 3)))]
@@ -122,7 +127,15 @@ def own_rows(draw: st.DrawFn) -> list[dict[str, Any]]:
     path=st.sampled_from(["", "answer", "reward_model.ground_truth", "a..b", "."]),
     is_parquet=st.booleans(),
 )
-def test_fuzz_own_rows(room: Path, rows: list[dict[str, Any]], template: str, path: str, is_parquet: bool) -> None:
+def test_fuzz_own_rows(
+    room: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rows: list[dict[str, Any]],
+    template: str,
+    path: str,
+    is_parquet: bool,
+) -> None:
+    monkeypatch.setattr(row_files, "MAX_ROW", MOST)
     file = room / ("own.parquet" if is_parquet else "own.jsonl")
     try:
         pq.write_table(pa.Table.from_pylist(rows), file) if is_parquet else file.write_text(
@@ -135,6 +148,7 @@ def test_fuzz_own_rows(room: Path, rows: list[dict[str, Any]], template: str, pa
 
 
 def read_own(file: Path, *, template: str, truth: str) -> None:
+    """What is too large is refused by its field, and an empty file as one."""
     try:
         template_parts(template)
     except ValueError as error:  # a rule of recipes says so
@@ -145,6 +159,10 @@ def read_own(file: Path, *, template: str, truth: str) -> None:
     assert source is not None
     found = read_file(file, source=source)
     assert all(message.startswith(str(file)) for message, _ in found.faults)
+    if not found.rows:
+        assert found.problems == [] and len(found.faults) == 1
+    for problem in found.problems:
+        assert len(problem.row) <= MOST
     for problem in without_faults(found)[0].problems:
         assert problem.prompt.strip()
         assert isinstance(json.loads(problem.row), dict)

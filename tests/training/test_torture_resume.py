@@ -64,6 +64,8 @@ CASES = {
         },
     ),
     "val-sets": Case(4, {**VAL_SETS, "trainer.validate_every": "1"}),
+    # Of the adapter and its optimizer; what is dropped is drawn anew.
+    "lora": Case(4, {"model.lora.rank": "8", "model.lora.dropout": "0.1", "optimizer.learning_rate": "2e-3"}),
     # One level a step: it is killed while the engines have a quarter in BF16 and the half is decided, but not sent.
     "governed": Case(
         8,

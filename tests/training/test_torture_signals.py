@@ -17,7 +17,7 @@ from appliance.record.checkpoints import checkpoint_folder, damage
 
 pytestmark = pytest.mark.torture
 
-EARLY = ("prepare", "profile", "start", "load-model", "attest")  # nothing of a new run can be saved yet
+EARLY = ("prepare", "profile", "import", "start", "load-model", "attest")  # nothing of a new run can be saved yet
 SIGNALS = {signal.SIGTERM: 75, signal.SIGINT: 130}  # and the exit code where the state was saved
 LATE = ("rollout", "log-probs", "update", "sync", "validate", "save")
 

@@ -96,6 +96,13 @@ def test_every_worker_attests_int8(short: Finished) -> None:
     assert len({one["fingerprint"] for one in said.values()}) == 1
 
 
+def test_a_start_is_told_phase_by_phase(short: Finished) -> None:
+    """Imports have one of their own: they take more than half of it."""
+    told = [event["what"] for event in short.json_lines("events.jsonl") if event["kind"] == "phase"]
+    began = told.index("load-model")
+    assert told[began - 2 : began] == ["import", "start"]
+
+
 def test_the_run_folder_is_complete(short: Finished) -> None:
     record = json.loads((short.run_dir / "run.json").read_text())
     assert (record["state"], record["exit_code"]) == ("done", 0)

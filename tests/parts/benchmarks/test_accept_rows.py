@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from torch.nn import functional
 from appliance.quant.codec import QuantisedWeight
 from benchmarks.accept import attention, fp8, kernels
 from benchmarks.accept.ground import Ground, RowFailed
+from benchmarks.accept.rows import ROWS, Row
 
 pytestmark = pytest.mark.engine
 
@@ -26,6 +29,13 @@ def refusal(row: Callable[[Ground], None], ground: Ground) -> str:
     with pytest.raises(RowFailed) as raised:
         row(ground)
     return str(raised.value)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+def test_a_row_calls_what_there_is_as_it_wants_to_be_called(row: Row, ground: Ground) -> None:
+    """Also one that CI does not rehearse, since it runs the code of another one."""
+    module, _, function = row.code.partition(":")
+    inspect.signature(getattr(importlib.import_module(module), function)).bind(ground, **dict(row.arguments))
 
 
 def test_a_digest_that_misses_a_bit(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from appliance.corrections.base import ClipRange
 from appliance.corrections.calibrated import CalibratedClipping, fit_bounds
+from appliance.corrections.objective import ClipRange
 from appliance.errors import NumericsError
 
 NOMINAL = ClipRange(low=0.2, high=0.28)

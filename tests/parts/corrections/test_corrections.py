@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from appliance.corrections.base import CLAMP, ClipRange, Corrected, log_ratio
+from appliance.corrections.base import CLAMP, Corrected, log_ratio
+from appliance.corrections.objective import ClipRange
 from appliance.corrections.weights import Acr, Tis, TisSequence
 from appliance.errors import NumericsError
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from corrections_reference import CORRECTIONS, OF_A_STEP, make_case, reference
 
-from appliance.corrections.base import Loss, tighter
+from appliance.corrections.base import tighter
+from appliance.corrections.objective import Loss
 from appliance.corrections.registry import correction_of
 from appliance.corrections.weights import Tis, TisGeometric
 

@@ -29,6 +29,18 @@ CASES = {
     },
     "reuses": ("arithmetic-tiny-int8", ("trainer.forward=rollout", "trainer.old_log_probs=rollout")),
     "tbpo": ("arithmetic-tiny-int8", ("algorithm.loss=tbpo", "correction.method=tis-geometric")),
+    "lora": ("arithmetic-tiny-lora-int8", ("model.lora.targets=[q_proj, v_proj]",)),
+    "dr-grpo": ("arithmetic-tiny-int8", ("algorithm.kind=dr-grpo", "algorithm.kl=0.1", "algorithm.entropy_bonus=0.01")),
+    "gspo": ("arithmetic-tiny-int8", ("algorithm.kind=gspo", "algorithm.kl=0.1", "algorithm.kl_in=reward")),
+    "cosine": (
+        "arithmetic-tiny-int8",
+        (
+            "optimizer.schedule=cosine",
+            "optimizer.min_lr_ratio=0.1",
+            "optimizer.betas=[0.9, 0.95]",
+            "optimizer.epsilon=1e-6",
+        ),
+    ),
     "logging": ("arithmetic-tiny-int8", ("logging.backends=[tensorboard, wandb]", "checkpoint.every_steps=5")),
     "odd-paths": ("arithmetic-tiny-int8", ("cluster.run_dir=/tmp/with space,=[${a}]'\\x/1e5",)),
     "gpu-packed": ("gsm8k-0.5b-int8", ()),

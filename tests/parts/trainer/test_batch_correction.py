@@ -17,7 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transfer_queue import KVBatchMeta
 
 from appliance.corrections.adaptive import mixing, moments
-from appliance.corrections.base import Correction, Loss, Part
+from appliance.corrections.base import Correction, Part
+from appliance.corrections.objective import Loss
 from appliance.corrections.registry import CorrectionMethod
 from appliance.errors import TrainingError
 from appliance.record.plan import CorrectionPlan, RunPlan, ShadowPlan

@@ -14,7 +14,7 @@ from verl.utils.metric import Metric
 from verl.workers.config import FSDPActorConfig
 from verl.workers.utils.losses import ppo_loss
 
-from appliance.corrections.base import ClipRange
+from appliance.corrections.objective import ClipRange
 from appliance.corrections.weights import Acr
 from appliance.errors import NumericsError, TrainingError
 from appliance.trainer.correction import (

@@ -12,7 +12,8 @@ from test_corrected_loss import CLIP_LOWER, CLIP_UPPER, KEPT, REAL, WEIGHTS, mak
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
-from appliance.corrections.base import ClipRange, Correction
+from appliance.corrections.base import Correction
+from appliance.corrections.objective import ClipRange
 from appliance.corrections.registry import METHODS, correction_of
 from appliance.trainer.correction import Sequences, _fields_of, _parts, corrected_loss, sums_of
 from appliance.trainer.metrics import measure_batch

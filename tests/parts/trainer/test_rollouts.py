@@ -27,6 +27,7 @@ GREEDY = Sampling(temperature=0.0, top_p=1.0, num_samples=1)
 DONE = SimpleNamespace(samples=[], weights_version=0)
 TOKENIZER = byte_tokenizer(max_positions=2048, calls_tools=True)
 CALL = '<tool_call>{"name": "seven", "arguments": {}}</tool_call>'
+ASKED = [{"role": "user", "content": "7"}]
 
 
 class Engine:
@@ -68,7 +69,9 @@ def rollouts(*engines: Engine) -> Rollouts:
 def generate(made: Rollouts, *, num_prompts: int) -> ApplianceError:
     """What a waiting trainer gets; fails when that is nothing, which would be for ever."""
     batch = {
-        "raw_prompt": [[{"role": "user", "content": "7"}] for _ in range(num_prompts)],
+        "raw_prompt": [ASKED] * num_prompts,
+        "reward_model": [{"ground_truth": "7"}] * num_prompts,
+        "extra_info": [{}] * num_prompts,
         "global_steps": [1] * num_prompts,
         "uid": ["u"] * num_prompts,
     }
@@ -97,27 +100,30 @@ def test_an_engine_that_leaves_prompts_out_is_said() -> None:
 
 
 class Rounds(Engine):
-    """Says each round's line to as many of its prompts as are left in it."""
+    """Says each round's lines to its prompts, and nothing to those that have none."""
 
-    def __init__(self, *rounds: list[str]) -> None:
+    def __init__(self, *rounds: list[str | None]) -> None:
         super().__init__()
         self._rounds = list(rounds)
 
     async def remote(self, *_: object, **__: object) -> AsyncIterator[Any]:
         for place, text in enumerate(self._rounds.pop(0)):
+            if text is None:
+                continue
             ids = TOKENIZER(text + "<|im_end|>")["input_ids"]
             sample = SimpleNamespace(token_ids=ids, log_probs=[0.0] * len(ids), finished=True)
             yield _answer((place, SimpleNamespace(samples=[sample], weights_version=0)))
 
 
-@pytest.mark.parametrize("rounds", [[[CALL]], [[CALL, CALL], ["7"]]])
-def test_an_engine_that_leaves_prompts_out_in_any_turn_is_said(rounds: list[list[str]]) -> None:
+@pytest.mark.parametrize("rounds", [[[CALL]], [[CALL, CALL], [None, "7"]]])
+def test_an_engine_that_leaves_prompts_out_in_any_turn_is_said(rounds: list[list[str | None]]) -> None:
     made = rollouts(Rounds(*rounds))
 
     async def call(*_: str) -> Answer:
         return Answer("7")
 
     made._turns = Turns(TOKENIZER, model_type="qwen2", schemas=[], max_turns=2, max_tokens=256, call=call)
+    made.pool = SimpleNamespace(grade=lambda _: asyncio.sleep(60))
     error = generate(made, num_prompts=2)
     assert type(error) is EngineError and error.message == "rollout engine 0 answered 1 of 2 prompts"
 
@@ -149,18 +155,25 @@ PROMPTS = 6
 
 
 class SlowEngine(Engine):
-    """One sample of each prompt. The last one comes when a group before it has got its rewards, or after a minute."""
+    """One sample of each prompt, which calls a tool in all turns but the last. There the last one comes when a group
+    before it has got its rewards, or after a minute."""
 
     pool: RewardPool
     were_graded = 0
 
+    def __init__(self, turns: int) -> None:
+        super().__init__()
+        self._left = turns
+
     async def remote(self, *_: object, **__: object) -> AsyncIterator[Any]:
+        self._left -= 1
+        ids = TOKENIZER((CALL if self._left else "7") + "<|im_end|>")["input_ids"]
         for place in range(PROMPTS):
             until = time.monotonic() + 60
-            while place == PROMPTS - 1 and not self.pool.graded and time.monotonic() < until:
+            while not self._left and place == PROMPTS - 1 and not self.pool.graded and time.monotonic() < until:
                 await asyncio.sleep(0.01)
             self.were_graded = self.pool.graded
-            sample = SimpleNamespace(token_ids=[1], log_probs=[0.0], finished=True)
+            sample = SimpleNamespace(token_ids=ids, log_probs=[0.0] * len(ids), finished=True)
             yield _answer((place, SimpleNamespace(samples=[sample], weights_version=0)))
 
 
@@ -168,9 +181,18 @@ def slow_rewards() -> tuple[Reward, ...]:
     return (Reward("slow", 1.0, lambda _: time.sleep(0.1) or 1.0),)
 
 
-def test_a_slow_reward_overlaps_with_rollouts_that_still_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    engine, put = SlowEngine(), []
+@pytest.mark.parametrize(("turns", "with_tools"), [(1, False), (1, True), (2, True)])
+def test_a_slow_reward_overlaps_with_rollouts_that_still_run(
+    turns: int, with_tools: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    engine, put = SlowEngine(turns), []
     made = rollouts(engine)
+    if with_tools:
+
+        async def call(*_: str) -> Answer:
+            return Answer("7")
+
+        made._turns = Turns(TOKENIZER, model_type="qwen2", schemas=[], max_turns=2, max_tokens=256, call=call)
 
     async def note(ready: list[Any], *, partition: str) -> None:
         put.append(len(ready))
@@ -181,7 +203,7 @@ def test_a_slow_reward_overlaps_with_rollouts_that_still_run(monkeypatch: pytest
     made.pool = engine.pool = RewardPool(load=slow_rewards, workers=1)
     try:
         row = {"reward_model": {"ground_truth": "7"}, "extra_info": {}, "data_source": "own"}
-        batch = {"raw_prompt": [[]] * PROMPTS, "global_steps": [1] * PROMPTS, "uid": [*"abcdef"]}
+        batch = {"raw_prompt": [ASKED] * PROMPTS, "global_steps": [1] * PROMPTS, "uid": [*"abcdef"]}
         made.generate_sequences(Batch(batch | {name: [value] * PROMPTS for name, value in row.items()}))
         while sum(put) < PROMPTS:
             made.wait(1.0)

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 
-from appliance.corrections.base import ClipRange
+from appliance.corrections.objective import ClipRange
 from appliance.corrections.registry import CorrectionMethod
 from appliance.record.checkpoints import FITS_FILE
 from appliance.record.events import append_line

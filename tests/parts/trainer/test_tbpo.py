@@ -28,7 +28,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.metric import Metric
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
-from appliance.corrections.base import Loss
+from appliance.corrections.objective import Loss
 from appliance.plan.verl_args import LOSS_MODES
 from appliance.trainer.correction import CLIPPED_NEGATIVE, NEGATIVE, clipped_negative_fraction, corrected_loss
 

@@ -29,7 +29,7 @@ MISMATCH = Mismatch(
     truncated_fraction=0.01,
 )
 VERL = {
-    "critic/rewards/mean": 0.5,
+    "critic/score/mean": 0.5,
     "response_length/mean": 4.0,
     "actor/pg_clipfrac": 0.1,
     "actor/grad_norm": 2.0,
@@ -66,6 +66,7 @@ STEP = Step(
 PLAN = SimpleNamespace(
     prompts_per_step=32,
     task=SimpleNamespace(tools=""),
+    algorithm=SimpleNamespace(kl=None),
     trainer=SimpleNamespace(reuses_log_probs=False),
     rollout=SimpleNamespace(samples_per_prompt=8, scheme="int8", label="int8", emulated=False),
 )
@@ -96,6 +97,13 @@ def test_the_share_of_clipped_negatives_is_of_the_sums_over_a_step() -> None:
     assert written(VERL | sums)["clipped_negative_fraction"] == 0.25
     assert written(VERL | dict.fromkeys(sums, 0.0))["clipped_negative_fraction"] is None
     assert written(VERL)["clipped_negative_fraction"] is None
+
+
+@pytest.mark.parametrize(("place", "name"), [("loss", "actor/kl_loss"), ("reward", "actor/reward_kl_penalty")])
+def test_the_divergence_from_the_start_is_in_the_line_where_something_asks_for_it(place: str, name: str) -> None:
+    plan = SimpleNamespace(**{**vars(PLAN), "algorithm": SimpleNamespace(kl=SimpleNamespace(place=place))})
+    assert written(VERL | {name: 0.25}, plan=plan)["reference_kl"] == 0.25
+    assert "reference_kl" not in written(VERL | {name: 0.25})
 
 
 def test_a_metric_that_verl_no_longer_reports_is_an_error() -> None:

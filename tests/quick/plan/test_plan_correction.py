@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from plans import HOST
 
-from appliance.corrections.base import ClipRange, Loss
+from appliance.corrections.objective import ClipRange, Loss
 from appliance.corrections.weights import TisGeometric
 from appliance.plan.build import build_plan
 from appliance.recipe.load import load_recipe
@@ -47,6 +47,7 @@ def test_tbpo_has_the_bounds_of_its_source_where_none_are_given() -> None:
     assert (plan.algorithm.dual_clip, plan.correction.text) == (1.0007, "tbpo, tis-geometric with cap 2")
     told = {each.key: (each.value, each.why) for each in plan.choices if each.key.startswith("algorithm.")}
     source = "the bounds of TBPO, of a response's mean ratio"
+    assert told.pop("algorithm.aggregate") == ("sequence-mean", "of `tbpo`")
     assert told == {"algorithm.clip_low": ("0.0003", source), "algorithm.dual_clip": ("1.0007", source)}
     actor = "actor_rollout_ref.actor"
     bounds = ("clip_ratio_low=0.0003", "clip_ratio_high=0.001", "clip_ratio_c=1.0007")

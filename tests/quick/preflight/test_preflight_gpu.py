@@ -116,7 +116,7 @@ def test_a_forward_has_the_tokens_of_its_sequences_at_most() -> None:
 
 def test_every_shipped_gpu_recipe_fits_by_the_estimate() -> None:
     names = [name for name in SHIPPED if moments(planned(name), KNOWN[SHIPPED[name]])]
-    assert len(names) == 11
+    assert len(names) == 12
     assert [name for name in names if any(each.short for each in moments(planned(name), KNOWN[SHIPPED[name]]))] == []
     assert [name for name in names if list(device.memory(planned(name), HOST, KNOWN[SHIPPED[name]]))] == []
 
@@ -130,6 +130,7 @@ SHIPPED = {
     "qwen3-8b-fp8": "Qwen/Qwen3-8B",
     "qwen3-32b-fp8": "Qwen/Qwen3-32B",
     "qwen2.5-1.5b-int8": "Qwen/Qwen2.5-1.5B-Instruct",
+    "gsm8k-7b-lora-int8": "Qwen/Qwen2.5-7B-Instruct",
     "gsm8k-0.5b-int8": "Qwen/Qwen2.5-0.5B-Instruct",
     "gsm8k-0.5b-fp8": "Qwen/Qwen2.5-0.5B-Instruct",
     "gsm8k-0.5b-bf16": "Qwen/Qwen2.5-0.5B-Instruct",
@@ -271,3 +272,12 @@ def test_a_shape_is_read_from_a_config(tmp_path: Path) -> None:
         '"max_position_embeddings": 40960, "tie_word_embeddings": false}'
     )
     assert read_shape(tmp_path / "config.json") == KNOWN["Qwen/Qwen3-32B"]
+
+
+def test_the_reference_of_a_divergence_is_on_the_host() -> None:
+    """In FP32, in verl's FSDP2 always: on the GPUs only the layer that computes."""
+    asked = planned("gsm8k-0.5b-int8", "algorithm.kl=0.01")
+    without = asked.replace(algorithm=asked.algorithm.replace(kl=None))
+    shape = KNOWN[SHIPPED["gsm8k-0.5b-int8"]]
+    assert moments(asked, shape) == moments(without, shape)
+    assert host_bytes(asked, shape) - host_bytes(without, shape) == 4 * shape.weights

@@ -183,11 +183,12 @@ def test_files_that_are_not_there_are_told_before_any_child(tmp_path: Path, monk
     assert plan.task.own is not None
     names = ("/no/rewards.py", "/no/tools.py")
     code = tuple(CodeFile(path=name, copy_name=Path(name).name, sha256="") for name in names)
-    plan = plan.replace(task=plan.task.replace(own=plan.task.own.replace(code=code)))
-    message = "/no/rewards.py, /no/tools.py: no such file, or it cannot be read"
+    plan = plan.replace(task=plan.task.replace(own=plan.task.own.replace(code=code, tools="/no/tools.py")))
+    why, remedy = "no such file, or it cannot be read", "correct the path"
     for ask_hub in (True, False):
-        found = read_inputs(plan, ask_hub=ask_hub).reward_problem
-        assert found == RewardProblem(message, remedy="correct the path")
+        found = read_inputs(plan, ask_hub=ask_hub)
+        assert found.reward_problem == RewardProblem(f"/no/rewards.py: {why}", remedy=remedy)
+        assert found.tool_problems == ((f"task.tools: /no/tools.py: {why}", remedy),)
 
 
 def test_code_for_data_of_the_hub_is_imported(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ from appliance.recipe.load import load_recipe
 SHIPPED = [
     "arithmetic-tiny-bf16",
     "arithmetic-tiny-int8",
+    "arithmetic-tiny-lora-int8",
     *("dapo-32b-bf16", "dapo-32b-fp8", "dapo-32b-int8", "dapo-7b-int8"),
-    *("gsm8k-0.5b-bf16", "gsm8k-0.5b-fp8", "gsm8k-0.5b-int8", "gsm8k-tiny-int8"),
+    *("gsm8k-0.5b-bf16", "gsm8k-0.5b-fp8", "gsm8k-0.5b-int8", "gsm8k-7b-lora-int8", "gsm8k-tiny-int8"),
     *("qwen2.5-1.5b-int8", "qwen3-32b-fp8", "qwen3-8b-fp8", "qwen3-8b-int8"),
     "reference",
 ]

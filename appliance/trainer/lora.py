@@ -1,0 +1,105 @@
+"""LoRA: an adapter beside the linear layers is trained, the model itself is not.
+
+What a layer computes is x (W + s B A)^T, with s = alpha / rank, A [R, in] drawn at random and B [out, R] zero at first.
+The adapter is in FP32 with an optimizer of its own; W has no gradient and stays in BF16, the format of the checkpoint.
+For each update of weights verl merges, W + bf16(s B A), sends that, and puts a copy of W back, bit for bit: the digest
+of W is asked before each. So engines, quantisation, digests of what is sent and proof know nothing of it.
+
+Checkpoints have the adapter alone, as a rank's shards and whole as PEFT reads it. `model/` is merged from it by the
+same code of PEFT's as the weights that were sent.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from peft.utils.save_and_load import get_peft_model_state_dict
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+from transformers import AutoModelForCausalLM
+from verl.utils.device import get_device_id
+
+from appliance.errors import EngineError, SyncError
+from appliance.record.checkpoints import ADAPTER_FOLDER
+from appliance.record.plan import LoraPlan, ModelPlan
+from appliance.sync.manifest import digest
+
+_WEIGHTS = "adapter_model.safetensors"  # PEFT's name
+
+
+def put_adapter_in(module: Module, *, lora: LoraPlan, seed: int) -> PeftModel:
+    """The model, frozen, with an adapter. Raises EngineError for a target that is no layer of it."""
+    names = {name.rpartition(".")[2] for name, each in module.named_modules() if isinstance(each, torch.nn.Linear)}
+    if missing := sorted({*lora.targets} - names):
+        hint = f"name some of {', '.join(sorted(names))} in model.lora.targets"
+        raise EngineError(f"model.lora: the model has no linear layer {missing[0]}", hint=hint)
+    config = LoraConfig(
+        task_type=TaskType.CAUSAL_LM,
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=list(lora.targets),
+        lora_dropout=lora.dropout,
+        bias="none",
+    )
+    module.enable_input_require_grads()  # type: ignore[operator]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return get_peft_model(module, config)  # type: ignore[arg-type, return-value]
+
+
+class Frozen:
+    """The weights that do not move. Merging writes into them: a copy that was not put back would be merged again."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, str] = {}
+
+    def check(self, module: Module) -> None:
+        """Before each merge. Raises SyncError where one is another than at the first call, on this rank."""
+        found = {name: _digest(each) for name, each in module.named_parameters() if not each.requires_grad}
+        self._first = self._first or found
+        if changed := [name for name, before in self._first.items() if found.get(name) != before]:
+            name = changed[0].replace(".base_layer", "").removeprefix("base_model.model.")
+            message = f"weight update: {len(changed)} weights that LoRA leaves alone have changed, first {name}"
+            raise SyncError(message, hint="an adapter that was merged stayed in them; resume from the last checkpoint")
+
+
+def save_adapter(module: Module, *, folder: Path, model: ModelPlan) -> None:
+    """As PEFT reads it. Every rank calls it, the first one writes. folder: new.  model: that it belongs to."""
+    whole = {name: _whole(each) for name, each in module.named_parameters() if each.requires_grad}
+    if torch.distributed.get_rank():
+        return
+    tensors = get_peft_model_state_dict(module, state_dict=whole)
+    config = module.peft_config["default"]  # type: ignore[index]
+    kept = config.base_model_name_or_path, config.revision
+    config.base_model_name_or_path, config.revision = model.source or model.path, model.commit or None
+    folder.mkdir()
+    config.save_pretrained(str(folder))
+    config.base_model_name_or_path, config.revision = kept
+    save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
+
+
+def _digest(shard: Tensor) -> str:
+    return digest(shard.to_local() if isinstance(shard, DTensor) else shard)
+
+
+def _whole(shard: Tensor) -> Tensor:
+    tensor = shard.detach()
+    tensor = tensor.to(get_device_id()).full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.cpu().contiguous()
+
+
+def merge(base: str, *, trust_remote_code: bool, actor: Path, target: Path) -> None:
+    """The model with the adapter merged in, in BF16, and the adapter in `adapter/` below it. Holds the whole model.
+
+    base: what the adapter was trained on, a folder or a name on the hub.  actor: of a checkpoint.  target: a folder.
+    """
+    shutil.copytree(actor / "huggingface", target, dirs_exist_ok=True)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
+    merged = PeftModel.from_pretrained(model, str(actor / ADAPTER_FOLDER)).merge_and_unload()
+    merged.save_pretrained(target)
+    shutil.copytree(actor / ADAPTER_FOLDER, target / ADAPTER_FOLDER)

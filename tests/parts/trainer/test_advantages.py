@@ -1,0 +1,153 @@
+"""Each advantage, by verl's function as our overrides ask for it, against its formula in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
+from verl.protocol import DataProto
+from verl.trainer.config import AlgoConfig
+from verl.trainer.ppo.ray_trainer import compute_advantage
+
+from appliance.corrections.objective import Advantage
+from appliance.plan.verl_args import ESTIMATORS
+from appliance.tasks.grading import Fault, Graded
+from appliance.trainer import advantages as module
+from appliance.trainer.advantages import gdpo, with_gdpo
+from appliance.trainer.rollouts import Rollouts
+
+GROUPS, SAMPLES, TOKENS = 6, 4, 9
+ATOL = 2e-5  # float32 sums of some hundred terms of size 1, divided by deviations of 0.1 and more
+
+
+def make_batch(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(rewards [B] in halves, of one group all equal; mask [B, T]; group of each)."""
+    rng = np.random.default_rng(seed)
+    rewards = rng.integers(0, 3, GROUPS * SAMPLES) / 2
+    rewards[:SAMPLES] = 1
+    lengths = rng.integers(1, TOKENS + 1, len(rewards))
+    return rewards, np.arange(TOKENS) < lengths[:, None], np.repeat(np.arange(GROUPS), SAMPLES)
+
+
+def whitened(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    found = values[mask]
+    return (values - found.mean()) / np.sqrt(found.var(ddof=1) + 1e-8)
+
+
+def grpo(r: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """(r - mean) / (s + 1e-6), s with n - 1. arXiv 2402.03300."""
+    return (r - r.mean()) / (r.std(ddof=1) + 1e-6)
+
+
+def dr_grpo(r: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """r - mean. arXiv 2503.20783."""
+    return r - r.mean()
+
+
+def rloo(r: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """r less the mean of the others. arXiv 2402.14740."""
+    return r - (r.sum() - r) / (len(r) - 1)
+
+
+def opo(r: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """r less the mean weighed by length. arXiv 2505.23585."""
+    lengths = mask.sum(axis=1)
+    return r - (lengths * r).sum() / lengths.sum()
+
+
+OF_GROUPS: dict[Advantage, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    Advantage.GRPO: grpo,
+    Advantage.DR_GRPO: dr_grpo,
+    Advantage.RLOO: rloo,
+    Advantage.OPO: opo,
+}
+
+
+def reference(advantage: Advantage, rewards: np.ndarray, mask: np.ndarray, group: np.ndarray) -> np.ndarray:
+    if advantage is Advantage.REINFORCE_PLUS_PLUS:  # the reward is the last token's: all returns are it. 2501.03262
+        return whitened(np.repeat(rewards[:, None], TOKENS, axis=1), mask) * mask
+    found = np.concatenate(
+        [OF_GROUPS[advantage](rewards[group == each], mask[group == each]) for each in range(GROUPS)]
+    )
+    return found[:, None] * mask
+
+
+@pytest.mark.parametrize("advantage", [each for each in Advantage if each is not Advantage.GDPO])
+def test_it_is_its_formula(advantage: Advantage) -> None:
+    for seed in range(5):
+        rewards, mask, group = make_batch(seed)
+        token_rewards = np.zeros(mask.shape)
+        token_rewards[np.arange(len(rewards)), mask.sum(axis=1) - 1] = rewards
+        fields = {
+            "token_level_rewards": torch.from_numpy(token_rewards).float(),
+            "response_mask": torch.from_numpy(mask),
+        }
+        fields["response_mask"] = fields["response_mask"].long()
+        data = DataProto.from_single_dict({**fields, "uid": group.astype(object)})
+        data = compute_advantage(
+            data,
+            adv_estimator=ESTIMATORS[advantage],
+            num_repeat=SAMPLES,
+            norm_adv_by_std_in_grpo=advantage is not Advantage.DR_GRPO,
+            config=AlgoConfig(),
+        )
+        wanted = reference(advantage, rewards, mask, group)
+        np.testing.assert_allclose(data.batch["advantages"].numpy(), wanted, atol=ATOL)
+
+
+def test_gdpo_normalises_each_reward_by_itself() -> None:
+    """sum of weight * grpo of each reward, whitened over the step's tokens. arXiv 2601.05242."""
+    for seed in range(5):
+        rewards, mask, group = make_batch(seed)
+        parts = {"right": rewards, "short": np.random.default_rng(seed).integers(0, 5, len(rewards)) * 100.0}
+        weights = {"right": 1.0, "short": 0.3}
+        each = [weights[name] * reference(Advantage.GRPO, parts[name], mask, group) for name in parts]
+        found = gdpo(
+            {name: list(values) for name, values in parts.items()},
+            weights=weights,
+            uids=[str(uid) for uid in group],
+            mask_BT=torch.from_numpy(mask),
+        )
+        np.testing.assert_allclose(found.numpy(), whitened(sum(each), mask) * mask, atol=1e-4)
+
+
+class Queue:
+    """A partition of the TransferQueue with two prompts' samples, of lengths 2, 1, 3, 2."""
+
+    def __init__(self) -> None:
+        self.columns = {"response_mask": [torch.ones(length, dtype=torch.int64) for length in (2, 1, 3, 2)]}
+
+    def batch(self) -> KVBatchMeta:
+        keys = ["a_0_0", "a_1_0", "b_0_0", "b_1_0"]
+        return KVBatchMeta(keys=keys, tags=[{}] * 4, partition_id="train", fields=list(self.columns))
+
+    def kv_batch_get(self, *, keys: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
+        rows = {name: torch.nested.as_nested_tensor(self.columns[name], layout=torch.jagged) for name in select_fields}
+        return TensorDict(rows, batch_size=4)
+
+    def kv_batch_put(self, *, keys: list[str], partition_id: str, fields: TensorDict) -> KVBatchMeta:
+        self.columns |= {name: list(rows.unbind()) for name, rows in fields.items()}
+        return self.batch()
+
+
+def test_gdpo_is_written_over_what_verl_made_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what the driver graded; a reward that does not apply counts 0, and a fault has its group's mean."""
+    queue, rollouts = Queue(), Rollouts.__new__(Rollouts)
+    monkeypatch.setattr(module, "transfer_queue", queue)
+    rollouts._rewards = ("right", "short")
+    rollouts._graded = {
+        "a": (1, [Graded(1.0, parts=(("right", 1.0), ("short", 0.5))), Graded(0.0, parts=(("right", 0.0),))]),
+        "b": (1, [Graded(1.0, parts=(("right", 1.0), ("short", 2.0))), Graded(0.0, Fault.RAISED)]),
+    }
+    parts = rollouts.reward_parts(queue.batch().keys)
+    assert parts == {"right": [1.0, 0.0, 1.0, 1.0], "short": [0.5, 0.0, 2.0, 2.0]}
+    batch = with_gdpo(queue.batch(), parts=parts, weights={"right": 1.0, "short": 0.1})
+    assert {"advantages", "returns"} <= set(batch.fields)
+    lengths = [len(row) for row in queue.columns["advantages"]]
+    assert lengths == [2, 1, 3, 2]
+    first, second, *others = (row.tolist() for row in queue.columns["advantages"])
+    assert min(first) > 0 > max(second) and len({value for row in others for value in row}) == 1

@@ -1,0 +1,201 @@
+"""An adapter beside a model under FSDP2, as verl wraps and merges it: what is sent, what stays, what PEFT reads."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from appliance.errors import EngineError, SyncError
+from appliance.record.plan import LoraPlan, ModelPlan
+from appliance.terms.shapes import Linear, ModelShape
+from appliance.trainer.lora import Frozen, merge, put_adapter_in, save_adapter
+
+UPDATES, RANKS = 4, 2
+LORA = LoraPlan(rank=4, alpha=8, targets=tuple(map(str, Linear)), dropout=0.0)
+MODEL = ModelPlan(path="/base", source="owner/name", builtin="", revision="", trust_remote_code=False)
+UNIT = 2.0**-8  # of a value that is rounded to BF16, half of its last bit
+
+
+def tiny() -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen2Config(**sizes, vocab_size=64, num_hidden_layers=2, tie_word_embeddings=True)
+    return Qwen2ForCausalLM(config).to(torch.bfloat16)
+
+
+def under_fsdp(model: torch.nn.Module, *, ranks: int) -> torch.nn.Module:
+    """As `_build_fsdp_module` does it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from verl.utils.fsdp_utils import apply_fsdp2
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("fsdp",))
+    apply_fsdp2(model, {"mesh": mesh, "mp_policy": policy, "offload_policy": None, "reshard_after_forward": True}, {})
+    return model
+
+
+def sent_by_verl(module: torch.nn.Module) -> dict[str, Tensor]:
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
+    engine: Any = SimpleNamespace(module=module, _is_offload_param=False)
+    return {name: tensor.clone() for name, tensor in FSDPEngine._merged_lora_per_tensor_param(engine)}
+
+
+def one_rank(rank: int, folder: str, ranks: int) -> None:
+    """A rank's process: it trains and sends, and leaves what it saw in `<folder>/<rank>.pt`, its adapter in `actor`."""
+    os.environ["VERL_PLATFORM"] = "cpu"
+    import appliance.trainer.worker  # noqa: F401  (verl's platform)
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
+    module = under_fsdp(put_adapter_in(tiny(), lora=LORA, seed=1), ranks=ranks)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)
+    ids, frozen, seen = torch.arange(12)[None] + rank, Frozen(), []
+    for _ in range(UPDATES):
+        frozen.check(module)
+        weights = whole(module)
+        seen.append((sent_by_verl(module), weights))
+        with torch.no_grad():
+            module(input_ids=ids)  # log-probs before an update: what FSDP gathered for them must not be merged into
+        module(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    save_adapter(module, folder=Path(folder) / "adapter", model=MODEL)
+    said = ""
+    with torch.no_grad():  # what an unfinished merge would leave
+        layer = module.base_model.model.model.layers[1].mlp.up_proj
+        layer.merge()
+    try:
+        frozen.check(module)
+    except SyncError as error:
+        said = error.message
+    states = len(optimizer.state)
+    torch.save({"seen": seen, "said": said, "states": states}, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def whole(module: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: each.full_tensor().detach().clone() for name, each in module.named_parameters()}
+
+
+@pytest.fixture(scope="module", params=[1, RANKS])
+def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    context = torch.multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=one_rank, args=(rank, str(folder), request.param)) for rank in range(request.param)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join(timeout=300)
+    assert [each.exitcode for each in ranks] == [0] * request.param
+    return folder, [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
+
+
+def is_adapters(name: str) -> bool:
+    return ".lora_" in name
+
+
+def test_what_does_not_move_is_the_same_bit_for_bit_after_every_merge(left: tuple[Path, list[dict]]) -> None:
+    first = {name: each for name, each in put_adapter_in(tiny(), lora=LORA, seed=1).named_parameters()}
+    _, by_rank = left
+    for rank in by_rank:
+        assert len(rank["seen"]) == UPDATES
+        for _, weights in rank["seen"]:
+            held = [name for name in weights if not is_adapters(name)]
+            assert [name for name in held if not weights[name].equal(first[name])] == [] and len(held) == 26
+        _, last = rank["seen"][-1]
+        moved = [name for name in last if is_adapters(name) and not last[name].equal(first[name])]
+        assert len(moved) == rank["states"] == 2 * 2 * len(LORA.targets)  # A and B, two layers
+
+
+def test_what_is_sent_is_the_model_with_the_adapter_of_that_update(left: tuple[Path, list[dict]]) -> None:
+    """Of W + s B A in float64: s B A is rounded to BF16, and the sum is. What is between them in FP32 has products of
+    rank 4, at most 5 x 2^-24 of |B| |A| s."""
+    _, by_rank = left
+    names = {name for name, _ in tiny().named_parameters()} | {"lm_head.weight"}
+    for sent, weights in by_rank[0]["seen"]:
+        assert set(sent) == names
+        for name, tensor in sent.items():
+            assert tensor.dtype == torch.bfloat16
+            base = f"base_model.model.{name.removesuffix('.weight')}"
+            if f"{base}.lora_A.default.weight" not in weights:
+                continue
+            a, b = (weights[f"{base}.lora_{each}.default.weight"].double() for each in "AB")
+            w, delta = weights[f"{base}.base_layer.weight"].double(), 2.0 * b @ a
+            bound = UNIT * (1 + UNIT) * (w.abs() + 2 * delta.abs()) + 2.0 * 5 * 2.0**-24 * b.abs() @ a.abs()
+            assert bool(((tensor.double() - (w + delta)).abs() <= bound + 1e-30).all()), name
+    start, later = by_rank[0]["seen"][0][0], by_rank[0]["seen"][-1][0]
+    assert all(start[name].equal(each) for name, each in tiny().named_parameters())
+    assert sum(not start[name].equal(each) for name, each in later.items()) == 2 * len(LORA.targets)
+
+
+def test_a_merge_that_stayed_in_the_weights_is_found_before_the_next_one(left: tuple[Path, list[dict]]) -> None:
+    said = "weight update: 1 weights that LoRA leaves alone have changed, first model.layers.1.mlp.up_proj.weight"
+    assert [rank["said"] for rank in left[1]] == [said] * len(left[1])
+
+
+def test_model_and_adapter_are_the_same_for_peft(left: tuple[Path, list[dict]], tmp_path: Path) -> None:
+    """In float64 the logits differ by what merging rounds: |W' - (W + s B A)| <= 2^-8 (|W| + 2 |s B A|) of each weight,
+    by the test above, times how far the logit moves with it. Twice that, for what is not linear."""
+    from peft import PeftModel
+
+    base, actor = tmp_path / "base", tmp_path / "actor"
+    tiny().save_pretrained(base)
+    (actor / "huggingface").mkdir(parents=True)
+    (left[0] / "adapter").replace(actor / "adapter") if not (actor / "adapter").exists() else None
+    merge(str(base), trust_remote_code=False, actor=actor, target=tmp_path / "model")
+    (actor / "adapter").replace(left[0] / "adapter")
+    assert (tmp_path / "model" / "adapter" / "adapter_config.json").is_file()
+    merged = Qwen2ForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
+    model = Qwen2ForCausalLM.from_pretrained(base, dtype=torch.float64)
+    beside = PeftModel.from_pretrained(model, str(tmp_path / "model" / "adapter")).double()
+    assert beside.peft_config["default"].base_model_name_or_path == "owner/name"
+    ids = torch.arange(8)[None]
+    logits = merged(input_ids=ids).logits
+    apart = (logits - beside(input_ids=ids).logits).abs()
+    worst = apart.argmax()
+    logits.view(-1)[worst].backward()
+    plain = tiny().state_dict()
+    most = sum(
+        (each.grad.abs() * UNIT * (2 * each.abs() + plain[name].abs())).sum()
+        for name, each in merged.named_parameters()
+        if name.rpartition(".")[0].rpartition(".")[2] in LORA.targets and name.endswith("weight")
+    )
+    assert 0 < apart.max() <= 2 * most
+    bare = Qwen2ForCausalLM.from_pretrained(base, dtype=torch.float64)
+    assert (bare(input_ids=ids).logits - logits).abs().max() > 2 * most  # the adapter says something
+
+
+def test_a_target_that_the_model_lacks_is_refused() -> None:
+    model = torch.nn.Sequential()
+    model.add_module("q_proj", torch.nn.Linear(2, 2))
+    with pytest.raises(EngineError) as raised:
+        put_adapter_in(model, lora=LORA, seed=0)
+    assert raised.value.message == "model.lora: the model has no linear layer down_proj"
+    assert raised.value.hint == "name some of q_proj in model.lora.targets"
+
+
+def test_the_adapters_weights_are_counted() -> None:
+    sizes = {"heads": 4, "kv_heads": 2, "head_size": 8, "hidden": 32, "intermediate": 48, "layers": 2}
+    model = put_adapter_in(tiny(), lora=LORA, seed=0)
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    assert ModelShape(**sizes).adapter_weights(LORA.rank, targets=LORA.targets) == trained > 0
+
+
+def test_the_adapter_is_in_float32_the_same_for_a_seed_and_drops_what_enters_it() -> None:
+    one, same, other = (put_adapter_in(tiny(), lora=LORA, seed=seed) for seed in (1, 1, 2))
+    dropping = put_adapter_in(tiny(), lora=LORA.replace(dropout=0.25), seed=1)
+    names = [name for name, each in one.named_parameters() if each.requires_grad]
+    assert {dict(one.named_parameters())[name].dtype for name in names} == {torch.float32}
+    a = next(name for name in names if "lora_A" in name)
+    first, again, another = (dict(each.named_parameters())[a] for each in (one, same, other))
+    assert first.equal(again) and not first.equal(another)
+    assert {each.p for each in dropping.modules() if isinstance(each, torch.nn.Dropout)} == {0.25}

@@ -1,0 +1,234 @@
+"""Each loss as verl calls it, with weights, dropped tokens and several micro-batches, against its formula in float64.
+
+The formulas are those of docs/algorithms.md; gradients are by hand. Bounds of the error: float32 log-probs of size 10
+have a spacing of 1e-6, a ratio of at most e^3 that error 20 times, and a mean over 300 tokens is far better: 2e-5 of
+the largest gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from test_corrected_loss import Batch, as_verl_has_it, make_config
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import PolicyLossConfig
+
+from appliance.corrections.objective import Aggregate, Loss
+from appliance.plan.verl_args import AGGREGATES, LOSS_MODES
+from appliance.trainer.correction import CLIPPED_NEGATIVE, NEGATIVE, WEIGHTS, corrected_loss
+
+ATOL = 2e-5  # of the largest gradient
+RESPONSE = 30  # tokens, of the constant
+TAU = {True: 1.0, False: 1.05}  # of sapo, by "is above 0"; verl's defaults
+COMPARED = tuple(loss for loss in Loss if loss is not Loss.TBPO)  # which test_tbpo.py holds
+
+
+@dataclass(frozen=True)
+class Case:
+    """kept: tokens that stay.  weights: of a token, or where `shared` of a response; float32."""
+
+    batch: Batch
+    kept: torch.Tensor
+    weights: torch.Tensor
+
+
+def make_case(seed: int, *, shared: bool, spread: float, sequences: int = 24, tokens: int = 20) -> Case:
+    """Ratios on both sides of every bound; every ninth response is dropped, of the others one token in five."""
+    rng = np.random.default_rng(seed)
+    mask = np.arange(tokens) < rng.integers(2, tokens + 1, sequences)[:, None]
+    kept = mask & (rng.random(mask.shape) < 0.8)
+    kept[:, 0], kept[4::9] = mask[:, 0], False
+    old = -rng.exponential(1.0, mask.shape) - 0.1
+    new = old + rng.normal(0, spread, mask.shape) + rng.normal(0, spread, (sequences, 1))
+    advantages = np.repeat(rng.normal(0, 1, (sequences, 1)), tokens, axis=1)
+    weights = rng.uniform(0.2, 2, (sequences, 1) if shared else mask.shape) * mask
+    found = [torch.from_numpy(each.astype(np.float32)) for each in (old, new, advantages, weights)]
+    batch = Batch(*found[:3], torch.from_numpy(mask), torch.from_numpy(mask.astype(np.float32)))
+    return Case(batch, torch.from_numpy(kept), found[3])
+
+
+@dataclass(frozen=True)
+class Token:
+    """What a formula is of. x: log-ratio.  a: advantage.  low, high, dual: bounds.  mean: of its response's kept x."""
+
+    x: float
+    log_prob: float
+    a: float
+    low: float
+    high: float
+    dual: float
+    mean: float
+
+
+Formula = Callable[[Token], tuple[float, float, bool]]  # objective, its slope in the token's log-prob, clipped below
+
+
+def ppo(t: Token) -> tuple[float, float, bool]:
+    """min(R A, clip(R) A), not below dual A where A < 0. Schulman et al. 2017; Ye et al. 2020 (dual clip)."""
+    ratio = np.exp(t.x)
+    held = np.clip(ratio, 1 - t.low, 1 + t.high)
+    value = min(ratio * t.a, held * t.a)
+    slope = ratio * t.a if ratio * t.a <= held * t.a else 0.0
+    below = t.a < 0 and (ratio < 1 - t.low or ratio > t.dual)
+    return (t.dual * t.a, 0.0, below) if t.a < 0 and value < t.dual * t.a else (value, slope, below)
+
+
+def gspo(t: Token) -> tuple[float, float, bool]:
+    """min(m A, clip(m) A), and of a token's log-prob the slope of its share of m. arXiv 2507.18071, eq. 14."""
+    ratio = np.exp(t.mean)
+    held = np.clip(ratio, 1 - t.low, 1 + t.high)
+    slope = ratio * t.a if ratio * t.a <= held * t.a else 0.0
+    return min(ratio * t.a, held * t.a), slope, t.a < 0 and ratio < 1 - t.low
+
+
+def cispo(t: Token) -> tuple[float, float, bool]:
+    """sg(clip(R)) A log p. arXiv 2506.13585, eq. 4."""
+    held = np.clip(np.exp(t.x), 1 - t.low, 1 + t.high)
+    return held * t.a * t.log_prob, held * t.a, False
+
+
+def sapo(t: Token) -> tuple[float, float, bool]:
+    """A 4/tau sigmoid(tau (R - 1)). arXiv 2511.20347, eq. 5."""
+    tau, ratio = TAU[t.a > 0], np.exp(t.x)
+    gate = 1 / (1 + np.exp(-tau * (ratio - 1)))
+    return t.a * 4 / tau * gate, 4 * t.a * gate * (1 - gate) * ratio, False
+
+
+TOKENWISE: dict[Loss, Formula] = {Loss.PPO: ppo, Loss.GSPO: gspo, Loss.CISPO: cispo, Loss.SAPO: sapo}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    loss: float
+    gradient: np.ndarray
+    negative: int
+    clipped: int
+
+
+def reference(case: Case, loss: Loss, *, aggregate: Aggregate, dual: float) -> Wanted:
+    low, high, (rows, columns) = loss.spec.clip.low, loss.spec.clip.high, case.kept.shape
+    gradient, total, negative, clipped = np.zeros((rows, columns)), 0.0, 0, 0
+    old, new, weights = (each.double().numpy() for each in (case.batch.old, case.batch.new, case.weights))
+    whole = int(case.batch.mask.sum())
+    for row in range(rows):
+        places = np.flatnonzero(case.kept[row].numpy())
+        if not len(places):
+            continue
+        a, x = float(case.batch.advantages[row, 0]), (new - old)[row, places]
+        negative += len(places) * (a < 0)
+        if loss is Loss.GEO_MEAN:  # arXiv 2507.20673, eq. 3: a product of a response's tokens, one side clipped each
+            held = np.minimum(x, high) if a > 0 else np.maximum(x, -low)
+            value = weights[row, 0] * a * np.exp(held.mean())
+            total -= value / rows
+            gradient[row, places] = -value / rows / len(places) * (held == x)
+            clipped += int(((held != x) & (a < 0)).sum())
+            continue
+        share = {
+            Aggregate.TOKEN_MEAN: 1 / whole,
+            Aggregate.SEQUENCE_MEAN: 1 / rows / len(places),
+            Aggregate.CONSTANT: 1 / rows / RESPONSE,
+        }[aggregate]
+        for place, each in zip(places, x, strict=True):
+            token = Token(each, new[row, place], a, low, high, dual, x.mean())
+            value, slope, below = TOKENWISE[loss](token)
+            total -= share * weights[row, place] * value
+            gradient[row, place] = -share * weights[row, place] * slope
+            clipped += below
+    return Wanted(total, gradient, negative, clipped)
+
+
+def by_us(
+    case: Case, loss: Loss, *, aggregate: Aggregate, micro_batches: int
+) -> tuple[float, np.ndarray, float, float]:
+    spec = loss.spec
+    config = make_config(
+        policy_loss=PolicyLossConfig(loss_mode=LOSS_MODES[loss]),
+        clip_ratio_low=spec.clip.low,
+        clip_ratio_high=spec.clip.high,
+        clip_ratio_c=spec.dual_clip,
+        loss_agg_mode=AGGREGATES[aggregate],
+        loss_scale_factor=RESPONSE,
+    )
+    total, gradients, negative, clipped = 0.0, [], 0.0, 0.0
+    size = len(case.kept) // micro_batches
+    for start in range(0, len(case.kept), size):
+        rows = slice(start, start + size)
+        output, data, leaf = as_verl_has_it(case.batch.part(rows), weights=case.weights[rows], kept=case.kept[rows])
+        tu.assign_non_tensor(data, global_batch_size=len(case.kept), batch_num_tokens=int(case.batch.mask.sum()))
+        found, metrics = corrected_loss(config, output, data, kind=loss)
+        found.backward()
+        total += found.item()
+        gradients.append(leaf.grad.double().numpy())
+        negative += metrics[NEGATIVE].aggregate()
+        clipped += metrics[CLIPPED_NEGATIVE].aggregate()
+    return total, np.concatenate(gradients), negative, clipped
+
+
+def spread_of(loss: Loss) -> float:
+    """Of the log-ratios, so that its bounds cut some."""
+    return 5e-4 if loss.spec.of_sequences else 0.5
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize(
+    ("loss", "aggregate"),
+    [
+        (loss, aggregate)
+        for loss in COMPARED
+        for aggregate in Aggregate
+        if not loss.spec.own_aggregate or aggregate is loss.spec.aggregate
+    ],
+)
+def test_it_is_its_formula_with_the_corrections_weights_and_mask(
+    loss: Loss, aggregate: Aggregate, micro_batches: int
+) -> None:
+    for seed in range(4):
+        case = make_case(seed, shared=loss.spec.weighs_responses, spread=spread_of(loss))
+        wanted = reference(case, loss, aggregate=aggregate, dual=loss.spec.dual_clip)
+        total, gradient, negative, clipped = by_us(case, loss, aggregate=aggregate, micro_batches=micro_batches)
+        largest = np.abs(wanted.gradient).max()
+        assert np.abs(gradient - wanted.gradient).max() <= ATOL * largest
+        assert total == pytest.approx(wanted.loss, abs=ATOL * np.abs(wanted.gradient).sum() + 1e-6)
+        assert (negative, clipped) == (wanted.negative, wanted.clipped)
+        assert wanted.negative > 0 and (loss.spec.keeps_gradient or wanted.clipped > 0)
+
+
+@pytest.mark.parametrize("loss", Loss)
+def test_no_loss_ignores_the_weights(loss: Loss) -> None:
+    """Twice the weights are twice the gradient: a loss that did not read them would have it as it was."""
+    case = make_case(0, shared=True, spread=spread_of(loss))
+    aggregate = loss.spec.aggregate
+    once, twice = (
+        by_us(Case(case.batch, case.kept, factor * case.weights), loss, aggregate=aggregate, micro_batches=1)[1]
+        for factor in (1, 2)
+    )
+    assert np.abs(once).max() > 0
+    np.testing.assert_allclose(twice, 2 * once, rtol=1e-5, atol=1e-9)
+
+
+def test_the_divergence_is_over_what_the_correction_keeps_and_unweighed() -> None:
+    """k3 in the loss: exp(x) - 1 - x of x = log p_start - log p, slope 1 - exp(x), and the mean of the tokens."""
+    case = make_case(0, shared=False, spread=0.5)
+    start = case.batch.new - torch.linspace(-1, 1, case.kept.shape[1])
+
+    def gradient(coefficient: float) -> np.ndarray:
+        output, data, leaf = as_verl_has_it(case.batch, weights=case.weights, kept=case.kept)
+        lengths = case.batch.mask.sum(dim=-1).tolist()
+        rows = [row[:length] for row, length in zip(start, lengths, strict=True)]
+        data = TensorDict(
+            {**dict(data.items()), "ref_log_prob": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}
+        )
+        data.batch_size = torch.Size([len(lengths)])
+        config = make_config(use_kl_loss=True, kl_loss_coef=coefficient, kl_loss_type="k3")
+        assert WEIGHTS in data.keys()  # noqa: SIM118
+        corrected_loss(config, output, data)[0].backward()
+        return leaf.grad.double().numpy()
+
+    x = (start - case.batch.new).double().numpy()
+    wanted = np.where(case.kept.numpy(), 1 - np.exp(x), 0.0) / int(case.batch.mask.sum())
+    np.testing.assert_allclose((gradient(2.0) - gradient(0.0)) / 2, wanted, atol=1e-7)

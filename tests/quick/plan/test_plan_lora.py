@@ -1,0 +1,129 @@
+"""LoRA in recipe and plan: what is refused, what verl is told, and what fits where."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from plans import HOST
+
+from appliance.errors import RecipeError
+from appliance.plan.build import build_plan
+from appliance.plan.memory import gpu_ladder, host_bytes, moments, trained_weights
+from appliance.plan.verl_args import overrides
+from appliance.preflight.disk import needed_bytes
+from appliance.recipe.load import load_recipe
+from appliance.record.plan import RunPlan
+from appliance.terms.environment import ENGINE_VENDOR, VENDOR_VARIABLE
+from appliance.terms.shapes import KNOWN
+
+SHAPE_7B, SHAPE_32B = KNOWN["Qwen/Qwen2.5-7B-Instruct"], KNOWN["Qwen/Qwen2.5-32B"]
+ON_A_NODE = ("model.path=Qwen/Qwen2.5-32B", "cluster.gpus_per_node=8", "rollout.tensor_parallel=2")
+
+
+def planned(recipe: str, *sets: str) -> RunPlan:
+    return build_plan(load_recipe(recipe, sets=sets), run_dir=Path("/runs/a-1"), host=HOST)
+
+
+def test_verl_merges_and_saves_the_adapter_alone() -> None:
+    plan = planned("arithmetic-tiny-lora-int8", "model.lora.targets=[q_proj, down_proj]", "model.lora.alpha=64")
+    told, usual = dict(overrides(plan)), dict(overrides(planned("arithmetic-tiny-int8")))
+    model, actor = "actor_rollout_ref.model", "actor_rollout_ref.actor"
+    assert {key: value for key, value in told.items() if key not in usual} == {
+        f"{model}.lora_rank": 32,
+        f"{model}.lora_alpha": 64,
+        f"{model}.target_modules": ["q_proj", "down_proj"],
+        f"{model}.lora.merge": True,
+        f"{actor}.fsdp_config.model_dtype": "bf16",
+        f"+{actor}.checkpoint.save_lora_only": True,
+    }
+    assert told[f"{actor}.checkpoint.save_contents"] == ["model", "optimizer", "extra"]
+    assert dict(plan.env)[VENDOR_VARIABLE] == ENGINE_VENDOR
+
+
+def test_without_it_nothing_says_lora() -> None:
+    assert planned("arithmetic-tiny-int8").lora is None
+    assert not any("lora" in key for key, _ in overrides(planned("arithmetic-tiny-int8")))
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (
+            ("correction.uaq_scale=2",),
+            "correction.uaq_scale: UAQ scales weights so that an update moves them more, and LoRA moves none",
+        ),
+        (
+            ("optimizer.norm_fed_lr_scale=2",),
+            "optimizer.norm_fed_lr_scale: it is a rate of the weights that a norm feeds, and LoRA trains none",
+        ),
+        (
+            ("trainer.forward=rollout",),
+            "trainer.forward: the rollouts' forward has codes of weights, and an adapter has none",
+        ),
+        (("model.lora.targets=[q_proj, q_proj]",), "model.lora.targets: a layer is named twice"),
+        (("model.lora.targets=[lm_head]",), "model.lora.targets.0: unknown value `lm_head`"),
+        (("model.lora.rank=0",), "model.lora.rank: "),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(sets: tuple[str, ...], message: str) -> None:
+    with pytest.raises(RecipeError) as raised:
+        load_recipe("arithmetic-tiny-lora-int8", sets=sets)
+    assert message in raised.value.problems[0][0]
+
+
+def test_a_model_with_experts_is_refused(tmp_path: Path) -> None:
+    config = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RecipeError) as raised:
+        planned("gsm8k-7b-lora-int8", f"model.path={tmp_path}")
+    assert raised.value.problems[0][0] == "model.lora: this model has experts, whose weights are no linear layers"
+
+
+def test_a_child_can_turn_it_off(tmp_path: Path) -> None:
+    recipe = tmp_path / "full.yaml"
+    recipe.write_text("extends: arithmetic-tiny-lora-int8\nmodel:\n  lora: null\n")
+    assert load_recipe(str(recipe)).model.lora is None
+    assert load_recipe("arithmetic-tiny-lora-int8", sets=["model.lora=null"]).model.lora is None
+
+
+def test_only_the_adapter_has_gradients_and_moments() -> None:
+    """7B by hand: of each of 28 layers q and o (3584 + 3584), k and v (3584 + 512), three of an MLP (3584 + 18944)."""
+    plan = planned("gsm8k-7b-lora-int8")
+    adapter = 28 * 32 * (2 * 7168 + 2 * 4096 + 3 * 22528)
+    assert trained_weights(plan, SHAPE_7B) == adapter
+    update = {part.what: part.size for part in moments(plan, SHAPE_7B)[1].parts}
+    assert update["weights"] == 2 * SHAPE_7B.weights + 4 * adapter
+    assert (update["gradients"], update["Adam"]) == (4 * adapter, 8 * adapter)
+    assert host_bytes(plan, SHAPE_7B) == 2 * SHAPE_7B.weights  # what verl puts back after a merge
+    offloaded = planned("gsm8k-7b-lora-int8", "trainer.offload_parameters=true", "trainer.offload_optimizer=true")
+    assert host_bytes(offloaded, SHAPE_7B) == 4 * SHAPE_7B.weights + 12 * adapter
+    _, checkpoints = needed_bytes(plan, model_bytes=2 * SHAPE_7B.weights, shape=SHAPE_7B)
+    assert checkpoints == 16 * adapter
+
+
+@pytest.mark.parametrize("device", ["rtx4090", "a100"])
+def test_what_fits_on_one_gpu(device: str) -> None:
+    """7B: as shipped in 80 GB, offloaded in 24; all its weights are trained in neither."""
+    plan = planned("gsm8k-7b-lora-int8", f"cluster.device={device}")
+    full = planned("gsm8k-7b-lora-int8", f"cluster.device={device}", "model.lora=null")
+    changes = gpu_ladder(plan, SHAPE_7B)
+    missing = [moment.short > 0 for moment in moments(plan, SHAPE_7B)]
+    if device == "a100":
+        assert missing == [False, False]
+    else:
+        assert missing == [True, True]
+        assert changes == (
+            "trainer.offload_optimizer: true",
+            "trainer.offload_parameters: true",
+            "batch.max_tokens_per_gpu: 1024",
+        )
+    assert all(moment.certainly_short for moment in moments(full, SHAPE_7B))
+
+
+def test_32b_fits_on_one_host_of_eight() -> None:
+    assert [each.short for each in moments(planned("gsm8k-7b-lora-int8", *ON_A_NODE), SHAPE_32B)] == [0, 0]
+    full = planned("gsm8k-7b-lora-int8", *ON_A_NODE, "model.lora=null")
+    assert all(each.short > 0 for each in moments(full, SHAPE_32B))
+    assert gpu_ladder(full, SHAPE_32B) == ("trainer.offload_optimizer: true", "batch.max_tokens_per_gpu: 1024")

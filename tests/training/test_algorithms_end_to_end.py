@@ -1,0 +1,171 @@
+"""Each value of each key of `algorithm` and of the optimizer's schedule in a real training of three steps with INT8
+rollouts: several keys in each. In `make test-long`; that none is missing is in `make test`."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+
+import pytest
+from trainings import FEW, Finished, train
+
+from appliance.corrections.objective import Advantage, Aggregate, Estimator, KlPlace, Loss
+from appliance.recipe.load import load_recipe
+from appliance.recipe.schema import Recipe
+from appliance.terms.settings import Schedule
+
+pytestmark = pytest.mark.e2e(minutes=1)
+
+STEPS = 3
+COMMON = (
+    FEW,
+    f"trainer.steps={STEPS}",
+    "trainer.validate_before=false",
+    "trainer.validate_every=0",
+    "trainer.validate_bf16_every=0",
+    "batch.prompts_per_step=16",
+    "batch.mini_batch_prompts=8",  # two updates a step: in the first every ratio is 1
+    "correction.cap=null",
+)
+# Of a task of the user's own, for the advantage that reads several rewards.
+OWN = (
+    "task.kind=own",
+    "task.train_file=problems.jsonl",
+    "task.truth=answer",
+    'task.rewards=[{name: regex, pattern: "^[3-6]"}, {name: regex, pattern: "[0-4]$", weight: 0.3}]',
+)
+TRAININGS: dict[str, tuple[str, ...]] = {
+    "dr-grpo": (
+        "algorithm.kind=dr-grpo",
+        "algorithm.kl=0.1",
+        "optimizer.schedule=linear",
+        "optimizer.min_lr_ratio=0.1",
+        "optimizer.warmup_steps=1",
+        "optimizer.betas=[0.9, 0.95]",
+        "optimizer.epsilon=1e-7",
+    ),
+    "gspo": (
+        "algorithm.kind=gspo",
+        "algorithm.advantage=rloo",
+        "algorithm.kl=0.01",
+        "algorithm.kl_estimator=k1",
+        "algorithm.kl_in=reward",
+        "algorithm.entropy_bonus=0.001",
+        "optimizer.schedule=cosine",
+        "optimizer.min_lr_ratio=0.2",
+    ),
+    "cispo": (
+        "algorithm.loss=cispo",
+        "algorithm.advantage=reinforce++",
+        "algorithm.kl=0.1",
+        "algorithm.kl_estimator=k2",
+        "correction.method=icepop",
+    ),
+    "sapo": ("algorithm.kind=dapo", "algorithm.loss=sapo", "algorithm.advantage=opo", "correction.method=adaptive"),
+    "geo-mean": ("algorithm.loss=geo-mean", "correction.method=tis-geometric", "algorithm.entropy_bonus=0.001"),
+    "gdpo": (*OWN, "algorithm.loss=tbpo", "algorithm.advantage=gdpo", "correction.method=tis-geometric"),
+}
+ENUMS: dict[str, type[StrEnum]] = {
+    "advantage": Advantage,
+    "aggregate": Aggregate,
+    "kl_estimator": Estimator,
+    "kl_in": KlPlace,
+    "loss": Loss,
+    "schedule": Schedule,
+}
+
+
+def values_of(recipe: Recipe) -> set[tuple[str, str]]:
+    algorithm = recipe.algorithm
+    found = {("advantage", algorithm.advantage), ("aggregate", algorithm.aggregated), ("loss", algorithm.loss)}
+    if algorithm.kl:
+        found |= {("kl_estimator", algorithm.kl_estimator), ("kl_in", algorithm.kl_in)}
+    return {(key, str(value)) for key, value in {*found, ("schedule", recipe.optimizer.schedule)}}
+
+
+def recipe_of(name: str) -> Recipe:
+    return load_recipe("arithmetic-tiny-int8", sets=(*COMMON, *TRAININGS[name]))
+
+
+def test_every_value_of_every_key_is_in_one_of_the_trainings() -> None:
+    covered = set().union(*(values_of(recipe_of(name)) for name in TRAININGS))
+    every = {(key, str(value)) for key, values in ENUMS.items() for value in values}
+    sys.stdout.write(f"algorithms: {len(covered)} values of {len(ENUMS)} keys in {len(TRAININGS)} trainings\n")
+    assert (covered, len(every)) == (every, 23)
+
+
+def problems(file: Path) -> None:
+    pairs = [(a, b) for a in range(10, 40) for b in range(10, 30)]
+    file.write_text("".join(json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) + "\n" for a, b in pairs))
+
+
+def rates(schedule: Schedule, *, peak: float, least: float, warmup: int) -> list[float]:
+    """As a step's line says them: the rate of the step after it."""
+    found = []
+    for step in range(1, STEPS + 1):
+        done = min(1.0, (step - warmup) / (STEPS - warmup))
+        sunk = {
+            Schedule.CONSTANT: 1.0,
+            Schedule.LINEAR: 1 - (1 - least) * done,
+            Schedule.COSINE: least + (1 - least) * (1 + math.cos(math.pi * done)) / 2,
+        }[schedule]
+        found.append(peak * sunk)
+    return found
+
+
+def trained(root: Path, name: str, *sets: str) -> Finished:
+    file = root / "problems.jsonl"
+    problems(file)
+    sets = tuple(text.replace("problems.jsonl", str(file)) for text in (*TRAININGS[name], *sets))
+    return train(root, *COMMON, *sets, name=name)
+
+
+def lines_of(done: Finished) -> list[dict]:
+    assert done.code == 0, done.stderr[-4000:]
+    lines = done.json_lines("metrics.jsonl")
+    assert [line["step"] for line in lines] == [*range(1, len(lines) + 1)]
+    return lines
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", TRAININGS)
+def test_three_steps_with_int8_rollouts(with_tiny_cache: Callable[[Path], Path], tmp_path: Path, name: str) -> None:
+    """That the loss had the correction's weights in hand is held in every step, or the run ends; here: that it is the
+    loss and the advantage which were asked for, that a reference was asked, and the rate of each step."""
+    done = trained(with_tiny_cache(tmp_path), name)
+    lines, recipe = lines_of(done), recipe_of(name)
+    assert len(lines) == STEPS and {line["scheme"] for line in lines} == {"int8"}
+    assert all(line["grad_norm"] > 0 and math.isfinite(line["grad_norm"]) for line in lines)
+    attested = json.loads((done.run_dir / "attest" / "driver-0.json").read_text())["detail"]
+    assert (attested["loss"], attested["advantage"]) == (str(recipe.algorithm.loss), str(recipe.algorithm.advantage))
+    assert [math.isfinite(line.get("reference_kl", math.nan)) for line in lines] == [bool(recipe.algorithm.kl)] * STEPS
+    optimizer = recipe.optimizer
+    wanted = rates(
+        optimizer.schedule,
+        peak=optimizer.learning_rate,
+        least=optimizer.min_lr_ratio,
+        warmup=optimizer.warmup_steps,
+    )
+    assert [line["learning_rate"] for line in lines] == pytest.approx(wanted)
+    clips = recipe.algorithm.loss.spec
+    assert all(line["clipped_negative_fraction"] in (0, None) for line in lines) or not clips.keeps_gradient
+    assert done.left == ()
+
+
+@pytest.mark.long
+def test_a_divergence_in_the_loss_keeps_the_model_nearer_to_the_start(
+    with_tiny_cache: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    """The same training with a weight that counts and with one of nothing, whose reference only measures."""
+    root = with_tiny_cache(tmp_path)
+    sets = ("trainer.steps=8", "algorithm.kl_estimator=k3")
+    ends = {}
+    for name, weight in (("free", 1e-9), ("held", 2.0)):
+        done = train(root, *COMMON, *sets, f"algorithm.kl={weight}", name=name)
+        ends[name] = lines_of(done)[-1]["reference_kl"]
+    sys.stdout.write(f"k3 from the start after 8 steps: {ends['free']:.4g} free, {ends['held']:.4g} held\n")
+    assert ends["held"] < ends["free"] / 2

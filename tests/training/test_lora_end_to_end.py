@@ -1,0 +1,78 @@
+"""LoRA on the demo's task, by INT8 rollouts: it learns, and what is saved, exported and proven is the merged model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from trainings import Finished, train
+
+from appliance.launch.export import run_export
+from appliance.preflight.disk import BYTES_SAVED_PER_WEIGHT
+from appliance.record.checkpoints import checkpoint_folder, read_manifest
+from appliance.tasks.tiny_spec import TINY_MODELS
+from appliance.terms.shapes import Linear
+
+pytestmark = pytest.mark.e2e(minutes=3)
+
+STEPS = 20  # the recipe has 30
+SHAPE = TINY_MODELS["tiny-arithmetic"].shape
+ADAPTER = SHAPE.adapter_weights(32, targets=Linear)
+OTHER_FILES = 250_000  # bytes of a checkpoint that are no weight: tokenizer, profile, state, names in pickles
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, with_tiny_cache: Callable[[Path], Path]) -> Finished:
+    root = with_tiny_cache(tmp_path_factory.mktemp("runs"))
+    sets = (f"trainer.steps={STEPS}", f"trainer.validate_every={STEPS}")
+    finished = train(root, *sets, name="lora", recipe="arithmetic-tiny-lora-int8")
+    assert finished.code == 0, finished.stderr[-4000:]
+    return finished
+
+
+def test_it_learns(run: Finished) -> None:
+    """Greedy, 512 problems."""
+    first, *_, last = run.json_lines("metrics.jsonl")
+    assert (first["step"], last["step"], last["scheme"]) == (0, STEPS, "int8")
+    assert first["val_reward_mean"] < 0.10
+    assert last["val_reward_mean"] >= 0.90 and last["val_reward_bf16_mean"] >= 0.90
+    assert last["val_samples"] == 512
+    trained = json.loads((run.run_dir / "attest" / "trainer-0.json").read_text())["detail"]["trained"]
+    assert trained == 2 * SHAPE.layers * len(Linear)
+    assert run.left == ()
+
+
+def test_the_exported_model_is_what_the_engines_proved_last(run: Finished) -> None:
+    """Bit for bit, all tensors in one digest."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from appliance.sync.manifest import Manifest, record
+
+    sent = run.json_lines("sync/trainer-0-0.jsonl")
+    proven = [line["sync"] for line in run.json_lines("sync/rollout-0-0.jsonl")]
+    assert proven == [line["sync"] for line in sent] == list(range(1, len(sent) + 1))
+    model = AutoModelForCausalLM.from_pretrained(run.run_dir / "model", dtype=torch.bfloat16)
+    assert type(model).__name__ == "Qwen2ForCausalLM"
+    held = tuple(record(name, tensor) for name, tensor in model.state_dict().items())
+    assert Manifest(sync=sent[-1]["sync"], records=held).digest == sent[-1]["manifest"]
+    assert Manifest(sync=sent[0]["sync"], records=held).digest != sent[0]["manifest"]
+
+
+def test_a_checkpoint_has_the_adapter_and_its_optimizer_and_no_more(run: Finished) -> None:
+    size = read_manifest(checkpoint_folder(run.run_dir, step=STEPS)).bytes
+    full = SHAPE.weights * BYTES_SAVED_PER_WEIGHT  # tests/training/test_checkpoint_end_to_end.py holds it
+    print(f"a checkpoint has {size / 1e6:.1f} MB, of full training {full / 1e6:.1f} MB")  # noqa: T201
+    assert 0 < size - ADAPTER * BYTES_SAVED_PER_WEIGHT < OTHER_FILES
+    assert size < full / 4
+
+
+def test_the_adapter_alone_is_exported(run: Finished, tmp_path: Path) -> None:
+    target = tmp_path / "adapter"
+    assert run_export(str(run.run_dir), run_root=tmp_path, step=None, output=target, adapter=True) == 0
+    names = {"adapter_config.json", "adapter_model.safetensors"}
+    assert {each.name for each in target.iterdir()} == names
+    for name in names:
+        assert (target / name).read_bytes() == (run.run_dir / "model" / "adapter" / name).read_bytes()
