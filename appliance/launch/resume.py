@@ -26,6 +26,7 @@ from appliance.recipe.schema import NAME_PATTERN, Recipe
 from appliance.recipe.text import full_path
 from appliance.record.attestations import ATTEST_FOLDER
 from appliance.record.checkpoints import (
+    ADAPTER_FOLDER,
     DAMAGED,
     FITS_FILE,
     FOLDER,
@@ -46,7 +47,7 @@ from appliance.record.checkpoints import (
 )
 from appliance.record.code import changed_code, copy_code
 from appliance.record.events import EVENTS_FILE, METRICS_FILE, append_event, end_torn_line
-from appliance.record.plan import CODE_FOLDER, Choice, CodeFile, ModelPlan, RunPlan, UaqPlan, sentence
+from appliance.record.plan import CODE_FOLDER, Choice, CodeFile, LoraPlan, ModelPlan, RunPlan, UaqPlan, sentence
 from appliance.record.samples import SAMPLES_FILE
 from appliance.record.session import (
     LOGS,
@@ -289,6 +290,7 @@ def refuse_misfit(resume: Resume, *, plan: RunPlan) -> None:
         raise PreflightError(message, hint="put the data file or the version of this program back, or start a new run")
     _refuse_other_profile(folder, facts=facts, run_dir=resume.target.run_dir)
     _refuse_other_scale(folder, uaq=plan.uaq)
+    _refuse_other_adapter(folder, lora=plan.lora)
 
 
 def _refuse_other_profile(folder: Path, *, facts: Facts, run_dir: Path) -> None:
@@ -312,6 +314,19 @@ def _refuse_other_scale(folder: Path, *, uaq: UaqPlan | None) -> None:
     if uaq and saved and now and now.model_hash != saved.model_hash:
         message = f"{Path(uaq.folder) / MARK_FILE} is of another model than {folder.name} was trained with"
         raise PreflightError(message, hint="remove its folder, which is then made again, or start a new run")
+
+
+def _refuse_other_adapter(folder: Path, *, lora: LoraPlan | None) -> None:
+    """Another alpha would load, and be another model; another rank fails in verl."""
+    file = folder / "actor" / ADAPTER_FOLDER / "adapter_config.json"
+    saved = None
+    if file.is_file():
+        told = json.loads(file.read_bytes())
+        saved = (told["r"], told["lora_alpha"], sorted(told["target_modules"]))
+    if saved != ((lora.rank, lora.alpha, sorted(lora.targets)) if lora else None):
+        what = "no LoRA" if saved is None else f"rank {saved[0]}, alpha {saved[1]}, {', '.join(saved[2])}"
+        message = f"model.lora is another one than {folder.name} was trained with: {what}"
+        raise PreflightError(message, hint="put model.lora back, or start a new run")
 
 
 def plan_profile_file(run_dir: Path, name: str) -> Path:

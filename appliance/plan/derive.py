@@ -158,8 +158,10 @@ def plan_algorithm(recipe: Recipe, *, book: Book) -> AlgorithmPlan:
     """DAPO's reward of a wrong answer is -1 (eq. 7 of its paper): half as far from 1 its penalty would weigh double."""
     algorithm, is_dapo = recipe.algorithm, recipe.algorithm.kind is AlgorithmKind.DAPO
     spec = algorithm.loss.spec
-    for key in algorithm.preset:
-        book.note(f"algorithm.{key}", str(getattr(algorithm, key)), f"algorithm.kind: {algorithm.kind}")
+    kind = f"algorithm.kind: {algorithm.kind}"
+    for key, usual in algorithm.preset.items():
+        value = str(algorithm.aggregated if key == "aggregate" else getattr(algorithm, key))
+        book.note(f"algorithm.{key}", value, kind if value == usual else f"given beside {kind}, which has {usual}")
     if algorithm.aggregate is None and algorithm.aggregated is not Aggregate.TOKEN_MEAN:
         book.note("algorithm.aggregate", str(spec.aggregate), f"of `{algorithm.loss}`")
     for key, bound in algorithm.bounds.items():

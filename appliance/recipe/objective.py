@@ -16,7 +16,7 @@ MOST_OF_A_MEAN = 0.1  # from 1: a response whose mean ratio is farther away is a
 
 
 def broken_objective(recipe: Recipe) -> Iterator[Broken]:
-    for rule in (_correction, _bounds, _aggregate, _gdpo, _kl, _schedule, _dtype):
+    for rule in (_correction, _bounds, _aggregate, _gdpo, _kl, _entropy, _schedule, _dtype):
         yield from rule(recipe)
 
 
@@ -80,6 +80,13 @@ def _kl(recipe: Recipe) -> Iterator[Broken]:
     if recipe.trainer.forward is Forward.ROLLOUT:
         message = "the reference computes in BF16: with `rollout` the divergence would be the quantisation's"
         yield Broken(("algorithm.kl", "trainer.forward"), message, "use trainer.forward: bf16, or algorithm.kl: 0")
+
+
+def _entropy(recipe: Recipe) -> Iterator[Broken]:
+    if recipe.algorithm.entropy_bonus and recipe.trainer.forward is Forward.ROLLOUT:
+        message = "with `rollout` the entropy has no gradient, and a bonus for it would do nothing"
+        keys = ("algorithm.entropy_bonus", "trainer.forward")
+        yield Broken(keys, message, "use trainer.forward: bf16, or algorithm.entropy_bonus: 0")
 
 
 def _schedule(recipe: Recipe) -> Iterator[Broken]:

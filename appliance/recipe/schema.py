@@ -306,7 +306,8 @@ class Algorithm(Section):
     @classmethod
     def _expand(cls, given: Any) -> Any:
         """A preset says what is not given."""
-        return {**PRESETS.get(given.get("kind"), {}), **given} if isinstance(given, dict) else given
+        kind = given.get("kind") if isinstance(given, dict) else None
+        return {**PRESETS.get(kind, {}), **given} if isinstance(kind, str) else given
 
     @property
     def preset(self) -> dict[str, str]:

@@ -45,7 +45,13 @@ def export_checkpoint(checkpoint: Path, *, target: Path, uaq: UaqPlan | None, mo
             from appliance.trainer.lora import merge  # torch and transformers, which nothing else here needs
 
             assert model is not None, "a run that trains an adapter says on which model"
-            merge(model.path, trust_remote_code=model.trust_remote_code, actor=source.parent, target=partial)
+            merge(
+                model.path,
+                commit=model.commit,
+                trust_remote_code=model.trust_remote_code,
+                actor=source.parent,
+                target=partial,
+            )
         elif uaq is None:
             shutil.copytree(source, partial, dirs_exist_ok=True)
         else:

@@ -93,13 +93,16 @@ def _whole(shard: Tensor) -> Tensor:
     return tensor.cpu().contiguous()
 
 
-def merge(base: str, *, trust_remote_code: bool, actor: Path, target: Path) -> None:
+def merge(base: str, *, commit: str, trust_remote_code: bool, actor: Path, target: Path) -> None:
     """The model with the adapter merged in, in BF16, and the adapter in `adapter/` below it. Holds the whole model.
 
-    base: what the adapter was trained on, a folder or a name on the hub.  actor: of a checkpoint.  target: a folder.
+    base: what the adapter was trained on, a folder or a name on the hub.  commit: there.  actor: of a checkpoint.
+    target: a folder.
     """
     shutil.copytree(actor / "huggingface", target, dirs_exist_ok=True)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
+    model = AutoModelForCausalLM.from_pretrained(
+        base, revision=commit or None, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
+    )
     merged = PeftModel.from_pretrained(model, str(actor / ADAPTER_FOLDER)).merge_and_unload()
     merged.save_pretrained(target)
     shutil.copytree(actor / ADAPTER_FOLDER, target / ADAPTER_FOLDER)

@@ -10,6 +10,7 @@ from test_recipe_rules import only
 
 from appliance.corrections.objective import LOSSES, Advantage, Aggregate, Loss
 from appliance.corrections.registry import METHODS
+from appliance.errors import RecipeError
 from appliance.recipe.load import load_recipe, to_yaml
 from appliance.recipe.schema import Algorithm, Recipe
 from appliance.terms.settings import Schedule
@@ -43,6 +44,13 @@ def test_a_preset_is_written_out_in_the_resolved_recipe(tmp_path: Path, kind: st
     file.write_text(to_yaml(loaded(f"algorithm.kind={kind}")))
     found = load_recipe(str(file)).algorithm
     assert (found.advantage, found.loss, found.aggregate, (found.clip_low, found.clip_high)) == wanted
+
+
+@pytest.mark.parametrize("kind", ["[gspo]", "{a: 1}", "7"])
+def test_a_kind_that_is_no_name_is_refused(kind: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        loaded(f"algorithm.kind={kind}")
+    assert [problem for problem, _ in caught.value.problems if "algorithm.kind" in problem]
 
 
 def test_what_is_given_beside_a_preset_holds() -> None:
@@ -128,6 +136,14 @@ def test_a_mean_that_a_loss_has_not_is_refused(loss: Loss) -> None:
                 "algorithm.kl: the reference computes in BF16: with `rollout` the divergence would be the "
                 "quantisation's",
                 "use trainer.forward: bf16, or algorithm.kl: 0",
+            ),
+        ),
+        (
+            ("algorithm.entropy_bonus=0.01", "trainer.forward=rollout"),
+            (
+                "algorithm.entropy_bonus: with `rollout` the entropy has no gradient, and a bonus for it would do "
+                "nothing",
+                "use trainer.forward: bf16, or algorithm.entropy_bonus: 0",
             ),
         ),
         (

@@ -14,7 +14,7 @@ from stopped_runs import events, resumed, save, stopped
 from appliance.errors import EngineError, PreflightError
 from appliance.launch.resume import begin_attempt, refuse_misfit
 from appliance.profile.uaq import is_scaled
-from appliance.record.plan import RunPlan, UaqPlan
+from appliance.record.plan import LoraPlan, RunPlan, UaqPlan
 
 SCALES = b"scales"
 SEALED = (("profile.safetensors", hashlib.sha256(SCALES).hexdigest()),)
@@ -126,6 +126,40 @@ def test_the_scale_of_the_weights_is_the_checkpoints(
     with pytest.raises(PreflightError) as caught:
         refuse_misfit(resumed(run_dir), plan=plan)
     assert caught.value.message.endswith(why)
+
+
+def adapter(*, alpha: int = 16) -> bytes:
+    return json.dumps({"r": 8, "lora_alpha": alpha, "target_modules": ["v_proj", "q_proj"]}).encode()
+
+
+LORA = LoraPlan(rank=8, alpha=16, targets=("q_proj", "v_proj"), dropout=0.1)
+OTHER = "model.lora is another one than global_step_3 was trained with: "
+
+
+@pytest.mark.parametrize(
+    ("saved", "lora", "why"),
+    [
+        (None, None, ""),
+        (adapter(), LORA, ""),
+        (adapter(alpha=32), LORA, OTHER + "rank 8, alpha 32, q_proj, v_proj"),
+        (adapter(), None, OTHER + "rank 8, alpha 16, q_proj, v_proj"),
+        (None, LORA, OTHER + "no LoRA"),
+    ],
+)
+def test_the_adapter_is_the_checkpoints(
+    tmp_path: Path, small_plan: Callable, saved: bytes | None, lora: LoraPlan | None, why: str
+) -> None:
+    plan = small_plan(tmp_path, steps=9)
+    run_dir = stopped(plan)
+    files = {"actor/data.pt": b"1"} | ({"actor/adapter/adapter_config.json": saved} if saved else {})
+    save(run_dir, 3, files=files)
+    plan = plan.replace(lora=lora)
+    if not why:
+        refuse_misfit(resumed(run_dir), plan=plan)
+        return
+    with pytest.raises(PreflightError) as caught:
+        refuse_misfit(resumed(run_dir), plan=plan)
+    assert (caught.value.message, caught.value.hint) == (why, "put model.lora back, or start a new run")
 
 
 def test_a_scaled_model_that_is_made_again_is_of_the_same_model(tmp_path: Path, small_plan: Callable) -> None:
