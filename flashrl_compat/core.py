@@ -6,6 +6,7 @@ When it is proven, caches of the old weights go, and vLLM's own weight version c
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -57,6 +58,16 @@ BEFORE_RESUMING = Patch(
     source_sha256="206f103ac66e1ee743bdfc16bb86740b866c6ba1ae2b329cbffff5dfaad44ade",
     remove_when="vLLM's core refuses requests while weights are updated",
 )
+BEFORE_QUEUEING = Patch(
+    name="flashrl-core-answers-late-requests",
+    target="vllm.v1.engine.core:EngineCore.add_request",
+    why="a request that was on its way when an update broke would wait for ever in a paused engine",
+    upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/v1/engine/core.py",
+    distribution="vllm",
+    version="0.28.0+cpu",
+    source_sha256="e1292d26930e5b72f857934d9fc4039aa8a73226a3c4d6e891a3923c4c50618a",
+    remove_when="vLLM's core refuses requests while weights are updated",
+)
 REFUSED_REQUESTS = Patch(
     name="flashrl-engine-forgets-refused-requests",
     target="vllm.v1.engine.llm_engine:LLMEngine.add_request",
@@ -75,6 +86,7 @@ def patch_core() -> None:
         AFTER_CALLS: _follows,
         BEFORE_RESETS: _settles,
         BEFORE_REQUESTS: _refuses_requests,
+        BEFORE_QUEUEING: _refuses_late_requests,
         BEFORE_RESUMING: _refuses_to_resume,
         REFUSED_REQUESTS: _forgets,
     }
@@ -85,10 +97,12 @@ def patch_core() -> None:
 
 @dataclasses.dataclass
 class _Known:
-    """What a core knows of its workers' weights. closed: why nothing is generated, or nothing."""
+    """What a core knows of its workers' weights. closed: why nothing is generated, or nothing.  broken: for good.
+    paused: by us."""
 
     version: int = 0
     closed: str = ""
+    broken: bool = False
     paused: bool = False
 
 
@@ -100,10 +114,14 @@ def _follows(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def collective_rpc(self: Any, method: Any, timeout: float | None = None, args: tuple = (), kwargs: Any = None):
         try:
-            return original(self, method, timeout, args, kwargs)
-        finally:
-            if _follow(self, settles=False):
-                self._reset_caches()
+            result = original(self, method, timeout, args, kwargs)
+        except BaseException:
+            with contextlib.suppress(SyncError):  # it closes the engine, and the caller's own error says more
+                _follow(self, settles=False)
+            raise
+        if _follow(self, settles=False):
+            self._reset_caches()
+        return result
 
     return collective_rpc
 
@@ -111,22 +129,31 @@ def _follows(original: Callable[..., Any]) -> Callable[..., Any]:
 def _settles(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def reset_prefix_cache(self: Any, *args: Any, **kwargs: Any) -> bool:
-        _follow(self, settles=True)
+        if _follow(self, settles=True):
+            self.reset_mm_cache()
+            self.reset_encoder_cache()
         return original(self, *args, **kwargs)
 
     return reset_prefix_cache
 
 
 def _follow(core: Any, *, settles: bool) -> bool:
-    """Whether there are new weights."""
-    told = core.model_executor.collective_rpc("appliance_weights", args=(settles,))
-    states = [WeightState(*each) for each in told]
+    """Whether there are new weights. Raises SyncError where a worker cannot say, or ends an update that is not whole:
+    the engine is then closed for good."""
     known = _known(core)
-    known.closed = why_closed(states)
-    if known.closed and not core.is_scheduler_paused():
-        core.pause_scheduler("abort", clear_cache=False)
-        known.paused = True
-    is_new = not known.closed and states[0].version > known.version
+    try:
+        told = core.model_executor.collective_rpc("appliance_weights", args=(settles,))
+        states = [WeightState(*each) for each in told]
+    except (SyncError, RuntimeError, TypeError) as error:  # of a worker's process, or an answer that another call left
+        _close(core, f"a worker's weights cannot be known: {error}", broken=True)
+        raise SyncError(str(error), hint=FINAL) from error
+    if closed := why_closed(states):
+        _close(core, closed, broken=any(state.broken for state in states) or not any(state.open for state in states))
+        return False
+    if known.broken:
+        return False
+    known.closed = ""
+    is_new = states[0].version > known.version
     if is_new:
         known.version = states[0].version
         core.set_weight_version(str(known.version))
@@ -134,6 +161,16 @@ def _follow(core: Any, *, settles: bool) -> bool:
             known.paused = False
             core.resume_scheduler()
     return is_new
+
+
+def _close(core: Any, why: str, *, broken: bool) -> None:
+    """What is in flight ends as aborted; once more when an update turns out to be broken, for what came since."""
+    known = _known(core)
+    breaks, known.broken = broken and not known.broken, broken or known.broken
+    known.closed = why
+    if breaks or not core.is_scheduler_paused():
+        known.paused = True
+        core.pause_scheduler("abort", clear_cache=False)
 
 
 def why_closed(ranks: list[WeightState]) -> str:
@@ -148,16 +185,29 @@ def why_closed(ranks: list[WeightState]) -> str:
 
 
 def _refuses_requests(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Where somebody has paused the engine himself, requests wait as they would."""
+    """Where somebody has paused the engine himself, requests wait as they would, but for broken weights."""
 
     @functools.wraps(original)
     def preprocess_add_request(self: Any, request: Any) -> Any:
+        if not hasattr(self, "input_queue") and _follow(self, settles=True):
+            self._reset_caches()  # in the trainer's own process, which may have updated the model past the core
         known = _known(self)
-        if known.closed and (known.paused or not self.is_scheduler_paused()):
+        if known.closed and (known.broken or known.paused or not self.is_scheduler_paused()):
             raise SyncError(f"request {request.request_id}: {known.closed}", hint=FINAL)
         return original(self, request)
 
     return preprocess_add_request
+
+
+def _refuses_late_requests(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def add_request(self: Any, request: Any, request_wave: int = 0) -> None:
+        if _known(self).broken and hasattr(self, "output_queue"):
+            self._send_error_outputs_to_client([request.request_id], request.client_index)
+        else:
+            original(self, request, request_wave)
+
+    return add_request
 
 
 def _forgets(original: Callable[..., Any]) -> Callable[..., Any]:

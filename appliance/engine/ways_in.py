@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.nn import Module
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from appliance.engine.update import WeightUpdate, incomplete_layers, loadable_elements, tied_layers
 from appliance.errors import SyncError
 from appliance.quant.profile import Smoothing
-from appliance.sync.manifest import MANIFEST_NAME
+from appliance.sync.manifest import MANIFEST_NAME, digest
 from appliance.sync.precision import DIRECTIVE_NAME
 from appliance.sync.records import Acknowledgement
 
@@ -60,6 +60,7 @@ class WaysIn:
         self._open = ""
         self._ends_itself = False
         self._manifest_seen = False
+        self._head = ""  # digest of a tied one that came
         self._waiting: list[Module] | None = None
         model.__dict__[_ATTRIBUTE] = self
         model.__dict__["load_weights"] = self._load_weights
@@ -77,7 +78,7 @@ class WaysIn:
         if self._vllm_config.lora_config is not None:
             raise SyncError("weight update: the engine has LoRA adapters: not supported under FLASHRL_CONFIG")
         self.update.begin()
-        self._open, self._ends_itself, self._manifest_seen = by, False, False
+        self._open, self._ends_itself, self._manifest_seen, self._head = by, False, False, ""
         self._waiting = None  # the layers that may not be complete, looked at from the last: each once
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, by: str) -> set[str]:
@@ -85,11 +86,14 @@ class WaysIn:
         taken = set()
         with self._broken_by_an_error():
             for name, tensor in weights:
-                if not self._open and self._is_the_tied_head(name, tensor):
-                    continue
+                is_head = self.update.is_tied_head(name)
+                if is_head and self._version and not self._open and self._is_the_embedding(tensor):
+                    continue  # some senders' state has it, after the last layer
                 if not self._open:
                     self.begin(by)
                     self._ends_itself = True
+                if is_head:  # vLLM drops it unread
+                    self._head = self._head_digest(tensor)
                 if name == DIRECTIVE_NAME:
                     self.update.expect_manifest()
                 self.update.load([(name, self._own(tensor))])
@@ -106,6 +110,8 @@ class WaysIn:
             raise SyncError("weight update: it was ended, and none had begun")
         with self._broken_by_an_error():
             taken = self.update.finish()
+            if self._head and self._head != self._head_digest(None):
+                self._break("brought a head that is tied to the embedding and is not equal to it")
         by, self._open = self._open, ""
         self._version += 1
         digests = ", every digest as sent" if taken.manifest else ""
@@ -176,19 +182,16 @@ class WaysIn:
         missing = self._incomplete() if self.update.is_open else []
         return f": {missing[0]} and {len(missing) - 1} more layers wait for weights" if missing else ""
 
-    def _is_the_tied_head(self, name: str, tensor: Tensor) -> bool:
-        """After the last layer: some senders' state has a tied `lm_head` too. Raises SyncError where it is another."""
-        if self.update.broken or not self._version or not self.update.is_tied_head(name):
-            return False
-        embedding = next(
-            (each for its, each in self._model.named_parameters() if its.endswith("embed_tokens.weight")), None
-        )
-        if embedding is None:
-            return False
-        rows = embedding[: tensor.shape[0]]
-        if rows.shape != tensor.shape or not torch.equal(rows, tensor.to(rows)):
-            self._break(f"brought {name}, which is tied to the embedding and is not equal to it")
-        return True
+    def _is_the_embedding(self, head: Tensor) -> bool:
+        """Whether a tied head is what this rank's embedding holds. Half-written weights are none."""
+        return not self.update.broken and self._head_digest(head) == self._head_digest(None)
+
+    def _head_digest(self, head: Tensor | None) -> str:
+        """Of a checkpoint's head, the rows that this rank has, or of the embedding's. head: [vocabulary, hidden]."""
+        layer = next(each for each in self._model.modules() if isinstance(each, VocabParallelEmbedding))
+        first, last = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
+        held = layer.weight.data[: last - first] if head is None else head[first:last]
+        return digest(held.to(self._dtype))
 
     def _load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """In the place of the model's own."""

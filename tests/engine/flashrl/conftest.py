@@ -51,7 +51,7 @@ def ways_in(flashrl: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
     from flashrl_compat import core, layerwise, shared_memory
 
-    for name in ("collective_rpc", "reset_prefix_cache", "preprocess_add_request", "resume_scheduler"):
+    for name in ("collective_rpc", "reset_prefix_cache", "preprocess_add_request", "add_request", "resume_scheduler"):
         flashrl.setattr(EngineCore, name, getattr(EngineCore, name))  # put back at the end
     flashrl.setattr(LLMEngine, "add_request", LLMEngine.add_request)
     core.patch_core()

@@ -210,10 +210,11 @@ def test_updates_over_http_while_requests_are_in_flight(two_checkpoints: tuple[P
         old = server.answer()
         client = HTTPVLLMWeightSyncClient(url)
         client.init_weight_transfer_engine({})
-        alone = {folder: long_answer(url) for folder in (first,)}
-        for number, folder in enumerate((second, first, second), start=1):
+        alone = {first: long_answer(url)}
+        reasons: list[str] = []
+        for number, folder in enumerate((second, first) * 5, start=1):
             with ThreadPoolExecutor() as pool:
-                flying = [pool.submit(long_answer, url) for _ in range(4)]
+                flying = [pool.submit(long_answer, url, after_s=0.05 * turn) for turn in range(8)]
                 time.sleep(0.2)
                 source = ManifestSource(weights[folder], taken_before=number - 1)
                 ShmTrainer(client=client, source=source, chunk_bytes=40_000).send_weights()
@@ -223,6 +224,10 @@ def test_updates_over_http_while_requests_are_in_flight(two_checkpoints: tuple[P
             assert len(whole) == len(alone)
             assert all(any(one[: len(tokens)] == tokens for one in whole) for tokens, _ in texts), texts
             assert requests.get(f"{url}/weight_info", timeout=60).json()["weight_version"] == str(number)
+            reasons += [reason for _, reason in texts]
+            if folder == second and "abort" in reasons:  # one at least was in flight
+                break
+        assert "abort" in reasons
         assert server.answer() == told(second, scheme="int8") != old
         client.start_weight_update()
         broken = SimpleNamespace(
@@ -237,9 +242,12 @@ def test_updates_over_http_while_requests_are_in_flight(two_checkpoints: tuple[P
     assert re.search(r"request \S+: the weights of rank 0 are half-updated, an update left \d+ layers incomplete", said)
 
 
-def long_answer(url: str) -> tuple[tuple[int, ...], str]:
+def long_answer(url: str, *, after_s: float = 0) -> tuple[tuple[int, ...], str]:
     """Greedy tokens of one prompt, and why they end."""
+    time.sleep(after_s)
     body = {"model": "served", "prompt": PROMPT, "max_tokens": 120, "temperature": 0, "ignore_eos": True}
-    said = requests.post(f"{url}/v1/completions", json=body | {"return_token_ids": True}, timeout=120).json()
-    choice = said["choices"][0]
+    said = requests.post(f"{url}/v1/completions", json=body | {"return_token_ids": True}, timeout=120)
+    if said.status_code == 500:  # while an update was open
+        return (), "refused"
+    choice = said.json()["choices"][0]
     return tuple(choice["token_ids"]), choice["finish_reason"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
@@ -22,10 +23,10 @@ SCHEMES = ("bf16", "int8")
 RELOAD = "vllm.model_executor.model_loader.reload"
 
 
-def start(folder: Path) -> Engine:
+def start(folder: Path, **settings: object) -> Engine:
     from vllm.config.weight_transfer import WeightTransferConfig
 
-    return start_engine(folder, scheme="bf16", weight_transfer_config=WeightTransferConfig(backend="shm"))
+    return start_engine(folder, scheme="bf16", weight_transfer_config=WeightTransferConfig(backend="shm"), **settings)
 
 
 def by_tensor(engine: Engine, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -252,18 +253,55 @@ def test_an_open_update_refuses_requests_by_its_name_until_it_is_finished(
     assert engine.generate() == told["int8"]
 
 
-def test_a_tied_head_may_come_after_the_last_layer_if_it_is_the_embedding(
+def test_a_tied_head_may_come_anywhere_if_it_is_the_embedding(
     two_checkpoints: tuple[Path, Path], told: dict[str, list], ways_in: pytest.MonkeyPatch
+) -> None:
+    """Before the first layer, among them, and after the last one, when the update has ended itself."""
+    ways_in.setenv("FLASHRL_CONFIG", "int8")
+    engine = start(two_checkpoints[0])
+    old = engine.generate()
+    first, second = map(read_checkpoint, two_checkpoints)
+    for weights, says in ((second, told["int8"]), (first, old)):
+        head = ("lm_head.weight", dict(weights)["model.embed_tokens.weight"])
+        for place in (len(weights), 0, 9):
+            by_tensor(engine, [*weights[:place], head, *weights[place:]])
+            assert engine.generate() == says
+
+
+@pytest.mark.parametrize("place", [9, 26])
+def test_a_tied_head_that_is_not_the_embedding_is_refused(
+    two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch, place: int
 ) -> None:
     ways_in.setenv("FLASHRL_CONFIG", "int8")
     engine = start(two_checkpoints[0])
     weights = read_checkpoint(two_checkpoints[1])
-    embedding = dict(weights)["model.embed_tokens.weight"]
-    by_tensor(engine, [*weights, ("lm_head.weight", embedding)])
-    assert engine.generate() == told["int8"]
-    with pytest.raises(SyncError, match=r"lm_head.weight, which is tied to the embedding and is not equal to it$"):
-        by_tensor(engine, [("lm_head.weight", embedding + 1)])
+    assert len(weights) == 26
+    head = ("lm_head.weight", dict(weights)["model.embed_tokens.weight"] + 1)
+    with contextlib.suppress(SyncError):
+        by_tensor(engine, [*weights[:place], head, *weights[place:]])
     assert generates_nothing(engine)
+
+
+@pytest.mark.parametrize("way", ["tensors", "transfer"])
+def test_nothing_is_read_from_the_old_weights_cache(
+    two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch, way: str
+) -> None:
+    """A prompt of several blocks, asked before and after an update by somebody who resets nothing himself."""
+    from vllm import SamplingParams
+
+    def says(engine: Engine) -> tuple[list[int], int]:
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+        [output] = engine.llm.generate([{"prompt_token_ids": list(range(1, 100))}], params, use_tqdm=False)
+        return list(output.outputs[0].token_ids), output.num_cached_tokens
+
+    ways_in.setenv("FLASHRL_CONFIG", "int8")
+    fresh = start(two_checkpoints[1], block_size=32, enable_prefix_caching=True)
+    wanted, _ = says(fresh)
+    engine = start(two_checkpoints[0], block_size=32, enable_prefix_caching=True)
+    says(engine)
+    assert says(engine)[1] == 96
+    WAYS[way](engine, read_checkpoint(two_checkpoints[1]))
+    assert says(engine) == (wanted, 0)
 
 
 def test_weights_in_a_kernels_format_are_refused(

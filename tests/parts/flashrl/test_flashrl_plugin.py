@@ -27,6 +27,7 @@ PATCHES = {
     "flashrl-core-settles-updates",
     "flashrl-core-refuses-requests",
     "flashrl-core-refuses-to-resume",
+    "flashrl-core-answers-late-requests",
     "flashrl-engine-forgets-refused-requests",
 }
 
@@ -48,15 +49,17 @@ def silent_logger() -> Iterator[None]:
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A vLLM process in which nothing but the engine's own plugin was called and no variable is set."""
+    from vllm import envs
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    envs.disable_envs_cache()  # of an engine that was started in this process
     for name in [*VARIABLES, "APPLIANCE_PLAN"]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(patch, "_APPLIED", {})
     monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)
-    for name in ("collective_rpc", "reset_prefix_cache", "preprocess_add_request", "resume_scheduler"):
+    for name in ("collective_rpc", "reset_prefix_cache", "preprocess_add_request", "add_request", "resume_scheduler"):
         monkeypatch.setattr(EngineCore, name, getattr(EngineCore, name))
     monkeypatch.setattr(LLMEngine, "add_request", LLMEngine.add_request)
     monkeypatch.setattr("appliance.engine.plugin.register", lambda: None)
