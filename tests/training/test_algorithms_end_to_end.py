@@ -67,6 +67,7 @@ TRAININGS: dict[str, tuple[str, ...]] = {
     ),
     "sapo": ("algorithm.kind=dapo", "algorithm.loss=sapo", "algorithm.advantage=opo", "correction.method=adaptive"),
     "geo-mean": ("algorithm.loss=geo-mean", "correction.method=tis-geometric", "algorithm.entropy_bonus=0.001"),
+    "lora": ("model.lora.rank=8", "algorithm.kl=0.1"),  # its reference is the model without the adapter
     "gdpo": (*OWN, "algorithm.loss=tbpo", "algorithm.advantage=gdpo", "correction.method=tis-geometric"),
 }
 ENUMS: dict[str, type[StrEnum]] = {
