@@ -151,7 +151,7 @@ def test_model_and_adapter_are_the_same_for_peft(left: tuple[Path, list[dict]], 
     tiny().save_pretrained(base)
     (actor / "huggingface").mkdir(parents=True)
     (left[0] / "adapter").replace(actor / "adapter") if not (actor / "adapter").exists() else None
-    merge(str(base), trust_remote_code=False, actor=actor, target=tmp_path / "model")
+    merge(str(base), commit="", trust_remote_code=False, actor=actor, target=tmp_path / "model")
     (actor / "adapter").replace(left[0] / "adapter")
     assert (tmp_path / "model" / "adapter" / "adapter_config.json").is_file()
     merged = Qwen2ForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
