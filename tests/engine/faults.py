@@ -243,7 +243,8 @@ def free_scale(layer: torch.nn.Module, codes_NK: Tensor) -> bool:
 
     oneDNN's handle goes on reading there, while we still hold the right scales elsewhere; sgl's kernel is handed a
     tensor over that memory. PyTorch asks for aligned memory, which glibc never takes from a thread's small cache, and a
-    block that was freed may lie just there: so arrays of about the size are made as well, of memory that malloc gives.
+    block that was freed may lie just there: so arrays of about the size are made as well, of memory that malloc gives;
+    and where it became a part of a larger free block, larger ones.
     """
     right_N1 = layer.quant_method.held_scale(layer)
     scale_N1 = right_N1.clone()
@@ -254,9 +255,13 @@ def free_scale(layer: torch.nn.Module, codes_NK: Tensor) -> bool:
     gemm.scale_N1 = right_N1 if gemm.name == "onednn" else torch.frombuffer(memory, dtype=torch.float32).view(-1, 1)
     del scale_N1
     gc.collect()
-    layer.junk: list[object] = [torch.full((size // 4, 1), float("nan")) for _ in range(400)]
-    layer.junk += [np.full(size + more, 0xFF, np.uint8) for more in range(0, 80, 16) for _ in range(80)]
-    return ctypes.string_at(address, size) != before
+    layer.junk: list[object] = []
+    for times in (1, 1, 2, 4, 16, 64):
+        layer.junk += [torch.full((times * size // 4, 1), float("nan")) for _ in range(400)]
+        layer.junk += [np.full(times * size + more, 0xFF, np.uint8) for more in range(0, 80, 16) for _ in range(80)]
+        if ctypes.string_at(address, size) != before:
+            return True
+    return False
 
 
 @contextmanager
