@@ -70,7 +70,11 @@ class ApplianceEngine(FSDPEngineWithLMHead):
         lora = _plan().lora
         assert lora is not None, "verl asks where a rank is set"
         self._frozen = Frozen()
-        return put_adapter_in(module, lora=lora, seed=_plan().seed)
+        adapted = put_adapter_in(module, lora=lora, seed=_plan().seed)
+        torch.manual_seed(
+            _plan().seed + torch.distributed.get_rank()
+        )  # of dropout; a checkpoint has the state from there
+        return adapted
 
     def _merged_lora_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
         self._frozen.check(self.module)
