@@ -71,9 +71,8 @@ class ApplianceEngine(FSDPEngineWithLMHead):
         assert lora is not None, "verl asks where a rank is set"
         self._frozen = Frozen()
         adapted = put_adapter_in(module, lora=lora, seed=_plan().seed)
-        torch.manual_seed(
-            _plan().seed + torch.distributed.get_rank()
-        )  # of dropout; a checkpoint has the state from there
+        # Of what is dropped; checkpoints have the state from there on.
+        torch.manual_seed(_plan().seed + torch.distributed.get_rank())
         return adapted
 
     def _merged_lora_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
