@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from peft.tuners.lora import LoraLayer
 from peft.utils.save_and_load import get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
@@ -59,13 +60,18 @@ class Frozen:
         self._first: dict[str, str] = {}
 
     def check(self, module: Module) -> None:
-        """Before each merge. Raises SyncError where one is another than at the first call, on this rank."""
+        """Before each merge. Raises SyncError where one is another than at the first call, on this rank, and where a
+        layer counts as merged: PEFT would pass over it, and what is sent would be the model without its adapter."""
         found = {name: _digest(each) for name, each in module.named_parameters() if not each.requires_grad}
         self._first = self._first or found
         if changed := [name for name, before in self._first.items() if found.get(name) != before]:
             name = changed[0].replace(".base_layer", "").removeprefix("base_model.model.")
             message = f"weight update: {len(changed)} weights that LoRA leaves alone have changed, first {name}"
             raise SyncError(message, hint="an adapter that was merged stayed in them; resume from the last checkpoint")
+        if merged := [name for name, each in module.named_modules() if isinstance(each, LoraLayer) and each.merged]:
+            message = f"weight update: {len(merged)} layers count as merged before the merge, first "
+            message += merged[0].removeprefix("base_model.model.")
+            raise SyncError(message, hint="their adapter would not be sent; resume from the last checkpoint")
 
 
 def save_adapter(module: Module, *, folder: Path, model: ModelPlan) -> None:

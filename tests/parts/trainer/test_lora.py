@@ -142,6 +142,20 @@ def test_a_merge_that_stayed_in_the_weights_is_found_before_the_next_one(left: t
     assert [rank["said"] for rank in left[1]] == [said] * len(left[1])
 
 
+def test_a_layer_that_counts_as_merged_is_found_before_the_next_merge() -> None:
+    """PEFT would pass over it, and the model alone would be sent, digested and proven."""
+    module, frozen = put_adapter_in(tiny(), lora=LORA, seed=1), Frozen()
+    frozen.check(module)
+    layer = module.base_model.model.model.layers[1].mlp.up_proj
+    layer.merged_adapters = ["default"]
+    with pytest.raises(SyncError) as raised:
+        frozen.check(module)
+    said = "weight update: 1 layers count as merged before the merge, first model.layers.1.mlp.up_proj"
+    assert raised.value.message == said
+    layer.merged_adapters = []
+    frozen.check(module)
+
+
 def test_model_and_adapter_are_the_same_for_peft(left: tuple[Path, list[dict]], tmp_path: Path) -> None:
     """In float64 the logits differ by what merging rounds: |W' - (W + s B A)| <= 2^-8 (|W| + 2 |s B A|) of each weight,
     by the test above, times how far the logit moves with it. Twice that, for what is not linear."""
