@@ -166,7 +166,13 @@ def _live(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
 
 def experts(plan: RunPlan, *, host: HostFacts, shape: ModelShape | None) -> Iterator[Finding]:
     """shape: None where the model is built in, or not known yet. A model of the hub may turn out to have experts."""
-    if plan.device == CPU or shape is None or not shape.has_experts:
+    if shape is None or not shape.has_experts:
+        return
+    if plan.lora:
+        yield error(
+            "lora", "model.lora", "this model has experts, whose weights are no linear layers", "set it to null"
+        )
+    if plan.device == CPU:
         return
     flags = host.cpu_flags
     for replica in dict.fromkeys(plan.rollout.replicas):

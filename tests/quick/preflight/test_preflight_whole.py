@@ -91,6 +91,16 @@ def test_a_change_of_scheme_that_cannot_be_live_is_said_by_check(tmp_path: Path)
     assert "guard-scheme" in [each.code for each in judge(plan, host=HOST, inputs=inputs)]
 
 
+def test_lora_and_experts_of_a_model_of_the_hub_are_refused_by_check(tmp_path: Path) -> None:
+    plan = build_plan(load_recipe("gsm8k-7b-lora-int8"), run_dir=tmp_path / "a-1", host=HOST)
+    experts = dataclasses.replace(KNOWN["Qwen/Qwen2.5-32B"], architectures=("Qwen3MoeForCausalLM",))
+    said = {}
+    for shape in (experts, KNOWN["Qwen/Qwen2.5-32B"]):
+        inputs = dataclasses.replace(read_inputs(plan, ask_hub=False), model_shape=shape)
+        said[shape] = [each.message for each in judge(plan, host=HOST, inputs=inputs) if each.code == "lora"]
+    assert list(said.values()) == [["this model has experts, whose weights are no linear layers"], []]
+
+
 def test_this_host_can_train_the_demo(tmp_path: Path) -> None:
     """With the reward of a sample, the installed stack and every limit: what `appliance check` says here."""
     recipe = load_recipe("arithmetic-tiny-int8", sets=(f"cluster.run_dir={tmp_path}",))
