@@ -6,6 +6,7 @@ Legend: B sequences, T response positions of the longest.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -23,18 +24,24 @@ def gdpo(
 ) -> Tensor:
     """[B, T] float32: with r_k the k-th reward of a response, of its group's mean m_k and deviation s_k, the sum over k
     of weight_k * (r_k - m_k) / (s_k + 1e-6), then of all the step's tokens made mean 0 and variance 1; 0 where the mask
-    is. parts: by reward, of each response.  uids: of its prompt.  mask_BT: tokens that count.
+    is. parts: by reward, of each response, NaN where its grade was lost: it is left out of every mean, deviation and
+    variance, and has 0, as has one that is alone with its grade.  uids: of its prompt.  mask_BT: tokens that count.
 
     Source: GDPO, arXiv 2601.05242; verl 0.9.1, `gdpo`.
     """
-    names = list(parts)
-    advantages_BT, _ = compute_gdpo_outcome_advantage(
-        mask_BT.float(),  # of rewards that are given one by one it takes the device
-        mask_BT.float(),
-        np.array(uids, dtype=object),
+    names, uid_B, real_BT = list(parts), np.array(uids, dtype=object), mask_BT.float()
+    graded = Counter(uid for uid, *values in zip(uids, *parts.values(), strict=True) if np.isfinite(values).all())
+    kept_B = np.isfinite(list(parts.values())).all(axis=0) & np.array([graded[uid] > 1 for uid in uids])
+    advantages_BT = torch.zeros_like(real_BT)
+    if not kept_B.any():
+        return advantages_BT
+    advantages_BT[kept_B], _ = compute_gdpo_outcome_advantage(
+        real_BT[kept_B],  # of rewards that are given one by one it takes the device
+        real_BT[kept_B],
+        uid_B[kept_B],
         config={"gdpo_reward_keys": names, "gdpo_reward_weights": [weights[name] for name in names]},  # type: ignore[arg-type]
-        non_tensor_batch={name: np.array(parts[name]) for name in names},
-        batch={"prompts": mask_BT.new_zeros(len(mask_BT), 0), "attention_mask": mask_BT.long()},
+        non_tensor_batch={name: np.array(parts[name])[kept_B] for name in names},
+        batch={"prompts": real_BT.new_zeros(int(kept_B.sum()), 0), "attention_mask": mask_BT[kept_B].long()},
     )
     return advantages_BT
 

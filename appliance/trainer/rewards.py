@@ -290,6 +290,11 @@ def neutral_parts(graded: Sequence[Graded]) -> list[dict[str, float]]:
     return [means if each.fault is not None else dict(each.parts) for each in graded]
 
 
+def known_parts(graded: Sequence[Graded]) -> list[dict[str, float] | None]:
+    """Per sample of one prompt what each reward gave, where it applies; None of a fault."""
+    return [None if each.fault is not None else dict(each.parts) for each in graded]
+
+
 def reward_means(parts: Iterable[Mapping[str, float]], *, names: Iterable[str]) -> dict[str, float | None]:
     """`reward/<name>`: the mean over the samples to which it applies, None where there is none."""
     means = _means(parts)

@@ -13,10 +13,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import math
 import threading
 from asyncio import FIRST_EXCEPTION
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,7 +35,7 @@ from appliance.record.liveness import Heartbeat
 from appliance.record.samples import Group, SampleLog
 from appliance.tasks.grading import Graded, Shaping, set_metrics
 from appliance.tasks.task import Response
-from appliance.trainer.rewards import RewardPool, neutral_accuracies, neutral_parts, reward_means
+from appliance.trainer.rewards import RewardPool, known_parts, neutral_accuracies, neutral_parts, reward_means
 from appliance.trainer.turns import Opening, Spoken, SpokenGroup, Tally, Turns, one_turn
 
 PROMPTS_PER_PUT = 64
@@ -210,21 +211,24 @@ class Rollouts:
 
         keys: the TransferQueue's, of what the step trains on: what a filter generated beside it does not count.
         """
-        parts = [each for each in self._parts(keys) if each is not None]
+        parts = [each for each in self._parts(keys, of=neutral_parts) if each is not None]
         for uid, (of, _) in self._graded.copy().items():
             if of < step:
                 del self._graded[uid]
         return reward_means(parts, names=self._rewards)
 
     def reward_parts(self, keys: Iterable[str]) -> dict[str, list[float]]:
-        """By reward of the user's own task what each sample got, 0 where it does not apply. keys: as `reward_means`."""
-        parts = [each or {} for each in self._parts(keys)]
-        return {name: [each.get(name, 0.0) for each in parts] for name in self._rewards}
+        """By reward of the user's own task what each sample got, 0 where it does not apply; NaN of one without a grade:
+        a fault, or a row that only pads the batch. keys: as `reward_means`."""
+        parts = list(self._parts(keys, of=known_parts))
+        return {name: [math.nan if each is None else each.get(name, 0.0) for each in parts] for name in self._rewards}
 
-    def _parts(self, keys: Iterable[str]) -> Iterator[dict[str, float] | None]:
-        """A sample's rewards by their names, None of a row that only pads the batch."""
+    def _parts(
+        self, keys: Iterable[str], *, of: Callable[[Sequence[Graded]], Sequence[dict[str, float] | None]]
+    ) -> Iterator[dict[str, float] | None]:
+        """A sample's rewards by their names, None of a row that only pads the batch. of: the samples of a prompt."""
         graded = self._graded.copy()  # the loop's thread may add some for the next step
-        known = {uid: neutral_parts(samples) for uid, (_, samples) in graded.items()}
+        known = {uid: of(samples) for uid, (_, samples) in graded.items()}
         for uid, session, _ in (key.rsplit("_", 2) for key in keys):
             yield next(iter(known[uid][int(session) : int(session) + 1]), None) if uid in known else None
 

@@ -71,7 +71,7 @@ def reference(advantage: Advantage, rewards: np.ndarray, mask: np.ndarray, group
     if advantage is Advantage.REINFORCE_PLUS_PLUS:  # the reward is the last token's: all returns are it. 2501.03262
         return whitened(np.repeat(rewards[:, None], TOKENS, axis=1), mask) * mask
     found = np.concatenate(
-        [OF_GROUPS[advantage](rewards[group == each], mask[group == each]) for each in range(GROUPS)]
+        [OF_GROUPS[advantage](rewards[group == each], mask[group == each]) for each in np.unique(group)]
     )
     return found[:, None] * mask
 
@@ -115,6 +115,31 @@ def test_gdpo_normalises_each_reward_by_itself() -> None:
         np.testing.assert_allclose(found.numpy(), whitened(sum(each), mask) * mask, atol=1e-4)
 
 
+def test_gdpo_leaves_out_what_has_lost_its_grade() -> None:
+    """As if the response were not there, and where it leaves one alone in its group, not that one either."""
+    rewards, mask, group = make_batch(3)
+    short = np.random.default_rng(3).integers(0, 5, len(rewards)) * 100.0
+    lost = np.zeros(len(rewards), dtype=bool)
+    lost[[4, 9, 13, 14, 15]] = True  # one of two groups each, all but one of a third
+    kept = ~lost & (np.arange(len(rewards)) != 12)
+    parts = {"right": np.where(lost, np.nan, rewards), "short": np.where(lost, np.nan, short)}
+    weights = {"right": 1.0, "short": 0.3}
+    found = gdpo(
+        {name: list(values) for name, values in parts.items()},
+        weights=weights,
+        uids=[str(uid) for uid in group],
+        mask_BT=torch.from_numpy(mask),
+    )
+    _, numbered = np.unique(group[kept], return_inverse=True)
+    each = [weights[name] * reference(Advantage.GRPO, parts[name][kept], mask[kept], numbered) for name in parts]
+    wanted = np.zeros(mask.shape)
+    wanted[kept] = whitened(sum(each), mask[kept]) * mask[kept]
+    np.testing.assert_allclose(found.numpy(), wanted, atol=1e-4)
+    none = {name: [np.nan] * len(rewards) for name in parts}
+    uids = [str(uid) for uid in group]
+    assert not gdpo(none, weights=weights, uids=uids, mask_BT=torch.from_numpy(mask)).any()
+
+
 class Queue:
     """A partition of the TransferQueue with two prompts' samples, of lengths 2, 1, 3, 2."""
 
@@ -135,7 +160,7 @@ class Queue:
 
 
 def test_gdpo_is_written_over_what_verl_made_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what the driver graded; a reward that does not apply counts 0, and a fault has its group's mean."""
+    """Of what the driver graded; a reward that does not apply counts 0, and a fault nothing."""
     queue, rollouts = Queue(), Rollouts.__new__(Rollouts)
     monkeypatch.setattr(module, "transfer_queue", queue)
     rollouts._rewards = ("right", "short")
@@ -144,10 +169,10 @@ def test_gdpo_is_written_over_what_verl_made_row_by_row(monkeypatch: pytest.Monk
         "b": (1, [Graded(1.0, parts=(("right", 1.0), ("short", 2.0))), Graded(0.0, Fault.RAISED)]),
     }
     parts = rollouts.reward_parts(queue.batch().keys)
-    assert parts == {"right": [1.0, 0.0, 1.0, 1.0], "short": [0.5, 0.0, 2.0, 2.0]}
+    np.testing.assert_equal(parts, {"right": [1.0, 0.0, 1.0, np.nan], "short": [0.5, 0.0, 2.0, np.nan]})
     batch = with_gdpo(queue.batch(), parts=parts, weights={"right": 1.0, "short": 0.1})
     assert {"advantages", "returns"} <= set(batch.fields)
     lengths = [len(row) for row in queue.columns["advantages"]]
     assert lengths == [2, 1, 3, 2]
     first, second, *others = (row.tolist() for row in queue.columns["advantages"])
-    assert min(first) > 0 > max(second) and len({value for row in others for value in row}) == 1
+    assert min(first) > 0 > max(second) and {value for row in others for value in row} == {0.0}
