@@ -37,7 +37,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.core_algos import agg_loss, compute_policy_loss_geo_mean, register_policy_loss
+from verl.trainer.ppo.core_algos import agg_loss, compute_policy_loss_geo_mean, kl_penalty, register_policy_loss
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.metric import AggregationType, Metric
 from verl.utils.torch_functional import masked_mean
@@ -58,6 +58,7 @@ REAL, KEPT, WEIGHTS = "loss_mask", "response_mask", "rollout_is_weights"  # verl
 CLIP_LOWER, CLIP_UPPER = "clip_lower", "clip_upper"  # float32, the bounds themselves
 USED = "actor/correction_"  # nothing with `max` or `min` in it: verl would not take the mean over mini-batches
 NEGATIVE, CLIPPED_NEGATIVE = "actor/negative_tokens", "actor/negative_tokens_clipped"  # as USED
+DIVERGENCE = "actor/divergence"  # as USED
 _AGREE_WITHIN = 1e-9  # float64 sums in another order
 _HINT = "the correction did not reach the loss; report it with the log"
 
@@ -200,6 +201,8 @@ def corrected_loss(
     loss, metrics = ppo_loss(config, model_output, data, dp_group)
     used = {f"{USED}{name}": value for name, value in used.items()}
     used |= clipped_negatives(config, model_output, data, kind=kind)
+    if config.use_kl_loss:
+        used[DIVERGENCE] = _divergence(config, model_output, data)
     return loss, {**metrics, **Metric.from_dict(used, aggregation=AggregationType.SUM)}
 
 
@@ -240,6 +243,20 @@ def clipped_negative_fraction(reported: Mapping[str, Any]) -> float | None:
     """
     negative = float(reported.get(NEGATIVE, 0.0))
     return float(reported[CLIPPED_NEGATIVE]) / negative if negative else None
+
+
+def _divergence(config: ActorConfig, model_output: dict[str, Tensor], data: TensorDict) -> float:
+    """The estimator's sum over the tokens that stay, nats: verl reports it aggregated as the loss."""
+    log_prob_BT = no_padding_2_padding(model_output["log_probs"], data).detach()
+    padded = data.select("ref_log_prob", KEPT).to_padded_tensor()
+    kl_BT = kl_penalty(log_prob_BT, padded["ref_log_prob"], config.kl_loss_type)
+    return float(kl_BT[padded[KEPT].bool()].double().sum())
+
+
+def mean_divergence(reported: Mapping[str, Any]) -> float:
+    """Per token of an update, whatever the loss aggregates; NaN where there was none. reported: as for check_used."""
+    kept = float(reported.get(f"{USED}kept", 0.0))
+    return float(reported[DIVERGENCE]) / kept if kept and DIVERGENCE in reported else math.nan
 
 
 def mean_log_ratio(log_prob_BT: Tensor, *, old_BT: Tensor, kept_BT: Tensor) -> Tensor:

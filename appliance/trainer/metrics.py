@@ -39,7 +39,7 @@ from appliance.quant.mismatch import Mismatch, MismatchByLength, measure_by_leng
 from appliance.record.events import METRICS_FILE, append_event, append_line
 from appliance.record.plan import RunPlan
 from appliance.sync.records import SyncRecord
-from appliance.trainer.correction import clipped_negative_fraction
+from appliance.trainer.correction import clipped_negative_fraction, mean_divergence
 from appliance.trainer.precision import Live
 from appliance.trainer.rollout_forward import Held
 
@@ -220,6 +220,14 @@ def measure_step(
     return batch, replace(telemetry, seconds=time.perf_counter() - started)
 
 
+def mean_entropy(batch: KVBatchMeta) -> float:
+    """Nats, of the batch's tokens, whatever the loss aggregates. After the pass for log-probs."""
+    names = ["entropy", "response_mask"]
+    found = transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
+    entropy_N, real_N = (found[name].values() for name in names)
+    return float(entropy_N[real_N.bool()].double().mean())
+
+
 def measure_held(
     step: StepTelemetry,
     *,
@@ -330,11 +338,12 @@ def step_metrics(
 
 
 def _reference_kl(verl: dict[str, Any], *, plan: RunPlan) -> dict[str, float]:
-    """`reference_kl`, nats: the estimator's mean over what the step was trained on, where something asks for it."""
+    """`reference_kl`, nats, where something asks for it: in the loss the estimator's mean over the tokens that were
+    trained on, in the reward verl's, a mean over responses of their tokens' mean."""
     if plan.algorithm.kl is None:
         return {}
-    name = {KlPlace.LOSS: "actor/kl_loss", KlPlace.REWARD: "actor/reward_kl_penalty"}[plan.algorithm.kl.place]
-    return {"reference_kl": float(verl.get(name, math.nan))}
+    in_loss = plan.algorithm.kl.place is KlPlace.LOSS
+    return {"reference_kl": mean_divergence(verl) if in_loss else float(verl.get("actor/reward_kl_penalty", math.nan))}
 
 
 def left_out(run_dir: Path, *, telemetry: StepTelemetry, step: int) -> dict[str, float]:

@@ -19,7 +19,7 @@ from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.workers.rollout.llm_server import LLMServerManager
 
-from appliance.corrections.objective import Advantage
+from appliance.corrections.objective import Advantage, Aggregate
 from appliance.errors import ApplianceError, GuardStop
 from appliance.guard.signals import Signals
 from appliance.record.checkpoints import checkpoint_folder, owed_line
@@ -39,6 +39,7 @@ from appliance.trainer.metrics import (
     append_metrics,
     keeping_fetched,
     left_out,
+    mean_entropy,
     measure_held,
     measure_step,
     step_metrics,
@@ -163,6 +164,8 @@ class Trainer(PPOTrainerSync):
             batch, self._step.telemetry = measure_step(batch, cap=self.correction.token_cap, fetched=fetched.data)
         if self.plan.trainer.reuses_log_probs:
             self._step.fetched = fetched.data  # of measure_step: verl fetched one field
+        elif self.plan.algorithm.aggregate is not Aggregate.TOKEN_MEAN:
+            metrics["actor/entropy"] = mean_entropy(batch)
         self.stopping.check()
         found = self._step.telemetry
         if found.differing_tokens and not found.nonfinite_fraction and self._step.is_exact(self.plan):

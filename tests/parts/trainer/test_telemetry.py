@@ -22,8 +22,10 @@ from transfer_queue import KVBatchMeta
 from transfer_queue.metadata import BatchMeta
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
+from appliance.corrections.objective import Aggregate
 from appliance.corrections.registry import CorrectionMethod
 from appliance.errors import TrainingError
+from appliance.plan.verl_args import AGGREGATES
 from appliance.record.plan import CorrectionPlan
 from appliance.trainer import metrics
 from appliance.trainer.metrics import keeping_fetched, left_out, measure_step
@@ -128,6 +130,21 @@ def test_a_step_is_measured_by_one_fetch(client: Client, verls: SimpleNamespace,
     trainer._compute_old_log_prob(BATCH, metrics={})
     assert client.gets == 1
     assert trainer._step.telemetry.mismatch.kl == pytest.approx(0.25 / 4)
+
+
+@pytest.mark.parametrize("aggregate", Aggregate)
+def test_the_entropy_is_the_mean_over_tokens_whatever_the_loss_aggregates(
+    client: Client, verls: SimpleNamespace, tmp_path: Path, aggregate: Aggregate
+) -> None:
+    """1, 2 and 4 nats and one token of 5 in another response: verl says 3.67 and 3 / 2 else."""
+    client.columns["entropy"] = rows([0.0, 1.0, 2.0, 4.0, 0.0], [0.0, 5.0, 0.0])
+    verls.config.actor_rollout_ref.actor = {"loss_agg_mode": AGGREGATES[aggregate], "loss_scale_factor": 4}
+    plan = make_plan(tmp_path, correction=CorrectionPlan(method=CorrectionMethod("tis"), cap=2.0))
+    plan = plan.replace(algorithm=plan.algorithm.replace(aggregate=aggregate))
+    trainer = make_trainer(plan, stopping=SimpleNamespace(check=lambda: None, asked=False), **vars(verls))
+    said: dict[str, float] = {}
+    trainer._compute_old_log_prob(BATCH, metrics=said)
+    assert said["actor/entropy"] == 12 / 4
 
 
 def test_without_a_pass_the_old_log_probs_are_the_rollouts(

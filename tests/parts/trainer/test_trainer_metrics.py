@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from appliance.corrections.objective import KlPlace
 from appliance.errors import NumericsError, SyncError, TrainingError
 from appliance.quant.mismatch import Mismatch
 from appliance.record.events import append_failure
@@ -99,11 +101,21 @@ def test_the_share_of_clipped_negatives_is_of_the_sums_over_a_step() -> None:
     assert written(VERL)["clipped_negative_fraction"] is None
 
 
-@pytest.mark.parametrize(("place", "name"), [("loss", "actor/kl_loss"), ("reward", "actor/reward_kl_penalty")])
-def test_the_divergence_from_the_start_is_in_the_line_where_something_asks_for_it(place: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        (KlPlace.LOSS, {"actor/divergence": 10.0, "actor/correction_kept": 40.0, "actor/kl_loss": 7.0}),
+        (KlPlace.REWARD, {"actor/reward_kl_penalty": 0.25}),
+    ],
+)
+def test_the_divergence_from_the_start_is_in_the_line_where_something_asks_for_it(
+    place: KlPlace, said: dict[str, float]
+) -> None:
+    """In the loss a mean over tokens, of the sums over a step."""
     plan = SimpleNamespace(**{**vars(PLAN), "algorithm": SimpleNamespace(kl=SimpleNamespace(place=place))})
-    assert written(VERL | {name: 0.25}, plan=plan)["reference_kl"] == 0.25
-    assert "reference_kl" not in written(VERL | {name: 0.25})
+    assert written(VERL | said, plan=plan)["reference_kl"] == 0.25
+    assert math.isnan(written(VERL, plan=plan)["reference_kl"])  # no update was made
+    assert "reference_kl" not in written(VERL | said)
 
 
 def test_a_metric_that_verl_no_longer_reports_is_an_error() -> None:
