@@ -15,8 +15,8 @@ from appliance.compare.results import busy_share, note_busy, read_result, valida
 from appliance.compare.show import Shown, as_json, markdown, page, table
 from appliance.errors import GuardStop, Interrupted, SavedAndStopped
 from appliance.files import write_whole
+from appliance.launch.side_job import stop_on_errors
 from appliance.launch.train import run_training
-from appliance.launch.workspace import stop_on_errors
 from appliance.preflight.probes import read_host
 from appliance.profile.command import BEFORE_TRAINING
 from appliance.recipe.load import to_yaml

@@ -19,10 +19,9 @@ from appliance.hub import download_model
 from appliance.record.events import append_event, exit_code_of
 from appliance.record.liveness import Heartbeat, keep_stacks
 from appliance.record.plan import RunPlan, read_plan
-from appliance.tasks.library import splits_of, too_few_problems
+from appliance.tasks.library import TINY_MODELS, CalculatorSpec, splits_of, too_few_problems
 from appliance.tasks.rows import Problem, write_parquet
 from appliance.tasks.task import Splits
-from appliance.tasks.tiny_spec import TINY_MODELS, CalculatorSpec
 from appliance.tasks.tools import Schema, asked_of, read_tools, write_schemas
 
 if TYPE_CHECKING:
