@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from appliance.errors import EngineError, RecipeError
+from appliance.errors import EngineError, RecipeError, first_line
 from appliance.files import whole_folder
 from appliance.hub import download_model
 from appliance.record.events import append_event, exit_code_of
@@ -198,7 +198,7 @@ def prompt_ids(problem: Problem, *, tokenizer: PreTrainedTokenizerBase, tools: S
         is_lost = _loses_system(problem, messages, tokenizer=tokenizer)
         why = "it leaves out the system message" if is_lost else ""
     except (jinja2.TemplateError, *_OF_A_PROGRAM) as error:
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        why = first_line(error)
     if why:
         roles = ", ".join(role for role, _ in problem.messages)
         message = f"the model's chat template does not take `{problem.prompt[:60]}` ({roles}): {why}"
