@@ -114,9 +114,7 @@ class BatchCorrection:
         sequences = Sequences(*(data[name].unbind() for name in names))
         correction = correction.for_step(_parts(sequences), fitted=fitted)
         fields, sums = _fields_of(sequences, correction=correction)
-        nested = {name: torch.nested.as_nested_tensor(rows, layout=torch.jagged) for name, rows in fields.items()}
-        values = TensorDict(nested, batch_size=len(batch))
-        batch = transfer_queue.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=values)
+        batch = _with_fields(batch, fields)
         if not _carries(batch, fields):
             what = f"the batch of this step does not carry what `{correction.name}` makes of its log-probs"
             raise TrainingError(what, hint=_HINT)
@@ -174,6 +172,13 @@ def _carries(batch: KVBatchMeta, fields: Mapping[str, list[Tensor]]) -> bool:
 
 def _get(batch: KVBatchMeta, names: list[str]) -> TensorDict:
     return transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
+
+
+def _with_fields(batch: KVBatchMeta, fields: Mapping[str, Sequence[Tensor]]) -> KVBatchMeta:
+    """fields: rows without padding."""
+    nested = {name: torch.nested.as_nested_tensor(list(rows), layout=torch.jagged) for name, rows in fields.items()}
+    values = TensorDict(nested, batch_size=len(batch))
+    return transfer_queue.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=values)
 
 
 # in the training workers
@@ -435,13 +440,8 @@ def gdpo(
 
 def with_gdpo(batch: KVBatchMeta, *, parts: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> KVBatchMeta:
     """The batch with these advantages. parts: in the order of its keys."""
-    data = transfer_queue.kv_batch_get(
-        keys=batch.keys, partition_id=batch.partition_id, select_fields=["response_mask"]
-    )
-    rows = data["response_mask"].unbind()
+    rows = _get(batch, ["response_mask"])["response_mask"].unbind()
     uids = [key.rsplit("_", 2)[0] for key in batch.keys]
     found_BT = gdpo(parts, weights=weights, uids=uids, mask_BT=pad_sequence(list(rows), batch_first=True))
     cut = [found[: len(row)] for found, row in zip(found_BT, rows, strict=True)]
-    values = torch.nested.as_nested_tensor(cut, layout=torch.jagged)
-    fields = TensorDict({"advantages": values, "returns": values}, batch_size=len(batch))
-    return transfer_queue.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+    return _with_fields(batch, {"advantages": cut, "returns": cut})
