@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from appliance.quant.codec_int8 import quantise_int8
-from benchmarks import gemm
 from benchmarks.accept import fp8, kernels
 from benchmarks.accept.ground import Ground, RowFailed
 
@@ -42,6 +41,8 @@ def test_a_product_without_its_bias_fails(ground: Ground, monkeypatch: pytest.Mo
 
 def test_each_kernel_that_is_timed_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within what INT8 and FP8 round: E4M3's largest step is a sixteenth of a value, and sums average it out."""
+    from benchmarks import gemm  # it loads vLLM, which then must find the driver's stand-in
+
     monkeypatch.setattr("appliance.engine.int8.quantise_for_kernel", quantise_int8)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     weight_NK, x_MK = torch.randn(256, 352).to(torch.bfloat16), torch.randn(16, 352).to(torch.bfloat16)
