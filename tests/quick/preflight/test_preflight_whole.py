@@ -97,7 +97,7 @@ def test_lora_and_experts_of_a_model_of_the_hub_are_refused_by_check(tmp_path: P
     said = {}
     for shape in (experts, KNOWN["Qwen/Qwen2.5-32B"]):
         inputs = dataclasses.replace(read_inputs(plan, ask_hub=False), model_shape=shape)
-        said[shape] = [each.message for each in judge(plan, host=HOST, inputs=inputs) if each.code == "lora"]
+        said[shape] = [each.message for each in judge(plan, host=HOST, inputs=inputs) if each.place == "model.lora"]
     assert list(said.values()) == [["this model has experts, whose weights are no linear layers"], []]
 
 
