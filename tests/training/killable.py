@@ -164,8 +164,10 @@ class Run:
         return find_processes(f"{RUN_VARIABLE}={self.run_dir}", below=self.launcher.pid)
 
     def by_command(self, argument: str) -> list[Process]:
-        """Those that were started with it as one of the words of their command line."""
-        return [each for each in self.processes() if each.name != forks.NAME and argument in command_of(each)]
+        """Those that were started with it as one of the words of their command line; what they forked has it too."""
+        found = [each for each in self.processes() if argument in command_of(each)]
+        started = {each.pid for each in found}
+        return [each for each in found if each.name != forks.NAME and each.parent not in started]
 
     def kill(self, name: str) -> Process:
         """SIGKILL to the one process whose name begins so, or whose command has it as a word."""
