@@ -327,7 +327,7 @@ def report(
     output: Annotated[Path | None, typer.Option("-o", metavar="FILE", help="Instead of RUN/report.html.")] = None,
 ) -> None:
     """A run's page: one HTML file that needs nothing else. Prints its path."""
-    from appliance.report.write import print_report
+    from appliance.report.page import print_report
 
     print_report(run, run_root=RUN_ROOT, output=output)
 

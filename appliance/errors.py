@@ -130,6 +130,11 @@ class Interrupted(ApplianceError):
     exit_code = 130
 
 
+def first_line(error: BaseException) -> str:
+    """Of an error of somebody else's, for a message of ours: the first line of its text, or what kind it is."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def _classes(root: type[ApplianceError]) -> Iterator[type[ApplianceError]]:
     yield root
     for each in root.__subclasses__():

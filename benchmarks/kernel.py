@@ -9,15 +9,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 import torch
 
 from appliance import console
+from appliance.engine.int8 import quantise_for_kernel
 from appliance.errors import PreflightError
 from appliance.quant.codec_int8 import quantise_int8
-from appliance.quant.triton_int8 import quantise_int8_triton
 
 LAYERS = 64
 SHAPES_NK = {  # of one layer; q, k, v and gate, up as vLLM fuses them
@@ -42,16 +44,19 @@ def main() -> int:
     return 0
 
 
-def measure(shapes: dict[str, tuple[int, int]] = SHAPES_NK) -> dict[str, object]:
-    """shapes: (output channels, input channels) of the weights of one layer."""
+def measure(
+    shapes: dict[str, tuple[int, int]] = SHAPES_NK, *, device: str = "cuda", repetitions: int = REPETITIONS
+) -> dict[str, object]:
+    """shapes: (output channels, input channels) of the weights of one layer.  device: `cpu` shows that this runs."""
     rows = []
     for name, shape in shapes.items():
-        weight_NK = torch.randn(shape, device="cuda").to(torch.bfloat16)
-        found, wanted = quantise_int8_triton(weight_NK), quantise_int8(weight_NK.cpu())
-        source = torch.empty(weight_NK.numel() * 3 // 2, dtype=torch.uint8, device="cuda")
+        weight_NK = torch.randn(shape, device=device).to(torch.bfloat16)
+        found, wanted = quantise_for_kernel(weight_NK), quantise_int8(weight_NK.cpu())
+        source = torch.empty(weight_NK.numel() * 3 // 2, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
-        kernel_s = seconds(lambda weight=weight_NK: quantise_int8_triton(weight))
-        copy_s = seconds(lambda into=target, out_of=source: into.copy_(out_of))
+        timed = seconds if device == "cuda" else seconds_on_a_cpu
+        kernel_s = timed(lambda weight=weight_NK: quantise_for_kernel(weight), repetitions)
+        copy_s = timed(lambda into=target, out_of=source: into.copy_(out_of), repetitions)
         rows.append(
             {
                 "layer": name,
@@ -66,21 +71,31 @@ def measure(shapes: dict[str, tuple[int, int]] = SHAPES_NK) -> dict[str, object]
             }
         )
     total_s = LAYERS * sum(row["kernel_us"] for row in rows) / 1e6
-    return {"device": torch.cuda.get_device_name(), "rows": rows, "projected_quantisation_32b_s": total_s}
+    named = torch.cuda.get_device_name() if device == "cuda" else device
+    return {"device": named, "rows": rows, "projected_quantisation_32b_s": total_s}
 
 
-def seconds(call) -> float:
-    """Median over REPETITIONS, by CUDA events, after a warm-up."""
+def seconds(call: Callable[[], object], repetitions: int) -> float:
+    """Median, by CUDA events, after a warm-up."""
     for _ in range(5):
         call()
     times = []
-    for _ in range(REPETITIONS):
+    for _ in range(repetitions):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         call()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
+    return median(times)
+
+
+def seconds_on_a_cpu(call: Callable[[], object], repetitions: int) -> float:
+    times = []
+    for _ in range(repetitions):
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
     return median(times)
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from appliance import console
-from appliance.tasks.tiny_spec import TINY_MODELS
+from appliance.tasks.library import TINY_MODELS
 from appliance.terms.settings import ATTENTION_NAME
 from benchmarks.demo import BUSY_SAMPLE_S, MAX_BUSY, processor
 

@@ -251,7 +251,7 @@ def main() -> int:
     parser.add_argument("--schemes", default=",".join(SCHEMES))
     parser.add_argument("-o", "--output", type=Path)
     given = parser.parse_args()
-    _set_environment(given.threads)
+    set_environment(given.threads)
     from appliance.engine.kernel_proof import ROTATION
 
     given.pairs = given.pairs or ROTATION * given.prove_every
@@ -274,7 +274,7 @@ def main() -> int:
     return 0
 
 
-def _set_environment(threads: int) -> None:
+def set_environment(threads: int) -> None:
     """Before torch and vLLM are imported."""
     env = dict(
         child_env(Path(tempfile.gettempdir()), is_cpu=True, threads=threads, kv_cache_gb=1, offline=True, backends=())

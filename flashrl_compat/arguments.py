@@ -62,9 +62,12 @@ def _with_flashrl(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             variables = read_variables(os.environ)
-            if variables.config is not None:
-                _apply(self, variables)
-            return original(self, *args, **kwargs)
+            if variables.config is None:
+                return original(self, *args, **kwargs)
+            _apply(self, variables)
+            config = original(self, *args, **kwargs)
+            _require_provable(config)
+            return config
         except ApplianceError as error:
             tell_hints(error)
             raise
@@ -79,6 +82,28 @@ def _apply(arguments: Any, variables: Variables) -> None:
     LOGGER.info("%s: replica %d gets the scheme %s: %s", variables.shown, rank, settings.quantisation.scheme, applied)
     for note in settings.notes:
         LOGGER.info(note)
+
+
+def _require_provable(config: Any) -> None:
+    """config: vLLM's, resolved.  Raises RecipeError for engines whose weight updates cannot be proven."""
+    parallel, transfer = config.parallel_config, config.weight_transfer_config
+    parts = {}
+    if parallel.pipeline_parallel_size > 1:
+        parts[f"--pipeline-parallel-size {parallel.pipeline_parallel_size}"] = "a rank has some of the layers"
+    if config.model_config.is_moe and parallel.data_parallel_size > 1:
+        parts[f"--data-parallel-size {parallel.data_parallel_size}"] = "an engine has a part of each expert"
+    if config.model_config.is_moe and parallel.enable_expert_parallel:
+        parts["--enable-expert-parallel"] = "a rank has some of the experts"
+    hint = "use --tensor-parallel-size, and an engine of its own for each replica"
+    problems = [(f"{option}: {why}, and no weight update of it is proven", hint) for option, why in parts.items()]
+    if config.lora_config is not None:
+        fact = "--enable-lora: adapters stand beside the weights, and no weight update of such an engine is proven"
+        problems.append((fact, "merge the adapters in the trainer"))
+    if transfer is not None and transfer.backend == "sparse_nccl":
+        fact = "--weight-transfer-config: `sparse_nccl` writes into the kernels' tensors, where nothing is proven"
+        problems.append((fact, "use `nccl` or `ipc`; without a GPU `shm`"))
+    if problems:
+        raise RecipeError(problems)
 
 
 def replica_rank(arguments: Any, environ: Mapping[str, str]) -> int:

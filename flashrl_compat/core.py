@@ -1,7 +1,8 @@
 """The engine's core under FLASHRL_CONFIG: it follows the weight updates of its workers.
 
-While an update is open or broken no request is taken, and those in flight end as aborted, so none mixes two versions.
-When it is proven, caches of the old weights go, and vLLM's own weight version counts up (`GET /weight_info`).
+While an update is open or broken each request is answered with why, which refusals.py makes an error of, and those in
+flight end as aborted, so none mixes two versions. When an update is proven, caches of the old weights go, and vLLM's
+own weight version counts up (`GET /weight_info`).
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm.platforms import current_platform
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
-from appliance.engine.ways_in import FINAL, WeightState
+from appliance.engine.ways_in import FINAL, OPEN, WeightState
 from appliance.errors import SyncError
 from appliance.patch import Patch, apply_patch
+from flashrl_compat.variables import LOGGER
 
 AFTER_CALLS = Patch(
     name="flashrl-core-follows-updates",
@@ -38,16 +41,6 @@ BEFORE_RESETS = Patch(
     source_sha256="cc6090fc8fd2c90cabb7a2272e6ffaea7a4d0765d8e906dc8a57bedaea6bef45",
     remove_when="toolkits that call load_weights say where an update ends",
 )
-BEFORE_REQUESTS = Patch(
-    name="flashrl-core-refuses-requests",
-    target="vllm.v1.engine.core:EngineCore.preprocess_add_request",
-    why="vLLM generates from weights that an update has half written",
-    upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/v1/engine/core.py",
-    distribution="vllm",
-    version="0.28.0+cpu",
-    source_sha256="a8b386db3f85cf76bf4af1cc3e77a31469e4ccb93fab7a9d987e4ec491f89d2f",
-    remove_when="vLLM's core refuses requests while weights are updated",
-)
 BEFORE_RESUMING = Patch(
     name="flashrl-core-refuses-to-resume",
     target="vllm.v1.engine.core:EngineCore.resume_scheduler",
@@ -58,25 +51,15 @@ BEFORE_RESUMING = Patch(
     source_sha256="206f103ac66e1ee743bdfc16bb86740b866c6ba1ae2b329cbffff5dfaad44ade",
     remove_when="vLLM's core refuses requests while weights are updated",
 )
-BEFORE_QUEUEING = Patch(
-    name="flashrl-core-answers-late-requests",
+BEFORE_REQUESTS = Patch(
+    name="flashrl-core-refuses-requests",
     target="vllm.v1.engine.core:EngineCore.add_request",
-    why="a request that was on its way when an update broke would wait for ever in a paused engine",
+    why="vLLM generates from weights that an update has half written, or lets a request wait for ever for whole ones",
     upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/v1/engine/core.py",
     distribution="vllm",
     version="0.28.0+cpu",
     source_sha256="e1292d26930e5b72f857934d9fc4039aa8a73226a3c4d6e891a3923c4c50618a",
     remove_when="vLLM's core refuses requests while weights are updated",
-)
-REFUSED_REQUESTS = Patch(
-    name="flashrl-engine-forgets-refused-requests",
-    target="vllm.v1.engine.llm_engine:LLMEngine.add_request",
-    why="vLLM waits for ever for a request that a core in the same process did not take",
-    upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/v1/engine/llm_engine.py",
-    distribution="vllm",
-    version="0.28.0+cpu",
-    source_sha256="f7b2dcc28fd156e809d9a8723523dfba7dcdf656082ac2d98bfff15907d7e190",
-    remove_when="LLMEngine.add_request takes a request back that its core refuses",
 )
 
 
@@ -86,9 +69,7 @@ def patch_core() -> None:
         AFTER_CALLS: _follows,
         BEFORE_RESETS: _settles,
         BEFORE_REQUESTS: _refuses_requests,
-        BEFORE_QUEUEING: _refuses_late_requests,
         BEFORE_RESUMING: _refuses_to_resume,
-        REFUSED_REQUESTS: _forgets,
     }
     for patch, replacement in replacements.items():
         here = patch if current_platform.is_cpu() else dataclasses.replace(patch, version="0.28.0")
@@ -115,9 +96,9 @@ def _follows(original: Callable[..., Any]) -> Callable[..., Any]:
     def collective_rpc(self: Any, method: Any, timeout: float | None = None, args: tuple = (), kwargs: Any = None):
         try:
             result = original(self, method, timeout, args, kwargs)
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(SyncError):  # it closes the engine, and the caller's own error says more
-                _follow(self, settles=False)
+                _follow(self, settles=False, after=error)
             raise
         if _follow(self, settles=False):
             self._reset_caches()
@@ -137,15 +118,15 @@ def _settles(original: Callable[..., Any]) -> Callable[..., Any]:
     return reset_prefix_cache
 
 
-def _follow(core: Any, *, settles: bool) -> bool:
-    """Whether there are new weights. Raises SyncError where a worker cannot say, or ends an update that is not whole:
-    the engine is then closed for good."""
+def _follow(core: Any, *, settles: bool, after: BaseException | None = None) -> bool:
+    """Whether there are new weights. after: what a call of the workers raised just now.  Raises SyncError where a
+    worker cannot say, or ends an update that is not whole: the engine is then closed for good."""
     known = _known(core)
     try:
         told = core.model_executor.collective_rpc("appliance_weights", args=(settles,))
         states = [WeightState(*each) for each in told]
     except (SyncError, RuntimeError, TypeError) as error:  # of a worker's process, or an answer that another call left
-        _close(core, f"a worker's weights cannot be known: {error}", broken=True)
+        _close(core, f"a worker's weights cannot be known: {after or error}", broken=True)
         raise SyncError(str(error), hint=FINAL) from error
     if closed := why_closed(states):
         _close(core, closed, broken=any(state.broken for state in states) or not any(state.open for state in states))
@@ -155,12 +136,20 @@ def _follow(core: Any, *, settles: bool) -> bool:
     known.closed = ""
     is_new = states[0].version > known.version
     if is_new:
+        _tell_of_mixed(core, old=known.version, new=states[0].version)
         known.version = states[0].version
         core.set_weight_version(str(known.version))
         if known.paused:
             known.paused = False
             core.resume_scheduler()
     return is_new
+
+
+def _tell_of_mixed(core: Any, *, old: int, new: int) -> None:
+    """Requests that somebody kept in a pause of his own have tokens of the old weights and go on with the new ones."""
+    mixed = [each.request_id for each in core.scheduler.requests.values() if each.num_output_tokens]
+    if mixed:
+        LOGGER.warning("%d requests mix weight versions %d and %d: %s", len(mixed), old, new, ", ".join(mixed))
 
 
 def _close(core: Any, why: str, *, broken: bool) -> None:
@@ -177,7 +166,7 @@ def why_closed(ranks: list[WeightState]) -> str:
     """Why an engine of these ranks must not generate, or nothing."""
     for rank, state in enumerate(ranks):
         if state.broken:
-            return f"the weights of rank {rank} are half-updated, an update {state.broken}"
+            return f"the weights of rank {rank} are half-updated: {state.broken}"
         if state.open:
             return f"a weight update is open on rank {rank}, begun by {state.open}"
     versions = sorted({state.version for state in ranks})
@@ -185,40 +174,26 @@ def why_closed(ranks: list[WeightState]) -> str:
 
 
 def _refuses_requests(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Where somebody has paused the engine himself, requests wait as they would, but for broken weights."""
+    """In the order in which requests and updates came. Where somebody has paused the engine himself, requests wait as
+    they would, but for broken weights."""
 
-    @functools.wraps(original)
-    def preprocess_add_request(self: Any, request: Any) -> Any:
-        if not hasattr(self, "input_queue") and _follow(self, settles=True):
-            self._reset_caches()  # in the trainer's own process, which may have updated the model past the core
-        known = _known(self)
-        if known.closed and (known.broken or known.paused or not self.is_scheduler_paused()):
-            raise SyncError(f"request {request.request_id}: {known.closed}", hint=FINAL)
-        return original(self, request)
-
-    return preprocess_add_request
-
-
-def _refuses_late_requests(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def add_request(self: Any, request: Any, request_wave: int = 0) -> None:
-        if _known(self).broken and hasattr(self, "output_queue"):
-            self._send_error_outputs_to_client([request.request_id], request.client_index)
-        else:
+        is_alone = hasattr(self, "output_queue")
+        if not is_alone and _follow(self, settles=True):
+            self._reset_caches()  # in the trainer's own process, which may have updated the model past the core
+        known = _known(self)
+        if not known.closed or not (known.broken or known.paused or not self.is_scheduler_paused()):
             original(self, request, request_wave)
-
-    return add_request
-
-
-def _forgets(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def add_request(self: Any, *args: Any, **kwargs: Any) -> str:
-        try:
-            return original(self, *args, **kwargs)
-        except SyncError:  # of a core in this process
-            taken = self.engine_core.engine_core.scheduler.requests
-            self.abort_request([each for each in self.output_processor.request_states if each not in taken], True)
-            raise
+            return
+        why, hint = f"request {request.request_id}: {known.closed}", FINAL if known.broken else OPEN
+        if not is_alone:
+            raise SyncError(why, hint=hint)
+        answer = EngineCoreOutput(
+            request.request_id, [], finish_reason=FinishReason.ERROR, stop_reason=f"{why}; {hint}"
+        )
+        outputs = EngineCoreOutputs(finished_requests={request.request_id}, outputs=[answer])
+        self.output_queue.put_nowait((request.client_index, outputs))
 
     return add_request
 
@@ -227,7 +202,7 @@ def _refuses_to_resume(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def resume_scheduler(self: Any) -> Any:
         if closed := _known(self).closed:
-            raise SyncError(f"the engine stays paused: {closed}", hint=FINAL)
+            raise SyncError(f"the engine stays paused: {closed}", hint=FINAL if _known(self).broken else OPEN)
         return original(self)
 
     return resume_scheduler

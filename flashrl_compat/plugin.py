@@ -41,9 +41,11 @@ def register() -> None:
     from flashrl_compat.arguments import patch_engine_arguments
     from flashrl_compat.core import patch_core
     from flashrl_compat.layerwise import patch_layerwise
+    from flashrl_compat.refusals import patch_refusals
     from flashrl_compat.shared_memory import register as register_backend
 
     patch_engine_arguments()
     patch_core()
+    patch_refusals()
     patch_layerwise()
     register_backend()

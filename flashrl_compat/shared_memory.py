@@ -179,7 +179,10 @@ class ManifestSource(WeightSource):
 
 
 def register() -> None:
-    """A second call changes nothing."""
+    """Where this module is imported: in a trainer, and by the plugin in an engine. A second call changes nothing."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, ShmEngine)
         WeightTransferTrainerFactory.register_engine(BACKEND, ShmTrainer)
+
+
+register()

@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 
 from appliance.engine.ways_in import WaysIn
-from appliance.errors import EngineError, SyncError
+from appliance.errors import SyncError
 from flashrl_compat.layerwise import patch_layerwise
 from flashrl_compat.loader import smoothing_of
 from flashrl_compat.variables import LOGGER
@@ -35,9 +35,6 @@ class ProvenWorker(Worker):
     appliance_ways_in: WaysIn
 
     def load_model(self, **kwargs: Any) -> None:
-        transfer = self.vllm_config.weight_transfer_config
-        if transfer is not None and transfer.backend == "sparse_nccl":
-            raise EngineError("weight transfer by sparse_nccl writes into the kernels' tensors: nothing can be proven")
         super().load_model(**kwargs)
         patch_layerwise()  # also modules that were imported since the plugin was
         model = self.model_runner.get_model()

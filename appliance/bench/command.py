@@ -18,8 +18,15 @@ from appliance.bench.job import (
     read_lines,
 )
 from appliance.errors import PreflightError, RecipeError
-from appliance.launch.side_job import make_inputs, run_child
-from appliance.launch.workspace import OF_AN_ENGINE, OF_THE_DATA, OF_THE_MODEL, examine_for, work_folder
+from appliance.launch.side_job import (
+    OF_AN_ENGINE,
+    OF_THE_DATA,
+    OF_THE_MODEL,
+    examine_for,
+    make_inputs,
+    run_child,
+    work_folder,
+)
 from appliance.plan.bench_results import ResultKey, SchemeResult, result_key, write_result
 from appliance.plan.build import build_plan, installed_versions
 from appliance.plan.host import HostFacts

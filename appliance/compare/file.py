@@ -15,10 +15,8 @@ margin: 0.03                        # a mean reward this far from the baseline's
 
 from __future__ import annotations
 
-import difflib
 import json
 import os.path
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,7 +27,7 @@ from appliance.errors import RecipeError
 from appliance.frozen import Frozen
 from appliance.recipe import library
 from appliance.recipe.load import Setting, line_of, read_option, read_tree
-from appliance.recipe.messages import explain, shown
+from appliance.recipe.messages import explain, shown, similar
 from appliance.recipe.schema import NAME_PATTERN
 from appliance.recipe.text import Node, Problem, Refused
 
@@ -149,14 +147,9 @@ def _explained(error: Any, *, tree: dict[str, Node], file: str) -> Problem:
     if error["type"] == "missing":
         return f"{file}: {key}: the key is missing", _EXAMPLES[key]
     if error["type"] == "extra_forbidden":
-        return f"{tree[key].place}: {key}: unknown key", _nearest(key, of=_File.model_fields)
+        return f"{tree[key].place}: {key}: unknown key", similar(key, of=_File.model_fields)
     message, hint = explain(error)
     return f"{_place(tree, key, file=file)}: {dotted}: {message}", hint
-
-
-def _nearest(word: str, *, of: Collection[str]) -> str:
-    near = difflib.get_close_matches(word, of, n=1)
-    return f"did you mean `{near[0]}`?" if near else "use one of " + ", ".join(f"`{each}`" for each in of)
 
 
 _EXAMPLES = {
@@ -219,7 +212,7 @@ def _check_names(tree: dict[str, Node], *, name: str, file: str, problems: list[
         problems.append((f"{tree['seeds'].place}: seeds: a seed is named twice", "name each once"))
     if arms and isinstance(baseline, str) and baseline not in arms:
         message = f"{tree['baseline'].place}: baseline: no arm is called `{baseline}`"
-        problems.append((message, _nearest(baseline, of=arms)))
+        problems.append((message, similar(baseline, of=arms)))
 
 
 def run_name(arm: str, *, seed: int) -> str:

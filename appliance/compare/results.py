@@ -22,8 +22,7 @@ from appliance.corrections.registry import CorrectionMethod
 from appliance.files import write_whole
 from appliance.frozen import Frozen
 from appliance.launch.resume import problems_of
-from appliance.launch.side_job import run_child
-from appliance.launch.workspace import work_folder
+from appliance.launch.side_job import run_child, work_folder
 from appliance.record.code import as_it_runs
 from appliance.record.events import append_event, read_events, read_metrics
 from appliance.record.lines import finite, json_object

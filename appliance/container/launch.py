@@ -24,7 +24,7 @@ from docker.types import DeviceRequest, Mount, Ulimit
 from appliance import console, hub
 from appliance.errors import PreflightError, RecipeError
 from appliance.launch.command import new_run_dir, print_plan
-from appliance.launch.workspace import stop_on_errors
+from appliance.launch.side_job import stop_on_errors
 from appliance.preflight.finding import Finding, Severity
 from appliance.preflight.report import examine
 from appliance.recipe.rules import PATHS

@@ -6,8 +6,11 @@ and stops the engine.
 
 from __future__ import annotations
 
+DISTRIBUTIONS = ("flashrl-appliance", "flashrl-compat")
+
 
 def register() -> None:
+    require_one_distribution()
     from vllm.platforms import current_platform
 
     import appliance.engine.config  # noqa: F401  registers the quantisation method by its name
@@ -20,3 +23,18 @@ def register() -> None:
     if current_platform.is_cpu():
         with report_failures():
             apply_patch(NO_AMX_TILES, no_amx_tiles)
+
+
+def require_one_distribution() -> None:
+    """Raises EngineError where both are installed: they bring the same files, perhaps of two versions, and removing
+    one takes files of the other."""
+    from importlib.metadata import distributions
+
+    from appliance.errors import EngineError
+
+    installed = {each.name for name in DISTRIBUTIONS for each in distributions(name=name)}
+    if len(installed) > 1:
+        raise EngineError(
+            f"{' and '.join(DISTRIBUTIONS)} are both installed: they bring the same files",
+            hint="pip uninstall both, and install one: flashrl-appliance has the plugin, too",
+        )

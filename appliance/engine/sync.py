@@ -28,6 +28,7 @@ from appliance.engine.config import ApplianceConfig
 from appliance.engine.precision import raised_layers
 from appliance.engine.telemetry import read_first_scales, write_first_scales
 from appliance.engine.update import Bucket, WeightUpdate
+from appliance.engine.ways_in import WaysIn
 from appliance.errors import SyncError
 from appliance.quant.mismatch import LayerTrace, Place
 from appliance.quant.profile import Smoothing, load_smoothing
@@ -112,7 +113,7 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
     ) -> None:
         """verl's entry for one weight update. Raises SyncError; the engine then refuses further updates."""
         device = self.device or torch.device("cpu")
-        update: WeightUpdate | None = None
+        update: WeightUpdate | WaysIn | None = None
 
         def take(bucket: Bucket, is_last: bool) -> None:
             """Everything that can fail happens in here: outside the receiver nobody would answer the sender."""
@@ -120,7 +121,7 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
             if update is None:
                 if peft_config:
                     raise SyncError("weight update: LoRA adapters are not supported with quantised rollouts")
-                update = self._weight_update()
+                update = self._ways_in() or self._weight_update()
                 update.begin()
             update.load(bucket)
             if is_last:
@@ -151,12 +152,13 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
         path = os.environ.get(PLAN_VARIABLE)
         return weight_socket(super()._get_zmq_handle(), run_dir=Path(path).parent if path else None)
 
+    def _ways_in(self) -> WaysIn | None:
+        """Of a worker under FLASHRL_CONFIG, whose updates are counted and whose core follows them."""
+        return getattr(self, "appliance_ways_in", None) if plan_of_process() is None else None
+
     def _weight_update(self) -> WeightUpdate:
         if not hasattr(self, "_appliance_update"):
             config, plan, replica = self.model_runner.vllm_config, plan_of_process(), replica_of_process()
-            ways_in = getattr(self, "appliance_ways_in", None)  # of a worker under FLASHRL_CONFIG
-            if plan is None and ways_in is not None:
-                return ways_in.update
             of_run: dict[str, Any] = {}
             if plan is not None:
                 run_dir = Path(plan.run_dir)

@@ -1,6 +1,6 @@
 """Weight updates of a vLLM worker that somebody else drives: each becomes one `WeightUpdate`, whoever calls what.
 
-Trainers update an engine in three ways: vLLM's layerwise reload (its native weight transfer, `reload_weights`, SkyRL
+Trainers update an engine in several ways: vLLM's layerwise reload (its native weight transfer, `reload_weights`, SkyRL
 and prime-rl), which says where an update begins and ends; plain `model.load_weights`, tensor by tensor or in buckets,
 which says neither (TRL, OpenRLHF, NeMo-RL); and a checkpoint folder. The second ends when every layer is complete.
 What is not complete when somebody asks for tokens, or resets the cache, is an error that names the layers.
@@ -30,6 +30,7 @@ from appliance.sync.records import Acknowledgement
 
 _ATTRIBUTE = "_appliance_ways_in"  # of a model whose updates are ours
 FINAL = "start the engine anew: its weights are neither the old ones nor the new ones"
+OPEN = "ask again when the update has ended"
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class WaysIn:
         self.update = WeightUpdate(model, model_config=model_config, rank=rank, smoothing=smoothing, captured=captured)
         self._version = 0
         self._open = ""
+        self._said = ""  # what broke an update, with the names of its layers
         self._ends_itself = False
         self._manifest_seen = False
         self._head = ""  # digest of a tied one that came
@@ -67,21 +69,23 @@ class WaysIn:
 
     @property
     def state(self) -> WeightState:
-        broken = self.update.broken
-        return WeightState(version=self._version, open=self._open, broken="" if self._open else broken)
+        return WeightState(version=self._version, open=self._open, broken=self._why_broken())
 
-    def begin(self, by: str) -> None:
+    def _why_broken(self) -> str:
+        if self._open or not self.update.broken:
+            return ""
+        return self._said or f"an update {self.update.broken}"
+
+    def begin(self, by: str = "verl") -> None:
         """Raises SyncError where an update is open, which is then broken for good, and where one was broken before."""
         self._require_sound()
         if self._open:
             self._break(f"was begun by {self._open}, and then by {by} as well")
-        if self._vllm_config.lora_config is not None:
-            raise SyncError("weight update: the engine has LoRA adapters: not supported under FLASHRL_CONFIG")
         self.update.begin()
         self._open, self._ends_itself, self._manifest_seen, self._head = by, False, False, ""
         self._waiting = None  # the layers that may not be complete, looked at from the last: each once
 
-    def load(self, weights: Iterable[tuple[str, Tensor]], *, by: str) -> set[str]:
+    def load(self, weights: Iterable[tuple[str, Tensor]], *, by: str = "load_weights") -> set[str]:
         """The names of the tensors that were taken. Outside of an update it begins one that ends itself."""
         taken = set()
         with self._broken_by_an_error():
@@ -138,13 +142,11 @@ class WaysIn:
             raise SyncError(f"weight update: {self._open} has not ended it, so nothing is generated{self._missing()}")
 
     def _require_sound(self) -> None:
-        if not self._open and self.update.broken:
-            why = f"weight update: the engine's weights are half-updated, an update {self.update.broken}"
-            raise SyncError(why, hint=FINAL)
+        if why := self._why_broken():
+            raise SyncError(f"weight update: the engine's weights are half-updated: {why}", hint=FINAL)
 
     def _break(self, how: str) -> None:
-        self._open = ""
-        self.update.broken = how
+        self._open, self.update.broken, self._said = "", how, f"an update {how}"
         raise SyncError(f"weight update: it {how}", hint=FINAL)
 
     @contextmanager
@@ -155,6 +157,10 @@ class WaysIn:
             with set_current_vllm_config(self._vllm_config), self._device, torch.no_grad():
                 yield
             whole = True
+        except SyncError as error:
+            if self._open:
+                self._said = error.message.removeprefix("weight update: ")
+            raise
         finally:
             self._open = self._open if whole else ""
 
@@ -195,7 +201,7 @@ class WaysIn:
 
     def _load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """In the place of the model's own."""
-        return self.load(weights, by="load_weights")
+        return self.load(weights)
 
 
 def ways_into(model: Module) -> WaysIn | None:

@@ -16,8 +16,8 @@ from pathlib import Path
 from appliance import console
 from appliance.errors import PreflightError, RecipeError
 from appliance.launch import resume as resuming
+from appliance.launch.side_job import raise_on_errors, stop_on_errors
 from appliance.launch.train import Step, run_training
-from appliance.launch.workspace import raise_on_errors, stop_on_errors
 from appliance.plan.derive import steps_of
 from appliance.preflight.finding import Finding, has_error
 from appliance.preflight.report import as_json, examine, lines, plan_as
@@ -28,7 +28,7 @@ from appliance.record.checkpoints import CheckpointSearch, find_newest, newest_s
 from appliance.record.events import append_event, may_restart
 from appliance.record.plan import RunPlan
 from appliance.record.session import asked_to_stop, cannot_write, free_run_dir
-from appliance.report.write import LivePage
+from appliance.report.page import LivePage
 from appliance.signals import told_interruptions
 
 

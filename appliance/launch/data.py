@@ -16,8 +16,7 @@ from pathlib import Path
 from appliance import console
 from appliance.errors import RecipeError
 from appliance.files import digest_of, whole_file, write_whole
-from appliance.launch.side_job import run_child
-from appliance.launch.workspace import folder_elsewhere, new_folder
+from appliance.launch.side_job import folder_elsewhere, new_folder, run_child
 from appliance.plan.build import build_plan
 from appliance.preflight.probes import read_host
 from appliance.preflight.report import commits_for

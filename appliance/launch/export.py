@@ -9,8 +9,7 @@ from pathlib import Path
 from appliance import console
 from appliance.errors import PreflightError, RecipeError
 from appliance.launch.resume import warn_of_rejected
-from appliance.launch.side_job import run_child
-from appliance.launch.workspace import folder_elsewhere, new_folder
+from appliance.launch.side_job import folder_elsewhere, new_folder, run_child
 from appliance.recipe.text import full_path
 from appliance.record.checkpoints import checkpoint_folder, damage, find_newest, in_order
 from appliance.record.session import cannot_write

@@ -43,7 +43,7 @@ from appliance.record.session import (
 from appliance.record.state import RunState, fold
 from appliance.report import draw, summary
 from appliance.report.display import Progress, choose_progress, json_line
-from appliance.report.write import LivePage
+from appliance.report.page import LivePage
 from appliance.signals import Interrupts
 from appliance.tasks.prepare import is_prepared
 from appliance.terms.environment import (

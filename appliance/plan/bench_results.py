@@ -18,7 +18,7 @@ from typing import Any
 from appliance.files import write_whole
 from appliance.plan.host import HostFacts
 from appliance.record.plan import ModelPlan
-from appliance.tasks.tiny_spec import TINY_MODELS
+from appliance.tasks.library import TINY_MODELS
 from appliance.terms.devices import CPU, StoredResult
 from appliance.terms.schemes import Scheme
 from appliance.terms.shapes import read_shape

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from appliance.record.plan import RunPlan
-from appliance.tasks.tiny_spec import TINY_MODELS
+from appliance.tasks.library import TINY_MODELS
 from appliance.terms.devices import CPU, GPUS
 from appliance.terms.environment import KV_CACHE_VARIABLE
 from appliance.terms.schemes import Scheme

@@ -21,17 +21,18 @@ from appliance import console
 from appliance.errors import EngineError, RecipeError
 from appliance.files import write_whole
 from appliance.launch.outcome import Child
-from appliance.launch.side_job import make_inputs, run_child
-from appliance.launch.train import Step
-from appliance.launch.workspace import (
+from appliance.launch.side_job import (
     OF_A_PROFILE,
     OF_THE_DATA,
     OF_THE_MODEL,
     examine_for,
     folder_elsewhere,
+    make_inputs,
     new_folder,
+    run_child,
     work_folder,
 )
+from appliance.launch.train import Step
 from appliance.plan.build import build_plan
 from appliance.plan.engines import PROFILE_FOLDER
 from appliance.preflight.probes import read_host

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Collection
 from typing import Any
 
 from pydantic_core import ErrorDetails
@@ -78,8 +79,7 @@ def _in_yaml(value: bool | int | float) -> str:
 def _similar_key(path: list[str]) -> str:
     """Where an unknown key may belong."""
     if len(path) == 4 and path[1] in _NESTED:
-        near = difflib.get_close_matches(path[-1], _NESTED[path[1]].model_fields, n=1)
-        return f"did you mean `{near[0]}`?" if near else f"use one of {listed(_NESTED[path[1]].model_fields)}"
+        return similar(path[-1], of=_NESTED[path[1]].model_fields)
     section = SECTIONS.get(path[0]) if len(path) > 1 else None
     fields = section.model_fields if section else Recipe.model_fields
     if near := difflib.get_close_matches(path[-1], fields, n=1):
@@ -127,3 +127,9 @@ def _unknown_value(value: Any, *, legal: list[str]) -> tuple[str, str]:
         return f"expected text, got {shown(value)}", use
     near = difflib.get_close_matches(value, legal, n=1)
     return f"unknown value `{value[:60]}`", f"did you mean `{near[0]}`? {use}" if near else use
+
+
+def similar(word: str, *, of: Collection[str]) -> str:
+    """A hint: the name that may be meant, else all of them."""
+    near = difflib.get_close_matches(word, of, n=1)
+    return f"did you mean `{near[0]}`?" if near else f"use one of {listed(of)}"

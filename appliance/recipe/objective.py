@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from appliance.corrections.objective import Advantage, Estimator, KlPlace
 from appliance.corrections.registry import METHODS
-from appliance.recipe.broken import Broken
 from appliance.recipe.schema import Algorithm, Dtype, Forward, Recipe
+from appliance.recipe.text import Broken
 from appliance.tasks.library import OWN
 from appliance.terms.schemes import listed
 from appliance.terms.settings import Schedule

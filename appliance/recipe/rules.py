@@ -10,7 +10,6 @@ from pathlib import PurePath
 from appliance.corrections.registry import METHODS
 from appliance.guard.policy import Action
 from appliance.quant.uaq import MOST
-from appliance.recipe.broken import Broken
 from appliance.recipe.objective import broken_objective
 from appliance.recipe.schema import (
     Algorithm,
@@ -25,11 +24,10 @@ from appliance.recipe.schema import (
     SchemeChoice,
     Task,
 )
-from appliance.recipe.text import path_problem, pattern_problem
-from appliance.tasks.library import OWN, TASKS
+from appliance.recipe.text import Broken, path_problem, pattern_problem
+from appliance.tasks.library import OWN, TASKS, TINY_MODELS, CalculatorSpec
 from appliance.tasks.own import template_parts
 from appliance.tasks.rewards import BUILT_IN
-from appliance.tasks.tiny_spec import TINY_MODELS, CalculatorSpec
 from appliance.terms.devices import AUTO, CPU, DEVICES, why_outgrown
 from appliance.terms.schemes import Scheme, listed
 

@@ -1,4 +1,5 @@
-"""Every built-in task by its name, the user's own, and what data is told apart by. Imports no torch."""
+"""Every built-in task and model by its name, the user's own task, and what data and models are told apart by. Imports
+no torch."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import hashlib
 import importlib
 import json
 import pkgutil
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from appliance.record.plan import TaskPlan
 from appliance.tasks import built_in, own
 from appliance.tasks.rows import Faults
 from appliance.tasks.task import Reward, Splits, Task
-from appliance.tasks.tiny_spec import TINY_MODELS
+from appliance.terms.shapes import ModelShape
 
 _FIRST = ("arithmetic", "gsm8k")  # where tasks are listed; the others follow by name
 
@@ -35,6 +37,71 @@ TaskKind = StrEnum("TaskKind", {kind.upper().replace("-", "_"): kind for kind in
 _DATA_VERSION = 2  # raise it when the same fields give other rows
 _MAKES_ROWS = ("seed", "train_size", "val_size", "max_prompt_tokens", "truncate_prompts")
 _OF_OWN = ("data", "config", "split", "prompt", "template", "system", "truth")
+
+
+@dataclass(frozen=True)
+class TinySpec:
+    """Shape and warm start of a tiny Qwen2; the defaults are those of `tiny-arithmetic`.
+
+    Every GEMM has N a multiple of 16 and K a multiple of 32, as INT8 kernels want.
+    """
+
+    version: int = 1
+    seed: int = 0
+    hidden_size: int = 256
+    intermediate_size: int = 704
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    vocab_size: int = 272
+    """256 bytes, 3 special tokens, padded."""
+    max_positions: int = 2048
+    steps: int = 450
+    batch_size: int = 128
+    first_sum_share: float = 0.85
+    """Of the examples, add: the others repeat the first operand. The habit is there from the start: brought in late
+    and at once, it ruins the sums."""
+    last_sum_share: float = 0.35
+    """In the last `habit_steps` steps: rare enough that greedy decoding never adds, common enough that sampling often
+    does."""
+    habit_steps: int = 75
+    matrix_learning_rate: float = 0.02
+    """Of Muon, for the matrices of the layers: it needs half the steps of AdamW here."""
+    learning_rate: float = 2e-3
+    """Of AdamW, for all else."""
+    warmup_steps: int = 30
+    decay: float = 0.5
+    """Fraction of the steps, at the end, in which both rates fall to zero."""
+
+    @property
+    def shape(self) -> ModelShape:
+        return ModelShape(
+            architectures=("Qwen2ForCausalLM",),
+            heads=self.num_heads,
+            kv_heads=self.num_kv_heads,
+            head_size=self.hidden_size // self.num_heads,
+            hidden=self.hidden_size,
+            intermediate=self.intermediate_size,
+            layers=self.num_layers,
+            vocab=self.vocab_size,
+            tied=True,
+            max_positions=self.max_positions,
+        )
+
+
+@dataclass(frozen=True)
+class CalculatorSpec(TinySpec):
+    """Of `tiny-calculator`, which multiplies by a tool: what is a sum there is a call of the tool here. It only has to
+    copy, so it is smaller; its transcripts are ten times as long."""
+
+    hidden_size: int = 128
+    intermediate_size: int = 352
+    num_layers: int = 3
+    steps: int = 200
+    batch_size: int = 64
+
+
+TINY_MODELS = {"tiny-arithmetic": TinySpec(), "tiny-calculator": CalculatorSpec()}
 
 
 def task_of(plan: TaskPlan) -> Task:

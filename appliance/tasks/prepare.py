@@ -13,16 +13,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from appliance.errors import EngineError, RecipeError
+from appliance.errors import EngineError, RecipeError, first_line
 from appliance.files import whole_folder
 from appliance.hub import download_model
 from appliance.record.events import append_event, exit_code_of
 from appliance.record.liveness import Heartbeat, keep_stacks
 from appliance.record.plan import RunPlan, read_plan
-from appliance.tasks.library import splits_of, too_few_problems
+from appliance.tasks.library import TINY_MODELS, CalculatorSpec, splits_of, too_few_problems
 from appliance.tasks.rows import Problem, write_parquet
 from appliance.tasks.task import Splits
-from appliance.tasks.tiny_spec import TINY_MODELS, CalculatorSpec
 from appliance.tasks.tools import Schema, asked_of, read_tools, write_schemas
 
 if TYPE_CHECKING:
@@ -199,7 +198,7 @@ def prompt_ids(problem: Problem, *, tokenizer: PreTrainedTokenizerBase, tools: S
         is_lost = _loses_system(problem, messages, tokenizer=tokenizer)
         why = "it leaves out the system message" if is_lost else ""
     except (jinja2.TemplateError, *_OF_A_PROGRAM) as error:
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        why = first_line(error)
     if why:
         roles = ", ".join(role for role, _ in problem.messages)
         message = f"the model's chat template does not take `{problem.prompt[:60]}` ({roles}): {why}"

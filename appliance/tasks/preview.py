@@ -9,7 +9,7 @@ import os.path
 import sys
 from pathlib import Path
 
-from appliance.errors import EngineError
+from appliance.errors import EngineError, first_line
 from appliance.files import write_whole
 from appliance.frozen import Frozen
 from appliance.record.events import exit_code_of
@@ -50,7 +50,7 @@ def preview(plan: RunPlan) -> Preview:
     try:
         tokenizer = load_tokenizer(plan)
     except (OSError, ValueError) as error:
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        why = first_line(error)
         hint = "look at model.path; without a network give a folder"
         raise EngineError(f"the tokenizer of {plan.model.identity} cannot be had: {why}", hint=hint) from error
     template = plan.model.path if os.path.isdir(plan.model.path) else ""  # a model of the hub is asked when it is here

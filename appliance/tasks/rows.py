@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from appliance.errors import RecipeError
+from appliance.errors import RecipeError, first_line
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -104,7 +104,7 @@ def read_file(path: str | Path, *, source: Source, name: str = "", most_rows: in
     except OSError as error:
         fault = (f"{name}: cannot be read: {error.strerror or error}", f"give the path of a readable {kind} file")
     except ValueError as error:  # pyarrow's, for what is no parquet
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        why = first_line(error)
         fault = (f"{name}: not a parquet file: {why}", hint)
     return ProblemSet([], faults=[fault])
 
@@ -127,7 +127,7 @@ def read_data_set(name: str, *, config: str, split: str, commit: str, source: So
         builder.download_and_prepare()
         data = builder.as_dataset(split=split).with_format("arrow")
     except (OSError, ValueError, RuntimeError, httpx.HTTPError, datasets.exceptions.DatasetsError) as error:
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        why = first_line(error)
         hint = "look at its name, task.config and task.split; without a network give task.train_file"
         raise RecipeError([(f"task.data: {name} cannot be had: {why}", hint)]) from error
     left_out: set[str] = set()

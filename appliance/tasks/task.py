@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from appliance.errors import RecipeError
+from appliance.errors import RecipeError, first_line
 from appliance.hub import download_data
 from appliance.record.liveness import Heartbeat
 from appliance.record.plan import ValSetPlan
@@ -73,7 +73,7 @@ class DataFile:
         try:
             path = download_data(self.hub, file=self.file, beat=Heartbeat().beat)
         except OSError as error:  # no network, no such file, or offline mode
-            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            why = first_line(error)
             hint = "give a file: task.train_file in a recipe, --from with `appliance data`"
             message = f"no data file is given, and {self.hub} cannot be had from the hub: {why}"
             raise RecipeError([(message, hint)]) from error

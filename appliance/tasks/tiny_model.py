@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from appliance.tasks.built_in import arithmetic
-from appliance.tasks.tiny_spec import CalculatorSpec, TinySpec
+from appliance.tasks.library import CalculatorSpec, TinySpec
 
 IGNORED = -100  # torch's label for "no loss here"
 END_OF_TURN = "<|im_end|>"  # with this name and a one-token newline verl's Qwen rules apply as they are

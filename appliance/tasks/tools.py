@@ -22,7 +22,7 @@ from typing import Any
 
 from pydantic import ValidationError, validate_call
 
-from appliance.errors import RecipeError
+from appliance.errors import RecipeError, first_line
 from appliance.record.code import as_it_runs
 from appliance.record.plan import RunPlan
 from appliance.tasks.grading import in_words
@@ -114,7 +114,7 @@ def describe(module: ModuleType) -> Described:
         try:
             found.schemas.append(get_json_schema(function))
         except Exception as error:  # the boundary of the user's hints and docstrings: what transformers says of them
-            found.problems.append(f"{name}: {(str(error).strip().splitlines() or [type(error).__name__])[0]}")
+            found.problems.append(f"{name}: {first_line(error)}")
     if not found.schemas and not found.problems:
         found.problems.append("it has no public functions of its own")
     return found
@@ -205,7 +205,7 @@ def template_problem(asked: Asked, schemas: list[Schema]) -> str:
             with_tools = functools.partial(render, tools=schemas)
             problem = _turn_problem(with_tools, [name]) or _turn_problem(with_tools, [name, name])
     except Exception as error:  # the boundary of the model's template, which is a program: jinja's errors and Python's
-        problem = f"fails with these tools: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
+        problem = f"fails with these tools: {first_line(error)}"
     return problem and f"the chat template of {asked.model} {problem}"
 
 

@@ -13,6 +13,9 @@ metrics are verl's, and so is every operation of the losses that it has. A loss 
 registry: `tbpo`, and `geo-mean`, of which verl's own forgets the other micro-batches and ranks. Whatever the loss, ours
 counts the tokens with a negative advantage that it clips.
 
+One advantage of the step is computed here, too: `gdpo` reads each reward by itself, and verl's trainer hands its
+estimators their sum. The formula is verl's; its inputs are what the driver graded.
+
 Legend: B sequences of a micro-batch, T tokens of the longest response, padded.
 
 The shadow pass of calibrated clipping asks the new policy for log-probs in full precision after some updates. Each fit
@@ -24,12 +27,13 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import transfer_queue
 from omegaconf import DictConfig
@@ -37,7 +41,12 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.core_algos import agg_loss, compute_policy_loss_geo_mean, register_policy_loss
+from verl.trainer.ppo.core_algos import (
+    agg_loss,
+    compute_gdpo_outcome_advantage,
+    compute_policy_loss_geo_mean,
+    register_policy_loss,
+)
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.metric import AggregationType, Metric
 from verl.utils.torch_functional import masked_mean
@@ -105,9 +114,7 @@ class BatchCorrection:
         sequences = Sequences(*(data[name].unbind() for name in names))
         correction = correction.for_step(_parts(sequences), fitted=fitted)
         fields, sums = _fields_of(sequences, correction=correction)
-        nested = {name: torch.nested.as_nested_tensor(rows, layout=torch.jagged) for name, rows in fields.items()}
-        values = TensorDict(nested, batch_size=len(batch))
-        batch = transfer_queue.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=values)
+        batch = _with_fields(batch, fields)
         if not _carries(batch, fields):
             what = f"the batch of this step does not carry what `{correction.name}` makes of its log-probs"
             raise TrainingError(what, hint=_HINT)
@@ -165,6 +172,13 @@ def _carries(batch: KVBatchMeta, fields: Mapping[str, list[Tensor]]) -> bool:
 
 def _get(batch: KVBatchMeta, names: list[str]) -> TensorDict:
     return transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
+
+
+def _with_fields(batch: KVBatchMeta, fields: Mapping[str, Sequence[Tensor]]) -> KVBatchMeta:
+    """fields: rows without padding."""
+    nested = {name: torch.nested.as_nested_tensor(list(rows), layout=torch.jagged) for name, rows in fields.items()}
+    values = TensorDict(nested, batch_size=len(batch))
+    return transfer_queue.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=values)
 
 
 # in the training workers
@@ -401,3 +415,33 @@ def _ratios(batch: KVBatchMeta) -> tuple[Tensor, Tensor]:
     new = response_from_nested(data["log_probs"], data["response_mask"]).values()
     mask = data["response_mask"].values().bool()
     return tuple((new.double() - data[old].values().double())[mask] for old in ("old_log_probs", "rollout_log_probs"))
+
+
+def gdpo(
+    parts: Mapping[str, Sequence[float]], *, weights: Mapping[str, float], uids: Sequence[str], mask_BT: Tensor
+) -> Tensor:
+    """[B, T] float32: with r_k the k-th reward of a response, of its group's mean m_k and deviation s_k, the sum over k
+    of weight_k * (r_k - m_k) / (s_k + 1e-6), then of all the step's tokens made mean 0 and variance 1; 0 where the mask
+    is. parts: by reward, of each response.  uids: of its prompt.  mask_BT: tokens that count.
+
+    Source: GDPO, arXiv 2601.05242; verl 0.9.1, `gdpo`.
+    """
+    names = list(parts)
+    advantages_BT, _ = compute_gdpo_outcome_advantage(
+        mask_BT.float(),  # of rewards that are given one by one it takes the device
+        mask_BT.float(),
+        np.array(uids, dtype=object),
+        config={"gdpo_reward_keys": names, "gdpo_reward_weights": [weights[name] for name in names]},  # type: ignore[arg-type]
+        non_tensor_batch={name: np.array(parts[name]) for name in names},
+        batch={"prompts": mask_BT.new_zeros(len(mask_BT), 0), "attention_mask": mask_BT.long()},
+    )
+    return advantages_BT
+
+
+def with_gdpo(batch: KVBatchMeta, *, parts: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> KVBatchMeta:
+    """The batch with these advantages. parts: in the order of its keys."""
+    rows = _get(batch, ["response_mask"])["response_mask"].unbind()
+    uids = [key.rsplit("_", 2)[0] for key in batch.keys]
+    found_BT = gdpo(parts, weights=weights, uids=uids, mask_BT=pad_sequence(list(rows), batch_first=True))
+    cut = [found[: len(row)] for found, row in zip(found_BT, rows, strict=True)]
+    return _with_fields(batch, {"advantages": cut, "returns": cut})

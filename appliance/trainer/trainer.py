@@ -27,10 +27,9 @@ from appliance.record.code import attested_code
 from appliance.record.events import append_event, run_started
 from appliance.record.plan import RunPlan
 from appliance.terms.devices import CPU
-from appliance.trainer.advantages import with_gdpo
 from appliance.trainer.attest import SEARCH_EVERY, attest_driver, attest_trainers, check_attested, tell_layer
 from appliance.trainer.checkpoints import Checkpoints, at_its_place, read_state
-from appliance.trainer.correction import BatchCorrection
+from appliance.trainer.correction import BatchCorrection, with_gdpo
 from appliance.trainer.engines import RolloutEngines
 from appliance.trainer.export import export_checkpoint
 from appliance.trainer.governor import Governor, guard_stop, signals_of

@@ -11,8 +11,15 @@ from pathlib import Path
 
 from appliance import console
 from appliance.errors import EngineError, PreflightError
-from appliance.launch.side_job import make_inputs, run_child
-from appliance.launch.workspace import OF_A_PROFILE, OF_AN_ENGINE, OF_THE_MODEL, examine_for, work_folder
+from appliance.launch.side_job import (
+    OF_A_PROFILE,
+    OF_AN_ENGINE,
+    OF_THE_MODEL,
+    examine_for,
+    make_inputs,
+    run_child,
+    work_folder,
+)
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostFacts
 from appliance.preflight.probes import read_host

@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 from appliance.processes import module_argv
 from appliance.terms.schemes import Scheme
@@ -19,6 +20,8 @@ SEQUENCES = 16  # at once: graphs of few sizes
 PROMPTS = ([1, 2, 3, 4], [9, 2, 3, 4, 7], [5, 5, 6], [100, 200, 300, 400, 17, 23])
 SOCKET_JOB = "VERL_RAY_JOB_ID"
 
+EXPERTS = r"re:.*\.experts$"  # as a recipe names them to keep them in BF16
+
 Answers = list[tuple[list[int], list[float]]]
 
 
@@ -29,6 +32,7 @@ def engine(
     scheme: Scheme,
     own_process: bool = False,
     lm_head_fp32: bool = False,
+    ignore: tuple[str, ...] = (),
     **settings: Any,
 ) -> Any:
     """vLLM's LLM as a run has it, with memory for few sequences.
@@ -44,7 +48,7 @@ def engine(
         ground.stand_in(f"vLLM's own method of {scheme}: emulation in float")
     if ground.rehearsal:
         ground.stand_in("CUDA graphs and torch.compile: an eager engine")
-    quantisation = Quantisation(scheme=scheme, emulated=emulated, lm_head_fp32=lm_head_fp32)
+    quantisation = Quantisation(scheme=scheme, emulated=emulated, ignore=ignore, lm_head_fp32=lm_head_fp32)
     given = {
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
@@ -76,14 +80,15 @@ def answers(llm: Any, *, tokens: int = 16) -> Answers:
 
 def reload(ground: Ground, *, by: str, families: list[str]) -> None:
     """Other weights and back: the answers move and return bit for bit, every layer is proven, no parameter moves. A
-    fresh engine of the other weights answers as the updated one (first family). Each family has a verdict of its own.
+    fresh engine of the other weights answers as the updated one (last family). Each family has a verdict of its own.
 
-    families: of models.FAMILIES, one with `+head` has its head in FP32.
+    families: of models.FAMILIES, one with `+head` has its head in FP32. Experts are as a plan has them: quantised by a
+    scheme that has kernels for them, without graphs, and else in BF16.
     """
 
     def one(each: str) -> None:
         family, _, head = each.partition("+")
-        _reload(ground, scheme=Scheme(by), family=family, fresh=each == families[0], lm_head_fp32=bool(head))
+        _reload(ground, scheme=Scheme(by), family=family, fresh=each == families[-1], lm_head_fp32=bool(head))
 
     ground.each(families, one)
 
@@ -93,13 +98,14 @@ def _reload(ground: Ground, *, scheme: Scheme, family: str, fresh: bool, lm_head
     from appliance.engine.update import WeightUpdate
     from benchmarks.accept.models import SMALLEST_OF_QWEN, make_checkpoint, read_checkpoint
 
-    sizes = SMALLEST_OF_QWEN if family == "qwen2" and not ground.rehearsal else {}
+    sizes = SMALLEST_OF_QWEN if family == "qwen2" and scheme is Scheme.BF16 and not ground.rehearsal else {}
     first, other = (
         make_checkpoint(ground.folder / f"{family}-{seed}", family=family, seed=seed, **sizes) for seed in (1, 2)
     )
-    of_model = {"lm_head_fp32": lm_head_fp32}
-    if family == "qwen3-moe":
-        of_model["enforce_eager"] = True  # as a plan has it where experts are quantised
+    of_model: dict[str, Any] = {"lm_head_fp32": lm_head_fp32}
+    quantises_experts = scheme.quantised and scheme.spec.experts
+    if family == "qwen3-moe" and scheme.quantised:
+        of_model |= {"enforce_eager": True} if quantises_experts else {"ignore": (EXPERTS,)}
     started = time.monotonic()
     llm = engine(ground, first, scheme=scheme, **of_model)
     ground.figure(f"{family}: start of an engine", time.monotonic() - started, "s")
@@ -108,14 +114,15 @@ def _reload(ground: Ground, *, scheme: Scheme, family: str, fresh: bool, lm_head
     ground.hold(live.scheme is scheme, f"{scheme} was asked for, {live.scheme} runs")
     before = answers(llm)
     captured = not ground.rehearsal and "enforce_eager" not in of_model
+    kept = family == "qwen3-moe" and not quantises_experts
     update = WeightUpdate(
         runner.model, model_config=runner.vllm_config.model_config, captured=captured, needs_manifest=True
     )
-    seconds = taken(ground, llm, update, sync=1, tensors=read_checkpoint(other), what="update 1")
+    seconds = taken(ground, llm, update, sync=1, tensors=read_checkpoint(other), what="update 1", kept_experts=kept)
     ground.figure(f"{family}: a weight update with proof", seconds, "s")
     moved = answers(llm)
     ground.hold(moved != before, "the answers did not move with the weights")
-    taken(ground, llm, update, sync=2, tensors=read_checkpoint(first), what="update 2")
+    taken(ground, llm, update, sync=2, tensors=read_checkpoint(first), what="update 2", kept_experts=kept)
     ground.hold(answers(llm) == before, "the first weights again do not give the first answers again")
     if fresh:
         second = engine(ground, other, scheme=scheme, **of_model)
@@ -123,8 +130,20 @@ def _reload(ground: Ground, *, scheme: Scheme, family: str, fresh: bool, lm_head
         ground.hold(same, "a fresh engine answers otherwise than one that was updated to its weights")
 
 
-def taken(ground: Ground, llm: Any, update: Any, *, sync: int, tensors: list[tuple[str, Any]], what: str) -> float:
-    """Seconds of one whole weight update from tensors on the device, digested, listed and proven."""
+def taken(
+    ground: Ground,
+    llm: Any,
+    update: Any,
+    *,
+    sync: int,
+    tensors: list[tuple[str, Any]],
+    what: str,
+    kept_experts: bool = False,
+) -> float:
+    """Seconds of one whole weight update from tensors on the device, digested, listed and proven.
+
+    kept_experts: the model's experts are in BF16, and nothing but their digests is known.
+    """
     import torch
     from vllm.config import set_current_vllm_config
 
@@ -140,15 +159,20 @@ def taken(ground: Ground, llm: Any, update: Any, *, sync: int, tensors: list[tup
         update.load([(MANIFEST_NAME, Manifest(sync=sync, records=records).to_tensor())])
         proven = update.finish()
     seconds = time.monotonic() - started
-    _hold_proof(ground, proven, what=what)
+    experts = sum(".experts." in name for name, _ in tensors) if kept_experts else 0
+    _hold_proof(ground, proven, what=what, unproven=experts)
     return seconds
 
 
-def _hold_proof(ground: Ground, proven: Any, *, what: str, everyone: bool = True) -> None:
-    """proven: an Acknowledgement.  everyone: every layer was asked, not only those whose turn it was."""
+def _hold_proof(ground: Ground, proven: Any, *, what: str, everyone: bool = True, unproven: int = 0) -> None:
+    """proven: an Acknowledgement.  everyone: every layer was asked, not only those whose turn it was.
+
+    unproven: so many tensors are known by their digest alone.
+    """
     said = f"{what}: {proven.layers_proven} of {proven.layers} layers were proven"
     ground.hold(not everyone or proven.layers_proven == proven.layers > 0, said)
-    ground.hold(not proven.unproven, f"{what}: of {proven.unproven} tensors nothing but their digest is known")
+    told = f"{what}: of {proven.unproven} tensors nothing but their digest is known"
+    ground.hold(proven.unproven == unproven, f"{told}{f', not of {unproven}' if unproven else ''}")
 
 
 def sync(ground: Ground, *, shapes: str, layers: int, by: str = "int8") -> None:
@@ -239,17 +263,17 @@ def _end_with(sender: subprocess.Popen[bytes]) -> None:
 
 def sleep(ground: Ground, *, by: str = "bf16") -> None:
     """Level 2 and back, as a run does at each step: memory is free, weights arrive, the cache returns, answers too."""
-    import torch
-
     from appliance.engine.update import WeightUpdate
     from benchmarks.accept.models import make_checkpoint, read_checkpoint
 
     sizes = {} if ground.rehearsal else {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32}
     folder = make_checkpoint(ground.folder / "model", family="qwen2", seed=1, **sizes)
     settings = {} if ground.rehearsal else {"enable_sleep_mode": True, "kv_cache_memory_bytes": 4 << 30}
-    if ground.rehearsal:
-        ground.stand_in("sleep and wake: nothing")
     llm = engine(ground, folder, scheme=Scheme(by), **settings)
+    sleeper = llm
+    if ground.rehearsal:
+        ground.stand_in("sleep and wake: nothing, called as vLLM's")
+        sleeper = create_autospec(type(llm), instance=True)
     runner = runner_of(llm)
     before = answers(llm)
     update = WeightUpdate(
@@ -258,29 +282,27 @@ def sleep(ground: Ground, *, by: str = "bf16") -> None:
         needs_manifest=True,
         captured=not ground.rehearsal,
     )
+    least = ground.size(4 << 30, tiny=-(1 << 40))  # in a rehearsal others take and free memory, too
     for number in (1, 2):
-        if not ground.rehearsal:
-            held = torch.cuda.mem_get_info()[0]
-            llm.sleep(level=2)
-            freed = torch.cuda.mem_get_info()[0] - held
-            ground.figure(f"sleep {number} freed", freed / 2**30, "GiB")
-            ground.hold(freed > 4 << 30, f"sleep freed {freed / 2**30:.2f} GiB, of a cache of 4 GiB and the weights")
-            llm.wake_up(tags=["weights"])
+        held = ground.free_bytes()
+        sleeper.sleep(level=2)
+        freed = ground.free_bytes() - held
+        ground.figure(f"sleep {number} freed", freed / 2**30, "GiB")
+        ground.hold(freed > least, f"sleep freed {freed / 2**30:.2f} GiB, of a cache of 4 GiB and the weights")
+        sleeper.wake_up(tags=["weights"])
         taken(ground, llm, update, sync=number, tensors=read_checkpoint(folder), what=f"wake {number}")
-        if not ground.rehearsal:
-            llm.wake_up(tags=["kv_cache"])
+        sleeper.wake_up(tags=["kv_cache"])
         ground.hold(answers(llm) == before, f"after wake {number} and the same weights the answers are others")
 
 
 def restart(ground: Ground, *, schemes: list[str]) -> None:
     """An engine whose core is a process of its own ends, its memory is free, and one of the next scheme starts."""
     import psutil
-    import torch
 
     from benchmarks.accept.models import make_checkpoint
 
     folder = make_checkpoint(ground.folder / "model", family="llama", seed=1)
-    free = 0 if ground.rehearsal else torch.cuda.mem_get_info()[0]
+    free, most = ground.free_bytes(), ground.size(512, tiny=1 << 20)  # in a rehearsal others take memory, too
     for scheme in schemes:
         started = time.monotonic()
         llm = engine(ground, folder, scheme=Scheme(scheme), own_process=True, enforce_eager=True)
@@ -294,10 +316,9 @@ def restart(ground: Ground, *, schemes: list[str]) -> None:
         _, alive = psutil.wait_procs(watched, timeout=30)
         ground.hold(not alive, f"of {scheme} {len(alive)} processes live on after 30 s")
         ground.figure(f"end of {scheme}", time.monotonic() - started, "s")
-        if not ground.rehearsal:
-            kept = (free - torch.cuda.mem_get_info()[0]) / 2**20
-            ground.figure(f"memory that {scheme} left taken", kept, "MiB")
-            ground.hold(kept < 512, f"{scheme} has ended, and {kept:.0f} MiB of the GPU are still taken")
+        kept = (free - ground.free_bytes()) / 2**20
+        ground.figure(f"memory that {scheme} left taken", kept, "MiB")
+        ground.hold(kept < most, f"{scheme} has ended, and {kept:.0f} MiB of the GPU are still taken")
 
 
 def _command(process: Any) -> list[str]:
@@ -317,8 +338,7 @@ def throughput(ground: Ground, *, shapes: str, schemes: list[str], pairs: int) -
     wanted = shapes_of(shapes, layers=6).replace(batch=256)
     if ground.rehearsal:
         wanted = wanted.replace(hidden=128, intermediate=352, heads=4, kv_heads=2, layers=2, batch=4, new_tokens=4)
-        schemes = [each for each in schemes if not Scheme(each).spec.can_emulate]
-        ground.stand_in("FP8's throughput: nothing")
+        ground.stand_in("FP8's kernels: emulation in float")
     else:
         import torch
 
@@ -328,7 +348,10 @@ def throughput(ground: Ground, *, shapes: str, schemes: list[str], pairs: int) -
     results, facts = (ground.folder / name for name in ("results.jsonl", "facts.jsonl"))
     asked = job.Job(
         workload=wanted.workload,
-        engines=tuple(Quantisation(scheme=Scheme(each)) for each in schemes),
+        engines=tuple(
+            Quantisation(scheme=Scheme(each), emulated=ground.rehearsal and Scheme(each).spec.can_emulate)
+            for each in schemes
+        ),
         tensor_parallel=1,
         pairs=1 if ground.rehearsal else pairs,
         kv_bytes=ground.size(8 << 30, tiny=64 << 20),

@@ -50,8 +50,8 @@ def _quantised(ground: Ground, value_MK: Tensor, *, scale: Tensor | None, scheme
         return x_MK.clamp(-448, 448).to(torch.float8_e4m3fn), own
     from vllm import _custom_ops
 
-    given = None if scale is None else scale.cuda()
-    codes_MK, own = _custom_ops.scaled_fp8_quant(value_MK.cuda(), given, use_per_token_if_dynamic=True)
+    given = None if scale is None else scale.to(ground.device)
+    codes_MK, own = _custom_ops.scaled_fp8_quant(value_MK.to(ground.device), given, use_per_token_if_dynamic=True)
     return codes_MK.cpu(), own.cpu()
 
 

@@ -80,6 +80,16 @@ class Ground:
         """Of the work: as it is on a GPU, or as a rehearsal has it."""
         return tiny if self.rehearsal else real
 
+    def free_bytes(self) -> int:
+        """Of the GPU's memory; in a rehearsal, of this host's."""
+        if self.rehearsal:
+            import psutil
+
+            return int(psutil.virtual_memory().available)
+        import torch
+
+        return int(torch.cuda.mem_get_info()[0])
+
     def figure(self, name: str, value: float, unit: str = "") -> None:
         """Written at once: a fault later costs none of them."""
         self.figures.append(Figure(name=name, value=float(value), unit=unit))

@@ -166,10 +166,10 @@ def _int8_product(ground: Ground, x_MK: Tensor, codes_NK: Tensor, *, scale_N1: T
         ground.stand_in("CUTLASS's INT8 product: oneDNN's")
         load_kernels()
         return OneDnnGemm(codes_NK, scale_N1=scale_N1)(x_MK, bias_N).double()
-    x_MK, codes_NK, scale_N1 = (each.cuda() for each in (x_MK, codes_NK, scale_N1))
+    x_MK, codes_NK, scale_N1 = (each.to(ground.device) for each in (x_MK, codes_NK, scale_N1))
     held_MK, scale_M1, _ = _custom_ops.scaled_int8_quant(x_MK, symmetric=True)
     ground.hold(torch.equal(held_MK.to(x_MK.dtype), x_MK), "integers up to 127 do not quantise to themselves")
-    bias_N = None if bias_N is None else bias_N.cuda()
+    bias_N = None if bias_N is None else bias_N.to(ground.device)
     found_MN = _custom_ops.cutlass_scaled_mm(
         held_MK, codes_NK.t(), scale_a=scale_M1, scale_b=scale_N1, out_dtype=torch.bfloat16, bias=bias_N
     )

@@ -35,22 +35,16 @@ def gemm(ground: Ground, *, shapes: str) -> None:
 
 def bandwidth(ground: Ground) -> None:
     """The INT8 quantiser against a plain copy of as many bytes, at 32B's shapes; its codes are the codec's."""
+    from benchmarks import kernel
+
     if ground.rehearsal:
-        import torch
-
-        from appliance.engine.int8 import quantise_for_kernel
-        from appliance.quant.codec_int8 import quantise_int8
-        from benchmarks.accept.kernels import seconds_of
-
-        ground.stand_in("the whole measurement: the CPU's quantiser, on a small weight")
-        weight_NK = torch.randn(256, 352).to(torch.bfloat16)
-        same = torch.equal(quantise_for_kernel(weight_NK).codes_NK, quantise_int8(weight_NK).codes_NK)
-        ground.hold(same, "the codes are not the codec's")
-        ground.figure("quantiser", 1e6 * seconds_of(ground, lambda: quantise_for_kernel(weight_NK)), "us")
-        return
-    from benchmarks import kernel  # Triton has no build for a CPU
-
-    found = kernel.measure()
+        ground.stand_in("Triton's INT8 quantiser: vLLM's own for CPUs")
+    tiny = {name: (256, 352) for name in kernel.SHAPES_NK}
+    found = kernel.measure(
+        ground.size(kernel.SHAPES_NK, tiny=tiny),
+        device=ground.device.type,
+        repetitions=ground.size(kernel.REPETITIONS, tiny=3),
+    )
     for row in found["rows"]:
         ground.hold(row["equals_codec"], f"{row['layer']}: the codes are not the codec's")
         ground.figure(f"{row['layer']}: quantiser", row["kernel_gb_per_s"], "GB/s")

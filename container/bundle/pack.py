@@ -116,15 +116,17 @@ def _public(version: str) -> str:
 
 
 def download(entries: list[str], *, folder: Path, python: str) -> list[Path]:
-    """Wheels, hashes checked by pip. Where not all have one, each by itself; of what has sources alone one is built,
-    and what that would have to compile is named and left out.
+    """Wheels, hashes checked by pip. Where not all have one, each half by itself; of what has sources alone one is
+    built, and what that would have to compile is named and left out.
 
     Raises PreflightError where the index cannot be reached.
     """
     if _fetch(entries, folder=folder, python=python):
-        for entry in entries:
-            if _fetch([entry], folder=folder, python=python) and (why := _build(entry, folder=folder)):
-                console.say(f"left out: {entry.partition('=')[0]}: {why}")
+        if half := len(entries) // 2:
+            for part in (entries[:half], entries[half:]):
+                download(part, folder=folder, python=python)
+        elif why := _build(entries[0], folder=folder):
+            console.say(f"left out: {entries[0].partition('=')[0]}: {why}")
     return sorted(folder.glob("*.whl"))
 
 

@@ -29,9 +29,9 @@ from trl import GRPOConfig, GRPOTrainer
 from vllm import LLM, SamplingParams
 
 from appliance.tasks.built_in import arithmetic
+from appliance.tasks.library import TINY_MODELS
 from appliance.tasks.rows import Problem
 from appliance.tasks.tiny_model import make_tiny_model
-from appliance.tasks.tiny_spec import TINY_MODELS
 
 LONGEST_ANSWER = 6  # tokens
 

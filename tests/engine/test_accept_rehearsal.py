@@ -1,45 +1,31 @@
-"""`appliance accept` on a CPU, so that the first run on a GPU does not fail over a typo: all but the rows that run the
-code of others with another size or scheme. `make accept` rehearses those, too."""
+"""`appliance accept` on a CPU, so that the first run on a GPU does not fail over a typo: kernels and engines. Its
+trainings: tests/training/test_accept_trainings.py."""
 
 from __future__ import annotations
 
-import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rehearsal import rehearse
 
-from benchmarks.accept.command import run_accept
-from benchmarks.accept.outcome import State, read_outcome
 from benchmarks.accept.rows import ROWS
 
 pytestmark = pytest.mark.engine
 
 
-REPEATED = {
-    *("gemm-32b", "reload-bf16", "reload-fp8", "reload-fp8-channel", "reload-int8-experts", "sync-32b"),
-    *("train-bf16", "train-fp8", "train-int8-1.5b"),
-}
-
-
 @pytest.mark.long
-def test_every_kind_of_row(tmp_path: Path) -> None:
-    names = [row.id for row in ROWS if row.id not in REPEATED]
-    code = run_accept(only=tuple(names), output=tmp_path, run_root=tmp_path / "runs", rehearse=True)
-    kept = tmp_path / "runs" / "accept" / "cpu-rehearsal"
-    found = {name: read_outcome(kept / name) for name in names}
-    assert {name: (one.state, one.why) for name, one in found.items()} == dict.fromkeys(found, (State.PASSED, ""))
-    assert (code, len(found), len(ROWS)) == (0, 17, 26)
-    assert all(one.checks > 0 for one in found.values())
+def test_every_row_but_the_trainings(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    names = [row.id for row in ROWS if not row.trains]
+    found, files = rehearse(names, folder=tmp_path)
+    record_property("said", f"accept: {len(found)} of {len(ROWS)} rows rehearsed: kernels and engines")
+    assert (len(found), len(ROWS)) == (21, 27)
     page = (tmp_path / "cpu-rehearsal.md").read_text()
-    assert page.startswith("# CPU rehearsal") and ": 17 passed, 0 failed, 0 skipped." in page
-    with tarfile.open(tmp_path / "cpu-rehearsal.tar.gz") as archive:
-        files = {name.partition("/")[2] for name in archive.getnames()}
-    run = "train-int8/runs/accept/"
-    wanted = {"plan.json", "metrics.jsonl", "events.jsonl", "attest/driver-0.json", "sync/rollout-0-0.jsonl"}
-    assert {f"{name}.log" for name in names} | {run + each for each in wanted} < files
-    assert any(name.startswith(f"{run}logs/") for name in files)
-    reloads = [one for name, one in found.items() if name.startswith("reload-")]
-    assert all(one.parts and {part.state for part in one.parts} == {State.PASSED} for one in reloads)
+    assert page.startswith("# CPU rehearsal") and ": 21 passed, 0 failed, 0 skipped." in page
+    assert {f"{name}.log" for name in names} < files
+    parts = {part.name for name, one in found.items() if name.startswith("reload-") for part in one.parts}
+    assert parts == {"qwen2", "qwen3", "llama", "mistral+head", "qwen3-moe"}
+    assert sum(len(one.parts) for name, one in found.items() if name.startswith("reload-")) == 25
 
 
 def test_a_reload_that_leaves_something_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,8 @@ from appliance.plan.engines import layers_with_experts
 from appliance.preflight.checks import estimates
 from appliance.record.events import StepMetrics, first_failure, run_started
 from appliance.record.plan import ModelPlan
+from appliance.report.page import print_report
 from appliance.report.summary import print_status
-from appliance.report.write import print_report
 from appliance.terms.shapes import read_shape
 
 for _template in render._environment().list_templates(["j2"]):  # loaded and compiled once, before anybody listens

@@ -90,6 +90,7 @@ def register_kernels() -> torch.library.Library:
     library = torch.library.Library("_C", "IMPL")
     library.impl("dynamic_scaled_int8_quant", quantise_tokens_int8, "CPU")
     library.impl("static_scaled_fp8_quant", quantise_fp8, "CPU")
+    library.impl("dynamic_scaled_fp8_quant", quantise_fp8_anew, "CPU")
     library.impl("dynamic_per_token_scaled_fp8_quant", quantise_tokens_fp8, "CPU")
     library.impl("cutlass_scaled_mm", scaled_mm, "CPU")
     return library
@@ -109,10 +110,17 @@ def quantise_fp8(out_NK: Tensor, input_NK: Tensor, scale: Tensor, *_: object) ->
     out_NK.copy_((input_NK.float() * scale.reciprocal()).clamp(-FP8_MAX, FP8_MAX).to(out_NK.dtype))
 
 
+def quantise_fp8_anew(out_NK: Tensor, input_NK: Tensor, scale: Tensor) -> None:
+    scale.copy_(input_NK.float().abs().max() / FP8_MAX)
+    quantise_fp8(out_NK, input_NK, scale)
+
+
 def quantise_tokens_fp8(out_MK: Tensor, input_MK: Tensor, scale_M1: Tensor, scale_ub: Tensor | None) -> None:
+    """As common.cu: of tokens the quotient by a scale of at least 1 / (448 * 512)."""
     assert scale_ub is None, "no upper bound"
-    scale_M1.copy_(input_MK.float().abs().amax(dim=-1, keepdim=True).clamp_min(1e-12) / FP8_MAX)
-    quantise_fp8(out_MK, input_MK, scale_M1)
+    x_MK, least = input_MK.float(), 1.0 / torch.tensor(FP8_MAX * 512)
+    scale_M1.copy_((x_MK.abs().amax(dim=-1, keepdim=True) / FP8_MAX).maximum(least))
+    out_MK.copy_((x_MK / scale_M1).clamp(-FP8_MAX, FP8_MAX).to(out_MK.dtype))
 
 
 def scaled_mm(

@@ -11,7 +11,7 @@ from trainings import STEPS, Finished
 
 from appliance.preflight.disk import BYTES_SAVED_PER_WEIGHT
 from appliance.record.checkpoints import MANIFEST_FILE, checkpoint_folder, damage, read_manifest
-from appliance.tasks.tiny_spec import TINY_MODELS
+from appliance.tasks.library import TINY_MODELS
 
 pytestmark = pytest.mark.e2e
 

@@ -12,7 +12,7 @@ from trainings import Finished, train
 from appliance.launch.export import run_export
 from appliance.preflight.disk import BYTES_SAVED_PER_WEIGHT
 from appliance.record.checkpoints import checkpoint_folder, read_manifest
-from appliance.tasks.tiny_spec import TINY_MODELS
+from appliance.tasks.library import TINY_MODELS
 from appliance.terms.shapes import Linear
 
 pytestmark = pytest.mark.e2e(minutes=3)

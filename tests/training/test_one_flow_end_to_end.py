@@ -29,7 +29,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, with_tiny_cache: Callable[[Pa
     nats away, and a temperature that is not 1."""
     root = with_tiny_cache(tmp_path_factory.mktemp("runs"))
     profile = root / "profile"
-    made = [sys.executable, "-m", "appliance.compare.degraded_profile", "-o", str(profile), "--exponent", "5"]
+    made = [sys.executable, "-m", "benchmarks.degraded_profile", "-o", str(profile), "--exponent", "5"]
     subprocess.run(made, check=True, cwd=root)
     sets = (
         "trainer.forward=rollout",

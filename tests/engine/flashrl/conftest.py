@@ -46,15 +46,19 @@ def flashrl(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 @pytest.fixture
 def ways_in(flashrl: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """FLASHRL_CONFIG as the plugin has it, whole: the core follows its workers' updates."""
+    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from flashrl_compat import core, layerwise, shared_memory
+    from flashrl_compat import core, layerwise, refusals, shared_memory
 
-    for name in ("collective_rpc", "reset_prefix_cache", "preprocess_add_request", "add_request", "resume_scheduler"):
+    for name in ("collective_rpc", "reset_prefix_cache", "add_request", "resume_scheduler"):
         flashrl.setattr(EngineCore, name, getattr(EngineCore, name))  # put back at the end
     flashrl.setattr(LLMEngine, "add_request", LLMEngine.add_request)
+    flashrl.setattr(LLMEngine, "step", LLMEngine.step)
+    flashrl.setattr(AsyncLLM, "generate", AsyncLLM.generate)
     core.patch_core()
+    refusals.patch_refusals()
     layerwise.patch_layerwise()
     shared_memory.register()
     return flashrl

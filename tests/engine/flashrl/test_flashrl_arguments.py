@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from families import make_family
 
 from appliance.errors import RecipeError
 from appliance.terms.devices import CPU, why_not
@@ -225,6 +226,55 @@ def test_fp8_on_a_cpu_stops_with_the_reason(model: Path, flashrl: pytest.MonkeyP
         (
             f"FLASHRL_CONFIG: {reason}",
             "FP8 is emulated, for numerics and not for speed, with `emulated: true` in a YAML file",
+        )
+    ]
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8"])
+@pytest.mark.parametrize(
+    ("arguments", "fact"),
+    [
+        ({"data_parallel_size": 2}, "--data-parallel-size 2: an engine has a part of each expert"),
+        ({"enable_expert_parallel": True}, "--enable-expert-parallel: a rank has some of the experts"),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2: a rank has some of the layers"),
+    ],
+)
+def test_an_engine_with_parts_of_layers_or_experts_is_refused(
+    tmp_path: Path, flashrl: pytest.MonkeyPatch, name: str, arguments: dict[str, object], fact: str
+) -> None:
+    folder = make_family(tmp_path, name="qwen3-moe", seed=1)
+    assert engine_config(folder, **arguments)
+    flashrl.setenv("FLASHRL_CONFIG", name)
+    hint = "use --tensor-parallel-size, and an engine of its own for each replica"
+    assert problems_of(folder, **arguments) == [(f"{fact}, and no weight update of it is proven", hint)]
+
+
+def test_engines_beside_each_other_are_no_parts(model: Path, flashrl: pytest.MonkeyPatch) -> None:
+    flashrl.setenv("FLASHRL_CONFIG", "int8")
+    assert engine_config(model, data_parallel_size=2).parallel_config.data_parallel_size == 2
+
+
+def test_a_transfer_into_the_kernels_tensors_is_refused(model: Path, flashrl: pytest.MonkeyPatch) -> None:
+    from vllm.config.weight_transfer import WeightTransferConfig
+
+    sparse = {"weight_transfer_config": WeightTransferConfig(backend="sparse_nccl")}
+    assert engine_config(model, **sparse)
+    flashrl.setenv("FLASHRL_CONFIG", "bf16")
+    assert problems_of(model, **sparse) == [
+        (
+            "--weight-transfer-config: `sparse_nccl` writes into the kernels' tensors, where nothing is proven",
+            "use `nccl` or `ipc`; without a GPU `shm`",
+        )
+    ]
+
+
+def test_adapters_are_refused(model: Path, flashrl: pytest.MonkeyPatch) -> None:
+    assert engine_config(model, enable_lora=True)
+    flashrl.setenv("FLASHRL_CONFIG", "bf16")
+    assert problems_of(model, enable_lora=True) == [
+        (
+            "--enable-lora: adapters stand beside the weights, and no weight update of such an engine is proven",
+            "merge the adapters in the trainer",
         )
     ]
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
-from engines import Engine, start_engine
+from engines import Engine, read_checkpoint, start_engine
+from test_engine_transport import transfer
 
 from appliance.terms.schemes import Scheme
 
@@ -83,25 +85,35 @@ def test_dummy_weights_wait_for_a_reload(two_checkpoints, told, tmp_path: Path, 
     assert start(two_checkpoints[0]).generate() == told["int8 b"]
 
 
-def test_verls_server_takes_its_weights_by_our_sync(two_checkpoints, told, flashrl: pytest.MonkeyPatch) -> None:
-    """verl names its own worker extension, which would load into quantised layers as they are."""
-    import torch
-    from safetensors.torch import load_file
-    from vllm.config import set_current_vllm_config
+def test_verls_server_takes_its_weights_by_our_sync_and_counts_them(
+    two_checkpoints, told, ways_in: pytest.MonkeyPatch
+) -> None:
+    """verl names its own worker extension, which would load into quantised layers as they are. Its sender is real."""
+    from verl.workers.rollout.vllm_rollout import utils
 
     from appliance.engine.sync import SyncWorkerExtension
+    from appliance.errors import SyncError
     from flashrl_compat.arguments import VERL_EXTENSION
 
-    first, second = two_checkpoints
-    flashrl.setenv("FLASHRL_CONFIG", "int8")
-    engine = start_engine(first, scheme="bf16", worker_extension_cls=VERL_EXTENSION)
+    ways_in.setattr(utils, "set_death_signal", lambda: None)  # else this process dies with a thread
+    for name, value in {
+        "FLASHRL_CONFIG": "int8",
+        "VERL_RAY_JOB_ID": f"test-{os.getpid()}",
+        "VERL_REPLICA_RANK": "0",
+    }.items():
+        ways_in.setenv(name, value)
+    engine = start_engine(two_checkpoints[0], scheme="bf16", worker_extension_cls=VERL_EXTENSION)
     assert isinstance(engine.worker, SyncWorkerExtension)
-    update = engine.worker._weight_update()
-    with set_current_vllm_config(engine.runner.vllm_config), torch.no_grad():
-        update.begin()
-        update.load(list(load_file(second / FILE).items()))
-        update.finish()
-    assert engine.generate() == told["int8 b"]
+    first, second = map(read_checkpoint, two_checkpoints)
+    for version, (weights, says) in enumerate(((second, "int8 b"), (first, "int8 a"), (second, "int8 b")), start=1):
+        transfer(engine, weights)
+        assert engine.llm.llm_engine.get_weight_version() == str(version)
+        assert engine.generate() == told[says]
+    lost = "model.layers.1.mlp.gate_up_proj"
+    with pytest.raises(SyncError, match=lost):
+        transfer(engine, [(name, tensor) for name, tensor in first if name != "model.layers.1.mlp.up_proj.weight"])
+    with pytest.raises(SyncError, match=rf"half-updated: 1 layers did not receive all their weights: {lost}"):
+        engine.generate()
 
 
 def folded_checkpoint(folder: Path, *, profile: Path, to: Path) -> Path:

@@ -32,6 +32,11 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 PROMPT = [9, 2, 3, 4, 7]
 NUM_TOKENS = 8
 START_S = 240  # two cores that others may use as well; 30 s on an idle machine
+UPDATABLE = {
+    "more": ("--weight-transfer-config", '{"backend": "shm"}'),
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,10 @@ class Server:
     port: int
     log: Path
 
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
     def answer(self) -> Answer:
         body = {
             "model": "served",
@@ -56,7 +65,7 @@ class Server:
             "return_token_ids": True,
         }
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/v1/completions",
+            f"{self.url}/v1/completions",
             data=json.dumps(body).encode(),
             headers={"Content-Type": "application/json"},
         )
@@ -180,6 +189,34 @@ def test_the_file_that_a_run_wrote_serves_its_engine(short: Finished, tmp_path: 
     assert answer != told(model, scheme="bf16")
 
 
+@pytest.mark.parametrize("name", ["bf16", "fp8", "fp8_channel", "fp8_block"])
+def test_each_scheme_is_served_and_updated_over_http(
+    two_checkpoints: tuple[Path, Path], tmp_path: Path, name: str
+) -> None:
+    """INT8 is below, with requests in flight. FP8 without its hardware is what a file asks for."""
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    from flashrl_compat.shared_memory import ManifestSource, ShmTrainerInitInfo
+
+    emulated = name != "bf16"
+    file = tmp_path / "served.yaml"
+    file.write_text(f"configs: [{{fn: {name}, emulated: true}}]")
+    config = str(file) if emulated else name
+    with served(two_checkpoints[0], folder=tmp_path, FLASHRL_CONFIG=config, **UPDATABLE) as server:
+        answers = [server.answer()]
+        WeightTransferTrainerFactory.trainer_init(
+            ShmTrainerInitInfo(rank=0),
+            client=HTTPVLLMWeightSyncClient(server.url),
+            source=ManifestSource(read_checkpoint(two_checkpoints[1])),
+        ).send_weights()
+        answers.append(server.answer())
+    scheme = name.replace("_", "-")
+    assert answers == [told(folder, scheme=scheme, emulated=emulated) for folder in two_checkpoints]
+    proven = "9 of 9 layers proven, every digest as sent"
+    assert re.fullmatch(rf"rank 0 took weight update 1 by a layerwise reload: .*, {proven}", lines_of(server.log)[-1])
+
+
 def test_a_value_that_means_nothing_stops_serve(two_checkpoints: tuple[Path, Path]) -> None:
     """The hint too is there to be read: Python prints it below the traceback."""
     child = subprocess.run(
@@ -202,12 +239,9 @@ def test_updates_over_http_while_requests_are_in_flight(two_checkpoints: tuple[P
     from flashrl_compat.shared_memory import ManifestSource, ShmTrainer
 
     first, second = two_checkpoints
-    environ = {"FLASHRL_CONFIG": "int8", "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    more = ("--weight-transfer-config", '{"backend": "shm"}')
     weights = {folder: read_checkpoint(folder) for folder in two_checkpoints}
-    with served(first, folder=tmp_path, more=more, **environ) as server:
-        url = f"http://127.0.0.1:{server.port}"
-        old = server.answer()
+    with served(first, folder=tmp_path, FLASHRL_CONFIG="int8", **UPDATABLE) as server:
+        url, old = server.url, server.answer()
         client = HTTPVLLMWeightSyncClient(url)
         client.init_weight_transfer_engine({})
         alone = {first: long_answer(url)}
@@ -230,24 +264,41 @@ def test_updates_over_http_while_requests_are_in_flight(two_checkpoints: tuple[P
         assert "abort" in reasons
         assert server.answer() == told(second, scheme="int8") != old
         client.start_weight_update()
+        code, while_open = refusal(url)
+        assert code == 503 and OPEN_SAID.fullmatch(while_open), while_open
         broken = SimpleNamespace(
             start_weight_update=lambda: None, update_weights=client.update_weights, finish_weight_update=lambda: None
         )
         ShmTrainer(client=broken, source=weights[first][:9], chunk_bytes=1 << 20).send_weights()
         assert requests.post(f"{url}/finish_weight_update", timeout=60).status_code == 500
-        with pytest.raises(urllib.error.HTTPError, match="500"):
-            server.answer()
-    said = (tmp_path / "server.txt").read_text()
-    assert "layers did not receive all their weights: model.layers.0." in said
-    assert re.search(r"request \S+: the weights of rank 0 are half-updated, an update left \d+ layers incomplete", said)
+        code, for_good = refusal(url)
+        assert code == 503 and BROKEN_SAID.fullmatch(for_good), for_good
+        streamed = requests.post(f"{url}/v1/completions", json=REQUEST | {"stream": True}, timeout=60).text
+        [told_first, *_] = [json.loads(line.removeprefix("data: ")) for line in streamed.splitlines() if "{" in line]
+        assert BROKEN_SAID.fullmatch(told_first["error"]["message"]), streamed
+
+
+REQUEST = {"model": "served", "prompt": PROMPT, "max_tokens": 120, "temperature": 0, "ignore_eos": True}
+OPEN_SAID = re.compile(
+    r"request \S+: a weight update is open on rank 0, begun by a layerwise reload; ask again when the update has ended"
+)
+BROKEN_SAID = re.compile(
+    r"request \S+: the weights of rank 0 are half-updated: \d+ layers did not receive all their weights: "
+    r"model\.layers\.0\..*; start the engine anew: its weights are neither the old ones nor the new ones"
+)
+
+
+def refusal(url: str) -> tuple[int, str]:
+    """Status, and what the error of a request that is not answered says."""
+    answer = requests.post(f"{url}/v1/completions", json=REQUEST, timeout=60)
+    return answer.status_code, answer.json()["error"]["message"]
 
 
 def long_answer(url: str, *, after_s: float = 0) -> tuple[tuple[int, ...], str]:
     """Greedy tokens of one prompt, and why they end."""
     time.sleep(after_s)
-    body = {"model": "served", "prompt": PROMPT, "max_tokens": 120, "temperature": 0, "ignore_eos": True}
-    said = requests.post(f"{url}/v1/completions", json=body | {"return_token_ids": True}, timeout=120)
-    if said.status_code == 500:  # while an update was open
+    said = requests.post(f"{url}/v1/completions", json=REQUEST | {"return_token_ids": True}, timeout=120)
+    if said.status_code == 503:  # while an update was open
         return (), "refused"
     choice = said.json()["choices"][0]
     return tuple(choice["token_ids"]), choice["finish_reason"]

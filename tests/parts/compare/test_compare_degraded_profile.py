@@ -8,10 +8,10 @@ import pytest
 import torch
 from profiles import read_profile
 
-from appliance.compare.degraded_profile import degraded_profile, main
 from appliance.quant.codec import dequantise, quantise
-from appliance.tasks.tiny_spec import TINY_MODELS
+from appliance.tasks.library import TINY_MODELS
 from appliance.terms.schemes import Scheme
+from benchmarks.degraded_profile import degraded_profile, main
 
 SPEC = TINY_MODELS["tiny-arithmetic"]
 

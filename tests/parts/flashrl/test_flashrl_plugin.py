@@ -27,7 +27,8 @@ PATCHES = {
     "flashrl-core-settles-updates",
     "flashrl-core-refuses-requests",
     "flashrl-core-refuses-to-resume",
-    "flashrl-core-answers-late-requests",
+    "flashrl-server-says-why",
+    "flashrl-engine-says-why",
     "flashrl-engine-forgets-refused-requests",
 }
 
@@ -51,6 +52,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A vLLM process in which nothing but the engine's own plugin was called and no variable is set."""
     from vllm import envs
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -59,9 +61,11 @@ def process(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(patch, "_APPLIED", {})
     monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)
-    for name in ("collective_rpc", "reset_prefix_cache", "preprocess_add_request", "add_request", "resume_scheduler"):
+    for name in ("collective_rpc", "reset_prefix_cache", "add_request", "resume_scheduler"):
         monkeypatch.setattr(EngineCore, name, getattr(EngineCore, name))
     monkeypatch.setattr(LLMEngine, "add_request", LLMEngine.add_request)
+    monkeypatch.setattr(LLMEngine, "step", LLMEngine.step)
+    monkeypatch.setattr(AsyncLLM, "generate", AsyncLLM.generate)
     monkeypatch.setattr("appliance.engine.plugin.register", lambda: None)
     return monkeypatch
 

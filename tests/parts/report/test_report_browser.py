@@ -11,7 +11,7 @@ from browser import Browser, find_browser
 
 from appliance.record.session import RunRecord, RunStatus, Session
 from appliance.report.folder import RunReader
-from appliance.report.write import write_page
+from appliance.report.page import write_page
 
 pytestmark = pytest.mark.slow
 

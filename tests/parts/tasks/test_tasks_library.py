@@ -10,8 +10,7 @@ import pytest
 from plans import make_plan
 
 from appliance.tasks import built_in
-from appliance.tasks.library import TASKS, TaskKind, builtin_model_key, data_key
-from appliance.tasks.tiny_spec import TINY_MODELS
+from appliance.tasks.library import TASKS, TINY_MODELS, TaskKind, builtin_model_key, data_key
 from appliance.trainer.rewards import compute_score
 
 

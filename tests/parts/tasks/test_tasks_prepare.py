@@ -12,8 +12,8 @@ from plans import FILES_OF_BUILTIN, make_plan, make_rollout
 from appliance.errors import RecipeError
 from appliance.record.plan import RunPlan, ValSetPlan
 from appliance.tasks import prepare as preparation
+from appliance.tasks.library import TINY_MODELS
 from appliance.tasks.prepare import is_prepared, main, prepare
-from appliance.tasks.tiny_spec import TINY_MODELS
 from appliance.terms.schemes import Scheme
 
 NO_FILE = "give the path of a {} file; a relative one begins in the folder where the program is started"

@@ -16,8 +16,8 @@ from verl.trainer.ppo.ray_trainer import compute_advantage
 from appliance.corrections.objective import Advantage
 from appliance.plan.verl_args import ESTIMATORS
 from appliance.tasks.grading import Fault, Graded
-from appliance.trainer import advantages as module
-from appliance.trainer.advantages import gdpo, with_gdpo
+from appliance.trainer import correction as module
+from appliance.trainer.correction import gdpo, with_gdpo
 from appliance.trainer.rollouts import Rollouts
 
 GROUPS, SAMPLES, TOKENS = 6, 4, 9

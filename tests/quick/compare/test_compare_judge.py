@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from page_parts import Parts
 
+from appliance.compare.command import INACTIVE_NOTE, TIMES_NOTE, Shown, as_json, markdown, page, table
 from appliance.compare.file import Arm, Comparison
 from appliance.compare.judge import Verdict, curve, judge, verdict_text
 from appliance.compare.results import RunResult, Step
-from appliance.compare.show import INACTIVE_NOTE, TIMES_NOTE, Shown, as_json, markdown, page, table
 from appliance.corrections.registry import NONE, CorrectionMethod
 
 PROBLEMS = 400

@@ -13,7 +13,7 @@ from typer.main import get_command
 from appliance.cli import app
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-MOST_WORDS = {"README.md": 1300, "CHANGELOG.md": 400}
+MOST_WORDS = {"README.md": 1300, "CHANGELOG.md": 400, "CONTRIBUTING.md": 400, "docs/architecture.md": 1000}
 ANY = {"RECIPE", "help"}  # besides the targets that `make help` lists
 
 
@@ -44,7 +44,7 @@ def broken_links(page: Path) -> Iterator[str]:
             yield f"{page.name}: {link}"
 
 
-def test_readme_and_changelog_are_short(root: Path) -> None:
+def test_the_pages_that_all_read_are_short(root: Path) -> None:
     words = {name: len((root / name).read_text().split()) for name in MOST_WORDS}
     assert {name: count for name, count in words.items() if count > MOST_WORDS[name]} == {}
 

@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "verify": {*TOOLS, "engine", "launch", "plan", "preflight", "profile", "quant", "recipe", "record", "terms"},
     "compare": {
         *TOOLS,
-        *("corrections", "launch", "page", "plan", "preflight", "profile", "quant", "recipe", "record", "report"),
+        *("corrections", "launch", "page", "plan", "preflight", "profile", "recipe", "record", "report"),
         *("tasks", "terms", "trainer"),
     },
     "container": {*TOOLS, "cluster", "launch", "preflight", "recipe", "record", "report", "tasks", "terms"},

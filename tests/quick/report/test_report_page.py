@@ -18,12 +18,11 @@ from appliance.guard.policy import Action
 from appliance.record.events import append_event
 from appliance.record.plan import read_plan
 from appliance.record.session import RunRecord, RunStatus, Session
-from appliance.report import write
+from appliance.report import page as write
 from appliance.report.figures import bands
 from appliance.report.folder import read_view
-from appliance.report.page import page
+from appliance.report.page import LivePage, page, print_report
 from appliance.report.verdicts import Word, verdicts
-from appliance.report.write import LivePage, print_report
 
 FIGURES = 18  # 6 of learning, 4 of mismatch, 4 of quantisation, 2 of time, 2 over time
 

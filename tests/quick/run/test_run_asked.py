@@ -18,7 +18,7 @@ from appliance.plan.build import build_plan
 from appliance.recipe.load import to_yaml
 from appliance.recipe.schema import Recipe
 from appliance.record.session import RunStatus, Session, asked_to_stop, read_record
-from appliance.report import write as report
+from appliance.report import page as report
 from appliance.report.folder import RunReader
 
 SIGNALS = [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)]

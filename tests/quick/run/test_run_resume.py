@@ -36,8 +36,8 @@ from appliance.record.plan import RunPlan
 from appliance.record.session import RunRecord, RunStatus, create_session, read_record, write_record
 from appliance.record.state import RunState
 from appliance.report.folder import RunReader, read_run
+from appliance.report.page import write_page
 from appliance.report.summary import go_on_command, try_next
-from appliance.report.write import write_page
 from appliance.terms.schemes import Scheme
 
 # which run

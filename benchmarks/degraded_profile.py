@@ -1,6 +1,6 @@
 """A profile that is bad on purpose: rollouts far from the trainer, for experiments about corrections.
 
-    python -m appliance.compare.degraded_profile -o DIR [--exponent 4] [--seed 1] [--scheme int8]
+    python -m benchmarks.degraded_profile -o DIR [--exponent 4] [--seed 1] [--scheme int8]
 
 Smoothing (quant/profile.py) multiplies each input channel of a layer by a power of two and divides the norm before it
 by the same: the function is unchanged bit for bit, but rows of weights and tokens of activations now share one INT8
@@ -20,7 +20,7 @@ import torch
 
 from appliance import console
 from appliance.quant.profile import MAX_EXPONENT, Origin, Profile, Settings, Smoothing, SmoothingGroup, write_profile
-from appliance.tasks.tiny_spec import TINY_MODELS, TinySpec
+from appliance.tasks.library import TINY_MODELS, TinySpec
 from appliance.terms.families import LLAMA_NORMS
 from appliance.terms.schemes import Scheme
 

@@ -1,0 +1,168 @@
+"""What a trainer's `load_weights` costs under FLASHRL_CONFIG: `python -m benchmarks.updates [-o docs/results]`.
+
+Three engines in this process take the same tensors in turns, one tensor at a time, as TRL and OpenRLHF send them:
+vLLM's own, without our plugin and unproven, and ours in BF16 and in INT8 with every layer proven. Random weights of a
+Qwen2's shapes. On a CPU vLLM packs its BF16 weights away and refuses a plain `load_weights`; what it has there, and
+what its side does here, is the layerwise reload of its own `reload_weights`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from appliance import console
+from appliance.bench.job import NAMED_SHAPES, Shapes
+from appliance.control_groups import usable_cores
+from benchmarks.sync import MAX_RATIO, peak_of_tensors, random_state, set_environment
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PLAIN = "vLLM, BF16"
+OURS = ("bf16", "int8")
+LEGEND = """update: seconds from the first tensor to the end. To vLLM's: ratios of the turns, their median and range.
+Extra memory: most that tensors took above what they took before, from PyTorch's record of its allocations, in two more
+updates; beside it, in decoder layers of BF16."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One engine and how it is updated. seconds: of each turn."""
+
+    name: str
+    update: Callable[[dict[str, Tensor]], None]
+    seconds: list[float]
+
+
+def start(folder: Path) -> Any:
+    """vLLM's model runner, of an engine that the variables of this process tell what to do."""
+    from vllm import LLM
+
+    llm = LLM(
+        str(folder),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        enforce_eager=True,
+        max_model_len=128,
+        kv_cache_memory_bytes=64 << 20,
+    )
+    worker = llm.llm_engine.model_executor.driver_worker
+    runner = getattr(worker, "worker", worker).model_runner
+    runner.benchmarked = llm  # kept as long as its runner
+    return runner
+
+
+def plain(folder: Path) -> Side:
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    runner = start(folder)
+
+    def update(tensors: dict[str, Tensor]) -> None:
+        with set_current_vllm_config(runner.vllm_config), torch.no_grad():
+            initialize_layerwise_reload(runner.model)
+            for each in tensors.items():
+                runner.model.load_weights([each])
+            finalize_layerwise_reload(runner.model, runner.model_config)
+
+    return Side(PLAIN, update, [])
+
+
+def ours(folder: Path, config: str) -> Side:
+    from appliance.engine.ways_in import ways_into
+    from flashrl_compat.plugin import register
+    from flashrl_compat.variables import CONFIG_VARIABLE
+
+    os.environ[CONFIG_VARIABLE] = config
+    register()
+    runner = start(folder)
+    ways = ways_into(runner.model)
+
+    def update(tensors: dict[str, Tensor]) -> None:
+        before = ways.state.version
+        for each in tensors.items():
+            runner.model.load_weights([each])
+        assert (ways.state.version, ways.state.open) == (before + 1, ""), "it ends with its last layer, proven"
+
+    return Side(f"FLASHRL_CONFIG={config}", update, [])
+
+
+def measure(shapes: Shapes, *, turns: int) -> list[tuple[Side, int]]:
+    """Each side with its seconds of `turns` turns, after one that warms up, and its extra bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        tensors = random_state(shapes, folder=Path(folder))
+        sides = [plain(Path(folder)), *(ours(Path(folder), config) for config in OURS)]
+        for turn in range(-1, turns):
+            for side in sides:
+                started = time.perf_counter()
+                side.update(tensors)
+                if turn >= 0:
+                    side.seconds.append(time.perf_counter() - started)
+        return [(side, peak_of_tensors(lambda side=side: side.update(tensors), times=2)) for side in sides]
+
+
+def ratios(side: list[float], base: list[float]) -> list[float]:
+    return [one / other for one, other in zip(side, base, strict=True)]
+
+
+def table(measured: list[tuple[Side, int]], *, layer_bytes: int) -> str:
+    lines = ["| engine | update | to vLLM's | extra memory |", "| --- | --- | --- | --- |"]
+    base = measured[0][0].seconds
+    for side, extra in measured:
+        found = ratios(side.seconds, base)
+        lines.append(
+            f"| {side.name} | {median(side.seconds):.3f} s | {median(found):.2f} ({min(found):.2f}-{max(found):.2f}) "
+            f"| {extra / 2**20:.0f} MiB, {extra / layer_bytes:.2f} layers |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.updates", description=__doc__)
+    parser.add_argument("--shapes", choices=sorted(NAMED_SHAPES), default="qwen2.5-0.5b")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=usable_cores())
+    parser.add_argument("-o", "--output", type=Path, help="folder for updates.md")
+    given = parser.parse_args()
+    set_environment(given.threads)
+    os.environ["VLLM_PLUGINS"] = ""  # ours is registered once vLLM's own engine stands
+    shapes = NAMED_SHAPES[given.shapes].replace(layers=given.layers)
+    measured = measure(shapes, turns=given.turns)
+    layer = 2 * (3 * shapes.hidden * shapes.intermediate + 2 * shapes.hidden**2 * (1 + shapes.kv_heads / shapes.heads))
+    text = f"{heading(given, layer_bytes=int(layer))}\n\n{table(measured, layer_bytes=int(layer))}\n\n{LEGEND}\n"
+    console.out(text)
+    if given.output is not None:
+        given.output.mkdir(parents=True, exist_ok=True)
+        (given.output / "updates.md").write_text(text)
+    slow = [side.name for side, _ in measured if median(ratios(side.seconds, measured[0][0].seconds)) > MAX_RATIO]
+    if slow:
+        console.say(f"above {MAX_RATIO} times vLLM's own: {', '.join(slow)}")
+    return 0
+
+
+def heading(given: argparse.Namespace, *, layer_bytes: int) -> str:
+    import torch
+    import vllm
+
+    return (
+        f"# An update by load_weights, beside plain vLLM\n\n{given.shapes}, {given.layers} layers of "
+        f"{layer_bytes / 2**20:.0f} MiB in BF16; {given.turns} updates of each engine in turns, medians; every layer "
+        f"proven at each; {given.threads} threads on {platform.machine()}, torch {torch.__version__}, "
+        f"vLLM {vllm.__version__}."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""Where an engine is asked under FLASHRL_CONFIG: what its core refused (core.py) is an error that says why.
+
+Over HTTP it is vLLM's own error body, with status 503. vLLM itself would say "Internal server error", or return an
+output without tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import AsyncIterator, Callable
+from http import HTTPStatus
+from typing import Any
+
+from vllm.platforms import current_platform
+
+from appliance.errors import SyncError
+from appliance.patch import Patch, apply_patch
+
+ASYNC = Patch(
+    name="flashrl-server-says-why",
+    target="vllm.v1.engine.async_llm:AsyncLLM.generate",
+    why="vLLM keeps from who asks why its core took no request",
+    upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/v1/engine/async_llm.py",
+    distribution="vllm",
+    version="0.28.0+cpu",
+    source_sha256="e7ef61c7c4809e3080586d7d33fa2bd7a718861aaba49b20f4b8bfb1657e8147",
+    remove_when="vLLM's core says with an error what was wrong",
+)
+STEP = Patch(
+    name="flashrl-engine-says-why",
+    target="vllm.v1.engine.llm_engine:LLMEngine.step",
+    why="LLM returns an output without tokens for a request that a core in another process did not take",
+    upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/v1/engine/llm_engine.py",
+    distribution="vllm",
+    version="0.28.0+cpu",
+    source_sha256="ae4d1a3f8c737169fb99d9c65b78b32f69bbf3dbb819e14532a25b66982bcd68",
+    remove_when="LLMEngine raises what its core refuses",
+)
+ADD = Patch(
+    name="flashrl-engine-forgets-refused-requests",
+    target="vllm.v1.engine.llm_engine:LLMEngine.add_request",
+    why="vLLM waits for ever for a request that a core in the same process did not take",
+    upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/v1/engine/llm_engine.py",
+    distribution="vllm",
+    version="0.28.0+cpu",
+    source_sha256="f7b2dcc28fd156e809d9a8723523dfba7dcdf656082ac2d98bfff15907d7e190",
+    remove_when="LLMEngine.add_request takes a request back that its core refuses",
+)
+
+
+def patch_refusals() -> None:
+    """Raises PatchError. The sources are the same in the GPU wheel: compared, not run there."""
+    for patch, replacement in {ASYNC: _says_why, STEP: _raises_why, ADD: _forgets}.items():
+        here = patch if current_platform.is_cpu() else dataclasses.replace(patch, version="0.28.0")
+        apply_patch(here, replacement)
+
+
+def _refused(output: Any) -> str:
+    """Why the core took no request, or nothing: vLLM's own errors have no reason."""
+    answers = (each for each in getattr(output, "outputs", None) or () if each.finish_reason == "error")
+    return next((each.stop_reason for each in answers if isinstance(each.stop_reason, str)), "")
+
+
+def _says_why(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    async def generate(self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        from vllm.entrypoints.openai.engine.protocol import GenerationError  # slow, and in a server it is there
+
+        async with contextlib.aclosing(original(self, *args, **kwargs)) as outputs:
+            async for output in outputs:
+                if why := _refused(output):
+                    refusal = GenerationError(why)
+                    refusal.status_code = HTTPStatus.SERVICE_UNAVAILABLE
+                    raise refusal
+                yield output
+
+    return generate
+
+
+def _raises_why(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def step(self: Any) -> list[Any]:
+        outputs = original(self)
+        if why := next(filter(None, map(_refused, outputs)), ""):
+            self.abort_request(list(self.output_processor.request_states), True)  # no later call waits for them
+            raise SyncError(why)
+        return outputs
+
+    return step
+
+
+def _forgets(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def add_request(self: Any, *args: Any, **kwargs: Any) -> str:
+        try:
+            return original(self, *args, **kwargs)
+        except SyncError:  # of a core in this process
+            taken = self.engine_core.engine_core.scheduler.requests
+            self.abort_request([each for each in self.output_processor.request_states if each not in taken], True)
+            raise
+
+    return add_request

@@ -1,0 +1,48 @@
+"""Mixtures of experts under FLASHRL_CONFIG: each way in ends in the engine of the new weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from engines import read_checkpoint, start_engine
+from families import make_family
+from test_flashrl_ways_in import WAYS, start
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+SCHEMES = ("bf16", "int8")
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layer 0 is dense, two have experts; `1` and `2` are of other weights."""
+    root = tmp_path_factory.mktemp("experts")
+    for seed in (1, 2):
+        make_family(root / str(seed), name="qwen3-moe", seed=seed)
+    return root
+
+
+@pytest.fixture(scope="module")
+def told(experts: Path) -> dict[str, list]:
+    """What an engine of the second checkpoint says, by scheme."""
+    return {scheme: start_engine(experts / "2", scheme=scheme).generate() for scheme in SCHEMES}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_way_ends_in_the_engine_of_the_new_experts(
+    experts: Path, told: dict[str, list], ways_in: pytest.MonkeyPatch, scheme: str
+) -> None:
+    new = told[scheme]
+    ways_in.setenv("FLASHRL_CONFIG", scheme)
+    engine = start(experts / "1")
+    old = engine.generate()
+    assert old != new
+    first, second = read_checkpoint(experts / "1"), read_checkpoint(experts / "2")
+    for way in WAYS.values():
+        for weights, says in ((second[::-1], new), (first, old)):
+            way(engine, weights)
+            assert engine.generate() == says
+    engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(experts / "2")})
+    assert engine.generate() == new
+    assert engine.llm.llm_engine.get_weight_version() == str(2 * len(WAYS) + 1)

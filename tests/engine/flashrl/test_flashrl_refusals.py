@@ -1,0 +1,113 @@
+"""When an engine must not generate: who asks is told why, and no request waits for ever."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from engines import Engine, free_engine, start_engine
+
+from appliance.engine.ways_in import WeightState
+from appliance.errors import SyncError
+from flashrl_compat.core import why_closed
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+SOUND, NEWER = WeightState(1, "", ""), WeightState(2, "", "")
+OPEN, BROKEN = WeightState(1, "load_weights", ""), WeightState(1, "", "model.norm did not come")
+HALF_UPDATED = r"half-updated: 15 layers did not receive all their weights: model\.embed_tokens \(0 of "
+
+
+@pytest.mark.parametrize(
+    ("ranks", "why"),
+    [
+        ([SOUND, SOUND], ""),
+        ([SOUND, OPEN], "a weight update is open on rank 1, begun by load_weights"),
+        ([BROKEN, SOUND], "the weights of rank 0 are half-updated: model.norm did not come"),
+        ([SOUND, SOUND, BROKEN], "the weights of rank 2 are half-updated: model.norm did not come"),
+        ([SOUND, NEWER, SOUND], "ranks have taken different numbers of weight updates: [1, 2]"),
+    ],
+)
+def test_an_engine_is_closed_by_any_of_its_ranks(ranks: list[WeightState], why: str) -> None:
+    assert why_closed(ranks) == why
+
+
+def start(folder: Path, **settings: object) -> Engine:
+    from vllm.config.weight_transfer import WeightTransferConfig
+
+    return start_engine(folder, scheme="bf16", weight_transfer_config=WeightTransferConfig(backend="shm"), **settings)
+
+
+def test_a_core_in_another_process_says_why(two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch) -> None:
+    """vLLM's usual LLM. A request that was waiting in a pause of the user's own when the update broke ends too."""
+    from vllm import SamplingParams
+
+    ways_in.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    ways_in.setenv("FLASHRL_CONFIG", "int8")
+    engine = start(two_checkpoints[0])
+    llm, core = engine.llm, engine.llm.llm_engine.engine_core
+    before = engine.generate()
+    core.call_utility("pause_scheduler", "keep", False)
+    params = SamplingParams(temperature=0, max_tokens=8, detokenize=False)
+    llm.llm_engine.add_request("waits", {"prompt_token_ids": [1, 2, 3]}, params)
+    llm.start_weight_update()
+    with pytest.raises(Exception, match="layers did not receive all their weights"):
+        llm.finish_weight_update()
+    while not (outputs := llm.llm_engine.step()):
+        pass
+    assert [(each.request_id, each.outputs[0].finish_reason) for each in outputs] == [("waits", "abort")]
+    for _ in range(2):
+        with pytest.raises(
+            SyncError, match=rf"^request \S+: the weights of rank 0 are {HALF_UPDATED}.*; start the eng"
+        ):
+            engine.generate()
+        assert not llm.llm_engine.has_unfinished_requests()
+    assert before
+    core.shutdown()
+
+
+def test_a_worker_that_cannot_say_closes_the_engine_for_good(
+    two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch
+) -> None:
+    ways_in.setenv("FLASHRL_CONFIG", "int8")
+    engine = start(two_checkpoints[0])
+    engine.generate()
+    with ways_in.context() as patch:
+        patch.setattr(type(engine.worker), "appliance_weights", lambda self, settles: None)  # another call's answer
+        with pytest.raises(SyncError):
+            engine.llm.collective_rpc("appliance_weights", args=(False,))
+    assert engine.llm.collective_rpc("appliance_weights", args=(False,)) == [(0, "", "")]
+    for _ in range(2):
+        with pytest.raises(SyncError, match=r"^request \S+: a worker's weights cannot be known: "):
+            engine.generate()
+    free_engine(engine)
+
+
+def test_a_request_that_the_user_kept_over_an_update_is_told_of(
+    two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch
+) -> None:
+    """By its name and both versions; one that had no token yet is not."""
+    from vllm import SamplingParams
+
+    from flashrl_compat import core as module
+
+    told: list[str] = []
+    ways_in.setattr(module.LOGGER, "warning", lambda text, *values: told.append(text % values))
+    ways_in.setenv("FLASHRL_CONFIG", "int8")
+    engine = start(two_checkpoints[0])
+    llm, core = engine.llm.llm_engine, engine.llm.llm_engine.engine_core.engine_core
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    name = llm.add_request("kept", {"prompt_token_ids": [1, 2, 3]}, params)
+    llm.step()
+    llm.step()
+    core.pause_scheduler("keep", False)
+    llm.add_request("new", {"prompt_token_ids": [1, 2, 3]}, params)
+    for number, folder in enumerate((two_checkpoints[1], two_checkpoints[0]), start=1):
+        engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+        assert told[number - 1 :] == [f"1 requests mix weight versions {number - 1} and {number}: {name}"]
+    core.resume_scheduler()
+    ends = []
+    while llm.has_unfinished_requests():
+        ends += [(each.request_id, len(each.outputs[0].token_ids)) for each in llm.step() if each.finished]
+    assert ends == [("kept", 8), ("new", 8)]
+    free_engine(engine)
