@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from appliance.tasks.library import TINY_MODELS
 from appliance.tasks.tiny_model import make_tiny_model
-from appliance.tasks.tiny_spec import TINY_MODELS
 
 if importlib.util.find_spec("trl") is None:
     pytest.skip("TRL is not installed: make test-trl", allow_module_level=True)
