@@ -9,17 +9,14 @@ import os
 import os.path
 import subprocess
 import tempfile
-from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.progress import Progress
 
 from appliance import console
 from appliance.errors import EngineError, RecipeError
-from appliance.files import write_whole
 from appliance.launch.outcome import Child
 from appliance.launch.side_job import (
     OF_A_PROFILE,
@@ -40,7 +37,7 @@ from appliance.preflight.report import commits_for
 from appliance.processes import module_argv
 from appliance.profile.job import ProfileJob, find_profile, job_of_plan, job_of_run, model_hash, place_profile
 from appliance.profile.uaq import SCALING
-from appliance.quant.files import PROFILE_FILE, kept_layers, read_file_header
+from appliance.quant.files import CONFIG_FILE, PROFILE_FILE, engine_named, read_file_header, write_config
 from appliance.recipe.schema import Recipe
 from appliance.recipe.text import path_problem
 from appliance.record.events import EVENTS_FILE, Tail, append_event, parse_event
@@ -49,7 +46,6 @@ from appliance.terms.environment import THREADS_VARIABLE
 from appliance.terms.schemes import PROFILED, Scheme
 from appliance.terms.settings import Quantisation
 
-CONFIG_FILE = "quantization.yaml"
 CHILD_MODULE = "appliance.profile.child"
 _COMMAND = "profile"
 _WORST_LAYERS = 8
@@ -262,38 +258,8 @@ def _make(plan: RunPlan, *, output: Path | None) -> Path:
 
 def _write_config(plan: RunPlan, *, profile: Path | None, path: Path) -> None:
     """One entry for each replica; the layers that the profile keeps in BF16 are in `ignore`."""
-    kept = kept_layers(profile) if profile else ()
-    replicas = []
-    for each in plan.rollout.replicas:
-        uses = bool(each.profile and profile)
-        ignore = tuple(dict.fromkeys((*each.ignore, *(kept if uses else ()))))
-        replicas.append(each.replace(ignore=ignore, profile=str(profile.absolute()) if uses else ""))
+    replicas = [engine_named(each, profile=profile) for each in plan.rollout.replicas]
     write_config(path, replicas, model=plan.model.path)
-
-
-def write_config(path: Path, quantisations: Iterable[Quantisation], *, model: str) -> None:
-    """Write a file that `FLASHRL_CONFIG` takes, one entry per replica.
-
-    A profile is written relative to the file where it lies beside or below it.  model: folder or name on the hub.
-    """
-    entries = [_entry(each, model=model, folder=path.parent.absolute()) for each in quantisations]
-    text = yaml.safe_dump({"configs": entries}, sort_keys=False, allow_unicode=True)
-    write_whole(path, text)
-
-
-def _entry(quantisation: Quantisation, *, model: str, folder: Path) -> dict[str, Any]:
-    """In FlashRL's words: its name of a scheme is ours with `_` for `-`, what is not set is left out."""
-    entry: dict[str, Any] = {"fn": str(quantisation.scheme).replace("-", "_"), "load_format": "auto", "model": model}
-    if quantisation.profile:
-        profile = Path(quantisation.profile).absolute()
-        entry["profile"] = str(profile.relative_to(folder) if profile.is_relative_to(folder) else profile)
-    if quantisation.emulated:
-        entry["emulated"] = True
-    if quantisation.ignore:
-        entry["ignore"] = list(quantisation.ignore)
-    if quantisation.lm_head_fp32:
-        entry["lm_head_fp32"] = True
-    return entry
 
 
 def _run(job: ProfileJob, *, env: dict[str, str]) -> Path:

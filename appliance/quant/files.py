@@ -1,21 +1,24 @@
 """Safetensors as far as they can be read without torch: the shapes in a model's files, and a profile's JSON header,
-held to its shape before anything reads it."""
+held to its shape before anything reads it. And the file that names an engine with a profile, `quantization.yaml`."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from appliance.errors import EngineError
-from appliance.files import digest_of, whole_file
+from appliance.files import digest_of, whole_file, write_whole
 from appliance.terms.schemes import Scheme
+from appliance.terms.settings import Quantisation
 
-PROFILE_FILE = "profile.safetensors"
+CONFIG_FILE, PROFILE_FILE = "quantization.yaml", "profile.safetensors"
 SMOOTHING = "smoothing."  # before the name of a norm: the tensor of its scales
 HEADER_KEY = "appliance"  # of the safetensors metadata; its value is the JSON header of a profile
 SCHEMA_VERSION = 1
@@ -69,6 +72,39 @@ def by_content(folder: Path, *, cache_dir: Path) -> Path:
         with whole_file(found / PROFILE_FILE) as partial:
             shutil.copyfile(folder / PROFILE_FILE, partial)
     return found
+
+
+def engine_named(quantisation: Quantisation, *, profile: Path | None) -> Quantisation:
+    """As an engine elsewhere is told: with the profile of this folder, where one is used, and its kept layers named."""
+    if not (quantisation.profile and profile):
+        return quantisation.replace(profile="")
+    ignore = tuple(dict.fromkeys((*quantisation.ignore, *kept_layers(profile))))
+    return quantisation.replace(ignore=ignore, profile=str(profile.absolute()))
+
+
+def write_config(path: Path, quantisations: Iterable[Quantisation], *, model: str) -> None:
+    """Write a file that `FLASHRL_CONFIG` takes, one entry per replica.
+
+    A profile is written relative to the file where it lies beside or below it.  model: folder or name on the hub.
+    """
+    entries = [_entry(each, model=model, folder=path.parent.absolute()) for each in quantisations]
+    text = yaml.safe_dump({"configs": entries}, sort_keys=False, allow_unicode=True)
+    write_whole(path, text)
+
+
+def _entry(quantisation: Quantisation, *, model: str, folder: Path) -> dict[str, Any]:
+    """In FlashRL's words: its name of a scheme is ours with `_` for `-`, what is not set is left out."""
+    entry: dict[str, Any] = {"fn": str(quantisation.scheme).replace("-", "_"), "load_format": "auto", "model": model}
+    if quantisation.profile:
+        profile = Path(quantisation.profile).absolute()
+        entry["profile"] = str(profile.relative_to(folder) if profile.is_relative_to(folder) else profile)
+    if quantisation.emulated:
+        entry["emulated"] = True
+    if quantisation.ignore:
+        entry["ignore"] = list(quantisation.ignore)
+    if quantisation.lm_head_fp32:
+        entry["lm_head_fp32"] = True
+    return entry
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

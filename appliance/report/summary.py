@@ -77,11 +77,11 @@ def summary_rows(plan: RunPlan, state: RunState, *, seconds: float, folder: str)
 
 
 def _serving(plan: RunPlan, *, folder: str) -> Iterator[tuple[str, str]]:
-    """With one precision flow the policy that was trained is the one in the rollouts' scheme."""
+    """With one precision flow the policy that was trained is the one that sampled: the folder names it."""
     if plan.trainer.one_flow:
         run = shlex.quote(folder)
-        command = f"FLASHRL_CONFIG={run}/profile/quantization.yaml vllm serve {run}/model"
-        yield "serve it", f"in {plan.rollout.label}, as it was trained: {command}"
+        command = f"FLASHRL_CONFIG={run}/model/profile/quantization.yaml vllm serve {run}/model"
+        yield "serve it", f"as it was trained: {command}"
 
 
 def _mismatch(state: RunState) -> str:

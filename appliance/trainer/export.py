@@ -17,12 +17,24 @@ from typing import Any
 
 from appliance.errors import PreflightError, TrainingError
 from appliance.files import whole_folder
+from appliance.quant.files import CONFIG_FILE, PROFILE_FILE, engine_named, write_config
 from appliance.quant.uaq import fold_back
-from appliance.record.checkpoints import ADAPTER_FOLDER
+from appliance.record.checkpoints import ADAPTER_FOLDER, PROFILE_FOLDER
 from appliance.record.events import exit_code_of
 from appliance.record.plan import ModelPlan, UaqPlan
+from appliance.sync.precision import quantisation_at
+from appliance.terms.settings import Quantisation
 
 ADAPTER_ONLY = "adapter"
+_CARD = """# {model}, trained in {scheme}
+
+The policy that was trained is this model in {scheme} (one precision flow: trainer and rollouts computed in it). With
+the appliance beside vLLM, in this folder,
+
+    FLASHRL_CONFIG={config} vllm serve .
+
+serves it so. The weights are in BF16 and load everywhere; without that line it is another policy.
+"""
 
 
 def main() -> int:
@@ -31,10 +43,18 @@ def main() -> int:
     return exit_code_of(lambda: export(run_dir, checkpoint=checkpoint, target=target), run_dir=report)
 
 
-def export_checkpoint(checkpoint: Path, *, target: Path, uaq: UaqPlan | None, model: ModelPlan | None = None) -> None:
+def export_checkpoint(
+    checkpoint: Path,
+    *,
+    target: Path,
+    uaq: UaqPlan | None,
+    model: ModelPlan | None = None,
+    flow: Quantisation | None = None,
+) -> None:
     """checkpoint: `checkpoints/global_step_<n>`.  target: a new folder, there whole or not at all.
 
     uaq: what the run's model was scaled with.  model: that the run began with, to merge an adapter into.
+    flow: what its rollouts were planned to be, where that is what was trained: the folder then says how to serve it.
     Raises TrainingError when the checkpoint has no model.
     """
     source = checkpoint / "actor" / "huggingface"
@@ -56,6 +76,22 @@ def export_checkpoint(checkpoint: Path, *, target: Path, uaq: UaqPlan | None, mo
             shutil.copytree(source, partial, dirs_exist_ok=True)
         else:
             fold_back(source, target=partial, scale=uaq.scale)
+        if flow is not None:
+            assert model is not None, "a run with one flow says of which model"
+            _say_how_to_serve(partial, checkpoint=checkpoint, flow=flow, model=model.source or model.builtin)
+
+
+def _say_how_to_serve(folder: Path, *, checkpoint: Path, flow: Quantisation, model: str) -> None:
+    """In what the step after the checkpoint would have sampled, which the guard may have changed."""
+    from appliance.trainer.checkpoints import read_state  # torch and Ray, which nothing else here needs
+
+    now, profile = quantisation_at(flow, read_state(checkpoint).precision.rollouts), folder / PROFILE_FOLDER
+    profile.mkdir()
+    if now.profile:
+        shutil.copyfile(checkpoint / PROFILE_FOLDER / PROFILE_FILE, profile / PROFILE_FILE)
+    write_config(profile / CONFIG_FILE, [engine_named(now, profile=profile)], model=model)
+    said = f"{now.scheme}{', emulated' if now.emulated else ''}"
+    (folder / "README.md").write_text(_CARD.format(model=model, scheme=said, config=f"{PROFILE_FOLDER}/{CONFIG_FILE}"))
 
 
 def _export(run_dir: Path, *, checkpoint: Path, target: Path) -> None:
@@ -64,12 +100,14 @@ def _export(run_dir: Path, *, checkpoint: Path, target: Path) -> None:
     try:  # no more of the plan: the rest may be of another version
         raw: dict[str, Any] = json.loads((run_dir / "plan.json").read_bytes())
         uaq = None if raw["uaq"] is None else UaqPlan.model_validate(raw["uaq"])
-        model = ModelPlan.model_validate(raw["model"]) if raw.get("lora") else None
+        one_flow = raw.get("trainer", {}).get("one_flow")
+        model = ModelPlan.model_validate(raw["model"]) if raw.get("lora") or one_flow else None
+        flow = Quantisation.model_validate(raw["rollout"]["replicas"][0], strict=False) if one_flow else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         hint = "export it with the version that made the run"
         raise PreflightError(f"{run_dir / 'plan.json'}: {error}", hint=hint) from error
     with _writing(target):
-        export_checkpoint(checkpoint, target=target, uaq=uaq, model=model)
+        export_checkpoint(checkpoint, target=target, uaq=uaq, model=model, flow=flow)
 
 
 def _export_adapter(run_dir: Path, *, checkpoint: Path, target: Path) -> None:

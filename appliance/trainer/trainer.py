@@ -284,7 +284,9 @@ class Trainer(PPOTrainerSync):
         """`model/`: what the last checkpoint holds, see trainer/export.py."""
         self._phase("export")
         last = checkpoint_folder(self.run_dir, step=self.plan.steps)
-        export_checkpoint(last, target=self.run_dir / "model", uaq=self.plan.uaq, model=self.plan.model)
+        flow = self.plan.rollout.replicas[0] if self.plan.trainer.one_flow else None
+        target, plan = self.run_dir / "model", self.plan
+        export_checkpoint(last, target=target, uaq=plan.uaq, model=plan.model, flow=flow)
 
     def save_and_stop(self) -> ApplianceError:
         """Save the last finished step, if it is not saved yet. Between two steps that is what the workers hold: a step

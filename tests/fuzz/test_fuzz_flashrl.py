@@ -10,7 +10,7 @@ from fuzz_text import BOMBS, VARIANTS, as_json, broken, raw, seeds, tokens_of, v
 from hypothesis import strategies as st
 
 from appliance.errors import RecipeError
-from appliance.profile.command import write_config
+from appliance.quant.files import write_config
 from flashrl_compat.config_file import OUR_KEYS, THEIR_KEYS, Entry, read_config
 from flashrl_compat.names import NAMES
 

@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 from trainings import FEW, Finished, train
 
+from appliance.terms.schemes import Scheme
+from flashrl_compat.config_file import read_config
+
 pytestmark = pytest.mark.e2e(minutes=3)
 
 # A cap below 1 cuts every weight, and that is the only bound that these runs break: one level a step, and two steps
@@ -72,7 +75,9 @@ def test_trainer_and_engine_attest_their_layers(runs: list[Finished], which: int
     trainer, engine = (each["detail"] for each in said)
     assert trainer["forward"] == "rollout"
     assert (len(trainer["quantised"]), engine["quantised"]) == (16, [])
-    assert "in int8, as it was trained: FLASHRL_CONFIG=" in " ".join(run.stderr.split())
+    assert "as it was trained: FLASHRL_CONFIG=" in " ".join(run.stderr.split())
+    (served,) = read_config(run.run_dir / "model" / "profile" / "quantization.yaml")
+    assert served.quantisation.scheme is Scheme.BF16  # the guard's last word
     assert run.left == ()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import RecipeError
-from appliance.profile.command import write_config
+from appliance.quant.files import write_config
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
 from flashrl_compat.config_file import engine_settings, entry_of_rank, read_config

@@ -196,9 +196,8 @@ def test_summary_says_how_to_serve_what_was_trained_in_the_rollouts_scheme(
     plan = plan.replace(trainer=plan.trainer.replace(one_flow=True, fp8_backward=True))
     rows = dict(summary.summary_rows(plan, folded(step_line(1)), seconds=1, folder="runs/a b"))
     assert rows["gradients"] == "of quantised layers in fp8-block, emulated"
-    assert rows["serve it"] == (
-        "in int8, as it was trained: FLASHRL_CONFIG='runs/a b'/profile/quantization.yaml vllm serve 'runs/a b'/model"
-    )
+    command = "FLASHRL_CONFIG='runs/a b'/model/profile/quantization.yaml vllm serve 'runs/a b'/model"
+    assert rows["serve it"] == f"as it was trained: {command}"
 
 
 def test_summary_of_a_run_that_did_not(tmp_path: Path, small_plan: Callable, step_line: Callable) -> None:
