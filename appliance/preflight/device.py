@@ -169,9 +169,8 @@ def experts(plan: RunPlan, *, host: HostFacts, shape: ModelShape | None) -> Iter
     if shape is None or not shape.has_experts:
         return
     if plan.lora:
-        yield error(
-            "lora", "model.lora", "this model has experts, whose weights are no linear layers", "set it to null"
-        )
+        message = "this model has experts, whose weights are no linear layers"
+        yield error("experts", "model.lora", message, "set it to null")
     if plan.device == CPU:
         return
     flags = host.cpu_flags
