@@ -33,7 +33,7 @@ test-triton: setup ## the GPU's INT8 quantiser in Triton's interpreter, for whic
 		--requirement "$$triton/lock.txt" --target "$$triton/lib" && \
 	PYTHONPATH="$$triton/lib" .venv/bin/python -m pytest tests/parts/quant/test_triton_int8.py $(ARGS)
 
-test-trl: setup ## the example for TRL's users, in BF16 and INT8: TRL alone is fetched, .venv has the rest
+test-trl: setup ## the examples for TRL's users, in BF16 and INT8: TRL alone is fetched, .venv has the rest
 	@trl=$$(mktemp -d) && trap 'rm -rf "$$trl"' EXIT && \
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
 		--requirement requirements/trl.txt --target "$$trl" && \

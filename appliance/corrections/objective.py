@@ -1,6 +1,6 @@
 """What is maximised: how rewards become advantages, what a loss makes of them, and how losses become one number.
 
-Formulas are verl's, or in trainer/correction.py and trainer/advantages.py; what stands here is what recipe, plan and
+Formulas are verl's, or in trainer/correction.py; what stands here is what recipe, plan and
 corrections must know of them: which bounds a loss has, what an importance weight acts on, and which correction has no
 meaning beside it. docs/algorithms.md has it as a table.
 """

@@ -43,7 +43,7 @@ ESTIMATORS = {
     Advantage.RLOO: "rloo",
     Advantage.REINFORCE_PLUS_PLUS: "reinforce_plus_plus",
     Advantage.OPO: "opo",
-    Advantage.GDPO: "grpo",  # and then ours, trainer/advantages.py: verl's has not the rewards one by one
+    Advantage.GDPO: "grpo",  # and then ours, trainer/correction.py: verl's has not the rewards one by one
 }
 
 USUAL_BETAS, USUAL_EPSILON = (0.9, 0.999), 1e-8  # of torch's AdamW, and verl's

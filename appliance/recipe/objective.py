@@ -98,7 +98,7 @@ def _schedule(recipe: Recipe) -> Iterator[Broken]:
 def _dtype(recipe: Recipe) -> Iterator[Broken]:
     if recipe.trainer.dtype is Dtype.FP16:
         message = (
-            "`fp16` is not available in this version: the engines compute in BF16, so that both would differ by more, "
-            "and on a CPU the gradient scaler of torch switches itself off"
+            "`fp16` is not available in this version: engines, weight updates and their proof are in BF16, and on a "
+            "CPU verl's gradient scaler is off"
         )
         yield Broken(("trainer.dtype",), message, "use `bf16`")

@@ -164,12 +164,13 @@ class Run:
         return find_processes(f"{RUN_VARIABLE}={self.run_dir}", below=self.launcher.pid)
 
     def by_command(self, argument: str) -> list[Process]:
-        """Those that were started with it as one of the words of their command line."""
-        return [each for each in self.processes() if each.name != forks.NAME and argument in command_of(each)]
+        """Those with it as one of the words of their command line, the oldest first: what that forked has it too."""
+        found = [each for each in self.processes() if each.name != forks.NAME and argument in command_of(each)]
+        return sorted(found, key=lambda each: each.start)
 
     def kill(self, name: str) -> Process:
-        """SIGKILL to the one process whose name begins so, or whose command has it as a word."""
-        found = [each for each in self.processes() if each.name.startswith(name)] or self.by_command(name)
+        """SIGKILL to the one process whose name begins so, or to the oldest whose command has it as a word."""
+        found = [each for each in self.processes() if each.name.startswith(name)] or self.by_command(name)[:1]
         assert len(found) == 1, f"{name}: {[str(each) for each in self.processes()]}"
         os.kill(found[0].pid, signal.SIGKILL)
         return found[0]

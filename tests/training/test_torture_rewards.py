@@ -29,7 +29,7 @@ def failed(run: Run) -> int:
 
 def kill_reward_process(run: Run) -> None:
     """The one that is a child of the trainer: an engine's core has such a command too, until it has its title."""
-    (trainer,) = run.by_command("appliance.trainer.entry")
+    trainer = run.by_command("appliance.trainer.entry")[0]
     process = next(each for each in run.by_command(REWARD_PROCESS) if each.parent == trainer.pid)
     os.kill(process.pid, signal.SIGKILL)
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+
+from appliance.tasks.library import TINY_MODELS
+from appliance.tasks.tiny_model import make_tiny_model
 
 if importlib.util.find_spec("trl") is None:
     pytest.skip("TRL is not installed: make test-trl", allow_module_level=True)
@@ -21,6 +28,15 @@ pytestmark = pytest.mark.e2e(minutes=4)
 STEPS = 20
 LAYERS = 17  # of the tiny model that hold a weight of their own: four in each of four layers, and the head
 PROVEN = rf"took weight update (\d+) by load_weights: 50 tensors in [\d.]+ s, {LAYERS} of {LAYERS} layers proven"
+ASYNC_STEPS = 4
+SERVE = (
+    *("--enforce-eager", "--max-model-len", "64", "--kv-cache-memory-bytes", str(256 << 20)),
+    *("--weight-transfer-config", '{"backend": "shm"}'),
+)
+ASYNC_STEP = re.compile(
+    r"step (\d+): reward ([\d.]+), ratio ([\d.]+), KL ([\d.]+), ([\d.]+) updates old, at most (\d+); "
+    r"(\d+) proven, the last with (\d+) in flight"
+)
 STEP = re.compile(r"step (\d+): reward ([\d.]+), ratio ([\d.]+) \(([\d.]+) to ([\d.]+)\), (\d+) updates proven")
 
 
@@ -30,12 +46,48 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("trl") / "tiny-arithmetic"
 
 
+@pytest.fixture
+def made(model: Path) -> Path:
+    """The same, also when this test runs alone."""
+    if not (model / "config.json").is_file():
+        make_tiny_model(TINY_MODELS["tiny-arithmetic"], difficulty=2, folder=model, on_step=lambda *_: None)
+    return model
+
+
 def run(program: Path, *arguments: object, scheme: str, folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(program), *map(str, arguments)]
     root = Path(__file__).parents[2]
     found = os.pathsep.join([os.environ["PYTHONPATH"], *map(str, (root / "examples/trl", root / "tests/engine"))])
     settings = {**os.environ, "FLASHRL_CONFIG": scheme, "VLLM_LOGGING_LEVEL": "WARNING", "PYTHONPATH": found}
     return subprocess.run(command, cwd=folder, env=settings, capture_output=True, text=True, timeout=1200)
+
+
+@contextlib.contextmanager
+def served(model: Path, *, folder: Path) -> Iterator[str]:
+    """The URL of `vllm serve` in INT8, which may still be starting; its processes are gone afterwards."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    more = {
+        "FLASHRL_CONFIG": "int8",
+        "FLASHRL_LOGGING_FILE": str(folder / "flashrl.log"),
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_SERVER_DEV_MODE": "1",
+    }
+    command = [str(Path(sys.executable).parent / "vllm"), "serve", str(model), "--port", str(port), *SERVE]
+    with (folder / "server.txt").open("wb") as output:
+        child = subprocess.Popen(
+            command, env=os.environ | more, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        child.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=30)
+        with contextlib.suppress(ProcessLookupError):  # what the server left behind, by the session that it leads
+            os.killpg(child.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("scheme", ["int8", "bf16"])
@@ -70,6 +122,35 @@ def test_a_flipped_bit_is_named_and_the_engine_does_not_generate(root: Path, mod
     assert update.startswith("weight update 2: model.layers.2.mlp.gate_up_proj on rank 0 is not as received: ")
     assert "half-updated" in request
     assert proven == "1 updates proven"
+
+
+def test_a_server_is_updated_while_it_answers_the_asynchronous_trainer(root: Path, model: Path, tmp_path: Path) -> None:
+    with served(model, folder=tmp_path) as url:
+        arguments = ("--model", model, "--steps", ASYNC_STEPS, "--server", url)
+        done = run(root / "examples/trl/async_grpo.py", *arguments, scheme="int8", folder=tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:] + (tmp_path / "server.txt").read_text()[-4000:]
+
+    updates = range(1, ASYNC_STEPS + 2)  # one before the first request, one after each step
+    lines = re.findall(
+        rf"took weight update (\d+) by a layerwise reload: 50 tensors in [\d.]+ s, {LAYERS} of {LAYERS} layers proven, "
+        "every digest as sent",
+        (tmp_path / "flashrl.log").read_text(),
+    )
+    assert lines == [str(number) for number in updates]
+    before = float(re.search(r"^before: ([\d.]+) of 512 unseen problems$", done.stdout, re.M)[1])
+    after, *counts = re.search(
+        r"^after: ([\d.]+), (\d+) updates proven, (\d+) sent; (\d+) requests ended by an update$", done.stdout, re.M
+    ).groups()
+    assert counts == [str(len(updates)), str(len(updates)), "0"]
+    assert float(after) > before + 0.1
+
+    steps = ASYNC_STEP.findall(done.stdout)
+    assert [(int(step), int(proven)) for step, *_, proven, _ in steps] == list(enumerate(updates[1:], start=1))
+    assert all(0.95 < float(ratio) < 1.05 for _, _, ratio, *_ in steps)
+    assert float(steps[0][3]) < 0.01  # the first rollouts are of the trainer's own weights, as INT8 has them
+    assert all(0 <= float(mean) <= int(most) <= 4 for *_, mean, most, _, _ in steps)  # TRL drops what is older
+    assert any(int(most) for *_, most, _, _ in steps)
+    assert any(int(in_flight) for *_, in_flight in steps)
 
 
 def test_the_lock_of_the_cpu_flavour_has_all_that_trl_needs() -> None:

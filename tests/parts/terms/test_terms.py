@@ -15,10 +15,9 @@ from appliance.terms.schemes import SPECS, Scheme
 
 ROOM = Path(appliance.__file__).parent
 QUANTISED = [scheme for scheme in Scheme if scheme.quantised]
-# What is of one scheme by its nature: its codec, its method and proof; an experiment in INT8; what `auto` prefers; a
+# What is of one scheme by its nature: its codec, its method and proof; what `auto` prefers; a
 # trainer's INT8 kernels, and gradients in `fp8-block`.
 OF_ONE_SCHEME = {
-    "compare/degraded_profile.py",
     "engine/fp8.py",
     "engine/fp8_proof.py",
     "plan/engines.py",

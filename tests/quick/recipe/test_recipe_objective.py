@@ -167,8 +167,8 @@ def test_a_mean_that_a_loss_has_not_is_refused(loss: Loss) -> None:
         (
             ("trainer.dtype=fp16",),
             (
-                "trainer.dtype: `fp16` is not available in this version: the engines compute in BF16, so that both "
-                "would differ by more, and on a CPU the gradient scaler of torch switches itself off",
+                "trainer.dtype: `fp16` is not available in this version: engines, weight updates and their proof are "
+                "in BF16, and on a CPU verl's gradient scaler is off",
                 "use `bf16`",
             ),
         ),

@@ -43,7 +43,7 @@ class Points:
         if not path.is_absolute():
             return
         place = re.sub(r"global_step_\d+", "global_step_N", str(path.relative_to(self._checkpoints)))
-        place = re.sub(r"\.\d+$", "", place)  # a file that is not whole yet ends with the number of its process
+        place = re.sub(r"\.\d+-[0-9a-f]{8}$", "", place)  # a file that is not whole yet: process, number
         point = f"{who()} {operation} {place}"
         self._write(self._passed, f"{point}\n".encode())
         at = self._folder / "at"
