@@ -186,7 +186,7 @@ def build_plan(
             offline=not is_from_hub(task) and (bool(model.builtin) or is_folder(model.source)),
             backends=backends,
             own_engine=(
-                trainer.one_flow
+                trainer.quantises
                 or lora is not None
                 or recipe.optimizer.norm_fed_lr_scale != 1
                 or recipe.optimizer.schedule is Schedule.LINEAR

@@ -45,9 +45,9 @@ def plan_rollout(
         prove_every=recipe.quantization.prove_every or (1 if recipe.model.builtin else _PROVE_EVERY),
         eager=eager,
     )
-    if recipe.trainer.forward is Forward.ROLLOUT:
+    if recipe.trainer.forward is not Forward.BF16:
         in_fp8 = recipe.trainer.backward is Backward.FP8_BLOCK
-        _require_one_flow(planned, in_fp8=in_fp8, is_cpu=is_cpu, experts=experts)
+        _require_one_flow(planned, forward=recipe.trainer.forward, in_fp8=in_fp8, is_cpu=is_cpu, experts=experts)
     if planned.scheme.quantised:
         book.note("quantization.prove_every", planned.prove_every, _why_so_often(recipe))
     if any(replica.profile for replica in planned.replicas):
@@ -62,19 +62,19 @@ def plan_rollout(
     return planned
 
 
-def _require_one_flow(rollout: RolloutPlan, *, in_fp8: bool, is_cpu: bool, experts: bool) -> None:
+def _require_one_flow(rollout: RolloutPlan, *, forward: Forward, in_fp8: bool, is_cpu: bool, experts: bool) -> None:
     """What a recipe alone does not show. in_fp8: the gradients, too. Raises RecipeError."""
     place, hint = "trainer.forward", "use `bf16`"
     if not is_cpu:
         backward = [("trainer.backward: `fp8-block` is emulated, on a CPU only", hint)] if in_fp8 else []
-        raise RecipeError([(f"{place}: `rollout` runs on a CPU only", hint), *backward])
-    if not rollout.scheme.spec.trained_in:
-        raise RecipeError([(f"{place}: `rollout` does not know `{rollout.scheme}`", "use rollout.scheme: int8")])
+        raise RecipeError([(f"{place}: `{forward}` runs on a CPU only", hint), *backward])
+    if not forward.knows(rollout.scheme):
+        raise RecipeError([(f"{place}: `{forward}` does not know `{rollout.scheme}`", "use rollout.scheme: int8")])
     if in_fp8 and rollout.scheme is not Scheme.FP8_BLOCK:
         message = f"trainer.backward: `fp8-block` does not know `{rollout.scheme}`"
         raise RecipeError([(message, "use rollout.scheme: fp8-block")])
     if experts:
-        raise RecipeError([(f"{place}: `rollout` does not know experts", hint)])
+        raise RecipeError([(f"{place}: `{forward}` does not know experts", hint)])
 
 
 def _why_so_often(recipe: Recipe) -> str:

@@ -222,7 +222,7 @@ def held(plan: RunPlan, shape: ModelShape) -> dict[Role, int]:
     """Bytes of all processes of each role, on all hosts together, without a GPU."""
     ranks, engines = plan.topology.gpus, len(plan.rollout.replicas)
     forward = _activations(plan, shape) + _tokens_of_a_forward(plan) * shape.vocab * _LOGITS_ON_CPU
-    if plan.trainer.one_flow:  # gone when the weights change, and so at a save
+    if plan.trainer.quantises:  # gone when the weights change, and so at a save
         forward += _PACKED * shape.linear_weights
     state = _parameters(plan, shape) + trained_weights(plan, shape) * (_GRADIENT + _ADAM)
     state += _REFERENCE * shape.weights if plan.algorithm.kl and not plan.lora else 0

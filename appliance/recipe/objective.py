@@ -77,8 +77,8 @@ def _kl(recipe: Recipe) -> Iterator[Broken]:
     if algorithm.kl_estimator is Estimator.K1 and algorithm.kl_in is KlPlace.LOSS:
         message = "`k1` in the loss has a gradient of mean 0 wherever the policy is: it holds nothing back"
         yield Broken(("algorithm.kl_estimator", "algorithm.kl_in"), message, "use `k3` or `k2`, or kl_in: reward")
-    if recipe.trainer.forward is Forward.ROLLOUT:
-        message = "the reference computes in BF16: with `rollout` the divergence would be the quantisation's"
+    if (forward := recipe.trainer.forward) is not Forward.BF16:
+        message = f"the reference computes in BF16: with `{forward}` the divergence would be the quantisation's"
         yield Broken(("algorithm.kl", "trainer.forward"), message, "use trainer.forward: bf16, or algorithm.kl: 0")
 
 

@@ -258,19 +258,19 @@ def _one_flow(recipe: Recipe) -> Iterator[Broken]:
     if in_fp8 and any(each is not Scheme.FP8_BLOCK for each in schemes):
         message = "`fp8-block` takes the codes of a forward in `fp8-block`"
         yield Broken((backward, _scheme_key(recipe)), message, "use rollout.scheme: fp8-block, or backward: bf16")
-    if recipe.trainer.forward is not Forward.ROLLOUT:
-        if in_fp8:
-            yield Broken((backward, key), "`fp8-block` needs the rollouts' forward", "use trainer.forward: rollout")
+    if in_fp8 and recipe.trainer.forward is not Forward.ROLLOUT:
+        yield Broken((backward, key), "`fp8-block` needs the rollouts' forward", "use trainer.forward: rollout")
+    if (forward := recipe.trainer.forward) is Forward.BF16:
         return
-    if other := next((each for each in schemes if not each.spec.trained_in), None):
-        yield Broken((key, _scheme_key(recipe)), f"`rollout` does not know `{other}`", "use rollout.scheme: int8")
+    if other := next((each for each in schemes if not forward.knows(each)), None):
+        yield Broken((key, _scheme_key(recipe)), f"`{forward}` does not know `{other}`", "use rollout.scheme: int8")
     if len({*schemes}) > 1:
-        yield Broken((key, "rollout.replicas"), "`rollout` is one scheme, not several", "name one scheme")
+        yield Broken((key, "rollout.replicas"), f"`{forward}` is one scheme, not several", "name one scheme")
     refused = {
         "rollout.tensor_parallel": (1, "a layer in parts rounds in another way"),
-        "rollout.lm_head_fp32": (False, "the last projection of `rollout` is in BF16"),
+        "rollout.lm_head_fp32": (False, f"the last projection of `{forward}` is in BF16"),
         "rollout.top_p": (1.0, "a trainer's log-probs know no cut"),
-        "trainer.sequence_parallel": (1, "`rollout` does not share sequences"),
+        "trainer.sequence_parallel": (1, f"`{forward}` does not share sequences"),
     }
     for name, (usual, message) in refused.items():
         section, _, field = name.partition(".")

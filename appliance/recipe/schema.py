@@ -17,7 +17,7 @@ from appliance.corrections.registry import DEFAULT, CorrectionMethod
 from appliance.guard.policy import ESS, K3_KL, TRUNCATED_FRACTION, WEIGHT_STD, Action
 from appliance.tasks.library import TaskKind
 from appliance.terms.devices import Topology
-from appliance.terms.schemes import PROFILED, Scheme, listed
+from appliance.terms.schemes import PROFILED, Scales, Scheme, listed
 from appliance.terms.settings import Schedule
 from appliance.terms.shapes import Linear
 
@@ -48,7 +48,12 @@ class Attention(StrEnum):
 
 class Forward(StrEnum):
     BF16 = "bf16"
+    LINEARS = "linears"
     ROLLOUT = "rollout"
+
+    def knows(self, scheme: Scheme) -> bool:
+        """Whether a trainer's layers are the engine's in it: a scale of a whole weight or block spans what is fused."""
+        return scheme.spec.trained_in and (self is not Forward.LINEARS or scheme.spec.scales is Scales.CHANNEL)
 
 
 class Dtype(StrEnum):
@@ -385,7 +390,7 @@ class Trainer(Section):
     validate_bf16_every: int | None = Field(None, ge=0)
     """in BF16 as well; 0: never; null: at the end"""
     forward: Lax[Forward] = Forward.BF16
-    """`rollout`: the trainer computes as the engines do: no mismatch"""
+    """`rollout`: computes as the engines do: no mismatch; `linears`: in these layers alone"""
     dtype: Lax[Dtype] = Dtype.BF16
     """of forward and backward; masters are in FP32"""
     backward: Lax[Backward] = Backward.BF16

@@ -406,7 +406,8 @@ class TrainerPlan(Frozen):
     attention: str
     """transformers' name of the implementation."""
     one_flow: bool
-    """Whether the forward is the rollouts' own (trainer/rollout_forward.py)."""
+    quantises: bool = False
+    """Whether the whole forward is the rollouts' own, and whether its quantised layers are (rollout_forward.py)."""
     fp8_backward: bool = False
     """Whether gradients of quantised layers are computed in FP8, too: emulated."""
     reuses_log_probs: bool = False
@@ -414,9 +415,8 @@ class TrainerPlan(Frozen):
     sequence_parallel: int
     """GPUs that share a sequence."""
     offload_parameters: bool
-    """To the host's memory between uses."""
     offload_optimizer: bool
-    """To the host's memory between uses."""
+    """Both: to the host's memory between uses."""
     gradient_checkpointing: bool
     mini_batch_prompts: int
     """Of one update."""

@@ -44,7 +44,7 @@ def check_attested(plan: RunPlan, *, precision: Precision) -> None:
     """
     expected = attestations_at(plan, precision)
     found = check_attestations(Path(plan.run_dir), expected, pins=plan.pins, fingerprint=fingerprint())
-    problems = found.problems or ([*_other_layers(Path(plan.run_dir))] if plan.trainer.one_flow else [])
+    problems = found.problems or ([*_other_layers(Path(plan.run_dir))] if plan.trainer.quantises else [])
     if problems:
         raise AttestationError("; ".join(problems), hint="see attest/ in the run folder")
 
@@ -97,9 +97,13 @@ def _attest_worker(worker: Any, plan: RunPlan) -> None:
         "learning_rates": rates,
         "threads": torch.get_num_threads(),
     }
-    if plan.trainer.one_flow:
+    if plan.trainer.quantises:
         follow_engines(read_generation(Path(plan.run_dir)).precision)
-        detail |= {"forward": "rollout", "backward": backward(), "quantised": quantised_layers()}
+        detail |= {
+            "forward": "rollout" if plan.trainer.one_flow else "linears",
+            "backward": backward(),
+            "quantised": quantised_layers(),
+        }
     _write(plan, role="trainer", rank=worker.rank, detail=detail)
 
 

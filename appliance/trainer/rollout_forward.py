@@ -14,7 +14,7 @@ the residual stream, V vocabulary.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +50,7 @@ class EngineLayer:
 
     scheme: what it computes in now.  sent: of each module's weight the digest with which the engines got it,
     to be held against what the next forward computes with; empty where that was done, or the weights have changed.
+    part_names: the modules, or, where a layer has one of them, all that the engine fuses with it.
     fp8_backward: of a scheme `fp8-block`, whether gradients are computed in it, too.
     """
 
@@ -58,14 +59,11 @@ class EngineLayer:
     ) -> None:
         self.name, self.scheme, self.fp8_backward = name, Scheme.BF16, fp8_backward
         self.sent: dict[str, str] = {}
+        self.part_names = [name for name, _ in parts]
         self._smoothing = smoothing
         self._parts = parts
         self._factor_K = smoothing.factor_of(f"{parts[0][0]}.weight")
         self._weight: EngineWeight | None = None
-
-    @property
-    def part_names(self) -> list[str]:
-        return [name for name, _ in self._parts]
 
     def forget(self) -> None:
         """The weights have changed."""
@@ -101,6 +99,25 @@ class EngineLayer:
                 folded, name=self.name, scheme=self.scheme, factor_K=self._factor_K, fp8_backward=self.fp8_backward
             )
         return self._weight(x, weights, bias_N, gated=gated)
+
+    def alone(self, x: Tensor) -> Tensor:
+        """[..., N] of what transformers' norms give: smoothing, powers of two, is taken out of it here."""
+        if self._factor_K is not None:
+            x = x / self._factor_K.to(x.dtype)
+        return self(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+
+
+def put_linears_in(model: nn.Module, *, units: Sequence[Unit], smoothing: Smoothing) -> Iterator[EngineLayer]:
+    """Put in, module by module: scales are of rows, so that each is as in the engine's fused layer."""
+    for place, layer in enumerate(model.model.layers):
+        prefix = f"model.layers.{place}."
+        for member, unit in ((member, each) for each in units for member in each.members):
+            linear = layer.get_submodule(member)
+            name, parts = prefix + (unit.fused or member), [(prefix + member, linear)]
+            one = EngineLayer(name, parts, smoothing=smoothing, fp8_backward=False)
+            one.part_names = [prefix + each for each in unit.members]
+            linear.forward = one.alone
+            yield one
 
 
 class DecoderLayer:
@@ -177,11 +194,13 @@ class RolloutForward:
         num_tokens: int,
         fp8_backward: bool = False,
         keeps: bool = False,
+        linears_alone: bool = False,
     ) -> None:
         """model: a causal language model of transformers, before FSDP. Raises TrainingError where it is not known.
 
         num_tokens: of the tokenizer; verl has engines never sample what a larger vocabulary has beyond it.
         fp8_backward: as EngineLayer.  keeps: whether updates are the proof that log-probs are the rollouts'.
+        linears_alone: leave all but the quantised layers as transformers has it, for comparisons.
         """
         self.held: list[Held] = []
         self._keeps, self._is_sent = keeps, False
@@ -194,9 +213,14 @@ class RolloutForward:
         family = FAMILIES.get(architecture)
         if family is None or family.mixture:
             raise TrainingError(f"trainer.forward: rollout does not know {architecture}", hint=_HINT)
+        self._linears: list[EngineLayer] = []
+        if linears_alone:
+            self._linears = [*put_linears_in(model, units=family.dense, smoothing=smoothing)]
+            self.follow(AS_PLANNED)
+            return
         self._config = model.config
         self._cos_sin = _cos_sin(model)
-        self._layers = [
+        layers = [
             DecoderLayer(
                 layer,
                 prefix=f"model.layers.{place}.",
@@ -206,8 +230,9 @@ class RolloutForward:
             )
             for place, layer in enumerate(model.model.layers)
         ]
-        for mine, layer in zip(self._layers, model.model.layers, strict=True):
+        for mine, layer in zip(layers, model.model.layers, strict=True):
             layer.forward = mine.__call__
+            self._linears += mine.layers
         model.forward = functools.partial(self, model)
         self.follow(AS_PLANNED)
 
@@ -229,7 +254,7 @@ class RolloutForward:
         self._is_sent, self.held = True, []
 
     def linears(self) -> list[EngineLayer]:
-        return [linear for layer in self._layers for linear in layer.layers]
+        return self._linears
 
     def forget(self) -> None:
         self._is_sent = False
@@ -331,7 +356,8 @@ def take_held(_worker: Any = None) -> list[Held]:
 
 def quantised_layers() -> list[str]:
     """What is quantised in this process now, by the engine's names."""
-    return [layer.name for flow in _PRESENT for layer in flow.linears() if layer.scheme.quantised]
+    names = (layer.name for flow in _PRESENT for layer in flow.linears() if layer.scheme.quantised)
+    return [*dict.fromkeys(names)]
 
 
 def _cos_sin(model: nn.Module) -> Tensor:

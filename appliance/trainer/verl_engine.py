@@ -54,13 +54,14 @@ class ApplianceEngine(FSDPEngineWithLMHead):
     def _build_module(self) -> Module:
         module = super()._build_module()
         self._flow: RolloutForward | None = None
-        if _plan().trainer.one_flow:
+        if _plan().trainer.quantises:
             flow = RolloutForward(
                 module,
                 quantisation=_plan().rollout.replicas[0],
                 num_tokens=len(self.model_config.tokenizer),
                 fp8_backward=_plan().trainer.fp8_backward,
                 keeps=_plan().trainer.reuses_log_probs,
+                linears_alone=not _plan().trainer.one_flow,
             )
             self._flow = put_in(flow)
         return module

@@ -281,6 +281,10 @@ OF_DAPO = "remove it, or set algorithm.kind to `dapo`"
             ("trainer.forward: `rollout` does not know `bf16`", "use rollout.scheme: int8"),
         ),
         (
+            ("trainer.forward=linears", "rollout.scheme=fp8-block", EMULATED),
+            ("trainer.forward: `linears` does not know `fp8-block`", "use rollout.scheme: int8"),
+        ),
+        (
             ("trainer.forward=rollout", "rollout.scheme=auto", "rollout.replicas=[int8, fp8]", TWO_ENGINES),
             ("trainer.forward: `rollout` is one scheme, not several", "name one scheme"),
         ),
