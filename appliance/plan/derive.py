@@ -86,7 +86,7 @@ def plan_trainer(recipe: Recipe, *, attention: str, book: Book) -> TrainerPlan:
     return TrainerPlan(
         attention=attention,
         one_flow=one_flow,
-        quantises=recipe.trainer.forward is not Forward.BF16,
+        linears=recipe.trainer.forward is Forward.LINEARS,
         fp8_backward=fp8_backward,
         reuses_log_probs=reuses,
         sequence_parallel=recipe.trainer.sequence_parallel,

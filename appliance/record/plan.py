@@ -39,9 +39,8 @@ class ModelPlan(Frozen):
     """Where the weights come from. Exactly one of `source` and `builtin` is not empty."""
 
     path: str
-    """What the trainer and the engine read: a folder, or a name on the hub. For a builtin it lies in the cache, made on
-    first use; with a revision it is the hub's snapshot of it, fetched on first use.
-    """
+    """What the trainer and the engine read: a folder, or a name on the hub. A builtin's lies in the cache, made on first
+    use; with a revision it is the hub's snapshot of it, fetched on first use."""
     source: str
     """The folder or the hub name, as the recipe has it."""
     builtin: str
@@ -406,8 +405,8 @@ class TrainerPlan(Frozen):
     attention: str
     """transformers' name of the implementation."""
     one_flow: bool
-    quantises: bool = False
-    """Whether the whole forward is the rollouts' own, and whether its quantised layers are (rollout_forward.py)."""
+    linears: bool = False
+    """Whether the whole forward is the rollouts' own, or its quantised layers alone (rollout_forward.py)."""
     fp8_backward: bool = False
     """Whether gradients of quantised layers are computed in FP8, too: emulated."""
     reuses_log_probs: bool = False
@@ -426,6 +425,7 @@ class TrainerPlan(Frozen):
     """Of one forward; None: micro_batch_sequences of full length."""
     gpu_memory_utilization: float
     """Part of a GPU's memory that is its engine's."""
+    quantises = property(lambda self: self.one_flow or self.linears)
 
 
 class GuardPlan(Frozen):

@@ -51,7 +51,7 @@ LAYERS = [
 
 def one_flow(tmp_path: Path, **changes: object) -> RunPlan:
     plan = make_plan(tmp_path, **changes)
-    return plan.replace(trainer=plan.trainer.replace(one_flow=True, quantises=True))
+    return plan.replace(trainer=plan.trainer.replace(one_flow=True))
 
 
 def telemetry(trainer: list[float], *, rollout: list[float]) -> StepTelemetry:
