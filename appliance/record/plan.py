@@ -39,7 +39,7 @@ class ModelPlan(Frozen):
     """Where the weights come from. Exactly one of `source` and `builtin` is not empty."""
 
     path: str
-    """What the trainer and the engine read: a folder, or a name on the hub. A builtin's lies in the cache, made on first
+    """What the trainer and the engine read: a folder, or a name on the hub. A builtin's is in the cache, made on first
     use; with a revision it is the hub's snapshot of it, fetched on first use."""
     source: str
     """The folder or the hub name, as the recipe has it."""
