@@ -40,11 +40,13 @@ def start(folder: Path, **settings: object) -> Engine:
 
 def test_a_core_in_another_process_says_why(two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch) -> None:
     """vLLM's usual LLM. A request that was waiting in a pause of the user's own when the update broke ends too."""
-    from vllm import SamplingParams
+    from vllm import SamplingParams, envs
 
     ways_in.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     ways_in.setenv("FLASHRL_CONFIG", "int8")
+    envs.disable_envs_cache()  # an engine of another test in this process enabled it
     engine = start(two_checkpoints[0])
+    envs.disable_envs_cache()  # and the next one is in this process again
     llm, core = engine.llm, engine.llm.llm_engine.engine_core
     before = engine.generate()
     core.call_utility("pause_scheduler", "keep", False)
