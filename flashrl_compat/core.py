@@ -120,8 +120,11 @@ def _settles(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _follow(core: Any, *, settles: bool, after: BaseException | None = None) -> bool:
     """Whether there are new weights. after: what a call of the workers raised just now.  Raises SyncError where a
-    worker cannot say, or ends an update that is not whole: the engine is then closed for good."""
+    worker cannot say, or ends an update that is not whole: the engine is then closed for good, and nobody is asked
+    again: of several ranks, one that raised leaves the answers of the others for the next who asks."""
     known = _known(core)
+    if known.broken:
+        return False
     try:
         told = core.model_executor.collective_rpc("appliance_weights", args=(settles,))
         states = [WeightState(*each) for each in told]
@@ -130,8 +133,6 @@ def _follow(core: Any, *, settles: bool, after: BaseException | None = None) -> 
         raise SyncError(str(error), hint=FINAL) from error
     if closed := why_closed(states):
         _close(core, closed, broken=any(state.broken for state in states) or not any(state.open for state in states))
-        return False
-    if known.broken:
         return False
     known.closed = ""
     is_new = states[0].version > known.version
@@ -183,7 +184,7 @@ def _refuses_requests(original: Callable[..., Any]) -> Callable[..., Any]:
         if not is_alone and _follow(self, settles=True):
             self._reset_caches()  # in the trainer's own process, which may have updated the model past the core
         known = _known(self)
-        if not known.closed or not (known.broken or known.paused or not self.is_scheduler_paused()):
+        if not known.closed or (self.is_scheduler_paused() and not known.paused):
             original(self, request, request_wave)
             return
         why, hint = f"request {request.request_id}: {known.closed}", FINAL if known.broken else OPEN
