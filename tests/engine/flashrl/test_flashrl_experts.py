@@ -1,4 +1,4 @@
-"""Mixtures of experts under FLASHRL_CONFIG: each way in ends in the engine of the new weights."""
+"""Mixtures of experts under FLASHRL_CONFIG: each way in ends in the engine of the new weights, or in no token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from engines import read_checkpoint, start_engine
 from families import make_family
-from test_flashrl_ways_in import WAYS, start
+from test_flashrl_ways_in import WAYS, Weights, caught_of, cropped, doubled, dropped, flipped, start, swapped
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -46,3 +46,19 @@ def test_every_way_ends_in_the_engine_of_the_new_experts(
     engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(experts / "2")})
     assert engine.generate() == new
     assert engine.llm.llm_engine.get_weight_version() == str(2 * len(WAYS) + 1)
+
+
+def experts_first(folder: Path) -> Weights:
+    """The faults are in the first tensors of a kind."""
+    return sorted(read_checkpoint(folder), key=lambda each: ".experts." not in each[0])
+
+
+def test_every_fault_in_an_expert_is_caught_and_never_sampled_from(
+    experts: Path, ways_in: pytest.MonkeyPatch, record_property
+) -> None:
+    """Swapped: gate and up of one expert, which have one shape."""
+    faults = [(dropped, False), (doubled, False), (cropped, False), (swapped, True), (flipped, True)]
+    cases = [(way, *fault) for way in WAYS for fault in faults]
+    caught = caught_of(cases, ways_in=ways_in, old=experts / "1", weights=lambda: experts_first(experts / "2"))
+    record_property("said", f"faults in experts' updates by {len(WAYS)} ways: {len(cases)}, caught: {len(caught)}")
+    assert len(caught) == len(cases) == 20

@@ -68,7 +68,7 @@ def by_transfer(engine: Engine, weights: Iterable[tuple[str, Tensor]]) -> None:
 
 
 WAYS = {"tensors": by_tensor, "buckets": by_buckets, "reload": by_reload, "transfer": by_transfer}
-Way = Callable[[Engine, Iterable[tuple[str, Tensor]]], None]
+Fault = Callable[[Weights], Iterable[tuple[str, Tensor]]]
 
 
 def listed(weights: Weights) -> Weights:
@@ -191,24 +191,33 @@ def generates_nothing(engine: Engine) -> bool:
     return caught == 2
 
 
-def test_every_fault_by_every_way_is_caught_and_never_sampled_from(
-    two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch, record_property
-) -> None:
-    cases = [(way, fault, False) for way in WAYS for fault in IN_THE_WEIGHTS]
-    cases += [(way, fault, True) for way in WAYS for fault in ON_THE_WAY]
+def caught_of(
+    cases: Iterable[tuple[str, Fault, bool]], *, ways_in: pytest.MonkeyPatch, old: Path, weights: Callable[[], Weights]
+) -> list[tuple[str, str, bool]]:
+    """Those of the cases (way, fault, whether a list of digests came before it) that are told of, and never sampled
+    from: each in an engine of its own."""
     caught = []
     for turn, (way, fault, is_listed) in enumerate(cases):
         ways_in.setenv("FLASHRL_CONFIG", SCHEMES[turn % 2])
-        engine = start(two_checkpoints[0])
-        weights = read_checkpoint(two_checkpoints[1])
+        engine = start(old)
         try:
-            WAYS[way](engine, fault(listed(weights) if is_listed else weights))
+            WAYS[way](engine, fault(listed(weights()) if is_listed else weights()))
             said = ""
         except (SyncError, ConnectionError) as error:
             said = str(error)
         if generates_nothing(engine) and (said or WAYS[way] in (by_tensor, by_buckets)):
             caught.append((way, fault.__name__, is_listed))
         free_engine(engine)
+    return caught
+
+
+def test_every_fault_by_every_way_is_caught_and_never_sampled_from(
+    two_checkpoints: tuple[Path, Path], ways_in: pytest.MonkeyPatch, record_property
+) -> None:
+    cases = [(way, fault, False) for way in WAYS for fault in IN_THE_WEIGHTS]
+    cases += [(way, fault, True) for way in WAYS for fault in ON_THE_WAY]
+    old, new = two_checkpoints
+    caught = caught_of(cases, ways_in=ways_in, old=old, weights=lambda: read_checkpoint(new))
     record_property("said", f"faults in weight updates by {len(WAYS)} ways: {len(cases)}, caught: {len(caught)}")
     assert len(caught) == len(cases) == 44
 
