@@ -6,10 +6,7 @@ import contextlib
 import json
 import os
 import re
-import signal
-import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -23,6 +20,7 @@ import pytest
 import requests
 from engines import Engine, read_checkpoint, start_engine
 from trainings import Finished
+from vllm_server import command, starting
 
 from appliance.quant.profile import load_smoothing
 from appliance.record.plan import read_plan
@@ -74,38 +72,19 @@ class Server:
         return Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"])
 
 
-def command(model: Path, *, port: int, more: tuple[str, ...] = ()) -> list[str]:
-    vllm = str(Path(sys.executable).parent / "vllm")
-    options = ["--enforce-eager", "--max-model-len", "128", "--kv-cache-memory-bytes", str(64 << 20), *more]
-    return [vllm, "serve", str(model), "--served-model-name", "served", "--port", str(port), *options]
+def options(*more: str) -> tuple[str, ...]:
+    sizes = ("--max-model-len", "128", "--kv-cache-memory-bytes", str(64 << 20))
+    return ("--enforce-eager", *sizes, "--served-model-name", "served", *more)
 
 
 @contextlib.contextmanager
 def served(model: Path, *, folder: Path, more: tuple[str, ...] = (), **environ: str) -> Iterator[Server]:
-    """A server that answers; it and its engine processes are gone afterwards."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = folder / "flashrl.log"
-    output = folder / "server.txt"
+    """A server that answers."""
+    log, output = folder / "flashrl.log", folder / "server.txt"
     variables = environ | {"FLASHRL_LOGGING_FILE": str(log), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    with output.open("wb") as file:
-        child = subprocess.Popen(
-            command(model, port=port, more=more),
-            env=os.environ | variables,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
+    with starting(model, options=options(*more), output=output, environ=variables) as (child, port):
         wait_until_it_answers(child, port=port, output=output)
         yield Server(port=port, log=log)
-    finally:
-        child.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(timeout=30)
-        with contextlib.suppress(ProcessLookupError):  # what the server left behind, by the session that it leads
-            os.killpg(child.pid, signal.SIGKILL)
 
 
 def wait_until_it_answers(child: subprocess.Popen, *, port: int, output: Path) -> None:
@@ -220,7 +199,7 @@ def test_each_scheme_is_served_and_updated_over_http(
 def test_a_value_that_means_nothing_stops_serve(two_checkpoints: tuple[Path, Path]) -> None:
     """The hint too is there to be read: Python prints it below the traceback."""
     child = subprocess.run(
-        command(two_checkpoints[0], port=1),
+        command(two_checkpoints[0], port=1, options=options()),
         env=os.environ | {"FLASHRL_CONFIG": "fp8-block"},
         capture_output=True,
         text=True,
