@@ -7,8 +7,6 @@ import importlib.metadata
 import importlib.util
 import os
 import re
-import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from vllm_server import starting
 
 from appliance.tasks.library import TINY_MODELS
 from appliance.tasks.tiny_model import make_tiny_model
@@ -64,10 +63,7 @@ def run(program: Path, *arguments: object, scheme: str, folder: Path) -> subproc
 
 @contextlib.contextmanager
 def served(model: Path, *, folder: Path) -> Iterator[str]:
-    """The URL of `vllm serve` in INT8, which may still be starting; its processes are gone afterwards."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    """The URL of `vllm serve` in INT8, which may still be starting."""
     more = {
         "FLASHRL_CONFIG": "int8",
         "FLASHRL_LOGGING_FILE": str(folder / "flashrl.log"),
@@ -75,19 +71,8 @@ def served(model: Path, *, folder: Path) -> Iterator[str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_SERVER_DEV_MODE": "1",
     }
-    command = [str(Path(sys.executable).parent / "vllm"), "serve", str(model), "--port", str(port), *SERVE]
-    with (folder / "server.txt").open("wb") as output:
-        child = subprocess.Popen(
-            command, env=os.environ | more, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    try:
+    with starting(model, options=SERVE, output=folder / "server.txt", environ=more) as (_, port):
         yield f"http://127.0.0.1:{port}"
-    finally:
-        child.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(timeout=30)
-        with contextlib.suppress(ProcessLookupError):  # what the server left behind, by the session that it leads
-            os.killpg(child.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("scheme", ["int8", "bf16"])
@@ -124,17 +109,19 @@ def test_a_flipped_bit_is_named_and_the_engine_does_not_generate(root: Path, mod
     assert proven == "1 updates proven"
 
 
-def test_a_server_is_updated_while_it_answers_the_asynchronous_trainer(root: Path, model: Path, tmp_path: Path) -> None:
-    with served(model, folder=tmp_path) as url:
-        arguments = ("--model", model, "--steps", ASYNC_STEPS, "--server", url)
+def test_a_server_is_updated_while_it_answers_the_asynchronous_trainer(root: Path, made: Path, tmp_path: Path) -> None:
+    with served(made, folder=tmp_path) as url:
+        arguments = ("--model", made, "--steps", ASYNC_STEPS, "--server", url)
         done = run(root / "examples/trl/async_grpo.py", *arguments, scheme="int8", folder=tmp_path)
     assert done.returncode == 0, done.stderr[-4000:] + (tmp_path / "server.txt").read_text()[-4000:]
 
     updates = range(1, ASYNC_STEPS + 2)  # one before the first request, one after each step
+    log = (tmp_path / "flashrl.log").read_text()
+    assert "mix weight versions" not in log  # as it says of each answer that a pause with `keep` kept over an update
     lines = re.findall(
         rf"took weight update (\d+) by a layerwise reload: 50 tensors in [\d.]+ s, {LAYERS} of {LAYERS} layers proven, "
         "every digest as sent",
-        (tmp_path / "flashrl.log").read_text(),
+        log,
     )
     assert lines == [str(number) for number in updates]
     before = float(re.search(r"^before: ([\d.]+) of 512 unseen problems$", done.stdout, re.M)[1])
