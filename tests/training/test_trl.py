@@ -116,6 +116,8 @@ def test_a_server_is_updated_while_it_answers_the_asynchronous_trainer(root: Pat
     assert done.returncode == 0, done.stderr[-4000:] + (tmp_path / "server.txt").read_text()[-4000:]
 
     updates = range(1, ASYNC_STEPS + 2)  # one before the first request, one after each step
+    pauses = re.findall(r"POST /pause\?mode=(\w+) ", (tmp_path / "server.txt").read_text())
+    assert pauses == ["wait"] * len(updates)
     log = (tmp_path / "flashrl.log").read_text()
     assert "mix weight versions" not in log  # as it says of each answer that a pause with `keep` kept over an update
     lines = re.findall(
