@@ -290,6 +290,8 @@ BEYOND: dict[str, str] = {
     "mixed replicas (`rollout.replicas`)": _TWO,
     "two nodes of one cluster": _TWO,
     "recipes `dapo-*`, `qwen3-*`, `qwen2.5-1.5b-int8`, `gsm8k-0.5b-*`, `gsm8k-7b-lora-int8`": _TWO,
+    "`trainer.forward: rollout`": "not in a row yet",
+    "`trainer.backward: fp8-block`": "not in a row yet",
     "the compiled code of an engine, kept by vLLM (`~/.cache/vllm/torch_compile_cache`)": "seen in a second start",
     "profile (calibration)": _HOST,
     "attention `flash_attention_2`": "needs flash-attn",
