@@ -99,6 +99,7 @@ def run_compare(name_or_path: str, *, json_mode: bool) -> int:
         baseline=comparison.baseline,
         margin=comparison.margin,
         seeds=len(comparison.seeds),
+        against=comparison.against,
     )
     shown = Shown(comparison, rows=rows, where=_where(folder), command=command)
     _write(shown, folder=folder)
@@ -234,9 +235,10 @@ def _notes(shown: Shown) -> list[str]:
     runs = [run for row in shown.rows for run in row.runs]
     seeds = ", ".join(map(str, shown.comparison.seeds))
     counts = sorted({len(run.rewards) for run in runs if run.rewards})  # there may be fewer than `validation`
+    other = "".join(f", of {arm} to {base}" for arm, base in shown.comparison.against.items())
     said = [
         f"final: mean reward of model/ in BF16, greedy, {' or '.join(map(str, counts)) or 'no'} problems, "
-        f"seeds {seeds}; difference to {shown.comparison.baseline}, paired by seed and problem."
+        f"seeds {seeds}; difference to {shown.comparison.baseline}{other}, paired by seed and problem."
     ]
     if any(row.inactive for row in shown.rows):
         said.append(INACTIVE_NOTE)

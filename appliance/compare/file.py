@@ -9,6 +9,7 @@ arms:
   int8-acr: {correction.method: acr}
 seeds: [0, 1, 2]
 baseline: bf16
+against: {}                         # of an arm that is not compared with the baseline: the other arm
 validation: 2000                    # problems of the final validation
 margin: 0.03                        # a mean reward this far from the baseline's is as good
 """
@@ -17,7 +18,8 @@ from __future__ import annotations
 
 import json
 import os.path
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,6 +52,7 @@ class _File(Frozen):
     arms: dict[str, Any] = Field(min_length=1)
     seeds: Annotated[tuple[Seed_, ...], Field(strict=False, min_length=1)]
     baseline: str = Field(min_length=1)
+    against: dict[str, str] = Field(default_factory=dict)
     validation: int = Field(2000, ge=1)
     margin: float = Field(0.03, gt=0, le=1)
 
@@ -73,7 +76,8 @@ class Arm:
 
 @dataclass(frozen=True)
 class Comparison:
-    """recipe: the file of the recipe.  margin: of a mean reward, in its unit."""
+    """recipe: the file of the recipe.  against: by arm the one that it is compared with, where that is not the
+    baseline.  margin: of a mean reward, in its unit."""
 
     name: str
     file: Path
@@ -83,6 +87,7 @@ class Comparison:
     baseline: str
     validation: int
     margin: float
+    against: Mapping[str, str] = field(default_factory=dict)
 
 
 def find(name_or_path: str) -> Path:
@@ -133,6 +138,7 @@ def load_comparison(name_or_path: str) -> Comparison:
         baseline=read.baseline,
         validation=read.validation,
         margin=read.margin,
+        against=read.against,
     )
 
 
@@ -213,6 +219,19 @@ def _check_names(tree: dict[str, Node], *, name: str, file: str, problems: list[
     if arms and isinstance(baseline, str) and baseline not in arms:
         message = f"{tree['baseline'].place}: baseline: no arm is called `{baseline}`"
         problems.append((message, similar(baseline, of=arms)))
+    against = _plain(tree["against"]) if "against" in tree else None
+    for arm, other in against.items() if arms and isinstance(against, dict) else ():
+        place = tree["against"].value[arm].place
+        for each in (arm, other):
+            if isinstance(each, str) and each not in arms:
+                problems.append((f"{place}: against: no arm is called `{each}`", similar(each, of=arms)))
+        if arm in (other, baseline):
+            hint = (
+                "name another arm"
+                if arm == other
+                else "it is the arm that others are compared with: give another `baseline`"
+            )
+            problems.append((f"{place}: against: `{arm}` cannot be compared with `{other}`", hint))
 
 
 def run_name(arm: str, *, seed: int) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 
 from appliance.compare.results import RunResult, Step
 from appliance.corrections.registry import NONE, CorrectionMethod
@@ -41,12 +42,13 @@ class Verdict(StrEnum):
 class ArmResult:
     """One row of the table. final: mean reward of the final validation, 0..1 for exact answers.
 
-    own: the same by the trainer's last validation, in the run's scheme.  difference: to the baseline, over the seeds
-    that both have.  by_seed: the same for each seed by itself.  failing: seeds whose whole interval is below -margin,
-    or that a guard stopped.  truncated: share of tokens that the correction acted on, mean over all steps.
-    truncated_max: of the worst step.  inactive: a correction that never acted.
-    k3_kl, k3_max: nats, median and largest over all steps.  codes_changed: median share per weight update.
-    step_s: median.  seconds: mean of whole runs.  busy: times are no measurements.  asked: seeds it was to have.
+    own: the same by the trainer's last validation, in the run's scheme.  against: the arm that it is compared with,
+    empty for the baseline.  difference: to that arm, over the seeds that both have.  by_seed: the same for each seed
+    by itself.  failing: seeds whose whole interval is below -margin, or that a guard stopped.
+    truncated: share of tokens that the correction acted on, mean over all steps.  truncated_max: of the worst step.
+    inactive: a correction that never acted.  k3_kl, k3_max: nats, median and largest over all steps.
+    codes_changed: median share per weight update.  step_s: median.  seconds: mean of whole runs.
+    busy: times are no measurements.  asked: seeds it was to have.
     """
 
     arm: str
@@ -68,21 +70,30 @@ class ArmResult:
     seconds: float | None
     busy: bool
     asked: int = 0
+    against: str = ""
 
 
 def judge(
-    results: Sequence[RunResult], *, arms: Sequence[str], baseline: str, margin: float, seeds: int = 0
+    results: Sequence[RunResult],
+    *,
+    arms: Sequence[str],
+    baseline: str,
+    margin: float,
+    seeds: int = 0,
+    against: Mapping[str, str] = MappingProxyType({}),
 ) -> list[ArmResult]:
     """A row for each arm, in their order, also for one without runs.
 
-    margin: of a mean reward, > 0.  seeds: how many each arm was to have; a verdict from fewer says so.
+    against: as of Comparison.  margin: of a mean reward, > 0.
+    seeds: how many each arm was to have; a verdict from fewer says so.
     """
     by_arm = {arm: tuple(sorted((r for r in results if r.arm == arm), key=lambda r: r.seed)) for arm in arms}
-    base = {run.seed: run for run in by_arm[baseline] if run.rewards}
     rows = []
     for arm, runs in by_arm.items():
         steps = [row for run in runs for row in run.steps if row.reward_mean is not None]
-        pairs = [(run, base[run.seed]) for run in runs if run.rewards and run.seed in base and arm != baseline]
+        other = "" if arm == baseline else against.get(arm, baseline)
+        base = {run.seed: run for run in by_arm.get(other, ()) if run.rewards}
+        pairs = [(run, base[run.seed]) for run in runs if run.rewards and run.seed in base]
         difference = _interval(pairs) if pairs else None
         by_seed = tuple((pair[0].seed, _interval([pair])) for pair in pairs)
         stopped = [run.seed for run in runs if not run.rewards]
@@ -111,6 +122,7 @@ def judge(
                 seconds=_mean(run.seconds for run in runs),
                 busy=any(run.is_busy for run in runs),
                 asked=seeds,
+                against=other,
             )
         )
     return rows

@@ -85,7 +85,8 @@ class CalibratedClipping(Correction):
     @classmethod
     def refusals(cls, *, cap: float | None, bounds: tuple[float, ...] | None, clip: ClipRange) -> Iterator[Refusal]:
         yield from super().refusals(cap=cap, bounds=bounds, clip=clip)
-        cap, least = cap or cls.usual_cap, max(1 + clip.high, 1 / (1 - clip.low))
+        cap = cap or cls.usual_cap
+        least = max(1 + clip.high, 1 / (1 - clip.low)) if clip.low < 1 else 0.0  # of a loss that it does not go with
         if cap < least:
             span = f"{1 - clip.low:g}..{1 + clip.high:g}"
             message = f"1/{cap:g}..{cap:g} leaves out a part of the clip range {span}, which can only be widened"

@@ -13,7 +13,7 @@ from enum import StrEnum
 
 @dataclass(frozen=True)
 class ClipRange:
-    """The probability ratio is clipped to 1 - low .. 1 + high. low: 0..1, high: > 0."""
+    """The probability ratio is clipped to 1 - low .. 1 + high. low: 0..1, 1: not at all, high: > 0."""
 
     low: float = 0.2
     high: float = 0.2
@@ -107,9 +107,11 @@ LOSSES: dict[Loss, LossSpec] = {
         aggregate=Aggregate.SEQUENCE_MEAN,
     ),
     Loss.CISPO: LossSpec(
-        bounds=("clip_low", "clip_high"),
+        # Nothing below, as its source: at least 0.8 would go on pushing what the step made improbable already.
+        clip=ClipRange(low=1.0),
+        bounds=("clip_high",),
         keeps_gradient=True,
-        fixed_bounds="has bounds that are a weight and stop no gradient: a wider one gives back what the cap took",
+        fixed_bounds="has a bound that is a weight and stops no gradient: a wider one gives back what the cap took",
     ),
     Loss.SAPO: LossSpec(
         bounds=(),

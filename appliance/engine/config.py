@@ -6,6 +6,7 @@ the quantised engine does not know are refused by name, not served half-quantise
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,12 @@ class ApplianceConfig(QuantizationConfig):
     @staticmethod
     def get_config_filenames() -> list[str]:
         return []
+
+    @staticmethod
+    @functools.cache
+    def get_cache_scale_mapper() -> Any:
+        """vLLM's own, made once: it compiles its patterns at each `load_weights`, and ours are of one tensor."""
+        return QuantizationConfig.get_cache_scale_mapper()
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> ApplianceConfig:

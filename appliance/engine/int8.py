@@ -54,7 +54,7 @@ class Int8LinearMethod(OnlineLinearMethod):
             layer.register_parameter(name, None)
 
     def quantise(self, weight_NK: Tensor, *, absmax: Tensor | None) -> QuantisedWeight:
-        return quantise_for_kernel(weight_NK, absmax=absmax)
+        return quantise_for_kernel(weight_NK, absmax=absmax, known_finite=self.known_finite)
 
     def install(self, layer: Module, quantised: QuantisedWeight) -> None:
         """Hand codes and scales to vLLM's kernel.
@@ -64,7 +64,7 @@ class Int8LinearMethod(OnlineLinearMethod):
         """
         replace_parameter(layer, "weight_scale", quantised.scale)
         if isinstance(self.kernel, CPUInt8ScaledMMLinearKernel):
-            layer.weight = None
+            layer.weight = self.gemm = None  # the old packed weight goes before there is a new one
             packed = SglGemm if packs_quickly(*quantised.codes_NK.shape) else OneDnnGemm
             self.gemm = packed(quantised.codes_NK, scale_N1=quantised.scale)
         else:
@@ -103,11 +103,13 @@ def refuse_ragged(name: str, codes_NK: Tensor) -> None:
         )
 
 
-def quantise_for_kernel(weight_NK: Tensor, *, absmax: Tensor | None = None) -> QuantisedWeight:
+def quantise_for_kernel(
+    weight_NK: Tensor, *, absmax: Tensor | None = None, known_finite: bool = False
+) -> QuantisedWeight:
     """The codec's result bit for bit, by vLLM's row quantiser on a CPU, by a Triton kernel on a GPU.
 
     weight_NK: [N, K].  absmax: [N, 1] float32, of the whole rows where these are a part.
-    Raises NumericsError when a value is not finite (vLLM's quantiser would not notice).
+    Raises NumericsError when a value is not finite, and not known to be (vLLM's quantiser would not notice).
     """
     if not current_platform.is_cpu():
         from appliance.quant.triton_int8 import WIDEST_ROW, quantise_int8_triton  # Triton has no build for a CPU
@@ -116,7 +118,7 @@ def quantise_for_kernel(weight_NK: Tensor, *, absmax: Tensor | None = None) -> Q
         return quantise(weight_NK.contiguous(), absmax=absmax)
     # The quantiser takes no scales: one more column that has the absmax, which is a value of the whole row.
     whole_NK = weight_NK if absmax is None else torch.cat([weight_NK, absmax.to(weight_NK.dtype)], dim=1)
-    quantised = quantise_weight(whole_NK)
+    quantised = quantise_weight(whole_NK, known_finite=known_finite)
     return int8_rows(quantised.codes_NK[:, : weight_NK.shape[1]].contiguous(), scale_N1=quantised.scale)
 
 

@@ -26,9 +26,10 @@ float32 from end to end: cuBLAS may else cut a row into parts and add these in B
 FP8: fp8_proof.py.
 
 Which layers an update proves, and how thoroughly. With `every` = n a layer has its turn once in each round of n syncs.
-Where a proof looks at a part of a layer (rows, columns) it moves on by one part in each round. At sync 1 and at the
-last sync of each ROTATION rounds all layers are asked, and the proof is full: it looks at all that a layer holds. What
-is too dear even for that is asked of all layers at sync 1 and then of each in turn, one in ROTATION at each full proof.
+Where a proof looks at a part of a layer (rows, columns) it moves on by one part in each round; INT8's looks at one row
+in `parts`. At sync 1 and at the last sync of each ROTATION rounds all layers are asked, and the proof is full: it looks
+at all that a layer holds. What is too dear even for that is asked of all layers at sync 1 and then of each in turn, one
+in ROTATION at each full proof.
 """
 
 from __future__ import annotations
@@ -65,17 +66,18 @@ _SAMPLED_ELEMENTS = 1 << 19  # of so many the codec quantises one row
 class Ask:
     """Of one layer at one sync. round: how many times n syncs went by; which part is looked at follows from it.
 
-    thorough: a full proof in which it is this layer's turn for what is dear.
+    thorough: a full proof in which it is this layer's turn for what is dear.  parts: INT8 looks at one row in so many.
     """
 
     sync: int
     round: int
     full: bool
     thorough: bool
+    parts: int = 1
 
 
-def ask(turn: int, *, sync: int, every: int, everyone: bool = False) -> Ask | None:
-    """None when the layer is not asked. turn: number of the layer.  sync: from 1.  every: at least 1.
+def ask(turn: int, *, sync: int, every: int, parts: int = 1, everyone: bool = False) -> Ask | None:
+    """None when the layer is not asked. turn: number of the layer.  sync: from 1.  every, parts: at least 1.
 
     everyone: all layers fully, as at sync 1.
     """
@@ -85,7 +87,7 @@ def ask(turn: int, *, sync: int, every: int, everyone: bool = False) -> Ask | No
     if not full and (turn - sync) % every != 0:
         return None
     is_turn = rest == 0 and (turn - number) % ROTATION == 0
-    return Ask(sync=sync, round=sync // every, full=full, thorough=everyone or is_turn)
+    return Ask(sync=sync, round=sync // every, full=full, thorough=everyone or is_turn, parts=1 if full else parts)
 
 
 @dataclass(frozen=True)
@@ -146,38 +148,48 @@ class Int8Proof(KernelProof):
         length = self.shape.length
         self.probe_K = self._integers(COLUMNS, 128, count=length) * self._signs(length)
         self.probe_K[self.ask.sync % length] = 127
+        self._looks_at_N = torch.arange(self.shape.channels, device="cpu") % self.ask.parts == self._part
         self._sums_N = torch.zeros(self.shape.channels, dtype=torch.float64, device="cpu")
         self._scale_N = torch.zeros(self.shape.channels, dtype=torch.float32, device="cpu")
         self.samples: list[tuple[Tensor, Tensor, QuantisedWeight]] = []
 
+    @property
+    def _part(self) -> int:
+        return self.ask.round % self.ask.parts
+
     def take(self, slot: Slot, tensor: Tensor) -> None:
-        whole_NK = rounded(tensor[slot.rows])
+        parts = self.ask.parts
+        first = (self._part - slot.start) % parts
+        whole_NK = rounded(tensor[slot.rows][first::parts])
         probe_K = self.probe_K.to(whole_NK.device, torch.int8)
         rows = max(1, _CHUNK_ELEMENTS // whole_NK.shape[1])
         codes_NK = whole_NK.new_empty((min(rows, len(whole_NK)), whole_NK.shape[1]), dtype=torch.int8)
-        for start in range(slot.start, slot.start + len(whole_NK), rows):
-            chunk_NK = whole_NK[start - slot.start :][:rows]
+        for start in range(0, len(whole_NK), rows):
+            chunk_NK = whole_NK[start : start + rows]
             quantised = quantise_rows(chunk_NK, into_NK=codes_NK)
+            own = slice(slot.start + first + start * parts, None, parts)
             if chunk_NK.device.type == "cpu":
-                self._sample(chunk_NK, quantised, start=start)
-            part = slice(start, start + len(chunk_NK))
+                self._sample(chunk_NK, quantised, own=own)
+            part = slice(own.start, own.start + len(chunk_NK) * parts, parts)
             self._sums_N[part] = exact_product(quantised.codes_NK[:, slot.columns], probe_K)
             self._scale_N[part] = quantised.scale.squeeze(1).cpu()
 
-    def _sample(self, chunk_NK: Tensor, quantised: QuantisedWeight, *, start: int) -> None:
-        """start: number of its first row."""
+    def _sample(self, chunk_NK: Tensor, quantised: QuantisedWeight, *, own: slice) -> None:
+        """own: its rows in the layer."""
         height = max(1, _SAMPLED_ELEMENTS // chunk_NK.shape[1])
         starts = torch.arange(0, len(chunk_NK), height, device="cpu")
         rows = (starts + self._integers(0, height, count=len(starts))).clamp_(max=len(chunk_NK) - 1)
         codes = int8_rows(quantised.codes_NK[rows], scale_N1=quantised.scale[rows])
-        self.samples.append((start + rows, chunk_NK[rows], codes))
+        self.samples.append((own.start + rows * own.step, chunk_NK[rows], codes))
 
     def check(self, layer: Module) -> Mismatch | None:
         held_N = layer.quant_method.held_scale(layer).reshape(-1).cpu()
+        if held_N.shape != self._scale_N.shape:
+            return first_scale(held_N, self._scale_N)
+        scale_N = torch.where(self._looks_at_N, self._scale_N, held_N)
         exact_N = self._sums_N * self._scale_N.double()
-        return first_scale(held_N, self._scale_N) or first_answer(
-            layer, self.probe_K, exact_N=exact_N, bound_N=4 * U * exact_N.abs()
-        )
+        bound_N = torch.where(self._looks_at_N, 4 * U * exact_N.abs(), torch.inf)
+        return first_scale(held_N, scale_N) or first_answer(layer, self.probe_K, exact_N=exact_N, bound_N=bound_N)
 
 
 class Bf16Proof(KernelProof):

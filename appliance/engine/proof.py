@@ -45,11 +45,11 @@ class Proven:
 class SyncProof:
     """`begin`, `take` every tensor, and when vLLM has finished `check`."""
 
-    def __init__(self, model: Module, *, tied_head: bool, rank: int, every: int) -> None:
-        """rank: within the engine.  every: see kernel_proof.py."""
+    def __init__(self, model: Module, *, tied_head: bool, rank: int, every: int, parts: int = 1) -> None:
+        """rank: within the engine.  every, parts: see kernel_proof.py."""
         self._model = model
         self._rank = rank
-        self._every = every
+        self._every, self._parts = every, parts
         self._slots = slots(model, tied_head=tied_head)
         self._layers: dict[str, Module] = dict(model.named_modules())
         self._provable = _provable(model)
@@ -72,7 +72,8 @@ class SyncProof:
         self._held.clear()
         self._unproven = 0
         asked = {
-            name: ask(turn, sync=sync, every=self._every, everyone=changed) for turn, name in enumerate(self._layers)
+            name: ask(turn, sync=sync, every=self._every, parts=self._parts, everyone=changed)
+            for turn, name in enumerate(self._layers)
         }
         self._due = {name: how for name, how in asked.items() if how is not None}
         self._kernels = {name: make(ask=self._due[name]) for name, make in self._provable.items() if name in self._due}

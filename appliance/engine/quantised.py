@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.layers.quantization.utils.quant_utils import amax_for_tp_weight_quant
-from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_online_processing
 from vllm.model_executor.parameter import ModelWeightParameter
 
 from appliance.errors import EngineError
@@ -37,6 +37,7 @@ class Quantising:
     proof: the KernelProof of a layer with it.  provable: whether that can be asked.
     on_quantised: called with (layer, weight as assembled, its codes and scales) after each quantisation, before the
         weight is dropped. Set it on an object, or with `staticmethod` on a class.
+    known_finite: whether each tensor of a weight was looked at before it came.
     """
 
     scheme: Scheme
@@ -44,6 +45,7 @@ class Quantising:
     proof: Callable[..., Any]
     provable: bool = True
     on_quantised: QuantisedHook | None = None
+    known_finite: bool = False
 
     @property
     @abstractmethod
@@ -93,15 +95,22 @@ class OnlineLinearMethod(Quantising, LinearMethodBase):
         """Quantise the layer's BF16 weight and hand it to what multiplies. Raises NumericsError."""
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             return
+        for _, call in get_layerwise_info(layer).loaded_weights:
+            call.arguments.clear()  # the tensors that were written into the weight: vLLM keeps them until it is done
+        self.install(layer, self._quantised(layer))
+        layer._already_called_process_weights_after_loading = True
+
+    def _quantised(self, layer: Module) -> QuantisedWeight:
+        """Frees the weight's memory: vLLM still holds the parameter."""
         weight_NK = layer.weight.data
         absmax = None
         if self._needs_whole:
             absmax = self._whole.of(weight_NK, ask=lambda own: amax_for_tp_weight_quant(own, True))
         quantised = self.quantise(weight_NK, absmax=absmax)
-        self.install(layer, quantised)
         if self.on_quantised is not None:
             self.on_quantised(layer, weight_NK, quantised)
-        layer._already_called_process_weights_after_loading = True
+        layer.weight.data = weight_NK.new_empty(0)
+        return quantised
 
     @abstractmethod
     def quantise(self, weight_NK: Tensor, *, absmax: Tensor | None) -> QuantisedWeight:

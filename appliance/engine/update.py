@@ -25,6 +25,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from appliance.engine.experts import pack_experts_anew
 from appliance.engine.precision import PrecisionSwitch
 from appliance.engine.proof import SyncProof
+from appliance.engine.quantised import Quantising
 from appliance.engine.telemetry import FirstScales, TelemetryTap
 from appliance.errors import EngineError, NumericsError, SyncError
 from appliance.quant.codec import all_finite
@@ -77,13 +78,14 @@ class WeightUpdate:
         replica: int = 0,
         rank: int = 0,
         prove_every: int = 1,
+        prove_parts: int = 1,
         needs_manifest: bool = False,
         smoothing: Smoothing | None = None,
         first_scales: FirstScales | None = None,
         taken_before: int = 0,
         captured: bool = False,
     ) -> None:
-        """model_config: vLLM's.  rank: within the engine.  prove_every: see SyncProof.
+        """model_config: vLLM's.  rank: within the engine.  prove_every, prove_parts: see kernel_proof.py.
 
         needs_manifest: a stream that does not end with the list of its tensors is an error; without it none may come,
         and nothing is digested.  smoothing: folded into the tensors when their digests are known.
@@ -97,9 +99,16 @@ class WeightUpdate:
         self._wants_manifest = self._needs_manifest = needs_manifest
         self._smoothing = smoothing or Smoothing()
         self._proof = SyncProof(
-            model, tied_head=model_config.hf_text_config.tie_word_embeddings, rank=rank, every=prove_every
+            model,
+            tied_head=model_config.hf_text_config.tie_word_embeddings,
+            rank=rank,
+            every=prove_every,
+            parts=prove_parts,
         )
         self._precision = PrecisionSwitch(model)
+        for layer in model.modules():
+            if isinstance(method := getattr(layer, "quant_method", None), Quantising):
+                method.known_finite = True  # from here on: `_load_one` looks at each tensor
         self._replica, self._rank = replica, rank
         self._sync = self._taken_before = taken_before
         self._now = _Running(self._smoothing)
@@ -127,18 +136,37 @@ class WeightUpdate:
         """This update's sender has a list. Before its first tensor."""
         self._needs_manifest = True
 
-    def load(self, bucket: Bucket) -> None:
+    def load(self, bucket: Bucket, *, is_lent: bool = False) -> None:
         """bucket: (name, tensor) with the checkpoint's names; the first of an update may say in which precision. The
-        tensors are kept until their layer is complete, so they must not share memory that the sender reuses. Raises
-        SyncError for a tensor that the model does not have, has in another shape or has already got, for a value that
-        is not finite, for what comes after the list, and for a precision that this engine cannot have."""
+        tensors are kept until their layer is complete: is_lent says that their sender uses their memory again, so that
+        what has to wait is copied. Raises SyncError for a tensor that the model does not have, has in another shape or
+        has already got, for a value that is not finite, for what comes after the list, and for a precision that this
+        engine cannot have."""
         for name, tensor in bucket:
             if name == DIRECTIVE_NAME and self._needs_manifest:
                 self._take_directive(tensor)
             elif name == MANIFEST_NAME and self._needs_manifest:
                 self._take_manifest(tensor)
+            elif is_lent and not self._waits_in_a_layer(name):
+                self._load_one(name, tensor.clone())
             else:
                 self._load_one(name, tensor)
+                if is_lent:
+                    self._copy_waiting(name, tensor)
+
+    def _waits_in_a_layer(self, name: str) -> bool:
+        """Of ours. vLLM keeps a tensor of an expert, or of no layer that we know, where it likes."""
+        layers = self._proof.layers_of(name)
+        return bool(layers) and all(isinstance(layer, Module) for layer in layers)
+
+    def _copy_waiting(self, name: str, tensor: Tensor) -> None:
+        """A layer that is not complete has kept a view of the tensor."""
+        lent = tensor.untyped_storage().data_ptr()
+        for layer in self._proof.layers_of(name):
+            for _, call in get_layerwise_info(layer).loaded_weights:
+                for key, value in call.arguments.items():
+                    if isinstance(value, Tensor) and value.untyped_storage().data_ptr() == lent:
+                        call.arguments[key] = value.clone()
 
     def _take_directive(self, tensor: Tensor) -> None:
         if self._now.is_open:

@@ -9,7 +9,7 @@ What is not complete when somebody asks for tokens, or resets the cache, is an e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from appliance.engine.kernel_proof import ROTATION
 from appliance.engine.update import WeightUpdate, incomplete_layers, loadable_elements, tied_layers
 from appliance.errors import SyncError
 from appliance.quant.profile import Smoothing
@@ -53,10 +54,14 @@ class WaysIn:
         From here on the model's updates are ours."""
         self._model, self._vllm_config, self._rank, self._tell = model, vllm_config, rank, tell
         self._device = torch.device(vllm_config.device_config.device)
+        # a torch that asks for the device at every call is slow, and on a CPU it is asked for what it has
+        self._where = nullcontext() if self._device.type == "cpu" else self._device
         model_config = vllm_config.model_config
         self._dtype = model_config.dtype
         captured = self._device.type == "cuda" and not model_config.enforce_eager
-        self.update = WeightUpdate(model, model_config=model_config, rank=rank, smoothing=smoothing, captured=captured)
+        self.update = WeightUpdate(
+            model, model_config=model_config, rank=rank, smoothing=smoothing, captured=captured, prove_parts=ROTATION
+        )
         self._version = 0
         self._open = ""
         self._said = ""  # what broke an update, with the names of its layers
@@ -100,7 +105,7 @@ class WaysIn:
                     self._head = self._head_digest(tensor)
                 if name == DIRECTIVE_NAME:
                     self.update.expect_manifest()
-                self.update.load([(name, self._own(tensor))])
+                self._take(name, tensor)
                 self._manifest_seen |= name == MANIFEST_NAME
                 taken.add(name)
                 if self._ends_itself and self._has_all():
@@ -154,7 +159,7 @@ class WaysIn:
         """What vLLM sets around a load; and after any error, an interrupt too, the update stays broken."""
         whole = False
         try:
-            with set_current_vllm_config(self._vllm_config), self._device, torch.no_grad():
+            with set_current_vllm_config(self._vllm_config), self._where, torch.no_grad():
                 yield
             whole = True
         except SyncError as error:
@@ -164,11 +169,13 @@ class WaysIn:
         finally:
             self._open = self._open if whole else ""
 
-    def _own(self, tensor: Tensor) -> Tensor:
-        """A copy: a layer's tensors wait for the last one, and senders use their memory again. What no list of digests
-        is kept of is rounded to the model's dtype, as vLLM would round it."""
+    def _take(self, name: str, tensor: Tensor) -> None:
+        """Senders use a tensor's memory again. What no list of digests is kept of is rounded to the model's dtype, as
+        vLLM would round it."""
         rounds = tensor.is_floating_point() and not self.update.keeps_digests
-        return tensor.detach().to(device=self._device, dtype=self._dtype if rounds else None, copy=True)
+        own = tensor.detach().to(device=self._device, dtype=self._dtype if rounds else None)
+        is_shared = own.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        self.update.load([(name, own)], is_lent=is_shared)
 
     def _has_all(self) -> bool:
         if self.update.keeps_digests:

@@ -106,6 +106,7 @@ def build_plan(
     experts = engines.quantises_experts(recipe.quantization.ignore, layers=engines.layers_with_experts(model))
     device = _device(recipe, host=host, book=book)
     is_cpu = device == CPU
+    capability = None if is_cpu else GPUS[device].capability
     automatic, why = _automatic(device, host=host, model=model, experts=experts, cache_dir=cache_dir, original=original)
     if SchemeChoice.AUTO in recipe.rollout.schemes:
         book.note("rollout.scheme", automatic, why)
@@ -119,7 +120,7 @@ def build_plan(
         why = "the first one counts: checkpoint.keep_best, val_reward_mean and the summary go by its mean reward"
         book.note("task.val_sets", task.val_sets[0].name, why)
     rollout = engines.plan_rollout(
-        recipe, automatic=automatic, run_dir=run_dir, is_cpu=is_cpu, experts=experts, book=book
+        recipe, automatic=automatic, run_dir=run_dir, capability=capability, experts=experts, book=book
     )
     steps = book.note("trainer.steps", *derive.steps_of(recipe))
     book.note("checkpoint.every_steps", *derive.every(recipe.checkpoint.every_steps, steps=steps))
@@ -192,7 +193,8 @@ def build_plan(
                 or recipe.optimizer.schedule is Schedule.LINEAR
                 or (is_cpu and algorithm.kl is not None)
             ),
-            capability=None if is_cpu else GPUS[device].capability,
+            one_flow=trainer.one_flow,
+            capability=capability,
         ),
         pins=pins_for(device),
         choices=tuple(book.choices),

@@ -75,7 +75,8 @@ def plan_trainer(recipe: Recipe, *, attention: str, book: Book) -> TrainerPlan:
     is_builtin = bool(recipe.model.builtin)
     one_flow = recipe.trainer.forward is Forward.ROLLOUT
     if fp8_backward := recipe.trainer.backward is Backward.FP8_BLOCK:
-        book.note("trainer.backward", str(recipe.trainer.backward), "as given; emulated: its numbers are meant")
+        emulated = "; emulated: its numbers are meant" if recipe.quantization.emulate else ""
+        book.note("trainer.backward", str(recipe.trainer.backward), f"as given{emulated}")
     mini = recipe.batch.mini_batch_prompts or recipe.batch.prompts_per_step
     recomputes = "activations are recomputed: less memory, a third more time"
     keeps = "the model is tiny: recomputing costs time and saves nothing"

@@ -20,6 +20,7 @@ from appliance.terms.shapes import read_shape
 PROFILE_FOLDER = "profile"
 _AUTO, _NONE = "auto", "none"
 _PROVE_EVERY = 16
+_HOPPER = 9  # the major number of its capability: what torch multiplies in blocks of 128
 _MOST_LAYERS = 1024  # that are asked for; what is larger is not a model's number of layers
 
 USUAL_ACTIONS = (Action.WARN, Action.TIGHTEN, Action.BF16, Action.STOP)
@@ -27,14 +28,23 @@ CHANGES_ENGINES = (Action.RAISE_PRECISION, Action.BF16)
 
 
 def plan_rollout(
-    recipe: Recipe, *, automatic: Scheme, run_dir: Path, is_cpu: bool, experts: bool, book: Book
+    recipe: Recipe,
+    *,
+    automatic: Scheme,
+    run_dir: Path,
+    capability: tuple[int, int] | None,
+    experts: bool,
+    book: Book,
 ) -> RolloutPlan:
-    """automatic: the scheme that `auto` means on this device.  experts: whether a quantised engine has some in it."""
-    rollout = recipe.rollout
+    """automatic: the scheme that `auto` means on this device.  experts: whether a quantised engine has some in it.
+
+    capability: of the GPUs, None on a CPU.
+    """
+    rollout, is_cpu, one_flow = recipe.rollout, capability is None, recipe.trainer.forward is Forward.ROLLOUT
     schemes = [automatic if each is SchemeChoice.AUTO else Scheme(each.value) for each in rollout.schemes]
     engines = [schemes[rank % len(schemes)] for rank in range(recipe.topology.engines)]
     profile = str(run_dir / PROFILE_FOLDER) if recipe.quantization.profile != _NONE else ""
-    eager = is_cpu or (experts and any(each.quantised for each in engines))
+    eager = is_cpu or one_flow or (experts and any(each.quantised for each in engines))
     planned = RolloutPlan(
         scheme=next((each for each in engines if each.quantised), engines[0]),
         replicas=tuple(_quantisation(recipe, scheme=each, profile=profile) for each in engines),
@@ -47,7 +57,9 @@ def plan_rollout(
     )
     if recipe.trainer.forward is not Forward.BF16:
         in_fp8 = recipe.trainer.backward is Backward.FP8_BLOCK
-        _require_one_flow(planned, forward=recipe.trainer.forward, in_fp8=in_fp8, is_cpu=is_cpu, experts=experts)
+        _require_one_flow(
+            planned, forward=recipe.trainer.forward, in_fp8=in_fp8, capability=capability, experts=experts
+        )
     if planned.scheme.quantised:
         book.note("quantization.prove_every", planned.prove_every, _why_so_often(recipe))
     if any(replica.profile for replica in planned.replicas):
@@ -58,16 +70,28 @@ def plan_rollout(
         listed = ", ".join(str(each) for each in engines)
         book.note("rollout.replicas", listed, "one scheme per engine, the list repeated in order")
     if eager and not is_cpu:
-        book.note("rollout.enforce_eager", True, "quantised experts run one by one, which no graph holds")
+        why = "quantised experts run one by one, which no graph holds"
+        if one_flow:
+            why = "the trainer calls the same kernels, one by one, in vLLM's batch-invariant mode: rollouts take longer"
+        book.note("rollout.enforce_eager", True, why)
     return planned
 
 
-def _require_one_flow(rollout: RolloutPlan, *, forward: Forward, in_fp8: bool, is_cpu: bool, experts: bool) -> None:
-    """What a recipe alone does not show. in_fp8: the gradients, too. Raises RecipeError."""
+def _require_one_flow(
+    rollout: RolloutPlan, *, forward: Forward, in_fp8: bool, capability: tuple[int, int] | None, experts: bool
+) -> None:
+    """What a recipe alone does not show. Raises RecipeError.
+
+    in_fp8: the gradients, too.  capability: as plan_rollout.
+    """
     place, hint = "trainer.forward", "use `bf16`"
-    if not is_cpu:
-        backward = [("trainer.backward: `fp8-block` is emulated, on a CPU only", hint)] if in_fp8 else []
-        raise RecipeError([(f"{place}: `{forward}` runs on a CPU only", hint), *backward])
+    if capability is not None and forward is not Forward.ROLLOUT:
+        raise RecipeError([(f"{place}: `{forward}` runs on a CPU only", hint)])
+    if capability is not None and rollout.emulated:
+        raise RecipeError([(f"{place}: `{forward}` emulates FP8 on a CPU only", "remove quantization.emulate")])
+    if capability is not None and rollout.scheme is Scheme.FP8_BLOCK and capability[0] != _HOPPER:
+        backward = [("trainer.backward: `fp8-block` has a kernel on Hopper only", hint)] if in_fp8 else []
+        raise RecipeError([(f"{place}: `{forward}` has a kernel of `fp8-block` on Hopper only", hint), *backward])
     if not forward.knows(rollout.scheme):
         raise RecipeError([(f"{place}: `{forward}` does not know `{rollout.scheme}`", "use rollout.scheme: int8")])
     if in_fp8 and rollout.scheme is not Scheme.FP8_BLOCK:

@@ -146,7 +146,7 @@ def _headline(plan: RunPlan) -> str:
     gpus = f"{plan.gpus_per_node} x {plan.device}" + (f" on each of {plan.nodes} nodes" if plan.nodes > 1 else "")
     emulated = ", emulated" if plan.rollout.emulated else ""
     batch = f"{plan.prompts_per_step} prompts x {plan.rollout.samples_per_prompt} samples"
-    backward = "; gradients in fp8-block, emulated" if plan.trainer.fp8_backward else ""
+    backward = f"; gradients in fp8-block{emulated}" if plan.trainer.fp8_backward else ""
     rollouts = f"rollouts in {plan.rollout.label}{emulated}{backward}"
     return f"{plan.name}: {plan.steps} steps of {batch}; {rollouts}; {plan.correction.text}; {gpus}"
 

@@ -74,9 +74,9 @@ def quantise_rows(weight_NK: Tensor, *, into_NK: Tensor) -> QuantisedWeight:
     return int8_rows(codes_NK, scale_N1=scale_N1)
 
 
-def quantise_weight(weight_NK: Tensor) -> QuantisedWeight:
+def quantise_weight(weight_NK: Tensor, *, known_finite: bool = False) -> QuantisedWeight:
     """As `quantise_rows`. Raises NumericsError when a value is not finite: vLLM's quantiser would not notice."""
-    if not all_finite(weight_NK):
+    if not (known_finite or all_finite(weight_NK)):
         raise NumericsError("a weight to quantise has a value that is not finite")
     return quantise_rows(weight_NK, into_NK=weight_NK.new_empty(weight_NK.shape, dtype=torch.int8))
 

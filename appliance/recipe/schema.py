@@ -394,7 +394,7 @@ class Trainer(Section):
     dtype: Lax[Dtype] = Dtype.BF16
     """of forward and backward; masters are in FP32"""
     backward: Lax[Backward] = Backward.BF16
-    """`fp8-block`: gradients of such layers in FP8, too; emulated"""
+    """`fp8-block`: gradients of such layers in FP8, too"""
     old_log_probs: Lax[OldLogProbs] = OldLogProbs.RECOMPUTE
     """`rollout`: the engines' own, no pass for them; with that forward only"""
     attention: Lax[Attention] = Attention.AUTO

@@ -408,7 +408,7 @@ class TrainerPlan(Frozen):
     linears: bool = False
     """Whether the whole forward is the rollouts' own, or its quantised layers alone (rollout_forward.py)."""
     fp8_backward: bool = False
-    """Whether gradients of quantised layers are computed in FP8, too: emulated."""
+    """Whether gradients of quantised layers are computed in FP8, too."""
     reuses_log_probs: bool = False
     """Whether the rollouts' log-probs are the old ones, so that nothing is computed before a step's first update."""
     sequence_parallel: int

@@ -59,6 +59,7 @@ def summary_rows(plan: RunPlan, state: RunState, *, seconds: float, folder: str)
     how = how if found.validated else "sampled, while training"
     beside = f" (bf16 {draw.number(state.val_bf16)})" if found.validated and state.val_bf16 is not None else ""
     only_after = [] if found.validated or not state.val_last_step else [("validation", display.validation_text(state))]
+    emulated = ", emulated" if plan.rollout.emulated else ""
     reward = f"{draw.number(found.before)} before, {draw.number(found.after)}{beside} after ({how})"
     return (
         ("done", f"{state.step} steps in {draw.duration(seconds)}"),
@@ -67,7 +68,7 @@ def summary_rows(plan: RunPlan, state: RunState, *, seconds: float, folder: str)
         *display.set_rows(state),
         ("speed", f"{draw.tokens_per_s(median_tokens_per_s(state))} of rollout, {per_step} s a step (medians)"),
         ("mismatch", _mismatch(state)),
-        *((("gradients", "of quantised layers in fp8-block, emulated"),) if plan.trainer.fp8_backward else ()),
+        *((("gradients", f"of quantised layers in fp8-block{emulated}"),) if plan.trainer.fp8_backward else ()),
         ("model", f"{folder}/model"),
         *_serving(plan, folder=folder),
         ("report", f"{folder}/{REPORT_FILE}"),

@@ -45,12 +45,14 @@ def child_env(
     offline: bool,
     backends: tuple[str, ...],
     own_engine: bool = False,
+    one_flow: bool = False,
     capability: tuple[int, int] | None = None,
 ) -> tuple[tuple[str, str], ...]:
     """(name, value) pairs that the child gets on top of the launcher's own environment.
 
     offline: model and data are on this host, so nothing asks the hub.  threads, kv_cache_gb (GiB): per process, CPU.
-    own_engine: verl trains with trainer/verl_engine.py.  capability: of the GPUs, None on a CPU.
+    own_engine: verl trains with trainer/verl_engine.py.  one_flow: its forward is the rollouts'.
+    capability: of the GPUs, None on a CPU.
     """
     env = {
         PLAN_VARIABLE: str(run_dir / "plan.json"),
@@ -84,6 +86,11 @@ def child_env(
             "TORCHDYNAMO_DISABLE": "1",  # needs a C++ compiler and start-up time, gains nothing at these sizes
             THREADS_VARIABLE: str(threads),  # Ray would set 1
             "OMP_WAIT_POLICY": "PASSIVE",  # trainer and engine take turns: threads that spin take the other's core
+        }
+    elif one_flow:
+        env |= {
+            "VLLM_BATCH_INVARIANT": "1",  # in the trainer, too: vLLM's compiled norms ask for it
+            "VLLM_USE_V2_MODEL_RUNNER": "0",  # its log-probs are a kernel of its own; V1's are torch's log_softmax
         }
     return tuple(sorted((env | _scales_of_blocks(capability)).items()))
 

@@ -92,7 +92,6 @@ def attend_row(
         k, v = (each.repeat_interleave(repeats, dim=1) for each in (k, v))
         q, k, v = (gather_seq_scatter_heads(each, seq_dim=0, head_dim=1) for each in (q, k, v))
     sequences = _sequences(position_ids)
-    attend = _attend_on_cuda if q.is_cuda else attend_each
     out = attend(q, k, v, sequences=sequences, scale=scaling, window=sliding_window)
     if sharing > 1:
         out = gather_heads_scatter_seq(out, head_dim=1, seq_dim=0)
@@ -105,6 +104,12 @@ def _sequences(positions_1T: Tensor) -> Sequences:
     if get_ulysses_sequence_parallel_world_size() > 1:
         positions_T = all_gather_tensor(positions_T)
     return Sequences.of(positions_T)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, sequences: Sequences, scale: float, window: int | None = None) -> Tensor:
+    """As attend_each."""
+    by_device = _attend_on_cuda if q.is_cuda else attend_each
+    return by_device(q, k, v, sequences=sequences, scale=scale, window=window)
 
 
 def attend_each(

@@ -57,7 +57,7 @@ from verl.workers.utils.padding import no_padding_2_padding, response_from_neste
 
 from appliance.corrections.base import CLAMP, Correction, Part, log_ratio
 from appliance.corrections.calibrated import fit_bounds
-from appliance.corrections.objective import ClipRange, Loss
+from appliance.corrections.objective import ClipRange, Estimator, KlPlace, Loss
 from appliance.errors import NumericsError, TrainingError
 from appliance.record.checkpoints import FITS_FILE
 from appliance.record.events import append_event, append_line
@@ -91,6 +91,8 @@ class BatchCorrection:
     def __init__(self, plan: RunPlan) -> None:
         self._planned = plan.correction.resolved
         self._shadow = ShadowPass(plan) if self._planned.has_shadow_pass else None
+        kl = plan.algorithm.kl
+        self._kl_in_reward = kl.estimator if kl is not None and kl.place is KlPlace.REWARD else None
         self._meant: dict[str, float] = {}
         self._metrics: dict[str, float | None] = {}
 
@@ -112,6 +114,9 @@ class BatchCorrection:
         """
         fitted_at, fitted = self._shadow.last_fit(before=step) if self._shadow else (None, None)
         names = ["old_log_probs", "rollout_log_probs", REAL, "advantages"]
+        told = (
+            {} if self._kl_in_reward is None else {"reference_kl": _reference_kl(batch, estimator=self._kl_in_reward)}
+        )
         data = _get(batch, names)
         sequences = Sequences(*(data[name].unbind() for name in names))
         correction = correction.for_step(_parts(sequences), fitted=fitted)
@@ -121,7 +126,7 @@ class BatchCorrection:
             what = f"the batch of this step does not carry what `{correction.name}` makes of its log-probs"
             raise TrainingError(what, hint=_HINT)
         self._meant = sums_of({name: torch.cat(rows) for name, rows in ({REAL: sequences.real} | fields).items()})
-        self._metrics = correction.metrics(sums) | ({"clip_fitted_step": fitted_at} if self._shadow else {})
+        self._metrics = correction.metrics(sums) | ({"clip_fitted_step": fitted_at} if self._shadow else {}) | told
         return batch
 
     def after_update(self, batch: KVBatchMeta, *, step: int, reported: dict[str, Any], log_probs: LogProbs) -> None:
@@ -136,6 +141,14 @@ class BatchCorrection:
     def metrics(self) -> dict[str, float | None]:
         """Of the line of the step that was prepared last."""
         return self._metrics
+
+
+def _reference_kl(batch: KVBatchMeta, *, estimator: Estimator) -> float:
+    """What the reward loses, of the policy before the update: its mean over all tokens of the step, nats."""
+    data = _get(batch, ["old_log_probs", "ref_log_prob", REAL])
+    real_T = data[REAL].values().bool()
+    kl_T = kl_penalty(data["old_log_probs"].values(), data["ref_log_prob"].values(), str(estimator))
+    return float(kl_T[real_T].double().mean())
 
 
 def _parts(sequences: Sequences) -> Iterator[Part]:

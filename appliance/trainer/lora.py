@@ -3,7 +3,9 @@
 What a layer computes is x (W + s B A)^T, with s = alpha / rank, A [R, in] drawn at random and B [out, R] zero at first.
 The adapter is in FP32 with an optimizer of its own; W has no gradient and stays in BF16, the format of the checkpoint.
 For each update of weights verl merges, W + bf16(s B A), sends that, and puts a copy of W back, bit for bit: the digest
-of W is asked before each. So engines, quantisation, digests of what is sent and proof know nothing of it.
+of W is asked before each. So engines, quantisation, digests of what is sent and proof know nothing of it; and because
+a wrong merge would be digested and proven like a right one, what is sent of one layer, each time of the next one, is
+held against the same sum made here.
 
 Checkpoints have the adapter alone, as a rank's shards and whole as PEFT reads it. `model/` is merged from it by the
 same code of PEFT's as the weights that were sent.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
@@ -72,6 +75,42 @@ class Frozen:
             message = f"weight update: {len(merged)} layers count as merged before the merge, first "
             message += merged[0].removeprefix("base_model.model.")
             raise SyncError(message, hint="their adapter would not be sent; resume from the last checkpoint")
+
+
+class Expected(NamedTuple):
+    """What is to be sent of one layer. sum_NK: W + s B A, float32.  bound_NK: of the error of a merge in BF16."""
+
+    name: str
+    sum_NK: Tensor
+    bound_NK: Tensor
+
+    def check(self, sent_NK: Tensor) -> None:
+        """Raises SyncError."""
+        apart_NK = (sent_NK.to(self.sum_NK) - self.sum_NK).abs()
+        if wrong := int((~(apart_NK <= self.bound_NK)).sum()):
+            message = f"weight update: {self.name} is not the model's weight with its adapter: {wrong} of "
+            message += f"{apart_NK.numel()} numbers differ, by up to {float(apart_NK.max()):.3g}"
+            raise SyncError(message, hint="the merge went wrong; resume from the last checkpoint, and report it")
+
+
+def expected_merge(module: Module, *, lora: LoraPlan, turn: int) -> Expected | None:
+    """Before a merge. Every rank calls it, the first one gets it. turn: which layer, modulo their number.
+
+    The bound: s B A and the sum are rounded to BF16, 2^-9 of each and of what they are then; B and A may be rounded
+    before, to BF16 or by a GPU to TF32, 2^-9 of each.
+    """
+    layers = [(name, each) for name, each in module.named_modules() if isinstance(each, LoraLayer)]
+    name, layer = layers[turn % len(layers)]
+    parts = (layer.base_layer, layer.lora_A["default"], layer.lora_B["default"])
+    whole = [_whole(each.weight) for each in parts]
+    if torch.distributed.is_initialized() and torch.distributed.get_rank():
+        return None
+    w_NK, a_RK, b_NR = (each.float() for each in whole)
+    scale = lora.alpha / lora.rank
+    delta_NK, most_NK = scale * (b_NR @ a_RK), scale * (b_NR.abs() @ a_RK.abs())
+    bound_NK = 2.0**-8 * (w_NK.abs() + 2 * delta_NK.abs() + most_NK)
+    short = f"{name.removeprefix('base_model.model.')}.weight"
+    return Expected(short, sum_NK=w_NK + delta_NK, bound_NK=bound_NK)
 
 
 def save_adapter(module: Module, *, folder: Path, model: ModelPlan) -> None:

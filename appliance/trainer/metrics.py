@@ -296,8 +296,9 @@ class Step:
     sync: SyncRecord | None = None
 
     def is_exact(self, plan: RunPlan) -> bool:
-        """Whether its log-probs are to be the rollouts' bit by bit. What is in BF16 for now depends on the batch."""
-        return plan.trainer.one_flow and self.rolled == Live(plan.rollout.label, plan.rollout.emulated)
+        """Whether its log-probs are to be the rollouts' bit by bit. What is in BF16 for now depends on the batch; on a
+        GPU nothing is promised but a bound (trainer/governor.py)."""
+        return plan.trainer.one_flow and plan.is_cpu and self.rolled == Live(plan.rollout.label, plan.rollout.emulated)
 
 
 def step_metrics(
@@ -338,12 +339,9 @@ def step_metrics(
 
 
 def _reference_kl(verl: dict[str, Any], *, plan: RunPlan) -> dict[str, float]:
-    """`reference_kl`, nats, where something asks for it: in the loss the estimator's mean over the tokens that were
-    trained on, in the reward verl's, a mean over responses of their tokens' mean."""
-    if plan.algorithm.kl is None:
-        return {}
-    in_loss = plan.algorithm.kl.place is KlPlace.LOSS
-    return {"reference_kl": mean_divergence(verl) if in_loss else float(verl.get("actor/reward_kl_penalty", math.nan))}
+    """`reference_kl`, nats, of a divergence in the loss: the estimator's mean over the tokens that were trained on."""
+    kl = plan.algorithm.kl
+    return {"reference_kl": mean_divergence(verl)} if kl is not None and kl.place is KlPlace.LOSS else {}
 
 
 def left_out(run_dir: Path, *, telemetry: StepTelemetry, step: int) -> dict[str, float]:

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from verl.models.transformers.dense_common import CausalLMOutputForPPO
 from verl.utils.tensordict_utils import get
@@ -36,7 +35,16 @@ from appliance.sync.precision import AS_PLANNED, Precision, quantisation_at
 from appliance.terms.families import FAMILIES, Unit
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
-from appliance.trainer.rollout_ops import Batch, EngineWeight, Note, add_norm, head_norm, log_probs_of, silu_and_mul
+from appliance.trainer.rollout_ops import (
+    Batch,
+    EngineWeight,
+    Note,
+    add_norm,
+    head_norm,
+    linear,
+    log_probs_of,
+    silu_and_mul,
+)
 
 HEAD = "lm_head"
 _HINT = "use trainer.forward: bf16"
@@ -88,8 +96,8 @@ class EngineLayer:
         if not self.scheme.quantised:
             weight_NK = torch.cat(weights) if len(weights) > 1 else weights[0]  # a copy would be kept for backward
             if self._factor_K is not None:
-                weight_NK = weight_NK * self._factor_K.to(weight_NK.dtype)
-            return functional.linear(silu_and_mul(x) if gated else x, weight_NK, bias_N)
+                weight_NK = weight_NK * self._factor_K.to(weight_NK)
+            return linear(silu_and_mul(x) if gated else x, weight_NK, bias_N)
         if self._weight is None:
             folded = [
                 fold(f"{name}.weight", weight.detach(), smoothing=self._smoothing)
@@ -103,7 +111,7 @@ class EngineLayer:
     def alone(self, x: Tensor) -> Tensor:
         """[..., N] of what transformers' norms give: smoothing, powers of two, is taken out of it here."""
         if self._factor_K is not None:
-            x = x / self._factor_K.to(x.dtype)
+            x = x / self._factor_K.to(x)
         return self(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
 
@@ -162,7 +170,7 @@ class DecoderLayer:
 
     def _norm(self, place: int, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         name, norm, factor_H = self._norms[place]
-        weight_H = norm.weight if factor_H is None else norm.weight * factor_H.to(norm.weight.dtype)
+        weight_H = norm.weight if factor_H is None else norm.weight * factor_H.to(norm.weight)
         x, residual = add_norm(x, residual, weight_H, eps=norm.variance_epsilon)
         return batch.note(name, x), residual
 
@@ -219,7 +227,7 @@ class RolloutForward:
             self.follow(AS_PLANNED)
             return
         self._config = model.config
-        self._cos_sin = _cos_sin(model)
+        self._cos_sin = _cos_sin_of(model)
         layers = [
             DecoderLayer(
                 layer,
@@ -233,6 +241,8 @@ class RolloutForward:
         for mine, layer in zip(layers, model.model.layers, strict=True):
             layer.forward = mine.__call__
             self._linears += mine.layers
+        head = model.lm_head
+        head.forward = lambda x: linear(x, head.weight, head.bias)
         model.forward = functools.partial(self, model)
         self.follow(AS_PLANNED)
 
@@ -256,6 +266,10 @@ class RolloutForward:
     def linears(self) -> list[EngineLayer]:
         return self._linears
 
+    @property
+    def is_emulated(self) -> bool:
+        return self._quantisation.emulated
+
     def forget(self) -> None:
         self._is_sent = False
         for layer in self.linears():
@@ -270,8 +284,8 @@ class RolloutForward:
         """data: of verl's update, of these sequences.  log_probs, entropy: nested, of prompt and response each."""
         mask = data["response_mask"]
         keys = [f"{uid}_{session}_0" for uid, session in zip(*(get(data, name) for name in _KEY), strict=True)]
-        found = (response_from_nested(each.detach(), mask).values() for each in (log_probs, entropy))
-        self.held.append(Held(keys, mask.offsets().diff(), *found))
+        found = (response_from_nested(each.detach(), mask).values().cpu() for each in (log_probs, entropy))
+        self.held.append(Held(keys, mask.offsets().diff().cpu(), *found))
 
     def __call__(
         self,
@@ -297,7 +311,7 @@ class RolloutForward:
             heads=heads,
             kv_heads=config.num_key_value_heads,
             head_dim=size,
-            cos_sin=self._cos_sin,
+            cos_sin=self._cos_sin(positions_T.device),
             scale=size**-0.5,
             trace=trace,
         )
@@ -342,8 +356,12 @@ def note_sent(manifest: Manifest) -> None:
 
 def backward() -> str:
     """What gradients of quantised layers are computed in in this process, for the attestation."""
-    in_fp8 = {layer.fp8_backward for flow in _PRESENT for layer in flow.linears()}
-    return ", ".join(f"{Scheme.FP8_BLOCK}, emulated" if each else str(Scheme.BF16) for each in sorted(in_fp8))
+    schemes = {
+        f"{Scheme.FP8_BLOCK}{', emulated' if flow.is_emulated else ''}" if layer.fp8_backward else str(Scheme.BF16)
+        for flow in _PRESENT
+        for layer in flow.linears()
+    }
+    return ", ".join(sorted(schemes))
 
 
 def take_held(_worker: Any = None) -> list[Held]:
@@ -360,13 +378,20 @@ def quantised_layers() -> list[str]:
     return [*dict.fromkeys(names)]
 
 
-def _cos_sin(model: nn.Module) -> Tensor:
-    """[positions, D] BF16, as vLLM has it."""
+def _cos_sin_of(model: nn.Module) -> Callable[[torch.device], Tensor]:
+    """Gives [positions, D] BF16, as vLLM has it: computed on the device that it is for."""
     rotary, config = model.model.rotary_emb, model.config
     kind = config.rope_parameters["rope_type"]
     if kind not in _ROPES:
         raise TrainingError(f"trainer.forward: rollout does not know rope_type {kind}", hint=_HINT)
     make: Callable[..., Any] = rotary.compute_default_rope_parameters
-    inverse, scaling = (make if kind == _DEFAULT_ROPE else ROPE_INIT_FUNCTIONS[kind])(config, None)
-    angles = torch.outer(torch.arange(config.max_position_embeddings, dtype=torch.float32), inverse.float())
-    return (torch.cat([angles.cos(), angles.sin()], dim=-1) * scaling).to(torch.bfloat16)
+    make = make if kind == _DEFAULT_ROPE else ROPE_INIT_FUNCTIONS[kind]
+
+    @functools.cache
+    def cos_sin(device: torch.device) -> Tensor:
+        inverse, scaling = make(config, device)
+        positions = torch.arange(config.max_position_embeddings, dtype=torch.float32, device=device)
+        angles = torch.outer(positions, inverse.float())
+        return (torch.cat([angles.cos(), angles.sin()], dim=-1) * scaling).to(torch.bfloat16)
+
+    return cos_sin

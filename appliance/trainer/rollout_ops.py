@@ -1,6 +1,6 @@
 """The operations of the rollouts' forward, with their gradients (trainer/rollout_forward.py puts them together).
 
-They are vLLM's CPU kernels, and torch's where vLLM has torch's. What is not a product of weights has the gradient
+They are the engine's kernels (trainer/rollout_kernels.py). What is not a product of weights has the gradient
 of its plain formula, at the inputs that the kernel had (norms: one rounding from them). A quantised layer is passed
 straight through: with codes of weights and activations W^ and X^, in BF16,
 
@@ -9,11 +9,11 @@ straight through: with codes of weights and activations W^ and X^, in BF16,
 and its activations are kept for that as codes and scales, or made again from what is kept before them (`gated`). Scales
 by the largest value never clip, so nothing is masked.
 
-Or in E4M3 (`fp8_backward`, of layers in `fp8-block`; emulated as the forward is, quant/cpu_gemm.py), as Jet-RL has it
+Or in E4M3 (`fp8_backward`, of layers in `fp8-block`; on a CPU emulated as the forward is), as Jet-RL has it
 (arXiv 2601.14243): what is multiplied shares a scale over 128 of the dimension that is summed over, and weights over
 128 x 128. With Q of 1 x 128 blocks of its rows, of the codec's floor,
 
-    dX = Q(dY) W^     dW = Q(dY^T) Q(X^^T)^T     in float64 by block, rounded to BF16
+    dX = Q(dY) W^     dW = Q(dY^T) Q(X^^T)^T     in float64 by block (CUDA: float32), rounded to BF16
 
 W^ by the codes of the forward; X^ by those that it kept, dequantised and quantised again along tokens. The last block
 of tokens is shorter, which is as good as padded: zeros add nothing, and to no largest value.
@@ -42,22 +42,13 @@ from appliance.errors import NumericsError
 from appliance.quant.codec import QuantisedWeight, chunk_rows, dequantise, quantise, quantise_tokens
 from appliance.quant.codec_fp8 import quantise_fp8_tokens, transposed
 from appliance.quant.codec_int8 import dequantise_rows, int8_rows
-from appliance.quant.cpu_gemm import (
-    OneDnnGemm,
-    SglGemm,
-    fp8_product,
-    load_kernels,
-    multiply_fp8,
-    packs_quickly,
-    quantise_weight,
-)
+from appliance.quant.cpu_gemm import quantise_weight
 from appliance.terms.schemes import Scheme
-from appliance.trainer.attention import Sequences, attend_each
+from appliance.trainer.attention import Sequences, attend
+from appliance.trainer.rollout_kernels import Gemm, kernels_of, plain_norm
 
 Note = Callable[[str, Tensor], None]  # LayerTrace.note itself: of a dataclass FSDP hands on a copy
 _HEAD_CHUNKS = 4  # of a thread at once: a row of a large vocabulary is half of one
-_BLOCK = 32  # tokens of a block of the attention's cache
-_WHOLE_ROWS = 32  # channels that a head has to be a multiple of for the kernel's wide form
 
 
 class _Plain(Function):
@@ -82,11 +73,6 @@ def add_norm(x_TH: Tensor, residual_TH: Tensor | None, weight_H: Tensor, *, eps:
     return _AddNorm.apply(x_TH, residual_TH, weight_H, eps)
 
 
-def _norm(summed: Tensor, weight_H: Tensor, *, eps: float) -> Tensor:
-    normed = summed * torch.rsqrt(summed.pow(2).mean(dim=-1, keepdim=True) + eps)
-    return normed.to(weight_H.dtype) * weight_H
-
-
 class _AddNorm(Function):
     """Keeps the new residual, one rounding from what was normed, in place of both inputs."""
 
@@ -94,18 +80,17 @@ class _AddNorm(Function):
     def forward(
         ctx: Any, x_TH: Tensor, residual_TH: Tensor | None, weight_H: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        summed = x_TH.float() if residual_TH is None else x_TH.float() + residual_TH.float()
-        kept = summed.to(x_TH.dtype)
+        normed, kept = kernels_of(x_TH).add_norm(x_TH, residual_TH, weight_H, eps=eps)
         ctx.eps = eps
         ctx.save_for_backward(x_TH if residual_TH is None else kept, weight_H)
-        return _norm(summed, weight_H, eps=eps), kept
+        return normed, kept
 
     @staticmethod
     def backward(ctx: Any, grad_normed: Tensor, grad_kept: Tensor) -> tuple[Tensor | None, ...]:
         kept, weight_H = ctx.saved_tensors
         summed, weight_H = kept.float().requires_grad_(), weight_H.detach().requires_grad_()
         with torch.enable_grad():
-            normed = _norm(summed, weight_H, eps=ctx.eps)
+            normed = plain_norm(summed, weight_H, eps=ctx.eps)
         of_sum, of_weight = torch.autograd.grad(normed, (summed, weight_H), grad_normed)
         grad = (of_sum + grad_kept).to(kept.dtype)
         return grad, grad if ctx.needs_input_grad[1] else None, of_weight, None
@@ -118,8 +103,34 @@ def head_norm(x: Tensor, weight_D: Tensor, *, eps: float) -> Tensor:
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """[T, I] of [T, 2I]."""
+    kernel = kernels_of(gate_up).silu_and_mul
+    return _silu_and_mul(gate_up) if kernel is None else _Plain.apply(kernel, _silu_and_mul, gate_up)
+
+
+def _silu_and_mul(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up
+
+
+def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    """[T, N] of [T, K]: a layer that is not quantised."""
+    kernel = kernels_of(x).linear
+    return functional.linear(x, weight_NK, bias_N) if kernel is None else _Linear.apply(kernel, x, weight_NK, bias_N)
+
+
+class _Linear(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, kernel: Callable[..., Tensor], x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(x_TK, weight_NK)
+        return kernel(x_TK, weight_NK, bias_N)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
+        (x_TK, weight_NK), (of_x, of_weight, of_bias) = ctx.saved_tensors, ctx.needs_input_grad[1:]
+        grad_bias = grad_TN.sum(0, dtype=torch.float32).to(grad_TN.dtype) if of_bias else None
+        return None, grad_TN @ weight_NK if of_x else None, grad_TN.t() @ x_TK if of_weight else None, grad_bias
 
 
 class Batch:
@@ -141,35 +152,14 @@ class Batch:
         window: int | None = None,
         trace: Note | None = None,
     ) -> None:
-        load_kernels()
+        kernels = kernels_of(positions_T)
+        kernels.load()
         self._trace = trace
         self.positions_T, self.cos_sin, self.scale, self.window = positions_T, cos_sin, scale, window
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self._sequences = Sequences.of(positions_T)
-        self._lengths_S = self._sequences.starts_S1.diff()
-        lengths_S = self._lengths_S.long()
-        blocks_S = (lengths_S + _BLOCK - 1) // _BLOCK
-        first_S = blocks_S.cumsum(0) - blocks_S
-        self._blocks = int(blocks_S.sum())
-        self._table = (first_S[:, None] + torch.arange(int(blocks_S.max()))).int()
-        # blocks of a sequence stand one after another: a token's slot is its position after its sequence's first
-        self._slots_T = first_S.repeat_interleave(lengths_S) * _BLOCK + positions_T
-        self._isa = "vec" if head_dim % _WHOLE_ROWS == 0 else "vec16"
-        self._schedule = torch.ops._C.get_scheduler_metadata(
-            len(self._sequences.lengths),
-            heads,
-            kv_heads,
-            head_dim,
-            self._lengths_S,
-            torch.bfloat16,
-            self._sequences.starts_S1,
-            True,
-            -1 if window is None else window,
-            self._isa,
-            True,
-            None,
-            "auto",
-        )
+        sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+        self._kernel = kernels.attention(self._sequences, positions_T, **sizes, scale=scale, window=window)
 
     def note(self, name: str, output: Tensor) -> Tensor:
         """The same tensor. name: the engine's."""
@@ -185,36 +175,8 @@ class Batch:
         """[T, heads, D]; q: the same.  k, v: [T, kv_heads, D]."""
         return _Plain.apply(self._kernel, self._formula, q, k, v)
 
-    def _kernel(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        cache = torch.zeros(self._blocks, self.kv_heads, 2 * _BLOCK, self.head_dim, dtype=q.dtype)
-        keys, values = cache.chunk(2, dim=2)
-        out = torch.empty_like(q)
-        torch.ops._C.cpu_attn_reshape_and_cache(k, v, keys, values, self._slots_T, self._isa, 1.0, 1.0, "auto")
-        window = -1 if self.window is None else self.window
-        torch.ops._C.cpu_attention_with_kv_cache(
-            q,
-            keys,
-            values,
-            out,
-            self._sequences.starts_S1,
-            self._lengths_S,
-            self.scale,
-            True,
-            None,
-            window,
-            self._table,
-            0.0,
-            self._schedule,
-            None,
-            None,
-            1.0,
-            1.0,
-            "auto",
-        )
-        return out
-
     def _formula(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend_each(q, k, v, sequences=self._sequences, scale=self.scale, window=self.window)
+        return attend(q, k, v, sequences=self._sequences, scale=self.scale, window=self.window)
 
 
 class _Rotary(Function):
@@ -245,7 +207,7 @@ class EngineWeight:
     """
 
     quantised: QuantisedWeight
-    gemm: Callable[[Tensor, Tensor | None], Tensor]
+    gemm: Gemm
     factor_K: Tensor | None
     fp8_backward: bool = False
     name: str = "a layer"
@@ -261,17 +223,15 @@ class EngineWeight:
         name: str = "a layer",
     ) -> EngineWeight:
         """weights: of the linears that the engine fuses, [N, K] BF16 each, folded. Raises NumericsError."""
-        if scheme is not Scheme.INT8:
+        kernels, integers = kernels_of(weights[0]), scheme is Scheme.INT8
+        kernels.load()
+        if integers:
+            parts = [quantise_weight(each.detach()) for each in weights]
+            codes_NK = torch.cat([each.codes_NK for each in parts])
+            quantised = int8_rows(codes_NK, scale_N1=torch.cat([each.scale for each in parts]))
+        else:
             quantised = quantise(torch.cat([each.detach() for each in weights]), scheme=scheme)
-            return cls(
-                quantised, lambda x_TK, bias_N: multiply_fp8(x_TK, quantised, bias_N), factor_K, fp8_backward, name
-            )
-        load_kernels()
-        parts = [quantise_weight(each.detach()) for each in weights]
-        codes_NK = torch.cat([each.codes_NK for each in parts])
-        quantised = int8_rows(codes_NK, scale_N1=torch.cat([each.scale for each in parts]))
-        kind = SglGemm if packs_quickly(*quantised.codes_NK.shape) else OneDnnGemm
-        return cls(quantised, kind(quantised.codes_NK, scale_N1=quantised.scale), factor_K, name=name)
+        return cls(quantised, kernels.gemm(quantised, integers=integers), factor_K, fp8_backward, name)
 
     def codes_of(self, x_TK: Tensor) -> QuantisedWeight:
         """Of activations. Raises NumericsError."""
@@ -295,16 +255,18 @@ class EngineWeight:
     def grad_of_input(self, grad_TN: Tensor) -> Tensor:
         """[T, K] in the type of `grad_TN`. A token whose gradient is not finite stays so."""
         if self.fp8_backward:
-            return fp8_product(_in_blocks(grad_TN), transposed(self.quantised)).to(grad_TN.dtype)
+            grad_TK = kernels_of(grad_TN).product(_in_blocks(grad_TN), transposed(self.quantised))
+            return grad_TK.to(grad_TN.dtype)
         return grad_TN @ _rounded(self.quantised, dtype=grad_TN.dtype)
 
     def grad_of_weight(self, grad_TN: Tensor, passed: QuantisedWeight) -> Tensor:
         """[N, K] in the type of `grad_TN`. passed: the activations [T, K]. What is not finite stays so."""
         if self.fp8_backward:
-            grad_NK = fp8_product(_in_blocks(grad_TN.t()), _in_blocks(dequantise(passed).t())).to(grad_TN.dtype)
+            tokens, channels = _in_blocks(grad_TN.t()), _in_blocks(dequantise(passed).t())
+            grad_NK = kernels_of(grad_TN).product(tokens, channels).to(grad_TN.dtype)
         else:
             grad_NK = grad_TN.t() @ _rounded(passed, dtype=grad_TN.dtype)
-        return grad_NK if self.factor_K is None else grad_NK * self.factor_K.to(grad_NK.dtype)
+        return grad_NK if self.factor_K is None else grad_NK * self.factor_K.to(grad_NK)
 
 
 def _in_blocks(values: Tensor) -> QuantisedWeight:
@@ -325,7 +287,7 @@ class _Multiplied(Function):
     def forward(
         ctx: Any,
         place_TN: Tensor,
-        gemm: Callable[[Tensor, Tensor | None], Tensor],
+        gemm: Gemm,
         x: Tensor,
         bias_N: Tensor | None,
         gated: bool,
@@ -391,7 +353,8 @@ class _LogProbs(Function):
         entropies: list[Tensor] = []
         rows = chunk_rows(logits_TV, chunks=_HEAD_CHUNKS)
         for logits, labels in zip(logits_TV.split(rows), labels_T.split(rows), strict=True):
-            log_probs = _scaled(logits, num_tokens=num_tokens, temperature=temperature).log_softmax(dim=-1)
+            scaled = _scaled(logits, num_tokens=num_tokens, temperature=temperature)
+            log_probs = kernels_of(scaled).log_softmax(scaled)
             found.append(log_probs.gather(1, labels[:, None]).flatten())
             if with_entropy:
                 entropies.append(-log_probs.exp().mul_(log_probs)[:, :num_tokens].sum(dim=-1))

@@ -41,7 +41,7 @@ from appliance.record.plan import RunPlan, read_plan
 from appliance.terms.environment import ENGINE_VENDOR, PLAN_VARIABLE
 from appliance.terms.families import norm_fed
 from appliance.terms.settings import Schedule
-from appliance.trainer.lora import Frozen, put_adapter_in, save_adapter
+from appliance.trainer.lora import Frozen, expected_merge, put_adapter_in, save_adapter
 from appliance.trainer.rollout_forward import RolloutForward, put_in
 
 
@@ -70,7 +70,7 @@ class ApplianceEngine(FSDPEngineWithLMHead):
         """In place of verl's, which has no dropout and rounds the adapter to what the model is held in."""
         lora = _plan().lora
         assert lora is not None, "verl asks where a rank is set"
-        self._frozen = Frozen()
+        self._frozen, self._merges = Frozen(), 0
         adapted = put_adapter_in(module, lora=lora, seed=_plan().seed)
         # Of what is dropped; checkpoints have the state from there on.
         torch.manual_seed(_plan().seed + torch.distributed.get_rank())
@@ -78,7 +78,13 @@ class ApplianceEngine(FSDPEngineWithLMHead):
 
     def _merged_lora_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
         self._frozen.check(self.module)
-        yield from super()._merged_lora_per_tensor_param()
+        lora = _plan().lora
+        assert lora is not None, "it is what is merged"
+        expected, self._merges = expected_merge(self.module, lora=lora, turn=self._merges), self._merges + 1
+        for name, tensor in super()._merged_lora_per_tensor_param():
+            if expected is not None and name == expected.name:
+                expected.check(tensor)
+            yield name, tensor
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         super().save_checkpoint(local_path, *args, **kwargs)

@@ -54,7 +54,7 @@ class Row:
     def limit_s(self) -> int:
         if self.trains or self.needs_nvcc:
             return LONGEST_LIMIT_S
-        return ENGINE_LIMIT_S if ".engines:" in self.code else LIMIT_S
+        return ENGINE_LIMIT_S if self.code.partition(":")[0].endswith((".engines", ".updates")) else LIMIT_S
 
     @property
     def exit_code(self) -> int:
@@ -107,14 +107,16 @@ def _sync(size: str, *, layers: int) -> Row:
     )
 
 
-def _training(scheme: Scheme, *covers: str, size: str = "0.5b", layers: int = 8, more_s: int = 0) -> Row:
+def _training(
+    scheme: Scheme, *covers: str, size: str = "0.5b", layers: int = 8, more_s: int = 0, lora: bool = False
+) -> Row:
     return Row(
-        f"train-{scheme}{'' if size == '0.5b' else f'-{size}'}",
-        f"two steps by {scheme} at the size of {size}, {layers} layers, and the memory used of the estimate",
+        f"train-{'lora-' * lora}{scheme}{'' if size == '0.5b' else f'-{size}'}",
+        f"two steps {'of LoRA ' * lora}by {scheme} at the size of {size}, {layers} layers; memory of the estimate",
         "benchmarks.accept.training:train",
         _TRAINING_S + more_s,
         covers=covers,
-        arguments=(("by", str(scheme)), ("size", size), ("layers", layers)),
+        arguments=(("by", str(scheme)), ("size", size), ("layers", layers), ("lora", lora)),
         scheme=scheme,
         needs_nvcc=scheme is Scheme.FP8_BLOCK,
     )
@@ -230,13 +232,32 @@ ROWS: tuple[Row, ...] = (
         schemes=("int8", "bf16"),
     ),
     _engines(
+        "other-trainers",
+        "updates:in_process",
+        20,
+        "updates by the calls of other trainers under FLASHRL_CONFIG, proven, and one that is cut short",
+        "weight updates from other trainers",
+        scheme=Scheme.INT8,
+        config="int8",
+    ),
+    _engines(
+        "serve",
+        "updates:served",
+        30,
+        "`vllm serve` under FLASHRL_CONFIG, updated over HTTP by CUDA IPC, and by NCCL where there are two GPUs",
+        "`FLASHRL_CONFIG` under `vllm serve`",
+        "weight updates from other trainers",
+        scheme=Scheme.INT8,
+        config="int8",
+    ),
+    _engines(
         "throughput-7b",
         "engines:throughput",
-        70,
+        54,
         "rollouts at 7B's layer shapes by BF16, INT8 and FP8, in turns",
         shapes="qwen2.5-7b",
         schemes=("bf16", "int8", "fp8"),
-        pairs=5,
+        pairs=3,
     ),
     _training(
         Scheme.BF16, "FSDP2 training, one rank and two", "truncated importance sampling and the mismatch metrics"
@@ -245,10 +266,18 @@ ROWS: tuple[Row, ...] = (
     _training(Scheme.FP8),
     _training(Scheme.FP8_CHANNEL),
     _training(Scheme.FP8_BLOCK),
-    _training(Scheme.INT8, "memory of a GPU in plan and preflight", size="1.5b", layers=28, more_s=15),
+    _training(
+        Scheme.INT8,
+        "LoRA (`model.lora`)",
+        "memory of a GPU in plan and preflight",
+        size="1.5b",
+        layers=28,
+        more_s=15,
+        lora=True,
+    ),
 )
 
-_TWO = "needs two GPUs or hosts, and a model"
+_TWO = "needs two GPUs or hosts"
 _HOST = "no line of it depends on the device"
 _ITSELF = "is what this command runs in, or stands beside it"
 
@@ -261,11 +290,10 @@ BEYOND: dict[str, str] = {
     "mixed replicas (`rollout.replicas`)": _TWO,
     "two nodes of one cluster": _TWO,
     "recipes `dapo-*`, `qwen3-*`, `qwen2.5-1.5b-int8`, `gsm8k-0.5b-*`, `gsm8k-7b-lora-int8`": _TWO,
-    "LoRA (`model.lora`)": "not in a row yet",
+    "`trainer.forward: rollout`": "not in a row yet",
+    "`trainer.backward: fp8-block`": "not in a row yet",
     "the compiled code of an engine, kept by vLLM (`~/.cache/vllm/torch_compile_cache`)": "seen in a second start",
     "profile (calibration)": _HOST,
-    "`FLASHRL_CONFIG` under `vllm serve`": "needs a donor checkpoint",
-    "weight updates from other trainers": "not in a row yet",
     "attention `flash_attention_2`": "needs flash-attn",
     "checkpoints, resume, signals, restarts": _HOST,
     "DAPO (dynamic sampling, overlong penalty)": _HOST,

@@ -14,7 +14,7 @@ from appliance.processes import module_argv
 from appliance.record.lines import parse
 from appliance.record.plan import RunPlan, read_plan
 from appliance.sync.records import Acknowledgement
-from appliance.terms.shapes import read_shape
+from appliance.terms.shapes import Linear, read_shape
 from benchmarks.accept.ground import Ground
 from benchmarks.memory import Role, Size, by_phase, held_by_role, make_model
 
@@ -36,9 +36,19 @@ SETS = (
     "trainer.validate_bf16_every=0",
     "quantization.profile=none",
     "guard.actions=[]",  # random weights
+    "task.kind=own",
+    "task.prompt=question",
     "task.val_size=8",
     "task.max_prompt_tokens=256",
 )
+# Random weights are never right, and where all rewards are equal no weight moves.
+REWARDS = """
+from zlib import crc32
+
+def drawn(response):
+    return crc32(response.encode()) % 1000 / 1000
+"""
+LORA_RANK = 32
 BATCH = ("batch.prompts_per_step=16", "batch.mini_batch_prompts=8")
 TINY_BATCH = (
     "cluster.device=cpu",
@@ -51,14 +61,20 @@ TINY_BATCH = (
 )
 
 
-def train(ground: Ground, *, by: str, size: str, layers: int) -> None:
-    """Two steps of the recipe. Every step has its figures, the result is there, memory is within the estimate."""
+def train(ground: Ground, *, by: str, size: str, layers: int, lora: bool = False) -> None:
+    """Two steps of the recipe, on rewards of its own. Every step has its figures and a gradient, the engines got other
+    weights than the first ones, the result is there, memory is within the estimate.
+
+    lora: an adapter is trained, and what the engines get is the merged model.
+    """
     wanted = TINY if ground.rehearsal else SIZES[size]
     if not ground.rehearsal:
         wanted = Size(**{**vars(wanted), "layers": layers})
     folder = make_model(wanted, folder=ground.folder / "model")
     problems = ground.folder / "problems.jsonl"
     problems.write_text("".join(json.dumps(_problem(number)) + "\n" for number in range(64)))
+    rewards = ground.folder / "rewards.py"
+    rewards.write_text(REWARDS)
     emulated = ground.rehearsal and by.startswith("fp8")
     sets = (
         *SETS,
@@ -67,6 +83,8 @@ def train(ground: Ground, *, by: str, size: str, layers: int) -> None:
         f"quantization.emulate={str(emulated).lower()}",
         f"model.path={folder.absolute()}",
         f"task.train_file={problems.absolute()}",
+        f"task.rewards=[{{name: '{rewards.absolute()}:drawn'}}, {{name: length, target: 2, weight: 0.1}}]",
+        *((f"model.lora={{rank: {LORA_RANK}}}",) if lora else ()),
         f"cluster.run_dir={(ground.folder / 'runs').absolute()}",
     )
     code, samples = _run(ground, sets)
@@ -80,7 +98,12 @@ def train(ground: Ground, *, by: str, size: str, layers: int) -> None:
         ground.hold(said == (by, emulated), f"step {line['step']} was rolled out by {said}")
         finite = all(math.isfinite(line[key]) for key in ("grad_norm", "mismatch_k3_kl", "entropy"))
         ground.hold(finite, f"step {line['step']} has a gradient, mismatch or entropy that is not finite")
+        ground.hold(line["grad_norm"] > 0, f"step {line['step']} has no gradient")
     ground.hold((run_dir / "model" / "config.json").is_file(), "there is no model at the end")
+    sent = [json.loads(line)["manifest"] for line in (run_dir / "sync" / "trainer-0-0.jsonl").read_text().splitlines()]
+    ground.hold(sent[-1] != sent[0], "the weights that were sent at the end are the first ones")
+    if lora:
+        _hold_adapter(ground, run_dir, layers=json.loads((folder / "config.json").read_text())["num_hidden_layers"])
     _hold_proofs(ground, run_dir, tied=json.loads((folder / "config.json").read_text())["tie_word_embeddings"])
     last = steps[-1]
     for name in TIMES:
@@ -89,8 +112,15 @@ def train(ground: Ground, *, by: str, size: str, layers: int) -> None:
     _hold_memory(ground, read_plan(run_dir / "plan.json"), folder=folder, samples=samples, run_dir=run_dir)
 
 
+def _hold_adapter(ground: Ground, run_dir: Path, *, layers: int) -> None:
+    """All that was trained is an A and a B beside each linear, and it is there alone, too."""
+    attested = json.loads((run_dir / "attest" / "trainer-0.json").read_text())["detail"]["trained"]
+    ground.hold(attested == 2 * layers * len(Linear), f"{attested} tensors were trained")
+    ground.hold((run_dir / "model" / "adapter" / "adapter_model.safetensors").is_file(), "there is no adapter")
+
+
 def _problem(number: int) -> dict[str, str]:
-    return {"question": f"Ann has {number} apples and buys 3. How many has she?", "answer": f"#### {number + 3}"}
+    return {"question": f"Ann has {number} apples and buys 3. How many has she?"}
 
 
 def _run(ground: Ground, sets: tuple[str, ...]) -> tuple[int, list[tuple[float, dict[Role, int]]]]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from appliance.compare.file import Comparison, load_comparison
 
 SHIPPED = [file.read_text() for file in sorted((ROOT / "comparisons").glob("*.yaml"))]
-KEYS = ["recipe", "set", "arms", "seeds", "baseline", "validation", "margin"]
+KEYS = ["recipe", "set", "arms", "seeds", "baseline", "against", "validation", "margin"]
 WORDS = [*KEYS, "bf16", "arithmetic-tiny-int8", "rollout.scheme=bf16"]
 GOOD = {"recipe": "arithmetic-tiny-int8", "arms": {"a": [], "b": ["seed=1"]}, "seeds": [0], "baseline": "a"}
 trees = st.dictionaries(st.sampled_from(KEYS), values, max_size=3).map(lambda wild: as_json(GOOD | wild).encode())

@@ -1,13 +1,15 @@
 """A Hopper that is not there: vLLM's CUDA platform with capability 9.0, and in the kernels' place the same operations
 in torch, registered for the CPU under the kernels' own names. For configurations, choices, and all around a kernel.
 
-Legend: M tokens, N output channels, K input channels.
+Legend: M tokens, N output channels, K input channels, H width of what is normed.
 """
 
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
 from ctypes import CDLL, RTLD_GLOBAL
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -88,12 +90,23 @@ def take_its_place() -> None:
 def register_kernels() -> torch.library.Library:
     """vLLM's own operators get an implementation for the CPU; it goes when the library that is returned does."""
     library = torch.library.Library("_C", "IMPL")
-    library.impl("dynamic_scaled_int8_quant", quantise_tokens_int8, "CPU")
-    library.impl("static_scaled_fp8_quant", quantise_fp8, "CPU")
-    library.impl("dynamic_scaled_fp8_quant", quantise_fp8_anew, "CPU")
-    library.impl("dynamic_per_token_scaled_fp8_quant", quantise_tokens_fp8, "CPU")
-    library.impl("cutlass_scaled_mm", scaled_mm, "CPU")
+    for operator, function in {
+        "dynamic_scaled_int8_quant": "quantise_tokens_int8",
+        "static_scaled_fp8_quant": "quantise_fp8",
+        "dynamic_scaled_fp8_quant": "quantise_fp8_anew",
+        "dynamic_per_token_scaled_fp8_quant": "quantise_tokens_fp8",
+        "cutlass_scaled_mm": "scaled_mm",
+        "fused_add_rms_norm": "add_norm",
+        "silu_and_mul": "silu_and_mul",
+        "rotary_embedding": "rotate",
+    }.items():
+        library.impl(operator, partial(call, function), "CPU")
     return library
+
+
+def call(function: str, *args: object) -> None:
+    """By name, so that a test can put another one in its place."""
+    globals()[function](*args)
 
 
 def quantise_tokens_int8(out_MK: Tensor, input_MK: Tensor, scale_M1: Tensor, azp: Tensor | None) -> None:
@@ -130,3 +143,96 @@ def scaled_mm(
     sums_MN = a_MK.double() @ b_KN.double()
     answer_MN = sums_MN * b_scale.double().view(1, -1) * a_scale.double().view(-1, 1)
     out_MN.copy_(answer_MN if bias is None else answer_MN + bias.double())
+
+
+def normed(x_MH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    """A token by itself, whatever the batch."""
+    wide = x_MH.double()
+    return ((wide * (wide.pow(2).mean(dim=-1, keepdim=True) + eps).rsqrt()).float() * weight_H.float()).to(x_MH.dtype)
+
+
+def add_norm(input_MH: Tensor, residual_MH: Tensor, weight_H: Tensor | None, eps: float) -> None:
+    """As layernorm_kernels.cu: both in place, the sum rounded before it is normed."""
+    assert weight_H is not None
+    residual_MH.add_(input_MH)
+    input_MH.copy_(normed(residual_MH, weight_H, eps))
+
+
+def silu_and_mul(out_MN: Tensor, input_M2N: Tensor) -> None:
+    gate, up = input_M2N.chunk(2, dim=-1)
+    out_MN.copy_(gate.double().mul(gate.double().sigmoid()).to(gate.dtype) * up)
+
+
+def rotate(
+    positions_M: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    head_size: int,
+    cos_sin: Tensor,
+    is_neox: bool,
+    first: int = 0,
+    inverse: bool = False,
+) -> None:
+    """In place: halves of a head."""
+    assert is_neox and not first and not inverse
+    cos, sin = cos_sin[positions_M].chunk(2, dim=-1)
+    for rows in (query, *(() if key is None else (key,))):
+        heads = rows.view(len(positions_M), -1, head_size)
+        x, y = (each.clone() for each in heads.chunk(2, dim=-1))
+        heads.copy_(torch.cat([x * cos[:, None] - y * sin[:, None], y * cos[:, None] + x * sin[:, None]], dim=-1))
+
+
+class Launch:
+    """In the place of a Triton kernel: `kernel[grid](...)` calls the function."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return self._function
+
+
+def norm_rows(input_MH: Tensor, weight_H: Tensor, output_MH: Tensor, *numbers: float, **_: object) -> None:
+    """As batch_invariant.py's kernel: epsilon is the last of its numbers."""
+    output_MH.copy_(normed(input_MH, weight_H, numbers[-1]))
+
+
+def softmax_rows(input_MN: Tensor, output_MN: Tensor, *_: object, **__: object) -> None:
+    output_MN.copy_(input_MN.double().log_softmax(dim=-1))
+
+
+def matmul(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    return (a_MK.double() @ b_KN.double()).to(a_MK.dtype)
+
+
+def attend(
+    *,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    cu_seqlens_q: Tensor,
+    seqused_k: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    window_size: list[int],
+    block_table: Tensor,
+    fa_version: int,
+    num_splits: int,
+    **_: object,
+) -> Tensor:
+    """As FlashAttention with a cache in blocks: a row by itself, its last key at the place of its query.
+
+    k, v: [blocks, tokens of a block, KV heads, D].
+    """
+    assert causal and window_size == [-1, -1] and (fa_version, num_splits) == (3, 1)
+    starts = cu_seqlens_q.tolist()
+    for start, end, length, blocks in zip(starts[:-1], starts[1:], seqused_k.tolist(), block_table, strict=True):
+        keys, values = (each[blocks.long()].flatten(0, 1).double() for each in (k, v))
+        group = q.shape[1] // k.shape[2]
+        for row in range(start, end):
+            seen = length - (end - row) + 1
+            own = q[row].double().unflatten(0, (-1, group))
+            weights = (torch.einsum("ghd,tgd->ght", own, keys[:seen]) * softmax_scale).softmax(dim=-1)
+            out[row] = torch.einsum("ght,tgd->ghd", weights, values[:seen]).flatten(0, 1).to(out.dtype)
+    return out

@@ -42,7 +42,7 @@ def weights(seed: int, *, tied: bool) -> Iterator[tuple[str, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(*shape: int) -> Tensor:
-        return (torch.randn(*shape, generator=generator) * 0.02).to(torch.bfloat16)
+        return (torch.randn(*shape, generator=generator, dtype=torch.float32) * 0.02).to(torch.bfloat16)
 
     yield "model.embed_tokens.weight", drawn(V, H)
     for number in range(LAYERS):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import shipped
 import test_plan_shipped
+import torch
 from test_plan_shipped import planned, verl_config
 
 from appliance.terms.environment import PLAN_VARIABLE
@@ -88,6 +89,31 @@ def test_vllm_takes_what_a_recipes_plan_tells_verl(
     assert made.scheduler_config.enable_chunked_prefill is plan.engine.chunked_prefill
 
 
+def test_a_flow_has_vllms_own_kernels_one_by_one(
+    server_class: type, stubs: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No compiler, no graphs, the runner whose log-probs are torch's, and attention in the batch-invariant mode."""
+    from vllm.config import CompilationMode, CUDAGraphMode, set_current_vllm_config
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.attention.selector import get_attn_backend
+
+    name, more = "gsm8k-0.5b-int8", ("trainer.forward=rollout", "quantization.profile=none")
+    plan = planned(name, f"model.path={stubs[planned(name).model.source]}", *more)
+    plan.write(tmp_path / "plan.json")
+    for variable, value in dict(plan.env).items():
+        if variable.startswith("VLLM_") or variable == PLAN_VARIABLE:
+            monkeypatch.setenv(variable, value)
+    monkeypatch.setenv(PLAN_VARIABLE, str(tmp_path / "plan.json"))
+    asked = launched(server_class, verl_config(plan), gpus=plan.gpus_per_node)
+    made = AsyncEngineArgs.from_cli_args(asked).create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    assert made.compilation_config.mode is CompilationMode.NONE and not made.use_v2_model_runner
+    assert made.compilation_config.cudagraph_mode is CUDAGraphMode.NONE
+    assert made.compilation_config.custom_ops == ["all"] and made.cache_config.block_size == 16
+    with set_current_vllm_config(made):
+        assert get_attn_backend(64, torch.bfloat16, "auto").get_name() == "FLASH_ATTN"
+
+
 def test_our_extension_clashes_with_nothing_of_vllms_worker() -> None:
     """vLLM refuses an extension that has an attribute of the worker's."""
     from vllm.v1.worker.gpu_worker import Worker
@@ -100,7 +126,6 @@ def test_our_extension_clashes_with_nothing_of_vllms_worker() -> None:
 
 def test_a_hopper_gets_the_third_flash_attention() -> None:
     """Both versions are there: their libraries load."""
-    import torch
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
     from vllm.v1.attention.selector import get_attn_backend

@@ -40,8 +40,8 @@ def one_rank(hopper: None) -> Iterator[None]:
 
 
 @contextmanager
-def settings(folder: Path, scheme: Scheme, *, tied: bool) -> Iterator[Any]:
-    """Of vLLM for the small model, as current, with BF16 as torch's default."""
+def settings(folder: Path, scheme: Scheme, *, tied: bool, **more: Any) -> Iterator[Any]:
+    """Of vLLM for the small model, as current, with BF16 as torch's default. more: of EngineArgs."""
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.torch_utils import set_default_torch_dtype
@@ -53,6 +53,7 @@ def settings(folder: Path, scheme: Scheme, *, tied: bool) -> Iterator[Any]:
         max_model_len=1024,
         enable_sleep_mode=True,
         **Quantisation(scheme=scheme).engine_arguments(),
+        **more,
     ).create_engine_config()
     with set_current_vllm_config(made), set_default_torch_dtype(torch.bfloat16), torch.no_grad():
         yield made

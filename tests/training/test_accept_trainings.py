@@ -21,7 +21,7 @@ def test_every_training(tmp_path: Path, record_property: Callable[[str, object],
     names = [row.id for row in rows]
     found, files = rehearse(names, folder=tmp_path)
     record_property("said", f"accept: {len(found)} of {len(ROWS)} rows rehearsed: trainings")
-    assert (len(found), len(ROWS)) == (6, 27)
+    assert (len(found), len(ROWS)) == (6, 29)
     wanted = {"plan.json", "metrics.jsonl", "events.jsonl", "attest/driver-0.json", "sync/rollout-0-0.jsonl"}
     for name in names:
         run = f"{name}/runs/accept/"

@@ -1,4 +1,4 @@
-"""Each value of each key of `algorithm` and of the optimizer's schedule in a real training of three steps with INT8
+"""Each value of each key of `algorithm`, `optimizer` and `trainer.dtype` in a real training of three steps with INT8
 rollouts: several keys in each. In `make test-long`; that none is missing is in `make test`."""
 
 from __future__ import annotations
@@ -7,15 +7,17 @@ import json
 import math
 import sys
 from collections.abc import Callable
-from enum import StrEnum
 from pathlib import Path
 
 import pytest
 from trainings import FEW, Finished, train
 
 from appliance.corrections.objective import Advantage, Aggregate, Estimator, KlPlace, Loss
+from appliance.errors import RecipeError
 from appliance.recipe.load import load_recipe
-from appliance.recipe.schema import Recipe
+from appliance.recipe.rules import AVAILABLE_ALGORITHMS
+from appliance.recipe.schema import Algorithm, Dtype, Optimizer, Recipe
+from appliance.record.checkpoints import checkpoint_folder
 from appliance.terms.settings import Schedule
 
 pytestmark = pytest.mark.e2e(minutes=1)
@@ -64,28 +66,79 @@ TRAININGS: dict[str, tuple[str, ...]] = {
         "algorithm.kl=0.1",
         "algorithm.kl_estimator=k2",
         "correction.method=icepop",
+        "optimizer.weight_decay=0.1",
+        "optimizer.max_grad_norm=0.5",
     ),
-    "sapo": ("algorithm.kind=dapo", "algorithm.loss=sapo", "algorithm.advantage=opo", "correction.method=adaptive"),
-    "geo-mean": ("algorithm.loss=geo-mean", "correction.method=tis-geometric", "algorithm.entropy_bonus=0.001"),
+    "sapo": (
+        "algorithm.kind=dapo",
+        "algorithm.loss=sapo",
+        "algorithm.advantage=opo",
+        "algorithm.kl=0.01",
+        "algorithm.kl_estimator=k2",
+        "algorithm.kl_in=reward",
+        "algorithm.max_generation_batches=0",
+        "algorithm.overlong_tokens=2",
+        "algorithm.overlong_penalty=0.5",
+        "correction.method=adaptive",
+    ),
+    "geo-mean": (
+        "algorithm.loss=geo-mean",
+        "algorithm.kl=0.01",
+        "algorithm.kl_in=reward",
+        "algorithm.clip_low=0.3",
+        "algorithm.clip_high=0.3",
+        "algorithm.entropy_bonus=0.001",
+        "correction.method=tis-geometric",
+        "optimizer.norm_fed_lr_scale=1.5",
+    ),
     "lora": ("model.lora.rank=8", "algorithm.kl=0.1"),  # its reference is the model without the adapter
-    "gdpo": (*OWN, "algorithm.loss=tbpo", "algorithm.advantage=gdpo", "correction.method=tis-geometric"),
+    "gdpo": (
+        *OWN,
+        "algorithm.loss=tbpo",
+        "algorithm.advantage=gdpo",
+        "algorithm.dual_clip=1.001",
+        "correction.method=tis-geometric",
+    ),
 }
-ENUMS: dict[str, type[StrEnum]] = {
-    "advantage": Advantage,
-    "aggregate": Aggregate,
-    "kl_estimator": Estimator,
-    "kl_in": KlPlace,
-    "loss": Loss,
-    "schedule": Schedule,
+CLOSED: dict[str, set[str]] = {  # the values of what has few
+    "advantage": set(Advantage),
+    "aggregate": set(Aggregate),
+    "dtype": {Dtype.BF16},
+    "kind": set(AVAILABLE_ALGORITHMS),
+    "kl": {f"{each} in {place}" for each in Estimator for place in KlPlace} - {"k1 in loss"},
+    "loss": set(Loss),
+    "schedule": set(Schedule),
 }
+NUMBERS = {  # of which one other than the usual is tried
+    f"{section}.{key}"
+    for section, model in (("algorithm", Algorithm), ("optimizer", Optimizer))
+    for key in model.model_fields
+} - {f"algorithm.{key}" for key in ("advantage", "aggregate", "kind", "kl_estimator", "kl_in", "loss")}
+NUMBERS -= {"optimizer.schedule"}
 
 
-def values_of(recipe: Recipe) -> set[tuple[str, str]]:
+def values_of(recipe: Recipe) -> dict[str, str]:
     algorithm = recipe.algorithm
-    found = {("advantage", algorithm.advantage), ("aggregate", algorithm.aggregated), ("loss", algorithm.loss)}
-    if algorithm.kl:
-        found |= {("kl_estimator", algorithm.kl_estimator), ("kl_in", algorithm.kl_in)}
-    return {(key, str(value)) for key, value in {*found, ("schedule", recipe.optimizer.schedule)}}
+    return {
+        "advantage": algorithm.advantage,
+        "aggregate": algorithm.aggregated,
+        "dtype": recipe.trainer.dtype,
+        "kind": algorithm.kind,
+        "kl": f"{algorithm.kl_estimator} in {algorithm.kl_in}" if algorithm.kl else "",
+        "loss": algorithm.loss,
+        "schedule": recipe.optimizer.schedule,
+    }
+
+
+def numbers_of(recipe: Recipe) -> set[str]:
+    """Those that are not the usual."""
+    sections = {"algorithm": recipe.algorithm, "optimizer": recipe.optimizer}
+    return {
+        f"{section}.{key}"
+        for section, given in sections.items()
+        for key, field in type(given).model_fields.items()
+        if getattr(given, key) != field.default
+    }
 
 
 def recipe_of(name: str) -> Recipe:
@@ -93,10 +146,20 @@ def recipe_of(name: str) -> Recipe:
 
 
 def test_every_value_of_every_key_is_in_one_of_the_trainings() -> None:
-    covered = set().union(*(values_of(recipe_of(name)) for name in TRAININGS))
-    every = {(key, str(value)) for key, values in ENUMS.items() for value in values}
-    sys.stdout.write(f"algorithms: {len(covered)} values of {len(ENUMS)} keys in {len(TRAININGS)} trainings\n")
-    assert (covered, len(every)) == (every, 23)
+    recipes = [recipe_of(name) for name in TRAININGS]
+    covered = {key: {values_of(each)[key] for each in recipes} - {""} for key in CLOSED}
+    numbers = NUMBERS.intersection(*[set().union(*map(numbers_of, recipes))])
+    count = sum(map(len, covered.values()))
+    said = f"{count} values of {len(CLOSED)} keys and {len(numbers)} numbers in {len(TRAININGS)} trainings"
+    sys.stdout.write(f"algorithms: {said}\n")
+    assert (covered, numbers) == (CLOSED, NUMBERS)
+    assert said == "28 values of 7 keys and 16 numbers in 7 trainings"
+
+
+@pytest.mark.parametrize("refused", ["trainer.dtype=fp16", "algorithm.kind=ppo", "algorithm.kl_estimator=k1"])
+def test_what_is_in_none_is_refused(refused: str) -> None:
+    with pytest.raises(RecipeError):
+        load_recipe("arithmetic-tiny-int8", sets=(*COMMON, "algorithm.kl=0.1", refused))
 
 
 def problems(file: Path) -> None:
@@ -132,6 +195,15 @@ def lines_of(done: Finished) -> list[dict]:
     return lines
 
 
+def optimizer_of(done: Finished) -> dict:
+    """What AdamW had at the end."""
+    import torch
+
+    file = checkpoint_folder(done.run_dir, step=STEPS) / "actor" / "optim_world_size_1_rank_0.pt"
+    first, *_ = torch.load(file, weights_only=False)["param_groups"]
+    return first
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", TRAININGS)
 def test_three_steps_with_int8_rollouts(with_tiny_cache: Callable[[Path], Path], tmp_path: Path, name: str) -> None:
@@ -152,6 +224,9 @@ def test_three_steps_with_int8_rollouts(with_tiny_cache: Callable[[Path], Path],
         warmup=optimizer.warmup_steps,
     )
     assert [line["learning_rate"] for line in lines] == pytest.approx(wanted)
+    group = optimizer_of(done)
+    assert (group["betas"], group["eps"]) == (optimizer.betas, optimizer.epsilon)
+    assert (group["initial_lr"], group["weight_decay"]) == (optimizer.learning_rate, optimizer.weight_decay)
     clips = recipe.algorithm.loss.spec
     assert all(line["clipped_negative_fraction"] in (0, None) for line in lines) or not clips.keeps_gradient
     assert done.left == ()

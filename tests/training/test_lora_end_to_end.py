@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from trainings import Finished, train
+from trainings import FEW, Finished, train
 
 from appliance.launch.export import run_export
 from appliance.preflight.disk import BYTES_SAVED_PER_WEIGHT
-from appliance.record.checkpoints import checkpoint_folder, read_manifest
+from appliance.record.checkpoints import checkpoint_folder, read_manifest, read_saved
 from appliance.tasks.library import TINY_MODELS
 from appliance.terms.shapes import Linear
 
@@ -67,6 +67,36 @@ def test_a_checkpoint_has_the_adapter_and_its_optimizer_and_no_more(run: Finishe
     print(f"a checkpoint has {size / 1e6:.1f} MB, of full training {full / 1e6:.1f} MB")  # noqa: T201
     assert 0 < size - ADAPTER * BYTES_SAVED_PER_WEIGHT < OTHER_FILES
     assert size < full / 4
+
+
+@pytest.mark.long
+def test_the_governor_and_the_best_checkpoint_go_with_an_adapter(
+    with_tiny_cache: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    """A bound that every step breaks takes rollouts to BF16, and of what was saved the newest and the best are left:
+    the adapter alone in each, and a model for whoever asks."""
+    root, steps = with_tiny_cache(tmp_path), 6
+    sets = (
+        *("guard.k3_kl=1e-12", "guard.bad_steps=1", "guard.cooling_steps=0", "guard.actions=[warn, tighten, bf16]"),
+        *("checkpoint.keep_best=true", "checkpoint.keep=1", "checkpoint.every_steps=1"),
+        *("trainer.validate_every=1", "trainer.validate_before=false", f"trainer.steps={steps}", FEW),
+    )
+    done = train(root, *sets, name="governed", recipe="arithmetic-tiny-lora-int8")
+    assert done.code == 0, done.stderr[-4000:]
+    lines = done.json_lines("metrics.jsonl")
+    assert [line["guard_level"] for line in lines] == ["observe", "warn", "tighten", "bf16", "bf16", "bf16"]
+    assert [line["scheme"] for line in lines] == ["int8"] * 4 + ["bf16"] * 2
+    taken, sent = (done.json_lines(f"sync/{side}-0-0.jsonl") for side in ("rollout", "trainer"))
+    assert [line["manifest"] for line in taken] == [line["manifest"] for line in sent]
+    assert all(line["layers_proven"] == line["layers"] for line in taken)
+    best = max(lines, key=lambda line: (line["val_reward_mean"], line["step"]))["step"]
+    assert {each.step for each in read_saved(done.run_dir)} == {best, steps}
+    for step in {best, steps}:
+        saved = read_manifest(checkpoint_folder(done.run_dir, step=step)).bytes
+        assert saved < SHAPE.weights * BYTES_SAVED_PER_WEIGHT / 4
+        assert run_export(str(done.run_dir), run_root=root, step=step, output=tmp_path / f"step-{step}") == 0
+    last = tmp_path / f"step-{steps}" / "model.safetensors"
+    assert last.read_bytes() == (done.run_dir / "model" / "model.safetensors").read_bytes()
 
 
 def test_the_adapter_alone_is_exported(run: Finished, tmp_path: Path) -> None:

@@ -23,7 +23,9 @@ from trainings import Finished
 from vllm_server import command, starting
 
 from appliance.quant.profile import load_smoothing
+from appliance.record.checkpoints import checkpoint_folder, newest_step
 from appliance.record.plan import read_plan
+from appliance.trainer.export import export_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -153,19 +155,26 @@ def test_serve_is_int8_by_variables_alone_and_reloads_on_both_ranks(
 
 
 @pytest.mark.e2e(minutes=2)
-def test_the_file_that_a_run_wrote_serves_its_engine(short: Finished, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("flashrl")
+def test_the_files_that_a_run_wrote_serve_its_engine(
+    short: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its model, read from disk, its profile folded in: to the last bit an engine as the plan has it, to which the same
-    weights come by an update."""
-    run_dir = short.run_dir
-    file, model = run_dir / "profile" / "quantization.yaml", run_dir / "model"
-    with served(model, folder=tmp_path, FLASHRL_CONFIG=str(file)) as server:
+    weights come by an update. By the run's file, and by what a model trained in one flow has beside it, elsewhere."""
+    run_dir, model = short.run_dir, tmp_path / "elsewhere" / "model"
+    plan = read_plan(run_dir / "plan.json")
+    (quantisation,) = plan.rollout.replicas
+    checkpoint = checkpoint_folder(run_dir, step=newest_step(run_dir))
+    export_checkpoint(checkpoint, target=model, uaq=None, model=plan.model, flow=quantisation)
+    with served(model, folder=tmp_path, FLASHRL_CONFIG=str(model / "profile" / "quantization.yaml")) as server:
         answer = server.answer()
-    (quantisation,) = read_plan(run_dir / "plan.json").rollout.replicas
     engine = start_engine(model, scheme="int8", **quantisation.engine_arguments())
     smoothing = load_smoothing(Path(quantisation.profile))
     engine.load([(name, tensor.bfloat16()) for name, tensor in read_checkpoint(model)], smoothing=smoothing)
     assert quantisation.profile and answer == said_by(engine)
     assert answer != told(model, scheme="bf16")
+    monkeypatch.setenv("FLASHRL_CONFIG", str(run_dir / "profile" / "quantization.yaml"))
+    assert answer == told(run_dir / "model", scheme="bf16")  # as far as its arguments say
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8", "fp8_channel", "fp8_block"])

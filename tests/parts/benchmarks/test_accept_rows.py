@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from appliance.quant.codec import QuantisedWeight
-from benchmarks.accept import attention, fp8, kernels
+from benchmarks.accept import attention, fp8, kernels, updates
 from benchmarks.accept.ground import Ground, RowFailed
 from benchmarks.accept.rows import ROWS, Row
 
@@ -36,6 +36,21 @@ def test_a_row_calls_what_there_is_as_it_wants_to_be_called(row: Row, ground: Gr
     """Also one that CI does not rehearse, since it runs the code of another one."""
     module, _, function = row.code.partition(":")
     inspect.signature(getattr(importlib.import_module(module), function)).bind(ground, **dict(row.arguments))
+
+
+def test_vllms_senders_take_what_a_row_gives_them() -> None:
+    """CUDA IPC and NCCL, for which shared memory stands in a rehearsal."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
+
+    held = updates.Held()
+    held.tensors = [("a", torch.ones(2, 3)), ("b", torch.zeros(4, dtype=torch.bfloat16))]
+    sent = NCCLTrainerWeightTransferEngine._checked_iter(held, held.metadata())
+    assert [name for name, _ in sent] == ["a", "b"]
+    for by in ("shm", "ipc", "nccl"):
+        for info in updates.ways_to_send(by):
+            engine = WeightTransferTrainerFactory._registry[info.backend]()
+            assert isinstance(info, engine.init_info_cls) and info.is_sender and info.backend == by
 
 
 def test_a_digest_that_misses_a_bit(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:

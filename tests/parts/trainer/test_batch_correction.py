@@ -18,10 +18,10 @@ from transfer_queue import KVBatchMeta
 
 from appliance.corrections.adaptive import mixing, moments
 from appliance.corrections.base import Correction, Part
-from appliance.corrections.objective import Loss
+from appliance.corrections.objective import Estimator, KlPlace, Loss
 from appliance.corrections.registry import CorrectionMethod
 from appliance.errors import TrainingError
-from appliance.record.plan import CorrectionPlan, RunPlan, ShadowPlan
+from appliance.record.plan import CorrectionPlan, KlPlan, RunPlan, ShadowPlan
 from appliance.trainer import correction as module
 from appliance.trainer.correction import (
     CLIP_LOWER,
@@ -129,6 +129,23 @@ def test_weights_and_mask_of_every_method_are_written(queue: Queue, tmp_path: Pa
     assert metrics.get("adaptive_share", 0.0) == pytest.approx(share, rel=1e-12)
     assert (metrics["is_truncated_fraction"] > 0) is (name != "none" or tight)
     run.after_update(batch, step=2, reported=queue.reported(), log_probs=lambda _: pytest.fail("no shadow pass"))
+
+
+@pytest.mark.parametrize("estimator", Estimator)
+def test_a_divergence_in_the_reward_is_said_as_a_mean_over_tokens(
+    queue: Queue, tmp_path: Path, estimator: Estimator
+) -> None:
+    """Not verl's, in which a response counts once whatever its length. float32 log-probs, whose last bit is 2^-22."""
+    old = queue.columns["old_log_probs"]
+    queue.columns["ref_log_prob"] = tuple(row + torch.linspace(-1, 1, len(row)) for row in old)
+    plan = plan_of(CORRECTIONS["tis"], tmp_path)
+    kl = KlPlan(coefficient=0.1, estimator=estimator, place=KlPlace.REWARD)
+    run = BatchCorrection(plan.replace(algorithm=plan.algorithm.replace(kl=kl)))
+    run.prepare(queue.batch(), step=1, correction=CORRECTIONS["tis"])
+    pairs = zip(queue.columns["ref_log_prob"], old, queue.columns[REAL], strict=True)
+    x = torch.cat([(ref.double() - own.double())[real.bool()] for ref, own, real in pairs])
+    wanted = {"k1": -x, "k2": x**2 / 2, "k3": x.exp() - 1 - x}[estimator].mean()
+    assert run.metrics()["reference_kl"] == pytest.approx(float(wanted), rel=1e-5, abs=1e-6)
 
 
 def test_bounds_of_the_clip_are_written_for_each_token(queue: Queue, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from appliance.sync.manifest import Manifest, digest, record
 from appliance.sync.precision import AS_PLANNED, Generation, Precision, read_present, write_generation, write_wanted
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
-from appliance.trainer import attest, rollout_forward, rollout_ops
+from appliance.trainer import attest, rollout_forward, rollout_kernels
 from appliance.trainer.attest import check_attested, first_differing, search
 from appliance.trainer.governor import Governor, signals_of
 from appliance.trainer.metrics import Step, StepTelemetry, measure_batch, measure_held, tell_differing
@@ -543,13 +543,13 @@ def test_a_forward_that_differs_in_the_update_is_noticed(
         return found.differing_fraction
 
     assert noticed() == 0
-    norm, calls = rollout_ops._norm, []
+    norm, calls = rollout_kernels.plain_norm, []
 
     def other(summed: Tensor, weight_H: Tensor, *, eps: float) -> Tensor:
         calls.append(1)
         return norm(summed, weight_H, eps=eps) * (1 + 2**-7 * (len(calls) == 1))
 
-    monkeypatch.setattr(rollout_ops, "_norm", other)
+    monkeypatch.setattr(rollout_kernels, "plain_norm", other)
     assert noticed() > 0.5
 
 

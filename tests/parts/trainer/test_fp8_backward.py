@@ -9,8 +9,10 @@ import pytest
 import torch
 from fp8_bounds import CASES, U, odd, off
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
-from torch.nn.functional import pad
+from torch.nn.functional import ScalingType, pad
+from torch.nn.functional import scaled_mm as torch_scaled_mm
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from appliance.quant.codec import dequantise
@@ -18,6 +20,7 @@ from appliance.quant.codec_fp8 import quantise_fp8_tokens
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
 from appliance.trainer.rollout_forward import RolloutForward
+from appliance.trainer.rollout_kernels import KERNELS, CudaKernels
 from appliance.trainer.rollout_ops import EngineWeight, silu_and_mul
 
 ROWS, COLUMNS = (128, 72), 300
@@ -26,6 +29,41 @@ ROWS, COLUMNS = (128, 72), 300
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(params=["emulated", "on a hopper"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What multiplies: the emulation, or the call of torch's kernel for Hopper, with `scaled_mm` in its place."""
+    if request.param != "emulated":
+        monkeypatch.setattr(CudaKernels, "load", lambda _: None)
+        monkeypatch.setitem(KERNELS, "cpu", CudaKernels())
+        monkeypatch.setattr(functional, "scaled_mm", scaled_mm)
+
+
+def scaled_mm(
+    a_MK: Tensor,
+    b_KN: Tensor,
+    scale_a: Tensor,
+    recipe_a: ScalingType,
+    scale_b: Tensor,
+    recipe_b: ScalingType,
+    *,
+    output_dtype: torch.dtype,
+) -> Tensor:
+    """As torch's, for which its own checks on CUDA are asked: sizes, types and how scales lie. Sums in float64."""
+    with FakeTensorMode():
+        fakes = [
+            torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="cuda")
+            for each in (a_MK, b_KN, scale_a, scale_b)
+        ]
+        scales = fakes[2], recipe_a, fakes[3], recipe_b
+        assert torch_scaled_mm(*fakes[:2], *scales, output_dtype=output_dtype).dtype is output_dtype
+    assert recipe_a is ScalingType.BlockWise1x128
+    if recipe_b is ScalingType.BlockWise128x128:
+        scale_b = scale_b[: b_KN.shape[0] // 128].t().repeat_interleave(128, dim=0)
+    left_MK = a_MK.double() * scale_a.double().repeat_interleave(128, dim=1)
+    right_NK = b_KN.t().double() * scale_b.double().repeat_interleave(128, dim=1)
+    return (left_MK @ right_NK.t()).to(output_dtype)
 
 
 def bf16(*shape: int, scale: float = 1.0) -> Tensor:
@@ -57,6 +95,7 @@ def assert_rounded_once(found: Tensor | None, exact: Tensor, magnitudes: Tensor)
     assert bool(((found.double() - exact).abs() <= U * exact.abs() + 2.0**-22 * magnitudes).all())
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("tokens", CASES)
 def test_operands_are_those_of_the_table(tokens: int) -> None:
     """dX = Q(dY) W^ with the forward's codes, dW = Q(dY^T) Q(X^^T)^T with those that were kept, quantised again."""
@@ -70,6 +109,7 @@ def test_operands_are_those_of_the_table(tokens: int) -> None:
     assert_rounded_once(passed.bias_N.grad, sums_N, tokens * grad_TN.double().abs().sum(0))
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("tokens", CASES)
 def test_gradients_are_as_near_to_the_exact_ones_as_their_codes(tokens: int) -> None:
     """|A B - Q(A) Q(B)| <= e(A) |B| + (|A| + e(A)) e(B), and one rounding. X is quantised twice: its bound e is that of
@@ -92,6 +132,7 @@ def test_gradients_are_as_near_to_the_exact_ones_as_their_codes(tokens: int) -> 
     assert_within(passed.grad_NK, grad.t() @ x, bound)
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("tokens", CASES)
 def test_tokens_padded_to_128_give_the_same_bits(tokens: int) -> None:
     x_TK, grad_TN = odd(bf16(tokens, COLUMNS)), odd(bf16(tokens, 200))
@@ -104,6 +145,22 @@ def test_tokens_padded_to_128_give_the_same_bits(tokens: int) -> None:
     assert not padded.grad_x[tokens:].any()
 
 
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [64, 200, 640])
+def test_the_forward_rounds_once_after_the_bias(rows: int, bias: bool) -> None:
+    """To BF16; and to float32 the operands and the sum."""
+    x_TK, weight_NK = odd(bf16(33, COLUMNS)), odd(bf16(rows, COLUMNS))
+    layer = EngineWeight.of([weight_NK], scheme=Scheme.FP8_BLOCK, factor_K=None)
+    bias_N = bf16(rows) if bias else None
+    with torch.no_grad():
+        found = layer(x_TK, [weight_NK], bias_N)
+    x, weight = in_blocks(x_TK), dequantise(layer.quantised).double()
+    added = torch.zeros(rows) if bias_N is None else bias_N.double()
+    assert_rounded_once(found, x @ weight.t() + added, x.abs() @ weight.abs().t() + added.abs())
+
+
+@pytest.mark.usefixtures("kernel")
 def test_an_outlier_costs_the_tokens_of_its_block_and_no_others() -> None:
     """A gradient of 2^24 among some of 1: what shares its scale in dW is below half of the smallest step, 2^-10 / 448
     of it, and gone; the next 128 tokens are as without it. In dX it is its own token's."""
@@ -140,6 +197,7 @@ def test_smoothing_and_a_gate_before_the_layer() -> None:
     assert_rounded_once(gated.grad_NK, left @ right.t() * factor_K, left.abs() @ right.abs().t() * factor_K)
 
 
+@pytest.mark.usefixtures("kernel")
 def test_a_gradient_that_is_not_finite_stays_so() -> None:
     """So the optimizer's step is left out, as after a backward in BF16."""
     grad_TN = bf16(130, 200)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from appliance.errors import EngineError, SyncError
 from appliance.record.plan import LoraPlan, ModelPlan
 from appliance.terms.shapes import Linear, ModelShape
-from appliance.trainer.lora import Frozen, merge, put_adapter_in, save_adapter
+from appliance.trainer.lora import Frozen, expected_merge, merge, put_adapter_in, save_adapter
 
 UPDATES, RANKS = 4, 2
 LORA = LoraPlan(rank=4, alpha=8, targets=tuple(map(str, Linear)), dropout=0.0)
@@ -59,10 +61,14 @@ def one_rank(rank: int, folder: str, ranks: int) -> None:
     module = under_fsdp(put_adapter_in(tiny(), lora=LORA, seed=1), ranks=ranks)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)
     ids, frozen, seen = torch.arange(12)[None] + rank, Frozen(), []
-    for _ in range(UPDATES):
+    for update in range(UPDATES):
         frozen.check(module)
         weights = whole(module)
+        expected = expected_merge(module, lora=LORA, turn=3 * update)
         seen.append((sent_by_verl(module), weights))
+        assert (expected is None) is (rank > 0)
+        if expected is not None:
+            expected.check(seen[-1][0][expected.name])
         with torch.no_grad():
             module(input_ids=ids)  # log-probs before an update: what FSDP gathered for them must not be merged into
         module(input_ids=ids, labels=ids).loss.backward()
@@ -154,6 +160,40 @@ def test_a_layer_that_counts_as_merged_is_found_before_the_next_merge() -> None:
     assert raised.value.message == said
     layer.merged_adapters = []
     frozen.check(module)
+
+
+SLIPS: dict[str, Callable[[LoraLayer], None]] = {  # in a merge, before anything is digested
+    "half the scale": lambda layer: layer.scaling.update(default=layer.scaling["default"] / 2),
+    "another rank's scale": lambda layer: layer.scaling.update(default=1.0),
+    "not merged": lambda layer: layer.lora_B["default"].weight.data.zero_(),
+    "merged twice": lambda layer: layer.merge(),
+    "the adapter of the update before": lambda layer: layer.lora_B["default"].weight.data.mul_(0.9),
+    "another base": lambda layer: layer.base_layer.weight.data.mul_(1.05),
+}
+
+
+@pytest.mark.parametrize("slip", SLIPS)
+@pytest.mark.parametrize("moved", [1e-4, 1e-2])
+def test_a_wrong_merge_is_found_before_it_is_digested(slip: str, moved: float) -> None:
+    """Of each layer, when it is its turn. moved: of B, per element: a step at the demo's rate, and many."""
+    module = put_adapter_in(tiny(), lora=LORA, seed=1)
+    layers = {name: each for name, each in module.named_modules() if isinstance(each, LoraLayer)}
+    for each in layers.values():
+        torch.nn.init.uniform_(each.lora_B["default"].weight, -moved, moved)
+    expected = [expected_merge(module, lora=LORA, turn=turn) for turn in range(len(layers))]
+    for each in layers.values():
+        SLIPS[slip](each)
+        each.merged_adapters = []
+        each.merge()
+    found = 0
+    for wanted, each in zip(expected, layers.values(), strict=True):
+        assert wanted is not None
+        with pytest.raises(SyncError) as raised:
+            wanted.check(each.base_layer.weight)
+        found += 1
+        said = f"weight update: {wanted.name} is not the model's weight with its adapter: "
+        assert raised.value.message.startswith(said)
+    assert found == 2 * len(LORA.targets)
 
 
 def test_model_and_adapter_are_the_same_for_peft(left: tuple[Path, list[dict]], tmp_path: Path) -> None:

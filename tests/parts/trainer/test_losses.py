@@ -8,7 +8,7 @@ the largest gradient.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -87,8 +87,8 @@ def gspo(t: Token) -> tuple[float, float, bool]:
 
 
 def cispo(t: Token) -> tuple[float, float, bool]:
-    """sg(clip(R)) A log p. arXiv 2506.13585, eq. 4."""
-    held = np.clip(np.exp(t.x), 1 - t.low, 1 + t.high)
+    """sg(min(R, 1 + high)) A log p. arXiv 2506.13585, eq. 4, without a lower bound as in its experiments."""
+    held = min(np.exp(t.x), 1 + t.high)
     return held * t.a * t.log_prob, held * t.a, False
 
 
@@ -259,3 +259,15 @@ def test_the_divergence_is_said_per_token_whatever_the_loss_aggregates(aggregate
     x = (start.double() - case.batch.new.double())[case.kept.bool()]
     wanted = {"k2": x**2 / 2, "k3": x.exp() - 1 - x}[estimator].mean()
     assert said == pytest.approx(float(wanted), rel=1e-5)
+
+
+def test_cispo_pushes_the_less_the_less_probable_a_token_has_become() -> None:
+    """With a lower bound what a step made improbable is pushed on at full strength, and answers are lost for good."""
+    case = make_case(0, shared=False, spread=0.5)
+    new = case.batch.old - torch.linspace(0, 6, case.kept.shape[1])
+    batch = replace(case.batch, new=new, advantages=-torch.ones_like(new))
+    once = Case(batch, case.kept, torch.ones_like(case.weights))
+    _, gradient, _, _ = by_us(once, Loss.CISPO, aggregate=Aggregate.TOKEN_MEAN, micro_batches=1)
+    ratio = (new - case.batch.old).double().exp().numpy()
+    wanted = np.where(case.kept.numpy(), ratio, 0.0) / int(case.batch.mask.sum())
+    np.testing.assert_allclose(gradient, wanted, rtol=1e-4, atol=1e-12)

@@ -22,7 +22,8 @@ from appliance.record.events import parse_event
 from appliance.record.plan import CorrectionPlan, RunPlan
 from appliance.terms.schemes import Scheme
 from appliance.trainer.governor import Governor, guard_stop, policy_of, signals_of
-from appliance.trainer.metrics import equal_groups, measure_batch, with_finite_pairs
+from appliance.trainer.metrics import Step, equal_groups, measure_batch, with_finite_pairs
+from appliance.trainer.precision import Live
 
 BAD = Signals(1, k3_kl=0.02)
 QUICK = make_guard(actions=(Action.WARN, Action.STOP), bad_steps=1, cooling_steps=0, fine_steps=2)
@@ -55,6 +56,18 @@ def test_thresholds_of_the_plan_reach_the_policy(tmp_path: Path) -> None:
     assert (bounds.k3_kl.bad[1], bounds.weight_std.bad[1], bounds.truncated_fraction.bad[1]) == (0.1, 3.0, 0.2)
     assert (bounds.ess.bad[0], bounds.ess.fine[0]) == (0.6, 1.0)
     assert found.collapse.gradient.stop_after == 9
+
+
+def test_with_one_flow_every_token_is_held_on_a_cpu_and_a_tenth_of_the_bound_on_a_gpu(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path / "run")
+    flow, step = plan.trainer.replace(one_flow=True), Step(Live("int8", emulated=False))
+    for planned, exact, k3_kl in (
+        (plan, False, 0.015),
+        (plan.replace(trainer=flow), True, 0.015),
+        (plan.replace(trainer=flow, device="h100"), False, 0.0015),
+    ):
+        assert step.is_exact(planned) is exact
+        assert policy_of(planned).mismatch.k3_kl.bad[1] == pytest.approx(k3_kl)
 
 
 def test_a_reward_that_collapses_is_seen_from_what_a_wrong_answer_gets(tmp_path: Path) -> None:

@@ -101,17 +101,9 @@ def test_the_share_of_clipped_negatives_is_of_the_sums_over_a_step() -> None:
     assert written(VERL)["clipped_negative_fraction"] is None
 
 
-@pytest.mark.parametrize(
-    ("place", "said"),
-    [
-        (KlPlace.LOSS, {"actor/divergence": 10.0, "actor/correction_kept": 40.0, "actor/kl_loss": 7.0}),
-        (KlPlace.REWARD, {"actor/reward_kl_penalty": 0.25}),
-    ],
-)
-def test_the_divergence_from_the_start_is_in_the_line_where_something_asks_for_it(
-    place: KlPlace, said: dict[str, float]
-) -> None:
-    """In the loss a mean over tokens, of the sums over a step."""
+def test_a_divergence_in_the_loss_is_in_the_line() -> None:
+    """A mean over tokens, of the sums over a step. What is in the reward is the correction's to say."""
+    said, place = {"actor/divergence": 10.0, "actor/correction_kept": 40.0, "actor/kl_loss": 7.0}, KlPlace.LOSS
     plan = SimpleNamespace(**{**vars(PLAN), "algorithm": SimpleNamespace(kl=SimpleNamespace(place=place))})
     assert written(VERL | said, plan=plan)["reference_kl"] == 0.25
     assert math.isnan(written(VERL, plan=plan)["reference_kl"])  # no update was made

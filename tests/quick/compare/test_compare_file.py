@@ -111,6 +111,22 @@ margin: 0
     ]
 
 
+def test_an_arm_may_be_compared_with_another_than_the_baseline(write) -> None:
+    found = load_comparison(write(f"{TEXT}against: {{plain: int8}}\n"))
+    assert found.against == {"plain": "int8"}
+
+
+def test_what_an_arm_is_compared_with_must_be_another_arm(write) -> None:
+    assert problems_of(write(f"{TEXT}against:\n  int8: int8\n  plane: bf16\n  bf16: plain\n")) == [
+        ("c.yaml:13: against: `int8` cannot be compared with `int8`", "name another arm"),
+        ("c.yaml:14: against: no arm is called `plane`", "did you mean `plain`?"),
+        (
+            "c.yaml:15: against: `bf16` cannot be compared with `plain`",
+            "it is the arm that others are compared with: give another `baseline`",
+        ),
+    ]
+
+
 def test_missing_keys_are_named_with_an_example(write) -> None:
     assert problems_of(write("margin: 0.1\n")) == [
         ("c.yaml: recipe: the key is missing", "such as `recipe: arithmetic-tiny-int8`"),

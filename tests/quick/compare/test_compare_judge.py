@@ -83,6 +83,14 @@ def test_an_arm_can_be_better() -> None:
     assert row.verdict is Verdict.OPEN  # better by 0.035 in the mean alone
 
 
+def test_an_arm_is_compared_with_the_one_that_it_names() -> None:
+    runs = [a_run("base", right=380), a_run("gspo", right=200), a_run("gspo-int8", right=180)]
+    arms = [run.arm for run in runs]
+    rows = judge(runs, arms=arms, baseline="base", margin=MARGIN, against={"gspo-int8": "gspo"})
+    assert [row.against for row in rows] == ["", "base", "gspo"]
+    assert [row.difference and row.difference.mean for row in rows] == [None, -0.45, -0.05]
+
+
 def test_the_baseline_is_not_judged() -> None:
     row = judge([a_run("base")], arms=["base"], baseline="base", margin=MARGIN)[0]
     assert (row.verdict, row.difference, row.by_seed, row.final) == (Verdict.BASELINE, None, (), 0.95)

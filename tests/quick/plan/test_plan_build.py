@@ -123,6 +123,16 @@ def test_linear_layers_alone_are_no_flow_and_take_the_trainer_that_has_them():
     assert raised.value.problems == [("trainer.forward: `linears` runs on a CPU only", "use `bf16`")]
 
 
+def test_a_flow_on_a_gpu_has_eager_engines_in_the_batch_invariant_mode():
+    plain, flow = planned("cluster.device=h100"), planned("cluster.device=h100", "trainer.forward=rollout")
+    mode = {"VLLM_BATCH_INVARIANT": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    assert dict(flow.env) == dict(plain.env) | mode | {"VERL_ENGINE_VENDOR": "appliance"}
+    assert (plain.rollout.eager, flow.rollout.eager) == (False, True)
+    assert "rollouts take longer" in choice(flow, "rollout.enforce_eager")[1]
+    on_cpu = planned("trainer.forward=rollout")
+    assert not mode.keys() & dict(on_cpu.env).keys()
+
+
 def test_gradients_in_fp8_are_emulated_and_said_to_be():
     flow = ("trainer.forward=rollout", "trainer.backward=fp8-block", "rollout.scheme=fp8-block")
     plan = planned(*flow, "quantization.emulate=true")
@@ -133,11 +143,18 @@ def test_gradients_in_fp8_are_emulated_and_said_to_be():
     )
     assert not planned("trainer.forward=rollout").trainer.fp8_backward
     with pytest.raises(RecipeError) as raised:
-        planned(*flow, "cluster.device=h100")
+        planned(*flow, "cluster.device=l4")
     assert raised.value.problems == [
-        ("trainer.forward: `rollout` runs on a CPU only", "use `bf16`"),
-        ("trainer.backward: `fp8-block` is emulated, on a CPU only", "use `bf16`"),
+        ("trainer.forward: `rollout` has a kernel of `fp8-block` on Hopper only", "use `bf16`"),
+        ("trainer.backward: `fp8-block` has a kernel on Hopper only", "use `bf16`"),
     ]
+    with pytest.raises(RecipeError) as raised:
+        planned(*flow, "quantization.emulate=true", "cluster.device=h100")
+    problem = ("trainer.forward: `rollout` emulates FP8 on a CPU only", "remove quantization.emulate")
+    assert raised.value.problems == [problem]
+    on_hopper = planned(*flow, "cluster.device=h100")
+    assert "; gradients in fp8-block; " in plan_text(on_hopper, needs=[("disk", "1 GiB")])
+    assert choice(on_hopper, "trainer.backward") == ("fp8-block", "as given")
     with pytest.raises(RecipeError) as raised:
         planned(*flow[:2], "rollout.scheme=auto")
     problem = ("trainer.backward: `fp8-block` does not know `int8`", "use rollout.scheme: fp8-block")

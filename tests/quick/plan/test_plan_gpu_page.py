@@ -10,6 +10,7 @@ from plans import HOST
 from appliance.plan.build import build_plan
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import RunPlan
+from appliance.terms.families import FAMILIES
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "gpu.md"
 
@@ -40,3 +41,11 @@ def test_the_page_has_every_setting_that_differs() -> None:
         part for quoted in re.findall(r"`([^`]+)`", PAGE.read_text()) for part in {quoted, quoted.rsplit(".", 1)[-1]}
     }
     assert names - said == set()
+
+
+def test_the_page_names_the_families_of_vllms_v2_runner() -> None:
+    """vLLM itself is asked in tests/engine/test_engine_runner.py."""
+    *dense, last = [each.architecture.removesuffix("ForCausalLM") for each in FAMILIES.values() if not each.mixture]
+    [row] = [line for line in PAGE.read_text().splitlines() if line.startswith("| vLLM's model runner")]
+    assert f"| V1 | V2 for dense {', '.join(dense)} and {last} (" in row
+    assert "Models with experts stay on V1. If it misbehaves: `VLLM_USE_V2_MODEL_RUNNER=0`" in row
