@@ -83,27 +83,33 @@ class Row:
     waiting_mib: float
 
 
+def started_runner(folder: Path, **arguments: Any) -> Any:
+    """The model runner of an engine of vLLM's in this process, with random weights. arguments: more of the engine's."""
+    from vllm import LLM
+
+    llm = LLM(
+        str(folder),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        enforce_eager=True,
+        max_model_len=128,
+        kv_cache_memory_bytes=64 << 20,
+        **arguments,
+    )
+    worker = llm.llm_engine.model_executor.driver_worker
+    runner = getattr(worker, "worker", worker).model_runner
+    runner.benchmarked = llm  # kept as long as its runner
+    return runner
+
+
 class Engine:
     """A vLLM engine of one scheme, updated in this process."""
 
     def __init__(self, folder: Path, *, scheme: Scheme, prove_every: int) -> None:
-        from vllm import LLM
-
         from appliance.engine.update import WeightUpdate
 
         quantisation = Quantisation(scheme=scheme, emulated=scheme.spec.can_emulate)
-        llm = LLM(
-            str(folder),
-            skip_tokenizer_init=True,
-            load_format="dummy",
-            enforce_eager=True,
-            max_model_len=128,
-            kv_cache_memory_bytes=64 << 20,
-            **quantisation.engine_arguments(),
-        )
-        worker = llm.llm_engine.model_executor.driver_worker
-        self._runner = getattr(worker, "worker", worker).model_runner
-        self._llm = llm
+        self._runner = started_runner(folder, **quantisation.engine_arguments())
         self.scheme = scheme
         config = self._runner.vllm_config
         self._update = WeightUpdate(

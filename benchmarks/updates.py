@@ -18,12 +18,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from appliance import console
 from appliance.bench.job import NAMED_SHAPES, Shapes
 from appliance.control_groups import usable_cores
-from benchmarks.sync import MAX_RATIO, peak_of_tensors, random_state, set_environment
+from benchmarks.sync import MAX_RATIO, peak_of_tensors, random_state, set_environment, started_runner
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,30 +44,12 @@ class Side:
     seconds: list[float]
 
 
-def start(folder: Path) -> Any:
-    """vLLM's model runner, of an engine that the variables of this process tell what to do."""
-    from vllm import LLM
-
-    llm = LLM(
-        str(folder),
-        skip_tokenizer_init=True,
-        load_format="dummy",
-        enforce_eager=True,
-        max_model_len=128,
-        kv_cache_memory_bytes=64 << 20,
-    )
-    worker = llm.llm_engine.model_executor.driver_worker
-    runner = getattr(worker, "worker", worker).model_runner
-    runner.benchmarked = llm  # kept as long as its runner
-    return runner
-
-
 def plain(folder: Path) -> Side:
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-    runner = start(folder)
+    runner = started_runner(folder)
 
     def update(tensors: dict[str, Tensor]) -> None:
         with set_current_vllm_config(runner.vllm_config), torch.no_grad():
@@ -86,7 +68,7 @@ def ours(folder: Path, config: str) -> Side:
 
     os.environ[CONFIG_VARIABLE] = config
     register()
-    runner = start(folder)
+    runner = started_runner(folder)
     ways = ways_into(runner.model)
 
     def update(tensors: dict[str, Tensor]) -> None:
