@@ -22,7 +22,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from appliance.engine.experts import pack_experts_anew
+from appliance.engine.experts import ExpertGemm, pack_experts_anew
 from appliance.engine.precision import PrecisionSwitch
 from appliance.engine.proof import SyncProof
 from appliance.engine.quantised import Quantising
@@ -157,7 +157,7 @@ class WeightUpdate:
     def _waits_in_a_layer(self, name: str) -> bool:
         """Of ours. vLLM keeps a tensor of an expert, or of no layer that we know, where it likes."""
         layers = self._proof.layers_of(name)
-        return bool(layers) and all(isinstance(layer, Module) for layer in layers)
+        return bool(layers) and not any(isinstance(layer, ExpertGemm) for layer in layers)
 
     def _copy_waiting(self, name: str, tensor: Tensor) -> None:
         """A layer that is not complete has kept a view of the tensor."""

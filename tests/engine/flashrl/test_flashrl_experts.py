@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from engines import read_checkpoint, start_engine
 from families import make_family
-from test_flashrl_ways_in import WAYS, Weights, caught_of, cropped, doubled, dropped, flipped, start, swapped
+from test_flashrl_ways_in import WAYS, Weights, by_tensor, caught_of, cropped, doubled, dropped, flipped, start, swapped
+from torch import Tensor
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -62,3 +64,21 @@ def test_every_fault_in_an_expert_is_caught_and_never_sampled_from(
     caught = caught_of(cases, ways_in=ways_in, old=experts / "1", weights=lambda: experts_first(experts / "2"))
     record_property("said", f"faults in experts' updates by {len(WAYS)} ways: {len(cases)}, caught: {len(caught)}")
     assert len(caught) == len(cases) == 20
+
+
+def lent(weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    """In memory that the sender uses again."""
+    for name, tensor in weights:
+        buffer = tensor.clone()
+        yield name, buffer
+        buffer.fill_(float("nan"))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_expert_that_waits_for_others_is_copied_out_of_the_senders_memory(
+    experts: Path, told: dict[str, list], ways_in: pytest.MonkeyPatch, scheme: str
+) -> None:
+    ways_in.setenv("FLASHRL_CONFIG", scheme)
+    engine = start(experts / "1")
+    by_tensor(engine, lent(read_checkpoint(experts / "2")))
+    assert engine.generate() == told[scheme]
