@@ -108,15 +108,22 @@ def _sync(size: str, *, layers: int) -> Row:
 
 
 def _training(
-    scheme: Scheme, *covers: str, size: str = "0.5b", layers: int = 8, more_s: int = 0, lora: bool = False
+    scheme: Scheme,
+    *covers: str,
+    size: str = "0.5b",
+    layers: int = 8,
+    more_s: int = 0,
+    lora: bool = False,
+    flow: bool = False,
 ) -> Row:
     return Row(
-        f"train-{'lora-' * lora}{scheme}{'' if size == '0.5b' else f'-{size}'}",
-        f"two steps {'of LoRA ' * lora}by {scheme} at the size of {size}, {layers} layers; memory of the estimate",
+        f"train-{'lora-' * lora}{'flow-' * flow}{scheme}{'' if size == '0.5b' else f'-{size}'}",
+        f"two steps {'of LoRA ' * lora}by {scheme}{', one flow,' * flow} at the size of {size}, {layers} layers; "
+        "memory of the estimate",
         "benchmarks.accept.training:train",
         _TRAINING_S + more_s,
         covers=covers,
-        arguments=(("by", str(scheme)), ("size", size), ("layers", layers), ("lora", lora)),
+        arguments=(("by", str(scheme)), ("size", size), ("layers", layers), ("lora", lora), ("flow", flow)),
         scheme=scheme,
         needs_nvcc=scheme is Scheme.FP8_BLOCK,
     )
@@ -264,7 +271,7 @@ ROWS: tuple[Row, ...] = (
     ),
     _training(Scheme.INT8, "`gsm8k-0.5b-int8`", layers=24),
     _training(Scheme.FP8),
-    _training(Scheme.FP8_CHANNEL),
+    _training(Scheme.FP8_CHANNEL, "`trainer.forward: rollout`", flow=True),
     _training(Scheme.FP8_BLOCK),
     _training(
         Scheme.INT8,
@@ -290,7 +297,6 @@ BEYOND: dict[str, str] = {
     "mixed replicas (`rollout.replicas`)": _TWO,
     "two nodes of one cluster": _TWO,
     "recipes `dapo-*`, `qwen3-*`, `qwen2.5-1.5b-int8`, `gsm8k-0.5b-*`, `gsm8k-7b-lora-int8`": _TWO,
-    "`trainer.forward: rollout`": "not in a row yet",
     "`trainer.backward: fp8-block`": "not in a row yet",
     "the compiled code of an engine, kept by vLLM (`~/.cache/vllm/torch_compile_cache`)": "seen in a second start",
     "profile (calibration)": _HOST,
