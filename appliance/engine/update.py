@@ -155,9 +155,9 @@ class WeightUpdate:
                     self._copy_waiting(name, tensor)
 
     def _waits_in_a_layer(self, name: str) -> bool:
-        """Of ours. vLLM keeps a tensor of an expert, or of no layer that we know, where it likes."""
+        """And nowhere else: FP8's proofs keep a view, and vLLM a tensor of experts, or of layers unknown, where it likes."""
         layers = self._proof.layers_of(name)
-        return bool(layers) and not any(isinstance(layer, ExpertGemm) for layer in layers)
+        return bool(layers) and not any(isinstance(layer, ExpertGemm) or _is_fp8(layer) for layer in layers)
 
     def _copy_waiting(self, name: str, tensor: Tensor) -> None:
         """A layer that is not complete has kept a view of the tensor."""
@@ -355,6 +355,11 @@ class WeightUpdate:
             if now.get(name) != address:
                 self.broken = "moved a tensor that CUDA graphs read"
                 raise SyncError(f"weight update {self._sync}: CUDA graphs read the old place of {name}")
+
+
+def _is_fp8(layer: Module) -> bool:
+    method = getattr(layer, "quant_method", None)
+    return isinstance(method, Quantising) and method.scheme not in (Scheme.INT8, Scheme.BF16)
 
 
 def addresses(model: Module) -> dict[str, int]:
