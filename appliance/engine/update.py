@@ -155,7 +155,7 @@ class WeightUpdate:
                     self._copy_waiting(name, tensor)
 
     def _waits_in_a_layer(self, name: str) -> bool:
-        """And nowhere else: FP8's proofs keep a view; what is of experts, or of no known layer, vLLM keeps elsewhere."""
+        """And nowhere else: FP8's proofs keep a view, and vLLM keeps what is no layer's of ours where it likes."""
         layers = self._proof.layers_of(name)
         return bool(layers) and not any(isinstance(layer, ExpertGemm) or _is_fp8(layer) for layer in layers)
 
