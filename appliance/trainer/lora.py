@@ -14,6 +14,7 @@ same code of PEFT's as the weights that were sent.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -111,6 +112,18 @@ def expected_merge(module: Module, *, lora: LoraPlan, turn: int) -> Expected | N
     bound_NK = 2.0**-8 * (w_NK.abs() + 2 * delta_NK.abs() + most_NK)
     short = f"{name.removeprefix('base_model.model.')}.weight"
     return Expected(short, sum_NK=w_NK + delta_NK, bound_NK=bound_NK)
+
+
+def checked(tensors: Iterable[tuple[str, Tensor]], *, expected: Expected | None) -> Iterator[tuple[str, Tensor]]:
+    """The same tensors. Raises SyncError where the expected one is another, or is not among them."""
+    for name, tensor in tensors:
+        if expected is not None and name == expected.name:
+            expected.check(tensor)
+            expected = None
+        yield name, tensor
+    if expected is not None:
+        message = f"weight update: {expected.name} has an adapter and was not sent"
+        raise SyncError(message, hint="its merge cannot be checked; report it, with the model")
 
 
 def save_adapter(module: Module, *, folder: Path, model: ModelPlan) -> None:

@@ -231,6 +231,7 @@ class EngineWeight:
             quantised = int8_rows(codes_NK, scale_N1=torch.cat([each.scale for each in parts]))
         else:
             quantised = quantise(torch.cat([each.detach() for each in weights]), scheme=scheme)
+        fp8_backward &= scheme is Scheme.FP8_BLOCK
         return cls(quantised, kernels.gemm(quantised, integers=integers), factor_K, fp8_backward, name)
 
     def codes_of(self, x_TK: Tensor) -> QuantisedWeight:

@@ -41,7 +41,7 @@ from appliance.record.plan import RunPlan, read_plan
 from appliance.terms.environment import ENGINE_VENDOR, PLAN_VARIABLE
 from appliance.terms.families import norm_fed
 from appliance.terms.settings import Schedule
-from appliance.trainer.lora import Frozen, expected_merge, put_adapter_in, save_adapter
+from appliance.trainer.lora import Frozen, checked, expected_merge, put_adapter_in, save_adapter
 from appliance.trainer.rollout_forward import RolloutForward, put_in
 
 
@@ -81,10 +81,7 @@ class ApplianceEngine(FSDPEngineWithLMHead):
         lora = _plan().lora
         assert lora is not None, "it is what is merged"
         expected, self._merges = expected_merge(self.module, lora=lora, turn=self._merges), self._merges + 1
-        for name, tensor in super()._merged_lora_per_tensor_param():
-            if expected is not None and name == expected.name:
-                expected.check(tensor)
-            yield name, tensor
+        yield from checked(super()._merged_lora_per_tensor_param(), expected=expected)
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         super().save_checkpoint(local_path, *args, **kwargs)

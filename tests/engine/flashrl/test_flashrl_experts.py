@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from engines import read_checkpoint, start_engine
 from families import make_family
-from test_flashrl_ways_in import WAYS, Weights, by_tensor, caught_of, cropped, doubled, dropped, flipped, start, swapped
-from torch import Tensor
+from test_flashrl_ways_in import (
+    WAYS,
+    Weights,
+    by_tensor,
+    caught_of,
+    cropped,
+    doubled,
+    dropped,
+    flipped,
+    lent,
+    start,
+    swapped,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -64,14 +74,6 @@ def test_every_fault_in_an_expert_is_caught_and_never_sampled_from(
     caught = caught_of(cases, ways_in=ways_in, old=experts / "1", weights=lambda: experts_first(experts / "2"))
     record_property("said", f"faults in experts' updates by {len(WAYS)} ways: {len(cases)}, caught: {len(caught)}")
     assert len(caught) == len(cases) == 20
-
-
-def lent(weights: Weights) -> Iterator[tuple[str, Tensor]]:
-    """In memory that the sender uses again."""
-    for name, tensor in weights:
-        buffer = tensor.clone()
-        yield name, buffer
-        buffer.fill_(float("nan"))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 Weights = list[tuple[str, Tensor]]
 SCHEMES = ("bf16", "int8")
+EMULATED = ("fp8-channel", "fp8-block")
 RELOAD = "vllm.model_executor.model_loader.reload"
 
 
@@ -84,7 +85,10 @@ def of_fp32(weights: Weights) -> Weights:
 @pytest.fixture(scope="module")
 def told(two_checkpoints: tuple[Path, Path]) -> dict[str, list]:
     """What an engine of the second checkpoint says, by scheme."""
-    return {scheme: start_engine(two_checkpoints[1], scheme=scheme).generate() for scheme in SCHEMES}
+    return {
+        scheme: start_engine(two_checkpoints[1], scheme=scheme, emulated=scheme in EMULATED).generate()
+        for scheme in (*SCHEMES, *EMULATED)
+    }
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -125,6 +129,27 @@ def test_any_order_and_any_buckets_end_in_the_same_engine(
         tried += 2
     record_property("said", f"orders and buckets of weight updates in {scheme}: {tried}")
     assert tried == 40
+
+
+def lent(weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    """In memory that the sender uses again."""
+    for name, tensor in weights:
+        buffer = tensor.clone()
+        yield name, buffer
+        buffer.fill_(float("nan"))
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, *EMULATED])
+def test_what_waits_for_the_rest_of_its_layer_is_copied_out_of_the_senders_memory(
+    two_checkpoints: tuple[Path, Path], told: dict[str, list], ways_in: pytest.MonkeyPatch, tmp_path: Path, scheme: str
+) -> None:
+    """By vLLM, and by what proves it: a sound update is none that is broken."""
+    file = tmp_path / "fp8.yaml"
+    file.write_text(f"configs: [{{fn: {scheme.replace('-', '_')}, emulated: true}}]")
+    ways_in.setenv("FLASHRL_CONFIG", str(file) if scheme in EMULATED else scheme)
+    engine = start(two_checkpoints[0])
+    by_tensor(engine, lent(read_checkpoint(two_checkpoints[1])))
+    assert engine.generate() == told[scheme]
 
 
 def dropped(weights: Weights) -> Weights:

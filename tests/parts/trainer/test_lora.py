@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from appliance.errors import EngineError, SyncError
 from appliance.record.plan import LoraPlan, ModelPlan
 from appliance.terms.shapes import Linear, ModelShape
-from appliance.trainer.lora import Frozen, expected_merge, merge, put_adapter_in, save_adapter
+from appliance.trainer.lora import Expected, Frozen, checked, expected_merge, merge, put_adapter_in, save_adapter
 
 UPDATES, RANKS = 4, 2
 LORA = LoraPlan(rank=4, alpha=8, targets=tuple(map(str, Linear)), dropout=0.0)
@@ -86,6 +86,19 @@ def one_rank(rank: int, folder: str, ranks: int) -> None:
     states = len(optimizer.state)
     torch.save({"seen": seen, "said": said, "states": states}, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
+
+
+def test_an_expected_layer_that_is_not_sent_is_an_error() -> None:
+    one = torch.ones(2, 2)
+    expected = Expected("a.weight", sum_NK=one, bound_NK=0 * one)
+    assert [name for name, _ in checked([("b.weight", one), ("a.weight", one)], expected=expected)] == [
+        "b.weight",
+        "a.weight",
+    ]
+    with pytest.raises(SyncError, match=r"a\.weight has an adapter and was not sent"):
+        list(checked([("b.weight", one)], expected=expected))
+    with pytest.raises(SyncError, match=r"a\.weight is not the model's weight with its adapter: 4 of 4"):
+        list(checked([("a.weight", 2 * one)], expected=expected))
 
 
 def whole(module: torch.nn.Module) -> dict[str, Tensor]:

@@ -125,6 +125,13 @@ def test_what_an_arm_is_compared_with_must_be_another_arm(write) -> None:
             "it is the arm that others are compared with: give another `baseline`",
         ),
     ]
+    assert problems_of(write(f"{TEXT}against:\n  int8: plain\n  plain: int8\n")) == [
+        (
+            f"c.yaml:{line}: against: `{arm}` is compared with `{other}`, which has its own",
+            "compare both with one arm: a chain of differences ends at no baseline",
+        )
+        for line, arm, other in ((13, "int8", "plain"), (14, "plain", "int8"))
+    ]
 
 
 def test_missing_keys_are_named_with_an_example(write) -> None:
