@@ -14,6 +14,7 @@ from appliance.engine.tensor_slots import LocalShape, Slot
 from appliance.errors import SyncError
 from appliance.quant import numba_fp8
 from appliance.quant.codec import QuantisedWeight
+from appliance.quant.codec_int8 import quantise_int8
 from appliance.terms.schemes import Scheme
 
 EVERY = (1, 3, 8, 20)
@@ -186,3 +187,43 @@ def test_a_kernel_is_asked_for_sums_in_float32_and_the_setting_is_put_back() -> 
     with pytest.raises(SyncError, match="no kernel"):
         answer(layer, torch.ones(1, 8), bias_N=None)
     assert layer.allowed == (False, False) and reduced_precision() == (True, True)
+
+
+class Int8Kernel(Module):
+    """Answers as a kernel of these codes would, for a probe whose scale is 1."""
+
+    quant_method = property(lambda self: self)
+
+    def __init__(self, held: QuantisedWeight) -> None:
+        super().__init__()
+        self.held = held
+
+    def held_scale(self, layer: Module) -> Tensor:
+        return self.held.scale
+
+    def apply(self, layer: Module, probe_MK: Tensor, bias_N: Tensor) -> Tensor:
+        sums_MN = probe_MK.double() @ self.held.codes_NK.double().t()
+        return (sums_MN.float() * self.held.scale[:, 0] + bias_N.float()).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("wrong", [3, 40, 96])
+@pytest.mark.parametrize("what", ["code", "scale"])
+def test_a_wrong_int8_row_is_seen_when_it_is_its_turn_of_eight_and_in_a_full_proof(wrong: int, what: str) -> None:
+    """A fused layer whose second part begins in the midst of an eighth."""
+    weight_NK = torch.randn(97, 64, generator=torch.Generator().manual_seed(wrong)).to(torch.bfloat16)
+    held = quantise_int8(weight_NK)
+    if what == "code":
+        held.codes_NK[wrong, 5] += 1 if held.codes_NK[wrong, 5] < 0 else -1
+    else:
+        held.scale[wrong] *= 1.001
+    seen = set()
+    for sync in range(1, 2 * ROTATION + 1):
+        asked = ask(0, sync=sync, every=1, parts=ROTATION)
+        one = Int8Proof("layer", shape=LocalShape(97, 64, is_cut=False), scheme=Scheme.INT8, ask=asked)
+        one.take(Slot("layer", "weight", 0, start=0, rows=slice(0, 37)), weight_NK[:37])
+        one.take(Slot("layer", "weight", 1, start=37, rows=slice(0, 60)), weight_NK[37:])
+        found = one.check(Int8Kernel(held))
+        if found is not None:
+            assert found.what in (f"probe, output channel {wrong}", f"scale {wrong}")
+            seen.add(sync)
+    assert seen == {sync for sync in range(1, 17) if sync in (1, 8, 16) or sync % 8 == wrong % 8}
