@@ -4,7 +4,9 @@ library, which loads in a process without vLLM. FP8 is emulated.
 `sgl`: its packed kernel of AVX-512 VNNI. On a host without AMX it packs a weight several times faster than oneDNN
 (whose reorder with compensation has no fast version there) and multiplies as fast, as long as 32 tokens and 32 rows of
 codes fit the core's cache together; beyond that it reads everything again and again (docs/results/gemm.md). vLLM itself
-takes it on hosts with AMX only. `onednn`: everything else, and every host with AMX, where oneDNN has the matrix unit.
+takes it on hosts with AMX only. `onednn`: everything else, every host with AMX, where oneDNN has the matrix unit, and
+FP16, which the packed kernel does not know (it ends the process). `float32`: where oneDNN's answers are wrong, on hosts
+without VNNI; seen with AVX2 alone, where each proof found it.
 
 Both quantise activations inside and make s = a / 127; oneDNN's path multiplies by 1 / s and gives the codec's codes;
 sgl's multiplies by a 127 / a of its own rounding, so that a code may differ by one where x / s lies within 127 * 2^-23
@@ -44,6 +46,7 @@ from appliance.quant.codec_int8 import int8_rows, quantise_int8
 LONGEST_PACKED_ROW = 8192
 _TILE = 32  # rows and columns: what sgl's kernel takes without a rest
 _ONEDNN_CACHED_PRIMITIVES = 32  # as vLLM's kernel has it
+_EXACT_PRODUCTS = 1024  # of two codes, of which float32 has every partial sum: 1024 * 127^2 < 2^24
 _AT_ONCE = 256  # tokens whose sums in float64 fit a core's cache
 
 
@@ -142,14 +145,17 @@ class OneDnnGemm:
 
     name = "onednn"
 
-    def __init__(self, codes_NK: Tensor, *, scale_N1: Tensor) -> None:
+    def __init__(self, codes_NK: Tensor, *, scale_N1: Tensor, dtype: torch.dtype = torch.bfloat16) -> None:
         """As `process_weights_for_onednn` of vLLM's kernel, without the sum of each row of codes. Only asymmetric
         activations need that; it makes a float32 copy of the codes and takes as long as all the rest of a sync's work
-        on a large layer. Remove when: vLLM computes `azp_adj` for asymmetric activations only."""
+        on a large layer. Remove when: vLLM computes `azp_adj` for asymmetric activations only.
+
+        dtype: of what is multiplied.
+        """
         self.scale_N1 = scale_N1
         self._rows = len(codes_NK)
         handle = torch.ops._C.create_onednn_scaled_mm_handler(
-            codes_NK.t(), scale_N1, torch.bfloat16, True, False, _ONEDNN_CACHED_PRIMITIVES
+            codes_NK.t(), scale_N1, dtype, True, False, _ONEDNN_CACHED_PRIMITIVES
         )
         self._handle = torch.tensor(handle, dtype=torch.int64)
 
@@ -165,6 +171,36 @@ class OneDnnGemm:
         y_MN = torch.empty((len(x_MK), self._rows), dtype=x_MK.dtype)
         torch.ops._C.onednn_scaled_mm(y_MN, codes_MK, scale_M1, None, None, bias_N, self._handle)
         return y_MN
+
+
+class WideGemm:
+    """As OneDnnGemm, by float32: products of codes are below 2^14, and of 1024 of them every partial sum is exact."""
+
+    name = "float32"
+
+    def __init__(self, codes_NK: Tensor, *, scale_N1: Tensor) -> None:
+        self.scale_N1 = scale_N1
+        self._parts_KN = [part_NK.float().t() for part_NK in codes_NK.split(_EXACT_PRODUCTS, dim=1)]
+
+    def __call__(self, x_MK: Tensor, bias_N: Tensor | None) -> Tensor:
+        codes_MK = torch.empty_like(x_MK, dtype=torch.int8)
+        scale_M1 = torch.empty((len(x_MK), 1), dtype=torch.float32)
+        torch.ops._C.dynamic_scaled_int8_quant(codes_MK, x_MK.contiguous(), scale_M1, None)
+        sums_MN = torch.zeros((len(x_MK), len(self.scale_N1)), dtype=torch.float64)
+        for left_MK, right_KN in zip(codes_MK.split(_EXACT_PRODUCTS, dim=1), self._parts_KN, strict=True):
+            sums_MN += left_MK.float() @ right_KN
+        y_MN = sums_MN.float() * scale_M1 * self.scale_N1.t()
+        return (y_MN if bias_N is None else y_MN + bias_N.float()).to(x_MK.dtype)
+
+
+@functools.cache
+def saturates() -> bool:
+    """Whether oneDNN adds pairs of products in 16 bits here, as it does without VNNI: the largest do not fit."""
+    load_kernels()
+    codes_NK = torch.full((32, 64), 127, dtype=torch.int8)
+    gemm = OneDnnGemm(codes_NK, scale_N1=torch.ones(32, 1))
+    answer_MN, exact = gemm(torch.full((1, 64), 127.0, dtype=torch.bfloat16), None).float(), 64 * 127.0**2
+    return bool(((answer_MN - exact).abs() > 2.0**-8 * exact).any())
 
 
 class SglGemm:
@@ -215,8 +251,23 @@ def multiply_fp8(x_MK: Tensor, weight: QuantisedWeight, bias_N: Tensor | None) -
     return (y_MN if bias_N is None else y_MN + bias_N.float()).to(x_MK.dtype)
 
 
+def packed(codes_NK: Tensor, *, scale_N1: Tensor, dtype: torch.dtype) -> OneDnnGemm | SglGemm | WideGemm:
+    """dtype: of what is multiplied."""
+    kind = kernel_of(*codes_NK.shape, dtype=dtype)
+    if kind is OneDnnGemm:
+        return OneDnnGemm(codes_NK, scale_N1=scale_N1, dtype=dtype)
+    return kind(codes_NK, scale_N1=scale_N1)
+
+
+def kernel_of(rows: int, columns: int, *, dtype: torch.dtype = torch.bfloat16) -> type[OneDnnGemm | SglGemm | WideGemm]:
+    """What multiplies with a weight of this shape on this host."""
+    if dtype is torch.bfloat16 and packs_quickly(rows, columns):
+        return SglGemm
+    return WideGemm if saturates() else OneDnnGemm
+
+
 def packs_quickly(rows: int, columns: int) -> bool:
-    """Whether a weight of this shape gets sgl's kernel on this host."""
+    """Whether a weight of this shape gets sgl's kernel on this host, in BF16."""
     return rows % _TILE == 0 and columns % _TILE == 0 and columns <= LONGEST_PACKED_ROW and has_packed_kernel()
 
 
