@@ -3,7 +3,7 @@
 Weights are quantised when a layer has been loaded and again at every sync; activations are quantised per token by
 vLLM's own kernel. vLLM 0.28 has online FP8 methods for linear layers and no INT8 one.
 
-On a CPU one of two kernels multiplies (quant/cpu_gemm.py).
+On a CPU one of three kernels multiplies (quant/cpu_gemm.py).
 
 Legend: M tokens, N output channels, K input channels of this rank's part of the layer.
 """
@@ -27,7 +27,7 @@ from appliance.errors import EngineError
 from appliance.patch import Patch
 from appliance.quant.codec import QuantisedWeight
 from appliance.quant.codec_int8 import int8_rows, quantise_int8
-from appliance.quant.cpu_gemm import OneDnnGemm, SglGemm, packs_quickly, quantise_weight
+from appliance.quant.cpu_gemm import Int8Gemm, int8_kind, quantise_weight
 from appliance.terms.schemes import Scheme
 
 _CUTLASS = 16
@@ -46,7 +46,7 @@ class Int8LinearMethod(OnlineLinearMethod):
             input_symmetric=True,
             module_name=type(self).__name__,
         )
-        self.gemm: OneDnnGemm | SglGemm | None = None
+        self.gemm: Int8Gemm | None = None
 
     def create_weights(self, layer: Module, *args: Any, **kwargs: Any) -> None:
         super().create_weights(layer, *args, **kwargs)
@@ -65,8 +65,8 @@ class Int8LinearMethod(OnlineLinearMethod):
         replace_parameter(layer, "weight_scale", quantised.scale)
         if isinstance(self.kernel, CPUInt8ScaledMMLinearKernel):
             layer.weight = self.gemm = None  # the old packed weight goes before there is a new one
-            packed = SglGemm if packs_quickly(*quantised.codes_NK.shape) else OneDnnGemm
-            self.gemm = packed(quantised.codes_NK, scale_N1=quantised.scale)
+            kind = int8_kind(*quantised.codes_NK.shape)
+            self.gemm = kind(quantised.codes_NK, scale_N1=quantised.scale)
         else:
             refuse_ragged(layer.prefix, quantised.codes_NK)
             replace_parameter(layer, "weight", quantised.codes_NK)
@@ -85,7 +85,7 @@ class Int8LinearMethod(OnlineLinearMethod):
 
     @property
     def kernel_name(self) -> str:
-        """The kernel that multiplies, for the attestation (`...[sgl]` or `...[onednn]` on a CPU)."""
+        """The kernel that multiplies, for the attestation (`...[sgl]`, `...[onednn]` or `...[float32]` on a CPU)."""
         suffix = "" if self.gemm is None else f"[{self.gemm.name}]"
         return type(self.kernel).__name__ + suffix
 

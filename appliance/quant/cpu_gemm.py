@@ -5,6 +5,8 @@ library, which loads in a process without vLLM. FP8 is emulated.
 (whose reorder with compensation has no fast version there) and multiplies as fast, as long as 32 tokens and 32 rows of
 codes fit the core's cache together; beyond that it reads everything again and again (docs/results/gemm.md). vLLM itself
 takes it on hosts with AMX only. `onednn`: everything else, and every host with AMX, where oneDNN has the matrix unit.
+`float32`: hosts without VNNI and AMX, where oneDNN adds products in pairs to 16 bits, which saturate: answers would be
+off by a twentieth. Sums of 1024 products of codes are integers below 2^24, which float32 has in any order.
 
 Both quantise activations inside and make s = a / 127; oneDNN's path multiplies by 1 / s and gives the codec's codes;
 sgl's multiplies by a 127 / a of its own rounding, so that a code may differ by one where x / s lies within 127 * 2^-23
@@ -44,6 +46,7 @@ from appliance.quant.codec_int8 import int8_rows, quantise_int8
 LONGEST_PACKED_ROW = 8192
 _TILE = 32  # rows and columns: what sgl's kernel takes without a rest
 _ONEDNN_CACHED_PRIMITIVES = 32  # as vLLM's kernel has it
+_EXACT_SUMS = 1024  # products of codes: 127^2 * 1024 < 2^24
 _AT_ONCE = 256  # tokens whose sums in float64 fit a core's cache
 
 
@@ -159,12 +162,35 @@ class OneDnnGemm:
 
     def __call__(self, x_MK: Tensor, bias_N: Tensor | None) -> Tensor:
         """[M, N] in the type of `x_MK`: quantised per token, multiplied, plus the bias in float32, rounded once."""
-        codes_MK = torch.empty_like(x_MK, dtype=torch.int8)
-        scale_M1 = torch.empty((len(x_MK), 1), dtype=torch.float32)
-        torch.ops._C.dynamic_scaled_int8_quant(codes_MK, x_MK.contiguous(), scale_M1, None)
+        codes_MK, scale_M1 = _quantised_tokens(x_MK)
         y_MN = torch.empty((len(x_MK), self._rows), dtype=x_MK.dtype)
         torch.ops._C.onednn_scaled_mm(y_MN, codes_MK, scale_M1, None, None, bias_N, self._handle)
         return y_MN
+
+
+def _quantised_tokens(x_MK: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [M, K] and scales [M, 1], by vLLM."""
+    codes_MK = torch.empty_like(x_MK, dtype=torch.int8)
+    scale_M1 = torch.empty((len(x_MK), 1), dtype=torch.float32)
+    torch.ops._C.dynamic_scaled_int8_quant(codes_MK, x_MK.contiguous(), scale_M1, None)
+    return codes_MK, scale_M1
+
+
+class FloatGemm:
+    """As OneDnnGemm, where that saturates. Codes are widened at every call: a float32 copy of a model would be kept."""
+
+    name = "float32"
+
+    def __init__(self, codes_NK: Tensor, *, scale_N1: Tensor) -> None:
+        self.scale_N1, self._codes_NK = scale_N1, codes_NK
+
+    def __call__(self, x_MK: Tensor, bias_N: Tensor | None) -> Tensor:
+        codes_MK, scale_M1 = _quantised_tokens(x_MK)
+        sum_MN = torch.zeros(len(x_MK), len(self._codes_NK), dtype=torch.float64)
+        for left_MB, right_NB in zip(codes_MK.split(_EXACT_SUMS, 1), self._codes_NK.split(_EXACT_SUMS, 1), strict=True):
+            sum_MN += linear(left_MB.float(), right_NB.float())
+        y_MN = sum_MN.mul_(scale_M1.double()).mul_(self.scale_N1.double().t())
+        return (y_MN if bias_N is None else y_MN.add_(bias_N.double())).to(x_MK.dtype)
 
 
 class SglGemm:
@@ -213,6 +239,27 @@ def multiply_fp8(x_MK: Tensor, weight: QuantisedWeight, bias_N: Tensor | None) -
     """
     y_MN = fp8_product(quantise_fp8_tokens(x_MK, scheme=weight.scheme, finite=False), weight)
     return (y_MN if bias_N is None else y_MN + bias_N.float()).to(x_MK.dtype)
+
+
+Int8Gemm = OneDnnGemm | FloatGemm | SglGemm
+
+
+def int8_kind(rows: int, columns: int) -> type[Int8Gemm]:
+    """For a weight of this shape on this host."""
+    if packs_quickly(rows, columns):
+        return SglGemm
+    return OneDnnGemm if sums_whole() else FloatGemm
+
+
+@functools.cache
+def sums_whole() -> bool:
+    """Whether oneDNN's sums are exact here, asked with the largest products: 127 * 127, all of one sign."""
+    load_kernels()
+    codes_NK = torch.full((_TILE, _TILE), 127, dtype=torch.int8)
+    gemm = OneDnnGemm(codes_NK, scale_N1=torch.ones(_TILE, 1))
+    exact = 127**2 * _TILE  # 516128; the bias is so much in BF16, and leaves 32
+    bias_N = torch.full((_TILE,), -float(exact), dtype=torch.bfloat16)
+    return bool((gemm(codes_NK.to(torch.bfloat16), bias_N) == exact + bias_N).all())
 
 
 def packs_quickly(rows: int, columns: int) -> bool:

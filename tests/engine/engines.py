@@ -57,9 +57,9 @@ def read_checkpoint(folder: Path) -> list[tuple[str, object]]:
 
 def int8_kernel(rows: int = 128, columns: int = 128) -> str:
     """The name of the kernel that an INT8 layer of this shape gets on this host."""
-    from appliance.quant.cpu_gemm import packs_quickly
+    from appliance.quant.cpu_gemm import int8_kind
 
-    return f"CPUInt8ScaledMMLinearKernel[{'sgl' if packs_quickly(rows, columns) else 'onednn'}]"
+    return f"CPUInt8ScaledMMLinearKernel[{int8_kind(rows, columns).name}]"
 
 
 @dataclass

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from appliance.quant import cpu_gemm
-from appliance.quant.cpu_gemm import exact_linear, widen_gemms
+from appliance.quant.cpu_gemm import FloatGemm, exact_linear, int8_kind, load_kernels, widen_gemms
 
 TYPES = (torch.bfloat16, torch.float16)
 OPERATIONS: dict[str, Callable[..., Tensor]] = {
@@ -102,3 +102,24 @@ def test_which_types_are_widened_is_what_onednn_lacks(monkeypatch: pytest.Monkey
         monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda known=bf16: known)
         monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda known=fp16: known)
         assert cpu_gemm.widened_types.__wrapped__() == wanted
+
+
+@pytest.mark.parametrize("columns", [33, 64, 2080])
+@pytest.mark.parametrize("kind", ["of this host", "float32"])
+def test_an_int8_product_is_whole_where_pairs_would_fill_16_bits(kind: str, columns: int) -> None:
+    """The largest codes, all of one sign and of both. The bias leaves what BF16 has of the exact sum."""
+    load_kernels()
+    codes_NK = torch.full((64, columns), 127, dtype=torch.int8)
+    codes_NK[32:, ::2] = -127
+    codes_NK[1::2] //= torch.arange(1, columns + 1, dtype=torch.int8).clamp(1, 9)
+    x_MK = torch.full((3, columns), 127.0)
+    x_MK[1, ::3], x_MK[2] = -127.0, torch.arange(columns) % 255 - 127.0
+    x_MK[2, 0] = 127.0
+    exact_MN = x_MK.double() @ codes_NK.double().t()
+    own = int8_kind(*codes_NK.shape) if kind == "of this host" else FloatGemm
+    gemm = own(codes_NK, scale_N1=torch.ones(64, 1))
+    for x_1K, exact_N in zip(x_MK.split(1), exact_MN, strict=True):
+        bias_N = -exact_N.to(torch.bfloat16)
+        rest_N = exact_N + bias_N.double()
+        found_N = gemm(x_1K.to(torch.bfloat16), bias_N)[0].double()
+        assert bool(((found_N - rest_N).abs() <= 2.0**-8 * rest_N.abs() + 4 * 2.0**-24 * exact_N.abs()).all())
