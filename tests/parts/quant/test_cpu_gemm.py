@@ -39,3 +39,14 @@ def test_a_kernel_that_saturates_is_not_taken() -> None:
     codes_NK = torch.full((32, 64), 127, dtype=torch.int8)
     gemm = packed(codes_NK, scale_N1=torch.ones(32, 1), dtype=torch.float16)
     assert isinstance(gemm, WideGemm if saturates() else OneDnnGemm)
+
+
+def test_a_kernel_is_asked_for_while_a_model_is_loaded() -> None:
+    """vLLM makes the model's type the usual one meanwhile."""
+    found = saturates()
+    saturates.cache_clear()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert saturates() == found
+    finally:
+        torch.set_default_dtype(torch.float32)
