@@ -200,7 +200,7 @@ def host_bytes(plan: RunPlan, shape: ModelShape) -> int:
 
 
 class Role(StrEnum):
-    """Processes of a run: one trainer per rank, one engine per replica, the driver, and those of Ray and verl."""
+    """Processes of a run: a trainer and an engine's worker per rank, the driver, and those of Ray and verl."""
 
     TRAINER = "trainer"
     ENGINE = "engine"
@@ -220,7 +220,7 @@ def shape_on_cpu(plan: RunPlan, found: ModelShape | None) -> ModelShape | None:
 
 def held(plan: RunPlan, shape: ModelShape) -> dict[Role, int]:
     """Bytes of all processes of each role, on all hosts together, without a GPU."""
-    ranks, engines = plan.topology.gpus, len(plan.rollout.replicas)
+    ranks, workers = plan.topology.gpus, len(plan.rollout.replicas) * plan.rollout.tensor_parallel
     forward = _activations(plan, shape) + _tokens_of_a_forward(plan) * shape.vocab * _LOGITS_ON_CPU
     if plan.trainer.quantises:  # gone when the weights change, and so at a save
         forward += _PACKED * shape.linear_weights
@@ -230,7 +230,7 @@ def held(plan: RunPlan, shape: ModelShape) -> dict[Role, int]:
     engine = _BASE[Role.ENGINE] + kv_cache_gib(plan) * GIB + engine_weights(plan, shape)
     return {
         Role.TRAINER: ranks * _BASE[Role.TRAINER] + state + max(ranks * forward, whole),
-        Role.ENGINE: engines * engine,
+        Role.ENGINE: workers * engine,
         Role.DRIVER: _BASE[Role.DRIVER] + (_FROZEN * shape.weights if plan.lora else 0),  # `model/` is merged in it
         Role.SERVICES: _BASE[Role.SERVICES],
     }
@@ -242,7 +242,7 @@ def peak(plan: RunPlan, shape: ModelShape) -> int:
 
 
 def kv_cache_gib(plan: RunPlan) -> int:
-    """Of one engine on a CPU: vLLM fills it with zeros at its start, so all of it is held from then on."""
+    """Of an engine's worker on a CPU: vLLM fills it with zeros at its start, so all of it is held from then on."""
     return int(dict(plan.env).get(KV_CACHE_VARIABLE, 0))
 
 

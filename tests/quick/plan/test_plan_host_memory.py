@@ -72,6 +72,13 @@ def test_two_ranks_are_two_trainers_and_two_engines_that_share_the_state() -> No
     assert two[Role.DRIVER] == one[Role.DRIVER]
 
 
+def test_two_ranks_of_one_engine_have_a_cache_each_and_share_its_weights() -> None:
+    """vLLM gives each worker all of VLLM_CPU_KVCACHE_SPACE."""
+    one = held(planned(), SMALL)
+    shared = held(planned("cluster.gpus_per_node=2", "rollout.tensor_parallel=2"), SMALL)
+    assert shared[Role.ENGINE] - one[Role.ENGINE] == pytest.approx(520 * MIB + GIB, abs=2)
+
+
 def test_the_ladder_takes_the_cache_first() -> None:
     plan = planned("rollout.kv_cache_gb=8", "task.max_response_tokens=2040", "batch.micro_batch_sequences=16")
     whole = peak(plan, SMALL)
