@@ -27,14 +27,14 @@ from appliance.errors import EngineError
 from appliance.patch import Patch
 from appliance.quant.codec import QuantisedWeight
 from appliance.quant.codec_int8 import int8_rows, quantise_int8
-from appliance.quant.cpu_gemm import OneDnnGemm, SglGemm, packs_quickly, quantise_weight
+from appliance.quant.cpu_gemm import OneDnnGemm, SglGemm, packed, quantise_weight
 from appliance.terms.schemes import Scheme
 
 _CUTLASS = 16
 
 
 class Int8LinearMethod(OnlineLinearMethod):
-    """One per layer. gemm: on a CPU, what multiplies."""
+    """One per layer. gemm: on a CPU, what multiplies.  dtype: of activations and answers."""
 
     proof = Int8Proof
 
@@ -47,9 +47,11 @@ class Int8LinearMethod(OnlineLinearMethod):
             module_name=type(self).__name__,
         )
         self.gemm: OneDnnGemm | SglGemm | None = None
+        self.dtype = torch.bfloat16
 
     def create_weights(self, layer: Module, *args: Any, **kwargs: Any) -> None:
         super().create_weights(layer, *args, **kwargs)
+        self.dtype = layer.weight.dtype
         for name in ("input_scale", "input_zero_point", "azp_adj"):  # the kernel looks for them
             layer.register_parameter(name, None)
 
@@ -65,8 +67,7 @@ class Int8LinearMethod(OnlineLinearMethod):
         replace_parameter(layer, "weight_scale", quantised.scale)
         if isinstance(self.kernel, CPUInt8ScaledMMLinearKernel):
             layer.weight = self.gemm = None  # the old packed weight goes before there is a new one
-            packed = SglGemm if packs_quickly(*quantised.codes_NK.shape) else OneDnnGemm
-            self.gemm = packed(quantised.codes_NK, scale_N1=quantised.scale)
+            self.gemm = packed(quantised.codes_NK, scale_N1=quantised.scale, dtype=self.dtype)
         else:
             refuse_ragged(layer.prefix, quantised.codes_NK)
             replace_parameter(layer, "weight", quantised.codes_NK)

@@ -4,7 +4,8 @@ library, which loads in a process without vLLM. FP8 is emulated.
 `sgl`: its packed kernel of AVX-512 VNNI. On a host without AMX it packs a weight several times faster than oneDNN
 (whose reorder with compensation has no fast version there) and multiplies as fast, as long as 32 tokens and 32 rows of
 codes fit the core's cache together; beyond that it reads everything again and again (docs/results/gemm.md). vLLM itself
-takes it on hosts with AMX only. `onednn`: everything else, and every host with AMX, where oneDNN has the matrix unit.
+takes it on hosts with AMX only. `onednn`: everything else, every host with AMX, where oneDNN has the matrix unit, and
+FP16, which the packed kernel does not know (it ends the process).
 
 Both quantise activations inside and make s = a / 127; oneDNN's path multiplies by 1 / s and gives the codec's codes;
 sgl's multiplies by a 127 / a of its own rounding, so that a code may differ by one where x / s lies within 127 * 2^-23
@@ -89,14 +90,17 @@ class OneDnnGemm:
 
     name = "onednn"
 
-    def __init__(self, codes_NK: Tensor, *, scale_N1: Tensor) -> None:
+    def __init__(self, codes_NK: Tensor, *, scale_N1: Tensor, dtype: torch.dtype = torch.bfloat16) -> None:
         """As `process_weights_for_onednn` of vLLM's kernel, without the sum of each row of codes. Only asymmetric
         activations need that; it makes a float32 copy of the codes and takes as long as all the rest of a sync's work
-        on a large layer. Remove when: vLLM computes `azp_adj` for asymmetric activations only."""
+        on a large layer. Remove when: vLLM computes `azp_adj` for asymmetric activations only.
+
+        dtype: of what is multiplied.
+        """
         self.scale_N1 = scale_N1
         self._rows = len(codes_NK)
         handle = torch.ops._C.create_onednn_scaled_mm_handler(
-            codes_NK.t(), scale_N1, torch.bfloat16, True, False, _ONEDNN_CACHED_PRIMITIVES
+            codes_NK.t(), scale_N1, dtype, True, False, _ONEDNN_CACHED_PRIMITIVES
         )
         self._handle = torch.tensor(handle, dtype=torch.int64)
 
@@ -162,8 +166,15 @@ def multiply_fp8(x_MK: Tensor, weight: QuantisedWeight, bias_N: Tensor | None) -
     return (y_MN if bias_N is None else y_MN + bias_N.float()).to(x_MK.dtype)
 
 
+def packed(codes_NK: Tensor, *, scale_N1: Tensor, dtype: torch.dtype) -> OneDnnGemm | SglGemm:
+    """dtype: of what is multiplied."""
+    if dtype is torch.bfloat16 and packs_quickly(*codes_NK.shape):
+        return SglGemm(codes_NK, scale_N1=scale_N1)
+    return OneDnnGemm(codes_NK, scale_N1=scale_N1, dtype=dtype)
+
+
 def packs_quickly(rows: int, columns: int) -> bool:
-    """Whether a weight of this shape gets sgl's kernel on this host."""
+    """Whether a weight of this shape gets sgl's kernel on this host, in BF16."""
     return rows % _TILE == 0 and columns % _TILE == 0 and columns <= LONGEST_PACKED_ROW and has_packed_kernel()
 
 

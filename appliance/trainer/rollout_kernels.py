@@ -24,7 +24,7 @@ from torch.nn.functional import ScalingType, pad
 
 from appliance.quant.codec import QuantisedWeight
 from appliance.quant.codec_fp8 import quantise_fp8_tokens
-from appliance.quant.cpu_gemm import OneDnnGemm, SglGemm, fp8_product, load_kernels, multiply_fp8, packs_quickly
+from appliance.quant.cpu_gemm import fp8_product, load_kernels, multiply_fp8, packed
 from appliance.terms.schemes import BLOCK, Scales
 from appliance.trainer.attention import Sequences
 
@@ -189,8 +189,7 @@ class CpuKernels:
     def gemm(self, weight: QuantisedWeight, *, integers: bool) -> Gemm:
         """What multiplies with this weight, in the rollouts' way. integers: in INT8."""
         if integers:
-            kind = SglGemm if packs_quickly(*weight.codes_NK.shape) else OneDnnGemm
-            return kind(weight.codes_NK, scale_N1=weight.scale)
+            return packed(weight.codes_NK, scale_N1=weight.scale, dtype=torch.bfloat16)
         return lambda x_TK, bias_N: multiply_fp8(x_TK, weight, bias_N)
 
     def product(self, left: QuantisedWeight, right: QuantisedWeight) -> Tensor:
