@@ -6,6 +6,8 @@ and stops the engine.
 
 from __future__ import annotations
 
+import os
+
 DISTRIBUTIONS = ("flashrl-appliance", "flashrl-compat")
 
 
@@ -16,13 +18,16 @@ def register() -> None:
     import appliance.engine.config  # noqa: F401  registers the quantisation method by its name
     from appliance.engine.int8 import NO_AMX_TILES, no_amx_tiles
     from appliance.patch import apply_patch
+    from appliance.quant.cpu_gemm import widen_gemms
     from appliance.record.events import report_failures
     from appliance.record.liveness import keep_stacks
+    from appliance.terms.environment import EXACT_VARIABLE
 
     keep_stacks("engine")
     if current_platform.is_cpu():
         with report_failures():
             apply_patch(NO_AMX_TILES, no_amx_tiles)
+            widen_gemms(exactly=os.environ.get(EXACT_VARIABLE) == "1")
 
 
 def require_one_distribution() -> None:

@@ -29,7 +29,9 @@ from __future__ import annotations
 import functools
 import importlib.util
 import platform
+import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +46,57 @@ LONGEST_PACKED_ROW = 8192
 _TILE = 32  # rows and columns: what sgl's kernel takes without a rest
 _ONEDNN_CACHED_PRIMITIVES = 32  # as vLLM's kernel has it
 _AT_ONCE = 256  # tokens whose sums in float64 fit a core's cache
+
+
+@functools.cache
+def widened_types() -> frozenset[torch.dtype]:
+    """In which torch's GEMMs on this CPU are slow, since oneDNN has none: with AVX2 alone both, up to 60 times slower
+    than in float32."""
+    fast = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+    }
+    return frozenset(dtype for dtype, is_fast in fast.items() if not is_fast)
+
+
+def widen_gemms(*, exactly: bool = False) -> None:
+    """In this process, torch's GEMMs of such a type widen their operands, sum in float32 as before, and round once.
+
+    exactly: in float64, so that no sum depends on the batch; half as fast.  A later call says anew which of the two.
+    """
+    if widened_types():
+        _widening().to = torch.float64 if exactly else torch.float32
+
+
+class _Widening:
+    """torch's kernels with wider ones in their place, by torch.library."""
+
+    to = torch.float32
+
+    def __init__(self) -> None:
+        self._library = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Warning only once for all operators")  # a kernel is replaced
+            for name in ("mm", "addmm", "bmm", "baddbmm"):
+                call = functools.partial(self._call, torch.library.get_kernel(f"aten::{name}", "CPU"))
+                self._library.impl(name, call, "CPU", with_keyset=True, allow_override=True)
+
+    def _call(self, kernel: Any, keys: Any, *operands: Tensor, **factors: float) -> Tensor:
+        dtype = operands[0].dtype
+        wide = [each.to(self.to) for each in operands] if dtype in widened_types() else operands
+        result: Tensor = kernel.call_boxed(keys, *wide, **factors)
+        return result.to(dtype)
+
+
+@functools.cache
+def _widening() -> _Widening:
+    return _Widening()
+
+
+def exact_linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    """[T, N] in the type of `x_TK`: what `functional.linear` is under `widen_gemms(exactly=True)`."""
+    x, weight = x_TK.double(), weight_NK.double()
+    return linear(x, weight, None if bias_N is None else bias_N.double()).to(x_TK.dtype)
 
 
 @functools.cache

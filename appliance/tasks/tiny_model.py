@@ -29,6 +29,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from appliance.quant.cpu_gemm import widen_gemms
 from appliance.tasks.built_in import arithmetic
 from appliance.tasks.library import CalculatorSpec, TinySpec
 
@@ -69,6 +70,7 @@ def make_tiny_model(spec: TinySpec, *, difficulty: int, folder: Path, on_step: C
         spec, bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     model = Qwen2ForCausalLM(config)
+    widen_gemms()
     with _one_thread():
         warm_start(model, tokenizer, spec=spec, difficulty=difficulty, on_step=on_step)
     model.generation_config = GenerationConfig(

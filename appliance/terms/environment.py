@@ -17,6 +17,7 @@ RUN_VARIABLE = "APPLIANCE_RUN"  # the mark of a run's processes; its value is th
 NODE_VARIABLE = "APPLIANCE_NODE"  # on a node that joined: the folder of its `appliance join`
 IMAGE_VARIABLE = "APPLIANCE_IMAGE"  # set by our image: its flavour
 HUB_TOKEN_VARIABLE = "HF_TOKEN_PATH"  # the hub's own: a file with the token
+EXACT_VARIABLE = "APPLIANCE_EXACT_GEMMS"  # on a CPU whose BF16 GEMMs are widened: to float64, see quant/cpu_gemm.py
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 PLATFORM_VARIABLE = "VERL_PLATFORM"
 TENSORBOARD_DIR_VARIABLE = "TENSORBOARD_DIR"
@@ -87,6 +88,8 @@ def child_env(
             THREADS_VARIABLE: str(threads),  # Ray would set 1
             "OMP_WAIT_POLICY": "PASSIVE",  # trainer and engine take turns: threads that spin take the other's core
         }
+        if one_flow:
+            env[EXACT_VARIABLE] = "1"
     elif one_flow:
         env |= {
             "VLLM_BATCH_INVARIANT": "1",  # in the trainer, too: vLLM's compiled norms ask for it

@@ -24,7 +24,7 @@ from torch.nn.functional import ScalingType, pad
 
 from appliance.quant.codec import QuantisedWeight
 from appliance.quant.codec_fp8 import quantise_fp8_tokens
-from appliance.quant.cpu_gemm import fp8_product, load_kernels, multiply_fp8, packed
+from appliance.quant.cpu_gemm import exact_linear, fp8_product, load_kernels, multiply_fp8, packed, widened_types
 from appliance.terms.schemes import BLOCK, Scales
 from appliance.trainer.attention import Sequences
 
@@ -173,7 +173,9 @@ class CpuKernels:
 
     attention: Callable[..., Callable[[Tensor, Tensor, Tensor], Tensor]] = _CpuAttention
     silu_and_mul: Callable[[Tensor], Tensor] | None = None
-    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = (
+        staticmethod(exact_linear) if torch.bfloat16 in widened_types() else None
+    )
 
     def load(self) -> None:
         load_kernels()

@@ -26,6 +26,7 @@ from verl.workers.rollout import base
 
 from appliance.control_groups import usable_cores
 from appliance.patch import Patch, apply_patch
+from appliance.quant.cpu_gemm import widen_gemms
 from appliance.record.liveness import WORKER_ROLE, keep_stacks
 from appliance.terms.environment import (
     ENGINE_VENDOR,
@@ -214,6 +215,7 @@ importlib.import_module("appliance.trainer.attention")  # transformers knows it 
 
 if _is_run_on_cpu():
     fit_threads_to_host()
+    widen_gemms()
     apply_patch(PROCESS_GROUP, _gloo_only)
 
 # By name: the module imports vLLM's side of verl, which only workers that send weights need.

@@ -43,7 +43,7 @@ def test_each_kernel_that_is_timed_multiplies(monkeypatch: pytest.MonkeyPatch) -
     """Within what INT8 and FP8 round: E4M3's largest step is a sixteenth of a value, and sums average it out."""
     from benchmarks import gemm  # it loads vLLM, which then must find the driver's stand-in
 
-    monkeypatch.setattr("appliance.engine.int8.quantise_for_kernel", quantise_int8)
+    monkeypatch.setattr("appliance.quant.triton_int8.quantise_int8_triton", quantise_int8)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     weight_NK, x_MK = torch.randn(256, 352).to(torch.bfloat16), torch.randn(16, 352).to(torch.bfloat16)
     wanted_MN = x_MK.double() @ weight_NK.double().t()

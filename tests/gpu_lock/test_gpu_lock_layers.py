@@ -62,10 +62,10 @@ def settings(folder: Path, scheme: Scheme, *, tied: bool, **more: Any) -> Iterat
 @pytest.fixture
 def codec_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's quantiser needs a GPU; the codec that it equals bit for bit (`make test-triton`) takes its place."""
-    from appliance.engine import int8
+    from appliance.quant import triton_int8
     from appliance.quant.codec_int8 import quantise_int8
 
-    monkeypatch.setattr(int8, "quantise_for_kernel", quantise_int8)
+    monkeypatch.setattr(triton_int8, "quantise_int8_triton", quantise_int8)
 
 
 def stands(model: torch.nn.Module) -> dict[str, tuple[object, ...]]:

@@ -34,7 +34,7 @@ REGISTERED = ("add_norm", "silu_and_mul", "rotate", "scaled_mm", "quantise_token
 @pytest.fixture
 def called(hopper: None, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """vLLM's batch-invariant mode, as a plan sets it; how often each kernel was called."""
-    from vllm.model_executor.layers import batch_invariant
+    from vllm.model_executor.layers import batch_invariant, rotary_embedding
     from vllm.v1.attention.backends import fa_utils
 
     from appliance.quant.codec_int8 import quantise_int8
@@ -58,6 +58,7 @@ def called(hopper: None, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", counted("attention", stand_ins.attend))
     monkeypatch.setitem(rollout_kernels.KERNELS, "cpu", rollout_kernels.CudaKernels())
     monkeypatch.setattr(rollout_ops, "quantise_weight", quantise_int8)  # of a weight on CUDA
+    monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})  # what an engine without the kernel made is kept there
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     return found
 

@@ -29,7 +29,7 @@ MAY_IMPORT = {
         *("cluster", "quant", "record", "sync", "tasks", *FACTS),
     },
     # the launcher: recipe -> plan -> everything else
-    "tasks": {"errors", "files", "frozen", "hub", "processes", "record", "terms"},
+    "tasks": {"errors", "files", "frozen", "hub", "processes", "quant", "record", "terms"},
     "recipe": {"errors", "quant", "tasks", *FACTS},
     "plan": {"control_groups", "errors", "files", "hub", "processes", "recipe", "record", "tasks", *FACTS},
     "preflight": {
