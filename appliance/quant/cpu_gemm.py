@@ -50,8 +50,8 @@ _AT_ONCE = 256  # tokens whose sums in float64 fit a core's cache
 
 @functools.cache
 def widened_types() -> frozenset[torch.dtype]:
-    """In which torch's GEMMs on this CPU are slow, since oneDNN has none: with AVX2 alone both, up to 60 times slower
-    than in float32."""
+    """In which torch's GEMMs on this CPU are slow, since oneDNN has none. With AVX2 alone both are, 4 to 95 times as slow
+    as through float32 (docs/results/widened.md)."""
     fast = {
         torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
         torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),

@@ -24,6 +24,7 @@ task:
   max_response_tokens: 6
   rewards: [{name: rewards.py:f}]
 batch: {prompts_per_step: 4}
+rollout: {scheme: int8}
 cluster: {device: cpu}
 trainer: {steps: 1}
 """
