@@ -27,7 +27,7 @@ from appliance.errors import EngineError
 from appliance.patch import Patch
 from appliance.quant.codec import QuantisedWeight
 from appliance.quant.codec_int8 import int8_rows, quantise_int8
-from appliance.quant.cpu_gemm import OneDnnGemm, SglGemm, packed, quantise_weight
+from appliance.quant.cpu_gemm import OneDnnGemm, SglGemm, WideGemm, packed, quantise_weight
 from appliance.terms.schemes import Scheme
 
 _CUTLASS = 16
@@ -46,7 +46,7 @@ class Int8LinearMethod(OnlineLinearMethod):
             input_symmetric=True,
             module_name=type(self).__name__,
         )
-        self.gemm: OneDnnGemm | SglGemm | None = None
+        self.gemm: OneDnnGemm | SglGemm | WideGemm | None = None
         self.dtype = torch.bfloat16
 
     def create_weights(self, layer: Module, *args: Any, **kwargs: Any) -> None:
@@ -86,7 +86,7 @@ class Int8LinearMethod(OnlineLinearMethod):
 
     @property
     def kernel_name(self) -> str:
-        """The kernel that multiplies, for the attestation (`...[sgl]` or `...[onednn]` on a CPU)."""
+        """The kernel that multiplies, for the attestation (`...[sgl]`, `...[onednn]` or `...[float32]` on a CPU)."""
         suffix = "" if self.gemm is None else f"[{self.gemm.name}]"
         return type(self.kernel).__name__ + suffix
 

@@ -5,7 +5,8 @@ library, which loads in a process without vLLM. FP8 is emulated.
 (whose reorder with compensation has no fast version there) and multiplies as fast, as long as 32 tokens and 32 rows of
 codes fit the core's cache together; beyond that it reads everything again and again (docs/results/gemm.md). vLLM itself
 takes it on hosts with AMX only. `onednn`: everything else, every host with AMX, where oneDNN has the matrix unit, and
-FP16, which the packed kernel does not know (it ends the process).
+FP16, which the packed kernel does not know (it ends the process). `float32`: where oneDNN's answers are wrong, on hosts
+without VNNI; seen with AVX2 alone, where each proof found it.
 
 Both quantise activations inside and make s = a / 127; oneDNN's path multiplies by 1 / s and gives the codec's codes;
 sgl's multiplies by a 127 / a of its own rounding, so that a code may differ by one where x / s lies within 127 * 2^-23
@@ -45,6 +46,7 @@ from appliance.quant.codec_int8 import int8_rows, quantise_int8
 LONGEST_PACKED_ROW = 8192
 _TILE = 32  # rows and columns: what sgl's kernel takes without a rest
 _ONEDNN_CACHED_PRIMITIVES = 32  # as vLLM's kernel has it
+_EXACT_PRODUCTS = 1024  # of two codes, of which float32 has every partial sum: 1024 * 127^2 < 2^24
 _AT_ONCE = 256  # tokens whose sums in float64 fit a core's cache
 
 
@@ -171,6 +173,36 @@ class OneDnnGemm:
         return y_MN
 
 
+class WideGemm:
+    """As OneDnnGemm, by float32: products of codes are below 2^14, and of 1024 of them every partial sum is exact."""
+
+    name = "float32"
+
+    def __init__(self, codes_NK: Tensor, *, scale_N1: Tensor) -> None:
+        self.scale_N1 = scale_N1
+        self._parts_KN = [part_NK.float().t() for part_NK in codes_NK.split(_EXACT_PRODUCTS, dim=1)]
+
+    def __call__(self, x_MK: Tensor, bias_N: Tensor | None) -> Tensor:
+        codes_MK = torch.empty_like(x_MK, dtype=torch.int8)
+        scale_M1 = torch.empty((len(x_MK), 1), dtype=torch.float32)
+        torch.ops._C.dynamic_scaled_int8_quant(codes_MK, x_MK.contiguous(), scale_M1, None)
+        sums_MN = torch.zeros((len(x_MK), len(self.scale_N1)), dtype=torch.float64)
+        for left_MK, right_KN in zip(codes_MK.split(_EXACT_PRODUCTS, dim=1), self._parts_KN, strict=True):
+            sums_MN += left_MK.float() @ right_KN
+        y_MN = sums_MN.float() * scale_M1 * self.scale_N1.t()
+        return (y_MN if bias_N is None else y_MN + bias_N.float()).to(x_MK.dtype)
+
+
+@functools.cache
+def saturates() -> bool:
+    """Whether oneDNN adds pairs of products in 16 bits here, as it does without VNNI: the largest do not fit."""
+    load_kernels()
+    codes_NK = torch.full((32, 64), 127, dtype=torch.int8)
+    gemm = OneDnnGemm(codes_NK, scale_N1=torch.ones(32, 1))
+    answer_MN, exact = gemm(torch.full((1, 64), 127.0, dtype=torch.bfloat16), None).float(), 64 * 127.0**2
+    return bool(((answer_MN - exact).abs() > 2.0**-8 * exact).any())
+
+
 class SglGemm:
     """As OneDnnGemm. Codes and scales are handed over at every call: no address outlives its memory."""
 
@@ -219,10 +251,12 @@ def multiply_fp8(x_MK: Tensor, weight: QuantisedWeight, bias_N: Tensor | None) -
     return (y_MN if bias_N is None else y_MN + bias_N.float()).to(x_MK.dtype)
 
 
-def packed(codes_NK: Tensor, *, scale_N1: Tensor, dtype: torch.dtype) -> OneDnnGemm | SglGemm:
+def packed(codes_NK: Tensor, *, scale_N1: Tensor, dtype: torch.dtype) -> OneDnnGemm | SglGemm | WideGemm:
     """dtype: of what is multiplied."""
     if dtype is torch.bfloat16 and packs_quickly(*codes_NK.shape):
         return SglGemm(codes_NK, scale_N1=scale_N1)
+    if saturates():
+        return WideGemm(codes_NK, scale_N1=scale_N1)
     return OneDnnGemm(codes_NK, scale_N1=scale_N1, dtype=dtype)
 
 
