@@ -198,7 +198,7 @@ def saturates() -> bool:
     """Whether oneDNN adds pairs of products in 16 bits here, as it does without VNNI: the largest do not fit."""
     load_kernels()
     codes_NK = torch.full((32, 64), 127, dtype=torch.int8)
-    gemm = OneDnnGemm(codes_NK, scale_N1=torch.ones(32, 1))
+    gemm = OneDnnGemm(codes_NK, scale_N1=torch.ones(32, 1, dtype=torch.float32))
     answer_MN, exact = gemm(torch.full((1, 64), 127.0, dtype=torch.bfloat16), None).float(), 64 * 127.0**2
     return bool(((answer_MN - exact).abs() > 2.0**-8 * exact).any())
 

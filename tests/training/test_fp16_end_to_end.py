@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -28,7 +29,7 @@ FP16 = "trainer.dtype=fp16"
 OVERFLOWING = {
     "trainer.dtype": "fp16",
     "quantization.profile": "none",
-    "algorithm.entropy_bonus": "3000",
+    "algorithm.entropy_bonus": "1000",
     "guard.gradient_steps": "99",
 }
 
@@ -68,15 +69,15 @@ def test_both_sides_are_in_fp16_and_nearer_to_each_other(
 def test_an_update_that_overflows_is_left_out_and_halves_the_scale(
     with_tiny_cache: Callable[[Path], Path], tmp_path: Path
 ) -> None:
-    done = trained(with_tiny_cache(tmp_path), *(f"{key}={value}" for key, value in OVERFLOWING.items()), name="over")
-    lines = done.json_lines("metrics.jsonl")
-    sent = [line["manifest"] for line in done.json_lines("sync/trainer-0-0.jsonl")]  # the first is before any update
-    scale = 65536.0
-    for line, before, after in zip(lines, sent, sent[1:], strict=False):
-        overflows = line["grad_norm"] is None
-        scale *= 0.5 if overflows else 1
-        assert (line["overflow_fraction"], line["grad_scale"]) == (float(overflows), scale)
-        assert (before == after) is overflows  # to the last bit
-    assert lines[0]["grad_norm"] is None
-    saved = json.loads((checkpoint_folder(done.run_dir, step=STEPS) / "actor" / "scaler.json").read_text())
-    assert saved["scale"] == scale
+    sets = {"trainer.steps": "6", "checkpoint.every_steps": "1", "checkpoint.keep": "null"} | OVERFLOWING
+    done = trained(with_tiny_cache(tmp_path), *(f"{key}={value}" for key, value in sets.items()), name="over")
+    folders = [checkpoint_folder(done.run_dir, step=step) / "actor" for step in range(1, 7)]
+    weights = [(folder / "huggingface" / "model.safetensors").read_bytes() for folder in folders]
+    scale, overflowed = 65536.0, []
+    for line, folder in zip(done.json_lines("metrics.jsonl"), folders, strict=True):
+        overflowed.append(line["grad_norm"] is None)
+        scale *= 0.5 if overflowed[-1] else 1
+        assert (line["overflow_fraction"], line["grad_scale"]) == (float(overflowed[-1]), scale)
+        assert json.loads((folder / "scaler.json").read_text())["scale"] == scale
+    assert overflowed[0] and not all(overflowed)
+    assert [before == after for before, after in pairwise(weights)] == overflowed[1:]  # to the last bit
