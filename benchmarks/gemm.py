@@ -24,7 +24,7 @@ from appliance import console
 from appliance.bench.job import NAMED_SHAPES, Shapes
 from appliance.control_groups import usable_cores
 from appliance.quant.codec_int8 import quantise_int8
-from appliance.quant.cpu_gemm import OneDnnGemm, SglGemm, has_packed_kernel, packs_quickly
+from appliance.quant.cpu_gemm import OneDnnGemm, SglGemm, WideGemm, has_packed_kernel, kernel_of
 from appliance.terms.schemes import Scheme
 
 BF16 = "bf16"
@@ -67,7 +67,7 @@ def measure(shapes: Shapes, *, tokens: tuple[int, ...], turns: int) -> list[Row]
     for layer, (rows, columns) in weights_of(shapes).items():
         weight_NK = torch.randn(rows, columns, device="cuda" if on_gpu else "cpu").to(torch.bfloat16)
         packers = _on_gpu(weight_NK) if on_gpu else _packers(weight_NK)
-        chosen = CUTLASS if on_gpu else SglGemm.name if packs_quickly(rows, columns) else OneDnnGemm.name
+        chosen = CUTLASS if on_gpu else kernel_of(rows, columns).name
         kernels: dict[str, Multiply] = {name: pack() for name, pack in packers.items()}
         for count in (PACK, *tokens):
             x_MK = torch.randn(count, columns, device=weight_NK.device).to(torch.bfloat16)
@@ -87,9 +87,9 @@ def _to_bf16(times: dict[str, list[float]]) -> dict[str, float]:
 def _packers(weight_NK: Tensor) -> dict[str, Callable[[], Multiply]]:
     """From a weight as it arrives to the function that multiplies by it. INT8's codes are there already."""
     quantised = quantise_int8(weight_NK)
-    kinds = (OneDnnGemm, SglGemm) if has_packed_kernel() else (OneDnnGemm,)
+    kinds = (kernel_of(1, 1), SglGemm) if has_packed_kernel() else (kernel_of(1, 1),)
 
-    def pack(kind: type[OneDnnGemm | SglGemm]) -> Multiply:
+    def pack(kind: type[OneDnnGemm | SglGemm | WideGemm]) -> Multiply:
         kernel = kind(quantised.codes_NK, scale_N1=quantised.scale)
         return lambda x_MK: kernel(x_MK, None)
 

@@ -303,7 +303,7 @@ class Trainer:
         """What both ends of a weight update compute, in one process: cast, digest, copy; copy, digest, pack."""
         import torch
 
-        from appliance.quant.cpu_gemm import OneDnnGemm, SglGemm, load_kernels, packs_quickly, quantise_weight
+        from appliance.quant.cpu_gemm import load_kernels, packed, quantise_weight
         from appliance.sync.manifest import Manifest, record
 
         load_kernels()
@@ -317,8 +317,7 @@ class Trainer:
             weight_NK = torch.cat([received[f"{name}.weight"] for name in linear.part_names])
             if scheme is Scheme.INT8:
                 quantised = quantise_weight(weight_NK)
-                kind = SglGemm if packs_quickly(*weight_NK.shape) else OneDnnGemm
-                kind(quantised.codes_NK, scale_N1=quantised.scale)
+                packed(quantised.codes_NK, scale_N1=quantised.scale, dtype=torch.bfloat16)
             else:
                 handle = torch.ops._C.create_onednn_mm_handler(weight_NK.t(), 32)
                 torch.ops._C.release_dnnl_matmul_handler(handle)

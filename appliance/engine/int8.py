@@ -3,7 +3,7 @@
 Weights are quantised when a layer has been loaded and again at every sync; activations are quantised per token by
 vLLM's own kernel. vLLM 0.28 has online FP8 methods for linear layers and no INT8 one.
 
-On a CPU one of two kernels multiplies (quant/cpu_gemm.py).
+On a CPU one of three kernels multiplies (quant/cpu_gemm.py).
 
 Legend: M tokens, N output channels, K input channels of this rank's part of the layer.
 """

@@ -20,7 +20,7 @@ from appliance.terms.shapes import read_shape
 PROFILE_FOLDER = "profile"
 _AUTO, _NONE = "auto", "none"
 _PROVE_EVERY = 16
-_HOPPER = 9  # the major number of its capability: what torch multiplies in blocks of 128
+HOPPER = 9  # the major number of its capability: what torch multiplies in blocks of 128
 _MOST_LAYERS = 1024  # that are asked for; what is larger is not a model's number of layers
 
 USUAL_ACTIONS = (Action.WARN, Action.TIGHTEN, Action.BF16, Action.STOP)
@@ -89,7 +89,7 @@ def _require_one_flow(
         raise RecipeError([(f"{place}: `{forward}` runs on a CPU only", hint)])
     if capability is not None and rollout.emulated:
         raise RecipeError([(f"{place}: `{forward}` emulates FP8 on a CPU only", "remove quantization.emulate")])
-    if capability is not None and rollout.scheme is Scheme.FP8_BLOCK and capability[0] != _HOPPER:
+    if capability is not None and rollout.scheme is Scheme.FP8_BLOCK and capability[0] != HOPPER:
         backward = [("trainer.backward: `fp8-block` has a kernel on Hopper only", hint)] if in_fp8 else []
         raise RecipeError([(f"{place}: `{forward}` has a kernel of `fp8-block` on Hopper only", hint), *backward])
     if not forward.knows(rollout.scheme):

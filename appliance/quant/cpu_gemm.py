@@ -52,8 +52,8 @@ _AT_ONCE = 256  # tokens whose sums in float64 fit a core's cache
 
 @functools.cache
 def widened_types() -> frozenset[torch.dtype]:
-    """In which torch's GEMMs on this CPU are slow, since oneDNN has none. With AVX2 alone both are, 4 to 95 times as slow
-    as through float32 (docs/results/widened.md)."""
+    """In which torch's GEMMs on this CPU are slow, since oneDNN has none. With AVX2 alone both are, and take 4 to 95
+    times as long as through float32 (docs/results/widened.md)."""
     fast = {
         torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
         torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
@@ -165,32 +165,37 @@ class OneDnnGemm:
 
     def __call__(self, x_MK: Tensor, bias_N: Tensor | None) -> Tensor:
         """[M, N] in the type of `x_MK`: quantised per token, multiplied, plus the bias in float32, rounded once."""
-        codes_MK = torch.empty_like(x_MK, dtype=torch.int8)
-        scale_M1 = torch.empty((len(x_MK), 1), dtype=torch.float32)
-        torch.ops._C.dynamic_scaled_int8_quant(codes_MK, x_MK.contiguous(), scale_M1, None)
+        codes_MK, scale_M1 = _quantised_tokens(x_MK)
         y_MN = torch.empty((len(x_MK), self._rows), dtype=x_MK.dtype)
         torch.ops._C.onednn_scaled_mm(y_MN, codes_MK, scale_M1, None, None, bias_N, self._handle)
         return y_MN
 
 
 class WideGemm:
-    """As OneDnnGemm, by float32: products of codes are below 2^14, and of 1024 of them every partial sum is exact."""
+    """As OneDnnGemm, through float32: of 1024 products of codes, each below 2^14, every partial sum is exact. Codes are
+    widened at every call: no float32 copy of a model is kept."""
 
     name = "float32"
 
     def __init__(self, codes_NK: Tensor, *, scale_N1: Tensor) -> None:
-        self.scale_N1 = scale_N1
-        self._parts_KN = [part_NK.float().t() for part_NK in codes_NK.split(_EXACT_PRODUCTS, dim=1)]
+        self.scale_N1, self._codes_NK = scale_N1, codes_NK
 
     def __call__(self, x_MK: Tensor, bias_N: Tensor | None) -> Tensor:
-        codes_MK = torch.empty_like(x_MK, dtype=torch.int8)
-        scale_M1 = torch.empty((len(x_MK), 1), dtype=torch.float32)
-        torch.ops._C.dynamic_scaled_int8_quant(codes_MK, x_MK.contiguous(), scale_M1, None)
-        sums_MN = torch.zeros((len(x_MK), len(self.scale_N1)), dtype=torch.float64)
-        for left_MK, right_KN in zip(codes_MK.split(_EXACT_PRODUCTS, dim=1), self._parts_KN, strict=True):
-            sums_MN += left_MK.float() @ right_KN
-        y_MN = sums_MN.float() * scale_M1 * self.scale_N1.t()
-        return (y_MN if bias_N is None else y_MN + bias_N.float()).to(x_MK.dtype)
+        codes_MK, scale_M1 = _quantised_tokens(x_MK)
+        sum_MN = torch.zeros((len(x_MK), len(self._codes_NK)), dtype=torch.float64)
+        parts = (each.split(_EXACT_PRODUCTS, dim=1) for each in (codes_MK, self._codes_NK))
+        for left_MK, right_NK in zip(*parts, strict=True):
+            sum_MN += linear(left_MK.float(), right_NK.float())
+        y_MN = sum_MN.mul_(scale_M1.double()).mul_(self.scale_N1.double().t())
+        return (y_MN if bias_N is None else y_MN.add_(bias_N.double())).to(x_MK.dtype)
+
+
+def _quantised_tokens(x_MK: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [M, K] and scales [M, 1], by vLLM."""
+    codes_MK = torch.empty_like(x_MK, dtype=torch.int8)
+    scale_M1 = torch.empty((len(x_MK), 1), dtype=torch.float32)
+    torch.ops._C.dynamic_scaled_int8_quant(codes_MK, x_MK.contiguous(), scale_M1, None)
+    return codes_MK, scale_M1
 
 
 @functools.cache
@@ -253,11 +258,17 @@ def multiply_fp8(x_MK: Tensor, weight: QuantisedWeight, bias_N: Tensor | None) -
 
 def packed(codes_NK: Tensor, *, scale_N1: Tensor, dtype: torch.dtype) -> OneDnnGemm | SglGemm | WideGemm:
     """dtype: of what is multiplied."""
-    if dtype is torch.bfloat16 and packs_quickly(*codes_NK.shape):
-        return SglGemm(codes_NK, scale_N1=scale_N1)
-    if saturates():
-        return WideGemm(codes_NK, scale_N1=scale_N1)
-    return OneDnnGemm(codes_NK, scale_N1=scale_N1, dtype=dtype)
+    kind = kernel_of(*codes_NK.shape, dtype=dtype)
+    if kind is OneDnnGemm:
+        return OneDnnGemm(codes_NK, scale_N1=scale_N1, dtype=dtype)
+    return kind(codes_NK, scale_N1=scale_N1)
+
+
+def kernel_of(rows: int, columns: int, *, dtype: torch.dtype = torch.bfloat16) -> type[OneDnnGemm | SglGemm | WideGemm]:
+    """What multiplies with a weight of this shape on this host."""
+    if dtype is torch.bfloat16 and packs_quickly(rows, columns):
+        return SglGemm
+    return WideGemm if saturates() else OneDnnGemm
 
 
 def packs_quickly(rows: int, columns: int) -> bool:

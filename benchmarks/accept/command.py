@@ -14,6 +14,7 @@ from pathlib import Path
 from appliance import console
 from appliance.errors import Interrupted, PreflightError
 from appliance.plan.build import pins_for
+from appliance.plan.engines import HOPPER
 from appliance.preflight.checks import PYTHON
 from appliance.preflight.probes import read_gpus
 from appliance.record.attestations import version_of
@@ -56,7 +57,7 @@ def run_accept(*, only: tuple[str, ...], output: Path | None, run_root: Path, re
         facts=facts,
         host=host_files(facts, command=sys.argv),
     )
-    expected = "tiny sizes" if rehearsal else f"about {minutes(rows):.0f} min by estimate"
+    expected = "tiny sizes" if rehearsal else f"about {minutes(rows, gpus=len(facts.devices)):.0f} min by estimate"
     console.say(f"{report.title}: {len(rows)} rows, {expected}")
     for line in facts.lines + warnings(facts, rehearsal=rehearsal):
         console.say(f"  {line}")
@@ -161,7 +162,8 @@ def new_folder(parent: Path, name: str, output: Path) -> Path:
 
 def print_rows() -> None:
     console.show(console.table([(row.id, str(row.estimate_s), row.what) for row in ROWS], head=("row", "s", "what")))
-    console.say(f"{len(ROWS)} rows, {minutes(ROWS):.0f} min on one H100 by estimate")
+    one, two = (minutes(ROWS, gpus=gpus) for gpus in (1, 2))
+    console.say(f"{len(ROWS)} rows, {one:.0f} min on one H100 by estimate, {two - one:.0f} more on two")
 
 
 def shown(outcome: Outcome) -> str:
@@ -204,6 +206,9 @@ def lack(row: Row, *, facts: Facts, rehearsal: bool) -> str:
         return f"needs {row.gpus} GPUs, this host has {len(facts.devices)}"
     if row.scheme and (why := _why_not(row.scheme, device=facts.devices[0])):
         return why
+    if row.needs_hopper and facts.devices[0].capability[0] != HOPPER:
+        has = ".".join(map(str, facts.devices[0].capability))
+        return f"torch multiplies FP8 in blocks on Hopper only, this GPU has compute capability {has}"
     if row.needs_nvcc and not facts.nvcc:
         return "needs nvcc, which is not on PATH nor in CUDA_HOME"
     if row.needs_compiler and facts.no_compiler:

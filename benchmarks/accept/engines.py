@@ -335,7 +335,7 @@ def throughput(ground: Ground, *, shapes: str, schemes: list[str], pairs: int) -
     from appliance.bench import child, job
     from benchmarks.accept.models import shapes_of
 
-    wanted = shapes_of(shapes, layers=6).replace(batch=256)
+    wanted = shapes_of(shapes, layers=6).replace(batch=256, new_tokens=64)
     if ground.rehearsal:
         wanted = wanted.replace(hidden=128, intermediate=352, heads=4, kv_heads=2, layers=2, batch=4, new_tokens=4)
         ground.stand_in("FP8's kernels: emulation in float")

@@ -1,15 +1,17 @@
 """FP8 quantisers against the codec, FP8 products against float64.
 
-Legend: M tokens, N output channels, K input channels.
+Legend: M or T tokens, N output channels, K input channels.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from appliance.quant.codec import QuantisedWeight, dequantise, quantise, quantise_tokens
-from appliance.terms.schemes import Scheme
+from appliance.terms.schemes import BLOCK, Scheme
 from benchmarks.accept.ground import Ground
 from benchmarks.accept.kernels import BF16_U, U, seeded
 
@@ -93,15 +95,20 @@ def _cut(columns: int) -> float:
 
 def _hold_products(ground: Ground, x: QuantisedWeight, weight: QuantisedWeight, *, cut: float, what: str) -> None:
     x_MK, w_NK = x.codes_NK.double() * x.scale.double(), dequantise(weight).double()
-    wanted_MN, size_MN = x_MK @ w_NK.t(), x_MK.abs() @ w_NK.abs().t()
-    bound_MN = 2 * BF16_U * wanted_MN.abs() + (cut + 8 * U) * size_MN
     for kernel, found_MN in _products(ground, x, weight).items():
-        excess = float(((found_MN - wanted_MN).abs() - bound_MN).max())
-        ground.hold(excess <= 0, f"{kernel}, {what}: an answer is {excess:.3g} beyond its bound")
-        off = float((found_MN - wanted_MN).norm() / wanted_MN.norm())
-        ground.hold(
-            off <= IN_NORM, f"{kernel}, {what}: {off:.3g} from the exact product in norm, {IN_NORM:.3g} is allowed"
-        )
+        _hold_product(ground, found_MN, x_MK, w_NK, cut=cut, what=f"{kernel}, {what}")
+
+
+def _hold_product(
+    ground: Ground, found_MN: Tensor, left_MK: Tensor, right_NK: Tensor, *, cut: float, what: str
+) -> None:
+    """All in float64, on the CPU. found: rounded to BF16."""
+    wanted_MN, size_MN = left_MK @ right_NK.t(), left_MK.abs() @ right_NK.abs().t()
+    bound_MN = 2 * BF16_U * wanted_MN.abs() + (cut + 8 * U) * size_MN
+    excess = float(((found_MN - wanted_MN).abs() - bound_MN).max())
+    ground.hold(excess <= 0, f"{what}: an answer is {excess:.3g} beyond its bound")
+    off = float((found_MN - wanted_MN).norm() / wanted_MN.norm())
+    ground.hold(off <= IN_NORM, f"{what}: {off:.3g} from the exact product in norm, {IN_NORM:.3g} is allowed")
 
 
 def _products(ground: Ground, x: QuantisedWeight, weight: QuantisedWeight) -> dict[str, Tensor]:
@@ -120,3 +127,57 @@ def _products(ground: Ground, x: QuantisedWeight, weight: QuantisedWeight) -> di
             codes_MK, codes_NK.t(), scale_a=scale_M1, scale_b=scale.reshape(-1, 1), out_dtype=torch.bfloat16
         )
     return {"torch": by_torch.double().cpu(), "CUTLASS": by_cutlass.double().cpu()}
+
+
+def backward(ground: Ground) -> None:
+    """Both gradients of a layer of `trainer.backward: fp8-block`, as the trainer makes them, with float64's of the same
+    codes, which are made here on the CPU. What is summed over are output channels, and tokens; no multiples of 128.
+    """
+    if ground.rehearsal:
+        ground.stand_in("torch's FP8 product in blocks: emulation, float64's sums")
+    sizes = ground.size(((300, 1152, 896), (1000, 896, 4864)), tiny=((150, 200, 300),))
+    cases = {f"{tokens} tokens, {rows} x {columns}": (tokens, rows, columns) for tokens, rows, columns in sizes}
+    ground.each(cases, lambda name: _backward(ground, *cases[name]))
+
+
+def _backward(ground: Ground, tokens: int, rows: int, columns: int) -> None:
+    from appliance.trainer.rollout_ops import EngineWeight
+
+    generator, scheme = seeded(rows), Scheme.FP8_BLOCK
+    weight_NK, x_TK, grad_TN = (
+        (_uneven(torch.randn(shape, generator=generator)) * size).to(torch.bfloat16)
+        for shape, size in (((rows, columns), 0.02), ((tokens, columns), 1.0), ((tokens, rows), 1e-3))
+    )
+    weight, passed = quantise(weight_NK, scheme=scheme), quantise_tokens(x_TK, scheme=scheme)
+
+    def in_blocks(values: Tensor) -> Tensor:
+        return dequantise(quantise_tokens(values.contiguous(), scheme=scheme)).double()
+
+    layer = EngineWeight(_there(ground, weight), _no_forward, factor_K=None, fp8_backward=True)
+    there_TN = grad_TN.to(ground.device)
+    for what, found, left, right, summed in (
+        ("of the input", layer.grad_of_input(there_TN), in_blocks(grad_TN), dequantise(weight).double().t(), rows),
+        (
+            "of the weight",
+            layer.grad_of_weight(there_TN, _there(ground, passed)),
+            in_blocks(grad_TN.t()),
+            in_blocks(dequantise(passed).t()),
+            tokens,
+        ),
+    ):
+        _hold_product(ground, found.double().cpu(), left, right, cut=_cut(summed), what=f"gradient {what}")
+
+
+def _uneven(values: Tensor) -> Tensor:
+    """No two blocks beside each other have one size, so that a scale read from another place is seen."""
+    of_row, of_column = (torch.arange(size) // BLOCK for size in values.shape)
+    return values * 2.0 ** ((of_row[:, None] + 2 * of_column) % 4)
+
+
+def _there(ground: Ground, quantised: QuantisedWeight) -> QuantisedWeight:
+    device = ground.device
+    return replace(quantised, codes_NK=quantised.codes_NK.to(device), scale=quantised.scale.to(device))
+
+
+def _no_forward(x_TK: Tensor, bias_N: Tensor | None) -> Tensor:
+    raise AssertionError("a gradient needs no forward")

@@ -157,15 +157,16 @@ def _int8_gemm(ground: Ground, tokens: int, rows: int, columns: int) -> None:
 
 
 def _int8_product(ground: Ground, x_MK: Tensor, codes_NK: Tensor, *, scale_N1: Tensor, bias_N: Tensor | None) -> Tensor:
-    """[M, N] float64 on the CPU, by vLLM's kernels: CUTLASS, on a CPU oneDNN."""
+    """[M, N] float64 on the CPU, by CUTLASS, on a CPU by the kernel of its engines."""
     from vllm import _custom_ops
 
     if ground.rehearsal:
-        from appliance.quant.cpu_gemm import OneDnnGemm, load_kernels
+        from appliance.quant.cpu_gemm import kernel_of, load_kernels
 
-        ground.stand_in("CUTLASS's INT8 product: oneDNN's")
         load_kernels()
-        return OneDnnGemm(codes_NK, scale_N1=scale_N1)(x_MK, bias_N).double()
+        kind = kernel_of(*codes_NK.shape)
+        ground.stand_in(f"CUTLASS's INT8 product: {kind.name} on this CPU")
+        return kind(codes_NK, scale_N1=scale_N1)(x_MK, bias_N).double()
     x_MK, codes_NK, scale_N1 = (each.to(ground.device) for each in (x_MK, codes_NK, scale_N1))
     held_MK, scale_M1, _ = _custom_ops.scaled_int8_quant(x_MK, symmetric=True)
     ground.hold(torch.equal(held_MK.to(x_MK.dtype), x_MK), "integers up to 127 do not quantise to themselves")

@@ -12,13 +12,19 @@ ENGINE_LIMIT_S = 600  # with a first compilation of its graphs
 LONGEST_LIMIT_S = 900  # of a training, and where nvcc compiles kernels
 _INT8, _FP8 = "`int8`, linear layers", "`fp8`, `fp8-channel`, `fp8-block`, linear layers"
 _QUANTISER = "INT8 quantiser of a sync"
+_BACKWARD = "`trainer.backward: fp8-block`"
 _NATIVE = "proof of the kernels, vLLM's own"
 _ARRIVES = "weights from trainer to engine"
+_FLOW = "`trainer.forward: rollout`"
 # Experts first: vLLM makes the groups of a process once, those of experts only for a model that has some.
 _FAMILIES = ("qwen3-moe", "qwen3", "llama", "mistral+head", "qwen2")
-# On one H100, read off no clock: what a process imports, an engine's start with few graphs, and a training, in which
-# three processes import one after the other, the engine compiles, and all sizes of graphs are captured.
-_IMPORTS_S, _ENGINE_S, _TRAINING_S, _NVCC_S = 6, 8, 75, 60
+# On one H100, read off no clock: what a process imports, and an engine's start with few graphs.
+_IMPORTS_S, _ENGINE_S, _NVCC_S = 6, 8, 60
+# Of a training: three processes that import one after the other, and Ray; what an engine that is not eager compiles,
+# and all sizes of graphs; two steps, a validation and the save; a second rank, and NCCL.
+_TRAINING_S, _CAPTURED_S, _RANK_S = 30, 20, 15
+_STEPS_S = {512: 25, 128: 12}  # by tokens of a response, 1536 and 384 steps of the engine in all
+_EAGER_S = 3  # more for these, one kernel after the other
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,8 @@ class Row:
     """code: `module:function`, called with a Ground and the arguments.  estimate_s: on one H100, read off no clock.
 
     covers: parts of docs/gpu.md, as the first column of its table names them.  gpus: how many it needs.
-    scheme: that the GPU must have kernels for.  needs_nvcc: kernels are compiled at first use.
+    scheme: that the GPU must have kernels for.  needs_nvcc: kernels are compiled at first use.  needs_hopper: for what
+    torch multiplies in blocks of 128.
     is_plain: PyTorch and compiled kernels are enough: no compiler, and on a CPU no vLLM.
     """
 
@@ -39,6 +46,7 @@ class Row:
     gpus: int = 1
     scheme: Scheme | None = None
     needs_nvcc: bool = False
+    needs_hopper: bool = False
     is_plain: bool = False
 
     @property
@@ -110,22 +118,34 @@ def _sync(size: str, *, layers: int) -> Row:
 def _training(
     scheme: Scheme,
     *covers: str,
+    beside: Scheme | None = None,
     size: str = "0.5b",
     layers: int = 8,
+    response_tokens: int = 128,
     more_s: int = 0,
-    lora: bool = False,
-    flow: bool = False,
+    kind: str = "",
+    what: str = "",
+    **given: bool | int,
 ) -> Row:
+    """kind: of the row's name.  what: in words.  beside: of a replica on a second GPU.  given: of `training.train`.
+
+    Responses have the recipe's 512 tokens where memory is held at a size that no other row has, else a quarter of them.
+    """
+    by, is_eager = "+".join(map(str, filter(None, (scheme, beside)))), bool(given.get("flow"))
+    gpus = 2 if beside else int(given.get("tensor_parallel", 1))
+    steps_s = _STEPS_S[response_tokens] + (_EAGER_S if is_eager else _CAPTURED_S)
+    arguments = {"by": by, "size": size, "layers": layers, "response_tokens": response_tokens, **given}
     return Row(
-        f"train-{'lora-' * lora}{'flow-' * flow}{scheme}{'' if size == '0.5b' else f'-{size}'}",
-        f"two steps {'of LoRA ' * lora}by {scheme}{', one flow,' * flow} at the size of {size}, {layers} layers; "
-        "memory of the estimate",
+        f"train-{kind}{by.replace('+', '-')}{'' if size == '0.5b' else f'-{size}'}",
+        f"two steps by {by}{what} at the size of {size}, {layers} layers; memory of the estimate",
         "benchmarks.accept.training:train",
-        _TRAINING_S + more_s,
+        _TRAINING_S + steps_s + _RANK_S * (gpus - 1) + more_s,
         covers=covers,
-        arguments=(("by", str(scheme)), ("size", size), ("layers", layers), ("lora", lora), ("flow", flow)),
-        scheme=scheme,
+        arguments=tuple(arguments.items()),
+        gpus=gpus,
+        scheme=beside or scheme,
         needs_nvcc=scheme is Scheme.FP8_BLOCK,
+        needs_hopper=scheme is Scheme.FP8_BLOCK and is_eager,
     )
 
 
@@ -178,6 +198,16 @@ ROWS: tuple[Row, ...] = (
         "FP8 products are float64's within what tensor cores cut off",
         _FP8,
         scheme=Scheme.FP8,
+        is_plain=True,
+    ),
+    _kernel(
+        "fp8-backward",
+        "fp8:backward",
+        15,
+        "gradients of a layer in `fp8-block` are float64's of the same codes, within what tensor cores cut off",
+        _BACKWARD,
+        scheme=Scheme.FP8_BLOCK,
+        needs_hopper=True,
         is_plain=True,
     ),
     _engines("gemm-7b", "speed:gemm", 20, "INT8 and FP8 products against BF16's at 7B's shapes", shapes="qwen2.5-7b"),
@@ -260,31 +290,62 @@ ROWS: tuple[Row, ...] = (
     _engines(
         "throughput-7b",
         "engines:throughput",
-        54,
+        47,
         "rollouts at 7B's layer shapes by BF16, INT8 and FP8, in turns",
         shapes="qwen2.5-7b",
         schemes=("bf16", "int8", "fp8"),
         pairs=3,
     ),
     _training(
-        Scheme.BF16, "FSDP2 training, one rank and two", "truncated importance sampling and the mismatch metrics"
+        Scheme.BF16,
+        "FSDP2 training, one rank and two",
+        "truncated importance sampling and the mismatch metrics",
+        response_tokens=512,
     ),
-    _training(Scheme.INT8, "`gsm8k-0.5b-int8`", layers=24),
+    _training(Scheme.INT8, "`gsm8k-0.5b-int8`", layers=24, response_tokens=512),
     _training(Scheme.FP8),
-    _training(Scheme.FP8_CHANNEL, "`trainer.forward: rollout`", flow=True),
+    _training(Scheme.FP8_CHANNEL, _FLOW, kind="flow-", what=", one flow,", flow=True),
     _training(Scheme.FP8_BLOCK),
+    _training(
+        Scheme.FP8_BLOCK,
+        _FLOW,
+        _BACKWARD,
+        kind="flow-",
+        what=", one flow, gradients too,",
+        flow=True,
+        backward=True,
+    ),
     _training(
         Scheme.INT8,
         "LoRA (`model.lora`)",
         "memory of a GPU in plan and preflight",
         size="1.5b",
         layers=28,
+        response_tokens=512,
         more_s=15,
+        kind="lora-",
+        what=", LoRA,",
         lora=True,
+    ),
+    _training(
+        Scheme.INT8,
+        "tensor parallel 2 in one engine",
+        "FSDP2 training, one rank and two",
+        kind="tp2-",
+        what=", an engine on two GPUs,",
+        tensor_parallel=2,
+    ),
+    _training(
+        Scheme.BF16,
+        "mixed replicas (`rollout.replicas`)",
+        beside=Scheme.INT8,
+        kind="replicas-",
+        what=", a replica each,",
     ),
 )
 
-_TWO = "needs two GPUs or hosts"
+_HOSTS = "needs two hosts"
+_LARGE = "their models and GPUs; what they are made of has rows"
 _HOST = "no line of it depends on the device"
 _ITSELF = "is what this command runs in, or stands beside it"
 
@@ -293,13 +354,10 @@ BEYOND: dict[str, str] = {
     "lock, `requirements/cpu.txt` and `requirements/gpu.txt`": _ITSELF,
     "FP8 experts": "refused",
     "INT8 on Blackwell": "refused",
-    "tensor parallel 2 in one engine": _TWO,
-    "mixed replicas (`rollout.replicas`)": _TWO,
-    "two nodes of one cluster": _TWO,
-    "recipes `dapo-*`, `qwen3-*`, `qwen2.5-1.5b-int8`, `gsm8k-0.5b-*`, `gsm8k-7b-lora-int8`": _TWO,
-    "`trainer.backward: fp8-block`": "not in a row yet",
-    "`trainer.dtype: fp16`": "not in a row yet",
+    "two nodes of one cluster": _HOSTS,
+    "recipes `dapo-*`, `qwen3-*`, `qwen2.5-1.5b-int8`, `gsm8k-0.5b-*`, `gsm8k-7b-lora-int8`": _LARGE,
     "the compiled code of an engine, kept by vLLM (`~/.cache/vllm/torch_compile_cache`)": "seen in a second start",
+    "`trainer.dtype: fp16`": "not in a row yet",
     "profile (calibration)": _HOST,
     "attention `flash_attention_2`": "needs flash-attn",
     "checkpoints, resume, signals, restarts": _HOST,
@@ -312,13 +370,13 @@ BEYOND: dict[str, str] = {
     "`make RECIPE` for GPUs": _ITSELF,
     "`train --in-container`": _ITSELF,
     "compose: `train`": _ITSELF,
-    "compose: `head` and `worker`": _TWO,
+    "compose: `head` and `worker`": _HOSTS,
 }
 
 
-def minutes(rows: tuple[Row, ...]) -> float:
-    """On a host with one GPU."""
-    return sum(row.estimate_s for row in rows if row.gpus == 1) / 60
+def minutes(rows: tuple[Row, ...], *, gpus: int) -> float:
+    """Of those that run on a host with so many."""
+    return sum(row.estimate_s for row in rows if row.gpus <= gpus) / 60
 
 
 def row_of(name: str) -> Row:

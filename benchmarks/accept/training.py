@@ -62,11 +62,24 @@ TINY_BATCH = (
 )
 
 
-def train(ground: Ground, *, by: str, size: str, layers: int, lora: bool = False, flow: bool = False) -> None:
+def train(
+    ground: Ground,
+    *,
+    by: str,
+    size: str,
+    layers: int,
+    response_tokens: int,
+    tensor_parallel: int = 1,
+    lora: bool = False,
+    flow: bool = False,
+    backward: bool = False,
+) -> None:
     """Two steps of the recipe, on rewards of its own. Every step has its figures and a gradient, the engines got other
     weights than the first ones, the result is there, memory is within the estimate.
 
-    lora: an adapter is trained, and what the engines get is the merged model.  flow: the trainer's forward is theirs.
+    by: a scheme, or two of replicas, each on a GPU, as `bf16+int8`.  tensor_parallel: GPUs of an engine.  lora: an
+    adapter is trained, and what the engines get is the merged model.  flow: the trainer's forward is theirs, and with
+    `backward` its gradients are in `fp8-block`, too.
     """
     wanted = TINY if ground.rehearsal else SIZES[size]
     if not ground.rehearsal:
@@ -76,20 +89,29 @@ def train(ground: Ground, *, by: str, size: str, layers: int, lora: bool = False
     problems.write_text("".join(json.dumps(_problem(number)) + "\n" for number in range(64)))
     rewards = ground.folder / "rewards.py"
     rewards.write_text(REWARDS)
-    emulated = ground.rehearsal and by.startswith("fp8")
+    schemes = by.split("+")
+    gpus, emulated = len(schemes) * tensor_parallel, ground.rehearsal and by.startswith("fp8")
     sets = (
         *SETS,
-        *(TINY_BATCH if ground.rehearsal else (*BATCH, "cluster.device=auto")),
-        f"rollout.scheme={by}",
+        *((f"rollout.scheme={by}",) if len(schemes) == 1 else _replicas(schemes)),
+        f"rollout.tensor_parallel={tensor_parallel}",
+        f"cluster.gpus_per_node={gpus}",
         f"quantization.emulate={str(emulated).lower()}",
         f"model.path={folder.absolute()}",
         f"task.train_file={problems.absolute()}",
         f"task.rewards=[{{name: '{rewards.absolute()}:drawn'}}, {{name: length, target: 2, weight: 0.1}}]",
+        f"task.max_response_tokens={response_tokens}",
+        *(TINY_BATCH if ground.rehearsal else (*BATCH, "cluster.device=auto")),
         *((f"model.lora={{rank: {LORA_RANK}}}",) if lora else ()),
         *(("trainer.forward=rollout",) if flow else ()),
+        *(("trainer.backward=fp8-block",) if backward else ()),
         f"cluster.run_dir={(ground.folder / 'runs').absolute()}",
     )
-    code, samples = _run(ground, sets)
+    if emulated:
+        ground.stand_in(f"kernels of {by}{', forth and back' * backward}: emulation")
+    if gpus > 1 and ground.rehearsal:
+        ground.stand_in("NCCL: gloo")
+    code, samples = _run(ground, sets, gpus=gpus)
     run_dir = ground.folder / "runs" / "accept"
     ground.hold(code == 0, f"`appliance train` ended with {code}")
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -108,9 +130,20 @@ def train(ground: Ground, *, by: str, size: str, layers: int, lora: bool = False
     ground.hold((run_dir / "model" / "config.json").is_file(), "there is no model at the end")
     sent = [json.loads(line)["manifest"] for line in (run_dir / "sync" / "trainer-0-0.jsonl").read_text().splitlines()]
     ground.hold(sent[-1] != sent[0], "the weights that were sent at the end are the first ones")
+    config = json.loads((folder / "config.json").read_text())
     if lora:
-        _hold_adapter(ground, run_dir, layers=json.loads((folder / "config.json").read_text())["num_hidden_layers"])
-    _hold_proofs(ground, run_dir, tied=json.loads((folder / "config.json").read_text())["tie_word_embeddings"])
+        _hold_adapter(ground, run_dir, layers=config["num_hidden_layers"])
+    if backward:
+        attested = _attested(run_dir)["backward"]
+        ground.hold(attested == f"fp8-block{', emulated' * emulated}", f"gradients are in {attested}")
+    for replica, scheme in enumerate(schemes):
+        for rank in range(tensor_parallel):
+            who = f"rank {rank} of replica {replica}" if gpus > 1 else "the engine"
+            taken = _taken(run_dir / "sync" / f"rollout-{replica}-{rank}.jsonl")
+            _hold_proofs(ground, taken, scheme=scheme, tied=config["tie_word_embeddings"], who=who)
+            ground.hold(
+                [each.manifest for each in taken] == sent, f"{who} took other weights than were sent to the first"
+            )
     last = steps[-1]
     for name in TIMES:
         ground.figure(f"step 2, {name}", last[name], "s")
@@ -118,9 +151,19 @@ def train(ground: Ground, *, by: str, size: str, layers: int, lora: bool = False
     _hold_memory(ground, read_plan(run_dir / "plan.json"), folder=folder, samples=samples, run_dir=run_dir)
 
 
+def _replicas(schemes: list[str]) -> tuple[str, ...]:
+    return "rollout.scheme=auto", f"rollout.replicas=[{', '.join(schemes)}]"
+
+
+def _attested(run_dir: Path) -> dict[str, object]:
+    """By the trainer's first rank."""
+    detail: dict[str, object] = json.loads((run_dir / "attest" / "trainer-0.json").read_text())["detail"]
+    return detail
+
+
 def _hold_adapter(ground: Ground, run_dir: Path, *, layers: int) -> None:
     """All that was trained is an A and a B beside each linear, and it is there alone, too."""
-    attested = json.loads((run_dir / "attest" / "trainer-0.json").read_text())["detail"]["trained"]
+    attested = _attested(run_dir)["trained"]
     ground.hold(attested == 2 * layers * len(Linear), f"{attested} tensors were trained")
     ground.hold((run_dir / "model" / "adapter" / "adapter_model.safetensors").is_file(), "there is no adapter")
 
@@ -129,38 +172,45 @@ def _problem(number: int) -> dict[str, str]:
     return {"question": f"Ann has {number} apples and buys 3. How many has she?"}
 
 
-def _run(ground: Ground, sets: tuple[str, ...]) -> tuple[int, list[tuple[float, dict[Role, int]]]]:
-    """Exit code, and what was held at each moment: by roles on a CPU, on a GPU all of its memory."""
+def _run(ground: Ground, sets: tuple[str, ...], *, gpus: int) -> tuple[int, list[tuple[float, dict[Role, int]]]]:
+    """Exit code, and what was held at each moment: by roles on a CPU, on GPUs all of the one that has most."""
     arguments = [part for each in sets for part in ("--set", each)]
     started = time.monotonic()
     process = subprocess.Popen(module_argv("appliance", "train", RECIPE, "--name", "accept", *arguments))
     run_dir, samples = ground.folder.absolute() / "runs" / "accept", []
     while process.poll() is None:
-        held = held_by_role(run_dir, launcher=process.pid) if ground.rehearsal else {Role.TRAINER: _gpu_bytes()}
+        held = held_by_role(run_dir, launcher=process.pid) if ground.rehearsal else {Role.TRAINER: _gpu_bytes(gpus)}
         samples.append((time.time(), held))
         time.sleep(SAMPLE_EVERY_S)
     ground.figure("from the command to its end", time.monotonic() - started, "s")
     return process.returncode, samples
 
 
-def _hold_proofs(ground: Ground, run_dir: Path, *, tied: bool) -> None:
+def _taken(file: Path) -> list[Acknowledgement]:
+    return [parse(line, Acknowledgement, place=file.name) for line in file.read_text().splitlines()]
+
+
+def _hold_proofs(ground: Ground, taken: list[Acknowledgement], *, scheme: str, tied: bool, who: str) -> None:
     """Of every sync. tied: one tensor, the head, has no layer of its own, and is held against the embedding."""
-    file = run_dir / "sync" / "rollout-0-0.jsonl"
-    taken = [parse(line, Acknowledgement, place=file.name) for line in file.read_text().splitlines()]
-    ground.hold(len(taken) >= STEPS, f"the engine took {len(taken)} updates")
+    ground.hold(len(taken) >= STEPS, f"{who} took {len(taken)} updates")
+    others = {each.scheme for each in taken} - {scheme}
+    ground.hold(not others, f"{who} took updates in {', '.join(sorted(others))}, not in {scheme}")
     first = taken[0]
-    ground.hold(
-        first.layers_proven == first.layers > 0, f"{first.layers_proven} of {first.layers} layers were proven first"
-    )
+    proven = f"{first.layers_proven} of {first.layers} layers were proven first"
+    ground.hold(first.layers_proven == first.layers > 0, f"{who}: {proven}")
     unproven = max(each.unproven for each in taken) - tied
-    ground.hold(unproven <= 0, f"of {unproven} tensors nothing but their digest is known")
+    ground.hold(unproven <= 0, f"{who}: of {unproven} tensors nothing but their digest is known")
 
 
-def _gpu_bytes() -> int:
-    """That are taken on the first GPU that the training sees."""
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0] or "0"
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", f"--id={first}"]
-    return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]) << 20
+def _gpu_bytes(gpus: int) -> int:
+    """That are taken on the one that has most, of the first so many that the training sees."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    used = [
+        subprocess.run([*query, f"--id={each}"], capture_output=True, text=True, check=True).stdout.split()[0]
+        for each in seen.split(",")[:gpus]
+    ]
+    return max(map(int, used)) << 20
 
 
 def _hold_memory(

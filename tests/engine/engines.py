@@ -57,10 +57,9 @@ def read_checkpoint(folder: Path) -> list[tuple[str, object]]:
 
 def int8_kernel(rows: int = 128, columns: int = 128) -> str:
     """The name of the kernel that an INT8 layer of this shape gets on this host."""
-    from appliance.quant.cpu_gemm import packs_quickly, saturates
+    from appliance.quant.cpu_gemm import kernel_of
 
-    other = "float32" if saturates() else "onednn"
-    return f"CPUInt8ScaledMMLinearKernel[{'sgl' if packs_quickly(rows, columns) else other}]"
+    return f"CPUInt8ScaledMMLinearKernel[{kernel_of(rows, columns).name}]"
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from appliance.quant.codec import QuantisedWeight
+from appliance.trainer.rollout_kernels import CpuKernels
 from benchmarks.accept import attention, fp8, kernels, updates
 from benchmarks.accept.ground import Ground, RowFailed
 from benchmarks.accept.rows import ROWS, Row
@@ -97,11 +99,13 @@ def test_an_int8_quantiser_that_is_off(
 
 def test_an_int8_product_that_is_rounded_before_its_bias(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
     """As vLLM's Triton kernel does for shapes that CUTLASS does not take."""
-    from appliance.quant.cpu_gemm import OneDnnGemm
+    from appliance.quant import cpu_gemm
 
-    whole = OneDnnGemm.__call__
+    kind = type("Kind", (cpu_gemm.WideGemm,), {})
+    monkeypatch.setattr(cpu_gemm, "kernel_of", lambda *shape: kind)
+    whole = kind.__call__
     monkeypatch.setattr(
-        OneDnnGemm,
+        kind,
         "__call__",
         lambda self, x_MK, bias_N: whole(self, x_MK, None) + (0 if bias_N is None else bias_N),
     )
@@ -110,13 +114,13 @@ def test_an_int8_product_that_is_rounded_before_its_bias(ground: Ground, monkeyp
 
 
 def test_an_int8_product_with_another_rows_scale(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
-    from appliance.quant.cpu_gemm import OneDnnGemm
+    from appliance.quant import cpu_gemm
 
-    monkeypatch.setattr(
-        OneDnnGemm,
-        "__init__",
-        lambda self, codes, *, scale_N1, made=OneDnnGemm.__init__: made(self, codes, scale_N1=scale_N1.roll(1, 0)),
-    )
+    class Rolled(cpu_gemm.WideGemm):
+        def __init__(self, codes_NK: torch.Tensor, *, scale_N1: torch.Tensor) -> None:
+            super().__init__(codes_NK, scale_N1=scale_N1.roll(1, 0))
+
+    monkeypatch.setattr(cpu_gemm, "kernel_of", lambda *shape: Rolled)
     assert refusal(kernels.int8_gemm, ground).startswith("1 tokens, 128 x 64: without a bias: an answer is ")
 
 
@@ -157,6 +161,27 @@ def test_an_fp8_product_with_a_neighbours_scale(kernel: str, ground: Ground, mon
     monkeypatch.setattr(fp8, "_products", wrong)
     said = refusal(fp8.gemm, ground)
     assert said.startswith(f"fp8, 16 tokens, 64 x 128: {kernel}, dense: ") and said.endswith(" beyond its bound")
+
+
+@pytest.mark.parametrize(
+    ("operand", "gradient"), [("right", "of the input"), ("left", "of the input"), ("left", "of the weight")]
+)
+def test_a_gradient_in_blocks_with_a_neighbours_scale(
+    operand: str, gradient: str, ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As scales would lie that torch reads in another order."""
+    right = CpuKernels.product
+
+    def wrong(self: CpuKernels, *given: QuantisedWeight) -> torch.Tensor:
+        codes = dict(zip(("left", "right"), given, strict=True))
+        if (codes["right"].block[0] == 1) == (gradient == "of the weight"):
+            spoilt = codes[operand]
+            codes[operand] = dataclasses.replace(spoilt, scale=spoilt.scale.roll(1, 1))
+        return right(self, codes["left"], codes["right"])
+
+    monkeypatch.setattr(CpuKernels, "product", wrong)
+    said = refusal(fp8.backward, ground)
+    assert said.startswith(f"150 tokens, 200 x 300: gradient {gradient}: ")
 
 
 def test_log_probs_in_bf16(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:

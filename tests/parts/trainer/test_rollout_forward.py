@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Co
 from appliance.errors import NumericsError
 from appliance.quant import codec_int8
 from appliance.quant.codec_int8 import dequantise_int8, quantise_int8
-from appliance.quant.cpu_gemm import OneDnnGemm, SglGemm, has_packed_kernel
+from appliance.quant.cpu_gemm import OneDnnGemm, SglGemm, WideGemm, has_packed_kernel, kernel_of
 from appliance.sync.precision import AS_PLANNED, Precision
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
@@ -29,6 +29,7 @@ from appliance.trainer import rollout_ops
 from appliance.trainer.rollout_forward import RolloutForward
 from appliance.trainer.rollout_ops import Batch, EngineWeight, add_norm, head_norm, log_probs_of, silu_and_mul
 
+KERNELS = (SglGemm, OneDnnGemm, WideGemm)
 U = 2.0**-8
 SLACK = 1.05
 EPS = 1e-6
@@ -89,7 +90,7 @@ def test_quantised_layer_passes_gradients_straight_through(
     x_TK, bias_N, grad_TN = random(41, columns), random(sum(rows)), random(41, sum(rows)).detach()
     folded = [each.detach() if factor_K is None else (each.detach() * factor_K).to(torch.bfloat16) for each in weights]
     layer = EngineWeight.of(folded, scheme=Scheme.INT8, factor_K=factor_K)
-    assert isinstance(layer.gemm, SglGemm if columns == 96 and has_packed_kernel() else OneDnnGemm)
+    assert isinstance(layer.gemm, SglGemm if columns == 96 and has_packed_kernel() else kernel_of(1, 1))
     layer(x_TK, weights, bias_N).backward(grad_TN)
     dequantised_NK = dequantise_int8(layer.quantised).double()
     passed_TK = dequantise_int8(quantise_int8(x_TK.detach())).double()
@@ -419,14 +420,14 @@ def test_gradients_of_a_whole_model(
     def recording(kind: type) -> None:
         call = kind.__call__
 
-        def recorded(gemm: SglGemm | OneDnnGemm, x_TK: Tensor, bias_N: Tensor | None) -> Tensor:
+        def recorded(gemm: Callable[..., Tensor], x_TK: Tensor, bias_N: Tensor | None) -> Tensor:
             passed.append(dequantise_int8(quantise_int8(x_TK)).double())
             return call(gemm, x_TK, bias_N)
 
         monkeypatch.setattr(kind, "__call__", recorded)
 
-    recording(SglGemm)
-    recording(OneDnnGemm)
+    for kind in KERNELS:
+        recording(kind)
     put_in(model)
     inputs, weights_T = packed(model), torch.randn(81)
     found = model(**inputs, temperature=0.8).log_probs[0]
@@ -501,7 +502,7 @@ def test_a_layer_keeps_half_of_what_transformers_keeps(record_property: Callable
 def test_gradient_checkpointing_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """And computes each layer again but for its last product, which nothing needs."""
     model, products = tiny("qwen2").train(), []
-    for kind in (SglGemm, OneDnnGemm):
+    for kind in KERNELS:
         own = kind.__call__
         monkeypatch.setattr(kind, "__call__", lambda *args, own=own: products.append(1) or own(*args))
     put_in(model)

@@ -428,6 +428,10 @@ def test_what_a_host_lacks_is_named() -> None:
     assert why(int8, unknown) == "vLLM has no INT8 kernels for compute capability 12.1"
     assert why(fp8, on("NVIDIA A800", capability=(8, 0))) == "FP8 needs compute capability 8.9, this GPU has 8.0"
     assert why(nvcc, on(H100.product, nvcc="")) == "needs nvcc, which is not on PATH nor in CUDA_HOME"
+    in_blocks = dataclasses.replace(plain, needs_hopper=True)
+    assert why(in_blocks, on(H100.product)) == ""
+    ada = "torch multiplies FP8 in blocks on Hopper only, this GPU has compute capability 8.9"
+    assert why(in_blocks, on("NVIDIA L40S", capability=(8, 9))) == ada
     bare = on(H100.product, no_compiler="Triton needs one")
     assert why(plain, bare) == "needs a C compiler with Python's headers for Triton: Triton needs one"
     assert why(dataclasses.replace(plain, is_plain=True), bare) == ""
@@ -438,6 +442,15 @@ def test_rows_on_blackwell_that_need_int8_are_skipped() -> None:
     named = {one.id for one in ROWS if "INT8 kernels" in lack(one, facts=facts, rehearsal=False)}
     assert {"sync-7b", "sync-32b", "restart", "reload-int8", "train-int8"} <= named
     assert not {"reload-bf16", "reload-fp8", "sleep", "throughput-7b", "gemm-7b"} & named
+
+
+def test_rows_for_two_gpus_are_skipped_by_name_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_refused_by_train", lambda facts, *, rehearsal: "")
+    one, two = on(H100.product), on(H100.product, H100.product)
+    skipped = {row.id: why for row in ROWS if (why := lack(row, facts=one, rehearsal=False))}
+    names = ("sequence-parallel", "train-tp2-int8", "train-replicas-bf16-int8")
+    assert skipped == dict.fromkeys(names, "needs 2 GPUs, this host has 1")
+    assert [row.id for row in ROWS if lack(row, facts=two, rehearsal=False)] == []
 
 
 def test_a_training_that_would_be_refused_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -488,7 +501,8 @@ def test_unknown_rows_are_refused() -> None:
 def test_rows_have_names_of_their_own_and_fit_into_the_time() -> None:
     assert chosen(()) == ROWS
     assert len({one.id for one in ROWS}) == len(ROWS)
-    assert minutes(ROWS) <= MINUTES
+    assert minutes(ROWS, gpus=1) < MINUTES
+    assert minutes(ROWS, gpus=2) > minutes(ROWS, gpus=1)
     assert all(re.fullmatch(r"[a-z0-9.-]+", one.id) for one in ROWS)
 
 
