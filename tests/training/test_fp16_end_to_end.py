@@ -48,7 +48,7 @@ def attested(done: Finished, process: str) -> dict:
 def test_both_sides_are_in_fp16_and_nearer_to_each_other(
     with_tiny_cache: Callable[[Path], Path], tmp_path: Path, scheme: str
 ) -> None:
-    """Not quantised, what is left of k3 is a twentieth, and it is asked to be a quarter; under INT8 most is INT8's."""
+    """Not quantised, rounding is most of k3: a quarter of it is asked for at most. Under INT8 most is INT8's."""
     root, sets = with_tiny_cache(tmp_path), f"rollout.scheme={scheme}"
     fp16, bf16 = trained(root, sets, FP16, name="fp16"), trained(root, sets, name="bf16")
     assert (attested(fp16, "trainer-0")["compute"], attested(fp16, "rollout-0-0")["dtype"]) == ("torch.float16",) * 2
