@@ -105,6 +105,9 @@ def attest_rollout_worker(model: Module, *, vllm_config: Any, rank: int) -> None
     if plan is None:
         return
     live, replica = live_scheme(model), replica_of_process()
+    dtype, asked = vllm_config.model_config.dtype, plan.trainer.dtype
+    if dtype is not getattr(torch, asked.in_torch):
+        raise EngineError(f"replica {replica} computes in {dtype}, the plan says {asked}")
     write_attestation(
         Path(plan.run_dir),
         Attestation(
@@ -120,7 +123,7 @@ def attest_rollout_worker(model: Module, *, vllm_config: Any, rank: int) -> None
                 "kernels": live.kernels,
                 "quantised": _quantised(model),
                 "lm_head_fp32": live.lm_head_fp32,
-                "dtype": str(vllm_config.model_config.dtype),
+                "dtype": str(dtype),
                 "model": vllm_config.model_config.model,
                 "generation": read_generation(Path(plan.run_dir)).number,
                 "pid": os.getpid(),

@@ -150,7 +150,8 @@ class ApplianceConfig(QuantizationConfig):
         return METHOD_NAME
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        return [torch.bfloat16]  # what codec, proof and trainer round to
+        """What codec, proof and trainer round to."""
+        return [torch.bfloat16, *([torch.float16] if self.quantisation.scheme.spec.in_fp16 else [])]
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -206,6 +207,8 @@ class ApplianceConfig(QuantizationConfig):
             return UnquantizedFusedMoEMethod(layer.moe_config)
         if self._is_ignored(prefix):
             return KeptExpertsMethod(layer.moe_config)
+        if (dtype := layer.moe_config.in_dtype) is not torch.bfloat16:
+            raise EngineError(f"{prefix}: quantised experts compute in BF16, not in {dtype}", hint="use bfloat16")
         if not scheme.spec.experts and not emulated:
             raise EngineError(f"{prefix}: experts in `{scheme}` run emulated only", hint="use int8")
         return OnlineExpertsMethod(scheme, emulated=emulated, make=self._quantising, layer=layer)

@@ -23,6 +23,9 @@ BF16. Signs on 64 neighbouring columns that move on from round to round, zeros e
 BF16, so a packed copy that stayed behind, is another layer's or another part of the tensor. The bound is for sums in
 float32 from end to end: cuBLAS may else cut a row into parts and add these in BF16.
 
+FP16. The same of either, with 2^-11 in the place of 2^-8, and 2^-24 besides: what is below FP16's smallest number is
+none. So the scale of a channel must be above 2^-30 for one code to be seen: weights above 2^-23.
+
 FP8: fp8_proof.py.
 
 Which layers an update proves, and how thoroughly. With `every` = n a layer has its turn once in each round of n syncs.
@@ -56,6 +59,8 @@ from appliance.terms.schemes import Scheme
 U = 2.0**-24  # half a unit of float32, relative
 BF16_U = 2.0**-8  # BF16 rounds by at most so much, relative
 TINY = 1e-35  # products of denormals may be flushed
+# What an answer may be off by, being rounded: relative, and absolute.
+ROUNDS = {torch.bfloat16: (BF16_U, TINY), torch.float16: (2.0**-11, 2.0**-24)}
 COLUMNS = 64
 ROTATION = 8
 _CHUNK_ELEMENTS = 1 << 22  # 4 MiB of codes at once: what is quantised, multiplied and dropped
@@ -117,6 +122,7 @@ class KernelProof(ABC):
     shape: LocalShape
     scheme: Scheme
     ask: Ask
+    dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
         self._generator = torch.Generator("cpu").manual_seed(zlib.crc32(f"{self.name} {self.ask.sync}".encode()))
@@ -160,7 +166,7 @@ class Int8Proof(KernelProof):
     def take(self, slot: Slot, tensor: Tensor) -> None:
         parts = self.ask.parts
         first = (self._part - slot.start) % parts
-        whole_NK = rounded(tensor[slot.rows][first::parts])
+        whole_NK = rounded(tensor[slot.rows][first::parts], dtype=self.dtype)
         probe_K = self.probe_K.to(whole_NK.device, torch.int8)
         rows = max(1, _CHUNK_ELEMENTS // whole_NK.shape[1])
         codes_NK = whole_NK.new_empty((min(rows, len(whole_NK)), whole_NK.shape[1]), dtype=torch.int8)
@@ -189,7 +195,9 @@ class Int8Proof(KernelProof):
         scale_N = torch.where(self._looks_at_N, self._scale_N, held_N)
         exact_N = self._sums_N * self._scale_N.double()
         bound_N = torch.where(self._looks_at_N, 4 * U * exact_N.abs(), torch.inf)
-        return first_scale(held_N, scale_N) or first_answer(layer, self.probe_K, exact_N=exact_N, bound_N=bound_N)
+        if mismatch := first_scale(held_N, scale_N):
+            return mismatch
+        return first_answer(layer, self.probe_K, exact_N=exact_N, bound_N=bound_N, dtype=self.dtype)
 
 
 class Bf16Proof(KernelProof):
@@ -207,42 +215,48 @@ class Bf16Proof(KernelProof):
         self._bound_N = torch.zeros(self.shape.channels, dtype=torch.float64, device="cpu")
 
     def take(self, slot: Slot, tensor: Tensor) -> None:
-        few_NB = rounded(slot.cut(tensor)[:, self._block]).float()
+        few_NB = rounded(slot.cut(tensor)[:, self._block], dtype=self.dtype).float()
         part = slice(slot.start, slot.start + len(few_NB))
         self._answer_N[part] = torch.mv(few_NB, self._probe_K[self._block].to(few_NB.device)).double().cpu()
         self._bound_N[part] = 2 * COLUMNS * U * few_NB.abs_().sum(dim=1).double().cpu()
 
     def check(self, layer: Module) -> Mismatch | None:
-        return first_answer(layer, self._probe_K, exact_N=self._answer_N, bound_N=self._bound_N)
+        return first_answer(layer, self._probe_K, exact_N=self._answer_N, bound_N=self._bound_N, dtype=self.dtype)
 
 
-def first_answer(layer: Module, probe_K: Tensor, *, exact_N: Tensor, bound_N: Tensor) -> Mismatch | None:
-    """What the layer answers otherwise than it must. bound_N: before the rest is rounded to BF16."""
-    bias_N = -exact_N.to(torch.bfloat16)
-    rest_N = answer(layer, probe_K[None], bias_N=bias_N)[0]
+def first_answer(
+    layer: Module, probe_K: Tensor, *, exact_N: Tensor, bound_N: Tensor, dtype: torch.dtype
+) -> Mismatch | None:
+    """What the layer answers otherwise than it must. bound_N: before the rest is rounded to `dtype`, the layer's."""
+    bias_N = -exact_N.to(dtype)
+    rest_N = answer(layer, probe_K[None], bias_N=bias_N, dtype=dtype)[0]
     wanted_N = exact_N + bias_N.double()
-    return first_beyond(rest_N, wanted_N, bound_N=bound_N + BF16_U * wanted_N.abs() + TINY)
+    relative, least = ROUNDS[dtype]
+    return first_beyond(rest_N, wanted_N, bound_N=bound_N + relative * wanted_N.abs() + least)
 
 
-def answer(layer: Module, probe_MK: Tensor, *, bias_N: Tensor | None) -> Tensor:
+def answer(layer: Module, probe_MK: Tensor, *, bias_N: Tensor | None, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """[M, N] float64 on the CPU: what the layer's method makes of a probe, with a bias of ours in place of its own."""
     device = torch.get_default_device()
     bias_N = None if bias_N is None else bias_N.to(device)
     with _summed_in_float32():
-        out_MN = layer.quant_method.apply(layer, probe_MK.to(device, torch.bfloat16), bias_N)
+        out_MN = layer.quant_method.apply(layer, probe_MK.to(device, dtype), bias_N)
     return out_MN.double().cpu()
 
 
 @contextmanager
 def _summed_in_float32() -> Iterator[None]:
-    """No BF16 product of cuBLAS is split over K, or added up in BF16."""
-    matmul, name = torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"
-    before = getattr(matmul, name), getattr(matmul, f"{name}_split_k")
-    setattr(matmul, name, (False, False))
+    """No BF16 or FP16 product of cuBLAS is split over K, or added up in that type."""
+    matmul = torch.backends.cuda.matmul
+    names = [f"allow_{kind}_reduced_precision_reduction" for kind in ("bf16", "fp16")]
+    before = {name: (getattr(matmul, name), getattr(matmul, f"{name}_split_k")) for name in names}
+    for name in names:
+        setattr(matmul, name, (False, False))
     try:
         yield
     finally:
-        setattr(matmul, name, before)
+        for name, both in before.items():
+            setattr(matmul, name, both)
 
 
 def check_quantiser(proofs: Mapping[str, KernelProof]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -45,14 +46,16 @@ class Proven:
 class SyncProof:
     """`begin`, `take` every tensor, and when vLLM has finished `check`."""
 
-    def __init__(self, model: Module, *, tied_head: bool, rank: int, every: int, parts: int = 1) -> None:
-        """rank: within the engine.  every, parts: see kernel_proof.py."""
-        self._model = model
+    def __init__(
+        self, model: Module, *, tied_head: bool, rank: int, every: int, parts: int = 1, dtype: torch.dtype
+    ) -> None:
+        """rank: within the engine.  every, parts: see kernel_proof.py.  dtype: the engine's."""
+        self._model, self._dtype = model, dtype
         self._rank = rank
         self._every, self._parts = every, parts
         self._slots = slots(model, tied_head=tied_head)
         self._layers: dict[str, Module] = dict(model.named_modules())
-        self._provable = _provable(model)
+        self._provable = _provable(model, dtype=dtype)
         quantised = {name for name, layer in self._layers.items() if isinstance(_method(layer), Quantising)}
         self._unasked = quantised - self._provable.keys()
         self._layers |= {name: gemm for name, (_, gemm) in expert_gemms(model).items()}
@@ -68,7 +71,7 @@ class SyncProof:
         all are asked, as at the first."""
         self._sync = sync
         if changed:
-            self._provable = _provable(self._model)
+            self._provable = _provable(self._model, dtype=self._dtype)
         self._held.clear()
         self._unproven = 0
         asked = {
@@ -139,16 +142,16 @@ class SyncProof:
         )
 
 
-def _provable(model: Module) -> dict[str, Expecting]:
+def _provable(model: Module, *, dtype: torch.dtype) -> dict[str, Expecting]:
     """The layers whose kernels can be asked. Without one: experts (each GEMM is a layer of its own)."""
     found: dict[str, Expecting] = {}
     for name, layer in model.named_modules():
         method = _method(layer)
         if isinstance(method, Quantising):
             if method.provable:
-                found[name] = functools.partial(method.proof, name, local_shape(layer), method.scheme)
+                found[name] = functools.partial(method.proof, name, local_shape(layer), method.scheme, dtype=dtype)
         elif isinstance(layer, ParallelLMHead) or isinstance(method, UnquantizedLinearMethod):
-            found[name] = functools.partial(Bf16Proof, name, local_shape(layer), Scheme.BF16)
+            found[name] = functools.partial(Bf16Proof, name, local_shape(layer), Scheme.BF16, dtype=dtype)
     for name, (layer, gemm) in expert_gemms(model).items():
         method = gemm.quant_method
         found[name] = functools.partial(method.proof, name, expert_shape(layer, gemm), method.scheme)

@@ -187,6 +187,6 @@ def local_shape(layer: Module) -> LocalShape:
     return LocalShape(layer.output_size, layer.input_size, is_cut=False)
 
 
-def rounded(tensor: Tensor) -> Tensor:
-    """As an engine in BF16 holds it, whatever the trainer's type."""
-    return tensor.to(torch.bfloat16)
+def rounded(tensor: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """As an engine in that type holds it, whatever the trainer's."""
+    return tensor.to(dtype)

@@ -104,6 +104,7 @@ class WeightUpdate:
             rank=rank,
             every=prove_every,
             parts=prove_parts,
+            dtype=model_config.dtype,
         )
         self._precision = PrecisionSwitch(model)
         for layer in model.modules():

@@ -32,6 +32,7 @@ from appliance.record.checkpoints import (
     FOLDER,
     GUARD_FILE,
     PROFILE_FOLDER,
+    SCALER_FILE,
     CheckpointSearch,
     Facts,
     damage,
@@ -66,6 +67,7 @@ from appliance.record.session import (
 from appliance.sync.records import SYNC_FOLDER
 from appliance.tasks.library import data_key
 from appliance.terms.schemes import Scheme
+from appliance.terms.settings import Dtype
 
 _CLAIMED = frozenset({LOGS, "recipe.yaml", "plan.json", "versions.json"})  # written before run.json
 _RAY_LOGS = "ray"  # of a run that failed: Ray's own, copied with the links in them and never written again
@@ -291,6 +293,10 @@ def refuse_misfit(resume: Resume, *, plan: RunPlan) -> None:
     _refuse_other_profile(folder, facts=facts, run_dir=resume.target.run_dir)
     _refuse_other_scale(folder, uaq=plan.uaq)
     _refuse_other_adapter(folder, lora=plan.lora)
+    saved = Dtype.FP16 if (folder / "actor" / SCALER_FILE).is_file() else Dtype.BF16
+    if saved is not plan.trainer.dtype:
+        message = f"{folder.name} was trained in {saved}, and the plan says {plan.trainer.dtype}"
+        raise PreflightError(message, hint="put trainer.dtype back, or start a new run")
 
 
 def _refuse_other_profile(folder: Path, *, facts: Facts, run_dir: Path) -> None:

@@ -42,7 +42,7 @@ from appliance.tasks.library import OWN, builtin_model_key, data_key, is_from_hu
 from appliance.terms.devices import AUTO, CPU, GPUS, automatic_scheme, gpu_of_product
 from appliance.terms.environment import child_env
 from appliance.terms.schemes import Scheme
-from appliance.terms.settings import Schedule
+from appliance.terms.settings import Dtype, Schedule
 
 CACHE_NAME = ".cache"
 USUAL_TURNS = 4  # of a model with tools
@@ -142,6 +142,8 @@ def build_plan(
         raise RecipeError(
             [("model.lora: this model has experts, whose weights are no linear layers", "set it to null")]
         )
+    if recipe.trainer.dtype is Dtype.FP16 and engines.layers_with_experts(model):
+        raise RecipeError([("trainer.dtype: engines have experts in BF16 alone", "use `bf16`")])
     correction = derive.plan_correction(recipe, micro_batch_sequences=trainer.micro_batch_sequences, book=book)
     guard = engines.plan_guard(recipe, rollout=rollout, experts=experts, book=book)
     validate_bf16_every, why = engines.plan_validation(recipe, rollout=rollout, switching=guard.switching, steps=steps)
@@ -189,6 +191,7 @@ def build_plan(
             own_engine=(
                 trainer.quantises
                 or lora is not None
+                or trainer.dtype is Dtype.FP16
                 or recipe.optimizer.norm_fed_lr_scale != 1
                 or recipe.optimizer.schedule is Schedule.LINEAR
                 or (is_cpu and algorithm.kl is not None)

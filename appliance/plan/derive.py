@@ -23,7 +23,7 @@ from appliance.record.plan import (
 )
 from appliance.tasks.library import OWN
 from appliance.terms.devices import CPU, GPUS, USUAL_SEQUENCES_AT_ONCE
-from appliance.terms.settings import ATTENTION_NAME
+from appliance.terms.settings import ATTENTION_NAME, Dtype
 from appliance.terms.shapes import Linear
 
 Value = TypeVar("Value", int, str, bool)
@@ -37,6 +37,9 @@ _ATTENTIONS = {
     Attention.AUTO: "ours: PyTorch's kernels for sequences that lie in a row, without padding",
     Attention.FLASH_ATTENTION_2: "as given: by the package flash-attn; `auto` needs none",
 }
+_IN_FP16 = (
+    "engines and what they are sent, too; losses are scaled: an update that overflows is left out and halves that"
+)
 _REUSES = "the engines': no pass over the batch before an update; a correction has nothing to act on"
 
 
@@ -77,6 +80,8 @@ def plan_trainer(recipe: Recipe, *, attention: str, book: Book) -> TrainerPlan:
     if fp8_backward := recipe.trainer.backward is Backward.FP8_BLOCK:
         emulated = "; emulated: its numbers are meant" if recipe.quantization.emulate else ""
         book.note("trainer.backward", str(recipe.trainer.backward), f"as given{emulated}")
+    if recipe.trainer.dtype is Dtype.FP16:
+        book.note("trainer.dtype", recipe.trainer.dtype, _IN_FP16)
     mini = recipe.batch.mini_batch_prompts or recipe.batch.prompts_per_step
     recomputes = "activations are recomputed: less memory, a third more time"
     keeps = "the model is tiny: recomputing costs time and saves nothing"
@@ -86,6 +91,7 @@ def plan_trainer(recipe: Recipe, *, attention: str, book: Book) -> TrainerPlan:
         book.note("trainer.old_log_probs", recipe.trainer.old_log_probs, _REUSES)
     return TrainerPlan(
         attention=attention,
+        dtype=recipe.trainer.dtype,
         one_flow=one_flow,
         linears=recipe.trainer.forward is Forward.LINEARS,
         fp8_backward=fp8_backward,

@@ -12,9 +12,10 @@ from pathlib import Path
 from appliance.corrections.objective import Advantage, Aggregate, KlPlace, Loss
 from appliance.processes import module_argv
 from appliance.record.plan import RunPlan
-from appliance.terms.settings import Schedule
+from appliance.terms.settings import Dtype, Schedule
 
 ACTOR = "actor_rollout_ref.actor"
+REFERENCE = "actor_rollout_ref.ref"
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
@@ -51,7 +52,7 @@ USUAL_BETAS, USUAL_EPSILON = (0.9, 0.999), 1e-8  # of torch's AdamW, and verl's
 _BARE = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
 _NOT_BARE = frozenset({"null", "true", "false", "nan", "inf"})
 
-Value = None | bool | int | float | str | list[str] | list[float] | dict[str, float]
+Value = None | bool | int | float | str | list[str] | list[float] | dict[str, float] | dict[str, str]
 
 
 def hydra_value(value: Value) -> str:
@@ -138,7 +139,7 @@ def overrides(plan: RunPlan) -> list[tuple[str, Value]]:
         (f"+{MODEL}.override_config.model_config", {}),  # else that name goes into the trained model's config.json
         *adapter,
         (f"{ACTOR}.strategy", "fsdp2"),
-        ("actor_rollout_ref.ref.strategy", "fsdp2"),
+        (f"{REFERENCE}.strategy", "fsdp2"),
         (f"{ACTOR}.use_kl_loss", _kl_in(plan) is KlPlace.LOSS),
         (f"{ACTOR}.use_torch_compile", not plan.is_cpu),
         (f"{ACTOR}.fsdp_config.use_torch_compile", not plan.is_cpu),
@@ -220,6 +221,10 @@ def _where_asked(plan: RunPlan) -> list[tuple[str, Value]]:
     """
     algorithm, optimizer, kl = plan.algorithm, plan.optimizer, plan.algorithm.kl
     found: list[tuple[str, Value]] = []
+    if plan.trainer.dtype is Dtype.FP16:  # gradients are reduced in FP32, as verl has it for BF16
+        roles = [ACTOR, *([REFERENCE] if kl else [])]
+        found += [(f"+{role}.fsdp_config.mixed_precision", {"param_dtype": "fp16"}) for role in roles]
+        found.append((f"{ROLLOUT}.dtype", plan.trainer.dtype.in_torch))
     if algorithm.advantage is Advantage.DR_GRPO:
         found.append(("algorithm.norm_adv_by_std_in_grpo", False))
     if algorithm.aggregate is Aggregate.CONSTANT:  # without it verl divides by the longest of a micro-batch
@@ -229,10 +234,9 @@ def _where_asked(plan: RunPlan) -> list[tuple[str, Value]]:
     elif kl:
         found += [("algorithm.kl_ctrl.kl_coef", kl.coefficient), ("algorithm.kl_penalty", str(kl.estimator))]
     if kl:
-        reference = "actor_rollout_ref.ref"
         found += [
-            (f"{reference}.log_prob_micro_batch_size_per_gpu", plan.trainer.micro_batch_sequences),
-            (f"{reference}.fsdp_config.use_torch_compile", not plan.is_cpu),
+            (f"{REFERENCE}.log_prob_micro_batch_size_per_gpu", plan.trainer.micro_batch_sequences),
+            (f"{REFERENCE}.fsdp_config.use_torch_compile", not plan.is_cpu),
         ]
     if optimizer.schedule is Schedule.COSINE:  # `linear` is trainer/verl_engine.py's
         found += [

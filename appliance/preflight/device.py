@@ -19,6 +19,7 @@ from appliance.recipe.schema import Attention
 from appliance.record.plan import RunPlan, Switching
 from appliance.terms.devices import CPU, PAYS_FROM, StoredResult, why_not
 from appliance.terms.schemes import BLOCK, Scales
+from appliance.terms.settings import Dtype
 from appliance.terms.shapes import ModelShape
 
 FLASH, FLASH_PACKAGE = str(Attention.FLASH_ATTENTION_2), "flash_attn"
@@ -171,6 +172,8 @@ def experts(plan: RunPlan, *, host: HostFacts, shape: ModelShape | None) -> Iter
     if plan.lora:
         message = "this model has experts, whose weights are no linear layers"
         yield error("experts", "model.lora", message, "set it to null")
+    if plan.trainer.dtype is Dtype.FP16:
+        yield error("experts", "trainer.dtype", "engines have experts in BF16 alone", "use `bf16`")
     if plan.device == CPU:
         return
     flags = host.cpu_flags

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from appliance.corrections.objective import Advantage, Estimator, KlPlace
 from appliance.corrections.registry import METHODS
-from appliance.recipe.schema import Algorithm, Dtype, Forward, Recipe
+from appliance.recipe.schema import Algorithm, Forward, Recipe, SchemeChoice
 from appliance.recipe.text import Broken
 from appliance.tasks.library import OWN
-from appliance.terms.schemes import listed
-from appliance.terms.settings import Schedule
+from appliance.terms.schemes import Scheme, listed
+from appliance.terms.settings import Dtype, Schedule
 
 MOST_OF_A_MEAN = 0.1  # from 1: a response whose mean ratio is farther away is another policy's
 
@@ -96,9 +96,23 @@ def _schedule(recipe: Recipe) -> Iterator[Broken]:
 
 
 def _dtype(recipe: Recipe) -> Iterator[Broken]:
-    if recipe.trainer.dtype is Dtype.FP16:
-        message = (
-            "`fp16` is not available in this version: engines, weight updates and their proof are in BF16, and on a "
-            "CPU verl's gradient scaler is off"
-        )
-        yield Broken(("trainer.dtype",), message, "use `bf16`")
+    """What is in BF16 whatever is asked. `plan.build` asks for experts, too."""
+    if recipe.trainer.dtype is not Dtype.FP16:
+        return
+    quantised = [each for each in recipe.rollout.schemes if each is not SchemeChoice.BF16]
+    named = (Scheme(each.value) for each in quantised if each is not SchemeChoice.AUTO)
+    refused: list[tuple[str, object, object, str]] = [
+        ("trainer.forward", recipe.trainer.forward, Forward.BF16, "the rollouts' forward has its kernels in BF16"),
+        ("model.lora", recipe.model.lora, None, "the model under an adapter is held and merged in BF16"),
+        ("correction.uaq_scale", recipe.correction.uaq_scale, None, "UAQ's small weights have no place in FP16"),
+    ]
+    if quantised:  # FP16 has no exponents below 2^-14: most weights times a scale of 2^-3 would lose bits
+        message = "a profile scales weights, and small ones have no place in FP16"
+        refused.append(("quantization.profile", recipe.quantization.profile, "none", message))
+    for name, given, fitting, message in refused:
+        if given != fitting:
+            hint = f"use {name}: {'null' if fitting is None else fitting}, or trainer.dtype: bf16"
+            yield Broken((name, "trainer.dtype"), message, hint)
+    if other := next((each for each in named if not each.spec.in_fp16), None):
+        key = "rollout.replicas" if recipe.rollout.replicas else "rollout.scheme"
+        yield Broken((key, "trainer.dtype"), f"engines have `{other}` in BF16 alone", "use `int8` or `bf16`")

@@ -18,7 +18,7 @@ from appliance.guard.policy import ESS, K3_KL, TRUNCATED_FRACTION, WEIGHT_STD, A
 from appliance.tasks.library import TaskKind
 from appliance.terms.devices import Topology
 from appliance.terms.schemes import PROFILED, Scales, Scheme, listed
-from appliance.terms.settings import Schedule
+from appliance.terms.settings import Dtype, Schedule
 from appliance.terms.shapes import Linear
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
@@ -54,11 +54,6 @@ class Forward(StrEnum):
     def knows(self, scheme: Scheme) -> bool:
         """Whether a trainer's layers are the engine's in it: a scale of a whole weight or block spans what is fused."""
         return scheme.spec.trained_in and (self is not Forward.LINEARS or scheme.spec.scales is Scales.CHANNEL)
-
-
-class Dtype(StrEnum):
-    BF16 = "bf16"
-    FP16 = "fp16"
 
 
 class Backward(StrEnum):
@@ -392,7 +387,7 @@ class Trainer(Section):
     forward: Lax[Forward] = Forward.BF16
     """`rollout`: computes as the engines do: no mismatch; `linears`: in these layers alone"""
     dtype: Lax[Dtype] = Dtype.BF16
-    """of forward and backward; masters are in FP32"""
+    """of forward, backward and engines; masters are in FP32"""
     backward: Lax[Backward] = Backward.BF16
     """`fp8-block`: gradients of such layers in FP8, too"""
     old_log_probs: Lax[OldLogProbs] = OldLogProbs.RECOMPUTE

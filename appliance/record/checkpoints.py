@@ -44,6 +44,7 @@ FITS_FILE = "clipping.jsonl"  # the fits of calibrated clipping, from which the 
 OF_A_STEP = (GUARD_FILE, FITS_FILE)  # in the run's folder, and in a checkpoint as they were at the end of its step
 PROFILE_FOLDER = "profile"  # in both: the scales that every rollout of a run needs
 ADAPTER_FOLDER = "adapter"  # of what a rank writes, and of `model/`: with LoRA, as PEFT reads it
+SCALER_FILE = "scaler.json"  # of what rank 0 writes: in FP16, what losses are scaled by, and since when
 _PARTIAL, _DELETING = "partial-", "deleting-"
 _NAME = re.compile(r"global_step_(0|[1-9][0-9]{0,17})")  # as it is written, so that a step has one name
 _LARGEST_MANIFEST = 16 << 20  # bytes; one of a large model on many ranks has some hundred kilobytes

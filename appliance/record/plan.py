@@ -20,7 +20,7 @@ from appliance.frozen import Frozen
 from appliance.guard.policy import Action
 from appliance.terms.devices import CPU, Topology
 from appliance.terms.schemes import Scheme
-from appliance.terms.settings import Quantisation, Schedule
+from appliance.terms.settings import Dtype, Quantisation, Schedule
 
 SCHEMA_VERSION = 1
 CODE_FOLDER = "code"  # of the run's folder: copies of the user's Python files
@@ -404,6 +404,7 @@ class TrainerPlan(Frozen):
 
     attention: str
     """transformers' name of the implementation."""
+    dtype: Dtype = Dtype.BF16
     one_flow: bool
     linears: bool = False
     """Whether the whole forward is the rollouts' own, or its quantised layers alone (rollout_forward.py)."""
@@ -420,9 +421,8 @@ class TrainerPlan(Frozen):
     mini_batch_prompts: int
     """Of one update."""
     micro_batch_sequences: int
-    """Of one forward."""
     max_tokens_per_gpu: int | None
-    """Of one forward; None: micro_batch_sequences of full length."""
+    """Both: of one forward; the second counts where it is given."""
     gpu_memory_utilization: float
     """Part of a GPU's memory that is its engine's."""
     quantises = property(lambda self: self.one_flow or self.linears)

@@ -61,6 +61,8 @@ class SchemeSpec:
     """Whether its method runs the experts of a mixture; else they are emulated or nothing."""
     trained_in: bool = False
     """Whether a trainer computes in it, too, on a CPU: `trainer.forward: rollout`."""
+    in_fp16: bool = True
+    """Whether engines have it in FP16, too: `trainer.dtype: fp16`."""
     takes_profile: bool = False
     """Whether a profile is made for it: smoothing is worth something where a scale is of a channel."""
     finer: tuple[Scheme, ...] = ()
@@ -93,6 +95,7 @@ _FP8 = SchemeSpec(
     emulation="emulated-fp8",
     experts=False,
     trained_in=True,
+    in_fp16=False,
     finer=(Scheme.FP8_CHANNEL, Scheme.FP8_BLOCK),
     vllm_name="fp8",
     since=_ADA,

@@ -15,6 +15,18 @@ METHOD_NAME = "appliance"  # the name of our quantisation method in vLLM
 ATTENTION_NAME = "appliance_packed"  # of our attention in transformers
 
 
+class Dtype(StrEnum):
+    """Of the trainer's forward and backward, of weights as they are sent, and of engines."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+    @property
+    def in_torch(self) -> str:
+        """torch's name of it, and verl's, and vLLM's."""
+        return {Dtype.BF16: "bfloat16", Dtype.FP16: "float16"}[self]
+
+
 class Schedule(StrEnum):
     """Of the learning rate, after the warm-up."""
 

@@ -32,6 +32,7 @@ from appliance.record.events import append_event
 from appliance.record.plan import RunPlan
 from appliance.sync.precision import Precision, attestations_at, read_generation
 from appliance.terms.schemes import Scheme
+from appliance.terms.settings import Dtype
 from appliance.trainer.rollout_forward import HEAD, backward, follow_engines, quantised_layers
 
 SEARCH_EVERY = 50  # steps: both sides compute a sequence twice, and digest all that its layers put out
@@ -78,9 +79,13 @@ def _attest_worker(worker: Any, plan: RunPlan) -> None:
     """Runs inside verl's worker. `worker_dict` holds the one role that has the actor."""
     engine = _engine(worker)
     module: Module = engine.module
-    compute = compute_dtype(module)
-    if compute is not torch.bfloat16:
-        raise AttestationError(f"trainer rank {worker.rank} computes in {compute}, the plan says bf16")
+    compute, asked_dtype = compute_dtype(module), plan.trainer.dtype
+    if compute is not getattr(torch, asked_dtype.in_torch):
+        raise AttestationError(f"trainer rank {worker.rank} computes in {compute}, the plan says {asked_dtype}")
+    scales = engine.scaler is not None and engine.scaler.is_enabled()
+    if scales is not (asked_dtype is Dtype.FP16):
+        how = "scales losses" if scales else "does not scale losses"
+        raise AttestationError(f"trainer rank {worker.rank} {how}, the plan says {asked_dtype}")
     rates = [group["initial_lr"] for group in engine.optimizer.param_groups]
     if rates[1:] != ([] if plan.norm_fed_lr_scale == 1 else [rates[0] * plan.norm_fed_lr_scale]):
         asked = f"the plan asks for one of {plan.norm_fed_lr_scale:g} times the rate"

@@ -79,23 +79,33 @@ class Frozen:
 
 
 class Expected(NamedTuple):
-    """What is to be sent of one layer. sum_NK: W + s B A, float32.  bound_NK: of the error of a merge in BF16."""
+    """What is to be sent of one layer. sum_NK: W + s B A, float32.  bound_NK: of the error of a merge in BF16. None on
+    all ranks but the first."""
 
     name: str
-    sum_NK: Tensor
-    bound_NK: Tensor
+    sum_NK: Tensor | None
+    bound_NK: Tensor | None
 
     def check(self, sent_NK: Tensor) -> None:
-        """Raises SyncError."""
+        """Every rank calls it, and raises SyncError where the first one finds a fault: else they would wait for it."""
+        said = [self._fault(sent_NK)]
+        if torch.distributed.is_initialized():
+            torch.distributed.broadcast_object_list(said)
+        if said[0]:
+            raise SyncError(said[0], hint="the merge went wrong; resume from the last checkpoint, and report it")
+
+    def _fault(self, sent_NK: Tensor) -> str:
+        if self.sum_NK is None:
+            return ""
         apart_NK = (sent_NK.to(self.sum_NK) - self.sum_NK).abs()
-        if wrong := int((~(apart_NK <= self.bound_NK)).sum()):
-            message = f"weight update: {self.name} is not the model's weight with its adapter: {wrong} of "
-            message += f"{apart_NK.numel()} numbers differ, by up to {float(apart_NK.max()):.3g}"
-            raise SyncError(message, hint="the merge went wrong; resume from the last checkpoint, and report it")
+        if not (wrong := int((~(apart_NK <= self.bound_NK)).sum())):
+            return ""
+        message = f"weight update: {self.name} is not the model's weight with its adapter: {wrong} of "
+        return message + f"{apart_NK.numel()} numbers differ, by up to {float(apart_NK.max()):.3g}"
 
 
-def expected_merge(module: Module, *, lora: LoraPlan, turn: int) -> Expected | None:
-    """Before a merge. Every rank calls it, the first one gets it. turn: which layer, modulo their number.
+def expected_merge(module: Module, *, lora: LoraPlan, turn: int) -> Expected:
+    """Before a merge. Every rank calls it, the first one gets the numbers. turn: which layer, modulo their number.
 
     The bound: s B A and the sum are rounded to BF16, 2^-9 of each and of what they are then; B and A may be rounded
     before, to BF16 or by a GPU to TF32, 2^-9 of each.
@@ -104,24 +114,25 @@ def expected_merge(module: Module, *, lora: LoraPlan, turn: int) -> Expected | N
     name, layer = layers[turn % len(layers)]
     parts = (layer.base_layer, layer.lora_A["default"], layer.lora_B["default"])
     whole = [_whole(each.weight) for each in parts]
+    short = f"{name.removeprefix('base_model.model.')}.weight"
     if torch.distributed.is_initialized() and torch.distributed.get_rank():
-        return None
+        return Expected(short, sum_NK=None, bound_NK=None)
     w_NK, a_RK, b_NR = (each.float() for each in whole)
     scale = lora.alpha / lora.rank
     delta_NK, most_NK = scale * (b_NR @ a_RK), scale * (b_NR.abs() @ a_RK.abs())
     bound_NK = 2.0**-8 * (w_NK.abs() + 2 * delta_NK.abs() + most_NK)
-    short = f"{name.removeprefix('base_model.model.')}.weight"
     return Expected(short, sum_NK=w_NK + delta_NK, bound_NK=bound_NK)
 
 
-def checked(tensors: Iterable[tuple[str, Tensor]], *, expected: Expected | None) -> Iterator[tuple[str, Tensor]]:
-    """The same tensors. Raises SyncError where the expected one is another, or is not among them."""
+def checked(tensors: Iterable[tuple[str, Tensor]], *, expected: Expected) -> Iterator[tuple[str, Tensor]]:
+    """The same tensors. On every rank; raises SyncError where the expected one is another, or is not among them."""
+    came = False
     for name, tensor in tensors:
-        if expected is not None and name == expected.name:
+        if name == expected.name:
             expected.check(tensor)
-            expected = None
+            came = True
         yield name, tensor
-    if expected is not None:
+    if not came:
         message = f"weight update: {expected.name} has an adapter and was not sent"
         raise SyncError(message, hint="its merge cannot be checked; report it, with the model")
 

@@ -39,6 +39,7 @@ from appliance.quant.mismatch import Mismatch, MismatchByLength, measure_by_leng
 from appliance.record.events import METRICS_FILE, append_event, append_line
 from appliance.record.plan import RunPlan
 from appliance.sync.records import SyncRecord
+from appliance.terms.settings import Dtype
 from appliance.trainer.correction import clipped_negative_fraction, mean_divergence
 from appliance.trainer.precision import Live
 from appliance.trainer.rollout_forward import Held
@@ -51,6 +52,7 @@ _FROM_VERL = {
     "entropy": "actor/entropy",
     "learning_rate": "actor/lr",
 }
+SCALER_METRICS = ("grad_scale", "overflow_fraction")
 _TIMINGS_S = {
     "rollout_s": "gen",
     "logprob_s": "old_log_prob",
@@ -320,6 +322,7 @@ def step_metrics(
         **{key: float(verl[name]) for key, name in _FROM_VERL.items()},
         "clipped_negative_fraction": clipped_negative_fraction(verl),
         **_reference_kl(verl, plan=plan),
+        **_scaled(verl, plan=plan),
         "response_tokens_mean": length,
         **{key: round(timing_s[name], 4) for key, name in _TIMINGS_S.items() if name in timing_s},
         **({"logprob_s": 0.0} if plan.trainer.reuses_log_probs else {}),  # there is no pass; what took time fetched
@@ -342,6 +345,13 @@ def _reference_kl(verl: dict[str, Any], *, plan: RunPlan) -> dict[str, float]:
     """`reference_kl`, nats, of a divergence in the loss: the estimator's mean over the tokens that were trained on."""
     kl = plan.algorithm.kl
     return {"reference_kl": mean_divergence(verl)} if kl is not None and kl.place is KlPlace.LOSS else {}
+
+
+def _scaled(verl: dict[str, Any], *, plan: RunPlan) -> dict[str, float]:
+    """Of a trainer in FP16, means over a step's updates: what the losses after each are multiplied by, and how many of
+    them overflowed and were left out, 0..1."""
+    names = SCALER_METRICS if plan.trainer.dtype is Dtype.FP16 else ()
+    return {name: float(verl.get(f"actor/{name}", math.nan)) for name in names}
 
 
 def left_out(run_dir: Path, *, telemetry: StepTelemetry, step: int) -> dict[str, float]:

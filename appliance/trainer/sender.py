@@ -30,11 +30,14 @@ class DigestedWeights:
     """A stream of weights, each digested just before it goes out, with the manifest as its last tensor.
 
     precision: what the engine shall compute in; the first tensor says it where it is not as planned.
+    dtype: of the trainer's forward, and of the engine.
     manifest: None until the stream has ended.  digest_s: seconds spent on digests.
     """
 
-    def __init__(self, weights: Weights, *, sync: int, precision: Precision = AS_PLANNED) -> None:
-        self._weights = weights
+    def __init__(
+        self, weights: Weights, *, sync: int, precision: Precision = AS_PLANNED, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        self._weights, self._dtype = weights, dtype
         self._sync = sync
         self._precision = precision
         self.manifest: Manifest | None = None
@@ -44,7 +47,7 @@ class DigestedWeights:
         records: list[TensorRecord] = []
         device = torch.device("cpu")
         async for name, tensor in self._stream():
-            rounded = as_the_trainer_computes(tensor)
+            rounded = as_the_trainer_computes(tensor, dtype=self._dtype)
             started = time.perf_counter()
             records.append(record(name, rounded))
             self.digest_s += time.perf_counter() - started
@@ -62,10 +65,10 @@ class DigestedWeights:
             yield name, tensor
 
 
-def as_the_trainer_computes(tensor: Tensor) -> Tensor:
-    """FP32 masters rounded to BF16, as FSDP's mixed precision rounds them for every forward (attested). Both sides then
-    quantise and compare the same values, and half as many bytes travel."""
-    return tensor.to(torch.bfloat16) if tensor.dtype is torch.float32 else tensor
+def as_the_trainer_computes(tensor: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """FP32 masters rounded to BF16 or FP16, as FSDP's mixed precision rounds them for every forward (attested). Both
+    sides then quantise and compare the same values, and half as many bytes travel."""
+    return tensor.to(dtype) if tensor.dtype is torch.float32 else tensor
 
 
 class DigestingAdapter(ServerAdapter):
@@ -91,7 +94,8 @@ class DigestingAdapter(ServerAdapter):
         self._syncs += 1
         precision = AS_PLANNED if self._run_dir is None else read_wanted(self._run_dir)
         follow_engines(AS_PLANNED if self._run_dir is None else read_present(self._run_dir))
-        digested = DigestedWeights(weights, sync=self._syncs, precision=precision)
+        dtype = getattr(torch, self.config.dtype)
+        digested = DigestedWeights(weights, sync=self._syncs, precision=precision, dtype=dtype)
         await super().update_weights(digested, global_steps=global_steps, **kwargs)
         if digested.manifest is None:
             return

@@ -10,6 +10,10 @@ weights what the engines compute in from an update on. Without a pass for log-pr
 LoRA (`model.lora`): see trainer/lora.py. A learning rate that sinks linearly, where verl's FSDP engine has a constant
 and a cosine. A reference on a CPU.
 
+FP16 (`trainer.dtype`): verl makes torch's gradient scaler, which doubles what losses are multiplied by after so many
+updates, and where gradients overflow leaves the update out and halves it. For a CPU ours is made for a CPU: verl's is
+for CUDA, and off where there is none. Its state goes into checkpoints, and what it does into the metrics.
+
 Another learning rate for the layers that UAQ scales: two groups of parameters. UAQ by s makes a step of Adam's s times
 larger beside the weight, on the linear layers that a norm feeds. This does the same to the same layers without touching
 the model: their learning rate is multiplied. The decoupled weight decay is learning rate times decay, so the decay is
@@ -19,6 +23,7 @@ smaller, and the share of these layers in the gradient's norm.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -29,6 +34,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -36,13 +42,16 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from appliance.quant.mismatch import LayerTrace, Place
-from appliance.record.checkpoints import ADAPTER_FOLDER
+from appliance.record.checkpoints import ADAPTER_FOLDER, SCALER_FILE
 from appliance.record.plan import RunPlan, read_plan
 from appliance.terms.environment import ENGINE_VENDOR, PLAN_VARIABLE
 from appliance.terms.families import norm_fed
 from appliance.terms.settings import Schedule
 from appliance.trainer.lora import Frozen, checked, expected_merge, put_adapter_in, save_adapter
+from appliance.trainer.metrics import SCALER_METRICS
 from appliance.trainer.rollout_forward import RolloutForward, put_in
+
+_GROWS_AFTER = 400  # updates without an overflow, as in verl's
 
 
 @EngineRegistry.register(
@@ -87,6 +96,8 @@ class ApplianceEngine(FSDPEngineWithLMHead):
         super().save_checkpoint(local_path, *args, **kwargs)
         if _plan().lora:
             save_adapter(self.module, folder=Path(local_path) / ADAPTER_FOLDER, model=_plan().model)
+        if self.scaler is not None and torch.distributed.get_rank() == 0:  # overflows are shared: all ranks have it
+            (Path(local_path) / SCALER_FILE).write_text(json.dumps(self.scaler.state_dict()) + "\n")
 
     def _build_fsdp_module(self, module: Module) -> Module:
         """verl pins the weights of a reference in the host's memory, for a GPU: there is none on a CPU."""
@@ -94,9 +105,21 @@ class ApplianceEngine(FSDPEngineWithLMHead):
         if _plan().is_cpu and given.forward_only:
             self.engine_config = replace(given, forward_only=False)
         try:
-            return super()._build_fsdp_module(module)
+            built = super()._build_fsdp_module(module)
         finally:
             self.engine_config = given
+        if self.scaler is not None and _plan().is_cpu:
+            self.scaler = ShardedGradScaler("cpu", growth_interval=_GROWS_AFTER)
+        return built
+
+    def train_batch(self, data: TensorDict, loss_function: Any) -> Any:
+        if self.scaler is None:
+            return super().train_batch(data, loss_function)
+        before, outputs = self.scaler.get_scale(), super().train_batch(data, loss_function)
+        if self.is_mp_src_rank_with_outputs():
+            values = (scale := self.scaler.get_scale()), float(scale < before)
+            outputs["metrics"] |= {name: [value] for name, value in zip(SCALER_METRICS, values, strict=True)}
+        return outputs
 
     def prepare_model_outputs(
         self, output: Any, output_args: dict[str, Any], micro_batch: TensorDict, logits_processor_func: Any
@@ -150,8 +173,10 @@ class ApplianceEngine(FSDPEngineWithLMHead):
         trace.log_prob = float(out.log_probs[0, -1])
         return trace
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        super().load_checkpoint(*args, **kwargs)
+    def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        super().load_checkpoint(local_path, *args, **kwargs)
+        if self.scaler is not None:
+            self.scaler.load_state_dict(json.loads((Path(local_path) / SCALER_FILE).read_bytes()))
         if self._flow is not None:
             self._flow.forget()
 

@@ -357,6 +357,7 @@ BEYOND: dict[str, str] = {
     "two nodes of one cluster": _HOSTS,
     "recipes `dapo-*`, `qwen3-*`, `qwen2.5-1.5b-int8`, `gsm8k-0.5b-*`, `gsm8k-7b-lora-int8`": _LARGE,
     "the compiled code of an engine, kept by vLLM (`~/.cache/vllm/torch_compile_cache`)": "seen in a second start",
+    "`trainer.dtype: fp16`": "not in a row yet",
     "profile (calibration)": _HOST,
     "attention `flash_attention_2`": "needs flash-attn",
     "checkpoints, resume, signals, restarts": _HOST,

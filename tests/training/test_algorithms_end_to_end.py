@@ -16,9 +16,9 @@ from appliance.corrections.objective import Advantage, Aggregate, Estimator, KlP
 from appliance.errors import RecipeError
 from appliance.recipe.load import load_recipe
 from appliance.recipe.rules import AVAILABLE_ALGORITHMS
-from appliance.recipe.schema import Algorithm, Dtype, Optimizer, Recipe
+from appliance.recipe.schema import Algorithm, Optimizer, Recipe
 from appliance.record.checkpoints import checkpoint_folder
-from appliance.terms.settings import Schedule
+from appliance.terms.settings import Dtype, Schedule
 
 pytestmark = pytest.mark.e2e(minutes=1)
 
@@ -92,6 +92,7 @@ TRAININGS: dict[str, tuple[str, ...]] = {
         "optimizer.norm_fed_lr_scale=1.5",
     ),
     "lora": ("model.lora.rank=8", "algorithm.kl=0.1"),  # its reference is the model without the adapter
+    "fp16": ("trainer.dtype=fp16", "quantization.profile=none", "algorithm.kl=0.1"),
     "gdpo": (
         *OWN,
         "algorithm.loss=tbpo",
@@ -103,7 +104,7 @@ TRAININGS: dict[str, tuple[str, ...]] = {
 CLOSED: dict[str, set[str]] = {  # the values of what has few
     "advantage": set(Advantage),
     "aggregate": set(Aggregate),
-    "dtype": {Dtype.BF16},
+    "dtype": set(Dtype),
     "kind": set(AVAILABLE_ALGORITHMS),
     "kl": {f"{each} in {place}" for each in Estimator for place in KlPlace} - {"k1 in loss"},
     "loss": set(Loss),
@@ -153,10 +154,10 @@ def test_every_value_of_every_key_is_in_one_of_the_trainings() -> None:
     said = f"{count} values of {len(CLOSED)} keys and {len(numbers)} numbers in {len(TRAININGS)} trainings"
     sys.stdout.write(f"algorithms: {said}\n")
     assert (covered, numbers) == (CLOSED, NUMBERS)
-    assert said == "28 values of 7 keys and 16 numbers in 7 trainings"
+    assert said == "29 values of 7 keys and 16 numbers in 8 trainings"
 
 
-@pytest.mark.parametrize("refused", ["trainer.dtype=fp16", "algorithm.kind=ppo", "algorithm.kl_estimator=k1"])
+@pytest.mark.parametrize("refused", ["trainer.dtype=fp32", "algorithm.kind=ppo", "algorithm.kl_estimator=k1"])
 def test_what_is_in_none_is_refused(refused: str) -> None:
     with pytest.raises(RecipeError):
         load_recipe("arithmetic-tiny-int8", sets=(*COMMON, "algorithm.kl=0.1", refused))
@@ -216,6 +217,8 @@ def test_three_steps_with_int8_rollouts(with_tiny_cache: Callable[[Path], Path],
     attested = json.loads((done.run_dir / "attest" / "driver-0.json").read_text())["detail"]
     assert (attested["loss"], attested["advantage"]) == (str(recipe.algorithm.loss), str(recipe.algorithm.advantage))
     assert [math.isfinite(line.get("reference_kl", math.nan)) for line in lines] == [bool(recipe.algorithm.kl)] * STEPS
+    in_fp16 = recipe.trainer.dtype is Dtype.FP16
+    assert [line.get("overflow_fraction", math.nan) < 1 for line in lines] == [in_fp16] * STEPS
     optimizer = recipe.optimizer
     wanted = rates(
         optimizer.schedule,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from trainings import FEW, Finished, train
+from trainings import STEPS as FULL_STEPS
 
 from appliance.launch.export import run_export
 from appliance.preflight.disk import BYTES_SAVED_PER_WEIGHT
@@ -61,12 +62,16 @@ def test_the_exported_model_is_what_the_engines_proved_last(run: Finished) -> No
     assert Manifest(sync=sent[0]["sync"], records=held).digest != sent[0]["manifest"]
 
 
-def test_a_checkpoint_has_the_adapter_and_its_optimizer_and_no_more(run: Finished) -> None:
-    size = read_manifest(checkpoint_folder(run.run_dir, step=STEPS)).bytes
-    full = SHAPE.weights * BYTES_SAVED_PER_WEIGHT  # tests/training/test_checkpoint_end_to_end.py holds it
-    print(f"a checkpoint has {size / 1e6:.1f} MB, of full training {full / 1e6:.1f} MB")  # noqa: T201
+def test_a_checkpoint_has_the_adapter_and_its_optimizer_and_no_more(run: Finished, short: Finished) -> None:
+    """short: full training of the same model."""
+    folders = checkpoint_folder(run.run_dir, step=STEPS), checkpoint_folder(short.run_dir, step=FULL_STEPS)
+    size, full = (read_manifest(folder).bytes for folder in folders)
+    adam, full_adam = (sum(each.stat().st_size for each in folder.glob("actor/optim_*.pt")) for folder in folders)
+    both = f"optimizer {adam / 1e6:.1f} and {full_adam / 1e6:.1f}"
+    print(f"MB with LoRA and in full training: checkpoint {size / 1e6:.1f} and {full / 1e6:.1f}, {both}")  # noqa: T201
     assert 0 < size - ADAPTER * BYTES_SAVED_PER_WEIGHT < OTHER_FILES
     assert size < full / 4
+    assert 0 < adam - 8 * ADAPTER < OTHER_FILES and 0 < full_adam - 8 * SHAPE.weights < OTHER_FILES  # two FP32 of each
 
 
 @pytest.mark.long

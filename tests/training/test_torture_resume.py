@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 from killable import Run
+from test_fp16_end_to_end import OVERFLOWING
 from test_val_sets_end_to_end import RECIPE as VAL_SETS
+
+from appliance.record.checkpoints import checkpoint_folder
 
 pytestmark = pytest.mark.torture
 
@@ -46,6 +49,8 @@ CASES = {
         },
         in_order=False,
     ),
+    # Rewards so large that gradients overflow: what losses are scaled by has fallen when it is killed, and counts.
+    "fp16": Case(6, OVERFLOWING | {"cluster.gpus_per_node": "2"}),
     "two-ranks": Case(6, {"cluster.gpus_per_node": "2"}),
     # A turn's seed comes from the sample's, and what is computed together is the same again.
     "tools": Case(
@@ -117,6 +122,11 @@ def test_a_run_in_two_halves_is_the_run_in_one_go(name: str, new_run: Callable[.
     assert bool(whole.lines("clipping.jsonl")) == ("calibrated-clipping" in case.sets.values())
     assert (halves.run_dir / WEIGHTS).read_bytes() == (whole.run_dir / WEIGHTS).read_bytes()
     assert halves.damaged_files() == [] and halves.processes() == []
+    if name == "fp16":
+        scales = [line["grad_scale"] for line in whole.lines("metrics.jsonl")]
+        assert scales[half - 1] < 65536, scales
+        saved = [checkpoint_folder(each.run_dir, step=case.steps) / "actor" / "scaler.json" for each in (whole, halves)]
+        assert saved[0].read_bytes() == saved[1].read_bytes()
     if name == "governed":
         in_bf16 = [line["bf16_layers"] for line in whole.lines("metrics.jsonl")]
         assert 0 < in_bf16[half] < in_bf16[half + 1] < in_bf16[half + 2], in_bf16

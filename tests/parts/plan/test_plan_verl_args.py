@@ -29,6 +29,7 @@ CASES = {
     },
     "reuses": ("arithmetic-tiny-int8", ("trainer.forward=rollout", "trainer.old_log_probs=rollout")),
     "tbpo": ("arithmetic-tiny-int8", ("algorithm.loss=tbpo", "correction.method=tis-geometric")),
+    "fp16": ("arithmetic-tiny-bf16", ("trainer.dtype=fp16", "algorithm.kl=0.1")),
     "lora": ("arithmetic-tiny-lora-int8", ("model.lora.targets=[q_proj, v_proj]",)),
     "dr-grpo": ("arithmetic-tiny-int8", ("algorithm.kind=dr-grpo", "algorithm.kl=0.1", "algorithm.entropy_bonus=0.01")),
     "gspo": ("arithmetic-tiny-int8", ("algorithm.kind=gspo", "algorithm.kl=0.1", "algorithm.kl_in=reward")),
@@ -114,6 +115,15 @@ def test_with_the_engines_log_probs_as_the_old_ones_verl_computes_none():
     config = verl_config([text(*each) for each in planned("reuses")])
     assert config.algorithm.rollout_correction.bypass_mode is True
     assert config.actor_rollout_ref.actor.policy_loss.loss_mode == "vanilla"
+
+
+def test_fp16_is_said_to_trainer_reference_and_engine_and_bf16_to_none():
+    said, usual = dict(planned("fp16")), dict(planned("cpu-bf16"))
+    base, mixed = "actor_rollout_ref", {"param_dtype": "fp16"}
+    wanted = {f"+{base}.{role}.fsdp_config.mixed_precision": mixed for role in ("actor", "ref")}
+    wanted[f"{base}.rollout.dtype"] = "float16"
+    assert {key: said.get(key) for key in said if "precision" in key or key.endswith("rollout.dtype")} == wanted
+    assert not wanted.keys() & usual.keys()
 
 
 def test_no_key_is_given_twice():

@@ -35,6 +35,16 @@ def test_it_answers_as_integers_do(dtype: torch.dtype, rows: int, columns: int, 
         )
 
 
+def test_whether_it_saturates_is_asked_in_an_engine_too() -> None:
+    """Whose default type, while it loads, is that of its model."""
+    saturates.cache_clear()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        saturates()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_a_kernel_that_saturates_is_not_taken() -> None:
     codes_NK = torch.full((32, 64), 127, dtype=torch.int8)
     gemm = packed(codes_NK, scale_N1=torch.ones(32, 1), dtype=torch.float16)

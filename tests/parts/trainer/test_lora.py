@@ -66,16 +66,20 @@ def one_rank(rank: int, folder: str, ranks: int) -> None:
         weights = whole(module)
         expected = expected_merge(module, lora=LORA, turn=3 * update)
         seen.append((sent_by_verl(module), weights))
-        assert (expected is None) is (rank > 0)
-        if expected is not None:
-            expected.check(seen[-1][0][expected.name])
+        assert (expected.sum_NK is None) is (rank > 0)
+        list(checked(seen[-1][0].items(), expected=expected))
         with torch.no_grad():
             module(input_ids=ids)  # log-probs before an update: what FSDP gathered for them must not be merged into
         module(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     save_adapter(module, folder=Path(folder) / "adapter", model=MODEL)
-    said = ""
+    said, wrong = "", ""
+    try:
+        expected = expected_merge(module, lora=LORA, turn=0)
+        list(checked((seen[0][0] | {expected.name: 2 * seen[-1][0][expected.name]}).items(), expected=expected))
+    except SyncError as error:
+        wrong = error.message
     with torch.no_grad():  # what an unfinished merge would leave
         layer = module.base_model.model.model.layers[1].mlp.up_proj
         layer.merge()
@@ -84,7 +88,7 @@ def one_rank(rank: int, folder: str, ranks: int) -> None:
     except SyncError as error:
         said = error.message
     states = len(optimizer.state)
-    torch.save({"seen": seen, "said": said, "states": states}, f"{folder}/{rank}.pt")
+    torch.save({"seen": seen, "said": said, "wrong": wrong, "states": states}, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
@@ -161,6 +165,12 @@ def test_a_merge_that_stayed_in_the_weights_is_found_before_the_next_one(left: t
     assert [rank["said"] for rank in left[1]] == [said] * len(left[1])
 
 
+def test_every_rank_ends_with_what_the_first_one_finds(left: tuple[Path, list[dict]]) -> None:
+    first, *others = (rank["wrong"] for rank in left[1])
+    assert first.startswith("weight update: model.layers.0.self_attn.q_proj.weight is not the model's weight with its")
+    assert set(others) <= {first}
+
+
 def test_a_layer_that_counts_as_merged_is_found_before_the_next_merge() -> None:
     """PEFT would pass over it, and the model alone would be sent, digested and proven."""
     module, frozen = put_adapter_in(tiny(), lora=LORA, seed=1), Frozen()
@@ -200,7 +210,6 @@ def test_a_wrong_merge_is_found_before_it_is_digested(slip: str, moved: float) -
         each.merge()
     found = 0
     for wanted, each in zip(expected, layers.values(), strict=True):
-        assert wanted is not None
         with pytest.raises(SyncError) as raised:
             wanted.check(each.base_layer.weight)
         found += 1

@@ -16,18 +16,21 @@ from appliance.terms.environment import PLAN_VARIABLE
 from appliance.trainer.sender import DigestedWeights, DigestingAdapter
 
 
-def sent(weights: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+def sent(
+    weights: list[tuple[str, torch.Tensor]], *, dtype: torch.dtype = torch.bfloat16
+) -> list[tuple[str, torch.Tensor]]:
     async def collect() -> list[tuple[str, torch.Tensor]]:
-        return [item async for item in DigestedWeights(weights, sync=3)]
+        return [item async for item in DigestedWeights(weights, sync=3, dtype=dtype)]
 
     return asyncio.run(collect())
 
 
-def test_masters_go_out_as_the_values_that_the_trainer_computes_with() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masters_go_out_as_the_values_that_the_trainer_computes_with(dtype: torch.dtype) -> None:
     masters = torch.randn(8, 4)
-    (name, tensor), *_ = sent([("a.weight", masters)])
-    assert name == "a.weight" and tensor.dtype is torch.bfloat16
-    assert torch.equal(tensor, masters.to(torch.bfloat16))
+    (name, tensor), *_ = sent([("a.weight", masters)], dtype=dtype)
+    assert name == "a.weight" and tensor.dtype is dtype
+    assert torch.equal(tensor, masters.to(dtype))
 
 
 def test_other_types_go_out_as_they_are() -> None:

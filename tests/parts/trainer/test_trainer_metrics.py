@@ -15,6 +15,7 @@ from appliance.errors import NumericsError, SyncError, TrainingError
 from appliance.quant.mismatch import Mismatch
 from appliance.record.events import append_failure
 from appliance.sync.records import Acknowledgement, Sent, SyncRecord, Telemetry
+from appliance.terms.settings import Dtype
 from appliance.trainer.entry import report, translate
 from appliance.trainer.metrics import Step, append_metrics, step_metrics, tracked
 from appliance.trainer.precision import Live, mean_of
@@ -69,7 +70,7 @@ PLAN = SimpleNamespace(
     prompts_per_step=32,
     task=SimpleNamespace(tools=""),
     algorithm=SimpleNamespace(kl=None),
-    trainer=SimpleNamespace(reuses_log_probs=False),
+    trainer=SimpleNamespace(dtype=Dtype.BF16, reuses_log_probs=False),
     rollout=SimpleNamespace(samples_per_prompt=8, scheme="int8", label="int8", emulated=False),
 )
 
@@ -89,7 +90,7 @@ def test_tokens_per_second_is_all_generated_tokens_over_the_rollout() -> None:
 
 
 def test_there_are_no_seconds_of_a_pass_that_is_not_made() -> None:
-    plan = SimpleNamespace(**{**vars(PLAN), "trainer": SimpleNamespace(reuses_log_probs=True)})
+    plan = SimpleNamespace(**{**vars(PLAN), "trainer": SimpleNamespace(dtype=Dtype.BF16, reuses_log_probs=True)})
     assert (written(VERL)["logprob_s"], written(VERL, plan=plan)["logprob_s"]) == (0.5, 0.0)
 
 
@@ -108,6 +109,15 @@ def test_a_divergence_in_the_loss_is_in_the_line() -> None:
     assert written(VERL | said, plan=plan)["reference_kl"] == 0.25
     assert math.isnan(written(VERL, plan=plan)["reference_kl"])  # no update was made
     assert "reference_kl" not in written(VERL | said)
+
+
+def test_in_fp16_what_losses_are_scaled_by_is_in_the_line() -> None:
+    said = {"actor/grad_scale": 32768.0, "actor/overflow_fraction": 0.5}
+    plan = SimpleNamespace(**{**vars(PLAN), "trainer": SimpleNamespace(dtype=Dtype.FP16, reuses_log_probs=False)})
+    line = written(VERL | said, plan=plan)
+    assert (line["grad_scale"], line["overflow_fraction"]) == (32768.0, 0.5)
+    assert math.isnan(written(VERL, plan=plan)["grad_scale"])  # no update was made
+    assert "grad_scale" not in written(VERL | said)
 
 
 def test_a_metric_that_verl_no_longer_reports_is_an_error() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from plans import HOST, INPUTS
 
+from appliance.errors import RecipeError
 from appliance.plan.bench_results import SchemeResult, model_shapes, result_key, write_result
 from appliance.plan.build import build_plan
 from appliance.plan.engines import keeps_experts
@@ -19,6 +20,7 @@ from appliance.preflight.finding import Severity
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import RunPlan, Switching
 from appliance.terms.schemes import Scheme
+from appliance.terms.settings import Dtype
 from appliance.terms.shapes import ModelShape, read_shape
 
 KEPT = r"quantization.ignore=['re:.*\.experts$']"
@@ -65,6 +67,17 @@ def refused(plan: RunPlan, *, shape: ModelShape | None) -> list[tuple[str, str]]
 
 def choices(plan: RunPlan) -> dict[str, tuple[str, str]]:
     return {each.key: (each.value, each.why) for each in plan.choices}
+
+
+def test_experts_are_refused_in_fp16(moe: Path) -> None:
+    sets = ("trainer.dtype=fp16", "quantization.profile=none")
+    with pytest.raises(RecipeError) as raised:
+        planned(moe, *sets, device="cpu")
+    why = "trainer.dtype: engines have experts in BF16 alone"
+    assert raised.value.problems == [(why, "use `bf16`")]
+    named = planned(moe, device="h100")
+    named = named.replace(trainer=named.trainer.replace(dtype=Dtype.FP16))
+    assert refused(named, shape=read_shape(moe / "config.json")) == [(f"error: {why}", "use `bf16`")]
 
 
 @pytest.mark.parametrize("device", ["a100", "h100"])

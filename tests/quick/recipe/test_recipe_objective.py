@@ -17,6 +17,7 @@ from appliance.terms.settings import Schedule
 
 PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"
 NO_CAP = "correction.cap=null"
+FP16 = ("trainer.dtype=fp16", "quantization.profile=none")
 OWN = (
     "task.kind=own",
     "task.train_file=problems.jsonl",
@@ -167,10 +168,45 @@ def test_a_mean_that_a_loss_has_not_is_refused(loss: Loss) -> None:
         (
             ("trainer.dtype=fp16",),
             (
-                "trainer.dtype: `fp16` is not available in this version: engines, weight updates and their proof are "
-                "in BF16, and on a CPU verl's gradient scaler is off",
-                "use `bf16`",
+                "trainer.dtype: a profile scales weights, and small ones have no place in FP16",
+                "use quantization.profile: none, or trainer.dtype: bf16",
             ),
+        ),
+        (
+            (*FP16, "trainer.forward=rollout"),
+            (
+                "trainer.forward: the rollouts' forward has its kernels in BF16",
+                "use trainer.forward: bf16, or trainer.dtype: bf16",
+            ),
+        ),
+        (
+            (*FP16, "trainer.forward=linears"),
+            (
+                "trainer.forward: the rollouts' forward has its kernels in BF16",
+                "use trainer.forward: bf16, or trainer.dtype: bf16",
+            ),
+        ),
+        (
+            (*FP16, "model.lora.rank=8"),
+            (
+                "model.lora: the model under an adapter is held and merged in BF16",
+                "use model.lora: null, or trainer.dtype: bf16",
+            ),
+        ),
+        (
+            (*FP16, "correction.uaq_scale=2"),
+            (
+                "correction.uaq_scale: UAQ's small weights have no place in FP16",
+                "use correction.uaq_scale: null, or trainer.dtype: bf16",
+            ),
+        ),
+        (
+            (*FP16, "rollout.scheme=fp8-channel", "quantization.emulate=true"),
+            ("rollout.scheme: engines have `fp8-channel` in BF16 alone", "use `int8` or `bf16`"),
+        ),
+        (
+            (*FP16, "rollout.scheme=auto", "rollout.replicas=[int8, fp8]", "cluster.gpus_per_node=2"),
+            ("rollout.replicas: engines have `fp8` in BF16 alone", "use `int8` or `bf16`"),
         ),
     ],
 )

@@ -15,6 +15,7 @@ from appliance.errors import EngineError, PreflightError
 from appliance.launch.resume import begin_attempt, refuse_misfit
 from appliance.profile.uaq import is_scaled
 from appliance.record.plan import LoraPlan, RunPlan, UaqPlan
+from appliance.terms.settings import Dtype
 
 SCALES = b"scales"
 SEALED = (("profile.safetensors", hashlib.sha256(SCALES).hexdigest()),)
@@ -160,6 +161,22 @@ def test_the_adapter_is_the_checkpoints(
     with pytest.raises(PreflightError) as caught:
         refuse_misfit(resumed(run_dir), plan=plan)
     assert (caught.value.message, caught.value.hint) == (why, "put model.lora back, or start a new run")
+
+
+@pytest.mark.parametrize(("saved", "now"), [(a, b) for a in Dtype for b in Dtype])
+def test_the_dtype_is_the_checkpoints(tmp_path: Path, small_plan: Callable, saved: Dtype, now: Dtype) -> None:
+    """In FP16 it has the state of what scales gradients."""
+    plan = small_plan(tmp_path, steps=9)
+    run_dir = stopped(plan)
+    save(run_dir, 3, files={"actor/data.pt": b"1"} | ({"actor/scaler.json": b"{}"} if saved is Dtype.FP16 else {}))
+    plan = plan.replace(trainer=plan.trainer.replace(dtype=now))
+    if saved is now:
+        refuse_misfit(resumed(run_dir), plan=plan)
+        return
+    with pytest.raises(PreflightError) as caught:
+        refuse_misfit(resumed(run_dir), plan=plan)
+    assert caught.value.message == f"global_step_3 was trained in {saved}, and the plan says {now}"
+    assert caught.value.hint == "put trainer.dtype back, or start a new run"
 
 
 def test_a_scaled_model_that_is_made_again_is_of_the_same_model(tmp_path: Path, small_plan: Callable) -> None:
